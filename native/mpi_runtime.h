@@ -1,0 +1,88 @@
+// MPI without linking MPI: the functions are looked up, at run time, in the library that mpi4py has
+// loaded. One build serves every implementation, whether its handles are pointers (Open MPI) or
+// 32-bit integers (MPICH and its kin).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#define MPIGRAD_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace mpigrad {
+
+// An MPI handle of either layout, as mpi4py's `.handle` gives it.
+struct Handle {
+  int64_t value = 0;
+};
+
+// Where MPI writes a status: large enough for every implementation.
+struct Status {
+  alignas(16) char bytes[256];
+};
+
+struct Functions {
+  void *Abort, *Allreduce, *Barrier, *Bcast, *Error_string, *Gather, *Get_count, *Irecv, *Isend,
+      *Recv, *Reduce, *Scatter, *Send, *Sendrecv, *Wait;
+};
+
+struct Communicator {
+  Handle handle;
+  int rank = 0, size = 1;
+};
+
+struct Runtime {
+  Functions mpi{};
+  bool pointer_handles = false;
+  void* in_place = nullptr;
+  int proc_null = 0;
+};
+
+extern Runtime runtime;
+
+constexpr int kCommunicators = 1024, kReductions = 64;
+
+// Compiled programs name communicators, reductions and call sites by slot numbers: no handle or
+// address of one process is baked into a program.
+const Communicator& communicator(int64_t slot);
+Handle reduction(int64_t slot);
+// The MPI type that reductions use for XLA's element type; `known` is false where there is none.
+Handle arithmetic_type(int xla_type, bool& known);
+// The unsigned integer type of 1, 2, 4 or 8 bytes that moves data as words.
+Handle word_type(size_t bytes);
+// "prog.py:12", or "the adjoint of prog.py:12" for a negative number.
+std::string call_site(int64_t site);
+std::string error_text(int code);
+
+template <class H, class T>
+auto as_native(T x) {
+  if constexpr (!std::is_same_v<T, Handle>)
+    return x;
+  else if constexpr (std::is_pointer_v<H>)
+    return reinterpret_cast<H>(x.value);
+  else
+    return static_cast<H>(x.value);
+}
+
+template <class H, class... Args>
+int call_as(void* function, Args... args) {
+  using Signature = int (*)(decltype(as_native<H>(args))...);
+  return reinterpret_cast<Signature>(function)(as_native<H>(args)...);
+}
+
+// Calls an MPI function; every argument of type Handle is passed in the layout of the library.
+template <class... Args>
+int call(void* function, Args... args) {
+  return runtime.pointer_handles ? call_as<void*>(function, args...)
+                                 : call_as<int>(function, args...);
+}
+
+// The request of a pending message, in the layout of the library.
+struct Request {
+  int64_t storage = 0;
+  void* address() { return &storage; }
+};
+
+}  // namespace mpigrad

@@ -1,0 +1,52 @@
+// What this rank is doing: one record, written around every blocking call, read by the watchdog.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <ctime>
+
+namespace mpigrad {
+
+inline int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
+}
+
+// Read from Python as five 64-bit integers and a string pointer.
+struct Record {
+  std::atomic<int64_t> start_ns{0};  // 0: in no operation
+  std::atomic<int64_t> site{0};
+  std::atomic<int64_t> calls{0};
+  std::atomic<int64_t> busy_ns{0};  // time spent inside operations, all together
+  std::atomic<int64_t> bytes{0};    // bytes handed to MPI by this rank
+  std::atomic<const char*> operation{nullptr};
+};
+
+extern Record record;
+
+// The life of one operation. Only the thread that runs the operation writes the record.
+class Watch {
+ public:
+  Watch(const char* operation, int64_t site, int64_t bytes) : start_(now_ns()), bytes_(bytes) {
+    record.operation.store(operation, std::memory_order_relaxed);
+    record.site.store(site, std::memory_order_relaxed);
+    record.start_ns.store(start_, std::memory_order_release);
+  }
+  ~Watch() {
+    record.start_ns.store(0, std::memory_order_release);
+    add(record.calls, 1);
+    add(record.busy_ns, now_ns() - start_);
+    add(record.bytes, bytes_);
+  }
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+ private:
+  static void add(std::atomic<int64_t>& a, int64_t n) {
+    a.store(a.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
+  }
+  int64_t start_, bytes_;
+};
+
+}  // namespace mpigrad

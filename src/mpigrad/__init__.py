@@ -1,0 +1,63 @@
+"""mpigrad: MPI programs that can be differentiated.
+
+A message is a node of the computational graph, and its derivative is another message.
+"""
+
+from mpi4py import MPI as _MPI  # first: it initialises MPI with MPI_THREAD_MULTIPLE
+
+from mpigrad import guard as _guard
+from mpigrad.communicator import Communicator
+from mpigrad.operations import (
+    _jax_compat,
+    allreduce,
+    barrier,
+    bcast,
+    gather,
+    neighbor_alltoallv,
+    recv,
+    reduce,
+    require,
+    scatter,
+    send,
+    sendrecv,
+)
+from mpigrad.transformations import (
+    grad,
+    jit,
+    jvp,
+    linearize,
+    value_and_grad,
+    vjp,
+    vmap,
+)
+from mpigrad.verify import assert_replicated, dot_test, taylor_test
+
+_jax_compat.configure_backend(_MPI.COMM_WORLD.size)
+_guard.install()
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Communicator",
+    "allreduce",
+    "assert_replicated",
+    "barrier",
+    "bcast",
+    "dot_test",
+    "gather",
+    "grad",
+    "jit",
+    "jvp",
+    "linearize",
+    "neighbor_alltoallv",
+    "recv",
+    "reduce",
+    "require",
+    "scatter",
+    "send",
+    "sendrecv",
+    "taylor_test",
+    "value_and_grad",
+    "vjp",
+    "vmap",
+]

@@ -1,0 +1,230 @@
+"""Communicators, and the native library that carries their messages."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+
+import numpy as np
+from mpi4py import MPI
+
+__all__ = ["Communicator", "communication_seconds", "default", "native_library"]
+
+
+def native_library(name: str) -> ctypes.CDLL | None:
+    """The native library `name` of this installation, or None where it was not built."""
+    import mpigrad  # its search path has the sources and, when editable, the built files
+
+    for directory in mpigrad.__path__:
+        path = pathlib.Path(directory) / "_native" / f"lib{name}.so"
+        if path.exists():
+            return ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+    return None
+
+
+def mpi_library_path() -> str:
+    """Path of the MPI library that mpi4py has loaded into this process."""
+    names = ("/libmpi.so", "/libmpi_abi.so", "/libmpich.so", "/libmpi_cray.so")
+    with open("/proc/self/maps") as maps:
+        paths = dict.fromkeys(line.split()[-1] for line in maps if "/" in line)
+    for name in names:
+        for path in paths:
+            if name in path:
+                return path
+    raise RuntimeError(
+        "mpigrad: mpi4py is loaded, but no MPI library is found in this process "
+        f"({MPI.Get_library_version().splitlines()[0]}). Run `mpigrad doctor`."
+    )
+
+
+# XLA's numbers of element types (xla_data.proto), the dtypes that MPI can do arithmetic with.
+_ARITHMETIC = {
+    "int8": (2, MPI.INT8_T),
+    "int16": (3, MPI.INT16_T),
+    "int32": (4, MPI.INT32_T),
+    "int64": (5, MPI.INT64_T),
+    "uint8": (6, MPI.UINT8_T),
+    "uint16": (7, MPI.UINT16_T),
+    "uint32": (8, MPI.UINT32_T),
+    "uint64": (9, MPI.UINT64_T),
+    "float32": (11, MPI.FLOAT),
+    "float64": (12, MPI.DOUBLE),
+    "complex64": (15, MPI.C_FLOAT_COMPLEX),
+    "complex128": (18, MPI.C_DOUBLE_COMPLEX),
+}
+ARITHMETIC_DTYPES = frozenset(_ARITHMETIC)
+MAX_COUNT = 2**31 - 1  # MPI-3 counts are C ints
+
+# Reductions by slot: programs name slots, so that no handle is compiled into them.
+REDUCTIONS = (MPI.SUM,)
+SUM = REDUCTIONS.index(MPI.SUM)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The communication library, connected to the MPI that mpi4py has loaded."""
+    lib = native_library("mpigrad_communication")
+    if lib is None:
+        raise ImportError(
+            "mpigrad: the native communication library is missing from this installation; "
+            "build it with `make setup`, or `pip install .`."
+        )
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise ImportError(
+            "mpigrad: MPI was initialised without MPI_THREAD_MULTIPLE "
+            f"(level {MPI.Query_thread()}), but XLA and the watchdog call it from threads of "
+            "their own. Leave mpi4py.rc.thread_level at 'multiple'."
+        )
+    lib.mpigrad_start.restype = ctypes.c_char_p
+    lib.mpigrad_start.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int]
+    lib.mpigrad_set_communicator.argtypes = [
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_int,
+    ]
+    lib.mpigrad_set_reduction.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    lib.mpigrad_set_call_site.argtypes = [ctypes.c_int64, ctypes.c_char_p]
+    lib.mpigrad_set_arithmetic_type.argtypes = [ctypes.c_int, ctypes.c_int64]
+    lib.mpigrad_set_word_type.argtypes = [ctypes.c_int, ctypes.c_int64]
+    lib.mpigrad_record.restype = ctypes.c_void_p
+    error = lib.mpigrad_start(
+        mpi_library_path().encode(), MPI._sizeof(MPI.Comm), int(MPI.IN_PLACE), MPI.PROC_NULL
+    )
+    if error is not None:
+        raise ImportError(f"mpigrad: cannot use this process's MPI library: {error.decode()}")
+    for number, datatype in _ARITHMETIC.values():
+        lib.mpigrad_set_arithmetic_type(number, datatype.handle)
+    for index, datatype in enumerate((MPI.UINT8_T, MPI.UINT16_T, MPI.UINT32_T, MPI.UINT64_T)):
+        lib.mpigrad_set_word_type(index, datatype.handle)
+    for slot, op in enumerate(REDUCTIONS):
+        lib.mpigrad_set_reduction(slot, op.handle)
+    return lib
+
+
+class Record(ctypes.Structure):
+    """What this rank is doing now (native/watch.h)."""
+
+    _fields_ = (
+        ("start_ns", ctypes.c_int64),
+        ("site", ctypes.c_int64),
+        ("calls", ctypes.c_int64),
+        ("busy_ns", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("operation", ctypes.c_char_p),
+    )
+
+
+@functools.cache
+def record() -> Record:
+    """The live record of this rank's operations."""
+    return Record.from_address(library().mpigrad_record())
+
+
+def communication_seconds() -> float:
+    """Seconds that this rank has spent inside MPI operations so far, waiting included."""
+    return record().busy_ns * 1e-9
+
+
+class Communicator:
+    """A group of ranks with a private message space.
+
+    Parameters
+    ----------
+    mpi_comm
+        A communicator of mpi4py. It is duplicated, so that no message of mpigrad is ever matched
+        by a message of the program's own; making a `Communicator` is therefore collective: all
+        ranks of `mpi_comm` make it, in the same order.
+    """
+
+    mpi: MPI.Intracomm
+    rank: int
+    size: int
+    slot: int
+    _next_slot = 0
+
+    def __init__(self, mpi_comm: MPI.Intracomm) -> None:
+        if not isinstance(mpi_comm, MPI.Intracomm):
+            raise TypeError(
+                "mpigrad.Communicator takes an intra-communicator of mpi4py, "
+                f"not {type(mpi_comm).__name__}"
+            )
+        if mpi_comm == MPI.COMM_NULL:
+            raise ValueError(
+                "mpigrad.Communicator: this rank is not a member (MPI.COMM_NULL); "
+                "make the communicator on member ranks only"
+            )
+        lib = library()
+        limit = lib.mpigrad_communicator_limit()
+        if Communicator._next_slot >= limit:
+            raise RuntimeError(
+                f"mpigrad: more than {limit} communicators in one process; "
+                "make a communicator once and keep it"
+            )
+        self.mpi = mpi_comm.Dup()
+        self.mpi.Set_errhandler(MPI.ERRORS_RETURN)  # errors come back with rank and source line
+        self.rank, self.size = self.mpi.rank, self.mpi.size
+        self.slot = Communicator._next_slot
+        Communicator._next_slot += 1
+        lib.mpigrad_set_communicator(self.slot, self.mpi.handle, self.rank, self.size)
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        """The communicator of the ranks that give the same `color`, ordered by `key` (collective)."""
+        parts = self.mpi.Split(color, key)
+        try:
+            return Communicator(parts)
+        finally:
+            parts.Free()
+
+    def dup(self) -> Communicator:
+        """A communicator of the same ranks with its own message space (collective)."""
+        return Communicator(self.mpi)
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank={self.rank}, size={self.size})"
+
+
+@functools.cache
+def default() -> Communicator:
+    """The communicator of all ranks, used where an operation is given none."""
+    return Communicator(MPI.COMM_WORLD)
+
+
+def resolve(comm: Communicator | None) -> Communicator:
+    """The communicator that an operation's `comm` argument means."""
+    if comm is None:
+        return default()
+    if isinstance(comm, Communicator):
+        return comm
+    if isinstance(comm, MPI.Comm):
+        raise TypeError(
+            "comm is a communicator of mpi4py; wrap it once, on all of its ranks: "
+            "comm = mpigrad.Communicator(comm)"
+        )
+    raise TypeError(f"comm must be an mpigrad.Communicator, not {type(comm).__name__}")
+
+
+def check_rank(value: int, comm: Communicator, what: str, *, null: bool = False) -> int:
+    """`value` as a rank of `comm` (or MPI.PROC_NULL), or an error that names the argument."""
+    try:
+        rank = int(value.__index__())
+    except (AttributeError, TypeError):
+        raise TypeError(
+            f"{what} must be a Python integer, known before the program runs, "
+            f"not {type(value).__name__}"
+        ) from None
+    if null and rank == MPI.PROC_NULL:
+        return rank
+    if not 0 <= rank < comm.size:
+        raise ValueError(
+            f"{what}={rank} is not a rank of this communicator of {comm.size} "
+            f"(0 to {comm.size - 1}); called on rank {comm.rank}"
+        )
+    return rank
+
+
+def words_per_element(dtype: np.dtype) -> int:
+    """How many MPI words one element takes when data only moves."""
+    return max(1, dtype.itemsize // 8)
+

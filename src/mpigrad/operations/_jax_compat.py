@@ -1,0 +1,283 @@
+"""Every private name of JAX that mpigrad needs, and the repair of what JAX drops.
+
+JAX splits programs into a known and an unknown part when it linearizes, rematerialises or hoists
+constants out of loops. A message must stay where it was written, on every rank alike; but JAX
+
+* executes a message early when its operands are known (and hoists it out of a `scan`),
+* forgets the effects of `checkpoint` and `cond` when none of their results is unknown.
+
+Two rules mend this, for programs with messages only: messages are always staged, never executed
+early (`always_stage`), and `checkpoint` and `cond` get one more unknown result, so that their
+unknown part survives (`install_repairs`). No function of JAX is edited.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import ad_checkpoint, core, effects, pjit
+from jax._src.interpreters import ad, partial_eval
+from jax._src.lax.control_flow import conditionals, loops
+from jax._src.xla_bridge import backends_are_initialized
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+__all__ = [
+    "Primitive",
+    "ShapedArray",
+    "ad",
+    "always_stage",
+    "batching",
+    "configure_backend",
+    "constants_as_operands",
+    "effect",
+    "install_repairs",
+    "is_top_level",
+    "lower_in_token_region",
+    "lowering",
+    "make_effectful",
+    "mlir",
+    "set_linearization",
+    "tangent_aval",
+    "visible",
+]
+
+ShapedArray = core.ShapedArray
+
+
+class MPIEffect(effects.Effect):
+    """One ordered effect for all messages of a process: they keep the program's order."""
+
+    def __str__(self) -> str:
+        return "MPI"
+
+    def __hash__(self) -> int:
+        return hash(MPIEffect)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MPIEffect)
+
+
+effect = MPIEffect()
+for _kinds in (
+    effects.ordered_effects,
+    effects.lowerable_effects,
+    effects.control_flow_allowed_effects,
+    effects.custom_derivatives_allowed_effects,
+    effects.remat_allowed_effects,
+    effects.partial_eval_kept_effects,  # without it `grad` of an unused receive is silently zero
+):
+    _kinds.add_type(MPIEffect)
+
+
+def make_effectful(primitive: Primitive, shape_rule: Callable[..., Sequence[ShapedArray]]) -> None:
+    """Let `primitive` carry the ordered effect; `shape_rule` gives the avals of its results."""
+    primitive.multiple_results = True
+    primitive.def_effectful_abstract_eval(
+        lambda *avals, **params: (list(shape_rule(*avals, **params)), {effect})
+    )
+
+
+def set_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    ad.primitive_linearizations[primitive] = rule
+
+
+def tangent_aval(x: Any) -> Any:
+    """The aval of the tangent of `x` (float0 for integers)."""
+    return core.typeof(x).to_tangent_aval()
+
+
+def is_top_level() -> bool:
+    """No transformation and no trace is active."""
+    return core.trace_ctx.is_top_level()
+
+
+def visible(tracer: Any) -> bool:
+    """Whether the trace that made `tracer` is the current one or below it."""
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        if trace is tracer._trace:
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
+# ---- lowering ----
+
+
+def _attribute(value: Any) -> Any:
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, (int, np.integer)):
+        return np.int64(value)
+    if isinstance(value, tuple):
+        return np.asarray(value, np.int64)
+    return value
+
+
+def lowering(
+    target: str,
+    operands: int,
+    aliases: dict[int, int] | None = None,
+    attributes: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]] | None = None,
+) -> Callable[..., Any]:
+    """Lowering of an effectful primitive to an FFI call between two tokens.
+
+    The first `operands` operands are handed over; the others (the carrier) only exist for
+    differentiation. `aliases` counts the token as operand and result 0. `attributes` makes
+    the handler's attributes from the operands' avals and the parameters (default: the parameters).
+    """
+    call = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
+
+    def rule(ctx: Any, *values: Any, **params: Any) -> Any:
+        token = core.abstract_token
+        inner = ctx.replace(
+            avals_in=(token, *ctx.avals_in[:operands]), avals_out=(token, *ctx.avals_out)
+        )
+        given = params if attributes is None else attributes(ctx.avals_in, params)
+        token_out, *results = call(
+            inner,
+            ctx.tokens_in.get(effect),
+            *values[:operands],
+            **{name: _attribute(value) for name, value in given.items()},
+        )
+        ctx.set_tokens_out(mlir.TokenSet({effect: token_out}))
+        return results
+
+    return rule
+
+
+def lower_in_token_region(
+    enter: str, leave: str, turn_aval: ShapedArray
+) -> Callable[..., Sequence[Any]]:
+    """Lowering of a primitive (turn, *operands; jaxpr) -> (turn, *results) with messages inside.
+
+    To JAX the primitive has no effect; inside, the messages are ordered by a token that `enter`
+    makes of the array `turn`, and of which `leave` makes the next `turn`.
+    """
+    to_token = jax.ffi.ffi_lowering(enter, has_side_effect=True)
+    from_token = jax.ffi.ffi_lowering(leave, has_side_effect=True)
+
+    def rule(ctx: Any, turn: Any, *values: Any, jaxpr: Any) -> Sequence[Any]:
+        token = core.abstract_token
+        (first,) = to_token(ctx.replace(avals_in=(turn_aval,), avals_out=(token,)), turn)
+        inner = ctx.replace(
+            avals_in=ctx.avals_in[1:],
+            avals_out=ctx.avals_out[1:],
+            tokens_in=mlir.TokenSet({effect: first}),
+            tokens_out=None,
+        )
+        body = functools.partial(core.eval_jaxpr, jaxpr, ())
+        results = mlir.lower_fun(body, multiple_results=True)(inner, *values)
+        last = inner.tokens_out.get(effect) if _has_messages(jaxpr.effects) else first
+        (next_turn,) = from_token(ctx.replace(avals_in=(token,), avals_out=(turn_aval,)), last)
+        return [next_turn, *results]
+
+    return rule
+
+
+def constants_as_operands(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
+    """The jaxpr with its constants as leading operands, and these constants."""
+    return partial_eval.convert_constvars_jaxpr(closed_jaxpr.jaxpr), list(closed_jaxpr.consts)
+
+
+# ---- partial evaluation keeps messages where they were written ----
+
+_rules = partial_eval.custom_partial_eval_rules
+
+
+def _has_messages(kinds: Any) -> bool:
+    return any(isinstance(kind, MPIEffect) for kind in kinds)
+
+
+def _stage(primitive: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
+    unknown = [trace.instantiate_const(t) for t in tracers]
+    return trace.default_process_primitive(primitive, unknown, params)
+
+
+def always_stage(primitive: Primitive) -> None:
+    """Never execute `primitive` in the known part of a program, even with all operands known."""
+    _rules[primitive] = functools.partial(_stage, primitive)
+
+
+def _repair(
+    primitive: Any,
+    effects_of: Callable[[dict[str, Any]], Any],
+    with_extra_result: Callable[[dict[str, Any], int], dict[str, Any] | None] | None = None,
+) -> None:
+    plain = _rules[primitive]
+
+    def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
+        if not _has_messages(effects_of(params)):
+            return plain(trace, *tracers, **params)
+        unknown = [i for i, t in enumerate(tracers) if not t.is_known()]
+        if not unknown:
+            return _stage(primitive, trace, *tracers, **params)
+        extended = with_extra_result(params, unknown[-1]) if with_extra_result else None
+        if extended is None:
+            return plain(trace, *tracers, **params)
+        *results, extra = plain(trace, *tracers, **extended)
+        recipe = extra.recipe
+        if isinstance(recipe, partial_eval.JaxprEqnRecipe) and _has_messages(recipe.effects):
+            handle = partial_eval.EffectHandle(recipe.in_tracers, recipe)
+            trace.effect_handles.append(handle)
+        return results
+
+    _rules[primitive] = rule
+
+
+def _remat_extra_result(params: dict[str, Any], operand: int) -> dict[str, Any]:
+    jaxpr = params["jaxpr"]
+    outvars = [*jaxpr.outvars, jaxpr.invars[operand]]
+    return {**params, "jaxpr": jaxpr.replace(outvars=outvars)}
+
+
+def _cond_extra_result(params: dict[str, Any], operand: int) -> dict[str, Any] | None:
+    if operand == 0:  # the branch index itself is unknown: JAX stages the whole `cond`
+        return None
+    branches = []
+    for branch in params["branches"]:
+        outvars = [*branch.jaxpr.outvars, branch.jaxpr.invars[operand - 1]]
+        branches.append(core.ClosedJaxpr(branch.jaxpr.replace(outvars=outvars), branch.consts))
+    return {**params, "branches": tuple(branches)}
+
+
+@functools.cache
+def install_repairs() -> None:
+    """Wrap JAX's rules for checkpoint, cond, scan and jit, for programs with messages only."""
+    _repair(ad_checkpoint.remat_p, lambda p: p["jaxpr"].effects, _remat_extra_result)
+    _repair(
+        conditionals.cond_p,
+        lambda p: {e for branch in p["branches"] for e in branch.jaxpr.effects},
+        _cond_extra_result,
+    )
+    _repair(loops.scan_p, lambda p: p["jaxpr"].jaxpr.effects)
+    _repair(pjit.jit_p, lambda p: p["jaxpr"].jaxpr.effects)
+
+
+# ---- the CPU client ----
+
+
+def configure_backend(size: int) -> None:
+    """Make the settings that XLA reads once, when its CPU client starts (at import)."""
+    if backends_are_initialized():
+        if size > 1 and jax.config.jax_cpu_enable_async_dispatch:  # type: ignore[attr-defined]
+            raise ImportError(
+                "mpigrad: JAX has already computed something in this process, and dispatches "
+                "asynchronously, so messages could overtake each other. Import mpigrad before "
+                "the first JAX computation, or set JAX_CPU_ENABLE_ASYNC_DISPATCH=false."
+            )
+        return
+    # A message queued behind a computation must not be overtaken by a direct call of mpi4py.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    flags = os.environ.get("XLA_FLAGS", "")
+    if size > 1 and "intra_op_parallelism_threads" not in flags:
+        # One compute thread per rank: ranks on one machine would fight for its cores otherwise.
+        os.environ["XLA_FLAGS"] = (
+            flags + " --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        ).strip()

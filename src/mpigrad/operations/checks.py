@@ -1,0 +1,103 @@
+"""Checks of values inside compiled programs, which end the program with a message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.operations._jax_compat import Primitive
+from mpigrad.operations.activity import carrier
+from mpigrad.operations.collectives import bcast, gather
+from mpigrad.operations.factory import effect_primitive
+from mpigrad.operations.sites import call_site
+
+__all__ = ["assert_replicated", "require"]
+
+
+def _one_call(args: Any, dims: Any, params: dict[str, Any]) -> tuple[Any, ...]:
+    # A batch fails with the values of its first failing member.
+    ok, values, a = args
+    n = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
+    front = [
+        jnp.broadcast_to(v, (n, *v.shape)) if d is None else jnp.moveaxis(v, d, 0)
+        for v, d in zip((ok, values), dims[:2], strict=True)
+    ]
+    return jnp.all(front[0]), front[1][jnp.argmin(front[0])], jnp.sum(a)
+
+
+require_p: Primitive = effect_primitive("require", operands=2, batch=_one_call)
+
+
+def require(ok: Any, message: str, *values: Any, comm: Communicator | None = None) -> None:
+    """Go on where `ok` is true, else end the program with an error.
+
+    The error names the rank and the user's source line. To let all ranks fail together, decide
+    `ok` from values that are equal on all of them (after an `allreduce`, say).
+
+    Parameters
+    ----------
+    ok
+        Boolean scalar.
+    message
+        What is wrong, and what to do; each "{}" is replaced by one of `values`.
+    values
+        Real scalars.
+    """
+    with jax.enable_x64(True):  # the handler's type, whatever the program's precision
+        numbers = [jax.lax.stop_gradient(jnp.asarray(v)).astype("float64") for v in values]
+        packed = jnp.stack(numbers) if numbers else jnp.zeros(0, "float64")
+        require_p.bind(
+            jnp.asarray(ok, bool).reshape(()),
+            packed,
+            carrier(),
+            comm=resolve(comm).slot,
+            site=call_site(),
+            message=message,
+        )
+
+
+def assert_replicated(x: Any, comm: Communicator | None = None, what: str = "the value") -> None:
+    """Raise on every rank unless `x` is equal on all ranks (up to rounding; NaN equals NaN).
+
+    Parameters
+    ----------
+    x
+        Array or pytree of arrays, of the same shapes and dtypes on every rank.
+    what
+        What the error calls `x`.
+    """
+    comm = resolve(comm)
+    leaves = [jax.lax.stop_gradient(jnp.asarray(leaf)) for leaf in jax.tree.leaves(x)]
+    if comm.size == 1 or not leaves:
+        return
+    differs = jnp.zeros((), bool)
+    deviation = jnp.zeros((), "float32")
+    for leaf in leaves:
+        root = bcast(leaf, 0, comm)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            tolerance = 1e3 * float(jnp.finfo(leaf.dtype).eps)
+            same = (jnp.abs(leaf - root) <= tolerance * jnp.abs(root)) | (leaf == root)
+            same |= jnp.isnan(leaf) & jnp.isnan(root)
+            distance = jnp.abs(leaf - root).astype("float32")
+        else:
+            same = leaf == root
+            distance = (~same).astype("float32")
+        differs |= ~jnp.all(same)
+        deviation = jnp.maximum(deviation, jnp.max(distance, initial=0.0))
+    flags = bcast(gather(jnp.stack([differs.astype("float32"), deviation]), 0, comm), 0, comm)
+    first = jnp.argmax(flags[:, 0])
+    require(
+        ~jnp.any(flags[:, 0] > 0),
+        f"{what} is not the same on all ranks: {{}} of {comm.size} ranks differ from rank 0, "
+        "the first is rank {} (by {}). Make it equal, for instance by bcast(x, root=0), or do not "
+        "declare it replicated.",
+        jnp.sum(flags[:, 0]),
+        first,
+        flags[first, 1],
+        comm=comm,
+    )
+
+

@@ -1,0 +1,46 @@
+"""The user's source line of every operation, as a number that compiled programs carry."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mpigrad.communicator import library
+
+__all__ = ["call_site", "describe"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# The problems are programs that use the library: their lines are worth naming.
+_PROGRAMS = os.path.join(_PACKAGE, "problems") + os.sep
+_PACKAGE += os.sep
+_JAX = os.path.join("site-packages", "jax") + os.sep
+
+_numbers: dict[tuple[str, int], int] = {}
+_texts: list[str] = ["an unknown line"]
+
+
+def call_site() -> int:
+    """The number of the innermost source line outside the library (1, 2, …)."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        inside = (name.startswith(_PACKAGE) and not name.startswith(_PROGRAMS)) or _JAX in name
+        if not inside and not name.startswith("<frozen"):
+            break
+        frame = frame.f_back
+    if frame is None:
+        return 0
+    key = (frame.f_code.co_filename, frame.f_lineno)
+    number = _numbers.get(key)
+    if number is None:
+        number = _numbers[key] = len(_texts)
+        text = f"{os.path.relpath(key[0]) if key[0].startswith(os.getcwd()) else key[0]}:{key[1]}"
+        _texts.append(text)
+        library().mpigrad_set_call_site(number, text.encode())
+    return number
+
+
+def describe(site: int) -> str:
+    """ "prog.py:12", or "the adjoint of prog.py:12" for a negative number."""
+    text = _texts[abs(site)] if abs(site) < len(_texts) else _texts[0]
+    return f"the adjoint of {text}" if site < 0 else text

@@ -1,0 +1,372 @@
+"""grad, value_and_grad, jvp, vjp, linearize, vmap and jit for programs with messages.
+
+The signatures are JAX's. A program on P ranks is one function on the product space of the ranks'
+arrays, and its derivative is the derivative of that one function: every rank seeds its own output,
+so that `grad` differentiates the sum over ranks of what the function returns on each rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations.activity import CARRIER, carrier, with_carrier, without_carriers
+from mpigrad.operations.checks import assert_replicated
+from mpigrad.operations.collectives import allreduce, bcast, reduce
+from mpigrad.operations.factory import register_target, set_jit
+
+__all__ = ["grad", "jit", "jvp", "linearize", "value_and_grad", "vjp", "vmap"]
+
+Loss = Literal["share", "replicated"]
+_ZERO = np.float32(0)
+
+
+def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def _sum_over_ranks(tree: Any, comm: Communicator) -> Any:
+    """The sum over ranks, reduced onto rank 0 and broadcast: bit for bit the same everywhere."""
+    leaves, structure = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    if comm.size == 1:
+        return tree
+    sums: dict[int, Any] = {}
+    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):  # one message for each dtype
+        members = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        if not jnp.issubdtype(dtype, jnp.inexact):  # float0: no derivative, no message
+            sums.update((i, leaves[i]) for i in members)
+            continue
+        packed = jnp.concatenate([leaves[i].ravel() for i in members])
+        packed = bcast(reduce(packed, root=0, comm=comm), 0, comm)
+        offset = 0
+        for i in members:
+            part = packed[offset : offset + leaves[i].size]
+            sums[i] = part.reshape(leaves[i].shape)
+            offset += leaves[i].size
+    return jax.tree.unflatten(structure, [sums[i] for i in range(len(leaves))])
+
+
+def value_and_grad(
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    loss: Loss = "share",
+    replicated: int | Sequence[int] = (),
+    comm: Communicator | None = None,
+) -> Callable[..., Any]:
+    """A function that gives the global value and the gradient of the global value.
+
+    Parameters
+    ----------
+    f
+        Function whose first result is a real scalar. Every rank calls it, with its own arguments.
+    argnums, has_aux, holomorphic, allow_int
+        As for `jax.value_and_grad`.
+    loss
+        "share": the value is the sum over ranks of what `f` returns. "replicated": `f` returns
+        the same value on every rank (checked), which counts once.
+    replicated
+        Numbers of arguments, among `argnums`, that are equal on all ranks and count as one: their
+        gradient is summed over ranks and is the same, bit for bit, on every rank. With
+        MPIGRAD_GUARD=1 it is checked that they are equal.
+    comm
+        The ranks over which shares and replicated arguments are summed.
+
+    Returns
+    -------
+    A function like `f` that returns (value, gradient), or ((value, aux), gradient); the value is
+    the global one on every rank.
+
+    Notes
+    -----
+    Messages are active on every rank, whatever is constant there. For a function that is called
+    many times, compile the whole: `mpigrad.jit(mpigrad.value_and_grad(f))`.
+    """
+    transformed = _value_and_grad(
+        f, argnums, has_aux, holomorphic, allow_int, loss, replicated, comm, reduce_value=True
+    )
+    return functools.wraps(f)(transformed)
+
+
+def grad(
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    *,
+    loss: Loss = "share",
+    replicated: int | Sequence[int] = (),
+    comm: Communicator | None = None,
+) -> Callable[..., Any]:
+    """A function that gives the gradient of the global value, as `value_and_grad` does.
+
+    Returns
+    -------
+    A function like `f` that returns the gradient, or (gradient, aux).
+    """
+    both = _value_and_grad(
+        f, argnums, has_aux, holomorphic, allow_int, loss, replicated, comm, reduce_value=False
+    )
+
+    @functools.wraps(f)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        value, g = both(*args, **kwargs)
+        return (g, value[1]) if has_aux else g
+
+    return gradient
+
+
+def _value_and_grad(
+    f: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    holomorphic: bool,
+    allow_int: bool,
+    loss: Loss,
+    replicated: int | Sequence[int],
+    comm: Communicator | None,
+    *,
+    reduce_value: bool,
+) -> Callable[..., Any]:
+    numbers, equal = _numbers(argnums), _numbers(replicated)
+    if loss not in ("share", "replicated"):
+        raise ValueError(f'loss={loss!r}: it is "share" or "replicated"')
+    if not set(equal) <= set(numbers):
+        raise ValueError(
+            f"replicated={equal}: only arguments that are differentiated can be declared "
+            f"replicated (argnums={numbers})"
+        )
+
+    def share(*args: Any, **kwargs: Any) -> Any:
+        out = f(*args, **kwargs)
+        if loss == "share":
+            return out
+        group = resolve(comm)
+        value, aux = out if has_aux else (out, None)
+        assert_replicated(value, group, "the loss that is declared replicated")
+        value = value * jnp.asarray(group.rank == 0, jnp.result_type(value))  # counted once
+        return (value, aux) if has_aux else value
+
+    # Argument 0 is the carrier; negative numbers count from the end, as before.
+    shifted = tuple(n + 1 if n >= 0 else n for n in numbers)
+    differentiate = jax.value_and_grad(
+        with_carrier(share), (0, *shifted), has_aux, holomorphic, allow_int
+    )
+    zero = np.complex64(0) if holomorphic else _ZERO
+
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        group = resolve(comm)
+        if os.environ.get("MPIGRAD_GUARD") == "1":
+            for n in equal:
+                assert_replicated(args[n], group, f"argument {n}, declared replicated,")
+        out, (_, *gradients) = differentiate(zero, *args, **kwargs)
+        if equal:
+            summed = _sum_over_ranks(
+                [g for n, g in zip(numbers, gradients, strict=True) if n in equal], group
+            )
+            parts = iter(summed)
+            gradients = [
+                next(parts) if n in equal else g
+                for n, g in zip(numbers, gradients, strict=True)
+            ]
+        gradient = gradients[0] if isinstance(argnums, int) else tuple(gradients)
+        if reduce_value:
+            value = out[0] if has_aux else out
+            value = _sum_over_ranks(value, group)
+            out = (value, out[1]) if has_aux else value
+        return out, gradient
+
+    return transformed
+
+
+def jvp(
+    f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False
+) -> Any:
+    """(f(primals), its directional derivative), as `jax.jvp`; tangents are each rank's own."""
+    return jax.jvp(with_carrier(f), (_ZERO, *primals), (_ZERO, *tangents), has_aux=has_aux)
+
+
+def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """f(primals) and the function that pulls cotangents back, as `jax.vjp`.
+
+    Every rank must call the pull-back, since it carries the adjoint messages.
+    """
+    out, back, *aux = jax.vjp(with_carrier(f), _ZERO, *primals, has_aux=has_aux)
+    return out, lambda ct: back(ct)[1:], *aux
+
+
+def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+    """f(primals) and its derivative there as a function of tangents, as `jax.linearize`."""
+    out, linear, *aux = jax.linearize(with_carrier(f), _ZERO, *primals, has_aux=has_aux)
+    return out, lambda *tangents: linear(_ZERO, *tangents), *aux
+
+
+def vmap(
+    f: Callable[..., Any],
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    axis_name: Any = None,
+    axis_size: int | None = None,
+    spmd_axis_name: Any = None,
+) -> Callable[..., Any]:
+    """`jax.vmap` in which every message is batched, on every rank alike.
+
+    A message of an operand without the batch axis is sent once for each member of the batch, since
+    on its receiver it may meet batched operands.
+    """
+
+    @functools.wraps(f)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        axes = tuple(in_axes) if isinstance(in_axes, (list, tuple)) else (in_axes,) * len(args)
+        size = axis_size if axis_size is not None else _axis_size(axes, args, kwargs)
+        batched = jax.vmap(
+            with_carrier(f), (0, *axes), out_axes, axis_name, size, spmd_axis_name
+        )
+        return batched(jnp.zeros(size, CARRIER.dtype), *args, **kwargs)
+
+    return mapped
+
+
+def _axis_size(axes: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    sizes: list[int] = []
+
+    def visit(axis: int | None, part: Any) -> None:
+        if axis is not None:
+            sizes.extend(jnp.shape(leaf)[axis] for leaf in jax.tree.leaves(part))
+
+    jax.tree.map(visit, axes, args, is_leaf=lambda x: x is None)
+    visit(0, kwargs)
+    if not sizes:
+        raise ValueError("vmap: nothing is mapped; give in_axes or axis_size")
+    return sizes[0]
+
+
+# ---- jit ----
+
+# To JAX, a compiled program is a pure function of an array of one byte, which every program takes
+# and returns; so it is dispatched by JAX's fast path, and programs keep their order.
+_TURN = compat.ShapedArray((1,), np.dtype("uint8"))
+_region_p = compat.Primitive("mpigrad_region")
+_region_p.multiple_results = True
+_region_p.def_abstract_eval(lambda turn, *xs, jaxpr: [_TURN, *(v.aval for v in jaxpr.outvars)])
+compat.mlir.register_lowering(
+    _region_p,
+    compat.lower_in_token_region(
+        register_target("mpigrad_enter"), register_target("mpigrad_leave"), _TURN
+    ),
+    platform="cpu",
+)
+_turn: list[Any] = []
+
+
+def _region(f: Callable[..., Any], turn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """(next turn, f(*args, **kwargs)), the messages of f between `turn` and the next."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+
+    def flat(*values: Any) -> Any:
+        for i, value in zip(dynamic, values, strict=True):
+            leaves[i] = value
+        inner_args, inner_kwargs = jax.tree.unflatten(structure, leaves)
+        return f(*inner_args, **inner_kwargs)
+
+    operands = [leaves[i] for i in dynamic]
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*operands)
+    jaxpr, constants = compat.constants_as_operands(closed)
+    turn, *results = _region_p.bind(turn, *constants, *operands, jaxpr=jaxpr)
+    return turn, jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _static_numbers(f: Callable[..., Any], names: Sequence[str]) -> tuple[int, ...]:
+    """Positions of the parameters that `static_argnames` (or donated names) name."""
+    try:
+        parameters = list(inspect.signature(f).parameters.values())
+    except (TypeError, ValueError):
+        return ()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(i for i, p in enumerate(parameters) if p.name in names and p.kind in positional)
+
+
+def _names(names: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+def jit(
+    f: Callable[..., Any] | None = None,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Sequence[str] = (),
+) -> Callable[..., Any]:
+    """`jax.jit` for programs with messages, with cheap dispatch.
+
+    `jax.jit` of a program with messages takes JAX's slow dispatch path; this one, called outside
+    any transformation, takes the fast one, and keeps its order among all operations of mpigrad.
+    Inside a transformation it is `jax.jit`, traced once whatever the transformation.
+
+    Parameters
+    ----------
+    static_argnums, static_argnames, donate_argnums, donate_argnames
+        As for `jax.jit`.
+    """
+    if f is None:
+        return functools.partial(
+            jit,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+        )
+    static_names, donate_names = _names(static_argnames), _names(donate_argnames)
+    static = {*_numbers(static_argnums), *_static_numbers(f, static_names)}
+    donate = {*_numbers(donate_argnums), *_static_numbers(f, donate_names)}
+    if min((*static, *donate, 0)) < 0:
+        raise ValueError("mpigrad.jit: static_argnums and donate_argnums count from the front")
+    options: dict[str, Any] = {
+        "static_argnums": tuple(sorted(n + 1 for n in static)),
+        "static_argnames": static_names,
+        "donate_argnums": tuple(sorted(n + 1 for n in donate)),
+        "donate_argnames": donate_names,
+    }
+
+    # The first argument is the turn at top level, and the carrier inside a transformation.
+    @functools.partial(jax.jit, **options)
+    def program(turn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return _region(f, turn, args, kwargs)
+
+    inside = functools.partial(jax.jit, **options)(with_carrier(f))
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return f(*args, **kwargs)
+        if compat.is_top_level():
+            turn = _turn.pop() if _turn else jnp.zeros(_TURN.shape, _TURN.dtype)
+            try:
+                turn, out = program(turn, *args, **kwargs)
+            finally:
+                _turn.append(turn)
+            return out
+        a = carrier()
+        with without_carriers():
+            return inside(a, *args, **kwargs)
+
+    return call
+
+
+set_jit(jit)

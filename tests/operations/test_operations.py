@@ -1,0 +1,262 @@
+"""Every operation under every transformation, against the same map without messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpigrad as mg
+from helpers import CASES, Case, close, operand
+from mpigrad.communicator import Communicator
+
+cases = pytest.mark.parametrize("name", CASES)
+
+
+def scan(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f(x) + f(2 x) by a scan; the message stands inside the loop."""
+    return lambda x: jax.lax.scan(
+        lambda total, s: (total + f(s * x), None),
+        jnp.zeros(jax.eval_shape(f, x).shape, x.dtype),
+        jnp.array([1.0, 2.0], x.dtype),
+    )[0]
+
+
+def batch(f: Callable[..., Any], vmap: Callable[..., Any]) -> Callable[..., Any]:
+    """f(x) + f(2 x) by vmap."""
+    return lambda x: vmap(f)(jnp.stack([x, 2 * x])).sum(0)
+
+
+def branch(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x: jax.lax.cond(jnp.sum(jnp.abs(x)) > -1, f, f, x)
+
+
+# name -> (transformation of the program with messages, of the one without)
+TRANSFORMED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "eager": (lambda f: f, lambda F: F),
+    "mpigrad.jit": (mg.jit, lambda F: F),
+    "jax.jit": (jax.jit, lambda F: F),
+    "scan": (scan, scan),
+    "vmap": (lambda f: batch(f, mg.vmap), lambda F: batch(F, jax.vmap)),
+    "vmap over the last axis": (
+        lambda f: lambda x: mg.vmap(f, -1, -1)(jnp.stack([x, 2 * x], -1)).sum(-1),
+        lambda F: batch(F, jax.vmap),
+    ),
+    "checkpoint": (jax.checkpoint, lambda F: F),
+    "cond": (branch, lambda F: F),
+    "checkpoint(scan)": (lambda f: jax.checkpoint(scan(f)), scan),
+    "jit(vmap)": (lambda f: mg.jit(batch(f, mg.vmap)), lambda F: batch(F, jax.vmap)),
+}
+
+
+def programs(case: Case, comm: Communicator) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A non-linear program around the operation: with messages, and on the stack."""
+    return (
+        lambda x: jnp.cos(case.run(jnp.sin(x), comm)),
+        lambda X: jnp.cos(case.simulate(jnp.sin(X))),
+    )
+
+
+@cases
+@pytest.mark.parametrize("how", TRANSFORMED)
+def test_value_gradient_and_dot_product(name: str, how: str, comm: Communicator) -> None:
+    case = CASES[name]
+    x, X = operand(case, comm)
+    f, F = programs(case, comm)
+    transform, reference = TRANSFORMED[how]
+    g, G = transform(f), reference(F)
+    close(g(x), G(X)[comm.rank])
+    W = jnp.arange(1.0, 1 + G(X).size).reshape(G(X).shape)
+    gradient = mg.grad(lambda x: jnp.vdot(g(x), W[comm.rank]))(x)
+    close(gradient, jax.grad(lambda X: jnp.vdot(G(X), W))(X)[comm.rank])
+    mg.dot_test(g, x)
+
+
+@cases
+def test_second_order(name: str, comm: Communicator) -> None:
+    case = CASES[name]
+    x, X = operand(case, comm)
+    f, F = programs(case, comm)
+    loss = lambda x: jnp.sum(f(x) ** 3)
+    Loss = lambda X: jnp.sum(F(X) ** 3)
+    expected = jax.jvp(jax.grad(Loss), (X,), (X,))[1][comm.rank]
+    close(mg.jvp(mg.grad(loss), (x,), (x,))[1], expected)  # forward over reverse
+    close(mg.grad(lambda x: jnp.vdot(mg.grad(loss)(x), x))(x) - mg.grad(loss)(x), expected)
+    close(mg.linearize(mg.grad(loss), x)[1](x), expected)
+    mg.dot_test(mg.grad(loss), x)
+
+
+@cases
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "complex128", "int32", "uint8"])
+def test_dtypes(name: str, dtype: str, comm: Communicator) -> None:
+    case = CASES[name]
+    x, X = operand(case, comm, np.dtype(dtype))
+    y = case.run(x, comm)
+    assert y.dtype == dtype
+    close(y, case.simulate(X)[comm.rank], rtol=1e-5)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        mg.dot_test(lambda x: case.run(x, comm), x)
+    else:  # zero tangents of dtype float0, and no hang
+        tangent = np.zeros(x.shape, jax.dtypes.float0)
+        out = mg.jvp(lambda x: case.run(x, comm), (x,), (tangent,))[1]
+        assert out.dtype == jax.dtypes.float0
+
+
+@cases
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "bool"])
+def test_dtypes_that_only_move(name: str, dtype: str, comm: Communicator) -> None:
+    case = CASES[name]
+    x, X = operand(case, comm, jnp.dtype(dtype))
+    if case.additive:
+        with pytest.raises(TypeError, match="convert it first"):
+            case.run(x, comm)
+        return
+    y = case.run(x, comm)
+    assert y.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(case.simulate(X)[comm.rank]))
+
+
+def test_pytrees(comm: Communicator) -> None:
+    tree = {"a": jnp.arange(3.0) + comm.rank, "b": (jnp.int32(comm.rank), jnp.ones((2, 2)))}
+    total = mg.allreduce(tree)
+    close(total["a"], comm.size * jnp.arange(3.0) + sum(range(comm.size)))
+    assert total["b"][0] == sum(range(comm.size))
+    other = mg.sendrecv(tree, comm.rank, comm.rank)  # to oneself
+    close(other, tree)
+
+
+def test_scalars_and_empty_arrays(comm: Communicator) -> None:
+    assert float(mg.allreduce(1.0)) == comm.size
+    assert mg.bcast(jnp.zeros((0, 3))).shape == (0, 3)
+    assert mg.gather(jnp.zeros(0)).shape == (comm.size, 0)
+    mg.dot_test(lambda x: mg.allreduce(x), jnp.zeros(0))
+
+
+def test_results_of_the_seed(comm: Communicator) -> None:
+    """Small programs of the field, with the figures of four ranks."""
+    r, size = comm.rank, comm.size
+    value, slope = mg.value_and_grad(lambda theta: theta**r, replicated=0)(2.0)
+    assert float(value) == 2.0**size - 1  # 15 on four ranks
+    assert float(slope) == sum(k * 2.0 ** (k - 1) for k in range(1, size))  # 17
+    ten = jnp.arange(1.0, 11.0)
+    close(mg.reduce(r * ten), (r == 0) * sum(range(size)) * ten)
+    gradient = mg.grad(lambda x: jnp.sum(mg.reduce(x)))(r * ten)
+    close(gradient, jnp.ones(10))
+
+
+@pytest.mark.ranks(4)
+def test_bcast_from_rank_three(comm: Communicator) -> None:
+    a = jnp.full(5, float(comm.rank))
+    gradient = mg.grad(lambda a: jnp.sum(mg.bcast(a, root=3) ** 2))(a)
+    close(gradient, jnp.full(5, 24.0 if comm.rank == 3 else 0.0))
+
+
+@pytest.mark.ranks(4)
+def test_rank_two_sends_to_rank_zero(comm: Communicator) -> None:
+    def loss(a: Any) -> Any:
+        if comm.rank == 2:
+            mg.send(a, 0)
+        if comm.rank == 0:
+            a = mg.recv(a, 2)
+        return jnp.sum(a**2)
+
+    gradient = mg.grad(loss)(jnp.float64(comm.rank))
+    assert float(gradient) == [0.0, 2.0, 8.0, 6.0][comm.rank]
+
+
+@pytest.mark.ranks(2)
+def test_adjoint_of_allreduce_in_both_conventions(comm: Communicator) -> None:
+    """x = (1, 2), y = allreduce(x) = 3: where identity as the adjoint of allreduce is wrong."""
+    x = jnp.float64(comm.rank + 1)
+    nested = lambda x: mg.allreduce(mg.allreduce(x) / 2)
+    weighted = lambda w: mg.allreduce(w * (comm.rank + 1))
+    squared = lambda x: mg.allreduce(x) ** 2
+    by_rank = lambda x: (comm.rank + 1) * mg.allreduce(x)
+    assert float(mg.grad(squared)(x)) == 12
+    assert float(mg.grad(nested)(x)) == 2
+    assert float(mg.grad(by_rank)(x)) == 3
+    assert float(mg.grad(weighted)(jnp.float64(1))) == [2, 4][comm.rank]
+    assert float(mg.grad(squared, loss="replicated")(x)) == 6
+    assert float(mg.grad(nested, loss="replicated")(x)) == 1
+    assert float(mg.grad(weighted, loss="replicated")(jnp.float64(1))) == [1, 2][comm.rank]
+
+
+def test_sub_communicators(comm: Communicator) -> None:
+    group = comm.split(comm.rank % 2, key=-comm.rank)
+    members = [r for r in range(comm.size) if r % 2 == comm.rank % 2]
+    assert group.size == len(members)
+    assert group.rank == members[::-1].index(comm.rank)
+    x = jnp.arange(3.0) + comm.rank
+    close(mg.allreduce(x, comm=group), sum(jnp.arange(3.0) + r for r in members))
+    mg.dot_test(lambda x: jnp.sin(mg.allreduce(jnp.cos(x), comm=group)), x)
+    twin = comm.dup()
+    assert (twin.rank, twin.size) == (comm.rank, comm.size)
+    close(mg.bcast(x, comm=twin), jnp.arange(3.0))
+
+
+def test_a_communicator_of_mpi4py_is_wrapped_first(comm: Communicator) -> None:
+    with pytest.raises(TypeError, match=r"mpigrad\.Communicator\(comm\)"):
+        mg.allreduce(1.0, comm=MPI.COMM_WORLD)  # type: ignore[arg-type]
+    alone = mg.Communicator(MPI.COMM_SELF)
+    assert float(mg.allreduce(3.0, comm=alone)) == 3.0
+
+
+def test_beside_direct_calls_of_mpi4py(comm: Communicator) -> None:
+    """Messages of mpi4py on the same ranks and tags are never taken for ours, nor overtaken."""
+    world = MPI.COMM_WORLD
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    request = world.isend(("theirs", comm.rank), right, tag=0)
+    slow = mg.jit(lambda x: mg.allreduce(jnp.linalg.matrix_power(x, 3)))(jnp.eye(200))
+    ours = mg.sendrecv(jnp.float64(comm.rank), right, left)
+    assert world.allreduce(1) == comm.size
+    assert world.recv(source=left, tag=0) == ("theirs", left)
+    request.wait()
+    assert float(ours) == left
+    assert float(slow[0, 0]) == comm.size
+
+
+def test_barrier(comm: Communicator) -> None:
+    mg.barrier()
+
+    def f(x: Any) -> Any:
+        mg.barrier()
+        y = mg.allreduce(x) ** 2
+        mg.barrier()
+        return y
+
+    x = jnp.float64(comm.rank)
+    total = sum(range(comm.size))
+    assert float(mg.jit(mg.grad(f))(x)) == 2 * total * comm.size
+    close(mg.vmap(f)(jnp.stack([x, 2 * x])), jnp.array([1.0, 4.0]) * total**2)
+
+
+def test_wrong_arguments(comm: Communicator) -> None:
+    x = jnp.ones(3)
+    with pytest.raises(ValueError, match=f"root={comm.size} is not a rank"):
+        mg.bcast(x, root=comm.size)
+    with pytest.raises(TypeError, match="Python integer"):
+        mg.reduce(x, root=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one row for each"):
+        mg.scatter(jnp.ones((comm.size + 1, 2)))
+    with pytest.raises(ValueError, match=r"MPI\.SUM is"):
+        mg.allreduce(x, op=MPI.MAX)
+    with pytest.raises(ValueError, match="name the source"):
+        mg.recv(x, MPI.ANY_SOURCE)
+    with pytest.raises(ValueError, match="tag"):
+        mg.send(x, 0, tag=-5)
+    with pytest.raises(ValueError, match="sum\\(sendcounts\\)"):
+        mg.neighbor_alltoallv(x, [0], [2], [2])
+    with pytest.raises(ValueError, match="twice"):
+        mg.neighbor_alltoallv(x, [0, 0], [2, 1], [2, 1])
+
+
+@pytest.mark.parametrize("operation", [mg.bcast, mg.allreduce, mg.gather, lambda x: mg.send(x, 0)])
+def test_more_elements_than_mpi_counts(operation: Callable[..., Any]) -> None:
+    huge = jax.ShapeDtypeStruct((2**31,), jnp.float32)
+    with pytest.raises(ValueError, match="send it in parts"):
+        jax.eval_shape(operation, huge)
