@@ -3,39 +3,39 @@
 A message is a node of the computational graph, and its derivative is another message.
 """
 
-from mpi4py import MPI as _MPI  # first: it initialises MPI with MPI_THREAD_MULTIPLE
-
-from mpigrad import guard as _guard
-from mpigrad.communicator import Communicator
-from mpigrad.operations import (
-    _jax_compat,
-    allreduce,
-    barrier,
-    bcast,
-    gather,
-    neighbor_alltoallv,
-    recv,
-    reduce,
-    require,
-    scatter,
-    send,
-    sendrecv,
-)
-from mpigrad.transformations import (
-    grad,
-    jit,
-    jvp,
-    linearize,
-    value_and_grad,
-    vjp,
-    vmap,
-)
-from mpigrad.verify import assert_replicated, dot_test, taylor_test
-
-_jax_compat.configure_backend(_MPI.COMM_WORLD.size)
-_guard.install()
+from mpigrad.launcher import in_command
 
 __version__ = "0.1.0"
+
+# The `mpigrad` command only starts ranks: its own process needs neither MPI nor JAX.
+if not in_command():
+    from mpi4py import MPI as _MPI  # first: it initialises MPI with MPI_THREAD_MULTIPLE
+
+    from mpigrad.launcher import check_world as _check_world
+
+    _check_world(_MPI.COMM_WORLD.size)
+
+    from mpigrad import guard as _guard
+    from mpigrad.communicator import Communicator
+    from mpigrad.operations import (
+        _jax_compat,
+        allreduce,
+        barrier,
+        bcast,
+        gather,
+        neighbor_alltoallv,
+        recv,
+        reduce,
+        require,
+        scatter,
+        send,
+        sendrecv,
+    )
+    from mpigrad.transformations import grad, jit, jvp, linearize, value_and_grad, vjp, vmap
+    from mpigrad.verify import assert_replicated, dot_test, taylor_test
+
+    _jax_compat.configure_backend(_MPI.COMM_WORLD.size)
+    _guard.install()
 
 __all__ = [
     "Communicator",

@@ -1,0 +1,51 @@
+# Each target does its own set-up; the second time that is nothing.
+#   make demo     recover a diffusivity field on 2 ranks, and write a report (two minutes)
+#   make test     lint, and every test on 1, 2, 3 and 4 ranks (less than 15 minutes)
+#   make bench    the tables of bench/
+#   make docs     the reference of the public names, in build/docs
+#   make lint     ruff and pyright
+#   make setup    what all of them need: Debian packages, .venv, the build
+#   make clean    removes what was built, .venv included
+
+PYTHON ?= python3
+# MPI=wheel: without Debian's MPI and hypre, on the MPICH wheel
+MPI ?= system
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: setup demo test bench docs lint clean
+.NOTPARALLEL:
+
+setup: $(READY)
+	@:
+
+$(READY): pyproject.toml CMakeLists.txt $(wildcard native/* native/*/*) tools/setup.sh
+	@PYTHON="$(PYTHON)" MPI="$(MPI)" VENV="$(VENV)" sh tools/setup.sh
+	@touch $@
+
+demo: setup
+	@$(BIN)/mpigrad run poisson -n 2 --cells 150 150 --iterations 100 --out results/demo
+
+test: lint
+	@$(BIN)/python tests/run.py
+
+lint: setup
+	@echo "lint: ruff, pyright"
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check . || { echo "lint: run $(BIN)/ruff format"; exit 1; }
+	@$(BIN)/pyright --pythonpath $(BIN)/python > build/pyright.log || { cat build/pyright.log; exit 1; }
+
+bench: setup
+	@echo "bench: operations, on 2 ranks"
+	@$(BIN)/mpigrad launch -n 2 bench/operations.py
+	@echo "bench: the Poisson problem, beside a C program that calls hypre"
+	@$(BIN)/python bench/poisson.py
+
+docs: setup
+	@echo "docs: build/docs/index.html"
+	@$(BIN)/pdoc --docformat numpy --output-directory build/docs mpigrad
+
+clean:
+	@rm -rf $(VENV) build results .pytest_cache .ruff_cache .hypothesis
+	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

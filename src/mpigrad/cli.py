@@ -1,0 +1,260 @@
+"""The `mpigrad` command: run, launch, doctor.
+
+This process starts the ranks and is none of them, so it imports neither JAX nor MPI. Options are
+checked here, before anything is launched, and parsed again on the ranks (`mpigrad.rank`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NoReturn
+
+try:
+    import tyro
+except ImportError:
+    sys.exit("mpigrad: the command line needs tyro: pip install 'mpigrad[problems]'")
+
+import mpigrad
+from mpigrad import launcher
+
+__all__ = ["PROBLEMS", "main", "problem_options"]
+
+PROBLEMS = ("poisson",)
+_WITH_VALUE = ("-n", "--ranks", "--timeout", "--grace")  # of LaunchOptions
+
+Ranks = Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="RANKS")]
+Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
+
+
+def _ranks_here() -> int:
+    around = launcher.world_around()
+    return around.size if around else 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """How ranks are started and ended."""
+
+    ranks: Ranks = dataclasses.field(default_factory=_ranks_here)
+    """Number of ranks, the processes that compute together. Inside mpiexec or srun it is theirs."""
+    timeout: Seconds = math.inf
+    """Time limit, after which every rank is ended (exit code 124)."""
+    grace: Seconds = 30.0
+    """Time that the job may take to save and end after the first Ctrl-C."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch(LaunchOptions):
+    """Run a Python program on several ranks.
+
+    They get the settings that this MPI needs, and all of them end together: when one fails, at
+    the time limit, at Ctrl-C.
+    """
+
+    program: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PROGRAM.py")]]
+    """The program, or `-m MODULE`."""
+    arguments: tyro.conf.Positional[
+        Annotated[
+            tuple[str, ...],
+            tyro.conf.arg(metavar="ARGUMENT ...", help_behavior_hint="(optional)"),
+        ]
+    ] = ()
+    """The program's own arguments and options."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Solve one of the inverse problems that come with mpigrad, on several ranks.
+    `mpigrad run PROBLEM --help` lists its options.
+    """
+
+    problem: tyro.conf.Positional[Annotated[Literal["poisson"], tyro.conf.arg(metavar="PROBLEM")]]
+    """poisson: the diffusivity kappa in div(kappa grad u) = f, from observations of u."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Doctor:
+    """Say what MPI, hypre, JAX and cores there are, try them, and name what is wrong.
+
+    Every problem comes with what to do about it; the exit code is 1 when there is one.
+    """
+
+    ranks: Ranks = 2
+    """Number of ranks of the self-test."""
+    timeout: Seconds = 120.0
+    """Time limit of the self-test."""
+
+
+def problem_options(problem: str) -> type[Any]:
+    """The options of `mpigrad run PROBLEM`: the problem's settings, and those of launching."""
+    settings = settings_of(problem)
+    options = dataclasses.make_dataclass(
+        "Options", [], bases=(settings, LaunchOptions), frozen=True
+    )
+    options.__doc__ = settings.__doc__
+    return options
+
+
+def settings_of(problem: str, options: Any = None) -> Any:
+    """The class of a problem's settings; with `options` of a command line, its instance."""
+    settings = _settings_module(problem).Settings
+    if options is None:
+        return settings
+    return settings(**{f.name: getattr(options, f.name) for f in dataclasses.fields(settings)})
+
+
+def _settings_module(problem: str) -> Any:
+    """The module of a problem's settings, without the package around it, which imports JAX."""
+    name = f"mpigrad.problems.{problem}.settings"
+    if name not in sys.modules:
+        file = pathlib.Path(__file__).parent / "problems" / problem / "settings.py"
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def main() -> int:
+    """Run the command in sys.argv; returns its exit code."""
+    arguments = sys.argv[1:]
+    try:
+        match arguments:
+            case ["run", problem, *rest] if problem in PROBLEMS:
+                return _run(problem, rest)
+            case ["launch", *rest]:
+                return _launch(rest)
+            case ["doctor", *rest]:
+                options = _parse(Doctor, "mpigrad doctor", rest)
+                _check_launch(options.ranks, options.timeout, 0.0)
+                doctor = importlib.import_module("mpigrad.doctor")
+                return doctor.examine(options.ranks, options.timeout)
+            case ["--version"]:
+                print(f"mpigrad {mpigrad.__version__}")
+                return 0
+            case _:
+                return _overview(arguments)
+    except launcher.MPIError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _overview(arguments: list[str]) -> int:
+    """Help, and the errors of a command line that names no command or no problem."""
+    tyro.extras.subcommand_cli_from_dict(
+        {"run": Run, "launch": Launch, "doctor": Doctor},
+        prog="mpigrad",
+        description="MPI programs that can be differentiated: run them, launch your own, and find "
+        "out what is wrong with an installation.",
+        args=arguments or ["--help"],
+        console_outputs=_speaks(),
+    )
+    return 0
+
+
+def _run(problem: str, arguments: list[str]) -> int:
+    options = _parse(problem_options(problem), f"mpigrad run {problem}", arguments)
+    _check_launch(options.ranks, options.timeout, options.grace)
+    try:
+        settings_of(problem, options).check()
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
+    missing = [name for name in ("equinox", "matplotlib", "optax", "zarr") if not _has(name)]
+    if missing:
+        _refuse(
+            f"{', '.join(missing)} not installed, which `run {problem}` needs: "
+            "pip install 'mpigrad[problems]'"
+        )
+    return _start(["-m", "mpigrad.rank", problem, *arguments], options)
+
+
+def _launch(arguments: list[str]) -> int:
+    own, program = _split(arguments)
+    options = _parse(Launch, "mpigrad launch", [*own, *(["--", *program] if program else [])])
+    _check_launch(options.ranks, options.timeout, options.grace)
+    match program:
+        case []:
+            _refuse("which program? mpigrad launch -n 4 program.py")
+        case ["-m"]:
+            _refuse("-m: which module? mpigrad launch -n 4 -m module")
+        case ["-m", module, *_]:
+            sys.path.insert(0, os.getcwd())  # as `python -m` does
+            if not _has(module.partition(".")[0]):
+                _refuse(f"there is no module {module}")
+        case [file, *_] if not pathlib.Path(file).exists():
+            _refuse(f"there is no file {file}")
+    return _start(program, options)
+
+
+def _start(program: Sequence[str], options: LaunchOptions) -> int:
+    """Launch the ranks; inside a launcher's world, become one of them."""
+    around = launcher.world_around()
+    if around is None:
+        return launcher.launch(program, options.ranks, timeout=options.timeout, grace=options.grace)
+    if options.ranks != around.size:
+        _refuse(
+            f"-n {options.ranks}, but {around.launcher} has started {around.size} ranks here: "
+            "leave -n out, or start the command outside of it"
+        )
+    if options.timeout < math.inf:
+        _refuse(f"--timeout: {around.launcher} has started the ranks; give it the time limit")
+    launcher.become_rank(program)
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Split launch's own options from the program, whose options may have the same names."""
+    i = 0
+    while i < len(arguments):
+        word = arguments[i]
+        if word == "--":
+            return arguments[:i], arguments[i + 1 :]
+        if word == "-m" or not word.startswith("-"):
+            return arguments[:i], arguments[i:]
+        if word in ("-h", "--help"):
+            return [word], []
+        if word.partition("=")[0] not in _WITH_VALUE:
+            _refuse(f"launch has no option {word}; see `mpigrad launch --help`")
+        i += 1 if "=" in word else 2
+    return arguments, []
+
+
+def _parse(options: type[Any], command: str, arguments: list[str]) -> Any:
+    return tyro.cli(
+        options,
+        prog=command,
+        args=arguments,
+        console_outputs=_speaks(),
+        config=(tyro.conf.OmitSubcommandPrefixes,),
+    )
+
+
+def _check_launch(ranks: int, timeout: float, grace: float) -> None:
+    if ranks < 1:
+        _refuse(f"-n {ranks}: at least 1 rank")
+    if not timeout > 0:
+        _refuse(f"--timeout {timeout:g}: more than 0 seconds")
+    if not grace >= 0:
+        _refuse(f"--grace {grace:g}: 0 seconds or more")
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _speaks() -> bool:
+    """Whether this process prints for its world: of several ranks, the first."""
+    around = launcher.world_around()
+    return around is None or around.rank == 0
+
+
+def _refuse(text: str) -> NoReturn:
+    if _speaks():
+        print(f"mpigrad: {text}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,339 @@
+"""Start the ranks of a program, and end them: all of them, whatever happens.
+
+The ranks run in a session of their own, so that Ctrl-C reaches this process alone. It first asks
+the job to save and end (see `mpigrad.interruption`), and ends it when asked again, when the job
+does not come to its end, or when its time limit is over. No rank outlives the launcher.
+
+Only the standard library is imported: ranks import JAX and MPI, their launcher needs neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import math
+import os
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import NoReturn
+
+from mpigrad.mpi_installation import (
+    Launcher,
+    MPIError,
+    common_environment,
+    find_launcher,
+    mpi_library,
+)
+
+__all__ = ["MPIError", "World", "check_world", "cores", "in_command", "launch", "world_around"]
+
+TIMED_OUT = 124  # as timeout(1) has it
+_GRACE = 30.0  # seconds that a job which was asked to end may take for saving
+_KILL_AFTER = 3.0  # seconds between SIGTERM and SIGKILL
+_MARK = "MPIGRAD_JOB"  # in the environment of every process of a job, and so of every orphan
+_MAIN = ("mpigrad", "__main__.py")
+_SLURM_STEPS = 4_000_000_000  # Slurm numbers its special steps (batch, interactive) from here
+
+
+def in_command() -> bool:
+    """Whether this is the process of the `mpigrad` command, which starts ranks but is none."""
+    program = pathlib.Path(sys.argv[0])
+    if "-m" in sys.orig_argv and (program.name == "-m" or program.parts[-2:] == _MAIN):
+        return sys.orig_argv[sys.orig_argv.index("-m") + 1] == "mpigrad"  # python -m mpigrad
+    return program.name == "mpigrad"
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """The ranks that a launcher has started around this process."""
+
+    launcher: str
+    rank: int
+    size: int
+
+
+def world_around(environment: Mapping[str, str] | None = None) -> World | None:
+    """The world that mpiexec or srun has put this process into, or None outside of any."""
+    env = os.environ if environment is None else environment
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        rank = env.get("OMPI_COMM_WORLD_RANK", "0")
+        return World("Open MPI's mpiexec", int(rank), int(env["OMPI_COMM_WORLD_SIZE"]))
+    if "PMI_SIZE" in env:
+        return World("MPICH's mpiexec", int(env.get("PMI_RANK", "0")), int(env["PMI_SIZE"]))
+    step = env.get("SLURM_STEP_ID", "")
+    if step.isdigit() and int(step) < _SLURM_STEPS:
+        size = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
+        # One task is also what `srun --pty bash` gives: a place to start from.
+        if size > 1:
+            return World("srun", int(env.get("SLURM_PROCID", "0")), size)
+    return None
+
+
+def check_world(size: int) -> None:
+    """Compare MPI's number of ranks with that of the launcher which has started them.
+
+    Parameters
+    ----------
+    size
+        The size of MPI_COMM_WORLD.
+
+    Raises
+    ------
+    MPIError
+        They differ: the launcher belongs to another MPI than the one that mpi4py loads.
+    """
+    around = world_around()
+    expected = around.size if around else int(os.environ.get("MPIGRAD_EXPECTED_SIZE", size))
+    if size == expected:
+        return
+    who = around.launcher if around else "mpigrad"
+    worlds = f"{expected} worlds of size 1" if size == 1 else f"a world of size {size}"
+    raise MPIError(
+        f"mpigrad: {who} has started {expected} ranks, but MPI sees {worlds}: this launcher "
+        "belongs to another MPI than the library that mpi4py loads. Start the program with "
+        f"`mpigrad launch -n {expected} program.py`, which takes the right one; `mpigrad doctor` "
+        "names both."
+    )
+
+
+def cores() -> int:
+    """Physical cores that this process may use (two hardware threads of a core are one)."""
+    usable = os.sched_getaffinity(0)
+    found: set[str] = set()
+    for cpu in usable:
+        file = pathlib.Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            found.add(file.read_text())
+        except OSError:
+            return len(usable)
+    return len(found)
+
+
+def rank_environment(launcher: Launcher | None, ranks: int) -> dict[str, str]:
+    """What the settings file adds to the environment, with what the user has set kept."""
+    family = launcher.family if launcher else None
+    settings = common_environment()
+    if family is not None:
+        settings |= family.environment
+        if os.geteuid() == 0:
+            settings |= family.root
+        if ranks > cores():
+            settings |= family.oversubscribed
+    added: dict[str, str] = {}
+    for name, value in settings.items():
+        own = os.environ.get(name)
+        separator = {"XLA_FLAGS": " ", "GLIBC_TUNABLES": ":"}.get(name)
+        if own is None:
+            added[name] = value
+        elif separator:
+            words = [w for w in value.split(separator) if w.split("=")[0] not in own]
+            added[name] = separator.join([*words, own])
+    return added
+
+
+def launch(
+    program: Sequence[str],
+    ranks: int,
+    *,
+    timeout: float = math.inf,
+    grace: float = _GRACE,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Run a Python program on `ranks` ranks and wait for its end.
+
+    Parameters
+    ----------
+    program
+        What follows `python` on a command line: a file or `-m module`, and its arguments.
+    ranks
+        Number of ranks.
+    timeout
+        Seconds after which the job is ended.
+    grace
+        Seconds that the job may take to save and end after the first Ctrl-C or SIGTERM.
+    environment
+        Further variables for the ranks.
+
+    Returns
+    -------
+    int
+        The job's exit code: 0, or that of the rank which failed; 124 at the time limit.
+
+    Raises
+    ------
+    MPIError
+        There is no MPI, or no launcher that belongs to it.
+    """
+    launcher = find_launcher(mpi_library())
+    with tempfile.TemporaryDirectory(prefix="mpigrad-") as directory:
+        stop_file = pathlib.Path(directory) / "stop"
+        added = rank_environment(launcher, ranks) | {
+            "MPIGRAD_EXPECTED_SIZE": str(ranks),
+            "MPIGRAD_STOP_FILE": str(stop_file),
+            "MPIGRAD_TERMINAL": "1" if sys.stdout.isatty() else "0",
+            _MARK: uuid.uuid4().hex,
+            **(environment or {}),
+        }
+        command = [launcher.path]
+        if launcher.family is not None:
+            command += [word.format(ranks=ranks) for word in launcher.family.count]
+            for name in added:
+                command += [word.format(name=name) for word in launcher.family.forward]
+        # mpi4py's runner turns an exception, or sys.exit(3), of one rank into the job's end.
+        command += [sys.executable, "-m", "mpi4py", *program]
+        job = _Job(command, os.environ | added, stop_file, timeout, grace)
+        return job.run()
+
+
+def become_rank(program: Sequence[str]) -> NoReturn:
+    """Replace this process, which a launcher has started as a rank, by the program's rank."""
+    added = rank_environment(None, 1) | {"MPIGRAD_TERMINAL": "1" if sys.stdout.isatty() else "0"}
+    command = [sys.executable, "-m", "mpi4py", *program]
+    os.execve(sys.executable, command, os.environ | added)
+
+
+class _Job:
+    """One mpiexec and everything below it."""
+
+    def __init__(
+        self,
+        command: list[str],
+        environment: Mapping[str, str],
+        stop_file: pathlib.Path,
+        timeout: float,
+        grace: float,
+    ) -> None:
+        self.command = command
+        self.environment = dict(environment)
+        self.stop_file = stop_file
+        self.timeout = timeout
+        self.grace = grace
+        self.requests: list[int] = []
+
+    def run(self) -> int:
+        with self._listening():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            try:
+                process = subprocess.Popen(
+                    self.command,
+                    env=self.environment,
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent,  # noqa: PLW1509 (one system call)
+                )
+            except OSError as error:
+                raise MPIError(
+                    f"mpigrad: cannot start {shlex.join(self.command)}: {error}"
+                ) from None
+            try:
+                return self._wait(process)
+            finally:
+                self._end(process)
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for the job's end, or bring it about; returns its exit code."""
+        start = time.monotonic()
+        limit = start + self.timeout
+        asked: float | None = None
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return _report(process.wait(0.1))
+            now = time.monotonic()
+            if now > limit:
+                _say(f"the time limit of {self.timeout:g} s is over; ending all ranks")
+                return TIMED_OUT
+            if not self.requests:
+                continue
+            name = signal.Signals(self.requests[0]).name
+            if asked is None:
+                if not self._somebody_listens():
+                    _say(f"{name}: ending all ranks")
+                    return 128 + self.requests[0]
+                asked = now
+                self.stop_file.touch()
+                again = "Ctrl-C again" if name == "SIGINT" else "a second signal"
+                _say(f"{name}: asked the job to save and end ({again} ends it at once)")
+            elif len(self.requests) > 1:
+                _say(f"{signal.Signals(self.requests[-1]).name} again: ending all ranks")
+                return 128 + self.requests[-1]
+            elif now > asked + self.grace:
+                _say(f"the job did not end within {self.grace:g} s; ending all ranks")
+                return 128 + self.requests[0]
+
+    def _somebody_listens(self) -> bool:
+        return self.stop_file.with_name("listening").exists()
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        def note(number: int, frame: FrameType | None) -> None:
+            self.requests.append(number)
+
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, note) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """End mpiexec, which ends its ranks here and elsewhere, and then whatever is left."""
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_KILL_AFTER)
+        mark = f"{_MARK}={self.environment[_MARK]}".encode()
+        for wait in (0.0, 0.2, 0.5, 1.0):  # a rank that is being started escapes one look
+            time.sleep(wait)
+            left = _processes(mark)
+            if not left and process.poll() is not None:
+                return
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def _processes(mark: bytes) -> list[int]:
+    """The processes which have `mark` in their environment (a dead one has none)."""
+    found = []
+    for entry in pathlib.Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
+
+
+_prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork only the call is left
+
+
+def _end_with_parent() -> None:
+    """Let mpiexec be told to end when the launcher itself is killed (PR_SET_PDEATHSIG)."""
+    _prctl(1, int(signal.SIGTERM), 0, 0, 0)
+
+
+def _report(status: int) -> int:
+    """Say how a job ended by itself, unless well; returns the exit code of its status."""
+    code = status if status >= 0 else 128 - status
+    if code - 128 in {s.value for s in signal.Signals}:
+        number = signal.Signals(code - 128)
+        hint = " (often the kernel's, when memory is full)" if number == signal.SIGKILL else ""
+        _say(f"the job was ended by signal {number.name}{hint}")
+    elif code:
+        _say(f"the job failed with exit code {code}")
+    return code
+
+
+def _say(text: str) -> None:
+    start = "\n" if sys.stderr.isatty() else ""  # the cursor may be within a progress line
+    print(f"{start}mpigrad: {text}", file=sys.stderr, flush=True)

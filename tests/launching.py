@@ -1,0 +1,62 @@
+"""What the tests of the command line share: to run `mpigrad`, and to look for what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+
+PROGRAMS = pathlib.Path(__file__).with_name("programs")
+LIMIT = 100.0  # seconds; the machine may be busy
+
+
+def command(*arguments: object) -> list[str]:
+    """The words of a `mpigrad` command line."""
+    return [sys.executable, "-m", "mpigrad", *map(str, arguments)]
+
+
+def mpigrad(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the `mpigrad` command to its end."""
+    return run(command(*arguments), **environment)
+
+
+def run(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run any command to its end."""
+    return subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+        env=outside() | environment,
+    )
+
+
+def outside() -> dict[str, str]:
+    """Return this environment, without a width for help texts that depends on a terminal."""
+    return dict(os.environ) | {"COLUMNS": "100"}
+
+
+@contextlib.contextmanager
+def no_orphans() -> Iterator[dict[str, str]]:
+    """An environment for a job; at the end no process with it may be alive."""
+    mark = {"MPIGRAD_TEST_MARK": uuid.uuid4().hex}
+    yield mark
+    (pair,) = mark.items()
+    left = [
+        entry
+        for entry in pathlib.Path("/proc").iterdir()
+        if entry.name.isdigit() and "=".join(pair).encode() in _environment(entry)
+    ]
+    assert not left, [(e.name, (e / "cmdline").read_bytes()) for e in left]
+
+
+def _environment(entry: pathlib.Path) -> list[bytes]:
+    try:
+        return (entry / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return []

@@ -1,0 +1,81 @@
+"""Programs that a user may write by mistake: `broken.py NAME` runs the one of that name."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+from mpi4py import MPI
+
+import mpigrad as mg
+
+rank = MPI.COMM_WORLD.rank
+x = jnp.ones(3) * (rank + 1)
+
+
+def one_rank_raises():
+    if rank == 1:
+        raise ArithmeticError("the mesh of rank 1 is empty")
+    mg.barrier()
+
+
+def one_rank_raises_inside_jit():
+    @mg.jit
+    def f(x):
+        y = mg.allreduce(x)
+        if rank == 1:
+            mg.require(jnp.all(x < 0), "x is {}, not negative", x[0])
+        return mg.allreduce(y)
+
+    f(x)
+
+
+def longer_message_than_expected():
+    if rank == 0:
+        mg.send(jnp.ones(5), 1)
+    else:
+        mg.recv(jnp.ones(3), 0)
+    mg.barrier()
+
+
+def shorter_message_than_expected():
+    if rank == 0:
+        mg.send(jnp.ones(2), 1)
+    else:
+        mg.recv(jnp.ones(3), 0)
+    mg.barrier()
+
+
+def one_rank_leaves_out_an_allreduce():
+    if rank == 0:
+        mg.allreduce(x)
+    mg.sendrecv(x, 1 - rank, 1 - rank)
+
+
+def both_receive_first():
+    mg.recv(x, 1 - rank)
+    mg.send(x, 1 - rank)
+
+
+def wrong_tag():
+    if rank == 0:
+        mg.send(x, 1, tag=1)
+        mg.barrier()
+    else:
+        mg.recv(x, 0, tag=2)
+        mg.barrier()
+
+
+def plain_jax_grad_with_a_constant_on_one_rank():
+    f = lambda x: jnp.sum(mg.allreduce(x if rank == 0 else jnp.ones(3)) ** 2)
+    jax.grad(f)(x)
+
+
+def pull_back_on_one_rank_only():
+    y, back = mg.vjp(lambda x: mg.allreduce(x), x)
+    if rank == 0:
+        back(y)
+    else:
+        mg.barrier()
+
+
+globals()[sys.argv[1]]()

@@ -1,0 +1,18 @@
+"""Works until it is asked to end, then says so; with "stubborn", goes on all the same."""
+
+import sys
+import time
+
+from mpi4py import MPI
+
+from mpigrad import interruption
+
+world = MPI.COMM_WORLD
+with interruption.listen() as stop:
+    if world.rank == 0:
+        print("working", flush=True)
+    while not world.bcast(stop.requested()) or sys.argv[1:] == ["stubborn"]:
+        time.sleep(0.05)
+if world.rank == 0:
+    print("saved", flush=True)
+sys.exit(5)

@@ -1,0 +1,164 @@
+"""Run all tests: those that start MPI themselves in a plain session, the rest on 1, 2, 3, 4 ranks.
+
+    python tests/run.py                          everything
+    python tests/run.py -n 2,3 tests/test_halo.py -k periodic
+
+`-n 0` is the plain session. What follows goes to pytest. A session has a hard time limit; when a
+rank fails while others wait for it, or nobody gets any further, the session ends and the summary
+names each rank's test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+TESTS = pathlib.Path(__file__).resolve().parent
+LOGS = TESTS.parent / "build" / "test-logs"
+PATIENCE = 20.0  # seconds that others may wait in a test which one rank has failed
+
+
+class Session:
+    """One pytest session on `ranks` ranks; 0 ranks: a plain process, for tests that start MPI."""
+
+    def __init__(self, ranks: int, arguments: list[str], limit: float) -> None:
+        self.ranks = ranks
+        self.size = max(ranks, 1)
+        self.limit = limit
+        self.directory = LOGS / (f"{ranks}-ranks" if ranks else "launcher")
+        marker = "not launcher" if ranks else "launcher"
+        colour = f"--color={'yes' if sys.stdout.isatty() else 'no'}"
+        options = ["-q", "-rfE", colour, "-m", marker, *arguments]
+        program = [str(TESTS / "session.py"), str(self.directory), *options]
+        launch = [sys.executable, "-m", "mpigrad", "launch", "-n", str(ranks)]
+        self.command = (
+            [*launch, "--timeout", f"{limit:g}", *program] if ranks else [sys.executable, *program]
+        )
+        self.seconds = 0.0
+        self.trouble = ""
+        self.collected = 0
+        self.outcomes: dict[str, dict[int, str]] = collections.defaultdict(dict)
+        self.texts: dict[tuple[str, int], str] = {}
+
+    def title(self) -> str:
+        """What the summary calls it."""
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)}" if self.ranks else "launcher"
+
+    def run(self) -> None:
+        """Run the session to its end, or end it."""
+        print(f"== tests: {self.title()}", flush=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.directory.mkdir(parents=True)
+        start = time.monotonic()
+        process = subprocess.Popen(self.command, cwd=TESTS.parent, env=dict(os.environ))
+        try:
+            while process.poll() is None:
+                time.sleep(0.25)
+                self.trouble = self._stalled()
+                if time.monotonic() - start > self.limit + 10:
+                    self.trouble = f"did not end within {self.limit:g} s"
+                if self.trouble:
+                    break
+        finally:
+            if process.poll() is None:
+                process.terminate()  # the launcher ends all ranks
+                process.wait()
+        self.seconds = time.monotonic() - start
+        self._read(process.returncode)
+
+    def _diary(self, rank: int) -> list[dict[str, Any]]:
+        try:
+            text = (self.directory / f"rank{rank}.jsonl").read_text()
+        except OSError:
+            return []
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def _stalled(self) -> str:
+        """Who has failed a test that others are waiting in, if that is how it is."""
+        last = {rank: (self._diary(rank) or [{}])[-1] for rank in range(self.size)}
+        for rank, entry in last.items():
+            if entry.get("outcome") == "failed" and time.time() - entry["time"] > PATIENCE:
+                waiting = [str(r) for r, e in last.items() if e.get("start") == entry["test"]]
+                if waiting:
+                    ranks = f"rank{'s' * (len(waiting) > 1)} {', '.join(waiting)}"
+                    return f"rank {rank} failed while {ranks} waited for it"
+        return ""
+
+    def _read(self, code: int) -> None:
+        where: list[str] = []
+        for rank in range(self.size):
+            diary = self._diary(rank)
+            for entry in diary:
+                if "outcome" in entry:
+                    before = self.outcomes[entry["test"]].get(rank)
+                    if before != "failed":
+                        self.outcomes[entry["test"]][rank] = entry["outcome"]
+                    if entry["text"]:
+                        self.texts[entry["test"], rank] = entry["text"]
+            if not diary or "finished" not in diary[-1]:
+                starts = [entry["start"] for entry in diary if "start" in entry]
+                where.append(f"  rank {rank}: {starts[-1] if starts else 'before the first test'}")
+                if starts:
+                    self.outcomes[starts[-1]].setdefault(rank, "failed")
+            for entry in diary:
+                self.collected = entry.get("collected", self.collected)
+        if where:
+            self.trouble = "\n".join([self.trouble or f"ended with exit code {code}", *where])
+
+    def failed(self) -> list[str]:
+        """Tests that failed on some rank."""
+        return [test for test, ranks in self.outcomes.items() if "failed" in ranks.values()]
+
+    def count(self, outcome: str) -> int:
+        """Number of tests with this outcome; a test passes when no rank fails and one passes."""
+        worst = ("failed", "passed", "skipped")
+        found = [next(o for o in worst if o in r.values()) for r in self.outcomes.values() if r]
+        return found.count(outcome)
+
+    def report(self) -> None:
+        """Print what rank 0's own output does not show: failures elsewhere, and an early end."""
+        for test in self.failed():
+            ranks = [r for r, o in self.outcomes[test].items() if o == "failed"]
+            if 0 in ranks and not self.trouble:
+                continue  # in pytest's own summary
+            names = ", ".join(map(str, ranks))
+            print(f"-- {self.title()}: {test} failed on rank{'s' * (len(ranks) > 1)} {names}")
+            text = next((self.texts[test, r] for r in ranks if (test, r) in self.texts), "")
+            print(text)
+        if self.trouble:
+            logs = self.directory.relative_to(TESTS.parent)
+            print(f"-- {self.title()}: {self.trouble}\n  output of the ranks: {logs}")
+
+
+def main() -> int:
+    """Run the sessions and print the summary; 0 when every test passed."""
+    parser = argparse.ArgumentParser(description="Run all tests, on 1, 2, 3 and 4 ranks.")
+    parser.add_argument("-n", default="0,1,2,3,4", metavar="RANKS", help="0: tests that start MPI")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for each session")
+    options, arguments = parser.parse_known_args()
+    sessions = [Session(int(n), arguments, options.limit) for n in options.n.split(",")]
+    for session in sessions:
+        session.run()
+        session.report()
+    for session in sessions:
+        counts = ", ".join(f"{session.count(o)} {o}" for o in ("passed", "failed", "skipped"))
+        left = session.collected - len(session.outcomes)
+        early = f" (ended early: {left} not run)" if session.trouble else ""
+        print(f"{session.title():>9}: {counts} in {session.seconds:.0f} s{early}")
+    passed = sum(session.count("passed") for session in sessions)
+    failed = sum(session.count("failed") for session in sessions)
+    trouble = any(session.trouble for session in sessions)
+    print(f"{passed} passed, {failed} failed")
+    return 1 if failed or trouble or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The command line says what it can do, and refuses what makes no sense before any launch."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from launching import PROGRAMS, command, mpigrad, run
+
+pytestmark = pytest.mark.launcher
+
+
+def test_help_names_the_commands_without_jax() -> None:
+    done = mpigrad("--help")
+    assert done.returncode == 0
+    for name in ("run", "launch", "doctor"):
+        assert f"• {name} " in done.stdout
+    python, *rest = command("--help")
+    imported = run([python, "-X", "importtime", *rest]).stderr
+    modules = {line.rpartition("|")[2].strip() for line in imported.splitlines()}
+    assert "mpigrad.launcher" in modules
+    assert modules.isdisjoint({"jax", "numpy", "mpi4py.MPI"})
+
+
+def test_help_of_a_problem_lists_its_settings() -> None:
+    done = mpigrad("run", "poisson", "--help")
+    assert done.returncode == 0
+    for option in ("--cells INT INT", "--iterations INT", "-n RANKS", "--timeout SECONDS"):
+        assert option in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("launch", "-n", 0, PROGRAMS / "say.py"), "-n 0: at least 1 rank"),
+        (("launch", "-n", -2, PROGRAMS / "say.py"), "-n -2: at least 1 rank"),
+        (("launch", "-n", 1.5, PROGRAMS / "say.py"), "invalid literal for int()"),
+        (("launch", "-n", "two", PROGRAMS / "say.py"), "invalid literal for int()"),
+        (("launch", "--timeout", 0, PROGRAMS / "say.py"), "--timeout 0: more than 0 seconds"),
+        (("launch", "--timeout", "nan", PROGRAMS / "say.py"), "--timeout nan: more than 0"),
+        (("launch", "--grace", -1, PROGRAMS / "say.py"), "--grace -1: 0 seconds or more"),
+        (("launch", "-n", 2, "missing.py"), "there is no file missing.py"),
+        (("launch", "-n", 2, "-m", "missing_module"), "there is no module missing_module"),
+        (("launch", "-n", 2, "-m"), "which module?"),
+        (("launch", "-n", 2), "PROGRAM.py"),
+        (("launch", "--rank", 2, PROGRAMS / "say.py"), "launch has no option --rank"),
+        (("run", "poisson", "-n", 0), "-n 0: at least 1 rank"),
+        (("run", "poisson", "--cells", 1, 1), "--cells: at least 2 cells"),
+        (("run", "poisson", "--cells", 10), "--cells"),
+        (("run", "poisson", "--data", "missing.npz"), "there is no file missing.npz"),
+        (("run", "poisson", "--iteration", 3), "--iterations"),
+        (("run", "heat"), "'poisson'"),
+        (("run",), "PROBLEM"),
+        (("doctor", "-n", 0), "-n 0: at least 1 rank"),
+        (("trot",), "run, launch, doctor"),
+    ],
+)
+def test_a_command_that_makes_no_sense_is_refused(arguments: tuple[object, ...], said: str) -> None:
+    start = time.monotonic()
+    done = mpigrad(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - start < 30, "nothing is launched"
+
+
+def test_version() -> None:
+    done = mpigrad("--version")
+    assert done.stdout.startswith("mpigrad 0."), done.stderr
+
+
+def test_a_problem_runs_on_two_ranks(tmp_path: object) -> None:
+    done = mpigrad(
+        *("run", "poisson", "-n", 2, "--timeout", 90, "--cells", 12, 10, "--iterations", 3),
+        *("--out", tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "report.html" in done.stdout

