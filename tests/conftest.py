@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
-# Several ranks share two cores here: one compute thread each, also in a serial session.
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+# Several ranks share two cores here: one compute thread each, also in a serial session. Programs
+# are tiny and compiled once: compiling fast matters more than running fast.
+os.environ["XLA_FLAGS"] = (
+    "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1 "
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 
 import jax

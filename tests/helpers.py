@@ -1,4 +1,4 @@
-"""Every operation, beside the same map written without messages on the stacked arrays of all ranks."""
+"""Every operation, beside the same map without messages on the stacked arrays of all ranks."""
 
 from __future__ import annotations
 

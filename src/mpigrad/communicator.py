@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import pathlib
+from typing import cast
 
 import numpy as np
 from mpi4py import MPI
@@ -170,8 +171,8 @@ class Communicator:
         lib.mpigrad_set_communicator(self.slot, self.mpi.handle, self.rank, self.size)
 
     def split(self, color: int, key: int = 0) -> Communicator:
-        """The communicator of the ranks that give the same `color`, ordered by `key` (collective)."""
-        parts = self.mpi.Split(color, key)
+        """The communicator of the ranks with the same `color`, ordered by `key` (collective)."""
+        parts = cast(MPI.Intracomm, self.mpi.Split(color, key))
         try:
             return Communicator(parts)
         finally:
@@ -227,4 +228,3 @@ def check_rank(value: int, comm: Communicator, what: str, *, null: bool = False)
 def words_per_element(dtype: np.dtype) -> int:
     """How many MPI words one element takes when data only moves."""
     return max(1, dtype.itemsize // 8)
-

@@ -16,12 +16,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations.activity import CARRIER, carrier, with_carrier, without_carriers
 from mpigrad.operations.checks import assert_replicated
-from mpigrad.operations.collectives import allreduce, bcast, reduce
+from mpigrad.operations.collectives import bcast, reduce
 from mpigrad.operations.factory import register_target, set_jit
 
 __all__ = ["grad", "jit", "jvp", "linearize", "value_and_grad", "vjp", "vmap"]
@@ -180,8 +181,7 @@ def _value_and_grad(
             )
             parts = iter(summed)
             gradients = [
-                next(parts) if n in equal else g
-                for n, g in zip(numbers, gradients, strict=True)
+                next(parts) if n in equal else g for n, g in zip(numbers, gradients, strict=True)
             ]
         gradient = gradients[0] if isinstance(argnums, int) else tuple(gradients)
         if reduce_value:
@@ -233,9 +233,7 @@ def vmap(
     def mapped(*args: Any, **kwargs: Any) -> Any:
         axes = tuple(in_axes) if isinstance(in_axes, (list, tuple)) else (in_axes,) * len(args)
         size = axis_size if axis_size is not None else _axis_size(axes, args, kwargs)
-        batched = jax.vmap(
-            with_carrier(f), (0, *axes), out_axes, axis_name, size, spmd_axis_name
-        )
+        batched = jax.vmap(with_carrier(f), (0, *axes), out_axes, axis_name, size, spmd_axis_name)
         return batched(jnp.zeros(size, CARRIER.dtype), *args, **kwargs)
 
     return mapped
@@ -276,7 +274,7 @@ _turn: list[Any] = []
 def _region(f: Callable[..., Any], turn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """(next turn, f(*args, **kwargs)), the messages of f between `turn` and the next."""
     leaves, structure = jax.tree.flatten((args, kwargs))
-    dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+    dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
 
     def flat(*values: Any) -> Any:
         for i, value in zip(dynamic, values, strict=True):
@@ -356,11 +354,16 @@ def jit(
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return f(*args, **kwargs)
         if compat.is_top_level():
-            turn = _turn.pop() if _turn else jnp.zeros(_TURN.shape, _TURN.dtype)
+            turn = _turn[0] if _turn else jnp.zeros(_TURN.shape, _TURN.dtype)
             try:
                 turn, out = program(turn, *args, **kwargs)
-            finally:
-                _turn.append(turn)
+            except (ValueError, RuntimeError) as error:
+                # JAX's fast path raises a failed handler as a ValueError, its slow one does not.
+                text = str(error).partition("mpigrad: ")[2]
+                if not text or isinstance(error.__cause__, jax.errors.JaxRuntimeError):
+                    raise
+                raise jax.errors.JaxRuntimeError(f"mpigrad: {text}") from None
+            _turn[:] = [turn]
             return out
         a = carrier()
         with without_carriers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations.checks import assert_replicated
-from mpigrad.transformations import Loss, jvp, value_and_grad, vjp
+from mpigrad.transformations import Loss, jit, jvp, value_and_grad, vjp
 
 __all__ = ["DotTest", "TaylorTest", "assert_replicated", "dot_test", "taylor_test"]
 
@@ -95,14 +96,13 @@ def dot_test(
     comm = resolve(comm)
     generator = np.random.default_rng([seed, comm.rank])
     tangents = tuple(_random_like(x, generator) for x in primals)
-    y, y_dot = jvp(f, primals, tangents)
+    y, y_dot = jit(lambda x, x_dot: jvp(f, x, x_dot))(primals, tangents)
     y_bar = _random_like(y, generator)
-    _, back = vjp(f, *primals)
-    x_bar = back(y_bar)
+    x_bar = jit(lambda x, y_bar: vjp(f, *x)[1](y_bar))(primals, y_bar)
     parts = (
         _inner(y_dot, y_bar),
         _inner(tangents, x_bar),
-        _inner(jax.tree.map(jnp.abs, y_dot), jax.tree.map(jnp.abs, y_bar)).real,
+        _inner(jax.tree.map(_absolute, y_dot), jax.tree.map(_absolute, y_bar)).real,
         _inner(jax.tree.map(_absolute, tangents), jax.tree.map(_absolute, x_bar)).real,
     )
     everywhere = np.asarray(comm.mpi.allreduce(np.asarray(parts)))
@@ -110,18 +110,19 @@ def dot_test(
     # Relative to the sum of absolute values: the products themselves may cancel.
     scale = max(everywhere[2].real, everywhere[3].real)
     error = abs(forward - reverse) / scale if scale > 0 else abs(forward - reverse)
-    if rtol is None:
+    limit = rtol
+    if limit is None:
         floats = [
             jnp.finfo(jnp.result_type(leaf)).eps
             for leaf in jax.tree.leaves((primals, y))
             if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
         ]
         local = 1e3 * float(max(floats, default=np.finfo(np.float64).eps))
-        rtol = max(comm.mpi.allgather(local))
-    if not error <= rtol:
+        limit = max(comm.mpi.allgather(local))
+    if not error <= limit:
         raise AssertionError(
             f"dot test failed: <F x', y'> = {forward}, <x', F^T y'> = {reverse}, relative "
-            f"difference {error:.2e} > {rtol:.1e} over {comm.size} ranks"
+            f"difference {error:.2e} > {limit:.1e} over {comm.size} ranks"
         )
     return DotTest(forward, reverse, float(error))
 
@@ -218,7 +219,7 @@ def taylor_test(
 def _rates(remainders: list[float]) -> tuple[float, ...]:
     return tuple(
         float(np.log2(a / b)) if a > 0 and b > 0 else float("inf")
-        for a, b in zip(remainders, remainders[1:], strict=False)
+        for a, b in itertools.pairwise(remainders)
     )
 
 

@@ -65,15 +65,19 @@ def programs(case: Case, comm: Communicator) -> tuple[Callable[..., Any], Callab
 @cases
 @pytest.mark.parametrize("how", TRANSFORMED)
 def test_value_gradient_and_dot_product(name: str, how: str, comm: Communicator) -> None:
+    if comm.size > 2 and (list(CASES).index(name) + list(TRANSFORMED).index(how)) % 3:
+        return  # the whole table at 1 and 2 ranks, a third of its cells at 3 and at 4
     case = CASES[name]
     x, X = operand(case, comm)
     f, F = programs(case, comm)
     transform, reference = TRANSFORMED[how]
     g, G = transform(f), reference(F)
-    close(g(x), G(X)[comm.rank])
-    W = jnp.arange(1.0, 1 + G(X).size).reshape(G(X).shape)
-    gradient = mg.grad(lambda x: jnp.vdot(g(x), W[comm.rank]))(x)
-    close(gradient, jax.grad(lambda X: jnp.vdot(G(X), W))(X)[comm.rank])
+    close(g(x), jax.jit(G)(X)[comm.rank])
+    shape = jax.eval_shape(G, X).shape
+    W = jnp.asarray(np.random.default_rng(3).standard_normal(shape))
+    differentiate = mg.grad(lambda x: jnp.vdot(g(x), W[comm.rank]))
+    gradient = differentiate(x) if how == "eager" else mg.jit(differentiate)(x)
+    close(gradient, jax.jit(jax.grad(lambda X: jnp.vdot(G(X), W)))(X)[comm.rank])
     mg.dot_test(g, x)
 
 

@@ -21,7 +21,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import ad_checkpoint, core, effects, pjit
-from jax._src.interpreters import ad, partial_eval
+from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.control_flow import conditionals, loops
 from jax._src.xla_bridge import backends_are_initialized
 from jax.extend.core import Primitive
@@ -48,6 +49,8 @@ __all__ = [
 ]
 
 ShapedArray = core.ShapedArray
+ad: Any = _ad  # untyped: what is used here is not exported under these names
+partial_eval: Any = _partial_eval
 
 
 class MPIEffect(effects.Effect):
@@ -266,7 +269,7 @@ def install_repairs() -> None:
 def configure_backend(size: int) -> None:
     """Make the settings that XLA reads once, when its CPU client starts (at import)."""
     if backends_are_initialized():
-        if size > 1 and jax.config.jax_cpu_enable_async_dispatch:  # type: ignore[attr-defined]
+        if size > 1 and jax.config.read("jax_cpu_enable_async_dispatch"):
             raise ImportError(
                 "mpigrad: JAX has already computed something in this process, and dispatches "
                 "asynchronously, so messages could overtake each other. Import mpigrad before "

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir, visible
 
@@ -40,7 +41,7 @@ def carrier() -> Any:
 
 @contextlib.contextmanager
 def _active(value: Any) -> Iterator[None]:
-    if not isinstance(value, jax.core.Tracer):
+    if not isinstance(value, Tracer):
         yield
         return
     key = next(_keys)

@@ -99,5 +99,3 @@ def assert_replicated(x: Any, comm: Communicator | None = None, what: str = "the
         flags[first, 1],
         comm=comm,
     )
-
-

@@ -96,7 +96,7 @@ def _check_sum(name: str, x: Any, op: MPI.Op) -> int:
         if dtype.name not in ARITHMETIC_DTYPES:
             raise TypeError(
                 f"{name}: MPI cannot add {dtype.name}; convert it first, for instance "
-                f"x.astype({'int32' if dtype == bool else 'float32'!r})"
+                f"x.astype({'int32' if dtype.kind == 'b' else 'float32'!r})"
             )
     return REDUCTIONS.index(op)
 
@@ -173,7 +173,7 @@ def gather(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
 
     Returns
     -------
-    Arrays of shape (number of ranks, \\*x.shape). The adjoint is `scatter` from the root.
+    Arrays of shape (number of ranks, ...). The adjoint is `scatter` from the root.
     """
     comm = resolve(comm)
     root = check_rank(root, comm, "gather: root")

@@ -115,9 +115,7 @@ def linear_map(
         platform="cpu",
     )
 
-    def tangent_map(
-        aval: Any, params: dict[str, Any]
-    ) -> Callable[[Any, Any, Any], Sequence[Any]]:
+    def tangent_map(aval: Any, params: dict[str, Any]) -> Callable[[Any, Any, Any], Sequence[Any]]:
         def apply(a: Any, tx: Any, ta: Any) -> Sequence[Any]:
             if type(tx) is ad.Zero:  # inactive here, perhaps active elsewhere: send a zero
                 tx = nought(ta, aval)
@@ -141,7 +139,7 @@ def linear_map(
             return y, [False] * len(y), [], lambda residuals, tx, ta: zeros
         link = a + nought(x, CARRIER)
         apply = tangent_map(jax.typeof(x), params)
-        return y, [True] * len(y), [link], lambda residuals, tx, ta: apply(*residuals, tx, ta)
+        return y, [True] * len(y), [link], lambda residuals, tx, ta: apply(residuals[0], tx, ta)
 
     def transpose_rule(cotangents: Any, x: Any, a: Any, **params: Any) -> list[Any]:
         aval = x.aval if ad.is_undefined_primal(x) else jax.typeof(x)

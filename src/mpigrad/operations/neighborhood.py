@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from mpigrad.communicator import Communicator, check_rank, resolve, words_per_element
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
@@ -25,9 +24,9 @@ def _result(x: Any, *, recvcounts: tuple[int, ...], **_: Any) -> ShapedArray:
 
 
 def _transpose(ct: Any, x: Any, a: Any, *, sendcounts: Any, recvcounts: Any, **params: Any) -> Any:
-    return neighbor_alltoallv_p.bind(
-        ct, a, sendcounts=recvcounts, recvcounts=sendcounts, **params
-    )[0]
+    return neighbor_alltoallv_p.bind(ct, a, sendcounts=recvcounts, recvcounts=sendcounts, **params)[
+        0
+    ]
 
 
 def _attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:

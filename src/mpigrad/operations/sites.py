@@ -41,6 +41,6 @@ def call_site() -> int:
 
 
 def describe(site: int) -> str:
-    """ "prog.py:12", or "the adjoint of prog.py:12" for a negative number."""
+    """The text of a number: prog.py:12, or the adjoint of prog.py:12 for a negative one."""
     text = _texts[abs(site)] if abs(site) < len(_texts) else _texts[0]
     return f"the adjoint of {text}" if site < 0 else text

@@ -1,0 +1,76 @@
+"""Every block of code in the README and the docs runs."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """(name, text) of every block of the language."""
+    found = []
+    for page in PAGES:
+        texts = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
+        found += [(f"{page.name}-{i}", text) for i, text in enumerate(texts)]
+    return found
+
+
+def parametrize(language: str) -> pytest.MarkDecorator:
+    found = blocks(language)
+    return pytest.mark.parametrize("text", [t for _, t in found], ids=[n for n, _ in found])
+
+
+@parametrize("python")
+def test_python(text: str) -> None:
+    try:
+        exec(compile(text, "<a page>", "exec"), {"__name__": "__main__"})
+    finally:
+        jax.config.update("jax_enable_x64", True)
+
+
+def test_no_other_language_escapes() -> None:
+    for page in PAGES:
+        languages = set(re.findall(r"^```(\w+)$", page.read_text(), re.M))
+        assert languages <= {"python", "sh", "text"}, page
+
+
+@pytest.mark.launcher
+@parametrize("sh")
+def test_commands(text: str) -> None:
+    """Commands of a block exist as they are written: targets, options, files."""
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        if words[0] == "make":
+            dry = subprocess.run(
+                ["make", "--dry-run", *words[1:]],
+                cwd=ROOT, capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+            assert dry.returncode == 0, dry.stderr
+        elif words[0] == "mpigrad" and words[1] in ("launch", "doctor"):
+            done = subprocess.run(
+                [sys.executable, "-m", *words],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+        elif words[0] == "mpigrad":  # long runs: their options are checked
+            parsed = subprocess.run(
+                [sys.executable, "-m", *words, "--help"],
+                cwd=ROOT, capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+            assert parsed.returncode == 0, parsed.stdout + parsed.stderr
+        else:
+            assert words[0] in ("pip", "apt-get", "git", "cd"), f"not tested: {line}"
