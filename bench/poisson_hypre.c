@@ -1,0 +1,292 @@
+/* The Poisson problem in plain C and hypre: what bench/poisson.py measures mpigrad against.
+ *
+ * -div(kappa grad u) = f on the unit square, u = 0 on the boundary, n x n cells: cell-centred finite
+ * volumes, face coefficient = mean of the two cells' kappa, 2 kappa at the boundary (half a cell).
+ * Each rank owns a stripe of grid lines. The loss is the sum of (u - d)^2.
+ *
+ * Commands come on standard input: "value K" or "gradient K" (K varies kappa, so that every call has
+ * new values), "quit". Rank 0 answers each with one line: seconds, loss, sum of the kappa gradient
+ * weighted with x, iterations.
+ *
+ * Build: mpicc -O3 poisson_hypre.c -I/usr/include/hypre -lHYPRE -lm -o poisson_hypre
+ * Run:   mpiexec -n 2 ./poisson_hypre 512
+ */
+#include <HYPRE.h>
+#include <HYPRE_krylov.h>
+#include <HYPRE_parcsr_ls.h>
+#include <math.h>
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static int rank, ranks, n, lines, first_line, cells;
+static MPI_Comm comm;
+
+static void check(HYPRE_Int code, const char *what) {
+  if (!code) return;
+  fprintf(stderr, "rank %d: %s failed with hypre error %d\n", rank, what, (int)code);
+  MPI_Abort(comm, 1);
+}
+#define HYPRE(call) check(call, #call)
+
+static void *memory(size_t count, size_t size) {
+  void *p = calloc(count ? count : 1, size);
+  if (!p) {
+    fprintf(stderr, "rank %d: out of memory\n", rank);
+    MPI_Abort(comm, 1);
+  }
+  return p;
+}
+
+/* A field is stored with one ghost line below and one above: (lines + 2) x n. */
+static int below(void) { return rank > 0 ? rank - 1 : MPI_PROC_NULL; }
+static int above(void) { return rank < ranks - 1 ? rank + 1 : MPI_PROC_NULL; }
+
+static void exchange(double *f) {
+  double *own = f + n;
+  MPI_Sendrecv(own, n, MPI_DOUBLE, below(), 0, own + cells, n, MPI_DOUBLE, above(), 0, comm,
+               MPI_STATUS_IGNORE);
+  MPI_Sendrecv(own + cells - n, n, MPI_DOUBLE, above(), 1, f, n, MPI_DOUBLE, below(), 1, comm,
+               MPI_STATUS_IGNORE);
+}
+
+/* The transpose of exchange: ghost lines are added to their owners' lines. */
+static void accumulate(double *f, double *line) {
+  double *own = f + n;
+  memset(line, 0, n * sizeof(double));
+  MPI_Sendrecv(own + cells, n, MPI_DOUBLE, above(), 2, line, n, MPI_DOUBLE, below(), 2, comm,
+               MPI_STATUS_IGNORE);
+  for (int i = 0; i < n; i++) own[i] += line[i];
+  memset(line, 0, n * sizeof(double));
+  MPI_Sendrecv(f, n, MPI_DOUBLE, below(), 3, line, n, MPI_DOUBLE, above(), 3, comm,
+               MPI_STATUS_IGNORE);
+  for (int i = 0; i < n; i++) own[cells - n + i] += line[i];
+}
+
+/* Values in the order of the columns: down, left, centre, right, up. */
+static void fill_values(const double *kappa, double *values) {
+  const double *c = kappa + n;
+  size_t k = 0;
+  for (int l = 0; l < lines; l++) {
+    const int j = first_line + l;
+    for (int i = 0; i < n; i++, c++) {
+      const double down = j > 0 ? 0.5 * (*c + c[-n]) : 2 * *c;
+      const double left = i > 0 ? 0.5 * (*c + c[-1]) : 2 * *c;
+      const double right = i < n - 1 ? 0.5 * (*c + c[1]) : 2 * *c;
+      const double up = j < n - 1 ? 0.5 * (*c + c[n]) : 2 * *c;
+      if (j > 0) values[k++] = -down;
+      if (i > 0) values[k++] = -left;
+      values[k++] = down + left + right + up;
+      if (i < n - 1) values[k++] = -right;
+      if (j < n - 1) values[k++] = -up;
+    }
+  }
+}
+
+/* The cotangent of the values, -lambda_i u_j; u has ghost lines, lambda has none. */
+static void values_cotangent(const double *lambda, const double *u, double *cotangent) {
+  const double *v = u + n;
+  size_t k = 0;
+  for (int l = 0; l < lines; l++) {
+    const int j = first_line + l;
+    for (int i = 0; i < n; i++, v++, lambda++) {
+      if (j > 0) cotangent[k++] = -*lambda * v[-n];
+      if (i > 0) cotangent[k++] = -*lambda * v[-1];
+      cotangent[k++] = -*lambda * *v;
+      if (i < n - 1) cotangent[k++] = -*lambda * v[1];
+      if (j < n - 1) cotangent[k++] = -*lambda * v[n];
+    }
+  }
+}
+
+/* The transpose of fill_values, before the ghost lines are handed back. */
+static void fill_values_transpose(const double *values, double *kappa) {
+  memset(kappa, 0, (size_t)(lines + 2) * n * sizeof(double));
+  double *c = kappa + n;
+  size_t k = 0;
+  for (int l = 0; l < lines; l++) {
+    const int j = first_line + l;
+    for (int i = 0; i < n; i++, c++) {
+      const double down = j > 0 ? -values[k++] : 0;
+      const double left = i > 0 ? -values[k++] : 0;
+      const double centre = values[k++];
+      const double right = i < n - 1 ? -values[k++] : 0;
+      const double up = j < n - 1 ? -values[k++] : 0;
+      double own = 0;
+#define FACE(inside, cotangent, offset)                \
+  if (inside) {                                        \
+    own += 0.5 * (centre + cotangent);                 \
+    c[offset] += 0.5 * (centre + cotangent);           \
+  } else {                                             \
+    own += 2 * centre;                                 \
+  }
+      FACE(j > 0, down, -n)
+      FACE(i > 0, left, -1)
+      FACE(i < n - 1, right, 1)
+      FACE(j < n - 1, up, n)
+      *c += own;
+    }
+  }
+}
+
+/* Waiting ranks sleep, so that they don't disturb the program that is measured in between. */
+static void wait_for_command(char *text, int size) {
+  if (rank == 0 && !fgets(text, size, stdin)) strcpy(text, "quit\n");
+  MPI_Request request;
+  int done = 0;
+  MPI_Ibcast(text, size, MPI_CHAR, 0, comm, &request);
+  for (;;) {
+    MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+    if (done) return;
+    usleep(500);
+  }
+}
+
+int main(int argc, char **argv) {
+  MPI_Init(&argc, &argv);
+  comm = MPI_COMM_WORLD;
+  MPI_Comm_rank(comm, &rank);
+  MPI_Comm_size(comm, &ranks);
+  n = argc > 1 ? atoi(argv[1]) : 0;
+  if (n < 1 || n < ranks) {
+    if (rank == 0) fprintf(stderr, "usage: poisson_hypre CELLS (per side, at least one line a rank)\n");
+    MPI_Abort(comm, 2);
+  }
+  first_line = (int)((long)n * rank / ranks);
+  lines = (int)((long)n * (rank + 1) / ranks) - first_line;
+  cells = lines * n;
+  const HYPRE_BigInt first = (HYPRE_BigInt)first_line * n, last = first + cells - 1;
+  const double h = 1.0 / n;
+
+  HYPRE_BigInt *rows = memory(cells, sizeof *rows), *columns = memory(5L * cells, sizeof *columns);
+  HYPRE_Int *sizes = memory(cells, sizeof *sizes), *own_sizes = memory(cells, sizeof *own_sizes),
+            *ghost_sizes = memory(cells, sizeof *ghost_sizes);
+  size_t entries = 0;
+  for (int c = 0; c < cells; c++) {
+    const int j = first_line + c / n, i = c % n;
+    const HYPRE_BigInt row = first + c;
+    const size_t start = entries;
+    if (j > 0) columns[entries++] = row - n;
+    if (i > 0) columns[entries++] = row - 1;
+    columns[entries++] = row;
+    if (i < n - 1) columns[entries++] = row + 1;
+    if (j < n - 1) columns[entries++] = row + n;
+    rows[c] = row;
+    sizes[c] = (HYPRE_Int)(entries - start);
+    for (size_t k = start; k < entries; k++) ghost_sizes[c] += columns[k] < first || columns[k] > last;
+    own_sizes[c] = sizes[c] - ghost_sizes[c];
+  }
+
+  HYPRE_IJMatrix matrix;
+  HYPRE_IJVector ij_b, ij_x;
+  HYPRE_ParCSRMatrix A;
+  HYPRE_ParVector b, x;
+  HYPRE_Solver amg, pcg;
+  HYPRE(HYPRE_Init());
+  HYPRE(HYPRE_IJMatrixCreate(comm, first, last, first, last, &matrix));
+  HYPRE(HYPRE_IJMatrixSetObjectType(matrix, HYPRE_PARCSR));
+  HYPRE(HYPRE_IJMatrixSetDiagOffdSizes(matrix, own_sizes, ghost_sizes));
+  for (int k = 0; k < 2; k++) {
+    HYPRE_IJVector *v = k ? &ij_x : &ij_b;
+    HYPRE(HYPRE_IJVectorCreate(comm, first, last, v));
+    HYPRE(HYPRE_IJVectorSetObjectType(*v, HYPRE_PARCSR));
+    HYPRE(HYPRE_IJVectorInitialize(*v));
+    HYPRE(HYPRE_IJVectorAssemble(*v));
+    HYPRE(HYPRE_IJVectorGetObject(*v, (void **)(k ? &x : &b)));
+  }
+  HYPRE(HYPRE_BoomerAMGCreate(&amg));
+  HYPRE(HYPRE_BoomerAMGSetCoarsenType(amg, 10));
+  HYPRE(HYPRE_BoomerAMGSetInterpType(amg, 6));
+  HYPRE(HYPRE_BoomerAMGSetPMaxElmts(amg, 4));
+  HYPRE(HYPRE_BoomerAMGSetRelaxType(amg, 8));
+  HYPRE(HYPRE_BoomerAMGSetStrongThreshold(amg, 0.25));
+  HYPRE(HYPRE_BoomerAMGSetTol(amg, 0));
+  HYPRE(HYPRE_BoomerAMGSetMaxIter(amg, 1));
+  HYPRE(HYPRE_ParCSRPCGCreate(comm, &pcg));
+  HYPRE(HYPRE_PCGSetTwoNorm(pcg, 1));
+  HYPRE(HYPRE_PCGSetTol(pcg, 1e-8));
+  HYPRE(HYPRE_PCGSetMaxIter(pcg, 500));
+  HYPRE(HYPRE_PCGSetPrecond(pcg, (HYPRE_PtrToSolverFcn)HYPRE_BoomerAMGSolve,
+                            (HYPRE_PtrToSolverFcn)HYPRE_BoomerAMGSetup, amg));
+
+  const size_t padded = (size_t)(lines + 2) * n;
+  double *kappa = memory(padded, sizeof *kappa), *gradient = memory(padded, sizeof *gradient),
+         *u = memory(padded, sizeof *u), *rhs = memory(cells, sizeof *rhs),
+         *data = memory(cells, sizeof *data), *residual = memory(cells, sizeof *residual),
+         *lambda = memory(cells, sizeof *lambda), *values = memory(entries, sizeof *values),
+         *cotangent = memory(entries, sizeof *cotangent), *line = memory(n, sizeof *line);
+
+  for (int c = 0; c < cells; c++) {
+    const double cx = (c % n + 0.5) * h, cy = (first_line + c / n + 0.5) * h;
+    rhs[c] = h * h;
+    data[c] = cx * (1 - cx) * cy * (1 - cy);
+  }
+  if (rank == 0) {
+    puts("ready");
+    fflush(stdout);
+  }
+
+  for (char command[64] = "";;) {
+    wait_for_command(command, sizeof command);
+    if (!strncmp(command, "quit", 4)) break;
+    const int with_gradient = !strncmp(command, "gradient", 8);
+    const double vary = 0.1 * sin(atof(strchr(command, ' ')));
+    for (int c = 0; c < cells; c++) {
+      const double cx = (c % n + 0.5) * h, cy = (first_line + c / n + 0.5) * h;
+      kappa[n + c] = 1 + cx * cx + cy * cy + vary * cx * cy;
+    }
+
+    MPI_Barrier(comm);
+    const double start = MPI_Wtime();
+    exchange(kappa);
+    fill_values(kappa, values);
+    HYPRE(HYPRE_IJMatrixInitialize(matrix));
+    HYPRE(HYPRE_IJMatrixSetValues(matrix, cells, sizes, rows, columns, values));
+    HYPRE(HYPRE_IJMatrixAssemble(matrix));
+    HYPRE(HYPRE_IJMatrixGetObject(matrix, (void **)&A));
+    HYPRE(HYPRE_IJVectorSetValues(ij_b, cells, rows, rhs));
+    HYPRE(HYPRE_ParVectorSetConstantValues(x, 0));
+    HYPRE(HYPRE_ParCSRPCGSetup(pcg, A, b, x));
+    HYPRE(HYPRE_ParCSRPCGSolve(pcg, A, b, x));
+    HYPRE(HYPRE_IJVectorGetValues(ij_x, cells, rows, u + n));
+    double loss = 0, weighted = 0, sums[2];
+    for (int c = 0; c < cells; c++) {
+      const double d = u[n + c] - data[c];
+      loss += d * d;
+      residual[c] = 2 * d;
+    }
+    if (with_gradient) {
+      HYPRE(HYPRE_IJVectorSetValues(ij_b, cells, rows, residual));
+      HYPRE(HYPRE_ParVectorSetConstantValues(x, 0));
+      HYPRE(HYPRE_ParCSRPCGSolve(pcg, A, b, x));
+      HYPRE(HYPRE_IJVectorGetValues(ij_x, cells, rows, lambda));
+      exchange(u);
+      values_cotangent(lambda, u, cotangent);
+      fill_values_transpose(cotangent, gradient);
+      accumulate(gradient, line);
+    }
+    MPI_Allreduce(&loss, sums, 1, MPI_DOUBLE, MPI_SUM, comm);
+    MPI_Barrier(comm);
+    const double seconds = MPI_Wtime() - start;
+
+    HYPRE_Int iterations;
+    HYPRE(HYPRE_PCGGetNumIterations(pcg, &iterations));
+    for (int c = 0; with_gradient && c < cells; c++) weighted += gradient[n + c] * (c % n + 0.5) * h;
+    MPI_Reduce(&weighted, sums + 1, 1, MPI_DOUBLE, MPI_SUM, 0, comm);
+    if (rank == 0) {
+      printf("%.6f %.15e %.15e %d\n", seconds, sums[0], with_gradient ? sums[1] : 0, (int)iterations);
+      fflush(stdout);
+    }
+  }
+
+  HYPRE(HYPRE_ParCSRPCGDestroy(pcg));
+  HYPRE(HYPRE_BoomerAMGDestroy(amg));
+  HYPRE(HYPRE_IJVectorDestroy(ij_b));
+  HYPRE(HYPRE_IJVectorDestroy(ij_x));
+  HYPRE(HYPRE_IJMatrixDestroy(matrix));
+  HYPRE(HYPRE_Finalize());
+  MPI_Finalize();
+  return 0;
+}
