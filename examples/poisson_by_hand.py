@@ -1,0 +1,102 @@
+"""A neural network inside a Poisson equation, from the library's parts.
+
+`mpigrad run poisson` does all of this and more; here it is in one page, to build your own problem
+from. The equation is div(kappa grad u) = -1 on the unit square, u = 0 on its boundary. We know u
+and look for kappa, which a small network of our own stands for. The grid is divided into tiles,
+one on each rank; the network is the same on all of them.
+
+    mpigrad launch -n 2 examples/poisson_by_hand.py
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpigrad
+from mpigrad import sparse
+from mpigrad.grid import Grid
+from mpigrad.halo import halo_exchange
+from mpigrad.problems.poisson import LBFGS
+
+jax.config.update("jax_enable_x64", True)
+
+# The grid: 24 x 24 cells, unknowns at their centres. Each rank has the cells of its tile, and
+# numbers them as contiguous rows of the linear system.
+n = 24
+grid = Grid((n, n), (1 / n, 1 / n))
+x, y = (jnp.asarray(axis) for axis in grid.centers())
+
+# The sparsity pattern of the five-point scheme, built once: a row for each cell of the tile, a
+# column for the cell and for its four neighbours, which may lie in another tile. `padded` has the
+# numbers of the tile's cells and of one layer around it, -1 beyond the boundary.
+padded = grid.local_rows(width=1)
+rows = padded[1:-1, 1:-1]
+neighbours = {
+    "west": (slice(0, -2), slice(1, -1)),
+    "east": (slice(2, None), slice(1, -1)),
+    "south": (slice(1, -1), slice(0, -2)),
+    "north": (slice(1, -1), slice(2, None)),
+}
+inside = {side: np.flatnonzero(padded[place] >= 0) for side, place in neighbours.items()}
+pattern = sparse.Pattern.from_coo(
+    np.concatenate([rows.ravel(), *(rows.ravel()[k] for k in inside.values())]),
+    np.concatenate(
+        [rows.ravel(), *(padded[p].ravel()[inside[side]] for side, p in neighbours.items())]
+    ),
+    grid.n_local,
+)
+
+
+def solve(kappa):
+    """Solve for u. Two messages are in here: the halo of kappa, and the solve's own."""
+    around = halo_exchange(kappa, grid, width=1, boundary="edge")
+    diagonal, others = jnp.zeros_like(kappa), []
+    for side, place in neighbours.items():
+        # The mean of both cells' kappa; on the boundary, half a cell away, twice the cell's own.
+        on_boundary = padded[place] < 0
+        coefficient = (kappa + around[place]) / 2 * np.where(on_boundary, 2, 1)
+        diagonal = diagonal + coefficient
+        others.append(-coefficient.ravel()[inside[side]])
+    matrix = sparse.Matrix(pattern, jnp.concatenate([diagonal.ravel(), *others]))
+    right_hand_side = jnp.full(grid.n_local, 1 / n**2)
+    return sparse.solve(matrix, right_hand_side).value.reshape(grid.local_shape)
+
+
+def network(theta):
+    """Kappa on this rank's tile: positive, whatever the parameters."""
+    w1, b1, w2, b2 = theta
+    hidden = jnp.tanh(jnp.stack([x, y], -1) @ w1 + b1)
+    return jnp.exp(hidden @ w2 + b2)
+
+
+# What we look for, and what is seen of it: u in every cell. Every rank draws the same weights.
+true_kappa = 1 + x**2 + y**2
+observed = mpigrad.jit(solve)(true_kappa)
+generator = np.random.default_rng(0)
+theta = tuple(
+    jnp.asarray(a)
+    for a in (generator.normal(size=(2, 10)), np.zeros(10), generator.normal(size=10) / 10, 0.0)
+)
+
+
+def share(theta):
+    """What this rank's cells contribute to the loss."""
+    return 1e4 * jnp.sum((solve(network(theta)) - observed) ** 2) / grid.size
+
+
+# The parameters are equal on all ranks and so is their gradient, bit for bit: an optimizer made
+# for one process, run by each rank with the same numbers, takes the same steps everywhere. This is
+# optax's L-BFGS; another optimizer of optax would do.
+optimizer = LBFGS(mpigrad.value_and_grad(share, loss="share", replicated=0))
+now = optimizer.start(theta)
+first = float(now.loss)
+for iteration in range(1, 61):
+    now = optimizer.step(now)
+    if iteration % 20 == 0 and grid.comm.rank == 0:
+        print(f"iteration {iteration}: loss {float(now.loss):.2e}")
+
+difference = float(jnp.max(jnp.abs(network(now.parameters) - true_kappa)))
+error = max(grid.comm.mpi.allgather(difference))
+if grid.comm.rank == 0:
+    print(f"largest error of kappa: {error:.2f}")
+assert now.loss < 1e-3 * first

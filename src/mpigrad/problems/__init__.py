@@ -1,0 +1,1 @@
+"""Inverse problems: a model, its observations, and the estimation of what is unknown in it."""

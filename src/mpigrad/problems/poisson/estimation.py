@@ -1,0 +1,140 @@
+"""A run from settings to report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpigrad
+from mpigrad import sparse
+from mpigrad.communicator import Communicator, communication_seconds, resolve
+from mpigrad.problems.poisson.inverse import InverseProblem, best_constant, inverse_problem
+from mpigrad.problems.poisson.lbfgs import LBFGS
+from mpigrad.problems.poisson.outputs import write_outputs
+from mpigrad.problems.poisson.result import Result
+from mpigrad.problems.poisson.settings import Settings
+from mpigrad.problems.poisson.training import train
+from mpigrad.problems.together import together
+
+__all__ = ["run"]
+
+
+def run(settings: Settings, comm: Communicator | None = None) -> Result:
+    """Recover kappa, showing the progress, and write the report (collective).
+
+    Writes into `settings.out`: report.html and its pictures, fields.zarr, history.jsonl,
+    settings.json, and the parameters (network.eqx or cells.npy), which are on disk, whole, every
+    few seconds from the beginning. When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the
+    launcher's Ctrl-C), it ends after the iteration it is in and writes everything.
+
+    Raises
+    ------
+    ValueError, OSError
+        On every rank, before the training, where the settings, the data file or the output
+        directory make no sense.
+    RuntimeError
+        Where a linear solve fails; what was reached is saved.
+    """
+    comm = resolve(comm)
+    with jax.enable_x64(True):
+        problem = inverse_problem(settings, comm)
+        with together(comm):
+            if comm.rank == 0:
+                _prepare(settings)
+        values = problem.parametrization
+        constant = None
+        if settings.data is not None or settings.kappa == "cells":
+            constant = best_constant(problem)
+        if settings.restart is not None:
+            parameters = values.load(settings.restart)
+        else:
+            parameters = values.first(constant, settings.seed)
+        if comm.rank == 0:
+            _announce(problem)
+        before = _clocks()
+        trained = train(
+            LBFGS(problem.value_and_grad, settings.memory),
+            parameters,
+            settings.iterations,
+            comm,
+            save=lambda best: values.save(settings.out / values.file_name, best),
+            history_file=settings.out / "history.jsonl",
+            kappa_error=_error_of(problem),
+        )
+        seconds = _mean_seconds(comm, before)
+        kappa = mpigrad.jit(values.kappa)(trained.parameters)
+        u = mpigrad.jit(lambda k: problem.model.solution(k, problem.solver))(kappa)
+        error = _error_of(problem)
+        result = Result(
+            settings,
+            problem.model.grid,
+            trained.parameters,
+            np.asarray(kappa),
+            np.asarray(u),
+            problem.true_kappa,
+            trained.history,
+            trained.ending,
+            None if error is None else error(trained.parameters),
+            seconds,
+            settings.out / "report.html",
+        )
+        write_outputs(problem, result)
+    return result
+
+
+def _prepare(settings: Settings) -> None:
+    """The output directory, which must be writable before hours are spent."""
+    settings.out.mkdir(parents=True, exist_ok=True)
+    if not os.access(settings.out, os.W_OK):
+        raise PermissionError(f"--out: {settings.out} is not writable")
+    text = json.dumps(dataclasses.asdict(settings), indent=2, default=str)
+    (settings.out / "settings.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _announce(problem: InverseProblem) -> None:
+    grid, seen = problem.model.grid, problem.observations
+    tiles = " x ".join(map(str, grid.dims))
+    print(
+        f"poisson: {grid.shape[0]} x {grid.shape[1]} cells in {tiles} tiles on {grid.comm.size} "
+        f"rank{'s' * (grid.comm.size > 1)}, {seen.count} observations, "
+        f"solver {type(problem.solver).__name__}",
+        flush=True,
+    )
+    if not sparse.hypre_available():
+        print(
+            f"poisson: conjugate gradients, for want of hypre. {sparse.why_no_hypre()}", flush=True
+        )
+
+
+def _error_of(problem: InverseProblem) -> Callable[[Any], float] | None:
+    """The function that gives the largest error of kappa over all ranks, or None."""
+    true = problem.true_kappa
+    if true is None:
+        return None
+    local = mpigrad.jit(lambda p: jnp.max(jnp.abs(problem.parametrization.kappa(p) - true)))
+    comm = problem.model.grid.comm
+    return lambda parameters: max(comm.mpi.allgather(float(local(parameters))))
+
+
+def _clocks() -> tuple[float, float, float]:
+    solver = sparse.solver_seconds()
+    return time.monotonic(), communication_seconds(), solver["setup"] + solver["solve"]
+
+
+def _mean_seconds(comm: Communicator, before: tuple[float, float, float]) -> dict[str, float]:
+    spent = np.subtract(_clocks(), before)
+    total, communication, hypre = np.mean(comm.mpi.allgather(spent), axis=0)
+    return {
+        "total": float(total),
+        "hypre": float(hypre),
+        "communication": float(communication),
+        "rest": float(total - hypre - communication),
+    }

@@ -1,0 +1,54 @@
+"""Diffusivities to be recovered, and sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+__all__ = [
+    "SOURCES",
+    "TRUTHS",
+    "manufactured_solution",
+    "manufactured_source",
+]
+
+Field = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def quadratic(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Kappa = 1 + x^2 + y^2, the ADCME paper's case."""
+    return 1 + x**2 + y**2
+
+
+def hills(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Kappa = 1 with a hill and a hollow, smooth, between about 0.5 and 2.5."""
+    hill = 1.5 * jnp.exp(-((x - 0.3) ** 2 + (y - 0.35) ** 2) / 0.03)
+    hollow = 0.5 * jnp.exp(-((x - 0.7) ** 2 + (y - 0.65) ** 2) / 0.03)
+    return 1 + hill - hollow
+
+
+def manufactured_solution(x: jax.Array, y: jax.Array) -> jax.Array:
+    """U = x (1 - x) y (1 - y), zero on the boundary of the unit square."""
+    return x * (1 - x) * y * (1 - y)
+
+
+def manufactured_source(kappa: Field) -> Field:
+    """The source f = div(kappa grad u) that makes `manufactured_solution` the solution."""
+
+    def source(x: jax.Array, y: jax.Array) -> jax.Array:
+        def flux(axis: int) -> Field:
+            slope = jax.grad(manufactured_solution, argnums=axis)
+            return lambda x, y: kappa(x, y) * slope(x, y)
+
+        return jax.grad(flux(0), argnums=0)(x, y) + jax.grad(flux(1), argnums=1)(x, y)
+
+    return jax.jit(jnp.vectorize(source))
+
+
+TRUTHS: dict[str, Field] = {"quadratic": quadratic, "hills": hills}
+SOURCES: dict[str, Callable[[Field], Field]] = {
+    "manufactured": manufactured_source,
+    "one": lambda kappa: lambda x, y: jnp.ones_like(x),
+}

@@ -1,0 +1,140 @@
+"""The discrete Poisson equation: cell-centred finite volumes on the tiles of a grid."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from mpigrad import sparse
+from mpigrad.communicator import Communicator
+from mpigrad.grid import Grid
+from mpigrad.halo import halo_exchange
+
+__all__ = ["Model", "poisson", "unit_square"]
+
+
+def unit_square(
+    cells: tuple[int, int],
+    comm: Communicator | None = None,
+    dims: tuple[int, int] | None = None,
+) -> Grid:
+    """A grid of nx x ny cells on the unit square."""
+    return Grid(cells, (1 / max(cells[0], 1), 1 / max(cells[1], 1)), comm, dims)
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The faces of a tile's cells on one side: across them lies the next cell along `axis`."""
+
+    axis: int
+    step: int
+    interior: tuple[slice, slice]  # cells whose face is not on the boundary of the domain
+    weight: NDArray[np.float64]  # face area over distance: 2 x on the boundary, half a cell away
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """div(kappa grad u) = f on the grid's rectangle, u = 0 on its boundary.
+
+    Discretisation: the flux through the face between two cells is the mean of their kappa, times
+    their difference of u over their distance; a boundary face is half a cell away from the centre
+    and takes the cell's own kappa. Multiplied by a cell's area and -1, the equations are
+    A(kappa) u = -f hx hy with A symmetric positive definite; second order in the spacing.
+
+    Make it with `poisson`.
+    """
+
+    grid: Grid
+    pattern: sparse.Pattern
+    rhs: jax.Array
+    sides: tuple[Side, ...]
+
+    def matrix(self, kappa: jax.Array) -> sparse.Matrix:
+        """A(kappa), in tile numbering, for this rank's tile of kappa (lx, ly); differentiable."""
+        if kappa.shape != self.grid.local_shape:
+            raise ValueError(
+                f"poisson: kappa has shape {kappa.shape} on a tile of {self.grid.local_shape} "
+                f"cells (rank {self.grid.comm.rank})"
+            )
+        padded = halo_exchange(kappa, self.grid, width=1, boundary="edge")
+        diagonal = jnp.zeros_like(kappa)
+        others = []
+        for side in self.sides:
+            beyond = padded[_shifted(side, kappa.shape)]
+            coefficient = side.weight * (kappa + beyond) / 2
+            diagonal = diagonal + coefficient
+            others.append(-coefficient[side.interior].ravel())
+        return sparse.Matrix(self.pattern, jnp.concatenate([diagonal.ravel(), *others]))
+
+    def solve(
+        self, kappa: jax.Array, solver: sparse.LinearSolver, *, throw: bool = True
+    ) -> sparse.Solution:
+        """The discrete solution for this rank's tile of kappa; its value has shape (n_local,)."""
+        return sparse.solve(self.matrix(kappa), self.rhs, solver, throw=throw)
+
+    def solution(self, kappa: jax.Array, solver: sparse.LinearSolver) -> jax.Array:
+        """Tile of u on this rank, of shape (lx, ly); differentiable in kappa."""
+        return self.solve(kappa, solver).value.reshape(self.grid.local_shape)
+
+    def roughness(self, field: jax.Array) -> jax.Array:
+        """Share of this rank in the mean over cells of squared differences across faces."""
+        padded = halo_exchange(field, self.grid, width=1, boundary="edge")
+        differences = [
+            field - padded[_shifted(side, field.shape)] for side in self.sides if side.step < 0
+        ]
+        return sum(jnp.sum(d**2) for d in differences) / self.grid.size  # type: ignore[return-value]
+
+
+def poisson(grid: Grid, source: jax.Array | NDArray[np.float64]) -> Model:
+    """The Poisson model on a grid (collective).
+
+    Parameters
+    ----------
+    grid
+        The grid, any spacing.
+    source
+        This rank's tile of f at the cells' centres, of shape (lx, ly).
+    """
+    if source.shape != grid.local_shape:
+        raise ValueError(
+            f"poisson: the source has shape {source.shape} on a tile of {grid.local_shape} cells "
+            f"(rank {grid.comm.rank})"
+        )
+    ids = grid.local_rows(width=1)
+    own = ids[1:-1, 1:-1]
+    sides, rows, columns = [], [own.ravel()], [own.ravel()]
+    for axis in range(2):
+        for step in (-1, 1):
+            side = _side(grid, axis, step)
+            sides.append(side)
+            rows.append(own[side.interior].ravel())
+            columns.append(ids[_shifted(side, own.shape)][side.interior].ravel())
+    pattern = sparse.Pattern.from_coo(
+        np.concatenate(rows), np.concatenate(columns), grid.n_local, grid.comm
+    )
+    rhs = -jnp.asarray(source, jnp.float64).ravel() * (grid.spacing[0] * grid.spacing[1])
+    return Model(grid, pattern, rhs, tuple(sides))
+
+
+def _side(grid: Grid, axis: int, step: int) -> Side:
+    across, along = grid.spacing[axis], grid.spacing[1 - axis]
+    weight = np.full(grid.local_shape, along / across)
+    whole = slice(None)
+    boundary_here = grid.coords[axis] == (0 if step < 0 else grid.dims[axis] - 1)
+    part = whole
+    if boundary_here:
+        at = slice(0, 1) if step < 0 else slice(-1, None)
+        part = slice(1, None) if step < 0 else slice(0, -1)
+        weight[(at, whole) if axis == 0 else (whole, at)] *= 2
+    return Side(axis, step, (part, whole) if axis == 0 else (whole, part), weight)
+
+
+def _shifted(side: Side, shape: tuple[int, ...]) -> tuple[slice, slice]:
+    """Where, in a tile padded by one layer, the cells across a side's faces lie."""
+    start = [1, 1]
+    start[side.axis] += side.step
+    return slice(start[0], start[0] + shape[0]), slice(start[1], start[1] + shape[1])

@@ -1,0 +1,136 @@
+"""Grids: tiles, their numbering, and moving whole fields."""
+
+import numpy as np
+import pytest
+
+import mpigrad
+from mpigrad.grid import Grid, choose_dims
+
+COMM = mpigrad.communicator.default()
+
+
+@pytest.fixture(params=[(12, 12), (13, 7), (5, 9), (31, 4)], ids=str)
+def grid(request):
+    return Grid(request.param, (0.5, 0.25))
+
+
+def test_tiles_cover_the_grid_once(grid):
+    owners = np.zeros(grid.shape, int)
+    for rank in range(COMM.size):
+        owners[grid.slices_of(rank)] += 1
+    assert np.all(owners == 1)
+    sizes = [np.diff(grid.starts(axis)) for axis in range(2)]
+    assert all(s.max() - s.min() <= 1 and s.min() >= 1 for s in sizes)
+
+
+def test_rows_number_each_rank_contiguously(grid):
+    everyone = COMM.mpi.allgather((grid.row_offset, grid.local_rows()))
+    start = 0
+    for offset, rows in everyone:
+        assert offset == start
+        assert np.array_equal(rows.ravel(), start + np.arange(rows.size))
+        start += rows.size
+    assert start == grid.size == grid.row_offsets[-1]
+
+
+def test_rows_of_any_cell_agree_with_their_owner(grid):
+    i, j = np.meshgrid(*(np.arange(n) for n in grid.shape), indexing="ij")
+    everywhere = grid.rows(i, j)
+    assert np.array_equal(everywhere[grid.slices], grid.local_rows())
+    padded = np.pad(everywhere, 1, constant_values=-1)
+    first, second = grid.slices
+    expected = padded[first.start : first.stop + 2, second.start : second.stop + 2]
+    assert np.array_equal(grid.local_rows(1), expected)
+
+
+def test_neighbors_are_mutual(grid):
+    mine = {n.rank: n.step for n in grid.neighbors}
+    for rank, theirs in enumerate(COMM.mpi.allgather(mine)):
+        if rank in mine:
+            assert theirs[COMM.rank] == tuple(-s for s in mine[rank])
+        else:
+            assert COMM.rank not in theirs
+
+
+def test_gather_and_scatter_are_inverse(grid):
+    whole = np.random.default_rng(0).normal(size=(*grid.shape, 2))
+    local = grid.scatter(whole if COMM.rank == 0 else None)
+    assert np.array_equal(local, whole[grid.slices])
+    for stride in (1, 2, 3):
+        back = grid.gather(local, stride)
+        assert (back is None) == (COMM.rank != 0)
+        if back is not None:
+            assert np.array_equal(back, whole[::stride, ::stride])
+
+
+def test_centers_and_natural_ids(grid):
+    x, y = grid.centers()
+    first, second = grid.slices
+    assert np.allclose(x[:, 0], (np.arange(first.start, first.stop) + 0.5) * 0.5)
+    assert np.allclose(y[0], (np.arange(second.start, second.stop) + 0.5) * 0.25)
+    ids = np.arange(grid.size).reshape(grid.shape)
+    assert np.array_equal(grid.natural_ids(), ids[grid.slices])
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dims"),
+    [
+        ((300, 300), 4, (2, 2)),
+        ((300, 300), 9, (3, 3)),
+        ((300, 300), 2, (2, 1)),
+        ((300, 300), 6, (3, 2)),
+        ((10, 1000), 4, (1, 4)),
+        ((1000, 10), 4, (4, 1)),
+        ((3, 100), 7, (1, 7)),
+        ((600, 300), 8, (4, 2)),
+    ],
+)
+def test_dims_follow_the_shape(shape, ranks, dims):
+    assert choose_dims(shape, ranks) == dims
+
+
+def test_more_ranks_than_cells():
+    with pytest.raises(ValueError, match="5 ranks cannot share 4 x 4 cells"):
+        choose_dims((4, 4), 5)
+    with pytest.raises(ValueError, match="17 ranks cannot share"):
+        choose_dims((4, 4), 17)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (((0, 3), (1.0, 1.0)), ValueError, "0 x 3"),
+        (((3, 3), (1.0, -1.0)), ValueError, "positive lengths"),
+        (((3, 3), (1.0, float("nan"))), ValueError, "positive lengths"),
+        (((3,), (1.0, 1.0)), TypeError, "two whole numbers of cells"),
+        (((3.5, 3), (1.0, 1.0)), TypeError, "two whole numbers of cells"),
+        (((30, 30), (1.0, 1.0), None, (5, 7)), ValueError, "35 tiles for"),
+        (((30, 30), (1.0, 1.0), None, (-1, -1)), ValueError, "one tile per rank"),
+    ],
+)
+def test_bad_grids_are_refused_on_every_rank(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Grid(*arguments)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_mistake_on_one_rank_is_raised_on_all():
+    with pytest.raises(ValueError, match="disagree about the grid"):
+        Grid((8, 8 if COMM.rank else 9), (1.0, 1.0))
+    with pytest.raises(ValueError, match=r"0 x 8.*rank 1"):
+        Grid((0 if COMM.rank == 1 else 8, 8), (1.0, 1.0))
+    with pytest.raises(ValueError, match="tile of"):
+        grid = Grid((8, 8), (1.0, 1.0))
+        grid.gather(np.zeros(grid.local_shape if COMM.rank else (1, 2)))
+    with pytest.raises(ValueError, match="the field has shape"):
+        Grid((8, 8), (1.0, 1.0)).scatter(np.zeros((3, 3)))
+
+
+def test_dims_are_taken_as_given():
+    assert Grid((8, 8), (1.0, 1.0), dims=(COMM.size, 1)).dims == (COMM.size, 1)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_dims_that_leave_a_tile_empty_are_refused():
+    with pytest.raises(ValueError, match="tiles without cells"):
+        Grid((COMM.size - 1, 8), (1.0, 1.0), dims=(COMM.size, 1))
