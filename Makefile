@@ -1,6 +1,7 @@
 # Each target does its own set-up; the second time that is nothing.
 #   make demo     recover a diffusivity field on 2 ranks, and write a report (two minutes)
 #   make test     lint, and every test on 1, 2, 3 and 4 ranks (less than 15 minutes)
+#   make test-full  every case at every number of ranks
 #   make bench    the tables of bench/
 #   make docs     the reference of the public names, in build/docs
 #   make lint     ruff and pyright
@@ -14,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: setup demo test bench docs lint clean
+.PHONY: setup demo test test-full bench docs lint clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -29,6 +30,10 @@ demo: setup
 
 test: lint
 	@$(BIN)/python tests/run.py
+
+# Every case of every test at every number of ranks.
+test-full: lint
+	@MPIGRAD_ALL_TESTS=1 $(BIN)/python tests/run.py --limit 3600
 
 lint: setup
 	@echo "lint: ruff, pyright"

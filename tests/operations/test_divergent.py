@@ -245,7 +245,7 @@ def test_order_of_messages(transformation: str, scenario: str) -> None:
         traced = jax.make_jaxpr(transform(lambda x, p=program, c=comm: p(x, c)))(POINTS[rank])
         orders.append(messages(traced.jaxpr))
     assert orders[0] == orders[1]
-    assert len(orders[0]) >= 2  # a message, and its derivative
+    assert str(orders[0]).count("(3,)") + str(orders[0]).count(", 3)") >= 2  # and its derivative
 
 
 @pytest.mark.ranks(1)

@@ -35,6 +35,7 @@ def test_lbfgs_reaches_the_minimum(comm):
     assert all(np.array_equal(y, everywhere[0]) for y in everywhere)
 
 
+@pytest.mark.ranks(1, 3)
 def test_lbfgs_shortens_steps_into_the_undefined(comm):
     """The minimum of x - log x, not a number beyond 0, where the first full step leads."""
 
@@ -62,6 +63,7 @@ def test_training_ends_where_there_is_no_smaller_loss(comm, directory):
     assert len(saved) == (comm.rank == 0)
 
 
+@pytest.mark.ranks(2, 4)
 def test_failing_solves_leave_what_was_reached(comm, directory):
     """One iteration of conjugate gradients is not enough: no parameters have a loss."""
     problem = inverse_problem(Settings(cells=(8, 9)), comm)
