@@ -32,7 +32,8 @@ def test_network_is_trained_and_everything_is_written(comm, directory, capfd):
     assert json.loads((out / "settings.json").read_text())["cells"] == [11, 10]
     # the network loads again and gives the same kappa, the fields are those of all ranks
     x, y = (jnp.asarray(axis) for axis in result.grid.centers())
-    assert np.array_equal(load_network(out / "network.eqx")(x, y), result.kappa)
+    loaded_kappa = load_network(out / "network.eqx")(x, y)  # compiled otherwise: to rounding
+    assert np.allclose(loaded_kappa, result.kappa, rtol=1e-12)
     group = zarr.open_group(out / "fields.zarr", mode="r")
     for name in ("kappa", "u", "true_kappa"):
         assert np.array_equal(group[name][result.grid.slices], getattr(result, name))
