@@ -220,7 +220,7 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
   char* to = static_cast<char*>(out.data);
   char* from = static_cast<char*>(in.data);
   int code = 0;
-  // MPI's requests are completed even after an error, so that no buffer is written to afterwards.
+  // After an error in posting the program ends: messages that are under way are not waited for.
   size_t posted_receives = 0, posted_sends = 0;
   for (size_t i = 0; i < n && !code; ++i) {
     parts[i].data = to;

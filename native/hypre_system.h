@@ -50,7 +50,6 @@ struct System {
   HYPRE_Solver amg = nullptr, pcg = nullptr;
   std::vector<double> kept;  // the latest values, in row order
   bool ready = false;        // matrix and hierarchy belong to `kept`, on every rank
-  bool symmetry_checked = false;
   int64_t setups = 0;
 
   ~System() { release(); }
@@ -337,16 +336,14 @@ inline std::string solve_one(System& s, const double* values, bool compare, cons
     set_values(s, call);
     if (std::string error = call.agree(s.comm); !error.empty()) return error;
     call("HYPRE_IJMatrixAssemble", [&] { return HYPRE_IJMatrixAssemble(s.matrix); });
-    if (!s.symmetry_checked) {
-      const bool good = symmetric(s, call);
-      if (std::string error = call.agree(s.comm); !error.empty()) return error;
-      if (!good) {
-        answer.outcome = kNotSymmetric;
-        answer.residual = nan;
-        std::fill_n(x, s.n, nan);
-        return "";
-      }
-      s.symmetry_checked = true;
+    // With every new values, since the adjoint relies on it: two products beside a set-up.
+    const bool good = symmetric(s, call);
+    if (std::string error = call.agree(s.comm); !error.empty()) return error;
+    if (!good) {
+      answer.outcome = kNotSymmetric;
+      answer.residual = nan;
+      std::fill_n(x, s.n, nan);
+      return "";
     }
     call("HYPRE_ParCSRPCGSetup", [&] {
       return HYPRE_ParCSRPCGSetup(s.pcg, object(s.matrix), object(s.rhs), object(s.solution));

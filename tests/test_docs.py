@@ -37,6 +37,12 @@ def test_python(text: str) -> None:
         jax.config.update("jax_enable_x64", True)
 
 
+def test_links_and_pictures_are_there() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
 def test_no_other_language_escapes() -> None:
     for page in PAGES:
         languages = set(re.findall(r"^```(\w+)$", page.read_text(), re.M))

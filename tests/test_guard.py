@@ -25,6 +25,7 @@ BROKEN = {
     "both_receive_first": ["rank 0 of 2 has waited", "rank 1 of 2 has waited", "recv at "],
     "wrong_tag": ["rank 1 of 2 has waited", "recv at ", "barrier at "],
     "plain_jax_grad_with_a_constant_on_one_rank": ["in allreduce at the adjoint of "],
+    "one_rank_makes_no_communicator": ["rank 0 of 2 has waited", "in Split at ", "barrier at "],
     "pull_back_on_one_rank_only": ["in allreduce at the adjoint of ", "barrier at "],
 }
 
@@ -53,6 +54,12 @@ def test_a_failing_rank_ends_all_under_plain_mpiexec() -> None:
     done = mpiexec(PROGRAMS / "broken.py", "one_rank_raises")
     assert done.returncode != 0
     assert "ArithmeticError: the mesh of rank 1 is empty" in done.stderr
+
+
+def test_a_rank_without_messages_keeps_nobody_waiting() -> None:
+    done = mpigrad("launch", "-n", 3, PROGRAMS / "bystander.py", MPIGRAD_TIMEOUT="20")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0: 2.0", "rank 2: 2.0"]
 
 
 def test_timeout_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,17 @@ def test_replicated_loss_counts_once(comm: Communicator) -> None:
     close((jitted_value, jitted), (value, gradient))
 
 
+def test_an_infinite_replicated_loss_stays_infinite() -> None:
+    f = mg.value_and_grad(lambda x: mg.allreduce(x) * jnp.inf, loss="replicated")
+    assert float(f(1.0)[0]) == np.inf
+
+
+def test_numbers_and_names_of_the_same_argument() -> None:
+    by_number = mg.jit(lambda x, root: mg.bcast(x, root), static_argnums=1)
+    close(by_number(jnp.ones(1), root=0), jnp.ones(1))
+    close(mg.grad(lambda x, y: jnp.sum(x * y), argnums=np.int64(1))(2.0, 3.0), 2.0)
+
+
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_loss_that_is_not_replicated_is_an_error_everywhere(

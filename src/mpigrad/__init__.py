@@ -17,6 +17,7 @@ if not in_command():
 
     from mpigrad import guard as _guard
     from mpigrad.communicator import Communicator
+    from mpigrad.communicator import default as _default
     from mpigrad.operations import (
         _jax_compat,
         allreduce,
@@ -36,6 +37,7 @@ if not in_command():
 
     _jax_compat.configure_backend(_MPI.COMM_WORLD.size)
     _guard.install()
+    _default()  # here, where every rank is: making it is collective, a first message need not be
 
 __all__ = [
     "Communicator",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import pathlib
-from typing import cast
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -128,6 +131,41 @@ def communication_seconds() -> float:
     return record().busy_ns * 1e-9
 
 
+@contextlib.contextmanager
+def waiting(operation: str) -> Iterator[None]:
+    """Show the watchdog a blocking call that Python makes, as handlers show theirs."""
+    from mpigrad.operations.sites import call_site  # the user's line; it needs the library above
+
+    now = record()
+    now.operation, now.site = operation.encode(), call_site()
+    now.start_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    try:
+        yield
+    finally:
+        now.start_ns = 0
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    plain = getattr(MPI.Intracomm, name)
+
+    def method(self: MPI.Intracomm, *args: Any, **kwargs: Any) -> Any:
+        with waiting(name):
+            return plain(self, *args, **kwargs)
+
+    return functools.wraps(plain)(method)
+
+
+class WatchedComm(MPI.Intracomm):
+    """A communicator of mpi4py whose blocking calls the watchdog sees."""
+
+
+for _name in (
+    *("Allgather", "Allreduce", "Barrier", "Dup", "Split", "allgather", "allreduce", "alltoall"),
+    *("barrier", "bcast", "gather", "recv", "reduce", "scan", "scatter", "send", "sendrecv"),
+):
+    setattr(WatchedComm, _name, _watched(_name))
+
+
 class Communicator:
     """A group of ranks with a private message space.
 
@@ -163,7 +201,7 @@ class Communicator:
                 f"mpigrad: more than {limit} communicators in one process; "
                 "make a communicator once and keep it"
             )
-        self.mpi = mpi_comm.Dup()
+        self.mpi = WatchedComm(WatchedComm(mpi_comm).Dup())
         self.mpi.Set_errhandler(MPI.ERRORS_RETURN)  # errors come back with rank and source line
         self.rank, self.size = self.mpi.rank, self.mpi.size
         self.slot = Communicator._next_slot

@@ -215,7 +215,7 @@ def write_fields(
             for axis, name in enumerate("xy"):
                 centers = (np.arange(grid.shape[axis]) + 0.5) * grid.spacing[axis]
                 group.create_array(name, data=centers, dimension_names=(name,))
-        except OSError as error:
+        except Exception as error:
             problem = error
     problem = comm.mpi.bcast(problem)
     if problem is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -31,8 +32,12 @@ Loss = Literal["share", "replicated"]
 _ZERO = np.float32(0)
 
 
-def _numbers(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+def _numbers(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
+    if argnums is None:
+        return ()
+    if isinstance(argnums, Sequence):
+        return tuple(operator.index(n) for n in argnums)
+    return (operator.index(argnums),)
 
 
 def _sum_over_ranks(tree: Any, comm: Communicator) -> Any:
@@ -159,7 +164,8 @@ def _value_and_grad(
         group = resolve(comm)
         value, aux = out if has_aux else (out, None)
         assert_replicated(value, group, "the loss that is declared replicated")
-        value = value * jnp.asarray(group.rank == 0, jnp.result_type(value))  # counted once
+        # Counted once. Not a product with 0 or 1, which would make a NaN of an infinite loss.
+        value = jnp.where(group.rank == 0, value, jnp.zeros_like(value))
         return (value, aux) if has_aux else value
 
     # Argument 0 is the carrier; negative numbers count from the end, as before.
@@ -183,7 +189,7 @@ def _value_and_grad(
             gradients = [
                 next(parts) if n in equal else g for n, g in zip(numbers, gradients, strict=True)
             ]
-        gradient = gradients[0] if isinstance(argnums, int) else tuple(gradients)
+        gradient = tuple(gradients) if isinstance(argnums, Sequence) else gradients[0]
         if reduce_value:
             value = out[0] if has_aux else out
             value = _sum_over_ranks(value, group)
@@ -289,27 +295,33 @@ def _region(f: Callable[..., Any], turn: Any, args: Any, kwargs: Any) -> tuple[A
     return turn, jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def _static_numbers(f: Callable[..., Any], names: Sequence[str]) -> tuple[int, ...]:
-    """Positions of the parameters that `static_argnames` (or donated names) name."""
+def _both(
+    f: Callable[..., Any], numbers: int | Sequence[int] | None, names: str | Sequence[str] | None
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Numbers and names of the same arguments, each completed by the other, as JAX does."""
+    found = list(_numbers(numbers))
+    called = [names] if isinstance(names, str) else list(names or ())
+    if min((*found, 0)) < 0:
+        raise ValueError("mpigrad.jit: static_argnums and donate_argnums count from the front")
     try:
         parameters = list(inspect.signature(f).parameters.values())
-    except (TypeError, ValueError):
-        return ()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(i for i, p in enumerate(parameters) if p.name in names and p.kind in positional)
-
-
-def _names(names: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names or ())
+    except (TypeError, ValueError):  # no signature, as of some compiled functions
+        return tuple(found), tuple(called)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    by_number = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    pairs = list(enumerate(parameters))
+    called += [p.name for i, p in pairs if i in found and p.kind in by_name]
+    found += [i for i, p in pairs if p.name in called and p.kind in by_number]
+    return tuple(sorted({*found})), tuple(dict.fromkeys(called))
 
 
 def jit(
     f: Callable[..., Any] | None = None,
     *,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Sequence[str] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """`jax.jit` for programs with messages, with cheap dispatch.
 
@@ -330,15 +342,12 @@ def jit(
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
         )
-    static_names, donate_names = _names(static_argnames), _names(donate_argnames)
-    static = {*_numbers(static_argnums), *_static_numbers(f, static_names)}
-    donate = {*_numbers(donate_argnums), *_static_numbers(f, donate_names)}
-    if min((*static, *donate, 0)) < 0:
-        raise ValueError("mpigrad.jit: static_argnums and donate_argnums count from the front")
+    static_numbers, static_names = _both(f, static_argnums, static_argnames)
+    donate_numbers, donate_names = _both(f, donate_argnums, donate_argnames)
     options: dict[str, Any] = {
-        "static_argnums": tuple(sorted(n + 1 for n in static)),
+        "static_argnums": tuple(n + 1 for n in static_numbers),
         "static_argnames": static_names,
-        "donate_argnums": tuple(sorted(n + 1 for n in donate)),
+        "donate_argnums": tuple(n + 1 for n in donate_numbers),
         "donate_argnames": donate_names,
     }
 

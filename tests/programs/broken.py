@@ -65,6 +65,13 @@ def wrong_tag():
         mg.barrier()
 
 
+def one_rank_makes_no_communicator():
+    if rank == 0:
+        mg.communicator.default().split(0)
+    else:
+        mg.barrier()
+
+
 def plain_jax_grad_with_a_constant_on_one_rank():
     f = lambda x: jnp.sum(mg.allreduce(x if rank == 0 else jnp.ones(3)) ** 2)
     jax.grad(f)(x)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import Communicator, resolve
+from mpigrad.communicator import Communicator, resolve, waiting
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.sparse.agreement import raise_together
 
@@ -109,7 +109,8 @@ class GhostExchange:
         # Empty stripes share their start with the next one; `right` finds the rank that has it.
         owners = np.searchsorted(starts, self.ghosts, side="right") - 1
         wanted = {int(rank): self.ghosts[owners == rank] for rank in np.unique(owners)}
-        asked = _tell_owners(self.comm.mpi, wanted)
+        with waiting("the making of a GhostExchange"):
+            asked = _tell_owners(self.comm.mpi, wanted)
         self.neighbors = tuple(sorted({*wanted, *asked}))
         empty = np.zeros(0, np.int64)
         sends = [asked.get(rank, empty) for rank in self.neighbors]

@@ -263,6 +263,8 @@ def _read_and_check(path: pathlib.Path, cells: tuple[int, int]) -> Data:
     arrays = {}
     for name in ("coordinates", "values", "source"):
         try:
+            if np.iscomplexobj(fields[name]):
+                raise TypeError(name)
             arrays[name] = np.asarray(fields[name], float)
         except (TypeError, ValueError):
             raise ValueError(f"{path}: {name} is not an array of real numbers") from None
