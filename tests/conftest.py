@@ -37,6 +37,8 @@ _SOME_OPERATIONS = ((1, 2), (2, 3), (2, 4), (1, 3), (2, 3), (2, 4))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     size, everything = MPI.COMM_WORLD.size, os.environ.get("MPIGRAD_ALL_TESTS") == "1"
     for item in items:
+        if item.get_closest_marker("launcher"):
+            continue
         marker = item.get_closest_marker("ranks")
         counts = marker.args if marker else (1, 2, 3, 4)
         if not marker and not everything and hasattr(item, "callspec"):
