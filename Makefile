@@ -26,7 +26,7 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard native/* native/*/*) tools/se
 	@touch $@
 
 demo: setup
-	@$(BIN)/mpigrad run poisson -n 2 --cells 150 150 --iterations 100 --out results/demo
+	@$(BIN)/mpigrad run poisson -n 2 --cells 240 240 --iterations 250 --out results/demo
 
 test: lint
 	@$(BIN)/python tests/run.py

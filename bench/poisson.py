@@ -141,7 +141,9 @@ def compile_program(directory: str) -> str:
     return program
 
 
-def compare(c_program: str, n: int, ranks: int, pairs: int) -> list[dict[str, Any]]:
+def compare(
+    c_program: str, n: int, ranks: int, pairs: int, measured: list[str]
+) -> list[dict[str, Any]]:
     """Measure one grid on one number of ranks."""
     programs = [
         Program([sys.executable, str(HERE / "poisson.py"), "--serve", str(n)], ranks),
@@ -150,7 +152,7 @@ def compare(c_program: str, n: int, ranks: int, pairs: int) -> list[dict[str, An
     results = []
     number = 0
     try:
-        for what in ("value", "gradient"):
+        for what in measured:
             seconds: list[list[float]] = [[], []]
             answers: list[tuple[float, ...]] = []
             for k in range(pairs + 1):  # the first pair compiles and warms up
@@ -201,6 +203,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, nargs="+", default=[512, 1800], help="per side")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--what", nargs="+", default=["value", "gradient"])
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "results" / "poisson.json")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -213,7 +216,7 @@ def main() -> None:
         c_program = compile_program(directory)
         for n in arguments.cells:
             for ranks in arguments.ranks:
-                results += compare(c_program, n, ranks, arguments.pairs)
+                results += compare(c_program, n, ranks, arguments.pairs, arguments.what)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(results, indent=1) + "\n")
     print(f"written to {arguments.output}")

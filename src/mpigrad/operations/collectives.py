@@ -82,7 +82,8 @@ def _over_leaves(primitive: Primitive, x: Any, comm: Communicator, **params: Any
     site, a = call_site(), carrier()
 
     def one(leaf: Any) -> Any:
-        (y,) = primitive.bind(jnp.asarray(leaf), a, comm=comm.slot, site=site, **params)
+        x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+        (y,) = primitive.bind(x, a, comm=comm.slot, site=site, **params)
         return y
 
     return jax.tree.map(one, x)
@@ -92,7 +93,7 @@ def _check_sum(name: str, x: Any, op: MPI.Op) -> int:
     if op not in REDUCTIONS:
         raise ValueError(f"{name}: op={op!r} is not supported yet; MPI.SUM is")
     for leaf in jax.tree.leaves(x):
-        dtype = np.dtype(jnp.result_type(leaf))
+        dtype = np.dtype(leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf))
         if dtype.name not in ARITHMETIC_DTYPES:
             raise TypeError(
                 f"{name}: MPI cannot add {dtype.name}; convert it first, for instance "
