@@ -47,6 +47,7 @@ def test_layers_are_those_of_the_whole_field(shape, width, boundary, fields):
     assert np.array_equal(padded, expected(whole, grid, width, boundary))
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("boundary", ["edge", 0.0])
 def test_adjoint(boundary):
     grid = Grid((9, 8), (1.0, 1.0))

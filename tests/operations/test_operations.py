@@ -62,8 +62,12 @@ def programs(case: Case, comm: Communicator) -> tuple[Callable[..., Any], Callab
     )
 
 
+# At every number of ranks when jitted; other transformations at some (conftest.py).
+JITTED = pytest.param("mpigrad.jit", marks=pytest.mark.ranks(1, 2, 3, 4))
+
+
 @cases
-@pytest.mark.parametrize("how", TRANSFORMED)
+@pytest.mark.parametrize("how", [JITTED if t == "mpigrad.jit" else t for t in TRANSFORMED])
 def test_value_gradient_and_dot_product(name: str, how: str, comm: Communicator) -> None:
     case = CASES[name]
     x, X = operand(case, comm)

@@ -36,6 +36,7 @@ def test_adjoint_accumulates(comm):
     np.testing.assert_array_equal(got, readers[mine])
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("rest", [(), (3,)])
 def test_dot(comm, rest):
     exchange, _, _ = _exchange(comm, empty=0 if comm.size > 1 else None)

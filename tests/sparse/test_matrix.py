@@ -23,6 +23,7 @@ def test_product_is_scipys(comm, empty):
     assert system.matrix.shape == (30, 30)
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("columns", [(), (2,)])
 def test_dot(comm, columns):
     system = grid_system(comm)

@@ -64,6 +64,7 @@ def test_derivatives_are_those_of_the_dense_solve(comm, solver):
     close(got, (expected[0][system.entries], expected[1][system.mine]), 1e-9)
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @solvers
 def test_dot(comm, solver):
     system = grid_system(comm, empty=0 if comm.size > 1 else None)

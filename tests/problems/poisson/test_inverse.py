@@ -25,6 +25,7 @@ def settings(**changes):
     return Settings(cells=CELLS, tolerance=1e-12, **changes)
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("kappa", ["network", "cells"])
 def test_gradient_passes_the_taylor_test(comm, kappa):
     problem = inverse_problem(settings(kappa=kappa, smoothing=0.01), comm)

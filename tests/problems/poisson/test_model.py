@@ -97,6 +97,7 @@ def dense_matrix(kappa):
     return matrix
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_solution_is_differentiable_in_kappa(comm):
     grid = unit_square((8, 9), comm)
     model = poisson(grid, np.ones(grid.local_shape))
