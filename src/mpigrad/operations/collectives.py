@@ -20,6 +20,7 @@ from mpigrad.communicator import (
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import effect_primitive, linear_map
+from mpigrad.operations.packing import over_packed
 from mpigrad.operations.sites import call_site
 
 __all__ = ["allreduce", "barrier", "bcast", "gather", "reduce", "scatter"]
@@ -78,15 +79,19 @@ barrier_p: Primitive = effect_primitive(
 )
 
 
-def _over_leaves(primitive: Primitive, x: Any, comm: Communicator, **params: Any) -> Any:
+def _packed(
+    primitive: Primitive,
+    x: Any,
+    comm: Communicator,
+    leading: tuple[int, int] = (0, 0),
+    **params: Any,
+) -> Any:
     site, a = call_site(), carrier()
-
-    def one(leaf: Any) -> Any:
-        x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-        (y,) = primitive.bind(x, a, comm=comm.slot, site=site, **params)
-        return y
-
-    return jax.tree.map(one, x)
+    return over_packed(
+        lambda leaf: primitive.bind(leaf, a, comm=comm.slot, site=site, **params)[0],
+        x,
+        leading=leading,
+    )
 
 
 def _check_sum(name: str, x: Any, op: MPI.Op) -> int:
@@ -118,7 +123,7 @@ def bcast(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
     The root's values, in the shapes of `x`. The adjoint is `reduce(SUM)` onto the root.
     """
     comm = resolve(comm)
-    return _over_leaves(bcast_p, x, comm, root=check_rank(root, comm, "bcast: root"))
+    return _packed(bcast_p, x, comm, root=check_rank(root, comm, "bcast: root"))
 
 
 def reduce(x: Any, op: MPI.Op = MPI.SUM, root: int = 0, comm: Communicator | None = None) -> Any:
@@ -140,7 +145,7 @@ def reduce(x: Any, op: MPI.Op = MPI.SUM, root: int = 0, comm: Communicator | Non
     """
     comm = resolve(comm)
     slot = _check_sum("reduce", x, op)
-    return _over_leaves(reduce_p, x, comm, op=slot, root=check_rank(root, comm, "reduce: root"))
+    return _packed(reduce_p, x, comm, op=slot, root=check_rank(root, comm, "reduce: root"))
 
 
 def allreduce(x: Any, op: MPI.Op = MPI.SUM, comm: Communicator | None = None) -> Any:
@@ -159,7 +164,7 @@ def allreduce(x: Any, op: MPI.Op = MPI.SUM, comm: Communicator | None = None) ->
     The sum in the shapes of `x`. The map is symmetric: its adjoint is `allreduce` again.
     """
     comm = resolve(comm)
-    return _over_leaves(allreduce_p, x, comm, op=_check_sum("allreduce", x, op))
+    return _packed(allreduce_p, x, comm, op=_check_sum("allreduce", x, op))
 
 
 def gather(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
@@ -178,7 +183,7 @@ def gather(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
     """
     comm = resolve(comm)
     root = check_rank(root, comm, "gather: root")
-    return _over_leaves(gather_p, x, comm, root=root, size=comm.size)
+    return _packed(gather_p, x, comm, (0, 1), root=root, size=comm.size)
 
 
 def scatter(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
@@ -205,7 +210,7 @@ def scatter(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
                 f"must have one row for each of the {comm.size} ranks (on every rank: off the "
                 f"root give zeros of the same shape)"
             )
-    return _over_leaves(scatter_p, x, comm, root=root, size=comm.size)
+    return _packed(scatter_p, x, comm, (1, 0), root=root, size=comm.size)
 
 
 def barrier(comm: Communicator | None = None) -> None:

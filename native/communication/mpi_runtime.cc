@@ -66,21 +66,9 @@ MPIGRAD_EXPORT const char* mpigrad_start(const char* library, int handle_bytes, 
   }
   auto& f = runtime.mpi;
   const std::pair<const char*, void**> names[] = {
-      {"MPI_Abort", &f.Abort},
-      {"MPI_Allreduce", &f.Allreduce},
-      {"MPI_Barrier", &f.Barrier},
-      {"MPI_Bcast", &f.Bcast},
-      {"MPI_Error_string", &f.Error_string},
-      {"MPI_Gather", &f.Gather},
-      {"MPI_Get_count", &f.Get_count},
-      {"MPI_Irecv", &f.Irecv},
-      {"MPI_Isend", &f.Isend},
-      {"MPI_Recv", &f.Recv},
-      {"MPI_Reduce", &f.Reduce},
-      {"MPI_Scatter", &f.Scatter},
-      {"MPI_Send", &f.Send},
-      {"MPI_Sendrecv", &f.Sendrecv},
-      {"MPI_Wait", &f.Wait},
+#define MPIGRAD_NAME(name) {"MPI_" #name, &f.name},
+      MPIGRAD_MPI_FUNCTIONS(MPIGRAD_NAME)
+#undef MPIGRAD_NAME
   };
   for (const auto& [name, pointer] : names) {
     *pointer = dlsym(opened, name);

@@ -23,9 +23,20 @@ struct Status {
   alignas(16) char bytes[256];
 };
 
+// One pointer for each function MPI_<name>.
+#define MPIGRAD_MPI_FUNCTIONS(X) \
+  X(Abort) X(Allgather) X(Allgatherv) X(Allreduce) X(Alltoall) X(Alltoallv) \
+  X(Barrier) X(Bcast) X(Error_string) X(Exscan) X(Gather) X(Gatherv) \
+  X(Get_count) X(Iprobe) X(Irecv) X(Isend) X(Mprobe) X(Mrecv) \
+  X(Probe) X(Recv) X(Reduce) X(Reduce_scatter_block) X(Scan) X(Scatter) \
+  X(Scatterv) X(Send) X(Sendrecv) X(Test) X(Wait) X(Waitall) \
+  X(Win_allocate) X(Win_create) X(Win_fence) X(Win_free) X(Put) X(Get) \
+  X(Accumulate)
+
 struct Functions {
-  void *Abort, *Allreduce, *Barrier, *Bcast, *Error_string, *Gather, *Get_count, *Irecv, *Isend,
-      *Recv, *Reduce, *Scatter, *Send, *Sendrecv, *Wait;
+#define MPIGRAD_DECLARE(name) void* name;
+  MPIGRAD_MPI_FUNCTIONS(MPIGRAD_DECLARE)
+#undef MPIGRAD_DECLARE
 };
 
 struct Communicator {

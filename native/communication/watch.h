@@ -28,7 +28,9 @@ extern Record record;
 // The life of one operation. Only the thread that runs the operation writes the record.
 class Watch {
  public:
-  Watch(const char* operation, int64_t site, int64_t bytes) : start_(now_ns()), bytes_(bytes) {
+  Watch(const char* operation, int64_t slot, int64_t site, int64_t bytes, int64_t peer)
+      : start_(now_ns()), bytes_(bytes) {
+    (void)slot, (void)peer;
     record.operation.store(operation, std::memory_order_relaxed);
     record.site.store(site, std::memory_order_relaxed);
     record.start_ns.store(start_, std::memory_order_release);

@@ -1,0 +1,116 @@
+// What all handlers share. A handler is one MPI operation between two tokens, which keep messages
+// in program order; it is a linear map whose transpose is another handler.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <climits>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "mpi_runtime.h"
+#include "watch.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace mpigrad {
+
+namespace ffi = xla::ffi;
+
+using Token = ffi::Token;
+using TokenOut = ffi::Result<ffi::Token>;
+using Buffer = ffi::AnyBuffer;
+using BufferOut = ffi::Result<ffi::AnyBuffer>;
+using Integers = ffi::Span<const int64_t>;
+
+// Data that only moves, as words of MPI: any dtype, bfloat16 and bool included.
+struct Words {
+  void* data;
+  int64_t count;
+  Handle type;
+  size_t width;
+  Words(void* data, size_t bytes, size_t element_bytes)
+      : data(data), width(element_bytes > 8 ? 8 : element_bytes ? element_bytes : 1) {
+    count = bytes / width;
+    type = word_type(width);
+  }
+  explicit Words(const Buffer& x)
+      : Words(x.untyped_data(), x.size_bytes(),
+              x.element_count() ? x.size_bytes() / x.element_count() : 1) {}
+};
+
+// One operation under way: the watchdog sees it as long as this object lives. `peer` is the root,
+// the partner or -1; `bytes` is what this rank hands to MPI.
+struct Call {
+  const char* operation;
+  const Communicator& comm;
+  int64_t slot, site;
+  Watch watch;
+
+  Call(const char* operation, int64_t slot, int64_t site, int64_t bytes, int64_t peer = -1)
+      : operation(operation),
+        comm(communicator(slot)),
+        slot(slot),
+        site(site),
+        watch(operation, slot, site, bytes, peer) {}
+
+  ffi::Error fail(const std::string& what) const {
+    return ffi::Error(ffi::ErrorCode::kInternal,
+                      "mpigrad: rank " + std::to_string(comm.rank) + " of " +
+                          std::to_string(comm.size) + ": " + operation + " at " + call_site(site) +
+                          ": " + what);
+  }
+  ffi::Error done(int code) const {
+    return code ? fail(error_text(code)) : ffi::Error::Success();
+  }
+};
+
+// Page-sized faults cost more than the message: ask for huge pages before the first touch.
+inline void advise_huge_pages(void* data, size_t bytes) {
+  constexpr uintptr_t page = 2u << 20;
+  if (bytes < 2 * page) return;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) & ~(page - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(page - 1);
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
+inline std::string unexpected_length(int64_t got_words, int64_t expected_words, size_t width, int source) {
+  return "rank " + std::to_string(source) + " sent " + std::to_string(got_words * width) +
+         " bytes where " + std::to_string(expected_words * width) +
+         " were expected; give the receiver the shape and dtype that the sender sends";
+}
+
+// After a receive: MPI accepts a shorter message silently, a wrong program does not deserve that.
+inline ffi::Error received(const Call& c, int code, Status& status, const Words& w, int source) {
+  if (code) {
+    const std::string text = error_text(code);
+    const bool truncated = text.find("TRUNC") != std::string::npos ||
+                           text.find("trunc") != std::string::npos;
+    return c.fail(text + (truncated ? "; rank " + std::to_string(source) +
+                                          " sent more than the " +
+                                          std::to_string(w.count * w.width) +
+                                          " bytes that were expected: give the receiver the shape "
+                                          "and dtype that the sender sends"
+                                    : ""));
+  }
+  int count = 0;
+  code = call(runtime.mpi.Get_count, static_cast<const void*>(status.bytes), w.type, &count);
+  if (code) return c.done(code);
+  if (count != w.count) return c.fail(unexpected_length(count, w.count, w.width, source));
+  return ffi::Error::Success();
+}
+
+}  // namespace mpigrad
+
+// How a handler is made known: MPIGRAD_HANDLER(symbol, function, binding).
+#define MPIGRAD_ATTR(name) .Attr<int64_t>(#name)
+#define MPIGRAD_ATTRS(name) .Attr<xla::ffi::Span<const int64_t>>(#name)
+#define MPIGRAD_BIND xla::ffi::Ffi::Bind()
+#define MPIGRAD_IN .Arg<xla::ffi::Token>()
+#define MPIGRAD_OUT .Ret<xla::ffi::Token>()
+#define MPIGRAD_X .Arg<xla::ffi::AnyBuffer>()
+#define MPIGRAD_Y .Ret<xla::ffi::AnyBuffer>()
+#define MPIGRAD_WHERE MPIGRAD_ATTR(comm) MPIGRAD_ATTR(site)
+#define MPIGRAD_HANDLER(symbol, function, binding)                                             \
+  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* symbol(XLA_FFI_CallFrame*); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, mpigrad::function, binding)

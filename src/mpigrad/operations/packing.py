@@ -1,0 +1,60 @@
+"""Pytrees as messages: the leaves of one dtype travel together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["array", "over_leaves", "over_packed"]
+
+
+def array(leaf: Any) -> Any:
+    """`leaf` as an array; arrays as they are (`jnp.asarray` costs more than a message)."""
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def over_leaves(message: Callable[[Any], Any], tree: Any) -> Any:
+    """`message` of each leaf, in the structure of `tree`."""
+    return jax.tree.map(lambda leaf: message(array(leaf)), tree)
+
+
+def over_packed(
+    message: Callable[[Any], Any], tree: Any, *, leading: tuple[int, int] = (0, 0)
+) -> Any:
+    """`message` of all leaves of one dtype at once, in the structure of `tree`.
+
+    Parameters
+    ----------
+    message
+        Maps an array with leading[0] leading axes and one axis more, along which leaves are laid
+        side by side, to an array with leading[1] leading axes and that axis; or to None.
+    leading
+        Leading axes of each leaf that the message treats by itself, before and after.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    if len(leaves) == 1:  # nothing to pack: the message keeps its shape
+        return jax.tree.unflatten(structure, [message(array(leaves[0]))])
+    leaves = [array(leaf) for leaf in leaves]
+    before, after = leading
+    results: list[Any] = [None] * len(leaves)
+    kinds = dict.fromkeys((leaf.dtype, leaf.shape[:before]) for leaf in leaves)
+    for dtype, lead in kinds:
+        members = [i for i, x in enumerate(leaves) if (x.dtype, x.shape[:before]) == (dtype, lead)]
+        if len(members) == 1:
+            results[members[0]] = message(leaves[members[0]])
+            continue
+        widths = [math.prod(leaves[i].shape[before:]) for i in members]
+        flat = [leaves[i].reshape(*lead, n) for i, n in zip(members, widths, strict=True)]
+        packed = message(jnp.concatenate(flat, axis=before))
+        if packed is None:
+            continue
+        ends = np.cumsum([0, *widths])
+        for i, start, end in zip(members, ends[:-1], ends[1:], strict=True):
+            part = jax.lax.slice_in_dim(packed, int(start), int(end), axis=after)
+            results[i] = part.reshape(*packed.shape[:after], *leaves[i].shape[before:])
+    return jax.tree.unflatten(structure, results)
