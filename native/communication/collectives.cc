@@ -6,11 +6,13 @@ namespace {
 
 ffi::Error barrier(Token, TokenOut, int64_t comm, int64_t site) {
   const Call c("barrier", comm, site, 0);
+  if (ffi::Error e = c.collective(); e.failure()) return e;
   return c.done(call(runtime.mpi.Barrier, c.comm.handle));
 }
 
 ffi::Error bcast(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t root) {
   const Call c("bcast", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
   const Words out(*y);
   if (out.data != x.untyped_data()) {
     advise_huge_pages(out.data, y->size_bytes());
@@ -23,6 +25,7 @@ ffi::Error bcast(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t s
 ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                      int64_t op) {
   const Call c("allreduce", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
   bool known;
   const Handle type = arithmetic_type(static_cast<int>(x.element_type()), known);
   if (!known) return c.fail("MPI has no arithmetic for this dtype");
@@ -36,6 +39,7 @@ ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
 ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
                   int64_t root) {
   const Call c("reduce", comm, site, x.size_bytes(), root);
+  if (ffi::Error e = c.collective(x, {{"root", root}, {"op", op}}); e.failure()) return e;
   bool known;
   const Handle type = arithmetic_type(static_cast<int>(x.element_type()), known);
   if (!known) return c.fail("MPI has no arithmetic for this dtype");
@@ -49,6 +53,7 @@ ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
 ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                   int64_t root) {
   const Call c("gather", comm, site, x.size_bytes(), root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
   const Words in(x);
   if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
   const int count = static_cast<int>(in.count);
@@ -59,6 +64,7 @@ ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
 ffi::Error scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                    int64_t root) {
   const Call c("scatter", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
   const Words out(*y);
   const int count = static_cast<int>(out.count);
   return c.done(call(runtime.mpi.Scatter, static_cast<const void*>(x.untyped_data()), count,

@@ -41,6 +41,7 @@ class Watch {
     add(record.busy_ns, now_ns() - start_);
     add(record.bytes, bytes_);
   }
+  int64_t start_ns() const { return start_; }
   Watch(const Watch&) = delete;
   Watch& operator=(const Watch&) = delete;
 

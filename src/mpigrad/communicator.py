@@ -13,6 +13,8 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
+from mpigrad import board
+
 __all__ = ["Communicator", "communication_seconds", "default", "native_library"]
 
 
@@ -93,6 +95,8 @@ def library() -> ctypes.CDLL:
     lib.mpigrad_set_arithmetic_type.argtypes = [ctypes.c_int, ctypes.c_int64]
     lib.mpigrad_set_word_type.argtypes = [ctypes.c_int, ctypes.c_int64]
     lib.mpigrad_record.restype = ctypes.c_void_p
+    lib.mpigrad_begin.restype = ctypes.c_char_p
+    lib.mpigrad_begin.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
     error = lib.mpigrad_start(
         mpi_library_path().encode(), MPI._sizeof(MPI.Comm), int(MPI.IN_PLACE), MPI.PROC_NULL
     )
@@ -132,15 +136,25 @@ def communication_seconds() -> float:
 
 
 @contextlib.contextmanager
-def waiting(operation: str) -> Iterator[None]:
-    """Show the watchdog a blocking call that Python makes, as handlers show theirs."""
+def waiting(operation: str, slot: int = -1) -> Iterator[None]:
+    """Show the guard a blocking call that Python makes, as handlers show theirs.
+
+    With `slot` it is a collective of that communicator, which the guard compares between ranks.
+    """
     from mpigrad.operations.sites import call_site  # the user's line; it needs the library above
 
-    now = record()
-    now.operation, now.site = operation.encode(), call_site()
+    now, lib = record(), library()
+    site = call_site()
+    now.operation, now.site = operation.encode(), site
     now.start_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     try:
-        yield
+        refusal = lib.mpigrad_begin(operation.encode(), slot, site)
+        if refusal is not None:
+            raise RuntimeError(refusal.decode())
+        try:
+            yield
+        finally:
+            lib.mpigrad_end()
     finally:
         now.start_ns = 0
 
@@ -148,8 +162,8 @@ def waiting(operation: str) -> Iterator[None]:
 def _watched(name: str) -> Callable[..., Any]:
     plain = getattr(MPI.Intracomm, name)
 
-    def method(self: MPI.Intracomm, *args: Any, **kwargs: Any) -> Any:
-        with waiting(name):
+    def method(self: WatchedComm, *args: Any, **kwargs: Any) -> Any:
+        with waiting(name, -1 if name in ("recv", "send", "sendrecv") else self.slot):
             return plain(self, *args, **kwargs)
 
     return functools.wraps(plain)(method)
@@ -157,6 +171,8 @@ def _watched(name: str) -> Callable[..., Any]:
 
 class WatchedComm(MPI.Intracomm):
     """A communicator of mpi4py whose blocking calls the watchdog sees."""
+
+    slot = -1  # of the Communicator that it belongs to
 
 
 for _name in (
@@ -207,6 +223,8 @@ class Communicator:
         self.slot = Communicator._next_slot
         Communicator._next_slot += 1
         lib.mpigrad_set_communicator(self.slot, self.mpi.handle, self.rank, self.size)
+        board.register(lib, self.slot, self.rank, self.mpi.allgather)
+        self.mpi.slot = self.slot  # from here on its collectives are counted
 
     def split(self, color: int, key: int = 0) -> Communicator:
         """The communicator of the ranks with the same `color`, ordered by `key` (collective)."""

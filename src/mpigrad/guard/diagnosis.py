@@ -1,0 +1,312 @@
+"""Who waits for whom: proves from the board that ranks wait for ever, and says why.
+
+A rank *may go on* when it computes, or when everything that its operation waits for is there or may
+still come from a rank that may go on. What is known of an operation is exact (collectives are
+numbered for each communicator, messages are counted by partner and tag); where something is not
+known (a partner on another host, messages that nobody counts, a call of mpi4py's), the rank may
+go on. Those left over wait for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mpigrad import board as b
+from mpigrad.guard.reading import Reader, layout, same_layout, words
+
+__all__ = ["Finding", "diagnose", "grouped"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Ranks that wait for ever (slot -> serial number of the operation) and the error to raise."""
+
+    stuck: dict[int, int]
+    concerns: frozenset[int]
+    text: str
+    refusable: bool  # all of them wait on the board, so that the error can be raised there
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mismatch:
+    """Why something that is there will never do."""
+
+    lines: tuple[tuple[str, str], ...]  # (who, what)
+    head: str
+    remedy: str
+
+
+class _Unknown(Exception):
+    """Nothing can be said of this operation."""
+
+
+_ORDER = "Every rank of a communicator must call the same operations in the same order."
+
+
+class _Wait:
+    """What the operation of rank r waits for."""
+
+    def __init__(self, reader: Reader, r: int) -> None:
+        self.reader, self.r = reader, r
+        self.slot = reader.slots[r]
+        self.polling = bool(self.slot["polling"])
+        self.entry = reader.entry(r)
+        self.identity = int(self.entry["id"])
+        self.members = reader.members(self.identity)
+        self.needs: list[frozenset[int]] = []  # of each set one rank must go on
+        self.mismatch: _Mismatch | None = None
+        kind = int(self.slot["kind"])
+        if kind == b.COLLECTIVE:
+            self._collective()
+        elif kind == b.MESSAGES_ONLY:
+            self._receives()
+            self._sends()
+        else:
+            raise _Unknown
+
+    def _collective(self) -> None:
+        if len(self.members) < int(self.entry["size"]):
+            raise _Unknown
+        number = int(self.entry["sequence"])
+        mine = self.entry["contracts"][number % 2]
+        for member in self.members.values():
+            if member.slot == self.r:
+                continue
+            entry = self.reader.slots[member.slot]["entries"][member.entry]
+            if int(entry["sequence"]) < number:
+                self.needs.append(frozenset({member.slot}))
+                continue
+            theirs = entry["contracts"][number % 2]
+            if int(theirs["sequence"]) != number:
+                continue
+            remedy = _difference(mine, int(self.entry["rank"]), theirs, member.rank)
+            if remedy and self.mismatch is None:
+                self.needs.append(frozenset())
+                self.mismatch = self._different_contracts(number, remedy)
+
+    def _different_contracts(self, number: int, remedy: str) -> _Mismatch:
+        lines = []
+        for member in self.members.values():
+            entry = self.reader.slots[member.slot]["entries"][member.entry]
+            contract = entry["contracts"][number % 2]
+            who = f"rank {self.reader.world(member.slot)}"
+            if int(contract["sequence"]) == number <= int(entry["sequence"]):
+                lines.append((who, self.reader.contract(member.slot, contract)))
+            else:
+                lines.append((who, "not there yet"))
+        return _Mismatch(tuple(sorted(lines, key=_rank_of)), "the ranks do not agree", remedy)
+
+    def _receives(self) -> None:
+        me = int(self.entry["rank"])
+        for part in self.slot["receive"][: int(self.slot["receives"])]:
+            source, tag = int(part["peer"]), int(part["tag"])
+            sources = [source] if source >= 0 else list(range(int(self.entry["size"])))
+            if any(s not in self.members for s in sources):
+                raise _Unknown
+            slots = [self.members[s].slot for s in sources]
+            if any(self.reader.slots[s]["untracked"] for s in slots):
+                raise _Unknown
+            if source < 0 or tag < 0:
+                if not any(self._some_message(s, self.members[s].slot, tag) for s in sources):
+                    self.needs.append(frozenset(slots))
+                continue
+            channel = self.reader.channel(slots[0], self.identity, me, tag)
+            if channel is None or int(channel["sent"]) < int(part["ordinal"]):
+                self.needs.append(frozenset(slots))
+                continue
+            message = self.reader.message(slots[0], self.identity, me, tag, int(part["ordinal"]))
+            if message is None or same_layout(message["part"], part) or not self.polling:
+                continue
+            self.needs.append(frozenset())
+            site = self.reader.site(slots[0], int(message["site"]))
+            self.mismatch = self.mismatch or _Mismatch(
+                (
+                    (
+                        f"rank {self.reader.world(slots[0])}",
+                        f"{words(message['operation'])} of {layout(message['part'])} to "
+                        f"{self.reader.partner(self.identity, me)} (tag {tag}) at {site}",
+                    ),
+                    (f"rank {self.reader.world(self.r)}", self.reader.operation(self.r)),
+                ),
+                "a message is not what its receiver expects",
+                "Give the receiver the shape and dtype that the sender sends.",
+            )
+
+    def _some_message(self, source: int, slot: int, tag: int) -> bool:
+        """Whether rank `source` has handed over a message that this rank has not received."""
+        me = int(self.entry["rank"])
+        channels = self.reader.slots[slot]["channels"]
+        found = (channels["id"] == self.identity) & (channels["peer"] == me)
+        for channel in channels[found]:
+            if tag >= 0 and int(channel["tag"]) != tag:
+                continue
+            taken = self.reader.channel(self.r, self.identity, source, int(channel["tag"]))
+            if int(channel["sent"]) > (int(taken["received"]) if taken is not None else 0):
+                return True
+        return False
+
+    def _sends(self) -> None:
+        me = int(self.entry["rank"])
+        for part in self.slot["send"][: int(self.slot["sends"])]:
+            if not part["awaited"]:
+                continue
+            member = self.members.get(int(part["peer"]))
+            if member is None or self.reader.slots[member.slot]["untracked"]:
+                raise _Unknown
+            channel = self.reader.channel(member.slot, self.identity, me, int(part["tag"]))
+            if channel is not None and int(channel["posted"]) >= int(part["ordinal"]):
+                continue
+            other = self.reader.slots[member.slot]
+            receives = other["receive"][: int(other["receives"])]
+            if int(other["state"]) == b.IN_OPERATION and int(other["kind"]) == b.MESSAGES_ONLY:
+                if any(int(p["peer"]) < 0 or int(p["tag"]) < 0 for p in receives):
+                    continue
+            self.needs.append(frozenset({member.slot}))
+
+
+def _difference(x: Any, rank_x: int, y: Any, rank_y: int) -> str:
+    """What to do about two contracts that differ; "" where they agree."""
+    if words(x["operation"]) != words(y["operation"]) or int(x["terms"]) != int(y["terms"]):
+        return _ORDER
+    for name, value, other in zip(x["names"], x["values"], y["values"], strict=True):
+        if words(name) and int(value) != int(other):
+            return f"Give the same {words(name)} on every rank."
+    if int(x["dtype"]) != int(y["dtype"]):
+        return "Give arrays of the same dtype on every rank, for instance by x.astype."
+    if not same_layout(x, y, int(x["free_dims"])) or int(x["free_dims"]) != int(y["free_dims"]):
+        return "Give arrays of the same shape on every rank."
+    n, kind = int(x["counts"]), int(x["counts_kind"])
+    same = n == int(y["counts"]) and kind == int(y["counts_kind"])
+    if kind == b.SAME_COUNTS and (not same or list(x["sends"][:n]) != list(y["sends"][:n])):
+        return "Give the same counts on every rank."
+    if kind == b.PAIR_COUNTS and max(rank_x, rank_y) < b.COUNTS:
+        there = x["sends"][rank_y] == y["receives"][rank_x]
+        if not (same and there and y["sends"][rank_x] == x["receives"][rank_y]):
+            return "What a rank receives from another must be what that one sends to it."
+    return ""
+
+
+def diagnose(slots: Any, gone: Callable[[int], str], now_ns: int) -> Finding | None:
+    """The ranks of this board that wait for ever, or None.
+
+    Parameters
+    ----------
+    slots
+        The slots of a `Board`.
+    gone
+        Of a slot's number: "has ended" and the like, or "" while the process may go on.
+    now_ns
+        The time, on the clock of the board.
+    """
+    reader = Reader(slots)
+    waits: dict[int, _Wait] = {}
+    for r, slot in enumerate(slots):
+        if int(slot["state"]) != b.IN_OPERATION or int(slot["entry"]) < 0 or gone(r):
+            continue
+        try:
+            waits[r] = _Wait(reader, r)
+        except _Unknown:
+            continue
+    going = {r for r in range(len(slots)) if r not in waits and not gone(r)}
+    while True:
+        more = {r for r in waits.keys() - going if all(n & going for n in waits[r].needs)}
+        if not more:
+            break
+        going |= more
+    stuck = {r: waits[r] for r in sorted(waits.keys() - going)}
+    if not stuck:
+        return None
+    mismatch = next((w.mismatch for w in stuck.values() if w.mismatch), None)
+    text = _mismatched(mismatch) if mismatch else _deadlocked(reader, stuck, gone, now_ns)
+    members = {m.slot for w in stuck.values() for m in w.members.values()}
+    return Finding(
+        {r: int(slots[r]["serial"]) for r in stuck},
+        frozenset(r for r in members | stuck.keys() if not gone(r)),
+        text,
+        all(w.polling for w in stuck.values()),
+    )
+
+
+def _mismatched(m: _Mismatch) -> str:
+    return "\n".join([f"mpigrad: {m.head}:", *grouped(m.lines), m.remedy])
+
+
+def _deadlocked(
+    reader: Reader, stuck: dict[int, _Wait], gone: Callable[[int], str], now_ns: int
+) -> str:
+    needed = {r for w in stuck.values() for need in w.needs for r in need}
+    ended = sorted(r for r in needed - stuck.keys() if gone(r))
+    lines = [(f"rank {reader.world(r)}", f"in {reader.operation(r)}") for r in stuck]
+    lines += [(f"rank {reader.world(r)}", reader.state(r, now_ns, gone(r))) for r in ended]
+    sent = list(itertools.chain.from_iterable(_unreceived(reader, w) for w in stuck.values()))
+    lines += sent
+    if ended:
+        head = "ranks wait for one that is gone"
+        remedy = "Let every rank make the calls that others wait for, before it ends."
+    else:
+        head = "ranks wait for each other, for ever"
+        kinds = {int(w.slot["kind"]) for w in stuck.values()}
+        remedy = _ORDER
+        if sent:
+            remedy = "A receive names the sender and the tag of the send that it waits for."
+        elif kinds == {b.MESSAGES_ONLY}:
+            remedy = (
+                "Let one of them send first and another receive first, or use sendrecv; each "
+                "receive needs a send of the same tag on the rank that it names."
+            )
+    return "\n".join([f"mpigrad: {head}:", *grouped(sorted(lines, key=_rank_of)), remedy])
+
+
+def _unreceived(reader: Reader, wait: _Wait) -> list[tuple[str, str]]:
+    """Messages for a waiting rank that it does not receive."""
+    if int(wait.slot["kind"]) != b.MESSAGES_ONLY:
+        return []
+    me, found = int(wait.entry["rank"]), []
+    for member in wait.members.values():
+        sender = reader.slots[member.slot]
+        under_way = sender["send"][: int(sender["sends"])]
+        if int(sender["state"]) != b.IN_OPERATION or int(sender["kind"]) != b.MESSAGES_ONLY:
+            under_way = under_way[:0]
+        for message in reader.slots[member.slot]["message"]:
+            part = message["part"]
+            if int(message["id"]) != wait.identity or int(part["peer"]) != me:
+                continue
+            if any(p == part for p in under_way):
+                continue
+            taken = reader.channel(wait.r, wait.identity, member.rank, int(part["tag"]))
+            if taken is None or int(taken["posted"]) < int(part["ordinal"]):
+                found.append(
+                    (
+                        f"rank {reader.world(member.slot)}",
+                        f"has sent {layout(part)} to rank {reader.world(wait.r)} with tag "
+                        f"{int(part['tag'])}, not received, by {words(message['operation'])} at "
+                        f"{reader.site(member.slot, int(message['site']))}",
+                    )
+                )
+    return found
+
+
+def _rank_of(line: tuple[str, str]) -> int:
+    return int(line[0].split()[1])
+
+
+def grouped(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """("rank 3", text) as lines, ranks with the same text in one: "  ranks 1-3, 7: text"."""
+    by_text: dict[str, list[int]] = {}
+    for line in lines:
+        by_text.setdefault(line[1], []).append(_rank_of(line))
+    return [f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items()]
+
+
+def _ranks(ranks: list[int]) -> str:
+    runs: list[list[int]] = []
+    for r in sorted(set(ranks)):
+        if runs and r == runs[-1][-1] + 1:
+            runs[-1].append(r)
+        else:
+            runs.append([r])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' * (len(set(ranks)) > 1)} {', '.join(parts)}"
