@@ -11,7 +11,7 @@ namespace mpigrad {
 
 constexpr int kText = 160, kName = 32, kDims = 8, kTerms = 4, kCounts = 32;
 constexpr int kParts = 32, kSites = 4096, kEntries = 1024, kChannels = 1024, kMessages = 128;
-constexpr int kRanks = 512, kFaults = 4, kFaultText = 16384;
+constexpr int kRanks = 512, kFaults = 4, kFaultIds = 8, kFaultText = 16384;
 
 using Cell = std::atomic<int64_t>;
 
@@ -85,9 +85,11 @@ struct Slot {
   char sites[kSites][kText];
 };
 
-// A verdict: the same error for every rank it concerns.
+// A verdict: the same error for every rank it concerns. `serials` are 0 where it does not, the
+// serial number of the operation that is refused, or -1: the next one.
 struct Fault {
-  char concerns[kRanks];
+  int64_t serials[kRanks];
+  int64_t ids[kFaultIds];  // of the communicators
   char text[kFaultText];
 };
 

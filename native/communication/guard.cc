@@ -4,6 +4,8 @@
 #include <time.h>
 
 #include <algorithm>
+#include <memory>
+#include <vector>
 
 #include "mpi_runtime.h"
 #include "watch.h"
@@ -16,9 +18,11 @@ constexpr int64_t kEager = 1024;
 constexpr int kProbes = 64;
 
 bool guarded = false;
+const char* last_operation = nullptr;
 std::atomic<bool> forked{false};
 std::atomic<bool> busy{false};
-Post* of_python = nullptr;  // the call that Python itself makes
+std::unique_ptr<Post> of_python;  // the call that Python itself makes, and what it calls
+thread_local int python_calls = 0;
 
 void copy_layout(const Layout& from, int64_t& dtype, int64_t& rank, int64_t* dims) {
   dtype = from.dtype;
@@ -33,16 +37,27 @@ bool same_layout(int64_t dtype, int64_t rank, const int64_t* dims, int64_t dtype
                     dims2 + std::min(free_dims, rank));
 }
 
-bool agree(const Contract& a, int64_t rank_a, const Contract& b, int64_t rank_b) {
+bool agree(const Contract& a, const Contract& b) {
   if (std::strncmp(a.operation, b.operation, kName) || a.terms != b.terms ||
       a.counts_kind != b.counts_kind || a.counts != b.counts || a.free_dims != b.free_dims ||
       !same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims, a.free_dims))
     return false;
   for (int64_t i = 0; i < a.terms; ++i)
     if (a.values[i] != b.values[i]) return false;
-  if (a.counts_kind == kSameCounts) return std::equal(a.sends, a.sends + a.counts, b.sends);
-  if (a.counts_kind == kPairCounts && rank_a < kCounts && rank_b < kCounts)
-    return a.sends[rank_b] == b.receives[rank_a] && b.sends[rank_a] == a.receives[rank_b];
+  return a.counts_kind != kSameCounts || std::equal(a.sends, a.sends + a.counts, b.sends);
+}
+
+// What each rank sends to each other is what that one receives; all look at all.
+bool pairs_agree(int64_t slot, int64_t sequence) {
+  const int64_t size = std::min<int64_t>(board.mine().entries[slot].size, kCounts);
+  const Slot* owner;
+  for (int64_t a = 0; a < size; ++a)
+    for (int64_t b = 0; b < size; ++b) {
+      const Contract& from = member(slot, a, &owner)->contracts[sequence % 2];
+      const Contract& to = member(slot, b, &owner)->contracts[sequence % 2];
+      if (from.sequence == sequence && to.sequence == sequence && from.sends[b] != to.receives[a])
+        return false;
+    }
   return true;
 }
 
@@ -92,15 +107,8 @@ const Message* find_message(const Slot& s, int64_t id, int64_t peer, int64_t tag
 
 bool wild(const Part& p) { return p.peer < 0 || p.tag < 0; }
 
-// Whether the message that this rank waits for has been handed over, and is what it expects.
-bool available(int64_t slot, const Part& p) {
-  const Slot* sender;
-  const int64_t id = get(board.mine().entries[slot].id), me = board.mine().entries[slot].rank;
-  if (!member(slot, p.peer, &sender) || get(sender->untracked)) return true;
-  const Channel* c = find_channel(*sender, id, me, p.tag);
-  if (!c || get(c->sent) < p.ordinal) return false;
-  const Message* m = find_message(*sender, id, me, p.tag, p.ordinal);
-  return !m || same_layout(p.dtype, p.rank, p.dims, m->part.dtype, m->part.rank, m->part.dims);
+bool same_layout(const Part& a, const Part& b) {
+  return same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims);
 }
 
 // Whether some message has been handed over that a receive from anyone, or of any tag, may take.
@@ -120,55 +128,117 @@ bool any_available(int64_t slot, const Part& p) {
   return false;
 }
 
-// Whether a long message of this rank meets a receive.
-bool expected(int64_t slot, const Part& p) {
-  const Slot* receiver;
-  const int64_t id = get(board.mine().entries[slot].id), me = board.mine().entries[slot].rank;
-  if (!member(slot, p.peer, &receiver) || get(receiver->untracked)) return true;
-  const Channel* c = find_channel(*receiver, id, me, p.tag);
-  if (c && get(c->posted) >= p.ordinal) return true;
-  if (get(receiver->kind) != kMessagesOnly || get(receiver->state) != kInOperation) return false;
-  for (int64_t i = 0; i < std::min<int64_t>(get(receiver->receives), kParts); ++i)
-    if (wild(receiver->receive[i])) return true;
-  return false;
-}
+// Whether an operation of messages can take place, seen from one rank of a communicator. Where a
+// partner's message belongs to an operation that itself waits on the board, that one must be able
+// to take place, too: else this rank would enter MPI and wait there for a message that is refused.
+class Exchange {
+ public:
+  explicit Exchange(int64_t slot)
+      : slot_(slot), id_(get(board.mine().entries[slot].id)), seen_(board.mine().entries[slot].size) {}
 
-bool pending_fault() { return get(board.mine().faults) != get(board.header->faults); }
+  bool possible(int64_t rank) {
+    if (seen_[rank]) return true;  // in a circle all go together
+    seen_[rank] = true;
+    const Slot* s;
+    if (!member(slot_, rank, &s)) return true;
+    for (int64_t i = 0; i < std::min<int64_t>(get(s->receives), kParts); ++i)
+      if (!(wild(s->receive[i]) ? any_available(slot_, s->receive[i])
+                                : available(rank, s->receive[i])))
+        return false;
+    for (int64_t i = 0; i < std::min<int64_t>(get(s->sends), kParts); ++i)
+      if (s->send[i].awaited && !expected(rank, s->send[i])) return false;
+    return true;
+  }
 
-// The next verdict that concerns this rank, or "".
-std::string take_fault() {
+ private:
+  // The operation that rank is in waits on the board, and has this part.
+  bool waits(const Slot& s, const Part* parts, const Cell& count, int64_t peer, int64_t tag,
+             int64_t ordinal) const {
+    if (get(s.state) != kInOperation || get(s.kind) != kMessagesOnly || !get(s.polling) ||
+        get(s.entries[get(s.entry)].id) != id_)
+      return false;
+    for (int64_t i = 0; i < std::min<int64_t>(get(count), kParts); ++i)
+      if (parts[i].peer == peer && parts[i].tag == tag && parts[i].ordinal == ordinal) return true;
+    return false;
+  }
+
+  // The message that `rank` waits for has been handed over, and is what it expects.
+  bool available(int64_t rank, const Part& p) {
+    const Slot* sender;
+    if (!member(slot_, p.peer, &sender) || get(sender->untracked)) return true;
+    const Channel* c = find_channel(*sender, id_, rank, p.tag);
+    if (!c || get(c->sent) < p.ordinal) return false;
+    const Message* m = find_message(*sender, id_, rank, p.tag, p.ordinal);
+    if (m && !same_layout(p, m->part)) return false;
+    return !waits(*sender, sender->send, sender->sends, rank, p.tag, p.ordinal) ||
+           possible(p.peer);
+  }
+
+  // A long message of `rank` meets a receive.
+  bool expected(int64_t rank, const Part& p) {
+    const Slot* receiver;
+    if (!member(slot_, p.peer, &receiver) || get(receiver->untracked)) return true;
+    const Channel* c = find_channel(*receiver, id_, rank, p.tag);
+    if (c && get(c->posted) >= p.ordinal)
+      return !waits(*receiver, receiver->receive, receiver->receives, rank, p.tag, p.ordinal) ||
+             possible(p.peer);
+    if (get(receiver->kind) != kMessagesOnly || get(receiver->state) != kInOperation) return false;
+    for (int64_t i = 0; i < std::min<int64_t>(get(receiver->receives), kParts); ++i)
+      if (wild(receiver->receive[i])) return true;
+    return false;
+  }
+
+  int64_t slot_, id_;
+  std::vector<bool> seen_;
+};
+
+// The text of a verdict, or "". A verdict that concerns this rank's operation under way comes first
+// of all (`now`); one that concerns whatever it does next waits for an operation to `begin`, or
+// reaches one that waits for ranks of the same communicator.
+enum class When { now, begin, waiting };
+
+std::string take_fault(When when, int64_t id) {
   Slot& mine = board.mine();
   const int64_t all = get(board.header->faults);
-  for (int64_t n = std::max(get(mine.faults), all - kFaults); n < all; ++n) {
-    put(mine.faults, n + 1);
+  int64_t n = get(mine.faults);
+  if (n == all) return "";
+  bool later = false;
+  for (n = std::max(n, all - kFaults); n < all; ++n) {
     const Fault& fault = board.header->fault[n % kFaults];
-    if (fault.concerns[board.index]) return fault.text;
+    const int64_t serial = fault.serials[board.index];
+    const bool same = std::count(fault.ids, fault.ids + kFaultIds, id) > 0;
+    if (serial == get(mine.serial) ||
+        (serial == -1 && (when == When::begin || (when == When::waiting && same)))) {
+      put(mine.faults, n + 1);
+      return fault.text;
+    }
+    later |= serial == -1;
   }
-  put(mine.faults, all);
+  if (!later) put(mine.faults, all);
   return "";
 }
 
 }  // namespace
 
 Post::Post(const char* operation, int64_t slot, int64_t site, int64_t start_ns)
-    : owner_(!forked.load(std::memory_order_relaxed) &&
-             !busy.exchange(true, std::memory_order_acquire)),
+    : owner_(!forked.load(std::memory_order_relaxed) && !busy.load(std::memory_order_acquire)),
       slot_(slot) {
   if (!owner_) return;
+  busy.store(true, std::memory_order_relaxed);  // two threads are told apart well enough
   Slot& mine = board.mine();
   add(mine.serial, 1);
   put(mine.kind, kUnknown);
   put(mine.entry, slot);
   put(mine.site, site);
-  copy_text(mine.operation, operation);
+  if (operation != last_operation) copy_text(mine.operation, last_operation = operation);
   put(mine.since_ns, start_ns);
   put(mine.state, kInOperation);
 }
 
-Post::~Post() {
+void Post::end(int64_t end_ns) {
   if (!owner_) return;
   Slot& mine = board.mine();
-  if (get(mine.kind) == kMessagesOnly && !refused_) {
+  if (get(mine.kind) == kMessagesOnly && refusal.empty()) {
     const int64_t id = get(mine.entries[slot_].id);
     for (int64_t i = 0; i < std::min<int64_t>(get(mine.receives), kParts); ++i) {
       const Part& p = mine.receive[i];
@@ -178,33 +248,37 @@ Post::~Post() {
         add(c->received, 1);
       }
     }
-  } else if (get(mine.kind) == kUnknown && slot_ >= 0) {
+  } else if (get(mine.kind) == kUnknown && slot_ >= 0 && refusal.empty()) {
     put(mine.untracked, 1);  // it may have sent messages that nobody has counted
   }
-  put(mine.since_ns, now_ns());
+  put(mine.since_ns, end_ns);
   put(mine.state, kInPython);
   add(mine.serial, 1);
   busy.store(false, std::memory_order_release);
 }
 
-std::string Post::misuse() const {
-  if (forked.load(std::memory_order_relaxed))
-    return "this process was forked from a rank, and is none itself: MPI knows the parent only. "
-           "Send messages from the rank, or start workers with multiprocessing's \"spawn\"";
-  if (!owner_)
-    return "another thread of this rank is in an operation: the order of two threads' messages is "
-           "not defined. Issue all operations from one thread";
-  return "";
+bool Post::allowed() {
+  if (owner_) return true;
+  refusal = forked.load(std::memory_order_relaxed)
+                ? "this process was forked from a rank, and is none itself: MPI knows the parent "
+                  "only. Send messages from the rank, or start workers with multiprocessing's "
+                  "\"spawn\""
+                : "another thread of this rank is in an operation: the order of two threads' "
+                  "messages is not defined. Issue all operations from one thread";
+  return false;
 }
 
 template <class Ready>
-std::string Post::wait(const Ready& ready) {
+bool Post::wait(const Ready& ready) {
   Slot& mine = board.mine();
-  std::string text;
-  put(mine.polling, 1);
+  const int64_t id = get(mine.entries[slot_].id);
   for (int n = 0;; ++n) {
-    if (pending_fault() && !(text = take_fault()).empty()) break;
-    if (ready() && !pending_fault()) break;
+    if (!(refusal = take_fault(When::now, id)).empty()) break;
+    if (ready()) {
+      refusal = take_fault(When::now, id);
+      break;
+    }
+    if (!(refusal = take_fault(When::waiting, id)).empty()) break;
     if (n < 500) {
       sched_yield();
     } else {
@@ -213,15 +287,15 @@ std::string Post::wait(const Ready& ready) {
     }
   }
   put(mine.polling, 0);
-  refused_ = !text.empty();
-  return text;
+  return refusal.empty();
 }
 
-std::string Post::collective(const Agreement& a) {
-  const std::string wrong = misuse();
-  if (!wrong.empty()) return wrong;
+bool Post::collective(const Agreement& a) {
+  if (!allowed()) return false;
   Slot& mine = board.mine();
+  put(mine.polling, guarded && all_on_board(slot_));
   Entry& e = mine.entries[slot_];
+  if (get(mine.polling) && !(refusal = take_fault(When::begin, 0)).empty()) return false;
   const int64_t sequence = e.sequence.load(std::memory_order_relaxed) + 1;
   Contract& c = e.contracts[sequence % 2];
   c.sequence = sequence;
@@ -242,9 +316,9 @@ std::string Post::collective(const Agreement& a) {
   std::memcpy(c.operation, mine.operation, kName);
   put(e.sequence, sequence);
   put(mine.kind, kCollective);
-  if (!guarded || !all_on_board(slot_)) return "";
+  if (!get(mine.polling)) return true;
   int64_t next = 0;
-  const std::string text = wait([&] {
+  const bool agreed = wait([&] {
     for (; next < e.size; ++next) {
       const Slot* owner;
       const Entry* other = next == e.rank ? nullptr : member(slot_, next, &owner);
@@ -252,76 +326,72 @@ std::string Post::collective(const Agreement& a) {
       const int64_t theirs = get(other->sequence);
       if (theirs < sequence) return false;
       const Contract& d = other->contracts[sequence % 2];
-      if (d.sequence == sequence && !agree(c, e.rank, d, next)) return false;
+      if (d.sequence == sequence && !agree(c, d)) return false;
     }
-    return true;
+    return c.counts_kind != kPairCounts || pairs_agree(slot_, sequence);
   });
-  if (!text.empty()) put(e.sequence, sequence - 1);  // it has not taken place
-  return text;
+  if (!agreed) put(e.sequence, sequence - 1);  // it has not taken place
+  return agreed;
 }
 
-std::string Post::messages(Envelopes sends, Envelopes receives) {
-  const std::string wrong = misuse();
-  if (!wrong.empty()) return wrong;
+bool Post::messages(Envelopes sends, Envelopes receives) {
+  if (!allowed()) return false;
   Slot& mine = board.mine();
   const int64_t id = get(mine.entries[slot_].id);
-  if (sends.count > kParts || receives.count > kParts) return "";  // of unknown kind: uncounted
-  int64_t n = 0;
-  for (const Envelope& m : receives) {
-    if (m.peer == runtime.proc_null) continue;
-    Part& p = mine.receive[n++];
-    p.peer = m.peer;
-    p.tag = m.tag;
-    copy_layout(m.layout, p.dtype, p.rank, p.dims);
-    if (m.rows >= 0) p.dims[0] = m.rows;
-    Channel* c = wild(p) ? nullptr : my_channel(id, p.peer, p.tag);
-    if (c) add(c->posted, 1);
-    p.ordinal = c ? get(c->posted) : 0;
-    p.awaited = 1;
-  }
-  put(mine.receives, n);
-  n = 0;
-  for (const Envelope& m : sends) {
-    if (m.peer == runtime.proc_null) continue;
-    Part& p = mine.send[n++];
-    p.peer = m.peer;
-    p.tag = m.tag;
-    copy_layout(m.layout, p.dtype, p.rank, p.dims);
-    if (m.rows >= 0) p.dims[0] = m.rows;
-    Channel* c = my_channel(id, p.peer, p.tag);
-    p.ordinal = c ? get(c->sent) + 1 : 0;
-    p.awaited = m.layout.bytes > kEager;
-    Message& note = mine.message[get(mine.messages) % kMessages];
-    put(note.id, 0);
-    note.site = get(mine.site);
-    std::memcpy(note.operation, mine.operation, kName);
-    note.part = p;
-    put(note.id, id);
-    add(mine.messages, 1);
-    if (c) add(c->sent, 1);
-  }
-  put(mine.sends, n);
+  if (sends.count > kParts || receives.count > kParts) return true;  // unknown
+  if (guarded && !(refusal = take_fault(When::begin, 0)).empty()) return false;
+  const auto write = [&](const Envelopes& list, Part* parts, Cell& count) {
+    int64_t n = 0;
+    for (const Envelope& m : list) {
+      if (m.peer == runtime.proc_null) continue;
+      Part& p = parts[n++];
+      p.peer = m.peer;
+      p.tag = m.tag;
+      copy_layout(m.layout, p.dtype, p.rank, p.dims);
+      if (m.rows >= 0) p.dims[0] = m.rows;
+      const bool out = parts == mine.send;
+      p.awaited = !out || m.layout.bytes > kEager;
+      Channel* c = wild(p) ? nullptr : my_channel(id, p.peer, p.tag);
+      p.ordinal = c ? get(out ? c->sent : c->posted) + 1 : 0;
+      for (int64_t i = 0; i + 1 < n; ++i)  // several at once with one partner
+        if (parts[i].peer == p.peer && parts[i].tag == p.tag) p.ordinal = parts[i].ordinal + 1;
+    }
+    put(count, n);
+  };
+  // First the operation, then its messages: who sees a message sees what it belongs to.
+  write(receives, mine.receive, mine.receives);
+  write(sends, mine.send, mine.sends);
+  put(mine.polling, guarded);
   put(mine.kind, kMessagesOnly);
-  if (!guarded) return "";
-  const int64_t parts = get(mine.receives);
-  const std::string text = wait([&] {
-    for (int64_t i = 0; i < parts; ++i)
-      if (!(wild(mine.receive[i]) ? any_available(slot_, mine.receive[i])
-                                  : available(slot_, mine.receive[i])))
-        return false;
-    for (int64_t i = 0; i < n; ++i)
-      if (mine.send[i].awaited && !expected(slot_, mine.send[i])) return false;
-    return true;
-  });
-  if (!text.empty()) {  // it has not taken place
-    for (int64_t i = 0; i < parts; ++i)
-      if (!wild(mine.receive[i]))
-        if (Channel* c = my_channel(id, mine.receive[i].peer, mine.receive[i].tag))
-          add(c->posted, -1);
-    for (int64_t i = 0; i < n; ++i)
-      if (Channel* c = my_channel(id, mine.send[i].peer, mine.send[i].tag)) add(c->sent, -1);
+  count_messages(1);
+  if (!guarded) return true;
+  const int64_t me = mine.entries[slot_].rank;
+  const bool met = wait([&] { return Exchange(slot_).possible(me); });
+  if (!met) count_messages(-1);  // it has not taken place
+  return met;
+}
+
+void Post::count_messages(int64_t n) {
+  Slot& mine = board.mine();
+  const int64_t id = get(mine.entries[slot_].id);
+  for (int64_t i = 0; i < get(mine.receives); ++i)
+    if (const Part& p = mine.receive[i]; !wild(p))
+      if (Channel* c = my_channel(id, p.peer, p.tag)) add(c->posted, n);
+  for (int64_t i = 0; i < get(mine.sends); ++i) {
+    const Part& p = mine.send[i];
+    Channel* c = my_channel(id, p.peer, p.tag);
+    if (c && n > 0) {
+      Message& note = mine.message[get(mine.messages) % kMessages];
+      put(note.id, 0);
+      note.site = get(mine.site);
+      std::memcpy(note.operation, mine.operation, kName);
+      note.part = p;
+      put(note.id, id);
+      add(mine.messages, 1);
+    }
+    if (c) add(c->sent, n);
   }
-  return text;
+  if (n < 0) add(mine.messages, -get(mine.sends));
 }
 
 void Post::matched(size_t i, int64_t source, int64_t tag) {
@@ -344,18 +414,25 @@ MPIGRAD_EXPORT void mpigrad_forked() { forked = true; }
 // A blocking call that Python makes itself; `slot` is -1 where the communicator is not known.
 // Returns nullptr or why it is refused.
 MPIGRAD_EXPORT const char* mpigrad_begin(const char* operation, int64_t slot, int64_t site) {
-  static std::string text;
-  auto* post = new Post(operation, slot, site, now_ns());
-  text = slot < 0 ? post->misuse() : post->collective({});
-  if (!text.empty()) {
-    delete post;
-    return text.c_str();
+  static std::string refusal;
+  if (python_calls > 0) {
+    ++python_calls;
+    return nullptr;
   }
-  of_python = post;
-  return nullptr;
+  auto post = std::make_unique<Post>(operation, slot, site, now_ns());
+  last_operation = nullptr;  // a text of Python's, which may be another at the same place
+  if (slot < 0 ? post->allowed() : post->collective({})) {
+    of_python = std::move(post);
+    python_calls = 1;
+    return nullptr;
+  }
+  refusal = post->refusal;
+  post->end(now_ns());
+  return refusal.c_str();
 }
 
 MPIGRAD_EXPORT void mpigrad_end() {
-  delete of_python;
-  of_python = nullptr;
+  if (--python_calls > 0) return;
+  of_python->end(now_ns());
+  of_python.reset();
 }

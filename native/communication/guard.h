@@ -48,27 +48,30 @@ struct Envelopes {
   const Envelope* end() const { return first + count; }
 };
 
-// The methods return "" or why the operation is refused, the same text on every rank concerned.
+// The methods return whether the operation may begin. Where not, `refusal` says why, in the same
+// words on every rank concerned.
 class Post {
  public:
+  std::string refusal;
+
   Post(const char* operation, int64_t slot, int64_t site, int64_t start_ns);
-  ~Post();
   Post(const Post&) = delete;
   Post& operator=(const Post&) = delete;
+  void end(int64_t end_ns);
 
-  std::string collective(const Agreement& agreement);
-  std::string messages(Envelopes sends, Envelopes receives);
+  bool collective(const Agreement& agreement);
+  bool messages(Envelopes sends, Envelopes receives);
   // The actual sender of receive number `i`, where it named none.
   void matched(size_t i, int64_t source, int64_t tag);
-  // Why no operation may begin here at all, or "".
-  std::string misuse() const;
+  // Whether operations may begin here at all.
+  bool allowed();
 
  private:
   template <class Ready>
-  std::string wait(const Ready& ready);
+  bool wait(const Ready& ready);
+  void count_messages(int64_t n);
 
   bool owner_;  // not so where another thread is in an operation
-  bool refused_ = false;
   int64_t slot_;
 };
 

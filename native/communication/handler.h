@@ -71,23 +71,28 @@ struct Call {
         slot(slot),
         site(site),
         watch(operation, slot, site, bytes, peer),
-        post(operation, slot, site, watch.start_ns()) {}
+        post(operation, slot, site, watch.start_ns) {}
+  ~Call() {
+    const int64_t end_ns = now_ns();
+    post.end(end_ns);
+    watch.end(end_ns);
+  }
 
   // A collective operation without an array.
-  ffi::Error collective() const { return unless(post.collective({})); }
+  ffi::Error collective() const { return success_if(post.collective({})); }
   // With an array of the same shape and dtype on every rank, and these numbers.
   ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms = {}) const {
-    return unless(post.collective({layout_of(x), 0, terms}));
+    return success_if(post.collective({layout_of(x), 0, terms}));
   }
   // With rows of its own on each rank, and counts that every rank gives alike.
   ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms,
                         Integers counts) const {
-    return unless(post.collective({layout_of(x), 1, terms, kSameCounts, list(counts)}));
+    return success_if(post.collective({layout_of(x), 1, terms, kSameCounts, list(counts)}));
   }
   // With counts for, and from, each rank: what one sends is what the other receives.
   ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms, Integers sends,
                         Integers receives) const {
-    return unless(
+    return success_if(
         post.collective({layout_of(x), 1, terms, kPairCounts, list(sends), list(receives)}));
   }
   // Messages of which each meets its partner's: those sent, those received. A receive that names
@@ -95,7 +100,7 @@ struct Call {
   template <class Sends = std::initializer_list<Envelope>,
             class Receives = std::initializer_list<Envelope>>
   ffi::Error messages(const Sends& sends, const Receives& receives) const {
-    return unless(post.messages({std::data(sends), std::size(sends)},
+    return success_if(post.messages({std::data(sends), std::size(sends)},
                                 {std::data(receives), std::size(receives)}));
   }
 
@@ -111,11 +116,12 @@ struct Call {
 
  private:
   static List list(Integers x) { return {x.begin(), static_cast<int64_t>(x.size())}; }
-  ffi::Error unless(const std::string& refusal) const {
-    if (refusal.empty()) return ffi::Error::Success();
+  ffi::Error success_if(bool allowed) const {
+    if (allowed) return ffi::Error::Success();
     // A verdict is complete in itself, and the same on every rank.
-    return refusal.rfind("mpigrad: ", 0) == 0 ? ffi::Error(ffi::ErrorCode::kInternal, refusal)
-                                              : fail(refusal);
+    return post.refusal.rfind("mpigrad: ", 0) == 0
+               ? ffi::Error(ffi::ErrorCode::kInternal, post.refusal)
+               : fail(post.refusal);
   }
 };
 

@@ -23,7 +23,7 @@ __all__ = ["Board", "register", "share"]
 
 TEXT, NAME, DIMS, TERMS, COUNTS, PARTS = 160, 32, 8, 4, 32, 32
 SITES, ENTRIES, CHANNELS, MESSAGES = 4096, 1024, 1024, 128
-RANKS, FAULTS, FAULT_TEXT = 512, 4, 16384
+RANKS, FAULTS, FAULT_IDS, FAULT_TEXT = 512, 4, 8, 16384
 
 # States of a rank, and kinds of operation.
 ABSENT, IN_PYTHON, IN_OPERATION, ENDED, FAILED = range(5)
@@ -66,7 +66,7 @@ SLOT = np.dtype(
         ("sites", f"S{TEXT}", SITES),
     )
 )
-FAULT = np.dtype([("concerns", "u1", RANKS), ("text", f"S{FAULT_TEXT}")])
+FAULT = np.dtype([("serials", "i8", RANKS), ("ids", "i8", FAULT_IDS), ("text", f"S{FAULT_TEXT}")])
 HEADER = np.dtype(_numbers("ranks cause faults", ("fault", FAULT, FAULTS)))
 
 
@@ -101,7 +101,7 @@ class Board:
 
 
 def _view(address: int, dtype: np.dtype, count: int) -> Any:
-    memory = (ctypes.c_char * (dtype.itemsize * count)).from_address(address)
+    memory: Any = (ctypes.c_char * (dtype.itemsize * count)).from_address(address)
     return np.frombuffer(memory, dtype, count)
 
 
@@ -144,14 +144,14 @@ def share(lib: ctypes.CDLL) -> Board:
     namespace = os.stat("/proc/self/ns/pid").st_ino
     header = lib.mpigrad_use_board(memory, mine, len(host), world.rank, namespace)
     return Board(
-        _view(header, HEADER, 1)[0:1].reshape(()),
+        _view(header, HEADER, 1).reshape(()),
         _view(lib.mpigrad_slots(), SLOT, len(host)),
         mine,
         lock,
     )
 
 
-def _map(lib: ctypes.CDLL, near: MPI.Intracomm) -> tuple[int | None, int | None]:
+def _map(lib: ctypes.CDLL, near: MPI.Comm) -> tuple[int | None, int | None]:
     """Memory that the ranks of `near` share, and a descriptor for locking; None where impossible.
 
     MPIGRAD_BOARD=0 does without, as between hosts.

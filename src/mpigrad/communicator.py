@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
+import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -135,28 +135,29 @@ def communication_seconds() -> float:
     return record().busy_ns * 1e-9
 
 
-@contextlib.contextmanager
-def waiting(operation: str, slot: int = -1) -> Iterator[None]:
+class waiting:  # noqa: N801 (a context manager; as a class it leaves the user's line in sight)
     """Show the guard a blocking call that Python makes, as handlers show theirs.
 
     With `slot` it is a collective of that communicator, which the guard compares between ranks.
     """
-    from mpigrad.operations.sites import call_site  # the user's line; it needs the library above
 
-    now, lib = record(), library()
-    site = call_site()
-    now.operation, now.site = operation.encode(), site
-    now.start_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    try:
-        refusal = lib.mpigrad_begin(operation.encode(), slot, site)
+    def __init__(self, operation: str, slot: int = -1) -> None:
+        self.operation, self.slot = operation.encode(), slot
+
+    def __enter__(self) -> None:
+        from mpigrad.operations.sites import call_site  # it needs the library above
+
+        now, site = record(), call_site()
+        now.operation, now.site = self.operation, site
+        now.start_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        refusal = library().mpigrad_begin(self.operation, self.slot, site)
         if refusal is not None:
+            now.start_ns = 0
             raise RuntimeError(refusal.decode())
-        try:
-            yield
-        finally:
-            lib.mpigrad_end()
-    finally:
-        now.start_ns = 0
+
+    def __exit__(self, *error: object) -> None:
+        library().mpigrad_end()
+        record().start_ns = 0
 
 
 def _watched(name: str) -> Callable[..., Any]:
@@ -248,8 +249,31 @@ def default() -> Communicator:
     return Communicator(MPI.COMM_WORLD)
 
 
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+    library().mpigrad_forked()  # for programs that are dispatched by JAX itself
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def check_process() -> None:
+    """Refuse messages in a child that was forked from a rank."""
+    if _forked:
+        raise RuntimeError(
+            "mpigrad: this process was forked from a rank, and is none itself: MPI knows the "
+            "parent only. Send messages from the rank, or start workers with multiprocessing's "
+            "'spawn'."
+        )
+
+
 def resolve(comm: Communicator | None) -> Communicator:
     """The communicator that an operation's `comm` argument means."""
+    check_process()
     if comm is None:
         return default()
     if isinstance(comm, Communicator):

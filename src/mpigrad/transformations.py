@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mpigrad.communicator import Communicator, resolve
+from mpigrad.communicator import Communicator, check_process, resolve
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations.activity import CARRIER, carrier, with_carrier, without_carriers
 from mpigrad.operations.checks import assert_replicated
@@ -363,6 +363,7 @@ def jit(
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return f(*args, **kwargs)
         if compat.is_top_level():
+            check_process()
             turn = _turn[0] if _turn else jnp.zeros(_TURN.shape, _TURN.dtype)
             try:
                 turn, out = program(turn, *args, **kwargs)

@@ -26,6 +26,7 @@ class Finding:
 
     stuck: dict[int, int]
     concerns: frozenset[int]
+    communicators: list[int]
     text: str
     refusable: bool  # all of them wait on the board, so that the error can be raised there
 
@@ -56,9 +57,12 @@ class _Wait:
         self.entry = reader.entry(r)
         self.identity = int(self.entry["id"])
         self.members = reader.members(self.identity)
-        self.needs: list[frozenset[int]] = []  # of each set one rank must go on
+        self.needs: list[frozenset[int]] = []  # of each set one rank must go on to something else
+        self.partners: set[int] = set()  # these must be able to go on together with this rank
         self.mismatch: _Mismatch | None = None
         kind = int(self.slot["kind"])
+        if not self.identity:
+            raise _Unknown
         if kind == b.COLLECTIVE:
             self._collective()
         elif kind == b.MESSAGES_ONLY:
@@ -82,10 +86,27 @@ class _Wait:
             theirs = entry["contracts"][number % 2]
             if int(theirs["sequence"]) != number:
                 continue
-            remedy = _difference(mine, int(self.entry["rank"]), theirs, member.rank)
-            if remedy and self.mismatch is None:
-                self.needs.append(frozenset())
-                self.mismatch = self._different_contracts(number, remedy)
+            if remedy := _difference(mine, theirs):
+                self._disagree(number, remedy)
+        if int(mine["counts_kind"]) == b.PAIR_COUNTS and not self._pairs_agree(number):
+            self._disagree(
+                number, "What a rank receives from another must be what that one sends to it."
+            )
+
+    def _pairs_agree(self, number: int) -> bool:
+        contracts = {
+            m.rank: self.reader.slots[m.slot]["entries"][m.entry]["contracts"][number % 2]
+            for m in self.members.values()
+            if m.rank < b.COUNTS
+        }
+        there = {k: c for k, c in contracts.items() if int(c["sequence"]) == number}
+        return all(
+            x["sends"][j] == y["receives"][i] for i, x in there.items() for j, y in there.items()
+        )
+
+    def _disagree(self, number: int, remedy: str) -> None:
+        self.needs.append(frozenset())
+        self.mismatch = self.mismatch or self._different_contracts(number, remedy)
 
     def _different_contracts(self, number: int, remedy: str) -> _Mismatch:
         lines = []
@@ -101,7 +122,7 @@ class _Wait:
 
     def _receives(self) -> None:
         me = int(self.entry["rank"])
-        for part in self.slot["receive"][: int(self.slot["receives"])]:
+        for part in self.reader.messages(self.r, "receive"):
             source, tag = int(part["peer"]), int(part["tag"])
             sources = [source] if source >= 0 else list(range(int(self.entry["size"])))
             if any(s not in self.members for s in sources):
@@ -119,6 +140,7 @@ class _Wait:
                 continue
             message = self.reader.message(slots[0], self.identity, me, tag, int(part["ordinal"]))
             if message is None or same_layout(message["part"], part) or not self.polling:
+                self._together(slots[0], "send", me, part)
                 continue
             self.needs.append(frozenset())
             site = self.reader.site(slots[0], int(message["site"]))
@@ -135,6 +157,16 @@ class _Wait:
                 "Give the receiver the shape and dtype that the sender sends.",
             )
 
+    def _together(self, r: int, way: str, me: int, part: Any) -> None:
+        """The message belongs to an operation that itself waits on the board."""
+        other = self.reader.slots[r]
+        if not other["polling"] or int(self.reader.entry(r)["id"]) != self.identity:
+            return
+        key = (me, int(part["tag"]), int(part["ordinal"]))
+        for p in self.reader.messages(r, way):
+            if (int(p["peer"]), int(p["tag"]), int(p["ordinal"])) == key:
+                self.partners.add(r)
+
     def _some_message(self, source: int, slot: int, tag: int) -> bool:
         """Whether rank `source` has handed over a message that this rank has not received."""
         me = int(self.entry["rank"])
@@ -150,7 +182,7 @@ class _Wait:
 
     def _sends(self) -> None:
         me = int(self.entry["rank"])
-        for part in self.slot["send"][: int(self.slot["sends"])]:
+        for part in self.reader.messages(self.r, "send"):
             if not part["awaited"]:
                 continue
             member = self.members.get(int(part["peer"]))
@@ -158,34 +190,30 @@ class _Wait:
                 raise _Unknown
             channel = self.reader.channel(member.slot, self.identity, me, int(part["tag"]))
             if channel is not None and int(channel["posted"]) >= int(part["ordinal"]):
+                self._together(member.slot, "receive", me, part)
                 continue
-            other = self.reader.slots[member.slot]
-            receives = other["receive"][: int(other["receives"])]
-            if int(other["state"]) == b.IN_OPERATION and int(other["kind"]) == b.MESSAGES_ONLY:
-                if any(int(p["peer"]) < 0 or int(p["tag"]) < 0 for p in receives):
-                    continue
+            receives = self.reader.messages(member.slot, "receive")
+            if any(int(p["peer"]) < 0 or int(p["tag"]) < 0 for p in receives):
+                continue
             self.needs.append(frozenset({member.slot}))
 
 
-def _difference(x: Any, rank_x: int, y: Any, rank_y: int) -> str:
+def _difference(x: Any, y: Any) -> str:
     """What to do about two contracts that differ; "" where they agree."""
     if words(x["operation"]) != words(y["operation"]) or int(x["terms"]) != int(y["terms"]):
         return _ORDER
-    for name, value, other in zip(x["names"], x["values"], y["values"], strict=True):
-        if words(name) and int(value) != int(other):
-            return f"Give the same {words(name)} on every rank."
+    for i in range(int(x["terms"])):
+        if int(x["values"][i]) != int(y["values"][i]):
+            return f"Give the same {words(x['names'][i])} on every rank."
     if int(x["dtype"]) != int(y["dtype"]):
         return "Give arrays of the same dtype on every rank, for instance by x.astype."
     if not same_layout(x, y, int(x["free_dims"])) or int(x["free_dims"]) != int(y["free_dims"]):
         return "Give arrays of the same shape on every rank."
     n, kind = int(x["counts"]), int(x["counts_kind"])
-    same = n == int(y["counts"]) and kind == int(y["counts_kind"])
-    if kind == b.SAME_COUNTS and (not same or list(x["sends"][:n]) != list(y["sends"][:n])):
+    if n != int(y["counts"]) or kind != int(y["counts_kind"]):
         return "Give the same counts on every rank."
-    if kind == b.PAIR_COUNTS and max(rank_x, rank_y) < b.COUNTS:
-        there = x["sends"][rank_y] == y["receives"][rank_x]
-        if not (same and there and y["sends"][rank_x] == x["receives"][rank_y]):
-            return "What a rank receives from another must be what that one sends to it."
+    if kind == b.SAME_COUNTS and list(x["sends"][:n]) != list(y["sends"][:n]):
+        return "Give the same counts on every rank."
     return ""
 
 
@@ -213,6 +241,8 @@ def diagnose(slots: Any, gone: Callable[[int], str], now_ns: int) -> Finding | N
     going = {r for r in range(len(slots)) if r not in waits and not gone(r)}
     while True:
         more = {r for r in waits.keys() - going if all(n & going for n in waits[r].needs)}
+        while alone := {r for r in more if not waits[r].partners <= going | more}:
+            more -= alone
         if not more:
             break
         going |= more
@@ -225,6 +255,7 @@ def diagnose(slots: Any, gone: Callable[[int], str], now_ns: int) -> Finding | N
     return Finding(
         {r: int(slots[r]["serial"]) for r in stuck},
         frozenset(r for r in members | stuck.keys() if not gone(r)),
+        sorted({w.identity for w in stuck.values()}),
         text,
         all(w.polling for w in stuck.values()),
     )
@@ -239,7 +270,12 @@ def _deadlocked(
 ) -> str:
     needed = {r for w in stuck.values() for need in w.needs for r in need}
     ended = sorted(r for r in needed - stuck.keys() if gone(r))
-    lines = [(f"rank {reader.world(r)}", f"in {reader.operation(r)}") for r in stuck]
+    identities = sorted({w.identity for w in stuck.values()})
+    lines = []
+    for r, wait in stuck.items():
+        which = f"on communicator {identities.index(wait.identity) + 1}, "
+        where = which if len(identities) > 1 else ""
+        lines.append((f"rank {reader.world(r)}", f"{where}in {reader.operation(r)}"))
     lines += [(f"rank {reader.world(r)}", reader.state(r, now_ns, gone(r))) for r in ended]
     sent = list(itertools.chain.from_iterable(_unreceived(reader, w) for w in stuck.values()))
     lines += sent
@@ -266,10 +302,7 @@ def _unreceived(reader: Reader, wait: _Wait) -> list[tuple[str, str]]:
         return []
     me, found = int(wait.entry["rank"]), []
     for member in wait.members.values():
-        sender = reader.slots[member.slot]
-        under_way = sender["send"][: int(sender["sends"])]
-        if int(sender["state"]) != b.IN_OPERATION or int(sender["kind"]) != b.MESSAGES_ONLY:
-            under_way = under_way[:0]
+        under_way = reader.messages(member.slot, "send")
         for message in reader.slots[member.slot]["message"]:
             part = message["part"]
             if int(message["id"]) != wait.identity or int(part["peer"]) != me:

@@ -107,4 +107,3 @@ def _finish() -> None:
 
 def _forked() -> None:
     _Process.forked = True
-    library().mpigrad_forked()

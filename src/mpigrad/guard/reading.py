@@ -13,12 +13,13 @@ from mpigrad.communicator import REDUCTIONS
 
 __all__ = ["Member", "Reader"]
 
+# XLA's numbers of element types.
 _DTYPES = {
-    **dict(enumerate("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split(), 1)),
-    **{10: "float16", 11: "float32", 12: "float64", 15: "complex64"},
-    **{16: "bfloat16", 18: "complex128"},
+    **{1: "bool", 2: "int8", 3: "int16", 4: "int32", 5: "int64"},
+    **{6: "uint8", 7: "uint16", 8: "uint32", 9: "uint64", 10: "float16", 11: "float32"},
+    **{12: "float64", 15: "complex64", 16: "bfloat16", 18: "complex128"},
 }
-_OPS = "SUM PROD MAX MIN LAND LOR LXOR BAND BOR BXOR MINLOC MAXLOC".split()
+_OPS = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
 _SHOWN = 4  # messages of one operation that are written out
 _WORD = 2**64 - 1
 
@@ -77,6 +78,12 @@ class Reader:
     def entry(self, r: int) -> Any:
         """The entry of the communicator that rank r's operation is on."""
         return self.slots[r]["entries"][int(self.slots[r]["entry"])]
+
+    def messages(self, r: int, way: str) -> Any:
+        """What rank r's operation under way sends, or receives ("send", "receive")."""
+        slot = self.slots[r]
+        under_way = int(slot["state"]) == b.IN_OPERATION and int(slot["kind"]) == b.MESSAGES_ONLY
+        return slot[way][: int(slot[f"{way}s"]) if under_way else 0]
 
     @functools.cache  # noqa: B019 (a reader lives for one look)
     def members(self, identity: int) -> dict[int, Member]:

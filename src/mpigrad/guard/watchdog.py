@@ -19,7 +19,7 @@ __all__ = ["Watchdog", "gone"]
 # Seconds that nothing may change on the board before ranks are said to wait for ever. The proof is
 # exact; the time is for what no proof knows.
 _PATIENCE = 5.0
-_PATIENCE_GUARDED = 0.5
+_PATIENCE_GUARDED = 0.3
 
 
 def gone(board: b.Board, r: int) -> str:
@@ -107,8 +107,12 @@ class Watchdog:
                 return
             header = self.board.header
             fault = header["fault"][int(header["faults"]) % b.FAULTS]
-            fault["concerns"][:] = 0
-            fault["concerns"][sorted(finding.concerns)] = 1
+            fault["serials"][:] = 0
+            fault["serials"][sorted(finding.concerns)] = -1  # its next operation
+            for r, serial in finding.stuck.items():
+                fault["serials"][r] = serial
+            fault["ids"][:] = 0
+            fault["ids"][: len(finding.communicators)] = finding.communicators[: b.FAULT_IDS]
             fault["text"] = finding.text.encode()[: b.FAULT_TEXT - 1]
             header["faults"] += 1  # from here on they see it
         self._refused = finding.stuck
@@ -132,4 +136,3 @@ class Watchdog:
 
 def _now() -> int:
     return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-
