@@ -135,7 +135,7 @@ def communication_seconds() -> float:
     return record().busy_ns * 1e-9
 
 
-class waiting:  # noqa: N801 (a context manager; as a class it leaves the user's line in sight)
+class waiting:  # a class, not a generator: so the user's line stays in sight
     """Show the guard a blocking call that Python makes, as handlers show theirs.
 
     With `slot` it is a collective of that communicator, which the guard compares between ranks.

@@ -125,7 +125,9 @@ class Watchdog:
             for r in range(len(slots))
         ]
         elsewhere = MPI.COMM_WORLD.size - len(slots)
-        others = f"  {elsewhere} ranks on other hosts report for themselves\n" if elsewhere else ""
+        others = (
+            f"  ranks on other hosts ({elsewhere}) report for themselves\n" if elsewhere else ""
+        )
         return (
             f"mpigrad: an operation has waited {waited:.0f} s (MPIGRAD_TIMEOUT={self.seconds:g}); "
             "ending all ranks:\n" + "\n".join(grouped(lines)) + f"\n{others}"
