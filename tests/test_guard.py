@@ -142,6 +142,10 @@ BROKEN = {
         ("rank 0: has waited 3 s in recv at ", "rank 1: has waited 3 s in barrier at "), SHORT
     ),
     # As on two hosts, of which each sees its own ranks only.
+    "another_root with the guard and without a board": Broken(
+        ("rank 0: bcast(root=0) of float32[3] at", "rank 1: bcast(root=1)", "Give the same root"),
+        {**GUARD, "MPIGRAD_BOARD": "0"},
+    ),
     "both_receive_first without a board": Broken(
         ("rank 0: has waited 3 s in recv of float32[3]", "rank 1: has waited 3 s in recv of float"),
         {**SHORT, "MPIGRAD_BOARD": "0"},

@@ -30,6 +30,12 @@ struct Contract {
   char operation[kName];
 };
 
+// A contract as it is told to ranks that do not see the board.
+struct Told {
+  Contract contract;
+  char site[kText];
+};
+
 // One communicator of a rank: its collectives are numbered. A member can be one operation ahead of
 // another, never two: the last two contracts are kept.
 struct Entry {

@@ -18,6 +18,8 @@ constexpr int64_t kEager = 1024;
 constexpr int kProbes = 64;
 
 bool guarded = false;
+// Python puts the disagreement of `size` ranks into words, of at most `room` bytes.
+void (*explain)(const Told* told, int size, char* text, int room) = nullptr;
 const char* last_operation = nullptr;
 std::atomic<bool> forked{false};
 std::atomic<bool> busy{false};
@@ -316,7 +318,7 @@ bool Post::collective(const Agreement& a) {
   std::memcpy(c.operation, mine.operation, kName);
   put(e.sequence, sequence);
   put(mine.kind, kCollective);
-  if (!get(mine.polling)) return true;
+  if (!get(mine.polling)) return !guarded || e.size == 1 || agree_by_message(c);
   int64_t next = 0;
   const bool agreed = wait([&] {
     for (; next < e.size; ++next) {
@@ -332,6 +334,28 @@ bool Post::collective(const Agreement& a) {
   });
   if (!agreed) put(e.sequence, sequence - 1);  // it has not taken place
   return agreed;
+}
+
+// Members on several hosts see no common board: they tell each other, on the communicator itself.
+bool Post::agree_by_message(const Contract& c) {
+  const Communicator& comm = communicator(slot_);
+  Told mine{c, {}};
+  copy_text(mine.site, call_site(c.site).c_str());
+  std::vector<Told> all(comm.size);
+  if (call(runtime.mpi.Allgather, static_cast<const void*>(&mine), static_cast<int>(sizeof mine), word_type(1),
+           static_cast<void*>(all.data()), static_cast<int>(sizeof mine), word_type(1), comm.handle))
+    return true;  // the operation itself will say what is wrong
+  bool same = true;
+  for (const Told& other : all) same &= agree(all[0].contract, other.contract);
+  if (c.counts_kind == kPairCounts && same)
+    for (int a = 0; a < std::min(comm.size, kCounts); ++a)
+      for (int b = 0; b < std::min(comm.size, kCounts); ++b)
+        same &= all[a].contract.sends[b] == all[b].contract.receives[a];
+  if (same || !explain) return true;
+  std::vector<char> text(kFaultText);
+  explain(all.data(), comm.size, text.data(), kFaultText);
+  refusal = text.data();
+  return false;
 }
 
 bool Post::messages(Envelopes sends, Envelopes receives) {
@@ -406,7 +430,10 @@ void Post::matched(size_t i, int64_t source, int64_t tag) {
 
 using namespace mpigrad;
 
-MPIGRAD_EXPORT void mpigrad_set_guard(int on) { guarded = on; }
+MPIGRAD_EXPORT void mpigrad_set_guard(int on, void (*explainer)(const Told*, int, char*, int)) {
+  guarded = on;
+  explain = explainer;
+}
 
 // In a forked child: its slot is the parent's.
 MPIGRAD_EXPORT void mpigrad_forked() { forked = true; }

@@ -70,6 +70,7 @@ class Post {
   template <class Ready>
   bool wait(const Ready& ready);
   void count_messages(int64_t n);
+  bool agree_by_message(const Contract& c);
 
   bool owner_;  // not so where another thread is in an operation
   int64_t slot_;

@@ -47,6 +47,7 @@ CONTRACT = np.dtype(
         ("operation", f"S{NAME}"),
     )
 )
+TOLD = np.dtype([("contract", CONTRACT), ("site", f"S{TEXT}")])
 ENTRY = np.dtype(_numbers("id rank size sequence", ("contracts", CONTRACT, 2)))
 CHANNEL = np.dtype(_numbers("id peer tag sent posted received"))
 MESSAGE = np.dtype(_numbers("id site", ("operation", f"S{NAME}"), ("part", PART)))
@@ -100,7 +101,7 @@ class Board:
             return True
 
 
-def _view(address: int, dtype: np.dtype, count: int) -> Any:
+def view(address: int, dtype: np.dtype, count: int) -> Any:
     memory: Any = (ctypes.c_char * (dtype.itemsize * count)).from_address(address)
     return np.frombuffer(memory, dtype, count)
 
@@ -144,8 +145,8 @@ def share(lib: ctypes.CDLL) -> Board:
     namespace = os.stat("/proc/self/ns/pid").st_ino
     header = lib.mpigrad_use_board(memory, mine, len(host), world.rank, namespace)
     return Board(
-        _view(header, HEADER, 1).reshape(()),
-        _view(lib.mpigrad_slots(), SLOT, len(host)),
+        view(header, HEADER, 1).reshape(()),
+        view(lib.mpigrad_slots(), SLOT, len(host)),
         mine,
         lock,
     )

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mpigrad import board as b
-from mpigrad.guard.reading import Reader, layout, same_layout, words
+from mpigrad.guard.reading import Reader, contract_words, layout, same_layout, words
 
-__all__ = ["Finding", "diagnose", "grouped"]
+__all__ = ["Finding", "diagnose", "disagreement", "grouped"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,8 @@ class _Unknown(Exception):
     """Nothing can be said of this operation."""
 
 
+_DISAGREE = "the ranks do not agree"
+_PAIRS = "What a rank receives from another must be what that one sends to it."
 _ORDER = "Every rank of a communicator must call the same operations in the same order."
 
 
@@ -89,9 +91,7 @@ class _Wait:
             if remedy := _difference(mine, theirs):
                 self._disagree(number, remedy)
         if int(mine["counts_kind"]) == b.PAIR_COUNTS and not self._pairs_agree(number):
-            self._disagree(
-                number, "What a rank receives from another must be what that one sends to it."
-            )
+            self._disagree(number, _PAIRS)
 
     def _pairs_agree(self, number: int) -> bool:
         contracts = {
@@ -118,7 +118,7 @@ class _Wait:
                 lines.append((who, self.reader.contract(member.slot, contract)))
             else:
                 lines.append((who, "not there yet"))
-        return _Mismatch(tuple(sorted(lines, key=_rank_of)), "the ranks do not agree", remedy)
+        return _Mismatch(tuple(sorted(lines, key=_rank_of)), _DISAGREE, remedy)
 
     def _receives(self) -> None:
         me = int(self.entry["rank"])
@@ -259,6 +259,17 @@ def diagnose(slots: Any, gone: Callable[[int], str], now_ns: int) -> Finding | N
         text,
         all(w.polling for w in stuck.values()),
     )
+
+
+def disagreement(told: Any) -> str:
+    """The error where the members of a communicator, by rank, have told different contracts."""
+    lines = [
+        (f"rank {rank}", contract_words(t["contract"], words(t["site"])))
+        for rank, t in enumerate(told)
+    ]
+    first = told[0]["contract"]
+    remedies = [_difference(first, t["contract"]) for t in told]
+    return _mismatched(_Mismatch(tuple(lines), _DISAGREE, next((r for r in remedies if r), _PAIRS)))
 
 
 def _mismatched(m: _Mismatch) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import os
 import pathlib
@@ -17,6 +18,7 @@ from mpi4py import MPI
 
 from mpigrad import board as b
 from mpigrad.communicator import library
+from mpigrad.guard.diagnosis import disagreement
 from mpigrad.guard.settings import guarded, timeout_seconds
 from mpigrad.guard.watchdog import Watchdog
 
@@ -61,12 +63,19 @@ def install() -> None:
     seconds, lib = timeout_seconds(), library()
     board = _Process.board = b.share(lib)
     compare = MPI.COMM_WORLD.bcast(guarded())  # on all ranks or on none
-    lib.mpigrad_set_guard(int(compare))
+    lib.mpigrad_set_guard(int(compare), _explain)
     atexit.register(_finish)
     os.register_at_fork(after_in_child=_forked)
     if MPI.COMM_WORLD.size > 1:
         sys.excepthook = functools.partial(_end_all_ranks, sys.excepthook)
     Watchdog(board, seconds, compare, functools.partial(end_job, grace=_GRACE)).start()
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+def _explain(told: int, size: int, text: int, room: int) -> None:
+    """For native code: puts into `text` how the contracts at `told` differ."""
+    raw = disagreement(b.view(told, b.TOLD, size)).encode()[: room - 1]
+    ctypes.memmove(text, raw + bytes(1), len(raw) + 1)
 
 
 def _end_all_ranks(

@@ -54,6 +54,28 @@ def same_layout(x: Any, y: Any, free: int = 0) -> bool:
     )
 
 
+def contract_words(contract: Any, site: str) -> str:
+    """allreduce(op=SUM) of float32[3] at prog.py:12."""
+    terms = []
+    for i in range(int(contract["terms"])):
+        name, value = words(contract["names"][i]), int(contract["values"][i])
+        shown = str(value)
+        if name == "op" and 0 <= value < len(REDUCTIONS):
+            op = REDUCTIONS[value]
+            shown = next((known for known in _OPS if getattr(MPI, known) == op), shown)
+        terms.append(f"{name}={shown}")
+    n = int(contract["counts"])
+    if int(contract["counts_kind"]) == b.SAME_COUNTS:
+        terms.append(f"counts={_tuple(contract['sends'][:n])}")
+    elif int(contract["counts_kind"]) == b.PAIR_COUNTS:
+        terms.append(f"sendcounts={_tuple(contract['sends'][:n])}")
+        terms.append(f"recvcounts={_tuple(contract['receives'][:n])}")
+    arguments = f"({', '.join(terms)})" if terms else ""
+    array = layout(contract)
+    what = f"{words(contract['operation'])}{arguments}{' of ' if array else ''}{array}"
+    return f"{what} at {site}"
+
+
 def _channel_hash(identity: int, peer: int, tag: int) -> int:
     h = identity * 0x9E3779B97F4A7C15 & _WORD  # as in native/communication/guard.cc
     h ^= peer * 0xC2B2AE3D27D4EB4F & _WORD
@@ -127,28 +149,8 @@ class Reader:
         return f"rank {self.world(member.slot)}" if member else f"rank {rank} of its communicator"
 
     def contract(self, r: int, contract: Any) -> str:
-        """allreduce(op=SUM) of float32[3] at prog.py:12."""
-        terms = []
-        for name, value in zip(contract["names"], contract["values"], strict=True):
-            if len(terms) == int(contract["terms"]):
-                break
-            shown = str(int(value))
-            if words(name) == "op" and 0 <= int(value) < len(REDUCTIONS):
-                op = REDUCTIONS[int(value)]
-                shown = next((known for known in _OPS if getattr(MPI, known) == op), shown)
-            terms.append(f"{words(name)}={shown}")
-        n = int(contract["counts"])
-        if int(contract["counts_kind"]) == b.SAME_COUNTS:
-            terms.append(f"counts={_tuple(contract['sends'][:n])}")
-        elif int(contract["counts_kind"]) == b.PAIR_COUNTS:
-            terms.append(f"sendcounts={_tuple(contract['sends'][:n])}")
-            terms.append(f"recvcounts={_tuple(contract['receives'][:n])}")
-        arguments = f"({', '.join(terms)})" if terms else ""
-        array = layout(contract)
-        return (
-            f"{words(contract['operation'])}{arguments}{' of ' if array else ''}{array} at "
-            f"{self.site(r, int(contract['site']))}"
-        )
+        """The words of a contract of rank r."""
+        return contract_words(contract, self.site(r, int(contract["site"])))
 
     def operation(self, r: int) -> str:
         """The operation that rank r is in, or was in last."""
