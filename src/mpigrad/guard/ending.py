@@ -22,7 +22,7 @@ from mpigrad.guard.diagnosis import disagreement
 from mpigrad.guard.settings import guarded, timeout_seconds
 from mpigrad.guard.watchdog import Watchdog
 
-__all__ = ["end_job", "install"]
+__all__ = ["current_board", "end_job", "install"]
 
 _GRACE = 2.0  # seconds for others to say where they are, before the job is ended
 
@@ -32,6 +32,12 @@ class _Process:
 
     board: b.Board | None = None
     forked = False
+
+
+def current_board() -> b.Board:
+    """The board of this host."""
+    assert _Process.board is not None
+    return _Process.board
 
 
 def end_job(text: str, code: int = 1, grace: float = 0.0) -> None:

@@ -76,7 +76,7 @@ def contract_words(contract: Any, site: str) -> str:
     return f"{what} at {site}"
 
 
-def _channel_hash(identity: int, peer: int, tag: int) -> int:
+def channel_hash(identity: int, peer: int, tag: int) -> int:
     h = identity * 0x9E3779B97F4A7C15 & _WORD  # as in native/communication/guard.cc
     h ^= peer * 0xC2B2AE3D27D4EB4F & _WORD
     h ^= tag * 0x165667B19E3779F9 & _WORD
@@ -121,7 +121,7 @@ class Reader:
     def channel(self, r: int, identity: int, peer: int, tag: int) -> Any | None:
         """Rank r's counts of messages to and from `peer`."""
         channels = self.slots[r]["channels"]
-        start = _channel_hash(identity, peer, tag)
+        start = channel_hash(identity, peer, tag)
         for i in range(64):
             channel = channels[(start + i) % b.CHANNELS]
             if int(channel["id"]) == 0:
