@@ -17,8 +17,7 @@ using Cell = std::atomic<int64_t>;
 
 enum State : int64_t { kAbsent, kInPython, kInOperation, kEnded, kFailed };
 // What is known of an operation decides what can be proved about it.
-enum Kind : int64_t { kUnknown, kCollective, kMessagesOnly };
-enum CountsKind : int64_t { kNoCounts, kSameCounts, kPairCounts };
+enum OperationKind : int64_t { kUnknown, kCollective, kMessagesOnly };
 
 // What the members of a communicator agree on in one collective operation.
 struct Contract {
@@ -46,9 +45,10 @@ struct Entry {
 };
 
 // A message that an operation sends or receives; the peer is a rank of the communicator. It is
-// `awaited` where the operation does not end before its partner has come.
+// `awaited` where the operation does not end before its partner has come, and `counted` where it is
+// not the end of one that has begun before.
 struct Part {
-  int64_t peer, tag, ordinal, awaited, dtype, rank;
+  int64_t peer, tag, ordinal, awaited, counted, dtype, rank;
   int64_t dims[kDims];
 };
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "board.h"
 #include "mpi_runtime.h"
 #include "watch.h"
 
@@ -23,8 +24,9 @@ void (*explain)(const Told* told, int size, char* text, int room) = nullptr;
 const char* last_operation = nullptr;
 std::atomic<bool> forked{false};
 std::atomic<bool> busy{false};
-std::unique_ptr<Post> of_python;  // the call that Python itself makes, and what it calls
-thread_local int python_calls = 0;
+// This thread is in an operation: what it calls there, as a user's own operation does, is part of it.
+thread_local bool inside = false;
+thread_local std::vector<std::unique_ptr<Post>> of_python;  // calls that Python itself makes
 
 void copy_layout(const Layout& from, int64_t& dtype, int64_t& rank, int64_t* dims) {
   dtype = from.dtype;
@@ -110,7 +112,7 @@ const Message* find_message(const Slot& s, int64_t id, int64_t peer, int64_t tag
 bool wild(const Part& p) { return p.peer < 0 || p.tag < 0; }
 
 bool same_layout(const Part& a, const Part& b) {
-  return same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims);
+  return a.dtype == 0 || b.dtype == 0 || same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims);
 }
 
 // Whether some message has been handed over that a receive from anyone, or of any tag, may take.
@@ -224,8 +226,10 @@ std::string take_fault(When when, int64_t id) {
 
 Post::Post(const char* operation, int64_t slot, int64_t site, int64_t start_ns)
     : owner_(!forked.load(std::memory_order_relaxed) && !busy.load(std::memory_order_acquire)),
+      nested_(inside),
       slot_(slot) {
   if (!owner_) return;
+  inside = true;
   busy.store(true, std::memory_order_relaxed);  // two threads are told apart well enough
   Slot& mine = board.mine();
   add(mine.serial, 1);
@@ -240,7 +244,9 @@ Post::Post(const char* operation, int64_t slot, int64_t site, int64_t start_ns)
 void Post::end(int64_t end_ns) {
   if (!owner_) return;
   Slot& mine = board.mine();
-  if (get(mine.kind) == kMessagesOnly && refusal.empty()) {
+  if (get(mine.kind) == kMessagesOnly && !completes_) {
+    // What was posted is received by the operation that waits for it.
+  } else if (get(mine.kind) == kMessagesOnly && refusal.empty()) {
     const int64_t id = get(mine.entries[slot_].id);
     for (int64_t i = 0; i < std::min<int64_t>(get(mine.receives), kParts); ++i) {
       const Part& p = mine.receive[i];
@@ -256,11 +262,12 @@ void Post::end(int64_t end_ns) {
   put(mine.since_ns, end_ns);
   put(mine.state, kInPython);
   add(mine.serial, 1);
+  inside = false;
   busy.store(false, std::memory_order_release);
 }
 
 bool Post::allowed() {
-  if (owner_) return true;
+  if (owner_ || nested_) return true;
   refusal = forked.load(std::memory_order_relaxed)
                 ? "this process was forked from a rank, and is none itself: MPI knows the parent "
                   "only. Send messages from the rank, or start workers with multiprocessing's "
@@ -293,10 +300,11 @@ bool Post::wait(const Ready& ready) {
 }
 
 bool Post::collective(const Agreement& a) {
-  if (!allowed()) return false;
+  if (!owner_) return allowed();
   Slot& mine = board.mine();
-  put(mine.polling, guarded && all_on_board(slot_));
   Entry& e = mine.entries[slot_];
+  if (!get(e.id)) return true;  // nobody counts on it
+  put(mine.polling, guarded && all_on_board(slot_));
   if (get(mine.polling) && !(refusal = take_fault(When::begin, 0)).empty()) return false;
   const int64_t sequence = e.sequence.load(std::memory_order_relaxed) + 1;
   Contract& c = e.contracts[sequence % 2];
@@ -358,15 +366,15 @@ bool Post::agree_by_message(const Contract& c) {
   return false;
 }
 
-bool Post::messages(Envelopes sends, Envelopes receives) {
-  if (!allowed()) return false;
+bool Post::announce(Mails sends, Mails receives) {
+  if (!owner_) return allowed();
   Slot& mine = board.mine();
-  const int64_t id = get(mine.entries[slot_].id);
-  if (sends.count > kParts || receives.count > kParts) return true;  // unknown
+  const Entry& e = mine.entries[slot_];
+  const int64_t id = get(e.id);
   if (guarded && !(refusal = take_fault(When::begin, 0)).empty()) return false;
-  const auto write = [&](const Envelopes& list, Part* parts, Cell& count) {
+  const auto write = [&](const Mails& list, Part* parts, Cell& count) {
     int64_t n = 0;
-    for (const Envelope& m : list) {
+    for (const Mail& m : list) {
       if (m.peer == runtime.proc_null) continue;
       Part& p = parts[n++];
       p.peer = m.peer;
@@ -374,10 +382,13 @@ bool Post::messages(Envelopes sends, Envelopes receives) {
       copy_layout(m.layout, p.dtype, p.rank, p.dims);
       if (m.rows >= 0) p.dims[0] = m.rows;
       const bool out = parts == mine.send;
-      p.awaited = !out || m.layout.bytes > kEager;
-      Channel* c = wild(p) ? nullptr : my_channel(id, p.peer, p.tag);
-      p.ordinal = c ? get(out ? c->sent : c->posted) + 1 : 0;
-      for (int64_t i = 0; i + 1 < n; ++i)  // several at once with one partner
+      // To itself a rank sends without waiting.
+      p.awaited = completes_ && (!out || (m.layout.bytes > kEager && m.peer != e.rank));
+      p.counted = m.number == 0;
+      p.ordinal = m.number;
+      Channel* c = wild(p) || !p.counted ? nullptr : my_channel(id, p.peer, p.tag);
+      if (c) p.ordinal = get(out ? c->sent : c->posted) + 1;
+      for (int64_t i = 0; c && i + 1 < n; ++i)  // several at once with one partner
         if (parts[i].peer == p.peer && parts[i].tag == p.tag) p.ordinal = parts[i].ordinal + 1;
     }
     put(count, n);
@@ -385,9 +396,18 @@ bool Post::messages(Envelopes sends, Envelopes receives) {
   // First the operation, then its messages: who sees a message sees what it belongs to.
   write(receives, mine.receive, mine.receives);
   write(sends, mine.send, mine.sends);
-  put(mine.polling, guarded);
+  put(mine.polling, guarded && completes_);
   put(mine.kind, kMessagesOnly);
   count_messages(1);
+  return true;
+}
+
+bool Post::messages(Mails sends, Mails receives) {
+  Slot& mine = board.mine();
+  if (!owner_ || sends.count > kParts || receives.count > kParts ||
+      !get(mine.entries[slot_].id))
+    return allowed();  // nobody counts them
+  if (!announce(sends, receives)) return false;
   if (!guarded) return true;
   const int64_t me = mine.entries[slot_].rank;
   const bool met = wait([&] { return Exchange(slot_).possible(me); });
@@ -395,27 +415,41 @@ bool Post::messages(Envelopes sends, Envelopes receives) {
   return met;
 }
 
+bool Post::post(Mails sends, Mails receives) {
+  completes_ = false;
+  return owner_ && get(board.mine().entries[slot_].id) ? announce(sends, receives) : allowed();
+}
+
+int64_t Post::number_sent() const {
+  return get(board.mine().sends) ? board.mine().send[0].ordinal : 0;
+}
+int64_t Post::number_received() const {
+  return get(board.mine().receives) ? board.mine().receive[0].ordinal : 0;
+}
+
 void Post::count_messages(int64_t n) {
   Slot& mine = board.mine();
   const int64_t id = get(mine.entries[slot_].id);
-  for (int64_t i = 0; i < get(mine.receives); ++i)
-    if (const Part& p = mine.receive[i]; !wild(p))
-      if (Channel* c = my_channel(id, p.peer, p.tag)) add(c->posted, n);
+  for (int64_t i = 0; i < get(mine.receives); ++i) {
+    const Part& p = mine.receive[i];
+    if (wild(p) || !p.counted) continue;
+    if (Channel* c = my_channel(id, p.peer, p.tag)) add(c->posted, n);
+  }
   for (int64_t i = 0; i < get(mine.sends); ++i) {
     const Part& p = mine.send[i];
-    Channel* c = my_channel(id, p.peer, p.tag);
-    if (c && n > 0) {
+    Channel* c = p.counted ? my_channel(id, p.peer, p.tag) : nullptr;
+    if (!c) continue;
+    if (n > 0) {
       Message& note = mine.message[get(mine.messages) % kMessages];
       put(note.id, 0);
       note.site = get(mine.site);
       std::memcpy(note.operation, mine.operation, kName);
       note.part = p;
       put(note.id, id);
-      add(mine.messages, 1);
     }
-    if (c) add(c->sent, n);
+    add(mine.messages, n);
+    add(c->sent, n);
   }
-  if (n < 0) add(mine.messages, -get(mine.sends));
 }
 
 void Post::matched(size_t i, int64_t source, int64_t tag) {
@@ -442,15 +476,10 @@ MPIGRAD_EXPORT void mpigrad_forked() { forked = true; }
 // Returns nullptr or why it is refused.
 MPIGRAD_EXPORT const char* mpigrad_begin(const char* operation, int64_t slot, int64_t site) {
   static std::string refusal;
-  if (python_calls > 0) {
-    ++python_calls;
-    return nullptr;
-  }
   auto post = std::make_unique<Post>(operation, slot, site, now_ns());
   last_operation = nullptr;  // a text of Python's, which may be another at the same place
   if (slot < 0 ? post->allowed() : post->collective({})) {
-    of_python = std::move(post);
-    python_calls = 1;
+    of_python.push_back(std::move(post));
     return nullptr;
   }
   refusal = post->refusal;
@@ -459,7 +488,6 @@ MPIGRAD_EXPORT const char* mpigrad_begin(const char* operation, int64_t slot, in
 }
 
 MPIGRAD_EXPORT void mpigrad_end() {
-  if (--python_calls > 0) return;
-  of_python->end(now_ns());
-  of_python.reset();
+  of_python.back()->end(now_ns());
+  of_python.pop_back();
 }

@@ -2,12 +2,16 @@
 // its partners announce before MPI is called.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <initializer_list>
 #include <string>
 
-#include "board.h"
-
 namespace mpigrad {
+
+struct Contract;
+
+enum CountsKind : int64_t { kNoCounts, kSameCounts, kPairCounts };
 
 // A number that all members must give alike: {"root", 0}.
 struct Term {
@@ -34,18 +38,19 @@ struct Agreement {
   List sends = {}, receives = {};
 };
 
-// A message to or from `peer`: the whole array, or some of its rows.
-struct Envelope {
+// A message to or from `peer`: the whole array, or some of its rows. Where an earlier operation has
+// posted it, and this one completes it, `number` is what Post::number gave there.
+struct Mail {
   int64_t peer, tag;
   Layout layout;
-  int64_t rows = -1;
+  int64_t rows = -1, number = 0;
 };
 
-struct Envelopes {
-  const Envelope* first;
+struct Mails {
+  const Mail* first;
   size_t count;
-  const Envelope* begin() const { return first; }
-  const Envelope* end() const { return first + count; }
+  const Mail* begin() const { return first; }
+  const Mail* end() const { return first + count; }
 };
 
 // The methods return whether the operation may begin. Where not, `refusal` says why, in the same
@@ -60,7 +65,10 @@ class Post {
   void end(int64_t end_ns);
 
   bool collective(const Agreement& agreement);
-  bool messages(Envelopes sends, Envelopes receives);
+  bool messages(Mails sends, Mails receives);
+  // Posts messages without waiting for them; their numbers are for the operation that does.
+  bool post(Mails sends, Mails receives);
+  int64_t number_sent() const, number_received() const;
   // The actual sender of receive number `i`, where it named none.
   void matched(size_t i, int64_t source, int64_t tag);
   // Whether operations may begin here at all.
@@ -72,7 +80,11 @@ class Post {
   void count_messages(int64_t n);
   bool agree_by_message(const Contract& c);
 
-  bool owner_;  // not so where another thread is in an operation
+  bool announce(Mails sends, Mails receives);
+
+  bool owner_;   // not so where another operation is under way
+  bool nested_;  // in this thread
+  bool completes_ = true;
   int64_t slot_;
 };
 

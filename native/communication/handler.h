@@ -48,7 +48,7 @@ inline Layout layout_of(const Buffer& x) {
 }
 
 // A message to or from `peer`: the whole of x, or some of its rows.
-inline Envelope envelope(int64_t peer, int64_t tag, const Buffer& x, int64_t rows = -1) {
+inline Mail mail(int64_t peer, int64_t tag, const Buffer& x, int64_t rows = -1) {
   return {peer, tag, layout_of(x), rows};
 }
 
@@ -57,7 +57,7 @@ inline Envelope envelope(int64_t peer, int64_t tag, const Buffer& x, int64_t row
 //
 // Before it calls MPI a handler says what it is about to do, and gives up where that is refused:
 //     if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
-//     if (ffi::Error e = c.messages({envelope(dest, tag, x)}, {}); e.failure()) return e;
+//     if (ffi::Error e = c.messages({mail(dest, tag, x)}, {}); e.failure()) return e;
 struct Call {
   const char* operation;
   const Communicator& comm;
@@ -97,11 +97,16 @@ struct Call {
   }
   // Messages of which each meets its partner's: those sent, those received. A receive that names
   // no source or no tag is to be followed by post.matched(its number, source, tag).
-  template <class Sends = std::initializer_list<Envelope>,
-            class Receives = std::initializer_list<Envelope>>
+  template <class Sends = std::initializer_list<Mail>,
+            class Receives = std::initializer_list<Mail>>
   ffi::Error messages(const Sends& sends, const Receives& receives) const {
     return success_if(post.messages({std::data(sends), std::size(sends)},
                                 {std::data(receives), std::size(receives)}));
+  }
+  // Messages that are posted here, and that another operation waits for.
+  ffi::Error posts(std::initializer_list<Mail> sends, std::initializer_list<Mail> receives) const {
+    return success_if(
+        post.post({std::data(sends), sends.size()}, {std::data(receives), receives.size()}));
   }
 
   ffi::Error fail(const std::string& what) const {

@@ -6,7 +6,7 @@ namespace {
 
 ffi::Error send(Token, Buffer x, TokenOut, int64_t comm, int64_t site, int64_t dest, int64_t tag) {
   const Call c("send", comm, site, x.size_bytes(), dest);
-  if (ffi::Error e = c.messages({envelope(dest, tag, x)}, {}); e.failure()) return e;
+  if (ffi::Error e = c.messages({mail(dest, tag, x)}, {}); e.failure()) return e;
   const Words in(x);
   return c.done(call(runtime.mpi.Send, static_cast<const void*>(in.data),
                      static_cast<int>(in.count), in.type, static_cast<int>(dest),
@@ -16,7 +16,7 @@ ffi::Error send(Token, Buffer x, TokenOut, int64_t comm, int64_t site, int64_t d
 ffi::Error recv(Token, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t source,
                 int64_t tag) {
   const Call c("recv", comm, site, 0, source);
-  if (ffi::Error e = c.messages({}, {envelope(source, tag, *y)}); e.failure()) return e;
+  if (ffi::Error e = c.messages({}, {mail(source, tag, *y)}); e.failure()) return e;
   const Words out(*y);
   if (source == runtime.proc_null) {
     std::memset(out.data, 0, y->size_bytes());
@@ -33,7 +33,7 @@ ffi::Error recv(Token, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_
 ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                     int64_t dest, int64_t sendtag, int64_t source, int64_t recvtag) {
   const Call c("sendrecv", comm, site, x.size_bytes(), source);
-  if (ffi::Error e = c.messages({envelope(dest, sendtag, x)}, {envelope(source, recvtag, *y)});
+  if (ffi::Error e = c.messages({mail(dest, sendtag, x)}, {mail(source, recvtag, *y)});
       e.failure())
     return e;
   const Words in(x), out(*y);
@@ -56,10 +56,10 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
                               int64_t tag, Integers neighbors, Integers sendcounts,
                               Integers recvcounts, int64_t row_words) {
   const Call c("neighbor_alltoallv", comm, site, x.size_bytes());
-  std::vector<Envelope> to_neighbors, from_neighbors;
+  std::vector<Mail> to_neighbors, from_neighbors;
   for (size_t i = 0; i < neighbors.size(); ++i) {
-    if (sendcounts[i]) to_neighbors.push_back(envelope(neighbors[i], tag, x, sendcounts[i]));
-    if (recvcounts[i]) from_neighbors.push_back(envelope(neighbors[i], tag, *y, recvcounts[i]));
+    if (sendcounts[i]) to_neighbors.push_back(mail(neighbors[i], tag, x, sendcounts[i]));
+    if (recvcounts[i]) from_neighbors.push_back(mail(neighbors[i], tag, *y, recvcounts[i]));
   }
   if (ffi::Error e = c.messages(to_neighbors, from_neighbors); e.failure()) return e;
   const Words in(x), out(*y);

@@ -139,7 +139,7 @@ class _Wait:
                 self.needs.append(frozenset(slots))
                 continue
             message = self.reader.message(slots[0], self.identity, me, tag, int(part["ordinal"]))
-            if message is None or same_layout(message["part"], part) or not self.polling:
+            if message is None or not self.polling or _fits(message["part"], part):
                 self._together(slots[0], "send", me, part)
                 continue
             self.needs.append(frozenset())
@@ -196,6 +196,11 @@ class _Wait:
             if any(int(p["peer"]) < 0 or int(p["tag"]) < 0 for p in receives):
                 continue
             self.needs.append(frozenset({member.slot}))
+
+
+def _fits(sent: Any, expected: Any) -> bool:
+    known = int(sent["dtype"]) and int(expected["dtype"])
+    return not known or same_layout(sent, expected)
 
 
 def _difference(x: Any, y: Any) -> str:
