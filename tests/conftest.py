@@ -15,10 +15,14 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
 from mpi4py import MPI
 
 import mpigrad
 from mpigrad.communicator import Communicator, default
+
+# Shapes and dtypes that annotations of the problems promise are checked in every call.
+install_import_hook("mpigrad.problems", "beartype.beartype")
 
 jax.config.update("jax_enable_x64", True)
 assert mpigrad.__version__
