@@ -236,8 +236,8 @@ def allreduce(x: Any, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | Non
         MPI.MAXLOC and MPI.MINLOC (the same dtypes) return a pair: the value, and the rank that
         holds it (int32; the lowest one of ties), which the derivative follows.
 
-        MPI.LAND, LOR and LXOR (bool, integers), and BAND, BOR and BXOR (integers) have no
-        derivative.
+        MPI.LAND, LOR and LXOR (bool; of integers the result is 0 or 1), and BAND, BOR and BXOR
+        (integers) have no derivative.
 
     Returns
     -------

@@ -111,6 +111,9 @@ _OPS: tuple[tuple[MPI.Op, str, tuple[str, str, str]], ...] = (
 )
 
 
+_LOGICAL = (MPI.LAND, MPI.LOR, MPI.LXOR)
+
+
 def check_op(operation: str, x: Any, op: MPI.Op | Reduction) -> None:
     """Refuse reductions that are not known, and dtypes that they do not know."""
     if isinstance(op, Reduction):
@@ -185,6 +188,8 @@ def reduced(
         slot = REDUCTIONS.index(op)
 
         def message(leaf: Any) -> Any:
+            if op in _LOGICAL and leaf.dtype != bool:  # MPI returns a single operand as it is
+                leaf = (leaf != 0).astype(leaf.dtype)
             if op == MPI.SUM or not is_differentiable(leaf.dtype):
                 return primitive.bind(leaf, a, op=slot, **where, **params)[0]
             if nonlinear is not None:

@@ -203,9 +203,8 @@ def reduce_scatterv(
     own = numbers[comm.rank]
 
     def move(leaf: Any, a: Any, **where: int) -> Any:
-        back = (own,) * comm.size
-        rows = alltoallv_p.bind(leaf, a, sendcounts=numbers, recvcounts=back, **where)[0]
-        return rows
+        mine = (own,) * comm.size
+        return alltoallv_p.bind(leaf, a, sendcounts=numbers, recvcounts=mine, **where)[0]
 
     return reduced(
         reduce_scatterv_p,
