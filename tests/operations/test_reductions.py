@@ -37,11 +37,9 @@ def test_ties_share_the_derivative(op: MPI.Op, comm: Communicator) -> None:
     x = jnp.array([3.0, comm.rank, 1.0 if comm.rank else 2.0])
     gradient = mg.grad(lambda x: jnp.sum(mg.allreduce(x, op)) / comm.size)(x)
     first, last = comm.rank == 0, comm.rank == comm.size - 1
-    alone, others = float(first), (not first) / max(comm.size - 1, 1)
-    if op == MPI.MAX:
-        close(gradient, [1 / comm.size, float(last), alone])
-    else:
-        close(gradient, [1 / comm.size, float(first), others if comm.size > 1 else 1.0])
+    others = 1.0 if comm.size == 1 else (not first) / (comm.size - 1)
+    expected = (last, first) if op == MPI.MAX else (first, others)
+    close(gradient, np.array([1 / comm.size, *expected]))
 
 
 def test_values_and_the_ranks_that_hold_them(comm: Communicator) -> None:
