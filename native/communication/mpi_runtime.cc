@@ -85,8 +85,9 @@ MPIGRAD_EXPORT const char* mpigrad_start(const char* library, int handle_bytes, 
 
 MPIGRAD_EXPORT int mpigrad_communicator_limit() { return mpigrad::kCommunicators; }
 
-MPIGRAD_EXPORT void mpigrad_set_communicator(int64_t slot, int64_t handle, int rank, int size) {
-  mpigrad::communicators[slot] = {{handle}, rank, size};
+MPIGRAD_EXPORT void mpigrad_set_communicator(int64_t slot, int64_t handle, int64_t reversed,
+                                             int rank, int size) {
+  mpigrad::communicators[slot] = {{handle}, {reversed}, rank, size};
 }
 
 MPIGRAD_EXPORT void mpigrad_set_reduction(int64_t slot, int64_t handle) {

@@ -28,7 +28,7 @@ struct Status {
   X(Abort) X(Allgather) X(Allgatherv) X(Allreduce) X(Alltoall) X(Alltoallv) \
   X(Barrier) X(Bcast) X(Error_string) X(Exscan) X(Gather) X(Gatherv) \
   X(Get_count) X(Iprobe) X(Irecv) X(Isend) X(Mprobe) X(Mrecv) \
-  X(Probe) X(Recv) X(Reduce) X(Reduce_scatter_block) X(Scan) X(Scatter) \
+  X(Probe) X(Recv) X(Reduce) X(Reduce_scatter) X(Reduce_scatter_block) X(Scan) X(Scatter) \
   X(Scatterv) X(Send) X(Sendrecv) X(Test) X(Wait) X(Waitall) \
   X(Win_allocate) X(Win_create) X(Win_fence) X(Win_free) X(Put) X(Get) \
   X(Accumulate)
@@ -41,6 +41,7 @@ struct Functions {
 
 struct Communicator {
   Handle handle;
+  Handle reversed;  // of the same ranks in reversed order, for the adjoints of scans
   int rank = 0, size = 1;
 };
 

@@ -44,6 +44,7 @@ def mpi_library_path() -> str:
 
 # XLA's numbers of element types (xla_data.proto), the dtypes that MPI can do arithmetic with.
 _ARITHMETIC = {
+    "bool": (1, MPI.C_BOOL),
     "int8": (2, MPI.INT8_T),
     "int16": (3, MPI.INT16_T),
     "int32": (4, MPI.INT32_T),
@@ -61,7 +62,10 @@ ARITHMETIC_DTYPES = frozenset(_ARITHMETIC)
 MAX_COUNT = 2**31 - 1  # MPI-3 counts are C ints
 
 # Reductions by slot: programs name slots, so that no handle is compiled into them.
-REDUCTIONS = (MPI.SUM,)
+REDUCTIONS = (
+    *(MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN),
+    *(MPI.LAND, MPI.LOR, MPI.LXOR, MPI.BAND, MPI.BOR, MPI.BXOR),
+)
 SUM = REDUCTIONS.index(MPI.SUM)
 
 
@@ -83,6 +87,7 @@ def library() -> ctypes.CDLL:
     lib.mpigrad_start.restype = ctypes.c_char_p
     lib.mpigrad_start.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int]
     lib.mpigrad_set_communicator.argtypes = [
+        ctypes.c_int64,
         ctypes.c_int64,
         ctypes.c_int64,
         ctypes.c_int,
@@ -204,9 +209,14 @@ class Communicator:
         self.mpi = WatchedComm(WatchedComm(mpi_comm).Dup())
         self.mpi.Set_errhandler(MPI.ERRORS_RETURN)  # errors come back with rank and source line
         self.rank, self.size = self.mpi.rank, self.mpi.size
+        # The adjoint of a scan runs from the last rank to the first, as a scan on this one.
+        self._reversed = self.mpi.Split(0, -self.rank)
+        self._reversed.Set_errhandler(MPI.ERRORS_RETURN)
         self.slot = Communicator._next_slot
         Communicator._next_slot += 1
-        lib.mpigrad_set_communicator(self.slot, self.mpi.handle, self.rank, self.size)
+        lib.mpigrad_set_communicator(
+            self.slot, self.mpi.handle, self._reversed.handle, self.rank, self.size
+        )
 
     def split(self, color: int, key: int = 0) -> Communicator:
         """The communicator of the ranks with the same `color`, ordered by `key` (collective)."""

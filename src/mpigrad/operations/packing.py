@@ -10,7 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["array", "over_leaves", "over_packed"]
+from mpigrad.communicator import Communicator
+from mpigrad.operations._jax_compat import Primitive
+from mpigrad.operations.activity import carrier
+from mpigrad.operations.sites import call_site
+
+__all__ = ["array", "over_leaves", "over_packed", "packed"]
 
 
 def array(leaf: Any) -> Any:
@@ -58,3 +63,19 @@ def over_packed(
             part = jax.lax.slice_in_dim(packed, int(start), int(end), axis=after)
             results[i] = part.reshape(*packed.shape[:after], *leaves[i].shape[before:])
     return jax.tree.unflatten(structure, results)
+
+
+def packed(
+    primitive: Primitive,
+    x: Any,
+    comm: Communicator,
+    leading: tuple[int, int] = (0, 0),
+    **params: Any,
+) -> Any:
+    """The messages of `primitive`, one for each dtype of the pytree `x`."""
+    site, a = call_site(), carrier()
+    return over_packed(
+        lambda leaf: primitive.bind(leaf, a, comm=comm.slot, site=site, **params)[0],
+        x,
+        leading=leading,
+    )
