@@ -18,6 +18,7 @@ if not in_command():
     from mpigrad import guard as _guard
     from mpigrad.communicator import Communicator
     from mpigrad.communicator import default as _default
+    from mpigrad.custom_rules import custom_jvp, custom_vjp
     from mpigrad.operations import (
         _jax_compat,
         allreduce,
@@ -45,6 +46,8 @@ __all__ = [
     "assert_replicated",
     "barrier",
     "bcast",
+    "custom_jvp",
+    "custom_vjp",
     "dot_test",
     "gather",
     "grad",

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import ad_checkpoint, core, effects, pjit
+from jax._src import ad_checkpoint, core, custom_derivatives, effects, linear_util, pjit
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.control_flow import conditionals, loops
@@ -40,10 +40,12 @@ __all__ = [
     "install_repairs",
     "is_top_level",
     "lower_in_token_region",
+    "lower_to_nothing",
     "lowering",
     "make_effectful",
     "mlir",
     "set_linearization",
+    "surround_custom_rules",
     "tangent_aval",
     "visible",
 ]
@@ -155,6 +157,12 @@ def lowering(
     return rule
 
 
+def lower_to_nothing(ctx: Any, *operands: Any) -> list[Any]:
+    """Lowering of an effectful primitive that does nothing: the token goes past it."""
+    ctx.set_tokens_out(mlir.TokenSet({effect: ctx.tokens_in.get(effect)}))
+    return []
+
+
 def lower_in_token_region(
     enter: str, leave: str, turn_aval: ShapedArray
 ) -> Callable[..., Sequence[Any]]:
@@ -261,6 +269,41 @@ def install_repairs() -> None:
     )
     _repair(loops.scan_p, lambda p: p["jaxpr"].jaxpr.effects)
     _repair(pjit.jit_p, lambda p: p["jaxpr"].jaxpr.effects)
+
+
+# ---- rules of jax.custom_jvp and jax.custom_vjp ----
+
+
+@linear_util.transformation2
+def _inside(f: Callable[..., Any], around: Callable[[], Any], *args: Any) -> Any:
+    with around():
+        return f(*args)
+
+
+def surround_custom_rules(
+    function: Callable[[], Any], jvp_rule: Callable[[], Any], vjp_rule: Callable[[], Any]
+) -> None:
+    """Run the parts of jax.custom_jvp and jax.custom_vjp in these contexts.
+
+    `function`: the function itself; `jvp_rule`, and of custom_vjp the backward rule.
+    """
+    rules = {
+        custom_derivatives.custom_jvp_call_p: (function, jvp_rule),
+        custom_derivatives.custom_vjp_call_p: (function, None, vjp_rule),
+    }
+    for primitive, contexts in rules.items():
+        bind = primitive.bind_with_trace
+
+        def surrounded(
+            trace: Any, args: Any, avals: Any, params: Any, /, bind=bind, contexts=contexts
+        ) -> Any:
+            parts = tuple(
+                part if context is None else _inside(part, context)
+                for part, context in zip(params["subfuns"], contexts, strict=True)
+            )
+            return bind(trace, args, avals, {**params, "subfuns": parts})
+
+        primitive.bind_with_trace = surrounded
 
 
 # ---- the CPU client ----
