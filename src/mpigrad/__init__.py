@@ -19,6 +19,7 @@ if not in_command():
     from mpigrad.communicator import Communicator
     from mpigrad.communicator import default as _default
     from mpigrad.custom_rules import custom_jvp, custom_vjp
+    from mpigrad.jacobians import jacobian
     from mpigrad.operations import (
         _jax_compat,
         allreduce,
@@ -51,6 +52,7 @@ __all__ = [
     "dot_test",
     "gather",
     "grad",
+    "jacobian",
     "jit",
     "jvp",
     "linearize",

@@ -366,7 +366,7 @@ class _LeftOut(Communicator):
     def __getattr__(self, name: str) -> Any:
         if name in Communicator.__annotations__:
             raise ValueError(
-                f"mpigrad: rank {default().rank} of {default().size} was left out of this "
+                f"rank {default().rank} of {default().size} was left out of this "
                 "communicator (split with color None, or a grid with fewer places than ranks): "
                 "only its members call operations on it; write `if comm: ...`"
             )

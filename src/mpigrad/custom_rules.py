@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.operations._jax_compat import tangent_aval
-from mpigrad.operations.activity import active, anchor, carrier, nought, outside_rules
+from mpigrad.operations.activity import active, anchor, nought, outer_carrier, outside_rules
 
 __all__ = ["custom_jvp", "custom_vjp"]
 
@@ -84,7 +84,7 @@ class custom_vjp(_WithCarrier):
         self._call.defvjp(forward, backward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out, link = self._call(carrier(), *self._arguments(args, kwargs))
+        out, link = self._call(outer_carrier(), *self._arguments(args, kwargs))
         anchor(link)
         return out
 
@@ -131,7 +131,7 @@ class custom_jvp(_WithCarrier):
         return rule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(carrier(), *self._arguments(args, kwargs))
+        return self._call(outer_carrier(), *self._arguments(args, kwargs))
 
 
 def _linked(x: Any, tangent: Any, ta: Any) -> Any:

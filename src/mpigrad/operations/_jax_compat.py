@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax._src import ad_checkpoint, core, custom_derivatives, effects, linear_util, pjit
 from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.control_flow import conditionals, loops
 from jax._src.xla_bridge import backends_are_initialized
@@ -38,6 +39,7 @@ __all__ = [
     "constants_as_operands",
     "effect",
     "install_repairs",
+    "is_batched",
     "is_top_level",
     "lower_in_token_region",
     "lower_to_nothing",
@@ -100,6 +102,11 @@ def tangent_aval(x: Any) -> Any:
 def is_top_level() -> bool:
     """No transformation and no trace is active."""
     return core.trace_ctx.is_top_level()
+
+
+def is_batched(x: Any) -> bool:
+    """Whether `x` is an operand of the enclosing `vmap` with its axis."""
+    return isinstance(x, _batching.BatchTracer)
 
 
 def visible(tracer: Any) -> bool:
@@ -269,6 +276,18 @@ def install_repairs() -> None:
     )
     _repair(loops.scan_p, lambda p: p["jaxpr"].jaxpr.effects)
     _repair(pjit.jit_p, lambda p: p["jaxpr"].jaxpr.effects)
+    _rules[loops.while_p] = functools.partial(_partial_while, _rules[loops.while_p])
+
+
+def _partial_while(plain: Callable[..., Any], trace: Any, *tracers: Any, **params: Any) -> Any:
+    kinds = params["cond_jaxpr"].jaxpr.effects | params["body_jaxpr"].jaxpr.effects
+    if _has_messages(kinds) and not all(t.is_known() for t in tracers):
+        raise ValueError(
+            "a while_loop (or a fori_loop whose bounds are traced) with messages can't be "
+            "differentiated in reverse mode, nor by linearize. Use jax.lax.scan, or a fori_loop "
+            "with constant bounds; jvp and jacobian(mode='forward') take it as it is."
+        )
+    return plain(trace, *tracers, **params)
 
 
 # ---- rules of jax.custom_jvp and jax.custom_vjp ----

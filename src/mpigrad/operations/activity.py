@@ -29,6 +29,7 @@ __all__ = [
     "carrier",
     "no_messages",
     "nought",
+    "outer_carrier",
     "outside_rules",
     "with_carrier",
     "without_carriers",
@@ -46,9 +47,14 @@ _refusal = jax.make_user_context(None)
 
 
 def carrier() -> Any:
-    """The carrier of the innermost enclosing transformation, or a constant."""
+    """The carrier of a message that stands here; an error where none may."""
     if _refusal.value is not None:
         raise ValueError(f"{describe(call_site())}: {_refusal.value}")
+    return outer_carrier()
+
+
+def outer_carrier() -> Any:
+    """The carrier of the innermost enclosing transformation, or a constant."""
     for key in reversed(_context.value):
         if visible(_carriers[key]):
             return _carriers[key]
@@ -101,7 +107,7 @@ def with_carrier(f: Callable[..., Any]) -> Callable[..., Any]:
     """f(*args) as g(c, *args), in which every message depends on c (with derivative zero)."""
 
     def g(c: Any, *args: Any, **kwargs: Any) -> Any:
-        with active(c + carrier()):
+        with active(c + outer_carrier()):
             return f(*args, **kwargs)
 
     return g
