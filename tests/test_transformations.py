@@ -193,3 +193,13 @@ def test_errors_inside_a_jitted_program_leave_it_usable(comm: Communicator) -> N
     with pytest.raises(TypeError):
         mg.jit(lambda x: x + "text")(1.0)
     assert float(mg.allreduce(1.0)) == comm.size
+
+
+def test_vmap_of_a_bare_pull_back_is_refused(comm: Communicator) -> None:
+    cts = jnp.arange(2.0)
+    f = lambda x: jnp.sum(mg.allreduce(x))
+    back = mg.vjp(f, jnp.ones(3))[1]
+    with pytest.raises(ValueError, match="Put vjp inside"):
+        mg.vmap(back)(cts)
+    got = mg.vmap(lambda ct: mg.vjp(f, jnp.ones(3))[1](ct)[0])(cts)
+    close(got, comm.size * cts[:, None] * jnp.ones(3))

@@ -18,6 +18,8 @@ if not in_command():
     from mpigrad import guard as _guard
     from mpigrad.communicator import Communicator
     from mpigrad.communicator import default as _default
+    from mpigrad.custom_rules import custom_jvp, custom_vjp
+    from mpigrad.jacobians import jacobian
     from mpigrad.operations import (
         _jax_compat,
         allgather,
@@ -60,11 +62,14 @@ __all__ = [
     "assert_replicated",
     "barrier",
     "bcast",
+    "custom_jvp",
+    "custom_vjp",
     "dot_test",
     "exscan",
     "gather",
     "gatherv",
     "grad",
+    "jacobian",
     "jit",
     "jvp",
     "linearize",

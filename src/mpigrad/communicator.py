@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import pathlib
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, cast
 
+import jax
 import numpy as np
 from mpi4py import MPI
 
-__all__ = ["Communicator", "communication_seconds", "default", "native_library"]
+__all__ = ["Cartesian", "Communicator", "communication_seconds", "default", "native_library"]
 
 
 def native_library(name: str) -> ctypes.CDLL | None:
@@ -174,6 +176,9 @@ for _name in (
 class Communicator:
     """A group of ranks with a private message space.
 
+    As a context manager it is the default communicator of the operations inside:
+    `with comm: mpigrad.allreduce(x)`. What is compiled for one default is not used for another.
+
     Parameters
     ----------
     mpi_comm
@@ -189,15 +194,15 @@ class Communicator:
     _next_slot = 0
 
     def __init__(self, mpi_comm: MPI.Intracomm) -> None:
-        if not isinstance(mpi_comm, MPI.Intracomm):
-            raise TypeError(
-                "mpigrad.Communicator takes an intra-communicator of mpi4py, "
-                f"not {type(mpi_comm).__name__}"
-            )
         if mpi_comm == MPI.COMM_NULL:
             raise ValueError(
                 "mpigrad.Communicator: this rank is not a member (MPI.COMM_NULL); "
                 "make the communicator on member ranks only"
+            )
+        if not isinstance(mpi_comm, MPI.Intracomm):
+            raise TypeError(
+                "mpigrad.Communicator takes an intra-communicator of mpi4py, "
+                f"not {type(mpi_comm).__name__}"
             )
         lib = library()
         limit = lib.mpigrad_communicator_limit()
@@ -218,26 +223,186 @@ class Communicator:
             self.slot, self.mpi.handle, self._reversed.handle, self.rank, self.size
         )
 
-    def split(self, color: int, key: int = 0) -> Communicator:
-        """The communicator of the ranks with the same `color`, ordered by `key` (collective)."""
-        parts = cast(MPI.Intracomm, self.mpi.Split(color, key))
-        try:
-            return Communicator(parts)
-        finally:
-            parts.Free()
+    def split(self, color: int | None, key: int = 0) -> Communicator:
+        """The communicator of the ranks with the same `color`, ordered by `key` (collective).
+
+        On ranks that give None (or MPI.UNDEFINED) the result is false (`if part: ...`), has size
+        0, and is refused by every operation.
+        """
+        with self._part(color, key) as part:
+            return Communicator(part) if part else _LeftOut()
 
     def dup(self) -> Communicator:
         """A communicator of the same ranks with its own message space (collective)."""
         return Communicator(self.mpi)
 
+    def cartesian(
+        self, dims: Sequence[int], periods: bool | Sequence[bool] = False
+    ) -> Cartesian | Communicator:
+        """The ranks in a grid of shape `dims` (collective).
+
+        Parameters
+        ----------
+        dims
+            Ranks along each axis; where it is 0, MPI chooses. The last axis varies fastest.
+        periods
+            Whether each axis is a ring (one value: all of them).
+
+        Returns
+        -------
+        A `Cartesian`; on ranks that find no place in the grid, what `split` gives ranks that are
+        left out.
+        """
+        shape = [int(n) for n in dims]
+        if not shape or min(shape) < 0:
+            raise ValueError(f"cartesian: dims={tuple(dims)} must be positive, or 0 to choose")
+        fixed = math.prod(n for n in shape if n)
+        if 0 in shape and self.size % fixed:
+            raise ValueError(
+                f"cartesian: dims={tuple(dims)}: {self.size} ranks can't be divided by {fixed}"
+            )
+        if 0 in shape:
+            shape = MPI.Compute_dims(self.size, shape)
+        if math.prod(shape) > self.size:
+            raise ValueError(
+                f"cartesian: dims={tuple(dims)} need {math.prod(shape)} ranks, "
+                f"and there are {self.size}"
+            )
+        rings = [bool(periods)] * len(shape) if isinstance(periods, int) else list(periods)
+        if len(rings) != len(shape):
+            raise ValueError(
+                f"cartesian: {len(rings)} periods for {len(shape)} axes (dims={tuple(dims)})"
+            )
+        with self._part(0 if self.rank < math.prod(shape) else None, 0) as part:
+            return Cartesian(part, shape, rings) if part else _LeftOut()
+
+    @contextlib.contextmanager
+    def _part(self, color: int | None, key: int) -> Iterator[MPI.Intracomm | None]:
+        color = MPI.UNDEFINED if color is None else color
+        part = cast(MPI.Intracomm, self.mpi.Split(color, key))
+        if part == MPI.COMM_NULL:
+            yield None
+            return
+        try:
+            yield part
+        finally:
+            part.Free()
+
+    def __enter__(self) -> Self:
+        now = _defaults.value
+        _members[self.slot] = self
+        context = _defaults((*now, self.slot))
+        context.__enter__()
+        _entered.append(context)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _entered.pop().__exit__(*exception)
+
+    def __bool__(self) -> bool:
+        return True
+
     def __repr__(self) -> str:
-        return f"Communicator(rank={self.rank}, size={self.size})"
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+
+class Cartesian(Communicator):
+    """Ranks in a grid, as `Communicator.cartesian` makes it.
+
+    Attributes
+    ----------
+    dims
+        Ranks along each axis.
+    periods
+        Whether each axis is a ring.
+    coords
+        This rank's place, (0, ..., 0) for rank 0; the last axis varies fastest.
+    """
+
+    dims: tuple[int, ...]
+    periods: tuple[bool, ...]
+    coords: tuple[int, ...]
+
+    def __init__(
+        self, mpi_comm: MPI.Intracomm, dims: Sequence[int], periods: Sequence[bool]
+    ) -> None:
+        super().__init__(mpi_comm)
+        self.dims, self.periods = tuple(dims), tuple(periods)
+        self.coords = tuple(int(c) for c in np.unravel_index(self.rank, self.dims))
+
+    def rank_at(self, coords: Sequence[int]) -> int:
+        """The rank at a place; MPI.PROC_NULL beyond an open end."""
+        place = []
+        for c, n, ring in zip(coords, self.dims, self.periods, strict=True):
+            if not ring and not 0 <= c < n:
+                return MPI.PROC_NULL
+            place.append(c % n)
+        return int(np.ravel_multi_index(tuple(place), self.dims))
+
+    def shift(self, axis: int, displacement: int = 1) -> tuple[int, int]:
+        """(source, dest) of a `sendrecv` that moves data along `axis`, as MPI's Cart_shift.
+
+        `dest` is `displacement` further along the axis, `source` as far behind; MPI.PROC_NULL
+        beyond an open end, where what is received is zero.
+        """
+        if not -len(self.dims) <= axis < len(self.dims):
+            raise ValueError(f"shift: axis={axis} of a grid with {len(self.dims)} axes")
+
+        def moved(by: int) -> int:
+            place = list(self.coords)
+            place[axis] += by
+            return self.rank_at(place)
+
+        return moved(-displacement), moved(displacement)
+
+    @property
+    def neighbors(self) -> tuple[int, ...]:
+        """The other ranks one step away along the axes, each once: for `neighbor_alltoallv`."""
+        found = [rank for axis in range(len(self.dims)) for rank in self.shift(axis)]
+        return tuple(dict.fromkeys(r for r in found if r not in (MPI.PROC_NULL, self.rank)))
+
+
+class _LeftOut(Communicator):
+    """What `split` gives a rank that is in no part."""
+
+    size = 0
+
+    def __init__(self) -> None:
+        pass
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Communicator.__annotations__:
+            raise ValueError(
+                f"rank {default().rank} of {default().size} was left out of this "
+                "communicator (split with color None, or a grid with fewer places than ranks): "
+                "only its members call operations on it; write `if comm: ...`"
+            )
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        return "Communicator(left out)"
+
+
+# The slots of the communicators entered by `with`: part of JAX's cache keys, since a program that
+# was traced under one default must not be used under another.
+_defaults = jax.make_user_context(())
+_members: dict[int, Communicator] = {}
+_entered: list[Any] = []
 
 
 @functools.cache
-def default() -> Communicator:
-    """The communicator of all ranks, used where an operation is given none."""
+def world() -> Communicator:
+    """The communicator of all ranks."""
     return Communicator(MPI.COMM_WORLD)
+
+
+def default() -> Communicator:
+    """The communicator of operations that are given none: of the enclosing `with`, or all ranks."""
+    slots = _defaults.value
+    return _members[slots[-1]] if slots else world()
 
 
 def resolve(comm: Communicator | None) -> Communicator:
@@ -245,6 +410,7 @@ def resolve(comm: Communicator | None) -> Communicator:
     if comm is None:
         return default()
     if isinstance(comm, Communicator):
+        comm.slot  # noqa: B018  an error where this rank was left out
         return comm
     if isinstance(comm, MPI.Comm):
         raise TypeError(
