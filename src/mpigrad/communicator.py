@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import pathlib
+import struct
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -65,6 +66,15 @@ REDUCTIONS = (MPI.SUM,)
 SUM = REDUCTIONS.index(MPI.SUM)
 
 
+def _status_layout() -> tuple[int, int]:
+    """Offsets of source and tag in this MPI's status: where mpi4py writes two unlikely numbers."""
+    status, source, tag = MPI.Status(), 0x5A17_0001, 0x5A17_0002
+    status.Set_source(source)
+    status.Set_tag(tag)
+    raw = ctypes.string_at(MPI._addressof(status), MPI._sizeof(status))
+    return raw.index(struct.pack("i", source)), raw.index(struct.pack("i", tag))
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The communication library, connected to the MPI that mpi4py has loaded."""
@@ -98,6 +108,7 @@ def library() -> ctypes.CDLL:
     )
     if error is not None:
         raise ImportError(f"mpigrad: cannot use this process's MPI library: {error.decode()}")
+    lib.mpigrad_set_status_layout(*_status_layout())
     for number, datatype in _ARITHMETIC.values():
         lib.mpigrad_set_arithmetic_type(number, datatype.handle)
     for index, datatype in enumerate((MPI.UINT8_T, MPI.UINT16_T, MPI.UINT32_T, MPI.UINT64_T)):
@@ -166,6 +177,11 @@ for _name in (
     setattr(WatchedComm, _name, _watched(_name))
 
 
+def derivative_slot(slot: int) -> int:
+    """The slot of the message space for derivatives; programs' own slots are even."""
+    return slot | 1
+
+
 class Communicator:
     """A group of ranks with a private message space.
 
@@ -178,6 +194,7 @@ class Communicator:
     """
 
     mpi: MPI.Intracomm
+    derivatives: MPI.Intracomm
     rank: int
     size: int
     slot: int
@@ -196,17 +213,22 @@ class Communicator:
             )
         lib = library()
         limit = lib.mpigrad_communicator_limit()
-        if Communicator._next_slot >= limit:
+        if Communicator._next_slot + 1 >= limit:
             raise RuntimeError(
-                f"mpigrad: more than {limit} communicators in one process; "
+                f"mpigrad: more than {limit // 2} communicators in one process; "
                 "make a communicator once and keep it"
             )
         self.mpi = WatchedComm(WatchedComm(mpi_comm).Dup())
         self.mpi.Set_errhandler(MPI.ERRORS_RETURN)  # errors come back with rank and source line
         self.rank, self.size = self.mpi.rank, self.mpi.size
         self.slot = Communicator._next_slot
-        Communicator._next_slot += 1
-        lib.mpigrad_set_communicator(self.slot, self.mpi.handle, self.rank, self.size)
+        Communicator._next_slot += 2
+        # The messages between two ranks that derivatives send have a space of their own: a
+        # wildcard receive of the program never takes one of them.
+        self.derivatives = WatchedComm(mpi_comm).Dup()
+        self.derivatives.Set_errhandler(MPI.ERRORS_RETURN)
+        for slot, mpi in ((self.slot, self.mpi), (derivative_slot(self.slot), self.derivatives)):
+            lib.mpigrad_set_communicator(slot, mpi.handle, self.rank, self.size)
 
     def split(self, color: int, key: int = 0) -> Communicator:
         """The communicator of the ranks with the same `color`, ordered by `key` (collective)."""

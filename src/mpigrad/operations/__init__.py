@@ -2,20 +2,28 @@
 
 from mpigrad.operations.checks import assert_replicated, require
 from mpigrad.operations.collectives import allreduce, barrier, bcast, gather, reduce, scatter
+from mpigrad.operations.custom import custom_operation
 from mpigrad.operations.neighborhood import neighbor_alltoallv
-from mpigrad.operations.point_to_point import recv, send, sendrecv
+from mpigrad.operations.nonblocking import irecv, isend, wait, waitall
+from mpigrad.operations.point_to_point import recv, recv_with_status, send, sendrecv
 
 __all__ = [
     "allreduce",
     "assert_replicated",
     "barrier",
     "bcast",
+    "custom_operation",
     "gather",
+    "irecv",
+    "isend",
     "neighbor_alltoallv",
     "recv",
+    "recv_with_status",
     "reduce",
     "require",
     "scatter",
     "send",
     "sendrecv",
+    "wait",
+    "waitall",
 ]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.communicator import MAX_COUNT, library, words_per_element
+from mpigrad.communicator import MAX_COUNT, derivative_slot, library, words_per_element
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.activity import CARRIER, nought
@@ -77,6 +77,8 @@ def linear_map(
     attributes: Callable[..., dict[str, Any]] | None = None,
     batch_axes: tuple[int, int] = (0, 0),
     batch_params: Callable[[dict[str, Any], int], dict[str, Any]] | None = None,
+    own_space: bool = False,
+    inactive: Callable[[Any, Any], Any] = nought,
 ) -> Primitive:
     """A primitive (x, carrier) -> [y] or [] for the native handler `mpigrad_<name>`.
 
@@ -96,6 +98,11 @@ def linear_map(
         Where a batch axis stands in x and in y.
     batch_params
         (params, batch size) -> params of the batched operation.
+    own_space
+        Whether derivatives travel in a message space of their own (messages between two ranks,
+        which a wildcard receive might take for one of the program).
+    inactive
+        (tangent of the carrier, aval) -> the tangent of an x that is inactive on this rank.
     """
     primitive = Primitive(f"mpigrad_{name}")
     target = register_target(f"mpigrad_{name}")
@@ -116,9 +123,12 @@ def linear_map(
     )
 
     def tangent_map(aval: Any, params: dict[str, Any]) -> Callable[[Any, Any, Any], Sequence[Any]]:
+        if own_space:
+            params = {**params, "comm": derivative_slot(params["comm"])}
+
         def apply(a: Any, tx: Any, ta: Any) -> Sequence[Any]:
             if type(tx) is ad.Zero:  # inactive here, perhaps active elsewhere: send a zero
-                tx = nought(ta, aval)
+                tx = inactive(ta, aval)
             return primitive.bind(tx, a, **params)
 
         return apply
