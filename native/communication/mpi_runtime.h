@@ -20,7 +20,7 @@ struct Handle {
 
 // Where MPI writes a status: large enough for every implementation.
 struct Status {
-  alignas(16) char bytes[256];
+  alignas(16) char bytes[256] = {};
 };
 
 // One pointer for each function MPI_<name>.
@@ -50,6 +50,7 @@ struct Runtime {
   bool pointer_handles = false;
   void* in_place = nullptr;
   int proc_null = 0;
+  int source_offset = 0, tag_offset = 0;  // of the fields in a status, in bytes
 };
 
 extern Runtime runtime;
@@ -90,6 +91,12 @@ int call(void* function, Args... args) {
   return runtime.pointer_handles ? call_as<void*>(function, args...)
                                  : call_as<int>(function, args...);
 }
+
+inline int status_field(const Status& status, int offset) {
+  return *reinterpret_cast<const int*>(status.bytes + offset);
+}
+inline int status_source(const Status& s) { return status_field(s, runtime.source_offset); }
+inline int status_tag(const Status& s) { return status_field(s, runtime.tag_offset); }
 
 // The request of a pending message, in the layout of the library.
 struct Request {

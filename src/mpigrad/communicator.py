@@ -7,6 +7,7 @@ import ctypes
 import functools
 import math
 import pathlib
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, cast
@@ -71,6 +72,15 @@ REDUCTIONS = (
 SUM = REDUCTIONS.index(MPI.SUM)
 
 
+def _status_layout() -> tuple[int, int]:
+    """Offsets of source and tag in this MPI's status: where mpi4py writes two unlikely numbers."""
+    status, source, tag = MPI.Status(), 0x5A17_0001, 0x5A17_0002
+    status.Set_source(source)
+    status.Set_tag(tag)
+    raw = ctypes.string_at(MPI._addressof(status), MPI._sizeof(status))
+    return raw.index(struct.pack("i", source)), raw.index(struct.pack("i", tag))
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The communication library, connected to the MPI that mpi4py has loaded."""
@@ -105,6 +115,7 @@ def library() -> ctypes.CDLL:
     )
     if error is not None:
         raise ImportError(f"mpigrad: cannot use this process's MPI library: {error.decode()}")
+    lib.mpigrad_set_status_layout(*_status_layout())
     for number, datatype in _ARITHMETIC.values():
         lib.mpigrad_set_arithmetic_type(number, datatype.handle)
     for index, datatype in enumerate((MPI.UINT8_T, MPI.UINT16_T, MPI.UINT32_T, MPI.UINT64_T)):
@@ -173,6 +184,11 @@ for _name in (
     setattr(WatchedComm, _name, _watched(_name))
 
 
+def derivative_slot(slot: int) -> int:
+    """The slot of the message space for derivatives; programs' own slots are even."""
+    return slot | 1
+
+
 class Communicator:
     """A group of ranks with a private message space.
 
@@ -188,6 +204,7 @@ class Communicator:
     """
 
     mpi: MPI.Intracomm
+    derivatives: MPI.Intracomm
     rank: int
     size: int
     slot: int
@@ -206,9 +223,9 @@ class Communicator:
             )
         lib = library()
         limit = lib.mpigrad_communicator_limit()
-        if Communicator._next_slot >= limit:
+        if Communicator._next_slot + 1 >= limit:
             raise RuntimeError(
-                f"mpigrad: more than {limit} communicators in one process; "
+                f"mpigrad: more than {limit // 2} communicators in one process; "
                 "make a communicator once and keep it"
             )
         self.mpi = WatchedComm(WatchedComm(mpi_comm).Dup())
@@ -218,10 +235,15 @@ class Communicator:
         self._reversed = self.mpi.Split(0, -self.rank)
         self._reversed.Set_errhandler(MPI.ERRORS_RETURN)
         self.slot = Communicator._next_slot
-        Communicator._next_slot += 1
-        lib.mpigrad_set_communicator(
-            self.slot, self.mpi.handle, self._reversed.handle, self.rank, self.size
-        )
+        Communicator._next_slot += 2
+        # The messages between two ranks that derivatives send have a space of their own: a
+        # wildcard receive of the program never takes one of them.
+        self.derivatives = WatchedComm(mpi_comm).Dup()
+        self.derivatives.Set_errhandler(MPI.ERRORS_RETURN)
+        for slot, mpi in ((self.slot, self.mpi), (derivative_slot(self.slot), self.derivatives)):
+            lib.mpigrad_set_communicator(
+                slot, mpi.handle, self._reversed.handle, self.rank, self.size
+            )
 
     def split(self, color: int | None, key: int = 0) -> Communicator:
         """The communicator of the ranks with the same `color`, ordered by `key` (collective).

@@ -43,32 +43,32 @@ FIVE, NOTHING = (lambda x: jnp.float64(5)), (lambda x: jnp.float64(0))
 SCENARIOS: dict[str, tuple[Program, Program, Callable[[Any, Any], Any]]] = {
     "both active": (
         lambda x, c: _sends(x, c, _cube),
-        lambda x, c: _sq(mg.recv(x, 0, comm=c)),
+        lambda x, c: _sq(mg.recv(x, 0, tag=0, comm=c)),
         lambda a, b: _cube(a) + _sq(jnp.sin(a)),
     ),
     "result unused": (
         lambda x, c: _sends(x, c, _cube),
-        lambda x, c: (mg.recv(x, 0, comm=c), jnp.float64(0))[1],
+        lambda x, c: (mg.recv(x, 0, tag=0, comm=c), jnp.float64(0))[1],
         lambda a, b: _cube(a),
     ),
     "sender's loss constant": (
         lambda x, c: _sends(x, c, FIVE),
-        lambda x, c: _sq(mg.recv(x, 0, comm=c)),
+        lambda x, c: _sq(mg.recv(x, 0, tag=0, comm=c)),
         lambda a, b: _sq(jnp.sin(a)),
     ),
     "receiver's template constant": (
         lambda x, c: _sends(x, c, _cube),
-        lambda x, c: _sq(mg.recv(ZEROS, 0, comm=c)),
+        lambda x, c: _sq(mg.recv(ZEROS, 0, tag=0, comm=c)),
         lambda a, b: _cube(a) + _sq(jnp.sin(a)),
     ),
     "sender's operand constant": (
         lambda x, c: _sends(x, c, _cube, ONES),
-        lambda x, c: _sq(mg.recv(x, 0, comm=c) * x),
+        lambda x, c: _sq(mg.recv(x, 0, tag=0, comm=c) * x),
         lambda a, b: _cube(a) + _sq(b),
     ),
     "receiver differentiates something else": (
         lambda x, c: _sends(x, c, NOTHING),
-        lambda x, c: jnp.sum(mg.recv(ZEROS, 0, comm=c) * x),
+        lambda x, c: jnp.sum(mg.recv(ZEROS, 0, tag=0, comm=c) * x),
         lambda a, b: jnp.sum(jnp.sin(a) * b),
     ),
     "allreduce of a constant on one rank": (

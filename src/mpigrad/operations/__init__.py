@@ -14,8 +14,10 @@ from mpigrad.operations.collectives import (
     scan,
     scatter,
 )
+from mpigrad.operations.custom import custom_operation
 from mpigrad.operations.neighborhood import neighbor_alltoallv
-from mpigrad.operations.point_to_point import recv, send, sendrecv
+from mpigrad.operations.nonblocking import irecv, isend, wait, waitall
+from mpigrad.operations.point_to_point import recv, recv_with_status, send, sendrecv
 from mpigrad.operations.reductions import reduction
 from mpigrad.operations.variable import (
     allgatherv,
@@ -34,11 +36,15 @@ __all__ = [
     "assert_replicated",
     "barrier",
     "bcast",
+    "custom_operation",
     "exscan",
     "gather",
     "gatherv",
+    "irecv",
+    "isend",
     "neighbor_alltoallv",
     "recv",
+    "recv_with_status",
     "reduce",
     "reduce_scatter",
     "reduce_scatterv",
@@ -49,4 +55,6 @@ __all__ = [
     "scatterv",
     "send",
     "sendrecv",
+    "wait",
+    "waitall",
 ]

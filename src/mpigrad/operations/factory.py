@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.communicator import MAX_COUNT, library, words_per_element
+from mpigrad.communicator import MAX_COUNT, derivative_slot, library, words_per_element
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.activity import CARRIER, nought
@@ -129,6 +129,7 @@ def _set_derivative(
     primitive: Primitive,
     at: Callable[..., Sequence[Any]],
     tangent: Callable[..., Sequence[Any]],
+    inactive: Callable[[Any, Any], Any] = nought,
 ) -> None:
     """Set the rules of jvp and linearize.
 
@@ -138,11 +139,15 @@ def _set_derivative(
         (x, carrier, results, **params) -> what the derivative at x needs.
     tangent
         (what `at` gives, tangent of x, carrier, **params) -> tangents of the results; linear.
+    inactive
+        (tangent of the carrier, aval) -> the tangent of an x that is inactive on this rank.
     """
 
     def apply(aval: Any, known: Sequence[Any], tx: Any, ta: Any, params: Any) -> Sequence[Any]:
         if type(tx) is ad.Zero:  # inactive here, perhaps active elsewhere: send a zero
-            tx = nought(ta, aval)
+            tx = inactive(ta, aval)
+        elif type(ta) is not ad.Zero:  # loops may give it a tangent that is constantly zero
+            tx = tx + nought(ta, aval)
         *known, link = known
         return tangent(known, tx, link, **params)
 
@@ -167,7 +172,14 @@ def _set_derivative(
     compat.set_linearization(primitive, linearize)
 
 
-def linear_map(name: str, *, transpose: Callable[..., Any], **options: Any) -> Primitive:
+def linear_map(
+    name: str,
+    *,
+    transpose: Callable[..., Any],
+    own_space: bool = False,
+    inactive: Callable[[Any, Any], Any] = nought,
+    **options: Any,
+) -> Primitive:
     """A primitive (x, carrier) -> [y] or [] for the native handler `mpigrad_<name>`.
 
     Parameters
@@ -186,8 +198,18 @@ def linear_map(name: str, *, transpose: Callable[..., Any], **options: Any) -> P
         Where a batch axis stands in x and in y. Default: (0, 0).
     batch_params
         (params, batch size) -> params of the batched operation.
+    own_space
+        Whether derivatives travel in a message space of their own (messages between two ranks,
+        which a wildcard receive might take for one of the program).
+    inactive
+        (tangent of the carrier, aval) -> the tangent of an x that is inactive on this rank.
     """
     primitive = _message(name, **options)
+
+    def tangent(known: Any, tx: Any, a: Any, **params: Any) -> Sequence[Any]:
+        if own_space:
+            params = {**params, "comm": derivative_slot(params["comm"])}
+        return primitive.bind(tx, a, **params)
 
     def transpose_rule(cotangents: Any, x: Any, a: Any, **params: Any) -> list[Any]:
         aval = x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
@@ -198,7 +220,8 @@ def linear_map(name: str, *, transpose: Callable[..., Any], **options: Any) -> P
     _set_derivative(
         primitive,
         lambda x, a, y, **params: (),
-        lambda known, tx, a, **params: primitive.bind(tx, a, **params),
+        tangent,
+        inactive,
     )
     ad.primitive_transposes[primitive] = transpose_rule
     return primitive
