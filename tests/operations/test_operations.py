@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,54 +14,11 @@ from mpi4py import MPI
 import mpigrad as mg
 from helpers import CASES, Case, close, operand
 from mpigrad.communicator import Communicator
+from proof import TRANSFORMED, prove
 
 cases = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.heavy) if c.heavy else n for n, c in CASES.items()]
 )
-
-
-def same(f: Callable[..., Any]) -> Callable[..., Any]:
-    return f
-
-
-def scan(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f(x) + f(2 x) by a scan; the message stands inside the loop."""
-    return lambda x: jax.lax.scan(
-        lambda total, s: (total + f(s * x), None),
-        jnp.zeros(jax.eval_shape(f, x).shape, x.dtype),
-        jnp.array([1.0, 2.0], x.dtype),
-    )[0]
-
-
-def batch(f: Callable[..., Any], vmap: Callable[..., Any]) -> Callable[..., Any]:
-    """f(x) + f(2 x) by vmap."""
-    return lambda x: vmap(f)(jnp.stack([x, 2 * x])).sum(0)
-
-
-def branch(f: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x: jax.lax.cond(jnp.sum(jnp.abs(x)) > -1, f, f, x)
-
-
-def batched(F: Callable[..., Any]) -> Callable[..., Any]:
-    return batch(F, jax.vmap)
-
-
-# name -> (transformation of the program with messages, of the one without)
-TRANSFORMED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "eager": (same, same),
-    "mpigrad.jit": (mg.jit, same),
-    "jax.jit": (jax.jit, same),
-    "scan": (scan, scan),
-    "vmap": (lambda f: batch(f, mg.vmap), batched),
-    "vmap over the last axis": (
-        lambda f: lambda x: mg.vmap(f, -1, -1)(jnp.stack([x, 2 * x], -1)).sum(-1),
-        batched,
-    ),
-    "checkpoint": (jax.checkpoint, same),
-    "cond": (branch, same),
-    "checkpoint(scan)": (lambda f: jax.checkpoint(scan(f)), scan),
-    "jit(vmap)": (lambda f: mg.jit(batch(f, mg.vmap)), batched),
-}
 
 
 def programs(case: Case, comm: Communicator) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -74,37 +30,26 @@ def programs(case: Case, comm: Communicator) -> tuple[Callable[..., Any], Callab
 
 
 # At every number of ranks when jitted; other transformations at some (conftest.py).
-JITTED = pytest.param("mpigrad.jit", marks=pytest.mark.ranks(1, 2, 3, 4))
-
-
-@functools.cache
-def expected(name: str, reference: Callable[..., Any], comm: Communicator) -> tuple[Any, ...]:
-    """(weights, value, gradient of the weighted sum) of the program on the stack."""
-    X = operand(CASES[name], comm)[1]
-    G = reference(programs(CASES[name], comm)[1])
-    W = np.random.default_rng(3).standard_normal(jax.eval_shape(G, X).shape)
-
-    @jax.jit
-    def both(X: Any) -> Any:
-        value, back = jax.vjp(G, X)
-        return value, back(jnp.asarray(W))[0]
-
-    return W, *both(X)
+JITTED = pytest.param("jit", marks=pytest.mark.ranks(1, 2, 3, 4))
 
 
 @cases
-@pytest.mark.parametrize("how", [JITTED if t == "mpigrad.jit" else t for t in TRANSFORMED])
-def test_value_gradient_and_dot_product(name: str, how: str, comm: Communicator) -> None:
+@pytest.mark.parametrize("how", [JITTED if how == "jit" else how for how in TRANSFORMED])
+def test_values_and_derivatives(name: str, how: str, comm: Communicator) -> None:
     case = CASES[name]
-    x, _ = operand(case, comm)
-    transform, reference = TRANSFORMED[how]
-    weights, values, gradients = expected(name, reference, comm)
-    g = transform(programs(case, comm)[0])
-    close(g(x), values[comm.rank])
-    differentiate = mg.grad(lambda x: jnp.vdot(g(x), weights[comm.rank]))
-    gradient = differentiate(x) if how == "eager" else mg.jit(differentiate)(x)
-    close(gradient, gradients[comm.rank])
-    mg.dot_test(g, x)
+    prove(lambda x: case.run(x, comm), case.simulate, comm, how, X=operand(case, comm)[1])
+
+
+@cases
+def test_gradient(name: str, comm: Communicator) -> None:
+    """mg.grad of a loss, and the public dot test."""
+    case = CASES[name]
+    x, X = operand(case, comm)
+    f, F = programs(case, comm)
+    W = jnp.asarray(np.random.default_rng(3).standard_normal(jax.eval_shape(F, X).shape))
+    gradient = mg.jit(mg.grad(lambda x: jnp.vdot(f(x), W[comm.rank])))(x)
+    close(gradient, jax.jit(jax.grad(lambda X: jnp.vdot(F(X), W)))(X)[comm.rank])
+    mg.dot_test(f, x)
 
 
 @cases

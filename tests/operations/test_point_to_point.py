@@ -13,7 +13,7 @@ from mpi4py import MPI
 import mpigrad as mg
 from helpers import close
 from mpigrad.communicator import Communicator, record
-from proof import TRANSFORMS, operand, prove, prove_second_order
+from proof import TRANSFORMED, TRANSFORMS, operand, prove, prove_second_order
 
 
 def both_ways(x: Any, c: Communicator) -> Any:
@@ -82,7 +82,7 @@ def test_value_gradient_and_dot_product(name: str, how: str, comm: Communicator)
     f, F = PROGRAMS[name]
     if name == "both ways":  # float32 on the way: compare with its rounding
         x, X = operand(comm)
-        transform, reference = TRANSFORMS[how]
+        transform, reference = TRANSFORMED[how]
         g, G = transform(lambda x: f(x, comm)), reference(F)
         loss, Loss = (lambda x: jnp.sum(g(x) ** 2)), (lambda X: jnp.sum(G(X) ** 2))
         got = mg.jit(mg.value_and_grad(loss))(x)
