@@ -17,6 +17,7 @@ from mpigrad.operations.collectives import (
 from mpigrad.operations.custom import custom_operation
 from mpigrad.operations.neighborhood import neighbor_alltoallv
 from mpigrad.operations.nonblocking import irecv, isend, wait, waitall
+from mpigrad.operations.one_sided import one_sided
 from mpigrad.operations.point_to_point import recv, recv_with_status, send, sendrecv
 from mpigrad.operations.reductions import reduction
 from mpigrad.operations.variable import (
@@ -43,6 +44,7 @@ __all__ = [
     "irecv",
     "isend",
     "neighbor_alltoallv",
+    "one_sided",
     "recv",
     "recv_with_status",
     "reduce",
