@@ -297,7 +297,7 @@ compat.mlir.register_lowering(
     ),
     platform="cpu",
 )
-_turn: list[Any] = []
+_turn: Any = np.zeros(_TURN.shape, _TURN.dtype)  # no array of JAX's at import
 
 
 def _region(f: Callable[..., Any], turn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -377,25 +377,25 @@ def jit(
     # The first argument is the turn at top level, and the carrier inside a transformation.
     @functools.partial(jax.jit, **options)
     def program(turn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return turn, f(*args, **kwargs)
         return _region(f, turn, args, kwargs)
 
     inside = functools.partial(jax.jit, **options)(with_carrier(f))
+    at_top_level = compat.is_top_level
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return f(*args, **kwargs)
-        if compat.is_top_level():
-            turn = _turn[0] if _turn else jnp.zeros(_TURN.shape, _TURN.dtype)
+        global _turn
+        if at_top_level():
             try:
-                turn, out = program(turn, *args, **kwargs)
+                _turn, out = program(_turn, *args, **kwargs)
             except (ValueError, RuntimeError) as error:
                 # JAX's fast path raises a failed handler as a ValueError, its slow one does not.
                 text = str(error).partition("mpigrad: ")[2]
                 if not text or isinstance(error.__cause__, jax.errors.JaxRuntimeError):
                     raise
                 raise jax.errors.JaxRuntimeError(f"mpigrad: {text}") from None
-            _turn[:] = [turn]
             return out
         a = outer_carrier()
         with without_carriers():

@@ -52,12 +52,24 @@ def set_jit(jit: Callable[..., Any]) -> None:
 
 @functools.cache
 def _eager(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    return _jit(lambda *operands: primitive.bind(*operands, **dict(params)))
+    constant = np.float32(0)
+    return _jit(lambda *operands: primitive.bind(*operands, constant, **dict(params)))
 
 
 def run_eagerly(primitive: Primitive) -> None:
-    """Outside any transformation the primitive is a small compiled program, kept by parameters."""
-    primitive.def_impl(lambda *xs, **params: _eager(primitive, tuple(params.items()))(*xs))
+    """Outside any transformation the primitive is a small compiled program, kept by parameters.
+
+    The last operand is the carrier, whose value is never used.
+    """
+
+    def run(*operands: Any, **params: Any) -> Any:
+        program = _eager(primitive, tuple(params.items()))
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            with jax.disable_jit(False):  # a message is compiled all the same
+                return program(*operands[:-1])
+        return program(*operands[:-1])
+
+    compat.run_directly(primitive, run)
 
 
 def check_count(name: str, shape: Sequence[int], dtype: Any) -> None:
