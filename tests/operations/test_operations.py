@@ -99,12 +99,23 @@ def test_value_gradient_and_dot_product(name: str, how: str, comm: Communicator)
     x, _ = operand(case, comm)
     transform, reference = TRANSFORMED[how]
     weights, values, gradients = expected(name, reference, comm)
-    g = transform(programs(case, comm)[0])
+    g, w = transform(programs(case, comm)[0]), weights[comm.rank]
     close(g(x), values[comm.rank])
-    differentiate = mg.grad(lambda x: jnp.vdot(g(x), weights[comm.rank]))
-    gradient = differentiate(x) if how == "eager" else mg.jit(differentiate)(x)
+    if how == "eager":
+        close(mg.grad(lambda x: jnp.vdot(g(x), w))(x), gradients[comm.rank])
+        mg.dot_test(g, x)
+        return
+    v = np.random.default_rng(comm.rank).standard_normal(x.shape)
+
+    @mg.jit  # one program: compiling takes longest
+    def both(x: Any) -> Any:
+        return mg.jvp(g, (x,), (v,)), mg.vjp(g, x)[1](w)[0]
+
+    (value, change), gradient = both(x)
+    close(value, values[comm.rank])
     close(gradient, gradients[comm.rank])
-    mg.dot_test(g, x)
+    products = comm.mpi.allreduce(np.array([np.vdot(change, w), np.vdot(v, gradient)]))
+    close(*products)
 
 
 @cases
@@ -234,6 +245,7 @@ def test_sub_communicators(comm: Communicator) -> None:
     x = jnp.arange(3.0) + comm.rank
     close(mg.allreduce(x, comm=group), sum(jnp.arange(3.0) + r for r in members))
     mg.dot_test(lambda x: jnp.sin(mg.allreduce(jnp.cos(x), comm=group)), x)
+    mg.dot_test(lambda x: mg.scan(x, comm=group) - mg.exscan(x, comm=group), x)
     twin = comm.dup()
     assert (twin.rank, twin.size) == (comm.rank, comm.size)
     close(mg.bcast(x, comm=twin), jnp.arange(3.0))
@@ -295,7 +307,7 @@ def test_wrong_arguments(comm: Communicator) -> None:
         mg.neighbor_alltoallv(x, [0, 0], [2, 1], [2, 1])
 
 
-@pytest.mark.parametrize("operation", [mg.bcast, mg.allreduce, mg.gather, lambda x: mg.send(x, 0)])
+@pytest.mark.parametrize("operation", [mg.bcast, mg.scan, mg.allgather, lambda x: mg.send(x, 0)])
 def test_more_elements_than_mpi_counts(operation: Callable[..., Any]) -> None:
     huge = jax.ShapeDtypeStruct((2**31,), jnp.float32)
     with pytest.raises(ValueError, match="send it in parts"):
