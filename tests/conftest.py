@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Where a case of a parametrised test runs, unless MPIGRAD_ALL_TESTS=1 (make test-full).
 _SOME = ((1,), (2,), (2,), (3,), (4,))
-_SOME_OPERATIONS = ((1,), (2,), (3,), (2, 4), (2, 3), (3,), (4,), (2,))
+_SOME_OPERATIONS = ((1,), (2,), (2,), (2,), (3,), (3,), (4,), (4,))
 _HEAVY = ((2,), (), (3,), (), (4,), ())
 
 

@@ -179,6 +179,7 @@ def test_sub_communicators(comm: Communicator) -> None:
     x = jnp.arange(3.0) + comm.rank
     close(mg.allreduce(x, comm=group), sum(jnp.arange(3.0) + r for r in members))
     mg.dot_test(lambda x: jnp.sin(mg.allreduce(jnp.cos(x), comm=group)), x)
+    mg.dot_test(lambda x: mg.scan(x, comm=group) - mg.exscan(x, comm=group), x)
     twin = comm.dup()
     assert (twin.rank, twin.size) == (comm.rank, comm.size)
     close(mg.bcast(x, comm=twin), jnp.arange(3.0))
@@ -238,7 +239,7 @@ def test_wrong_arguments(comm: Communicator) -> None:
         mg.neighbor_alltoallv(x, [0, 0], [2, 1], [2, 1])
 
 
-@pytest.mark.parametrize("operation", [mg.bcast, mg.allreduce, mg.gather, lambda x: mg.send(x, 0)])
+@pytest.mark.parametrize("operation", [mg.bcast, mg.scan, mg.allgather, lambda x: mg.send(x, 0)])
 def test_more_elements_than_mpi_counts(operation: Callable[..., Any]) -> None:
     huge = jax.ShapeDtypeStruct((2**31,), jnp.float32)
     with pytest.raises(ValueError, match="send it in parts"):
