@@ -2,6 +2,7 @@
 #   make demo     recover a diffusivity field on 2 ranks, and write a report (two minutes)
 #   make test     lint, and every test on 1, 2, 3 and 4 ranks (less than 15 minutes)
 #   make test-full  every case at every number of ranks
+#   make test-oldest  operations and transformations on the oldest JAX that is supported
 #   make bench    the tables of bench/
 #   make docs     the reference of the public names, in build/docs
 #   make lint     ruff and pyright
@@ -15,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full bench docs lint clean
+.PHONY: setup demo test test-full test-oldest bench docs lint clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -34,6 +35,10 @@ test: lint
 # Every case of every test at every number of ranks.
 test-full: lint
 	@MPIGRAD_ALL_TESTS=1 $(BIN)/python tests/run.py --limit 3600
+
+test-oldest:
+	@mkdir -p build
+	@PYTHON="$(PYTHON)" MPI="$(MPI)" sh tools/oldest.sh
 
 lint: setup
 	@echo "lint: ruff, pyright"

@@ -15,10 +15,14 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 import jax
 import pytest
+from jaxtyping import install_import_hook
 from mpi4py import MPI
 
 import mpigrad
 from mpigrad.communicator import Communicator, default
+
+# Shapes and dtypes that annotations of the problems promise are checked in every call.
+install_import_hook("mpigrad.problems", "beartype.beartype")
 
 jax.config.update("jax_enable_x64", True)
 assert mpigrad.__version__
@@ -26,12 +30,14 @@ assert mpigrad.__version__
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*counts): runs at these numbers of ranks only")
+    config.addinivalue_line("markers", "heavy: takes long to compile; few cases are enough")
     config.addinivalue_line("markers", "launcher: starts MPI itself; runs in a serial session")
 
 
 # Where a case of a parametrised test runs, unless MPIGRAD_ALL_TESTS=1 (make test-full).
 _SOME = ((1,), (2,), (2,), (3,), (4,))
-_SOME_OPERATIONS = ((1, 2), (2, 3), (2, 4), (1, 3), (2, 3), (2, 4))
+_SOME_OPERATIONS = ((1,), (2,), (2,), (2,), (3,), (3,), (4,), (4,))
+_HEAVY = ((2,), (), (3,), (), (4,), ())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,9 +46,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("launcher"):
             continue
         marker = item.get_closest_marker("ranks")
+        heavy = item.get_closest_marker("heavy") is not None
         counts = marker.args if marker else (1, 2, 3, 4)
-        if not marker and not everything and hasattr(item, "callspec"):
-            some = _SOME_OPERATIONS if "operations" in item.nodeid else _SOME
+        if (heavy or not marker) and not everything and hasattr(item, "callspec"):
+            some = _HEAVY if heavy else _SOME_OPERATIONS if "operations" in item.nodeid else _SOME
             counts = some[zlib.crc32(item.nodeid.encode()) % len(some)]
         if size not in counts:
             item.add_marker(pytest.mark.skip(reason=f"for {counts} ranks, not {size}"))

@@ -18,6 +18,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -52,13 +53,21 @@ class Session:
         """What the summary calls it."""
         return f"{self.ranks} rank{'s' * (self.ranks > 1)}" if self.ranks else "launcher"
 
-    def run(self) -> None:
-        """Run the session to its end, or end it."""
-        print(f"== tests: {self.title()}", flush=True)
+    def run(self, *, beside: bool = False) -> None:
+        """Run the session to its end, or end it; `beside` others its output is shown afterwards."""
+        if not beside:
+            print(f"== tests: {self.title()}", flush=True)
         shutil.rmtree(self.directory, ignore_errors=True)
         self.directory.mkdir(parents=True)
         start = time.monotonic()
-        process = subprocess.Popen(self.command, cwd=TESTS.parent, env=dict(os.environ))
+        output = (self.directory / "output.log").open("w+") if beside else None
+        process = subprocess.Popen(
+            self.command,
+            cwd=TESTS.parent,
+            env=dict(os.environ),
+            stdout=output,
+            stderr=subprocess.STDOUT if beside else None,
+        )
         try:
             while process.poll() is None:
                 time.sleep(0.25)
@@ -72,6 +81,9 @@ class Session:
                 process.terminate()  # the launcher ends all ranks
                 process.wait()
         self.seconds = time.monotonic() - start
+        if output is not None:
+            output.seek(0)
+            print(f"== tests: {self.title()}\n{output.read()}", end="", flush=True)
         self._read(process.returncode)
 
     def _diary(self, rank: int) -> list[dict[str, Any]]:
@@ -145,8 +157,17 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds for each session")
     options, arguments = parser.parse_known_args()
     sessions = [Session(int(n), arguments, options.limit) for n in options.n.split(",")]
+    # One rank leaves a core idle: the tests that start MPI run beside the others.
+    beside = [s for s in sessions if s.ranks == 0 and len(sessions) > 1]
+    threads = [threading.Thread(target=s.run, kwargs={"beside": True}) for s in beside]
+    for thread in threads:
+        thread.start()
     for session in sessions:
-        session.run()
+        if session not in beside:
+            session.run()
+            session.report()
+    for thread, session in zip(threads, beside, strict=True):
+        thread.join()
         session.report()
     for session in sessions:
         counts = ", ".join(f"{session.count(o)} {o}" for o in ("passed", "failed", "skipped"))

@@ -167,21 +167,37 @@ def test_jit_is_traced_once_under_eager_grad(comm: Communicator) -> None:
 
 
 def test_order_between_all_kinds_of_calls(comm: Communicator) -> None:
-    """Jitted, plainly jitted, eager and transformed messages without data dependence."""
+    """Messages without data dependence, all between the same two ranks with the same tag."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     shift = lambda x: mg.sendrecv(x, right, left)
     fast, plain, total = mg.jit(shift), jax.jit(shift), mg.jit(mg.allreduce)
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 50, lambda i, y: y @ x * 0.01 + 1, x))
     matrix = jnp.ones((100, 100))
-    for k in range(10):
+    weighted = lambda x: jnp.sum(shift(x) * comm.rank)
+    compiled = mg.jit(mg.grad(weighted))
+    twice = mg.jit(lambda x: jax.lax.scan(lambda c, _: (shift(c), None), x, None, length=2)[0])
+    batch, by_values = mg.vmap(shift), mg.jit(mg.value_and_grad(weighted))
+    for k in range(3):
         late = 0 * slow(matrix)[0, 0]
         a = fast(jnp.full(4, comm.rank + 10.0 * k) + late)
         b = total(jnp.full(4, 5.0))
         c = plain(jnp.full(4, comm.rank + 7.0))
         d = shift(jnp.full(4, comm.rank + 9.0))
-        e = mg.grad(lambda x: jnp.sum(shift(x) * comm.rank))(jnp.ones(4))
-        got = [float(v[0]) for v in (a, b, c, d, e)]
-        assert got == [left + 10.0 * k, 5.0 * comm.size, left + 7.0, left + 9.0, right]
+        e = mg.grad(weighted)(jnp.ones(4))
+        f = compiled(jnp.ones(4) + late)
+        g = shift(np.full(4, comm.rank + 11.0))  # not an array of JAX's
+        y, back = mg.vjp(fast, jnp.full(4, comm.rank + 13.0))
+        h = twice(jnp.full(4, comm.rank + 15.0) + late)
+        i = batch(jnp.full((1, 4), comm.rank + 17.0))[0]
+        (j,) = back(jnp.full(4, comm.rank + 19.0))
+        m = mg.jvp(plain, (jnp.ones(4),), (jnp.full(4, comm.rank + 21.0),))[1]
+        with jax.disable_jit():
+            n = fast(jnp.full(4, comm.rank + 23.0))
+        o = by_values(jnp.ones(4))[1]
+        got = [float(v[0]) for v in (a, b, c, d, e, f, g, y, h, i, j, m, n, o)]
+        want = [left + 10.0 * k, 5.0 * comm.size, left + 7.0, left + 9.0, right, right, left + 11.0]
+        want += [left + 13.0, (comm.rank - 2) % comm.size + 15.0, left + 17.0, right + 19.0]
+        assert got == [*want, left + 21.0, left + 23.0, right]
 
 
 def test_errors_inside_a_jitted_program_leave_it_usable(comm: Communicator) -> None:
@@ -193,3 +209,13 @@ def test_errors_inside_a_jitted_program_leave_it_usable(comm: Communicator) -> N
     with pytest.raises(TypeError):
         mg.jit(lambda x: x + "text")(1.0)
     assert float(mg.allreduce(1.0)) == comm.size
+
+
+def test_vmap_of_a_bare_pull_back_is_refused(comm: Communicator) -> None:
+    cts = jnp.arange(2.0)
+    f = lambda x: jnp.sum(mg.allreduce(x))
+    back = mg.vjp(f, jnp.ones(3))[1]
+    with pytest.raises(ValueError, match="Put vjp inside"):
+        mg.vmap(back)(cts)
+    got = mg.vmap(lambda ct: mg.vjp(f, jnp.ones(3))[1](ct)[0])(cts)
+    close(got, comm.size * cts[:, None] * jnp.ones(3))

@@ -4,6 +4,19 @@
 namespace mpigrad {
 namespace {
 
+// Data that MPI calculates with.
+struct Numbers {
+  const void* data;
+  int count;
+  bool known;
+  Handle type;
+  explicit Numbers(const Buffer& x)
+      : data(x.untyped_data()),
+        count(static_cast<int>(x.element_count())),
+        type(arithmetic_type(static_cast<int>(x.element_type()), known)) {}
+};
+constexpr char kNoArithmetic[] = "MPI has no arithmetic for this dtype";
+
 ffi::Error barrier(Token, TokenOut, int64_t comm, int64_t site) {
   const Call c("barrier", comm, site, 0);
   if (ffi::Error e = c.collective(); e.failure()) return e;
@@ -26,28 +39,25 @@ ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
                      int64_t op) {
   const Call c("allreduce", comm, site, x.size_bytes());
   if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
-  bool known;
-  const Handle type = arithmetic_type(static_cast<int>(x.element_type()), known);
-  if (!known) return c.fail("MPI has no arithmetic for this dtype");
+  const Numbers in(x);
+  if (!in.known) return c.fail(kNoArithmetic);
   void* out = y->untyped_data();
-  const void* in = x.untyped_data() == out ? runtime.in_place : x.untyped_data();
+  const void* data = in.data == out ? runtime.in_place : in.data;
   advise_huge_pages(out, y->size_bytes());
-  return c.done(call(runtime.mpi.Allreduce, in, out, static_cast<int>(x.element_count()), type,
-                     reduction(op), c.comm.handle));
+  return c.done(call(runtime.mpi.Allreduce, data, out, in.count, in.type, reduction(op),
+                     c.comm.handle));
 }
 
 ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
                   int64_t root) {
   const Call c("reduce", comm, site, x.size_bytes(), root);
   if (ffi::Error e = c.collective(x, {{"root", root}, {"op", op}}); e.failure()) return e;
-  bool known;
-  const Handle type = arithmetic_type(static_cast<int>(x.element_type()), known);
-  if (!known) return c.fail("MPI has no arithmetic for this dtype");
+  const Numbers in(x);
+  if (!in.known) return c.fail(kNoArithmetic);
   // Off the root MPI leaves the result undefined; here it is zero.
   if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
-  return c.done(call(runtime.mpi.Reduce, static_cast<const void*>(x.untyped_data()),
-                     y->untyped_data(), static_cast<int>(x.element_count()), type, reduction(op),
-                     static_cast<int>(root), c.comm.handle));
+  return c.done(call(runtime.mpi.Reduce, in.data, y->untyped_data(), in.count, in.type,
+                     reduction(op), static_cast<int>(root), c.comm.handle));
 }
 
 ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
@@ -71,6 +81,134 @@ ffi::Error scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t
                      out.type, out.data, count, out.type, static_cast<int>(root), c.comm.handle));
 }
 
+ffi::Error allgather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site) {
+  const Call c("allgather", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x); e.failure()) return e;
+  const Words in(x);
+  const int count = static_cast<int>(in.count);
+  advise_huge_pages(y->untyped_data(), y->size_bytes());
+  return c.done(call(runtime.mpi.Allgather, static_cast<const void*>(in.data), count, in.type,
+                     y->untyped_data(), count, in.type, c.comm.handle));
+}
+
+ffi::Error alltoall(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site) {
+  const Call c("alltoall", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x); e.failure()) return e;
+  const Words in(x);
+  const int count = static_cast<int>(in.count / c.comm.size);
+  advise_huge_pages(y->untyped_data(), y->size_bytes());
+  return c.done(call(runtime.mpi.Alltoall, static_cast<const void*>(in.data), count, in.type,
+                     y->untyped_data(), count, in.type, c.comm.handle));
+}
+
+ffi::Error reduce_scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                          int64_t op) {
+  const Call c("reduce_scatter", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
+  const Numbers in(x);
+  if (!in.known) return c.fail(kNoArithmetic);
+  return c.done(call(runtime.mpi.Reduce_scatter_block, in.data, y->untyped_data(),
+                     in.count / c.comm.size, in.type, reduction(op), c.comm.handle));
+}
+
+// From rank 0 to the last, or `backward`: from the last to rank 0, as the adjoint does.
+ffi::Error scan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
+                int64_t backward) {
+  const Call c("scan", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}, {"back", backward}}); e.failure()) return e;
+  const Numbers in(x);
+  if (!in.known) return c.fail(kNoArithmetic);
+  return c.done(call(runtime.mpi.Scan, in.data, y->untyped_data(), in.count, in.type,
+                     reduction(op), backward ? c.comm.reversed : c.comm.handle));
+}
+
+ffi::Error exscan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
+                  int64_t backward) {
+  const Call c("exscan", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}, {"back", backward}}); e.failure()) return e;
+  const Numbers in(x);
+  if (!in.known) return c.fail(kNoArithmetic);
+  const int code = call(runtime.mpi.Exscan, in.data, y->untyped_data(), in.count, in.type,
+                        reduction(op), backward ? c.comm.reversed : c.comm.handle);
+  // On the first rank MPI leaves the result undefined; here it is zero.
+  if (c.comm.rank == (backward ? c.comm.size - 1 : 0))
+    std::memset(y->untyped_data(), 0, y->size_bytes());
+  return c.done(code);
+}
+
+// Rows for, or of, each rank in words or elements: MPI's counts and displacements. The shapes are
+// checked before: the sum of all counts fits 32 bits.
+struct Parts {
+  std::vector<int> counts, displacements;
+  Parts(Integers rows, int64_t row) {
+    int64_t next = 0;
+    for (const int64_t n : rows) {
+      counts.push_back(static_cast<int>(n * row));
+      displacements.push_back(static_cast<int>(next));
+      next += n * row;
+    }
+  }
+  const int* n() const { return counts.data(); }
+  const int* at() const { return displacements.data(); }
+};
+
+ffi::Error gatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                   int64_t root, Integers counts, int64_t row) {
+  const Call c("gatherv", comm, site, x.size_bytes(), root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}, counts); e.failure()) return e;
+  const Words in(x), out(*y);
+  const Parts parts(counts, row);
+  if (c.comm.rank != root) std::memset(out.data, 0, y->size_bytes());
+  return c.done(call(runtime.mpi.Gatherv, static_cast<const void*>(in.data),
+                     static_cast<int>(in.count), in.type, out.data, parts.n(), parts.at(),
+                     out.type, static_cast<int>(root), c.comm.handle));
+}
+
+ffi::Error scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                    int64_t root, Integers counts, int64_t row) {
+  const Call c("scatterv", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}, counts); e.failure()) return e;
+  const Words in(x), out(*y);
+  const Parts parts(counts, row);
+  return c.done(call(runtime.mpi.Scatterv, static_cast<const void*>(in.data), parts.n(),
+                     parts.at(), in.type, out.data, static_cast<int>(out.count), out.type,
+                     static_cast<int>(root), c.comm.handle));
+}
+
+ffi::Error allgatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                      Integers counts, int64_t row) {
+  const Call c("allgatherv", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {}, counts); e.failure()) return e;
+  const Words in(x), out(*y);
+  const Parts parts(counts, row);
+  advise_huge_pages(out.data, y->size_bytes());
+  return c.done(call(runtime.mpi.Allgatherv, static_cast<const void*>(in.data),
+                     static_cast<int>(in.count), in.type, out.data, parts.n(), parts.at(),
+                     out.type, c.comm.handle));
+}
+
+ffi::Error reduce_scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                           int64_t op, Integers counts, int64_t row) {
+  const Call c("reduce_scatterv", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}}, counts); e.failure()) return e;
+  const Numbers in(x);
+  if (!in.known) return c.fail(kNoArithmetic);
+  const Parts parts(counts, row);
+  return c.done(call(runtime.mpi.Reduce_scatter, in.data, y->untyped_data(), parts.n(), in.type,
+                     reduction(op), c.comm.handle));
+}
+
+ffi::Error alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                     Integers sendcounts, Integers recvcounts, int64_t row) {
+  const Call c("alltoallv", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {}, sendcounts, recvcounts); e.failure()) return e;
+  const Words in(x), out(*y);
+  const Parts to(sendcounts, row), from(recvcounts, row);
+  advise_huge_pages(out.data, y->size_bytes());
+  return c.done(call(runtime.mpi.Alltoallv, static_cast<const void*>(in.data), to.n(), to.at(),
+                     in.type, out.data, from.n(), from.at(), out.type, c.comm.handle));
+}
+
 }  // namespace
 }  // namespace mpigrad
 
@@ -90,3 +228,31 @@ MPIGRAD_HANDLER(mpigrad_gather, gather,
 MPIGRAD_HANDLER(mpigrad_scatter, scatter,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
                     MPIGRAD_ATTR(root));
+MPIGRAD_HANDLER(mpigrad_allgather, allgather,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE);
+MPIGRAD_HANDLER(mpigrad_alltoall, alltoall,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE);
+MPIGRAD_HANDLER(mpigrad_reduce_scatter, reduce_scatter,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op));
+MPIGRAD_HANDLER(mpigrad_scan, scan,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTR(backward));
+MPIGRAD_HANDLER(mpigrad_exscan, exscan,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTR(backward));
+MPIGRAD_HANDLER(mpigrad_gatherv, gatherv,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(root) MPIGRAD_ATTRS(counts) MPIGRAD_ATTR(row));
+MPIGRAD_HANDLER(mpigrad_scatterv, scatterv,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(root) MPIGRAD_ATTRS(counts) MPIGRAD_ATTR(row));
+MPIGRAD_HANDLER(mpigrad_allgatherv, allgatherv,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTRS(counts) MPIGRAD_ATTR(row));
+MPIGRAD_HANDLER(mpigrad_reduce_scatterv, reduce_scatterv,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTRS(counts) MPIGRAD_ATTR(row));
+MPIGRAD_HANDLER(mpigrad_alltoallv, alltoallv,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTRS(sendcounts) MPIGRAD_ATTRS(recvcounts) MPIGRAD_ATTR(row));

@@ -85,10 +85,16 @@ MPIGRAD_EXPORT const char* mpigrad_start(const char* library, int handle_bytes, 
   return nullptr;
 }
 
+MPIGRAD_EXPORT void mpigrad_set_status_layout(int source_offset, int tag_offset) {
+  runtime.source_offset = source_offset;
+  runtime.tag_offset = tag_offset;
+}
+
 MPIGRAD_EXPORT int mpigrad_communicator_limit() { return mpigrad::kCommunicators; }
 
-MPIGRAD_EXPORT void mpigrad_set_communicator(int64_t slot, int64_t handle, int rank, int size) {
-  mpigrad::communicators[slot] = {{handle}, rank, size};
+MPIGRAD_EXPORT void mpigrad_set_communicator(int64_t slot, int64_t handle, int64_t reversed,
+                                             int rank, int size) {
+  mpigrad::communicators[slot] = {{handle}, {reversed}, rank, size};
 }
 
 MPIGRAD_EXPORT void mpigrad_set_reduction(int64_t slot, int64_t handle) {

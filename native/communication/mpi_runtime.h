@@ -20,7 +20,7 @@ struct Handle {
 
 // Where MPI writes a status: large enough for every implementation.
 struct Status {
-  alignas(16) char bytes[256];
+  alignas(16) char bytes[256] = {};
 };
 
 // One pointer for each function MPI_<name>.
@@ -28,7 +28,7 @@ struct Status {
   X(Abort) X(Allgather) X(Allgatherv) X(Allreduce) X(Alltoall) X(Alltoallv) \
   X(Barrier) X(Bcast) X(Error_string) X(Exscan) X(Gather) X(Gatherv) \
   X(Get_count) X(Iprobe) X(Irecv) X(Isend) X(Mprobe) X(Mrecv) \
-  X(Probe) X(Recv) X(Reduce) X(Reduce_scatter_block) X(Scan) X(Scatter) \
+  X(Probe) X(Recv) X(Reduce) X(Reduce_scatter) X(Reduce_scatter_block) X(Scan) X(Scatter) \
   X(Scatterv) X(Send) X(Sendrecv) X(Test) X(Wait) X(Waitall) \
   X(Win_allocate) X(Win_create) X(Win_fence) X(Win_free) X(Put) X(Get) \
   X(Accumulate)
@@ -41,6 +41,7 @@ struct Functions {
 
 struct Communicator {
   Handle handle;
+  Handle reversed;  // of the same ranks in reversed order, for the adjoints of scans
   int rank = 0, size = 1;
 };
 
@@ -49,6 +50,7 @@ struct Runtime {
   bool pointer_handles = false;
   void* in_place = nullptr;
   int proc_null = 0;
+  int source_offset = 0, tag_offset = 0;  // of the fields in a status, in bytes
 };
 
 extern Runtime runtime;
@@ -89,6 +91,12 @@ int call(void* function, Args... args) {
   return runtime.pointer_handles ? call_as<void*>(function, args...)
                                  : call_as<int>(function, args...);
 }
+
+inline int status_field(const Status& status, int offset) {
+  return *reinterpret_cast<const int*>(status.bytes + offset);
+}
+inline int status_source(const Status& s) { return status_field(s, runtime.source_offset); }
+inline int status_tag(const Status& s) { return status_field(s, runtime.tag_offset); }
 
 // The request of a pending message, in the layout of the library.
 struct Request {

@@ -1,16 +1,51 @@
 // Messages between two ranks, and packed exchanges with neighbours.
 #include "handler.h"
+#include "pending.h"
 
 namespace mpigrad {
 namespace {
 
+std::list<Pending> to_self;
+
+}  // namespace
+
+void free_received_from_self() {
+  for (auto message = to_self.begin(); message != to_self.end();) {
+    Status status;
+    int complete = 0;
+    const int code = call(runtime.mpi.Test, message->request.address(), &complete,
+                          static_cast<void*>(status.bytes));
+    if (code) return;
+    message = complete ? to_self.erase(message) : std::next(message);
+  }
+}
+
+int send_words(const Call& c, const Words& x, int64_t dest, int64_t tag) {
+  if (dest == c.comm.rank) {
+    free_received_from_self();
+    to_self.emplace_back(c, dest, x);
+    return to_self.back().post_send(x, tag);
+  }
+  return call(runtime.mpi.Send, static_cast<const void*>(x.data), static_cast<int>(x.count),
+              x.type, static_cast<int>(dest), static_cast<int>(tag), c.comm.handle);
+}
+
+namespace {
+
+ffi::Error receive(const Call& c, const Words& out, int64_t source, int64_t tag, Status& status) {
+  advise_huge_pages(out.data, out.count * out.width);
+  const int code = call(runtime.mpi.Recv, out.data, static_cast<int>(out.count), out.type,
+                        static_cast<int>(source), static_cast<int>(tag), c.comm.handle,
+                        static_cast<void*>(status.bytes));
+  const int sender = status_source(status);
+  if (!to_self.empty() && sender == c.comm.rank) free_received_from_self();
+  return received(c, code, status, out, sender);
+}
+
 ffi::Error send(Token, Buffer x, TokenOut, int64_t comm, int64_t site, int64_t dest, int64_t tag) {
   const Call c("send", comm, site, x.size_bytes(), dest);
   if (ffi::Error e = c.messages({mail(dest, tag, x)}, {}); e.failure()) return e;
-  const Words in(x);
-  return c.done(call(runtime.mpi.Send, static_cast<const void*>(in.data),
-                     static_cast<int>(in.count), in.type, static_cast<int>(dest),
-                     static_cast<int>(tag), c.comm.handle));
+  return c.done(send_words(c, Words(x), dest, tag));
 }
 
 ffi::Error recv(Token, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t source,
@@ -22,12 +57,39 @@ ffi::Error recv(Token, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_
     std::memset(out.data, 0, y->size_bytes());
     return ffi::Error::Success();
   }
-  advise_huge_pages(out.data, y->size_bytes());
   Status status;
-  const int code = call(runtime.mpi.Recv, out.data, static_cast<int>(out.count), out.type,
-                        static_cast<int>(source), static_cast<int>(tag), c.comm.handle,
-                        static_cast<void*>(status.bytes));
-  return received(c, code, status, out, static_cast<int>(source));
+  return receive(c, out, source, tag, status);
+}
+
+// From whom and with which tag a message came, or where it goes: {rank, tag}.
+using Envelope = ffi::Buffer<ffi::S32>;
+
+// `source` and `tag` may be wildcards.
+ffi::Error recv_any(Token, TokenOut, BufferOut y, ffi::Result<Envelope> envelope, int64_t comm,
+                    int64_t site, int64_t source, int64_t tag) {
+  const Call c("recv", comm, site, 0, source);
+  if (ffi::Error e = c.messages({}, {mail(source, tag, *y)}); e.failure()) return e;
+  Status status;
+  ffi::Error error = receive(c, Words(*y), source, tag, status);
+  c.post.matched(0, status_source(status), status_tag(status));
+  envelope->typed_data()[0] = status_source(status);
+  envelope->typed_data()[1] = status_tag(status);
+  return error;
+}
+
+ffi::Error recv_from(Token, Envelope envelope, TokenOut, BufferOut y, int64_t comm, int64_t site) {
+  const int32_t* partner = envelope.typed_data();
+  const Call c("recv", comm, site, 0, partner[0]);
+  if (ffi::Error e = c.messages({}, {mail(partner[0], partner[1], *y)}); e.failure()) return e;
+  Status status;
+  return receive(c, Words(*y), partner[0], partner[1], status);
+}
+
+ffi::Error send_to(Token, Envelope envelope, Buffer x, TokenOut, int64_t comm, int64_t site) {
+  const int32_t* partner = envelope.typed_data();
+  const Call c("send", comm, site, x.size_bytes(), partner[0]);
+  if (ffi::Error e = c.messages({mail(partner[0], partner[1], x)}, {}); e.failure()) return e;
+  return c.done(send_words(c, Words(x), partner[0], partner[1]));
 }
 
 ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
@@ -117,6 +179,15 @@ MPIGRAD_HANDLER(mpigrad_send, send,
 MPIGRAD_HANDLER(mpigrad_recv, recv,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE MPIGRAD_ATTR(source)
                     MPIGRAD_ATTR(tag));
+MPIGRAD_HANDLER(mpigrad_recv_any, recv_any,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_OUT MPIGRAD_Y.Ret<mpigrad::Envelope>() MPIGRAD_WHERE
+                    MPIGRAD_ATTR(source) MPIGRAD_ATTR(tag));
+MPIGRAD_HANDLER(mpigrad_recv_from, recv_from,
+                MPIGRAD_BIND MPIGRAD_IN.Arg<mpigrad::Envelope>() MPIGRAD_OUT MPIGRAD_Y
+                    MPIGRAD_WHERE);
+MPIGRAD_HANDLER(mpigrad_send_to, send_to,
+                MPIGRAD_BIND MPIGRAD_IN.Arg<mpigrad::Envelope>() MPIGRAD_X MPIGRAD_OUT
+                    MPIGRAD_WHERE);
 MPIGRAD_HANDLER(mpigrad_sendrecv, sendrecv,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
                     MPIGRAD_ATTR(dest) MPIGRAD_ATTR(sendtag) MPIGRAD_ATTR(source)

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "watch.h"
+#include "../communication/watch.h"
 
 namespace mpigrad::hypre {
 

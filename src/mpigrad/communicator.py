@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import math
 import os
 import pathlib
+import struct
 import time
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self, cast
 
+import jax
 import numpy as np
 from mpi4py import MPI
 
 from mpigrad import board
 
-__all__ = ["Communicator", "communication_seconds", "default", "native_library"]
+__all__ = ["Cartesian", "Communicator", "communication_seconds", "default", "native_library"]
 
 
 def native_library(name: str) -> ctypes.CDLL | None:
@@ -46,6 +50,7 @@ def mpi_library_path() -> str:
 
 # XLA's numbers of element types (xla_data.proto), the dtypes that MPI can do arithmetic with.
 _ARITHMETIC = {
+    "bool": (1, MPI.C_BOOL),
     "int8": (2, MPI.INT8_T),
     "int16": (3, MPI.INT16_T),
     "int32": (4, MPI.INT32_T),
@@ -63,8 +68,20 @@ ARITHMETIC_DTYPES = frozenset(_ARITHMETIC)
 MAX_COUNT = 2**31 - 1  # MPI-3 counts are C ints
 
 # Reductions by slot: programs name slots, so that no handle is compiled into them.
-REDUCTIONS = (MPI.SUM,)
+REDUCTIONS = (
+    *(MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN),
+    *(MPI.LAND, MPI.LOR, MPI.LXOR, MPI.BAND, MPI.BOR, MPI.BXOR),
+)
 SUM = REDUCTIONS.index(MPI.SUM)
+
+
+def _status_layout() -> tuple[int, int]:
+    """Offsets of source and tag in this MPI's status: where mpi4py writes two unlikely numbers."""
+    status, source, tag = MPI.Status(), 0x5A17_0001, 0x5A17_0002
+    status.Set_source(source)
+    status.Set_tag(tag)
+    raw = ctypes.string_at(MPI._addressof(status), MPI._sizeof(status))
+    return raw.index(struct.pack("i", source)), raw.index(struct.pack("i", tag))
 
 
 @functools.cache
@@ -87,6 +104,7 @@ def library() -> ctypes.CDLL:
     lib.mpigrad_set_communicator.argtypes = [
         ctypes.c_int64,
         ctypes.c_int64,
+        ctypes.c_int64,
         ctypes.c_int,
         ctypes.c_int,
     ]
@@ -102,6 +120,7 @@ def library() -> ctypes.CDLL:
     )
     if error is not None:
         raise ImportError(f"mpigrad: cannot use this process's MPI library: {error.decode()}")
+    lib.mpigrad_set_status_layout(*_status_layout())
     for number, datatype in _ARITHMETIC.values():
         lib.mpigrad_set_arithmetic_type(number, datatype.handle)
     for index, datatype in enumerate((MPI.UINT8_T, MPI.UINT16_T, MPI.UINT32_T, MPI.UINT64_T)):
@@ -183,8 +202,16 @@ for _name in (
     setattr(WatchedComm, _name, _watched(_name))
 
 
+def derivative_slot(slot: int) -> int:
+    """The slot of the message space for derivatives; programs' own slots are even."""
+    return slot | 1
+
+
 class Communicator:
     """A group of ranks with a private message space.
+
+    As a context manager it is the default communicator of the operations inside:
+    `with comm: mpigrad.allreduce(x)`. What is compiled for one default is not used for another.
 
     Parameters
     ----------
@@ -195,58 +222,229 @@ class Communicator:
     """
 
     mpi: MPI.Intracomm
+    derivatives: MPI.Intracomm
     rank: int
     size: int
     slot: int
     _next_slot = 0
 
     def __init__(self, mpi_comm: MPI.Intracomm) -> None:
-        if not isinstance(mpi_comm, MPI.Intracomm):
-            raise TypeError(
-                "mpigrad.Communicator takes an intra-communicator of mpi4py, "
-                f"not {type(mpi_comm).__name__}"
-            )
         if mpi_comm == MPI.COMM_NULL:
             raise ValueError(
                 "mpigrad.Communicator: this rank is not a member (MPI.COMM_NULL); "
                 "make the communicator on member ranks only"
             )
+        if not isinstance(mpi_comm, MPI.Intracomm):
+            raise TypeError(
+                "mpigrad.Communicator takes an intra-communicator of mpi4py, "
+                f"not {type(mpi_comm).__name__}"
+            )
         lib = library()
         limit = lib.mpigrad_communicator_limit()
-        if Communicator._next_slot >= limit:
+        if Communicator._next_slot + 1 >= limit:
             raise RuntimeError(
-                f"mpigrad: more than {limit} communicators in one process; "
+                f"mpigrad: more than {limit // 2} communicators in one process; "
                 "make a communicator once and keep it"
             )
         self.mpi = WatchedComm(WatchedComm(mpi_comm).Dup())
         self.mpi.Set_errhandler(MPI.ERRORS_RETURN)  # errors come back with rank and source line
         self.rank, self.size = self.mpi.rank, self.mpi.size
+        # The adjoint of a scan runs from the last rank to the first, as a scan on this one.
+        self._reversed = self.mpi.Split(0, -self.rank)
+        self._reversed.Set_errhandler(MPI.ERRORS_RETURN)
         self.slot = Communicator._next_slot
-        Communicator._next_slot += 1
-        lib.mpigrad_set_communicator(self.slot, self.mpi.handle, self.rank, self.size)
-        board.register(lib, self.slot, self.rank, self.mpi.allgather)
+        Communicator._next_slot += 2
+        # The messages between two ranks that derivatives send have a space of their own: a
+        # wildcard receive of the program never takes one of them.
+        self.derivatives = WatchedComm(mpi_comm).Dup()
+        self.derivatives.Set_errhandler(MPI.ERRORS_RETURN)
+        for slot, mpi in ((self.slot, self.mpi), (derivative_slot(self.slot), self.derivatives)):
+            lib.mpigrad_set_communicator(
+                slot, mpi.handle, self._reversed.handle, self.rank, self.size
+            )
+            board.register(lib, slot, self.rank, self.mpi.allgather)
         self.mpi.slot = self.slot  # from here on its collectives are counted
 
-    def split(self, color: int, key: int = 0) -> Communicator:
-        """The communicator of the ranks with the same `color`, ordered by `key` (collective)."""
-        parts = cast(MPI.Intracomm, self.mpi.Split(color, key))
-        try:
-            return Communicator(parts)
-        finally:
-            parts.Free()
+    def split(self, color: int | None, key: int = 0) -> Communicator:
+        """The communicator of the ranks with the same `color`, ordered by `key` (collective).
+
+        On ranks that give None (or MPI.UNDEFINED) the result is false (`if part: ...`), has size
+        0, and is refused by every operation.
+        """
+        with self._part(color, key) as part:
+            return Communicator(part) if part else _LeftOut()
 
     def dup(self) -> Communicator:
         """A communicator of the same ranks with its own message space (collective)."""
         return Communicator(self.mpi)
 
+    def cartesian(
+        self, dims: Sequence[int], periods: bool | Sequence[bool] = False
+    ) -> Cartesian | Communicator:
+        """The ranks in a grid of shape `dims` (collective).
+
+        Parameters
+        ----------
+        dims
+            Ranks along each axis; where it is 0, MPI chooses. The last axis varies fastest.
+        periods
+            Whether each axis is a ring (one value: all of them).
+
+        Returns
+        -------
+        A `Cartesian`; on ranks that find no place in the grid, what `split` gives ranks that are
+        left out.
+        """
+        shape = [int(n) for n in dims]
+        if not shape or min(shape) < 0:
+            raise ValueError(f"cartesian: dims={tuple(dims)} must be positive, or 0 to choose")
+        fixed = math.prod(n for n in shape if n)
+        if 0 in shape and self.size % fixed:
+            raise ValueError(
+                f"cartesian: dims={tuple(dims)}: {self.size} ranks can't be divided by {fixed}"
+            )
+        if 0 in shape:
+            shape = MPI.Compute_dims(self.size, shape)
+        if math.prod(shape) > self.size:
+            raise ValueError(
+                f"cartesian: dims={tuple(dims)} need {math.prod(shape)} ranks, "
+                f"and there are {self.size}"
+            )
+        rings = [bool(periods)] * len(shape) if isinstance(periods, int) else list(periods)
+        if len(rings) != len(shape):
+            raise ValueError(
+                f"cartesian: {len(rings)} periods for {len(shape)} axes (dims={tuple(dims)})"
+            )
+        with self._part(0 if self.rank < math.prod(shape) else None, 0) as part:
+            return Cartesian(part, shape, rings) if part else _LeftOut()
+
+    @contextlib.contextmanager
+    def _part(self, color: int | None, key: int) -> Iterator[MPI.Intracomm | None]:
+        color = MPI.UNDEFINED if color is None else color
+        part = cast(MPI.Intracomm, self.mpi.Split(color, key))
+        if part == MPI.COMM_NULL:
+            yield None
+            return
+        try:
+            yield part
+        finally:
+            part.Free()
+
+    def __enter__(self) -> Self:
+        now = _defaults.value
+        _members[self.slot] = self
+        context = _defaults((*now, self.slot))
+        context.__enter__()
+        _entered.append(context)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _entered.pop().__exit__(*exception)
+
+    def __bool__(self) -> bool:
+        return True
+
     def __repr__(self) -> str:
-        return f"Communicator(rank={self.rank}, size={self.size})"
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+
+class Cartesian(Communicator):
+    """Ranks in a grid, as `Communicator.cartesian` makes it.
+
+    Attributes
+    ----------
+    dims
+        Ranks along each axis.
+    periods
+        Whether each axis is a ring.
+    coords
+        This rank's place, (0, ..., 0) for rank 0; the last axis varies fastest.
+    """
+
+    dims: tuple[int, ...]
+    periods: tuple[bool, ...]
+    coords: tuple[int, ...]
+
+    def __init__(
+        self, mpi_comm: MPI.Intracomm, dims: Sequence[int], periods: Sequence[bool]
+    ) -> None:
+        super().__init__(mpi_comm)
+        self.dims, self.periods = tuple(dims), tuple(periods)
+        self.coords = tuple(int(c) for c in np.unravel_index(self.rank, self.dims))
+
+    def rank_at(self, coords: Sequence[int]) -> int:
+        """The rank at a place; MPI.PROC_NULL beyond an open end."""
+        place = []
+        for c, n, ring in zip(coords, self.dims, self.periods, strict=True):
+            if not ring and not 0 <= c < n:
+                return MPI.PROC_NULL
+            place.append(c % n)
+        return int(np.ravel_multi_index(tuple(place), self.dims))
+
+    def shift(self, axis: int, displacement: int = 1) -> tuple[int, int]:
+        """(source, dest) of a `sendrecv` that moves data along `axis`, as MPI's Cart_shift.
+
+        `dest` is `displacement` further along the axis, `source` as far behind; MPI.PROC_NULL
+        beyond an open end, where what is received is zero.
+        """
+        if not -len(self.dims) <= axis < len(self.dims):
+            raise ValueError(f"shift: axis={axis} of a grid with {len(self.dims)} axes")
+
+        def moved(by: int) -> int:
+            place = list(self.coords)
+            place[axis] += by
+            return self.rank_at(place)
+
+        return moved(-displacement), moved(displacement)
+
+    @property
+    def neighbors(self) -> tuple[int, ...]:
+        """The other ranks one step away along the axes, each once: for `neighbor_alltoallv`."""
+        found = [rank for axis in range(len(self.dims)) for rank in self.shift(axis)]
+        return tuple(dict.fromkeys(r for r in found if r not in (MPI.PROC_NULL, self.rank)))
+
+
+class _LeftOut(Communicator):
+    """What `split` gives a rank that is in no part."""
+
+    size = 0
+
+    def __init__(self) -> None:
+        pass
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        if name in Communicator.__annotations__:
+            raise ValueError(
+                f"rank {default().rank} of {default().size} was left out of this "
+                "communicator (split with color None, or a grid with fewer places than ranks): "
+                "only its members call operations on it; write `if comm: ...`"
+            )
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        return "Communicator(left out)"
+
+
+# The slots of the communicators entered by `with`: part of JAX's cache keys, since a program that
+# was traced under one default must not be used under another.
+_defaults = jax.make_user_context(())
+_members: dict[int, Communicator] = {}
+_entered: list[Any] = []
 
 
 @functools.cache
-def default() -> Communicator:
-    """The communicator of all ranks, used where an operation is given none."""
+def world() -> Communicator:
+    """The communicator of all ranks."""
     return Communicator(MPI.COMM_WORLD)
+
+
+def default() -> Communicator:
+    """The communicator of operations that are given none: of the enclosing `with`, or all ranks."""
+    slots = _defaults.value
+    return _members[slots[-1]] if slots else world()
 
 
 _forked = False
@@ -277,6 +475,7 @@ def resolve(comm: Communicator | None) -> Communicator:
     if comm is None:
         return default()
     if isinstance(comm, Communicator):
+        comm.slot  # noqa: B018  an error where this rank was left out
         return comm
     if isinstance(comm, MPI.Comm):
         raise TypeError(

@@ -21,7 +21,13 @@ from jax.core import Tracer
 
 from mpigrad.communicator import Communicator, check_process, resolve
 from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations.activity import CARRIER, carrier, with_carrier, without_carriers
+from mpigrad.operations.activity import (
+    CARRIER,
+    nought,
+    outer_carrier,
+    with_carrier,
+    without_carriers,
+)
 from mpigrad.operations.checks import assert_replicated
 from mpigrad.operations.collectives import bcast, reduce
 from mpigrad.operations.factory import register_target, set_jit
@@ -209,16 +215,33 @@ def jvp(
 def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """f(primals) and the function that pulls cotangents back, as `jax.vjp`.
 
-    Every rank must call the pull-back, since it carries the adjoint messages.
+    Every rank must call the pull-back, since it carries the adjoint messages. For many cotangents
+    at once take the whole: `mpigrad.vmap(lambda ct: mpigrad.vjp(f, x)[1](ct))(cts)`.
     """
+    outer = outer_carrier()
     out, back, *aux = jax.vjp(with_carrier(f), _ZERO, *primals, has_aux=has_aux)
-    return out, lambda ct: back(ct)[1:], *aux
+
+    def pull_back(ct: Any) -> Any:
+        if compat.is_batched(outer_carrier()) and outer_carrier() is not outer:
+            raise ValueError(
+                "vmap of a pull-back alone: an adjoint message whose cotangent is not batched on "
+                "one rank, but on its partner's, would be of another size there. Put vjp inside: "
+                "mpigrad.vmap(lambda ct: mpigrad.vjp(f, x)[1](ct))(cts)"
+            )
+        return back(ct)[1:]
+
+    return out, pull_back, *aux
 
 
 def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """f(primals) and its derivative there as a function of tangents, as `jax.linearize`."""
     out, linear, *aux = jax.linearize(with_carrier(f), _ZERO, *primals, has_aux=has_aux)
-    return out, lambda *tangents: linear(_ZERO, *tangents), *aux
+
+    def derivative(*tangents: Any) -> Any:
+        a = outer_carrier()  # of an enclosing vmap: messages without a tangent are batched, too
+        return linear(nought(a, CARRIER) if isinstance(a, Tracer) else _ZERO, *tangents)
+
+    return out, derivative, *aux
 
 
 def vmap(
@@ -274,7 +297,7 @@ compat.mlir.register_lowering(
     ),
     platform="cpu",
 )
-_turn: list[Any] = []
+_turn: Any = np.zeros(_TURN.shape, _TURN.dtype)  # no array of JAX's at import
 
 
 def _region(f: Callable[..., Any], turn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -354,28 +377,28 @@ def jit(
     # The first argument is the turn at top level, and the carrier inside a transformation.
     @functools.partial(jax.jit, **options)
     def program(turn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return turn, f(*args, **kwargs)
         return _region(f, turn, args, kwargs)
 
     inside = functools.partial(jax.jit, **options)(with_carrier(f))
+    at_top_level = compat.is_top_level
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return f(*args, **kwargs)
-        if compat.is_top_level():
+        global _turn
+        if at_top_level():
             check_process()
-            turn = _turn[0] if _turn else jnp.zeros(_TURN.shape, _TURN.dtype)
             try:
-                turn, out = program(turn, *args, **kwargs)
+                _turn, out = program(_turn, *args, **kwargs)
             except (ValueError, RuntimeError) as error:
                 # JAX's fast path raises a failed handler as a ValueError, its slow one does not.
                 text = str(error).partition("mpigrad: ")[2]
                 if not text or isinstance(error.__cause__, jax.errors.JaxRuntimeError):
                     raise
                 raise jax.errors.JaxRuntimeError(f"mpigrad: {text}") from None
-            _turn[:] = [turn]
             return out
-        a = carrier()
+        a = outer_carrier()
         with without_carriers():
             return inside(a, *args, **kwargs)
 

@@ -43,32 +43,32 @@ FIVE, NOTHING = (lambda x: jnp.float64(5)), (lambda x: jnp.float64(0))
 SCENARIOS: dict[str, tuple[Program, Program, Callable[[Any, Any], Any]]] = {
     "both active": (
         lambda x, c: _sends(x, c, _cube),
-        lambda x, c: _sq(mg.recv(x, 0, comm=c)),
+        lambda x, c: _sq(mg.recv(x, 0, tag=0, comm=c)),
         lambda a, b: _cube(a) + _sq(jnp.sin(a)),
     ),
     "result unused": (
         lambda x, c: _sends(x, c, _cube),
-        lambda x, c: (mg.recv(x, 0, comm=c), jnp.float64(0))[1],
+        lambda x, c: (mg.recv(x, 0, tag=0, comm=c), jnp.float64(0))[1],
         lambda a, b: _cube(a),
     ),
     "sender's loss constant": (
         lambda x, c: _sends(x, c, FIVE),
-        lambda x, c: _sq(mg.recv(x, 0, comm=c)),
+        lambda x, c: _sq(mg.recv(x, 0, tag=0, comm=c)),
         lambda a, b: _sq(jnp.sin(a)),
     ),
     "receiver's template constant": (
         lambda x, c: _sends(x, c, _cube),
-        lambda x, c: _sq(mg.recv(ZEROS, 0, comm=c)),
+        lambda x, c: _sq(mg.recv(ZEROS, 0, tag=0, comm=c)),
         lambda a, b: _cube(a) + _sq(jnp.sin(a)),
     ),
     "sender's operand constant": (
         lambda x, c: _sends(x, c, _cube, ONES),
-        lambda x, c: _sq(mg.recv(x, 0, comm=c) * x),
+        lambda x, c: _sq(mg.recv(x, 0, tag=0, comm=c) * x),
         lambda a, b: _cube(a) + _sq(b),
     ),
     "receiver differentiates something else": (
         lambda x, c: _sends(x, c, NOTHING),
-        lambda x, c: jnp.sum(mg.recv(ZEROS, 0, comm=c) * x),
+        lambda x, c: jnp.sum(mg.recv(ZEROS, 0, tag=0, comm=c) * x),
         lambda a, b: jnp.sum(jnp.sin(a) * b),
     ),
     "allreduce of a constant on one rank": (
@@ -165,7 +165,33 @@ TRANSFORMATIONS: dict[str, tuple[Callable[[One], One], str, int]] = {
         "columns",
         1,
     ),
+    "a batch of tangents": (
+        lambda f: lambda x: mg.vmap(mg.linearize(f, x)[1])(jnp.eye(3)).sum(),
+        "columns",
+        1,
+    ),
+    "a batch of cotangents": (
+        lambda f: lambda x: mg.vmap(lambda ct: mg.vjp(f, x)[1](ct)[0])(jnp.arange(1.0, 3)).sum(0),
+        "grad",
+        3,
+    ),
+    "jacobian, forward": (lambda f: lambda x: mg.jacobian(f)(x).sum(), "columns", 1),
+    "jacobian, forward(scan(checkpoint))": (
+        lambda f: lambda x: mg.jacobian(scan(ck(f)))(x).sum(),
+        "columns",
+        2,
+    ),
+    "jacobian, reverse": (
+        lambda f: lambda x: mg.jacobian(f, mode="reverse")(x).sum(),
+        "columns",
+        1,
+    ),
+    "jacobian, forward(while)": (lambda f: lambda x: mg.jacobian(whiled(f))(x).sum(), "columns", 3),
 }
+
+# Compared by tracing alone, since they only combine others that are run.
+TRACED_ONLY = ("a batch of tangents", "jacobian, forward(scan(checkpoint))")
+TRACED_ONLY += ("jacobian, forward(while)",)
 
 scenarios = pytest.mark.parametrize("scenario", SCENARIOS)
 transformations = pytest.mark.parametrize("transformation", TRANSFORMATIONS)
@@ -190,7 +216,7 @@ def expected(kind: str, scenario: str) -> Any:
 
 @pytest.mark.ranks(2)
 @scenarios
-@transformations
+@pytest.mark.parametrize("transformation", [t for t in TRANSFORMATIONS if t not in TRACED_ONLY])
 def test_derivatives(transformation: str, scenario: str, comm: Communicator) -> None:
     *rank_programs, _ = SCENARIOS[scenario]
     transform, kind, times = TRANSFORMATIONS[transformation]

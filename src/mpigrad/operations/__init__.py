@@ -1,21 +1,62 @@
 """Differentiable MPI operations: linear maps on the product space of the ranks' arrays."""
 
 from mpigrad.operations.checks import assert_replicated, require
-from mpigrad.operations.collectives import allreduce, barrier, bcast, gather, reduce, scatter
+from mpigrad.operations.collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    barrier,
+    bcast,
+    exscan,
+    gather,
+    reduce,
+    reduce_scatter,
+    scan,
+    scatter,
+)
+from mpigrad.operations.custom import custom_operation
 from mpigrad.operations.neighborhood import neighbor_alltoallv
-from mpigrad.operations.point_to_point import recv, send, sendrecv
+from mpigrad.operations.nonblocking import irecv, isend, wait, waitall
+from mpigrad.operations.one_sided import one_sided
+from mpigrad.operations.point_to_point import recv, recv_with_status, send, sendrecv
+from mpigrad.operations.reductions import reduction
+from mpigrad.operations.variable import (
+    allgatherv,
+    alltoallv,
+    gatherv,
+    reduce_scatterv,
+    scatterv,
+)
 
 __all__ = [
+    "allgather",
+    "allgatherv",
     "allreduce",
+    "alltoall",
+    "alltoallv",
     "assert_replicated",
     "barrier",
     "bcast",
+    "custom_operation",
+    "exscan",
     "gather",
+    "gatherv",
+    "irecv",
+    "isend",
     "neighbor_alltoallv",
+    "one_sided",
     "recv",
+    "recv_with_status",
     "reduce",
+    "reduce_scatter",
+    "reduce_scatterv",
+    "reduction",
     "require",
+    "scan",
     "scatter",
+    "scatterv",
     "send",
     "sendrecv",
+    "wait",
+    "waitall",
 ]

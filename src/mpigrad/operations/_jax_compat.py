@@ -20,8 +20,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import ad_checkpoint, core, effects, pjit
+from jax._src import ad_checkpoint, core, custom_derivatives, effects, linear_util, pjit
+from jax._src.array import ArrayImpl
 from jax._src.interpreters import ad as _ad
+from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax.control_flow import conditionals, loops
 from jax._src.xla_bridge import backends_are_initialized
@@ -38,17 +40,22 @@ __all__ = [
     "constants_as_operands",
     "effect",
     "install_repairs",
+    "is_batched",
     "is_top_level",
     "lower_in_token_region",
+    "lower_to_nothing",
     "lowering",
     "make_effectful",
     "mlir",
+    "run_directly",
     "set_linearization",
+    "surround_custom_rules",
     "tangent_aval",
     "visible",
 ]
 
 ShapedArray = core.ShapedArray
+_trace_context = core.trace_ctx
 ad: Any = _ad  # untyped: what is used here is not exported under these names
 partial_eval: Any = _partial_eval
 
@@ -97,7 +104,29 @@ def tangent_aval(x: Any) -> Any:
 
 def is_top_level() -> bool:
     """No transformation and no trace is active."""
-    return core.trace_ctx.is_top_level()
+    return _trace_context.trace is core.eval_trace
+
+
+def run_directly(primitive: Primitive, run: Callable[..., Any]) -> None:
+    """Outside any trace `primitive` is `run`, and arrays go there without JAX's detour."""
+    primitive.def_impl(run)
+    plain = primitive.bind
+
+    def bind(*operands: Any, **params: Any) -> Any:
+        if _trace_context.trace is core.eval_trace:
+            for x in operands:
+                if type(x) is not ArrayImpl and type(x) is not np.float32:
+                    break
+            else:
+                return run(*operands, **params)
+        return plain(*operands, **params)
+
+    primitive.bind = bind
+
+
+def is_batched(x: Any) -> bool:
+    """Whether `x` is an operand of the enclosing `vmap` with its axis."""
+    return isinstance(x, _batching.BatchTracer)
 
 
 def visible(tracer: Any) -> bool:
@@ -153,6 +182,12 @@ def lowering(
         return results
 
     return rule
+
+
+def lower_to_nothing(ctx: Any, *operands: Any) -> list[Any]:
+    """Lowering of an effectful primitive that does nothing: the token goes past it."""
+    ctx.set_tokens_out(mlir.TokenSet({effect: ctx.tokens_in.get(effect)}))
+    return []
 
 
 def lower_in_token_region(
@@ -261,6 +296,53 @@ def install_repairs() -> None:
     )
     _repair(loops.scan_p, lambda p: p["jaxpr"].jaxpr.effects)
     _repair(pjit.jit_p, lambda p: p["jaxpr"].jaxpr.effects)
+    _rules[loops.while_p] = functools.partial(_partial_while, _rules[loops.while_p])
+
+
+def _partial_while(plain: Callable[..., Any], trace: Any, *tracers: Any, **params: Any) -> Any:
+    kinds = params["cond_jaxpr"].jaxpr.effects | params["body_jaxpr"].jaxpr.effects
+    if _has_messages(kinds) and not all(t.is_known() for t in tracers):
+        raise ValueError(
+            "a while_loop (or a fori_loop whose bounds are traced) with messages can't be "
+            "differentiated in reverse mode, nor by linearize. Use jax.lax.scan, or a fori_loop "
+            "with constant bounds; jvp and jacobian(mode='forward') take it as it is."
+        )
+    return plain(trace, *tracers, **params)
+
+
+# ---- rules of jax.custom_jvp and jax.custom_vjp ----
+
+
+@linear_util.transformation2
+def _inside(f: Callable[..., Any], around: Callable[[], Any], *args: Any) -> Any:
+    with around():
+        return f(*args)
+
+
+def surround_custom_rules(
+    function: Callable[[], Any], jvp_rule: Callable[[], Any], vjp_rule: Callable[[], Any]
+) -> None:
+    """Run the parts of jax.custom_jvp and jax.custom_vjp in these contexts.
+
+    `function`: the function itself; `jvp_rule`, and of custom_vjp the backward rule.
+    """
+    rules = {
+        custom_derivatives.custom_jvp_call_p: (function, jvp_rule),
+        custom_derivatives.custom_vjp_call_p: (function, None, vjp_rule),
+    }
+    for primitive, contexts in rules.items():
+        bind = primitive.bind_with_trace
+
+        def surrounded(
+            trace: Any, args: Any, avals: Any, params: Any, /, bind=bind, contexts=contexts
+        ) -> Any:
+            parts = tuple(
+                part if context is None else _inside(part, context)
+                for part, context in zip(params["subfuns"], contexts, strict=True)
+            )
+            return bind(trace, args, avals, {**params, "subfuns": parts})
+
+        primitive.bind_with_trace = surrounded
 
 
 # ---- the CPU client ----

@@ -18,9 +18,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir, visible
+from mpigrad.operations.sites import call_site, describe
 
-__all__ = ["CARRIER", "carrier", "nought", "with_carrier", "without_carriers"]
+__all__ = [
+    "CARRIER",
+    "active",
+    "anchor",
+    "carrier",
+    "no_messages",
+    "nought",
+    "outer_carrier",
+    "outside_rules",
+    "with_carrier",
+    "without_carriers",
+]
 
 CARRIER = ShapedArray((), np.dtype("float32"))
 
@@ -29,9 +42,18 @@ CARRIER = ShapedArray((), np.dtype("float32"))
 _context = jax.make_user_context(())
 _carriers: dict[int, Any] = {}
 _keys = itertools.count(1)
+# Why a message must not stand here, if so (part of the cache keys, too).
+_refusal = jax.make_user_context(None)
 
 
 def carrier() -> Any:
+    """The carrier of a message that stands here; an error where none may."""
+    if _refusal.value is not None:
+        raise ValueError(f"{describe(call_site())}: {_refusal.value}")
+    return outer_carrier()
+
+
+def outer_carrier() -> Any:
     """The carrier of the innermost enclosing transformation, or a constant."""
     for key in reversed(_context.value):
         if visible(_carriers[key]):
@@ -39,8 +61,36 @@ def carrier() -> Any:
     return np.float32(0)
 
 
+def no_messages(reason: str) -> contextlib.AbstractContextManager[None]:
+    """A context in which a message is refused for this reason."""
+    return _refusal(reason)
+
+
+_IN_RULE = (
+    "a message in the {} rule of a jax.{} function is refused: JAX leaves the rule out where its "
+    "operands are constant or its results are not used, on that rank alone, and the other ranks "
+    "would wait for it. Decorate the function with mpigrad.{} in its place (same signature)."
+)
+_REFUSALS = (
+    _IN_RULE.format("jvp", "custom_jvp", "custom_jvp"),
+    _IN_RULE.format("backward", "custom_vjp", "custom_vjp"),
+)
+
+
+def outside_rules() -> contextlib.AbstractContextManager[None]:
+    """A context in which messages are allowed again that only a custom rule refuses."""
+    return _refusal(None if _refusal.value in _REFUSALS else _refusal.value)
+
+
+# The function itself may have messages: it has the same ones with its rule and without.
+compat.surround_custom_rules(
+    outside_rules, lambda: _refusal(_REFUSALS[0]), lambda: _refusal(_REFUSALS[1])
+)
+
+
 @contextlib.contextmanager
-def _active(value: Any) -> Iterator[None]:
+def active(value: Any) -> Iterator[None]:
+    """A context in which messages depend on the carrier `value`."""
     if not isinstance(value, Tracer):
         yield
         return
@@ -57,7 +107,7 @@ def with_carrier(f: Callable[..., Any]) -> Callable[..., Any]:
     """f(*args) as g(c, *args), in which every message depends on c (with derivative zero)."""
 
     def g(c: Any, *args: Any, **kwargs: Any) -> Any:
-        with _active(c + carrier()):
+        with active(c + outer_carrier()):
             return f(*args, **kwargs)
 
     return g
@@ -99,3 +149,37 @@ nought_p.def_abstract_eval(lambda x, *, shape, dtype: ShapedArray(shape, dtype))
 mlir.register_lowering(nought_p, mlir.lower_fun(_zeros, multiple_results=False))
 ad.deflinear2(nought_p, _transpose)
 batching.primitive_batchers[nought_p] = _batch
+
+
+# ---- an anchor: nothing is sent, but reverse mode comes by, whether or not the rest is used ----
+
+anchor_p = Primitive("mpigrad_anchor")
+
+
+def anchor(x: Any) -> None:
+    """Let reverse mode visit what `x` depends on linearly, with a cotangent of zero at least."""
+    anchor_p.bind(x)
+
+
+def _anchor_jvp(primals: Any, tangents: Any) -> Any:
+    if type(tangents[0]) is not ad.Zero:
+        anchor_p.bind(tangents[0])
+    return anchor_p.bind(*primals), []
+
+
+def _anchor_linearize(is_vjp: Any, nonzeros: Any, x: Any) -> Any:
+    return anchor_p.bind(x), [], [], lambda residuals, tangent: anchor_p.bind(tangent)
+
+
+def _anchor_batch(args: Any, dims: Any) -> Any:
+    return anchor_p.bind(args[0]), []
+
+
+compat.make_effectful(anchor_p, lambda x: [])
+compat.always_stage(anchor_p)
+compat.set_linearization(anchor_p, _anchor_linearize)
+anchor_p.def_impl(lambda x: [])
+mlir.register_lowering(anchor_p, compat.lower_to_nothing)
+ad.primitive_jvps[anchor_p] = _anchor_jvp
+ad.primitive_transposes[anchor_p] = lambda cts, x: [jnp.zeros(x.aval.shape, x.aval.dtype)]
+batching.primitive_batchers[anchor_p] = _anchor_batch

@@ -59,15 +59,20 @@ def require(ok: Any, message: str, *values: Any, comm: Communicator | None = Non
         )
 
 
-def assert_replicated(x: Any, comm: Communicator | None = None, what: str = "the value") -> None:
+def assert_replicated(
+    x: Any,
+    comm: Communicator | None = None,
+    what: str = "the value",
+    remedy: str = "Make it equal, for instance by bcast, or do not declare it replicated.",
+) -> None:
     """Raise on every rank unless `x` is equal on all ranks (up to rounding; NaN equals NaN).
 
     Parameters
     ----------
     x
         Array or pytree of arrays, of the same shapes and dtypes on every rank.
-    what
-        What the error calls `x`.
+    what, remedy
+        What the error calls `x`, and what it says to do.
     """
     comm = resolve(comm)
     leaves = [jax.lax.stop_gradient(jnp.asarray(leaf)) for leaf in jax.tree.leaves(x)]
@@ -92,8 +97,7 @@ def assert_replicated(x: Any, comm: Communicator | None = None, what: str = "the
     require(
         ~jnp.any(flags[:, 0] > 0),
         f"{what} is not the same on all ranks: {{}} of {comm.size} ranks differ from rank 0, "
-        "the first is rank {} (by {}). Make it equal, for instance by bcast(x, root=0), or do not "
-        "declare it replicated.",
+        f"the first is rank {{}} (by {{}}). {remedy}",
         jnp.sum(flags[:, 0]),
         first,
         flags[first, 1],

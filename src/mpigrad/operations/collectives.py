@@ -1,4 +1,4 @@
-"""Collectives: bcast, reduce, allreduce, gather, scatter, barrier."""
+"""Collectives whose shapes are the same on every rank, and the reductions among them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import (
-    ARITHMETIC_DTYPES,
-    REDUCTIONS,
-    SUM,
-    Communicator,
-    check_rank,
-    resolve,
-)
+from mpigrad.communicator import REDUCTIONS, SUM, Communicator, check_rank, resolve
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
-from mpigrad.operations.factory import effect_primitive, linear_map
-from mpigrad.operations.packing import over_packed
+from mpigrad.operations.factory import effect_primitive, linear_map, weighted_map
+from mpigrad.operations.packing import packed
+from mpigrad.operations.reductions import (
+    Reduction,
+    check_op,
+    fold,
+    product_of_others,
+    reduced,
+)
 from mpigrad.operations.sites import call_site
 
-__all__ = ["allreduce", "barrier", "bcast", "gather", "reduce", "scatter"]
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "bcast",
+    "exscan",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scan",
+    "scatter",
+]
 
 
 def _same(x: Any, **_: Any) -> ShapedArray:
@@ -39,10 +50,11 @@ def _scattered(x: Any, **_: Any) -> ShapedArray:
 
 
 def _without_size(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in params.items() if name != "size"}
+    return {name: value for name, value in params.items() if name not in ("rank", "size")}
 
 
-# bcast ↔ reduce(SUM), allreduce ↔ allreduce, gather ↔ scatter.
+# bcast ↔ reduce(SUM), allreduce ↔ allreduce, gather ↔ scatter, allgather ↔ reduce_scatter(SUM),
+# alltoall ↔ alltoall, scan ↔ scan from the last rank to the first, and so exscan.
 bcast_p: Primitive = linear_map(
     "bcast",
     result=_same,
@@ -74,37 +86,76 @@ scatter_p: Primitive = linear_map(
     batch_axes=(1, 0),
     transpose=lambda ct, x, a, **params: gather_p.bind(ct, a, **params)[0],
 )
+allgather_p: Primitive = linear_map(
+    "allgather",
+    result=_gathered,
+    attributes=_without_size,
+    batch_axes=(0, 1),
+    transpose=lambda ct, x, a, *, size, **params: reduce_scatter_p.bind(ct, a, op=SUM, **params)[0],
+)
+reduce_scatter_p: Primitive = linear_map(
+    "reduce_scatter",
+    result=_scattered,
+    batch_axes=(1, 0),
+    transpose=lambda ct, x, a, *, op, **params: allgather_p.bind(ct, a, size=x.shape[0], **params)[
+        0
+    ],
+)
+alltoall_p: Primitive = linear_map(
+    "alltoall",
+    result=_same,
+    batch_axes=(1, 1),
+    transpose=lambda ct, x, a, **params: alltoall_p.bind(ct, a, **params)[0],
+)
+scan_p: Primitive = linear_map(
+    "scan",
+    result=_same,
+    transpose=lambda ct, x, a, *, backward, **params: scan_p.bind(
+        ct, a, backward=1 - backward, **params
+    )[0],
+)
+exscan_p: Primitive = linear_map(
+    "exscan",
+    result=_same,
+    transpose=lambda ct, x, a, *, backward, **params: exscan_p.bind(
+        ct, a, backward=1 - backward, **params
+    )[0],
+)
 barrier_p: Primitive = effect_primitive(
     "barrier", operands=0, batch=lambda args, dims, params: (jnp.sum(args[0]),)
 )
 
 
-def _packed(
-    primitive: Primitive,
-    x: Any,
-    comm: Communicator,
-    leading: tuple[int, int] = (0, 0),
-    **params: Any,
-) -> Any:
-    site, a = call_site(), carrier()
-    return over_packed(
-        lambda leaf: primitive.bind(leaf, a, comm=comm.slot, site=site, **params)[0],
-        x,
-        leading=leading,
-    )
+def _weight(x: Any, a: Any, y: Any, *, op: int, rank: int, size: int, **where: int) -> Any:
+    """dy/dx of this rank's x, where y is the product, maximum or minimum over ranks."""
+    if REDUCTIONS[op] == MPI.PROD:
+        return product_of_others(allgather_p.bind(x, a, size=size, **where)[0], rank)
+    ties = allreduce_p.bind((x == y).astype("int32"), a, op=SUM, **where)[0]
+    return (x == y).astype(x.dtype) / ties.astype(x.dtype)
 
 
-def _check_sum(name: str, x: Any, op: MPI.Op) -> int:
-    if op not in REDUCTIONS:
-        raise ValueError(f"{name}: op={op!r} is not supported yet; MPI.SUM is")
+nonlinear_allreduce_p: Primitive = weighted_map(
+    "nonlinear_allreduce",
+    target="mpigrad_allreduce",
+    result=_same,
+    in_place=True,
+    attributes=_without_size,
+    weight=_weight,
+    total=lambda t, a, *, op, rank, size, **where: allreduce_p.bind(t, a, op=SUM, **where)[0],
+)
+
+
+def _check_rows(name: str, x: Any, comm: Communicator, remedy: str = "") -> None:
     for leaf in jax.tree.leaves(x):
-        dtype = np.dtype(leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf))
-        if dtype.name not in ARITHMETIC_DTYPES:
-            raise TypeError(
-                f"{name}: MPI cannot add {dtype.name}; convert it first, for instance "
-                f"x.astype({'int32' if dtype.kind == 'b' else 'float32'!r})"
+        if not jnp.shape(leaf) or jnp.shape(leaf)[0] != comm.size:
+            raise ValueError(
+                f"{name}: x has shape {jnp.shape(leaf)} on rank {comm.rank}; its leading axis "
+                f"must have one row for each of the {comm.size} ranks{remedy}"
             )
-    return REDUCTIONS.index(op)
+
+
+def _zeros(results: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, results)
 
 
 def bcast(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
@@ -123,48 +174,181 @@ def bcast(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
     The root's values, in the shapes of `x`. The adjoint is `reduce(SUM)` onto the root.
     """
     comm = resolve(comm)
-    return _packed(bcast_p, x, comm, root=check_rank(root, comm, "bcast: root"))
+    return packed(bcast_p, x, comm, root=check_rank(root, comm, "bcast: root"))
 
 
-def reduce(x: Any, op: MPI.Op = MPI.SUM, root: int = 0, comm: Communicator | None = None) -> Any:
-    """The sum of all ranks' `x` on the root, zeros elsewhere (where MPI leaves it undefined).
+def reduce(
+    x: Any, op: MPI.Op | Reduction = MPI.SUM, root: int = 0, comm: Communicator | None = None
+) -> Any:
+    """The reduction of all ranks' `x` on the root, zeros elsewhere (where MPI has no result).
 
     Parameters
     ----------
     x
-        Array or pytree of arrays (integers, float32/64, complex64/128), of the same shapes and
-        dtypes on every rank.
+        Array or pytree of arrays, of the same shapes and dtypes on every rank.
     op
-        MPI.SUM.
+        As for `allreduce`.
     root
-        The rank that receives the sum.
+        The rank that receives the result.
 
     Returns
     -------
-    The sum in the shapes of `x`. The adjoint is `bcast` from the root.
+    The sum, or other reduction, in the shapes of `x`. The adjoint is `bcast` from the root, for
+    sums.
     """
     comm = resolve(comm)
-    slot = _check_sum("reduce", x, op)
-    return _packed(reduce_p, x, comm, op=slot, root=check_rank(root, comm, "reduce: root"))
+    root = check_rank(root, comm, "reduce: root")
+    check_op("reduce", x, op)
+
+    def on_root(result: Any) -> Any:
+        return result if comm.rank == root else _zeros(result)
+
+    def by_allreduce(leaf: Any, a: Any, **params: int) -> Any:
+        params |= {"rank": comm.rank, "size": comm.size}
+        return on_root(nonlinear_allreduce_p.bind(leaf, a, **params)[0])
+
+    return reduced(
+        reduce_p,
+        x,
+        op,
+        comm,
+        lambda leaf, a, **where: gather_p.bind(leaf, a, root=root, size=comm.size, **where)[0],
+        lambda rows: on_root(fold(op, rows)),
+        nonlinear=by_allreduce,
+        root=root,
+    )
 
 
-def allreduce(x: Any, op: MPI.Op = MPI.SUM, comm: Communicator | None = None) -> Any:
-    """The sum of all ranks' `x`, on every rank.
+def allreduce(x: Any, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | None = None) -> Any:
+    """The reduction of all ranks' `x`, on every rank.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays (integers, float32/64, complex64/128), of the same shapes and
-        dtypes on every rank.
+        Array or pytree of arrays, of the same shapes and dtypes on every rank.
     op
-        MPI.SUM.
+        One of mpi4py's operations, or `mpigrad.reduction(fn)`.
+
+        MPI.SUM (integers, float32/64, complex64/128) is linear. MPI.PROD (the same dtypes) has
+        its exact derivative, the product of the other ranks' values, also where values are zero.
+        MPI.MAX and MPI.MIN (integers, float32/64) share the derivative equally between ties.
+
+        MPI.MAXLOC and MPI.MINLOC (the same dtypes) return a pair: the value, and the rank that
+        holds it (int32; the lowest one of ties), which the derivative follows.
+
+        MPI.LAND, LOR and LXOR (bool; of integers the result is 0 or 1), and BAND, BOR and BXOR
+        (integers) have no derivative.
 
     Returns
     -------
-    The sum in the shapes of `x`. The map is symmetric: its adjoint is `allreduce` again.
+    The sum, or other reduction, in the shapes of `x`. The adjoint is `allreduce` again, for sums:
+    the map is symmetric.
     """
     comm = resolve(comm)
-    return _packed(allreduce_p, x, comm, op=_check_sum("allreduce", x, op))
+    check_op("allreduce", x, op)
+    return reduced(
+        allreduce_p,
+        x,
+        op,
+        comm,
+        lambda leaf, a, **where: allgather_p.bind(leaf, a, size=comm.size, **where)[0],
+        lambda rows: fold(op, rows),
+        nonlinear=lambda leaf, a, **params: nonlinear_allreduce_p.bind(
+            leaf, a, rank=comm.rank, size=comm.size, **params
+        )[0],
+    )
+
+
+def reduce_scatter(
+    x: Any, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | None = None
+) -> Any:
+    """The reduction over all ranks of row r of their `x`, on rank r.
+
+    Parameters
+    ----------
+    x
+        Array or pytree of arrays of shape (number of ranks, ...), of the same shapes and dtypes on
+        every rank.
+    op
+        As for `allreduce`.
+
+    Returns
+    -------
+    Arrays of shape x.shape[1:]. The adjoint is `allgather`, for sums.
+    """
+    comm = resolve(comm)
+    check_op("reduce_scatter", x, op)
+    _check_rows("reduce_scatter", x, comm)
+    return reduced(
+        reduce_scatter_p,
+        x,
+        op,
+        comm,
+        lambda leaf, a, **where: alltoall_p.bind(leaf, a, **where)[0],
+        lambda rows: fold(op, rows),
+        leading=(1, 0),
+        moved=(1, 1),
+    )
+
+
+def scan(x: Any, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | None = None) -> Any:
+    """The reduction of `x` over the ranks from 0 up to this one, which is included.
+
+    Parameters
+    ----------
+    x
+        Array or pytree of arrays, of the same shapes and dtypes on every rank.
+    op
+        As for `allreduce`.
+
+    Returns
+    -------
+    The sum, or other reduction, in the shapes of `x`. The adjoint is the scan from the last rank
+    down to this one, for sums.
+    """
+    comm = resolve(comm)
+    check_op("scan", x, op)
+    return reduced(
+        scan_p,
+        x,
+        op,
+        comm,
+        lambda leaf, a, **where: allgather_p.bind(leaf, a, size=comm.size, **where)[0],
+        lambda rows: fold(op, rows[: comm.rank + 1]),
+        backward=0,
+    )
+
+
+def exscan(x: Any, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | None = None) -> Any:
+    """The reduction of `x` over the ranks before this one; zeros on rank 0, for every `op`.
+
+    Parameters
+    ----------
+    x
+        Array or pytree of arrays, of the same shapes and dtypes on every rank.
+    op
+        As for `allreduce`.
+
+    Returns
+    -------
+    The sum, or other reduction, in the shapes of `x`. The adjoint is the same over the ranks after
+    this one, zeros on the last rank, for sums.
+    """
+    comm = resolve(comm)
+    check_op("exscan", x, op)
+
+    def before(rows: Any) -> Any:
+        return fold(op, rows[: comm.rank]) if comm.rank else _zeros(fold(op, rows[:1]))
+
+    return reduced(
+        exscan_p,
+        x,
+        op,
+        comm,
+        lambda leaf, a, **where: allgather_p.bind(leaf, a, size=comm.size, **where)[0],
+        before,
+        backward=0,
+    )
 
 
 def gather(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
@@ -183,7 +367,7 @@ def gather(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
     """
     comm = resolve(comm)
     root = check_rank(root, comm, "gather: root")
-    return _packed(gather_p, x, comm, (0, 1), root=root, size=comm.size)
+    return packed(gather_p, x, comm, (0, 1), root=root, size=comm.size)
 
 
 def scatter(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
@@ -203,14 +387,43 @@ def scatter(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
     """
     comm = resolve(comm)
     root = check_rank(root, comm, "scatter: root")
-    for leaf in jax.tree.leaves(x):
-        if not jnp.shape(leaf) or jnp.shape(leaf)[0] != comm.size:
-            raise ValueError(
-                f"scatter: x has shape {jnp.shape(leaf)} on rank {comm.rank}; its leading axis "
-                f"must have one row for each of the {comm.size} ranks (on every rank: off the "
-                f"root give zeros of the same shape)"
-            )
-    return _packed(scatter_p, x, comm, (1, 0), root=root, size=comm.size)
+    remedy = " (on every rank: off the root give zeros of the same shape)"
+    _check_rows("scatter", x, comm, remedy)
+    return packed(scatter_p, x, comm, (1, 0), root=root, size=comm.size)
+
+
+def allgather(x: Any, comm: Communicator | None = None) -> Any:
+    """All ranks' `x`, stacked along a new leading axis, on every rank.
+
+    Parameters
+    ----------
+    x
+        Array or pytree of arrays of any dtype; the same shapes and dtypes on every rank.
+
+    Returns
+    -------
+    Arrays of shape (number of ranks, ...). The adjoint is `reduce_scatter(SUM)`.
+    """
+    comm = resolve(comm)
+    return packed(allgather_p, x, comm, (0, 1), size=comm.size)
+
+
+def alltoall(x: Any, comm: Communicator | None = None) -> Any:
+    """Row s of `x` goes to rank s; row s of the result is what rank s sent here.
+
+    Parameters
+    ----------
+    x
+        Array or pytree of arrays of any dtype and of shape (number of ranks, ...), the same shapes
+        and dtypes on every rank.
+
+    Returns
+    -------
+    Arrays of the shapes of `x`. The adjoint is `alltoall` again: the map is symmetric.
+    """
+    comm = resolve(comm)
+    _check_rows("alltoall", x, comm)
+    return packed(alltoall_p, x, comm, (1, 1))
 
 
 def barrier(comm: Communicator | None = None) -> None:

@@ -16,12 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.communicator import MAX_COUNT, library, words_per_element
+from mpigrad.communicator import MAX_COUNT, derivative_slot, library, words_per_element
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.activity import CARRIER, nought
 
-__all__ = ["check_count", "effect_primitive", "linear_map", "register_target", "run_eagerly"]
+__all__ = [
+    "check_count",
+    "effect_primitive",
+    "linear_map",
+    "register_target",
+    "run_eagerly",
+    "weighted_map",
+]
 
 compat.install_repairs()
 
@@ -45,12 +52,24 @@ def set_jit(jit: Callable[..., Any]) -> None:
 
 @functools.cache
 def _eager(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    return _jit(lambda *operands: primitive.bind(*operands, **dict(params)))
+    constant = np.float32(0)
+    return _jit(lambda *operands: primitive.bind(*operands, constant, **dict(params)))
 
 
 def run_eagerly(primitive: Primitive) -> None:
-    """Outside any transformation the primitive is a small compiled program, kept by parameters."""
-    primitive.def_impl(lambda *xs, **params: _eager(primitive, tuple(params.items()))(*xs))
+    """Outside any transformation the primitive is a small compiled program, kept by parameters.
+
+    The last operand is the carrier, whose value is never used.
+    """
+
+    def run(*operands: Any, **params: Any) -> Any:
+        program = _eager(primitive, tuple(params.items()))
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            with jax.disable_jit(False):  # a message is compiled all the same
+                return program(*operands[:-1])
+        return program(*operands[:-1])
+
+    compat.run_directly(primitive, run)
 
 
 def check_count(name: str, shape: Sequence[int], dtype: Any) -> None:
@@ -67,38 +86,20 @@ def is_differentiable(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def linear_map(
+def _message(
     name: str,
     *,
     result: Callable[..., ShapedArray | None],
-    transpose: Callable[..., Any],
+    target: str | None = None,
     takes_data: bool = True,
     in_place: bool = False,
     attributes: Callable[..., dict[str, Any]] | None = None,
     batch_axes: tuple[int, int] = (0, 0),
     batch_params: Callable[[dict[str, Any], int], dict[str, Any]] | None = None,
 ) -> Primitive:
-    """A primitive (x, carrier) -> [y] or [] for the native handler `mpigrad_<name>`.
-
-    Parameters
-    ----------
-    result
-        (aval of x, **params) -> aval of y, or None where nothing comes back on this rank.
-    transpose
-        (cotangent or None, aval of x, carrier, **params) -> cotangent of x.
-    takes_data
-        Whether the handler reads x (a receive only takes its shape).
-    in_place
-        Whether y may take the memory of x.
-    attributes
-        (avals, params) -> attributes of the handler; default: the parameters.
-    batch_axes
-        Where a batch axis stands in x and in y.
-    batch_params
-        (params, batch size) -> params of the batched operation.
-    """
+    """A primitive (x, carrier) -> [y] or []: all but its derivatives."""
     primitive = Primitive(f"mpigrad_{name}")
-    target = register_target(f"mpigrad_{name}")
+    handler = register_target(target or f"mpigrad_{name}")
 
     def shape_rule(x: Any, a: Any, **params: Any) -> list[ShapedArray]:
         y = result(x, **params)
@@ -111,41 +112,9 @@ def linear_map(
     run_eagerly(primitive)
     mlir.register_lowering(
         primitive,
-        compat.lowering(target, int(takes_data), {1: 1} if in_place else None, attributes),
+        compat.lowering(handler, int(takes_data), {1: 1} if in_place else None, attributes),
         platform="cpu",
     )
-
-    def tangent_map(aval: Any, params: dict[str, Any]) -> Callable[[Any, Any, Any], Sequence[Any]]:
-        def apply(a: Any, tx: Any, ta: Any) -> Sequence[Any]:
-            if type(tx) is ad.Zero:  # inactive here, perhaps active elsewhere: send a zero
-                tx = nought(ta, aval)
-            return primitive.bind(tx, a, **params)
-
-        return apply
-
-    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        x, a = primals
-        y = primitive.bind(x, a, **params)
-        if not is_differentiable(x.dtype):
-            return y, [ad.Zero(compat.tangent_aval(v)) for v in y]
-        # The tangent's carrier depends on x, so that it is active wherever x is.
-        link = a + nought(x, CARRIER)
-        return y, tangent_map(jax.typeof(x), params)(link, *tangents)
-
-    def linearize(is_vjp: Any, nonzeros: Any, x: Any, a: Any, **params: Any) -> Any:
-        y = primitive.bind(x, a, **params)
-        if not is_differentiable(x.dtype):
-            zeros = [ad.Zero(compat.tangent_aval(v)) for v in y]
-            return y, [False] * len(y), [], lambda residuals, tx, ta: zeros
-        link = a + nought(x, CARRIER)
-        apply = tangent_map(jax.typeof(x), params)
-        return y, [True] * len(y), [link], lambda residuals, tx, ta: apply(residuals[0], tx, ta)
-
-    def transpose_rule(cotangents: Any, x: Any, a: Any, **params: Any) -> list[Any]:
-        aval = x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
-        cts = [ad.instantiate_zeros(ct) for ct in cotangents]
-        params = {**params, "site": -abs(params["site"])}
-        return [transpose(cts[0] if cts else None, aval, a, **params), None]
 
     def batch(args: Any, dims: Any, **params: Any) -> Any:
         (x, a), (dx, da) = args, dims
@@ -163,11 +132,137 @@ def linear_map(
         y = primitive.bind(x, a, **params)
         return y, [after] * len(y)
 
+    compat.always_stage(primitive)
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def _set_derivative(
+    primitive: Primitive,
+    at: Callable[..., Sequence[Any]],
+    tangent: Callable[..., Sequence[Any]],
+    inactive: Callable[[Any, Any], Any] = nought,
+) -> None:
+    """Set the rules of jvp and linearize.
+
+    Parameters
+    ----------
+    at
+        (x, carrier, results, **params) -> what the derivative at x needs.
+    tangent
+        (what `at` gives, tangent of x, carrier, **params) -> tangents of the results; linear.
+    inactive
+        (tangent of the carrier, aval) -> the tangent of an x that is inactive on this rank.
+    """
+
+    def apply(aval: Any, known: Sequence[Any], tx: Any, ta: Any, params: Any) -> Sequence[Any]:
+        if type(tx) is ad.Zero:  # inactive here, perhaps active elsewhere: send a zero
+            tx = inactive(ta, aval)
+        elif type(ta) is not ad.Zero:  # loops may give it a tangent that is constantly zero
+            tx = tx + nought(ta, aval)
+        *known, link = known
+        return tangent(known, tx, link, **params)
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        (x, a), (tx, ta) = primals, tangents
+        y = primitive.bind(x, a, **params)
+        if not is_differentiable(x.dtype):
+            return y, [ad.Zero(compat.tangent_aval(v)) for v in y]
+        # The tangent's carrier depends on x, so that it is active wherever x is.
+        known = [*at(x, a, y, **params), a + nought(x, CARRIER)]
+        return y, apply(jax.typeof(x), known, tx, ta, params)
+
+    def linearize(is_vjp: Any, nonzeros: Any, x: Any, a: Any, **params: Any) -> Any:
+        y = primitive.bind(x, a, **params)
+        if not is_differentiable(x.dtype):
+            zeros = [ad.Zero(compat.tangent_aval(v)) for v in y]
+            return y, [False] * len(y), [], lambda residuals, tx, ta: zeros
+        known, aval = [*at(x, a, y, **params), a + nought(x, CARRIER)], jax.typeof(x)
+        return y, [True] * len(y), known, lambda known, tx, ta: apply(aval, known, tx, ta, params)
+
     ad.primitive_jvps[primitive] = jvp
     compat.set_linearization(primitive, linearize)
-    compat.always_stage(primitive)
+
+
+def linear_map(
+    name: str,
+    *,
+    transpose: Callable[..., Any],
+    own_space: bool = False,
+    inactive: Callable[[Any, Any], Any] = nought,
+    **options: Any,
+) -> Primitive:
+    """A primitive (x, carrier) -> [y] or [] for the native handler `mpigrad_<name>`.
+
+    Parameters
+    ----------
+    transpose
+        (cotangent or None, aval of x, carrier, **params) -> cotangent of x.
+    result
+        (aval of x, **params) -> aval of y, or None where nothing comes back on this rank.
+    takes_data
+        Whether the handler reads x (a receive only takes its shape). Default: yes.
+    in_place
+        Whether y may take the memory of x. Default: no.
+    attributes
+        (avals, params) -> attributes of the handler; default: the parameters.
+    batch_axes
+        Where a batch axis stands in x and in y. Default: (0, 0).
+    batch_params
+        (params, batch size) -> params of the batched operation.
+    own_space
+        Whether derivatives travel in a message space of their own (messages between two ranks,
+        which a wildcard receive might take for one of the program).
+    inactive
+        (tangent of the carrier, aval) -> the tangent of an x that is inactive on this rank.
+    """
+    primitive = _message(name, **options)
+
+    def tangent(known: Any, tx: Any, a: Any, **params: Any) -> Sequence[Any]:
+        if own_space:
+            params = {**params, "comm": derivative_slot(params["comm"])}
+        return primitive.bind(tx, a, **params)
+
+    def transpose_rule(cotangents: Any, x: Any, a: Any, **params: Any) -> list[Any]:
+        aval = x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
+        cts = [ad.instantiate_zeros(ct) for ct in cotangents]
+        params = {**params, "site": -abs(params["site"])}
+        return [transpose(cts[0] if cts else None, aval, a, **params), None]
+
+    _set_derivative(
+        primitive,
+        lambda x, a, y, **params: (),
+        tangent,
+        inactive,
+    )
     ad.primitive_transposes[primitive] = transpose_rule
-    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def weighted_map(
+    name: str,
+    *,
+    weight: Callable[..., Any],
+    total: Callable[..., Any],
+    **options: Any,
+) -> Primitive:
+    """A primitive (x, carrier) -> [y] that is not linear, elementwise in all ranks' x.
+
+    Parameters
+    ----------
+    weight
+        (x, carrier, y, **params) -> dy/dx of this rank's x, from messages that are differentiable.
+    total
+        (weighted tangent, carrier, **params) -> tangent of y: the linear map that adds them up.
+    options
+        As for `linear_map`, and `target`, the name of the native handler.
+    """
+    primitive = _message(name, **options)
+    _set_derivative(
+        primitive,
+        lambda x, a, y, **params: [weight(x, a, y[0], **params)],
+        lambda known, tx, a, **params: [total(known[0] * tx, a, **params)],
+    )
     return primitive
 
 

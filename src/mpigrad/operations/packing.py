@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["array", "over_leaves", "over_packed"]
+from mpigrad.communicator import Communicator
+from mpigrad.operations._jax_compat import Primitive
+from mpigrad.operations.activity import carrier
+from mpigrad.operations.sites import call_site
+
+__all__ = ["Packing", "array", "over_leaves", "over_packed", "packed"]
 
 
 def array(leaf: Any) -> Any:
@@ -58,3 +64,82 @@ def over_packed(
             part = jax.lax.slice_in_dim(packed, int(start), int(end), axis=after)
             results[i] = part.reshape(*packed.shape[:after], *leaves[i].shape[before:])
     return jax.tree.unflatten(structure, results)
+
+
+def packed(
+    primitive: Primitive,
+    x: Any,
+    comm: Communicator,
+    leading: tuple[int, int] = (0, 0),
+    **params: Any,
+) -> Any:
+    """The messages of `primitive`, one for each dtype of the pytree `x`."""
+    site, a = call_site(), carrier()
+    return over_packed(
+        lambda leaf: primitive.bind(leaf, a, comm=comm.slot, site=site, **params)[0],
+        x,
+        leading=leading,
+    )
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a pytree travels between two ranks: one message for each dtype.
+
+    Messages with a derivative come first, else they keep the order of the leaves: both sides find
+    the same order, also where what is sent and what is received have different structures.
+    """
+
+    structure: Any
+    leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]
+
+    @staticmethod
+    def of(tree: Any) -> Packing:
+        """The packing of an array or pytree of arrays."""
+        leaves, structure = jax.tree.flatten(tree)
+        types = ((tuple(jnp.shape(x)), np.dtype(jnp.result_type(x))) for x in leaves)
+        return Packing(structure, tuple(types))
+
+    @property
+    def _groups(self) -> list[list[int]]:
+        dtypes = dict.fromkeys(dtype for _, dtype in self.leaves)
+        ordered = sorted(dtypes, key=lambda dtype: not jnp.issubdtype(dtype, jnp.inexact))
+        return [[i for i, (_, d) in enumerate(self.leaves) if d == dtype] for dtype in ordered]
+
+    @property
+    def messages(self) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of each message. A leaf that travels alone keeps its shape."""
+        return [
+            self.leaves[members[0]]
+            if len(members) == 1
+            else (
+                (sum(math.prod(self.leaves[i][0]) for i in members),),
+                self.leaves[members[0]][1],
+            )
+            for members in self._groups
+        ]
+
+    def pack(self, tree: Any) -> list[Any]:
+        """The messages that hold `tree`."""
+        leaves = [array(leaf) for leaf in jax.tree.leaves(tree)]
+        return [
+            leaves[members[0]]
+            if len(members) == 1
+            else jnp.concatenate([leaves[i].ravel() for i in members])
+            for members in self._groups
+        ]
+
+    def unpack(self, messages: Sequence[Any]) -> Any:
+        """The tree that `messages` hold."""
+        leaves: list[Any] = [None] * len(self.leaves)
+        for members, message in zip(self._groups, messages, strict=True):
+            if len(members) == 1:
+                leaves[members[0]] = message
+                continue
+            start = 0
+            for i in members:
+                shape = self.leaves[i][0]
+                stop = start + math.prod(shape)
+                leaves[i] = message[start:stop].reshape(shape)
+                start = stop
+        return jax.tree.unflatten(self.structure, leaves)

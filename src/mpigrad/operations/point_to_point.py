@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
@@ -13,9 +12,11 @@ from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import is_differentiable, linear_map
+from mpigrad.operations.packing import Packing
 from mpigrad.operations.sites import call_site
+from mpigrad.operations.wildcard import recv_any_p, recv_from_p
 
-__all__ = ["recv", "send", "sendrecv"]
+__all__ = ["recv", "recv_with_status", "send", "sendrecv"]
 
 
 def _send_transpose(ct: None, x: Any, a: Any, *, dest: int, tag: int, **where: int) -> Any:
@@ -44,12 +45,15 @@ def _batched_result(params: dict[str, Any], n: int) -> dict[str, Any]:
     return {**params, "shape": (n, *params["shape"])}
 
 
-send_p: Primitive = linear_map("send", result=lambda x, **_: None, transpose=_send_transpose)
+send_p: Primitive = linear_map(
+    "send", result=lambda x, **_: None, transpose=_send_transpose, own_space=True
+)
 recv_p: Primitive = linear_map(
     "recv",
     result=lambda x, **_: ShapedArray(x.shape, x.dtype),
     takes_data=False,
     transpose=_recv_transpose,
+    own_space=True,
 )
 sendrecv_p: Primitive = linear_map(
     "sendrecv",
@@ -57,21 +61,23 @@ sendrecv_p: Primitive = linear_map(
     attributes=_without_type,
     batch_params=_batched_result,
     transpose=_sendrecv_transpose,
+    own_space=True,
 )
 
 
-def _check_tag(value: int, what: str) -> int:
+def check_tag(value: int, what: str) -> int:
+    """`value` as the tag of a message that is not a wildcard."""
     limit = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
     if not isinstance(value, (int, np.integer)) or not 0 <= value <= limit:
         raise ValueError(f"{what}={value!r} must be an integer from 0 to {limit}")
     return int(value)
 
 
-def _check_source(value: int, comm: Communicator, what: str) -> int:
+def check_source(value: int, comm: Communicator, what: str) -> int:
+    """`value` as a rank to receive from that is not a wildcard."""
     if value == MPI.ANY_SOURCE:
         raise ValueError(
-            f"{what}: a wildcard source is not supported yet, since the adjoint has to know the "
-            "sender when it is traced; name the source"
+            f"{what}: a wildcard source is for `recv` only; name the source, or receive with `recv`"
         )
     return check_rank(value, comm, what, null=True)
 
@@ -82,9 +88,10 @@ def send(x: Any, dest: int, tag: int = 0, comm: Communicator | None = None) -> N
     Parameters
     ----------
     x
-        Array or pytree of arrays of any dtype (one message for each array).
+        Array or pytree of arrays of any dtype: one message for each dtype.
     dest
-        The receiver: a Python integer. MPI.PROC_NULL: nobody.
+        The receiver: a Python integer. This rank itself may receive later what it sends now.
+        MPI.PROC_NULL: nobody.
     tag
         Matched by the tag of the receive.
 
@@ -97,13 +104,19 @@ def send(x: Any, dest: int, tag: int = 0, comm: Communicator | None = None) -> N
         "comm": comm.slot,
         "site": call_site(),
         "dest": check_rank(dest, comm, "send: dest", null=True),
-        "tag": _check_tag(tag, "send: tag"),
+        "tag": check_tag(tag, "send: tag"),
     }
-    for leaf in jax.tree.leaves(x):
-        send_p.bind(jnp.asarray(leaf), carrier(), **params)
+    a = carrier()
+    for message in Packing.of(x).pack(x):
+        send_p.bind(message, a, **params)
 
 
-def recv(like: Any, source: int, tag: int = 0, comm: Communicator | None = None) -> Any:
+def recv(
+    like: Any,
+    source: int = MPI.ANY_SOURCE,
+    tag: int = MPI.ANY_TAG,
+    comm: Communicator | None = None,
+) -> Any:
     """What the rank `source` sends.
 
     Parameters
@@ -112,22 +125,78 @@ def recv(like: Any, source: int, tag: int = 0, comm: Communicator | None = None)
         Array or pytree of arrays with the shapes and dtypes of the message; the values do not
         count, and may be constants.
     source
-        The sender: a Python integer. MPI.PROC_NULL: nobody, the result is zero.
+        The sender: a Python integer, or MPI.ANY_SOURCE. MPI.PROC_NULL: nobody, the result is zero.
     tag
-        Matched by the tag of the send.
+        Matched by the tag of the send; MPI.ANY_TAG matches every tag.
 
     Returns
     -------
-    The received values, in the shapes of `like`. The adjoint is a send to `source`.
+    The received values, in the shapes of `like`. The adjoint is a send to the rank that has sent,
+    with the tag that it has used; `recv_with_status` tells both.
     """
+    if source == MPI.ANY_SOURCE or tag == MPI.ANY_TAG:
+        return recv_with_status(like, source, tag, comm)[0]
     comm = resolve(comm)
     params = {
         "comm": comm.slot,
         "site": call_site(),
-        "source": _check_source(source, comm, "recv: source"),
-        "tag": _check_tag(tag, "recv: tag"),
+        "source": check_rank(source, comm, "recv: source", null=True),
+        "tag": check_tag(tag, "recv: tag"),
     }
-    return jax.tree.map(lambda leaf: recv_p.bind(jnp.asarray(leaf), carrier(), **params)[0], like)
+    packing, a = Packing.of(like), carrier()
+    return packing.unpack([recv_p.bind(m, a, **params)[0] for m in packing.pack(like)])
+
+
+def recv_with_status(
+    like: Any,
+    source: int = MPI.ANY_SOURCE,
+    tag: int = MPI.ANY_TAG,
+    comm: Communicator | None = None,
+) -> tuple[Any, Any, Any]:
+    """What some rank sends, who has sent it, and with which tag.
+
+    Parameters
+    ----------
+    like
+        Array or pytree of arrays with the shapes and dtypes of the message; the values do not
+        count, and may be constants.
+    source
+        The sender: a Python integer, or MPI.ANY_SOURCE. MPI.PROC_NULL: nobody, the result is zero.
+    tag
+        Matched by the tag of the send; MPI.ANY_TAG matches every tag.
+
+    Returns
+    -------
+    value
+        The received values, in the shapes of `like`.
+    source, tag
+        Integer scalars (int32). The adjoint is a send to this rank with this tag.
+
+    Notes
+    -----
+    Which message comes first may differ between two runs of a program, but not between a program
+    and its derivatives, which travel apart from the program's own messages: under
+    `jax.checkpoint`, too, a message is received once, and its sender recorded.
+    """
+    comm = resolve(comm)
+    if tag != MPI.ANY_TAG:
+        tag = check_tag(tag, "recv: tag")
+    if source != MPI.ANY_SOURCE:
+        source = check_rank(source, comm, "recv: source", null=True)
+    if source == MPI.PROC_NULL:
+        nothing = recv(like, source, 0, comm)
+        return nothing, jnp.int32(MPI.PROC_NULL), jnp.int32(MPI.ANY_TAG)
+    site, a, packing = call_site(), carrier(), Packing.of(like)
+    messages = packing.pack(like)
+    if not messages:
+        raise ValueError("recv: like has no arrays, so that there is no message with a sender")
+    first, envelope = recv_any_p.bind(
+        messages[0], a, comm=comm.slot, site=site, source=source, tag=tag
+    )
+    received = [first]
+    for message in messages[1:]:  # the other dtypes, from the same sender
+        received += recv_from_p.bind(envelope, message, a, comm=comm.slot, site=site)
+    return packing.unpack(received), envelope[0], envelope[1]
 
 
 def sendrecv(
@@ -144,36 +213,48 @@ def sendrecv(
     Parameters
     ----------
     x
-        Array or pytree of arrays of any dtype.
+        Array or pytree of arrays of any dtype: one message for each dtype.
     dest, source
         Partners: Python integers, or MPI.PROC_NULL (nobody; what is received is zero).
     sendtag, recvtag
         The `sendtag` of the sender equals the `recvtag` of the receiver.
     like
-        Shapes and dtypes of what is received, where they differ from those of `x`.
+        Structure, shapes and dtypes of what is received, where they differ from those of `x`.
 
     Returns
     -------
     The received values. The adjoint is a sendrecv with partners exchanged and tags exchanged.
     """
     comm = resolve(comm)
-    params = {
-        "comm": comm.slot,
-        "site": call_site(),
-        "dest": check_rank(dest, comm, "sendrecv: dest", null=True),
-        "sendtag": _check_tag(sendtag, "sendrecv: sendtag"),
-        "source": _check_source(source, comm, "sendrecv: source"),
-        "recvtag": _check_tag(recvtag, "sendrecv: recvtag"),
-    }
-
-    def one(leaf: Any, template: Any) -> Any:
-        leaf = jnp.asarray(leaf)
-        shape, dtype = jnp.shape(template), np.dtype(jnp.result_type(template))
-        if is_differentiable(dtype) != is_differentiable(leaf.dtype):
-            raise TypeError(
-                f"sendrecv: x is {leaf.dtype} and like is {dtype}: one has a derivative, the "
-                "other none; use send and recv"
+    site, a = call_site(), carrier()
+    dest = check_rank(dest, comm, "sendrecv: dest", null=True)
+    source = check_source(source, comm, "sendrecv: source")
+    sendtag = check_tag(sendtag, "sendrecv: sendtag")
+    recvtag = check_tag(recvtag, "sendrecv: recvtag")
+    like = x if like is None else like
+    packing = Packing.of(like)
+    outgoing, incoming = Packing.of(x).pack(x), packing.pack(like)
+    received: list[Any] = []
+    # The k-th message goes out while the k-th comes in: first those with a derivative, which
+    # cannot share a sendrecv with those that have none. Where one side has more, nobody takes part.
+    for active in (True, False):
+        out = [m for m in outgoing if is_differentiable(m.dtype) == active]
+        into = [m for m in incoming if is_differentiable(m.dtype) == active]
+        nothing = jnp.zeros(0, "float32" if active else "int32")
+        for k in range(max(len(out), len(into))):
+            template = into[k] if k < len(into) else nothing
+            (y,) = sendrecv_p.bind(
+                out[k] if k < len(out) else nothing,
+                a,
+                comm=comm.slot,
+                site=site,
+                dest=dest if k < len(out) else MPI.PROC_NULL,
+                sendtag=sendtag,
+                source=source if k < len(into) else MPI.PROC_NULL,
+                recvtag=recvtag,
+                shape=tuple(template.shape),
+                dtype=np.dtype(template.dtype),
             )
-        return sendrecv_p.bind(leaf, carrier(), shape=tuple(shape), dtype=dtype, **params)[0]
-
-    return jax.tree.map(one, x, x if like is None else like)
+            if k < len(into):
+                received.append(y)
+    return packing.unpack(received)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -52,9 +53,15 @@ def test_manufactured_source_is_that_of_the_papers_case():
 
 
 def test_true_fields_are_positive():
-    x, y = np.meshgrid(np.linspace(0, 1, 50), np.linspace(0, 1, 50), indexing="ij")
+    x, y = jnp.meshgrid(jnp.linspace(0, 1, 50), jnp.linspace(0, 1, 50), indexing="ij")
     for truth in TRUTHS.values():
         assert np.min(truth(x, y)) > 0.3
+
+
+def test_shapes_are_checked_as_annotated(comm):
+    model = poisson(unit_square((8, 6), comm), np.ones(unit_square((8, 6), comm).local_shape))
+    with pytest.raises(jaxtyping.TypeCheckError):
+        model.roughness(jnp.ones(3))
 
 
 def test_matrix_is_that_of_the_one_rank_program(comm, alone):

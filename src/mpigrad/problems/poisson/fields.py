@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 __all__ = [
     "SOURCES",
@@ -17,19 +18,19 @@ __all__ = [
 Field = Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def quadratic(x: jax.Array, y: jax.Array) -> jax.Array:
+def quadratic(x: Float[Array, "*n"], y: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """Kappa = 1 + x^2 + y^2, the ADCME paper's case."""
     return 1 + x**2 + y**2
 
 
-def hills(x: jax.Array, y: jax.Array) -> jax.Array:
+def hills(x: Float[Array, "*n"], y: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """Kappa = 1 with a hill and a hollow, smooth, between about 0.5 and 2.5."""
     hill = 1.5 * jnp.exp(-((x - 0.3) ** 2 + (y - 0.35) ** 2) / 0.03)
     hollow = 0.5 * jnp.exp(-((x - 0.7) ** 2 + (y - 0.65) ** 2) / 0.03)
     return 1 + hill - hollow
 
 
-def manufactured_solution(x: jax.Array, y: jax.Array) -> jax.Array:
+def manufactured_solution(x: Float[Array, "*n"], y: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """U = x (1 - x) y (1 - y), zero on the boundary of the unit square."""
     return x * (1 - x) * y * (1 - y)
 
@@ -37,7 +38,7 @@ def manufactured_solution(x: jax.Array, y: jax.Array) -> jax.Array:
 def manufactured_source(kappa: Field) -> Field:
     """The source f = div(kappa grad u) that makes `manufactured_solution` the solution."""
 
-    def source(x: jax.Array, y: jax.Array) -> jax.Array:
+    def source(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
         def flux(axis: int) -> Field:
             slope = jax.grad(manufactured_solution, argnums=axis)
             return lambda x, y: kappa(x, y) * slope(x, y)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Array, Float
 
 import mpigrad
 from mpigrad import sparse
@@ -58,10 +58,10 @@ class InverseProblem:
     parametrization: Parametrization
     solver: sparse.LinearSolver
     smoothing: float = 0.0
-    true_kappa: NDArray[np.float64] | None = None
+    true_kappa: Float[np.ndarray, "lx ly"] | None = None
     data: Data | None = None
 
-    def loss_share(self, parameters: Any) -> jax.Array:
+    def loss_share(self, parameters: Any) -> Float[Array, ""]:
         """Share of this rank in the loss, which is the sum of all shares; differentiable.
 
         `Observations.loss`, plus `smoothing` times the mean over cells of the squared differences
@@ -76,7 +76,7 @@ class InverseProblem:
             share = share + self.smoothing * self.model.roughness(jnp.log(kappa))
         return jnp.where(solution.result == sparse.Result.SUCCESSFUL, share, jnp.nan)
 
-    def value_and_grad(self, parameters: Any) -> tuple[jax.Array, Any]:
+    def value_and_grad(self, parameters: Any) -> tuple[Float[Array, ""], Any]:
         """The loss, and its gradient, equal on all ranks."""
         return mpigrad.value_and_grad(
             self.loss_share, loss="share", replicated=0, comm=self.model.grid.comm
@@ -124,7 +124,7 @@ def best_constant(problem: InverseProblem) -> float:
     comm = problem.model.grid.comm
     seen = problem.observations
 
-    def predict(kappa: jax.Array) -> jax.Array:
+    def predict(kappa: Float[Array, "lx ly"]) -> Float[Array, " k"]:
         return seen.predict(problem.model.solution(kappa, problem.solver))
 
     one = jnp.ones(problem.model.grid.local_shape)

@@ -16,6 +16,7 @@ import mpigrad
 __all__ = ["LBFGS", "Iterate"]
 
 Parameters = Any  # a pytree of arrays, equal on all ranks
+Scalar = Any  # an array of shape (), or what stands for it while JAX traces a program
 
 
 @jax.tree_util.register_dataclass
@@ -24,10 +25,10 @@ class Iterate:
     """Where the optimizer is: parameters, their loss and gradient norm, and its memory."""
 
     parameters: Parameters
-    loss: jax.Array
-    gradient_norm: jax.Array
-    evaluations: jax.Array
-    step: jax.Array
+    loss: Scalar
+    gradient_norm: Scalar
+    evaluations: Scalar
+    step: Scalar
     state: Any
 
 

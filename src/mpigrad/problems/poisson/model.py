@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
+from jaxtyping import Array, Float
 
 from mpigrad import sparse
 from mpigrad.communicator import Communicator
@@ -33,7 +32,9 @@ class Side:
     axis: int
     step: int
     interior: tuple[slice, slice]  # cells whose face is not on the boundary of the domain
-    weight: NDArray[np.float64]  # face area over distance: 2 x on the boundary, half a cell away
+    weight: Float[
+        np.ndarray, "lx ly"
+    ]  # face area over distance: 2 x on the boundary, half a cell away
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +51,10 @@ class Model:
 
     grid: Grid
     pattern: sparse.Pattern
-    rhs: jax.Array
+    rhs: Float[Array, " rows"]
     sides: tuple[Side, ...]
 
-    def matrix(self, kappa: jax.Array) -> sparse.Matrix:
+    def matrix(self, kappa: Float[Array, "lx ly"]) -> sparse.Matrix:
         """A(kappa), in tile numbering, for this rank's tile of kappa (lx, ly); differentiable."""
         if kappa.shape != self.grid.local_shape:
             raise ValueError(
@@ -71,16 +72,18 @@ class Model:
         return sparse.Matrix(self.pattern, jnp.concatenate([diagonal.ravel(), *others]))
 
     def solve(
-        self, kappa: jax.Array, solver: sparse.LinearSolver, *, throw: bool = True
+        self, kappa: Float[Array, "lx ly"], solver: sparse.LinearSolver, *, throw: bool = True
     ) -> sparse.Solution:
         """The discrete solution for this rank's tile of kappa; its value has shape (n_local,)."""
         return sparse.solve(self.matrix(kappa), self.rhs, solver, throw=throw)
 
-    def solution(self, kappa: jax.Array, solver: sparse.LinearSolver) -> jax.Array:
+    def solution(
+        self, kappa: Float[Array, "lx ly"], solver: sparse.LinearSolver
+    ) -> Float[Array, "lx ly"]:
         """Tile of u on this rank, of shape (lx, ly); differentiable in kappa."""
         return self.solve(kappa, solver).value.reshape(self.grid.local_shape)
 
-    def roughness(self, field: jax.Array) -> jax.Array:
+    def roughness(self, field: Float[Array, "lx ly"]) -> Float[Array, ""]:
         """Share of this rank in the mean over cells of squared differences across faces."""
         padded = halo_exchange(field, self.grid, width=1, boundary="edge")
         differences = [
@@ -89,7 +92,7 @@ class Model:
         return sum(jnp.sum(d**2) for d in differences) / self.grid.size  # type: ignore[return-value]
 
 
-def poisson(grid: Grid, source: jax.Array | NDArray[np.float64]) -> Model:
+def poisson(grid: Grid, source: Float[Array, "lx ly"] | Float[np.ndarray, "lx ly"]) -> Model:
     """The Poisson model on a grid (collective).
 
     Parameters

@@ -10,6 +10,7 @@ from typing import BinaryIO
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from mpigrad.problems.files import write_whole
 
@@ -35,13 +36,13 @@ class Network(eqx.Module):
         Unit of kappa; not trained.
     """
 
-    weights: tuple[jax.Array, ...]
-    biases: tuple[jax.Array, ...]
+    weights: tuple[Float[Array, "_ _"], ...]
+    biases: tuple[Float[Array, " _"], ...]
     scale: float = eqx.field(static=True)
 
     def __init__(
         self,
-        key: jax.Array,
+        key: PRNGKeyArray,
         sizes: tuple[int, ...] = (2, 20, 20, 20, 1),
         scale: float = 1.0,
     ) -> None:
@@ -58,7 +59,7 @@ class Network(eqx.Module):
         """Width of each layer."""
         return (2, *(bias.shape[0] for bias in self.biases))
 
-    def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "*n"], y: Float[Array, "*n"]) -> Float[Array, "*n"]:
         """Values at the points (x, y), arrays of one shape, which the result has too."""
         z = jnp.stack([2 * jnp.ravel(x) - 1, 2 * jnp.ravel(y) - 1])
         for weight, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
@@ -68,7 +69,7 @@ class Network(eqx.Module):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _first_weights(key: jax.Array, sizes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+def _first_weights(key: PRNGKeyArray, sizes: tuple[int, ...]) -> tuple[jax.Array, ...]:
     keys = jax.random.split(key, len(sizes) - 1)
     return tuple(
         jax.random.normal(k, (n_out, n_in), jnp.float64) / n_in**0.5

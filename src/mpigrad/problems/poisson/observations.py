@@ -9,6 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 from numpy.typing import NDArray
 
 from mpigrad.grid import Grid
@@ -53,26 +54,26 @@ class Observations:
     """
 
     grid: Grid
-    cells: NDArray[np.int64]
-    weights: NDArray[np.float64]
-    values: NDArray[np.float64]
-    scales: NDArray[np.float64]
+    cells: Int[np.ndarray, "k m"]
+    weights: Float[np.ndarray, "k m"]
+    values: Float[np.ndarray, " k"]
+    scales: Float[np.ndarray, " k"]
     norm: float
     count: int
     layers: int
 
-    def predict(self, u: jax.Array) -> jax.Array:
+    def predict(self, u: Float[Array, "lx ly"]) -> Float[Array, " k"]:
         """What would be observed of this rank's tile of u (lx, ly); shape (k,), differentiable."""
         padded = halo_exchange(u, self.grid, width=1, boundary=0.0) if self.layers else u
         return jnp.sum(padded.ravel()[self.cells] * self.weights, axis=1)
 
-    def tile(self) -> NDArray[np.float64]:
+    def tile(self) -> Float[np.ndarray, "lx ly"]:
         """Observed values on this rank's tile (lx, ly), NaN elsewhere; of observed cells only."""
         tile = np.full(self.grid.n_local, np.nan)
         tile[self.cells[:, 0]] = self.values
         return tile.reshape(self.grid.local_shape)
 
-    def loss(self, u: jax.Array) -> jax.Array:
+    def loss(self, u: Float[Array, "lx ly"]) -> Float[Array, ""]:
         """Share of this rank in sum ((prediction - value) / scale)^2 / sum (value / scale)^2.
 
         Both sums are over the observations of all ranks, so that u = 0 has loss 1.
@@ -80,7 +81,7 @@ class Observations:
         return jnp.sum(((self.predict(u) - self.values) / self.scales) ** 2) / self.norm
 
 
-def draw_mask(grid: Grid, fraction: float, seed: int) -> NDArray[np.bool_]:
+def draw_mask(grid: Grid, fraction: float, seed: int) -> Bool[np.ndarray, "lx ly"]:
     """Observed cells of this tile: each cell of the grid is drawn with probability `fraction`.
 
     A cell's draw depends on the seed and its place in the grid alone, so the mask is the same for
@@ -91,7 +92,7 @@ def draw_mask(grid: Grid, fraction: float, seed: int) -> NDArray[np.bool_]:
     return drawn
 
 
-def relative_noise(grid: Grid, seed: int) -> NDArray[np.float64]:
+def relative_noise(grid: Grid, seed: int) -> Float[np.ndarray, "lx ly"]:
     """A standard normal number for each of this tile's cells, the same for any number of ranks."""
     return _draw(grid, seed, 1, jax.random.normal)
 
@@ -136,8 +137,8 @@ def at_cells(
 
 def at_points(
     grid: Grid,
-    coordinates: NDArray[np.float64],
-    values: NDArray[np.float64],
+    coordinates: Float[np.ndarray, "k 2"],
+    values: Float[np.ndarray, " k"],
     misfit: Misfit = "relative",
 ) -> Observations:
     """Observations at points, by bilinear interpolation between the cells' centres.
@@ -181,9 +182,9 @@ def at_points(
 
 def _observations(
     grid: Grid,
-    cells: NDArray[np.int64],
-    weights: NDArray[np.float64],
-    values: NDArray[np.float64],
+    cells: Int[np.ndarray, "k m"],
+    weights: Float[np.ndarray, "k m"],
+    values: Float[np.ndarray, " k"],
     misfit: Misfit,
     layers: int,
 ) -> Observations:
@@ -223,9 +224,9 @@ def _draw(grid: Grid, seed: int, stream: int, distribution) -> NDArray:  # type:
 class Data:
     """A user's observations: coordinates (k, 2), values (k,), source () or (nx, ny)."""
 
-    coordinates: NDArray[np.float64]
-    values: NDArray[np.float64]
-    source: NDArray[np.float64]
+    coordinates: Float[np.ndarray, "k 2"]
+    values: Float[np.ndarray, " k"]
+    source: Float[np.ndarray, ""] | Float[np.ndarray, "nx ny"]
 
 
 def read_data(path: pathlib.Path, grid: Grid) -> Data:

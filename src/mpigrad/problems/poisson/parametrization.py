@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from mpigrad.grid import Grid
 from mpigrad.problems.files import write_whole
@@ -35,7 +36,7 @@ class Parametrization(abc.ABC):
         """
 
     @abc.abstractmethod
-    def kappa(self, parameters: Any) -> jax.Array:
+    def kappa(self, parameters: Any) -> Float[Array, "lx ly"]:
         """Tile of kappa on this rank, of shape (lx, ly); differentiable."""
 
     @abc.abstractmethod
@@ -57,7 +58,7 @@ class NetworkValues(Parametrization):
         scale = 1.0 if constant is None else constant / 5  # the untrained network is around 5
         return Network(jax.random.key(seed), scale=scale)
 
-    def kappa(self, parameters: Network) -> jax.Array:
+    def kappa(self, parameters: Network) -> Float[Array, "lx ly"]:
         x, y = self.grid.centers()
         return parameters(jnp.asarray(x), jnp.asarray(y))
 
@@ -79,19 +80,19 @@ class CellValues(Parametrization):
 
     file_name = "cells.npy"
 
-    def first(self, constant: float | None, seed: int) -> jax.Array:
+    def first(self, constant: float | None, seed: int) -> Float[Array, "nx ny"]:
         return jnp.full(self.grid.shape, np.log(1.0 if constant is None else constant))
 
-    def kappa(self, parameters: jax.Array) -> jax.Array:
+    def kappa(self, parameters: Float[Array, "nx ny"]) -> Float[Array, "lx ly"]:
         return jnp.exp(parameters[self.grid.slices])
 
-    def save(self, path: pathlib.Path, parameters: jax.Array) -> None:
+    def save(self, path: pathlib.Path, parameters: Float[Array, "nx ny"]) -> None:
         write_whole(path, lambda file: np.save(file, np.exp(parameters)))
 
-    def load(self, path: pathlib.Path) -> jax.Array:
+    def load(self, path: pathlib.Path) -> Float[Array, "nx ny"]:
         return jnp.log(jnp.asarray(from_root(self.grid.comm, lambda: self._read(path))))
 
-    def _read(self, path: pathlib.Path) -> np.ndarray:
+    def _read(self, path: pathlib.Path) -> Float[np.ndarray, "nx ny"]:
         try:
             kappa = np.asarray(np.load(path, allow_pickle=False), float)
         except Exception as error:

@@ -1,0 +1,144 @@
+// Messages that are posted and waited for. A post hands back a ticket, a number that stands for the
+// request: as the flow of the program, derivatives included, carries it to its wait, the two always
+// find each other.
+#include "pending.h"
+
+namespace mpigrad {
+namespace {
+
+std::map<int, Pending> posted;
+
+int next_ticket() {
+  static int last = 0;
+  do {  // float32, which tickets travel in, has these integers exactly
+    last = last % 0xffffff + 1;
+  } while (posted.count(last));
+  return last;
+}
+
+// Every element holds the ticket: a batch is one message.
+int read(const Buffer& ticket) {
+  if (ticket.element_count() == 0) return 0;
+  return ticket.element_type() == ffi::S32 ? ticket.typed_data<int32_t>()[0]
+                                           : static_cast<int>(ticket.typed_data<float>()[0]);
+}
+
+void write(Buffer& ticket, int number) {
+  for (size_t i = 0; i < ticket.element_count(); ++i) {
+    if (ticket.element_type() == ffi::S32)
+      ticket.typed_data<int32_t>()[i] = number;
+    else
+      ticket.typed_data<float>()[i] = static_cast<float>(number);
+  }
+}
+
+ffi::Error keep(const Call& c, int code, Pending&& message, BufferOut& ticket) {
+  if (code) return c.done(code);
+  const int number = next_ticket();
+  posted.emplace(number, std::move(message));
+  write(*ticket, number);
+  return ffi::Error::Success();
+}
+
+ffi::Error isend(Token, Buffer x, TokenOut, BufferOut ticket, int64_t comm, int64_t site,
+                 int64_t dest, int64_t tag) {
+  const Call c("isend", comm, site, x.size_bytes(), dest);
+  const Words in(x);
+  if (ffi::Error e = c.posts({mail(dest, tag, x)}, {}); e.failure()) return e;
+  Pending message(c, dest, in);
+  message.tag = tag;
+  message.number = c.post.number_sent();
+  const int code = message.post_send(in, tag);
+  return keep(c, code, std::move(message), ticket);
+}
+
+ffi::Error irecv(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site, int64_t source,
+                 int64_t tag, int64_t bytes, int64_t element_bytes) {
+  const Call c("irecv", comm, site, 0, source);
+  if (ffi::Error e = c.posts({}, {{source, tag, {}}}); e.failure()) return e;
+  Pending message(c, source, Words(nullptr, bytes, element_bytes));
+  message.tag = tag;
+  message.number = c.post.number_received();
+  const int code = message.post_receive(tag);
+  return keep(c, code, std::move(message), ticket);
+}
+
+// The message of a ticket, which is used up; `error` tells why there is none.
+std::map<int, Pending>::node_type take(const Call& c, const Buffer& ticket, bool receives,
+                                       ffi::Error& error) {
+  auto found = posted.find(read(ticket));
+  if (found == posted.end() || found->second.receives != receives) {
+    error = c.fail(
+        "no message is pending for this request: it was waited for before, or it was posted "
+        "outside the function that is differentiated here; wait for each request once, in the "
+        "function that posts it");
+    return {};
+  }
+  return posted.extract(found);
+}
+
+// Completes a receive.
+ffi::Error arrive(Token, Buffer ticket, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                  int64_t source) {
+  const Call c("wait", comm, site, 0, source);
+  ffi::Error error = ffi::Error::Success();
+  auto node = take(c, ticket, true, error);
+  if (node.empty()) return error;
+  Pending& message = node.mapped();
+  const Mail expected{source, message.tag, layout_of(*y), -1, message.number};
+  if (ffi::Error e = c.messages({}, {expected}); e.failure()) return e;
+  Status status;
+  const int code =
+      call(runtime.mpi.Wait, message.request.address(), static_cast<void*>(status.bytes));
+  if (source == c.comm.rank) free_received_from_self();
+  if (source != runtime.proc_null) {
+    error = received(c, code, status, message.words, static_cast<int>(source));
+    if (!error.success()) return error;
+  }
+  const size_t bytes = message.words.count * message.words.width;
+  if (bytes != y->size_bytes())
+    return c.fail("the request was posted outside of the vmap that it is waited for in; post it "
+                  "and wait for it in the same function");
+  advise_huge_pages(y->untyped_data(), bytes);
+  std::memcpy(y->untyped_data(), message.words.data, bytes);
+  return ffi::Error::Success();
+}
+
+// Completes a send.
+ffi::Error sent(Token, Buffer ticket, TokenOut, int64_t comm, int64_t site, int64_t dest) {
+  const Call c("wait", comm, site, 0, dest);
+  ffi::Error error = ffi::Error::Success();
+  auto node = take(c, ticket, false, error);
+  if (node.empty()) return error;
+  const Pending& message = node.mapped();
+  const Layout bytes{0, nullptr, 0, static_cast<int64_t>(message.words.count * message.words.width)};
+  if (ffi::Error e = c.messages({{dest, message.tag, bytes, -1, message.number}}, {}); e.failure())
+    return e;
+  Status status;
+  return c.done(
+      call(runtime.mpi.Wait, node.mapped().request.address(), static_cast<void*>(status.bytes)));
+}
+
+}  // namespace
+}  // namespace mpigrad
+
+// The requests that nobody has waited for, one a line: for the end of the process.
+MPIGRAD_EXPORT const char* mpigrad_forgotten_requests() {
+  static std::string text;
+  text.clear();
+  for (const auto& [ticket, message] : mpigrad::posted)
+    text += std::string(message.operation) + " at " + mpigrad::call_site(message.site) + "\n";
+  return text.c_str();
+}
+
+MPIGRAD_HANDLER(mpigrad_isend, isend,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(dest) MPIGRAD_ATTR(tag));
+MPIGRAD_HANDLER(mpigrad_irecv, irecv,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE MPIGRAD_ATTR(source)
+                    MPIGRAD_ATTR(tag) MPIGRAD_ATTR(bytes) MPIGRAD_ATTR(element_bytes));
+MPIGRAD_HANDLER(mpigrad_arrive, arrive,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(source));
+MPIGRAD_HANDLER(mpigrad_sent, sent,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_WHERE MPIGRAD_ATTR(dest));

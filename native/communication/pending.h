@@ -1,0 +1,50 @@
+// Messages under way: posted, with memory of their own, and not yet completed.
+#pragma once
+
+#include <list>
+#include <map>
+#include <memory>
+
+#include "handler.h"
+
+namespace mpigrad {
+
+struct Pending {
+  const char* operation;
+  int64_t slot, site, peer;
+  std::unique_ptr<char[]> memory;
+  Words words;
+  Request request;
+  bool receives = false;
+  int64_t tag = 0, number = 0;  // for the guard, when it is waited for
+
+  Pending(const Call& c, int64_t peer, const Words& like)
+      : operation(c.operation),
+        slot(c.slot),
+        site(c.site),
+        peer(peer),
+        memory(new char[like.count * like.width + 1]),
+        words(memory.get(), like.count * like.width, like.width) {}
+
+  int post_send(const Words& x, int64_t tag) {
+    advise_huge_pages(words.data, words.count * words.width);
+    std::memcpy(words.data, x.data, words.count * words.width);
+    return call(runtime.mpi.Isend, static_cast<const void*>(words.data),
+                static_cast<int>(words.count), words.type, static_cast<int>(peer),
+                static_cast<int>(tag), communicator(slot).handle, request.address());
+  }
+  int post_receive(int64_t tag) {
+    receives = true;
+    if (peer == runtime.proc_null) std::memset(words.data, 0, words.count * words.width);
+    return call(runtime.mpi.Irecv, words.data, static_cast<int>(words.count), words.type,
+                static_cast<int>(peer), static_cast<int>(tag), communicator(slot).handle,
+                request.address());
+  }
+};
+
+// A blocking send; to this rank itself it is buffered, so that the receive may follow it.
+int send_words(const Call& c, const Words& x, int64_t dest, int64_t tag);
+// Give back the memory of messages to oneself that have been received.
+void free_received_from_self();
+
+}  // namespace mpigrad

@@ -1,0 +1,140 @@
+"""custom_vjp and custom_jvp for functions whose rules carry messages.
+
+JAX leaves out a rule where the operands are constant or, in reverse mode, the results are not
+used. Which operands are constant may differ from rank to rank; so the rules here take the carrier
+along, as one operand and one result more, and run on every rank or on none.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from mpigrad.operations._jax_compat import tangent_aval
+from mpigrad.operations.activity import active, anchor, nought, outer_carrier, outside_rules
+
+__all__ = ["custom_jvp", "custom_vjp"]
+
+
+class _WithCarrier:
+    """What both have in common: f(*args) as a function of (carrier, *args)."""
+
+    def __init__(self, fun: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
+        functools.update_wrapper(cast(Any, self), fun)
+        self.fun = fun
+        self._signature = inspect.signature(fun)
+        self._static = tuple(n + 1 for n in nondiff_argnums)
+
+    def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bound.kwargs:
+            name = getattr(self.fun, "__name__", "the function")
+            raise TypeError(f"{name} has keyword-only arguments; custom rules are by position")
+        return bound.args
+
+
+class custom_vjp(_WithCarrier):
+    """`jax.custom_vjp` for functions with messages in their rules.
+
+    Parameters
+    ----------
+    fun
+        The function. It and its forward rule have the same messages.
+    nondiff_argnums
+        As for `jax.custom_vjp`.
+
+    Notes
+    -----
+    The backward rule runs on every rank, also where the result is not used (with cotangents that
+    are zero) and where the operands are constant; so its messages find their partners. Like
+    JAX's, the function can't be differentiated in forward mode.
+    """
+
+    def __init__(self, fun: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
+        super().__init__(fun, nondiff_argnums)
+
+        def with_carrier(a: Any, *args: Any) -> Any:
+            with active(a):
+                return fun(*args), a
+
+        self._call = jax.custom_vjp(with_carrier, nondiff_argnums=self._static)
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Define the rules: fwd(*args) -> (out, residuals), bwd(residuals, ct) -> cotangents.
+
+        Arguments of `nondiff_argnums` come first in `bwd`, as in JAX.
+        """
+
+        def forward(a: Any, *args: Any) -> Any:
+            with active(a):
+                out, residuals = fwd(*args)
+            return (out, a), (a, residuals)
+
+        def backward(*args: Any) -> Any:
+            *static, (a, residuals), (ct, _) = args
+            with outside_rules(), active(a):
+                return (None, *bwd(*static, residuals, ct))
+
+        self._call.defvjp(forward, backward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out, link = self._call(outer_carrier(), *self._arguments(args, kwargs))
+        anchor(link)
+        return out
+
+
+class custom_jvp(_WithCarrier):
+    """`jax.custom_jvp` for functions with messages in their rules.
+
+    Parameters
+    ----------
+    fun
+        The function.
+    nondiff_argnums
+        As for `jax.custom_jvp`.
+
+    Notes
+    -----
+    The rule runs on every rank, with tangents that are zero where the operands are constant. The
+    messages in the rule are those of the tangents, and each depends on a tangent (a receive
+    through its `like`); for the value the rule calls the function itself.
+    """
+
+    def __init__(self, fun: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
+        super().__init__(fun, nondiff_argnums)
+
+        def with_carrier(a: Any, *args: Any) -> Any:
+            with active(a):
+                return fun(*args)
+
+        self._call = jax.custom_jvp(with_carrier, nondiff_argnums=self._static)
+
+    def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        """Define the rule: rule(primals, tangents) -> (out, tangent of out).
+
+        Arguments of `nondiff_argnums` come first, as in JAX.
+        """
+
+        def with_carrier(*args: Any) -> Any:
+            *static, (a, *primals), (ta, *tangents) = args
+            linked = jax.tree.map(lambda x, t: _linked(x, t, ta), primals, tangents)
+            with outside_rules(), active(a):
+                return rule(*static, tuple(primals), tuple(linked))
+
+        self._call.defjvp(with_carrier)
+        return rule
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(outer_carrier(), *self._arguments(args, kwargs))
+
+
+def _linked(x: Any, tangent: Any, ta: Any) -> Any:
+    """The tangent of `x`, active on every rank."""
+    aval = tangent_aval(x)
+    return tangent + nought(ta, aval) if jnp.issubdtype(aval.dtype, jnp.inexact) else tangent

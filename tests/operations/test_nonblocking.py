@@ -1,0 +1,163 @@
+"""isend, irecv, wait, waitall, against the same map without messages on the stacked arrays."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from mpi4py import MPI
+
+import mpigrad as mg
+from helpers import close
+from launching import run
+from mpigrad.communicator import Communicator
+from proof import TRANSFORMS, operand, prove, prove_second_order
+
+
+def crossing(x: Any, c: Communicator) -> Any:
+    """Four messages under way at once, waited for in another order."""
+    right, left = (c.rank + 1) % c.size, (c.rank - 1) % c.size
+    from_left, from_right = mg.irecv(x, left, 1, comm=c), mg.irecv(x[:1], right, 2, comm=c)
+    sends = [mg.isend(x, right, 1, comm=c), mg.isend(x[:1] ** 2, left, 2, comm=c)]
+    _, b, _, a = mg.waitall([sends[1], from_right, sends[0], from_left])
+    return a * b + x
+
+
+def crossing_simulated(X: Any) -> Any:
+    return jnp.roll(X, 1, axis=0) * jnp.roll(X[:, :1] ** 2, -1, axis=0) + X
+
+
+def pipeline(x: Any, c: Communicator) -> Any:
+    """A message posted in one iteration of a loop and waited for in the next."""
+    right, left = (c.rank + 1) % c.size, (c.rank - 1) % c.size
+    post = lambda x: (mg.irecv(x, left, comm=c), mg.isend(x, right, comm=c))
+
+    def body(under_way: Any, _: None) -> Any:
+        y = 2 * jnp.sin(mg.waitall(under_way)[0])
+        return post(y), y
+
+    under_way, ys = jax.lax.scan(body, post(x), None, length=3)
+    return mg.waitall(under_way)[0] + ys.sum(0)
+
+
+def pipeline_simulated(X: Any) -> Any:
+    total = 0
+    for _ in range(3):
+        X = 2 * jnp.sin(jnp.roll(X, 1, axis=0))
+        total = total + X
+    return total + jnp.roll(X, 1, axis=0)
+
+
+def open_chain(x: Any, c: Communicator) -> Any:
+    """Ranks differ: blocking sends meet posted receives, and the ends have one partner."""
+    got = jnp.zeros_like(x)
+    if c.rank % 2 == 0:
+        request = mg.isend(x, c.rank + 1 if c.rank + 1 < c.size else MPI.PROC_NULL, comm=c)
+        if c.rank > 0:
+            got = mg.recv(x, c.rank - 1, comm=c)
+        mg.wait(request)
+    else:
+        request = mg.irecv(jnp.zeros_like(x), c.rank - 1, comm=c)
+        if c.rank + 1 < c.size:
+            mg.send(x, c.rank + 1, comm=c)
+        got = mg.wait(request)
+    return got
+
+
+def open_chain_simulated(X: Any) -> Any:
+    return jnp.concatenate([jnp.zeros_like(X[:1]), X[:-1]])
+
+
+PROGRAMS = {
+    "crossing": (crossing, crossing_simulated),
+    "pipeline": (pipeline, pipeline_simulated),
+    "open chain": (open_chain, open_chain_simulated),
+}
+
+
+HOW = {
+    "crossing": TRANSFORMS,
+    "pipeline": ("jit", "vmap", "checkpoint(scan)"),
+    "open chain": ("jit", "scan(checkpoint)"),
+}
+
+
+@pytest.mark.parametrize(("name", "how"), [(name, how) for name in HOW for how in HOW[name]])
+def test_value_gradient_and_dot_product(name: str, how: str, comm: Communicator) -> None:
+    f, F = PROGRAMS[name]
+    prove(lambda x: f(x, comm), F, comm, how)
+
+
+@pytest.mark.parametrize("name", ["crossing", "pipeline"])
+def test_second_order(name: str, comm: Communicator) -> None:
+    f, F = PROGRAMS[name]
+    prove_second_order(lambda x: f(x, comm), F, comm)
+
+
+def test_pytrees_and_dtypes(comm: Communicator) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    tree = lambda r: {
+        "a": jnp.arange(3) + r,
+        "b": (jnp.full((2, 2), 1.0 * r), jnp.ones(3) * r),
+        "c": jnp.full(2, r, "bfloat16"),
+        "d": jnp.array(r % 2 == 0),
+    }
+    request = mg.irecv(tree(0), left, comm=comm)
+    other = mg.isend(tree(comm.rank), right, comm=comm)
+    close(jax.tree.map(lambda x: x.astype("float64"), mg.wait(request)),
+          jax.tree.map(lambda x: x.astype("float64"), tree(left)))  # fmt: skip
+    assert mg.wait(other) is None
+    x = operand(comm)[0]
+    mg.dot_test(lambda x: crossing(x, comm), (1 + 2j) * x)
+
+
+def test_a_large_message_to_self(comm: Communicator) -> None:
+    x = jnp.arange(1e6)
+    request = mg.isend(x, comm.rank, comm=comm)
+    close(mg.recv(x, comm.rank, comm=comm), x)
+    mg.wait(request)
+
+
+def test_requests_pass_compiled_functions(comm: Communicator) -> None:
+    x = jnp.arange(3.0) + comm.rank
+    post = mg.jit(lambda x: (mg.isend(x, comm.rank, comm=comm), mg.irecv(x, comm.rank, comm=comm)))
+    finish = mg.jit(lambda requests: mg.waitall(requests)[1])
+    first, second = post(x), post(2 * x)
+    close(finish(second), 2 * x)  # the one that was posted second, though waited for first
+    close(finish(first), x)
+
+
+def test_wrong_use(comm: Communicator) -> None:
+    x = jnp.ones(3)
+    request = mg.isend(x, MPI.PROC_NULL, comm=comm)
+    mg.wait(request)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="waited for before"):
+        mg.wait(request)
+    outside = mg.isend(x, MPI.PROC_NULL, comm=comm)
+    with pytest.raises(ValueError, match="post and wait in one function"):
+        mg.grad(lambda x: (jnp.sum(x), mg.wait(outside))[0])(x)
+    with pytest.raises(ValueError, match="name the source"):
+        mg.irecv(x, MPI.ANY_SOURCE)
+    with pytest.raises(TypeError, match="request of isend or irecv"):
+        mg.wait(x)  # type: ignore[arg-type]
+    dropped = lambda x: (mg.isend(x, MPI.PROC_NULL, comm=comm), jnp.sum(x))[1]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="wait for each request once"):
+        mg.grad(dropped)(x)
+
+
+@pytest.mark.launcher
+def test_forgotten_requests_are_named_at_exit() -> None:
+    program = """
+        import jax.numpy as jnp, mpigrad as mg
+        for _ in range(2):
+            mg.isend(jnp.ones(3), 0)
+        mg.recv(jnp.ones(3), 0)
+        print("the end")
+    """
+    done = run([sys.executable, "-c", textwrap.dedent(program)])
+    assert "the end" in done.stdout
+    assert done.stderr.count("nobody has waited for the request of isend") == 1, done.stderr

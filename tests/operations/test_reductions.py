@@ -1,0 +1,179 @@
+"""Reductions other than sums: zeros, ties, places, truths and bits, and the user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpigrad as mg
+from helpers import REDUCING, close, reducing
+from mpigrad.communicator import Communicator
+
+
+def test_product_with_zeros(comm: Communicator) -> None:
+    """Column k has k zeros; first and second derivatives are exact."""
+    ranks, size = np.arange(comm.size)[:, None], comm.size
+    X = jnp.asarray(np.where(ranks < np.arange(4), 0.0, ranks + 2.0))
+    f = lambda x: jnp.sum(mg.allreduce(x, MPI.PROD) ** 2 + mg.allreduce(x, MPI.PROD)) / size
+    F = lambda X: jnp.sum(jnp.prod(X, 0) ** 2 + jnp.prod(X, 0))
+    V = X + 1
+    x, v = X[comm.rank], V[comm.rank]
+    close(mg.grad(f)(x), jax.grad(F)(X)[comm.rank])
+    both = jax.jvp(jax.grad(F), (X,), (V,))[1]
+    close(mg.jit(lambda x: mg.jvp(mg.grad(f), (x,), (v,))[1])(x), both[comm.rank])
+    one_zero = jnp.float64(0 if comm.rank == 0 else comm.rank + 1)
+    others = np.prod(np.arange(2.0, size + 1))
+    gradient = mg.grad(lambda x: mg.reduce(x, MPI.PROD, root=size - 1))(one_zero)
+    assert float(gradient) == (others if comm.rank == 0 else 0)
+
+
+@pytest.mark.parametrize("op", [MPI.MAX, MPI.MIN], ids=["MAX", "MIN"])
+def test_ties_share_the_derivative(op: MPI.Op, comm: Communicator) -> None:
+    x = jnp.array([3.0, comm.rank, 1.0 if comm.rank else 2.0])
+    gradient = mg.grad(lambda x: jnp.sum(mg.allreduce(x, op)) / comm.size)(x)
+    first, last = comm.rank == 0, comm.rank == comm.size - 1
+    others = 1.0 if comm.size == 1 else (not first) / (comm.size - 1)
+    expected = (last, first) if op == MPI.MAX else (first, others)
+    close(gradient, np.array([1 / comm.size, *expected]))
+
+
+def test_values_and_the_ranks_that_hold_them(comm: Communicator) -> None:
+    """The lowest rank of ties; the derivative goes to it alone."""
+    rank, size = comm.rank, comm.size
+    x = {"a": jnp.array([5.0, rank, -rank]), "b": jnp.int32(rank // 2)}
+    value, place = mg.allreduce(x, MPI.MAXLOC)
+    assert (value["a"].tolist(), int(value["b"])) == ([5, size - 1, 0], (size - 1) // 2)
+    assert (place["a"].tolist(), int(place["b"])) == ([0, size - 1, 0], (size - 1) // 2 * 2)
+    assert place["a"].dtype == np.int32
+    value, place = mg.reduce(x["a"], MPI.MINLOC, root=size - 1)
+    root = rank == size - 1
+    assert value.tolist() == [5 * root, 0, (1 - size) * root]
+    assert place.tolist() == [0, 0, (size - 1) * root]
+    gradient = mg.grad(lambda x: jnp.sum(mg.scan(x, MPI.MAXLOC)[0]))(x["a"])
+    assert gradient.tolist() == [size * (rank == 0), 1, size * (rank == 0)]
+    value, place = mg.exscan(x["a"], MPI.MAXLOC)
+    assert value.tolist() == [5 * (rank > 0), max(rank - 1, 0), 0]
+    assert place.tolist() == [0, max(rank - 1, 0), 0]
+
+
+LOGICAL = {"LAND": np.logical_and, "LOR": np.logical_or, "LXOR": np.logical_xor}
+BITWISE = {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}
+WHOLE = {"PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int64"])
+def test_whole_numbers(dtype: str, comm: Communicator) -> None:
+    """MPI's own reductions of them, by every operation: the values, and zero tangents."""
+    rank, size = comm.rank, comm.size
+    X = np.random.default_rng(5).integers(0, 2 if dtype == "bool" else 7, (size, size, 5))
+    X = X.astype(dtype)
+    bits = {} if dtype == "bool" else {**BITWISE, **WHOLE}
+    for name, f in {**LOGICAL, **bits}.items():
+        for operation, (run, simulate) in REDUCING.items():
+            S = X if operation == "reduce_scatter" else X[:, 0]
+            y = run(jnp.asarray(S[rank]), getattr(MPI, name), comm)
+            truths = S != 0 if name in LOGICAL else S
+            rows = lambda rows, f=f: jnp.asarray(f.reduce(np.asarray(rows), axis=0).astype(dtype))
+            expected = simulate(rows, jnp.asarray(truths))[rank]
+            np.testing.assert_array_equal(np.asarray(y), np.asarray(expected), (name, operation))
+            assert y.dtype == dtype
+    tangent = np.zeros(5, jax.dtypes.float0)
+    x = jnp.asarray(X[rank, 0])
+    out = mg.jvp(lambda x: mg.allreduce(x, MPI.LAND), (x,), (tangent,))[1]
+    assert out.dtype == jax.dtypes.float0
+
+
+def test_decisions_inside_a_derivative(comm: Communicator) -> None:
+    """A truth has no derivative, and needs no message in the backward pass."""
+    x = jnp.arange(3.0) - comm.rank
+    positive = lambda x: mg.allreduce(x > 0, MPI.LAND)
+    gradient = mg.grad(lambda x: jnp.sum(jnp.where(positive(x), x**2, x)))(x)
+    everywhere = np.arange(3) > comm.size - 1
+    close(gradient, np.where(everywhere, 2 * x, 1))
+
+
+def test_own_reductions_keep_the_order_of_ranks(comm: Communicator) -> None:
+    """Products of matrices, of which no two commute."""
+    X = jnp.asarray(np.random.default_rng(2).standard_normal((comm.size, 3, 3)))
+    product = mg.reduction(jnp.matmul)
+    for operation in ("reduce", "allreduce", "scan", "exscan"):
+        run, simulate = REDUCING[operation]
+        rows = lambda rows: rows[0] if len(rows) == 1 else jnp.linalg.multi_dot(list(rows))
+        close(run(X[comm.rank], product, comm), simulate(rows, X)[comm.rank])
+    mg.dot_test(lambda x: mg.scan(x, product), X[comm.rank])
+    words = {"a": jnp.int32(comm.rank + 1), "b": jnp.array([comm.rank > 0, True])}
+    first = mg.allreduce(words, mg.reduction(lambda a, b: a))
+    assert first["a"] == 1
+    assert first["b"].tolist() == [False, True]
+
+
+def test_own_derivatives_are_used(comm: Communicator) -> None:
+    """A sum with a derivative that it does not have: 5 x / y."""
+    op = mg.reduction(jnp.add, lambda x, y: 5 * x / y)
+    x = jnp.array([1.0, 2.0]) + comm.rank
+    total = np.asarray(mg.allreduce(x))
+    gradient = mg.grad(lambda x: jnp.sum(mg.allreduce(x, op)))(x)
+    close(gradient, comm.size * 5 * x / total)
+
+
+def test_what_is_constant_on_a_rank(comm: Communicator) -> None:
+    """The others' derivatives are those of the joint function, in every reduction."""
+    X = jnp.asarray(np.random.default_rng(4).standard_normal((comm.size, comm.size, 2)))
+    for operation in REDUCING:
+        S = X if operation == "reduce_scatter" else X[:, 0]
+        cases = [reducing(operation, op) for op in ("PROD", "MAX", "MINLOC", "own derivative")]
+
+        def loss(x: Any, S: Any = S, cases: Any = cases) -> Any:
+            x = x if comm.rank == comm.size - 1 else S[comm.rank]
+            return sum(jnp.sum(case.run(x, comm) ** 3) for case in cases)
+
+        def joint(x: Any, S: Any = S, cases: Any = cases) -> Any:
+            return sum(jnp.sum(case.simulate(S.at[-1].set(x)) ** 3) for case in cases)
+
+        gradient = mg.jit(mg.grad(loss))(S[comm.rank])
+        here = comm.rank == comm.size - 1
+        close(gradient, jax.grad(joint)(S[-1]) * here, rtol=1e-10)
+
+
+def test_a_result_of_one_kind_for_each_dtype(comm: Communicator) -> None:
+    """One message for each dtype, each by the way that suits it."""
+    tree = {
+        "a": jnp.arange(2.0) * comm.rank,
+        "b": (jnp.int32(comm.rank), jnp.full((2, 2), -1.0 * comm.rank)),
+        "c": jnp.float32(comm.rank),
+    }
+    last = comm.size - 1.0
+    expected = {"a": np.array([0, last]), "b": (last, np.zeros((2, 2))), "c": last}
+    for run in (mg.allreduce, lambda x, op: mg.bcast(mg.scan(x, op), root=comm.size - 1)):
+        got = run(tree, MPI.MAX)
+        close(got, expected)
+        assert got["c"].dtype == np.float32
+
+
+def test_complex_products(comm: Communicator) -> None:
+    z = jnp.array([1 + 1j, 2 - comm.rank * 1j])
+    close(mg.scan(z, MPI.PROD)[0], (1 + 1j) ** (comm.rank + 1))
+    mg.dot_test(lambda z: mg.allreduce(z, MPI.PROD), z)
+
+
+def test_wrong_arguments(comm: Communicator) -> None:
+    x = jnp.ones(3)
+    with pytest.raises(ValueError, match=r"MPI\.SUM, .*MPI\.BXOR are, .*mpigrad\.reduction"):
+        mg.scan(x, op=MPI.REPLACE)
+    with pytest.raises(ValueError, match="is not supported"):
+        mg.allreduce(x, op="sum")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"MPI\.LAND is for bool and integers.*x != 0"):
+        mg.allreduce(x, op=MPI.LAND)
+    with pytest.raises(TypeError, match=r"MPI\.BOR is for integers, not for float64"):
+        mg.exscan(x, op=MPI.BOR)
+    with pytest.raises(TypeError, match=r"MPI\.MAX is for integers and float32/64"):
+        mg.reduce(1j * x, op=MPI.MAX)
+    with pytest.raises(ValueError, match="one row for each"):
+        mg.reduce_scatter(jnp.ones((comm.size + 1, 2)))
+    with pytest.raises(TypeError, match="one array of the same shape and dtype"):
+        mg.allreduce(x, op=mg.reduction(lambda a, b: jnp.vdot(a, b)))

@@ -1,0 +1,168 @@
+"""Receives from whoever sends; adjoints go back to whoever has sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpigrad as mg
+from helpers import close
+from mpigrad.communicator import Communicator, record
+from proof import TRANSFORMS, batch, prove, prove_second_order, scan
+
+
+def farm(x: Any, c: Communicator) -> Any:
+    """Rank 0 adds what the others send, weighted by sender and tag, in whatever order it comes."""
+    if c.rank > 0:
+        mg.send(x, 0, tag=10 * c.rank, comm=c)
+        mg.barrier(c)  # in a loop, nobody sends a second message before all have sent the first
+        return jnp.zeros_like(x)
+    total = x
+    for _ in range(c.size - 1):
+        y, source, tag = mg.recv_with_status(x, comm=c)
+        total += jnp.sin(y) * source + y**2 * tag
+    mg.barrier(c)
+    return total
+
+
+def farm_simulated(X: Any) -> Any:
+    rank = jnp.arange(len(X)).reshape(-1, 1, 1)
+    return jnp.zeros_like(X).at[0].set(X[0] + (jnp.sin(X) * rank + X**2 * 10 * rank).sum(0))
+
+
+def any_tag(x: Any, c: Communicator) -> Any:
+    """From a named rank with any tag, and with a named tag from any rank."""
+    right, left = (c.rank + 1) % c.size, (c.rank - 1) % c.size
+    requests = [mg.isend(x, right, tag=3, comm=c), mg.isend(2 * x, right, tag=4, comm=c)]
+    second = mg.recv(x, tag=4, comm=c)
+    first, _, tag = mg.recv_with_status(x, left, comm=c)
+    mg.waitall(requests)
+    return first * second * tag
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "farm": (farm, farm_simulated),
+    "any tag": (any_tag, lambda X: 6 * jnp.roll(X, 1, axis=0) ** 2),
+}
+
+
+HOW = {"farm": TRANSFORMS, "any tag": ("jit", "scan(checkpoint)")}
+
+
+@pytest.mark.parametrize(("name", "how"), [(name, how) for name in HOW for how in HOW[name]])
+def test_value_gradient_and_dot_product(name: str, how: str, comm: Communicator) -> None:
+    f, F = PROGRAMS[name]
+    prove(lambda x: f(x, comm), F, comm, how)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_second_order(name: str, comm: Communicator) -> None:
+    f, F = PROGRAMS[name]
+    prove_second_order(lambda x: f(x, comm), F, comm)
+
+
+CHECKPOINTS: dict[str, Callable[[Any], Any]] = {
+    "not": lambda f: f,
+    "checkpoint": jax.checkpoint,
+    "nothing saveable": lambda f: jax.checkpoint(
+        f, policy=jax.checkpoint_policies.nothing_saveable
+    ),
+    "nested": lambda f: jax.checkpoint(
+        lambda x: jax.tree.map(lambda y: y + 0 * x, jax.checkpoint(f)(x))
+    ),
+    "checkpoint(scan)": lambda f: jax.checkpoint(scan(f)),
+    "scan(checkpoint)": lambda f: scan(jax.checkpoint(f)),
+    "checkpoint(jit(vmap))": lambda f: jax.checkpoint(mg.jit(batch(f, mg.vmap))),
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_the_order_of_arrival_is_recorded(how: str, comm: Communicator) -> None:
+    """Who comes first counts double, a matter of luck; derivatives follow what has happened.
+
+    Recomputed under `checkpoint`, a message is not received again, from another rank perhaps.
+    """
+
+    def race(x: Any) -> Any:
+        if comm.rank > 0:
+            mg.send(x, 0, tag=comm.rank)
+            mg.barrier()
+            return 0 * x, jnp.zeros(2)
+        (y, first, tag), z = mg.recv_with_status(x), mg.recv(x)
+        mg.barrier()
+        weights = jnp.where(first == jnp.array([1, 2]), 2, 1) + 0 * tag
+        return 2 * y + z, weights * jax.lax.stop_gradient(x)  # x is 1 here, or 2 in loops
+
+    gradient = mg.jit(mg.grad(CHECKPOINTS[how](race), has_aux=True))
+    twice = 2 if "scan" in how else 1
+    for attempt in range(3):
+        comm.mpi.Barrier()
+        time.sleep(0.02 * ((comm.rank + attempt) % 3))
+        before = record().calls
+        g, weights = gradient(jnp.float64(1))
+        assert record().calls - before == twice * (5 if comm.rank == 0 else 3)
+        expected = comm.mpi.bcast(np.asarray(weights))
+        assert float(g) == (expected[comm.rank - 1] if comm.rank else 0)
+
+
+@pytest.mark.ranks(3)
+def test_derivatives_are_not_taken_for_messages_of_the_program(comm: Communicator) -> None:
+    """Rank 1 already sends its adjoint to rank 0, which still waits for anything from rank 2."""
+
+    def f(x: Any) -> Any:
+        if comm.rank == 0:
+            mg.send(x, 1)
+            for _ in range(2):
+                y, source, _ = mg.recv_with_status(x)
+                x += y * source
+            return x
+        time.sleep(0.2 * (comm.rank - 1))
+        mg.send(x, 0)
+        return x * mg.recv(x, 0, tag=0) if comm.rank == 1 else x
+
+    x = jnp.array([1.0, 2.0, 4.0])[comm.rank]
+    gradient = mg.grad(f)(x)
+    assert float(gradient) == [3.0, 2.0, 3.0][comm.rank]
+
+
+def test_pytrees_and_dtypes_come_from_one_sender(comm: Communicator) -> None:
+    tree = {"n": jnp.int32(comm.rank), "x": jnp.arange(3.0) + comm.rank, "b": jnp.array(True)}
+    if comm.rank > 0:
+        mg.send(tree, 0, tag=comm.rank)
+        return
+    seen = set()
+    for _ in range(comm.size - 1):
+        got, source, tag = mg.recv_with_status(jax.tree.map(jnp.zeros_like, tree))
+        assert int(got["n"]) == int(source) == int(tag)
+        assert source.dtype == tag.dtype == jnp.int32
+        close(got["x"], jnp.arange(3.0) + int(source))
+        seen.add(int(source))
+    assert seen == set(range(1, comm.size))
+
+
+def test_nobody_and_oneself(comm: Communicator) -> None:
+    x = jnp.ones(3)
+    value, source, tag = mg.recv_with_status(x, MPI.PROC_NULL)
+    assert (int(source), int(tag)) == (MPI.PROC_NULL, MPI.ANY_TAG)
+    close(value, jnp.zeros(3))
+    mg.send(5 * x, comm.rank, tag=8)
+    value, source, tag = mg.recv_with_status(x)
+    assert (int(source), int(tag)) == (comm.rank, 8)
+    close(value, 5 * x)
+
+
+@pytest.mark.ranks(2)
+def test_a_message_of_another_length(comm: Communicator) -> None:
+    if comm.rank == 1:
+        mg.send(jnp.ones(3), 0, tag=4)
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rank 1 sent 24 bytes where 32"):
+        mg.recv(jnp.ones(4))

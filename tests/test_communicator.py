@@ -1,0 +1,127 @@
+"""Communicators: parts, grids of ranks, several at once, and the default inside `with`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpigrad as mg
+from helpers import close
+from mpigrad.communicator import Cartesian, Communicator, default, resolve
+
+
+def test_ranks_left_out_of_a_split(comm: Communicator) -> None:
+    part = comm.split(None if comm.rank == 0 else 0, key=-comm.rank)
+    assert bool(part) == (comm.rank > 0)
+    assert part.size == (comm.size - 1 if part else 0)
+    if part:
+        assert part.rank == comm.size - 1 - comm.rank
+        close(mg.allreduce(jnp.ones(2), comm=part), jnp.full(2, comm.size - 1.0))
+        assert default() is not part
+    else:
+        for use in (
+            lambda: mg.allreduce(jnp.ones(2), comm=part),
+            lambda: part.split(0),
+            lambda: part.rank,
+            part.__enter__,
+        ):
+            with pytest.raises(ValueError, match=r"rank 0 of .* was left out.*write `if comm"):
+                use()
+        assert not hasattr(part, "something else")
+    none = comm.split(MPI.UNDEFINED)
+    assert not none and none.size == 0
+
+
+def test_several_communicators_at_once(comm: Communicator) -> None:
+    """Rows and columns of the ranks, in one differentiated program."""
+    rows, columns = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+    world = comm.dup()
+    x = jnp.float64(comm.rank + 1)
+
+    def f(x):
+        return (
+            mg.allreduce(x, comm=rows) * mg.allreduce(x, comm=columns) * mg.allreduce(x, comm=world)
+        )
+
+    def joint(X):
+        r = np.arange(comm.size)
+        of = lambda color: jnp.asarray(color[:, None] == color[None, :], X.dtype) @ X
+        return jnp.sum(of(r // 2) * of(r % 2) * jnp.sum(X))
+
+    want = jax.grad(joint)(jnp.arange(1.0, comm.size + 1))[comm.rank]
+    close(mg.grad(f)(x), want)
+    close(mg.jit(mg.grad(f))(x), want)
+
+
+def test_default_inside_with(comm: Communicator) -> None:
+    pair = comm.split(comm.rank // 2)
+    f = lambda x: mg.allreduce(x)
+    fast, plain = mg.jit(f), jax.jit(f)
+    gradient = mg.jit(mg.grad(lambda x: jnp.sum(fast(x))))
+    x = jnp.ones(3)
+    for _ in range(2):  # the second time from the caches
+        for g in (f, fast, plain, gradient):
+            close(g(x), jnp.full(3, comm.size))
+            with pair as inside:
+                assert inside is pair and default() is pair and resolve(None) is pair
+                close(g(x), jnp.full(3, pair.size))
+                with comm:
+                    close(g(x), jnp.full(3, comm.size))
+                close(g(x), jnp.full(3, pair.size))
+    with pytest.raises(RuntimeError, match="in the middle"), pair, comm:
+        raise RuntimeError("in the middle")
+    assert default().size == comm.size and default() is not pair
+    with pair:
+        _, back = mg.vjp(f, x)
+    close(back(x)[0], jnp.full(3, pair.size))  # an adjoint goes the way of its message
+
+
+@pytest.mark.parametrize("periods", [False, True, (False, True)])
+def test_grids_of_ranks(periods, comm: Communicator) -> None:
+    """As MPI's own: places, shifts, and a message along each axis with its derivative."""
+    grid = comm.cartesian((2, 0) if comm.size % 2 == 0 else (1, 0), periods)
+    assert isinstance(grid, Cartesian)
+    rings = list(periods) if isinstance(periods, tuple) else [periods, periods]
+    mpi = comm.mpi.Create_cart(grid.dims, rings)
+    assert grid.coords == tuple(mpi.Get_coords(mpi.rank)) and grid.periods == tuple(rings)
+    near = set()
+    for axis in (0, 1):
+        for displacement in (1, -1, 2):
+            assert grid.shift(axis, displacement) == mpi.Shift(axis, displacement)
+        source, dest = grid.shift(axis)
+        near |= {source, dest}
+        x = jnp.full(2, grid.rank + 1.0)
+        value, back = mg.vjp(lambda x, d=dest, s=source: mg.sendrecv(x, d, s, comm=grid), x)
+        close(value, jnp.full(2, 0.0 if source == MPI.PROC_NULL else source + 1.0))
+        close(back(x)[0], jnp.full(2, 0.0 if dest == MPI.PROC_NULL else dest + 1.0))
+    assert sorted(grid.neighbors) == sorted(near - {MPI.PROC_NULL, grid.rank})
+    assert grid.rank_at(grid.coords) == grid.rank
+    mpi.Free()
+
+
+def test_wrong_grids_of_ranks(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match=f"need {comm.size + 1} ranks, and there are {comm.size}"):
+        comm.cartesian([comm.size + 1])
+    with pytest.raises(ValueError, match="can't be divided by 7"):
+        comm.cartesian([7, 0])
+    with pytest.raises(ValueError, match="2 periods for 1 axes"):
+        comm.cartesian([0], periods=[True, False])
+    with pytest.raises(ValueError, match="must be positive"):
+        comm.cartesian([-1, 1])
+    line = comm.cartesian([max(1, comm.size - 1)])
+    assert bool(line) == (comm.rank < max(1, comm.size - 1))
+    if isinstance(line, Cartesian):
+        with pytest.raises(ValueError, match="axis=1 of a grid with 1 axes"):
+            line.shift(1)
+
+
+def test_wrong_communicators() -> None:
+    with pytest.raises(TypeError, match="wrap it once"):
+        mg.allreduce(1.0, comm=MPI.COMM_WORLD)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not str"):
+        mg.allreduce(1.0, comm="world")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not a member"):
+        Communicator(MPI.COMM_NULL)

@@ -1,0 +1,21 @@
+"""Every program in examples/ runs, alone and on several ranks; each asserts its own results."""
+
+from __future__ import annotations
+
+import pathlib
+import runpy
+
+import jax
+import pytest
+
+EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example(path: pathlib.Path) -> None:
+    assert path.exists()
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    finally:
+        jax.config.update("jax_enable_x64", True)
