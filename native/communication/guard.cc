@@ -115,21 +115,17 @@ bool same_layout(const Part& a, const Part& b) {
   return a.dtype == 0 || b.dtype == 0 || same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims);
 }
 
-// Whether some message has been handed over that a receive from anyone, or of any tag, may take.
-bool any_available(int64_t slot, const Part& p) {
-  Slot& mine = board.mine();
-  const int64_t id = get(mine.entries[slot].id), me = mine.entries[slot].rank;
-  for (int64_t source = 0; source < mine.entries[slot].size; ++source) {
-    const Slot* sender;
-    if (p.peer >= 0 && p.peer != source) continue;
-    if (!member(slot, source, &sender) || get(sender->untracked)) return true;
-    for (const Channel& c : sender->channels) {
-      if (get(c.id) != id || c.peer != me || (p.tag >= 0 && c.tag != p.tag)) continue;
-      const Channel* taken = find_channel(mine, id, source, c.tag);
-      if (get(c.sent) > (taken ? get(taken->received) : 0)) return true;
-    }
+// The oldest announced message from `source` to `rank` that is not received yet, or nullptr.
+const Message* next_message(const Slot& sender, int64_t source, const Slot& receiver, int64_t rank,
+                            int64_t id, int64_t tag) {
+  const int64_t all = get(sender.messages);
+  for (int64_t n = std::max<int64_t>(0, all - kMessages); n < all; ++n) {
+    const Message& m = sender.message[n % kMessages];
+    if (get(m.id) != id || m.part.peer != rank || (tag >= 0 && m.part.tag != tag)) continue;
+    const Channel* taken = find_channel(receiver, id, source, m.part.tag);
+    if (m.part.ordinal > (taken ? get(taken->received) : 0)) return &m;
   }
-  return false;
+  return nullptr;
 }
 
 // Whether an operation of messages can take place, seen from one rank of a communicator. Where a
@@ -146,7 +142,7 @@ class Exchange {
     const Slot* s;
     if (!member(slot_, rank, &s)) return true;
     for (int64_t i = 0; i < std::min<int64_t>(get(s->receives), kParts); ++i)
-      if (!(wild(s->receive[i]) ? any_available(slot_, s->receive[i])
+      if (!(wild(s->receive[i]) ? any_available(rank, *s, s->receive[i])
                                 : available(rank, s->receive[i])))
         return false;
     for (int64_t i = 0; i < std::min<int64_t>(get(s->sends), kParts); ++i)
@@ -176,6 +172,22 @@ class Exchange {
     if (m && !same_layout(p, m->part)) return false;
     return !waits(*sender, sender->send, sender->sends, rank, p.tag, p.ordinal) ||
            possible(p.peer);
+  }
+
+  // Some message has been handed over that a receive from anyone, or of any tag, takes; from one
+  // sender it takes the oldest.
+  bool any_available(int64_t rank, const Slot& receiver, const Part& p) {
+    for (int64_t source = 0; source < static_cast<int64_t>(seen_.size()); ++source) {
+      const Slot* sender;
+      if (p.peer >= 0 && p.peer != source) continue;
+      if (!member(slot_, source, &sender) || get(sender->untracked)) return true;
+      const Message* m = next_message(*sender, source, receiver, rank, id_, p.tag);
+      if (m && same_layout(p, m->part) &&
+          (!waits(*sender, sender->send, sender->sends, rank, m->part.tag, m->part.ordinal) ||
+           possible(source)))
+        return true;
+    }
+    return false;
   }
 
   // A long message of `rank` meets a receive.

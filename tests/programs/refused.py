@@ -107,6 +107,15 @@ def message_of_another_dtype(comm):
 
 
 @case
+def tagged_message_of_another_dtype(comm):
+    if rank == 0:
+        mg.send(x, 1, tag=7, comm=comm)
+    if rank == 1:
+        mg.recv(x.astype("int32"), 0, tag=7, comm=comm)
+    mg.barrier(comm)
+
+
+@case
 def message_of_another_shape(comm):
     like = jnp.ones((2, 3) if rank == 0 else (3, 2))
     mg.sendrecv(like, right, left, comm=comm)

@@ -131,8 +131,24 @@ class _Wait:
             if any(self.reader.slots[s]["untracked"] for s in slots):
                 raise _Unknown
             if source < 0 or tag < 0:
-                if not any(self._some_message(s, self.members[s].slot, tag) for s in sources):
-                    self.needs.append(frozenset(slots))
+                nexts: dict[int, Any] = {
+                    s: self._next_message(s, self.members[s].slot, tag) for s in sources
+                }
+                fitting = [
+                    s
+                    for s, m in nexts.items()
+                    if m is not None and (not self.polling or _fits(m["part"], part))
+                ]
+                if len(fitting) == 1:
+                    sent = nexts[fitting[0]]["part"]
+                    self._together(self.members[fitting[0]].slot, "send", me, sent)
+                if fitting:
+                    continue
+                self.needs.append(frozenset(slots))
+                first = next((s for s, m in nexts.items() if m is not None), None)
+                if first is not None and source >= 0:
+                    self.needs.append(frozenset())
+                    self._does_not_fit(self.members[first].slot, nexts[first])
                 continue
             channel = self.reader.channel(slots[0], self.identity, me, tag)
             if channel is None or int(channel["sent"]) < int(part["ordinal"]):
@@ -143,19 +159,24 @@ class _Wait:
                 self._together(slots[0], "send", me, part)
                 continue
             self.needs.append(frozenset())
-            site = self.reader.site(slots[0], int(message["site"]))
-            self.mismatch = self.mismatch or _Mismatch(
+            self._does_not_fit(slots[0], message)
+
+    def _does_not_fit(self, sender: int, message: Any) -> None:
+        part = message["part"]
+        site = self.reader.site(sender, int(message["site"]))
+        to = self.reader.partner(self.identity, int(self.entry["rank"]))
+        self.mismatch = self.mismatch or _Mismatch(
+            (
                 (
-                    (
-                        f"rank {self.reader.world(slots[0])}",
-                        f"{words(message['operation'])} of {layout(message['part'])} to "
-                        f"{self.reader.partner(self.identity, me)} (tag {tag}) at {site}",
-                    ),
-                    (f"rank {self.reader.world(self.r)}", self.reader.operation(self.r)),
+                    f"rank {self.reader.world(sender)}",
+                    f"{words(message['operation'])} of {layout(part)} to {to} "
+                    f"(tag {int(part['tag'])}) at {site}",
                 ),
-                "a message is not what its receiver expects",
-                "Give the receiver the shape and dtype that the sender sends.",
-            )
+                (f"rank {self.reader.world(self.r)}", self.reader.operation(self.r)),
+            ),
+            "a message is not what its receiver expects",
+            "Give the receiver the shape and dtype that the sender sends.",
+        )
 
     def _together(self, r: int, way: str, me: int, part: Any) -> None:
         """The message belongs to an operation that itself waits on the board."""
@@ -167,18 +188,21 @@ class _Wait:
             if (int(p["peer"]), int(p["tag"]), int(p["ordinal"])) == key:
                 self.partners.add(r)
 
-    def _some_message(self, source: int, slot: int, tag: int) -> bool:
-        """Whether rank `source` has handed over a message that this rank has not received."""
-        me = int(self.entry["rank"])
-        channels = self.reader.slots[slot]["channels"]
-        found = (channels["id"] == self.identity) & (channels["peer"] == me)
-        for channel in channels[found]:
-            if tag >= 0 and int(channel["tag"]) != tag:
+    def _next_message(self, source: int, slot: int, tag: int) -> Any | None:
+        """The oldest message that rank `source` has announced and this one has not received."""
+        me, sender = int(self.entry["rank"]), self.reader.slots[slot]
+        count = int(sender["messages"])
+        for n in range(max(0, count - b.MESSAGES), count):
+            message = sender["message"][n % b.MESSAGES]
+            part = message["part"]
+            if int(message["id"]) != self.identity or int(part["peer"]) != me:
                 continue
-            taken = self.reader.channel(self.r, self.identity, source, int(channel["tag"]))
-            if int(channel["sent"]) > (int(taken["received"]) if taken is not None else 0):
-                return True
-        return False
+            if tag >= 0 and int(part["tag"]) != tag:
+                continue
+            taken = self.reader.channel(self.r, self.identity, source, int(part["tag"]))
+            if int(part["ordinal"]) > (int(taken["received"]) if taken is not None else 0):
+                return message
+        return None
 
     def _sends(self) -> None:
         me = int(self.entry["rank"])
