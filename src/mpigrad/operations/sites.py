@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -25,7 +26,8 @@ def call_site() -> int:
     while frame is not None:
         name = frame.f_code.co_filename
         inside = (name.startswith(_PACKAGE) and not name.startswith(_PROGRAMS)) or _JAX in name
-        if not inside and not name.startswith("<frozen"):
+        # The library's own context managers are entered by contextlib.
+        if not inside and not name.startswith("<frozen") and name != contextlib.__file__:
             break
         frame = frame.f_back
     if frame is None:
