@@ -19,11 +19,13 @@ constexpr char kNoArithmetic[] = "MPI has no arithmetic for this dtype";
 
 ffi::Error barrier(Token, TokenOut, int64_t comm, int64_t site) {
   const Call c("barrier", comm, site, 0);
+  if (ffi::Error e = c.collective(); e.failure()) return e;
   return c.done(call(runtime.mpi.Barrier, c.comm.handle));
 }
 
 ffi::Error bcast(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t root) {
   const Call c("bcast", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
   const Words out(*y);
   if (out.data != x.untyped_data()) {
     advise_huge_pages(out.data, y->size_bytes());
@@ -36,6 +38,7 @@ ffi::Error bcast(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t s
 ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                      int64_t op) {
   const Call c("allreduce", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   void* out = y->untyped_data();
@@ -48,6 +51,7 @@ ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
 ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
                   int64_t root) {
   const Call c("reduce", comm, site, x.size_bytes(), root);
+  if (ffi::Error e = c.collective(x, {{"root", root}, {"op", op}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   // Off the root MPI leaves the result undefined; here it is zero.
@@ -59,6 +63,7 @@ ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
 ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                   int64_t root) {
   const Call c("gather", comm, site, x.size_bytes(), root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
   const Words in(x);
   if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
   const int count = static_cast<int>(in.count);
@@ -69,6 +74,7 @@ ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
 ffi::Error scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                    int64_t root) {
   const Call c("scatter", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
   const Words out(*y);
   const int count = static_cast<int>(out.count);
   return c.done(call(runtime.mpi.Scatter, static_cast<const void*>(x.untyped_data()), count,
@@ -77,6 +83,7 @@ ffi::Error scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t
 
 ffi::Error allgather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site) {
   const Call c("allgather", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x); e.failure()) return e;
   const Words in(x);
   const int count = static_cast<int>(in.count);
   advise_huge_pages(y->untyped_data(), y->size_bytes());
@@ -86,6 +93,7 @@ ffi::Error allgather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
 
 ffi::Error alltoall(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site) {
   const Call c("alltoall", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x); e.failure()) return e;
   const Words in(x);
   const int count = static_cast<int>(in.count / c.comm.size);
   advise_huge_pages(y->untyped_data(), y->size_bytes());
@@ -96,6 +104,7 @@ ffi::Error alltoall(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
 ffi::Error reduce_scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                           int64_t op) {
   const Call c("reduce_scatter", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   return c.done(call(runtime.mpi.Reduce_scatter_block, in.data, y->untyped_data(),
@@ -106,6 +115,7 @@ ffi::Error reduce_scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, 
 ffi::Error scan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
                 int64_t backward) {
   const Call c("scan", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   return c.done(call(runtime.mpi.Scan, in.data, y->untyped_data(), in.count, in.type,
@@ -115,6 +125,7 @@ ffi::Error scan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t si
 ffi::Error exscan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
                   int64_t backward) {
   const Call c("exscan", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   const int code = call(runtime.mpi.Exscan, in.data, y->untyped_data(), in.count, in.type,
@@ -144,6 +155,7 @@ struct Parts {
 ffi::Error gatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                    int64_t root, Integers counts, int64_t row) {
   const Call c("gatherv", comm, site, x.size_bytes(), root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}, counts); e.failure()) return e;
   const Words in(x), out(*y);
   const Parts parts(counts, row);
   if (c.comm.rank != root) std::memset(out.data, 0, y->size_bytes());
@@ -155,6 +167,7 @@ ffi::Error gatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t
 ffi::Error scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                     int64_t root, Integers counts, int64_t row) {
   const Call c("scatterv", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}, counts); e.failure()) return e;
   const Words in(x), out(*y);
   const Parts parts(counts, row);
   return c.done(call(runtime.mpi.Scatterv, static_cast<const void*>(in.data), parts.n(),
@@ -165,6 +178,7 @@ ffi::Error scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
 ffi::Error allgatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                       Integers counts, int64_t row) {
   const Call c("allgatherv", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {}, counts); e.failure()) return e;
   const Words in(x), out(*y);
   const Parts parts(counts, row);
   advise_huge_pages(out.data, y->size_bytes());
@@ -176,6 +190,7 @@ ffi::Error allgatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int6
 ffi::Error reduce_scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                            int64_t op, Integers counts, int64_t row) {
   const Call c("reduce_scatterv", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}}, counts); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   const Parts parts(counts, row);
@@ -186,6 +201,7 @@ ffi::Error reduce_scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm,
 ffi::Error alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                      Integers sendcounts, Integers recvcounts, int64_t row) {
   const Call c("alltoallv", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {}, sendcounts, recvcounts); e.failure()) return e;
   const Words in(x), out(*y);
   const Parts to(sendcounts, row), from(recvcounts, row);
   advise_huge_pages(out.data, y->size_bytes());

@@ -6,9 +6,11 @@
 
 #include <climits>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <vector>
 
+#include "guard.h"
 #include "mpi_runtime.h"
 #include "watch.h"
 #include "xla/ffi/api/ffi.h"
@@ -39,20 +41,76 @@ struct Words {
               x.element_count() ? x.size_bytes() / x.element_count() : 1) {}
 };
 
+inline Layout layout_of(const Buffer& x) {
+  const auto dims = x.dimensions();
+  return {static_cast<int64_t>(x.element_type()), dims.begin(), static_cast<int64_t>(dims.size()),
+          static_cast<int64_t>(x.size_bytes())};
+}
+
+// A message to or from `peer`: the whole of x, or some of its rows.
+inline Mail mail(int64_t peer, int64_t tag, const Buffer& x, int64_t rows = -1) {
+  return {peer, tag, layout_of(x), rows};
+}
+
 // One operation under way: the watchdog sees it as long as this object lives. `peer` is the root,
 // the partner or -1; `bytes` is what this rank hands to MPI.
+//
+// Before it calls MPI a handler says what it is about to do, and gives up where that is refused:
+//     if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
+//     if (ffi::Error e = c.messages({mail(dest, tag, x)}, {}); e.failure()) return e;
 struct Call {
   const char* operation;
   const Communicator& comm;
   int64_t slot, site;
   Watch watch;
+  mutable Post post;
 
   Call(const char* operation, int64_t slot, int64_t site, int64_t bytes, int64_t peer = -1)
       : operation(operation),
         comm(communicator(slot)),
         slot(slot),
         site(site),
-        watch(operation, slot, site, bytes, peer) {}
+        watch(operation, slot, site, bytes, peer),
+        post(operation, slot, site, watch.start_ns) {}
+  ~Call() {
+    const int64_t end_ns = now_ns();
+    post.end(end_ns);
+    watch.end(end_ns);
+  }
+
+  // A collective operation without an array.
+  ffi::Error collective() const { return success_if(post.collective({})); }
+  // With an array of the same shape and dtype on every rank, and these numbers.
+  ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms = {}) const {
+    return success_if(post.collective({layout_of(x), 0, terms}));
+  }
+  ffi::Error collective(const Layout& layout) const {
+    return success_if(post.collective({layout, 0, {}}));
+  }
+  // With rows of its own on each rank, and counts that every rank gives alike.
+  ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms,
+                        Integers counts) const {
+    return success_if(post.collective({layout_of(x), 1, terms, kSameCounts, list(counts)}));
+  }
+  // With counts for, and from, each rank: what one sends is what the other receives.
+  ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms, Integers sends,
+                        Integers receives) const {
+    return success_if(
+        post.collective({layout_of(x), 1, terms, kPairCounts, list(sends), list(receives)}));
+  }
+  // Messages of which each meets its partner's: those sent, those received. A receive that names
+  // no source or no tag is to be followed by post.matched(its number, source, tag).
+  template <class Sends = std::initializer_list<Mail>,
+            class Receives = std::initializer_list<Mail>>
+  ffi::Error messages(const Sends& sends, const Receives& receives) const {
+    return success_if(post.messages({std::data(sends), std::size(sends)},
+                                {std::data(receives), std::size(receives)}));
+  }
+  // Messages that are posted here, and that another operation waits for.
+  ffi::Error posts(std::initializer_list<Mail> sends, std::initializer_list<Mail> receives) const {
+    return success_if(
+        post.post({std::data(sends), sends.size()}, {std::data(receives), receives.size()}));
+  }
 
   ffi::Error fail(const std::string& what) const {
     return ffi::Error(ffi::ErrorCode::kInternal,
@@ -62,6 +120,16 @@ struct Call {
   }
   ffi::Error done(int code) const {
     return code ? fail(error_text(code)) : ffi::Error::Success();
+  }
+
+ private:
+  static List list(Integers x) { return {x.begin(), static_cast<int64_t>(x.size())}; }
+  ffi::Error success_if(bool allowed) const {
+    if (allowed) return ffi::Error::Success();
+    // A verdict is complete in itself, and the same on every rank.
+    return post.refusal.rfind("mpigrad: ", 0) == 0
+               ? ffi::Error(ffi::ErrorCode::kInternal, post.refusal)
+               : fail(post.refusal);
   }
 };
 

@@ -6,6 +6,8 @@
 #include <mutex>
 #include <vector>
 
+#include "board.h"
+
 namespace mpigrad {
 
 Runtime runtime;
@@ -104,6 +106,11 @@ MPIGRAD_EXPORT void mpigrad_set_call_site(int64_t site, const char* text) {
   auto& sites = mpigrad::call_sites;
   if (sites.size() <= static_cast<size_t>(site)) sites.resize(site + 1);
   sites[site] = text;
+  auto& mine = mpigrad::board.mine();
+  if (site < mpigrad::kSites) {
+    mpigrad::copy_text(mine.sites[site], text);
+    mpigrad::put(mine.sites_used, site + 1);
+  }
 }
 
 MPIGRAD_EXPORT void mpigrad_set_arithmetic_type(int xla_type, int64_t handle) {

@@ -43,8 +43,11 @@ ffi::Error keep(const Call& c, int code, Pending&& message, BufferOut& ticket) {
 ffi::Error isend(Token, Buffer x, TokenOut, BufferOut ticket, int64_t comm, int64_t site,
                  int64_t dest, int64_t tag) {
   const Call c("isend", comm, site, x.size_bytes(), dest);
+  if (ffi::Error e = c.posts({mail(dest, tag, x)}, {}); e.failure()) return e;
   const Words in(x);
   Pending message(c, dest, in);
+  message.tag = tag;
+  message.number = c.post.number_sent();
   const int code = message.post_send(in, tag);
   return keep(c, code, std::move(message), ticket);
 }
@@ -52,7 +55,10 @@ ffi::Error isend(Token, Buffer x, TokenOut, BufferOut ticket, int64_t comm, int6
 ffi::Error irecv(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site, int64_t source,
                  int64_t tag, int64_t bytes, int64_t element_bytes) {
   const Call c("irecv", comm, site, 0, source);
+  if (ffi::Error e = c.posts({}, {{source, tag, {}}}); e.failure()) return e;
   Pending message(c, source, Words(nullptr, bytes, element_bytes));
+  message.tag = tag;
+  message.number = c.post.number_received();
   const int code = message.post_receive(tag);
   return keep(c, code, std::move(message), ticket);
 }
@@ -79,6 +85,8 @@ ffi::Error arrive(Token, Buffer ticket, TokenOut, BufferOut y, int64_t comm, int
   auto node = take(c, ticket, true, error);
   if (node.empty()) return error;
   Pending& message = node.mapped();
+  const Mail mail{source, message.tag, layout_of(*y), -1, message.number};
+  if (ffi::Error e = c.messages({}, {mail}); e.failure()) return e;
   Status status;
   const int code =
       call(runtime.mpi.Wait, message.request.address(), static_cast<void*>(status.bytes));
@@ -102,6 +110,10 @@ ffi::Error sent(Token, Buffer ticket, TokenOut, int64_t comm, int64_t site, int6
   ffi::Error error = ffi::Error::Success();
   auto node = take(c, ticket, false, error);
   if (node.empty()) return error;
+  const Pending& message = node.mapped();
+  const int64_t bytes = message.words.count * message.words.width;
+  const Mail mail{dest, message.tag, {0, nullptr, 0, bytes}, -1, message.number};
+  if (ffi::Error e = c.messages({mail}, {}); e.failure()) return e;
   Status status;
   return c.done(
       call(runtime.mpi.Wait, node.mapped().request.address(), static_cast<void*>(status.bytes)));

@@ -16,6 +16,7 @@ struct Pending {
   Words words;
   Request request;
   bool receives = false;
+  int64_t tag = 0, number = 0;  // the message's, for the operation that waits for it
 
   Pending(const Call& c, int64_t peer, const Words& like)
       : operation(c.operation),

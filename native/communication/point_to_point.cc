@@ -44,12 +44,14 @@ ffi::Error receive(const Call& c, const Words& out, int64_t source, int64_t tag,
 
 ffi::Error send(Token, Buffer x, TokenOut, int64_t comm, int64_t site, int64_t dest, int64_t tag) {
   const Call c("send", comm, site, x.size_bytes(), dest);
+  if (ffi::Error e = c.messages({mail(dest, tag, x)}, {}); e.failure()) return e;
   return c.done(send_words(c, Words(x), dest, tag));
 }
 
 ffi::Error recv(Token, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t source,
                 int64_t tag) {
   const Call c("recv", comm, site, 0, source);
+  if (ffi::Error e = c.messages({}, {mail(source, tag, *y)}); e.failure()) return e;
   const Words out(*y);
   if (source == runtime.proc_null) {
     std::memset(out.data, 0, y->size_bytes());
@@ -66,8 +68,10 @@ using Envelope = ffi::Buffer<ffi::S32>;
 ffi::Error recv_any(Token, TokenOut, BufferOut y, ffi::Result<Envelope> envelope, int64_t comm,
                     int64_t site, int64_t source, int64_t tag) {
   const Call c("recv", comm, site, 0, source);
+  if (ffi::Error e = c.messages({}, {mail(source, tag, *y)}); e.failure()) return e;
   Status status;
   ffi::Error error = receive(c, Words(*y), source, tag, status);
+  c.post.matched(0, status_source(status), status_tag(status));
   envelope->typed_data()[0] = status_source(status);
   envelope->typed_data()[1] = status_tag(status);
   return error;
@@ -76,6 +80,7 @@ ffi::Error recv_any(Token, TokenOut, BufferOut y, ffi::Result<Envelope> envelope
 ffi::Error recv_from(Token, Envelope envelope, TokenOut, BufferOut y, int64_t comm, int64_t site) {
   const int32_t* partner = envelope.typed_data();
   const Call c("recv", comm, site, 0, partner[0]);
+  if (ffi::Error e = c.messages({}, {mail(partner[0], partner[1], *y)}); e.failure()) return e;
   Status status;
   return receive(c, Words(*y), partner[0], partner[1], status);
 }
@@ -83,12 +88,16 @@ ffi::Error recv_from(Token, Envelope envelope, TokenOut, BufferOut y, int64_t co
 ffi::Error send_to(Token, Envelope envelope, Buffer x, TokenOut, int64_t comm, int64_t site) {
   const int32_t* partner = envelope.typed_data();
   const Call c("send", comm, site, x.size_bytes(), partner[0]);
+  if (ffi::Error e = c.messages({mail(partner[0], partner[1], x)}, {}); e.failure()) return e;
   return c.done(send_words(c, Words(x), partner[0], partner[1]));
 }
 
 ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                     int64_t dest, int64_t sendtag, int64_t source, int64_t recvtag) {
   const Call c("sendrecv", comm, site, x.size_bytes(), source);
+  if (ffi::Error e = c.messages({mail(dest, sendtag, x)}, {mail(source, recvtag, *y)});
+      e.failure())
+    return e;
   const Words in(x), out(*y);
   advise_huge_pages(out.data, y->size_bytes());
   Status status;
@@ -109,6 +118,12 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
                               int64_t tag, Integers neighbors, Integers sendcounts,
                               Integers recvcounts, int64_t row_words) {
   const Call c("neighbor_alltoallv", comm, site, x.size_bytes());
+  std::vector<Mail> to_neighbors, from_neighbors;
+  for (size_t i = 0; i < neighbors.size(); ++i) {
+    if (sendcounts[i]) to_neighbors.push_back(mail(neighbors[i], tag, x, sendcounts[i]));
+    if (recvcounts[i]) from_neighbors.push_back(mail(neighbors[i], tag, *y, recvcounts[i]));
+  }
+  if (ffi::Error e = c.messages(to_neighbors, from_neighbors); e.failure()) return e;
   const Words in(x), out(*y);
   const size_t n = neighbors.size();
   std::vector<Request> receives(n), sends(n);

@@ -9,6 +9,7 @@ ffi::Error require(Token, ffi::Buffer<ffi::PRED> ok, ffi::Buffer<ffi::F64> value
                    int64_t comm, int64_t site, std::string_view message) {
   if (ok.typed_data()[0]) return ffi::Error::Success();
   const Call c("check", comm, site, 0);
+  c.post.messages({nullptr, 0}, {nullptr, 0});
   std::string text;
   size_t next = 0;
   for (size_t i = 0; i < message.size(); ++i) {

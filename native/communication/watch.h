@@ -28,17 +28,19 @@ extern Record record;
 // The life of one operation. Only the thread that runs the operation writes the record.
 class Watch {
  public:
+  const int64_t start_ns;
+
   Watch(const char* operation, int64_t slot, int64_t site, int64_t bytes, int64_t peer)
-      : start_(now_ns()), bytes_(bytes) {
+      : start_ns(now_ns()), bytes_(bytes) {
     (void)slot, (void)peer;
     record.operation.store(operation, std::memory_order_relaxed);
     record.site.store(site, std::memory_order_relaxed);
-    record.start_ns.store(start_, std::memory_order_release);
+    record.start_ns.store(start_ns, std::memory_order_release);
   }
-  ~Watch() {
+  void end(int64_t end_ns) {
     record.start_ns.store(0, std::memory_order_release);
     add(record.calls, 1);
-    add(record.busy_ns, now_ns() - start_);
+    add(record.busy_ns, end_ns - start_ns);
     add(record.bytes, bytes_);
   }
   Watch(const Watch&) = delete;
@@ -48,7 +50,7 @@ class Watch {
   static void add(std::atomic<int64_t>& a, int64_t n) {
     a.store(a.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
   }
-  int64_t start_, bytes_;
+  int64_t bytes_;
 };
 
 }  // namespace mpigrad

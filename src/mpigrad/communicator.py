@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import math
+import os
 import pathlib
 import struct
 import time
@@ -15,6 +16,8 @@ from typing import Any, Self, cast
 import jax
 import numpy as np
 from mpi4py import MPI
+
+from mpigrad import board
 
 __all__ = ["Cartesian", "Communicator", "communication_seconds", "default", "native_library"]
 
@@ -110,6 +113,8 @@ def library() -> ctypes.CDLL:
     lib.mpigrad_set_arithmetic_type.argtypes = [ctypes.c_int, ctypes.c_int64]
     lib.mpigrad_set_word_type.argtypes = [ctypes.c_int, ctypes.c_int64]
     lib.mpigrad_record.restype = ctypes.c_void_p
+    lib.mpigrad_begin.restype = ctypes.c_char_p
+    lib.mpigrad_begin.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
     error = lib.mpigrad_start(
         mpi_library_path().encode(), MPI._sizeof(MPI.Comm), int(MPI.IN_PLACE), MPI.PROC_NULL
     )
@@ -149,25 +154,36 @@ def communication_seconds() -> float:
     return record().busy_ns * 1e-9
 
 
-@contextlib.contextmanager
-def waiting(operation: str) -> Iterator[None]:
-    """Show the watchdog a blocking call that Python makes, as handlers show theirs."""
-    from mpigrad.operations.sites import call_site  # the user's line; it needs the library above
+class waiting:  # a class, not a generator: so the user's line stays in sight
+    """Show the guard a blocking call that Python makes, as handlers show theirs.
 
-    now = record()
-    now.operation, now.site = operation.encode(), call_site()
-    now.start_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    try:
-        yield
-    finally:
-        now.start_ns = 0
+    With `slot` it is a collective of that communicator, which the guard compares between ranks.
+    """
+
+    def __init__(self, operation: str, slot: int = -1) -> None:
+        self.operation, self.slot = operation.encode(), slot
+
+    def __enter__(self) -> None:
+        from mpigrad.operations.sites import call_site  # it needs the library above
+
+        now, site = record(), call_site()
+        now.operation, now.site = self.operation, site
+        now.start_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        refusal = library().mpigrad_begin(self.operation, self.slot, site)
+        if refusal is not None:
+            now.start_ns = 0
+            raise RuntimeError(refusal.decode())
+
+    def __exit__(self, *error: object) -> None:
+        library().mpigrad_end()
+        record().start_ns = 0
 
 
 def _watched(name: str) -> Callable[..., Any]:
     plain = getattr(MPI.Intracomm, name)
 
-    def method(self: MPI.Intracomm, *args: Any, **kwargs: Any) -> Any:
-        with waiting(name):
+    def method(self: WatchedComm, *args: Any, **kwargs: Any) -> Any:
+        with waiting(name, -1 if name in ("recv", "send", "sendrecv") else self.slot):
             return plain(self, *args, **kwargs)
 
     return functools.wraps(plain)(method)
@@ -175,6 +191,8 @@ def _watched(name: str) -> Callable[..., Any]:
 
 class WatchedComm(MPI.Intracomm):
     """A communicator of mpi4py whose blocking calls the watchdog sees."""
+
+    slot = -1  # of the Communicator that it belongs to
 
 
 for _name in (
@@ -244,6 +262,8 @@ class Communicator:
             lib.mpigrad_set_communicator(
                 slot, mpi.handle, self._reversed.handle, self.rank, self.size
             )
+            board.register(lib, slot, self.rank, mpi.allgather)
+            mpi.slot = slot  # from here on its collectives are counted
 
     def split(self, color: int | None, key: int = 0) -> Communicator:
         """The communicator of the ranks with the same `color`, ordered by `key` (collective).
@@ -427,8 +447,31 @@ def default() -> Communicator:
     return _members[slots[-1]] if slots else world()
 
 
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+    library().mpigrad_forked()  # for programs that are dispatched by JAX itself
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def check_process() -> None:
+    """Refuse messages in a child that was forked from a rank."""
+    if _forked:
+        raise RuntimeError(
+            "mpigrad: this process was forked from a rank, and is none itself: MPI knows the "
+            "parent only. Send messages from the rank, or start workers with multiprocessing's "
+            "'spawn'."
+        )
+
+
 def resolve(comm: Communicator | None) -> Communicator:
     """The communicator that an operation's `comm` argument means."""
+    check_process()
     if comm is None:
         return default()
     if isinstance(comm, Communicator):

@@ -235,9 +235,17 @@ class _Job:
                     f"mpigrad: cannot start {shlex.join(self.command)}: {error}"
                 ) from None
             try:
-                return self._wait(process)
+                code = self._wait(process)
             finally:
                 self._end(process)
+            self._say_cause()
+            return code
+
+    def _say_cause(self) -> None:
+        """Print, last of all, why a rank has ended the job (guard/ending.py)."""
+        with contextlib.suppress(OSError):
+            text = self.stop_file.with_name("cause").read_text()
+            print(text.rstrip(), file=sys.stderr, flush=True)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
         """Wait for the job's end, or bring it about; returns its exit code."""

@@ -11,6 +11,7 @@ import tyro
 from mpi4py import MPI
 
 from mpigrad.cli import problem_options, settings_of
+from mpigrad.guard import end_job
 
 _TURN = 1.0  # seconds that the other ranks leave to rank 0 for saying what all have found
 
@@ -32,14 +33,13 @@ def main() -> int:
         # rank gets to say its own only where rank 0 has none.
         if world.rank > 0:
             time.sleep(_TURN)
-        sys.stdout.flush()
         if isinstance(error, ValueError | OSError) or str(error).startswith("mpigrad"):
             where = "" if world.rank == 0 else f"rank {world.rank}: "
-            print(f"\n{where}{_named(error)}", file=sys.stderr, flush=True)
+            text = f"{where}{_named(error)}"
         else:
-            traceback.print_exc()
-            print(f"mpigrad: rank {world.rank} of {world.size} failed", file=sys.stderr, flush=True)
-        world.Abort(1)
+            failed = f"mpigrad: rank {world.rank} of {world.size} failed"
+            text = f"{traceback.format_exc()}{failed}"
+        end_job(text)
     return 0
 
 

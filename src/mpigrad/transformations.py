@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mpigrad.communicator import Communicator, resolve
+from mpigrad.communicator import Communicator, check_process, resolve
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations.activity import (
     CARRIER,
@@ -388,6 +388,7 @@ def jit(
     def call(*args: Any, **kwargs: Any) -> Any:
         global _turn
         if at_top_level():
+            check_process()
             try:
                 _turn, out = program(_turn, *args, **kwargs)
             except (ValueError, RuntimeError) as error:

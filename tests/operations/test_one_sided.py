@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from proof import TRANSFORMS, prove, prove_second_order
 
 import mpigrad as mg
 from helpers import close
 from mpigrad.communicator import Communicator
+from proof import TRANSFORMS, prove, prove_second_order
 
 SHAPE = (4, 2)
 

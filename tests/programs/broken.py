@@ -1,9 +1,13 @@
 """Programs that a user may write by mistake: `broken.py NAME` runs the one of that name."""
 
+import os
+import signal
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from mpi4py import MPI
 
 import mpigrad as mg
@@ -85,4 +89,59 @@ def pull_back_on_one_rank_only():
         mg.barrier()
 
 
+def one_rank_ends():
+    if rank == 0:
+        mg.allreduce(x)
+
+
+def one_rank_exits():
+    if rank == 1:
+        sys.exit(3)
+    mg.barrier()
+
+
+def one_rank_computes_for_ever():
+    mg.barrier()
+    while rank == 1:
+        time.sleep(1)
+    mg.allreduce(x)
+
+
+def one_rank_runs_out_of_memory():
+    if rank == 1:
+        np.ones(1 << 50)
+    mg.barrier()
+
+
+def killed():
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    mg.barrier()
+
+
+def terminated():
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    mg.barrier()
+
+
+def in_a_solver_written_with_mpi4py():
+    if rank == 0:
+        mg.communicator.default().mpi.recv(source=1)
+    mg.barrier()
+
+
+def another_root():
+    mg.bcast(x, root=rank)
+
+
+def messages_of_two_kinds_in_a_loop():
+    step = lambda y, _: (mg.sendrecv(y, 1 - rank, 1 - rank), None)
+    mg.jit(lambda y: jax.lax.scan(step, y, length=4 + rank)[0])(x)
+    mg.barrier()
+
+
+if rank == 0:
+    print(time.monotonic(), flush=True)
+mg.barrier()
 globals()[sys.argv[1]]()

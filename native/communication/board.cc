@@ -1,0 +1,94 @@
+#include "board.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "mpi_runtime.h"
+
+namespace mpigrad {
+
+namespace {
+
+Header own_header;
+Slot own_slot;  // pages that are never touched cost nothing
+
+struct Member {
+  int host_index, slot;  // -1: on another host
+};
+std::array<std::vector<Member>, kEntries> members;
+
+}  // namespace
+
+Board board{&own_header, &own_slot, 0};
+
+const Entry* member(int64_t slot, int64_t rank, const Slot** owner) {
+  const auto& list = members[slot];
+  if (rank < 0 || rank >= static_cast<int64_t>(list.size()) || list[rank].host_index < 0)
+    return nullptr;
+  *owner = &board.slots[list[rank].host_index];
+  return &(*owner)->entries[list[rank].slot];
+}
+
+bool all_on_board(int64_t slot) {
+  for (const Member& m : members[slot])
+    if (m.host_index < 0) return false;
+  return !members[slot].empty();
+}
+
+}  // namespace mpigrad
+
+using namespace mpigrad;
+
+MPIGRAD_EXPORT int64_t mpigrad_header_bytes() { return sizeof(Header); }
+MPIGRAD_EXPORT int64_t mpigrad_slot_bytes() { return sizeof(Slot); }
+
+// Maps a file for as long as the process lives; returns nullptr where that fails.
+MPIGRAD_EXPORT void* mpigrad_map_board(const char* path, int64_t bytes) {
+  const int file = open(path, O_RDWR | O_CLOEXEC);
+  if (file < 0) return nullptr;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  return memory == MAP_FAILED ? nullptr : memory;
+}
+
+// From now on the board is this zeroed memory, the same for all ranks of this host; a null pointer
+// leaves it private.
+MPIGRAD_EXPORT void* mpigrad_use_board(void* memory, int index, int ranks, int64_t world_rank,
+                                        int64_t pid_namespace) {
+  if (memory)
+    board = {static_cast<Header*>(memory),
+             reinterpret_cast<Slot*>(static_cast<Header*>(memory) + 1), index};
+  Slot& mine = board.mine();
+  const int64_t sites = get(own_slot.sites_used);
+  if (memory) std::memcpy(mine.sites, own_slot.sites, sites * kText);
+  put(mine.sites_used, sites);
+  put(mine.world_rank, world_rank);
+  put(mine.pid, getpid());
+  put(mine.namespace_, pid_namespace);
+  put(mine.entry, -1);
+  put(mine.state, kInPython);
+  put(board.header->ranks, ranks);
+  return board.header;
+}
+
+MPIGRAD_EXPORT void* mpigrad_slots() { return board.slots; }
+
+// The communicator of `slot`: where each member's entry is (host index or -1, slot).
+MPIGRAD_EXPORT void mpigrad_set_members(int64_t slot, int64_t id, int rank, int size,
+                                        const int* host_indices, const int* slots) {
+  auto& list = members[slot];
+  list.clear();
+  for (int i = 0; i < size; ++i) list.push_back({host_indices[i], slots[i]});
+  Entry& e = board.mine().entries[slot];
+  e.rank = rank;
+  e.size = size;
+  put(e.sequence, 0);
+  put(e.id, id);
+  put(board.mine().entries_used, std::max(get(board.mine().entries_used), slot + 1));
+}
+

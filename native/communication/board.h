@@ -1,0 +1,133 @@
+// What every rank of this host is doing, in memory that all of them see: each rank writes its own
+// slot, and any rank's watchdog, or a guarded operation, reads the others'. Read from Python
+// (guard/board.py): 64-bit integers and texts of fixed length only.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+namespace mpigrad {
+
+constexpr int kText = 160, kName = 32, kDims = 8, kTerms = 4, kCounts = 32;
+constexpr int kParts = 32, kSites = 4096, kEntries = 1024, kChannels = 1024, kMessages = 128;
+constexpr int kRanks = 512, kFaults = 4, kFaultIds = 8, kFaultText = 16384;
+
+using Cell = std::atomic<int64_t>;
+
+enum State : int64_t { kAbsent, kInPython, kInOperation, kEnded, kFailed };
+// What is known of an operation decides what can be proved about it.
+enum OperationKind : int64_t { kUnknown, kCollective, kMessagesOnly };
+
+// What the members of a communicator agree on in one collective operation.
+struct Contract {
+  int64_t sequence, site, dtype, rank, free_dims, terms, counts_kind, counts;
+  int64_t dims[kDims];
+  int64_t values[kTerms];
+  int64_t sends[kCounts], receives[kCounts];
+  char names[kTerms][8];
+  char operation[kName];
+};
+
+// A contract as it is told to ranks that do not see the board.
+struct Told {
+  Contract contract;
+  char site[kText];
+};
+
+// One communicator of a rank: its collectives are numbered. A member can be one operation ahead of
+// another, never two: the last two contracts are kept.
+struct Entry {
+  Cell id;  // the same number on all members, and on no other communicator of the job
+  int64_t rank, size;
+  Cell sequence;
+  Contract contracts[2];
+};
+
+// A message that an operation sends or receives; the peer is a rank of the communicator. It is
+// `awaited` where the operation does not end before its partner has come, and `counted` where it is
+// not the end of one that has begun before.
+struct Part {
+  int64_t peer, tag, ordinal, awaited, counted, dtype, rank;
+  int64_t dims[kDims];
+};
+
+// Messages by peer and tag, counted: sent when handed over, posted when waited for, received.
+struct Channel {
+  Cell id;  // of the communicator; 0: free
+  int64_t peer, tag;
+  Cell sent, posted, received;
+};
+
+// An announced message, for its receiver to compare.
+struct Message {
+  Cell id;
+  int64_t site;
+  char operation[kName];
+  Part part;
+};
+
+struct Slot {
+  Cell world_rank, pid, namespace_;
+  Cell entries_used, sites_used;
+  Cell state, since_ns;
+  Cell serial;     // changes when an operation begins and when it ends
+  Cell kind;
+  Cell polling;    // the operation waits for others on the board, not in MPI: it can be refused
+  Cell entry;      // number of its communicator's entry, or -1
+  Cell site;
+  Cell untracked;  // messages were left uncounted: nothing is proved about messages any more
+  Cell sends, receives;
+  Cell messages;   // announced so far
+  Cell faults;     // verdicts that this rank has seen
+  char operation[kName];
+  // Where the watchdog finds this rank in a call that no handler announces.
+  Cell elsewhere_since_ns, elsewhere_site;
+  char elsewhere[kName];
+  Part send[kParts], receive[kParts];
+  Entry entries[kEntries];
+  Channel channels[kChannels];
+  Message message[kMessages];
+  char sites[kSites][kText];
+};
+
+// A verdict: the same error for every rank it concerns. `serials` are 0 where it does not, the
+// serial number of the operation that is refused, or -1: the next one.
+struct Fault {
+  int64_t serials[kRanks];
+  int64_t ids[kFaultIds];  // of the communicators
+  char text[kFaultText];
+};
+
+struct Header {
+  Cell ranks;
+  Cell cause;   // 1 + the world rank whose failure ends the job
+  Cell faults;  // verdicts so far; number n is in fault[n % kFaults]
+  Fault fault[kFaults];
+};
+
+struct Board {
+  Header* header;
+  Slot* slots;
+  int index;  // of this rank
+  Slot& mine() const { return slots[index]; }
+};
+
+extern Board board;  // private to this process until it is shared
+
+// Another member's entry of a communicator, or nullptr where it is on another host.
+const Entry* member(int64_t slot, int64_t rank, const Slot** owner);
+bool all_on_board(int64_t slot);
+
+template <size_t N>
+void copy_text(char (&to)[N], const char* from) {
+  size_t i = 0;
+  for (; i + 1 < N && from[i]; ++i) to[i] = from[i];
+  to[i] = 0;
+}
+
+inline int64_t get(const Cell& x) { return x.load(std::memory_order_acquire); }
+inline void put(Cell& x, int64_t value) { x.store(value, std::memory_order_release); }
+inline void add(Cell& x, int64_t n) { put(x, x.load(std::memory_order_relaxed) + n); }
+
+}  // namespace mpigrad

@@ -1,0 +1,124 @@
+"""How a job ends: a failing rank ends all ranks, and a rank that is done ends cleanly."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import pathlib
+import sys
+import time
+import traceback
+from types import TracebackType
+
+import jax
+from mpi4py import MPI
+
+from mpigrad import board as b
+from mpigrad.communicator import library
+from mpigrad.guard.diagnosis import disagreement
+from mpigrad.guard.settings import guarded, timeout_seconds
+from mpigrad.guard.watchdog import Watchdog
+
+__all__ = ["current_board", "end_job", "install"]
+
+_GRACE = 2.0  # seconds for others to say where they are, before the job is ended
+
+
+class _Process:
+    """What this process knows of itself."""
+
+    board: b.Board | None = None
+    forked = False
+
+
+def current_board() -> b.Board:
+    """The board of this host."""
+    assert _Process.board is not None
+    return _Process.board
+
+
+def end_job(text: str, code: int = 1, grace: float = 0.0) -> None:
+    """End all ranks with exit code `code`, and say why, once: the first to fail has the word."""
+    sys.stdout.flush()
+    if _Process.board is None or _Process.board.claim():
+        _say(text)
+        time.sleep(grace)
+    else:
+        time.sleep(_GRACE)
+    sys.stderr.flush()
+    MPI.COMM_WORLD.Abort(code)
+
+
+def _say(text: str) -> None:
+    """Under `mpigrad launch` the launcher says it, last of all; else it is printed here."""
+    name = os.environ.get("MPIGRAD_STOP_FILE")
+    if name:
+        # Fails where another rank has said it, or where the launcher is on another host.
+        with contextlib.suppress(OSError), pathlib.Path(name).with_name("cause").open("x") as file:
+            file.write(text + "\n")
+            return
+    sys.stderr.write(text + "\n")
+
+
+@functools.cache
+def install() -> None:
+    """Watch this rank from now on (collective over all ranks)."""
+    seconds, lib = timeout_seconds(), library()
+    board = _Process.board = b.share(lib)
+    compare = MPI.COMM_WORLD.bcast(guarded())  # on all ranks or on none
+    lib.mpigrad_set_guard(int(compare), _explain)
+    atexit.register(_finish)
+    os.register_at_fork(after_in_child=_forked)
+    if MPI.COMM_WORLD.size > 1:
+        sys.excepthook = functools.partial(_end_all_ranks, sys.excepthook)
+    Watchdog(board, seconds, compare, functools.partial(end_job, grace=_GRACE)).start()
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+def _explain(told: int, size: int, text: int, room: int) -> None:
+    """For native code: puts into `text` how the contracts at `told` differ."""
+    raw = disagreement(b.view(told, b.TOLD, size)).encode()[: room - 1]
+    ctypes.memmove(text, raw + bytes(1), len(raw) + 1)
+
+
+def _end_all_ranks(
+    previous: object,
+    kind: type[BaseException],
+    value: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    # At a prompt an error is no end; neither is it in a child that is no rank.
+    if _Process.forked or sys.flags.interactive or hasattr(sys, "ps1"):
+        previous(kind, value, trace)  # type: ignore[operator]
+        return
+    board = _Process.board
+    if board is not None:
+        board.slots[board.mine]["state"] = b.FAILED
+    text = "".join(traceback.format_exception(kind, value, trace))
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    end_job(
+        f"{text}mpigrad: rank {rank} of {size} failed; ending all ranks",
+        130 if kind is KeyboardInterrupt else 1,
+    )
+
+
+def _finish() -> None:
+    """Before MPI is finalised: let queued operations end, and show that this rank is done.
+
+    Registered after JAX's own clean-up, this runs before it; MPI is finalised after both.
+    """
+    board = _Process.board
+    if board is None or _Process.forked:
+        return
+    with contextlib.suppress(Exception):  # of a computation that has failed already
+        jax.effects_barrier()
+    mine = board.slots[board.mine]
+    mine["since_ns"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    mine["state"] = b.ENDED
+
+
+def _forked() -> None:
+    _Process.forked = True

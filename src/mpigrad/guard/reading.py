@@ -1,0 +1,202 @@
+"""The board in words: what a rank is doing, with its arguments and the user's source line."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from mpi4py import MPI
+
+from mpigrad import board as b
+from mpigrad.communicator import REDUCTIONS
+
+__all__ = ["Member", "Reader"]
+
+# XLA's numbers of element types.
+_DTYPES = {
+    **{1: "bool", 2: "int8", 3: "int16", 4: "int32", 5: "int64"},
+    **{6: "uint8", 7: "uint16", 8: "uint32", 9: "uint64", 10: "float16", 11: "float32"},
+    **{12: "float64", 15: "complex64", 16: "bfloat16", 18: "complex128"},
+}
+_OPS = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
+_SHOWN = 4  # messages of one operation that are written out
+_WORD = 2**64 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A rank of a communicator: its slot on the board, and its number in the communicator."""
+
+    slot: int
+    entry: int
+    rank: int
+
+
+def words(raw: bytes) -> str:
+    return bytes(raw).split(b"\0")[0].decode(errors="replace")
+
+
+def layout(part: Any) -> str:
+    """float32[3,4] of a contract or a message; "" where it has no array."""
+    if int(part["dtype"]) == 0:
+        return ""
+    dims = ",".join(str(int(n)) for n in part["dims"][: min(int(part["rank"]), b.DIMS)])
+    return f"{_DTYPES.get(int(part['dtype']), 'an array')}[{dims}]"
+
+
+def same_layout(x: Any, y: Any, free: int = 0) -> bool:
+    rank = min(int(x["rank"]), b.DIMS)
+    return (
+        int(x["dtype"]) == int(y["dtype"])
+        and int(x["rank"]) == int(y["rank"])
+        and list(x["dims"][free:rank]) == list(y["dims"][free:rank])
+    )
+
+
+def contract_words(contract: Any, site: str) -> str:
+    """allreduce(op=SUM) of float32[3] at prog.py:12."""
+    terms = []
+    for i in range(int(contract["terms"])):
+        name, value = words(contract["names"][i]), int(contract["values"][i])
+        shown = str(value)
+        if name == "op" and 0 <= value < len(REDUCTIONS):
+            op = REDUCTIONS[value]
+            shown = next((known for known in _OPS if getattr(MPI, known) == op), shown)
+        terms.append(f"{name}={shown}")
+    n = int(contract["counts"])
+    if int(contract["counts_kind"]) == b.SAME_COUNTS:
+        terms.append(f"counts={_tuple(contract['sends'][:n])}")
+    elif int(contract["counts_kind"]) == b.PAIR_COUNTS:
+        terms.append(f"sendcounts={_tuple(contract['sends'][:n])}")
+        terms.append(f"recvcounts={_tuple(contract['receives'][:n])}")
+    arguments = f"({', '.join(terms)})" if terms else ""
+    array = layout(contract)
+    what = f"{words(contract['operation'])}{arguments}{' of ' if array else ''}{array}"
+    return f"{what} at {site}"
+
+
+def channel_hash(identity: int, peer: int, tag: int) -> int:
+    h = identity * 0x9E3779B97F4A7C15 & _WORD  # as in native/communication/guard.cc
+    h ^= peer * 0xC2B2AE3D27D4EB4F & _WORD
+    h ^= tag * 0x165667B19E3779F9 & _WORD
+    return h ^ (h >> 29)
+
+
+class Reader:
+    """Reads one look at the board; ranks are numbers of slots."""
+
+    def __init__(self, slots: Any) -> None:
+        self.slots = slots
+
+    def world(self, r: int) -> int:
+        return int(self.slots[r]["world_rank"])
+
+    def site(self, r: int, site: int) -> str:
+        known = 0 < abs(site) < b.SITES
+        text = words(self.slots[r]["sites"][abs(site)]) if known else "an unknown line"
+        return f"the adjoint of {text}" if site < 0 else text
+
+    def entry(self, r: int) -> Any:
+        """The entry of the communicator that rank r's operation is on."""
+        return self.slots[r]["entries"][int(self.slots[r]["entry"])]
+
+    def messages(self, r: int, way: str) -> Any:
+        """What rank r's operation under way sends, or receives ("send", "receive")."""
+        slot = self.slots[r]
+        under_way = int(slot["state"]) == b.IN_OPERATION and int(slot["kind"]) == b.MESSAGES_ONLY
+        return slot[way][: int(slot[f"{way}s"]) if under_way else 0]
+
+    @functools.cache  # noqa: B019 (a reader lives for one look)
+    def members(self, identity: int) -> dict[int, Member]:
+        """The members of a communicator that are on this board, by their rank in it."""
+        found = {}
+        for r, slot in enumerate(self.slots):
+            entries = slot["entries"][: int(slot["entries_used"])]
+            for i in (entries["id"] == identity).nonzero()[0]:
+                member = Member(r, int(i), int(entries[i]["rank"]))
+                found[member.rank] = member
+        return found
+
+    def channel(self, r: int, identity: int, peer: int, tag: int) -> Any | None:
+        """Rank r's counts of messages to and from `peer`."""
+        channels = self.slots[r]["channels"]
+        start = channel_hash(identity, peer, tag)
+        for i in range(64):
+            channel = channels[(start + i) % b.CHANNELS]
+            if int(channel["id"]) == 0:
+                return None
+            key = (int(channel["id"]), int(channel["peer"]), int(channel["tag"]))
+            if key == (identity, peer, tag):
+                return channel
+        return None
+
+    def message(self, r: int, identity: int, peer: int, tag: int, ordinal: int) -> Any | None:
+        """The announcement of the message that rank r sent to `peer` as number `ordinal`."""
+        for message in self.slots[r]["message"]:
+            part = message["part"]
+            key = (int(message["id"]), int(part["peer"]), int(part["tag"]), int(part["ordinal"]))
+            if key == (identity, peer, tag, ordinal):
+                return message
+        return None
+
+    # ---- words ----
+
+    def partner(self, identity: int, rank: int) -> str:
+        if rank < 0:
+            return "any rank"
+        member = self.members(identity).get(rank)
+        return f"rank {self.world(member.slot)}" if member else f"rank {rank} of its communicator"
+
+    def contract(self, r: int, contract: Any) -> str:
+        """The words of a contract of rank r."""
+        return contract_words(contract, self.site(r, int(contract["site"])))
+
+    def operation(self, r: int) -> str:
+        """The operation that rank r is in, or was in last."""
+        slot = self.slots[r]
+        kind, name = int(slot["kind"]), words(slot["operation"])
+        where = self.site(r, int(slot["site"]))
+        if kind == b.COLLECTIVE:
+            entry = self.entry(r)
+            for contract in entry["contracts"]:
+                if int(contract["sequence"]) == int(entry["sequence"]):
+                    return self.contract(r, contract)
+        if kind == b.MESSAGES_ONLY:
+            identity = int(self.entry(r)["id"])
+            parts = [
+                f"{layout(p)} {way} {self.partner(identity, int(p['peer']))} {_tag(p)}"
+                for way, parts in (
+                    ("to", slot["send"][: int(slot["sends"])]),
+                    ("from", slot["receive"][: int(slot["receives"])]),
+                )
+                for p in parts
+            ]
+            more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
+            return f"{name} of {', '.join(parts[:_SHOWN])}{more} at {where}" if parts else name
+        return f"{name} at {where}"
+
+    def state(self, r: int, now_ns: int, gone: str = "") -> str:
+        """What rank r does now, and since when."""
+        slot = self.slots[r]
+        seconds = max(0.0, (now_ns - int(slot["since_ns"])) * 1e-9)
+        last = f", after {self.operation(r)}" if words(slot["operation"]) else ""
+        if gone:
+            return gone + last
+        if int(slot["state"]) == b.IN_OPERATION:
+            return f"has waited {seconds:.0f} s in {self.operation(r)}"
+        if int(slot["elsewhere_since_ns"]):
+            seconds = (now_ns - int(slot["elsewhere_since_ns"])) * 1e-9
+            where = self.site(r, int(slot["elsewhere_site"]))
+            return f"has waited {seconds:.0f} s in {words(slot['elsewhere'])} at {where}"
+        if not last:
+            return "never came: it is in Python, and has called no operation"
+        return f"never came: it is in Python since {seconds:.0f} s{last}"
+
+
+def _tuple(values: Any) -> str:
+    return "(" + ", ".join(str(int(v)) for v in values) + ")"
+
+
+def _tag(part: Any) -> str:
+    return "(any tag)" if int(part["tag"]) < 0 else f"(tag {int(part['tag'])})"

@@ -1,0 +1,140 @@
+"""The watchdog of a rank: a thread that looks at the board while an operation waits."""
+
+from __future__ import annotations
+
+import pathlib
+import threading
+import time
+from collections.abc import Callable
+
+from mpi4py import MPI
+
+from mpigrad import board as b
+from mpigrad.communicator import record
+from mpigrad.guard.diagnosis import Finding, diagnose, grouped
+from mpigrad.guard.reading import Reader
+
+__all__ = ["Watchdog", "gone"]
+
+# Seconds that nothing may change on the board before ranks are said to wait for ever. The proof is
+# exact; the time is for what no proof knows.
+_PATIENCE = 5.0
+_PATIENCE_GUARDED = 0.3
+
+
+def gone(board: b.Board, r: int) -> str:
+    """Why the rank of slot r will not go on, or ""."""
+    slot = board.slots[r]
+    if int(slot["state"]) == b.ENDED:
+        return "has ended"
+    if r == board.mine or int(slot["namespace"]) != int(board.slots[board.mine]["namespace"]):
+        return ""
+    try:
+        status = pathlib.Path(f"/proc/{int(slot['pid'])}/stat").read_text().rpartition(")")[2]
+    except OSError:
+        return "has died"
+    return "has died" if status.split()[0] in "ZX" else ""
+
+
+class Watchdog:
+    """Ends waiting for ever: by a proof that it is for ever, or by the time limit.
+
+    Parameters
+    ----------
+    board
+        Of this host.
+    seconds
+        The time limit of one operation; 0: none.
+    guarded
+        Operations wait on the board: the error is raised there, on every rank.
+    end_job
+        Called with the text of an error that cannot be raised.
+    """
+
+    def __init__(
+        self, board: b.Board, seconds: float, guarded: bool, end_job: Callable[[str], None]
+    ) -> None:
+        self.board, self.seconds, self.guarded = board, seconds, guarded
+        self.end_job = end_job
+        self.patience = _PATIENCE_GUARDED if guarded else _PATIENCE
+        self.tick = 0.1 if guarded else min(0.5, seconds / 4 or 0.5)
+        self._seen: dict[int, int] = {}  # ranks found waiting for ever, and since when
+        self._since = 0.0
+        self._refused: dict[int, int] = {}
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, daemon=True, name="mpigrad-watch").start()
+
+    def _run(self) -> None:
+        now = record()
+        while True:
+            time.sleep(self.tick)
+            start = now.start_ns
+            waited = (_now() - start) * 1e-9 if start else 0.0
+            self._note_elsewhere(start)
+            if waited < self.patience / 2:
+                continue
+            if self.seconds and waited >= self.seconds:
+                self.end_job(self._report(waited))
+            finding = diagnose(self.board.slots, lambda r: gone(self.board, r), _now())
+            if finding is not None and self._certain(finding):
+                self._raise(finding)
+
+    def _note_elsewhere(self, start: int) -> None:
+        """Show the others a call that no handler announces, such as a solver's."""
+        mine, now = self.board.slots[self.board.mine], record()
+        inside = start and int(mine["state"]) != b.IN_OPERATION
+        if inside and now.operation:
+            mine["elsewhere"], mine["elsewhere_site"] = now.operation[: b.NAME - 1], now.site
+        if inside or int(mine["elsewhere_since_ns"]):
+            mine["elsewhere_since_ns"] = start if inside else 0
+
+    def _certain(self, finding: Finding) -> bool:
+        """Whether it is for this rank to say it, and nothing has changed for a while."""
+        if self.board.mine != min(finding.stuck) or finding.stuck == self._refused:
+            return False
+        if finding.stuck != self._seen:
+            self._seen, self._since = finding.stuck, time.monotonic()
+        return time.monotonic() - self._since >= self.patience
+
+    def _raise(self, finding: Finding) -> None:
+        if not (self.guarded and finding.refusable):
+            self.end_job(finding.text)
+            return
+        with self.board.locked():
+            serials = {r: int(self.board.slots[r]["serial"]) for r in finding.stuck}
+            if serials != finding.stuck:
+                return
+            header = self.board.header
+            fault = header["fault"][int(header["faults"]) % b.FAULTS]
+            fault["serials"][:] = 0
+            fault["serials"][sorted(finding.concerns)] = -1  # its next operation
+            for r, serial in finding.stuck.items():
+                fault["serials"][r] = serial
+            fault["ids"][:] = 0
+            fault["ids"][: len(finding.communicators)] = finding.communicators[: b.FAULT_IDS]
+            fault["text"] = finding.text.encode()[: b.FAULT_TEXT - 1]
+            header["faults"] += 1  # from here on they see it
+        self._refused = finding.stuck
+
+    def _report(self, waited: float) -> str:
+        """Where every rank of this host is."""
+        slots, reader, now = self.board.slots, Reader(self.board.slots), _now()
+        lines = [
+            (f"rank {reader.world(r)}", reader.state(r, now, gone(self.board, r)))
+            for r in range(len(slots))
+        ]
+        elsewhere = MPI.COMM_WORLD.size - len(slots)
+        others = (
+            f"  ranks on other hosts ({elsewhere}) report for themselves\n" if elsewhere else ""
+        )
+        return (
+            f"mpigrad: an operation has waited {waited:.0f} s (MPIGRAD_TIMEOUT={self.seconds:g}); "
+            "ending all ranks:\n" + "\n".join(grouped(lines)) + f"\n{others}"
+            "Look for a rank that leaves out an operation, or calls another in its place; where "
+            "ranks only need longer, set MPIGRAD_TIMEOUT."
+        )
+
+
+def _now() -> int:
+    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)

@@ -1,0 +1,85 @@
+"""What ranks write for each other, and the user's own messages beside it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+import mpigrad as mg
+from mpigrad import board as b
+from mpigrad.communicator import Communicator
+from mpigrad.guard.ending import current_board
+from mpigrad.guard.reading import Reader
+
+
+def test_every_rank_is_on_the_board_and_no_file_is_left(comm: Communicator) -> None:
+    board = current_board()
+    assert sorted(int(r) for r in board.slots["world_rank"]) == list(range(comm.size))
+    pids = comm.mpi.allgather(os.getpid())
+    assert sorted(int(pid) for pid in board.slots["pid"]) == sorted(pids)
+    # It is mapped where there are several, and its name is gone.
+    maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    files = [line for line in maps if "/mpigrad-" in line and "rw-s" in line]
+    assert all(line.endswith("(deleted)") for line in files)
+    assert bool(files) == (comm.size > 1)
+
+
+def test_operations_are_counted(comm: Communicator) -> None:
+    board, own = current_board(), comm.dup()
+    slot = board.slots[board.mine]
+    entry = slot["entries"][own.slot]
+    assert len(set(own.mpi.allgather(int(entry["id"])))) == 1
+    before = int(entry["sequence"])
+    serial = int(slot["serial"])
+    mg.allreduce(jnp.ones(3), comm=own)
+    mg.jit(lambda x: jax.lax.fori_loop(0, 5, lambda i, y: mg.bcast(y, comm=own), x))(jnp.ones(2))
+    assert int(entry["sequence"]) == before + 6
+    assert int(slot["serial"]) == serial + 12  # each begins and ends
+    contract = entry["contracts"][(before + 6) % 2]
+    assert bytes(contract["operation"]).split(b"\0")[0] == b"bcast"
+    assert int(slot["state"]) == b.IN_PYTHON
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for _ in range(3):
+        mg.sendrecv(jnp.ones(2), right, left, 5, 5, comm=own)
+    to, back = (
+        Reader(board.slots).channel(board.mine, int(entry["id"]), peer, 5) for peer in (right, left)
+    )
+    assert to is not None
+    assert back is not None
+    assert int(to["sent"]) == int(back["posted"]) == int(back["received"]) == 3
+
+
+def test_communicators_are_told_apart(comm: Communicator) -> None:
+    """Two groups have the same slot numbers, but no identity in common."""
+    board, parts = current_board(), comm.split(comm.rank % 2)
+    identity = int(board.slots[board.mine]["entries"][parts.slot]["id"])
+    found = comm.mpi.allgather((comm.rank % 2, identity))
+    assert len(set(found)) == len({identity for _, identity in found}) == min(comm.size, 2)
+
+
+def test_own_messages_beside_compiled_ones(comm: Communicator) -> None:
+    """Calls of mpi4py between compiled programs, and inside them, by a callback."""
+    world = MPI.COMM_WORLD
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    def theirs(x: Any) -> Any:
+        return np.asarray(world.sendrecv(np.asarray(x), right, source=left), np.float64)
+
+    @mg.jit
+    def f(x: Any) -> Any:
+        step = lambda y, _: (mg.sendrecv(y, right, left), None)
+        y = jax.lax.scan(step, x, length=20)[0]
+        z = jax.pure_callback(theirs, jax.ShapeDtypeStruct((), jnp.float64), y)
+        return mg.allreduce(z) + 0 * y
+
+    expected = sum(range(comm.size))
+    for _ in range(5):
+        y = f(jnp.float64(comm.rank))
+        assert world.sendrecv(comm.rank, right, source=left) == left
+        assert float(y) == expected

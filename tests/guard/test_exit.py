@@ -1,0 +1,48 @@
+"""The end of a program, and an error at a prompt."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from launching import PROGRAMS, no_orphans, outside
+from mpigrad.launcher import rank_environment
+from mpigrad.mpi_installation import find_launcher, mpi_library
+
+pytestmark = pytest.mark.launcher
+
+
+def python(*words: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+    """Two ranks under a bare mpiexec; rank 0 has what is `typed`."""
+    launcher = find_launcher(mpi_library())
+    with no_orphans() as mark:
+        return subprocess.run(
+            [launcher.path, "-n", "2", sys.executable, *words],
+            input=typed,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            env=outside() | rank_environment(launcher, 2) | mark,
+        )
+
+
+@pytest.mark.parametrize(
+    "order", ["jax mpi4py.MPI mpigrad", "mpigrad jax", "mpi4py.MPI mpigrad", "jax.numpy mpigrad"]
+)
+def test_messages_end_before_mpi_does(order: str) -> None:
+    done = python(str(PROGRAMS / "ending.py"), *order.split())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["at exit 1.0"] * 2
+    assert done.stderr == ""
+
+
+def test_an_error_at_a_prompt_ends_nothing() -> None:
+    typed = "1 / 0\nprint('still', float(x[0]), 'here')\n"
+    done = python("-i", str(PROGRAMS / "ending.py"), typed=typed)
+    assert done.returncode == 0, done.stderr
+    assert "ZeroDivisionError" in done.stderr
+    assert "still 0.0 here" in done.stdout
+    assert done.stdout.count("at exit 1.0") == 2

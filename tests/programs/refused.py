@@ -1,0 +1,352 @@
+"""Wrong programs that the guard refuses on every rank: all are run in turn by one job of 3 ranks.
+
+Each takes a communicator of its own. What every rank gets is printed by rank 0, as JSON.
+"""
+
+import json
+import os
+import threading
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+import mpigrad as mg
+
+world = MPI.COMM_WORLD
+rank = world.rank
+x = jnp.ones(3) * (rank + 1)
+right, left = (rank + 1) % 3, (rank - 1) % 3
+CASES = []
+
+
+def case(f):
+    CASES.append(f)
+    return f
+
+
+# ---- collectives ----
+
+
+@case
+def another_operation(comm):
+    if rank == 1:
+        mg.bcast(x, comm=comm)
+    else:
+        mg.allreduce(x, comm=comm)
+
+
+@case
+def another_root(comm):
+    mg.reduce(x, root=0 if rank < 2 else 1, comm=comm)
+
+
+@case
+def another_dtype(comm):
+    mg.allreduce(x.astype("int32") if rank == 1 else x, comm=comm)
+
+
+@case
+def another_shape(comm):
+    mg.gather(jnp.ones((2, 3) if rank == 0 else (3, 2)), comm=comm)
+
+
+@case
+def another_order(comm):
+    if rank == 2:
+        mg.barrier(comm)
+        mg.allreduce(x, comm=comm)
+    else:
+        mg.allreduce(x, comm=comm)
+        mg.barrier(comm)
+
+
+@case
+def left_out_by_one_rank(comm):
+    if rank != 1:
+        mg.allreduce(x, comm=comm)
+    mg.barrier(comm)
+
+
+@case
+def mixed_with_messages(comm):
+    if rank == 0:
+        mg.recv(x, 1, comm=comm)
+    mg.barrier(comm)
+
+
+@case
+def of_mpi4py(comm):
+    if rank == 0:
+        comm.mpi.allreduce(1)
+    else:
+        mg.barrier(comm)
+
+
+@case
+def making_a_communicator_on_some_ranks_only(comm):
+    if rank == 0:
+        comm.split(0)
+    else:
+        mg.barrier(comm)
+
+
+# ---- messages ----
+
+
+@case
+def message_of_another_dtype(comm):
+    if rank == 0:
+        mg.send(x, 1, comm=comm)
+    if rank == 1:
+        mg.recv(x.astype("int32"), 0, comm=comm)
+    mg.barrier(comm)
+
+
+@case
+def message_of_another_shape(comm):
+    like = jnp.ones((2, 3) if rank == 0 else (3, 2))
+    mg.sendrecv(like, right, left, comm=comm)
+
+
+@case
+def message_with_another_tag(comm):
+    if rank == 0:
+        mg.send(x, 1, tag=1, comm=comm)
+    if rank == 1:
+        mg.recv(x, 0, tag=2, comm=comm)
+    mg.barrier(comm)
+
+
+@case
+def message_to_another_rank(comm):
+    if rank == 0:
+        mg.send(x, 2, comm=comm)
+    if rank == 1:
+        mg.recv(x, 0, comm=comm)
+    mg.barrier(comm)
+
+
+@case
+def message_left_out(comm):
+    if rank == 0:
+        mg.send(x, 1, comm=comm)
+    if rank == 1:
+        mg.recv(x, 0, comm=comm)
+        mg.recv(x, 0, comm=comm)
+    mg.barrier(comm)
+
+
+@case
+def all_receive_first(comm):
+    mg.recv(x, left, comm=comm)
+    mg.send(x, right, comm=comm)
+
+
+@case
+def all_send_long_messages_first(comm):
+    mg.send(jnp.ones(100_000), right, comm=comm)
+    mg.recv(jnp.ones(100_000), left, comm=comm)
+
+
+@case
+def a_ring_with_a_wrong_source(comm):
+    mg.sendrecv(x, right, left if rank else right, comm=comm)
+
+
+@case
+def to_itself_without_a_send(comm):
+    if rank == 0:
+        mg.recv(x, 0, comm=comm)
+    mg.barrier(comm)
+
+
+@case
+def neighbors_with_other_counts(comm):
+    if rank < 2:
+        rows = jnp.ones((2, 3))
+        mg.neighbor_alltoallv(rows, [1 - rank], [2], [2 + rank], comm=comm)
+    mg.barrier(comm)
+
+
+# ---- inside other programs ----
+
+
+@case
+def inside_scan(comm):
+    def step(y, _):
+        return mg.allreduce(y, comm=comm), None
+
+    mg.jit(lambda y: jax.lax.scan(step, y, length=3 + (rank == 1))[0])(x)
+    mg.barrier(comm)
+
+
+@case
+def inside_cond(comm):
+    mg.jit(
+        lambda y: jax.lax.cond(
+            jnp.all(y < 2),
+            lambda y: mg.bcast(y, 0, comm=comm),
+            lambda y: mg.bcast(y, 1, comm=comm),
+            y,
+        )
+    )(x)
+
+
+@case
+def after_jit_cache_hits(comm):
+    f = mg.jit(lambda y: mg.allreduce(y, comm=comm))
+    for _ in range(3):
+        f(x)
+    f(jnp.ones(4) if rank == 1 else x)
+
+
+@case
+def under_vmap(comm):
+    batch = jnp.ones((2 + (rank == 0), 3))
+    mg.vmap(lambda y: mg.allreduce(y, comm=comm))(batch)
+
+
+@case
+def on_a_part_of_the_ranks(comm):
+    part = comm.split(rank // 2)
+    mg.bcast(x, root=0 if rank == 2 else rank, comm=part)
+
+
+@case
+def two_communicators_in_another_order(comm):
+    other = comm.dup()
+    first, second = (comm, other) if rank else (other, comm)
+    mg.allreduce(x, comm=first)
+    mg.allreduce(x, comm=second)
+
+
+# ---- derivatives ----
+
+
+@case
+def pulled_back_on_one_rank_only(comm):
+    y, back = mg.vjp(lambda y: mg.allreduce(y, comm=comm), x)
+    if rank == 0:
+        back(y)
+    mg.barrier(comm)
+
+
+@case
+def pulled_back_in_another_order(comm):
+    back_f = mg.vjp(lambda y: mg.allreduce(y, comm=comm), x)[1]
+    back_g = mg.vjp(lambda y: mg.bcast(y, comm=comm), x)[1]
+    for back in (back_f, back_g) if rank else (back_g, back_f):
+        back(x)
+
+
+@case
+def plain_grad_with_a_constant_on_one_rank(comm):
+    c = np.ones(3)
+    jax.grad(lambda y: jnp.sum(mg.allreduce(y if rank == 0 else c, comm=comm) ** 2))(x)
+    mg.barrier(comm)
+
+
+@case
+def adjoint_message_left_out(comm):
+    def f(y):
+        if rank == 0:
+            mg.send(y, 1, comm=comm)
+        if rank == 1:
+            y = mg.recv(y, 0, comm=comm)
+        return y
+
+    y, back = mg.vjp(f, x)
+    if rank == 0:
+        back(y)
+    mg.barrier(comm)
+
+
+@case
+def second_derivative_on_one_rank_only(comm):
+    def loss(y):
+        return jnp.sum(mg.allreduce(y, comm=comm) ** 3)
+
+    g = mg.grad(loss)
+    if rank == 2:
+        mg.jvp(g, (x,), (x,))
+    else:
+        g(x)
+    mg.barrier(comm)
+
+
+@case
+def adjoint_inside_scan(comm):
+    def loss(y, n):
+        step = lambda y, _: (mg.allreduce(y, comm=comm) / 3, None)
+        return jnp.sum(jax.lax.scan(jax.checkpoint(step), y, length=n)[0])
+
+    _, back = mg.vjp(lambda y: loss(y, 3), x)
+    _, shorter = mg.vjp(lambda y: loss(y, 2), x)
+    (shorter if rank == 0 else back)(jnp.float32(1))
+    mg.barrier(comm)
+
+
+# ---- processes and threads ----
+
+
+@case
+def from_a_forked_process(comm):
+    warnings.simplefilter("ignore")  # JAX warns, too
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            mg.allreduce(x, comm=comm)
+        except Exception as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.close(writer)
+    text = os.read(reader, 10000).decode()
+    os.wait()
+    mg.barrier(comm)  # the rank itself goes on
+    raise RuntimeError(text)
+
+
+@case
+def from_two_threads(comm):
+    messages = []
+
+    def second():
+        time.sleep(0.3)
+        try:
+            mg.allreduce(x, comm=comm)
+        except Exception as error:
+            messages.append(str(error))
+
+    if rank == 0:
+        thread = threading.Thread(target=second)
+        thread.start()
+        mg.recv(x, 1, comm=comm)
+        thread.join()
+    if rank == 1:
+        time.sleep(1.0)
+        mg.send(x, 0, comm=comm)
+    mg.barrier(comm)  # the rank itself goes on
+    if messages:
+        raise RuntimeError(messages[0])
+
+
+def main():
+    results = {}
+    for f in CASES:
+        comm = mg.communicator.default().dup()
+        start, text = time.monotonic(), ""
+        try:
+            f(comm)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - start
+        results[f.__name__] = world.gather((text, seconds))
+    if rank == 0:
+        print(json.dumps(results))
+
+
+main()
