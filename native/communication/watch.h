@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <ctime>
 
+#include "trace.h"
+
 namespace mpigrad {
 
 inline int64_t now_ns() {
@@ -29,13 +31,13 @@ extern Record record;
 class Watch {
  public:
   Watch(const char* operation, int64_t slot, int64_t site, int64_t bytes, int64_t peer)
-      : start_(now_ns()), bytes_(bytes) {
-    (void)slot, (void)peer;
+      : start_(now_ns()), bytes_(bytes), event_{operation, start_, 0, slot, site, bytes, peer} {
     record.operation.store(operation, std::memory_order_relaxed);
     record.site.store(site, std::memory_order_relaxed);
     record.start_ns.store(start_, std::memory_order_release);
   }
   ~Watch() {
+    if (trace_on) event_.end_ns = now_ns(), trace_event(event_);
     record.start_ns.store(0, std::memory_order_release);
     add(record.calls, 1);
     add(record.busy_ns, now_ns() - start_);
@@ -49,6 +51,7 @@ class Watch {
     a.store(a.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
   }
   int64_t start_, bytes_;
+  TraceEvent event_;
 };
 
 }  // namespace mpigrad

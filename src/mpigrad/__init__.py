@@ -16,6 +16,7 @@ if not in_command():
     _check_world(_MPI.COMM_WORLD.size)
 
     from mpigrad import guard as _guard
+    from mpigrad import trace as _trace
     from mpigrad.communicator import Communicator
     from mpigrad.communicator import default as _default
     from mpigrad.operations import (
@@ -38,6 +39,7 @@ if not in_command():
     _jax_compat.configure_backend(_MPI.COMM_WORLD.size)
     _guard.install()
     _default()  # here, where every rank is: making it is collective, a first message need not be
+    _trace.start()
 
 __all__ = [
     "Communicator",
