@@ -119,6 +119,8 @@ def linear_map(
         def apply(a: Any, tx: Any, ta: Any) -> Sequence[Any]:
             if type(tx) is ad.Zero:  # inactive here, perhaps active elsewhere: send a zero
                 tx = nought(ta, aval)
+            elif type(ta) is not ad.Zero:
+                tx = tx + nought(ta, aval)
             return primitive.bind(tx, a, **params)
 
         return apply
