@@ -2,6 +2,7 @@
 #   make demo     recover a diffusivity field on 2 ranks, and write a report (two minutes)
 #   make test     lint, and every test on 1, 2, 3 and 4 ranks (less than 15 minutes)
 #   make test-full  every case at every number of ranks
+#   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make bench    the tables of bench/
 #   make docs     the reference of the public names, in build/docs
 #   make lint     ruff and pyright
@@ -15,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full bench docs lint clean
+.PHONY: setup demo test test-full fuzz bench docs lint clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -34,6 +35,15 @@ test: lint
 # Every case of every test at every number of ranks.
 test-full: lint
 	@MPIGRAD_ALL_TESTS=1 $(BIN)/python tests/run.py --limit 3600
+
+# N programs at each number of ranks; another SEED, other programs.
+N := 1000
+SEED := 0
+fuzz: setup
+	@for ranks in 2 3 4; do \
+		PYTHONPATH=tests $(BIN)/mpigrad launch -n $$ranks tests/fuzz.py --examples $(N) \
+			--seed $(SEED) || exit 1; \
+	done
 
 lint: setup
 	@echo "lint: ruff, pyright"
