@@ -68,12 +68,16 @@ def record(
                 out = [None] * len(eqn.outvars)
             elif name == "scan":
                 fixed, carried = params["num_consts"], params["num_carry"]
-                state = given[fixed : fixed + carried]
-                rows = [None] * (len(given) - fixed - carried)
-                for _ in range(params["length"]):
-                    step = inner(params["jaxpr"], [*given[:fixed], *state, *rows])
-                    state = step[:carried]
-                out = [*state, *[None] * (len(eqn.outvars) - carried)]
+                state, xs = given[fixed : fixed + carried], given[fixed + carried :]
+                length = params["length"]
+                order = reversed(range(length)) if params["reverse"] else range(length)
+                rows: dict[int, list[Any]] = {}
+                for i in order:
+                    row = [None if x is None else x[i] for x in xs]
+                    step = inner(params["jaxpr"], [*given[:fixed], *state, *row])
+                    state, rows[i] = step[:carried], step[carried:]
+                ys = zip(*(rows[i] for i in range(length)), strict=True)
+                out = [*state, *(jnp.stack(y) if all(map(known, y)) else None for y in ys)]
             elif name == "cond":
                 out = inner(params["branches"][int(given[0])], given[1:])
             elif inside := params.get("jaxpr", params.get("call_jaxpr")):
