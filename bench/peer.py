@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ def torch_loops(rank: int, size: int, port: int) -> Callable[[str, str, int, int
     import torch.distributed.nn.functional as with_gradient
 
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     right, left = (rank + 1) % size, (rank - 1) % size
 

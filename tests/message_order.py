@@ -15,6 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
+_COLLECTIVES = (
+    *("allgather", "allreduce", "alltoall", "barrier", "bcast", "exscan", "gather", "reduce"),
+    *("reduce_scatter", "scan", "scatter"),
+)
 _BETWEEN_TWO = ("send", "recv", "sendrecv", "neighbor_alltoallv")
 
 
@@ -62,7 +66,7 @@ def record(
             if name.startswith("mpigrad_") and eqn.effects:
                 result = tuple(eqn.outvars[0].aval.shape) if eqn.outvars else None
                 shape = tuple(eqn.invars[0].aval.shape)
-                members = groups[params["comm"]]
+                members = groups.get(params["comm"], ())
                 name = name.removeprefix("mpigrad_")
                 found.append(Message(name, params, shape, result, members))
                 out = [None] * len(eqn.outvars)
@@ -97,7 +101,13 @@ def record(
 
 
 def mismatch(lists: Sequence[list[Message]]) -> str:
-    """What does not match in the messages of all ranks, or nothing."""
+    """What does not match in the messages of all ranks, or nothing.
+
+    Nothing, too, where there are operations or communicators that are not known here.
+    """
+    known = (*_COLLECTIVES, *_BETWEEN_TWO)
+    if any(m.name not in known or not m.group for messages in lists for m in messages):
+        return ""
     at = [0] * len(lists)
     sent = [False] * len(lists)  # the sending half of the operation that the rank is in
     channels: dict[Any, collections.deque[tuple[Any, Message]]] = collections.defaultdict(

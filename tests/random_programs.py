@@ -5,7 +5,7 @@ every rank. `run` reads it with messages. `simulate` reads it on the stack of al
 with plain JAX and with Python's own loops and branches for every control flow, so that it shares
 nothing with what it checks. `check` compares values, tangents and gradients.
 
-An operation is one row of OPERATIONS: the call, and the same map of the stack.
+Operations are in random_operations.py.
 """
 
 from __future__ import annotations
@@ -22,50 +22,14 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import seed as with_seed
 from hypothesis import strategies as st
-from mpi4py import MPI
 
 import mpigrad as mg
-from helpers import CASES
 from message_order import mismatch, record
 from mpigrad.communicator import Communicator
+from random_operations import LENGTH, OPERATIONS, Step
 
-REGISTERS, LENGTH = 3, 3
+REGISTERS = 3
 FLAGS = (True, False, True)  # what conditions read; the last is always true
-
-
-@dataclass(frozen=True)
-class Step:
-    """A message, and a local function of what it brings.
-
-    Parameters
-    ----------
-    operation
-        A name in OPERATIONS.
-    x, target
-        The register that is read, and the one that is written.
-    rank, other, tag, comm
-        What the operation makes of them: a root, a sender and a receiver, a distance.
-    then
-        The local function in LOCAL.
-    constant
-        Ranks whose operand is a constant.
-    unused
-        Ranks that do not use the result.
-    wraps
-        For some ranks, a wrapper in WRAPS around their part of the message.
-    """
-
-    operation: str
-    x: int = 0
-    target: int = 0
-    rank: int = 0
-    other: int = 0
-    tag: int = 0
-    comm: str = "world"
-    then: str = "set"
-    constant: tuple[int, ...] = ()
-    unused: tuple[int, ...] = ()
-    wraps: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,223 +57,6 @@ class Program:
     size: int
     steps: Steps
     silent: tuple[int, ...] = ()
-
-
-# ---- operations ----
-
-
-@dataclass(frozen=True)
-class Operation:
-    """`run` on one rank, and `simulate` on the stack: (operand, register written, step, …)."""
-
-    run: Callable[[Any, Any, Step, Communicator], Any]
-    simulate: Callable[[Any, Any, Step], Any]
-
-
-def weights(n: int) -> np.ndarray:
-    """n different numbers with the sum 1."""
-    return 2 * np.arange(1.0, n + 1) / (n * (n + 1))
-
-
-def spread(x: Any, n: int) -> Any:
-    """n different multiples of `x` along a new leading axis."""
-    return weights(n)[:, None] * x
-
-
-def gathered(y: Any) -> Any:
-    """A weighted mean over the leading axis."""
-    return jnp.tensordot(weights(y.shape[0]), y, 1)
-
-
-def moved(stack: Callable[[Any, Step], Any]) -> Callable[[Any, Any, Step], Any]:
-    """The simulation of an operation that moves and adds whole operands.
-
-    `stack` is the map in NumPy, of an array whose first axis is the ranks. Its matrix is what it
-    makes of the unit vectors.
-    """
-    return lambda X, old, step: jax.lax.dot(jnp.asarray(stack(np.eye(len(X)), step)), X)
-
-
-def collective(
-    call: Callable[..., Any],
-    stack: Callable[[Any, int], Any],
-    *,
-    rows_in: bool = False,
-    rows_out: bool = False,
-) -> Operation:
-    """A row for a linear collective: `call(x, root, comm)` and, in NumPy, `stack(X, root)`.
-
-    With `rows_in` or `rows_out` it takes or gives one row for each rank.
-    """
-
-    def run(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
-        y = call(spread(x, comm.size) if rows_in else x, step.rank % comm.size, comm)
-        return gathered(y) if rows_out else y
-
-    def stacked(X: Any, step: Step) -> Any:
-        n = len(X)
-        Y = stack(weights(n)[:, None] * X[:, None] if rows_in else X, step.rank % n)
-        return np.tensordot(Y, weights(n), ([1], [0])) if rows_out else Y
-
-    return Operation(run, moved(stacked))
-
-
-def apart(operation: Operation) -> Operation:
-    """`operation` of operands kept apart: rounding must not decide which of them is largest."""
-    return Operation(
-        lambda x, old, s, c: operation.run(x + (c.rank + 1) / 8, old, s, c),
-        lambda X, old, s: operation.simulate(X + np.arange(1, len(X) + 1)[:, None] / 8, old, s),
-    )
-
-
-def on(root: int, value: Any, size: int) -> Any:
-    """`value` on one rank, zeros on the others."""
-    return np.stack([value if r == root else np.zeros_like(value) for r in range(size)])
-
-
-def everywhere(value: Any, size: int) -> Any:
-    return np.broadcast_to(value, (size, *value.shape))
-
-
-def _pair(step: Step, size: int) -> tuple[int, int]:
-    return step.rank % size, (step.rank + step.other) % size
-
-
-def _send(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
-    """One rank sends, another receives, the others have something else to do."""
-    sender, receiver = _pair(step, comm.size)
-    if comm.rank == sender != receiver:
-        mg.send(x, receiver, step.tag, comm)
-    if comm.rank == receiver != sender:
-        return mg.recv(x if step.other % 2 else np.zeros(LENGTH), sender, step.tag, comm)
-    return jnp.sin(old)
-
-
-def _send_simulated(X: Any, old: Any, step: Step) -> Any:
-    sender, receiver = _pair(step, len(X))
-    if sender == receiver:
-        return jnp.sin(old)
-    arrives = np.zeros((len(X), len(X)))
-    arrives[receiver, sender] = 1
-    others = np.arange(len(X))[:, None] != receiver
-    return jnp.sin(old) * others + jax.lax.dot(jnp.asarray(arrives), X)
-
-
-def _chain(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
-    """Every rank waits for its predecessor, and hands on what it makes of it."""
-    if comm.rank > 0:
-        x = jnp.sin(x + mg.recv(np.ones(LENGTH), comm.rank - 1, step.tag, comm))
-    if comm.rank + 1 < comm.size:
-        mg.send(x, comm.rank + 1, step.tag, comm)
-    return x
-
-
-def _chain_simulated(X: Any, old: Any, step: Step) -> Any:
-    rows = [X[0]]
-    for x in X[1:]:
-        rows.append(jnp.sin(x + rows[-1]))
-    return jnp.stack(rows)
-
-
-def _ring(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
-    """To the rank at a distance; the tag names the sender."""
-    dest, source = (comm.rank + step.other) % comm.size, (comm.rank - step.other) % comm.size
-    return mg.sendrecv(x, dest, source, step.tag + comm.rank, step.tag + source, comm=comm)
-
-
-def _shift(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
-    """To the next rank; nobody sends to the first."""
-    dest = comm.rank + 1 if comm.rank + 1 < comm.size else MPI.PROC_NULL
-    source = comm.rank - 1 if comm.rank > 0 else MPI.PROC_NULL
-    return mg.sendrecv(x, dest, source, step.tag, step.tag, comm=comm)
-
-
-def _shorter(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
-    """A ring in which rank r sends its first 1 + r mod 3 numbers."""
-    dest, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    like = np.zeros(1 + source % LENGTH)
-    y = mg.sendrecv(x[: 1 + comm.rank % LENGTH], dest, source, like=like, comm=comm)
-    return jnp.concatenate([y, jnp.zeros(LENGTH - y.size)])
-
-
-def _shorter_simulated(X: Any, old: Any, step: Step) -> Any:
-    sent = np.arange(LENGTH) <= np.arange(len(X))[:, None] % LENGTH
-    return jnp.roll(X * sent, 1, axis=0)
-
-
-def _tree(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
-    """A pytree as one message, integers in it."""
-    tree = {"a": x[:1], "b": (x[1:] * 2, jnp.int32(comm.rank))}
-    got = mg.allreduce(tree, comm=comm)
-    return jnp.concatenate([got["a"], got["b"][0] / 2]) / (1 + got["b"][1])
-
-
-def _barrier(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
-    mg.barrier(comm)
-    return x
-
-
-OPERATIONS: dict[str, Operation] = {
-    "local": Operation(lambda x, old, s, c: x, lambda X, old, s: X),
-    "barrier": Operation(_barrier, lambda X, old, s: X),
-    "bcast": collective(
-        lambda x, root, c: mg.bcast(x, root, c), lambda X, root: everywhere(X[root], len(X))
-    ),
-    "reduce": collective(
-        lambda x, root, c: mg.reduce(x, root=root, comm=c) / c.size,
-        lambda X, root: on(root, X.mean(0), len(X)),
-    ),
-    "allreduce": collective(
-        lambda x, root, c: mg.allreduce(x, comm=c) / c.size,
-        lambda X, root: everywhere(X.mean(0), len(X)),
-    ),
-    "gather": collective(
-        lambda x, root, c: mg.gather(x, root, c), lambda X, root: on(root, X, len(X)), rows_out=True
-    ),
-    "scatter": collective(
-        lambda x, root, c: mg.scatter(x, root, c), lambda X, root: X[root], rows_in=True
-    ),
-    "tree": Operation(
-        _tree,
-        moved(lambda X, s: everywhere(X.sum(0) / (1 + sum(range(len(X)))), len(X))),
-    ),
-    "send": Operation(_send, _send_simulated),
-    "chain": Operation(_chain, _chain_simulated),
-    "ring": Operation(_ring, moved(lambda X, s: np.roll(X, s.other, axis=0))),
-    "shift": Operation(_shift, moved(lambda X, s: np.concatenate([0 * X[:1], X[:-1]]))),
-    "shorter": Operation(_shorter, _shorter_simulated),
-    "neighbors": Operation(
-        lambda x, old, s, c: CASES["neighbor_alltoallv"].run(x, c),
-        lambda X, old, s: CASES["neighbor_alltoallv"].simulate(X),
-    ),
-}
-if hasattr(mg, "allgather"):
-    OPERATIONS["allgather"] = collective(
-        lambda x, root, c: mg.allgather(x, comm=c),
-        lambda X, root: everywhere(X, len(X)),
-        rows_out=True,
-    )
-if hasattr(mg, "alltoall"):
-    OPERATIONS["alltoall"] = collective(
-        lambda x, root, c: mg.alltoall(x, comm=c),
-        lambda X, root: np.swapaxes(X, 0, 1),
-        rows_in=True,
-        rows_out=True,
-    )
-if hasattr(mg, "reduce_scatter"):
-    OPERATIONS["reduce_scatter"] = collective(
-        lambda x, root, c: mg.reduce_scatter(x, comm=c), lambda X, root: X.sum(0), rows_in=True
-    )
-if hasattr(mg, "scan"):
-    OPERATIONS["scan"] = collective(
-        lambda x, root, c: mg.scan(x, comm=c) / c.size,
-        lambda X, root: np.cumsum(X, axis=0) / len(X),
-    )
-if hasattr(mg, "exscan"):
-    OPERATIONS["exscan"] = collective(
-        lambda x, root, c: mg.exscan(x, comm=c) / c.size,
-        lambda X, root: (np.cumsum(X, axis=0) - X) / len(X),
-    )
 
 
 # ---- what stands around messages ----

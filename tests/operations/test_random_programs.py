@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,11 +13,11 @@ import jax.numpy as jnp
 import pytest
 
 import mpigrad as mg
-import random_programs
 from helpers import trace_only
 from message_order import mismatch, record
 from mpigrad.communicator import Communicator
-from random_programs import Block, Operation, Program, Step, check, count, search, text
+from random_operations import OPERATIONS, Operation, Step
+from random_programs import Block, Program, check, count, search, text
 
 # Ten programs a part, a hundred together: most where most can go wrong, and compiling is cheap.
 PARTS = {1: 2, 2: 4, 3: 2, 4: 2}
@@ -48,31 +49,27 @@ def test_programs_that_failed_once(name: str, comm: Communicator) -> None:
     assert not check(Program(comm.size, FOUND[name]), comm)
 
 
+# What is done to a reduction, and how `check` calls that.
+FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "value": (lambda y: y * (1 + 1e-6), "value differs"),
+    "derivative": (lambda y: 2 * y - jax.lax.stop_gradient(y), "gradient differs"),
+    "root": (lambda y: y, "root=1"),
+}
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("what", ["value", "gradient", "message"])
+@pytest.mark.parametrize("what", FAULTS)
 def test_faults_are_found(what: str, comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = random_programs.OPERATIONS["reduce"]
-
-    @jax.custom_vjp
-    def wrong(x: Any) -> Any:  # the adjoint of another operation
-        return x
-
-    wrong.defvjp(lambda x: (x, None), lambda _, ct: (2 * ct,))
+    right = OPERATIONS["reduce"]
+    fault, said = FAULTS[what]
 
     def run(x: Any, old: Any, step: Step, group: Communicator) -> Any:
-        if what == "message":
-            step = Step("reduce", rank=comm.rank)
-        y = right.run(x, old, step, group)
-        return y * (1 + 1e-6) if what == "value" else wrong(y) if what == "gradient" else y
+        step = Step("reduce", rank=comm.rank) if what == "root" else step
+        return fault(right.run(x, old, step, group))
 
-    monkeypatch.setitem(random_programs.OPERATIONS, "reduce", Operation(run, right.simulate))
-    program = Program(
-        2, (Step("local", then="sin"), Step("reduce", x=1), Step("bcast", then="sin"))
-    )
-    said = check(program, comm)
-    assert {"value": "value differs", "gradient": "gradient differs", "message": "root=1"}[
-        what
-    ] in said
+    monkeypatch.setitem(OPERATIONS, "reduce", Operation(run, right.simulate))
+    steps = (Step("local", then="sin"), Step("reduce", x=1), Step("bcast", then="sin"))
+    assert said in check(Program(2, steps), comm)
 
 
 @pytest.mark.ranks(2)
