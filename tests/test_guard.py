@@ -41,6 +41,7 @@ class Broken:
     code: int | None = None
     last: str = ""  # in the last line
     bare: bool = False  # under mpiexec, without `mpigrad launch`
+    hosts: int = 1  # each of which says it
 
 
 GUARD = {"MPIGRAD_GUARD": "1"}
@@ -145,6 +146,7 @@ BROKEN = {
     "another_root with the guard and without a board": Broken(
         ("rank 0: bcast(root=0) of float32[3] at", "rank 1: bcast(root=1)", "Give the same root"),
         {**GUARD, "MPIGRAD_BOARD": "0"},
+        hosts=2,
     ),
     "both_receive_first without a board": Broken(
         ("rank 0: has waited 3 s in recv of float32[3]", "rank 1: has waited 3 s in recv of float"),
@@ -186,7 +188,7 @@ def test_broken_programs_end(
     assert done.returncode != 0
     assert case.code in (None, done.returncode), done.stderr
     for text in case.says:
-        assert done.stderr.count(text) == 1, done.stderr
+        assert 1 <= done.stderr.count(text) <= case.hosts, done.stderr
     # A process says nothing when it is killed: there the launcher has the last word.
     assert case.last in done.stderr.splitlines()[-1], done.stderr
 

@@ -115,7 +115,7 @@ ffi::Error reduce_scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, 
 ffi::Error scan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
                 int64_t backward) {
   const Call c("scan", comm, site, x.size_bytes());
-  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
+  if (ffi::Error e = c.collective(x, {{"op", op}, {"back", backward}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   return c.done(call(runtime.mpi.Scan, in.data, y->untyped_data(), in.count, in.type,
@@ -125,7 +125,7 @@ ffi::Error scan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t si
 ffi::Error exscan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
                   int64_t backward) {
   const Call c("exscan", comm, site, x.size_bytes());
-  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
+  if (ffi::Error e = c.collective(x, {{"op", op}, {"back", backward}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   const int code = call(runtime.mpi.Exscan, in.data, y->untyped_data(), in.count, in.type,

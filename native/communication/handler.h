@@ -84,9 +84,6 @@ struct Call {
   ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms = {}) const {
     return success_if(post.collective({layout_of(x), 0, terms}));
   }
-  ffi::Error collective(const Layout& layout) const {
-    return success_if(post.collective({layout, 0, {}}));
-  }
   // With rows of its own on each rank, and counts that every rank gives alike.
   ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms,
                         Integers counts) const {

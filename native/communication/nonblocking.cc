@@ -43,8 +43,8 @@ ffi::Error keep(const Call& c, int code, Pending&& message, BufferOut& ticket) {
 ffi::Error isend(Token, Buffer x, TokenOut, BufferOut ticket, int64_t comm, int64_t site,
                  int64_t dest, int64_t tag) {
   const Call c("isend", comm, site, x.size_bytes(), dest);
-  if (ffi::Error e = c.posts({mail(dest, tag, x)}, {}); e.failure()) return e;
   const Words in(x);
+  if (ffi::Error e = c.posts({mail(dest, tag, x)}, {}); e.failure()) return e;
   Pending message(c, dest, in);
   message.tag = tag;
   message.number = c.post.number_sent();
@@ -85,8 +85,8 @@ ffi::Error arrive(Token, Buffer ticket, TokenOut, BufferOut y, int64_t comm, int
   auto node = take(c, ticket, true, error);
   if (node.empty()) return error;
   Pending& message = node.mapped();
-  const Mail mail{source, message.tag, layout_of(*y), -1, message.number};
-  if (ffi::Error e = c.messages({}, {mail}); e.failure()) return e;
+  const Mail expected{source, message.tag, layout_of(*y), -1, message.number};
+  if (ffi::Error e = c.messages({}, {expected}); e.failure()) return e;
   Status status;
   const int code =
       call(runtime.mpi.Wait, message.request.address(), static_cast<void*>(status.bytes));
@@ -111,9 +111,9 @@ ffi::Error sent(Token, Buffer ticket, TokenOut, int64_t comm, int64_t site, int6
   auto node = take(c, ticket, false, error);
   if (node.empty()) return error;
   const Pending& message = node.mapped();
-  const int64_t bytes = message.words.count * message.words.width;
-  const Mail mail{dest, message.tag, {0, nullptr, 0, bytes}, -1, message.number};
-  if (ffi::Error e = c.messages({mail}, {}); e.failure()) return e;
+  const Layout bytes{0, nullptr, 0, static_cast<int64_t>(message.words.count * message.words.width)};
+  if (ffi::Error e = c.messages({{dest, message.tag, bytes, -1, message.number}}, {}); e.failure())
+    return e;
   Status status;
   return c.done(
       call(runtime.mpi.Wait, node.mapped().request.address(), static_cast<void*>(status.bytes)));

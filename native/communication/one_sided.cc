@@ -101,9 +101,7 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
                      int64_t rows, int64_t row_bytes, int64_t word_bytes, Integers get,
                      Integers put, Integers clear, Integers accumulate) {
   const Call c("one_sided", comm, site, x.size_bytes());
-  // Windows may differ in length, their rows do not.
-  const Layout row{static_cast<int64_t>(x.element_type()), &row_bytes, 1, row_bytes};
-  if (ffi::Error e = c.collective(row); e.failure()) return e;
+  if (ffi::Error e = c.collective(x, {{"row", row_bytes}}, Integers()); e.failure()) return e;
   const int ranks = c.comm.size;
   const size_t width = word_bytes;
   const int row_words = static_cast<int>(row_bytes / word_bytes);

@@ -16,7 +16,7 @@ struct Pending {
   Words words;
   Request request;
   bool receives = false;
-  int64_t tag = 0, number = 0;  // the message's, for the operation that waits for it
+  int64_t tag = 0, number = 0;  // for the guard, when it is waited for
 
   Pending(const Call& c, int64_t peer, const Words& like)
       : operation(c.operation),

@@ -262,8 +262,8 @@ class Communicator:
             lib.mpigrad_set_communicator(
                 slot, mpi.handle, self._reversed.handle, self.rank, self.size
             )
-            board.register(lib, slot, self.rank, mpi.allgather)
-            mpi.slot = slot  # from here on its collectives are counted
+            board.register(lib, slot, self.rank, self.mpi.allgather)
+        self.mpi.slot = self.slot  # from here on its collectives are counted
 
     def split(self, color: int | None, key: int = 0) -> Communicator:
         """The communicator of the ranks with the same `color`, ordered by `key` (collective).
