@@ -30,9 +30,12 @@ BEGIN, END = "<!-- made by tools/operations_table.py -->\n", "<!-- end -->\n"
 EXAMPLES: dict[str, Any] = {"counts": (1,), "dest": 0, "source": 0}
 SPECIAL: dict[str, Callable[[Any], Any]] = {
     "neighbor_alltoallv": lambda x: operations.neighbor_alltoallv(x[:0], (), (), ()),
-    "alltoallv": lambda x: mg.alltoallv(x, (1,), (1,)),  # type: ignore[attr-defined]
-    "wait": lambda x: mg.wait(mg.isend(x, 0)),  # type: ignore[attr-defined]
-    "waitall": lambda x: mg.waitall([mg.isend(x, 0)]),  # type: ignore[attr-defined]
+    "alltoallv": lambda x: mg.alltoallv(x, (1,), (1,)),
+    "irecv": lambda x: mg.wait(mg.irecv(x, 0)),
+    "isend": lambda x: mg.wait(mg.isend(x, 0)),
+    "one_sided": lambda x: mg.one_sided(x, get=[(0, 0, 1)], accumulate=[(x, 0, 0)]),
+    "wait": lambda x: mg.wait(mg.irecv(x, 0)),
+    "waitall": lambda x: mg.waitall([mg.isend(x, 0)]),
 }
 
 
@@ -53,19 +56,17 @@ def signature(name: str, f: Callable[..., Any]) -> str:
         if p.name == "comm":
             continue
         default = p.default
-        value = f"MPI.{_mpi_name(default)}" if _mpi_name(default) else repr(default)
+        constant = _mpi_name(p.name, default)
+        value = f"MPI.{constant}" if constant else repr(default)
         words.append(p.name if default is p.empty else f"{p.name}={value}")
     return f"{name}({', '.join(words)})"
 
 
-def _mpi_name(value: Any) -> str:
+def _mpi_name(argument: str, value: Any) -> str:
     if isinstance(value, MPI.Op):
         return next(n for n in ("SUM", "PROD", "MAX", "MIN") if getattr(MPI, n) == value)
-    return next((n for n in ("ANY_SOURCE", "ANY_TAG") if _same(value, getattr(MPI, n))), "")
-
-
-def _same(value: Any, constant: int) -> bool:
-    return isinstance(value, int) and value == constant < 0
+    wildcard = {"source": "ANY_SOURCE", "tag": "ANY_TAG"}.get(argument, "")
+    return wildcard if wildcard and value == getattr(MPI, wildcard) else ""
 
 
 def result(f: Callable[..., Any]) -> str:
