@@ -3,6 +3,7 @@
 #   make test     lint, and every test on 1, 2, 3 and 4 ranks (less than 15 minutes)
 #   make test-full  every case at every number of ranks
 #   make test-oldest  operations and transformations on the oldest JAX that is supported
+#   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make bench    the tables of bench/
 #   make docs     the reference of the public names, in build/docs
 #   make lint     ruff and pyright
@@ -16,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-oldest bench docs lint clean
+.PHONY: setup demo test test-full test-oldest fuzz bench docs lint clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -39,6 +40,15 @@ test-full: lint
 test-oldest:
 	@mkdir -p build
 	@PYTHON="$(PYTHON)" MPI="$(MPI)" sh tools/oldest.sh
+
+# N programs at each number of ranks; another SEED, other programs.
+N := 1000
+SEED := 0
+fuzz: setup
+	@for ranks in 2 3 4; do \
+		PYTHONPATH=tests $(BIN)/mpigrad launch -n $$ranks tests/fuzz.py --examples $(N) \
+			--seed $(SEED) || exit 1; \
+	done
 
 lint: setup
 	@echo "lint: ruff, pyright"

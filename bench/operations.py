@@ -1,16 +1,22 @@
-"""Operations beside mpi4py and, where it is installed, mpi4jax: one table, one run.
+"""Operations beside mpi4py, mpi4jax, torch (gloo) and JAX's shard_map (gloo): one table, one run.
 
-    mpigrad launch -n 2 bench/operations.py [--json FILE]
+    mpigrad launch -n 2 bench/operations.py [--json FILE] [--torch-python PYTHON]
 
-Loops of each library take turns within one process, so that a drift of the machine meets all of
-them alike; figures are medians over rounds, with the smallest and the largest ratio of the pairs.
+Forward, and forward with backward. Loops of each library take turns within one job, so that a drift
+of the machine meets all of them alike; figures are medians over rounds, with the smallest and the
+largest ratio of the pairs. A library that is not there, or has no gradient, is left out and named.
+mpi4jax has to be in this environment; torch may be in one of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import pathlib
+import socket
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -37,19 +43,56 @@ world = MPI.COMM_WORLD
 right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
 
 
+class Peer:
+    """A library in a process of its own beside each rank (bench/peer.py)."""
+
+    def __init__(self, library: str, python: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = world.bcast(free.getsockname()[1])
+        # Not a rank of this job: it must not find what the launcher has set for its ranks.
+        own = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "JAX_")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(own)}
+        program = str(pathlib.Path(__file__).with_name("peer.py"))
+        words = [python, program, library, str(world.rank), str(world.size), str(port)]
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        answers = world.allgather(self._answer())
+        self.missing = next((a["missing"] for a in answers if "missing" in a), "")
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else {"missing": "it ended"}
+
+    def ask(self, **task: Any) -> float | None:
+        """Seconds of its loop on this rank; None where it has no such operation."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        return self._answer().get("seconds")
+
+    def end(self) -> None:
+        """Let it end."""
+        self._process.communicate()
+
+
 def seconds(f: Callable[[], Any]) -> float:
+    """The slowest rank's seconds. A loop in another process tells its own."""
     world.Barrier()
     start = time.perf_counter()
-    f()
-    return world.allreduce(time.perf_counter() - start, op=MPI.MAX)
+    told = f()
+    taken = told if isinstance(told, float) else time.perf_counter() - start
+    return world.allreduce(taken, op=MPI.MAX)
 
 
-def measure(loops: dict[str, tuple[Callable[[], Any], int]]) -> dict[str, list[float]]:
+def measure(loops: dict[str, tuple[Callable[[], Any], int]], rounds: int) -> dict[str, list[float]]:
     """Microseconds per call of each loop in each round; the loops take turns."""
     for f, _ in loops.values():
         f()
     times: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, (f, count) in loops.items():
             times[name].append(seconds(f) / count * 1e6)
     return times
@@ -68,24 +111,55 @@ def repeated(f: Callable[[], Any], count: int) -> Callable[[], None]:
     return run
 
 
-def loops(n: int) -> dict[str, dict[str, tuple[Callable[[], Any], int]]]:
-    """For each operation the loops of all libraries."""
+def both_ways(operation: Callable[[Any], Any], vjp: Any) -> Callable[[Any], Any]:
+    """The operation, and its adjoint of what it gave."""
+
+    def step(x: Any) -> Any:
+        y, back = vjp(operation, x)
+        return back(y)[0]
+
+    return step
+
+
+def loops(
+    n: int, mode: str, peers: dict[str, Peer], shorter: int
+) -> dict[str, dict[str, tuple[Callable[[], Any], int]]]:
+    """For each operation the loops of all libraries; `mode` is "forward" or "gradient"."""
     a, b = np.zeros(n), np.zeros(n)
-    x, count = jnp.zeros(n), LOOP[n]
+    x, count = jnp.zeros(n), max(2, LOOP[n] // shorter)
+
+    def exchanged() -> None:
+        world.Sendrecv(a, right, 0, b, left, 0)
+        world.Sendrecv(b, left, 0, a, right, 0)
+
+    def cast_and_reduced() -> None:
+        world.Bcast(a, 0)
+        world.Reduce(a, b, root=0)
+
+    def reduced_twice() -> None:
+        world.Allreduce(a, b)
+        world.Allreduce(b, a)
+
     raw = {
-        "allreduce": lambda: world.Allreduce(a, b),
-        "sendrecv": lambda: world.Sendrecv(a, right, 0, b, left, 0),
-        "bcast": lambda: world.Bcast(a, 0),
-    }
+        "forward": {
+            "allreduce": lambda: world.Allreduce(a, b),
+            "sendrecv": lambda: world.Sendrecv(a, right, 0, b, left, 0),
+            "bcast": lambda: world.Bcast(a, 0),
+        },
+        "gradient": {
+            "allreduce": reduced_twice, "sendrecv": exchanged, "bcast": cast_and_reduced,
+        },
+    }[mode]  # fmt: skip
     ours = {
         "allreduce": mg.allreduce,
         "sendrecv": lambda x: mg.sendrecv(x, right, left),
         "bcast": mg.bcast,
     }
-    table = {
+    step = {op: f if mode == "forward" else both_ways(f, mg.vjp) for op, f in ours.items()}
+    table: dict[str, dict[str, tuple[Callable[[], Any], int]]] = {
         op: {
             "mpi4py": (repeated(raw[op], count), count),
-            "mpigrad": (in_loop(ours[op], x, count, mg.jit), count),
+            "mpigrad": (in_loop(step[op], x, count, mg.jit), count),
         }
         for op in raw
     }
@@ -96,7 +170,16 @@ def loops(n: int) -> dict[str, dict[str, tuple[Callable[[], Any], int]]]:
             "bcast": lambda x: mpi4jax.bcast(x, 0, comm=world),
         }
         for op, f in theirs.items():
-            table[op]["mpi4jax"] = (in_loop(f, x, count, jax.jit), count)
+            if mode == "gradient" and op == "bcast":
+                continue  # not differentiable
+            g = f if mode == "forward" else both_ways(f, jax.vjp)
+            table[op]["mpi4jax"] = (in_loop(g, x, count, jax.jit), count)
+    for name, peer in peers.items():
+        for op, candidates in table.items():
+            task = {"operation": op, "mode": mode, "n": n, "count": count}
+            # The first answer tells whether there is such a loop, and compiles it.
+            if all(t is not None for t in world.allgather(peer.ask(**task))):
+                candidates[name] = (lambda p=peer, t=task: p.ask(**t), count)
     return table
 
 
@@ -122,7 +205,7 @@ def dispatch() -> dict[str, tuple[Callable[[], Any], int]]:
 def row(label: str, times: dict[str, list[float]], base: str = "mpigrad") -> dict[str, Any]:
     ours = times[base]
     record: dict[str, Any] = {"label": label, "microseconds": {}, "ratio": {}}
-    text = f"{label:18s}"
+    text = f"{label:27s}"
     for name, values in times.items():
         record["microseconds"][name] = statistics.median(values)
         text += f"  {name} {statistics.median(values):10.2f}"
@@ -139,7 +222,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--shorter", type=int, default=1, help="divide the loops' lengths by this")
+    parser.add_argument("--peers", nargs="*", default=["torch", "shard_map"], help="or none")
+    parser.add_argument("--torch-python", default=sys.executable, help="a Python that has torch")
     arguments = parser.parse_args()
+    pythons = {"torch": arguments.torch_python, "shard_map": sys.executable}
+    started = {name: Peer(name, pythons[name]) for name in arguments.peers}
+    peers = {name: peer for name, peer in started.items() if not peer.missing}
     if world.rank == 0:
         print(
             f"{world.size} ranks, {MPI.Get_library_version().splitlines()[0].split(',')[0]}, "
@@ -148,11 +238,17 @@ def main() -> None:
             "microseconds per operation, medians; in brackets mpigrad's time over the other's",
             flush=True,
         )
+        for name, peer in started.items():
+            if peer.missing:
+                print(f"{name}: left out ({peer.missing})", flush=True)
     records = []
     for label in arguments.sizes:
-        for op, candidates in loops(SIZES[label]).items():
-            records.append(row(f"{op} {label}", measure(candidates)))
-    calls = measure(dispatch())
+        for mode in ("forward", "gradient"):
+            candidates = loops(SIZES[label], mode, peers, arguments.shorter)
+            for op, fs in candidates.items():
+                title = f"{op} {label}" + (" and back" if mode == "gradient" else "")
+                records.append(row(title, measure(fs, arguments.rounds)))
+    calls = measure(dispatch(), arguments.rounds)
     records.append(
         row("dispatch 8 B", {k: v for k, v in calls.items() if "eager" not in k}, "mpigrad.jit")
     )
@@ -162,6 +258,8 @@ def main() -> None:
     if arguments.json and world.rank == 0:
         with open(arguments.json, "w") as file:
             json.dump({"ranks": world.size, "python": sys.version, "rows": records}, file, indent=1)
+    for peer in started.values():
+        peer.end()
 
 
 if __name__ == "__main__":

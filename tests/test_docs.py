@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import shlex
@@ -70,6 +71,7 @@ def test_commands(text: str) -> None:
                 capture_output=True,
                 text=True,
                 timeout=120,
+                env=dict(os.environ),  # without what MPI has set in this process by itself
             )
             assert done.returncode == 0, done.stdout + done.stderr
         elif words[0] == "mpigrad":  # long runs: their options are checked

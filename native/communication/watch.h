@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <ctime>
 
+#include "trace.h"
+
 namespace mpigrad {
 
 inline int64_t now_ns() {
@@ -31,13 +33,13 @@ class Watch {
   const int64_t start_ns;
 
   Watch(const char* operation, int64_t slot, int64_t site, int64_t bytes, int64_t peer)
-      : start_ns(now_ns()), bytes_(bytes) {
-    (void)slot, (void)peer;
+      : start_ns(now_ns()), bytes_(bytes), event_{operation, start_ns, 0, slot, site, bytes, peer} {
     record.operation.store(operation, std::memory_order_relaxed);
     record.site.store(site, std::memory_order_relaxed);
     record.start_ns.store(start_ns, std::memory_order_release);
   }
   void end(int64_t end_ns) {
+    if (trace_on) event_.end_ns = end_ns, trace_event(event_);
     record.start_ns.store(0, std::memory_order_release);
     add(record.calls, 1);
     add(record.busy_ns, end_ns - start_ns);
@@ -51,6 +53,7 @@ class Watch {
     a.store(a.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
   }
   int64_t bytes_;
+  TraceEvent event_;
 };
 
 }  // namespace mpigrad

@@ -16,6 +16,7 @@ if not in_command():
     _check_world(_MPI.COMM_WORLD.size)
 
     from mpigrad import guard as _guard
+    from mpigrad import trace as _trace
     from mpigrad.communicator import Communicator
     from mpigrad.communicator import default as _default
     from mpigrad.custom_rules import custom_jvp, custom_vjp
@@ -58,6 +59,7 @@ if not in_command():
     _jax_compat.configure_backend(_MPI.COMM_WORLD.size)
     _guard.install()
     _default()  # here, where every rank is: making it is collective, a first message need not be
+    _trace.start()
 
 __all__ = [
     "Communicator",

@@ -13,7 +13,7 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn
 
 try:
@@ -28,6 +28,7 @@ __all__ = ["PROBLEMS", "main", "problem_options"]
 
 PROBLEMS = ("poisson",)
 _WITH_VALUE = ("-n", "--ranks", "--timeout", "--grace")  # of LaunchOptions
+_FLAGS = ("--profile",)  # of Launch
 
 Ranks = Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="RANKS")]
 Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
@@ -67,6 +68,8 @@ class Launch(LaunchOptions):
         ]
     ] = ()
     """The program's own arguments and options."""
+    profile: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print at the end what each operation on each line has cost: calls, bytes, time, waiting."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,14 +193,22 @@ def _launch(arguments: list[str]) -> int:
                 _refuse(f"there is no module {module}")
         case [file, *_] if not pathlib.Path(file).exists():
             _refuse(f"there is no file {file}")
-    return _start(program, options)
+    return _start(program, options, {"MPIGRAD_PROFILE": "1"} if options.profile else {})
 
 
-def _start(program: Sequence[str], options: LaunchOptions) -> int:
+def _start(
+    program: Sequence[str], options: LaunchOptions, environment: Mapping[str, str] | None = None
+) -> int:
     """Launch the ranks; inside a launcher's world, become one of them."""
     around = launcher.world_around()
     if around is None:
-        return launcher.launch(program, options.ranks, timeout=options.timeout, grace=options.grace)
+        return launcher.launch(
+            program,
+            options.ranks,
+            timeout=options.timeout,
+            grace=options.grace,
+            environment=environment,
+        )
     if options.ranks != around.size:
         _refuse(
             f"-n {options.ranks}, but {around.launcher} has started {around.size} ranks here: "
@@ -205,6 +216,7 @@ def _start(program: Sequence[str], options: LaunchOptions) -> int:
         )
     if options.timeout < math.inf:
         _refuse(f"--timeout: {around.launcher} has started the ranks; give it the time limit")
+    os.environ.update(environment or {})
     launcher.become_rank(program)
 
 
@@ -219,9 +231,9 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
             return arguments[:i], arguments[i:]
         if word in ("-h", "--help"):
             return [word], []
-        if word.partition("=")[0] not in _WITH_VALUE:
+        if word not in _FLAGS and word.partition("=")[0] not in _WITH_VALUE:
             _refuse(f"launch has no option {word}; see `mpigrad launch --help`")
-        i += 1 if "=" in word else 2
+        i += 1 if "=" in word or word in _FLAGS else 2
     return arguments, []
 
 

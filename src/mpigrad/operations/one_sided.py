@@ -140,7 +140,7 @@ def one_sided(
                 )
             lists[name].append(_triple(rank, offset, values.shape[0], name, comm))
             parts.append(values)
-    if lists["accumulate"] and content.dtype.name not in ARITHMETIC_DTYPES:
+    if lists["accumulate"] and content.dtype.name not in ARITHMETIC_DTYPES - {"bool"}:
         raise TypeError(f"one_sided: accumulate: MPI cannot add {content.dtype.name}")
     gets = tuple(_triple(*entry, "get", comm) for entry in get)
     (y,) = one_sided_p.bind(

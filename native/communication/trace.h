@@ -1,0 +1,20 @@
+// Who was in which operation from when to when: kept in memory while MPIGRAD_TRACE or a profile
+// asks for it, written as a timeline (Chrome's trace events) and summed up by source line.
+#pragma once
+
+#include <cstdint>
+
+namespace mpigrad {
+
+// Read from Python as seven 64-bit words.
+struct TraceEvent {
+  const char* operation;
+  int64_t start_ns, end_ns;
+  int64_t slot, site, bytes, peer;
+};
+
+extern bool trace_on;  // set once, before the first message
+
+void trace_event(const TraceEvent& event);
+
+}  // namespace mpigrad

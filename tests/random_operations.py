@@ -1,0 +1,440 @@
+"""The steps of random programs: each operation as a call, and as the same map of all ranks' arrays.
+
+A row of OPERATIONS is all that an operation needs in order to be part of random programs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+import mpigrad as mg
+from helpers import CASES
+from mpigrad.communicator import Communicator
+
+LENGTH = 3  # of every operand
+
+
+@dataclass(frozen=True)
+class Step:
+    """A message, and a local function of what it brings.
+
+    Parameters
+    ----------
+    operation
+        A name in OPERATIONS.
+    x, target
+        The register that is read, and the one that is written.
+    rank, other, tag, comm
+        What the operation makes of them: a root, a sender and a receiver, a distance.
+    then
+        The local function in LOCAL.
+    constant
+        Ranks whose operand is a constant.
+    unused
+        Ranks that do not use the result.
+    wraps
+        For some ranks, a wrapper in WRAPS around their part of the message.
+    """
+
+    operation: str
+    x: int = 0
+    target: int = 0
+    rank: int = 0
+    other: int = 0
+    tag: int = 0
+    comm: str = "world"
+    then: str = "set"
+    constant: tuple[int, ...] = ()
+    unused: tuple[int, ...] = ()
+    wraps: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`run` on one rank, and `simulate` on the stack: (operand, register written, step, …)."""
+
+    run: Callable[[Any, Any, Step, Communicator], Any]
+    simulate: Callable[[Any, Any, Step], Any]
+
+
+def weights(n: int) -> np.ndarray:
+    """n different numbers with the sum 1."""
+    return 2 * np.arange(1.0, n + 1) / (n * (n + 1))
+
+
+def spread(x: Any, n: int) -> Any:
+    """n different multiples of `x` along a new leading axis."""
+    return weights(n)[:, None] * x
+
+
+def gathered(y: Any) -> Any:
+    """A weighted mean over the leading axis."""
+    return jnp.tensordot(weights(y.shape[0]), y, 1)
+
+
+def moved(stack: Callable[[Any, Step], Any]) -> Callable[[Any, Any, Step], Any]:
+    """The simulation of an operation that moves and adds whole operands.
+
+    `stack` is the map in NumPy, of an array whose first axis is the ranks. Its matrix is what it
+    makes of the unit vectors.
+    """
+    return lambda X, old, step: jax.lax.dot(jnp.asarray(stack(np.eye(len(X)), step)), X)
+
+
+def collective(
+    call: Callable[..., Any],
+    stack: Callable[[Any, int], Any],
+    *,
+    rows_in: bool = False,
+    rows_out: bool = False,
+) -> Operation:
+    """A row for a linear collective: `call(x, root, comm)` and, in NumPy, `stack(X, root)`.
+
+    With `rows_in` or `rows_out` it takes or gives one row for each rank.
+    """
+
+    def run(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+        y = call(spread(x, comm.size) if rows_in else x, step.rank % comm.size, comm)
+        return gathered(y) if rows_out else y
+
+    def stacked(X: Any, step: Step) -> Any:
+        n = len(X)
+        Y = stack(weights(n)[:, None] * X[:, None] if rows_in else X, step.rank % n)
+        return np.tensordot(Y, weights(n), ([1], [0])) if rows_out else Y
+
+    return Operation(run, moved(stacked))
+
+
+def apart(operation: Operation) -> Operation:
+    """`operation` of operands kept apart: rounding must not decide which of them is largest."""
+    return Operation(
+        lambda x, old, s, c: operation.run(x + (c.rank + 1) / 8, old, s, c),
+        lambda X, old, s: operation.simulate(X + np.arange(1, len(X) + 1)[:, None] / 8, old, s),
+    )
+
+
+def on(root: int, value: Any, size: int) -> Any:
+    """`value` on one rank, zeros on the others."""
+    return np.stack([value if r == root else np.zeros_like(value) for r in range(size)])
+
+
+def everywhere(value: Any, size: int) -> Any:
+    return np.broadcast_to(value, (size, *value.shape))
+
+
+def _pair(step: Step, size: int) -> tuple[int, int]:
+    return step.rank % size, (step.rank + step.other) % size
+
+
+def _send(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    """One rank sends, another receives, the others have something else to do."""
+    sender, receiver = _pair(step, comm.size)
+    if comm.rank == sender != receiver:
+        mg.send(x, receiver, step.tag, comm)
+    if comm.rank == receiver != sender:
+        return mg.recv(x if step.other % 2 else np.zeros(LENGTH), sender, step.tag, comm)
+    return jnp.sin(old)
+
+
+def _send_simulated(X: Any, old: Any, step: Step) -> Any:
+    sender, receiver = _pair(step, len(X))
+    if sender == receiver:
+        return jnp.sin(old)
+    arrives = np.zeros((len(X), len(X)))
+    arrives[receiver, sender] = 1
+    others = np.arange(len(X))[:, None] != receiver
+    return jnp.sin(old) * others + jax.lax.dot(jnp.asarray(arrives), X)
+
+
+def _chain(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    """Every rank waits for its predecessor, and hands on what it makes of it."""
+    if comm.rank > 0:
+        x = jnp.sin(x + mg.recv(np.ones(LENGTH), comm.rank - 1, step.tag, comm))
+    if comm.rank + 1 < comm.size:
+        mg.send(x, comm.rank + 1, step.tag, comm)
+    return x
+
+
+def _chain_simulated(X: Any, old: Any, step: Step) -> Any:
+    rows = [X[0]]
+    for x in X[1:]:
+        rows.append(jnp.sin(x + rows[-1]))
+    return jnp.stack(rows)
+
+
+def _ring(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    """To the rank at a distance; the tag names the sender."""
+    dest, source = (comm.rank + step.other) % comm.size, (comm.rank - step.other) % comm.size
+    return mg.sendrecv(x, dest, source, step.tag + comm.rank, step.tag + source, comm=comm)
+
+
+def _shift(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    """To the next rank; nobody sends to the first."""
+    dest = comm.rank + 1 if comm.rank + 1 < comm.size else MPI.PROC_NULL
+    source = comm.rank - 1 if comm.rank > 0 else MPI.PROC_NULL
+    return mg.sendrecv(x, dest, source, step.tag, step.tag, comm=comm)
+
+
+def _shorter(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    """A ring in which rank r sends its first 1 + r mod 3 numbers."""
+    dest, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    like = np.zeros(1 + source % LENGTH)
+    y = mg.sendrecv(x[: 1 + comm.rank % LENGTH], dest, source, like=like, comm=comm)
+    return jnp.concatenate([y, jnp.zeros(LENGTH - y.size)])
+
+
+def _shorter_simulated(X: Any, old: Any, step: Step) -> Any:
+    sent = np.arange(LENGTH) <= np.arange(len(X))[:, None] % LENGTH
+    return jnp.roll(X * sent, 1, axis=0)
+
+
+def _tree(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    """A pytree as one message, integers in it."""
+    tree = {"a": x[:1], "b": (x[1:] * 2, jnp.int32(comm.rank))}
+    got = mg.allreduce(tree, comm=comm)
+    return jnp.concatenate([got["a"], got["b"][0] / 2]) / (1 + got["b"][1])
+
+
+def _barrier(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    mg.barrier(comm)
+    return x
+
+
+OPERATIONS: dict[str, Operation] = {
+    "local": Operation(lambda x, old, s, c: x, lambda X, old, s: X),
+    "barrier": Operation(_barrier, lambda X, old, s: X),
+    "bcast": collective(
+        lambda x, root, c: mg.bcast(x, root, c), lambda X, root: everywhere(X[root], len(X))
+    ),
+    "reduce": collective(
+        lambda x, root, c: mg.reduce(x, root=root, comm=c) / c.size,
+        lambda X, root: on(root, X.mean(0), len(X)),
+    ),
+    "allreduce": collective(
+        lambda x, root, c: mg.allreduce(x, comm=c) / c.size,
+        lambda X, root: everywhere(X.mean(0), len(X)),
+    ),
+    "gather": collective(
+        lambda x, root, c: mg.gather(x, root, c), lambda X, root: on(root, X, len(X)), rows_out=True
+    ),
+    "scatter": collective(
+        lambda x, root, c: mg.scatter(x, root, c), lambda X, root: X[root], rows_in=True
+    ),
+    "tree": Operation(
+        _tree,
+        moved(lambda X, s: everywhere(X.sum(0) / (1 + sum(range(len(X)))), len(X))),
+    ),
+    "send": Operation(_send, _send_simulated),
+    "chain": Operation(_chain, _chain_simulated),
+    "ring": Operation(_ring, moved(lambda X, s: np.roll(X, s.other, axis=0))),
+    "shift": Operation(_shift, moved(lambda X, s: np.concatenate([0 * X[:1], X[:-1]]))),
+    "shorter": Operation(_shorter, _shorter_simulated),
+    "neighbors": Operation(
+        lambda x, old, s, c: CASES["neighbor_alltoallv"].run(x, c),
+        lambda X, old, s: CASES["neighbor_alltoallv"].simulate(X),
+    ),
+}
+if hasattr(mg, "allgather"):
+    OPERATIONS["allgather"] = collective(
+        lambda x, root, c: mg.allgather(x, comm=c),
+        lambda X, root: everywhere(X, len(X)),
+        rows_out=True,
+    )
+if hasattr(mg, "alltoall"):
+    OPERATIONS["alltoall"] = collective(
+        lambda x, root, c: mg.alltoall(x, comm=c),
+        lambda X, root: np.swapaxes(X, 0, 1),
+        rows_in=True,
+        rows_out=True,
+    )
+if hasattr(mg, "reduce_scatter"):
+    OPERATIONS["reduce_scatter"] = collective(
+        lambda x, root, c: mg.reduce_scatter(x, comm=c), lambda X, root: X.sum(0), rows_in=True
+    )
+if hasattr(mg, "scan"):
+    OPERATIONS["scan"] = collective(
+        lambda x, root, c: mg.scan(x, comm=c) / c.size,
+        lambda X, root: np.cumsum(X, axis=0) / len(X),
+    )
+if hasattr(mg, "exscan"):
+    OPERATIONS["exscan"] = collective(
+        lambda x, root, c: mg.exscan(x, comm=c) / c.size,
+        lambda X, root: (np.cumsum(X, axis=0) - X) / len(X),
+    )
+
+
+# ---- as many rows from each rank as it likes ----
+
+
+def folded(y: Any) -> Any:
+    """A vector of any length, made LENGTH long."""
+    return jnp.tensordot(_mixing(y.shape[0]), y, 1)
+
+
+def unfolded(x: Any, n: int) -> Any:
+    """A vector of LENGTH, made n long."""
+    return jnp.tensordot(_mixing(n).T, x, 1)
+
+
+def _mixing(n: int) -> np.ndarray:
+    return np.cos(np.arange(LENGTH)[:, None] + 3 * np.arange(n)) / max(n, 1)
+
+
+def _counts(step: Step, size: int) -> tuple[int, ...]:
+    """How many rows each rank has: zero, too."""
+    return tuple((r + step.tag) % (LENGTH + 1) for r in range(size))
+
+
+def _to_each(step: Step, rank: int, size: int) -> tuple[int, ...]:
+    return tuple((rank + 2 * other + step.tag) % LENGTH for other in range(size))
+
+
+def _padded(y: Any) -> Any:
+    return jnp.concatenate([y, jnp.zeros(LENGTH - y.shape[0])])
+
+
+def _all_rows(X: Any, step: Step) -> Any:
+    rows = zip(X, _counts(step, len(X)), strict=True)
+    return jnp.concatenate([x[:n] for x, n in rows])
+
+
+def _parts(y: Any, counts: tuple[int, ...]) -> Any:
+    """The rows for each rank, as operands."""
+    ends = np.cumsum((0, *counts))
+    return jnp.stack([_padded(y[a:b]) for a, b in itertools.pairwise(ends)])
+
+
+def _on_rank(rank: int, y: Any, size: int) -> Any:
+    return jnp.stack([y if r == rank else jnp.zeros_like(y) for r in range(size)])
+
+
+def _exchanged(X: Any, step: Step) -> Any:
+    n = len(X)
+    counts = [_to_each(step, r, n) for r in range(n)]
+    sent = [unfolded(x, sum(c)) for x, c in zip(X, counts, strict=True)]
+    ends = [np.cumsum((0, *c)) for c in counts]
+    return jnp.stack(
+        [
+            folded(jnp.concatenate([sent[s][ends[s][r] : ends[s][r + 1]] for s in range(n)]))
+            for r in range(n)
+        ]
+    )
+
+
+def _alltoallv(x: Any, step: Step, c: Communicator) -> Any:
+    mine = _to_each(step, c.rank, c.size)
+    theirs = tuple(_to_each(step, s, c.size)[c.rank] for s in range(c.size))
+    return folded(mg.alltoallv(unfolded(x, sum(mine)), mine, theirs, comm=c))
+
+
+if hasattr(mg, "allgatherv"):
+    OPERATIONS["allgatherv"] = Operation(
+        lambda x, old, s, c: folded(
+            mg.allgatherv(x[: _counts(s, c.size)[c.rank]], _counts(s, c.size), comm=c)
+        ),
+        lambda X, old, s: jnp.stack([folded(_all_rows(X, s))] * len(X)),
+    )
+if hasattr(mg, "gatherv"):
+    OPERATIONS["gatherv"] = Operation(
+        lambda x, old, s, c: folded(
+            mg.gatherv(x[: _counts(s, c.size)[c.rank]], _counts(s, c.size), s.rank % c.size, c)
+        ),
+        lambda X, old, s: _on_rank(s.rank % len(X), folded(_all_rows(X, s)), len(X)),
+    )
+if hasattr(mg, "scatterv"):
+    OPERATIONS["scatterv"] = Operation(
+        lambda x, old, s, c: _padded(
+            mg.scatterv(
+                unfolded(x, sum(_counts(s, c.size))), _counts(s, c.size), s.rank % c.size, c
+            )
+        ),
+        lambda X, old, s: _parts(
+            unfolded(X[s.rank % len(X)], sum(_counts(s, len(X)))), _counts(s, len(X))
+        ),
+    )
+if hasattr(mg, "reduce_scatterv"):
+    OPERATIONS["reduce_scatterv"] = Operation(
+        lambda x, old, s, c: _padded(
+            mg.reduce_scatterv(unfolded(x, sum(_counts(s, c.size))), _counts(s, c.size), comm=c)
+        ),
+        lambda X, old, s: _parts(unfolded(X.sum(0), sum(_counts(s, len(X)))), _counts(s, len(X))),
+    )
+if hasattr(mg, "alltoallv"):
+    OPERATIONS["alltoallv"] = Operation(
+        lambda x, old, s, c: _alltoallv(x, s, c), lambda X, old, s: _exchanged(X, s)
+    )
+
+
+# ---- reductions that are no sums ----
+
+if hasattr(mg, "reduction"):
+    for _op, _reduced in (("PROD", jnp.prod), ("MAX", jnp.max), ("MIN", jnp.min)):
+        OPERATIONS[f"allreduce {_op}"] = apart(
+            Operation(
+                lambda x, old, s, c, op=_op: mg.allreduce(x, op=getattr(MPI, op), comm=c),
+                lambda X, old, s, f=_reduced: jnp.broadcast_to(f(X, axis=0), X.shape),
+            )
+        )
+
+
+# ---- requests, any sender, one-sided ----
+
+
+def _requests(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    dest, source = (comm.rank + step.other) % comm.size, (comm.rank - step.other) % comm.size
+    coming = mg.irecv(np.zeros(LENGTH), source, step.tag, comm)
+    going = mg.isend(x, dest, step.tag, comm)
+    local = jnp.sin(old)
+    mg.wait(going)
+    return (mg.wait(coming) + local) / 2
+
+
+def _anyone(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    """A rank adds what the others send, in whatever order it comes."""
+    root = step.rank % comm.size
+    if comm.rank != root:
+        mg.send(x, root, step.tag, comm)
+    else:
+        for _ in range(comm.size - 1):
+            x = x + mg.recv(np.zeros(LENGTH), tag=step.tag, comm=comm)
+        x = x / comm.size
+    mg.barrier(comm)  # nobody sends for the next such step before this one is done
+    return x
+
+
+def _anyone_simulated(X: Any, old: Any, step: Step) -> Any:
+    return jnp.stack([X.mean(0) if r == step.rank % len(X) else X[r] for r in range(len(X))])
+
+
+def _window(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    """Adds to another rank's window and reads a third's."""
+    there, from_there = (comm.rank + step.other) % comm.size, (comm.rank + 1) % comm.size
+    content, (got,) = mg.one_sided(
+        x, get=[(from_there, 1, 2)], accumulate=[(jnp.sin(x[:2]), there, 1)], comm=comm
+    )
+    return (content + _padded(got)) / 2
+
+
+def _window_simulated(X: Any, old: Any, step: Step) -> Any:
+    added = jnp.roll(jnp.sin(X[:, :2]), step.other, axis=0)
+    got = jnp.roll(X, -1, axis=0)[:, 1:]
+    one = jnp.zeros((len(X), 1))
+    return (X + jnp.concatenate([one, added], 1) + jnp.concatenate([got, one], 1)) / 2
+
+
+if hasattr(mg, "isend"):
+    OPERATIONS["requests"] = Operation(
+        _requests, lambda X, old, s: (jnp.roll(X, s.other, axis=0) + jnp.sin(old)) / 2
+    )
+if hasattr(mg, "recv_with_status"):
+    OPERATIONS["anyone"] = Operation(_anyone, _anyone_simulated)
+if hasattr(mg, "one_sided"):
+    OPERATIONS["one_sided"] = Operation(_window, _window_simulated)
