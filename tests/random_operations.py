@@ -242,33 +242,28 @@ OPERATIONS: dict[str, Operation] = {
         lambda X, old, s: CASES["neighbor_alltoallv"].simulate(X),
     ),
 }
-if hasattr(mg, "allgather"):
-    OPERATIONS["allgather"] = collective(
-        lambda x, root, c: mg.allgather(x, comm=c),
-        lambda X, root: everywhere(X, len(X)),
-        rows_out=True,
-    )
-if hasattr(mg, "alltoall"):
-    OPERATIONS["alltoall"] = collective(
-        lambda x, root, c: mg.alltoall(x, comm=c),
-        lambda X, root: np.swapaxes(X, 0, 1),
-        rows_in=True,
-        rows_out=True,
-    )
-if hasattr(mg, "reduce_scatter"):
-    OPERATIONS["reduce_scatter"] = collective(
-        lambda x, root, c: mg.reduce_scatter(x, comm=c), lambda X, root: X.sum(0), rows_in=True
-    )
-if hasattr(mg, "scan"):
-    OPERATIONS["scan"] = collective(
-        lambda x, root, c: mg.scan(x, comm=c) / c.size,
-        lambda X, root: np.cumsum(X, axis=0) / len(X),
-    )
-if hasattr(mg, "exscan"):
-    OPERATIONS["exscan"] = collective(
-        lambda x, root, c: mg.exscan(x, comm=c) / c.size,
-        lambda X, root: (np.cumsum(X, axis=0) - X) / len(X),
-    )
+OPERATIONS["allgather"] = collective(
+    lambda x, root, c: mg.allgather(x, comm=c),
+    lambda X, root: everywhere(X, len(X)),
+    rows_out=True,
+)
+OPERATIONS["alltoall"] = collective(
+    lambda x, root, c: mg.alltoall(x, comm=c),
+    lambda X, root: np.swapaxes(X, 0, 1),
+    rows_in=True,
+    rows_out=True,
+)
+OPERATIONS["reduce_scatter"] = collective(
+    lambda x, root, c: mg.reduce_scatter(x, comm=c), lambda X, root: X.sum(0), rows_in=True
+)
+OPERATIONS["scan"] = collective(
+    lambda x, root, c: mg.scan(x, comm=c) / c.size,
+    lambda X, root: np.cumsum(X, axis=0) / len(X),
+)
+OPERATIONS["exscan"] = collective(
+    lambda x, root, c: mg.exscan(x, comm=c) / c.size,
+    lambda X, root: (np.cumsum(X, axis=0) - X) / len(X),
+)
 
 
 # ---- as many rows from each rank as it likes ----
@@ -335,54 +330,46 @@ def _alltoallv(x: Any, step: Step, c: Communicator) -> Any:
     return folded(mg.alltoallv(unfolded(x, sum(mine)), mine, theirs, comm=c))
 
 
-if hasattr(mg, "allgatherv"):
-    OPERATIONS["allgatherv"] = Operation(
-        lambda x, old, s, c: folded(
-            mg.allgatherv(x[: _counts(s, c.size)[c.rank]], _counts(s, c.size), comm=c)
-        ),
-        lambda X, old, s: jnp.stack([folded(_all_rows(X, s))] * len(X)),
-    )
-if hasattr(mg, "gatherv"):
-    OPERATIONS["gatherv"] = Operation(
-        lambda x, old, s, c: folded(
-            mg.gatherv(x[: _counts(s, c.size)[c.rank]], _counts(s, c.size), s.rank % c.size, c)
-        ),
-        lambda X, old, s: _on_rank(s.rank % len(X), folded(_all_rows(X, s)), len(X)),
-    )
-if hasattr(mg, "scatterv"):
-    OPERATIONS["scatterv"] = Operation(
-        lambda x, old, s, c: _padded(
-            mg.scatterv(
-                unfolded(x, sum(_counts(s, c.size))), _counts(s, c.size), s.rank % c.size, c
-            )
-        ),
-        lambda X, old, s: _parts(
-            unfolded(X[s.rank % len(X)], sum(_counts(s, len(X)))), _counts(s, len(X))
-        ),
-    )
-if hasattr(mg, "reduce_scatterv"):
-    OPERATIONS["reduce_scatterv"] = Operation(
-        lambda x, old, s, c: _padded(
-            mg.reduce_scatterv(unfolded(x, sum(_counts(s, c.size))), _counts(s, c.size), comm=c)
-        ),
-        lambda X, old, s: _parts(unfolded(X.sum(0), sum(_counts(s, len(X)))), _counts(s, len(X))),
-    )
-if hasattr(mg, "alltoallv"):
-    OPERATIONS["alltoallv"] = Operation(
-        lambda x, old, s, c: _alltoallv(x, s, c), lambda X, old, s: _exchanged(X, s)
-    )
+OPERATIONS["allgatherv"] = Operation(
+    lambda x, old, s, c: folded(
+        mg.allgatherv(x[: _counts(s, c.size)[c.rank]], _counts(s, c.size), comm=c)
+    ),
+    lambda X, old, s: jnp.stack([folded(_all_rows(X, s))] * len(X)),
+)
+OPERATIONS["gatherv"] = Operation(
+    lambda x, old, s, c: folded(
+        mg.gatherv(x[: _counts(s, c.size)[c.rank]], _counts(s, c.size), s.rank % c.size, c)
+    ),
+    lambda X, old, s: _on_rank(s.rank % len(X), folded(_all_rows(X, s)), len(X)),
+)
+OPERATIONS["scatterv"] = Operation(
+    lambda x, old, s, c: _padded(
+        mg.scatterv(unfolded(x, sum(_counts(s, c.size))), _counts(s, c.size), s.rank % c.size, c)
+    ),
+    lambda X, old, s: _parts(
+        unfolded(X[s.rank % len(X)], sum(_counts(s, len(X)))), _counts(s, len(X))
+    ),
+)
+OPERATIONS["reduce_scatterv"] = Operation(
+    lambda x, old, s, c: _padded(
+        mg.reduce_scatterv(unfolded(x, sum(_counts(s, c.size))), _counts(s, c.size), comm=c)
+    ),
+    lambda X, old, s: _parts(unfolded(X.sum(0), sum(_counts(s, len(X)))), _counts(s, len(X))),
+)
+OPERATIONS["alltoallv"] = Operation(
+    lambda x, old, s, c: _alltoallv(x, s, c), lambda X, old, s: _exchanged(X, s)
+)
 
 
 # ---- reductions that are no sums ----
 
-if hasattr(mg, "reduction"):
-    for _op, _reduced in (("PROD", jnp.prod), ("MAX", jnp.max), ("MIN", jnp.min)):
-        OPERATIONS[f"allreduce {_op}"] = apart(
-            Operation(
-                lambda x, old, s, c, op=_op: mg.allreduce(x, op=getattr(MPI, op), comm=c),
-                lambda X, old, s, f=_reduced: jnp.broadcast_to(f(X, axis=0), X.shape),
-            )
+for _op, _reduced in (("PROD", jnp.prod), ("MAX", jnp.max), ("MIN", jnp.min)):
+    OPERATIONS[f"allreduce {_op}"] = apart(
+        Operation(
+            lambda x, old, s, c, op=_op: mg.allreduce(x, op=getattr(MPI, op), comm=c),
+            lambda X, old, s, f=_reduced: jnp.broadcast_to(f(X, axis=0), X.shape),
         )
+    )
 
 
 # ---- requests, any sender, one-sided ----
@@ -430,11 +417,8 @@ def _window_simulated(X: Any, old: Any, step: Step) -> Any:
     return (X + jnp.concatenate([one, added], 1) + jnp.concatenate([got, one], 1)) / 2
 
 
-if hasattr(mg, "isend"):
-    OPERATIONS["requests"] = Operation(
-        _requests, lambda X, old, s: (jnp.roll(X, s.other, axis=0) + jnp.sin(old)) / 2
-    )
-if hasattr(mg, "recv_with_status"):
-    OPERATIONS["anyone"] = Operation(_anyone, _anyone_simulated)
-if hasattr(mg, "one_sided"):
-    OPERATIONS["one_sided"] = Operation(_window, _window_simulated)
+OPERATIONS["requests"] = Operation(
+    _requests, lambda X, old, s: (jnp.roll(X, s.other, axis=0) + jnp.sin(old)) / 2
+)
+OPERATIONS["anyone"] = Operation(_anyone, _anyone_simulated)
+OPERATIONS["one_sided"] = Operation(_window, _window_simulated)

@@ -177,3 +177,22 @@ def test_wrong_arguments(comm: Communicator) -> None:
         mg.reduce_scatter(jnp.ones((comm.size + 1, 2)))
     with pytest.raises(TypeError, match="one array of the same shape and dtype"):
         mg.allreduce(x, op=mg.reduction(lambda a, b: jnp.vdot(a, b)))
+
+
+def test_extremum_of_what_was_sent(comm: Communicator) -> None:
+    """XLA may compute an operand twice, rounded differently: for the message, and beside it."""
+    size, rank = comm.size, comm.rank
+    X, Z, W, V = (np.random.default_rng(k).uniform(-1, 1, (size, 3)) for k in range(4))
+    shift = np.arange(size)[:, None] / 8
+
+    def f(x: Any, z: Any) -> Any:
+        y = mg.allreduce(x + shift[rank], op=MPI.MAX) * jnp.cos(z)
+        return jnp.vdot(y, W[rank]) + jnp.vdot(mg.allreduce(y + shift[rank], op=MPI.MAX), V[rank])
+
+    def joint(X: Any, Z: Any) -> Any:
+        Y = jnp.max(X + shift, axis=0) * jnp.cos(Z)
+        return jnp.vdot(Y, W) + jnp.sum(jnp.max(Y + shift, axis=0) * V)
+
+    got = mg.jit(mg.grad(f, (0, 1)))(X[rank], Z[rank])
+    expected = jax.jit(jax.grad(joint, (0, 1)))(jnp.asarray(X), jnp.asarray(Z))
+    close(got, [g[rank] for g in expected])

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import REDUCTIONS, SUM, Communicator, check_rank, resolve
@@ -126,23 +127,45 @@ barrier_p: Primitive = effect_primitive(
 )
 
 
-def _weight(x: Any, a: Any, y: Any, *, op: int, rank: int, size: int, **where: int) -> Any:
-    """dy/dx of this rank's x, where y is the product, maximum or minimum over ranks."""
-    if REDUCTIONS[op] == MPI.PROD:
-        return product_of_others(allgather_p.bind(x, a, size=size, **where)[0], rank)
-    ties = allreduce_p.bind((x == y).astype("int32"), a, op=SUM, **where)[0]
-    return (x == y).astype(x.dtype) / ties.astype(x.dtype)
+def _total(t: Any, a: Any, *, op: int, rank: int, size: int, **where: int) -> Any:
+    return allreduce_p.bind(t, a, op=SUM, **where)[0]
 
 
-nonlinear_allreduce_p: Primitive = weighted_map(
-    "nonlinear_allreduce",
+def _others(x: Any, a: Any, results: Any, *, op: int, rank: int, size: int, **where: int) -> Any:
+    return product_of_others(allgather_p.bind(x, a, size=size, **where)[0], rank)
+
+
+def _share_of_ties(
+    x: Any, a: Any, results: Any, *, op: int, rank: int, size: int, **where: int
+) -> Any:
+    mine = results[1]
+    ties = allreduce_p.bind(mine.astype("int32"), a, op=SUM, **where)[0]
+    return mine.astype(x.dtype) / ties.astype(x.dtype)
+
+
+product_p: Primitive = weighted_map(
+    "product",
     target="mpigrad_allreduce",
     result=_same,
     in_place=True,
     attributes=_without_size,
-    weight=_weight,
-    total=lambda t, a, *, op, rank, size, **where: allreduce_p.bind(t, a, op=SUM, **where)[0],
+    weight=_others,
+    total=_total,
 )
+# The maximum or minimum, and where it is this rank's own. The handler compares what was sent:
+# XLA may compute x once for the message and again, rounded differently, for a comparison.
+extremum_p: Primitive = weighted_map(
+    "extremum",
+    result=lambda x, **_: [_same(x), ShapedArray(x.shape, np.dtype(bool))],
+    attributes=_without_size,
+    weight=_share_of_ties,
+    total=_total,
+)
+
+
+def _nonlinear(x: Any, a: Any, *, op: int, **params: int) -> Any:
+    primitive = product_p if REDUCTIONS[op] == MPI.PROD else extremum_p
+    return primitive.bind(x, a, op=op, **params)[0]
 
 
 def _check_rows(name: str, x: Any, comm: Communicator, remedy: str = "") -> None:
@@ -205,7 +228,7 @@ def reduce(
 
     def by_allreduce(leaf: Any, a: Any, **params: int) -> Any:
         params |= {"rank": comm.rank, "size": comm.size}
-        return on_root(nonlinear_allreduce_p.bind(leaf, a, **params)[0])
+        return on_root(_nonlinear(leaf, a, **params))
 
     return reduced(
         reduce_p,
@@ -253,9 +276,9 @@ def allreduce(x: Any, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | Non
         comm,
         lambda leaf, a, **where: allgather_p.bind(leaf, a, size=comm.size, **where)[0],
         lambda rows: fold(op, rows),
-        nonlinear=lambda leaf, a, **params: nonlinear_allreduce_p.bind(
+        nonlinear=lambda leaf, a, **params: _nonlinear(
             leaf, a, rank=comm.rank, size=comm.size, **params
-        )[0],
+        ),
     )
 
 

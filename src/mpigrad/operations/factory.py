@@ -97,16 +97,16 @@ def _message(
     batch_axes: tuple[int, int] = (0, 0),
     batch_params: Callable[[dict[str, Any], int], dict[str, Any]] | None = None,
 ) -> Primitive:
-    """A primitive (x, carrier) -> [y] or []: all but its derivatives."""
+    """A primitive (x, carrier) -> results: all but its derivatives."""
     primitive = Primitive(f"mpigrad_{name}")
     handler = register_target(target or f"mpigrad_{name}")
 
     def shape_rule(x: Any, a: Any, **params: Any) -> list[ShapedArray]:
         y = result(x, **params)
-        for aval in (x, y):
-            if aval is not None:
-                check_count(name, aval.shape, aval.dtype)
-        return [] if y is None else [y]
+        results = y if isinstance(y, list) else [] if y is None else [y]
+        for aval in (x, *results):
+            check_count(name, aval.shape, aval.dtype)
+        return results
 
     compat.make_effectful(primitive, shape_rule)
     run_eagerly(primitive)
@@ -150,18 +150,22 @@ def _set_derivative(
     at
         (x, carrier, results, **params) -> what the derivative at x needs.
     tangent
-        (what `at` gives, tangent of x, carrier, **params) -> tangents of the results; linear.
+        (what `at` gives, tangent of x, carrier, **params) -> tangents of the results, of the first
+        ones where the others have none; linear.
     inactive
         (tangent of the carrier, aval) -> the tangent of an x that is inactive on this rank.
     """
 
-    def apply(aval: Any, known: Sequence[Any], tx: Any, ta: Any, params: Any) -> Sequence[Any]:
+    def apply(
+        aval: Any, known: Sequence[Any], tx: Any, ta: Any, results: Any, params: Any
+    ) -> Sequence[Any]:
         if type(tx) is ad.Zero:  # inactive here, perhaps active elsewhere: send a zero
             tx = inactive(ta, aval)
         elif type(ta) is not ad.Zero:  # loops may give it a tangent that is constantly zero
             tx = tx + nought(ta, aval)
         *known, link = known
-        return tangent(known, tx, link, **params)
+        tangents = tangent(known, tx, link, **params)
+        return [*tangents, *(ad.Zero(v.to_tangent_aval()) for v in results[len(tangents) :])]
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         (x, a), (tx, ta) = primals, tangents
@@ -170,7 +174,7 @@ def _set_derivative(
             return y, [ad.Zero(compat.tangent_aval(v)) for v in y]
         # The tangent's carrier depends on x, so that it is active wherever x is.
         known = [*at(x, a, y, **params), a + nought(x, CARRIER)]
-        return y, apply(jax.typeof(x), known, tx, ta, params)
+        return y, apply(jax.typeof(x), known, tx, ta, [jax.typeof(v) for v in y], params)
 
     def linearize(is_vjp: Any, nonzeros: Any, x: Any, a: Any, **params: Any) -> Any:
         y = primitive.bind(x, a, **params)
@@ -178,7 +182,9 @@ def _set_derivative(
             zeros = [ad.Zero(compat.tangent_aval(v)) for v in y]
             return y, [False] * len(y), [], lambda residuals, tx, ta: zeros
         known, aval = [*at(x, a, y, **params), a + nought(x, CARRIER)], jax.typeof(x)
-        return y, [True] * len(y), known, lambda known, tx, ta: apply(aval, known, tx, ta, params)
+        results = [jax.typeof(v) for v in y]
+        active = [is_differentiable(v.dtype) for v in y]
+        return y, active, known, lambda known, tx, ta: apply(aval, known, tx, ta, results, params)
 
     ad.primitive_jvps[primitive] = jvp
     compat.set_linearization(primitive, linearize)
@@ -246,12 +252,13 @@ def weighted_map(
     total: Callable[..., Any],
     **options: Any,
 ) -> Primitive:
-    """A primitive (x, carrier) -> [y] that is not linear, elementwise in all ranks' x.
+    """A primitive (x, carrier) -> [y, ...] that is not linear, elementwise in all ranks' x.
 
     Parameters
     ----------
     weight
-        (x, carrier, y, **params) -> dy/dx of this rank's x, from messages that are differentiable.
+        (x, carrier, results, **params) -> dy/dx of this rank's x, from messages that are
+        differentiable. Results after y have no derivative.
     total
         (weighted tangent, carrier, **params) -> tangent of y: the linear map that adds them up.
     options
@@ -260,7 +267,7 @@ def weighted_map(
     primitive = _message(name, **options)
     _set_derivative(
         primitive,
-        lambda x, a, y, **params: [weight(x, a, y[0], **params)],
+        lambda x, a, y, **params: [weight(x, a, y, **params)],
         lambda known, tx, a, **params: [total(known[0] * tx, a, **params)],
     )
     return primitive
