@@ -37,8 +37,9 @@ def run(words: list[str], **environment: str) -> subprocess.CompletedProcess[str
 
 
 def outside() -> dict[str, str]:
-    """Return this environment, without a width for help texts that depends on a terminal."""
-    return dict(os.environ) | {"COLUMNS": "100"}
+    """Return a user's environment: no guard, and a width for help texts that no terminal decides."""
+    unguarded = {name: value for name, value in os.environ.items() if name != "MPIGRAD_GUARD"}
+    return unguarded | {"COLUMNS": "100"}
 
 
 @contextlib.contextmanager

@@ -194,5 +194,7 @@ def test_extremum_of_what_was_sent(comm: Communicator) -> None:
         return jnp.vdot(Y, W) + jnp.sum(jnp.max(Y + shift, axis=0) * V)
 
     got = mg.jit(mg.grad(f, (0, 1)))(X[rank], Z[rank])
-    expected = jax.jit(jax.grad(joint, (0, 1)))(jnp.asarray(X), jnp.asarray(Z))
+    expected = jax.grad(joint, (0, 1))(
+        jnp.asarray(X), jnp.asarray(Z)
+    )  # jnp.max has that fault, too
     close(got, [g[rank] for g in expected])
