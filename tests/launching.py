@@ -37,7 +37,7 @@ def run(words: list[str], **environment: str) -> subprocess.CompletedProcess[str
 
 
 def outside() -> dict[str, str]:
-    """Return a user's environment: no guard, and a width for help texts that no terminal decides."""
+    """Return a user's environment: no guard, and a fixed width for help texts."""
     unguarded = {name: value for name, value in os.environ.items() if name != "MPIGRAD_GUARD"}
     return unguarded | {"COLUMNS": "100"}
 
