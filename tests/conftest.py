@@ -36,8 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Where a case of a parametrised test runs, unless MPIGRAD_ALL_TESTS=1 (make test-full).
-_SOME = ((1,), (2,), (2,), (3,), (4,))
-_SOME_OPERATIONS = ((1,), (2,), (2,), (2,), (3,), (3,), (4,), (4,))
+_SOME = ((1,), (2,), (2,), (2,), (3,), (4,))
+_SOME_OPERATIONS = ((1,), (1,), (2,), (2,), (2,), (2,), (3,), (4,))
 _HEAVY = ((2,), (), (3,), (), (4,), ())
 
 

@@ -419,7 +419,7 @@ def programs(draw: st.DrawFn, size: int) -> Program:
         return tuple(found)
 
     number = st.integers(5, 20)
-    program = Program(size, steps(min(draw(number), draw(number)), 2), draw(some))
+    program = Program(size, steps(min(draw(number), draw(number), draw(number)), 2), draw(some))
     assume(has_messages(program.steps))
     return program
 

@@ -27,6 +27,7 @@ struct Contract {
   int64_t sends[kCounts], receives[kCounts];
   char names[kTerms][8];
   char operation[kName];
+  const char* name;  // the same, in this process's memory
 };
 
 // A contract as it is told to ranks that do not see the board.

@@ -25,7 +25,8 @@ const char* last_operation = nullptr;
 std::atomic<bool> forked{false};
 std::atomic<bool> busy{false};
 // This thread is in an operation: what it calls there, as a user's own operation does, is part of it.
-thread_local bool inside = false;
+// (A byte of the static block of thread-local memory: looked up without a call.)
+thread_local bool inside __attribute__((tls_model("initial-exec"))) = false;
 thread_local std::vector<std::unique_ptr<Post>> of_python;  // calls that Python itself makes
 
 void copy_layout(const Layout& from, int64_t& dtype, int64_t& rank, int64_t* dims) {
@@ -39,6 +40,41 @@ bool same_layout(int64_t dtype, int64_t rank, const int64_t* dims, int64_t dtype
   return dtype == dtype2 && rank == rank2 &&
          std::equal(dims + std::min(free_dims, rank), dims + std::min<int64_t>(rank, kDims),
                     dims2 + std::min(free_dims, rank));
+}
+
+// Whether the contract says all of this already, as it does in a loop.
+bool repeats(const Contract& c, int64_t site, const char* operation, const Agreement& a) {
+  if (c.site != site || c.dtype != a.layout.dtype || c.rank != a.layout.rank ||
+      c.terms != static_cast<int64_t>(a.terms.size()) || c.counts_kind != kNoCounts ||
+      a.counts_kind != kNoCounts || c.free_dims != a.free_dims || !operation ||
+      c.name != operation)
+    return false;
+  for (int64_t i = 0; i < std::min<int64_t>(c.rank, kDims); ++i)
+    if (c.dims[i] != a.layout.dims[i]) return false;
+  const int64_t* value = c.values;
+  for (const Term& term : a.terms)
+    if (*value++ != term.value) return false;
+  return true;
+}
+
+void write(Contract& c, int64_t site, const char* operation, const char* text,
+           const Agreement& a) {
+  c.site = site;
+  copy_layout(a.layout, c.dtype, c.rank, c.dims);
+  c.free_dims = a.free_dims;
+  c.terms = 0;
+  for (const Term& term : a.terms) {
+    copy_text(c.names[c.terms], term.name);
+    c.values[c.terms++] = term.value;
+  }
+  c.counts_kind = a.sends.size <= kCounts ? a.counts_kind : kNoCounts;
+  c.counts = c.counts_kind == kNoCounts ? 0 : a.sends.size;
+  for (int64_t i = 0; i < c.counts; ++i) {
+    c.sends[i] = a.sends.values[i];
+    c.receives[i] = a.receives.size ? a.receives.values[i] : 0;
+  }
+  std::memcpy(c.operation, text, kName);
+  c.name = operation;
 }
 
 bool agree(const Contract& a, const Contract& b) {
@@ -321,21 +357,8 @@ bool Post::collective(const Agreement& a) {
   const int64_t sequence = e.sequence.load(std::memory_order_relaxed) + 1;
   Contract& c = e.contracts[sequence % 2];
   c.sequence = sequence;
-  c.site = get(mine.site);
-  copy_layout(a.layout, c.dtype, c.rank, c.dims);
-  c.free_dims = a.free_dims;
-  c.terms = 0;
-  for (const Term& term : a.terms) {
-    copy_text(c.names[c.terms], term.name);
-    c.values[c.terms++] = term.value;
-  }
-  c.counts_kind = a.sends.size <= kCounts ? a.counts_kind : kNoCounts;
-  c.counts = c.counts_kind == kNoCounts ? 0 : a.sends.size;
-  for (int64_t i = 0; i < c.counts; ++i) {
-    c.sends[i] = a.sends.values[i];
-    c.receives[i] = a.receives.size ? a.receives.values[i] : 0;
-  }
-  std::memcpy(c.operation, mine.operation, kName);
+  const int64_t site = mine.site.load(std::memory_order_relaxed);
+  if (!repeats(c, site, last_operation, a)) write(c, site, last_operation, mine.operation, a);
   put(e.sequence, sequence);
   put(mine.kind, kCollective);
   if (!get(mine.polling)) return !guarded || e.size == 1 || agree_by_message(c);

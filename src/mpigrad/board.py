@@ -45,6 +45,7 @@ CONTRACT = np.dtype(
         ("receives", "i8", COUNTS),
         ("names", "S8", TERMS),
         ("operation", f"S{NAME}"),
+        ("name", "i8"),
     )
 )
 TOLD = np.dtype([("contract", CONTRACT), ("site", f"S{TEXT}")])

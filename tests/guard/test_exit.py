@@ -35,7 +35,7 @@ def python(*words: str, typed: str = "") -> subprocess.CompletedProcess[str]:
 def test_messages_end_before_mpi_does(order: str) -> None:
     done = python(str(PROGRAMS / "ending.py"), *order.split())
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["at exit 1.0"] * 2
+    assert done.stdout.count("at exit 1.0") == 2  # lines of two ranks may meet in the pipe
     assert done.stderr == ""
 
 
