@@ -32,6 +32,7 @@ assert mpigrad.__version__
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*counts): runs at these numbers of ranks only")
     config.addinivalue_line("markers", "heavy: takes long to compile; few cases are enough")
+    config.addinivalue_line("markers", "full: runs in make test-full only")
     config.addinivalue_line("markers", "launcher: starts MPI itself; runs in a serial session")
 
 
@@ -52,6 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (heavy or not marker) and not everything and hasattr(item, "callspec"):
             some = _HEAVY if heavy else _SOME_OPERATIONS if "operations" in item.nodeid else _SOME
             counts = some[zlib.crc32(item.nodeid.encode()) % len(some)]
+        if item.get_closest_marker("full") and not everything:
+            counts = ()
         if size not in counts:
             item.add_marker(pytest.mark.skip(reason=f"for {counts} ranks, not {size}"))
 

@@ -214,9 +214,18 @@ def expected(kind: str, scenario: str) -> Any:
     return np.asarray(jax.jit(derivatives[kind])(POINTS))
 
 
+RUN = [t for t in TRANSFORMATIONS if t not in TRACED_ONLY]
+
+
 @pytest.mark.ranks(2)
-@scenarios
-@pytest.mark.parametrize("transformation", [t for t in TRANSFORMATIONS if t not in TRACED_ONLY])
+@pytest.mark.parametrize(
+    ("transformation", "scenario"),
+    [  # each transformation with every third scenario, all of them in make test-full
+        pytest.param(t, s, marks=pytest.mark.full if (i + j) % 3 else ())
+        for i, t in enumerate(RUN)
+        for j, s in enumerate(SCENARIOS)
+    ],
+)
 def test_derivatives(transformation: str, scenario: str, comm: Communicator) -> None:
     *rank_programs, _ = SCENARIOS[scenario]
     transform, kind, times = TRANSFORMATIONS[transformation]
