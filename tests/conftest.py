@@ -36,7 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "launcher: starts MPI itself; runs in a serial session")
 
 
-# Where a case of a parametrised test runs, unless MPIGRAD_ALL_TESTS=1 (make test-full).
+# Where a test runs that names no numbers of ranks, and where a case of a parametrised one, unless
+# MPIGRAD_ALL_TESTS=1 (make test-full).
+_SINGLE = ((1, 2, 3), (1, 2, 4), (2, 3), (2, 4))
 _SOME = ((1,), (2,), (2,), (2,), (3,), (4,))
 _SOME_OPERATIONS = ((1,), (1,), (2,), (2,), (2,), (2,), (3,), (4,))
 _HEAVY = ((2,), (), (3,), (), (4,), ())
@@ -50,8 +52,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = item.get_closest_marker("ranks")
         heavy = item.get_closest_marker("heavy") is not None
         counts = marker.args if marker else (1, 2, 3, 4)
-        if (heavy or not marker) and not everything and hasattr(item, "callspec"):
-            some = _HEAVY if heavy else _SOME_OPERATIONS if "operations" in item.nodeid else _SOME
+        if (heavy or not marker) and not everything:
+            some = _SOME_OPERATIONS if "operations" in item.nodeid else _SOME
+            some = _HEAVY if heavy else some if hasattr(item, "callspec") else _SINGLE
             counts = some[zlib.crc32(item.nodeid.encode()) % len(some)]
         if item.get_closest_marker("full") and not everything:
             counts = ()
