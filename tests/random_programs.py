@@ -377,7 +377,7 @@ def text(program: Program, trouble: str = "") -> str:
 
 @st.composite
 def programs(draw: st.DrawFn, size: int) -> Program:
-    """Programs of 5 to 20 operations for `size` ranks."""
+    """Programs of 5 to 20 operations for `size` ranks; more small ones: they are compiled soon."""
     rank = st.integers(0, size - 1)
     some = st.one_of(
         st.just(()), st.lists(rank, unique=True, max_size=size).map(lambda r: tuple(sorted(r)))
@@ -419,7 +419,7 @@ def programs(draw: st.DrawFn, size: int) -> Program:
         return tuple(found)
 
     number = st.integers(5, 20)
-    program = Program(size, steps(min(draw(number), draw(number), draw(number)), 2), draw(some))
+    program = Program(size, steps(min(draw(number) for _ in range(5)), 2), draw(some))
     assume(has_messages(program.steps))
     return program
 

@@ -220,8 +220,8 @@ RUN = [t for t in TRANSFORMATIONS if t not in TRACED_ONLY]
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("transformation", "scenario"),
-    [  # each transformation with every third scenario, all of them in make test-full
-        pytest.param(t, s, marks=pytest.mark.full if (i + j) % 3 else ())
+    [  # each transformation with every fourth scenario, all of them in make test-full
+        pytest.param(t, s, marks=pytest.mark.full if (i + j) % 4 else ())
         for i, t in enumerate(RUN)
         for j, s in enumerate(SCENARIOS)
     ],

@@ -154,23 +154,6 @@ def test_rank_two_sends_to_rank_zero(comm: Communicator) -> None:
     assert float(gradient) == [0.0, 2.0, 8.0, 6.0][comm.rank]
 
 
-@pytest.mark.ranks(2)
-def test_adjoint_of_allreduce_in_both_conventions(comm: Communicator) -> None:
-    """x = (1, 2), y = allreduce(x) = 3: where identity as the adjoint of allreduce is wrong."""
-    x = jnp.float64(comm.rank + 1)
-    nested = lambda x: mg.allreduce(mg.allreduce(x) / 2)
-    weighted = lambda w: mg.allreduce(w * (comm.rank + 1))
-    squared = lambda x: mg.allreduce(x) ** 2
-    by_rank = lambda x: (comm.rank + 1) * mg.allreduce(x)
-    assert float(mg.grad(squared)(x)) == 12
-    assert float(mg.grad(nested)(x)) == 2
-    assert float(mg.grad(by_rank)(x)) == 3
-    assert float(mg.grad(weighted)(jnp.float64(1))) == [2, 4][comm.rank]
-    assert float(mg.grad(squared, loss="replicated")(x)) == 6
-    assert float(mg.grad(nested, loss="replicated")(x)) == 1
-    assert float(mg.grad(weighted, loss="replicated")(jnp.float64(1))) == [1, 2][comm.rank]
-
-
 def test_sub_communicators(comm: Communicator) -> None:
     group = comm.split(comm.rank % 2, key=-comm.rank)
     members = [r for r in range(comm.size) if r % 2 == comm.rank % 2]
