@@ -29,12 +29,25 @@ def programs(case: Case, comm: Communicator) -> tuple[Callable[..., Any], Callab
     )
 
 
-# At every number of ranks when jitted; other transformations at some (conftest.py).
-JITTED = pytest.param("jit", marks=pytest.mark.ranks(1, 2, 3, 4))
+# Transformations of transformations: with every third operation, with all in make test-full.
+NESTED = ("jax.jit", "vmap over the last axis", "checkpoint(scan)", "scan(checkpoint)", "jit(vmap)")
 
 
-@cases
-@pytest.mark.parametrize("how", [JITTED if how == "jit" else how for how in TRANSFORMED])
+def pairs() -> list[Any]:
+    """Each operation under each transformation; when jitted, at every number of ranks."""
+    found = []
+    for i, (name, case) in enumerate(CASES.items()):
+        for j, how in enumerate(TRANSFORMED):
+            marks = [pytest.mark.heavy] if case.heavy else []
+            if how == "jit":
+                marks.append(pytest.mark.ranks(1, 2, 3, 4))
+            elif how in NESTED and (i + j) % 3:
+                marks.append(pytest.mark.full)
+            found.append(pytest.param(name, how, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "how"), pairs())
 def test_values_and_derivatives(name: str, how: str, comm: Communicator) -> None:
     case = CASES[name]
     prove(lambda x: case.run(x, comm), case.simulate, comm, how, X=operand(case, comm)[1])
