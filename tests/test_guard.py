@@ -312,6 +312,14 @@ def test_a_rank_without_messages_keeps_nobody_waiting() -> None:
     assert sorted(re.findall(r"rank \d: \d\.\d", done.stdout)) == ["rank 0: 2.0", "rank 2: 2.0"]
 
 
+@pytest.mark.parametrize("guard", ["0", "1"])
+def test_correct_programs_are_let_go(guard: str) -> None:
+    program = PROGRAMS / "correct.py"
+    done = mpigrad("launch", "-n", 2, program, MPIGRAD_TIMEOUT="30", MPIGRAD_GUARD=guard)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "all let go\n"
+
+
 def test_timeout_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MPIGRAD_TIMEOUT", raising=False)
     assert timeout_seconds() == 300

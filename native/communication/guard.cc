@@ -14,8 +14,9 @@
 namespace mpigrad {
 namespace {
 
-// A message of at most this many bytes leaves at once, in every MPI: its sender waits for nobody.
-constexpr int64_t kEager = 1024;
+// Of longer messages it is taken for sure that their sender waits for the receiver; what shorter ones
+// do depends on the MPI and on how many are under way, and proves nothing.
+constexpr int64_t kEager = 1 << 16;
 constexpr int kProbes = 64;
 
 bool guarded = false;
@@ -164,6 +165,21 @@ const Message* next_message(const Slot& sender, int64_t source, const Slot& rece
   return nullptr;
 }
 
+// Whether it is not known which message a receive of any tag or from anyone takes: announcements
+// have been overwritten, or a receive that was posted before takes one of them.
+bool uncertain(const Slot& sender, int64_t source, const Slot& receiver, int64_t rank, int64_t id,
+               int64_t tag) {
+  for (const Channel& c : sender.channels) {
+    if (get(c.id) != id || c.peer != rank || (tag >= 0 && c.tag != tag)) continue;
+    const Channel* taken = find_channel(receiver, id, source, c.tag);
+    const int64_t received = taken ? get(taken->received) : 0;
+    if (get(c.sent) > received &&
+        (get(sender.messages) > kMessages || (taken && get(taken->posted) > received)))
+      return true;
+  }
+  return false;
+}
+
 // Whether an operation of messages can take place, seen from one rank of a communicator. Where a
 // partner's message belongs to an operation that itself waits on the board, that one must be able
 // to take place, too: else this rank would enter MPI and wait there for a message that is refused.
@@ -222,6 +238,7 @@ class Exchange {
           (!waits(*sender, sender->send, sender->sends, rank, m->part.tag, m->part.ordinal) ||
            possible(source)))
         return true;
+      if (uncertain(*sender, source, receiver, rank, id_, p.tag)) return true;
     }
     return false;
   }
@@ -336,6 +353,12 @@ bool Post::wait(const Ready& ready) {
       break;
     }
     if (!(refusal = take_fault(When::waiting, id)).empty()) break;
+    // A partner that is in MPI already may need this rank to move its messages.
+    int any = 0;
+    Status status;
+    const Communicator& comm = communicator(slot_);
+    if (n > 20)
+      call(runtime.mpi.Iprobe, comm.rank, 0, comm.handle, &any, static_cast<void*>(status.bytes));
     if (n < 500) {
       sched_yield();
     } else {

@@ -131,6 +131,8 @@ class _Wait:
             if any(self.reader.slots[s]["untracked"] for s in slots):
                 raise _Unknown
             if source < 0 or tag < 0:
+                if any(self._uncertain(s, self.members[s].slot, tag) for s in sources):
+                    raise _Unknown
                 nexts: dict[int, Any] = {
                     s: self._next_message(s, self.members[s].slot, tag) for s in sources
                 }
@@ -187,6 +189,23 @@ class _Wait:
         for p in self.reader.messages(r, way):
             if (int(p["peer"]), int(p["tag"]), int(p["ordinal"])) == key:
                 self.partners.add(r)
+
+    def _uncertain(self, source: int, slot: int, tag: int) -> bool:
+        """Whether it is not known which message of `source` a receive of any tag takes next."""
+        me, sender = int(self.entry["rank"]), self.reader.slots[slot]
+        channels = sender["channels"]
+        some = channels[(channels["id"] == self.identity) & (channels["peer"] == me)]
+        for channel in some:
+            if tag >= 0 and int(channel["tag"]) != tag:
+                continue
+            taken = self.reader.channel(self.r, self.identity, source, int(channel["tag"]))
+            received, posted = (
+                (0, 0) if taken is None else (int(taken["received"]), int(taken["posted"]))
+            )
+            overwritten = int(sender["messages"]) > b.MESSAGES
+            if int(channel["sent"]) > received and (overwritten or posted > received):
+                return True
+        return False
 
     def _next_message(self, source: int, slot: int, tag: int) -> Any | None:
         """The oldest message that rank `source` has announced and this one has not received."""

@@ -1,0 +1,63 @@
+"""Correct programs that look like wrong ones: nobody may be refused."""
+
+import time
+
+import jax.numpy as jnp
+from mpi4py import MPI
+
+import mpigrad as mg
+
+rank = MPI.COMM_WORLD.rank
+x, y, big = jnp.ones(3), jnp.ones(2), jnp.ones(100_000)
+
+
+def a_sender_that_needs_the_progress_of_a_rank_in_a_barrier():
+    if rank == 0:
+        request = mg.irecv(big, 1)
+        mg.barrier()
+        mg.wait(request)
+    else:
+        mg.send(big, 0)
+        mg.barrier()
+
+
+def the_same_with_calls_of_mpi4py():
+    if rank == 0:
+        buffer = bytearray(1_000_000)
+        request = MPI.COMM_WORLD.Irecv(buffer, 1)
+        mg.barrier()
+        request.Wait()
+    else:
+        MPI.COMM_WORLD.Send(bytearray(1_000_000), 0)
+        mg.barrier()
+
+
+def a_message_before_many_others():
+    if rank == 0:
+        time.sleep(2)
+        mg.recv(x, 1)
+    else:
+        mg.send(x, 0)
+        for _ in range(140):
+            mg.send(x, 1)
+            mg.recv(x, 1)
+    mg.barrier()
+
+
+def a_receive_of_any_tag_after_a_posted_one():
+    if rank == 0:
+        request = mg.irecv(x, 1)
+        mg.recv(y, 1)
+        mg.wait(request)
+    else:
+        mg.send(x, 0)
+        mg.send(y, 0)
+
+
+a_sender_that_needs_the_progress_of_a_rank_in_a_barrier()
+the_same_with_calls_of_mpi4py()
+a_message_before_many_others()
+a_receive_of_any_tag_after_a_posted_one()
+mg.barrier()
+if rank == 0:
+    print("all let go")
