@@ -1,6 +1,6 @@
 # Each target does its own set-up; the second time that is nothing.
 #   make demo     recover a diffusivity field on 2 ranks, and write a report (two minutes)
-#   make test     lint, and every test on 1, 2, 3 and 4 ranks (less than 15 minutes)
+#   make test     lint, and the tests on 1, 2, 3 and 4 ranks (a quarter of an hour or more)
 #   make test-full  every case at every number of ranks
 #   make test-oldest  operations and transformations on the oldest JAX that is supported
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
