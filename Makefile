@@ -61,6 +61,7 @@ bench: setup
 	@$(BIN)/mpigrad launch -n 2 bench/operations.py
 	@echo "bench: the Poisson problem, beside a C program that calls hypre"
 	@$(BIN)/python bench/poisson.py
+	@$(BIN)/python bench/poisson.py --multigrid boomeramg
 
 docs: setup
 	@echo "docs: build/docs/index.html"

@@ -1,13 +1,15 @@
 """The Poisson problem: mpigrad against a plain C program that calls hypre with the same settings.
 
-    python bench/poisson.py [--cells 512 1800] [--ranks 1 2] [--pairs 15] [--output FILE]
+    python bench/poisson.py [--multigrid pfmg] [--cells 512 1024 1800] [--ranks 1 2] [--pairs 15]
+        [--output FILE]
 
 Both programs (this one with --serve, and poisson_hypre.c) run at the same time and are asked in
 turn, so that a slow phase of the machine meets both; the one that waits sleeps. A "value" fills the
 matrix from the cells' coefficients, sets hypre up, solves once and sums the loss; a "gradient" is
 the value, the adjoint solve (no second set-up) and the gradient in every cell's coefficient.
 Each call has new coefficients. Printed and written: medians over the pairs of the seconds, and of
-the ratio mpigrad / C with its quartiles.
+the ratio mpigrad / C with its quartiles. --multigrid: the preconditioner of both, PFMG on the
+grid's stencil (the default) or BoomerAMG on the assembled matrix.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import IO, Any
 HERE = pathlib.Path(__file__).resolve().parent
 
 
-def serve(n: int) -> None:
+def serve(n: int, multigrid: str) -> None:
     """Answer commands from standard input: mpigrad's Poisson problem on n x n cells, in stripes."""
     import jax
     import jax.numpy as jnp
@@ -48,7 +50,8 @@ def serve(n: int) -> None:
     x = ((np.arange(lines.start, lines.stop) + 0.5) / n)[:, None]
     y = (np.arange(n) + 0.5) / n
     data = jnp.asarray((x * (1 - x) * y * (1 - y)).ravel())
-    solver = sparse.PCG(rtol=1e-8)
+    preconditioner = {"boomeramg": sparse.BoomerAMG(), "pfmg": sparse.PFMG()}[multigrid]
+    solver = sparse.PCG(rtol=1e-8, preconditioner=preconditioner)
 
     def loss(kappa: Any) -> Any:
         solution = model.solve(kappa, solver)
@@ -130,23 +133,26 @@ class Program:
         self.process.wait(timeout=60)
 
 
-def compile_program(directory: str) -> str:
+def compile_program(directory: str, multigrid: str) -> str:
     """Build the C program against the hypre that mpicc finds."""
     if not shutil.which("mpicc") or not shutil.which("mpiexec"):
         raise SystemExit("mpicc or mpiexec is missing (Debian: apt-get install libopenmpi-dev)")
     program = str(pathlib.Path(directory) / "poisson_hypre")
     source = str(HERE / "poisson_hypre.c")
     flags = ["-O3", "-I/usr/include/hypre", *shlex.split(os.environ.get("HYPRE_FLAGS", ""))]
+    if multigrid == "pfmg":
+        flags.append("-DPFMG")
     subprocess.run(["mpicc", *flags, source, "-lHYPRE", "-lm", "-o", program], check=True)
     return program
 
 
 def compare(
-    c_program: str, n: int, ranks: int, pairs: int, measured: list[str]
+    c_program: str, multigrid: str, n: int, ranks: int, pairs: int, measured: list[str]
 ) -> list[dict[str, Any]]:
     """Measure one grid on one number of ranks."""
+    this = [sys.executable, str(HERE / "poisson.py"), "--multigrid", multigrid]
     programs = [
-        Program([sys.executable, str(HERE / "poisson.py"), "--serve", str(n)], ranks),
+        Program([*this, "--serve", str(n)], ranks),
         Program([c_program, str(n)], ranks),
     ]
     results = []
@@ -172,6 +178,7 @@ def compare(
             results.append(
                 {
                     "what": what,
+                    "multigrid": multigrid,
                     "cells": [n, n],
                     "ranks": ranks,
                     "pairs": pairs,
@@ -200,26 +207,30 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--cells", type=int, nargs="+", default=[512, 1800], help="per side")
+    parser.add_argument("--cells", type=int, nargs="+", default=[512, 1024, 1800], help="per side")
+    parser.add_argument("--multigrid", choices=["boomeramg", "pfmg"], default="pfmg")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--what", nargs="+", default=["value", "gradient"])
-    parser.add_argument("--output", type=pathlib.Path, default=HERE / "results" / "poisson.json")
+    parser.add_argument("--output", type=pathlib.Path, help="default: results/poisson-pfmg.json")
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve)
+        serve(arguments.serve, arguments.multigrid)
         return
     print("  grid    ranks            mpigrad           C    mpigrad / C (quartiles)")
     results = []
     with tempfile.TemporaryDirectory() as directory:
-        c_program = compile_program(directory)
+        c_program = compile_program(directory, arguments.multigrid)
         for n in arguments.cells:
             for ranks in arguments.ranks:
-                results += compare(c_program, n, ranks, arguments.pairs, arguments.what)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written to {arguments.output}")
+                results += compare(
+                    c_program, arguments.multigrid, n, ranks, arguments.pairs, arguments.what
+                )
+    output = arguments.output or HERE / "results" / f"poisson-{arguments.multigrid}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written to {output}")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,15 @@
  * new values), "quit". Rank 0 answers each with one line: seconds, loss, sum of the kappa gradient
  * weighted with x, iterations.
  *
+ * PCG with BoomerAMG on an assembled matrix or, built with -DPFMG, with PFMG on a structured one.
+ *
  * Build: mpicc -O3 poisson_hypre.c -I/usr/include/hypre -lHYPRE -lm -o poisson_hypre
  * Run:   mpiexec -n 2 ./poisson_hypre 512
  */
 #include <HYPRE.h>
 #include <HYPRE_krylov.h>
 #include <HYPRE_parcsr_ls.h>
+#include <HYPRE_struct_ls.h>
 #include <math.h>
 #include <mpi.h>
 #include <stdio.h>
@@ -65,7 +68,21 @@ static void accumulate(double *f, double *line) {
   for (int i = 0; i < n; i++) own[cells - n + i] += line[i];
 }
 
-/* Values in the order of the columns: down, left, centre, right, up. */
+/* Values in the order of the columns: down, left, centre, right, up. A structured matrix has a place
+ * for them in every cell, zero where they leave the grid; being symmetric, it is given the first
+ * three. */
+#ifdef PFMG
+enum { EVERY = 1, HALF = 1 };
+#else
+enum { EVERY = 0, HALF = 0 };
+#endif
+#define ENTRY(inside, array, value) \
+  if (inside) {                     \
+    array[k++] = value;             \
+  } else if (EVERY) {               \
+    array[k++] = 0;                 \
+  }
+
 static void fill_values(const double *kappa, double *values) {
   const double *c = kappa + n;
   size_t k = 0;
@@ -76,11 +93,12 @@ static void fill_values(const double *kappa, double *values) {
       const double left = i > 0 ? 0.5 * (*c + c[-1]) : 2 * *c;
       const double right = i < n - 1 ? 0.5 * (*c + c[1]) : 2 * *c;
       const double up = j < n - 1 ? 0.5 * (*c + c[n]) : 2 * *c;
-      if (j > 0) values[k++] = -down;
-      if (i > 0) values[k++] = -left;
+      ENTRY(j > 0, values, -down)
+      ENTRY(i > 0, values, -left)
       values[k++] = down + left + right + up;
-      if (i < n - 1) values[k++] = -right;
-      if (j < n - 1) values[k++] = -up;
+      if (HALF) continue;
+      ENTRY(i < n - 1, values, -right)
+      ENTRY(j < n - 1, values, -up)
     }
   }
 }
@@ -92,11 +110,11 @@ static void values_cotangent(const double *lambda, const double *u, double *cota
   for (int l = 0; l < lines; l++) {
     const int j = first_line + l;
     for (int i = 0; i < n; i++, v++, lambda++) {
-      if (j > 0) cotangent[k++] = -*lambda * v[-n];
-      if (i > 0) cotangent[k++] = -*lambda * v[-1];
+      ENTRY(j > 0, cotangent, -*lambda * v[-n])
+      ENTRY(i > 0, cotangent, -*lambda * v[-1])
       cotangent[k++] = -*lambda * *v;
-      if (i < n - 1) cotangent[k++] = -*lambda * v[1];
-      if (j < n - 1) cotangent[k++] = -*lambda * v[n];
+      ENTRY(i < n - 1, cotangent, -*lambda * v[1])
+      ENTRY(j < n - 1, cotangent, -*lambda * v[n])
     }
   }
 }
@@ -109,11 +127,11 @@ static void fill_values_transpose(const double *values, double *kappa) {
   for (int l = 0; l < lines; l++) {
     const int j = first_line + l;
     for (int i = 0; i < n; i++, c++) {
-      const double down = j > 0 ? -values[k++] : 0;
-      const double left = i > 0 ? -values[k++] : 0;
+      const double down = EVERY || j > 0 ? -values[k++] : 0;
+      const double left = EVERY || i > 0 ? -values[k++] : 0;
       const double centre = values[k++];
-      const double right = i < n - 1 ? -values[k++] : 0;
-      const double up = j < n - 1 ? -values[k++] : 0;
+      const double right = EVERY || i < n - 1 ? -values[k++] : 0;
+      const double up = EVERY || j < n - 1 ? -values[k++] : 0;
       double own = 0;
 #define FACE(inside, cotangent, offset)                \
   if (inside) {                                        \
@@ -130,6 +148,165 @@ static void fill_values_transpose(const double *values, double *kappa) {
     }
   }
 }
+
+static HYPRE_Int iterations; /* of the latest solve */
+
+#ifdef PFMG
+
+static HYPRE_Int lower[2], upper[2], entry_numbers[3] = {0, 1, 2};
+static HYPRE_StructGrid grid;
+static HYPRE_StructStencil stencil;
+static HYPRE_StructMatrix A;
+static HYPRE_StructVector b, x;
+static HYPRE_StructSolver pfmg, pcg;
+
+static void make_solver(void) {
+  HYPRE_Int offsets[3][2] = {{0, -1}, {-1, 0}, {0, 0}};
+  lower[1] = first_line;
+  upper[0] = n - 1;
+  upper[1] = first_line + lines - 1;
+  HYPRE(HYPRE_StructGridCreate(comm, 2, &grid));
+  HYPRE(HYPRE_StructGridSetExtents(grid, lower, upper));
+  HYPRE(HYPRE_StructGridAssemble(grid));
+  HYPRE(HYPRE_StructStencilCreate(2, 3, &stencil));
+  for (int k = 0; k < 3; k++) HYPRE(HYPRE_StructStencilSetElement(stencil, k, offsets[k]));
+  HYPRE(HYPRE_StructMatrixCreate(comm, grid, stencil, &A));
+  HYPRE(HYPRE_StructMatrixSetSymmetric(A, 1));
+  HYPRE(HYPRE_StructMatrixInitialize(A));
+  for (int k = 0; k < 2; k++) {
+    HYPRE_StructVector *v = k ? &x : &b;
+    HYPRE(HYPRE_StructVectorCreate(comm, grid, v));
+    HYPRE(HYPRE_StructVectorInitialize(*v));
+    HYPRE(HYPRE_StructVectorAssemble(*v));
+  }
+}
+
+/* A second set-up of the same PFMG would leak the first: each has a solver of its own. */
+static void set_matrix(double *values) {
+  HYPRE(HYPRE_StructMatrixSetBoxValues(A, lower, upper, 3, entry_numbers, values));
+  HYPRE(HYPRE_StructMatrixAssemble(A));
+  if (pcg) HYPRE(HYPRE_StructPCGDestroy(pcg));
+  if (pfmg) HYPRE(HYPRE_StructPFMGDestroy(pfmg));
+  HYPRE(HYPRE_StructPFMGCreate(comm, &pfmg));
+  HYPRE(HYPRE_StructPFMGSetTol(pfmg, 0));
+  HYPRE(HYPRE_StructPFMGSetMaxIter(pfmg, 1));
+  HYPRE(HYPRE_StructPFMGSetZeroGuess(pfmg));
+  HYPRE(HYPRE_StructPFMGSetRAPType(pfmg, 1));
+  HYPRE(HYPRE_StructPFMGSetRelaxType(pfmg, 2));
+  HYPRE(HYPRE_StructPFMGSetSkipRelax(pfmg, 1));
+  HYPRE(HYPRE_StructPCGCreate(comm, &pcg));
+  HYPRE(HYPRE_StructPCGSetTwoNorm(pcg, 1));
+  HYPRE(HYPRE_StructPCGSetTol(pcg, 1e-8));
+  HYPRE(HYPRE_StructPCGSetMaxIter(pcg, 500));
+  HYPRE(HYPRE_StructPCGSetPrecond(pcg, HYPRE_StructPFMGSolve, HYPRE_StructPFMGSetup, pfmg));
+  HYPRE(HYPRE_StructPCGSetup(pcg, A, b, x));
+}
+
+static void solve(double *from, double *to) {
+  HYPRE(HYPRE_StructVectorSetBoxValues(b, lower, upper, from));
+  HYPRE(HYPRE_StructVectorSetConstantValues(x, 0));
+  HYPRE(HYPRE_StructPCGSolve(pcg, A, b, x));
+  HYPRE(HYPRE_StructPCGGetNumIterations(pcg, &iterations));
+  HYPRE(HYPRE_StructVectorGetBoxValues(x, lower, upper, to));
+}
+
+static void free_solver(void) {
+  if (pcg) HYPRE(HYPRE_StructPCGDestroy(pcg));
+  if (pfmg) HYPRE(HYPRE_StructPFMGDestroy(pfmg));
+  HYPRE(HYPRE_StructVectorDestroy(b));
+  HYPRE(HYPRE_StructVectorDestroy(x));
+  HYPRE(HYPRE_StructMatrixDestroy(A));
+  HYPRE(HYPRE_StructStencilDestroy(stencil));
+  HYPRE(HYPRE_StructGridDestroy(grid));
+}
+
+#else
+
+static HYPRE_BigInt *rows, *columns;
+static HYPRE_Int *sizes;
+static HYPRE_IJMatrix matrix;
+static HYPRE_IJVector ij_b, ij_x;
+static HYPRE_ParCSRMatrix A;
+static HYPRE_ParVector b, x;
+static HYPRE_Solver amg, pcg;
+
+static void make_solver(void) {
+  const HYPRE_BigInt first = (HYPRE_BigInt)first_line * n, last = first + cells - 1;
+  rows = memory(cells, sizeof *rows);
+  columns = memory(5L * cells, sizeof *columns);
+  sizes = memory(cells, sizeof *sizes);
+  HYPRE_Int *own_sizes = memory(cells, sizeof *own_sizes),
+            *ghost_sizes = memory(cells, sizeof *ghost_sizes);
+  size_t entries = 0;
+  for (int c = 0; c < cells; c++) {
+    const int j = first_line + c / n, i = c % n;
+    const HYPRE_BigInt row = first + c;
+    const size_t start = entries;
+    if (j > 0) columns[entries++] = row - n;
+    if (i > 0) columns[entries++] = row - 1;
+    columns[entries++] = row;
+    if (i < n - 1) columns[entries++] = row + 1;
+    if (j < n - 1) columns[entries++] = row + n;
+    rows[c] = row;
+    sizes[c] = (HYPRE_Int)(entries - start);
+    for (size_t k = start; k < entries; k++) ghost_sizes[c] += columns[k] < first || columns[k] > last;
+    own_sizes[c] = sizes[c] - ghost_sizes[c];
+  }
+
+  HYPRE(HYPRE_IJMatrixCreate(comm, first, last, first, last, &matrix));
+  HYPRE(HYPRE_IJMatrixSetObjectType(matrix, HYPRE_PARCSR));
+  HYPRE(HYPRE_IJMatrixSetDiagOffdSizes(matrix, own_sizes, ghost_sizes));
+  for (int k = 0; k < 2; k++) {
+    HYPRE_IJVector *v = k ? &ij_x : &ij_b;
+    HYPRE(HYPRE_IJVectorCreate(comm, first, last, v));
+    HYPRE(HYPRE_IJVectorSetObjectType(*v, HYPRE_PARCSR));
+    HYPRE(HYPRE_IJVectorInitialize(*v));
+    HYPRE(HYPRE_IJVectorAssemble(*v));
+    HYPRE(HYPRE_IJVectorGetObject(*v, (void **)(k ? &x : &b)));
+  }
+  HYPRE(HYPRE_BoomerAMGCreate(&amg));
+  HYPRE(HYPRE_BoomerAMGSetCoarsenType(amg, 10));
+  HYPRE(HYPRE_BoomerAMGSetInterpType(amg, 6));
+  HYPRE(HYPRE_BoomerAMGSetPMaxElmts(amg, 4));
+  HYPRE(HYPRE_BoomerAMGSetRelaxType(amg, 8));
+  HYPRE(HYPRE_BoomerAMGSetStrongThreshold(amg, 0.25));
+  HYPRE(HYPRE_BoomerAMGSetTol(amg, 0));
+  HYPRE(HYPRE_BoomerAMGSetMaxIter(amg, 1));
+  HYPRE(HYPRE_ParCSRPCGCreate(comm, &pcg));
+  HYPRE(HYPRE_PCGSetTwoNorm(pcg, 1));
+  HYPRE(HYPRE_PCGSetTol(pcg, 1e-8));
+  HYPRE(HYPRE_PCGSetMaxIter(pcg, 500));
+  HYPRE(HYPRE_PCGSetPrecond(pcg, (HYPRE_PtrToSolverFcn)HYPRE_BoomerAMGSolve,
+                            (HYPRE_PtrToSolverFcn)HYPRE_BoomerAMGSetup, amg));
+  free(own_sizes);
+  free(ghost_sizes);
+}
+
+static void set_matrix(double *values) {
+  HYPRE(HYPRE_IJMatrixInitialize(matrix));
+  HYPRE(HYPRE_IJMatrixSetValues(matrix, cells, sizes, rows, columns, values));
+  HYPRE(HYPRE_IJMatrixAssemble(matrix));
+  HYPRE(HYPRE_IJMatrixGetObject(matrix, (void **)&A));
+  HYPRE(HYPRE_ParCSRPCGSetup(pcg, A, b, x));
+}
+
+static void solve(double *from, double *to) {
+  HYPRE(HYPRE_IJVectorSetValues(ij_b, cells, rows, from));
+  HYPRE(HYPRE_ParVectorSetConstantValues(x, 0));
+  HYPRE(HYPRE_ParCSRPCGSolve(pcg, A, b, x));
+  HYPRE(HYPRE_PCGGetNumIterations(pcg, &iterations));
+  HYPRE(HYPRE_IJVectorGetValues(ij_x, cells, rows, to));
+}
+
+static void free_solver(void) {
+  HYPRE(HYPRE_ParCSRPCGDestroy(pcg));
+  HYPRE(HYPRE_BoomerAMGDestroy(amg));
+  HYPRE(HYPRE_IJVectorDestroy(ij_b));
+  HYPRE(HYPRE_IJVectorDestroy(ij_x));
+  HYPRE(HYPRE_IJMatrixDestroy(matrix));
+}
+
+#endif
 
 /* Waiting ranks sleep, so that they don't disturb the program that is measured in between. */
 static void wait_for_command(char *text, int size) {
@@ -157,66 +334,16 @@ int main(int argc, char **argv) {
   first_line = (int)((long)n * rank / ranks);
   lines = (int)((long)n * (rank + 1) / ranks) - first_line;
   cells = lines * n;
-  const HYPRE_BigInt first = (HYPRE_BigInt)first_line * n, last = first + cells - 1;
   const double h = 1.0 / n;
 
-  HYPRE_BigInt *rows = memory(cells, sizeof *rows), *columns = memory(5L * cells, sizeof *columns);
-  HYPRE_Int *sizes = memory(cells, sizeof *sizes), *own_sizes = memory(cells, sizeof *own_sizes),
-            *ghost_sizes = memory(cells, sizeof *ghost_sizes);
-  size_t entries = 0;
-  for (int c = 0; c < cells; c++) {
-    const int j = first_line + c / n, i = c % n;
-    const HYPRE_BigInt row = first + c;
-    const size_t start = entries;
-    if (j > 0) columns[entries++] = row - n;
-    if (i > 0) columns[entries++] = row - 1;
-    columns[entries++] = row;
-    if (i < n - 1) columns[entries++] = row + 1;
-    if (j < n - 1) columns[entries++] = row + n;
-    rows[c] = row;
-    sizes[c] = (HYPRE_Int)(entries - start);
-    for (size_t k = start; k < entries; k++) ghost_sizes[c] += columns[k] < first || columns[k] > last;
-    own_sizes[c] = sizes[c] - ghost_sizes[c];
-  }
-
-  HYPRE_IJMatrix matrix;
-  HYPRE_IJVector ij_b, ij_x;
-  HYPRE_ParCSRMatrix A;
-  HYPRE_ParVector b, x;
-  HYPRE_Solver amg, pcg;
   HYPRE(HYPRE_Init());
-  HYPRE(HYPRE_IJMatrixCreate(comm, first, last, first, last, &matrix));
-  HYPRE(HYPRE_IJMatrixSetObjectType(matrix, HYPRE_PARCSR));
-  HYPRE(HYPRE_IJMatrixSetDiagOffdSizes(matrix, own_sizes, ghost_sizes));
-  for (int k = 0; k < 2; k++) {
-    HYPRE_IJVector *v = k ? &ij_x : &ij_b;
-    HYPRE(HYPRE_IJVectorCreate(comm, first, last, v));
-    HYPRE(HYPRE_IJVectorSetObjectType(*v, HYPRE_PARCSR));
-    HYPRE(HYPRE_IJVectorInitialize(*v));
-    HYPRE(HYPRE_IJVectorAssemble(*v));
-    HYPRE(HYPRE_IJVectorGetObject(*v, (void **)(k ? &x : &b)));
-  }
-  HYPRE(HYPRE_BoomerAMGCreate(&amg));
-  HYPRE(HYPRE_BoomerAMGSetCoarsenType(amg, 10));
-  HYPRE(HYPRE_BoomerAMGSetInterpType(amg, 6));
-  HYPRE(HYPRE_BoomerAMGSetPMaxElmts(amg, 4));
-  HYPRE(HYPRE_BoomerAMGSetRelaxType(amg, 8));
-  HYPRE(HYPRE_BoomerAMGSetStrongThreshold(amg, 0.25));
-  HYPRE(HYPRE_BoomerAMGSetTol(amg, 0));
-  HYPRE(HYPRE_BoomerAMGSetMaxIter(amg, 1));
-  HYPRE(HYPRE_ParCSRPCGCreate(comm, &pcg));
-  HYPRE(HYPRE_PCGSetTwoNorm(pcg, 1));
-  HYPRE(HYPRE_PCGSetTol(pcg, 1e-8));
-  HYPRE(HYPRE_PCGSetMaxIter(pcg, 500));
-  HYPRE(HYPRE_PCGSetPrecond(pcg, (HYPRE_PtrToSolverFcn)HYPRE_BoomerAMGSolve,
-                            (HYPRE_PtrToSolverFcn)HYPRE_BoomerAMGSetup, amg));
-
+  make_solver();
   const size_t padded = (size_t)(lines + 2) * n;
   double *kappa = memory(padded, sizeof *kappa), *gradient = memory(padded, sizeof *gradient),
          *u = memory(padded, sizeof *u), *rhs = memory(cells, sizeof *rhs),
          *data = memory(cells, sizeof *data), *residual = memory(cells, sizeof *residual),
-         *lambda = memory(cells, sizeof *lambda), *values = memory(entries, sizeof *values),
-         *cotangent = memory(entries, sizeof *cotangent), *line = memory(n, sizeof *line);
+         *lambda = memory(cells, sizeof *lambda), *values = memory(5L * cells, sizeof *values),
+         *cotangent = memory(5L * cells, sizeof *cotangent), *line = memory(n, sizeof *line);
 
   for (int c = 0; c < cells; c++) {
     const double cx = (c % n + 0.5) * h, cy = (first_line + c / n + 0.5) * h;
@@ -242,15 +369,8 @@ int main(int argc, char **argv) {
     const double start = MPI_Wtime();
     exchange(kappa);
     fill_values(kappa, values);
-    HYPRE(HYPRE_IJMatrixInitialize(matrix));
-    HYPRE(HYPRE_IJMatrixSetValues(matrix, cells, sizes, rows, columns, values));
-    HYPRE(HYPRE_IJMatrixAssemble(matrix));
-    HYPRE(HYPRE_IJMatrixGetObject(matrix, (void **)&A));
-    HYPRE(HYPRE_IJVectorSetValues(ij_b, cells, rows, rhs));
-    HYPRE(HYPRE_ParVectorSetConstantValues(x, 0));
-    HYPRE(HYPRE_ParCSRPCGSetup(pcg, A, b, x));
-    HYPRE(HYPRE_ParCSRPCGSolve(pcg, A, b, x));
-    HYPRE(HYPRE_IJVectorGetValues(ij_x, cells, rows, u + n));
+    set_matrix(values);
+    solve(rhs, u + n);
     double loss = 0, weighted = 0, sums[2];
     for (int c = 0; c < cells; c++) {
       const double d = u[n + c] - data[c];
@@ -258,10 +378,7 @@ int main(int argc, char **argv) {
       residual[c] = 2 * d;
     }
     if (with_gradient) {
-      HYPRE(HYPRE_IJVectorSetValues(ij_b, cells, rows, residual));
-      HYPRE(HYPRE_ParVectorSetConstantValues(x, 0));
-      HYPRE(HYPRE_ParCSRPCGSolve(pcg, A, b, x));
-      HYPRE(HYPRE_IJVectorGetValues(ij_x, cells, rows, lambda));
+      solve(residual, lambda);
       exchange(u);
       values_cotangent(lambda, u, cotangent);
       fill_values_transpose(cotangent, gradient);
@@ -271,8 +388,6 @@ int main(int argc, char **argv) {
     MPI_Barrier(comm);
     const double seconds = MPI_Wtime() - start;
 
-    HYPRE_Int iterations;
-    HYPRE(HYPRE_PCGGetNumIterations(pcg, &iterations));
     for (int c = 0; with_gradient && c < cells; c++) weighted += gradient[n + c] * (c % n + 0.5) * h;
     MPI_Reduce(&weighted, sums + 1, 1, MPI_DOUBLE, MPI_SUM, 0, comm);
     if (rank == 0) {
@@ -281,11 +396,7 @@ int main(int argc, char **argv) {
     }
   }
 
-  HYPRE(HYPRE_ParCSRPCGDestroy(pcg));
-  HYPRE(HYPRE_BoomerAMGDestroy(amg));
-  HYPRE(HYPRE_IJVectorDestroy(ij_b));
-  HYPRE(HYPRE_IJVectorDestroy(ij_x));
-  HYPRE(HYPRE_IJMatrixDestroy(matrix));
+  free_solver();
   HYPRE(HYPRE_Finalize());
   MPI_Finalize();
   return 0;

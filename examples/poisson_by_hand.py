@@ -26,38 +26,27 @@ n = 24
 grid = Grid((n, n), (1 / n, 1 / n))
 x, y = (jnp.asarray(axis) for axis in grid.centers())
 
-# The sparsity pattern of the five-point scheme, built once: a row for each cell of the tile, a
-# column for the cell and for its four neighbours, which may lie in another tile. `padded` has the
-# numbers of the tile's cells and of one layer around it, -1 beyond the boundary.
-padded = grid.local_rows(width=1)
-rows = padded[1:-1, 1:-1]
-neighbours = {
-    "west": (slice(0, -2), slice(1, -1)),
-    "east": (slice(2, None), slice(1, -1)),
-    "south": (slice(1, -1), slice(0, -2)),
-    "north": (slice(1, -1), slice(2, None)),
+# The sparsity pattern of the five-point scheme, built once: a row for each cell of the tile, an
+# entry for the cell itself and one for each neighbour, which may lie in another tile. Entries that
+# leave the grid are not stored.
+steps = ((-1, 0), (1, 0), (0, -1), (0, 1))
+pattern = sparse.Pattern.from_stencil(grid, ((0, 0), *steps))
+beside = {
+    (i, j): (slice(1 + i, 1 + i + x.shape[0]), slice(1 + j, 1 + j + x.shape[1])) for i, j in steps
 }
-inside = {side: np.flatnonzero(padded[place] >= 0) for side, place in neighbours.items()}
-pattern = sparse.Pattern.from_coo(
-    np.concatenate([rows.ravel(), *(rows.ravel()[k] for k in inside.values())]),
-    np.concatenate(
-        [rows.ravel(), *(padded[p].ravel()[inside[side]] for side, p in neighbours.items())]
-    ),
-    grid.n_local,
-)
+on_boundary = {step: grid.local_rows(width=1)[place] < 0 for step, place in beside.items()}
 
 
 def solve(kappa):
     """Solve for u. Two messages are in here: the halo of kappa, and the solve's own."""
     around = halo_exchange(kappa, grid, width=1, boundary="edge")
     diagonal, others = jnp.zeros_like(kappa), []
-    for side, place in neighbours.items():
+    for step in steps:
         # The mean of both cells' kappa; on the boundary, half a cell away, twice the cell's own.
-        on_boundary = padded[place] < 0
-        coefficient = (kappa + around[place]) / 2 * np.where(on_boundary, 2, 1)
+        coefficient = (kappa + around[beside[step]]) / 2 * np.where(on_boundary[step], 2, 1)
         diagonal = diagonal + coefficient
-        others.append(-coefficient.ravel()[inside[side]])
-    matrix = sparse.Matrix(pattern, jnp.concatenate([diagonal.ravel(), *others]))
+        others.append(-coefficient)
+    matrix = pattern.matrix([diagonal, *others])
     right_hand_side = jnp.full(grid.n_local, 1 / n**2)
     return sparse.solve(matrix, right_hand_side).value.reshape(grid.local_shape)
 

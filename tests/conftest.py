@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import zlib
 
-# Several ranks share two cores here: one compute thread each, also in a serial session. Programs
-# are tiny and compiled once: compiling fast matters more than running fast.
-os.environ["XLA_FLAGS"] = (
-    "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1 "
-    "--xla_llvm_disable_expensive_passes=true"
-)
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# Several ranks share two cores here: one compute thread each, also in a serial session. (XLA stops
+# reading at the last flag, which has no dashes.)
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+if os.environ.get("MPIGRAD_ALL_TESTS") != "1":
+    # Programs are tiny and compiled once: these halve the time of compiling. make test-full
+    # compiles as users do.
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    os.environ["XLA_FLAGS"] = (
+        "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
+        "--xla_llvm_disable_expensive_passes=true " + os.environ["XLA_FLAGS"]
+    )
 os.environ.setdefault("MPIGRAD_GUARD", "1")  # a wrong test fails on every rank, and goes on
 
 import jax
@@ -31,6 +35,7 @@ assert mpigrad.__version__
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ranks(*counts): runs at these numbers of ranks only")
+    config.addinivalue_line("markers", "thin(*counts): at these in make test, at all in test-full")
     config.addinivalue_line("markers", "heavy: takes long to compile; few cases are enough")
     config.addinivalue_line("markers", "full: runs in make test-full only")
     config.addinivalue_line("markers", "launcher: starts MPI itself; runs in a serial session")
@@ -38,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Where a test runs that names no numbers of ranks, and where a case of a parametrised one, unless
 # MPIGRAD_ALL_TESTS=1 (make test-full).
-_SINGLE = ((1, 2, 3), (1, 2, 4), (2, 3), (2, 4))
+_SINGLE = ((1,), (2,), (2,), (1, 2), (3,), (2,), (4,), (1,))
 _SOME = ((1,), (2,), (2,), (2,), (3,), (4,))
 _SOME_OPERATIONS = ((1,), (1,), (2,), (2,), (2,), (2,), (3,), (1,))
 _HEAVY = ((2,), (), (3,), (), (4,), ())
@@ -53,11 +58,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         marker = item.get_closest_marker("ranks")
         heavy = item.get_closest_marker("heavy") is not None
+        if marker is None and not everything:
+            marker = item.get_closest_marker("thin")
         counts = marker.args if marker else (1, 2, 3, 4)
         if (heavy or not marker) and not everything:
             some = _SOME_OPERATIONS if "operations" in item.nodeid else _SOME
             some = _HEAVY if heavy else some if hasattr(item, "callspec") else _SINGLE
             counts = some[zlib.crc32(item.nodeid.encode()) % len(some)]
+            if getattr(item, "callspec", None) and item.callspec.params.get("how") == "jit":
+                counts = (1, 2, 3, 4)  # each operation's dot test
         if item.get_closest_marker("full") and not everything:
             counts = ()
         if size not in counts:

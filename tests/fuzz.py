@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import os
 
-# Programs are tiny and run once: compiling fast matters more than running fast.
+# Programs are tiny and run once: compiling fast matters more than running fast (tests/conftest.py).
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_llvm_disable_expensive_passes=true"
+    "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true " + os.environ.get("XLA_FLAGS", "")
 )
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 

@@ -8,7 +8,7 @@ cost here, so each side is one compiled program.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -97,15 +97,6 @@ def _dot(a: Any, b: Any) -> float:
     return float(sum(np.vdot(x, y) for x, y in pairs))
 
 
-@functools.lru_cache(maxsize=8)
-def _expected(F: Map, X: Hashable, reference: Callable[[Map], Map]) -> tuple[Any, ...]:
-    """(direction, weights, value, jvp, vjp) of the program on the stack."""
-    stack = X()  # type: ignore[operator]
-    G = reference(lambda X: jax.tree.map(jnp.cos, F(jnp.sin(X))))
-    direction, weights = _directions(stack, 3), _directions(jax.eval_shape(G, stack), 4)
-    return direction, weights, *jax.jit(_derivatives(G, jax))(stack, direction, weights)
-
-
 class Stack:
     """A stack of all ranks' operands, hashable."""
 
@@ -121,6 +112,15 @@ class Stack:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stack) and self._key == other._key
+
+
+@functools.lru_cache(maxsize=8)
+def _expected(F: Map, X: Stack, reference: Callable[[Map], Map]) -> tuple[Any, ...]:
+    """(direction, weights, value, jvp, vjp) of the program on the stack."""
+    stack = X()
+    G = reference(lambda X: jax.tree.map(jnp.cos, F(jnp.sin(X))))
+    direction, weights = _directions(stack, 3), _directions(jax.eval_shape(G, stack), 4)
+    return direction, weights, *jax.jit(_derivatives(G, jax))(stack, direction, weights)
 
 
 def prove(

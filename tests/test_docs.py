@@ -32,6 +32,7 @@ def parametrize(language: str) -> pytest.MarkDecorator:
 
 @parametrize("python")
 def test_python(text: str) -> None:
+    jax.config.update("jax_enable_x64", False)  # as a user starts
     try:
         exec(compile(text, "<a page>", "exec"), {"__name__": "__main__"})
     finally:

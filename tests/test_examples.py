@@ -11,7 +11,7 @@ import pytest
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example(path: pathlib.Path) -> None:
     assert path.exists()

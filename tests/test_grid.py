@@ -9,9 +9,9 @@ from mpigrad.grid import Grid, choose_dims
 COMM = mpigrad.communicator.default()
 
 
-@pytest.fixture(params=[(12, 12), (13, 7), (5, 9), (31, 4)], ids=str)
+@pytest.fixture(params=[(12, 12), (13, 7), (5, 9), (31, 4), (17,), (6, 5, 7), (4, 9, 4)], ids=str)
 def grid(request):
-    return Grid(request.param, (0.5, 0.25))
+    return Grid(request.param, (0.5, 0.25, 2.0)[: len(request.param)])
 
 
 def test_tiles_cover_the_grid_once(grid):
@@ -19,7 +19,7 @@ def test_tiles_cover_the_grid_once(grid):
     for rank in range(COMM.size):
         owners[grid.slices_of(rank)] += 1
     assert np.all(owners == 1)
-    sizes = [np.diff(grid.starts(axis)) for axis in range(2)]
+    sizes = [np.diff(grid.starts(axis)) for axis in range(grid.ndim)]
     assert all(s.max() - s.min() <= 1 and s.min() >= 1 for s in sizes)
 
 
@@ -34,13 +34,12 @@ def test_rows_number_each_rank_contiguously(grid):
 
 
 def test_rows_of_any_cell_agree_with_their_owner(grid):
-    i, j = np.meshgrid(*(np.arange(n) for n in grid.shape), indexing="ij")
-    everywhere = grid.rows(i, j)
+    everywhere = grid.rows(*np.meshgrid(*(np.arange(n) for n in grid.shape), indexing="ij"))
     assert np.array_equal(everywhere[grid.slices], grid.local_rows())
     padded = np.pad(everywhere, 1, constant_values=-1)
-    first, second = grid.slices
-    expected = padded[first.start : first.stop + 2, second.start : second.stop + 2]
-    assert np.array_equal(grid.local_rows(1), expected)
+    around = tuple(slice(part.start, part.stop + 2) for part in grid.slices)
+    assert np.array_equal(grid.local_rows(1), padded[around])
+    assert sorted(everywhere.ravel()) == list(range(grid.size))
 
 
 def test_neighbors_are_mutual(grid):
@@ -52,6 +51,15 @@ def test_neighbors_are_mutual(grid):
             assert COMM.rank not in theirs
 
 
+def test_neighbors_are_all_tiles_that_touch(grid):
+    def touches(rank):
+        pairs = zip(grid.slices, grid.slices_of(rank), strict=True)
+        return all(a.start <= b.stop and b.start <= a.stop for a, b in pairs)
+
+    others = [rank for rank in range(COMM.size) if rank != COMM.rank and touches(rank)]
+    assert sorted(neighbor.rank for neighbor in grid.neighbors) == others
+
+
 def test_gather_and_scatter_are_inverse(grid):
     whole = np.random.default_rng(0).normal(size=(*grid.shape, 2))
     local = grid.scatter(whole if COMM.rank == 0 else None)
@@ -60,14 +68,16 @@ def test_gather_and_scatter_are_inverse(grid):
         back = grid.gather(local, stride)
         assert (back is None) == (COMM.rank != 0)
         if back is not None:
-            assert np.array_equal(back, whole[::stride, ::stride])
+            assert np.array_equal(back, whole[(slice(None, None, stride),) * grid.ndim])
 
 
 def test_centers_and_natural_ids(grid):
-    x, y = grid.centers()
-    first, second = grid.slices
-    assert np.allclose(x[:, 0], (np.arange(first.start, first.stop) + 0.5) * 0.5)
-    assert np.allclose(y[0], (np.arange(second.start, second.stop) + 0.5) * 0.25)
+    for axis, x in enumerate(grid.centers()):
+        part, h = grid.slices[axis], grid.spacing[axis]
+        expected = (np.arange(part.start, part.stop) + 0.5) * h
+        assert x.shape == grid.local_shape
+        assert np.array_equal(np.moveaxis(x, axis, 0)[:, *[0] * (grid.ndim - 1)], expected)
+        assert all(np.ptp(x, axis=other).max() == 0 for other in range(grid.ndim) if other != axis)
     ids = np.arange(grid.size).reshape(grid.shape)
     assert np.array_equal(grid.natural_ids(), ids[grid.slices])
 
@@ -83,6 +93,12 @@ def test_centers_and_natural_ids(grid):
         ((1000, 10), 4, (4, 1)),
         ((3, 100), 7, (1, 7)),
         ((600, 300), 8, (4, 2)),
+        ((12,), 5, (5,)),
+        ((64, 64, 64), 8, (2, 2, 2)),
+        ((64, 64, 64), 4, (2, 2, 1)),
+        ((64, 64, 64), 2, (2, 1, 1)),
+        ((10, 10, 1000), 4, (1, 1, 4)),
+        ((2, 100, 100), 12, (1, 4, 3)),
     ],
 )
 def test_dims_follow_the_shape(shape, ranks, dims):
@@ -94,6 +110,8 @@ def test_more_ranks_than_cells():
         choose_dims((4, 4), 5)
     with pytest.raises(ValueError, match="17 ranks cannot share"):
         choose_dims((4, 4), 17)
+    with pytest.raises(ValueError, match="11 ranks cannot share 3 x 3 x 3 cells"):
+        choose_dims((3, 3, 3), 11)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +120,11 @@ def test_more_ranks_than_cells():
         (((0, 3), (1.0, 1.0)), ValueError, "0 x 3"),
         (((3, 3), (1.0, -1.0)), ValueError, "positive lengths"),
         (((3, 3), (1.0, float("nan"))), ValueError, "positive lengths"),
-        (((3,), (1.0, 1.0)), TypeError, "two whole numbers of cells"),
-        (((3.5, 3), (1.0, 1.0)), TypeError, "two whole numbers of cells"),
+        (((3,), (1.0, 1.0)), TypeError, "as many lengths"),
+        (((), ()), TypeError, "one to three whole numbers of cells"),
+        (((3,) * 4, (1.0,) * 4), TypeError, "one to three whole numbers of cells"),
+        (((3.5, 3), (1.0, 1.0)), TypeError, "one to three whole numbers of cells"),
+        (((30, 30), (1.0, 1.0), None, (1,)), TypeError, "dims must be 2 whole numbers"),
         (((30, 30), (1.0, 1.0), None, (5, 7)), ValueError, "35 tiles for"),
         (((30, 30), (1.0, 1.0), None, (-1, -1)), ValueError, "one tile per rank"),
     ],
@@ -124,6 +145,11 @@ def test_a_mistake_on_one_rank_is_raised_on_all():
         grid.gather(np.zeros(grid.local_shape if COMM.rank else (1, 2)))
     with pytest.raises(ValueError, match="the field has shape"):
         Grid((8, 8), (1.0, 1.0)).scatter(np.zeros((3, 3)))
+
+
+def test_rows_take_an_index_for_each_axis():
+    with pytest.raises(TypeError, match="2 arrays of indices on a grid with 3 axes"):
+        Grid((4, 4, 4), (1.0, 1.0, 1.0)).rows(0, 0)
 
 
 def test_dims_are_taken_as_given():

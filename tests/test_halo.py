@@ -17,11 +17,10 @@ def whole_field(grid, fields=()):
 
 
 def expected(whole, grid, width, boundary):
-    rest = [(0, 0)] * (whole.ndim - 2)
+    rest = [(0, 0)] * (whole.ndim - grid.ndim)
     how = {"mode": "edge"} if boundary == "edge" else {"constant_values": boundary}
-    padded = np.pad(whole, [(width, width)] * 2 + rest, **how)
-    first, second = grid.slices
-    return padded[first.start : first.stop + 2 * width, second.start : second.stop + 2 * width]
+    padded = np.pad(whole, [(width, width)] * grid.ndim + rest, **how)
+    return padded[tuple(slice(part.start, part.stop + 2 * width) for part in grid.slices)]
 
 
 @pytest.mark.parametrize(
@@ -33,11 +32,15 @@ def expected(whole, grid, width, boundary):
         ((4, 13), 2, "edge", ()),
         ((10, 5), 2, 0.0, ()),
         ((10, 5), 1, "edge", ()),
+        ((11,), 2, "edge", ()),
+        ((11,), 1, 1.5, (2,)),
+        ((6, 5, 7), 1, "edge", ()),
+        ((6, 5, 7), 2, -1.0, (2,)),
     ],
     ids=str,
 )
 def test_layers_are_those_of_the_whole_field(shape, width, boundary, fields):
-    grid = Grid(shape, (1.0, 1.0))
+    grid = Grid(shape, (1.0,) * len(shape))
     if width > min(grid.smallest_tile):
         pytest.skip("the layers reach past a neighbouring tile")
     whole = whole_field(grid, fields)
@@ -48,9 +51,12 @@ def test_layers_are_those_of_the_whole_field(shape, width, boundary, fields):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("boundary", ["edge", 0.0])
-def test_adjoint(boundary):
-    grid = Grid((9, 8), (1.0, 1.0))
+@pytest.mark.parametrize(
+    ("shape", "boundary"),
+    [((9, 8), "edge"), ((9, 8), 0.0), ((9,), "edge"), ((6, 5, 4), "edge"), ((6, 5, 4), 0.0)],
+)
+def test_adjoint(shape, boundary):
+    grid = Grid(shape, (1.0,) * len(shape))
     u = jnp.asarray(whole_field(grid)[grid.slices])
     mpigrad.dot_test(lambda u: halo_exchange(u, grid, 1, boundary), u)
 
@@ -74,6 +80,15 @@ def test_gradient_equals_that_of_the_one_rank_program(boundary):
     reference, slope = jax.value_and_grad(alone)(jnp.asarray(whole))
     assert np.isclose(value, reference, rtol=1e-13)
     assert np.allclose(gradient, slope[grid.slices], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_corners_in_three_dimensions_come_from_the_tile_that_owns_them():
+    dims = {1: (1, 1, 1), 2: (1, 2, 1), 3: (1, 1, 3), 4: (2, 1, 2)}[COMM.size]
+    grid = Grid((5, 4, 6), (1.0, 1.0, 1.0), dims=dims)
+    whole = whole_field(grid)
+    padded = mpigrad.jit(lambda u: halo_exchange(u, grid))(jnp.asarray(whole[grid.slices]))
+    assert np.array_equal(padded, expected(whole, grid, 1, "edge"))
 
 
 def test_vmap_is_the_exchange_of_each():

@@ -23,8 +23,16 @@ def _simulated(joint: Callable[[Any], Any], stack: Any, rank: int) -> Any:
     return jnp.moveaxis(full, full.ndim - stack.ndim, 0)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize(
+    ("mode", "case"),
+    [  # each operation in one mode, in both in make test-full
+        pytest.param(
+            mode, CASES[name], id=f"{name}-{mode}", marks=pytest.mark.full if (i + j) % 2 else ()
+        )
+        for i, name in enumerate(CASES)
+        for j, mode in enumerate(MODES)
+    ],
+)
 def test_jacobian_of_every_operation(mode: Any, case: Case, comm: Communicator) -> None:
     x, stack = operand(case, comm)
     f = lambda x: jnp.sin(case.run(x**2, comm)) * 3

@@ -25,13 +25,11 @@ struct Status {
 
 // One pointer for each function MPI_<name>.
 #define MPIGRAD_MPI_FUNCTIONS(X) \
-  X(Abort) X(Allgather) X(Allgatherv) X(Allreduce) X(Alltoall) X(Alltoallv) \
-  X(Barrier) X(Bcast) X(Error_string) X(Exscan) X(Gather) X(Gatherv) \
-  X(Get_count) X(Iprobe) X(Irecv) X(Isend) X(Mprobe) X(Mrecv) \
-  X(Probe) X(Recv) X(Reduce) X(Reduce_scatter) X(Reduce_scatter_block) X(Scan) X(Scatter) \
-  X(Scatterv) X(Send) X(Sendrecv) X(Test) X(Wait) X(Waitall) \
-  X(Win_allocate) X(Win_create) X(Win_fence) X(Win_free) X(Put) X(Get) \
-  X(Accumulate)
+  X(Allgather) X(Allgatherv) X(Allreduce) X(Alltoall) X(Alltoallv) X(Barrier) \
+  X(Bcast) X(Error_string) X(Exscan) X(Gather) X(Gatherv) X(Get_count) \
+  X(Iprobe) X(Irecv) X(Isend) X(Recv) X(Reduce) X(Reduce_scatter) \
+  X(Reduce_scatter_block) X(Scan) X(Scatter) X(Scatterv) X(Send) X(Sendrecv) \
+  X(Test) X(Wait)
 
 struct Functions {
 #define MPIGRAD_DECLARE(name) void* name;

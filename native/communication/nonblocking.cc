@@ -69,9 +69,9 @@ std::map<int, Pending>::node_type take(const Call& c, const Buffer& ticket, bool
   auto found = posted.find(read(ticket));
   if (found == posted.end() || found->second.receives != receives) {
     error = c.fail(
-        "no message is pending for this request: it was waited for before, or it was posted "
-        "outside the function that is differentiated here; wait for each request once, in the "
-        "function that posts it");
+        "no message is pending for this request: it was waited for before, or never (so that its "
+        "adjoint was not posted), or it was posted outside the function that is differentiated "
+        "here; wait for each request once, in the function that posts it");
     return {};
   }
   return posted.extract(found);

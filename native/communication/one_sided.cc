@@ -95,6 +95,24 @@ Adder adder(ffi::DataType type) {
   }
 }
 
+// The fault that the lowest rank has found becomes every rank's: all of them fail, none waits.
+int agree(const Call& c, std::string& fault) {
+  int64_t first = fault.empty() ? c.comm.size : c.comm.rank;
+  std::vector<int64_t> found(c.comm.size);
+  int code = call(runtime.mpi.Allgather, static_cast<const void*>(&first), 1,
+                  word_type(sizeof first), static_cast<void*>(found.data()), 1,
+                  word_type(sizeof first), c.comm.handle);
+  if (code) return code;
+  first = *std::min_element(found.begin(), found.end());
+  if (first == c.comm.size) return 0;
+  std::vector<char> text(512);
+  fault.copy(text.data(), text.size() - 1);
+  code = call(runtime.mpi.Bcast, static_cast<void*>(text.data()), static_cast<int>(text.size()),
+              word_type(1), static_cast<int>(first), c.comm.handle);
+  fault = text.data();
+  return code;
+}
+
 // x has this rank's window of `rows` rows, then what it puts, then what it accumulates; y has the
 // window after the epoch, then what this rank has got. Requests are triples (rank, offset, count).
 ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
@@ -150,6 +168,7 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
                   ", where another put of this epoch goes; put there in another epoch";
         std::fill_n(first, range.count, 1);
       }
+  if ((code = agree(c, fault))) return c.done(code);
   if (!fault.empty()) return c.fail(fault);
 
   const char* from = static_cast<const char*>(x.untyped_data());

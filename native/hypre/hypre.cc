@@ -1,12 +1,14 @@
-// Distributed symmetric solves by hypre: PCG preconditioned with BoomerAMG, as an XLA FFI handler.
+// Distributed solves by hypre, as an XLA FFI handler: a Krylov method with a multigrid
+// preconditioner, or the multigrid cycle alone.
 //
 // A System is one sparsity structure on one communicator with one multigrid configuration. It keeps
-// the assembled matrix and its multigrid hierarchy from call to call while the values stay bit-equal
-// on every rank, so that the adjoint solve of a symmetric system does no set-up.
+// the matrix and its multigrid hierarchy from call to call while the values stay bit-equal on every
+// rank, so that the adjoint solve of a symmetric system does no set-up.
 //
 // Unlike the communication library this one links MPI: the MPI that hypre was built with. Python
 // compares the marker below with the MPI that mpi4py runs on before it loads this library.
-#include "hypre_system.h"
+#include "assembled.h"
+#include "structured.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -48,42 +50,64 @@ std::mutex mutex;  // hypre keeps global state
 std::unordered_map<int64_t, std::unique_ptr<System>> systems;
 int64_t next_id = 1;
 
-std::string describe(const Answer& a, const Tolerance& t) {
+std::string describe(const Answer& a, const Request& q, std::string_view name) {
   const std::string rank = std::to_string(a.rank);
-  char text[640] = "";
+  std::string check = q.method == kPCG ? "check that the matrix is positive definite"
+                                       : "check the matrix, or try another relaxation or method";
+  if (name.find("PFMG") != std::string_view::npos) {
+    check += ", or take BoomerAMG(), which suits coefficients that jump";
+  }
+  char numbers[160] = "";
   switch (a.outcome) {
     case kConverged:
       return "";
     case kMaxSteps:
-      std::snprintf(text, sizeof text,
-                    "PCG with BoomerAMG did not converge: the relative residual is %.3g after %d "
-                    "iterations, above the tolerance %.3g. Raise max_steps=%lld, loosen rtol, or "
-                    "check that the matrix is symmetric positive definite; solve(..., throw=False) "
-                    "returns what was reached.",
-                    a.residual, static_cast<int>(a.iterations), t.relative,
-                    static_cast<long long>(t.max_steps));
-      break;
+      std::snprintf(numbers, sizeof numbers,
+                    "the relative residual is %.3g after %d iterations, above the tolerance %.3g. "
+                    "Raise max_steps=%lld",
+                    a.residual, static_cast<int>(a.iterations), q.tolerance,
+                    static_cast<long long>(q.max_steps));
+      return std::string(name) + " did not converge: " + numbers + ", loosen rtol, or " + check +
+             "; solve(..., throw=False) returns what was reached.";
     case kNotFinite:
-      return "the matrix or the right-hand side holds NaN or infinity on rank " + rank +
+      return "the matrix, the right-hand side or x0 holds NaN or infinity on rank " + rank +
              ". Look for a division by zero or an overflow in what computes them.";
     case kNotPositive:
       return "the matrix is not positive definite: a diagonal entry on rank " + rank +
-             " is zero or negative. If all are negative, solve with -A and -b instead.";
+             " is zero or negative. If all are negative, solve with -A and -b instead; if only "
+             "some are, solve by GMRES.";
     case kNotSymmetric:
-      return "the matrix is not symmetric; this solver takes symmetric positive definite matrices "
-             "only. Check that entries (i, j) and (j, i) get the same value, also where i and j "
-             "belong to different ranks.";
+      return "the matrix is not symmetric; PCG takes symmetric positive definite matrices only. "
+             "Check that entries (i, j) and (j, i) get the same value, also where i and j belong "
+             "to different ranks, or solve by GMRES or BiCGStab.";
+    case kZeroDiagonal:
+      return "a diagonal entry on rank " + rank + " is zero, and " + std::string(name) +
+             " divides by it. Is the matrix singular? If not, reorder its rows, or solve by "
+             "GMRES(preconditioner=None).";
+    case kStagnated:
+      std::snprintf(numbers, sizeof numbers,
+                    "the relative residual gets no lower than %.3g (after %d iterations). The "
+                    "matrix is singular, or the tolerance %.3g is below what rounding allows",
+                    a.residual, static_cast<int>(a.iterations), q.tolerance);
+      return std::string(name) + " did not converge: " + numbers +
+             "; loosen rtol, or solve(..., throw=False) for what was reached.";
+    case kBreakdown:
+      std::snprintf(numbers, sizeof numbers, "broke down after %d iterations at the relative "
+                    "residual %.3g", static_cast<int>(a.iterations), a.residual);
+      return std::string(name) + " " + numbers +
+             ": it divided by zero, or the residual grew without bound. The matrix may be "
+             "singular; " + check + ".";
   }
-  return text;
+  return "";
 }
 
 using Numbers = ffi::Buffer<ffi::F64, 2>;
 
-// values (1 or B, entries), b (B, n) -> x (B, n), info (B, kInfo)
-ffi::Error solve(ffi::Token, Numbers values, Numbers b, ffi::Result<ffi::Token>,
-                 ffi::Result<Numbers> x, ffi::Result<Numbers> info, int64_t system, double rtol,
-                 int64_t max_steps, bool throws, int64_t site,
-                 std::string_view where) {
+// values (1 or B, entries), b and x0 (B, n) -> x (B, n), info (B, kInfo)
+ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, ffi::Result<ffi::Token>,
+                 ffi::Result<Numbers> x, ffi::Result<Numbers> info, int64_t system, int64_t method,
+                 int64_t restart, double rtol, int64_t max_steps, bool throws, int64_t site,
+                 std::string_view name, std::string_view where) {
   std::lock_guard<std::mutex> guard(mutex);
   const auto found = systems.find(system);
   if (found == systems.end()) {
@@ -91,30 +115,44 @@ ffi::Error solve(ffi::Token, Numbers values, Numbers b, ffi::Result<ffi::Token>,
         "mpigrad: solve: the matrix's pattern is gone, or Python is ending");
   }
   System& s = *found->second;
-  const auto vs = values.dimensions(), bs = b.dimensions();
-  if (vs[1] != static_cast<int64_t>(s.columns.size()) || bs[1] != s.n ||
+  const auto vs = values.dimensions(), bs = b.dimensions(), xs = x0.dimensions();
+  if (vs[1] != s.entries() || bs[1] != s.rows() || xs[0] != bs[0] || xs[1] != bs[1] ||
       (vs[0] != 1 && vs[0] != bs[0])) {
     return ffi::Error::InvalidArgument("mpigrad: solve: the arrays don't fit the pattern");
   }
-  const Tolerance tolerance{rtol, max_steps, site};
+  if (!initialized) HYPRE_Init();
+  initialized = true;
+  char asked[160];
+  std::snprintf(asked, sizeof asked, "%.80s %lld %a %lld %lld", std::string(name).c_str(),
+                static_cast<long long>(restart), rtol, static_cast<long long>(max_steps),
+                static_cast<long long>(bs[0]));
+  const int identity = static_cast<int>(std::hash<std::string_view>{}(asked) & 0x7fffffff);
+  const Request request{static_cast<Method>(method), restart, rtol, max_steps, site, identity};
   const std::string head = "mpigrad: solve, " + std::string(where) + ": ";
   for (int64_t k = 0; k < bs[0]; ++k) {
     const bool own_values = vs[0] > 1;
     Answer answer;
-    const std::string error = solve_one(
-        s, values.typed_data() + (own_values ? k * vs[1] : 0), own_values || k == 0 || !s.ready,
-        b.typed_data() + k * bs[1], tolerance, x->typed_data() + k * bs[1], answer);
+    const std::string error =
+        s.solve(values.typed_data() + (own_values ? k * vs[1] : 0),
+                own_values || k == 0 || !s.ready(), b.typed_data() + k * bs[1],
+                x0.typed_data() + k * bs[1], request, x->typed_data() + k * bs[1], answer);
     if (!error.empty()) return ffi::Error::Internal(head + error);
     if (throws && answer.outcome != kConverged) {
       return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                        head + describe(answer, tolerance));
+                        head + describe(answer, request, name));
     }
     const double numbers[kInfo] = {static_cast<double>(answer.outcome),
                                    static_cast<double>(answer.iterations), answer.residual,
-                                   static_cast<double>(s.setups)};
+                                   static_cast<double>(s.setups())};
     std::copy(numbers, numbers + kInfo, info->typed_data() + k * kInfo);
   }
   return ffi::Error::Success();
+}
+
+int64_t keep(std::unique_ptr<System> system) {
+  std::lock_guard<std::mutex> guard(mutex);
+  systems.emplace(next_id, std::move(system));
+  return next_id++;
 }
 
 }  // namespace
@@ -126,14 +164,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(mpigrad_hypre_solve, solve,
                                   .Arg<ffi::Token>()
                                   .Arg<Numbers>()
                                   .Arg<Numbers>()
+                                  .Arg<Numbers>()
                                   .Ret<ffi::Token>()
                                   .Ret<Numbers>()
                                   .Ret<Numbers>()
                                   .Attr<int64_t>("system")
+                                  .Attr<int64_t>("method")
+                                  .Attr<int64_t>("restart")
                                   .Attr<double>("rtol")
                                   .Attr<int64_t>("max_steps")
                                   .Attr<bool>("throws")
                                   .Attr<int64_t>("site")
+                                  .Attr<std::string_view>("name")
                                   .Attr<std::string_view>("where"));
 
 MPIGRAD_EXPORT const char* mpigrad_hypre_mpi_library() {
@@ -149,34 +191,34 @@ MPIGRAD_EXPORT int mpigrad_hypre_bigint_bits() { return 8 * sizeof(HYPRE_BigInt)
 
 // Local: notes the structure. row_starts (n + 1), columns (entries) in the order of the rows;
 // order (entries) or null. The communicator stays the caller's.
-MPIGRAD_EXPORT int64_t mpigrad_hypre_create(int comm, int64_t first, int64_t n,
-                                            const int64_t* row_starts, const int64_t* columns,
-                                            const int64_t* order, const Options* options) {
-  std::lock_guard<std::mutex> guard(mutex);
-  auto s = std::make_unique<System>();
-  s->comm = MPI_Comm_f2c(comm);
-  s->first = static_cast<HYPRE_BigInt>(first);
-  s->n = static_cast<HYPRE_Int>(n);
-  s->options = *options;
-  s->columns.assign(columns, columns + row_starts[n]);
-  if (order) s->order.assign(order, order + row_starts[n]);
-  // hypre refuses null pointers, also on ranks without rows.
-  for (auto* v : {&s->row_sizes, &s->diagonal_sizes, &s->ghost_sizes}) v->reserve(n + 1);
-  for (int64_t i = 0; i < n; ++i) {
-    s->rows.push_back(static_cast<HYPRE_BigInt>(first + i));
-    s->row_sizes.push_back(static_cast<HYPRE_Int>(row_starts[i + 1] - row_starts[i]));
-    const auto own =
-        std::count_if(columns + row_starts[i], columns + row_starts[i + 1],
-                      [&](int64_t column) { return column >= first && column < first + n; });
-    s->diagonal_sizes.push_back(static_cast<HYPRE_Int>(own));
-    s->ghost_sizes.push_back(s->row_sizes.back() - s->diagonal_sizes.back());
-    const int64_t* end = columns + row_starts[i + 1];
-    const int64_t* diagonal = std::find(columns + row_starts[i], end, first + i);
-    if (diagonal != end) s->diagonal.push_back(static_cast<int32_t>(diagonal - columns));
+MPIGRAD_EXPORT int64_t mpigrad_hypre_create_assembled(int comm, int64_t first, int64_t n,
+                                                      const int64_t* row_starts,
+                                                      const int64_t* columns, const int64_t* order,
+                                                      const BoomerAMGOptions* options) {
+  const Structure given{MPI_Comm_f2c(comm), first, n, row_starts, columns, order};
+  return keep(std::make_unique<Assembled>(given, *options));
+}
+
+// Local: notes a stencil on this rank's tile of a grid. shape, lower and upper (3 each, upper not in
+// the tile) and steps (n_given + n_zero, 3) in hypre's order of the axes; values come offset after
+// offset for the given ones, the others are zero.
+MPIGRAD_EXPORT int64_t mpigrad_hypre_create_structured(int comm, int64_t first, int axes,
+                                                       const int64_t* shape, const int64_t* lower,
+                                                       const int64_t* upper, int64_t n_given,
+                                                       int64_t n_zero, const int64_t* steps,
+                                                       const PFMGOptions* options) {
+  Tile tile{axes, {}, {}};
+  std::copy_n(shape, kAxes, tile.shape);
+  std::copy_n(lower, kAxes, tile.cells.lower);
+  std::copy_n(upper, kAxes, tile.cells.upper);
+  std::vector<Entry> entries;
+  int64_t size = 0;
+  for (int64_t k = 0; k < n_given + n_zero; ++k) {
+    entries.emplace_back(tile, steps + k * kAxes, k < n_given, size);
+    if (k < n_given) size += entries.back().inside.size();
   }
-  const int64_t id = next_id++;
-  systems.emplace(id, std::move(s));
-  return id;
+  return keep(std::make_unique<Structured>(MPI_Comm_f2c(comm), first, tile, std::move(entries),
+                                           size, *options));
 }
 
 MPIGRAD_EXPORT void mpigrad_hypre_destroy(int64_t id) {
@@ -189,13 +231,14 @@ MPIGRAD_EXPORT void mpigrad_hypre_watch(void* record) {
   watched = static_cast<mpigrad::Record*>(record);
 }
 
-// Seconds of set-up and of solving on this rank, then the numbers of both.
+// Seconds of set-up and of solving on this rank; the numbers of both, and of systems kept now.
 MPIGRAD_EXPORT void mpigrad_hypre_totals(double* seconds, int64_t* counts) {
   std::lock_guard<std::mutex> guard(mutex);
   seconds[0] = totals.setup_seconds;
   seconds[1] = totals.solve_seconds;
   counts[0] = totals.setups;
   counts[1] = totals.solves;
+  counts[2] = static_cast<int64_t>(systems.size());
 }
 
 // Before MPI ends: frees everything. Where MPI has ended already, hypre's objects are left alone.

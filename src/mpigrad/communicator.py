@@ -1,14 +1,11 @@
-"""Communicators, and the native library that carries their messages."""
+"""Communicators: groups of ranks with a message space of their own."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
 import os
-import pathlib
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, cast
@@ -18,140 +15,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad import board
+from mpigrad.native import library, record
 
-__all__ = ["Cartesian", "Communicator", "communication_seconds", "default", "native_library"]
-
-
-def native_library(name: str) -> ctypes.CDLL | None:
-    """The native library `name` of this installation, or None where it was not built."""
-    import mpigrad  # its search path has the sources and, when editable, the built files
-
-    for directory in mpigrad.__path__:
-        path = pathlib.Path(directory) / "_native" / f"lib{name}.so"
-        if path.exists():
-            return ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
-    return None
-
-
-def mpi_library_path() -> str:
-    """Path of the MPI library that mpi4py has loaded into this process."""
-    names = ("/libmpi.so", "/libmpi_abi.so", "/libmpich.so", "/libmpi_cray.so")
-    with open("/proc/self/maps") as maps:
-        paths = dict.fromkeys(line.split()[-1] for line in maps if "/" in line)
-    for name in names:
-        for path in paths:
-            if name in path:
-                return path
-    raise RuntimeError(
-        "mpigrad: mpi4py is loaded, but no MPI library is found in this process "
-        f"({MPI.Get_library_version().splitlines()[0]}). Run `mpigrad doctor`."
-    )
-
-
-# XLA's numbers of element types (xla_data.proto), the dtypes that MPI can do arithmetic with.
-_ARITHMETIC = {
-    "bool": (1, MPI.C_BOOL),
-    "int8": (2, MPI.INT8_T),
-    "int16": (3, MPI.INT16_T),
-    "int32": (4, MPI.INT32_T),
-    "int64": (5, MPI.INT64_T),
-    "uint8": (6, MPI.UINT8_T),
-    "uint16": (7, MPI.UINT16_T),
-    "uint32": (8, MPI.UINT32_T),
-    "uint64": (9, MPI.UINT64_T),
-    "float32": (11, MPI.FLOAT),
-    "float64": (12, MPI.DOUBLE),
-    "complex64": (15, MPI.C_FLOAT_COMPLEX),
-    "complex128": (18, MPI.C_DOUBLE_COMPLEX),
-}
-ARITHMETIC_DTYPES = frozenset(_ARITHMETIC)
-MAX_COUNT = 2**31 - 1  # MPI-3 counts are C ints
-
-# Reductions by slot: programs name slots, so that no handle is compiled into them.
-REDUCTIONS = (
-    *(MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN),
-    *(MPI.LAND, MPI.LOR, MPI.LXOR, MPI.BAND, MPI.BOR, MPI.BXOR),
-)
-SUM = REDUCTIONS.index(MPI.SUM)
-
-
-def _status_layout() -> tuple[int, int]:
-    """Offsets of source and tag in this MPI's status: where mpi4py writes two unlikely numbers."""
-    status, source, tag = MPI.Status(), 0x5A17_0001, 0x5A17_0002
-    status.Set_source(source)
-    status.Set_tag(tag)
-    raw = ctypes.string_at(MPI._addressof(status), MPI._sizeof(status))
-    return raw.index(struct.pack("i", source)), raw.index(struct.pack("i", tag))
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    """The communication library, connected to the MPI that mpi4py has loaded."""
-    lib = native_library("mpigrad_communication")
-    if lib is None:
-        raise ImportError(
-            "mpigrad: the native communication library is missing from this installation; "
-            "build it with `make setup`, or `pip install .`."
-        )
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise ImportError(
-            "mpigrad: MPI was initialised without MPI_THREAD_MULTIPLE "
-            f"(level {MPI.Query_thread()}), but XLA and the watchdog call it from threads of "
-            "their own. Leave mpi4py.rc.thread_level at 'multiple'."
-        )
-    lib.mpigrad_start.restype = ctypes.c_char_p
-    lib.mpigrad_start.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int]
-    lib.mpigrad_set_communicator.argtypes = [
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_int,
-        ctypes.c_int,
-    ]
-    lib.mpigrad_set_reduction.argtypes = [ctypes.c_int64, ctypes.c_int64]
-    lib.mpigrad_set_call_site.argtypes = [ctypes.c_int64, ctypes.c_char_p]
-    lib.mpigrad_set_arithmetic_type.argtypes = [ctypes.c_int, ctypes.c_int64]
-    lib.mpigrad_set_word_type.argtypes = [ctypes.c_int, ctypes.c_int64]
-    lib.mpigrad_record.restype = ctypes.c_void_p
-    lib.mpigrad_begin.restype = ctypes.c_char_p
-    lib.mpigrad_begin.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
-    error = lib.mpigrad_start(
-        mpi_library_path().encode(), MPI._sizeof(MPI.Comm), int(MPI.IN_PLACE), MPI.PROC_NULL
-    )
-    if error is not None:
-        raise ImportError(f"mpigrad: cannot use this process's MPI library: {error.decode()}")
-    lib.mpigrad_set_status_layout(*_status_layout())
-    for number, datatype in _ARITHMETIC.values():
-        lib.mpigrad_set_arithmetic_type(number, datatype.handle)
-    for index, datatype in enumerate((MPI.UINT8_T, MPI.UINT16_T, MPI.UINT32_T, MPI.UINT64_T)):
-        lib.mpigrad_set_word_type(index, datatype.handle)
-    for slot, op in enumerate(REDUCTIONS):
-        lib.mpigrad_set_reduction(slot, op.handle)
-    return lib
-
-
-class Record(ctypes.Structure):
-    """What this rank is doing now (native/watch.h)."""
-
-    _fields_ = (
-        ("start_ns", ctypes.c_int64),
-        ("site", ctypes.c_int64),
-        ("calls", ctypes.c_int64),
-        ("busy_ns", ctypes.c_int64),
-        ("bytes", ctypes.c_int64),
-        ("operation", ctypes.c_char_p),
-    )
-
-
-@functools.cache
-def record() -> Record:
-    """The live record of this rank's operations."""
-    return Record.from_address(library().mpigrad_record())
-
-
-def communication_seconds() -> float:
-    """Seconds that this rank has spent inside MPI operations so far, waiting included."""
-    return record().busy_ns * 1e-9
+__all__ = ["Cartesian", "Communicator", "default"]
 
 
 class waiting:  # a class, not a generator: so the user's line stays in sight
@@ -502,8 +368,3 @@ def check_rank(value: int, comm: Communicator, what: str, *, null: bool = False)
             f"(0 to {comm.size - 1}); called on rank {comm.rank}"
         )
     return rank
-
-
-def words_per_element(dtype: np.dtype) -> int:
-    """How many MPI words one element takes when data only moves."""
-    return max(1, dtype.itemsize // 8)

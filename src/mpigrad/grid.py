@@ -1,11 +1,13 @@
-"""Cell-centred Cartesian grids, divided into one rectangular tile per rank."""
+"""Cell-centred Cartesian grids in one to three dimensions, one tile per rank."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -21,51 +23,61 @@ Step = Literal[-1, 0, 1]
 
 @dataclasses.dataclass(frozen=True)
 class Neighbor:
-    """A tile that touches this rank's tile along an edge or at a corner.
+    """A tile that touches this rank's tile on a face, along an edge or at a corner.
 
     `rank` holds it; it lies `step` tiles away along each axis (-1, 0 or 1).
     """
 
     rank: int
-    step: tuple[Step, Step]
+    step: tuple[Step, ...]
 
 
-def choose_dims(shape: tuple[int, int], ranks: int) -> tuple[int, int]:
+def choose_dims(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     """How many tiles along each axis `ranks` ranks divide `shape` cells into.
 
     Like MPI_Dims_create, but adapted to the grid: of all factorizations that leave no tile
     empty, the one that cuts the fewest faces between cells, then the one whose largest tile is
-    smallest, then the one with more tiles along the first axis.
+    smallest, then the one with more tiles along the first axes.
 
     Raises
     ------
     ValueError
         If every factorization leaves a tile without a cell.
     """
-    nx, ny = shape
-    fitting = [
-        (px, ranks // px)
-        for px in range(1, ranks + 1)
-        if ranks % px == 0 and px <= nx and ranks // px <= ny
-    ]
+    fitting = list(_factorizations(ranks, shape))
     if not fitting:
         raise ValueError(
-            f"mpigrad.Grid: {ranks} ranks cannot share {nx} x {ny} cells: every division of "
-            f"{ranks} ranks into rows and columns of tiles has more tiles than cells along an "
-            f"axis. Use fewer ranks (-n) or more cells."
+            f"mpigrad.Grid: {ranks} ranks cannot share {_product(shape)} cells: every division of "
+            f"{ranks} ranks into tiles has more tiles than cells along an axis. "
+            "Use fewer ranks (-n) or more cells."
         )
 
-    def cost(dims: tuple[int, int]) -> tuple[int, int, int]:
-        px, py = dims
-        largest = math.ceil(nx / px) * math.ceil(ny / py)
-        return (px - 1) * ny + (py - 1) * nx, largest, -px
+    def cost(dims: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+        size = math.prod(shape)
+        cut = sum((p - 1) * (size // n) for p, n in zip(dims, shape, strict=True))
+        largest = math.prod(math.ceil(n / p) for p, n in zip(dims, shape, strict=True))
+        return cut, largest, tuple(-p for p in dims)
 
     return min(fitting, key=cost)
 
 
+def _factorizations(ranks: int, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All ways to write `ranks` as a product of one factor per axis, none above its cells."""
+    if not shape:
+        yield from [()] if ranks == 1 else []
+        return
+    for p in range(1, min(ranks, shape[0]) + 1):
+        if ranks % p == 0:
+            yield from ((p, *rest) for rest in _factorizations(ranks // p, shape[1:]))
+
+
+def _product(numbers: tuple[int, ...]) -> str:
+    return " x ".join(map(str, numbers))
+
+
 @dataclasses.dataclass(frozen=True, init=False)
 class Grid:
-    """A grid of nx x ny cells in one tile per rank, unknowns at the cells' centres.
+    """A grid of nx, nx x ny or nx x ny x nz cells, one tile per rank, unknowns at cell centres.
 
     Tiles are numbered like MPI's Cartesian ranks (the last axis fastest); along an axis the first
     tiles have one cell more where the cells do not divide evenly. *Tile numbering* of the cells:
@@ -77,9 +89,9 @@ class Grid:
     Parameters
     ----------
     shape
-        Number of cells along each axis, (nx, ny).
+        Number of cells along each axis: (nx,), (nx, ny) or (nx, ny, nz).
     spacing
-        Size of a cell along each axis, (hx, hy), in the user's unit of length.
+        Size of a cell along each axis, as (hx, hy), in the user's unit of length.
     comm
         The ranks that share the grid; all ranks if not given.
     dims
@@ -92,17 +104,17 @@ class Grid:
         empty, or the ranks disagree about the arguments.
     """
 
-    shape: tuple[int, int]
-    spacing: tuple[float, float]
+    shape: tuple[int, ...]
+    spacing: tuple[float, ...]
     comm: Communicator
-    dims: tuple[int, int]
+    dims: tuple[int, ...]
 
     def __init__(
         self,
-        shape: tuple[int, int],
-        spacing: tuple[float, float],
+        shape: tuple[int, ...],
+        spacing: tuple[float, ...],
         comm: Communicator | None = None,
-        dims: tuple[int, int] | None = None,
+        dims: tuple[int, ...] | None = None,
     ) -> None:
         comm = resolve(comm)
         checked = problem = None
@@ -129,18 +141,27 @@ class Grid:
     # --- the tiles ---
 
     @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
     def size(self) -> int:
         """Number of cells of the whole grid."""
         return math.prod(self.shape)
 
     @property
-    def coords(self) -> tuple[int, int]:
+    def coords(self) -> tuple[int, ...]:
         """Position of this rank's tile among the tiles."""
         return self.coords_of(self.comm.rank)
 
-    def coords_of(self, rank: int) -> tuple[int, int]:
+    def coords_of(self, rank: int) -> tuple[int, ...]:
         """Position of a rank's tile among the tiles."""
-        return rank // self.dims[1], rank % self.dims[1]
+        place = []
+        for tiles in reversed(self.dims):
+            rank, along = divmod(rank, tiles)
+            place.append(along)
+        return tuple(reversed(place))
 
     def starts(self, axis: int) -> NDArray[np.int64]:
         """First cell of each tile along `axis`, and the number of cells last."""
@@ -148,41 +169,38 @@ class Grid:
         number = np.arange(tiles + 1)
         return number * (cells // tiles) + np.minimum(number, cells % tiles)
 
-    def slices_of(self, rank: int) -> tuple[slice, slice]:
+    def slices_of(self, rank: int) -> tuple[slice, ...]:
         """The cells of a rank's tile, as slices of the whole grid."""
-        first, second = (
+        return tuple(
             slice(int(self.starts(axis)[place]), int(self.starts(axis)[place + 1]))
             for axis, place in enumerate(self.coords_of(rank))
         )
-        return first, second
 
     @property
-    def slices(self) -> tuple[slice, slice]:
+    def slices(self) -> tuple[slice, ...]:
         """The cells of this rank's tile, as slices of the whole grid."""
         return self.slices_of(self.comm.rank)
 
     @property
-    def local_shape(self) -> tuple[int, int]:
+    def local_shape(self) -> tuple[int, ...]:
         """Number of cells of this rank's tile along each axis."""
-        first, second = self.slices
-        return first.stop - first.start, second.stop - second.start
+        return tuple(part.stop - part.start for part in self.slices)
 
     @property
-    def smallest_tile(self) -> tuple[int, int]:
+    def smallest_tile(self) -> tuple[int, ...]:
         """The smallest number of cells that any tile has along each axis."""
-        return self.shape[0] // self.dims[0], self.shape[1] // self.dims[1]
+        return tuple(n // p for n, p in zip(self.shape, self.dims, strict=True))
 
     @functools.cached_property
     def neighbors(self) -> tuple[Neighbor, ...]:
-        """The tiles that touch this one, corners included, ordered by step."""
-        px, py = self.coords
+        """The tiles that touch this one, edges and corners included, ordered by step."""
         steps: tuple[Step, ...] = (-1, 0, 1)
-        return tuple(
-            Neighbor((px + dx) * self.dims[1] + py + dy, (dx, dy))
-            for dx in steps
-            for dy in steps
-            if (dx, dy) != (0, 0) and 0 <= px + dx < self.dims[0] and 0 <= py + dy < self.dims[1]
-        )
+        found = []
+        for step in itertools.product(steps, repeat=self.ndim):
+            place = tuple(p + s for p, s in zip(self.coords, step, strict=True))
+            if any(step) and all(0 <= p < n for p, n in zip(place, self.dims, strict=True)):
+                found.append(Neighbor(int(np.ravel_multi_index(place, self.dims)), step))
+        return tuple(found)
 
     # --- the numbering of the unknowns ---
 
@@ -194,7 +212,8 @@ class Grid:
     @functools.cached_property
     def row_offsets(self) -> NDArray[np.int64]:
         """First row of each rank in tile numbering, and the number of cells last."""
-        sizes = np.outer(np.diff(self.starts(0)), np.diff(self.starts(1))).ravel()
+        widths = (np.diff(self.starts(axis)) for axis in range(self.ndim))
+        sizes = functools.reduce(np.multiply.outer, widths).ravel()
         return np.concatenate([[0], np.cumsum(sizes)])
 
     @property
@@ -202,46 +221,52 @@ class Grid:
         """First row of this rank in tile numbering."""
         return int(self.row_offsets[self.comm.rank])
 
-    def rows(self, i: ArrayLike, j: ArrayLike) -> NDArray[np.int64]:
-        """The rows, in tile numbering, of the cells (i, j) of the grid; -1 outside it."""
-        i, j = np.broadcast_arrays(np.asarray(i, np.int64), np.asarray(j, np.int64))
-        inside = (i >= 0) & (i < self.shape[0]) & (j >= 0) & (j < self.shape[1])
-        i, j = np.where(inside, i, 0), np.where(inside, j, 0)
-        starts = self.starts(0), self.starts(1)
-        px = np.searchsorted(starts[0], i, side="right") - 1
-        py = np.searchsorted(starts[1], j, side="right") - 1
-        width = np.diff(starts[1])[py]  # cells per line of the owner's tile
-        within = (i - starts[0][px]) * width + j - starts[1][py]
-        return np.where(inside, self.row_offsets[px * self.dims[1] + py] + within, -1)
+    def rows(self, *cells: ArrayLike) -> NDArray[np.int64]:
+        """The rows, in tile numbering, of cells of the grid; -1 outside it.
+
+        Give one array of indices for each axis, as `rows(i, j)`; they are broadcast together.
+        """
+        if len(cells) != self.ndim:
+            raise TypeError(
+                f"mpigrad.Grid.rows: {len(cells)} arrays of indices on a grid with {self.ndim} "
+                "axes; give one for each axis"
+            )
+        owner, within, inside = np.int64(0), np.int64(0), np.True_
+        for axis, given in enumerate(cells):
+            starts, cell = self.starts(axis), np.asarray(given, np.int64)
+            here = (cell >= 0) & (cell < self.shape[axis])
+            cell = np.where(here, cell, 0)
+            tile = np.searchsorted(starts, cell, side="right") - 1
+            owner = owner * self.dims[axis] + tile
+            within = within * np.diff(starts)[tile] + (cell - starts[tile])
+            inside = inside & here
+        return np.where(inside, self.row_offsets[owner] + within, -1)
 
     def local_rows(self, width: int = 0) -> NDArray[np.int64]:
         """Rows of this tile's cells and of `width` layers around it; -1 outside the grid.
 
         Shape (lx + 2 width, ly + 2 width) for a tile of lx x ly cells, as `halo_exchange` pads it.
         """
-        first, second = self.slices
-        i = np.arange(first.start - width, first.stop + width)
-        j = np.arange(second.start - width, second.stop + width)
-        return self.rows(i[:, None], j[None, :])
+        cells = (np.arange(part.start - width, part.stop + width) for part in self.slices)
+        return self.rows(*np.ix_(*cells))
 
     def natural_ids(self) -> NDArray[np.int64]:
         """Numbers of this tile's cells in C order of the whole grid, whatever the rank count."""
-        first, second = self.slices
-        i, j = np.arange(first.start, first.stop), np.arange(second.start, second.stop)
-        return i[:, None] * self.shape[1] + j[None, :]
+        cells = np.ix_(*(np.arange(part.start, part.stop) for part in self.slices))
+        return np.asarray(np.ravel_multi_index(cells, self.shape), np.int64)
 
     # --- fields ---
 
-    def centers(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Coordinates x and y of the centres of this tile's cells, each of shape (lx, ly).
+    def centers(self) -> tuple[NDArray[np.float64], ...]:
+        """Coordinates of the centres of this tile's cells, as (x, y), each of shape (lx, ly).
 
         The grid's first corner is the origin.
         """
-        x, y = (
+        along = (
             (np.arange(part.start, part.stop) + 0.5) * h
             for part, h in zip(self.slices, self.spacing, strict=True)
         )
-        return tuple(np.meshgrid(x, y, indexing="ij"))  # type: ignore[return-value]
+        return tuple(np.meshgrid(*along, indexing="ij"))
 
     def gather(self, u: ArrayLike | jax.Array, stride: int = 1) -> NDArray[Any] | None:
         """The whole field on rank 0, None elsewhere; for writing and drawing, not differentiable.
@@ -257,7 +282,7 @@ class Grid:
         _agree(
             self.comm,
             None
-            if local.shape[:2] == self.local_shape
+            if local.shape[: self.ndim] == self.local_shape
             else f"mpigrad.Grid.gather: a field of shape {local.shape} on a tile of "
             f"{self.local_shape} cells (rank {self.comm.rank})",
         )
@@ -267,7 +292,7 @@ class Grid:
             self.comm.mpi.send(piece, dest=0)
             return None
         shape = tuple(math.ceil(n / stride) for n in self.shape)
-        whole = np.empty(shape + local.shape[2:], local.dtype)
+        whole = np.empty(shape + local.shape[self.ndim :], local.dtype)
         for rank in range(self.comm.size):
             if rank > 0:
                 piece = self.comm.mpi.recv(source=rank)
@@ -290,7 +315,7 @@ class Grid:
         problem, field = None, np.empty(0)
         if self.comm.rank == 0:
             field = np.asarray(whole)
-            if field.shape[:2] != self.shape:
+            if field.shape[: self.ndim] != self.shape:
                 problem = (
                     f"mpigrad.Grid.scatter: the field has shape {field.shape}, "
                     f"the grid has {self.shape} cells"
@@ -312,34 +337,40 @@ def _agree(comm: Communicator, problem: str | None) -> None:
 
 def _checked(
     shape: Any, spacing: Any, dims: Any, ranks: int
-) -> tuple[tuple[int, int], tuple[float, float], tuple[int, int]]:
+) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
     """The grid's arguments in their own types, or an error that says what is wrong."""
     try:
-        nx, ny = (operator.index(n) for n in shape)
-        hx, hy = (float(h) for h in spacing)
+        cells = tuple(operator.index(n) for n in shape)
+        lengths = tuple(float(h) for h in spacing)
+        if not 1 <= len(cells) <= 3 or len(lengths) != len(cells):
+            raise ValueError
     except (TypeError, ValueError):
         raise TypeError(
-            "mpigrad.Grid takes shape=(nx, ny), two whole numbers of cells, and "
-            f"spacing=(hx, hy), not shape={shape!r}, spacing={spacing!r}"
+            "mpigrad.Grid takes one to three whole numbers of cells, as shape=(nx, ny), and as "
+            f"many lengths, as spacing=(hx, hy), not shape={shape!r}, spacing={spacing!r}"
         ) from None
-    if nx < 1 or ny < 1:
-        raise ValueError(f"mpigrad.Grid: a grid needs cells along each axis, not {nx} x {ny}")
-    if not (hx > 0 and hy > 0 and math.isfinite(hx) and math.isfinite(hy)):
-        raise ValueError(f"mpigrad.Grid: spacing must be positive lengths, not ({hx}, {hy})")
+    if min(cells) < 1:
+        raise ValueError(f"mpigrad.Grid: a grid needs cells along each axis, not {_product(cells)}")
+    if not all(h > 0 and math.isfinite(h) for h in lengths):
+        raise ValueError(f"mpigrad.Grid: spacing must be positive lengths, not {lengths}")
     if dims is None:
-        return (nx, ny), (hx, hy), choose_dims((nx, ny), ranks)
+        return cells, lengths, choose_dims(cells, ranks)
     try:
-        px, py = (operator.index(p) for p in dims)
+        tiles = tuple(operator.index(p) for p in dims)
+        if len(tiles) != len(cells):
+            raise ValueError
     except (TypeError, ValueError):
-        raise TypeError(f"mpigrad.Grid: dims must be two whole numbers, not {dims!r}") from None
-    if px < 1 or py < 1 or px * py != ranks:
+        raise TypeError(
+            f"mpigrad.Grid: dims must be {len(cells)} whole numbers, one per axis, not {dims!r}"
+        ) from None
+    if min(tiles) < 1 or math.prod(tiles) != ranks:
         raise ValueError(
-            f"mpigrad.Grid: dims ({px}, {py}) make {px * py} tiles for {ranks} ranks; "
+            f"mpigrad.Grid: dims {tiles} make {math.prod(tiles)} tiles for {ranks} ranks; "
             "there is one tile per rank"
         )
-    if px > nx or py > ny:
+    if any(p > n for p, n in zip(tiles, cells, strict=True)):
         raise ValueError(
-            f"mpigrad.Grid: dims ({px}, {py}) divide {nx} x {ny} cells into tiles without cells; "
+            f"mpigrad.Grid: dims {tiles} divide {_product(cells)} cells into tiles without cells; "
             "leave dims out to have them chosen, or use fewer ranks"
         )
-    return (nx, ny), (hx, hy), (px, py)
+    return cells, lengths, tiles

@@ -17,16 +17,16 @@ __all__ = ["halo_exchange"]
 def halo_exchange(
     u: jax.Array, grid: Grid, width: int = 1, boundary: Literal["edge"] | float = "edge"
 ) -> jax.Array:
-    """A tile of a field with `width` layers around it, corners included.
+    """A tile of a field with `width` layers around it, edges and corners included.
 
-    One packed message to each neighbour, diagonal ones too, whatever the number of fields. Linear
-    in `u` (affine for a constant boundary); the adjoint sends each layer's cotangent back and adds
-    it to the cells that it came from.
+    One packed message to each neighbour, diagonal ones too, on a grid of any dimension, whatever
+    the number of fields. Linear in `u` (affine for a constant boundary); the adjoint sends each
+    layer's cotangent back and adds it to the cells that it came from.
 
     Parameters
     ----------
     u
-        This rank's tile, of shape (lx, ly, *fields).
+        This rank's tile, of shape (lx, ly, *fields) on a grid with two axes.
     grid
         The grid that `u` lies on.
     width
@@ -47,8 +47,9 @@ def halo_exchange(
         neighbouring tile, or `boundary` is neither "edge" nor a number.
     """
     _check(u, grid, width, boundary)
-    fields = u.shape[2:]
-    pieces = {(0, 0): u}
+    axes = grid.ndim
+    fields = u.shape[axes:]
+    pieces: dict[tuple[int, ...], jax.Array] = {(0,) * axes: u}
     if grid.neighbors:
         layers = [_layer(grid, neighbor, width) for neighbor in grid.neighbors]
         shapes = [tuple(part.stop - part.start for part in layer) for layer in layers]
@@ -68,13 +69,19 @@ def halo_exchange(
             start += count
     # The pieces, as they lie around the tile; then, as the nearest cell of a corner may be a
     # neighbour's, what lies outside the grid.
-    across = [[step for step in (-1, 0, 1) if _in_grid(grid, axis, step)] for axis in range(2)]
-    padded = jnp.concatenate(
-        [jnp.concatenate([pieces[dx, dy] for dy in across[1]], axis=1) for dx in across[0]]
-    )
+    across = [[step for step in (-1, 0, 1) if _in_grid(grid, axis, step)] for axis in range(axes)]
+
+    def together(steps: tuple[int, ...]) -> jax.Array:
+        """The pieces whose first steps are these, side by side along the other axes."""
+        axis = len(steps)
+        if axis == axes:
+            return pieces[steps]
+        return jnp.concatenate([together((*steps, step)) for step in across[axis]], axis=axis)
+
+    padded = together(())
     missing = [
         (0 if _in_grid(grid, axis, -1) else width, 0 if _in_grid(grid, axis, 1) else width)
-        for axis in range(2)
+        for axis in range(axes)
     ] + [(0, 0)] * len(fields)
     if boundary == "edge":
         return jnp.pad(padded, missing, mode="edge")
@@ -95,10 +102,10 @@ def _layer(grid: Grid, neighbor: Neighbor, width: int) -> tuple[slice, ...]:
 
 
 def _check(u: jax.Array, grid: Grid, width: int, boundary: object) -> None:
-    if u.ndim < 2 or u.shape[:2] != grid.local_shape:
+    if u.shape[: grid.ndim] != grid.local_shape:
         raise ValueError(
             f"halo_exchange: u has shape {u.shape} on a tile of {grid.local_shape} cells "
-            f"(rank {grid.comm.rank}); its first two axes are the tile's"
+            f"(rank {grid.comm.rank}); its first axes are the tile's"
         )
     reaches_past = any(
         tiles > 1 and width > cells

@@ -189,7 +189,7 @@ def write_fields(
     path
         Directory of the group; an old group there is replaced.
     grid
-        The grid that the fields lie on; its cell centres are written as `x` and `y`.
+        The grid that the fields lie on; its cell centres are written as `x`, `y` and `z`.
     fields
         This rank's tile of each field, shape (lx, ly); the same names on every rank.
     attributes
@@ -210,9 +210,9 @@ def write_fields(
                     shape=grid.shape,
                     chunks=chunks,
                     dtype=np.asarray(field).dtype,
-                    dimension_names=("x", "y"),
+                    dimension_names=tuple("xyz"[: grid.ndim]),
                 )
-            for axis, name in enumerate("xy"):
+            for axis, name in enumerate("xyz"[: grid.ndim]):
                 centers = (np.arange(grid.shape[axis]) + 0.5) * grid.spacing[axis]
                 group.create_array(name, data=centers, dimension_names=(name,))
         except Exception as error:

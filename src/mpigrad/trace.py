@@ -24,7 +24,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import Communicator, library
+from mpigrad.communicator import Communicator
+from mpigrad.native import library
 from mpigrad.operations.sites import describe
 from mpigrad.profile import RankRecord, Total, table
 

@@ -68,10 +68,16 @@ SCENARIOS: dict[str, tuple[Any, Any, Callable[[Any, Any], Any]]] = {
 }
 _KINDS = {"custom_vjp": (by_vjp, ("grad", "hvp", "grad of grad")), "custom_jvp": (by_jvp, None)}
 CASES = [
-    pytest.param(rule, transformation, scenario, id=f"{kind}-{transformation}-{scenario}")
+    pytest.param(
+        rule,
+        transformation,
+        scenario,
+        id=f"{kind}-{transformation}-{scenario}",
+        marks=pytest.mark.full if (i + j) % 2 else (),  # half of them, all in make test-full
+    )
     for kind, (rule, derivatives) in _KINDS.items()
-    for transformation, (_, derivative, _) in TRANSFORMATIONS.items()
-    for scenario in SCENARIOS
+    for i, (transformation, (_, derivative, _)) in enumerate(TRANSFORMATIONS.items())
+    for j, scenario in enumerate(SCENARIOS)
     if derivatives is None or derivative in derivatives
 ]
 RUN = ("grad", "grad(mpigrad.jit)", "hvp", "vmap(grad)", "jvp")  # by tracing, all of them

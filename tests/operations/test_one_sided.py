@@ -91,3 +91,7 @@ def test_wrong_use(comm: Communicator) -> None:
         own(x, get=[(comm.rank, 1, 2)])
     with pytest.raises(jax.errors.JaxRuntimeError, match="put there in another epoch"):
         own(x, put=[(x, comm.rank, 0), (x[:1], comm.rank, 1)])
+    # The last rank alone is wrong, about rank 0's window: all ranks say so.
+    last = comm.rank == comm.size - 1
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"names rows 1 to 2 of .* of rank 0"):
+        own(x, get=[(0, 1, 2)] if last else [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -35,17 +34,12 @@ NESTED = ("jax.jit", "vmap over the last axis", "checkpoint(scan)", "scan(checkp
 
 
 def pairs() -> list[Any]:
-    """Each operation under each transformation; when jitted, at most numbers of ranks."""
-    everything = os.environ.get("MPIGRAD_ALL_TESTS") == "1"
+    """Each operation under each transformation."""
     found = []
     for i, (name, case) in enumerate(CASES.items()):
         for j, how in enumerate(TRANSFORMED):
             marks = [pytest.mark.heavy] if case.heavy else []
-            if how == "jit":
-                marks.append(
-                    pytest.mark.ranks(*((1, 2, 3, 4) if everything else (1, 2, 3 + i % 2)))
-                )
-            elif how in NESTED and (i + j) % 3:
+            if how in NESTED and (i + j) % 3:
                 marks.append(pytest.mark.full)
             found.append(pytest.param(name, how, marks=marks))
     return found

@@ -14,7 +14,8 @@ from mpi4py import MPI
 
 import mpigrad as mg
 from helpers import close
-from mpigrad.communicator import Communicator, record
+from mpigrad.communicator import Communicator
+from mpigrad.native import record
 from proof import TRANSFORMS, batch, prove, prove_second_order, scan
 
 

@@ -21,7 +21,7 @@ def stripes(n: int, size: int, empty: int | None = None) -> list[int]:
 
 @dataclass(frozen=True)
 class System:
-    """A = shifted weighted graph Laplacian of an nx x ny grid: symmetric positive definite."""
+    """A sparse matrix, on the ranks and whole, and a right-hand side."""
 
     pattern: Pattern
     rows: np.ndarray  # of all ranks' entries, in the order in which ranks give them
@@ -44,13 +44,14 @@ class System:
         return Matrix(self.pattern, self.values)
 
     def dense(self, values: Any) -> Any:
-        n = self.pattern.n_rows
-        return jnp.zeros((n, n)).at[self.rows, self.columns].set(values)
+        p = self.pattern
+        return jnp.zeros((p.n_rows, p.n_columns)).at[self.rows, self.columns].set(values)
 
 
 def grid_system(
     comm: Communicator, shape: tuple[int, int] = (6, 5), empty: int | None = None
 ) -> System:
+    """A shifted weighted graph Laplacian of an nx x ny grid: symmetric positive definite."""
     nx, ny = shape
     n = nx * ny
     cell = np.arange(n).reshape(ny, nx)
@@ -64,20 +65,52 @@ def grid_system(
     values = np.concatenate([-weight, -weight, diagonal])
     shuffled = generator.permutation(len(rows))  # entries may come in any order
     rows, columns, values = rows[shuffled], columns[shuffled], values[shuffled]
+    b = generator.standard_normal(n)
+    return _on_ranks(comm, (rows, columns, values), b, stripes(n, comm.size, empty))
 
-    sizes = stripes(n, comm.size, empty)
+
+def rectangular_system(comm: Communicator, n_rows: int, n_columns: int) -> System:
+    """Random entries; on several ranks the first has no rows, the last no columns."""
+    generator = np.random.default_rng(n_rows)
+    cells = generator.permutation(n_rows * n_columns)[: n_rows * n_columns // 3]
+    entries = (cells // n_columns, cells % n_columns, generator.standard_normal(len(cells)))
+    several = comm.size > 1
+    return _on_ranks(
+        comm,
+        entries,
+        generator.standard_normal(n_rows),
+        stripes(n_rows, comm.size, 0 if several else None),
+        stripes(n_columns, comm.size, comm.size - 1 if several else None),
+    )
+
+
+def _on_ranks(
+    comm: Communicator,
+    entries: tuple[np.ndarray, np.ndarray, np.ndarray],
+    b: np.ndarray,
+    sizes: list[int],
+    column_sizes: list[int] | None = None,
+) -> System:
+    """The system of entries (rows, columns, values), each on the rank that owns its row."""
+    rows, columns, values = entries
     starts = np.concatenate([[0], np.cumsum(sizes)])
     owner = np.searchsorted(starts, rows, side="right") - 1
     by_rank = np.argsort(owner, kind="stable")
     rows, columns, values, owner = (a[by_rank] for a in (rows, columns, values, owner))
     first, last = np.searchsorted(owner, [comm.rank, comm.rank + 1])
-    pattern = Pattern.from_coo(rows[first:last], columns[first:last], sizes[comm.rank], comm)
+    pattern = Pattern.from_coo(
+        rows[first:last],
+        columns[first:last],
+        sizes[comm.rank],
+        comm,
+        None if column_sizes is None else column_sizes[comm.rank],
+    )
     return System(
         pattern,
         rows,
         columns,
         values,
-        generator.standard_normal(n),
+        b,
         slice(int(first), int(last)),
         slice(int(starts[comm.rank]), int(starts[comm.rank + 1])),
     )

@@ -2,7 +2,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from systems import grid_system
+from systems import grid_system, rectangular_system
+from whole import Entries, columns_of, prove, rows_of
 
 import mpigrad as mg
 from helpers import close
@@ -21,6 +22,24 @@ def test_product_is_scipys(comm, empty):
     close(system.matrix @ jnp.asarray(X[system.mine]), (A @ X)[system.mine])
     close(system.matrix.diagonal(), A.diagonal()[system.mine])
     assert system.matrix.shape == (30, 30)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("shape", [(7, 19), (23, 5)])
+def test_rectangular_product(comm, shape):
+    """Rows and columns in stripes of different sizes, some of them empty."""
+    system = rectangular_system(comm, *shape)
+    dense = np.zeros(shape)
+    dense[system.rows, system.columns] = system.all_values
+    x = np.random.default_rng(2).standard_normal(shape[1])
+    xs = jnp.asarray(x[system.pattern.column_offset :][: system.pattern.n_local_columns])
+
+    def product(values, x):
+        return Matrix(system.pattern, values) @ x
+
+    close(mg.jit(product)(system.values, xs), (dense @ x)[system.mine])
+    assert system.matrix.shape == shape
+    assert mg.dot_test(product, system.values, xs).error < 1e-13
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -66,11 +85,72 @@ def test_is_a_pytree_of_its_values(comm):
         system.matrix.values = system.values
 
 
-def test_batch_of_matrices(comm):
+@pytest.mark.ranks(1, 2, 3)
+def test_derivatives_of_any_order(comm):
+    """Of products, scalings, the transpose and the diagonal, in everything that enters them."""
+    pattern = rectangular_system(comm, 7, 19).pattern
+    entries = Entries.of(pattern)
+    x, y = columns_of(pattern, 2), rows_of(pattern)
+    d = columns_of(pattern)
+
+    def local(v, x, y, d):
+        A = Matrix(pattern, v)
+        B = (A.scale_rows(y) + A.scale_columns(d)) / 2
+        return (B @ x).sum(1) + B @ (A.T @ y) + 3 * B.diagonal()
+
+    def whole(v, x, y, d):
+        A = entries.dense(v)
+        B = (y[:, None] * A + A * d) / 2
+        return (B @ x).sum(1) + B @ (A.T @ y) + 3 * jnp.diagonal(B)
+
+    prove(local, whole, (entries.values(1), x, y, d), y.mine)
+
+
+@pytest.mark.ranks(2)
+def test_batches_scans_and_complex_numbers(comm):
     system = grid_system(comm)
-    factors = jnp.arange(1.0, 4.0)
-    got = mg.vmap(lambda f: Matrix(system.pattern, f * system.values) @ system.b)(factors)
-    close(got, factors[:, None] * (system.matrix @ system.b))
+    pattern, b = system.pattern, system.b
+    factors = jnp.arange(1.0, 4)
+    v = jnp.asarray(system.values + 1j * jnp.cos(system.values))
+
+    def product(f, g):
+        return Matrix(pattern, f * v) @ (g * b)
+
+    @mg.jit
+    def program(factors):
+        values = mg.vmap(product, (0, None))(factors, 1.0)
+        vectors = mg.vmap(product, (None, 0))(1.0, factors)
+        both = mg.vmap(product)(factors, factors)
+        nested = mg.vmap(mg.vmap(product, (0, None)), (None, 0))(factors, factors)
+        looped = jax.lax.scan(
+            lambda x, f: (Matrix(pattern, f * v) @ x, None), v[:0].sum() + b, factors
+        )
+        back = mg.vmap(lambda f: mg.vjp(lambda v: Matrix(pattern, v) @ (f * b), v)[1](b + 0j)[0])
+        return values, vectors, both, nested, looped[0], back(factors)
+
+    A = system.dense(system.all_values) + 1j * system.dense(jnp.cos(system.all_values))
+    once = (A @ system.all_b)[system.mine]
+    values, vectors, both, nested, looped, back = program(factors)
+    close(values, factors[:, None] * once)
+    close(vectors, factors[:, None] * once)
+    close(both, factors[:, None] ** 2 * once)
+    close(nested, factors[:, None, None] * factors[:, None] * once)
+    close(looped, 6 * (A @ (A @ (A @ system.all_b)))[system.mine], 1e-10)
+    outer = (system.all_b[system.rows] * system.all_b[system.columns])[system.entries]
+    close(back, factors[:, None] * outer + 0j)
+    single = Matrix(pattern, v.astype("complex64")) @ b.astype("float32")
+    assert single.dtype == jnp.complex64
+    close(single, once.astype("complex64"), 1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_scalars_and_their_derivatives(comm):
+    system = grid_system(comm)
+    A = system.matrix
+    close((np.float64(2) * A).values, 2 * A.values)
+    close((jnp.float64(2) * A - A / 2).values, 1.5 * A.values)
+    slope = mg.grad(lambda a: jnp.sum((a * A) @ system.b))(2.0)
+    close(comm.mpi.allreduce(float(slope)), comm.mpi.allreduce(float((A @ system.b).sum())))
 
 
 def test_errors_name_what_is_wrong(comm):
@@ -82,7 +162,11 @@ def test_errors_name_what_is_wrong(comm):
         Matrix(system.pattern, jnp.zeros(nnz, int))
     with pytest.raises(TypeError, match=r"must be a mpigrad\.sparse\.Pattern"):
         Matrix("pattern", jnp.zeros(nnz))
-    with pytest.raises(ValueError, match=rf"owns {n} rows"):
+    with pytest.raises(ValueError, match=rf"owns {n} columns"):
         system.matrix @ jnp.zeros(n + 1)
-    with pytest.raises(ValueError, match=rf"owns {n} rows"):
+    with pytest.raises(ValueError, match=rf"owns {n} columns"):
         system.matrix @ jnp.zeros((n, 1, 1))
+    with pytest.raises(ValueError, match=rf"owns {n} rows; give shape \({n},\)"):
+        system.matrix.scale_rows(jnp.zeros(n + 1))
+    with pytest.raises(ValueError, match=rf"owns {n} columns; give shape \({n},\)"):
+        system.matrix.scale_columns(2.0)

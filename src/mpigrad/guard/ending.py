@@ -17,10 +17,10 @@ import jax
 from mpi4py import MPI
 
 from mpigrad import board as b
-from mpigrad.communicator import library
 from mpigrad.guard.diagnosis import disagreement
 from mpigrad.guard.settings import guarded, timeout_seconds
 from mpigrad.guard.watchdog import Watchdog
+from mpigrad.native import library
 
 __all__ = ["current_board", "end_job", "install"]
 

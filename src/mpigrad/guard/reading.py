@@ -9,7 +9,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpigrad import board as b
-from mpigrad.communicator import REDUCTIONS
+from mpigrad.native import REDUCTIONS
 
 __all__ = ["Member", "Reader"]
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from mpigrad import board as b
-from mpigrad.communicator import record
 from mpigrad.guard.diagnosis import Finding, diagnose, grouped
 from mpigrad.guard.reading import Reader
+from mpigrad.native import record
 
 __all__ = ["Watchdog", "gone"]
 

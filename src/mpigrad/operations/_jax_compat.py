@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import ad_checkpoint, core, custom_derivatives, effects, linear_util, pjit
+from jax._src import ad_checkpoint, core, custom_derivatives, effects, linear_util, pjit, util
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
@@ -42,6 +42,7 @@ __all__ = [
     "install_repairs",
     "is_batched",
     "is_top_level",
+    "let_go",
     "lower_in_token_region",
     "lower_to_nothing",
     "lowering",
@@ -105,6 +106,11 @@ def tangent_aval(x: Any) -> Any:
 def is_top_level() -> bool:
     """No transformation and no trace is active."""
     return _trace_context.trace is core.eval_trace
+
+
+def let_go(kind: type) -> None:
+    """JAX's cache of abstract evaluations keeps no parameter of this type alive."""
+    util.weakref_cache_key_types.add(kind)
 
 
 def run_directly(primitive: Primitive, run: Callable[..., Any]) -> None:

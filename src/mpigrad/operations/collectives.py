@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import REDUCTIONS, SUM, Communicator, check_rank, resolve
+from mpigrad.communicator import Communicator, check_rank, resolve
+from mpigrad.native import REDUCTIONS, SUM
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import effect_primitive, linear_map, weighted_map

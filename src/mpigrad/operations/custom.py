@@ -14,7 +14,8 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import Communicator, derivative_slot, library, resolve
+from mpigrad.communicator import Communicator, derivative_slot, resolve
+from mpigrad.native import library
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import is_differentiable, linear_map

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.communicator import MAX_COUNT, derivative_slot, library, words_per_element
+from mpigrad.communicator import derivative_slot
+from mpigrad.native import MAX_COUNT, library, words_per_element
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.activity import CARRIER, nought
@@ -52,18 +53,31 @@ def set_jit(jit: Callable[..., Any]) -> None:
 
 @functools.cache
 def _eager(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return _program(primitive, params)
+
+
+def _program(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     constant = np.float32(0)
     return _jit(lambda *operands: primitive.bind(*operands, constant, **dict(params)))
 
 
-def run_eagerly(primitive: Primitive) -> None:
+def run_eagerly(
+    primitive: Primitive, programs: Callable[[dict[str, Any]], dict[Any, Any]] | None = None
+) -> None:
     """Outside any transformation the primitive is a small compiled program, kept by parameters.
 
-    The last operand is the carrier, whose value is never used.
+    The last operand is the carrier, whose value is never used. `programs` makes, of the parameters,
+    the dictionary that keeps the programs, where they should not be kept for ever.
     """
 
     def run(*operands: Any, **params: Any) -> Any:
-        program = _eager(primitive, tuple(params.items()))
+        key = tuple(params.items())
+        if programs is None:
+            program = _eager(primitive, key)
+        else:
+            kept = programs(params)
+            program = kept.get((primitive, key)) or _program(primitive, key)
+            kept[primitive, key] = program
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             with jax.disable_jit(False):  # a message is compiled all the same
                 return program(*operands[:-1])

@@ -8,13 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mpigrad.communicator import (
-    Communicator,
-    check_rank,
-    derivative_slot,
-    resolve,
-    words_per_element,
-)
+from mpigrad.communicator import Communicator, check_rank, derivative_slot, resolve
+from mpigrad.native import words_per_element
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import linear_map

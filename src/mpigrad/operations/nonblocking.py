@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import Communicator, check_rank, library, resolve
+from mpigrad.communicator import Communicator, check_rank, resolve
+from mpigrad.native import library
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import is_differentiable, linear_map

@@ -10,13 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.communicator import (
-    ARITHMETIC_DTYPES,
-    Communicator,
-    check_rank,
-    resolve,
-    words_per_element,
-)
+from mpigrad.communicator import Communicator, check_rank, resolve
+from mpigrad.native import ARITHMETIC_DTYPES, words_per_element
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import linear_map
@@ -117,7 +112,7 @@ def one_sided(
     -----
     The adjoint is an epoch, too: gets become accumulations, accumulations become gets, and puts
     become gets of rows that are then cleared. Offsets past the end of a window and rows that are
-    put twice are errors when the program runs.
+    put twice are errors on all ranks when the program runs.
     """
     comm = resolve(comm)
     content = array(content)

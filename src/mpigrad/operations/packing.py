@@ -16,17 +16,18 @@ from mpigrad.operations._jax_compat import Primitive
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.sites import call_site
 
-__all__ = ["Packing", "array", "over_leaves", "over_packed", "packed"]
+__all__ = ["Packing", "array", "over_packed", "packed"]
 
 
 def array(leaf: Any) -> Any:
     """`leaf` as an array; arrays as they are (`jnp.asarray` costs more than a message)."""
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-
-
-def over_leaves(message: Callable[[Any], Any], tree: Any) -> Any:
-    """`message` of each leaf, in the structure of `tree`."""
-    return jax.tree.map(lambda leaf: message(array(leaf)), tree)
+    x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    if not isinstance(x.dtype, np.dtype):
+        raise TypeError(
+            f"MPI cannot move arrays of {x.dtype}; send the bits of a random key, "
+            "jax.random.key_data(key), and wrap_key_data what comes"
+        )
+    return x
 
 
 def over_packed(

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import ARITHMETIC_DTYPES, REDUCTIONS, Communicator
+from mpigrad.communicator import Communicator
+from mpigrad.native import ARITHMETIC_DTYPES, REDUCTIONS
 from mpigrad.operations._jax_compat import Primitive
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import is_differentiable

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 
-from mpigrad.communicator import library
+from mpigrad.native import library
 
 __all__ = ["call_site", "describe"]
 

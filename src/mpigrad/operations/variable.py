@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from mpi4py import MPI
 
-from mpigrad.communicator import SUM, Communicator, check_rank, resolve, words_per_element
+from mpigrad.communicator import Communicator, check_rank, resolve
+from mpigrad.native import SUM, words_per_element
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.factory import linear_map
 from mpigrad.operations.packing import packed

@@ -8,18 +8,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
-from mpigrad.operations.activity import CARRIER, carrier, nought, without_carriers
+from mpigrad.operations.activity import CARRIER, active, carrier, nought, without_carriers
 from mpigrad.operations.factory import run_eagerly
 from mpigrad.operations.neighborhood import neighbor_alltoallv_p
 from mpigrad.operations.sites import call_site
-from mpigrad.sparse.hypre import PCG, BoomerAMG, hypre_available
-from mpigrad.sparse.krylov import CG
+from mpigrad.sparse import pfmg
+from mpigrad.sparse.hypre_library import hypre_available
 from mpigrad.sparse.matrix import Matrix, apply
+from mpigrad.sparse.methods import PCG
+from mpigrad.sparse.operator_solve import solve_operator
 from mpigrad.sparse.pattern import Pattern
-from mpigrad.sparse.strategy import LinearSolver
+from mpigrad.sparse.preconditioners import PFMG, Jacobi, Preconditioner
+from mpigrad.sparse.strategy import INFO, LinearSolver
+from mpigrad.sparse.transposition import transpose_values, transposed
 
 __all__ = ["Solution", "default_solver", "solve"]
 
@@ -46,55 +51,87 @@ class Solution:
     stats: dict[str, jax.Array]
 
 
-def default_solver(rtol: float = 1e-8) -> LinearSolver:
-    """`PCG` with multigrid where hypre is available, else `CG` with Jacobi's preconditioner."""
-    return PCG(rtol=rtol) if hypre_available() else CG(rtol=rtol)
+def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> LinearSolver:
+    """`PCG` with multigrid where hypre is available, else with Jacobi's preconditioner.
+
+    The multigrid is `PFMG` for patterns of grid stencils that it takes, else `BoomerAMG`.
+    """
+    if hypre_available():
+        if pattern is not None and not pfmg.why_not(pattern):
+            return PCG(rtol=rtol, preconditioner=PFMG())
+        return PCG(rtol=rtol)
+    return PCG(rtol=rtol, max_steps=10_000, preconditioner=Jacobi())
 
 
-def solve(A: Matrix, b: Any, solver: LinearSolver | None = None, *, throw: bool = True) -> Solution:
-    """Solve A x = b for a symmetric positive definite matrix (collective).
+def solve(
+    A: Any, b: Any, solver: LinearSolver | None = None, x0: Any = None, *, throw: bool = True
+) -> Solution:
+    """Solve A x = b (collective).
 
-    Differentiable in `A.values` and `b`, in forward and reverse mode and to second order. The
-    derivative of a solve is another solve with the same matrix, dx = A⁻¹ (db - dA x), and so is
-    its adjoint, λ = A⁻¹ x̄: b̄ = λ, Ā_ij = -λ_i x_j on the pattern. As the adjoint takes A for Aᵀ,
-    second derivatives are those along changes of A that keep it symmetric.
+    Differentiable in `A.values` and `b`, in forward and reverse mode and to any order. The
+    derivative of a solve is another solve with the same matrix, dx = A⁻¹ (db - dA x); its adjoint
+    is a solve with the transposed matrix, λ = A⁻ᵀ x̄: b̄ = λ, Ā_ij = -λ_i x_j on the pattern (Giles
+    2008). `PCG` takes A for Aᵀ, and needs no second set-up for it; its second derivatives are
+    those along changes of A that keep it symmetric. The other methods make the transpose, which
+    has a hierarchy of its own, and their derivatives are those along any change of A.
 
     Parameters
     ----------
     A
-        The matrix. Symmetric: entries (i, j) and (j, i) hold the same value, which is checked.
+        The matrix, square. For `PCG` symmetric: entries (i, j) and (j, i) hold the same value,
+        which is checked. Or a linear function v -> A v of this rank's part of a vector, or an
+        `Operator`, differentiable in whatever it closes over.
     b
         This rank's part of the right-hand side, shape (n_local,), or (n_local, k) for k of them,
-        which are solved for one after the other.
+        which are solved for one after the other. With a function: an array or pytree of any
+        shapes, all of it one right-hand side.
     solver
-        `PCG(...)` on hypre or the own `CG(...)`; default: `default_solver()`.
+        `PCG(...)`, `GMRES(...)`, `BiCGStab(...)` or `Multigrid(...)`; default:
+        `default_solver(pattern=A.pattern)`. With a function one of the first three with
+        `preconditioner=None`; default: GMRES.
+    x0
+        Where the iterations start, in the shape of b; default: zeros. No derivative is taken with
+        respect to it: the solution does not depend on it.
     throw
-        Raise an error on every rank where the solve fails: no convergence, NaN, a matrix that is
-        not symmetric positive definite. With `throw=False`, look at `Solution.result`.
+        Raise an error on every rank where the solve fails: no convergence, a breakdown, NaN, for
+        `PCG` a matrix that is not symmetric positive definite. With `throw=False`, look at
+        `Solution.result`.
 
     Examples
     --------
     >>> u = solve(Matrix(pattern, values), b, PCG(rtol=1e-10)).value
     """
-    solver = default_solver() if solver is None else solver
+    if callable(A):
+        return _solution(*solve_operator(A, b, solver, x0=x0, throw=throw))
     b = jnp.asarray(b)
-    _check(A, b, solver)
+    x0 = jnp.zeros_like(b) if x0 is None else jax.lax.stop_gradient(jnp.asarray(x0))
+    if solver is None and isinstance(A, Matrix):
+        solver = default_solver(pattern=A.pattern)
+    _check(A, b, x0, solver)
+    assert solver is not None
     pattern = A.pattern
     dtype = jnp.promote_types(A.values.dtype, b.dtype)
     solver.check(pattern, dtype)
-    columns = b.reshape(b.shape[0], -1).T if b.ndim == 2 else b[None]
+
+    def columns(v: jax.Array) -> jax.Array:
+        return (v.T if v.ndim == 2 else v[None]).astype(dtype)
+
     x, info = solve_p.bind(
         A.values[None].astype(dtype),
-        columns.astype(dtype),
+        columns(b),
+        columns(x0),
         carrier(),
         pattern=pattern,
         solver=solver,
         throw=bool(throw),
         site=call_site(),
     )
-    info = info if b.ndim == 2 else info[0]
+    return _solution(x.T, info) if b.ndim == 2 else _solution(x[0], info[0])
+
+
+def _solution(value: Any, info: jax.Array) -> Solution:
     return Solution(
-        value=x.T if b.ndim == 2 else x[0],
+        value=value,
         result=info[..., 0].astype("int32"),
         stats={
             "iterations": info[..., 1].astype("int32"),
@@ -104,42 +141,51 @@ def solve(A: Matrix, b: Any, solver: LinearSolver | None = None, *, throw: bool 
     )
 
 
-def _check(A: Any, b: jax.Array, solver: Any) -> None:
+def _check(A: Any, b: jax.Array, x0: jax.Array, solver: Any) -> None:
     if not isinstance(A, Matrix):
         raise TypeError(f"solve: A must be a mpigrad.sparse.Matrix, not {type(A).__name__}")
-    if isinstance(solver, BoomerAMG):
-        raise TypeError(
-            "solve: BoomerAMG is a preconditioner; write PCG(preconditioner=BoomerAMG(...))"
-        )
+    if isinstance(solver, Preconditioner):
+        name = type(solver).__name__
+        raise TypeError(f"solve: {name} is a preconditioner; write PCG(preconditioner={name}(...))")
     if not isinstance(solver, LinearSolver):
-        raise TypeError(f"solve: the solver must be PCG(...) or CG(...), not {solver!r}")
+        raise TypeError(f"solve: the solver must be one such as PCG(...), not {solver!r}")
     pattern = A.pattern
+    if A.shape[0] != A.shape[1]:
+        raise ValueError(f"solve: the matrix has shape {A.shape}; it must be square")
+    if pattern.n_local != pattern.n_local_columns:
+        raise ValueError(
+            f"solve: rank {pattern.comm.rank} owns {pattern.n_local} rows but "
+            f"{pattern.n_local_columns} columns; give both the same stripes"
+        )
     if b.ndim not in (1, 2) or b.shape[0] != pattern.n_local:
         raise ValueError(
             f"solve: b has shape {b.shape} on rank {pattern.comm.rank}, which owns "
             f"{pattern.n_local} rows; give ({pattern.n_local},) or ({pattern.n_local}, k)"
         )
-    if pattern.row_without_diagonal >= 0:
+    if b.ndim == 2 and b.shape[1] == 0:
+        raise ValueError(f"solve: b has shape {b.shape}, which is no right-hand side at all")
+    if x0.shape != b.shape:
         raise ValueError(
-            f"solve: row {pattern.row_without_diagonal} has no diagonal entry in the pattern, so "
-            "the matrix cannot be positive definite; add the entry (i, i) for every row i"
+            f"solve: x0 has shape {x0.shape} on rank {pattern.comm.rank}; give that of b, {b.shape}"
         )
 
 
-# ---- the primitive: (values (1 or B, nnz), b (B, n_local), carrier) -> x (B, n_local), info ----
+# ---- the primitive: (values (1 or B, nnz), b and x0 (B, n_local), carrier) -> x, info ----
 
 solve_p = Primitive("mpigrad_solve")
-_INFO = 4
 _Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _shapes(values: Any, b: Any, a: Any, **_: Any) -> list[ShapedArray]:
-    return [ShapedArray(b.shape, b.dtype), ShapedArray((b.shape[0], _INFO), b.dtype)]
+def _shapes(values: Any, b: Any, x0: Any, a: Any, **_: Any) -> list[ShapedArray]:
+    real = np.finfo(b.dtype).dtype
+    return [ShapedArray(b.shape, b.dtype), ShapedArray((b.shape[0], INFO), real)]
 
 
-def _run(values: Any, b: Any, a: Any, *, solver: LinearSolver, pattern: Pattern, **how: Any) -> Any:
+def _run(
+    values: Any, b: Any, x0: Any, a: Any, *, solver: LinearSolver, pattern: Pattern, **how: Any
+) -> Any:
     with without_carriers():  # differentiation has happened: these messages carry values only
-        return solver.run(pattern, values, b, **how)
+        return solver.run(pattern, values, b, x0, **how)
 
 
 def _pool(pattern: Pattern, x: jax.Array, link: Any, site: int) -> jax.Array:
@@ -174,17 +220,17 @@ def _product(pattern: Pattern, values: jax.Array, pool: jax.Array) -> jax.Array:
 
 
 def _differentiate(
-    values: Any, b: Any, a: Any, params: dict[str, Any]
+    values: Any, b: Any, x0: Any, a: Any, params: dict[str, Any]
 ) -> tuple[list[Any], tuple[Any, ...], Callable[..., Any]]:
     """The primal results, what the tangent map needs of them, and the tangent map."""
-    x, info = solve_p.bind(values, b, a, **params)
+    x, info = solve_p.bind(values, b, x0, a, **params)
     pattern = params["pattern"]
     # The tangent's carrier depends on x, so that it is active wherever x is.
     link = a + nought(x, CARRIER)
     pool = _pool(pattern, x, link, params["site"])
 
     def tangent(residuals: Any, tangents: Any) -> list[Any]:
-        (values, link, pool), (tv, tb, ta) = residuals, tangents
+        (values, link, pool), (tv, tb, _, ta) = residuals, tangents
         if type(tb) is not _Zero:
             rhs = tb
         elif type(tv) is _Zero:  # inactive here, perhaps active elsewhere: solve all the same
@@ -194,36 +240,46 @@ def _differentiate(
         if type(tv) is not _Zero:
             moved = _product(pattern, tv, pool)
             rhs = -moved if rhs is None else rhs - moved
-        dx, _ = solve_p.bind(values, rhs, link, **params)
+        dx, _ = solve_p.bind(values, rhs, np.zeros(x.shape, x.dtype), link, **params)
         return [dx, _Zero(compat.tangent_aval(info))]
 
     return [x, info], (values, link, pool), tangent
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    values, b, a = primals
-    results, residuals, tangent = _differentiate(values, b, a, params)
+    values, b, x0, a = primals
+    results, residuals, tangent = _differentiate(values, b, x0, a, params)
     return results, tangent(residuals, tangents)
 
 
-def _linearize(is_vjp: Any, nonzeros: Any, values: Any, b: Any, a: Any, **params: Any) -> Any:
-    results, residuals, tangent = _differentiate(values, b, a, params)
+def _linearize(
+    is_vjp: Any, nonzeros: Any, values: Any, b: Any, x0: Any, a: Any, **params: Any
+) -> Any:
+    results, residuals, tangent = _differentiate(values, b, x0, a, params)
     return results, [True, False], list(residuals), lambda kept, *ts: tangent(kept, ts)
 
 
-def _transpose(cotangents: Any, values: Any, b: Any, a: Any, **params: Any) -> list[Any]:
-    # Linear in b; the matrix is symmetric, so the adjoint is the same solve.
+def _transpose(cotangents: Any, values: Any, b: Any, x0: Any, a: Any, **params: Any) -> list[Any]:
+    # Linear in b: the adjoint is a solve with the transposed matrix.
     ct = ad.instantiate_zeros(cotangents[0])
     params = {**params, "site": -abs(params["site"])}
-    back, _ = solve_p.bind(values, ct, a, **params)
-    return [None, back, None]
+    pattern, solver = params["pattern"], params["solver"]
+    if not solver.symmetric:
+        params |= {"pattern": transposed(pattern), "solver": solver.transposed}
+        with active(a):
+            values = transpose_values(pattern, values.T).T
+    back, _ = solve_p.bind(values, ct, x0, a, **params)
+    return [None, back, None, None]
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    (values, b, a), (dv, db, da) = args, dims
+    (values, b, x0, a), (dv, db, dx, da) = args, dims
     n = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
     # Where b is not batched, another rank's may be: solve for the batch.
-    b = jnp.broadcast_to(b, (n, *b.shape)) if db is None else jnp.moveaxis(b, db, 0)
+    b, x0 = (
+        jnp.broadcast_to(v, (n, *v.shape)) if d is None else jnp.moveaxis(v, d, 0)
+        for v, d in ((b, db), (x0, dx))
+    )
     inner = b.shape[1]
     if dv is not None:
         values = jnp.moveaxis(values, dv, 0)
@@ -232,12 +288,13 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
         values = jnp.tile(values, (n, 1))
     if da is not None:
         a = jnp.sum(a)
-    x, info = solve_p.bind(values, b.reshape(n * inner, -1), a, **params)
-    return [x.reshape(n, inner, -1), info.reshape(n, inner, _INFO)], [0, 0]
+    b, x0 = (v.reshape(n * inner, -1) for v in (b, x0))
+    x, info = solve_p.bind(values, b, x0, a, **params)
+    return [x.reshape(n, inner, -1), info.reshape(n, inner, INFO)], [0, 0]
 
 
 compat.make_effectful(solve_p, _shapes)
-run_eagerly(solve_p)
+run_eagerly(solve_p, lambda params: params["pattern"].derived)  # they go with their pattern
 mlir.register_lowering(solve_p, mlir.lower_fun(_run, multiple_results=True), platform="cpu")
 ad.primitive_jvps[solve_p] = _jvp
 compat.set_linearization(solve_p, _linearize)

@@ -25,8 +25,13 @@ def settings(**changes):
     return Settings(cells=CELLS, tolerance=1e-12, **changes)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("kappa", ["network", "cells"])
+@pytest.mark.parametrize(
+    "kappa",
+    [
+        pytest.param("network", marks=pytest.mark.ranks(1, 2, 3, 4)),
+        pytest.param("cells", marks=pytest.mark.thin(2)),
+    ],
+)
 def test_gradient_passes_the_taylor_test(comm, kappa):
     problem = inverse_problem(settings(kappa=kappa, smoothing=0.01), comm)
     parameters = first_parameters(problem)

@@ -15,7 +15,8 @@ import numpy as np
 
 import mpigrad
 from mpigrad import sparse
-from mpigrad.communicator import Communicator, communication_seconds, resolve
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.native import communication_seconds
 from mpigrad.problems.poisson.inverse import InverseProblem, best_constant, inverse_problem
 from mpigrad.problems.poisson.lbfgs import LBFGS
 from mpigrad.problems.poisson.outputs import write_outputs

@@ -77,10 +77,14 @@ class InverseProblem:
         return jnp.where(solution.result == sparse.Result.SUCCESSFUL, share, jnp.nan)
 
     def value_and_grad(self, parameters: Any) -> tuple[Float[Array, ""], Any]:
-        """The loss, and its gradient, equal on all ranks."""
-        return mpigrad.value_and_grad(
-            self.loss_share, loss="share", replicated=0, comm=self.model.grid.comm
-        )(parameters)
+        """The loss at rank 0's parameters, and its gradient, equal on all ranks."""
+        comm = self.model.grid.comm
+        # Ranks whose tiles differ compile different programs, and round what they all compute, such
+        # as the next parameters, differently.
+        parameters = mpigrad.bcast(parameters, comm=comm)
+        return mpigrad.value_and_grad(self.loss_share, loss="share", replicated=0, comm=comm)(
+            parameters
+        )
 
 
 def inverse_problem(settings: Settings, comm: Communicator | None = None) -> InverseProblem:
@@ -97,18 +101,19 @@ def inverse_problem(settings: Settings, comm: Communicator | None = None) -> Inv
     from_root(comm, settings.check)
     with jax.enable_x64(True):
         grid = unit_square(settings.cells, comm)
-        solver = sparse.default_solver(rtol=settings.tolerance)
         values = NetworkValues(grid) if settings.kappa == "network" else CellValues(grid)
         if settings.data is not None:
             data = read_data(settings.data, grid)
             source = np.broadcast_to(data.source, grid.shape)[grid.slices]
             model = poisson(grid, source)
+            solver = sparse.default_solver(settings.tolerance, model.pattern)
             observed = at_points(grid, data.coordinates, data.values, settings.misfit)
             return InverseProblem(model, observed, values, solver, settings.smoothing, data=data)
         x, y = (jnp.asarray(axis) for axis in grid.centers())
         truth = fields.TRUTHS[settings.truth]
         kappa = truth(x, y)
         model = poisson(grid, fields.SOURCES[settings.source](truth)(x, y))
+        solver = sparse.default_solver(settings.tolerance, model.pattern)
         u = np.asarray(mpigrad.jit(lambda k: model.solution(k, solver))(kappa))
         mask = draw_mask(grid, settings.observed, settings.seed)
         if settings.noise:

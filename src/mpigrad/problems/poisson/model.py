@@ -31,10 +31,12 @@ class Side:
 
     axis: int
     step: int
-    interior: tuple[slice, slice]  # cells whose face is not on the boundary of the domain
-    weight: Float[
-        np.ndarray, "lx ly"
-    ]  # face area over distance: 2 x on the boundary, half a cell away
+    # Face area over distance, along `axis`: 2 x on the boundary, half a cell away.
+    weight: Float[np.ndarray, "lx 1"] | Float[np.ndarray, "1 ly"]
+
+    @property
+    def offset(self) -> tuple[int, int]:
+        return (self.step, 0) if self.axis == 0 else (0, self.step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +65,13 @@ class Model:
             )
         padded = halo_exchange(kappa, self.grid, width=1, boundary="edge")
         diagonal = jnp.zeros_like(kappa)
-        others = []
+        others: list[Array] = []
         for side in self.sides:
             beyond = padded[_shifted(side, kappa.shape)]
-            coefficient = side.weight * (kappa + beyond) / 2
+            coefficient = jnp.asarray(side.weight) * (kappa + beyond) / 2
             diagonal = diagonal + coefficient
-            others.append(-coefficient[side.interior].ravel())
-        return sparse.Matrix(self.pattern, jnp.concatenate([diagonal.ravel(), *others]))
+            others.append(-coefficient)
+        return self.pattern.matrix([diagonal, *others])
 
     def solve(
         self, kappa: Float[Array, "lx ly"], solver: sparse.LinearSolver, *, throw: bool = True
@@ -107,33 +109,18 @@ def poisson(grid: Grid, source: Float[Array, "lx ly"] | Float[np.ndarray, "lx ly
             f"poisson: the source has shape {source.shape} on a tile of {grid.local_shape} cells "
             f"(rank {grid.comm.rank})"
         )
-    ids = grid.local_rows(width=1)
-    own = ids[1:-1, 1:-1]
-    sides, rows, columns = [], [own.ravel()], [own.ravel()]
-    for axis in range(2):
-        for step in (-1, 1):
-            side = _side(grid, axis, step)
-            sides.append(side)
-            rows.append(own[side.interior].ravel())
-            columns.append(ids[_shifted(side, own.shape)][side.interior].ravel())
-    pattern = sparse.Pattern.from_coo(
-        np.concatenate(rows), np.concatenate(columns), grid.n_local, grid.comm
-    )
+    sides = tuple(_side(grid, axis, step) for axis in range(2) for step in (-1, 1))
+    pattern = sparse.Pattern.from_stencil(grid, [(0, 0), *(side.offset for side in sides)])
     rhs = -jnp.asarray(source, jnp.float64).ravel() * (grid.spacing[0] * grid.spacing[1])
-    return Model(grid, pattern, rhs, tuple(sides))
+    return Model(grid, pattern, rhs, sides)
 
 
 def _side(grid: Grid, axis: int, step: int) -> Side:
     across, along = grid.spacing[axis], grid.spacing[1 - axis]
-    weight = np.full(grid.local_shape, along / across)
-    whole = slice(None)
-    boundary_here = grid.coords[axis] == (0 if step < 0 else grid.dims[axis] - 1)
-    part = whole
-    if boundary_here:
-        at = slice(0, 1) if step < 0 else slice(-1, None)
-        part = slice(1, None) if step < 0 else slice(0, -1)
-        weight[(at, whole) if axis == 0 else (whole, at)] *= 2
-    return Side(axis, step, (part, whole) if axis == 0 else (whole, part), weight)
+    weight = np.full(grid.local_shape[axis], along / across)
+    if grid.coords[axis] == (0 if step < 0 else grid.dims[axis] - 1):
+        weight[0 if step < 0 else -1] *= 2
+    return Side(axis, step, weight[:, None] if axis == 0 else weight[None, :])
 
 
 def _shifted(side: Side, shape: tuple[int, ...]) -> tuple[slice, slice]:

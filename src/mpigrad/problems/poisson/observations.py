@@ -243,7 +243,7 @@ def read_data(path: pathlib.Path, grid: Grid) -> Data:
     return from_root(grid.comm, lambda: _read_and_check(path, grid.shape))
 
 
-def _read_and_check(path: pathlib.Path, cells: tuple[int, int]) -> Data:
+def _read_and_check(path: pathlib.Path, cells: tuple[int, ...]) -> Data:
     help_text = (
         "Write it with numpy.savez(file, coordinates=(k, 2) points in the unit square, "
         "values=(k,) values of u there, source=a number or an (nx, ny) array)"

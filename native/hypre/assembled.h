@@ -1,0 +1,217 @@
+// Systems of assembled matrices (hypre's IJ interface), preconditioned by BoomerAMG.
+#pragma once
+
+#include <HYPRE_IJ_mv.h>
+#include <HYPRE_parcsr_ls.h>
+#include <HYPRE_parcsr_mv.h>
+
+#include <cmath>
+#include <vector>
+
+#include "system.h"
+
+namespace mpigrad::hypre {
+
+// One BoomerAMG configuration, laid out as the ctypes structure in sparse/hypre.py.
+struct BoomerAMGOptions {
+  int32_t coarsening, interpolation, max_row_elements, relaxation, aggressive_levels, max_levels,
+      unknowns_per_cell, keeps_stale;
+  double strong_threshold;
+};
+
+class Assembled final : public System {
+ public:
+  Assembled(const Structure& given, const BoomerAMGOptions& options)
+      : System(given, options.keeps_stale), options_(options) {
+    columns_.assign(given.columns, given.columns + given.entries());
+    // hypre refuses null pointers, also on ranks without rows.
+    for (auto* v : {&row_sizes_, &diagonal_sizes_, &ghost_sizes_}) v->reserve(n_ + 1);
+    for (int64_t i = 0; i < n_; ++i) {
+      const int64_t *row = given.columns + given.row_starts[i],
+                    *end = given.columns + given.row_starts[i + 1];
+      const auto own = std::count_if(row, end, [&](int64_t column) {
+        return column >= first_ && column < first_ + n_;
+      });
+      rows_.push_back(static_cast<HYPRE_BigInt>(first_ + i));
+      row_sizes_.push_back(static_cast<HYPRE_Int>(end - row));
+      diagonal_sizes_.push_back(static_cast<HYPRE_Int>(own));
+      ghost_sizes_.push_back(row_sizes_.back() - diagonal_sizes_.back());
+    }
+  }
+
+  ~Assembled() override {
+    if (amg_) HYPRE_BoomerAMGDestroy(amg_);
+    for (HYPRE_IJVector v : {rhs_, solution_, residual_, correction_}) {
+      if (v) HYPRE_IJVectorDestroy(v);
+    }
+    for (HYPRE_IJMatrix m : matrices_) {
+      if (m) HYPRE_IJMatrixDestroy(m);
+    }
+    HYPRE_ClearAllErrors();
+  }
+
+ private:
+  void create(Calls& call) override {
+    for (HYPRE_IJVector* v : {&rhs_, &solution_, &residual_, &correction_}) {
+      call("HYPRE_IJVectorCreate",
+           [&] { return HYPRE_IJVectorCreate(comm_, first(), last(), v); });
+      call("HYPRE_IJVectorSetObjectType",
+           [&] { return HYPRE_IJVectorSetObjectType(*v, HYPRE_PARCSR); });
+      call("HYPRE_IJVectorInitialize", [&] { return HYPRE_IJVectorInitialize(*v); });
+      call("HYPRE_IJVectorAssemble", [&] { return HYPRE_IJVectorAssemble(*v); });
+    }
+    const BoomerAMGOptions& o = options_;
+    call("HYPRE_BoomerAMGCreate", [&] { return HYPRE_BoomerAMGCreate(&amg_); });
+    const auto set = [&](HYPRE_Int (*function)(HYPRE_Solver, HYPRE_Int), int32_t value) {
+      call("setting BoomerAMG's options", [&] { return function(amg_, value); });
+    };
+    set(HYPRE_BoomerAMGSetPrintLevel, 0);
+    set(HYPRE_BoomerAMGSetCoarsenType, o.coarsening);
+    set(HYPRE_BoomerAMGSetInterpType, o.interpolation);
+    set(HYPRE_BoomerAMGSetPMaxElmts, o.max_row_elements);
+    set(HYPRE_BoomerAMGSetRelaxType, o.relaxation);
+    set(HYPRE_BoomerAMGSetAggNumLevels, o.aggressive_levels);
+    set(HYPRE_BoomerAMGSetMaxLevels, o.max_levels);
+    set(HYPRE_BoomerAMGSetNumFunctions, o.unknowns_per_cell);
+    set(HYPRE_BoomerAMGSetMaxIter, 1);  // exactly one V-cycle
+    call("HYPRE_BoomerAMGSetTol", [&] { return HYPRE_BoomerAMGSetTol(amg_, 0); });
+    call("HYPRE_BoomerAMGSetStrongThreshold",
+         [&] { return HYPRE_BoomerAMGSetStrongThreshold(amg_, o.strong_threshold); });
+  }
+
+  void fill(int slot, Calls& call) override {
+    HYPRE_IJMatrix& m = matrices_[slot];
+    if (!m) {
+      call("HYPRE_IJMatrixCreate",
+           [&] { return HYPRE_IJMatrixCreate(comm_, first(), last(), first(), last(), &m); });
+      call("HYPRE_IJMatrixSetObjectType",
+           [&] { return HYPRE_IJMatrixSetObjectType(m, HYPRE_PARCSR); });
+      call("HYPRE_IJMatrixSetDiagOffdSizes", [&] {
+        return HYPRE_IJMatrixSetDiagOffdSizes(m, diagonal_sizes_.data(), ghost_sizes_.data());
+      });
+      call("HYPRE_IJMatrixSetMaxOffProcElmts",
+           [&] { return HYPRE_IJMatrixSetMaxOffProcElmts(m, 0); });
+    }
+    call("HYPRE_IJMatrixInitialize", [&] { return HYPRE_IJMatrixInitialize(m); });
+    if (n_ > 0) {
+      call("HYPRE_IJMatrixSetValues", [&] {
+        return HYPRE_IJMatrixSetValues(m, size(), row_sizes_.data(), rows_.data(), columns_.data(),
+                                       kept_.data());
+      });
+    }
+    call.agree();
+    call("HYPRE_IJMatrixAssemble", [&] { return HYPRE_IJMatrixAssemble(m); });
+    call.agree();
+  }
+
+  void set_up(Calls& call) override {
+    call("HYPRE_BoomerAMGSetup", [&] {
+      return HYPRE_BoomerAMGSetup(amg_, object(matrices_[0]), object(rhs_), object(solution_));
+    });
+  }
+
+  // The hierarchy's finest level is its own matrix, whatever multiplies: with another one PCG
+  // stalls.
+  HYPRE_Int precondition(HYPRE_Vector r, HYPRE_Vector z) override {
+    return HYPRE_BoomerAMGSolve(amg_, object(matrices_[0]), reinterpret_cast<HYPRE_ParVector>(r),
+                                reinterpret_cast<HYPRE_ParVector>(z));
+  }
+
+  HYPRE_Matrix matrix(int slot) override {
+    return reinterpret_cast<HYPRE_Matrix>(object(matrices_[slot]));
+  }
+  HYPRE_Vector rhs() override { return reinterpret_cast<HYPRE_Vector>(object(rhs_)); }
+  HYPRE_Vector solution() override { return reinterpret_cast<HYPRE_Vector>(object(solution_)); }
+
+  const Maker& maker(Method method) override {
+    static const Maker makers[] = {{HYPRE_ParCSRPCGCreate, HYPRE_ParCSRPCGDestroy},
+                                   {HYPRE_ParCSRGMRESCreate, HYPRE_ParCSRGMRESDestroy},
+                                   {HYPRE_ParCSRBiCGSTABCreate, HYPRE_ParCSRBiCGSTABDestroy}};
+    return makers[method];
+  }
+
+  void set_rhs(const double* b, Calls& call) override { set(rhs_, b, call); }
+
+  void set_solution(const double* x, Calls& call) override {
+    if (x) return set(solution_, x, call);
+    call("HYPRE_ParVectorSetConstantValues",
+         [&] { return HYPRE_ParVectorSetConstantValues(object(solution_), 0); });
+  }
+
+  void get_solution(double* x, Calls& call) override { get(solution_, x, call); }
+
+  void multiply(int slot, Calls& call) override {
+    call("HYPRE_ParCSRMatrixMatvec", [&] {
+      return HYPRE_ParCSRMatrixMatvec(1, object(matrices_[slot]), object(rhs_), 0,
+                                      object(solution_));
+    });
+  }
+
+  double residual(int slot, Calls& call) override {
+    double square = 0;
+    call("HYPRE_ParVectorCopy",
+         [&] { return HYPRE_ParVectorCopy(object(rhs_), object(residual_)); });
+    call("HYPRE_ParCSRMatrixMatvec", [&] {
+      return HYPRE_ParCSRMatrixMatvec(-1, object(matrices_[slot]), object(solution_), 1,
+                                      object(residual_));
+    });
+    call("HYPRE_ParVectorInnerProd", [&] {
+      return HYPRE_ParVectorInnerProd(object(residual_), object(residual_), &square);
+    });
+    return std::sqrt(square);
+  }
+
+  void correct(Calls& call) override {
+    call("HYPRE_ParVectorSetConstantValues",
+         [&] { return HYPRE_ParVectorSetConstantValues(object(correction_), 0); });
+    call("HYPRE_BoomerAMGSolve", [&] {
+      return HYPRE_BoomerAMGSolve(amg_, object(matrices_[0]), object(residual_),
+                                  object(correction_));
+    });
+    values_.resize(n_);
+    get(correction_, values_.data(), call);
+    if (n_ > 0) {
+      call("HYPRE_IJVectorAddToValues", [&] {
+        return HYPRE_IJVectorAddToValues(solution_, size(), rows_.data(), values_.data());
+      });
+    }
+  }
+
+  // ---- hypre's objects ----
+
+  HYPRE_Int size() const { return static_cast<HYPRE_Int>(n_); }
+  HYPRE_BigInt first() const { return static_cast<HYPRE_BigInt>(first_); }
+  HYPRE_BigInt last() const { return first() + size() - 1; }
+
+  void set(HYPRE_IJVector to, const double* from, Calls& call) {
+    if (n_ == 0) return;
+    call("HYPRE_IJVectorSetValues",
+         [&] { return HYPRE_IJVectorSetValues(to, size(), rows_.data(), from); });
+  }
+  void get(HYPRE_IJVector from, double* to, Calls& call) {
+    if (n_ == 0) return;
+    call("HYPRE_IJVectorGetValues",
+         [&] { return HYPRE_IJVectorGetValues(from, size(), rows_.data(), to); });
+  }
+
+  static HYPRE_ParCSRMatrix object(HYPRE_IJMatrix m) {
+    void* p = nullptr;
+    HYPRE_IJMatrixGetObject(m, &p);
+    return static_cast<HYPRE_ParCSRMatrix>(p);
+  }
+  static HYPRE_ParVector object(HYPRE_IJVector v) {
+    void* p = nullptr;
+    HYPRE_IJVectorGetObject(v, &p);
+    return static_cast<HYPRE_ParVector>(p);
+  }
+
+  BoomerAMGOptions options_;
+  std::vector<HYPRE_BigInt> rows_, columns_;
+  std::vector<HYPRE_Int> row_sizes_, diagonal_sizes_, ghost_sizes_;
+  HYPRE_IJMatrix matrices_[2] = {nullptr, nullptr};
+  HYPRE_IJVector rhs_ = nullptr, solution_ = nullptr, residual_ = nullptr, correction_ = nullptr;
+  HYPRE_Solver amg_ = nullptr;
+  std::vector<double> values_;
+};
+
+}  // namespace mpigrad::hypre

@@ -1,0 +1,89 @@
+// Calls of hypre that may fail on one rank alone, and what all systems of this process share.
+#pragma once
+
+#include <HYPRE.h>
+#include <HYPRE_utilities.h>
+#include <mpi.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <string>
+#include <utility>
+
+#include "../communication/watch.h"
+
+namespace mpigrad::hypre {
+
+struct Totals {
+  double setup_seconds = 0, solve_seconds = 0;
+  int64_t setups = 0, solves = 0;
+};
+
+// Of this process, over all systems.
+inline Totals totals;
+inline bool initialized = false;
+// The communication library's, where the watchdog looks.
+inline Record* watched = nullptr;
+
+// Ranks meet at the head of a solve: how long one waits there is the watchdog's affair. What
+// follows may take its time.
+class Meeting {
+ public:
+  explicit Meeting(int64_t site) {
+    if (!watched) return;
+    watched->operation.store("solve", std::memory_order_relaxed);
+    watched->site.store(site, std::memory_order_relaxed);
+    watched->start_ns.store(now_ns(), std::memory_order_release);
+  }
+  ~Meeting() {
+    if (watched) watched->start_ns.store(0, std::memory_order_release);
+  }
+  Meeting(const Meeting&) = delete;
+  Meeting& operator=(const Meeting&) = delete;
+};
+
+// The first failing call of hypre; the calls after it are skipped. A rank that fails alone skips
+// alone: `agree` stands before whatever ranks do together.
+class Calls {
+ public:
+  explicit Calls(MPI_Comm comm) : comm_(comm) { HYPRE_ClearAllErrors(); }
+
+  template <class F>
+  void operator()(const char* name, F&& call) {
+    if (failed()) return;
+    const HYPRE_Int code = call() & ~HYPRE_ERROR_CONV;  // convergence is judged by the residual
+    if (!code) return;
+    char text[512] = "";
+    HYPRE_DescribeError(code, text);
+    fail(std::string(name) + " failed: " + (text[0] ? text : "error " + std::to_string(code)));
+  }
+
+  void fail(std::string message) {
+    if (!failed()) message_ = std::move(message);
+  }
+  bool failed() const { return !message_.empty(); }
+  const std::string& message() const { return message_; }
+
+  // Collective. Any rank's failure is every rank's, with the message of the last rank that failed.
+  bool agree() {
+    HYPRE_ClearAllErrors();
+    int rank = 0, worst = 0;
+    MPI_Comm_rank(comm_, &rank);
+    int mine = failed() && !agreed_ ? rank + 1 : 0;
+    MPI_Allreduce(&mine, &worst, 1, MPI_INT, MPI_MAX, comm_);
+    if (!worst) return !failed();
+    char text[512] = "";
+    if (rank + 1 == worst) std::snprintf(text, sizeof text, "%s", message_.c_str());
+    MPI_Bcast(text, sizeof text, MPI_CHAR, worst - 1, comm_);
+    message_ = "on rank " + std::to_string(worst - 1) + " " + text;
+    agreed_ = true;
+    return false;
+  }
+
+ private:
+  MPI_Comm comm_;
+  std::string message_;
+  bool agreed_ = false;  // the message is every rank's
+};
+
+}  // namespace mpigrad::hypre

@@ -1,0 +1,400 @@
+// One sparse system that hypre keeps from call to call: what multiplies (the matrix), what
+// preconditions (a multigrid hierarchy, perhaps of an earlier matrix), and how it is solved. Which
+// of hypre's kinds of matrices it is made of is the derived class's affair.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "calls.h"
+#include "krylov.h"
+#include "request.h"
+
+namespace mpigrad::hypre {
+
+// Sums over arrays take several at once: one alone would wait for itself in every addition.
+constexpr int kLanes = 8;
+
+inline bool all_finite(const double* v, size_t size) {
+  double spoilt[kLanes] = {};  // x - x is 0 or, for infinities and NaN, NaN
+  size_t k = 0;
+  for (; k + kLanes <= size; k += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) spoilt[lane] += v[k + lane] - v[k + lane];
+  }
+  for (; k < size; ++k) spoilt[0] += v[k] - v[k];
+  return std::all_of(spoilt, spoilt + kLanes, [](double s) { return s == 0; });
+}
+
+inline double sum_of_squares(const double* v, size_t size) {
+  double sums[kLanes] = {};
+  size_t k = 0;
+  for (; k + kLanes <= size; k += kLanes) {
+    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += v[k + lane] * v[k + lane];
+  }
+  for (; k < size; ++k) sums[0] += v[k] * v[k];
+  return std::accumulate(sums, sums + kLanes, 0.0);
+}
+
+class System {
+ public:
+  System(const Structure& given, bool keeps_stale)
+      : comm_(given.comm), first_(given.first), n_(given.n), keeps_stale_(keeps_stale) {
+    entries_ = static_cast<size_t>(given.entries());
+    if (given.order) order_.assign(given.order, given.order + entries_);
+    for (int64_t i = 0; i < n_; ++i) {
+      const int64_t *row = given.columns + given.row_starts[i],
+                    *end = given.columns + given.row_starts[i + 1];
+      const int64_t* diagonal = std::find(row, end, first_ + i);
+      if (diagonal != end) diagonal_.push_back(static_cast<int32_t>(diagonal - given.columns));
+    }
+  }
+  // Values kept as the caller gives them; the derived class notes the diagonal.
+  System(MPI_Comm comm, int64_t first, int64_t n, int64_t entries, bool keeps_stale)
+      : comm_(comm),
+        first_(first),
+        n_(n),
+        keeps_stale_(keeps_stale),
+        entries_(static_cast<size_t>(entries)) {}
+  virtual ~System() = default;
+  System(const System&) = delete;
+  System& operator=(const System&) = delete;
+
+  int64_t rows() const { return n_; }
+  int64_t entries() const { return static_cast<int64_t>(entries_); }
+  int64_t setups() const { return setups_; }
+  bool ready() const { return ready_; }
+
+  // Collective. Without `compare` the values are known to be the latest. Returns an error message,
+  // the same on every rank, if hypre itself failed.
+  std::string solve(const double* values, bool compare, const double* b, const double* guess,
+                    const Request& request, double* x, Answer& answer);
+
+ protected:
+  // ---- what a kind of matrices has to offer; collective unless it says "local" ----
+  // Both matrices have slots: 0 is what the hierarchy was made of, 1 holds later values.
+  virtual void create(Calls& call) = 0;          // vectors and preconditioner, once
+  virtual void fill(int slot, Calls& call) = 0;  // the kept values; makes the matrix at first
+  virtual void set_up(Calls& call) = 0;          // the preconditioner, of slot 0
+  virtual HYPRE_Int precondition(HYPRE_Vector r, HYPRE_Vector z) = 0;  // z <- M r
+  virtual HYPRE_Matrix matrix(int slot) = 0;                          // local
+  virtual HYPRE_Vector rhs() = 0;                                     // local
+  virtual HYPRE_Vector solution() = 0;                                // local
+  virtual const Maker& maker(Method method) = 0;                      // local
+  virtual void set_rhs(const double* b, Calls& call) = 0;             // local
+  virtual void set_solution(const double* x, Calls& call) = 0;        // local; null: zeros
+  virtual void get_solution(double* x, Calls& call) = 0;              // local
+  virtual void multiply(int slot, Calls& call) = 0;                   // solution <- A rhs
+  virtual double residual(int slot, Calls& call) = 0;                 // r <- b - A x; its two-norm
+  virtual void correct(Calls& call) = 0;                              // x <- x + M r
+  virtual bool symmetric(Calls& call);  // are the kept values? May overwrite rhs and solution
+
+  double norm(const double* v) const;  // collective: the two-norm
+
+  MPI_Comm comm_ = MPI_COMM_NULL;
+  int64_t first_ = 0, n_ = 0;
+  std::vector<double> kept_;       // the latest values, in row order
+  std::vector<int32_t> diagonal_;  // where each row's diagonal entry stands among them
+
+ private:
+  // What a rank knows about its part of the system, in one MAX reduction (ranks counted from 1).
+  enum Flag { kChanged, kBadValue, kBadVector, kBadDiagonal, kNonzeroRhs, kNonzeroGuess,
+              kRequest, kMinusRequest, kFlags };
+
+  static HYPRE_Int precondition_(HYPRE_Solver self, HYPRE_Matrix, HYPRE_Vector r, HYPRE_Vector z) {
+    return reinterpret_cast<System*>(self)->precondition(r, z);
+  }
+
+  bool unchanged(const double* values) const;
+  void inspect_values(const double* values);
+  void inspect(const double* values, bool compare, const double* b, const double* guess,
+               Method method, int* flags);
+  bool take(const Request& request, bool changed, Answer& answer, Calls& call);
+  void renew(Calls& call);
+  Krylov& krylov(const Request& request, Calls& call);
+  void iterate(const Request& request, double size, int64_t max_steps, Answer& answer,
+               Calls& call);
+  void cycle(const Request& request, double size, int64_t max_steps, Answer& answer, Calls& call);
+  int64_t& usual(const Request& request) { return usual_[{request.method, request.restart}]; }
+
+  bool keeps_stale_;
+  size_t entries_ = 0;
+  std::vector<int32_t> order_;     // where each entry stands among the caller's values; or empty
+  bool created_ = false;
+  bool ready_ = false;      // the matrix that multiplies holds `kept_`, on every rank
+  bool hierarchy_ = false;  // there is one, of slot 0
+  int multiplies_ = 0;      // slot
+  // In `kept_`, on this rank.
+  bool bad_value_ = false, zero_diagonal_ = false, negative_diagonal_ = false;
+  int symmetry_ = -1;                              // of `kept_`: unknown, no, yes
+  int64_t setups_ = 0;
+  std::map<std::pair<Method, int64_t>, Krylov> krylov_;
+  // Most iterations, by method, of a solve whose matrix the hierarchy was made of.
+  std::map<std::pair<Method, int64_t>, int64_t> usual_;
+};
+
+// ---- values: the same as before, finite, symmetric? ----
+
+// Are the caller's values, to the bit, those that are kept?
+inline bool System::unchanged(const double* values) const {
+  if (kept_.size() != entries_) return false;
+  if (order_.empty()) return !std::memcmp(kept_.data(), values, entries_ * sizeof(double));
+  for (size_t k = 0; k < entries_; ++k) {
+    if (std::memcmp(&kept_[k], &values[order_[k]], sizeof(double))) return false;
+  }
+  return true;
+}
+
+// Keeps new values, and looks for what no solve can start from.
+inline void System::inspect_values(const double* values) {
+  kept_.resize(entries_);
+  double* kept = kept_.data();
+  bad_value_ = false;
+  for (size_t start = 0; start < entries_; start += 2048) {  // a block stays in the cache
+    const size_t end = std::min(start + 2048, entries_);
+    if (order_.empty()) {
+      std::memcpy(kept + start, values + start, (end - start) * sizeof(double));
+    } else {
+      for (size_t k = start; k < end; ++k) kept[k] = values[order_[k]];
+    }
+    bad_value_ |= !all_finite(kept + start, end - start);
+  }
+  zero_diagonal_ = negative_diagonal_ = false;
+  for (int32_t k : diagonal_) {
+    zero_diagonal_ |= kept[k] == 0;
+    negative_diagonal_ |= kept[k] < 0;
+  }
+}
+
+inline void System::inspect(const double* values, bool compare, const double* b,
+                            const double* guess, Method method, int* flags) {
+  int rank = 0;
+  MPI_Comm_rank(comm_, &rank);
+  flags[kChanged] = compare && !(ready_ && unchanged(values));
+  if (flags[kChanged]) inspect_values(values);
+  const auto nonzero = [](double x) { return x != 0; };
+  if (bad_value_) flags[kBadValue] = rank + 1;
+  // Smoothers divide by the diagonal.
+  const bool bad = zero_diagonal_ || (negative_diagonal_ && method == kPCG);
+  if (bad) flags[kBadDiagonal] = rank + 1;
+  if (!all_finite(b, n_) || !all_finite(guess, n_)) flags[kBadVector] = rank + 1;
+  flags[kNonzeroRhs] = std::any_of(b, b + n_, nonzero);
+  flags[kNonzeroGuess] = std::any_of(guess, guess + n_, nonzero);
+}
+
+// Collective: is w.Au = u.Aw for two noise vectors? Overwrites right-hand side and solution. Rows
+// and columns are scaled by the diagonal: a row of huge entries would hide all others.
+inline bool System::symmetric(Calls& call) {
+  std::vector<double> vector(n_), scale(n_, 1.0);
+  for (size_t i = 0; i < diagonal_.size() && diagonal_.size() == scale.size(); ++i) {
+    const double d = kept_[diagonal_[i]];
+    if (d > 0) scale[i] = 1 / std::sqrt(d);
+  }
+  double sums[4] = {0, 0, 0, 0}, all[4];
+  for (int k = 0; k < 2; ++k) {
+    const uint64_t mine = k ? 2 : 1, other = k ? 1 : 2;
+    for (int64_t i = 0; i < n_; ++i) vector[i] = scale[i] * noise(first_ + i, mine);
+    set_rhs(vector.data(), call);
+    multiply(multiplies_, call);
+    get_solution(vector.data(), call);
+    for (int64_t i = 0; i < n_; ++i) {
+      const double scaled = scale[i] * vector[i];
+      sums[2 * k] += noise(first_ + i, other) * scaled;
+      sums[2 * k + 1] += scaled * scaled;
+    }
+  }
+  MPI_Allreduce(sums, all, 4, MPI_DOUBLE, MPI_SUM, comm_);
+  // |w.Au - u.Aw| against the size that it has for matrices without any symmetry.
+  return std::abs(all[0] - all[2]) <= 1e-9 * (std::sqrt(all[1]) + std::sqrt(all[3]));
+}
+
+// ---- the hierarchy: of these values, or of earlier ones ----
+
+// Collective: a hierarchy of the kept values.
+inline void System::renew(Calls& call) {
+  if (multiplies_ != 0 || !ready_) {
+    multiplies_ = 0;
+    fill(0, call);
+  }
+  set_up(call);
+  if (!call.agree()) return;
+  hierarchy_ = ready_ = true;
+  ++setups_;
+  ++totals.setups;
+}
+
+// Collective: makes matrix and hierarchy fit the kept values. False where the answer is known.
+inline bool System::take(const Request& request, bool changed, Answer& answer, Calls& call) {
+  const double start = MPI_Wtime();
+  if (changed) {
+    ready_ = false;
+    symmetry_ = -1;
+    if (!created_) create(call);
+    created_ = true;
+    multiplies_ = keeps_stale_ && hierarchy_ ? 1 : 0;
+    hierarchy_ &= multiplies_ == 1;
+    fill(multiplies_, call);
+    ready_ = call.agree();
+  }
+  // Looked at with every new values, since the adjoint relies on it: two products beside a set-up.
+  if (request.method == kPCG && symmetry_ < 0 && !call.failed()) {
+    symmetry_ = symmetric(call);
+    call.agree();
+  }
+  const bool good = request.method != kPCG || symmetry_ == 1;
+  if (good && !hierarchy_ && !call.failed()) renew(call);
+  totals.setup_seconds += MPI_Wtime() - start;
+  if (call.failed()) ready_ = hierarchy_ = false;
+  if (!good) answer.outcome = kNotSymmetric;
+  return good && !call.failed();
+}
+
+// ---- iterations ----
+
+inline double System::norm(const double* v) const {
+  double mine = sum_of_squares(v, n_), all = 0;
+  MPI_Allreduce(&mine, &all, 1, MPI_DOUBLE, MPI_SUM, comm_);
+  return std::sqrt(all);
+}
+
+inline Krylov& System::krylov(const Request& request, Calls& call) {
+  const auto [place, is_new] = krylov_.try_emplace({request.method, request.restart});
+  if (is_new) {
+    place->second.create(comm_, request.method, request.restart, maker(request.method),
+                         precondition_, this, matrix(multiplies_), rhs(), solution(), call);
+    call.agree();
+  }
+  return place->second;
+}
+
+// Collective: from the present solution, until the residual itself, not a recurrence, is small: where
+// the two have parted, the iterations start again, as long as that helps. `size` is |b|.
+inline void System::iterate(const Request& request, double size, int64_t max_steps, Answer& answer,
+                            Calls& call) {
+  if (request.method == kCycles) {
+    cycle(request, size, max_steps, answer, call);
+  } else {
+    Krylov& method = krylov(request, call);
+    double last;
+    answer.iterations = 0;
+    answer.residual = std::numeric_limits<double>::infinity();
+    do {
+      last = answer.residual;
+      answer.iterations += method.solve(matrix(multiplies_), rhs(), solution(), request.tolerance,
+                                        max_steps - answer.iterations, call);
+      if (!call.agree()) return;
+      answer.residual = residual(multiplies_, call) / size;
+    } while (answer.residual > request.tolerance && answer.residual < last / 2 &&
+             answer.iterations < max_steps);
+  }
+  answer.outcome = answer.residual <= request.tolerance ? kConverged
+                   : answer.iterations >= max_steps     ? kMaxSteps
+                   : answer.residual < 1                ? kStagnated
+                                                        : kBreakdown;  // NaN, too
+}
+
+// Collective: x <- x + M (b - A x), over and over.
+inline void System::cycle(const Request& request, double size, int64_t max_steps, Answer& answer,
+                          Calls& call) {
+  answer.iterations = 0;
+  const double first = residual(multiplies_, call) / size;
+  answer.residual = first;
+  // Growth by orders of magnitude never ends well, and NaN fails every comparison.
+  while (call.agree() && answer.residual > request.tolerance && answer.residual <= 1e6 * first &&
+         answer.iterations < max_steps) {
+    correct(call);
+    ++answer.iterations;
+    answer.residual = residual(multiplies_, call) / size;
+  }
+}
+
+inline std::string System::solve(const double* values, bool compare, const double* b,
+                                 const double* guess, const Request& request, double* x,
+                                 Answer& answer) {
+  int mine[kFlags] = {0}, all[kFlags];
+  inspect(values, compare, b, guess, request.method, mine);
+  mine[kRequest] = request.identity;
+  mine[kMinusRequest] = -request.identity;
+  {
+    const Meeting meeting(request.site);
+    MPI_Allreduce(mine, all, kFlags, MPI_INT, MPI_MAX, comm_);
+  }
+  if (all[kRequest] != -all[kMinusRequest]) {
+    return "the ranks ask for different solves: call it with the same method, preconditioner, rtol, "
+           "max_steps and number of right-hand sides on every rank";
+  }
+  if (all[kChanged]) ready_ = false;
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  answer = Answer{};
+  if (all[kBadValue] || all[kBadVector] || all[kBadDiagonal]) {
+    const bool finite = !all[kBadValue] && !all[kBadVector];
+    answer.outcome = !finite                  ? kNotFinite
+                     : request.method == kPCG ? kNotPositive
+                                              : kZeroDiagonal;
+    answer.rank = (finite ? all[kBadDiagonal] : std::max(all[kBadValue], all[kBadVector])) - 1;
+    answer.residual = nan;
+    std::fill_n(x, n_, nan);
+    return "";
+  }
+
+  Calls call(comm_);
+  if (!take(request, all[kChanged], answer, call)) {
+    answer.residual = nan;
+    std::fill_n(x, n_, nan);
+    return call.message();
+  }
+
+  const double start = MPI_Wtime();
+  ++totals.solves;
+  if (!all[kNonzeroRhs]) {
+    std::fill_n(x, n_, 0.0);
+    return "";
+  }
+  const double size = norm(b);
+  if (!(size > 0 && std::isfinite(size))) {  // its square is not a number that hypre can work with
+    answer.outcome = kBreakdown;
+    answer.residual = nan;
+    std::fill_n(x, n_, nan);
+    return "";
+  }
+  const bool guessed = all[kNonzeroGuess];
+  set_rhs(b, call);
+  set_solution(guessed ? guess : nullptr, call);
+  if (!call.agree()) return call.message();
+  if (guessed) answer.residual = residual(multiplies_, call) / size;
+  if (!guessed || !(answer.residual <= request.tolerance)) {
+    // A hierarchy of earlier values gets twice the iterations of one of its own: from there on a
+    // new one is cheaper.
+    int64_t& usual = this->usual(request);
+    const bool stale = multiplies_ != 0;
+    const int64_t patience =
+        stale && usual ? std::min(request.max_steps, 2 * usual + 5) : request.max_steps;
+    iterate(request, size, patience, answer, call);
+    if (stale && answer.outcome != kConverged && !call.failed()) {
+      const HYPRE_Int wasted = answer.iterations;
+      renew(call);
+      set_rhs(b, call);
+      set_solution(guessed ? guess : nullptr, call);
+      if (!call.agree()) return call.message();
+      iterate(request, size, request.max_steps, answer, call);
+      if (answer.outcome == kConverged) usual = std::max<int64_t>(usual, answer.iterations);
+      answer.iterations += wasted;
+    } else if (!stale && answer.outcome == kConverged) {
+      usual = std::max<int64_t>(usual, answer.iterations);
+    }
+  }
+  get_solution(x, call);
+  if (!call.agree()) return call.message();
+  if (answer.outcome == kBreakdown) std::fill_n(x, n_, nan);
+  totals.solve_seconds += MPI_Wtime() - start;
+  return "";
+}
+
+}  // namespace mpigrad::hypre

@@ -1,0 +1,152 @@
+// A rank's tile of a grid and the entries of a stencil on it. Axes in hypre's order: the fastest
+// first; grids with fewer axes than three have one cell along the others.
+#pragma once
+
+#include <HYPRE.h>
+#include <mpi.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "system.h"
+
+namespace mpigrad::hypre {
+
+constexpr int kAxes = 3;
+
+struct Box {
+  int64_t lower[kAxes], upper[kAxes];  // from, up to and without
+
+  int64_t size() const {
+    int64_t product = 1;
+    for (int a = 0; a < kAxes; ++a) product *= std::max<int64_t>(0, upper[a] - lower[a]);
+    return product;
+  }
+  bool has_line(int64_t j, int64_t k) const {
+    return lower[1] <= j && j < upper[1] && lower[2] <= k && k < upper[2];
+  }
+  int64_t position(int64_t i, int64_t j, int64_t k) const {
+    return ((k - lower[2]) * (upper[1] - lower[1]) + j - lower[1]) * (upper[0] - lower[0]) + i -
+           lower[0];
+  }
+};
+
+struct Tile {
+  HYPRE_Int axes;
+  int64_t shape[kAxes];  // of the whole grid
+  Box cells;
+};
+
+// All entries of one offset: they link the cells `inside` to the cells `step` further.
+struct Entry {
+  HYPRE_Int step[kAxes];
+  bool given;     // among the pattern's values, from `start` on; else all are zero
+  Box inside;     // the tile's cells from which the step stays in the grid
+  int64_t start;
+
+  Entry(const Tile& tile, const int64_t* along, bool is_given, int64_t from)
+      : given(is_given), start(from) {
+    for (int a = 0; a < kAxes; ++a) {
+      step[a] = static_cast<HYPRE_Int>(along[a]);
+      inside.lower[a] = std::max(tile.cells.lower[a], -along[a]);
+      inside.upper[a] = std::min(tile.cells.upper[a], tile.shape[a] - along[a]);
+    }
+  }
+
+  // Whether the step leads to later cells (1), earlier ones (-1) or the same (0).
+  int direction() const {
+    for (int a = kAxes - 1; a >= 0; --a) {
+      if (step[a]) return step[a] > 0 ? 1 : -1;
+    }
+    return 0;
+  }
+  bool opposes(const Entry& other) const {
+    return step[0] == -other.step[0] && step[1] == -other.step[1] && step[2] == -other.step[2];
+  }
+};
+
+// What two opposite offsets say about each other: a(i, j) beside a(j, i) where both belong to this
+// rank; else both enter one sum over all ranks, with opposite signs and a weight of their own. Pairs
+// are measured by both diagonal entries, so that one that is huge hides nothing.
+class Asymmetry {
+ public:
+  Asymmetry(const Tile& tile, const double* values, const double* diagonal)
+      : tile_(tile), values_(values), diagonal_(diagonal) {}
+
+  void compare(const Entry& back, const Entry& forth) {
+    ++pair_;
+    follow(back, forth, true);
+    follow(forth, back, !back.given);
+  }
+
+  // Collective.
+  bool none(MPI_Comm comm) const {
+    double all[3] = {0, 0, 0};
+    MPI_Allreduce(sums_, all, 3, MPI_DOUBLE, MPI_SUM, comm);
+    return all[0] == 0 && std::abs(all[1]) <= kTolerance * all[2];
+  }
+
+ private:
+  static constexpr double kTolerance = 1e-9;
+
+  void follow(const Entry& e, const Entry& opposite, bool within) {
+    if (!e.given) return;
+    const Box &cells = tile_.cells, &box = e.inside;
+    if (box.size() == 0) return;
+    const int64_t first = std::clamp(cells.lower[0] - e.step[0], box.lower[0], box.upper[0]),
+                  last = std::clamp(cells.upper[0] - e.step[0], box.lower[0], box.upper[0]);
+    for (int64_t k = box.lower[2]; k < box.upper[2]; ++k) {
+      for (int64_t j = box.lower[1]; j < box.upper[1]; ++j) {
+        if (!cells.has_line(j + e.step[1], k + e.step[2])) {
+          across(e, box.lower[0], box.upper[0], j, k);
+          continue;
+        }
+        across(e, box.lower[0], first, j, k);
+        across(e, last, box.upper[0], j, k);
+        if (within && first < last) beside(e, opposite, first, last, j, k);
+      }
+    }
+  }
+
+  void beside(const Entry& e, const Entry& opposite, int64_t first, int64_t last, int64_t j,
+              int64_t k) {
+    const int64_t x = first + e.step[0], y = j + e.step[1], z = k + e.step[2];
+    const double *here = values_ + e.start + e.inside.position(first, j, k),
+                 *own = diagonal_ + tile_.cells.position(first, j, k),
+                 *beyond = diagonal_ + tile_.cells.position(x, y, z);
+    const int64_t size = last - first;
+    int64_t bad = 0;
+    if (opposite.given) {
+      const double* there = values_ + opposite.start + opposite.inside.position(x, y, z);
+      for (int64_t m = 0; m < size; ++m) {
+        bad += !(std::abs(here[m] - there[m]) <= kTolerance * std::sqrt(own[m] * beyond[m]));
+      }
+    } else {
+      for (int64_t m = 0; m < size; ++m) {
+        bad += !(std::abs(here[m]) <= kTolerance * std::sqrt(own[m] * beyond[m]));
+      }
+    }
+    sums_[0] += static_cast<double>(bad);
+  }
+
+  void across(const Entry& e, int64_t first, int64_t last, int64_t j, int64_t k) {
+    if (first >= last) return;
+    const double* here = values_ + e.start + e.inside.position(first, j, k);
+    const bool back = e.direction() < 0;  // then the earlier cell is the other rank's
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t x = i + back * e.step[0], y = j + back * e.step[1], z = k + back * e.step[2];
+      const double value = here[i - first],
+                   weight = noise(((z * tile_.shape[1] + y) * tile_.shape[0] + x) * 27 + pair_, 3);
+      sums_[1] += back ? weight * value : -weight * value;
+      sums_[2] += std::abs(value);
+    }
+  }
+
+  const Tile& tile_;
+  const double *values_, *diagonal_;
+  int pair_ = 0;
+  double sums_[3] = {0, 0, 0};  // pairs that differ; the weighted sum; what it is measured by
+};
+
+}  // namespace mpigrad::hypre

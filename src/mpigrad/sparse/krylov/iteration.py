@@ -1,0 +1,39 @@
+"""From a method's settings to its iterations, and from where they end to a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpigrad.sparse.krylov.bicgstab import bicgstab
+from mpigrad.sparse.krylov.conjugate_gradients import pcg
+from mpigrad.sparse.krylov.gmres import gmres
+from mpigrad.sparse.krylov.system import Outcome, System
+from mpigrad.sparse.strategy import LinearSolver, Result
+
+__all__ = ["ITERATIONS", "iterate"]
+
+
+def iterate(method: LinearSolver, system: System) -> tuple[jax.Array, jax.Array]:
+    """(x of shape (n_local,), info of shape (4,)) as of `LinearSolver.run`."""
+    end = ITERATIONS[type(method).__name__](method, system)
+    residual = jnp.where(end.size > 0, jnp.sqrt(end.rr / end.size), 0)
+    valid = False
+    for result in (Result.SUCCESSFUL, Result.MAX_STEPS_REACHED, Result.STAGNATED):
+        valid |= end.result == result
+    x = jnp.where(valid, end.x, jnp.nan)
+    info = jnp.stack(
+        [v.astype(residual.dtype) for v in (end.result, end.steps, residual, 0 * residual)]
+    )
+    return x, info
+
+
+# By name: the methods' module stands above this one.
+ITERATIONS: dict[str, Callable[[Any, System], Outcome]] = {
+    "PCG": lambda method, system: pcg(system),
+    "GMRES": lambda method, system: gmres(system, method.restart),
+    "BiCGStab": lambda method, system: bicgstab(system),
+}

@@ -1,0 +1,232 @@
+"""Nonlinear diffusion on a grid, beside dense Newton steps on the whole of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fields import SHAPE, Field, flux, pad_whole
+
+import mpigrad as mg
+from helpers import close
+from mpigrad.sparse import (
+    GMRES,
+    BiCGStab,
+    Jacobi,
+    Matrix,
+    Pattern,
+    Result,
+    newton,
+    sparse_jacobian,
+)
+
+_random = np.random.default_rng(6)
+B, WEIGHTS = (_random.uniform(0.5, 2, SHAPE) for _ in range(2))
+THETA = np.array([0.8, 0.6, 0.3])
+LINEAR = GMRES(rtol=1e-12, preconditioner=Jacobi())
+FREE = BiCGStab(rtol=1e-12, preconditioner=None)
+
+
+def residual(u, theta, b, pad):
+    u = pad(u)
+    return flux(theta[0] + theta[1] * u**2, u, theta[2]) - b
+
+
+def dense_solution(theta, b):
+    """Newton's method; the last steps are differentiated, which makes derivatives exact."""
+
+    def step(u):
+        F = lambda u: residual(u.reshape(SHAPE), theta, b, pad_whole).ravel()
+        return u - jnp.linalg.solve(jax.jacobian(F)(u), F(u))
+
+    u = jnp.zeros(b.size)
+    for _ in range(8):
+        u = jax.lax.stop_gradient(step(u))
+    return step(step(u)).reshape(SHAPE)
+
+
+def ways(field):
+    """How the Jacobian comes: coloured, given, not at all."""
+    F = lambda u, theta, b: residual(u, theta, b, field.pad)
+    pattern = field.pattern()
+    exact = sparse_jacobian(F, pattern)
+    return F, {
+        "pattern": {"pattern": pattern, "solver": LINEAR},
+        "jacobian": {"jacobian": lambda *xs: Matrix(pattern, exact(*xs).values), "solver": LINEAR},
+        "matrix-free": {"solver": FREE},
+    }
+
+
+def objective(field, F, options):
+    weights = field.tile(WEIGHTS)
+
+    def f(theta, b):
+        found = newton(F, jnp.zeros_like(b), theta, b, rtol=1e-12, **options)
+        return jnp.sum(weights * found.value**3), found
+
+    return mg.grad(f, argnums=(0, 1), has_aux=True, replicated=0)
+
+
+def whole(theta, b):
+    return jnp.sum(WEIGHTS * dense_solution(theta, b) ** 3)
+
+
+@pytest.mark.thin(2)
+def test_value_gradient_and_hessian_vector_product(comm):
+    field = Field(comm)
+    F, options = ways(field)
+    gradient = objective(field, F, options["pattern"])
+
+    @mg.jit
+    def run(primals, tangents):
+        (g, found), (product, _) = mg.jvp(gradient, primals, tangents)
+        return found, g, product
+
+    primals, tangents = (jnp.asarray(THETA), B), (jnp.ones(3), WEIGHTS)
+    wanted = jax.jit(lambda p, t: jax.jvp(jax.grad(whole, (0, 1)), p, t))(primals, tangents)
+    tiles = [(pair[0], field.tile(pair[1])) for pair in (primals, tangents)]
+    found, g, product = run(*tiles)
+    close(found.value, jax.jit(dense_solution)(THETA, B)[field.mine], 1e-9)
+    assert found.result == Result.SUCCESSFUL
+    assert found.stats["relative_residual"] <= 1e-12
+    assert 3 < found.stats["iterations"] < 10
+    assert found.stats["iterations"] < found.stats["linear_iterations"]
+    close(g, (wanted[0][0], wanted[0][1][field.mine]), 1e-8)
+    close(product, (wanted[1][0], wanted[1][1][field.mine]), 1e-7)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("jacobian", marks=pytest.mark.thin(1, 4)),
+        pytest.param("matrix-free", marks=pytest.mark.thin(3)),
+    ],
+)
+def test_gradient(comm, way):
+    field = Field(comm)
+    F, options = ways(field)
+    wanted = jax.jit(jax.grad(whole, (0, 1)))(jnp.asarray(THETA), B)
+    got, _ = mg.jit(objective(field, F, options[way]))(jnp.asarray(THETA), field.tile(B))
+    close(got, (wanted[0], wanted[1][field.mine]), 1e-8)
+
+
+@pytest.mark.full
+def test_matrix_free_hessian_vector_product(comm):
+    field = Field(comm)
+    F, options = ways(field)
+    gradient = objective(field, F, options["matrix-free"])
+    primals, tangents = (jnp.asarray(THETA), B), (jnp.ones(3), WEIGHTS)
+    wanted = jax.jit(lambda p, t: jax.jvp(jax.grad(whole, (0, 1)), p, t)[1])(primals, tangents)
+    tiles = [(pair[0], field.tile(pair[1])) for pair in (primals, tangents)]
+    product = mg.jit(lambda p, t: mg.jvp(gradient, p, t)[1][0])(*tiles)
+    close(product, (wanted[0], wanted[1][field.mine]), 1e-7)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_differ(comm):
+    """Only the last rank differentiates its source: a Taylor test."""
+    field = Field(comm)
+    F, options = ways(field)
+    weights, b = field.tile(WEIGHTS), field.tile(B)
+    mine = comm.rank == comm.size - 1
+
+    @mg.jit
+    def f(source):
+        source = source if mine else b
+        found = newton(F, b, jnp.asarray(THETA), source, rtol=1e-13, **options["matrix-free"])
+        return jnp.sum(weights * jnp.sin(found.value))
+
+    mg.taylor_test(f, b, step=0.05, halvings=3)
+    gradient = mg.jit(mg.grad(f))(b)
+    assert np.any(gradient != 0) == mine
+
+
+@pytest.mark.full
+def test_closures_batches_and_single_precision(comm):
+    """What F closes over is differentiated; vmap goes through; float32 gets as far as it can."""
+    field = Field(comm)
+    b = field.tile(B)
+
+    def root(theta, b, rtol=1e-12):
+        F = lambda u: residual(u, theta, b, field.pad)
+        solver = GMRES(rtol=rtol, preconditioner=None)
+        return newton(F, jnp.zeros_like(b), rtol=rtol, solver=solver).value
+
+    @mg.jit
+    def run(b):
+        slopes = lambda s: mg.grad(lambda s: jnp.sum(root(s * jnp.asarray(THETA), b) ** 2))(s)
+        single = root(jnp.asarray(THETA, "float32"), b.astype("float32"), 1e-4)
+        return mg.vmap(slopes)(jnp.array([1.0, 1.5])), single
+
+    slopes, single = run(b)
+    F = lambda s: jnp.sum(dense_solution(s * THETA, B) ** 2)
+    close(comm.mpi.allreduce(np.asarray(slopes)), jax.vmap(jax.grad(F))(jnp.array([1, 1.5])), 1e-8)
+    assert single.dtype == np.float32
+    close(single, dense_solution(THETA, B)[field.mine], 1e-3)
+
+
+def test_failures_are_errors_on_all_ranks(comm):
+    """x² + p = 0 on each rank; the last one has something special."""
+    last = comm.rank == comm.size - 1
+
+    @mg.jit
+    def call(x0, p):
+        return newton(lambda x, p: x**2 + p, x0, p)
+
+    def both(x0, p):
+        return call(jnp.full(2, x0 if last else 3.0), jnp.full(2, p if last else -4.0))
+
+    good = both(3.0, -9.0)
+    close(good.value, jnp.full(2, 3.0 if last else 2.0), 1e-7)
+    for x0, p, message in (
+        (
+            3.0,
+            1.0,
+            r"no step, however short, makes the residual smaller: \|F\(x\)\| is|step \d+ fa",
+        ),
+        (np.nan, -4.0, r"F\(x0\) holds NaN or infinity"),
+        (0.0, -4.0, r"the linear solve of step 1 failed by GMRES.*may be singular"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=rf"test_newton.py:\d+.*({message})"):
+            both(x0, p)
+    assert both(3.0, -9.0).result == Result.SUCCESSFUL  # all ranks go on together
+
+    few = lambda throw: newton(lambda x: x**2 - 4, jnp.full(2, 50.0), max_steps=2, throw=throw)
+    quiet = few(False)
+    assert (quiet.result, quiet.stats["iterations"]) == (Result.MAX_STEPS_REACHED, 2)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"after 2 steps, .*Raise max_steps=2"):
+        few(True)
+
+
+def test_short_steps(comm):
+    """Full steps for arctan x = 0 run away from x0 = 5; on one rank alone all take shorter ones."""
+    x0 = jnp.full(1, 5.0 if comm.rank == comm.size - 1 else 0.1)
+    found = newton(jnp.arctan, x0, rtol=1e-12)
+    close(found.value, jnp.zeros(1), 1e-8)
+
+
+def test_a_wrong_jacobian_is_found(comm):
+    field = Field(comm)
+    F = lambda u: residual(u, jnp.asarray(THETA), field.tile(B), field.pad)
+    own = np.arange(field.grid.n_local) + field.grid.row_offsets[comm.rank]
+    bare = Pattern.from_coo(own, own, len(own), comm)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="The pattern lacks entries"):
+        newton(F, field.tile(B), pattern=bare, solver=LINEAR)
+
+
+def test_bad_input_is_refused(comm):
+    x = jnp.ones(2)
+    pattern = Pattern.from_coo(*[2 * comm.rank + np.arange(2)] * 2, 2, comm)
+    with pytest.raises(ValueError, match="a pattern or a jacobian, not both"):
+        newton(jnp.sin, x, pattern=pattern, jacobian=lambda x: Matrix(pattern, x))
+    with pytest.raises(TypeError, match="x0 has dtype int"):
+        newton(jnp.sin, jnp.arange(2))
+    with pytest.raises(ValueError, match=r"F returns float64\[1\] for x of float64\[2\]"):
+        newton(lambda x: x[:1], x)
+    with pytest.raises(ValueError, match="x0 has 3 entries on rank"):
+        newton(jnp.sin, jnp.ones(3), pattern=pattern)
+    with pytest.raises(TypeError, match="jacobian must return a Matrix"):
+        newton(jnp.sin, x, jacobian=jnp.cos)
+    with pytest.raises(ValueError, match="rtol=2 must lie"):
+        newton(jnp.sin, x, rtol=2)
+    with pytest.raises(ValueError, match="max_steps=0"):
+        newton(jnp.sin, x, max_steps=0)
