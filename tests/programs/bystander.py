@@ -17,6 +17,5 @@ def f(x):
 
 
 if rank in (0, 2):
-    print(
-        f"rank {rank}: {float(mg.jvp(f, (jnp.float32(rank),), (jnp.float32(1),))[0])}", flush=True
-    )
+    value = float(mg.jvp(f, (jnp.float32(rank),), (jnp.float32(1),))[0])
+    print(f"rank {rank}: {value}\n", end="", flush=True)  # one write: lines of ranks stay whole

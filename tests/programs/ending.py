@@ -15,7 +15,7 @@ import mpigrad as mg  # noqa: E402
 
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 # Called before mpigrad's own: messages still work.
-atexit.register(lambda: print("at exit", float(mg.allreduce(jnp.float32(rank))), flush=True))
+atexit.register(lambda: print(f"at exit {mg.allreduce(jnp.float32(rank))}\n", end="", flush=True))
 
 
 @mg.jit

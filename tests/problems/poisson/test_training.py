@@ -24,7 +24,7 @@ def rosenbrock(comm):
 
 
 def test_lbfgs_reaches_the_minimum(comm):
-    optimizer = LBFGS(rosenbrock(comm), memory=10)
+    optimizer = LBFGS(rosenbrock(comm), memory=10, comm=comm)
     now = optimizer.start({"x": jnp.asarray([-1.0, 2.0]), "y": jnp.asarray([2.0, 0.0])})
     assert float(now.loss) == pytest.approx(104.0 + 1601.0)
     for _ in range(60):
@@ -42,7 +42,7 @@ def test_lbfgs_shortens_steps_into_the_undefined(comm):
     def share(x):
         return jnp.where(comm.rank == 0, 50 * (x - jnp.log(x)), 0.0)
 
-    optimizer = LBFGS(mpigrad.value_and_grad(share, replicated=0, comm=comm), memory=5)
+    optimizer = LBFGS(mpigrad.value_and_grad(share, replicated=0, comm=comm), memory=5, comm=comm)
     now = optimizer.start(jnp.asarray(3.0))
     for _ in range(15):
         now = optimizer.step(now)
@@ -52,7 +52,7 @@ def test_lbfgs_shortens_steps_into_the_undefined(comm):
 def test_training_ends_where_there_is_no_smaller_loss(comm, directory):
     saved = []
     trained = train(
-        LBFGS(rosenbrock(comm), memory=10),
+        LBFGS(rosenbrock(comm), memory=10, comm=comm),
         {"x": jnp.ones(1), "y": jnp.ones(1)},
         50,
         comm,

@@ -62,7 +62,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
             _announce(problem)
         before = _clocks()
         trained = train(
-            LBFGS(problem.value_and_grad, settings.memory),
+            LBFGS(problem.value_and_grad, settings.memory, comm=comm),
             parameters,
             settings.iterations,
             comm,

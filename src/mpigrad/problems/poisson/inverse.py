@@ -77,11 +77,8 @@ class InverseProblem:
         return jnp.where(solution.result == sparse.Result.SUCCESSFUL, share, jnp.nan)
 
     def value_and_grad(self, parameters: Any) -> tuple[Float[Array, ""], Any]:
-        """The loss at rank 0's parameters, and its gradient, equal on all ranks."""
+        """The loss and its gradient, equal on all ranks."""
         comm = self.model.grid.comm
-        # Ranks whose tiles differ compile different programs, and round what they all compute, such
-        # as the next parameters, differently.
-        parameters = mpigrad.bcast(parameters, comm=comm)
         return mpigrad.value_and_grad(self.loss_share, loss="share", replicated=0, comm=comm)(
             parameters
         )

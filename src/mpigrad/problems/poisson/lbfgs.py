@@ -1,4 +1,4 @@
-"""L-BFGS on parameters that every rank holds, each rank taking the same decisions."""
+"""L-BFGS on parameters that every rank holds; every step is rank 0's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 import mpigrad
+from mpigrad.communicator import Communicator
 
 __all__ = ["LBFGS", "Iterate"]
 
@@ -37,8 +38,10 @@ class LBFGS:
 
     One iteration is one compiled program: the messages and the solves are inside the line search's
     loop. Its decisions depend on the loss and the gradient alone, which
-    `mpigrad.value_and_grad(..., replicated=0)` makes equal on all ranks bit for bit, so all ranks
-    decide alike. A step on which the loss is not finite is shortened.
+    `mpigrad.value_and_grad(..., replicated=0)` makes equal on all ranks bit for bit. Ranks whose
+    tiles differ compile different programs, and round what they all compute differently: so each
+    evaluation is at rank 0's parameters, and each step ends with rank 0's iterate on all ranks. A
+    step on which the loss is not finite is shortened.
 
     Parameters
     ----------
@@ -49,6 +52,8 @@ class LBFGS:
         Number of past steps that it remembers.
     line_search
         Largest number of evaluations in one line search.
+    comm
+        The communicator whose ranks all hold the parameters; by default all ranks.
     """
 
     def __init__(
@@ -56,15 +61,18 @@ class LBFGS:
         value_and_grad: Callable[[Parameters], tuple[jax.Array, Parameters]],
         memory: int = 50,
         line_search: int = 20,
+        comm: Communicator | None = None,
     ) -> None:
         search = optax.scale_by_zoom_linesearch(line_search, initial_guess_strategy="one")
         self._optax = optax.lbfgs(memory_size=memory, linesearch=search)
         self._value_and_grad = value_and_grad
+        self._comm = comm
         self.start = mpigrad.jit(self._start)
         self.step = mpigrad.jit(self._step)
 
     def _start(self, parameters: Parameters) -> Iterate:
         """The iterate of the first parameters: one evaluation."""
+        parameters = mpigrad.bcast(parameters, comm=self._comm)
         loss, gradient = self._value_and_grad(parameters)
         flat, _ = ravel_pytree(parameters)
         slope, _ = ravel_pytree(gradient)
@@ -83,6 +91,7 @@ class LBFGS:
         flat, unravel = ravel_pytree(now.parameters)
 
         def value_and_grad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x = mpigrad.bcast(x, comm=self._comm)
             value, gradient = self._value_and_grad(unravel(x))
             return value, ravel_pytree(gradient)[0]
 
@@ -97,7 +106,7 @@ class LBFGS:
         updates, state = self._optax.update(
             slope, now.state, flat, value=now.loss, grad=slope, value_fn=loss
         )
-        return Iterate(
+        following = Iterate(
             unravel(flat + jnp.asarray(updates)),
             optax.tree.get(state, "value"),
             jnp.linalg.norm(optax.tree.get(state, "grad")),
@@ -105,6 +114,7 @@ class LBFGS:
             optax.tree.get(state, "learning_rate"),
             state,
         )
+        return mpigrad.bcast(following, comm=self._comm)
 
     def forget(self, now: Iterate) -> Iterate:
         """The same iterate without memory: the next step is along the gradient."""
