@@ -43,32 +43,39 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Where a test runs that names no numbers of ranks, and where a case of a parametrised one, unless
 # MPIGRAD_ALL_TESTS=1 (make test-full).
-_SINGLE = ((1,), (2,), (2,), (1, 2), (3,), (2,), (4,), (1,))
-_SOME = ((1,), (2,), (2,), (2,), (3,), (4,))
-_SOME_OPERATIONS = ((1,), (1,), (2,), (2,), (2,), (2,), (3,), (1,))
-_HEAVY = ((2,), (), (3,), (), (4,), ())
+_SINGLE = ((1,), (2,), (2,), (1,), (1,), (2,), (1,), (2,))
+_SOME = ((1,), (2,), (2,), (1,), (3,), (2,), (1,), ())
+_SOME_OPERATIONS = ((1,), (1,), (2,), (2,), (1,), (), (3,), ())
+_HEAVY = ((2,), (), (3,), (), (), ())
+
+
+def counts_of(item: pytest.Item) -> tuple[int, ...]:
+    """The numbers of ranks that a test runs on; none where only make test-full runs it."""
+    everything = os.environ.get("MPIGRAD_ALL_TESTS") == "1"
+    if item.get_closest_marker("full") and not everything:
+        return ()
+    marker = item.get_closest_marker("ranks")
+    if marker is None and not everything:
+        marker = item.get_closest_marker("thin")
+    heavy = item.get_closest_marker("heavy") is not None
+    if everything or (marker and not heavy):
+        return marker.args if marker else (1, 2, 3, 4)
+    case = getattr(item, "callspec", None)
+    if case and case.params.get("how") == "jit":
+        return (1, 2, 3, 4)  # each operation's dot test
+    some = _SOME_OPERATIONS if "operations" in item.nodeid else _SOME
+    some = _HEAVY if heavy else some if case else _SINGLE
+    return some[zlib.crc32(item.nodeid.encode()) % len(some)]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    size, everything = MPI.COMM_WORLD.size, os.environ.get("MPIGRAD_ALL_TESTS") == "1"
+    size = MPI.COMM_WORLD.size
     for item in items:
         if item.get_closest_marker("launcher"):
-            if item.get_closest_marker("full") and not everything:
+            if item.get_closest_marker("full") and os.environ.get("MPIGRAD_ALL_TESTS") != "1":
                 item.add_marker(pytest.mark.skip(reason="for make test-full"))
             continue
-        marker = item.get_closest_marker("ranks")
-        heavy = item.get_closest_marker("heavy") is not None
-        if marker is None and not everything:
-            marker = item.get_closest_marker("thin")
-        counts = marker.args if marker else (1, 2, 3, 4)
-        if (heavy or not marker) and not everything:
-            some = _SOME_OPERATIONS if "operations" in item.nodeid else _SOME
-            some = _HEAVY if heavy else some if hasattr(item, "callspec") else _SINGLE
-            counts = some[zlib.crc32(item.nodeid.encode()) % len(some)]
-            if getattr(item, "callspec", None) and item.callspec.params.get("how") == "jit":
-                counts = (1, 2, 3, 4)  # each operation's dot test
-        if item.get_closest_marker("full") and not everything:
-            counts = ()
+        counts = counts_of(item)
         if size not in counts:
             item.add_marker(pytest.mark.skip(reason=f"for {counts} ranks, not {size}"))
 

@@ -10,6 +10,10 @@
 #include "system.h"
 #include "tile.h"
 
+// hypre exports them, but declares them where its own sources look only.
+extern "C" HYPRE_Int HYPRE_StructVectorCopy(HYPRE_StructVector from, HYPRE_StructVector to);
+extern "C" HYPRE_Real hypre_StructInnerProd(HYPRE_StructVector x, HYPRE_StructVector y);
+
 namespace mpigrad::hypre {
 
 // One PFMG configuration, laid out as the ctypes structure in sparse/pfmg.py.
@@ -180,14 +184,11 @@ class Structured final : public System {
   }
 
   double residual(int slot, Calls& call) override {
-    scratch_.resize(n_);
-    get(rhs_, scratch_.data(), call);
-    set(residual_, scratch_.data(), call);
+    call("HYPRE_StructVectorCopy", [&] { return HYPRE_StructVectorCopy(rhs_, residual_); });
     call("HYPRE_StructMatrixMatvec", [&] {
       return HYPRE_StructMatrixMatvec(-1, matrices_[slot], solution_, 1, residual_);
     });
-    get(residual_, scratch_.data(), call);
-    return norm(scratch_.data());
+    return std::sqrt(hypre_StructInnerProd(residual_, residual_));
   }
 
   void correct(Calls& call) override {

@@ -120,11 +120,12 @@ class Asymmetry {
     if (opposite.given) {
       const double* there = values_ + opposite.start + opposite.inside.position(x, y, z);
       for (int64_t m = 0; m < size; ++m) {
-        bad += !(std::abs(here[m] - there[m]) <= kTolerance * std::sqrt(own[m] * beyond[m]));
+        const double d = here[m] - there[m];
+        bad += !(d * d <= kTolerance * kTolerance * (own[m] * beyond[m]));
       }
     } else {
       for (int64_t m = 0; m < size; ++m) {
-        bad += !(std::abs(here[m]) <= kTolerance * std::sqrt(own[m] * beyond[m]));
+        bad += !(here[m] * here[m] <= kTolerance * kTolerance * (own[m] * beyond[m]));
       }
     }
     sums_[0] += static_cast<double>(bad);

@@ -221,7 +221,7 @@ RUN = [t for t in TRANSFORMATIONS if t not in TRACED_ONLY]
 @pytest.mark.parametrize(
     ("transformation", "scenario"),
     [  # each transformation with every fourth scenario, all of them in make test-full
-        pytest.param(t, s, marks=pytest.mark.full if (i + j) % 4 else ())
+        pytest.param(t, s, marks=pytest.mark.full if (i + j) % 6 else ())
         for i, t in enumerate(RUN)
         for j, s in enumerate(SCENARIOS)
     ],

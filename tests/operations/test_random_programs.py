@@ -19,8 +19,8 @@ from mpigrad.communicator import Communicator
 from random_operations import OPERATIONS, Operation, Step
 from random_programs import Block, Program, check, count, search, text
 
-# Ten programs a part at 2 ranks, where compiling is cheap, and a few more at 3 and 4.
-PARTS = {2: 10, 3: 1, 4: 1}
+# Ten programs a part at 2 ranks, where compiling is cheap, and a few more at 3.
+PARTS = {2: 10, 3: 1}
 
 
 def parts() -> list[Any]:

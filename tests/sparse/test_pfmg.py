@@ -97,7 +97,7 @@ CASES = {
 }
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(2, 4)
 @pytest.mark.parametrize("case", CASES)
 def test_solution_is_that_of_the_dense_matrix(comm, case):
     system = System(comm, *CASES[case])

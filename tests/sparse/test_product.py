@@ -32,7 +32,7 @@ def sizes(comm):
     yield (0 if comm.rank == 0 and comm.size > 1 else 3), 2 + comm.rank, (6 if last else 0)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(1, 4)
 def test_products_are_dense_ones(comm):
     """All in one program: rectangular, empty stripes, dense rows, entries in any order."""
     patterns, values, expected = [], [], []
@@ -72,7 +72,7 @@ def test_derivatives(comm):
     )
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.thin(2)
 def test_normal_equations(comm):
     """A loss through A.T, A.T @ A and products with vectors: Taylor and dot tests."""
     a = random_pattern(comm, 4, 2 + comm.rank % 2, dense_row=True)

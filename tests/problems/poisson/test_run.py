@@ -55,7 +55,7 @@ def test_network_is_trained_and_everything_is_written(comm, directory, capfd):
         assert np.array_equal(a, b)  # what a restart begins with
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.thin(1)
 def test_cells_are_estimated(comm, directory):
     settings = small(directory, kappa="cells", iterations=15, observed=1.0, smoothing=1e-4)
     again = directory / "start.npy"
@@ -70,7 +70,7 @@ def test_cells_are_estimated(comm, directory):
     assert np.allclose(saved[result.grid.slices], result.kappa, rtol=1e-12)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.thin(2)
 def test_stop_request_ends_the_run_cleanly(comm, directory, monkeypatch):
     stop = directory / "stop"
     if comm.rank == 0:
@@ -84,7 +84,7 @@ def test_stop_request_ends_the_run_cleanly(comm, directory, monkeypatch):
     assert load_network(result.settings.out / "network.eqx").sizes == (2, 20, 20, 20, 1)
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.thin(3)
 def test_own_data_round_trip(comm, directory):
     """What one problem observes, written as a data file, is fitted by another."""
     truth = poisson.inverse_problem(small(directory, source="one", observed=1.0), comm)
@@ -138,7 +138,7 @@ def test_settings_without_sense_are_refused(comm, directory, changes, error, mes
         run(small(directory, **changes), comm)
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.thin(1, 2)
 def test_files_without_sense_are_refused(comm, directory):
     with pytest.raises(FileNotFoundError, match="--data: there is no file"):
         run(small(directory, data=directory / "none.npz"), comm)

@@ -63,7 +63,7 @@ def test_training_ends_where_there_is_no_smaller_loss(comm, directory):
     assert len(saved) == (comm.rank == 0)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.thin(2)
 def test_failing_solves_leave_what_was_reached(comm, directory):
     """One iteration of conjugate gradients is not enough: no parameters have a loss."""
     problem = inverse_problem(Settings(cells=(8, 9)), comm)
