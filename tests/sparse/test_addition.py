@@ -6,7 +6,8 @@ from whole import Entries, prove
 
 import mpigrad as mg
 from helpers import close
-from mpigrad.sparse import Matrix
+from mpigrad.grid import Grid
+from mpigrad.sparse import Matrix, Pattern
 from mpigrad.sparse.addition import union
 
 
@@ -43,6 +44,23 @@ def test_one_pattern_and_batches(comm):
     close((A - A).values, 0 * v)
     symmetric = mg.jit(mg.vmap(lambda f: (Matrix(a, f * v) + Matrix(a, v).T).values))
     close(symmetric(jnp.ones(3)), jnp.broadcast_to((A + A.T).values, (3, (A + A.T).pattern.nnz)))
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_the_sum_of_two_stencils_is_a_stencil(comm):
+    """So that PFMG takes I - L, a step of an implicit scheme."""
+    grid = Grid((6, 5), (1.0, 1.0), comm)
+    identity = Pattern.from_stencil(grid, [(0, 0)])
+    five = Pattern.from_stencil(grid, [(0, -1), (-1, 0), (0, 0), (1, 0), (0, 1)])
+    A, B = (
+        Matrix(p, jnp.asarray(10.0 * p.rows + p.columns, float) + 0.5) for p in (identity, five)
+    )
+    C = A + 2 * B
+    assert set(C.pattern.stencil.offsets) == set(five.stencil.offsets)
+    x = jnp.sin(jnp.arange(grid.n_local) + grid.row_offset + 1.0)
+    close(C @ x, A @ x + 2 * (B @ x))
+    other = random_pattern(comm, grid.n_local, grid.n_local)
+    assert union(five, other).stencil is None
 
 
 def test_errors_are_raised_by_all_ranks(comm):

@@ -29,7 +29,8 @@ class _Union:
 def union(a: Pattern, b: Pattern) -> Pattern:
     """The pattern of all entries of both (collective where it is not yet known).
 
-    Entries are stored in row order; of one pattern with itself it is the pattern.
+    Entries are stored in row order, those of two stencils on one grid as those of a stencil; of one
+    pattern with itself it is the pattern.
     """
     return a if a is b else _plan(a, b).pattern
 
@@ -73,9 +74,14 @@ def _make(a: Pattern, b: Pattern) -> _Union:
     first[1:] = (np.diff(rows) != 0) | (np.diff(columns) != 0)
     place = np.empty(len(rows), np.int64)  # of each entry, those of `a` first, in the union
     place[sorted_] = np.cumsum(first) - 1
-    pattern = Pattern.from_coo(
-        rows[first] + a.offset, columns[first], a.n_local, a.comm, a.n_local_columns
-    )
+    if a.stencil and b.stencil and a.stencil.grid == b.stencil.grid:
+        # Of the same entries; solvers for grids find the stencil.
+        offsets = dict.fromkeys((*a.stencil.offsets, *b.stencil.offsets))
+        pattern = Pattern.from_stencil(a.stencil.grid, list(offsets))
+    else:
+        pattern = Pattern.from_coo(
+            rows[first] + a.offset, columns[first], a.n_local, a.comm, a.n_local_columns
+        )
 
     def positions(part: Pattern, places: np.ndarray) -> Structure:
         found = np.full(pattern.nnz, -1, np.int64)
