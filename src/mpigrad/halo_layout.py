@@ -29,10 +29,10 @@ _NAMED = ("edge", "reflect", "symmetric", "periodic")
 
 @dataclass(frozen=True)
 class Part:
-    """Along an axis, some cells of a tile, and the layers before (-1) or after (1) them."""
+    """Along an axis, some cells of a tile (None: all), and the layers before (-1) or after (1)."""
 
     sides: tuple[int, ...] = (-1, 1)
-    cells: slice = slice(None)
+    cells: slice | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,10 @@ class HaloLayout:
             """The pieces whose first steps are these, side by side along the other axes."""
             axis = len(steps)
             if axis == len(axes):
-                cut = (p.cells if s == 0 else slice(None) for p, s in zip(part, steps, strict=True))
+                cut = [
+                    slice(None) if s or p.cells is None else p.cells
+                    for p, s in zip(part, steps, strict=True)
+                ]
                 return pieces[steps][tuple(cut)]
             parts = [together((*steps, step)) for step in across[axis]]
             return jnp.concatenate(parts, axis=axis) if len(parts) > 1 else parts[0]
