@@ -12,6 +12,7 @@ from mpigrad.communicator import derivative_slot
 from mpigrad.grid import Grid
 from mpigrad.halo_layout import Boundary, HaloLayout, Part, Step, Width
 from mpigrad.operations.nonblocking import Request, post, wait, waitall
+from mpigrad.operations.ordering import in_order
 
 __all__ = ["apply_stencil"]
 
@@ -59,6 +60,8 @@ def apply_stencil(
     fields, structure = layout.fields(u, "apply_stencil")
     layout.fields(coefficients, "apply_stencil")
     requests = _begin(layout, fields)
+    # Between the posts and the waits: compiled programs would compute the interior at any time.
+    fields = in_order(fields)
     pieces = [layout.own_pieces(field) for field in fields]
 
     def on(cells: list[slice], part: list[Part] | None = None) -> Any:
@@ -70,7 +73,7 @@ def apply_stencil(
     n, widths = grid.local_shape, layout.widths
     inner = [slice(before, k - after) for k, (before, after) in zip(n, widths, strict=True)]
     split = all(k > sum(pair) for k, pair in zip(n, widths, strict=True))
-    interior = on(inner, [Part(())] * grid.ndim) if split else None
+    interior = in_order(on(inner, [Part(())] * grid.ndim)) if split else None
     _end(requests, layout, fields, pieces)
     if not split:
         return on([slice(None)] * grid.ndim)
