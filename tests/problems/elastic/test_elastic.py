@@ -129,7 +129,7 @@ def test_reciprocity(comm):
     for source, component, s, r in (("force_x", "vy", a, b), ("force_y", "vx", b, a)):
         elastic = case.model(comm, pml=0, steps=60, source=source, components=(component,))
         part = [jnp.asarray(arrays[k][elastic.grid.slices]) for k in ("lam", "mu", "rho")]
-        survey = Survey([[s]], [[r]])
+        survey = Survey(np.array([[s]]), np.array([[r]]))
         traces.append(np.asarray(elastic.propagate(*part, wavelet, survey).gathers))
     case.compare(traces[0], traces[1])
 
