@@ -27,6 +27,7 @@ import numpy as np
 SPACING, DT, FREQUENCY, PML = 10.0, 1e-3, 10.0, 20
 FASTEST = 2500.0
 ANOMALY = 200.0  # m/s
+FORCE = 1e9  # for velocities of about 1, far from what underflows
 Answer = dict[str, Any]
 Calls = dict[str, Callable[[], float]]
 
@@ -90,14 +91,17 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
         common: dict[str, Any] = {"dt": DT, "steps": steps, "pml": pml, "threads": o.threads}
         if o.method:
             common["method"] = o.method
-        wavelets = jnp.asarray(ricker(steps))[None, None]
+        height = 1.0 if o.physics == "acoustic" else FORCE * SPACING**2
+        wavelets = height * jnp.asarray(ricker(steps))[None, None]
         if o.physics == "acoustic":
             model: Any = Acoustic(grid, order=4, max_velocity=FASTEST, **common)
             parameters = lambda vp: (vp,)
         else:
             from mpigrad.problems.elastic import Elastic, lame
 
-            model = Elastic(grid, frequency=FREQUENCY, source="force_x", **common)
+            model = Elastic(
+                grid, frequency=FREQUENCY, source="force_x", components=("vx",), **common
+            )
             parameters = lambda vp: (*lame(vp, shear(vp), density(vp)), density(vp))
 
         def gathers(parameters: Any, survey: Survey) -> Any:
@@ -105,8 +109,10 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
 
         return grid, parameters, gathers
 
-    def points(cells: list[tuple[float, float]]) -> np.ndarray:
-        return (np.asarray(cells, float) + 0.5)[None] * SPACING
+    def points(cells: list[tuple[int, int]]) -> np.ndarray:
+        """Centres of cells; of velocities along x the places behind them, half a cell further."""
+        shift = (0.5, 0.5) if o.physics == "acoustic" else (1.0, 0.5)
+        return (np.asarray(cells, float) + shift)[None] * SPACING
 
     shape = (o.cells[0], o.cells[1])
     calls: Calls = {}
@@ -166,15 +172,15 @@ def deepwave_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]
         mu = rho * shear(v) ** 2
         return [rho * v**2 - 2 * mu, mu, rho]
 
-    def gathers(parameters: list[Any], source: Any, receivers: Any, amplitude: float = 1.0) -> Any:
-        wavelet = amplitude * torch.tensor(ricker(o.steps))[None, None]
+    def gathers(parameters: list[Any], source: Any, receivers: Any) -> Any:
+        wavelet = torch.tensor(ricker(o.steps))[None, None]
         places = torch.tensor([[source]]), torch.tensor([receivers])
         common = {
             "grid_spacing": SPACING, "dt": DT, "accuracy": 4, "pml_width": PML,
             "pml_freq": FREQUENCY, "max_vel": FASTEST,
         }  # fmt: skip
         if o.physics == "acoustic":
-            # Its source term is on the other side of the equation, and not divided by the cell.
+            # Its source is on the other side of the equation, and not divided by the cell's area.
             out = deepwave.scalar(
                 *parameters, source_amplitudes=-wavelet / SPACING**2,
                 source_locations=places[0], receiver_locations=places[1], **common,
@@ -182,7 +188,7 @@ def deepwave_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]
             return out[-1]
         lam, mu, rho = parameters
         out = deepwave.elastic(
-            lam, mu, 1 / rho, source_amplitudes_y=wavelet,
+            lam, mu, 1 / rho, source_amplitudes_y=FORCE * wavelet,
             source_locations_y=places[0], receiver_locations_y=places[1], **common,
         )  # fmt: skip
         return out[-2]
