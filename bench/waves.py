@@ -5,9 +5,10 @@
 
 deepwave and devito are measured where PYTHON has them: a virtual environment with
 `pip install torch deepwave devito scipy matplotlib pytest` (devito's examples import the last
-three; the CPU build of torch is enough) and a C compiler. All programs of a part run at the same time and are asked in turn, so that a slow phase
-of the machine meets all of them; the one that waits sleeps. Printed and written are medians over
-the rounds, of the seconds and of the ratios within each round, with quartiles.
+three; the CPU build of torch is enough) and a C compiler. All programs of a part run at the same
+time and are asked in turn, so that a slow phase of the machine meets all of them; the one that
+waits sleeps. Printed and written are medians over the rounds, of the seconds and of the ratios
+within each round, with quartiles.
 
 Parts:
 
