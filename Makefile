@@ -62,6 +62,8 @@ bench: setup
 	@echo "bench: the Poisson problem, beside a C program that calls hypre"
 	@$(BIN)/python bench/poisson.py
 	@$(BIN)/python bench/poisson.py --multigrid boomeramg
+	@echo "bench: waves, beside deepwave and devito where PEER_PYTHON has them"
+	@$(BIN)/python bench/waves.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
 
 docs: setup
 	@echo "docs: build/docs/index.html"

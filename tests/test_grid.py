@@ -1,5 +1,7 @@
 """Grids: tiles, their numbering, and moving whole fields."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,27 @@ def test_neighbors_are_all_tiles_that_touch(grid):
 
     others = [rank for rank in range(COMM.size) if rank != COMM.rank and touches(rank)]
     assert sorted(neighbor.rank for neighbor in grid.neighbors) == others
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_periodic_axes_wrap_around():
+    grid = Grid((7, 5), (1.0, 1.0), periodic=(True, False))
+    along, across = grid.dims
+    for neighbor in grid.neighbors:
+        x, y = (p + s for p, s in zip(grid.coords, neighbor.step, strict=True))
+        assert grid.coords_of(neighbor.rank) == (x % along, y)
+    inside = [y for y in (-1, 0, 1) if 0 <= grid.coords[1] + y < across]
+    assert len(grid.neighbors) == 3 * len(inside) - 1
+    mine = sorted((grid.comm.rank, n.rank, n.step) for n in grid.neighbors)
+    everyone = [*itertools.chain(*COMM.mpi.allgather(mine))]
+    mirrored = [(b, a, tuple(-s for s in step)) for a, b, step in everyone]
+    assert sorted(everyone) == sorted(mirrored)
+    whole = grid.rows(*np.meshgrid(np.arange(7), np.arange(5), indexing="ij"))
+    around = np.pad(np.pad(whole, ((2, 2), (0, 0)), "wrap"), ((0, 0), (2, 2)), constant_values=-1)
+    part = tuple(slice(s.start, s.stop + 4) for s in grid.slices)
+    assert np.array_equal(grid.local_rows(2), around[part])
+    with pytest.raises(TypeError, match="periodic must be True or False"):
+        Grid((7, 5), (1.0, 1.0), periodic=(True,))
 
 
 def test_gather_and_scatter_are_inverse(grid):

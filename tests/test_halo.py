@@ -6,42 +6,95 @@ import numpy as np
 import pytest
 
 import mpigrad
+from launching import PROGRAMS
+from launching import mpigrad as mpigrad_command
 from mpigrad.grid import Grid
 from mpigrad.halo import halo_exchange
 
 COMM = mpigrad.communicator.default()
 
 
-def whole_field(grid, fields=()):
-    return np.random.default_rng(3).normal(size=(*grid.shape, *fields))
+def whole_field(grid, fields=(), seed=3):
+    return np.random.default_rng(seed).normal(size=(*grid.shape, *fields))
 
 
 def expected(whole, grid, width, boundary):
-    rest = [(0, 0)] * (whole.ndim - grid.ndim)
-    how = {"mode": "edge"} if boundary == "edge" else {"constant_values": boundary}
-    padded = np.pad(whole, [(width, width)] * grid.ndim + rest, **how)
-    return padded[tuple(slice(part.start, part.stop + 2 * width) for part in grid.slices)]
+    """This rank's tile in its layers, of the whole field padded axis by axis."""
+    widths = width if isinstance(width, tuple) else ((width, width),) * grid.ndim
+    sides = boundary if isinstance(boundary, tuple) else (boundary,) * grid.ndim
+    for axis, (side, layers) in enumerate(zip(sides, widths, strict=True)):
+        pair = side if isinstance(side, tuple) else (side, side)
+        if grid.periodic[axis] or pair[0] == "periodic":
+            whole = pad_axis(whole, axis, layers, "periodic")
+        else:
+            whole = pad_axis(whole, axis, (layers[0], 0), pair[0])
+            whole = pad_axis(whole, axis, (0, layers[1]), pair[1])
+    return whole[
+        tuple(
+            slice(part.start, part.stop + sum(layers))
+            for part, layers in zip(grid.slices, widths, strict=True)
+        )
+    ]
+
+
+def pad_axis(whole, axis, layers, side):
+    how = {"mode": "wrap" if side == "periodic" else side}
+    how = how if isinstance(side, str) else {"constant_values": side}
+    return np.pad(whole, [layers if k == axis else (0, 0) for k in range(whole.ndim)], **how)
+
+
+def random_exchange(generator, axes):
+    """(grid, width, boundary, fields), any that the number of ranks allows."""
+    most = {1: 24, 2: 13, 3: 9}[axes]
+    shape = tuple(int(n) for n in generator.integers(most - 4, most + 1, axes))
+    grid = Grid(
+        shape, (1.0,) * axes, periodic=tuple(bool(p) for p in generator.integers(0, 4, axes) == 0)
+    )
+    reach = [min(4, n - 1) for n in grid.smallest_tile]
+    width = tuple(tuple(int(w) for w in generator.integers(0, n + 1, 2)) for n in reach)
+    if not np.any(width):
+        width = 1
+    choices = ["edge", "reflect", "symmetric", 0.0, -1.5]
+    draw = lambda: choices[generator.integers(len(choices))]
+    boundary = tuple(
+        "periodic" if generator.integers(4) == 0 else (draw(), draw()) for _ in range(axes)
+    )
+    return grid, width, boundary, ((), (2,))[generator.integers(2)]
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(("axes", "cases"), [(1, 3), (2, 4), (3, 2)])
+def test_random_exchanges_and_their_adjoints(axes, cases):
+    generator = np.random.default_rng([COMM.size, axes])  # others on another number of ranks
+    drawn = [random_exchange(generator, axes) for _ in range(cases)]
+    wholes = [whole_field(grid, fields) for grid, _, _, fields in drawn]
+
+    def exchange(tiles):
+        return [halo_exchange(u, *case[:3]) for u, case in zip(tiles, drawn, strict=True)]
+
+    tiles = [jnp.asarray(whole[case[0].slices]) for whole, case in zip(wholes, drawn, strict=True)]
+    for padded, whole, case in zip(mpigrad.jit(exchange)(tiles), wholes, drawn, strict=True):
+        assert np.array_equal(padded, expected(whole, *case[:3])), case
+    mpigrad.dot_test(exchange, tiles)
 
 
 @pytest.mark.parametrize(
     ("shape", "width", "boundary", "fields"),
     [
-        ((9, 8), 1, "edge", ()),
         ((9, 8), 2, "edge", (3,)),
         ((4, 13), 1, 2.5, (2, 2)),
-        ((4, 13), 2, "edge", ()),
-        ((10, 5), 2, 0.0, ()),
-        ((10, 5), 1, "edge", ()),
-        ((11,), 2, "edge", ()),
-        ((11,), 1, 1.5, (2,)),
+        ((10, 8), 4, 0.0, ()),
+        ((11, 8), ((3, 0), (1, 2)), "reflect", ()),
+        ((12,), 3, "symmetric", ()),
         ((6, 5, 7), 1, "edge", ()),
         ((6, 5, 7), 2, -1.0, (2,)),
+        ((6, 5, 7), ((0, 1), (2, 0), (1, 1)), ("reflect", 0.0, ("edge", 3.0)), ()),
     ],
     ids=str,
 )
 def test_layers_are_those_of_the_whole_field(shape, width, boundary, fields):
     grid = Grid(shape, (1.0,) * len(shape))
-    if width > min(grid.smallest_tile):
+    if np.max(width) >= min(grid.smallest_tile):
         pytest.skip("the layers reach past a neighbouring tile")
     whole = whole_field(grid, fields)
     padded = mpigrad.jit(lambda u: halo_exchange(u, grid, width, boundary))(
@@ -50,15 +103,57 @@ def test_layers_are_those_of_the_whole_field(shape, width, boundary, fields):
     assert np.array_equal(padded, expected(whole, grid, width, boundary))
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize(
-    ("shape", "boundary"),
-    [((9, 8), "edge"), ((9, 8), 0.0), ((9,), "edge"), ((6, 5, 4), "edge"), ((6, 5, 4), 0.0)],
-)
-def test_adjoint(shape, boundary):
-    grid = Grid(shape, (1.0,) * len(shape))
-    u = jnp.asarray(whole_field(grid)[grid.slices])
-    mpigrad.dot_test(lambda u: halo_exchange(u, grid, 1, boundary), u)
+@pytest.mark.thin(1, 2, 3)
+@pytest.mark.parametrize("own", [False, True], ids=["of the grid", "of the exchange"])
+def test_periodic_axes_with_any_number_of_tiles(own):
+    """One tile along an axis is its own neighbour on both sides; of two each is the other's."""
+    for dims in ((COMM.size, 1), (1, COMM.size)):
+        grid = Grid((9, 8), (1.0, 1.0), dims=dims, periodic=not own)
+        whole = whole_field(grid)
+        exchange = mpigrad.jit(lambda u, g=grid: halo_exchange(u, g, 2, "periodic" if own else 7.0))
+        padded = exchange(jnp.asarray(whole[grid.slices]))
+        assert np.array_equal(padded, expected(whole, grid, 2, "periodic"))
+
+
+@pytest.mark.ranks(4)
+def test_a_field_of_6_by_6_in_two_layers_of_10():
+    grid = Grid((6, 6), (1.0, 1.0), dims=(2, 2))
+    whole = np.arange(1.0, 37.0).reshape(6, 6)
+    padded = halo_exchange(jnp.asarray(whole[grid.slices]), grid, 2, 10.0)
+    assert padded.shape == (7, 7)
+    assert np.array_equal(padded, expected(whole, grid, 2, 10.0))
+    if COMM.rank == 0:
+        assert np.array_equal(
+            padded[:, 2:], [[10] * 5] * 2 + [[*range(k, k + 5)] for k in (1, 7, 13, 19, 25)]
+        )
+        assert np.all(padded[:, :2] == 10)
+
+
+@pytest.mark.launcher
+def test_a_field_of_6_by_4_on_3_by_2_ranks():
+    done = mpigrad_command("launch", "-n", 6, PROGRAMS / "halo_of_six.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[[1, 1, 1, 1], [1, 1, 2, 3], [1, 5, 6, 7], [1, 9, 10, 11]]" in done.stdout
+
+
+@pytest.mark.thin(1, 4)
+def test_fields_of_several_dtypes_travel_in_one_message_each():
+    grid = Grid((9, 8), (1.0, 1.0), periodic=(False, True))
+    shapes = {
+        "a": ((2,), "float32"),
+        "b": ((), "float64"),
+        "c": ((), "int32"),
+        "d": ((3,), "float64"),
+    }
+    wholes = {k: (9 * whole_field(grid, rest)).astype(t) for k, (rest, t) in shapes.items()}
+    tiles = {k: jnp.asarray(whole[grid.slices]) for k, whole in wholes.items()}
+    exchange = lambda tiles: halo_exchange(tiles, grid, ((2, 1), (0, 2)), "reflect")
+    padded = mpigrad.jit(exchange)(tiles)
+    for k, whole in wholes.items():
+        assert padded[k].dtype == whole.dtype
+        assert np.array_equal(padded[k], expected(whole, grid, ((2, 1), (0, 2)), "reflect"))
+    messages = str(jax.make_jaxpr(exchange)(tiles)).count("mpigrad_neighbor_alltoallv")
+    assert messages == (3 if COMM.size > 1 else 0)
 
 
 @pytest.mark.parametrize("boundary", ["edge", 2.0])
@@ -107,15 +202,24 @@ def test_forward_mode():
     assert np.array_equal(tangent, expected(whole, grid, 1, 0.0))
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_bad_arguments_are_refused():
     grid = Grid((9, 8), (1.0, 1.0))
     u = jnp.zeros(grid.local_shape)
     with pytest.raises(ValueError, match="on a tile of"):
         halo_exchange(jnp.zeros((2, 1)), grid)
-    with pytest.raises(ValueError, match="width 0"):
-        halo_exchange(u, grid, 0)
-    with pytest.raises(ValueError, match="boundary must be"):
-        halo_exchange(u, grid, 1, "open")  # type: ignore[arg-type]
-    if COMM.size > 1:
-        with pytest.raises(ValueError, match="not past the neighbouring tile"):
-            halo_exchange(u, grid, 9)
+    for width in (0, -1, ((0, 0), (0, 0)), ((1, -1), (1, 1))):
+        with pytest.raises(ValueError, match="there must be layers"):
+            halo_exchange(u, grid, width)
+    for width in (1.5, (1, 1), ((1, 1),), "1"):
+        with pytest.raises(TypeError, match="width must be"):
+            halo_exchange(u, grid, width)
+    for boundary in ("open", ("edge",), ("edge", ("edge", "periodic")), None):
+        with pytest.raises(ValueError, match="boundary must be"):
+            halo_exchange(u, grid, 1, boundary)
+    tile = f"tiles of at least \\({grid.smallest_tile[0]}, {grid.smallest_tile[1]}\\) cells"
+    with pytest.raises(ValueError, match=f"width 9 along axis . with {tile}"):
+        halo_exchange(u, grid, 9, "edge" if COMM.size > 1 else "periodic")
+    cells = min(grid.smallest_tile)
+    with pytest.raises(ValueError, match=r"not past the neighbouring|cells of the tile at the"):
+        halo_exchange(u, grid, cells, "reflect")

@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import operator
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -15,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mpigrad.communicator import Communicator, resolve
+from mpigrad.decomposition import check_arguments, choose_dims
 
 __all__ = ["Grid", "Neighbor", "choose_dims"]
 
@@ -25,54 +24,12 @@ Step = Literal[-1, 0, 1]
 class Neighbor:
     """A tile that touches this rank's tile on a face, along an edge or at a corner.
 
-    `rank` holds it; it lies `step` tiles away along each axis (-1, 0 or 1).
+    `rank` holds it; it lies `step` tiles away along each axis (-1, 0 or 1). Where a periodic axis
+    has one or two tiles, a rank is found at several steps, and a tile beside itself.
     """
 
     rank: int
     step: tuple[Step, ...]
-
-
-def choose_dims(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """How many tiles along each axis `ranks` ranks divide `shape` cells into.
-
-    Like MPI_Dims_create, but adapted to the grid: of all factorizations that leave no tile
-    empty, the one that cuts the fewest faces between cells, then the one whose largest tile is
-    smallest, then the one with more tiles along the first axes.
-
-    Raises
-    ------
-    ValueError
-        If every factorization leaves a tile without a cell.
-    """
-    fitting = list(_factorizations(ranks, shape))
-    if not fitting:
-        raise ValueError(
-            f"mpigrad.Grid: {ranks} ranks cannot share {_product(shape)} cells: every division of "
-            f"{ranks} ranks into tiles has more tiles than cells along an axis. "
-            "Use fewer ranks (-n) or more cells."
-        )
-
-    def cost(dims: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
-        size = math.prod(shape)
-        cut = sum((p - 1) * (size // n) for p, n in zip(dims, shape, strict=True))
-        largest = math.prod(math.ceil(n / p) for p, n in zip(dims, shape, strict=True))
-        return cut, largest, tuple(-p for p in dims)
-
-    return min(fitting, key=cost)
-
-
-def _factorizations(ranks: int, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All ways to write `ranks` as a product of one factor per axis, none above its cells."""
-    if not shape:
-        yield from [()] if ranks == 1 else []
-        return
-    for p in range(1, min(ranks, shape[0]) + 1):
-        if ranks % p == 0:
-            yield from ((p, *rest) for rest in _factorizations(ranks // p, shape[1:]))
-
-
-def _product(numbers: tuple[int, ...]) -> str:
-    return " x ".join(map(str, numbers))
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -96,6 +53,9 @@ class Grid:
         The ranks that share the grid; all ranks if not given.
     dims
         Number of tiles along each axis; chosen by `choose_dims` if not given.
+    periodic
+        Whether the last cell along an axis is followed by the first: one answer for all axes, or
+        one for each.
 
     Raises
     ------
@@ -108,6 +68,7 @@ class Grid:
     spacing: tuple[float, ...]
     comm: Communicator
     dims: tuple[int, ...]
+    periodic: tuple[bool, ...]
 
     def __init__(
         self,
@@ -115,11 +76,12 @@ class Grid:
         spacing: tuple[float, ...],
         comm: Communicator | None = None,
         dims: tuple[int, ...] | None = None,
+        periodic: bool | tuple[bool, ...] = False,
     ) -> None:
         comm = resolve(comm)
         checked = problem = None
         try:
-            checked = _checked(shape, spacing, dims, comm.size)
+            checked = check_arguments(shape, spacing, dims, periodic, comm.size)
         except (TypeError, ValueError) as error:
             problem = error
         # A rank that sees a mistake alone must not leave the others waiting in the next message.
@@ -130,11 +92,11 @@ class Grid:
         for rank, (opinion, _) in enumerate(opinions):
             if opinion != opinions[0][0]:
                 raise ValueError(
-                    "mpigrad.Grid: the ranks disagree about the grid: rank 0 gives shape, spacing "
-                    f"and dims {opinions[0][0]}, rank {rank} gives {opinion}. "
+                    "mpigrad.Grid: the ranks disagree about the grid: rank 0 gives shape, "
+                    f"spacing, dims and periodic {opinions[0][0]}, rank {rank} gives {opinion}. "
                     "Make the grid with the same arguments on every rank."
                 )
-        values = zip(("shape", "spacing", "dims"), opinions[0][0], strict=True)
+        values = zip(("shape", "spacing", "dims", "periodic"), opinions[0][0], strict=True)
         for name, value in (("comm", comm), *values):
             object.__setattr__(self, name, value)  # the class is frozen from here on
 
@@ -191,15 +153,25 @@ class Grid:
         """The smallest number of cells that any tile has along each axis."""
         return tuple(n // p for n, p in zip(self.shape, self.dims, strict=True))
 
+    def rank_at(self, place: tuple[int, ...]) -> int | None:
+        """The rank of the tile at a place among the tiles; None outside the grid."""
+        wrapped = [
+            at % tiles if ring else at
+            for at, tiles, ring in zip(place, self.dims, self.periodic, strict=True)
+        ]
+        if not all(0 <= at < tiles for at, tiles in zip(wrapped, self.dims, strict=True)):
+            return None
+        return int(np.ravel_multi_index(tuple(wrapped), self.dims))
+
     @functools.cached_property
     def neighbors(self) -> tuple[Neighbor, ...]:
         """The tiles that touch this one, edges and corners included, ordered by step."""
         steps: tuple[Step, ...] = (-1, 0, 1)
         found = []
         for step in itertools.product(steps, repeat=self.ndim):
-            place = tuple(p + s for p, s in zip(self.coords, step, strict=True))
-            if any(step) and all(0 <= p < n for p, n in zip(place, self.dims, strict=True)):
-                found.append(Neighbor(int(np.ravel_multi_index(place, self.dims)), step))
+            rank = self.rank_at(tuple(p + s for p, s in zip(self.coords, step, strict=True)))
+            if any(step) and rank is not None:
+                found.append(Neighbor(rank, step))
         return tuple(found)
 
     # --- the numbering of the unknowns ---
@@ -224,6 +196,7 @@ class Grid:
     def rows(self, *cells: ArrayLike) -> NDArray[np.int64]:
         """The rows, in tile numbering, of cells of the grid; -1 outside it.
 
+        Along a periodic axis no cell lies outside: the numbers are taken modulo its cells.
         Give one array of indices for each axis, as `rows(i, j)`; they are broadcast together.
         """
         if len(cells) != self.ndim:
@@ -234,6 +207,7 @@ class Grid:
         owner, within, inside = np.int64(0), np.int64(0), np.True_
         for axis, given in enumerate(cells):
             starts, cell = self.starts(axis), np.asarray(given, np.int64)
+            cell = cell % self.shape[axis] if self.periodic[axis] else cell
             here = (cell >= 0) & (cell < self.shape[axis])
             cell = np.where(here, cell, 0)
             tile = np.searchsorted(starts, cell, side="right") - 1
@@ -333,44 +307,3 @@ def _agree(comm: Communicator, problem: str | None) -> None:
     for found in comm.mpi.allgather(problem):
         if found is not None:
             raise ValueError(found)
-
-
-def _checked(
-    shape: Any, spacing: Any, dims: Any, ranks: int
-) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
-    """The grid's arguments in their own types, or an error that says what is wrong."""
-    try:
-        cells = tuple(operator.index(n) for n in shape)
-        lengths = tuple(float(h) for h in spacing)
-        if not 1 <= len(cells) <= 3 or len(lengths) != len(cells):
-            raise ValueError
-    except (TypeError, ValueError):
-        raise TypeError(
-            "mpigrad.Grid takes one to three whole numbers of cells, as shape=(nx, ny), and as "
-            f"many lengths, as spacing=(hx, hy), not shape={shape!r}, spacing={spacing!r}"
-        ) from None
-    if min(cells) < 1:
-        raise ValueError(f"mpigrad.Grid: a grid needs cells along each axis, not {_product(cells)}")
-    if not all(h > 0 and math.isfinite(h) for h in lengths):
-        raise ValueError(f"mpigrad.Grid: spacing must be positive lengths, not {lengths}")
-    if dims is None:
-        return cells, lengths, choose_dims(cells, ranks)
-    try:
-        tiles = tuple(operator.index(p) for p in dims)
-        if len(tiles) != len(cells):
-            raise ValueError
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"mpigrad.Grid: dims must be {len(cells)} whole numbers, one per axis, not {dims!r}"
-        ) from None
-    if min(tiles) < 1 or math.prod(tiles) != ranks:
-        raise ValueError(
-            f"mpigrad.Grid: dims {tiles} make {math.prod(tiles)} tiles for {ranks} ranks; "
-            "there is one tile per rank"
-        )
-    if any(p > n for p, n in zip(tiles, cells, strict=True)):
-        raise ValueError(
-            f"mpigrad.Grid: dims {tiles} divide {_product(cells)} cells into tiles without cells; "
-            "leave dims out to have them chosen, or use fewer ranks"
-        )
-    return cells, lengths, tiles

@@ -32,7 +32,7 @@ from mpigrad.operations.packing import Packing
 from mpigrad.operations.point_to_point import check_source, check_tag
 from mpigrad.operations.sites import call_site
 
-__all__ = ["Request", "irecv", "isend", "wait", "waitall"]
+__all__ = ["Request", "irecv", "isend", "post", "wait", "waitall"]
 
 
 def _ticket(x: Any, *, lanes: tuple[int, ...], **_: Any) -> ShapedArray:
@@ -162,15 +162,14 @@ def _report_forgotten_at_exit() -> None:
     atexit.register(report)
 
 
-def _post(
-    kind: Literal["isend", "irecv"], tree: Any, peer: int, tag: int, comm: Communicator
-) -> Request:
+def post(kind: Literal["isend", "irecv"], tree: Any, peer: int, tag: int, slot: int) -> Request:
+    """`isend` or `irecv` in the message space of a slot, which may be that of derivatives."""
     _report_forgotten_at_exit()
     primitive, name = (isend_p, "dest") if kind == "isend" else (irecv_p, "source")
     packing, a = Packing.of(tree), carrier()
-    params = {"comm": comm.slot, "site": call_site(), name: peer, "tag": tag, "lanes": ()}
+    params = {"comm": slot, "site": call_site(), name: peer, "tag": tag, "lanes": ()}
     tickets = tuple(primitive.bind(m, a, **params)[0] for m in packing.pack(tree))
-    return Request(tickets, kind, peer, tag, comm.slot, packing)
+    return Request(tickets, kind, peer, tag, slot, packing)
 
 
 def isend(x: Any, dest: int, tag: int = 0, comm: Communicator | None = None) -> Request:
@@ -192,7 +191,7 @@ def isend(x: Any, dest: int, tag: int = 0, comm: Communicator | None = None) -> 
     """
     comm = resolve(comm)
     dest = check_rank(dest, comm, "isend: dest", null=True)
-    return _post("isend", x, dest, check_tag(tag, "isend: tag"), comm)
+    return post("isend", x, dest, check_tag(tag, "isend: tag"), comm.slot)
 
 
 def irecv(like: Any, source: int, tag: int = 0, comm: Communicator | None = None) -> Request:
@@ -215,7 +214,7 @@ def irecv(like: Any, source: int, tag: int = 0, comm: Communicator | None = None
     """
     comm = resolve(comm)
     source = check_source(source, comm, "irecv: source")
-    return _post("irecv", like, source, check_tag(tag, "irecv: tag"), comm)
+    return post("irecv", like, source, check_tag(tag, "irecv: tag"), comm.slot)
 
 
 def wait(request: Request) -> Any:

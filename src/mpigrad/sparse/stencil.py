@@ -102,6 +102,12 @@ def make_stencil(grid: Grid, offsets: Sequence[Sequence[int]]) -> Stencil:
         raise TypeError(
             f"Pattern.from_stencil: grid must be a mpigrad.Grid, not {type(grid).__name__}"
         )
+    if any(grid.periodic):
+        raise ValueError(
+            "Pattern.from_stencil: the grid is periodic, and a stencil's matrix ends at the "
+            "boundary. Make the pattern with Pattern.from_coo: grid.local_rows(1) has the rows "
+            "around a tile, wrapped around."
+        )
     checked, error = (), None
     try:
         checked = _checked(grid, offsets)

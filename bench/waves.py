@@ -1,0 +1,432 @@
+"""Acoustic and elastic waves beside deepwave and devito, on one and two cores: one run, one table.
+
+    python bench/waves.py [--peer-python PYTHON] [--parts acoustic elastic ...] [--rounds 9]
+        [--cells 1000] [--elastic-cells 500] [--steps 100] [--output FILE]
+
+deepwave and devito are measured where PYTHON has them: a virtual environment with
+`pip install torch deepwave devito scipy matplotlib pytest` (devito's examples import the last
+three; the CPU build of torch is enough) and a C compiler. All programs of a part run at the same
+time and are asked in turn, so that a slow phase of the machine meets all of them; the one that
+waits sleeps. Printed and written are medians over the rounds, of the seconds and of the ratios
+within each round, with quartiles.
+
+Parts:
+
+    stream      the bandwidth of memory (bench/stream.c), and what bounds the kernels by it
+    acoustic    forward, and forward with gradient: 1 rank, 2 ranks, 1 rank x 2 threads; peers with
+                1 and 2 threads
+    elastic     the same beside deepwave, gradient in lambda, mu and rho
+    weak        twice as many cells on 2 ranks as on 1, time per cell
+    halo        2 ranks with and without their neighbour: the same tiles, kernels and cores, on one
+                grid or on a grid each
+    similarity  cosine of the gradients of mpigrad and deepwave, on a homogeneous model with an
+                anomaly
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve().parent
+PARTS = ("stream", "acoustic", "elastic", "weak", "halo", "similarity")
+PML = 20
+# Bytes that a step moves for each point at least, in float32. Acoustic: both fields, one of which
+# is replaced, and the velocity; for a gradient also one value written to the history and read
+# again, the same three in the adjoint and the gradient itself, twice. Elastic: five fields that are
+# replaced and read again by the other half of the step, three parameters; five values of history,
+# and three gradients.
+BYTES = {
+    ("acoustic", "forward"): 16,
+    ("acoustic", "gradient"): 16 + 4 + 16 + 4 + 8,
+    ("elastic", "forward"): 72,
+    ("elastic", "gradient"): 72 + 20 + 72 + 20 + 24,
+}
+AIMS = {
+    "acoustic forward mpigrad 1 rank / deepwave": 0.6,
+    "acoustic forward mpigrad 1 rank / devito": 1.1,
+    "acoustic gradient mpigrad 1 rank / deepwave": 0.27,
+    "acoustic gradient mpigrad 1 rank / devito": 1.0,
+    "acoustic gradient mpigrad 2 ranks / deepwave 2 threads": 0.25,
+    "acoustic gradient mpigrad 2 ranks / devito 2 threads": 0.8,
+    "elastic gradient mpigrad 1 rank / deepwave": 0.35,
+}
+
+
+class Missing(Exception):
+    """A library that cannot be measured, and why."""
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A program to be measured."""
+
+    name: str
+    library: str
+    ranks: int = 1
+    threads: int = 1
+
+
+class Program:
+    """A running bench/wave_programs.py."""
+
+    def __init__(self, entrant: Entrant, python: str, options: list[str]) -> None:
+        program = [str(HERE / "wave_programs.py"), entrant.library, *options]
+        words = [python, *program, "--threads", str(entrant.threads)]
+        foreign = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "XLA_", "JAX_")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+        environment["OMP_NUM_THREADS"] = str(entrant.threads)
+        if entrant.library == "mpigrad":
+            words = ["mpiexec", "-n", str(entrant.ranks), *words]
+            environment |= {
+                "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                "OMPI_MCA_hwloc_base_binding_policy": "none",
+                "OMPI_MCA_rmaps_base_oversubscribe": "1",
+                "OMPI_MCA_mpi_yield_when_idle": "1",
+                # What `mpigrad launch` sets: one thread a rank for XLA, huge pages.
+                "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+                "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+            }
+        else:
+            environment.pop("PYTHONPATH", None)
+        self.name = entrant.name
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the process
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+            env=environment,
+        )  # fmt: skip
+        try:
+            self._answer()
+        except BaseException:
+            self.end()
+            raise
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line else {}
+        if "missing" in answer or not line:
+            self.log.seek(0)
+            last = [text for text in self.log.read().splitlines() if text.strip()][-3:]
+            raise Missing(answer.get("missing") or "it ended: " + " | ".join(last))
+        return answer
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """Send a command, and wait for its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def end(self) -> None:
+        """Let it end; it has no other choice."""
+        try:
+            if self.process.poll() is None and self.process.stdin is not None:
+                self.process.stdin.write("quit\n")
+                self.process.stdin.flush()
+            self.process.wait(timeout=30)
+        except (OSError, subprocess.TimeoutExpired):
+            self.process.terminate()
+            self.process.wait(timeout=30)
+
+
+class Bench:
+    """The options of a run, and what it has found."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.results: list[dict[str, Any]] = []
+
+    def start(
+        self, entrants: list[Entrant], physics: str, cells: tuple[int, int], *more: str
+    ) -> dict[str, Program]:
+        """The programs that can be started."""
+        o = self.options
+        found: dict[str, Program] = {}
+        for entrant in entrants:
+            python = sys.executable if entrant.library == "mpigrad" else o.peer_python
+            if python is None:
+                print(f"  without {entrant.name}: no --peer-python", flush=True)
+                continue
+            words = ["--physics", physics, "--cells", *map(str, cells), *more]
+            words += ["--method", o.method] if o.method and entrant.library == "mpigrad" else []
+            try:
+                found[entrant.name] = Program(entrant, python, words)
+            except Missing as why:
+                print(f"  without {entrant.name}: {why}", flush=True)
+        return found
+
+    def measure(self, programs: dict[str, Program], commands: list[str]) -> dict[str, Any]:
+        """Seconds of all rounds: {command: {name: [seconds]}}; who goes first rotates."""
+        seconds: dict[str, dict[str, list[float]]] = {}
+        for command in commands:
+            taken: dict[str, list[float]] = {name: [] for name in programs}
+            values: dict[str, float] = {}
+            for k in range(self.options.rounds + 1):  # the first one compiles and warms up
+                names = list(taken)
+                for name in names[k % len(names) :] + names[: k % len(names)] if names else []:
+                    try:
+                        answer = programs[name].ask(command)
+                    except (Missing, OSError) as why:
+                        print(f"  {command} without {name}: {why}", flush=True)
+                        del taken[name]
+                        continue
+                    values[name] = answer["value"]
+                    if k:
+                        taken[name].append(answer["seconds"])
+            self._compare_values(command, values)
+            seconds[command] = taken
+        return seconds
+
+    def _compare_values(self, command: str, values: dict[str, float]) -> None:
+        """Programs of one library should have computed the same."""
+        by_library: dict[str, dict[str, float]] = {}
+        for name, value in values.items():
+            by_library.setdefault(name.split()[0], {})[name] = value
+        for group in by_library.values():
+            low, high = min(group.values()), max(group.values())
+            if not high - low <= 1e-3 * abs(high):
+                print(f"  {command}: DIFFERENT RESULTS: {group}", flush=True)
+                self.note(f"{command}: different results", values=group)
+
+    def compare(
+        self, title: str, ours: list[float], theirs: list[float], inverse: bool = False
+    ) -> None:
+        """Note and print the ratio of two programs in the same rounds."""
+        if not ours or not theirs:
+            return
+        ratios = [b / a if inverse else a / b for a, b in zip(ours, theirs, strict=True)]
+        low, middle, high = quartiles(ratios)
+        aim = AIMS.get(title)
+        self.results.append(
+            {"what": title, "ratio": middle, "quartiles": [low, high], "aim": aim,
+             "seconds": [ours, theirs]}
+        )  # fmt: skip
+        asked = f"   aim {aim}" if aim else ""
+        print(f"  {title:56s} {middle:6.3f}  ({low:.3f} to {high:.3f}){asked}", flush=True)
+
+    def note(self, what: str, **values: Any) -> None:
+        """Note a result that is no ratio."""
+        self.results.append({"what": what, **values})
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """First quartile, median, third quartile."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+# --- the parts ---
+
+
+def physics_part(bench: Bench, physics: str, n: int, triad: dict[int, float]) -> None:
+    """Forward and gradient of all programs."""
+    entrants = [
+        Entrant("mpigrad 1 rank", "mpigrad"),
+        Entrant("mpigrad 2 ranks", "mpigrad", ranks=2),
+        Entrant("mpigrad 1 rank x 2 threads", "mpigrad", threads=2),
+    ]
+    peers = ["deepwave", "devito"] if physics == "acoustic" else ["deepwave"]
+    for library in peers:
+        entrants += [Entrant(library, library), Entrant(f"{library} 2 threads", library, 1, 2)]
+    steps = bench.options.steps
+    print(f"{physics}, {n}², {steps} steps")
+    programs = bench.start(entrants, physics, (n, n), "--steps", str(steps))
+    try:
+        seconds = bench.measure(programs, ["forward", "gradient"])
+    finally:
+        for program in programs.values():
+            program.end()
+    points = (n + 2 * PML) ** 2 * steps
+    for command, taken in seconds.items():
+        for name, times in taken.items():
+            median = statistics.median(times)
+            bound = triad.get(2 if "2" in name else 1)
+            share = BYTES[physics, command] * points / (bound * 1e9) / median if bound else None
+            ours = f"   {share:.2f} of the STREAM bound" if share and "mpigrad" in name else ""
+            print(
+                f"  {command:8s} {name:28s} {median:8.3f} s {median / points * 1e9:7.3f} ns per "
+                f"point and step{ours}",
+                flush=True,
+            )
+            bench.note(
+                f"{physics} {command} {name}", seconds=times, nanoseconds=median / points * 1e9,
+                stream_share=share,
+            )  # fmt: skip
+    for command, taken in seconds.items():
+        pairs = [("mpigrad 1 rank", peer) for peer in peers]
+        for name in ("mpigrad 2 ranks", "mpigrad 1 rank x 2 threads"):
+            pairs += [(name, f"{peer} 2 threads") for peer in peers]
+        pairs.append(("mpigrad 1 rank x 2 threads", "mpigrad 2 ranks"))
+        for ours, theirs in pairs:
+            both = taken.get(ours, []), taken.get(theirs, [])
+            bench.compare(f"{physics} {command} {ours} / {theirs}", *both)
+        bench.compare(
+            f"{physics} {command} speed-up on 2 ranks",
+            taken.get("mpigrad 2 ranks", []), taken.get("mpigrad 1 rank", []), inverse=True,
+        )  # fmt: skip
+
+
+def weak_part(bench: Bench, n: int) -> None:
+    """Twice the cells on twice the ranks."""
+    steps = ["--steps", str(bench.options.steps)]
+    print(f"weak scaling, {n}² cells a rank")
+    programs = bench.start([Entrant("mpigrad 1 rank", "mpigrad")], "acoustic", (n, n), *steps)
+    two = Entrant("mpigrad 2 ranks, twice the cells", "mpigrad", ranks=2)
+    programs |= bench.start([two], "acoustic", (2 * n, n), *steps)
+    try:
+        for command in ("forward", "gradient"):
+            seconds = {name: [] for name in programs}
+            for k in range(bench.options.rounds + 1):
+                for name in list(programs)[:: 1 - 2 * (k % 2)]:
+                    answer = programs[name].ask(command)
+                    if k:
+                        seconds[name].append(answer["seconds"])
+            one, two_ranks = seconds.values()
+            # Tiles at the end of a row have layers on one side less.
+            per_rank = (n + 2 * PML) * (n + PML) / (n + 2 * PML) ** 2
+            bench.compare(
+                f"weak efficiency {command}, per point with layers",
+                two_ranks, [t * per_rank for t in one], inverse=True,
+            )  # fmt: skip
+    finally:
+        for program in programs.values():
+            program.end()
+
+
+def halo_part(bench: Bench, n: int) -> None:
+    """The same tiles with and without a neighbour."""
+    print(f"halo exchange, {n}² cells a rank")
+    words = ["--steps", str(bench.options.steps), "--apart"]
+    for physics in ("acoustic", "elastic"):
+        entrant = [Entrant("mpigrad 2 ranks", "mpigrad", ranks=2)]
+        programs = bench.start(entrant, physics, (2 * n, n), *words)
+        try:
+            for program in programs.values():
+                for command in ("forward", "gradient"):
+                    times: dict[str, list[float]] = {command: [], f"{command}-apart": []}
+                    for k in range(bench.options.rounds + 1):
+                        for which in list(times)[:: 1 - 2 * (k % 2)]:
+                            answer = program.ask(which)
+                            if k:
+                                times[which].append(answer["seconds"])
+                    together, apart = times.values()
+                    shares = [1 - b / a for a, b in zip(together, apart, strict=True)]
+                    low, middle, high = quartiles(shares)
+                    title = f"{physics} {command}: share of the halo exchange"
+                    print(f"  {title:56s} {middle:6.1%}  ({low:.1%} to {high:.1%})   aim 5 %")
+                    bench.note(title, share=middle, quartiles=[low, high], seconds=times)
+        finally:
+            for program in programs.values():
+                program.end()
+
+
+def similarity_part(bench: Bench, n: int) -> None:
+    """Gradients of the same misfit."""
+    import numpy as np
+
+    steps = 5 * n  # across the model and back
+    print(f"cosine similarity of gradients with deepwave's, {n}², {steps} steps")
+    entrants = [Entrant("mpigrad 2 ranks", "mpigrad", ranks=2), Entrant("deepwave", "deepwave")]
+    with tempfile.TemporaryDirectory() as directory:
+        for physics in ("acoustic", "elastic"):
+            programs = bench.start(entrants, physics, (n, n), "--steps", str(steps))
+            try:
+                if len(programs) < 2:
+                    continue
+                found = []
+                for k, program in enumerate(programs.values()):
+                    path = pathlib.Path(directory) / f"{physics}{k}.npz"
+                    program.ask(f"similarity {path}")
+                    found.append(dict(np.load(path)))
+            finally:
+                for program in programs.values():
+                    program.end()
+            names = ["velocity"] if physics == "acoustic" else ["lambda", "mu", "rho"]
+            labels = {"data": "gather"} | {f"arr_{k}": name for k, name in enumerate(names)}
+            for key, label in labels.items():
+                a, b = (f[key].astype(np.float64) for f in found)
+                if key != "data":  # within the layers' reach the two schemes differ
+                    a, b = (g[4:-4, 4:-4] for g in (a, b))
+                cosine = float(np.sum(a * b) / np.sqrt(np.sum(a**2) * np.sum(b**2)))
+                print(f"  {physics} {label:10s} {cosine:9.6f}", flush=True)
+                bench.note(f"{physics} similarity {label}", cosine=cosine)
+
+
+def stream_part(bench: Bench) -> dict[int, float]:
+    """10^9 bytes per second of 1 and 2 threads, in arrays larger than the caches."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        print("  without STREAM: no C compiler")
+        return {}
+    triad: dict[int, float] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        program = str(pathlib.Path(directory) / "stream")
+        flags = ["-O3", "-march=native", "-fopenmp"]
+        subprocess.run([compiler, *flags, str(HERE / "stream.c"), "-o", program], check=True)
+        large = bench.options.stream
+        for threads in (1, 2):
+            lines = subprocess.run(
+                [program, "12", str(large)],
+                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
+                check=True, capture_output=True, text=True,
+            ).stdout.splitlines()  # fmt: skip
+            for line in lines:
+                size, speed = map(float, line.split())
+                print(f"  STREAM triad, {threads} threads, {size:5g} MB: {speed:6.1f} GB/s")
+                bench.note(f"triad {threads} threads {size:g} MB", gigabytes_per_second=speed)
+                triad[threads] = speed  # of the last size, the large one
+    return triad
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").split("\n\n")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--peer-python", help="the Python that has deepwave and devito")
+    parser.add_argument("--cells", type=int, default=1000, help="acoustic, per side")
+    parser.add_argument("--elastic-cells", type=int, default=500, help="per side")
+    parser.add_argument("--rank-cells", type=int, default=500, help="per side and rank, for halo")
+    parser.add_argument("--similarity-cells", type=int, default=120, help="per side")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--stream", type=float, default=768, help="10^6 bytes of STREAM's arrays")
+    parser.add_argument("--method", choices=["native", "xla"], help="of mpigrad's waves")
+    parser.add_argument("--output", type=pathlib.Path, default=HERE / "results" / "waves.json")
+    options = parser.parse_args()
+    bench = Bench(options)
+    print("machine:", shlex.join(os.uname()[:3]), f"{os.cpu_count()} cores", flush=True)
+    triad = stream_part(bench) if "stream" in options.parts else {}
+    parts = {
+        "acoustic": lambda: physics_part(bench, "acoustic", options.cells, triad),
+        "elastic": lambda: physics_part(bench, "elastic", options.elastic_cells, triad),
+        "weak": lambda: weak_part(bench, options.cells),
+        "halo": lambda: halo_part(bench, options.rank_cells),
+        "similarity": lambda: similarity_part(bench, options.similarity_cells),
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    for name, part in parts.items():
+        if name in options.parts:
+            part()
+            # After each part: a long run that ends early leaves what it has found.
+            options.output.write_text(json.dumps(bench.results, indent=1) + "\n")
+    print(f"written to {options.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Stencils with overlap against the same stencils on exchanged tiles, and their adjoints."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpigrad
+from mpigrad.grid import Grid
+from mpigrad.halo import halo_exchange
+from mpigrad.overlap import apply_stencil
+
+COMM = mpigrad.communicator.default()
+WIDTHS = ((2, 1), (1, 0))
+
+
+def flows(fields, kappa):
+    """Of two fields padded by WIDTHS: one non-linear result on the cells, one of shape (.., 2)."""
+    u, v = fields
+    cut = lambda x, i, j: x[2 + i : x.shape[0] - 1 + i, 1 + j : x.shape[1] + j]
+    first = kappa * cut(u, -2, -1) * cut(v[..., 0], 0, 0) + jnp.sin(cut(u, 1, -1))
+    return first, cut(v, 0, -1) * cut(u, -1, 0)[..., None]
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_the_same_as_on_exchanged_tiles():
+    # On 4 ranks in tiles that are too small for an interior.
+    shape, dims = ((3 * COMM.size, 4), (COMM.size, 1)) if COMM.size == 4 else ((13, 9), None)
+    grid = Grid(shape, (1.0, 1.0), dims=dims, periodic=(False, COMM.size % 2 == 1))
+    boundary = (("reflect", 2.0), "symmetric")
+    generator = np.random.default_rng(COMM.rank)
+    n = grid.local_shape
+    u, v, kappa = (jnp.asarray(generator.normal(size=s)) for s in (n, (*n, 2), n))
+
+    def overlapped(u, v, kappa):
+        return apply_stencil(flows, (u, v), grid, WIDTHS, boundary, coefficients=(kappa,))
+
+    def after(u, v, kappa):
+        return flows(halo_exchange((u, v), grid, WIDTHS, boundary), kappa)
+
+    def loss(f):
+        return lambda *x: sum(jnp.sum(jnp.cos(y)) for y in f(*x))
+
+    def results(f, *x):
+        return f(*x), mpigrad.grad(loss(f), argnums=(0, 1, 2))(*x)
+
+    both = mpigrad.jit(lambda *x: (results(overlapped, *x), results(after, *x)))
+    got, reference = both(u, v, kappa)
+    for a, b in zip(*map(jax.tree.leaves, (got, reference)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-13, atol=1e-13)
+    mpigrad.dot_test(overlapped, u, v, kappa)
+
+
+@pytest.mark.thin(1, 4)
+def test_float32_in_three_dimensions_and_in_one():
+    for shape in ((6, 5, 7), (23,)):
+        grid = Grid(shape, (1.0,) * len(shape))
+        whole = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+        inner = (slice(1, -1),) * len(shape)
+
+        def corner_differences(p, inner=inner):
+            beside = tuple(slice(2, None) for _ in inner)
+            return p[inner] - p[beside]
+
+        result = mpigrad.jit(lambda u, g=grid, f=corner_differences: apply_stencil(f, u, g))(
+            jnp.asarray(whole[grid.slices])
+        )
+        assert result.dtype == jnp.float32
+        assert np.array_equal(result, corner_differences(np.pad(whole, 1, "edge"))[grid.slices])
+
+
+@pytest.mark.thin(2)
+def test_messages_are_posted_before_the_interior_is_computed():
+    grid = Grid((12,), (1.0,))
+    laplacian = lambda p: p[2:] + p[:-2] - 2 * p[1:-1]
+
+    def names(f):
+        jaxpr = jax.make_jaxpr(f)(jnp.ones(grid.local_shape))
+        found = [str(e.primitive).removeprefix("mpigrad_") for e in jaxpr.eqns]
+        return [n for n in found if n in ("irecv", "isend", "in_order", "arrive", "sent")]
+
+    forward = ["irecv", "isend", "in_order", "in_order", "arrive", "sent"]
+    assert names(lambda u: apply_stencil(laplacian, u, grid)) == forward
+    _, back = mpigrad.vjp(lambda u: apply_stencil(laplacian, u, grid), jnp.ones(grid.local_shape))
+    assert names(back) == ["irecv", "isend", "in_order", "in_order", "arrive", "sent"]
+
+
+def test_a_stencil_that_loses_cells_is_refused():
+    grid = Grid((9, 8), (1.0, 1.0))
+    with pytest.raises(ValueError, match="its first axes must be the tile's"):
+        apply_stencil(lambda p: p, jnp.zeros(grid.local_shape), grid)
+    with pytest.raises(ValueError, match="apply_stencil: a field has shape"):
+        apply_stencil(
+            lambda p, c: p, jnp.zeros(grid.local_shape), grid, coefficients=(jnp.zeros(3),)
+        )
