@@ -37,8 +37,10 @@ class Acoustic {
     }
     for (int axis = 0; axis < 2; ++axis) {
       const std::vector<double>& sigma = setup.profiles[axis];
-      for (auto* profile : {&damp_[axis], &keep_[axis], &gain_[axis]})
-        profile->assign(sigma.size() + 2 * R, T(0));
+      // Where a neighbour's cells begin there is no damping.
+      damp_[axis].assign(sigma.size() + 2 * R, T(0));
+      keep_[axis].assign(sigma.size() + 2 * R, T(1));
+      gain_[axis].assign(sigma.size() + 2 * R, dt_);
       for (size_t i = 0; i < sigma.size(); ++i) {
         damp_[axis][i + R] = static_cast<T>(sigma[i]);
         keep_[axis][i + R] = static_cast<T>(std::exp(-sigma[i] * setup.dt));
