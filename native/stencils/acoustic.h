@@ -302,6 +302,7 @@ class Acoustic {
         if (right < box.j1) in_layer<M>(i, right, box.j1, wave, history);
       }
     }
+    if (M == Mode::kSave) end_streams();
   }
 
   // Without damping.
@@ -316,16 +317,23 @@ class Acoustic {
     const T c0 = xx_[0] + yy_[0];
     T cx[R + 1], cy[R + 1];
     for (int n = 0; n <= R; ++n) cx[n] = xx_[n], cy[n] = yy_[n];
+    // The history of a step is not read before the adjoint comes: it goes past the caches.
+    constexpr int64_t kLine = M == Mode::kSave ? 512 : std::numeric_limits<int64_t>::max() / 2;
+    T line[M == Mode::kSave ? kLine : 1];
+    for (int64_t begin = j0; begin < j1; begin += kLine) {
+      const int64_t end = std::min(begin + kLine, j1);
 #pragma omp simd
-    for (int64_t j = j0; j < j1; ++j) {
-      T drive = c0 * w[j];
-      for (int n = 1; n <= R; ++n)
-        drive += cx[n] * (w[j + n * stride] + w[j - n * stride]) + cy[n] * (w[j + n] + w[j - n]);
-      if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
-      T next = 2 * w[j] - u[j] + k[j] * drive;
-      if (M == Mode::kBorn) next += sum[j] * h[j];
-      if (M == Mode::kSave) h[j] = drive;
-      u[j] = next;
+      for (int64_t j = begin; j < end; ++j) {
+        T drive = c0 * w[j];
+        for (int n = 1; n <= R; ++n)
+          drive += cx[n] * (w[j + n * stride] + w[j - n * stride]) + cy[n] * (w[j + n] + w[j - n]);
+        if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
+        T next = 2 * w[j] - u[j] + k[j] * drive;
+        if (M == Mode::kBorn) next += sum[j] * h[j];
+        if (M == Mode::kSave) line[j - begin] = drive;
+        u[j] = next;
+      }
+      if (M == Mode::kSave) stream(h + begin, line, end - begin);
     }
   }
 
