@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpigrad.communicator import Communicator, resolve
+from mpigrad.communicator import Communicator
+from mpigrad.operations.checks import assert_replicated
 
 __all__ = ["Budget", "Checkpoints", "history", "scan"]
 
@@ -58,7 +59,7 @@ def scan(
     checkpoints: Checkpoints = None,
     comm: Communicator | None = None,
 ) -> tuple[Any, Any]:
-    """Make n steps, as `jax.lax.scan` does, with checkpoints for the gradient (collective).
+    """Make n steps, as `jax.lax.scan` does, with checkpoints for the gradient.
 
     Messages in the step (halo exchanges, reductions) are sent once in a step and once in its
     adjoint, whatever the checkpoints: what a step has received is kept, and is not asked for again
@@ -71,7 +72,8 @@ def scan(
     state
         The first state, an array or a pytree of them; a step keeps its shapes and dtypes.
     n
-        Number of steps, a Python integer, the same on all ranks.
+        Number of steps, a Python integer. The same on all ranks between which the step has
+        messages.
     xs
         What the steps take in turn, an array or a pytree of them, of shapes (n, ...); without it
         x is None.
@@ -79,9 +81,10 @@ def scan(
         What the gradient keeps of the forward loop: None, everything that the derivatives of all
         steps need; an integer k, the state before every k-th step, and everything of k steps at a
         time; `Budget(states)`, no more than this number of states, and everything of one step. A
-        step is computed once, twice, and once more than there are levels.
+        step is computed once, twice, and once more than there are levels. Ranks may differ.
     comm
-        The ranks that make these steps together; all ranks if not given.
+        The ranks that make these steps together: before the first step they compare n, in one
+        small message. Without it n is not compared.
 
     Returns
     -------
@@ -91,17 +94,18 @@ def scan(
     Raises
     ------
     ValueError, TypeError
-        On all ranks, before the first step: if n is negative, xs are not n, checkpoints make no
-        sense or are too few, the step changes the state's structure, shapes or dtypes, or the
-        ranks disagree about n or the checkpoints.
+        Where the program is traced: if n is negative, xs are not n, checkpoints make no sense or
+        are too few, or the step changes the state's structure, shapes or dtypes.
+    jax.errors.JaxRuntimeError
+        On all ranks of `comm`, before the first step: if they disagree about n.
     """
-    comm = resolve(comm)
     state = jax.tree.map(jnp.asarray, state)
-    n, lengths = _agreed(comm, lambda: _checked(n, xs, checkpoints))
+    n, lengths = _checked(n, xs, checkpoints)
     if n > 0:
-        x = jax.tree.map(lambda a: a[0], xs)
-        after = jax.eval_shape(step, state, x)
-        _agreed(comm, lambda: _compare(state, after))
+        _compare(state, jax.eval_shape(step, state, jax.tree.map(lambda a: a[0], xs)))
+    if comm is not None:
+        remedy = "Let all ranks make as many steps: decide it on one rank, or by an allreduce."
+        assert_replicated(n, comm, "the number of steps", remedy)
     return _run(step, state, xs, n, lengths)
 
 
@@ -197,7 +201,7 @@ def _fewest_states(n: int, levels: int) -> tuple[int, tuple[int, ...]]:
     return best, lengths
 
 
-# ---- what all ranks agree about ----
+# ---- what is refused ----
 
 
 def _checked(n: Any, xs: Any, checkpoints: Any) -> tuple[int, tuple[int, ...]]:
@@ -235,23 +239,3 @@ def _compare(before: Any, returned: Any) -> None:
                 f"stepping: the step makes {new.dtype} {new.shape} out of the state's {old.dtype} "
                 f"{old.shape}; a step keeps shapes and dtypes"
             )
-
-
-def _agreed(comm: Communicator, check: Callable[[], Any]) -> Any:
-    """What `check` returns, the same on all ranks; or its error, or their disagreement, on all."""
-    opinion = problem = None
-    try:
-        opinion = check()
-    except (TypeError, ValueError) as error:
-        problem = type(error), str(error)
-    opinions = comm.mpi.allgather((opinion, problem))
-    for rank, (_, found) in enumerate(opinions):
-        if found is not None:
-            raise found[0](f"{found[1]} (rank {rank})")
-    for rank, (other, _) in enumerate(opinions):
-        if other != opinions[0][0]:
-            raise ValueError(
-                "stepping: the ranks disagree about the number of steps, or the checkpoints (as "
-                f"lengths of chunks): rank 0 has {opinions[0][0]}, rank {rank} {other}"
-            )
-    return opinion
