@@ -17,6 +17,6 @@ def run(settings: Settings, comm: Communicator | None = None) -> Shooting:
         settings.frames,
         settings.out,
         AcousticPhysics,
-        lambda grid, dt: AcousticPhysics(grid, dt, settings, settings.order),
+        lambda grid, whole: AcousticPhysics(grid, whole.dt, settings, settings.order),
         comm,
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from mpigrad.grid import Grid
 from mpigrad.problems.acoustic.model import Acoustic
@@ -52,6 +52,9 @@ class AcousticPhysics(Physics):
     def fastest(self) -> float:
         unit = jnp.ones(self.grid.local_shape)
         return self._model(1).largest_time_step(unit) / self.dt
+
+    def sound(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
+        return jnp.all(fields["vp"] > 0)
 
     def _model(self, steps: int) -> Acoustic:
         return Acoustic(

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import mpigrad
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
 from mpigrad.problems.acoustic.physics import AcousticPhysics
+from mpigrad.problems.elastic.physics import ElasticPhysics
 from mpigrad.problems.fwi.misfit import Misfit, misfit
 from mpigrad.problems.fwi.parametrization import (
     CellValues,
@@ -99,17 +101,16 @@ class Inversion:
         """Share of this rank in the loss, the sum of all shares; differentiable.
 
         The misfit, plus `tikhonov` and `total_variation` times what they weigh (on differences
-        over the mean of the start). The loss of a model for which the time step is not stable is
-        NaN, so that a line search takes a shorter step.
+        over the mean of the start). The loss of a model that no material has, or for which the
+        time step is not stable, is NaN, so that a line search takes a shorter step.
         """
         tiles = self.tiles(parameters)
-        stable = None
-        if self._may_become_unstable:
-            fastest = jax.lax.stop_gradient(jnp.max(p_velocity(tiles)))  # type: ignore[arg-type]
-            fastest = mpigrad.allreduce(fastest, op=MPI.MAX, comm=self.team.comm)
-            stable = fastest < _STABLE * self.team.fastest
-            start = self.parametrization.start(_window(self.grid))
-            tiles = {name: jnp.where(stable, tiles[name], start[name]) for name in tiles}
+        physics = self.team.physics
+        possible = physics.sound(tiles) & (jnp.max(p_velocity(tiles)) < _STABLE * self.team.fastest)
+        impossible = jax.lax.stop_gradient((~possible).astype(jnp.float64))
+        usable = mpigrad.allreduce(impossible, op=MPI.MAX, comm=self.team.comm) == 0
+        start = self.parametrization.start(_window(self.grid))
+        tiles = {name: jnp.where(usable, tiles[name], start[name]) for name in tiles}
         share = measure.of_group(self.predict(tiles)) / self.grid.comm.size
         settings = self.settings
         if settings.tikhonov or settings.total_variation:
@@ -123,7 +124,7 @@ class Inversion:
                     share = (
                         share + weight * rough(fields, self.grid, self._scales) / self.team.count
                     )
-        return share if stable is None else jnp.where(stable, share, jnp.nan)
+        return jnp.where(usable, share, jnp.nan)
 
     def value_and_grad(self, measure: Misfit, parameters: Any) -> tuple[Float[Array, ""], Any]:
         """The loss and its gradient, equal on all ranks."""
@@ -136,19 +137,6 @@ class Inversion:
     def _scales(self) -> dict[str, float]:
         """What differences of a field are measured by."""
         return {u.name: float(np.mean(u.start)) for u in self.parametrization.unknowns}
-
-    @functools.cached_property
-    def _may_become_unstable(self) -> bool:
-        """Whether there is a model within the bounds that is too fast for the time step."""
-        unknowns = {u.name: u for u in self.parametrization.unknowns}
-        worst = {}
-        everywhere = slice(None), slice(None)
-        for name, field in self.parametrization.start(everywhere).items():
-            end = field.min() if name == "rho" else field.max()
-            if name in unknowns:
-                end = unknowns[name].low if name == "rho" else unknowns[name].high
-            worst[name] = np.asarray(end)
-        return bool(p_velocity(worst) >= self.team.fastest)
 
     def error(self, parameters: Any) -> float | None:
         """The model's error, None where the truth isn't known (collective).
@@ -190,7 +178,7 @@ def inversion(settings: Settings, comm: Communicator | None = None) -> Inversion
     """
     comm = resolve(comm)
     from_root(comm, settings.check)
-    names, physics = settings.invert, _physics(settings.physics)
+    names, (physics, physics_on) = settings.invert, _physics(settings)
     with jax.enable_x64(True):
         known = settings.data is None or settings.model is not None
         if not known and settings.initial is None:
@@ -199,10 +187,7 @@ def inversion(settings: Settings, comm: Communicator | None = None) -> Inversion
         whole = experiment(options, comm, lambda fields: physics.complete(fields, names))
         active = _active(settings, whole, comm)
         start = _start(settings, whole, comm, physics)
-        order = settings.order
-        team = team_of(
-            comm, settings.groups, whole, lambda g, dt: _on(settings, physics, g, dt, order)
-        )
+        team = team_of(comm, settings.groups, whole, physics_on)
         if settings.frequencies and settings.frequencies[-1] >= 0.5 / whole.dt:
             raise ValueError(
                 f"--frequencies: {settings.frequencies[-1]} Hz; {whole.dt:g} s between samples "
@@ -220,19 +205,14 @@ def inversion(settings: Settings, comm: Communicator | None = None) -> Inversion
         return Inversion(team, whole, values, recorded, settings, whole.fields if known else None)
 
 
-def _physics(name: str) -> type[Physics]:
-    if name == "acoustic":
-        return AcousticPhysics
-    from mpigrad.problems.elastic.physics import ElasticPhysics
-
-    return ElasticPhysics
-
-
-def _on(settings: Settings, physics: Any, grid: Grid, dt: float, order: Any) -> Physics:
-    return (
-        physics(grid, dt, settings, order)
-        if settings.physics == "acoustic"
-        else physics(grid, dt, settings)
+def _physics(settings: Settings) -> tuple[type[Physics], Callable[[Grid, Experiment], Physics]]:
+    """The class of the waves, and what makes them of an experiment on a grid."""
+    if settings.physics == "elastic":
+        return ElasticPhysics, lambda grid, whole: ElasticPhysics(
+            grid, whole.dt, settings, whole.peak, settings.source
+        )
+    return AcousticPhysics, lambda grid, whole: AcousticPhysics(
+        grid, whole.dt, settings, settings.order
     )
 
 
@@ -250,7 +230,7 @@ def _active(settings: Settings, whole: Experiment, comm: Communicator) -> Bool[n
 
 
 def _read_mask(path: pathlib.Path, shape: tuple[int, int]) -> Float[np.ndarray, "nx ny"]:
-    mask = read_array(path)
+    mask = read_array(path, "mask")
     if mask.shape != shape:
         raise ValueError(f"--mask: {path} has shape {mask.shape}, the model {shape}")
     return mask
@@ -306,19 +286,19 @@ def _recorded(
     fields = {name: jnp.asarray(field[window]) for name, field in whole.fields.items()}
     wavelets = jnp.asarray(team.experiment.wavelets)
     compute = mpigrad.jit(lambda f, w: team.physics.propagate(f, w, team.survey)[0])
-    gathers = np.asarray(compute(fields, wavelets), np.float64)
+    gathers = np.array(compute(fields, wavelets), np.float64)
     if settings.noise:
-        size = settings.noise * np.sqrt(np.mean(gathers**2, axis=(1, 2, 3), keepdims=True))
-        for gather, level, shot in zip(gathers, size, team.shots, strict=True):
+        level = settings.noise * np.sqrt(np.mean(gathers**2, axis=(1, 2, 3)))
+        for k, shot in enumerate(team.shots):
             draw = np.random.default_rng([settings.seed, int(shot)])
-            gather += level * draw.standard_normal(gather.shape)
+            gathers[k] += level[k] * draw.standard_normal(gathers[k].shape)
     return gathers
 
 
 def _read_data(
     path: pathlib.Path, shape: tuple[int, int, int, int]
 ) -> Float[np.ndarray, "shots components receivers steps"]:
-    data = read_array(path)
+    data = read_array(path, "gathers")
     if data.size != math.prod(shape) or data.shape[-1] != shape[-1]:
         raise ValueError(
             f"--data: {path} has shape {data.shape}; {shape[0]} shots, {shape[1]} components, "

@@ -146,7 +146,7 @@ def _tables(problem: Inversion, result: Result) -> list[report.Table]:
         "of a size of": f"{whole.spacing[0]:.5g} m x {whole.spacing[1]:.5g} m",
         "steps": f"{whole.steps} of {whole.dt:.6g} s",
         "shots, receivers of a shot": f"{whole.n_shots}, {whole.receivers.shape[1]}",
-        "wavelet": "the user's" if whole.peak is None else f"Ricker, {whole.peak:.4g} Hz",
+        "wavelet": whole.wavelet,
     }
     timing = {
         "ranks": team.comm.size,

@@ -55,6 +55,8 @@ class Settings(WaveOptions):
     """Smallest and largest values, as vp=1400:5000; without: half the start's and 1.5 times."""
     order: Literal[2, 4] = 4
     """Order of accuracy in space, of acoustic waves."""
+    source: Literal["explosive", "force_x", "force_y"] = "explosive"
+    """What a source of elastic waves does: press on all sides, or push along x or y."""
     seed: int = 0
     """Seed of the network's first weights and of the noise."""
     restart: pathlib.Path | None = None

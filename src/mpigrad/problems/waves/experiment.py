@@ -43,7 +43,9 @@ class Experiment:
     wavelets
         Shape (n_shots | 1, n_sources, steps).
     peak
-        Peak frequency of the wavelet in Hz, None where it is the user's.
+        Frequency of the peak of the wavelets' spectrum, in Hz.
+    ricker
+        Whether the wavelet is Ricker's, not the user's.
     """
 
     fields: Fields
@@ -52,7 +54,13 @@ class Experiment:
     sources: Float[np.ndarray, "shots sources 2"]
     receivers: Float[np.ndarray, "some receivers 2"]
     wavelets: Float[np.ndarray, "others sources steps"]
-    peak: float | None
+    peak: float
+    ricker: bool
+
+    @property
+    def wavelet(self) -> str:
+        """What the wavelet is, in words."""
+        return f"{'Ricker' if self.ricker else 'the user'}'s, {self.peak:.4g} Hz"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -147,9 +155,12 @@ def _experiment(options: WaveOptions, model: ModelFile, fields: Fields) -> Exper
                 f"{name} {k} of shot {shot} at {tuple(points[shot, k].tolist())} m lies outside "
                 f"the model, which is {size[0]:g} m x {size[1]:g} m"
             )
-    return Experiment(
-        fields, spacing, dt, sources, receivers, wavelets, peak if theirs is None else None
-    )
+    if theirs is not None:
+        if not np.any(wavelets):
+            raise ValueError(f"{theirs}: the wavelets are zero")
+        spectrum = np.abs(np.fft.rfft(wavelets, 8 * steps)).sum(axis=(0, 1))
+        peak = max(1, int(np.argmax(spectrum))) / (8 * steps * dt)
+    return Experiment(fields, spacing, dt, sources, receivers, wavelets, peak, theirs is None)
 
 
 def _positions(

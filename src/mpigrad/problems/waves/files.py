@@ -100,8 +100,10 @@ def read_model(
     return from_root(comm, lambda: _checked(path, _read(path), shape))
 
 
-def read_array(path: pathlib.Path) -> NDArray[np.float64]:
-    """The array in a file (on one rank): .npy, an .npz or zarr with one array, or SEG-Y traces.
+def read_array(path: pathlib.Path, name: str = "") -> NDArray[np.float64]:
+    """The array in a file (on one rank): .npy, SEG-Y's traces, an .npz or zarr with one array.
+
+    Where there are several, the one of that name.
 
     Raises
     ------
@@ -109,8 +111,13 @@ def read_array(path: pathlib.Path) -> NDArray[np.float64]:
         Where there is no file or no single array in it.
     """
     arrays = {k: v for k, v in _arrays(path).items() if v.dtype.kind in "iuf"}
+    if name in arrays:
+        return np.asarray(arrays[name], float)
     if len(arrays) != 1:
-        raise ValueError(f"{path}: one array is expected, it has {sorted(arrays) or 'none'}")
+        called = f" called {name}" * bool(name)
+        raise ValueError(
+            f"{path}: one array{called} is expected, it has {', '.join(sorted(arrays)) or 'none'}"
+        )
     return np.asarray(next(iter(arrays.values())), float)
 
 

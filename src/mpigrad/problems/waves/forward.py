@@ -59,7 +59,7 @@ def shoot(
     frames: int,
     out: pathlib.Path,
     physics_class: type[Physics],
-    physics_on: Callable[[Grid, float], Physics],
+    physics_on: Callable[[Grid, Experiment], Physics],
     comm: Communicator | None = None,
 ) -> Shooting:
     """Propagate all shots and write what was seen into `out` (collective).
@@ -72,7 +72,7 @@ def shoot(
     Parameters
     ----------
     physics_on
-        Makes the physics on a grid with a time step.
+        Makes the physics of an experiment on a grid.
 
     Raises
     ------
@@ -233,7 +233,7 @@ def _write_report(
         "steps": f"{whole.steps} of {whole.dt:.6g} s",
         "largest stable velocity": f"{team.fastest:.1f} m/s",
         "shots, receivers of a shot": f"{whole.n_shots}, {whole.receivers.shape[1]}",
-        "wavelet": "the user's" if whole.peak is None else f"Ricker, {whole.peak:.4g} Hz",
+        "wavelet": whole.wavelet,
         "largest amplitude recorded": f"{np.max(np.abs(gathers)):.4g}",
     }
     parallel = {

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from mpigrad.problems.waves.experiment import Fields
 from mpigrad.problems.waves.survey import Survey
@@ -45,3 +45,7 @@ class Physics(abc.ABC):
     @abc.abstractmethod
     def fastest(self) -> float:
         """The largest velocity in m/s for which the time step is stable (collective)."""
+
+    @abc.abstractmethod
+    def sound(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
+        """Whether this rank's tiles are of a possible material."""

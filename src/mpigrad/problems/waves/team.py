@@ -78,14 +78,14 @@ def team_of(
     comm: Communicator,
     groups: int,
     whole: Experiment,
-    physics_on: Callable[[Grid, float], Physics],
+    physics_on: Callable[[Grid, Experiment], Physics],
 ) -> Team:
     """This rank's group (collective). Ranks and shots are shared out in their order.
 
     Parameters
     ----------
     physics_on
-        Makes the physics on a grid with a time step.
+        Makes the physics of an experiment on a grid.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def team_of(
     # the other groups' ranks learn here.
     with together(comm):
         grid = Grid(whole.shape, whole.spacing, group)
-        physics = physics_on(grid, whole.dt)
+        physics = physics_on(grid, whole)
         fastest = physics.fastest()
         highest = float(np.max(p_velocity(whole.fields)))
         if highest > fastest * (1 + 1e-9):

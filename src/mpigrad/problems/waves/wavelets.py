@@ -55,7 +55,7 @@ def read_wavelets(path: pathlib.Path, steps: int) -> Float[np.ndarray, "shots so
     ValueError
         Where the file holds no such array, or a number in it is not finite.
     """
-    given = read_array(path)
+    given = read_array(path, "wavelets")
     if given.ndim not in (1, 2, 3):
         raise ValueError(f"{path}: wavelets of shape {given.shape}; one to three axes, time last")
     if not np.all(np.isfinite(given)):
