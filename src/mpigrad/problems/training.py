@@ -112,7 +112,7 @@ def train(
     begun = time.monotonic() - (history[-1].seconds if history else 0.0)
     progress = Progress(iterations, comm.rank)
     best, lowest, stuck = parameters, math.inf, False
-    now: Iterate | None = None
+    now = optimizer.blank(parameters)
     saved_at = time.monotonic()
     ending, stopped = f"all {iterations} iterations done", False
     log = history_file.open("w", encoding="utf-8") if comm.rank == 0 else None
@@ -144,9 +144,7 @@ def train(
     try:
         with interruption.listen() as stop:
             if resume is not None:
-                now, best, lowest, stuck = (
-                    resume.now, resume.best, resume.lowest, resume.stuck,
-                )  # fmt: skip
+                now, best, lowest, stuck = resume.now, resume.best, resume.lowest, resume.stuck
             else:
                 now = optimizer.start(parameters)
                 note(0, now)
@@ -178,8 +176,7 @@ def train(
     finally:
         progress.close()
         if comm.rank == 0:
-            reached = now if now is not None else optimizer.blank(parameters)
-            save(Standing(reached, best, lowest, stuck, tuple(history)))
+            save(Standing(now, best, lowest, stuck, tuple(history)))
         if log is not None:
             log.close()
     return Trained(best, tuple(history), ending, stopped)

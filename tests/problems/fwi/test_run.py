@@ -95,7 +95,11 @@ def test_shots_are_written_and_are_data(comm, directory):
         np.savez(out / "true.npz", **shots.experiment.fields, spacing=shots.experiment.spacing)
     comm.mpi.Barrier()
     given = dataclasses.replace(
-        SMALL, data=out / "gathers.npz", initial=out / "true.npz", spacing=None, dt=shots.experiment.dt
+        SMALL,
+        data=out / "gathers.npz",
+        initial=out / "true.npz",
+        spacing=None,
+        dt=shots.experiment.dt,
     )
     problem = fwi.inversion(given, comm)
     assert problem.truth is None

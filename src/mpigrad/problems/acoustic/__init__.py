@@ -7,8 +7,9 @@ except ImportError as error:
         f"mpigrad.problems needs {error.name}: pip install 'mpigrad[problems]'"
     ) from error
 
+from mpigrad.problems.acoustic.command import run
 from mpigrad.problems.acoustic.model import Acoustic, Recording
 from mpigrad.problems.acoustic.state import State
 from mpigrad.problems.waves.survey import Survey
 
-__all__ = ["Acoustic", "Recording", "State", "Survey"]
+__all__ = ["Acoustic", "Recording", "State", "Survey", "run"]

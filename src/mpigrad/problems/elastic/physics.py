@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
-
-from mpigrad.grid import Grid
 from mpigrad.problems.elastic.media import lame
 from mpigrad.problems.elastic.model import Elastic
 from mpigrad.problems.elastic.state import State
+
+from mpigrad.grid import Grid
 from mpigrad.problems.wave_options import WaveOptions
 from mpigrad.problems.waves.experiment import Fields
 from mpigrad.problems.waves.physics import Physics

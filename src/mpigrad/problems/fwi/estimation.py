@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import time
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import mpigrad
@@ -96,8 +98,8 @@ def _save(problem: Inversion, standing: Standing) -> None:
     save_restart(out / "restart.bin", problem.parametrization, standing)
     everywhere = slice(None), slice(None)
     fields = problem.parametrization.fields(standing.best, everywhere)
-    spacing = np.asarray(problem.experiment.spacing)
-    write_whole(out / "model.npz", lambda file: np.savez(file, spacing=spacing, **fields))
+    arrays: dict[str, Any] = {"spacing": np.asarray(problem.experiment.spacing), **fields}
+    write_whole(out / "model.npz", lambda file: np.savez(file, **arrays))
 
 
 def _result(problem: Inversion, trained: Trained, seconds: float) -> Result:
@@ -107,7 +109,7 @@ def _result(problem: Inversion, trained: Trained, seconds: float) -> Result:
     start, end = (np.asarray(predict(p)) for p in (first, trained.parameters))
     measure = problem.misfit(None)
     misfits = [
-        comm.mpi.allreduce(float(measure.of_group(d)) if group.rank == 0 else 0.0)
+        comm.mpi.allreduce(float(measure.of_group(jnp.asarray(d))) if group.rank == 0 else 0.0)
         for d in (start, end)
     ]
     errors = [problem.error(p) for p in (first, trained.parameters)]

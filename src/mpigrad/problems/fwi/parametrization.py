@@ -112,7 +112,7 @@ class CellValues(Parametrization):
     ) -> Float[Array, "unknowns wx wy"]:
         if not self.smoothing:
             return parameters[:, *window]
-        along_x, along_y = (gaussian(n, self.smoothing) for n in self.shape)
+        along_x, along_y = (jnp.asarray(gaussian(n, self.smoothing)) for n in self.shape)
         return along_x[window[0]] @ parameters @ along_y[window[1]].T
 
 

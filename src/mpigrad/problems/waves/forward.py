@@ -174,12 +174,13 @@ def _draw_films(
 
 
 def _write_gathers(result: Shooting) -> None:
-    whole = result.experiment
+    whole, gathers = result.experiment, result.gathers
+    assert gathers is not None
     write_whole(
         result.report.parent / "gathers.npz",
         lambda file: np.savez(
             file,
-            gathers=result.gathers,
+            gathers=gathers,
             dt=whole.dt,
             sources=whole.sources,
             receivers=whole.receivers,
