@@ -185,6 +185,10 @@ class Acoustic {
 
   int64_t history_size() const { return tile_.nx * tile_.stride; }
 
+  T* first(Wave&) const { return nullptr; }
+  int source_phase() const { return 0; }
+  void prepare(int, Mode, Wave&, T*, T*) const {}
+
   void update(int, Mode mode, const Box& box, Wave& wave, T* history) const {
     switch (mode) {
       case Mode::kPlain: return rows<Mode::kPlain>(box, wave, history);

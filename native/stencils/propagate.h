@@ -7,11 +7,15 @@
 //   load(models), gradient(models)    the medium, and what the adjoint run has found for it
 //   Wave; begin, end                  from and to the arrays of the state, of state_sizes per shot
 //   begin_adjoint, end_adjoint        from and to the state's cotangents
+//   prepare(phase, mode, wave, ...)   what is to be done before a phase, on the whole tile; `before`
+//                                     is the history of the step before, first(wave) that of a
+//                                     step that would have left the wave as it began
 //   update(phase, mode, box, ...)     the fields in a box; `history` is that of the step, saved,
 //                                     read by the adjoint, or read by the tangent (kBorn)
 //   finish(phase, mode, wave)         when all boxes are done (new fields become the present ones)
-//   inject, sample                    points: sources and receivers, which the adjoint exchanges
-// A step is: sample, then for each phase update (edges, middle), inject, exchange.
+//   inject, sample                    points: sources and receivers, which the adjoint exchanges;
+//                                     it reads the sources' cotangents before its source_phase
+// A step is: sample, then for each phase prepare, update (edges, middle), inject, exchange.
 #pragma once
 
 #include <cmath>
@@ -118,8 +122,8 @@ class Propagation {
         physics_.sample(Mode::kPlain, receivers.table->of(shot), wave, receivers.at(shot, n),
                         receivers.steps);
         T* history = mine && chunks_.whole() ? mine + n * physics_.history_size() : nullptr;
-        if (int code = advance(wave, history ? Mode::kSave : Mode::kPlain, history, shot, n,
-                               sources))
+        if (int code = advance(wave, history ? Mode::kSave : Mode::kPlain, history, nullptr, shot,
+                               n, sources))
           return code;
       }
       physics_.end(wave, last, shot);
@@ -133,8 +137,7 @@ class Propagation {
               const Values<T>& source_tangents, const Values<T>& receivers,
               const Arrays<T>& last) {
     physics_.load_tangents(model_tangents);
-    Memory memory(physics_.history_size() * sizeof(T));
-    T* history = static_cast<T*>(memory.data());
+    Memory memory(2 * history_bytes());
     Wave wave = physics_.wave(), moved = physics_.wave();
     for (int64_t shot = 0; shot < setup_.shots; ++shot) {
       physics_.begin(wave, state, shot);
@@ -144,8 +147,12 @@ class Propagation {
       for (int64_t n = 0; n < setup_.steps; ++n) {
         physics_.sample(Mode::kPlain, receivers.table->of(shot), moved, receivers.at(shot, n),
                         receivers.steps);
-        if (int code = advance(wave, Mode::kSave, history, shot, n, sources)) return code;
-        if (int code = advance(moved, Mode::kBorn, history, shot, n, source_tangents)) return code;
+        T* histories = static_cast<T*>(memory.data());
+        T* history = histories + n % 2 * physics_.history_size();
+        T* before = n ? histories + (n - 1) % 2 * physics_.history_size() : physics_.first(wave);
+        if (int code = advance(wave, Mode::kSave, history, nullptr, shot, n, sources)) return code;
+        if (int code = advance(moved, Mode::kBorn, history, before, shot, n, source_tangents))
+          return code;
       }
       physics_.end(moved, last, shot);
     }
@@ -178,7 +185,8 @@ class Propagation {
         physics_.begin(wave, state, shot);
         if (int code = exchange_all(wave)) return code;
         for (int64_t n = 0; n < (chunks_.count() - 1) * length; ++n) {
-          if (int code = advance(wave, Mode::kPlain, nullptr, shot, n, sources)) return code;
+          if (int code = advance(wave, Mode::kPlain, nullptr, nullptr, shot, n, sources))
+            return code;
           if ((n + 1) % length == 0)
             physics_.end(wave, checkpoint(checkpoints, (n + 1) / length), 0);
         }
@@ -187,26 +195,25 @@ class Propagation {
       if (int code = exchange_all(back)) return code;
       for (int64_t chunk = chunks_.count() - 1; chunk >= 0; --chunk) {
         const int64_t first = chunk * length, end = std::min(first + length, setup_.steps);
+        if (chunk == 0) {
+          physics_.begin(wave, state, shot);
+        } else {
+          const Arrays<T> fields = checkpoint(checkpoints, chunk);
+          physics_.begin(wave, {fields.begin(), fields.end()}, 0);
+        }
         if (!ready) {
-          if (chunk == 0) {
-            physics_.begin(wave, state, shot);
-          } else {
-            const Arrays<T> fields = checkpoint(checkpoints, chunk);
-            physics_.begin(wave, {fields.begin(), fields.end()}, 0);
-          }
           if (int code = exchange_all(wave)) return code;
           for (int64_t n = first; n < end; ++n)
             if (int code = advance(wave, Mode::kSave,
-                                   histories + (n - first) * physics_.history_size(), shot, n,
-                                   sources))
+                                   histories + (n - first) * physics_.history_size(), nullptr,
+                                   shot, n, sources))
               return code;
         }
         for (int64_t n = end - 1; n >= first; --n) {
-          physics_.sample(Mode::kAdjoint, source_cotangents.table->of(shot), back,
-                          source_cotangents.at(shot, n), source_cotangents.steps);
-          if (int code = advance(back, Mode::kAdjoint,
-                                 histories + (n - first) * physics_.history_size(), shot, n,
-                                 receiver_cotangents))
+          T* history = histories + (n - first) * physics_.history_size();
+          T* before = n > first ? history - physics_.history_size() : physics_.first(wave);
+          if (int code = advance(back, Mode::kAdjoint, history, before, shot, n,
+                                 receiver_cotangents, &source_cotangents))
             return code;
         }
       }
@@ -220,11 +227,15 @@ class Propagation {
   static constexpr int kDouble = 12;  // XLA's number
   static constexpr int kMax = 2;      // mpigrad.native.REDUCTIONS
 
-  int advance(Wave& wave, Mode mode, T* history, int64_t shot, int64_t n,
-              const Values<T>& values) {
+  // The adjoint injects `values` at the receivers, and reads at the sources.
+  int advance(Wave& wave, Mode mode, T* history, T* before, int64_t shot, int64_t n,
+              const Values<T>& values, const Values<T>* reads = nullptr) {
     const PointTable::Shot& points = values.table->of(shot);
     const T* amounts = values.at(shot, n);
     for (int phase = 0; phase < P::kPhases; ++phase) {
+      if (reads && phase == physics_.source_phase())
+        physics_.sample(mode, reads->table->of(shot), wave, reads->at(shot, n), reads->steps);
+      physics_.prepare(phase, mode, wave, history, before);
       for (const Box& box : tile_.edges)
         in_parallel(setup_.threads, box,
                     [&](const Box& part) { physics_.update(phase, mode, part, wave, history); });

@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "acoustic.h"
+#include "elastic.h"
 
 namespace mpigrad::waves {
 namespace {
@@ -120,6 +121,9 @@ ffi::Error handle(Kind kind, Arguments& in, Results& out, int64_t site, int64_t 
       return second ? run<Acoustic<float, 1>>(kind, c, setup, in, out, rest, save)
                     : run<Acoustic<float, 2>>(kind, c, setup, in, out, rest, save);
     }
+    if (setup.physics == kElastic)
+      return doubles ? run<Elastic<double>>(kind, c, setup, in, out, rest, save)
+                     : run<Elastic<float>>(kind, c, setup, in, out, rest, save);
   } catch (const std::bad_alloc&) {
     return c.fail("not enough memory for the fields of a wave; use more ranks, or give `memory` "
                   "or `checkpoints`");
