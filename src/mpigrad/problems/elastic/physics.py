@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
+
+from mpigrad.grid import Grid
 from mpigrad.problems.elastic.media import lame
 from mpigrad.problems.elastic.model import Elastic
 from mpigrad.problems.elastic.state import State
-
-from mpigrad.grid import Grid
 from mpigrad.problems.wave_options import WaveOptions
 from mpigrad.problems.waves.experiment import Fields
 from mpigrad.problems.waves.physics import Physics
@@ -54,7 +54,7 @@ class ElasticPhysics(Physics):
             )
         if {"lambda", "mu"} & set(names):
             if not {"lambda", "mu"} <= found.keys():
-                lam, mu = lame(found["vp"], found["vs"], found["rho"])
+                lam, mu = lame(*(jnp.asarray(found[name]) for name in ("vp", "vs", "rho")))
                 found |= {"lambda": np.asarray(lam), "mu": np.asarray(mu)}
             return {name: found[name] for name in ("lambda", "mu", "rho")}
         if missing:
@@ -69,8 +69,9 @@ class ElasticPhysics(Physics):
         survey: Survey,
         state: Any = None,
     ) -> tuple[Float[Array, "shots components receivers steps"], Any]:
-        media = (field.astype(self.options.precision) for field in _moduli(fields))
-        recording = self._model(wavelets.shape[-1]).propagate(*media, wavelets, survey, state)
+        lam, mu, rho = (field.astype(self.options.precision) for field in _moduli(fields))
+        model = self._model(wavelets.shape[-1])
+        recording = model.propagate(lam, mu, rho, wavelets, survey, state)
         return recording.gathers, recording.state
 
     def wavefields(self, state: State) -> dict[str, Float[Array, "lx ly"]]:

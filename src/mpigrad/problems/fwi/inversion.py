@@ -19,6 +19,7 @@ import mpigrad
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
 from mpigrad.problems.acoustic.physics import AcousticPhysics
+from mpigrad.problems.elastic.physics import ElasticPhysics
 from mpigrad.problems.fwi.misfit import Misfit, misfit
 from mpigrad.problems.fwi.parametrization import (
     CellValues,
@@ -207,8 +208,6 @@ def inversion(settings: Settings, comm: Communicator | None = None) -> Inversion
 def _physics(settings: Settings) -> tuple[type[Physics], Callable[[Grid, Experiment], Physics]]:
     """The class of the waves, and what makes them of an experiment on a grid."""
     if settings.physics == "elastic":
-        from mpigrad.problems.elastic.physics import ElasticPhysics
-
         return ElasticPhysics, lambda grid, whole: ElasticPhysics(
             grid, whole.dt, settings, whole.peak, settings.source
         )
