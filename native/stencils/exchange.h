@@ -3,7 +3,6 @@
 #pragma once
 
 #include "memory.h"
-#include "tile.h"
 
 namespace mpigrad::waves {
 

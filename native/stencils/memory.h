@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../communication/handler.h"
+#include "tile.h"
 
 namespace mpigrad::waves {
 

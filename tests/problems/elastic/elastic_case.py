@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -20,9 +19,9 @@ SHOTS, SOURCES = 2, 2
 def survey() -> Survey:
     """Points on cells, between them, and next to the model's edge; more of them than ranks."""
     return Survey(
-        sources=[[[55.0, 66.0], [31.7, 20.0]], [[102.3, 99.1], [5.0, 130.0]]],
-        receivers=[[[45.0, 30.0], [77.7, 101.2], [139.0, 1.0]]],
-    )  # type: ignore[arg-type]
+        sources=np.array([[[55.0, 66.0], [31.7, 20.0]], [[102.3, 99.1], [5.0, 130.0]]]),
+        receivers=np.array([[[45.0, 30.0], [77.7, 101.2], [139.0, 1.0]]]),
+    )
 
 
 def model(comm: Communicator, **settings: Any) -> Elastic:
@@ -65,10 +64,7 @@ def _pieces(elastic: Elastic, state: State) -> State:
         cells.append(slice(start, start + tile.shape[axis]))
         has = tile.extension[axis]
         layers.append(np.repeat([bool(has[0]), bool(has[1])], [before, after]))
-    fields = [
-        jnp.asarray(getattr(state, f.name)[:, cells[0], cells[1]])
-        for f in dataclasses.fields(State)[:5]
-    ]
+    fields = [jnp.asarray(field[:, cells[0], cells[1]]) for field in state[:5]]
     return State(
         *fields,
         memory_x=jnp.asarray(state.memory_x[:, :, layers[0], cells[1]]),

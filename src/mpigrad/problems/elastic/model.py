@@ -309,11 +309,10 @@ def _check_arguments(
         )
     if state is not None:
         like = jax.eval_shape(lambda: _at_rest(scheme, tiles[0].dtype))
-        for field in dataclasses.fields(State):
-            given, expected = getattr(state, field.name), getattr(like, field.name)
+        for name, given, expected in zip(State._fields, state, like, strict=True):
             if (given.shape, given.dtype) != (expected.shape, expected.dtype):
                 raise ValueError(
-                    f"elastic: {field.name} of the state is {given.dtype}{list(given.shape)} on "
+                    f"elastic: {name} of the state is {given.dtype}{list(given.shape)} on "
                     f"rank {grid.comm.rank}, and this run takes "
                     f"{expected.dtype}{list(expected.shape)}"
                 )

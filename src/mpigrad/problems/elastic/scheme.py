@@ -102,9 +102,9 @@ class Scheme:
             ),
             reals=(
                 self.dt,
-                _NUMBERS[SOURCES[self.source]],
-                max(survey.n_receivers, 1),
-                *(_NUMBERS[component] for component in self.components),
+                float(_NUMBERS[SOURCES[self.source]]),
+                float(max(survey.n_receivers, 1)),
+                *(float(_NUMBERS[component]) for component in self.components),
             ),
             profiles=[
                 c[half] for layer in self.layers for half in (0, 1) for c in (layer.a, layer.b)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,7 @@ __all__ = ["State", "at_rest", "from_native", "to_native"]
 Field = Float[Array, "shots x y"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """This rank's fields between two steps: its tile with the layers that lie next to it.
 
     Velocities (m/s) are half a time step behind the stresses (Pa). `memory_x` holds the C-PML's

@@ -7,6 +7,7 @@ import functools
 import os
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -98,7 +99,7 @@ def _pointer(a: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(a.ctypes.data)
 
 
-def _array(values: Sequence[float] | np.ndarray, dtype: type) -> tuple[np.ndarray, int]:
+def _array(values: Any, dtype: type) -> tuple[np.ndarray, int]:
     a = np.ascontiguousarray(values, dtype)
     return a, a.size
 
