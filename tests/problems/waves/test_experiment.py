@@ -49,7 +49,7 @@ def test_own_positions_and_wavelets(comm, directory):
     assert np.array_equal(whole.sources[:, 0], sources)
     assert np.array_equal(whole.receivers, receivers[None])
     assert whole.wavelets[1, 0].tolist() == [3, 4, 5, 0, 0]
-    assert whole.peak is None
+    assert not whole.ricker
     with pytest.raises(
         ValueError, match=r"receiver 0 of shot 0 at \(210.0, 197.0\) m lies outside"
     ):

@@ -94,7 +94,7 @@ def test_files_without_sense_are_refused_on_every_rank(comm, directory):
         ("none.npy", FileNotFoundError, "there is no file"),
         ("nan.npz", ValueError, r"vp is nan in cell \(2, 3\)"),
         ("negative.npz", ValueError, r"vp is -1 in cell \(2, 3\); it must be positive"),
-        ("thick.npy", ValueError, r"shape \(2, 3, 4\); two axes are expected"),
+        ("thick.npy", ValueError, r"shape \(2, 3, 4\); \(nx, ny\) is expected"),
         ("empty.npz", ValueError, r"none of the fields vp, vs, rho, lambda, mu in it"),
         ("uneven.npz", ValueError, "rho has 6 x 5 cells, 7 x 5 are expected"),
         ("words.npy", ValueError, "holds no real numbers"),

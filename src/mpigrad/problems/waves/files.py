@@ -97,7 +97,7 @@ def read_model(
         have two axes or not the `shape` that is expected, or a value is not finite or (velocity
         and density) not positive.
     """
-    return from_root(comm, lambda: _checked(path, _read(path), shape))
+    return from_root(comm, lambda: _read(path, shape))
 
 
 def read_array(path: pathlib.Path, name: str = "") -> NDArray[np.float64]:
@@ -192,7 +192,7 @@ _READERS: dict[str, Callable[[pathlib.Path], dict[str, NDArray[Any]]]] = {
 }
 
 
-def _read(path: pathlib.Path) -> ModelFile:
+def _read(path: pathlib.Path, shape: tuple[int, ...] | None) -> ModelFile:
     arrays = _arrays(path)
     fields = {name: np.asarray(arrays[name]) for name in FIELDS if name in arrays}
     if not fields:
@@ -213,7 +213,12 @@ def _read(path: pathlib.Path) -> ModelFile:
             raise ValueError(
                 f"{path}: `source`, `receiver`, `dt` and `nt` are not as expected: {error}"
             ) from error
-    return ModelFile(fields, spacing, acquisition)
+    if spacing is not None and not all(h > 0 and np.isfinite(h) for h in spacing):
+        raise ValueError(f"{path}: spacing {spacing}; positive lengths are expected")
+    first = next(iter(fields.values()))
+    expected = first.shape if shape is None else shape
+    checked = {name: _checked(path, name, field, expected) for name, field in fields.items()}
+    return ModelFile(checked, spacing, acquisition)
 
 
 def _acquisition(arrays: Mapping[str, NDArray[Any]], spacing: tuple[float, float]) -> Acquisition:
@@ -242,35 +247,28 @@ def _acquisition(arrays: Mapping[str, NDArray[Any]], spacing: tuple[float, float
     return Acquisition(sources, receivers, wavelets, dt, steps)
 
 
-def _checked(path: pathlib.Path, model: ModelFile, shape: tuple[int, int] | None) -> ModelFile:
-    """The model in float64, or an error that says what is wrong with it."""
-    first = next(iter(model.fields))
-    fields = {}
-    for name, given in model.fields.items():
-        if given.dtype.kind not in "iuf":
-            raise ValueError(f"{path}: {name} holds no real numbers but {given.dtype}")
-        field = np.asarray(given, float)
-        expected = shape if shape is not None else model.fields[first].shape
-        if field.ndim != 2 or field.size == 0:
-            raise ValueError(
-                f"{path}: {name} has shape {field.shape}; two axes are expected, (nx, ny)"
-            )
-        if field.shape != expected:
-            raise ValueError(
-                f"{path}: {name} has {field.shape[0]} x {field.shape[1]} cells, "
-                f"{expected[0]} x {expected[1]} are expected"
-            )
-        if not np.all(np.isfinite(field)):
-            i, j = np.argwhere(~np.isfinite(field))[0]
-            raise ValueError(f"{path}: {name} is {field[i, j]} in cell ({i}, {j})")
-        vanishes = name in _MAY_VANISH
-        if np.any(field < 0 if vanishes else field <= 0):
-            i, j = np.unravel_index(np.argmin(field), field.shape)
-            raise ValueError(
-                f"{path}: {name} is {field[i, j]:g} in cell ({i}, {j}); it must "
-                f"{'not be negative' if vanishes else 'be positive'}"
-            )
-        fields[name] = field
-    if model.spacing is not None and not all(h > 0 and np.isfinite(h) for h in model.spacing):
-        raise ValueError(f"{path}: spacing {model.spacing}; positive lengths are expected")
-    return dataclasses.replace(model, fields=fields)
+def _checked(
+    path: pathlib.Path, name: str, given: NDArray[Any], expected: tuple[int, ...]
+) -> Float[np.ndarray, "nx ny"]:
+    """A field in float64, or an error that says what is wrong with it."""
+    if given.dtype.kind not in "iuf":
+        raise ValueError(f"{path}: {name} holds no real numbers but {given.dtype}")
+    field = np.asarray(given, float)
+    if field.ndim != 2 or field.size == 0:
+        raise ValueError(f"{path}: {name} has shape {field.shape}; (nx, ny) is expected")
+    if field.shape != expected:
+        raise ValueError(
+            f"{path}: {name} has {field.shape[0]} x {field.shape[1]} cells, "
+            f"{' x '.join(map(str, expected))} are expected"
+        )
+    if not np.all(np.isfinite(field)):
+        i, j = np.argwhere(~np.isfinite(field))[0]
+        raise ValueError(f"{path}: {name} is {field[i, j]} in cell ({i}, {j})")
+    vanishes = name in _MAY_VANISH
+    if np.any(field < 0 if vanishes else field <= 0):
+        i, j = np.unravel_index(np.argmin(field), field.shape)
+        raise ValueError(
+            f"{path}: {name} is {field[i, j]:g} in cell ({i}, {j}); it must "
+            f"{'not be negative' if vanishes else 'be positive'}"
+        )
+    return field
