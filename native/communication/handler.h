@@ -80,6 +80,10 @@ struct Call {
 
   // A collective operation without an array.
   ffi::Error collective() const { return success_if(post.collective({})); }
+  // With these numbers alone.
+  ffi::Error collective_with(std::initializer_list<Term> terms) const {
+    return success_if(post.collective({{}, 0, terms}));
+  }
   // With an array of the same shape and dtype on every rank, and these numbers.
   ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms = {}) const {
     return success_if(post.collective({layout_of(x), 0, terms}));

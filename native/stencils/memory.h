@@ -1,0 +1,103 @@
+// Memory in huge pages, kept from call to call: first touches cost more than a step of a wave.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+#include <list>
+#include <new>
+#include <utility>
+
+#include "../communication/handler.h"
+#include "tile.h"
+
+namespace mpigrad::waves {
+
+class Memory;
+
+// Blocks that nobody uses.
+class Pool {
+ public:
+  void* take(size_t bytes) {
+    for (auto block = idle_.begin(); block != idle_.end(); ++block)
+      if (block->second == bytes) {
+        void* data = block->first;
+        idle_.erase(block);
+        idle_bytes_ -= bytes;
+        return data;
+      }
+    void* data = std::aligned_alloc(kPage, bytes);
+    if (!data) {
+      trim(0);
+      data = std::aligned_alloc(kPage, bytes);
+    }
+    if (!data) throw std::bad_alloc();
+    advise_huge_pages(data, bytes);
+    return data;
+  }
+  void give(void* data, size_t bytes) {
+    idle_.emplace_back(data, bytes);
+    idle_bytes_ += bytes;
+  }
+  // Leaves the blocks given last, no more than `bytes` together.
+  void trim(size_t bytes) {
+    while (idle_bytes_ > bytes) {
+      std::free(idle_.front().first);
+      idle_bytes_ -= idle_.front().second;
+      idle_.pop_front();
+    }
+  }
+  static size_t rounded(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+ private:
+  static constexpr size_t kPage = 2u << 20;
+  std::list<std::pair<void*, size_t>> idle_;
+  size_t idle_bytes_ = 0;
+};
+
+inline Pool pool;  // one handler runs at a time
+
+class Memory {
+ public:
+  Memory() = default;
+  explicit Memory(size_t bytes) : bytes_(Pool::rounded(bytes)), data_(pool.take(bytes_)) {}
+  Memory(Memory&& other) noexcept { swap(other); }
+  Memory& operator=(Memory&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~Memory() {
+    if (data_) pool.give(data_, bytes_);
+  }
+  void* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  void swap(Memory& other) {
+    std::swap(bytes_, other.bytes_);
+    std::swap(data_, other.data_);
+  }
+  size_t bytes_ = 0;
+  void* data_ = nullptr;
+};
+
+// A field on a tile, with its margin; converts to the pointer to cell (0, 0).
+template <class T>
+class Field {
+ public:
+  Field() = default;
+  explicit Field(const Tile& tile) : memory_(tile.padded() * sizeof(T)) {
+    data_ = static_cast<T*>(memory_.data()) + tile.origin();
+  }
+  void clear() { std::memset(memory_.data(), 0, memory_.bytes()); }
+  operator T*() const { return data_; }
+  friend void swap(Field& a, Field& b) {
+    std::swap(a.memory_, b.memory_);
+    std::swap(a.data_, b.data_);
+  }
+
+ private:
+  Memory memory_;
+  T* data_ = nullptr;
+};
+
+}  // namespace mpigrad::waves

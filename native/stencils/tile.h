@@ -1,0 +1,92 @@
+// A rank's tile of a wave: its cells, its neighbours across faces, and what is static in a run.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+namespace mpigrad::waves {
+
+// Cells i0 to i1 along x and j0 to j1 along y, the ends not included.
+struct Box {
+  int64_t i0, i1, j0, j1;
+  bool empty() const { return i0 >= i1 || j0 >= j1; }
+};
+
+// Sides are numbered: x before, x behind, y before, y behind.
+constexpr int kSides = 4;
+constexpr int kNobody = -1;
+
+// Fields are stored with a margin of `reach` rows around, and of kMargin columns, so that rows begin
+// on cache lines; pointers to fields point to cell (0, 0). Beyond the layers the margin is zero.
+struct Tile {
+  static constexpr int64_t kMargin = 16;
+
+  int64_t lx, ly;                      // cells of the model
+  std::array<int64_t, kSides> layers;  // cells of the absorbing layers on the sides
+  std::array<int, kSides> neighbor;    // rank, or kNobody
+  int64_t reach;                       // of the stencil
+
+  int64_t nx, ny;  // cells with the layers
+  int64_t stride;
+  std::vector<Box> edges;  // what neighbours need, computed first
+  Box middle;              // the rest
+
+  void complete() {
+    nx = lx + layers[0] + layers[1];
+    ny = ly + layers[2] + layers[3];
+    stride = (ny + kMargin + reach + 15) / 16 * 16;
+    if (stride % 512 == 0) stride += 16;  // rows must not share cache sets
+    // Along y a whole vector register, at no cost beside `reach` cells.
+    const int64_t along_y = std::max<int64_t>(reach, 16);
+    const int64_t i0 = neighbor[0] == kNobody ? 0 : std::min(reach, nx);
+    const int64_t i1 = std::max(i0, neighbor[1] == kNobody ? nx : nx - reach);
+    const int64_t j0 = neighbor[2] == kNobody ? 0 : std::min(along_y, ny);
+    const int64_t j1 = std::max(j0, neighbor[3] == kNobody ? ny : ny - along_y);
+    middle = {i0, i1, j0, j1};
+    for (const Box& box : {Box{0, i0, 0, ny}, Box{i1, nx, 0, ny}, Box{i0, i1, 0, j0},
+                           Box{i0, i1, j1, ny}})
+      if (!box.empty()) edges.push_back(box);
+  }
+  bool in_middle(int64_t i, int64_t j) const {
+    return i >= middle.i0 && i < middle.i1 && j >= middle.j0 && j < middle.j1;
+  }
+  int64_t origin() const { return reach * stride + kMargin; }
+  int64_t padded() const { return (nx + 2 * reach) * stride + kMargin; }
+  int64_t at(int64_t i, int64_t j) const { return i * stride + j; }
+};
+
+// The cells around sources or receivers: of each shot those in the edges, then those in the middle.
+struct PointTable {
+  struct Entry {
+    int64_t cell;  // offset from cell (0, 0)
+    int64_t i, j;
+    int64_t point;  // of the shot
+    double weight;
+  };
+  struct Shot {
+    std::vector<Entry> edges, middle;
+  };
+  int64_t points = 0;  // of each shot
+  std::vector<Shot> shots;
+
+  // A table of one shot stands for all shots.
+  const Shot& of(int64_t shot) const { return shots[shots.size() == 1 ? 0 : shot]; }
+};
+
+// What Python has settled before the run.
+struct Setup {
+  int64_t number, physics, slot;
+  Tile tile;
+  int64_t steps, shots, threads;
+  int64_t checkpoints;  // 0: as memory allows, -1: everything, else one state every so many steps
+  int64_t memory;       // bytes
+  int64_t fingerprint;  // equal on all ranks
+  double dt, hx, hy;
+  std::vector<double> numbers;                // the physics's own
+  std::vector<std::vector<double>> profiles;  // along x or y, of the physics
+  std::vector<PointTable> tables;
+};
+
+}  // namespace mpigrad::waves

@@ -1,0 +1,208 @@
+"""Elastic waves: the kernels, the reference, one rank and many; and their derivatives."""
+
+import functools
+
+import elastic_case as case
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpigrad
+from mpigrad.grid import Grid
+from mpigrad.problems.elastic import Elastic, Survey, lame
+
+COMPONENTS = ("vx", "vy", "pressure")
+
+
+@functools.cache
+def value_and_gradient(comm, source="explosive", **settings):
+    """Gathers, state, and the gradient of a functional of both, global where it is replicated."""
+    elastic = case.model(comm, source=source, components=COMPONENTS, **settings)
+    survey = case.survey()
+    part = case.mine(elastic, case.arrays())
+    random = np.random.default_rng(3)
+    weights = random.normal(size=(case.SHOTS, len(COMPONENTS), 3, case.STEPS))
+    weights[:, 2] *= 1e-7  # of the pressure, in Pa
+    weights = jnp.asarray(weights)
+
+    def objective(arrays):
+        wavelets = mpigrad.bcast(arrays["wavelets"], comm=comm)
+        model = (arrays[name] for name in ("lam", "mu", "rho"))
+        gathers, state = elastic.propagate(*model, wavelets, survey, arrays["state"])
+        last = sum(jnp.sum(x**2) for x in (state.vx, state.vy))
+        last += 1e-14 * sum(jnp.sum(x**2) for x in (state.sxx, state.syy, state.sxy))
+        last += 1e-9 * (jnp.sum(state.memory_x**2) + jnp.sum(state.memory_y**2))
+        return jnp.sum(gathers * weights) / comm.size + last, (gathers, state)
+
+    (_, (gathers, state)), gradient = mpigrad.jit(
+        mpigrad.value_and_grad(objective, has_aux=True, comm=comm)
+    )(part)
+    return elastic, gathers, state, gradient
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_kernels_are_the_reference_and_all_ranks_are_one(comm, alone):
+    elastic, gathers, state, gradient = value_and_gradient(comm, method="native")
+    expected = value_and_gradient(comm, method="xla")
+    case.compare((gathers, state, gradient), expected[1:])
+    # The one-rank program has the whole arrays; a tile's memories are pieces of its.
+    _, gathers_alone, _, gradient_alone = value_and_gradient(alone, method="native")
+    case.compare(gathers, gathers_alone)
+    case.compare(
+        {name: gradient[name] for name in ("lam", "mu", "rho")},
+        {name: gradient_alone[name][elastic.grid.slices] for name in ("lam", "mu", "rho")},
+    )
+    if comm.rank == 0:
+        case.compare(gradient["wavelets"], gradient_alone["wavelets"])
+    case.compare(
+        gradient["state"], case.mine(elastic, {**case.arrays(), **gradient_alone})["state"]
+    )
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("source", ["force_x", "force_y"])
+def test_forces(comm, source):
+    got = value_and_gradient(comm, source, method="native")
+    case.compare(got[1:], value_and_gradient(comm, source, method="xla")[1:])
+
+
+@pytest.mark.thin(1, 2)
+@pytest.mark.parametrize("settings", [{"checkpoints": 5}, {"memory": 40_000}, {"threads": 2}])
+def test_gradients_are_those_without_checkpoints(comm, settings):
+    got = value_and_gradient(comm, method="native", **settings)
+    case.compare(got[1:], value_and_gradient(comm, method="native")[1:], 1e-13)
+
+
+@pytest.mark.thin(1)
+def test_checkpoints_of_the_reference(comm):
+    got = value_and_gradient(comm, method="xla", checkpoints=5)
+    case.compare(got[1:], value_and_gradient(comm, method="xla")[1:], 1e-13)
+
+
+def relative(elastic, survey, part):
+    """The run as a function of numbers of order one, which all may change."""
+
+    def run(lam, mu, rho, wavelets, state):
+        gathers, state = elastic.propagate(
+            part["lam"] * (1 + lam), part["mu"] * (1 + mu), part["rho"] * (1 + rho),
+            part["wavelets"] * (1 + mpigrad.bcast(wavelets, comm=elastic.grid.comm)), survey,
+            jax.tree.map(lambda x, dx: x * (1 + dx), part["state"], state),
+        )  # fmt: skip
+        # Velocities, and stresses in units of theirs.
+        sizes = (1, 1, 5e6, 5e6, 5e6, 1e4, 1e4)
+        fields = [x / size for x, size in zip(jax.tree.leaves(state), sizes, strict=True)]
+        return gathers[:, :2], gathers[:, 2] / 5e6, fields
+
+    return run, tuple(
+        jax.tree.map(jnp.zeros_like, part[k]) for k in ("lam", "mu", "rho", "wavelets", "state")
+    )
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_dot_test_of_the_linearised_run(comm):
+    elastic = case.model(comm, source="force_x", components=COMPONENTS, method="native")
+    run, zeros = relative(elastic, case.survey(), case.mine(elastic, case.arrays()))
+    assert mpigrad.dot_test(run, *zeros, rtol=1e-12).error < 1e-12
+
+
+@pytest.mark.ranks(1, 2)
+def test_taylor_test(comm):
+    elastic = case.model(comm, method="native")
+    run, zeros = relative(elastic, case.survey(), case.mine(elastic, case.arrays()))
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, 2, 3, case.STEPS)))
+
+    def objective(arrays):
+        velocities, _, fields = run(*arrays)
+        return jnp.sum((velocities - weights) ** 2) / comm.size + jnp.sum(fields[2] ** 2)
+
+    mpigrad.taylor_test(objective, zeros, comm=comm, step=1e-3)
+
+
+@pytest.mark.ranks(1, 3)
+def test_reciprocity(comm):
+    """A force's component at one point, the velocity's at another: they may change places."""
+    a, b = [43.0, 37.0], [101.0, 88.5]
+    arrays = case.arrays()
+    wavelet = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, 60)))
+    traces = []
+    for source, component, s, r in (("force_x", "vy", a, b), ("force_y", "vx", b, a)):
+        elastic = case.model(comm, pml=0, steps=60, source=source, components=(component,))
+        part = [jnp.asarray(arrays[k][elastic.grid.slices]) for k in ("lam", "mu", "rho")]
+        survey = Survey(np.array([[s]]), np.array([[r]]))
+        traces.append(np.asarray(elastic.propagate(*part, wavelet, survey).gathers))
+    case.compare(traces[0], traces[1])
+
+
+def test_lame(comm):
+    lam, mu = lame(jnp.asarray([3000.0, 1500.0]), jnp.asarray([1500.0, 0.0]), jnp.full(2, 2e3))
+    np.testing.assert_allclose(lam, [9e9, 4.5e9])
+    np.testing.assert_allclose(mu, [4.5e9, 0])
+
+
+# ---- what is refused, on every rank ----
+
+
+@pytest.mark.ranks(1, 3)
+def test_models_that_are_no_models_are_refused(comm):
+    good = case.mine(case.model(comm), case.arrays())
+    last = comm.rank == comm.size - 1
+    elastic, survey = case.model(comm), case.survey()
+
+    def run(**changed):
+        part = {**good, **changed}
+        names = ("lam", "mu", "rho", "wavelets")
+        return elastic.propagate(*(part[k] for k in names), survey).gathers
+
+    def spoilt(name, value):
+        return {name: good[name].at[0, 0].set(value) if last else good[name]}
+
+    for name, value in (("rho", np.nan), ("rho", -1.0), ("mu", -1.0), ("lam", np.inf)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="must be positive, mu must not be"):
+            jax.block_until_ready(run(**spoilt(name, value)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"largest stable one is 0\.00"):
+        jax.block_until_ready(run(**spoilt("rho", 1.0)))
+    with pytest.raises(ValueError, match="mu has shape"):
+        run(mu=good["mu"][1:] if last else good["mu"])
+    with pytest.raises(ValueError, match="all float32 or all float64"):
+        run(rho=good["rho"].astype("float32"))
+    with pytest.raises(ValueError, match="wavelets have shape"):
+        run(wavelets=good["wavelets"][:, :, :-1])
+    with pytest.raises(ValueError, match="vx of the state is"):
+        elastic.propagate(
+            *(good[k] for k in ("lam", "mu", "rho", "wavelets")), survey,
+            jax.tree.map(lambda x: x[:1], good["state"]),
+        )  # fmt: skip
+    outside = Survey(survey.sources, survey.receivers + 100)
+    with pytest.raises(ValueError, match="receivers lie outside the model"):
+        elastic.propagate(*(good[k] for k in ("lam", "mu", "rho", "wavelets")), outside)
+
+
+def test_settings_that_make_no_sense_are_refused(comm):
+    for settings, message in (
+        ({"dt": 0.0}, "dt must be positive"),
+        ({"frequency": -1.0}, "frequency must be positive"),
+        ({"source": "hammer"}, "source must be one of"),
+        ({"components": ("vz",)}, "components must be some of"),
+        ({"components": ()}, "components must be some of"),
+        ({"checkpoints": 0}, "checkpoints must be"),
+        ({"threads": 0}, "threads must be at least 1"),
+        ({"method": "fortran"}, "method must be"),
+        ({"reflection": 2.0}, "reflection must lie"),
+        ({"max_velocity": -2.0}, "max_velocity must be positive"),
+        ({"pml": -1}, "widths must not be negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            case.model(comm, **settings)
+    if comm.size > 1:
+        with pytest.raises(ValueError, match="the stencil reaches 2 cells"):
+            Elastic(Grid((comm.size, 9), (1.0, 1.0), comm, (comm.size, 1)), 1e-3, 3, 1.0)
+
+
+def test_largest_time_step(comm):
+    elastic, whole = case.model(comm), case.arrays()
+    part = case.mine(elastic, whole)
+    vp = np.sqrt(np.max((whole["lam"] + 2 * whole["mu"]) / whole["rho"]))
+    h = np.hypot(*(1 / np.asarray(case.SPACING)))
+    step = elastic.largest_time_step(part["lam"], part["mu"], part["rho"])
+    assert step == pytest.approx(6 / (7 * vp * h), rel=1e-12)
