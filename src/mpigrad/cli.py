@@ -26,7 +26,7 @@ from mpigrad import launcher
 
 __all__ = ["PROBLEMS", "main", "problem_options"]
 
-PROBLEMS = ("poisson", "acoustic", "elastic", "fwi")
+PROBLEMS = ("poisson", "heat", "acoustic", "elastic", "fwi")
 _WITH_VALUE = ("-n", "--ranks", "--timeout", "--grace")  # of LaunchOptions
 _FLAGS = ("--profile",)  # of Launch
 
@@ -80,10 +80,12 @@ class Run:
 
     problem: tyro.conf.Positional[
         Annotated[
-            Literal["poisson", "acoustic", "elastic", "fwi"], tyro.conf.arg(metavar="PROBLEM")
+            Literal["poisson", "heat", "acoustic", "elastic", "fwi"],
+            tyro.conf.arg(metavar="PROBLEM"),
         ]
     ]
     """poisson: the diffusivity kappa in div(kappa grad u) = f, from observations of u;
+    heat: heat in a plate, or its diffusivity from thermometers;
     acoustic, elastic: shots at a model of the ground;
     fwi: the model of the ground, from the recordings of such shots."""
 

@@ -37,7 +37,7 @@ def error(comm, n, duration=0.02):
     return largest(comm, run(kappa) - np.exp(-duration) * shape)
 
 
-@pytest.mark.thin(1, 2)
+@pytest.mark.thin(1)
 def test_second_order_in_space(comm):
     coarse, middle, fine = (error(comm, n) for n in (8, 16, 32))
     assert np.log2(coarse / middle) > 1.8
@@ -58,7 +58,7 @@ def problem(comm, **options):
     return Heat(grid, 2e-3, 8, **options), (kappa, initial, source)
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("boundary", ["zero", "insulated"])
 def test_orders_in_time(comm, alone, boundary):
     """Against the exact solution of the equations that are discrete in space alone."""
@@ -102,13 +102,13 @@ def test_derivatives_of_the_explicit_scheme(comm, alone):
         np.testing.assert_allclose(a, mine, rtol=1e-12, atol=1e-12 * np.max(np.abs(b)))
 
 
-@pytest.mark.thin(1, 2)
+@pytest.mark.thin(2)
 def test_derivatives_of_the_implicit_scheme(comm):
     model, operands = problem(comm, theta=0.5, boundary="insulated", checkpoints=3)
     mpigrad.dot_test(model.history, *operands, rtol=1e-8)
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.thin(2)
 def test_sources_of_all_kinds(comm):
     model, (kappa, initial, _) = problem(comm)
     last = dataclasses.replace(model, theta=0.25)
@@ -125,6 +125,7 @@ def test_sources_of_all_kinds(comm):
         np.testing.assert_allclose(other, found[0][-1], rtol=1e-12)
 
 
+@pytest.mark.thin(3)
 def test_heat_stays_in_an_insulated_plate(comm):
     model, (kappa, initial, _) = problem(comm, boundary="insulated")
     history = np.asarray(mpigrad.jit(model.history)(kappa, initial))
@@ -170,6 +171,7 @@ def test_bad_input_is_refused_on_every_rank(comm):
             dataclasses.replace(model, dt=1e-3 if last else 1e-4)
 
 
+@pytest.mark.thin(4)
 def test_largest_time_step_is_that_of_the_textbook(comm):
     grid = unit_square((8, 16), comm)
     step = Heat(grid, 1.0, 1).largest_time_step(jnp.full(grid.local_shape, 3.0))
