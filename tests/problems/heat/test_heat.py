@@ -59,7 +59,7 @@ def problem(comm, **options):
 
 
 @pytest.mark.thin(1)
-@pytest.mark.parametrize("boundary", ["zero", "insulated"])
+@pytest.mark.parametrize("boundary", ["zero", pytest.param("insulated", marks=pytest.mark.full)])
 def test_orders_in_time(comm, alone, boundary):
     """Against the exact solution of the equations that are discrete in space alone."""
     model, (kappa, initial, _) = problem(alone, boundary=boundary)
