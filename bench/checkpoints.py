@@ -71,8 +71,7 @@ if comm.rank == 0:
         "|---|---|---|---|---|"
     )
 root = round(n**0.5)
-few = Budget(4 * n.bit_length() // 2 + 2)
-for choice in (None, root, 4 * root, Budget(n), Budget(2 * root + 2), Budget(40), few):
+for choice in (None, root, 4 * root, Budget(n), Budget(2 * root), Budget(root)):
     gradient = mpigrad.grad(lambda f, c=choice: share(f, first, c))
     memory = jax.jit(gradient).lower(feed).compile().memory_analysis().temp_size_in_bytes / 1e6
     spent = seconds(mpigrad.jit(gradient), feed)
