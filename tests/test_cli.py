@@ -50,7 +50,11 @@ def test_help_of_a_problem_lists_its_settings() -> None:
         (("run", "poisson", "--cells", 10), "--cells"),
         (("run", "poisson", "--data", "missing.npz"), "there is no file missing.npz"),
         (("run", "poisson", "--iteration", 3), "--iterations"),
-        (("run", "heat"), "'poisson'"),
+        (("run", "fwi", "--invert", "rho"), "--invert: for acoustic waves some of vp"),
+        (("run", "fwi", "--initial", "missing.mat"), "there is no file missing.mat"),
+        (("run", "acoustic", "--cells", 4, 30), "--cells: at least 8 along each axis"),
+        (("run", "elastic", "--source", "drum"), "--source"),
+        (("run", "storm"), "'poisson'"),
         (("run",), "PROBLEM"),
         (("doctor", "-n", 0), "-n 0: at least 1 rank"),
         (("trot",), "run, launch, doctor"),
@@ -70,10 +74,20 @@ def test_version() -> None:
     assert done.stdout.startswith("mpigrad 0."), done.stderr
 
 
-def test_a_problem_runs_on_two_ranks(tmp_path: object) -> None:
-    done = mpigrad(
-        *("run", "poisson", "-n", 2, "--timeout", 90, "--cells", 12, 10, "--iterations", 3),
-        *("--out", tmp_path),
-    )
+WAVES = ("--cells", 24, 16, "--pml", 4, "--steps", 30, "--shots", 2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("poisson", "--cells", 12, 10, "--iterations", 3),
+        ("acoustic", *WAVES, "--frames", 2),
+        ("elastic", *WAVES, "--frames", 2, "--groups", 2),
+        ("fwi", *WAVES, "--iterations", 2, "--unknown", "network", "--water", 20),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_problem_runs_on_two_ranks(tmp_path: object, arguments: tuple[object, ...]) -> None:
+    done = mpigrad("run", *arguments, "-n", 2, "--timeout", 90, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "report.html" in done.stdout

@@ -26,7 +26,7 @@ from mpigrad import launcher
 
 __all__ = ["PROBLEMS", "main", "problem_options"]
 
-PROBLEMS = ("poisson",)
+PROBLEMS = ("poisson", "heat", "acoustic", "elastic", "fwi")
 _WITH_VALUE = ("-n", "--ranks", "--timeout", "--grace")  # of LaunchOptions
 _FLAGS = ("--profile",)  # of Launch
 
@@ -74,12 +74,20 @@ class Launch(LaunchOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Solve one of the inverse problems that come with mpigrad, on several ranks.
+    """Solve one of the problems that come with mpigrad, on several ranks.
     `mpigrad run PROBLEM --help` lists its options.
     """
 
-    problem: tyro.conf.Positional[Annotated[Literal["poisson"], tyro.conf.arg(metavar="PROBLEM")]]
-    """poisson: the diffusivity kappa in div(kappa grad u) = f, from observations of u."""
+    problem: tyro.conf.Positional[
+        Annotated[
+            Literal["poisson", "heat", "acoustic", "elastic", "fwi"],
+            tyro.conf.arg(metavar="PROBLEM"),
+        ]
+    ]
+    """poisson: the diffusivity kappa in div(kappa grad u) = f, from observations of u;
+    heat: heat in a plate, or its diffusivity from thermometers;
+    acoustic, elastic: shots at a model of the ground;
+    fwi: the model of the ground, from the recordings of such shots."""
 
 
 @dataclasses.dataclass(frozen=True)

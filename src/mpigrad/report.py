@@ -58,6 +58,8 @@ class Panel:
 
     `limits` are the ends of the colour bar, by default the smallest and the largest value; `extent`
     is the rectangle (x0, x1, y0, y1) that the cells fill. `diverging` colours zero white.
+    `labels` name the axes; the second one points `downwards` in a section of the ground, and is
+    `stretched` where it has another unit than the first.
     """
 
     title: str
@@ -65,6 +67,9 @@ class Panel:
     limits: tuple[float, float] | None = None
     extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0)
     diverging: bool = False
+    labels: tuple[str, str] = ("x", "y")
+    downwards: bool = False
+    stretched: bool = False
 
 
 def _figure(width: float, height: float) -> Any:
@@ -87,11 +92,13 @@ def _png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-def maps(name: str, caption: str, panels: Sequence[Panel]) -> Picture:
-    """Maps side by side, each with its colour bar, x to the right and y upwards."""
-    figure = _figure(5.2 * len(panels), 4.4)
+def maps(name: str, caption: str, panels: Sequence[Panel], columns: int | None = None) -> Picture:
+    """Maps side by side, or in so many columns, each with its colour bar, x to the right."""
+    columns = columns or len(panels)
+    rows = -(-len(panels) // columns)
+    figure = _figure(5.2 * columns, rows * max(map(_height, panels)))
     for place, panel in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), place + 1)
+        axes = figure.add_subplot(rows, columns, place + 1)
         low, high = panel.limits or (
             float(np.nanmin(panel.values)),
             float(np.nanmax(panel.values)),
@@ -99,21 +106,28 @@ def maps(name: str, caption: str, panels: Sequence[Panel]) -> Picture:
         if panel.diverging:
             high = max(abs(low), abs(high))
             low = -high
+        x0, x1, y0, y1 = panel.extent
         image = axes.imshow(
             panel.values.T,
-            origin="lower",
-            extent=panel.extent,
+            origin="upper" if panel.downwards else "lower",
+            extent=(x0, x1, y1, y0) if panel.downwards else panel.extent,
             vmin=low,
             vmax=high,
             cmap="RdBu_r" if panel.diverging else "viridis",
-            aspect="equal",
+            aspect="auto" if panel.stretched else "equal",
             interpolation="nearest",
         )
         axes.set_title(panel.title)
-        axes.set_xlabel("x")
-        axes.set_ylabel("y")
+        axes.set_xlabel(panel.labels[0])
+        axes.set_ylabel(panel.labels[1])
         figure.colorbar(image, ax=axes, shrink=0.9)
     return Picture(name, caption, _png(figure))
+
+
+def _height(panel: Panel) -> float:
+    """In inches, for a panel that is 5.2 wide."""
+    x0, x1, y0, y1 = panel.extent
+    return 4.4 if panel.stretched else min(4.4, 4.0 * (y1 - y0) / (x1 - x0) + 1.0)
 
 
 def points(

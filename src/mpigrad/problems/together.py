@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from mpigrad.communicator import Communicator
 
-__all__ = ["from_root", "together"]
+__all__ = ["equal_everywhere", "from_root", "together"]
 
 T = TypeVar("T")
 _PLAIN = (ValueError, TypeError, FileNotFoundError, PermissionError, OSError)
@@ -47,3 +47,13 @@ def from_root(comm: Communicator, read: Callable[[], T]) -> T:
         if comm.rank == 0:
             value = read()
     return comm.mpi.bcast(value, root=0)  # type: ignore[no-any-return]
+
+
+def equal_everywhere(comm: Communicator, value: object, what: str) -> None:
+    """Raise a ValueError on every rank unless the value is equal on all of them (collective)."""
+    values = comm.mpi.allgather(value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise ValueError(
+                f"{what} must be equal on all ranks: rank 0 {values[0]}, {rank} {other}"
+            )

@@ -10,10 +10,11 @@ except ImportError as error:
 import os
 
 from mpigrad.operations.sites import pass_over
+from mpigrad.problems.acoustic.command import run
 from mpigrad.problems.acoustic.model import Acoustic, Recording
 from mpigrad.problems.acoustic.state import State
 from mpigrad.problems.waves.survey import Survey
 
-__all__ = ["Acoustic", "Recording", "State", "Survey"]
+__all__ = ["Acoustic", "Recording", "State", "Survey", "run"]
 
 pass_over(os.path.dirname(__file__))

@@ -17,13 +17,13 @@ import mpigrad
 from mpigrad import sparse
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.native import communication_seconds
+from mpigrad.optimize import LBFGS
 from mpigrad.problems.poisson.inverse import InverseProblem, best_constant, inverse_problem
-from mpigrad.problems.poisson.lbfgs import LBFGS
 from mpigrad.problems.poisson.outputs import write_outputs
 from mpigrad.problems.poisson.result import Result
 from mpigrad.problems.poisson.settings import Settings
-from mpigrad.problems.poisson.training import train
 from mpigrad.problems.together import together
+from mpigrad.problems.training import train
 
 __all__ = ["run"]
 
@@ -66,9 +66,10 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
             parameters,
             settings.iterations,
             comm,
-            save=lambda best: values.save(settings.out / values.file_name, best),
+            save=lambda standing: values.save(settings.out / values.file_name, standing.best),
             history_file=settings.out / "history.jsonl",
-            kappa_error=_error_of(problem),
+            error=_error_of(problem),
+            advice="the linear solve failed there. Start from other parameters (--seed, --restart)",
         )
         seconds = _mean_seconds(comm, before)
         kappa = mpigrad.jit(values.kappa)(trained.parameters)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from mpigrad import sparse
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
-from mpigrad.halo import halo_exchange
+from mpigrad.problems import diffusion
 
 __all__ = ["Model", "poisson", "unit_square"]
 
@@ -23,20 +23,6 @@ def unit_square(
 ) -> Grid:
     """A grid of nx x ny cells on the unit square."""
     return Grid(cells, (1 / max(cells[0], 1), 1 / max(cells[1], 1)), comm, dims)
-
-
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """The faces of a tile's cells on one side: across them lies the next cell along `axis`."""
-
-    axis: int
-    step: int
-    # Face area over distance, along `axis`: 2 x on the boundary, half a cell away.
-    weight: Float[np.ndarray, "lx 1"] | Float[np.ndarray, "1 ly"]
-
-    @property
-    def offset(self) -> tuple[int, int]:
-        return (self.step, 0) if self.axis == 0 else (0, self.step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +40,7 @@ class Model:
     grid: Grid
     pattern: sparse.Pattern
     rhs: Float[Array, " rows"]
-    sides: tuple[Side, ...]
+    sides: tuple[diffusion.Side, ...]
 
     def matrix(self, kappa: Float[Array, "lx ly"]) -> sparse.Matrix:
         """A(kappa), in tile numbering, for this rank's tile of kappa (lx, ly); differentiable."""
@@ -63,15 +49,8 @@ class Model:
                 f"poisson: kappa has shape {kappa.shape} on a tile of {self.grid.local_shape} "
                 f"cells (rank {self.grid.comm.rank})"
             )
-        padded = halo_exchange(kappa, self.grid, width=1, boundary="edge")
-        diagonal = jnp.zeros_like(kappa)
-        others: list[Array] = []
-        for side in self.sides:
-            beyond = padded[_shifted(side, kappa.shape)]
-            coefficient = jnp.asarray(side.weight) * (kappa + beyond) / 2
-            diagonal = diagonal + coefficient
-            others.append(-coefficient)
-        return self.pattern.matrix([diagonal, *others])
+        flows = diffusion.conductances(kappa, self.grid, self.sides)
+        return self.pattern.matrix([sum(flows), *(-flow for flow in flows)])
 
     def solve(
         self, kappa: Float[Array, "lx ly"], solver: sparse.LinearSolver, *, throw: bool = True
@@ -87,11 +66,7 @@ class Model:
 
     def roughness(self, field: Float[Array, "lx ly"]) -> Float[Array, ""]:
         """Share of this rank in the mean over cells of squared differences across faces."""
-        padded = halo_exchange(field, self.grid, width=1, boundary="edge")
-        differences = [
-            field - padded[_shifted(side, field.shape)] for side in self.sides if side.step < 0
-        ]
-        return sum(jnp.sum(d**2) for d in differences) / self.grid.size  # type: ignore[return-value]
+        return diffusion.roughness(field, self.grid, self.sides)
 
 
 def poisson(grid: Grid, source: Float[Array, "lx ly"] | Float[np.ndarray, "lx ly"]) -> Model:
@@ -109,22 +84,7 @@ def poisson(grid: Grid, source: Float[Array, "lx ly"] | Float[np.ndarray, "lx ly
             f"poisson: the source has shape {source.shape} on a tile of {grid.local_shape} cells "
             f"(rank {grid.comm.rank})"
         )
-    sides = tuple(_side(grid, axis, step) for axis in range(2) for step in (-1, 1))
+    sides = diffusion.sides(grid)
     pattern = sparse.Pattern.from_stencil(grid, [(0, 0), *(side.offset for side in sides)])
     rhs = -jnp.asarray(source, jnp.float64).ravel() * (grid.spacing[0] * grid.spacing[1])
     return Model(grid, pattern, rhs, sides)
-
-
-def _side(grid: Grid, axis: int, step: int) -> Side:
-    across, along = grid.spacing[axis], grid.spacing[1 - axis]
-    weight = np.full(grid.local_shape[axis], along / across)
-    if grid.coords[axis] == (0 if step < 0 else grid.dims[axis] - 1):
-        weight[0 if step < 0 else -1] *= 2
-    return Side(axis, step, weight[:, None] if axis == 0 else weight[None, :])
-
-
-def _shifted(side: Side, shape: tuple[int, ...]) -> tuple[slice, slice]:
-    """Where, in a tile padded by one layer, the cells across a side's faces lie."""
-    start = [1, 1]
-    start[side.axis] += side.step
-    return slice(start[0], start[0] + shape[0]), slice(start[1], start[1] + shape[1])

@@ -13,7 +13,7 @@ from mpigrad import report, sparse
 from mpigrad.problems.poisson.inverse import InverseProblem
 from mpigrad.problems.poisson.observations import Data
 from mpigrad.problems.poisson.result import Result
-from mpigrad.problems.poisson.training import seconds_per_iteration
+from mpigrad.problems.training import seconds_per_iteration
 
 __all__ = ["write_outputs"]
 
@@ -95,7 +95,7 @@ def _pictures(
     every = [record.iteration for record in history]
     lines["loss"] = every, [record.loss for record in history]
     lines["norm of its gradient"] = every, [record.gradient_norm for record in history]
-    errors = [(r.iteration, r.kappa_error) for r in history if r.kappa_error is not None]
+    errors = [(r.iteration, r.error) for r in history if r.error is not None]
     if errors:
         lines["largest error of κ"] = [i for i, _ in errors], [error for _, error in errors]
     pictures.append(report.curve("loss", "The training, iteration by iteration.", lines))

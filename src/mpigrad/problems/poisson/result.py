@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mpigrad.grid import Grid
 from mpigrad.problems.poisson.settings import Settings
-from mpigrad.problems.poisson.training import Record
+from mpigrad.problems.training import Record
 
 __all__ = ["Result"]
 

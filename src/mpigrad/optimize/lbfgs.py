@@ -116,6 +116,13 @@ class LBFGS:
         )
         return mpigrad.bcast(following, comm=self._comm)
 
+    def blank(self, parameters: Parameters) -> Iterate:
+        """An iterate of these parameters' structure, not evaluated: what a file is read into."""
+        zero = jnp.zeros(())
+        flat, _ = ravel_pytree(parameters)
+        state = self._without_memory(flat, zero, jnp.zeros_like(flat))
+        return Iterate(parameters, zero, zero, jnp.ones((), int), zero, state)
+
     def forget(self, now: Iterate) -> Iterate:
         """The same iterate without memory: the next step is along the gradient."""
         flat, _ = ravel_pytree(now.parameters)

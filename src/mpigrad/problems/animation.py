@@ -1,0 +1,50 @@
+"""A field that changes in time, as an animated picture."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+from jaxtyping import Float
+from numpy import ndarray
+
+__all__ = ["animate"]
+
+
+def animate(
+    path: pathlib.Path,
+    frames: Float[ndarray, "frames nx ny"],
+    titles: Sequence[str],
+    limits: tuple[float, float],
+    extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
+    colours: str = "viridis",
+) -> None:
+    """Write a GIF, one frame for each title, x to the right and y upwards (on one rank).
+
+    `limits` are the ends of the colour bar; `extent` is the rectangle (x0, x1, y0, y1) that the
+    cells fill; `colours` is a colour map of matplotlib's.
+    """
+    from matplotlib.animation import PillowWriter
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    image = axes.imshow(
+        frames[0].T,
+        origin="lower",
+        extent=extent,
+        vmin=limits[0],
+        vmax=limits[1],
+        cmap=colours,
+        interpolation="nearest",
+    )
+    axes.set(xlabel="x", ylabel="y")
+    figure.colorbar(image, ax=axes, shrink=0.9)
+    writer = PillowWriter(fps=10)
+    with writer.saving(figure, str(path), dpi=80):
+        for frame, title in zip(frames, titles, strict=True):
+            image.set_data(frame.T)
+            axes.set_title(title)
+            writer.grab_frame()

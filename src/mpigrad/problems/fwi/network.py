@@ -1,0 +1,48 @@
+"""A neural network of the place, whose values are zero at first."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+__all__ = ["Weights", "first_weights", "network"]
+
+Weights = dict[str, list[Float[Array, "..."]]]
+_SIZES = (64, 64, 64)
+_WAVES = 32  # sines and cosines of the place
+_FINENESS = 3.0  # standard deviation of their numbers of half waves across the model
+
+
+def first_weights(key: PRNGKeyArray, outputs: int) -> Weights:
+    """Weights from N(0, 1/n_in), biases zero; the last layer's zero, so that the network is.
+
+    The first layer takes cos and sin of 32 random waves of (x, y), with wave numbers from
+    N(0, 3^2) half waves across the model, which are weights, too (Fourier features: Tancik et al.,
+    "Fourier features let networks learn high frequency functions in low dimensional domains").
+    """
+    waves, *keys = jax.random.split(key, len(_SIZES) + 1)
+    widths = (2 * _WAVES, *_SIZES)
+    layers = [
+        jax.random.normal(k, (n_out, n_in), jnp.float64) / n_in**0.5
+        for k, n_in, n_out in zip(keys, widths[:-1], widths[1:], strict=True)
+    ]
+    return {
+        "waves": [_FINENESS * jax.random.normal(waves, (_WAVES, 2), jnp.float64)],
+        "weights": [*layers, jnp.zeros((outputs, widths[-1]))],
+        "biases": [jnp.zeros(n) for n in (*_SIZES, outputs)],
+    }
+
+
+def network(
+    weights: Weights, x: Float[Array, "*n"], y: Float[Array, "*n"]
+) -> Float[Array, "outputs ..."]:
+    """Values at the points (x, y), which lie in [-1, 1]; fully connected layers with tanh."""
+    phase = jnp.pi / 2 * weights["waves"][0] @ jnp.stack([jnp.ravel(x), jnp.ravel(y)])
+    z = jnp.concatenate([jnp.cos(phase), jnp.sin(phase)])
+    layers = list(zip(weights["weights"], weights["biases"], strict=True))
+    for weight, bias in layers[:-1]:
+        z = jnp.tanh(weight @ z + bias[:, None])
+    weight, bias = layers[-1]
+    z = weight @ z + bias[:, None]
+    return z.reshape(len(z), *jnp.shape(x))

@@ -1,0 +1,109 @@
+"""Whole runs: what they write, that the misfit falls, and that a restart is bit for bit."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import zarr
+
+from mpigrad.problems import acoustic, fwi
+from mpigrad.problems.acoustic.settings import Settings as Shots
+from mpigrad.problems.fwi import Settings
+
+SMALL = Settings(
+    cells=(30, 20), spacing=(10.0, 10.0), steps=110, shots=2, pml=6, water=20.0, method=None,
+    frequency=15.0, iterations=4, memory=5,
+)  # fmt: skip
+
+
+@pytest.mark.ranks(1, 2)
+def test_misfit_falls_from_stage_to_stage(comm, directory):
+    settings = dataclasses.replace(SMALL, frequencies=(12.0,), out=directory / "whole")
+    whole = fwi.run(settings, comm)
+    assert whole.misfits[1] < 0.3 * whole.misfits[0]
+    assert whole.errors is not None
+    assert whole.errors[1] < whole.errors[0]
+    assert [record.stage for record in whole.history] == [0] * 5 + [1] * 5
+    comm.mpi.Barrier()
+    check_files(settings.out, whole)
+
+
+def check_files(out, whole):
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    for words in ("times smaller than the start", "error of the result", "Versions"):
+        assert words in page
+    lines = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [record.loss for record in whole.history]
+    with np.load(out / "model.npz") as found:
+        assert np.allclose(found["vp"], whole.fields["vp"], rtol=1e-12)
+    group = zarr.open_group(out / "fields.zarr", mode="r")
+    assert np.array_equal(group["vp"][:], whole.fields["vp"])
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_stop_and_a_restart_are_one_run(comm, directory, monkeypatch):
+    """With a network; asked to stop, it ends after an iteration, and goes on from its file."""
+    settings = dataclasses.replace(SMALL, unknown="network", iterations=3, out=directory / "whole")
+    whole = fwi.run(settings, comm)
+    stop = directory / "stop"
+    if comm.rank == 0:
+        stop.touch()
+    comm.mpi.Barrier()
+    monkeypatch.setenv("MPIGRAD_STOP_FILE", str(stop))
+    part = fwi.run(dataclasses.replace(settings, out=directory / "part"), comm)
+    assert part.ending == "stopped at iteration 1"
+    monkeypatch.delenv("MPIGRAD_STOP_FILE")
+    restart = directory / "part" / "restart.bin"
+    rest = fwi.run(dataclasses.replace(settings, restart=restart, out=directory / "rest"), comm)
+    for a, b in zip(
+        jax.tree.leaves(rest.parameters), jax.tree.leaves(whole.parameters), strict=True
+    ):
+        assert np.array_equal(a, b)
+    same = [dataclasses.replace(record, seconds=0.0) for record in whole.history]
+    assert [dataclasses.replace(record, seconds=0.0) for record in rest.history] == same
+    with pytest.raises(ValueError, match="is of another problem: start, bounds and mask"):
+        fwi.run(dataclasses.replace(settings, restart=restart, water=40.0), comm)
+    with pytest.raises(ValueError, match="is not a restart file"):
+        fwi.run(dataclasses.replace(settings, restart=directory / "part" / "model.npz"), comm)
+
+
+@pytest.mark.ranks(1, 2)
+def test_shots_are_written_and_are_data(comm, directory):
+    """What `run acoustic` records, an inversion takes."""
+    options = {
+        field.name: getattr(SMALL, field.name)
+        for field in dataclasses.fields(Shots)
+        if field.name not in ("out", "frames")
+    }
+    groups = comm.size
+    shots = acoustic.run(
+        Shots(**{**options, "groups": groups}, frames=5, out=directory / "shots"), comm
+    )
+    comm.mpi.Barrier()
+    out = directory / "shots"
+    for name in ("report.html", "animation.gif", "gathers.png", "model.png", "snapshots.png"):
+        assert (out / name).stat().st_size > 1000
+    group = zarr.open_group(out / "snapshots.zarr", mode="r")
+    assert len([name for name in group.array_keys() if name.startswith("pressure")]) == 5
+    with np.load(out / "gathers.npz") as file:
+        gathers = file["gathers"]
+    if comm.rank == 0:
+        assert np.array_equal(gathers, shots.gathers)
+        np.savez(out / "true.npz", **shots.experiment.fields, spacing=shots.experiment.spacing)
+    comm.mpi.Barrier()
+    given = dataclasses.replace(
+        SMALL,
+        data=out / "gathers.npz",
+        initial=out / "true.npz",
+        spacing=None,
+        dt=shots.experiment.dt,
+    )
+    problem = fwi.inversion(given, comm)
+    assert problem.truth is None
+    assert np.allclose(problem.recorded, gathers, rtol=1e-12)
+    exact = fwi.inversion(dataclasses.replace(SMALL, model=out / "true.npz"), comm)
+    # segments, and other groups of ranks: the same gathers to the fields' rounding
+    assert np.allclose(exact.recorded, gathers, atol=1e-4 * np.max(np.abs(gathers)))
