@@ -135,7 +135,7 @@ def test_linearised_operator_and_its_adjoint(comm):
     mpigrad.dot_test(f, *point, comm=comm, rtol=1e-12)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(1)
 def test_taylor_expansion_in_all_operands(comm):
     acoustic = model(comm)
     velocity, wavelets, fields, weights, _ = whole()
