@@ -162,7 +162,7 @@ def test_models_that_are_no_models_are_refused(comm):
     for name, value in (("rho", np.nan), ("rho", -1.0), ("mu", -1.0), ("lam", np.inf)):
         with pytest.raises(jax.errors.JaxRuntimeError, match="must be positive, mu must not be"):
             jax.block_until_ready(run(**spoilt(name, value)))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"largest stable one is 0\.00"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"largest stable one is \d"):
         jax.block_until_ready(run(**spoilt("rho", 1.0)))
     with pytest.raises(ValueError, match="mu has shape"):
         run(mu=good["mu"][1:] if last else good["mu"])
