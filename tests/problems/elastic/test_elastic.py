@@ -164,8 +164,8 @@ def test_models_that_are_no_models_are_refused(comm):
             jax.block_until_ready(run(**spoilt(name, value)))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"largest stable one is \d"):
         jax.block_until_ready(run(**spoilt("rho", 1.0)))
-    with pytest.raises(ValueError, match="mu has shape"):
-        run(mu=good["mu"][1:] if last else good["mu"])
+    with pytest.raises(ValueError, match="lam has shape"):
+        run(**{k: good[k][1:] if last else good[k] for k in ("lam", "mu", "rho")})
     with pytest.raises(ValueError, match="all float32 or all float64"):
         run(rho=good["rho"].astype("float32"))
     with pytest.raises(ValueError, match="wavelets have shape"):
