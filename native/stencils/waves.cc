@@ -53,7 +53,7 @@ enum Kind { kForward, kTangent, kAdjoint };
 constexpr const char* kNames[] = {"propagate", "propagate (tangent)", "propagate (adjoint)"};
 
 template <class P>
-ffi::Error run(Kind kind, const Call& c, const Setup& setup, Arguments& in, Results& out, bool rest,
+ffi::Error run(Kind kind, Call& c, const Setup& setup, Arguments& in, Results& out, bool rest,
                bool save) {
   using T = typename P::Value;
   Reader<T> reader(in, out);
@@ -95,6 +95,7 @@ ffi::Error run(Kind kind, const Call& c, const Setup& setup, Arguments& in, Resu
     code = propagation.adjoint(state, amplitudes, available ? kept : nullptr, gathers, last,
                                model_cotangents, amplitude_cotangents, reader.give(fields));
   }
+  c.watch.sent(propagation.bytes());
   pool.trim(static_cast<size_t>(setup.memory / 4));
   return c.done(code);
 }
@@ -108,7 +109,7 @@ ffi::Error handle(Kind kind, Arguments& in, Results& out, int64_t site, int64_t 
   const Setup& setup = *found->second;
   const auto first = in.get<Buffer>(0);
   const bool doubles = first->element_type() == ffi::F64;
-  const Call c(kNames[kind], setup.slot, site, 0);
+  Call c(kNames[kind], setup.slot, site, 0);
   if (ffi::Error e = c.collective_with({{"shots", setup.shots}, {"steps", setup.steps}});
       e.failure())
     return e;

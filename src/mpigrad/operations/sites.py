@@ -8,13 +8,22 @@ import sys
 
 from mpigrad.native import library
 
-__all__ = ["call_site", "describe"]
+__all__ = ["call_site", "describe", "pass_over"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The problems are programs that use the library: their lines are worth naming.
 _PROGRAMS = os.path.join(_PACKAGE, "problems") + os.sep
 _PACKAGE += os.sep
 _JAX = os.path.join("site-packages", "jax") + os.sep
+
+# But for those that are libraries themselves.
+_passed_over: list[str] = []
+
+
+def pass_over(directory: str) -> None:
+    """Name the callers of the code in a directory of the problems, not its own lines."""
+    _passed_over.append(directory + os.sep)
+
 
 _numbers: dict[tuple[str, int], int] = {}
 _texts: list[str] = ["an unknown line"]
@@ -26,6 +35,7 @@ def call_site() -> int:
     while frame is not None:
         name = frame.f_code.co_filename
         inside = (name.startswith(_PACKAGE) and not name.startswith(_PROGRAMS)) or _JAX in name
+        inside = inside or name.startswith(tuple(_passed_over))
         # The library's own context managers are entered by contextlib.
         if not inside and not name.startswith("<frozen") and name != contextlib.__file__:
             break

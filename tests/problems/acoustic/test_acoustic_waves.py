@@ -52,7 +52,7 @@ def test_convergence_to_the_analytic_solution(comm, order, power):
     assert errors[1] < (2e-2 if order == 2 else 2e-3), errors
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(3)
 def test_reciprocity(comm):
     velocity = np.random.default_rng(1).uniform(1500, 2500, (30, 26))
     a, b = (61.0, 47.5), (233.3, 190.0)
@@ -64,7 +64,7 @@ def test_reciprocity(comm):
     np.testing.assert_allclose(there, back, rtol=0, atol=1e-12 * np.max(np.abs(there)))
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1)
 def test_layers_absorb(comm):
     n, wide, h = 40, 110, 10.0
     dt, steps = 3e-3, 200

@@ -7,8 +7,13 @@ except ImportError as error:
         f"mpigrad.problems needs {error.name}: pip install 'mpigrad[problems]'"
     ) from error
 
+import os
+
+from mpigrad.operations.sites import pass_over
 from mpigrad.problems.acoustic.model import Acoustic, Recording
 from mpigrad.problems.acoustic.state import State
 from mpigrad.problems.waves.survey import Survey
 
 __all__ = ["Acoustic", "Recording", "State", "Survey"]
+
+pass_over(os.path.dirname(__file__))
