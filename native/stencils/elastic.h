@@ -147,7 +147,7 @@ class Elastic {
       after_ = slot(history);
       before_ = slot(before);
     }
-    if (mode != Mode::kAdjoint) return;
+    if (mode != Mode::kAdjoint || (phase == 1 && fused(mode))) return;
     in_parallel(setup_.threads, {0, tile_.nx, 0, tile_.ny}, [&](const Box& b) {
       for (int64_t i = b.i0; i < b.i1; ++i)
         if (phase == 0)
@@ -158,11 +158,12 @@ class Elastic {
   }
 
   void update(int phase, Mode mode, const Box& b, Wave& w, T*) const {
+    if (fused(mode)) return phase == 0 ? both_phases(mode, b, w) : void();
     for (int64_t i = b.i0; i < b.i1; ++i) {
       if (mode == Mode::kAdjoint)
         phase == 0 ? accelerate_back(i, b, w) : deform_back(i, b, w);
       else
-        phase == 0 ? accelerate_row(i, b, w, mode) : deform_row(i, b, w, mode);
+        phase == 0 ? accelerate_row(i, b, w, mode) : deform_row(i, b, w, mode, w.previous, w.v);
     }
   }
 
@@ -316,6 +317,26 @@ class Elastic {
     }
   }
 
+  // Alone, a rank computes the stresses of a row as soon as the velocities around it are there,
+  // while they are in its cache. Forces are added to the velocities between the phases.
+  bool fused(Mode mode) const {
+    return tile_.edges.empty() && setup_.threads == 1 &&
+           (mode == Mode::kAdjoint || source() == kPressure);
+  }
+  void both_phases(Mode mode, const Box& b, Wave& w) const {
+    for (int64_t i = 0; i < tile_.nx + elastic::kReach; ++i) {
+      if (i < tile_.nx && mode == Mode::kAdjoint) {
+        accelerate_back(i, b, w);
+        recall_velocity(tile_, profile_, i, b.j0, b.j1, w.v, w.stress, w.by_velocity);
+      } else if (i < tile_.nx) {
+        accelerate_row(i, b, w, mode);
+      }
+      const int64_t k = i - elastic::kReach;
+      if (k < 0) continue;
+      mode == Mode::kAdjoint ? deform_back(k, b, w) : deform_row(k, b, w, mode, w.v, w.next);
+    }
+  }
+
   void accelerate_row(int64_t i, const Box& b, Wave& w, Mode mode) const {
     remember_stress(tile_, weights_, profile_, i, b.j0, b.j1, w.stress);
     accelerate(tile_, weights_, i, b.j0, b.j1, w.stress, forward_, w.v.vx, w.v.vy, w.next.vx,
@@ -332,9 +353,9 @@ class Elastic {
     }
   }
 
-  void deform_row(int64_t i, const Box& b, Wave& w, Mode mode) const {
-    const elastic::Velocity<T>& v = w.v;
-    remember_velocity(tile_, weights_, profile_, i, b.j0, b.j1, w.previous, v);
+  void deform_row(int64_t i, const Box& b, Wave& w, Mode mode,
+                  const elastic::Velocity<T>& previous, const elastic::Velocity<T>& v) const {
+    remember_velocity(tile_, weights_, profile_, i, b.j0, b.j1, previous, v);
     deform(tile_, weights_, i, b.j0, b.j1, v.vx, v.vy, forward_, w.stress);
     deform_in_layers(tile_, weights_, i, b.j0, b.j1, v, forward_, w.stress);
     if (mode == Mode::kBorn) {

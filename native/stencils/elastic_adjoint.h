@@ -114,8 +114,8 @@ inline void accelerate_by_strips(const Tile& t, const Weights<T>& w, int64_t i, 
     const T *r0 = r.x[0] + row * W, *r1 = r.x[1] + row * W;
 #pragma omp simd
     for (int64_t j = j0; j < j1; j++) {
-      vx[j] += bx[j] * further([=](int64_t n) { return r0[j + n]; }, W, w.near_x, w.far_x);
-      vy[j] += by[j] * back([=](int64_t n) { return r1[j + n]; }, W, w.near_x, w.far_x);
+      vx[j] += bx[j] * further(r0 + j, W, w.near_x, w.far_x);
+      vy[j] += by[j] * back(r1 + j, W, w.near_x, w.far_x);
     }
   });
   near_y<T>(t, j0, j1, [&](int64_t first, int64_t last, int64_t shift) {
@@ -123,8 +123,8 @@ inline void accelerate_by_strips(const Tile& t, const Weights<T>& w, int64_t i, 
     const T* r1 = r.y[1] + i * Strips<T>::columns(t) + shift;
 #pragma omp simd
     for (int64_t j = first; j < last; j++) {
-      vx[j] += bx[j] * back([=](int64_t n) { return r1[j + n]; }, 1, w.near_y, w.far_y);
-      vy[j] += by[j] * further([=](int64_t n) { return r0[j + n]; }, 1, w.near_y, w.far_y);
+      vx[j] += bx[j] * back(r1 + j, 1, w.near_y, w.far_y);
+      vy[j] += by[j] * further(r0 + j, 1, w.near_y, w.far_y);
     }
   });
 }
@@ -140,10 +140,10 @@ inline void deform_by_strips(const Tile& t, const Weights<T>& w, int64_t i, int6
     const T *r0 = r.x[0] + row * W, *r1 = r.x[1] + row * W;
 #pragma omp simd
     for (int64_t j = j0; j < j1; j++) {
-      const T xx = back([=](int64_t n) { return r0[j + n]; }, W, w.near_x, w.far_x);
+      const T xx = back(r0 + j, W, w.near_x, w.far_x);
       p[j] += bulk[j] * xx;
       q[j] += shear[j] * xx;
-      s[j] += corner[j] * further([=](int64_t n) { return r1[j + n]; }, W, w.near_x, w.far_x);
+      s[j] += corner[j] * further(r1 + j, W, w.near_x, w.far_x);
     }
   });
   near_y<T>(t, j0, j1, [&](int64_t first, int64_t last, int64_t shift) {
@@ -151,10 +151,10 @@ inline void deform_by_strips(const Tile& t, const Weights<T>& w, int64_t i, int6
     const T* r1 = r.y[1] + i * Strips<T>::columns(t) + shift;
 #pragma omp simd
     for (int64_t j = first; j < last; j++) {
-      const T yy = back([=](int64_t n) { return r0[j + n]; }, 1, w.near_y, w.far_y);
+      const T yy = back(r0 + j, 1, w.near_y, w.far_y);
       p[j] += bulk[j] * yy;
       q[j] -= shear[j] * yy;
-      s[j] += corner[j] * further([=](int64_t n) { return r1[j + n]; }, 1, w.near_y, w.far_y);
+      s[j] += corner[j] * further(r1 + j, 1, w.near_y, w.far_y);
     }
   });
 }
@@ -169,12 +169,10 @@ inline void correlate_deformation(const Tile& t, const Weights<T>& w, int64_t i,
   T *bulk = g.bulk + c, *shear = g.shear + c, *corner = g.corner + c;
 #pragma omp simd
   for (int64_t j = j0; j < j1; j++) {
-    auto x = [=](int64_t n) { return vx[j + n]; };
-    auto y = [=](int64_t n) { return vy[j + n]; };
-    const T xx = back(x, W, w.near_x, w.far_x), yy = back(y, 1, w.near_y, w.far_y);
+    const T xx = back(vx + j, W, w.near_x, w.far_x), yy = back(vy + j, 1, w.near_y, w.far_y);
     bulk[j] += p[j] * (xx + yy);
     shear[j] += q[j] * (xx - yy);
-    corner[j] += s[j] * (further(x, 1, w.near_y, w.far_y) + further(y, W, w.near_x, w.far_x));
+    corner[j] += s[j] * (further(vx + j, 1, w.near_y, w.far_y) + further(vy + j, W, w.near_x, w.far_x));
   }
   if (const int64_t k = layer_row(t, i); k >= 0) {
     const T *m0 = v.mx[0] + k * t.ny, *m1 = v.mx[1] + k * t.ny;

@@ -62,14 +62,14 @@ struct Stress {
   T *p, *q, *s, *mx[2], *my[2];
 };
 
-// The derivative half a cell further, and half a cell back, times dt.
-template <class T, class F>
-inline T further(F f, int64_t o, T near, T far) {
-  return near * (f(o) - f(0)) - far * (f(2 * o) - f(-o));
+// The derivative along an axis of offset o, half a cell further or half a cell back, times dt.
+template <class T>
+inline T further(const T* f, int64_t o, T near, T far) {
+  return near * (f[o] - f[0]) - far * (f[2 * o] - f[-o]);
 }
-template <class T, class F>
-inline T back(F f, int64_t o, T near, T far) {
-  return near * (f(0) - f(-o)) - far * (f(o) - f(-2 * o));
+template <class T>
+inline T back(const T* f, int64_t o, T near, T far) {
+  return near * (f[0] - f[-o]) - far * (f[o] - f[-2 * o]);
 }
 
 // The columns of a row that lie in the layers along y: body(j, its column in the memories).
@@ -93,11 +93,8 @@ inline void accelerate(const Tile& t, const Weights<T>& w, int64_t i, int64_t j0
   vx0 += o, vy0 += o, vx += o, vy += o;
 #pragma omp simd
   for (int64_t j = j0; j < j1; j++) {
-    auto xx = [=](int64_t n) { return p[j + n] + q[j + n]; };
-    auto yy = [=](int64_t n) { return p[j + n] - q[j + n]; };
-    auto xy = [=](int64_t n) { return s[j + n]; };
-    vx[j] = vx0[j] + bx[j] * (further(xx, W, w.near_x, w.far_x) + back(xy, 1, w.near_y, w.far_y));
-    vy[j] = vy0[j] + by[j] * (back(xy, W, w.near_x, w.far_x) + further(yy, 1, w.near_y, w.far_y));
+    vx[j] = vx0[j] + bx[j] * ((further(p + j, W, w.near_x, w.far_x) + further(q + j, W, w.near_x, w.far_x)) + back(s + j, 1, w.near_y, w.far_y));
+    vy[j] = vy0[j] + by[j] * (back(s + j, W, w.near_x, w.far_x) + (further(p + j, 1, w.near_y, w.far_y) - further(q + j, 1, w.near_y, w.far_y)));
   }
 }
 
@@ -111,12 +108,10 @@ inline void deform(const Tile& t, const Weights<T>& w, int64_t i, int64_t j0, in
   vx += o, vy += o;
 #pragma omp simd
   for (int64_t j = j0; j < j1; j++) {
-    auto x = [=](int64_t n) { return vx[j + n]; };
-    auto y = [=](int64_t n) { return vy[j + n]; };
-    const T xx = back(x, W, w.near_x, w.far_x), yy = back(y, 1, w.near_y, w.far_y);
+    const T xx = back(vx + j, W, w.near_x, w.far_x), yy = back(vy + j, 1, w.near_y, w.far_y);
     p[j] += bulk[j] * (xx + yy);
     q[j] += shear[j] * (xx - yy);
-    s[j] += corner[j] * (further(x, 1, w.near_y, w.far_y) + further(y, W, w.near_x, w.far_x));
+    s[j] += corner[j] * (further(vx + j, 1, w.near_y, w.far_y) + further(vy + j, W, w.near_x, w.far_x));
   }
 }
 
@@ -131,18 +126,14 @@ inline void remember_stress(const Tile& t, const Weights<T>& w, const Profile<T>
     const T a0 = f.ax[1][k] / w.dt, b0 = f.bx[1][k], a1 = f.ax[0][k] / w.dt, b1 = f.bx[0][k];
 #pragma omp simd
     for (int64_t j = j0; j < j1; j++) {
-      auto xx = [=](int64_t n) { return p[j + n] + q[j + n]; };
-      auto xy = [=](int64_t n) { return s[j + n]; };
-      m0[j] = b0 * m0[j] + a0 * further(xx, W, w.near_x, w.far_x);
-      m1[j] = b1 * m1[j] + a1 * back(xy, W, w.near_x, w.far_x);
+      m0[j] = b0 * m0[j] + a0 * (further(p + j, W, w.near_x, w.far_x) + further(q + j, W, w.near_x, w.far_x));
+      m1[j] = b1 * m1[j] + a1 * back(s + j, W, w.near_x, w.far_x);
     }
   }
   T *m0 = stress.my[0] + i * py(t), *m1 = stress.my[1] + i * py(t);
   in_layers(t, j0, j1, [&](int64_t j, int64_t l) {
-    auto yy = [=](int64_t n) { return p[j + n] - q[j + n]; };
-    auto xy = [=](int64_t n) { return s[j + n]; };
-    m0[l] = f.by[1][l] * m0[l] + f.ay[1][l] / w.dt * further(yy, 1, w.near_y, w.far_y);
-    m1[l] = f.by[0][l] * m1[l] + f.ay[0][l] / w.dt * back(xy, 1, w.near_y, w.far_y);
+    m0[l] = f.by[1][l] * m0[l] + f.ay[1][l] / w.dt * (further(p + j, 1, w.near_y, w.far_y) - further(q + j, 1, w.near_y, w.far_y));
+    m1[l] = f.by[0][l] * m1[l] + f.ay[0][l] / w.dt * back(s + j, 1, w.near_y, w.far_y);
   });
 }
 
@@ -160,20 +151,16 @@ inline void remember_velocity(const Tile& t, const Weights<T>& w, const Profile<
     const T a0 = f.ax[0][k] / w.dt, b0 = f.bx[0][k], a1 = f.ax[1][k] / w.dt, b1 = f.bx[1][k];
 #pragma omp simd
     for (int64_t j = j0; j < j1; j++) {
-      auto x = [=](int64_t n) { return vx[j + n]; };
-      auto y = [=](int64_t n) { return vy[j + n]; };
-      m0[j] = b0 * n0[j] + a0 * back(x, W, w.near_x, w.far_x);
-      m1[j] = b1 * n1[j] + a1 * further(y, W, w.near_x, w.far_x);
+      m0[j] = b0 * n0[j] + a0 * back(vx + j, W, w.near_x, w.far_x);
+      m1[j] = b1 * n1[j] + a1 * further(vy + j, W, w.near_x, w.far_x);
     }
   }
   const int64_t r = i * py(t);
   const T *n0 = before.my[0] + r, *n1 = before.my[1] + r;
   T *m0 = v.my[0] + r, *m1 = v.my[1] + r;
   in_layers(t, j0, j1, [&](int64_t j, int64_t l) {
-    auto x = [=](int64_t n) { return vx[j + n]; };
-    auto y = [=](int64_t n) { return vy[j + n]; };
-    m0[l] = f.by[0][l] * n0[l] + f.ay[0][l] / w.dt * back(y, 1, w.near_y, w.far_y);
-    m1[l] = f.by[1][l] * n1[l] + f.ay[1][l] / w.dt * further(x, 1, w.near_y, w.far_y);
+    m0[l] = f.by[0][l] * n0[l] + f.ay[0][l] / w.dt * back(vy + j, 1, w.near_y, w.far_y);
+    m1[l] = f.by[1][l] * n1[l] + f.ay[1][l] / w.dt * further(vx + j, 1, w.near_y, w.far_y);
   });
 }
 

@@ -40,8 +40,11 @@ def arrays() -> dict[str, Any]:
     shapes = [(SHOTS, *whole)] * 5
     shapes += [(SHOTS, 4, layers[0], whole[1]), (SHOTS, 4, whole[0], layers[1])]
     # Velocities and stresses of one wave: stresses are larger by the impedance.
-    scales = (1, 1, 5e6, 5e6, 5e6, 1e4, 1e4)
-    state = State(*(s * random.normal(size=n) for s, n in zip(scales, shapes, strict=True)))
+    memory = np.array([5e5, 5e5, 0.1, 0.1])[:, None, None]
+    sizes = (1, 1, 5e6, 5e6, 5e6, memory, memory)
+    state = State(
+        *(jnp.asarray(s * random.normal(size=n)) for s, n in zip(sizes, shapes, strict=True))
+    )
     wavelets = 1e9 * random.normal(size=(SHOTS, SOURCES, STEPS))
     return {"lam": lam, "mu": mu, "rho": rho, "wavelets": wavelets, "state": state}
 
@@ -52,7 +55,7 @@ def mine(elastic: Elastic, whole: dict[str, Any]) -> dict[str, Any]:
     return {
         **part,
         "wavelets": jnp.asarray(whole["wavelets"]),
-        "state": _pieces(elastic, whole["state"]),
+        "state": _pieces(elastic, jax.tree.map(np.asarray, whole["state"])),
     }
 
 

@@ -32,7 +32,8 @@ def value_and_gradient(comm, source="explosive", **settings):
         gathers, state = elastic.propagate(*model, wavelets, survey, arrays["state"])
         last = sum(jnp.sum(x**2) for x in (state.vx, state.vy))
         last += 1e-14 * sum(jnp.sum(x**2) for x in (state.sxx, state.syy, state.sxy))
-        last += 1e-9 * (jnp.sum(state.memory_x**2) + jnp.sum(state.memory_y**2))
+        for memory in (state.memory_x, state.memory_y):
+            last += 1e-12 * jnp.sum(memory[:, :2] ** 2) + jnp.sum(memory[:, 2:] ** 2)
         return jnp.sum(gathers * weights) / comm.size + last, (gathers, state)
 
     (_, (gathers, state)), gradient = mpigrad.jit(
@@ -60,7 +61,7 @@ def test_kernels_are_the_reference_and_all_ranks_are_one(comm, alone):
     )
 
 
-@pytest.mark.thin(2)
+@pytest.mark.full
 @pytest.mark.parametrize("source", ["force_x", "force_y"])
 def test_forces(comm, source):
     got = value_and_gradient(comm, source, method="native")
@@ -90,7 +91,8 @@ def relative(elastic, survey, part):
             jax.tree.map(lambda x, dx: x * (1 + dx), part["state"], state),
         )  # fmt: skip
         # Velocities, and stresses in units of theirs.
-        sizes = (1, 1, 5e6, 5e6, 5e6, 1e4, 1e4)
+        memory = np.array([5e5, 5e5, 0.1, 0.1])[:, None, None]
+        sizes = (1, 1, 5e6, 5e6, 5e6, memory, memory)
         fields = [x / size for x, size in zip(jax.tree.leaves(state), sizes, strict=True)]
         return gathers[:, :2], gathers[:, 2] / 5e6, fields
 
@@ -160,10 +162,10 @@ def test_models_that_are_no_models_are_refused(comm):
     for name, value in (("rho", np.nan), ("rho", -1.0), ("mu", -1.0), ("lam", np.inf)):
         with pytest.raises(jax.errors.JaxRuntimeError, match="must be positive, mu must not be"):
             jax.block_until_ready(run(**spoilt(name, value)))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"largest stable one is 0\.00"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"largest stable one is \d"):
         jax.block_until_ready(run(**spoilt("rho", 1.0)))
-    with pytest.raises(ValueError, match="mu has shape"):
-        run(mu=good["mu"][1:] if last else good["mu"])
+    with pytest.raises(ValueError, match="lam has shape"):
+        run(**{k: good[k][1:] if last else good[k] for k in ("lam", "mu", "rho")})
     with pytest.raises(ValueError, match="all float32 or all float64"):
         run(rho=good["rho"].astype("float32"))
     with pytest.raises(ValueError, match="wavelets have shape"):
@@ -182,12 +184,9 @@ def test_settings_that_make_no_sense_are_refused(comm):
     for settings, message in (
         ({"dt": 0.0}, "dt must be positive"),
         ({"frequency": -1.0}, "frequency must be positive"),
-        ({"source": "hammer"}, "source must be one of"),
-        ({"components": ("vz",)}, "components must be some of"),
         ({"components": ()}, "components must be some of"),
         ({"checkpoints": 0}, "checkpoints must be"),
         ({"threads": 0}, "threads must be at least 1"),
-        ({"method": "fortran"}, "method must be"),
         ({"reflection": 2.0}, "reflection must lie"),
         ({"max_velocity": -2.0}, "max_velocity must be positive"),
         ({"pml": -1}, "widths must not be negative"),
