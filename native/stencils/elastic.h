@@ -23,6 +23,8 @@ class Elastic {
     Memory memories, strips;
     elastic::Stress<T> stress;
     elastic::Strips<T> by_stress, by_velocity;
+    // The adjoint's receivers add these when the stresses have been computed from the velocities.
+    std::vector<std::pair<T*, T>> late;
   };
 
   // numbers: the kind of the sources, then those of the receivers; as many points have each.
@@ -165,9 +167,13 @@ class Elastic {
   }
 
   void finish(int phase, Mode, Wave& w) const {
-    if (phase != 0) return;
-    w.previous = w.v;
-    w.v = w.next;
+    if (phase == 0) {
+      w.previous = w.v;
+      w.v = w.next;
+    } else {
+      for (const auto& [velocity, value] : w.late) *velocity += value;
+      w.late.clear();
+    }
   }
 
   void pieces(int phase, Mode, const Wave& w, std::vector<Piece<T>>& list) const {
@@ -195,8 +201,8 @@ class Elastic {
       if (adjoint) {
         switch (receiver(e.point)) {
           case kPressure: w.stress.p[e.cell] -= adjoint_.bulk[c] * value; break;
-          case kVx: w.v.vx[e.cell] += adjoint_.bx[c] * value; break;
-          case kVy: w.v.vy[e.cell] += adjoint_.by[c] * value; break;
+          case kVx: w.late.emplace_back(w.v.vx + e.cell, adjoint_.bx[c] * value); break;
+          case kVy: w.late.emplace_back(w.v.vy + e.cell, adjoint_.by[c] * value); break;
         }
       } else {
         const T drive = weights_.dt * area_ * value;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from mpigrad.halo import halo_exchange
@@ -31,8 +32,8 @@ class Media(NamedTuple):
 
 
 def lame(
-    vp: Float[Array, "*cells"], vs: Float[Array, "*cells"], rho: Float[Array, "*cells"]
-) -> tuple[Float[Array, "*cells"], Float[Array, "*cells"]]:
+    vp: Float[ArrayLike, "*cells"], vs: Float[ArrayLike, "*cells"], rho: Float[ArrayLike, "*cells"]
+) -> tuple[Float[ArrayLike, "*cells"], Float[ArrayLike, "*cells"]]:
     """Lame's parameters (lambda, mu), Pa, of velocities vp and vs, m/s, and a density, kg/m3."""
     mu = rho * vs**2
     return rho * vp**2 - 2 * mu, mu
