@@ -37,8 +37,10 @@ class Acoustic {
     }
     for (int axis = 0; axis < 2; ++axis) {
       const std::vector<double>& sigma = setup.profiles[axis];
-      for (auto* profile : {&damp_[axis], &keep_[axis], &gain_[axis]})
-        profile->assign(sigma.size() + 2 * R, T(0));
+      // Where a neighbour's cells begin there is no damping.
+      damp_[axis].assign(sigma.size() + 2 * R, T(0));
+      keep_[axis].assign(sigma.size() + 2 * R, T(1));
+      gain_[axis].assign(sigma.size() + 2 * R, dt_);
       for (size_t i = 0; i < sigma.size(); ++i) {
         damp_[axis][i + R] = static_cast<T>(sigma[i]);
         keep_[axis][i + R] = static_cast<T>(std::exp(-sigma[i] * setup.dt));
@@ -304,6 +306,7 @@ class Acoustic {
         if (right < box.j1) in_layer<M>(i, right, box.j1, wave, history);
       }
     }
+    if (M == Mode::kSave) end_streams();
   }
 
   // Without damping.
@@ -318,16 +321,23 @@ class Acoustic {
     const T c0 = xx_[0] + yy_[0];
     T cx[R + 1], cy[R + 1];
     for (int n = 0; n <= R; ++n) cx[n] = xx_[n], cy[n] = yy_[n];
+    // The history of a step is not read before the adjoint comes: it goes past the caches.
+    constexpr int64_t kLine = M == Mode::kSave ? 512 : std::numeric_limits<int64_t>::max() / 2;
+    T line[M == Mode::kSave ? kLine : 1];
+    for (int64_t begin = j0; begin < j1; begin += kLine) {
+      const int64_t end = std::min(begin + kLine, j1);
 #pragma omp simd
-    for (int64_t j = j0; j < j1; ++j) {
-      T drive = c0 * w[j];
-      for (int n = 1; n <= R; ++n)
-        drive += cx[n] * (w[j + n * stride] + w[j - n * stride]) + cy[n] * (w[j + n] + w[j - n]);
-      if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
-      T next = 2 * w[j] - u[j] + k[j] * drive;
-      if (M == Mode::kBorn) next += sum[j] * h[j];
-      if (M == Mode::kSave) h[j] = drive;
-      u[j] = next;
+      for (int64_t j = begin; j < end; ++j) {
+        T drive = c0 * w[j];
+        for (int n = 1; n <= R; ++n)
+          drive += cx[n] * (w[j + n * stride] + w[j - n * stride]) + cy[n] * (w[j + n] + w[j - n]);
+        if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
+        T next = 2 * w[j] - u[j] + k[j] * drive;
+        if (M == Mode::kBorn) next += sum[j] * h[j];
+        if (M == Mode::kSave) line[j - begin] = drive;
+        u[j] = next;
+      }
+      if (M == Mode::kSave) stream(h + begin, line, end - begin);
     }
   }
 

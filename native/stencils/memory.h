@@ -7,6 +7,10 @@
 #include <new>
 #include <utility>
 
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
 #include "../communication/handler.h"
 #include "tile.h"
 
@@ -79,6 +83,32 @@ class Memory {
   size_t bytes_ = 0;
   void* data_ = nullptr;
 };
+
+// Stores past the caches, where the processor has them; to be followed by `end_streams`.
+template <class T>
+void stream(T* to, const T* from, int64_t n) {
+#ifdef __SSE2__
+#ifdef __AVX512F__
+  using Register = __m512i;
+  const auto load = [](const T* p) { return _mm512_loadu_si512(p); };
+  const auto store = [](T* p, Register x) { _mm512_stream_si512(reinterpret_cast<Register*>(p), x); };
+#else
+  using Register = __m128i;
+  const auto load = [](const T* p) { return _mm_loadu_si128(reinterpret_cast<const Register*>(p)); };
+  const auto store = [](T* p, Register x) { _mm_stream_si128(reinterpret_cast<Register*>(p), x); };
+#endif
+  constexpr int64_t width = sizeof(Register) / sizeof(T);
+  for (; n > 0 && reinterpret_cast<uintptr_t>(to) % sizeof(Register); --n) *to++ = *from++;
+  for (; n >= width; n -= width, to += width, from += width) store(to, load(from));
+#endif
+  std::memcpy(to, from, std::max<int64_t>(n, 0) * sizeof(T));
+}
+
+inline void end_streams() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
 
 // A field on a tile, with its margin; converts to the pointer to cell (0, 0).
 template <class T>

@@ -111,7 +111,7 @@ class Acoustic:
         """This rank's tile with its absorbing layers."""
         return WaveTile(self.grid, self.pml)
 
-    def largest_time_step(self, velocity: Float[Array, "lx ly"]) -> float:
+    def largest_time_step(self, velocity: Float[Array | np.ndarray, "lx ly"]) -> float:
         """The largest stable time step for a model, s (collective).
 
         The absorbing layers take no part in it.
@@ -128,8 +128,8 @@ class Acoustic:
 
     def propagate(
         self,
-        velocity: Float[Array, "lx ly"],
-        wavelets: Float[Array, "_ sources steps"],
+        velocity: Float[Array | np.ndarray, "lx ly"],
+        wavelets: Float[Array | np.ndarray, "_ sources steps"],
         survey: Survey,
         state: State | None = None,
     ) -> Recording:
