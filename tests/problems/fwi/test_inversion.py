@@ -28,6 +28,7 @@ CASES = {
     "cells": dataclasses.replace(ROUGH, smoothing=1.5, normalize="trace"),
     "network": dataclasses.replace(SMALL, unknown="network", normalize="shot"),
     "filtered": dataclasses.replace(SMALL, frequencies=(15.0,)),
+    "elastic": dataclasses.replace(SMALL, physics="elastic", invert=("lambda", "mu", "rho")),
 }
 
 
