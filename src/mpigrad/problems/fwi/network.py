@@ -11,14 +11,14 @@ __all__ = ["Weights", "first_weights", "network"]
 Weights = dict[str, list[Float[Array, "..."]]]
 _SIZES = (64, 64, 64)
 _WAVES = 32  # sines and cosines of the place
-_FINENESS = 3.0  # standard deviation of their numbers of half waves across the model
+_FINENESS = 10.0  # standard deviation of their numbers of half waves across the model
 
 
 def first_weights(key: PRNGKeyArray, outputs: int) -> Weights:
     """Weights from N(0, 1/n_in), biases zero; the last layer's zero, so that the network is.
 
     The first layer takes cos and sin of 32 random waves of (x, y), with wave numbers from
-    N(0, 3^2) half waves across the model, which are weights, too (Fourier features: Tancik et al.,
+    N(0, 10^2) half waves across the model, which are weights, too (Fourier features: Tancik et al.,
     "Fourier features let networks learn high frequency functions in low dimensional domains").
     """
     waves, *keys = jax.random.split(key, len(_SIZES) + 1)
