@@ -17,8 +17,9 @@ def first_weights(key: PRNGKeyArray, outputs: int, fineness: float) -> Weights:
     """Weights from N(0, 1/n_in), biases zero; the last layer's zero, so that the network is.
 
     The first layer takes cos and sin of 32 random waves of (x, y), with wave numbers from
-    N(0, fineness^2) half waves across the model, which are weights, too (Fourier features: Tancik et al.,
-    "Fourier features let networks learn high frequency functions in low dimensional domains").
+    N(0, fineness^2) half waves across the model, which are weights, too (Fourier features: Tancik
+    et al., "Fourier features let networks learn high frequency functions in low dimensional
+    domains").
     """
     waves, *keys = jax.random.split(key, len(_SIZES) + 1)
     widths = (2 * _WAVES, *_SIZES)
