@@ -18,7 +18,7 @@ SMALL = Settings(
 )  # fmt: skip
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.thin(1)
 def test_misfit_falls_from_stage_to_stage(comm, directory):
     settings = dataclasses.replace(SMALL, frequencies=(12.0,), out=directory / "whole")
     whole = fwi.run(settings, comm)
@@ -43,10 +43,10 @@ def check_files(out, whole):
     assert np.array_equal(group["vp"][:], whole.fields["vp"])
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.thin(2)
 def test_a_stop_and_a_restart_are_one_run(comm, directory, monkeypatch):
-    """With a network; asked to stop, it ends after an iteration, and goes on from its file."""
-    settings = dataclasses.replace(SMALL, unknown="network", iterations=3, out=directory / "whole")
+    """Asked to stop, it ends after an iteration, and goes on from its file bit for bit."""
+    settings = dataclasses.replace(SMALL, iterations=3, out=directory / "whole")
     whole = fwi.run(settings, comm)
     stop = directory / "stop"
     if comm.rank == 0:
@@ -70,7 +70,7 @@ def test_a_stop_and_a_restart_are_one_run(comm, directory, monkeypatch):
         fwi.run(dataclasses.replace(settings, restart=directory / "part" / "model.npz"), comm)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.thin(2)
 def test_shots_are_written_and_are_data(comm, directory):
     """What `run acoustic` records, an inversion takes."""
     options = {

@@ -54,7 +54,7 @@ class ElasticPhysics(Physics):
             )
         if {"lambda", "mu"} & set(names):
             if not {"lambda", "mu"} <= found.keys():
-                lam, mu = lame(*(jnp.asarray(found[name]) for name in ("vp", "vs", "rho")))
+                lam, mu = lame(found["vp"], found["vs"], found["rho"])
                 found |= {"lambda": np.asarray(lam), "mu": np.asarray(mu)}
             return {name: found[name] for name in ("lambda", "mu", "rho")}
         if missing:
@@ -106,4 +106,5 @@ def _moduli(
     """Lambda, mu and rho."""
     if "lambda" in fields:
         return fields["lambda"], fields["mu"], fields["rho"]
-    return (*lame(fields["vp"], fields["vs"], fields["rho"]), fields["rho"])
+    lam, mu = lame(fields["vp"], fields["vs"], fields["rho"])
+    return jnp.asarray(lam), jnp.asarray(mu), fields["rho"]

@@ -197,7 +197,7 @@ def inversion(settings: Settings, comm: Communicator | None = None) -> Inversion
         fixed = {name: field for name, field in start.items() if name not in names}
         parts = unknowns, fixed, active
         values: Parametrization = (
-            NetworkValues(*parts)
+            NetworkValues(*parts, fineness=settings.fineness)
             if settings.unknown == "network"
             else CellValues(*parts, smoothing=settings.smoothing)
         )

@@ -7,11 +7,14 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
 from mpigrad.problems.waves.wavelets import low_pass_gain
 
 __all__ = ["Misfit", "low_pass", "misfit"]
+
+_WEAKEST = 1e-3  # of the largest norm of a shot or trace: what is weaker is divided by this
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,14 +69,16 @@ def misfit(
     recorded
         The data of this group's shots, the same on every rank of the group.
     normalize
-        "none"; "shot" or "trace": each shot or trace is divided by its norm.
+        "none"; "shot" or "trace": each shot or trace is divided by its norm, but at least by a
+        thousandth of the largest, so that those where nothing has arrived do not count.
     """
     filtered = np.asarray(low_pass(jnp.asarray(recorded, jnp.float64), corner, dt))
     weights = np.ones((*filtered.shape[:-1], 1))
     if normalize != "none":
         axes = (1, 2, 3) if normalize == "shot" else (3,)
         size = np.sqrt(np.sum(filtered**2, axis=axes, keepdims=True))
-        weights *= np.divide(1, size, out=np.zeros_like(size), where=size > 0)
+        largest = comm.mpi.allreduce(float(np.max(size)), op=MPI.MAX)
+        weights /= np.maximum(size, _WEAKEST * largest or 1.0)
     filtered = filtered * weights
     norm = comm.mpi.allreduce(float(np.sum(filtered**2)) if group.rank == 0 else 0.0)
     if not norm > 0:

@@ -11,15 +11,15 @@ __all__ = ["Weights", "first_weights", "network"]
 Weights = dict[str, list[Float[Array, "..."]]]
 _SIZES = (64, 64, 64)
 _WAVES = 32  # sines and cosines of the place
-_FINENESS = 3.0  # standard deviation of their numbers of half waves across the model
 
 
-def first_weights(key: PRNGKeyArray, outputs: int) -> Weights:
+def first_weights(key: PRNGKeyArray, outputs: int, fineness: float) -> Weights:
     """Weights from N(0, 1/n_in), biases zero; the last layer's zero, so that the network is.
 
     The first layer takes cos and sin of 32 random waves of (x, y), with wave numbers from
-    N(0, 3^2) half waves across the model, which are weights, too (Fourier features: Tancik et al.,
-    "Fourier features let networks learn high frequency functions in low dimensional domains").
+    N(0, fineness^2) half waves across the model, which are weights, too (Fourier features: Tancik
+    et al., "Fourier features let networks learn high frequency functions in low dimensional
+    domains").
     """
     waves, *keys = jax.random.split(key, len(_SIZES) + 1)
     widths = (2 * _WAVES, *_SIZES)
@@ -28,7 +28,7 @@ def first_weights(key: PRNGKeyArray, outputs: int) -> Weights:
         for k, n_in, n_out in zip(keys, widths[:-1], widths[1:], strict=True)
     ]
     return {
-        "waves": [_FINENESS * jax.random.normal(waves, (_WAVES, 2), jnp.float64)],
+        "waves": [fineness * jax.random.normal(waves, (_WAVES, 2), jnp.float64)],
         "weights": [*layers, jnp.zeros((outputs, widths[-1]))],
         "biases": [jnp.zeros(n) for n in (*_SIZES, outputs)],
     }

@@ -118,10 +118,18 @@ class CellValues(Parametrization):
 
 @dataclasses.dataclass(frozen=True)
 class NetworkValues(Parametrization):
-    """Corrections from one network of the cells' centres, an output for each unknown field."""
+    """Corrections from one network of the cells' centres, an output for each unknown field.
+
+    Attributes
+    ----------
+    fineness
+        Standard deviation of the numbers of half waves across the model that it begins with.
+    """
+
+    fineness: float = 3.0
 
     def first(self, seed: int) -> Weights:
-        return first_weights(jax.random.key(seed), len(self.unknowns))
+        return first_weights(jax.random.key(seed), len(self.unknowns), self.fineness)
 
     def corrections(self, parameters: Weights, window: Window) -> Float[Array, "unknowns wx wy"]:
         along = (

@@ -33,6 +33,8 @@ class Settings(WaveOptions):
     """The unknown fields: vp; elastic: of lambda mu rho, or of vp vs rho."""
     unknown: Literal["cells", "network"] = "cells"
     """What stands for a field: one value per cell, or a neural network of (x, y)."""
+    fineness: float = 3.0
+    """Half waves across the model that the network begins with (standard deviation)."""
     iterations: int = 50
     """Iterations of L-BFGS in each stage."""
     memory: int = 20
@@ -76,6 +78,8 @@ class Settings(WaveOptions):
             raise ValueError(
                 f"--invert: for {self.physics} waves some of {sets}, not {' '.join(self.invert)}"
             )
+        if not (self.fineness > 0 and math.isfinite(self.fineness)):
+            raise ValueError(f"--fineness: a positive number, not {self.fineness}")
         if self.iterations < 1:
             raise ValueError(f"--iterations: at least 1, not {self.iterations}")
         if self.memory < 1:
