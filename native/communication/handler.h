@@ -62,7 +62,7 @@ struct Call {
   const char* operation;
   const Communicator& comm;
   int64_t slot, site;
-  Watch watch;
+  mutable Watch watch;
   mutable Post post;
 
   Call(const char* operation, int64_t slot, int64_t site, int64_t bytes, int64_t peer = -1)

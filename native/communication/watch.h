@@ -38,6 +38,8 @@ class Watch {
     record.site.store(site, std::memory_order_relaxed);
     record.start_ns.store(start_ns, std::memory_order_release);
   }
+  // A long operation gets on: what it waits for now, it waits for since now.
+  void moves() { record.start_ns.store(now_ns(), std::memory_order_release); }
   // What an operation knows only afterwards.
   void sent(int64_t bytes) { event_.bytes = bytes_ += bytes; }
   void end(int64_t end_ns) {

@@ -247,6 +247,7 @@ class Propagation {
                   [&](const Box& part) { physics_.update(phase, mode, part, wave, history); });
       physics_.inject(phase, mode, points.middle, wave, amounts, values.steps, history);
       if (int code = exchange_.wait()) return code;
+      c_.watch.moves();
       physics_.finish(phase, mode, wave);
     }
     return 0;

@@ -105,6 +105,7 @@ class Acoustic:
     def __post_init__(self) -> None:
         object.__setattr__(self, "pml", widths_of(self.pml))
         _check_settings(self)
+        _ = self.tile
 
     @property
     def tile(self) -> WaveTile:

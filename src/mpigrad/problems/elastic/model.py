@@ -123,6 +123,7 @@ class Elastic:
         object.__setattr__(self, "pml", widths_of(self.pml))
         object.__setattr__(self, "components", tuple(self.components))
         _check_settings(self)
+        _ = self.tile
 
     @property
     def tile(self) -> WaveTile:

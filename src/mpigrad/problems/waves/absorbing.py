@@ -60,6 +60,12 @@ class WaveTile:
     grid: Grid
     pml: Widths
 
+    def __post_init__(self) -> None:
+        if any(self.grid.periodic):
+            raise ValueError(
+                "waves have absorbing layers at the grid's sides: make the grid with periodic=False"
+            )
+
     @functools.cached_property
     def extension(self) -> Widths:
         """Cells of the layers that lie beside this rank's tile, as the widths are given."""
