@@ -13,6 +13,7 @@ import numpy as np
 import mpigrad
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.optimize import LBFGS
+from mpigrad.problems.directory import prepare
 from mpigrad.problems.files import write_whole
 from mpigrad.problems.fwi.inversion import Inversion, inversion
 from mpigrad.problems.fwi.outputs import write_outputs
@@ -20,7 +21,6 @@ from mpigrad.problems.fwi.restart import load_restart, save_restart
 from mpigrad.problems.fwi.result import Result
 from mpigrad.problems.fwi.settings import Settings
 from mpigrad.problems.training import Standing, Trained, train
-from mpigrad.problems.waves.forward import prepare
 
 __all__ = ["run"]
 

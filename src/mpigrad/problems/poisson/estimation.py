@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +15,11 @@ from mpigrad import sparse
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.native import communication_seconds
 from mpigrad.optimize import LBFGS
+from mpigrad.problems.directory import prepare
 from mpigrad.problems.poisson.inverse import InverseProblem, best_constant, inverse_problem
 from mpigrad.problems.poisson.outputs import write_outputs
 from mpigrad.problems.poisson.result import Result
 from mpigrad.problems.poisson.settings import Settings
-from mpigrad.problems.together import together
 from mpigrad.problems.training import train
 
 __all__ = ["run"]
@@ -47,9 +44,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
     comm = resolve(comm)
     with jax.enable_x64(True):
         problem = inverse_problem(settings, comm)
-        with together(comm):
-            if comm.rank == 0:
-                _prepare(settings)
+        prepare(settings, settings.out, comm)
         values = problem.parametrization
         constant = None
         if settings.data is not None or settings.kappa == "cells":
@@ -90,15 +85,6 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
         )
         write_outputs(problem, result)
     return result
-
-
-def _prepare(settings: Settings) -> None:
-    """The output directory, which must be writable before hours are spent."""
-    settings.out.mkdir(parents=True, exist_ok=True)
-    if not os.access(settings.out, os.W_OK):
-        raise PermissionError(f"--out: {settings.out} is not writable")
-    text = json.dumps(dataclasses.asdict(settings), indent=2, default=str)
-    (settings.out / "settings.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _announce(problem: InverseProblem) -> None:

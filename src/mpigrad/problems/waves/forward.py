@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +16,8 @@ import mpigrad
 from mpigrad import report
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
+from mpigrad.problems.directory import prepare
 from mpigrad.problems.files import write_whole
-from mpigrad.problems.together import together
 from mpigrad.problems.wave_options import WaveOptions
 from mpigrad.problems.waves.experiment import Experiment, experiment
 from mpigrad.problems.waves.physics import Physics
@@ -28,7 +25,7 @@ from mpigrad.problems.waves.pictures import animate, gather_panel, section
 from mpigrad.problems.waves.team import Team, team_of
 from mpigrad.progress import Progress
 
-__all__ = ["Shooting", "prepare", "shoot"]
+__all__ = ["Shooting", "shoot"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,17 +128,6 @@ def _propagate(
         progress.update(k + 1)
     progress.close()
     return np.concatenate(pieces, axis=-1)[..., : some.steps], films
-
-
-def prepare(settings: Any, out: pathlib.Path, comm: Communicator) -> None:
-    """The output directory, which must be writable before hours are spent (collective)."""
-    with together(comm):
-        if comm.rank == 0:
-            out.mkdir(parents=True, exist_ok=True)
-            if not os.access(out, os.W_OK):
-                raise PermissionError(f"--out: {out} is not writable")
-            text = json.dumps(dataclasses.asdict(settings), indent=2, default=str)
-            (out / "settings.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _write_snapshots(out: pathlib.Path, team: Team, films: Films) -> None:
