@@ -81,13 +81,13 @@ WAVES = ("--cells", 24, 16, "--pml", 4, "--steps", 30, "--shots", 2)
     "arguments",
     [
         ("poisson", "--cells", 12, 10, "--iterations", 3),
-        ("acoustic", *WAVES, "--frames", 2),
+        pytest.param(("acoustic", *WAVES, "--frames", 2), marks=pytest.mark.full),
         ("elastic", *WAVES, "--frames", 2, "--groups", 2),
         ("fwi", *WAVES, "--iterations", 2, "--unknown", "network", "--water", 20),
     ],
     ids=lambda arguments: arguments[0],
 )
 def test_a_problem_runs_on_two_ranks(tmp_path: object, arguments: tuple[object, ...]) -> None:
-    done = mpigrad("run", *arguments, "-n", 2, "--timeout", 90, "--out", tmp_path)
+    done = mpigrad("run", *arguments, "-n", 2, "--timeout", 180, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "report.html" in done.stdout

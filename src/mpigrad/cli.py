@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -246,13 +247,17 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parse(options: type[Any], command: str, arguments: list[str]) -> Any:
-    return tyro.cli(
-        options,
-        prog=command,
-        args=arguments,
-        console_outputs=_speaks(),
-        config=(tyro.conf.OmitSubcommandPrefixes,),
-    )
+    try:
+        return tyro.cli(
+            options,
+            prog=command,
+            args=arguments,
+            console_outputs=_speaks(),
+            config=(tyro.conf.OmitSubcommandPrefixes,),
+        )
+    except SystemExit:
+        _let_the_first_speak()
+        raise
 
 
 def _check_launch(ranks: int, timeout: float, grace: float) -> None:
@@ -276,5 +281,12 @@ def _speaks() -> bool:
 
 def _refuse(text: str) -> NoReturn:
     if _speaks():
-        print(f"mpigrad: {text}", file=sys.stderr)
+        print(f"mpigrad: {text}", file=sys.stderr, flush=True)
+    _let_the_first_speak()
     raise SystemExit(2)
+
+
+def _let_the_first_speak() -> None:
+    """A launcher ends all ranks with the first that fails, which may be before rank 0 has spoken."""
+    if not _speaks():
+        time.sleep(5)

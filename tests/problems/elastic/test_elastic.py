@@ -108,7 +108,7 @@ def test_dot_test_of_the_linearised_run(comm):
     assert mpigrad.dot_test(run, *zeros, rtol=1e-12).error < 1e-12
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.thin(2)
 def test_taylor_test(comm):
     elastic = case.model(comm, method="native")
     run, zeros = relative(elastic, case.survey(), case.mine(elastic, case.arrays()))
