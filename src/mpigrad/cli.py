@@ -287,6 +287,6 @@ def _refuse(text: str) -> NoReturn:
 
 
 def _let_the_first_speak() -> None:
-    """A launcher ends all ranks with the first that fails, which may be before rank 0 has spoken."""
+    """A launcher ends all ranks with the first that fails, perhaps before rank 0 has spoken."""
     if not _speaks():
         time.sleep(5)
