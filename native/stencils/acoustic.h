@@ -1,7 +1,7 @@
 // The acoustic wave equation, u_tt = c^2 (u_xx + u_yy + s), with Grote and Sim's absorbing layer;
-// reference.py writes the step out. The adjoint in the variable p = dt^2 c^2 v / (1 + a), where v is
-// the cotangent of the pressure and a = (sigma + tau) dt / 2, is the same step, only that the
-// factors of phi and psi stand inside the derivative. What multiplies c^2 in a step (the history)
+// reference.py writes the step out. The adjoint in the variable p = dt^2 c^2 v / later, where v is
+// the cotangent of the pressure and later = (1 + sigma dt/2) (1 + tau dt/2), is the same step, only
+// that the factors of phi and psi stand inside the derivative. What multiplies c^2 in a step (the history)
 // then gives the model's cotangent as the sum of p times it.
 #pragma once
 
@@ -159,9 +159,9 @@ class Acoustic {
     begin(wave, cotangents, shot);
     each_row([&](int64_t i, int64_t j) {
       const int64_t o = tile_.at(i, j);
-      wave.w[o] *= k_[o] / (1 + a(i, j));
+      wave.w[o] *= k_[o] / later(i, j);
       // In the first step back this is the cotangent of the pressure before.
-      wave.u[o] *= -k_[o] / (1 - a(i, j));
+      wave.u[o] *= -k_[o] / earlier(i, j);
     });
     each_layer_cell([&](int64_t o, int64_t) {
       wave.phi[o] = -wave.phi[o];
@@ -173,8 +173,8 @@ class Acoustic {
     if (cotangents.empty()) return;
     each_row([&](int64_t i, int64_t j) {
       const int64_t o = tile_.at(i, j);
-      wave.w[o] *= (1 + a(i, j)) / k_[o];
-      wave.u[o] *= -(1 - a(i, j)) / k_[o];
+      wave.w[o] *= later(i, j) / k_[o];
+      wave.u[o] *= -earlier(i, j) / k_[o];
     });
     each_layer_cell([&](int64_t o, int64_t) {
       wave.phi[o] = -wave.phi[o];
@@ -220,7 +220,7 @@ class Acoustic {
     for (const auto& e : entries) {
       const T value = static_cast<T>(e.weight) * values[e.point * step];
       const T source = mode == Mode::kAdjoint ? value : area_ * value;
-      wave.u[e.cell] += k_[e.cell] / (1 + a(e.i, e.j)) * source;
+      wave.u[e.cell] += k_[e.cell] / later(e.i, e.j) * source;
       if (mode == Mode::kSave) history[e.cell] += source;
     }
   }
@@ -234,7 +234,13 @@ class Acoustic {
   }
 
  private:
-  T a(int64_t i, int64_t j) const { return (damp_[0][i + R] + damp_[1][j + R]) * (dt_ / 2); }
+  // The factors of the next pressure and of the one before in a step.
+  T later(int64_t i, int64_t j) const {
+    return (1 + damp_[0][i + R] * (dt_ / 2)) * (1 + damp_[1][j + R] * (dt_ / 2));
+  }
+  T earlier(int64_t i, int64_t j) const {
+    return (1 - damp_[0][i + R] * (dt_ / 2)) * (1 - damp_[1][j + R] * (dt_ / 2));
+  }
 
   template <class F>
   void each_row(const F& f) const {
@@ -379,12 +385,12 @@ class Acoustic {
           drive += dx[n] * (phi[j + m] - phi[j - m]) + dy[n] * (psi[j + n] - psi[j - n]);
         }
       }
-      const T half = (s + t) * (dt / 2);
+      const T p = s * (dt / 2), q = t * (dt / 2);
       if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
-      T next = (2 - s * t * dt * dt) * w[j] - (1 - half) * u[j] + kk[j] * drive;
+      T next = (2 - 2 * p * q) * w[j] - (1 - p) * (1 - q) * u[j] + kk[j] * drive;
       if (M == Mode::kBorn) next += sum[j] * h[j];
       if (M == Mode::kSave) h[j] = drive;
-      u[j] = next / (1 + half);
+      u[j] = next / ((1 + p) * (1 + q));
       next_phi[j] = bx * phi[j] + (M == Mode::kAdjoint ? T(1) : gx[0] * (t - s)) * wx;
       next_psi[j] = by[j] * psi[j] + (M == Mode::kAdjoint ? T(1) : gy[j] * (s - t)) * wy;
     }

@@ -1,6 +1,7 @@
 // Handlers of waves: whole runs of a time loop, each one operation between two tokens.
 #include <map>
 #include <memory>
+#include <mutex>
 
 #include "acoustic.h"
 #include "elastic.h"
@@ -10,7 +11,15 @@ namespace {
 
 enum PhysicsNumber { kAcoustic, kElastic };
 
-std::map<int64_t, std::unique_ptr<Setup>> setups;
+// A run's description goes with its Python object, whose end may come while another thread runs.
+std::mutex setups_mutex;
+std::map<int64_t, std::shared_ptr<Setup>> setups;
+
+std::shared_ptr<Setup> find_setup(int64_t number) {
+  const std::lock_guard<std::mutex> lock(setups_mutex);
+  const auto found = setups.find(number);
+  return found == setups.end() ? nullptr : found->second;
+}
 
 using Arguments = ffi::RemainingArgs;
 using Results = ffi::RemainingRets;
@@ -102,11 +111,11 @@ ffi::Error run(Kind kind, Call& c, const Setup& setup, Arguments& in, Results& o
 
 ffi::Error handle(Kind kind, Arguments& in, Results& out, int64_t site, int64_t number,
                   int64_t rest, int64_t save) {
-  const auto found = setups.find(number);
-  if (found == setups.end())
+  const std::shared_ptr<Setup> held = find_setup(number);
+  if (!held)
     return ffi::Error(ffi::ErrorCode::kInternal,
                       "mpigrad: a program of waves outlived its survey; trace it again");
-  const Setup& setup = *found->second;
+  const Setup& setup = *held;
   const auto first = in.get<Buffer>(0);
   const bool doubles = first->element_type() == ffi::F64;
   Call c(kNames[kind], setup.slot, site, 0);
@@ -153,7 +162,7 @@ MPIGRAD_EXPORT int64_t mpigrad_waves_create(const int64_t* numbers, int64_t coun
                                             const double* reals, int64_t real_count) {
   using namespace mpigrad::waves;
   static int64_t last = 0;
-  auto setup = std::make_unique<Setup>();
+  auto setup = std::make_shared<Setup>();
   const int64_t* n = numbers;
   setup->number = ++last;
   setup->physics = *n++;
@@ -176,12 +185,13 @@ MPIGRAD_EXPORT int64_t mpigrad_waves_create(const int64_t* numbers, int64_t coun
   setup->hy = reals[2];
   setup->numbers.assign(reals + 3, reals + real_count);
   if (n != numbers + count) return 0;
+  const std::lock_guard<std::mutex> lock(setups_mutex);
   setups.emplace(last, std::move(setup));
   return last;
 }
 
 MPIGRAD_EXPORT void mpigrad_waves_profile(int64_t number, const double* values, int64_t count) {
-  mpigrad::waves::setups.at(number)->profiles.emplace_back(values, values + count);
+  mpigrad::waves::find_setup(number)->profiles.emplace_back(values, values + count);
 }
 
 // Points in compressed rows, `points` of them in each of `shots` shots; cells in C order.
@@ -189,7 +199,7 @@ MPIGRAD_EXPORT void mpigrad_waves_points(int64_t number, int64_t shots, int64_t 
                                          const int64_t* starts, const int64_t* cells,
                                          const double* weights) {
   using namespace mpigrad::waves;
-  Setup& setup = *setups.at(number);
+  Setup& setup = *find_setup(number);
   const Tile& tile = setup.tile;
   PointTable table;
   table.points = points;
@@ -204,7 +214,11 @@ MPIGRAD_EXPORT void mpigrad_waves_points(int64_t number, int64_t shots, int64_t 
   setup.tables.push_back(std::move(table));
 }
 
-MPIGRAD_EXPORT void mpigrad_waves_free(int64_t number) { mpigrad::waves::setups.erase(number); }
+MPIGRAD_EXPORT void mpigrad_waves_free(int64_t number) {
+  using namespace mpigrad::waves;
+  const std::lock_guard<std::mutex> lock(setups_mutex);
+  setups.erase(number);
+}
 
 #define MPIGRAD_WAVES                                                                  \
   MPIGRAD_BIND MPIGRAD_IN.RemainingArgs() MPIGRAD_OUT.RemainingRets() MPIGRAD_ATTR(site) \

@@ -43,7 +43,7 @@ class WaveOptions:
     method: Literal["native", "xla"] | None = None
     """C++ kernels or XLA programs; without: C++ on CPUs."""
     threads: int | None = None
-    """Threads of the C++ kernels on each rank; without: one, or what OMP_NUM_THREADS says."""
+    """Threads of the C++ kernels on each rank; without: one."""
     groups: int = 1
     """Groups of ranks that share the shots; a group divides the model among its ranks."""
 

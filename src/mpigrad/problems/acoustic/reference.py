@@ -53,6 +53,7 @@ def propagate(
         (jnp.exp(-s * dt), jnp.where(s > 0, -jnp.expm1(-s * dt) / jnp.where(s > 0, s, 1), dt))
         for s in (sigma, tau)
     )
+    p, q = sigma * (dt / 2), tau * (dt / 2)
     hx, hy = tile.grid.spacing
     inject, _ = _transfers(scheme, scheme.sources, scheme.survey.n_sources)
     _, record = _transfers(scheme, scheme.receivers, scheme.survey.n_receivers)
@@ -67,9 +68,9 @@ def propagate(
             + _first(psiy, 1, hy, scheme.order)
             + inject(s) / (hx * hy)
         )
-        following = (
-            (2 - sigma * tau * dt**2) * w - (1 - (sigma + tau) * (dt / 2)) * u + dt**2 * c2 * drive
-        ) / (1 + (sigma + tau) * (dt / 2))
+        following = ((2 - 2 * p * q) * w - (1 - p) * (1 - q) * u + dt**2 * c2 * drive) / (
+            (1 + p) * (1 + q)
+        )
         phi = keep_x * phi + gain_x * (tau - sigma) * _first(wx, 0, hx, scheme.order)
         psi = keep_y * psi + gain_y * (sigma - tau) * _first(wy, 1, hy, scheme.order)
         return (following, w, phi, psi), record(w)

@@ -64,7 +64,7 @@ def _stages(problem: Inversion, comm: Communicator) -> Trained:
     trained, stage = None, 0
     if settings.restart is not None:
         optimizer = LBFGS(lambda _: (None, None), settings.memory, comm=comm)  # type: ignore
-        resume = load_restart(settings.restart, values, optimizer, comm)
+        resume = load_restart(settings.restart, values, problem.digest, optimizer, comm)
         stage = resume.history[-1].stage
         if stage >= len(corners):
             raise ValueError(f"--restart: it is in stage {stage + 1}, and there are {len(corners)}")
@@ -95,7 +95,7 @@ def _stages(problem: Inversion, comm: Communicator) -> Trained:
 
 def _save(problem: Inversion, standing: Standing) -> None:
     out = problem.settings.out
-    save_restart(out / "restart.bin", problem.parametrization, standing)
+    save_restart(out / "restart.bin", problem.parametrization, problem.digest, standing)
     everywhere = slice(None), slice(None)
     fields = problem.parametrization.fields(standing.best, everywhere)
     arrays: dict[str, Any] = {"spacing": np.asarray(problem.experiment.spacing), **fields}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 import pathlib
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from mpigrad.problems.fwi.regularization import tikhonov, total_variation, windo
 from mpigrad.problems.fwi.settings import Settings
 from mpigrad.problems.together import from_root
 from mpigrad.problems.waves.experiment import Experiment, Fields, experiment, p_velocity
-from mpigrad.problems.waves.files import read_array, read_model
+from mpigrad.problems.waves.files import read_array, read_model, read_number
 from mpigrad.problems.waves.physics import Physics
 from mpigrad.problems.waves.team import Team, team_of
 
@@ -73,6 +74,24 @@ class Inversion:
     def grid(self) -> Grid:
         """The grid of this rank's group."""
         return self.team.grid
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """What is minimised, but for the low pass, as a short text; equal on all ranks."""
+        whole, s = self.experiment, self.settings
+        words = (
+            s.physics,
+            s.data and s.data.name,
+            s.noise,
+            s.seed,
+            s.normalize,
+            s.tikhonov,
+            s.total_variation,
+        )
+        digest = hashlib.sha256(repr((*words, whole.dt, whole.spacing)).encode())
+        for array in (whole.sources, whole.receivers, whole.wavelets, *whole.fields.values()):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()[:16]
 
     def misfit(self, corner: float | None) -> Misfit:
         """The misfit of a stage, by its low pass's corner in Hz (collective)."""
@@ -281,7 +300,7 @@ def _recorded(
     )
     path = settings.data
     if path is not None:
-        return from_root(team.comm, lambda: _read_data(path, shape))[team.shots]
+        return from_root(team.comm, lambda: _read_data(path, shape, whole.dt))[team.shots]
     window = _window(team.grid)
     fields = {name: jnp.asarray(field[window]) for name, field in whole.fields.items()}
     wavelets = jnp.asarray(team.experiment.wavelets)
@@ -296,14 +315,24 @@ def _recorded(
 
 
 def _read_data(
-    path: pathlib.Path, shape: tuple[int, int, int, int]
+    path: pathlib.Path, shape: tuple[int, int, int, int], dt: float
 ) -> Float[np.ndarray, "shots components receivers steps"]:
     data = read_array(path, "gathers")
-    if data.size != math.prod(shape) or data.shape[-1] != shape[-1]:
+    shots, components, receivers, steps = shape
+    accepted = [shape]
+    if components == 1:  # of which nothing has to be said; nor have traces of SEG-Y another order
+        accepted += [(shots, receivers, steps), (shots * receivers, steps)]
+    if data.shape not in accepted:
         raise ValueError(
             f"--data: {path} has shape {data.shape}; {shape[0]} shots, {shape[1]} components, "
             f"{shape[2]} receivers and {shape[3]} steps are expected, in this order"
         )
     if not np.all(np.isfinite(data)):
         raise ValueError(f"--data: {path} has values that are not finite")
+    recorded = read_number(path, "dt")
+    if recorded is not None and abs(recorded - dt) > 1e-6 * dt:
+        raise ValueError(
+            f"--data: {path} has samples every {recorded:g} s, this run every {dt:g} s; give "
+            f"--dt {recorded!r}"
+        )
     return data.reshape(shape)

@@ -22,7 +22,7 @@ __all__ = ["load_restart", "save_restart"]
 _FORMAT = "mpigrad inversion 1"
 
 
-def _problem(values: Parametrization) -> dict[str, object]:
+def _problem(values: Parametrization, objective: str) -> dict[str, object]:
     """What a restart must have in common with the run that wrote the file."""
     digest = hashlib.sha256(values.active.tobytes())
     for unknown in values.unknowns:
@@ -33,16 +33,22 @@ def _problem(values: Parametrization) -> dict[str, object]:
         "fields": [unknown.name for unknown in values.unknowns],
         "cells": list(values.shape),
         "start, bounds and mask": digest.hexdigest()[:16],
+        "shots, data and weights": objective,
     }
 
 
-def save_restart(path: pathlib.Path, values: Parametrization, standing: Standing) -> None:
-    """Write where the inversion is (on one rank); the file is whole at any time."""
+def save_restart(
+    path: pathlib.Path, values: Parametrization, objective: str, standing: Standing
+) -> None:
+    """Write where the inversion is (on one rank); the file is whole at any time.
+
+    `objective` is a digest of what is minimised.
+    """
 
     def write(file: BinaryIO) -> None:
         header = {
             "format": _FORMAT,
-            "problem": _problem(values),
+            "problem": _problem(values, objective),
             "lowest": standing.lowest,
             "stuck": standing.stuck,
             "history": [dataclasses.asdict(record) for record in standing.history],
@@ -54,7 +60,11 @@ def save_restart(path: pathlib.Path, values: Parametrization, standing: Standing
 
 
 def load_restart(
-    path: pathlib.Path, values: Parametrization, optimizer: LBFGS, comm: Communicator
+    path: pathlib.Path,
+    values: Parametrization,
+    objective: str,
+    optimizer: LBFGS,
+    comm: Communicator,
 ) -> Standing:
     """What `save_restart` wrote, on every rank (collective).
 
@@ -65,10 +75,10 @@ def load_restart(
     """
     like = values.first(0)
     blank = (optimizer.blank(like), like)
-    return from_root(comm, lambda: _read(path, values, blank))
+    return from_root(comm, lambda: _read(path, values, objective, blank))
 
 
-def _read(path: pathlib.Path, values: Parametrization, blank: Any) -> Standing:
+def _read(path: pathlib.Path, values: Parametrization, objective: str, blank: Any) -> Standing:
     with open(path, "rb") as file:
         try:
             header = json.loads(file.readline())
@@ -76,8 +86,8 @@ def _read(path: pathlib.Path, values: Parametrization, blank: Any) -> Standing:
                 raise ValueError(f"its format is {header['format']!r}, not {_FORMAT!r}")
         except Exception as error:
             raise ValueError(f"--restart: {path} is not a restart file: {error}") from error
-        for name, here in _problem(values).items():
-            there = header["problem"][name]
+        for name, here in _problem(values, objective).items():
+            there = header["problem"].get(name)
             if there != here:
                 raise ValueError(
                     f"--restart: {path} is of another problem: {name} {there}, here {here}"

@@ -145,7 +145,10 @@ class Heat:
             On all ranks, before the first step: if kappa is not positive and finite in some cell,
             or the time step is larger than the largest stable one, which the message names.
         """
-        kappa, u = self._tile("kappa", kappa), self._tile("initial", initial)
+        kappa, u = (
+            x.astype(jnp.result_type(x, float))  # whole numbers would cut what they meet
+            for x in (self._tile("kappa", kappa), self._tile("initial", initial))
+        )
         xs, forcing = self._forcing(source, kappa.dtype, start)
         flows = diffusion.conductances(kappa, self.grid, self.sides)
         u = u.astype(jnp.result_type(kappa, u))

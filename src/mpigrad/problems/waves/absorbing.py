@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +27,12 @@ def widths_of(pml: Any) -> Widths:
     ValueError
         If it is neither, or a width is negative.
     """
-    if isinstance(pml, int):
+    if isinstance(pml, int | np.integer):
         pml = ((pml, pml), (pml, pml))
     try:
         (x0, x1), (y0, y1) = pml
-        widths = ((int(x0), int(x1)), (int(y0), int(y1)))
+        x0, x1, y0, y1 = map(operator.index, (x0, x1, y0, y1))
+        widths = ((x0, x1), (y0, y1))
     except (TypeError, ValueError):
         raise ValueError(
             f"pml: a number of cells, or ((x0, x1), (y0, y1)) of them, not {pml!r}"

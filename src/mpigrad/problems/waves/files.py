@@ -121,6 +121,12 @@ def read_array(path: pathlib.Path, name: str = "") -> NDArray[np.float64]:
     return np.asarray(next(iter(arrays.values())), float)
 
 
+def read_number(path: pathlib.Path, name: str) -> float | None:
+    """The number of that name in a file (on one rank); None where it has none."""
+    found = _arrays(path).get(name)
+    return float(found) if found is not None and found.size == 1 else None
+
+
 def _arrays(path: pathlib.Path) -> dict[str, NDArray[Any]]:
     """The arrays of a file by name; a nameless one is vp."""
     if not path.exists():
