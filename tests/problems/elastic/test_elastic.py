@@ -145,6 +145,16 @@ def test_lame(comm):
 # ---- what is refused, on every rank ----
 
 
+@pytest.mark.ranks(2)
+def test_the_largest_time_step_is_that_of_the_fastest_rank(comm):
+    """Of 24 h / (28 sqrt(2) vp)."""
+    grid = Grid((8, 8), (10.0, 10.0), comm)
+    vp = 2000.0 * (1 + comm.rank)
+    model = lame(*(jnp.full(grid.local_shape, x) for x in (vp, 1000.0, 2000.0)))
+    found = Elastic(grid, 1e-4, 1, 10.0).largest_time_step(*model, jnp.full(grid.local_shape, 2e3))
+    assert found == pytest.approx(240 / (28 * np.sqrt(2) * 4000.0), rel=1e-6)
+
+
 @pytest.mark.ranks(1, 3)
 def test_models_that_are_no_models_are_refused(comm):
     good = case.mine(case.model(comm), case.arrays())
@@ -159,7 +169,9 @@ def test_models_that_are_no_models_are_refused(comm):
     def spoilt(name, value):
         return {name: good[name].at[0, 0].set(value) if last else good[name]}
 
-    for name, value in (("rho", np.nan), ("rho", -1.0), ("mu", -1.0), ("lam", np.inf)):
+    for name, value in (
+        ("rho", np.nan), ("rho", -1.0), ("rho", np.inf), ("mu", -1.0), ("lam", np.inf),
+    ):  # fmt: skip
         with pytest.raises(jax.errors.JaxRuntimeError, match="must be positive, mu must not be"):
             jax.block_until_ready(run(**spoilt(name, value)))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"largest stable one is \d"):

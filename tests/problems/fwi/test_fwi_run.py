@@ -66,6 +66,8 @@ def test_a_stop_and_a_restart_are_one_run(comm, directory, monkeypatch):
     assert [dataclasses.replace(record, seconds=0.0) for record in rest.history] == same
     with pytest.raises(ValueError, match="is of another problem: start, bounds and mask"):
         fwi.run(dataclasses.replace(settings, restart=restart, water=40.0), comm)
+    with pytest.raises(ValueError, match="is of another problem: shots, data and weights"):
+        fwi.run(dataclasses.replace(settings, restart=restart, normalize="trace"), comm)
     with pytest.raises(ValueError, match="is not a restart file"):
         fwi.run(dataclasses.replace(settings, restart=directory / "part" / "model.npz"), comm)
 
@@ -103,6 +105,8 @@ def test_shots_are_written_and_are_data(comm, directory):
     )
     problem = fwi.inversion(given, comm)
     assert problem.truth is None
+    with pytest.raises(ValueError, match="has samples every"):
+        fwi.inversion(dataclasses.replace(given, dt=0.9 * given.dt), comm)
     assert np.allclose(problem.recorded, gathers, rtol=1e-12)
     exact = fwi.inversion(dataclasses.replace(SMALL, model=out / "true.npz"), comm)
     # segments, and other groups of ranks: the same gathers to the fields' rounding
