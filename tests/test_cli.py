@@ -83,7 +83,10 @@ WAVES = ("--cells", 24, 16, "--pml", 4, "--steps", 30, "--shots", 2)
         ("poisson", "--cells", 12, 10, "--iterations", 3),
         pytest.param(("acoustic", *WAVES, "--frames", 2), marks=pytest.mark.full),
         ("elastic", *WAVES, "--frames", 2, "--groups", 2),
-        ("fwi", *WAVES, "--iterations", 2, "--unknown", "network", "--water", 20),
+        pytest.param(
+            ("fwi", *WAVES, "--iterations", 2, "--unknown", "network", "--water", 20),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=lambda arguments: arguments[0],
 )

@@ -55,7 +55,7 @@ def test_network_is_trained_and_everything_is_written(comm, directory, capfd):
         assert np.array_equal(a, b)  # what a restart begins with
 
 
-@pytest.mark.thin(1)
+@pytest.mark.full
 def test_cells_are_estimated(comm, directory):
     settings = small(directory, kappa="cells", iterations=15, observed=1.0, smoothing=1e-4)
     again = directory / "start.npy"
