@@ -63,7 +63,7 @@ def test_groups_and_tiles_are_one_rank(comm, alone, groups):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12 * scale)
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_pass_the_taylor_test(comm, case):
     problem, measure, parameters, value, _ = evaluated(case, comm, 1)

@@ -156,8 +156,8 @@ class Acoustic:
         Raises
         ------
         ValueError
-            On all ranks, before the first step: if a shape or dtype is wrong, or a source or
-            receiver lies outside the model.
+            Before the first step, on the rank that has it: if a shape or dtype is wrong, or a
+            source or receiver lies outside the model.
         RuntimeError
             On all ranks, before the first step: if a velocity is not positive and finite, or `dt`
             is not stable; the message has the largest stable one.
