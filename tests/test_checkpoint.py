@@ -356,6 +356,13 @@ def test_one_rank_decides_and_any_rank_may_be_asked_to_stop(comm, directory, mon
         assert saving.decide(2) == type(decision)(save=True, stop=False)
         saving.save(2, {"x": np.zeros(2)})
         assert not saving.decide(3).save
-    with Checkpoint(directory, signals=False).start(comm) as saving:
+    about = {"data": (1, 2)}
+    with Checkpoint(directory, signals=False, about=about).start(comm) as saving:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert not saving.decide(1).stop
+        with pytest.raises(ValueError, match=r"is of another run: data None, here \[1, 2\]"):
+            saving.load({"x": np.ones(2)})
+        saving.save(3, {"x": np.zeros(2)}, extra="mine")
+        found = saving.load({"x": np.ones(2)})
+        assert found is not None
+        assert found.extra == "mine"

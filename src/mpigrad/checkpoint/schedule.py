@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mpi4py import MPI
@@ -38,6 +39,9 @@ class Checkpoint:
     signals
         Whether SIGTERM, SIGINT, SIGUSR1 and the launcher's Ctrl-C make the run save and end
         (`mpigrad.interruption`).
+    about
+        What a run must have in common with the one that it goes on from, such as a digest of the
+        data: names and what JSON can hold. It is saved, and compared when a save is read.
 
     Raises
     ------
@@ -50,6 +54,7 @@ class Checkpoint:
     minutes: float | None = 5.0
     keep: int = 2
     signals: bool = True
+    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("minutes", self.minutes)):
@@ -98,12 +103,29 @@ class Saving:
         self._saved_at = time.monotonic()
 
     def load(self, like: Any, layout: Layout = False) -> Saved | None:
-        """See `Store.load`."""
-        return self.store.load(like, layout)
+        """See `Store.load`.
+
+        Raises
+        ------
+        ValueError
+            Also where the save is of a run about something else.
+        """
+        saved = self.store.load(like, layout)
+        if saved is None:
+            return None
+        about, there = json.loads(json.dumps(dict(self._settings.about))), saved.extra["about"]
+        for name in {**about, **there}:
+            if about.get(name) != there.get(name):
+                raise ValueError(
+                    f"mpigrad.Checkpoint: {self.store.directory} is of another run: {name} "
+                    f"{there.get(name)}, here {about.get(name)}"
+                )
+        return dataclasses.replace(saved, extra=saved.extra["extra"])
 
     def save(self, step: int, tree: Any, layout: Layout = False, extra: Any = None) -> pathlib.Path:
         """See `Store.save`; the time to the next save counts from its end."""
-        path = self.store.save(step, tree, layout, extra)
+        more = {"about": dict(self._settings.about), "extra": extra}
+        path = self.store.save(step, tree, layout, more)
         self._saved_at = time.monotonic()
         return path
 
