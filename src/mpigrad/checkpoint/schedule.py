@@ -113,6 +113,11 @@ class Saving:
         saved = self.store.load(like, layout)
         if saved is None:
             return None
+        if not (isinstance(saved.extra, dict) and "about" in saved.extra):
+            raise ValueError(
+                f"mpigrad.Checkpoint: {self.store.directory} was written by a Store of its own; "
+                "read it with Store.load"
+            )
         about, there = json.loads(json.dumps(dict(self._settings.about))), saved.extra["about"]
         for name in {**about, **there}:
             if about.get(name) != there.get(name):
