@@ -18,6 +18,7 @@ from mpigrad.checkpoint.layout import Layout
 from mpigrad.checkpoint.store import Saved, Store
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.interruption import Interruption
+from mpigrad.together import together
 
 __all__ = ["Checkpoint", "Decision", "Saving"]
 
@@ -119,12 +120,13 @@ class Saving:
                 "read it with Store.load"
             )
         about, there = json.loads(json.dumps(dict(self._settings.about))), saved.extra["about"]
-        for name in {**about, **there}:
-            if about.get(name) != there.get(name):
-                raise ValueError(
-                    f"mpigrad.Checkpoint: {self.store.directory} is of another run: {name} "
-                    f"{there.get(name)}, here {about.get(name)}"
-                )
+        with together(self.store.comm):
+            for name in {**there, **about}:
+                if about.get(name) != there.get(name):
+                    raise ValueError(
+                        f"mpigrad.Checkpoint: {self.store.directory} is of another run: {name} "
+                        f"{there.get(name)}, here {about.get(name)}"
+                    )
         return dataclasses.replace(saved, extra=saved.extra["extra"])
 
     def save(self, step: int, tree: Any, layout: Layout = False, extra: Any = None) -> pathlib.Path:
