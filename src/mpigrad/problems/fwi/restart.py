@@ -14,8 +14,8 @@ from mpigrad.communicator import Communicator
 from mpigrad.problems.files import write_whole
 from mpigrad.problems.fwi.parametrization import Parametrization
 from mpigrad.problems.lbfgs import LBFGS
-from mpigrad.problems.together import from_root
 from mpigrad.problems.training import Record, Standing
+from mpigrad.together import from_root
 
 __all__ = ["load_restart", "save_restart"]
 

@@ -21,8 +21,8 @@ from mpigrad.problems.heat.outputs import write_estimation, write_film
 from mpigrad.problems.heat.settings import Settings
 from mpigrad.problems.heat.simulation import simulate
 from mpigrad.problems.lbfgs import LBFGS
-from mpigrad.problems.together import from_root
 from mpigrad.problems.training import Record, train
+from mpigrad.together import from_root
 
 __all__ = ["Result", "run"]
 
