@@ -76,7 +76,7 @@ class Adam(Method):
     def step(self, objective: Objective, state: AdamState) -> AdamState:
         count = state.count + 1
         rate = self.learning_rate
-        rate = float(rate(count)) if callable(rate) else rate
+        rate = float(rate(count) if callable(rate) else rate)
         clipped = self.clip is not None and state.gradient_norm > self.clip
         factors = (
             self.clip / state.gradient_norm if self.clip is not None and clipped else 1.0,

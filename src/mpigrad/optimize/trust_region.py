@@ -76,7 +76,7 @@ class _TrustRegion(Method):
 
     def start(self, objective: Objective, x: Vector) -> TrustRegionState:
         point = objective.first(x)
-        radius = self.radius or float(objective.unknowns.compiled(_norm)(x)) or 1.0
+        radius = float(self.radius or objective.unknowns.compiled(_norm)(x)) or 1.0
         return TrustRegionState(
             point.x, point.gradient, point.loss, point.norm, 0.0, radius, point.norm, False
         )

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpigrad.checkpoint import Stripes
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
 from mpigrad.operations import allgatherv, bcast, reduce
@@ -186,8 +187,6 @@ class Unknowns(Compiling):
 
     def layout(self, leading: int = 0) -> tuple[Any, ...]:
         """The layout of a vector for `checkpoint.Store`; of arrays of vectors, by leading axes."""
-        from mpigrad.checkpoint import Stripes
-
         own = [self.kinds[i] for i in self.own]
         parts = [True] * len(self.joins) + own
         return tuple(Stripes(leading) if kind is True else kind for kind in parts)
