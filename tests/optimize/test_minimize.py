@@ -104,12 +104,12 @@ def test_batches_are_those_of_the_iteration(comm):
 
     def batch(iteration):
         seen.append(iteration)
-        return jnp.asarray(10.0 * iteration + comm.rank)
+        return jnp.asarray(10.0 * iteration + comm.rank + 1)
 
     solution = minimize(
         lambda x, b: jnp.sum(x * b), jnp.zeros(2), Optax(optax.sgd(1e-3)), batch=batch, iterations=3
     )
-    total = sum(10.0 * i * comm.size + sum(range(comm.size)) for i in range(3))
+    total = sum(10.0 * i * comm.size + sum(range(comm.size + 1)) for i in range(3))
     assert np.allclose(solution.value, -1e-3 * total)
     assert seen == [0, 1, 2, 3]
 

@@ -89,7 +89,7 @@ class LBFGS(Method):
         """One line search; a second one along the gradient where the memory leads nowhere."""
         now = Point(state.x, state.gradient, state.loss, state.gradient_norm, 0.0)
         coefficients, slope = _quasi_newton(state)
-        if slope >= 0:  # rounding has spoiled the memory
+        if not slope < 0:  # rounding has spoiled the memory
             state = self._forgetful(now, state.step, state.pairs)
             coefficients, slope = _quasi_newton(state)
         while True:
@@ -107,13 +107,13 @@ class LBFGS(Method):
             coefficients, slope = _quasi_newton(state)
         if t == 0:
             return dataclasses.replace(state, step=0.0)
-        if not t * (point.slope - slope) > np.finfo(float).eps * t * -slope:  # s·y
-            return self._forgetful(point, t, state.pairs)
         slot = state.count % self.memory
         pairs, numbers = remember(
             objective.unknowns, state.pairs, slot, direction, t, now.gradient, point.gradient
         )
         gram, m = state.gram.copy(), self.memory
+        if not numbers[0, slot] > objective.unknowns.epsilon * t * -slope:  # no curvature s·y
+            return self._forgetful(point, t, pairs)
         gram[:, slot] = numbers[0]
         gram[m + slot, :] = numbers[0, m:]
         return LBFGSState(
