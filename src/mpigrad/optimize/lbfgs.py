@@ -46,10 +46,14 @@ class LBFGSState:
     products: NDArray[np.float64]
     count: int
 
+    @property
+    def stuck(self) -> bool:
+        return self.step == 0
+
 
 @dataclasses.dataclass(frozen=True)
 class LBFGS(Method):
-    """Limited-memory BFGS (Liu and Nocedal 1989), with steps that satisfy the strong Wolfe conditions.
+    """Limited-memory BFGS (Liu and Nocedal 1989), its steps by the strong Wolfe conditions.
 
     The direction is a combination of the gradient and the 2·memory remembered vectors. Its
     coefficients are made of their inner products alone, in the compact form (Byrd, Nocedal and
@@ -79,13 +83,13 @@ class LBFGS(Method):
             raise ValueError(f"LBFGS: first_step={self.first_step} must be positive")
 
     def start(self, objective: Objective, x: Vector) -> LBFGSState:
-        return self._forgetful(objective.first(x), 1.0, None)
+        return self._forgetful(objective.first(x), 0.0, None)
 
     def step(self, objective: Objective, state: LBFGSState) -> LBFGSState:
         """One line search; a second one along the gradient where the memory leads nowhere."""
         now = Point(state.x, state.gradient, state.loss, state.gradient_norm, 0.0)
         coefficients, slope = _quasi_newton(state)
-        if slope >= 0:  # rounding has spoiled the memory
+        if not slope < 0:  # rounding has spoiled the memory
             state = self._forgetful(now, state.step, state.pairs)
             coefficients, slope = _quasi_newton(state)
         while True:
@@ -103,13 +107,13 @@ class LBFGS(Method):
             coefficients, slope = _quasi_newton(state)
         if t == 0:
             return dataclasses.replace(state, step=0.0)
-        if not t * (point.slope - slope) > np.finfo(float).eps * t * -slope:  # s·y
-            return self._forgetful(point, t, state.pairs)
         slot = state.count % self.memory
         pairs, numbers = remember(
             objective.unknowns, state.pairs, slot, direction, t, now.gradient, point.gradient
         )
         gram, m = state.gram.copy(), self.memory
+        if not numbers[0, slot] > objective.unknowns.epsilon * t * -slope:  # no curvature s·y
+            return self._forgetful(point, t, pairs)
         gram[:, slot] = numbers[0]
         gram[m + slot, :] = numbers[0, m:]
         return LBFGSState(
