@@ -114,7 +114,7 @@ def describe(tree: Any, layout: Layout, comm: Communicator, what: str) -> list[L
         pieces = _pieces(tree, layout, comm, what)
     everywhere = comm.mpi.allgather(pieces)
     for rank, others in enumerate(everywhere):
-        if len(others) != len(pieces):
+        if len(others) != len(everywhere[0]):
             raise ValueError(
                 f"{what}: the tree has {len(everywhere[0])} leaves on rank 0, {len(others)} on "
                 f"rank {rank}; give trees of one structure on all ranks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -107,7 +108,8 @@ class Store:
                     )
         finally:
             if self.comm.rank == 0:
-                (self.directory / token).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # there may be no such directory
+                    (self.directory / token).unlink()
 
     def _numbers(self) -> list[int]:
         names = (_SAVE.fullmatch(entry.name) for entry in self.directory.iterdir())
