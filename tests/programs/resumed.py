@@ -26,9 +26,14 @@ way, directory, steps = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 mine = np.array_split(np.arange(ROWS), comm.size)[comm.rank]
 
 
+def say(line):
+    """A whole line at once, whatever the other ranks say."""
+    os.write(1, f"{line}\n".encode())
+
+
 def begin(step):
     """Say who we are; from here on calls are counted."""
-    print(f"rank {comm.rank} pid {os.getpid()} step {step}", flush=True)
+    say(f"rank {comm.rank} pid {os.getpid()} step {step}")
     if len(sys.argv) > 4 and sys.argv[4].startswith(f"{comm.rank}:"):
         die_in_a_save(int(sys.argv[4].split(":")[1]))
 
@@ -75,7 +80,7 @@ def by_a_loop():
             if decision.save:
                 saving.save(i, state, layout)
             if comm.rank == 0:
-                print(f"step {i}", flush=True)
+                say(f"step {i}")
             if decision.stop:
                 return state["x"], True
     return state["x"], False
@@ -101,7 +106,7 @@ def by_minimize():
             begin(record.iteration)
             begun = True
         if comm.rank == 0:
-            print(f"step {record.iteration}", flush=True)
+            say(f"step {record.iteration}")
 
     solution = minimize(
         f, x0, LBFGS(5), sharded={"x": True, "scale": False}, rtol=0.0, iterations=steps,
@@ -115,4 +120,4 @@ whole = comm.mpi.gather(np.asarray(x))
 if whole is not None:
     if not stopped:
         np.save(directory / "result.npy", np.concatenate(whole))
-    print("stopped" if stopped else "done", flush=True)
+    say("stopped" if stopped else "done")
