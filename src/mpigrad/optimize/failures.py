@@ -1,0 +1,74 @@
+"""An error that one rank has in an evaluation, on the ranks that wait for it."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+import traceback
+
+import numpy as np
+from mpi4py import MPI
+
+from mpigrad.communicator import Communicator, waiting
+from mpigrad.guard import end_job
+
+__all__ = ["agree", "complete", "parcel", "unpacked"]
+
+# Seconds that a rank which failed in an evaluation leaves to the others for ending theirs.
+_PATIENCE = 5.0
+
+# An exception on its way to another rank: itself where it can be sent, its rank and traceback.
+Parcel = tuple[BaseException, int, str]
+
+
+def complete(request: MPI.Request, seconds: float = math.inf) -> bool:
+    """Wait without keeping a processor busy; false where it takes longer than that."""
+    start = time.monotonic()
+    while not request.Test():
+        waited = time.monotonic() - start
+        if waited > seconds:
+            return False
+        time.sleep(min(waited / 10, 1e-3))
+    return True
+
+
+def agree(error: Exception | None, comm: Communicator) -> BaseException | None:
+    """Of an evaluation's errors this rank's own, or that of the lowest rank that has one."""
+    if comm.size == 1:
+        return error
+    mine, all_ranks = np.array([error is not None]), np.zeros(comm.size, bool)
+    request = comm.mpi.Iallgather(mine, all_ranks)
+    # The others may wait inside the objective for the rank that failed. To the watchdog it counts
+    # as one that may still come: it ends the job itself, since it knows the cause.
+    if error is not None and not complete(request, _PATIENCE):
+        world = MPI.COMM_WORLD
+        end_job(
+            "".join(traceback.format_exception(error))
+            + f"mpigrad: rank {world.rank} of {world.size} failed in an evaluation of the "
+            "objective, in which other ranks wait for it; ending all ranks"
+        )
+    with waiting("the end of an evaluation", comm.slot):
+        complete(request)
+    if not all_ranks.any():
+        return None
+    parcels = comm.mpi.allgather(None if error is None else parcel(error, comm))
+    first = next(found for found in parcels if found is not None)
+    return error or unpacked(first, "an evaluation of the objective failed")
+
+
+def parcel(error: BaseException, comm: Communicator) -> Parcel:
+    """What is sent of an error."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    return error, comm.rank, text
+
+
+def unpacked(sent: Parcel, what: str) -> BaseException:
+    """The error on the rank that was sent it, with its traceback."""
+    error, rank, text = sent
+    error.add_note(f"mpigrad: {what}, on rank {rank}:\n{text}")
+    return error
