@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.communicator import Communicator, check_rank, resolve, waiting
+from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.guard.ending import current_board
 from mpigrad.operations.collectives import bcast, reduce
-from mpigrad.optimize.failures import agree, complete, parcel, unpacked
 from mpigrad.optimize.flattening import Flattening
+from mpigrad.optimize.requests import agree, parcel, request, unpacked
 from mpigrad.transformations import Loss, jit, jvp, value_and_grad
 
 __all__ = ["Served", "root_driven"]
@@ -262,10 +262,10 @@ class Served:
     def _serve(self) -> None:
         """Until the root leaves: compute what it asks for."""
         while True:
-            head = self._transport(np.empty(1 + self._form.size), unlimited=True)
+            head = request(np.empty(1 + self._form.size), self._root, self._comm, first=True)
             ask, operands = _Ask(int(head[0])), [head[1:]]
             if ask is _Ask.PRODUCT:
-                operands.append(self._transport(np.empty(self._form.size)))
+                operands.append(request(np.empty(self._form.size), self._root, self._comm))
             if ask in self._programs:
                 self._evaluate(ask, operands)  # what becomes of an error, the root decides
                 continue
@@ -303,17 +303,9 @@ class Served:
 
     def _send(self, ask: _Ask, *operands: NDArray[np.float64]) -> None:
         first, *others = operands or (np.zeros(self._form.size),)
-        self._transport(np.concatenate([[float(ask)], first]))
+        request(np.concatenate([[float(ask)], first]), self._root, self._comm, first=True)
         for operand in others:
-            self._transport(operand)
-
-    def _transport(self, message: NDArray[np.float64], *, unlimited: bool = False) -> Any:
-        """Broadcast from the root; those who wait for it leave the processor to it."""
-        if self._comm.size > 1:
-            request = self._comm.mpi.Ibcast(message, self._root)
-            with waiting("the optimizer's next request", self._comm.slot, unlimited=unlimited):
-                complete(request)
-        return message
+            request(operand, self._root, self._comm)
 
     def _evaluate(
         self, ask: _Ask, operands: Sequence[NDArray[np.float64]]

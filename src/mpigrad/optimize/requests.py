@@ -1,4 +1,4 @@
-"""An error that one rank has in an evaluation, on the ranks that wait for it."""
+"""What a root that thinks and the ranks that serve it tell each other."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import traceback
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from mpigrad.communicator import Communicator, waiting
 from mpigrad.guard import end_job
 
-__all__ = ["agree", "complete", "parcel", "unpacked"]
+__all__ = ["agree", "parcel", "request", "unpacked"]
 
 # Seconds that a rank which failed in an evaluation leaves to the others for ending theirs.
 _PATIENCE = 5.0
@@ -22,10 +23,25 @@ _PATIENCE = 5.0
 Parcel = tuple[BaseException, int, str]
 
 
-def complete(request: MPI.Request, seconds: float = math.inf) -> bool:
+def request(
+    message: NDArray[np.float64], root: int, comm: Communicator, *, first: bool = False
+) -> NDArray[np.float64]:
+    """Broadcast a request, or a further part of one, into `message` (collective).
+
+    The `first` part comes when the root has thought for as long as it liked. The ranks that wait
+    for it leave their processors to the root, and are no hang while it may still come.
+    """
+    if comm.size > 1:
+        under_way = comm.mpi.Ibcast(message, root)
+        with waiting("the optimizer's next request", comm.slot, unlimited=first):
+            _complete(under_way)
+    return message
+
+
+def _complete(under_way: MPI.Request, seconds: float = math.inf) -> bool:
     """Wait without keeping a processor busy; false where it takes longer than that."""
     start = time.monotonic()
-    while not request.Test():
+    while not under_way.Test():
         waited = time.monotonic() - start
         if waited > seconds:
             return False
@@ -38,10 +54,10 @@ def agree(error: Exception | None, comm: Communicator) -> BaseException | None:
     if comm.size == 1:
         return error
     mine, all_ranks = np.array([error is not None]), np.zeros(comm.size, bool)
-    request = comm.mpi.Iallgather(mine, all_ranks)
+    under_way = comm.mpi.Iallgather(mine, all_ranks)
     # The others may wait inside the objective for the rank that failed. To the watchdog it counts
     # as one that may still come: it ends the job itself, since it knows the cause.
-    if error is not None and not complete(request, _PATIENCE):
+    if error is not None and not _complete(under_way, _PATIENCE):
         world = MPI.COMM_WORLD
         end_job(
             "".join(traceback.format_exception(error))
@@ -49,7 +65,7 @@ def agree(error: Exception | None, comm: Communicator) -> BaseException | None:
             "objective, in which other ranks wait for it; ending all ranks"
         )
     with waiting("the end of an evaluation", comm.slot):
-        complete(request)
+        _complete(under_way)
     if not all_ranks.any():
         return None
     parcels = comm.mpi.allgather(None if error is None else parcel(error, comm))
