@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 import equinox as eqx
 
 from mpigrad.communicator import Communicator
-from mpigrad.optimize import LBFGS
 from mpigrad.problems.files import write_whole
 from mpigrad.problems.fwi.parametrization import Parametrization
+from mpigrad.problems.lbfgs import LBFGS
 from mpigrad.problems.together import from_root
 from mpigrad.problems.training import Record, Standing
 

@@ -1,0 +1,251 @@
+"""The verb `minimize`: one loop over all methods."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.optimize.lbfgs import LBFGS
+from mpigrad.optimize.method import Method, State
+from mpigrad.optimize.objective import Objective
+from mpigrad.optimize.solution import Record, Result, Solution
+from mpigrad.optimize.unknowns import Unknowns
+from mpigrad.progress import Progress
+from mpigrad.together import equal_everywhere, together
+from mpigrad.transformations import Loss
+
+__all__ = ["minimize"]
+
+
+def minimize(
+    f: Callable[..., Any],
+    x0: Any,
+    method: Method = LBFGS(),  # noqa: B008 (frozen)
+    *,
+    sharded: Any = False,
+    loss: Loss = "share",
+    value_and_grad: Callable[..., Any] | None = None,
+    iterations: int = 1000,
+    rtol: float = 1e-6,
+    atol: float = 0.0,
+    ftol: float = 0.0,
+    batch: Callable[[int], Any] | None = None,
+    callback: Callable[[Record, Any], Any] | None = None,
+    checkpoint: Any = None,
+    history: str | os.PathLike[str] | None = None,
+    progress: bool = False,
+    comm: Communicator | None = None,
+) -> Solution:
+    """Minimise a function of unknowns that every rank holds, or holds a part of (collective).
+
+    Parameters
+    ----------
+    f
+        f(x) -> real scalar, with messages inside where it likes; for `GaussNewton` its residuals.
+    x0
+        Where to start: a pytree of floats and arrays, float32 or float64.
+    method
+        `LBFGS()`, `NonlinearCG()`, `Adam()`, `Optax(...)`, `GaussNewton()` or `NewtonCG()`.
+    sharded
+        A pytree prefix of x0. False: equal on all ranks (checked), one set of unknowns, whose
+        gradient is the sum over ranks. True: each rank's own rows, in rank order along axis 0. A
+        `Grid`: each rank's tile, in the last axes.
+    loss
+        "share": the loss is the sum over ranks of what f returns; "replicated": f returns it on
+        every rank. As in `mpigrad.value_and_grad`.
+    value_and_grad
+        x -> (global loss, its gradient, a tree such as x), to be used instead of differentiating
+        f, which may then be None. It is called as it is, not compiled.
+    iterations
+        Most iterations.
+    rtol, atol
+        Stop where |g| <= max(atol, rtol |g0|), in the two-norm over all unknowns of all ranks.
+    ftol
+        Stop where an iteration makes the loss smaller by no more than this part of it.
+    batch
+        iteration -> what f gets as its second argument in this iteration (each rank its own), for
+        methods whose steps may each see another batch: `Adam` and `Optax`. It depends on the number
+        of the iteration alone, so that a run that was restarted sees the same batches.
+    callback
+        (record, x) -> whether to stop, called after each iteration on every rank. All stop where
+        one rank's says so.
+    checkpoint
+        A `mpigrad.checkpoint.Checkpoint`: save the state, and go on from what was saved.
+    history
+        A file that gets a JSON line for each iteration when it is done, written by rank 0.
+    progress
+        Show a line that says how far it has come.
+    comm
+        The ranks; all of them if not given.
+
+    Returns
+    -------
+    A `Solution`, the same on every rank but for sharded leaves.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On every rank: arguments that do not fit, or differ between ranks.
+    RuntimeError
+        On every rank: the loss of x0, or a product of its gradient, is not finite.
+
+    Notes
+    -----
+    In the methods' vectors every unknown lies on one rank (`Unknowns`), so that inner products are
+    sums over ranks, and a sharded run follows the serial run's iterates to rounding. Decisions are
+    made of numbers that are equal on all ranks bit for bit.
+    """
+    comm = resolve(comm)
+    with together(comm):
+        _check(f, method, value_and_grad, iterations, (rtol, atol, ftol), batch)
+    agreed = (type(method).__name__, loss, iterations, rtol, atol, ftol)
+    equal_everywhere(comm, agreed, "minimize: method, loss, iterations, rtol, atol and ftol")
+    given = tuple(option is None for option in (value_and_grad, batch, callback, checkpoint))
+    equal_everywhere(
+        comm, given, "minimize: whether value_and_grad, batch, callback and checkpoint are None"
+    )
+    unknowns = Unknowns(x0, sharded, comm)
+    method.check(unknowns)
+    objective = Objective(
+        f, unknowns, loss=loss, value_and_grad=value_and_grad, residuals=method.residuals
+    )
+    run = _Run(method, objective, x0, callback, batch, comm)
+    with contextlib.ExitStack() as stack:
+        with together(comm):
+            if history is not None and comm.rank == 0:
+                run.log = stack.enter_context(open(history, "w", encoding="utf-8"))
+        if progress:
+            run.progress = Progress(iterations, comm.rank)
+            stack.callback(run.progress.close)
+        result, state = run.to_the_end(iterations, rtol, atol, ftol)
+    return Solution(
+        objective.tree(state.x),
+        state.loss,
+        state.gradient_norm,
+        result,
+        tuple(run.records),
+        {
+            "iterations": run.records[-1].iteration,
+            "evaluations": objective.evaluations,
+            "products": objective.products,
+        },
+        state,
+    )
+
+
+class _Run:
+    """One run of the loop."""
+
+    def __init__(
+        self,
+        method: Method,
+        objective: Objective,
+        x0: Any,
+        callback: Callable[[Record, Any], Any] | None,
+        batch: Callable[[int], Any] | None,
+        comm: Communicator,
+    ) -> None:
+        self.method, self.objective, self.comm = method, objective, comm
+        self.x0, self.callback, self.batch = x0, callback, batch
+        self.records: list[Record] = []
+        self.log: TextIO | None = None
+        self.progress: Progress | None = None
+        self.begun = time.monotonic()
+
+    def to_the_end(
+        self, iterations: int, rtol: float, atol: float, ftol: float
+    ) -> tuple[Result, State]:
+        self.see_batch(0)
+        state: State = self.method.start(self.objective, self.objective.unknowns.vector(self.x0))
+        if not (math.isfinite(state.loss) and math.isfinite(state.gradient_norm)):
+            raise RuntimeError(
+                f"minimize: the loss of x0 is {state.loss}, the norm of its gradient "
+                f"{state.gradient_norm}; start from other values"
+            )
+        enough = max(atol, rtol * state.gradient_norm)
+        stop = self.note(0, state)
+        while True:
+            iteration = self.records[-1].iteration
+            if stop:
+                return Result.STOPPED, state
+            if state.gradient_norm <= enough:
+                return Result.CONVERGED, state
+            if iteration == iterations:
+                return Result.ITERATIONS, state
+            before = state.loss
+            self.see_batch(iteration + 1)
+            state = self.method.step(self.objective, state)
+            stop = self.note(iteration + 1, state)
+            if not math.isfinite(state.loss):
+                return Result.NOT_FINITE, state
+            if state.step == 0:
+                return Result.NO_DECREASE, state
+            if 0 <= before - state.loss <= ftol * max(abs(before), abs(state.loss)) and ftol > 0:
+                return Result.SMALL_DECREASE, state
+
+    def see_batch(self, iteration: int) -> None:
+        if self.batch is not None:
+            with together(self.comm):
+                self.objective.batch = (self.batch(iteration),)
+
+    def note(self, iteration: int, state: State) -> bool:
+        """Keep a record and show it; whether a callback wants to stop."""
+        record = Record(
+            iteration,
+            state.loss,
+            state.gradient_norm,
+            state.step,
+            self.objective.evaluations,
+            time.monotonic() - self.begun,
+        )
+        self.records.append(record)
+        if self.log is not None:
+            self.log.write(json.dumps(dataclasses.asdict(record)) + "\n")
+            self.log.flush()
+        if self.progress is not None:
+            self.progress.update(iteration, loss=record.loss, gradient=record.gradient_norm)
+        if self.callback is None:
+            return False
+        stop = False
+        x = self.objective.tree(state.x)
+        with together(self.comm):
+            stop = bool(self.callback(record, x))
+        return any(self.comm.mpi.allgather(stop))
+
+
+def _check(
+    f: Any,
+    method: Any,
+    value_and_grad: Any,
+    iterations: Any,
+    tolerances: tuple[float, ...],
+    batch: Any,
+) -> None:
+    if not isinstance(method, Method):
+        hint = "; write its settings in parentheses" if isinstance(method, type) else ""
+        raise TypeError(f"minimize: the method must be one such as LBFGS(), not {method!r}{hint}")
+    if value_and_grad is None and not callable(f):
+        raise TypeError(f"minimize: f must be a function, not {f!r}")
+    if value_and_grad is not None and method.residuals:
+        raise ValueError(
+            f"minimize: {type(method).__name__} differentiates the residuals that f returns; "
+            "value_and_grad can't be given"
+        )
+    if batch is not None and not method.stochastic:
+        raise ValueError(
+            f"minimize: {type(method).__name__} compares losses of several iterations, which must "
+            "be losses of one function; with batches use Adam or Optax"
+        )
+    if not (isinstance(iterations, int) and iterations >= 0):
+        raise ValueError(
+            f"minimize: iterations={iterations!r} must be a number that is not negative"
+        )
+    if not all(0 <= tolerance < math.inf for tolerance in tolerances):
+        raise ValueError(f"minimize: rtol, atol and ftol {tolerances} must not be negative")

@@ -1,0 +1,192 @@
+"""What a method may ask of the function that it minimises."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import mpigrad
+from mpigrad.optimize.unknowns import Unknowns, Vector, dot
+from mpigrad.together import together
+from mpigrad.transformations import Loss
+
+__all__ = ["Objective", "Point"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A point, the loss and its gradient there.
+
+    Attributes
+    ----------
+    x, gradient
+        Vectors: what this rank holds.
+    loss
+        The global loss.
+    norm
+        The two-norm of the gradient.
+    slope
+        The inner product of the gradient with the direction along which the point was reached.
+    """
+
+    x: Vector
+    gradient: Vector
+    loss: float
+    norm: float
+    slope: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and the gradient's products are numbers."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm) and math.isfinite(self.slope)
+
+
+class Objective:
+    """A function of the unknowns, its derivatives, and how often they were computed.
+
+    Value and gradient are computed in one pass, in one compiled program with the step that leads
+    there and the inner products that a line search wants. All methods are collective.
+
+    Attributes
+    ----------
+    unknowns
+        Where they live.
+    evaluations, products
+        Values with gradients, and Hessian-vector (or Gauss-Newton) products computed so far.
+    batch
+        What the function gets after the unknowns: (), or a tuple of one batch.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        unknowns: Unknowns,
+        *,
+        loss: Loss = "share",
+        value_and_grad: Callable[..., Any] | None = None,
+        residuals: bool = False,
+    ) -> None:
+        self.unknowns = unknowns
+        self.evaluations = self.products = 0
+        self.batch: tuple[Any, ...] = ()
+        self.loss: Loss = loss
+        self._f = f
+        self._given = value_and_grad
+        comm = unknowns.comm
+
+        def share(replicated: Any, own: Any, batch: Any) -> Any:
+            out = f(unknowns.unite(replicated, own), *batch)
+            return half_squares(out) if residuals else out
+
+        self._differentiated = mpigrad.value_and_grad(
+            share, (0, 1), loss=loss, replicated=0, comm=comm
+        )
+        self._along = mpigrad.jit(self._evaluate_along)
+        self._move = jax.jit(_moved)
+        self._tree = mpigrad.jit(unknowns.tree)
+        self._measure = mpigrad.jit(self._measured)
+
+    # ---- on the host ----
+
+    def first(self, x: Vector) -> Point:
+        """The point x itself."""
+        return self.along(x, jax.tree.map(jnp.zeros_like, x), 0.0)
+
+    def along(self, x: Vector, direction: Vector, step: float) -> Point:
+        """The point x + step · direction: one evaluation."""
+        self.evaluations += 1
+        if self._given is None:
+            moved, gradient, numbers = self._along(x, direction, step, self.batch)
+        else:
+            moved = self._move(x, direction, step)
+            value, tree = self._given(self._tree(moved), *self.batch)
+            with together(self.unknowns.comm):
+                self.unknowns.check_like(tree, "minimize: the gradient that value_and_grad returns")
+                if jnp.shape(value) != ():
+                    raise ValueError(
+                        f"minimize: value_and_grad returns a value of shape {jnp.shape(value)}, "
+                        "which must be the global loss"
+                    )
+            gradient, numbers = self._measure(value, tree, direction)
+        loss, slope, square = (float(number) for number in numbers)
+        return Point(moved, gradient, loss, math.sqrt(square), slope)
+
+    def tree(self, x: Vector) -> Any:
+        """The unknowns as the user gave them."""
+        return self._tree(x)
+
+    # ---- in compiled programs ----
+
+    def value_and_gradient(self, x: Vector, batch: tuple[Any, ...]) -> tuple[Any, Vector]:
+        """The global loss and the gradient vector; to be traced."""
+        value, gradient = self._differentiated(*self.unknowns.split(x), batch)
+        return value, self.unknowns.join(*gradient)
+
+    def hessian_products(self, x: Vector, batch: tuple[Any, ...]) -> Callable[[Vector], Vector]:
+        """v → H v at x, by forward over reverse differentiation; to be traced."""
+        unknowns = self.unknowns
+
+        def gradient(replicated: Any, own: Any) -> Any:
+            return self._differentiated(replicated, own, batch)[1]
+
+        _, derivative = mpigrad.linearize(gradient, *unknowns.split(x))
+        return lambda v: unknowns.join(*derivative(*unknowns.split(v)))
+
+    def gauss_newton_products(
+        self, x: Vector, batch: tuple[Any, ...]
+    ) -> Callable[[Vector], Vector]:
+        """v → Jᵀ J v at x, J the derivative of the residuals; to be traced."""
+        unknowns = self.unknowns
+        once = self.loss == "share" or unknowns.comm.rank == 0
+
+        def residual(replicated: Any, own: Any) -> Any:
+            return self._f(unknowns.unite(replicated, own), *batch)
+
+        at = unknowns.split(x)
+        _, forward = mpigrad.linearize(residual, *at)
+        _, backward = mpigrad.vjp(residual, *at)
+
+        def product(v: Vector) -> Vector:
+            moved = forward(*unknowns.split(v))
+            if not once:  # replicated residuals count on rank 0 only
+                moved = jax.tree.map(jnp.zeros_like, moved)
+            replicated, own = backward(moved)
+            return unknowns.join([unknowns.sum(leaf) for leaf in replicated], own)
+
+        return product
+
+    def _evaluate_along(self, x: Vector, direction: Vector, step: Any, batch: Any) -> Any:
+        x = _moved(x, direction, step)
+        value, gradient = self.value_and_gradient(x, batch)
+        return x, gradient, self._numbers(value, gradient, direction)
+
+    def _measured(self, value: Any, tree: Any, direction: Vector) -> Any:
+        gradient = self.unknowns.vector(tree)
+        # A value is rank 0's, so that all ranks decide alike.
+        first = self.unknowns.comm.rank == 0
+        value = self.unknowns.sum(jnp.where(first, value, jnp.zeros_like(value)))
+        return gradient, self._numbers(value, gradient, direction)
+
+    def _numbers(self, value: Any, gradient: Vector, direction: Vector) -> Any:
+        products = jnp.stack([dot(gradient, direction), dot(gradient, gradient)])
+        return (value, *self.unknowns.sum(products))
+
+
+def _moved(x: Vector, direction: Vector, step: Any) -> Vector:
+    return tuple(a + jnp.asarray(step, a.dtype) * d for a, d in zip(x, direction, strict=True))
+
+
+def half_squares(residuals: Any) -> Any:
+    """½ Σ r² of a tree of residuals."""
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(residuals)]
+    for leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"minimize: GaussNewton needs real residuals, and f returns {leaf.dtype}"
+            )
+    return sum(0.5 * jnp.vdot(leaf, leaf) for leaf in leaves)
