@@ -185,6 +185,9 @@ class _Run:
             stop = self.note(iteration + 1, state)
             if not math.isfinite(state.loss):
                 return Result.NOT_FINITE, state
+            ended: Result | None = getattr(state, "result", None)
+            if ended is not None:  # a method of others that ends by itself
+                return ended, state
             if state.step == 0:
                 return Result.NO_DECREASE, state
             if 0 <= before - state.loss <= ftol * max(abs(before), abs(state.loss)) and ftol > 0:

@@ -60,6 +60,8 @@ class Objective:
         Values with gradients, and Hessian-vector (or Gauss-Newton) products computed so far.
     batch
         What the function gets after the unknowns: (), or a tuple of one batch.
+    companion
+        What a method keeps beside its states for as long as the run lasts.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Objective:
         self.unknowns = unknowns
         self.evaluations = self.products = 0
         self.batch: tuple[Any, ...] = ()
+        self.companion: Any = None
         self.loss: Loss = loss
         self._f = f
         self._given = value_and_grad

@@ -19,6 +19,7 @@ from mpigrad.guard.ending import current_board
 from mpigrad.operations.collectives import bcast, reduce
 from mpigrad.optimize.flattening import Flattening
 from mpigrad.optimize.requests import agree, parcel, request, unpacked
+from mpigrad.together import equal_everywhere, together
 from mpigrad.transformations import Loss, jit, jvp, value_and_grad
 
 __all__ = ["Served", "root_driven"]
@@ -139,7 +140,9 @@ class Served:
         self, programs: dict[_Ask, Callable[..., Any]], x0: Any, root: int, comm: Communicator
     ) -> None:
         self._programs, self._root, self._comm = programs, root, comm
-        self._form = _same_structure(x0, comm)
+        with together(comm):
+            self._form = Flattening(x0)
+        equal_everywhere(comm, self._form.signature, "x0's leaves, shapes and dtypes")
         self.x0 = comm.mpi.bcast(self._form.flat(x0), root)
         self.result: Any = None
         self.evaluations = 0
@@ -321,27 +324,6 @@ class Served:
         error = agree(error, self._comm)
         self._evaluating, self._faults = False, _faults()
         return out, error
-
-
-def _same_structure(x0: Any, comm: Communicator) -> Flattening:
-    """How x0 makes a vector, or the same error on every rank."""
-    form, problem = None, None
-    try:
-        form = Flattening(x0)
-    except (TypeError, ValueError) as error:
-        problem = error
-    told = comm.mpi.allgather((form.signature if form else None, problem))
-    for rank, (_, theirs) in enumerate(told):
-        if theirs is not None:
-            raise type(theirs)(f"rank {rank}: {theirs}")
-    assert form is not None
-    for rank, (signature, _) in enumerate(told):
-        if signature != told[0][0]:
-            raise ValueError(
-                "x0 is not the same on all ranks (leaf, shape, dtype):\n"
-                f"  rank 0: {told[0][0]}\n  rank {rank}: {signature}"
-            )
-    return form
 
 
 def _faults() -> int:
