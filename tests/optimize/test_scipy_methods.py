@@ -33,51 +33,65 @@ def own_rows(comm: Communicator, x: np.ndarray) -> np.ndarray:
     return x[ends[comm.rank] : ends[comm.rank + 1]]
 
 
+def reference(name: str, start: np.ndarray, **settings: Any) -> tuple[Any, list[np.ndarray]]:
+    """SciPy in one process, and the points to which it moved."""
+    points = [start]
+
+    def note(x: np.ndarray) -> None:
+        if np.any(x != points[-1]):
+            points.append(np.array(x))
+
+    done = scipy.optimize.minimize(
+        lambda x: tuple(map(np.asarray, serial(x))),
+        start,
+        jac=True,
+        hessp=lambda x, v: jax.jvp(jax.grad(rosenbrock), (x,), (v,))[1],
+        method=name,
+        callback=note,
+        **settings,
+    )
+    return done, points
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_the_serial_iterates(comm: Communicator, sharded: bool) -> None:
     """With bounds, by L-BFGS-B, and with Hessian products, by trust-ncg."""
     counts = [len(rows) for rows in comm.mpi.allgather(own_rows(comm, START))]
+    cut = (lambda x: own_rows(comm, x)) if sharded else np.asarray
+    join = (lambda x: np.concatenate(comm.mpi.allgather(x))) if sharded else np.asarray
 
     def share(x: Any) -> Any:
         whole = mpigrad.allgatherv(x, counts) if sharded else x
         return rosenbrock(whole) * (comm.rank + 1) / (comm.size * (comm.size + 1) / 2)
 
-    cut = (lambda x: own_rows(comm, x)) if sharded else np.asarray
     objective = optimize.Objective(share, cut(START), sharded=sharded)
-    x0 = np.clip(START, LOWER, UPPER)
-    for method, own in (
-        (optimize.SciPy("L-BFGS-B", (cut(LOWER), UPPER)), {"bounds": [*zip(LOWER, [UPPER] * 5)]}),
-        (optimize.SciPy("trust-ncg", options={"gtol": 1e-9}), {"options": {"gtol": 1e-9}}),
-    ):
-        found: list[Any] = []
-        solution = optimize.minimize(
-            objective,
-            cut(START),
-            method,
-            rtol=0,
-            callback=lambda record, x: found.append(np.concatenate(comm.mpi.allgather(x))),
-        )
-        expected: list[Any] = []
-        if own.get("bounds"):
-            product, start = None, x0
-        else:
-            product, start = (lambda x, v: jax.jvp(jax.grad(rosenbrock), (x,), (v,))[1]), START
-        reference = scipy.optimize.minimize(
-            lambda x: tuple(map(np.asarray, serial(x))), start, jac=True, method=method.name,
-            hessp=product, callback=lambda x: expected.append(np.array(x)), **own,
-        )  # fmt: skip
-        moved = [b for a, b in zip([start, *expected], expected) if np.any(a != b)]
-        whole = np.concatenate(comm.mpi.allgather(solution.value)) if sharded else solution.value
-        iterates = [x if sharded else x[: len(START)] for x in found[1:]]
-        for a, b in zip(iterates[:10], moved[:10], strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
-        np.testing.assert_allclose(whole, reference.x, rtol=1e-6)
-        assert solution.result is optimize.Result.CONVERGED
-        assert solution.loss == pytest.approx(reference.fun, rel=1e-6, abs=1e-12)
-        assert solution.stats["evaluations"] <= reference.nfev + 1
-        assert [r.iteration for r in solution.history] == list(range(len(solution.history)))
-    assert (solution.stats["products"] > 0) == (method.name == "trust-ncg")
+    points: list[np.ndarray] = []
+
+    def run(method: optimize.SciPy) -> optimize.Solution:
+        points.clear()
+        note = lambda record, x: points.append(join(x))
+        return optimize.minimize(objective, cut(START), method, rtol=0, callback=note)
+
+    solution = run(optimize.SciPy("L-BFGS-B", bounds=(cut(LOWER), UPPER)))
+    bounds = [(low, UPPER) for low in LOWER]
+    compare(solution, points, *reference("L-BFGS-B", np.clip(START, LOWER, UPPER), bounds=bounds))
+    options = {"gtol": 1e-9}
+    solution = run(optimize.SciPy("trust-ncg", options=options))
+    compare(solution, points, *reference("trust-ncg", START, options=options))
+    assert solution.stats["products"] > 0
+
+
+def compare(
+    solution: optimize.Solution, points: list[np.ndarray], done: Any, expected: list[np.ndarray]
+) -> None:
+    for a, b in zip(points[:11], expected[:11], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(points[-1], done.x, rtol=1e-6)
+    assert solution.result is optimize.Result.CONVERGED
+    assert solution.loss == pytest.approx(done.fun, rel=1e-6, abs=1e-12)
+    assert solution.stats["evaluations"] <= done.nfev + 1
+    assert len(points) == len(solution.history)
 
 
 @pytest.mark.ranks(2)

@@ -46,10 +46,14 @@ class LBFGSState:
     products: NDArray[np.float64]
     count: int
 
+    @property
+    def stuck(self) -> bool:
+        return self.step == 0
+
 
 @dataclasses.dataclass(frozen=True)
 class LBFGS(Method):
-    """Limited-memory BFGS (Liu and Nocedal 1989), with steps that satisfy the strong Wolfe conditions.
+    """Limited-memory BFGS (Liu and Nocedal 1989), its steps by the strong Wolfe conditions.
 
     The direction is a combination of the gradient and the 2·memory remembered vectors. Its
     coefficients are made of their inner products alone, in the compact form (Byrd, Nocedal and
@@ -79,7 +83,7 @@ class LBFGS(Method):
             raise ValueError(f"LBFGS: first_step={self.first_step} must be positive")
 
     def start(self, objective: Objective, x: Vector) -> LBFGSState:
-        return self._forgetful(objective.first(x), 1.0, None)
+        return self._forgetful(objective.first(x), 0.0, None)
 
     def step(self, objective: Objective, state: LBFGSState) -> LBFGSState:
         """One line search; a second one along the gradient where the memory leads nowhere."""

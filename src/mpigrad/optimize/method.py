@@ -21,8 +21,9 @@ class State(Protocol):
     loss, gradient_norm
         There; numbers of Python.
     step
-        The length of the last step in units of its direction; 0.0 where none was found that makes
-        the loss smaller, and the method has nothing else to try.
+        What the record of the last iteration calls its step; 0.0 before the first.
+    stuck
+        The method has found no smaller loss, and has nothing else to try.
     """
 
     @property
@@ -33,6 +34,8 @@ class State(Protocol):
     def gradient_norm(self) -> float: ...
     @property
     def step(self) -> float: ...
+    @property
+    def stuck(self) -> bool: ...
 
 
 class Method(abc.ABC):

@@ -15,8 +15,7 @@ from mpigrad.communicator import Communicator, resolve
 from mpigrad.optimize.lbfgs import LBFGS
 from mpigrad.optimize.method import Method, State
 from mpigrad.optimize.objective import Objective
-from mpigrad.optimize.solution import Record, Result, Solution
-from mpigrad.optimize.unknowns import Unknowns
+from mpigrad.optimize.solution import NotFiniteError, Record, Result, Solution
 from mpigrad.progress import Progress
 from mpigrad.together import equal_everywhere, together
 from mpigrad.transformations import Loss
@@ -25,7 +24,7 @@ __all__ = ["minimize"]
 
 
 def minimize(
-    f: Callable[..., Any],
+    f: Callable[..., Any] | Objective | None,
     x0: Any,
     method: Method = LBFGS(),  # noqa: B008 (frozen)
     *,
@@ -49,6 +48,8 @@ def minimize(
     ----------
     f
         f(x) -> real scalar, with messages inside where it likes; for `GaussNewton` its residuals.
+        Or an `Objective`, which is compiled once for several runs; `sharded`, `loss`,
+        `value_and_grad` and `comm` are then its own.
     x0
         Where to start: a pytree of floats and arrays, float32 or float64.
     method
@@ -93,7 +94,7 @@ def minimize(
     ------
     TypeError, ValueError
         On every rank: arguments that do not fit, or differ between ranks.
-    RuntimeError
+    NotFiniteError
         On every rank: the loss of x0, or a product of its gradient, is not finite.
 
     Notes
@@ -102,20 +103,36 @@ def minimize(
     sums over ranks, and a sharded run follows the serial run's iterates to rounding. Decisions are
     made of numbers that are equal on all ranks bit for bit.
     """
-    comm = resolve(comm)
+    comm = f.unknowns.comm if isinstance(f, Objective) else resolve(comm)
     with together(comm):
-        _check(f, method, value_and_grad, iterations, (rtol, atol, ftol), batch)
-    agreed = (type(method).__name__, loss, iterations, rtol, atol, ftol)
-    equal_everywhere(comm, agreed, "minimize: method, loss, iterations, rtol, atol and ftol")
-    given = tuple(option is None for option in (value_and_grad, batch, callback, checkpoint))
-    equal_everywhere(
-        comm, given, "minimize: whether value_and_grad, batch, callback and checkpoint are None"
-    )
-    unknowns = Unknowns(x0, sharded, comm)
-    method.check(unknowns)
-    objective = Objective(
-        f, unknowns, loss=loss, value_and_grad=value_and_grad, residuals=method.residuals
-    )
+        _check(method, iterations, (rtol, atol, ftol), batch)
+        residuals = method.residuals
+        if isinstance(f, Objective):
+            if f.residuals != residuals:
+                raise ValueError(
+                    f"minimize: {type(method).__name__} needs an Objective with "
+                    f"residuals={residuals}"
+                )
+            if (sharded, loss, value_and_grad) != (False, "share", None):
+                raise ValueError(
+                    "minimize: give sharded, loss and value_and_grad to the Objective, which is "
+                    "already made"
+                )
+    agreed = (type(method).__name__, iterations, rtol, atol, ftol)
+    equal_everywhere(comm, agreed, "minimize: method, iterations, rtol, atol and ftol")
+    absent = tuple(option is None for option in (batch, callback, checkpoint))
+    equal_everywhere(comm, absent, "minimize: whether batch, callback and checkpoint are None")
+    objective = (
+        f
+        if isinstance(f, Objective)
+        else Objective(
+            f, x0, sharded=sharded, loss=loss, value_and_grad=value_and_grad,
+            residuals=residuals, comm=comm,
+        )
+    )  # fmt: skip
+    objective.evaluations = objective.products = 0
+    objective.companion = None
+    method.check(objective.unknowns)
     run = _Run(method, objective, x0, callback, batch, comm)
     with contextlib.ExitStack() as stack:
         with together(comm):
@@ -165,7 +182,7 @@ class _Run:
         self.see_batch(0)
         state: State = self.method.start(self.objective, self.objective.unknowns.vector(self.x0))
         if not (math.isfinite(state.loss) and math.isfinite(state.gradient_norm)):
-            raise RuntimeError(
+            raise NotFiniteError(
                 f"minimize: the loss of x0 is {state.loss}, the norm of its gradient "
                 f"{state.gradient_norm}; start from other values"
             )
@@ -185,10 +202,10 @@ class _Run:
             stop = self.note(iteration + 1, state)
             if not math.isfinite(state.loss):
                 return Result.NOT_FINITE, state
-            ended: Result | None = getattr(state, "result", None)
-            if ended is not None:  # a method of others that ends by itself
+            ended: Result | None = getattr(state, "ended", None)
+            if ended is not None:  # a method that ends by itself
                 return ended, state
-            if state.step == 0:
+            if state.stuck:
                 return Result.NO_DECREASE, state
             if 0 <= before - state.loss <= ftol * max(abs(before), abs(state.loss)) and ftol > 0:
                 return Result.SMALL_DECREASE, state
@@ -223,24 +240,10 @@ class _Run:
         return any(self.comm.mpi.allgather(stop))
 
 
-def _check(
-    f: Any,
-    method: Any,
-    value_and_grad: Any,
-    iterations: Any,
-    tolerances: tuple[float, ...],
-    batch: Any,
-) -> None:
+def _check(method: Any, iterations: Any, tolerances: tuple[float, ...], batch: Any) -> None:
     if not isinstance(method, Method):
         hint = "; write its settings in parentheses" if isinstance(method, type) else ""
         raise TypeError(f"minimize: the method must be one such as LBFGS(), not {method!r}{hint}")
-    if value_and_grad is None and not callable(f):
-        raise TypeError(f"minimize: f must be a function, not {f!r}")
-    if value_and_grad is not None and method.residuals:
-        raise ValueError(
-            f"minimize: {type(method).__name__} differentiates the residuals that f returns; "
-            "value_and_grad can't be given"
-        )
     if batch is not None and not method.stochastic:
         raise ValueError(
             f"minimize: {type(method).__name__} compares losses of several iterations, which must "

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 import mpigrad
-from mpigrad.optimize.unknowns import Unknowns, Vector, dot
-from mpigrad.together import together
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.optimize.unknowns import Compiling, Unknowns, Vector, dot
+from mpigrad.together import equal_everywhere, together
 from mpigrad.transformations import Loss
 
 __all__ = ["Objective", "Point"]
@@ -46,11 +47,21 @@ class Point:
         return math.isfinite(self.loss) and math.isfinite(self.norm) and math.isfinite(self.slope)
 
 
-class Objective:
+class Objective(Compiling):
     """A function of the unknowns, its derivatives, and how often they were computed.
 
     Value and gradient are computed in one pass, in one compiled program with the step that leads
-    there and the inner products that a line search wants. All methods are collective.
+    there and the inner products that a line search wants. `minimize` makes an objective, or takes
+    one, whose programs several starts, methods and stages then share. All methods are collective.
+
+    Parameters
+    ----------
+    f, loss, value_and_grad, sharded, comm
+        As for `minimize`.
+    x0
+        A tree of the structure, shapes and dtypes of the unknowns.
+    residuals
+        f returns residuals, and the loss is half the sum of their squares.
 
     Attributes
     ----------
@@ -66,33 +77,43 @@ class Objective:
 
     def __init__(
         self,
-        f: Callable[..., Any],
-        unknowns: Unknowns,
+        f: Callable[..., Any] | None,
+        x0: Any,
         *,
+        sharded: Any = False,
         loss: Loss = "share",
         value_and_grad: Callable[..., Any] | None = None,
         residuals: bool = False,
+        comm: Communicator | None = None,
     ) -> None:
+        comm = resolve(comm)
+        with together(comm):
+            if value_and_grad is None and not callable(f):
+                raise TypeError(f"minimize: f must be a function, not {f!r}")
+            if value_and_grad is not None and residuals:
+                raise ValueError(
+                    "minimize: GaussNewton differentiates the residuals that f returns; "
+                    "value_and_grad can't be given"
+                )
+        agreed = loss, residuals, value_and_grad is None
+        equal_everywhere(comm, agreed, "minimize: loss, and whether value_and_grad is given,")
+        unknowns = Unknowns(x0, sharded, comm)
         self.unknowns = unknowns
         self.evaluations = self.products = 0
         self.batch: tuple[Any, ...] = ()
         self.companion: Any = None
         self.loss: Loss = loss
-        self._f = f
+        self.residuals = residuals
+        self._f: Any = f
         self._given = value_and_grad
-        comm = unknowns.comm
 
         def share(replicated: Any, own: Any, batch: Any) -> Any:
-            out = f(unknowns.unite(replicated, own), *batch)
-            return half_squares(out) if residuals else out
+            out = self._f(unknowns.unite(replicated, own), *batch)
+            return _half_squares(out) if residuals else out
 
         self._differentiated = mpigrad.value_and_grad(
             share, (0, 1), loss=loss, replicated=0, comm=comm
         )
-        self._along = mpigrad.jit(self._evaluate_along)
-        self._move = jax.jit(_moved)
-        self._tree = mpigrad.jit(unknowns.tree)
-        self._measure = mpigrad.jit(self._measured)
 
     # ---- on the host ----
 
@@ -104,10 +125,11 @@ class Objective:
         """The point x + step · direction: one evaluation."""
         self.evaluations += 1
         if self._given is None:
-            moved, gradient, numbers = self._along(x, direction, step, self.batch)
+            program = self.compiled(Objective._evaluate_along)
+            moved, gradient, numbers = program(x, direction, step, self.batch)
         else:
-            moved = self._move(x, direction, step)
-            value, tree = self._given(self._tree(moved), *self.batch)
+            moved = _moved(x, direction, step)
+            value, tree = self._given(self.tree(moved), *self.batch)
             with together(self.unknowns.comm):
                 self.unknowns.check_like(tree, "minimize: the gradient that value_and_grad returns")
                 if jnp.shape(value) != ():
@@ -115,13 +137,13 @@ class Objective:
                         f"minimize: value_and_grad returns a value of shape {jnp.shape(value)}, "
                         "which must be the global loss"
                     )
-            gradient, numbers = self._measure(value, tree, direction)
+            gradient, numbers = self.compiled(Objective._measured)(value, tree, direction)
         loss, slope, square = (float(number) for number in numbers)
         return Point(moved, gradient, loss, math.sqrt(square), slope)
 
     def tree(self, x: Vector) -> Any:
         """The unknowns as the user gave them."""
-        return self._tree(x)
+        return self.unknowns.compiled(Unknowns.tree)(x)
 
     # ---- in compiled programs ----
 
@@ -159,7 +181,7 @@ class Objective:
             if not once:  # replicated residuals count on rank 0 only
                 moved = jax.tree.map(jnp.zeros_like, moved)
             replicated, own = backward(moved)
-            return unknowns.join([unknowns.sum(leaf) for leaf in replicated], own)
+            return unknowns.join(unknowns.sum(replicated) if replicated else [], own)
 
         return product
 
@@ -180,11 +202,12 @@ class Objective:
         return (value, *self.unknowns.sum(products))
 
 
+@jax.jit
 def _moved(x: Vector, direction: Vector, step: Any) -> Vector:
     return tuple(a + jnp.asarray(step, a.dtype) * d for a, d in zip(x, direction, strict=True))
 
 
-def half_squares(residuals: Any) -> Any:
+def _half_squares(residuals: Any) -> Any:
     """½ Σ r² of a tree of residuals."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(residuals)]
     for leaf in leaves:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-import mpigrad
 from mpigrad.optimize.method import Method
 from mpigrad.optimize.objective import Objective
 from mpigrad.optimize.requests import agree, request
@@ -51,20 +50,23 @@ class SciPyState:
     gradient_norm
         With bounds, of the projected gradient: of the longest step along the negative gradient, no
         longer than the gradient, that stays between the bounds.
-    ended
-        The number of a `Result` where SciPy has ended by itself, else -1.
+    step
+        Its two-norm.
+    ending
+        0, or 1 where SciPy has ended by itself with success, or 2 without.
     """
 
     x: Vector
     loss: float
     gradient_norm: float
     step: float
-    ended: int
+    ending: int
+
+    stuck = False
 
     @property
-    def result(self) -> Result | None:
-        """Why SciPy has ended, or None."""
-        return None if self.ended < 0 else list(Result)[self.ended]
+    def ended(self) -> Result | None:
+        return (None, Result.CONVERGED, Result.NO_DECREASE)[self.ending]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +117,7 @@ class SciPy(Method):
         run = objective.companion = _Run(self, objective)
         x = tuple(jnp.clip(part, *ends) for part, *ends in zip(x, *run.limits, strict=True))
         found = run.first(x)
-        return SciPyState(x, found.loss, found.norm, 0.0, -1)
+        return SciPyState(x, found.loss, found.norm, 0.0, 0)
 
     def step(self, objective: Objective, state: SciPyState) -> SciPyState:
         """One iteration of SciPy's."""
@@ -192,11 +194,6 @@ class _Run:
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.held: tuple[Any, Any] | None = None  # asked for, when an iteration was done
         self.seen: dict[bytes, _Evaluated] = {}  # since then
-
-        def product(x: Vector, v: Vector, batch: Any) -> Vector:
-            return objective.hessian_products(x, batch)(v)
-
-        self.product = mpigrad.jit(product)
         weakref.finalize(self, self.answers.put, None)  # SciPy's thread ends
 
     def step(self, state: SciPyState) -> SciPyState:
@@ -226,19 +223,18 @@ class _Run:
     def drive(self, x: NDArray[np.float64]) -> Generator[Any, Any, Any]:
         """On rank 0, an iteration from x: yields what SciPy asks for, and is sent the answers.
 
-        Returns the next point, its loss and gradient norm, the step's length, and which `Result`.
+        Returns a state's fields, with the whole x.
         """
         if not self.begun:
             self.begin(x)
-        moved, ended = None, -1
+        moved, ending = None, 0
         while True:
             kind, told = self.held or self.asked.get()
             self.held = None
             if kind is _FAILED:
                 raise told
             if kind is _ENDED:
-                moved, why = told.x, Result.CONVERGED if told.success else Result.NO_DECREASE
-                ended = list(Result).index(why)
+                moved, ending = told.x, 1 if told.success else 2
                 break
             if kind is _ITERATE:
                 moved = None if np.array_equal(told, x) else told  # a trial may be rejected
@@ -252,7 +248,7 @@ class _Run:
                 self.answers.put((yield kind, told))
         found = yield from self.found(moved)
         self.seen = {moved.tobytes(): found}
-        return moved, found.loss, found.norm, float(np.linalg.norm(moved - x)), ended
+        return moved, found.loss, found.norm, float(np.linalg.norm(moved - x)), ending
 
     def found(self, x: NDArray[np.float64]) -> Generator[Any, Any, _Evaluated]:
         """Value and gradient at x, computed once in an iteration."""
@@ -303,7 +299,7 @@ class _Run:
 
     def multiply(self, x: Vector, v: Vector) -> Whole:
         self.objective.products += 1
-        return self.gather(self.product(x, v, self.objective.batch))
+        return self.gather(self.objective.compiled(_product)(x, v, self.objective.batch))
 
     def gather(self, vector: Vector) -> Whole:
         """The whole vector on rank 0, None elsewhere."""
@@ -322,6 +318,10 @@ class _Run:
             jnp.asarray(piece.reshape(part.shape), part.dtype)
             for piece, part in zip(self.comm.mpi.scatter(pieces), like, strict=True)
         )
+
+
+def _product(objective: Objective, x: Vector, v: Vector, batch: Any) -> Vector:
+    return objective.hessian_products(x, batch)(v)
 
 
 def _minimise(

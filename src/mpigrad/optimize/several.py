@@ -11,10 +11,13 @@ from mpigrad.communicator import Communicator, resolve
 from mpigrad.optimize.lbfgs import LBFGS
 from mpigrad.optimize.method import Method
 from mpigrad.optimize.minimize import minimize
-from mpigrad.optimize.solution import Result, Solution
+from mpigrad.optimize.objective import Objective
+from mpigrad.optimize.solution import NotFiniteError, Result, Solution
 from mpigrad.together import equal_everywhere
 
 __all__ = ["MultiStart", "multi_start", "stages"]
+
+_OBJECTIVE = ("sharded", "loss", "value_and_grad")  # settings of an `Objective`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +37,7 @@ class MultiStart:
 
 
 def multi_start(
-    f: Callable[..., Any] | None,
+    f: Callable[..., Any] | Objective | None,
     starts: Sequence[Any],
     method: Method = LBFGS(),  # noqa: B008 (frozen)
     *,
@@ -63,17 +66,21 @@ def multi_start(
     RuntimeError
         On every rank, where the loss of no start is a number.
     """
-    comm = resolve(comm)
+    comm = f.unknowns.comm if isinstance(f, Objective) else resolve(comm)
     equal_everywhere(comm, len(starts), "multi_start: the number of starts")
+    if starts and not isinstance(f, Objective):  # compiled once for all of them
+        about = {name: settings.pop(name) for name in _OBJECTIVE if name in settings}
+        f = Objective(f, starts[0], residuals=method.residuals, comm=comm, **about)
     solutions: list[Solution | None] = []
     for number, x0 in enumerate(starts):
         own = _numbered(settings, number)
         try:
-            solutions.append(minimize(f, x0, method, comm=comm, **own))  # type: ignore[arg-type]
-        except NotFinite:
+            solution = minimize(f, x0, method, comm=comm, **own)
+        except NotFiniteError:
             solutions.append(None)
             continue
-        if solutions[-1].result is Result.INTERRUPTED:
+        solutions.append(solution)
+        if solution.result is Result.INTERRUPTED:
             break
     found = [solution for solution in solutions if solution is not None]
     if not found:
@@ -82,7 +89,7 @@ def multi_start(
 
 
 def stages(
-    objectives: Sequence[Callable[..., Any]],
+    objectives: Sequence[Callable[..., Any] | Objective],
     x0: Any,
     method: Method | Sequence[Method] = LBFGS(),  # noqa: B008 (frozen)
     *,

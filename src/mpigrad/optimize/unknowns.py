@@ -18,13 +18,27 @@ from mpigrad.operations import allgatherv, bcast, reduce
 from mpigrad.together import together
 from mpigrad.transformations import jit
 
-__all__ = ["Unknowns", "Vector", "dot"]
+__all__ = ["Compiling", "Unknowns", "Vector", "dot"]
 
 Vector = tuple[Any, ...]  # arrays: what this rank holds of a vector
 _DTYPES = (np.dtype("float32"), np.dtype("float64"))
 
 
-class Unknowns:
+class Compiling:
+    """Something whose functions are compiled once."""
+
+    def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """function(self, ...) as a compiled program of its further arguments.
+
+        `options` are those of `mpigrad.jit`.
+        """
+        programs: dict[Any, Any] = self.__dict__.setdefault("_programs", {})
+        if function not in programs:
+            programs[function] = jit(functools.partial(function, self), **options)
+        return programs[function]  # type: ignore[no-any-return]
+
+
+class Unknowns(Compiling):
     """How a pytree on every rank and a vector shared out over the ranks make each other.
 
     In the vector every unknown lies on exactly one rank: of the replicated leaves, joined to one
@@ -44,6 +58,13 @@ class Unknowns:
     comm
         The ranks that share the unknowns.
 
+    Attributes
+    ----------
+    size
+        Number of unknowns of all ranks.
+    epsilon
+        The rounding of their coarsest dtype.
+
     Raises
     ------
     TypeError, ValueError
@@ -57,9 +78,9 @@ class Unknowns:
             x0 = jax.tree.map(_real, x0)
             paths, self.structure = jax.tree_util.tree_flatten_with_path(x0)
             self.kinds = _kinds(sharded, x0)
-            names = [jax.tree_util.keystr(path) or "x0" for path, _ in paths]
+            self.names = ["x0" + jax.tree_util.keystr(path) for path, _ in paths]
             leaves = [leaf for _, leaf in paths]
-            for name, leaf, kind in zip(names, leaves, self.kinds, strict=True):
+            for name, leaf, kind in zip(self.names, leaves, self.kinds, strict=True):
                 common.append(_description(name, leaf, kind, comm))
             if not leaves:
                 raise ValueError("minimize: x0 has no leaves")
@@ -76,9 +97,35 @@ class Unknowns:
                 ends = [n * rank // comm.size for rank in range(comm.size + 1)]
                 counts = tuple(b - a for a, b in itertools.pairwise(ends))
                 self.joins.append((members, counts))
+        self.epsilon = max(float(jnp.finfo(shape.dtype).eps) for shape in self.shapes)
         local = sum(self.shapes[i].size for i in self.own)
         self.size = sum(comm.mpi.allgather(local)) + sum(sum(counts) for _, counts in self.joins)
-        self._programs: dict[Any, Any] = {}
+
+    def first(self, x0: Any) -> Vector:
+        """The vector of a tree such as that of the structure (collective).
+
+        Raises
+        ------
+        TypeError, ValueError
+            On every rank: the tree is not like it, or a replicated leaf is not equal on all ranks.
+        """
+        digests: list[str] = []
+        with together(self.comm):
+            x0 = jax.tree.map(_real, x0)
+            self.check_like(x0, "minimize: x0")
+            leaves = jax.tree.leaves(x0)
+            for i in self.replicated:
+                digests.append(hashlib.sha256(np.asarray(leaves[i]).tobytes()).hexdigest())
+        everywhere = self.comm.mpi.allgather(digests)
+        for rank, others in enumerate(everywhere):
+            for i, ours, theirs in zip(self.replicated, everywhere[0], others, strict=True):
+                if ours != theirs:
+                    raise ValueError(
+                        f"minimize: {self.names[i]} is not the same on ranks 0 and {rank}, and it "
+                        "is not declared sharded. Make it equal, for instance by mpigrad.bcast, "
+                        "or say sharded=True, or its Grid"
+                    )
+        return self.compiled(Unknowns.vector)(x0)  # type: ignore[no-any-return]
 
     # ---- trees and vectors; these may stand in compiled programs ----
 
@@ -123,23 +170,14 @@ class Unknowns:
         place.update(zip(self.own, own, strict=True))
         return jax.tree.unflatten(self.structure, [place[i] for i in range(len(self.kinds))])
 
-    def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """function(unknowns, ...) as a compiled program of its further arguments.
-
-        It is compiled once for these unknowns; `options` are those of `mpigrad.jit`.
-        """
-        if function not in self._programs:
-            self._programs[function] = jit(functools.partial(function, self), **options)
-        return self._programs[function]  # type: ignore[no-any-return]
-
     # ---- numbers of all ranks ----
 
     def sum(self, numbers: Any) -> Any:
-        """The sums over ranks, equal bit for bit on all of them (collective)."""
+        """The sums over ranks of arrays, equal bit for bit on all of them (collective)."""
         return self.decide(lambda sums: sums, numbers)
 
     def decide(self, decision: Callable[[Any], Any], numbers: Any) -> Any:
-        """decision(sums over ranks of an array), computed on rank 0 for all (collective)."""
+        """decision(sums over ranks of arrays), computed on rank 0 for all (collective)."""
         if self.comm.size == 1:
             return decision(numbers)
         return bcast(decision(reduce(numbers, root=0, comm=self.comm)), 0, self.comm)
@@ -200,20 +238,19 @@ def _kinds(sharded: Any, x0: Any) -> list[bool | Grid]:
 
 
 def _description(name: str, leaf: jax.Array, kind: bool | Grid, comm: Communicator) -> Any:
-    """What has to be equal on all ranks; of a replicated leaf its numbers, too."""
+    """What has to be equal on all ranks."""
     if kind is False:
-        digest = hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()
-        return name, "replicated", str(leaf.dtype), leaf.shape, digest
+        return name, "replicated", str(leaf.dtype), leaf.shape
     if kind is True:
         if leaf.ndim == 0:
             raise ValueError(f"minimize: {name} has no axis 0 to be sharded along")
-        return name, "sharded along axis 0", str(leaf.dtype), leaf.shape[1:], ""
-    if leaf.shape[leaf.ndim - kind.ndim :] != kind.local_shape:
+        return name, "sharded along axis 0", str(leaf.dtype), leaf.shape[1:]
+    if leaf.shape[max(0, leaf.ndim - kind.ndim) :] != kind.local_shape:
         raise ValueError(
             f"minimize: {name} has shape {leaf.shape} on rank {comm.rank}, whose tile has "
             f"{kind.local_shape} cells; a tile's axes come last"
         )
-    return name, "sharded on a grid", str(leaf.dtype), leaf.shape[: leaf.ndim - kind.ndim], ""
+    return name, "sharded on a grid", str(leaf.dtype), leaf.shape[: leaf.ndim - kind.ndim]
 
 
 def _same(common: list[tuple[Any, ...]], comm: Communicator) -> None:
@@ -225,19 +262,13 @@ def _same(common: list[tuple[Any, ...]], comm: Communicator) -> None:
                 f"{rank}; give trees of one structure on all ranks"
             )
         for ours, theirs in zip(everywhere[0], others, strict=True):
-            if ours[:-1] != theirs[:-1]:
-                raise ValueError(
-                    f"minimize: x0 is {_said(ours)} on rank 0, {_said(theirs)} on rank {rank}; "
-                    "only the axes along which it is sharded may differ"
-                )
             if ours != theirs:
                 raise ValueError(
-                    f"minimize: {ours[0]} is not the same on ranks 0 and {rank}, and it is not "
-                    "declared sharded. Make it equal, for instance by mpigrad.bcast, or say "
-                    "sharded=True, or its Grid"
+                    f"minimize: {_said(ours)} on rank 0, {_said(theirs)} on rank {rank}; only the "
+                    "axes along which it is sharded may differ"
                 )
 
 
 def _said(description: tuple[Any, ...]) -> str:
-    name, how, dtype, shape, _ = description
-    return f"{name} {dtype}{list(shape)} {how}"
+    name, how, dtype, shape = description
+    return f"{name} is {dtype}{list(shape)}, {how},"
