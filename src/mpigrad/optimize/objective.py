@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 import mpigrad
 from mpigrad.communicator import Communicator, resolve
+from mpigrad.optimize.requests import evaluation
 from mpigrad.optimize.unknowns import Compiling, Unknowns, Vector, dot
 from mpigrad.together import equal_everywhere, together
 from mpigrad.transformations import Loss
@@ -129,8 +130,9 @@ class Objective(Compiling):
             moved, gradient, numbers = program(x, direction, step, self.batch)
         else:
             moved = _moved(x, direction, step)
-            value, tree = self._given(self.tree(moved), *self.batch)
-            with together(self.unknowns.comm):
+            x = self.tree(moved)
+            with evaluation(self.unknowns.comm):
+                value, tree = self._given(x, *self.batch)
                 self.unknowns.check_like(tree, "minimize: the gradient that value_and_grad returns")
                 if jnp.shape(value) != ():
                     raise ValueError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 import time
 import traceback
+from collections.abc import Iterator
 
 import numpy as np
 from mpi4py import MPI
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from mpigrad.communicator import Communicator, waiting
 from mpigrad.guard import end_job
 
-__all__ = ["agree", "parcel", "request", "unpacked"]
+__all__ = ["agree", "evaluation", "parcel", "request", "unpacked"]
 
 # Seconds that a rank which failed in an evaluation leaves to the others for ending theirs.
 _PATIENCE = 5.0
@@ -33,7 +35,8 @@ def request(
     """
     if comm.size > 1:
         under_way = comm.mpi.Ibcast(message, root)
-        with waiting("the optimizer's next request", comm.slot, unlimited=first):
+        serves = first and comm.rank != root
+        with waiting("the optimizer's next request", comm.slot, unlimited=serves):
             _complete(under_way)
     return message
 
@@ -71,6 +74,23 @@ def agree(error: Exception | None, comm: Communicator) -> BaseException | None:
     parcels = comm.mpi.allgather(None if error is None else parcel(error, comm))
     first = next(found for found in parcels if found is not None)
     return error or unpacked(first, "an evaluation of the objective failed")
+
+
+@contextlib.contextmanager
+def evaluation(comm: Communicator) -> Iterator[None]:
+    """A block, perhaps with messages, whose error on any rank is raised by all of them.
+
+    Where the others wait inside the block for a rank that has failed, the job ends.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = agree(raised, comm)
+    else:
+        error = agree(None, comm)
+    if error is not None:
+        raise error
 
 
 def parcel(error: BaseException, comm: Communicator) -> Parcel:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mpigrad.optimize.method import Method
 from mpigrad.optimize.objective import Objective
-from mpigrad.optimize.requests import agree, request
+from mpigrad.optimize.requests import agree, evaluation, request
 from mpigrad.optimize.solution import Result
 from mpigrad.optimize.unknowns import Unknowns, Vector
 from mpigrad.together import together
@@ -278,14 +278,8 @@ class _Run:
     def compute(self, ask: _Ask, operands: Sequence[NDArray[np.float64]], like: Vector) -> Any:
         """What rank 0 asks for at its operands; an error of one rank is raised by all."""
         parts = [self.scatter(operand, like) for operand in operands or (None,) * ask]
-        out, error = None, None
-        try:
+        with evaluation(self.comm):
             out = self.evaluate(*parts) if ask is _Ask.EVALUATE else self.multiply(*parts)
-        except Exception as raised:
-            error = raised
-        error = agree(error, self.comm)
-        if error is not None:
-            raise error
         return out
 
     def evaluate(self, x: Vector) -> _Evaluated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import math
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.communicator import Communicator, check_rank, resolve
+from mpigrad.communicator import Communicator, check_rank, default, resolve
 from mpigrad.guard.ending import current_board
 from mpigrad.operations.collectives import bcast, reduce
 from mpigrad.optimize.flattening import Flattening
@@ -140,6 +141,7 @@ class Served:
         self, programs: dict[_Ask, Callable[..., Any]], x0: Any, root: int, comm: Communicator
     ) -> None:
         self._programs, self._root, self._comm = programs, root, comm
+        self._home = default()
         with together(comm):
             self._form = Flattening(x0)
         equal_everywhere(comm, self._form.signature, "x0's leaves, shapes and dtypes")
@@ -193,7 +195,7 @@ class Served:
         It can be compiled and differentiated once, in reverse. It runs on the root, and asks the
         other ranks from inside the compiled program.
         """
-        shapes = self._form.shapes()
+        home, shapes = self._home, self._form.shapes()
         scalar = jax.ShapeDtypeStruct((), jnp.result_type(*jax.tree.leaves(shapes)))
 
         def host_value(x: Any) -> Any:
@@ -204,7 +206,11 @@ class Served:
             return np.asarray(value, scalar.dtype), self._form.tree(gradient)
 
         def ask(host: Callable[[Any], Any], result: Any, x: Any) -> Any:
-            return jax.pure_callback(host, result, x, vmap_method="sequential")
+            def here(x: Any) -> Any:  # JAX may call it in a thread that is in no `with comm:`
+                with contextlib.nullcontext() if default() is home else home:
+                    return host(x)
+
+            return jax.pure_callback(here, result, x, vmap_method="sequential")
 
         @jax.custom_vjp
         def objective(x: Any) -> Any:
