@@ -9,7 +9,11 @@ from mpigrad.optimize.method import Method, State
 from mpigrad.optimize.minimize import minimize
 from mpigrad.optimize.nonlinear_cg import NonlinearCG
 from mpigrad.optimize.objective import Objective, Point
-from mpigrad.optimize.solution import Record, Result, Solution
+from mpigrad.optimize.pictures import draw_history
+from mpigrad.optimize.scipy_methods import SciPy
+from mpigrad.optimize.serving import Served, root_driven
+from mpigrad.optimize.several import MultiStart, multi_start, stages
+from mpigrad.optimize.solution import NotFiniteError, Record, Result, Solution
 from mpigrad.optimize.trust_region import GaussNewton, NewtonCG
 from mpigrad.optimize.unknowns import Unknowns
 
@@ -18,19 +22,27 @@ __all__ = [
     "Adam",
     "GaussNewton",
     "Method",
+    "MultiStart",
     "NewtonCG",
     "NonlinearCG",
+    "NotFiniteError",
     "Objective",
     "Optax",
     "Point",
     "Record",
     "Result",
+    "SciPy",
+    "Served",
     "Solution",
     "State",
     "StrongWolfe",
     "Unknowns",
     "clip_by_global_norm",
+    "draw_history",
     "global_norm",
     "inner_products",
     "minimize",
+    "multi_start",
+    "root_driven",
+    "stages",
 ]

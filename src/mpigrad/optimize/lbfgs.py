@@ -45,10 +45,7 @@ class LBFGSState:
     gram: NDArray[np.float64]
     products: NDArray[np.float64]
     count: int
-
-    @property
-    def stuck(self) -> bool:
-        return self.step == 0
+    stuck: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +103,7 @@ class LBFGS(Method):
             state = self._forgetful(now, state.step, state.pairs)
             coefficients, slope = _quasi_newton(state)
         if t == 0:
-            return dataclasses.replace(state, step=0.0)
+            return dataclasses.replace(state, step=0.0, stuck=True)
         slot = state.count % self.memory
         pairs, numbers = remember(
             objective.unknowns, state.pairs, slot, direction, t, now.gradient, point.gradient
@@ -123,7 +120,7 @@ class LBFGS(Method):
 
     def layout(self, unknowns: Unknowns) -> Any:
         vector, pairs = unknowns.layout(), unknowns.layout(leading=1)
-        return LBFGSState(vector, vector, False, False, False, pairs, False, False, False)  # type: ignore[arg-type]
+        return LBFGSState(vector, vector, False, False, False, pairs, False, False, False, False)  # type: ignore[arg-type]
 
     def _forgetful(self, point: Point, step: float, pairs: Vector | None) -> LBFGSState:
         """A state without memory, so that the next direction is the gradient's."""

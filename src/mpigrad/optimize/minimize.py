@@ -18,7 +18,7 @@ from mpigrad.communicator import Communicator, resolve
 from mpigrad.optimize.lbfgs import LBFGS
 from mpigrad.optimize.method import Method, State
 from mpigrad.optimize.objective import Objective, Point
-from mpigrad.optimize.solution import Record, Result, Solution
+from mpigrad.optimize.solution import NotFiniteError, Record, Result, Solution
 from mpigrad.optimize.unknowns import Vector
 from mpigrad.progress import Progress
 from mpigrad.together import equal_everywhere, together
@@ -99,7 +99,7 @@ def minimize(
     ------
     TypeError, ValueError
         On every rank: arguments that do not fit, or differ between ranks.
-    RuntimeError
+    NotFiniteError
         On every rank: the loss of x0, or a product of its gradient, is not finite.
 
     Notes
@@ -136,6 +136,7 @@ def minimize(
         )
     )  # fmt: skip
     objective.evaluations = objective.products = 0
+    objective.companion = None
     method.check(objective.unknowns)
     run = _Run(method, objective, callback, batch)
     with contextlib.ExitStack() as stack:
@@ -205,20 +206,23 @@ class _Run:
             self.see_batch(0)
             state = self.method.start(self.objective, x)
             if not (math.isfinite(state.loss) and math.isfinite(state.gradient_norm)):
-                raise RuntimeError(
+                raise NotFiniteError(
                     f"minimize: the loss of x0 is {state.loss}, the norm of its gradient "
                     f"{state.gradient_norm}; start from other values"
                 )
             decision, stopped = self.note(0, state)
         enough = max(atol, rtol * self.records[0].gradient_norm)
-        before = math.nan  # there is no loss before the first
         while True:
             iteration = self.records[-1].iteration
+            before = self.records[-2].loss if iteration > 0 else math.nan
+            ended: Result | None = getattr(state, "ended", None)
             result = None
             if not math.isfinite(state.loss):
                 result = Result.NOT_FINITE
             elif state.gradient_norm <= enough:
                 result = Result.CONVERGED
+            elif ended is not None:  # a method that ends by itself
+                result = ended
             elif state.stuck:
                 result = Result.NO_DECREASE
             elif 0 <= before - state.loss <= ftol * abs(before) and ftol > 0:
@@ -233,7 +237,6 @@ class _Run:
                 self.save(state)
             if result is not None:
                 return result, state
-            before = state.loss
             self.see_batch(iteration + 1)
             state = self.method.step(self.objective, state)
             decision, stopped = self.note(iteration + 1, state)

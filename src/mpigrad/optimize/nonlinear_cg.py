@@ -32,10 +32,7 @@ class NonlinearCGState:
     direction: Vector
     slope: float
     trial: float
-
-    @property
-    def stuck(self) -> bool:
-        return self.step == 0
+    stuck: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +76,7 @@ class NonlinearCG(Method):
             if t > 0:
                 break
         else:
-            return dataclasses.replace(state, step=0.0)
+            return dataclasses.replace(state, step=0.0, stuck=True)
         program = objective.unknowns.compiled(_products)
         numbers = (float(n) for n in program(now.gradient, point.gradient, at.direction))
         yy, dy, yg, dg, dd = numbers
@@ -109,7 +106,7 @@ class NonlinearCG(Method):
     def layout(self, unknowns: Unknowns) -> Any:
         vector: Any = unknowns.layout()
         no: Any = False
-        return NonlinearCGState(vector, vector, no, no, no, vector, no, no)
+        return NonlinearCGState(vector, vector, no, no, no, vector, no, no, no)
 
     def _along_gradient(self, point: Point, step: float) -> NonlinearCGState:
         return NonlinearCGState(

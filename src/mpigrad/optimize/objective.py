@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 import mpigrad
 from mpigrad.communicator import Communicator, resolve
+from mpigrad.optimize.requests import evaluation
 from mpigrad.optimize.unknowns import Compiling, Unknowns, Vector, dot
 from mpigrad.together import equal_everywhere, together
 from mpigrad.transformations import Loss
@@ -71,6 +72,8 @@ class Objective(Compiling):
         Values with gradients, and Hessian-vector (or Gauss-Newton) products computed so far.
     batch
         What the function gets after the unknowns: (), or a tuple of one batch.
+    companion
+        What a method keeps beside its states for as long as the run lasts.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Objective(Compiling):
         self.unknowns = unknowns
         self.evaluations = self.products = 0
         self.batch: tuple[Any, ...] = ()
+        self.companion: Any = None
         self.loss: Loss = loss
         self.residuals = residuals
         self._f: Any = f
@@ -126,8 +130,9 @@ class Objective(Compiling):
             moved, gradient, numbers = program(x, direction, step, self.batch)
         else:
             moved = _moved(x, direction, step)
-            value, tree = self._given(self.tree(moved), *self.batch)
-            with together(self.unknowns.comm):
+            x = self.tree(moved)
+            with evaluation(self.unknowns.comm):
+                value, tree = self._given(x, *self.batch)
                 self.unknowns.check_like(tree, "minimize: the gradient that value_and_grad returns")
                 if jnp.shape(value) != ():
                     raise ValueError(

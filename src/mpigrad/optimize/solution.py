@@ -6,7 +6,11 @@ import dataclasses
 import enum
 from typing import Any
 
-__all__ = ["Record", "Result", "Solution"]
+__all__ = ["NotFiniteError", "Record", "Result", "Solution"]
+
+
+class NotFiniteError(RuntimeError):
+    """The loss of the first point, or the norm of its gradient, is no finite number."""
 
 
 class Result(enum.StrEnum):
