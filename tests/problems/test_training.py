@@ -34,7 +34,7 @@ def test_training_ends_where_the_gradient_is_zero(comm, directory):
     assert len(saved) == (comm.rank == 0)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.thin(2)
 def test_stages_go_on_where_they_were_with_their_errors(comm, directory):
     """As if it had been one run: parameters and history, but for the seconds."""
 
