@@ -362,7 +362,7 @@ def test_one_rank_decides_and_any_rank_may_be_asked_to_stop(comm, directory, mon
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert not saving.decide(1).stop
         with pytest.raises(ValueError, match=r"is of another run: data None, here \[1, 2\]"):
-            saving.load({"x": np.ones(2)})
+            saving.load({"x": np.ones(3)})  # what it is about is looked at first
         saving.save(3, {"x": np.zeros(2)}, extra="mine")
         found = saving.load({"x": np.ones(2)})
         assert found is not None

@@ -18,7 +18,6 @@ from mpigrad.checkpoint.layout import Layout
 from mpigrad.checkpoint.store import Saved, Store
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.interruption import Interruption
-from mpigrad.together import together
 
 __all__ = ["Checkpoint", "Decision", "Saving"]
 
@@ -111,23 +110,23 @@ class Saving:
         ValueError
             Also where the save is of a run about something else.
         """
-        saved = self.store.load(like, layout)
-        if saved is None:
-            return None
-        if not (isinstance(saved.extra, dict) and "about" in saved.extra):
+        saved = self.store.load(like, layout, self._check)
+        return saved and dataclasses.replace(saved, extra=saved.extra["extra"])
+
+    def _check(self, extra: Any) -> None:
+        """Raise unless this run is about the same as the one that has written `extra`."""
+        if not (isinstance(extra, dict) and "about" in extra):
             raise ValueError(
                 f"mpigrad.Checkpoint: {self.store.directory} was written by a Store of its own; "
                 "read it with Store.load"
             )
-        about, there = json.loads(json.dumps(dict(self._settings.about))), saved.extra["about"]
-        with together(self.store.comm):
-            for name in {**there, **about}:
-                if about.get(name) != there.get(name):
-                    raise ValueError(
-                        f"mpigrad.Checkpoint: {self.store.directory} is of another run: {name} "
-                        f"{there.get(name)}, here {about.get(name)}"
-                    )
-        return dataclasses.replace(saved, extra=saved.extra["extra"])
+        here, there = json.loads(json.dumps(dict(self._settings.about))), extra["about"]
+        for name in {**there, **here}:
+            if here.get(name) != there.get(name):
+                raise ValueError(
+                    f"mpigrad.Checkpoint: {self.store.directory} is of another run: {name} "
+                    f"{there.get(name)}, here {here.get(name)}"
+                )
 
     def save(self, step: int, tree: Any, layout: Layout = False, extra: Any = None) -> pathlib.Path:
         """See `Store.save`; the time to the next save counts from its end."""

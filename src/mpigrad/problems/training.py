@@ -132,7 +132,9 @@ def train(
         return False
 
     checkpoint = Checkpoint(
-        out / "restart" / f"stage{stage}", minutes=_RESTART_EVERY, about=about or {}
+        out / "restart" / f"stage{stage}",
+        minutes=_RESTART_EVERY,
+        about={"memory": memory, **(about or {})},
     )
     try:
         solution = minimize(
