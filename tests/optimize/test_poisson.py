@@ -11,7 +11,7 @@ from mpigrad.optimize import minimize
 from mpigrad.problems.poisson import Settings, inverse_problem
 
 
-@pytest.mark.thin(2, 3)
+@pytest.mark.thin(2)
 def test_poisson_iterates_do_not_depend_on_where_unknowns_live(comm):
     settings = Settings(cells=(7, 6), kappa="cells", smoothing=0.1)
     solver = sparse.PCG(rtol=1e-13, preconditioner=sparse.Jacobi())
