@@ -79,8 +79,8 @@ def test_stop_request_ends_the_run_cleanly(comm, directory, monkeypatch):
     monkeypatch.setenv("MPIGRAD_STOP_FILE", str(stop))
     result = run(small(directory, iterations=1000), comm)
     comm.mpi.Barrier()
-    assert result.ending == "stopped at iteration 1"
-    assert "stopped at iteration 1" in result.report.read_text()
+    assert result.ending == "stopped at iteration 0"
+    assert "stopped at iteration 0" in result.report.read_text()
     assert load_network(result.settings.out / "network.eqx").sizes == (2, 20, 20, 20, 1)
 
 
