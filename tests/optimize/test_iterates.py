@@ -51,7 +51,7 @@ def test_methods_reach_the_minimum(chains, name):
     if name == "Adam":
         pytest.skip("Adam is no method for a valley")
     objective, x0, whole = chains["mixed"]
-    solution = minimize(objective, x0, METHODS[name], rtol=1e-10, iterations=400)
+    solution = minimize(objective, x0, METHODS[name], rtol=1e-8, iterations=400)
     assert solution.result is Result.CONVERGED
     assert np.allclose(whole(solution.value), 1, atol=1e-7)
 
