@@ -20,7 +20,7 @@ def directory(tmp_path: pathlib.Path, comm: Communicator) -> pathlib.Path:
     return comm.mpi.bcast(tmp_path)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.thin(2)
 def test_the_best_of_several_starts(comm: Communicator, directory: pathlib.Path) -> None:
     def two_wells(x: Any) -> Any:
         return (jnp.sum((x**2 - 1) ** 2) + 0.3 * jnp.sum(x)) / comm.size
@@ -49,7 +49,7 @@ def test_the_best_of_several_starts(comm: Communicator, directory: pathlib.Path)
             optimize.draw_history(found.best.history, by="time")
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.thin(1)
 def test_stages_follow_each_other_and_go_on_after_a_restart(
     comm: Communicator, directory: pathlib.Path
 ) -> None:
