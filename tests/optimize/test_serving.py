@@ -40,7 +40,7 @@ def serially(x: np.ndarray) -> tuple[float, np.ndarray]:
 
 _serial = jax.jit(jax.value_and_grad(rosenbrock))
 _product = jax.jit(lambda x, v: jax.jvp(jax.grad(flat), (x,), (v,))[1])
-METHODS = ("CG", "BFGS", "L-BFGS-B", "SLSQP", "Newton-CG")
+METHODS = ("CG", "BFGS", "L-BFGS-B", "Newton-CG")
 
 
 def iterates(value_and_gradient: Any, hessp: Any, x0: Any, method: str) -> Any:
@@ -67,7 +67,7 @@ def test_scipy_takes_the_serial_steps(comm: Communicator) -> None:
             of_tree = objective.hessp(START, START)
             objective.result = found, hessian, of_tree, objective.evaluations
     found, hessian, of_tree, evaluations = comm.mpi.bcast(objective.result, 0)
-    assert evaluations > 60
+    assert evaluations > 40
     for method in METHODS:
         expected = iterates(serially, _product, objective.x0, method)
         assert len(expected) > 3
