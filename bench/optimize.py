@@ -165,6 +165,7 @@ def launch(n: int, ranks: int, pairs: int, iterations: int) -> dict[str, Any]:
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "OMPI_MCA_hwloc_base_binding_policy": "none",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         "OPENBLAS_NUM_THREADS": "1",
         "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
     }

@@ -38,7 +38,7 @@ def directory(tmp_path, comm):
 # ---- methods ----
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.thin(2)
 def test_gauss_newton_fits_a_sharded_amplitude_and_common_rates(comm):
     """a[i] exp(-k t) + b at 6 times t: each rank has rows of a and of the data; k and b are common.
 
@@ -74,7 +74,7 @@ def test_gauss_newton_fits_a_sharded_amplitude_and_common_rates(comm):
     assert solution.stats["evaluations"] < 15
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.thin(1, 4)
 def test_adam_is_optax_on_each_part(comm):
     """Ours, optax through `Optax`, and optax on the whole; the gradient is clipped by all ranks."""
     n = 7
@@ -126,7 +126,7 @@ def test_steps_into_the_undefined_are_shortened(comm):
         assert float(solution.value) == pytest.approx(1, abs=1e-7)
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.thin(3)
 def test_inner_products_count_each_number_once(comm):
     generator = np.random.default_rng(5)
     common, whole = generator.standard_normal((2, 2, 3)), generator.standard_normal((2, 12, 2))
@@ -153,7 +153,7 @@ def test_inner_products_count_each_number_once(comm):
 # ---- what it notes ----
 
 
-@pytest.mark.thin(1, 2)
+@pytest.mark.thin(1)
 def test_history_and_callback(comm, directory):
     path = directory / "history.jsonl"
     solution = minimize(
@@ -185,7 +185,7 @@ def test_results(comm):
 # ---- what it refuses, on every rank ----
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.thin(1, 3)
 def test_refusals(comm, directory):
     x0 = jnp.zeros(3)
     last = comm.rank == comm.size - 1

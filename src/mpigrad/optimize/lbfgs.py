@@ -142,12 +142,12 @@ def _quasi_newton(state: LBFGSState) -> tuple[NDArray[np.float64], float]:
         coefficients[-1] = -1.0
         return coefficients, -(state.gradient_norm**2)
     ring = (np.arange(known) + (state.count - known)) % m  # from the oldest to the newest
-    SY, YY = state.gram[np.ix_(ring, ring)], state.gram[np.ix_(m + ring, ring)]
+    SY, YY = state.gram[ring][:, ring], state.gram[m + ring][:, ring]
     Sg, Yg = state.products[ring], state.products[m + ring]
     scale = SY[-1, -1] / YY[-1, -1]
-    R = np.triu(SY)
-    u = np.linalg.solve(R, Sg)
-    p = np.linalg.solve(R.T, np.diag(SY) * u + scale * (YY @ u - Yg))
+    inverse = np.linalg.inv(np.triu(SY))
+    u = inverse @ Sg
+    p = inverse.T @ (np.diag(SY) * u + scale * (YY @ u - Yg))
     coefficients[ring], coefficients[m + ring], coefficients[-1] = -p, scale * u, -scale
     slope = float(
         coefficients[ring] @ Sg + coefficients[m + ring] @ Yg - scale * state.gradient_norm**2

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import mpigrad
 from mpigrad.communicator import Communicator, resolve
@@ -140,7 +141,7 @@ class Objective(Compiling):
                         "which must be the global loss"
                     )
             gradient, numbers = self.compiled(Objective._measured)(value, tree, direction)
-        loss, slope, square = (float(number) for number in numbers)
+        slope, square, loss = np.asarray(numbers).tolist()
         return Point(moved, gradient, loss, math.sqrt(square), slope)
 
     def tree(self, x: Vector) -> Any:
@@ -201,7 +202,7 @@ class Objective(Compiling):
 
     def _numbers(self, value: Any, gradient: Vector, direction: Vector) -> Any:
         products = jnp.stack([dot(gradient, direction), dot(gradient, gradient)])
-        return (value, *self.unknowns.sum(products))
+        return jnp.append(self.unknowns.sum(products), value)
 
 
 @jax.jit
