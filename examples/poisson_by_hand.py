@@ -16,7 +16,7 @@ import mpigrad
 from mpigrad import sparse
 from mpigrad.grid import Grid
 from mpigrad.halo import halo_exchange
-from mpigrad.problems.poisson import LBFGS
+from mpigrad.optimize import LBFGS, minimize
 
 jax.config.update("jax_enable_x64", True)
 
@@ -73,19 +73,17 @@ def share(theta):
     return 1e4 * jnp.sum((solve(network(theta)) - observed) ** 2) / grid.size
 
 
-# The parameters are equal on all ranks and so is their gradient, bit for bit: an optimizer made
-# for one process, run by each rank with the same numbers, takes the same steps everywhere. This is
-# optax's L-BFGS; another optimizer of optax would do.
-optimizer = LBFGS(mpigrad.value_and_grad(share, loss="share", replicated=0))
-now = optimizer.start(theta)
-first = float(now.loss)
-for iteration in range(1, 61):
-    now = optimizer.step(now)
-    if iteration % 20 == 0 and grid.comm.rank == 0:
-        print(f"iteration {iteration}: loss {float(now.loss):.2e}")
+def show(record, theta):
+    """Called after each iteration."""
+    if record.iteration % 20 == 0 and grid.comm.rank == 0:
+        print(f"iteration {record.iteration}: loss {record.loss:.2e}")
 
-difference = float(jnp.max(jnp.abs(network(now.parameters) - true_kappa)))
+
+# The loss is the sum of all ranks' shares. The parameters are equal on all ranks, and stay so.
+solution = minimize(share, theta, LBFGS(memory=50), iterations=60, callback=show)
+
+difference = float(jnp.max(jnp.abs(network(solution.value) - true_kappa)))
 error = max(grid.comm.mpi.allgather(difference))
 if grid.comm.rank == 0:
     print(f"largest error of kappa: {error:.2f}")
-assert now.loss < 1e-3 * first
+assert solution.loss < 1e-3 * solution.history[0].loss

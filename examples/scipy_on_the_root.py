@@ -55,7 +55,6 @@ with optimize.root_driven(share, start) as objective:
                 hessp=objective.hessp if method in PRODUCTS else None,
                 hess=objective.hessian if method in HESSIAN else None,
                 method=method,
-                options={"maxiter": 400},
             )
             used = objective.evaluations - before
             print(f"{method:13}{done.fun:9.1e} after {used:3d} evaluations", flush=True)

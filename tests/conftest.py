@@ -44,9 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
 # Where a test runs that names no numbers of ranks, and where a case of a parametrised one, unless
 # MPIGRAD_ALL_TESTS=1 (make test-full).
 _SINGLE = ((1,), (2,), (2,), (1,), (1,), (2,), (1,), (2,))
-_SOME = ((1,), (2,), (), (1,), (3,), (2,), (), ())
+_SOME = ((1,), (), (2,), (1,), (), (3,), (), ())
 _SOME_OPERATIONS = ((1,), (), (2,), (), (1,), (), (3,), ())
+_PAIRS = ((1,), (1,), (2,), (1,), (1,), (3,))  # an operation under a transformation
 _HEAVY = ((2,), (), (3,), (), (), ())
+_JIT = ((1, 2, 4), (2, 3))  # each operation's dot test
 
 
 def counts_of(item: pytest.Item) -> tuple[int, ...]:
@@ -61,10 +63,11 @@ def counts_of(item: pytest.Item) -> tuple[int, ...]:
     if everything or (marker and not heavy):
         return marker.args if marker else (1, 2, 3, 4)
     case = getattr(item, "callspec", None)
-    if case and case.params.get("how") == "jit":
-        return (1, 2, 3, 4)  # each operation's dot test
-    some = _SOME_OPERATIONS if "operations" in item.nodeid else _SOME
-    some = _HEAVY if heavy else some if case else _SINGLE
+    if case and "name" in case.params and "how" in case.params:
+        some = _JIT if case.params["how"] == "jit" else _PAIRS
+    else:
+        some = _SOME_OPERATIONS if "operations" in item.nodeid else _SOME
+        some = _HEAVY if heavy else some if case else _SINGLE
     return some[zlib.crc32(item.nodeid.encode()) % len(some)]
 
 

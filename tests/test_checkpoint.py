@@ -88,13 +88,14 @@ def assert_same(got: Any, expected: Any) -> None:
         assert isinstance(a, jax.Array) == isinstance(b, jax.Array)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(1, 3, 4)
 def test_everything_comes_back_bit_for_bit_on_any_ranks(comm, directory):
     tree, layout = state(comm)
     store = Store(directory, comm)
     assert store.load(tree, layout) is None
     for step in (3, 5, 8):
         store.save(step, tree, layout, extra={"loss": [0.1, float("inf")], "at": (step, None)})
+    comm.mpi.Barrier()  # rank 0 removes the oldest one
     assert sorted(p.name for p in directory.iterdir()) == ["save-000002", "save-000003"]
 
     saved = Store(directory, comm).load(*state(comm, fill=0.0))
@@ -144,8 +145,8 @@ def _edit(path: pathlib.Path, change: Any) -> None:
 
 
 def _flip(data: bytes) -> bytes:
-    """One bit of the numbers, in the middle of the file."""
-    at = len(data) // 2
+    """One bit of the numbers."""
+    at = len(data) - 20
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
@@ -200,7 +201,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.thin(2)
 def test_damaged_saves_are_refused_by_name(comm, directory, capfd):
     """For each damage: the file is named, the save before is read, and the next save works."""
     x, zero = np.arange(10.0 * comm.rank, 10.0 * comm.rank + 10), np.zeros(10)
@@ -361,7 +362,7 @@ def test_one_rank_decides_and_any_rank_may_be_asked_to_stop(comm, directory, mon
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert not saving.decide(1).stop
         with pytest.raises(ValueError, match=r"is of another run: data None, here \[1, 2\]"):
-            saving.load({"x": np.ones(2)})
+            saving.load({"x": np.ones(3)})  # what it is about is looked at first
         saving.save(3, {"x": np.zeros(2)}, extra="mine")
         found = saving.load({"x": np.ones(2)})
         assert found is not None

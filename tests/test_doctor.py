@@ -13,7 +13,7 @@ from mpigrad.mpi_installation import Library, mpi_library
 pytestmark = pytest.mark.launcher
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.full)])
 def test_this_installation_works(ranks: int) -> None:
     done = mpigrad("doctor", "-n", ranks)
     assert f"self-test on {ranks} ranks" in done.stdout, done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import random
@@ -15,37 +16,70 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from launching import LIMIT, PROGRAMS, command, no_orphans, outside
+from launching import PROGRAMS, command, no_orphans, outside
 
 pytestmark = pytest.mark.launcher
 
+LIMIT = 200.0  # seconds
 KILLED = {137, 9}  # of the launchers of Open MPI and MPICH
 
 
-@contextlib.contextmanager
-def running(directory: pathlib.Path, steps: int, ranks: int, die: str = "") -> Iterator[Run]:
-    """A run of programs/resumed.py that has begun its first step."""
-    words = command("launch", "--timeout", 90, "-n", ranks, PROGRAMS / "resumed.py")
-    with (
-        no_orphans() as mark,
-        subprocess.Popen(
-            [*words, str(directory), str(steps), *filter(None, [die])],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=outside() | mark,
-        ) as job,
-    ):
-        run = Run(job, ranks)
-        yield run
-        run.end()
-
-
+@dataclasses.dataclass(frozen=True)
 class Run:
-    """A job, its ranks' processes, and the step it is in."""
+    """programs/resumed.py in a directory, to be started again and again."""
 
-    def __init__(self, job: subprocess.Popen[str], ranks: int) -> None:
-        self.job = job
+    way: str
+    directory: pathlib.Path
+    steps: int
+    ranks: int
+
+    @contextlib.contextmanager
+    def started(self, die: str = "") -> Iterator[Job]:
+        """A job in its first step."""
+        words = command("launch", "--timeout", LIMIT, "-n", self.ranks, PROGRAMS / "resumed.py")
+        with (
+            no_orphans() as mark,
+            subprocess.Popen(
+                [*words, self.way, str(self.directory), str(self.steps), *filter(None, [die])],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=outside() | mark,
+            ) as process,
+        ):
+            job = Job(process, self.ranks)
+            yield job
+            job.end()
+
+    def finished(self) -> np.ndarray:
+        """The result, from where the run was."""
+        with self.started() as job:
+            assert job.end() == 0, job.said
+        return np.load(self.directory / "result.npy")
+
+    def kill_at_a_random_moment(self, upto: int, dice: random.Random) -> None:
+        """SIGKILL to any rank, some time after it has reached some step before `upto`."""
+        with self.started() as job:
+            job.reach(dice.randint(job.first + 1, max(job.first + 1, upto - 2)))
+            time.sleep(dice.uniform(0, 0.01))
+            os.kill(job.pids[dice.randrange(self.ranks)], signal.SIGKILL)
+            assert job.end() in KILLED, job.said
+
+    def kill_within_a_save(self, rank: int, call: int) -> None:
+        """A rank kills itself at that call of what makes saves safe."""
+        with self.started(die=f"{rank}:{call}") as job:
+            assert job.end() in KILLED, job.said
+
+    def unfinished(self) -> bool:
+        """Whether a save was not finished."""
+        return bool(list(self.directory.glob(".unfinished-*")))
+
+
+class Job:
+    """Its ranks' processes, the step that it began with, and the one it is in."""
+
+    def __init__(self, process: subprocess.Popen[str], ranks: int) -> None:
+        self.process = process
         self.pids: dict[int, int] = {}
         self.first = self.step = 0
         self.said = ""
@@ -53,8 +87,8 @@ class Run:
             pass
 
     def _read(self) -> bool:
-        assert self.job.stdout is not None
-        line = self.job.stdout.readline()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         words = line.split()
         if words[:1] == ["rank"]:
             self.pids[int(words[1])] = int(words[3])
@@ -69,72 +103,46 @@ class Run:
             pass
 
     def end(self) -> int:
-        output, errors = self.job.communicate(timeout=LIMIT)
-        self.said += output + errors
-        return self.job.returncode
+        if self.process.poll() is None or not self.process.stdout.closed:  # type: ignore[union-attr]
+            output, errors = self.process.communicate(timeout=LIMIT + 10)
+            self.said = (self.said + output + errors)[-3000:]
+        return self.process.returncode
 
 
-def finished(directory: pathlib.Path, steps: int, ranks: int) -> np.ndarray:
-    """The result of a run to its end, from where it was."""
-    with running(directory, steps, ranks) as run:
-        assert run.end() == 0, run.said
-    return np.load(directory / "result.npy")
-
-
-def kill_at_a_random_moment(
-    directory: pathlib.Path, steps: int, ranks: int, upto: int, dice: random.Random
-) -> None:
-    """SIGKILL to any rank, some time after it has reached some step before `upto`."""
-    with running(directory, steps, ranks) as run:
-        assert run.first < upto
-        run.reach(dice.randint(run.first + 1, max(run.first + 1, upto - 2)))
-        time.sleep(dice.uniform(0, 0.01))
-        os.kill(run.pids[dice.randrange(ranks)], signal.SIGKILL)
-        assert run.end() in KILLED, run.said
-
-
-def kill_within_a_save(
-    directory: pathlib.Path, steps: int, ranks: int, rank: int, call: int
-) -> None:
-    with running(directory, steps, ranks, die=f"{rank}:{call}") as run:
-        assert run.end() in KILLED, run.said
-    assert len(list(directory.glob("save-*"))) in (0, 1, 2, 3)
-
-
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_was_not(tmp_path: pathlib.Path) -> None:
-    """Bit for bit on as many ranks, to rounding on others; a signal to save and end included."""
-    dice, steps, run_of = random.Random(1), 60, tmp_path / "killed"
-    whole = finished(tmp_path / "whole", steps, 2)
-    kill_at_a_random_moment(run_of, steps, 2, 25, dice)
+def test_a_run_that_is_killed_ends_as_if_it_was_not(tmp_path: pathlib.Path) -> None:
+    """At a random moment, and when the third save is about to get its name."""
+    whole = Run("minimize", tmp_path / "whole", 40, 2).finished()
+    run = Run("minimize", tmp_path / "killed", 40, 2)
+    run.kill_at_a_random_moment(15, random.Random(1))
     # Of rank 0's seven calls in a save (its file, the directory, the manifest, the directory, the
-    # rename, the directory above; the rename of the oldest) the fifth, in the third save.
-    kill_within_a_save(run_of, steps, 2, 0, 2 * 7 + 5)
-    assert list(run_of.glob(".unfinished-*"))
-    with running(run_of, steps, 2) as run:
-        run.reach(run.first + 3)
-        run.job.send_signal(signal.SIGUSR1)
-        assert run.end() == 0, run.said
-    assert "stopped" in run.said
-    shutil.copytree(run_of, tmp_path / "other")
-    kill_within_a_save(run_of, steps, 2, 1, 5)
-    assert np.array_equal(finished(run_of, steps, 2), whole)
-    assert not list(run_of.glob(".unfinished-*"))
-    other = finished(tmp_path / "other", steps, 1)
-    assert np.allclose(other, whole, rtol=1e-12, atol=0)
-    assert not np.array_equal(other, np.ones_like(other))
+    # rename, the directory above; the rename of the oldest) the fifth.
+    run.kill_within_a_save(0, 2 * 7 + 5)
+    assert run.unfinished()
+    assert np.array_equal(run.finished(), whole)
+    assert not run.unfinished()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_twenty_kills(tmp_path: pathlib.Path, ranks: int) -> None:
-    dice, steps = random.Random(ranks), 450
-    whole = finished(tmp_path / "whole", steps, ranks)
-    run_of, within = tmp_path / "killed", 0
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("way", "ranks"), [("loop", 3), ("minimize", 2)])
+def test_twenty_kills(tmp_path: pathlib.Path, way: str, ranks: int) -> None:
+    """Bit for bit on as many ranks, to rounding on others; a signal to save and end included."""
+    dice, steps, within = random.Random(ranks), 300, 0
+    whole = Run(way, tmp_path / "whole", steps, ranks).finished()
+    run = Run(way, tmp_path / "killed", steps, ranks)
     for kill in range(20):
         if kill % 2:
-            kill_within_a_save(run_of, steps, ranks, dice.randrange(ranks), dice.randint(1, 60))
+            run.kill_within_a_save(dice.randrange(ranks), dice.randint(1, 30))
         else:
-            kill_at_a_random_moment(run_of, steps, ranks, 19 * (kill + 1), dice)
-        within += bool(list(run_of.glob(".unfinished-*")))
+            run.kill_at_a_random_moment(10 * (kill + 1), dice)
+        within += run.unfinished()
     assert within >= 5
-    assert np.array_equal(finished(run_of, steps, ranks), whole)
+    with run.started() as job:
+        job.reach(job.first + 3)
+        job.process.send_signal(signal.SIGUSR1)
+        assert job.end() == 0, job.said
+    assert "stopped" in job.said
+    shutil.copytree(run.directory, tmp_path / "other")
+    assert np.array_equal(run.finished(), whole)
+    other = Run(way, tmp_path / "other", steps, 1).finished()
+    assert np.allclose(other, whole, rtol=1e-9, atol=0)

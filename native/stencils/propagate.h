@@ -78,7 +78,7 @@ class Propagation {
     std::vector<double> numbers = physics_.extremes(models);
     const size_t n = numbers.size();
     const int64_t fit = setup_.memory / static_cast<int64_t>(history_bytes());
-    const double print = static_cast<double>(setup_.fingerprint);
+    const double print = 2.0 * static_cast<double>(setup_.fingerprint) + (sizeof(T) == 8);
     numbers.insert(numbers.end(),
                    {print, -print, -static_cast<double>(fit), available ? 0.0 : 1.0,
                     static_cast<double>(checkpoint_size()) / physics_.history_size()});
@@ -90,8 +90,8 @@ class Propagation {
       return c_.done(code);
     if (most[n] != -most[n + 1])
       return c_.fail(
-          "the ranks disagree about the run: give the same time step, number of steps, survey and "
-          "settings on every rank");
+          "the ranks disagree about the run: give the same dtype, time step, number of steps, survey "
+          "and settings on every rank");
     const std::string fault = physics_.fault(most.data());
     if (!fault.empty()) return c_.fail(fault);
     choose_chunks(-most[n + 2], most[n + 4]);

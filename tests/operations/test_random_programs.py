@@ -19,14 +19,15 @@ from mpigrad.communicator import Communicator
 from random_operations import OPERATIONS, Operation, Step
 from random_programs import Block, Program, check, count, search, text
 
-# Ten programs a part at 2 ranks, where compiling is cheap, and a few more at 3.
+# Ten programs a part at 2 ranks, where compiling is cheap; in make test-full a few more at 3.
 PARTS = {2: 10, 3: 1}
 
 
 def parts() -> list[Any]:
     """(number of ranks, seed), each for sessions of this many ranks."""
     pairs = [(size, seed) for size, n in PARTS.items() for seed in range(n)]
-    return [pytest.param(seed, marks=pytest.mark.ranks(n), id=f"{n}-{seed}") for n, seed in pairs]
+    marks = {2: [pytest.mark.ranks(2)], 3: [pytest.mark.ranks(3), pytest.mark.full]}
+    return [pytest.param(seed, marks=marks[n], id=f"{n}-{seed}") for n, seed in pairs]
 
 
 # Programs that have failed once.

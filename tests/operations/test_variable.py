@@ -17,7 +17,7 @@ from mpigrad.communicator import Communicator
 
 @pytest.mark.parametrize("width", [(), (2,), (0,)], ids=str)
 @pytest.mark.parametrize("rows", [uneven, lambda size: [0] * size], ids=["uneven", "none"])
-@pytest.mark.thin(2, 3)
+@pytest.mark.thin(3)
 def test_values(
     rows: Callable[[int], list[int]], width: tuple[int, ...], comm: Communicator
 ) -> None:

@@ -3,43 +3,70 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.optimize
 from mpi4py import MPI
 
 from mpigrad import sparse
 from mpigrad.communicator import Communicator
-from mpigrad.optimize import minimize
+from mpigrad.optimize import minimize, root_driven
 from mpigrad.problems.poisson import Settings, inverse_problem
+
+SETTINGS = Settings(cells=(7, 6), kappa="cells", smoothing=0.1)
+SOLVER = sparse.PCG(rtol=1e-13, preconditioner=sparse.Jacobi())
+
+
+def posed(comm, whole):
+    """(share of the loss, first theta = log kappa, grid), theta whole on every rank or in tiles."""
+    problem = inverse_problem(SETTINGS, comm)
+    grid = problem.model.grid
+
+    def share(theta):
+        kappa = jnp.exp(theta[grid.slices] if whole else theta)
+        u = problem.model.solution(kappa, SOLVER)
+        return problem.observations.loss(u) + 0.1 * problem.model.roughness(jnp.log(kappa))
+
+    first = problem.parametrization.first(None, 0)
+    return share, first if whole else first[grid.slices], grid
+
+
+def iterates(comm, whole):
+    """The whole of theta after each iteration."""
+    share, x0, grid = posed(comm, whole)
+    found = []
+
+    def note(_, theta):
+        found.append(np.asarray(theta if whole else comm.mpi.bcast(grid.gather(theta))))
+
+    sharded = False if whole else grid
+    minimize(share, x0, sharded=sharded, iterations=10, callback=note, comm=comm, rtol=1e-14)
+    return np.stack(found)
+
+
+def driven(comm):
+    """The same by SciPy on the root."""
+    share, x0, _ = posed(comm, True)
+    with root_driven(share, x0, comm=comm) as objective:
+        if objective:
+            objective.result = [objective.x0]
+            scipy.optimize.minimize(
+                objective.value_and_gradient, objective.x0, jac=True, method="L-BFGS-B",
+                options={"maxiter": 10, "gtol": 0, "ftol": 0},
+                callback=lambda x: objective.result.append(np.array(x)),
+            )  # fmt: skip
+    return np.stack(objective.result)
 
 
 @pytest.mark.thin(2)
 def test_poisson_iterates_do_not_depend_on_where_unknowns_live(comm):
-    settings = Settings(cells=(7, 6), kappa="cells", smoothing=0.1)
-    solver = sparse.PCG(rtol=1e-13, preconditioner=sparse.Jacobi())
-
-    def iterates(comm, whole):
-        """The whole of theta = log kappa after each iteration."""
-        problem = inverse_problem(settings, comm)
-        grid = problem.model.grid
-        first = problem.parametrization.first(None, 0)
-
-        def share(theta):
-            kappa = jnp.exp(theta[grid.slices] if whole else theta)
-            u = problem.model.solution(kappa, solver)
-            return problem.observations.loss(u) + 0.1 * problem.model.roughness(jnp.log(kappa))
-
-        found = []
-
-        def note(_, theta):
-            field = theta if whole else grid.gather(theta)
-            found.append(np.asarray(comm.mpi.bcast(field)))
-
-        x0 = first if whole else first[grid.slices]
-        sharded = False if whole else grid
-        minimize(share, x0, sharded=sharded, iterations=10, callback=note, comm=comm, rtol=1e-14)
-        return np.stack(found)
-
     expected = iterates(Communicator(MPI.COMM_SELF), True)
     assert len(expected) == 11
     scale = np.max(np.abs(expected[1:]))
     for whole in (True, False):
         assert np.max(np.abs(iterates(comm, whole) - expected)) < 1e-8 * scale, whole
+
+
+@pytest.mark.thin(3)
+def test_poisson_iterates_of_an_optimizer_on_the_root(comm):
+    expected = driven(Communicator(MPI.COMM_SELF))
+    assert len(expected) == 11
+    assert np.max(np.abs(driven(comm) - expected)) < 1e-8 * np.max(np.abs(expected[1:]))

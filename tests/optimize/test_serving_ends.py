@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -18,41 +22,57 @@ class Ending:
     says: tuple[str, ...]
     code: int = 1
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
-    in_every_run: bool = True
+    full: bool = False  # in make test-full only
 
 
 GUARD = {"MPIGRAD_GUARD": "1"}
+SHORT = {"MPIGRAD_TIMEOUT": "2"}
+BOTH_WAIT = (
+    "rank 0: allreduce(op=SUM) of float32[2] at",
+    "rank 1: the optimizer's next request at",
+)
 ENDINGS = {
     "a rank fails": Ending(("ArithmeticError: the mesh of rank 1 is empty", "rank 1 of 2 failed")),
     "a rank fails, guarded": Ending(
-        ("ArithmeticError: the mesh of rank 1 is empty",), settings=GUARD, in_every_run=False
+        ("ArithmeticError: the mesh of rank 1 is empty",), settings=GUARD, full=True
     ),
-    "the root fails": Ending(("ArithmeticError: a step of no length",)),
-    "the root leaves": Ending((), 5, in_every_run=False),
-    "the root calls all ranks": Ending(
-        ("rank 0: allreduce(op=SUM) of float32[2] at", "rank 1: the optimizer's next request at")
-    ),
-    "the root calls all ranks, guarded": Ending(
-        ("rank 0: allreduce(op=SUM) of float32[2] at", "rank 1: the optimizer's next request at"),
-        settings=GUARD,
-        in_every_run=False,
-    ),
-    "the root thinks": Ending((), 0, {"MPIGRAD_TIMEOUT": "2"}),
-    "the root thinks, guarded": Ending((), 0, {"MPIGRAD_TIMEOUT": "2"} | GUARD, False),
+    "the root fails": Ending(("ArithmeticError: a step of no length",), full=True),
+    "the root leaves": Ending((), 5, full=True),
+    "the root calls all ranks": Ending(BOTH_WAIT),
+    "the root calls all ranks, guarded": Ending(BOTH_WAIT, settings=GUARD, full=True),
+    "the root thinks": Ending(("result 36",), 0, SHORT),
+    "the root thinks, guarded": Ending(("result 36",), 0, SHORT | GUARD, full=True),
 }
 CASES = [
-    pytest.param(name, marks=() if ending.in_every_run else pytest.mark.full)
+    pytest.param(name, marks=pytest.mark.full if ending.full else ())
     for name, ending in ENDINGS.items()
 ]
+Run = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[dict[str, Future[Run]]]:
+    """All programs, several at a time: most of their time is waiting."""
+    chosen = {
+        name: ending
+        for name, ending in ENDINGS.items()
+        if not ending.full or os.environ.get("MPIGRAD_ALL_TESTS") == "1"
+    }
+    with ThreadPoolExecutor(3) as pool:
+        yield {
+            name: pool.submit(
+                mpigrad, "launch", "-n", 2, PROGRAMS / "served.py", name.partition(",")[0],
+                **ending.settings,
+            )
+            for name, ending in chosen.items()
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ending(name: str) -> None:
-    ending = ENDINGS[name]
-    program = PROGRAMS / "served.py"
-    done = mpigrad("launch", "-n", 2, program, name.partition(",")[0], **ending.settings)
+def test_ending(name: str, runs: dict[str, Future[Run]]) -> None:
+    ending, done = ENDINGS[name], runs[name].result()
     said = done.stdout + done.stderr
     assert done.returncode == ending.code, said
     for text in ending.says:
         assert text in said, said
-    assert done.stdout.count("result 18") == (2 if ending.code == 0 else 0)
+    assert done.stdout.count("result 36") == (2 if ending.code == 0 else 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from mpigrad import optimize
+from mpigrad.checkpoint import Checkpoint
 from mpigrad.communicator import Communicator
 
 
@@ -18,7 +20,7 @@ def directory(tmp_path: pathlib.Path, comm: Communicator) -> pathlib.Path:
     return comm.mpi.bcast(tmp_path)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.thin(2)
 def test_the_best_of_several_starts(comm: Communicator, directory: pathlib.Path) -> None:
     def two_wells(x: Any) -> Any:
         return (jnp.sum((x**2 - 1) ** 2) + 0.3 * jnp.sum(x)) / comm.size
@@ -47,25 +49,41 @@ def test_the_best_of_several_starts(comm: Communicator, directory: pathlib.Path)
             optimize.draw_history(found.best.history, by="time")
 
 
-@pytest.mark.ranks(1, 2)
-def test_stages_lead_where_one_does_not(comm: Communicator) -> None:
-    """From a smooth objective to a wavy one, on grids of 4 and then 8 points."""
+@pytest.mark.thin(1)
+def test_stages_follow_each_other_and_go_on_after_a_restart(
+    comm: Communicator, directory: pathlib.Path
+) -> None:
+    """A smooth objective on 4 points, then a wavy one on 8."""
 
     def wavy(height: float) -> Any:
         def f(x: Any) -> Any:
-            bumps = height * (1 - jnp.cos(9 * (x - 1)))
+            bumps = height * (1 - jnp.cos(9 * (x - 1.05)))
             return jnp.sum((x - 1) ** 2 + bumps) / comm.size
 
         return f
 
+    losses = lambda solution: [record.loss for record in solution.history]
     finer = lambda stage, x: np.repeat(np.asarray(x), 2)
-    first, second = optimize.stages(
-        [wavy(0.0), wavy(0.3)], np.full(4, 3.0), optimize.LBFGS(memory=4), between=finer
+    run = functools.partial(
+        optimize.stages,
+        [wavy(0.0), wavy(0.3)],
+        np.full(4, 3.0),
+        [optimize.SciPy("L-BFGS-B"), optimize.LBFGS(memory=4)],
+        between=finer,
+        checkpoint=Checkpoint(directory / "saved", every=1),
     )
+    # The first run is stopped in each stage; SciPy starts anew from where it was.
+    (stopped,) = run(callback=lambda record, x: record.iteration == 1)
+    assert stopped.result is optimize.Result.STOPPED
+    first, second = run(callback=lambda record, x: record.iteration == 1 and x.size == 8)
+    assert [r.iteration for r in first.history] == list(range(len(first.history)))
+    assert losses(first)[:2] == losses(stopped)
+    assert second.history[-1].iteration == 1
+    again, second = run()
+    assert losses(again) == losses(first)  # it is done, and nothing of it is computed again
+    assert second.history[-1].iteration > 1
     assert first.value.shape == (4,)
     assert second.value.shape == (8,)
-    np.testing.assert_allclose(second.value, 1.0, atol=1e-5)
-    alone = optimize.minimize(wavy(0.3), np.full(8, 3.0), optimize.LBFGS(memory=4))
-    assert alone.loss > 0.1
+    np.testing.assert_allclose(second.value, 1.0, atol=0.1)
     with pytest.raises(ValueError, match="2 objectives and 1 methods"):
         optimize.stages([wavy(0.0)] * 2, np.zeros(1), [optimize.LBFGS()])

@@ -45,7 +45,7 @@ KINDS = (
 )
 
 
-@pytest.mark.thin(2, 3)
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_is_the_sum_of_all_contributions(comm, kind):
     sizes, columns, i, j, values, giver = contributions(kind, comm.size)

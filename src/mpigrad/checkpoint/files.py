@@ -194,9 +194,10 @@ def check_file(directory: pathlib.Path, manifest: Manifest, rank: int) -> None:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             header = file.read(_HEADER)
-            foreign = header != _header(manifest.identity, rank)
-            if foreign and header.startswith(_FORMAT.encode()) and len(header) == _HEADER:
-                whose = header.rstrip(b"\0").decode(errors="replace").split()
+            line = header.partition(b"\n")[0]
+            foreign = line != _header(manifest.identity, rank).partition(b"\n")[0]
+            if foreign and line.startswith(_FORMAT.encode()) and len(line) < len(header):
+                whose = line.decode(errors="replace").split()
                 raise Damaged(
                     f"{path} belongs to another save: it is of {whose[3]}, {' '.join(whose[4:])}, "
                     f"the manifest of {manifest.identity}, rank {rank}"

@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpigrad.checkpoint.leaves import dtype_of, is_number, kind_of, local_shape, to_host
+from mpigrad.checkpoint.leaves import dtype_of, is_number, kind_of, local_shape, text_of, to_host
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
 from mpigrad.together import together
@@ -53,7 +53,7 @@ class Leaf:
         First and past-last index of every rank's piece, of shape (ranks, 2, axes); None where all
         ranks hold the whole.
     number
-        The `repr` of a number of Python.
+        The text of a number of Python.
     """
 
     name: str
@@ -114,7 +114,7 @@ def describe(tree: Any, layout: Layout, comm: Communicator, what: str) -> list[L
         pieces = _pieces(tree, layout, comm, what)
     everywhere = comm.mpi.allgather(pieces)
     for rank, others in enumerate(everywhere):
-        if len(others) != len(pieces):
+        if len(others) != len(everywhere[0]):
             raise ValueError(
                 f"{what}: the tree has {len(everywhere[0])} leaves on rank 0, {len(others)} on "
                 f"rank {rank}; give trees of one structure on all ranks"
@@ -157,7 +157,7 @@ def _piece(name: str, leaf: Any, how: Any, comm: Communicator, what: str) -> _Pi
         kind, shape = kind_of(leaf), local_shape(leaf)
     except TypeError as error:
         raise TypeError(f"{what}: {name}: {error}") from None
-    number = repr(leaf) if is_number(kind) else None
+    number = text_of(leaf) if is_number(kind) else None
     if isinstance(how, bool):
         if not how:
             return _Piece(name, kind, shape, None, None, number)

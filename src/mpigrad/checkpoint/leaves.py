@@ -9,10 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["dtype_of", "is_number", "kind_of", "local_shape", "parse", "restored", "to_host"]
+__all__ = [
+    "dtype_of",
+    "is_number",
+    "kind_of",
+    "local_shape",
+    "parse",
+    "restored",
+    "text_of",
+    "to_host",
+]
 
-# Numbers of Python are kept as text, of any length and to the last bit.
-_PYTHON = {"bool": lambda text: text == "True", "int": int, "float": float, "complex": complex}
+# Numbers of Python are kept as text, of any length and to the last bit; a number of NumPy that is
+# one of Python's as well (float64 is) becomes that, so that it may be either.
+_PYTHON = {
+    bool: lambda text: text == "True",
+    int: int,
+    float: float,
+    complex: complex,
+}
 
 
 def kind_of(leaf: Any) -> str:
@@ -23,8 +38,9 @@ def kind_of(leaf: Any) -> str:
     TypeError
         The leaf cannot be written.
     """
-    if type(leaf).__name__ in _PYTHON and isinstance(leaf, bool | int | float | complex):
-        return f"Python {type(leaf).__name__}"
+    for number in _PYTHON:
+        if isinstance(leaf, number):
+            return f"Python {number.__name__}"
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not hasattr(leaf, "shape"):
         raise TypeError(f"a {type(leaf).__name__} is neither an array nor a number")
@@ -65,9 +81,14 @@ def to_host(leaf: Any) -> NDArray[Any]:
     return np.ascontiguousarray(numbers, dtype_of(kind)).reshape(numbers.shape)
 
 
+def text_of(leaf: Any) -> str:
+    """A number of Python as text, from which `parse` makes it again."""
+    return next(repr(number(leaf)) for number in _PYTHON if isinstance(leaf, number))
+
+
 def parse(kind: str, text: str) -> Any:
-    """A number of Python from its `repr`."""
-    return _PYTHON[kind.removeprefix("Python ")](text)
+    """A number of Python from its text."""
+    return next(f(text) for number, f in _PYTHON.items() if kind == f"Python {number.__name__}")
 
 
 def restored(numbers: NDArray[Any], like: Any) -> Any:

@@ -110,22 +110,23 @@ class Saving:
         ValueError
             Also where the save is of a run about something else.
         """
-        saved = self.store.load(like, layout)
-        if saved is None:
-            return None
-        if not (isinstance(saved.extra, dict) and "about" in saved.extra):
+        saved = self.store.load(like, layout, self._check)
+        return saved and dataclasses.replace(saved, extra=saved.extra["extra"])
+
+    def _check(self, extra: Any) -> None:
+        """Raise unless this run is about the same as the one that has written `extra`."""
+        if not (isinstance(extra, dict) and "about" in extra):
             raise ValueError(
                 f"mpigrad.Checkpoint: {self.store.directory} was written by a Store of its own; "
                 "read it with Store.load"
             )
-        about, there = json.loads(json.dumps(dict(self._settings.about))), saved.extra["about"]
-        for name in {**about, **there}:
-            if about.get(name) != there.get(name):
+        here, there = json.loads(json.dumps(dict(self._settings.about))), extra["about"]
+        for name in {**there, **here}:
+            if here.get(name) != there.get(name):
                 raise ValueError(
                     f"mpigrad.Checkpoint: {self.store.directory} is of another run: {name} "
-                    f"{there.get(name)}, here {about.get(name)}"
+                    f"{there.get(name)}, here {here.get(name)}"
                 )
-        return dataclasses.replace(saved, extra=saved.extra["extra"])
 
     def save(self, step: int, tree: Any, layout: Layout = False, extra: Any = None) -> pathlib.Path:
         """See `Store.save`; the time to the next save counts from its end."""

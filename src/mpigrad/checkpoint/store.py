@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -12,6 +13,7 @@ import re
 import shutil
 import sys
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -107,7 +109,8 @@ class Store:
                     )
         finally:
             if self.comm.rank == 0:
-                (self.directory / token).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # there may be no such directory
+                    (self.directory / token).unlink()
 
     def _numbers(self) -> list[int]:
         names = (_SAVE.fullmatch(entry.name) for entry in self.directory.iterdir())
@@ -215,7 +218,12 @@ class Store:
 
     # --- reading ---
 
-    def load(self, like: Any, layout: Layout = False) -> Saved | None:
+    def load(
+        self,
+        like: Any,
+        layout: Layout = False,
+        check: Callable[[Any], object] | None = None,
+    ) -> Saved | None:
         """The newest save that is whole (collective); None where none was ever finished.
 
         All its files are read and compared with their hashes before anything is used. A save with
@@ -230,6 +238,8 @@ class Store:
             new run begins with. Shapes are those of this rank's part, here and now.
         layout
             As for `save`; it may be another one.
+        check
+            Gets `extra` before anything else is looked at, and raises where the save is of no use.
 
         Raises
         ------
@@ -249,6 +259,9 @@ class Store:
                 if self.comm.rank == 0:
                     print(f"mpigrad: {refused[-1]}", file=sys.stderr, flush=True)
                 continue
+            with together(self.comm):
+                if check is not None:
+                    check(manifest.extra)
             _compare(path, manifest.leaves, wanted)
             templates, structure = jax.tree.flatten(like)
             found: list[Any] = []

@@ -57,7 +57,8 @@ def minimize(
     x0
         Where to start: a pytree of floats and arrays, float32 or float64.
     method
-        `LBFGS()`, `NonlinearCG()`, `Adam()`, `Optax(...)`, `GaussNewton()` or `NewtonCG()`.
+        `LBFGS()`, `NonlinearCG()`, `Adam()`, `Optax(...)`, `GaussNewton()`, `NewtonCG()` or
+        `SciPy(...)`.
     sharded
         A pytree prefix of x0. False: equal on all ranks (checked), one set of unknowns, whose
         gradient is the sum over ranks. True: each rank's own rows, in rank order along axis 0. A

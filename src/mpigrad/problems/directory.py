@@ -11,7 +11,10 @@ from typing import Any
 from mpigrad.communicator import Communicator
 from mpigrad.together import together
 
-__all__ = ["prepare"]
+__all__ = ["in_common", "prepare"]
+
+# Settings that a run may change and still go on from the saves of another.
+_FREE = ("iterations", "frames", "restart", "resume", "out")
 
 
 def prepare(settings: Any, out: pathlib.Path, comm: Communicator) -> None:
@@ -26,3 +29,9 @@ def prepare(settings: Any, out: pathlib.Path, comm: Communicator) -> None:
                 raise PermissionError(f"--out: {out} is not writable")
             text = json.dumps(dataclasses.asdict(settings), indent=2, default=str)
             (out / "settings.json").write_text(text + "\n", encoding="utf-8")
+
+
+def in_common(settings: Any) -> dict[str, Any]:
+    """What a run must have in common with the one from whose saves it goes on."""
+    whole = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
+    return {name: value for name, value in whole.items() if name not in _FREE}

@@ -1,4 +1,4 @@
-"""The training loop: progress, history, saved parameters, and a clean end when asked to stop."""
+"""The training loop of the problems: `minimize`, with the model's error, saves and a history."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import dataclasses
 import json
 import math
 import pathlib
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from mpigrad import interruption
+from mpigrad import optimize
+from mpigrad.checkpoint import Checkpoint
 from mpigrad.communicator import Communicator
-from mpigrad.problems.lbfgs import LBFGS, Iterate
-from mpigrad.progress import Progress
+from mpigrad.optimize import LBFGS, Result, minimize
+from mpigrad.together import from_root, together
 
-__all__ = ["Record", "Standing", "Trained", "seconds_per_iteration", "train"]
+__all__ = ["Record", "Trained", "begin", "seconds_per_iteration", "train"]
 
 _SAVE_EVERY = 5.0  # seconds between saved parameters
+_RESTART_EVERY = 1.0  # minutes between saves of all that a restart needs
 _MEASURE_EVERY = 10  # iterations between errors of the model
 
 
@@ -42,22 +45,8 @@ class Record:
 
 
 @dataclasses.dataclass(frozen=True)
-class Standing:
-    """Where a training is: all that it needs to go on as if it had never stopped.
-
-    `stuck`: the last step found no smaller loss. `history` is that of all stages so far.
-    """
-
-    now: Iterate
-    best: Any
-    lowest: float
-    stuck: bool
-    history: tuple[Record, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Trained:
-    """The parameters of the smallest loss, the history, and why the training ended.
+    """The parameters of the smallest loss, the history of all stages, and why the training ended.
 
     `stopped`: somebody asked for it.
     """
@@ -68,38 +57,58 @@ class Trained:
     stopped: bool
 
 
+def begin(out: pathlib.Path, comm: Communicator, resume: bool) -> None:
+    """Make way for the saves and the history of a new run (collective).
+
+    What an earlier run has left in `out` is moved aside, so that forgetting --resume costs nothing.
+    """
+    with together(comm):
+        if comm.rank == 0:
+            saves, history = out / "restart", out / "history.jsonl"
+            if resume:
+                history.touch()
+                return
+            if saves.exists():
+                before = out / "restart.before"
+                shutil.rmtree(before, ignore_errors=True)
+                saves.rename(before)
+            history.write_text("", encoding="utf-8")
+
+
 def train(
-    optimizer: LBFGS,
+    share: Callable[[Any], Any],
     parameters: Any,
     iterations: int,
     comm: Communicator,
     *,
-    save: Callable[[Standing], None],
-    history_file: pathlib.Path,
+    memory: int,
+    out: pathlib.Path,
+    save: Callable[[Any], None],
     error: Callable[[Any], float] | None = None,
     stage: int = 0,
-    earlier: tuple[Record, ...] = (),
-    resume: Standing | None = None,
+    about: Mapping[str, Any] | None = None,
     advice: str = "Start from other parameters",
 ) -> Trained:
-    """Train (collective): every rank calls it with equal parameters.
+    """Train by L-BFGS (collective): every rank calls it with equal parameters, after `begin`.
 
     Parameters
     ----------
+    share
+        Function of the parameters that gives this rank's share of the loss, with messages inside.
+    memory
+        Number of past steps that L-BFGS remembers.
+    out
+        Gets history.jsonl, a line for each iteration when it is done, and restart/, from which the
+        training goes on bit for bit where it was when it was saved last.
     save
-        Writes to a file what it is given; called on rank 0 every few seconds with where the
-        training is, and once more when the training ends, be it with an error.
-    history_file
-        Gets a JSON line for each iteration, when it is done.
+        Writes parameters to a file; called on rank 0 every few seconds with those of the smallest
+        loss, and once more when the training ends, be it with an error.
     error
         The model's distance from the true one, if that is known (collective).
     stage
         Number of this objective among those that are trained one after the other.
-    earlier
-        Records of the stages before.
-    resume
-        Where a training of this stage was when it was saved; `parameters` and `earlier` are then
-        not used. It goes on bit for bit as it would have gone on.
+    about
+        See `Checkpoint`.
     advice
         What to do where the loss of the first parameters is not a number.
 
@@ -108,78 +117,92 @@ def train(
     RuntimeError
         On every rank, where the loss of the first parameters is not finite.
     """
-    history: list[Record] = list(earlier if resume is None else resume.history)
-    begun = time.monotonic() - (history[-1].seconds if history else 0.0)
-    progress = Progress(iterations, comm.rank)
-    best, lowest, stuck = parameters, math.inf, False
-    now = optimizer.blank(parameters)
-    saved_at = time.monotonic()
-    ending, stopped = f"all {iterations} iterations done", False
-    log = history_file.open("w", encoding="utf-8") if comm.rank == 0 else None
+    history = _History(out / "history.jsonl", comm)
+    latest, saved_at, begun = parameters, time.monotonic(), False
 
-    def write(record: Record) -> None:
-        if log is not None:
-            log.write(json.dumps(dataclasses.asdict(record)) + "\n")
-            log.flush()
+    def note(now: optimize.Record, x: Any) -> bool:
+        nonlocal latest, saved_at, begun
+        latest, begun = x, True
+        measured = now.iteration % _MEASURE_EVERY == 0 or now.iteration == iterations
+        distance = error(x) if error is not None and measured else None
+        history.add(Record(**dataclasses.asdict(now), error=distance, stage=stage))
+        if comm.rank == 0 and time.monotonic() - saved_at > _SAVE_EVERY:
+            save(x)
+            saved_at = time.monotonic()
+        return False
 
-    def note(iteration: int, now: Iterate) -> None:
-        measured = iteration % _MEASURE_EVERY == 0 or iteration == iterations
-        history.append(
-            Record(
-                iteration,
-                float(now.loss),
-                float(now.gradient_norm),
-                int(now.evaluations),
-                float(now.step),
-                time.monotonic() - begun,
-                error(now.parameters) if error is not None and measured else None,
-                stage,
-            )
-        )
-        write(history[-1])
-        progress.update(iteration, loss=history[-1].loss, gradient=history[-1].gradient_norm)
-
-    for record in history:
-        write(record)
+    checkpoint = Checkpoint(
+        out / "restart" / f"stage{stage}",
+        minutes=_RESTART_EVERY,
+        about={"memory": memory, **(about or {})},
+    )
     try:
-        with interruption.listen() as stop:
-            if resume is not None:
-                now, best, lowest, stuck = resume.now, resume.best, resume.lowest, resume.stuck
-            else:
-                now = optimizer.start(parameters)
-                note(0, now)
-                lowest = float(now.loss)
-                if not math.isfinite(lowest):
-                    raise RuntimeError(f"the loss of the first parameters is {lowest}: {advice}")
-            for iteration in range(history[-1].iteration + 1, iterations + 1):
-                if stuck:  # a memory of a poor fit may point upwards: try the gradient
-                    now = optimizer.forget(now)
-                now = optimizer.step(now)
-                note(iteration, now)
-                if float(now.loss) < lowest:
-                    best, lowest = now.parameters, float(now.loss)
-                hopeless = stuck and float(now.step) == 0
-                stuck = float(now.step) == 0
-                if comm.rank == 0 and time.monotonic() - saved_at > _SAVE_EVERY:
-                    save(Standing(now, best, lowest, stuck, tuple(history)))
-                    saved_at = time.monotonic()
-                # Any rank may have got the signal; all end at the same iteration.
-                if any(comm.mpi.allgather(stop.requested())):
-                    ending, stopped = f"stopped at iteration {iteration}", True
-                    break
-                if float(now.gradient_norm) == 0:
-                    ending = f"gradient zero at iteration {iteration}"
-                    break
-                if hopeless:
-                    ending = f"no smaller loss along the gradient at iteration {iteration}"
-                    break
+        solution = minimize(
+            share,
+            parameters,
+            LBFGS(memory),
+            iterations=iterations,
+            rtol=0.0,
+            callback=note,
+            checkpoint=checkpoint,
+            progress=True,
+            comm=comm,
+        )
+        latest = solution.value
+    except RuntimeError as failure:
+        if not begun and "the loss of x0" in str(failure):
+            raise RuntimeError(f"{failure} ({advice})") from failure
+        raise
     finally:
-        progress.close()
-        if comm.rank == 0:
-            save(Standing(now, best, lowest, stuck, tuple(history)))
-        if log is not None:
-            log.close()
-    return Trained(best, tuple(history), ending, stopped)
+        if comm.rank == 0 and (begun or not history.of(stage)):
+            save(latest)
+    iteration = solution.stats["iterations"]
+    ending = {
+        Result.ITERATIONS: f"all {iterations} iterations done",
+        Result.CONVERGED: f"gradient zero at iteration {iteration}",
+        Result.NO_DECREASE: f"no smaller loss along the gradient at iteration {iteration}",
+        Result.INTERRUPTED: f"stopped at iteration {iteration}",
+    }.get(solution.result, f"{solution.result} at iteration {iteration}")
+    stopped = solution.result is Result.INTERRUPTED
+    return Trained(solution.value, history.whole(solution.history, stage), ending, stopped)
+
+
+class _History:
+    """The records of all stages, on every rank, and as a file that grows."""
+
+    def __init__(self, path: pathlib.Path, comm: Communicator) -> None:
+        self._path = path
+        self._comm = comm
+        self._records: list[Record] = from_root(comm, self._read)
+        self._whole = False  # the file, which may end in half a line, is what `_records` holds
+
+    def _read(self) -> list[Record]:
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        # A job that is killed may leave half a line.
+        return [Record(**json.loads(line)) for line in lines if line.endswith("\n")]
+
+    def of(self, stage: int) -> list[Record]:
+        return [record for record in self._records if record.stage == stage]
+
+    def add(self, record: Record) -> None:
+        """One iteration more; what was noted of it and of later ones before is forgotten."""
+        place = record.stage, record.iteration
+        earlier = [r for r in self._records if (r.stage, r.iteration) < place]
+        append = self._whole and len(earlier) == len(self._records)
+        self._records, self._whole = [*earlier, record], True
+        if self._comm.rank == 0:
+            with open(self._path, "a" if append else "w", encoding="utf-8") as file:
+                for r in [record] if append else self._records:
+                    file.write(json.dumps(dataclasses.asdict(r)) + "\n")
+
+    def whole(self, saved: tuple[optimize.Record, ...], stage: int) -> tuple[Record, ...]:
+        """The records of earlier stages, and those of this one with the errors that are known."""
+        errors = {record.iteration: record.error for record in self.of(stage)}
+        now = [
+            Record(**dataclasses.asdict(r), error=errors.get(r.iteration), stage=stage)
+            for r in saved
+        ]
+        return tuple([r for r in self._records if r.stage < stage] + now)
 
 
 def seconds_per_iteration(history: tuple[Record, ...]) -> float:

@@ -234,11 +234,21 @@ def test_bad_arguments_are_refused(comm):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_disagree_are_refused(comm):
+@pytest.mark.parametrize("method", ["native", "xla"])
+def test_ranks_that_disagree_are_refused(comm, method):
     velocity, wavelets, *_ = whole()
-    acoustic = dataclasses.replace(model(comm), dt=DT / (1 + comm.rank))
+    acoustic = dataclasses.replace(model(comm), dt=DT / (1 + comm.rank), method=method)
     mine = jnp.asarray(velocity[acoustic.grid.slices])
     with pytest.raises(Exception, match="the ranks disagree about the run"):
+        jax.block_until_ready(acoustic.propagate(mine, wavelets, survey()))
+
+
+@pytest.mark.ranks(2)
+def test_dtypes_that_differ_between_ranks_are_refused(comm):
+    velocity, wavelets, *_ = whole()
+    acoustic = model(comm)
+    mine = jnp.asarray(velocity[acoustic.grid.slices], [jnp.float32, jnp.float64][comm.rank])
+    with pytest.raises(Exception, match="give the same dtype"):
         jax.block_until_ready(acoustic.propagate(mine, wavelets, survey()))
 
 

@@ -40,7 +40,7 @@ def test_forward_run_is_written(comm, directory, capfd):
 @pytest.mark.parametrize(
     ("unknown", "part"),
     [
-        pytest.param("cells", 0.1, marks=pytest.mark.thin(3)),
+        pytest.param("cells", 0.1, marks=pytest.mark.thin(1)),
         pytest.param("network", 0.5, marks=pytest.mark.full),
     ],
 )

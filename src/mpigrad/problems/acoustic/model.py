@@ -19,6 +19,7 @@ from mpigrad.problems.acoustic import reference
 from mpigrad.problems.acoustic.scheme import Scheme
 from mpigrad.problems.acoustic.state import State, at_rest
 from mpigrad.problems.waves.absorbing import WaveTile, damping, widths_of
+from mpigrad.problems.waves.agreement import require_same
 from mpigrad.problems.waves.interpolation import point_table
 from mpigrad.problems.waves.propagation import propagate
 from mpigrad.problems.waves.stability import SECOND_DERIVATIVES, wave_equation_limit
@@ -171,6 +172,7 @@ class Acoustic:
             share, last = propagate(scheme.native, [velocity], amplitudes, state)
             last = State(*last)
         else:
+            require_same(scheme.fingerprint, self.grid.comm)
             _require_stable(scheme, velocity)
             if state is None:
                 state = at_rest(scheme.tile, survey.n_shots, velocity.dtype)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 
 import numpy as np
 from jaxtyping import Float
 
 from mpigrad.problems.acoustic.state import in_layers
 from mpigrad.problems.waves.absorbing import WaveTile
+from mpigrad.problems.waves.agreement import fingerprint
 from mpigrad.problems.waves.interpolation import PointTable
 from mpigrad.problems.waves.native import ACOUSTIC, Run, default_memory
 from mpigrad.problems.waves.stability import wave_equation_limit
@@ -64,12 +64,17 @@ class Scheme:
         return wave_equation_limit(self.tile.grid, self.order)
 
     @functools.cached_property
+    def fingerprint(self) -> int:
+        """A number of what all ranks must have alike."""
+        grid = self.tile.grid
+        common = (grid.shape, grid.spacing, grid.dims, self.tile.pml, self.dt, self.steps)
+        own = (self.order, self.absorbs, self.checkpoints, self.survey.digest())
+        return fingerprint((common, own))
+
+    @functools.cached_property
     def native(self) -> Run:
         """This scheme as the native library takes it."""
-        grid, survey = self.tile.grid, self.survey
-        # What all ranks must have alike.
-        common = (grid.shape, grid.spacing, grid.dims, self.tile.pml, self.dt, self.steps)
-        common += (self.order, self.absorbs, self.checkpoints, survey.digest())
+        survey = self.survey
         receiver_shots = survey.receivers.shape[0]
         return Run(
             ACOUSTIC,
@@ -82,9 +87,7 @@ class Scheme:
                 self.checkpoints,
                 default_memory() if self.memory is None else self.memory,
             ),
-            fingerprint=int.from_bytes(
-                hashlib.blake2b(repr(common).encode(), digest_size=6).digest(), "big"
-            ),
+            fingerprint=self.fingerprint,
             reals=(self.dt, self.limit),
             profiles=self.sigma,
             tables=(

@@ -29,6 +29,7 @@ from mpigrad.problems.elastic.scheme import (
 )
 from mpigrad.problems.elastic.state import State, at_rest, from_native, to_native
 from mpigrad.problems.waves.absorbing import WaveTile, widths_of
+from mpigrad.problems.waves.agreement import require_same
 from mpigrad.problems.waves.propagation import propagate
 from mpigrad.problems.waves.survey import Survey
 from mpigrad.together import together
@@ -206,6 +207,7 @@ class Elastic:
             last = from_native(arrays)
             share = share.reshape(shape[0], len(self.components), -1, self.steps)
         else:
+            require_same(scheme.fingerprint, self.grid.comm)
             state = _at_rest(scheme, lam.dtype) if state is None else state
             share, last = reference.propagate(scheme, media, amplitudes, state)
         return Recording(allreduce(share, comm=self.grid.comm), last)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from typing import Literal
 
 import numpy as np
 
 from mpigrad.problems.elastic.absorbing import Layer
 from mpigrad.problems.waves.absorbing import WaveTile
+from mpigrad.problems.waves.agreement import fingerprint
 from mpigrad.problems.waves.interpolation import PointTable, point_table
 from mpigrad.problems.waves.native import ELASTIC, Run, default_memory
 from mpigrad.problems.waves.survey import Survey
@@ -79,12 +79,17 @@ class Scheme:
     memory: int | None
 
     @functools.cached_property
+    def fingerprint(self) -> int:
+        """A number of what all ranks must have alike."""
+        grid = self.tile.grid
+        common = (grid.shape, grid.spacing, grid.dims, self.tile.pml, self.dt, self.steps)
+        own = (self.absorbs, self.source, self.components, self.checkpoints, self.survey.digest())
+        return fingerprint((common, own))
+
+    @functools.cached_property
     def native(self) -> Run:
         """This scheme as the native library takes it."""
-        grid, survey, (nx, ny) = self.tile.grid, self.survey, self.tile.shape
-        # What all ranks must have alike.
-        common = (grid.shape, grid.spacing, grid.dims, self.tile.pml, self.dt, self.steps)
-        common += (self.absorbs, self.source, self.components, self.checkpoints, survey.digest())
+        survey, (nx, ny) = self.survey, self.tile.shape
         px, py = (layer.before + layer.after for layer in self.layers)
         return Run(
             ELASTIC,
@@ -97,9 +102,7 @@ class Scheme:
                 self.checkpoints,
                 default_memory() if self.memory is None else self.memory,
             ),
-            fingerprint=int.from_bytes(
-                hashlib.blake2b(repr(common).encode(), digest_size=6).digest(), "big"
-            ),
+            fingerprint=self.fingerprint,
             reals=(
                 self.dt,
                 float(_NUMBERS[SOURCES[self.source]]),

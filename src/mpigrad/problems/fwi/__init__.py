@@ -9,7 +9,6 @@ try:
     # All of them now, not at the end of a long run.
     import equinox as _equinox  # noqa: F401
     import matplotlib as _matplotlib  # noqa: F401
-    import optax as _optax  # noqa: F401
     import zarr as _zarr  # noqa: F401
 except ImportError as error:
     raise ImportError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import time
 from typing import Any
 
@@ -16,11 +17,10 @@ from mpigrad.problems.directory import prepare
 from mpigrad.problems.files import write_whole
 from mpigrad.problems.fwi.inversion import Inversion, inversion
 from mpigrad.problems.fwi.outputs import write_outputs
-from mpigrad.problems.fwi.restart import load_restart, save_restart
+from mpigrad.problems.fwi.parametrization import Parametrization
 from mpigrad.problems.fwi.result import Result
 from mpigrad.problems.fwi.settings import Settings
-from mpigrad.problems.lbfgs import LBFGS
-from mpigrad.problems.training import Standing, Trained, train
+from mpigrad.problems.training import Trained, begin, train
 
 __all__ = ["run"]
 
@@ -29,10 +29,10 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
     """Find the model, showing the progress, and write the report (collective).
 
     Writes into `settings.out`: report.html and its pictures, fields.zarr (found, start and true
-    fields), model.npz (what `--initial` and `--model` read), history.jsonl, settings.json and
-    restart.bin; the last is on disk, whole, every few seconds from the beginning, as is model.npz.
-    When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the
-    iteration it is in and writes everything; `--restart` goes on from there.
+    fields), model.npz (what `--initial` and `--model` read), which is on disk, whole, every few
+    seconds from the beginning, history.jsonl, settings.json and restart/. When asked to stop
+    (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the iteration it is in and
+    writes everything; with `settings.resume` it goes on from there.
 
     Raises
     ------
@@ -59,47 +59,52 @@ def _stages(problem: Inversion, comm: Communicator) -> Trained:
     """From low frequencies to all of them, each stage from where the one before has led."""
     settings, values = problem.settings, problem.parametrization
     corners = (*settings.frequencies, None)
-    save = functools.partial(_save, problem)
-    parameters, earlier, resume = values.first(settings.seed), (), None
-    trained, stage = None, 0
-    if settings.restart is not None:
-        optimizer = LBFGS(lambda _: (None, None), settings.memory, comm=comm)  # type: ignore
-        resume = load_restart(settings.restart, values, problem.digest, optimizer, comm)
-        stage = resume.history[-1].stage
-        if stage >= len(corners):
-            raise ValueError(f"--restart: it is in stage {stage + 1}, and there are {len(corners)}")
-    for number, corner in list(enumerate(corners))[stage:]:
+    parameters, trained = values.first(settings.seed), None
+    begin(settings.out, comm, settings.resume)
+    for number, corner in enumerate(corners):
         if comm.rank == 0 and len(corners) > 1:
             band = "all frequencies" if corner is None else f"below {corner:g} Hz"
             print(f"fwi: stage {number + 1} of {len(corners)}: {band}", flush=True)
-        loss = functools.partial(problem.value_and_grad, problem.misfit(corner))
         trained = train(
-            LBFGS(loss, settings.memory, comm=comm),
+            functools.partial(problem.loss_share, problem.misfit(corner)),
             parameters,
             settings.iterations,
             comm,
-            save=save,
-            history_file=settings.out / "history.jsonl",
+            memory=settings.memory,
+            out=settings.out,
+            save=functools.partial(_save, problem),
             error=None if problem.truth is None else problem.error,  # type: ignore[arg-type]
             stage=number,
-            earlier=earlier,
-            resume=resume,
+            about=_about(values, problem.digest) | {"low pass": corner},
             advice="is the start a model that this time step is stable for (--dt, --initial)?",
         )
-        parameters, earlier, resume = trained.parameters, trained.history, None
+        parameters = trained.parameters
         if trained.stopped:
             break
     assert trained is not None
     return trained
 
 
-def _save(problem: Inversion, standing: Standing) -> None:
-    out = problem.settings.out
-    save_restart(out / "restart.bin", problem.parametrization, problem.digest, standing)
+def _about(values: Parametrization, objective: str) -> dict[str, Any]:
+    """What a run must have in common with the one from whose saves it goes on."""
+    digest = hashlib.sha256(values.active.tobytes())
+    for unknown in values.unknowns:
+        digest.update(unknown.start.tobytes())
+        digest.update(repr((unknown.low, unknown.high)).encode())
+    return {
+        "unknown": type(values).__name__,
+        "fields": [unknown.name for unknown in values.unknowns],
+        "cells": list(values.shape),
+        "start, bounds and mask": digest.hexdigest()[:16],
+        "shots, data and weights": objective,
+    }
+
+
+def _save(problem: Inversion, parameters: Any) -> None:
     everywhere = slice(None), slice(None)
-    fields = problem.parametrization.fields(standing.best, everywhere)
+    fields = problem.parametrization.fields(parameters, everywhere)
     arrays: dict[str, Any] = {"spacing": np.asarray(problem.experiment.spacing), **fields}
-    write_whole(out / "model.npz", lambda file: np.savez(file, **arrays))
+    write_whole(problem.settings.out / "model.npz", lambda file: np.savez(file, **arrays))
 
 
 def _result(problem: Inversion, trained: Trained, seconds: float) -> Result:

@@ -61,10 +61,10 @@ class Settings(WaveOptions):
     """What a source of elastic waves does: press on all sides, or push along x or y."""
     seed: int = 0
     """Seed of the network's first weights and of the noise."""
-    restart: pathlib.Path | None = None
-    """The restart.bin of an earlier run: go on where it was, bit for bit on as many ranks."""
+    resume: bool = False
+    """Go on from the saves of an earlier run with the same --out, where there are any."""
     out: pathlib.Path = pathlib.Path("results/fwi")
-    """Directory for the report, the pictures, the model and the restart file."""
+    """Directory for the report, the pictures, the model and the saves."""
 
     def check(self) -> None:
         """Raise a ValueError that names the first setting which makes no sense."""
@@ -95,7 +95,7 @@ class Settings(WaveOptions):
                 f"--frequencies: positive and rising, not {' '.join(map(str, self.frequencies))}"
             )
         self.limits()
-        for option in ("initial", "data", "mask", "restart"):
+        for option in ("initial", "data", "mask"):
             exists(f"--{option}", getattr(self, option))
 
     def limits(self) -> dict[str, tuple[float, float]]:

@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 import mpigrad
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
-from mpigrad.problems.directory import prepare
+from mpigrad.problems.directory import in_common, prepare
 from mpigrad.problems.heat.experiment import Experiment, experiment
 from mpigrad.problems.heat.inverse import inverse_problem
 from mpigrad.problems.heat.outputs import write_estimation, write_film
 from mpigrad.problems.heat.settings import Settings
 from mpigrad.problems.heat.simulation import simulate
-from mpigrad.problems.lbfgs import LBFGS
-from mpigrad.problems.training import Record, train
+from mpigrad.problems.training import Record, begin, train
 from mpigrad.together import from_root
 
 __all__ = ["Result", "run"]
@@ -48,9 +47,10 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
 
     Writes into `settings.out`: report.html and its pictures, fields.zarr, settings.json; of a
     forward run heat.gif; of an inverse one history.jsonl and the parameters (network.eqx or
-    cells.npy), which are on disk, whole, every few seconds from the beginning. When asked to stop
-    (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the iteration or the frame
-    that it is in and writes everything.
+    cells.npy), which are on disk, whole, every few seconds from the beginning, and restart/, from
+    which it goes on with `settings.resume`. When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the
+    launcher's Ctrl-C), it ends after the iteration or the frame that it is in and writes
+    everything.
 
     Raises
     ------
@@ -93,14 +93,17 @@ def _estimate(settings: Settings, comm: Communicator) -> Result:
     def error(parameters: Any) -> float:
         return max(comm.mpi.allgather(float(largest_error(parameters))))
 
+    begin(settings.out, comm, settings.resume)
     trained = train(
-        LBFGS(problem.value_and_grad, settings.memory, comm=comm),
+        problem.loss_share,
         parameters,
         settings.iterations,
         comm,
-        save=lambda standing: values.save(settings.out / values.file_name, standing.best),
-        history_file=settings.out / "history.jsonl",
+        memory=settings.memory,
+        out=settings.out,
+        save=lambda best: values.save(settings.out / values.file_name, best),
         error=error,
+        about=in_common(settings),
         advice="The time step is not stable with them: more --steps, or --theta 0.5",
     )
     kappa = np.asarray(mpigrad.jit(values.kappa)(trained.parameters))

@@ -46,6 +46,8 @@ class Settings:
     """Seed of the network's first weights, the thermometers' places and their errors."""
     restart: pathlib.Path | None = None
     """Parameters to start from: the network.eqx or cells.npy of an earlier run."""
+    resume: bool = False
+    """Go on from the saves of an earlier run with the same --out, where there are any."""
     frames: int = 40
     """Number of pictures in the animation."""
     out: pathlib.Path = pathlib.Path("results/heat")

@@ -10,14 +10,12 @@ try:
     # All of them now, not at the end of a long run.
     import equinox as _equinox  # noqa: F401
     import matplotlib as _matplotlib  # noqa: F401
-    import optax as _optax  # noqa: F401
     import zarr as _zarr  # noqa: F401
 except ImportError as error:
     raise ImportError(
         f"mpigrad.problems needs {error.name}: pip install 'mpigrad[problems]'"
     ) from error
 
-from mpigrad.problems.lbfgs import LBFGS
 from mpigrad.problems.poisson.estimation import run
 from mpigrad.problems.poisson.inverse import InverseProblem, inverse_problem
 from mpigrad.problems.poisson.model import Model, poisson, unit_square
@@ -33,7 +31,6 @@ from mpigrad.problems.poisson.result import Result
 from mpigrad.problems.poisson.settings import Settings
 
 __all__ = [
-    "LBFGS",
     "InverseProblem",
     "Model",
     "Network",

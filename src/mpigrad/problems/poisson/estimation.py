@@ -14,13 +14,12 @@ import mpigrad
 from mpigrad import sparse
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.native import communication_seconds
-from mpigrad.problems.directory import prepare
-from mpigrad.problems.lbfgs import LBFGS
+from mpigrad.problems.directory import in_common, prepare
 from mpigrad.problems.poisson.inverse import InverseProblem, best_constant, inverse_problem
 from mpigrad.problems.poisson.outputs import write_outputs
 from mpigrad.problems.poisson.result import Result
 from mpigrad.problems.poisson.settings import Settings
-from mpigrad.problems.training import train
+from mpigrad.problems.training import begin, train
 
 __all__ = ["run"]
 
@@ -29,9 +28,10 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
     """Recover kappa, showing the progress, and write the report (collective).
 
     Writes into `settings.out`: report.html and its pictures, fields.zarr, history.jsonl,
-    settings.json, and the parameters (network.eqx or cells.npy), which are on disk, whole, every
-    few seconds from the beginning. When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the
-    launcher's Ctrl-C), it ends after the iteration it is in and writes everything.
+    settings.json, the parameters (network.eqx or cells.npy), which are on disk, whole, every few
+    seconds from the beginning, and restart/. When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the
+    launcher's Ctrl-C), it ends after the iteration it is in and writes everything; with
+    `settings.resume` it goes on from there.
 
     Raises
     ------
@@ -56,14 +56,17 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
         if comm.rank == 0:
             _announce(problem)
         before = _clocks()
+        begin(settings.out, comm, settings.resume)
         trained = train(
-            LBFGS(problem.value_and_grad, settings.memory, comm=comm),
+            problem.loss_share,
             parameters,
             settings.iterations,
             comm,
-            save=lambda standing: values.save(settings.out / values.file_name, standing.best),
-            history_file=settings.out / "history.jsonl",
+            memory=settings.memory,
+            out=settings.out,
+            save=lambda best: values.save(settings.out / values.file_name, best),
             error=_error_of(problem),
+            about=in_common(settings),
             advice="the linear solve failed there. Start from other parameters (--seed, --restart)",
         )
         seconds = _mean_seconds(comm, before)

@@ -42,6 +42,8 @@ class Settings:
     """Seed of the network's first weights, the observed cells and the noise."""
     restart: pathlib.Path | None = None
     """Parameters to start from: the network.eqx or cells.npy of an earlier run."""
+    resume: bool = False
+    """Go on from the saves of an earlier run with the same --out, where there are any."""
     out: pathlib.Path = pathlib.Path("results/poisson")
     """Directory for the report, the pictures, the fields and the parameters."""
 
