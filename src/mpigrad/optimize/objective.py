@@ -111,10 +111,12 @@ class Objective(Compiling):
 
         def share(replicated: Any, own: Any, batch: Any) -> Any:
             out = self._f(unknowns.unite(replicated, own), *batch)
-            return _half_squares(out) if residuals else out
+            value = _half_squares(out) if residuals else out
+            return value, value
 
-        self._differentiated = mpigrad.value_and_grad(
-            share, (0, 1), loss=loss, replicated=0, comm=comm
+        # The value is summed over ranks together with the inner products, in one message.
+        self._gradient = mpigrad.grad(
+            share, (0, 1), has_aux=True, loss=loss, replicated=0, comm=comm
         )
 
     # ---- on the host ----
@@ -150,17 +152,12 @@ class Objective(Compiling):
 
     # ---- in compiled programs ----
 
-    def value_and_gradient(self, x: Vector, batch: tuple[Any, ...]) -> tuple[Any, Vector]:
-        """The global loss and the gradient vector; to be traced."""
-        value, gradient = self._differentiated(*self.unknowns.split(x), batch)
-        return value, self.unknowns.join(*gradient)
-
     def hessian_products(self, x: Vector, batch: tuple[Any, ...]) -> Callable[[Vector], Vector]:
         """v → H v at x, by forward over reverse differentiation; to be traced."""
         unknowns = self.unknowns
 
         def gradient(replicated: Any, own: Any) -> Any:
-            return self._differentiated(replicated, own, batch)[1]
+            return self._gradient(replicated, own, batch)[0]
 
         _, derivative = mpigrad.linearize(gradient, *unknowns.split(x))
         return lambda v: unknowns.join(*derivative(*unknowns.split(v)))
@@ -190,19 +187,21 @@ class Objective(Compiling):
 
     def _evaluate_along(self, x: Vector, direction: Vector, step: Any, batch: Any) -> Any:
         x = _moved(x, direction, step)
-        value, gradient = self.value_and_gradient(x, batch)
-        return x, gradient, self._numbers(value, gradient, direction)
+        gradients, value = self._gradient(*self.unknowns.split(x), batch)
+        gradient = self.unknowns.join(*gradients)
+        return x, gradient, self._numbers(value, self.loss == "share", gradient, direction)
 
     def _measured(self, value: Any, tree: Any, direction: Vector) -> Any:
         gradient = self.unknowns.vector(tree)
-        # A value is rank 0's, so that all ranks decide alike.
-        first = self.unknowns.comm.rank == 0
-        value = self.unknowns.sum(jnp.where(first, value, jnp.zeros_like(value)))
-        return gradient, self._numbers(value, gradient, direction)
+        return gradient, self._numbers(value, False, gradient, direction)
 
-    def _numbers(self, value: Any, gradient: Vector, direction: Vector) -> Any:
-        products = jnp.stack([dot(gradient, direction), dot(gradient, gradient)])
-        return jnp.append(self.unknowns.sum(products), value)
+    def _numbers(self, value: Any, shared: bool, gradient: Vector, direction: Vector) -> Any:
+        """Slope, square of the gradient's norm and loss; one that is no share is rank 0's."""
+        if not shared and self.unknowns.comm.rank > 0:
+            value = jnp.zeros_like(value)
+        return self.unknowns.sum(
+            jnp.stack([dot(gradient, direction), dot(gradient, gradient), value])
+        )
 
 
 @jax.jit

@@ -137,11 +137,7 @@ class Unknowns(Compiling):
 
     def tree(self, vector: Vector) -> Any:
         """The tree of a vector (collective)."""
-        leaves: list[Any] = [None] * len(self.kinds)
-        for numbers, parts in zip((self.replicated, self.own), self.split(vector), strict=True):
-            for i, part in zip(numbers, parts, strict=True):
-                leaves[i] = part
-        return jax.tree.unflatten(self.structure, leaves)
+        return self.unite(*self.split(vector))
 
     def join(self, replicated: Sequence[Any], own: Sequence[Any]) -> Vector:
         """The vector of the replicated and of the sharded leaves; without messages."""
