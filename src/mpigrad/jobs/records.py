@@ -162,7 +162,7 @@ class Store:
             if digest not in (None, said[0][0]):
                 raise ValueError(
                     f"put: the records, the block size or the schedule of rank {rank} are not "
-                    "those of rank 0: give the same on all ranks, or None for the records of the others"
+                    "those of rank 0: give the same on all ranks, or None in place of the records"
                 )
         buckets, digests, owners = comm.mpi.bcast(plan, root=0)
         everywhere = everywhere or isinstance(schedule, Dynamic)
