@@ -73,7 +73,7 @@ def compute(
             return lambda shared, spread: evaluate(job, shared, spread)
         return with_jacobian(job, buckets, evaluate, inner)
 
-    if _jacobian_travels(whole.derivatives, (shared, per_job), types):
+    if _jacobian_travels(whole.derivatives, (shared, per_job), types, transparent):
         function = with_jacobian(job, buckets, evaluate, inner)
     elif transparent:
         function = inner(job)
@@ -114,7 +114,9 @@ def _types(
     return types
 
 
-def _jacobian_travels(wanted: Derivatives | None, arguments: Any, types: Sequence[Any]) -> bool:
+def _jacobian_travels(
+    wanted: Derivatives | None, arguments: Any, types: Sequence[Any], transparent: bool
+) -> bool:
     leaves = jax.tree.leaves((arguments, list(types)))
     complex_ = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves)
     floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(list(types)))
@@ -125,6 +127,8 @@ def _jacobian_travels(wanted: Derivatives | None, arguments: Any, types: Sequenc
         )
     if wanted is not None or complex_ or not floating:
         return wanted == "jacobian"
+    if not transparent:  # so that all modes work
+        return True
     return all(sum(x.size for x in jax.tree.leaves(kind)) == 1 for kind in types)
 
 
