@@ -107,5 +107,5 @@ for size in range(1, world.size + 1):
         f = pool.sum(nothing, pool.put(numbers))
         row(part, "empty jobs, value", lambda f=f: f(shared, per_job), options.repeats, serial)
         one = pool.sum(nothing, pool.put([1.0]))
-        row(part, "one empty job", lambda: one(shared, per_job[:1]), 20, serial)
+        row(part, "one empty job", lambda f=one: f(shared, per_job[:1]), 20, serial)
     world.mpi.Barrier()

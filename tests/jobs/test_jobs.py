@@ -8,9 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-import mpigrad as mg
-from helpers import close
 from job_cases import (
     N,
     arguments,
@@ -22,6 +19,9 @@ from job_cases import (
     serial_map,
     serial_sum,
 )
+
+import mpigrad as mg
+from helpers import close
 from mpigrad import jobs
 from mpigrad.communicator import Communicator, default
 

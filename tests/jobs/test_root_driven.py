@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from job_cases import arguments, curve, equal_bits, misfit, records, serial_map, serial_sum
 
 from helpers import close
-from job_cases import arguments, curve, equal_bits, misfit, records, serial_map, serial_sum
 from mpigrad import jobs
 from mpigrad.communicator import Communicator
 
@@ -16,7 +16,7 @@ from mpigrad.communicator import Communicator
 @pytest.mark.ranks(1, 2, 3)
 def test_root_alone(comm: Communicator) -> None:
     every, (shared, per_job) = records(ragged=True), arguments()
-    with jobs.root_driven(comm) as pool:
+    with jobs.root_driven(comm=comm) as pool:
         if pool is not None:
             data = pool.put(every, block=2)
             f = pool.sum(misfit, data)
@@ -41,7 +41,7 @@ def test_root_alone(comm: Communicator) -> None:
 @pytest.mark.ranks(2)
 def test_adjoint_and_second_derivatives(comm: Communicator) -> None:
     every, (shared, per_job) = records(ragged=True), arguments()
-    with jobs.root_driven(comm) as pool:
+    with jobs.root_driven(comm=comm) as pool:
         if pool is not None:
             data = pool.put(every, block=2, schedule=jobs.Dynamic())
             f = pool.map(curve, data, derivatives="adjoint")
@@ -53,14 +53,10 @@ def test_adjoint_and_second_derivatives(comm: Communicator) -> None:
             close(hessian(g), hessian(serial_sum(misfit, every)), 1e-12)
 
 
-def root(shared: float, mine: float, record: float) -> jax.Array:
-    """NaN where negative."""
-    return jnp.sqrt(shared * mine * record)
-
-
 @pytest.mark.ranks(2)
 def test_errors_of_the_root(comm: Communicator) -> None:
-    with jobs.root_driven(comm) as pool:
+    root = lambda shared, mine, record: jnp.sqrt(shared * mine * record)
+    with jobs.root_driven(root, comm=comm) as pool:
         if pool is not None:
             data = pool.put([1.0, 2.0, 3.0])
             f = pool.map(root, data)
@@ -70,6 +66,6 @@ def test_errors_of_the_root(comm: Communicator) -> None:
                 equal_bits(f(1.0, jnp.ones(3)), np.sqrt([1.0, 2.0, 3.0]))
             with pytest.raises(TypeError, match="a list of records"):
                 pool.put("text")
-            with pytest.raises(TypeError, match="top level"):
+            with pytest.raises(TypeError, match="must be known to the other ranks"):
                 pool.map(lambda s, m, r: s, data)(1.0)
             equal_bits(f(1.0, jnp.ones(3)), np.sqrt([1.0, 2.0, 3.0]))

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,8 +62,15 @@ class _Run:
 class DrivenPool(Pool):
     """The pool that `root_driven` gives to the root."""
 
-    def __init__(self, comm: Communicator, schedule: Schedule, on_error: Any) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        functions: Sequence[Callable[..., Any]],
+        schedule: Schedule,
+        on_error: Any,
+    ) -> None:
         super().__init__(comm, schedule, on_error)
+        self._functions = functions
         self._channel = MPI.Intracomm(comm.mpi).Dup()
         self._data: list[Data] = []
         self._evaluations = 0
@@ -71,15 +79,18 @@ class DrivenPool(Pool):
     # ---- the root ----
 
     def _tell(self, message: Any) -> None:
+        if self.comm.size == 1:
+            return
+        parcel = io.BytesIO()
         try:
-            parcel = pickle.dumps(message)
+            _Pickler(parcel, self._functions).dump(message)
         except Exception as error:
             raise TypeError(
-                "a job of a pool that the root drives must be known to the other ranks: a function "
-                f"at the top level of a module, or of the program, before the `with` ({error})"
+                "a job of a pool that the root drives must be known to the other ranks: give its "
+                f"function to root_driven(function, ...), or take one of a module ({error})"
             ) from error
         for rank in range(1, self.comm.size):
-            self._channel.Send([parcel, MPI.BYTE], rank, _TAG)
+            self._channel.Send([parcel.getvalue(), MPI.BYTE], rank, _TAG)
 
     def _announce(self, x: np.ndarray, mpi: MPI.Intracomm) -> np.ndarray:
         self._tell(_Run(int(x[0])))
@@ -132,10 +143,11 @@ class DrivenPool(Pool):
             elif isinstance(message, _Define):
                 programs[message.number] = self._program(message)
             else:
+                self._watch.failures = None
                 try:
                     programs[message.number]()
                 except jax.errors.JaxRuntimeError:
-                    if self._watch.taken() is None:  # of this rank alone
+                    if self._watch.failures is None:  # of this rank alone
                         raise
 
     def _program(self, defined: _Define) -> Callable[[], Any]:
@@ -157,13 +169,27 @@ class DrivenPool(Pool):
             time.sleep(_NAPS[naps > 2000])
         parcel = bytearray(status.Get_count(MPI.BYTE))
         self._channel.Recv([parcel, MPI.BYTE], 0, _TAG)
-        try:
-            return pickle.loads(parcel)
-        except Exception as error:
-            raise RuntimeError(
-                "a job of a pool that the root drives is not known to this rank: define it, or "
-                "import it, before the `with`, on all ranks"
-            ) from error
+        return _Unpickler(io.BytesIO(parcel), self._functions).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Functions that all ranks have been given are sent as their numbers."""
+
+    def __init__(self, file: io.BytesIO, functions: Sequence[Any]) -> None:
+        super().__init__(file)
+        self._numbers = {id(f): i for i, f in enumerate(functions)}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self._numbers.get(id(obj))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, functions: Sequence[Any]) -> None:
+        super().__init__(file)
+        self._functions = functions
+
+    def persistent_load(self, pid: int) -> Any:
+        return self._functions[pid]
 
 
 @dataclass(frozen=True)
@@ -218,8 +244,8 @@ def _batchable(start: Callable[..., Any], job: Job) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def root_driven(
+    *functions: Callable[..., Any],
     comm: Communicator | None = None,
-    *,
     schedule: Schedule = Static(),  # noqa: B008  frozen
     on_error: Literal["raise", "nan"] = "raise",
 ) -> Iterator[DrivenPool | None]:
@@ -228,23 +254,25 @@ def root_driven(
     Rank 0 gets the pool, does jobs with the others, and is alone to call `put`, `map`, `sum` and
     what they return. The other ranks stay inside until it leaves the `with`, and get None:
 
-    >>> with jobs.root_driven() as pool:  # doctest: +SKIP
+    >>> with jobs.root_driven(fn) as pool:  # doctest: +SKIP
     ...     if pool is not None:
     ...         f = pool.sum(fn, pool.put(records))
     ...         ...
 
     Parameters
     ----------
+    functions
+        Those that the root will map: all ranks give the same. Functions of modules, which all ranks
+        can import, need not be given.
     comm, schedule, on_error
         As for `pool`.
 
     Notes
     -----
-    The other ranks run the same program, so they know functions of modules, and those that the
-    program has defined at its top level before the `with`. Jacobians always travel with results,
-    unless `derivatives="adjoint"` is asked for, which is for reverse mode.
+    Jacobians travel with results, unless `derivatives="adjoint"` is asked for, which is for reverse
+    mode.
     """
-    driven = DrivenPool(resolve(comm).dup(), schedule, on_error)
+    driven = DrivenPool(resolve(comm).dup(), functions, schedule, on_error)
     if driven.comm.rank != 0:
         driven.serve()
         yield None

@@ -18,7 +18,7 @@ from mpigrad.jobs.context import job_number
 from mpigrad.jobs.records import Data
 from mpigrad.operations.custom import custom_operation
 
-__all__ = ["Failure", "JobError", "Watch", "end_with", "host_call"]
+__all__ = ["Failure", "JobError", "Watch", "end_with", "host_call", "key_data"]
 
 _SHOWN = 5
 
@@ -140,15 +140,9 @@ def _as_promised(like: Any, x: Any) -> np.ndarray:
 
 
 class Watch:
-    """What a pool knows of failed jobs."""
+    """The failed jobs that have ended a program, if any."""
 
-    def __init__(self) -> None:
-        self.failures: tuple[Failure, ...] | None = None
-
-    def taken(self) -> tuple[Failure, ...] | None:
-        """The failures that ended the last program, once."""
-        failures, self.failures = self.failures, None
-        return failures
+    failures: tuple[Failure, ...] | None = None
 
 
 def end_with(
@@ -180,7 +174,9 @@ def end_with(
     for x in results:
         if jnp.issubdtype(x.dtype, jnp.inexact):
             bad |= jnp.any(jnp.isnan(jax.lax.stop_gradient(x)))
-    operands = jax.tree.map(_plain, (list(whole), shared, list(per_job)))
+    operands = jax.tree.map(
+        lambda x: jax.lax.stop_gradient(key_data(x)), (list(whole), shared, list(per_job))
+    )
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
     rank = comm.rank
     numbers = [b.jobs[b.places[own]] for b, own in zip(data.buckets, blocks, strict=True)]
@@ -215,8 +211,8 @@ def end_with(
     jax.lax.cond(bad, end, lambda: jnp.zeros(1, "uint8"))
 
 
-def _plain(x: Any) -> Any:
-    x = jax.lax.stop_gradient(x)
+def key_data(x: Any) -> Any:
+    """`x`, or the bits of random keys."""
     return x if isinstance(x.dtype, np.dtype) else jax.random.key_data(x)
 
 

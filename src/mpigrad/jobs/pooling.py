@@ -18,7 +18,7 @@ from mpigrad.jobs.context import Job, UserJob, inside_job
 from mpigrad.jobs.derivatives import Derivatives
 from mpigrad.jobs.dynamic import Queue, evaluate_dynamically
 from mpigrad.jobs.evaluation import Team, evaluate
-from mpigrad.jobs.failures import JobError, Watch
+from mpigrad.jobs.failures import Failure, JobError, Watch, key_data
 from mpigrad.jobs.functions import Whole, compute
 from mpigrad.jobs.records import Data, Store
 from mpigrad.jobs.schedules import Schedule, Static
@@ -39,6 +39,11 @@ class Pool:
         self.comm, self.schedule, self.on_error = comm, schedule, on_error
         self._store, self._watch = Store(comm), Watch()
         self._queue: Queue | None = None
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """The failed jobs that ended the last program, also one of the user's own."""
+        return self._watch.failures or ()
 
     def put(
         self,
@@ -154,6 +159,7 @@ class Pool:
 
     def _check_arguments(self, arguments: Any) -> None:
         if os.environ.get("MPIGRAD_GUARD") == "1":
+            arguments = [key_data(x) for x in jax.tree.leaves(arguments)]
             assert_replicated(arguments, self.comm, "an argument of a pool's function")
 
     def _function(self, whole: Whole, data: Data) -> Callable[..., Any]:
@@ -173,13 +179,13 @@ class Pool:
             alone = inside_job()
             if not alone:
                 self._check_arguments((shared, per_job))
+            self._watch.failures = None
             try:
                 return compiled(shared, per_job, alone)
             except jax.errors.JaxRuntimeError:
-                failures = self._watch.taken()
-                if failures is None:
+                if self._watch.failures is None:
                     raise
-                raise JobError(failures, data.jobs) from None
+                raise JobError(self._watch.failures, data.jobs) from None
 
         return function
 
