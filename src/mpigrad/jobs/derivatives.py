@@ -13,12 +13,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 from jax.flatten_util import ravel_pytree
 
 from mpigrad.jobs.blocks import result_types
 from mpigrad.jobs.context import Job
 from mpigrad.jobs.records import Bucket
+from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.activity import outside_rules
 
 __all__ = ["Derivatives", "Evaluate", "with_adjoint", "with_jacobian"]
@@ -35,57 +36,163 @@ def with_jacobian(job: Job, buckets: Sequence[Bucket], evaluate: Evaluate, inner
     """`evaluate` of `job`, whose derivatives come with the results and need no further message.
 
     `inner(job)` evaluates the job that has the Jacobian among its results, and is differentiated
-    for second derivatives.
+    for second derivatives. A batch is evaluated as one job for batches.
     """
 
     def function(shared: Any, per_job: Sequence[Any]) -> tuple[Any, list[Any]]:
         leaves, structure = jax.tree.flatten((shared, list(per_job)))
-        n_shared = len(jax.tree.leaves(shared))
-        n_mine = (len(leaves) - n_shared) // len(buckets)
-        types = [result_types(job, b, shared, m) for b, m in zip(buckets, per_job, strict=True)]
-
-        @jax.custom_jvp
-        def values(*xs: Any) -> tuple[Any, list[Any]]:
-            with outside_rules():
-                return evaluate(job, *jax.tree.unflatten(structure, xs))
-
-        def rule(primals: Any, tangents: Any) -> Any:
-            # What nobody differentiates by is neither computed nor sent.
-            moving = [type(t) is not SymbolicZero for t in tangents]
-            of_shared = tuple(i for i in range(n_shared) if moving[i])
-            of_mine = tuple(i for i in range(n_mine) if any(moving[n_shared + i :: n_mine]))
-            extended = _AndJacobian(job, of_shared, of_mine)
-            with outside_rules():
-                added, kept = inner(extended)(*jax.tree.unflatten(structure, primals))
-            (a, a_by_s), s = added, _flat([_dense(tangents[i]) for i in of_shared])
-            a_dot, results, tangents_kept = a_by_s @ s, [], []
-            for b, (a_by_m, k, k_by_s, k_by_m) in enumerate(kept):
-                offset = n_shared + b * n_mine
-                m = jax.vmap(_flat)([_dense(tangents[offset + i]) for i in of_mine], k)
-                a_dot = a_dot + jnp.einsum("nij,nj->i", a_by_m, m)
-                k_dot = k_by_s @ s + jnp.einsum("nij,nj->ni", k_by_m, m)
-                results.append(_shaped(k, types[b][1]))
-                tangents_kept.append(_shaped(k_dot, types[b][1]))
-            return (
-                (_shaped(a, types[0][0]), results),
-                (_shaped(a_dot, types[0][0]), tangents_kept),
-            )
-
-        values.defjvp(rule, symbolic_zeros=True)
-        return values(*leaves)
+        program = _Program(job, buckets, evaluate, inner, structure)
+        results = program(*leaves)
+        return jax.tree.unflatten(program.result_structure, results)
 
     return function
 
 
+class _Program:
+    """An evaluation as a parameter of the primitive below: a function of flat arguments."""
+
+    def __init__(
+        self,
+        job: Job,
+        buckets: Sequence[Bucket],
+        evaluate: Evaluate,
+        inner: Callable[[Job], Any],
+        structure: Any,
+    ) -> None:
+        self.job, self.buckets, self.evaluate, self.inner = job, buckets, evaluate, inner
+        self.structure = structure
+        shared, per_job = jax.tree.unflatten(structure, [0] * structure.num_leaves)
+        self.n_shared = len(jax.tree.leaves(shared))
+        self.n_mine = len(jax.tree.leaves(per_job[0]))
+        self.types: list[Any] = []
+        self.avals: list[Any] = []
+        self.result_structure: Any = None
+
+    def __call__(self, *xs: Any) -> list[Any]:
+        """The results, as the primitive gives them."""
+        self.shapes(*xs)
+        return values_p.bind(*xs, program=self)
+
+    def arguments(self, xs: Sequence[Any]) -> Any:
+        """(shared, per_job) of these leaves."""
+        return jax.tree.unflatten(self.structure, xs)
+
+    def shapes(self, *avals: Any) -> list[Any]:
+        """The avals of the results."""
+        if self.types:
+            return self.avals
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        shared, per_job = self.arguments(structs)
+        kept = []
+        for bucket, mine in zip(self.buckets, per_job, strict=True):
+            types = result_types(self.job, bucket, shared, mine)
+            self.types.append(types)
+            stack = (len(bucket.jobs),)
+            kept.append(
+                jax.tree.map(lambda x, n=stack: ShapedArray(n + x.shape, x.dtype), types[1])
+            )
+        added = jax.tree.map(lambda x: ShapedArray(x.shape, x.dtype), self.types[0][0])
+        self.avals, self.result_structure = jax.tree.flatten((added, kept))
+        return self.avals
+
+    def values(self, *xs: Any) -> list[Any]:
+        """The results."""
+        return jax.tree.leaves(self.evaluate(self.job, *self.arguments(xs)))
+
+    def with_jacobian(self, active: Sequence[int], xs: Sequence[Any]) -> tuple[list[Any], Any]:
+        """The results, and what `tangents` needs; by the active arguments only."""
+        of_shared, of_mine = self._chosen(active)
+        extended = _AndJacobian(self.job, of_shared, of_mine)
+        (a, a_by_s), kept = self.inner(extended)(*self.arguments(xs))
+        results = [
+            _shaped(k, types[1]) for (_, k, _, _), types in zip(kept, self.types, strict=True)
+        ]
+        jacobian = [a_by_s, *((a_by_m, k_by_s, k_by_m) for a_by_m, _, k_by_s, k_by_m in kept)]
+        return jax.tree.leaves((_shaped(a, self.types[0][0]), results)), jacobian
+
+    def tangents(self, active: Sequence[int], jacobian: Any, xs: Sequence[Any]) -> list[Any]:
+        """Tangents of the results along tangents of the arguments."""
+        of_shared, of_mine = self._chosen(active)
+        a_by_s, *by_buckets = jacobian
+        s = _flat([xs[i] for i in of_shared])
+        a_dot, kept = a_by_s @ s, []
+        for b, (a_by_m, k_by_s, k_by_m) in enumerate(by_buckets):
+            own = [ad.instantiate_zeros(xs[self.n_shared + b * self.n_mine + i]) for i in of_mine]
+            m = jax.vmap(_flat)(own, k_by_m)
+            a_dot = a_dot + jnp.einsum("nij,nj->i", a_by_m, m)
+            k_dot = k_by_s @ s + jnp.einsum("nij,nj->ni", k_by_m, m)
+            kept.append(_shaped(k_dot, self.types[b][1]))
+        return jax.tree.leaves((_shaped(a_dot, self.types[0][0]), kept))
+
+    def _chosen(self, active: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of shared arguments, and of those of each job, the active ones."""
+        of_shared = tuple(i for i in active if i < self.n_shared)
+        of_mine = {(i - self.n_shared) % self.n_mine for i in active if i >= self.n_shared}
+        return of_shared, tuple(sorted(of_mine))
+
+    def batched(self, size: int, args: Sequence[Any], dims: Sequence[Any]) -> Any:
+        """The results for a batch, and where its axis is in them."""
+        flags = [d is not None for d in dims]
+        of_shared = tuple(flags[: self.n_shared])
+        own = [flags[self.n_shared + i :: self.n_mine] for i in range(self.n_mine)]
+        of_mine = tuple(any(flag) for flag in own)
+        moved = []
+        for i, (x, d) in enumerate(zip(args, dims, strict=True)):
+            if i < self.n_shared:
+                moved.append(x if d is None else jnp.moveaxis(x, d, 0))
+            elif of_mine[(i - self.n_shared) % self.n_mine]:
+                moved.append(
+                    jnp.repeat(x[:, None], size, 1) if d is None else jnp.moveaxis(x, d, 1)
+                )
+            else:
+                moved.append(x)
+        job = _Batched(self.job, of_shared, of_mine)
+        program = _Program(job, self.buckets, self.evaluate, self.inner, self.structure)
+        results = program(*moved)
+        n_added = len(jax.tree.leaves(program.types[0][0]))
+        return results, [0 if i < n_added else 1 for i in range(len(results))]
+
+
+def _linearize(is_vjp: Any, nonzeros: Any, *xs: Any, program: _Program) -> Any:
+    # What nobody differentiates by is neither computed nor sent.
+    active = tuple(i for i, moves in enumerate(nonzeros) if moves)
+    results, jacobian = program.with_jacobian(active, xs)
+    leaves, structure = jax.tree.flatten(jacobian)
+
+    def linear(leaves: Any, *tangents: Any) -> list[Any]:
+        return program.tangents(active, jax.tree.unflatten(structure, leaves), tangents)
+
+    return results, [True] * len(results), leaves, linear
+
+
+def _jvp(primals: Any, tangents: Any, *, program: _Program) -> Any:
+    active = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
+    results, jacobian = program.with_jacobian(active, primals)
+    return results, program.tangents(active, jacobian, tangents)
+
+
+def _batch(args: Any, dims: Any, *, program: _Program) -> Any:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    return program.batched(size, args, dims)
+
+
+# (leaves of shared and of each bucket's arguments) -> leaves of the results.
+values_p = Primitive("mpigrad_jobs")
+compat.make_effectful(values_p, lambda *avals, program: program.shapes(*avals))
+values_p.def_impl(lambda *xs, program: program.values(*xs))
+mlir.register_lowering(
+    values_p,
+    mlir.lower_fun(lambda *xs, program: program.values(*xs), multiple_results=True),
+    platform="cpu",
+)
+ad.primitive_jvps[values_p] = _jvp
+compat.set_linearization(values_p, _linearize)
+compat.always_stage(values_p)
+batching.primitive_batchers[values_p] = _batch
+
+
 def _flat(tree: Any, like: Any = None) -> Any:
     return ravel_pytree(tree)[0]
-
-
-def _dense(t: Any) -> Any:
-    if type(t) is not SymbolicZero:
-        return t
-    aval: Any = t.aval
-    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _shaped(y: Any, types: Any) -> Any:
@@ -98,6 +205,26 @@ def _shaped(y: Any, types: Any) -> Any:
         for part, x in zip(parts, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, shaped)
+
+
+@dataclass(frozen=True)
+class _Batched:
+    """The job for a batch of arguments."""
+
+    job: Job
+    of_shared: tuple[bool, ...]
+    of_mine: tuple[bool, ...]
+
+    def __call__(self, shared: Any, mine: Any, record: Any) -> tuple[Any, Any]:
+        shared_leaves, shared_structure = jax.tree.flatten(shared)
+        mine_leaves, mine_structure = jax.tree.flatten(mine)
+
+        def one(xs: Any, ys: Any) -> tuple[Any, Any]:
+            ours = jax.tree.unflatten(shared_structure, xs)
+            return self.job(ours, jax.tree.unflatten(mine_structure, ys), record)
+
+        axes = [[0 if flag else None for flag in flags] for flags in (self.of_shared, self.of_mine)]
+        return jax.vmap(one, tuple(axes))(shared_leaves, mine_leaves)
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def compute(
     elif transparent:
         function = inner(job)
     else:
-        function = with_adjoint(job, evaluate)
+        function = with_adjoint(job, lambda job, *arguments: inner(job)(*arguments))
     added, kept = function(shared, spread)
     return added if whole.total else _in_order(kept, buckets, types)
 
