@@ -32,16 +32,23 @@ Evaluate = Callable[[Job, Any, Sequence[Any]], tuple[Any, list[Any]]]
 # ---- the Jacobian travels with the results ----
 
 
-def with_jacobian(job: Job, buckets: Sequence[Bucket], evaluate: Evaluate, inner: Any) -> Any:
+def with_jacobian(
+    job: Job,
+    buckets: Sequence[Bucket],
+    evaluate: Evaluate,
+    inner: Any,
+    types: Sequence[Any] = (),
+) -> Any:
     """`evaluate` of `job`, whose derivatives come with the results and need no further message.
 
     `inner(job)` evaluates the job that has the Jacobian among its results, and is differentiated
-    for second derivatives. A batch is evaluated as one job for batches.
+    for second derivatives. A batch is evaluated as one job for batches. `types` are those of a
+    job's results, for each bucket, where they are known.
     """
 
     def function(shared: Any, per_job: Sequence[Any]) -> tuple[Any, list[Any]]:
         leaves, structure = jax.tree.flatten((shared, list(per_job)))
-        program = _Program(job, buckets, evaluate, inner, structure)
+        program = _Program(job, buckets, evaluate, inner, structure, types)
         results = program(*leaves)
         return jax.tree.unflatten(program.result_structure, results)
 
@@ -58,13 +65,14 @@ class _Program:
         evaluate: Evaluate,
         inner: Callable[[Job], Any],
         structure: Any,
+        types: Sequence[Any] = (),
     ) -> None:
         self.job, self.buckets, self.evaluate, self.inner = job, buckets, evaluate, inner
         self.structure = structure
         shared, per_job = jax.tree.unflatten(structure, [0] * structure.num_leaves)
         self.n_shared = len(jax.tree.leaves(shared))
         self.n_mine = len(jax.tree.leaves(per_job[0]))
-        self.types: list[Any] = []
+        self.types = list(types)
         self.avals: list[Any] = []
         self.result_structure: Any = None
 
@@ -79,20 +87,19 @@ class _Program:
 
     def shapes(self, *avals: Any) -> list[Any]:
         """The avals of the results."""
-        if self.types:
+        if self.result_structure is not None:
             return self.avals
-        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        shared, per_job = self.arguments(structs)
-        kept = []
-        for bucket, mine in zip(self.buckets, per_job, strict=True):
-            types = result_types(self.job, bucket, shared, mine)
-            self.types.append(types)
-            stack = (len(bucket.jobs),)
-            kept.append(
-                jax.tree.map(lambda x, n=stack: ShapedArray(n + x.shape, x.dtype), types[1])
-            )
-        added = jax.tree.map(lambda x: ShapedArray(x.shape, x.dtype), self.types[0][0])
-        self.avals, self.result_structure = jax.tree.flatten((added, kept))
+        if not self.types:
+            structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+            shared, per_job = self.arguments(structs)
+            pairs = zip(self.buckets, per_job, strict=True)
+            self.types = [result_types(self.job, bucket, shared, mine) for bucket, mine in pairs]
+
+        def stack(types: Any, *axes: int) -> Any:
+            return jax.tree.map(lambda x: ShapedArray((*axes, *x.shape), x.dtype), types)
+
+        kept = [stack(t[1], len(b.jobs)) for b, t in zip(self.buckets, self.types, strict=True)]
+        self.avals, self.result_structure = jax.tree.flatten((stack(self.types[0][0]), kept))
         return self.avals
 
     def values(self, *xs: Any) -> list[Any]:
@@ -102,7 +109,8 @@ class _Program:
     def with_jacobian(self, active: Sequence[int], xs: Sequence[Any]) -> tuple[list[Any], Any]:
         """The results, and what `tangents` needs; by the active arguments only."""
         of_shared, of_mine = self._chosen(active)
-        extended = _AndJacobian(self.job, of_shared, of_mine)
+        n = max(sum(x.size for x in jax.tree.leaves(types)) for types in self.types)
+        extended = _AndJacobian(self.job, of_shared, of_mine, n)
         (a, a_by_s), kept = self.inner(extended)(*self.arguments(xs))
         results = [
             _shaped(k, types[1]) for (_, k, _, _), types in zip(kept, self.types, strict=True)
@@ -238,6 +246,7 @@ class _AndJacobian:
     job: Job
     of_shared: tuple[int, ...]
     of_mine: tuple[int, ...]
+    results: int  # how many numbers, at most
 
     def __call__(self, shared: Any, mine: Any, record: Any) -> tuple[Any, Any]:
         shared_leaves, shared_structure = jax.tree.flatten(shared)
@@ -258,31 +267,35 @@ class _AndJacobian:
             )
             return ravel_pytree(added)[0], ravel_pytree(kept)[0]
 
-        (a, k), ((a_by_s, a_by_m), (k_by_s, k_by_m)) = _value_and_jacobian(vectors, s, m)
+        # By columns or by rows, whichever are fewer.
+        by = _by_columns if s.size + m.size < self.results else _by_rows
+        (a, k), ((a_by_s, a_by_m), (k_by_s, k_by_m)) = by(vectors, s, m)
         return (a, a_by_s), (a_by_m, k, k_by_s, k_by_m)
 
 
-def _value_and_jacobian(f: Callable[..., Any], s: Any, m: Any) -> tuple[Any, Any]:
-    """f(s, m), a pair of vectors, and its Jacobians, by rows or by columns, whichever are fewer."""
-    types = jax.eval_shape(f, s, m)
-    if s.size + m.size < sum(y.size for y in types):
+def _by_columns(f: Callable[..., Any], *xs: Any) -> tuple[Any, Any]:
+    """f(*xs), a pair of vectors, and its Jacobians."""
 
-        def twice(s: Any, m: Any) -> Any:
-            y = f(s, m)
-            return y, y
+    def twice(*xs: Any) -> Any:
+        y = f(*xs)
+        return y, y
 
-        jacobians, y = jax.jacfwd(twice, (0, 1), has_aux=True)(s, m)
-        return y, jacobians
-    y, pull_back = jax.vjp(f, s, m)
-    rows = []
-    for i, own in enumerate(types):
+    jacobians, y = jax.jacfwd(twice, (0, 1), has_aux=True)(*xs)
+    return y, jacobians
+
+
+def _by_rows(f: Callable[..., Any], *xs: Any) -> tuple[Any, Any]:
+    """f(*xs), a pair of vectors, and its Jacobians."""
+    y, pull_back = jax.vjp(f, *xs)
+    jacobians = []
+    for i, own in enumerate(y):
         if own.size == 0:
-            rows.append(tuple(jnp.zeros((0, x.size), x.dtype) for x in (s, m)))
+            jacobians.append(tuple(jnp.zeros((0, x.size), x.dtype) for x in xs))
             continue
-        seeds = [jnp.zeros((own.size, t.size), t.dtype) for t in types]
+        seeds = [jnp.zeros((own.size, v.size), v.dtype) for v in y]
         seeds[i] = jnp.eye(own.size, dtype=own.dtype)
-        rows.append(jax.vmap(pull_back)(tuple(seeds)))
-    return y, tuple(rows)
+        jacobians.append(jax.vmap(pull_back)(tuple(seeds)))
+    return y, tuple(jacobians)
 
 
 # ---- cotangents travel to the jobs ----

@@ -217,11 +217,10 @@ def evaluate(
     for b, (bucket, (leaves, structure)) in enumerate(zip(buckets, flat, strict=True)):
         blocks = team.blocks[team.rank][b]
         mine = [next(own_spread) for _ in leaves]
-        types = result_types(job, bucket, shared, per_job[b])
-        structures.append(jax.tree.structure(types))
         inputs.append(jax.tree.unflatten(structure, mine))
         if not len(blocks):
-            added, kept = types
+            types = added, kept = result_types(job, bucket, shared, per_job[b])
+            structures.append(jax.tree.structure(types))
             empty = [(0, *x.shape) for x in jax.tree.leaves(added)]
             empty += [(0, bucket.block, *x.shape) for x in jax.tree.leaves(kept)]
             dtypes = [x.dtype for x in jax.tree.leaves(types)]
@@ -229,11 +228,20 @@ def evaluate(
             whole.append(jnp.ones((0, bucket.block), bool))
             continue
 
-        def one(operand: Any, bucket: Bucket = bucket, structure: Any = structure) -> Any:
+        found_structure: list[Any] = []
+
+        def one(
+            operand: Any,
+            bucket: Bucket = bucket,
+            structure: Any = structure,
+            found_structure: list[Any] = found_structure,
+        ) -> Any:
             x, y, record, counts, numbers = operand
             x, y = jax.tree.unflatten(shared_structure, x), jax.tree.unflatten(structure, y)
             *results, ok = compute_block(job, x, y, bucket.record(record), counts, numbers)
-            return jax.tree.leaves(results), ok
+            leaves, structure = jax.tree.flatten(tuple(results))
+            found_structure.append(structure)
+            return leaves, ok
 
         results, ok = jax.lax.map(
             one,
@@ -246,6 +254,7 @@ def evaluate(
             ),
         )
         first += len(blocks)
+        structures.append(found_structure[0])
         found += [(b, x) for x in results]
         whole.append(ok)
     arguments = [*shared_leaves, *(x for leaves, _ in flat for x in leaves)]

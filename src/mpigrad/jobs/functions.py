@@ -74,7 +74,8 @@ def compute(
         return with_jacobian(job, buckets, evaluate, inner)
 
     if _jacobian_travels(whole.derivatives, (shared, per_job), types, transparent):
-        function = with_jacobian(job, buckets, evaluate, inner)
+        pairs = [(t, ()) if whole.total else ((), t) for t in types]
+        function = with_jacobian(job, buckets, evaluate, inner, pairs)
     elif transparent:
         function = inner(job)
     else:
