@@ -6,6 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Self
 
 import jax
@@ -39,6 +40,7 @@ class Pool:
         self.comm, self.schedule, self.on_error = comm, schedule, on_error
         self._store, self._watch = Store(comm), Watch()
         self._queue: Queue | None = None
+        self._beside: ThreadPoolExecutor | None = None
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -123,6 +125,17 @@ class Pool:
         of blocks. Without any job the sum is 0.
         """
         return self._function(Whole(fn, True, derivatives), data)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Begin `function(*args)`, and go on: `.result()` of what is returned waits for the value.
+
+        The ranks compute while this one does other things; its own part of the jobs is done by a
+        thread beside them. All ranks start the same, in the same order (where the root drives, the
+        root alone), and send no message before they ask for the result.
+        """
+        if self._beside is None:
+            self._beside = ThreadPoolExecutor(1, "mpigrad-jobs")
+        return self._beside.submit(lambda: jax.block_until_ready(function(*args)))
 
     def measure(
         self, fn: Callable[..., Any], data: Data, shared: Any, per_job: Any = None
