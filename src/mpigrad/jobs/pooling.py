@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import time
@@ -179,7 +180,9 @@ class Pool:
         def program(shared: Any, per_job: Any, alone: bool) -> Any:
             evaluate_ = functools.partial(self._evaluate, data, alone)
             transparent = self._transparent(data, alone)
-            return compute(whole, data.buckets, shared, per_job, evaluate_, transparent)
+            # By itself a rank has nothing to send, and JAX sees through the whole.
+            how = dataclasses.replace(whole, derivatives="adjoint") if alone else whole
+            return compute(how, data.buckets, shared, per_job, evaluate_, transparent)
 
         compiled = jit(program, static_argnums=2)
 
