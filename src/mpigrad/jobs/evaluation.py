@@ -275,7 +275,7 @@ def assembled(
         of_blocks, of_jobs = jax.tree.unflatten(structure, own)
         sums.append(of_blocks)
         n = len(bucket.jobs)
-        kept.append(jax.tree.map(lambda x, n=n: x.reshape(-1, *x.shape[2:])[:n], of_jobs))
+        kept.append(jax.tree.map(lambda x, n=n: jax.lax.collapse(x, 0, 2)[:n], of_jobs))
     # Over the blocks of all buckets, in their order.
     total = jax.tree.map(lambda *ys: jnp.sum(jnp.concatenate(ys), 0, dtype=ys[0].dtype), *sums)
     return total, kept
