@@ -28,7 +28,7 @@ from mpigrad.jobs.records import Bucket, Data
 from mpigrad.jobs.replication import collect, take
 from mpigrad.operations.activity import nought
 
-__all__ = ["Team", "assembled", "evaluate", "rows"]
+__all__ = ["Team", "assembled", "evaluate", "rows", "sealed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,13 +204,14 @@ def evaluate(
     data, buckets = team.data, team.data.buckets
     shared_leaves, shared_structure = jax.tree.flatten(shared)
     copies: list[Leaf] = [
-        (None, jnp.broadcast_to(x, (data.blocks, *jnp.shape(x)))) for x in shared_leaves
+        (None, sealed(jnp.broadcast_to(x, (data.blocks, *jnp.shape(x))))) for x in shared_leaves
     ]
     flat = [jax.tree.flatten(tree) for tree in per_job]
     spread: list[Leaf] = [
         (b, rows(x, buckets[b].places)) for b, (leaves, _) in enumerate(flat) for x in leaves
     ]
-    own_copies, own_spread = _own(team, copies), iter(_own(team, spread))
+    own_copies, own_spread = sealed((_own(team, copies), _own(team, spread)))
+    own_spread = iter(own_spread)
     found: list[Leaf] = []
     structures, whole, inputs = [], [], []
     first = 0
@@ -258,7 +259,7 @@ def evaluate(
         found += [(b, x) for x in results]
         whole.append(ok)
     arguments = [*shared_leaves, *(x for leaves, _ in flat for x in leaves)]
-    everything = _everywhere(team, found, arguments)
+    everything = sealed(_everywhere(team, found, arguments))
     if watch is not None and team.comm is not None:
         end_with(watch, data, team.comm, team.blocks[team.rank], everything, whole, shared, inputs)
     return assembled(buckets, structures, everything)
@@ -279,6 +280,14 @@ def assembled(
     # Over the blocks of all buckets, in their order.
     total = jax.tree.map(lambda *ys: jnp.sum(jnp.concatenate(ys), 0, dtype=ys[0].dtype), *sums)
     return total, kept
+
+
+def sealed(tree: Any) -> Any:
+    """`tree`; the compiler does not compute across (it would split sums by where parts came from).
+
+    So that what is compiled on both sides, and how it rounds, is the same on any number of ranks.
+    """
+    return jax.lax.optimization_barrier(tree)
 
 
 def rows(x: Any, places: np.ndarray) -> Any:
