@@ -126,8 +126,8 @@ def evaluate_dynamically(
 
         def step(state: Any, operands: Any = operands, b: int = b) -> Any:
             block, buffers, ok = state
-            chosen = jax.tree.map(lambda x: x[block], operands)
-            *results, fine = compute_block(job, shared, *chosen)
+            ours, chosen = sealed((shared, jax.tree.map(lambda x: x[block], operands)))
+            *results, fine = sealed(compute_block(job, ours, *chosen))
             leaves = jax.tree.leaves(results)
             buffers = [x.at[block].set(y) for x, y in zip(buffers, leaves, strict=True)]
             following = queue.next(jnp.stack([ticket, jnp.asarray(b, "int32")]), comm)[0]

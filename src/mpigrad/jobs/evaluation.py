@@ -210,8 +210,8 @@ def evaluate(
     spread: list[Leaf] = [
         (b, rows(x, buckets[b].places)) for b, (leaves, _) in enumerate(flat) for x in leaves
     ]
-    own_copies, own_spread = sealed((_own(team, copies), _own(team, spread)))
-    own_spread = iter(own_spread)
+    own_copies, own_jobs = sealed((_own(team, copies), _own(team, spread)))
+    own_spread = iter(own_jobs)
     found: list[Leaf] = []
     structures, whole, inputs = [], [], []
     first = 0
@@ -237,12 +237,12 @@ def evaluate(
             structure: Any = structure,
             found_structure: list[Any] = found_structure,
         ) -> Any:
-            x, y, record, counts, numbers = operand
+            x, y, record, counts, numbers = sealed(operand)
             x, y = jax.tree.unflatten(shared_structure, x), jax.tree.unflatten(structure, y)
             *results, ok = compute_block(job, x, y, bucket.record(record), counts, numbers)
             leaves, structure = jax.tree.flatten(tuple(results))
             found_structure.append(structure)
-            return leaves, ok
+            return sealed((leaves, ok))
 
         results, ok = jax.lax.map(
             one,
@@ -258,8 +258,7 @@ def evaluate(
         structures.append(found_structure[0])
         found += [(b, x) for x in results]
         whole.append(ok)
-    arguments = [*shared_leaves, *(x for leaves, _ in flat for x in leaves)]
-    everything = sealed(_everywhere(team, found, arguments))
+    everything = sealed(_everywhere(team, found, [*own_copies, *own_jobs]))
     if watch is not None and team.comm is not None:
         end_with(watch, data, team.comm, team.blocks[team.rank], everything, whole, shared, inputs)
     return assembled(buckets, structures, everything)
