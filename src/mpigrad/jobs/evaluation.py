@@ -21,7 +21,7 @@ import numpy as np
 
 from mpigrad.communicator import Communicator
 from mpigrad.custom_rules import custom_jvp
-from mpigrad.jobs.blocks import compute_block, result_types
+from mpigrad.jobs.blocks import apart, result_types
 from mpigrad.jobs.context import Job
 from mpigrad.jobs.failures import Watch, end_with
 from mpigrad.jobs.records import Bucket, Data
@@ -237,12 +237,13 @@ def evaluate(
             structure: Any = structure,
             found_structure: list[Any] = found_structure,
         ) -> Any:
-            x, y, record, counts, numbers = sealed(operand)
+            x, y, record, counts, numbers = operand
             x, y = jax.tree.unflatten(shared_structure, x), jax.tree.unflatten(structure, y)
-            *results, ok = compute_block(job, x, y, bucket.record(record), counts, numbers)
+            record = bucket.record(record)
+            *results, ok = apart(job, x, y, record, counts, numbers)
             leaves, structure = jax.tree.flatten(tuple(results))
             found_structure.append(structure)
-            return sealed((leaves, ok))
+            return leaves, ok
 
         results, ok = jax.lax.map(
             one,
