@@ -108,6 +108,12 @@ for size in range(1, world.size + 1):
             f = pool.sum(fn, pool.put(records, schedule=schedule))
             program = mpigrad.jit(jax.value_and_grad(f, (0, 1)))
             row(part, title, functools.partial(program, shared, per_job), options.repeats, serial)
+        if size == 1:
+            stack = jnp.stack(every)
+            plain = lambda s, m, stack=stack: jnp.sum(jax.vmap(lorenz, (None, 0, 0))(s, m, stack))
+            program = jax.jit(jax.value_and_grad(plain, (0, 1)))
+            call = functools.partial(program, shared, per_job)
+            row(part, "Lorenz, one vmap without a pool", call, options.repeats, serial)
         f = pool.sum(nothing, pool.put(numbers))
         row(part, "empty jobs, value", lambda f=f: f(shared, per_job), options.repeats, serial)
         one = pool.sum(nothing, pool.put([1.0]))
