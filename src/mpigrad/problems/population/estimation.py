@@ -1,0 +1,142 @@
+"""A run from settings to report."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpigrad
+from mpigrad import interruption, jobs
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.problems.directory import prepare
+from mpigrad.problems.population import records
+from mpigrad.problems.population.diagnostics import Summary, summarize
+from mpigrad.problems.population.kinetics import Kinetics
+from mpigrad.problems.population.mode import find_mode
+from mpigrad.problems.population.model import Model, Prior, Unknowns, log_density
+from mpigrad.problems.population.outputs import Found, write_outputs
+from mpigrad.problems.population.prediction import fit
+from mpigrad.problems.population.records import Cohort
+from mpigrad.problems.population.sampling import NUTS, Posterior
+from mpigrad.problems.population.settings import Settings
+from mpigrad.problems.population.simulation import Truth, simulate
+from mpigrad.problems.together import from_root, together
+from mpigrad.progress import Progress
+
+__all__ = ["Result", "run"]
+
+_DRAWN = 200  # draws that fits and individual parameters are made of
+_JITTER = 0.1  # of chains' starts around the mode, in logarithms and random effects
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run gives, the same on every rank.
+
+    `truth` is None for the user's patients, `posterior` and `summary` are None and empty where
+    nothing was drawn.
+    """
+
+    settings: Settings
+    cohort: Cohort
+    truth: Truth | None
+    mode: Unknowns
+    posterior: Posterior | None
+    summary: dict[str, Summary]
+    report: pathlib.Path
+
+
+def run(settings: Settings, comm: Communicator | None = None) -> Result:
+    """Find the mode, sample the posterior, write the report (collective).
+
+    Writes into `settings.out`: report.html and its pictures, posterior.npz, patients.csv,
+    settings.json, history.jsonl of the way to the mode, and data.csv where patients are simulated.
+    When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the draw
+    that it is in and writes everything.
+
+    Raises
+    ------
+    ValueError, OSError
+        On every rank, before any work, where the settings, the patients' table or the output
+        directory make no sense.
+    """
+    comm = resolve(comm)
+    from_root(comm, settings.check)
+    with jax.enable_x64(True):
+        model = Model(Kinetics(settings.stiff, settings.rtol), Prior(settings.typical))
+        cohort, truth = from_root(comm, lambda: _patients(settings, model))
+        prepare(settings, settings.out, comm)
+        with together(comm):
+            if comm.rank == 0:
+                print(
+                    f"population: {len(cohort.names)} patients, {cohort.measurements} "
+                    f"concentrations, on {comm.size} rank{'s' * (comm.size > 1)}",
+                    flush=True,
+                )
+                if truth is not None:
+                    records.write(settings.out / "data.csv", cohort)
+        return _estimate(settings, model, cohort, truth, comm)
+
+
+def _patients(settings: Settings, model: Model) -> tuple[Cohort, Truth | None]:
+    if settings.data is not None:
+        return records.read(settings.data), None
+    return simulate(settings.patients, settings.seed, model.kinetics)
+
+
+def _estimate(
+    settings: Settings, model: Model, cohort: Cohort, truth: Truth | None, comm: Communicator
+) -> Result:
+    with jobs.pool(comm) as pool:
+        data = pool.put(list(cohort.records))
+        density = log_density(model, pool.sum(model.log_likelihood, data))
+        start = model.prior.start(len(cohort.records))
+        history = settings.out / "history.jsonl"
+        mode, best, evaluations = find_mode(density, start, settings.iterations, history, comm)
+        posterior, summary = None, {}
+        draws = jax.tree.map(lambda leaf: np.asarray(leaf)[None], mode)
+        if settings.draws:
+            posterior = _sample(settings, density, mode, comm)
+            summary = summarize(posterior.unknowns.shared)
+            draws = _some(posterior.unknowns)
+        curves = mpigrad.jit(pool.map(lambda s, e, r: fit(model, s, e, r), data))
+        fits = curves(draws.shared, jnp.swapaxes(draws.effects, 0, 1))
+    found = Found(cohort, truth, mode, best, evaluations, draws, posterior, summary, fits)
+    path = settings.out / "report.html"
+    with together(comm):
+        if comm.rank == 0:
+            path = write_outputs(settings, model, found, comm.size)
+            print(f"report: {path}", flush=True)
+    return Result(settings, cohort, truth, mode, posterior, summary, path)
+
+
+def _sample(settings: Settings, density, mode: Unknowns, comm: Communicator) -> Posterior:
+    sampler = NUTS(settings.warmup, settings.draws, settings.acceptance, settings.depth)
+    generator = np.random.default_rng(settings.seed)
+    starts = jax.tree.map(
+        lambda leaf: leaf + _JITTER * generator.normal(size=(settings.chains, *leaf.shape)), mode
+    )
+    if comm.rank == 0:
+        print(f"warm-up: {settings.chains} chains, {settings.warmup} iterations", flush=True)
+    progress = Progress(settings.draws, comm.rank)
+    with interruption.listen() as stop:
+
+        def note(draw: int, figures: dict[str, float]) -> bool:
+            progress.update(draw, **figures)
+            # Any rank may have got the signal; all end at the same draw.
+            return any(comm.mpi.allgather(stop.requested()))
+
+        posterior = sampler.sample(density, starts, settings.seed, note)
+    progress.close()
+    return posterior
+
+
+def _some(unknowns: Unknowns) -> Unknowns:
+    """Up to _DRAWN draws of all chains, evenly, along one axis."""
+    chains, draws = unknowns.shared.log_noise.shape
+    kept = np.linspace(0, chains * draws - 1, min(_DRAWN, chains * draws)).astype(int)
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[kept], unknowns)

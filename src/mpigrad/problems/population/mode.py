@@ -1,0 +1,50 @@
+"""The mode of the posterior."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array
+
+import mpigrad
+from mpigrad.communicator import Communicator
+from mpigrad.optimize import LBFGS
+from mpigrad.problems.population.model import Unknowns
+from mpigrad.problems.training import train
+
+__all__ = ["find_mode"]
+
+
+def find_mode(
+    density: Callable[[Unknowns], Array],
+    start: Unknowns,
+    iterations: int,
+    history: pathlib.Path,
+    comm: Communicator,
+) -> tuple[Unknowns, float, int]:
+    """Go up a log density by L-BFGS (collective).
+
+    Returns
+    -------
+    The unknowns of the largest density that was found, its logarithm, and the evaluations of
+    density and gradient that it took.
+    """
+
+    def value_and_grad(unknowns: Unknowns) -> Any:
+        return mpigrad.value_and_grad(
+            lambda u: -density(u), loss="replicated", replicated=0, comm=comm
+        )(unknowns)
+
+    trained = train(
+        LBFGS(value_and_grad, memory=20, comm=comm),
+        start,
+        iterations,
+        comm,
+        save=lambda standing: None,
+        history_file=history,
+        advice="The density has no value where it starts: is --typical near these patients?",
+    )
+    best = min(trained.history, key=lambda record: record.loss)
+    return trained.parameters, -best.loss, trained.history[-1].evaluations
