@@ -48,7 +48,7 @@ def plain_likelihood(model: Any, records: Any) -> Callable[..., Any]:
     return likelihood
 
 
-def sample(
+def measure(
     options: argparse.Namespace, likelihood: Callable[..., Any], model: Any
 ) -> dict[str, Any]:
     """Time of a gradient, and draws of all chains; the figures of one row."""
@@ -72,12 +72,11 @@ def sample(
     row: dict[str, Any] = {"gradient": statistics.median(times)}
     if options.draws:
         generator = np.random.default_rng(0)
-        starts = jax.tree.map(
-            lambda leaf: (
-                leaf + 0.1 * jnp.asarray(generator.normal(size=(options.chains, *leaf.shape)))
-            ),
-            start,
-        )
+
+        def around(leaf: Any) -> Any:
+            return leaf + 0.1 * jnp.asarray(generator.normal(size=(options.chains, *leaf.shape)))
+
+        starts = jax.tree.map(around, start)
         drawn = NUTS(options.warmup, options.draws).sample(density, starts, seed=0)
         sizes = [known.ess for known in summarize(drawn.unknowns.shared).values()]
         row |= {
