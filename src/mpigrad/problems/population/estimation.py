@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 import mpigrad
 from mpigrad import interruption, jobs
@@ -28,6 +30,8 @@ from mpigrad.problems.together import from_root, together
 from mpigrad.progress import Progress
 
 __all__ = ["Result", "run"]
+
+Density = Callable[[Unknowns], Array]
 
 _DRAWN = 200  # draws that fits and individual parameters are made of
 _JITTER = 0.1  # of chains' starts around the mode, in logarithms and random effects
@@ -114,7 +118,7 @@ def _estimate(
     return Result(settings, cohort, truth, mode, posterior, summary, path)
 
 
-def _sample(settings: Settings, density, mode: Unknowns, comm: Communicator) -> Posterior:
+def _sample(settings: Settings, density: Density, mode: Unknowns, comm: Communicator) -> Posterior:
     sampler = NUTS(settings.warmup, settings.draws, settings.acceptance, settings.depth)
     generator = np.random.default_rng(settings.seed)
     starts = jax.tree.map(
@@ -130,7 +134,7 @@ def _sample(settings: Settings, density, mode: Unknowns, comm: Communicator) -> 
             # Any rank may have got the signal; all end at the same draw.
             return any(comm.mpi.allgather(stop.requested()))
 
-        posterior = sampler.sample(density, starts, settings.seed, note)
+        posterior = sampler.sample(density, starts, settings.seed, note, comm)
     progress.close()
     return posterior
 

@@ -14,6 +14,7 @@ from blackjax.adaptation.base import get_filter_adapt_info_fn
 from jaxtyping import Array, Bool, Float, Int
 
 import mpigrad
+from mpigrad.communicator import Communicator
 from mpigrad.problems.population.model import Unknowns
 
 __all__ = ["NUTS", "Posterior"]
@@ -63,46 +64,56 @@ class NUTS:
         density: Callable[[Unknowns], Array],
         starts: Unknowns,
         seed: int,
-        note: Callable[[int, dict[str, float]], bool] = lambda draw, numbers: False,
+        note: Callable[[int, dict[str, float]], bool] = lambda draw, figures: False,
+        comm: Communicator | None = None,
     ) -> Posterior:
-        """Sample from `density`, a log density that blackjax can differentiate.
+        """Sample from `density`, a log density that blackjax can differentiate (collective).
+
+        Every rank runs the sampler, and starts each draw from rank 0's state.
 
         Parameters
         ----------
         starts
             Arrays of shape (chains, ...).
         note
-            Called after each draw with its number and a few figures; true: that is enough.
+            Called after each draw with its number and a few figures; true: that is enough. All
+            ranks must give the same answer.
+        comm
+            The ranks that compute the density; by default all ranks.
         """
-        chains = len(starts.effects)
-        keys = jax.random.split(jax.random.key(seed), chains)
+        chains = np.arange(len(starts.effects), dtype=np.int32)
         begun = time.monotonic()
+        sampler = _agreeing(comm)
         adaptation = blackjax.window_adaptation(
-            blackjax.nuts,
+            sampler,
             density,
             target_acceptance_rate=self.acceptance,
             adaptation_info_fn=get_filter_adapt_info_fn(),  # keeps nothing
             max_num_doublings=self.depth,
         )
 
-        def adapt(key: Array, start: Unknowns) -> tuple[Any, Any, Any]:
-            (state, found), _ = adaptation.run(jax.random.fold_in(key, 0), start, self.warmup)  # type: ignore[call-arg]
+        def key(chain: Array, draw: Any) -> Array:
+            return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), chain), draw)
+
+        def adapt(chain: Array, start: Unknowns) -> tuple[Any, Any, Any]:
+            run: Any = adaptation.run
+            (state, found), _ = run(key(chain, 0), start, self.warmup)
             return state, found["step_size"], found["inverse_mass_matrix"]
 
-        state, step_size, metric = mpigrad.jit(mpigrad.vmap(adapt))(keys, starts)
+        state, step_size, metric = mpigrad.jit(mpigrad.vmap(adapt))(chains, starts)
         jax.block_until_ready(state)
         warmed = first = time.monotonic()
-        kernel = blackjax.nuts.build_kernel()
+        kernel = sampler.build_kernel()
 
-        def advance(number: Array, key: Array, state: Any, step_size: Array, metric: Array) -> Any:
-            key = jax.random.fold_in(key, number)
-            state, info = kernel(key, state, density, step_size, metric, self.depth)
+        def advance(draw: Array, chain: Array, state: Any, step_size: Array, metric: Array) -> Any:
+            random = key(chain, draw)
+            state, info = kernel(random, state, density, step_size, metric, self.depth)
             return state, (info.num_integration_steps, info.acceptance_rate, info.is_divergent)
 
         step = mpigrad.jit(mpigrad.vmap(advance, in_axes=(None, 0, 0, 0, 0)))
         kept: list[Any] = []
         for draw in range(1, self.draws + 1):
-            state, figures = step(np.int32(draw), keys, state, step_size, metric)
+            state, figures = step(np.int32(draw), chains, state, step_size, metric)
             kept.append(jax.device_get((state.position, figures)))
             if draw == 1:  # it compiles
                 first = time.monotonic()
@@ -122,3 +133,33 @@ class NUTS:
             warmed - begun,
             seconds,
         )
+
+
+def _agreeing(comm: Communicator | None) -> Any:
+    """NUTS whose draws start from rank 0's state, step size and metric, on every rank.
+
+    Its decisions follow from the density, which is equal on all ranks, and from its own arithmetic,
+    which programs of different ranks may round differently. Left alone, such a difference grows
+    from draw to draw, until ranks take different numbers of steps.
+    """
+
+    def build_kernel(*options: Any) -> Callable[..., Any]:
+        kernel = blackjax.nuts.build_kernel(*options)
+
+        def draw(
+            rng_key: Array,
+            state: Any,
+            logdensity_fn: Callable[..., Any],
+            step_size: Any,
+            inverse_mass_matrix: Any,
+            max_num_doublings: int = 10,
+        ) -> Any:
+            now = mpigrad.bcast((state, step_size, inverse_mass_matrix), comm=comm)
+            state, step_size, inverse_mass_matrix = now
+            return kernel(
+                rng_key, state, logdensity_fn, step_size, inverse_mass_matrix, max_num_doublings
+            )
+
+        return draw
+
+    return dataclasses.replace(blackjax.nuts, build_kernel=build_kernel)
