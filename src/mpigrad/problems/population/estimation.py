@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable
 
@@ -11,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-import mpigrad
 from mpigrad import interruption, jobs
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.problems.directory import prepare
@@ -21,7 +21,7 @@ from mpigrad.problems.population.kinetics import Kinetics
 from mpigrad.problems.population.mode import find_mode
 from mpigrad.problems.population.model import Model, Prior, Unknowns, log_density
 from mpigrad.problems.population.outputs import Found, write_outputs
-from mpigrad.problems.population.prediction import fit
+from mpigrad.problems.population.prediction import Fit, fit
 from mpigrad.problems.population.records import Cohort
 from mpigrad.problems.population.sampling import NUTS, Posterior
 from mpigrad.problems.population.settings import Settings
@@ -107,8 +107,8 @@ def _estimate(
             posterior = _sample(settings, density, mode, comm)
             summary = summarize(posterior.unknowns.shared)
             draws = _some(posterior.unknowns)
-        curves = mpigrad.jit(pool.map(lambda s, e, r: fit(model, s, e, r), data))
-        fits = curves(draws.shared, jnp.swapaxes(draws.effects, 0, 1))
+        curves = pool.map(functools.partial(fit, model), data)
+        fits = _each(curves(draws.shared, jnp.swapaxes(draws.effects, 0, 1)), cohort)
     found = Found(cohort, truth, mode, best, evaluations, draws, posterior, summary, fits)
     path = settings.out / "report.html"
     with together(comm):
@@ -137,6 +137,13 @@ def _sample(settings: Settings, density: Density, mode: Unknowns, comm: Communic
         posterior = sampler.sample(density, starts, settings.seed, note, comm)
     progress.close()
     return posterior
+
+
+def _each(fits: Fit | list[Fit], cohort: Cohort) -> list[Fit]:
+    """The fits by patients; those of one shape come as one stack."""
+    if not isinstance(fits, list):
+        return [jax.tree.map(lambda x, i=i: x[i], fits) for i in range(len(cohort.names))]
+    return fits
 
 
 def _some(unknowns: Unknowns) -> Unknowns:
