@@ -1,0 +1,14 @@
+"""A differentiable parallel map over records that stay on the ranks.
+
+>>> from mpigrad import jobs
+>>> pool = jobs.pool()
+>>> data = pool.put([1.0, 2.0, 3.0])  # once; from rank 0 to the ranks that need them
+>>> f = pool.sum(lambda shared, mine, record: (record - shared * mine) ** 2, data)
+>>> value = f(2.0, jnp.ones(3))  # doctest: +SKIP
+"""
+
+from mpigrad.jobs.pooling import Pool, pool
+from mpigrad.jobs.records import Data
+from mpigrad.jobs.schedules import Dynamic, Static, Weighted
+
+__all__ = ["Data", "Dynamic", "Pool", "Static", "Weighted", "pool"]

@@ -1,0 +1,169 @@
+"""Pools of ranks, and the functions that they compute."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.jobs.context import inside_job
+from mpigrad.jobs.derivatives import Derivatives, Whole, differentiable
+from mpigrad.jobs.evaluation import Team
+from mpigrad.jobs.records import Data, Store
+from mpigrad.jobs.schedules import Schedule, Static
+from mpigrad.operations.checks import assert_replicated
+from mpigrad.transformations import jit
+
+__all__ = ["Pool", "pool"]
+
+OnError = Literal["raise", "nan"]
+
+
+class Pool:
+    """Ranks that do jobs together; made by `pool`."""
+
+    def __init__(self, comm: Communicator, schedule: Schedule, on_error: OnError) -> None:
+        if on_error not in ("raise", "nan"):
+            raise ValueError(f'pool: on_error={on_error!r}: it is "raise" or "nan"')
+        self.comm, self.schedule, self.on_error = comm, schedule, on_error
+        self._store = Store(comm)
+
+    def put(
+        self,
+        records: Any,
+        *,
+        schedule: Schedule | None = None,
+        block: int | None = None,
+        everywhere: bool = False,
+    ) -> Data:
+        """Share records out over the ranks, on whose devices they stay (collective).
+
+        Parameters
+        ----------
+        records
+            A list of pytrees of arrays, one for each job. Shapes may differ between jobs: those
+            with equal shapes form a bucket. Rank 0's are sent; other ranks give the same, which is
+            checked, or None.
+        schedule
+            Which rank does which jobs; default: the pool's.
+        block
+            Jobs in a block: what is computed together by `vmap`, given to a rank, and added up,
+            whatever the number of ranks. Default: of each bucket a sixteenth, at most 64.
+        everywhere
+            Whether every rank keeps all records, which functions that are used inside a job need.
+
+        Returns
+        -------
+        The data that `map` and `sum` take: a snapshot, later changes of `records` do not reach
+        it. Put changed records again: blocks are known by digests of their contents, and only
+        those that a rank does not have are sent.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On every rank: what cannot be a record, and records that differ between ranks.
+        """
+        if block is not None and block < 1:
+            raise ValueError(f"put: block={block} must be at least 1")
+        return self._store.put(records, schedule or self.schedule, block, everywhere)
+
+    def map(
+        self, fn: Callable[..., Any], data: Data, *, derivatives: Derivatives | None = None
+    ) -> Callable[..., Any]:
+        """A function (shared, per_job=None) -> the results of all jobs, in their order.
+
+        Parameters
+        ----------
+        fn
+            (shared, mine, record) -> pytree: one job, in JAX, without messages. `mine` is the
+            job's part of `per_job`, None where that is None.
+        data
+            Of `put`.
+        derivatives
+            How derivatives travel. "jacobian": with the results, in one message; then no
+            derivative sends anything. "adjoint": cotangents to the owner of the job, which has
+            kept what it needs, and gradients back. Default: "jacobian" for jobs whose result is
+            one real number, else "adjoint", which moves fewer numbers.
+
+        Returns
+        -------
+        A compiled function, called by all ranks with the same arguments, under any of JAX's
+        transformations: `shared` is a pytree that all jobs get, `per_job` one with a leading axis
+        over the jobs. Results have that axis; where jobs have results of different shapes, they
+        are a list. On every rank they are the same, and so are gradients by plain `jax.grad`.
+        """
+        return self._function(fn, data, Whole(total=False, derivatives=derivatives))
+
+    def sum(
+        self, fn: Callable[..., Any], data: Data, *, derivatives: Derivatives | None = None
+    ) -> Callable[..., Any]:
+        """A function (shared, per_job=None) -> the sum of the results of all jobs.
+
+        As `map`, with results of one shape, which are added up within blocks, and then in the order
+        of blocks. Without any job the sum is 0.
+        """
+        return self._function(fn, data, Whole(total=True, derivatives=derivatives))
+
+    def _function(self, fn: Callable[..., Any], data: Data, whole: Whole) -> Callable[..., Any]:
+        def compute(shared: Any, per_job: Any, alone: bool) -> Any:
+            team = Team(data, None if alone else self.comm)
+            return differentiable(fn, team, whole)(shared, per_job)
+
+        compiled = jit(compute, static_argnums=2)
+
+        @functools.wraps(fn)
+        def function(shared: Any, per_job: Any = None) -> Any:
+            shared, per_job = jax.tree.map(jnp.asarray, (shared, per_job))
+            _check(per_job, data.jobs, fn)
+            if data.jobs == 0:
+                return jnp.zeros(()) if whole.total else []
+            alone = inside_job()
+            if not alone and os.environ.get("MPIGRAD_GUARD") == "1":
+                assert_replicated((shared, per_job), self.comm, "an argument of a pool's function")
+            return compiled(shared, per_job, alone)
+
+        return function
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def _check(per_job: Any, jobs: int, fn: Callable[..., Any]) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(per_job):
+        if jnp.shape(leaf)[:1] != (jobs,):
+            name = getattr(fn, "__name__", "the function")
+            raise ValueError(
+                f"{name}: per_job{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; its "
+                f"leading axis must have one entry for each of the {jobs} jobs that were put"
+            )
+
+
+def pool(
+    comm: Communicator | None = None,
+    *,
+    schedule: Schedule = Static(),  # noqa: B008  frozen
+    on_error: OnError = "raise",
+) -> Pool:
+    """The ranks of `comm` as a pool for jobs (every rank runs the program, and calls this).
+
+    Parameters
+    ----------
+    comm
+        The ranks; default: the default communicator.
+    schedule
+        Which rank does which jobs, unless `put` says otherwise.
+    on_error
+        "raise": a job that fails, or gives a NaN, ends the call with a `JobError` on every rank.
+        "nan": its results are NaN.
+
+    Inside a job (of another pool) a pool's functions are computed by the rank alone.
+    """
+    return Pool(resolve(comm), schedule, on_error)

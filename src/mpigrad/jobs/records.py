@@ -1,0 +1,261 @@
+"""The records of jobs, in buckets of one shape and blocks of fixed size, kept on the ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.communicator import Communicator
+from mpigrad.jobs.schedules import Dynamic, Schedule
+
+__all__ = ["Bucket", "Data", "Store"]
+
+_LARGEST_BLOCK = 64
+_BLOCKS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Jobs whose records have one structure, one set of shapes and dtypes.
+
+    Attributes
+    ----------
+    skeleton
+        A record with the numbers of its leaves in their places.
+    leaves
+        Shape and dtype of each leaf.
+    jobs
+        The numbers of the jobs, ascending.
+    block
+        Jobs in a block. The last block is filled up with the last job again.
+    first
+        The number of the bucket's first block among all blocks.
+    """
+
+    skeleton: Any
+    leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]
+    jobs: np.ndarray
+    block: int
+    first: int
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are."""
+        return -(-len(self.jobs) // self.block)
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """Places in `jobs`, shape (blocks, block)."""
+        places = np.arange(self.blocks * self.block).reshape(-1, self.block)
+        return np.minimum(places, len(self.jobs) - 1)
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Whether a place holds a job for the first time, shape (blocks, block)."""
+        return (np.arange(self.blocks * self.block) < len(self.jobs)).reshape(-1, self.block)
+
+    def record(self, leaves: Sequence[Any]) -> Any:
+        """A record, or a stack of records, of these leaves."""
+        return jax.tree.unflatten(jax.tree.structure(self.skeleton), leaves)
+
+
+class _Block:
+    """The leaves of a block's records, each of shape (block, *shape)."""
+
+    def __init__(self, leaves: Sequence[np.ndarray]) -> None:
+        self.leaves = list(leaves)
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Records that are kept on the ranks, as `Pool.put` returns them.
+
+    Attributes
+    ----------
+    jobs
+        How many records there are.
+    buckets
+        The buckets; jobs of one bucket are computed together by `vmap`, block by block.
+    owners
+        The rank of each block.
+    received
+        Bytes of records that this rank has been sent for this `put`: none where they were here.
+    """
+
+    jobs: int
+    buckets: tuple[Bucket, ...]
+    owners: np.ndarray
+    received: int
+    dynamic: bool
+    stacks: tuple[tuple[np.ndarray, list[Any]], ...]
+    kept: tuple[_Block, ...]
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are in all buckets."""
+        return len(self.owners)
+
+    def owned(self, bucket: Bucket, rank: int) -> np.ndarray:
+        """The blocks of the bucket, counted from 0 in it, that a rank owns."""
+        owners = self.owners[bucket.first : bucket.first + bucket.blocks]
+        return np.flatnonzero(owners == rank)
+
+    def stacked(self, bucket: int, blocks: np.ndarray) -> list[Any]:
+        """The leaves of these blocks of a bucket, each of shape (blocks, block, *shape)."""
+        kept, leaves = self.stacks[bucket]
+        if np.array_equal(kept, blocks):
+            return leaves
+        missing = np.setdiff1d(blocks, kept)
+        if len(missing):
+            raise ValueError(
+                f"block {self.buckets[bucket].first + missing[0]} of these records is kept on "
+                "another rank: to use them inside a job, put them on all ranks, "
+                "pool.put(records, everywhere=True)"
+            )
+        places = np.searchsorted(kept, blocks)
+        return [leaf[places] for leaf in leaves]
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{len(b.jobs)} in {b.blocks} blocks" for b in self.buckets)
+        return f"Data({self.jobs} jobs; {len(self.buckets)} buckets: {sizes})"
+
+
+class Store:
+    """The blocks that this rank keeps, by the digests of their contents."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._blocks: weakref.WeakValueDictionary[bytes, _Block] = weakref.WeakValueDictionary()
+
+    def put(self, records: Any, schedule: Schedule, block: int | None, everywhere: bool) -> Data:
+        """Share rank 0's records out (collective); only what a rank does not have is sent."""
+        comm = self.comm
+        error: Exception | None = None
+        plan: Any = None
+        contents: list[list[np.ndarray]] = []
+        try:
+            # Other ranks may give the same records, which are compared with rank 0's, or None.
+            if comm.rank == 0 or records is not None:
+                buckets, contents = _cut(records, block)
+                digests = tuple(_digest(leaves) for leaves in contents)
+                numbers = [_jobs(b, i) for b in buckets for i in range(b.blocks)]
+                owners = schedule.owners(numbers, comm.size)
+                plan = buckets, digests, owners
+        except Exception as raised:  # whatever it is, all ranks have to know
+            error = raised
+        said = comm.mpi.allgather(
+            (None if plan is None else _digest_of_plan(plan), error and (type(error), str(error)))
+        )
+        for rank, (digest, fault) in enumerate(said):
+            if fault is not None:
+                if error is not None:
+                    raise error
+                raise _plain(fault[0])(f"{fault[1]} (found on rank {rank})")
+            if digest not in (None, said[0][0]):
+                raise ValueError(
+                    f"put: the records, the block size or the schedule of rank {rank} are not "
+                    "those of rank 0: give the same on all ranks, or None for the records of the others"
+                )
+        buckets, digests, owners = comm.mpi.bcast(plan, root=0)
+        everywhere = everywhere or isinstance(schedule, Dynamic)
+        mine = [i for i, owner in enumerate(owners) if everywhere or owner == comm.rank]
+        parcel = self._fetch([digests[i] for i in mine], digests, contents)
+        blocks = [self._blocks.get(digests[i]) or _Block(parcel[digests[i]]) for i in mine]
+        stacks = []
+        for bucket in buckets:
+            here = [
+                n for n, i in enumerate(mine) if bucket.first <= i < bucket.first + bucket.blocks
+            ]
+            columns = zip(*(blocks[n].leaves for n in here), strict=True)
+            leaves = [jnp.asarray(np.stack(parts)) for parts in columns]
+            stacks.append((np.array([mine[n] - bucket.first for n in here], int), leaves))
+            views = [np.asarray(leaf) for leaf in leaves]  # on a CPU the same memory
+            for place, n in enumerate(here):
+                blocks[n] = self._blocks[digests[mine[n]]] = _Block([v[place] for v in views])
+        received = 0 if comm.rank == 0 else sum(x.nbytes for v in parcel.values() for x in v)
+        jobs, dynamic = sum(len(b.jobs) for b in buckets), isinstance(schedule, Dynamic)
+        return Data(jobs, buckets, owners, received, dynamic, tuple(stacks), tuple(blocks))
+
+    def _fetch(
+        self, wanted: Sequence[bytes], digests: Sequence[bytes], contents: Sequence[Any]
+    ) -> dict[bytes, list[np.ndarray]]:
+        """The blocks that this rank lacks, from rank 0 (collective)."""
+        asked = self.comm.mpi.gather({d for d in wanted if d not in self._blocks}, root=0)
+        parcels = None
+        if asked is not None:
+            at = {digest: i for i, digest in enumerate(digests)}
+            parcels = [{d: contents[at[d]] for d in lacking} for lacking in asked]
+        return self.comm.mpi.scatter(parcels, root=0)
+
+
+def _jobs(bucket: Bucket, block: int) -> np.ndarray:
+    return bucket.jobs[bucket.places[block][bucket.counts[block]]]
+
+
+def _plain(kind: type) -> type[Exception]:
+    return kind if kind in (TypeError, ValueError) else RuntimeError
+
+
+def _cut(records: Any, block: int | None) -> tuple[tuple[Bucket, ...], list[list[np.ndarray]]]:
+    """The buckets, and of each block the leaves."""
+    if not isinstance(records, (list, tuple)):
+        raise TypeError(
+            "put takes a list of records, one pytree for each job, "
+            f"not {type(records).__name__}; a stack of them: [x[i] for i in range(len(x))]"
+        )
+    members: dict[Any, list[int]] = {}
+    flat = []
+    for number, record in enumerate(records):
+        leaves, structure = jax.tree.flatten(record)
+        leaves = [_leaf(leaf, number) for leaf in leaves]
+        flat.append(leaves)
+        key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        members.setdefault(key, []).append(number)
+    buckets: list[Bucket] = []
+    contents: list[list[np.ndarray]] = []
+    for (structure, leaves), jobs in members.items():
+        size = block or min(_LARGEST_BLOCK, -(-len(jobs) // _BLOCKS))
+        skeleton = jax.tree.unflatten(structure, range(len(leaves)))
+        bucket = Bucket(skeleton, leaves, np.asarray(jobs), size, len(contents))
+        buckets.append(bucket)
+        for places in bucket.places:
+            chosen = [flat[jobs[place]] for place in places]
+            contents.append([np.stack(parts) for parts in zip(*chosen, strict=True)])
+    return tuple(buckets), contents
+
+
+def _leaf(leaf: Any, number: int) -> np.ndarray:
+    # In the types that the program computes with.
+    x = np.asarray(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype != object else x.dtype
+    if dtype.kind not in "biufcV" or dtype.names is not None:
+        raise TypeError(
+            f"put: record {number} has a leaf of type {type(leaf).__name__} ({x.dtype}); the "
+            "leaves of a record are numbers and arrays of numbers"
+        )
+    return x.astype(dtype)
+
+
+def _digest(leaves: Sequence[np.ndarray]) -> bytes:
+    found = hashlib.blake2b(digest_size=16)
+    for leaf in leaves:
+        found.update(f"{leaf.shape} {leaf.dtype};".encode())
+        found.update(np.ascontiguousarray(leaf).tobytes())
+    return found.digest()
+
+
+def _digest_of_plan(plan: tuple[tuple[Bucket, ...], tuple[bytes, ...], np.ndarray]) -> bytes:
+    buckets, digests, owners = plan
+    found = hashlib.blake2b(b"".join(digests) + owners.tobytes(), digest_size=16)
+    for bucket in buckets:
+        found.update(repr((jax.tree.structure(bucket.skeleton), bucket.leaves)).encode())
+        found.update(bucket.jobs.tobytes())
+    return found.digest()

@@ -1,0 +1,59 @@
+"""Between what all ranks have alike and what each rank has of its own.
+
+`collect` gathers the ranks' own rows so that all ranks have them; `take` is its transpose: of what
+all ranks have alike, each takes its own row. These two are each other's transposes where an array
+that all ranks have alike is *one* array: its cotangent is the same on all ranks, too, and counts
+once. Where it is not the same (a loss that is seeded on rank 0 only), `take` takes the mean over
+ranks, so that gradients summed over ranks are right all the same. The mean is written so that the
+mean of equal numbers is that number, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from mpigrad.communicator import Communicator
+from mpigrad.operations._jax_compat import Primitive, ShapedArray, mlir
+from mpigrad.operations.activity import carrier
+from mpigrad.operations.collectives import alltoall_p
+from mpigrad.operations.factory import linear_map
+from mpigrad.operations.sites import call_site
+
+__all__ = ["collect", "take"]
+
+
+def _mean_of_own(x: Any, a: Any, **where: int) -> list[Any]:
+    versions = alltoall_p.bind(x, a, **where)[0]
+    first = versions[0]
+    others = jnp.where(versions == first, 0, versions - first)
+    return [first + jnp.sum(others, 0) / len(versions)]
+
+
+collect_p: Primitive = linear_map(
+    "jobs_collect",
+    target="mpigrad_allgather",
+    result=lambda x, *, size, **_: ShapedArray((size, *x.shape), x.dtype),
+    attributes=lambda avals, p: {"comm": p["comm"], "site": p["site"]},
+    batch_axes=(0, 1),
+    transpose=lambda ct, x, a, *, size, **where: take_p.bind(ct, a, **where)[0],
+)
+take_p: Primitive = linear_map(
+    "jobs_take",
+    target="mpigrad_alltoall",
+    result=lambda x, **_: ShapedArray(x.shape[1:], x.dtype),
+    batch_axes=(1, 0),
+    transpose=lambda ct, x, a, **where: collect_p.bind(ct, a, size=x.shape[0], **where)[0],
+)
+mlir.register_lowering(take_p, mlir.lower_fun(_mean_of_own, multiple_results=True), platform="cpu")
+
+
+def collect(x: Any, comm: Communicator) -> Any:
+    """The rows `x` of all ranks, shape (ranks, *x.shape), on every rank."""
+    return collect_p.bind(x, carrier(), comm=comm.slot, site=call_site(), size=comm.size)[0]
+
+
+def take(x: Any, comm: Communicator) -> Any:
+    """This rank's row of `x`, shape (ranks, ...), the mean of what the ranks have for it."""
+    return take_p.bind(x, carrier(), comm=comm.slot, site=call_site())[0]
