@@ -99,7 +99,7 @@ with jobs.pool() as pool:
 names = ("alpha", "beta", "gamma", "delta", "hares 1900", "lynx 1900", "error u", "error v")
 values = np.exp(np.asarray(draws))  # (chains, draws, 8)
 rhats, sizes = blackjax.rhat(values), blackjax.ess(values)
-if mpigrad.world().rank == 0:
+if pool.comm.rank == 0:
     for k, name in enumerate(names):
         low, middle, high = np.quantile(values[..., k], [0.05, 0.5, 0.95])
         print(

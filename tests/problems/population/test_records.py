@@ -21,7 +21,7 @@ def test_what_is_written_is_read(tmp_path):
             np.testing.assert_array_equal(x, y)
     assert cohort.measurements == sum(len(np.unique(r.times)) for r in cohort.records)
     assert truth.individual.shape == (4, 5)
-    assert len(cohort.records[1].doses) == 3
+    np.testing.assert_array_equal(cohort.records[1].doses, [50, 50, 50, 0])
 
 
 def test_columns_in_any_order_and_events_that_mean_nothing(tmp_path):

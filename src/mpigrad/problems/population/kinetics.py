@@ -74,7 +74,7 @@ class Kinetics:
         return by_forward_mode(self._integrate)(log_parameters, dose_times, doses, times)
 
     def _integrate(self, log_parameters: Array, starts: Array, doses: Array, times: Array) -> Array:
-        ka, cl, v1, q, v2 = jnp.exp(log_parameters)
+        constants = tuple(jnp.exp(log_parameters))
         unit = jnp.max(doses)  # of the amounts, so that tolerances fit
         ends = jnp.append(starts[1:], jnp.maximum(starts[-1], times[-1]))
 
@@ -84,7 +84,8 @@ class Kinetics:
             # On [0, 1], whatever the length: zero is right as well.
             places = jnp.clip((times - start) / jnp.where(length > 0, length, 1.0), 0.0, 1.0)
 
-            def rates(_: Array, now: Array, __: None) -> Array:
+            def rates(_: Array, now: Array, constants: tuple[Array, ...]) -> Array:
+                ka, cl, v1, q, v2 = constants
                 depot, central, peripheral = now
                 absorbed, exchanged = ka * depot, q / v1 * central - q / v2 * peripheral
                 return length * jnp.stack(
@@ -98,6 +99,7 @@ class Kinetics:
                 1.0,
                 None,
                 amounts.at[0].add(dose / unit),
+                constants,
                 saveat=diffrax.SaveAt(
                     subs=[
                         diffrax.SubSaveAt(t1=True),
@@ -116,4 +118,4 @@ class Kinetics:
         _, central = jax.lax.scan(between_doses, jnp.zeros(3), (starts, ends, doses))
         interval = jnp.searchsorted(starts, times, side="left") - 1
         seen = jnp.take_along_axis(central, jnp.maximum(interval, 0)[None], axis=0)[0]
-        return unit / v1 * seen
+        return unit / constants[2] * seen

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
+import jax
 from jaxtyping import Array
 
-import mpigrad
 from mpigrad.communicator import Communicator
 from mpigrad.optimize import LBFGS
 from mpigrad.problems.population.model import Unknowns
@@ -26,19 +25,18 @@ def find_mode(
 ) -> tuple[Unknowns, float, int]:
     """Go up a log density by L-BFGS (collective).
 
+    Parameters
+    ----------
+    density
+        Equal on all ranks, and so are its gradients.
+
     Returns
     -------
     The unknowns of the largest density that was found, its logarithm, and the evaluations of
     density and gradient that it took.
     """
-
-    def value_and_grad(unknowns: Unknowns) -> Any:
-        return mpigrad.value_and_grad(
-            lambda u: -density(u), loss="replicated", replicated=0, comm=comm
-        )(unknowns)
-
     trained = train(
-        LBFGS(value_and_grad, memory=20, comm=comm),
+        LBFGS(jax.value_and_grad(lambda u: -density(u)), memory=20, comm=comm),
         start,
         iterations,
         comm,

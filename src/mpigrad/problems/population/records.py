@@ -18,7 +18,7 @@ __all__ = ["Cohort", "Record", "read", "record", "write"]
 _COLUMNS = ("id", "time", "amt", "dv")
 _OTHER_MODELS = ("rate", "ss", "ii", "addl", "cens", "blq", "bloq", "ltbs")
 _ABSENT = ("", ".", "na", "nan")
-_SHORTEST = 16  # concentrations; more of them are padded to the next power of two
+_SHORTEST = 16  # concentrations
 
 
 class Record(NamedTuple):
@@ -29,7 +29,7 @@ class Record(NamedTuple):
     weight
         Shape (): the body weight in kg.
     dose_times, doses
-        Shape (k,): when (h, ascending) and how much (mg).
+        Shape (k,): when (h, ascending) and how much (mg). 0: no dose, there for the length alone.
     times, concentrations
         Shape (n,): when (h, ascending, after the first dose) and what was measured (mg/L). NaN: no
         measurement, there for the length alone.
@@ -46,8 +46,8 @@ class Record(NamedTuple):
 class Cohort:
     """Patients by their names.
 
-    Records have few different shapes: concentrations are padded with NaN at the last time, so that
-    few programs are compiled.
+    Records have few different shapes, so that few programs are compiled: concentrations are padded
+    with NaN at the last time, doses with 0.
     """
 
     names: tuple[str, ...]
@@ -65,11 +65,18 @@ def record(
     measured: Iterable[tuple[float, float]],
 ) -> Record:
     """A record of (time, dose) and (time, concentration), each in ascending order; padded."""
-    given, seen = np.array(list(doses), float), np.array(list(measured), float)
-    length = max(_SHORTEST, 1 << (len(seen) - 1).bit_length())
-    times = np.pad(seen[:, 0], (0, length - len(seen)), mode="edge")
-    concentrations = np.pad(seen[:, 1], (0, length - len(seen)), constant_values=np.nan)
-    return Record(np.asarray(float(weight)), given[:, 0], given[:, 1], times, concentrations)
+    dose_times, amounts = _padded(doses, 1, 0.0)
+    times, concentrations = _padded(measured, _SHORTEST, math.nan)
+    return Record(np.asarray(float(weight)), dose_times, amounts, times, concentrations)
+
+
+def _padded(
+    pairs: Iterable[tuple[float, float]], shortest: int, value: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Times and values, as long as a power of two."""
+    times, values = np.array(list(pairs), float).T
+    more = max(shortest, 1 << (len(times) - 1).bit_length()) - len(times)
+    return np.pad(times, (0, more), mode="edge"), np.pad(values, (0, more), constant_values=value)
 
 
 def read(path: str | os.PathLike[str]) -> Cohort:
@@ -189,7 +196,9 @@ def write(path: str | os.PathLike[str], cohort: Cohort) -> None:
         table = csv.writer(file, lineterminator="\n")
         table.writerow([*_COLUMNS, "wt"])
         for name, known in zip(cohort.names, cohort.records, strict=True):
-            doses = [(t, d, "") for t, d in zip(known.dose_times, known.doses, strict=True)]
+            doses = [
+                (t, d, "") for t, d in zip(known.dose_times, known.doses, strict=True) if d > 0
+            ]
             seen = [
                 (t, "", c)
                 for t, c in zip(known.times, known.concentrations, strict=True)
