@@ -7,8 +7,21 @@
 >>> value = f(2.0, jnp.ones(3))  # doctest: +SKIP
 """
 
+from mpigrad.jobs.driven import root_driven
+from mpigrad.jobs.failures import Failure, JobError, host_call
 from mpigrad.jobs.pooling import Pool, pool
 from mpigrad.jobs.records import Data
 from mpigrad.jobs.schedules import Dynamic, Static, Weighted
 
-__all__ = ["Data", "Dynamic", "Pool", "Static", "Weighted", "pool"]
+__all__ = [
+    "Data",
+    "Dynamic",
+    "Failure",
+    "JobError",
+    "Pool",
+    "Static",
+    "Weighted",
+    "host_call",
+    "pool",
+    "root_driven",
+]

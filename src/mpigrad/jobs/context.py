@@ -1,15 +1,21 @@
-"""Whether a program is being traced inside a job."""
+"""What is known while a job is traced."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from mpigrad.operations.activity import no_messages
 
-__all__ = ["in_job", "inside_job"]
+__all__ = ["Job", "UserJob", "inside_job", "job_number", "traced"]
+
+# (shared, mine, record) -> (what is added up over jobs, what is kept of each job).
+Job = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 _REASON = (
     "a job has no messages of its own: the other ranks are busy with other jobs. Communicate "
@@ -17,6 +23,7 @@ _REASON = (
 )
 # Part of JAX's cache keys: a function that was traced inside a job is not used outside one.
 _inside = jax.make_user_context(False)
+_numbers: list[Any] = []
 
 
 def inside_job() -> bool:
@@ -24,8 +31,34 @@ def inside_job() -> bool:
     return _inside.value
 
 
+def job_number() -> Any:
+    """The number of the job that is traced now, -1 outside."""
+    return _numbers[-1] if _numbers else -1
+
+
 @contextlib.contextmanager
-def in_job() -> Iterator[None]:
-    """A context in which a job is traced."""
-    with _inside(True), no_messages(_REASON):
-        yield
+def _in_job(number: Any) -> Iterator[None]:
+    _numbers.append(number)
+    try:
+        with _inside(True), no_messages(_REASON):
+            yield
+    finally:
+        _numbers.pop()
+
+
+@dataclass(frozen=True)
+class UserJob:
+    """The user's function as a job, whose result is added up or kept."""
+
+    fn: Callable[..., Any]
+    total: bool
+
+    def __call__(self, shared: Any, mine: Any, record: Any) -> tuple[Any, Any]:
+        result = jax.tree.map(jnp.asarray, self.fn(shared, mine, record))
+        return (result, ()) if self.total else ((), result)
+
+
+def traced(job: Job, shared: Any, mine: Any, record: Any, number: Any) -> tuple[Any, Any]:
+    """What `job` gives, traced as the job of this number."""
+    with _in_job(number):
+        return job(shared, mine, record)

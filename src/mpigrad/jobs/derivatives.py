@@ -1,8 +1,11 @@
-"""What a pool computes of all jobs, and how its derivatives travel."""
+"""How derivatives of all jobs travel.
+
+Every derivative of a map is a map: of the jobs' results together with their Jacobians, or of the
+jobs' pull-backs. So what is said here of one order holds for all.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,192 +16,83 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.flatten_util import ravel_pytree
 
-from mpigrad.jobs.evaluation import Team, evaluate, result_types
+from mpigrad.jobs.blocks import result_types
+from mpigrad.jobs.context import Job
+from mpigrad.jobs.records import Bucket
 from mpigrad.operations.activity import outside_rules
 
-__all__ = ["Derivatives", "Whole", "differentiable"]
+__all__ = ["Derivatives", "Evaluate", "with_adjoint", "with_jacobian"]
 
 Derivatives = Literal["jacobian", "adjoint"]
-
-
-@dataclass(frozen=True)
-class Whole:
-    """What is made of the results of all jobs: their sum, or all of them, in their order."""
-
-    total: bool
-    derivatives: Derivatives | None
-
-    def __post_init__(self) -> None:
-        if self.derivatives not in (None, "jacobian", "adjoint"):
-            raise ValueError(
-                f'derivatives={self.derivatives!r}: it is "jacobian", "adjoint" or None'
-            )
-
-
-def differentiable(fn: Callable[..., Any], team: Team, whole: Whole) -> Callable[..., Any]:
-    """The function (shared, per_job) -> results of all jobs of the team's data, or their sum."""
-    buckets = team.data.buckets
-
-    def function(shared: Any, per_job: Any) -> Any:
-        spread = [jax.tree.map(lambda x, b=b: _rows(x, b.jobs), per_job) for b in buckets]
-        types = [
-            result_types(_values(fn, False), bucket, shared, mine)[1]
-            for bucket, mine in zip(buckets, spread, strict=True)
-        ]
-        types = [
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), t) for t in types
-        ]
-        if whole.total:
-            _check_equal(types, team)
-        if _jacobian_travels(whole.derivatives, (shared, per_job), types):
-            results = _with_jacobian(fn, team, whole.total, shared, per_job, types)
-        else:
-            found = evaluate(_values(fn, whole.total), shared, spread, team)
-            results = [_added([y for y, _ in found])] if whole.total else [y for _, y in found]
-        return results[0] if whole.total else _in_order(results, types, team)
-
-    return function
-
-
-def _rows(x: Any, jobs: np.ndarray) -> Any:
-    return x if len(jobs) == len(x) else x[jobs]
-
-
-def _values(fn: Callable[..., Any], total: bool) -> Callable[..., Any]:
-    """The block function of the results."""
-
-    def block(shared: Any, mine: Any, record: Any, counts: Any, numbers: Any) -> Any:
-        ys = _each(fn, shared, mine, record, numbers)
-        return (_sum_of_block(ys, counts), ()) if total else ((), ys)
-
-    return block
-
-
-def _each(fn: Callable[..., Any], shared: Any, mine: Any, record: Any, numbers: Any) -> Any:
-    def job(mine: Any, record: Any, number: Any) -> Any:
-        return jax.tree.map(jnp.asarray, fn(shared, mine, record))
-
-    return jax.vmap(job)(mine, record, numbers)
-
-
-def _sum_of_block(ys: Any, counts: Any) -> Any:
-    def one(y: Any) -> Any:
-        counted = counts.reshape(-1, *[1] * (y.ndim - 1))
-        return jnp.sum(jnp.where(counted, y, jnp.zeros_like(y)), 0, dtype=y.dtype)
-
-    return jax.tree.map(one, ys)
-
-
-def _added(of_blocks: Sequence[Any]) -> Any:
-    """The sum over the blocks of all buckets, in their order."""
-    return jax.tree.map(lambda *ys: jnp.sum(jnp.concatenate(ys), 0, dtype=ys[0].dtype), *of_blocks)
-
-
-def _check_equal(types: Sequence[Any], team: Team) -> None:
-    for bucket, kind in zip(team.data.buckets, types, strict=True):
-        if kind != types[0]:
-            raise ValueError(
-                f"sum: the result of job {bucket.jobs[0]} is {kind}, that of job "
-                f"{team.data.buckets[0].jobs[0]} is {types[0]}: only equal shapes can be added"
-            )
-
-
-def _in_order(results: Sequence[Any], types: Sequence[Any], team: Team) -> Any:
-    """The results of the buckets as one stack in the order of jobs, or a list of them."""
-    if len(results) == 1:
-        return results[0]
-    jobs = np.concatenate([bucket.jobs for bucket in team.data.buckets])
-    order = np.argsort(jobs)
-    if all(kind == types[0] for kind in types):
-        return jax.tree.map(lambda *ys: jnp.concatenate(ys)[order], *results)
-    every = [
-        jax.tree.map(lambda y, i=i: y[i], ys)
-        for bucket, ys in zip(team.data.buckets, results, strict=True)
-        for i in range(len(bucket.jobs))
-    ]
-    return [every[i] for i in order]
+# (job, shared, per_job of each bucket) -> (what is added, what is kept of each bucket).
+Evaluate = Callable[[Job, Any, Sequence[Any]], tuple[Any, list[Any]]]
 
 
 # ---- the Jacobian travels with the results ----
 
 
-def _size(tree: Any) -> int:
-    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+def with_jacobian(job: Job, buckets: Sequence[Bucket], evaluate: Evaluate, inner: Any) -> Any:
+    """`evaluate` of `job`, whose derivatives come with the results and need no further message.
+
+    `inner(job)` evaluates the job that has the Jacobian among its results, and is differentiated
+    for second derivatives.
+    """
+
+    def function(shared: Any, per_job: Sequence[Any]) -> tuple[Any, list[Any]]:
+        leaves, structure = jax.tree.flatten((shared, list(per_job)))
+        n_shared = len(jax.tree.leaves(shared))
+        n_mine = (len(leaves) - n_shared) // len(buckets)
+        types = [result_types(job, b, shared, m) for b, m in zip(buckets, per_job, strict=True)]
+
+        @jax.custom_jvp
+        def values(*xs: Any) -> tuple[Any, list[Any]]:
+            with outside_rules():
+                return evaluate(job, *jax.tree.unflatten(structure, xs))
+
+        def rule(primals: Any, tangents: Any) -> Any:
+            # What nobody differentiates by is neither computed nor sent.
+            moving = [type(t) is not SymbolicZero for t in tangents]
+            of_shared = tuple(i for i in range(n_shared) if moving[i])
+            of_mine = tuple(i for i in range(n_mine) if any(moving[n_shared + i :: n_mine]))
+            extended = _AndJacobian(job, of_shared, of_mine)
+            with outside_rules():
+                added, kept = inner(extended)(*jax.tree.unflatten(structure, primals))
+            (a, a_by_s), s = added, _flat([_dense(tangents[i]) for i in of_shared])
+            a_dot, results, tangents_kept = a_by_s @ s, [], []
+            for b, (a_by_m, k, k_by_s, k_by_m) in enumerate(kept):
+                offset = n_shared + b * n_mine
+                m = jax.vmap(_flat)([_dense(tangents[offset + i]) for i in of_mine], k)
+                a_dot = a_dot + jnp.einsum("nij,nj->i", a_by_m, m)
+                k_dot = k_by_s @ s + jnp.einsum("nij,nj->ni", k_by_m, m)
+                results.append(_shaped(k, types[b][1]))
+                tangents_kept.append(_shaped(k_dot, types[b][1]))
+            return (
+                (_shaped(a, types[0][0]), results),
+                (_shaped(a_dot, types[0][0]), tangents_kept),
+            )
+
+        values.defjvp(rule, symbolic_zeros=True)
+        return values(*leaves)
+
+    return function
 
 
-def _jacobian_travels(wanted: Derivatives | None, arguments: Any, types: Sequence[Any]) -> bool:
-    leaves = jax.tree.leaves((arguments, types))
-    real = all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(types)) and not any(
-        jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves
-    )
-    if wanted == "jacobian" and not real:
-        raise TypeError(
-            'derivatives="jacobian" is for real floats; take "adjoint" for other results and for '
-            "complex arguments"
-        )
-    if wanted is not None:
-        return wanted == "jacobian"
-    return real and all(_size(kind) == 1 for kind in types)
+def _flat(tree: Any, like: Any = None) -> Any:
+    return ravel_pytree(tree)[0]
 
 
-def _with_jacobian(
-    fn: Callable[..., Any],
-    team: Team,
-    total: bool,
-    shared: Any,
-    per_job: Any,
-    types: Sequence[Any],
-) -> list[Any]:
-    """The results of each bucket, or the sum, whose derivatives need no messages."""
-    buckets = team.data.buckets
-    leaves, structure = jax.tree.flatten((shared, per_job))
-    first_mine = len(jax.tree.leaves(shared))
-
-    def computed(block: Callable[..., Any], xs: Sequence[Any]) -> list[tuple[Any, Any]]:
-        whole, mine = jax.tree.unflatten(structure, xs)
-        spread = [jax.tree.map(lambda x, b=b: _rows(x, b.jobs), mine) for b in buckets]
-        with outside_rules():
-            return evaluate(block, whole, spread, team)
-
-    @jax.custom_jvp
-    def vectors(*xs: Any) -> tuple[Any, ...]:
-        found = computed(_vectors(fn, total), xs)
-        return (_added([y for y, _ in found]),) if total else tuple(y for _, y in found)
-
-    def rule(primals: Any, tangents: Any) -> Any:
-        # What nobody differentiates by is neither computed nor sent.
-        active = [i for i, t in enumerate(tangents) if type(t) is not SymbolicZero]
-        of_shared = [i for i in active if i < first_mine]
-        of_mine = [i - first_mine for i in active if i >= first_mine]
-        found = computed(_vectors_and_jacobian(fn, total, of_shared, of_mine), primals)
-        s = ravel_pytree([tangents[i] for i in of_shared])[0]
-        ms = [
-            _row_of_each([_rows(tangents[i + first_mine], b.jobs) for i in of_mine], b.jobs)
-            for b in buckets
-        ]
-        if total:
-            y, by_shared = _added([of_block for of_block, _ in found])
-            parts = [
-                jnp.einsum("nij,nj->i", by_job, m) for (_, by_job), m in zip(found, ms, strict=True)
-            ]
-            return (y,), (sum(parts, by_shared @ s).astype(y.dtype),)
-        ys = tuple(y for _, (y, _, _) in found)
-        y_dots = tuple(
-            (by_shared @ s + jnp.einsum("nij,nj->ni", by_job, m)).astype(y.dtype)
-            for (_, (y, by_shared, by_job)), m in zip(found, ms, strict=True)
-        )
-        return ys, y_dots
-
-    vectors.defjvp(rule, symbolic_zeros=True)
-    kinds = types[:1] if total else types
-    return [_unravelled(y, kind) for y, kind in zip(vectors(*leaves), kinds, strict=True)]
+def _dense(t: Any) -> Any:
+    if type(t) is not SymbolicZero:
+        return t
+    aval: Any = t.aval
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
-def _unravelled(y: Any, types: Any) -> Any:
+def _shaped(y: Any, types: Any) -> Any:
     """The last axis of `y` as a pytree of these shapes."""
     leaves, structure = jax.tree.flatten(types)
-    ends = np.cumsum([math.prod(x.shape) for x in leaves])[:-1]
-    parts = jnp.split(y, [int(end) for end in ends], -1)
+    ends = np.cumsum([x.size for x in leaves])[:-1]
+    parts = jnp.split(y, [int(end) for end in ends], -1) if leaves else []
     shaped = [
         part.reshape(*y.shape[:-1], *x.shape).astype(x.dtype)
         for part, x in zip(parts, leaves, strict=True)
@@ -206,72 +100,45 @@ def _unravelled(y: Any, types: Any) -> Any:
     return jax.tree.unflatten(structure, shaped)
 
 
-def _row_of_each(xs: Sequence[Any], jobs: Any) -> Any:
-    """The entries of each job side by side, shape (jobs, numbers of a job)."""
-    return jax.vmap(lambda leaves, _: ravel_pytree(leaves)[0])(list(xs), jnp.arange(len(jobs)))
+@dataclass(frozen=True)
+class _AndJacobian:
+    """The job that gives its results as vectors, and their Jacobians by chosen arguments.
 
-
-def _vectors(fn: Callable[..., Any], total: bool) -> Callable[..., Any]:
-    """The block function of the results, each job's as one vector."""
-
-    def vector(*job: Any) -> Any:
-        return ravel_pytree(fn(*job))[0]
-
-    return _values(vector, total)
-
-
-def _vectors_and_jacobian(
-    fn: Callable[..., Any], total: bool, of_shared: Sequence[int], of_mine: Sequence[int]
-) -> Callable[..., Any]:
-    """The block function of the results as vectors, and of their derivatives.
-
-    By shared arguments they are of shape (results, numbers), for each job or for the sum over
-    the block; by the arguments of each job (jobs, results, numbers).
+    Added: (a, da/ds); kept: (da/dm, k, dk/ds, dk/dm), where a is what was added, k what was kept,
+    s the chosen shared arguments and m the chosen ones of the job, all of them vectors.
     """
 
-    def block(shared: Any, mine: Any, record: Any, counts: Any, numbers: Any) -> Any:
+    job: Job
+    of_shared: tuple[int, ...]
+    of_mine: tuple[int, ...]
+
+    def __call__(self, shared: Any, mine: Any, record: Any) -> tuple[Any, Any]:
         shared_leaves, shared_structure = jax.tree.flatten(shared)
         mine_leaves, mine_structure = jax.tree.flatten(mine)
-        s, unravel_s = ravel_pytree([shared_leaves[i] for i in of_shared])
-        unravel_m = ravel_pytree([mine_leaves[i][0] for i in of_mine])[1]
-        m = _row_of_each([mine_leaves[i] for i in of_mine], numbers)
+        s, unravel_s = ravel_pytree([shared_leaves[i] for i in self.of_shared])
+        m, unravel_m = ravel_pytree([mine_leaves[i] for i in self.of_mine])
 
-        def job(s: Any, m: Any, mine: Any, record: Any) -> Any:
-            shared_now, mine_now = list(shared_leaves), list(mine)
-            for i, x in zip(of_shared, unravel_s(s), strict=True):
-                shared_now[i] = x
-            for i, x in zip(of_mine, unravel_m(m), strict=True):
-                mine_now[i] = x
-            return ravel_pytree(
-                fn(
-                    jax.tree.unflatten(shared_structure, shared_now),
-                    jax.tree.unflatten(mine_structure, mine_now),
-                    record,
-                )
-            )[0]
+        def vectors(s: Any, m: Any) -> tuple[Any, Any]:
+            ours, own = list(shared_leaves), list(mine_leaves)
+            for i, x in zip(self.of_shared, unravel_s(s), strict=True):
+                ours[i] = x
+            for i, x in zip(self.of_mine, unravel_m(m), strict=True):
+                own[i] = x
+            added, kept = self.job(
+                jax.tree.unflatten(shared_structure, ours),
+                jax.tree.unflatten(mine_structure, own),
+                record,
+            )
+            return ravel_pytree(added)[0], ravel_pytree(kept)[0]
 
-        if total:
-
-            def summed(s: Any, m: Any) -> Any:
-                every = jax.vmap(job, (None, 0, 0, 0))(s, m, mine_leaves, record)
-                return _sum_of_block(every, counts)
-
-            y, (by_shared, by_job) = _value_and_jacobian(summed, s, m)
-            return (y, by_shared), jnp.moveaxis(by_job, 1, 0)
-
-        def one(m: Any, mine: Any, record: Any) -> Any:
-            y, (by_shared, by_job) = _value_and_jacobian(lambda s, m: job(s, m, mine, record), s, m)
-            return y, by_shared, by_job
-
-        return (), jax.vmap(one)(m, mine_leaves, record)
-
-    return block
+        (a, k), ((a_by_s, a_by_m), (k_by_s, k_by_m)) = _value_and_jacobian(vectors, s, m)
+        return (a, a_by_s), (a_by_m, k, k_by_s, k_by_m)
 
 
-def _value_and_jacobian(f: Callable[..., Any], s: Any, m: Any) -> tuple[Any, tuple[Any, Any]]:
-    """f(s, m) and its Jacobians, row by row, or column by column where these are fewer."""
+def _value_and_jacobian(f: Callable[..., Any], s: Any, m: Any) -> tuple[Any, Any]:
+    """f(s, m), a pair of vectors, and its Jacobians, by rows or by columns, whichever are fewer."""
     types = jax.eval_shape(f, s, m)
-    if m.ndim == 1 and s.size + m.size < types.size:
+    if s.size + m.size < sum(y.size for y in types):
 
         def twice(s: Any, m: Any) -> Any:
             y = f(s, m)
@@ -280,4 +147,79 @@ def _value_and_jacobian(f: Callable[..., Any], s: Any, m: Any) -> tuple[Any, tup
         jacobians, y = jax.jacfwd(twice, (0, 1), has_aux=True)(s, m)
         return y, jacobians
     y, pull_back = jax.vjp(f, s, m)
-    return y, jax.vmap(pull_back)(jnp.eye(types.size, dtype=types.dtype))
+    rows = []
+    for i, own in enumerate(types):
+        if own.size == 0:
+            rows.append(tuple(jnp.zeros((0, x.size), x.dtype) for x in (s, m)))
+            continue
+        seeds = [jnp.zeros((own.size, t.size), t.dtype) for t in types]
+        seeds[i] = jnp.eye(own.size, dtype=own.dtype)
+        rows.append(jax.vmap(pull_back)(tuple(seeds)))
+    return y, tuple(rows)
+
+
+# ---- cotangents travel to the jobs ----
+
+
+def with_adjoint(job: Job, evaluate: Evaluate) -> Any:
+    """`evaluate` of `job`, whose adjoint computes it again where cotangents arrive.
+
+    For evaluations that JAX can't see through; in reverse mode, of any order.
+    """
+
+    def function(shared: Any, per_job: Sequence[Any]) -> tuple[Any, list[Any]]:
+        @jax.custom_vjp
+        def values(shared: Any, per_job: Any) -> tuple[Any, list[Any]]:
+            with outside_rules():
+                return evaluate(job, shared, per_job)
+
+        def forward(shared: Any, per_job: Any) -> Any:
+            return values(shared, per_job), (shared, per_job)
+
+        def backward(arguments: Any, cotangents: Any) -> Any:
+            (shared, per_job), (added, kept) = arguments, cotangents
+            mine = [(x, _floats(y)) for x, y in zip(per_job, kept, strict=True)]
+            with outside_rules():
+                back = with_adjoint(_PullBack(job), evaluate)
+                by_shared, by_mine = back((shared, _floats(added)), mine)
+            pairs = zip(per_job, by_mine, strict=True)
+            return _refilled(shared, by_shared), [_refilled(x, y) for x, y in pairs]
+
+        values.defvjp(forward, backward)
+        return values(shared, list(per_job))
+
+    return function
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _floats(tree: Any) -> list[Any]:
+    """The leaves that have derivatives."""
+    return [x for x in jax.tree.leaves(tree) if _is_float(x)]
+
+
+def _refilled(tree: Any, floats: Sequence[Any]) -> Any:
+    """Cotangents of `tree`: these, and none for leaves that have no derivative."""
+    rest = iter(floats)
+    return jax.tree.map(
+        lambda x: next(rest) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0), tree
+    )
+
+
+@dataclass(frozen=True)
+class _PullBack:
+    """The job that adds up cotangents of shared arguments, and keeps those of the job's own."""
+
+    job: Job
+
+    def __call__(self, shared: Any, mine: Any, record: Any) -> tuple[Any, Any]:
+        (shared, of_added), (mine, of_kept) = shared, mine
+
+        def floats(s: Any, m: Any) -> Any:
+            added, kept = self.job(s, m, record)
+            return _floats(added), _floats(kept)
+
+        by_shared, by_mine = jax.vjp(floats, shared, mine)[1]((of_added, of_kept))
+        return _floats(by_shared), _floats(by_mine)

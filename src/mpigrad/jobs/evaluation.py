@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,16 +21,14 @@ import numpy as np
 
 from mpigrad.communicator import Communicator
 from mpigrad.custom_rules import custom_jvp
-from mpigrad.jobs.context import in_job
+from mpigrad.jobs.blocks import compute_block, result_types
+from mpigrad.jobs.context import Job
+from mpigrad.jobs.failures import Watch, end_with
 from mpigrad.jobs.records import Bucket, Data
 from mpigrad.jobs.replication import collect, take
 from mpigrad.operations.activity import nought
 
-__all__ = ["BlockFunction", "Team", "evaluate", "result_types"]
-
-# (shared, arguments of each job, records, which jobs count, numbers of the jobs), the last four
-# with a leading axis of the block's length -> (results of the block, results of each job).
-BlockFunction = Callable[[Any, Any, Any, Any, Any], tuple[Any, Any]]
+__all__ = ["Team", "assembled", "evaluate", "rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +151,8 @@ def _own(team: Team, leaves: Sequence[Leaf]) -> list[Any]:
                 ])
                 for rank in range(team.size)
             ])  # fmt: skip
-            for i, part in zip(members, rows.parts(take(every, comm), team.rank), strict=True):
+            row = take(every, comm) if rows.length else every[0]
+            for i, part in zip(members, rows.parts(row, team.rank), strict=True):
                 results[i] = part
         return own(*primals), tuple(results)
 
@@ -178,109 +177,101 @@ def _everywhere(team: Team, leaves: Sequence[Leaf], depends_on: Sequence[Any]) -
         for x in depends_on:
             if jnp.issubdtype(row.dtype, jnp.inexact) and isinstance(x.dtype, np.dtype):
                 row = row + nought(x, jax.typeof(row))
-        for i, x in zip(members, rows.joined(collect(row, comm)), strict=True):
+        every = collect(row, comm) if rows.length else jnp.zeros((team.size, 0), row.dtype)
+        for i, x in zip(members, rows.joined(every), strict=True):
             results[i] = x
     return results
 
 
-def result_types(
-    function: BlockFunction, bucket: Bucket, shared: Any, per_job: Any
-) -> tuple[Any, Any]:
-    """Shapes and dtypes of what a block of the bucket gives."""
-    k = bucket.block
-
-    def over_jobs(x: Any) -> Any:
-        return jax.ShapeDtypeStruct((k, *x.shape[1:]), x.dtype)
-
-    records = bucket.record([jax.ShapeDtypeStruct((k, *s), d) for s, d in bucket.leaves])
-    counts = jax.ShapeDtypeStruct((k,), bool)
-    numbers = jax.ShapeDtypeStruct((k,), "int32")
-    with in_job():
-        return jax.eval_shape(
-            function, shared, jax.tree.map(over_jobs, per_job), records, counts, numbers
-        )
-
-
 def evaluate(
-    function: BlockFunction,
-    shared: Any,
-    per_job: Sequence[Any],
-    team: Team,
-) -> list[tuple[Any, Any]]:
-    """What `function` gives for every block of every bucket, on every rank.
+    job: Job, shared: Any, per_job: Sequence[Any], team: Team, watch: Watch | None = None
+) -> tuple[Any, list[Any]]:
+    """What `job` gives for all records of the team, on every rank.
 
     Parameters
     ----------
-    function
-        What is done for a block of jobs.
     shared
         Pytree that all jobs have.
     per_job
         For each bucket a pytree with a leading axis over the bucket's jobs.
-    team
-        Who computes which blocks.
+    watch
+        Ends the program where a job gives a NaN.
 
     Returns
     -------
-    For each bucket (results of the blocks, with a leading axis over the blocks; results of the
-    jobs, with a leading axis over the bucket's jobs).
+    (the sum of what is added, for each bucket what is kept with a leading axis over its jobs).
     """
-    data = team.data
-    buckets = data.buckets
+    data, buckets = team.data, team.data.buckets
     shared_leaves, shared_structure = jax.tree.flatten(shared)
     copies: list[Leaf] = [
         (None, jnp.broadcast_to(x, (data.blocks, *jnp.shape(x)))) for x in shared_leaves
     ]
-    own_copies = _own(team, copies)
-    job_leaves, job_structures = zip(*(jax.tree.flatten(tree) for tree in per_job), strict=True)
+    flat = [jax.tree.flatten(tree) for tree in per_job]
     spread: list[Leaf] = [
-        (b, x[bucket.places])
-        for b, (bucket, leaves) in enumerate(zip(buckets, job_leaves, strict=True))
-        for x in leaves
+        (b, rows(x, buckets[b].places)) for b, (leaves, _) in enumerate(flat) for x in leaves
     ]
-    own_jobs = iter(_own(team, spread))
+    own_copies, own_spread = _own(team, copies), iter(_own(team, spread))
     found: list[Leaf] = []
-    structures = []
+    structures, whole, inputs = [], [], []
     first = 0
-    for b, bucket in enumerate(buckets):
-        mine = team.blocks[team.rank][b]
-        arguments = [next(own_jobs) for _ in job_leaves[b]]
-        types = result_types(function, bucket, shared, per_job[b])
-        leaves, structure = jax.tree.flatten(types)
-        structures.append(structure)
-        if len(mine):
-            operands = (
-                [x[first : first + len(mine)] for x in own_copies],
-                arguments,
-                data.stacked(b, mine),
-                jnp.asarray(bucket.counts[mine]),
-                jnp.asarray(bucket.jobs[bucket.places[mine]].astype("int32")),
-            )
-            first += len(mine)
+    for b, (bucket, (leaves, structure)) in enumerate(zip(buckets, flat, strict=True)):
+        blocks = team.blocks[team.rank][b]
+        mine = [next(own_spread) for _ in leaves]
+        types = result_types(job, bucket, shared, per_job[b])
+        structures.append(jax.tree.structure(types))
+        inputs.append(jax.tree.unflatten(structure, mine))
+        if not len(blocks):
+            added, kept = types
+            empty = [(0, *x.shape) for x in jax.tree.leaves(added)]
+            empty += [(0, bucket.block, *x.shape) for x in jax.tree.leaves(kept)]
+            dtypes = [x.dtype for x in jax.tree.leaves(types)]
+            found += [(b, jnp.zeros(s, d)) for s, d in zip(empty, dtypes, strict=True)]
+            whole.append(jnp.ones((0, bucket.block), bool))
+            continue
 
-            def one(operand: Any, b: int = b, bucket: Bucket = bucket) -> list[Any]:
-                x, y, record, counts, numbers = operand
-                with in_job():
-                    result = function(
-                        jax.tree.unflatten(shared_structure, x),
-                        jax.tree.unflatten(job_structures[b], y),
-                        bucket.record(record),
-                        counts,
-                        numbers,
-                    )
-                return jax.tree.leaves(result)
+        def one(operand: Any, bucket: Bucket = bucket, structure: Any = structure) -> Any:
+            x, y, record, counts, numbers = operand
+            x, y = jax.tree.unflatten(shared_structure, x), jax.tree.unflatten(structure, y)
+            *results, ok = compute_block(job, x, y, bucket.record(record), counts, numbers)
+            return jax.tree.leaves(results), ok
 
-            results = jax.lax.map(one, operands)
-        else:
-            results = [jnp.zeros((0, *x.shape), x.dtype) for x in leaves]
-        found += [(b, x) for x in results]
-    everything = iter(_everywhere(team, found, [x for _, x in (*copies, *spread)]))
-    gathered = []
-    for bucket, structure in zip(buckets, structures, strict=True):
-        leaves = [next(everything) for _ in range(structure.num_leaves)]
-        of_blocks, of_jobs = jax.tree.unflatten(structure, leaves)
-        of_jobs = jax.tree.map(
-            lambda x, bucket=bucket: x.reshape(-1, *x.shape[2:])[: len(bucket.jobs)], of_jobs
+        results, ok = jax.lax.map(
+            one,
+            (
+                [x[first : first + len(blocks)] for x in own_copies],
+                mine,
+                data.stacked(b, blocks),
+                jnp.asarray(bucket.counts[blocks]),
+                jnp.asarray(bucket.jobs[bucket.places[blocks]].astype("int32")),
+            ),
         )
-        gathered.append((of_blocks, of_jobs))
-    return gathered
+        first += len(blocks)
+        found += [(b, x) for x in results]
+        whole.append(ok)
+    arguments = [*shared_leaves, *(x for leaves, _ in flat for x in leaves)]
+    everything = _everywhere(team, found, arguments)
+    if watch is not None and team.comm is not None:
+        end_with(watch, data, team.comm, team.blocks[team.rank], everything, whole, shared, inputs)
+    return assembled(buckets, structures, everything)
+
+
+def assembled(
+    buckets: Sequence[Bucket], structures: Sequence[Any], leaves: Sequence[Any]
+) -> tuple[Any, list[Any]]:
+    """(the sum of what is added, what is kept of each bucket's jobs), of results by blocks."""
+    rest = iter(leaves)
+    sums, kept = [], []
+    for bucket, structure in zip(buckets, structures, strict=True):
+        own = [next(rest) for _ in range(structure.num_leaves)]
+        of_blocks, of_jobs = jax.tree.unflatten(structure, own)
+        sums.append(of_blocks)
+        n = len(bucket.jobs)
+        kept.append(jax.tree.map(lambda x, n=n: x.reshape(-1, *x.shape[2:])[:n], of_jobs))
+    # Over the blocks of all buckets, in their order.
+    total = jax.tree.map(lambda *ys: jnp.sum(jnp.concatenate(ys), 0, dtype=ys[0].dtype), *sums)
+    return total, kept
+
+
+def rows(x: Any, places: np.ndarray) -> Any:
+    """x[places], where the last row may be repeated; a mere reshape where it is none."""
+    return x.reshape(*places.shape, *x.shape[1:]) if places.size == len(x) else x[places]

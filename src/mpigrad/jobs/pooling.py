@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.jobs.context import inside_job
-from mpigrad.jobs.derivatives import Derivatives, Whole, differentiable
-from mpigrad.jobs.evaluation import Team
+from mpigrad.jobs.blocks import compute_block
+from mpigrad.jobs.context import Job, UserJob, inside_job
+from mpigrad.jobs.derivatives import Derivatives
+from mpigrad.jobs.dynamic import Queue, evaluate_dynamically
+from mpigrad.jobs.evaluation import Team, evaluate
+from mpigrad.jobs.failures import Failure, JobError, Watch, key_data
+from mpigrad.jobs.functions import Whole, compute
 from mpigrad.jobs.records import Data, Store
 from mpigrad.jobs.schedules import Schedule, Static
 from mpigrad.operations.checks import assert_replicated
@@ -31,7 +37,13 @@ class Pool:
         if on_error not in ("raise", "nan"):
             raise ValueError(f'pool: on_error={on_error!r}: it is "raise" or "nan"')
         self.comm, self.schedule, self.on_error = comm, schedule, on_error
-        self._store = Store(comm)
+        self._store, self._watch = Store(comm), Watch()
+        self._queue: Queue | None = None
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """The failed jobs that ended the last program, also one of the user's own."""
+        return self._watch.failures or ()
 
     def put(
         self,
@@ -70,7 +82,10 @@ class Pool:
         """
         if block is not None and block < 1:
             raise ValueError(f"put: block={block} must be at least 1")
-        return self._store.put(records, schedule or self.schedule, block, everywhere)
+        data = self._store.put(records, schedule or self.schedule, block, everywhere)
+        if data.dynamic and self._queue is None:
+            self._queue = Queue(self.comm)
+        return data
 
     def map(
         self, fn: Callable[..., Any], data: Data, *, derivatives: Derivatives | None = None
@@ -97,7 +112,7 @@ class Pool:
         over the jobs. Results have that axis; where jobs have results of different shapes, they
         are a list. On every rank they are the same, and so are gradients by plain `jax.grad`.
         """
-        return self._function(fn, data, Whole(total=False, derivatives=derivatives))
+        return self._function(Whole(fn, False, derivatives), data)
 
     def sum(
         self, fn: Callable[..., Any], data: Data, *, derivatives: Derivatives | None = None
@@ -107,25 +122,70 @@ class Pool:
         As `map`, with results of one shape, which are added up within blocks, and then in the order
         of blocks. Without any job the sum is 0.
         """
-        return self._function(fn, data, Whole(total=True, derivatives=derivatives))
+        return self._function(Whole(fn, True, derivatives), data)
 
-    def _function(self, fn: Callable[..., Any], data: Data, whole: Whole) -> Callable[..., Any]:
-        def compute(shared: Any, per_job: Any, alone: bool) -> Any:
-            team = Team(data, None if alone else self.comm)
-            return differentiable(fn, team, whole)(shared, per_job)
+    def measure(
+        self, fn: Callable[..., Any], data: Data, shared: Any, per_job: Any = None
+    ) -> np.ndarray:
+        """The seconds that each job takes, for `Weighted` (collective; the same on all ranks).
 
-        compiled = jit(compute, static_argnums=2)
+        Each rank runs its blocks twice and takes the shorter time, a job's share of its block's.
+        """
+        shared, per_job = jax.tree.map(jnp.asarray, (shared, per_job))
+        _check(per_job, data.jobs, fn)
+        compiled = jax.jit(functools.partial(compute_block, UserJob(fn, False)))
+        seconds = np.zeros(data.jobs)
+        for b, bucket in enumerate(data.buckets):
+            for block in data.owned(bucket, self.comm.rank):
+                jobs = bucket.jobs[bucket.places[block]]
+                mine = jax.tree.map(lambda x, jobs=jobs: x[jobs], per_job)
+                record = [x[0] for x in data.stacked(b, np.array([block]))]
+                counts = bucket.counts[block]
+                operands = shared, mine, bucket.record(record), counts, jobs.astype("int32")
+                jax.block_until_ready(compiled(*operands))  # compiles
+                best = min(_seconds(compiled, operands) for _ in range(2))
+                seconds[jobs[counts]] = best / counts.sum()
+        return np.asarray(self.comm.mpi.allreduce(seconds))
 
-        @functools.wraps(fn)
+    def _evaluate(self, data: Data, alone: bool, job: Job, shared: Any, per_job: Any) -> Any:
+        watch = self._watch if self.on_error == "raise" else None
+        if data.dynamic and not alone and self._queue is not None:
+            return evaluate_dynamically(job, shared, per_job, data, self.comm, self._queue, watch)
+        return evaluate(job, shared, per_job, Team(data, None if alone else self.comm), watch)
+
+    def _transparent(self, data: Data, alone: bool) -> bool:
+        """Whether JAX differentiates `_evaluate` as it is."""
+        return alone or not data.dynamic
+
+    def _check_arguments(self, arguments: Any) -> None:
+        if os.environ.get("MPIGRAD_GUARD") == "1":
+            arguments = [key_data(x) for x in jax.tree.leaves(arguments)]
+            assert_replicated(arguments, self.comm, "an argument of a pool's function")
+
+    def _function(self, whole: Whole, data: Data) -> Callable[..., Any]:
+        def program(shared: Any, per_job: Any, alone: bool) -> Any:
+            evaluate_ = functools.partial(self._evaluate, data, alone)
+            transparent = self._transparent(data, alone)
+            return compute(whole, data.buckets, shared, per_job, evaluate_, transparent)
+
+        compiled = jit(program, static_argnums=2)
+
+        @functools.wraps(whole.fn)
         def function(shared: Any, per_job: Any = None) -> Any:
             shared, per_job = jax.tree.map(jnp.asarray, (shared, per_job))
-            _check(per_job, data.jobs, fn)
+            _check(per_job, data.jobs, whole.fn)
             if data.jobs == 0:
                 return jnp.zeros(()) if whole.total else []
             alone = inside_job()
-            if not alone and os.environ.get("MPIGRAD_GUARD") == "1":
-                assert_replicated((shared, per_job), self.comm, "an argument of a pool's function")
-            return compiled(shared, per_job, alone)
+            if not alone:
+                self._check_arguments((shared, per_job))
+            self._watch.failures = None
+            try:
+                return compiled(shared, per_job, alone)
+            except jax.errors.JaxRuntimeError:
+                if self._watch.failures is None:
+                    raise
+                raise JobError(self._watch.failures, data.jobs) from None
 
         return function
 
@@ -134,6 +194,12 @@ class Pool:
 
     def __exit__(self, *error: object) -> None:
         pass
+
+
+def _seconds(f: Callable[..., Any], operands: Any) -> float:
+    begun = time.perf_counter()
+    jax.block_until_ready(f(*operands))
+    return time.perf_counter() - begun
 
 
 def _check(per_job: Any, jobs: int, fn: Callable[..., Any]) -> None:

@@ -162,13 +162,15 @@ class Store:
             if digest not in (None, said[0][0]):
                 raise ValueError(
                     f"put: the records, the block size or the schedule of rank {rank} are not "
-                    "those of rank 0: give the same on all ranks, or None for the records of the others"
+                    "those of rank 0: give the same on all ranks, or None in place of the records"
                 )
         buckets, digests, owners = comm.mpi.bcast(plan, root=0)
         everywhere = everywhere or isinstance(schedule, Dynamic)
         mine = [i for i, owner in enumerate(owners) if everywhere or owner == comm.rank]
-        parcel = self._fetch([digests[i] for i in mine], digests, contents)
-        blocks = [self._blocks.get(digests[i]) or _Block(parcel[digests[i]]) for i in mine]
+        have = dict(self._blocks)  # kept while they are looked for
+        wanted = {digests[i] for i in mine} - have.keys()
+        parcel = self._fetch(wanted, digests, contents)
+        blocks = [have.get(digests[i]) or _Block(parcel[digests[i]]) for i in mine]
         stacks = []
         for bucket in buckets:
             here = [
@@ -185,10 +187,10 @@ class Store:
         return Data(jobs, buckets, owners, received, dynamic, tuple(stacks), tuple(blocks))
 
     def _fetch(
-        self, wanted: Sequence[bytes], digests: Sequence[bytes], contents: Sequence[Any]
+        self, wanted: set[bytes], digests: Sequence[bytes], contents: Sequence[Any]
     ) -> dict[bytes, list[np.ndarray]]:
         """The blocks that this rank lacks, from rank 0 (collective)."""
-        asked = self.comm.mpi.gather({d for d in wanted if d not in self._blocks}, root=0)
+        asked = self.comm.mpi.gather(wanted, root=0)
         parcels = None
         if asked is not None:
             at = {digest: i for i, digest in enumerate(digests)}

@@ -1,0 +1,49 @@
+"""A block of jobs: the unit of `vmap`, of schedules and of sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpigrad.jobs.context import Job, traced
+from mpigrad.jobs.records import Bucket
+
+__all__ = ["compute_block", "result_types"]
+
+
+def compute_block(
+    job: Job, shared: Any, mine: Any, record: Any, counts: Any, numbers: Any
+) -> tuple[Any, Any, Any]:
+    """All jobs of a block: (sum over those that count, what is kept of each, which have no NaN).
+
+    All but `shared` have a leading axis over the jobs of the block.
+    """
+
+    def one(mine: Any, record: Any, number: Any) -> tuple[Any, Any]:
+        return traced(job, shared, mine, record, number)
+
+    added, kept = jax.vmap(one)(mine, record, numbers)
+    whole = jnp.ones(counts.shape, bool)
+    for leaf in jax.tree.leaves((added, kept)):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            nan = jnp.isnan(jax.lax.stop_gradient(leaf))
+            whole &= ~jnp.any(nan.reshape(len(counts), -1), 1)
+
+    def total(y: Any) -> Any:
+        counted = counts.reshape(-1, *[1] * (y.ndim - 1))
+        return jnp.sum(jnp.where(counted, y, jnp.zeros_like(y)), 0, dtype=y.dtype)
+
+    return jax.tree.map(total, added), kept, whole
+
+
+def result_types(job: Job, bucket: Bucket, shared: Any, mine: Any) -> tuple[Any, Any]:
+    """Shapes and dtypes of (what is added, what is kept) of one job of a bucket.
+
+    `mine` has a leading axis over jobs.
+    """
+    records = bucket.record([jax.ShapeDtypeStruct(s, d) for s, d in bucket.leaves])
+    own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), mine)
+    number = jax.ShapeDtypeStruct((), "int32")
+    return jax.eval_shape(lambda *operands: traced(job, *operands), shared, own, records, number)

@@ -1,0 +1,106 @@
+"""Jobs that fail: what the caller is told, and that the pool goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpigrad import jobs
+from mpigrad.communicator import Communicator
+
+
+def simulate(x: Any) -> Any:
+    """What a simulator does that is not written in JAX."""
+    if x < 0:
+        raise FloatingPointError(f"no step is small enough at {float(x):g}")
+    return np.sqrt(x)
+
+
+def failing(shared: Any, mine: Any, record: Any) -> Any:
+    """Fails where the product is negative."""
+    return jobs.host_call(simulate, jnp.zeros(()), shared * mine * record)
+
+
+def nan(shared: Any, mine: Any, record: Any) -> Any:
+    """Gives NaN where the product is negative."""
+    return jnp.sqrt(shared * mine * record)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("fn", [failing, nan])
+def test_failures_reach_every_rank(fn: Any, comm: Communicator) -> None:
+    pool = jobs.pool(comm)
+    data = pool.put([float(i) for i in range(7)], block=2)
+    good = jnp.ones(7)
+    bad = good.at[2].set(-1).at[5].set(-2)
+    f, total = pool.map(fn, data), pool.sum(fn, data)
+    for _ in range(3):  # the pool stays usable
+        for g in (f, total):
+            with pytest.raises(jobs.JobError) as caught:
+                g(2.0, bad)
+            failures = caught.value.failures
+            assert [failure.job for failure in failures] == [2, 5]
+            assert [failure.rank for failure in failures] == [
+                int(data.owners[1]),
+                int(data.owners[2]),
+            ]
+            shared, mine, record = failures[1].inputs
+            assert (shared, mine, record) == (2.0, -2.0, 5.0)
+            text = str(caught.value)
+            assert "2 of 7 jobs failed" in text and "job 5 on rank" in text
+            if fn is failing:
+                assert failures[0].kind == "FloatingPointError"
+                assert failures[0].message == "no step is small enough at -4"
+                assert "in simulate" in failures[0].traceback and "in simulate" in text
+            else:
+                assert failures[0].kind == "NaN"
+        np.testing.assert_allclose(f(2.0, good), np.sqrt(2.0 * np.arange(7)))
+        np.testing.assert_allclose(total(2.0, good), np.sqrt(2.0 * np.arange(7)).sum())
+    # In a program of the user's own, the text comes with JAX's error.
+    with pytest.raises(jax.errors.JaxRuntimeError, match="2 of 7 jobs failed"):
+        jax.jit(lambda x: 3 * total(2.0, x))(bad)
+    np.testing.assert_allclose(f(2.0, good)[1], np.sqrt(2.0))
+
+
+@pytest.mark.ranks(1, 2)
+def test_nan_on_request(comm: Communicator) -> None:
+    pool = jobs.pool(comm, on_error="nan")
+    data = pool.put([float(i) for i in range(5)])
+    bad = jnp.ones(5).at[3].set(-1)
+    ys = pool.map(failing, data)(1.0, bad)
+    np.testing.assert_array_equal(np.isnan(ys), np.arange(5) == 3)
+    assert np.isnan(pool.sum(nan, data)(1.0, bad))
+    with pytest.raises(ValueError, match="on_error"):
+        jobs.pool(comm, on_error="ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(2)
+def test_nan_in_a_gradient(comm: Communicator) -> None:
+    pool = jobs.pool(comm)
+    f = pool.sum(nan, pool.put([1.0, 2.0, 3.0]))
+    value = jax.jit(jax.value_and_grad(f))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="job 1 on rank"):
+        value(2.0, jnp.asarray([1.0, -1.0, 1.0]))
+    np.testing.assert_allclose(value(2.0, jnp.ones(3))[0], np.sqrt([2, 4, 6]).sum())
+
+
+@pytest.mark.ranks(2)
+def test_errors_of_tracing(comm: Communicator) -> None:
+    pool = jobs.pool(comm)
+    data = pool.put([np.ones(2), np.ones(3), np.ones(4)])
+
+    def refuses(shared: Any, mine: Any, record: Any) -> Any:
+        if len(record) > 2:
+            raise LookupError(f"no table of length {len(record)}")
+        return shared
+
+    with pytest.raises(jobs.JobError, match="no table of length 3") as caught:
+        pool.sum(refuses, data)(1.0)
+    assert [failure.job for failure in caught.value.failures] == [1, 2]
+    assert isinstance(caught.value.__cause__, LookupError)
+    with pytest.raises(jobs.JobError, match="can't tell a failure"):
+        pool.sum(lambda s, m, r: jobs.host_call(int, jnp.zeros((), int), s), data)(1.0)

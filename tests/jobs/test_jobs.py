@@ -1,0 +1,214 @@
+"""Maps and sums over jobs: against the serial program, and bit for bit on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from job_cases import (
+    N,
+    arguments,
+    curve,
+    equal_bits,
+    misfit,
+    moments,
+    records,
+    serial_map,
+    serial_sum,
+)
+
+import mpigrad as mg
+from helpers import close
+from mpigrad import jobs
+from mpigrad.communicator import Communicator, default
+
+TOLERANCE = 1e-12
+
+
+@pytest.fixture(scope="module")
+def alone() -> Communicator:
+    """This rank by itself."""
+    return default().split(default().rank)
+
+
+def derivatives(f: Any) -> Any:
+    """Value, gradient and Hessian of a function to a number."""
+    both = (0, 1)
+    hessian = jax.jacfwd(jax.grad(f, both), both)
+    return lambda *x: (f(*x), jax.grad(f, both)(*x), hessian(*x))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("ragged", [False, True], ids=["equal", "ragged"])
+def test_sum_of_numbers(ragged: bool, comm: Communicator, alone: Communicator) -> None:
+    every, x = records(ragged), arguments()
+    found = []
+    for group in (comm, alone):
+        pool = jobs.pool(group)
+        f = pool.sum(misfit, pool.put(every, block=2))
+        found.append(jax.jit(derivatives(f))(*x))
+    equal_bits(*found)
+    close(found[0], jax.jit(derivatives(serial_sum(misfit, every)))(*x), TOLERANCE)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_map_of_curves(comm: Communicator, alone: Communicator) -> None:
+    every, x = records(ragged=True), arguments()
+    w = [jnp.cos(jnp.arange(len(r["t"])) + i) for i, r in enumerate(every)]
+    found = []
+    for f in (
+        *(pool.map(curve, pool.put(every)) for pool in map(jobs.pool, (comm, alone))),
+        serial_map(curve, every),
+    ):
+        loss = lambda *x, f=f: sum(jnp.sum(a * y**2) for a, y in zip(w, f(*x), strict=True))
+        found.append(jax.jit(derivatives(loss))(*x))
+    equal_bits(*found[:2])
+    close(found[0], found[2], TOLERANCE)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_stan_shapes(comm: Communicator) -> None:
+    """Job n returns 2 + n values, ten jobs."""
+    pool = jobs.pool(comm)
+    data = pool.put([np.zeros(2 + n) for n in range(10)])
+    f = pool.map(lambda shared, mine, record: shared * jnp.ones_like(record) + mine, data)
+    ys = f(2.0, jnp.arange(10.0))
+    assert [y.shape for y in ys] == [(2 + n,) for n in range(10)]
+    equal_bits(ys, [np.full(2 + n, 2.0 + n) for n in range(10)])
+    assert len(data.buckets) == 10
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_first_example(comm: Communicator) -> None:
+    """f(a, b) = a + b² at (1, 2r) on rank r: gradients (1, 4r)."""
+    pool = jobs.pool(comm)
+    f = pool.map(lambda a, b, _: a + b**2, pool.put([None] * comm.size))
+    b = 2.0 * jnp.arange(comm.size)
+    by_a, by_b = jax.jacrev(f, (0, 1))(jnp.asarray(1.0), b)
+    equal_bits(f(1.0, b), 1 + b**2)
+    equal_bits(by_a, np.ones(comm.size))
+    equal_bits(by_b, np.diag(4.0 * np.arange(comm.size)))
+
+
+@pytest.mark.ranks(2, 3)
+def test_chains_and_seeds(comm: Communicator) -> None:
+    """Several chains at once; loops; losses that are seeded on every rank, on one, as shares."""
+    every, (shared, per_job) = records(), arguments()
+    pool = jobs.pool(comm)
+    data = pool.put(every, block=3)
+    f, g = pool.sum(misfit, data), pool.sum(moments, data)
+    serial = serial_sum(misfit, every)
+    chains = jnp.stack([per_job, per_job + 0.1, per_job * 2])
+    gradient = lambda f: jax.vmap(jax.value_and_grad(f, (0, 1)), (None, 0))
+    close(jax.jit(gradient(f))(shared, chains), jax.jit(gradient(serial))(shared, chains), 1e-12)
+
+    def descent(f: Any) -> Any:
+        step = lambda x, _: (x - 0.01 * jax.grad(f, 1)(shared, x), f(shared, x))
+        return jax.jit(lambda x: jax.lax.scan(step, x, None, 3))(per_job)
+
+    close(descent(f), descent(serial), 1e-12)
+
+    def loss(g: Any) -> Any:
+        return lambda x: jnp.sum(jnp.sin(g(x, per_job)["m"]))
+
+    want = jax.value_and_grad(loss(serial_sum(moments, every)))(shared)
+    close(jax.value_and_grad(loss(g))(shared), want, 1e-12)
+    root = mg.jit(mg.value_and_grad(loss(g), loss="replicated", replicated=0))
+    close(root(shared), want, 1e-12)
+    shares = mg.value_and_grad(lambda x: loss(g)(x) * (comm.rank + 1.0), replicated=0)
+    close(shares(shared), jax.tree.map(lambda y: y * comm.size * (comm.size + 1) / 2, want), 1e-12)
+    # Along directions and with cotangents that differ between ranks: one map and its transpose.
+    mg.dot_test(lambda x, p: g(x, p)["m"], shared, per_job)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_schedules_give_the_same_bits(comm: Communicator) -> None:
+    every, x = records(), arguments()
+    pool = jobs.pool(comm)
+    found = []
+    f = None
+    for schedule in (
+        jobs.Static(),
+        jobs.Weighted(np.arange(N) ** 2.0),
+        jobs.Weighted(pool.measure(misfit, pool.put(every, block=2), *x)),
+        jobs.Dynamic(),
+    ):
+        f = pool.sum(misfit, pool.put(every, block=2, schedule=schedule))
+        found.append(jax.jit(jax.value_and_grad(f, (0, 1)))(*x))
+    for other in found[1:]:
+        equal_bits(found[0], other)
+    pool.close()
+
+
+def test_owners() -> None:
+    blocks = [np.array([i]) for i in range(10)]
+    rank_of = lambda n, schedule, p=4: schedule.owners(blocks[:n], p).tolist()
+    assert rank_of(10, jobs.Static()) == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
+    assert rank_of(3, jobs.Static()) == [0, 1, 2]
+    assert rank_of(5, jobs.Weighted([1, 1, 4, 1, 1]), 2) == [1, 1, 0, 1, 1]
+    with pytest.raises(ValueError, match="2 costs for 3 jobs"):
+        rank_of(3, jobs.Weighted([1, 2]))
+    with pytest.raises(ValueError, match="finite numbers"):
+        jobs.Weighted([1, -1])
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_few_jobs_and_wrong_sizes(comm: Communicator) -> None:
+    pool = jobs.pool(comm)
+    fn = lambda shared, mine, record: shared * record * (1 if mine is None else mine)
+    nothing = pool.put([])
+    assert pool.map(fn, nothing)(2.0) == []
+    assert pool.sum(fn, nothing)(2.0) == 0 and nothing.jobs == 0
+    one = pool.put([np.arange(3.0)])
+    equal_bits(pool.map(fn, one)(2.0), [[0.0, 2.0, 4.0]])
+    equal_bits(jax.jacrev(pool.sum(fn, one))(2.0), [0.0, 1.0, 2.0])
+    other = pool.put([1.0, 2.0])
+    with pytest.raises(ValueError, match="one entry for each of the 2 jobs"):
+        pool.map(fn, other)(2.0, jnp.ones(3))
+    ragged = pool.put([np.ones(2), np.ones(3)])
+    with pytest.raises(ValueError, match="only equal shapes can be added"):
+        pool.sum(fn, ragged)(2.0)
+    with pytest.raises(jobs.JobError, match="a job has no messages of its own"):
+        pool.sum(lambda s, m, r: mg.allreduce(s), other)(2.0)
+
+
+@pytest.mark.ranks(1, 3)
+def test_put_sends_what_is_missing(comm: Communicator) -> None:
+    every = [np.full(5, float(i)) for i in range(8)]
+    mine = None if comm.rank else every
+    pool = jobs.pool(comm)
+    total = lambda data: pool.sum(lambda s, m, r: s * jnp.sum(r), data)(1.0)
+    first = pool.put(mine, block=2)
+    owned = np.sum(first.owners == comm.rank) * 2 * 5 * 8
+    assert first.received == (owned if comm.rank else 0)
+    assert pool.put(mine, block=2).received == 0
+    every[7][:] = 100.0  # in place: the snapshot stays, the change is seen
+    changed = pool.put(mine, block=2)
+    assert changed.received == (80 if comm.size > 1 and changed.owners[3] == comm.rank else 0)
+    assert total(first) == 5 * 28 and total(changed) == 5 * 121
+    for bad, message in (
+        (np.ones(3), "a list of records"),
+        ([np.ones(2), "text"], "record 1 has a leaf"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            pool.put(bad if comm.rank == 0 else None)
+    if comm.size > 1:
+        with pytest.raises(ValueError, match="are not those of rank 0"):
+            pool.put([1.0, float(comm.rank)])
+
+
+@pytest.mark.ranks(2)
+def test_nested_pools_are_local(comm: Communicator) -> None:
+    pool = jobs.pool(comm)
+    inner = pool.sum(lambda x, _, r: jnp.sin(x * r), pool.put([1.0, 2.0, 3.0], everywhere=True))
+    f = pool.sum(lambda x, m, r: r * inner(x * m), pool.put([5.0, 7.0]))
+    m = jnp.asarray([0.3, 0.4])
+    k = jnp.arange(1.0, 4.0)
+    want = lambda x: jnp.sum(jnp.asarray([5.0, 7.0]) @ jnp.sin(x * m[:, None] * k))
+    close(jax.value_and_grad(f)(1.1, m), jax.value_and_grad(want)(1.1), 1e-12)
+    elsewhere = pool.sum(lambda x, _, r: x * r, pool.put([1.0, 2.0]))
+    with pytest.raises(jobs.JobError, match="everywhere=True"):
+        pool.sum(lambda x, m, r: elsewhere(x), pool.put([1.0, 2.0]))(1.0)

@@ -1,0 +1,71 @@
+"""Programs that rank 0 runs alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from job_cases import arguments, curve, equal_bits, misfit, records, serial_map, serial_sum
+
+from helpers import close
+from mpigrad import jobs
+from mpigrad.communicator import Communicator
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_root_alone(comm: Communicator) -> None:
+    every, (shared, per_job) = records(ragged=True), arguments()
+    with jobs.root_driven(comm=comm) as pool:
+        if pool is not None:
+            data = pool.put(every, block=2)
+            f = pool.sum(misfit, data)
+            serial = serial_sum(misfit, every)
+            gradient = lambda f: jax.value_and_grad(f, (0, 1))
+            close(f(shared, per_job), serial(shared, per_job), 1e-12)
+            want = jax.jit(gradient(serial))(shared, per_job)
+            close(jax.jit(gradient(f))(shared, per_job), want, 1e-12)
+            # A loop whose length nobody knows, and a batch.
+            rounds = jax.jit(
+                lambda x: jax.lax.while_loop(
+                    lambda x: f(shared, x) > 3.0, lambda x: x - 0.02 * jax.grad(f, 1)(shared, x), x
+                )
+            )
+            assert f(shared, rounds(per_job)) <= 3.0
+            chains = jnp.stack([per_job, per_job * 2])
+            batch = lambda f: jax.vmap(jax.value_and_grad(f), (None, 0))
+            close(jax.jit(batch(f))(shared, chains), jax.jit(batch(serial))(shared, chains), 1e-12)
+    assert (pool is None) == (comm.rank > 0)
+
+
+@pytest.mark.ranks(2)
+def test_adjoint_and_second_derivatives(comm: Communicator) -> None:
+    every, (shared, per_job) = records(ragged=True), arguments()
+    with jobs.root_driven(comm=comm) as pool:
+        if pool is not None:
+            data = pool.put(every, block=2, schedule=jobs.Dynamic())
+            f = pool.map(curve, data, derivatives="adjoint")
+            loss = lambda f: lambda s, p: sum(jnp.sum(jnp.sin(y)) for y in f(s, p))
+            both = lambda f: jax.jit(jax.grad(loss(f), (0, 1)))(shared, per_job)
+            close(both(f), both(serial_map(curve, every)), 1e-12)
+            g = pool.sum(misfit, data)
+            hessian = lambda g: jax.jit(jax.hessian(g))(shared, per_job)
+            close(hessian(g), hessian(serial_sum(misfit, every)), 1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_errors_of_the_root(comm: Communicator) -> None:
+    root = lambda shared, mine, record: jnp.sqrt(shared * mine * record)
+    with jobs.root_driven(root, comm=comm) as pool:
+        if pool is not None:
+            data = pool.put([1.0, 2.0, 3.0])
+            f = pool.map(root, data)
+            for _ in range(3):
+                with pytest.raises(jobs.JobError, match="job 1 on rank"):
+                    f(1.0, jnp.asarray([1.0, -1.0, 1.0]))
+                equal_bits(f(1.0, jnp.ones(3)), np.sqrt([1.0, 2.0, 3.0]))
+            with pytest.raises(TypeError, match="a list of records"):
+                pool.put("text")
+            with pytest.raises(TypeError, match="must be known to the other ranks"):
+                pool.map(lambda s, m, r: s, data)(1.0)
+            equal_bits(f(1.0, jnp.ones(3)), np.sqrt([1.0, 2.0, 3.0]))
