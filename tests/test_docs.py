@@ -12,6 +12,8 @@ import sys
 import jax
 import pytest
 
+from mpigrad.communicator import Communicator
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -31,7 +33,10 @@ def parametrize(language: str) -> pytest.MarkDecorator:
 
 
 @parametrize("python")
-def test_python(text: str) -> None:
+def test_python(
+    text: str, tmp_path: pathlib.Path, comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(comm.mpi.bcast(tmp_path))  # what it writes is in nobody's way
     jax.config.update("jax_enable_x64", False)  # as a user starts
     try:
         exec(compile(text, "<a page>", "exec"), {"__name__": "__main__"})

@@ -24,25 +24,27 @@ class waiting:  # a class, not a generator: so the user's line stays in sight
     """Show the guard a blocking call that Python makes, as handlers show theirs.
 
     With `slot` it is a collective of that communicator, which the guard compares between ranks.
+    `unlimited`: another rank may take as long as it likes; that it never comes must be proved.
     """
 
-    def __init__(self, operation: str, slot: int = -1) -> None:
-        self.operation, self.slot = operation.encode(), slot
+    def __init__(self, operation: str, slot: int = -1, *, unlimited: bool = False) -> None:
+        self.operation, self.slot, self.unlimited = operation.encode(), slot, unlimited
 
     def __enter__(self) -> None:
         from mpigrad.operations.sites import call_site  # it needs the library above
 
         now, site = record(), call_site()
-        now.operation, now.site = self.operation, site
+        now.operation, now.site, now.unlimited = self.operation, site, self.unlimited
         now.start_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
         refusal = library().mpigrad_begin(self.operation, self.slot, site)
         if refusal is not None:
-            now.start_ns = 0
+            now.start_ns, now.unlimited = 0, False
             raise RuntimeError(refusal.decode())
 
     def __exit__(self, *error: object) -> None:
         library().mpigrad_end()
-        record().start_ns = 0
+        now = record()
+        now.start_ns, now.unlimited = 0, False
 
 
 def _watched(name: str) -> Callable[..., Any]:

@@ -285,7 +285,7 @@ class _Job:
         def note(number: int, frame: FrameType | None) -> None:
             self.requests.append(number)
 
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
         before = {number: signal.signal(number, note) for number in signals}
         try:
             yield

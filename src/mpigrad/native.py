@@ -143,6 +143,7 @@ class Record(ctypes.Structure):
         ("bytes", ctypes.c_int64),
         ("operation", ctypes.c_char_p),
     )
+    unlimited = False  # Python's own: the time limit does not hold for this operation
 
 
 @functools.cache

@@ -74,7 +74,7 @@ class Watchdog:
             self._note_elsewhere(start)
             if waited < self.patience / 2:
                 continue
-            if self.seconds and waited >= self.seconds:
+            if self.seconds and waited >= self.seconds and not now.unlimited:
                 self.end_job(self._report(waited))
             finding = diagnose(self.board.slots, lambda r: gone(self.board, r), _now())
             if finding is not None and self._certain(finding):

@@ -1,135 +1,155 @@
-"""L-BFGS on parameters that every rank holds; every step is rank 0's."""
+"""Limited-memory BFGS whose vectors are shared out over the ranks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
-from jax.flatten_util import ravel_pytree
+import numpy as np
+from numpy.typing import NDArray
 
-import mpigrad
-from mpigrad.communicator import Communicator
+from mpigrad.optimize.line_search import StrongWolfe
+from mpigrad.optimize.method import Method
+from mpigrad.optimize.objective import Objective, Point
+from mpigrad.optimize.pairs import combine, empty, remember
+from mpigrad.optimize.unknowns import Unknowns, Vector
 
-__all__ = ["LBFGS", "Iterate"]
-
-Parameters = Any  # a pytree of arrays, equal on all ranks
-Scalar = Any  # an array of shape (), or what stands for it while JAX traces a program
+__all__ = ["LBFGS", "LBFGSState"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Iterate:
-    """Where the optimizer is: parameters, their loss and gradient norm, and its memory."""
+class LBFGSState:
+    """Where L-BFGS is.
 
-    parameters: Parameters
-    loss: Scalar
-    gradient_norm: Scalar
-    evaluations: Scalar
-    step: Scalar
-    state: Any
-
-
-class LBFGS:
-    """optax's L-BFGS with its zoom line search (strong Wolfe conditions).
-
-    One iteration is one compiled program: the messages and the solves are inside the line search's
-    loop. Its decisions depend on the loss and the gradient alone, which
-    `mpigrad.value_and_grad(..., replicated=0)` makes equal on all ranks bit for bit. Ranks whose
-    tiles differ compile different programs, and round what they all compute differently: so each
-    evaluation is at rank 0's parameters, and each step ends with rank 0's iterate on all ranks. A
-    step on which the loss is not finite is shortened.
-
-    Parameters
+    Attributes
     ----------
-    value_and_grad
-        Function of the parameters that gives the global loss and its gradient, equal on all ranks.
-        Parameters that are sharded over ranks would make optax's inner products local and wrong.
-    memory
-        Number of past steps that it remembers.
-    line_search
-        Largest number of evaluations in one line search.
-    comm
-        The communicator whose ranks all hold the parameters; by default all ranks.
+    pairs
+        A vector of shape (2 memory, ...) in each of its arrays: steps s, then the changes y of the
+        gradient, each in the rows of a ring.
+    gram
+        sᵢ·yⱼ and yᵢ·yⱼ, shape (2 memory, memory).
+    products
+        Inner products of all rows with the gradient, shape (2 memory,).
+    count
+        Pairs remembered so far, the ones that were overwritten included.
     """
 
-    def __init__(
-        self,
-        value_and_grad: Callable[[Parameters], tuple[jax.Array, Parameters]],
-        memory: int = 50,
-        line_search: int = 20,
-        comm: Communicator | None = None,
-    ) -> None:
-        search = optax.scale_by_zoom_linesearch(line_search, initial_guess_strategy="one")
-        self._optax = optax.lbfgs(memory_size=memory, linesearch=search)
-        self._value_and_grad = value_and_grad
-        self._comm = comm
-        self.start = mpigrad.jit(self._start)
-        self.step = mpigrad.jit(self._step)
+    x: Vector
+    gradient: Vector
+    loss: float
+    gradient_norm: float
+    step: float
+    pairs: Vector
+    gram: NDArray[np.float64]
+    products: NDArray[np.float64]
+    count: int
+    stuck: bool = False
 
-    def _start(self, parameters: Parameters) -> Iterate:
-        """The iterate of the first parameters: one evaluation."""
-        parameters = mpigrad.bcast(parameters, comm=self._comm)
-        loss, gradient = self._value_and_grad(parameters)
-        flat, _ = ravel_pytree(parameters)
-        slope, _ = ravel_pytree(gradient)
-        return Iterate(
-            parameters,
-            loss,
-            jnp.linalg.norm(slope),
-            jnp.ones((), int),
-            jnp.zeros_like(loss),
-            self._without_memory(flat, loss, slope),
+
+@dataclasses.dataclass(frozen=True)
+class LBFGS(Method):
+    """Limited-memory BFGS (Liu and Nocedal 1989), its steps by the strong Wolfe conditions.
+
+    The direction is a combination of the gradient and the 2·memory remembered vectors. Its
+    coefficients are made of their inner products alone, in the compact form (Byrd, Nocedal and
+    Schnabel, Mathematical Programming 63 (1994), equation 3.1): an iteration outside the objective
+    reads the memory once for inner products, which one message sums over the ranks, and once for
+    the combination.
+
+    Attributes
+    ----------
+    memory
+        Number of pairs that are remembered. They take 2·memory vectors, shared out over the ranks.
+    line_search
+        `StrongWolfe(...)`.
+    first_step
+        Two-norm of the first trial step, in the unit of the unknowns (and of the first after a
+        search that found nothing); later ones are quasi-Newton steps.
+    """
+
+    memory: int = 10
+    line_search: StrongWolfe = StrongWolfe()  # noqa: RUF009 (frozen)
+    first_step: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.memory < 1:
+            raise ValueError(f"LBFGS: memory={self.memory} must be positive")
+        if not self.first_step > 0:
+            raise ValueError(f"LBFGS: first_step={self.first_step} must be positive")
+
+    def start(self, objective: Objective, x: Vector) -> LBFGSState:
+        return self._forgetful(objective.first(x), 0.0, None)
+
+    def step(self, objective: Objective, state: LBFGSState) -> LBFGSState:
+        """One line search; a second one along the gradient where the memory leads nowhere."""
+        now = Point(state.x, state.gradient, state.loss, state.gradient_norm, 0.0)
+        coefficients, slope = _quasi_newton(state)
+        if not slope < 0:  # rounding has spoiled the memory
+            state = self._forgetful(now, state.step, state.pairs)
+            coefficients, slope = _quasi_newton(state)
+        while True:
+            fresh = state.count == 0
+            direction = combine(state.pairs, coefficients[:-1], now.gradient, coefficients[-1])
+            t, point = self.line_search.search(
+                lambda t: objective.along(now.x, direction, t),  # noqa: B023
+                now,
+                slope,
+                self.first_step / now.norm if fresh else 1.0,
+            )
+            if t > 0 or fresh:
+                break
+            state = self._forgetful(now, state.step, state.pairs)
+            coefficients, slope = _quasi_newton(state)
+        if t == 0:
+            return dataclasses.replace(state, step=0.0, stuck=True)
+        slot = state.count % self.memory
+        pairs, numbers = remember(
+            objective.unknowns, state.pairs, slot, direction, t, now.gradient, point.gradient
+        )
+        gram, m = state.gram.copy(), self.memory
+        if not numbers[0, slot] > objective.unknowns.epsilon * t * -slope:  # no curvature s·y
+            return self._forgetful(point, t, pairs)
+        gram[:, slot] = numbers[0]
+        gram[m + slot, :] = numbers[0, m:]
+        return LBFGSState(
+            point.x, point.gradient, point.loss, point.norm, t, pairs, gram, numbers[1],
+            state.count + 1,
+        )  # fmt: skip
+
+    def layout(self, unknowns: Unknowns) -> Any:
+        vector, pairs = unknowns.layout(), unknowns.layout(leading=1)
+        return LBFGSState(vector, vector, False, False, False, pairs, False, False, False, False)  # type: ignore[arg-type]
+
+    def _forgetful(self, point: Point, step: float, pairs: Vector | None) -> LBFGSState:
+        """A state without memory, so that the next direction is the gradient's."""
+        m = self.memory
+        if pairs is None:
+            pairs = empty(point.x, 2 * m)
+        nothing = np.zeros((2 * m, m)), np.zeros(2 * m)
+        return LBFGSState(
+            point.x, point.gradient, point.loss, point.norm, step, pairs, *nothing, count=0
         )
 
-    def _step(self, now: Iterate) -> Iterate:
-        """The next iterate; `step` is 0 where the line search finds no smaller loss."""
-        # One vector instead of many small arrays: a smaller program, compiled sooner.
-        flat, unravel = ravel_pytree(now.parameters)
 
-        def value_and_grad(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            x = mpigrad.bcast(x, comm=self._comm)
-            value, gradient = self._value_and_grad(unravel(x))
-            return value, ravel_pytree(gradient)[0]
-
-        # The line search differentiates the loss with jax.value_and_grad, which gets the value
-        # and the gradient that were computed together.
-        @jax.custom_vjp
-        def loss(x: jax.Array) -> jax.Array:
-            return value_and_grad(x)[0]
-
-        loss.defvjp(value_and_grad, lambda gradient, seed: (seed * gradient,))
-        slope = optax.tree.get(now.state, "grad")
-        updates, state = self._optax.update(
-            slope, now.state, flat, value=now.loss, grad=slope, value_fn=loss
-        )
-        following = Iterate(
-            unravel(flat + jnp.asarray(updates)),
-            optax.tree.get(state, "value"),
-            jnp.linalg.norm(optax.tree.get(state, "grad")),
-            now.evaluations + optax.tree.get(state, "num_linesearch_steps"),
-            optax.tree.get(state, "learning_rate"),
-            state,
-        )
-        return mpigrad.bcast(following, comm=self._comm)
-
-    def blank(self, parameters: Parameters) -> Iterate:
-        """An iterate of these parameters' structure, not evaluated: what a file is read into."""
-        zero = jnp.zeros(())
-        flat, _ = ravel_pytree(parameters)
-        state = self._without_memory(flat, zero, jnp.zeros_like(flat))
-        return Iterate(parameters, zero, zero, jnp.ones((), int), zero, state)
-
-    def forget(self, now: Iterate) -> Iterate:
-        """The same iterate without memory: the next step is along the gradient."""
-        flat, _ = ravel_pytree(now.parameters)
-        state = self._without_memory(flat, now.loss, optax.tree.get(now.state, "grad"))
-        return dataclasses.replace(now, state=state)
-
-    def _without_memory(self, x: jax.Array, loss: jax.Array, gradient: jax.Array) -> Any:
-        state = optax.tree.set(self._optax.init(x), value=loss, grad=gradient)
-        # Types as a step leaves them, so that the first step is compiled for all the others.
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf, leaf.dtype), state)
+def _quasi_newton(state: LBFGSState) -> tuple[NDArray[np.float64], float]:
+    """Coefficients of (s..., y..., gradient) in the direction -H g, and its product with g."""
+    m = state.gram.shape[1]
+    known = min(state.count, m)
+    coefficients = np.zeros(2 * m + 1)
+    if known == 0:
+        coefficients[-1] = -1.0
+        return coefficients, -(state.gradient_norm**2)
+    ring = (np.arange(known) + (state.count - known)) % m  # from the oldest to the newest
+    SY, YY = state.gram[np.ix_(ring, ring)], state.gram[np.ix_(m + ring, ring)]
+    Sg, Yg = state.products[ring], state.products[m + ring]
+    scale = SY[-1, -1] / YY[-1, -1]
+    R = np.triu(SY)
+    u = np.linalg.solve(R, Sg)
+    p = np.linalg.solve(R.T, np.diag(SY) * u + scale * (YY @ u - Yg))
+    coefficients[ring], coefficients[m + ring], coefficients[-1] = -p, scale * u, -scale
+    slope = float(
+        coefficients[ring] @ Sg + coefficients[m + ring] @ Yg - scale * state.gradient_norm**2
+    )
+    return coefficients, slope

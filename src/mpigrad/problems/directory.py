@@ -9,7 +9,7 @@ import pathlib
 from typing import Any
 
 from mpigrad.communicator import Communicator
-from mpigrad.problems.together import together
+from mpigrad.together import together
 
 __all__ = ["prepare"]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpigrad import interruption
 from mpigrad.communicator import Communicator
-from mpigrad.optimize import LBFGS, Iterate
+from mpigrad.problems.lbfgs import LBFGS, Iterate
 from mpigrad.progress import Progress
 
 __all__ = ["Record", "Standing", "Trained", "seconds_per_iteration", "train"]

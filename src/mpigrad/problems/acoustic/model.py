@@ -18,12 +18,12 @@ from mpigrad.operations import allreduce, require
 from mpigrad.problems.acoustic import reference
 from mpigrad.problems.acoustic.scheme import Scheme
 from mpigrad.problems.acoustic.state import State, at_rest
-from mpigrad.problems.together import together
 from mpigrad.problems.waves.absorbing import WaveTile, damping, widths_of
 from mpigrad.problems.waves.interpolation import point_table
 from mpigrad.problems.waves.propagation import propagate
 from mpigrad.problems.waves.stability import SECOND_DERIVATIVES, wave_equation_limit
 from mpigrad.problems.waves.survey import Survey
+from mpigrad.together import together
 
 __all__ = ["Acoustic", "Recording"]
 

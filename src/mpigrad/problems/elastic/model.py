@@ -28,10 +28,10 @@ from mpigrad.problems.elastic.scheme import (
     tables,
 )
 from mpigrad.problems.elastic.state import State, at_rest, from_native, to_native
-from mpigrad.problems.together import together
 from mpigrad.problems.waves.absorbing import WaveTile, widths_of
 from mpigrad.problems.waves.propagation import propagate
 from mpigrad.problems.waves.survey import Survey
+from mpigrad.together import together
 
 __all__ = ["Elastic", "Recording"]
 

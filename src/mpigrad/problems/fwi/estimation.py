@@ -12,7 +12,6 @@ import numpy as np
 
 import mpigrad
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.optimize import LBFGS
 from mpigrad.problems.directory import prepare
 from mpigrad.problems.files import write_whole
 from mpigrad.problems.fwi.inversion import Inversion, inversion
@@ -20,6 +19,7 @@ from mpigrad.problems.fwi.outputs import write_outputs
 from mpigrad.problems.fwi.restart import load_restart, save_restart
 from mpigrad.problems.fwi.result import Result
 from mpigrad.problems.fwi.settings import Settings
+from mpigrad.problems.lbfgs import LBFGS
 from mpigrad.problems.training import Standing, Trained, train
 
 __all__ = ["run"]

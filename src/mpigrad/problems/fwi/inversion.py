@@ -31,11 +31,11 @@ from mpigrad.problems.fwi.parametrization import (
 )
 from mpigrad.problems.fwi.regularization import tikhonov, total_variation, window_with_neighbors
 from mpigrad.problems.fwi.settings import Settings
-from mpigrad.problems.together import from_root
 from mpigrad.problems.waves.experiment import Experiment, Fields, experiment, p_velocity
 from mpigrad.problems.waves.files import read_array, read_model, read_number
 from mpigrad.problems.waves.physics import Physics
 from mpigrad.problems.waves.team import Team, team_of
+from mpigrad.together import from_root
 
 __all__ = ["Inversion", "inversion"]
 

@@ -11,11 +11,11 @@ from typing import Any, BinaryIO
 import equinox as eqx
 
 from mpigrad.communicator import Communicator
-from mpigrad.optimize import LBFGS
 from mpigrad.problems.files import write_whole
 from mpigrad.problems.fwi.parametrization import Parametrization
-from mpigrad.problems.together import from_root
+from mpigrad.problems.lbfgs import LBFGS
 from mpigrad.problems.training import Record, Standing
+from mpigrad.together import from_root
 
 __all__ = ["load_restart", "save_restart"]
 

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 import mpigrad
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
-from mpigrad.optimize import LBFGS
 from mpigrad.problems.directory import prepare
 from mpigrad.problems.heat.experiment import Experiment, experiment
 from mpigrad.problems.heat.inverse import inverse_problem
 from mpigrad.problems.heat.outputs import write_estimation, write_film
 from mpigrad.problems.heat.settings import Settings
 from mpigrad.problems.heat.simulation import simulate
-from mpigrad.problems.together import from_root
+from mpigrad.problems.lbfgs import LBFGS
 from mpigrad.problems.training import Record, train
+from mpigrad.together import from_root
 
 __all__ = ["Result", "run"]
 

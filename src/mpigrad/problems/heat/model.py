@@ -17,7 +17,7 @@ from mpigrad import allreduce, require, sparse, stepping
 from mpigrad.grid import Grid
 from mpigrad.halo import halo_exchange
 from mpigrad.problems import diffusion
-from mpigrad.problems.together import equal_everywhere, together
+from mpigrad.together import equal_everywhere, together
 
 __all__ = ["Heat"]
 

@@ -17,7 +17,7 @@ except ImportError as error:
         f"mpigrad.problems needs {error.name}: pip install 'mpigrad[problems]'"
     ) from error
 
-from mpigrad.optimize import LBFGS
+from mpigrad.problems.lbfgs import LBFGS
 from mpigrad.problems.poisson.estimation import run
 from mpigrad.problems.poisson.inverse import InverseProblem, inverse_problem
 from mpigrad.problems.poisson.model import Model, poisson, unit_square

@@ -14,8 +14,8 @@ import mpigrad
 from mpigrad import sparse
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.native import communication_seconds
-from mpigrad.optimize import LBFGS
 from mpigrad.problems.directory import prepare
+from mpigrad.problems.lbfgs import LBFGS
 from mpigrad.problems.poisson.inverse import InverseProblem, best_constant, inverse_problem
 from mpigrad.problems.poisson.outputs import write_outputs
 from mpigrad.problems.poisson.result import Result

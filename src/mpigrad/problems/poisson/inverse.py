@@ -26,7 +26,7 @@ from mpigrad.problems.poisson.observations import (
 )
 from mpigrad.problems.poisson.parametrization import CellValues, NetworkValues, Parametrization
 from mpigrad.problems.poisson.settings import Settings
-from mpigrad.problems.together import from_root
+from mpigrad.together import from_root
 
 __all__ = ["InverseProblem", "best_constant", "inverse_problem"]
 

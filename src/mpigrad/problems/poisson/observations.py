@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpigrad.grid import Grid
 from mpigrad.halo import halo_exchange
-from mpigrad.problems.together import from_root, together
+from mpigrad.together import from_root, together
 
 __all__ = [
     "Data",

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from mpigrad.grid import Grid
 from mpigrad.problems.files import write_whole
 from mpigrad.problems.poisson.network import Network, load_network, save_network
-from mpigrad.problems.together import from_root
+from mpigrad.together import from_root
 
 __all__ = ["CellValues", "NetworkValues", "Parametrization"]
 

@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Float
 
 from mpigrad.communicator import Communicator
-from mpigrad.problems.together import from_root
 from mpigrad.problems.wave_options import WaveOptions
 from mpigrad.problems.waves.files import Acquisition, ModelFile, read_model
 from mpigrad.problems.waves.wavelets import read_wavelets, ricker
+from mpigrad.together import from_root
 
 __all__ = ["Experiment", "Fields", "experiment", "p_velocity"]
 

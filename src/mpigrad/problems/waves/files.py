@@ -12,7 +12,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 
 from mpigrad.communicator import Communicator
-from mpigrad.problems.together import from_root
+from mpigrad.together import from_root
 
 __all__ = ["FORMATS", "Acquisition", "ModelFile", "read_array", "read_model"]
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
-from mpigrad.problems.together import together
 from mpigrad.problems.waves.experiment import Experiment, p_velocity
 from mpigrad.problems.waves.physics import Physics
 from mpigrad.problems.waves.survey import Survey
+from mpigrad.together import together
 
 __all__ = ["Team", "team_of"]
 

@@ -1,0 +1,226 @@
+"""Which part of each array of a tree a rank holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from mpigrad.checkpoint.leaves import dtype_of, is_number, kind_of, local_shape, to_host
+from mpigrad.communicator import Communicator
+from mpigrad.grid import Grid
+from mpigrad.together import together
+
+__all__ = ["Layout", "Leaf", "Stripes", "check_replicated", "describe"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stripes:
+    """Each rank holds its own rows of an array, one rank after the other along `axis`.
+
+    Ranks may hold different numbers of rows, also none.
+    """
+
+    axis: int = 0
+
+
+# A tree of which each leaf says how the arrays at its place, or below it, are shared out: False,
+# equal on all ranks; True, stripes of axis 0; Stripes(axis); a Grid, tiles in the trailing axes.
+Layout = Any
+
+Boxes = NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of a tree, as all ranks together hold it.
+
+    Attributes
+    ----------
+    name
+        Its place in the tree.
+    kind
+        See `kind_of`.
+    shape
+        Of the whole array.
+    boxes
+        First and past-last index of every rank's piece, of shape (ranks, 2, axes); None where all
+        ranks hold the whole.
+    number
+        The `repr` of a number of Python.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    boxes: Boxes | None
+    number: str | None = None
+
+    def __str__(self) -> str:
+        return self.kind if is_number(self.kind) else f"{self.kind} {self.shape}"
+
+    def box(self, rank: int) -> Boxes:
+        """First and past-last index of what a rank holds, of shape (2, axes)."""
+        if self.boxes is None:
+            return np.array([[0] * len(self.shape), self.shape], np.int64)
+        return self.boxes[rank]
+
+    def bytes_of(self, rank: int) -> int:
+        """Size of what a rank writes; rank 0 writes what all hold."""
+        if is_number(self.kind) or (self.boxes is None and rank > 0):
+            return 0
+        start, stop = self.box(rank)
+        return math.prod((stop - start).tolist()) * dtype_of(self.kind).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """What this rank sees of a leaf."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    axis: int | None  # of stripes
+    tiles: tuple[tuple[slice, ...], ...] | None  # of a grid, for all ranks
+    number: str | None
+
+    def common(self) -> tuple[Any, ...]:
+        """What has to be equal on all ranks."""
+        shape = list(self.shape)
+        if self.axis is not None:
+            shape[self.axis] = -1
+        if self.tiles is not None:
+            shape[len(shape) - len(self.tiles[0]) :] = [-1] * len(self.tiles[0])
+        return self.name, self.kind, shape, self.axis, self.number
+
+
+def describe(tree: Any, layout: Layout, comm: Communicator, what: str) -> list[Leaf]:
+    """The leaves of a tree as all ranks hold them (collective).
+
+    Raises
+    ------
+    ValueError, TypeError
+        On every rank: the layout does not fit the tree, a leaf cannot be written, or the ranks
+        disagree; `what` begins the message.
+    """
+    pieces: list[_Piece] = []
+    with together(comm):
+        pieces = _pieces(tree, layout, comm, what)
+    everywhere = comm.mpi.allgather(pieces)
+    for rank, others in enumerate(everywhere):
+        if len(others) != len(pieces):
+            raise ValueError(
+                f"{what}: the tree has {len(everywhere[0])} leaves on rank 0, {len(others)} on "
+                f"rank {rank}; give trees of one structure on all ranks"
+            )
+        for ours, theirs in zip(everywhere[0], others, strict=True):
+            if ours.common() != theirs.common():
+                raise ValueError(
+                    f"{what}: {ours.name} is {_said(ours)} on rank 0, {theirs.name} is "
+                    f"{_said(theirs)} on rank {rank}; what all ranks hold must be equal, what "
+                    "each holds a part of needs True, Stripes(axis) or its Grid in the layout"
+                )
+    return [_joined(list(leaf)) for leaf in zip(*everywhere, strict=True)]
+
+
+def _said(piece: _Piece) -> str:
+    if piece.number is not None:
+        return piece.number
+    how = "" if piece.axis is None else f", stripes of axis {piece.axis}"
+    return f"{piece.kind} {piece.shape}{how}"
+
+
+def _pieces(tree: Any, layout: Layout, comm: Communicator, what: str) -> list[_Piece]:
+    try:
+        hows = jax.tree.leaves(jax.tree.broadcast(layout, tree, is_leaf=_is_layout))
+    except ValueError as error:
+        raise ValueError(f"{what}: the layout is not a prefix of the tree: {error}") from error
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [
+        _piece(jax.tree_util.keystr(path) or "the tree", leaf, how, comm, what)
+        for (path, leaf), how in zip(leaves, hows, strict=True)
+    ]
+
+
+def _is_layout(x: Any) -> bool:
+    return isinstance(x, bool | Stripes | Grid)
+
+
+def _piece(name: str, leaf: Any, how: Any, comm: Communicator, what: str) -> _Piece:
+    try:
+        kind, shape = kind_of(leaf), local_shape(leaf)
+    except TypeError as error:
+        raise TypeError(f"{what}: {name}: {error}") from None
+    number = repr(leaf) if is_number(kind) else None
+    if isinstance(how, bool):
+        if not how:
+            return _Piece(name, kind, shape, None, None, number)
+        how = Stripes()
+    if isinstance(how, Stripes):
+        if not -len(shape) <= how.axis < len(shape):
+            raise ValueError(f"{what}: {name} of shape {shape} has no axis {how.axis} of stripes")
+        return _Piece(name, kind, shape, how.axis % len(shape), None, number)
+    if not isinstance(how, Grid):
+        raise TypeError(
+            f"{what}: the layout of {name} is a {type(how).__name__}; it must be False, True, "
+            "Stripes(axis) or a Grid"
+        )
+    if MPI.Comm.Compare(how.comm.mpi, comm.mpi) not in (MPI.IDENT, MPI.CONGRUENT):
+        raise ValueError(f"{what}: the grid of {name} is on other ranks than the restart files")
+    if len(shape) < how.ndim or shape[len(shape) - how.ndim :] != how.local_shape:
+        raise ValueError(
+            f"{what}: {name} has shape {shape} on rank {comm.rank}, whose tile has "
+            f"{how.local_shape} cells; a tile's axes come last"
+        )
+    tiles = tuple(how.slices_of(rank) for rank in range(comm.size))
+    return _Piece(name, kind, shape, None, tiles, number)
+
+
+def _joined(pieces: list[_Piece]) -> Leaf:
+    """The whole leaf from every rank's piece."""
+    first = pieces[0]
+    if first.axis is None and first.tiles is None:
+        return Leaf(first.name, first.kind, first.shape, None, first.number)
+    shapes = np.array([piece.shape for piece in pieces], np.int64)
+    boxes = np.stack([np.zeros_like(shapes), shapes], 1)
+    if first.axis is not None:
+        ends = np.cumsum(shapes[:, first.axis])
+        boxes[:, 1, first.axis] = ends
+        boxes[1:, 0, first.axis] = ends[:-1]
+    if first.tiles is not None:
+        for box, tile in zip(boxes, first.tiles, strict=True):
+            box[:, shapes.shape[1] - len(tile) :] = [
+                [part.start for part in tile],
+                [part.stop for part in tile],
+            ]
+    whole = tuple(int(n) for n in np.max(boxes[:, 1], axis=0))
+    return Leaf(first.name, first.kind, whole, boxes)
+
+
+def check_replicated(leaves: list[Leaf], tree: Any, comm: Communicator, what: str) -> None:
+    """Raise on every rank unless what all ranks hold is equal on all of them, bit for bit.
+
+    A restart gives all ranks what rank 0 holds: where it was not equal before, the run that goes
+    on would be another one.
+    """
+    digests: dict[str, str] = {}
+    with together(comm):
+        for leaf, value in zip(leaves, jax.tree.leaves(tree), strict=True):
+            if leaf.boxes is None and leaf.number is None:
+                numbers = to_host(value).reshape(-1).view(np.uint8)
+                digests[leaf.name] = hashlib.sha256(numbers.data).hexdigest()
+    everywhere = comm.mpi.allgather(digests)
+    for rank, others in enumerate(everywhere):
+        for name, digest in others.items():
+            if digest != everywhere[0][name]:
+                raise ValueError(
+                    f"{what}: {name} is not the same on ranks 0 and {rank}, and its layout says "
+                    "that it is. Make it equal, for instance by mpigrad.bcast, or give True, "
+                    "Stripes(axis) or its Grid"
+                )

@@ -1,0 +1,61 @@
+"""Inner products over trees of which some leaves are replicated and some sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.grid import Grid
+from mpigrad.operations import allreduce
+
+__all__ = ["clip_by_global_norm", "global_norm", "inner_products"]
+
+
+def inner_products(
+    *pairs: tuple[Any, Any], sharded: Any = False, comm: Communicator | None = None
+) -> jax.Array:
+    """⟨u, v⟩ of each pair of trees, over all ranks and in one message (collective).
+
+    Parameters
+    ----------
+    pairs
+        (u, v), trees of real arrays alike; all pairs have the structure of the first.
+    sharded
+        A prefix of the trees, as for `minimize`: replicated leaves (False) count once, of sharded
+        ones (True, or a Grid) each rank's part.
+    comm
+        The ranks.
+
+    Returns
+    -------
+    An array of shape (len(pairs),), equal on all ranks; inside compiled programs as well, and
+    differentiable.
+    """
+    comm = resolve(comm)
+
+    def local(u: Any, v: Any) -> Any:
+        def of_leaf(kind: Any, a: Any, b: Any) -> Any:
+            counts = kind is not False or comm.rank == 0
+            return jnp.vdot(a, b) if counts else 0 * jnp.vdot(a, b)
+
+        kinds = jax.tree.broadcast(sharded, u, is_leaf=lambda x: isinstance(x, bool | Grid))
+        return sum(jax.tree.leaves(jax.tree.map(of_leaf, kinds, u, v)))
+
+    return allreduce(jnp.stack([local(u, v) for u, v in pairs]), comm=comm)
+
+
+def global_norm(tree: Any, *, sharded: Any = False, comm: Communicator | None = None) -> jax.Array:
+    """The two-norm of a tree over all ranks, with `sharded` as in `inner_products`."""
+    return jnp.sqrt(inner_products((tree, tree), sharded=sharded, comm=comm)[0])
+
+
+def clip_by_global_norm(
+    tree: Any, largest: float, *, sharded: Any = False, comm: Communicator | None = None
+) -> Any:
+    """The tree, made shorter where its two-norm over all ranks is above `largest`."""
+    norm = global_norm(tree, sharded=sharded, comm=comm)
+    factor = jnp.where(norm > largest, largest / norm, 1.0)
+    return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), tree)

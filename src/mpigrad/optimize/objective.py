@@ -1,0 +1,220 @@
+"""What a method may ask of the function that it minimises."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import mpigrad
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.optimize.requests import evaluation
+from mpigrad.optimize.unknowns import Compiling, Unknowns, Vector, dot
+from mpigrad.together import equal_everywhere, together
+from mpigrad.transformations import Loss
+
+__all__ = ["Objective", "Point"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A point, the loss and its gradient there.
+
+    Attributes
+    ----------
+    x, gradient
+        Vectors: what this rank holds.
+    loss
+        The global loss.
+    norm
+        The two-norm of the gradient.
+    slope
+        The inner product of the gradient with the direction along which the point was reached.
+    """
+
+    x: Vector
+    gradient: Vector
+    loss: float
+    norm: float
+    slope: float
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and the gradient's products are numbers."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm) and math.isfinite(self.slope)
+
+
+class Objective(Compiling):
+    """A function of the unknowns, its derivatives, and how often they were computed.
+
+    Value and gradient are computed in one pass, in one compiled program with the step that leads
+    there and the inner products that a line search wants. `minimize` makes an objective, or takes
+    one, whose programs several starts, methods and stages then share. All methods are collective.
+
+    Parameters
+    ----------
+    f, loss, value_and_grad, sharded, comm
+        As for `minimize`.
+    x0
+        A tree of the structure, shapes and dtypes of the unknowns.
+    residuals
+        f returns residuals, and the loss is half the sum of their squares.
+
+    Attributes
+    ----------
+    unknowns
+        Where they live.
+    evaluations, products
+        Values with gradients, and Hessian-vector (or Gauss-Newton) products computed so far.
+    batch
+        What the function gets after the unknowns: (), or a tuple of one batch.
+    companion
+        What a method keeps beside its states for as long as the run lasts.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any] | None,
+        x0: Any,
+        *,
+        sharded: Any = False,
+        loss: Loss = "share",
+        value_and_grad: Callable[..., Any] | None = None,
+        residuals: bool = False,
+        comm: Communicator | None = None,
+    ) -> None:
+        comm = resolve(comm)
+        with together(comm):
+            if value_and_grad is None and not callable(f):
+                raise TypeError(f"minimize: f must be a function, not {f!r}")
+            if value_and_grad is not None and residuals:
+                raise ValueError(
+                    "minimize: GaussNewton differentiates the residuals that f returns; "
+                    "value_and_grad can't be given"
+                )
+        agreed = loss, residuals, value_and_grad is None
+        equal_everywhere(comm, agreed, "minimize: loss, and whether value_and_grad is given,")
+        unknowns = Unknowns(x0, sharded, comm)
+        self.unknowns = unknowns
+        self.evaluations = self.products = 0
+        self.batch: tuple[Any, ...] = ()
+        self.companion: Any = None
+        self.loss: Loss = loss
+        self.residuals = residuals
+        self._f: Any = f
+        self._given = value_and_grad
+
+        def share(replicated: Any, own: Any, batch: Any) -> Any:
+            out = self._f(unknowns.unite(replicated, own), *batch)
+            return _half_squares(out) if residuals else out
+
+        self._differentiated = mpigrad.value_and_grad(
+            share, (0, 1), loss=loss, replicated=0, comm=comm
+        )
+
+    # ---- on the host ----
+
+    def first(self, x: Vector) -> Point:
+        """The point x itself."""
+        return self.along(x, jax.tree.map(jnp.zeros_like, x), 0.0)
+
+    def along(self, x: Vector, direction: Vector, step: float) -> Point:
+        """The point x + step · direction: one evaluation."""
+        self.evaluations += 1
+        if self._given is None:
+            program = self.compiled(Objective._evaluate_along)
+            moved, gradient, numbers = program(x, direction, step, self.batch)
+        else:
+            moved = _moved(x, direction, step)
+            x = self.tree(moved)
+            with evaluation(self.unknowns.comm):
+                value, tree = self._given(x, *self.batch)
+                self.unknowns.check_like(tree, "minimize: the gradient that value_and_grad returns")
+                if jnp.shape(value) != ():
+                    raise ValueError(
+                        f"minimize: value_and_grad returns a value of shape {jnp.shape(value)}, "
+                        "which must be the global loss"
+                    )
+            gradient, numbers = self.compiled(Objective._measured)(value, tree, direction)
+        loss, slope, square = (float(number) for number in numbers)
+        return Point(moved, gradient, loss, math.sqrt(square), slope)
+
+    def tree(self, x: Vector) -> Any:
+        """The unknowns as the user gave them."""
+        return self.unknowns.compiled(Unknowns.tree)(x)
+
+    # ---- in compiled programs ----
+
+    def value_and_gradient(self, x: Vector, batch: tuple[Any, ...]) -> tuple[Any, Vector]:
+        """The global loss and the gradient vector; to be traced."""
+        value, gradient = self._differentiated(*self.unknowns.split(x), batch)
+        return value, self.unknowns.join(*gradient)
+
+    def hessian_products(self, x: Vector, batch: tuple[Any, ...]) -> Callable[[Vector], Vector]:
+        """v → H v at x, by forward over reverse differentiation; to be traced."""
+        unknowns = self.unknowns
+
+        def gradient(replicated: Any, own: Any) -> Any:
+            return self._differentiated(replicated, own, batch)[1]
+
+        _, derivative = mpigrad.linearize(gradient, *unknowns.split(x))
+        return lambda v: unknowns.join(*derivative(*unknowns.split(v)))
+
+    def gauss_newton_products(
+        self, x: Vector, batch: tuple[Any, ...]
+    ) -> Callable[[Vector], Vector]:
+        """v → Jᵀ J v at x, J the derivative of the residuals; to be traced."""
+        unknowns = self.unknowns
+        once = self.loss == "share" or unknowns.comm.rank == 0
+
+        def residual(replicated: Any, own: Any) -> Any:
+            return self._f(unknowns.unite(replicated, own), *batch)
+
+        at = unknowns.split(x)
+        _, forward = mpigrad.linearize(residual, *at)
+        _, backward = mpigrad.vjp(residual, *at)
+
+        def product(v: Vector) -> Vector:
+            moved = forward(*unknowns.split(v))
+            if not once:  # replicated residuals count on rank 0 only
+                moved = jax.tree.map(jnp.zeros_like, moved)
+            replicated, own = backward(moved)
+            return unknowns.join(unknowns.sum(replicated) if replicated else [], own)
+
+        return product
+
+    def _evaluate_along(self, x: Vector, direction: Vector, step: Any, batch: Any) -> Any:
+        x = _moved(x, direction, step)
+        value, gradient = self.value_and_gradient(x, batch)
+        return x, gradient, self._numbers(value, gradient, direction)
+
+    def _measured(self, value: Any, tree: Any, direction: Vector) -> Any:
+        gradient = self.unknowns.vector(tree)
+        # A value is rank 0's, so that all ranks decide alike.
+        first = self.unknowns.comm.rank == 0
+        value = self.unknowns.sum(jnp.where(first, value, jnp.zeros_like(value)))
+        return gradient, self._numbers(value, gradient, direction)
+
+    def _numbers(self, value: Any, gradient: Vector, direction: Vector) -> Any:
+        products = jnp.stack([dot(gradient, direction), dot(gradient, gradient)])
+        return (value, *self.unknowns.sum(products))
+
+
+@jax.jit
+def _moved(x: Vector, direction: Vector, step: Any) -> Vector:
+    return tuple(a + jnp.asarray(step, a.dtype) * d for a, d in zip(x, direction, strict=True))
+
+
+def _half_squares(residuals: Any) -> Any:
+    """½ Σ r² of a tree of residuals."""
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(residuals)]
+    for leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"minimize: GaussNewton needs real residuals, and f returns {leaf.dtype}"
+            )
+    return sum(0.5 * jnp.vdot(leaf, leaf) for leaf in leaves)

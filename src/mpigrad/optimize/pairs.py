@@ -1,0 +1,68 @@
+"""The memory of L-BFGS: rows of vectors that are overwritten in place."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from mpigrad.optimize.unknowns import Unknowns, Vector
+
+__all__ = ["combine", "empty", "remember"]
+
+
+def empty(x: Vector, rows: int) -> Vector:
+    """Rows of zeros."""
+    return tuple(jnp.zeros((rows, *part.shape), part.dtype) for part in x)
+
+
+@jax.jit
+def _combine(rows: Vector, coefficients: Any, g: Vector, of_g: Any) -> Vector:
+    def one(a: Any, b: Any) -> Any:
+        c = jnp.asarray(coefficients, b.dtype)
+        return jnp.tensordot(c, a, 1) + jnp.asarray(of_g, b.dtype) * b
+
+    return tuple(one(a, b) for a, b in zip(rows, g, strict=True))
+
+
+def combine(rows: Vector, coefficients: NDArray[np.float64], g: Vector, of_g: float) -> Vector:
+    """The combination of the rows and g with these coefficients; without messages."""
+    return _combine(rows, coefficients, g, of_g)
+
+
+def _remember(
+    unknowns: Unknowns, rows: Vector, slot: Any, direction: Vector, t: Any, old: Vector, new: Vector
+) -> Any:
+    products, changed = [], []
+    for part, d, g_old, g in zip(rows, direction, old, new, strict=True):
+        y = g - g_old
+        with_s = part.at[slot].set(jnp.asarray(t, d.dtype) * d)
+        with_both = with_s.at[part.shape[0] // 2 + slot].set(y)
+        flat = with_both.reshape(part.shape[0], -1)
+        products.append(jnp.stack([flat @ y.ravel(), flat @ g.ravel()]))
+        changed.append(with_both)
+    return tuple(changed), unknowns.sum(functools.reduce(jnp.add, products))
+
+
+def remember(
+    unknowns: Unknowns,
+    rows: Vector,
+    slot: int,
+    direction: Vector,
+    t: float,
+    old: Vector,
+    new: Vector,
+) -> tuple[Vector, NDArray[np.float64]]:
+    """Put s = t · direction and y = new - old in their rows, which are taken over (collective).
+
+    Returns
+    -------
+    The rows, and their inner products with y and with `new`, shape (2, number of rows).
+    """
+    program = unknowns.compiled(_remember, donate_argnums=0)
+    rows, products = program(rows, slot, direction, t, old, new)
+    return rows, np.asarray(products, np.float64)

@@ -1,0 +1,273 @@
+"""The unknowns of an optimization, as one vector that all ranks hold together."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.checkpoint import Stripes
+from mpigrad.communicator import Communicator
+from mpigrad.grid import Grid
+from mpigrad.operations import allgatherv, bcast, reduce
+from mpigrad.together import together
+from mpigrad.transformations import jit
+
+__all__ = ["Compiling", "Unknowns", "Vector", "dot"]
+
+Vector = tuple[Any, ...]  # arrays: what this rank holds of a vector
+_DTYPES = (np.dtype("float32"), np.dtype("float64"))
+
+
+class Compiling:
+    """Something whose functions are compiled once."""
+
+    def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """function(self, ...) as a compiled program of its further arguments.
+
+        `options` are those of `mpigrad.jit`.
+        """
+        programs: dict[Any, Any] = self.__dict__.setdefault("_programs", {})
+        if function not in programs:
+            programs[function] = jit(functools.partial(function, self), **options)
+        return programs[function]  # type: ignore[no-any-return]
+
+
+class Unknowns(Compiling):
+    """How a pytree on every rank and a vector shared out over the ranks make each other.
+
+    In the vector every unknown lies on exactly one rank: of the replicated leaves, joined to one
+    array for each dtype, rank r holds the r-th stripe; of the sharded leaves each rank holds its
+    own part. So every inner product is the sum over ranks of local ones, whatever is replicated,
+    the vectors of a method take 1/P of the memory, and a replicated leaf, which is gathered from
+    the stripes, is equal on all ranks bit for bit.
+
+    Parameters
+    ----------
+    x0
+        The pytree: floats and arrays of float32 or float64.
+    sharded
+        A pytree prefix of `x0`: False where leaves are equal on all ranks, True where each rank
+        has its own rows of axis 0, in the order of the ranks (any number, also none), a `Grid`
+        where each has its tile, in the last axes.
+    comm
+        The ranks that share the unknowns.
+
+    Attributes
+    ----------
+    size
+        Number of unknowns of all ranks.
+    epsilon
+        The rounding of their coarsest dtype.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On every rank: a leaf is no real array, its shape does not fit, or the ranks disagree.
+    """
+
+    def __init__(self, x0: Any, sharded: Any, comm: Communicator) -> None:
+        self.comm = comm
+        common: list[tuple[Any, ...]] = []
+        with together(comm):
+            x0 = jax.tree.map(_real, x0)
+            paths, self.structure = jax.tree_util.tree_flatten_with_path(x0)
+            self.kinds = _kinds(sharded, x0)
+            self.names = ["x0" + jax.tree_util.keystr(path) for path, _ in paths]
+            leaves = [leaf for _, leaf in paths]
+            for name, leaf, kind in zip(self.names, leaves, self.kinds, strict=True):
+                common.append(_description(name, leaf, kind, comm))
+            if not leaves:
+                raise ValueError("minimize: x0 has no leaves")
+        _same(common, comm)
+        self.shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        self.replicated = [i for i, kind in enumerate(self.kinds) if kind is False]
+        self.own = [i for i, kind in enumerate(self.kinds) if kind is not False]
+        # The replicated leaves of each dtype, and the rows of their join that each rank holds.
+        self.joins: list[tuple[list[int], tuple[int, ...]]] = []
+        for dtype in _DTYPES:
+            members = [i for i in self.replicated if self.shapes[i].dtype == dtype]
+            if members:
+                n = sum(self.shapes[i].size for i in members)
+                ends = [n * rank // comm.size for rank in range(comm.size + 1)]
+                counts = tuple(b - a for a, b in itertools.pairwise(ends))
+                self.joins.append((members, counts))
+        self.epsilon = max(float(jnp.finfo(shape.dtype).eps) for shape in self.shapes)
+        local = sum(self.shapes[i].size for i in self.own)
+        self.size = sum(comm.mpi.allgather(local)) + sum(sum(counts) for _, counts in self.joins)
+
+    def first(self, x0: Any) -> Vector:
+        """The vector of a tree such as that of the structure (collective).
+
+        Raises
+        ------
+        TypeError, ValueError
+            On every rank: the tree is not like it, or a replicated leaf is not equal on all ranks.
+        """
+        digests: list[str] = []
+        with together(self.comm):
+            x0 = jax.tree.map(_real, x0)
+            self.check_like(x0, "minimize: x0")
+            leaves = jax.tree.leaves(x0)
+            for i in self.replicated:
+                digests.append(hashlib.sha256(np.asarray(leaves[i]).tobytes()).hexdigest())
+        everywhere = self.comm.mpi.allgather(digests)
+        for rank, others in enumerate(everywhere):
+            for i, ours, theirs in zip(self.replicated, everywhere[0], others, strict=True):
+                if ours != theirs:
+                    raise ValueError(
+                        f"minimize: {self.names[i]} is not the same on ranks 0 and {rank}, and it "
+                        "is not declared sharded. Make it equal, for instance by mpigrad.bcast, "
+                        "or say sharded=True, or its Grid"
+                    )
+        return self.compiled(Unknowns.vector)(x0)  # type: ignore[no-any-return]
+
+    # ---- trees and vectors; these may stand in compiled programs ----
+
+    def vector(self, tree: Any) -> Vector:
+        """What this rank holds of a tree such as x0; without messages."""
+        leaves = self.structure.flatten_up_to(tree)
+        return self.join([leaves[i] for i in self.replicated], [leaves[i] for i in self.own])
+
+    def tree(self, vector: Vector) -> Any:
+        """The tree of a vector (collective)."""
+        leaves: list[Any] = [None] * len(self.kinds)
+        for numbers, parts in zip((self.replicated, self.own), self.split(vector), strict=True):
+            for i, part in zip(numbers, parts, strict=True):
+                leaves[i] = part
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def join(self, replicated: Sequence[Any], own: Sequence[Any]) -> Vector:
+        """The vector of the replicated and of the sharded leaves; without messages."""
+        place = {i: jnp.asarray(leaf) for i, leaf in zip(self.replicated, replicated, strict=True)}
+        parts = []
+        for members, counts in self.joins:
+            first = sum(counts[: self.comm.rank])
+            whole = jnp.concatenate([place[i].ravel() for i in members])
+            parts.append(whole[first : first + counts[self.comm.rank]])
+        return (*parts, *(jnp.asarray(leaf) for leaf in own))
+
+    def split(self, vector: Vector) -> tuple[list[Any], list[Any]]:
+        """The replicated leaves, gathered (collective), and the sharded ones."""
+        place: dict[int, Any] = {}
+        for part, (members, counts) in zip(vector, self.joins, strict=False):
+            whole = allgatherv(part, counts, comm=self.comm) if self.comm.size > 1 else part
+            first = 0
+            for i in members:
+                shape = self.shapes[i]
+                place[i] = whole[first : first + shape.size].reshape(shape.shape)
+                first += shape.size
+        return [place[i] for i in self.replicated], list(vector[len(self.joins) :])
+
+    def unite(self, replicated: Sequence[Any], own: Sequence[Any]) -> Any:
+        """The tree of the replicated and of the sharded leaves."""
+        place = dict(zip(self.replicated, replicated, strict=True))
+        place.update(zip(self.own, own, strict=True))
+        return jax.tree.unflatten(self.structure, [place[i] for i in range(len(self.kinds))])
+
+    # ---- numbers of all ranks ----
+
+    def sum(self, numbers: Any) -> Any:
+        """The sums over ranks of arrays, equal bit for bit on all of them (collective)."""
+        return self.decide(lambda sums: sums, numbers)
+
+    def decide(self, decision: Callable[[Any], Any], numbers: Any) -> Any:
+        """decision(sums over ranks of arrays), computed on rank 0 for all (collective)."""
+        if self.comm.size == 1:
+            return decision(numbers)
+        return bcast(decision(reduce(numbers, root=0, comm=self.comm)), 0, self.comm)
+
+    # ---- for restart files ----
+
+    def layout(self, leading: int = 0) -> tuple[Any, ...]:
+        """The layout of a vector for `checkpoint.Store`; of arrays of vectors, by leading axes."""
+        own = [self.kinds[i] for i in self.own]
+        parts = [True] * len(self.joins) + own
+        return tuple(Stripes(leading) if kind is True else kind for kind in parts)
+
+    def check_like(self, tree: Any, what: str) -> None:
+        """Raise unless `tree` has the structure, shapes and dtypes of x0; without messages."""
+        found = jax.tree.structure(tree)
+        if found != self.structure:
+            raise ValueError(f"{what} has the structure {found}, the unknowns {self.structure}")
+        for shape, leaf in zip(self.shapes, jax.tree.leaves(tree), strict=True):
+            other = jnp.shape(leaf), jnp.result_type(leaf)
+            if other != (shape.shape, shape.dtype):
+                raise ValueError(
+                    f"{what} has an array {other[1]}{list(other[0])} where the unknowns have "
+                    f"{shape.dtype}{list(shape.shape)}"
+                )
+
+
+def dot(u: Vector, v: Vector) -> Any:
+    """This rank's part of the inner product."""
+    return functools.reduce(jnp.add, [jnp.vdot(a, b) for a, b in zip(u, v, strict=True)])
+
+
+def _is_kind(x: Any) -> bool:
+    return isinstance(x, bool | Grid)
+
+
+def _real(leaf: Any) -> jax.Array:
+    array = jnp.asarray(leaf)
+    if array.dtype not in _DTYPES:
+        raise TypeError(
+            f"minimize: x0 has a leaf of dtype {array.dtype}; unknowns are float32 or float64. "
+            "Give a complex unknown as its real and imaginary parts, and keep what is fixed (or "
+            "no number) out of x0"
+        )
+    return array
+
+
+def _kinds(sharded: Any, x0: Any) -> list[bool | Grid]:
+    try:
+        kinds = jax.tree.leaves(jax.tree.broadcast(sharded, x0, is_leaf=_is_kind), is_leaf=_is_kind)
+    except ValueError as error:
+        raise ValueError(f"minimize: sharded is not a prefix of x0: {error}") from error
+    for kind in kinds:
+        if not _is_kind(kind):
+            raise TypeError(f"minimize: sharded has {kind!r}; give False, True or a Grid")
+    return kinds
+
+
+def _description(name: str, leaf: jax.Array, kind: bool | Grid, comm: Communicator) -> Any:
+    """What has to be equal on all ranks."""
+    if kind is False:
+        return name, "replicated", str(leaf.dtype), leaf.shape
+    if kind is True:
+        if leaf.ndim == 0:
+            raise ValueError(f"minimize: {name} has no axis 0 to be sharded along")
+        return name, "sharded along axis 0", str(leaf.dtype), leaf.shape[1:]
+    if leaf.shape[max(0, leaf.ndim - kind.ndim) :] != kind.local_shape:
+        raise ValueError(
+            f"minimize: {name} has shape {leaf.shape} on rank {comm.rank}, whose tile has "
+            f"{kind.local_shape} cells; a tile's axes come last"
+        )
+    return name, "sharded on a grid", str(leaf.dtype), leaf.shape[: leaf.ndim - kind.ndim]
+
+
+def _same(common: list[tuple[Any, ...]], comm: Communicator) -> None:
+    everywhere = comm.mpi.allgather(common)
+    for rank, others in enumerate(everywhere):
+        if len(others) != len(everywhere[0]):
+            raise ValueError(
+                f"minimize: x0 has {len(everywhere[0])} leaves on rank 0, {len(others)} on rank "
+                f"{rank}; give trees of one structure on all ranks"
+            )
+        for ours, theirs in zip(everywhere[0], others, strict=True):
+            if ours != theirs:
+                raise ValueError(
+                    f"minimize: {_said(ours)} on rank 0, {_said(theirs)} on rank {rank}; only the "
+                    "axes along which it is sharded may differ"
+                )
+
+
+def _said(description: tuple[Any, ...]) -> str:
+    name, how, dtype, shape = description
+    return f"{name} is {dtype}{list(shape)}, {how},"

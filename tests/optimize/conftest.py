@@ -1,0 +1,14 @@
+"""What the optimizers' tests share."""
+
+import pytest
+from layouts import layouts
+from mpi4py import MPI
+
+import mpigrad
+from mpigrad.communicator import Communicator
+
+
+@pytest.fixture(scope="session")
+def chains():
+    """The objectives of `layouts`, compiled once for all tests."""
+    return layouts(mpigrad.communicator.default(), Communicator(MPI.COMM_SELF))

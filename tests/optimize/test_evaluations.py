@@ -1,0 +1,52 @@
+"""L-BFGS beside SciPy's L-BFGS-B on functions of the literature."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+from functions import FUNCTIONS
+
+from mpigrad.optimize import LBFGS, minimize
+
+
+class Counted:
+    """A sum of squares; it notes the loss of each evaluation."""
+
+    def __init__(self, residuals):
+        self.compiled = jax.jit(jax.value_and_grad(lambda x: jnp.sum(residuals(x) ** 2)))
+        self.losses = []
+
+    def __call__(self, x):
+        value, gradient = self.compiled(x)
+        self.losses.append(float(value))
+        return value, gradient
+
+    def until(self, enough):
+        """Evaluations until the loss was small enough."""
+        small = np.flatnonzero(np.array(self.losses) <= enough)
+        return small[0] + 1 if len(small) else None
+
+    def scipys(self, x):
+        value, gradient = self(jnp.asarray(x))
+        return float(value), np.asarray(gradient)
+
+
+@pytest.mark.ranks(1)
+def test_evaluations_beside_scipy():
+    ratios = {}
+    for residuals, (start, least) in FUNCTIONS.items():
+        x0 = np.array(start, float)
+        ours, theirs = Counted(residuals), Counted(residuals)
+        theirs.compiled = ours.compiled
+        minimize(None, x0, LBFGS(memory=10), value_and_grad=ours, rtol=1e-12, iterations=300)
+        scipy.optimize.minimize(
+            theirs.scipys, x0, jac=True, method="L-BFGS-B",
+            options={"maxcor": 10, "gtol": 1e-12, "ftol": 0, "maxiter": 300, "maxfun": 1000},
+        )  # fmt: skip
+        bottom = min(theirs.losses) if least is None else least
+        enough = bottom + 1e-8 * (ours.losses[0] - bottom)
+        assert ours.until(enough), residuals.__name__
+        ratios[residuals.__name__] = ours.until(enough) / theirs.until(enough)
+    print(ratios)
+    assert np.median(list(ratios.values())) <= 1.2, ratios

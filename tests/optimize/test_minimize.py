@@ -1,0 +1,234 @@
+"""Methods beside other libraries, what minimize notes, and what it refuses."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.optimize
+
+from mpigrad.grid import Grid
+from mpigrad.optimize import (
+    LBFGS,
+    Adam,
+    GaussNewton,
+    NonlinearCG,
+    Objective,
+    Optax,
+    Result,
+    StrongWolfe,
+    clip_by_global_norm,
+    global_norm,
+    inner_products,
+    minimize,
+)
+
+
+def parabola(x):
+    return jnp.sum((x - 2) ** 2)
+
+
+@pytest.fixture
+def directory(tmp_path, comm):
+    return comm.mpi.bcast(tmp_path)
+
+
+# ---- methods ----
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_gauss_newton_fits_a_sharded_amplitude_and_common_rates(comm):
+    """a[i] exp(-k t) + b at 6 times t: each rank has rows of a and of the data; k and b are common.
+
+    SciPy fits all of it; few linearizations are enough, as the residuals vanish nearly.
+    """
+    t, rows = jnp.linspace(0, 2, 6), 5
+    amplitude = np.linspace(1, 3, rows)
+    noise = 1e-3 * np.random.default_rng(1).standard_normal((rows, 6))
+    data = amplitude[:, None] * np.exp(-0.7 * t) + 0.2 + noise
+
+    def residuals(x, data):
+        return x["a"][:, None] * jnp.exp(-x["k"] * t) + x["b"] - data
+
+    ends = [rows * r // comm.size for r in range(comm.size + 1)]
+    mine = slice(ends[comm.rank], ends[comm.rank + 1])
+    x0 = {"a": jnp.ones(rows)[mine], "b": 0.0, "k": 0.1}
+    solution = minimize(
+        lambda x: residuals(x, data[mine]),
+        x0,
+        GaussNewton(),
+        sharded={"a": True, "b": False, "k": False},
+        rtol=1e-9,
+        comm=comm,
+    )
+    expected = scipy.optimize.least_squares(
+        lambda x: np.ravel(residuals({"a": x[:rows], "b": x[rows], "k": x[rows + 1]}, data)),
+        np.append(np.ones(rows), [0, 0.1]), xtol=1e-15, ftol=1e-15, gtol=1e-15,
+    )  # fmt: skip
+    assert solution.result is Result.CONVERGED
+    assert np.allclose(solution.value["a"], expected.x[:rows][mine], rtol=1e-7)
+    assert float(solution.value["k"]) == pytest.approx(expected.x[-1], rel=1e-7)
+    assert solution.loss == pytest.approx(expected.cost, rel=1e-9)
+    assert solution.stats["evaluations"] < 15
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_adam_is_optax_on_each_part(comm):
+    """Ours, optax through `Optax`, and optax on the whole; the gradient is clipped by all ranks."""
+    n = 7
+    weights = jnp.arange(1.0, n + 1)
+    ends = [n * r // comm.size for r in range(comm.size + 1)]
+    mine = slice(ends[comm.rank], ends[comm.rank + 1])
+    x0 = jnp.linspace(-1, 1, n)
+    transformation = optax.chain(optax.clip_by_global_norm(5.0), optax.adam(0.1))
+    x, state = x0, transformation.init(x0)
+    for _ in range(6):
+        gradient = jax.grad(lambda x: jnp.sum(weights * (x - 2) ** 2))(x)
+        change, state = transformation.update(gradient, state)
+        x = x + change
+    objective = Objective(
+        lambda x: jnp.sum(weights[mine] * (x - 2) ** 2), x0[mine], sharded=True, comm=comm
+    )
+    for method in (Adam(0.1, clip=5.0), Optax(optax.adam(0.1), clip=5.0)):
+        solution = minimize(objective, x0[mine], method, iterations=6)
+        assert np.allclose(solution.value, x[mine], rtol=1e-12, atol=0)
+        assert solution.result is Result.ITERATIONS
+
+
+@pytest.mark.thin(2)
+def test_batches_are_those_of_the_iteration(comm):
+    """Each rank has its own batch, each iteration another one."""
+    seen = []
+
+    def batch(iteration):
+        seen.append(iteration)
+        return jnp.asarray(10.0 * iteration + comm.rank + 1)
+
+    solution = minimize(
+        lambda x, b: jnp.sum(x * b), jnp.zeros(2), Optax(optax.sgd(1e-3)), batch=batch, iterations=3
+    )
+    total = sum(10.0 * i * comm.size + sum(range(comm.size + 1)) for i in range(3))
+    assert np.allclose(solution.value, -1e-3 * total)
+    assert seen == [0, 1, 2, 3]
+
+
+@pytest.mark.thin(1, 3)
+def test_steps_into_the_undefined_are_shortened(comm):
+    """The minimum of x - log x, not a number beyond 0, where the first full steps lead."""
+
+    def share(x):
+        return 50 * (x - jnp.log(x)) / comm.size
+
+    for method in (LBFGS(first_step=10.0), NonlinearCG(first_step=10.0)):
+        solution = minimize(share, 3.0, method, rtol=1e-9)
+        assert float(solution.value) == pytest.approx(1, abs=1e-7)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_inner_products_count_each_number_once(comm):
+    generator = np.random.default_rng(5)
+    common, whole = generator.standard_normal((2, 2, 3)), generator.standard_normal((2, 12, 2))
+    grid = Grid((6, 2), (1.0, 1.0), comm)
+    mine = np.arange(12) % comm.size == comm.rank
+    u, v = (
+        {"a": common[i], "b": whole[i][mine], "c": grid.scatter(whole[i].reshape(6, 2, 2))[..., 0]}
+        for i in range(2)
+    )
+    sharded = {"a": False, "b": True, "c": grid}
+    expected = [
+        np.sum(common[i] * common[j]) + np.sum(whole[i] * whole[j])
+        + np.sum((whole[i] * whole[j]).reshape(6, 2, 2)[..., 0])
+        for i, j in ((0, 1), (0, 0))
+    ]  # fmt: skip
+    assert np.allclose(inner_products((u, v), (u, u), sharded=sharded, comm=comm), expected)
+    norm = np.sqrt(expected[1])
+    assert float(global_norm(u, sharded=sharded, comm=comm)) == pytest.approx(norm)
+    short = clip_by_global_norm(u, 1.0, sharded=sharded, comm=comm)
+    assert np.allclose(short["b"], u["b"] / norm)
+    assert clip_by_global_norm(u, 1e3, sharded=sharded, comm=comm)["b"] == pytest.approx(u["b"])
+
+
+# ---- what it notes ----
+
+
+@pytest.mark.thin(1, 2)
+def test_history_and_callback(comm, directory):
+    path = directory / "history.jsonl"
+    solution = minimize(
+        parabola, jnp.arange(3.0), Adam(0.1), iterations=9, history=path,
+        callback=lambda record, x: record.iteration == 4 and comm.rank == comm.size - 1,
+    )  # fmt: skip
+    assert solution.result is Result.STOPPED
+    comm.mpi.Barrier()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [0, 1, 2, 3, 4]
+    if comm.rank == 0:
+        assert lines[-1]["loss"] == solution.loss == solution.history[-1].loss
+    assert lines[0]["gradient_norm"] == pytest.approx(comm.size * np.sqrt(4 * (4 + 1 + 0)))
+
+
+@pytest.mark.thin(1)
+def test_results(comm):
+    x0 = jnp.ones(2)
+    assert minimize(parabola, 2 * x0).result is Result.CONVERGED
+    assert minimize(parabola, x0, iterations=0).result is Result.ITERATIONS
+    slow = minimize(parabola, x0, Adam(1e-9), ftol=1e-3)
+    assert slow.result is Result.SMALL_DECREASE
+    # A gradient that points the wrong way: nothing decreases along it.
+    wrong = minimize(None, x0, value_and_grad=lambda x: (parabola(x), 2 * (2 - x)))
+    assert wrong.result is Result.NO_DECREASE
+    assert wrong.value is not x0 and np.allclose(wrong.value, x0)
+
+
+# ---- what it refuses, on every rank ----
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_refusals(comm, directory):
+    x0 = jnp.zeros(3)
+    last = comm.rank == comm.size - 1
+    grid = Grid((4, 4), (1.0, 1.0), comm)
+
+    def refused(kind, match, *args, f=parabola, **options):
+        with pytest.raises(kind, match=match):
+            minimize(f, *args, **options)
+
+    refused(TypeError, "one such as LBFGS.*in parentheses", x0, LBFGS)
+    refused(TypeError, "int(32|64); unknowns are float32 or float64", jnp.arange(3))
+    refused(TypeError, "f must be a function", x0, f=3)
+    refused(ValueError, "no leaves", {})
+    refused(ValueError, "not a prefix of x0", {"a": x0}, sharded={"b": True})
+    refused(TypeError, "give False, True or a Grid", x0, sharded="yes")
+    refused(ValueError, "no axis 0", 1.0, sharded=True)
+    refused(ValueError, "whose tile has", jnp.zeros((1, 1)), sharded=grid)
+    refused(ValueError, "Adam or Optax", x0, batch=lambda i: i)
+    refused(ValueError, "must not be negative", x0, rtol=-1)
+    refused(ValueError, "value_and_grad can't", x0, GaussNewton(), value_and_grad=parabola)
+    refused(ValueError, "a value of shape", x0, value_and_grad=lambda x: (x, x))
+    refused(ValueError, "gradient that value_and_grad returns", x0,
+            value_and_grad=lambda x: (0.0, x[:2]))  # fmt: skip
+    refused(RuntimeError, "loss of x0 is nan", x0, f=lambda x: jnp.sum(jnp.log(x - 1)))
+    refused(OSError, "No such file", x0, history=directory / "absent" / "history")
+    with pytest.raises(ValueError, match="StrongWolfe: decrease"):
+        StrongWolfe(0.5, 0.1)
+    with pytest.raises(ValueError, match="already made"):
+        minimize(Objective(parabola, x0, comm=comm), x0, sharded=True)
+
+    # What one rank finds alone.
+    def interrupted(record, x):
+        if last:
+            raise KeyError("no such thing")
+
+    refused((KeyError, RuntimeError), "no such thing", x0, callback=interrupted)
+    if comm.size > 1:
+        refused(ValueError, "must be equal on all ranks", x0, iterations=5 + comm.rank)
+        refused(ValueError, "not the same on ranks 0 and .*declared sharded", x0 + last)
+        refused(ValueError, r"x0 is float64\[2\].* on rank 0", jnp.zeros(2 + last))
+        refused(ValueError, "2 leaves on rank 0, 1 on rank", [x0] * (2 - last), sharded=True)
+        lars = Optax(optax.lars(0.1))
+        refused(ValueError, "does not work number by number", x0, lars, sharded=True)
+        assert minimize(parabola, x0, lars, iterations=1).loss < 12 * comm.size
+        with pytest.raises(ValueError, match="whether batch, callback"):
+            minimize(parabola, x0, callback=interrupted if last else None)

@@ -1,0 +1,137 @@
+"""SciPy's optimizers as methods of `minimize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.optimize
+
+import mpigrad
+from mpigrad import optimize
+from mpigrad.communicator import Communicator
+
+START = np.array([-1.2, 1.0, 0.7, 1.3, -0.4])
+LOWER, UPPER = np.array([-2.0, -np.inf, 0.1, -1.0, -1.0]), 0.8
+
+
+def rosenbrock(x: Any) -> Any:
+    return jnp.sum(100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2)
+
+
+@jax.jit
+def serial(x: Any) -> Any:
+    return jax.value_and_grad(rosenbrock)(x)
+
+
+def own_rows(comm: Communicator, x: np.ndarray) -> np.ndarray:
+    """All rows but one on the last rank, none on others, where there are many ranks."""
+    ends = [0, 1, *[1] * (comm.size - 2), len(x)] if comm.size > 1 else [0, len(x)]
+    return x[ends[comm.rank] : ends[comm.rank + 1]]
+
+
+def reference(name: str, start: np.ndarray, **settings: Any) -> tuple[Any, list[np.ndarray]]:
+    """SciPy in one process, and the points to which it moved."""
+    points = [start]
+
+    def note(x: np.ndarray) -> None:
+        if np.any(x != points[-1]):
+            points.append(np.array(x))
+
+    done = scipy.optimize.minimize(
+        lambda x: tuple(map(np.asarray, serial(x))),
+        start,
+        jac=True,
+        hessp=lambda x, v: jax.jvp(jax.grad(rosenbrock), (x,), (v,))[1],
+        method=name,
+        callback=note,
+        **settings,
+    )
+    return done, points
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+def test_the_serial_iterates(comm: Communicator, sharded: bool) -> None:
+    """With bounds, by L-BFGS-B, and with Hessian products, by trust-ncg."""
+    counts = [len(rows) for rows in comm.mpi.allgather(own_rows(comm, START))]
+    cut = (lambda x: own_rows(comm, x)) if sharded else np.asarray
+    join = (lambda x: np.concatenate(comm.mpi.allgather(x))) if sharded else np.asarray
+
+    def share(x: Any) -> Any:
+        whole = mpigrad.allgatherv(x, counts) if sharded else x
+        return rosenbrock(whole) * (comm.rank + 1) / (comm.size * (comm.size + 1) / 2)
+
+    objective = optimize.Objective(share, cut(START), sharded=sharded)
+    points: list[np.ndarray] = []
+
+    def run(method: optimize.SciPy) -> optimize.Solution:
+        points.clear()
+        note = lambda record, x: points.append(join(x))
+        return optimize.minimize(objective, cut(START), method, rtol=0, callback=note)
+
+    solution = run(optimize.SciPy("L-BFGS-B", bounds=(cut(LOWER), UPPER)))
+    bounds = [(low, UPPER) for low in LOWER]
+    compare(solution, points, *reference("L-BFGS-B", np.clip(START, LOWER, UPPER), bounds=bounds))
+    options = {"gtol": 1e-9}
+    solution = run(optimize.SciPy("trust-ncg", options=options))
+    compare(solution, points, *reference("trust-ncg", START, options=options))
+    assert solution.stats["products"] > 0
+
+
+def compare(
+    solution: optimize.Solution, points: list[np.ndarray], done: Any, expected: list[np.ndarray]
+) -> None:
+    for a, b in zip(points[:11], expected[:11], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(points[-1], done.x, rtol=1e-6)
+    assert solution.result is optimize.Result.CONVERGED
+    assert solution.loss == pytest.approx(done.fun, rel=1e-6, abs=1e-12)
+    assert solution.stats["evaluations"] <= done.nfev + 1
+    assert len(points) == len(solution.history)
+
+
+@pytest.mark.ranks(2)
+def test_where_it_ends(comm: Communicator) -> None:
+    half = lambda x: rosenbrock(x) / 2
+    objective = optimize.Objective(half, START)
+    few = optimize.minimize(objective, START, optimize.SciPy("BFGS"), iterations=3)
+    assert few.result is optimize.Result.ITERATIONS
+    assert few.history[-1].iteration == 3
+    stop = lambda record, x: comm.rank == 1 and record.iteration == 2
+    stopped = optimize.minimize(objective, START, optimize.SciPy("TNC"), callback=stop)
+    assert stopped.result is optimize.Result.STOPPED
+    # An error of SciPy's own, in its thread, reaches all ranks.
+    wrong = optimize.SciPy("BFGS", options={"xrtol": "small"})
+    with pytest.raises(TypeError):
+        optimize.minimize(objective, START, wrong)
+    # So does one that one rank has in an evaluation.
+    calls: list[int] = []
+
+    def fails(x: Any) -> Any:
+        calls.append(1)
+        if comm.rank == 1 and len(calls) == 3:
+            raise ArithmeticError("the mesh of rank 1 is empty")
+        return serial(x)
+
+    with pytest.raises(ArithmeticError, match="rank 1 is empty"):
+        optimize.minimize(None, START, optimize.SciPy(), value_and_grad=fails)
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_it_refuses(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match="'Powell' is none of"):
+        optimize.SciPy("Powell")
+    with pytest.raises(ValueError, match="CG knows no bounds"):
+        optimize.SciPy("CG", bounds=(0, 1))
+    with pytest.raises(ValueError, match="pair"):
+        optimize.SciPy(bounds=(0, 1, 2))  # type: ignore[arg-type]
+    last = np.where(np.arange(5) == 4, 2.0, 0.0)  # on the last rank's part of the unknowns
+    for bounds in ((last, 1.0), (np.nan, 1.0)):
+        with pytest.raises(ValueError, match="not at or below"):
+            optimize.minimize(rosenbrock, START, optimize.SciPy(bounds=bounds))
+    with pytest.raises(ValueError, match="bounds do not fit"):
+        optimize.minimize(rosenbrock, START, optimize.SciPy(bounds=(np.zeros(3), None)))
