@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from mpigrad import interruption, jobs
+from mpigrad import interruption, jobs, optimize
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.problems.directory import prepare
 from mpigrad.problems.population import records
 from mpigrad.problems.population.diagnostics import Summary, summarize
 from mpigrad.problems.population.kinetics import Kinetics
-from mpigrad.problems.population.mode import find_mode
 from mpigrad.problems.population.model import Model, Prior, Unknowns, log_density
 from mpigrad.problems.population.outputs import Found, write_outputs
 from mpigrad.problems.population.prediction import Fit, fit
@@ -26,8 +25,8 @@ from mpigrad.problems.population.records import Cohort
 from mpigrad.problems.population.sampling import NUTS, Posterior
 from mpigrad.problems.population.settings import Settings
 from mpigrad.problems.population.simulation import Truth, simulate
-from mpigrad.problems.together import from_root, together
 from mpigrad.progress import Progress
+from mpigrad.together import from_root, together
 
 __all__ = ["Result", "run"]
 
@@ -59,14 +58,16 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
 
     Writes into `settings.out`: report.html and its pictures, posterior.npz, patients.csv,
     settings.json, history.jsonl of the way to the mode, and data.csv where patients are simulated.
-    When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the draw
-    that it is in and writes everything.
+    When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the
+    iteration or the draw that it is in and writes everything.
 
     Raises
     ------
     ValueError, OSError
         On every rank, before any work, where the settings, the patients' table or the output
         directory make no sense.
+    mpigrad.optimize.NotFiniteError
+        On every rank, where the density has no value at the prior's medians.
     """
     comm = resolve(comm)
     from_root(comm, settings.check)
@@ -99,26 +100,45 @@ def _estimate(
         data = pool.put(list(cohort.records))
         density = log_density(model, pool.sum(model.log_likelihood, data))
         start = model.prior.start(len(cohort.records))
-        history = settings.out / "history.jsonl"
-        mode, best, evaluations = find_mode(density, start, settings.iterations, history, comm)
         posterior, summary = None, {}
-        draws = jax.tree.map(lambda leaf: np.asarray(leaf)[None], mode)
-        if settings.draws:
-            posterior = _sample(settings, density, mode, comm)
+        with interruption.listen() as stop:
+            mode = optimize.minimize(
+                lambda unknowns: -density(unknowns),
+                start,
+                optimize.LBFGS(memory=20),
+                loss="replicated",
+                iterations=settings.iterations,
+                rtol=1e-4,
+                callback=lambda record, unknowns: stop.requested(),
+                history=settings.out / "history.jsonl",
+                progress=True,
+                comm=comm,
+            )
+            if settings.draws and mode.result is not optimize.Result.STOPPED:
+                posterior = _sample(settings, density, mode.value, stop, comm)
+        if posterior is None:
+            draws = jax.tree.map(lambda leaf: np.asarray(leaf)[None], mode.value)
+        else:
             summary = summarize(posterior.unknowns.shared)
             draws = _some(posterior.unknowns)
         curves = pool.map(functools.partial(fit, model), data)
         fits = _each(curves(draws.shared, jnp.swapaxes(draws.effects, 0, 1)), cohort)
-    found = Found(cohort, truth, mode, best, evaluations, draws, posterior, summary, fits)
+    found = Found(cohort, truth, mode, draws, posterior, summary, fits)
     path = settings.out / "report.html"
     with together(comm):
         if comm.rank == 0:
             path = write_outputs(settings, model, found, comm.size)
             print(f"report: {path}", flush=True)
-    return Result(settings, cohort, truth, mode, posterior, summary, path)
+    return Result(settings, cohort, truth, mode.value, posterior, summary, path)
 
 
-def _sample(settings: Settings, density: Density, mode: Unknowns, comm: Communicator) -> Posterior:
+def _sample(
+    settings: Settings,
+    density: Density,
+    mode: Unknowns,
+    stop: interruption.Interruption,
+    comm: Communicator,
+) -> Posterior:
     sampler = NUTS(settings.warmup, settings.draws, settings.acceptance, settings.depth)
     generator = np.random.default_rng(settings.seed)
     starts = jax.tree.map(
@@ -127,14 +147,13 @@ def _sample(settings: Settings, density: Density, mode: Unknowns, comm: Communic
     if comm.rank == 0:
         print(f"warm-up: {settings.chains} chains, {settings.warmup} iterations", flush=True)
     progress = Progress(settings.draws, comm.rank)
-    with interruption.listen() as stop:
 
-        def note(draw: int, figures: dict[str, float]) -> bool:
-            progress.update(draw, **figures)
-            # Any rank may have got the signal; all end at the same draw.
-            return any(comm.mpi.allgather(stop.requested()))
+    def note(draw: int, figures: dict[str, float]) -> bool:
+        progress.update(draw, **figures)
+        # Any rank may have got the signal; all end at the same draw.
+        return any(comm.mpi.allgather(stop.requested()))
 
-        posterior = sampler.sample(density, starts, settings.seed, note, comm)
+    posterior = sampler.sample(density, starts, settings.seed, note, comm)
     progress.close()
     return posterior
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from mpigrad import report
+from mpigrad.optimize import Solution
 from mpigrad.problems.files import write_whole
 from mpigrad.problems.population import pictures
 from mpigrad.problems.population.diagnostics import Summary, names, numbers
@@ -32,9 +33,7 @@ class Found:
 
     cohort: Cohort
     truth: Truth | None
-    mode: Unknowns
-    log_density: float
-    evaluations: int
+    mode: Solution
     draws: Unknowns
     posterior: Posterior | None
     summary: dict[str, Summary]
@@ -66,7 +65,7 @@ def write_outputs(settings: Settings, model: Model, found: Found, ranks: int) ->
     if found.posterior is not None:
         shared, prior = found.draws.shared, model.prior
         true = None if truth is None else truth.shared
-        drawn.insert(0, pictures.marginals(shared, prior, found.mode.shared, true))
+        drawn.insert(0, pictures.marginals(shared, prior, found.mode.value.shared, true))
         individual = None if truth is None else truth.individual
         drawn.append(pictures.individuals(parameters, individual))
     cohort = found.cohort
@@ -99,7 +98,7 @@ def write_outputs(settings: Settings, model: Model, found: Found, ranks: int) ->
 def _shared(found: Found) -> dict[str, object]:
     """Median and 90 % of each number, or its mode where nothing was drawn; and the truth."""
     true = None if found.truth is None else numbers(found.truth.shared)
-    mode = numbers(found.mode.shared)
+    mode = numbers(found.mode.value.shared)
     rows: dict[str, object] = {}
     for k, name in enumerate(names()):
         text = f"{mode[k]:.3g} (mode)"
@@ -135,8 +134,10 @@ def _sampling(posterior: Posterior, summary: dict[str, Summary]) -> report.Table
 
 def _mode(found: Found) -> dict[str, object]:
     return {
-        "log density": f"{found.log_density:.6f}",
-        "evaluations of density and gradient": found.evaluations,
+        "ended": str(found.mode.result),
+        "log density": f"{-found.mode.loss:.6f}",
+        "norm of its gradient": f"{found.mode.gradient_norm:.3e}",
+        "evaluations of density and gradient": found.mode.stats["evaluations"],
     }
 
 
