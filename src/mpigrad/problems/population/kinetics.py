@@ -71,7 +71,8 @@ class Kinetics:
         -------
         In mg/L.
         """
-        return by_forward_mode(self._integrate)(log_parameters, dose_times, doses, times)
+        data = (jnp.asarray(part) for part in (dose_times, doses, times))
+        return by_forward_mode(self._integrate)(log_parameters, *data)
 
     def _integrate(self, log_parameters: Array, starts: Array, doses: Array, times: Array) -> Array:
         constants = tuple(jnp.exp(log_parameters))
