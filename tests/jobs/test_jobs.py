@@ -163,8 +163,8 @@ def test_few_jobs_and_wrong_sizes(comm: Communicator) -> None:
     assert pool.map(fn, nothing)(2.0) == []
     assert pool.sum(fn, nothing)(2.0) == 0 and nothing.jobs == 0
     one = pool.put([np.arange(3.0)])
-    equal_bits(pool.map(fn, one)(2.0), [[0.0, 2.0, 4.0]])
-    equal_bits(jax.jacrev(pool.sum(fn, one))(2.0), [0.0, 1.0, 2.0])
+    equal_bits(pool.map(fn, one)(2.0), np.array([[0.0, 2.0, 4.0]]))
+    equal_bits(jax.jacrev(pool.sum(fn, one))(2.0), np.arange(3.0))
     other = pool.put([1.0, 2.0])
     with pytest.raises(ValueError, match="one entry for each of the 2 jobs"):
         pool.map(fn, other)(2.0, jnp.ones(3))

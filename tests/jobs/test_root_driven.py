@@ -25,6 +25,8 @@ def test_root_alone(comm: Communicator) -> None:
             close(f(shared, per_job), serial(shared, per_job), 1e-12)
             want = jax.jit(gradient(serial))(shared, per_job)
             close(jax.jit(gradient(f))(shared, per_job), want, 1e-12)
+            later = pool.start(f, shared, per_job)
+            close(later.result(), serial(shared, per_job), 1e-12)
             # A loop whose length nobody knows, and a batch.
             rounds = jax.jit(
                 lambda x: jax.lax.while_loop(

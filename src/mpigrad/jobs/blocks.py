@@ -29,7 +29,7 @@ def compute_block(
     for leaf in jax.tree.leaves((added, kept)):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             nan = jnp.isnan(jax.lax.stop_gradient(leaf))
-            whole &= ~jnp.any(nan.reshape(len(counts), -1), 1)
+            whole &= ~jnp.any(nan, tuple(range(1, nan.ndim)))
 
     def total(y: Any) -> Any:
         counted = counts.reshape(-1, *[1] * (y.ndim - 1))

@@ -9,7 +9,6 @@ traces it.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import pickle
 import time
@@ -112,23 +111,20 @@ class DrivenPool(Pool):
     def _evaluate(self, data: Data, alone: bool, job: Job, shared: Any, per_job: Any) -> Any:
         if alone:
             return super()._evaluate(data, alone, job, shared, per_job)
-        start = functools.partial(self._start, self._data.index(data), data)
-        return _batchable(start, job)(shared, list(per_job))
-
-    def _transparent(self, data: Data, alone: bool) -> bool:
-        return alone
-
-    def _check_arguments(self, arguments: Any) -> None:
-        pass  # the root's are the only ones
-
-    def _start(self, place: int, data: Data, job: Job, shared: Any, per_job: Any) -> Any:
-        arguments = (shared, per_job)
+        place = self._data.index(data)
+        arguments = (shared, list(per_job))
         self._evaluations += 1
         number = self._evaluations
         types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
         self._tell(_Define(number, job, place, types))
         self._run(jnp.full(1, number, "int32"), self.comm)
         return super()._evaluate(data, False, job, *bcast(arguments, 0, self.comm))
+
+    def _transparent(self, data: Data, alone: bool) -> bool:
+        return alone
+
+    def _check_arguments(self, arguments: Any) -> None:
+        pass  # the root's are the only ones
 
     # ---- the others ----
 
@@ -190,56 +186,6 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: int) -> Any:
         return self._functions[pid]
-
-
-@dataclass(frozen=True)
-class _Batched:
-    """The job for a batch of arguments."""
-
-    job: Job
-    of_shared: tuple[bool, ...]
-    of_mine: tuple[bool, ...]
-
-    def __call__(self, shared: Any, mine: Any, record: Any) -> tuple[Any, Any]:
-        shared_leaves, shared_structure = jax.tree.flatten(shared)
-        mine_leaves, mine_structure = jax.tree.flatten(mine)
-
-        def one(xs: Any, ys: Any) -> tuple[Any, Any]:
-            ours = jax.tree.unflatten(shared_structure, xs)
-            return self.job(ours, jax.tree.unflatten(mine_structure, ys), record)
-
-        axes = [[0 if flag else None for flag in flags] for flags in (self.of_shared, self.of_mine)]
-        return jax.vmap(one, tuple(axes))(shared_leaves, mine_leaves)
-
-
-def _batchable(start: Callable[..., Any], job: Job) -> Callable[..., Any]:
-    """The evaluation of `job`, a batch of which is the evaluation of a job for batches."""
-
-    @jax.custom_batching.custom_vmap
-    def call(shared: Any, per_job: Any) -> Any:
-        return start(job, shared, per_job)
-
-    @call.def_vmap
-    def rule(size: int, batched: Any, shared: Any, per_job: Any) -> Any:
-        of_shared = tuple(jax.tree.leaves(batched[0]))
-        buckets = [jax.tree.leaves(flags) for flags in batched[1]]
-        of_mine = tuple(map(any, zip(*buckets, strict=True)))
-
-        def behind(x: Any, flag: bool, wanted: bool) -> Any:
-            if flag:
-                return jnp.moveaxis(x, 0, 1)
-            return jnp.repeat(x[:, None], size, 1) if wanted else x
-
-        moved = []
-        for tree, flags in zip(per_job, buckets, strict=True):
-            leaves, structure = jax.tree.flatten(tree)
-            leaves = [behind(*each) for each in zip(leaves, flags, of_mine, strict=True)]
-            moved.append(jax.tree.unflatten(structure, leaves))
-        added, kept = _batchable(start, _Batched(job, of_shared, of_mine))(shared, moved)
-        results = added, jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), kept)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return call
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpigrad.communicator import Communicator
 from mpigrad.jobs.blocks import compute_block, result_types
 from mpigrad.jobs.context import Job
-from mpigrad.jobs.evaluation import assembled, rows
+from mpigrad.jobs.evaluation import assembled, rows, sealed
 from mpigrad.jobs.failures import Watch, end_with
 from mpigrad.jobs.records import Data
 from mpigrad.operations.collectives import allreduce
@@ -138,7 +138,7 @@ def evaluate_dynamically(
         )
         found += buffers
         whole.append(ok)
-    everything = _merged(found, comm)
+    everything = sealed(_merged(found, comm))
     if watch is not None:
         blocks = [np.arange(bucket.blocks) for bucket in data.buckets]
         end_with(watch, data, comm, blocks, everything, whole, shared, inputs)

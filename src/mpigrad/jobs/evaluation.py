@@ -28,7 +28,7 @@ from mpigrad.jobs.records import Bucket, Data
 from mpigrad.jobs.replication import collect, take
 from mpigrad.operations.activity import nought
 
-__all__ = ["Team", "assembled", "evaluate", "rows"]
+__all__ = ["Team", "assembled", "evaluate", "rows", "sealed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,24 +204,24 @@ def evaluate(
     data, buckets = team.data, team.data.buckets
     shared_leaves, shared_structure = jax.tree.flatten(shared)
     copies: list[Leaf] = [
-        (None, jnp.broadcast_to(x, (data.blocks, *jnp.shape(x)))) for x in shared_leaves
+        (None, sealed(jnp.broadcast_to(x, (data.blocks, *jnp.shape(x))))) for x in shared_leaves
     ]
     flat = [jax.tree.flatten(tree) for tree in per_job]
     spread: list[Leaf] = [
         (b, rows(x, buckets[b].places)) for b, (leaves, _) in enumerate(flat) for x in leaves
     ]
-    own_copies, own_spread = _own(team, copies), iter(_own(team, spread))
+    own_copies, own_spread = sealed((_own(team, copies), _own(team, spread)))
+    own_spread = iter(own_spread)
     found: list[Leaf] = []
     structures, whole, inputs = [], [], []
     first = 0
     for b, (bucket, (leaves, structure)) in enumerate(zip(buckets, flat, strict=True)):
         blocks = team.blocks[team.rank][b]
         mine = [next(own_spread) for _ in leaves]
-        types = result_types(job, bucket, shared, per_job[b])
-        structures.append(jax.tree.structure(types))
         inputs.append(jax.tree.unflatten(structure, mine))
         if not len(blocks):
-            added, kept = types
+            types = added, kept = result_types(job, bucket, shared, per_job[b])
+            structures.append(jax.tree.structure(types))
             empty = [(0, *x.shape) for x in jax.tree.leaves(added)]
             empty += [(0, bucket.block, *x.shape) for x in jax.tree.leaves(kept)]
             dtypes = [x.dtype for x in jax.tree.leaves(types)]
@@ -229,11 +229,20 @@ def evaluate(
             whole.append(jnp.ones((0, bucket.block), bool))
             continue
 
-        def one(operand: Any, bucket: Bucket = bucket, structure: Any = structure) -> Any:
+        found_structure: list[Any] = []
+
+        def one(
+            operand: Any,
+            bucket: Bucket = bucket,
+            structure: Any = structure,
+            found_structure: list[Any] = found_structure,
+        ) -> Any:
             x, y, record, counts, numbers = operand
             x, y = jax.tree.unflatten(shared_structure, x), jax.tree.unflatten(structure, y)
             *results, ok = compute_block(job, x, y, bucket.record(record), counts, numbers)
-            return jax.tree.leaves(results), ok
+            leaves, structure = jax.tree.flatten(tuple(results))
+            found_structure.append(structure)
+            return leaves, ok
 
         results, ok = jax.lax.map(
             one,
@@ -246,10 +255,11 @@ def evaluate(
             ),
         )
         first += len(blocks)
+        structures.append(found_structure[0])
         found += [(b, x) for x in results]
         whole.append(ok)
     arguments = [*shared_leaves, *(x for leaves, _ in flat for x in leaves)]
-    everything = _everywhere(team, found, arguments)
+    everything = sealed(_everywhere(team, found, arguments))
     if watch is not None and team.comm is not None:
         end_with(watch, data, team.comm, team.blocks[team.rank], everything, whole, shared, inputs)
     return assembled(buckets, structures, everything)
@@ -266,10 +276,18 @@ def assembled(
         of_blocks, of_jobs = jax.tree.unflatten(structure, own)
         sums.append(of_blocks)
         n = len(bucket.jobs)
-        kept.append(jax.tree.map(lambda x, n=n: x.reshape(-1, *x.shape[2:])[:n], of_jobs))
+        kept.append(jax.tree.map(lambda x, n=n: jax.lax.collapse(x, 0, 2)[:n], of_jobs))
     # Over the blocks of all buckets, in their order.
     total = jax.tree.map(lambda *ys: jnp.sum(jnp.concatenate(ys), 0, dtype=ys[0].dtype), *sums)
     return total, kept
+
+
+def sealed(tree: Any) -> Any:
+    """`tree`; the compiler does not compute across (it would split sums by where parts came from).
+
+    So that what is compiled on both sides, and how it rounds, is the same on any number of ranks.
+    """
+    return jax.lax.optimization_barrier(tree)
 
 
 def rows(x: Any, places: np.ndarray) -> Any:

@@ -74,11 +74,12 @@ def compute(
         return with_jacobian(job, buckets, evaluate, inner)
 
     if _jacobian_travels(whole.derivatives, (shared, per_job), types, transparent):
-        function = with_jacobian(job, buckets, evaluate, inner)
+        pairs = [(t, ()) if whole.total else ((), t) for t in types]
+        function = with_jacobian(job, buckets, evaluate, inner, pairs)
     elif transparent:
         function = inner(job)
     else:
-        function = with_adjoint(job, evaluate)
+        function = with_adjoint(job, lambda job, *arguments: inner(job)(*arguments))
     added, kept = function(shared, spread)
     return added if whole.total else _in_order(kept, buckets, types)
 

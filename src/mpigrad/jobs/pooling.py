@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Self
 
 import jax
@@ -39,6 +41,7 @@ class Pool:
         self.comm, self.schedule, self.on_error = comm, schedule, on_error
         self._store, self._watch = Store(comm), Watch()
         self._queue: Queue | None = None
+        self._beside: ThreadPoolExecutor | None = None
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -124,6 +127,17 @@ class Pool:
         """
         return self._function(Whole(fn, True, derivatives), data)
 
+    def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Begin `function(*args)`, and go on: `.result()` of what is returned waits for the value.
+
+        The ranks compute while this one does other things; its own part of the jobs is done by a
+        thread beside them. All ranks start the same, in the same order (where the root drives, the
+        root alone), and send no message before they ask for the result.
+        """
+        if self._beside is None:
+            self._beside = ThreadPoolExecutor(1, "mpigrad-jobs")
+        return self._beside.submit(lambda: jax.block_until_ready(function(*args)))
+
     def measure(
         self, fn: Callable[..., Any], data: Data, shared: Any, per_job: Any = None
     ) -> np.ndarray:
@@ -166,7 +180,9 @@ class Pool:
         def program(shared: Any, per_job: Any, alone: bool) -> Any:
             evaluate_ = functools.partial(self._evaluate, data, alone)
             transparent = self._transparent(data, alone)
-            return compute(whole, data.buckets, shared, per_job, evaluate_, transparent)
+            # By itself a rank has nothing to send, and JAX sees through the whole.
+            how = dataclasses.replace(whole, derivatives="adjoint") if alone else whole
+            return compute(how, data.buckets, shared, per_job, evaluate_, transparent)
 
         compiled = jit(program, static_argnums=2)
 
