@@ -78,6 +78,7 @@ def measure(
 
         starts = jax.tree.map(around, start)
         drawn = NUTS(options.warmup, options.draws).sample(density, starts, seed=0)
+        assert drawn is not None
         sizes = [known.ess for known in summarize(drawn.unknowns.shared).values()]
         row |= {
             "seconds": drawn.seconds,

@@ -78,9 +78,10 @@ def test_draws_are_those_of_the_density():
     starts = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 0.1]), center)
     told = []
     posterior = NUTS(warmup=200, draws=500).sample(
-        density, starts, 1, lambda draw, figures: told.append(draw) or draw == 400
+        density, starts, 1, lambda iteration, figures: told.append(iteration) or iteration == 600
     )
-    assert told == list(range(1, 401))
+    assert told == list(range(1, 601))
+    assert posterior is not None
     assert posterior.steps.shape == (2, 400)
     assert not posterior.divergent.any()
     for drawn, middle in zip(
@@ -124,7 +125,7 @@ def test_a_run_is_written(comm, directory, capfd):
     page = result.report.read_text()
     assert page.count("data:image/png;base64,") == 4
     assert "effective draws per second" in page
-    assert ("5/5" in capfd.readouterr().out) == (comm.rank == 0)
+    assert ("25/25" in capfd.readouterr().out) == (comm.rank == 0)
 
 
 @pytest.mark.full

@@ -138,19 +138,17 @@ def _sample(
     mode: Unknowns,
     stop: interruption.Interruption,
     comm: Communicator,
-) -> Posterior:
+) -> Posterior | None:
     sampler = NUTS(settings.warmup, settings.draws, settings.acceptance, settings.depth)
     generator = np.random.default_rng(settings.seed)
     starts = jax.tree.map(
         lambda leaf: leaf + _JITTER * generator.normal(size=(settings.chains, *leaf.shape)), mode
     )
-    if comm.rank == 0:
-        print(f"warm-up: {settings.chains} chains, {settings.warmup} iterations", flush=True)
-    progress = Progress(settings.draws, comm.rank)
+    progress = Progress(settings.warmup + settings.draws, comm.rank)
 
-    def note(draw: int, figures: dict[str, float]) -> bool:
-        progress.update(draw, **figures)
-        # Any rank may have got the signal; all end at the same draw.
+    def note(iteration: int, figures: dict[str, float]) -> bool:
+        progress.update(iteration, **figures)
+        # Any rank may have got the signal; all end at the same iteration.
         return any(comm.mpi.allgather(stop.requested()))
 
     posterior = sampler.sample(density, starts, settings.seed, note, comm)

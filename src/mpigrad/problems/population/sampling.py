@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import blackjax
 import jax
+import jax.numpy as jnp
 import numpy as np
-from blackjax.adaptation.base import get_filter_adapt_info_fn
+from blackjax.adaptation.mass_matrix import mass_matrix_adaptation
+from blackjax.adaptation.step_size import dual_averaging_adaptation
+from blackjax.adaptation.window_adaptation import build_schedule
 from jaxtyping import Array, Bool, Float, Int
 
 import mpigrad
@@ -35,7 +38,7 @@ class Posterior:
     acceptance, divergent
         Of each draw.
     warmup_seconds, seconds
-        Wall-clock time of the warm-up, with compiling, and of the draws, without.
+        Wall-clock time of the warm-up, in which programs are compiled, and of the draws.
     """
 
     unknowns: Unknowns
@@ -47,11 +50,22 @@ class Posterior:
     seconds: float
 
 
+class _Tuning(NamedTuple):
+    """Of one chain: blackjax's states of dual averaging and of the metric's estimate."""
+
+    step_size: Any
+    metric: Any
+
+
+_FAST, _SLOW, _WINDOW_ENDS, _DRAW = range(4)  # what becomes of the tuning in an iteration
+
+
 @dataclasses.dataclass(frozen=True)
 class NUTS:
-    """The no-U-turn sampler with Stan's warm-up (step size and diagonal metric).
+    """The no-U-turn sampler with Stan's warm-up (step size and diagonal metric), by blackjax.
 
-    Chains go in step: one compiled program advances all of them, in one batch of densities.
+    Chains go in step: one compiled program advances all of them by one iteration, of the warm-up
+    or of the draws, and computes their densities in one batch.
     """
 
     warmup: int = 300
@@ -64,102 +78,118 @@ class NUTS:
         density: Callable[[Unknowns], Array],
         starts: Unknowns,
         seed: int,
-        note: Callable[[int, dict[str, float]], bool] = lambda draw, figures: False,
+        note: Callable[[int, dict[str, float]], bool] = lambda iteration, figures: False,
         comm: Communicator | None = None,
-    ) -> Posterior:
-        """Sample from `density`, a log density that blackjax can differentiate (collective).
+    ) -> Posterior | None:
+        """Sample from `density`, a log density that JAX can differentiate (collective).
 
-        Every rank runs the sampler, and starts each draw from rank 0's state.
+        Every rank runs the sampler. Its decisions follow from the density, which is equal on all
+        ranks, and from its own arithmetic, which ranks may round differently: each iteration starts
+        from rank 0's state, so that no difference grows until ranks take different decisions.
 
         Parameters
         ----------
         starts
             Arrays of shape (chains, ...).
         note
-            Called after each draw with its number and a few figures; true: that is enough. All
-            ranks must give the same answer.
+            Called after each iteration, those of the warm-up included, with its number and a few
+            figures; true: that is enough. All ranks must give the same answer.
         comm
             The ranks that compute the density; by default all ranks.
+
+        Returns
+        -------
+        The draws; None where it ended before the first.
         """
+        kernel = blackjax.nuts.build_kernel()
+        start_tuning, tune = _tuning(self.acceptance)
         chains = np.arange(len(starts.effects), dtype=np.int32)
+
+        def advance(iteration: Array, stage: Array, chain: Array, state: Any, tuning: Any) -> Any:
+            state, tuning = mpigrad.bcast((state, tuning), comm=comm)
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), chain), iteration)
+            logarithm = jnp.where(
+                stage == _DRAW, tuning.step_size.log_step_size_avg, tuning.step_size.log_step_size
+            )
+            size, metric = jnp.exp(logarithm), tuning.metric.inverse_mass_matrix
+            state, info = kernel(key, state, density, size, metric, self.depth)
+            tuning = tune(stage, tuning, state.position, info.acceptance_rate)
+            figures = info.num_integration_steps, info.acceptance_rate, info.is_divergent, size
+            return state, tuning, figures
+
         begun = time.monotonic()
-        sampler = _agreeing(comm)
-        adaptation = blackjax.window_adaptation(
-            sampler,
-            density,
-            target_acceptance_rate=self.acceptance,
-            adaptation_info_fn=get_filter_adapt_info_fn(),  # keeps nothing
-            max_num_doublings=self.depth,
-        )
-
-        def key(chain: Array, draw: Any) -> Array:
-            return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), chain), draw)
-
-        def adapt(chain: Array, start: Unknowns) -> tuple[Any, Any, Any]:
-            run: Any = adaptation.run
-            (state, found), _ = run(key(chain, 0), start, self.warmup)
-            return state, found["step_size"], found["inverse_mass_matrix"]
-
-        state, step_size, metric = mpigrad.jit(mpigrad.vmap(adapt))(chains, starts)
-        jax.block_until_ready(state)
-        warmed = first = time.monotonic()
-        kernel = sampler.build_kernel()
-
-        def advance(draw: Array, chain: Array, state: Any, step_size: Array, metric: Array) -> Any:
-            random = key(chain, draw)
-            state, info = kernel(random, state, density, step_size, metric, self.depth)
-            return state, (info.num_integration_steps, info.acceptance_rate, info.is_divergent)
-
-        step = mpigrad.jit(mpigrad.vmap(advance, in_axes=(None, 0, 0, 0, 0)))
+        step = mpigrad.jit(mpigrad.vmap(advance, in_axes=(None, None, 0, 0, 0)))
+        first = mpigrad.jit(mpigrad.vmap(lambda start: blackjax.nuts.init(start, density)))
+        state = first(starts)
+        tuning = jax.vmap(start_tuning)(starts)
         kept: list[Any] = []
-        for draw in range(1, self.draws + 1):
-            state, figures = step(np.int32(draw), chains, state, step_size, metric)
-            kept.append(jax.device_get((state.position, figures)))
-            if draw == 1:  # it compiles
-                first = time.monotonic()
-            steps, acceptance, _ = kept[-1][1]
-            if note(draw, {"steps": float(np.mean(steps)), "acceptance": float(acceptance.mean())}):
+        warmed = begun
+        for iteration, stage in enumerate(_stages(self.warmup, self.draws)):
+            if stage == _DRAW and not kept:
+                warmed = time.monotonic()
+            number = np.int32(iteration)
+            state, tuning, figures = step(number, stage, chains, state, tuning)
+            steps, acceptance, *_ = figures = jax.device_get(figures)
+            if stage == _DRAW:
+                kept.append((jax.device_get(state.position), figures))
+            told = {"steps": float(np.mean(steps)), "acceptance": float(np.mean(acceptance))}
+            if note(iteration + 1, told):
                 break
-        seconds = (time.monotonic() - first) * len(kept) / max(len(kept) - 1, 1)
-        unknowns, (steps, acceptance, divergent) = jax.tree.map(
+        if not kept:
+            return None
+        unknowns, (steps, acceptance, divergent, sizes) = jax.tree.map(
             lambda *draws: np.stack(draws, axis=1), *kept
         )
         return Posterior(
             unknowns,
-            np.asarray(step_size),
+            sizes[:, 0],
             steps,
             acceptance,
             divergent,
             warmed - begun,
-            seconds,
+            time.monotonic() - warmed,
         )
 
 
-def _agreeing(comm: Communicator | None) -> Any:
-    """NUTS whose draws start from rank 0's state, step size and metric, on every rank.
+def _stages(warmup: int, draws: int) -> list[np.int32]:
+    """What each iteration is for: Stan's windows, then draws."""
+    slow = [
+        _WINDOW_ENDS if ends else _SLOW if stage else _FAST
+        for stage, ends in np.asarray(build_schedule(warmup)).tolist()
+    ]
+    return [np.int32(stage) for stage in [*slow, *[_DRAW] * draws]]
 
-    Its decisions follow from the density, which is equal on all ranks, and from its own arithmetic,
-    which programs of different ranks may round differently. Left alone, such a difference grows
-    from draw to draw, until ranks take different numbers of steps.
-    """
 
-    def build_kernel(*options: Any) -> Callable[..., Any]:
-        kernel = blackjax.nuts.build_kernel(*options)
+def _tuning(acceptance: float) -> tuple[Callable[..., _Tuning], Callable[..., _Tuning]]:
+    """How a chain's tuning starts, and how an iteration changes it."""
+    start_size, change_size, final_size = dual_averaging_adaptation(acceptance)
+    start_metric, change_metric, final_metric = mass_matrix_adaptation()
 
-        def draw(
-            rng_key: Array,
-            state: Any,
-            logdensity_fn: Callable[..., Any],
-            step_size: Any,
-            inverse_mass_matrix: Any,
-            max_num_doublings: int = 10,
-        ) -> Any:
-            now = mpigrad.bcast((state, step_size, inverse_mass_matrix), comm=comm)
-            state, step_size, inverse_mass_matrix = now
-            return kernel(
-                rng_key, state, logdensity_fn, step_size, inverse_mass_matrix, max_num_doublings
+    def start(position: Unknowns) -> _Tuning:
+        numbers = sum(leaf.size for leaf in jax.tree.leaves(position))
+        made = _Tuning(start_size(1.0), start_metric(numbers))
+        return jax.tree.map(jnp.asarray, made)
+
+    def fast(now: _Tuning, position: Unknowns, accepted: Array) -> _Tuning:
+        return now._replace(step_size=change_size(now.step_size, accepted))
+
+    def slow(now: _Tuning, position: Unknowns, accepted: Array) -> _Tuning:
+        return fast(now, position, accepted)._replace(metric=change_metric(now.metric, position))
+
+    def window_ends(now: _Tuning, position: Unknowns, accepted: Array) -> _Tuning:
+        done = slow(now, position, accepted)
+        return _Tuning(start_size(final_size(done.step_size)), final_metric(done.metric))
+
+    def draw(now: _Tuning, position: Unknowns, accepted: Array) -> _Tuning:
+        return now
+
+    def tune(stage: Array, now: _Tuning, position: Unknowns, accepted: Array) -> _Tuning:
+        def cast(change: Callable[..., _Tuning]) -> Callable[..., _Tuning]:
+            return lambda *operands: jax.tree.map(
+                lambda new, old: jnp.asarray(new, old.dtype), change(*operands), now
             )
 
-        return draw
+        changes = [cast(change) for change in (fast, slow, window_ends, draw)]
+        return jax.lax.switch(stage, changes, now, position, accepted)
 
-    return dataclasses.replace(blackjax.nuts, build_kernel=build_kernel)
+    return start, tune
