@@ -168,7 +168,8 @@ def _tuning(acceptance: float) -> tuple[Callable[..., _Tuning], Callable[..., _T
     def start(position: Unknowns) -> _Tuning:
         numbers = sum(leaf.size for leaf in jax.tree.leaves(position))
         made = _Tuning(start_size(1.0), start_metric(numbers))
-        return jax.tree.map(jnp.asarray, made)
+        # Types as an iteration leaves them, so that the first one is compiled for all.
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), made)
 
     def fast(now: _Tuning, position: Unknowns, accepted: Array) -> _Tuning:
         return now._replace(step_size=change_size(now.step_size, accepted))
