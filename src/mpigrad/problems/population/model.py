@@ -60,7 +60,7 @@ class Prior:
 
     def start(self, patients: int) -> Unknowns:
         """Unknowns to start from: typical patients, a spread and a noise of 0.3."""
-        small = jnp.log(jnp.full(6, 0.3))
+        small = jnp.log(jnp.array([0.3] * 6))
         shared = Shared(jnp.log(jnp.asarray(self.medians)), small[:5], small[5])
         return Unknowns(shared, jnp.zeros((patients, 5)))
 

@@ -120,7 +120,7 @@ class NUTS:
         begun = time.monotonic()
         step = mpigrad.jit(mpigrad.vmap(advance, in_axes=(None, None, 0, 0, 0)))
         first = mpigrad.jit(mpigrad.vmap(lambda start: blackjax.nuts.init(start, density)))
-        state = first(starts)
+        state = first(_settled(starts))
         tuning = jax.vmap(start_tuning)(starts)
         kept: list[Any] = []
         warmed = begun
@@ -168,8 +168,7 @@ def _tuning(acceptance: float) -> tuple[Callable[..., _Tuning], Callable[..., _T
     def start(position: Unknowns) -> _Tuning:
         numbers = sum(leaf.size for leaf in jax.tree.leaves(position))
         made = _Tuning(start_size(1.0), start_metric(numbers))
-        # Types as an iteration leaves them, so that the first one is compiled for all.
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), made)
+        return _settled(made)
 
     def fast(now: _Tuning, position: Unknowns, accepted: Array) -> _Tuning:
         return now._replace(step_size=change_size(now.step_size, accepted))
@@ -194,3 +193,8 @@ def _tuning(acceptance: float) -> tuple[Callable[..., _Tuning], Callable[..., _T
         return jax.lax.switch(stage, changes, now, position, accepted)
 
     return start, tune
+
+
+def _settled(tree: Any) -> Any:
+    """The same in types that an iteration leaves as they are: the first is compiled for all."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), tree)
