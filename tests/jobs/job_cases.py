@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-N = 11
+N = 7
 
 
 def records(ragged: bool = False) -> list[Any]:

@@ -28,12 +28,10 @@ def test_root_alone(comm: Communicator) -> None:
             later = pool.start(f, shared, per_job)
             close(later.result(), serial(shared, per_job), 1e-12)
             # A loop whose length nobody knows, and a batch.
-            rounds = jax.jit(
-                lambda x: jax.lax.while_loop(
-                    lambda x: f(shared, x) > 3.0, lambda x: x - 0.02 * jax.grad(f, 1)(shared, x), x
-                )
-            )
-            assert f(shared, rounds(per_job)) <= 3.0
+            goal = 0.9 * f(shared, per_job)
+            step = lambda x: x - 0.01 * jax.grad(f, 1)(shared, x)
+            descend = jax.jit(lambda x: jax.lax.while_loop(lambda x: f(shared, x) > goal, step, x))
+            assert f(shared, descend(per_job)) <= goal
             chains = jnp.stack([per_job, per_job * 2])
             batch = lambda f: jax.vmap(jax.value_and_grad(f), (None, 0))
             close(jax.jit(batch(f))(shared, chains), jax.jit(batch(serial))(shared, chains), 1e-12)

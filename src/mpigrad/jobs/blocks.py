@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from mpigrad.jobs.context import Job, traced
 from mpigrad.jobs.records import Bucket
 
-__all__ = ["compute_block", "result_types"]
+__all__ = ["apart", "compute_block", "result_types"]
 
 
 def compute_block(
@@ -36,6 +37,21 @@ def compute_block(
         return jnp.sum(jnp.where(counted, y, jnp.zeros_like(y)), 0, dtype=y.dtype)
 
     return jax.tree.map(total, added), kept, whole
+
+
+def apart(job: Job, *operands: Any) -> tuple[Any, Any, Any]:
+    """`compute_block`, compiled by itself: a loop with one round would be dissolved around it.
+
+    How a block rounds then does not depend on how many blocks a rank has.
+    """
+    block = jax.jit(functools.partial(compute_block, job))
+    types = jax.eval_shape(block, *operands)
+    always = jax.lax.optimization_barrier(jnp.asarray(True))  # for all that the compiler knows
+    return jax.lax.cond(
+        always,
+        lambda: block(*operands),
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types),
+    )
 
 
 def result_types(job: Job, bucket: Bucket, shared: Any, mine: Any) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.jobs.blocks import compute_block, result_types
+from mpigrad.jobs.blocks import apart, result_types
 from mpigrad.jobs.context import Job
 from mpigrad.jobs.evaluation import assembled, rows, sealed
 from mpigrad.jobs.failures import Watch, end_with
@@ -127,7 +127,7 @@ def evaluate_dynamically(
         def step(state: Any, operands: Any = operands, b: int = b) -> Any:
             block, buffers, ok = state
             chosen = jax.tree.map(lambda x: x[block], operands)
-            *results, fine = compute_block(job, shared, *chosen)
+            *results, fine = apart(job, shared, *chosen)
             leaves = jax.tree.leaves(results)
             buffers = [x.at[block].set(y) for x, y in zip(buffers, leaves, strict=True)]
             following = queue.next(jnp.stack([ticket, jnp.asarray(b, "int32")]), comm)[0]

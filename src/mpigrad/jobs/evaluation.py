@@ -21,7 +21,7 @@ import numpy as np
 
 from mpigrad.communicator import Communicator
 from mpigrad.custom_rules import custom_jvp
-from mpigrad.jobs.blocks import compute_block, result_types
+from mpigrad.jobs.blocks import apart, result_types
 from mpigrad.jobs.context import Job
 from mpigrad.jobs.failures import Watch, end_with
 from mpigrad.jobs.records import Bucket, Data
@@ -210,8 +210,8 @@ def evaluate(
     spread: list[Leaf] = [
         (b, rows(x, buckets[b].places)) for b, (leaves, _) in enumerate(flat) for x in leaves
     ]
-    own_copies, own_spread = sealed((_own(team, copies), _own(team, spread)))
-    own_spread = iter(own_spread)
+    own_copies, own_jobs = sealed((_own(team, copies), _own(team, spread)))
+    own_spread = iter(own_jobs)
     found: list[Leaf] = []
     structures, whole, inputs = [], [], []
     first = 0
@@ -239,7 +239,8 @@ def evaluate(
         ) -> Any:
             x, y, record, counts, numbers = operand
             x, y = jax.tree.unflatten(shared_structure, x), jax.tree.unflatten(structure, y)
-            *results, ok = compute_block(job, x, y, bucket.record(record), counts, numbers)
+            record = bucket.record(record)
+            *results, ok = apart(job, x, y, record, counts, numbers)
             leaves, structure = jax.tree.flatten(tuple(results))
             found_structure.append(structure)
             return leaves, ok
@@ -258,8 +259,7 @@ def evaluate(
         structures.append(found_structure[0])
         found += [(b, x) for x in results]
         whole.append(ok)
-    arguments = [*shared_leaves, *(x for leaves, _ in flat for x in leaves)]
-    everything = sealed(_everywhere(team, found, arguments))
+    everything = sealed(_everywhere(team, found, [*own_copies, *own_jobs]))
     if watch is not None and team.comm is not None:
         end_with(watch, data, team.comm, team.blocks[team.rank], everything, whole, shared, inputs)
     return assembled(buckets, structures, everything)

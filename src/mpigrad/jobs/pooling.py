@@ -209,7 +209,14 @@ class Pool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        self.close()
+
+    def close(self) -> None:
+        """End the threads of this pool; functions of data with the dynamic schedule end, too."""
+        if self._queue is not None:
+            self._queue.stop()
+        if self._beside is not None:
+            self._beside.shutdown()
 
 
 def _seconds(f: Callable[..., Any], operands: Any) -> float:

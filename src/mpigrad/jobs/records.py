@@ -181,7 +181,9 @@ class Store:
             stacks.append((np.array([mine[n] - bucket.first for n in here], int), leaves))
             views = [np.asarray(leaf) for leaf in leaves]  # on a CPU the same memory
             for place, n in enumerate(here):
-                blocks[n] = self._blocks[digests[mine[n]]] = _Block([v[place] for v in views])
+                if digests[mine[n]] in parcel:
+                    blocks[n] = _Block([v[place] for v in views])
+                    self._blocks[digests[mine[n]]] = blocks[n]
         received = 0 if comm.rank == 0 else sum(x.nbytes for v in parcel.values() for x in v)
         jobs, dynamic = sum(len(b.jobs) for b in buckets), isinstance(schedule, Dynamic)
         return Data(jobs, buckets, owners, received, dynamic, tuple(stacks), tuple(blocks))
