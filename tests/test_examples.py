@@ -12,13 +12,14 @@ EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").
 LONG = ("lynx_hare",)  # in make test-full only
 
 
-def case(path: pathlib.Path) -> object:
-    marks = [pytest.mark.full] if path.stem in LONG else []
-    return pytest.param(path, id=path.stem, marks=marks)
+CASES = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.full] if path.stem in LONG else [])
+    for path in EXAMPLES
+]
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("path", map(case, EXAMPLES))
+@pytest.mark.parametrize("path", CASES)
 def test_example(path: pathlib.Path) -> None:
     assert path.exists()
     try:
