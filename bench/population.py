@@ -96,16 +96,16 @@ def serve(options: argparse.Namespace) -> None:
     import jax
 
     from mpigrad import jobs
-    from mpigrad.problems.population import Kinetics, Model, simulate
+    from mpigrad.problems.population import Kinetics, Model, put, simulate
 
     jax.config.update("jax_enable_x64", True)
-    model = Model(Kinetics())
+    model = Model(Kinetics(rtol=1e-5))
     cohort, _ = simulate(options.patients, 0, model.kinetics)
     if options.serve == "plain":
         print(json.dumps(measure(options, plain_likelihood(model, cohort.records), model)))
         return
     with jobs.pool() as pool:
-        data = pool.put(list(cohort.records))
+        data = put(pool, cohort)
         row = measure(options, pool.sum(model.log_likelihood, data), model)
         if pool.comm.rank == 0:
             print(json.dumps(row))

@@ -14,7 +14,7 @@ except ImportError as error:
     ) from error
 
 from mpigrad.problems.population.diagnostics import Summary, summarize
-from mpigrad.problems.population.estimation import Result, run
+from mpigrad.problems.population.estimation import Result, put, run
 from mpigrad.problems.population.kinetics import PARAMETERS, UNITS, Kinetics
 from mpigrad.problems.population.model import Model, Prior, Shared, Unknowns, log_density
 from mpigrad.problems.population.prediction import Fit, fit
@@ -44,6 +44,7 @@ __all__ = [
     "by_forward_mode",
     "fit",
     "log_density",
+    "put",
     "read",
     "record",
     "run",

@@ -28,11 +28,12 @@ from mpigrad.problems.population.simulation import Truth, simulate
 from mpigrad.progress import Progress
 from mpigrad.together import from_root, together
 
-__all__ = ["Result", "run"]
+__all__ = ["Result", "put", "run"]
 
 Density = Callable[[Unknowns], Array]
 
 _DRAWN = 200  # draws that fits and individual parameters are made of
+_BLOCKS, _LARGEST_BLOCK = 8, 64
 _JITTER = 0.1  # of chains' starts around the mode, in logarithms and random effects
 
 
@@ -97,7 +98,7 @@ def _estimate(
     settings: Settings, model: Model, cohort: Cohort, truth: Truth | None, comm: Communicator
 ) -> Result:
     with jobs.pool(comm, on_error="nan") as pool:
-        data = pool.put(list(cohort.records))
+        data = put(pool, cohort)
         density = log_density(model, pool.sum(model.log_likelihood, data))
         start = model.prior.start(len(cohort.records))
         posterior, summary = None, {}
@@ -130,6 +131,13 @@ def _estimate(
             path = write_outputs(settings, model, found, comm.size)
             print(f"report: {path}", flush=True)
     return Result(settings, cohort, truth, mode.value, posterior, summary, path)
+
+
+def put(pool: jobs.Pool, cohort: Cohort) -> jobs.Data:
+    """The patients as jobs: few large blocks, and as much to do for each rank."""
+    costs = [1.0 + len(known.doses) for known in cohort.records]  # integrations
+    block = min(-(-len(costs) // _BLOCKS), _LARGEST_BLOCK)
+    return pool.put(list(cohort.records), schedule=jobs.Weighted(costs), block=block)
 
 
 def _sample(

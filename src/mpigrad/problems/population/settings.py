@@ -17,21 +17,21 @@ class Settings:
 
     data: pathlib.Path | None = None
     """Your own patients: a CSV file with columns id, time, amt, dv and wt; without: simulated."""
-    patients: int = 40
+    patients: int = 24
     """Number of simulated patients."""
     typical: tuple[float, float, float, float, float] = (1.0, 5.0, 30.0, 10.0, 50.0)
     """ka (1/h), CL (L/h), V1 (L), Q (L/h), V2 (L): medians of the prior, each within a factor e."""
     stiff: bool = False
     """Integrate by an implicit method."""
-    rtol: float = 1e-6
+    rtol: float = 1e-5
     """Relative error of a step of the integration."""
     iterations: int = 100
     """Largest number of iterations of L-BFGS on the way to the mode."""
-    chains: int = 4
+    chains: int = 2
     """Number of Markov chains, which go side by side."""
-    warmup: int = 300
+    warmup: int = 200
     """Iterations in which step sizes and metrics are found."""
-    draws: int = 300
+    draws: int = 200
     """Draws from the posterior by each chain; 0: the mode is all."""
     acceptance: float = 0.8
     """Mean acceptance that the step sizes are found for."""
