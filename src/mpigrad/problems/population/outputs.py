@@ -26,6 +26,8 @@ from mpigrad.problems.population.simulation import Truth
 
 __all__ = ["Found", "individual_parameters", "write_outputs"]
 
+_AGREED = 1.05  # R-hat
+
 
 @dataclasses.dataclass(frozen=True)
 class Found:
@@ -72,7 +74,7 @@ def write_outputs(settings: Settings, model: Model, found: Found, ranks: int) ->
     patients = f"{len(cohort.names)} {'simulated ' if truth is not None else ''}patients"
     summary = (
         f"Two compartments, absorption of first order, {patients}, {cohort.measurements} "
-        f"concentrations. {_ending(settings, found.posterior)}"
+        f"concentrations. {_ending(settings, found)}"
     )
     choices = {
         field.name: value
@@ -141,12 +143,17 @@ def _mode(found: Found) -> dict[str, object]:
     }
 
 
-def _ending(settings: Settings, posterior: Posterior | None) -> str:
+def _ending(settings: Settings, found: Found) -> str:
+    posterior = found.posterior
     if posterior is None:
         return "The mode of the posterior; nothing was drawn."
     chains, draws = posterior.steps.shape
     stopped = "" if draws == settings.draws else f", stopped at draw {draws} of {settings.draws}"
-    return f"{chains} chains of {draws} draws by NUTS{stopped}."
+    text = f"{chains} chains of {draws} draws by NUTS{stopped}."
+    worst = max(known.rhat for known in found.summary.values())
+    if worst > _AGREED:
+        text += f" The chains do not agree yet (R-hat {worst:.2f}): more --warmup and --draws."
+    return text
 
 
 def _write_patients(

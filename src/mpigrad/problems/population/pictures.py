@@ -40,6 +40,7 @@ def fits(cohort: Cohort, found: Sequence[Fit]) -> report.Picture:
             axes.set_ylim(max(float(np.nanmin(known.concentrations)) / 4, top / 1e4), top)
             axes.set_title(f"patient {cohort.names[place]}", fontsize=9)
             axes.tick_params(labelsize=8)
+            axes.tick_params(which="minor", labelleft=False)
             if place >= count - columns:
                 axes.set_xlabel("time (h)", fontsize=9)
             if place % columns == 0:
@@ -90,13 +91,14 @@ def marginals(
         axes: Any = None
         for place, (title, values, density, at_mode, true) in enumerate(panels):
             axes = figure.add_subplot(3, 5, place + 1)
-            axes.hist(values, bins=40, density=True, color=_BLUE, alpha=0.6)
-            left, right = axes.get_xlim()
+            axes.hist(values, bins=30, density=True, color=_BLUE, alpha=0.6)
+            if true is not None:
+                axes.axvline(true, color=_RED, linewidth=1.4, label="truth")
+            left, right = axes.get_xlim()  # the mode of a spread may be far outside
             x = np.linspace(max(left, 1e-9), right, 200)
             axes.plot(x, density(x), color=_GREY, linewidth=1.0, label="prior")
             axes.axvline(at_mode, color="black", linestyle=":", linewidth=1.0, label="mode")
-            if true is not None:
-                axes.axvline(true, color=_RED, linewidth=1.4, label="truth")
+            axes.set_xlim(left, right)
             axes.set_title(title, fontsize=10)
             axes.set_yticks([])
             axes.tick_params(labelsize=8)
@@ -135,6 +137,7 @@ def individuals(
             axes.set_title(f"{name} ({unit})", fontsize=10)
             axes.set_xlabel("patients in order" if truth is None else "truth", fontsize=9)
             axes.tick_params(labelsize=7, which="both")
+            axes.tick_params(which="minor", labelleft=False, labelbottom=False)
 
     return report.drawing(
         "individuals",
