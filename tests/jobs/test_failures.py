@@ -30,8 +30,13 @@ def nan(shared: Any, mine: Any, record: Any) -> Any:
     return jnp.sqrt(shared * mine * record)
 
 
-@pytest.mark.ranks(1, 2, 3)
-@pytest.mark.parametrize("fn", [failing, nan])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        pytest.param(failing, marks=pytest.mark.thin(2)),
+        pytest.param(nan, marks=pytest.mark.thin(3)),
+    ],
+)
 def test_failures_reach_every_rank(fn: Any, comm: Communicator) -> None:
     pool = jobs.pool(comm)
     data = pool.put([float(i) for i in range(7)], block=2)
@@ -66,7 +71,7 @@ def test_failures_reach_every_rank(fn: Any, comm: Communicator) -> None:
     np.testing.assert_allclose(f(2.0, good)[1], np.sqrt(2.0))
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.thin(1)
 def test_nan_on_request(comm: Communicator) -> None:
     pool = jobs.pool(comm, on_error="nan")
     data = pool.put([float(i) for i in range(5)])

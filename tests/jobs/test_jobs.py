@@ -41,7 +41,7 @@ def derivatives(f: Any) -> Any:
     return lambda *x: (f(*x), jax.grad(f, both)(*x), hessian(*x))
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(2)
 def test_sum_of_numbers(comm: Communicator, alone: Communicator) -> None:
     every, x = records(ragged=True), arguments()
     found = []
@@ -53,7 +53,7 @@ def test_sum_of_numbers(comm: Communicator, alone: Communicator) -> None:
     close(found[0], jax.jit(derivatives(serial_sum(misfit, every)))(*x), TOLERANCE)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(3)
 def test_map_of_curves(comm: Communicator, alone: Communicator) -> None:
     every, x = records(ragged=True), arguments()
     w = [jnp.cos(jnp.arange(len(r["t"])) + i) for i, r in enumerate(every)]
@@ -68,7 +68,7 @@ def test_map_of_curves(comm: Communicator, alone: Communicator) -> None:
     close(found[0], found[2], TOLERANCE)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(4)
 def test_stan_shapes(comm: Communicator) -> None:
     """Job n returns 2 + n values, ten jobs."""
     pool = jobs.pool(comm)
@@ -80,7 +80,7 @@ def test_stan_shapes(comm: Communicator) -> None:
     assert len(data.buckets) == 10
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(4)
 def test_first_example(comm: Communicator) -> None:
     """f(a, b) = a + b² at (1, 2r) on rank r: gradients (1, 4r)."""
     pool = jobs.pool(comm)
@@ -92,7 +92,7 @@ def test_first_example(comm: Communicator) -> None:
     equal_bits(by_b, np.diag(4.0 * np.arange(comm.size)))
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.thin(3)
 def test_chains_and_seeds(comm: Communicator) -> None:
     """Several chains at once in a loop; a loss that is seeded on one rank; a map's transpose."""
     every, (shared, per_job) = records(), arguments()
@@ -125,7 +125,7 @@ def test_chains_and_seeds(comm: Communicator) -> None:
     mg.dot_test(lambda x: g(x, per_job)["m"], shared)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(2)
 def test_schedules_give_the_same_bits(comm: Communicator) -> None:
     every, x = records(), arguments()
     pool = jobs.pool(comm)
@@ -156,7 +156,7 @@ def test_owners() -> None:
         jobs.Weighted([1, -1])
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.thin(1, 4)
 def test_few_jobs_and_wrong_sizes(comm: Communicator) -> None:
     pool = jobs.pool(comm)
     fn = lambda shared, mine, record: shared * record * (1 if mine is None else mine)
@@ -176,7 +176,7 @@ def test_few_jobs_and_wrong_sizes(comm: Communicator) -> None:
         pool.sum(lambda s, m, r: mg.allreduce(s), other)(2.0)
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.thin(1, 3)
 def test_put_sends_what_is_missing(comm: Communicator) -> None:
     every = [np.full(5, float(i)) for i in range(8)]
     mine = None if comm.rank else every
