@@ -53,6 +53,7 @@ def test_help_of_a_problem_lists_its_settings() -> None:
         (("run", "fwi", "--invert", "rho"), "--invert: for acoustic waves some of vp"),
         (("run", "fwi", "--initial", "missing.mat"), "there is no file missing.mat"),
         (("run", "acoustic", "--cells", 4, 30), "--cells: at least 8 along each axis"),
+        (("run", "population", "--data", "missing.csv"), "there is no file missing.csv"),
         (("run", "elastic", "--source", "drum"), "--source"),
         (("run", "storm"), "'poisson'"),
         (("run",), "PROBLEM"),

@@ -9,10 +9,17 @@ import jax
 import pytest
 
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
+LONG = ("lynx_hare",)  # in make test-full only
+
+
+CASES = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.full] if path.stem in LONG else [])
+    for path in EXAMPLES
+]
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CASES)
 def test_example(path: pathlib.Path) -> None:
     assert path.exists()
     try:

@@ -27,7 +27,9 @@ from mpigrad import launcher
 
 __all__ = ["PROBLEMS", "main", "problem_options"]
 
-PROBLEMS = ("poisson", "heat", "acoustic", "elastic", "fwi")
+PROBLEMS = ("poisson", "heat", "acoustic", "elastic", "fwi", "population")
+_PACKAGES = ("equinox", "matplotlib", "optax", "zarr")  # of the problems; of one of them also:
+_MORE_PACKAGES = {"population": ("blackjax", "diffrax")}
 _WITH_VALUE = ("-n", "--ranks", "--timeout", "--grace")  # of LaunchOptions
 _FLAGS = ("--profile",)  # of Launch
 
@@ -81,14 +83,15 @@ class Run:
 
     problem: tyro.conf.Positional[
         Annotated[
-            Literal["poisson", "heat", "acoustic", "elastic", "fwi"],
+            Literal["poisson", "heat", "acoustic", "elastic", "fwi", "population"],
             tyro.conf.arg(metavar="PROBLEM"),
         ]
     ]
     """poisson: the diffusivity kappa in div(kappa grad u) = f, from observations of u;
     heat: heat in a plate, or its diffusivity from thermometers;
     acoustic, elastic: shots at a model of the ground;
-    fwi: the model of the ground, from the recordings of such shots."""
+    fwi: the model of the ground, from the recordings of such shots;
+    population: how patients absorb and eliminate a drug, from blood samples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +181,8 @@ def _run(problem: str, arguments: list[str]) -> int:
         settings_of(problem, options).check()
     except (ValueError, OSError) as error:
         _refuse(str(error))
-    missing = [name for name in ("equinox", "matplotlib", "optax", "zarr") if not _has(name)]
+    packages = (*_PACKAGES, *_MORE_PACKAGES.get(problem, ()))
+    missing = [name for name in packages if not _has(name)]
     if missing:
         _refuse(
             f"{', '.join(missing)} not installed, which `run {problem}` needs: "

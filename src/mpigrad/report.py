@@ -9,7 +9,7 @@ import io
 import os
 import pathlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ __all__ = [
     "Picture",
     "Table",
     "curve",
+    "drawing",
     "maps",
     "points",
     "versions",
@@ -164,6 +165,15 @@ def curve(
     axes.set_xlabel(x_label)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend()
+    return Picture(name, caption, _png(figure))
+
+
+def drawing(
+    name: str, caption: str, size: tuple[float, float], draw: Callable[[Any], None]
+) -> Picture:
+    """A picture that `draw` makes of an empty matplotlib Figure of this size, in inches."""
+    figure = _figure(*size)
+    draw(figure)
     return Picture(name, caption, _png(figure))
 
 

@@ -1,0 +1,212 @@
+"""What is known of patients: doses and measured concentrations, read from and written to CSV."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float
+
+__all__ = ["Cohort", "Record", "read", "record", "write"]
+
+_COLUMNS = ("id", "time", "amt", "dv")
+_OTHER_MODELS = ("rate", "ss", "ii", "addl", "cens", "blq", "bloq", "ltbs")
+_ABSENT = ("", ".", "na", "nan")
+_SHORTEST = 16  # concentrations
+
+
+class Record(NamedTuple):
+    """A patient's doses and concentrations.
+
+    Attributes
+    ----------
+    weight
+        Shape (): the body weight in kg.
+    dose_times, doses
+        Shape (k,): when (h, ascending) and how much (mg). 0: no dose, there for the length alone.
+    times, concentrations
+        Shape (n,): when (h, ascending, after the first dose) and what was measured (mg/L). NaN: no
+        measurement, there for the length alone.
+    """
+
+    weight: Float[Array | np.ndarray, ""]
+    dose_times: Float[Array | np.ndarray, " k"]
+    doses: Float[Array | np.ndarray, " k"]
+    times: Float[Array | np.ndarray, " n"]
+    concentrations: Float[Array | np.ndarray, " n"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cohort:
+    """Patients by their names.
+
+    Records have few different shapes, so that few programs are compiled: concentrations are padded
+    with NaN at the last time, doses with 0.
+    """
+
+    names: tuple[str, ...]
+    records: tuple[Record, ...]
+
+    @property
+    def measurements(self) -> int:
+        """Number of concentrations of all patients."""
+        return sum(int(np.sum(np.isfinite(r.concentrations))) for r in self.records)
+
+
+def record(
+    weight: float,
+    doses: Iterable[tuple[float, float]],
+    measured: Iterable[tuple[float, float]],
+) -> Record:
+    """A record of (time, dose) and (time, concentration), each in ascending order; padded."""
+    dose_times, amounts = _padded(doses, 1, 0.0)
+    times, concentrations = _padded(measured, _SHORTEST, math.nan)
+    return Record(np.asarray(float(weight)), dose_times, amounts, times, concentrations)
+
+
+def _padded(
+    pairs: Iterable[tuple[float, float]], shortest: int, value: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Times and values, as long as a power of two."""
+    times, values = np.array(list(pairs), float).T
+    more = max(shortest, 1 << (len(times) - 1).bit_length()) - len(times)
+    return np.pad(times, (0, more), mode="edge"), np.pad(values, (0, more), constant_values=value)
+
+
+def read(path: str | os.PathLike[str]) -> Cohort:
+    """Read a table of events: a row for each dose and each measurement.
+
+    The columns, in any order and in upper or lower case, have the names that population modellers
+    use: `id`, the patient; `time` in h; `amt`, a dose in mg into the gut; `dv`, a concentration in
+    mg/L; and, if there is one, `wt`, the body weight in kg (70 without it). A row has a dose or a
+    concentration; the other is empty, "." or, for amt, 0. Of `evid` 0 and 1 are understood, of
+    `mdv` 0 and 1, of `cmt` whatever the rows say. Other columns are not looked at, but for those
+    that stand for another model than this one (rate, ss, ii, addl, cens, blq): they must be 0.
+
+    Raises
+    ------
+    ValueError
+        With the file and the line: a column that is missing, no number, a time that is not finite,
+        a concentration that is not positive or not after the first dose, a weight that changes, a
+        patient without dose or concentration, an event that the model does not have.
+    """
+    path = pathlib.Path(path)
+    events: dict[str, list[tuple[float, float, float]]] = {}  # (time, dose or NaN, concentration)
+    weights: dict[str, float] = {}
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.reader(file)
+        header = [name.strip().lower() for name in next(rows, [])]
+        missing = [name for name in _COLUMNS if name not in header]
+        if missing:
+            raise ValueError(f"{path}: no column {', '.join(missing)}; there are {header}")
+        for number, values in enumerate(rows, start=2):
+            if not any(value.strip() for value in values):
+                continue
+            where = f"{path}, line {number}"
+            if len(values) != len(header):
+                raise ValueError(f"{where}: {len(values)} values for {len(header)} columns")
+            row = dict(zip(header, (value.strip() for value in values), strict=True))
+            name = row["id"]
+            if not name:
+                raise ValueError(f"{where}: no id")
+            event = _event(row, where)
+            weight = _number(row, "wt", where)
+            weight = 70.0 if weight is None else weight
+            if not (weight > 0 and math.isfinite(weight)):
+                raise ValueError(f"{where}: wt: a positive weight in kg, not {weight:g}")
+            if weights.setdefault(name, weight) != weight:
+                raise ValueError(
+                    f"{where}: the weight of patient {name} changes from {weights[name]:g} to "
+                    f"{weight:g}: the model has one for each patient"
+                )
+            if event is not None:
+                events.setdefault(name, []).append(event)
+    if not weights:
+        raise ValueError(f"{path}: no patients")
+    records = [_patient(f"{path}: patient {n}", weights[n], events.get(n, [])) for n in weights]
+    return Cohort(tuple(weights), tuple(records))
+
+
+def _event(row: Mapping[str, str], where: str) -> tuple[float, float, float] | None:
+    """(time, dose, concentration) of a row; None where nothing happens."""
+    for column in _OTHER_MODELS:
+        if _number(row, column, where):
+            raise ValueError(
+                f"{where}: {column} = {row[column]}: the model has single doses into the gut and "
+                "plain concentrations"
+            )
+    kind = _number(row, "evid", where)
+    if kind not in (None, 0.0, 1.0):
+        raise ValueError(f"{where}: evid = {kind:g}: it is 0, a measurement, or 1, a dose")
+    time = _number(row, "time", where)
+    if time is None or not math.isfinite(time):
+        raise ValueError(f"{where}: time: a time in h, not {row['time']!r}")
+    dose, concentration = _number(row, "amt", where), _number(row, "dv", where)
+    if dose:
+        if not (dose > 0 and math.isfinite(dose)):
+            raise ValueError(f"{where}: amt: a positive dose in mg, not {dose:g}")
+        if concentration:
+            raise ValueError(f"{where}: a dose and a concentration: give each a row of its own")
+        return time, dose, math.nan
+    if concentration is None or _number(row, "mdv", where):
+        return None
+    if not (concentration > 0 and math.isfinite(concentration)):
+        raise ValueError(
+            f"{where}: dv: a positive concentration in mg/L, not {concentration:g}; errors are "
+            "relative to it: leave out what is below the limit of quantification"
+        )
+    return time, math.nan, concentration
+
+
+def _number(row: Mapping[str, str], column: str, where: str) -> float | None:
+    text = row.get(column, "")
+    if text.lower() in _ABSENT:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{where}: {column}: not a number: {text!r}") from None
+
+
+def _patient(where: str, weight: float, events: list[tuple[float, float, float]]) -> Record:
+    events = sorted(events, key=lambda event: event[0])
+    doses = [(time, dose) for time, dose, _ in events if not math.isnan(dose)]
+    seen = [(time, value) for time, dose, value in events if math.isnan(dose)]
+    if not doses:
+        raise ValueError(f"{where} has no dose")
+    if not seen:
+        raise ValueError(f"{where} has no concentration")
+    if seen[0][0] <= doses[0][0]:
+        raise ValueError(
+            f"{where}: a concentration at {seen[0][0]:g} h, but the first dose is at "
+            f"{doses[0][0]:g} h: the model has none before it"
+        )
+    return record(weight, doses, seen)
+
+
+def write(path: str | os.PathLike[str], cohort: Cohort) -> None:
+    """Write the table that `read` reads."""
+    with pathlib.Path(path).open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow([*_COLUMNS, "wt"])
+        for name, known in zip(cohort.names, cohort.records, strict=True):
+            doses = [
+                (t, d, "") for t, d in zip(known.dose_times, known.doses, strict=True) if d > 0
+            ]
+            seen = [
+                (t, "", c)
+                for t, c in zip(known.times, known.concentrations, strict=True)
+                if np.isfinite(c)
+            ]
+            for time, dose, value in sorted(doses + seen, key=lambda event: float(event[0])):
+                table.writerow([name, *map(_text, (time, dose, value, known.weight))])
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else repr(float(value))  # type: ignore[arg-type]
