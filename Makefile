@@ -64,6 +64,10 @@ bench: setup
 	@$(BIN)/python bench/poisson.py --multigrid boomeramg
 	@echo "bench: waves, beside deepwave and devito where PEER_PYTHON has them"
 	@$(BIN)/python bench/waves.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
+	@echo "bench: optimizers beside SciPy and optax, jobs, a population"
+	@$(BIN)/python bench/optimize.py
+	@$(BIN)/mpigrad launch -n 2 bench/jobs.py
+	@$(BIN)/python bench/population.py
 
 docs: setup
 	@echo "docs: build/docs/index.html"
