@@ -28,7 +28,7 @@ from mpigrad import launcher
 __all__ = ["PROBLEMS", "main", "problem_options"]
 
 PROBLEMS = ("poisson", "heat", "acoustic", "elastic", "fwi", "population")
-_PACKAGES = ("equinox", "matplotlib", "optax", "zarr")  # of the problems; of one of them also:
+_PACKAGES = ("equinox", "matplotlib", "zarr")  # of the problems; of one of them also:
 _MORE_PACKAGES = {"population": ("blackjax", "diffrax")}
 _WITH_VALUE = ("-n", "--ranks", "--timeout", "--grace")  # of LaunchOptions
 _FLAGS = ("--profile",)  # of Launch
