@@ -29,15 +29,19 @@ def together(comm: Communicator) -> Iterator[None]:
         yield
     except Exception as raised:  # any error has to reach the other ranks
         error = raised
-    report = None if error is None else (type(error), str(error))
+    report = None
+    if error is not None:  # a type of the user's own need not be known elsewhere
+        report = (
+            next((base for base in _PLAIN if isinstance(error, base)), RuntimeError),
+            str(error),
+        )
     for found in comm.mpi.allgather(report):
         if found is None:
             continue
         if error is not None:
             raise error
         kind, text = found
-        plain = [base for base in _PLAIN if issubclass(kind, base)]
-        raise (plain[0] if plain else RuntimeError)(text)
+        raise kind(text)
 
 
 def from_root(comm: Communicator, read: Callable[[], T]) -> T:

@@ -9,11 +9,13 @@ import optax
 import pytest
 import scipy.optimize
 
+from mpigrad.checkpoint import Checkpoint
 from mpigrad.grid import Grid
 from mpigrad.optimize import (
     LBFGS,
     Adam,
     GaussNewton,
+    NewtonCG,
     NonlinearCG,
     Objective,
     Optax,
@@ -182,6 +184,41 @@ def test_results(comm):
     assert wrong.value is not x0 and np.allclose(wrong.value, x0)
 
 
+@pytest.mark.thin(2)
+def test_what_was_written_outlives_what_goes_wrong(comm, directory, capfd, monkeypatch):
+    path, x0 = directory / "history.jsonl", jnp.zeros(3)
+    saved = Checkpoint(directory / "saved", every=2)
+    settings = {"history": path, "checkpoint": saved}
+    minimize(parabola, x0, Adam(0.1), iterations=4, **settings)
+    comm.mpi.Barrier()
+    before = path.read_text()
+    with pytest.raises(ValueError, match="a state of Adam, not of LBFGS"):
+        minimize(parabola, x0, LBFGS(), **settings)
+    comm.mpi.Barrier()
+    assert path.read_text() == before
+    assert len(before.splitlines()) == 5
+
+    # A loss that is no number is not saved: a restart begins before it.
+    wild = lambda x: jnp.where(x[0] > 0.8, jnp.nan, parabola(x))
+    ended = minimize(wild, x0, Adam(0.1), iterations=50, **settings)
+    assert ended.result is Result.NOT_FINITE
+    comm.mpi.Barrier()
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert last["loss"] is None
+    again = minimize(parabola, x0, Adam(0.1), iterations=30, **settings)
+    assert again.result is Result.ITERATIONS and again.loss < 1
+
+    # A disk that is full ends nothing.
+    def full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("mpigrad.checkpoint.files.write_manifest", full)
+    lost = Checkpoint(directory / "full", every=1)
+    assert minimize(parabola, x0, iterations=3, rtol=1e-9, checkpoint=lost).loss < 1e-3
+    if comm.rank == 0:
+        assert "is not saved in" in capfd.readouterr().err
+
+
 # ---- what it refuses, on every rank ----
 
 
@@ -216,14 +253,21 @@ def test_refusals(comm, directory):
     with pytest.raises(ValueError, match="already made"):
         minimize(Objective(parabola, x0, comm=comm), x0, sharded=True)
 
-    # What one rank finds alone.
+    refused(TypeError, "takes products with the Hessian", x0, NewtonCG(), f=None,
+            value_and_grad=jax.value_and_grad(parabola))  # fmt: skip
+
+    # What one rank finds alone, in a type that the others do not know.
+    class Local(Exception):
+        pass
+
     def interrupted(record, x):
         if last:
-            raise KeyError("no such thing")
+            raise Local("no such thing")
 
-    refused((KeyError, RuntimeError), "no such thing", x0, callback=interrupted)
+    refused((Local, RuntimeError), "no such thing", x0, callback=interrupted)
     if comm.size > 1:
         refused(ValueError, "must be equal on all ranks", x0, iterations=5 + comm.rank)
+        refused(ValueError, "must be equal on all ranks", x0, LBFGS(memory=5 + comm.rank))
         refused(ValueError, "not the same on ranks 0 and .*declared sharded", x0 + last)
         refused(ValueError, r"x0 is float64\[2\].* on rank 0", jnp.zeros(2 + last))
         refused(ValueError, "2 leaves on rank 0, 1 on rank", [x0] * (2 - last), sharded=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
+import signal
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from mpigrad import optimize
@@ -47,6 +50,28 @@ def test_the_best_of_several_starts(comm: Communicator, directory: pathlib.Path)
             optimize.draw_history([])
         with pytest.raises(ValueError, match="by='time'"):
             optimize.draw_history(found.best.history, by="time")
+
+
+@pytest.mark.thin(1)
+def test_no_number_is_not_the_best_and_a_signal_ends_all_starts(
+    comm: Communicator, directory: pathlib.Path
+) -> None:
+    def f(x: Any) -> Any:
+        return jnp.where(jnp.sum(x) > 5, jnp.nan, jnp.sum((x - 1) ** 2)) / comm.size
+
+    starts = [np.array([4.9]), np.array([0.0])]
+    away = optimize.Optax(optax.sgd(-0.5))
+    found = optimize.multi_start(f, starts, away, iterations=3)
+    assert found.solutions[0].result is optimize.Result.NOT_FINITE
+    assert found.best is found.solutions[1]
+
+    def asks(record: Any, x: Any) -> None:  # in the iteration that converges
+        if record.gradient_norm < 1e-6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    once = optimize.multi_start(f, starts, callback=asks, checkpoint=Checkpoint(directory))
+    assert len(once.solutions) == 1 and once.best.asked_to_end
+    assert once.best.result is optimize.Result.CONVERGED
 
 
 @pytest.mark.thin(1)

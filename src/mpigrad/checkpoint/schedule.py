@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mpi4py import MPI
@@ -102,7 +102,12 @@ class Saving:
         self._stop = stop
         self._saved_at = time.monotonic()
 
-    def load(self, like: Any, layout: Layout = False) -> Saved | None:
+    def load(
+        self,
+        like: Any,
+        layout: Layout = False,
+        check: Callable[[Any], object] | None = None,
+    ) -> Saved | None:
         """See `Store.load`.
 
         Raises
@@ -110,7 +115,13 @@ class Saving:
         ValueError
             Also where the save is of a run about something else.
         """
-        saved = self.store.load(like, layout, self._check)
+
+        def both(extra: Any) -> None:
+            self._check(extra)
+            if check is not None:
+                check(extra["extra"])
+
+        saved = self.store.load(like, layout, both)
         return saved and dataclasses.replace(saved, extra=saved.extra["extra"])
 
     def _check(self, extra: Any) -> None:

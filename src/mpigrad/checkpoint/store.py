@@ -288,6 +288,8 @@ class Store:
                 manifest = files.read_manifest(path)
             except Damaged as error:
                 problem = str(error)
+            except (KeyError, TypeError, ValueError) as error:
+                problem = f"{path}'s manifest lacks or misstates {error}"
         manifest, problem = self.comm.mpi.bcast((manifest, problem))
         if problem is None:
             assert manifest is not None

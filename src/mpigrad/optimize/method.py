@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
 from mpigrad.optimize.objective import Objective
 from mpigrad.optimize.unknowns import Unknowns, Vector
 
-__all__ = ["Method", "State"]
+__all__ = ["Method", "State", "told"]
 
 
 class State(Protocol):
@@ -55,6 +57,11 @@ class Method(abc.ABC):
     residuals: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
 
+    @property
+    def needs_f(self) -> bool:
+        """Whether it takes more of f than its value and gradient."""
+        return False
+
     def check(self, unknowns: Unknowns) -> None:
         """Raise, on every rank alike, if this method is not for such unknowns."""
         del unknowns
@@ -70,3 +77,17 @@ class Method(abc.ABC):
     @abc.abstractmethod
     def layout(self, unknowns: Unknowns) -> Any:
         """How a state's arrays are shared out over the ranks, for `checkpoint.Store`."""
+
+
+def told(setting: Any) -> str:
+    """A method and its settings as a text, functions and arrays by their types alone."""
+    if dataclasses.is_dataclass(setting) and not isinstance(setting, type):
+        inner = (f"{f.name}={told(getattr(setting, f.name))}" for f in dataclasses.fields(setting))
+        return f"{type(setting).__name__}({', '.join(inner)})"
+    if setting is None or isinstance(setting, (bool, int, float, str)):
+        return repr(setting)
+    if isinstance(setting, Mapping):
+        return f"{{{', '.join(f'{k}: {told(v)}' for k, v in setting.items())}}}"
+    if isinstance(setting, (tuple, list)):
+        return f"({', '.join(map(told, setting))})"
+    return type(setting).__name__

@@ -7,6 +7,8 @@ import dataclasses
 import json
 import math
 import os
+import pathlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -16,7 +18,7 @@ from mpi4py import MPI
 from mpigrad.checkpoint import Checkpoint, Decision, Saving
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.optimize.lbfgs import LBFGS
-from mpigrad.optimize.method import Method, State
+from mpigrad.optimize.method import Method, State, told
 from mpigrad.optimize.objective import Objective, Point
 from mpigrad.optimize.solution import NotFiniteError, Record, Result, Solution
 from mpigrad.optimize.unknowns import Vector
@@ -113,6 +115,11 @@ def minimize(
     with together(comm):
         _check(method, iterations, (rtol, atol, ftol), batch)
         residuals = method.residuals
+        if method.needs_f and (f.f if isinstance(f, Objective) else f) is None:
+            raise TypeError(
+                f"minimize: {type(method).__name__} takes products with the Hessian of f; "
+                "value_and_grad alone will not do"
+            )
         if isinstance(f, Objective):
             if f.residuals != residuals:
                 raise ValueError(
@@ -124,7 +131,7 @@ def minimize(
                     "minimize: give sharded, loss and value_and_grad to the Objective, which is "
                     "already made"
                 )
-    agreed = (type(method).__name__, iterations, rtol, atol, ftol)
+    agreed = (told(method), iterations, rtol, atol, ftol)
     equal_everywhere(comm, agreed, "minimize: method, iterations, rtol, atol and ftol")
     absent = tuple(option is None for option in (batch, callback, checkpoint))
     equal_everywhere(comm, absent, "minimize: whether batch, callback and checkpoint are None")
@@ -148,7 +155,9 @@ def minimize(
             run.saving = stack.enter_context(checkpoint.start(comm))
         with together(comm):
             if history is not None and comm.rank == 0:
-                run.log = stack.enter_context(open(history, "w", encoding="utf-8"))
+                run.history = pathlib.Path(history)
+                run.history.open("a").close()  # what was written before is kept for now
+        stack.callback(run.close)
         result, state = run.to_the_end(x0, iterations, (rtol, atol, ftol))
     return Solution(
         objective.tree(state.x),
@@ -162,6 +171,7 @@ def minimize(
             "products": objective.products,
         },
         state,
+        run.asked_to_end,
     )
 
 
@@ -190,7 +200,9 @@ class _Run:
         self.comm = objective.unknowns.comm
         self.saving: Saving | None = None
         self.saved_at = -1  # iteration
+        self.history: pathlib.Path | None = None
         self.log: TextIO | None = None
+        self.asked_to_end = False
         self.progress: Progress | None = None
         self.records: list[Record] = []
         self.begun = time.monotonic()
@@ -211,7 +223,10 @@ class _Run:
                     f"minimize: the loss of x0 is {state.loss}, the norm of its gradient "
                     f"{state.gradient_norm}; start from other values"
                 )
+            self.open_log()
             decision, stopped = self.note(0, state)
+        else:
+            self.open_log()
         enough = max(atol, rtol * self.records[0].gradient_norm)
         while True:
             iteration = self.records[-1].iteration
@@ -220,6 +235,8 @@ class _Run:
             result = None
             if not math.isfinite(state.loss):
                 result = Result.NOT_FINITE
+            elif stopped:
+                result = Result.STOPPED
             elif state.gradient_norm <= enough:
                 result = Result.CONVERGED
             elif ended is not None:  # a method that ends by itself
@@ -228,15 +245,15 @@ class _Run:
                 result = Result.NO_DECREASE
             elif 0 <= before - state.loss <= ftol * abs(before) and ftol > 0:
                 result = Result.SMALL_DECREASE
-            elif stopped:
-                result = Result.STOPPED
             elif decision.stop:
                 result = Result.INTERRUPTED
             elif iteration >= iterations:
                 result = Result.ITERATIONS
-            if decision.save or result is not None:
+            # A restart from numbers that are none would end at once.
+            if (decision.save or result is not None) and result is not Result.NOT_FINITE:
                 self.save(state)
             if result is not None:
+                self.asked_to_end = decision.stop
                 return result, state
             self.see_batch(iteration + 1)
             state = self.method.step(self.objective, state)
@@ -276,8 +293,21 @@ class _Run:
     def keep(self, record: Record) -> None:
         self.records.append(record)
         if self.log is not None:
-            self.log.write(json.dumps(dataclasses.asdict(record)) + "\n")
+            self.log.write(_line(record))
             self.log.flush()
+
+    def open_log(self) -> None:
+        """The history's file with the records so far, in place of an earlier one all at once."""
+        with together(self.comm):
+            if self.history is not None:
+                begun = self.history.with_name(self.history.name + ".new")
+                begun.write_text("".join(map(_line, self.records)), encoding="utf-8")
+                begun.replace(self.history)
+                self.log = self.history.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
 
     # ---- restart files ----
 
@@ -293,7 +323,17 @@ class _Run:
             "records": [dataclasses.astuple(record) for record in self.records],
             "products": self.objective.products,
         }
-        self.saving.save(iteration, state, self.layout(), extra)
+        try:
+            self.saving.save(iteration, state, self.layout(), extra)
+        except OSError as error:  # on all ranks; what was computed is worth more than its copy
+            if self.comm.rank == 0:
+                print(
+                    f"mpigrad: minimize: iteration {iteration} is not saved in "
+                    f"{self.saving.store.directory}, and the run goes on: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return
         self.saved_at = iteration
 
     def restored(self, x: Vector) -> State | None:
@@ -301,15 +341,18 @@ class _Run:
         if self.saving is None:
             return None
         like = self.method.start(_Unevaluated(self.objective), x)  # type: ignore[arg-type]
-        saved = self.saving.load(like, self.layout())
+        directory, name = self.saving.store.directory, type(self.method).__name__
+
+        def check(extra: Any) -> None:
+            if extra["method"] != name:
+                raise ValueError(
+                    f"minimize: {directory} holds a state of {extra['method']}, not of {name}; "
+                    "give another directory"
+                )
+
+        saved = self.saving.load(like, self.layout(), check)
         if saved is None:
             return None
-        name = type(self.method).__name__
-        if saved.extra["method"] != name:
-            raise ValueError(
-                f"minimize: {self.saving.store.directory} holds a state of "
-                f"{saved.extra['method']}, not of {name}; give another directory"
-            )
         for numbers in saved.extra["records"]:
             self.keep(Record(*numbers))
         self.saved_at = self.records[-1].iteration
@@ -317,6 +360,12 @@ class _Run:
         self.objective.products = saved.extra["products"]
         self.begun -= self.records[-1].seconds
         return saved.tree  # type: ignore[no-any-return]
+
+
+def _line(record: Record) -> str:
+    """A line of JSON, which knows no NaN."""
+    values = dataclasses.asdict(record)
+    return json.dumps({k: v if math.isfinite(v) else None for k, v in values.items()}) + "\n"
 
 
 def _check(method: Any, iterations: Any, tolerances: tuple[float, ...], batch: Any) -> None:

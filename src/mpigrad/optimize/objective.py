@@ -67,6 +67,8 @@ class Objective(Compiling):
 
     Attributes
     ----------
+    f
+        The function, or None.
     unknowns
         Where they live.
     evaluations, products
@@ -106,11 +108,11 @@ class Objective(Compiling):
         self.companion: Any = None
         self.loss: Loss = loss
         self.residuals = residuals
-        self._f: Any = f
+        self.f: Any = f
         self._given = value_and_grad
 
         def share(replicated: Any, own: Any, batch: Any) -> Any:
-            out = self._f(unknowns.unite(replicated, own), *batch)
+            out = self.f(unknowns.unite(replicated, own), *batch)
             value = _half_squares(out) if residuals else out
             return value, value
 
@@ -170,7 +172,7 @@ class Objective(Compiling):
         once = self.loss == "share" or unknowns.comm.rank == 0
 
         def residual(replicated: Any, own: Any) -> Any:
-            return self._f(unknowns.unite(replicated, own), *batch)
+            return self.f(unknowns.unite(replicated, own), *batch)
 
         at = unknowns.split(x)
         _, forward = mpigrad.linearize(residual, *at)

@@ -66,7 +66,7 @@ class SciPyState:
 
     @property
     def ended(self) -> Result | None:
-        return (None, Result.CONVERGED, Result.NO_DECREASE)[self.ending]
+        return (None, Result.OWN_TOLERANCES, Result.OWN_END)[self.ending]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +106,10 @@ class SciPy(Method):
             )
         if self.bounds is not None and len(self.bounds) != 2:
             raise ValueError("SciPy: bounds are a pair (lower, upper)")
+
+    @property
+    def needs_f(self) -> bool:
+        return self.name in _PRODUCTS
 
     def check(self, unknowns: Unknowns) -> None:
         with together(unknowns.comm):

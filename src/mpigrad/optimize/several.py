@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,12 +81,13 @@ def multi_start(
             solutions.append(None)
             continue
         solutions.append(solution)
-        if solution.result is Result.INTERRUPTED:
+        if solution.asked_to_end:
             break
     found = [solution for solution in solutions if solution is not None]
     if not found:
         raise RuntimeError(f"multi_start: the loss of none of {len(starts)} starts is a number")
-    return MultiStart(min(found, key=lambda solution: solution.loss), tuple(solutions))
+    best = min(found, key=lambda s: s.loss if math.isfinite(s.loss) else math.inf)
+    return MultiStart(best, tuple(solutions))
 
 
 def stages(
@@ -133,7 +135,7 @@ def stages(
         if done and between is not None:
             x = between(number, x)
         done.append(minimize(f, x, each, comm=comm, **_numbered(settings, number)))
-        if done[-1].result in (Result.INTERRUPTED, Result.STOPPED, Result.NOT_FINITE):
+        if done[-1].asked_to_end or done[-1].result in (Result.STOPPED, Result.NOT_FINITE):
             break
     return tuple(done)
 

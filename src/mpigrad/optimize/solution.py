@@ -23,6 +23,8 @@ class Result(enum.StrEnum):
     NOT_FINITE = "the loss is not a number"
     STOPPED = "the callback stopped it"
     INTERRUPTED = "it was asked to end"
+    OWN_TOLERANCES = "SciPy's own tolerances are met"
+    OWN_END = "SciPy has ended without success"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,10 @@ class Solution:
         "iterations", "evaluations" (values with gradients) and "products" (of a Hessian with a
         vector).
     state
-        The method's own, from which `minimize(..., state=...)` goes on.
+        The method's own.
+    asked_to_end
+        With a checkpoint, a signal asked for the end, whatever `result` says: nothing else should
+        be begun.
     """
 
     value: Any
@@ -79,3 +84,4 @@ class Solution:
     history: tuple[Record, ...]
     stats: dict[str, int]
     state: Any
+    asked_to_end: bool = False

@@ -69,6 +69,10 @@ class _TrustRegion(Method):
                 f"forcing={self.forcing} in (0, 1)"
             )
 
+    @property
+    def needs_f(self) -> bool:
+        return True
+
     @staticmethod
     @abc.abstractmethod
     def products(objective: Objective, x: Vector, batch: Any) -> Product:

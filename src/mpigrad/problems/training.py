@@ -60,7 +60,8 @@ class Trained:
 def begin(out: pathlib.Path, comm: Communicator, resume: bool) -> None:
     """Make way for the saves and the history of a new run (collective).
 
-    What an earlier run has left in `out` is moved aside, so that forgetting --resume costs nothing.
+    The saves of an earlier run in `out` are moved aside, so that it can still be resumed; what it
+    has written besides is replaced.
     """
     with together(comm):
         if comm.rank == 0:
