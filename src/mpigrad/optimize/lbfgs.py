@@ -55,8 +55,8 @@ class LBFGS(Method):
     The direction is a combination of the gradient and the 2·memory remembered vectors. Its
     coefficients are made of their inner products alone, in the compact form (Byrd, Nocedal and
     Schnabel, Mathematical Programming 63 (1994), equation 3.1): an iteration outside the objective
-    reads the memory once for inner products, which one message sums over the ranks, and once for
-    the combination.
+    reads the memory for inner products (with the new gradient and with its change), which one
+    message sums over the ranks, and once for the combination.
 
     Attributes
     ----------
