@@ -98,7 +98,7 @@ def test_value_gradient_and_hessian_vector_product(comm):
     "way",
     [
         pytest.param("jacobian", marks=pytest.mark.thin(1)),
-        pytest.param("matrix-free", marks=pytest.mark.thin(3)),
+        pytest.param("matrix-free", marks=pytest.mark.thin(2)),
     ],
 )
 def test_gradient(comm, way):

@@ -71,7 +71,7 @@ def derivatives(f, loss, kit):
     return all_of_them
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(3)
 @methods
 def test_all_derivatives_are_those_of_the_dense_solve(comm, solver):
     """To second order, along changes of the matrix that are not symmetric."""

@@ -102,7 +102,7 @@ def test_ranks_that_differ(comm):
     close(gradient, expected[1] if mine else 0.0, 1e-10)
 
 
-@pytest.mark.thin(2, 3)
+@pytest.mark.thin(2)
 def test_dot_of_pytrees_in_a_loop(comm):
     """Two coupled fields as a pytree, two steps in a scan, batched: one dot test."""
     field = Field(comm)

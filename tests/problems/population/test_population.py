@@ -64,7 +64,7 @@ def test_density_and_derivatives_are_those_of_one_rank(comm, second):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12 * float(np.max(np.abs(b))))
 
 
-@pytest.mark.thin(1)
+@pytest.mark.full
 def test_draws_are_those_of_the_density():
     """Of a normal density, whose moments are known: no patients, no messages."""
     center = Unknowns(
