@@ -59,20 +59,24 @@ class Cohort:
         return sum(int(np.sum(np.isfinite(r.concentrations))) for r in self.records)
 
 
+Pair = tuple[float | int, float | int]
+
+
 def record(
-    weight: float,
-    doses: Iterable[tuple[float, float]],
-    measured: Iterable[tuple[float, float]],
+    weight: float | int,
+    doses: Iterable[Pair],
+    measured: Iterable[Pair],
 ) -> Record:
-    """A record of (time, dose) and (time, concentration), each in ascending order; padded."""
+    """A record of (time in h, dose in mg) and (time in h, concentration in mg/L), padded.
+
+    Each in ascending order of times; the weight is in kg.
+    """
     dose_times, amounts = _padded(doses, 1, 0.0)
     times, concentrations = _padded(measured, _SHORTEST, math.nan)
     return Record(np.asarray(float(weight)), dose_times, amounts, times, concentrations)
 
 
-def _padded(
-    pairs: Iterable[tuple[float, float]], shortest: int, value: float
-) -> tuple[np.ndarray, np.ndarray]:
+def _padded(pairs: Iterable[Pair], shortest: int, value: float) -> tuple[np.ndarray, np.ndarray]:
     """Times and values, as long as a power of two."""
     times, values = np.array(list(pairs), float).T
     more = max(shortest, 1 << (len(times) - 1).bit_length()) - len(times)
