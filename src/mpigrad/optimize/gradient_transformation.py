@@ -208,8 +208,7 @@ class Optax(Method):
                     leaves[i] = leaf
             inner = jax.tree.unflatten(structure, leaves)
         direction = unknowns.vector(updates)
-        squares = sum(jnp.vdot(d, d) for d in direction)
-        return direction, jnp.sqrt(unknowns.sum(squares)), inner
+        return direction, jnp.sqrt(unknowns.products((direction, direction))[0]), inner
 
 
 def _whole(unknowns: Unknowns, rows: list[int]) -> list[Any]:

@@ -160,7 +160,7 @@ class GaussNewton(_TrustRegion):
 
 
 def _norm(unknowns: Unknowns, x: Vector) -> Any:
-    return jnp.sqrt(unknowns.sum(dot(x, x)))
+    return jnp.sqrt(unknowns.products((x, x))[0])
 
 
 def _steihaug(
@@ -203,7 +203,7 @@ def _steihaug(
             ])  # fmt: skip
 
         t, rr, pp, pd, dd, decrease, bounded = unknowns.decide(
-            forward, jnp.stack([dot(d, Hd)]).astype(dtype)
+            forward, dot(d, Hd).astype(dtype)[None]
         )
         p, r = along(p, t, d), along(r, t, Hd)
 
@@ -215,7 +215,7 @@ def _steihaug(
                 [sums[0], pp, beta * pd, sums[0] + beta**2 * dd, decrease, bounded, done, beta]
             )
 
-        *kept, beta = unknowns.decide(onward, jnp.stack([dot(r, r)]).astype(dtype))
+        *kept, beta = unknowns.decide(onward, dot(r, r).astype(dtype)[None])
         d = tuple(beta.astype(a.dtype) * a - b for a, b in zip(d, r, strict=True))
         return p, r, d, jnp.stack(kept), k + 1
 
