@@ -217,7 +217,7 @@ def dot(u: Vector, v: Vector) -> Any:
 
 
 def _product(a: Any, b: Any) -> Any:
-    """⟨a, b⟩ as float64; where float32 would lose it, as numbers below 1e-38 do, it is summed so."""
+    """⟨a, b⟩, summed in float64 where float32 could overflow or lose numbers below 1e-38."""
     plain = jnp.vdot(a, b).astype("float64")
     if a.dtype == np.dtype("float64"):
         return plain
