@@ -20,6 +20,7 @@ from mpigrad.optimize import (
     Objective,
     Optax,
     Result,
+    SciPy,
     StrongWolfe,
     clip_by_global_norm,
     global_norm,
@@ -150,6 +151,30 @@ def test_inner_products_count_each_number_once(comm):
     short = clip_by_global_norm(u, 1.0, sharded=sharded, comm=comm)
     assert np.allclose(short["b"], u["b"] / norm)
     assert clip_by_global_norm(u, 1e3, sharded=sharded, comm=comm)["b"] == pytest.approx(u["b"])
+
+
+@pytest.mark.thin(2)
+def test_squares_of_float32_may_leave_float32(comm):
+    """Losses in units so small or large that the gradient's square is no float32 number."""
+    with jax.enable_x64(False):
+        for unit, other in ((1e-25, SciPy("L-BFGS-B")), (1e20, NonlinearCG())):
+            x0 = jnp.zeros(3, "float32")
+            loss = Objective(
+                lambda x, unit=unit: unit * jnp.sum((x - 1) ** 2), x0, loss="replicated", comm=comm
+            )
+            for method in (LBFGS(), other):
+                solution = minimize(loss, x0, method)
+                assert solution.history[0].gradient_norm == pytest.approx(unit * 12**0.5, rel=1e-6)
+                if not isinstance(method, SciPy):  # which has limits of its own
+                    assert solution.result is Result.CONVERGED
+                    assert np.allclose(solution.value, 1, rtol=1e-5)
+            x = {"a": jnp.full(3, unit, "float32"), "b": jnp.zeros(2, "float32")}
+            norm, slope = jax.value_and_grad(lambda x: global_norm(x, comm=comm))(x)
+            assert float(norm) == pytest.approx(unit * 3**0.5, rel=1e-6)
+            slopes = np.sum(comm.mpi.allgather(slope["a"]))  # of as many norms as ranks
+            assert slopes == pytest.approx(comm.size * 3**0.5, rel=1e-6)
+            short = clip_by_global_norm(x, 1e-3 * unit, comm=comm)
+            assert np.linalg.norm(short["a"] / unit) == pytest.approx(1e-3, rel=1e-6)
 
 
 # ---- what it notes ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any, ClassVar
 
@@ -9,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpigrad.grid import Grid
 from mpigrad.operations import bcast
 from mpigrad.optimize.method import Method
+from mpigrad.optimize.number_by_number import COMMON, UNIFORM, follow, join
 from mpigrad.optimize.objective import Objective
 from mpigrad.optimize.unknowns import Unknowns, Vector
+from mpigrad.together import together
 
 __all__ = ["Optax", "OptaxState"]
 
@@ -37,9 +41,10 @@ class Optax(Method):
     """A gradient transformation of optax; the step of a record is the step's two-norm.
 
     It sees trees such as x0, replicated leaves whole. On sharded leaves it must work number by
-    number (adam, sgd, rmsprop, ...), as each rank applies it to its own part: one that is seen to
-    mix numbers (by their norm, say) is refused there. For a clipped gradient give `clip` instead
-    of optax's `clip_by_global_norm`.
+    number (adam, sgd, rmsprop, ...), as each rank applies it to its own part: one whose program
+    mixes numbers (by their norm, say, or by sums over rows) is refused there. With
+    `optax.multi_transform` or `optax.masked` the rule holds for what is done to sharded leaves. For
+    a clipped gradient give `clip` instead of optax's `clip_by_global_norm`.
 
     Attributes
     ----------
@@ -67,12 +72,32 @@ class Optax(Method):
             raise ValueError(f"Optax: clip={self.clip} must be positive")
 
     def check(self, unknowns: Unknowns) -> None:
-        if unknowns.own and unknowns.comm.size > 1 and _mixes(self.transformation):
-            raise ValueError(
-                "Optax: this transformation does not work number by number, and some unknowns are "
-                "sharded, of which each rank would see its own part only. Use clip= for the "
-                "global norm, another transformation, or replicated unknowns"
-            )
+        comm = unknowns.comm
+        several = bool(unknowns.own) and comm.size > 1
+        rows = [unknowns.shapes[i].shape[0] for i in unknowns.own if unknowns.kinds[i] is True]
+        rows = np.sum(comm.mpi.allgather(rows), axis=0, dtype=int).tolist()
+        with together(comm):
+            try:
+                mixed = self._mixed(unknowns, unknowns.shapes)
+            except Exception as error:
+                raise TypeError(
+                    "Optax: this transformation can't be applied to such unknowns "
+                    f"({type(error).__name__}: {error}). Its update gets the gradient, its state, "
+                    "the unknowns, value= and grad=; masks and labels must fit x0. Instead of "
+                    "optax.lbfgs use LBFGS(), with its own line search"
+                ) from error
+            if several and not mixed:
+                # Also as one rank would apply it; not where it holds arrays of a rank's own shapes.
+                with contextlib.suppress(Exception):
+                    mixed = self._mixed(unknowns, _whole(unknowns, rows))
+            if mixed:
+                raise ValueError(
+                    "Optax: this transformation does not work number by number on sharded "
+                    f"unknowns, of which each rank sees its own part only: {', '.join(mixed)}. Use "
+                    "Optax(..., clip=) instead of clip_by_global_norm, LBFGS() instead of "
+                    "optax.lbfgs, a transformation such as adam for sharded leaves (with "
+                    "optax.multi_transform any for the others), or replicated unknowns"
+                )
 
     def start(self, objective: Objective, x: Vector) -> OptaxState:
         point = objective.first(x)
@@ -95,19 +120,73 @@ class Optax(Method):
         no: Any = False
         shapes = jax.tree.unflatten(unknowns.structure, unknowns.shapes)
         inner = jax.eval_shape(self.transformation.init, shapes)
-        return OptaxState(vector, vector, no, no, no, self._kinds(unknowns, inner))
+        return OptaxState(vector, vector, no, no, no, self._kinds(unknowns, inner, unknowns.shapes))
 
-    def _kinds(self, unknowns: Unknowns, inner: Any) -> Any:
-        """How the arrays of optax's state are shared out: as the unknowns that they belong to."""
+    def _kinds(self, unknowns: Unknowns, inner: Any, shapes: list[Any]) -> Any:
+        """How the arrays of optax's state are shared out: as the unknowns of such shapes."""
         import optax
+
+        if not unknowns.own:
+            return jax.tree.map(lambda _: False, inner)
+
+        def masked(node: Any) -> bool:
+            return isinstance(node, optax.MaskedNode)
+
+        def kind_of(leaf: Any, kind: Any, shape: Any) -> Any:
+            if masked(leaf):
+                return leaf
+            return kind if jnp.shape(leaf) == shape.shape else False
 
         return optax.tree_utils.tree_map_params(
             self.transformation,
-            lambda _, kind: kind,
+            kind_of,
             inner,
             jax.tree.unflatten(unknowns.structure, unknowns.kinds),
+            jax.tree.unflatten(unknowns.structure, shapes),
             transform_non_params=lambda _: False,
+            is_leaf=masked,
         )
+
+    def _mixed(self, unknowns: Unknowns, shapes: list[Any]) -> list[str]:
+        """Sharded unknowns of such shapes whose numbers the transformation mixes; their names.
+
+        It is traced, with or without ranks to share unknowns, and not computed.
+        """
+        import optax
+
+        update = optax.with_extra_args_support(self.transformation).update
+
+        def changed(tree: Any, inner: Any, x: Any, value: Any) -> Any:
+            return update(tree, inner, x, value=value, grad=tree)
+
+        x = jax.tree.unflatten(unknowns.structure, shapes)
+        init, inner = jax.make_jaxpr(self.transformation.init, return_shape=True)(x)
+        value = jax.ShapeDtypeStruct((), jnp.result_type(float))
+        program, (updates, _) = jax.make_jaxpr(changed, return_shape=True)(x, inner, x, value)
+        unknowns.structure.flatten_up_to(updates)
+        if not unknowns.own or unknowns.comm.size == 1:
+            return []
+        kinds = jax.tree.leaves(self._kinds(unknowns, inner, shapes))
+        marks = [i if i in unknowns.own else COMMON for i in range(len(shapes))]
+        marks = [mark if shape.ndim else UNIFORM for mark, shape in zip(marks, shapes, strict=True)]
+        state = follow(init, marks)
+        while True:  # each mark changes twice at most
+            found = follow(program, [*marks, *state, *marks, UNIFORM])
+            found, after = found[: len(marks)], found[len(marks) :]
+            later = [join(*pair) for pair in zip(state, after, strict=True)]
+            if later == state:
+                break
+            state = later
+        mixed = [
+            name
+            for name, mark, own in zip(unknowns.names, found, marks, strict=True)
+            if mark not in (UNIFORM, own)
+        ]
+        # Parts of a rank's own that would be taken for everybody's.
+        lost = any(
+            isinstance(mark, int) and kind is False for mark, kind in zip(state, kinds, strict=True)
+        )
+        return mixed + ["its state"] * lost
 
     def _update(
         self, unknowns: Unknowns, inner: Any, x: Vector, gradient: Vector, loss: Any, scale: Any
@@ -121,7 +200,7 @@ class Optax(Method):
         if unknowns.own and unknowns.comm.size > 1:
             # Ranks whose parts differ compile different programs, and may round differently.
             leaves, structure = jax.tree.flatten(inner)
-            kinds = jax.tree.leaves(self._kinds(unknowns, inner))
+            kinds = jax.tree.leaves(self._kinds(unknowns, inner, unknowns.shapes))
             common = [i for i, kind in enumerate(kinds) if kind is False]
             if common:
                 first = bcast([leaves[i] for i in common], 0, unknowns.comm)
@@ -129,31 +208,17 @@ class Optax(Method):
                     leaves[i] = leaf
             inner = jax.tree.unflatten(structure, leaves)
         direction = unknowns.vector(updates)
-        squares = sum(jnp.vdot(d, d) for d in direction)
-        return direction, jnp.sqrt(unknowns.sum(squares)), inner
+        return direction, jnp.sqrt(unknowns.products((direction, direction))[0]), inner
 
 
-def _mixes(transformation: Any) -> bool:
-    """Whether halves of an array, each by itself, become something else than the whole's halves."""
-    generator = np.random.default_rng(0)
-    x = generator.standard_normal((4, 4))
-    gradients = [10.0**k * generator.standard_normal((4, 4)) for k in (-3, 0, 3, 6)]
-
-    def run(rows: slice) -> list[Any]:
-        import optax
-
-        update = optax.with_extra_args_support(transformation).update
-        x_now, found = jnp.asarray(x[rows]), []
-        inner = transformation.init(x_now)
-        for g in gradients:
-            change, inner = update(jnp.asarray(g[rows]), inner, x_now, value=1.0, grad=g[rows])
-            x_now = x_now + jnp.asarray(change)
-            found.append(x_now)
-        return found
-
-    whole, upper, lower = run(slice(4)), run(slice(2)), run(slice(2, 4))
-    tolerance = 100 * float(jnp.finfo(whole[0].dtype).eps)
-    return not all(
-        np.allclose(a, np.concatenate(halves), rtol=tolerance, atol=0)
-        for a, *halves in zip(whole, upper, lower, strict=True)
-    )
+def _whole(unknowns: Unknowns, rows: list[int]) -> list[Any]:
+    """The shapes that one rank would have; `rows` of the leaves that are sharded along axis 0."""
+    shapes, remaining = list(unknowns.shapes), iter(rows)
+    for i in unknowns.own:
+        kind, shape = unknowns.kinds[i], shapes[i].shape
+        if isinstance(kind, Grid):
+            whole = (*shape[: len(shape) - kind.ndim], *kind.shape)
+        else:
+            whole = (next(remaining), *shape[1:])
+        shapes[i] = jax.ShapeDtypeStruct(whole, shapes[i].dtype)
+    return shapes

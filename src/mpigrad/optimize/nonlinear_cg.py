@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from mpigrad.optimize.line_search import StrongWolfe
 from mpigrad.optimize.method import Method
 from mpigrad.optimize.objective import Objective, Point
-from mpigrad.optimize.unknowns import Unknowns, Vector, dot
+from mpigrad.optimize.unknowns import Unknowns, Vector
 
 __all__ = ["NonlinearCG", "NonlinearCGState"]
 
@@ -123,7 +123,7 @@ class NonlinearCG(Method):
 
 def _products(unknowns: Unknowns, old: Vector, new: Vector, d: Vector) -> Any:
     y = tuple(b - a for a, b in zip(old, new, strict=True))
-    return unknowns.sum(jnp.stack([dot(y, y), dot(d, y), dot(y, new), dot(d, new), dot(d, d)]))
+    return unknowns.products((y, y), (d, y), (y, new), (d, new), (d, d))
 
 
 @jax.jit

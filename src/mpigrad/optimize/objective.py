@@ -14,7 +14,7 @@ import numpy as np
 import mpigrad
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.optimize.requests import evaluation
-from mpigrad.optimize.unknowns import Compiling, Unknowns, Vector, dot
+from mpigrad.optimize.unknowns import Compiling, Unknowns, Vector
 from mpigrad.together import equal_everywhere, together
 from mpigrad.transformations import Loss
 
@@ -201,9 +201,7 @@ class Objective(Compiling):
         """Slope, square of the gradient's norm and loss; one that is no share is rank 0's."""
         if not shared and self.unknowns.comm.rank > 0:
             value = jnp.zeros_like(value)
-        return self.unknowns.sum(
-            jnp.stack([dot(gradient, direction), dot(gradient, gradient), value])
-        )
+        return self.unknowns.products((gradient, direction), (gradient, gradient), also=[value])
 
 
 @jax.jit

@@ -43,9 +43,27 @@ def _remember(
         with_s = part.at[slot].set(jnp.asarray(t, d.dtype) * d)
         with_both = with_s.at[part.shape[0] // 2 + slot].set(y)
         flat = with_both.reshape(part.shape[0], -1)
-        products.append(jnp.stack([flat @ y.ravel(), flat @ g.ravel()]))
+        products.append(_products(flat, y.ravel(), g.ravel(), slot))
         changed.append(with_both)
-    return tuple(changed), unknowns.sum(functools.reduce(jnp.add, products))
+    with jax.enable_x64(True):
+        return tuple(changed), unknowns.sum(functools.reduce(jnp.add, products))
+
+
+def _products(rows: Any, y: Any, g: Any, slot: Any) -> Any:
+    """Those of the rows with y and g, in float64 (as `unknowns.dot`)."""
+    with jax.enable_x64(True):
+        plain = jnp.stack([rows @ y, rows @ g]).astype("float64")
+        if rows.dtype == np.dtype("float64"):
+            return plain
+        # Rows that are not in use yet are zero, so that the newest ones have to tell.
+        newest = plain[:, jnp.stack([slot, rows.shape[0] // 2 + slot])]
+        safe = jnp.all(jnp.abs(newest) > 1e-20) & jnp.all(jnp.isfinite(plain))
+
+        def exactly() -> Any:
+            wide = rows.astype("float64")
+            return jnp.stack([jnp.sum(wide * v.astype("float64"), axis=1) for v in (y, g)])
+
+        return jax.lax.cond(safe, lambda: plain, exactly)
 
 
 def remember(

@@ -289,8 +289,8 @@ class _Run:
     def evaluate(self, x: Vector) -> _Evaluated:
         point = self.objective.first(x)
         steps = [
-            np.clip(np.asarray(a) - np.asarray(g), *ends) - np.asarray(a)
-            for a, g, *ends in zip(x, point.gradient, *self.limits, strict=True)
+            np.clip(-np.asarray(g, np.float64), low - np.asarray(a), high - np.asarray(a))
+            for a, g, low, high in zip(x, point.gradient, *self.limits, strict=True)
         ]
         squares = self.comm.mpi.allgather(float(sum(np.vdot(s, s) for s in steps)))
         return _Evaluated(point.loss, math.sqrt(sum(squares)), self.gather(point.gradient))

@@ -134,9 +134,17 @@ class _TrustRegion(Method):
         batch: Any,
     ) -> Any:
         product = self.products(objective, x, batch)
-        return _steihaug(
-            objective.unknowns, product, gradient, norm, radius, forcing, self.max_products
-        )
+        as_given = jnp.result_type(float) == jnp.dtype("float64")
+
+        def among_float64(v: Vector) -> Vector:
+            with jax.enable_x64(as_given):
+                return product(v)
+
+        with jax.enable_x64(True):
+            return _steihaug(
+                objective.unknowns, among_float64, gradient, norm, radius, forcing,
+                self.max_products,
+            )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +172,7 @@ class GaussNewton(_TrustRegion):
 
 
 def _norm(unknowns: Unknowns, x: Vector) -> Any:
-    return jnp.sqrt(unknowns.sum(dot(x, x)))
+    return jnp.sqrt(unknowns.products((x, x))[0])
 
 
 def _steihaug(
@@ -180,9 +188,9 @@ def _steihaug(
 
     Conjugate gradients for H p = -g, from p = 0, until the residual is small or p leaves the
     region |p| <= radius, or the curvature is negative; then p goes to its boundary. All scalars are
-    rank 0's.
+    rank 0's, in float64 (squares of float32 numbers leave float32).
     """
-    dtype = jnp.result_type(*gradient)
+    dtype = jnp.dtype("float64")
     norm, radius, forcing = (jnp.asarray(number, dtype) for number in (norm, radius, forcing))
 
     def along(p: Vector, t: Any, d: Vector) -> Vector:
@@ -206,9 +214,7 @@ def _steihaug(
                 t, rr, pp + t * (2 * pd + t * dd), pd + t * dd, dd, decrease, bounded.astype(dtype)
             ])  # fmt: skip
 
-        t, rr, pp, pd, dd, decrease, bounded = unknowns.decide(
-            forward, jnp.stack([dot(d, Hd)]).astype(dtype)
-        )
+        t, rr, pp, pd, dd, decrease, bounded = unknowns.decide(forward, dot(d, Hd)[None])
         p, r = along(p, t, d), along(r, t, Hd)
 
         def onward(sums: Any) -> Any:
@@ -219,7 +225,7 @@ def _steihaug(
                 [sums[0], pp, beta * pd, sums[0] + beta**2 * dd, decrease, bounded, done, beta]
             )
 
-        *kept, beta = unknowns.decide(onward, jnp.stack([dot(r, r)]).astype(dtype))
+        *kept, beta = unknowns.decide(onward, dot(r, r)[None])
         d = tuple(beta.astype(a.dtype) * a - b for a, b in zip(d, r, strict=True))
         return p, r, d, jnp.stack(kept), k + 1
 

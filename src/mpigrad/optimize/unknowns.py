@@ -179,6 +179,15 @@ class Unknowns(Compiling):
             return decision(numbers)
         return bcast(decision(reduce(numbers, root=0, comm=self.comm)), 0, self.comm)
 
+    def products(self, *pairs: tuple[Vector, Vector], also: Sequence[Any] = ()) -> Any:
+        """Inner products of vectors, then the sums over ranks of numbers (collective).
+
+        In float64, also where JAX makes no such arrays: squares of float32 numbers leave float32.
+        """
+        with jax.enable_x64(True):
+            numbers = [jnp.asarray(number).astype("float64") for number in also]
+            return self.sum(jnp.stack([*(dot(u, v) for u, v in pairs), *numbers]))
+
     # ---- for restart files ----
 
     def layout(self, leading: int = 0) -> tuple[Any, ...]:
@@ -202,8 +211,20 @@ class Unknowns(Compiling):
 
 
 def dot(u: Vector, v: Vector) -> Any:
-    """This rank's part of the inner product."""
-    return functools.reduce(jnp.add, [jnp.vdot(a, b) for a, b in zip(u, v, strict=True)])
+    """This rank's part of the inner product, in float64."""
+    with jax.enable_x64(True):
+        return functools.reduce(jnp.add, [_product(a, b) for a, b in zip(u, v, strict=True)])
+
+
+def _product(a: Any, b: Any) -> Any:
+    """⟨a, b⟩, summed in float64 where float32 could overflow or lose numbers below 1e-38."""
+    plain = jnp.vdot(a, b).astype("float64")
+    if a.dtype == np.dtype("float64"):
+        return plain
+    safe = (jnp.abs(plain) > 1e-20) & jnp.isfinite(plain)
+    return jax.lax.cond(
+        safe, lambda: plain, lambda: jnp.sum(a.astype("float64") * b.astype("float64"))
+    )
 
 
 def _is_kind(x: Any) -> bool:

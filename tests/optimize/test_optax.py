@@ -1,0 +1,100 @@
+"""Transformations of optax on sharded unknowns: what is right, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mpigrad.optimize import Optax, minimize
+from mpigrad.optimize.unknowns import Unknowns
+
+
+@pytest.mark.thin(2)
+def test_two_rates_are_those_of_the_whole(comm):
+    """A sharded field by adam, a replicated network by lamb, whose step is of its own norm."""
+    n = 8
+    ends = [n * r // comm.size for r in range(comm.size + 1)]
+    mine = slice(ends[comm.rank], ends[comm.rank + 1])
+    field, network = jnp.linspace(-1, 1, n), jnp.array([[0.5, -1.0], [2.0, 0.3]])
+    weights = jnp.arange(1.0, n + 1)
+
+    def loss(x, weights, part):
+        terms = weights * (x["field"] - jnp.sum(x["network"])) ** 2
+        return jnp.sum(terms) + part * jnp.sum(x["network"] ** 4)
+
+    transformation = optax.chain(
+        optax.clip(3.0),
+        optax.zero_nans(),
+        optax.multi_transform(
+            {"fast": optax.adam(0.1), "slow": optax.lamb(0.02)},
+            {"field": "fast", "network": "slow"},
+        ),
+        optax.masked(optax.clip_by_global_norm(0.01), {"field": False, "network": True}),
+    )
+    x = {"field": field, "network": network}
+    state = jax.jit(transformation.init)(x)
+
+    @jax.jit
+    def step(x, state):
+        change, state = transformation.update(jax.grad(loss)(x, weights, 1.0), state, x)
+        return optax.apply_updates(x, change), state
+
+    for _ in range(5):
+        x, state = step(x, state)
+    solution = minimize(
+        lambda x: loss(x, weights[mine], 1 / comm.size),
+        {"field": field[mine], "network": network},
+        Optax(transformation),
+        sharded={"field": True, "network": False},
+        iterations=5,
+        comm=comm,
+    )
+    assert np.allclose(solution.value["field"], x["field"][mine], rtol=1e-12, atol=0)
+    assert np.allclose(solution.value["network"], x["network"], rtol=1e-12, atol=0)
+    # Its state can be saved: the moments of the field are sharded as the field is.
+    unknowns = Unknowns(solution.value, {"field": True, "network": False}, comm)
+    kinds = jax.tree.leaves(Optax(transformation).layout(unknowns).inner)
+    assert kinds.count(True) == 2 and len(kinds) == len(jax.tree.leaves(state))
+
+
+@pytest.mark.thin(2)
+def test_what_mixes_numbers_is_refused(comm):
+    """Without running it: at thresholds that no probe would reach, and shapes of all ranks."""
+
+    def check(transformation, x, sharded=True):
+        Optax(transformation).check(Unknowns(x, sharded, comm))
+
+    rows = jnp.zeros((256 // comm.size, 128), "float32")  # of 256, too few on three ranks
+    mixing = (
+        optax.scale_by_factored_rms(),
+        optax.chain(optax.clip_by_global_norm(1e8), optax.sgd(1e-3)),
+        optax.apply_if_finite(optax.adam(0.1), 3),
+        optax.noisy_sgd(0.1, key=0),
+        optax.chain(optax.stateless(lambda g, _: jax.tree.map(jnp.flip, g)), optax.sgd(0.1)),
+    )
+    for transformation in mixing:
+        check(transformation, rows, False)
+        if comm.size > 1:
+            with pytest.raises(ValueError, match=r"number by number on sharded.*: x0\. Use"):
+                check(transformation, rows)
+    halves = {"a": jnp.zeros(3), "b": jnp.zeros(4)}
+    labels = optax.multi_transform(
+        {"x": optax.lamb(0.1), "y": optax.adam(0.1)}, {"a": "x", "b": "y"}
+    )
+    check(labels, halves, {"a": False, "b": True})
+    if comm.size > 1:
+        with pytest.raises(ValueError, match=r"only: x0\['a'\]"):
+            check(labels, halves, {"a": True, "b": False})
+    for transformation in (
+        optax.inject_hyperparams(optax.adamw)(optax.cosine_decay_schedule(0.1, 9)),
+        optax.MultiSteps(optax.rmsprop(0.1, momentum=0.9), 2).gradient_transformation(),
+        optax.lion(0.1),
+    ):
+        check(transformation, rows)
+
+    # What can't be applied says so, and what to write instead.
+    with pytest.raises(TypeError, match=r"value_fn.*use LBFGS\(\)"):
+        check(optax.lbfgs(), rows, False)
+    with pytest.raises(TypeError, match=r"(?s)can't be applied.*masks and labels must fit x0"):
+        check(labels, {"a": rows}, False)
