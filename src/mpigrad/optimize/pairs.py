@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.optimize.unknowns import Unknowns, Vector
+from mpigrad.optimize.unknowns import Unknowns, Vector, product
 
 __all__ = ["combine", "empty", "remember"]
 
@@ -60,8 +60,11 @@ def _products(rows: Any, y: Any, g: Any, slot: Any) -> Any:
         safe = jnp.all(jnp.abs(newest) > 1e-20) & jnp.all(jnp.isfinite(plain))
 
         def exactly() -> Any:
-            wide = rows.astype("float64")
-            return jnp.stack([jnp.sum(wide * v.astype("float64"), axis=1) for v in (y, g)])
+            # Row by row, as all of them in float64 would take twice the memory of the rows.
+            def one(row: Any) -> Any:
+                return jnp.stack([product(row, y), product(row, g)])
+
+            return jax.lax.map(one, rows).T
 
         return jax.lax.cond(safe, lambda: plain, exactly)
 

@@ -19,7 +19,7 @@ from mpigrad.operations import allgatherv, bcast, reduce
 from mpigrad.together import together
 from mpigrad.transformations import jit
 
-__all__ = ["Compiling", "Unknowns", "Vector", "dot"]
+__all__ = ["Compiling", "Unknowns", "Vector", "dot", "product"]
 
 Vector = tuple[Any, ...]  # arrays: what this rank holds of a vector
 _DTYPES = (np.dtype("float32"), np.dtype("float64"))
@@ -213,11 +213,14 @@ class Unknowns(Compiling):
 def dot(u: Vector, v: Vector) -> Any:
     """This rank's part of the inner product, in float64."""
     with jax.enable_x64(True):
-        return functools.reduce(jnp.add, [_product(a, b) for a, b in zip(u, v, strict=True)])
+        return functools.reduce(jnp.add, [product(a, b) for a, b in zip(u, v, strict=True)])
 
 
-def _product(a: Any, b: Any) -> Any:
-    """⟨a, b⟩, summed in float64 where float32 could overflow or lose numbers below 1e-38."""
+def product(a: Any, b: Any) -> Any:
+    """⟨a, b⟩, summed in float64 where float32 could overflow or lose numbers below 1e-38.
+
+    To be called where JAX makes float64.
+    """
     plain = jnp.vdot(a, b).astype("float64")
     if a.dtype == np.dtype("float64"):
         return plain
