@@ -29,7 +29,7 @@ def objective(comm):
 
 
 @pytest.mark.full
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(1, 2, 3, 4)
 def test_the_optimum_is_that_of_one_rank(comm):
     search = functools.partial(optimize.minimize, rtol=1e-8, iterations=400)
     share, start = objective(Communicator(MPI.COMM_SELF))
