@@ -53,7 +53,8 @@ def test_methods_reach_the_minimum(chains, name):
     objective, x0, whole = chains["mixed"]
     solution = minimize(objective, x0, METHODS[name], rtol=1e-8, iterations=400)
     assert solution.result is Result.CONVERGED
-    assert np.allclose(whole(solution.value), 1, atol=1e-7)
+    # The valley is flat at its end: so far may a point be whose gradient is that small.
+    assert np.allclose(whole(solution.value), 1, atol=1e-4)
 
 
 @pytest.mark.thin(1, 3)
