@@ -51,10 +51,10 @@ def test_methods_reach_the_minimum(chains, name):
     if name == "Adam":
         pytest.skip("Adam is no method for a valley")
     objective, x0, whole = chains["mixed"]
-    solution = minimize(objective, x0, METHODS[name], rtol=1e-8, iterations=400)
+    # The valley is flat at its end: the gradient has to be that small.
+    solution = minimize(objective, x0, METHODS[name], rtol=1e-10, iterations=3000)
     assert solution.result is Result.CONVERGED
-    # The valley is flat at its end: so far may a point be whose gradient is that small.
-    assert np.allclose(whole(solution.value), 1, atol=1e-4)
+    assert np.allclose(whole(solution.value), 1, atol=1e-7)
 
 
 @pytest.mark.thin(1, 3)

@@ -169,3 +169,15 @@ def test_what_makes_no_sense_is_refused(comm, directory):
     comm.mpi.Barrier()
     with pytest.raises(ValueError, match="line 3: dv: a positive concentration"):
         run(small(directory, data=directory / "bad.csv"), comm)
+
+
+@pytest.mark.thin(2)
+def test_density_passes_the_taylor_test(comm):
+    cohort, _ = simulate(5, 0, MODEL.kinetics)
+    records = cohort.records[::2]
+    point, direction = some(len(records))
+    with jobs.pool(comm) as pool:
+        density = log_density(MODEL, pool.sum(MODEL.log_likelihood, pool.put(list(records))))
+        mpigrad.taylor_test(
+            density, point, direction, loss="replicated", replicated=True, comm=comm
+        )
