@@ -71,7 +71,7 @@ def to_array(x: torch.Tensor) -> Any:
 
 def from_array(y: jax.Array, device: torch.device) -> torch.Tensor:
     """An array that nobody else holds as a tensor, which may be written."""
-    x = torch.from_dlpack(y)
+    x = torch.from_dlpack(y.__dlpack__())
     return x if device.type == "cpu" else x.to(device)
 
 

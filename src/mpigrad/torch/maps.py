@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 import mpigrad
+from mpigrad.operations.activity import CARRIER, nought, outer_carrier, with_carrier
 from mpigrad.operations.sites import standing_at
 from mpigrad.torch.arrays import from_array, is_differentiable, to_array
 
@@ -88,9 +89,10 @@ class Map:
             shapes = jax.eval_shape(lambda *xs: self._vjp(*xs)[1], *self.types)
 
         def transpose(*cotangents: Any) -> tuple[Any, ...]:
-            # A linear map keeps nothing of its operand, but links whose values do not count.
-            back = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            return self._pull(back, cotangents)
+            # A linear map keeps nothing of its operand, but links whose values do not count; they
+            # make messages active that have nothing else to depend on.
+            link = outer_carrier()
+            return self._pull(jax.tree.map(lambda s: nought(link, s), shapes), cotangents)
 
         return Map(transpose, self._cotangent_types, linear=True, site=self.site)
 
@@ -110,7 +112,8 @@ class Map:
         n = len(self.types)
 
         def push(*xs: Any) -> tuple[Any, ...]:
-            tangents = jax.jvp(self._of_active(*xs[:n]), self._active_of(xs[:n]), xs[n:])[1]
+            f = self._of_active(*xs[:n])
+            tangents = mpigrad.jvp(f, self._active_of(xs[:n]), xs[n:])[1]
             return tuple(tangents[i] for i in self.active_results)
 
         types = (*self.types, *self._active_of(self.types))
@@ -145,13 +148,15 @@ class Map:
         return f
 
     def _vjp(self, *xs: Any) -> tuple[Any, Any]:
-        return jax.vjp(self._of_active(*xs), *self._active_of(xs))
+        # As mpigrad.vjp, but with a pull-back that programs return.
+        f = with_carrier(self._of_active(*xs))
+        return jax.vjp(f, np.zeros((), CARRIER.dtype), *self._active_of(xs))
 
     def _pull(self, back: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         full: list[Any] = [np.zeros(t.shape, jax.dtypes.float0) for t in self.results]
         for i, ct in zip(self.active_results, cotangents, strict=True):
             full[i] = _conjugate(ct)
-        return tuple(_conjugate(ct) for ct in back(tuple(full)))
+        return tuple(_conjugate(ct) for ct in back(tuple(full))[1:])
 
     def _compiled(self, f: Callable[..., Any]) -> Callable[..., Any]:
         def traced(*args: Any) -> Any:
@@ -187,7 +192,14 @@ def _conjugate(x: Any) -> Any:
 
 def _execute(program: Callable[..., Any], tensors: Sequence[torch.Tensor], *before: Any) -> Any:
     with jax.enable_x64(True):  # PyTorch's precision is that of the tensor
-        return jax.block_until_ready(program(*before, *(to_array(x) for x in tensors)))
+        results = program(*before, *(to_array(x) for x in tensors))
+    # The operands may be written when this returns. Dispatch is synchronous, but for what a single
+    # process had begun before it imported mpigrad.
+    if results and isinstance(results, tuple) and isinstance(results[0], jax.Array):
+        results[0].block_until_ready()
+    else:
+        jax.block_until_ready(results)
+    return results
 
 
 def _tensors(arrays: Sequence[Any], device: torch.device) -> list[torch.Tensor]:

@@ -122,6 +122,11 @@ class _Message(torch.autograd.Function):
         return outputs, (None, *(0 for _ in batched.results))
 
 
+# Outside of transformations PyTorch's `apply` only binds arguments by name, which takes longer than a
+# message.
+_record = super(torch.autograd.Function, _Message).apply
+
+
 def apply(
     map_: Map, tensors: Sequence[torch.Tensor], known: list[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
@@ -142,7 +147,7 @@ def apply(
         token = dual_token(token)
     remember = recording and not map_.linear
     call = _Call(map_, device, chain, remember=remember, known=known)
-    token, *results = _Message.apply(call, token, *tensors)
+    token, *results = _record(call, token, *tensors)
     if chain is not None:
         if forward_mode:
             token, tangent = forward_ad.unpack_dual(token)

@@ -121,13 +121,21 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {}
 
 
 def _send(native: Callable[..., Any], given: dict[str, Any], known: Any = None) -> Any:
-    """The results of an operation with these arguments."""
+    """The results of an operation with these arguments, or its derivatives for `known` results."""
+    map_, tensors, structure = _prepare(native, given)
+    return jax.tree.unflatten(structure, message.apply(map_, tensors, known))
+
+
+def _prepare(
+    native: Callable[..., Any], given: dict[str, Any]
+) -> tuple[Map, list[torch.Tensor], Any]:
+    """The map of an operation, its operands, and the structure of its results."""
     leaves, structure = jax.tree.flatten(given)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     fixed = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else _Fixed(leaf) for leaf in leaves)
     types = tuple(type_of(x) for x in tensors)
     map_, results = _map(native, structure, fixed, types, call_site())
-    return jax.tree.unflatten(results, message.apply(map_, tensors, known))
+    return map_, tensors, results
 
 
 class _Fixed:
@@ -212,11 +220,12 @@ def recv_with_status(
         )
     like, comm = _data("like", like), resolve(comm)
     given = {"like": like, "source": source, "tag": tag, "comm": comm}
-    with torch.no_grad():
-        value, source_seen, tag_seen = _send(mpigrad.recv_with_status, given)
+    map_, tensors, structure = _prepare(mpigrad.recv_with_status, given)
+    received = map_.run(tensors, tensors[0].device if tensors else torch.device("cpu"))
+    value, seen, seen_tag = jax.tree.unflatten(structure, received)
     # Its derivatives go to and come from the rank that has sent, which is known now.
-    given |= {"source": int(source_seen), "tag": max(int(tag_seen), 0)}
-    return _send(mpigrad.recv, given, known=jax.tree.leaves(value)), source_seen, tag_seen
+    given |= {"source": int(seen), "tag": max(int(seen_tag), 0)}
+    return _send(mpigrad.recv, given, known=jax.tree.leaves(value)), seen, seen_tag
 
 
 _recv = _on_tensors(mpigrad.recv)
