@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._functorch import TransformType, _add_batch_dim, _wrap_for_grad
 from torch.autograd import forward_ad
 
 __all__ = ["dual_token", "eagerly", "in_dual_level", "in_transform", "transformed_token"]
@@ -26,14 +27,27 @@ def in_dual_level() -> bool:
 
 def dual_token(token: torch.Tensor) -> torch.Tensor:
     """The token with a tangent of zero: the message is active in forward mode on every rank."""
-    return forward_ad.make_dual(token, torch.zeros(()))
+    return forward_ad.make_dual(token, torch.zeros_like(token))
 
 
 def transformed_token() -> torch.Tensor:
-    """A token that is active, and batched, in the transformations of torch.func."""
-    token = torch.zeros(())
-    if in_dual_level():
-        token = dual_token(token)
+    """A token that is batched and active in all transformations of torch.func around.
+
+    So a message is batched, and has a tangent, on every rank, whatever its operand is.
+    """
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    if not in_transform():
+        return torch.zeros(())
+    inner = retrieve_current_functorch_interpreter()
+    with inner.lower():
+        token = transformed_token()
+        if inner.key() == TransformType.Vmap:
+            token = token.expand(inner.batch_size())  # type: ignore[attr-defined]
+    if inner.key() == TransformType.Vmap:
+        return _add_batch_dim(token, 0, inner.level())
+    if inner.key() == TransformType.Jvp:
+        return dual_token(_wrap_for_grad(token, inner.level()))
     return token
 
 

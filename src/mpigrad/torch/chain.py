@@ -1,9 +1,9 @@
 """The order of messages, and that all of them are reversed: a chain of tokens through the graph.
 
-PyTorch reverses a node only where its result is used and its operand is active, on that rank alone.
-While autograd records, each message therefore takes a token from the message before it and gives one
-to the next; and a backward pass begins at the last token, too, with a cotangent of zero. So every
-rank reverses every message, in the opposite order.
+PyTorch reverses a node only where its result is used and its operand is active, on that rank
+alone. While autograd records, each message therefore takes a token from the message before it and
+gives one to the next; and a backward pass begins at the last token, too, with a cotangent of zero.
+So every rank reverses every message, in the opposite order.
 """
 
 # pyright: reportMissingImports=false
@@ -51,6 +51,13 @@ class Pass:
                 stacklevel=2,
             )
 
+    def end(self, site: int) -> None:
+        """The messages have been reversed, at this line: later ones are on another chain."""
+        self.reversed_at = site
+        for context in _contexts():
+            if context.current is self:
+                context.current = Pass()
+
     def check(self, site: int) -> None:
         """Refuse to reverse a message that this backward pass does not join."""
         if self.reversing:
@@ -67,10 +74,11 @@ class Pass:
                 f"again. {remedy}"
             )
         raise RuntimeError(
-            f"mpigrad: the message at {describe(site)} belongs to another forward pass than the one "
-            "that is reversed here. Call backward inside the same `with mpigrad.torch.messages():` "
-            "as the forward pass, by torch.autograd.backward, torch.autograd.grad or "
-            "Tensor.backward as they are after the import of mpigrad.torch."
+            f"mpigrad: the message at {describe(site)} belongs to another forward pass than the "
+            "one that is reversed here. Call backward inside the same "
+            "`with mpigrad.torch.messages():` as the forward pass, by Tensor.backward, "
+            "torch.autograd.backward or torch.autograd.grad as they are after the import of "
+            "mpigrad.torch."
         )
 
 
@@ -125,7 +133,7 @@ def current() -> Pass:
 
 @contextmanager
 def _reversal(chain: Pass, keep: bool) -> Iterator[None]:
-    """A backward pass that joins all messages of `chain`, which it closes unless the graph is kept."""
+    """A backward pass that joins all messages of `chain`; it ends it, or they are kept."""
     site, done = call_site(), False
     chain.reversing = True
     try:
@@ -135,10 +143,7 @@ def _reversal(chain: Pass, keep: bool) -> Iterator[None]:
         chain.reversing = False
         chain.origin.grad = None
         if not (keep and done):
-            chain.reversed_at = site
-            for context in _contexts():
-                if context.current is chain:
-                    context.current = Pass()
+            chain.end(site)
 
 
 def _tuple(x: Any) -> tuple[Any, ...]:
@@ -150,7 +155,7 @@ def _tuple(x: Any) -> tuple[Any, ...]:
 
 
 def _with_head(
-    chain: Pass, outputs: Any, seeds: Any, create_graph: bool, batched: bool = False
+    chain: Pass, outputs: Any, seeds: Any, create_graph: bool
 ) -> tuple[list[Any], list[Any]]:
     """Outputs and their cotangents, and the end of the chain with a zero.
 
@@ -164,11 +169,7 @@ def _with_head(
         if not isinstance(root, torch.Tensor) or root.requires_grad
     ]
     # With its own graph the backward pass is the next part of the chain.
-    end = chain.head if create_graph else torch.zeros(())
-    if batched:
-        sizes = [len(seed) for _, seed in pairs if seed is not None] or [len(given[0])]
-        end = end.expand(sizes[0])
-    pairs.append((chain.head, end))
+    pairs.append((chain.head, chain.head if create_graph else torch.zeros(())))
     return [root for root, _ in pairs], [seed for _, seed in pairs]
 
 
@@ -217,19 +218,24 @@ def join_backward() -> None:
         options = (only_inputs, allow_unused, is_grads_batched, materialize_grads)
         if chain is None or chain.count == 0 or chain.reversing:
             return plain_grad(outputs, inputs, grad_outputs, retain_graph, create_graph, *options)
-        roots, seeds = _with_head(chain, outputs, grad_outputs, create_graph, is_grads_batched)
         keep = create_graph if retain_graph is None else retain_graph
+        if is_grads_batched:  # one after the other: PyTorch's batching here knows no functions
+            seeds = _tuple(grad_outputs)
+            rows = [
+                grad(outputs, inputs, [ct[i] for ct in seeds], True, create_graph, *options[:2])
+                for i in range(len(seeds[0]))
+            ]
+            if not keep:
+                chain.end(call_site())
+            columns = zip(*(_tuple(row) for row in rows), strict=True)
+            stacked = tuple(None if c[0] is None else torch.stack(c) for c in columns)
+            return dict(zip(inputs, stacked, strict=True)) if isinstance(inputs, dict) else stacked
+        roots, seeds = _with_head(chain, outputs, grad_outputs, create_graph)
+        into = [*_tuple(inputs), chain.origin]
         with _reversal(chain, keep):
-            *gradients, last = plain_grad(
-                roots,
-                [*_tuple(inputs), chain.origin],
-                seeds,
-                retain_graph,
-                create_graph,
-                *options,
-            )
+            *gradients, last = plain_grad(roots, into, seeds, retain_graph, create_graph, *options)
             if create_graph and last is not None:
-                chain.head = last.sum()
+                chain.head = last
         if isinstance(inputs, dict):
             return dict(zip(inputs, gradients, strict=True))
         return tuple(gradients)

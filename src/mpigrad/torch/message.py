@@ -122,8 +122,8 @@ class _Message(torch.autograd.Function):
         return outputs, (None, *(0 for _ in batched.results))
 
 
-# Outside of transformations PyTorch's `apply` only binds arguments by name, which takes longer than a
-# message.
+# Outside of transformations PyTorch's own `apply` only binds arguments by name, which takes longer
+# than a message.
 _record = super(torch.autograd.Function, _Message).apply
 
 

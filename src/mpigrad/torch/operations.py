@@ -163,7 +163,7 @@ def _map(
     types: tuple[tuple[tuple[int, ...], np.dtype], ...],
     site: int,
 ) -> tuple[Map, Any]:
-    """The map of an operation at a line for tensors of these types, the structure of its results."""
+    """The map of an operation at a line for these types, and the structure of its results."""
     results: list[Any] = []
 
     def function(*arrays: Any) -> tuple[Any, ...]:
