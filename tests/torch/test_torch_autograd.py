@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -261,6 +263,27 @@ def test_backward_more_than_once(comm: Communicator) -> None:
     assert x.grad is None
 
 
+@pytest.mark.ranks(1)
+def test_graphs_are_let_go(comm: Communicator) -> None:
+    """With a backward pass, without one, with a graph of its own."""
+    gone = []
+    for i in range(4):
+        x = leaf(comm)
+        with mt.messages():
+            local = torch.sin(x)
+            mt.send(local, 0)
+            got = mt.recv(local)
+            y = mt.allreduce(local * got, MPI.PROD if i else MPI.SUM)
+            gone.append(weakref.ref(local))
+            if i == 0:
+                y.sum().backward()
+            if i == 1:
+                torch.autograd.grad(y.sum(), x, create_graph=True)
+        del x, local, got, y
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+
+
 @pytest.mark.ranks(2)
 def test_many_cotangents_at_once(comm: Communicator) -> None:
     x = leaf(comm)
@@ -342,6 +365,15 @@ def test_transformations(comm: Communicator) -> None:
     close(batch, [F(X)[comm.rank], F(2 * X)[comm.rank]])
     both = func.vmap(lambda x: func.jvp(f, (x,), (x,))[1])(torch.stack([x, 2 * x]))
     close(both[1], jax.jvp(F, (2 * X,), (2 * X,))[1][comm.rank])
+    # Messages in a vmap are on the chain.
+    leaf_ = leaf(comm)
+    y = func.vmap(lambda x: mt.allreduce(torch.sin(x) if comm.rank == 0 else ONES))(
+        torch.stack([leaf_, 2 * leaf_])
+    )
+    z = mt.allreduce(leaf_)
+    (y.sum() if comm.rank == 1 else z.sum()).backward()
+    slope = jnp.cos(X[0]) + 2 * jnp.cos(2 * X[0]) if comm.rank == 0 else 0
+    close(leaf_.grad, slope + 1 + jnp.zeros(3))
     # Reverse mode, where all ranks are alike.
     g = lambda x: _cube(mt.allreduce(x * x, MPI.PROD))
     G = lambda X: 2 * _cube(X[0] ** 2 * X[1] ** 2)

@@ -18,6 +18,7 @@ __all__ = [
     "in_backward",
     "in_dual_level",
     "in_transform",
+    "only_batched",
     "transformed_token",
 ]
 
@@ -42,21 +43,29 @@ def dual_token(token: torch.Tensor) -> torch.Tensor:
     return forward_ad.make_dual(token, torch.zeros_like(token))
 
 
-def transformed_token() -> torch.Tensor:
-    """A token that is batched and active in all transformations of torch.func around.
+def only_batched() -> bool:
+    """Whether vmap is the only transformation that is active."""
+    from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+    return all(i.key() == TransformType.Vmap for i in retrieve_all_functorch_interpreters())
+
+
+def transformed_token(token: torch.Tensor | None) -> torch.Tensor:
+    """The token (None: a new one), batched and active in all transformations of torch.func around.
 
     So a message is batched, and has a tangent, on every rank, whatever its operand is.
     """
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
     if not in_transform():
-        return torch.zeros(())
+        return torch.zeros(()) if token is None else token
     inner = retrieve_current_functorch_interpreter()
+    batched = inner.key() == TransformType.Vmap
     with inner.lower():
-        token = transformed_token()
-        if inner.key() == TransformType.Vmap:
+        token = transformed_token(token)
+        if batched:
             token = token.expand(inner.batch_size())  # type: ignore[attr-defined]
-    if inner.key() == TransformType.Vmap:
+    if batched:
         return _add_batch_dim(token, 0, inner.level())
     if inner.key() == TransformType.Jvp:
         return dual_token(_wrap_for_grad(token, inner.level()))

@@ -21,21 +21,51 @@ import torch
 from mpigrad.operations.sites import call_site, describe
 from mpigrad.torch._torch_compat import in_backward, in_transform
 
-__all__ = ["Pass", "current", "join_backward", "messages"]
+__all__ = ["Chain", "Reversal", "current", "join_backward", "messages"]
 
 _MANY = 10_000
 _warned = False
 
 
-class Pass:
-    """The messages between two backward passes: a chain from `origin` to `head`."""
+class Reversal:
+    """Whether the messages of a chain are reversed now, or were; what their nodes know of it.
+
+    A node that held its chain would keep the graph, and so itself, alive.
+    """
+
+    def __init__(self) -> None:
+        self.running = False
+        self.done_at: int | None = None  # the line of the backward pass that has ended the chain
+
+    def check(self, site: int) -> None:
+        """Refuse to reverse a message that this backward pass does not join."""
+        if self.running:
+            return
+        if self.done_at is not None:
+            raise RuntimeError(
+                f"mpigrad: the message at {describe(site)} was reversed already, by the backward "
+                f"pass at {describe(self.done_at)}; other ranks do not expect its adjoint again. "
+                "Sum the losses and go backward once, or keep the graph (retain_graph=True), or "
+                "give each forward pass, with its backward pass, messages of its own: "
+                "`with mpigrad.torch.messages():`."
+            )
+        raise RuntimeError(
+            f"mpigrad: the message at {describe(site)} belongs to another forward pass than the "
+            "one that is reversed here. Call backward inside the same "
+            "`with mpigrad.torch.messages():` as the forward pass, by Tensor.backward, "
+            "torch.autograd.backward or torch.autograd.grad as they are after the import of "
+            "mpigrad.torch."
+        )
+
+
+class Chain:
+    """The messages between two backward passes, from `origin` to `head`."""
 
     def __init__(self) -> None:
         self.origin = torch.zeros((), requires_grad=True)
         self.head = self.origin
         self.count = 0
-        self.reversing = False
-        self.reversed_at: int | None = None  # the line of the backward pass that has closed it
+        self.reversal = Reversal()
 
     def advance(self, token: torch.Tensor) -> None:
         """The last message has given this token."""
@@ -53,33 +83,10 @@ class Pass:
 
     def end(self, site: int) -> None:
         """The messages have been reversed, at this line: later ones are on another chain."""
-        self.reversed_at = site
+        self.reversal.done_at = site
         for context in _contexts():
             if context.current is self:
-                context.current = Pass()
-
-    def check(self, site: int) -> None:
-        """Refuse to reverse a message that this backward pass does not join."""
-        if self.reversing:
-            return
-        remedy = (
-            "Sum the losses and go backward once, or keep the graph (retain_graph=True), or give "
-            "each forward pass, with its backward pass, messages of its own: "
-            "`with mpigrad.torch.messages():`."
-        )
-        if self.reversed_at is not None:
-            raise RuntimeError(
-                f"mpigrad: the message at {describe(site)} was reversed already, by the backward "
-                f"pass at {describe(self.reversed_at)}; other ranks do not expect its adjoint "
-                f"again. {remedy}"
-            )
-        raise RuntimeError(
-            f"mpigrad: the message at {describe(site)} belongs to another forward pass than the "
-            "one that is reversed here. Call backward inside the same "
-            "`with mpigrad.torch.messages():` as the forward pass, by Tensor.backward, "
-            "torch.autograd.backward or torch.autograd.grad as they are after the import of "
-            "mpigrad.torch."
-        )
+                context.current = Chain()
 
 
 class messages:
@@ -99,7 +106,7 @@ class messages:
     """
 
     def __init__(self) -> None:
-        self.current = Pass()
+        self.current = Chain()
 
     def __enter__(self) -> Self:
         _contexts().append(self)
@@ -118,7 +125,7 @@ def _contexts() -> list[messages]:
     return _threads.contexts
 
 
-def current() -> Pass:
+def current() -> Chain:
     """The chain of a message that stands here; an error inside of a backward pass."""
     chain = _contexts()[-1].current
     if in_backward():
@@ -132,15 +139,15 @@ def current() -> Pass:
 
 
 @contextmanager
-def _reversal(chain: Pass, keep: bool) -> Iterator[None]:
+def _reversal(chain: Chain, keep: bool) -> Iterator[None]:
     """A backward pass that joins all messages of `chain`; it ends it, or they are kept."""
     site, done = call_site(), False
-    chain.reversing = True
+    chain.reversal.running = True
     try:
         yield
         done = True
     finally:
-        chain.reversing = False
+        chain.reversal.running = False
         chain.origin.grad = None
         if not (keep and done):
             chain.end(site)
@@ -155,7 +162,7 @@ def _tuple(x: Any) -> tuple[Any, ...]:
 
 
 def _with_head(
-    chain: Pass, outputs: Any, seeds: Any, create_graph: bool
+    chain: Chain, outputs: Any, seeds: Any, create_graph: bool
 ) -> tuple[list[Any], list[Any]]:
     """Outputs and their cotangents, and the end of the chain with a zero.
 
@@ -188,7 +195,7 @@ def join_backward() -> None:
         inputs: Any = None,
     ) -> None:
         chain = None if in_transform() else _contexts()[-1].current
-        if chain is None or chain.count == 0 or chain.reversing:
+        if chain is None or chain.count == 0 or chain.reversal.running:
             plain_backward(
                 tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
             )
@@ -216,7 +223,7 @@ def join_backward() -> None:
     ) -> Any:
         chain = None if in_transform() else _contexts()[-1].current
         options = (only_inputs, allow_unused, is_grads_batched, materialize_grads)
-        if chain is None or chain.count == 0 or chain.reversing:
+        if chain is None or chain.count == 0 or chain.reversal.running:
             return plain_grad(outputs, inputs, grad_outputs, retain_graph, create_graph, *options)
         keep = create_graph if retain_graph is None else retain_graph
         if is_grads_batched:  # one after the other: PyTorch's batching here knows no functions

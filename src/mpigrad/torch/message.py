@@ -10,9 +10,15 @@ import jax
 import torch
 from torch.autograd import forward_ad
 
-from mpigrad.torch._torch_compat import dual_token, in_dual_level, in_transform, transformed_token
+from mpigrad.torch._torch_compat import (
+    dual_token,
+    in_dual_level,
+    in_transform,
+    only_batched,
+    transformed_token,
+)
 from mpigrad.torch.arrays import is_differentiable, zeros
-from mpigrad.torch.chain import Pass, current
+from mpigrad.torch.chain import Chain, Reversal, current
 from mpigrad.torch.maps import Map
 
 __all__ = ["apply"]
@@ -21,34 +27,35 @@ _HOST = torch.device("cpu")
 
 
 class _Call:
-    """A map on its way through autograd, and the chain that it belongs to."""
+    """A map on its way through autograd, and the reversal that its node waits for."""
 
-    __slots__ = ("chain", "device", "known", "map", "remember", "residuals")
+    __slots__ = ("device", "known", "map", "remember", "residuals", "reversal")
 
     def __init__(
         self,
         map_: Map,
         device: torch.device,
-        chain: Pass | None,
+        reversal: Reversal | None,
         *,
         remember: bool = False,
         known: list[torch.Tensor] | None = None,
     ) -> None:
-        self.map, self.device, self.chain = map_, device, chain
+        self.map, self.device, self.reversal = map_, device, reversal
         self.remember = remember  # what the derivative needs, for a backward pass without graph
         self.known = known  # the results, of a message that has come already
         self.residuals: Any = None
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self.known is not None:
-            return self.known
+            known, self.known = self.known, None
+            return known
         if self.remember:
             results, self.residuals = self.map.remember(tensors, self.device)
             return results
         return self.map.run(tensors, self.device)
 
     def of(self, map_: Map) -> _Call:
-        return _Call(map_, self.device, self.chain)
+        return _Call(map_, self.device, self.reversal)
 
 
 class _Message(torch.autograd.Function):
@@ -70,8 +77,8 @@ class _Message(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor, *cotangents: torch.Tensor) -> Any:  # type: ignore[override]
         call: _Call = ctx.call
-        if call.chain is not None:
-            call.chain.check(call.map.site)
+        if call.reversal is not None:
+            call.reversal.check(call.map.site)
         cts = [cotangents[i] for i in call.map.active_results]
         linear = call.map.linear
         if torch.is_grad_enabled() or in_transform():
@@ -135,23 +142,33 @@ def apply(
     With `known` results the message has come already, and only its derivatives are sent.
     """
     device = tensors[0].device if tensors else _HOST
-    if in_transform():
-        call = _Call(map_, device, None, known=known)
-        return list(_Message.apply(call, transformed_token(), *tensors)[1:])
-    recording, forward_mode = torch.is_grad_enabled(), in_dual_level()
-    if not map_.has_derivative or not (recording or forward_mode):
+    transformed, forward_mode = in_transform(), in_dual_level()
+    recording = torch.is_grad_enabled() and map_.has_derivative
+    if not transformed and not recording and not (forward_mode and map_.has_derivative):
         return map_.run(tensors, device) if known is None else known
-    chain = current() if recording else None
-    token = torch.zeros(()) if chain is None else chain.head
-    if forward_mode:
-        token = dual_token(token)
-    remember = recording and not map_.linear
-    call = _Call(map_, device, chain, remember=remember, known=known)
-    token, *results = _record(call, token, *tensors)
+    # In transformations that differentiate there is no chain: their graphs are not ours to join.
+    chain = current() if recording and (not transformed or only_batched()) else None
+    head = None if chain is None else chain.head
+    call = _Call(
+        map_,
+        device,
+        None if chain is None else chain.reversal,
+        remember=recording and not transformed and not map_.linear,
+        known=known,
+    )
+    if transformed:
+        token, *results = _Message.apply(call, transformed_token(head), *tensors)
+    else:
+        token = torch.zeros(()) if head is None else head
+        token, *results = _record(call, dual_token(token) if forward_mode else token, *tensors)
     if chain is not None:
-        if forward_mode:
-            token, tangent = forward_ad.unpack_dual(token)
-            # The tangent's messages are on the chain, too.
-            token = token if tangent is None else token + tangent
-        chain.advance(token)
+        advance(chain, token, forward_mode)
     return results
+
+
+def advance(chain: Chain, token: torch.Tensor, forward_mode: bool) -> None:
+    """The next message stands after this one, and after the message of its tangent."""
+    if forward_mode:
+        token, tangent = forward_ad.unpack_dual(token)
+        token = token if tangent is None else token + tangent
+    chain.advance(token)
