@@ -227,7 +227,8 @@ def join_backward() -> None:
             return plain_grad(outputs, inputs, grad_outputs, retain_graph, create_graph, *options)
         keep = create_graph if retain_graph is None else retain_graph
         if is_grads_batched:  # one after the other: PyTorch's batching here knows no functions
-            seeds, each = _tuple(grad_outputs), (only_inputs, allow_unused, False, materialize_grads)
+            seeds = _tuple(grad_outputs)
+            each = (only_inputs, allow_unused, False, materialize_grads)
             rows = [
                 grad(outputs, inputs, [ct[i] for ct in seeds], True, create_graph, *each)
                 for i in range(len(seeds[0]))
