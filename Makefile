@@ -38,12 +38,14 @@ test: lint
 test-full: lint
 	@MPIGRAD_ALL_TESTS=1 $(BIN)/python tests/run.py --limit 3600
 
+# TORCH="torch>=2.6 --index-url …": another build of PyTorch.
+TORCH ?= torch==2.13.0
 test-torch: lint $(VENV)/torch
 	@MPIGRAD_TORCH=1 $(BIN)/python tests/run.py
 
 $(VENV)/torch: $(READY)
 	@echo "test-torch: PyTorch into $(VENV)"
-	@$(BIN)/python -m pip install --quiet "torch>=2.6"
+	@$(BIN)/python -m pip install --quiet $(TORCH)
 	@touch $@
 
 test-oldest:
