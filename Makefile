@@ -38,7 +38,7 @@ test: lint
 test-full: lint
 	@MPIGRAD_ALL_TESTS=1 $(BIN)/python tests/run.py --limit 3600
 
-# TORCH="torch>=2.6 --index-url …": another build of PyTorch.
+# TORCH="torch==2.6.0 --index-url …": another release, another build.
 TORCH ?= torch==2.13.0
 test-torch: lint $(VENV)/torch
 	@MPIGRAD_TORCH=1 $(BIN)/python tests/run.py
