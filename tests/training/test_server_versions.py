@@ -37,7 +37,7 @@ def test_ten_thousand_updates_with_random_delays(bound: int, workers: int) -> No
         assert list(staleness) == sorted(staleness)
         assert bound > 0 or len(staleness) == workers
         seen.update(staleness.values())
-        taken.update(staleness)
+        taken.update(list(staleness))
         versions.use()
         versions.give(staleness)
         for worker in staleness:

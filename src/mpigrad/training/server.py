@@ -34,7 +34,8 @@ class ParameterServer(Strategy):
         The bound, 0 or more. With 0 the run is that of `Synchronous` on as many ranks as there are
         workers, bit for bit; with more than 0 no two runs are equal.
     scale_by_staleness
-        Divide each gradient by 1 + its staleness [2]_, so that what is old changes less.
+        Divide each gradient by 1 + its staleness, so that what is old changes less (after Zhang,
+        Gupta, Lian and Liu, "Staleness-aware async-SGD for distributed deep learning", 2016).
     on_error
         When a worker's batch fails: "raise", the training ends on all ranks with the cause; "drop",
         the server says so, and this run goes on without that worker while there is another.
@@ -46,12 +47,8 @@ class ParameterServer(Strategy):
 
     Notes
     -----
-    The bound is that of a stale synchronous parallel server [1]_.
-
-    .. [1] Q. Ho et al., "More effective distributed ML via a stale synchronous parallel parameter
-       server", NeurIPS 2013.
-    .. [2] After W. Zhang, S. Gupta, X. Lian, J. Liu, "Staleness-aware async-SGD for distributed
-       deep learning", IJCAI 2016, which divides by the staleness, counted from 1.
+    The bound is that of Ho et al., "More effective distributed ML via a stale synchronous parallel
+    parameter server", 2013.
     """
 
     staleness: int = 0
