@@ -213,7 +213,7 @@ def test_a_failing_worker_ends_all(comm: Communicator) -> None:
         if comm.rank < comm.size - 1:
             assert f"rank {comm.size - 1} has failed: LookupError" in str(caught.value)
             assert "in failing" in str(caught.value)
-        assert time.monotonic() - start < 4
+        assert time.monotonic() - start < 10  # the machine may be busy
         comm.mpi.Barrier()
         run.train(batches(run, epochs=1), Session())  # nothing is left of it
 
