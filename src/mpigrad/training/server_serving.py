@@ -68,6 +68,9 @@ class Serving(Run):
             if then & OVER or session.act(then):
                 return
 
+    def updates_of(self, batches: int) -> int:
+        return batches * len(self._workers) if self._bound > 0 else batches
+
     def _serve(self, session: Session) -> int:
         """Serve until all ranks have something to do together; bits that say what."""
         versions, then = self._versions, 0
