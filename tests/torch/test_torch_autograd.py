@@ -94,8 +94,8 @@ SCENARIOS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[...,
     ),
     "two messages, used in the other order": (
         lambda x, c: (mt.allreduce(x, comm=c), _sq(mt.allreduce(x * x, MPI.PROD, comm=c)))[1],
-        lambda x, c: (lambda u, v: _sq(v) * _sq(u))(
-            mt.allreduce(x, comm=c), mt.allreduce(x, MPI.PROD, comm=c)
+        lambda x, c: torch.mul(
+            _sq(mt.allreduce(x, comm=c)), _sq(mt.allreduce(x, MPI.PROD, comm=c))
         ),
         lambda a, b: _sq(a * a * b) + _sq(a * a * b) * _sq(a + b),
     ),

@@ -12,12 +12,24 @@ import torch
 from torch._C._functorch import TransformType, _add_batch_dim, _wrap_for_grad
 from torch.autograd import forward_ad
 
-__all__ = ["dual_token", "eagerly", "in_dual_level", "in_transform", "transformed_token"]
+__all__ = [
+    "dual_token",
+    "eagerly",
+    "in_backward",
+    "in_dual_level",
+    "in_transform",
+    "transformed_token",
+]
 
 
 def in_transform() -> bool:
     """Whether a transformation of torch.func is active."""
     return torch._C._are_functorch_transforms_active()
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine runs in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def in_dual_level() -> bool:

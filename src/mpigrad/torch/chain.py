@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from mpigrad.operations.sites import call_site, describe
-from mpigrad.torch._torch_compat import in_transform
+from mpigrad.torch._torch_compat import in_backward, in_transform
 
 __all__ = ["Pass", "current", "join_backward", "messages"]
 
@@ -121,7 +121,7 @@ def _contexts() -> list[messages]:
 def current() -> Pass:
     """The chain of a message that stands here; an error inside of a backward pass."""
     chain = _contexts()[-1].current
-    if chain.reversing:
+    if in_backward():
         raise RuntimeError(
             f"mpigrad: the message at {describe(call_site())} stands in a backward pass, and is to "
             "be differentiated itself. What torch.utils.checkpoint computes again must have no "
@@ -163,7 +163,7 @@ def _with_head(
     """
     roots = _tuple(outputs)
     given: Sequence[Any] = _tuple(seeds) if seeds is not None else (None,) * len(roots)
-    pairs = [
+    pairs: list[tuple[Any, Any]] = [
         (root, seed)
         for root, seed in zip(roots, given, strict=True)
         if not isinstance(root, torch.Tensor) or root.requires_grad

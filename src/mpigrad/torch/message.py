@@ -68,7 +68,7 @@ class _Message(torch.autograd.Function):
         ctx.mark_non_differentiable(*(y for t, y in results if not is_differentiable(t)))
 
     @staticmethod
-    def backward(ctx: Any, token: torch.Tensor, *cotangents: torch.Tensor) -> Any:
+    def backward(ctx: Any, token: torch.Tensor, *cotangents: torch.Tensor) -> Any:  # type: ignore[override]
         call: _Call = ctx.call
         if call.chain is not None:
             call.chain.check(call.map.site)
@@ -91,7 +91,7 @@ class _Message(torch.autograd.Function):
         return None, token, *gradients
 
     @staticmethod
-    def jvp(ctx: Any, _: None, token: torch.Tensor | None, *tangents: Any) -> Any:
+    def jvp(ctx: Any, _: None, token: torch.Tensor | None, *tangents: Any) -> Any:  # type: ignore[override]
         map_: Map = ctx.call.map
         active = [
             zeros(map_.types[i], ctx.call.device) if tangents[i] is None else tangents[i]
@@ -109,7 +109,7 @@ class _Message(torch.autograd.Function):
         return token, *results
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, call: _Call, token: torch.Tensor, *tensors: Any) -> Any:
+    def vmap(info: Any, in_dims: Any, call: _Call, token: torch.Tensor, *tensors: Any) -> Any:  # type: ignore[override]
         _, token_axis, *axes = in_dims
         if token_axis is not None:
             token = token.sum(token_axis)
@@ -124,7 +124,7 @@ class _Message(torch.autograd.Function):
 
 # Outside of transformations PyTorch's own `apply` only binds arguments by name, which takes longer
 # than a message.
-_record = super(torch.autograd.Function, _Message).apply
+_record: Any = super(torch.autograd.Function, _Message).apply  # type: ignore[attr-defined]
 
 
 def apply(

@@ -67,11 +67,11 @@ class _Folded(torch.autograd.Function):
         return torch.stack([ctx.op.derivative(x, y) for x in rows.unbind(0)])
 
     @staticmethod
-    def backward(ctx: Any, ct: torch.Tensor) -> Any:
+    def backward(ctx: Any, ct: torch.Tensor) -> Any:  # type: ignore[override]
         return None, _Folded._slopes(ctx).conj() * ct
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return (_Folded._slopes(ctx) * tangent).sum(0)
 
 
