@@ -216,6 +216,8 @@ def test_a_failing_worker_ends_all(comm: Communicator) -> None:
         assert time.monotonic() - start < 10  # the machine may be busy
         comm.mpi.Barrier()
         run.train(batches(run, epochs=1), Session())  # nothing is left of it
+        states = comm.mpi.allgather((run.step_number, [x.tobytes() for x in replica.arrays]))
+        assert states.count(states[0]) == comm.size
 
 
 @pytest.mark.ranks(3)

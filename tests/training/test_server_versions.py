@@ -20,7 +20,7 @@ def test_ten_thousand_updates_with_random_delays(bound: int, workers: int) -> No
     """Delays of very different length: bursts, a worker that is ten times slower, pauses."""
     dice = np.random.default_rng([bound, workers])
     slowness = dict(enumerate(dice.permutation(np.geomspace(1, 10, workers)), start=1))
-    versions = Versions.start(bound, slowness)
+    versions = Versions(bound, 0, dict.fromkeys(slowness, 0))
     time, arrivals = 0.0, [(0.0, worker) for worker in slowness]
     seen: collections.Counter[int] = collections.Counter()
     taken: collections.Counter[int] = collections.Counter()
@@ -51,7 +51,7 @@ def test_ten_thousand_updates_with_random_delays(bound: int, workers: int) -> No
 
 @pytest.mark.ranks(1)
 def test_who_leaves_is_not_waited_for() -> None:
-    versions = Versions.start(0, (1, 2, 3))
+    versions = Versions(0, 0, {1: 0, 2: 0, 3: 0})
     versions.arrive(3, 0)
     versions.arrive(1, 0)
     assert not versions.ready and versions.workers == [1, 2, 3]
