@@ -15,7 +15,7 @@ UPDATES = 10_000
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("bound", [0, 1, 3, 7])
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("workers", [2, 5])
 def test_ten_thousand_updates_with_random_delays(bound: int, workers: int) -> None:
     """Delays of very different length: bursts, a worker that is ten times slower, pauses."""
     dice = np.random.default_rng([bound, workers])
@@ -44,8 +44,7 @@ def test_ten_thousand_updates_with_random_delays(bound: int, workers: int) -> No
             pause = 50.0 * (dice.random() < 0.01)
             delay = slowness[worker] * dice.exponential() + pause
             heapq.heappush(arrivals, (time + delay, worker))
-    assert max(seen) <= bound
-    assert max(seen) == (bound if workers > 1 else 0)  # it is reached as well
+    assert max(seen) == bound  # it is reached as well
     assert len(taken) == workers and min(taken.values()) >= UPDATES // (bound + 1)
 
 
