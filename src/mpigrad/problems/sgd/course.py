@@ -1,0 +1,44 @@
+"""The course of a training: what is noted of its steps and of its epochs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["Course", "Epoch", "Step"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One update of the parameters (of a local step: of a rank's own).
+
+    `samples` counts all that were met so far, by all ranks; `seconds` is the time of training so
+    far, without tests and saves; `loss` is the mean over the update's samples.
+    """
+
+    step: int
+    loss: float
+    samples: float
+    seconds: float
+    staleness: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+    """What the held-out samples say after an epoch, at so many samples and seconds."""
+
+    epoch: int
+    samples: float
+    seconds: float
+    loss: float
+    score: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """One training, and what it ended with."""
+
+    name: str
+    steps: tuple[Step, ...]
+    epochs: tuple[Epoch, ...]
+    ending: str
+    bound: int | None = None

@@ -1,0 +1,28 @@
+"""Handwritten digits: 1797 pictures of 8 x 8 pixels, which come with scikit-learn.
+
+Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
+Repository, 1998 (its test set).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float32, Int64
+from sklearn.datasets import load_digits
+
+__all__ = ["digits"]
+
+_HELD_OUT = 360  # a fifth
+_SPLIT = 0  # seed: the same samples are held out in every run
+
+Samples = tuple[Float32[np.ndarray, "samples 1 8 8"], Int64[np.ndarray, " samples"]]
+
+
+def digits() -> tuple[Samples, Samples]:
+    """Pictures with grey values from 0 to 1 and their digits: 1437 to train on, 360 to test with."""
+    found = load_digits()
+    pictures = (found.images[:, None] / 16).astype(np.float32)  # type: ignore[union-attr]
+    labels = found.target.astype(np.int64)  # type: ignore[union-attr]
+    order = np.random.default_rng(_SPLIT).permutation(len(labels))
+    test, train = order[:_HELD_OUT], order[_HELD_OUT:]
+    return (pictures[train], labels[train]), (pictures[test], labels[test])
