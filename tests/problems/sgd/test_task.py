@@ -8,7 +8,7 @@ import pytest
 
 from mpigrad.problems.sgd import Settings, Task, digits, load
 
-FACTORIES = '''
+FACTORIES = """
 import jax.numpy as jnp
 import numpy as np
 from neighbour import SLOPE
@@ -58,7 +58,7 @@ def no_loss():
 
 
 not_a_function = 3
-'''
+"""
 
 
 @pytest.fixture

@@ -29,16 +29,20 @@ class Epoch:
     epoch: int
     samples: float
     seconds: float
-    loss: float
-    score: float | None
+    loss: float | None = None
+    score: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """One training, and what it ended with."""
+    """One training, and how it ended: `stopped`, where somebody asked for it.
+
+    `bound` is the largest staleness under a parameter server, else None.
+    """
 
     name: str
     steps: tuple[Step, ...]
     epochs: tuple[Epoch, ...]
     ending: str
+    stopped: bool = False
     bound: int | None = None

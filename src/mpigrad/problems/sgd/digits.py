@@ -19,7 +19,7 @@ Samples = tuple[Float32[np.ndarray, "samples 1 8 8"], Int64[np.ndarray, " sample
 
 
 def digits() -> tuple[Samples, Samples]:
-    """Pictures with grey values from 0 to 1 and their digits: 1437 to train on, 360 to test with."""
+    """Pictures with grey values from 0 to 1, and what they show: 1437 to train on, 360 held out."""
     found = load_digits()
     pictures = (found.images[:, None] / 16).astype(np.float32)  # type: ignore[union-attr]
     labels = found.target.astype(np.int64)  # type: ignore[union-attr]

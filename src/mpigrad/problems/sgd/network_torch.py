@@ -29,14 +29,18 @@ def network(seed: int) -> nn.Sequential:
 
 
 def loss(
-    network: nn.Module, pictures: Float32[Tensor, "samples 1 8 8"], digits: Int64[Tensor, " samples"]
+    network: nn.Module,
+    pictures: Float32[Tensor, "samples 1 8 8"],
+    digits: Int64[Tensor, " samples"],
 ) -> Float32[Tensor, ""]:
     """Mean cross entropy."""
     return nn.functional.cross_entropy(network(pictures), digits)
 
 
 def accuracy(
-    network: nn.Module, pictures: Float32[Tensor, "samples 1 8 8"], digits: Int64[Tensor, " samples"]
+    network: nn.Module,
+    pictures: Float32[Tensor, "samples 1 8 8"],
+    digits: Int64[Tensor, " samples"],
 ) -> Float32[Tensor, ""]:
     """The fraction that is read rightly."""
     return (network(pictures).argmax(1) == digits).float().mean()

@@ -22,7 +22,7 @@ __all__ = ["write_history", "write_parameters", "write_report"]
 
 
 def write_parameters(directory: pathlib.Path, model: Any, framework: str) -> pathlib.Path:
-    """Write model.pt, a `state_dict` of torch, or model.npz, arrays by their place in the pytree."""
+    """Write model.pt, a `state_dict`, or model.npz, arrays by their place in the pytree."""
     if framework == "torch":
         import torch  # pyright: ignore[reportMissingImports]
 
@@ -39,9 +39,8 @@ def write_parameters(directory: pathlib.Path, model: Any, framework: str) -> pat
 
 
 def write_history(path: pathlib.Path, course: Course) -> None:
-    """Write a line of JSON for each step, and one for each epoch."""
-    rows = [*course.steps, *course.epochs]
-    text = "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
+    """Write a line of JSON for each step."""
+    text = "".join(json.dumps(dataclasses.asdict(step)) + "\n" for step in course.steps)
     write_whole(path, lambda file: file.write(text.encode()))
 
 
@@ -99,7 +98,8 @@ def _outcome(course: Course) -> dict[str, object]:
         }
     if course.epochs:
         test = course.epochs[-1]
-        rows["loss of the held-out samples"] = f"{test.loss:.4f}"
+        if test.loss is not None:
+            rows["loss of the held-out samples"] = f"{test.loss:.4f}"
         if test.score is not None:
             rows["score of the held-out samples"] = f"{test.score:.4f}"
     stale = [n for step in course.steps for n in step.staleness]

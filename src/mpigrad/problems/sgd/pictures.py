@@ -118,4 +118,6 @@ def _smoothed(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Means of neighbours, so many that _SMOOTH points are left."""
     parts = np.array_split(np.arange(len(y)), min(len(y), _SMOOTH))
-    return np.array([x[part].mean() for part in parts]), np.array([y[part].mean() for part in parts])
+    return np.array([x[part].mean() for part in parts]), np.array(
+        [y[part].mean() for part in parts]
+    )

@@ -17,8 +17,12 @@ class Settings:
     it, by stochastic gradients on several ranks: synchronous, through a parameter server, local.
     """
 
-    mode: tuple[Literal["synchronous", "asynchronous", "local"], ...] = ()
-    """One or more, each from the same start; without: all that so many ranks can do."""
+    mode: tuple[Literal["synchronous", "asynchronous", "local"], ...] = (
+        "synchronous",
+        "asynchronous",
+        "local",
+    )
+    """One or more, which are trained one after the other from the same start."""
     framework: Literal["jax", "torch"] | None = None
     """Of the network; without: JAX. A model of your own tells it by itself."""
     module: str | None = None
@@ -34,7 +38,7 @@ class Settings:
     momentum: float = 0.9
     """Of sgd."""
     accumulate: int = 1
-    """Synchronous: batches whose gradients are added up for one step."""
+    """Synchronous: parts that a rank computes its batch in, for lack of memory."""
     compression: Literal["none", "float16", "bfloat16"] = "none"
     """Synchronous: the type in which gradients travel."""
     clip: float | None = None
@@ -57,6 +61,8 @@ class Settings:
         for option in ("mode", "staleness"):
             if len(set(getattr(self, option))) < len(getattr(self, option)):
                 raise ValueError(f"--{option}: the same one twice")
+        if not self.mode:
+            raise ValueError("--mode: one or more of synchronous, asynchronous, local")
         for option in ("epochs", "batch", "accumulate", "every"):
             number = getattr(self, option)
             if number < 1:
