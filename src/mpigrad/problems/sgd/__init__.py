@@ -12,7 +12,7 @@ except ImportError as error:
 
 from mpigrad.problems.sgd.course import Course, Epoch, Step
 from mpigrad.problems.sgd.digits import digits
-from mpigrad.problems.sgd.estimation import Result, run
+from mpigrad.problems.sgd.comparison import Result, run
 from mpigrad.problems.sgd.settings import Settings
 from mpigrad.problems.sgd.task import Task, load
 

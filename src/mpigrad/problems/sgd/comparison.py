@@ -131,25 +131,22 @@ def _train(
         out / "restart", minutes=_SAVE_EVERY, about={"strategy": str(strategy), **about}
     )
     epochs = from_root(comm, lambda: _noted(out))
+    if not epochs:
+        epochs.append(_tested(Epoch(0, 0.0, 0.0), test(training.model), settings, name, comm))
     ending, stopped = f"all {settings.epochs} epochs done", False
-    for epoch in range(min(len(epochs) + 1, settings.epochs), settings.epochs + 1):
+    for epoch in range(min(len(epochs), settings.epochs), settings.epochs + 1):
         batches.epochs = epoch
         history = training.run(batches, checkpoint=checkpoint)
+        steps = _steps(history)
+        if not history.asked_to_end and epoch == len(epochs):
+            now = Epoch(epoch, steps[-1].samples, steps[-1].seconds)
+            epochs.append(_tested(now, test(training.model), settings, name, comm))
         stopped = history.asked_to_end or any(comm.mpi.allgather(stop.requested()))
-        if not history.asked_to_end and epoch > len(epochs):
-            last = history.records[-1]
-            samples = sum(record.samples for record in history.records)
-            epochs.append(Epoch(epoch, samples, last.seconds, **test(training.model)))
-            with together(comm):
-                if comm.rank == 0:
-                    _note(out, epochs[-1], f"{name}: epoch {epoch}/{settings.epochs}")
         if stopped:
             ending = f"stopped in epoch {epoch}"
             break
     bound = strategy.staleness if isinstance(strategy, ParameterServer) else None
-    course = Course(
-        name, _steps(training.history), tuple(epochs[: settings.epochs]), ending, stopped, bound
-    )
+    course = Course(name, _steps(training.history), tuple(epochs), ending, stopped, bound)
     with together(comm):
         if comm.rank == 0:
             write_history(out / "history.jsonl", course)
@@ -192,17 +189,32 @@ def _noted(out: pathlib.Path) -> list[Epoch]:
     return [Epoch(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-def _note(out: pathlib.Path, epoch: Epoch, title: str) -> None:
-    with open(out / _EPOCHS, "a", encoding="utf-8") as file:
-        file.write(json.dumps(dataclasses.asdict(epoch)) + "\n")
-    found = {"loss": epoch.loss, "score": epoch.score}
-    values = "".join(f"  {name} {value:.4f}" for name, value in found.items() if value is not None)
-    print(f"{title}{values}  {duration(epoch.seconds)}", flush=True)
+def _tested(
+    epoch: Epoch, found: dict[str, float], settings: Settings, name: str, comm: Communicator
+) -> Epoch:
+    """The epoch with what has been found; rank 0 notes and says it."""
+    epoch = dataclasses.replace(epoch, **found)
+    with together(comm):
+        if comm.rank == 0:
+            with open(settings.out / name / _EPOCHS, "a", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.asdict(epoch)) + "\n")
+            values = "".join(f"  {what} {value:.4f}" for what, value in found.items())
+            place = f"{epoch.epoch}/{settings.epochs}"
+            print(f"{name}: epoch {place}{values}  {duration(epoch.seconds)}", flush=True)
+    return epoch
 
 
 def _steps(history: History) -> tuple[Step, ...]:
-    met = itertools.accumulate(record.samples for record in history.records)
+    """With the time since the first update, which compiles."""
+    records = history.records
+    met = itertools.accumulate(record.samples for record in records)
     return tuple(
-        Step(record.step, record.loss, samples, record.seconds, record.staleness)
-        for record, samples in zip(history.records, met, strict=True)
+        Step(
+            record.step,
+            record.loss,
+            samples,
+            record.seconds - records[0].seconds,
+            record.staleness,
+        )
+        for record, samples in zip(records, met, strict=True)
     )

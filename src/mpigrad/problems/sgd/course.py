@@ -11,8 +11,8 @@ __all__ = ["Course", "Epoch", "Step"]
 class Step:
     """One update of the parameters (of a local step: of a rank's own).
 
-    `samples` counts all that were met so far, by all ranks; `seconds` is the time of training so
-    far, without tests and saves; `loss` is the mean over the update's samples.
+    `samples` counts all that were met so far, by all ranks; `seconds` is the wall time since the
+    first update, tests and saves included; `loss` is the mean over the update's samples.
     """
 
     step: int
@@ -24,7 +24,9 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """What the held-out samples say after an epoch, at so many samples and seconds."""
+    """What the held-out samples say after an epoch (0: before the first), at so many samples and
+    seconds.
+    """
 
     epoch: int
     samples: float

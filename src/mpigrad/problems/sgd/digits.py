@@ -15,13 +15,14 @@ __all__ = ["digits"]
 _HELD_OUT = 360  # a fifth
 _SPLIT = 0  # seed: the same samples are held out in every run
 
-Samples = tuple[Float32[np.ndarray, "samples 1 8 8"], Int64[np.ndarray, " samples"]]
+Train = tuple[Float32[np.ndarray, "train 1 8 8"], Int64[np.ndarray, " train"]]
+HeldOut = tuple[Float32[np.ndarray, "held_out 1 8 8"], Int64[np.ndarray, " held_out"]]
 
 
-def digits() -> tuple[Samples, Samples]:
-    """Pictures with grey values from 0 to 1, and what they show: 1437 to train on, 360 held out."""
+def digits() -> tuple[Train, HeldOut]:
+    """Pictures with grey values from -1 to 1, and what they show: 1437 to train on, 360 held out."""
     found = load_digits()
-    pictures = (found.images[:, None] / 16).astype(np.float32)  # type: ignore[union-attr]
+    pictures = (found.images[:, None] / 8 - 1).astype(np.float32)  # type: ignore[union-attr]
     labels = found.target.astype(np.int64)  # type: ignore[union-attr]
     order = np.random.default_rng(_SPLIT).permutation(len(labels))
     test, train = order[:_HELD_OUT], order[_HELD_OUT:]

@@ -93,7 +93,7 @@ def _outcome(course: Course) -> dict[str, object]:
         rows |= {
             "updates": last.step,
             "samples": f"{last.samples:.0f}",
-            "time of training": f"{last.seconds:.2f} s",
+            "time since the first update": f"{last.seconds:.2f} s",
             "one update (median)": f"{1e3 * _median_time(course):.2f} ms",
         }
     if course.epochs:

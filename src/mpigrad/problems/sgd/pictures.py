@@ -23,7 +23,7 @@ def losses(courses: Sequence[Course]) -> report.Picture:
 
     def draw(figure: Any) -> None:
         for place, (label, of) in enumerate(
-            (("time of training (s)", "seconds"), ("samples", "samples"))
+            (("seconds since the first update", "seconds"), ("samples", "samples"))
         ):
             axes = figure.add_subplot(1, 2, place + 1)
             for course, colour in zip(courses, _cycle(), strict=False):
@@ -50,7 +50,7 @@ def tests(courses: Sequence[Course], what: str) -> report.Picture:
     def draw(figure: Any) -> None:
         scored = all(epoch.score is not None for course in courses for epoch in course.epochs)
         for place, (label, of) in enumerate(
-            (("time of training (s)", "seconds"), ("samples", "samples"))
+            (("seconds since the first update", "seconds"), ("samples", "samples"))
         ):
             axes = figure.add_subplot(1, 2, place + 1)
             for course, colour in zip(courses, _cycle(), strict=False):
@@ -87,7 +87,7 @@ def staleness(courses: Sequence[Course]) -> report.Picture:
         bars.legend(fontsize=9)
         for course, colour in zip(courses, _cycle(), strict=False):
             stale = [n for step in course.steps for n in step.staleness]
-            last = course.steps[-max(1, len(course.steps) // max(len(course.epochs), 1)) :]
+            last = course.steps[-max(1, len(course.steps) // max(len(course.epochs) - 1, 1)) :]
             if last:
                 loss = float(np.mean([step.loss for step in last]))
                 mean = float(np.mean(stale)) if stale else 0.0

@@ -29,7 +29,7 @@ class Settings:
     """Your own model, loss and data: file.py:factory, a function without arguments."""
     epochs: int = 10
     """How often every sample is met."""
-    batch: int = 64
+    batch: int = 32
     """Samples of a batch, all ranks together."""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """The optimizer, unless your factory gives one."""
