@@ -9,7 +9,7 @@ import pytest
 
 from mpigrad.problems.sgd import Settings, run
 
-LINE = '''
+LINE = """
 import jax.numpy as jnp
 import numpy as np
 from mpigrad.problems.sgd import Task
@@ -23,8 +23,8 @@ def loss(model, x):
 
 def line():
     return Task({"slope": jnp.zeros((1, 1))}, loss, (X,), held_out=(X[:4],), score=loss)
-'''
-TORCH = '''
+"""
+TORCH = """
 import torch
 from mpigrad.problems.sgd import Task
 
@@ -38,7 +38,7 @@ def loss(model, x):
 def line():
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.1))
     return model, loss, X
-'''
+"""
 
 
 def write(directory, comm, text):

@@ -10,9 +10,9 @@ except ImportError as error:
         f"mpigrad.problems.sgd needs {error.name}: pip install 'mpigrad[problems]'"
     ) from error
 
+from mpigrad.problems.sgd.comparison import Result, run
 from mpigrad.problems.sgd.course import Course, Epoch, Step
 from mpigrad.problems.sgd.digits import digits
-from mpigrad.problems.sgd.comparison import Result, run
 from mpigrad.problems.sgd.settings import Settings
 from mpigrad.problems.sgd.task import Task, load
 
