@@ -18,6 +18,7 @@ more cores than two. `--picture` draws when layers are ready and when their buck
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import socket
@@ -223,11 +224,68 @@ def server(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             }
 
 
+def timelines(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What the ranks do in one step of the largest model, with and without overlap; on 2 ranks."""
+    import torch
+    from mpi4py import MPI
+
+    from mpigrad.training import Synchronous, trainer
+
+    world, parameters = MPI.COMM_WORLD, max(options.parameters)
+    torch.set_num_threads(1)
+    batch = batches(parameters, world.rank)
+    for overlap in (True, False):
+        model = perceptron(parameters)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2, 0.9)
+        training = trainer(model, optimizer, loss, Synchronous(overlap=overlap))
+        for number in range(5):
+            world.Barrier()
+            training.step(*batch(number))
+        spans = [dataclasses.astuple(span) for span in training._run.spans]
+        start = min(world.allgather(min(begun for _, begun, _ in spans)))
+        mine = [(name, begun - start, end - start) for name, begun, end in spans]
+        yield {"overlap": overlap, "parameters": parameters, "ranks": world.allgather(mine)}
+
+
+def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """Two steps, one above the other, on one scale."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    last = max(end for row in rows for spans in row["ranks"] for _, _, end in spans)
+    figure, panels = plt.subplots(len(rows), 1, figsize=(9, 4.6), sharex=True)
+    for row, axes in zip(rows, panels, strict=True):
+        ticks: dict[float, str] = {}
+        for rank, spans in enumerate(row["ranks"]):
+            own = {"gradient": "#4477aa", "update": "#66ccee"}
+            for name, begun, end in spans:
+                bucket = name not in own
+                y = 3 * rank + (1 + 0.16 * (int(name.split()[-1]) % 5) if bucket else 0)
+                axes.barh(
+                    y, 1e3 * (end - begun), left=1e3 * begun, height=0.13 if bucket else 0.7,
+                    align="edge", color="#cc6677" if bucket else own[name],
+                )  # fmt: skip
+            ticks |= {3 * rank + 0.35: f"rank {rank}", 3 * rank + 1.4: "buckets"}
+        axes.set_yticks(list(ticks), list(ticks.values()))
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.02e3 * last)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        title = "buckets leave during the backward pass" if row["overlap"] else "after it"
+        axes.set_title(title, fontsize=10, loc="left")
+    panels[-1].set_xlabel(
+        "milliseconds (dark blue: forward and backward; light blue: the update; red: a bucket)"
+    )
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
 def serve(options: argparse.Namespace) -> None:
     """On every rank: rank 0 prints rows as JSON."""
     from mpi4py import MPI
 
-    for row in {"steps": steps, "server": server}[options.serve](options):
+    for row in {"steps": steps, "server": server, "timelines": timelines}[options.serve](options):
         if MPI.COMM_WORLD.rank == 0:
             print(json.dumps(row), flush=True)
 
@@ -282,7 +340,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--picture", type=pathlib.Path)
-    parser.add_argument("--serve", choices=["steps", "server"], help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=["steps", "server", "timelines"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not set(options.parameters) <= set(SHAPES):
         parser.error(f"--parameters: of {', '.join(f'{size:g}' for size in SHAPES)}")
@@ -304,6 +362,8 @@ def main() -> None:
             f"{row['gradients per second']:.1f} | {row['mean staleness']:.2f} |",
             flush=True,
         )
+    if options.picture:
+        draw(list(asked(2, "timelines", options)), options.picture)
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n")
 

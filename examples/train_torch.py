@@ -25,7 +25,7 @@ def loss(model, x, y):
 
 
 training = trainer(model, optimizer, loss)
-batches = Batches(len(x), 40, seed=0, epochs=10, take=lambda rows: (x[rows], y[rows]))
+batches = Batches(len(x), 40, seed=0, epochs=20, take=lambda rows: (x[rows], y[rows]))
 history = training.run(batches)
 
 first, last = history.records[0], history.records[-1]

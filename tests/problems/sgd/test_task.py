@@ -77,7 +77,7 @@ def test_digits_are_shuffled_and_scaled():
     assert len(labels) + len(known) == 1797
     assert pictures.min() == -1
     assert pictures.max() == 1
-    assert len(held_out) == 360
+    assert len(held_out) == 357
     counts = np.bincount(labels)
     assert len(counts) == 10
     assert counts.min() > 120

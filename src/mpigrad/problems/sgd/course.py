@@ -12,7 +12,7 @@ class Step:
     """One update of the parameters (of a local step: of a rank's own).
 
     `samples` counts all that were met so far, by all ranks; `seconds` is the wall time since the
-    first update, tests and saves included; `loss` is the mean over the update's samples.
+    first update, tests left out; `loss` is the mean over the update's samples.
     """
 
     step: int
