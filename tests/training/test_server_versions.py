@@ -37,8 +37,9 @@ def test_ten_thousand_updates_with_random_delays(bound: int, workers: int) -> No
         assert list(staleness) == sorted(staleness)
         assert bound > 0 or len(staleness) == workers
         seen.update(staleness.values())
-        taken.update(staleness)
-        versions.update()
+        taken.update(list(staleness))
+        versions.use()
+        versions.give(staleness)
         for worker in staleness:
             pause = 50.0 * (dice.random() < 0.01)
             delay = slowness[worker] * dice.exponential() + pause
@@ -56,9 +57,11 @@ def test_who_leaves_is_not_waited_for() -> None:
     assert not versions.ready and versions.workers == [1, 2, 3]
     versions.leave(2)
     assert versions.ready and versions.staleness() == {1: 0, 3: 0}
-    versions.update()
+    versions.use()
+    versions.give([1, 3])
     assert versions.version == 1 and versions.outstanding == {1: 1, 3: 1}
     versions.arrive(1, 1)
     versions.leave(3)
-    versions.update(changed=False)
-    assert versions.version == 1 and versions.outstanding == {1: 1} and not versions.ready
+    assert versions.ready and versions.staleness() == {1: 0}
+    versions.use(changed=False)
+    assert versions.version == 1 and versions.workers == [] and not versions.ready

@@ -6,7 +6,7 @@ from mpigrad.training.history import History, Record
 from mpigrad.training.local import LocalSGD
 from mpigrad.training.metrics import mean
 from mpigrad.training.replica import Replica
-from mpigrad.training.strategy import LockStep, Run, Session, StepError, Strategy
+from mpigrad.training.strategy import Run, Session, StepError, Strategy
 from mpigrad.training.synchronous import Synchronous
 from mpigrad.training.trainer import Trainer, trainer
 
@@ -15,7 +15,6 @@ __all__ = [
     "Flat",
     "History",
     "LocalSGD",
-    "LockStep",
     "Parameter",
     "Record",
     "Replica",

@@ -29,7 +29,7 @@ class Parameter:
     def real(self) -> np.dtype[Any]:
         """The dtype of its numbers; a complex one is a pair of real ones."""
         dtype = jnp.dtype(self.dtype)
-        return np.zeros(0, dtype).real.dtype if dtype.kind == "c" else dtype
+        return np.finfo(dtype).dtype if dtype.kind == "c" else dtype
 
     @property
     def numbers(self) -> int:
@@ -96,6 +96,14 @@ class Flat:
             self.sections[section][start:stop].view(jnp.dtype(p.dtype)).reshape(p.shape)
             for p, (section, start, stop) in zip(self.parameters, self.places, strict=True)
         )
+
+    def multiply(self, factor: float) -> None:
+        """Multiply all numbers, in their dtype; by 0 all become 0, whatever they were."""
+        for section in self.sections:
+            if factor == 0:
+                section.fill(0)
+            else:
+                np.multiply(section, section.dtype.type(factor), out=section)
 
     def parameter_at(self, section: int, index: int) -> Parameter:
         """Whose number it is that lies there."""

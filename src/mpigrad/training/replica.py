@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import abc
+import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from mpigrad.training.flat import Flat, Parameter
+from mpigrad.training.flat import HEADER, Flat, Parameter
 
 __all__ = ["Batch", "Replica"]
 
@@ -32,8 +34,6 @@ class Replica(abc.ABC):
         As above.
     gradients
         Where `gradient` leaves weight · gradient, and from where `update` takes the mean gradient.
-    values
-        The parameters, after `read`; what `write` gives the model.
     unused
         Indices of parameters that the last `gradient` did not depend on (they count as zeros).
     """
@@ -44,7 +44,6 @@ class Replica(abc.ABC):
         self.parameters = tuple(parameters)
         # A backward pass reaches the last layers first.
         self.gradients = Flat(self.parameters, range(len(self.parameters))[::-1])
-        self.values = Flat(self.parameters)
         self.unused: frozenset[int] = frozenset()
         self._weight = weight
 
@@ -79,13 +78,17 @@ class Replica(abc.ABC):
 
     def no_gradient(self) -> None:
         """Set `gradients` to zeros: the gradient of a batch without samples."""
-        for section in self.gradients.sections:
-            section.fill(0)
+        self.gradients.multiply(0)
         self.unused = frozenset(range(len(self.parameters)))
 
     @abc.abstractmethod
     def update(self, skip: frozenset[int] = frozenset()) -> None:
         """One step of the optimizer along `gradients`; it leaves out the parameters in `skip`."""
+
+    @functools.cached_property
+    def values(self) -> Flat:
+        """The parameters, after `read`; what `write` gives the model."""
+        return Flat(self.parameters)
 
     @abc.abstractmethod
     def read(self) -> None:
@@ -103,11 +106,23 @@ class Replica(abc.ABC):
     def load(self, state: bytes) -> None:
         """Go on from what `state` has given, here or on another rank."""
 
+    def fingerprint(self) -> str:
+        """Equal where parameters and buffers are equal, bit for bit."""
+        self.read()
+        return hashlib.sha256(self.values.message[HEADER:].tobytes()).hexdigest()
+
+    def buffers(self) -> bytes:
+        """What the model holds besides parameters, such as running means; b"" if nothing."""
+        return b""
+
+    def load_buffers(self, buffers: bytes) -> None:  # noqa: B027 (nothing to do)
+        """Take what `buffers` has given on another rank."""
+
     def random_state(self) -> bytes:
         """The state of this rank's random generators, if the framework has any."""
         return b""
 
-    def load_random_state(self, state: bytes) -> None:
+    def load_random_state(self, state: bytes) -> None:  # noqa: B027 (nothing to do)
         """Go on from what `random_state` has given."""
 
     def arrange(self, order: Sequence[int]) -> None:

@@ -66,11 +66,11 @@ class Versions:
         """Of each pending gradient, were it used now; in the order of workers."""
         return {worker: self.version - self.pending[worker] for worker in sorted(self.pending)}
 
-    def update(self, *, changed: bool = True) -> None:
-        """The pending gradients have been used, and their workers get the new parameters.
-
-        Where nothing has `changed`, the version is the same.
-        """
+    def use(self, *, changed: bool = True) -> None:
+        """The pending gradients have been used; where nothing has `changed`, to no effect."""
         self.version += changed
-        self.outstanding.update(dict.fromkeys(self.pending, self.version))
         self.pending.clear()
+
+    def give(self, workers: Iterable[int]) -> None:
+        """These workers get the parameters as they are now."""
+        self.outstanding.update(dict.fromkeys(workers, self.version))

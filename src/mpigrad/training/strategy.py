@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -12,7 +14,23 @@ from mpigrad.communicator import Communicator
 from mpigrad.training.history import Record
 from mpigrad.training.replica import Batch, Replica
 
-__all__ = ["LockStep", "Run", "Session", "StepError", "Strategy"]
+__all__ = [
+    "END",
+    "FAILED",
+    "SAVE",
+    "STOP",
+    "Run",
+    "Session",
+    "StepError",
+    "Strategy",
+    "fail",
+    "following",
+    "joined",
+]
+
+# What a rank wishes: the callback has said to end; a save is due; somebody asked for the end; the
+# callback has failed.
+END, SAVE, STOP, FAILED = 1, 2, 4, 8
 
 
 class StepError(RuntimeError):
@@ -31,22 +49,20 @@ class Session(Protocol):
     """
 
     steps: int | None
-    attentive: bool
 
-    def seconds(self) -> float:
-        """Since the start of the training, for a record."""
-        ...
+    @property
+    def attentive(self) -> bool: ...
 
     def note(self, record: Record) -> None:
         """Keep a record, show progress, call the user's callback; on this rank alone."""
         ...
 
     def wishes(self) -> int:
-        """Bits of what this rank wants after the latest record (1 end, 2 save, 4 save and end)."""
+        """What this rank wants after the latest record: bits `END`, `SAVE`, `STOP`, `FAILED`."""
         ...
 
     def act(self, wishes: int) -> bool:
-        """Save where the bits, joined over ranks, say so (collective); whether to end."""
+        """Do what the bits, joined over ranks, say (collective); whether to end."""
         ...
 
 
@@ -61,13 +77,19 @@ class Run(abc.ABC):
     keeps_state
         Whether this rank's replica belongs into a save. Where only rank 0's does, all replicas go
         on from rank 0's.
+    buffers_of
+        The rank whose buffers (running means, say) all ranks have at the end, and saves.
     step_number
         Updates so far.
+    clock
+        Seconds since the start of the training, for records; the trainer's.
     """
 
     shard: tuple[int, int]
     keeps_state: bool
+    buffers_of: int = 0
     step_number: int = 0
+    clock: Callable[[], float] = staticmethod(time.monotonic)
 
     @abc.abstractmethod
     def train(self, batches: Iterator[Batch], session: Session) -> None:
@@ -76,7 +98,7 @@ class Run(abc.ABC):
         Ranks may have different numbers of batches. Each update is told to `session.note`.
         """
 
-    def step(self, batch: Batch, seconds: Callable[[], float]) -> Record:
+    def step(self, batch: Batch) -> Record:
         """One update (collective)."""
         raise TypeError(f"{type(self).__name__}: ranks do not go step by step; use Trainer.run")
 
@@ -84,7 +106,7 @@ class Run(abc.ABC):
         """What the run itself has to remember, beside the replica (JSON); rank 0's is saved."""
         return None
 
-    def load(self, state: Any) -> None:
+    def load(self, state: Any) -> None:  # noqa: B027 (nothing to do)
         """Go on from what `state` has given; on every rank."""
 
 
@@ -96,25 +118,38 @@ class Strategy(abc.ABC):
         """Begin on all ranks (collective). Replicas have been made equal."""
 
 
-class LockStep(Run):
-    """A run in which all ranks make each step together: a strategy writes `update`."""
+def joined(comm: Communicator, wishes: int) -> int:
+    """What any rank wishes (collective)."""
+    return int(comm.mpi.allreduce(wishes, op=MPI.BOR))
 
-    def __init__(self, replica: Replica, comm: Communicator) -> None:
-        self.replica, self.comm = replica, comm
-        self.shard = comm.rank, comm.size
 
-    @abc.abstractmethod
-    def update(self, batch: Batch | Exception | None) -> Record | None:
-        """One update; None, on all ranks, where no rank has a batch left.
+def following(batches: Iterator[Batch]) -> Batch | Exception | None:
+    """The next batch; None where there is none, or the error of getting it."""
+    try:
+        return next(batches, None)
+    except Exception as error:  # to be raised by all ranks together
+        return error
 
-        `batch` is None where this rank's batches have ended, an exception where getting the next
-        one has failed.
-        """
 
-    def train(self, batches: Iterator[Batch], session: Session) -> None:
-        raise NotImplementedError
-        # while True: record = self.update(next batch); session.note(record); wishes; act
+def fail(comm: Communicator, error: Exception | None) -> None:
+    """Raise on all ranks, where one of them has an error (collective).
 
-    def joined(self, wishes: int) -> int:
-        """What any rank wishes."""
-        return int(self.comm.mpi.allreduce(wishes, op=MPI.BOR))
+    Raises
+    ------
+    Exception
+        A rank's own error.
+    StepError
+        Where a rank has none: what the others' are.
+    """
+    report = None
+    if error is not None:
+        text = "".join(traceback.format_exception(error))
+        report = f"{type(error).__name__}: {error}", text
+    reports = comm.mpi.allgather(report)
+    if error is not None:
+        raise error
+    found = [(rank, report) for rank, report in enumerate(reports) if report is not None]
+    if found:
+        rank, (said, text) = found[0]
+        others = "".join(f"; rank {r} too: {more}" for r, (more, _) in found[1:])
+        raise StepError(f"rank {rank} of {comm.size} has failed: {said}{others}\n{text}")

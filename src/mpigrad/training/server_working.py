@@ -1,0 +1,94 @@
+"""The workers of a parameter server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mpigrad.communicator import Communicator
+from mpigrad.training.flat import Flat, Parameter
+from mpigrad.training.replica import Batch, Replica
+from mpigrad.training.server_messages import OVER, Channel, Failure, Kind
+from mpigrad.training.strategy import Run, Session
+from mpigrad.training.summation import nonfinite
+
+__all__ = ["Working", "spoiled"]
+
+SERVER = 0
+
+
+class Working(Run):
+    """A rank that computes gradients; see `ParameterServer`."""
+
+    keeps_state = False
+
+    def __init__(self, replica: Replica, comm: Communicator, *, drop: bool) -> None:
+        self.shard = comm.rank - 1, comm.size - 1
+        self._replica, self._channel, self._rank = replica, Channel(comm), comm.rank
+        self._drop = drop
+        self._unused: frozenset[int] = frozenset()  # as the server knows them
+
+    def train(self, batches: Iterator[Batch], session: Session) -> None:
+        if session.steps is not None and self.step_number >= session.steps:
+            return
+        working = True
+        while True:
+            working = working and self._work(batches)
+            what = "the parameters of the server" if working else "the end of the training"
+            arrival = self._channel.wait(what, SERVER, unlimited=not working)
+            if arrival.kind is Kind.FAILED:
+                raise arrival.content().error()
+            values = self._replica.values
+            arrival.into(values)
+            self._replica.write()
+            self.step_number, then = int(values.header[0]), int(values.header[1])
+            if then & OVER or (then and session.act(then)):
+                return
+
+    def _work(self, batches: Iterator[Batch]) -> bool:
+        """Send the gradient of a batch; false, and the server knows it, where there is none."""
+        replica, channel = self._replica, self._channel
+        try:
+            batch = next(batches, None)
+            if batch is None:
+                channel.tell(None, Kind.DONE, SERVER)
+                return False
+            weight, loss = replica.weight(batch), 0.0
+            if weight > 0:
+                loss = replica.gradient(batch, weight)
+                self._check()
+        except Exception as error:
+            channel.tell(Failure.of(error, self._rank), Kind.FAILED, SERVER)
+            if self._drop:
+                return False
+            raise
+        if weight > 0 and replica.unused != self._unused:
+            self._unused = replica.unused
+            channel.tell(self._unused, Kind.UNUSED, SERVER)
+        replica.gradients.header[:3] = self.step_number, weight, loss
+        channel.send(replica.gradients, Kind.GRADIENT, SERVER, whole=weight > 0)
+        return True
+
+    def _check(self) -> None:
+        """Raise where the gradient has a number that is not finite."""
+        gradients = self._replica.gradients
+        with np.errstate(over="ignore", invalid="ignore"):
+            if all(np.isfinite(np.dot(section, section)) for section in gradients.sections):
+                return
+        if (parameter := spoiled(gradients)) is not None:
+            raise FloatingPointError(
+                f"trainer: the gradient of {parameter} on rank {self._rank} has a number that is "
+                f"not finite, at the parameters after {self.step_number} updates; look at the "
+                "batch, or take a smaller learning rate"
+            )
+
+
+def spoiled(gradients: Flat) -> Parameter | None:
+    """The first parameter with a number that is not finite."""
+    for parameter, (section, start, stop) in zip(
+        gradients.parameters, gradients.places, strict=True
+    ):
+        if nonfinite(gradients.sections[section][start:stop]).any():
+            return parameter
+    return None
