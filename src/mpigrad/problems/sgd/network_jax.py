@@ -21,10 +21,10 @@ class Network(eqx.Module):
 
     def __init__(self, seed: int) -> None:
         keys = jax.random.split(jax.random.key(seed), 4)
-        self.first = eqx.nn.Conv2d(1, 16, 3, padding=1, key=keys[0])
-        self.second = eqx.nn.Conv2d(16, 32, 3, padding=1, key=keys[1])
-        self.hidden = eqx.nn.Linear(128, 64, key=keys[2])
-        self.last = eqx.nn.Linear(64, 10, key=keys[3])
+        self.first = eqx.nn.Conv2d(1, 16, 3, padding=1, dtype=jnp.float32, key=keys[0])
+        self.second = eqx.nn.Conv2d(16, 32, 3, padding=1, dtype=jnp.float32, key=keys[1])
+        self.hidden = eqx.nn.Linear(128, 64, dtype=jnp.float32, key=keys[2])
+        self.last = eqx.nn.Linear(64, 10, dtype=jnp.float32, key=keys[3])
 
     def __call__(self, picture: Float32[Array, "1 8 8"]) -> Float32[Array, " 10"]:
         """Logits of the ten digits."""
