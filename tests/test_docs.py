@@ -28,8 +28,14 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def parametrize(language: str) -> pytest.MarkDecorator:
-    found = blocks(language)
-    return pytest.mark.parametrize("text", [t for _, t in found], ids=[n for n, _ in found])
+    needs_torch = re.compile(r"^(import|from) (mpigrad\.)?torch\b", re.M)
+    return pytest.mark.parametrize(
+        "text",
+        [
+            pytest.param(text, id=name, marks=[pytest.mark.torch] * bool(needs_torch.search(text)))
+            for name, text in blocks(language)
+        ],
+    )
 
 
 @parametrize("python")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import runpy
 
 import jax
@@ -13,8 +14,8 @@ LONG = ("lynx_hare",)  # in make test-full only
 
 
 def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
-    needs_torch = "import torch" in path.read_text()
-    return [pytest.mark.full] * (path.stem in LONG) + [pytest.mark.torch] * needs_torch
+    needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", path.read_text(), re.M)
+    return [pytest.mark.full] * (path.stem in LONG) + [pytest.mark.torch] * bool(needs_torch)
 
 
 CASES = [pytest.param(path, id=path.stem, marks=marks(path)) for path in EXAMPLES]
