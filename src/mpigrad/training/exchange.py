@@ -1,9 +1,10 @@
 """The sum of flat arrays over ranks, in buckets, beside other work.
 
 Each rank owns a part of every bucket: it gets the other ranks' numbers of its part, adds them in
-the order of the ranks, and sends the sum to all. So every rank has the same bits. Messages are
-persistent point-to-point requests: ranks may begin buckets in different orders, and nothing is
-copied but by the messages themselves.
+the order of the ranks, and gives the sum to all. So every rank has the same bits. Messages are
+persistent point-to-point requests: ranks may begin buckets in different orders. Between ranks of
+one host they carry no numbers: the owner reads the others' where they lie, and writes the sum
+there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 
 from mpigrad.communicator import Communicator, waiting
 from mpigrad.training.flat import Flat
-from mpigrad.training.summation import combine, nonfinite
+from mpigrad.training.memory import Memory
+from mpigrad.training.summation import combine
 
 __all__ = ["Exchange", "Span"]
 
@@ -66,18 +68,25 @@ class Exchange:
         self.spans: list[Span] = []
         self.seconds = 0.0  # in this object, since `begin`
         self.square = 0.0  # this rank's part of the squared two-norm of the result
+        self._spoiled: list[tuple[_Bucket, list[tuple[int, list[int]]]]] = []
         self._buckets: list[_Bucket] = []
+        travelling = self._travelling(compression if comm.size > 1 else None)
         for section, numbers in enumerate(flat.sections):
+            memories = travelling[section]
+            itemsize = next(m.dtype.itemsize for m in memories if m is not None)
             start = 0
             while start < numbers.size:
                 size = bucket if self._buckets else first_bucket
-                travelling = numbers.dtype
-                if compression and comm.size > 1 and travelling.itemsize > 2:
-                    travelling = jnp.dtype(compression)
-                stop = min(numbers.size, start + max(1, int(size * _MIB) // travelling.itemsize))
-                place = section, start, stop
+                stop = min(numbers.size, start + max(1, int(size * _MIB) // itemsize))
+                parts = [None if m is None else m[start:stop] for m in memories]
                 self._buckets.append(
-                    _Bucket(len(self._buckets), place, numbers[start:stop], travelling, comm)
+                    _Bucket(
+                        len(self._buckets),
+                        (section, start, stop),
+                        numbers[start:stop],
+                        parts,
+                        comm,
+                    )
                 )
                 start = stop
         # Which buckets a parameter lies in.
@@ -102,6 +111,30 @@ class Exchange:
         self._told = MPI.REQUEST_NULL
         self._scale: float | None = None
 
+    def _travelling(self, compression: str | None) -> list[list[NDArray[Any] | None]]:
+        """For each section every rank's numbers as they travel; None on another host."""
+        flat = self.flat
+        if compression is None:
+            memories = flat.memory.of_all(self.comm)
+            return [
+                [None if m is None else flat.section_of(m, section) for m in memories]
+                for section in range(len(flat.sections))
+            ]
+        dtype = jnp.dtype(compression)
+        kinds = [dtype if s.dtype.itemsize > dtype.itemsize else s.dtype for s in flat.sections]
+        ends = [0]
+        for section, kind in zip(flat.sections, kinds, strict=True):
+            ends.append(ends[-1] + -(-section.size * kind.itemsize // 64) * 64)
+        self._packed = Memory(ends[-1])
+        memories = self._packed.of_all(self.comm)
+        return [
+            [
+                None if m is None else m[start:][: section.size * kind.itemsize].view(kind)
+                for m in memories
+            ]
+            for start, section, kind in zip(ends[:-1], flat.sections, kinds, strict=True)
+        ]
+
     def close(self) -> None:
         """Give the requests back."""
         for bucket in self._buckets:
@@ -115,6 +148,7 @@ class Exchange:
         `ended` says that this rank has nothing to add, now or later.
         """
         self.spans, self.seconds, self.square = [], 0.0, 0.0
+        self._spoiled = []
         self._missing = list(self._parameters)
         self._going, self._scale = [], None
         self._mine[:] = weight, ended
@@ -170,7 +204,10 @@ class Exchange:
             if bucket.collecting and bucket.test():
                 self.weights()
                 assert self._scale is not None
-                self.square += bucket.add(self._scale)
+                spoiled: list[tuple[int, list[int]]] = []
+                self.square += bucket.add(self._scale, spoiled)
+                if spoiled:
+                    self._spoiled.append((bucket, spoiled))
             if not bucket.collecting and bucket.test():
                 bucket.finish()
                 self.spans.append(
@@ -194,7 +231,7 @@ class Exchange:
         if np.isfinite(squares).all():
             return math.sqrt(math.fsum(squares))
         spoiled: dict[str, set[int]] = {}
-        for found in self.comm.mpi.allgather(self._spoiled()):
+        for found in self.comm.mpi.allgather(self._named()):
             for name, ranks in found.items():
                 spoiled.setdefault(name, set()).update(ranks)
         if not spoiled:  # squares overflow in the dtype of the numbers
@@ -206,16 +243,16 @@ class Exchange:
         more = [f"{len(said) - _SHOWN} more parameters"] if len(said) > _SHOWN else []
         raise FloatingPointError(f"{what} not finite: {', '.join(said[:_SHOWN] + more)}")
 
-    def _spoiled(self) -> dict[str, set[int]]:
+    def _named(self) -> dict[str, list[int]]:
         """Parameters with numbers in this rank's parts that are not finite, and whose they are."""
         found: dict[str, set[int]] = {}
-        for bucket in self._buckets:
-            index, ranks = bucket.spoiled()
-            if index is not None:
-                section, start, _ = bucket.place
-                name = self.flat.parameter_at(section, start + index).name
+        for bucket, places in self._spoiled:
+            section, start, _ = bucket.place
+            for index, ranks in places:
+                at = start + bucket.parts[self.comm.rank].start + index
+                name = self.flat.parameter_at(section, at).name
                 found.setdefault(name, set()).update(ranks)
-        return found
+        return {name: sorted(ranks) for name, ranks in found.items()}
 
     def _exact_square(self) -> float:
         return math.fsum(
@@ -225,36 +262,56 @@ class Exchange:
 
 
 class _Bucket:
-    """A range of one section, its parts and its messages."""
+    """A range of one section, its parts and its messages.
+
+    Parameters
+    ----------
+    memories
+        For each rank these numbers as they travel, where this rank can reach them; else None. A
+        message to or from such a rank has no bytes: it says that numbers can be read, or that the
+        sum has been written to where they were.
+    """
 
     def __init__(
         self,
         number: int,
         place: tuple[int, int, int],
         numbers: NDArray[Any],
-        dtype: np.dtype[Any],
+        memories: list[NDArray[Any] | None],
         comm: Communicator,
     ) -> None:
         self.number, self.place, self.numbers = number, place, numbers
-        self.compressed = dtype != numbers.dtype
-        self.sent = np.empty(numbers.size, dtype) if self.compressed else numbers
+        sent = memories[comm.rank]
+        assert sent is not None
+        self.sent, self.compressed = sent, sent.dtype != numbers.dtype
         self._rank, size, mpi = comm.rank, comm.size, comm.mpi
         ends = [numbers.size * r // size for r in range(size + 1)]
         self.parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
         mine = self.parts[self._rank]
         others = [r for r in range(size) if r != self._rank]
-        self._pieces = {r: np.empty(mine.stop - mine.start, dtype) for r in others}
+        self._pieces: list[NDArray[Any]] = []
+        self._copies: list[NDArray[Any]] = []
+        for rank, memory in enumerate(memories):
+            if memory is None:
+                self._pieces.append(np.empty(mine.stop - mine.start, sent.dtype))
+            else:
+                self._pieces.append(memory[mine])
+                if rank != self._rank:
+                    self._copies.append(memory[mine])
         self.begun = 0.0
         self.collecting = False
-        tag = 2 * number
 
-        def raw(array: NDArray[Any]) -> list[Any]:
-            return [array.view(np.uint8), MPI.BYTE]
+        def raw(array: NDArray[Any], rank: int) -> list[Any]:
+            reached = memories[rank] is not None
+            return [array[: 0 if reached else None].view(np.uint8), MPI.BYTE]
 
-        self._collect = [mpi.Recv_init(raw(self._pieces[r]), r, tag) for r in others]
-        self._collect += [mpi.Send_init(raw(self.sent[self.parts[r]]), r, tag) for r in others]
-        self._spread = [mpi.Recv_init(raw(self.sent[self.parts[r]]), r, tag + 1) for r in others]
-        self._spread += [mpi.Send_init(raw(self.sent[mine]), r, tag + 1) for r in others]
+        def requests(got: list[NDArray[Any]], given: list[NDArray[Any]], tag: int) -> list[Any]:
+            made = [mpi.Recv_init(raw(got[r], r), r, tag) for r in others]
+            return made + [mpi.Send_init(raw(given[r], r), r, tag) for r in others]
+
+        parts = [sent[part] for part in self.parts]
+        self._collect = requests(self._pieces, parts, 2 * number)
+        self._spread = requests(parts, [sent[mine]] * size, 2 * number + 1)
 
     def close(self) -> None:
         for request in (*self._collect, *self._spread):
@@ -275,12 +332,11 @@ class _Bucket:
     def test(self) -> bool:
         return MPI.Request.Testall(self.requests)
 
-    def add(self, scale: float) -> float:
+    def add(self, scale: float, spoiled: list[tuple[int, list[int]]]) -> float:
         """Make this rank's part of the sum, and send it; its squared two-norm."""
+        scale = 1.0 if self.compressed else scale
         mine = self.sent[self.parts[self._rank]]
-        pieces = [self._pieces.get(r, mine) for r in range(len(self.parts))]
-        with np.errstate(over="ignore", invalid="ignore"):
-            square = combine(pieces, 1.0 if self.compressed else scale, mine)
+        square = combine(self._pieces, scale, mine, self._copies, spoiled)
         self.collecting = False
         MPI.Prequest.Startall(self._spread)
         return square
@@ -288,13 +344,3 @@ class _Bucket:
     def finish(self) -> None:
         if self.compressed:
             self.numbers[:] = self.sent
-
-    def spoiled(self) -> tuple[int | None, list[int]]:
-        """The first number of the own part that is not finite, and the ranks that made it so."""
-        mine = self.parts[self._rank]
-        bad = np.flatnonzero(nonfinite(self.sent[mine]))
-        if not bad.size:
-            return None, []
-        index = int(bad[0])
-        ranks = [r for r, piece in self._pieces.items() if nonfinite(piece[index : index + 1])[0]]
-        return mine.start + index, ranks or [self._rank]

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from mpigrad.training.memory import Memory
+
 __all__ = ["HEADER", "Flat", "Parameter"]
 
 HEADER = 16  # numbers (float64) before the first section, free for a message's header
@@ -52,6 +54,8 @@ class Flat:
 
     Attributes
     ----------
+    memory
+        What it lies in: other ranks of the host can be shown it.
     message
         All of the memory as one array of float64, to be sent as it is: the header, the sections,
         and some bytes between them.
@@ -75,8 +79,8 @@ class Flat:
         ends = HEADER * 8 + np.cumsum(
             [0] + [_rounded(n * d.itemsize) for n, d in zip(sizes, dtypes, strict=True)]
         )
-        memory = np.zeros(int(ends[-1]) + _ALIGNMENT, np.uint8)
-        memory = memory[-memory.ctypes.data % _ALIGNMENT :][: int(ends[-1])]
+        self.memory = Memory(int(ends[-1]))
+        memory = self.memory.bytes
         self.message: NDArray[np.float64] = memory.view(np.float64)
         self.header: NDArray[np.float64] = self.message[:HEADER]
         self.sections: tuple[NDArray[Any], ...] = tuple(
@@ -104,6 +108,12 @@ class Flat:
                 section.fill(0)
             else:
                 np.multiply(section, section.dtype.type(factor), out=section)
+
+    def section_of(self, memory: NDArray[np.uint8], section: int) -> NDArray[Any]:
+        """The section where it lies in a memory like this one, such as another rank's."""
+        mine = self.sections[section]
+        offset = mine.ctypes.data - self.memory.bytes.ctypes.data
+        return memory[offset : offset + mine.nbytes].view(mine.dtype)
 
     def parameter_at(self, section: int, index: int) -> Parameter:
         """Whose number it is that lies there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["combine", "nonfinite"]
+__all__ = ["combine"]
 
-_CHUNK = 1 << 15  # numbers that are added, scaled and squared while they are in the cache
+_CHUNK = 1 << 15  # numbers that are added, scaled, squared and copied while they are in the cache
 
 
-def combine(pieces: Sequence[NDArray[Any]], scale: float, out: NDArray[Any]) -> float:
+def combine(
+    pieces: Sequence[NDArray[Any]],
+    scale: float,
+    out: NDArray[Any],
+    copies: Sequence[NDArray[Any]] = (),
+    spoiled: list[tuple[int, list[int]]] | None = None,
+) -> float:
     """Set `out` to ((pieces[0] + pieces[1]) + ...) · scale; the sum of its squares.
 
     Parameters
@@ -24,8 +31,11 @@ def combine(pieces: Sequence[NDArray[Any]], scale: float, out: NDArray[Any]) -> 
         float32.
     scale
         Rounded to the dtype that sums are made in.
-    out
-        Shape (n,), the pieces' dtype; it may be one of them.
+    out, copies
+        Shape (n,), the pieces' dtype; they may be pieces.
+    spoiled
+        Gets (index of a number that is not finite, the pieces that are not finite there), one for
+        each chunk that has any.
 
     Returns
     -------
@@ -36,24 +46,34 @@ def combine(pieces: Sequence[NDArray[Any]], scale: float, out: NDArray[Any]) -> 
     factor = dtype.type(scale)
     chunk = np.empty(min(_CHUNK, out.size), dtype)
     total = 0.0
-    for start in range(0, out.size, _CHUNK):
-        target = out[start : start + _CHUNK]
-        sums = target if target.dtype == dtype and len(pieces) < 3 else chunk[: target.size]
-        first, *rest = (piece[start : start + _CHUNK] for piece in pieces)
-        for piece in rest:
-            np.add(first, piece, out=sums, dtype=dtype, casting="unsafe")
-            first = sums
-        np.multiply(first, factor, out=sums, dtype=dtype, casting="unsafe")
-        if sums is not target:
-            target[:] = sums
-            if target.dtype != dtype:
-                sums[:] = target  # what rounding to 16 bits has left, infinities too
-        total += float(np.dot(sums, sums))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, out.size, _CHUNK):
+            here = slice(start, min(start + _CHUNK, out.size))
+            sums = chunk[: here.stop - start]
+            first, *rest = (piece[here] for piece in pieces)
+            for piece in rest:
+                np.add(first, piece, out=sums, dtype=dtype, casting="unsafe")
+                first = sums
+            np.multiply(first, factor, out=sums, dtype=dtype, casting="unsafe")
+            if out.dtype != dtype:
+                sums[:] = sums.astype(out.dtype)  # infinities where that has not the range
+            square = float(np.dot(sums, sums))
+            if not math.isfinite(square) and spoiled is not None:
+                _look([piece[here] for piece in pieces], sums, start, spoiled)
+            total += square
+            for target in (out, *copies):
+                target[here] = sums
     return total
 
 
-def nonfinite(numbers: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which numbers of a real floating-point array are infinite or none."""
-    return (
-        np.asarray(~jnp.isfinite(numbers)) if numbers.dtype.kind == "V" else ~np.isfinite(numbers)
-    )
+def _look(
+    pieces: Sequence[NDArray[Any]],
+    sums: NDArray[Any],
+    start: int,
+    spoiled: list[tuple[int, list[int]]],
+) -> None:
+    bad = np.flatnonzero(~np.isfinite(sums))
+    if bad.size:
+        at = int(bad[0])
+        whose = [i for i, piece in enumerate(pieces) if not jnp.isfinite(piece[at])]
+        spoiled.append((start + at, whose or list(range(len(pieces)))))  # a sum may overflow
