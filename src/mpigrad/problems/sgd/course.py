@@ -9,7 +9,7 @@ __all__ = ["Course", "Epoch", "Step"]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One update of the parameters (of a local step: of a rank's own).
+    """One update of the parameters; of local SGD, one mean of them and the steps before it.
 
     `samples` counts all that were met so far, by all ranks; `seconds` is the wall time since the
     first update, tests left out; `loss` is the mean over the update's samples.

@@ -91,7 +91,7 @@ def _outcome(course: Course) -> dict[str, object]:
     if course.steps:
         last = course.steps[-1]
         rows |= {
-            "updates": last.step,
+            "updates (of local SGD: means)": len(course.steps),
             "samples": f"{last.samples:.0f}",
             "time since the first update": f"{last.seconds:.2f} s",
             "one update (median)": f"{1e3 * _median_time(course):.2f} ms",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +27,7 @@ def losses(courses: Sequence[Course]) -> report.Picture:
             (("seconds since the first update", "seconds"), ("samples", "samples"))
         ):
             axes = figure.add_subplot(1, 2, place + 1)
-            for course, colour in zip(courses, _cycle(), strict=False):
+            for course, colour in zip(courses, itertools.cycle(_COLOURS), strict=False):
                 x = np.array([getattr(step, of) for step in course.steps])
                 y = np.array([step.loss for step in course.steps])
                 axes.semilogy(x, y, color=colour, alpha=0.18, linewidth=0.7)
@@ -53,7 +54,7 @@ def tests(courses: Sequence[Course], what: str) -> report.Picture:
             (("seconds since the first update", "seconds"), ("samples", "samples"))
         ):
             axes = figure.add_subplot(1, 2, place + 1)
-            for course, colour in zip(courses, _cycle(), strict=False):
+            for course, colour in zip(courses, itertools.cycle(_COLOURS), strict=False):
                 x = [getattr(epoch, of) for epoch in course.epochs]
                 y = [epoch.score if scored else epoch.loss for epoch in course.epochs]
                 axes.plot(x, y, "o-", color=colour, markersize=3.5, label=course.name)
@@ -71,7 +72,7 @@ def staleness(courses: Sequence[Course]) -> report.Picture:
         bars, effect = figure.subplots(1, 2)
         bounded = [
             (course, colour)
-            for course, colour in zip(courses, _cycle(), strict=False)
+            for course, colour in zip(courses, itertools.cycle(_COLOURS), strict=False)
             if course.bound is not None
         ]
         width = 0.8 / len(bounded)
@@ -85,7 +86,7 @@ def staleness(courses: Sequence[Course]) -> report.Picture:
         _finish(bars, "staleness (updates)", "fraction of gradients")
         bars.xaxis.get_major_locator().set_params(integer=True)
         bars.legend(fontsize=9)
-        for course, colour in zip(courses, _cycle(), strict=False):
+        for course, colour in zip(courses, itertools.cycle(_COLOURS), strict=False):
             stale = [n for step in course.steps for n in step.staleness]
             last = course.steps[-max(1, len(course.steps) // max(len(course.epochs) - 1, 1)) :]
             if last:
@@ -107,10 +108,6 @@ def _finish(axes: Any, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(True, which="major", alpha=0.3)
-
-
-def _cycle() -> list[str]:
-    return list(_COLOURS) * 4
 
 
 def _smoothed(

@@ -147,7 +147,7 @@ def _check(task: Task, module: str) -> None:
     for what, samples in (("data", task.data), ("held_out", task.held_out)):
         if not isinstance(samples, tuple):
             raise TypeError(f"{where}: {what} must be a tuple of arrays")
-        shapes = [getattr(array, "shape", ()) for array in samples]
+        shapes: list[Any] = [getattr(array, "shape", ()) for array in samples]
         if not all(shapes):
             raise TypeError(f"{where}: {what} must be arrays whose first axis are the samples")
         if len({shape[0] for shape in shapes}) > 1:
