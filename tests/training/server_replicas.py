@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ class NumpyReplica(Replica):
     def __init__(
         self,
         arrays: list[np.ndarray],
-        compute: Callable[..., tuple[float, list[np.ndarray]]],
+        compute: Callable[..., tuple[float, list[np.ndarray | None]]],
         rate: float = 0.1,
         momentum: float = 0.0,
     ) -> None:
@@ -46,7 +45,8 @@ class NumpyReplica(Replica):
         assert weight > 0 and not add
         loss, gradients = self.compute(self.arrays, *batch)
         for place, gradient in zip(self.gradients.arrays, gradients, strict=True):
-            np.multiply(gradient, place.dtype.type(weight), out=place)
+            place[...] = 0 if gradient is None else gradient * place.dtype.type(weight)
+        self.unused = frozenset(i for i, g in enumerate(gradients) if g is None)
         for index in self.gradients.order if ready else ():
             ready(index)
         return loss
@@ -92,14 +92,10 @@ class Session:
     save_at: int | None = None
     save: Callable[[], bool] = bool
     records: list[Record] = dataclasses.field(default_factory=list)
-    start: float = dataclasses.field(default_factory=time.perf_counter)
 
     @property
     def attentive(self) -> bool:
         return self.save_at is not None
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self.start
 
     def note(self, record: Record) -> None:
         self.records.append(record)

@@ -17,13 +17,13 @@ from mpigrad.training.replica import Batch, Replica
 from mpigrad.training.server_messages import OVER, Arrival, Channel, Failure, Kind
 from mpigrad.training.server_versions import Versions
 from mpigrad.training.server_working import spoiled
-from mpigrad.training.strategy import Run, Session, StepError
+from mpigrad.training.strategy import END, FAILED, Run, Session, StepError
 from mpigrad.training.summation import combine
 
 __all__ = ["Serving"]
 
 _PATIENCE = 5.0  # seconds that workers have for ending their batch when the training has failed
-_ENDS = OVER | 1 | 4  # what is late for these is not used
+_AT_ONCE = OVER | END | FAILED  # gradients that come after this was wished for are not used
 
 
 class Serving(Run):
@@ -34,6 +34,7 @@ class Serving(Run):
     """
 
     keeps_state = True
+    buffers_of = 1  # the first worker's: the server computes nothing
 
     def __init__(
         self, replica: Replica, comm: Communicator, *, bound: int, scale: bool, drop: bool
@@ -73,7 +74,7 @@ class Serving(Run):
         versions, then = self._versions, 0
         while versions.outstanding or versions.pending:
             if then and not versions.outstanding:
-                if then & _ENDS:
+                if then & _AT_ONCE:
                     break
                 then |= self._update(session)  # a save must not lose what has been computed
             elif then or not versions.ready:
@@ -137,7 +138,7 @@ class Serving(Run):
                 step=self.step_number,
                 loss=math.fsum(w * x for w, x in zip(weights, losses, strict=True)) / samples,
                 samples=samples,
-                seconds=session.seconds(),
+                seconds=self.clock(),
                 gradient_norm=norm,
                 communication=self._busy,
                 exposed=self._busy,
@@ -162,8 +163,8 @@ class Serving(Run):
             return math.sqrt(square)
         if (parameter := spoiled(gradients)) is not None:
             raise FloatingPointError(
-                f"trainer: the sum of the gradients of {parameter} over ranks "
-                f"{', '.join(map(str, used))} has a number that is not finite"
+                f"trainer: step {self._versions.version} is not made, as its gradient is not "
+                f"finite: {parameter.name} (the sum of ranks {', '.join(map(str, used))})"
             )
         return math.sqrt(
             math.fsum(float(np.sum(np.square(x, dtype=float))) for x in gradients.sections)

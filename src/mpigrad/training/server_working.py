@@ -22,6 +22,7 @@ class Working(Run):
     """A rank that computes gradients; see `ParameterServer`."""
 
     keeps_state = False
+    buffers_of = 1
 
     def __init__(self, replica: Replica, comm: Communicator, *, drop: bool) -> None:
         self.shard = comm.rank - 1, comm.size - 1
@@ -78,9 +79,8 @@ class Working(Run):
                 return
         if (parameter := spoiled(gradients)) is not None:
             raise FloatingPointError(
-                f"trainer: the gradient of {parameter} on rank {self._rank} has a number that is "
-                f"not finite, at the parameters after {self.step_number} updates; look at the "
-                "batch, or take a smaller learning rate"
+                f"trainer: a gradient at the parameters of step {self.step_number} is not finite: "
+                f"{parameter.name} (from rank {self._rank})"
             )
 
 
