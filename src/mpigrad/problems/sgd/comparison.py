@@ -24,11 +24,11 @@ from mpigrad.training import (
     Batches,
     History,
     LocalSGD,
+    ParameterServer,
     Strategy,
     Synchronous,
     trainer,
 )
-from mpigrad.training.server import ParameterServer
 
 __all__ = ["Result", "run"]
 
