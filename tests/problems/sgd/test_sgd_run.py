@@ -54,7 +54,7 @@ def leaves(models):
 
 @pytest.mark.thin(2)
 def test_digits_are_read_after_training_in_every_mode(comm, directory, capfd):
-    settings = Settings(epochs=3, staleness=(2,), out=directory / "out")
+    settings = Settings(epochs=3, learning_rate=0.05, staleness=(2,), out=directory / "out")
     result = run(settings, comm)
     comm.mpi.Barrier()
     names = [course.name for course in result.courses]
@@ -77,6 +77,7 @@ def test_a_training_goes_on_bit_for_bit(comm, directory):
     settings = Settings(
         mode=("synchronous", "local"),
         module=write(directory, comm, LINE),
+        learning_rate=0.05,
         batch=7,
         every=2,
         epochs=4,
@@ -114,7 +115,9 @@ def test_what_makes_no_sense_is_refused_on_all_ranks(comm, directory):
 @pytest.mark.torch
 @pytest.mark.thin(2)
 def test_digits_are_read_by_torch(comm, directory):
-    result = run(Settings(framework="torch", epochs=3, out=directory / "out"), comm)
+    result = run(
+        Settings(framework="torch", epochs=3, learning_rate=0.05, out=directory / "out"), comm
+    )
     for course in result.courses:
         assert course.epochs[-1].score > 0.85, course.name
     comm.mpi.Barrier()

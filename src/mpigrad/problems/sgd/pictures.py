@@ -30,7 +30,6 @@ def losses(courses: Sequence[Course]) -> report.Picture:
             for course, colour in zip(courses, itertools.cycle(_COLOURS), strict=False):
                 x = np.array([getattr(step, of) for step in course.steps])
                 y = np.array([step.loss for step in course.steps])
-                axes.semilogy(x, y, color=colour, alpha=0.18, linewidth=0.7)
                 axes.semilogy(*_smoothed(x, y), color=colour, linewidth=1.8, label=course.name)
             _finish(axes, label, "loss of the batches" if place == 0 else "")
             if place == 0:
@@ -38,8 +37,8 @@ def losses(courses: Sequence[Course]) -> report.Picture:
 
     return report.drawing(
         "loss",
-        "The loss of the batches while they are learnt, against wall time and against samples: "
-        "every step (faint) and smoothed.",
+        "The loss of the batches while they are learnt, against wall time and against samples; "
+        "means over neighbouring steps.",
         (12.0, 4.4),
         draw,
     )

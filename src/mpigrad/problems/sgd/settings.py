@@ -33,7 +33,7 @@ class Settings:
     """Samples of a batch, all ranks together."""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """The optimizer, unless your factory gives one."""
-    learning_rate: float = 0.05
+    learning_rate: float = 0.02
     """Its learning rate."""
     momentum: float = 0.9
     """Of sgd."""
