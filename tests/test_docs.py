@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import pytest
@@ -28,14 +29,11 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def parametrize(language: str) -> pytest.MarkDecorator:
-    needs_torch = re.compile(r"^(import|from) (mpigrad\.)?torch\b", re.M)
-    return pytest.mark.parametrize(
-        "text",
-        [
-            pytest.param(text, id=name, marks=[pytest.mark.torch] * bool(needs_torch.search(text)))
-            for name, text in blocks(language)
-        ],
-    )
+    def case(name: str, text: str) -> Any:
+        needs_torch = language == "python" and "torch" in text
+        return pytest.param(text, id=name, marks=pytest.mark.torch if needs_torch else ())
+
+    return pytest.mark.parametrize("text", [case(*block) for block in blocks(language)])
 
 
 @parametrize("python")

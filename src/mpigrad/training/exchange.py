@@ -283,7 +283,7 @@ class _Bucket:
         self.number, self.place, self.numbers = number, place, numbers
         sent = memories[comm.rank]
         assert sent is not None
-        self.sent, self.compressed = sent, sent.dtype != numbers.dtype
+        self.sent, self.compressed = sent, not np.may_share_memory(sent, numbers)
         self._rank, size, mpi = comm.rank, comm.size, comm.mpi
         ends = [numbers.size * r // size for r in range(size + 1)]
         self.parts = [slice(a, b) for a, b in itertools.pairwise(ends)]

@@ -123,9 +123,12 @@ class LocalRun(Run):
         total = math.fsum(told[:, _WEIGHT])
         if not total > 0:
             raise ValueError("trainer: the batches of all ranks are empty (of weight 0)")
+        step = self.step_number + int(told[:, _STEPS].max())
         if self.comm.size > 1:
-            self._average()
-        self.step_number += int(told[:, _STEPS].max())
+            self._average(step)
+        elif not math.isfinite(self._loss):
+            raise FloatingPointError(f"trainer: after step {step} the loss is {self._loss}")
+        self.step_number = step
         self._steps, self._weight, self._loss = 0, 0.0, 0.0
         spent = time.perf_counter() - begun
         return Record(
@@ -137,7 +140,7 @@ class LocalRun(Run):
             exposed=spent,
         )
 
-    def _average(self) -> None:
+    def _average(self, step: int) -> None:
         replica, exchange = self.replica, self._exchange
         replica.read()
         replica.values.multiply(self._weight)
@@ -145,7 +148,5 @@ class LocalRun(Run):
         exchange.finish()
         squares = np.empty(self.comm.size)
         self.comm.mpi.Allgather(np.array([exchange.square]), squares)
-        exchange.norm(
-            squares, f"trainer: after step {self.step_number + self._steps} the parameters are"
-        )
+        exchange.norm(squares, f"trainer: after step {step} the parameters are")
         replica.write()
