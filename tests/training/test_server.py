@@ -128,9 +128,9 @@ def test_parameters_that_no_loss_depends_on(comm: Communicator) -> None:
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("scale", [False, True])
 def test_stale_gradients_find_the_minimum(comm: Communicator, scale: bool) -> None:
-    replica, session = least_squares(rate=0.02), Session()
+    replica, session = least_squares(rate=0.05), Session()
     run = ParameterServer(staleness=4, scale_by_staleness=scale).start(replica, comm)
-    run.train(batches(run, epochs=40), session)
+    run.train(batches(run, epochs=15), session)
     x, y = replica.arrays
     np.testing.assert_allclose(x, TRUE, atol=0.1)
     np.testing.assert_allclose(y, 0.5, atol=0.1)
@@ -213,7 +213,7 @@ def test_a_failing_worker_ends_all(comm: Communicator) -> None:
         if comm.rank < comm.size - 1:
             assert f"rank {comm.size - 1} has failed: LookupError" in str(caught.value)
             assert "in failing" in str(caught.value)
-        assert time.monotonic() - start < 4
+        assert time.monotonic() - start < 10  # the machine may be busy
         comm.mpi.Barrier()
         run.train(batches(run, epochs=1), Session())  # nothing is left of it
 

@@ -16,7 +16,6 @@ from mpigrad.training.history import Record
 from mpigrad.training.replica import Batch, Replica
 from mpigrad.training.server_messages import OVER, Arrival, Channel, Failure, Kind
 from mpigrad.training.server_versions import Versions
-from mpigrad.training.server_working import spoiled
 from mpigrad.training.strategy import END, FAILED, Run, Session, StepError
 from mpigrad.training.summation import combine
 
@@ -68,6 +67,9 @@ class Serving(Run):
             # Here no worker waits for a message, and what `act` raises all ranks raise.
             if then & OVER or session.act(then):
                 return
+
+    def updates_of(self, batches: int) -> int:
+        return batches * len(self._workers) if self._bound > 0 else batches
 
     def _serve(self, session: Session) -> int:
         """Serve until all ranks have something to do together; bits that say what."""
@@ -152,23 +154,26 @@ class Serving(Run):
     def _combine(self, used: list[int], staleness: list[int], samples: float) -> float:
         """Bring the mean gradient into the replica; its norm."""
         gradients, square = self._replica.gradients, 0.0
-        with np.errstate(over="ignore", invalid="ignore"):
-            for number, out in enumerate(gradients.sections):
-                pieces = [self._mail[worker].sections[number] for worker in used]
-                for piece, s in zip(pieces, staleness, strict=True):
-                    if self._scale and s > 0:
-                        np.divide(piece, piece.dtype.type(1 + s), out=piece)
-                square += combine(pieces, 1 / samples, out)
-        if math.isfinite(square):
-            return math.sqrt(square)
-        if (parameter := spoiled(gradients)) is not None:
-            raise FloatingPointError(
-                f"trainer: step {self._versions.version} is not made, as its gradient is not "
-                f"finite: {parameter.name} (the sum of ranks {', '.join(map(str, used))})"
+        mail = [self._mail[worker] for worker in used]
+        for flat, s in zip(mail, staleness, strict=True):
+            if self._scale and s > 0:
+                flat.multiply(1 / (1 + s))
+        for number, out in enumerate(gradients.sections):
+            spoiled: list[tuple[int, list[int]]] = []
+            pieces = [flat.sections[number] for flat in mail]
+            square += combine(pieces, 1 / samples, out, spoiled=spoiled)
+            if spoiled:  # though each of them is finite
+                raise FloatingPointError(
+                    f"trainer: step {self._versions.version} is not made, as its gradient is not "
+                    f"finite: {gradients.parameter_at(number, spoiled[0][0]).name} "
+                    f"(the sum of ranks {', '.join(map(str, used))})"
+                )
+        if not math.isfinite(square):  # squares overflow in the dtype of the numbers
+            square = math.fsum(
+                float(np.sum(np.square(section, dtype=np.float64)))
+                for section in gradients.sections
             )
-        return math.sqrt(
-            math.fsum(float(np.sum(np.square(x, dtype=float))) for x in gradients.sections)
-        )
+        return math.sqrt(square)
 
     def _give(self, then: int = 0) -> None:
         """Send the parameters to all who wait for them, and what all ranks do next."""
@@ -192,9 +197,10 @@ class Serving(Run):
             if arrival is None:
                 end_job(f"{failure}mpigrad: rank {failure.rank} failed; ending all ranks")
                 return
-            arrival.drop()
             if arrival.kind is Kind.UNUSED:
+                self._unused[arrival.source] = arrival.content()
                 continue
+            arrival.drop()
             versions.leave(arrival.source)
             if self._drop or arrival.kind is not Kind.FAILED:
                 self._channel.tell(failure, Kind.FAILED, arrival.source)

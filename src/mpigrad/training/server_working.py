@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from mpigrad.communicator import Communicator
-from mpigrad.training.flat import Flat, Parameter
 from mpigrad.training.replica import Batch, Replica
 from mpigrad.training.server_messages import OVER, Channel, Failure, Kind
 from mpigrad.training.strategy import Run, Session
-from mpigrad.training.summation import nonfinite
+from mpigrad.training.summation import combine
 
-__all__ = ["Working", "spoiled"]
+__all__ = ["Working"]
 
 SERVER = 0
 
@@ -74,21 +71,12 @@ class Working(Run):
     def _check(self) -> None:
         """Raise where the gradient has a number that is not finite."""
         gradients = self._replica.gradients
-        with np.errstate(over="ignore", invalid="ignore"):
-            if all(np.isfinite(np.dot(section, section)) for section in gradients.sections):
-                return
-        if (parameter := spoiled(gradients)) is not None:
-            raise FloatingPointError(
-                f"trainer: a gradient at the parameters of step {self.step_number} is not finite: "
-                f"{parameter.name} (from rank {self._rank})"
-            )
-
-
-def spoiled(gradients: Flat) -> Parameter | None:
-    """The first parameter with a number that is not finite."""
-    for parameter, (section, start, stop) in zip(
-        gradients.parameters, gradients.places, strict=True
-    ):
-        if nonfinite(gradients.sections[section][start:stop]).any():
-            return parameter
-    return None
+        for number, section in enumerate(gradients.sections):
+            spoiled: list[tuple[int, list[int]]] = []
+            combine([section], 1.0, section, spoiled=spoiled)  # changes nothing
+            if spoiled:
+                raise FloatingPointError(
+                    f"trainer: a gradient at the parameters of step {self.step_number} is not "
+                    f"finite: {gradients.parameter_at(number, spoiled[0][0]).name} "
+                    f"(from rank {self._rank})"
+                )
