@@ -14,6 +14,7 @@ import optax
 import pytest
 from server_replicas import NumpyReplica, Session, squares
 
+from mpigrad.checkpoint import Checkpoint
 from mpigrad.communicator import Communicator
 from mpigrad.training import (
     Batches,
@@ -76,21 +77,22 @@ def beside(comm: Communicator, train: Callable[[Communicator, Strategy], Any]) -
 
 @pytest.mark.ranks(2, 3, 4)
 def test_bound_zero_is_the_synchronous_run(comm: Communicator, tmp_path: pathlib.Path) -> None:
-    """Bit for bit, also where a save in the middle is gone on from by another trainer."""
+    """Bit for bit, also where another trainer goes on from a save."""
     directory = pathlib.Path(comm.mpi.bcast(str(tmp_path)))
 
-    def train(where: Communicator, strategy: Strategy, parts: tuple[int, ...] = (5,)) -> Any:
-        for n, epochs in enumerate(parts):
+    def train(where: Communicator, strategy: Strategy, *ends: int) -> Any:
+        for steps in (*ends, 1000):
             coach = trainer(least_squares(momentum=0.9), strategy=strategy, comm=where)
-            assert coach.resume(directory) == (n > 0) if len(parts) > 1 else True
-            history = coach.run(Batches(len(A), 10, epochs=epochs, take=lambda i: (A[i], B[i])))
-            if n < len(parts) - 1:
-                coach.save(directory)
-        assert len(history.records) == 55
+            history = coach.run(
+                Batches(len(A), 10, epochs=5, take=lambda i: (A[i], B[i])),
+                steps=steps,
+                checkpoint=Checkpoint(directory, every=7) if ends else None,
+            )
+            assert [r.step for r in history.records] == list(range(1, min(steps, 55) + 1))
         return [x.tobytes() for x in coach.model], [r.loss for r in history.records]
 
     beside(comm, train)
-    assert train(comm, ParameterServer()) == train(comm, ParameterServer(), (2, 5))
+    assert train(comm, ParameterServer()) == train(comm, ParameterServer(), 20)
 
 
 @pytest.mark.ranks(3)
@@ -216,6 +218,8 @@ def test_a_failing_worker_ends_all(comm: Communicator) -> None:
         assert time.monotonic() - start < 10  # the machine may be busy
         comm.mpi.Barrier()
         run.train(batches(run, epochs=1), Session())  # nothing is left of it
+        states = comm.mpi.allgather((run.step_number, [x.tobytes() for x in replica.arrays]))
+        assert states.count(states[0]) == comm.size
 
 
 @pytest.mark.ranks(3)

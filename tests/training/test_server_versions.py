@@ -15,12 +15,12 @@ UPDATES = 10_000
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("bound", [0, 1, 3, 7])
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("workers", [2, 5])
 def test_ten_thousand_updates_with_random_delays(bound: int, workers: int) -> None:
     """Delays of very different length: bursts, a worker that is ten times slower, pauses."""
     dice = np.random.default_rng([bound, workers])
     slowness = dict(enumerate(dice.permutation(np.geomspace(1, 10, workers)), start=1))
-    versions = Versions.start(bound, slowness)
+    versions = Versions(bound, 0, dict.fromkeys(slowness, 0))
     time, arrivals = 0.0, [(0.0, worker) for worker in slowness]
     seen: collections.Counter[int] = collections.Counter()
     taken: collections.Counter[int] = collections.Counter()
@@ -44,14 +44,13 @@ def test_ten_thousand_updates_with_random_delays(bound: int, workers: int) -> No
             pause = 50.0 * (dice.random() < 0.01)
             delay = slowness[worker] * dice.exponential() + pause
             heapq.heappush(arrivals, (time + delay, worker))
-    assert max(seen) <= bound
-    assert max(seen) == (bound if workers > 1 else 0)  # it is reached as well
+    assert max(seen) == bound  # it is reached as well
     assert len(taken) == workers and min(taken.values()) >= UPDATES // (bound + 1)
 
 
 @pytest.mark.ranks(1)
 def test_who_leaves_is_not_waited_for() -> None:
-    versions = Versions.start(0, (1, 2, 3))
+    versions = Versions(0, 0, {1: 0, 2: 0, 3: 0})
     versions.arrive(3, 0)
     versions.arrive(1, 0)
     assert not versions.ready and versions.workers == [1, 2, 3]

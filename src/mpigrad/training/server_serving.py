@@ -54,19 +54,19 @@ class Serving(Run):
 
     def train(self, batches: Iterator[Batch], session: Session) -> None:
         del batches  # they are the workers'
-        if session.steps is not None and self.step_number >= session.steps:
-            return
-        self._versions = Versions.start(self._bound, self._workers, self.step_number)
-        self._held, self._idle, self._failed = [], [], []
-        while True:
+        self._versions = Versions(self._bound, self.step_number, {})
+        self._held, self._idle, self._failed = list(self._workers), [], []
+        self._replica.read()
+        over = session.steps is not None and self.step_number >= session.steps
+        self._give(OVER if over else 0)  # they may have failed in different steps before
+        while not over:
             try:
                 then = self._serve(session)
             except Exception as error:
                 self._tell(error)
                 raise
             # Here no worker waits for a message, and what `act` raises all ranks raise.
-            if then & OVER or session.act(then):
-                return
+            over = then & OVER > 0 or session.act(then)
 
     def updates_of(self, batches: int) -> int:
         return batches * len(self._workers) if self._bound > 0 else batches
@@ -87,7 +87,7 @@ class Serving(Run):
                 then = self._update(session)
                 if not then:
                     self._give()
-        if len(self._failed) == len(self._workers):
+        if not then and len(self._failed) == len(self._workers):
             raise StepError(
                 "all workers of the parameter server have failed:\n"
                 + "\n".join(f"rank {failure.rank}: {failure}" for failure in self._failed)

@@ -37,11 +37,6 @@ class Versions:
     outstanding: dict[int, int]
     pending: dict[int, int] = dataclasses.field(default_factory=dict)
 
-    @classmethod
-    def start(cls, bound: int, workers: Iterable[int], version: int = 0) -> Versions:
-        """All workers have the same parameters."""
-        return cls(bound, version, dict.fromkeys(workers, version))
-
     def arrive(self, worker: int, version: int) -> None:
         """The worker's gradient is there, computed at that version."""
         del self.outstanding[worker]

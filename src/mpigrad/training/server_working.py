@@ -28,21 +28,18 @@ class Working(Run):
         self._unused: frozenset[int] = frozenset()  # as the server knows them
 
     def train(self, batches: Iterator[Batch], session: Session) -> None:
-        if session.steps is not None and self.step_number >= session.steps:
-            return
-        working = True
+        replica, working = self._replica, True
         while True:
-            working = working and self._work(batches)
             what = "the parameters of the server" if working else "the end of the training"
             arrival = self._channel.wait(what, SERVER, unlimited=not working)
             if arrival.kind is Kind.FAILED:
                 raise arrival.content().error()
-            values = self._replica.values
-            arrival.into(values)
-            self._replica.write()
-            self.step_number, then = int(values.header[0]), int(values.header[1])
+            arrival.into(replica.values)
+            replica.write()
+            self.step_number, then = (int(number) for number in replica.values.header[:2])
             if then & OVER or (then and session.act(then)):
                 return
+            working = working and self._work(batches)
 
     def _work(self, batches: Iterator[Batch]) -> bool:
         """Send the gradient of a batch; false, and the server knows it, where there is none."""
