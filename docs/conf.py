@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import pathlib
 import re
 from typing import Any
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 HERE = pathlib.Path(__file__).parent
 PROGRAMS = sorted((HERE.parent / "examples").glob("*.py"))
 
@@ -52,12 +54,14 @@ html_copy_source = False
 myst_heading_anchors = 3  # links to headings, as GitHub names them
 napoleon_google_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 default_role = "py:obj"  # `name` in a docstring is a link where there is such a name, else code
 autodoc_default_options = {"members": True, "show-inheritance": False}
 autodoc_member_order = "groupwise"
 autodoc_typehints_format = "short"
 autodoc_mock_imports = [] if importlib.util.find_spec("torch") else ["torch"]
 python_use_unqualified_type_names = True
+suppress_warnings = ["ref.python"]  # a name in a docstring that several classes have
 
 
 def reference_page(module: str, title: str) -> str:
@@ -95,9 +99,33 @@ def write_pages(app: Any) -> None:
 def link_programs(app: Any, name: str, source: list[str]) -> None:
     """What a page says of a program leads to the program's page."""
     source[0] = re.sub(r"\]\(\.\./examples/(\w+)\.py\)", r"](examples/\1.md)", source[0])
+    if name == "examples":
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\nexamples/*\n```\n"
+
+
+def plain_text(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """|x| and (n, *rest) in a docstring are no markup."""
+    for number, line in enumerate(lines):
+        parts = line.split("`")  # every second one is code
+        parts[::2] = [re.sub(r"\||\*(?=[\w.]+[),\]])", r"\\\g<0>", part) for part in parts[::2]]
+        lines[number] = "`".join(parts)
+
+
+_shown: dict[int, str] = {}
+
+
+def shown_before(
+    app: Any, what: str, name: str, thing: Any, skip: bool, options: Any
+) -> bool | None:
+    """What two modules offer is described on the first one's page."""
+    if not isinstance(thing, type):
+        return None
+    return True if _shown.setdefault(id(thing), app.env.docname) != app.env.docname else None
 
 
 def setup(app: Any) -> None:
     """Connect the functions above to Sphinx."""
     app.connect("builder-inited", write_pages)
     app.connect("source-read", link_programs)
+    app.connect("autodoc-process-docstring", plain_text, priority=100)  # before napoleon
+    app.connect("autodoc-skip-member", shown_before)

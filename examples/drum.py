@@ -115,9 +115,7 @@ if rank == 0:
         figure = Figure(figsize=(5.6, 4.6), layout="constrained")
         axes = figure.add_subplot(aspect="equal")
         largest = np.quantile(np.abs(per_area), 0.99)
-        image = axes.tripcolor(
-            *points.T, triangles, per_area, cmap="RdBu_r", ec="#00000018", lw=0.3
-        )
+        image = axes.tripcolor(*points.T, triangles, per_area, cmap="RdBu_r")
         image.set_clim(-largest, largest)
         figure.colorbar(image, ax=axes, shrink=0.9)
         axes.plot([-0.4, 0.5], [0.2, -0.1], "k.", markersize=9)

@@ -72,7 +72,7 @@ if image is not None and ground is not None:
         panels = [
             report.Panel("true velocity (m/s)", ground, downwards=True, **look),
             report.Panel(
-                "- gradient of the misfit",
+                "minus the gradient of the misfit",
                 np.clip(image, *np.quantile(image, [0.01, 0.99])),
                 diverging=True,
                 downwards=True,

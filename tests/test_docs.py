@@ -73,7 +73,13 @@ def test_tutorial(
     """Each step prints what the page says, on any number of ranks."""
     run(program)
     if comm.rank == 0:
-        assert capsys.readouterr().out == said
+        printed = capsys.readouterr().out
+        if "iterations=" in program:  # how near an optimizer comes, in so many
+            number = re.compile(r"\d+\.\d+")
+            assert number.sub("", printed) == number.sub("", said)
+            assert float(number.findall(printed)[0]) < 2 * float(number.findall(said)[0])
+        else:
+            assert printed == said
 
 
 def test_every_page_is_in_the_navigation() -> None:
