@@ -39,6 +39,8 @@ REFERENCE = {
     "mpigrad.problems.fwi": "Full-waveform inversion",
     "mpigrad.problems.population": "A population",
 }
+# What is on another module's page already.
+ELSEWHERE = {"mpigrad.problems.elastic": "Survey"}
 
 project = "mpigrad"
 author = "the mpigrad authors"
@@ -66,7 +68,8 @@ suppress_warnings = ["ref.python"]  # a name in a docstring that several classes
 
 def reference_page(module: str, title: str) -> str:
     """A page of reference."""
-    return f"# {title}\n\n```{{eval-rst}}\n.. automodule:: {module}\n```\n"
+    left_out = f"   :exclude-members: {ELSEWHERE[module]}\n" if module in ELSEWHERE else ""
+    return f"# {title}\n\n```{{eval-rst}}\n.. automodule:: {module}\n{left_out}```\n"
 
 
 def program_page(program: pathlib.Path) -> str:
@@ -111,21 +114,8 @@ def plain_text(app: Any, what: str, name: str, thing: Any, options: Any, lines: 
         lines[number] = "`".join(parts)
 
 
-_shown: dict[int, str] = {}
-
-
-def shown_before(
-    app: Any, what: str, name: str, thing: Any, skip: bool, options: Any
-) -> bool | None:
-    """What two modules offer is described on the first one's page."""
-    if not isinstance(thing, type):
-        return None
-    return True if _shown.setdefault(id(thing), app.env.docname) != app.env.docname else None
-
-
 def setup(app: Any) -> None:
     """Connect the functions above to Sphinx."""
     app.connect("builder-inited", write_pages)
     app.connect("source-read", link_programs)
     app.connect("autodoc-process-docstring", plain_text, priority=100)  # before napoleon
-    app.connect("autodoc-skip-member", shown_before)
