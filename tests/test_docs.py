@@ -18,6 +18,16 @@ from mpigrad.communicator import Communicator
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TUTORIAL = ROOT / "docs" / "tutorial.md"
+# Pages that are read first run in make test, too, each block on some number of ranks.
+FIRST = {
+    "README.md-0": (4,),
+    "README.md-1": (2,),
+    "gradients.md-1": (4,),
+    "gradients.md-2": (3,),
+    "own_matrix.md-0": (1,),
+    "own_operator.md-1": (3,),
+    "own_stencil.md-0": (2,),
+}
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -33,7 +43,15 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 def parametrize(language: str) -> pytest.MarkDecorator:
     found = blocks(language)
-    return pytest.mark.parametrize("text", [t for _, t in found], ids=[n for n, _ in found])
+    return pytest.mark.parametrize(
+        "text",
+        [
+            pytest.param(
+                text, id=name, marks=pytest.mark.thin(*FIRST[name]) if name in FIRST else ()
+            )
+            for name, text in found
+        ],
+    )
 
 
 def run(text: str) -> None:
