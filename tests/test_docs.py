@@ -41,17 +41,17 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return found
 
 
+def marks(name: str, text: str) -> list[pytest.MarkDecorator]:
+    needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", text, re.M)
+    first = [pytest.mark.thin(*FIRST[name])] if name in FIRST else []
+    return [pytest.mark.torch, *first] if needs_torch else first
+
+
 def parametrize(language: str) -> pytest.MarkDecorator:
-    found = blocks(language)
-    return pytest.mark.parametrize(
-        "text",
-        [
-            pytest.param(
-                text, id=name, marks=pytest.mark.thin(*FIRST[name]) if name in FIRST else ()
-            )
-            for name, text in found
-        ],
-    )
+    cases = [
+        pytest.param(text, id=name, marks=marks(name, text)) for name, text in blocks(language)
+    ]
+    return pytest.mark.parametrize("text", cases)
 
 
 def run(text: str) -> None:
