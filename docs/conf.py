@@ -40,7 +40,7 @@ REFERENCE = {
     "mpigrad.problems.population": "A population",
 }
 # What is on another module's page already.
-ELSEWHERE = {"mpigrad.problems.elastic": "Survey"}
+ELSEWHERE = {"mpigrad.problems.elastic": "Survey", "mpigrad.torch": "Communicator"}
 
 project = "mpigrad"
 author = "the mpigrad authors"
