@@ -39,6 +39,8 @@ REFERENCE = {
     "mpigrad.problems.fwi": "Full-waveform inversion",
     "mpigrad.problems.population": "A population",
 }
+# Without these there is no page.
+NEEDS = {"mpigrad.torch": "torch"}
 # What is on another module's page already.
 ELSEWHERE = {"mpigrad.problems.elastic": "Survey", "mpigrad.torch": "Communicator"}
 
@@ -61,7 +63,6 @@ default_role = "py:obj"  # `name` in a docstring is a link where there is such a
 autodoc_default_options = {"members": True, "show-inheritance": False}
 autodoc_member_order = "groupwise"
 autodoc_typehints_format = "short"
-autodoc_mock_imports = [] if importlib.util.find_spec("torch") else ["torch"]
 python_use_unqualified_type_names = True
 suppress_warnings = ["ref.python"]  # a name in a docstring that several classes have
 
@@ -89,7 +90,7 @@ def write_pages(app: Any) -> None:
     pages = {
         f"reference/{number:02}-{module.rpartition('.')[2]}.md": reference_page(module, title)
         for number, (module, title) in enumerate(REFERENCE.items())
-        if importlib.util.find_spec(module)
+        if importlib.util.find_spec(NEEDS.get(module, module))
     }
     pages |= {f"examples/{p.stem}.md": program_page(p) for p in PROGRAMS}
     for name, text in pages.items():
@@ -107,11 +108,18 @@ def link_programs(app: Any, name: str, source: list[str]) -> None:
 
 
 def plain_text(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """|x| and (n, *rest) in a docstring are no markup."""
+    """In a docstring |x| and (n, *rest) are no markup, and what is indented after a colon is code."""
+
+    def indent(line: str) -> int:
+        return len(line) - len(line.lstrip())
+
     for number, line in enumerate(lines):
         parts = line.split("`")  # every second one is code
         parts[::2] = [re.sub(r"\||\*(?=[\w.]+[),\]])", r"\\\g<0>", part) for part in parts[::2]]
         lines[number] = "`".join(parts)
+        blank, code = [*lines[number + 1 : number + 3], "", ""][:2]
+        if line.endswith(":") and not blank and indent(code) > indent(line):
+            lines[number] += ":"
 
 
 def setup(app: Any) -> None:
