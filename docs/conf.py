@@ -108,7 +108,7 @@ def link_programs(app: Any, name: str, source: list[str]) -> None:
 
 
 def plain_text(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """In a docstring |x| and (n, *rest) are no markup, and what is indented after a colon is code."""
+    """Docstrings are plain text: |x| and (n, *rest) are no markup; code stands after a colon."""
 
     def indent(line: str) -> int:
         return len(line) - len(line.lstrip())
