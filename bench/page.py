@@ -137,9 +137,7 @@ def picture(name: str, about: str, ratios: list[Ratio]) -> Picture:
 def installed(names: tuple[str, ...], site: pathlib.Path) -> dict[str, str]:
     """Versions of the peers in their environment, or here."""
     here = {d.name.lower(): d.version for d in importlib.metadata.distributions()}
-    there = {
-        d.name.lower(): d.version for d in importlib.metadata.distributions(path=[str(site)])
-    }
+    there = {d.name.lower(): d.version for d in importlib.metadata.distributions(path=[str(site)])}
     return {n: (here | there)[n] for n in names if n in here | there}
 
 
@@ -170,8 +168,8 @@ def main() -> None:
     write_report(
         out,
         "mpigrad beside other libraries",
-        "Programs of one table take turns on one machine, so that its slow phases meet all of them: "
-        "trust the ratios. Points are medians, bars the spread.",
+        "Programs of one table take turns on one machine, so that its slow phases meet all of "
+        "them: trust the ratios. Points are medians, bars the spread.",
         pictures,
         tables,
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import matplotlib as mpl
@@ -98,9 +97,7 @@ class Model:
         slope, start = statistics.linear_regression(list(logs.values()), list(known.values()))
         return max(1, round(start + slope * cells.bit_length()))
 
-    def at(
-        self, figure: Figure, what: str, ranks: int, net: Interconnect
-    ) -> dict[str, Parts]:
+    def at(self, figure: Figure, what: str, ranks: int, net: Interconnect) -> dict[str, Parts]:
         """The formula and its bounds."""
         side, iterations = figure.side_of(ranks), self.iterations(figure, ranks)
         sent = busiest(
@@ -110,9 +107,7 @@ class Model:
         # The largest tile, in a corner, has layers on two sides.
         layers = 0 if not figure.steps else LAYERS * (2 if ranks == 1 else 1)
         work = work_of(self.times, figure.problem, what, figure.steps)
-        return time_of(
-            figure.problem, ranks, sent, work.at((side + layers) ** 2, iterations), net
-        )
+        return time_of(figure.problem, ranks, sent, work.at((side + layers) ** 2, iterations), net)
 
 
 def draw(kept: dict[str, Any], path: pathlib.Path) -> None:
@@ -137,11 +132,15 @@ def draw(kept: dict[str, Any], path: pathlib.Path) -> None:
 def _panel(model: Model, figure: Figure, ax: Any, net: Interconnect) -> None:
     for what, colour in COLOURS.items():
         found = {n: model.at(figure, what, n, net) for n in RANKS}
-        value: Callable[[str, int], float] = lambda bound, n: found[n][bound].total
-        if figure.efficiency:
-            # The same cells on one rank: its layers are more than those of a tile among others.
-            value = lambda bound, n: found[n]["model"].compute / found[n][bound].total
-        lines = {b: [value(b, n) for n in RANKS] for b in ("fast", "model", "slow")}
+        lines: dict[str, list[float]] = {}
+        for bound in ("fast", "model", "slow"):
+            seconds = [found[n][bound].total for n in RANKS]
+            alone = [found[n]["model"].compute for n in RANKS]
+            lines[bound] = (
+                [a / t for a, t in zip(alone, seconds, strict=True)]
+                if figure.efficiency
+                else seconds
+            )
         ax.plot(RANKS, lines["model"], "o-", ms=3, color=colour, label=f"{what}, model")
         ax.fill_between(RANKS, lines["fast"], lines["slow"], color=colour, alpha=0.15, lw=0)
         points = figure.published.get(what, ())
@@ -163,8 +162,8 @@ def _panel(model: Model, figure: Figure, ax: Any, net: Interconnect) -> None:
 def _table(model: Model, net: Interconnect) -> None:
     """Where the time of a gradient goes, in the model."""
     print(
-        f"### {net.name}\n\n| gradient | ranks | s (fast to slow) | computing | messages: latency | "
-        "bandwidth | collectives: latency | operands |\n|---|---|---|---|---|---|---|---|"
+        f"### {net.name}\n\n| gradient | ranks | s (fast to slow) | computing | messages: latency "
+        "| bandwidth | collectives: latency | operands |\n|---|---|---|---|---|---|---|---|"
     )
     for figure in FIGURES:
         for ranks in (64, 4096):

@@ -126,9 +126,7 @@ class Peers:
         (self.directory / "lib" / version / "site-packages" / "host.pth").write_text(line)
 
 
-def run(
-    names: Sequence[str], out: pathlib.Path, *, quick: bool = False, peers: bool = True
-) -> int:
+def run(names: Sequence[str], out: pathlib.Path, *, quick: bool = False, peers: bool = True) -> int:
     """Make tables and a page of them in `out`; 0 when every program came to its end.
 
     Parameters
