@@ -46,6 +46,8 @@ def counted() -> tuple[int, int, int, int]:
     """
     from mpi4py import MPI
 
+    if "Open MPI" not in MPI.Get_library_version():
+        raise RuntimeError("only Open MPI counts messages in this way")
     if not hasattr(ctypes.CDLL(None), "mpi_monitor_read"):
         raise RuntimeError("the ranks were not started with what mpi_monitor.environment gives")
     numbers = (ctypes.c_long * 4)()

@@ -8,6 +8,7 @@ read off the figures. Its ranks had 1 core each for Poisson and 32 each for wave
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import statistics
 from typing import Any
@@ -77,25 +78,24 @@ RANKS = (1, 4, 16, 64, 256, 1024, 4096)
 
 
 class Model:
-    """What was counted and timed, as functions of the number of ranks."""
+    """What was timed, and what the formula makes of it for any number of ranks."""
 
     def __init__(self, kept: dict[str, Any]) -> None:
-        self.times, self.counts = kept["times"], kept["counts"]
+        self.times = kept["times"]
 
     def iterations(self, figure: Figure, ranks: int) -> int:
-        """Counted where the same grid was; else along a line in log2 of its cells."""
+        """As on one rank with so many cells; along a line in their logarithm."""
         if figure.problem != "poisson":
             return 0
-        rows = [r for r in self.counts if r["problem"] == "poisson"]
-        cells = figure.side_of(ranks) ** 2 * ranks
-        known = {r["side"] ** 2 * r["ranks"]: r["gradient"]["iterations"] for r in rows}
-        if cells in known:
-            return known[cells]
-        logs = {n: n.bit_length() for n in known}
-        if len(known) == 1:
-            return next(iter(known.values()))
+        cells = (figure.side_of(ranks) * ranks**0.5) ** 2
+        rows = [r for r in self.times if r["problem"] == "poisson"]
+        known = {r["side"] ** 2: r["gradient"]["iterations"] for r in rows}
+        nearest = min(known, key=lambda n: abs(math.log(n / cells)))
+        if nearest == round(cells):
+            return known[nearest]
+        logs = {n: math.log2(n) for n in known}
         slope, start = statistics.linear_regression(list(logs.values()), list(known.values()))
-        return max(1, round(start + slope * cells.bit_length()))
+        return max(1, round(start + slope * math.log2(cells)))
 
     def at(self, figure: Figure, what: str, ranks: int, net: Interconnect) -> dict[str, Parts]:
         """The formula and its bounds."""

@@ -149,18 +149,11 @@ def _transposition(tile: Tile, gradient: bool) -> Sent:
     return sized(tile.across(1), 8) * (2 if gradient else 1)
 
 
-def _loss(ranks: int) -> Sent:
-    """What the root begins for a replicated loss: is it equal everywhere? The value, for all."""
-    return collective(ranks, 4, 8, 8 * ranks, 4, 4)
-
-
 def _acoustic(tile: Tile, gradient: bool, steps: int) -> Sent:
     # The pressure; in the layers that run across a face also phi or psi. First state and steps.
     ranks = tile.dims[0] * tile.dims[1]
-    exchange = sized(tile.across(REACH, LAYERS, REACH), 4)
-    gathers = 4 * steps * tile.side * tile.dims[0]
-    forward = exchange * (steps + 1) + collective(ranks, 8 * 8, gathers)
-    return forward * 2 + _loss(ranks) if gradient else forward
+    run = sized(tile.across(REACH, LAYERS, REACH), 4) * (steps + 1) + collective(ranks, 8 * 8)
+    return run * 2 + collective(ranks, 4, 4) if gradient else run + collective(ranks, 4)
 
 
 def _elastic(tile: Tile, gradient: bool, steps: int) -> Sent:
@@ -170,10 +163,11 @@ def _elastic(tile: Tile, gradient: bool, steps: int) -> Sent:
         sized(tile.across(fields * REACH, LAYERS), 4) for fields in (2, 3, 5)
     )
     media = sized(tile.halo(3), 4)
-    gathers = 4 * steps * tile.side * tile.dims[0]
-    run = (velocities + stresses) * steps + state + media + collective(ranks, 5 * 8, gathers)
+    run = (velocities + stresses) * steps + state + media + collective(ranks, 5 * 8)
     stable = collective(ranks, 4 * 4)
-    return run * 2 + stable * 3 + _loss(ranks) if gradient else run + stable
+    if gradient:
+        return run * 2 + stable * 3 + collective(ranks, 4, 4)
+    return run + stable + collective(ranks, 4)
 
 
 def _cycle(tile: Tile) -> Sent:

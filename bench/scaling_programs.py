@@ -37,13 +37,18 @@ from mpigrad.grid import Grid
 Evaluate = Callable[[int], int]
 
 
+def tiled(side: int, spacing: float) -> Grid:
+    """A grid with side x side cells on each rank."""
+    dims = tiles(default().size)
+    return Grid((side * dims[0], side * dims[1]), (spacing, spacing), dims=dims)
+
+
 def transposition(side: int, steps: int) -> dict[str, Evaluate]:
     """The transpose of a matrix's values, by the plan that is made once."""
-    from mpigrad.problems.poisson.model import poisson, unit_square
+    from mpigrad.problems.poisson.model import poisson
     from mpigrad.sparse.transposition import transpose_values
 
-    dims = tiles(default().size)
-    grid = unit_square((side * dims[0], side * dims[1]), dims=dims)
+    grid = tiled(side, 1 / side)
     pattern = poisson(grid, np.zeros(grid.local_shape)).pattern
     values = jnp.asarray(np.random.default_rng(0).random(pattern.nnz))
     forward = mpigrad.jit(lambda v: transpose_values(pattern, v))
@@ -63,11 +68,9 @@ def transposition(side: int, steps: int) -> dict[str, Evaluate]:
 def poisson(side: int, steps: int) -> dict[str, Evaluate]:
     """The misfit of the Poisson problem as a function of the network's weights."""
     from mpigrad.problems.poisson.model import poisson as make
-    from mpigrad.problems.poisson.model import unit_square
     from mpigrad.problems.poisson.parametrization import NetworkValues
 
-    dims = tiles(default().size)
-    grid = unit_square((side * dims[0], side * dims[1]), dims=dims)
+    grid = tiled(side, 1 / (side * tiles(default().size)[0]))
     model = make(grid, np.full(grid.local_shape, -1.0))
     network = NetworkValues(grid)
     solver = sparse.default_solver(1e-8, model.pattern)
@@ -106,8 +109,7 @@ def waves(side: int, steps: int, elastic: bool) -> dict[str, Evaluate]:
     from mpigrad.problems.waves import Survey
 
     h, dt, frequency = 10.0, 1e-3, 10.0
-    dims = tiles(default().size)
-    grid = Grid((side * dims[0], side * dims[1]), (h, h), dims=dims)
+    grid = tiled(side, h)
     speed = np.full(grid.local_shape, 2000.0) + 500 * np.random.default_rng(0).random()
     common: dict[str, Any] = {"dt": dt, "steps": steps, "pml": LAYERS}
     if elastic:
@@ -121,17 +123,18 @@ def waves(side: int, steps: int, elastic: bool) -> dict[str, Evaluate]:
         arrays = (speed,)
     arrays = tuple(jnp.asarray(a, jnp.float32) for a in arrays)
     centre = (np.array(grid.shape) // 2 + 0.5) * h
-    line = [((i + 0.5) * h, 3.5 * h) for i in range(grid.shape[0])]
+    # Each receiver where one cell alone has what it records.
+    line = [((i + (1 if elastic else 0.5)) * h, 3.5 * h) for i in range(grid.shape[0] - 1)]
     survey = Survey(centre[None, None], np.array(line)[None])
     squared = (np.pi * frequency * (np.arange(steps) * dt - 0.1)) ** 2
     height = 1e9 * h**2 if elastic else 1.0
     wavelet = jnp.asarray(height * (1 - 2 * squared) * np.exp(-squared), jnp.float32)[None, None]
 
-    def loss(arrays: Any) -> Any:
-        return jnp.sum(model.propagate(*arrays, wavelet, survey).gathers ** 2)
+    def share(arrays: Any) -> Any:
+        return jnp.sum(model.propagate(*arrays, wavelet, survey, gathers="share").gathers ** 2)
 
-    forward = mpigrad.jit(loss)
-    gradient = mpigrad.jit(mpigrad.value_and_grad(loss, loss="replicated"))
+    forward = mpigrad.jit(lambda arrays: mpigrad.allreduce(share(arrays)))
+    gradient = mpigrad.jit(mpigrad.value_and_grad(share))
 
     def evaluate(f: Callable[..., Any]) -> Evaluate:
         def run(k: int) -> int:

@@ -14,35 +14,41 @@ from launching import mpigrad
 
 BENCH = pathlib.Path(__file__).resolve().parents[2] / "bench"
 SIDES = {"transposition": 20, "acoustic": 24, "elastic": 24, "poisson": 24}
+FEW, ALL = ("transposition", "acoustic", "poisson"), tuple(SIDES)
 
 
 @pytest.mark.launcher
-def test_ranks_send_what_the_formula_says(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "problems"), [(2, FEW), pytest.param(4, ALL, marks=pytest.mark.full)]
+)
+def test_ranks_send_what_the_formula_says(
+    ranks: int, problems: tuple[str, ...], tmp_path: pathlib.Path
+) -> None:
     monitoring = mpi_monitor.environment(tmp_path)
     done = mpigrad(
-        "launch", "-n", 4, BENCH / "scaling_programs.py", "count", "--problems", *SIDES,
-        "--side", *SIDES.values(), "--steps", 3, **monitoring,
+        "launch", "-n", ranks, BENCH / "scaling_programs.py", "count", "--problems", *problems,
+        "--side", *(SIDES[p] for p in problems), "--steps", 3, **monitoring,
     )  # fmt: skip
-    if "OMPI" not in done.stdout and "were not started with" in done.stderr:
-        pytest.skip("only Open MPI counts messages")
+    if "only Open MPI counts" in done.stderr:
+        pytest.skip("another MPI")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     rows = {row["problem"]: row for row in (json.loads(line[7:]) for line in lines)}
-    assert rows.keys() == SIDES.keys()
+    assert tuple(rows) == problems
     for problem, row in rows.items():
         for what in ("forward", "gradient"):
             iterations = row[what]["iterations"]
             said = busiest(
-                problem, 4, SIDES[problem], what == "gradient", steps=3, iterations=iterations
+                problem, ranks, SIDES[problem], what == "gradient", steps=3, iterations=iterations
             )
             most = [max(of_rank) for of_rank in zip(*row[what]["sent"], strict=True)]
-            assert most[0] == said.messages, (problem, what)
-            assert most[2] == said.collectives, (problem, what)
-            # hypre's coarse levels have a few cells more or less.
-            exact = 0.03 if problem == "poisson" else 0
-            assert most[1] == pytest.approx(said.bytes, rel=exact), (problem, what)
-            loose = 0.15 if problem == "poisson" else 0
-            assert most[3] == pytest.approx(said.collective_bytes, rel=loose), (problem, what)
+            expected = dataclasses.astuple(said)[:4]
+            if problem == "poisson":
+                # The coarse levels of hypre differ a little, an adjoint solve by an iteration.
+                assert most[:2] == pytest.approx(expected[:2], rel=0.08)
+                assert most[2] == pytest.approx(expected[2], abs=3)
+            else:
+                assert tuple(most) == expected, (problem, what)
 
 
 @pytest.mark.ranks(1)
