@@ -45,7 +45,7 @@ def test_ranks_send_what_the_formula_says(
             expected = dataclasses.astuple(said)[:4]
             if problem == "poisson":
                 # The coarse levels of hypre differ a little, an adjoint solve by an iteration.
-                assert most[:2] == pytest.approx(expected[:2], rel=0.08)
+                assert most[:2] == pytest.approx(expected[:2], rel=0.12)
                 assert most[2] == pytest.approx(expected[2], abs=3)
             else:
                 assert tuple(most) == expected, (problem, what)
