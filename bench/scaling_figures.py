@@ -60,11 +60,6 @@ FIGURES = (
         "Poisson, 300² cells a rank", "poisson", True, 300, 0,
         {"forward": ((1, 0.8), (3600, 21.0)), "gradient": ((1, 1.4), (3600, 43.0))},
     ),
-    Figure("Poisson, 1800² cells", "poisson", False, 1800, 0, {}),
-    Figure(
-        "acoustic, 1000² cells, 100 steps", "acoustic", False, 1000, 100,
-        {"forward": throughput(894e6), "gradient": throughput(217e6)},
-    ),
     Figure(
         "acoustic, 100² cells a rank, 2000 steps", "acoustic", True, 100, 2000,
         {"forward": ((1, 1.0), (100, 0.56)), "gradient": ((1, 1.0), (100, 0.48))}, True,
@@ -73,6 +68,13 @@ FIGURES = (
         "elastic, 100² cells a rank, 2000 steps", "elastic", True, 100, 2000,
         {"gradient": ((1, 1.0), (100, 0.49))}, True,
     ),
+    Figure("transposition, 25 million rows", "transposition", False, 5000, 0, {}),
+    Figure("Poisson, 1800² cells", "poisson", False, 1800, 0, {}),
+    Figure(
+        "acoustic, 1000² cells, 100 steps", "acoustic", False, 1000, 100,
+        {"forward": throughput(894e6), "gradient": throughput(217e6)},
+    ),
+    Figure("elastic, 1000² cells, 100 steps", "elastic", False, 1000, 100, {}),
 )  # fmt: skip
 RANKS = (1, 4, 16, 64, 256, 1024, 4096)
 
@@ -114,7 +116,7 @@ def draw(kept: dict[str, Any], path: pathlib.Path) -> None:
     """Draw all figures, and print what the time goes into."""
     model = Model(kept)
     fast, slow = INTERCONNECTS[0], INTERCONNECTS[1]
-    plane, axes = plt.subplots(2, 3, figsize=(14, 8), layout="constrained")
+    plane, axes = plt.subplots(2, 4, figsize=(17, 8), layout="constrained")
     for figure, ax in zip(FIGURES, axes.flat, strict=True):
         _panel(model, figure, ax, fast)
     plane.suptitle(
