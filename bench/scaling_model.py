@@ -4,10 +4,10 @@ One formula, for the rank that sends most:
 
     T = W + r α + b/β + C ⌈log2 P⌉ α + 2 B/β
 
-W is the time to compute, measured on one rank. r are the rounds in which it exchanges messages
-with its neighbours: all of a round are under way together, so that it waits once, α. b are its
-bytes, C its collectives, each a tree of ⌈log2 P⌉ latencies, B the bytes of their operands, which
-travel twice (reduce-scatter, allgather). Two bounds stand around it:
+W is the time to compute, processor seconds of one rank. r are the rounds in which it exchanges
+messages with its neighbours: all of a round are under way together, so that it waits once, α. b are
+its bytes, C its collectives, each a tree of ⌈log2 P⌉ latencies, B the bytes of their operands,
+which travel twice (reduce-scatter, allgather). Two bounds stand around it:
 
     fast   the halos of waves travel while the middle of a tile is computed: they cost nothing
     slow   every message waits by itself, and all ranks of a node share its network card

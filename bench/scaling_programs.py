@@ -3,7 +3,8 @@
     mpigrad launch -n 4 bench/scaling_programs.py count|time --problem acoustic --side 100 ...
 
 `count` prints what each rank has sent in one evaluation, as MPI has counted it (mpi_monitor.py);
-`time` the processor seconds of evaluations, on one rank. One line of JSON each, which bench/scaling.py reads.
+`time` the processor seconds of evaluations, on one rank. One line of JSON each, which
+bench/scaling.py reads.
 
     transposition  of the values of the Poisson matrix; its gradient is two of them
     poisson        kappa of a network, as in the paper, new in every evaluation: the set-up of the
@@ -169,7 +170,7 @@ def count(problem: str, side: int, steps: int) -> dict[str, Any]:
 
 
 def seconds(problem: str, side: int, steps: int, repeats: int) -> dict[str, Any]:
-    """Processor seconds of `repeats` evaluations on one rank: what other programs take is not in."""
+    """Processor seconds of `repeats` evaluations on one rank; other programs' don't count."""
     assert MPI.COMM_WORLD.size == 1, "waiting for others would count"
     found: dict[str, Any] = {}
     for what, evaluate in MAKE[problem](side, steps).items():
