@@ -52,10 +52,13 @@ class Family:
     names: tuple[str, ...]
     count: tuple[str, ...]
     forward: tuple[str, ...]
+    hosts: tuple[str, ...]
+    srun: tuple[str, ...]
     install: str
     environment: Mapping[str, str]
     root: Mapping[str, str]
     oversubscribed: Mapping[str, str]
+    spread: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,11 @@ def common_environment() -> dict[str, str]:
     return dict(_settings()["environment"])
 
 
+def forwarded_prefixes() -> tuple[str, ...]:
+    """How the user's variables begin which ranks on other machines get, too."""
+    return tuple(_settings()["forward"]["prefixes"])
+
+
 @functools.cache
 def families() -> tuple[Family, ...]:
     """The MPI families of the settings file."""
@@ -102,10 +110,13 @@ def families() -> tuple[Family, ...]:
             names=tuple(table["names"]),
             count=tuple(table["count"]),
             forward=tuple(table["forward"]),
+            hosts=tuple(table.get("hosts", ())),
+            srun=tuple(table.get("srun", ())),
             install=table["install"],
             environment=table.get("environment", {}),
             root=table.get("root", {}),
             oversubscribed=table.get("oversubscribed", {}),
+            spread=table.get("spread", {}),
         )
         for key, table in _settings()["family"].items()
     )
