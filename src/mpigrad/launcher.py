@@ -41,7 +41,7 @@ __all__ = ["MPIError", "World", "check_world", "cores", "in_command", "launch", 
 TIMED_OUT = 124  # as timeout(1) has it
 _GRACE = 30.0  # seconds that a job which was asked to end may take for saving
 _KILL_AFTER = 3.0  # seconds between SIGTERM and SIGKILL
-_AFTER_CAUSE = 10.0  # seconds in which mpiexec ends a job that a rank has given up
+_AFTER_ABORT = 5.0  # seconds in which mpiexec ends after a rank's MPI_Abort
 _HANDED_ON = (-signal.SIGUSR1, 128 + signal.SIGUSR1)  # how ranks end that do not listen
 _MARK = "MPIGRAD_JOB"  # in the environment of every process of a job, and so of every orphan
 _MAIN = ("mpigrad", "__main__.py")
@@ -137,8 +137,6 @@ def rank_environment(
             settings |= family.root
         if max(placed(hosts, ranks)) > cores():
             settings |= family.oversubscribed
-        if hosts:
-            settings |= family.spread
     added: dict[str, str] = {}
     for name, value in settings.items():
         own = os.environ.get(name)
@@ -294,8 +292,9 @@ class _Job:
                     return 128 + self.requests[0]  # nobody listened
                 return _report(status)
             now = time.monotonic()
-            if self._said_long_ago():
-                _say("mpiexec waits for a host that does not answer; ending all ranks")
+            if self._aborted_long_ago():
+                _say("mpiexec waits for a host that does not answer; ending it")
+                process.kill()  # told to end, it would wait on
                 return 1
             if now > limit:
                 _say(f"the time limit of {self.timeout:g} s is over; ending all ranks")
@@ -323,13 +322,13 @@ class _Job:
     def _somebody_listens(self) -> bool:
         return self.stop_file.with_name("listening").exists()
 
-    def _said_long_ago(self) -> bool:
-        """Whether a rank has said why it ends the job, and the job has not ended."""
+    def _aborted_long_ago(self) -> bool:
+        """Whether a rank has ended the job, and mpiexec has not."""
         try:
-            said = self.stop_file.with_name("cause").stat().st_mtime
+            aborted = self.stop_file.with_name("aborted").stat().st_mtime
         except OSError:
             return False
-        return time.time() - said > _AFTER_CAUSE
+        return time.time() - aborted > _AFTER_ABORT
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:

@@ -58,7 +58,6 @@ class Family:
     environment: Mapping[str, str]
     root: Mapping[str, str]
     oversubscribed: Mapping[str, str]
-    spread: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +115,6 @@ def families() -> tuple[Family, ...]:
             environment=table.get("environment", {}),
             root=table.get("root", {}),
             oversubscribed=table.get("oversubscribed", {}),
-            spread=table.get("spread", {}),
         )
         for key, table in _settings()["family"].items()
     )

@@ -15,8 +15,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from collections.abc import Sequence
+from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 _OWN = ("--net", "--uts", "--ipc", "--mount", "--pid")
@@ -98,8 +98,11 @@ class Host:
 
     def processes(self) -> list[int]:
         """The living ones, but the first."""
-        mine = os.readlink(f"/proc/{self.init}/ns/pid")
-        found = []
+        found: list[int] = []
+        try:
+            mine = os.readlink(f"/proc/{self.init}/ns/pid")
+        except OSError:
+            return found
         for entry in pathlib.Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != self.init:
                 with contextlib.suppress(OSError):  # it has gone
@@ -172,14 +175,3 @@ class Network:
                 for stream in streams:
                     os.close(stream)
             connection.sendall(str(process.wait() % 256).encode())
-
-
-@contextlib.contextmanager
-def lines_until(stream: IO[str], words: str) -> Iterator[list[str]]:
-    """The lines of a program up to the one with these words."""
-    found = []
-    for line in stream:
-        found.append(line)
-        if words in line:
-            break
-    yield found

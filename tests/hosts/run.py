@@ -7,13 +7,17 @@ follows goes to pytest.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 
 HERE = pathlib.Path(__file__).resolve().parent
+_prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork only the call is left
 NAMESPACES = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
@@ -39,7 +43,16 @@ def main() -> int:
     environment = dict(os.environ) | {"MPIGRAD_TEST_HOSTS": "1"}
     # MPI needs an interface, also in the process that starts others.
     words = [*apart, "sh", "-c", 'ip link set lo up && exec "$@"', "up", *pytest, *sys.argv[1:]]
-    return subprocess.run(words, cwd=HERE.parent.parent, env=environment, check=False).returncode
+    # unshare is deaf to signals: let it end with this process, and the namespaces with it.
+    tests = subprocess.Popen(
+        words,
+        cwd=HERE.parent.parent,
+        env=environment,
+        preexec_fn=lambda: _prctl(1, int(signal.SIGKILL), 0, 0, 0),
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        return tests.wait()
+    return tests.wait()
 
 
 if __name__ == "__main__":

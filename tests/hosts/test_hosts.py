@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from network import Network, children
 
-from launching import command
+from launching import PROGRAMS, command
 from mpigrad.launcher import rank_environment
 from mpigrad.mpi_installation import find_launcher, mpi_library
 
@@ -93,22 +93,23 @@ def hosts_file(shared: pathlib.Path, **slots: int) -> pathlib.Path:
     return file
 
 
+def _ended(network: Network, name: str) -> None:
+    limit = time.monotonic() + 30
+    while network[name].processes():
+        assert time.monotonic() < limit, f"processes are left on {name}"
+        time.sleep(0.2)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left(network: Network) -> Iterator[None]:
     """No process of a job is left on any host, and all hosts are there for the next test."""
     yield
-    left = []
     for host in network.hosts.values():
-        limit = time.monotonic() + 10
-        while (alive := host.processes()) and time.monotonic() < limit:
-            time.sleep(0.2)
-        if alive:
-            left += [
-                (host.name, pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()[:100])
-                for pid in alive
-            ]
+        try:
+            _ended(network, host.name)
+        except AssertionError:
             host.reboot()
-    assert not left
+            raise
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +155,94 @@ def test_gradients_by_mpiexec(
     done = Job(network, "node1", [*words, *program], **environment).end()
     assert done.code == 0, done.errors
     _same(file, alone)
+
+
+def _run(network: Network, host: str, *words: object) -> Done:
+    return Job(network, host, command(*words)).end()
+
+
+def test_a_problem_runs_on_hosts(network: Network, shared: pathlib.Path) -> None:
+    """`mpigrad run --hosts` writes what the same command on one host writes."""
+    few = ("--cells", 14, 12, "--iterations", 3, "--kappa", "cells", "--tolerance", 1e-12)
+    hosts = hosts_file(shared, node2=1, node3=1)
+    for start, out in ((("-n", 2), "poisson-1"), (("--hosts", hosts), "poisson-2")):
+        done = _run(network, "node1", "run", "poisson", *start, *few, "--out", shared / out)
+        assert done.code == 0, done.errors
+    one, two = (np.load(shared / out / "cells.npy") for out in ("poisson-1", "poisson-2"))
+    assert np.ptp(one) > 0
+    assert np.allclose(one, two, rtol=1e-10, atol=1e-12)
+
+
+def test_the_doctor_looks_at_hosts(network: Network, shared: pathlib.Path) -> None:
+    hosts = hosts_file(shared, node1=1, node4=1)
+    done = _run(network, "node1", "doctor", "--hosts", hosts)
+    assert done.code == 0, done.output + done.errors
+    assert "self-test on 2 ranks of node1, node4" in done.output
+
+
+def test_a_rank_that_fails_is_named_with_its_host(network: Network, shared: pathlib.Path) -> None:
+    hosts = hosts_file(shared, node2=1, node3=2)  # rank 1 is the one that fails
+    done = _run(network, "node1", "launch", "--hosts", hosts, PROGRAMS / "fail.py", "raise")
+    assert done.code == 1
+    assert "ValueError: rank 1 has had enough" in done.errors
+    assert "mpigrad: rank 1 of 3 on node3 failed; ending all ranks" in done.errors
+
+
+class Run:
+    """programs/resumed.py with four ranks, started again and again on other hosts."""
+
+    def __init__(self, network: Network, shared: pathlib.Path, name: str) -> None:
+        self.network, self.shared, self.directory = network, shared, shared / name
+
+    def start(self, **slots: int) -> Job:
+        program = (PROGRAMS / "resumed.py", "loop", self.directory, 120)
+        where = ("--hosts", hosts_file(self.shared, **slots)) if slots else ("-n", 4)
+        words = command("launch", *where, *program)
+        return Job(self.network, "node1", words, MPIGRAD_TIMEOUT=f"{TIMEOUT:g}")
+
+    def finish(self, **slots: int) -> np.ndarray:
+        done = self.start(**slots).end()
+        assert done.code == 0, done.errors
+        return np.load(self.directory / "result.npy")
+
+
+@pytest.mark.timeout(900)
+def test_a_run_goes_on_when_hosts_are_lost(network: Network, shared: pathlib.Path) -> None:
+    """A cut link, a host that is frozen, one that is shut down: the job ends, and says which.
+
+    Each time the run goes on on other hosts, to the same bits as if nothing had happened.
+    """
+    whole = Run(network, shared, "whole").finish()
+    run = Run(network, shared, "lost")
+
+    job = run.start(node2=2, node3=2)  # none of them the one where it is started
+    job.until("step 10\n")
+    job.send(signal.SIGINT)
+    done = job.end()
+    assert (done.code, "stopped" in done.output) == (0, True), done.errors
+    assert "SIGINT: asked the job to save and end" in done.errors
+
+    for lost, others, until, how in (
+        ("node2", {"node3": 1}, "step 20\n", network["node2"].cut),
+        ("node3", {"node4": 1}, "step 30\n", network["node3"].freeze),
+        ("node4", {"node2": 1}, "step 40\n", network["node4"].shut_down),
+    ):
+        job = run.start(node1=2, **{lost: 1}, **others)
+        job.until(until)
+        how()
+        done = job.end()
+        assert done.code not in (0, 124), done
+        assert done.seconds < TIMEOUT + 30, done
+        if lost == "node4":  # its connections are closed: mpiexec notices
+            assert "on node node4" in done.errors, done
+        else:
+            assert f"on {lost}, which does not answer:\n  rank 2: unknown" in done.errors, done
+            assert "on node1:\n  ranks 0-1: " in done.errors
+            assert "step 120" not in done.output
+            assert f"Look at {lost}: stopped, or cut off" in done.errors
+        if lost == "node2":  # alone, its ranks and what has started them end by themselves
+            _ended(network, "node2")
+            network["node2"].mend()
+        else:
+            network[lost].reboot()
+    assert np.array_equal(run.finish(node1=2, node3=2), whole)

@@ -10,6 +10,7 @@ import functools
 import os
 import pathlib
 import platform
+import subprocess
 import sys
 import time
 import traceback
@@ -30,6 +31,15 @@ __all__ = ["current_board", "end_job", "install"]
 
 _GRACE = 2.0  # seconds for others to say where they are, before the job is ended
 _UNREACHED = 5.0  # seconds in which MPI ends a rank that has called Abort
+# What starts ranks on a host, as far as it may be ended by one.
+_DAEMONS = ("mpiexec", "mpirun", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy")
+_END_DAEMON = """
+for second in 1 2 3 4 5 6 7 8; do
+    sleep 1
+    [ "$(cat /proc/$1/comm 2> /dev/null)" = "$2" ] || exit 0
+done
+kill -KILL "$1"
+"""
 
 
 class _Process:
@@ -65,11 +75,26 @@ def end_job(text: str | Callable[[], str], code: int = 1, grace: float = 0.0) ->
 
 
 def _abort(code: int) -> None:
-    """End the job, and this process also where the other hosts cannot be reached."""
-    # Abort does not return, and may wait for a host that has stopped.
+    """End the job; on this host also where another has stopped, for which Abort would wait."""
+    name = os.environ.get("MPIGRAD_STOP_FILE")
+    if name:
+        with contextlib.suppress(OSError):  # the launcher is on another host
+            pathlib.Path(name).with_name("aborted").touch()
+    if _Process.others:
+        _end_daemon()
     nowhere = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
     faulthandler.dump_traceback_later(_UNREACHED, exit=True, file=nowhere)
     MPI.COMM_WORLD.Abort(code)
+
+
+def _end_daemon() -> None:
+    """Let a process of its own end the daemon that has started this rank, if it does not end."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError):
+        daemon = pathlib.Path(f"/proc/{parent}/comm").read_text().strip()
+        if daemon in _DAEMONS:
+            words = ["sh", "-c", _END_DAEMON, "end", str(parent), daemon]
+            subprocess.Popen(words, env={}, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _say(text: str) -> None:
