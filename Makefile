@@ -3,6 +3,7 @@
 #   make test     lint, and the tests on 1, 2, 3 and 4 ranks (a quarter of an hour or more)
 #   make test-full  every case at every number of ranks
 #   make test-oldest  operations and transformations on the oldest JAX that is supported
+#   make test-hosts  jobs on several hosts, in network namespaces (three minutes)
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make bench    the tables of bench/
 #   make docs     the reference of the public names, in build/docs
@@ -17,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-oldest fuzz bench docs lint clean
+.PHONY: setup demo test test-full test-hosts test-oldest fuzz bench docs lint clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -36,6 +37,10 @@ test: lint
 # Every case of every test at every number of ranks.
 test-full: lint
 	@MPIGRAD_ALL_TESTS=1 $(BIN)/python tests/run.py --limit 3600
+
+# Root, or user namespaces: nothing of this machine's network is touched.
+test-hosts: setup
+	@$(BIN)/python tests/hosts/run.py
 
 test-oldest:
 	@mkdir -p build

@@ -22,6 +22,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 _OWN = ("--net", "--uts", "--ipc", "--mount", "--pid")
 # Its first process: everything of the host ends with it.
 _BOOT = """
+exec 2>&1
 hostname "$1" && mount -t tmpfs tmpfs /dev/shm && mount --bind "$2" /etc/hosts && ip link set lo up
 echo "$?"
 exec sleep infinity
@@ -38,6 +39,7 @@ class Host:
     def __init__(self, name: str, number: int, names: pathlib.Path) -> None:
         self.name, self.number, self.names = name, number, names
         self.address = f"192.168.71.{number}"
+        self._entered: list[subprocess.Popen[str]] = []
         self.boot()
 
     def boot(self) -> None:
@@ -46,10 +48,12 @@ class Host:
         self._outer = subprocess.Popen(
             ["unshare", *words, "sh", "-c", _BOOT, "boot", self.name, str(self.names)],
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
         )
         assert self._outer.stdout is not None
-        assert self._outer.stdout.readline() == "0\n", f"{self.name} does not start"
+        said = self._outer.stdout.readline()
+        assert said == "0\n", f"{self.name} does not start: {said}"
         (self.init,) = children(self._outer.pid)
         port = self._port
         _run("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", self.init)
@@ -67,9 +71,11 @@ class Host:
     ) -> subprocess.Popen[str]:
         """Start a program here. The process returned stands for it, and is no part of the host."""
         flags = [f"--target={self.init}", *_OWN, f"--wdns={os.getcwd()}"]
-        return subprocess.Popen(
+        entered = subprocess.Popen(
             ["nsenter", *flags, "--", *words], env=environment, text=True, **streams
         )
+        self._entered.append(entered)
+        return entered
 
     def cut(self) -> None:
         """Pull the cable: nothing arrives any more, and nobody is told."""
@@ -88,7 +94,11 @@ class Host:
         """End all its processes; their connections are closed."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.init, signal.SIGKILL)
-        self._outer.wait()
+        for process in self._entered:  # nsenter stops with what it has started
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+        self._entered.clear()
+        self._outer.wait(20)
 
     def reboot(self) -> None:
         """Start again, whatever state it was in."""
@@ -121,13 +131,13 @@ class Network:
     """Hosts by name, and the remote shell between them."""
 
     def __init__(self, names: Sequence[str], shared: pathlib.Path) -> None:
-        self._names, self._shared = names, shared
+        self._names, self.shared = names, shared
         self._socket = shared / "shell"
 
     def __enter__(self) -> Network:
         _run("ip", "link", "add", "switch", "type", "bridge")
         _run("ip", "link", "set", "switch", "up")
-        table = self._shared / "names"
+        table = self.shared / "names"
         lines = [f"192.168.71.{i} {name}\n" for i, name in enumerate(self._names, start=1)]
         table.write_text("127.0.0.1 localhost\n" + "".join(lines))
         self.hosts = {n: Host(n, i, table) for i, n in enumerate(self._names, start=1)}

@@ -48,7 +48,7 @@ def main() -> int:
         words,
         cwd=HERE.parent.parent,
         env=environment,
-        preexec_fn=lambda: _prctl(1, int(signal.SIGKILL), 0, 0, 0),
+        preexec_fn=lambda: _prctl(1, int(signal.SIGKILL), 0, 0, 0),  # noqa: PLW1509
     )
     with contextlib.suppress(KeyboardInterrupt):
         return tests.wait()

@@ -8,9 +8,10 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -36,23 +37,30 @@ class Done:
 
 
 class Job:
-    """A program on a host, which starts others elsewhere."""
+    """A program on a host, which starts others elsewhere.
+
+    It writes to files: a host that is frozen would hold a pipe open for ever.
+    """
 
     def __init__(self, network: Network, host: str, words: list[str], **environment: str) -> None:
-        self.process = network[host].start(
-            words,
-            _environment(network) | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        self.said = ""
+        self.directory = pathlib.Path(tempfile.mkdtemp(prefix="job-", dir=network.shared))
+        with self._open("output") as output, self._open("errors") as errors:
+            self.process = network[host].start(
+                words, _environment(network) | environment, stdout=output, stderr=errors
+            )
+
+    def _open(self, name: str) -> IO[bytes]:
+        return (self.directory / name).open("wb")
+
+    def _text(self, name: str) -> str:
+        return (self.directory / name).read_text()
 
     def until(self, words: str) -> None:
-        """Wait for a line with these words."""
-        assert self.process.stdout is not None
-        while words not in (line := self.process.stdout.readline()):
-            assert line, self.said + self.process.communicate()[1]
-            self.said += line
+        """Wait until it has said these words."""
+        limit = time.monotonic() + LIMIT
+        while words not in self._text("output"):
+            assert self.process.poll() is None and time.monotonic() < limit, self._text("errors")
+            time.sleep(0.01)
 
     def send(self, number: signal.Signals) -> None:
         """A signal to the program itself."""
@@ -60,16 +68,16 @@ class Job:
         os.kill(program, number)
 
     def end(self) -> Done:
+        """Wait for its end."""
         start = time.monotonic()
         try:
-            output, errors = self.process.communicate(timeout=LIMIT)
+            self.process.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            for child in children(self.process.pid):
-                os.kill(child, signal.SIGKILL)
-            output, errors = self.process.communicate()
-            raise AssertionError(f"it did not end:\n{output}{errors}") from None
+            self.send(signal.SIGKILL)
+            said = self._text("output") + self._text("errors")
+            raise AssertionError(f"it did not end:\n{said}") from None
         seconds = time.monotonic() - start
-        return Done(self.process.returncode, self.said + output, errors, seconds)
+        return Done(self.process.returncode, self._text("output"), self._text("errors"), seconds)
 
 
 def _environment(network: Network) -> dict[str, str]:
@@ -182,7 +190,7 @@ def test_the_doctor_looks_at_hosts(network: Network, shared: pathlib.Path) -> No
 
 def test_a_rank_that_fails_is_named_with_its_host(network: Network, shared: pathlib.Path) -> None:
     hosts = hosts_file(shared, node2=1, node3=2)  # rank 1 is the one that fails
-    done = _run(network, "node1", "launch", "--hosts", hosts, PROGRAMS / "fail.py", "raise")
+    done = _run(network, "node1", "launch", "--hosts", hosts, HERE / "failing.py")
     assert done.code == 1
     assert "ValueError: rank 1 has had enough" in done.errors
     assert "mpigrad: rank 1 of 3 on node3 failed; ending all ranks" in done.errors
