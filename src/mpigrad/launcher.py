@@ -189,7 +189,10 @@ def launch(
     """
     launcher = find_launcher(mpi_library())
     where = _where(launcher, ranks, hosts)
-    with tempfile.TemporaryDirectory(prefix="mpigrad-") as directory:
+    # Files through which ranks and launcher speak; on several hosts where all of them see it.
+    common = os.getcwd() if hosts and os.access(os.getcwd(), os.W_OK) else None
+    prefix = ".mpigrad-" if common else "mpigrad-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=common) as directory:
         stop_file = pathlib.Path(directory) / "stop"
         added = rank_environment(launcher, ranks, hosts) | {
             "MPIGRAD_EXPECTED_SIZE": str(ranks),
