@@ -61,7 +61,8 @@ class LaunchOptions:
     grace: Seconds = 30.0
     """Time that the job may take to save and end after the first Ctrl-C."""
     print_script: Annotated[
-        Literal["slurm"] | None, tyro.conf.arg(help_behavior_hint="(optional)")
+        Literal["slurm"] | None,
+        tyro.conf.arg(metavar="slurm", help_behavior_hint="(optional)"),
     ] = None
     """Start nothing: print a script that runs this command as a job of this batch system."""
 
