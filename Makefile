@@ -4,6 +4,7 @@
 #   make test-full  every case at every number of ranks
 #   make test-torch   the tests that need PyTorch, which it installs into .venv
 #   make test-oldest  operations and transformations on the oldest JAX that is supported
+#   make test-hosts  jobs on several hosts, in network namespaces (three minutes)
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make bench    the tables of bench/
 #   make docs     these pages and the reference as a site, in build/docs; links inside are checked
@@ -19,7 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-torch test-oldest fuzz bench docs docs-links lint clean
+.PHONY: setup demo test test-full test-torch test-hosts test-oldest fuzz bench docs docs-links lint clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -48,6 +49,10 @@ $(VENV)/torch: $(READY)
 	@echo "test-torch: PyTorch into $(VENV)"
 	@$(BIN)/python -m pip install --quiet $(TORCH)
 	@touch $@
+
+# Root, or user namespaces: nothing of this machine's network is touched.
+test-hosts: setup
+	@$(BIN)/python tests/hosts/run.py
 
 test-oldest:
 	@mkdir -p build
