@@ -74,17 +74,7 @@ lint: setup
 	@$(BIN)/pyright --pythonpath $(BIN)/python > build/pyright.log || { cat build/pyright.log; exit 1; }
 
 bench: setup
-	@echo "bench: operations, on 2 ranks"
-	@$(BIN)/mpigrad launch -n 2 bench/operations.py
-	@echo "bench: the Poisson problem, beside a C program that calls hypre"
-	@$(BIN)/python bench/poisson.py
-	@$(BIN)/python bench/poisson.py --multigrid boomeramg
-	@echo "bench: waves, beside deepwave and devito where PEER_PYTHON has them"
-	@$(BIN)/python bench/waves.py $(if $(PEER_PYTHON),--peer-python $(PEER_PYTHON))
-	@echo "bench: optimizers beside SciPy and optax, jobs, a population"
-	@$(BIN)/python bench/optimize.py
-	@$(BIN)/mpigrad launch -n 2 bench/jobs.py
-	@$(BIN)/python bench/population.py
+	@$(BIN)/mpigrad bench
 
 # Sphinx has a folder of its own, and leaves .venv alone; it imports mpigrad from there.
 SITE := build/site-packages
