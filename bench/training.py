@@ -241,7 +241,7 @@ def timelines(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for number in range(5):
             world.Barrier()
             training.step(*batch(number))
-        spans = [dataclasses.astuple(span) for span in training._run.spans]
+        spans = [dataclasses.astuple(span) for span in training.spans]
         start = min(world.allgather(min(begun for _, begun, _ in spans)))
         mine = [(name, begun - start, end - start) for name, begun, end in spans]
         yield {"overlap": overlap, "parameters": parameters, "ranks": world.allgather(mine)}
