@@ -3,7 +3,7 @@
 #   make test     lint, and the tests on 1, 2, 3 and 4 ranks (a quarter of an hour or more)
 #   make test-full  every case at every number of ranks
 #   make test-oldest  operations and transformations on the oldest JAX that is supported
-#   make test-hosts  jobs on several hosts, in network namespaces (three minutes)
+#   make test-hosts  jobs on several hosts, in network namespaces of their own
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make bench    the tables of bench/
 #   make docs     the reference of the public names, in build/docs
