@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import runpy
 
 import jax
@@ -12,10 +13,12 @@ EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").
 LONG = ("lynx_hare",)  # in make test-full only
 
 
-CASES = [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.full] if path.stem in LONG else [])
-    for path in EXAMPLES
-]
+def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
+    needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", path.read_text(), re.M)
+    return [pytest.mark.full] * (path.stem in LONG) + [pytest.mark.torch] * bool(needs_torch)
+
+
+CASES = [pytest.param(path, id=path.stem, marks=marks(path)) for path in EXAMPLES]
 
 
 @pytest.mark.ranks(1, 2)
@@ -26,3 +29,11 @@ def test_example(path: pathlib.Path) -> None:
         runpy.run_path(str(path), run_name="__main__")
     finally:
         jax.config.update("jax_enable_x64", True)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_mpigrad_is_imported_before_blackjax(path: pathlib.Path) -> None:
+    """Which computes at import; here, unlike in a program, mpigrad is imported already."""
+    order = re.findall(r"^(?:import|from) (mpigrad|blackjax)\b", path.read_text(), re.MULTILINE)
+    assert order[0] == "mpigrad"

@@ -1,4 +1,4 @@
-"""The `mpigrad` command: run, launch, doctor.
+"""The `mpigrad` command: run, launch, doctor, bench.
 
 This process starts the ranks and is none of them, so it imports neither JAX nor MPI. Options are
 checked here, before anything is launched, and parsed again on the ranks (`mpigrad.rank`).
@@ -28,9 +28,9 @@ from mpigrad.hosts import Host, placed, read_hosts
 
 __all__ = ["PROBLEMS", "main", "problem_options"]
 
-PROBLEMS = ("poisson", "heat", "acoustic", "elastic", "fwi", "population")
+PROBLEMS = ("poisson", "heat", "acoustic", "elastic", "fwi", "population", "sgd")
 _PACKAGES = ("equinox", "matplotlib", "zarr")  # of the problems; of one of them also:
-_MORE_PACKAGES = {"population": ("blackjax", "diffrax")}
+_MORE_PACKAGES = {"population": ("blackjax", "diffrax"), "sgd": ("optax", "sklearn")}
 # Of LaunchOptions: with a value, all of them.
 _WITH_VALUE = ("-n", "--ranks", "--hosts", "--timeout", "--grace", "--print-script")
 _FLAGS = ("--profile",)  # of Launch
@@ -96,7 +96,7 @@ class Run:
 
     problem: tyro.conf.Positional[
         Annotated[
-            Literal["poisson", "heat", "acoustic", "elastic", "fwi", "population"],
+            Literal["poisson", "heat", "acoustic", "elastic", "fwi", "population", "sgd"],
             tyro.conf.arg(metavar="PROBLEM"),
         ]
     ]
@@ -104,7 +104,8 @@ class Run:
     heat: heat in a plate, or its diffusivity from thermometers;
     acoustic, elastic: shots at a model of the ground;
     fwi: the model of the ground, from the recordings of such shots;
-    population: how patients absorb and eliminate a drug, from blood samples."""
+    population: how patients absorb and eliminate a drug, from blood samples;
+    sgd: a network that reads digits, or your own, by stochastic gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +121,28 @@ class Doctor:
     """The hosts that run them: a line for each, its name and slots=RANKS."""
     timeout: Seconds = 120.0
     """Time limit of the self-test."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Compare with other libraries, side by side: the tables of bench/, and a page of them.
+
+    Other libraries are installed on demand, into an environment of their own.
+    """
+
+    tables: tyro.conf.Positional[
+        Annotated[
+            tuple[str, ...],
+            tyro.conf.arg(metavar="TABLE ...", help_behavior_hint="(default: all)"),
+        ]
+    ] = ()
+    """Names of bench/tables.toml: operations, poisson, sparse, waves, ..."""
+    out: pathlib.Path = pathlib.Path("results/bench")
+    """Directory for results, pictures and report.html."""
+    quick: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Smaller problems and fewer rounds: minutes instead of an hour or two."""
+    peers: bool = True
+    """Install the other libraries; without, those are measured that are here already."""
 
 
 def problem_options(problem: str) -> type[Any]:
@@ -167,6 +190,8 @@ def main() -> int:
                 hosts = _hosts_of(options.hosts, options.ranks)
                 doctor = importlib.import_module("mpigrad.doctor")
                 return doctor.examine(options.ranks, options.timeout, hosts)
+            case ["bench", *rest]:
+                return _bench(_parse(Bench, "mpigrad bench", rest))
             case ["--version"]:
                 print(f"mpigrad {mpigrad.__version__}")
                 return 0
@@ -180,7 +205,7 @@ def main() -> int:
 def _overview(arguments: list[str]) -> int:
     """Help, and the errors of a command line that names no command or no problem."""
     tyro.extras.subcommand_cli_from_dict(
-        {"run": Run, "launch": Launch, "doctor": Doctor},
+        {"run": Run, "launch": Launch, "doctor": Doctor, "bench": Bench},
         prog="mpigrad",
         description="MPI programs that can be differentiated: run them, launch your own, and find "
         "out what is wrong with an installation.",
@@ -232,6 +257,14 @@ def _launch(arguments: list[str]) -> int:
         return _print_script(words, name, ranks, options, requeue=True)
     profile = {"MPIGRAD_PROFILE": "1"} if options.profile else {}
     return _start(program, options, ranks, hosts, profile)
+
+
+def _bench(options: Bench) -> int:
+    bench = importlib.import_module("mpigrad.bench")
+    try:
+        return bench.run(options.tables, options.out, quick=options.quick, peers=options.peers)
+    except bench.BenchError as error:
+        _refuse(str(error).removeprefix("mpigrad: "))
 
 
 def _start(

@@ -116,7 +116,7 @@ def _estimate(
                 comm=comm,
             )
             if settings.draws and mode.result is not optimize.Result.STOPPED:
-                posterior = _sample(settings, density, mode.value, stop, comm)
+                posterior = _sample(settings, model, density, mode.value, stop, comm)
         if posterior is None:
             draws = jax.tree.map(lambda leaf: np.asarray(leaf)[None], mode.value)
         else:
@@ -142,6 +142,7 @@ def put(pool: jobs.Pool, cohort: Cohort) -> jobs.Data:
 
 def _sample(
     settings: Settings,
+    model: Model,
     density: Density,
     mode: Unknowns,
     stop: interruption.Interruption,
@@ -159,7 +160,8 @@ def _sample(
         # Any rank may have got the signal; all end at the same iteration.
         return any(comm.mpi.allgather(stop.requested()))
 
-    posterior = sampler.sample(density, starts, settings.seed, note, comm)
+    scales = model.prior.scales(len(mode.effects))
+    posterior = sampler.sample(density, starts, settings.seed, note, comm, scales)
     progress.close()
     return posterior
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import blackjax
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 from blackjax.adaptation.mass_matrix import mass_matrix_adaptation
@@ -80,6 +81,7 @@ class NUTS:
         seed: int,
         note: Callable[[int, dict[str, float]], bool] = lambda iteration, figures: False,
         comm: Communicator | None = None,
+        scales: Unknowns | None = None,
     ) -> Posterior | None:
         """Sample from `density`, a log density that JAX can differentiate (collective).
 
@@ -96,6 +98,9 @@ class NUTS:
             figures; true: that is enough. All ranks must give the same answer.
         comm
             The ranks that compute the density; by default all ranks.
+        scales
+            Of one chain's unknowns, about what their standard deviations are: the metric until the
+            warm-up has found its own; ones by default.
 
         Returns
         -------
@@ -121,7 +126,9 @@ class NUTS:
         step = mpigrad.jit(mpigrad.vmap(advance, in_axes=(None, None, 0, 0, 0)))
         first = mpigrad.jit(mpigrad.vmap(lambda start: blackjax.nuts.init(start, density)))
         state = first(_settled(starts))
-        tuning = jax.vmap(start_tuning)(starts)
+        if scales is None:
+            scales = jax.tree.map(lambda leaf: np.ones(np.shape(leaf)[1:]), starts)
+        tuning = jax.vmap(lambda _: start_tuning(scales))(chains)
         kept: list[Any] = []
         warmed = begun
         for iteration, stage in enumerate(_stages(self.warmup, self.draws)):
@@ -165,10 +172,10 @@ def _tuning(acceptance: float) -> tuple[Callable[..., _Tuning], Callable[..., _T
     start_size, change_size, final_size = dual_averaging_adaptation(acceptance)
     start_metric, change_metric, final_metric = mass_matrix_adaptation()
 
-    def start(position: Unknowns) -> _Tuning:
-        numbers = sum(leaf.size for leaf in jax.tree.leaves(position))
-        made = _Tuning(start_size(1.0), start_metric(numbers))
-        return _settled(made)
+    def start(scales: Unknowns) -> _Tuning:
+        numbers, _ = jax.flatten_util.ravel_pytree(scales)
+        metric = start_metric(numbers.size)._replace(inverse_mass_matrix=numbers**2)
+        return _settled(_Tuning(start_size(1.0), metric))
 
     def fast(now: _Tuning, position: Unknowns, accepted: Array) -> _Tuning:
         return now._replace(step_size=change_size(now.step_size, accepted))
