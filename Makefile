@@ -4,7 +4,7 @@
 #   make test-full  every case at every number of ranks
 #   make test-torch   the tests that need PyTorch, which it installs into .venv
 #   make test-oldest  operations and transformations on the oldest JAX that is supported
-#   make test-hosts  jobs on several hosts, in network namespaces (three minutes)
+#   make test-hosts  jobs on several hosts, in network namespaces of their own
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make bench    the tables of bench/
 #   make docs     these pages and the reference as a site, in build/docs; links inside are checked
