@@ -14,6 +14,9 @@ Markov chains that explore the posterior know nothing of each other: each chain 
 
 import functools
 
+import mpigrad  # first: blackjax computes something when it is imported
+
+# isort: split
 import blackjax
 import diffrax
 import jax
@@ -21,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from blackjax.adaptation.base import get_filter_adapt_info_fn
 
-import mpigrad
 from mpigrad import jobs
 from mpigrad.problems.population import by_forward_mode
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import runpy
 
 import jax
@@ -26,3 +27,11 @@ def test_example(path: pathlib.Path) -> None:
         runpy.run_path(str(path), run_name="__main__")
     finally:
         jax.config.update("jax_enable_x64", True)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_mpigrad_is_imported_before_blackjax(path: pathlib.Path) -> None:
+    """Which computes at import; here, unlike in a program, mpigrad is imported already."""
+    order = re.findall(r"^(?:import|from) (mpigrad|blackjax)\b", path.read_text(), re.MULTILINE)
+    assert order[0] == "mpigrad"

@@ -109,3 +109,26 @@ def test_errors_of_tracing(comm: Communicator) -> None:
     assert isinstance(caught.value.__cause__, LookupError)
     with pytest.raises(jobs.JobError, match="can't tell a failure"):
         pool.sum(lambda s, m, r: jobs.host_call(int, jnp.zeros((), int), s), data)(1.0)
+
+
+@pytest.mark.ranks(2)
+def test_each_failure_has_its_own_message(comm: Communicator) -> None:
+    """Not that of an earlier program, nor none because another member of a batch went well."""
+    bad = jnp.asarray([1.0, -1.0])
+    lenient, pool = jobs.pool(comm, on_error="nan"), jobs.pool(comm)
+    lenient.map(failing, lenient.put([1.0, 2.0]))(1.0, bad)
+    with pytest.raises(jobs.JobError) as caught:
+        pool.map(nan, pool.put([1.0, 2.0]))(1.0, bad)
+    assert [failure.kind for failure in caught.value.failures] == ["NaN"]
+
+    def pair(shared: Any, mine: Any, record: Any) -> Any:
+        return failing(shared, mine, record) * jnp.ones(2)  # a batch is more than one message
+
+    f = pool.map(pair, pool.put([1.0, 2.0]))
+    with pytest.raises(jobs.JobError, match="no step is small enough at -2"):
+        jax.vmap(f, (None, 0))(1.0, jnp.stack([jnp.ones(2), bad]))
+    infinite = pool.sum(lambda s, m, r: s * r / 0.0, pool.put([1.0, -1.0]))
+    with pytest.raises(jobs.JobError, match="infinities of both signs"):
+        infinite(1.0)
+    with pytest.raises(Exception, match="no step is small enough"):  # outside a job
+        jobs.host_call(simulate, jnp.zeros(()), -1.0)

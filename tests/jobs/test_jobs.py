@@ -24,6 +24,7 @@ import mpigrad as mg
 from helpers import close
 from mpigrad import jobs
 from mpigrad.communicator import Communicator, default
+from mpigrad.native import record
 
 TOLERANCE = 1e-12
 
@@ -123,6 +124,27 @@ def test_chains_and_seeds(comm: Communicator) -> None:
     close(seeded(shared), want, 1e-12)
     # Tangents and cotangents that differ between ranks: one linear map and its transpose.
     mg.dot_test(lambda x: g(x, per_job)["m"], shared)
+
+
+@pytest.mark.ranks(2)
+def test_the_gradient_of_a_batch_grows_with_it(comm: Communicator) -> None:
+    """The Jacobian of a batch by a batch would grow with the square."""
+    pool = jobs.pool(comm)
+    f = pool.sum(lambda s, m, r: jnp.sin(s * m) * r, pool.put([1.0, 2.0]))
+
+    def loss(s: Any, m: Any) -> Any:
+        return jnp.sum(jax.vmap(f)(s, m) ** 2)
+
+    def sent(n: int) -> int:
+        s, m = jnp.arange(1.0, n + 1), jnp.ones((n, 2))
+        before = record().bytes
+        by_s, by_m = mg.jit(jax.grad(loss, (0, 1)))(s, m)
+        sin, cos = jnp.sin(s), jnp.cos(s)
+        close(by_s, 18 * sin * cos, 1e-12)
+        close(by_m, (6 * sin * s * cos)[:, None] * jnp.array([1.0, 2.0]), 1e-12)
+        return record().bytes - before
+
+    assert sent(16) < 9 * sent(2)
 
 
 @pytest.mark.thin(2)

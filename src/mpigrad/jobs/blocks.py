@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
-from mpigrad.jobs.context import Job, traced
+from mpigrad.jobs.context import Job, inside_job, traced
 from mpigrad.jobs.records import Bucket
 
 __all__ = ["apart", "compute_block", "result_types"]
@@ -62,4 +63,14 @@ def result_types(job: Job, bucket: Bucket, shared: Any, mine: Any) -> tuple[Any,
     records = bucket.record([jax.ShapeDtypeStruct(s, d) for s, d in bucket.leaves])
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), mine)
     number = jax.ShapeDtypeStruct((), "int32")
-    return jax.eval_shape(lambda *operands: traced(job, *operands), shared, own, records, number)
+    program, types = jax.make_jaxpr(lambda *operands: traced(job, *operands), return_shape=True)(
+        shared, own, records, number
+    )
+    # Cotangents of other ranks' jobs would never arrive at it.
+    if not inside_job() and any(isinstance(x, Tracer) for x in program.consts):
+        kinds = ", ".join(str(jax.typeof(x)) for x in program.consts if isinstance(x, Tracer))
+        raise TypeError(
+            f"the job's function takes traced values ({kinds}) from around it: give all that is "
+            "differentiated, or traced by jit, as arguments, in `shared` or `per_job`"
+        )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), types)  # none is weak

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpigrad.operations.activity import no_messages
+from mpigrad.operations.activity import no_messages, without_carriers
 
 __all__ = ["Job", "UserJob", "inside_job", "job_number", "traced"]
 
@@ -40,7 +40,7 @@ def job_number() -> Any:
 def _in_job(number: Any) -> Iterator[None]:
     _numbers.append(number)
     try:
-        with _inside(True), no_messages(_REASON):
+        with _inside(True), no_messages(_REASON), without_carriers():
             yield
     finally:
         _numbers.pop()

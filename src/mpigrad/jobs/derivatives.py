@@ -154,11 +154,10 @@ class _Program:
                 )
             else:
                 moved.append(x)
-        job = _Batched(self.job, of_shared, of_mine)
-        program = _Program(job, self.buckets, self.evaluate, self.inner, self.structure)
-        results = program(*moved)
-        n_added = len(jax.tree.leaves(program.types[0][0]))
-        return results, [0 if i < n_added else 1 for i in range(len(results))]
+        # Not its Jacobian, if need not be: most of that, of one member by another's, is zero.
+        added, kept = self.inner(_Batched(self.job, of_shared, of_mine))(*self.arguments(moved))
+        added, kept = jax.tree.leaves(added), jax.tree.leaves(kept)
+        return [*added, *kept], [0] * len(added) + [1] * len(kept)
 
 
 def _linearize(is_vjp: Any, nonzeros: Any, *xs: Any, program: _Program) -> Any:

@@ -23,6 +23,7 @@ from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.jobs.context import Job
+from mpigrad.jobs.failures import forget
 from mpigrad.jobs.pooling import Pool
 from mpigrad.jobs.records import Data
 from mpigrad.jobs.schedules import Schedule, Static
@@ -33,6 +34,7 @@ from mpigrad.transformations import jit
 __all__ = ["root_driven"]
 
 _TAG = 1
+_driving: set[int] = set()  # communicators of which this rank is the root
 _NAPS = (1e-5, 1e-3)  # seconds between two looks, while the root is busy with us and when it is not
 
 
@@ -58,6 +60,13 @@ class _Run:
     number: int
 
 
+@dataclass(frozen=True)
+class _Measure:
+    fn: Callable[..., Any]
+    data: int
+    arguments: Any
+
+
 class DrivenPool(Pool):
     """The pool that `root_driven` gives to the root."""
 
@@ -71,6 +80,7 @@ class DrivenPool(Pool):
         super().__init__(comm, schedule, on_error)
         self._functions = functions
         self._channel = MPI.Intracomm(comm.mpi).Dup()
+        self._serving = True
         self._data: list[Data] = []
         self._evaluations = 0
         self._run = custom_operation(self._announce, lambda ct, mpi: ct)
@@ -78,6 +88,8 @@ class DrivenPool(Pool):
     # ---- the root ----
 
     def _tell(self, message: Any) -> None:
+        if not self._serving:
+            raise RuntimeError("the other ranks have left: the `with` of root_driven has ended")
         if self.comm.size == 1:
             return
         parcel = io.BytesIO()
@@ -108,6 +120,21 @@ class DrivenPool(Pool):
         self._data.append(data)
         return data
 
+    def measure(
+        self, fn: Callable[..., Any], data: Data, shared: Any, per_job: Any = None
+    ) -> np.ndarray:
+        arguments = jax.device_get((shared, per_job))
+        self._tell(_Measure(fn, self._data.index(data), arguments))
+        return super().measure(fn, data, *arguments)
+
+    def close(self) -> None:
+        if self._beside is not None:
+            self._beside.shutdown()
+        if self._serving and self.comm.rank == 0:
+            self._tell(None)
+        self._serving = False
+        super().close()
+
     def _evaluate(self, data: Data, alone: bool, job: Job, shared: Any, per_job: Any) -> Any:
         if alone:
             return super()._evaluate(data, alone, job, shared, per_job)
@@ -136,10 +163,15 @@ class DrivenPool(Pool):
                 with contextlib.suppress(Exception):  # the root raises it
                     options = {"schedule": message.schedule, "everywhere": message.everywhere}
                     self._data.append(super().put(None, block=message.block, **options))
+            elif isinstance(message, _Measure):
+                data = self._data[message.data]
+                with contextlib.suppress(Exception):  # the root raises it
+                    super().measure(message.fn, data, *message.arguments)
             elif isinstance(message, _Define):
                 programs[message.number] = self._program(message)
             else:
                 self._watch.failures = None
+                forget()
                 try:
                     programs[message.number]()
                 except jax.errors.JaxRuntimeError:
@@ -165,7 +197,13 @@ class DrivenPool(Pool):
             time.sleep(_NAPS[naps > 2000])
         parcel = bytearray(status.Get_count(MPI.BYTE))
         self._channel.Recv([parcel, MPI.BYTE], 0, _TAG)
-        return _Unpickler(io.BytesIO(parcel), self._functions).load()
+        try:
+            return _Unpickler(io.BytesIO(parcel), self._functions).load()
+        except (AttributeError, ImportError) as error:
+            raise TypeError(
+                f"rank {self.comm.rank} does not know what the root uses in a job: give functions "
+                f"to root_driven(function, ...), on all ranks ({error})"
+            ) from error
 
 
 class _Pickler(pickle.Pickler):
@@ -218,12 +256,18 @@ def root_driven(
     Jacobians travel with results, unless `derivatives="adjoint"` is asked for, which is for reverse
     mode.
     """
-    driven = DrivenPool(resolve(comm).dup(), functions, schedule, on_error)
+    comm = resolve(comm)
+    if comm.slot in _driving:
+        raise RuntimeError("root_driven inside root_driven: the other ranks serve the outer pool")
+    driven = DrivenPool(comm.dup(), functions, schedule, on_error)
     if driven.comm.rank != 0:
         driven.serve()
+        driven.close()
         yield None
         return
+    _driving.add(comm.slot)
     try:
         yield driven
     finally:
-        driven._tell(None)
+        _driving.discard(comm.slot)
+        driven.close()

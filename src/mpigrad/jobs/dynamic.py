@@ -56,6 +56,8 @@ class Queue:
             self._thread.join()
 
     def _begin(self, x: np.ndarray, mpi: MPI.Intracomm) -> np.ndarray:
+        if self._stopped.is_set():
+            raise RuntimeError("the pool is closed: nobody keeps the queue of the dynamic schedule")
         self.evaluations += 1
         return np.full_like(x, self.evaluations)
 
@@ -138,11 +140,11 @@ def evaluate_dynamically(
         )
         found += buffers
         whole.append(ok)
-    everything = sealed(_merged(found, comm))
+    results = assembled(data.buckets, structures, sealed(_merged(found, comm)))
     if watch is not None:
         blocks = [np.arange(bucket.blocks) for bucket in data.buckets]
-        end_with(watch, data, comm, blocks, everything, whole, shared, inputs)
-    return assembled(data.buckets, structures, everything)
+        end_with(watch, data, comm, blocks, jax.tree.leaves(results), whole, shared, inputs)
+    return results
 
 
 def _merged(buffers: Sequence[Any], comm: Communicator) -> list[Any]:

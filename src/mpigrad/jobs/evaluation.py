@@ -260,9 +260,11 @@ def evaluate(
         found += [(b, x) for x in results]
         whole.append(ok)
     everything = sealed(_everywhere(team, found, [*own_copies, *own_jobs]))
+    results = assembled(buckets, structures, everything)
     if watch is not None and team.comm is not None:
-        end_with(watch, data, team.comm, team.blocks[team.rank], everything, whole, shared, inputs)
-    return assembled(buckets, structures, everything)
+        leaves, own = jax.tree.leaves(results), team.blocks[team.rank]
+        end_with(watch, data, team.comm, own, leaves, whole, shared, inputs)
+    return results
 
 
 def assembled(

@@ -18,7 +18,7 @@ from mpigrad.jobs.context import job_number
 from mpigrad.jobs.records import Data
 from mpigrad.operations.custom import custom_operation
 
-__all__ = ["Failure", "JobError", "Watch", "end_with", "host_call", "key_data"]
+__all__ = ["Failure", "JobError", "Watch", "end_with", "forget", "host_call", "key_data"]
 
 _SHOWN = 5
 
@@ -32,7 +32,8 @@ class Failure:
     job, rank
         The job's number, and the rank that did it.
     kind, message, traceback
-        Of the exception; "NaN", and no traceback, where the job's result had one.
+        Of the exception; "NaN", and no traceback, where the job's result, or its Jacobian where
+        that travels with it, had one.
     inputs
         (shared, mine, record) of the job, of NumPy arrays.
     """
@@ -105,6 +106,8 @@ def host_call(function: Callable[..., Any], like: Any, *args: Any) -> Any:
 
     Notes
     -----
+    Outside a job it is a `jax.pure_callback`: exceptions are raised.
+
     An exception in a `jax.pure_callback`, or of a check such as equinox's `error_if`, ends the
     program on one rank alone, for which the others would wait: the whole run is ended.
     """
@@ -120,6 +123,8 @@ def host_call(function: Callable[..., Any], like: Any, *args: Any) -> Any:
             result = function(*jax.tree.map(np.asarray, args))
             return jax.tree.map(_as_promised, like, result)
         except Exception as error:  # whatever it is, it belongs to the job
+            if number < 0:
+                raise
             text = traceback.format_exc()
             _caught.append((int(number), type(error).__name__, str(error), text))
             return jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), like)
@@ -127,6 +132,11 @@ def host_call(function: Callable[..., Any], like: Any, *args: Any) -> Any:
     return jax.pure_callback(
         call, like, jnp.asarray(job_number(), "int32"), *args, vmap_method="sequential"
     )
+
+
+def forget() -> None:
+    """Forget exceptions of earlier programs, whose NaNs nobody has asked about."""
+    _caught.clear()
 
 
 def _as_promised(like: Any, x: Any) -> np.ndarray:
@@ -162,7 +172,7 @@ def end_with(
     blocks
         For each bucket the blocks that `whole` and `per_job` are about.
     results
-        What all ranks have.
+        What all ranks have, of all jobs.
     whole
         For each bucket which jobs have no NaN, shape (blocks, block); true for other ranks' jobs.
     shared
@@ -183,20 +193,22 @@ def end_with(
 
     def tell(raw: np.ndarray, mpi: MPI.Intracomm) -> np.ndarray:
         flags, shared, mine = _from_bytes(raw, types)
-        caught = {number: told for number, *told in _caught}
-        _caught.clear()
+        caught: dict[int, list[str]] = {}
+        for number, *told in _caught:  # under vmap the first one is of the first batch member
+            caught.setdefault(number, told)
         failures: dict[int, Failure] = {}
         for b, bucket in enumerate(data.buckets):
-            record_leaves = data.stacked(b, blocks[b])
+            record_leaves = [np.asarray(x) for x in data.stacked(b, blocks[b])]
             for i, k in np.argwhere(~flags[b]):
                 job = int(numbers[b][i, k])
-                record = bucket.record([np.asarray(x[i, k]) for x in record_leaves])
-                told = caught.get(job, ("NaN", "the result of the job has a NaN", ""))
+                record = bucket.record([x[i, k] for x in record_leaves])
+                told = caught.get(job, ("NaN", "in the result of the job or its Jacobian", ""))
                 inputs = (shared, jax.tree.map(lambda x, i=i, k=k: x[i, k], mine[b]), record)
                 failures.setdefault(job, Failure(job, rank, told[0], told[1], told[2], inputs))
         every = [f for part in mpi.allgather(list(failures.values())) for f in part]
         if not every and not mpi.allreduce(int(raw[-1]), op=MPI.MAX):
             return np.zeros(1, np.uint8)
+        forget()
         watch.failures = tuple(sorted(every, key=lambda f: f.job))
         raise JobError(watch.failures, data.jobs)
 

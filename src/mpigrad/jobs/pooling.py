@@ -20,11 +20,12 @@ from mpigrad.jobs.context import Job, UserJob, inside_job
 from mpigrad.jobs.derivatives import Derivatives
 from mpigrad.jobs.dynamic import Queue, evaluate_dynamically
 from mpigrad.jobs.evaluation import Team, evaluate
-from mpigrad.jobs.failures import Failure, JobError, Watch, key_data
+from mpigrad.jobs.failures import Failure, JobError, Watch, forget, key_data
 from mpigrad.jobs.functions import Whole, compute
 from mpigrad.jobs.records import Data, Store
 from mpigrad.jobs.schedules import Schedule, Static
 from mpigrad.operations.checks import assert_replicated
+from mpigrad.together import together
 from mpigrad.transformations import jit
 
 __all__ = ["Pool", "pool"]
@@ -136,7 +137,13 @@ class Pool:
         """
         if self._beside is None:
             self._beside = ThreadPoolExecutor(1, "mpigrad-jobs")
-        return self._beside.submit(lambda: jax.block_until_ready(function(*args)))
+        x64 = jax.config.read("jax_enable_x64")
+
+        def compute() -> Any:
+            with jax.enable_x64(x64):  # as here, also where that is a context
+                return jax.block_until_ready(function(*args))
+
+        return self._beside.submit(compute)
 
     def measure(
         self, fn: Callable[..., Any], data: Data, shared: Any, per_job: Any = None
@@ -149,19 +156,25 @@ class Pool:
         _check(per_job, data.jobs, fn)
         compiled = jax.jit(functools.partial(compute_block, UserJob(fn, False)))
         seconds = np.zeros(data.jobs)
-        for b, bucket in enumerate(data.buckets):
-            for block in data.owned(bucket, self.comm.rank):
-                jobs = bucket.jobs[bucket.places[block]]
-                mine = jax.tree.map(lambda x, jobs=jobs: x[jobs], per_job)
-                record = [x[0] for x in data.stacked(b, np.array([block]))]
-                counts = bucket.counts[block]
-                operands = shared, mine, bucket.record(record), counts, jobs.astype("int32")
-                jax.block_until_ready(compiled(*operands))  # compiles
-                best = min(_seconds(compiled, operands) for _ in range(2))
-                seconds[jobs[counts]] = best / counts.sum()
+        with together(self.comm):
+            for b, bucket in enumerate(data.buckets):
+                for block in data.owned(bucket, self.comm.rank):
+                    jobs = bucket.jobs[bucket.places[block]]
+                    mine = jax.tree.map(lambda x, jobs=jobs: x[jobs], per_job)
+                    record = [x[0] for x in data.stacked(b, np.array([block]))]
+                    counts = bucket.counts[block]
+                    operands = shared, mine, bucket.record(record), counts, jobs.astype("int32")
+                    jax.block_until_ready(compiled(*operands))  # compiles
+                    best = min(_seconds(compiled, operands) for _ in range(2))
+                    seconds[jobs[counts]] = best / counts.sum()
         return np.asarray(self.comm.mpi.allreduce(seconds))
 
     def _evaluate(self, data: Data, alone: bool, job: Job, shared: Any, per_job: Any) -> Any:
+        if alone and not data.everywhere and self.comm.size > 1:  # even if this rank has them all
+            raise ValueError(
+                "these records are kept on several ranks: to use them inside a job, put them on "
+                "all ranks, pool.put(records, everywhere=True)"
+            )
         watch = self._watch if self.on_error == "raise" else None
         if data.dynamic and not alone and self._queue is not None:
             return evaluate_dynamically(job, shared, per_job, data, self.comm, self._queue, watch)
@@ -184,6 +197,10 @@ class Pool:
             how = dataclasses.replace(whole, derivatives="adjoint") if alone else whole
             return compute(how, data.buckets, shared, per_job, evaluate_, transparent)
 
+        if data.comm.slot != self.comm.slot:
+            raise ValueError(
+                "these records were put by a pool of other ranks; put them by this one"
+            )
         compiled = jit(program, static_argnums=2)
 
         @functools.wraps(whole.fn)
@@ -196,6 +213,7 @@ class Pool:
             if not alone:
                 self._check_arguments((shared, per_job))
             self._watch.failures = None
+            forget()
             try:
                 return compiled(shared, per_job, alone)
             except jax.errors.JaxRuntimeError:
@@ -213,10 +231,10 @@ class Pool:
 
     def close(self) -> None:
         """End the threads of this pool; functions of data with the dynamic schedule end, too."""
+        if self._beside is not None:
+            self._beside.shutdown()  # waits for what was started
         if self._queue is not None:
             self._queue.stop()
-        if self._beside is not None:
-            self._beside.shutdown()
 
 
 def _seconds(f: Callable[..., Any], operands: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 
 from mpigrad.communicator import Communicator
 from mpigrad.jobs.schedules import Dynamic, Schedule
+from mpigrad.together import together
 
 __all__ = ["Bucket", "Data", "Store"]
 
@@ -80,21 +82,27 @@ class Data:
 
     Attributes
     ----------
+    comm
+        The ranks of the pool.
     jobs
         How many records there are.
     buckets
         The buckets; jobs of one bucket are computed together by `vmap`, block by block.
     owners
         The rank of each block.
+    everywhere, dynamic
+        Whether every rank keeps all records, and whether a queue decides who computes a block.
     received
         Bytes of records that this rank has been sent for this `put`: none where they were here.
     """
 
+    comm: Communicator
     jobs: int
     buckets: tuple[Bucket, ...]
     owners: np.ndarray
-    received: int
+    everywhere: bool
     dynamic: bool
+    received: int
     stacks: tuple[tuple[np.ndarray, list[Any]], ...]
     kept: tuple[_Block, ...]
 
@@ -109,23 +117,27 @@ class Data:
         return np.flatnonzero(owners == rank)
 
     def stacked(self, bucket: int, blocks: np.ndarray) -> list[Any]:
-        """The leaves of these blocks of a bucket, each of shape (blocks, block, *shape)."""
+        """The leaves of kept blocks of a bucket, each of shape (blocks, block, *shape)."""
         kept, leaves = self.stacks[bucket]
         if np.array_equal(kept, blocks):
             return leaves
-        missing = np.setdiff1d(blocks, kept)
-        if len(missing):
-            raise ValueError(
-                f"block {self.buckets[bucket].first + missing[0]} of these records is kept on "
-                "another rank: to use them inside a job, put them on all ranks, "
-                "pool.put(records, everywhere=True)"
-            )
         places = np.searchsorted(kept, blocks)
         return [leaf[places] for leaf in leaves]
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{len(b.jobs)} in {b.blocks} blocks" for b in self.buckets)
         return f"Data({self.jobs} jobs; {len(self.buckets)} buckets: {sizes})"
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What all ranks know of records: their buckets, and each block's digest and owner."""
+
+    buckets: tuple[Bucket, ...]
+    digests: tuple[bytes, ...]
+    owners: np.ndarray
+    everywhere: bool
+    dynamic: bool
 
 
 class Store:
@@ -139,7 +151,7 @@ class Store:
         """Share rank 0's records out (collective); only what a rank does not have is sent."""
         comm = self.comm
         error: Exception | None = None
-        plan: Any = None
+        plan: _Plan | None = None
         contents: list[list[np.ndarray]] = []
         try:
             # Other ranks may give the same records, which are compared with rank 0's, or None.
@@ -148,25 +160,29 @@ class Store:
                 digests = tuple(_digest(leaves) for leaves in contents)
                 numbers = [_jobs(b, i) for b in buckets for i in range(b.blocks)]
                 owners = schedule.owners(numbers, comm.size)
-                plan = buckets, digests, owners
+                dynamic = isinstance(schedule, Dynamic)
+                plan = _Plan(buckets, digests, owners, everywhere or dynamic, dynamic)
         except Exception as raised:  # whatever it is, all ranks have to know
             error = raised
         said = comm.mpi.allgather(
-            (None if plan is None else _digest_of_plan(plan), error and (type(error), str(error)))
+            (plan and _digest_of_plan(plan), error and (_plain(type(error)), str(error)))
         )
         for rank, (digest, fault) in enumerate(said):
             if fault is not None:
                 if error is not None:
                     raise error
-                raise _plain(fault[0])(f"{fault[1]} (found on rank {rank})")
+                raise fault[0](f"{fault[1]} (found on rank {rank})")
             if digest not in (None, said[0][0]):
                 raise ValueError(
-                    f"put: the records, the block size or the schedule of rank {rank} are not "
-                    "those of rank 0: give the same on all ranks, or None in place of the records"
+                    f"put: the records, the block size, the schedule or `everywhere` of rank "
+                    f"{rank} are not those of rank 0: give the same on all ranks, or None in place "
+                    "of the records"
                 )
-        buckets, digests, owners = comm.mpi.bcast(plan, root=0)
-        everywhere = everywhere or isinstance(schedule, Dynamic)
-        mine = [i for i, owner in enumerate(owners) if everywhere or owner == comm.rank]
+        if any(digest is None for digest, _ in said):
+            plan = _of_root(plan, comm)
+        assert plan is not None
+        buckets, digests, owners = plan.buckets, plan.digests, plan.owners
+        mine = [i for i, owner in enumerate(owners) if plan.everywhere or owner == comm.rank]
         have = dict(self._blocks)  # kept while they are looked for
         wanted = {digests[i] for i in mine} - have.keys()
         parcel = self._fetch(wanted, digests, contents)
@@ -185,8 +201,17 @@ class Store:
                     blocks[n] = _Block([v[place] for v in views])
                     self._blocks[digests[mine[n]]] = blocks[n]
         received = 0 if comm.rank == 0 else sum(x.nbytes for v in parcel.values() for x in v)
-        jobs, dynamic = sum(len(b.jobs) for b in buckets), isinstance(schedule, Dynamic)
-        return Data(jobs, buckets, owners, received, dynamic, tuple(stacks), tuple(blocks))
+        return Data(
+            comm,
+            sum(len(b.jobs) for b in buckets),
+            buckets,
+            owners,
+            plan.everywhere,
+            plan.dynamic,
+            received,
+            tuple(stacks),
+            tuple(blocks),
+        )
 
     def _fetch(
         self, wanted: set[bytes], digests: Sequence[bytes], contents: Sequence[Any]
@@ -198,6 +223,28 @@ class Store:
             at = {digest: i for i, digest in enumerate(digests)}
             parcels = [{d: contents[at[d]] for d in lacking} for lacking in asked]
         return self.comm.mpi.scatter(parcels, root=0)
+
+
+def _of_root(plan: _Plan | None, comm: Communicator) -> _Plan:
+    """Rank 0's plan (collective); a structure that cannot be sent is an error on every rank."""
+    said = (
+        "put: other ranks cannot be told the type of the records: {}. Take a type of a module, or "
+        "give the records on all ranks"
+    )
+    parcel = b""
+    with together(comm):
+        try:
+            parcel = pickle.dumps(plan) if comm.rank == 0 else b""
+        except Exception as error:
+            raise TypeError(said.format(error)) from error
+    parcel = comm.mpi.bcast(parcel, root=0)
+    with together(comm):
+        try:
+            plan = plan or pickle.loads(parcel)
+        except Exception as error:
+            raise TypeError(said.format(error)) from error
+    assert plan is not None
+    return plan
 
 
 def _jobs(bucket: Bucket, block: int) -> np.ndarray:
@@ -226,7 +273,7 @@ def _cut(records: Any, block: int | None) -> tuple[tuple[Bucket, ...], list[list
     buckets: list[Bucket] = []
     contents: list[list[np.ndarray]] = []
     for (structure, leaves), jobs in members.items():
-        size = block or min(_LARGEST_BLOCK, -(-len(jobs) // _BLOCKS))
+        size = min(block or _LARGEST_BLOCK, len(jobs) if block else -(-len(jobs) // _BLOCKS))
         skeleton = jax.tree.unflatten(structure, range(len(leaves)))
         bucket = Bucket(skeleton, leaves, np.asarray(jobs), size, len(contents))
         buckets.append(bucket)
@@ -256,10 +303,10 @@ def _digest(leaves: Sequence[np.ndarray]) -> bytes:
     return found.digest()
 
 
-def _digest_of_plan(plan: tuple[tuple[Bucket, ...], tuple[bytes, ...], np.ndarray]) -> bytes:
-    buckets, digests, owners = plan
-    found = hashlib.blake2b(b"".join(digests) + owners.tobytes(), digest_size=16)
-    for bucket in buckets:
+def _digest_of_plan(plan: _Plan) -> bytes:
+    found = hashlib.blake2b(b"".join(plan.digests) + plan.owners.tobytes(), digest_size=16)
+    found.update(bytes([plan.everywhere, plan.dynamic]))
+    for bucket in plan.buckets:
         found.update(repr((jax.tree.structure(bucket.skeleton), bucket.leaves)).encode())
         found.update(bucket.jobs.tobytes())
     return found.digest()

@@ -159,6 +159,7 @@ def test_what_makes_no_sense_is_refused(comm, directory):
         ({"acceptance": 1.0}, "--acceptance: between 0 and 1"),
         ({"typical": (1.0, 5.0, 0.0, 10.0, 50.0)}, "--typical: five positive numbers"),
         ({"rtol": 1.0}, "--rtol: between"),
+        ({"seed": -1}, "--seed: at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
             run(small(directory, **changes), comm)
@@ -166,7 +167,11 @@ def test_what_makes_no_sense_is_refused(comm, directory):
         run(small(directory, data=directory / "none.csv"), comm)
     if comm.rank == 0:
         (directory / "bad.csv").write_text(HEADER + "a,0,100,.\na,1,.,-3\n")
+        (directory / "out").mkdir(exist_ok=True)
+        (directory / "out" / "patients.csv").write_text(HEADER)
     comm.mpi.Barrier()
+    with pytest.raises(ValueError, match="would replace"):
+        run(small(directory, data=directory / "out" / "patients.csv"), comm)
     with pytest.raises(ValueError, match="line 3: dv: a positive concentration"):
         run(small(directory, data=directory / "bad.csv"), comm)
 

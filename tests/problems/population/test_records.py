@@ -36,6 +36,11 @@ def test_columns_in_any_order_and_events_that_mean_nothing(tmp_path):
     np.testing.assert_array_equal(record.concentrations[:3], [1.5, 2.5, np.nan])
 
 
+def test_the_weight_may_stand_in_one_row(tmp_path):
+    (tmp_path / "table.csv").write_text(HEADER + "a,0,100,.,.\n" + SAMPLE + "a,3,.,1,\n")
+    assert read(tmp_path / "table.csv").records[0].weight == 70
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -57,10 +62,20 @@ def test_columns_in_any_order_and_events_that_mean_nothing(tmp_path):
         (HEADER + DOSE + "a,0,.,1,70\n", "a concentration at 0 h, but the first dose is at 0 h"),
         ("id,time,amt,dv,evid\na,0,100,.,4\n", "evid = 4"),
         ("id,time,amt,dv,rate\na,0,100,.,50\n", "rate = 50: the model has single doses"),
+        ("id,time,amt,dv,cmt\na,0,100,.,2\n", "cmt = 2: the model has single doses"),
+        ("id,time,amt,dv,dvid\na,2,.,88,2\n", "dvid = 2: the model has"),
+        ("id,time,amt,dv,evid\na,0,.,2,1\n", "line 2: evid = 1 and amt = '.'"),
+        ("id,time,amt,dv,evid\na,0,100,.,0\n", "line 2: evid = 0 and amt = '100'"),
+        ("id,time,amt,dv,mdv\na,0,100,.,2\n", "line 2: mdv = 2"),
+        ("id,time,amt,dv,dv\na,2,.,1,3\n", "there are 2 columns dv"),
+        (HEADER + DOSE + "a,1_0,.,1,70\n", "time: not a number: '1_0'"),
+        (HEADER + "a,0,100,.,.\n", "patient a has no weight"),
+        (HEADER + '"a,0,100,.,70\n', "this is no CSV file in UTF-8"),
+        (HEADER + "é,0,100,.,70\n", "this is no CSV file in UTF-8"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_its_line(tmp_path, text, said):
-    (tmp_path / "table.csv").write_text(text)
+    (tmp_path / "table.csv").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"table\.csv") as raised:
         read(tmp_path / "table.csv")
     assert said in str(raised.value)

@@ -38,7 +38,7 @@ def fits(cohort: Cohort, found: Sequence[Fit]) -> report.Picture:
                 axes.axvline(time, color=_GREY, linewidth=0.6, alpha=0.5)
             top = 2 * max(float(np.nanmax(known.concentrations)), float(np.max(fit.middle)))
             axes.set_ylim(max(float(np.nanmin(known.concentrations)) / 4, top / 1e4), top)
-            axes.set_title(f"patient {cohort.names[place]}", fontsize=9)
+            axes.set_title(f"patient {cohort.names[place]}", fontsize=9, parse_math=False)
             axes.tick_params(labelsize=8)
             axes.tick_params(which="minor", labelleft=False)
             if place >= count - columns:

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,9 @@ from jaxtyping import Array, Float
 __all__ = ["Cohort", "Record", "read", "record", "write"]
 
 _COLUMNS = ("id", "time", "amt", "dv")
-_OTHER_MODELS = ("rate", "ss", "ii", "addl", "cens", "blq", "bloq", "ltbs")
+# Where these are not 0, or 1 in the second group, the rows are another model's.
+_OTHER_MODELS = ("rate", "dur", "tinf", "ss", "ii", "addl", "cens", "blq", "bloq", "ltbs")
+_OTHER_KINDS = ("dvid", "ytype", "adm")
 _ABSENT = ("", ".", "na", "nan")
 _SHORTEST = 16  # concentrations
 
@@ -88,77 +90,101 @@ def read(path: str | os.PathLike[str]) -> Cohort:
 
     The columns, in any order and in upper or lower case, have the names that population modellers
     use: `id`, the patient; `time` in h; `amt`, a dose in mg into the gut; `dv`, a concentration in
-    mg/L; and, if there is one, `wt`, the body weight in kg (70 without it). A row has a dose or a
-    concentration; the other is empty, "." or, for amt, 0. Of `evid` 0 and 1 are understood, of
-    `mdv` 0 and 1, of `cmt` whatever the rows say. Other columns are not looked at, but for those
-    that stand for another model than this one (rate, ss, ii, addl, cens, blq): they must be 0.
+    mg/L; and, if there is one, `wt`, the body weight in kg, in one row of each patient at least (70
+    without the column). A row has a dose or a concentration; the other is empty, "." or, for amt,
+    0. Of `evid` 0, a measurement, and 1, a dose, are understood, of `mdv` 0 and 1; `cmt` of a dose
+    is 1, the gut. Other columns are not looked at, but for those that stand for another model than
+    this one: rate, dur, tinf, ss, ii, addl, cens, blq, bloq, ltbs must be 0, and dvid, ytype, adm
+    0 or 1.
 
     Raises
     ------
     ValueError
-        With the file and the line: a column that is missing, no number, a time that is not finite,
-        a concentration that is not positive or not after the first dose, a weight that changes, a
-        patient without dose or concentration, an event that the model does not have.
+        With the file and the line: a column that is missing or there twice, no number, a time that
+        is not finite, a concentration that is not positive or not after the first dose, a weight
+        that changes, a patient without dose, concentration or weight, a row that contradicts
+        itself, an event that the model does not have; what is no CSV in UTF-8.
     """
     path = pathlib.Path(path)
     events: dict[str, list[tuple[float, float, float]]] = {}  # (time, dose or NaN, concentration)
     weights: dict[str, float] = {}
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.reader(file)
-        header = [name.strip().lower() for name in next(rows, [])]
-        missing = [name for name in _COLUMNS if name not in header]
-        if missing:
-            raise ValueError(f"{path}: no column {', '.join(missing)}; there are {header}")
-        for number, values in enumerate(rows, start=2):
-            if not any(value.strip() for value in values):
-                continue
-            where = f"{path}, line {number}"
-            if len(values) != len(header):
-                raise ValueError(f"{where}: {len(values)} values for {len(header)} columns")
-            row = dict(zip(header, (value.strip() for value in values), strict=True))
-            name = row["id"]
-            if not name:
-                raise ValueError(f"{where}: no id")
-            event = _event(row, where)
-            weight = _number(row, "wt", where)
-            weight = 70.0 if weight is None else weight
-            if not (weight > 0 and math.isfinite(weight)):
-                raise ValueError(f"{where}: wt: a positive weight in kg, not {weight:g}")
-            if weights.setdefault(name, weight) != weight:
-                raise ValueError(
-                    f"{where}: the weight of patient {name} changes from {weights[name]:g} to "
-                    f"{weight:g}: the model has one for each patient"
-                )
-            if event is not None:
-                events.setdefault(name, []).append(event)
-    if not weights:
+    for where, row in _rows(path):
+        name = row["id"]
+        if not name:
+            raise ValueError(f"{where}: no id")
+        events.setdefault(name, [])
+        event = _event(row, where)
+        if event is not None:
+            events[name].append(event)
+        weight = _number(row, "wt", where) if "wt" in row else 70.0
+        if weight is None:  # another row of the patient says it
+            continue
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"{where}: wt: a positive weight in kg, not {weight:g}")
+        if weights.setdefault(name, weight) != weight:
+            raise ValueError(
+                f"{where}: the weight of patient {name} changes from {weights[name]:g} to "
+                f"{weight:g}: the model has one for each patient"
+            )
+    if not events:
         raise ValueError(f"{path}: no patients")
-    records = [_patient(f"{path}: patient {n}", weights[n], events.get(n, [])) for n in weights]
-    return Cohort(tuple(weights), tuple(records))
+    records = [_patient(f"{path}: patient {n}", weights.get(n), events[n]) for n in events]
+    return Cohort(tuple(events), tuple(records))
+
+
+def _rows(path: pathlib.Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Of each row that is not empty, where it stands and its values by their columns."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.reader(file, strict=True)
+            header = [name.strip().lower() for name in next(rows, [])]
+            missing = [name for name in _COLUMNS if name not in header]
+            if missing:
+                raise ValueError(f"{path}: no column {', '.join(missing)}; there are {header}")
+            for name in header:
+                if name and header.count(name) > 1:
+                    raise ValueError(f"{path}: there are {header.count(name)} columns {name}")
+            for values in rows:
+                if not any(value.strip() for value in values):
+                    continue
+                where = f"{path}, line {rows.line_num}"
+                if len(values) != len(header):
+                    raise ValueError(f"{where}: {len(values)} values for {len(header)} columns")
+                yield where, dict(zip(header, (value.strip() for value in values), strict=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: this is no CSV file in UTF-8: {error}") from None
 
 
 def _event(row: Mapping[str, str], where: str) -> tuple[float, float, float] | None:
     """(time, dose, concentration) of a row; None where nothing happens."""
-    for column in _OTHER_MODELS:
-        if _number(row, column, where):
-            raise ValueError(
-                f"{where}: {column} = {row[column]}: the model has single doses into the gut and "
-                "plain concentrations"
-            )
-    kind = _number(row, "evid", where)
+    kind, unmeasured = _number(row, "evid", where), _number(row, "mdv", where)
     if kind not in (None, 0.0, 1.0):
         raise ValueError(f"{where}: evid = {kind:g}: it is 0, a measurement, or 1, a dose")
+    if unmeasured not in (None, 0.0, 1.0):
+        raise ValueError(f"{where}: mdv = {unmeasured:g}: it is 0, or 1 where dv is none")
     time = _number(row, "time", where)
     if time is None or not math.isfinite(time):
         raise ValueError(f"{where}: time: a time in h, not {row['time']!r}")
     dose, concentration = _number(row, "amt", where), _number(row, "dv", where)
+    for columns, most in ((_OTHER_MODELS, 0), (_OTHER_KINDS, 1), (("cmt",) if dose else (), 1)):
+        for column in columns:
+            if _number(row, column, where) not in (None, 0.0, float(most)):
+                raise ValueError(
+                    f"{where}: {column} = {row[column]}: the model has single doses into the gut "
+                    "and plain concentrations"
+                )
+    if kind is not None and bool(kind) != bool(dose):
+        raise ValueError(
+            f"{where}: evid = {kind:g} and amt = {row['amt']!r}: a dose has both, a measurement "
+            "neither"
+        )
     if dose:
         if not (dose > 0 and math.isfinite(dose)):
             raise ValueError(f"{where}: amt: a positive dose in mg, not {dose:g}")
         if concentration:
             raise ValueError(f"{where}: a dose and a concentration: give each a row of its own")
         return time, dose, math.nan
-    if concentration is None or _number(row, "mdv", where):
+    if concentration is None or unmeasured:
         return None
     if not (concentration > 0 and math.isfinite(concentration)):
         raise ValueError(
@@ -173,15 +199,17 @@ def _number(row: Mapping[str, str], column: str, where: str) -> float | None:
     if text.lower() in _ABSENT:
         return None
     try:
-        return float(text)
+        return float(text.replace("_", "no digit"))  # which Python would read over
     except ValueError:
         raise ValueError(f"{where}: {column}: not a number: {text!r}") from None
 
 
-def _patient(where: str, weight: float, events: list[tuple[float, float, float]]) -> Record:
+def _patient(where: str, weight: float | None, events: list[tuple[float, float, float]]) -> Record:
     events = sorted(events, key=lambda event: event[0])
     doses = [(time, dose) for time, dose, _ in events if not math.isnan(dose)]
     seen = [(time, value) for time, dose, value in events if math.isnan(dose)]
+    if weight is None:
+        raise ValueError(f"{where} has no weight: without the column wt it is 70 kg")
     if not doses:
         raise ValueError(f"{where} has no dose")
     if not seen:

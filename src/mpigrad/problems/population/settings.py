@@ -46,6 +46,8 @@ class Settings:
         """Raise a ValueError that names the first setting which makes no sense."""
         if self.data is not None and not self.data.is_file():
             raise FileNotFoundError(f"--data: there is no file {self.data}")
+        if self.data is not None and self.data.resolve() == (self.out / "patients.csv").resolve():
+            raise ValueError(f"--out: the run's own patients.csv would replace {self.data}")
         if not all(value > 0 and math.isfinite(value) for value in self.typical):
             raise ValueError(f"--typical: five positive numbers, not {self.typical}")
         if not 1e-13 <= self.rtol <= 1e-2:
@@ -58,5 +60,7 @@ class Settings:
                 raise ValueError(f"--{option}: at least 1, not {number}")
         if self.draws != 0 and self.draws < 4:
             raise ValueError(f"--draws: 0, or at least 4, not {self.draws}")
+        if self.seed < 0:
+            raise ValueError(f"--seed: at least 0, not {self.seed}")
         if self.warmup < 20:
             raise ValueError(f"--warmup: at least 20, not {self.warmup}")

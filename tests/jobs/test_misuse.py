@@ -1,0 +1,104 @@
+"""What programs do wrong ends with an error on every rank, and the pool goes on."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpigrad import jobs
+from mpigrad.communicator import Communicator, default
+
+pytestmark = pytest.mark.ranks(2)
+
+
+def product(shared: Any, mine: Any, record: Any) -> Any:
+    return shared * record
+
+
+def test_ranks_that_put_differently(comm: Communicator) -> None:
+    class Local(NamedTuple):  # which pickle can't send
+        x: float
+
+    pool = jobs.pool(comm)
+    records = [Local(1.0), Local(2.0)]
+    assert pool.put(records).jobs == 2  # nothing has to be sent
+    with pytest.raises(TypeError, match="cannot be told the type of the records"):
+        pool.put(records if comm.rank == 0 else None)
+    schedule = jobs.Dynamic() if comm.rank == 0 else jobs.Static()
+    with pytest.raises(ValueError, match="the schedule"):
+        pool.put([1.0, 2.0], schedule=schedule)
+    data = pool.put([1.0, 2.0] if comm.rank == 0 else None, schedule=schedule)
+    assert data.dynamic and data.everywhere
+    pool.close()
+
+
+def test_records_of_another_pool_and_measures_that_fail(comm: Communicator) -> None:
+    def bad(shared: Any, mine: Any, record: Any) -> Any:
+        raise LookupError("no such table")
+
+    pool = jobs.pool(comm)
+    one = pool.put([1.0])  # kept on rank 0 alone
+    with pytest.raises((LookupError, RuntimeError), match="no such table"):
+        pool.measure(bad, one, 1.0)
+    inner = pool.sum(product, one)
+    with pytest.raises(jobs.JobError, match="everywhere=True"):
+        pool.sum(lambda s, m, r: inner(s), pool.put([1.0, 2.0]))(1.0)
+    with pytest.raises(ValueError, match="a pool of other ranks"):
+        jobs.pool(default().split(comm.rank)).sum(product, one)
+    few = pool.put([np.ones(2), np.ones(3)], block=100)
+    assert all(bucket.block == 1 for bucket in few.buckets)
+
+
+def test_what_is_differentiated_is_an_argument(comm: Communicator) -> None:
+    """Cotangents of other ranks' jobs would not arrive at a value that `fn` closes over."""
+    pool = jobs.pool(comm)
+    data = pool.put([np.ones(2), np.ones(2)])
+
+    def loss(x: Any) -> Any:
+        return jnp.sum(pool.map(lambda shared, mine, record: x * record, data)(1.0))
+
+    with pytest.raises(jobs.JobError, match="takes traced values"):
+        jax.grad(loss)(2.0)
+
+
+def test_results_of_weak_type(comm: Communicator) -> None:
+    """A number of Python's for some of the jobs: one dtype all the same."""
+    pool = jobs.pool(comm)
+    data = pool.put([np.ones(0), np.ones(2)])
+    total = pool.sum(lambda s, m, r: s * jnp.sum(r) if len(r) else 0.0, data)
+    assert jax.grad(total)(3.0) == 2.0
+
+
+def test_after_the_end_of_a_pool(comm: Communicator) -> None:
+    with jobs.pool(comm) as pool:
+        f = pool.sum(product, pool.put([1.0, 2.0, 3.0], schedule=jobs.Dynamic(), block=1))
+        later = pool.start(f, 2.0)
+    assert later.result() == 12.0
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the pool is closed"):
+        f(2.0)
+
+
+def test_what_is_started_computes_as_here(comm: Communicator) -> None:
+    pool = jobs.pool(comm)
+    with jax.enable_x64(False):
+        data = pool.put([np.ones(2, "float32")] * 2)
+        assert pool.start(pool.sum(product, data), 1.0).result().dtype == "float32"
+    pool.close()
+
+
+def test_misuse_by_the_root(comm: Communicator) -> None:
+    with jobs.root_driven(product, comm=comm) as pool:
+        if pool is not None:
+            data = pool.put([1.0, 2.0])
+            assert pool.measure(product, data, 1.0).shape == (2,)
+            with pytest.raises(RuntimeError, match="inside root_driven"):
+                jobs.root_driven(product, comm=comm).__enter__()
+            f = pool.sum(product, data)
+            assert f(2.0) == 6.0
+    if pool is not None:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the other ranks have left"):
+            f(2.0)
