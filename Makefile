@@ -2,6 +2,7 @@
 #   make demo     recover a diffusivity field on 2 ranks, and write a report (two minutes)
 #   make test     lint, and the tests on 1, 2, 3 and 4 ranks (a quarter of an hour or more)
 #   make test-full  every case at every number of ranks
+#   make test-torch   the tests that need PyTorch, which it installs into .venv
 #   make test-oldest  operations and transformations on the oldest JAX that is supported
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make bench    the tables of bench/
@@ -17,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-oldest fuzz bench docs lint clean
+.PHONY: setup demo test test-full test-torch test-oldest fuzz bench docs lint clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -36,6 +37,14 @@ test: lint
 # Every case of every test at every number of ranks.
 test-full: lint
 	@MPIGRAD_ALL_TESTS=1 $(BIN)/python tests/run.py --limit 3600
+
+test-torch: lint $(VENV)/torch
+	@MPIGRAD_TORCH=1 $(BIN)/python tests/run.py
+
+$(VENV)/torch: $(READY)
+	@echo "test-torch: PyTorch into $(VENV)"
+	@$(BIN)/python -m pip install --quiet "torch>=2.6"
+	@touch $@
 
 test-oldest:
 	@mkdir -p build

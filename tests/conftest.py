@@ -38,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "thin(*counts): at these in make test, at all in test-full")
     config.addinivalue_line("markers", "heavy: takes long to compile; few cases are enough")
     config.addinivalue_line("markers", "full: runs in make test-full only")
+    config.addinivalue_line("markers", "torch: needs PyTorch; runs in make test-torch only")
     config.addinivalue_line("markers", "launcher: starts MPI itself; runs in a serial session")
 
 
@@ -73,6 +74,8 @@ def counts_of(item: pytest.Item) -> tuple[int, ...]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     size = MPI.COMM_WORLD.size
+    if os.environ.get("MPIGRAD_TORCH") != "1":
+        items[:] = [item for item in items if not item.get_closest_marker("torch")]
     for item in items:
         if item.get_closest_marker("launcher"):
             if item.get_closest_marker("full") and os.environ.get("MPIGRAD_ALL_TESTS") != "1":

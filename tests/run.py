@@ -36,6 +36,8 @@ class Session:
         self.limit = limit
         self.directory = LOGS / (f"{ranks}-ranks" if ranks else "launcher")
         marker = "not launcher" if ranks else "launcher"
+        if os.environ.get("MPIGRAD_TORCH") == "1":  # make test-torch
+            marker += " and torch"
         colour = f"--color={'yes' if sys.stdout.isatty() else 'no'}"
         options = ["-q", "-rfE", colour, "-m", marker, *arguments]
         program = [str(TESTS / "session.py"), str(self.directory), *options]

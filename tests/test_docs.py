@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import pytest
@@ -28,8 +29,11 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def parametrize(language: str) -> pytest.MarkDecorator:
-    found = blocks(language)
-    return pytest.mark.parametrize("text", [t for _, t in found], ids=[n for n, _ in found])
+    def case(name: str, text: str) -> Any:
+        needs_torch = language == "python" and "torch" in text
+        return pytest.param(text, id=name, marks=pytest.mark.torch if needs_torch else ())
+
+    return pytest.mark.parametrize("text", [case(*block) for block in blocks(language)])
 
 
 @parametrize("python")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 
 from mpigrad.native import library
 
-__all__ = ["call_site", "describe", "pass_over"]
+__all__ = ["call_site", "describe", "pass_over", "standing_at"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The problems are programs that use the library: their lines are worth naming.
@@ -25,12 +26,28 @@ def pass_over(directory: str) -> None:
     _passed_over.append(directory + os.sep)
 
 
+# Where a message stands that is traced later than it was written, in a backward pass perhaps.
+_given: list[int] = []
+
+
+@contextlib.contextmanager
+def standing_at(site: int) -> Iterator[None]:
+    """A context in which messages stand at the source line with this number."""
+    _given.append(site)
+    try:
+        yield
+    finally:
+        _given.pop()
+
+
 _numbers: dict[tuple[str, int], int] = {}
 _texts: list[str] = ["an unknown line"]
 
 
 def call_site() -> int:
     """The number of the innermost source line outside the library (1, 2, …)."""
+    if _given:
+        return _given[-1]
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

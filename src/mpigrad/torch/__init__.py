@@ -1,0 +1,92 @@
+"""The operations of mpigrad for PyTorch: messages that autograd differentiates.
+
+`import mpigrad.torch as mg`: names and arguments are those of mpigrad, values are tensors.
+`loss.backward()` on every rank differentiates the sum of the ranks' losses.
+"""
+
+# pyright: reportMissingImports=false
+try:
+    import torch as _torch
+except ImportError as error:
+    raise ImportError(
+        "mpigrad.torch needs PyTorch, which is not installed here: pip install 'mpigrad[torch]'"
+    ) from error
+
+import os as _os
+
+from mpigrad.communicator import Communicator
+from mpigrad.operations.sites import pass_over as _pass_over
+from mpigrad.torch.chain import join_backward as _join_backward
+from mpigrad.torch.chain import messages
+from mpigrad.torch.operations import (
+    allgather,
+    allgatherv,
+    allreduce,
+    alltoall,
+    alltoallv,
+    assert_replicated,
+    barrier,
+    bcast,
+    custom_operation,
+    exscan,
+    gather,
+    gatherv,
+    irecv,
+    isend,
+    neighbor_alltoallv,
+    one_sided,
+    recv,
+    recv_with_status,
+    reduce,
+    reduce_scatter,
+    reduce_scatterv,
+    scan,
+    scatter,
+    scatterv,
+    send,
+    sendrecv,
+    wait,
+    waitall,
+)
+from mpigrad.torch.reductions import reduction
+from mpigrad.torch.verify import dot_test, gradcheck, gradgradcheck
+
+_pass_over(_os.path.dirname(_torch.__file__))
+_join_backward()
+
+__all__ = [
+    "Communicator",
+    "allgather",
+    "allgatherv",
+    "allreduce",
+    "alltoall",
+    "alltoallv",
+    "assert_replicated",
+    "barrier",
+    "bcast",
+    "custom_operation",
+    "dot_test",
+    "exscan",
+    "gather",
+    "gatherv",
+    "gradcheck",
+    "gradgradcheck",
+    "irecv",
+    "isend",
+    "messages",
+    "neighbor_alltoallv",
+    "one_sided",
+    "recv",
+    "recv_with_status",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatterv",
+    "reduction",
+    "scan",
+    "scatter",
+    "scatterv",
+    "send",
+    "sendrecv",
+    "wait",
+    "waitall",
+]

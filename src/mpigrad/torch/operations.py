@@ -1,0 +1,262 @@
+"""The operations of mpigrad on tensors of PyTorch, made of those on arrays of JAX."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec
+
+import jax
+import numpy as np
+import torch
+from mpi4py import MPI
+
+import mpigrad
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.operations.custom import Function
+from mpigrad.operations.sites import call_site
+from mpigrad.torch import message, reductions
+from mpigrad.torch._torch_compat import eagerly, in_transform
+from mpigrad.torch.arrays import to_array, type_of
+from mpigrad.torch.maps import Map
+from mpigrad.torch.reductions import Reduction
+
+__all__ = [
+    "allgather",
+    "allgatherv",
+    "allreduce",
+    "alltoall",
+    "alltoallv",
+    "assert_replicated",
+    "barrier",
+    "bcast",
+    "custom_operation",
+    "exscan",
+    "gather",
+    "gatherv",
+    "irecv",
+    "isend",
+    "neighbor_alltoallv",
+    "one_sided",
+    "recv",
+    "recv_with_status",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatterv",
+    "scan",
+    "scatter",
+    "scatterv",
+    "send",
+    "sendrecv",
+    "wait",
+    "waitall",
+]
+
+P = ParamSpec("P")
+
+# What is data in the arguments of an operation: numbers and NumPy arrays there become tensors.
+_DATA = ("x", "like", "content", "put", "accumulate", "request", "requests")
+_INTEGERS = ("counts", "sendcounts", "recvcounts", "neighbors")
+_TENSOR = object()  # stands for a tensor among the arguments that a program is compiled for
+
+
+def _data(name: str, value: Any) -> Any:
+    """An argument with data: its leaves are tensors, and the integers that belong to them."""
+    if isinstance(value, Iterator):
+        value = list(value)
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array):
+            raise TypeError(
+                f"mpigrad.torch: {name} holds an array of JAX; make it a tensor, "
+                "torch.from_dlpack(x), or use mpigrad's own operations"
+            )
+        if isinstance(leaf, np.ndarray):
+            return torch.from_numpy(leaf)
+        if name in ("x", "like", "content") and isinstance(leaf, (bool, int, float, complex)):
+            return torch.as_tensor(leaf)
+        return leaf
+
+    return jax.tree.map(one, value)
+
+
+def _integers(values: Any) -> Any:
+    try:
+        return tuple(operator.index(n) for n in values)
+    except TypeError:
+        return values  # the operation says what is wrong
+
+
+def _on_tensors(native: Callable[P, Any]) -> Callable[P, Any]:
+    """An operation on arrays as an operation on tensors: the same arguments, the same errors."""
+    signature = inspect.signature(native)
+    names = tuple(signature.parameters)
+
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(names) or not signature.parameters.keys() >= kwargs.keys():
+            signature.bind(*args, **kwargs)  # raises
+        given = dict(zip(names, args, strict=False), **kwargs)
+        if "comm" in names:
+            given["comm"] = resolve(given.get("comm"))
+        for name, value in given.items():
+            if type(value) is torch.Tensor:
+                continue
+            if name in _DATA:
+                given[name] = _data(name, value)
+            elif name in _INTEGERS:
+                given[name] = _integers(value)
+        if isinstance(given.get("op"), Reduction):
+            return reductions.reduced(native.__name__, _OPERATIONS, **given)
+        return _send(native, given)
+
+    operation = functools.wraps(native)(eagerly(operation))
+    _OPERATIONS[native.__name__] = operation
+    return operation
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {}
+
+
+def _send(native: Callable[..., Any], given: dict[str, Any], known: Any = None) -> Any:
+    """The results of an operation with these arguments, or its derivatives for `known` results."""
+    map_, tensors, structure = _prepare(native, given)
+    return jax.tree.unflatten(structure, message.apply(map_, tensors, known))
+
+
+def _prepare(
+    native: Callable[..., Any], given: dict[str, Any]
+) -> tuple[Map, list[torch.Tensor], Any]:
+    """The map of an operation, its operands, and the structure of its results."""
+    leaves, structure = jax.tree.flatten(given)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    fixed = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else _Fixed(leaf) for leaf in leaves)
+    types = tuple(type_of(x) for x in tensors)
+    map_, results = _map(native, structure, fixed, types, call_site())
+    return map_, tensors, results
+
+
+class _Fixed:
+    """An argument that a program is compiled for."""
+
+    __slots__ = ("key", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        # Handles of MPI have no hash everywhere.
+        self.key = (MPI.Op, value.handle) if isinstance(value, MPI.Op) else value
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Fixed) and self.key == other.key
+
+
+@functools.lru_cache(maxsize=4096)
+def _map(
+    native: Callable[..., Any],
+    structure: Any,
+    fixed: tuple[Any, ...],
+    types: tuple[tuple[tuple[int, ...], np.dtype], ...],
+    site: int,
+) -> tuple[Map, Any]:
+    """The map of an operation at a line for these types, and the structure of its results."""
+    results: list[Any] = []
+
+    def function(*arrays: Any) -> tuple[Any, ...]:
+        remaining = iter(arrays)
+        leaves = [next(remaining) if f is _TENSOR else f.value for f in fixed]
+        out, result_structure = jax.tree.flatten(native(**jax.tree.unflatten(structure, leaves)))
+        results.append(result_structure)
+        return tuple(out)
+
+    given = jax.tree.unflatten(structure, [None if f is _TENSOR else f.value for f in fixed])
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
+    linear = given.get("op", MPI.SUM) == MPI.SUM
+    return Map(function, structs, linear=linear, site=site), results[0]
+
+
+allgather = _on_tensors(mpigrad.allgather)
+allgatherv = _on_tensors(mpigrad.allgatherv)
+allreduce = _on_tensors(mpigrad.allreduce)
+alltoall = _on_tensors(mpigrad.alltoall)
+alltoallv = _on_tensors(mpigrad.alltoallv)
+barrier = _on_tensors(mpigrad.barrier)
+bcast = _on_tensors(mpigrad.bcast)
+exscan = _on_tensors(mpigrad.exscan)
+gather = _on_tensors(mpigrad.gather)
+gatherv = _on_tensors(mpigrad.gatherv)
+irecv = _on_tensors(mpigrad.irecv)
+isend = _on_tensors(mpigrad.isend)
+neighbor_alltoallv = _on_tensors(mpigrad.neighbor_alltoallv)
+one_sided = _on_tensors(mpigrad.one_sided)
+reduce = _on_tensors(mpigrad.reduce)
+reduce_scatter = _on_tensors(mpigrad.reduce_scatter)
+reduce_scatterv = _on_tensors(mpigrad.reduce_scatterv)
+scan = _on_tensors(mpigrad.scan)
+scatter = _on_tensors(mpigrad.scatter)
+scatterv = _on_tensors(mpigrad.scatterv)
+send = _on_tensors(mpigrad.send)
+sendrecv = _on_tensors(mpigrad.sendrecv)
+wait = _on_tensors(mpigrad.wait)
+waitall = _on_tensors(mpigrad.waitall)
+
+
+@eagerly
+@functools.wraps(mpigrad.recv_with_status)
+def recv_with_status(
+    like: Any,
+    source: int = MPI.ANY_SOURCE,
+    tag: int = MPI.ANY_TAG,
+    comm: Communicator | None = None,
+) -> tuple[Any, Any, Any]:
+    if in_transform():
+        raise NotImplementedError(
+            "mpigrad.torch: a receive from anyone stands in a transformation of torch.func; name "
+            "its source and tag"
+        )
+    like, comm = _data("like", like), resolve(comm)
+    given = {"like": like, "source": source, "tag": tag, "comm": comm}
+    map_, tensors, structure = _prepare(mpigrad.recv_with_status, given)
+    received = map_.run(tensors, tensors[0].device if tensors else torch.device("cpu"))
+    value, seen, seen_tag = jax.tree.unflatten(structure, received)
+    # Its derivatives go to and come from the rank that has sent, which is known now.
+    given |= {"source": int(seen), "tag": max(int(seen_tag), 0)}
+    return _send(mpigrad.recv, given, known=jax.tree.leaves(value)), seen, seen_tag
+
+
+_recv = _on_tensors(mpigrad.recv)
+
+
+@eagerly
+@functools.wraps(mpigrad.recv)
+def recv(
+    like: Any,
+    source: int = MPI.ANY_SOURCE,
+    tag: int = MPI.ANY_TAG,
+    comm: Communicator | None = None,
+) -> Any:
+    if source == MPI.ANY_SOURCE or tag == MPI.ANY_TAG:
+        return recv_with_status(like, source, tag, comm)[0]
+    return _recv(like, source, tag, comm)
+
+
+@functools.wraps(mpigrad.custom_operation)
+def custom_operation(
+    forward: Function,
+    transpose: Function,
+    shape: Callable[[jax.ShapeDtypeStruct], Any] | None = None,
+) -> Callable[..., Any]:
+    native = mpigrad.custom_operation(forward, transpose, shape)
+    return _on_tensors(native)
+
+
+@eagerly
+@functools.wraps(mpigrad.assert_replicated)
+def assert_replicated(x: Any, *args: Any, **kwargs: Any) -> None:
+    with jax.enable_x64(True):
+        arrays = jax.tree.map(lambda leaf: to_array(torch.as_tensor(leaf)), x)
+        mpigrad.assert_replicated(arrays, *args, **kwargs)

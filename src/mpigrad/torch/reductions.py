@@ -1,0 +1,130 @@
+"""Reductions of the user's own on tensors: the ranks' values are moved, and folded by PyTorch."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import torch
+
+from mpigrad.communicator import Communicator, check_rank
+
+__all__ = ["Reduction", "reduced", "reduction"]
+
+Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A user's reduction, made by `reduction`; an `op` of the operations that reduce."""
+
+    fn: Combine
+    derivative: Combine | None = None
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of a tensor, from first to last, combined into one."""
+        if self.derivative is None or not (rows.is_floating_point() or rows.is_complex()):
+            return self.combine(rows)
+        return _Folded.apply(self, rows)
+
+    def combine(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same, differentiated as PyTorch does."""
+        y, *rest = rows.unbind(0)
+        for x in rest:
+            combined = self.fn(y, x)
+            if (combined.shape, combined.dtype) != (y.shape, y.dtype):
+                raise TypeError(
+                    f"reduction: fn of two tensors {y.dtype}{list(y.shape)} returns "
+                    f"{combined.dtype}{list(combined.shape)}; it must return one tensor of the "
+                    "same shape and dtype"
+                )
+            y = combined
+        return y.clone() if not rest else y
+
+
+class _Folded(torch.autograd.Function):
+    """A fold whose derivative is given, elementwise."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op: Reduction, rows: torch.Tensor) -> torch.Tensor:
+        return op.combine(rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.op, rows = inputs
+        ctx.save_for_backward(rows)
+        ctx.save_for_forward(rows)
+
+    @staticmethod
+    def _slopes(ctx: Any) -> torch.Tensor:
+        (rows,) = ctx.saved_tensors
+        y = ctx.op(rows)
+        return torch.stack([ctx.op.derivative(x, y) for x in rows.unbind(0)])
+
+    @staticmethod
+    def backward(ctx: Any, ct: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, _Folded._slopes(ctx).conj() * ct
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return (_Folded._slopes(ctx) * tangent).sum(0)
+
+
+def reduction(fn: Combine, derivative: Combine | None = None) -> Reduction:
+    """A reduction of your own, for `op=` of reduce, allreduce, reduce_scatter, scan and exscan.
+
+    Parameters
+    ----------
+    fn
+        Associative function (a, b) of two tensors of one shape and dtype that returns a third. It
+        combines the ranks' values in the order of their ranks, tensor by tensor where they are
+        pytrees; it need not be commutative.
+    derivative
+        (x, y) -> dy/dx, elementwise, of the value x of one rank, where y is the result. Default:
+        PyTorch differentiates `fn`.
+
+    Returns
+    -------
+    An `op`. The values of all ranks that the result depends on are moved to the rank of the
+    result, and are combined there; the adjoint is that of these messages.
+    """
+    return Reduction(fn, derivative)
+
+
+def reduced(
+    name: str,
+    operations: dict[str, Callable[..., Any]],
+    x: Any,
+    op: Reduction,
+    comm: Communicator,
+    root: int = 0,
+    counts: tuple[int, ...] = (),
+) -> Any:
+    """The operation `name` by `op`; `operations` are those that move the values."""
+    if name == "reduce":
+        check_rank(root, comm, "reduce: root")
+        rows = operations["gather"](x, root, comm)
+    elif name == "reduce_scatter":
+        rows = operations["alltoall"](x, comm)
+    elif name == "reduce_scatterv":
+        own = counts[comm.rank]
+        rows = operations["alltoallv"](x, counts, (own,) * comm.size, comm)
+        rows = jax.tree.map(lambda r: r.reshape(comm.size, own, *r.shape[1:]), rows)
+    else:
+        rows = operations["allgather"](x, comm)
+
+    def finish(rows: torch.Tensor) -> torch.Tensor:
+        if name == "scan":
+            return op(rows[: comm.rank + 1])
+        if name == "exscan":
+            return op(rows[: comm.rank]) if comm.rank else torch.zeros_like(rows[0])
+        if name == "reduce" and comm.rank != root:
+            return torch.zeros_like(rows[0])
+        return op(rows)
+
+    return jax.tree.map(finish, rows)

@@ -1,0 +1,474 @@
+"""Autograd of programs with messages: divergent ranks, orders of derivatives, chains, faults."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+import mpigrad
+import mpigrad.torch as mt
+from mpigrad.communicator import Communicator
+
+Tensor = torch.Tensor
+ONES = torch.ones(3, dtype=torch.float64)
+
+
+def points(size: int) -> Any:
+    return jnp.asarray(np.random.default_rng(1).standard_normal((size, 3)))
+
+
+def leaf(comm: Communicator) -> Tensor:
+    return torch.tensor(np.asarray(points(comm.size)[comm.rank]), requires_grad=True)
+
+
+def close(got: Any, expected: Any, rtol: float = 1e-12) -> None:
+    got = got.detach().numpy() if isinstance(got, Tensor) else got
+    np.testing.assert_allclose(got, np.asarray(expected), rtol=rtol, atol=rtol)
+
+
+# ---- programs that differ from rank to rank ----
+
+
+def _sq(y: Any) -> Any:
+    return (y**2).sum()
+
+
+def _sends(x: Tensor, c: Communicator, then: Callable[..., Any], what: Any = None) -> Any:
+    mt.send(torch.sin(x) if what is None else what, 1, comm=c)
+    return then(x)
+
+
+def _cube(x: Any) -> Any:
+    return (x**3).sum()
+
+
+FIVE = lambda x: torch.tensor(5.0, dtype=torch.float64)
+ZEROS = torch.zeros(3, dtype=torch.float64)
+
+# name -> (rank 0's program, rank 1's program, the joint function of both ranks' arguments)
+SCENARIOS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
+    "both active": (
+        lambda x, c: _sends(x, c, _cube),
+        lambda x, c: _sq(mt.recv(x, 0, tag=0, comm=c)),
+        lambda a, b: _cube(a) + _sq(jnp.sin(a)),
+    ),
+    "result unused": (
+        lambda x, c: _sends(x, c, _cube),
+        lambda x, c: (mt.recv(x, 0, tag=0, comm=c), _sq(x))[1],
+        lambda a, b: _cube(a) + _sq(b),
+    ),
+    "sender's loss constant": (
+        lambda x, c: _sends(x, c, FIVE),
+        lambda x, c: _sq(mt.recv(x, 0, tag=0, comm=c)),
+        lambda a, b: _sq(jnp.sin(a)),
+    ),
+    "receiver's template constant": (
+        lambda x, c: _sends(x, c, _cube),
+        lambda x, c: _sq(mt.recv(ZEROS, 0, tag=0, comm=c)),
+        lambda a, b: _cube(a) + _sq(jnp.sin(a)),
+    ),
+    "sender's operand constant": (
+        lambda x, c: _sends(x, c, _cube, ONES),
+        lambda x, c: _sq(mt.recv(x, 0, tag=0, comm=c) * x),
+        lambda a, b: _cube(a) + _sq(b),
+    ),
+    "requests, one unused": (
+        lambda x, c: (mt.wait(mt.isend(torch.sin(x), 1, comm=c)), _cube(x))[1],
+        lambda x, c: (mt.wait(mt.irecv(ZEROS, 0, comm=c)), _sq(x))[1],
+        lambda a, b: _cube(a) + _sq(b),
+    ),
+    "allreduce of a constant on one rank": (
+        lambda x, c: _sq(mt.allreduce(torch.sin(x), comm=c)),
+        lambda x, c: (mt.allreduce(ONES, comm=c) * x).sum(),
+        lambda a, b: _sq(jnp.sin(a) + 1) + ((jnp.sin(a) + 1) * b).sum(),
+    ),
+    "two messages, used in the other order": (
+        lambda x, c: (mt.allreduce(x, comm=c), _sq(mt.allreduce(x * x, MPI.PROD, comm=c)))[1],
+        lambda x, c: torch.mul(
+            _sq(mt.allreduce(x, comm=c)), _sq(mt.allreduce(x, MPI.PROD, comm=c))
+        ),
+        lambda a, b: _sq(a * a * b) + _sq(a * a * b) * _sq(a + b),
+    ),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_ranks_that_differ(scenario: str, comm: Communicator) -> None:
+    """First derivatives by backward and grad, and the Hessian by a direction in two ways."""
+    *programs, joint = SCENARIOS[scenario]
+    program, X = programs[comm.rank], points(2)
+    F = lambda X: joint(X[0], X[1])
+    gradient = jax.grad(F)(X)[comm.rank]
+    product = jax.jvp(jax.grad(F), (X,), (X,))[1][comm.rank]
+    x = leaf(comm)
+    program(x, comm).backward()
+    close(torch.zeros(3) if x.grad is None else x.grad, gradient)
+    x = leaf(comm)
+    options = {"create_graph": True, "materialize_grads": True}
+    (g,) = torch.autograd.grad(program(x, comm), x, **options)
+    close(g, gradient)
+    (h,) = torch.autograd.grad((g * x.detach()).sum(), x, **options)
+    close(h, product)
+    # With the graph in the leaf, as optimizers of second order do it.
+    x = leaf(comm)
+    torch.autograd.backward(program(x, comm), create_graph=True)
+    g, x.grad = x.grad, None
+    (h,) = torch.autograd.grad([] if g is None else (g * x.detach()).sum(), x, **options)
+    close(h, product)
+
+
+@pytest.mark.ranks(3)
+def test_chain_of_three_with_tags(comm: Communicator) -> None:
+    """0 -> 1 -> 2 and back to 0, the last result unused on rank 0, rank 1's loss constant."""
+
+    def f(x: Tensor) -> Tensor:
+        if comm.rank == 0:
+            mt.send(torch.sin(x), 1, tag=3)
+            mt.recv(ZEROS, 2, tag=9)
+            return x.sum()
+        if comm.rank == 1:
+            y = mt.recv(ZEROS, 0, tag=3)
+            mt.send(y * x, 2, tag=4)
+            return FIVE(x)
+        z = mt.recv(ZEROS, 1, tag=4)
+        mt.send(z + x, 0, tag=9)
+        return (z**2 * x).sum()
+
+    joint = lambda X: X[0].sum() + ((jnp.sin(X[0]) * X[1]) ** 2 * X[2]).sum()
+    x = leaf(comm)
+    f(x).backward()
+    close(x.grad, jax.grad(joint)(points(3))[comm.rank])
+
+
+# ---- what torch.distributed.nn gets wrong ----
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("op", ["PROD", "MAX", "MIN"])
+def test_reductions_that_are_not_sums(op: str, comm: Communicator) -> None:
+    """all_reduce(PROD) and (MAX) of torch.distributed.nn have the gradient of a sum."""
+    native = getattr(MPI, op)
+    fold = {"PROD": jnp.prod, "MAX": jnp.max, "MIN": jnp.min}[op]
+    X = points(comm.size).at[:, 0].set(0.0)  # ties, and products with zeros
+    G = jax.grad(lambda X: comm.size * (fold(X, axis=0) ** 2 + fold(X, axis=0)).sum())(X)
+    x = torch.tensor(np.asarray(X[comm.rank]), requires_grad=True)
+    y = mt.allreduce(x, native)
+    (y**2 + y).sum().backward()
+    close(x.grad, G[comm.rank])
+
+
+@pytest.mark.ranks(2)
+def test_own_reductions(comm: Communicator) -> None:
+    circle = lambda a, b: a * b + a + b  # (1 + a)(1 + b) - 1
+    op = mt.reduction(circle, derivative=lambda x, y: (1 + y) / (1 + x))
+    fold = lambda X: functools.reduce(circle, X)
+    X = points(2)
+    F = lambda X: 2 * _cube(fold(X))
+    for reduction in (op, mt.reduction(circle)):
+        x = leaf(comm)
+        (g,) = torch.autograd.grad(_cube(mt.allreduce(x, reduction)), x, create_graph=True)
+        close(g, jax.grad(F)(X)[comm.rank])
+        (h,) = torch.autograd.grad((g * x.detach()).sum(), x)
+        close(h, jax.jvp(jax.grad(F), (X,), (X,))[1][comm.rank])
+        mt.dot_test(lambda x, op=reduction: mt.scan(x, op) + mt.exscan(x, op), x)
+        rows = mt.reduce_scatter(torch.stack([x, 2 * x]), reduction)
+        close(rows, fold((comm.rank + 1) * X))
+        close(mt.reduce(x, reduction, root=1), fold(X) * (comm.rank == 1))
+
+
+# ---- proofs over all ranks ----
+
+
+def _program(x: Tensor, z: Tensor, comm: Communicator) -> Any:
+    y = mt.allreduce(x, MPI.PROD, comm)
+    if comm.rank == 0:
+        return y * z.real, mt.scan(z, comm=comm)
+    return mt.scan(y * z, comm=comm)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_gradcheck_over_all_ranks(comm: Communicator) -> None:
+    x = torch.tensor([0.5 + comm.rank, -1.5], dtype=torch.float64, requires_grad=True)
+    z = torch.tensor([1 - 1j * comm.rank, 0.5 + 2j], requires_grad=True, dtype=torch.complex128)
+    f = lambda x, z: _program(x, z, comm)
+    assert mt.gradcheck(f, (x, z))
+    if comm.size < 3:
+        assert mt.gradgradcheck(f, (x, z), atol=1e-4)
+    mt.dot_test(f, x, z)
+    wrong = lambda x: mt.allreduce(x) * mt.allreduce(x.detach() if comm.rank == 0 else x)
+    with pytest.raises(AssertionError, match="by finite differences"):
+        mt.gradcheck(wrong, x)
+    with pytest.raises(AssertionError, match="dot test failed"):
+        mt.dot_test(lambda x: _Wrong.apply(mt.allreduce(x)), x)
+    with pytest.raises(ValueError, match=r"torch\.float64"):
+        mt.gradcheck(mt.allreduce, torch.ones(2, requires_grad=comm.rank == 0))
+
+
+class _Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Tensor:
+        return 3 * ct
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        return 2 * t
+
+
+# ---- the chain ----
+
+
+@pytest.mark.ranks(2)
+def test_backward_more_than_once(comm: Communicator) -> None:
+    x = leaf(comm)
+    a, b = mt.allreduce(x).sum(), (mt.allreduce(x) ** 2).sum()
+    a.backward(retain_graph=True)
+    close(x.grad, [2.0] * 3)
+    b.backward()
+    close(x.grad, 2 + 4 * points(2).sum(0))
+    with pytest.raises(RuntimeError, match=r"reversed already(.|\n)*messages\(\)"):
+        a.backward()
+    # Two forward passes at once.
+    one, other, x = mt.messages(), mt.messages(), leaf(comm)
+    with one:
+        a = mt.allreduce(x).sum()
+    with other:
+        b = mt.allreduce(2 * x).sum()
+        b.backward()
+    with pytest.raises(RuntimeError, match="another forward pass"):
+        a.backward()
+    with one:
+        a.backward()
+    close(x.grad, [6.0] * 3)
+    # Afterwards all goes on as before.
+    x = leaf(comm)
+    (g,) = torch.autograd.grad(mt.allreduce(x).sum(), x)
+    close(g, [2.0] * 3)
+    assert x.grad is None
+
+
+@pytest.mark.ranks(1)
+def test_graphs_are_let_go(comm: Communicator) -> None:
+    """With a backward pass, without one, with a graph of its own."""
+    gone = []
+    for i in range(4):
+        x = leaf(comm)
+        with mt.messages():
+            local = torch.sin(x)
+            mt.send(local, 0)
+            got = mt.recv(local)
+            y = mt.allreduce(local * got, MPI.PROD if i else MPI.SUM)
+            gone.append(weakref.ref(local))
+            if i == 0:
+                y.sum().backward()
+            if i == 1:
+                torch.autograd.grad(y.sum(), x, create_graph=True)
+        del x, local, got, y
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+
+
+@pytest.mark.ranks(2)
+def test_many_cotangents_at_once(comm: Communicator) -> None:
+    x = leaf(comm)
+    rows = torch.stack([ONES, (comm.rank + 1) * ONES])
+    (g,) = torch.autograd.grad(mt.allreduce(x), {"x": x}, rows, is_grads_batched=True).values()
+    close(g, [[2.0] * 3, [3.0] * 3])
+
+
+@pytest.mark.ranks(2)
+def test_without_recording(comm: Communicator) -> None:
+    x = leaf(comm)
+    with torch.no_grad():
+        assert not mt.allreduce(x).requires_grad
+    with torch.inference_mode():
+        mt.allreduce(x)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.tensor(1.0).backward()
+    assert mt.allreduce(torch.arange(3)).tolist() == [0, 2, 4]
+    from mpigrad.torch import chain
+
+    chain._MANY, many = 3, chain._MANY
+    try:
+        with mt.messages(), pytest.warns(UserWarning, match="no_grad"):
+            for _ in range(4):
+                mt.allreduce(x)
+        with mt.messages(), warnings.catch_warnings():  # once
+            warnings.simplefilter("error")
+            for _ in range(4):
+                mt.allreduce(x)
+    finally:
+        chain._MANY, chain._warned = many, False
+
+
+@pytest.mark.ranks(2)
+def test_a_chain_for_each_thread(comm: Communicator) -> None:
+    """An open message of the main thread is not reversed by another thread's backward pass."""
+    x = leaf(comm)
+    y = mt.allreduce(x).sum()
+    done: list[Any] = []
+
+    def work() -> None:
+        z = leaf(comm)
+        (mt.allreduce(z) ** 2).sum().backward()
+        done.append(z.grad)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    close(done[0], 4 * points(2).sum(0))
+    y.backward()
+    close(x.grad, [2.0] * 3)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_messages_in_a_checkpoint_are_refused(reentrant: bool, comm: Communicator) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x = leaf(comm)
+    y = checkpoint(lambda x: torch.sin(mt.allreduce(x)), x, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint"):
+        y.sum().backward()
+
+
+# ---- transformations and compilation ----
+
+
+@pytest.mark.ranks(2)
+def test_transformations(comm: Communicator) -> None:
+    """On rank 1 the operand is constant, and not batched: the message is both, all the same."""
+    func = torch.func
+    x, X = leaf(comm).detach(), points(2)
+    f = lambda x: x * mt.allreduce(torch.sin(x) if comm.rank == 0 else ONES)
+    F = lambda X: X * (jnp.sin(X[0]) + 1)
+    value, tangent = func.jvp(f, (x,), (x,))
+    close(value, F(X)[comm.rank])
+    close(tangent, jax.jvp(F, (X,), (X,))[1][comm.rank])
+    batch = func.vmap(f)(torch.stack([x, 2 * x]))
+    close(batch, [F(X)[comm.rank], F(2 * X)[comm.rank]])
+    both = func.vmap(lambda x: func.jvp(f, (x,), (x,))[1])(torch.stack([x, 2 * x]))
+    close(both[1], jax.jvp(F, (2 * X,), (2 * X,))[1][comm.rank])
+    # Messages in a vmap are on the chain.
+    leaf_ = leaf(comm)
+    y = func.vmap(lambda x: mt.allreduce(torch.sin(x) if comm.rank == 0 else ONES))(
+        torch.stack([leaf_, 2 * leaf_])
+    )
+    z = mt.allreduce(leaf_)
+    (y.sum() if comm.rank == 1 else z.sum()).backward()
+    slope = jnp.cos(X[0]) + 2 * jnp.cos(2 * X[0]) if comm.rank == 0 else 0
+    close(leaf_.grad, slope + 1 + jnp.zeros(3))
+    # Reverse mode, where all ranks are alike.
+    g = lambda x: _cube(mt.allreduce(x * x, MPI.PROD))
+    G = lambda X: 2 * _cube(X[0] ** 2 * X[1] ** 2)
+    close(func.grad(g)(x), jax.grad(G)(X)[comm.rank])
+    rows = func.vmap(func.grad(g))(torch.stack([x, 2 * x]))
+    close(rows[1], jax.grad(G)(2 * X)[comm.rank])
+    product = func.jvp(func.grad(g), (x,), (x,))[1]
+    close(product, jax.jvp(jax.grad(G), (X,), (X,))[1][comm.rank])
+
+
+@pytest.mark.ranks(2)
+def test_compilation_breaks_the_graph(comm: Communicator) -> None:
+    @torch.compile(backend="eager")
+    def f(x: Tensor) -> Tensor:
+        y = torch.sin(x) * 2
+        return (mt.allreduce(y, op=MPI.SUM) ** 2).sum() + (x * x).sum()
+
+    x, X = leaf(comm), points(2)
+    f(x).backward()
+    F = lambda X: 2 * ((2 * jnp.sin(X)).sum(0) ** 2).sum() + (X * X).sum()
+    close(x.grad, jax.grad(F)(X)[comm.rank])
+
+
+# ---- tensors of all kinds ----
+
+
+@pytest.mark.ranks(2)
+def test_tensors_of_all_kinds(comm: Communicator) -> None:
+    right = lambda x: mt.sendrecv(x, 1 - comm.rank, 1 - comm.rank)
+    for dtype in (
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
+    ):  # fmt: skip
+        x = (torch.arange(4) + comm.rank).to(dtype)
+        y = right(x)
+        assert y.dtype == dtype
+        assert torch.equal(y, (torch.arange(4) + 1 - comm.rank).to(dtype)), dtype
+    z = torch.arange(6.0, dtype=torch.float64).reshape(2, 3).T + comm.rank
+    other = torch.arange(6.0, dtype=torch.float64).reshape(2, 3).T + 1 - comm.rank
+    for view in (lambda z: z, lambda z: z[1:, 1], lambda z: z[::2], lambda z: z[0, 0]):
+        close(right(view(z)), view(other))
+    close(right((1j * z).conj()), -1j * other.numpy())
+    close(right((1j * z).conj().imag), -other)  # a view with a negative sign to come
+    assert right(torch.zeros(0, 3)).shape == (0, 3)
+    assert right(torch.nn.Parameter(torch.ones(2))).tolist() == [1, 1]
+    assert float(mt.allreduce(1.5)) == 3
+    assert mt.allreduce(np.arange(2)).tolist() == [0, 2]
+    tree = right({"a": z, "b": [torch.tensor(comm.rank), torch.ones(2)]})
+    assert int(tree["b"][0]) == 1 - comm.rank
+    with pytest.raises(TypeError, match="float8"):
+        right(torch.ones(2).to(torch.float8_e5m2))
+    with pytest.raises(TypeError, match="to_dense"):
+        right(torch.eye(2).to_sparse())
+    with pytest.raises(TypeError, match="meta"):
+        right(torch.ones(2, device="meta"))
+    with pytest.raises(TypeError, match="array of JAX"):
+        right(jnp.ones(2))
+    with pytest.raises(TypeError, match="float16"):
+        mt.allreduce(torch.ones(2, dtype=torch.float16))
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        mt.allreduce(torch.ones(2), roots=1)
+
+
+@pytest.mark.ranks(2)
+def test_results_are_new_memory(comm: Communicator) -> None:
+    """PyTorch writes its tensors: neither the operand nor a result may be another's memory."""
+    with torch.no_grad():
+        x = torch.ones(1000)
+        for f in (mt.allreduce, mt.bcast, mt.scan, lambda x: mt.sendrecv(x, comm.rank, comm.rank)):
+            y = f(x)
+            before = y.clone()
+            x += 1
+            assert torch.equal(y, before)
+            y.zero_()
+            assert not torch.any(x == 0)
+
+
+@pytest.mark.ranks(2)
+def test_mistakes_are_one_error_on_all_ranks(comm: Communicator) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?s)do not agree.*test_torch_autograd"):
+        mt.allreduce(torch.ones(2 + comm.rank))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not the same on all ranks"):
+        mt.assert_replicated(torch.tensor(float(comm.rank)))
+    with pytest.raises(ValueError, match="root=2 is not a rank"):
+        mt.bcast(torch.ones(2), root=2)
+
+
+@pytest.mark.ranks(2)
+def test_communicators(comm: Communicator) -> None:
+    alone = comm.split(comm.rank)
+    x = leaf(comm)
+    with alone:
+        y = mt.allreduce(x)
+    close(y, x.detach())
+    (2 * y).sum().backward()  # outside of the `with`: adjoints are sent where the message was
+    close(x.grad, [2.0] * 3)
+    mt.barrier()
+    assert mpigrad.Communicator is mt.Communicator
