@@ -107,6 +107,8 @@ class Saving:
         like: Any,
         layout: Layout = False,
         check: Callable[[Any], object] | None = None,
+        *,
+        like_of: Callable[[Any], Any] | None = None,
     ) -> Saved | None:
         """See `Store.load`.
 
@@ -121,7 +123,8 @@ class Saving:
             if check is not None:
                 check(extra["extra"])
 
-        saved = self.store.load(like, layout, both)
+        inner = None if like_of is None else lambda extra: like_of(extra["extra"])
+        saved = self.store.load(like, layout, both, like_of=inner)
         return saved and dataclasses.replace(saved, extra=saved.extra["extra"])
 
     def _check(self, extra: Any) -> None:

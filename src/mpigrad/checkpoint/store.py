@@ -223,6 +223,8 @@ class Store:
         like: Any,
         layout: Layout = False,
         check: Callable[[Any], object] | None = None,
+        *,
+        like_of: Callable[[Any], Any] | None = None,
     ) -> Saved | None:
         """The newest save that is whole (collective); None where none was ever finished.
 
@@ -240,6 +242,8 @@ class Store:
             As for `save`; it may be another one.
         check
             Gets `extra` before anything else is looked at, and raises where the save is of no use.
+        like_of
+            extra -> what is used instead of `like`, where the save alone tells the shapes.
 
         Raises
         ------
@@ -247,7 +251,9 @@ class Store:
             On every rank: the save holds another state than `like`, with both; or there are saves,
             and none of them is whole.
         """
-        wanted = describe(like, layout, self.comm, "mpigrad.Store.load")
+        wanted: list[Leaf] = []
+        if like_of is None:
+            wanted = describe(like, layout, self.comm, "mpigrad.Store.load")
         refused: list[str] = []
         for number in sorted(self.comm.mpi.bcast(self._listed()), reverse=True):
             path = self._path(number)
@@ -262,6 +268,10 @@ class Store:
             with together(self.comm):
                 if check is not None:
                     check(manifest.extra)
+                if like_of is not None:
+                    like = like_of(manifest.extra)
+            if like_of is not None:
+                wanted = describe(like, layout, self.comm, "mpigrad.Store.load")
             _compare(path, manifest.leaves, wanted)
             templates, structure = jax.tree.flatten(like)
             found: list[Any] = []

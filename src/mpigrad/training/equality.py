@@ -1,0 +1,63 @@
+"""Replicas that begin equal: checked, and made so from rank 0's."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from mpigrad.communicator import Communicator
+from mpigrad.together import together
+from mpigrad.training.replica import Replica
+
+__all__ = ["bcast_bytes", "make_equal"]
+
+_PIECE = 1 << 30  # bytes in a message: counts of MPI are 32 bits
+
+
+def make_equal(replica: Replica, comm: Communicator) -> None:
+    """Give all replicas rank 0's parameters, buffers and optimizer state (collective).
+
+    Raises
+    ------
+    ValueError
+        On every rank: names, shapes or dtypes of parameters differ.
+    """
+    everywhere = comm.mpi.allgather(replica.parameters)
+    for rank, theirs in enumerate(everywhere):
+        ours = everywhere[0]
+        for a, b in zip(ours, theirs, strict=False):
+            if a != b:
+                raise ValueError(
+                    f"trainer: parameters differ between ranks: {a} on rank 0, {b} on rank {rank}; "
+                    "build the same model on all ranks"
+                )
+        if len(ours) != len(theirs):
+            more, fewer = (0, rank) if len(ours) > len(theirs) else (rank, 0)
+            extra = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
+            raise ValueError(
+                f"trainer: parameters differ between ranks: rank {more} has {extra}, rank {fewer} "
+                "has not; build the same model on all ranks"
+            )
+    prints = comm.mpi.allgather(replica.fingerprint())
+    others = [str(rank) for rank, value in enumerate(prints) if value != prints[0]]
+    if others and comm.rank == 0:
+        print(
+            f"mpigrad: trainer: the parameters of rank{'s' * (len(others) > 1)} "
+            f"{', '.join(others)} were not rank 0's; all ranks begin with rank 0's",
+            file=sys.stderr,
+            flush=True,
+        )
+    state = bcast_bytes(comm, replica.state() if comm.rank == 0 else b"")
+    with together(comm):
+        if comm.rank > 0:
+            replica.load(state)
+
+
+def bcast_bytes(comm: Communicator, data: bytes, root: int = 0) -> bytes:
+    """The root's bytes, of any number, on every rank (collective)."""
+    size = comm.mpi.bcast(len(data), root)
+    memory = np.frombuffer(data, np.uint8) if comm.rank == root else np.empty(size, np.uint8)
+    for start in range(0, size, _PIECE):
+        comm.mpi.Bcast(memory[start : start + _PIECE], root)
+    return data if comm.rank == root else memory.tobytes()

@@ -1,0 +1,171 @@
+"""A pytree of parameters and a transformation of optax as a replica."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.checkpoint.leaves import dtype_of, kind_of, local_shape, restored, to_host
+from mpigrad.training.flat import Flat, Parameter
+from mpigrad.training.replica import Batch, Replica
+
+__all__ = ["JaxReplica"]
+
+
+class JaxReplica(Replica):
+    """See `trainer`. Two programs are compiled: loss with gradient, and the optimizer's step.
+
+    The first one is compiled for each shape of a batch: uneven parts have two or three.
+    """
+
+    def __init__(
+        self,
+        parameters: Any,
+        optimizer: Any,
+        loss: Callable[..., Any],
+        weight: Callable[..., float] | None = None,
+    ) -> None:
+        if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+            raise TypeError(
+                "trainer: the optimizer of a pytree must be optax's, such as optax.adam(1e-3), not "
+                f"{optimizer!r}"
+            )
+        named = jax.tree.leaves_with_path(parameters)
+        for path, leaf in named:
+            dtype = getattr(leaf, "dtype", None)
+            if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+                raise TypeError(
+                    f"trainer: model{jax.tree_util.keystr(path)} is "
+                    f"{type(leaf).__name__ if dtype is None else f'of {dtype}'}; parameters are "
+                    "arrays of floating-point numbers: keep anything else in the loss"
+                )
+        if not named:
+            raise ValueError("trainer: the model holds no parameters")
+        self._parameters = _copied(parameters)
+        self._structure = jax.tree.structure(parameters)
+        super().__init__(
+            [
+                Parameter(f"model{jax.tree_util.keystr(path)}", leaf.shape, leaf.dtype.name)
+                for path, leaf in jax.tree.leaves_with_path(self._parameters)
+            ],
+            weight,
+        )
+        self._state = _copied(optimizer.init(self._parameters))
+
+        def weighted(parameters: Any, weight: Any, batch: Batch) -> tuple[Any, Any]:
+            value = jnp.asarray(loss(parameters, *batch))
+            if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+                raise TypeError(
+                    "trainer: loss(params, *batch) must return one real number, the mean over the "
+                    f"batch's samples; it has returned {value.dtype} of shape {value.shape}"
+                )
+            return value * weight.astype(value.dtype), value
+
+        self._gradient = jax.jit(jax.value_and_grad(weighted, has_aux=True))
+
+        def stepped(parameters: Any, state: Any, sections: Any) -> tuple[Any, Any]:
+            import optax
+
+            gradient = self._tree(sections, self.gradients)
+            updates, state = optimizer.update(gradient, state, parameters)
+            return optax.apply_updates(parameters, updates), state
+
+        # The old parameters' memory is used again: `model` gives copies away.
+        self._stepped = jax.jit(stepped, donate_argnums=(0, 1))
+        self._whole = jax.jit(lambda sections: self._tree(sections, self.values))
+
+    @property
+    def model(self) -> Any:
+        return _copied(self._parameters)
+
+    def gradient(
+        self,
+        batch: Batch,
+        weight: float,
+        ready: Callable[[int], None] | None = None,
+        *,
+        add: bool = False,
+    ) -> float:
+        (_, loss), tree = self._gradient(self._parameters, np.float64(weight), batch)
+        leaves = jax.tree.leaves(tree)
+        for index in self.gradients.order:
+            place = self.gradients.arrays[index]
+            if add:
+                np.add(place, np.asarray(leaves[index]), out=place)
+            else:
+                np.copyto(place, np.asarray(leaves[index]))
+            if ready is not None:
+                ready(index)  # one bucket is copied while another is under way
+        return float(loss)
+
+    def no_gradient(self) -> None:
+        super().no_gradient()
+        self.unused = frozenset()  # an update by zeros is what one rank would make
+
+    def update(self, skip: frozenset[int] = frozenset()) -> None:
+        self._parameters, self._state = self._stepped(
+            self._parameters, self._state, self.gradients.sections
+        )
+        # The program reads `gradients` where they are: it has to end before they are changed.
+        jax.block_until_ready(self._parameters)
+
+    def arrange(self, order: Sequence[int]) -> None:
+        super().arrange(order)
+        self._stepped.clear_cache()  # type: ignore[attr-defined]
+
+    def _tree(self, sections: Any, flat: Flat) -> Any:
+        """The pytree of arrays that lie in sections; traced."""
+        leaves = []
+        for parameter, (section, start, stop) in zip(self.parameters, flat.places, strict=True):
+            part = sections[section][start:stop]
+            if jnp.issubdtype(parameter.dtype, jnp.complexfloating):
+                pairs = part.reshape(-1, 2)
+                part = jax.lax.complex(pairs[:, 0], pairs[:, 1])
+            leaves.append(part.reshape(parameter.shape))
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def read(self) -> None:
+        for place, leaf in zip(self.values.arrays, jax.tree.leaves(self._parameters), strict=True):
+            np.copyto(place, np.asarray(leaf))
+
+    def write(self) -> None:
+        self._parameters = jax.block_until_ready(self._whole(self.values.sections))
+
+    # ---- what a replica needs to go on ----
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for leaf in jax.tree.leaves(self._parameters):
+            digest.update(to_host(leaf).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
+
+    def state(self) -> bytes:
+        file = io.BytesIO()
+        leaves = jax.tree.leaves((self._parameters, self._state))
+        np.savez(file, *(to_host(leaf).reshape(-1).view(np.uint8) for leaf in leaves))
+        return file.getvalue()
+
+    def load(self, state: bytes) -> None:
+        like, structure = jax.tree.flatten((self._parameters, self._state))
+        with np.load(io.BytesIO(state)) as found:
+            if len(found.files) != len(like):
+                raise ValueError(
+                    f"trainer: the saved state has {len(found.files)} arrays, that of this model "
+                    f"and this optimizer {len(like)}"
+                )
+            leaves = [
+                restored(found[name].view(dtype_of(kind_of(leaf))).reshape(local_shape(leaf)), leaf)
+                for name, leaf in zip(found.files, like, strict=True)
+            ]
+        self._parameters, self._state = jax.tree.unflatten(structure, leaves)
+
+
+def _copied(tree: Any) -> Any:
+    """A tree whose arrays share no memory with another one: it may be given away."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)

@@ -1,0 +1,232 @@
+# pyright: reportMissingImports=false
+"""A PyTorch module and its optimizer as a replica."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from mpigrad.training.flat import Flat, Parameter
+from mpigrad.training.replica import Batch, Replica
+
+__all__ = ["TorchReplica"]
+
+
+class TorchReplica(Replica):
+    """See `trainer`. What the optimizer holds is trained; all of it must belong to the module.
+
+    A parameter's gradient is copied once, when the backward pass has made it, to its place in
+    `gradients`; `.grad` then is a view of that place. `values` become the memory of parameters that
+    lie on the CPU without gaps, when they are first asked for.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[..., Any],
+        weight: Callable[..., float] | None = None,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                "trainer: the optimizer of a module must be one of torch.optim, such as "
+                f"torch.optim.SGD(model.parameters(), lr=0.1), not {type(optimizer).__name__}"
+            )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "trainer: torch.optim.LBFGS evaluates the loss several times in a step, on this "
+                "rank's batch alone; see mpigrad.optimize.minimize for an L-BFGS of all ranks"
+            )
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and id(p) in held]
+        strangers = len(held - {id(p) for p in module.parameters()})
+        if strangers:
+            raise ValueError(
+                f"trainer: the optimizer holds {strangers} parameters that are not the module's; "
+                "put all that is trained into one torch.nn.Module"
+            )
+        if not named:
+            raise ValueError("trainer: the optimizer holds no parameter that requires a gradient")
+        super().__init__(
+            [Parameter(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named],
+            weight,
+        )
+        self._module, self._optimizer, self._loss = module, optimizer, loss
+        self._tensors: list[torch.Tensor] = [p for _, p in named]
+        self._places = _tensors(self.gradients, self._tensors)
+        self._ready: Callable[[int], None] | None = None
+        self._add = self._computing = False
+        self._seen: set[int] = set()
+        for index, tensor in enumerate(self._tensors):
+            tensor.register_post_accumulate_grad_hook(functools.partial(self._keep, index))
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._module
+
+    def gradient(
+        self,
+        batch: Batch,
+        weight: float,
+        ready: Callable[[int], None] | None = None,
+        *,
+        add: bool = False,
+    ) -> float:
+        for tensor in self._tensors:
+            tensor.grad = None
+        self._ready, self._add, self._computing = ready, add, True
+        self._seen.clear()
+        try:
+            loss = self._loss(self._module, *batch)
+            if not (
+                isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point()
+            ):
+                what = (
+                    f"a tensor of {loss.dtype} and shape {tuple(loss.shape)}"
+                    if isinstance(loss, torch.Tensor)
+                    else f"a {type(loss).__name__}"
+                )
+                raise TypeError(
+                    f"trainer: loss(model, *batch) must return one real number (torch scalar), the "
+                    f"mean over the batch's samples; it has returned {what}"
+                )
+            if loss.requires_grad:
+                loss.backward(torch.full_like(loss, weight))
+        finally:
+            self._computing = False
+        unused = frozenset(range(len(self._tensors))) - self._seen
+        for index in self.gradients.order:
+            if index in unused:
+                if not add:
+                    self._places[index].zero_()
+                if ready is not None:
+                    ready(index)
+        self.unused = unused & self.unused if add else unused
+        return loss.item()
+
+    def _keep(self, index: int, tensor: torch.Tensor) -> None:
+        """The backward pass has made a parameter's gradient: bring it to its place."""
+        if not self._computing:
+            return  # a backward pass of the user's own
+        gradient, place = tensor.grad, self._places[index]
+        if index in self._seen:
+            # A part of it came before: it is added in place, which is too late for what was sent.
+            if self._ready is not None:
+                raise RuntimeError(
+                    f"trainer: the gradient of {self.parameters[index].name} has come twice in one "
+                    "backward pass, and the first one has been sent. With activation checkpoints "
+                    "give use_reentrant=False, or train with Synchronous(overlap=False)"
+                )
+            return
+        assert gradient is not None
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self._add:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+        self._seen.add(index)
+        if place.device == tensor.device:
+            tensor.grad = place
+        if self._ready is not None:
+            self._ready(index)
+
+    def update(self, skip: frozenset[int] = frozenset()) -> None:
+        for index, (tensor, place) in enumerate(zip(self._tensors, self._places, strict=True)):
+            tensor.grad = None if index in skip else place.to(tensor.device)
+        self._optimizer.step()
+
+    @functools.cached_property
+    def values(self) -> Flat:
+        flat = Flat(self.parameters)
+        with torch.no_grad():
+            for tensor, place in zip(self._tensors, _tensors(flat, self._tensors), strict=True):
+                if tensor.device == place.device and tensor.is_contiguous():
+                    place.copy_(tensor)
+                    tensor.data = place
+        return flat
+
+    def read(self) -> None:
+        with torch.no_grad():
+            for tensor, place in self._apart():
+                place.copy_(tensor)
+
+    def write(self) -> None:
+        with torch.no_grad():
+            for tensor, place in self._apart():
+                tensor.copy_(place)
+
+    def _apart(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters whose memory is not `values`, and their places there."""
+        pairs = zip(self._tensors, _tensors(self.values, self._tensors), strict=True)
+        return [(t, place) for t, place in pairs if t.data_ptr() != place.data_ptr()]
+
+    def arrange(self, order: Sequence[int]) -> None:
+        super().arrange(order)
+        self._places = _tensors(self.gradients, self._tensors)
+
+    # ---- what a replica needs to go on ----
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for tensor in self._module.state_dict().values():
+            if isinstance(tensor, torch.Tensor):
+                numbers = tensor.detach().cpu().contiguous().view(-1)
+                digest.update(numbers.view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def buffers(self) -> bytes:
+        found = dict(self._module.named_buffers())
+        return _written(found) if found else b""
+
+    def load_buffers(self, buffers: bytes) -> None:
+        here = dict(self._module.named_buffers())
+        with torch.no_grad():
+            for name, value in _read(buffers).items():
+                here[name].copy_(value)
+
+    def state(self) -> bytes:
+        state = {"module": self._module.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return _written(state)
+
+    def load(self, state: bytes) -> None:
+        found = _read(state)
+        self._module.load_state_dict(found["module"])
+        self._optimizer.load_state_dict(found["optimizer"])
+
+    def random_state(self) -> bytes:
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_available():
+            states.append(torch.cuda.get_rng_state())
+        return _written(states)
+
+    def load_random_state(self, state: bytes) -> None:
+        cpu, *cuda = _read(state)
+        torch.set_rng_state(cpu)
+        for generator in cuda if torch.cuda.is_available() else ():
+            torch.cuda.set_rng_state(generator)
+
+
+def _tensors(flat: Flat, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The places of a flat array's parameters as tensors, which share its memory."""
+    places = []
+    for (section, start, stop), tensor in zip(flat.places, like, strict=True):
+        raw = torch.from_numpy(flat.sections[section][start:stop].view(np.uint8))
+        places.append(raw.view(tensor.dtype).view(tensor.shape))
+    return places
+
+
+def _written(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def _read(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
