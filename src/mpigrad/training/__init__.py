@@ -6,6 +6,7 @@ from mpigrad.training.history import History, Record
 from mpigrad.training.local import LocalSGD
 from mpigrad.training.metrics import mean
 from mpigrad.training.replica import Replica
+from mpigrad.training.server import ParameterServer
 from mpigrad.training.strategy import Run, Session, StepError, Strategy
 from mpigrad.training.synchronous import Synchronous
 from mpigrad.training.trainer import Trainer, trainer
@@ -16,6 +17,7 @@ __all__ = [
     "History",
     "LocalSGD",
     "Parameter",
+    "ParameterServer",
     "Record",
     "Replica",
     "Run",

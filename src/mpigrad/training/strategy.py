@@ -98,6 +98,10 @@ class Run(abc.ABC):
         Ranks may have different numbers of batches. Each update is told to `session.note`.
         """
 
+    def updates_of(self, batches: int) -> int:
+        """How many updates so many global batches make at most."""
+        return batches
+
     def step(self, batch: Batch) -> Record:
         """One update (collective)."""
         raise TypeError(f"{type(self).__name__}: ranks do not go step by step; use Trainer.run")

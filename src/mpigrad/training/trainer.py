@@ -244,7 +244,7 @@ class Trainer:
     def _progress(self, steps: int | None) -> Progress:
         total = steps
         if total is None and self._batches is not None and self._batches.left is not None:
-            total = self._run.step_number + self._batches.left
+            total = self._run.step_number + self._run.updates_of(self._batches.left)
         if total is None:
             raise ValueError(
                 "trainer: progress needs to know the end: give steps=, or Batches with epochs="

@@ -1,0 +1,79 @@
+"""The workers of a parameter server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpigrad.communicator import Communicator
+from mpigrad.training.replica import Batch, Replica
+from mpigrad.training.server_messages import OVER, Channel, Failure, Kind
+from mpigrad.training.strategy import Run, Session
+from mpigrad.training.summation import combine
+
+__all__ = ["Working"]
+
+SERVER = 0
+
+
+class Working(Run):
+    """A rank that computes gradients; see `ParameterServer`."""
+
+    keeps_state = False
+    buffers_of = 1
+
+    def __init__(self, replica: Replica, comm: Communicator, *, drop: bool) -> None:
+        self.shard = comm.rank - 1, comm.size - 1
+        self._replica, self._channel, self._rank = replica, Channel(comm), comm.rank
+        self._drop = drop
+        self._unused: frozenset[int] = frozenset()  # as the server knows them
+
+    def train(self, batches: Iterator[Batch], session: Session) -> None:
+        replica, working = self._replica, True
+        while True:
+            what = "the parameters of the server" if working else "the end of the training"
+            arrival = self._channel.wait(what, SERVER, unlimited=not working)
+            if arrival.kind is Kind.FAILED:
+                raise arrival.content().error()
+            arrival.into(replica.values)
+            replica.write()
+            self.step_number, then = (int(number) for number in replica.values.header[:2])
+            if then & OVER or (then and session.act(then)):
+                return
+            working = working and self._work(batches)
+
+    def _work(self, batches: Iterator[Batch]) -> bool:
+        """Send the gradient of a batch; false, and the server knows it, where there is none."""
+        replica, channel = self._replica, self._channel
+        try:
+            batch = next(batches, None)
+            if batch is None:
+                channel.tell(None, Kind.DONE, SERVER)
+                return False
+            weight, loss = replica.weight(batch), 0.0
+            if weight > 0:
+                loss = replica.gradient(batch, weight)
+                self._check()
+        except Exception as error:
+            channel.tell(Failure.of(error, self._rank), Kind.FAILED, SERVER)
+            if self._drop:
+                return False
+            raise
+        if weight > 0 and replica.unused != self._unused:
+            self._unused = replica.unused
+            channel.tell(self._unused, Kind.UNUSED, SERVER)
+        replica.gradients.header[:3] = self.step_number, weight, loss
+        channel.send(replica.gradients, Kind.GRADIENT, SERVER, whole=weight > 0)
+        return True
+
+    def _check(self) -> None:
+        """Raise where the gradient has a number that is not finite."""
+        gradients = self._replica.gradients
+        for number, section in enumerate(gradients.sections):
+            spoiled: list[tuple[int, list[int]]] = []
+            combine([section], 1.0, section, spoiled=spoiled)  # changes nothing
+            if spoiled:
+                raise FloatingPointError(
+                    f"trainer: a gradient at the parameters of step {self.step_number} is not "
+                    f"finite: {gradients.parameter_at(number, spoiled[0][0]).name} "
+                    f"(from rank {self._rank})"
+                )
