@@ -54,6 +54,8 @@ def test_help_of_a_problem_lists_its_settings() -> None:
         (("run", "fwi", "--initial", "missing.mat"), "there is no file missing.mat"),
         (("run", "acoustic", "--cells", 4, 30), "--cells: at least 8 along each axis"),
         (("run", "population", "--data", "missing.csv"), "there is no file missing.csv"),
+        (("run", "sgd", "--module", "missing.py:task"), "there is no file missing.py"),
+        (("run", "sgd", "--mode", "hogwild"), "--mode"),
         (("run", "elastic", "--source", "drum"), "--source"),
         (("run", "storm"), "'poisson'"),
         (("run",), "PROBLEM"),

@@ -13,10 +13,12 @@ EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").
 LONG = ("lynx_hare",)  # in make test-full only
 
 
-CASES = [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.full] if path.stem in LONG else [])
-    for path in EXAMPLES
-]
+def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
+    needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", path.read_text(), re.M)
+    return [pytest.mark.full] * (path.stem in LONG) + [pytest.mark.torch] * bool(needs_torch)
+
+
+CASES = [pytest.param(path, id=path.stem, marks=marks(path)) for path in EXAMPLES]
 
 
 @pytest.mark.ranks(1, 2)

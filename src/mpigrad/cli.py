@@ -27,9 +27,9 @@ from mpigrad import launcher
 
 __all__ = ["PROBLEMS", "main", "problem_options"]
 
-PROBLEMS = ("poisson", "heat", "acoustic", "elastic", "fwi", "population")
+PROBLEMS = ("poisson", "heat", "acoustic", "elastic", "fwi", "population", "sgd")
 _PACKAGES = ("equinox", "matplotlib", "zarr")  # of the problems; of one of them also:
-_MORE_PACKAGES = {"population": ("blackjax", "diffrax")}
+_MORE_PACKAGES = {"population": ("blackjax", "diffrax"), "sgd": ("optax", "sklearn")}
 _WITH_VALUE = ("-n", "--ranks", "--timeout", "--grace")  # of LaunchOptions
 _FLAGS = ("--profile",)  # of Launch
 
@@ -83,7 +83,7 @@ class Run:
 
     problem: tyro.conf.Positional[
         Annotated[
-            Literal["poisson", "heat", "acoustic", "elastic", "fwi", "population"],
+            Literal["poisson", "heat", "acoustic", "elastic", "fwi", "population", "sgd"],
             tyro.conf.arg(metavar="PROBLEM"),
         ]
     ]
@@ -91,7 +91,8 @@ class Run:
     heat: heat in a plate, or its diffusivity from thermometers;
     acoustic, elastic: shots at a model of the ground;
     fwi: the model of the ground, from the recordings of such shots;
-    population: how patients absorb and eliminate a drug, from blood samples."""
+    population: how patients absorb and eliminate a drug, from blood samples;
+    sgd: a network that reads digits, or your own, by stochastic gradients."""
 
 
 @dataclasses.dataclass(frozen=True)
