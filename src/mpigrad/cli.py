@@ -1,4 +1,4 @@
-"""The `mpigrad` command: run, launch, doctor.
+"""The `mpigrad` command: run, launch, doctor, bench.
 
 This process starts the ranks and is none of them, so it imports neither JAX nor MPI. Options are
 checked here, before anything is launched, and parsed again on the ranks (`mpigrad.rank`).
@@ -108,6 +108,28 @@ class Doctor:
     """Time limit of the self-test."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Compare with other libraries, side by side: the tables of bench/, and a page of them.
+
+    Other libraries are installed on demand, into an environment of their own.
+    """
+
+    tables: tyro.conf.Positional[
+        Annotated[
+            tuple[str, ...],
+            tyro.conf.arg(metavar="TABLE ...", help_behavior_hint="(default: all)"),
+        ]
+    ] = ()
+    """Names of bench/tables.toml: operations, poisson, sparse, waves, ..."""
+    out: pathlib.Path = pathlib.Path("results/bench")
+    """Directory for results, pictures and report.html."""
+    quick: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Smaller problems and fewer rounds: minutes instead of an hour or two."""
+    peers: bool = True
+    """Install the other libraries; without, those are measured that are here already."""
+
+
 def problem_options(problem: str) -> type[Any]:
     """The options of `mpigrad run PROBLEM`: the problem's settings, and those of launching."""
     settings = settings_of(problem)
@@ -152,6 +174,8 @@ def main() -> int:
                 _check_launch(options.ranks, options.timeout, 0.0)
                 doctor = importlib.import_module("mpigrad.doctor")
                 return doctor.examine(options.ranks, options.timeout)
+            case ["bench", *rest]:
+                return _bench(_parse(Bench, "mpigrad bench", rest))
             case ["--version"]:
                 print(f"mpigrad {mpigrad.__version__}")
                 return 0
@@ -165,7 +189,7 @@ def main() -> int:
 def _overview(arguments: list[str]) -> int:
     """Help, and the errors of a command line that names no command or no problem."""
     tyro.extras.subcommand_cli_from_dict(
-        {"run": Run, "launch": Launch, "doctor": Doctor},
+        {"run": Run, "launch": Launch, "doctor": Doctor, "bench": Bench},
         prog="mpigrad",
         description="MPI programs that can be differentiated: run them, launch your own, and find "
         "out what is wrong with an installation.",
@@ -208,6 +232,14 @@ def _launch(arguments: list[str]) -> int:
         case [file, *_] if not pathlib.Path(file).exists():
             _refuse(f"there is no file {file}")
     return _start(program, options, {"MPIGRAD_PROFILE": "1"} if options.profile else {})
+
+
+def _bench(options: Bench) -> int:
+    bench = importlib.import_module("mpigrad.bench")
+    try:
+        return bench.run(options.tables, options.out, quick=options.quick, peers=options.peers)
+    except bench.BenchError as error:
+        _refuse(str(error).removeprefix("mpigrad: "))
 
 
 def _start(

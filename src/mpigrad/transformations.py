@@ -12,7 +12,7 @@ import inspect
 import operator
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -167,17 +167,20 @@ def _value_and_grad(
         out = f(*args, **kwargs)
         if loss == "share":
             return out
-        group = resolve(comm)
-        value, aux = out if has_aux else (out, None)
-        assert_replicated(value, group, "the loss that is declared replicated")
         # Counted once. Not a product with 0 or 1, which would make a NaN of an infinite loss.
-        value = jnp.where(group.rank == 0, value, jnp.zeros_like(value))
-        return (value, aux) if has_aux else value
+        # Whether it is equal everywhere is asked outside, where that sends no adjoint messages.
+        value = out[0] if has_aux else out
+        mine = jnp.where(resolve(comm).rank == 0, value, jnp.zeros_like(value))
+        return mine, out
 
     # Argument 0 is the carrier; negative numbers count from the end, as before.
     shifted = tuple(n + 1 if n >= 0 else n for n in numbers)
     differentiate = jax.value_and_grad(
-        with_carrier(share), (0, *shifted), has_aux, holomorphic, allow_int
+        with_carrier(share),
+        (0, *shifted),
+        has_aux or loss == "replicated",
+        holomorphic,
+        allow_int,
     )
     zero = np.complex64(0) if holomorphic else _ZERO
 
@@ -187,19 +190,21 @@ def _value_and_grad(
             for n in equal:
                 assert_replicated(args[n], group, f"argument {n}, declared replicated,")
         out, (_, *gradients) = differentiate(zero, *args, **kwargs)
-        if equal:
-            summed = _sum_over_ranks(
-                [g for n, g in zip(numbers, gradients, strict=True) if n in equal], group
-            )
-            parts = iter(summed)
-            gradients = [
-                next(parts) if n in equal else g for n, g in zip(numbers, gradients, strict=True)
-            ]
+        value, aux = out if has_aux or loss == "replicated" else (out, None)
+        if loss == "replicated":
+            whole, aux = cast(Any, aux) if has_aux else (aux, None)
+            assert_replicated(whole, group, "the loss that is declared replicated")
+        parts = [g for n, g in zip(numbers, gradients, strict=True) if n in equal]
+        if reduce_value:  # what is summed travels together
+            value, *parts = _sum_over_ranks([value, *parts], group)
+        elif parts:
+            parts = _sum_over_ranks(parts, group)
+        summed = iter(parts)
+        gradients = [
+            next(summed) if n in equal else g for n, g in zip(numbers, gradients, strict=True)
+        ]
         gradient = tuple(gradients) if isinstance(argnums, Sequence) else gradients[0]
-        if reduce_value:
-            value = out[0] if has_aux else out
-            value = _sum_over_ranks(value, group)
-            out = (value, out[1]) if has_aux else value
+        out = (value, aux) if has_aux else value
         return out, gradient
 
     return transformed

@@ -113,6 +113,19 @@ def test_native_is_the_one_rank_program(comm, alone, order):
         compare(native, mine, everything(dataclasses.replace(native, **ways[comm.size])))
 
 
+@pytest.mark.thin(3)
+def test_shares_of_the_gathers(comm):
+    acoustic = model(comm)
+    velocity, wavelets, *_ = whole()
+    centres = (np.array([[1, 3], [9, 8], [18, 15]]) + 0.5) * SPACING
+    arguments = velocity[acoustic.grid.slices], wavelets, Survey(SOURCES, centres[None])
+    complete = np.asarray(acoustic.propagate(*arguments).gathers)
+    share = np.asarray(acoustic.propagate(*arguments, gathers="share").gathers)
+    np.testing.assert_array_equal(comm.mpi.allreduce(share), complete)
+    # Each receiver's trace is whole on one rank: squares of shares add up, too.
+    assert sum(comm.mpi.allgather(np.any(share != 0, axis=(0, 2)))).tolist() == [1, 1, 1]
+
+
 @pytest.mark.thin(1, 3)
 @pytest.mark.parametrize("order", [4, 2])
 def test_native_is_the_reference(comm, order):

@@ -36,7 +36,7 @@ class Recording(NamedTuple):
     ----------
     gathers
         The pressure at the receivers, shape (n_shots, n_receivers, steps), complete and equal on
-        every rank of the grid; sample n is at time n dt.
+        every rank of the grid unless shares were asked for; sample n is at time n dt.
     state
         This rank's fields after the last step.
     """
@@ -134,6 +134,7 @@ class Acoustic:
         wavelets: Float[Array | np.ndarray, "_ sources steps"],
         survey: Survey,
         state: State | None = None,
+        gathers: Literal["complete", "share"] = "complete",
     ) -> Recording:
         """All shots of a survey (collective).
 
@@ -153,6 +154,10 @@ class Acoustic:
             The shots.
         state
             To go on from: this rank's fields, as an earlier recording has them. Default: at rest.
+        gathers
+            "complete", or this rank's "share" of them, without the message that adds the shares up.
+            A receiver at a cell's centre is complete on the rank that has the cell, and 0
+            elsewhere.
 
         Raises
         ------
@@ -177,7 +182,11 @@ class Acoustic:
             if state is None:
                 state = at_rest(scheme.tile, survey.n_shots, velocity.dtype)
             share, last = reference.propagate(scheme, velocity, amplitudes, state)
-        return Recording(allreduce(share, comm=self.grid.comm), last)
+        if gathers not in ("complete", "share"):
+            raise ValueError(f'acoustic: gathers are "complete" or a "share", not {gathers!r}')
+        if gathers == "complete":
+            share = allreduce(share, comm=self.grid.comm)
+        return Recording(share, last)
 
     def _is_native(self) -> bool:
         return (self.method or ("native" if jax.default_backend() == "cpu" else "xla")) == "native"

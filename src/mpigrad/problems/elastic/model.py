@@ -44,8 +44,8 @@ class Recording(NamedTuple):
     ----------
     gathers
         The components at the receivers, shape (n_shots, n_components, n_receivers, steps),
-        complete and equal on every rank of the grid. Sample n is taken before step n: velocities
-        (m/s) at (n - 1/2) dt, the pressure (Pa) at n dt.
+        complete and equal on every rank of the grid, unless shares were asked for. Sample n is
+        taken before step n: velocities (m/s) at (n - 1/2) dt, the pressure (Pa) at n dt.
     state
         This rank's fields after the last step.
     """
@@ -162,6 +162,7 @@ class Elastic:
         wavelets: Float[Array, "_ sources steps"],
         survey: Survey,
         state: State | None = None,
+        gathers: Literal["complete", "share"] = "complete",
     ) -> Recording:
         """All shots of a survey (collective).
 
@@ -182,6 +183,10 @@ class Elastic:
             The shots.
         state
             To go on from: this rank's fields, as an earlier recording has them. Default: at rest.
+        gathers
+            "complete", or this rank's "share" of them, without the message that adds the shares up.
+            A receiver where its component lies in a cell is complete on the rank that has the
+            cell, and 0 elsewhere.
 
         Raises
         ------
@@ -210,7 +215,11 @@ class Elastic:
             require_same(scheme.fingerprint, self.grid.comm)
             state = _at_rest(scheme, lam.dtype) if state is None else state
             share, last = reference.propagate(scheme, media, amplitudes, state)
-        return Recording(allreduce(share, comm=self.grid.comm), last)
+        if gathers not in ("complete", "share"):
+            raise ValueError(f'elastic: gathers are "complete" or a "share", not {gathers!r}')
+        if gathers == "complete":
+            share = allreduce(share, comm=self.grid.comm)
+        return Recording(share, last)
 
     def _is_native(self) -> bool:
         return (self.method or ("native" if jax.default_backend() == "cpu" else "xla")) == "native"

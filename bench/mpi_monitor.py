@@ -1,0 +1,57 @@
+"""What a rank has sent, as Open MPI's monitoring sees it (mpi_monitor.c).
+
+Hypre's messages and those of the native time loops are seen as well as those of operations, without
+a change to any of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pathlib
+import shutil
+import subprocess
+
+__all__ = ["counted", "environment"]
+
+SOURCE = pathlib.Path(__file__).with_suffix(".c")
+
+
+def environment(directory: pathlib.Path) -> dict[str, str]:
+    """What ranks are started with, so that `counted` works; the library goes into `directory`.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no C compiler.
+    """
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise RuntimeError("counting messages needs a C compiler")
+    library = directory / "libmpi_monitor.so"
+    flags = ["-O2", "-shared", "-fPIC", "-Wall", "-Wextra"]
+    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True)
+    return {"LD_PRELOAD": str(library), "OMPI_MCA_pml_monitoring_enable": "2"}
+
+
+def counted() -> tuple[int, int, int, int]:
+    """(messages from point to point, bytes, collectives, bytes of their operands) until now.
+
+    A collective counts on every rank, but bcast, reduce, gather and scatter on the root alone. On
+    one rank all are 0: nothing is sent.
+
+    Raises
+    ------
+    RuntimeError
+        If the ranks were not started with `environment`, or MPI is not Open MPI.
+    """
+    from mpi4py import MPI
+
+    if "Open MPI" not in MPI.Get_library_version():
+        raise RuntimeError("only Open MPI counts messages in this way")
+    if not hasattr(ctypes.CDLL(None), "mpi_monitor_read"):
+        raise RuntimeError("the ranks were not started with what mpi_monitor.environment gives")
+    numbers = (ctypes.c_long * 4)()
+    ctypes.CDLL(None).mpi_monitor_read(numbers)
+    messages, size, collectives, operands = numbers
+    others = MPI.COMM_WORLD.size - 1
+    return (messages, size, collectives, operands // others) if others else (0, 0, 0, 0)
