@@ -177,7 +177,7 @@ class SynchronousRun(Run):
             rows = self.replica.samples(batch)
             ends = [rows * i // count for i in range(count + 1)]
             parts = [
-                jax.tree.map(lambda leaf: leaf[a:b], batch)  # noqa: B023
+                jax.tree.map(lambda x: x[a:b] if getattr(x, "shape", ()) else x, batch)  # noqa: B023
                 for a, b in itertools.pairwise(ends)
             ]
         weighed = [(part, self.replica.weight(part)) for part in parts]

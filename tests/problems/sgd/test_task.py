@@ -131,6 +131,7 @@ def test_a_file_that_cannot_be_imported_is_refused(file):
         ({"batch": 0}, "--batch: at least 1"),
         ({"learning_rate": 0.0}, "--learning-rate: a positive number"),
         ({"momentum": 1.0}, "--momentum: in"),
+        ({"seed": -1}, "--seed: in"),
         ({"clip": -1.0}, "--clip: a positive norm"),
         ({"staleness": ()}, "--staleness: numbers of updates"),
         ({"staleness": (-1,)}, "--staleness: numbers of updates"),
