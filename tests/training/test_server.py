@@ -274,6 +274,8 @@ def test_a_callback_that_fails_at_the_last_update_is_heard(comm: Communicator) -
     with pytest.raises(StepError if comm.rank else LookupError, match="too late"):
         training.run(models.batches(), steps=3, callback=last)
     assert training.run(models.batches(), steps=4).records[-1].step == 4
+    with pytest.raises(StepError if comm.rank else RuntimeError, match=r"callback.* cannot save"):
+        training.run(models.batches(), steps=5, callback=lambda record: training.save("nowhere"))
 
 
 @pytest.mark.ranks(1)

@@ -31,7 +31,8 @@ class Synchronous(Strategy):
     by samples, summed in the order of the ranks, so that every rank has the same bits and the
     parameters stay equal without being sent. A parameter that no rank's loss depends on is left
     alone by a PyTorch optimizer, as on one rank; where some ranks' do, the others' gradients are
-    zeros.
+    zeros. Each gradient is multiplied by its number of samples before they are added: parameters of
+    float16, unlike those of bfloat16, may have too small a range for that.
 
     Attributes
     ----------

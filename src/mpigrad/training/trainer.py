@@ -117,7 +117,7 @@ class Trainer:
         self.replica, self._run, self.comm, self._strategy = replica, run, comm, strategy
         self.shard = run.shard
         self._records: list[Record] = []
-        self._asked_to_end = False
+        self._asked_to_end = self._running = False
         self._batches: Batches | None = None
         self._position: dict[str, Any] | None = None  # of batches that are yet to be given
         self._saved_in: str | None = None  # the directory whose newest save is of this trainer
@@ -222,6 +222,8 @@ class Trainer:
                     session.progress = self._progress(steps)
             if session.progress is not None:
                 stack.callback(session.progress.close)
+            self._running = True
+            stack.callback(setattr, self, "_running", False)
             self._run.train(_tuples(batches), session)
             self._share()
             warn_if_different(
@@ -249,6 +251,11 @@ class Trainer:
         Model, optimizer, the position in `Batches` and each rank's generator of PyTorch; see
         `mpigrad.checkpoint.Store`.
         """
+        if self._running and not self.shard[1]:
+            raise RuntimeError(
+                "trainer: a parameter server's callback, which no other rank calls, cannot save; "
+                "give checkpoint= to run"
+            )
         return self._saved(Store(directory, self.comm))
 
     def resume(self, directory: str | os.PathLike[str]) -> bool:

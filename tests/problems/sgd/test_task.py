@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mpigrad.problems.sgd import Settings, Task, digits, load
+from mpigrad.problems.sgd.testing import evaluator
 
 FACTORIES = """
 import jax.numpy as jnp
@@ -112,6 +113,17 @@ def test_a_factory_gives_a_task(file):
 def test_a_factory_that_gives_something_else_is_refused(file, name, said):
     with pytest.raises((ValueError, TypeError), match=said):
         load(Settings(module=f"{file}:{name}"))
+
+
+@pytest.mark.ranks(2)
+def test_a_score_that_fails_on_one_rank_is_raised_by_all(comm):
+    def failing(model, x):
+        raise ValueError("no such score")
+
+    one = (np.zeros((1, 1)),)  # the other rank has none
+    task = Task({"a": jnp.zeros(())}, failing, one, held_out=one)
+    with pytest.raises(ValueError, match="no such score"):
+        evaluator(task, 4, comm)(task.model)
 
 
 @pytest.mark.ranks(1)
