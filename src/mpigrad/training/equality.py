@@ -40,7 +40,10 @@ def make_equal(replica: Replica, comm: Communicator) -> None:
                 f"trainer: parameters differ between ranks: rank {more} has {extra}, rank {fewer} "
                 "has not; build the same model on all ranks"
             )
-    settings = comm.mpi.allgather(replica.settings())
+    own: dict[str, str] = {}
+    with together(comm):
+        own = replica.settings()
+    settings = comm.mpi.allgather(own)
     for rank, theirs in enumerate(settings):
         for name in {**settings[0], **theirs}:
             a, b = settings[0].get(name), theirs.get(name)
