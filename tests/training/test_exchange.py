@@ -120,6 +120,11 @@ def test_compressed_sums_are_equal_on_all_ranks_and_nearly_right(comm, dtype):
     bound = {"float16": 1e-3, "bfloat16": 1e-2}[dtype] if comm.size > 1 else 1e-6
     assert np.all(error <= 2 * bound * scale + 1e-6)
     assert len(set(comm.mpi.allgather(flat.message.tobytes()))) == 1
+    if comm.size > 1 and dtype == "float16":
+        exchanged(exchange, flat, weights, [1e8 * v for v in everybody[comm.rank]])
+        squares = np.array(comm.mpi.allgather(exchange.square))
+        with pytest.raises(FloatingPointError, match="is, as numbers of float16, not finite: "):
+            exchange.norm(squares, "it is")
     exchange.close()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from models import Linear, X, Y, assert_close, batches
 
@@ -90,3 +92,24 @@ def test_means_of_metrics_are_weighted_and_equal_everywhere(comm):
         mean(1.0, 0)
     with pytest.raises(ValueError, match="weight=-1 must be"):
         mean(1.0, -1 if comm.rank == comm.size - 1 else 1)
+
+
+@pytest.mark.ranks(2)
+def test_after_batches_without_samples_it_goes_on(comm):
+    training, whole = (trainer(Linear(), strategy=LocalSGD(2)) for _ in range(2))
+    with pytest.raises(ValueError, match="batches of all ranks are empty"):
+        training.run([(X[:0], Y[:0])])
+    training.run(batches(), steps=4)
+    whole.run(batches(), steps=4)
+    assert_close(training.model, whole.model, 0)
+
+
+@pytest.mark.ranks(2)
+def test_equal_replicas_have_their_own_mean_in_16_bits(comm):
+    """Of parameters whose sum over samples is beyond float16."""
+    start = {"a": np.array([70.0, 1e-3, 6e4], np.float16)}
+    training = trainer(start, optax.sgd(0.0), lambda p, x: jnp.mean(x * p["a"]), LocalSGD(1))
+    training.run([(np.ones((1000, 3), np.float32),)])
+    np.testing.assert_array_equal(training.model["a"], start["a"])
+    with pytest.raises(ValueError, match="optimizer differs between ranks: its update"):
+        trainer(start, optax.sgd(0.1 * (comm.rank + 1)), lambda p, x: p["a"].sum())

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import optax
 import pytest
@@ -19,6 +20,7 @@ from mpigrad.communicator import Communicator
 from mpigrad.training import (
     Batches,
     ParameterServer,
+    Record,
     StepError,
     Strategy,
     Synchronous,
@@ -260,6 +262,20 @@ def test_all_workers_dropped_and_the_server_failing(comm: Communicator) -> None:
     run = ParameterServer(1).start(replica, comm)
     with pytest.raises(ValueError if comm.rank == 0 else StepError, match="the data are broken"):
         run.train(batches(run, epochs=1), session)
+
+
+@pytest.mark.ranks(2)
+def test_a_callback_that_fails_at_the_last_update_is_heard(comm: Communicator) -> None:
+    def last(record: Record) -> None:
+        if record.step == 3:
+            raise LookupError("too late?")
+
+    training = trainer(models.Linear(), strategy=ParameterServer(1))
+    with pytest.raises(StepError if comm.rank else LookupError, match="too late"):
+        training.run(models.batches(), steps=3, callback=last)
+    assert training.run(models.batches(), steps=4).records[-1].step == 4
+    with pytest.raises(StepError if comm.rank else RuntimeError, match=r"callback.* cannot save"):
+        training.run(models.batches(), steps=5, callback=lambda record: training.save("nowhere"))
 
 
 @pytest.mark.ranks(1)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from models import X, Y
 
+from mpigrad.checkpoint import Checkpoint
 from mpigrad.training import Batches, LocalSGD, Synchronous, Trainer, trainer
 
 torch = pytest.importorskip("torch")
@@ -127,6 +128,72 @@ def test_accumulated_and_clipped_gradients_are_those_of_the_whole_batch(comm):
     for a, b in zip(model.parameters(), alone.parameters(), strict=True):
         # PyTorch divides by the norm plus 1e-6.
         np.testing.assert_allclose(a.detach(), b.detach(), atol=2e-5)
+
+
+@pytest.mark.ranks(2)
+def test_what_ranks_would_do_differently_is_refused(comm, capfd):
+    rate = np.float64(0.05)  # a number of NumPy's reaches the other ranks, too
+    model = Network(0)
+    for parameter in model.first.parameters():
+        parameter.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    training = trainer(model, optimizer, loss)
+    training.run(taken(), steps=2)
+    model.first.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"frozen.*: first.weight, first.bias; make a new one"):
+        training.run(taken(), steps=4)
+    with pytest.raises(ValueError, match=r"lr of group 0 is 0\.1 on rank 0, 0\.2 on rank 1"):
+        trainer(model, torch.optim.SGD(model.parameters(), lr=0.1 * (comm.rank + 1)), loss)
+    kinds = torch.optim.SGD if comm.rank else torch.optim.Adam
+    with pytest.raises(ValueError, match="its class is Adam on rank 0, SGD on rank 1"):
+        trainer(model, kinds(model.parameters(), lr=0.1), loss)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    training = trainer(model, optimizer, loss)
+    with pytest.raises(ValueError, match=r"rank 0 .*'seed': 0.*1 .*'seed': 1"):
+        training.run(Batches(9, 3, seed=comm.rank))
+    with pytest.raises(ValueError, match="progress needs to know the end"):
+        training.run([], progress=comm.rank == 0)
+    optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
+    capfd.readouterr()
+    training.run(taken(), steps=2)
+    assert ("rank 1 have become others" in capfd.readouterr().err) == (comm.rank == 0)
+    optimizer.param_groups[0]["lr"] = rate
+    detached = lambda *batch: loss(*batch).detach()
+    with pytest.raises(ValueError, match="depends on none of the parameters"):
+        trainer(model, optimizer, detached).step(*next(iter(taken())))
+
+
+class Caching(torch.nn.Module):
+    """With a buffer that is not saved, and as long as the longest batch of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 3)
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Any) -> Any:
+        self.cache = torch.ones(max(len(x), len(self.cache)))
+        return self.layer(x) * self.cache[: len(x), None]
+
+
+@pytest.mark.ranks(2)
+def test_between_two_runs_with_a_checkpoint_the_program_may_change_things(comm, directory):
+    model = Caching()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = trainer(model, optimizer, loss)
+    checkpoint = Checkpoint(directory, signals=False)
+    x, y = torch.tensor(X).float(), torch.tensor(Y).float()
+    for rate in (0.1, 0.01):
+        optimizer.param_groups[0]["lr"] = rate
+        weight = model.layer.weight.detach().clone()
+        training.run([(x[: 4 + comm.rank], y[: 4 + comm.rank])], checkpoint=checkpoint)
+        step = -rate * model.layer.weight.grad
+        np.testing.assert_allclose(model.layer.weight.detach() - weight, step, atol=1e-6)
+    assert training.history.records[-1].step == 2
+    other = Caching()
+    again = trainer(other, torch.optim.Adam(other.parameters()), loss)
+    with pytest.raises(ValueError, match="of the optimizer SGD, not of Adam"):
+        again.resume(directory)
 
 
 class Noisy(torch.nn.Module):

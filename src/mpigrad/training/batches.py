@@ -122,7 +122,7 @@ class Batches:
 
     def state(self) -> dict[str, Any]:
         """The position, and of which batches; independent of the number of ranks."""
-        return {**self._about(), "epoch": self.epoch, "batch": self.batch}
+        return {**self.about(), "epoch": self.epoch, "batch": self.batch}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `state` has given.
@@ -132,12 +132,13 @@ class Batches:
         ValueError
             It is a state of other batches.
         """
-        for name, here in self._about().items():
+        for name, here in self.about().items():
             if state[name] != here:
                 raise ValueError(
                     f"Batches: the saved state is of {name}={state[name]}, not of {name}={here}"
                 )
         self.epoch, self.batch = state["epoch"], state["batch"]
 
-    def _about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
+        """What all ranks' must have in common."""
         return {name: getattr(self, name) for name in ("rows", "size", "seed", "shuffle")}

@@ -10,9 +10,10 @@ from mpigrad.communicator import Communicator
 from mpigrad.together import together
 from mpigrad.training.replica import Replica
 
-__all__ = ["bcast_bytes", "make_equal"]
+__all__ = ["bcast_bytes", "make_equal", "warn_if_different"]
 
 _PIECE = 1 << 30  # bytes in a message: counts of MPI are 32 bits
+_SHOWN = 100  # characters of a setting that an error shows
 
 
 def make_equal(replica: Replica, comm: Communicator) -> None:
@@ -21,7 +22,7 @@ def make_equal(replica: Replica, comm: Communicator) -> None:
     Raises
     ------
     ValueError
-        On every rank: names, shapes or dtypes of parameters differ.
+        On every rank: names, shapes or dtypes of parameters, or the optimizers, differ.
     """
     everywhere = comm.mpi.allgather(replica.parameters)
     for rank, theirs in enumerate(everywhere):
@@ -39,19 +40,40 @@ def make_equal(replica: Replica, comm: Communicator) -> None:
                 f"trainer: parameters differ between ranks: rank {more} has {extra}, rank {fewer} "
                 "has not; build the same model on all ranks"
             )
+    own: dict[str, str] = {}
+    with together(comm):
+        own = replica.settings()
+    settings = comm.mpi.allgather(own)
+    for rank, theirs in enumerate(settings):
+        for name in {**settings[0], **theirs}:
+            a, b = settings[0].get(name), theirs.get(name)
+            if a != b:
+                raise ValueError(
+                    f"trainer: the optimizer differs between ranks: {name} is {_short(a)} on rank "
+                    f"0, {_short(b)} on rank {rank}; make the same one on all ranks"
+                )
+    warn_if_different(replica, comm, "were not rank 0's; all ranks begin with rank 0's")
+    state = bcast_bytes(comm, replica.state() if comm.rank == 0 else b"")
+    with together(comm):
+        if comm.rank > 0:
+            replica.load(state)
+
+
+def warn_if_different(replica: Replica, comm: Communicator, said: str) -> None:
+    """Rank 0 says whose parameters or buffers are not, bit for bit, its own (collective)."""
     prints = comm.mpi.allgather(replica.fingerprint())
     others = [str(rank) for rank, value in enumerate(prints) if value != prints[0]]
     if others and comm.rank == 0:
         print(
             f"mpigrad: trainer: the parameters of rank{'s' * (len(others) > 1)} "
-            f"{', '.join(others)} were not rank 0's; all ranks begin with rank 0's",
+            f"{', '.join(others)} {said}",
             file=sys.stderr,
             flush=True,
         )
-    state = bcast_bytes(comm, replica.state() if comm.rank == 0 else b"")
-    with together(comm):
-        if comm.rank > 0:
-            replica.load(state)
+
+
+def _short(text: str | None) -> str:
+    return "none" if text is None else text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def bcast_bytes(comm: Communicator, data: bytes, root: int = 0) -> bytes:

@@ -56,12 +56,13 @@ class Exchange:
         compression: str | None = None,
     ) -> None:
         self.flat, self.comm = flat, comm
+        self._compression = compression if comm.size > 1 else None
         self.spans: list[Span] = []
         self.seconds = 0.0  # in this object, since `begin`
         self.square = 0.0  # this rank's part of the squared two-norm of the result
         self._spoiled: list[tuple[_Bucket, list[tuple[int, list[int]]]]] = []
         self._buckets: list[_Bucket] = []
-        travelling = self._travelling(compression if comm.size > 1 else None)
+        travelling = self._travelling(self._compression)
         for section, numbers in enumerate(flat.sections):
             memories = travelling[section]
             itemsize = next(m.dtype.itemsize for m in memories if m is not None)
@@ -232,7 +233,8 @@ class Exchange:
             for name, ranks in spoiled.items()
         ]
         more = [f"{len(said) - _SHOWN} more parameters"] if len(said) > _SHOWN else []
-        raise FloatingPointError(f"{what} not finite: {', '.join(said[:_SHOWN] + more)}")
+        how = f", as numbers of {self._compression}," if self._compression else ""
+        raise FloatingPointError(f"{what}{how} not finite: {', '.join(said[:_SHOWN] + more)}")
 
     def _named(self) -> dict[str, list[int]]:
         """Parameters with numbers in this rank's parts that are not finite, and whose they are."""

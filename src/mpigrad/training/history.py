@@ -31,7 +31,8 @@ class Record:
     samples
         Sum of the weights in this update: samples, unless the trainer was given another weight.
     seconds
-        Since the start, those of earlier runs that were saved included; this rank's clock.
+        Since the start, those of earlier runs included, what passed between runs left out; this
+        rank's clock.
     gradient_norm
         Two-norm of the mean gradient over all parameters, before clipping; NaN where a strategy
         does not know it.

@@ -145,6 +145,11 @@ class JaxReplica(Replica):
             digest.update(to_host(leaf).reshape(-1).view(np.uint8).data)
         return digest.hexdigest()
 
+    def settings(self) -> dict[str, str]:
+        lowered = self._stepped.lower(self._parameters, self._state, self.gradients.sections)
+        text = lowered.as_text()  # its numbers are constants of the program
+        return {"its update, compiled,": hashlib.sha256(text.encode()).hexdigest()[:16]}
+
     def state(self) -> bytes:
         file = io.BytesIO()
         leaves = jax.tree.leaves((self._parameters, self._state))

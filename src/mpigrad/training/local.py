@@ -122,10 +122,11 @@ class LocalRun(Run):
             return None
         total = math.fsum(told[:, _WEIGHT])
         if not total > 0:
+            self._steps = 0  # of nothing: the next run begins a new interval
             raise ValueError("trainer: the batches of all ranks are empty (of weight 0)")
         step = self.step_number + int(told[:, _STEPS].max())
         if self.comm.size > 1:
-            self._average(step)
+            self._average(step, self._weight / total)
         elif not math.isfinite(self._loss):
             raise FloatingPointError(f"trainer: after step {step} the loss is {self._loss}")
         self.step_number = step
@@ -140,11 +141,11 @@ class LocalRun(Run):
             exposed=spent,
         )
 
-    def _average(self, step: int) -> None:
+    def _average(self, step: int, share: float) -> None:
         replica, exchange = self.replica, self._exchange
         replica.read()
-        replica.values.multiply(self._weight)
-        exchange.begin(self._weight)
+        replica.values.multiply(share)  # not by the weight, which may be too big for 16 bits
+        exchange.begin(share)
         exchange.finish()
         squares = np.empty(self.comm.size)
         self.comm.mpi.Allgather(np.array([exchange.square]), squares)

@@ -28,18 +28,18 @@ class Memory:
     Parameters
     ----------
     size
-        In bytes, at least 16.
+        In bytes; at least 16 are taken.
 
     Attributes
     ----------
     bytes
-        Shape (size,); it begins at a page.
+        Shape (max(size, 16),); it begins at a page.
     """
 
     bytes: NDArray[np.uint8]
 
     def __init__(self, size: int) -> None:
-        self._file = -1
+        self._file, size = -1, max(size, _TOKEN)
         try:
             self._file = os.memfd_create(_NAME)
             weakref.finalize(self, os.close, self._file)

@@ -106,6 +106,10 @@ class Replica(abc.ABC):
     def load(self, state: bytes) -> None:
         """Go on from what `state` has given, here or on another rank."""
 
+    def settings(self) -> dict[str, str]:
+        """What else must be equal on all ranks: the optimizer, and its numbers."""
+        return {}
+
     def fingerprint(self) -> str:
         """Equal where parameters and buffers are equal, bit for bit."""
         self.read()

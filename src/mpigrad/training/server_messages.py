@@ -14,9 +14,9 @@ from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, waiting
 from mpigrad.training.flat import Flat
-from mpigrad.training.strategy import StepError
+from mpigrad.training.strategy import Session, StepError
 
-__all__ = ["OVER", "Arrival", "Channel", "Failure", "Kind"]
+__all__ = ["OVER", "Arrival", "Channel", "Failure", "Kind", "act"]
 
 OVER = 1 << 16  # beside a session's wishes: the training is over
 _AWAKE = 2e-4  # seconds for which one who waits keeps its processor
@@ -30,6 +30,12 @@ class Kind(enum.IntEnum):
     DONE = 3  # the worker has no more batches
     FAILED = 4  # an error, of a worker or of the server
     PARAMETERS = 5  # their version, and bits of what all ranks do next
+
+
+def act(then: int, session: Session) -> bool:
+    """Do what the server wants of all ranks (collective); whether the training is over."""
+    wishes = then & ~OVER  # of the last update, too: its callback may have failed
+    return (wishes > 0 and session.act(wishes)) or then & OVER > 0
 
 
 @dataclasses.dataclass(frozen=True)

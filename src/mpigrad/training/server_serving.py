@@ -14,7 +14,7 @@ from mpigrad.guard import end_job
 from mpigrad.training.flat import Flat
 from mpigrad.training.history import Record
 from mpigrad.training.replica import Batch, Replica
-from mpigrad.training.server_messages import OVER, Arrival, Channel, Failure, Kind
+from mpigrad.training.server_messages import OVER, Arrival, Channel, Failure, Kind, act
 from mpigrad.training.server_versions import Versions
 from mpigrad.training.strategy import END, FAILED, Run, Session, StepError
 from mpigrad.training.summation import combine
@@ -66,7 +66,7 @@ class Serving(Run):
                 self._tell(error)
                 raise
             # Here no worker waits for a message, and what `act` raises all ranks raise.
-            over = then & OVER > 0 or session.act(then)
+            over = act(then, session)
 
     def updates_of(self, batches: int) -> int:
         return batches * len(self._workers) if self._bound > 0 else batches

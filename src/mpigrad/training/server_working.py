@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mpigrad.communicator import Communicator
 from mpigrad.training.replica import Batch, Replica
-from mpigrad.training.server_messages import OVER, Channel, Failure, Kind
+from mpigrad.training.server_messages import Channel, Failure, Kind, act
 from mpigrad.training.strategy import Run, Session
 from mpigrad.training.summation import combine
 
@@ -37,7 +37,7 @@ class Working(Run):
             arrival.into(replica.values)
             replica.write()
             self.step_number, then = (int(number) for number in replica.values.header[:2])
-            if then & OVER or (then and session.act(then)):
+            if act(then, session):
                 return
             working = working and self._work(batches)
 

@@ -31,7 +31,8 @@ class Synchronous(Strategy):
     by samples, summed in the order of the ranks, so that every rank has the same bits and the
     parameters stay equal without being sent. A parameter that no rank's loss depends on is left
     alone by a PyTorch optimizer, as on one rank; where some ranks' do, the others' gradients are
-    zeros.
+    zeros. Each gradient is multiplied by its number of samples before they are added: parameters of
+    float16, unlike those of bfloat16, may have too small a range for that.
 
     Attributes
     ----------
@@ -173,7 +174,7 @@ class SynchronousRun(Run):
             rows = self.replica.samples(batch)
             ends = [rows * i // count for i in range(count + 1)]
             parts = [
-                jax.tree.map(lambda leaf: leaf[a:b], batch)  # noqa: B023
+                jax.tree.map(lambda x: x[a:b] if getattr(x, "shape", ()) else x, batch)  # noqa: B023
                 for a, b in itertools.pairwise(ends)
             ]
         weighed = [(part, self.replica.weight(part)) for part in parts]

@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
@@ -78,6 +79,7 @@ class TorchReplica(Replica):
         *,
         add: bool = False,
     ) -> float:
+        self._check_trained()
         for tensor in self._tensors:
             tensor.grad = None
         self._ready, self._add, self._computing = ready, add, True
@@ -137,7 +139,23 @@ class TorchReplica(Replica):
         if self._ready is not None:
             self._ready(index)
 
+    def _check_trained(self) -> None:
+        """Raise where the optimizer would change parameters whose gradients are not exchanged."""
+        known = {id(tensor) for tensor in self._tensors}
+        held = {id(p) for g in self._optimizer.param_groups for p in g["params"] if p.requires_grad}
+        if more := held - known:
+            names = [n for n, p in self._module.named_parameters() if id(p) in more]
+            raise ValueError(
+                "trainer: the optimizer holds parameters that were frozen, or not held, when the "
+                f"trainer was made: {', '.join(names[:5]) or 'none of the module'}; make a new one"
+            )
+
     def update(self, skip: frozenset[int] = frozenset()) -> None:
+        if len(skip) == len(self._tensors):
+            raise ValueError(
+                "trainer: the loss depends on none of the parameters that the optimizer holds; is "
+                "it computed in torch.no_grad(), or detached?"
+            )
         for index, (tensor, place) in enumerate(zip(self._tensors, self._places, strict=True)):
             tensor.grad = None if index in skip else place.to(tensor.device)
         self._optimizer.step()
@@ -181,22 +199,43 @@ class TorchReplica(Replica):
                 digest.update(numbers.view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    def settings(self) -> dict[str, str]:
+        names = {id(p): n for n, p in self._module.named_parameters()}
+        found = {"its class": type(self._optimizer).__name__}
+        for number, group in enumerate(self._optimizer.param_groups):
+            for key, value in group.items():
+                said = ", ".join(names[id(p)] for p in value) if key == "params" else str(value)
+                found[f"{key} of group {number}"] = said
+        return found
+
     def buffers(self) -> bytes:
-        found = dict(self._module.named_buffers())
+        found = self._buffers()
         return _written(found) if found else b""
 
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Those that a `state_dict` has: others are caches, of a shape that may be a rank's own."""
+        saved = self._module.state_dict()
+        return {name: b for name, b in self._module.named_buffers() if name in saved}
+
     def load_buffers(self, buffers: bytes) -> None:
-        here = dict(self._module.named_buffers())
+        here = self._buffers()
         with torch.no_grad():
             for name, value in _read(buffers).items():
                 here[name].copy_(value)
 
     def state(self) -> bytes:
-        state = {"module": self._module.state_dict(), "optimizer": self._optimizer.state_dict()}
-        return _written(state)
+        optimizer = self._optimizer.state_dict()
+        optimizer["param_groups"] = jax.tree.map(  # a NumPy number is none that is read back
+            lambda x: x.item() if isinstance(x, np.generic) else x, optimizer["param_groups"]
+        )
+        optimizer["class"] = type(self._optimizer).__name__
+        return _written({"module": self._module.state_dict(), "optimizer": optimizer})
 
     def load(self, state: bytes) -> None:
         found = _read(state)
+        there, here = found["optimizer"].pop("class"), type(self._optimizer).__name__
+        if there != here:
+            raise ValueError(f"trainer: the saved state is of the optimizer {there}, not of {here}")
         self._module.load_state_dict(found["module"])
         self._optimizer.load_state_dict(found["optimizer"])
 

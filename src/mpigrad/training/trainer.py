@@ -18,7 +18,7 @@ from mpigrad.progress import Progress
 from mpigrad.together import equal_everywhere, together
 from mpigrad.training import saves
 from mpigrad.training.batches import Batches
-from mpigrad.training.equality import bcast_bytes, make_equal
+from mpigrad.training.equality import bcast_bytes, make_equal, warn_if_different
 from mpigrad.training.history import History, Record, Span
 from mpigrad.training.replica import Batch, Replica
 from mpigrad.training.strategy import END, FAILED, SAVE, STOP, Run, Strategy, fail
@@ -119,9 +119,10 @@ class Trainer:
         self.replica, self._run, self.comm, self._strategy = replica, run, comm, strategy
         self.shard = run.shard
         self._records: list[Record] = []
-        self._asked_to_end = False
+        self._asked_to_end = self._running = False
         self._batches: Batches | None = None
         self._position: dict[str, Any] | None = None  # of batches that are yet to be given
+        self._saved_in: str | None = None  # the directory whose newest save is of this trainer
         self._begun = time.monotonic()
         run.clock = lambda: time.monotonic() - self._begun
 
@@ -164,7 +165,7 @@ class Trainer:
             Under a parameter server it is called on the server alone.
         checkpoint
             A `mpigrad.checkpoint.Checkpoint`: the state is saved as it says and at the end, and a
-            run that finds one goes on from there.
+            run that finds one of another trainer (an earlier job's) goes on from there.
         progress
             Show a line that says how far it has come.
 
@@ -178,13 +179,19 @@ class Trainer:
             Another rank has failed (it raises its own error).
         FloatingPointError
             On every rank: the gradient has a number that is not finite; the parameter and the
-            ranks are named, and the parameters are those before the step.
+            ranks are named, and the parameters are those before the step. Of `LocalSGD` it is the
+            parameters that are not finite.
         """
         with together(self.comm):
             if not isinstance(batches, Iterable):
                 raise TypeError(f"trainer: batches must be iterable, not {batches!r}")
             if steps is not None and operator.index(steps) < 0:
                 raise ValueError(f"trainer: steps={steps} must not be negative")
+            if not isinstance(checkpoint, Checkpoint | None):
+                raise TypeError(
+                    "trainer: checkpoint must be a mpigrad.checkpoint.Checkpoint, not "
+                    f"{checkpoint!r}"
+                )
             if isinstance(batches, Batches):
                 if batches.shard not in (None, self.shard):
                     raise ValueError(
@@ -197,22 +204,45 @@ class Trainer:
             self.comm, agreed, "trainer: steps, and whether callback and checkpoint are None"
         )
         self._batches = batches if isinstance(batches, Batches) else None
+        abouts = self.comm.mpi.allgather(self._batches and self._batches.about())
+        known = [(rank, about) for rank, about in enumerate(abouts) if about is not None]
+        for rank, about in known:
+            if about != known[0][1]:
+                raise ValueError(
+                    "trainer: the Batches must be equal on all ranks: "
+                    f"rank {known[0][0]} {known[0][1]}, {rank} {about}"
+                )
+        if self._records:  # what passed between runs does not count
+            self._begun = time.monotonic() - self._records[-1].seconds
         session = _Session(self, steps, callback)
         with contextlib.ExitStack() as stack:
             if checkpoint is not None:
                 session.saving = stack.enter_context(checkpoint.start(self.comm))
-                self._restored(session.saving)
+                if os.path.abspath(checkpoint.directory) != self._saved_in:
+                    self._restored(session.saving)
+            self._saved_in = None
             with together(self.comm):
                 if self._batches is not None and self._position is not None:
                     self._batches.load(self._position)
                     self._position = None
-            if progress:
-                session.progress = self._progress(steps)
+                if progress:
+                    session.progress = self._progress(steps)
+            if session.progress is not None:
                 stack.callback(session.progress.close)
+            self._running = True
+            stack.callback(setattr, self, "_running", False)
             self._run.train(_tuples(batches), session)
             self._share()
+            warn_if_different(
+                self.replica,
+                self.comm,
+                "have become others than rank 0's: has the program changed parameters or the "
+                "optimizer's settings on one rank, or is its arithmetic that of another processor?",
+            )
             if session.saving is not None and session.saved_at != self._run.step_number:
                 self._saved(session.saving)
+        if checkpoint is not None:
+            self._saved_in = os.path.abspath(checkpoint.directory)
         self._asked_to_end = session.asked_to_end
         return self.history
 
@@ -228,6 +258,11 @@ class Trainer:
         Model, optimizer, the position in `Batches` and each rank's generator of PyTorch; see
         `mpigrad.checkpoint.Store`.
         """
+        if self._running and not self.shard[1]:
+            raise RuntimeError(
+                "trainer: a parameter server's callback, which no other rank calls, cannot save; "
+                "give checkpoint= to run"
+            )
         return self._saved(Store(directory, self.comm))
 
     def resume(self, directory: str | os.PathLike[str]) -> bool:

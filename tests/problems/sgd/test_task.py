@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mpigrad.problems.sgd import Settings, Task, digits, load
+from mpigrad.problems.sgd.testing import evaluator
 
 FACTORIES = """
 import jax.numpy as jnp
@@ -114,6 +115,17 @@ def test_a_factory_that_gives_something_else_is_refused(file, name, said):
         load(Settings(module=f"{file}:{name}"))
 
 
+@pytest.mark.ranks(2)
+def test_a_score_that_fails_on_one_rank_is_raised_by_all(comm):
+    def failing(model, x):
+        raise ValueError("no such score")
+
+    one = (np.zeros((1, 1)),)  # the other rank has none
+    task = Task({"a": jnp.zeros(())}, failing, one, held_out=one)
+    with pytest.raises(ValueError, match="no such score"):
+        evaluator(task, 4, comm)(task.model)
+
+
 @pytest.mark.ranks(1)
 def test_a_file_that_cannot_be_imported_is_refused(file):
     broken = file.with_name("broken.py")
@@ -131,6 +143,7 @@ def test_a_file_that_cannot_be_imported_is_refused(file):
         ({"batch": 0}, "--batch: at least 1"),
         ({"learning_rate": 0.0}, "--learning-rate: a positive number"),
         ({"momentum": 1.0}, "--momentum: in"),
+        ({"seed": -1}, "--seed: in"),
         ({"clip": -1.0}, "--clip: a positive norm"),
         ({"staleness": ()}, "--staleness: numbers of updates"),
         ({"staleness": (-1,)}, "--staleness: numbers of updates"),

@@ -67,6 +67,8 @@ class Settings:
             number = getattr(self, option)
             if number < 1:
                 raise ValueError(f"--{option}: at least 1, not {number}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed: in [0, 2**32), not {self.seed}")
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
             raise ValueError(f"--learning-rate: a positive number, not {self.learning_rate}")
         if not 0 <= self.momentum < 1:

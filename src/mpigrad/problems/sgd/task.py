@@ -119,6 +119,7 @@ def _made(module: str, seed: int) -> Task:
         raise TypeError(
             f"--module {module}: {name}() must return (model, loss, data) or a "
             f"mpigrad.problems.sgd.Task, not {type(made).__name__}"
+            + (f" of {len(made)}" if isinstance(made, tuple) else "")
         )
     model, loss, data = made
     return Task(model, loss, data if isinstance(data, tuple) else (data,))
@@ -163,9 +164,10 @@ def _check(task: Task, module: str) -> None:
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(task.model):
         if not (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)):
+            what = f"of {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
             raise TypeError(
                 f"{where}: a model is a torch.nn.Module or a pytree of floating arrays; "
-                f"model{jax.tree_util.keystr(path)} is {type(leaf).__name__}"
+                f"model{jax.tree_util.keystr(path)} is {what}"
             )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpigrad.communicator import Communicator
 from mpigrad.problems.sgd.task import Task
+from mpigrad.together import together
 from mpigrad.training import mean
 
 __all__ = ["evaluator"]
@@ -37,7 +38,7 @@ def evaluator(task: Task, size: int, comm: Communicator) -> Callable[[Any], dict
 
     def evaluate(model: Any) -> dict[str, float]:
         totals = dict.fromkeys(functions, 0.0)
-        with _not_training(task, model):
+        with together(comm), _not_training(task, model):  # a rank may have no sample to fail with
             for start in range(0, len(mine), size):
                 rows = mine[start : start + size]
                 batch = tuple(array[rows] for array in task.held_out)
@@ -59,6 +60,8 @@ def _not_training(task: Task, model: Any) -> Any:
 
     before = model.training
     model.eval()
-    with torch.no_grad():
-        yield
-    model.train(before)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(before)
