@@ -4,9 +4,11 @@
 #   make test-full  every case at every number of ranks
 #   make test-torch   the tests that need PyTorch, which it installs into .venv
 #   make test-oldest  operations and transformations on the oldest JAX that is supported
+#   make test-hosts  jobs on several hosts, in network namespaces (three minutes)
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make bench    the tables of bench/
-#   make docs     the reference of the public names, in build/docs
+#   make docs     these pages and the reference as a site, in build/docs; links inside are checked
+#   make docs-links  links to other sites
 #   make lint     ruff and pyright
 #   make setup    what all of them need: Debian packages, .venv, the build
 #   make clean    removes what was built, .venv included
@@ -18,7 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-torch test-oldest fuzz bench docs lint clean
+.PHONY: setup demo test test-full test-torch test-hosts test-oldest fuzz bench docs docs-links lint clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -38,13 +40,19 @@ test: lint
 test-full: lint
 	@MPIGRAD_ALL_TESTS=1 $(BIN)/python tests/run.py --limit 3600
 
+# TORCH="torch==2.6.0 --index-url …": another release, another build.
+TORCH ?= torch==2.13.0
 test-torch: lint $(VENV)/torch
 	@MPIGRAD_TORCH=1 $(BIN)/python tests/run.py
 
 $(VENV)/torch: $(READY)
 	@echo "test-torch: PyTorch into $(VENV)"
-	@$(BIN)/python -m pip install --quiet "torch>=2.6"
+	@$(BIN)/python -m pip install --quiet $(TORCH)
 	@touch $@
+
+# Root, or user namespaces: nothing of this machine's network is touched.
+test-hosts: setup
+	@$(BIN)/python tests/hosts/run.py
 
 test-oldest:
 	@mkdir -p build
@@ -78,10 +86,23 @@ bench: setup
 	@$(BIN)/mpigrad launch -n 2 bench/jobs.py
 	@$(BIN)/python bench/population.py
 
-docs: setup
+# Sphinx has a folder of its own, and leaves .venv alone; it imports mpigrad from there.
+SITE := build/site-packages
+SPHINX = PYTHONPATH=$(SITE) $(BIN)/python -m sphinx -q -W --keep-going -d build/site-cache
+
+$(SITE): pyproject.toml | setup
+	@echo "docs: Sphinx into $(SITE)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade \
+		--target $(SITE) --group docs
+	@touch $@
+
+docs: setup $(SITE)
+	@$(SPHINX) -b html docs build/docs
 	@echo "docs: build/docs/index.html"
-	@$(BIN)/pdoc --docformat numpy --output-directory build/docs mpigrad
+
+docs-links: setup $(SITE)
+	@$(SPHINX) -b linkcheck docs build/docs-links
 
 clean:
-	@rm -rf $(VENV) build results .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build results docs/reference docs/examples .pytest_cache .ruff_cache .hypothesis
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -85,7 +85,7 @@ def measure(quick: bool) -> list[dict[str, Any]]:
     for problem, sides, steps in TIMED:
         some = sides[:2] if quick else sides
         words = ["--problems", *[problem] * len(some), "--side", *map(str, some)]
-        words += ["--steps", str(steps), "--repeats", "3" if quick else "7"]
+        words += ["--steps", str(steps), "--repeats", "3" if quick else "5"]
         for row in launch(1, ["time", *words], {}):
             results.append(row)
             medians = {w: statistics.median(row[w]["seconds"]) for w in ("forward", "gradient")}

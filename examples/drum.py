@@ -6,8 +6,10 @@ its adjoint adds what the triangles do to their corners to the owners' values: t
 communication that a finite-element operator takes. Since it is differentiable, so is the program:
 here, what a sensor hears, in the speed of sound of every triangle.
 
-    mpigrad launch -n 4 examples/drum.py
+    mpigrad launch -n 4 examples/drum.py drum.png
 """
+
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +102,24 @@ strongest = max(
         max(zip(np.abs(sensitivity / area).tolist(), centre.tolist(), strict=True))
     )
 )
+per_area = np.zeros(len(triangles))
+per_area[mine] = sensitivity / area
+per_area = MPI.COMM_WORLD.allreduce(per_area)  # of all triangles, for a picture
 if rank == 0:
     x, y = strongest[1]
     print(f"{n} points, {len(triangles)} triangles, time step {step:.4f}")
     print(f"loudness {loudness:.3e}, most sensitive to the speed at ({x:.2f}, {y:.2f})")
+    if sys.argv[-1].endswith(".png"):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5.6, 4.6), layout="constrained")
+        axes = figure.add_subplot(aspect="equal")
+        largest = np.quantile(np.abs(per_area), 0.99)
+        image = axes.tripcolor(*points.T, triangles, per_area, cmap="RdBu_r")
+        image.set_clim(-largest, largest)
+        figure.colorbar(image, ax=axes, shrink=0.9)
+        axes.plot([-0.4, 0.5], [0.2, -0.1], "k.", markersize=9)
+        axes.annotate("struck", (-0.4, 0.2), (-0.38, 0.25))
+        axes.annotate("heard", (0.5, -0.1), (0.52, -0.05))
+        axes.set_title("derivative of the loudness by the speed, per area")
+        figure.savefig(sys.argv[-1], dpi=110)

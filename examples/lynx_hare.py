@@ -9,10 +9,11 @@ and what was counted is u and v with log-normal errors. Unknown are the four rat
 1900 and the size of the errors. A likelihood of twenty years is too small to be divided; but the
 Markov chains that explore the posterior know nothing of each other: each chain is a job.
 
-    mpigrad launch -n 2 examples/lynx_hare.py
+    mpigrad launch -n 2 examples/lynx_hare.py pelts.png
 """
 
 import functools
+import sys
 
 import mpigrad  # first: blackjax computes something when it is imported
 
@@ -108,6 +109,21 @@ if pool.comm.rank == 0:
             f"{name:>10}  {middle:8.4f}  ({low:.4f} to {high:.4f})   "
             f"effective draws {sizes[k]:.0f}, R-hat {rhats[k]:.3f}"
         )
+    if sys.argv[-1].endswith(".png"):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7.5, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        some = draws.reshape(-1, 8)[:: CHAINS * DRAWS // 40, :6]
+        curves = np.exp(jax.jit(jax.vmap(populations))(some))  # (40, years, 2)
+        for k, (name, counted, colour) in enumerate(
+            (("hares", HARES, "#4477aa"), ("lynx", LYNX, "#cc6677"))
+        ):
+            axes.plot(1900 + YEARS, curves[..., k].T, color=colour, alpha=0.15, lw=1)
+            axes.plot(1900 + YEARS, counted, "o", color=colour, label=name)
+        axes.set(ylabel="pelts, thousands", xticks=range(1900, 1921, 5))
+        axes.legend()
+        figure.savefig(sys.argv[-1], dpi=110)
 
 # What others have found in this record, and the chains agree.
 np.testing.assert_allclose(

@@ -4,14 +4,17 @@ A few lines of NumPy: steepest descent with the step lengths of Barzilai and Bor
 Numerical Analysis 8, 1988, 141-148). They run on rank 0 and know nothing of MPI; the other ranks
 compute their parts of the objective when they are asked.
 
-    mpigrad launch -n 2 examples/own_loop_on_the_root.py
+    mpigrad launch -n 2 examples/own_loop_on_the_root.py membrane.png
 """
+
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad import optimize
+from mpigrad import optimize, report
 from mpigrad.grid import Grid
 from mpigrad.halo import halo_exchange
 
@@ -57,7 +60,11 @@ with optimize.root_driven(energy, jnp.zeros(len(modes))) as objective:
 
 # The result is on every rank now.
 a, value, gradient, iterations = objective.result
-if grid.comm.rank == 0:
+heights = grid.gather(jnp.tensordot(a, modes, 1))  # on rank 0
+if heights is not None:
     print(f"energy {value:.5f} after {iterations} steps, largest derivative {gradient:.0e}")
+    if sys.argv[-1].endswith(".png"):
+        panel = report.Panel("height of the membrane", heights)
+        pathlib.Path(sys.argv[-1]).write_bytes(report.maps("membrane", "", [panel]).png)
 assert gradient < 1e-8
 assert value < -0.01

@@ -5,15 +5,18 @@ from. The equation is div(kappa grad u) = -1 on the unit square, u = 0 on its bo
 and look for kappa, which a small network of our own stands for. The grid is divided into tiles,
 one on each rank; the network is the same on all of them.
 
-    mpigrad launch -n 2 examples/poisson_by_hand.py
+    mpigrad launch -n 2 examples/poisson_by_hand.py kappa.png
 """
+
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpigrad
-from mpigrad import sparse
+from mpigrad import report, sparse
 from mpigrad.grid import Grid
 from mpigrad.halo import halo_exchange
 from mpigrad.optimize import LBFGS, minimize
@@ -84,6 +87,14 @@ solution = minimize(share, theta, LBFGS(memory=50), iterations=60, callback=show
 
 difference = float(jnp.max(jnp.abs(network(solution.value) - true_kappa)))
 error = max(grid.comm.mpi.allgather(difference))
-if grid.comm.rank == 0:
+true, learned = grid.gather(true_kappa), grid.gather(network(solution.value))  # on rank 0
+if true is not None and learned is not None:
     print(f"largest error of kappa: {error:.2f}")
+    if sys.argv[-1].endswith(".png"):
+        panels = [
+            report.Panel("true κ", true, (1.0, 3.0)),
+            report.Panel("learned κ", learned, (1.0, 3.0)),
+            report.Panel("learned − true κ", learned - true, diverging=True),
+        ]
+        pathlib.Path(sys.argv[-1]).write_bytes(report.maps("kappa", "", panels).png)
 assert solution.loss < 1e-3 * solution.history[0].loss

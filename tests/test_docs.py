@@ -17,35 +17,93 @@ from mpigrad.communicator import Communicator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+# Pages that are read first run in make test, too, each block on some number of ranks.
+FIRST = {
+    "README.md-0": (4,),
+    "README.md-1": (2,),
+    "gradients.md-1": (4,),
+    "gradients.md-2": (3,),
+    "own_matrix.md-0": (1,),
+    "own_operator.md-1": (3,),
+    "own_stencil.md-0": (2,),
+}
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
     """(name, text) of every block of the language."""
     found = []
     for page in PAGES:
+        if page == TUTORIAL and language == "python":
+            continue  # below
         texts = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.S | re.M)
         found += [(f"{page.name}-{i}", text) for i, text in enumerate(texts)]
     return found
 
 
+def marks(name: str, text: str) -> list[pytest.MarkDecorator]:
+    needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", text, re.M)
+    first = [pytest.mark.thin(*FIRST[name])] if name in FIRST else []
+    return [pytest.mark.torch, *first] if needs_torch else first
+
+
 def parametrize(language: str) -> pytest.MarkDecorator:
-    def case(name: str, text: str) -> Any:
-        needs_torch = language == "python" and "torch" in text
-        return pytest.param(text, id=name, marks=pytest.mark.torch if needs_torch else ())
+    cases = [
+        pytest.param(text, id=name, marks=marks(name, text)) for name, text in blocks(language)
+    ]
+    return pytest.mark.parametrize("text", cases)
 
-    return pytest.mark.parametrize("text", [case(*block) for block in blocks(language)])
 
-
-@parametrize("python")
-def test_python(
-    text: str, tmp_path: pathlib.Path, comm: Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(comm.mpi.bcast(tmp_path))  # what it writes is in nobody's way
+def run(text: str) -> None:
     jax.config.update("jax_enable_x64", False)  # as a user starts
     try:
         exec(compile(text, "<a page>", "exec"), {"__name__": "__main__"})
     finally:
         jax.config.update("jax_enable_x64", True)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: pathlib.Path, comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(comm.mpi.bcast(tmp_path))  # what a page writes is in nobody's way
+
+
+@parametrize("python")
+def test_python(text: str, elsewhere: None) -> None:
+    run(text)
+
+
+def steps() -> list[Any]:
+    """The tutorial's programs, what they print, and on how many ranks each is tried."""
+    found = re.findall(
+        r"^```python\n(.*?)^```.*?^```text\n(.*?)^```", TUTORIAL.read_text(), re.S | re.M
+    )
+    ranks = [(1,), (1, 3), (4,), (1,), (2,)]
+    return [
+        pytest.param(program, said, id=str(i), marks=pytest.mark.thin(*n))
+        for i, ((program, said), n) in enumerate(zip(found, ranks, strict=True), 1)
+    ]
+
+
+@pytest.mark.parametrize(("program", "said"), steps())
+def test_tutorial(
+    program: str, said: str, comm: Communicator, capsys: pytest.CaptureFixture[str], elsewhere: None
+) -> None:
+    """Each step prints what the page says, on any number of ranks."""
+    run(program)
+    if comm.rank == 0:
+        printed = capsys.readouterr().out
+        if "iterations=" in program:  # how near an optimizer comes, in so many
+            number = re.compile(r"\d+\.\d+")
+            assert number.sub("", printed) == number.sub("", said)
+            assert float(number.findall(printed)[0]) < 2 * float(number.findall(said)[0])
+        else:
+            assert printed == said
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "docs" / "index.md").read_text().splitlines()
+    missing = {page.stem for page in PAGES[1:]} - {"index"} - set(navigation)
+    assert not missing, f"docs/index.md does not lead to {missing}"
 
 
 def test_links_and_pictures_are_there() -> None:

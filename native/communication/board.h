@@ -102,7 +102,7 @@ struct Fault {
 
 struct Header {
   Cell ranks;
-  Cell cause;   // 1 + the world rank whose failure ends the job
+  Cell cause;   // of the job's end: 1 + the slot that says it, -1 - the number of another host
   Cell faults;  // verdicts so far; number n is in fault[n % kFaults]
   Fault fault[kFaults];
 };

@@ -79,6 +79,7 @@ class Board:
     header: Any  # structured scalar array of HEADER
     slots: Any  # (ranks on this host,) of SLOT
     mine: int
+    ranks: tuple[int, ...]  # of the world, by slot
     lock: int | None = None  # a file of which all ranks hold a descriptor; None: private
 
     @contextlib.contextmanager
@@ -149,6 +150,7 @@ def share(lib: ctypes.CDLL) -> Board:
         view(header, HEADER, 1).reshape(()),
         view(lib.mpigrad_slots(), SLOT, len(host)),
         mine,
+        tuple(host),
         lock,
     )
 

@@ -23,35 +23,48 @@ except ImportError:
     sys.exit("mpigrad: the command line needs tyro: pip install 'mpigrad[problems]'")
 
 import mpigrad
-from mpigrad import launcher
+from mpigrad import job_script, launcher
+from mpigrad.hosts import Host, placed, read_hosts
 
 __all__ = ["PROBLEMS", "main", "problem_options"]
 
 PROBLEMS = ("poisson", "heat", "acoustic", "elastic", "fwi", "population", "sgd")
 _PACKAGES = ("equinox", "matplotlib", "zarr")  # of the problems; of one of them also:
 _MORE_PACKAGES = {"population": ("blackjax", "diffrax"), "sgd": ("optax", "sklearn")}
-_WITH_VALUE = ("-n", "--ranks", "--timeout", "--grace")  # of LaunchOptions
+# Of LaunchOptions: with a value, all of them.
+_WITH_VALUE = ("-n", "--ranks", "--hosts", "--timeout", "--grace", "--print-script")
 _FLAGS = ("--profile",)  # of Launch
 
 Ranks = Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="RANKS")]
+MaybeRanks = Annotated[
+    int | None,
+    tyro.conf.arg(
+        aliases=["-n"], metavar="RANKS", help_behavior_hint="(default: 1, or what --hosts take)"
+    ),
+]
 Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
-
-
-def _ranks_here() -> int:
-    around = launcher.world_around()
-    return around.size if around else 1
+HostsFile = Annotated[
+    pathlib.Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: this host)")
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
     """How ranks are started and ended."""
 
-    ranks: Ranks = dataclasses.field(default_factory=_ranks_here)
+    ranks: MaybeRanks = None
     """Number of ranks, the processes that compute together. Inside mpiexec or srun it is theirs."""
+    hosts: HostsFile = None
+    """The hosts that run them: a line for each, its name and slots=RANKS."""
     timeout: Seconds = math.inf
     """Time limit, after which every rank is ended (exit code 124)."""
     grace: Seconds = 30.0
     """Time that the job may take to save and end after the first Ctrl-C."""
+    print_script: Annotated[
+        Literal["slurm"] | None,
+        tyro.conf.arg(metavar="slurm", help_behavior_hint="(optional)"),
+    ] = None
+    """Start nothing: print a script that runs this command as a job of this batch system."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +117,8 @@ class Doctor:
 
     ranks: Ranks = 2
     """Number of ranks of the self-test."""
+    hosts: HostsFile = None
+    """The hosts that run them: a line for each, its name and slots=RANKS."""
     timeout: Seconds = 120.0
     """Time limit of the self-test."""
 
@@ -172,8 +187,9 @@ def main() -> int:
             case ["doctor", *rest]:
                 options = _parse(Doctor, "mpigrad doctor", rest)
                 _check_launch(options.ranks, options.timeout, 0.0)
+                hosts = _hosts_of(options.hosts, options.ranks)
                 doctor = importlib.import_module("mpigrad.doctor")
-                return doctor.examine(options.ranks, options.timeout)
+                return doctor.examine(options.ranks, options.timeout, hosts)
             case ["bench", *rest]:
                 return _bench(_parse(Bench, "mpigrad bench", rest))
             case ["--version"]:
@@ -201,7 +217,7 @@ def _overview(arguments: list[str]) -> int:
 
 def _run(problem: str, arguments: list[str]) -> int:
     options = _parse(problem_options(problem), f"mpigrad run {problem}", arguments)
-    _check_launch(options.ranks, options.timeout, options.grace)
+    ranks, hosts = _check_options(options)
     try:
         settings_of(problem, options).check()
     except (ValueError, OSError) as error:
@@ -213,13 +229,17 @@ def _run(problem: str, arguments: list[str]) -> int:
             f"{', '.join(missing)} not installed, which `run {problem}` needs: "
             "pip install 'mpigrad[problems]'"
         )
-    return _start(["-m", "mpigrad.rank", problem, *arguments], options)
+    if options.print_script:
+        resume = [w for w in ("--resume",) if hasattr(options, "resume") and w not in arguments]
+        words = ["run", problem, *_without_launching(arguments), *resume]
+        return _print_script(words, problem, ranks, options, requeue=hasattr(options, "resume"))
+    return _start(["-m", "mpigrad.rank", problem, *arguments], options, ranks, hosts)
 
 
 def _launch(arguments: list[str]) -> int:
     own, program = _split(arguments)
     options = _parse(Launch, "mpigrad launch", [*own, *(["--", *program] if program else [])])
-    _check_launch(options.ranks, options.timeout, options.grace)
+    ranks, hosts = _check_options(options)
     match program:
         case []:
             _refuse("which program? mpigrad launch -n 4 program.py")
@@ -231,7 +251,12 @@ def _launch(arguments: list[str]) -> int:
                 _refuse(f"there is no module {module}")
         case [file, *_] if not pathlib.Path(file).exists():
             _refuse(f"there is no file {file}")
-    return _start(program, options, {"MPIGRAD_PROFILE": "1"} if options.profile else {})
+    if options.print_script:
+        words = ["launch", *(["--profile"] if options.profile else []), *program]
+        name = pathlib.Path(program[1] if program[0] == "-m" else program[0]).stem
+        return _print_script(words, name, ranks, options, requeue=True)
+    profile = {"MPIGRAD_PROFILE": "1"} if options.profile else {}
+    return _start(program, options, ranks, hosts, profile)
 
 
 def _bench(options: Bench) -> int:
@@ -243,27 +268,57 @@ def _bench(options: Bench) -> int:
 
 
 def _start(
-    program: Sequence[str], options: LaunchOptions, environment: Mapping[str, str] | None = None
+    program: Sequence[str],
+    options: LaunchOptions,
+    ranks: int,
+    hosts: Sequence[Host],
+    environment: Mapping[str, str] | None = None,
 ) -> int:
     """Launch the ranks; inside a launcher's world, become one of them."""
     around = launcher.world_around()
     if around is None:
         return launcher.launch(
             program,
-            options.ranks,
+            ranks,
             timeout=options.timeout,
             grace=options.grace,
             environment=environment,
+            hosts=hosts,
         )
-    if options.ranks != around.size:
+    if ranks != around.size:
         _refuse(
-            f"-n {options.ranks}, but {around.launcher} has started {around.size} ranks here: "
+            f"-n {ranks}, but {around.launcher} has started {around.size} ranks here: "
             "leave -n out, or start the command outside of it"
         )
+    if hosts:
+        _refuse(f"--hosts: {around.launcher} has started the ranks, and placed them")
     if options.timeout < math.inf:
         _refuse(f"--timeout: {around.launcher} has started the ranks; give it the time limit")
     os.environ.update(environment or {})
     launcher.become_rank(program)
+
+
+def _print_script(
+    words: Sequence[str], name: str, ranks: int, options: LaunchOptions, *, requeue: bool
+) -> int:
+    if options.hosts is not None:
+        _refuse("--hosts: a batch system places the ranks; leave it out of --print-script")
+    print(job_script.slurm(words, name, ranks, options.timeout, requeue=requeue), end="")
+    return 0
+
+
+def _without_launching(arguments: Sequence[str]) -> list[str]:
+    """The arguments without those of LaunchOptions, which a batch script gives to the system."""
+    kept, skip = [], False
+    for word in arguments:
+        name, equals, _ = word.replace("_", "-").partition("=")
+        if skip:
+            skip = False
+        elif name in _WITH_VALUE:
+            skip = not equals
+        else:
+            kept.append(word)
+    return kept
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -295,6 +350,29 @@ def _parse(options: type[Any], command: str, arguments: list[str]) -> Any:
     except SystemExit:
         _let_the_first_speak()
         raise
+
+
+def _check_options(options: LaunchOptions) -> tuple[int, tuple[Host, ...]]:
+    """The number of ranks, and their hosts (none: this one)."""
+    around, hosts = launcher.world_around(), ()
+    if options.hosts is not None:
+        hosts = _hosts_of(options.hosts, options.ranks)
+    here = around.size if around else sum(host.slots for host in hosts) or 1
+    ranks = here if options.ranks is None else options.ranks
+    _check_launch(ranks, options.timeout, options.grace)
+    return ranks, hosts
+
+
+def _hosts_of(file: pathlib.Path | None, ranks: int | None) -> tuple[Host, ...]:
+    """The hosts of a file, which take as many ranks."""
+    if file is None:
+        return ()
+    try:
+        hosts = read_hosts(file)
+        placed(hosts, ranks or 1)
+    except (ValueError, OSError) as error:
+        _refuse(f"--hosts: {error}")
+    return hosts
 
 
 def _check_launch(ranks: int, timeout: float, grace: float) -> None:

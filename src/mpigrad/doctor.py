@@ -16,9 +16,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import mpigrad
 from mpigrad import launcher
+from mpigrad.hosts import Host, placed
 from mpigrad.mpi_installation import Launcher, Library, MPIError, find_launcher, mpi_library
 
 __all__ = ["examine"]
@@ -39,7 +41,7 @@ class Finding:
     note: bool = False
 
 
-def examine(ranks: int, timeout: float) -> int:
+def examine(ranks: int, timeout: float, hosts: Sequence[Host] = ()) -> int:
     """Print what this installation is, test it on `ranks` ranks; 1 if something is wrong."""
     around = launcher.world_around()
     if around is not None:
@@ -53,9 +55,9 @@ def examine(ranks: int, timeout: float) -> int:
     print(f"mpigrad {mpigrad.__version__}")
     findings = _python_and_jax()
     library, starter, problems = _mpi()
-    findings += problems + _native(library) + _cores(ranks)
+    findings += problems + _native(library) + _cores(max(placed(hosts, ranks)))
     if starter is not None and not any("native communication" in f.what for f in findings):
-        findings += _self_test(ranks, timeout)
+        findings += _self_test(ranks, timeout, hosts)
     for kind, of_kind in (
         ("problem", [f for f in findings if not f.note]),
         ("note", [f for f in findings if f.note]),
@@ -219,10 +221,13 @@ def _cores(ranks: int) -> list[Finding]:
     ]
 
 
-def _self_test(ranks: int, timeout: float) -> list[Finding]:
-    print(f"self-test on {ranks} rank{'s' * (ranks > 1)}", flush=True)
+def _self_test(ranks: int, timeout: float, hosts: Sequence[Host]) -> list[Finding]:
+    where = f" of {', '.join(host.name for host in hosts)}" if hosts else ""
+    print(f"self-test on {ranks} rank{'s' * (ranks > 1)}{where}", flush=True)
     try:
-        code = launcher.launch(["-m", "mpigrad.selftest"], ranks, timeout=timeout, grace=0.0)
+        code = launcher.launch(
+            ["-m", "mpigrad.selftest"], ranks, timeout=timeout, grace=0.0, hosts=hosts
+        )
     except MPIError as error:
         return [_finding(error)]
     if code == 0:

@@ -26,11 +26,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
+from mpigrad.hosts import Host, placed
 from mpigrad.mpi_installation import (
     Launcher,
     MPIError,
     common_environment,
     find_launcher,
+    forwarded_prefixes,
     mpi_library,
 )
 
@@ -39,6 +41,8 @@ __all__ = ["MPIError", "World", "check_world", "cores", "in_command", "launch", 
 TIMED_OUT = 124  # as timeout(1) has it
 _GRACE = 30.0  # seconds that a job which was asked to end may take for saving
 _KILL_AFTER = 3.0  # seconds between SIGTERM and SIGKILL
+_AFTER_ABORT = 5.0  # seconds in which mpiexec ends after a rank's MPI_Abort
+_HANDED_ON = (-signal.SIGUSR1, 128 + signal.SIGUSR1)  # how ranks end that do not listen
 _MARK = "MPIGRAD_JOB"  # in the environment of every process of a job, and so of every orphan
 _MAIN = ("mpigrad", "__main__.py")
 _SLURM_STEPS = 4_000_000_000  # Slurm numbers its special steps (batch, interactive) from here
@@ -118,15 +122,20 @@ def cores() -> int:
     return len(found)
 
 
-def rank_environment(launcher: Launcher | None, ranks: int) -> dict[str, str]:
-    """What the settings file adds to the environment, with what the user has set kept."""
+def rank_environment(
+    launcher: Launcher | None, ranks: int, hosts: Sequence[Host] = ()
+) -> dict[str, str]:
+    """What the settings file adds to the environment, with what the user has set kept.
+
+    Hosts are taken to have as many cores as this one.
+    """
     family = launcher.family if launcher else None
     settings = common_environment()
     if family is not None:
         settings |= family.environment
         if os.geteuid() == 0:
             settings |= family.root
-        if ranks > cores():
+        if max(placed(hosts, ranks)) > cores():
             settings |= family.oversubscribed
     added: dict[str, str] = {}
     for name, value in settings.items():
@@ -147,6 +156,7 @@ def launch(
     timeout: float = math.inf,
     grace: float = _GRACE,
     environment: Mapping[str, str] | None = None,
+    hosts: Sequence[Host] = (),
 ) -> int:
     """Run a Python program on `ranks` ranks and wait for its end.
 
@@ -162,6 +172,8 @@ def launch(
         Seconds that the job may take to save and end after the first Ctrl-C or SIGTERM.
     environment
         Further variables for the ranks.
+    hosts
+        Where the ranks run; without hosts, here (or where a batch system has given nodes).
 
     Returns
     -------
@@ -171,12 +183,18 @@ def launch(
     Raises
     ------
     MPIError
-        There is no MPI, or no launcher that belongs to it.
+        There is no MPI, or no launcher that belongs to it; or it cannot be told the hosts.
+    ValueError
+        The hosts take fewer ranks.
     """
     launcher = find_launcher(mpi_library())
-    with tempfile.TemporaryDirectory(prefix="mpigrad-") as directory:
+    where = _where(launcher, ranks, hosts)
+    # Files through which ranks and launcher speak; on several hosts where all of them see it.
+    common = os.getcwd() if hosts and os.access(os.getcwd(), os.W_OK) else None
+    prefix = ".mpigrad-" if common else "mpigrad-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=common) as directory:
         stop_file = pathlib.Path(directory) / "stop"
-        added = rank_environment(launcher, ranks) | {
+        added = rank_environment(launcher, ranks, hosts) | {
             "MPIGRAD_EXPECTED_SIZE": str(ranks),
             "MPIGRAD_STOP_FILE": str(stop_file),
             "MPIGRAD_TERMINAL": "1" if sys.stdout.isatty() else "0",
@@ -186,12 +204,28 @@ def launch(
         command = [launcher.path]
         if launcher.family is not None:
             command += [word.format(ranks=ranks) for word in launcher.family.count]
-            for name in added:
+            command += where
+            users = [name for name in os.environ if name.startswith(forwarded_prefixes())]
+            for name in sorted({*added, *users}):
                 command += [word.format(name=name) for word in launcher.family.forward]
         # mpi4py's runner turns an exception, or sys.exit(3), of one rank into the job's end.
         command += [sys.executable, "-m", "mpi4py", *program]
-        job = _Job(command, os.environ | added, stop_file, timeout, grace)
+        job = _Job(command, os.environ | added, stop_file, timeout, grace, spread=bool(hosts))
         return job.run()
+
+
+def _where(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> list[str]:
+    """The words that tell a launcher which hosts run how many of the ranks."""
+    if not hosts:
+        return []
+    if launcher.family is None or not launcher.family.hosts:
+        raise MPIError(
+            f"mpigrad: {launcher} cannot be told the hosts; inside a batch job leave --hosts out: "
+            "the nodes are those of the job"
+        )
+    counts = placed(hosts, ranks)
+    text = ",".join(f"{h.name}:{n}" for h, n in zip(hosts, counts, strict=True) if n > 0)
+    return [word.format(hosts=text) for word in launcher.family.hosts]
 
 
 def become_rank(program: Sequence[str]) -> NoReturn:
@@ -211,12 +245,14 @@ class _Job:
         stop_file: pathlib.Path,
         timeout: float,
         grace: float,
+        spread: bool,
     ) -> None:
         self.command = command
         self.environment = dict(environment)
         self.stop_file = stop_file
         self.timeout = timeout
         self.grace = grace
+        self.spread = spread  # over hosts that do not see the stop file
         self.requests: list[int] = []
 
     def run(self) -> int:
@@ -254,8 +290,15 @@ class _Job:
         asked: float | None = None
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return _report(process.wait(0.1))
+                status = process.wait(0.1)
+                if asked is not None and self.spread and status in _HANDED_ON:
+                    return 128 + self.requests[0]  # nobody listened
+                return _report(status)
             now = time.monotonic()
+            if self._aborted_long_ago():
+                _say("mpiexec waits for a host that does not answer; ending it")
+                process.kill()  # told to end, it would wait on
+                return 1
             if now > limit:
                 _say(f"the time limit of {self.timeout:g} s is over; ending all ranks")
                 return TIMED_OUT
@@ -263,11 +306,13 @@ class _Job:
                 continue
             name = signal.Signals(self.requests[0]).name
             if asked is None:
-                if not self._somebody_listens():
+                if not (self.spread or self._somebody_listens()):
                     _say(f"{name}: ending all ranks")
                     return 128 + self.requests[0]
                 asked = now
                 self.stop_file.touch()
+                if self.spread:  # handed on to all ranks; who does not listen ends by it
+                    process.send_signal(signal.SIGUSR1)
                 again = "Ctrl-C again" if name == "SIGINT" else "a second signal"
                 _say(f"{name}: asked the job to save and end ({again} ends it at once)")
             elif len(self.requests) > 1:
@@ -279,6 +324,14 @@ class _Job:
 
     def _somebody_listens(self) -> bool:
         return self.stop_file.with_name("listening").exists()
+
+    def _aborted_long_ago(self) -> bool:
+        """Whether a rank has ended the job, and mpiexec has not."""
+        try:
+            aborted = self.stop_file.with_name("aborted").stat().st_mtime
+        except OSError:
+            return False
+        return time.time() - aborted > _AFTER_ABORT
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:

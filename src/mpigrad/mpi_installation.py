@@ -52,6 +52,8 @@ class Family:
     names: tuple[str, ...]
     count: tuple[str, ...]
     forward: tuple[str, ...]
+    hosts: tuple[str, ...]
+    srun: tuple[str, ...]
     install: str
     environment: Mapping[str, str]
     root: Mapping[str, str]
@@ -90,6 +92,11 @@ def common_environment() -> dict[str, str]:
     return dict(_settings()["environment"])
 
 
+def forwarded_prefixes() -> tuple[str, ...]:
+    """How the user's variables begin which ranks on other machines get, too."""
+    return tuple(_settings()["forward"]["prefixes"])
+
+
 @functools.cache
 def families() -> tuple[Family, ...]:
     """The MPI families of the settings file."""
@@ -102,6 +109,8 @@ def families() -> tuple[Family, ...]:
             names=tuple(table["names"]),
             count=tuple(table["count"]),
             forward=tuple(table["forward"]),
+            hosts=tuple(table.get("hosts", ())),
+            srun=tuple(table.get("srun", ())),
             install=table["install"],
             environment=table.get("environment", {}),
             root=table.get("root", {}),

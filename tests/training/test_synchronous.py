@@ -35,6 +35,8 @@ def test_it_is_the_training_of_one_rank(comm, capsys, settings):
     assert [r.step for r in history.records] == list(range(1, STEPS + 1))
     np.testing.assert_allclose([r.loss for r in history.records], losses, rtol=1e-6)
     assert [r.samples for r in history.records[:3]] == [13, 13, 11]
+    names = [span.name for span in training.spans]
+    assert names[0] == "gradient" and "bucket 0" in names and names[-1] == "update"
     bits = comm.mpi.allgather([array.tobytes() for array in training.model])
     assert all(other == bits[0] for other in bits)
 
@@ -184,6 +186,8 @@ def test_what_is_no_loss_is_refused_on_all_ranks(comm):
         trainer(network("float64") | {"bias": jnp.zeros(3, int)}, optax.sgd(0.1), loss)
     with pytest.raises(TypeError, match="must be optax's"):
         trainer(network("float64"), None, loss)
-    training = trainer(network("float64"), optax.sgd(0.1), lambda p, x: x @ p["in"])
+    training = trainer(
+        network("float64"), optax.sgd(0.1), lambda p, x: x @ p["in"], weight=lambda x: len(x) / 2
+    )
     with pytest.raises(TypeError, match=r"one real number.*float64 of shape \(4, 8\)"):
         training.step(X[:4])

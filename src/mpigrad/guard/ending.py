@@ -5,12 +5,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import os
 import pathlib
+import platform
+import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 
 import jax
@@ -18,19 +22,31 @@ from mpi4py import MPI
 
 from mpigrad import board as b
 from mpigrad.guard.diagnosis import disagreement
+from mpigrad.guard.roll_call import LIMIT, RollCall, roll_call
 from mpigrad.guard.settings import guarded, timeout_seconds
-from mpigrad.guard.watchdog import Watchdog
+from mpigrad.guard.watchdog import Watchdog, where
 from mpigrad.native import library
 
 __all__ = ["current_board", "end_job", "install"]
 
 _GRACE = 2.0  # seconds for others to say where they are, before the job is ended
+_UNREACHED = 5.0  # seconds in which MPI ends a rank that has called Abort
+# What starts ranks on a host, as far as it may be ended by one.
+_DAEMONS = ("mpiexec", "mpirun", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy")
+_END_DAEMON = """
+for second in 1 2 3 4 5 6 7 8; do
+    sleep 1
+    [ "$(cat /proc/$1/comm 2> /dev/null)" = "$2" ] || exit 0
+done
+kill -KILL "$1"
+"""
 
 
 class _Process:
     """What this process knows of itself."""
 
     board: b.Board | None = None
+    others: RollCall | None = None
     forked = False
 
 
@@ -40,16 +56,45 @@ def current_board() -> b.Board:
     return _Process.board
 
 
-def end_job(text: str, code: int = 1, grace: float = 0.0) -> None:
-    """End all ranks with exit code `code`, and say why, once: the first to fail has the word."""
+def end_job(text: str | Callable[[], str], code: int = 1, grace: float = 0.0) -> None:
+    """End all ranks with exit code `code`, and say why, once: the first to fail has the word.
+
+    It says `text`, or what that returns: "" where another host has the word.
+    """
     sys.stdout.flush()
     if _Process.board is None or _Process.board.claim():
-        _say(text)
-        time.sleep(grace)
+        if said := text() if callable(text) else text:
+            _say(said)
+            time.sleep(grace)
+        else:
+            time.sleep(_GRACE + LIMIT)
     else:
-        time.sleep(_GRACE)
+        time.sleep(_GRACE + (LIMIT if _Process.others else 0.0))
     sys.stderr.flush()
+    _abort(code)
+
+
+def _abort(code: int) -> None:
+    """End the job; on this host also where another has stopped, for which Abort would wait."""
+    name = os.environ.get("MPIGRAD_STOP_FILE")
+    if name:
+        with contextlib.suppress(OSError):  # the launcher is on another host
+            pathlib.Path(name).with_name("aborted").touch()
+    if _Process.others:
+        _end_daemon()
+    nowhere = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
+    faulthandler.dump_traceback_later(_UNREACHED, exit=True, file=nowhere)
     MPI.COMM_WORLD.Abort(code)
+
+
+def _end_daemon() -> None:
+    """Let a process of its own end the daemon that has started this rank, if it does not end."""
+    parent = os.getppid()
+    with contextlib.suppress(OSError):
+        daemon = pathlib.Path(f"/proc/{parent}/comm").read_text().strip()
+        if daemon in _DAEMONS:
+            words = ["sh", "-c", _END_DAEMON, "end", str(parent), daemon]
+            subprocess.Popen(words, env={}, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 def _say(text: str) -> None:
@@ -74,7 +119,9 @@ def install() -> None:
     os.register_at_fork(after_in_child=_forked)
     if MPI.COMM_WORLD.size > 1:
         sys.excepthook = functools.partial(_end_all_ranks, sys.excepthook)
-    Watchdog(board, seconds, compare, functools.partial(end_job, grace=_GRACE)).start()
+    others = _Process.others = roll_call(board, functools.partial(where, board))
+    end = functools.partial(end_job, grace=_GRACE)
+    Watchdog(board, seconds, compare, end, others).start()
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
@@ -99,8 +146,9 @@ def _end_all_ranks(
         board.slots[board.mine]["state"] = b.FAILED
     text = "".join(traceback.format_exception(kind, value, trace))
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    place = f" on {platform.node()}" if _Process.others else ""
     end_job(
-        f"{text}mpigrad: rank {rank} of {size} failed; ending all ranks",
+        f"{text}mpigrad: rank {rank} of {size}{place} failed; ending all ranks",
         130 if kind is KeyboardInterrupt else 1,
     )
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import threading
 import time
 from collections.abc import Callable
 
-from mpi4py import MPI
-
 from mpigrad import board as b
 from mpigrad.guard.diagnosis import Finding, diagnose, grouped
 from mpigrad.guard.reading import Reader
+from mpigrad.guard.roll_call import RollCall
 from mpigrad.native import record
 
-__all__ = ["Watchdog", "gone"]
+__all__ = ["Watchdog", "gone", "where"]
 
 # Seconds that nothing may change on the board before ranks are said to wait for ever. The proof is
 # exact; the time is for what no proof knows.
@@ -36,6 +36,14 @@ def gone(board: b.Board, r: int) -> str:
     return "has died" if status.split()[0] in "ZX" else ""
 
 
+def where(board: b.Board) -> list[str]:
+    """Where the ranks of a board are, in lines."""
+    reader, now = Reader(board.slots), _now()
+    return grouped(
+        (f"rank {rank}", reader.state(r, now, gone(board, r))) for r, rank in enumerate(board.ranks)
+    )
+
+
 class Watchdog:
     """Ends waiting for ever: by a proof that it is for ever, or by the time limit.
 
@@ -48,14 +56,21 @@ class Watchdog:
     guarded
         Operations wait on the board: the error is raised there, on every rank.
     end_job
-        Called with the text of an error that cannot be raised.
+        Called with the text of an error that cannot be raised, or with what makes it.
+    others
+        For asking the other hosts, where there are any.
     """
 
     def __init__(
-        self, board: b.Board, seconds: float, guarded: bool, end_job: Callable[[str], None]
+        self,
+        board: b.Board,
+        seconds: float,
+        guarded: bool,
+        end_job: Callable[[str | Callable[[], str]], None],
+        others: RollCall | None,
     ) -> None:
         self.board, self.seconds, self.guarded = board, seconds, guarded
-        self.end_job = end_job
+        self.end_job, self.others = end_job, others
         self.patience = _PATIENCE_GUARDED if guarded else _PATIENCE
         self.tick = 0.1 if guarded else min(0.5, seconds / 4 or 0.5)
         self._seen: dict[int, int] = {}  # ranks found waiting for ever, and since when
@@ -75,7 +90,7 @@ class Watchdog:
             if waited < self.patience / 2:
                 continue
             if self.seconds and waited >= self.seconds and not now.unlimited:
-                self.end_job(self._report(waited))
+                self.end_job(functools.partial(self._report, waited))
             finding = diagnose(self.board.slots, lambda r: gone(self.board, r), _now())
             if finding is not None and self._certain(finding):
                 self._raise(finding)
@@ -118,21 +133,24 @@ class Watchdog:
         self._refused = finding.stuck
 
     def _report(self, waited: float) -> str:
-        """Where every rank of this host is."""
-        slots, reader, now = self.board.slots, Reader(self.board.slots), _now()
-        lines = [
-            (f"rank {reader.world(r)}", reader.state(r, now, gone(self.board, r)))
-            for r in range(len(slots))
-        ]
-        elsewhere = MPI.COMM_WORLD.size - len(slots)
-        others = (
-            f"  ranks on other hosts ({elsewhere}) report for themselves\n" if elsewhere else ""
-        )
-        return (
-            f"mpigrad: an operation has waited {waited:.0f} s (MPIGRAD_TIMEOUT={self.seconds:g}); "
-            "ending all ranks:\n" + "\n".join(grouped(lines)) + f"\n{others}"
+        """Where every rank is; "" where another host says it."""
+        here = functools.partial(where, self.board)
+        found = self.others.where(here) if self.others else (here(), [])
+        if found is None:
+            return ""
+        lines, missing = found
+        remedy = (
             "Look for a rank that leaves out an operation, or calls another in its place; where "
             "ranks only need longer, set MPIGRAD_TIMEOUT."
+        )
+        if missing:
+            remedy = (
+                f"Look at {', '.join(missing)}: stopped, or cut off from this host. A run that has "
+                "saved goes on from there on the hosts that are left."
+            )
+        return (
+            f"mpigrad: an operation has waited {waited:.0f} s (MPIGRAD_TIMEOUT={self.seconds:g}); "
+            "ending all ranks:\n" + "\n".join(lines) + f"\n{remedy}"
         )
 
 

@@ -204,7 +204,7 @@ def evaluate(
     data, buckets = team.data, team.data.buckets
     shared_leaves, shared_structure = jax.tree.flatten(shared)
     copies: list[Leaf] = [
-        (None, sealed(jnp.broadcast_to(x, (data.blocks, *jnp.shape(x))))) for x in shared_leaves
+        (None, sealed(_copied(jnp.asarray(x), data.blocks))) for x in shared_leaves
     ]
     flat = [jax.tree.flatten(tree) for tree in per_job]
     spread: list[Leaf] = [
@@ -280,8 +280,31 @@ def assembled(
         n = len(bucket.jobs)
         kept.append(jax.tree.map(lambda x, n=n: jax.lax.collapse(x, 0, 2)[:n], of_jobs))
     # Over the blocks of all buckets, in their order.
-    total = jax.tree.map(lambda *ys: jnp.sum(jnp.concatenate(ys), 0, dtype=ys[0].dtype), *sums)
+    total = jax.tree.map(lambda *ys: _added(jnp.concatenate(ys)), *sums)
     return total, kept
+
+
+def _copied(x: Any, n: int) -> Any:
+    """`n` copies of x along a new leading axis.
+
+    By doubling, so that cotangents are added elementwise, two halves at a time: an order that the
+    compiler keeps, whatever it puts the additions together with.
+    """
+    copies = x[None]
+    while len(copies) < n:
+        copies = jnp.concatenate([copies, copies])
+    return copies[:n]
+
+
+def _added(x: Any) -> Any:
+    """The sum over the leading axis, likewise in an order of its own."""
+    if len(x) == 0:
+        return jnp.zeros(x.shape[1:], x.dtype)
+    while len(x) > 1:
+        half = (len(x) + 1) // 2
+        pairs = len(x) - half
+        x = jnp.concatenate([x[:pairs] + x[half:], x[pairs:half]])
+    return x[0]
 
 
 def sealed(tree: Any) -> Any:

@@ -228,8 +228,9 @@ def join_backward() -> None:
         keep = create_graph if retain_graph is None else retain_graph
         if is_grads_batched:  # one after the other: PyTorch's batching here knows no functions
             seeds = _tuple(grad_outputs)
+            each = (only_inputs, allow_unused, False, materialize_grads)
             rows = [
-                grad(outputs, inputs, [ct[i] for ct in seeds], True, create_graph, *options[:2])
+                grad(outputs, inputs, [ct[i] for ct in seeds], True, create_graph, *each)
                 for i in range(len(seeds[0]))
             ]
             if not keep:

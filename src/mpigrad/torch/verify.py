@@ -137,6 +137,7 @@ def _numerical(
                             changed[i] = _moved(given[i], entry, by)
                         with messages():  # `f` may be a gradient itself
                             ends.append(_flat(_outputs(f, changed)))
+                        comm.mpi.barrier()  # as in dot_test
                     columns.append((ends[0] - ends[1]) / (2 * eps))
             n = len(columns[0]) if columns else len(_flat(_outputs(f, given)))
             blocks.append(np.stack(columns, 1) if columns else np.zeros((n, 0)))
@@ -249,6 +250,7 @@ def dot_test(
         duals = [forward_ad.make_dual(x.detach(), t) for x, t in zip(xs, tangents, strict=True)]
         pairs = [forward_ad.unpack_dual(y) for y in at(duals)]
         pushed = [torch.zeros_like(y) if t is None else t.clone() for y, t in pairs]
+    comm.mpi.barrier()  # a receive from anyone must not take the next run's message
     with messages(), torch.enable_grad():
         ys = at(xs)
         cotangents = tuple(_random_like(y, generator) for y in ys)

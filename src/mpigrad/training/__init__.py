@@ -2,7 +2,7 @@
 
 from mpigrad.training.batches import Batches
 from mpigrad.training.flat import Flat, Parameter
-from mpigrad.training.history import History, Record
+from mpigrad.training.history import History, Record, Span
 from mpigrad.training.local import LocalSGD
 from mpigrad.training.metrics import mean
 from mpigrad.training.replica import Replica
@@ -22,6 +22,7 @@ __all__ = [
     "Replica",
     "Run",
     "Session",
+    "Span",
     "StepError",
     "Strategy",
     "Synchronous",

@@ -9,7 +9,6 @@ there.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import time
@@ -22,22 +21,14 @@ from numpy.typing import NDArray
 
 from mpigrad.communicator import Communicator, waiting
 from mpigrad.training.flat import Flat
+from mpigrad.training.history import Span
 from mpigrad.training.memory import Memory
 from mpigrad.training.summation import combine
 
-__all__ = ["Exchange", "Span"]
+__all__ = ["Exchange"]
 
 _MIB = 1 << 20
 _SHOWN = 5  # parameters that an error names
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Something that took from `start` to `end` (seconds of time.perf_counter), for a timeline."""
-
-    name: str
-    start: float
-    end: float
 
 
 class Exchange:

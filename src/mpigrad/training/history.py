@@ -6,7 +6,16 @@ import collections
 import dataclasses
 import math
 
-__all__ = ["History", "Record"]
+__all__ = ["History", "Record", "Span"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Something that took from `start` to `end` (seconds of time.perf_counter), for a timeline."""
+
+    name: str
+    start: float
+    end: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,7 +87,7 @@ class Serving(Run):
                 then = self._update(session)
                 if not then:
                     self._give()
-        if len(self._failed) == len(self._workers):
+        if not then and len(self._failed) == len(self._workers):
             raise StepError(
                 "all workers of the parameter server have failed:\n"
                 + "\n".join(f"rank {failure.rank}: {failure}" for failure in self._failed)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.training.history import Record
+from mpigrad.training.history import Record, Span
 from mpigrad.training.replica import Batch, Replica
 
 __all__ = [
@@ -81,6 +81,8 @@ class Run(abc.ABC):
         The rank whose buffers (running means, say) all ranks have at the end, and saves.
     step_number
         Updates so far.
+    spans
+        What this rank did in the latest step, where a run notes it.
     clock
         Seconds since the start of the training, for records; the trainer's.
     """
@@ -89,6 +91,7 @@ class Run(abc.ABC):
     keeps_state: bool
     buffers_of: int = 0
     step_number: int = 0
+    spans: Sequence[Span] = ()
     clock: Callable[[], float] = staticmethod(time.monotonic)
 
     @abc.abstractmethod

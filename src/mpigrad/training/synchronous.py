@@ -15,8 +15,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.training.exchange import Exchange, Span
-from mpigrad.training.history import Record
+from mpigrad.training.exchange import Exchange
+from mpigrad.training.history import Record, Span
 from mpigrad.training.replica import Batch, Replica
 from mpigrad.training.strategy import Run, Session, Strategy, fail, following, joined
 
@@ -79,17 +79,13 @@ _LOSS, _FAILED, _SQUARE, _UNUSED = range(4)
 class SynchronousRun(Run):
     """A synchronous training.
 
-    Attributes
-    ----------
-    spans
-        What this rank did in the latest step, for a timeline: its gradient, its buckets from
-        sending to having the sum (beside it, where they overlap), and the optimizer's step.
+    Its spans are the gradient, each bucket from its sending until the sum is there (beside the
+    gradient, where they overlap), and the optimizer's step.
     """
 
     def __init__(self, settings: Synchronous, replica: Replica, comm: Communicator) -> None:
         self.replica, self.comm = replica, comm
         self.shard, self.keeps_state = (comm.rank, comm.size), comm.rank == 0
-        self.spans: list[Span] = []
         self._settings = settings
         self._exchange = self._new_exchange()
         self._order: list[int] | None = []  # in which gradients got ready; None: known

@@ -9,7 +9,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mpigrad.checkpoint import Checkpoint, Saving, Store
@@ -19,7 +19,7 @@ from mpigrad.together import equal_everywhere, together
 from mpigrad.training import saves
 from mpigrad.training.batches import Batches
 from mpigrad.training.equality import bcast_bytes, make_equal
-from mpigrad.training.history import History, Record
+from mpigrad.training.history import History, Record, Span
 from mpigrad.training.replica import Batch, Replica
 from mpigrad.training.strategy import END, FAILED, SAVE, STOP, Run, Strategy, fail
 from mpigrad.training.synchronous import Synchronous
@@ -106,6 +106,8 @@ class Trainer:
 
     Attributes
     ----------
+    replica
+        This rank's copy of the model, as strategies see it.
     comm
         The ranks, with a message space of their own.
     shard
@@ -127,6 +129,11 @@ class Trainer:
     def history(self) -> History:
         """All updates so far."""
         return History(tuple(self._records), self._asked_to_end)
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """What this rank did in the latest step, for a timeline; nothing where it is not noted."""
+        return self._run.spans
 
     @property
     def model(self) -> Any:

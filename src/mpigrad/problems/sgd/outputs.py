@@ -78,7 +78,7 @@ def _summary(settings: Settings, task: Task, courses: Sequence[Course], ranks: i
     text = (
         f"{what}: {task.rows} samples in batches of {settings.batch}, {ranks} "
         f"rank{'s' * (ranks > 1)}, {'PyTorch' if task.framework == 'torch' else 'JAX'}. "
-        f"Trained {names}."
+        f"Trainings: {names}."
     )
     best = [c.epochs[-1].score for c in courses if c.epochs and c.epochs[-1].score is not None]
     if best and settings.module is None:

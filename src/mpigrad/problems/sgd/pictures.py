@@ -91,7 +91,9 @@ def staleness(courses: Sequence[Course]) -> report.Picture:
             if last:
                 loss = float(np.mean([step.loss for step in last]))
                 mean = float(np.mean(stale)) if stale else 0.0
-                effect.semilogy(mean, loss, "o", color=colour, label=course.name)
+                effect.plot(mean, loss, "o", color=colour, label=course.name)
+        effect.set_ylim(bottom=0)
+        effect.legend(fontsize=9)
         _finish(effect, "mean staleness (updates)", "loss of the last epoch's batches")
 
     return report.drawing(

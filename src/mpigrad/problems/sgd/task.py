@@ -72,7 +72,7 @@ def load(settings: Settings) -> Task:
     """
     if settings.module is None:
         return _digits(settings)
-    task = _made(settings.module)
+    task = _made(settings.module, settings.seed)
     if settings.framework not in (None, task.framework):
         raise ValueError(
             f"--framework {settings.framework}, but {settings.module} gives a model of "
@@ -98,13 +98,15 @@ def _digits(settings: Settings) -> Task:
     return Task(model, network.loss, train, test, network.accuracy)
 
 
-def _made(module: str) -> Task:
-    """What the factory returns."""
+def _made(module: str, seed: int) -> Task:
+    """What the factory returns; the generator of PyTorch, where it is used, begins with `seed`."""
     file, _, name = module.rpartition(":")
     path = pathlib.Path(file).resolve()
     factory = getattr(_imported(path, module), name, None)
     if not callable(factory):
         raise ValueError(f"--module {module}: there is no function {name} in {path.name}")
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
     try:
         made = factory()
     except Exception as error:

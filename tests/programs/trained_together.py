@@ -1,0 +1,20 @@
+"""Synchronous training whose rank 1 fails in the middle; nobody catches the error."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from mpi4py import MPI
+
+from mpigrad.training import Batches, trainer
+
+
+def take(rows):
+    if MPI.COMM_WORLD.rank == 1 and take.calls == 5:
+        raise LookupError("no file of that name")
+    take.calls += 1
+    return (np.ones((len(rows), 4)),)
+
+
+take.calls = 0
+training = trainer({"w": jnp.ones(4)}, optax.sgd(0.1), lambda p, x: jnp.mean((x @ p["w"]) ** 2))
+training.run(Batches(40, 8, take=take))

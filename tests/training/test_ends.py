@@ -1,0 +1,20 @@
+"""A program in which one rank fails ends on all, and says why."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from launching import PROGRAMS, mpigrad, no_orphans
+
+
+@pytest.mark.launcher
+def test_a_rank_that_fails_in_the_middle_ends_all_with_its_cause() -> None:
+    start = time.monotonic()
+    with no_orphans() as mark:
+        done = mpigrad("launch", "-n", 2, PROGRAMS / "trained_together.py", **mark)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1, said
+    assert "LookupError: no file of that name" in said and "in take" in said, said
+    assert time.monotonic() - start < 60  # on a busy machine, most of it for starting
