@@ -187,6 +187,8 @@ def test_own_reductions(comm: Communicator) -> None:
         rows = mt.reduce_scatter(torch.stack([x, 2 * x]), reduction)
         close(rows, fold((comm.rank + 1) * X))
         close(mt.reduce(x, reduction, root=1), fold(X) * (comm.rank == 1))
+    with pytest.raises(ValueError, match=r"reduce_scatterv: counts has 1 entries"):
+        mt.reduce_scatterv(torch.ones(1), [1], op)
 
 
 # ---- proofs over all ranks ----
@@ -284,11 +286,28 @@ def test_graphs_are_let_go(comm: Communicator) -> None:
     assert [ref() for ref in gone] == [None] * len(gone)
 
 
+@pytest.mark.ranks(1)
+def test_a_kept_loss_keeps_no_operands(comm: Communicator) -> None:
+    """What the derivative of a product needs goes with the graph, as what PyTorch saves."""
+    kept = lambda: sum(array.shape == (4321,) for array in jax.live_arrays())
+    x = torch.ones(4321, requires_grad=True)
+    loss = mt.allreduce(x, MPI.PROD).sum()
+    loss.backward(retain_graph=True)
+    assert kept() > 0
+    loss.backward()
+    close(x.grad, [2.0] * 4321)
+    x.grad = None  # is an array of JAX itself
+    gc.collect()
+    assert kept() == 0
+
+
 @pytest.mark.ranks(2)
 def test_many_cotangents_at_once(comm: Communicator) -> None:
     x = leaf(comm)
     rows = torch.stack([ONES, (comm.rank + 1) * ONES])
     (g,) = torch.autograd.grad(mt.allreduce(x), {"x": x}, rows, is_grads_batched=True).values()
+    close(g, [[2.0] * 3, [3.0] * 3])
+    (g,) = torch.autograd.grad(mt.allreduce(x), (y for y in [x]), rows, is_grads_batched=True)
     close(g, [[2.0] * 3, [3.0] * 3])
 
 
@@ -306,7 +325,7 @@ def test_without_recording(comm: Communicator) -> None:
 
     chain._MANY, many = 3, chain._MANY
     try:
-        with mt.messages(), pytest.warns(UserWarning, match="no_grad"):
+        with mt.messages(), pytest.warns(UserWarning, match=r"autograd\.py:\d+;.*no_grad"):
             for _ in range(4):
                 mt.allreduce(x)
         with mt.messages(), warnings.catch_warnings():  # once
@@ -386,15 +405,28 @@ def test_transformations(comm: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 def test_compilation_breaks_the_graph(comm: Communicator) -> None:
-    @torch.compile(backend="eager")
-    def f(x: Tensor) -> Tensor:
-        y = torch.sin(x) * 2
-        return (mt.allreduce(y, op=MPI.SUM) ** 2).sum() + (x * x).sum()
+    """Forward, where the compiler differentiates what stands between; and a whole training step."""
+    other, X = 1 - comm.rank, points(2)
 
-    x, X = leaf(comm), points(2)
-    f(x).backward()
-    F = lambda X: 2 * ((2 * jnp.sin(X)).sum(0) ** 2).sum() + (X * X).sum()
-    close(x.grad, jax.grad(F)(X)[comm.rank])
+    def f(x: Tensor) -> Tensor:
+        y = mt.allreduce(torch.sin(x) * 2, op=MPI.PROD)
+        return (mt.sendrecv(y * x, other, other) ** 2).sum() + (x * x).sum()
+
+    def step(x: Tensor) -> Tensor:
+        with mt.messages():
+            loss = _sq(mt.allreduce(torch.sin(x)))
+            (g,) = torch.autograd.grad(loss, x, retain_graph=True)
+            loss.backward()
+        return g * 2
+
+    F = lambda X: ((4 * jnp.sin(X[0]) * jnp.sin(X[1]) * X) ** 2).sum() + (X * X).sum()
+    compiled, x = torch.compile(f, backend="aot_eager"), leaf(comm)
+    for _ in range(2):
+        compiled(x).backward()
+    close(x.grad, 2 * jax.grad(F)(X)[comm.rank])
+    x, G = leaf(comm), 4 * jnp.sin(X).sum(0) * jnp.cos(X[comm.rank])
+    close(torch.compile(step, backend="aot_eager")(x), 2 * G)
+    close(x.grad, G)
 
 
 # ---- tensors of all kinds ----

@@ -21,7 +21,7 @@ from mpigrad.operations.factory import linear_map
 from mpigrad.operations.packing import packed
 from mpigrad.operations.reductions import Reduction, check_op, fold, reduced
 
-__all__ = ["allgatherv", "alltoallv", "gatherv", "reduce_scatterv", "scatterv"]
+__all__ = ["allgatherv", "alltoallv", "check_counts", "gatherv", "reduce_scatterv", "scatterv"]
 
 
 def _rows(n: int, x: Any) -> ShapedArray:
@@ -81,7 +81,8 @@ alltoallv_p: Primitive = linear_map(
 )
 
 
-def _check_counts(what: str, counts: Sequence[int], comm: Communicator) -> tuple[int, ...]:
+def check_counts(what: str, counts: Sequence[int], comm: Communicator) -> tuple[int, ...]:
+    """The counts, one for each rank, as Python integers; an error otherwise."""
     try:
         numbers = tuple(int(n.__index__()) for n in counts)
     except (AttributeError, TypeError, jax.errors.JAXTypeError):
@@ -124,7 +125,7 @@ def gatherv(x: Any, counts: Sequence[int], root: int = 0, comm: Communicator | N
     Arrays of shape (sum(counts), ...) on every rank. The adjoint is `scatterv` from the root.
     """
     comm = resolve(comm)
-    numbers = _check_counts("gatherv: counts", counts, comm)
+    numbers = check_counts("gatherv: counts", counts, comm)
     _check_rows("gatherv", x, numbers[comm.rank], f"counts[{comm.rank}]", comm)
     root = check_rank(root, comm, "gatherv: root")
     return packed(gatherv_p, x, comm, (1, 1), root=root, counts=numbers)
@@ -148,7 +149,7 @@ def scatterv(x: Any, counts: Sequence[int], root: int = 0, comm: Communicator | 
     Arrays of shape (counts[rank], ...). The adjoint is `gatherv` onto the root.
     """
     comm = resolve(comm)
-    numbers = _check_counts("scatterv: counts", counts, comm)
+    numbers = check_counts("scatterv: counts", counts, comm)
     _check_rows("scatterv", x, sum(numbers), "sum(counts)", comm)
     root = check_rank(root, comm, "scatterv: root")
     own = numbers[comm.rank]
@@ -170,7 +171,7 @@ def allgatherv(x: Any, counts: Sequence[int], comm: Communicator | None = None) 
     Arrays of shape (sum(counts), ...). The adjoint is `reduce_scatterv(SUM)`.
     """
     comm = resolve(comm)
-    numbers = _check_counts("allgatherv: counts", counts, comm)
+    numbers = check_counts("allgatherv: counts", counts, comm)
     _check_rows("allgatherv", x, numbers[comm.rank], f"counts[{comm.rank}]", comm)
     return packed(allgatherv_p, x, comm, (1, 1), counts=numbers)
 
@@ -198,7 +199,7 @@ def reduce_scatterv(
     Arrays of shape (counts[rank], ...). The adjoint is `allgatherv`, for sums.
     """
     comm = resolve(comm)
-    numbers = _check_counts("reduce_scatterv: counts", counts, comm)
+    numbers = check_counts("reduce_scatterv: counts", counts, comm)
     check_op("reduce_scatterv", x, op)
     _check_rows("reduce_scatterv", x, sum(numbers), "sum(counts)", comm)
     own = numbers[comm.rank]
@@ -244,8 +245,8 @@ def alltoallv(
     counts exchanged.
     """
     comm = resolve(comm)
-    send = _check_counts("alltoallv: sendcounts", sendcounts, comm)
-    receive = _check_counts("alltoallv: recvcounts", recvcounts, comm)
+    send = check_counts("alltoallv: sendcounts", sendcounts, comm)
+    receive = check_counts("alltoallv: recvcounts", recvcounts, comm)
     _check_rows("alltoallv", x, sum(send), "sum(sendcounts)", comm)
     if send[comm.rank] != receive[comm.rank]:
         raise ValueError(

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch._C._functorch import TransformType, _add_batch_dim, _wrap_for_grad
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 
 __all__ = [
+    "being_compiled",
     "dual_token",
     "eagerly",
     "in_backward",
@@ -26,6 +28,11 @@ __all__ = [
 def in_transform() -> bool:
     """Whether a transformation of torch.func is active."""
     return torch._C._are_functorch_transforms_active()
+
+
+def being_compiled() -> bool:
+    """Whether torch.compile traces a graph in this thread, with tensors that have no values."""
+    return TracingContext.try_get() is not None
 
 
 def in_backward() -> bool:

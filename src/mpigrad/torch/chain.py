@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from mpigrad.operations.sites import call_site, describe
-from mpigrad.torch._torch_compat import in_backward, in_transform
+from mpigrad.torch._torch_compat import being_compiled, eagerly, in_backward, in_transform
 
 __all__ = ["Chain", "Reversal", "current", "join_backward", "messages"]
 
@@ -35,6 +35,7 @@ class Reversal:
 
     def __init__(self) -> None:
         self.running = False
+        self.keeps = False  # the graph, for another backward pass
         self.done_at: int | None = None  # the line of the backward pass that has ended the chain
 
     def check(self, site: int) -> None:
@@ -76,8 +77,8 @@ class Chain:
             _warned = True
             warnings.warn(
                 f"mpigrad.torch: {_MANY} messages have been recorded for a backward pass that has "
-                "not come, and what they were computed from is kept. Send messages that are not "
-                "differentiated in `with torch.no_grad():`.",
+                f"not come, the last at {describe(call_site())}; what they were computed from is "
+                "kept. Send messages that are not differentiated in `with torch.no_grad():`.",
                 stacklevel=2,
             )
 
@@ -105,13 +106,16 @@ class messages:
             a.backward()
     """
 
+    @eagerly
     def __init__(self) -> None:
         self.current = Chain()
 
+    @eagerly
     def __enter__(self) -> Self:
         _contexts().append(self)
         return self
 
+    @eagerly
     def __exit__(self, *exception: object) -> None:
         _contexts().pop()
 
@@ -142,7 +146,7 @@ def current() -> Chain:
 def _reversal(chain: Chain, keep: bool) -> Iterator[None]:
     """A backward pass that joins all messages of `chain`; it ends it, or they are kept."""
     site, done = call_site(), False
-    chain.reversal.running = True
+    chain.reversal.running, chain.reversal.keeps = True, keep
     try:
         yield
         done = True
@@ -185,6 +189,14 @@ def join_backward() -> None:
     """Let the backward passes of PyTorch join all messages."""
     plain_backward, plain_grad = torch.autograd.backward, torch.autograd.grad
 
+    def joined() -> Chain | None:
+        """The chain that a backward pass joins; the compiler's passes over its graphs join none."""
+        if in_transform() or being_compiled():
+            return None
+        chain = _contexts()[-1].current
+        return None if chain.count == 0 or chain.reversal.running else chain
+
+    @eagerly
     @functools.wraps(plain_backward)
     def backward(
         tensors: Any,
@@ -194,8 +206,8 @@ def join_backward() -> None:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        chain = None if in_transform() else _contexts()[-1].current
-        if chain is None or chain.count == 0 or chain.reversal.running:
+        chain = joined()
+        if chain is None:
             plain_backward(
                 tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
             )
@@ -209,6 +221,7 @@ def join_backward() -> None:
             if create_graph and chain.origin.grad is not None:
                 chain.head = chain.origin.grad
 
+    @eagerly
     @functools.wraps(plain_grad)
     def grad(
         outputs: Any,
@@ -221,11 +234,12 @@ def join_backward() -> None:
         is_grads_batched: bool = False,
         materialize_grads: bool = False,
     ) -> Any:
-        chain = None if in_transform() else _contexts()[-1].current
+        chain = joined()
         options = (only_inputs, allow_unused, is_grads_batched, materialize_grads)
-        if chain is None or chain.count == 0 or chain.reversal.running:
+        if chain is None:
             return plain_grad(outputs, inputs, grad_outputs, retain_graph, create_graph, *options)
         keep = create_graph if retain_graph is None else retain_graph
+        inputs = inputs if isinstance(inputs, dict) else _tuple(inputs)
         if is_grads_batched:  # one after the other: PyTorch's batching here knows no functions
             seeds = _tuple(grad_outputs)
             each = (only_inputs, allow_unused, False, materialize_grads)

@@ -90,6 +90,8 @@ class _Message(torch.autograd.Function):
             active = call.map.transposed.run(cts, call.device)
         elif call.residuals is not None:
             active = call.map.pull(call.residuals, cts, call.device)
+            if call.reversal is not None and not call.reversal.keeps:
+                call.residuals = None  # a loss that the program keeps would keep them
         else:
             active = call.map.pullback.run([*ctx.saved_tensors, *cts], call.device)
         gradients: list[Any] = [None] * len(call.map.types)

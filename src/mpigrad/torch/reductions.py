@@ -11,6 +11,7 @@ import jax
 import torch
 
 from mpigrad.communicator import Communicator, check_rank
+from mpigrad.operations.variable import check_counts
 
 __all__ = ["Reduction", "reduced", "reduction"]
 
@@ -112,7 +113,7 @@ def reduced(
     elif name == "reduce_scatter":
         rows = operations["alltoall"](x, comm)
     elif name == "reduce_scatterv":
-        own = counts[comm.rank]
+        own = check_counts("reduce_scatterv: counts", counts, comm)[comm.rank]
         rows = operations["alltoallv"](x, counts, (own,) * comm.size, comm)
         rows = jax.tree.map(lambda r: r.reshape(comm.size, own, *r.shape[1:]), rows)
     else:
