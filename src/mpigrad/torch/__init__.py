@@ -51,7 +51,7 @@ from mpigrad.torch.operations import (
 from mpigrad.torch.reductions import reduction
 from mpigrad.torch.verify import dot_test, gradcheck, gradgradcheck
 
-_pass_over(_os.path.dirname(_torch.__file__))
+_pass_over(_os.path.dirname(str(_torch.__file__)))
 _join_backward()
 
 __all__ = [

@@ -89,7 +89,7 @@ def gradcheck(
         On every rank, with the entry that differs most.
     """
     comm = resolve(comm)
-    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    given: tuple[Any, ...] = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     places = [i for i, x in enumerate(given) if _has_derivative(x) and x.requires_grad]
     wrong = [str(given[i].dtype) for i in places if given[i].dtype not in _DOUBLE]
     found = [dtypes for dtypes in comm.mpi.allgather(wrong) if dtypes]
