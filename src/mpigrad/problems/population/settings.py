@@ -25,7 +25,7 @@ class Settings:
     """Integrate by an implicit method."""
     rtol: float = 1e-5
     """Relative error of a step of the integration."""
-    iterations: int = 100
+    iterations: int = 400
     """Largest number of iterations of L-BFGS on the way to the mode."""
     chains: int = 2
     """Number of Markov chains, which go side by side."""
