@@ -157,4 +157,4 @@ def test_structures_go_with_their_pattern(comm):
     before = kept_structures()
     assert make_and_use_a_pattern(comm) > before
     gc.collect()
-    assert kept_structures() == before
+    assert kept_structures() <= before  # those of earlier tests may go now, too
