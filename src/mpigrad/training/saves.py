@@ -17,7 +17,7 @@ from mpigrad.training.history import Record
 from mpigrad.training.replica import Replica
 from mpigrad.training.strategy import Run
 
-__all__ = ["LAYOUT", "about", "check", "like", "restore", "tree"]
+__all__ = ["LAYOUT", "about", "check", "like", "own", "restore", "tree"]
 
 Bytes = NDArray[np.uint8]
 Tree = dict[str, Bytes]
@@ -53,6 +53,11 @@ def about(
         "step": run.step_number,
         "run": state,
     }
+
+
+def own(extra: Any) -> Any:
+    """What `about` gave, also in a save that a `Checkpoint` has made."""
+    return extra["extra"] if isinstance(extra, dict) and "about" in extra else extra
 
 
 def check(extra: Any, replica: Replica, strategy: str, where: Any) -> None:

@@ -319,13 +319,13 @@ class Trainer:
         saved = store.load(
             None,
             saves.LAYOUT,
-            lambda extra: saves.check(extra, self.replica, self._strategy, where),
-            like_of=lambda extra: saves.like(extra, self.comm),
+            lambda extra: saves.check(saves.own(extra), self.replica, self._strategy, where),
+            like_of=lambda extra: saves.like(saves.own(extra), self.comm),
         )
         if saved is None:
             return False
         records, self._position = saves.restore(
-            saved.tree, saved.extra, self.replica, self._run, self.comm
+            saved.tree, saves.own(saved.extra), self.replica, self._run, self.comm
         )
         self._records = list(records)
         if records:
