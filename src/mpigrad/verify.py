@@ -98,6 +98,8 @@ def dot_test(
     tangents = tuple(_random_like(x, generator) for x in primals)
     y, y_dot = jit(lambda x, x_dot: jvp(f, x, x_dot))(primals, tangents)
     y_bar = _random_like(y, generator)
+    jax.block_until_ready(y_dot)
+    comm.mpi.Barrier()  # or a receive from anyone might take a message of the next run
     x_bar = jit(lambda x, y_bar: vjp(f, *x)[1](y_bar))(primals, y_bar)
     parts = (
         _inner(y_dot, y_bar),
