@@ -16,8 +16,9 @@ COMPONENTS = ("vx", "vy", "pressure")
 
 
 @functools.cache
-def value_and_gradient(comm, source="explosive", **settings):
+def value_and_gradient(comm, source="explosive", kind="complete", **settings):
     """Gathers, state, and the gradient of a functional of both, global where it is replicated."""
+    counted = comm.size if kind == "complete" else 1  # how many ranks have a number of the gathers
     elastic = case.model(comm, source=source, components=COMPONENTS, **settings)
     survey = case.survey()
     part = case.mine(elastic, case.arrays())
@@ -29,12 +30,12 @@ def value_and_gradient(comm, source="explosive", **settings):
     def objective(arrays):
         wavelets = mpigrad.bcast(arrays["wavelets"], comm=comm)
         model = (arrays[name] for name in ("lam", "mu", "rho"))
-        gathers, state = elastic.propagate(*model, wavelets, survey, arrays["state"])
+        gathers, state = elastic.propagate(*model, wavelets, survey, arrays["state"], kind)
         last = sum(jnp.sum(x**2) for x in (state.vx, state.vy))
         last += 1e-14 * sum(jnp.sum(x**2) for x in (state.sxx, state.syy, state.sxy))
         for memory in (state.memory_x, state.memory_y):
             last += 1e-12 * jnp.sum(memory[:, :2] ** 2) + jnp.sum(memory[:, 2:] ** 2)
-        return jnp.sum(gathers * weights) / comm.size + last, (gathers, state)
+        return jnp.sum(gathers * weights) / counted + last, (gathers, state)
 
     (_, (gathers, state)), gradient = mpigrad.jit(
         mpigrad.value_and_grad(objective, has_aux=True, comm=comm)
@@ -59,6 +60,13 @@ def test_kernels_are_the_reference_and_all_ranks_are_one(comm, alone):
     case.compare(
         gradient["state"], case.mine(elastic, {**case.arrays(), **gradient_alone})["state"]
     )
+
+
+@pytest.mark.thin(3)
+def test_shares_of_the_gathers(comm):
+    _, share, *rest = value_and_gradient(comm, kind="share", method="native")
+    _, complete, *expected = value_and_gradient(comm, method="native")
+    case.compare((comm.mpi.allreduce(np.asarray(share)), *rest), (complete, *expected))
 
 
 @pytest.mark.full

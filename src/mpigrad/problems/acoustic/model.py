@@ -168,6 +168,8 @@ class Acoustic:
             On all ranks, before the first step: if a velocity is not positive and finite, or `dt`
             is not stable; the message has the largest stable one.
         """
+        if gathers not in ("complete", "share"):
+            raise ValueError(f'acoustic: gathers are "complete" or a "share", not {gathers!r}')
         velocity, wavelets = jnp.asarray(velocity), jnp.asarray(wavelets)
         scheme = _scheme(self, survey)
         _check_arguments(scheme, velocity, wavelets, state)
@@ -182,8 +184,6 @@ class Acoustic:
             if state is None:
                 state = at_rest(scheme.tile, survey.n_shots, velocity.dtype)
             share, last = reference.propagate(scheme, velocity, amplitudes, state)
-        if gathers not in ("complete", "share"):
-            raise ValueError(f'acoustic: gathers are "complete" or a "share", not {gathers!r}')
         if gathers == "complete":
             share = allreduce(share, comm=self.grid.comm)
         return Recording(share, last)

@@ -198,6 +198,8 @@ class Elastic:
             negative, one of them is not finite, or `dt` is not stable; the message has the largest
             stable one.
         """
+        if gathers not in ("complete", "share"):
+            raise ValueError(f'elastic: gathers are "complete" or a "share", not {gathers!r}')
         lam, mu, rho, wavelets = (jnp.asarray(x) for x in (lam, mu, rho, wavelets))
         with together(self.grid.comm):
             scheme = _scheme(self, survey)
@@ -215,8 +217,6 @@ class Elastic:
             require_same(scheme.fingerprint, self.grid.comm)
             state = _at_rest(scheme, lam.dtype) if state is None else state
             share, last = reference.propagate(scheme, media, amplitudes, state)
-        if gathers not in ("complete", "share"):
-            raise ValueError(f'elastic: gathers are "complete" or a "share", not {gathers!r}')
         if gathers == "complete":
             share = allreduce(share, comm=self.grid.comm)
         return Recording(share, last)
