@@ -172,6 +172,7 @@ def test_owners() -> None:
     assert rank_of(10, jobs.Static()) == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
     assert rank_of(3, jobs.Static()) == [0, 1, 2]
     assert rank_of(5, jobs.Weighted([1, 1, 4, 1, 1]), 2) == [1, 1, 0, 1, 1]
+    assert rank_of(4, jobs.Weighted([0, 0, 0, 0]), 2) == [0, 1, 0, 1]
     with pytest.raises(ValueError, match="2 costs for 3 jobs"):
         rank_of(3, jobs.Weighted([1, 2]))
     with pytest.raises(ValueError, match="finite numbers"):

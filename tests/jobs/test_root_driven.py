@@ -26,7 +26,10 @@ def test_root_alone(comm: Communicator) -> None:
             want = jax.jit(gradient(serial))(shared, per_job)
             close(jax.jit(gradient(f))(shared, per_job), want, 1e-12)
             later = pool.start(f, shared, per_job)
+            # What comes next waits for it.
+            again = pool.sum(misfit, pool.put(every[:2]))(shared, per_job[:2])
             close(later.result(), serial(shared, per_job), 1e-12)
+            close(again, serial_sum(misfit, every[:2])(shared, per_job[:2]), 1e-12)
             # A loop whose length nobody knows, and a batch.
             goal = 0.9 * f(shared, per_job)
             step = lambda x: x - 0.01 * jax.grad(f, 1)(shared, x)

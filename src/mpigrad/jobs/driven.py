@@ -115,6 +115,7 @@ class DrivenPool(Pool):
         block: int | None = None,
         everywhere: bool = False,
     ) -> Data:
+        self._settle()
         self._tell(_Put(block, schedule or self.schedule, everywhere))
         data = super().put(records, schedule=schedule, block=block, everywhere=everywhere)
         self._data.append(data)
@@ -123,6 +124,7 @@ class DrivenPool(Pool):
     def measure(
         self, fn: Callable[..., Any], data: Data, shared: Any, per_job: Any = None
     ) -> np.ndarray:
+        self._settle()
         arguments = jax.device_get((shared, per_job))
         self._tell(_Measure(fn, self._data.index(data), arguments))
         return super().measure(fn, data, *arguments)

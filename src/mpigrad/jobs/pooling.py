@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, Self
 
 import jax
@@ -31,6 +32,7 @@ from mpigrad.transformations import jit
 __all__ = ["Pool", "pool"]
 
 OnError = Literal["raise", "nan"]
+_BESIDE = "mpigrad-jobs"  # the thread of what was started
 
 
 class Pool:
@@ -43,6 +45,7 @@ class Pool:
         self._store, self._watch = Store(comm), Watch()
         self._queue: Queue | None = None
         self._beside: ThreadPoolExecutor | None = None
+        self._started: Future[Any] | None = None  # the last
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -86,6 +89,7 @@ class Pool:
         """
         if block is not None and block < 1:
             raise ValueError(f"put: block={block} must be at least 1")
+        self._settle()
         data = self._store.put(records, schedule or self.schedule, block, everywhere)
         if data.dynamic and self._queue is None:
             self._queue = Queue(self.comm)
@@ -133,17 +137,25 @@ class Pool:
 
         The ranks compute while this one does other things; its own part of the jobs is done by a
         thread beside them. All ranks start the same, in the same order (where the root drives, the
-        root alone), and send no message before they ask for the result.
+        root alone), and send no message of their own before they ask for the result. What else the
+        pool does waits until the value is there.
         """
         if self._beside is None:
-            self._beside = ThreadPoolExecutor(1, "mpigrad-jobs")
+            self._beside = ThreadPoolExecutor(1, _BESIDE)
         x64 = jax.config.read("jax_enable_x64")
 
         def compute() -> Any:
             with jax.enable_x64(x64):  # as here, also where that is a context
                 return jax.block_until_ready(function(*args))
 
-        return self._beside.submit(compute)
+        self._started = self._beside.submit(compute)
+        return self._started
+
+    def _settle(self) -> None:
+        """Let what was started end first: its messages and the next ones would mix."""
+        if self._started is not None and not threading.current_thread().name.startswith(_BESIDE):
+            wait([self._started])
+            self._started = None
 
     def measure(
         self, fn: Callable[..., Any], data: Data, shared: Any, per_job: Any = None
@@ -152,6 +164,7 @@ class Pool:
 
         Each rank runs its blocks twice and takes the shorter time, a job's share of its block's.
         """
+        self._settle()
         shared, per_job = jax.tree.map(jnp.asarray, (shared, per_job))
         _check(per_job, data.jobs, fn)
         compiled = jax.jit(functools.partial(compute_block, UserJob(fn, False)))
@@ -211,6 +224,7 @@ class Pool:
                 return jnp.zeros(()) if whole.total else []
             alone = inside_job()
             if not alone:
+                self._settle()
                 self._check_arguments((shared, per_job))
             self._watch.failures = None
             forget()

@@ -52,10 +52,12 @@ class Weighted:
             raise ValueError(f"Weighted: {len(self.costs)} costs for {jobs} jobs")
         costs = np.asarray(self.costs)
         weights = np.array([costs[block].sum() for block in blocks])
-        owners, loads = np.zeros(len(blocks), int), np.zeros(ranks)
+        owners = np.zeros(len(blocks), int)
+        loads = [(0.0, 0)] * ranks  # of equal costs, whoever has fewer blocks
         for i in np.argsort(-weights, kind="stable"):
-            owners[i] = np.argmin(loads)
-            loads[owners[i]] += weights[i]
+            owners[i] = rank = loads.index(min(loads))
+            cost, count = loads[rank]
+            loads[rank] = (cost + weights[i], count + 1)
         return owners
 
 
