@@ -39,8 +39,8 @@ class Table:
     about
         What is compared, in a line.
     command
-        The program and its arguments; {json}, {python} (which has the peers) and {record} (of
-        committed results) are replaced. A first word "launch" stands for `mpigrad launch`.
+        The program and its arguments; {json}, {picture} (the files that it writes) and {python}
+        (which has the peers) are replaced. A first word "launch" stands for `mpigrad launch`.
     quick
         Further arguments, for a run of a minute or two.
     peers
@@ -185,8 +185,8 @@ def _make(
     """Run a table's program from the root of the sources; its output is shown and kept."""
     replaced = {
         "json": str((out / f"{table.name}.json").resolve()),
+        "picture": str((out / f"{table.name}.png").resolve()),
         "python": str(python),
-        "record": str(directory / "record"),
     }
     words = [word.format(**replaced) for word in (*table.command, *(table.quick if quick else ()))]
     launch = ["-m", "mpigrad", *words] if words[0] == "launch" else words
