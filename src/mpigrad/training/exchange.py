@@ -154,9 +154,12 @@ class Exchange:
             if not self._told.Test():
                 with waiting("trainer.step"):
                     self._told.Wait()
-            total = math.fsum(self._all[:, 0])
-            self._scale = 1 / total if total > 0 else 0.0
+            self._weigh()
         return self._all
+
+    def _weigh(self) -> None:
+        total = math.fsum(self._all[:, 0])
+        self._scale = 1 / total if total > 0 else 0.0
 
     def ready(self, index: int) -> None:
         """A parameter's numbers are in place; a bucket that they complete is sent."""
@@ -169,19 +172,21 @@ class Exchange:
         self.seconds += time.perf_counter() - start
 
     def finish(self) -> None:
-        """Send what has not been sent, and wait for the whole sum."""
+        """Send what has not been sent, and wait for the whole sum (collective)."""
         start = time.perf_counter()
-        self.weights()
-        for bucket in self._buckets:
-            if self._missing[bucket.number] > 0:
-                self._missing[bucket.number] = 0
-                self._start(bucket)
-                self._advance()
-        if self._going:
-            with waiting("trainer.step"):
-                while self._going:
-                    MPI.Request.Waitany([r for bucket in self._going for r in bucket.requests])
+        # As a collective: a rank that has left the program is found missing at once.
+        with waiting("trainer.step", self.comm.slot):
+            if self._scale is None:
+                self._told.Wait()
+                self._weigh()
+            for bucket in self._buckets:
+                if self._missing[bucket.number] > 0:
+                    self._missing[bucket.number] = 0
+                    self._start(bucket)
                     self._advance()
+            while self._going:
+                MPI.Request.Waitany([r for bucket in self._going for r in bucket.requests])
+                self._advance()
         self.seconds += time.perf_counter() - start
 
     def _start(self, bucket: _Bucket) -> None:
