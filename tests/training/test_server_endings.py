@@ -21,6 +21,7 @@ def test_layers_of_four_workers_that_send_at_once_do_not_mix() -> None:
     ("case", "says", "code"),
     [
         ("raises", "LookupError: no file of that name", 1),
+        pytest.param("leaves", "SystemExit", 1, marks=pytest.mark.full),
         pytest.param("dies", "rank 2", 137, marks=pytest.mark.full),
     ],
 )

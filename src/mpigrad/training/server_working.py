@@ -53,9 +53,9 @@ class Working(Run):
             if weight > 0:
                 loss = replica.gradient(batch, weight)
                 self._check()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             channel.tell(Failure.of(error, self._rank), Kind.FAILED, SERVER)
-            if self._drop:
+            if self._drop and isinstance(error, Exception):
                 return False
             raise
         if weight > 0 and replica.unused != self._unused:
