@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -110,7 +111,7 @@ class Saving:
         *,
         like_of: Callable[[Any], Any] | None = None,
     ) -> Saved | None:
-        """See `Store.load`.
+        """See `Store.load`; rank 0 says on stderr what the run goes on from.
 
         Raises
         ------
@@ -125,7 +126,12 @@ class Saving:
 
         inner = None if like_of is None else lambda extra: like_of(extra["extra"])
         saved = self.store.load(like, layout, both, like_of=inner)
-        return saved and dataclasses.replace(saved, extra=saved.extra["extra"])
+        if saved is None:
+            return None
+        if self.store.comm.rank == 0:
+            for line in (*saved.refused, f"goes on from {self.store.directory}, step {saved.step}"):
+                print(f"mpigrad: {line}", file=sys.stderr, flush=True)
+        return dataclasses.replace(saved, extra=saved.extra["extra"])
 
     def _check(self, extra: Any) -> None:
         """Raise unless this run is about the same as the one that has written `extra`."""
