@@ -337,6 +337,18 @@ def test_without_recording(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_forward_pass_that_is_thrown_away(comm: Communicator) -> None:
+    x = torch.tensor([0.0, 1.0], requires_grad=True)
+    thrown = mt.allreduce(torch.sqrt(x)).sum()
+    mt.forget_messages()
+    mt.allreduce(x).sum().backward()
+    assert x.grad is not None
+    close(x.grad, [2.0, 2.0])
+    with pytest.raises(RuntimeError, match=r"forgotten at .*autograd\.py:\d+"):
+        thrown.backward()
+
+
+@pytest.mark.ranks(2)
 def test_a_chain_for_each_thread(comm: Communicator) -> None:
     """An open message of the main thread is not reversed by another thread's backward pass."""
     x = leaf(comm)

@@ -16,8 +16,8 @@ import os as _os
 
 from mpigrad.communicator import Communicator
 from mpigrad.operations.sites import pass_over as _pass_over
+from mpigrad.torch.chain import forget_messages, messages
 from mpigrad.torch.chain import join_backward as _join_backward
-from mpigrad.torch.chain import messages
 from mpigrad.torch.operations import (
     allgather,
     allgatherv,
@@ -67,6 +67,7 @@ __all__ = [
     "custom_operation",
     "dot_test",
     "exscan",
+    "forget_messages",
     "gather",
     "gatherv",
     "gradcheck",

@@ -21,7 +21,7 @@ import torch
 from mpigrad.operations.sites import call_site, describe
 from mpigrad.torch._torch_compat import being_compiled, eagerly, in_backward, in_transform
 
-__all__ = ["Chain", "Reversal", "current", "join_backward", "messages"]
+__all__ = ["Chain", "Reversal", "current", "forget_messages", "join_backward", "messages"]
 
 _MANY = 10_000
 _warned = False
@@ -36,7 +36,8 @@ class Reversal:
     def __init__(self) -> None:
         self.running = False
         self.keeps = False  # the graph, for another backward pass
-        self.done_at: int | None = None  # the line of the backward pass that has ended the chain
+        self.done_at: int | None = None  # the line of what has ended the chain
+        self.how = ""
 
     def check(self, site: int) -> None:
         """Refuse to reverse a message that this backward pass does not join."""
@@ -44,10 +45,10 @@ class Reversal:
             return
         if self.done_at is not None:
             raise RuntimeError(
-                f"mpigrad: the message at {describe(site)} was reversed already, by the backward "
-                f"pass at {describe(self.done_at)}; other ranks do not expect its adjoint again. "
-                "Sum the losses and go backward once, or keep the graph (retain_graph=True), or "
-                "give each forward pass, with its backward pass, messages of its own: "
+                f"mpigrad: the message at {describe(site)} was {self.how} at "
+                f"{describe(self.done_at)}; other ranks do not expect its adjoint. Sum the losses "
+                "and go backward once, or keep the graph (retain_graph=True), or give "
+                "each forward pass, with its backward pass, messages of its own: "
                 "`with mpigrad.torch.messages():`."
             )
         raise RuntimeError(
@@ -82,9 +83,9 @@ class Chain:
                 stacklevel=2,
             )
 
-    def end(self, site: int) -> None:
-        """The messages have been reversed, at this line: later ones are on another chain."""
-        self.reversal.done_at = site
+    def end(self, site: int, how: str = "reversed already, by the backward pass") -> None:
+        """That is done with the messages, at this line: later ones are on another chain."""
+        self.reversal.done_at, self.reversal.how = site, how
         for context in _contexts():
             if context.current is self:
                 context.current = Chain()
@@ -118,6 +119,18 @@ class messages:
     @eagerly
     def __exit__(self, *exception: object) -> None:
         _contexts().pop()
+
+
+@eagerly
+def forget_messages() -> None:
+    """Leave out the messages since the last backward pass: the next one does not reverse them.
+
+    For a forward pass whose results are thrown away, such as a loss that is not finite: its
+    messages would be reversed with cotangents of zero, and the derivative of what lies before them
+    may be infinite. Every rank calls it, at the same place. A backward pass over such a result is
+    an error.
+    """
+    _contexts()[-1].current.end(call_site(), "forgotten")
 
 
 _threads = threading.local()
