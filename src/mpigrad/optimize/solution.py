@@ -81,7 +81,7 @@ class Solution:
     loss: float
     gradient_norm: float
     result: Result
-    history: tuple[Record, ...]
+    history: tuple[Record, ...] = dataclasses.field(repr=False)
     stats: dict[str, int]
-    state: Any
+    state: Any = dataclasses.field(repr=False)
     asked_to_end: bool = False
