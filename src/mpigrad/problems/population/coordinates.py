@@ -19,7 +19,7 @@ __all__ = ["centred", "from_centred", "to_centred"]
 
 
 def to_centred(unknowns: Unknowns) -> Unknowns:
-    """With `typical + spread · effects` in place of the effects; arrays of shape (..., patients, 5)."""
+    """With `typical + spread · effects` in place of effects; arrays of shape (..., patients, 5)."""
     shared, effects = unknowns
     spread = jnp.exp(shared.log_spread)[..., None, :]
     return Unknowns(shared, shared.typical[..., None, :] + spread * effects)
