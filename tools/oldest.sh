@@ -13,7 +13,7 @@ $pip install "jax==$oldest" "jaxlib==$oldest" "mpi4py>=4.0,<5" "numpy>=2.0" "tyr
     scikit-build-core cmake ninja pytest pytest-timeout hypothesis
 # Not editable: it has a build folder of its own, and leaves that of `make setup` alone. Without MPI
 # there is no hypre, which is not tested here.
-$pip install --no-deps --no-build-isolation -C build-dir=build/oldest-native \
-    -C cmake.define.CMAKE_DISABLE_FIND_PACKAGE_MPI=ON .
+$pip install --no-deps --no-build-isolation --config-settings build-dir=build/oldest-native \
+    --config-settings cmake.define.CMAKE_DISABLE_FIND_PACKAGE_MPI=ON .
 exec "$venv/bin/python" tests/run.py -n 1,2 tests/operations tests/test_transformations.py \
     tests/test_jacobian.py tests/test_communicator.py "$@"
