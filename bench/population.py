@@ -58,7 +58,7 @@ def measure(
 
     import mpigrad
     from mpigrad import optimize
-    from mpigrad.problems.population import NUTS, centred, log_density, summarize, to_centred
+    from mpigrad.problems.population import NUTS, log_density, summarize
 
     density = log_density(model, likelihood)
     start = model.prior.start(options.patients)
@@ -83,10 +83,7 @@ def measure(
         )
         starts = jax.tree.map(around, mode.value)
         drawn = NUTS(options.warmup, options.draws).sample(
-            centred(density),
-            to_centred(starts),
-            seed=0,
-            scales=model.prior.scales(options.patients, centred=True),
+            density, starts, seed=0, scales=model.prior.scales(options.patients)
         )
         assert drawn is not None
         sizes = [known.ess for known in summarize(drawn.unknowns.shared).values()]

@@ -13,7 +13,6 @@ except ImportError as error:
         f"mpigrad.problems.population needs {error.name}: pip install 'mpigrad[problems]'"
     ) from error
 
-from mpigrad.problems.population.coordinates import centred, from_centred, to_centred
 from mpigrad.problems.population.diagnostics import Summary, summarize
 from mpigrad.problems.population.estimation import Result, put, run
 from mpigrad.problems.population.kinetics import PARAMETERS, UNITS, Kinetics
@@ -43,9 +42,7 @@ __all__ = [
     "Truth",
     "Unknowns",
     "by_forward_mode",
-    "centred",
     "fit",
-    "from_centred",
     "log_density",
     "put",
     "read",
@@ -53,6 +50,5 @@ __all__ = [
     "run",
     "simulate",
     "summarize",
-    "to_centred",
     "write",
 ]

@@ -16,7 +16,6 @@ from mpigrad import interruption, jobs, optimize
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.problems.directory import prepare
 from mpigrad.problems.population import records
-from mpigrad.problems.population.coordinates import centred, from_centred, to_centred
 from mpigrad.problems.population.diagnostics import Summary, summarize
 from mpigrad.problems.population.kinetics import Kinetics
 from mpigrad.problems.population.model import Model, Prior, Unknowns, log_density
@@ -161,15 +160,10 @@ def _sample(
         # Any rank may have got the signal; all end at the same iteration.
         return any(comm.mpi.allgather(stop.requested()))
 
-    scales = model.prior.scales(len(mode.effects), centred=not settings.non_centred)
-    if not settings.non_centred:
-        density, starts = centred(density), to_centred(starts)
+    scales = model.prior.scales(len(mode.effects))
     posterior = sampler.sample(density, starts, settings.seed, note, comm, scales)
     progress.close()
-    if posterior is None or settings.non_centred:
-        return posterior
-    unknowns = jax.tree.map(np.asarray, from_centred(posterior.unknowns))
-    return dataclasses.replace(posterior, unknowns=unknowns)
+    return posterior
 
 
 def _each(fits: Fit | list[Fit], cohort: Cohort) -> list[Fit]:

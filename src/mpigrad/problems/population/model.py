@@ -64,11 +64,11 @@ class Prior:
         shared = Shared(jnp.log(jnp.asarray(self.medians)), small[:5], small[5])
         return Unknowns(shared, jnp.zeros((patients, 5)))
 
-    def scales(self, patients: int, centred: bool = False) -> Unknowns:
+    def scales(self, patients: int) -> Unknowns:
         """About the standard deviations of a posterior: a sampler's metric to begin with."""
         typical, spread = 0.3 / patients**0.5, (2 * patients) ** -0.5
         shared = Shared(jnp.full(5, typical), jnp.full(5, spread), jnp.asarray(0.1))
-        return Unknowns(shared, jnp.full((patients, 5), 0.15 if centred else 0.5))
+        return Unknowns(shared, jnp.full((patients, 5), 0.5))
 
 
 @dataclasses.dataclass(frozen=True)

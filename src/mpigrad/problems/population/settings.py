@@ -33,8 +33,6 @@ class Settings:
     """Iterations in which step sizes and metrics are found."""
     draws: int = 200
     """Draws from the posterior by each chain; 0: the mode is all."""
-    non_centred: bool = False
-    """Draw patients' random effects in place of their parameters: for few samples of each."""
     acceptance: float = 0.8
     """Mean acceptance that the step sizes are found for."""
     depth: int = 8
