@@ -99,7 +99,7 @@ class Exchange:
                 self._parameters[b.number] += 1
         self._missing: list[int] = []
         self._going: list[_Bucket] = []
-        self._mine, self._all = np.zeros(2), np.zeros((comm.size, 2))
+        self._mine, self._all = np.zeros(3), np.zeros((comm.size, 3))
         self._told = MPI.REQUEST_NULL
         self._scale: float | None = None
 
@@ -134,22 +134,23 @@ class Exchange:
 
     # ---- one sum ----
 
-    def begin(self, weight: float, ended: bool = False) -> None:
+    def begin(self, weight: float, ended: bool = False, mark: float = 0.0) -> None:
         """Begin a sum in which this rank's numbers have this weight (collective).
 
-        `ended` says that this rank has nothing to add, now or later.
+        `ended` says that this rank has nothing to add, now or later; `mark` is a number that ranks
+        show each other.
         """
         self.spans, self.seconds, self.square = [], 0.0, 0.0
         self._spoiled = []
         self._missing = list(self._parameters)
         self._going, self._scale = [], None
-        self._mine[:] = weight, ended
+        self._mine[:] = weight, ended, mark
         start = time.perf_counter()
         self._told = self.comm.mpi.Iallgather(self._mine, self._all)
         self.seconds += time.perf_counter() - start
 
     def weights(self) -> NDArray[np.float64]:
-        """(weight, whether it has ended) of every rank, shape (ranks, 2); waits for them."""
+        """(weight, whether it has ended, mark) of every rank, shape (ranks, 3); waits for them."""
         if self._scale is None:
             if not self._told.Test():
                 with waiting("trainer.step"):

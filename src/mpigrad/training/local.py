@@ -103,7 +103,7 @@ class LocalRun(Run):
     def _local_step(self, batch: Batch) -> float:
         weight, loss = self.replica.weight(batch), math.nan
         if weight > 0:
-            loss = self.replica.gradient(batch, 1.0)
+            loss, self.computed = self.replica.gradient(batch, 1.0), True
             self.replica.update(self.replica.unused)
             self._loss += weight * loss
         self._weight += weight

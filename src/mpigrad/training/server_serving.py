@@ -33,7 +33,6 @@ class Serving(Run):
     """
 
     keeps_state = True
-    buffers_of = 1  # the first worker's: the server computes nothing
 
     def __init__(
         self, replica: Replica, comm: Communicator, *, bound: int, scale: bool, drop: bool

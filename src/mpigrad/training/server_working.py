@@ -19,7 +19,6 @@ class Working(Run):
     """A rank that computes gradients; see `ParameterServer`."""
 
     keeps_state = False
-    buffers_of = 1
 
     def __init__(self, replica: Replica, comm: Communicator, *, drop: bool) -> None:
         self.shard = comm.rank - 1, comm.size - 1
@@ -51,7 +50,7 @@ class Working(Run):
                 return False
             weight, loss = replica.weight(batch), 0.0
             if weight > 0:
-                loss = replica.gradient(batch, weight)
+                loss, self.computed = replica.gradient(batch, weight), True
                 self._check()
         except (Exception, SystemExit) as error:
             channel.tell(Failure.of(error, self._rank), Kind.FAILED, SERVER)
