@@ -12,6 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -81,6 +83,10 @@ class Exchange:
                     )
                 )
                 start = stop
+        # They are MPI's: nobody else gives them back when this object is forgotten.
+        requests = [request for b in self._buckets for request in b.all_requests]
+        self._free = weakref.finalize(self, _free, requests)
+        self._free.atexit = False
         # Which buckets a parameter lies in.
         self._of: list[list[_Bucket]] = []
         for section, start, stop in flat.places:
@@ -129,8 +135,7 @@ class Exchange:
 
     def close(self) -> None:
         """Give the requests back."""
-        for bucket in self._buckets:
-            bucket.close()
+        self._free()
 
     # ---- one sum ----
 
@@ -311,10 +316,7 @@ class _Bucket:
         parts = [sent[part] for part in self.parts]
         self._collect = requests(self._pieces, parts, 2 * number)
         self._spread = requests(parts, [sent[mine]] * size, 2 * number + 1)
-
-    def close(self) -> None:
-        for request in (*self._collect, *self._spread):
-            request.Free()
+        self.all_requests = [*self._collect, *self._spread]
 
     def start(self, scale: float) -> None:
         self.begun, self.collecting = time.perf_counter(), True
@@ -343,3 +345,8 @@ class _Bucket:
     def finish(self) -> None:
         if self.compressed:
             self.numbers[:] = self.sent
+
+
+def _free(requests: Sequence[MPI.Prequest]) -> None:
+    for request in requests:
+        request.Free()

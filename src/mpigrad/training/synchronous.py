@@ -7,7 +7,6 @@ import itertools
 import math
 import operator
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -92,16 +91,13 @@ class SynchronousRun(Run):
         self._settings = settings
         self._first_order = replica.gradients.order
         self._order: list[int] | None = []  # in which gradients got ready; None: arranged
-        self._new_exchange()
+        self._exchange = self._new_exchange()
 
-    def _new_exchange(self) -> None:
+    def _new_exchange(self) -> Exchange:
         s = self._settings
-        self._exchange = Exchange(
+        return Exchange(
             self.replica.gradients, self.comm, s.bucket_mib, s.first_bucket_mib, s.compression
         )
-        # Nobody else gives its requests back when this run is forgotten.
-        self._close = weakref.finalize(self, self._exchange.close)
-        self._close.atexit = False
 
     def state(self) -> list[int] | None:
         """The order of gradients: with it the norm has the same bits, and what is clipped."""
@@ -254,6 +250,6 @@ class SynchronousRun(Run):
     def _lay_out(self, order: Sequence[int]) -> None:
         """Lay gradients out in this order, the same on all ranks (collective)."""
         if tuple(order) != self.replica.gradients.order:
-            self._close()
+            self._exchange.close()
             self.replica.arrange(order)
-            self._new_exchange()
+            self._exchange = self._new_exchange()
