@@ -249,7 +249,8 @@ class Trainer:
     def step(self, *batch: Any) -> Record:
         """One update (collective), where the strategy goes step by step; see `run`."""
         record = self._run.step(batch)
-        self._note(record)
+        if record.step == self._run.step_number:  # not a step of this rank alone (LocalSGD)
+            self._note(record)
         return record
 
     def save(self, directory: str | os.PathLike[str]) -> pathlib.Path:
