@@ -217,7 +217,8 @@ class Trainer:
         session = _Session(self, steps, callback)
         with contextlib.ExitStack() as stack:
             if checkpoint is not None:
-                session.saving = stack.enter_context(checkpoint.start(self.comm))
+                begun = checkpoint.start(self.comm, self._run.step_number)
+                session.saving = stack.enter_context(begun)
                 if os.path.abspath(checkpoint.directory) != self._saved_in:
                     self._restored(session.saving)
             self._saved_in = None
