@@ -144,10 +144,10 @@ def test_from_a_save_it_begins_with_a_whole_interval(comm, tmp_path):
     with pytest.raises(KeyError, match="lost"):
         training.run(failing())
     assert training.resume(directory)
-    assert training.run(batches(), steps=6) is not None
+    training.run(batches(), steps=6)
     assert_close(training.model, whole.model, 0)
     assert [r.loss for r in training.history.records] == [r.loss for r in whole.history.records]
     with pytest.raises(FloatingPointError, match="after step 9"):
         training.run([(X[:3] * np.nan, Y[:3])] * 3)
-    training.replica.arrays = [np.ones((5, 3)), np.ones(3, np.float32)]
+    training.replica.load(Linear().state())  # by hand, what was kept: there is no interval to end
     assert np.isfinite(training.run([(X[:3], Y[:3])] * 3).records[-1].loss)

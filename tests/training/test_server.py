@@ -281,7 +281,7 @@ def test_a_gradient_whose_norm_is_beyond_float64_is_refused(
         return 0.0, [np.full(5, 1e160), np.zeros(1)]
 
     coach = trainer(NumpyReplica([np.zeros(5), np.zeros(1)], steep), strategy=strategy)
-    with pytest.raises(FloatingPointError, match="step 1 is not made, .* is too large: the sum"):
+    with pytest.raises(FloatingPointError, match=r"step 1 is not made, .* is too large: the sum"):
         coach.run([(A[:4], B[:4])])
     assert not coach.model[0].any()
 
