@@ -48,7 +48,7 @@ class Failure:
     traceback: str
 
     @classmethod
-    def of(cls, error: Exception, rank: int) -> Failure:
+    def of(cls, error: BaseException, rank: int) -> Failure:
         text = "".join(traceback.format_exception(error))
         return cls(rank, type(error).__name__, str(error), text)
 
