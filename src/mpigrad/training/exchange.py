@@ -25,7 +25,7 @@ from mpigrad.communicator import Communicator, waiting
 from mpigrad.training.flat import Flat
 from mpigrad.training.history import Span
 from mpigrad.training.memory import Memory
-from mpigrad.training.summation import combine
+from mpigrad.training.summation import combine, scale
 
 __all__ = ["Exchange"]
 
@@ -47,6 +47,8 @@ class Exchange:
         Sizes of buckets, MiB of numbers as they travel.
     compression
         The dtype in which numbers travel; their own if None.
+    weigh
+        Whether the numbers are yet to be multiplied by their rank's weight.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class Exchange:
         bucket: float,
         first_bucket: float,
         compression: str | None = None,
+        *,
+        weigh: bool = False,
     ) -> None:
-        self.flat, self.comm = flat, comm
+        self.flat, self.comm, self._weigh = flat, comm, weigh
         self._compression = compression if comm.size > 1 else None
         self.spans: list[Span] = []
         self.seconds = 0.0  # in this object, since `begin`
@@ -160,10 +164,10 @@ class Exchange:
             if not self._told.Test():
                 with waiting("trainer.step"):
                     self._told.Wait()
-            self._weigh()
+            self._sum_weights()
         return self._all
 
-    def _weigh(self) -> None:
+    def _sum_weights(self) -> None:
         total = math.fsum(self._all[:, 0])
         self._scale = 1 / total if total > 0 else 0.0
 
@@ -184,7 +188,7 @@ class Exchange:
         with waiting("trainer.step", self.comm.slot):
             if self._scale is None:
                 self._told.Wait()
-                self._weigh()
+                self._sum_weights()
             for bucket in self._buckets:
                 if self._missing[bucket.number] > 0:
                     self._missing[bucket.number] = 0
@@ -208,7 +212,8 @@ class Exchange:
                 self.weights()
                 assert self._scale is not None
                 spoiled: list[tuple[int, list[int]]] = []
-                self.square += bucket.add(self._scale, spoiled)
+                factors = self._all[:, 0].tolist() if self._weigh else None
+                self.square += bucket.add(self._scale, spoiled, factors)
                 if spoiled:
                     self._spoiled.append((bucket, spoiled))
             if not bucket.collecting and bucket.test():
@@ -229,7 +234,8 @@ class Exchange:
         ------
         FloatingPointError
             On every rank: a number is not finite. The error begins with `what`, and names
-            parameters and the ranks that these numbers come from.
+            parameters and the ranks that these numbers come from. Or the norm's square is beyond
+            float64.
         """
         if np.isfinite(squares).all():
             return math.sqrt(math.fsum(squares))
@@ -238,7 +244,10 @@ class Exchange:
             for name, ranks in found.items():
                 spoiled.setdefault(name, set()).update(ranks)
         if not spoiled:  # squares overflow in the dtype of the numbers
-            return math.sqrt(math.fsum(self.comm.mpi.allgather(self._exact_square())))
+            square = math.fsum(self.comm.mpi.allgather(self._exact_square()))
+            if math.isinf(square):
+                raise FloatingPointError(f"{what} too large: the sum of squares is beyond float64")
+            return math.sqrt(square)
         said = [
             f"{name} (from rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))})"
             for name, ranks in spoiled.items()
@@ -259,10 +268,11 @@ class Exchange:
         return {name: sorted(ranks) for name, ranks in found.items()}
 
     def _exact_square(self) -> float:
-        return math.fsum(
-            float(np.sum(np.square(part, dtype=np.float64)))
-            for part in (b.numbers[b.parts[self.comm.rank]] for b in self._buckets)
-        )
+        with np.errstate(over="ignore"):
+            return math.fsum(
+                float(np.sum(np.square(part, dtype=np.float64)))
+                for part in (b.numbers[b.parts[self.comm.rank]] for b in self._buckets)
+            )
 
 
 class _Bucket:
@@ -318,11 +328,11 @@ class _Bucket:
         self._spread = requests(parts, [sent[mine]] * size, 2 * number + 1)
         self.all_requests = [*self._collect, *self._spread]
 
-    def start(self, scale: float) -> None:
+    def start(self, factor: float) -> None:
         self.begun, self.collecting = time.perf_counter(), True
         if self.compressed:  # as means: sums of many samples' numbers are too big for 16 bits
             with np.errstate(over="ignore"):
-                np.multiply(self.numbers, self.numbers.dtype.type(scale), out=self.numbers)
+                scale(self.numbers, factor)
                 self.sent[:] = self.numbers
         MPI.Prequest.Startall(self._collect)
 
@@ -333,11 +343,16 @@ class _Bucket:
     def test(self) -> bool:
         return MPI.Request.Testall(self.requests)
 
-    def add(self, scale: float, spoiled: list[tuple[int, list[int]]]) -> float:
+    def add(
+        self,
+        factor: float,
+        spoiled: list[tuple[int, list[int]]],
+        factors: list[float] | None,
+    ) -> float:
         """Make this rank's part of the sum, and send it; its squared two-norm."""
-        scale = 1.0 if self.compressed else scale
+        factor = 1.0 if self.compressed else factor
         mine = self.sent[self.parts[self._rank]]
-        square = combine(self._pieces, scale, mine, self._copies, spoiled)
+        square = combine(self._pieces, factor, mine, self._copies, spoiled, factors)
         self.collecting = False
         MPI.Prequest.Startall(self._spread)
         return square

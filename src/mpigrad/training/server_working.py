@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mpigrad.communicator import Communicator
 from mpigrad.training.replica import Batch, Replica
 from mpigrad.training.server_messages import Channel, Failure, Kind, act
-from mpigrad.training.strategy import Run, Session
+from mpigrad.training.strategy import STOP, Run, Session
 from mpigrad.training.summation import combine
 
 __all__ = ["Working"]
@@ -38,9 +38,9 @@ class Working(Run):
             self.step_number, then = (int(number) for number in replica.values.header[:2])
             if act(then, session):
                 return
-            working = working and self._work(batches)
+            working = working and self._work(batches, session)
 
-    def _work(self, batches: Iterator[Batch]) -> bool:
+    def _work(self, batches: Iterator[Batch], session: Session) -> bool:
         """Send the gradient of a batch; false, and the server knows it, where there is none."""
         replica, channel = self._replica, self._channel
         try:
@@ -60,7 +60,8 @@ class Working(Run):
         if weight > 0 and replica.unused != self._unused:
             self._unused = replica.unused
             channel.tell(self._unused, Kind.UNUSED, SERVER)
-        replica.gradients.header[:3] = self.step_number, weight, loss
+        wishes = session.wishes() & STOP if session.attentive else 0
+        replica.gradients.header[:4] = self.step_number, weight, loss, wishes
         channel.send(replica.gradients, Kind.GRADIENT, SERVER, whole=weight > 0)
         return True
 

@@ -218,7 +218,8 @@ class Trainer:
         session = _Session(self, steps, callback)
         with contextlib.ExitStack() as stack:
             if checkpoint is not None:
-                session.saving = stack.enter_context(checkpoint.start(self.comm))
+                begun = checkpoint.start(self.comm, self._run.step_number)
+                session.saving = stack.enter_context(begun)
                 if os.path.abspath(checkpoint.directory) not in self._saved_in:
                     self._restored(session.saving)
             with together(self.comm):
@@ -243,7 +244,8 @@ class Trainer:
     def step(self, *batch: Any) -> Record:
         """One update (collective), where the strategy goes step by step; see `run`."""
         record = self._run.step(batch)
-        self._note(record)
+        if record.step == self._run.step_number:  # not a step of this rank alone (LocalSGD)
+            self._note(record)
         return record
 
     def save(self, directory: str | os.PathLike[str]) -> pathlib.Path:
