@@ -348,6 +348,11 @@ def test_one_rank_decides_and_any_rank_may_be_asked_to_stop(comm, directory, mon
         found = saving.load({"x": np.ones(2)})
         assert found is not None
         assert found.step == 9
+    with Checkpoint(directory, every=4, minutes=None).start(comm, 1) as saving:
+        saved = [i for i in range(3, 30, 3) if saving.decide(i).save]
+        assert saved == [6, 9, 12, 18, 21, 24]  # the first at or after each multiple
+        assert saving.load({"x": np.ones(2)}) is not None
+        assert not saving.decide(11).save
     now = [1000.0]
     monkeypatch.setattr("mpigrad.checkpoint.schedule.time.monotonic", lambda: now[0])
     with contextlib.ExitStack() as stack:

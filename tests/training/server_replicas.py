@@ -11,6 +11,7 @@ import numpy as np
 from mpigrad.training.flat import Parameter
 from mpigrad.training.history import Record
 from mpigrad.training.replica import Batch, Replica
+from mpigrad.training.strategy import SAVE
 
 
 class NumpyReplica(Replica):
@@ -86,23 +87,24 @@ def squares(arrays: list[np.ndarray], a: np.ndarray, b: np.ndarray) -> tuple[flo
 
 @dataclasses.dataclass
 class Session:
-    """Keeps records; from the update `save_at` on it wishes for a save, until it has been made."""
+    """Keeps records; after the update `wish_at` it wishes for something, which `done` answers."""
 
     steps: int | None = None
-    save_at: int | None = None
-    save: Callable[[], bool] = bool
+    wish_at: int | None = None
+    wish: int = SAVE
+    done: Callable[[], bool] = bool
     records: list[Record] = dataclasses.field(default_factory=list)
 
     @property
     def attentive(self) -> bool:
-        return self.save_at is not None
+        return self.wish_at is not None
 
     def note(self, record: Record) -> None:
         self.records.append(record)
 
     def wishes(self) -> int:
-        return 2 if self.records[-1].step == self.save_at else 0
+        return self.wish if self.records and self.records[-1].step == self.wish_at else 0
 
     def act(self, wishes: int) -> bool:
-        assert wishes == 2
-        return self.save()
+        assert wishes == self.wish
+        return self.done()

@@ -102,6 +102,12 @@ def test_numbers_that_are_not_finite_are_named(comm):
     exchanged(exchange, flat, [1.0] * comm.size, mine)
     squares = np.array(comm.mpi.allgather(exchange.square))
     assert abs(exchange.norm(squares, "") / 1e30 - 1) < 1e-6
+    # Of float64 they are: there is no norm to clip by.
+    mine[6][3] = 1e200
+    exchanged(exchange, flat, [1.0] * comm.size, mine)
+    squares = np.array(comm.mpi.allgather(exchange.square))
+    with pytest.raises(FloatingPointError, match="step 8 is too large: the sum of squares"):
+        exchange.norm(squares, "step 8 is")
     exchange.close()
 
 
@@ -120,6 +126,12 @@ def test_compressed_sums_are_equal_on_all_ranks_and_nearly_right(comm, dtype):
     bound = {"float16": 1e-3, "bfloat16": 1e-2}[dtype] if comm.size > 1 else 1e-6
     assert np.all(error <= 2 * bound * scale + 1e-6)
     assert len(set(comm.mpi.allgather(flat.message.tobytes()))) == 1
+    # Numbers that have 16 bits anyway: only they are rounded, the factor is not.
+    if comm.size > 1:
+        factor = np.float32(1 / (2000 * sum(weights)))
+        sent = [(2000 * own[5]).astype("bfloat16").astype("float32") * factor for own in everybody]
+        total = np.sum([one.astype("bfloat16").astype("float32") for one in sent], axis=0)
+        np.testing.assert_array_equal(flat.arrays[5], total.astype("bfloat16"))
     if comm.size > 1 and dtype == "float16":
         exchanged(exchange, flat, weights, [1e8 * v for v in everybody[comm.rank]])
         squares = np.array(comm.mpi.allgather(exchange.square))
@@ -139,3 +151,21 @@ def test_combine_adds_in_order_whatever_the_target():
         np.testing.assert_array_equal(mine[target], expected)
         np.testing.assert_array_equal(mine[target - 1], expected)
         np.testing.assert_allclose(square, np.sum(expected.astype(float) ** 2), rtol=1e-5)
+    factors = [0.1, 0.7, 0.2]
+    expected = [np.float32(f) * piece for f, piece in zip(factors, pieces, strict=True)]
+    out = np.empty_like(pieces[0])
+    combine(pieces, 0.3, out, factors=factors)
+    np.testing.assert_array_equal(
+        out, ((expected[0] + expected[1]) + expected[2]) * np.float32(0.3)
+    )
+
+
+@pytest.mark.ranks(1)
+def test_factors_of_16_bit_numbers_are_not_rounded_to_them():
+    flat = Flat([Parameter("h", (200,), "float16"), Parameter("b", (200,), "bfloat16")])
+    for array in flat.arrays:
+        array[:] = np.linspace(1, 6e4, 200)
+    before = [array.astype("float32") for array in flat.arrays]
+    flat.multiply(1e-6)  # 1.3e-2 off as a number of float16
+    for array, numbers in zip(flat.arrays, before, strict=True):
+        np.testing.assert_array_equal(array, (numbers * np.float32(1e-6)).astype(array.dtype))

@@ -61,6 +61,11 @@ def test_step_by_step_and_failures(comm, tmp_path):
             with pytest.raises(ValueError, match="save after a mean"):
                 training.save(comm.mpi.bcast(tmp_path))
     assert_close(training.model, whole.model, 0)
+    taken = [[(r.step, r.samples, r.loss) for r in t.history.records] for t in (training, whole)]
+    assert taken[0] == taken[1]  # of means: no rank's own steps
+    training.step(X[:2], Y[:2])
+    (rest,) = training.run([]).records[2:]
+    assert (rest.step, rest.samples) == (7, 2 * comm.size)
     culprit = comm.size - 1
 
     def failing():
@@ -106,10 +111,43 @@ def test_after_batches_without_samples_it_goes_on(comm):
 
 @pytest.mark.ranks(2)
 def test_equal_replicas_have_their_own_mean_in_16_bits(comm):
-    """Of parameters whose sum over samples is beyond float16."""
-    start = {"a": np.array([70.0, 1e-3, 6e4], np.float16)}
-    training = trainer(start, optax.sgd(0.0), lambda p, x: jnp.mean(x * p["a"]), LocalSGD(1))
-    training.run([(np.ones((1000, 3), np.float32),)])
-    np.testing.assert_array_equal(training.model["a"], start["a"])
+    """Also with shares of 1/3 and 2/3, and where the sum over samples is beyond float16."""
+    start = {
+        "a": jnp.array([70.0, 1e-3, 6e4], "float16"),
+        "b": jnp.array([1.75, 1.0, 3.0], "bfloat16"),
+    }
+    training = trainer(
+        start, optax.sgd(0.0), lambda p, x: jnp.mean(x * p["a"] * p["b"]), LocalSGD(1)
+    )
+    training.run([(np.ones((1000 * (1 + comm.rank), 3), np.float32),)])
+    for name, array in start.items():
+        np.testing.assert_array_equal(training.model[name], array)
     with pytest.raises(ValueError, match="optimizer differs between ranks: its update"):
         trainer(start, optax.sgd(0.1 * (comm.rank + 1)), lambda p, x: p["a"].sum())
+
+
+@pytest.mark.ranks(1, 2)
+def test_from_a_save_it_begins_with_a_whole_interval(comm, tmp_path):
+    """Whatever failed before: a mean that is not finite, or a step in the middle of an interval."""
+    directory = comm.mpi.bcast(tmp_path)
+    whole, training = (trainer(Linear(), strategy=LocalSGD(3)) for _ in range(2))
+    whole.run(batches(), steps=6)
+    training.run(batches(), steps=3)
+    training.save(directory)
+
+    def failing():
+        yield X[:3], Y[:3]
+        raise KeyError("lost")
+
+    with pytest.raises(FloatingPointError, match="after step 6"):
+        training.run([(X[:3] * np.nan, Y[:3])] * 3)
+    with pytest.raises(KeyError, match="lost"):
+        training.run(failing())
+    assert training.resume(directory)
+    training.run(batches(), steps=6)
+    assert_close(training.model, whole.model, 0)
+    assert [r.loss for r in training.history.records] == [r.loss for r in whole.history.records]
+    with pytest.raises(FloatingPointError, match="after step 9"):
+        training.run([(X[:3] * np.nan, Y[:3])] * 3)
+    training.replica.load(Linear().state())  # by hand, what was kept: there is no interval to end
+    assert np.isfinite(training.run([(X[:3], Y[:3])] * 3).records[-1].loss)

@@ -56,6 +56,43 @@ def test_a_resumed_training_is_the_same(comm, directory, strategy):
         larger.resume(directory)
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_trainer_goes_on_from_its_own_newer_state(comm, directory, monkeypatch):
+    checkpoint = Checkpoint(directory / "one", signals=False)
+    training = trainer(Linear())
+    training.run(batches(), steps=3, checkpoint=checkpoint)
+    training.run(batches(), steps=5)
+    before = training.model
+    assert len(training.run([], checkpoint=checkpoint).records) == 5
+    assert_close(training.model, before, 0)
+
+    def failing():
+        yield from [(X[:4], Y[:4])] * 2
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        training.run(failing(), checkpoint=checkpoint)
+    assert len(training.run([], checkpoint=checkpoint).records) == 7
+    training.save(directory / "two")
+    training.step(X[:4], Y[:4])
+    two = Checkpoint(directory / "two", signals=False)
+    assert len(training.run([], checkpoint=two).records) == 8
+    other = trainer(Linear(seed=1))
+    assert len(other.run([], checkpoint=checkpoint).records) == 7
+    assert len(other.run([], checkpoint=two).records) == 8
+
+    def state(self):
+        raise PermissionError("state")
+
+    with monkeypatch.context() as patch:  # what rank 0 alone is asked for
+        if comm.rank == 0:
+            patch.setattr(Linear, "state", state)
+        with pytest.raises(PermissionError, match="state"):
+            training.save(directory)
+        with pytest.raises(PermissionError, match="state"):
+            trainer(Linear())
+
+
 @pytest.mark.ranks(3)
 def test_it_goes_on_on_other_ranks(comm, directory):
     pair = comm.split(0 if comm.rank < 2 else None)

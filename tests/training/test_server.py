@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,8 +26,10 @@ from mpigrad.training import (
     StepError,
     Strategy,
     Synchronous,
+    server_serving,
     trainer,
 )
+from mpigrad.training.strategy import END, SAVE, STOP
 
 A = np.random.default_rng(7).standard_normal((103, 5))
 TRUE = np.arange(5.0)
@@ -171,9 +175,9 @@ def test_every_staleness_is_within_the_bound(comm: Communicator, bound: int, upd
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_save_loses_no_gradient(comm: Communicator, ends: bool) -> None:
-    """All ranks come together for it when all that has been computed is used."""
+@pytest.mark.parametrize("wish", [SAVE, STOP, END, 0])
+def test_no_gradient_is_lost(comm: Communicator, wish: int) -> None:
+    """By a save, nor at an end, also of `steps`: all that has been computed is used."""
     computed, saved = 0.0, []
 
     def counting(arrays: Any, a: np.ndarray, b: np.ndarray) -> tuple[float, Any]:
@@ -181,22 +185,45 @@ def test_a_save_loses_no_gradient(comm: Communicator, ends: bool) -> None:
         computed += len(b)
         return squares(arrays, a, b)
 
-    def save() -> bool:
+    def done() -> bool:
         used = sum(record.samples for record in session.records)
         saved.append((run.step_number, comm.mpi.allreduce(used), comm.mpi.allreduce(computed)))
-        return ends
+        return wish != SAVE
 
     replica = NumpyReplica([np.zeros(5), np.zeros(1)], counting, rate=0.01)
-    session = Session(save_at=12, save=save)
+    session = Session(wish_at=12, wish=wish, done=done) if wish else Session(steps=12)
     run = ParameterServer(staleness=3).start(replica, comm)
     run.train(batches(run, epochs=10), session)
+    if not wish:
+        done()
+        run.train(batches(run, epochs=1), Session(steps=12))  # there is nothing to do
     everywhere = comm.mpi.allgather(saved)
     assert everywhere.count(everywhere[0]) == comm.size
     ((step, used, there),) = saved
-    assert 12 <= step <= 13 and used == there
+    assert 12 <= step <= 12 + (wish > 0) and used == there
     if comm.rank == 0:
         whole = sum(record.samples for record in session.records) == 10 * len(A)
-        assert whole != ends
+        assert whole == (wish == SAVE)
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_worker_alone_is_asked_to_end(comm: Communicator, tmp_path: pathlib.Path) -> None:
+    """By a signal; nothing is lost or seen twice by the run that goes on."""
+    directory = pathlib.Path(comm.mpi.bcast(str(tmp_path)))
+    for asked in (True, False):
+        coach = trainer(least_squares(rate=0.01), strategy=ParameterServer(2))
+        taken = iter(range(100))
+
+        def take(rows: Any, asked: bool = asked, taken: Iterator[int] = taken) -> Any:
+            if next(taken) == 5 and asked and comm.rank == comm.size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return A[rows], B[rows]
+
+        given = Batches(len(A), 10, epochs=3, take=take)
+        history = coach.run(given, checkpoint=Checkpoint(directory, minutes=None))
+        assert history.asked_to_end == asked
+        samples = sum(record.samples for record in history.records)
+        assert samples < 3 * len(A) if asked else samples == 3 * len(A)
 
 
 @pytest.mark.ranks(2, 4)
@@ -222,6 +249,41 @@ def test_a_failing_worker_ends_all(comm: Communicator) -> None:
         run.train(batches(run, epochs=1), Session())  # nothing is left of it
         states = comm.mpi.allgather((run.step_number, [x.tobytes() for x in replica.arrays]))
         assert states.count(states[0]) == comm.size
+
+
+@pytest.mark.ranks(3)
+def test_who_hears_of_a_failure_may_end_a_long_batch(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_serving, "_PATIENCE", 1e-3)
+    monkeypatch.setattr(server_serving, "end_job", pytest.fail)
+
+    def slow(run: Any) -> Iterator[Any]:
+        for n, batch in enumerate(batches(run, epochs=2)):
+            if comm.rank == 1 and n == 4:  # which it makes after rank 2's first gradient
+                raise LookupError("no file of that name")
+            if comm.rank == 2:
+                time.sleep(0.2)
+            yield batch
+
+    run = ParameterServer(3).start(least_squares(), comm)
+    with pytest.raises(LookupError if comm.rank == 1 else StepError, match="no file"):
+        run.train(slow(run), Session())
+
+
+@pytest.mark.full
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("strategy", [Synchronous(clip=1.0), ParameterServer()])
+def test_a_gradient_whose_norm_is_beyond_float64_is_refused(
+    comm: Communicator, strategy: Strategy
+) -> None:
+    def steep(arrays: Any, a: np.ndarray, b: np.ndarray) -> tuple[float, Any]:
+        return 0.0, [np.full(5, 1e160), np.zeros(1)]
+
+    coach = trainer(NumpyReplica([np.zeros(5), np.zeros(1)], steep), strategy=strategy)
+    with pytest.raises(FloatingPointError, match=r"step 1 is not made, .* is too large: the sum"):
+        coach.run([(A[:4], B[:4])])
+    assert not coach.model[0].any()
 
 
 @pytest.mark.ranks(3)

@@ -11,7 +11,8 @@ import optax
 import pytest
 from models import Linear, X, Y, assert_close, batches
 
-from mpigrad.training import Batches, StepError, Synchronous, trainer
+import mpigrad
+from mpigrad.training import Batches, ParameterServer, StepError, Synchronous, trainer
 
 STEPS = 20
 
@@ -128,6 +129,13 @@ def test_a_callback_ends_it_on_all_ranks(comm):
     assert len(training.run(batches(), steps=6).records) == 6
     with pytest.raises(ValueError, match=r"shard \(1, 9\)"):
         training.run(batches(shard=(1, 9)), steps=7)
+    taken = batches()
+    for strategy, samples in ((Synchronous(), [13, 13]), (ParameterServer(), [11, 13])):
+        history = trainer(Linear(), strategy=strategy).run(taken, steps=2)  # in its own shards
+        assert [r.samples for r in history.records] == samples
+    training = trainer(Linear(), strategy=Synchronous(accumulate=2))
+    with pytest.raises(ValueError, match=r"one has shape \(3,\), and there are 2 samples"):
+        training.step(X[:2], Y[:2], np.ones(3))
     with pytest.raises(TypeError, match="write its settings in parentheses"):
         trainer(Linear(), strategy=Synchronous)  # type: ignore[arg-type]
 
@@ -178,6 +186,23 @@ def test_a_pytree_is_trained_as_by_optax_on_one_rank(comm, dtype, optimizer):
         np.testing.assert_allclose(a, b, rtol=0, atol=bound * float(jnp.abs(b).max()))
     np.testing.assert_allclose([r.loss for r in history.records], losses, rtol=10 * bound)
     assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.ranks(2)
+def test_messages_of_a_loss_are_reversed_where_it_is_constant(comm):
+    def piped(p: Any, x: Any) -> Any:
+        if comm.rank == 1:
+            mpigrad.send(x @ p, 0, comm=comm)
+            return 0.0
+        return jnp.mean((x @ p + mpigrad.recv(jnp.zeros(4), 1, 0, comm)) ** 2)
+
+    training = trainer(jnp.ones(5), optax.sgd(0.5), piped)
+    p, x = np.ones(5), X[:4] + X[4:8]
+    for _ in range(2):
+        record = training.step(X[4 * comm.rank :][:4])
+        np.testing.assert_allclose(record.loss, np.mean((x @ p) ** 2) / 2, rtol=1e-12)
+        p = p - 0.5 * x.T @ (x @ p) / len(x)
+        np.testing.assert_allclose(training.model, p, rtol=1e-12)
 
 
 @pytest.mark.ranks(2)

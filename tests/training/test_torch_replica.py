@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import pathlib
+import weakref
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from models import X, Y
 
 from mpigrad.checkpoint import Checkpoint
-from mpigrad.training import Batches, LocalSGD, Synchronous, Trainer, trainer
+from mpigrad.training import Batches, LocalSGD, ParameterServer, Synchronous, Trainer, trainer
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -131,7 +133,7 @@ def test_accumulated_and_clipped_gradients_are_those_of_the_whole_batch(comm):
 
 
 @pytest.mark.ranks(2)
-def test_what_ranks_would_do_differently_is_refused(comm, capfd):
+def test_what_ranks_would_do_differently_is_refused(comm, capfd, directory):
     rate = np.float64(0.05)  # a number of NumPy's reaches the other ranks, too
     model = Network(0)
     for parameter in model.first.parameters():
@@ -153,23 +155,86 @@ def test_what_ranks_would_do_differently_is_refused(comm, capfd):
         training.run(Batches(9, 3, seed=comm.rank))
     with pytest.raises(ValueError, match="progress needs to know the end"):
         training.run([], progress=comm.rank == 0)
+    before = bits(model)
     optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
-    capfd.readouterr()
-    training.run(taken(), steps=2)
-    assert ("rank 1 have become others" in capfd.readouterr().err) == (comm.rank == 0)
+    with pytest.raises(ValueError, match=r"lr of group 0 is 0\.1 on rank 0, 0\.2 on rank 1; make"):
+        training.run(taken(), steps=1)
+    assert bits(model) == before
     optimizer.param_groups[0]["lr"] = rate
+    model.fixed.data += comm.rank
+    for ending in (lambda: training.run(taken(), steps=2), lambda: training.save(directory)):
+        capfd.readouterr()
+        ending()
+        assert ("rank 1 have become others" in capfd.readouterr().err) == (comm.rank == 0)
     detached = lambda *batch: loss(*batch).detach()
     with pytest.raises(ValueError, match="depends on none of the parameters"):
         trainer(model, optimizer, detached).step(*next(iter(taken())))
 
 
+@pytest.mark.ranks(2)
+def test_messages_are_reversed_where_the_loss_is_constant(comm, capfd):
+    import mpigrad.torch as mt
+
+    failing = True
+
+    def piped(m: Any, x: Any) -> Any:
+        y = m(x)
+        if comm.rank == 0:
+            y = y + mt.recv(torch.zeros_like(y), source=1, tag=0, comm=comm)
+        else:
+            mt.send(y, dest=0, comm=comm)
+        if failing:
+            raise OSError("disk")
+        return torch.mean(y**2) if comm.rank == 0 else torch.tensor(0.0)
+
+    def gradient() -> Any:
+        alone = torch.nn.Linear(5, 3, dtype=torch.float64)
+        alone.load_state_dict(model.state_dict())
+        (torch.mean((alone(x[:4]) + alone(x[4:])) ** 2) / 2).backward()
+        return alone.weight.grad
+
+    torch.manual_seed(0)
+    x = torch.tensor(X[:8])
+    model = torch.nn.Linear(5, 3, dtype=torch.float64)
+    training = trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), piped)
+    mine = x[4 * comm.rank :][:4]
+    capfd.readouterr()
+    with pytest.raises(OSError, match="disk"):
+        training.step(mine)
+    said = capfd.readouterr().err
+    assert "has failed behind 1 message" in said and "OSError: disk" in said
+    failing = False
+    for _ in range(2):
+        expected = gradient()
+        training.step(mine)
+        np.testing.assert_allclose(model.weight.grad, expected, rtol=1e-12)
+    expected = gradient()
+    model.weight.grad = None
+    torch.autograd.backward(piped(model, mine) / 2)  # no message of the steps is left
+    total = comm.mpi.allreduce(model.weight.grad.numpy())
+    np.testing.assert_allclose(total, expected, rtol=1e-12)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_trainer_that_is_forgotten_leaves_the_module(comm):
+    for strategy in (Synchronous(), LocalSGD(1), ParameterServer()):
+        model = Network(0)
+        training = trainer(model, momentum(model), loss, strategy)
+        training.run(taken(), steps=2)
+        replica = weakref.ref(training.replica)
+        del training
+        gc.collect()
+        assert replica() is None
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
 class Caching(torch.nn.Module):
     """With a buffer that is not saved, and as long as the longest batch of a rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, persistent: bool = False) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(5, 3)
-        self.register_buffer("cache", torch.zeros(0), persistent=False)
+        self.register_buffer("cache", torch.zeros(0), persistent=persistent)
 
     def forward(self, x: Any) -> Any:
         self.cache = torch.ones(max(len(x), len(self.cache)))
@@ -194,6 +259,10 @@ def test_between_two_runs_with_a_checkpoint_the_program_may_change_things(comm, 
     again = trainer(other, torch.optim.Adam(other.parameters()), loss)
     with pytest.raises(ValueError, match="of the optimizer SGD, not of Adam"):
         again.resume(directory)
+    other = Caching(persistent=True)
+    training = trainer(other, torch.optim.SGD(other.parameters(), lr=0.1), loss)
+    with pytest.raises(ValueError, match=r"buffer cache differs.*\(4,\) and \(5,\); register"):
+        training.run([(x[: 4 + comm.rank], y[: 4 + comm.rank])])
 
 
 class Noisy(torch.nn.Module):
@@ -234,6 +303,53 @@ def test_a_resumed_training_is_the_same(comm, directory, strategy):
     assert [r.loss for r in again.history.records] == [r.loss for r in whole.history.records]
     everybody = comm.mpi.allgather(bits(again.model))
     assert all(other == everybody[0] for other in everybody)  # running means, too
+
+
+@pytest.mark.ranks(3)
+def test_buffers_are_those_of_a_rank_that_has_samples(comm):
+    x, y = torch.tensor(X).float(), torch.tensor(Y).float()
+    n = 4 if comm.rank == 2 else 0
+    for strategy in (Synchronous(), LocalSGD(1), ParameterServer()):
+        model, alone = Noisy(), Noisy()
+        training = trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, strategy)
+        alone.load_state_dict(model.state_dict())
+        training.run([(x[:n], y[:n])])
+        alone(x[:4])
+        np.testing.assert_array_equal(model.body[1].running_mean, alone.body[1].running_mean)
+
+
+class Shuffled(torch.nn.Module):
+    """Its layers are declared in another order than they are used in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = torch.nn.Linear(40, 3)
+        self.second = torch.nn.Linear(50, 40)
+        self.first = torch.nn.Linear(5, 50)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_resumed_training_clips_by_the_same_norms(comm, directory):
+    def begun() -> Trainer:
+        model = Shuffled()
+        settings = Synchronous(clip=0.01, bucket_mib=1e-3, first_bucket_mib=1e-4)
+        return trainer(model, torch.optim.SGD(model.parameters(), 0.5, 0.9), loss, settings)
+
+    whole, again, its = begun(), begun(), taken(torch.float32)
+    declared = whole.replica.gradients.order
+    whole.run(its, steps=10)
+    whole.save(directory)
+    assert again.resume(directory)
+    assert again.replica.gradients.order == whole.replica.gradients.order != declared
+    whole.run(its, steps=20)
+    again.run(taken(torch.float32), steps=20)
+    norms = [[r.gradient_norm for r in t.history.records] for t in (whole, again)]
+    assert norms[0] == norms[1] and len(norms[0]) == 20
+    assert bits(again.model) == bits(whole.model)
 
 
 class Kinds(torch.nn.Module):
@@ -278,6 +394,12 @@ def test_all_kinds_of_parameters(comm, strategy):
     assert all(other == everybody[0] for other in everybody)
 
 
+class Elsewhere(torch.Tensor):
+    """To whom asks, it lies on another device than the parameters."""
+
+    device = torch.device("cpu", 0)  # type: ignore[assignment]
+
+
 @pytest.mark.ranks(2)
 def test_misuse_is_said_on_all_ranks(comm):
     model = Network(0)
@@ -296,6 +418,18 @@ def test_misuse_is_said_on_all_ranks(comm):
     trainer(model, momentum(model), twice, Synchronous(overlap=False)).step(
         torch.tensor(X[:4]), torch.tensor(Y[:4])
     )
+    found = [model.first.weight.grad.clone()]
+    for accumulate in (1, 2):
+        model = Network(0)
+        training = trainer(
+            model, momentum(model), twice, Synchronous(overlap=False, accumulate=accumulate)
+        )
+        places = training.replica._places  # type: ignore[attr-defined]
+        places[:] = [place.as_subclass(Elsewhere) for place in places]
+        training.step(torch.tensor(X[:4]), torch.tensor(Y[:4]))
+        found.append(model.first.weight.grad.clone())
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], atol=1e-13)
     with pytest.raises(TypeError, match="LBFGS evaluates the loss several times"):
         trainer(model, torch.optim.LBFGS(model.parameters()), loss)
     with pytest.raises(ValueError, match="holds 1 parameters that are not the module's"):

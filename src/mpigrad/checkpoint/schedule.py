@@ -32,7 +32,8 @@ class Checkpoint:
     directory
         See `Store`.
     every
-        Iterations between saves; None: only time counts.
+        Iterations between saves; None: only time counts. A run that goes in larger steps
+        (`LocalSGD`) saves at the first chance at or after each multiple.
     minutes
         Minutes between saves; None: only iterations count. With both, whatever comes first.
     keep
@@ -63,12 +64,12 @@ class Checkpoint:
                 raise ValueError(f"mpigrad.Checkpoint: {name}={value} must be positive, or None")
 
     @contextlib.contextmanager
-    def start(self, comm: Communicator | None = None) -> Iterator[Saving]:
-        """Begin a run (collective): its store, its clock, and its ears for signals."""
+    def start(self, comm: Communicator | None = None, iteration: int = 0) -> Iterator[Saving]:
+        """Begin a run after an iteration (collective): its store, clock, and ears for signals."""
         comm = resolve(comm)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(interruption.listen()) if self.signals else None
-            yield Saving(self, Store(self.directory, comm, self.keep), stop)
+            yield Saving(self, Store(self.directory, comm, self.keep), stop, iteration)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +98,14 @@ class Saving:
     ...             break
     """
 
-    def __init__(self, settings: Checkpoint, store: Store, stop: Interruption | None) -> None:
+    def __init__(
+        self, settings: Checkpoint, store: Store, stop: Interruption | None, iteration: int
+    ) -> None:
         self.store = store
         self._settings = settings
         self._stop = stop
         self._saved_at = time.monotonic()
+        self._iteration = iteration  # that was asked about last
 
     def load(
         self,
@@ -128,6 +132,7 @@ class Saving:
         saved = self.store.load(like, layout, both, like_of=inner)
         if saved is None:
             return None
+        self._iteration = saved.step
         if self.store.comm.rank == 0:
             for line in (*saved.refused, f"goes on from {self.store.directory}, step {saved.step}"):
                 print(f"mpigrad: {line}", file=sys.stderr, flush=True)
@@ -160,7 +165,8 @@ class Saving:
         if self.store.comm.rank != 0:
             return False
         every, minutes = self._settings.every, self._settings.minutes
-        if every is not None and iteration % every == 0:
+        before, self._iteration = self._iteration, iteration
+        if every is not None and iteration // every > before // every:
             return True
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 

@@ -33,8 +33,8 @@ class Batches:
     shuffle
         False: the data's own order, in every epoch.
     shard
-        (index, count): take the index-th of count parts. If not given, `Trainer.run` gives its
-        own (`Trainer.shard`); iterated without it, all rows are taken.
+        (index, count): take the index-th of count parts. If not given, those of the trainer that
+        runs with them (`Trainer.shard`); iterated without it, all rows are taken.
     take
         indices -> batch: what iteration yields, `lambda i: (x[i], y[i])`, say; the array of
         indices, int64 of shape (n,), if not given.
@@ -72,6 +72,7 @@ class Batches:
         if self.epochs is not None and self.epochs < 0:
             raise ValueError(f"Batches: epochs={epochs} must not be negative, or None")
         self.shard = shard
+        self.of_trainer: tuple[int, int] | None = None  # taken where no shard was given
         self.epoch, self.batch = 0, 0  # of the batch that comes next
         self._order: tuple[int, NDArray[np.int64]] | None = None  # of an epoch
 
@@ -101,7 +102,7 @@ class Batches:
         return max(0, (self.epochs - self.epoch) * self.per_epoch - self.batch)
 
     def __iter__(self) -> Iterator[Any]:
-        index, count = self.shard or (0, 1)
+        index, count = self.shard or self.of_trainer or (0, 1)
         while count and (self.epochs is None or self.epoch < self.epochs):
             whole = self._rows(self.epoch)[self.batch * self.size :][: self.size]
             part = whole[len(whole) * index // count : len(whole) * (index + 1) // count]

@@ -10,7 +10,7 @@ from mpigrad.communicator import Communicator
 from mpigrad.together import together
 from mpigrad.training.replica import Replica
 
-__all__ = ["bcast_bytes", "make_equal", "warn_if_different"]
+__all__ = ["bcast_bytes", "check_settings", "make_equal", "warn_if_different"]
 
 _PIECE = 1 << 30  # bytes in a message: counts of MPI are 32 bits
 _SHOWN = 100  # characters of a setting that an error shows
@@ -40,6 +40,20 @@ def make_equal(replica: Replica, comm: Communicator) -> None:
                 f"trainer: parameters differ between ranks: rank {more} has {extra}, rank {fewer} "
                 "has not; build the same model on all ranks"
             )
+    check_settings(replica, comm)
+    warn_if_different(replica, comm, "were not rank 0's; all ranks begin with rank 0's")
+    state = b""
+    with together(comm):
+        if comm.rank == 0:
+            state = replica.state()
+    state = bcast_bytes(comm, state)
+    with together(comm):
+        if comm.rank > 0:
+            replica.load(state)
+
+
+def check_settings(replica: Replica, comm: Communicator) -> None:
+    """Raise a ValueError on every rank where the optimizers, or their numbers, differ."""
     own: dict[str, str] = {}
     with together(comm):
         own = replica.settings()
@@ -50,13 +64,8 @@ def make_equal(replica: Replica, comm: Communicator) -> None:
             if a != b:
                 raise ValueError(
                     f"trainer: the optimizer differs between ranks: {name} is {_short(a)} on rank "
-                    f"0, {_short(b)} on rank {rank}; make the same one on all ranks"
+                    f"0, {_short(b)} on rank {rank}; make, and change, it alike on all ranks"
                 )
-    warn_if_different(replica, comm, "were not rank 0's; all ranks begin with rank 0's")
-    state = bcast_bytes(comm, replica.state() if comm.rank == 0 else b"")
-    with together(comm):
-        if comm.rank > 0:
-            replica.load(state)
 
 
 def warn_if_different(replica: Replica, comm: Communicator, said: str) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ from mpigrad.communicator import Communicator, waiting
 from mpigrad.training.flat import Flat
 from mpigrad.training.history import Span
 from mpigrad.training.memory import Memory
-from mpigrad.training.summation import combine
+from mpigrad.training.summation import combine, scale
 
 __all__ = ["Exchange"]
 
@@ -45,6 +47,8 @@ class Exchange:
         Sizes of buckets, MiB of numbers as they travel.
     compression
         The dtype in which numbers travel; their own if None.
+    weigh
+        Whether the numbers are yet to be multiplied by their rank's weight.
     """
 
     def __init__(
@@ -54,8 +58,10 @@ class Exchange:
         bucket: float,
         first_bucket: float,
         compression: str | None = None,
+        *,
+        weigh: bool = False,
     ) -> None:
-        self.flat, self.comm = flat, comm
+        self.flat, self.comm, self._weigh = flat, comm, weigh
         self._compression = compression if comm.size > 1 else None
         self.spans: list[Span] = []
         self.seconds = 0.0  # in this object, since `begin`
@@ -81,6 +87,10 @@ class Exchange:
                     )
                 )
                 start = stop
+        # They are MPI's: nobody else gives them back when this object is forgotten.
+        requests = [request for b in self._buckets for request in b.all_requests]
+        self._free = weakref.finalize(self, _free, requests)
+        self._free.atexit = False
         # Which buckets a parameter lies in.
         self._of: list[list[_Bucket]] = []
         for section, start, stop in flat.places:
@@ -99,7 +109,7 @@ class Exchange:
                 self._parameters[b.number] += 1
         self._missing: list[int] = []
         self._going: list[_Bucket] = []
-        self._mine, self._all = np.zeros(2), np.zeros((comm.size, 2))
+        self._mine, self._all = np.zeros(3), np.zeros((comm.size, 3))
         self._told = MPI.REQUEST_NULL
         self._scale: float | None = None
 
@@ -129,35 +139,35 @@ class Exchange:
 
     def close(self) -> None:
         """Give the requests back."""
-        for bucket in self._buckets:
-            bucket.close()
+        self._free()
 
     # ---- one sum ----
 
-    def begin(self, weight: float, ended: bool = False) -> None:
+    def begin(self, weight: float, ended: bool = False, mark: float = 0.0) -> None:
         """Begin a sum in which this rank's numbers have this weight (collective).
 
-        `ended` says that this rank has nothing to add, now or later.
+        `ended` says that this rank has nothing to add, now or later; `mark` is a number that ranks
+        show each other.
         """
         self.spans, self.seconds, self.square = [], 0.0, 0.0
         self._spoiled = []
         self._missing = list(self._parameters)
         self._going, self._scale = [], None
-        self._mine[:] = weight, ended
+        self._mine[:] = weight, ended, mark
         start = time.perf_counter()
         self._told = self.comm.mpi.Iallgather(self._mine, self._all)
         self.seconds += time.perf_counter() - start
 
     def weights(self) -> NDArray[np.float64]:
-        """(weight, whether it has ended) of every rank, shape (ranks, 2); waits for them."""
+        """(weight, whether it has ended, mark) of every rank, shape (ranks, 3); waits for them."""
         if self._scale is None:
             if not self._told.Test():
                 with waiting("trainer.step"):
                     self._told.Wait()
-            self._weigh()
+            self._sum_weights()
         return self._all
 
-    def _weigh(self) -> None:
+    def _sum_weights(self) -> None:
         total = math.fsum(self._all[:, 0])
         self._scale = 1 / total if total > 0 else 0.0
 
@@ -178,7 +188,7 @@ class Exchange:
         with waiting("trainer.step", self.comm.slot):
             if self._scale is None:
                 self._told.Wait()
-                self._weigh()
+                self._sum_weights()
             for bucket in self._buckets:
                 if self._missing[bucket.number] > 0:
                     self._missing[bucket.number] = 0
@@ -202,7 +212,8 @@ class Exchange:
                 self.weights()
                 assert self._scale is not None
                 spoiled: list[tuple[int, list[int]]] = []
-                self.square += bucket.add(self._scale, spoiled)
+                factors = self._all[:, 0].tolist() if self._weigh else None
+                self.square += bucket.add(self._scale, spoiled, factors)
                 if spoiled:
                     self._spoiled.append((bucket, spoiled))
             if not bucket.collecting and bucket.test():
@@ -223,7 +234,8 @@ class Exchange:
         ------
         FloatingPointError
             On every rank: a number is not finite. The error begins with `what`, and names
-            parameters and the ranks that these numbers come from.
+            parameters and the ranks that these numbers come from. Or the norm's square is beyond
+            float64.
         """
         if np.isfinite(squares).all():
             return math.sqrt(math.fsum(squares))
@@ -232,7 +244,10 @@ class Exchange:
             for name, ranks in found.items():
                 spoiled.setdefault(name, set()).update(ranks)
         if not spoiled:  # squares overflow in the dtype of the numbers
-            return math.sqrt(math.fsum(self.comm.mpi.allgather(self._exact_square())))
+            square = math.fsum(self.comm.mpi.allgather(self._exact_square()))
+            if math.isinf(square):
+                raise FloatingPointError(f"{what} too large: the sum of squares is beyond float64")
+            return math.sqrt(square)
         said = [
             f"{name} (from rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))})"
             for name, ranks in spoiled.items()
@@ -253,10 +268,11 @@ class Exchange:
         return {name: sorted(ranks) for name, ranks in found.items()}
 
     def _exact_square(self) -> float:
-        return math.fsum(
-            float(np.sum(np.square(part, dtype=np.float64)))
-            for part in (b.numbers[b.parts[self.comm.rank]] for b in self._buckets)
-        )
+        with np.errstate(over="ignore"):
+            return math.fsum(
+                float(np.sum(np.square(part, dtype=np.float64)))
+                for part in (b.numbers[b.parts[self.comm.rank]] for b in self._buckets)
+            )
 
 
 class _Bucket:
@@ -310,16 +326,13 @@ class _Bucket:
         parts = [sent[part] for part in self.parts]
         self._collect = requests(self._pieces, parts, 2 * number)
         self._spread = requests(parts, [sent[mine]] * size, 2 * number + 1)
+        self.all_requests = [*self._collect, *self._spread]
 
-    def close(self) -> None:
-        for request in (*self._collect, *self._spread):
-            request.Free()
-
-    def start(self, scale: float) -> None:
+    def start(self, factor: float) -> None:
         self.begun, self.collecting = time.perf_counter(), True
         if self.compressed:  # as means: sums of many samples' numbers are too big for 16 bits
             with np.errstate(over="ignore"):
-                np.multiply(self.numbers, self.numbers.dtype.type(scale), out=self.numbers)
+                scale(self.numbers, factor)
                 self.sent[:] = self.numbers
         MPI.Prequest.Startall(self._collect)
 
@@ -330,11 +343,16 @@ class _Bucket:
     def test(self) -> bool:
         return MPI.Request.Testall(self.requests)
 
-    def add(self, scale: float, spoiled: list[tuple[int, list[int]]]) -> float:
+    def add(
+        self,
+        factor: float,
+        spoiled: list[tuple[int, list[int]]],
+        factors: list[float] | None,
+    ) -> float:
         """Make this rank's part of the sum, and send it; its squared two-norm."""
-        scale = 1.0 if self.compressed else scale
+        factor = 1.0 if self.compressed else factor
         mine = self.sent[self.parts[self._rank]]
-        square = combine(self._pieces, scale, mine, self._copies, spoiled)
+        square = combine(self._pieces, factor, mine, self._copies, spoiled, factors)
         self.collecting = False
         MPI.Prequest.Startall(self._spread)
         return square
@@ -342,3 +360,8 @@ class _Bucket:
     def finish(self) -> None:
         if self.compressed:
             self.numbers[:] = self.sent
+
+
+def _free(requests: Sequence[MPI.Prequest]) -> None:
+    for request in requests:
+        request.Free()

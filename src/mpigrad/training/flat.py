@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpigrad.training.memory import Memory
+from mpigrad.training.summation import scale
 
 __all__ = ["HEADER", "Flat", "Parameter"]
 
@@ -102,12 +103,12 @@ class Flat:
         )
 
     def multiply(self, factor: float) -> None:
-        """Multiply all numbers, in their dtype; by 0 all become 0, whatever they were."""
+        """Multiply all numbers (see `scale`); by 0 all become 0, whatever they were."""
         for section in self.sections:
             if factor == 0:
                 section.fill(0)
             else:
-                np.multiply(section, section.dtype.type(factor), out=section)
+                scale(section, factor)
 
     def section_of(self, memory: NDArray[np.uint8], section: int) -> NDArray[Any]:
         """The section where it lies in a memory like this one, such as another rank's."""

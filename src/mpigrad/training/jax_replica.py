@@ -14,6 +14,7 @@ import numpy as np
 from mpigrad.checkpoint.leaves import dtype_of, kind_of, local_shape, restored, to_host
 from mpigrad.training.flat import Flat, Parameter
 from mpigrad.training.replica import Batch, Replica
+from mpigrad.transformations import grad, jit
 
 __all__ = ["JaxReplica"]
 
@@ -67,7 +68,8 @@ class JaxReplica(Replica):
                 )
             return value * weight.astype(value.dtype), value
 
-        self._gradient = jax.jit(jax.value_and_grad(weighted, has_aux=True))
+        # mpigrad's `grad`: each rank reverses its messages, also where its own loss is constant.
+        self._gradient = jit(grad(weighted, has_aux=True))
 
         def stepped(parameters: Any, state: Any, sections: Any) -> tuple[Any, Any]:
             import optax
@@ -92,7 +94,7 @@ class JaxReplica(Replica):
         *,
         add: bool = False,
     ) -> float:
-        (_, loss), tree = self._gradient(self._parameters, np.float64(weight), batch)
+        tree, loss = self._gradient(self._parameters, np.float64(weight), batch)
         leaves = jax.tree.leaves(tree)
         for index in self.gradients.order:
             place = self.gradients.arrays[index]

@@ -7,6 +7,7 @@ import math
 import operator
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,10 @@ class LocalSGD(Strategy):
 
     The mean is weighted by the samples that each rank has seen since the last one. Each rank keeps
     the state of its optimizer (momentum, say) to itself (Stich, ICLR 2019, arXiv:1805.09767).
+
+    `Trainer.run` ends with a mean. By `Trainer.step` each `every`-th step ends with one; in between
+    the model is this rank's own, as are the records that `step` returns, which the history leaves
+    out. `run([])` takes the mean of the steps that are left.
 
     Attributes
     ----------
@@ -57,7 +62,7 @@ class LocalRun(Run):
         self.replica, self.comm = replica, comm
         self.shard = comm.rank, comm.size
         self._every = settings.every
-        self._exchange = Exchange(replica.values, comm, _BUCKET, _BUCKET)
+        self._exchange = Exchange(replica.values, comm, _BUCKET, _BUCKET, weigh=True)
         self._steps, self._weight, self._loss = 0, 0.0, 0.0  # since the last mean
 
     def train(self, batches: Iterator[Batch], session: Session) -> None:
@@ -100,10 +105,13 @@ class LocalRun(Run):
                 f"{self._every} steps the parameters are those of all ranks"
             )
 
+    def load(self, state: Any) -> None:
+        self._steps, self._weight, self._loss = 0, 0.0, 0.0
+
     def _local_step(self, batch: Batch) -> float:
         weight, loss = self.replica.weight(batch), math.nan
         if weight > 0:
-            loss = self.replica.gradient(batch, 1.0)
+            loss, self.computed = self.replica.gradient(batch, 1.0), True
             self.replica.update(self.replica.unused)
             self._loss += weight * loss
         self._weight += weight
@@ -116,21 +124,21 @@ class LocalRun(Run):
         mine = np.array([self._weight, self._loss, self._steps, ended, error is not None])
         told = np.empty((self.comm.size, mine.size))
         self.comm.mpi.Allgather(mine, told)
-        if told[:, _FAILED].any():
+        if told[:, _FAILED].any():  # the steps of the others count: all meet at the next mean
             fail(self.comm, error)
         if told[:, _ENDED].all() and not told[:, _STEPS].any():
             return None
+        # Whatever is raised from here on, all ranks raise it, and begin a new interval.
+        self._steps, self._weight, self._loss = 0, 0.0, 0.0
         total = math.fsum(told[:, _WEIGHT])
         if not total > 0:
-            self._steps = 0  # of nothing: the next run begins a new interval
             raise ValueError("trainer: the batches of all ranks are empty (of weight 0)")
         step = self.step_number + int(told[:, _STEPS].max())
         if self.comm.size > 1:
-            self._average(step, self._weight / total)
-        elif not math.isfinite(self._loss):
-            raise FloatingPointError(f"trainer: after step {step} the loss is {self._loss}")
+            self._average(step, mine[_WEIGHT] / total)
+        elif not math.isfinite(mine[_LOSS]):
+            raise FloatingPointError(f"trainer: after step {step} the loss is {mine[_LOSS]}")
         self.step_number = step
-        self._steps, self._weight, self._loss = 0, 0.0, 0.0
         spent = time.perf_counter() - begun
         return Record(
             step=self.step_number,
@@ -144,7 +152,6 @@ class LocalRun(Run):
     def _average(self, step: int, share: float) -> None:
         replica, exchange = self.replica, self._exchange
         replica.read()
-        replica.values.multiply(share)  # not by the weight, which may be too big for 16 bits
         exchange.begin(share)
         exchange.finish()
         squares = np.empty(self.comm.size)

@@ -110,6 +110,10 @@ class Replica(abc.ABC):
         """What else must be equal on all ranks: the optimizer, and its numbers."""
         return {}
 
+    def checksum(self) -> int:
+        """Of those `settings` that the program may change between steps: cheap, below 2⁵³."""
+        return 0
+
     def fingerprint(self) -> str:
         """Equal where parameters and buffers are equal, bit for bit."""
         self.read()
@@ -120,7 +124,7 @@ class Replica(abc.ABC):
         return b""
 
     def load_buffers(self, buffers: bytes) -> None:  # noqa: B027 (nothing to do)
-        """Take what `buffers` has given on another rank."""
+        """Take what `buffers` has given on another rank; a ValueError if it does not fit."""
 
     def random_state(self) -> bytes:
         """The state of this rank's random generators, if the framework has any."""

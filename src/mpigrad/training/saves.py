@@ -106,7 +106,7 @@ def restore(
             position = json.loads(parts["batches"].tobytes())
         elif comm.rank == 0:
             position = _earliest(parts["batches"].tobytes(), sizes["batches"])
-        run.load(extra["run"])
+    run.load(extra["run"])
     if not same:
         position = comm.mpi.bcast(position)
     run.step_number = extra["step"]

@@ -25,7 +25,7 @@ _AWAKE = 2e-4  # seconds for which one who waits keeps its processor
 class Kind(enum.IntEnum):
     """What a message is; MPI's tag. The numbers are those of its header."""
 
-    GRADIENT = 1  # the version that it was computed at, weight of the batch, mean loss
+    GRADIENT = 1  # its version, the batch's weight and mean loss, what the worker wishes
     UNUSED = 2  # parameters that the worker's gradients do not depend on from now on
     DONE = 3  # the worker has no more batches
     FAILED = 4  # an error, of a worker or of the server
@@ -48,7 +48,7 @@ class Failure:
     traceback: str
 
     @classmethod
-    def of(cls, error: Exception, rank: int) -> Failure:
+    def of(cls, error: BaseException, rank: int) -> Failure:
         text = "".join(traceback.format_exception(error))
         return cls(rank, type(error).__name__, str(error), text)
 

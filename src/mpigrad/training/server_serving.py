@@ -16,13 +16,14 @@ from mpigrad.training.history import Record
 from mpigrad.training.replica import Batch, Replica
 from mpigrad.training.server_messages import OVER, Arrival, Channel, Failure, Kind, act
 from mpigrad.training.server_versions import Versions
-from mpigrad.training.strategy import END, FAILED, Run, Session, StepError
+from mpigrad.training.strategy import FAILED, Run, Session, StepError
 from mpigrad.training.summation import combine
 
 __all__ = ["Serving"]
 
-_PATIENCE = 5.0  # seconds that workers have for ending their batch when the training has failed
-_AT_ONCE = OVER | END | FAILED  # gradients that come after this was wished for are not used
+# Seconds that workers have for ending their batch when the training has failed; or as many times
+# the longest one so far.
+_PATIENCE, _TIMES = 5.0, 3
 
 
 class Serving(Run):
@@ -33,7 +34,6 @@ class Serving(Run):
     """
 
     keeps_state = True
-    buffers_of = 1  # the first worker's: the server computes nothing
 
     def __init__(
         self, replica: Replica, comm: Communicator, *, bound: int, scale: bool, drop: bool
@@ -50,12 +50,15 @@ class Serving(Run):
         self._held: list[int] = []
         self._idle: list[int] = []
         self._failed: list[Failure] = []
+        self._asked = 0  # what workers wish
+        self._given: dict[int, float] = {}  # when a worker got the parameters
+        self._longest = 0.0  # seconds from then to its gradient
         self._busy = 0.0  # seconds of messages and sums since the last update
 
     def train(self, batches: Iterator[Batch], session: Session) -> None:
         del batches  # they are the workers'
         self._versions = Versions(self._bound, self.step_number, {})
-        self._held, self._idle, self._failed = list(self._workers), [], []
+        self._held, self._idle, self._failed, self._asked = list(self._workers), [], [], 0
         self._replica.read()
         over = session.steps is not None and self.step_number >= session.steps
         self._give(OVER if over else 0)  # they may have failed in different steps before
@@ -76,10 +79,10 @@ class Serving(Run):
         versions, then = self._versions, 0
         while versions.outstanding or versions.pending:
             if then and not versions.outstanding:
-                if then & _AT_ONCE:
+                if then & FAILED:
                     break
-                then |= self._update(session)  # a save must not lose what has been computed
-            elif then or not versions.ready:
+                then |= self._update(session)  # no save may lose what has been computed
+            elif then or self._waits(session):
                 self._receive(self._channel.wait("a gradient of any worker"))
             elif (arrival := self._channel.poll()) is not None:
                 self._receive(arrival)
@@ -96,11 +99,19 @@ class Serving(Run):
         self._give(then)
         return then
 
+    def _waits(self, session: Session) -> bool:
+        """Whether the next update needs another gradient; the last one takes all that are made."""
+        versions = self._versions
+        last = versions.version + 1 == session.steps
+        return not versions.ready or (last and len(versions.outstanding) > 0)
+
     def _receive(self, arrival: Arrival) -> None:
         start, worker, versions = time.perf_counter(), arrival.source, self._versions
         if arrival.kind is Kind.GRADIENT:
             mail = self._mail[worker]
             arrival.into(mail)
+            self._asked |= int(mail.header[3])
+            self._longest = max(self._longest, start - self._given[worker])
             versions.arrive(worker, int(mail.header[0]))
         elif arrival.kind is Kind.UNUSED:
             self._unused[worker] = arrival.content()
@@ -148,7 +159,7 @@ class Serving(Run):
             )
         )
         self._busy = 0.0
-        then = session.wishes() if session.attentive else 0
+        then = self._asked | (session.wishes() if session.attentive else 0)
         return then | OVER if self.step_number == session.steps else then
 
     def _combine(self, used: list[int], staleness: list[int], samples: float) -> float:
@@ -169,10 +180,16 @@ class Serving(Run):
                     f"(the sum of ranks {', '.join(map(str, used))})"
                 )
         if not math.isfinite(square):  # squares overflow in the dtype of the numbers
-            square = math.fsum(
-                float(np.sum(np.square(section, dtype=np.float64)))
-                for section in gradients.sections
-            )
+            with np.errstate(over="ignore"):
+                square = math.fsum(
+                    float(np.sum(np.square(section, dtype=np.float64)))
+                    for section in gradients.sections
+                )
+            if math.isinf(square):
+                raise FloatingPointError(
+                    f"trainer: step {self._versions.version} is not made, as its gradient is too "
+                    "large: the sum of squares is beyond float64"
+                )
         return math.sqrt(square)
 
     def _give(self, then: int = 0) -> None:
@@ -183,17 +200,19 @@ class Serving(Run):
         values.header[:2] = versions.version, then
         self._channel.send(values, Kind.PARAMETERS, *workers, *(self._idle if then else ()))
         versions.give(workers)
-        self._held = []
-        self._busy += time.perf_counter() - start
+        self._held, now = [], time.perf_counter()
+        self._given.update(dict.fromkeys(workers, now))
+        self._busy += now - start
 
     def _tell(self, error: Exception) -> None:
         """Let all workers that have not failed raise the error, or end the job."""
         failure = Failure.of(error, 0) if self._drop or not self._failed else self._failed[0]
-        versions, start = self._versions, time.monotonic()
+        versions = self._versions
+        end = time.monotonic() + max(_PATIENCE, _TIMES * self._longest)
         for worker in (*self._held, *versions.pending, *self._idle):
             self._channel.tell(failure, Kind.FAILED, worker)
         while versions.outstanding:  # when they have come as far
-            arrival = self._channel.poll_for(start + _PATIENCE - time.monotonic())
+            arrival = self._channel.poll_for(end - time.monotonic())
             if arrival is None:
                 end_job(f"{failure}mpigrad: rank {failure.rank} failed; ending all ranks")
                 return

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mpigrad.communicator import Communicator
 from mpigrad.training.replica import Batch, Replica
 from mpigrad.training.server_messages import Channel, Failure, Kind, act
-from mpigrad.training.strategy import Run, Session
+from mpigrad.training.strategy import STOP, Run, Session
 from mpigrad.training.summation import combine
 
 __all__ = ["Working"]
@@ -19,7 +19,6 @@ class Working(Run):
     """A rank that computes gradients; see `ParameterServer`."""
 
     keeps_state = False
-    buffers_of = 1
 
     def __init__(self, replica: Replica, comm: Communicator, *, drop: bool) -> None:
         self.shard = comm.rank - 1, comm.size - 1
@@ -39,9 +38,9 @@ class Working(Run):
             self.step_number, then = (int(number) for number in replica.values.header[:2])
             if act(then, session):
                 return
-            working = working and self._work(batches)
+            working = working and self._work(batches, session)
 
-    def _work(self, batches: Iterator[Batch]) -> bool:
+    def _work(self, batches: Iterator[Batch], session: Session) -> bool:
         """Send the gradient of a batch; false, and the server knows it, where there is none."""
         replica, channel = self._replica, self._channel
         try:
@@ -51,7 +50,7 @@ class Working(Run):
                 return False
             weight, loss = replica.weight(batch), 0.0
             if weight > 0:
-                loss = replica.gradient(batch, weight)
+                loss, self.computed = replica.gradient(batch, weight), True
                 self._check()
         except (Exception, SystemExit) as error:
             channel.tell(Failure.of(error, self._rank), Kind.FAILED, SERVER)
@@ -61,7 +60,8 @@ class Working(Run):
         if weight > 0 and replica.unused != self._unused:
             self._unused = replica.unused
             channel.tell(self._unused, Kind.UNUSED, SERVER)
-        replica.gradients.header[:3] = self.step_number, weight, loss
+        wishes = session.wishes() & STOP if session.attentive else 0
+        replica.gradients.header[:4] = self.step_number, weight, loss, wishes
         channel.send(replica.gradients, Kind.GRADIENT, SERVER, whole=weight > 0)
         return True
 

@@ -77,8 +77,9 @@ class Run(abc.ABC):
     keeps_state
         Whether this rank's replica belongs into a save. Where only rank 0's does, all replicas go
         on from rank 0's.
-    buffers_of
-        The rank whose buffers (running means, say) all ranks have at the end, and saves.
+    computed
+        Whether this rank has computed a gradient. At the end, and in saves, all ranks have the
+        buffers (running means, say) of the first one that has.
     step_number
         Updates so far.
     spans
@@ -89,7 +90,7 @@ class Run(abc.ABC):
 
     shard: tuple[int, int]
     keeps_state: bool
-    buffers_of: int = 0
+    computed: bool = False
     step_number: int = 0
     spans: Sequence[Span] = ()
     clock: Callable[[], float] = staticmethod(time.monotonic)
@@ -114,7 +115,7 @@ class Run(abc.ABC):
         return None
 
     def load(self, state: Any) -> None:  # noqa: B027 (nothing to do)
-        """Go on from what `state` has given; on every rank."""
+        """Go on from what `state` has given (collective)."""
 
 
 class Strategy(abc.ABC):

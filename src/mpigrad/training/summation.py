@@ -10,9 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["combine"]
+__all__ = ["combine", "scale"]
 
 _CHUNK = 1 << 15  # numbers that are added, scaled, squared and copied while they are in the cache
+
+
+def _arithmetic(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which numbers are added and multiplied; factors, too, are rounded to it."""
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+
+
+def scale(numbers: NDArray[Any], factor: float) -> None:
+    """Multiply numbers by a factor, in place; those of 16 bits in float32."""
+    dtype = _arithmetic(numbers.dtype)
+    np.multiply(numbers, dtype.type(factor), out=numbers, dtype=dtype, casting="unsafe")
 
 
 def combine(
@@ -21,14 +32,15 @@ def combine(
     out: NDArray[Any],
     copies: Sequence[NDArray[Any]] = (),
     spoiled: list[tuple[int, list[int]]] | None = None,
+    factors: Sequence[float] | None = None,
 ) -> float:
     """Set `out` to ((pieces[0] + pieces[1]) + ...) · scale; the sum of its squares.
 
     Parameters
     ----------
     pieces
-        Arrays of shape (n,), of one real floating-point dtype. Those of 16 bits are added in
-        float32.
+        Arrays of shape (n,), of one real floating-point dtype. Those of 16 bits are multiplied and
+        added in float32.
     scale
         Rounded to the dtype that sums are made in.
     out, copies
@@ -36,13 +48,15 @@ def combine(
     spoiled
         Gets (index of a number that is not finite, the pieces that are not finite there), one for
         each chunk that has any.
+    factors
+        What each piece is multiplied by before; rounded as `scale`.
 
     Returns
     -------
     float
         Not finite where `out` has a number that is not (or where a square overflows).
     """
-    dtype = np.dtype(np.float32) if out.dtype.itemsize < 4 else out.dtype
+    dtype = _arithmetic(out.dtype)
     factor = dtype.type(scale)
     chunk = np.empty(min(_CHUNK, out.size), dtype)
     total = 0.0
@@ -50,7 +64,13 @@ def combine(
         for start in range(0, out.size, _CHUNK):
             here = slice(start, min(start + _CHUNK, out.size))
             sums = chunk[: here.stop - start]
-            first, *rest = (piece[here] for piece in pieces)
+            terms = [piece[here] for piece in pieces]
+            if factors is not None:
+                terms = [
+                    np.multiply(term, dtype.type(f), dtype=dtype, casting="unsafe")
+                    for term, f in zip(terms, factors, strict=True)
+                ]
+            first, *rest = terms
             for piece in rest:
                 np.add(first, piece, out=sums, dtype=dtype, casting="unsafe")
                 first = sums

@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
+from mpigrad.training.equality import check_settings
 from mpigrad.training.exchange import Exchange
 from mpigrad.training.history import Record, Span
 from mpigrad.training.replica import Batch, Replica
@@ -44,7 +45,7 @@ class Synchronous(Strategy):
         Send gradients as float16 or bfloat16 numbers; they are added in float32.
     accumulate
         Parts that a batch is computed in, one after the other, for lack of memory: every array of a
-        batch is cut along its leading axis.
+        batch is cut along its leading axis, whose length must be the number of samples.
     clip
         Mean gradients of a larger two-norm, over all parameters, are made shorter.
     """
@@ -88,14 +89,23 @@ class SynchronousRun(Run):
         self.replica, self.comm = replica, comm
         self.shard, self.keeps_state = (comm.rank, comm.size), comm.rank == 0
         self._settings = settings
+        self._first_order = replica.gradients.order
+        self._order: list[int] | None = []  # in which gradients got ready; None: arranged
         self._exchange = self._new_exchange()
-        self._order: list[int] | None = []  # in which gradients got ready; None: known
 
     def _new_exchange(self) -> Exchange:
         s = self._settings
         return Exchange(
             self.replica.gradients, self.comm, s.bucket_mib, s.first_bucket_mib, s.compression
         )
+
+    def state(self) -> list[int] | None:
+        """The order of gradients: with it the norm has the same bits, and what is clipped."""
+        return list(self.replica.gradients.order) if self._order is None else None
+
+    def load(self, state: list[int] | None) -> None:
+        self._lay_out(self._first_order if state is None else state)
+        self._order = [] if state is None else None
 
     def train(self, batches: Iterator[Batch], session: Session) -> None:
         while session.steps is None or self.step_number < session.steps:
@@ -122,7 +132,9 @@ class SynchronousRun(Run):
                 error = raised
         weight = math.fsum(w for _, w in parts)
         exchange = self._exchange
-        exchange.begin(weight, ended=batch is None)
+        exchange.begin(weight, ended=batch is None, mark=self.replica.checksum())
+        if self._order is not None:
+            self._order = []
         if batch is None and exchange.weights()[:, 1].all():
             return None
         begun, loss = time.perf_counter(), 0.0
@@ -137,8 +149,8 @@ class SynchronousRun(Run):
         exchange.finish()
         told = self._tell(loss, error)
         exposed = time.perf_counter() - computed
-        weights = exchange.weights()[:, 0]
-        self._check(error, told, weights)
+        weights, _, marks = exchange.weights().T
+        self._check(error, told, weights, marks)
         norm = exchange.norm(
             told[:, _SQUARE],
             f"trainer: step {self.step_number + 1} is not made, as its gradient is",
@@ -153,7 +165,7 @@ class SynchronousRun(Run):
             *exchange.spans,
             Span("update", stepping, time.perf_counter()),
         ]
-        self._arrange()
+        self._arrange(int(np.flatnonzero(weights)[0]))
         self.step_number += 1
         total = math.fsum(weights)
         return Record(
@@ -172,6 +184,13 @@ class SynchronousRun(Run):
         parts = [batch]
         if count > 1:
             rows = self.replica.samples(batch)
+            for leaf in jax.tree.leaves(batch):
+                if getattr(leaf, "shape", ()) and leaf.shape[0] != rows:
+                    raise ValueError(
+                        f"Synchronous: accumulate={count} cuts every array of a batch along its "
+                        f"leading axis of samples; one has shape {tuple(leaf.shape)}, and there "
+                        f"are {rows} samples: keep it in the loss"
+                    )
             ends = [rows * i // count for i in range(count + 1)]
             parts = [
                 jax.tree.map(lambda x: x[a:b] if getattr(x, "shape", ()) else x, batch)  # noqa: B023
@@ -187,6 +206,7 @@ class SynchronousRun(Run):
             last = number == len(parts) - 1
             ready = self._ready if last and self._settings.overlap else None
             loss += weight * self.replica.gradient(part, weight, ready, add=number > 0)
+        self.computed = True
         return loss / math.fsum(weight for _, weight in parts)
 
     def _ready(self, index: int) -> None:
@@ -201,10 +221,11 @@ class SynchronousRun(Run):
         self.comm.mpi.Allgather(mine, everybody)
         return everybody
 
-    def _check(self, error: Exception | None, told: Any, weights: Any) -> None:
+    def _check(self, error: Exception | None, told: Any, weights: Any, marks: Any) -> None:
         if told[:, _FAILED].any():
-            self._order = [] if self._order is not None else None
             fail(self.comm, error)
+        if (marks != marks[0]).any():
+            check_settings(self.replica, self.comm)
         if not weights.any():
             raise ValueError("trainer: the batches of all ranks are empty (of weight 0) in a step")
 
@@ -217,15 +238,17 @@ class SynchronousRun(Run):
         self.comm.mpi.Allreduce(MPI.IN_PLACE, mine, MPI.MIN)
         return frozenset(np.flatnonzero(mine).tolist())
 
-    def _arrange(self) -> None:
-        """After the first step: lay gradients out in the order in which they got ready."""
+    def _arrange(self, root: int) -> None:
+        """After the first step: lay gradients out as they got ready on a rank that had samples."""
         if self._order is None or not self._settings.overlap:
             return
-        order = self.comm.mpi.bcast(self._order)
-        if len(order) != len(self.replica.parameters):
-            self._order = []  # rank 0 had no samples, or no overlap: in a later step
-            return
+        order = self.comm.mpi.bcast(self._order, root)
         self._order = None
+        if len(order) == len(self.replica.parameters):  # a replica need not say what is ready
+            self._lay_out(order)
+
+    def _lay_out(self, order: Sequence[int]) -> None:
+        """Lay gradients out in this order, the same on all ranks (collective)."""
         if tuple(order) != self.replica.gradients.order:
             self._exchange.close()
             self.replica.arrange(order)

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
-from collections.abc import Callable, Sequence
+import sys
+import traceback
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -64,8 +69,13 @@ class TorchReplica(Replica):
         self._ready: Callable[[int], None] | None = None
         self._add = self._computing = False
         self._seen: set[int] = set()
-        for index, tensor in enumerate(self._tensors):
-            tensor.register_post_accumulate_grad_hook(functools.partial(self._keep, index))
+        # The module may live on: its hooks do not keep what it was trained by.
+        keep = weakref.WeakMethod(self._keep)
+        handles = [
+            tensor.register_post_accumulate_grad_hook(functools.partial(_called, keep, index))
+            for index, tensor in enumerate(self._tensors)
+        ]
+        weakref.finalize(self, _remove, handles)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -85,21 +95,11 @@ class TorchReplica(Replica):
         self._ready, self._add, self._computing = ready, add, True
         self._seen.clear()
         try:
-            loss = self._loss(self._module, *batch)
-            if not (
-                isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point()
-            ):
-                what = (
-                    f"a tensor of {loss.dtype} and shape {tuple(loss.shape)}"
-                    if isinstance(loss, torch.Tensor)
-                    else f"a {type(loss).__name__}"
-                )
-                raise TypeError(
-                    f"trainer: loss(model, *batch) must return one real number (torch scalar), the "
-                    f"mean over the batch's samples; it has returned {what}"
-                )
-            if loss.requires_grad:
-                loss.backward(torch.full_like(loss, weight))
+            with _own_messages():
+                loss = self._loss(self._module, *batch)
+                _check_loss(loss)
+                if loss.requires_grad or _recorded():  # others may depend on its messages
+                    torch.autograd.backward(loss, torch.full_like(loss, weight))
         finally:
             self._computing = False
         unused = frozenset(range(len(self._tensors))) - self._seen
@@ -117,25 +117,24 @@ class TorchReplica(Replica):
         if not self._computing:
             return  # a backward pass of the user's own
         gradient, place = tensor.grad, self._places[index]
-        if index in self._seen:
-            # A part of it came before: it is added in place, which is too late for what was sent.
-            if self._ready is not None:
-                raise RuntimeError(
-                    f"trainer: the gradient of {self.parameters[index].name} has come twice in one "
-                    "backward pass, and the first one has been sent. With activation checkpoints "
-                    "give use_reentrant=False, or train with Synchronous(overlap=False)"
-                )
-            return
+        again, shared = index in self._seen, place.device == tensor.device
+        if again and self._ready is not None:
+            raise RuntimeError(
+                f"trainer: the gradient of {self.parameters[index].name} has come twice in one "
+                "backward pass, and the first one has been sent. With activation checkpoints "
+                "give use_reentrant=False, or train with Synchronous(overlap=False)"
+            )
+        if again and shared:
+            return  # PyTorch has added it in place
         assert gradient is not None
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if self._add:
-            place.add_(gradient)
+        if self._add or again:
+            place.add_(gradient.to(place.device))
         else:
             place.copy_(gradient)
         self._seen.add(index)
-        if place.device == tensor.device:
-            tensor.grad = place
+        tensor.grad = place if shared else None  # what may come yet, comes alone
         if self._ready is not None:
             self._ready(index)
 
@@ -203,10 +202,14 @@ class TorchReplica(Replica):
         names = {id(p): n for n, p in self._module.named_parameters()}
         found = {"its class": type(self._optimizer).__name__}
         for number, group in enumerate(self._optimizer.param_groups):
-            for key, value in group.items():
-                said = ", ".join(names[id(p)] for p in value) if key == "params" else str(value)
-                found[f"{key} of group {number}"] = said
+            found[f"params of group {number}"] = ", ".join(names[id(p)] for p in group["params"])
+            for key, value in _numbers(group).items():
+                found[f"{key} of group {number}"] = str(value)
         return found
+
+    def checksum(self) -> int:
+        groups = [_numbers(group) for group in self._optimizer.param_groups]
+        return zlib.crc32(str(groups).encode())
 
     def buffers(self) -> bytes:
         found = self._buffers()
@@ -218,9 +221,17 @@ class TorchReplica(Replica):
         return {name: b for name, b in self._module.named_buffers() if name in saved}
 
     def load_buffers(self, buffers: bytes) -> None:
-        here = self._buffers()
+        here, there = self._buffers(), _read(buffers)
+        for name, value in there.items():
+            shape = tuple(here[name].shape) if name in here else None
+            if shape != tuple(value.shape):
+                raise ValueError(
+                    f"trainer: the buffer {name} differs between ranks: shapes "
+                    f"{tuple(value.shape)} and {shape}; register what is a rank's own with "
+                    "persistent=False"
+                )
         with torch.no_grad():
-            for name, value in _read(buffers).items():
+            for name, value in there.items():
                 here[name].copy_(value)
 
     def state(self) -> bytes:
@@ -250,6 +261,67 @@ class TorchReplica(Replica):
         torch.set_rng_state(cpu)
         for generator in cuda if torch.cuda.is_available() else ():
             torch.cuda.set_rng_state(generator)
+
+
+def _check_loss(loss: Any) -> None:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return
+    what = (
+        f"a tensor of {loss.dtype} and shape {tuple(loss.shape)}"
+        if isinstance(loss, torch.Tensor)
+        else f"a {type(loss).__name__}"
+    )
+    raise TypeError(
+        "trainer: loss(model, *batch) must return one real number (torch scalar), the mean over "
+        f"the batch's samples; it has returned {what}"
+    )
+
+
+@contextlib.contextmanager
+def _own_messages() -> Iterator[None]:
+    """Messages apart from others, such as those of a step that has failed.
+
+    An error after messages is written at once: where other ranks wait for them to be reversed,
+    nobody comes to raise it.
+    """
+    chain = sys.modules.get("mpigrad.torch.chain")
+    with contextlib.nullcontext() if chain is None else chain.messages():
+        try:
+            yield
+        except Exception:
+            if count := _recorded():
+                print(
+                    f"mpigrad: trainer: the loss has failed behind {count} "
+                    f"message{'s' * (count > 1)}, for whose adjoints other ranks may wait:\n"
+                    f"{traceback.format_exc()}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            raise
+
+
+def _recorded() -> int:
+    """Messages that a backward pass would reverse here."""
+    chain = sys.modules.get("mpigrad.torch.chain")
+    return 0 if chain is None else chain.current().count
+
+
+def _called(keep: weakref.WeakMethod[Any], index: int, tensor: torch.Tensor) -> None:
+    if (method := keep()) is not None:
+        method(index, tensor)
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group of an optimizer has besides its parameters, as numbers of Python."""
+    return jax.tree.map(
+        lambda x: x.tolist() if isinstance(x, np.generic | torch.Tensor) else x,
+        {key: value for key, value in group.items() if key != "params"},
+    )
 
 
 def _tensors(flat: Flat, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

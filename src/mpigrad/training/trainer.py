@@ -122,7 +122,7 @@ class Trainer:
         self._asked_to_end = self._running = False
         self._batches: Batches | None = None
         self._position: dict[str, Any] | None = None  # of batches that are yet to be given
-        self._saved_in: str | None = None  # the directory whose newest save is of this trainer
+        self._saved_in: set[str] = set()  # directories that its saves are in, or it went on from
         self._begun = time.monotonic()
         run.clock = lambda: time.monotonic() - self._begun
 
@@ -164,8 +164,9 @@ class Trainer:
             record -> whether to end, called after each update; all ranks end where one's says so.
             Under a parameter server it is called on the server alone.
         checkpoint
-            A `mpigrad.checkpoint.Checkpoint`: the state is saved as it says and at the end, and a
-            run that finds one of another trainer (an earlier job's) goes on from there.
+            A `mpigrad.checkpoint.Checkpoint`: the state is saved as it says and at the end. In a
+            directory that this trainer has neither saved to nor gone on from, a run that finds
+            another one's save (an earlier job's) goes on from there.
         progress
             Show a line that says how far it has come.
 
@@ -198,7 +199,7 @@ class Trainer:
                         f"trainer: the batches are for shard {batches.shard}, and rank "
                         f"{self.comm.rank}'s is {self.shard}; give shard=trainer.shard, or none"
                     )
-                batches.shard = self.shard
+                batches.of_trainer = self.shard
         agreed = steps, callback is None, checkpoint is None
         equal_everywhere(
             self.comm, agreed, "trainer: steps, and whether callback and checkpoint are None"
@@ -217,10 +218,10 @@ class Trainer:
         session = _Session(self, steps, callback)
         with contextlib.ExitStack() as stack:
             if checkpoint is not None:
-                session.saving = stack.enter_context(checkpoint.start(self.comm))
-                if os.path.abspath(checkpoint.directory) != self._saved_in:
+                begun = checkpoint.start(self.comm, self._run.step_number)
+                session.saving = stack.enter_context(begun)
+                if os.path.abspath(checkpoint.directory) not in self._saved_in:
                     self._restored(session.saving)
-            self._saved_in = None
             with together(self.comm):
                 if self._batches is not None and self._position is not None:
                     self._batches.load(self._position)
@@ -232,24 +233,19 @@ class Trainer:
             self._running = True
             stack.callback(setattr, self, "_running", False)
             self._run.train(_tuples(batches), session)
-            self._share()
-            warn_if_different(
-                self.replica,
-                self.comm,
-                "have become others than rank 0's: has the program changed parameters or the "
-                "optimizer's settings on one rank, or is its arithmetic that of another processor?",
-            )
             if session.saving is not None and session.saved_at != self._run.step_number:
                 self._saved(session.saving)
-        if checkpoint is not None:
-            self._saved_in = os.path.abspath(checkpoint.directory)
+            else:
+                self._share()
+                self._compare()
         self._asked_to_end = session.asked_to_end
         return self.history
 
     def step(self, *batch: Any) -> Record:
         """One update (collective), where the strategy goes step by step; see `run`."""
         record = self._run.step(batch)
-        self._note(record)
+        if record.step == self._run.step_number:  # not a step of this rank alone (LocalSGD)
+            self._note(record)
         return record
 
     def save(self, directory: str | os.PathLike[str]) -> pathlib.Path:
@@ -295,27 +291,43 @@ class Trainer:
 
     def _share(self) -> None:
         """Equal buffers and records everywhere (collective)."""
-        replica, root = self.replica, self._run.buffers_of
-        buffers = bcast_bytes(self.comm, replica.buffers(), root)
-        if buffers and self.comm.rank != root:
-            replica.load_buffers(buffers)
-        lengths = self.comm.mpi.allgather(len(self._records))
+        told = self.comm.mpi.allgather((self._run.computed, len(self._records)))
+        computed, lengths = zip(*told, strict=True)
+        root = computed.index(True) if any(computed) else 0
+        buffers = bcast_bytes(self.comm, self.replica.buffers(), root)
+        with together(self.comm):
+            if buffers and self.comm.rank != root:
+                self.replica.load_buffers(buffers)
         if len(set(lengths)) > 1:  # only the server has them all
             self._records = self.comm.mpi.bcast(self._records)
+
+    def _compare(self) -> None:
+        """Say where replicas have ceased to be equal (collective)."""
+        warn_if_different(
+            self.replica,
+            self.comm,
+            "have become others than rank 0's: has the program changed parameters or the "
+            "optimizer's settings on one rank, or is its arithmetic that of another processor?",
+        )
 
     # ---- saves ----
 
     def _saved(self, store: Store | Saving) -> pathlib.Path:
         self._share()
         position = self._position if self._batches is None else self._batches.state()
-        parts = saves.tree(self.replica, self._run, position if self.shard[1] else None)
+        parts: saves.Tree = {}
+        with together(self.comm):
+            parts = saves.tree(self.replica, self._run, position if self.shard[1] else None)
         extra = saves.about(
             parts, self.replica, self._run, self.comm, self._strategy, self._records
         )
-        return store.save(self._run.step_number, parts, saves.LAYOUT, extra)
+        self._compare()
+        path = store.save(self._run.step_number, parts, saves.LAYOUT, extra)
+        self._saved_in.add(os.path.abspath(_directory(store)))
+        return path
 
     def _restored(self, store: Store | Saving) -> bool:
-        where = (store.store if isinstance(store, Saving) else store).directory
+        where = _directory(store)
         saved = store.load(
             None,
             saves.LAYOUT,
@@ -328,6 +340,7 @@ class Trainer:
             saved.tree, saves.own(saved.extra), self.replica, self._run, self.comm
         )
         self._records = list(records)
+        self._saved_in.add(os.path.abspath(where))
         if records:
             self._begun = time.monotonic() - records[-1].seconds
         return True
@@ -377,6 +390,10 @@ class _Session:
             self.saved_at = self._trainer._run.step_number
         self.asked_to_end = wishes & STOP > 0
         return wishes & (END | STOP) > 0
+
+
+def _directory(store: Store | Saving) -> pathlib.Path:
+    return (store.store if isinstance(store, Saving) else store).directory
 
 
 def _tuples(batches: Iterable[Any]) -> Iterator[Batch]:
