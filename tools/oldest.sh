@@ -10,7 +10,7 @@ pip="$venv/bin/python -m pip --quiet --disable-pip-version-check"
 [ "$MPI" = system ] || $pip install mpich
 echo "test-oldest: JAX $oldest into $venv, and the build of native/"
 $pip install "jax==$oldest" "jaxlib==$oldest" "mpi4py>=4.0,<5" "numpy>=2.0" "tyro>=1.0,<2" \
-    scikit-build-core cmake ninja pytest pytest-timeout hypothesis
+    scikit-build-core cmake ninja pytest pytest-timeout hypothesis jaxtyping beartype
 # Not editable: it has a build folder of its own, and leaves that of `make setup` alone. Without MPI
 # there is no hypre, which is not tested here.
 $pip install --no-deps --no-build-isolation --config-settings build-dir=build/oldest-native \

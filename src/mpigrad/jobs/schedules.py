@@ -57,7 +57,7 @@ class Weighted:
         for i in np.argsort(-weights, kind="stable"):
             owners[i] = rank = loads.index(min(loads))
             cost, count = loads[rank]
-            loads[rank] = (cost + weights[i], count + 1)
+            loads[rank] = (cost + float(weights[i]), count + 1)
         return owners
 
 
