@@ -266,7 +266,7 @@ bool results_are_operands(const XLA_FFI_CallFrame& frame) {
   for (int64_t i = 0; i < frame.rets.size; ++i) {
     const auto* result = static_cast<XLA_FFI_Buffer*>(frame.rets.rets[i]);
     if (result->dtype == XLA_FFI_DataType_TOKEN) continue;
-    void* const* end = frame.args.args + frame.args.size;
+    void** end = frame.args.args + frame.args.size;
     if (std::none_of(frame.args.args, end, [&](void* x) { return data(x) == result->data; }))
       return false;
   }
