@@ -406,7 +406,7 @@ def jit(
         if at_top_level():
             check_process()
             try:
-                if compat.queues():
+                if _turn is _first_turn and compat.queues():
                     return _completed(program, args, kwargs)
                 _turn, out = program(_turn, *args, **kwargs)
             except (ValueError, RuntimeError) as error:
