@@ -295,14 +295,25 @@ _TURN = compat.ShapedArray((1,), np.dtype("uint8"))
 _region_p = compat.Primitive("mpigrad_region")
 _region_p.multiple_results = True
 _region_p.def_abstract_eval(lambda turn, *xs, jaxpr: [_TURN, *(v.aval for v in jaxpr.outvars)])
-compat.mlir.register_lowering(
+compat.register_lowering(
     _region_p,
     compat.lower_in_token_region(
         register_target("mpigrad_enter"), register_target("mpigrad_leave"), _TURN
     ),
-    platform="cpu",
 )
-_turn: Any = np.zeros(_TURN.shape, _TURN.dtype)  # no array of JAX's at import
+_first_turn = np.zeros(_TURN.shape, _TURN.dtype)  # no array of JAX's at import
+_turn: Any = _first_turn
+
+
+def _completed(program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The results of a program, run to its end where a call only queues it.
+
+    Queued programs would have no order with those of `jax.jit`, nor with direct calls of mpi4py.
+    """
+    jax.effects_barrier()
+    turn, out = program(_first_turn, *args, **kwargs)
+    jax.block_until_ready(turn)
+    return out
 
 
 def _region(f: Callable[..., Any], turn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -395,6 +406,8 @@ def jit(
         if at_top_level():
             check_process()
             try:
+                if _turn is _first_turn and compat.queues():
+                    return _completed(program, args, kwargs)
                 _turn, out = program(_turn, *args, **kwargs)
             except (ValueError, RuntimeError) as error:
                 # JAX's fast path raises a failed handler as a ValueError, its slow one does not.

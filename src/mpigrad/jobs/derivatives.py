@@ -190,7 +190,6 @@ values_p.def_impl(lambda *xs, program: program.values(*xs))
 mlir.register_lowering(
     values_p,
     mlir.lower_fun(lambda *xs, program: program.values(*xs), multiple_results=True),
-    platform="cpu",
 )
 ad.primitive_jvps[values_p] = _jvp
 compat.set_linearization(values_p, _linearize)

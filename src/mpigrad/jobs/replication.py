@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpigrad.communicator import Communicator
+from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, mlir
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.collectives import alltoall_p
@@ -46,7 +47,7 @@ take_p: Primitive = linear_map(
     batch_axes=(1, 0),
     transpose=lambda ct, x, a, **where: collect_p.bind(ct, a, size=x.shape[0], **where)[0],
 )
-mlir.register_lowering(take_p, mlir.lower_fun(_mean_of_own, multiple_results=True), platform="cpu")
+compat.register_lowering(take_p, mlir.lower_fun(_mean_of_own, multiple_results=True))
 
 
 def collect(x: Any, comm: Communicator) -> Any:

@@ -48,6 +48,9 @@ __all__ = [
     "lowering",
     "make_effectful",
     "mlir",
+    "queues",
+    "register_lowering",
+    "register_target",
     "run_directly",
     "set_linearization",
     "surround_custom_rules",
@@ -146,6 +149,24 @@ def visible(tracer: Any) -> bool:
 
 
 # ---- lowering ----
+
+# What JAX and XLA call the platforms that native handlers are for.
+_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+# For tests: arrays of CPUs are copied as arrays of GPUs are.
+_STAGES_ON_CPU = os.environ.get("MPIGRAD_STAGE") == "1"
+
+
+def register_target(name: str, handler: Any, staged: Any) -> None:
+    """Make a handler known to XLA: `handler` for CPUs, `staged` for GPUs."""
+    for platform in _PLATFORMS.values():
+        function = handler if platform == "cpu" and not _STAGES_ON_CPU else staged
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform=platform)
+
+
+def register_lowering(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Lower `primitive` so on all platforms that native handlers are for."""
+    for platform in _PLATFORMS:
+        mlir.register_lowering(primitive, rule, platform=platform)
 
 
 def _attribute(value: Any) -> Any:
@@ -351,7 +372,13 @@ def surround_custom_rules(
         primitive.bind_with_trace = surrounded
 
 
-# ---- the CPU client ----
+# ---- when programs run ----
+
+
+@functools.cache
+def queues() -> bool:
+    """Whether a call of a program only queues it, as on GPUs; on CPUs it runs at once."""
+    return jax.default_backend() != "cpu" or _STAGES_ON_CPU
 
 
 def configure_backend(size: int) -> None:

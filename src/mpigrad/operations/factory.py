@@ -7,6 +7,7 @@ evaluation, lowering, jvp, linearization, transpose and batching.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 from mpigrad.communicator import derivative_slot
 from mpigrad.native import MAX_COUNT, library, words_per_element
 from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
+from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching
 from mpigrad.operations.activity import CARRIER, nought
 
 __all__ = [
@@ -35,9 +36,12 @@ compat.install_repairs()
 
 
 def register_target(name: str, lib: Any = None) -> str:
-    """Make the native handler `name` known to XLA on CPUs."""
+    """Make the native handler `name` known to XLA, on CPUs and (staged in host memory) on GPUs."""
     handler = getattr(library() if lib is None else lib, name)
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+    staged = library().mpigrad_staged(ctypes.cast(handler, ctypes.c_void_p), name.encode())
+    if not staged:
+        raise RuntimeError("mpigrad: native/communication/staging.cc has no place left: kTargets")
+    compat.register_target(name, handler, staged)
     return name
 
 
@@ -124,11 +128,9 @@ def _message(
 
     compat.make_effectful(primitive, shape_rule)
     run_eagerly(primitive)
-    mlir.register_lowering(
-        primitive,
-        compat.lowering(handler, int(takes_data), {1: 1} if in_place else None, attributes),
-        platform="cpu",
-    )
+    aliases = {1: 1} if in_place else None
+    rule = compat.lowering(handler, int(takes_data), aliases, attributes)
+    compat.register_lowering(primitive, rule)
 
     def batch(args: Any, dims: Any, **params: Any) -> Any:
         (x, a), (dx, da) = args, dims
@@ -298,7 +300,7 @@ def effect_primitive(
     compat.make_effectful(primitive, lambda *avals, **params: [])
     run_eagerly(primitive)
     handler = register_target(target or f"mpigrad_{name}")
-    mlir.register_lowering(primitive, compat.lowering(handler, operands), platform="cpu")
+    compat.register_lowering(primitive, compat.lowering(handler, operands))
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         return primitive.bind(*primals, **params), []

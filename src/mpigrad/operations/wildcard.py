@@ -16,7 +16,7 @@ import numpy as np
 
 from mpigrad.communicator import derivative_slot
 from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
+from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching
 from mpigrad.operations.activity import CARRIER, nought
 from mpigrad.operations.factory import (
     check_count,
@@ -57,7 +57,7 @@ def _partner_map(name: str, operands: int, transpose: Callable[..., Any], return
     compat.make_effectful(primitive, shape_rule)
     run_eagerly(primitive)
     target = register_target(f"mpigrad_{name}")
-    mlir.register_lowering(primitive, compat.lowering(target, operands), platform="cpu")
+    compat.register_lowering(primitive, compat.lowering(target, operands))
 
     def tangent(aval: Any, params: dict[str, Any]) -> Callable[..., Any]:
         params = {**params, "comm": derivative_slot(params["comm"])}
@@ -187,9 +187,7 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
 
 compat.make_effectful(recv_any_p, _shapes)
 run_eagerly(recv_any_p)
-mlir.register_lowering(
-    recv_any_p, compat.lowering(register_target("mpigrad_recv_any"), 0), platform="cpu"
-)
+compat.register_lowering(recv_any_p, compat.lowering(register_target("mpigrad_recv_any"), 0))
 ad.primitive_jvps[recv_any_p] = _jvp
 compat.set_linearization(recv_any_p, _linearize)
 compat.always_stage(recv_any_p)

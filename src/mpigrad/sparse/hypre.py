@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations._jax_compat import Primitive, ShapedArray, mlir
+from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.sites import describe
 from mpigrad.sparse import pfmg
 from mpigrad.sparse.hypre_library import check_size, hypre_available, library, why_no_hypre
@@ -180,5 +180,5 @@ def _solve_primitive() -> Primitive:
         return call(ctx, *operands, **params)
 
     compat.make_effectful(primitive, shapes)
-    mlir.register_lowering(primitive, lower, platform="cpu")
+    compat.register_lowering(primitive, lower)
     return primitive

@@ -69,7 +69,7 @@ def implicit_primitive(
 
     compat.make_effectful(primitive, shapes)
     primitive.def_impl(eagerly)
-    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True), platform="cpu")
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
     ad.primitive_jvps[primitive] = jvp
     compat.set_linearization(primitive, linearize)
     compat.always_stage(primitive)

@@ -295,7 +295,7 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
 
 compat.make_effectful(solve_p, _shapes)
 run_eagerly(solve_p, lambda params: params["pattern"].derived)  # they go with their pattern
-mlir.register_lowering(solve_p, mlir.lower_fun(_run, multiple_results=True), platform="cpu")
+mlir.register_lowering(solve_p, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[solve_p] = _jvp
 compat.set_linearization(solve_p, _linearize)
 compat.always_stage(solve_p)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
+from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching
 from mpigrad.operations.activity import CARRIER, carrier, nought
 from mpigrad.operations.factory import register_target, run_eagerly
 from mpigrad.operations.sites import call_site
@@ -92,7 +92,7 @@ def _primitive(name: str, shapes: Callable[..., list[ShapedArray]]) -> Primitive
 
     compat.make_effectful(primitive, shapes)
     run_eagerly(primitive, lambda params: params["run"].programs)
-    mlir.register_lowering(primitive, lower, platform="cpu")
+    compat.register_lowering(primitive, lower)
     compat.always_stage(primitive)
     batching.primitive_batchers[primitive] = batch
     return primitive

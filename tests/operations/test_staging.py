@@ -1,0 +1,116 @@
+"""Arrays on a GPU: the staged handlers, on CPUs, with a stand-in for the driver."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+import subprocess
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpigrad as mg
+from launching import PROGRAMS, mpigrad
+from mpigrad import sparse
+from mpigrad.communicator import Communicator
+from mpigrad.grid import Grid
+from mpigrad.halo import halo_exchange
+
+# Bytes that an allreduce of a thousand numbers copies to the host, and back: with one byte by which
+# programs keep their order.
+STAGED, AWARE = [8000, 8001], [0, 1]
+
+
+def run(directory: pathlib.Path, **environment: str) -> list[dict[str, Any]]:
+    """What each rank has computed, and what was copied."""
+    directory.mkdir()
+    done = mpigrad("launch", "-n", 2, PROGRAMS / "staged.py", directory, **environment)
+    assert done.returncode == 0, done.stderr
+    found = []
+    for rank in (0, 1):
+        counts = directory / f"{rank}.json"
+        copied = json.loads(counts.read_text()) if counts.exists() else {}
+        found.append({"arrays": dict(np.load(directory / f"{rank}.npz")), **copied})
+    return found
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    library = tmp_path_factory.mktemp("driver") / "libdriver.so"
+    words = [compiler, "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-o", str(library)]
+    done = subprocess.run([*words, str(PROGRAMS / "driver.c")], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return str(library)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(tmp_path_factory.mktemp("plain") / "out")
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    "aware", ["0", pytest.param("1", marks=pytest.mark.full)], ids=["staged", "aware"]
+)
+def test_staged_programs_compute_the_same(
+    aware: str, driver: str, plain: list[dict[str, Any]], tmp_path: pathlib.Path
+) -> None:
+    staged = run(
+        tmp_path / "out",
+        MPIGRAD_STAGE="1",
+        MPIGRAD_CUDA_LIBRARY=driver,
+        MPIGRAD_CUDA_AWARE=aware,
+    )
+    for rank, (one, other) in enumerate(zip(plain, staged, strict=True)):
+        for name, array in one["arrays"].items():
+            np.testing.assert_array_equal(other["arrays"][name], array)
+            assert other["arrays"][name].tobytes() == array.tobytes()
+        assert min(other["copies"]) > 20
+        assert (other["pinned"] > 0) == (rank == 0)
+        assert other["allreduce"] == (AWARE if aware == "1" else STAGED)
+        assert (
+            "mpigrad_bcast of arrays on a GPU: cuMemcpyDtoHAsync_v2: the stand-in fails"
+            in (other["error"])
+        )
+
+
+@pytest.mark.launcher
+def test_without_a_driver_there_is_an_error(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "one.py"
+    program.write_text("import jax.numpy as jnp, mpigrad as mg\nmg.allreduce(jnp.ones(3))\n")
+    nowhere = str(tmp_path / "libcuda.so")
+    done = mpigrad("launch", "-n", 1, program, MPIGRAD_STAGE="1", MPIGRAD_CUDA_LIBRARY=nowhere)
+    assert done.returncode != 0
+    assert f"no CUDA driver: {nowhere}" in done.stderr
+
+
+@pytest.mark.ranks(2)
+def test_programs_are_lowered_for_gpus(comm: Communicator) -> None:
+    """What XLA would compile for a GPU calls the same handlers; nothing is compiled here."""
+    grid = Grid((6, 4), (1.0, 1.0), comm)
+    pattern = sparse.Pattern.from_stencil(grid, [(0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)])
+
+    def loss(v: jax.Array) -> jax.Array:
+        A = pattern.matrix([5 * v, -v, -v, -v, -v])
+        x = sparse.solve(A, jnp.ones(grid.n_local)).value
+        y = mg.recv(x, MPI.ANY_SOURCE) if comm.rank else x
+        if not comm.rank:
+            mg.send(x, 1)
+        return jnp.sum(halo_exchange(v, grid) ** 2) + jnp.sum(mg.allreduce(y, MPI.MAX))
+
+    v = jnp.ones(grid.local_shape)
+    program = jax.jit(mg.grad(loss)).trace(v).lower(lowering_platforms=("cuda",)).as_text()
+    for name in ("neighbor_alltoallv", "extremum"):
+        assert f"@mpigrad_{name}(" in program
+    assert ("@mpigrad_send_to(" if comm.rank else "@mpigrad_recv(") in program
+    if sparse.hypre_available():
+        assert "@mpigrad_hypre_solve(" in program
+    assert "@mpigrad_kernels_contract(" not in program  # products are computed on the device
