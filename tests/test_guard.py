@@ -242,6 +242,9 @@ REFUSED = {
         ("rank 0: in sendrecv of float32[3] to rank 1 (tag 0), float32[3] from rank 1 (tag 0)",)
     ),
     "to_itself_without_a_send": Refused(("rank 0: in recv of float32[3] from rank 0 (any tag)",)),
+    "from_anyone_another_length": Refused(
+        ("send of float32[4] to rank 0 (tag 5)", "recv of float32[3] from any rank")
+    ),
     "neighbors_with_other_counts": Refused(
         ("neighbor_alltoallv of float32[2,3] to rank 1", "float32[3,3] from rank 0")
     ),

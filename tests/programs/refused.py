@@ -174,6 +174,16 @@ def to_itself_without_a_send(comm):
 
 
 @case
+def from_anyone_another_length(comm):
+    if rank == 0:
+        mg.recv(x, comm=comm)
+    if rank == 1:
+        mg.send(jnp.ones(4), 0, tag=5, comm=comm)
+        time.sleep(1)  # it may still send another, which would come too late
+    mg.barrier(comm)
+
+
+@case
 def neighbors_with_other_counts(comm):
     if rank < 2:
         rows = jnp.ones((2, 3))

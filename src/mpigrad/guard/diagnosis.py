@@ -148,7 +148,7 @@ class _Wait:
                     continue
                 self.needs.append(frozenset(slots))
                 first = next((s for s, m in nexts.items() if m is not None), None)
-                if first is not None and source >= 0:
+                if first is not None:  # it is taken before any that has not been sent yet
                     self.needs.append(frozenset())
                     self._does_not_fit(self.members[first].slot, nexts[first])
                 continue
