@@ -230,13 +230,13 @@ def test_a_run_goes_on_when_hosts_are_lost(network: Network, shared: pathlib.Pat
     assert (done.code, "stopped" in done.output) == (0, True), done.errors
     assert "SIGINT: asked the job to save and end" in done.errors
 
-    for lost, slots, until, how in (
-        ("node2", {"node3": 2, "node2": 1, "node4": 1}, "step 20\n", network["node2"].cut),
-        ("node3", {"node1": 2, "node3": 1, "node4": 1}, "step 30\n", network["node3"].freeze),
-        ("node4", {"node1": 2, "node2": 1, "node4": 1}, "step 40\n", network["node4"].shut_down),
+    for lost, slots, how in (
+        ("node2", {"node3": 2, "node2": 1, "node4": 1}, network["node2"].cut),
+        ("node3", {"node1": 2, "node3": 1, "node4": 1}, network["node3"].freeze),
+        ("node4", {"node1": 2, "node2": 1, "node4": 1}, network["node4"].shut_down),
     ):
         job = run.start(**slots)
-        job.until(until)
+        job.until("\nstep ")  # the first that it says, wherever it went on
         how()
         done = job.end()
         assert done.code not in (0, 124), done
