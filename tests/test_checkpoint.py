@@ -335,7 +335,7 @@ def test_ranks_that_disagree_are_told(comm, directory, tmp_path):
 
 
 @pytest.mark.ranks(1, 3)
-def test_one_rank_decides_and_any_rank_may_be_asked_to_stop(comm, directory, monkeypatch):
+def test_one_rank_decides_and_any_rank_may_be_asked_to_stop(comm, directory, monkeypatch, capfd):
     with Checkpoint(directory, every=4, minutes=None).start(comm) as saving:
         saved = [i for i in range(1, 10) if saving.decide(i).save]
         assert saved == [4, 8]
@@ -345,9 +345,12 @@ def test_one_rank_decides_and_any_rank_may_be_asked_to_stop(comm, directory, mon
         assert decision.stop
         assert decision.save
         saving.save(9, {"x": np.zeros(2)})
+        capfd.readouterr()
         found = saving.load({"x": np.ones(2)})
         assert found is not None
         assert found.step == 9
+        said = f"mpigrad: goes on from {directory}, step 9\n"
+        assert capfd.readouterr().err == said * (comm.rank == 0)
     with Checkpoint(directory, every=4, minutes=None).start(comm, 1) as saving:
         saved = [i for i in range(3, 30, 3) if saving.decide(i).save]
         assert saved == [6, 9, 12, 18, 21, 24]  # the first at or after each multiple

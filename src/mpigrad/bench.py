@@ -184,8 +184,9 @@ def _make(
 ) -> int:
     """Run a table's program from the root of the sources; its output is shown and kept."""
     replaced = {
-        "json": str((out / f"{table.name}.json").resolve()),
-        "picture": str((out / f"{table.name}.png").resolve()),
+        # From where the programs run: what they print is kept, and names no path of a machine.
+        "json": os.path.relpath(out / f"{table.name}.json", directory.parent),
+        "picture": os.path.relpath(out / f"{table.name}.png", directory.parent),
         "python": str(python),
     }
     words = [word.format(**replaced) for word in (*table.command, *(table.quick if quick else ()))]

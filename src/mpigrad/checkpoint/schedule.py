@@ -134,8 +134,8 @@ class Saving:
             return None
         self._iteration = saved.step
         if self.store.comm.rank == 0:
-            for line in (*saved.refused, f"goes on from {self.store.directory}, step {saved.step}"):
-                print(f"mpigrad: {line}", file=sys.stderr, flush=True)
+            text = f"mpigrad: goes on from {self.store.directory}, step {saved.step}"
+            print(text, file=sys.stderr, flush=True)
         return dataclasses.replace(saved, extra=saved.extra["extra"])
 
     def _check(self, extra: Any) -> None:
