@@ -363,11 +363,26 @@ OPERATIONS["alltoallv"] = Operation(
 
 # ---- reductions that are no sums ----
 
-for _op, _reduced in (("PROD", jnp.prod), ("MAX", jnp.max), ("MIN", jnp.min)):
+
+def _largest(X: Any) -> Any:
+    """The largest of all rows, its derivative shared equally by ties.
+
+    JAX's own derivative looks for the operands that are equal to the result: none is, 0/0, where a
+    compiler computes an operand twice and rounds differently. Here operands meet one another.
+    """
+    wins = jnp.all(X[:, None] >= X[None], axis=1)
+    return jnp.sum(jax.lax.stop_gradient(wins / jnp.sum(wins, axis=0)) * X, axis=0)
+
+
+for _op, _reduced in (
+    ("PROD", lambda X: jnp.prod(X, axis=0)),
+    ("MAX", _largest),
+    ("MIN", lambda X: -_largest(-X)),
+):
     OPERATIONS[f"allreduce {_op}"] = apart(
         Operation(
             lambda x, old, s, c, op=_op: mg.allreduce(x, op=getattr(MPI, op), comm=c),
-            lambda X, old, s, f=_reduced: jnp.broadcast_to(f(X, axis=0), X.shape),
+            lambda X, old, s, f=_reduced: jnp.broadcast_to(f(X), X.shape),
         )
     )
 
