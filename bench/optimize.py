@@ -23,6 +23,8 @@ import sys
 import time
 from typing import Any
 
+from mpigrad.mpi_installation import common_environment
+
 HERE = pathlib.Path(__file__).resolve().parent
 MEMORY = 10
 WARM = MEMORY + 2  # iterations after which the memory is full
@@ -160,15 +162,16 @@ def measure(n: int, pairs: int, iterations: int) -> None:
 
 def launch(n: int, ranks: int, pairs: int, iterations: int) -> dict[str, Any]:
     """The measurement on so many ranks, in processes of its own."""
-    environment = os.environ | {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_MCA_hwloc_base_binding_policy": "none",
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-    }
+    environment = (
+        os.environ
+        | common_environment()
+        | {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+        }
+    )
     program = [sys.executable, __file__, "--serve", str(n), str(pairs), str(iterations)]
     command = ["mpiexec", "-n", str(ranks), *program]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -27,6 +27,8 @@ import tempfile
 import time
 from typing import IO, Any
 
+from mpigrad.mpi_installation import common_environment
+
 HERE = pathlib.Path(__file__).resolve().parent
 
 
@@ -93,17 +95,17 @@ class Program:
     """A running program that answers commands."""
 
     def __init__(self, command: list[str], ranks: int) -> None:
-        environment = os.environ | {
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_hwloc_base_binding_policy": "none",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            # What `mpigrad launch` sets, for both programs: one thread a rank, huge pages.
-            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-            "OMP_NUM_THREADS": "1",
-            "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-        }
+        environment = (
+            os.environ
+            | common_environment()
+            | {
+                "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                "OMPI_MCA_hwloc_base_binding_policy": "none",
+                "OMPI_MCA_rmaps_base_oversubscribe": "1",
+                "OMPI_MCA_mpi_yield_when_idle": "1",
+            }
+        )
         self.process = subprocess.Popen(
             ["mpiexec", "-n", str(ranks), *command],
             stdin=subprocess.PIPE,

@@ -23,6 +23,8 @@ import sys
 import time
 from typing import Any
 
+from mpigrad.mpi_installation import common_environment
+
 HERE = pathlib.Path(__file__).resolve().parent
 CELLS = {"poisson 3-D": (128, 3), "anisotropic": (1024, 2), "convection": (512, 2)}
 
@@ -160,15 +162,17 @@ def measure(case: str, n: int, dimensions: int, calls: int) -> None:
 
 def launch(case: str, n: int, ranks: int, calls: int) -> list[dict[str, Any]]:
     """The case on so many ranks, in processes of its own."""
-    environment = os.environ | {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-        "OMPI_MCA_hwloc_base_binding_policy": "none",
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-        "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
-    }
+    environment = (
+        os.environ
+        | common_environment()
+        | {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+        }
+    )
     program = [sys.executable, __file__, "--serve", case, str(n), str(calls)]
     command = ["mpiexec", "-n", str(ranks), *program]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

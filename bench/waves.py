@@ -38,6 +38,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import Any
 
+from mpigrad.mpi_installation import common_environment
+
 HERE = pathlib.Path(__file__).resolve().parent
 PARTS = ("stream", "acoustic", "elastic", "weak", "halo", "similarity")
 PML = 20
@@ -88,15 +90,13 @@ class Program:
         environment["OMP_NUM_THREADS"] = str(entrant.threads)
         if entrant.library == "mpigrad":
             words = ["mpiexec", "-n", str(entrant.ranks), *words]
-            environment |= {
+            environment |= common_environment() | {
+                "OMP_NUM_THREADS": str(entrant.threads),
                 "OMPI_ALLOW_RUN_AS_ROOT": "1",
                 "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                 "OMPI_MCA_hwloc_base_binding_policy": "none",
                 "OMPI_MCA_rmaps_base_oversubscribe": "1",
                 "OMPI_MCA_mpi_yield_when_idle": "1",
-                # What `mpigrad launch` sets: one thread a rank for XLA, huge pages.
-                "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-                "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
             }
         else:
             environment.pop("PYTHONPATH", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import platform
 import signal
 import subprocess
 import sys
@@ -84,6 +85,14 @@ def test_the_settings_of_the_user_are_kept() -> None:
 
 
 # ---- a job that has to be ended ----
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_memory_of_large_arrays_is_kept() -> None:
+    """The kernel clears a page whenever it hands it out: 32 huge ones for each array of 64 MiB."""
+    done = mpigrad("launch", "-n", 2, PROGRAMS / "large_arrays.py")
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.partition("of a call: ")[2]) < 16, done.stdout
 
 
 def test_the_time_limit_ends_every_rank() -> None:

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "mpi_runtime.h"
+#include "watch.h"
 
 namespace mpigrad {
 
@@ -82,6 +83,7 @@ using namespace mpigrad;
 MPIGRAD_EXPORT void mpigrad_trace_start(int64_t most) {
   limit = most;
   chunks.resize((most + kChunk - 1) / kChunk);
+  watch_clock = CLOCK_MONOTONIC;
   trace_on = true;
 }
 

@@ -96,7 +96,7 @@ class Assembled final : public System {
     if (n_ > 0) {
       call("HYPRE_IJMatrixSetValues", [&] {
         return HYPRE_IJMatrixSetValues(m, size(), row_sizes_.data(), rows_.data(), columns_.data(),
-                                       kept_.data());
+                                       latest_);
       });
     }
     call.agree();

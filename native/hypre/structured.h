@@ -84,7 +84,7 @@ class Structured final : public System {
     if (!m) make(m, call);
     for (size_t k = 0; k < stencil_entries_.size(); ++k) {
       const Entry& e = *stencil_entries_[k];
-      if (e.given) set(m, k, e.inside, kept_.data() + e.start, call);
+      if (e.given) set(m, k, e.inside, latest_ + e.start, call);
     }
     call.agree();
     call("HYPRE_StructMatrixAssemble", [&] { return HYPRE_StructMatrixAssemble(m); });
@@ -207,7 +207,7 @@ class Structured final : public System {
   // Collective. Entry by entry within a tile: cheaper than products, and needed before half of the
   // entries are dropped.
   bool symmetric(Calls&) override {
-    Asymmetry found(tile_, kept_.data(), kept_.data() + diagonal_[0]);
+    Asymmetry found(tile_, latest_, latest_ + diagonal_[0]);
     for (const Entry& e : entries_) {
       if (e.direction() >= 0) continue;
       for (const Entry& f : entries_) {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "digest.h"
 #include "krylov.h"
 #include "request.h"
 
@@ -56,7 +57,7 @@ class System {
       if (diagonal != end) diagonal_.push_back(static_cast<int32_t>(diagonal - given.columns));
     }
   }
-  // Values kept as the caller gives them; the derived class notes the diagonal.
+  // Values in the caller's order; the derived class notes the diagonal.
   System(MPI_Comm comm, int64_t first, int64_t n, int64_t entries, bool keeps_stale)
       : comm_(comm),
         first_(first),
@@ -81,7 +82,7 @@ class System {
   // ---- what a kind of matrices has to offer; collective unless it says "local" ----
   // Both matrices have slots: 0 is what the hierarchy was made of, 1 holds later values.
   virtual void create(Calls& call) = 0;          // vectors and preconditioner, once
-  virtual void fill(int slot, Calls& call) = 0;  // the kept values; makes the matrix at first
+  virtual void fill(int slot, Calls& call) = 0;  // the values; makes the matrix at first
   virtual void set_up(Calls& call) = 0;          // the preconditioner, of slot 0
   virtual HYPRE_Int precondition(HYPRE_Vector r, HYPRE_Vector z) = 0;  // z <- M r
   virtual HYPRE_Matrix matrix(int slot) = 0;                          // local
@@ -94,14 +95,12 @@ class System {
   virtual void multiply(int slot, Calls& call) = 0;                   // solution <- A rhs
   virtual double residual(int slot, Calls& call) = 0;                 // r <- b - A x; its two-norm
   virtual void correct(Calls& call) = 0;                              // x <- x + M r
-  virtual bool symmetric(Calls& call);  // are the kept values? May overwrite rhs and solution
-
-  double norm(const double* v) const;  // collective: the two-norm
+  virtual bool symmetric(Calls& call);  // are the values? May overwrite rhs and solution
 
   MPI_Comm comm_ = MPI_COMM_NULL;
   int64_t first_ = 0, n_ = 0;
-  std::vector<double> kept_;       // the latest values, in row order
-  std::vector<int32_t> diagonal_;  // where each row's diagonal entry stands among them
+  const double* latest_ = nullptr;  // values in row order, while a solve lasts
+  std::vector<int32_t> diagonal_;   // where each row's diagonal entry stands among them
 
  private:
   // What a rank knows about its part of the system, in one MAX reduction (ranks counted from 1).
@@ -112,10 +111,10 @@ class System {
     return reinterpret_cast<System*>(self)->precondition(r, z);
   }
 
-  bool unchanged(const double* values) const;
-  void inspect_values(const double* values);
-  void inspect(const double* values, bool compare, const double* b, const double* guess,
-               Method method, int* flags);
+  bool changed(const double* values);
+  void inspect_diagonal();
+  double inspect(const double* values, bool compare, const double* b, const double* guess,
+                 Method method, int* flags);
   bool take(const Request& request, bool changed, Answer& answer, Calls& call);
   void renew(Calls& call);
   Krylov& krylov(const Request& request, Calls& call);
@@ -126,14 +125,16 @@ class System {
 
   bool keeps_stale_;
   size_t entries_ = 0;
-  std::vector<int32_t> order_;     // where each entry stands among the caller's values; or empty
+  std::vector<int32_t> order_;   // where each entry stands among the caller's values; or empty
+  std::vector<double> ordered_;  // the latest values in row order, where the caller's are not
+  Digest digest_;                // of the latest values
   bool created_ = false;
-  bool ready_ = false;      // the matrix that multiplies holds `kept_`, on every rank
+  bool ready_ = false;      // the matrix that multiplies holds the latest values, on every rank
   bool hierarchy_ = false;  // there is one, of slot 0
   int multiplies_ = 0;      // slot
-  // In `kept_`, on this rank.
+  // In the latest values, on this rank.
   bool bad_value_ = false, zero_diagonal_ = false, negative_diagonal_ = false;
-  int symmetry_ = -1;                              // of `kept_`: unknown, no, yes
+  int symmetry_ = -1;                              // of the latest values: unknown, no, yes
   int64_t setups_ = 0;
   std::map<std::pair<Method, int64_t>, Krylov> krylov_;
   // Most iterations, by method, of a solve whose matrix the hierarchy was made of.
@@ -142,51 +143,51 @@ class System {
 
 // ---- values: the same as before, finite, symmetric? ----
 
-// Are the caller's values, to the bit, those that are kept?
-inline bool System::unchanged(const double* values) const {
-  if (kept_.size() != entries_) return false;
-  if (order_.empty()) return !std::memcmp(kept_.data(), values, entries_ * sizeof(double));
-  for (size_t k = 0; k < entries_; ++k) {
-    if (std::memcmp(&kept_[k], &values[order_[k]], sizeof(double))) return false;
+// Are the caller's values others than the last time, to the bit? Notes what no solve can start from.
+inline bool System::changed(const double* values) {
+  Digest digest;
+  bool bad = false;
+  for (size_t start = 0; start < entries_; start += 2048) {  // a block stays in the cache
+    const size_t size = std::min<size_t>(2048, entries_ - start);
+    digest.add(values + start, size);
+    bad |= !all_finite(values + start, size);
   }
+  if (ready_ && digest == digest_) return false;
+  digest_ = digest;
+  bad_value_ = bad;
+  ordered_.resize(order_.size());
+  for (size_t k = 0; k < order_.size(); ++k) ordered_[k] = values[order_[k]];
   return true;
 }
 
-// Keeps new values, and looks for what no solve can start from.
-inline void System::inspect_values(const double* values) {
-  kept_.resize(entries_);
-  double* kept = kept_.data();
-  bad_value_ = false;
-  for (size_t start = 0; start < entries_; start += 2048) {  // a block stays in the cache
-    const size_t end = std::min(start + 2048, entries_);
-    if (order_.empty()) {
-      std::memcpy(kept + start, values + start, (end - start) * sizeof(double));
-    } else {
-      for (size_t k = start; k < end; ++k) kept[k] = values[order_[k]];
-    }
-    bad_value_ |= !all_finite(kept + start, end - start);
-  }
+inline void System::inspect_diagonal() {
   zero_diagonal_ = negative_diagonal_ = false;
   for (int32_t k : diagonal_) {
-    zero_diagonal_ |= kept[k] == 0;
-    negative_diagonal_ |= kept[k] < 0;
+    zero_diagonal_ |= latest_[k] == 0;
+    negative_diagonal_ |= latest_[k] < 0;
   }
 }
 
-inline void System::inspect(const double* values, bool compare, const double* b,
-                            const double* guess, Method method, int* flags) {
+// Returns this rank's part of |b|^2.
+inline double System::inspect(const double* values, bool compare, const double* b,
+                              const double* guess, Method method, int* flags) {
   int rank = 0;
   MPI_Comm_rank(comm_, &rank);
-  flags[kChanged] = compare && !(ready_ && unchanged(values));
-  if (flags[kChanged]) inspect_values(values);
+  flags[kChanged] = compare && changed(values);
+  latest_ = order_.empty() ? values : ordered_.data();
+  if (flags[kChanged]) inspect_diagonal();
   const auto nonzero = [](double x) { return x != 0; };
   if (bad_value_) flags[kBadValue] = rank + 1;
   // Smoothers divide by the diagonal.
   const bool bad = zero_diagonal_ || (negative_diagonal_ && method == kPCG);
   if (bad) flags[kBadDiagonal] = rank + 1;
-  if (!all_finite(b, n_) || !all_finite(guess, n_)) flags[kBadVector] = rank + 1;
-  flags[kNonzeroRhs] = std::any_of(b, b + n_, nonzero);
+  const double squares = sum_of_squares(b, n_);
+  flags[kNonzeroRhs] = squares > 0 || std::any_of(b, b + n_, nonzero);
   flags[kNonzeroGuess] = std::any_of(guess, guess + n_, nonzero);
+  const bool finite = (std::isfinite(squares) || all_finite(b, n_)) &&
+                      (!flags[kNonzeroGuess] || all_finite(guess, n_));
+  if (!finite) flags[kBadVector] = rank + 1;
+  return squares;
 }
 
 // Collective: is w.Au = u.Aw for two noise vectors? Overwrites right-hand side and solution. Rows
@@ -194,7 +195,7 @@ inline void System::inspect(const double* values, bool compare, const double* b,
 inline bool System::symmetric(Calls& call) {
   std::vector<double> vector(n_), scale(n_, 1.0);
   for (size_t i = 0; i < diagonal_.size() && diagonal_.size() == scale.size(); ++i) {
-    const double d = kept_[diagonal_[i]];
+    const double d = latest_[diagonal_[i]];
     if (d > 0) scale[i] = 1 / std::sqrt(d);
   }
   double sums[4] = {0, 0, 0, 0}, all[4];
@@ -217,7 +218,7 @@ inline bool System::symmetric(Calls& call) {
 
 // ---- the hierarchy: of these values, or of earlier ones ----
 
-// Collective: a hierarchy of the kept values.
+// Collective: a hierarchy of the values.
 inline void System::renew(Calls& call) {
   if (multiplies_ != 0 || !ready_) {
     multiplies_ = 0;
@@ -230,7 +231,7 @@ inline void System::renew(Calls& call) {
   ++totals.setups;
 }
 
-// Collective: makes matrix and hierarchy fit the kept values. False where the answer is known.
+// Collective: makes matrix and hierarchy fit the values. False where the answer is known.
 inline bool System::take(const Request& request, bool changed, Answer& answer, Calls& call) {
   const double start = MPI_Wtime();
   if (changed) {
@@ -257,12 +258,6 @@ inline bool System::take(const Request& request, bool changed, Answer& answer, C
 }
 
 // ---- iterations ----
-
-inline double System::norm(const double* v) const {
-  double mine = sum_of_squares(v, n_), all = 0;
-  MPI_Allreduce(&mine, &all, 1, MPI_DOUBLE, MPI_SUM, comm_);
-  return std::sqrt(all);
-}
 
 inline Krylov& System::krylov(const Request& request, Calls& call) {
   const auto [place, is_new] = krylov_.try_emplace({request.method, request.restart});
@@ -319,7 +314,7 @@ inline std::string System::solve(const double* values, bool compare, const doubl
                                  const double* guess, const Request& request, double* x,
                                  Answer& answer) {
   int mine[kFlags] = {0}, all[kFlags];
-  inspect(values, compare, b, guess, request.method, mine);
+  const double squares = inspect(values, compare, b, guess, request.method, mine);
   mine[kRequest] = request.identity;
   mine[kMinusRequest] = -request.identity;
   {
@@ -357,7 +352,9 @@ inline std::string System::solve(const double* values, bool compare, const doubl
     std::fill_n(x, n_, 0.0);
     return "";
   }
-  const double size = norm(b);
+  double size = 0;
+  MPI_Allreduce(&squares, &size, 1, MPI_DOUBLE, MPI_SUM, comm_);
+  size = std::sqrt(size);
   if (!(size > 0 && std::isfinite(size))) {  // its square is not a number that hypre can work with
     answer.outcome = kBreakdown;
     answer.residual = nan;

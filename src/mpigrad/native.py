@@ -155,7 +155,11 @@ def record() -> Record:
 
 
 def communication_seconds() -> float:
-    """Seconds that this rank has spent inside MPI operations so far, waiting included."""
+    """Seconds that this rank has spent inside MPI operations so far, waiting included.
+
+    Differences count: operations are timed exactly from the first call on.
+    """
+    library().mpigrad_time_exactly()
     return record().busy_ns * 1e-9
 
 

@@ -6,19 +6,21 @@ import numpy as np
 import pytest
 from scipy.linalg import expm
 
-from mpigrad.problems.population import Kinetics, by_forward_mode
+from mpigrad.problems.population import Kinetics, by_forward_mode, decay_rate
 
 PARAMETERS = np.array([1.2, 4.0, 35.0, 8.0, 60.0])
 DOSE_TIMES, DOSES = np.array([0.0, 12.0, 24.0]), np.array([100.0, 50.0, 50.0])
 TIMES = np.array([0.3, 2.0, 7.5, 12.0, 13.0, 30.0, 48.0])
 
 
+def rates(parameters):
+    ka, cl, v1, q, v2 = parameters
+    return np.array([[-ka, 0, 0], [ka, -(cl + q) / v1, q / v2], [0, q / v1, -q / v2]])
+
+
 def exact(parameters, dose_times, doses, times):
     """The equations are linear: every dose by itself, by the matrix exponential."""
-    ka, cl, v1, q, v2 = parameters
-    matrix = np.array(
-        [[-ka, 0, 0], [ka, -(cl + q) / v1, q / v2], [0, q / v1, -q / v2]],
-    )
+    v1, matrix = parameters[2], rates(parameters)
     amounts = np.zeros(len(times))
     for start, dose in zip(dose_times, doses, strict=True):
         for i, time in enumerate(times):
@@ -41,6 +43,12 @@ def test_concentrations_are_those_of_the_matrix_exponential(stiff):
         seen = found(jnp.log(parameters), when, amounts, TIMES)
         once = exact(parameters, [0.0], [200.0], TIMES)
         np.testing.assert_allclose(seen, once, rtol=1e-6)
+
+
+@pytest.mark.ranks(1)
+def test_the_decay_rate_is_an_eigenvalue():
+    eigenvalues = np.linalg.eigvals(rates(PARAMETERS)[1:, 1:])
+    np.testing.assert_allclose(decay_rate(PARAMETERS), -eigenvalues.min(), rtol=1e-12)
 
 
 @pytest.mark.ranks(1)

@@ -14,9 +14,11 @@ from mpigrad.problems.population import (
     NUTS,
     Kinetics,
     Model,
+    Prior,
     Settings,
     Shared,
     Unknowns,
+    decay_rate,
     log_density,
     read,
     run,
@@ -62,6 +64,23 @@ def test_density_and_derivatives_are_those_of_one_rank(comm, second):
     expected = jax.jit(lambda: derivatives(serial(records)))()
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12 * float(np.max(np.abs(b))))
+
+
+@pytest.mark.ranks(1)
+def test_slow_absorption_is_improbable_unless_it_is_allowed():
+    """Flip-flop: the odds are (ka / α)^fast, α the larger rate of decay in the blood."""
+    start = MODEL.prior.start(0).shared
+    decay = float(decay_rate(np.exp(start.typical)))
+    free = dataclasses.replace(MODEL, prior=Prior(fast=0.0))
+
+    def odds(ratio):
+        typical = start.typical.at[0].set(np.log(ratio * decay))
+        faster, free_now = (m.log_prior(start._replace(typical=typical)) for m in (MODEL, free))
+        return float(jnp.exp(faster - free_now)) / 2  # an even chance where it is free
+
+    for ratio in (0.3, 1.0, 3.0):
+        chance = ratio**20 / (1 + ratio**20)
+        np.testing.assert_allclose(odds(ratio), chance, rtol=1e-9)
 
 
 @pytest.mark.full
@@ -158,6 +177,7 @@ def test_what_makes_no_sense_is_refused(comm, directory):
         ({"warmup": 3}, "--warmup: at least 20"),
         ({"acceptance": 1.0}, "--acceptance: between 0 and 1"),
         ({"typical": (1.0, 5.0, 0.0, 10.0, 50.0)}, "--typical: five positive numbers"),
+        ({"typical": (0.4, 5.0, 30.0, 10.0, 50.0)}, "--typical: absorption, 0.4 per hour, is not"),
         ({"rtol": 1.0}, "--rtol: between"),
         ({"seed": -1}, "--seed: at least 0"),
     ):

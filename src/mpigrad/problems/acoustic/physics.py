@@ -53,6 +53,9 @@ class AcousticPhysics(Physics):
         unit = jnp.ones(self.grid.local_shape)
         return self._model(1).largest_time_step(unit) / self.dt
 
+    def limiting_velocity(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Float[Array, ""]:
+        return jnp.max(fields["vp"])
+
     def sound(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
         return jnp.all(fields["vp"] > 0)
 

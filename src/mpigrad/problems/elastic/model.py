@@ -31,10 +31,11 @@ from mpigrad.problems.elastic.state import State, at_rest, from_native, to_nativ
 from mpigrad.problems.waves.absorbing import WaveTile, widths_of
 from mpigrad.problems.waves.agreement import require_same
 from mpigrad.problems.waves.propagation import propagate
+from mpigrad.problems.waves.stability import limiting_square
 from mpigrad.problems.waves.survey import Survey
 from mpigrad.together import together
 
-__all__ = ["Elastic", "Recording"]
+__all__ = ["Elastic", "Recording", "scheme_of"]
 
 
 class Recording(NamedTuple):
@@ -139,9 +140,8 @@ class Elastic:
     ) -> float:
         """The largest stable time step for a model, s (collective).
 
-        1 / (vp (27 + 1)/24 sqrt(1/hx^2 + 1/hy^2)) for the largest P velocity vp. Beside rock, cells
-        hundreds of times lighter (air) need a smaller one, which is not computed: the derivatives
-        there reach into the rock.
+        1 / (v (27 + 1)/24 sqrt(1/hx^2 + 1/hy^2)), where v is the largest P velocity or little more,
+        and much more where cells are as light as air (`waves.stability.limiting_square`).
 
         Parameters
         ----------
@@ -152,7 +152,7 @@ class Elastic:
         extremes = np.max(self.grid.comm.mpi.allgather(mine), axis=0)
         if not _sound(extremes):
             raise ValueError(UNSOUND.format(*_shown(extremes)))
-        return _limit(self.grid) / float(np.sqrt(extremes[3]))
+        return _limit(self.grid) / math.sqrt(_square(extremes))
 
     def propagate(
         self,
@@ -202,7 +202,7 @@ class Elastic:
             raise ValueError(f'elastic: gathers are "complete" or a "share", not {gathers!r}')
         lam, mu, rho, wavelets = (jnp.asarray(x) for x in (lam, mu, rho, wavelets))
         with together(self.grid.comm):
-            scheme = _scheme(self, survey)
+            scheme = scheme_of(self, survey)
             _check_arguments(scheme, (lam, mu, rho), wavelets, state)
         self._require_stable(lam, mu, rho)
         shape = (survey.n_shots, survey.n_sources, self.steps)
@@ -229,9 +229,10 @@ class Elastic:
         model = (jax.lax.stop_gradient(x) for x in (lam, mu, rho))
         extremes = allreduce(_extremes(*model), op=MPI.MAX, comm=comm)
         require(_sound(extremes), UNSOUND, *_shown(extremes), comm=comm)
-        vp = jnp.sqrt(extremes[3])
-        limit = _limit(self.grid) / vp
-        require(self.dt <= limit * (1 + 1e-6), UNSTABLE, self.dt, limit, vp, comm=comm)
+        limit = _limit(self.grid) / jnp.sqrt(_square(extremes))
+        vp, light, stiff = jnp.sqrt(extremes[3]), -extremes[2], extremes[4]
+        stable = self.dt <= limit * (1 + 1e-6)
+        require(stable, UNSTABLE, self.dt, limit, vp, light, stiff, comm=comm)
 
 
 UNSOUND = (
@@ -241,19 +242,25 @@ UNSOUND = (
 )
 UNSTABLE = (
     "elastic: the time step dt={} is not stable: the largest stable one is {} (P velocities reach "
-    "{}). Take a smaller dt and more steps, or a coarser grid"
+    "{}, cells are as light as {} and as stiff, lambda + 2 mu, as {}). Take a smaller dt and more "
+    "steps, a coarser grid, or heavier cells where they are lightest"
 )
 
 
 def _extremes(lam: Any, mu: Any, rho: Any) -> jax.Array:
-    """Largest -(lambda + mu), -mu, -rho and vp^2 of a tile; NaN where one of them has one."""
-    values = (-(lam + mu), -mu, -rho, (lam + 2 * mu) / rho)
+    """Largest -(lambda + mu), -mu, -rho, vp^2 and lambda + 2 mu of a tile."""
+    stiffness = lam + 2 * mu
+    values = (-(lam + mu), -mu, -rho, stiffness / rho, stiffness)
     # MPI's maximum may lose a NaN, and the maximum of -rho an infinite density.
     return jnp.stack([jnp.max(jnp.where(jnp.isfinite(v), v, jnp.inf)) for v in values])
 
 
+def _square(extremes: Any) -> Any:
+    return limiting_square(extremes[3], -extremes[2], extremes[4])
+
+
 def _sound(extremes: Any) -> Any:
-    bulk, shear, density, square = extremes
+    bulk, shear, density, square, _ = extremes
     return (bulk < 0) & (shear <= 0) & (density < 0) & (square < np.inf)
 
 
@@ -333,7 +340,8 @@ def _check_arguments(
 
 
 @functools.lru_cache(maxsize=128)
-def _scheme(model: Elastic, survey: Survey) -> Scheme:
+def scheme_of(model: Elastic, survey: Survey) -> Scheme:
+    """The discretisation of a survey on this rank."""
     tile, grid = model.tile, model.grid
     absorbs = (
         model.max_velocity or _limit(grid) / model.dt,

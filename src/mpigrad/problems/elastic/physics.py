@@ -9,14 +9,17 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
+from mpi4py import MPI
 
 from mpigrad.grid import Grid
+from mpigrad.operations import allreduce
 from mpigrad.problems.elastic.media import lame
 from mpigrad.problems.elastic.model import Elastic
 from mpigrad.problems.elastic.state import State
 from mpigrad.problems.wave_options import WaveOptions
 from mpigrad.problems.waves.experiment import Fields
 from mpigrad.problems.waves.physics import Physics
+from mpigrad.problems.waves.stability import limiting_square
 from mpigrad.problems.waves.survey import Survey
 
 __all__ = ["ElasticPhysics"]
@@ -81,6 +84,13 @@ class ElasticPhysics(Physics):
     def fastest(self) -> float:
         unit = jnp.ones(self.grid.local_shape)
         return self._model(1).largest_time_step(unit, 0 * unit, unit) / self.dt
+
+    def limiting_velocity(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Float[Array, ""]:
+        lam, mu, rho = _moduli(fields)
+        stiffness = lam + 2 * mu
+        mine = jnp.stack([jnp.max(x) for x in (stiffness / rho, -rho, stiffness)])
+        square, density, stiffest = allreduce(mine, op=MPI.MAX, comm=self.grid.comm)
+        return jnp.sqrt(limiting_square(square, -density, stiffest))
 
     def sound(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
         lam, mu, rho = _moduli(fields)

@@ -31,7 +31,7 @@ from mpigrad.problems.fwi.parametrization import (
 )
 from mpigrad.problems.fwi.regularization import tikhonov, total_variation, window_with_neighbors
 from mpigrad.problems.fwi.settings import Settings
-from mpigrad.problems.waves.experiment import Experiment, Fields, experiment, p_velocity
+from mpigrad.problems.waves.experiment import Experiment, Fields, experiment
 from mpigrad.problems.waves.files import read_array, read_model, read_number
 from mpigrad.problems.waves.physics import Physics
 from mpigrad.problems.waves.team import Team, team_of
@@ -125,8 +125,10 @@ class Inversion:
         """
         tiles = self.tiles(parameters)
         physics = self.team.physics
-        possible = physics.sound(tiles) & (jnp.max(p_velocity(tiles)) < _STABLE * self.team.fastest)
-        impossible = jax.lax.stop_gradient((~possible).astype(jnp.float64))
+        fixed = jax.lax.stop_gradient(tiles)
+        limit = physics.limiting_velocity(fixed)
+        possible = physics.sound(fixed) & (limit < _STABLE * self.team.fastest)
+        impossible = (~possible).astype(jnp.float64)
         usable = mpigrad.allreduce(impossible, op=MPI.MAX, comm=self.team.comm) == 0
         start = self.parametrization.start(_window(self.grid))
         tiles = {name: jnp.where(usable, tiles[name], start[name]) for name in tiles}

@@ -15,7 +15,7 @@ except ImportError as error:
 
 from mpigrad.problems.population.diagnostics import Summary, summarize
 from mpigrad.problems.population.estimation import Result, put, run
-from mpigrad.problems.population.kinetics import PARAMETERS, UNITS, Kinetics
+from mpigrad.problems.population.kinetics import PARAMETERS, UNITS, Kinetics, decay_rate
 from mpigrad.problems.population.model import Model, Prior, Shared, Unknowns, log_density
 from mpigrad.problems.population.prediction import Fit, fit
 from mpigrad.problems.population.records import Cohort, Record, read, record, write
@@ -42,6 +42,7 @@ __all__ = [
     "Truth",
     "Unknowns",
     "by_forward_mode",
+    "decay_rate",
     "fit",
     "log_density",
     "put",

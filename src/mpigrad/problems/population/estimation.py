@@ -17,7 +17,7 @@ from mpigrad.communicator import Communicator, resolve
 from mpigrad.problems.directory import prepare
 from mpigrad.problems.population import records
 from mpigrad.problems.population.diagnostics import Summary, summarize
-from mpigrad.problems.population.kinetics import Kinetics
+from mpigrad.problems.population.kinetics import Kinetics, decay_rate
 from mpigrad.problems.population.model import Model, Prior, Unknowns, log_density
 from mpigrad.problems.population.outputs import Found, write_outputs
 from mpigrad.problems.population.prediction import Fit, fit
@@ -73,7 +73,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
     comm = resolve(comm)
     from_root(comm, settings.check)
     with jax.enable_x64(True):
-        model = Model(Kinetics(settings.stiff, settings.rtol), Prior(settings.typical))
+        model = Model(Kinetics(settings.stiff, settings.rtol), _prior(settings))
         cohort, truth = from_root(comm, lambda: _patients(settings, model))
         prepare(settings, settings.out, comm)
         with together(comm):
@@ -86,6 +86,18 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
                 if truth is not None:
                     records.write(settings.out / "data.csv", cohort)
         return _estimate(settings, model, cohort, truth, comm)
+
+
+def _prior(settings: Settings) -> Prior:
+    if settings.flip_flop:
+        return Prior(settings.typical, fast=0.0)
+    absorption, decay = settings.typical[0], float(decay_rate(settings.typical))
+    if absorption <= decay:
+        raise ValueError(
+            f"--typical: absorption, {absorption:g} per hour, is not faster than decay in "
+            f"the blood, {decay:.3g} per hour; if the drug is like that, add --flip-flop"
+        )
+    return Prior(settings.typical)
 
 
 def _patients(settings: Settings, model: Model) -> tuple[Cohort, Truth | None]:

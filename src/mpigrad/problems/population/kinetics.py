@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import diffrax
@@ -13,10 +14,20 @@ from jaxtyping import Array, Float
 
 from mpigrad.problems.population.sensitivities import by_forward_mode
 
-__all__ = ["PARAMETERS", "UNITS", "Kinetics"]
+__all__ = ["PARAMETERS", "UNITS", "Kinetics", "decay_rate"]
 
 PARAMETERS = ("ka", "CL", "V1", "Q", "V2")
 UNITS = ("1/h", "L/h", "L", "L/h", "L")
+
+
+def decay_rate(parameters: Sequence[float] | Float[Array | np.ndarray, " 5"]) -> Float[Array, ""]:
+    """The larger of the two rates at which a dose in the blood decays, in 1/h.
+
+    Of (ka, CL, V1, Q, V2): the kinetics' eigenvalues are -ka, minus this, and minus a smaller one.
+    """
+    _, cl, v1, q, v2 = parameters
+    rates, product = cl / v1 + q / v1 + q / v2, cl / v1 * q / v2
+    return 0.5 * (rates + jnp.sqrt(rates**2 - 4 * product))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from mpigrad.problems.population.kinetics import Kinetics
+from mpigrad.problems.population.kinetics import Kinetics, decay_rate
 from mpigrad.problems.population.records import Record
 
 __all__ = ["Model", "Prior", "Shared", "Unknowns", "log_density"]
@@ -50,13 +51,18 @@ class Unknowns(NamedTuple):
 class Prior:
     """What is known before: the typical patient, roughly, and scales of what varies.
 
-    typical ~ N(log medians, factor²), spread ~ half-normal(spread), noise ~ half-normal(noise).
+    typical ~ N(log medians, factor²), spread ~ half-normal(spread), noise ~ half-normal(noise), and
+    odds (ka / α)^fast that the typical patient absorbs faster than at α, the larger rate at which a
+    dose in the blood decays (`decay_rate`). A slow absorption into a small V1 has nearly the same
+    concentrations as a fast one into a large V1 ("flip-flop"): without this a posterior may have
+    two modes. `fast` = 0 allows both, for depots that release slowly.
     """
 
     medians: tuple[float, ...] = (1.0, 5.0, 30.0, 10.0, 50.0)
     factor: float = 1.0
     spread: float = 0.5
     noise: float = 0.5
+    fast: float = 20.0
 
     def start(self, patients: int) -> Unknowns:
         """Unknowns to start from: typical patients, a spread and a noise of 0.3."""
@@ -108,11 +114,13 @@ class Model:
 
     def log_prior(self, shared: Shared) -> Float[Array, ""]:
         """Log density of what is shared."""
+        faster = shared.typical[0] - jnp.log(decay_rate(jnp.exp(shared.typical)))
         away = (shared.typical - jnp.log(jnp.asarray(self.prior.medians))) / self.prior.factor
         return (
             jnp.sum(_normal(away) - jnp.log(self.prior.factor))
             + jnp.sum(_log_half_normal(shared.log_spread, self.prior.spread))
             + _log_half_normal(shared.log_noise, self.prior.noise)
+            + jax.nn.log_sigmoid(self.prior.fast * faster)
         )
 
 

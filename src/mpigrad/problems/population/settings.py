@@ -17,10 +17,12 @@ class Settings:
 
     data: pathlib.Path | None = None
     """Your own patients: a CSV file with columns id, time, amt, dv and wt; without: simulated."""
-    patients: int = 24
+    patients: int = 16
     """Number of simulated patients."""
     typical: tuple[float, float, float, float, float] = (1.0, 5.0, 30.0, 10.0, 50.0)
     """ka (1/h), CL (L/h), V1 (L), Q (L/h), V2 (L): medians of the prior, each within a factor e."""
+    flip_flop: bool = False
+    """Allow an absorption slower than the decay in the blood: for depots that release slowly."""
     stiff: bool = False
     """Integrate by an implicit method."""
     rtol: float = 1e-5

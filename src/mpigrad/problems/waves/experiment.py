@@ -14,10 +14,11 @@ from jaxtyping import Float
 from mpigrad.communicator import Communicator
 from mpigrad.problems.wave_options import WaveOptions
 from mpigrad.problems.waves.files import Acquisition, ModelFile, read_model
+from mpigrad.problems.waves.stability import limiting_square
 from mpigrad.problems.waves.wavelets import read_wavelets, ricker
 from mpigrad.together import from_root
 
-__all__ = ["Experiment", "Fields", "experiment", "p_velocity"]
+__all__ = ["Experiment", "Fields", "experiment", "limiting_velocity", "p_velocity"]
 
 Fields = Mapping[str, Float[np.ndarray, "nx ny"]]
 _STABLE = 0.6  # default time step, of h / v in one dimension: 0.7 of the largest stable one
@@ -126,7 +127,8 @@ def _experiment(options: WaveOptions, model: ModelFile, fields: Fields) -> Exper
     own = model.acquisition
     size = model.shape[0] * spacing[0], model.shape[1] * spacing[1]
     fast, slow = float(np.max(p_velocity(fields))), slowest(fields)
-    dt = options.dt or (own.dt if own else _STABLE / (fast * math.hypot(*(1 / h for h in spacing))))
+    stable = _STABLE / (limiting_velocity(fields) * math.hypot(*(1 / h for h in spacing)))
+    dt = options.dt or (own.dt if own else stable)
     peak = options.frequency or slow / (_CELLS * max(spacing))
     steps = options.steps
     if steps is None:
@@ -234,6 +236,16 @@ def p_velocity(fields: Mapping[str, Any]) -> Any:
     if "vp" in fields:
         return fields["vp"]
     return ((fields["lambda"] + 2 * fields["mu"]) / fields["rho"]) ** 0.5
+
+
+def limiting_velocity(fields: Fields) -> float:
+    """The velocity that limits the time step, in m/s."""
+    square = p_velocity(fields) ** 2
+    if "rho" in fields:
+        density = fields["rho"]
+        stiffest = np.max(density * square)
+        return float(np.sqrt(limiting_square(np.max(square), np.min(density), stiffest)))
+    return float(np.max(p_velocity(fields)))
 
 
 def slowest(fields: Fields) -> float:

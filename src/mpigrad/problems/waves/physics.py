@@ -47,5 +47,9 @@ class Physics(abc.ABC):
         """The largest velocity in m/s for which the time step is stable (collective)."""
 
     @abc.abstractmethod
+    def limiting_velocity(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Float[Array, ""]:
+        """The velocity in m/s of this rank's tiles that limits the time step (collective)."""
+
+    @abc.abstractmethod
     def sound(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
         """Whether this rank's tiles are of a possible material."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
-from mpigrad.problems.waves.experiment import Experiment, p_velocity
+from mpigrad.problems.waves.experiment import Experiment, limiting_velocity, p_velocity
 from mpigrad.problems.waves.physics import Physics
 from mpigrad.problems.waves.survey import Survey
 from mpigrad.together import together
@@ -111,11 +111,15 @@ def team_of(
         grid = Grid(whole.shape, whole.spacing, group)
         physics = physics_on(grid, whole)
         fastest = physics.fastest()
-        highest = float(np.max(p_velocity(whole.fields)))
-        if highest > fastest * (1 + 1e-9):
+        highest, limit = float(np.max(p_velocity(whole.fields))), limiting_velocity(whole.fields)
+        if limit > fastest * (1 + 1e-9):
+            light = ""
+            if limit > 1.1 * highest:
+                light = f", and there are cells of {np.min(whole.fields['rho']):.3g} kg/m3"
             raise ValueError(
                 f"--dt: a time step of {whole.dt:.6g} s is not stable, velocities reach "
-                f"{highest:.6g} m/s; the largest stable one is {whole.dt * fastest / highest:.6g} s"
+                f"{highest:.6g} m/s{light}; the largest stable one is "
+                f"{whole.dt * fastest / limit:.6g} s"
             )
     survey = Survey(some.sources, some.receivers)
     return Team(comm, grid, physics, some, survey, shots, groups, fastest)
