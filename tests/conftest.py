@@ -72,18 +72,21 @@ def counts_of(item: pytest.Item) -> tuple[int, ...]:
     return some[zlib.crc32(item.nodeid.encode()) % len(some)]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def runs(item: pytest.Item, size: int) -> bool:
+    """Whether a test runs in this session."""
+    if item.get_closest_marker("torch") and os.environ.get("MPIGRAD_TORCH") != "1":
+        return False
+    if item.get_closest_marker("launcher"):
+        return not item.get_closest_marker("full") or os.environ.get("MPIGRAD_ALL_TESTS") == "1"
+    return size in counts_of(item)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Not skipped: ranks meet after each test, which takes as long as a small one.
     size = MPI.COMM_WORLD.size
-    if os.environ.get("MPIGRAD_TORCH") != "1":
-        items[:] = [item for item in items if not item.get_closest_marker("torch")]
-    for item in items:
-        if item.get_closest_marker("launcher"):
-            if item.get_closest_marker("full") and os.environ.get("MPIGRAD_ALL_TESTS") != "1":
-                item.add_marker(pytest.mark.skip(reason="for make test-full"))
-            continue
-        counts = counts_of(item)
-        if size not in counts:
-            item.add_marker(pytest.mark.skip(reason=f"for {counts} ranks, not {size}"))
+    others = [item for item in items if not runs(item, size)]
+    items[:] = [item for item in items if runs(item, size)]
+    config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture
