@@ -132,3 +132,20 @@ def test_each_failure_has_its_own_message(comm: Communicator) -> None:
         infinite(1.0)
     with pytest.raises(Exception, match="no step is small enough"):  # outside a job
         jobs.host_call(simulate, jnp.zeros(()), -1.0)
+
+
+@pytest.mark.ranks(2)
+def test_messages_from_nested_pools_and_compiled_functions(comm: Communicator) -> None:
+    """They are those of the outer job; a compiled function serves more than one trace."""
+    pool = jobs.pool(comm)
+    root = jax.jit(lambda x: jobs.host_call(simulate, jnp.zeros(()), x))
+    inner = pool.sum(lambda x, _, r: root(x * r), pool.put([1.0, 4.0], everywhere=True))
+    data = pool.put([1.0, 1.0, 1.0, -2.0])
+    for make in (pool.map, pool.sum):
+        f = make(lambda shared, _, record: inner(shared * record) + root(shared), data)
+        with pytest.raises(jobs.JobError) as caught:
+            f(1.0)
+        (failure,) = caught.value.failures
+        assert (failure.job, failure.kind) == (3, "FloatingPointError")
+        assert failure.message in (f"no step is small enough at {x}" for x in (-2, -8))
+    np.testing.assert_allclose(pool.sum(lambda s, m, r: root(s), data)(4.0), 8)

@@ -199,6 +199,17 @@ def test_few_jobs_and_wrong_sizes(comm: Communicator) -> None:
         pool.sum(lambda s, m, r: mg.allreduce(s), other)(2.0)
 
 
+@pytest.mark.ranks(2)
+def test_truth_values_are_counted(comm: Communicator) -> None:
+    pool = jobs.pool(comm)
+    more = lambda shared, mine, record: record > shared
+    for schedule in (jobs.Static(), jobs.Dynamic()):
+        data = pool.put([1.0, 2.0, 3.0, 4.0], block=2, schedule=schedule)
+        assert pool.sum(more, data)(1.5) == 3
+        equal_bits(pool.map(more, data)(1.5), np.array([False, True, True, True]))
+    pool.close()
+
+
 @pytest.mark.thin(1, 3)
 def test_put_sends_what_is_missing(comm: Communicator) -> None:
     every = [np.full(5, float(i)) for i in range(8)]

@@ -102,3 +102,20 @@ def test_misuse_by_the_root(comm: Communicator) -> None:
     if pool is not None:
         with pytest.raises(jax.errors.JaxRuntimeError, match="the other ranks have left"):
             f(2.0)
+
+
+def test_put_while_a_program_is_traced(comm: Communicator) -> None:
+    """In a program: as outside; in a job, which one rank may trace more often: refused."""
+    pool = jobs.pool(comm)
+    double = jax.jit(lambda x: 2 * pool.sum(product, pool.put([3.0]))(x))
+    assert double(2.0) == 12.0
+    data = pool.put([1.0])
+    for what in ("put", "measure"):
+
+        def bad(shared: Any, mine: Any, record: Any, what: str = what) -> Any:
+            more = ([3.0],) if what == "put" else (product, data, 1.0)
+            getattr(pool, what)(*more)
+            return shared
+
+        with pytest.raises(jobs.JobError, match="put or measure inside a job"):
+            pool.sum(bad, data)(1.0)

@@ -128,7 +128,7 @@ class Pool:
         """A function (shared, per_job=None) -> the sum of the results of all jobs.
 
         As `map`, with results of one shape, which are added up within blocks, and then in the order
-        of blocks. Without any job the sum is 0.
+        of blocks; truth values are counted. Without any job the sum is 0.
         """
         return self._function(Whole(fn, True, derivatives), data)
 
@@ -138,7 +138,9 @@ class Pool:
         The ranks compute while this one does other things; its own part of the jobs is done by a
         thread beside them. All ranks start the same, in the same order (where the root drives, the
         root alone), and send no message of their own before they ask for the result. What else the
-        pool does waits until the value is there.
+        pool does waits until the value is there; but a program of your own (`jax.jit` of more
+        than the pool's function) that is compiled already does not: ask for the result before you
+        call it.
         """
         if self._beside is None:
             self._beside = ThreadPoolExecutor(1, _BESIDE)
@@ -153,6 +155,10 @@ class Pool:
 
     def _settle(self) -> None:
         """Let what was started end first: its messages and the next ones would mix."""
+        if inside_job():
+            raise ValueError(
+                "put or measure inside a job: the other ranks are busy with other jobs"
+            )
         if self._started is not None and not threading.current_thread().name.startswith(_BESIDE):
             wait([self._started])
             self._started = None

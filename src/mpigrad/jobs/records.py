@@ -193,7 +193,8 @@ class Store:
                 n for n, i in enumerate(mine) if bucket.first <= i < bucket.first + bucket.blocks
             ]
             columns = zip(*(blocks[n].leaves for n in here), strict=True)
-            leaves = [jnp.asarray(np.stack(parts)) for parts in columns]
+            with jax.ensure_compile_time_eval():  # arrays, also where a program is traced
+                leaves = [jnp.asarray(np.stack(parts)) for parts in columns]
             stacks.append((np.array([mine[n] - bucket.first for n in here], int), leaves))
             views = [np.asarray(leaf) for leaf in leaves]  # on a CPU the same memory
             for place, n in enumerate(here):

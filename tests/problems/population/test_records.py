@@ -26,8 +26,8 @@ def test_what_is_written_is_read(tmp_path):
 
 def test_columns_in_any_order_and_events_that_mean_nothing(tmp_path):
     (tmp_path / "table.csv").write_text(
-        "dv,age,id,amt,mdv,evid,time\n"
-        ".,51,b,80,1,1,1\n2.5,51,b,.,0,0,3\n1.5,51,b,,0,0,2\n,,,,,,\n9,51,b,,1,0,4\n"
+        "dv,age,id,amt,mdv,evid,time,cmt\n"
+        ".,51,b,80,1,1,1,1\n2.5,51,b,.,0,0,3,2\n1.5,51,b,,0,0,2,1\n,,,,,,,\n9,51,b,,1,0,4,3\n"
     )
     (record,) = read(tmp_path / "table.csv").records
     assert record.weight == 70
@@ -63,6 +63,7 @@ def test_the_weight_may_stand_in_one_row(tmp_path):
         ("id,time,amt,dv,evid\na,0,100,.,4\n", "evid = 4"),
         ("id,time,amt,dv,rate\na,0,100,.,50\n", "rate = 50: the model has single doses"),
         ("id,time,amt,dv,cmt\na,0,100,.,2\n", "cmt = 2: the model has single doses"),
+        ("id,time,amt,dv,cmt\na,0,100,.,1\na,2,.,88,3\n", "line 3: cmt = 3: the model has"),
         ("id,time,amt,dv,dvid\na,2,.,88,2\n", "dvid = 2: the model has"),
         ("id,time,amt,dv,evid\na,0,.,2,1\n", "line 2: evid = 1 and amt = '.'"),
         ("id,time,amt,dv,evid\na,0,100,.,0\n", "line 2: evid = 0 and amt = '100'"),

@@ -93,9 +93,9 @@ def read(path: str | os.PathLike[str]) -> Cohort:
     mg/L; and, if there is one, `wt`, the body weight in kg, in one row of each patient at least (70
     without the column). A row has a dose or a concentration; the other is empty, "." or, for amt,
     0. Of `evid` 0, a measurement, and 1, a dose, are understood, of `mdv` 0 and 1; `cmt` of a dose
-    is 1, the gut. Other columns are not looked at, but for those that stand for another model than
-    this one: rate, dur, tinf, ss, ii, addl, cens, blq, bloq, ltbs must be 0, and dvid, ytype, adm
-    0 or 1.
+    is 1, the gut, of a concentration 1 or 2. Other columns are not looked at, but for those that
+    stand for another model than this one: rate, dur, tinf, ss, ii, addl, cens, blq, bloq, ltbs must
+    be 0, and dvid, ytype, adm 0 or 1.
 
     Raises
     ------
@@ -166,9 +166,11 @@ def _event(row: Mapping[str, str], where: str) -> tuple[float, float, float] | N
     if time is None or not math.isfinite(time):
         raise ValueError(f"{where}: time: a time in h, not {row['time']!r}")
     dose, concentration = _number(row, "amt", where), _number(row, "dv", where)
-    for columns, most in ((_OTHER_MODELS, 0), (_OTHER_KINDS, 1), (("cmt",) if dose else (), 1)):
+    # A dose goes into the first compartment, what is measured is in the second.
+    places = ("cmt",) if dose or (concentration and not unmeasured) else ()
+    for columns, most in ((_OTHER_MODELS, 0), (_OTHER_KINDS, 1), (places, 1 if dose else 2)):
         for column in columns:
-            if _number(row, column, where) not in (None, 0.0, float(most)):
+            if _number(row, column, where) not in (None, *range(most + 1)):
                 raise ValueError(
                     f"{where}: {column} = {row[column]}: the model has single doses into the gut "
                     "and plain concentrations"
