@@ -105,6 +105,8 @@ def marginals(
         figure.legend(*axes.get_legend_handles_labels(), loc="lower right")
 
     ending = ", the mode and the truth." if truth is not None else ", and the mode."
+    if prior.fast:
+        ending += " The prior is drawn without its odds for a fast absorption."
     return report.drawing(
         "posterior",
         "The posterior of what all patients share: the typical patient of 70 kg, the standard "
