@@ -92,7 +92,7 @@ def _prior(settings: Settings) -> Prior:
     if settings.flip_flop:
         return Prior(settings.typical, fast=0.0)
     absorption, decay = settings.typical[0], float(decay_rate(settings.typical))
-    if absorption <= decay:
+    if not absorption > decay:  # NaN, too
         raise ValueError(
             f"--typical: absorption, {absorption:g} per hour, is not faster than decay in "
             f"the blood, {decay:.3g} per hour; if the drug is like that, add --flip-flop"
