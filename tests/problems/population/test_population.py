@@ -149,11 +149,11 @@ def test_a_run_is_written(comm, directory, capfd):
 
 
 @pytest.mark.full
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(600)
 def test_the_truth_is_found(comm, directory):
-    """Of 24 simulated patients, from their table."""
-    if comm.size not in (1, 2):
-        pytest.skip("takes long")
-    settings = small(directory, patients=24, iterations=40, warmup=150, draws=150, depth=6)
+    """Of 12 simulated patients, from their table."""
+    settings = small(directory, patients=12, iterations=40, warmup=100, draws=100, depth=6)
     first = run(dataclasses.replace(settings, draws=0, out=directory / "first"), comm)
     assert first.posterior is None
     assert first.report.read_text().count("data:image/png;base64,") == 2
@@ -166,7 +166,7 @@ def test_the_truth_is_found(comm, directory):
     width = np.array([k.high - k.low for k in known])
     assert np.all(np.abs(np.array([k.median for k in known]) - true) < 1.2 * width)
     assert abs(result.summary["noise"].median - 0.15) < 0.05
-    assert max(k.rhat for k in result.summary.values()) < 1.1
+    assert max(k.rhat for k in result.summary.values()) < 1.2  # one mode: chains of two have 2
 
 
 @pytest.mark.thin(2)
