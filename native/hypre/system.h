@@ -321,11 +321,11 @@ inline std::string System::solve(const double* values, bool compare, const doubl
     const Meeting meeting(request.site);
     MPI_Allreduce(mine, all, kFlags, MPI_INT, MPI_MAX, comm_);
   }
+  if (all[kChanged]) ready_ = false;
   if (all[kRequest] != -all[kMinusRequest]) {
     return "the ranks ask for different solves: call it with the same method, preconditioner, rtol, "
            "max_steps and number of right-hand sides on every rank";
   }
-  if (all[kChanged]) ready_ = false;
   const double nan = std::numeric_limits<double>::quiet_NaN();
   answer = Answer{};
   if (all[kBadValue] || all[kBadVector] || all[kBadDiagonal]) {

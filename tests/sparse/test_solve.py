@@ -333,3 +333,14 @@ def test_ranks_that_ask_for_different_solves(comm):
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match="ask for different solves"):
             solve(system.matrix, b, solver).value.block_until_ready()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(not hypre_available(), reason="no hypre")
+def test_values_of_a_refused_solve_are_taken_by_the_next(comm):
+    system = grid_system(comm)
+    x = solve(system.matrix, system.b, PCG(rtol=1e-12)).value
+    twice = Matrix(system.pattern, 2 * system.values)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ask for different solves"):
+        solve(twice, system.b, PCG(rtol=1e-4 if comm.rank else 1e-12)).value.block_until_ready()
+    close(2 * solve(twice, system.b, PCG(rtol=1e-12)).value, x, 1e-8)

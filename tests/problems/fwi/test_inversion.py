@@ -91,6 +91,25 @@ def test_bounds_masks_and_smoothing(comm):
     assert np.allclose(values.corrections(values.first(0) + 1.0, everywhere), 1.0)
 
 
+@pytest.mark.ranks(1, 2)
+def test_trial_models_that_no_material_has_are_nan(comm):
+    """Also where the waves' precision makes them so, in one cell."""
+    few = dataclasses.replace(SMALL, steps=4, water=0.0, precision="float32")
+    acoustic = dataclasses.replace(few, groups=comm.size)
+    elastic = dataclasses.replace(few, physics="elastic")
+    cases = (
+        (acoustic, ("vp",), ("vp=0:4500",), (-400.0,)),
+        (elastic, ("vp", "vs"), ("vp=1200:4000", "vs=100:1200"), (-30.0, 30.0)),
+        (elastic, ("vp", "vs", "rho"), ("rho=0:5000",), (0.0, 0.0, -14.0)),  # too light
+    )
+    for settings, names, bounds, change in cases:
+        problem = inversion(dataclasses.replace(settings, invert=names, bounds=bounds), comm)
+        start = problem.parametrization.first(0)
+        evaluate = mpigrad.jit(functools.partial(problem.value_and_grad, problem.misfit(None)))
+        assert np.isnan(evaluate(start.at[:, 20, 15].set(jnp.asarray(change)))[0])
+        assert np.isfinite(evaluate(start)[0])
+
+
 @pytest.mark.ranks(2)
 def test_what_makes_no_sense_is_refused(comm, directory):
     if comm.rank == 0:

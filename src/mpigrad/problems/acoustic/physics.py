@@ -57,7 +57,7 @@ class AcousticPhysics(Physics):
         return jnp.max(fields["vp"])
 
     def sound(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
-        return jnp.all(fields["vp"] > 0)
+        return jnp.all(fields["vp"].astype(self.options.precision) > 0)
 
     def _model(self, steps: int) -> Acoustic:
         return Acoustic(

@@ -72,7 +72,7 @@ class ElasticPhysics(Physics):
         survey: Survey,
         state: Any = None,
     ) -> tuple[Float[Array, "shots components receivers steps"], Any]:
-        lam, mu, rho = (field.astype(self.options.precision) for field in _moduli(fields))
+        lam, mu, rho = self._rounded(fields)
         model = self._model(wavelets.shape[-1])
         recording = model.propagate(lam, mu, rho, wavelets, survey, state)
         return recording.gathers, recording.state
@@ -93,8 +93,14 @@ class ElasticPhysics(Physics):
         return jnp.sqrt(limiting_square(square, -density, stiffest))
 
     def sound(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
-        lam, mu, rho = _moduli(fields)
+        lam, mu, rho = self._rounded(fields)
         return jnp.all((lam + mu > 0) & (mu >= 0) & (rho > 0))
+
+    def _rounded(
+        self, fields: Mapping[str, Float[Array, "lx ly"]]
+    ) -> tuple[Float[Array, "lx ly"], ...]:
+        """Lambda, mu and rho in the precision of the waves."""
+        return tuple(field.astype(self.options.precision) for field in _moduli(fields))
 
     def _model(self, steps: int) -> Elastic:
         return Elastic(

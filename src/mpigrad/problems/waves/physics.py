@@ -52,4 +52,4 @@ class Physics(abc.ABC):
 
     @abc.abstractmethod
     def sound(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
-        """Whether this rank's tiles are of a possible material."""
+        """Whether this rank's tiles are of a possible material, in the precision of the waves."""
