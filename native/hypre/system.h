@@ -224,6 +224,7 @@ inline void System::renew(Calls& call) {
     multiplies_ = 0;
     fill(0, call);
   }
+  ready_ = hierarchy_ = false;  // until both are made
   set_up(call);
   if (!call.agree()) return;
   hierarchy_ = ready_ = true;
