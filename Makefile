@@ -1,5 +1,5 @@
 # Each target does its own set-up; the second time that is nothing.
-#   make demo     recover a diffusivity field on 2 ranks, and write a report (two minutes)
+#   make demo     recover a diffusivity field on 2 ranks, and write a report (a minute, after the set-up)
 #   make test     lint, and the tests on 1, 2, 3 and 4 ranks (twenty minutes on two cores)
 #   make test-full  every case at every number of ranks
 #   make test-torch   the tests that need PyTorch, which it installs into .venv
