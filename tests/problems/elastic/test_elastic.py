@@ -262,4 +262,4 @@ def test_the_largest_time_step_is_stable_beside_air(comm):
 
     assert 0.95 < ratio(1000.0, 1500.0) < 1
     assert 0.3 < ratio(1.2, 340.0) < 1
-    assert 0.3 < ratio(0.01, 340.0) < 1  # of the largest velocity alone, 5
+    assert 0.3 < ratio(0.01, 340.0) < 1  # the largest velocity alone says more than 1
