@@ -144,9 +144,14 @@ def loops(
         world.Sendrecv(a, right, 0, b, left, 0)
         world.Sendrecv(b, left, 0, a, right, 0)
 
+    buffers = [a, b]
+
+    # As in the loops of the others, what is sent is what the last call gave. (Sending the same array
+    # each time, which the root has not written, takes a fifth less at 1 MiB: it stays in the caches.)
     def cast_and_reduced() -> None:
-        world.Bcast(a, 0)
-        world.Reduce(a, b, root=0)
+        world.Bcast(buffers[0], 0)
+        world.Reduce(buffers[0], buffers[1], root=0)
+        buffers.reverse()
 
     def reduced_twice() -> None:
         world.Allreduce(a, b)

@@ -78,10 +78,11 @@ ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   if (ffi::Error e = c.collective(x, {{"root", root}, {"op", op}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
-  // Off the root MPI leaves the result undefined; here it is zero.
+  const int code = call(runtime.mpi.Reduce, in.data, y->untyped_data(), in.count, in.type,
+                        reduction(op), static_cast<int>(root), c.comm.handle);
+  // Off the root MPI leaves the result undefined; here it is zero. Written while the root still adds.
   if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
-  return c.done(call(runtime.mpi.Reduce, in.data, y->untyped_data(), in.count, in.type,
-                     reduction(op), static_cast<int>(root), c.comm.handle));
+  return c.done(code);
 }
 
 ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
@@ -89,10 +90,11 @@ ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   const Call c("gather", comm, site, x.size_bytes(), root);
   if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
   const Words in(x);
-  if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
   const int count = static_cast<int>(in.count);
-  return c.done(call(runtime.mpi.Gather, static_cast<const void*>(in.data), count, in.type,
-                     y->untyped_data(), count, in.type, static_cast<int>(root), c.comm.handle));
+  const int code = call(runtime.mpi.Gather, static_cast<const void*>(in.data), count, in.type,
+                        y->untyped_data(), count, in.type, static_cast<int>(root), c.comm.handle);
+  if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
+  return c.done(code);
 }
 
 ffi::Error scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,

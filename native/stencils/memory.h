@@ -115,8 +115,9 @@ template <class T>
 class Field {
  public:
   Field() = default;
-  explicit Field(const Tile& tile) : memory_(tile.padded() * sizeof(T)) {
-    data_ = static_cast<T*>(memory_.data()) + tile.origin();
+  explicit Field(const Tile& tile) : memory_(tile.padded() * sizeof(T) + kColors * kShift) {
+    char* data = static_cast<char*>(memory_.data()) + next_color++ % kColors * kShift;
+    data_ = reinterpret_cast<T*>(data) + tile.origin();
   }
   void clear() { std::memset(memory_.data(), 0, memory_.bytes()); }
   operator T*() const { return data_; }
@@ -126,6 +127,10 @@ class Field {
   }
 
  private:
+  // The same cells of all fields would share cache sets, and loads would wait for stores whose
+  // addresses end in the same 12 bits: each field begins 17 cache lines further.
+  static constexpr size_t kColors = 8, kShift = 1088;
+  static inline size_t next_color = 0;
   Memory memory_;
   T* data_ = nullptr;
 };
