@@ -146,8 +146,8 @@ def loops(
 
     buffers = [a, b]
 
-    # As in the loops of the others, what is sent is what the last call gave. (Sending the same array
-    # each time, which the root has not written, takes a fifth less at 1 MiB: it stays in the caches.)
+    # As in the loops of the others, what is sent is what the last call gave. (The same array each
+    # time, which the root has not written, takes a fifth less at 1 MiB: it stays in the caches.)
     def cast_and_reduced() -> None:
         world.Bcast(buffers[0], 0)
         world.Reduce(buffers[0], buffers[1], root=0)

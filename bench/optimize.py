@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
 import statistics
 import subprocess
 import sys
 import time
 from typing import Any
-
-from mpigrad.mpi_installation import common_environment
 
 HERE = pathlib.Path(__file__).resolve().parent
 MEMORY = 10
@@ -162,19 +159,9 @@ def measure(n: int, pairs: int, iterations: int) -> None:
 
 def launch(n: int, ranks: int, pairs: int, iterations: int) -> dict[str, Any]:
     """The measurement on so many ranks, in processes of its own."""
-    environment = (
-        os.environ
-        | common_environment()
-        | {
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "OMPI_MCA_hwloc_base_binding_policy": "none",
-        }
-    )
-    program = [sys.executable, __file__, "--serve", str(n), str(pairs), str(iterations)]
-    command = ["mpiexec", "-n", str(ranks), *program]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    program = [__file__, "--serve", str(n), str(pairs), str(iterations)]
+    command = [sys.executable, "-m", "mpigrad", "launch", "-n", str(ranks), *program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(line.partition(" ")[2])  # type: ignore[no-any-return]
 

@@ -4,12 +4,12 @@
         [--output FILE]
 
 Both programs (this one with --serve, and poisson_hypre.c) run at the same time and are asked in
-turn, so that a slow phase of the machine meets both; the one that waits sleeps. A "value" fills the
-matrix from the cells' coefficients, sets hypre up, solves once and sums the loss; a "gradient" is
-the value, the adjoint solve (no second set-up) and the gradient in every cell's coefficient.
-Each call has new coefficients. Printed and written: medians over the pairs of the seconds, and of
-the ratio mpigrad / C with its quartiles. --multigrid: the preconditioner of both, PFMG on the
-grid's stencil (the default) or BoomerAMG on the assembled matrix.
+turn, so that a slow phase of the machine meets both; the one that waits sleeps (turns.py). A
+"value" fills the matrix from the cells' coefficients, sets hypre up, solves once and sums the loss;
+a "gradient" is the value, the adjoint solve (no second set-up) and the gradient in every cell's
+coefficient. Each call has new coefficients. Printed and written: medians over the pairs of the
+seconds, and of the ratio mpigrad / C with its quartiles. --multigrid: the preconditioner of both,
+PFMG on the grid's stencil (the default) or BoomerAMG on the assembled matrix.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import IO, Any
+from typing import Any
 
-from mpigrad.mpi_installation import common_environment
+from turns import Program, commands
 
 HERE = pathlib.Path(__file__).resolve().parent
 
 
 def serve(n: int, multigrid: str) -> None:
-    """Answer commands from standard input: mpigrad's Poisson problem on n x n cells, in stripes."""
+    """Answer commands: mpigrad's Poisson problem on n x n cells, in stripes."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -69,16 +69,9 @@ def serve(n: int, multigrid: str) -> None:
     }
     if rank == 0:
         print("ready", flush=True)
-    while True:
-        text = bytearray((sys.stdin.readline() or "quit").encode().ljust(64)) if rank == 0 else None
-        text = text or bytearray(64)
-        request = world.Ibcast(text)
-        while not request.Test():
-            time.sleep(5e-4)
-        command, *number = text.decode().split()
-        if command == "quit":
-            return
-        kappa = jnp.asarray(1 + x * x + y * y + 0.1 * np.sin(float(number[0])) * x * y)
+    for line in commands(rank):
+        command, number = line.split()
+        kappa = jnp.asarray(1 + x * x + y * y + 0.1 * np.sin(float(number)) * x * y)
         kappa.block_until_ready()
         world.Barrier()
         start = time.perf_counter()
@@ -89,50 +82,6 @@ def serve(n: int, multigrid: str) -> None:
         weighted = world.reduce(weighted)
         if rank == 0:
             print(f"{seconds:.6f} {float(value):.15e} {weighted:.15e} {int(steps)}", flush=True)
-
-
-class Program:
-    """A running program that answers commands."""
-
-    def __init__(self, command: list[str], ranks: int) -> None:
-        environment = (
-            os.environ
-            | common_environment()
-            | {
-                "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                "OMPI_MCA_hwloc_base_binding_policy": "none",
-                "OMPI_MCA_rmaps_base_oversubscribe": "1",
-                "OMPI_MCA_mpi_yield_when_idle": "1",
-            }
-        )
-        self.process = subprocess.Popen(
-            ["mpiexec", "-n", str(ranks), *command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        self._answer()
-
-    def _answer(self) -> str:
-        stream: IO[str] | None = self.process.stdout
-        line = stream.readline() if stream else ""
-        if not line:
-            raise SystemExit(f"{shlex.join(map(str, self.process.args))} ended early")  # type: ignore[arg-type]
-        return line
-
-    def ask(self, command: str) -> tuple[float, ...]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        return tuple(float(word) for word in self._answer().split())
-
-    def quit(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("quit\n")
-        self.process.stdin.flush()
-        self.process.wait(timeout=60)
 
 
 def compile_program(directory: str, multigrid: str) -> str:
@@ -160,6 +109,8 @@ def compare(
     results = []
     number = 0
     try:
+        for program in programs:
+            program.answer()  # it is ready
         for what in measured:
             seconds: list[list[float]] = [[], []]
             answers: list[tuple[float, ...]] = []
@@ -167,7 +118,8 @@ def compare(
                 number += 1
                 answers = [(), ()]
                 for side in (k % 2, 1 - k % 2):  # who goes first alternates
-                    answers[side] = programs[side].ask(f"{what} {number}")
+                    said = programs[side].ask(f"{what} {number}")
+                    answers[side] = tuple(float(word) for word in said.split())
                     if k > 0:
                         seconds[side].append(answers[side][0])
                 for ours, theirs in zip(answers[0][1:3], answers[1][1:3], strict=True):
@@ -202,8 +154,7 @@ def compare(
             )
     finally:
         for program in programs:
-            if program.process.poll() is None:
-                program.quit()
+            program.end()
     return results
 
 

@@ -4,9 +4,9 @@
  * volumes, face coefficient = mean of the two cells' kappa, 2 kappa at the boundary (half a cell).
  * Each rank owns a stripe of grid lines. The loss is the sum of (u - d)^2.
  *
- * Commands come on standard input: "value K" or "gradient K" (K varies kappa, so that every call has
- * new values), "quit". Rank 0 answers each with one line: seconds, loss, sum of the kappa gradient
- * weighted with x, iterations.
+ * Commands come by a pipe for each rank (turns.py): "value K" or "gradient K" (K varies kappa, so
+ * that every call has new values), "quit". Rank 0 answers each with one line: seconds, loss, sum of
+ * the kappa gradient weighted with x, iterations.
  *
  * PCG with BoomerAMG on an assembled matrix or, built with -DPFMG, with PFMG on a structured one.
  *
@@ -22,7 +22,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 static int rank, ranks, n, lines, first_line, cells;
 static MPI_Comm comm;
@@ -308,17 +307,17 @@ static void free_solver(void) {
 
 #endif
 
-/* Waiting ranks sleep, so that they don't disturb the program that is measured in between. */
+/* Waiting ranks sleep, so that they don't disturb the program that is measured in between: each
+ * reads from a pipe of its own. */
 static void wait_for_command(char *text, int size) {
-  if (rank == 0 && !fgets(text, size, stdin)) strcpy(text, "quit\n");
-  MPI_Request request;
-  int done = 0;
-  MPI_Ibcast(text, size, MPI_CHAR, 0, comm, &request);
-  for (;;) {
-    MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-    if (done) return;
-    usleep(500);
+  static FILE *pipe;
+  if (!pipe) {
+    char path[4096];
+    const char *folder = getenv("BENCH_PIPES");
+    snprintf(path, sizeof path, "%s/%d", folder ? folder : ".", rank);
+    pipe = fopen(path, "r");
   }
+  if (!pipe || !fgets(text, size, pipe)) strcpy(text, "quit\n");
 }
 
 int main(int argc, char **argv) {

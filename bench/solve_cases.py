@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
 import statistics
 import subprocess
 import sys
 import time
 from typing import Any
-
-from mpigrad.mpi_installation import common_environment
 
 HERE = pathlib.Path(__file__).resolve().parent
 CELLS = {"poisson 3-D": (128, 3), "anisotropic": (1024, 2), "convection": (512, 2)}
@@ -162,20 +159,9 @@ def measure(case: str, n: int, dimensions: int, calls: int) -> None:
 
 def launch(case: str, n: int, ranks: int, calls: int) -> list[dict[str, Any]]:
     """The case on so many ranks, in processes of its own."""
-    environment = (
-        os.environ
-        | common_environment()
-        | {
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",
-            "OMPI_MCA_hwloc_base_binding_policy": "none",
-        }
-    )
-    program = [sys.executable, __file__, "--serve", case, str(n), str(calls)]
-    command = ["mpiexec", "-n", str(ranks), *program]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    program = [__file__, "--serve", case, str(n), str(calls)]
+    command = [sys.executable, "-m", "mpigrad", "launch", "-n", str(ranks), *program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return [
         json.loads(line.partition(" ")[2])
         for line in done.stdout.splitlines()

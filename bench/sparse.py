@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from poisson import Program
+from turns import Program, commands
 
 HERE = pathlib.Path(__file__).resolve().parent
 LARGE = 10_000_000  # rows: 25 million take about 12 GB here, 5 GB in C and as much in SciPy
@@ -55,16 +55,8 @@ def answer(calls: dict[str, Callable[..., Any]], world: Any) -> None:
     """Answer commands: calls[what](K, R) gives seconds of a call and this rank's checksum."""
     if world.rank == 0:
         print("ready", flush=True)
-    while True:
-        text = bytearray(64)
-        if world.rank == 0:
-            text = bytearray((sys.stdin.readline() or "quit").encode().ljust(64))
-        request = world.Ibcast(text)
-        while not request.Test():
-            time.sleep(5e-4)
-        command, *numbers = text.decode().split()
-        if command == "quit":
-            return
+    for line in commands(world.rank):
+        command, *numbers = line.split()
         seconds, *results = calls[command](*(int(k) for k in numbers))
         results = [world.reduce(x) for x in results]
         if world.rank == 0:
@@ -176,43 +168,48 @@ def compile_program(directory: str) -> str:
     return program
 
 
+def numbers(answer: str) -> tuple[float, ...]:
+    return tuple(float(word) for word in answer.split())
+
+
 def ours(n: int, all_lines: int, option: str = "--serve") -> list[str]:
     return [sys.executable, str(HERE / "sparse.py"), option, str(n), str(all_lines)]
 
 
 def compare(c_program: str, n: int, ranks: int, turns: int) -> list[dict[str, Any]]:
     """Measure one grid on one number of ranks."""
-    commands = {"mpigrad": ours(n, n)}
+    entrants = {"mpigrad": ours(n, n)}
     if ranks == 1:
-        commands["scipy"] = ours(n, n, "--serve-scipy")
-    commands["hypre"] = [c_program, str(n), str(n)]
+        entrants["scipy"] = ours(n, n, "--serve-scipy")
+    entrants["hypre"] = [c_program, str(n), str(n)]
     operations = ("transpose", "product")
     answers: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     plan = 0.0
     # Programs that don't fit into memory together are measured one after the other.
-    groups = [list(commands)] if n * n <= LARGE else [[name] for name in commands]
+    groups = [list(entrants)] if n * n <= LARGE else [[name] for name in entrants]
     for group in groups:
-        programs = {name: Program(commands[name], ranks) for name in group}
+        programs = {name: Program(entrants[name], ranks) for name in group}
         try:
+            for program in programs.values():
+                program.answer()  # it is ready
             if "mpigrad" in group:
-                plan = programs["mpigrad"].ask("cost")[0] / ranks
+                plan = numbers(programs["mpigrad"].ask("cost"))[0] / ranks
             for k, what in enumerate(operations):
                 calls = max(1, (200_000 if what == "transpose" else 2_000_000) // n**2)
                 for turn in range(turns + 1):  # the first compiles and warms up
                     first = turn % len(group)
                     for name in group[first:] + group[:first]:
-                        said = programs[name].ask(f"{what} {turn + k} {calls}")
+                        said = numbers(programs[name].ask(f"{what} {turn + k} {calls}"))
                         answers.setdefault((what, name), []).append(said)
         finally:
             for program in programs.values():
-                if program.process.poll() is None:
-                    program.quit()
+                program.end()
     results = []
     for what in operations:
-        said = {name: answers[what, name] for name in commands}
+        said = {name: answers[what, name] for name in entrants}
         for sums in zip(*([a[1] for a in part] for part in said.values()), strict=True):
             if max(sums) - min(sums) > 1e-9 * abs(sums[0]):
-                raise SystemExit(f"different answers: {dict(zip(commands, sums, strict=True))}")
+                raise SystemExit(f"different answers: {dict(zip(entrants, sums, strict=True))}")
         seconds = {name: [a[0] for a in part[1:]] for name, part in said.items()}
         result: dict[str, Any] = {"what": what, "rows": n * n, "ranks": ranks, "turns": turns}
         result |= {"plan_seconds": plan} if what == "transpose" else {}
@@ -220,7 +217,7 @@ def compare(c_program: str, n: int, ranks: int, turns: int) -> list[dict[str, An
         line = f"{n * n:9d} {ranks:3d}  {what:10s}" + "".join(
             f" {name} {1e3 * median:9.3f} ms " for name, median in result["seconds"].items()
         )
-        for name in list(commands)[1:]:
+        for name in list(entrants)[1:]:
             ratios = [a / b for a, b in zip(seconds["mpigrad"], seconds[name], strict=True)]
             inner = statistics.quantiles(ratios, n=4, method="inclusive") if turns > 1 else []
             low, middle, high = inner or ratios * 3
@@ -236,8 +233,9 @@ def weak_growth(n: int, ranks: list[int]) -> list[dict[str, Any]]:
     results = []
     for count in ranks:
         program = Program(ours(n, n * count), count)
-        _, messages, size = program.ask("cost")
-        program.quit()
+        program.answer()
+        _, messages, size = numbers(program.ask("cost"))
+        program.end()
         results.append(
             {"what": "weak growth", "rows": n * n * count, "ranks": count}
             | {"messages": int(messages), "bytes": int(size)}

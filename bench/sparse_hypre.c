@@ -4,8 +4,8 @@
  * The matrix is that of a five-point stencil on n x lines cells; each rank owns a stripe of grid
  * lines. Its values are those of `entry` below, so that every program has the same.
  *
- * Commands come on standard input: "transpose K R" or "product K R" (K varies the values, R calls
- * are timed), "quit". Rank 0 answers each with one line: seconds of a call, checksum.
+ * Commands come by a pipe for each rank (turns.py): "transpose K R" or "product K R" (K varies the
+ * values, R calls are timed), "quit". Rank 0 answers each with one line: seconds of a call, checksum.
  *
  * Build: mpicc -O3 sparse_hypre.c -I/usr/include/hypre -lHYPRE -lm -o sparse_hypre
  * Run:   mpiexec -n 2 ./sparse_hypre 1000 1000
@@ -17,7 +17,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 static int rank, ranks;
 static MPI_Comm comm;
@@ -42,17 +41,17 @@ static double entry(long row, long column, long k) {
   return (double)((7 * row + 13 * column + k) % 101) / 101;
 }
 
-/* Waiting ranks sleep, so that they don't disturb the program that is measured in between. */
+/* Waiting ranks sleep, so that they don't disturb the program that is measured in between: each
+ * reads from a pipe of its own. */
 static void wait_for_command(char *text, int size) {
-  if (rank == 0 && !fgets(text, size, stdin)) strcpy(text, "quit\n");
-  MPI_Request request;
-  int done = 0;
-  MPI_Ibcast(text, size, MPI_CHAR, 0, comm, &request);
-  for (;;) {
-    MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-    if (done) return;
-    usleep(500);
+  static FILE *pipe;
+  if (!pipe) {
+    char path[4096];
+    const char *folder = getenv("BENCH_PIPES");
+    snprintf(path, sizeof path, "%s/%d", folder ? folder : ".", rank);
+    pipe = fopen(path, "r");
   }
+  if (!pipe || !fgets(text, size, pipe)) strcpy(text, "quit\n");
 }
 
 int main(int argc, char **argv) {

@@ -2,7 +2,7 @@
 
 Every library has the same case: a random model between 2000 and 2500 m/s, cells of 10 m, steps of
 1 ms, one 10 Hz Ricker source in the middle, a line of receivers in cell 3, float32, layers of 20
-cells that absorb, fourth order in space. It reads one command a line:
+cells that absorb, fourth order in space. It is given one command a line (turns.py):
 
     forward       the shot gather
     gradient      the gather, the sum of its squares, and the gradient in every cell of the model
@@ -17,12 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from turns import commands
 
 SPACING, DT, FREQUENCY, PML = 10.0, 1e-3, 10.0, 20
 FASTEST = 2500.0
@@ -286,7 +286,7 @@ def devito_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
 
 
 def serve(o: argparse.Namespace) -> None:
-    """Answer commands of the standard input until it ends."""
+    """Answer commands until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # some libraries have things to say on the standard output
     world = None
@@ -307,10 +307,8 @@ def serve(o: argparse.Namespace) -> None:
         say({"missing": str(error)})
         return
     say({"ready": True})
-    while True:
-        command, *words = _next_command(world).split()
-        if command == "quit":
-            return
+    for line in commands(world.rank if world else 0):
+        command, *words = line.split()
         if world is not None:
             world.Barrier()
         start = time.perf_counter()
@@ -318,19 +316,6 @@ def serve(o: argparse.Namespace) -> None:
         if world is not None:
             world.Barrier()
         say({"seconds": time.perf_counter() - start, "value": value})
-
-
-def _next_command(world: Any) -> str:
-    """The next line, on every rank; who waits sleeps, as others are measured meanwhile."""
-    if world is None:
-        return sys.stdin.readline() or "quit"
-    text = bytearray(1024)
-    if world.rank == 0:
-        text = bytearray((sys.stdin.readline() or "quit").encode().ljust(len(text)))
-    request = world.Ibcast(text)
-    while not request.Test():
-        time.sleep(5e-4)
-    return text.decode()
 
 
 def main() -> None:

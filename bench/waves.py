@@ -16,7 +16,7 @@ Parts:
     acoustic    forward, and forward with gradient: 1 rank, 2 ranks, 1 rank x 2 threads; peers with
                 1 and 2 threads
     elastic     the same beside deepwave, gradient in lambda, mu and rho
-    weak        twice as many cells on 2 ranks as on 1, time per cell
+    scaling     acoustic, 1 and 2 ranks by themselves: the same cells, and twice as many
     halo        2 ranks with and without their neighbour: the same tiles, kernels and cores, on one
                 grid or on a grid each
     similarity  cosine of the gradients of mpigrad and deepwave, on a homogeneous model with an
@@ -35,13 +35,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mpigrad.mpi_installation import common_environment
+import turns
 
 HERE = pathlib.Path(__file__).resolve().parent
-PARTS = ("stream", "acoustic", "elastic", "weak", "halo", "similarity")
+PARTS = ("stream", "acoustic", "elastic", "scaling", "halo", "similarity")
 PML = 20
 # Bytes that a step moves for each point at least, in float32. Acoustic: both fields, one of which
 # is replaced, and the velocity; for a gradient also one value written to the history and read
@@ -83,62 +84,42 @@ class Program:
     """A running bench/wave_programs.py."""
 
     def __init__(self, entrant: Entrant, python: str, options: list[str]) -> None:
-        program = [str(HERE / "wave_programs.py"), entrant.library, *options]
-        words = [python, *program, "--threads", str(entrant.threads)]
-        foreign = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "XLA_", "JAX_")
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-        environment["OMP_NUM_THREADS"] = str(entrant.threads)
-        if entrant.library == "mpigrad":
-            words = ["mpiexec", "-n", str(entrant.ranks), *words]
-            environment |= common_environment() | {
-                "OMP_NUM_THREADS": str(entrant.threads),
-                "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-                "OMPI_MCA_hwloc_base_binding_policy": "none",
-                "OMPI_MCA_rmaps_base_oversubscribe": "1",
-                "OMPI_MCA_mpi_yield_when_idle": "1",
-            }
-        else:
-            environment.pop("PYTHONPATH", None)
-        self.name = entrant.name
+        words = [python, str(HERE / "wave_programs.py"), entrant.library, *options]
+        words += ["--threads", str(entrant.threads)]
+        is_ours = entrant.library == "mpigrad"
+        environment = {"OMP_NUM_THREADS": str(entrant.threads)}
+        if not is_ours:
+            environment["PYTHONPATH"] = ""
+        elif entrant.threads > 1:
+            environment["OMPI_MCA_hwloc_base_binding_policy"] = "none"  # more than a core
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the process
-        self.process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
-            env=environment,
-        )  # fmt: skip
+        self.program = turns.Program(
+            words, entrant.ranks if is_ours else None, environment, self.log
+        )
         try:
-            self._answer()
+            self._checked(self.program.answer)
         except BaseException:
             self.end()
             raise
 
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        answer = json.loads(line) if line else {}
-        if "missing" in answer or not line:
+    def _checked(self, answer: Callable[[], str]) -> dict[str, Any]:
+        try:
+            said = json.loads(answer())
+        except turns.Ended as end:
             self.log.seek(0)
             last = [text for text in self.log.read().splitlines() if text.strip()][-3:]
-            raise Missing(answer.get("missing") or "it ended: " + " | ".join(last))
-        return answer
+            raise Missing("it ended: " + " | ".join(last)) from end
+        if "missing" in said:
+            raise Missing(said["missing"])
+        return said  # type: ignore[no-any-return]
 
     def ask(self, command: str) -> dict[str, Any]:
         """Send a command, and wait for its answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(command + "\n")
-        self.process.stdin.flush()
-        return self._answer()
+        return self._checked(lambda: self.program.ask(command))
 
     def end(self) -> None:
         """Let it end; it has no other choice."""
-        try:
-            if self.process.poll() is None and self.process.stdin is not None:
-                self.process.stdin.write("quit\n")
-                self.process.stdin.flush()
-            self.process.wait(timeout=30)
-        except (OSError, subprocess.TimeoutExpired):
-            self.process.terminate()
-            self.process.wait(timeout=30)
+        self.program.end()
 
 
 class Bench:
@@ -280,27 +261,32 @@ def physics_part(bench: Bench, physics: str, n: int, triad: dict[int, float]) ->
         )  # fmt: skip
 
 
-def weak_part(bench: Bench, n: int) -> None:
-    """Twice the cells on twice the ranks."""
+def scaling_part(bench: Bench, n: int) -> None:
+    """The same cells, and twice as many, on twice the ranks."""
     steps = ["--steps", str(bench.options.steps)]
-    print(f"weak scaling, {n}² cells a rank")
-    programs = bench.start([Entrant("mpigrad 1 rank", "mpigrad")], "acoustic", (n, n), *steps)
-    two = Entrant("mpigrad 2 ranks, twice the cells", "mpigrad", ranks=2)
-    programs |= bench.start([two], "acoustic", (2 * n, n), *steps)
+    print(f"from 1 to 2 ranks, {n}², and {n}² a rank")
+    one = Entrant("mpigrad 1 rank", "mpigrad")
+    two = Entrant("mpigrad 2 ranks", "mpigrad", ranks=2)
+    twice = Entrant("mpigrad 2 ranks, twice the cells", "mpigrad", ranks=2)
+    programs = bench.start([one, two], "acoustic", (n, n), *steps)
+    programs |= bench.start([twice], "acoustic", (2 * n, n), *steps)
     try:
         for command in ("forward", "gradient"):
             seconds = {name: [] for name in programs}
-            for k in range(bench.options.rounds + 1):
+            for k in range(2 * bench.options.rounds + 1):
                 for name in list(programs)[:: 1 - 2 * (k % 2)]:
                     answer = programs[name].ask(command)
                     if k:
                         seconds[name].append(answer["seconds"])
-            one, two_ranks = seconds.values()
+            alone, together, larger = seconds.values()
+            bench.compare(
+                f"acoustic {command} speed-up from 1 to 2 ranks", together, alone, inverse=True
+            )
             # Tiles at the end of a row have layers on one side less.
             per_rank = (n + 2 * PML) * (n + PML) / (n + 2 * PML) ** 2
             bench.compare(
                 f"weak efficiency {command}, per point with layers",
-                two_ranks, [t * per_rank for t in one], inverse=True,
+                larger, [t * per_rank for t in alone], inverse=True,
             )  # fmt: skip
     finally:
         for program in programs.values():
@@ -415,7 +401,7 @@ def main() -> None:
     parts = {
         "acoustic": lambda: physics_part(bench, "acoustic", options.cells, triad),
         "elastic": lambda: physics_part(bench, "elastic", options.elastic_cells, triad),
-        "weak": lambda: weak_part(bench, options.cells),
+        "scaling": lambda: scaling_part(bench, options.cells),
         "halo": lambda: halo_part(bench, options.rank_cells),
         "similarity": lambda: similarity_part(bench, options.similarity_cells),
     }
