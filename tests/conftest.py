@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 
@@ -14,7 +15,8 @@ if os.environ.get("MPIGRAD_ALL_TESTS") != "1":
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["XLA_FLAGS"] = (
         "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
-        "--xla_llvm_disable_expensive_passes=true " + os.environ["XLA_FLAGS"]
+        "--xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1 "
+        + os.environ["XLA_FLAGS"]
     )
 os.environ.setdefault("MPIGRAD_GUARD", "1")  # a wrong test fails on every rank, and goes on
 
@@ -87,6 +89,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [item for item in items if not runs(item, size)]
     items[:] = [item for item in items if runs(item, size)]
     config.hook.pytest_deselected(items=others)
+    # Modules stay: the collector need not go through them again and again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

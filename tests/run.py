@@ -66,7 +66,7 @@ class Session:
         process = subprocess.Popen(
             self.command,
             cwd=TESTS.parent,
-            env=dict(os.environ),
+            env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
             stdout=output,
             stderr=subprocess.STDOUT if beside else None,
         )

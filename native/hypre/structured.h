@@ -184,9 +184,10 @@ class Structured final : public System {
   }
 
   double residual(int slot, Calls& call) override {
+    // A x - b: for b - A x hypre goes through the vector once more.
     call("HYPRE_StructVectorCopy", [&] { return HYPRE_StructVectorCopy(rhs_, residual_); });
     call("HYPRE_StructMatrixMatvec", [&] {
-      return HYPRE_StructMatrixMatvec(-1, matrices_[slot], solution_, 1, residual_);
+      return HYPRE_StructMatrixMatvec(1, matrices_[slot], solution_, -1, residual_);
     });
     return std::sqrt(hypre_StructInnerProd(residual_, residual_));
   }
@@ -199,6 +200,7 @@ class Structured final : public System {
     });
     scratch_.resize(n_);
     get(correction_, scratch_.data(), call);
+    for (double& change : scratch_) change = -change;
     call("HYPRE_StructVectorAddToBoxValues", [&] {
       return HYPRE_StructVectorAddToBoxValues(solution_, lower_, upper_, scratch_.data());
     });

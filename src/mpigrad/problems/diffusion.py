@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -65,11 +67,28 @@ def conductances(
     """What flows through each side's faces for a unit difference of u across them; differentiable.
 
     A face takes the mean kappa of the two cells beside it; one on the boundary its cell's own.
+    `faces`: all four sides.
     """
     padded = halo_exchange(kappa, grid, width=1, boundary="edge")
-    return [
-        jnp.asarray(s.ratio * s.factor, kappa.dtype) * (kappa + s.beyond(padded)) / 2 for s in faces
-    ]
+    found: dict[tuple[int, int], Array] = {}
+    for axis in range(2):
+        lower, upper = (s for s in faces if s.axis == axis)
+        cells = kappa.shape[axis]
+        around = padded[:, 1:-1] if axis == 0 else padded[1:-1, :]
+        part = functools.partial(jax.lax.slice_in_dim, axis=axis)
+        # Each face once, and no padded copies of the tile: XLA's code is twice as fast so.
+        sums = jnp.concatenate(
+            [
+                part(around, 0, 1) + part(kappa, 0, 1),
+                part(kappa, 0, cells - 1) + part(kappa, 1, cells),
+                part(kappa, cells - 1, cells) + part(around, cells + 1, cells + 2),
+            ],
+            axis=axis,
+        )
+        factor = np.concatenate([lower.factor, np.take(upper.factor, [-1], axis)], axis=axis)
+        flows = jnp.asarray(lower.ratio / 2 * factor, kappa.dtype) * sums
+        found |= {(axis, -1): part(flows, 0, cells), (axis, 1): part(flows, 1, cells + 1)}
+    return [found[s.axis, s.step] for s in faces]
 
 
 def roughness(field: Float[Array, "lx ly"], grid: Grid, faces: Sequence[Side]) -> Float[Array, ""]:
