@@ -9,9 +9,9 @@ import zlib
 # Several ranks share two cores here: one compute thread each, also in a serial session. (XLA stops
 # reading at the last flag, which has no dashes.)
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-if os.environ.get("MPIGRAD_ALL_TESTS") != "1":
+if os.environ.get("MPIGRAD_OPTIMIZE", os.environ.get("MPIGRAD_ALL_TESTS")) != "1":
     # Programs are tiny and compiled once: these halve the time of compiling. make test-full
-    # compiles as users do.
+    # compiles as users do, where MPIGRAD_OPTIMIZE=0 does not forbid it.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["XLA_FLAGS"] = (
         "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
@@ -33,6 +33,8 @@ install_import_hook("mpigrad.problems", "beartype.beartype")
 
 jax.config.update("jax_enable_x64", True)
 assert mpigrad.__version__
+
+ALL = os.environ.get("MPIGRAD_ALL_TESTS") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,14 +58,13 @@ _JIT = ((1, 2), (2, 3), (2, 4))  # each operation's dot test
 
 def counts_of(item: pytest.Item) -> tuple[int, ...]:
     """The numbers of ranks that a test runs on; none where only make test-full runs it."""
-    everything = os.environ.get("MPIGRAD_ALL_TESTS") == "1"
-    if item.get_closest_marker("full") and not everything:
+    if item.get_closest_marker("full") and not ALL:
         return ()
     marker = item.get_closest_marker("ranks")
-    if marker is None and not everything:
+    if marker is None and not ALL:
         marker = item.get_closest_marker("thin")
     heavy = item.get_closest_marker("heavy") is not None
-    if everything or (marker and not heavy):
+    if ALL or (marker and not heavy):
         return marker.args if marker else (1, 2, 3, 4)
     case = getattr(item, "callspec", None)
     if case and "name" in case.params and "how" in case.params:
@@ -79,7 +80,7 @@ def runs(item: pytest.Item, size: int) -> bool:
     if item.get_closest_marker("torch") and os.environ.get("MPIGRAD_TORCH") != "1":
         return False
     if item.get_closest_marker("launcher"):
-        return not item.get_closest_marker("full") or os.environ.get("MPIGRAD_ALL_TESTS") == "1"
+        return not item.get_closest_marker("full") or ALL
     return size in counts_of(item)
 
 
