@@ -11,7 +11,7 @@
  * PCG with BoomerAMG on an assembled matrix or, built with -DPFMG, with PFMG on a structured one.
  *
  * Build: mpicc -O3 poisson_hypre.c -I/usr/include/hypre -lHYPRE -lm -o poisson_hypre
- * Run:   mpiexec -n 2 ./poisson_hypre 512
+ * Run:   bench/poisson.py starts it
  */
 #include <HYPRE.h>
 #include <HYPRE_krylov.h>

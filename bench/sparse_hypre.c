@@ -8,7 +8,7 @@
  * values, R calls are timed), "quit". Rank 0 answers each with one line: seconds of a call, checksum.
  *
  * Build: mpicc -O3 sparse_hypre.c -I/usr/include/hypre -lHYPRE -lm -o sparse_hypre
- * Run:   mpiexec -n 2 ./sparse_hypre 1000 1000
+ * Run:   bench/sparse.py starts it
  */
 #include <HYPRE.h>
 #include <HYPRE_parcsr_ls.h>

@@ -33,7 +33,7 @@ class Ended(Exception):
 
 
 class Program:
-    """A running program: on ranks as `mpigrad launch` starts them, or, with None, without MPI."""
+    """A running program: on ranks with the settings of `mpigrad launch`; with None, without MPI."""
 
     def __init__(
         self,
@@ -42,14 +42,15 @@ class Program:
         environment: Mapping[str, str] | None = None,
         stderr: IO[str] | None = None,
     ) -> None:
-        around = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
-        if ranks is not None:
+        if ranks is None:  # another library: what is set for ranks is not for it
+            around = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
+        else:
             from mpigrad.launcher import rank_environment
             from mpigrad.mpi_installation import find_launcher, mpi_library
 
             launcher = find_launcher(mpi_library())
             words = [launcher.path, "-n", str(ranks), *words]
-            around |= rank_environment(launcher, ranks)
+            around = os.environ | rank_environment(launcher, ranks)
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[IO[str]] = []
         for rank in range(ranks or 1):
@@ -86,8 +87,7 @@ class Program:
         try:
             self.process.wait(timeout=60)
         except subprocess.TimeoutExpired:
-            self.process.terminate()
-            self.process.wait(timeout=30)
+            self.process.kill()
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()

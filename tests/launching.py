@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pathlib
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-
-from mpigrad.mpi_installation import find_launcher, mpi_library
 
 PROGRAMS = pathlib.Path(__file__).with_name("programs")
 LIMIT = 100.0  # seconds; the machine may be busy
@@ -40,18 +37,9 @@ def run(words: list[str], **environment: str) -> subprocess.CompletedProcess[str
 
 
 def outside() -> dict[str, str]:
-    """Return a user's environment: no guard, and a fixed width for help texts.
-
-    Ranks that wait give their core to the programs beside them, as where there are more than cores.
-    """
+    """Return a user's environment: no guard, and a fixed width for help texts."""
     unguarded = {name: value for name, value in os.environ.items() if name != "MPIGRAD_GUARD"}
-    return _oversubscribed() | unguarded | {"COLUMNS": "100"}
-
-
-@functools.cache
-def _oversubscribed() -> dict[str, str]:
-    family = find_launcher(mpi_library()).family
-    return dict(family.oversubscribed) if family else {}
+    return unguarded | {"COLUMNS": "100"}
 
 
 @contextlib.contextmanager

@@ -272,11 +272,19 @@ def _expected(
     forward = lambda: jax.jit(lambda X, T: jax.jvp(f, (X,), (T,)))(X, T)
     backward = lambda: jax.jit(lambda X, W: jax.vjp(f, X)[1](W)[0])(X, W)
     parts = ((0, forward), (comm.size - 1, backward))
-    mine = [jax.tree.map(np.asarray, part()) if comm.rank == root else None for root, part in parts]
-    (Y, Y_dot), X_bar = (
-        comm.mpi.bcast(found, root) for found, (root, _) in zip(mine, parts, strict=True)
-    )
+    mine = [_tried(part) if comm.rank == root else None for root, part in parts]
+    told = [comm.mpi.bcast(found, root) for found, (root, _) in zip(mine, parts, strict=True)]
+    for _, trouble in told:
+        assert not trouble, trouble  # on every rank
+    (Y, Y_dot), X_bar = (found for found, _ in told)
     return Y, Y_dot, X_bar
+
+
+def _tried(part: Callable[[], Any]) -> tuple[Any, str]:
+    try:
+        return jax.tree.map(np.asarray, part()), ""
+    except Exception as error:
+        return None, f"simulation: {type(error).__name__}: {error}"
 
 
 def _difference(got: Sequence[Any], expected: Sequence[Any], rank: int) -> float:

@@ -93,7 +93,7 @@ class System {
   virtual void set_solution(const double* x, Calls& call) = 0;        // local; null: zeros
   virtual void get_solution(double* x, Calls& call) = 0;              // local
   virtual void multiply(int slot, Calls& call) = 0;                   // solution <- A rhs
-  virtual double residual(int slot, Calls& call) = 0;                 // r <- b - A x; its two-norm
+  virtual double residual(int slot, Calls& call) = 0;                 // r <- +-(b - A x); its two-norm
   virtual void correct(Calls& call) = 0;                              // x <- x + M r
   virtual bool symmetric(Calls& call);  // are the values? May overwrite rhs and solution
 

@@ -50,7 +50,7 @@ class Acoustic {
     }
     for (int side = 0; side < kSides; ++side)
       margin_[side] = tile_.layers[side] ? tile_.layers[side] + R : 0;
-    // Whole vector registers: what is left over of a row so short would cost as much as they do.
+    // Whole registers of 256 bits: what is left over of a row so short would cost as much.
     for (int side : {2, 3}) margin_[side] = (margin_[side] + 7) / 8 * 8;
     for (const Box& box : {Box{0, tile_.layers[0], 0, tile_.ny},
                            Box{tile_.layers[0], tile_.nx - tile_.layers[1], 0, tile_.layers[2]},

@@ -67,7 +67,7 @@ def conductances(
     """What flows through each side's faces for a unit difference of u across them; differentiable.
 
     A face takes the mean kappa of the two cells beside it; one on the boundary its cell's own.
-    `faces`: all four sides.
+    `faces` as `sides` gives them.
     """
     padded = halo_exchange(kappa, grid, width=1, boundary="edge")
     found: dict[tuple[int, int], Array] = {}
@@ -86,7 +86,7 @@ def conductances(
             axis=axis,
         )
         factor = np.concatenate([lower.factor, np.take(upper.factor, [-1], axis)], axis=axis)
-        flows = jnp.asarray(lower.ratio / 2 * factor, kappa.dtype) * sums
+        flows = jnp.asarray(lower.ratio * factor / 2, jnp.result_type(kappa, float)) * sums
         found |= {(axis, -1): part(flows, 0, cells), (axis, 1): part(flows, 1, cells + 1)}
     return [found[s.axis, s.step] for s in faces]
 
