@@ -23,6 +23,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "commands.h"
+
 static int rank, ranks, n, lines, first_line, cells;
 static MPI_Comm comm;
 
@@ -307,19 +309,6 @@ static void free_solver(void) {
 
 #endif
 
-/* Waiting ranks sleep, so that they don't disturb the program that is measured in between: each
- * reads from a pipe of its own. */
-static void wait_for_command(char *text, int size) {
-  static FILE *pipe;
-  if (!pipe) {
-    char path[4096];
-    const char *folder = getenv("BENCH_PIPES");
-    snprintf(path, sizeof path, "%s/%d", folder ? folder : ".", rank);
-    pipe = fopen(path, "r");
-  }
-  if (!pipe || !fgets(text, size, pipe)) strcpy(text, "quit\n");
-}
-
 int main(int argc, char **argv) {
   MPI_Init(&argc, &argv);
   comm = MPI_COMM_WORLD;
@@ -355,7 +344,7 @@ int main(int argc, char **argv) {
   }
 
   for (char command[64] = "";;) {
-    wait_for_command(command, sizeof command);
+    wait_for_command(rank, command, sizeof command);
     if (!strncmp(command, "quit", 4)) break;
     const int with_gradient = !strncmp(command, "gradient", 8);
     const double vary = 0.1 * sin(atof(strchr(command, ' ')));

@@ -18,6 +18,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "commands.h"
+
 static int rank, ranks;
 static MPI_Comm comm;
 
@@ -39,19 +41,6 @@ static void *memory(size_t count, size_t size) {
 
 static double entry(long row, long column, long k) {
   return (double)((7 * row + 13 * column + k) % 101) / 101;
-}
-
-/* Waiting ranks sleep, so that they don't disturb the program that is measured in between: each
- * reads from a pipe of its own. */
-static void wait_for_command(char *text, int size) {
-  static FILE *pipe;
-  if (!pipe) {
-    char path[4096];
-    const char *folder = getenv("BENCH_PIPES");
-    snprintf(path, sizeof path, "%s/%d", folder ? folder : ".", rank);
-    pipe = fopen(path, "r");
-  }
-  if (!pipe || !fgets(text, size, pipe)) strcpy(text, "quit\n");
 }
 
 int main(int argc, char **argv) {
@@ -111,7 +100,7 @@ int main(int argc, char **argv) {
   }
 
   for (char command[64] = "";;) {
-    wait_for_command(command, sizeof command);
+    wait_for_command(rank, command, sizeof command);
     char what[16] = "";
     long vary = 0, calls = 1;
     sscanf(command, "%15s %ld %ld", what, &vary, &calls);
