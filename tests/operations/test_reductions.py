@@ -198,3 +198,20 @@ def test_extremum_of_what_was_sent(comm: Communicator) -> None:
         jnp.asarray(X), jnp.asarray(Z)
     )  # jnp.max has that fault, too
     close(got, [g[rank] for g in expected])
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_zeros_off_the_root_in_memory_that_was_used(comm: Communicator) -> None:
+    """MPI leaves there what was there before."""
+    n = 1 << 14
+    for k in range(3):
+        for message in (mg.reduce, mg.gather):
+            used = [jnp.full((comm.size, n), 7.0) for _ in range(4)]
+            used += [jnp.full(n, 7.0) for _ in range(4)]
+            for array in used:
+                array.block_until_ready().delete()
+            got = message(jnp.full(n, k + 1.0), root=k % comm.size)
+            if comm.rank != k % comm.size:
+                assert not np.any(got)
+            else:
+                assert np.all(got)
