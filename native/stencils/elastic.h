@@ -158,13 +158,12 @@ class Elastic {
   }
 
   void update(int phase, Mode mode, const Box& b, Wave& w, T*) const {
-    if (fused(mode)) return phase == 0 ? both_phases(mode, b, w) : void();
-    for (int64_t i = b.i0; i < b.i1; ++i) {
-      if (mode == Mode::kAdjoint)
-        phase == 0 ? accelerate_back(i, b, w) : deform_back(i, b, w);
-      else
-        phase == 0 ? accelerate_row(i, b, w, mode) : deform_row(i, b, w, mode, w.previous, w.v);
-    }
+    if (!fused(mode)) return rows(phase, mode, b, b.i0, b.i1, w);
+    const bool middle = b == tile_.middle;
+    if (phase == 0)
+      middle ? both_phases(mode, b, w) : rows(0, mode, b, b.i0, b.i1, w);
+    else
+      rows(1, mode, b, middle ? fused_end() : b.i0, b.i1, w);
   }
 
   void finish(int phase, Mode, Wave& w) const {
@@ -317,23 +316,39 @@ class Elastic {
     }
   }
 
-  // Alone, a rank computes the stresses of a row as soon as the velocities around it are there,
-  // while they are in its cache. Forces are added to the velocities between the phases.
+  // The stresses of a row of the middle are computed as soon as the velocities around it are there,
+  // while they are in the cache. Forces are added to the velocities between the phases.
   bool fused(Mode mode) const {
-    return tile_.edges.empty() && setup_.threads == 1 &&
-           (mode == Mode::kAdjoint || source() == kPressure);
+    return setup_.threads == 1 && (mode == Mode::kAdjoint || source() == kPressure);
+  }
+  // The last rows' stresses are left for the second phase, to be computed while its messages travel.
+  int64_t fused_end() const {
+    const Box& b = tile_.middle;
+    return tile_.edges.empty() ? b.i1 : b.i1 - (b.i1 - b.i0) / 8;
   }
   void both_phases(Mode mode, const Box& b, Wave& w) const {
-    for (int64_t i = 0; i < tile_.nx + elastic::kReach; ++i) {
-      if (i < tile_.nx && mode == Mode::kAdjoint) {
-        accelerate_back(i, b, w);
-        recall_velocity(tile_, profile_, i, b.j0, b.j1, w.v, w.stress, w.by_velocity);
-      } else if (i < tile_.nx) {
-        accelerate_row(i, b, w, mode);
-      }
-      const int64_t k = i - elastic::kReach;
-      if (k < 0) continue;
+    constexpr int64_t r = elastic::kReach;
+    const int64_t end = fused_end();
+    for (int64_t i = b.i0; i < b.i1 + r; ++i) {
+      if (i < b.i1) rows(0, mode, b, i, i + 1, w);
+      const int64_t k = i - r;
+      if (k < b.i0 || k >= end) continue;
       mode == Mode::kAdjoint ? deform_back(k, b, w) : deform_row(k, b, w, mode, w.v, w.next);
+    }
+  }
+
+  // One phase of rows of a box.
+  void rows(int phase, Mode mode, const Box& b, int64_t first, int64_t last, Wave& w) const {
+    for (int64_t i = first; i < last; ++i) {
+      if (mode != Mode::kAdjoint) {
+        phase == 0 ? accelerate_row(i, b, w, mode) : deform_row(i, b, w, mode, w.previous, w.v);
+      } else if (phase == 1) {
+        deform_back(i, b, w);
+      } else {
+        accelerate_back(i, b, w);
+        if (fused(mode))
+          recall_velocity(tile_, profile_, i, b.j0, b.j1, w.v, w.stress, w.by_velocity);
+      }
     }
   }
 

@@ -12,6 +12,9 @@ namespace mpigrad::waves {
 struct Box {
   int64_t i0, i1, j0, j1;
   bool empty() const { return i0 >= i1 || j0 >= j1; }
+  bool operator==(const Box& b) const {
+    return i0 == b.i0 && i1 == b.i1 && j0 == b.j0 && j1 == b.j1;
+  }
 };
 
 // Sides are numbered: x before, x behind, y before, y behind.

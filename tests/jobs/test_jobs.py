@@ -93,7 +93,7 @@ def test_first_example(comm: Communicator) -> None:
     equal_bits(by_b, np.diag(4.0 * np.arange(comm.size)))
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)  # rank 3 has no jobs, and is batched as the others are
 def test_chains_and_seeds(comm: Communicator) -> None:
     """Several chains at once in a loop; a loss that is seeded on one rank; a map's transpose."""
     every, (shared, per_job) = records(), arguments()

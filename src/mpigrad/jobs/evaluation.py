@@ -106,7 +106,10 @@ class _Rows:
 
 def _picked(x: Any, places: np.ndarray) -> Any:
     """x[places]; a slice where it is one."""
-    if len(places) and (np.diff(places) == 1).all():
+    if not len(places):
+        # Not x[[]], which JAX makes zeros of: a rank without blocks is batched as the others are.
+        return jax.lax.slice_in_dim(x, 0, 0)
+    if (np.diff(places) == 1).all():
         return x[int(places[0]) : int(places[-1]) + 1]
     return x[places]
 
