@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -85,3 +86,22 @@ def test_wrong_length_of_vector(comm):
     exchange, _, _ = _exchange(comm)
     with pytest.raises(ValueError, match=rf"rank \({comm.rank}\) owns {exchange.n_local} entries"):
         exchange.exchange(jnp.zeros(exchange.n_local + 1))
+
+
+@pytest.mark.ranks(2, 3)
+def test_who_only_receives_is_batched_and_differentiated(comm):
+    """Each rank reads the first entry of the next one, by JAX's own transformations."""
+    after = comm.rank + 1 < comm.size
+    exchange = GhostExchange(2, [2 * comm.rank + 2] if after else [], comm)
+    whole = np.arange(2.0 * comm.size) ** 2
+    mine = slice(2 * comm.rank, 2 * comm.rank + 2)
+    next_one = whole[mine.stop : mine.stop + 1]
+    x = jnp.asarray(whole[mine])
+
+    batch = jax.vmap(exchange.exchange)(jnp.stack([x, 2 * x]))
+    np.testing.assert_array_equal(batch, np.stack([next_one, 2 * next_one]))
+    value, tangent = jax.jvp(exchange.exchange, (x,), (3 * x,))
+    np.testing.assert_array_equal(value, next_one)
+    np.testing.assert_array_equal(tangent, 3 * next_one)
+    gradient = jax.grad(lambda x: jnp.sum(exchange.exchange(x) ** 2))(x)
+    np.testing.assert_array_equal(gradient, [2 * whole[mine.start] if comm.rank else 0, 0])

@@ -7,7 +7,8 @@ from whole import Entries, columns_of, prove, rows_of
 
 import mpigrad as mg
 from helpers import close
-from mpigrad.sparse import Matrix
+from mpigrad import sparse
+from mpigrad.sparse import Matrix, Pattern
 
 
 @pytest.mark.parametrize("empty", [None, 0])
@@ -170,3 +171,40 @@ def test_errors_name_what_is_wrong(comm):
         system.matrix.scale_rows(jnp.zeros(n + 1))
     with pytest.raises(ValueError, match=rf"owns {n} columns; give shape \({n},\)"):
         system.matrix.scale_columns(2.0)
+
+
+@pytest.mark.ranks(2, 3)
+def test_triangular_by_plain_jax(comm):
+    """A rank whose entries nobody reads, one that gives none: batched and differentiated alike."""
+    n = 2 * comm.size
+    i = np.concatenate([np.arange(n), np.arange(n - 1)])
+    j = np.concatenate([np.arange(n), np.arange(1, n)])
+    values = np.linspace(1, 2, len(i))
+    gives = comm.rank == comm.size - 1  # all entries
+    pattern = Pattern.from_coo(i if gives else [], j if gives else [], 2, comm)
+    mine = slice(2 * comm.rank, 2 * comm.rank + 2)
+    x = np.cos(np.arange(n))
+    gmres = sparse.GMRES(rtol=1e-13)
+
+    def ours(given, x):
+        A = Matrix(pattern, pattern.assemble(given))
+        return A @ x, A.T @ x, sparse.solve(A, x, gmres).value
+
+    def dense(values, x):
+        A = jnp.zeros((n, n)).at[i, j].set(values)
+        return A @ x, A.T @ x, jnp.linalg.solve(A, x)
+
+    here = (jnp.asarray(values if gives else values[:0]), jnp.asarray(x[mine]))
+    there = (jnp.asarray(values), jnp.asarray(x))
+
+    def batch(arguments):
+        return tuple(jnp.stack([a, 1.5 * a]) for a in arguments)
+
+    want = jax.vmap(dense)(*batch(there))
+    close(jax.vmap(ours)(*batch(here)), [w[:, mine] for w in want], 1e-10)
+    for moved in ((1, 0), (0, 1)):  # entries, x
+        along = [
+            tuple(k * a**2 for k, a in zip(moved, whole, strict=True)) for whole in (here, there)
+        ]
+        got, want = jax.jvp(ours, here, along[0])[1], jax.jvp(dense, there, along[1])[1]
+        close(got, [w[mine] for w in want], 1e-10)

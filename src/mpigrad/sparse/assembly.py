@@ -11,7 +11,7 @@ import numpy as np
 
 from mpigrad.communicator import Communicator, waiting
 from mpigrad.operations import neighbor_alltoallv
-from mpigrad.sparse.ghost import _tell_owners, index_array
+from mpigrad.sparse.ghost import _tell_owners, index_array, take
 
 __all__ = ["Assembly", "repeated", "row_order"]
 
@@ -105,17 +105,17 @@ class Assembly:
         leaving, staying, target = self._indices
         if self.neighbors:
             received = neighbor_alltoallv(
-                _take(values, leaving), self.neighbors, self.sendcounts, self.recvcounts, self.comm
+                take(values, leaving, unique=True),
+                self.neighbors,
+                self.sendcounts,
+                self.recvcounts,
+                self.comm,
             )
-            values = jnp.concatenate([_take(values, staying), received])
+            values = jnp.concatenate([take(values, staying, unique=True), received])
+        if not len(self.rows):
+            return values  # none, and batched where those of other ranks are
         return (
             jnp.zeros(len(self.rows), values.dtype)
             .at[target]
             .add(values, mode="promise_in_bounds", wrap_negative_indices=False)
         )
-
-
-def _take(values: jax.Array, index: jax.Array) -> jax.Array:
-    return values.at[index].get(
-        mode="promise_in_bounds", wrap_negative_indices=False, unique_indices=True
-    )

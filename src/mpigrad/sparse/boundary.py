@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.operations import allreduce, require
+from mpigrad.sparse.ghost import take
 from mpigrad.sparse.matrix import Matrix, apply
 from mpigrad.sparse.pattern import Pattern
 
@@ -29,7 +30,7 @@ def at_boundary(A: Matrix, fixed: Any, b: Any = None, values: Any = None) -> Any
     if b is None and values is not None:
         raise ValueError("at_boundary: values are given without b; give both, or set b yourself")
     _require_diagonal(pattern, fixed)
-    in_row = _take(fixed, pattern.row_index)
+    in_row = take(fixed, pattern.row_index)
     # A fixed row without a stored diagonal has been refused: -1 is for rows that are not fixed.
     diagonal = jnp.where(fixed, pattern.diagonal_index, pattern.nnz)
     if b is None:
@@ -58,17 +59,13 @@ def at_boundary(A: Matrix, fixed: Any, b: Any = None, values: Any = None) -> Any
         )
     )
     known = apply(pattern, A.values.astype(dtype), pool[:, 1:]).reshape(b.shape)
-    in_column = _take(pool[:, 0] != 0, pattern.ghosts.position)
+    in_column = take(pool[:, 0] != 0, pattern.ghosts.position)
     matrix = Matrix(pattern, _with_ones(A.values, in_row | in_column, diagonal))
     return matrix, jnp.where(rows, prescribed, b - known)
 
 
 def _with_ones(values: jax.Array, cleared: jax.Array, diagonal: jax.Array) -> jax.Array:
     return jnp.where(cleared, 0, values).at[diagonal].set(1, mode="drop")
-
-
-def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _require_diagonal(pattern: Pattern, fixed: jax.Array) -> None:

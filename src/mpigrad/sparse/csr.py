@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.operations import neighbor_alltoallv
-from mpigrad.sparse.ghost import GhostExchange
+from mpigrad.sparse.ghost import GhostExchange, take
 from mpigrad.sparse.multilinear import Structure, contract, select
 from mpigrad.sparse.pattern import Pattern
 
@@ -107,7 +107,10 @@ def _received(ghosts: GhostExchange, x: Any) -> jax.Array | None:
     if not ghosts.neighbors:
         return None
     x = jnp.asarray(x)
-    packed = x.at[ghosts.send_index].get(mode="promise_in_bounds", wrap_negative_indices=False)
     return neighbor_alltoallv(
-        packed, ghosts.neighbors, ghosts.sendcounts, ghosts.recvcounts, ghosts.comm
+        take(x, ghosts.send_index),
+        ghosts.neighbors,
+        ghosts.sendcounts,
+        ghosts.recvcounts,
+        ghosts.comm,
     )

@@ -15,7 +15,7 @@ from mpigrad.communicator import Communicator, resolve, waiting
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.sparse.agreement import raise_together
 
-__all__ = ["GhostExchange", "index_array"]
+__all__ = ["GhostExchange", "index_array", "take"]
 
 _HANDSHAKE_TAG = 27  # the handshake is over on every rank before any other message is sent
 
@@ -25,6 +25,19 @@ def index_array(indices: np.ndarray) -> jax.Array:
     small = indices.size == 0 or int(indices.max()) < 2**31
     with jax.ensure_compile_time_eval(), jax.enable_x64(not small):
         return jnp.asarray(indices.astype(np.int32 if small else np.int64))
+
+
+def take(x: jax.Array, index: jax.Array, unique: bool = False) -> jax.Array:
+    """x[index], all of them in bounds; of no entries, too, a part of x in the eyes of JAX.
+
+    x[[]] would be zeros that do not depend on x: the message of a rank that only receives would
+    then be neither batched nor differentiated with those of the others.
+    """
+    if not len(index):
+        return jax.lax.slice_in_dim(x, 0, 0)
+    return x.at[index].get(
+        mode="promise_in_bounds", wrap_negative_indices=False, unique_indices=unique
+    )
 
 
 def _tell_owners(comm: MPI.Intracomm, wanted: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -133,9 +146,8 @@ class GhostExchange:
         x = self._check(x)
         if not self.neighbors:
             return x
-        packed = x.at[self.send_index].get(mode="promise_in_bounds", wrap_negative_indices=False)
         received = neighbor_alltoallv(
-            packed, self.neighbors, self.sendcounts, self.recvcounts, self.comm
+            take(x, self.send_index), self.neighbors, self.sendcounts, self.recvcounts, self.comm
         )
         return jnp.concatenate([x, received])
 
@@ -151,11 +163,7 @@ class GhostExchange:
         -------
         Array of shape (len(needed), ...), in the order of `needed`.
         """
-        return (
-            self.pool(x)
-            .at[self.position]
-            .get(mode="promise_in_bounds", wrap_negative_indices=False)
-        )
+        return take(self.pool(x), self.position)
 
     def _check(self, x: Any) -> jax.Array:
         x = jnp.asarray(x)

@@ -17,6 +17,7 @@ from mpigrad.operations.factory import run_eagerly
 from mpigrad.operations.neighborhood import neighbor_alltoallv_p
 from mpigrad.operations.sites import call_site
 from mpigrad.sparse import pfmg
+from mpigrad.sparse.ghost import take
 from mpigrad.sparse.hypre_library import hypre_available
 from mpigrad.sparse.matrix import Matrix, apply
 from mpigrad.sparse.methods import PCG
@@ -198,7 +199,7 @@ def _pool(pattern: Pattern, x: jax.Array, link: Any, site: int) -> jax.Array:
     if not ghosts.neighbors:
         return own
     (received,) = neighbor_alltoallv_p.bind(
-        own.at[ghosts.send_index].get(mode="promise_in_bounds", wrap_negative_indices=False),
+        take(own, ghosts.send_index),
         link,
         comm=pattern.comm.slot,
         site=site,

@@ -79,7 +79,7 @@ def test_shots_are_written_and_are_data(comm, directory):
         for field in dataclasses.fields(Shots)
         if field.name not in ("out", "frames")
     }
-    groups = comm.size
+    groups = min(comm.size, 2)  # there are two shots
     shots = acoustic.run(
         Shots(**{**options, "groups": groups}, frames=5, out=directory / "shots"), comm
     )
