@@ -133,7 +133,7 @@ class Session:
                     self.outcomes[starts[-1]].setdefault(rank, "failed")
             for entry in diary:
                 self.collected = entry.get("collected", self.collected)
-        if where:
+        if where or code:  # after the tests, too: messages that nobody has received
             self.trouble = "\n".join([self.trouble or f"ended with exit code {code}", *where])
 
     def failed(self) -> list[str]:

@@ -128,6 +128,12 @@ BROKEN = {
     "both_receive_first with the guard": Broken(
         ("rank 0: in recv of float32[3] from rank 1 (any tag) at ", "rank 1: in recv of "), GUARD
     ),
+    "a_message_that_nobody_receives with the guard": Broken(
+        ("rank 0: 1 message to rank 1 (tag 0), float32[3] by send at ", "broken.py:"),
+        GUARD,
+        code=1,
+        last="Receive each of them",
+    ),
     # What nobody can prove: the time limit.
     "one_rank_computes_for_ever": Broken(
         (
@@ -324,6 +330,12 @@ def test_correct_programs_are_let_go(guard: str) -> None:
     done = mpigrad("launch", "-n", 2, program, MPIGRAD_TIMEOUT="30", MPIGRAD_GUARD=guard)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "all let go\n"
+
+
+def test_a_message_that_nobody_receives_is_named_without_the_guard_too() -> None:
+    done = mpigrad("launch", "-n", 2, PROGRAMS / "broken.py", "a_message_that_nobody_receives")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("rank 0: 1 message to rank 1 (tag 0), float32[3] by send at ") == 1
 
 
 def test_timeout_setting(monkeypatch: pytest.MonkeyPatch) -> None:

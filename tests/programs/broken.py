@@ -69,6 +69,15 @@ def wrong_tag():
         mg.barrier()
 
 
+def a_message_that_nobody_receives():
+    if rank == 0:
+        mg.send(x, 1)
+        mg.send(2 * x, 1)
+    else:
+        mg.recv(x, 0)
+    mg.barrier()
+
+
 def one_rank_makes_no_communicator():
     if rank == 0:
         mg.communicator.default().split(0)

@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 from mpigrad import board as b
 from mpigrad.guard.diagnosis import disagreement
+from mpigrad.guard.leftover import unreceived
 from mpigrad.guard.roll_call import LIMIT, RollCall, roll_call
 from mpigrad.guard.settings import guarded, timeout_seconds
 from mpigrad.guard.watchdog import Watchdog, where
@@ -48,6 +49,7 @@ class _Process:
     board: b.Board | None = None
     others: RollCall | None = None
     forked = False
+    guarded = False
 
 
 def current_board() -> b.Board:
@@ -113,7 +115,7 @@ def install() -> None:
     """Watch this rank from now on (collective over all ranks)."""
     seconds, lib = timeout_seconds(), library()
     board = _Process.board = b.share(lib)
-    compare = MPI.COMM_WORLD.bcast(guarded())  # on all ranks or on none
+    compare = _Process.guarded = MPI.COMM_WORLD.bcast(guarded())  # on all ranks or on none
     lib.mpigrad_set_guard(int(compare), _explain)
     atexit.register(_finish)
     os.register_at_fork(after_in_child=_forked)
@@ -165,7 +167,14 @@ def _finish() -> None:
         jax.effects_barrier()
     mine = board.slots[board.mine]
     mine["since_ns"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    mine["state"] = b.ENDED
+    with board.locked():  # one rank is the last
+        mine["state"] = b.ENDED
+        last = bool((board.slots["state"] == b.ENDED).all())
+    # After an error that the program has caught, messages may well be left over.
+    if last and not int(board.header["faults"]) and (text := unreceived(board.slots)):
+        if _Process.guarded:
+            end_job(text)
+        sys.stderr.write(text + "\n")
 
 
 def _forked() -> None:
