@@ -1,7 +1,8 @@
 # Each target does its own set-up; the second time that is nothing.
 #   make demo     recover a diffusivity field on 2 ranks, and write a report (a minute, after the set-up)
 #   make test     lint, and the tests on 1, 2, 3 and 4 ranks (16 to 17 minutes on two cores)
-#   make test-full  every case at every number of ranks
+#   make test-full  every case at every number of ranks (two hours on two cores; OPTIMIZE=1: all
+#                 of it compiled as programs of users are, which takes several times as long)
 #   make test-torch   the tests that need PyTorch, which it installs into .venv
 #   make test-oldest  operations and transformations on the oldest JAX that is supported
 #   make test-hosts  jobs on several hosts, in network namespaces of their own
@@ -37,8 +38,9 @@ test: lint
 	@$(BIN)/python tests/run.py
 
 # Every case of every test at every number of ranks.
+OPTIMIZE ?= 0
 test-full: lint
-	@MPIGRAD_ALL_TESTS=1 $(BIN)/python tests/run.py --limit 3600
+	@MPIGRAD_ALL_TESTS=1 MPIGRAD_OPTIMIZE=$(OPTIMIZE) $(BIN)/python tests/run.py --limit 10000
 
 # TORCH="torch==2.6.0 --index-url …": another release, another build.
 TORCH ?= torch==2.13.0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import zlib
+from collections.abc import Iterator
 
 # Several ranks share two cores here: one compute thread each, also in a serial session. (XLA stops
 # reading at the last flag, which has no dashes.)
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-if os.environ.get("MPIGRAD_OPTIMIZE", os.environ.get("MPIGRAD_ALL_TESTS")) != "1":
-    # Programs are tiny and compiled once: these halve the time of compiling. make test-full
-    # compiles as users do, where MPIGRAD_OPTIMIZE=0 does not forbid it.
+if os.environ.get("MPIGRAD_OPTIMIZE") != "1":
+    # Programs are tiny and compiled once: these halve the time of compiling. With
+    # MPIGRAD_OPTIMIZE=1 they are compiled as users' are.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["XLA_FLAGS"] = (
         "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
@@ -93,6 +94,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Modules stay: the collector need not go through them again and again.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs() -> Iterator[None]:
+    """Of all cases they would fill the memory: gigabytes a rank."""
+    yield
+    if ALL:
+        jax.clear_caches()
 
 
 @pytest.fixture
