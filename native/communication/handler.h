@@ -36,9 +36,10 @@ struct Words {
     count = bytes / width;
     type = word_type(width);
   }
+  // By dtype, of empty arrays too: Open MPI chooses allgatherv's algorithm by the size of the type
+  // that is sent, and ranks that choose differently wait for each other for ever.
   explicit Words(const Buffer& x)
-      : Words(x.untyped_data(), x.size_bytes(),
-              x.element_count() ? x.size_bytes() / x.element_count() : 1) {}
+      : Words(x.untyped_data(), x.size_bytes(), ffi::ByteWidth(x.element_type())) {}
 };
 
 inline Layout layout_of(const Buffer& x) {

@@ -122,3 +122,27 @@ def test_more_words_than_mpi_counts(comm: Communicator) -> None:
     rows = [2**16, *[0] * (comm.size - 1)]
     with pytest.raises(ValueError, match="send it in parts"):
         jax.eval_shape(lambda x: mg.scatterv(x, rows), huge)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", ["float64", "int8"])
+def test_of_any_length_with_a_rank_that_has_none(comm, dtype):
+    """MPI takes another algorithm for every length, and no two ranks may take different ones."""
+    counts = uneven(comm.size)  # rank 2, of two ranks rank 1, has no row
+    counts[min(2, comm.size - 1)] = 0
+    for width in (1, 30, 100, 400, 1500, 6000, 50_000):
+        whole = (jnp.arange(sum(counts) * width) % 31).reshape(-1, width).astype(dtype)
+        start = sum(counts[: comm.rank])
+        mine = whole[start : start + counts[comm.rank]]
+        every = mg.allgatherv(mine, counts, comm=comm)
+        on_root = mg.gatherv(mine, counts, 0, comm=comm)
+        back = mg.scatterv(whole, counts, 0, comm=comm)
+        swapped = mg.alltoallv(
+            jnp.concatenate([mine] * comm.size), [counts[comm.rank]] * comm.size, counts, comm=comm
+        )
+        summed = mg.reduce_scatterv(whole, counts, comm=comm)
+        np.testing.assert_array_equal(every, whole)
+        np.testing.assert_array_equal(on_root, whole if comm.rank == 0 else 0 * whole)
+        np.testing.assert_array_equal(back, mine)
+        np.testing.assert_array_equal(swapped, whole)
+        np.testing.assert_array_equal(summed, mine * comm.size)
