@@ -27,14 +27,14 @@ def index_array(indices: np.ndarray) -> jax.Array:
         return jnp.asarray(indices.astype(np.int32 if small else np.int64))
 
 
-def take(x: jax.Array, index: jax.Array, unique: bool = False) -> jax.Array:
-    """x[index], all of them in bounds; of no entries, too, a part of x in the eyes of JAX.
+def take(x: jax.Array, index: Any, unique: bool = False) -> jax.Array:
+    """x[index] along the leading axis, in bounds; of no entries, too, a part of x in JAX's eyes.
 
     x[[]] would be zeros that do not depend on x: the message of a rank that only receives would
     then be neither batched nor differentiated with those of the others.
     """
     if not len(index):
-        return jax.lax.slice_in_dim(x, 0, 0)
+        return jax.lax.slice_in_dim(x, 0, 0).reshape(*index.shape, *x.shape[1:])
     return x.at[index].get(
         mode="promise_in_bounds", wrap_negative_indices=False, unique_indices=unique
     )

@@ -1,5 +1,6 @@
 """Observations: the same cells at any number of ranks, points, and every bad data file."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,6 +48,22 @@ def test_loss_of_cells(comm):
     expected = np.sum((u - values)[mask] ** 2) / np.sum(values[mask] ** 2)
     assert total == pytest.approx(expected, rel=1e-12)
     assert seen.count == np.sum(mask)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_observations_is_batched_and_differentiated(comm):
+    """By JAX's own vmap and jvp: its loss, a zero, goes into the allreduce of all."""
+    grid = unit_square((6, 4), comm)
+    mask = np.zeros((6, 4), bool)
+    mask[0, 1] = True  # on rank 0
+    seen = at_cells(grid, mask, np.full((6, 4), 2.0), "absolute")
+
+    def loss(u):
+        return mpigrad.allreduce(seen.loss(u), comm=comm)
+
+    u = jnp.full(grid.local_shape, 3.0)
+    np.testing.assert_allclose(jax.vmap(loss)(jnp.stack([u, 2 * u])), [1 / 4, 16 / 4])
+    np.testing.assert_allclose(jax.jvp(loss, (u,), (u,))[1], 2 * 3 / 4)
 
 
 def test_small_values_do_not_rule_the_relative_loss(comm):

@@ -17,6 +17,7 @@ from mpigrad.problems.heat.experiment import Experiment, experiment
 from mpigrad.problems.heat.settings import Settings
 from mpigrad.problems.poisson.observations import draw_mask
 from mpigrad.problems.poisson.parametrization import CellValues, NetworkValues, Parametrization
+from mpigrad.sparse.ghost import take
 
 __all__ = ["InverseProblem", "inverse_problem"]
 
@@ -79,7 +80,7 @@ def predict(
 ) -> Float[Array, "times k"]:
     """What this rank's thermometers show at the times of all steps; differentiable in kappa."""
     return plan.model.run(
-        kappa, plan.initial, plan.source, lambda u: u.ravel()[thermometers], throw=throw
+        kappa, plan.initial, plan.source, lambda u: take(u.ravel(), thermometers), throw=throw
     )[1]
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mpigrad.grid import Grid
 from mpigrad.halo import halo_exchange
+from mpigrad.sparse.ghost import take
 from mpigrad.together import from_root, together
 
 __all__ = [
@@ -65,7 +66,7 @@ class Observations:
     def predict(self, u: Float[Array, "lx ly"]) -> Float[Array, " k"]:
         """What would be observed of this rank's tile of u (lx, ly); shape (k,), differentiable."""
         padded = halo_exchange(u, self.grid, width=1, boundary=0.0) if self.layers else u
-        return jnp.sum(padded.ravel()[self.cells] * self.weights, axis=1)
+        return jnp.sum(take(padded.ravel(), self.cells) * self.weights, axis=1)
 
     def tile(self) -> Float[np.ndarray, "lx ly"]:
         """Observed values on this rank's tile (lx, ly), NaN elsewhere; of observed cells only."""
