@@ -330,6 +330,7 @@ def test_correct_programs_are_let_go(guard: str) -> None:
     done = mpigrad("launch", "-n", 2, program, MPIGRAD_TIMEOUT="30", MPIGRAD_GUARD=guard)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "all let go\n"
+    assert "mpigrad" not in done.stderr
 
 
 def test_a_message_that_nobody_receives_is_named_without_the_guard_too() -> None:

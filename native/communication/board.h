@@ -78,6 +78,8 @@ struct Slot {
   Cell entry;      // number of its communicator's entry, or -1
   Cell site;
   Cell untracked;  // messages were left uncounted: nothing is proved about messages any more
+  // Set where an operation has failed, or was written by the user: messages may well be left over.
+  Cell unaccounted;
   Cell sends, receives;
   Cell messages;   // announced so far
   Cell faults;     // verdicts that this rank has seen

@@ -289,6 +289,10 @@ std::string take_fault(When when, int64_t id) {
 
 }  // namespace
 
+void leave_unaccounted() {
+  if (!forked.load(std::memory_order_relaxed)) put(board.mine().unaccounted, 1);
+}
+
 Post::Post(const char* operation, int64_t slot, int64_t site, int64_t start_ns)
     : owner_(!forked.load(std::memory_order_relaxed) && !busy.load(std::memory_order_acquire)),
       nested_(inside),

@@ -53,6 +53,9 @@ struct Mails {
   const Mail* end() const { return first + count; }
 };
 
+// From here on nobody can say which messages of this rank are left over.
+void leave_unaccounted();
+
 // The methods return whether the operation may begin. Where not, `refusal` says why, in the same
 // words on every rank concerned.
 class Post {

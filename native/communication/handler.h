@@ -115,6 +115,7 @@ struct Call {
   }
 
   ffi::Error fail(const std::string& what) const {
+    leave_unaccounted();
     return ffi::Error(ffi::ErrorCode::kInternal,
                       "mpigrad: rank " + std::to_string(comm.rank) + " of " +
                           std::to_string(comm.size) + ": " + operation + " at " + call_site(site) +
@@ -128,6 +129,7 @@ struct Call {
   static List list(Integers x) { return {x.begin(), static_cast<int64_t>(x.size())}; }
   ffi::Error success_if(bool allowed) const {
     if (allowed) return ffi::Error::Success();
+    leave_unaccounted();
     // A verdict is complete in itself, and the same on every rank.
     return post.refusal.rfind("mpigrad: ", 0) == 0
                ? ffi::Error(ffi::ErrorCode::kInternal, post.refusal)

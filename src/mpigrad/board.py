@@ -55,7 +55,7 @@ MESSAGE = np.dtype(_numbers("id site", ("operation", f"S{NAME}"), ("part", PART)
 SLOT = np.dtype(
     _numbers(
         "world_rank pid namespace entries_used sites_used state since_ns serial kind polling entry "
-        "site untracked sends receives messages faults",
+        "site untracked unaccounted sends receives messages faults",
         ("operation", f"S{NAME}"),
         ("elsewhere_since_ns", "i8"),
         ("elsewhere_site", "i8"),

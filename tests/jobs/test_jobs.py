@@ -127,6 +127,21 @@ def test_chains_and_seeds(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_rank_without_jobs_is_batched(comm: Communicator) -> None:
+    """Counts and truth values, too, by JAX's own vmap."""
+    pool = jobs.pool(comm)
+    f = pool.map(
+        lambda s, m, r: {"y": s * m * r, "n": (s * m > 1).astype("int32"), "large": s > 2},
+        pool.put([3.0]),
+    )
+    mine = jnp.asarray([2.0])
+    got = jax.vmap(lambda s: f(s, mine))(jnp.asarray([0.1, 5.0]))
+    close(got["y"], np.array([[0.6], [30.0]]), 1e-14)
+    equal_bits(got["n"], np.array([[0], [1]], "int32"))
+    equal_bits(got["large"], np.array([[False], [True]]))
+
+
+@pytest.mark.ranks(2)
 def test_the_gradient_of_a_batch_grows_with_it(comm: Communicator) -> None:
     """The Jacobian of a batch by a batch would grow with the square."""
     pool = jobs.pool(comm)

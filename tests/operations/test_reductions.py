@@ -215,3 +215,22 @@ def test_zeros_off_the_root_in_memory_that_was_used(comm: Communicator) -> None:
                 assert not np.any(got)
             else:
                 assert np.all(got)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("op", [MPI.MAX, MPI.PROD], ids=["MAX", "PROD"])
+def test_ranks_without_a_result_are_batched_and_differentiated(op, comm):
+    """By JAX's own vmap and jvp: what goes on from zeros is a message, too."""
+    root, size = comm.size - 1, comm.size
+
+    def everywhere(x):
+        return mg.bcast(mg.reduce(x, op, root), root) + mg.allreduce(mg.exscan(x, op))
+
+    def simulated(X):
+        fold = jnp.max if op == MPI.MAX else jnp.prod
+        return fold(X, 0) + sum(fold(X[:r], 0) for r in range(1, size))
+
+    X = jnp.asarray(np.random.default_rng(2).uniform(1, 2, (size, 3)))
+    x = X[comm.rank]
+    close(jax.vmap(everywhere)(jnp.stack([x, 2 * x])), jax.vmap(simulated)(jnp.stack([X, 2 * X])))
+    close(jax.jvp(everywhere, (x,), (x**2,)), jax.jvp(simulated, (X,), (X**2,)))

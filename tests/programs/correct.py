@@ -3,6 +3,7 @@
 import time
 
 import jax.numpy as jnp
+import numpy as np
 from mpi4py import MPI
 
 import mpigrad as mg
@@ -54,10 +55,26 @@ def a_receive_of_any_tag_after_a_posted_one():
         mg.send(y, 0)
 
 
+def a_message_that_a_users_own_operation_receives():
+    """On its communicator, which is that of mpigrad's messages."""
+
+    def receive(x, comm):
+        y = np.array(x)
+        if comm.rank == 1:
+            comm.Recv(y, 0, 5)
+        return y
+
+    if rank == 0:
+        mg.send(4 * x, 1, tag=5)
+    y = mg.custom_operation(receive, lambda ct, comm: ct, lambda x: x)(x)
+    assert float(y[0]) == (4 if rank else 1)
+
+
 a_sender_that_needs_the_progress_of_a_rank_in_a_barrier()
 the_same_with_calls_of_mpi4py()
 a_message_before_many_others()
 a_receive_of_any_tag_after_a_posted_one()
+a_message_that_a_users_own_operation_receives()
 mg.barrier()
 if rank == 0:
     print("all let go")

@@ -170,8 +170,7 @@ def _finish() -> None:
     with board.locked():  # one rank is the last
         mine["state"] = b.ENDED
         last = bool((board.slots["state"] == b.ENDED).all())
-    # After an error that the program has caught, messages may well be left over.
-    if last and not int(board.header["faults"]) and (text := unreceived(board.slots)):
+    if last and (text := unreceived(board.slots)):
         if _Process.guarded:
             end_job(text)
         sys.stderr.write(text + "\n")

@@ -26,7 +26,7 @@ from mpigrad.jobs.context import Job
 from mpigrad.jobs.failures import Watch, end_with
 from mpigrad.jobs.records import Bucket, Data
 from mpigrad.jobs.replication import collect, take
-from mpigrad.operations.activity import nought
+from mpigrad.operations.activity import follow
 
 __all__ = ["Team", "assembled", "evaluate", "rows", "sealed"]
 
@@ -178,8 +178,7 @@ def _everywhere(team: Team, leaves: Sequence[Leaf], depends_on: Sequence[Any]) -
         # Every rank's row depends on all arguments, in the eyes of JAX: a rank without blocks
         # takes part in the messages of derivatives, too.
         for x in depends_on:
-            if jnp.issubdtype(row.dtype, jnp.inexact) and isinstance(x.dtype, np.dtype):
-                row = row + nought(x, jax.typeof(row))
+            row = follow(row, x)
         every = collect(row, comm) if rows.length else jnp.zeros((team.size, 0), row.dtype)
         for i, x in zip(members, rows.joined(every), strict=True):
             results[i] = x

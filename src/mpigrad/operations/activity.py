@@ -27,6 +27,7 @@ __all__ = [
     "active",
     "anchor",
     "carrier",
+    "follow",
     "no_messages",
     "nought",
     "outer_carrier",
@@ -128,6 +129,19 @@ nought_p = Primitive("mpigrad_nought")
 def nought(x: Any, aval: Any) -> Any:
     """A zero of the shape and dtype of `aval` that depends linearly on `x`."""
     return nought_p.bind(x, shape=tuple(aval.shape), dtype=np.dtype(aval.dtype))
+
+
+def follow(y: Any, x: Any) -> Any:
+    """`y`, which depends on `x` in the eyes of JAX: batched and active wherever `x` is.
+
+    For what is a constant on this rank alone; random keys stay as they are.
+    """
+    if not (isinstance(y.dtype, np.dtype) and isinstance(x.dtype, np.dtype)):
+        return y
+    if jnp.issubdtype(y.dtype, jnp.inexact):
+        return y + nought(x, y)
+    zero = nought(jax.lax.stop_gradient(x), jax.ShapeDtypeStruct(y.shape, np.float32))
+    return y | (zero != 0) if y.dtype == bool else y + zero.astype(y.dtype)
 
 
 def _zeros(x: Any, *, shape: tuple[int, ...], dtype: np.dtype) -> Any:

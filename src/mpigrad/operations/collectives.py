@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ from mpi4py import MPI
 from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.native import REDUCTIONS, SUM
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.activity import carrier
+from mpigrad.operations.activity import carrier, follow
 from mpigrad.operations.factory import effect_primitive, linear_map, weighted_map
 from mpigrad.operations.packing import packed
 from mpigrad.operations.reductions import (
@@ -178,8 +180,10 @@ def _check_rows(name: str, x: Any, comm: Communicator, remedy: str = "") -> None
             )
 
 
-def _zeros(results: Any) -> Any:
-    return jax.tree.map(jnp.zeros_like, results)
+def _no_result(of: Callable[[Any], Any], x: Any) -> Any:
+    """Zeros in the shapes of of(x), which depend on `x` as on the ranks that have the result."""
+    types = jax.eval_shape(of, x)
+    return jax.tree.map(lambda y: follow(jnp.zeros(y.shape, y.dtype), x), types)
 
 
 def bcast(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
@@ -224,12 +228,12 @@ def reduce(
     root = check_rank(root, comm, "reduce: root")
     check_op("reduce", x, op)
 
-    def on_root(result: Any) -> Any:
-        return result if comm.rank == root else _zeros(result)
+    def on_root(of: Callable[[Any], Any], x: Any) -> Any:
+        return of(x) if comm.rank == root else _no_result(of, x)
 
     def by_allreduce(leaf: Any, a: Any, **params: int) -> Any:
         params |= {"rank": comm.rank, "size": comm.size}
-        return on_root(_nonlinear(leaf, a, **params))
+        return on_root(lambda y: y, _nonlinear(leaf, a, **params))
 
     return reduced(
         reduce_p,
@@ -237,7 +241,7 @@ def reduce(
         op,
         comm,
         lambda leaf, a, **where: gather_p.bind(leaf, a, root=root, size=comm.size, **where)[0],
-        lambda rows: on_root(fold(op, rows)),
+        lambda rows: on_root(functools.partial(fold, op), rows),
         nonlinear=by_allreduce,
         root=root,
     )
@@ -362,7 +366,9 @@ def exscan(x: Any, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | None =
     check_op("exscan", x, op)
 
     def before(rows: Any) -> Any:
-        return fold(op, rows[: comm.rank]) if comm.rank else _zeros(fold(op, rows[:1]))
+        if comm.rank:
+            return fold(op, rows[: comm.rank])
+        return _no_result(functools.partial(fold, op), rows[:1])
 
     return reduced(
         exscan_p,

@@ -11,7 +11,8 @@ import numpy as np
 
 from mpigrad.communicator import Communicator, waiting
 from mpigrad.operations import neighbor_alltoallv
-from mpigrad.sparse.ghost import _tell_owners, index_array, take
+from mpigrad.selection import put, take
+from mpigrad.sparse.ghost import _tell_owners, index_array
 
 __all__ = ["Assembly", "repeated", "row_order"]
 
@@ -112,10 +113,4 @@ class Assembly:
                 self.comm,
             )
             values = jnp.concatenate([take(values, staying, unique=True), received])
-        if not len(self.rows):
-            return values  # none, and batched where those of other ranks are
-        return (
-            jnp.zeros(len(self.rows), values.dtype)
-            .at[target]
-            .add(values, mode="promise_in_bounds", wrap_negative_indices=False)
-        )
+        return put(len(self.rows), target, values)

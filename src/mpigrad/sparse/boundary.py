@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.operations import allreduce, require
-from mpigrad.sparse.ghost import take
+from mpigrad.selection import take
 from mpigrad.sparse.matrix import Matrix, apply
 from mpigrad.sparse.pattern import Pattern
 

@@ -18,6 +18,7 @@ import numpy as np
 import scipy.sparse
 
 from mpigrad.operations.activity import CARRIER, with_carrier
+from mpigrad.selection import take
 from mpigrad.sparse.ghost import GhostExchange, index_array
 from mpigrad.sparse.matrix import Matrix
 from mpigrad.sparse.neighbors import parts, swap
@@ -71,7 +72,7 @@ def sparse_jacobian(F: Callable[..., Any], pattern: Pattern) -> Callable[..., Ma
         # The tangents are batched on every rank, the carrier's too, but not the function itself.
         columns = jax.vmap(push)(jnp.zeros(colours.count, CARRIER.dtype), seeds)
         place = index_array(colours.entries * pattern.n_local + colours.rows)
-        return Matrix(pattern, columns.reshape(-1)[place])
+        return Matrix(pattern, take(columns.reshape(-1), place))
 
     return jacobian
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.operations import neighbor_alltoallv
-from mpigrad.sparse.ghost import GhostExchange, take
+from mpigrad.selection import take
+from mpigrad.sparse.ghost import GhostExchange
 from mpigrad.sparse.multilinear import Structure, contract, select
 from mpigrad.sparse.pattern import Pattern
 

@@ -13,9 +13,10 @@ from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, resolve, waiting
 from mpigrad.operations import neighbor_alltoallv
+from mpigrad.selection import take
 from mpigrad.sparse.agreement import raise_together
 
-__all__ = ["GhostExchange", "index_array", "take"]
+__all__ = ["GhostExchange", "index_array"]
 
 _HANDSHAKE_TAG = 27  # the handshake is over on every rank before any other message is sent
 
@@ -25,19 +26,6 @@ def index_array(indices: np.ndarray) -> jax.Array:
     small = indices.size == 0 or int(indices.max()) < 2**31
     with jax.ensure_compile_time_eval(), jax.enable_x64(not small):
         return jnp.asarray(indices.astype(np.int32 if small else np.int64))
-
-
-def take(x: jax.Array, index: Any, unique: bool = False) -> jax.Array:
-    """x[index] along the leading axis, in bounds; of no entries, too, a part of x in JAX's eyes.
-
-    x[[]] would be zeros that do not depend on x: the message of a rank that only receives would
-    then be neither batched nor differentiated with those of the others.
-    """
-    if not len(index):
-        return jax.lax.slice_in_dim(x, 0, 0).reshape(*index.shape, *x.shape[1:])
-    return x.at[index].get(
-        mode="promise_in_bounds", wrap_negative_indices=False, unique_indices=unique
-    )
 
 
 def _tell_owners(comm: MPI.Intracomm, wanted: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:

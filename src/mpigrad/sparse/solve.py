@@ -16,8 +16,8 @@ from mpigrad.operations.activity import CARRIER, active, carrier, nought, withou
 from mpigrad.operations.factory import run_eagerly
 from mpigrad.operations.neighborhood import neighbor_alltoallv_p
 from mpigrad.operations.sites import call_site
+from mpigrad.selection import take
 from mpigrad.sparse import pfmg
-from mpigrad.sparse.ghost import take
 from mpigrad.sparse.hypre_library import hypre_available
 from mpigrad.sparse.matrix import Matrix, apply
 from mpigrad.sparse.methods import PCG

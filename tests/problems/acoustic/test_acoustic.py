@@ -126,6 +126,23 @@ def test_shares_of_the_gathers(comm):
     assert sum(comm.mpi.allgather(np.any(share != 0, axis=(0, 2)))).tolist() == [1, 1, 1]
 
 
+@pytest.mark.ranks(2)
+def test_the_reference_is_batched_on_a_rank_without_points(comm):
+    """By JAX's own vmap over wavelets: halos of its fields meet batched ones."""
+    acoustic = model(comm, dims=(2, 1), method="xla")
+    velocity, wavelets, *_ = whole()
+    near = Survey(SOURCES[:1, :1], RECEIVERS[:, :1])  # on rank 0
+
+    def run(wavelets):
+        return acoustic.propagate(velocity[acoustic.grid.slices], wavelets, near).gathers
+
+    w = jnp.asarray(wavelets[:1, :1])
+    one = run(w)
+    batch = jax.vmap(run)(jnp.stack([w, 2 * w]))
+    np.testing.assert_allclose(batch, jnp.stack([one, 2 * one]), rtol=1e-12)
+    np.testing.assert_allclose(jax.jvp(run, (w,), (w,))[1], one, rtol=1e-12)
+
+
 @pytest.mark.thin(1, 3)
 @pytest.mark.parametrize("order", [4, 2])
 def test_native_is_the_reference(comm, order):

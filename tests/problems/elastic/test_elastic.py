@@ -65,6 +65,39 @@ def test_kernels_are_the_reference_and_all_ranks_are_one(comm, alone):
     )
 
 
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dims", [(2, 1), (1, 2), (2, 2)])
+def test_tiles_with_a_middle_are_one_rank(comm, alone, dims):
+    """Rows of a tile's middle take both phases at once, beside edges that wait for neighbours."""
+    if np.prod(dims) != comm.size:
+        return
+    cells = (50, 60)
+    random = np.random.default_rng(5)
+    whole = [random.uniform(*bounds, cells) for bounds in ((6e9, 9e9), (3e9, 4e9), (1900, 2200))]
+    survey = Survey(
+        sources=np.array([[[250.0, 350.0], [31.7, 20.0]]]),
+        receivers=np.array([[[45.0, 30.0], [247.0, 361.2], [470.0, 640.0]]]),
+    )
+    wavelets = jnp.asarray(1e9 * random.normal(size=(1, 2, 12)))
+
+    def gradient(on, dims):
+        grid = Grid(cells, (10.0, 12.0), on, dims)
+        elastic = Elastic(grid, 1.5e-3, 12, frequency=15.0, pml=case.PML, components=COMPONENTS)
+
+        def misfit(media):
+            gathers, state = elastic.propagate(*media, wavelets, survey, gathers="share")
+            seen = jnp.sum(gathers * np.array([1, 1, 1e-7])[:, None, None])
+            return seen + jnp.sum(state.vx**2)
+
+        media = [jnp.asarray(x[grid.slices]) for x in whole]
+        return grid, mpigrad.jit(mpigrad.value_and_grad(misfit, comm=on))(media)
+
+    grid, (value, found) = gradient(comm, dims)
+    _, (value_alone, expected) = gradient(alone, (1, 1))
+    case.compare(value, value_alone)
+    case.compare(found, [x[grid.slices] for x in expected])
+
+
 @pytest.mark.thin(3)
 def test_shares_of_the_gathers(comm):
     _, share, *rest = value_and_gradient(comm, kind="share", method="native")

@@ -28,6 +28,7 @@ from mpigrad.problems.acoustic.state import State, pack, unpack
 from mpigrad.problems.waves.exchange import padded
 from mpigrad.problems.waves.interpolation import PointTable
 from mpigrad.problems.waves.stability import SECOND_DERIVATIVES
+from mpigrad.selection import put, take
 
 __all__ = ["propagate"]
 
@@ -94,14 +95,12 @@ def _transfers(scheme: Scheme, table: PointTable, n_points: int) -> tuple[Transf
     weights = np.tile(table.weights, repeats)
 
     def inject(values: jax.Array) -> jax.Array:
-        parts = values.ravel()[points] * jnp.asarray(weights, values.dtype)
-        return jnp.zeros(shots * nx * ny, values.dtype).at[cells].add(parts).reshape(shots, nx, ny)
+        parts = take(values.ravel(), points) * jnp.asarray(weights, values.dtype)
+        return put(shots * nx * ny, cells, parts).reshape(shots, nx, ny)
 
     def record(field: jax.Array) -> jax.Array:
-        parts = field.ravel()[cells] * jnp.asarray(weights, field.dtype)
-        return (
-            jnp.zeros(shots * n_points, field.dtype).at[points].add(parts).reshape(shots, n_points)
-        )
+        parts = take(field.ravel(), cells) * jnp.asarray(weights, field.dtype)
+        return put(shots * n_points, points, parts).reshape(shots, n_points)
 
     return inject, record
 

@@ -26,6 +26,7 @@ from mpigrad.problems.elastic.media import Media
 from mpigrad.problems.elastic.scheme import REACH, Points, Scheme, points_of
 from mpigrad.problems.elastic.state import State
 from mpigrad.problems.waves.exchange import padded
+from mpigrad.selection import put, take
 
 __all__ = ["propagate"]
 
@@ -141,13 +142,12 @@ def _absorbed(
 
 def _injected(points: Points, values: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """A field (shots, x, y) of values (shots, points)."""
-    parts = values.ravel()[points.points] * jnp.asarray(points.weights, values.dtype)
-    field = jnp.zeros(points.count[0] * shape[0] * shape[1], values.dtype)
-    return field.at[points.cells].add(parts).reshape(points.count[0], *shape)
+    parts = take(values.ravel(), points.points) * jnp.asarray(points.weights, values.dtype)
+    size = points.count[0] * shape[0] * shape[1]
+    return put(size, points.cells, parts).reshape(points.count[0], *shape)
 
 
 def _recorded(points: Points, field: jax.Array) -> jax.Array:
     """Values (shots, points) of a field (shots, x, y)."""
-    parts = field.ravel()[points.cells] * jnp.asarray(points.weights, field.dtype)
-    values = jnp.zeros(points.count[0] * points.count[1], field.dtype)
-    return values.at[points.points].add(parts).reshape(points.count)
+    parts = take(field.ravel(), points.cells) * jnp.asarray(points.weights, field.dtype)
+    return put(points.count[0] * points.count[1], points.points, parts).reshape(points.count)

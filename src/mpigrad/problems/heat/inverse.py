@@ -17,7 +17,7 @@ from mpigrad.problems.heat.experiment import Experiment, experiment
 from mpigrad.problems.heat.settings import Settings
 from mpigrad.problems.poisson.observations import draw_mask
 from mpigrad.problems.poisson.parametrization import CellValues, NetworkValues, Parametrization
-from mpigrad.sparse.ghost import take
+from mpigrad.selection import take
 
 __all__ = ["InverseProblem", "inverse_problem"]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mpigrad.grid import Grid
 from mpigrad.halo import halo_exchange
-from mpigrad.sparse.ghost import take
+from mpigrad.selection import take
 from mpigrad.together import from_root, together
 
 __all__ = [
