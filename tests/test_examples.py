@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import runpy
@@ -11,17 +12,18 @@ import pytest
 
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 LONG = ("lynx_hare",)  # in make test-full only
+ALL = os.environ.get("MPIGRAD_ALL_TESTS") == "1"  # in make test, each alone or on two ranks
 
 
-def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
+def marks(number: int, path: pathlib.Path) -> list[pytest.MarkDecorator]:
     needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", path.read_text(), re.M)
-    return [pytest.mark.full] * (path.stem in LONG) + [pytest.mark.torch] * bool(needs_torch)
+    some = [pytest.mark.ranks(*((1, 2) if ALL else (1 + number % 2,)))]
+    return some + [pytest.mark.full] * (path.stem in LONG) + [pytest.mark.torch] * bool(needs_torch)
 
 
-CASES = [pytest.param(path, id=path.stem, marks=marks(path)) for path in EXAMPLES]
+CASES = [pytest.param(p, id=p.stem, marks=marks(i, p)) for i, p in enumerate(EXAMPLES)]
 
 
-@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("path", CASES)
 def test_example(path: pathlib.Path) -> None:
     assert path.exists()

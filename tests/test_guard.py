@@ -167,7 +167,7 @@ def run_broken(name: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """The program's end, and its time."""
     case = BROKEN[name]
     words = (PROGRAMS / "broken.py", name.partition(" ")[0])
-    # Three such jobs at a time: ranks that wait give their cores away.
+    # Several such jobs at a time: ranks that wait give their cores away.
     family = find_launcher(mpi_library()).family
     yielding = family.oversubscribed if family else {}
     with no_orphans() as mark:
@@ -182,8 +182,8 @@ def run_broken(name: str) -> tuple[subprocess.CompletedProcess[str], float]:
 
 @pytest.fixture(scope="module")
 def ended() -> Iterator[dict[str, Future[tuple[subprocess.CompletedProcess[str], float]]]]:
-    """All of them, three at a time: most of their time they wait."""
-    with ThreadPoolExecutor(3) as pool:
+    """All of them, five at a time: most of their time they wait."""
+    with ThreadPoolExecutor(5) as pool:
         yield {name: pool.submit(run_broken, name) for name in BROKEN}
 
 
