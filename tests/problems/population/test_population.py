@@ -48,6 +48,7 @@ def some(patients):
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("second", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_density_and_derivatives_are_those_of_one_rank(comm, second):
+    """The gradient passes the Taylor test, too, by the same program: it takes long to compile."""
     cohort, _ = simulate(9, 0, MODEL.kinetics)
     records = cohort.records[::2]  # one dose each, one shape: five jobs
     point, direction = some(len(records))
@@ -55,15 +56,26 @@ def test_density_and_derivatives_are_those_of_one_rank(comm, second):
     def derivatives(likelihood):
         density = log_density(MODEL, likelihood)
         if not second:
-            return jax.value_and_grad(density)(point)
-        return mpigrad.jvp(jax.grad(density), (point,), (direction,))
+            return jax.value_and_grad(density)
+        return lambda x: mpigrad.jvp(jax.grad(density), (x,), (direction,))
 
     with jobs.pool(comm) as pool:
         data = pool.put(list(records))
-        found = mpigrad.jit(lambda: derivatives(pool.sum(MODEL.log_likelihood, data)))()
-    expected = jax.jit(lambda: derivatives(serial(records)))()
+        program = mpigrad.jit(derivatives(pool.sum(MODEL.log_likelihood, data)))
+        found = program(point)
+        steps = 1e-2 * 0.5 ** np.arange(0 if second else 5)
+        along = [jax.tree.map(lambda x, v, h=h: x + h * v, point, direction) for h in steps]
+        moved = np.array([float(program(x)[0]) for x in along])
+    expected = jax.jit(derivatives(serial(records)))(point)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12 * float(np.max(np.abs(b))))
+    if not second:
+        value, gradient = found
+        slope = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient, direction)))
+        changes = moved - float(value)
+        for remainders, rate in ((changes, 1), (changes - steps * float(slope), 2)):
+            found_rate = np.log2(abs(remainders[-2] / remainders[-1]))
+            assert abs(found_rate - rate) < 0.2, (rate, remainders)
 
 
 @pytest.mark.ranks(1)
@@ -194,15 +206,3 @@ def test_what_makes_no_sense_is_refused(comm, directory):
         run(small(directory, data=directory / "out" / "patients.csv"), comm)
     with pytest.raises(ValueError, match="line 3: dv: a positive concentration"):
         run(small(directory, data=directory / "bad.csv"), comm)
-
-
-@pytest.mark.thin(2)
-def test_density_passes_the_taylor_test(comm):
-    cohort, _ = simulate(5, 0, MODEL.kinetics)
-    records = cohort.records[::2]
-    point, direction = some(len(records))
-    with jobs.pool(comm) as pool:
-        density = log_density(MODEL, pool.sum(MODEL.log_likelihood, pool.put(list(records))))
-        mpigrad.taylor_test(
-            density, point, direction, loss="replicated", replicated=True, comm=comm
-        )
