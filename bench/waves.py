@@ -49,13 +49,13 @@ PML = 20
 # Bytes that a step moves for each point at least, in float32. Acoustic: both fields, one of which
 # is replaced, and the velocity; for a gradient also one value written to the history and read
 # again, the same three in the adjoint and the gradient itself, twice. Elastic: five fields that are
-# replaced and read again by the other half of the step, three parameters; five values of history,
-# and three gradients.
+# replaced and read again by the other half of the step, three parameters; the velocities that a
+# gradient's run writes are its history, which is read again, and there are three gradients.
 BYTES = {
     ("acoustic", "forward"): 16,
     ("acoustic", "gradient"): 16 + 4 + 16 + 4 + 8,
     ("elastic", "forward"): 72,
-    ("elastic", "gradient"): 72 + 20 + 72 + 20 + 24,
+    ("elastic", "gradient"): 72 + 72 + 8 + 24,
 }
 AIMS = {
     "acoustic forward mpigrad 1 rank / deepwave": 0.6,

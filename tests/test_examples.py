@@ -12,16 +12,16 @@ import pytest
 
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 LONG = ("lynx_hare",)  # in make test-full only
-ALL = os.environ.get("MPIGRAD_ALL_TESTS") == "1"  # in make test, each alone or on two ranks
+ALL = os.environ.get("MPIGRAD_ALL_TESTS") == "1"  # in make test, on two ranks only
 
 
-def marks(number: int, path: pathlib.Path) -> list[pytest.MarkDecorator]:
+def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
     needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", path.read_text(), re.M)
-    some = [pytest.mark.ranks(*((1, 2) if ALL else (1 + number % 2,)))]
+    some = [pytest.mark.ranks(*((1, 2) if ALL else (2,)))]
     return some + [pytest.mark.full] * (path.stem in LONG) + [pytest.mark.torch] * bool(needs_torch)
 
 
-CASES = [pytest.param(p, id=p.stem, marks=marks(i, p)) for i, p in enumerate(EXAMPLES)]
+CASES = [pytest.param(path, id=path.stem, marks=marks(path)) for path in EXAMPLES]
 
 
 @pytest.mark.parametrize("path", CASES)

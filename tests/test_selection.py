@@ -1,4 +1,4 @@
-"""Choices of entries, none among them: batched and differentiated like all others."""
+"""Choices of entries, none among them: differentiated, and batched, like all others."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_entries(index: np.ndarray) -> None:
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("dtype", ["float64", "complex64", "int16", "bool"])
-def test_none_are_batched_and_active(dtype: str) -> None:
-    """In the eyes of JAX: a batch axis, and a tangent, wherever the source has them."""
+def test_none_are_batched(dtype: str) -> None:
+    """In the eyes of JAX: with a batch axis wherever the source has one."""
     seen: list[Any] = []
 
     @jax.custom_batching.custom_vmap

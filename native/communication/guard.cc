@@ -313,6 +313,7 @@ Post::Post(const char* operation, int64_t slot, int64_t site, int64_t start_ns)
 void Post::end(int64_t end_ns) {
   if (!owner_) return;
   Slot& mine = board.mine();
+  if (!refusal.empty()) leave_unaccounted();
   if (get(mine.kind) == kMessagesOnly && !completes_) {
     // What was posted is received by the operation that waits for it.
   } else if (get(mine.kind) == kMessagesOnly && refusal.empty()) {
@@ -530,6 +531,9 @@ MPIGRAD_EXPORT void mpigrad_set_guard(int on, void (*explainer)(const Told*, int
   guarded = on;
   explain = explainer;
 }
+
+// Where another library's operation has failed.
+MPIGRAD_EXPORT void mpigrad_leave_unaccounted() { leave_unaccounted(); }
 
 // In a forked child: its slot is the parent's.
 MPIGRAD_EXPORT void mpigrad_forked() { forked = true; }

@@ -129,7 +129,6 @@ struct Call {
   static List list(Integers x) { return {x.begin(), static_cast<int64_t>(x.size())}; }
   ffi::Error success_if(bool allowed) const {
     if (allowed) return ffi::Error::Success();
-    leave_unaccounted();
     // A verdict is complete in itself, and the same on every rank.
     return post.refusal.rfind("mpigrad: ", 0) == 0
                ? ffi::Error(ffi::ErrorCode::kInternal, post.refusal)

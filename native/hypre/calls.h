@@ -24,6 +24,8 @@ inline Totals totals;
 inline bool initialized = false;
 // The communication library's, where the watchdog looks.
 inline Record* watched = nullptr;
+// Tells the guard that a solve has failed, and that messages may be left over.
+inline void (*failed)() = nullptr;
 
 // Ranks meet at the head of a solve: how long one waits there is the watchdog's affair. What
 // follows may take its time.

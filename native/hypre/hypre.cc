@@ -136,8 +136,10 @@ ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, ffi::Result<
         s.solve(values.typed_data() + (own_values ? k * vs[1] : 0),
                 own_values || k == 0 || !s.ready(), b.typed_data() + k * bs[1],
                 x0.typed_data() + k * bs[1], request, x->typed_data() + k * bs[1], answer);
+    const bool fails = !error.empty() || (throws && answer.outcome != kConverged);
+    if (fails && failed) failed();
     if (!error.empty()) return ffi::Error::Internal(head + error);
-    if (throws && answer.outcome != kConverged) {
+    if (fails) {
       return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
                         head + describe(answer, request, name));
     }
@@ -226,8 +228,9 @@ MPIGRAD_EXPORT void mpigrad_hypre_destroy(int64_t id) {
   systems.erase(id);
 }
 
-// Where the watchdog looks: the record of the communication library.
-MPIGRAD_EXPORT void mpigrad_hypre_watch(void* record) {
+// What the communication library has: the record where the watchdog looks, and who is told of failures.
+MPIGRAD_EXPORT void mpigrad_hypre_watch(void* record, void (*tell)()) {
+  failed = tell;
   watched = static_cast<mpigrad::Record*>(record);
 }
 

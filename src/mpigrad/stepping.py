@@ -39,8 +39,8 @@ class Budget:
     ----------
     states
         Number of states kept at a time, beside the first, the current one and what the derivative
-        of one step needs. 2 sqrt(n) are enough for two levels; at least about 2 log2(n) are
-        needed.
+        of one step needs. A few more than 2 sqrt(n) are enough for two levels; at least about
+        2 log2(n) are needed.
     """
 
     states: int

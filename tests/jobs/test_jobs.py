@@ -139,6 +139,10 @@ def test_a_rank_without_jobs_is_batched(comm: Communicator) -> None:
     close(got["y"], np.array([[0.6], [30.0]]), 1e-14)
     equal_bits(got["n"], np.array([[0], [1]], "int32"))
     equal_bits(got["large"], np.array([[False], [True]]))
+    keys = jax.random.split(jax.random.key(0), 3)
+    draw = lambda key, m, r: jax.random.normal(key, (2,)) * r
+    drawn = jax.vmap(pool.map(draw, pool.put([3.0])))(keys, jnp.zeros((3, 1)))
+    equal_bits(drawn, jax.vmap(lambda k: jax.random.normal(k, (1, 2)) * 3.0)(keys))
 
 
 @pytest.mark.ranks(2)

@@ -134,10 +134,12 @@ def nought(x: Any, aval: Any) -> Any:
 def follow(y: Any, x: Any) -> Any:
     """`y`, which depends on `x` in the eyes of JAX: batched and active wherever `x` is.
 
-    For what is a constant on this rank alone; random keys stay as they are.
+    For what is a constant on this rank alone; random keys `y` stay as they are.
     """
-    if not (isinstance(y.dtype, np.dtype) and isinstance(x.dtype, np.dtype)):
+    if not isinstance(y.dtype, np.dtype):
         return y
+    if not isinstance(x.dtype, np.dtype):
+        x = jax.random.key_data(x)
     if jnp.issubdtype(y.dtype, jnp.inexact):
         return y + nought(x, y)
     zero = nought(jax.lax.stop_gradient(x), jax.ShapeDtypeStruct(y.shape, np.float32))

@@ -181,9 +181,13 @@ def _check_rows(name: str, x: Any, comm: Communicator, remedy: str = "") -> None
 
 
 def _no_result(of: Callable[[Any], Any], x: Any) -> Any:
-    """Zeros in the shapes of of(x), which depend on `x` as on the ranks that have the result."""
-    types = jax.eval_shape(of, x)
-    return jax.tree.map(lambda y: follow(jnp.zeros(y.shape, y.dtype), x), types)
+    """Zeros in the shapes of of(x), batched as it is, and active where `x` is."""
+
+    def zeros(y: Any) -> Any:
+        # Not active by y: its derivative may be infinite, on zeros that nobody has sent.
+        return follow(follow(jnp.zeros_like(y), x), jax.lax.stop_gradient(y))
+
+    return jax.tree.map(zeros, of(x))
 
 
 def bcast(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpigrad.native import library as communication
 from mpigrad.native import native_library, record
 from mpigrad.operations.factory import register_target
 
@@ -84,8 +85,9 @@ def _load() -> tuple[Any, str]:
     lib.mpigrad_hypre_destroy.argtypes = [ctypes.c_int64]
     lib.mpigrad_hypre_totals.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     lib.mpigrad_hypre_version.restype = ctypes.c_char_p
-    lib.mpigrad_hypre_watch.argtypes = [ctypes.c_void_p]
-    lib.mpigrad_hypre_watch(ctypes.addressof(record()))
+    lib.mpigrad_hypre_watch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    tell = ctypes.cast(communication().mpigrad_leave_unaccounted, ctypes.c_void_p)
+    lib.mpigrad_hypre_watch(ctypes.addressof(record()), tell)
     register_target("mpigrad_hypre_solve", lib)
     atexit.register(lib.mpigrad_hypre_finalize)  # runs before mpi4py ends MPI
     return lib, ""

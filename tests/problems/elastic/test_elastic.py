@@ -1,6 +1,8 @@
 """Elastic waves: the kernels, the reference, one rank and many; and their derivatives."""
 
 import functools
+import os
+import pathlib
 
 import elastic_case as case
 import jax
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import launching
 import mpigrad
 from mpigrad.grid import Grid
 from mpigrad.problems.elastic import Elastic, Survey, lame, reference
@@ -296,3 +299,21 @@ def test_the_largest_time_step_is_stable_beside_air(comm):
     assert 0.95 < ratio(1000.0, 1500.0) < 1
     assert 0.3 < ratio(1.2, 340.0) < 1
     assert 0.3 < ratio(0.01, 340.0) < 1  # the largest velocity alone says more than 1
+
+
+@pytest.mark.launcher
+@pytest.mark.full
+def test_six_ranks(tmp_path):
+    program = tmp_path / "six.py"
+    program.write_text(
+        "import jax; jax.config.update('jax_enable_x64', True)\n"
+        "import mpigrad, test_elastic as t\n"
+        "from mpi4py import MPI\n"
+        "world, alone = map(mpigrad.Communicator, (MPI.COMM_WORLD, MPI.COMM_SELF))\n"
+        "t.test_kernels_are_the_reference_and_all_ranks_are_one(world, alone)\n"
+        "print(f'rank {world.rank} of 6: equal')\n"
+    )
+    here = pathlib.Path(__file__).parent
+    paths = [str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
+    done = launching.mpigrad("launch", "-n", 6, program, PYTHONPATH=os.pathsep.join(paths))
+    assert done.stdout.count("of 6: equal") == 6, done.stdout + done.stderr
