@@ -24,6 +24,13 @@ from typing import Any
 
 TESTS = pathlib.Path(__file__).resolve().parent
 LOGS = TESTS.parent / "build" / "test-logs"
+# What one session on ranks has compiled, the others need not compile again.
+COMPILED = TESTS.parent / "build" / "test-compiled"
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": str(COMPILED),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 PATIENCE = 20.0  # seconds that others may wait in a test which one rank has failed
 
 
@@ -63,10 +70,11 @@ class Session:
         self.directory.mkdir(parents=True)
         start = time.monotonic()
         output = (self.directory / "output.log").open("w+") if beside else None
+        around = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
         process = subprocess.Popen(
             self.command,
             cwd=TESTS.parent,
-            env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
+            env=around | (CACHE if self.ranks else {}),
             stdout=output,
             stderr=subprocess.STDOUT if beside else None,
         )
@@ -168,6 +176,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds for each session")
     options, arguments = parser.parse_known_args()
     sessions = [Session(int(n), arguments, options.limit) for n in options.n.split(",")]
+    shutil.rmtree(COMPILED, ignore_errors=True)  # every run compiles all of it once
     # One rank leaves a core idle: the tests that start MPI run beside the others.
     beside = [s for s in sessions if s.ranks == 0 and len(sessions) > 1]
     threads = [threading.Thread(target=s.run, kwargs={"beside": True}) for s in beside]

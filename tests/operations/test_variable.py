@@ -124,12 +124,14 @@ def test_more_words_than_mpi_counts(comm: Communicator) -> None:
         jax.eval_shape(lambda x: mg.scatterv(x, rows), huge)
 
 
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
 def test_of_any_length_with_a_rank_that_has_none(comm, dtype):
     """MPI takes another algorithm for every length, and no two ranks may take different ones."""
     counts = uneven(comm.size)  # rank 2, of two ranks rank 1, has no row
     counts[min(2, comm.size - 1)] = 0
+    if comm.size == 1:
+        return
     for width in (1, 30, 100, 400, 1500, 6000, 50_000):
         whole = (jnp.arange(sum(counts) * width) % 31).reshape(-1, width).astype(dtype)
         start = sum(counts[: comm.rank])
