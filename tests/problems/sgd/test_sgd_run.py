@@ -60,9 +60,12 @@ def test_digits_are_read_after_training_in_every_mode(comm, directory, capfd):
     names = [course.name for course in result.courses]
     assert names == ["synchronous", "asynchronous-2", "local"]
     for course in result.courses:
-        # Stale gradients of more workers learn more slowly in as many samples.
-        slow = comm.size > 2 and course.name == "asynchronous-2"
-        assert course.epochs[-1].score > (0.5 if slow else 0.85), course.name
+        first, *_, last = course.epochs
+        if comm.size > 2 and course.name == "asynchronous-2":
+            # Stale gradients of more workers learn more slowly in as many samples.
+            assert last.loss < first.loss and last.score > first.score
+        else:
+            assert last.score > 0.85, course.name
         assert course.steps[-1].samples == 3 * 1440
         lines = (settings.out / course.name / "history.jsonl").read_text().splitlines()
         assert json.loads(lines[-1])["samples"] == 3 * 1440
