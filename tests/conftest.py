@@ -54,7 +54,7 @@ _SOME = ((1,), (), (2,), (1,), (), (3,), (), ())
 _SOME_OPERATIONS = ((1,), (), (2,), (), (1,), (), (3,), ())
 _PAIRS = ((1,), (1,), (2,))  # an operation under a transformation: all of them
 _HEAVY = ((2,), (), (3,), (), (), ())
-_JIT = ((2,), (3,), (2,), (4,))  # each operation's dot test
+_JIT = ((1, 2), (2, 3), (2, 4))  # each operation's dot test
 
 
 def counts_of(item: pytest.Item) -> tuple[int, ...]:

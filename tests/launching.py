@@ -24,6 +24,22 @@ def mpigrad(*arguments: object, **environment: str) -> subprocess.CompletedProce
     return run(command(*arguments), **environment)
 
 
+def on_six_ranks(folder: pathlib.Path, beside: str, *lines: str) -> None:
+    """Run these lines on six ranks, with `world`, `alone`, and the tests beside a file."""
+    program = folder / "six.py"
+    head = (
+        "import jax; jax.config.update('jax_enable_x64', True)",
+        "import mpigrad",
+        "from mpi4py import MPI",
+        "world, alone = map(mpigrad.Communicator, (MPI.COMM_WORLD, MPI.COMM_SELF))",
+    )
+    program.write_text("\n".join([*head, *lines, "print(f'rank {world.rank} of 6: equal')", ""]))
+    tests = [str(pathlib.Path(beside).parent), str(PROGRAMS.parent)]
+    paths = os.pathsep.join([*tests, os.environ.get("PYTHONPATH", "")])
+    done = mpigrad("launch", "-n", 6, program, PYTHONPATH=paths)
+    assert done.stdout.count("of 6: equal") == 6, done.stdout + done.stderr
+
+
 def run(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """Run any command to its end."""
     return subprocess.run(

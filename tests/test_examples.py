@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
 import runpy
@@ -12,18 +11,17 @@ import pytest
 
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 LONG = ("lynx_hare",)  # in make test-full only
-ALL = os.environ.get("MPIGRAD_ALL_TESTS") == "1"  # in make test, on two ranks only
 
 
 def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
     needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", path.read_text(), re.M)
-    some = [pytest.mark.ranks(*((1, 2) if ALL else (2,)))]
-    return some + [pytest.mark.full] * (path.stem in LONG) + [pytest.mark.torch] * bool(needs_torch)
+    return [pytest.mark.full] * (path.stem in LONG) + [pytest.mark.torch] * bool(needs_torch)
 
 
 CASES = [pytest.param(path, id=path.stem, marks=marks(path)) for path in EXAMPLES]
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("path", CASES)
 def test_example(path: pathlib.Path) -> None:
     assert path.exists()

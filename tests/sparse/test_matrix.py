@@ -1,5 +1,3 @@
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +9,6 @@ import mpigrad as mg
 from helpers import close
 from mpigrad import sparse
 from mpigrad.sparse import Matrix, Pattern
-
-ALL = os.environ.get("MPIGRAD_ALL_TESTS") == "1"
 
 
 @pytest.mark.parametrize("empty", [None, 0])
@@ -177,7 +173,7 @@ def test_errors_name_what_is_wrong(comm):
         system.matrix.scale_columns(2.0)
 
 
-@pytest.mark.ranks(*((2, 3) if ALL else (2,)))
+@pytest.mark.thin(2)
 def test_triangular_by_plain_jax(comm):
     """A rank whose entries nobody reads, one that gives none: batched and differentiated alike."""
     n = 2 * comm.size

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -284,17 +282,10 @@ def test_dtypes_that_differ_between_ranks_are_refused(comm):
 
 @pytest.mark.launcher
 def test_six_ranks(tmp_path):
-    program = tmp_path / "six.py"
-    program.write_text(
-        "import jax; jax.config.update('jax_enable_x64', True)\n"
-        "import mpigrad, test_acoustic as t\n"
-        "from mpi4py import MPI\n"
-        "world = mpigrad.Communicator(MPI.COMM_WORLD)\n"
-        "here, alone = t.model(world), t.model(mpigrad.Communicator(MPI.COMM_SELF))\n"
-        "t.compare(here, t.everything(here), t.everything(alone), here.tile)\n"
-        "print(f'rank {world.rank} of 6: equal')\n"
+    launching.on_six_ranks(
+        tmp_path,
+        __file__,
+        "import test_acoustic as t",
+        "here = t.model(world)",
+        "t.compare(here, t.everything(here), t.everything(t.model(alone)), here.tile)",
     )
-    here = pathlib.Path(__file__).parent
-    paths = [str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = launching.mpigrad("launch", "-n", 6, program, PYTHONPATH=os.pathsep.join(paths))
-    assert done.stdout.count("of 6: equal") == 6, done.stdout + done.stderr

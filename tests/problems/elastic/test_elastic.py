@@ -1,8 +1,6 @@
 """Elastic waves: the kernels, the reference, one rank and many; and their derivatives."""
 
 import functools
-import os
-import pathlib
 
 import elastic_case as case
 import jax
@@ -304,16 +302,9 @@ def test_the_largest_time_step_is_stable_beside_air(comm):
 @pytest.mark.launcher
 @pytest.mark.full
 def test_six_ranks(tmp_path):
-    program = tmp_path / "six.py"
-    program.write_text(
-        "import jax; jax.config.update('jax_enable_x64', True)\n"
-        "import mpigrad, test_elastic as t\n"
-        "from mpi4py import MPI\n"
-        "world, alone = map(mpigrad.Communicator, (MPI.COMM_WORLD, MPI.COMM_SELF))\n"
-        "t.test_kernels_are_the_reference_and_all_ranks_are_one(world, alone)\n"
-        "print(f'rank {world.rank} of 6: equal')\n"
+    launching.on_six_ranks(
+        tmp_path,
+        __file__,
+        "import test_elastic as t",
+        "t.test_kernels_are_the_reference_and_all_ranks_are_one(world, alone)",
     )
-    here = pathlib.Path(__file__).parent
-    paths = [str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
-    done = launching.mpigrad("launch", "-n", 6, program, PYTHONPATH=os.pathsep.join(paths))
-    assert done.stdout.count("of 6: equal") == 6, done.stdout + done.stderr
