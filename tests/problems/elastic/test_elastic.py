@@ -75,11 +75,11 @@ def test_tiles_with_a_middle_are_one_rank(comm, alone, dims):
     cells = (50, 60)
     random = np.random.default_rng(5)
     whole = [random.uniform(*bounds, cells) for bounds in ((6e9, 9e9), (3e9, 4e9), (1900, 2200))]
-    survey = Survey(
-        sources=np.array([[[250.0, 350.0], [31.7, 20.0]]]),
-        receivers=np.array([[[45.0, 30.0], [247.0, 361.2], [470.0, 640.0]]]),
-    )
-    wavelets = jnp.asarray(1e9 * random.normal(size=(1, 2, 12)))
+    # Waves everywhere within a few steps, in the layers too.
+    places = np.meshgrid(np.linspace(5, 495, 9), np.linspace(6, 714, 11))
+    sources = np.stack([x.ravel() for x in places], -1)[None]
+    survey = Survey(sources, np.array([[[45.0, 30.0], [247.0, 361.2], [470.0, 640.0]]]))
+    wavelets = jnp.asarray(1e9 * random.normal(size=(1, sources.shape[1], 12)))
 
     def gradient(on, dims):
         grid = Grid(cells, (10.0, 12.0), on, dims)
