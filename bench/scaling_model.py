@@ -157,14 +157,14 @@ def _acoustic(tile: Tile, gradient: bool, steps: int) -> Sent:
 
 
 def _elastic(tile: Tile, gradient: bool, steps: int) -> Sent:
-    # Velocities, then stresses: two and three fields; the media once; the largest velocity.
+    # Velocities, then stresses: two and three fields; the media once; five extremes of the model.
     ranks = tile.dims[0] * tile.dims[1]
     velocities, stresses, state = (
         sized(tile.across(fields * REACH, LAYERS), 4) for fields in (2, 3, 5)
     )
     media = sized(tile.halo(3), 4)
     run = (velocities + stresses) * steps + state + media + collective(ranks, 5 * 8)
-    stable = collective(ranks, 4 * 4)
+    stable = collective(ranks, 5 * 4)
     if gradient:
         return run * 2 + stable * 3 + collective(ranks, 4, 4)
     return run + stable + collective(ranks, 4)

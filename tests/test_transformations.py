@@ -42,7 +42,7 @@ def test_numbers_and_names_of_the_same_argument() -> None:
     close(mg.grad(lambda x, y: jnp.sum(x * y), argnums=np.int64(1))(2.0, 3.0), 2.0)
 
 
-@pytest.mark.thin(2, 3)
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_loss_that_is_not_replicated_is_an_error_everywhere(
     comm: Communicator, compiled: bool

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "propagate.h"
+#include "rim.h"
 
 namespace mpigrad::waves {
 
@@ -16,6 +17,7 @@ class Acoustic {
  public:
   using Value = T;
   static constexpr int kModels = 1, kFields = 3, kPhases = 1;
+  static constexpr bool kHistoryIsState = false;
 
   struct Wave {
     // Present and earlier pressure; what becomes the next one; phi, psi and their next values.
@@ -52,6 +54,7 @@ class Acoustic {
       margin_[side] = tile_.layers[side] ? tile_.layers[side] + R : 0;
     // Whole registers of 256 bits: what is left over of a row so short would cost as much.
     for (int side : {2, 3}) margin_[side] = (margin_[side] + 7) / 8 * 8;
+    rim_ = Rim(tile_, margin_, R);
     for (const Box& box : {Box{0, tile_.layers[0], 0, tile_.ny},
                            Box{tile_.layers[0], tile_.nx - tile_.layers[1], 0, tile_.layers[2]},
                            Box{tile_.layers[0], tile_.nx - tile_.layers[1],
@@ -191,7 +194,11 @@ class Acoustic {
 
   T* first(Wave&) const { return nullptr; }
   int source_phase() const { return 0; }
-  void prepare(int, Mode, Wave&, T*, T*) const {}
+  void prepare(int, Mode mode, Wave& wave, T* history, T* rim) const {
+    if (mode != Mode::kReverse) return;
+    T* rest = transfer_boxes<true>(tile_, rim_.ring, static_cast<T*>(wave.u), rim);
+    transfer_boxes<true>(tile_, rim_.outside, history, rest);
+  }
 
   void update(int, Mode mode, const Box& box, Wave& wave, T* history) const {
     switch (mode) {
@@ -199,8 +206,26 @@ class Acoustic {
       case Mode::kSave: return rows<Mode::kSave>(box, wave, history);
       case Mode::kAdjoint: return rows<Mode::kAdjoint>(box, wave, history);
       case Mode::kBorn: return rows<Mode::kBorn>(box, wave, history);
+      case Mode::kRim: return rows<Mode::kRim>(box, wave, history);
+      case Mode::kReverse: {
+        const Box part = rim_.part(box);
+        for (int64_t i = part.i0; i < part.i1; ++i)
+          inside<Mode::kReverse>(i, part.j0, part.j1, wave, history);
+      }
     }
   }
+
+  // ---- boundary saving: the pressure before, around the inside, and the history outside ----
+
+  int64_t rim_size() const { return rim_.ring_cells + rim_.outside_cells; }
+  void keep_before(const Wave& wave, T* rim) const {
+    transfer_boxes<false>(tile_, rim_.ring, static_cast<T*>(wave.u), rim);
+  }
+  void keep_after(T* history, T* rim) const {
+    transfer_boxes<false>(tile_, rim_.outside, history, rim + rim_.ring_cells);
+  }
+  // Backwards the pressure before is the next one.
+  void turn(Wave& wave) const { swap(wave.w, wave.u); }
 
   // What neighbours need: the new pressure, phi across x and psi across y where layers run across
   // a face.
@@ -220,10 +245,12 @@ class Acoustic {
   void inject(int, Mode mode, const std::vector<PointTable::Entry>& entries, Wave& wave,
               const T* values, int64_t step, T* history) const {
     for (const auto& e : entries) {
+      if (mode == Mode::kReverse && !rim_.has(e.i, e.j)) continue;  // the rim has it
       const T value = static_cast<T>(e.weight) * values[e.point * step];
       const T source = mode == Mode::kAdjoint ? value : area_ * value;
       wave.u[e.cell] += k_[e.cell] / later(e.i, e.j) * source;
-      if (mode == Mode::kSave) history[e.cell] += source;
+      if (mode == Mode::kSave || mode == Mode::kRim || mode == Mode::kReverse)
+        history[e.cell] += source;
     }
   }
 
@@ -303,15 +330,17 @@ class Acoustic {
 
   template <Mode M>
   void rows(const Box& box, Wave& wave, T* history) const {
+    constexpr Mode kOutside = M == Mode::kRim ? Mode::kSave : M;
+    constexpr Mode kInside = M == Mode::kRim ? Mode::kPlain : M;
     const int64_t left = std::clamp(margin_[2], box.j0, box.j1);
     const int64_t right = std::clamp(tile_.ny - margin_[3], left, box.j1);
     for (int64_t i = box.i0; i < box.i1; ++i) {
       if (i < margin_[0] || i >= tile_.nx - margin_[1]) {
-        in_layer<M>(i, box.j0, box.j1, wave, history);
+        in_layer<kOutside>(i, box.j0, box.j1, wave, history);
       } else {
-        if (box.j0 < left) in_layer<M>(i, box.j0, left, wave, history);
-        inside<M>(i, left, right, wave, history);
-        if (right < box.j1) in_layer<M>(i, right, box.j1, wave, history);
+        if (box.j0 < left) in_layer<kOutside>(i, box.j0, left, wave, history);
+        inside<kInside>(i, left, right, wave, history);
+        if (right < box.j1) in_layer<kOutside>(i, right, box.j1, wave, history);
       }
     }
     if (M == Mode::kSave) end_streams();
@@ -343,6 +372,7 @@ class Acoustic {
         T next = 2 * w[j] - u[j] + k[j] * drive;
         if (M == Mode::kBorn) next += sum[j] * h[j];
         if (M == Mode::kSave) line[j - begin] = drive;
+        if (M == Mode::kReverse) h[j] = drive;
         u[j] = next;
       }
       if (M == Mode::kSave) stream(h + begin, line, end - begin);
@@ -404,7 +434,8 @@ class Acoustic {
   T xx_[R + 1], yy_[R + 1], x_[R + 1], y_[R + 1];
   // Damping, what phi or psi keep of themselves in a step, what they gain; with a margin of R.
   std::vector<T> damp_[2], keep_[2], gain_[2];
-  int64_t margin_[kSides];  // where the layers act on the pressure
+  std::array<int64_t, kSides> margin_;  // where the layers act on the pressure
+  Rim rim_{tile_, {}, R};
   int64_t layer_cells_ = 0;
   const T* velocity_ = nullptr;
   Field<T> k_;    // (dt c)^2

@@ -6,6 +6,7 @@
 
 #include "elastic_adjoint.h"
 #include "propagate.h"
+#include "rim.h"
 
 namespace mpigrad::waves {
 
@@ -14,6 +15,7 @@ class Elastic {
  public:
   using Value = T;
   static constexpr int kModels = 5, kFields = 7, kPhases = 2;
+  static constexpr bool kHistoryIsState = true;
   enum Kind { kPressure, kVx, kVy };  // what a source drives, or a receiver records
 
   struct Wave {
@@ -34,7 +36,8 @@ class Elastic {
         tile_(setup.tile),
         weights_(setup.dt, setup.hx, setup.hy),
         back_(-setup.dt, setup.hx, setup.hy),
-        area_(1 / (setup.hx * setup.hy)) {
+        area_(1 / (setup.hx * setup.hy)),
+        rim_(tile_, tile_.layers, elastic::kReach) {
     for (size_t k = 0; k < 8; ++k)
       profiles_[k].assign(setup.profiles[k].begin(), setup.profiles[k].end());
     for (int half = 0; half < 2; ++half) {
@@ -143,6 +146,13 @@ class Elastic {
       clear_margin(w.next.vx);
       clear_margin(w.next.vy);
     }
+    if (mode == Mode::kReverse && phase == 0) transfer_stress<true>(w.stress, before);
+    if (mode == Mode::kReverse && phase == 1) {
+      w.next = slot(history);
+      clear_margin(w.next.vx);
+      clear_margin(w.next.vy);
+      transfer_velocity<true>(w.next, before);
+    }
     if (mode == Mode::kAdjoint || mode == Mode::kBorn) {
       after_ = slot(history);
       before_ = slot(before);
@@ -158,6 +168,7 @@ class Elastic {
   }
 
   void update(int phase, Mode mode, const Box& b, Wave& w, T*) const {
+    if (mode == Mode::kReverse) return undo(phase, rim_.part(b), w);
     if (!fused(mode)) return rows(phase, mode, b, b.i0, b.i1, w);
     const bool middle = b == tile_.middle;
     if (phase == 0)
@@ -166,8 +177,8 @@ class Elastic {
       rows(1, mode, b, middle ? fused_end() : b.i0, b.i1, w);
   }
 
-  void finish(int phase, Mode, Wave& w) const {
-    if (phase == 0) {
+  void finish(int phase, Mode mode, Wave& w) const {
+    if (phase == 0 || mode == Mode::kReverse) {
       w.previous = w.v;
       w.v = w.next;
     } else {
@@ -176,8 +187,8 @@ class Elastic {
     }
   }
 
-  void pieces(int phase, Mode, const Wave& w, std::vector<Piece<T>>& list) const {
-    if (phase == 0)
+  void pieces(int phase, Mode mode, const Wave& w, std::vector<Piece<T>>& list) const {
+    if ((phase == 0) != (mode == Mode::kReverse))
       add_pieces({w.next.vx, w.next.vy}, list);
     else
       add_pieces({w.stress.p, w.stress.q, w.stress.s}, list);
@@ -186,6 +197,18 @@ class Elastic {
     add_pieces({w.v.vx, w.v.vy, w.stress.p, w.stress.q, w.stress.s}, list);
   }
 
+  // ---- boundary saving: before each step the stresses around the inside, the velocities outside ----
+
+  int64_t rim_size() const {
+    return 3 * rim_.ring_cells + 2 * (rim_.outside_cells + along_x() + along_y());
+  }
+  void keep_before(const Wave& w, T* rim) const {
+    transfer_velocity<false>(w.v, rim);
+    transfer_stress<false>(w.stress, rim);
+  }
+  void keep_after(T*, T*) const {}
+  void turn(Wave&) const {}
+
   // ---- points ----
 
   // The phase of the adjoint before which the sources' cotangents are read.
@@ -193,9 +216,10 @@ class Elastic {
 
   void inject(int phase, Mode mode, const std::vector<PointTable::Entry>& entries, Wave& w,
               const T* values, int64_t step, T*) const {
-    const bool adjoint = mode == Mode::kAdjoint;
-    if (phase != (adjoint || source() == kPressure ? 1 : 0)) return;
+    const bool adjoint = mode == Mode::kAdjoint, undone = mode == Mode::kReverse;
+    if (phase != ((adjoint || source() == kPressure) != undone ? 1 : 0)) return;
     for (const auto& e : entries) {
+      if (undone && !rim_.has(e.i, e.j)) continue;  // the rim has it
       const T value = static_cast<T>(e.weight) * values[e.point * step];
       const int64_t c = e.i * tile_.ny + e.j;
       if (adjoint) {
@@ -205,7 +229,7 @@ class Elastic {
           case kVy: w.late.emplace_back(w.v.vy + e.cell, adjoint_.by[c] * value); break;
         }
       } else {
-        const T drive = weights_.dt * area_ * value;
+        const T drive = (undone ? -1 : 1) * weights_.dt * area_ * value;
         switch (source()) {
           case kPressure: w.stress.p[e.cell] += drive; break;
           case kVx: w.next.vx[e.cell] += forward_.bx[c] * drive; break;
@@ -291,6 +315,21 @@ class Elastic {
     }
   }
 
+  // Between fields and a rim: the memories, which follow each other, velocities, stresses.
+  template <bool kIn>
+  void transfer_velocity(const elastic::Velocity<T>& v, T* rim) const {
+    const int64_t memories = 2 * (along_x() + along_y());
+    std::memcpy(kIn ? v.mx[0] : rim, kIn ? rim : v.mx[0], memories * sizeof(T));
+    rim += memories;
+    for (T* field : {v.vx, v.vy}) rim = transfer_boxes<kIn>(tile_, rim_.outside, field, rim);
+  }
+  template <bool kIn>
+  void transfer_stress(const elastic::Stress<T>& stress, T* rim) const {
+    rim += 2 * (along_x() + along_y() + rim_.outside_cells);
+    for (T* field : {stress.p, stress.q, stress.s})
+      rim = transfer_boxes<kIn>(tile_, rim_.ring, field, rim);
+  }
+
   // From cotangents to the adjoint's variables, or back.
   template <class F>
   void scale(Wave& w, F f, T memories) const {
@@ -352,6 +391,16 @@ class Elastic {
     }
   }
 
+  // A step backwards where there are no layers: the stresses first.
+  void undo(int phase, const Box& b, Wave& w) const {
+    for (int64_t i = b.i0; i < b.i1; ++i)
+      if (phase == 0)
+        deform(tile_, back_, i, b.j0, b.j1, w.v.vx, w.v.vy, forward_, w.stress);
+      else
+        accelerate(tile_, back_, i, b.j0, b.j1, w.stress, forward_, w.v.vx, w.v.vy, w.next.vx,
+                   w.next.vy);
+  }
+
   void accelerate_row(int64_t i, const Box& b, Wave& w, Mode mode) const {
     remember_stress(tile_, weights_, profile_, i, b.j0, b.j1, w.stress);
     accelerate(tile_, weights_, i, b.j0, b.j1, w.stress, forward_, w.v.vx, w.v.vy, w.next.vx,
@@ -395,6 +444,7 @@ class Elastic {
   const Tile& tile_;
   const elastic::Weights<T> weights_, back_;
   const T area_;
+  const Rim rim_;
   std::vector<T> profiles_[8];
   elastic::Profile<T> profile_;
   elastic::Parameters<T> forward_, adjoint_, tangents_;

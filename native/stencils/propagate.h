@@ -13,6 +13,10 @@
 //   update(phase, mode, box, ...)     the fields in a box; `history` is that of the step, saved,
 //                                     read by the adjoint, or read by the tangent (kBorn)
 //   finish(phase, mode, wave)         when all boxes are done (new fields become the present ones)
+//   rim_size, keep_before, keep_after what boundary saving keeps of a step (kRim), before and after it
+//   turn(wave)                        a last state becomes one that is run backwards (kReverse, whose
+//                                     prepare takes what was kept in the place of `before`)
+//   kHistoryIsState                   whether the history of a step is part of the state after it
 //   inject, sample                    points: sources and receivers, which the adjoint exchanges;
 //                                     it reads the sources' cotangents before its source_phase
 // A step is: sample, then for each phase prepare, update (edges, middle), inject, exchange.
@@ -30,7 +34,7 @@
 
 namespace mpigrad::waves {
 
-enum class Mode { kPlain, kSave, kAdjoint, kBorn };
+enum class Mode { kPlain, kSave, kAdjoint, kBorn, kRim, kReverse };
 
 // Points and their values (points, steps) of a shot.
 template <class T>
@@ -116,6 +120,11 @@ class Propagation {
       physics_.begin(wave, state, shot);
       if (int code = exchange_all(wave)) return code;
       T* mine = kept ? kept + shot * kept_size() : nullptr;
+      if (mine && rims()) {
+        if (int code = forward_with_rims(wave, shot, sources, mine, &receivers)) return code;
+        physics_.end(wave, last, shot);
+        continue;
+      }
       for (int64_t n = 0; n < setup_.steps; ++n) {
         if (mine && !chunks_.whole() && n > 0 && n % chunks_.length == 0)
           physics_.end(wave, checkpoint(mine, n / chunks_.length), 0);
@@ -166,6 +175,9 @@ class Propagation {
               const Arrays<T>& models, const Values<T>& source_cotangents,
               const Arrays<T>& first_cotangents) {
     if (kept) kept->used = true;
+    if (rims())
+      return adjoint_with_rims(state, sources, kept, receiver_cotangents, last_cotangents, models,
+                               source_cotangents, first_cotangents);
     const int64_t length = std::min(chunks_.length, setup_.steps);
     const bool ready = kept && chunks_.whole();
     Memory states, memory;
@@ -227,6 +239,67 @@ class Propagation {
   static constexpr int kDouble = 12;  // XLA's number
   static constexpr int kMax = 2;      // mpigrad.native.REDUCTIONS
 
+  // ---- boundary saving ----
+
+  bool rims() const { return setup_.checkpoints == kRims; }
+
+  // From a wave that has begun; `mine` gets the rims of all steps, and the last state.
+  int forward_with_rims(Wave& wave, int64_t shot, const Values<T>& sources, T* mine,
+                        const Values<T>* receivers) {
+    Memory memory(history_bytes());
+    T* history = static_cast<T*>(memory.data());
+    for (int64_t n = 0; n < setup_.steps; ++n) {
+      if (receivers)
+        physics_.sample(Mode::kPlain, receivers->table->of(shot), wave, receivers->at(shot, n),
+                        receivers->steps);
+      T* rim = mine + n * physics_.rim_size();
+      physics_.keep_before(wave, rim);
+      if (int code = advance(wave, Mode::kRim, history, nullptr, shot, n, sources)) return code;
+      physics_.keep_after(history, rim);
+    }
+    physics_.end(wave, checkpoint(mine + setup_.steps * physics_.rim_size(), 1), 0);
+    return 0;
+  }
+
+  int adjoint_with_rims(const Arrays<const T>& state, const Values<T>& sources, Kept* kept,
+                        const Values<T>& receiver_cotangents,
+                        const Arrays<const T>& last_cotangents, const Arrays<T>& models,
+                        const Values<T>& source_cotangents, const Arrays<T>& first_cotangents) {
+    Memory again, memory(2 * history_bytes());
+    if (!kept) again = Memory(kept_size() * sizeof(T));
+    Wave wave = physics_.wave(), back = physics_.wave();
+    for (int64_t shot = 0; shot < setup_.shots; ++shot) {
+      T* mine = static_cast<T*>(again.data());
+      if (kept) {
+        mine = static_cast<T*>(kept->memory.data()) + shot * kept_size();
+      } else {
+        physics_.begin(wave, state, shot);
+        if (int code = exchange_all(wave)) return code;
+        if (int code = forward_with_rims(wave, shot, sources, mine, nullptr)) return code;
+      }
+      const Arrays<T> last = checkpoint(mine + setup_.steps * physics_.rim_size(), 1);
+      physics_.begin(wave, {last.begin(), last.end()}, 0);
+      physics_.turn(wave);
+      if (int code = exchange_all(wave)) return code;
+      physics_.begin_adjoint(back, last_cotangents, shot);
+      if (int code = exchange_all(back)) return code;
+      T* after = physics_.first(wave);
+      for (int64_t n = setup_.steps - 1; n >= 0; --n) {
+        T* here = static_cast<T*>(memory.data()) + n % 2 * physics_.history_size();
+        if (int code = advance(wave, Mode::kReverse, here, mine + n * physics_.rim_size(), shot, n,
+                               sources))
+          return code;
+        if (int code = advance(back, Mode::kAdjoint, P::kHistoryIsState ? after : here, here, shot,
+                               n, receiver_cotangents, &source_cotangents))
+          return code;
+        after = here;
+      }
+      physics_.end_adjoint(back, first_cotangents, shot);
+    }
+    physics_.gradient(models);
+    return 0;
+  }
+
   // The adjoint injects `values` at the receivers, and reads at the sources.
   int advance(Wave& wave, Mode mode, T* history, T* before, int64_t shot, int64_t n,
               const Values<T>& values, const Values<T>* reads = nullptr) {
@@ -265,6 +338,7 @@ class Propagation {
 
   // Of one shot, in values.
   int64_t kept_size() const {
+    if (rims()) return setup_.steps * physics_.rim_size() + checkpoint_size();
     return chunks_.whole() ? setup_.steps * physics_.history_size()
                            : (chunks_.count() - 1) * checkpoint_size();
   }

@@ -78,12 +78,15 @@ struct PointTable {
   const Shot& of(int64_t shot) const { return shots[shots.size() == 1 ? 0 : shot]; }
 };
 
+// What a run keeps for its gradient: the history of every step, or its rim (rim.h).
+constexpr int64_t kAll = -1, kRims = -2;
+
 // What Python has settled before the run.
 struct Setup {
   int64_t number, physics, slot;
   Tile tile;
   int64_t steps, shots, threads;
-  int64_t checkpoints;  // 0: as memory allows, -1: everything, else one state every so many steps
+  int64_t checkpoints;  // 0: as memory allows, kAll, kRims, else one state every so many steps
   int64_t memory;       // bytes
   int64_t fingerprint;  // equal on all ranks
   double dt, hx, hy;

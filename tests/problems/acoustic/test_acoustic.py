@@ -111,6 +111,28 @@ def test_native_is_the_one_rank_program(comm, alone, order):
         compare(native, mine, everything(dataclasses.replace(native, **ways[comm.size])))
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("pml", [LAYERS, ((0, 0), (0, 0)), ((12, 0), (9, 9))])
+def test_waves_run_backwards_from_their_boundary(comm, pml):
+    """A part of the tile, all of it, and hardly any; sources inside and among what is kept."""
+    velocity, wavelets, *_ = whole()
+    acoustic = model(comm, pml=pml, order=2 if pml == LAYERS else 4)
+    v = jnp.asarray(velocity[acoustic.grid.slices])
+
+    def loss(velocity, wavelets, **kept):
+        way = dataclasses.replace(acoustic, **kept)
+        gathers, state = way.propagate(velocity, wavelets, survey())
+        return jnp.sum(gathers**2) / comm.size + jnp.sum(state.field**2)
+
+    both = [
+        mpigrad.jit(mpigrad.grad(functools.partial(loss, **kept), (0, 1), comm=comm))(v, wavelets)
+        for kept in ({}, {"checkpoints": "boundary"}, {"checkpoints": "boundary", "threads": 2})
+    ]
+    for found in both[1:]:
+        for a, b in zip(found, both[0], strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.max(np.abs(b)))
+
+
 @pytest.mark.thin(3)
 def test_shares_of_the_gathers(comm):
     acoustic = model(comm)
@@ -181,10 +203,11 @@ def test_taylor_expansion_in_all_operands(comm):
 
 
 @pytest.mark.ranks(2)
-def test_a_gradient_survives_what_it_needs(comm):
+@pytest.mark.parametrize("checkpoints", [None, "boundary"])
+def test_a_gradient_survives_what_it_needs(comm, checkpoints):
     """What forward runs keep is limited: it is computed again where it has gone."""
     velocity, wavelets, *_ = whole()
-    small = model(comm, memory=2 << 20)  # for one run
+    small = model(comm, memory=2 << 20, checkpoints=checkpoints)  # for one run
     v = jnp.asarray(velocity[small.grid.slices])
     f = lambda v: small.propagate(v, wavelets, survey()).gathers
     gathers, back = mpigrad.vjp(f, v)
@@ -254,6 +277,10 @@ def test_bad_arguments_are_refused(comm):
         acoustic.largest_time_step(mine * (-1 if comm.rank == 0 else 1))
     with pytest.raises(ValueError, match="order must be 2 or 4"):
         model(comm, order=3)
+    with pytest.raises(ValueError, match='checkpoints must be a number of steps, "all", "bound'):
+        model(comm, checkpoints=-1)
+    with pytest.raises(ValueError, match='"boundary" is of the native kernels'):
+        model(comm, checkpoints="boundary", method="xla")
     with pytest.raises(ValueError, match="pml: a number of cells"):
         model(comm, pml=(1, 2, 3))
     if comm.size == 2:

@@ -162,10 +162,10 @@ def test_a_run_is_written(comm, directory, capfd):
 
 @pytest.mark.full
 @pytest.mark.ranks(2)
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_truth_is_found(comm, directory):
     """Of 12 simulated patients, from their table."""
-    settings = small(directory, patients=12, iterations=40, warmup=100, draws=100, depth=6)
+    settings = small(directory, patients=12, iterations=40, warmup=150, draws=200, depth=6)
     first = run(dataclasses.replace(settings, draws=0, out=directory / "first"), comm)
     assert first.posterior is None
     assert first.report.read_text().count("data:image/png;base64,") == 2

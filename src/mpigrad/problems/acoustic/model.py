@@ -20,6 +20,7 @@ from mpigrad.problems.acoustic.scheme import Scheme
 from mpigrad.problems.acoustic.state import State, at_rest
 from mpigrad.problems.waves.absorbing import WaveTile, damping, widths_of
 from mpigrad.problems.waves.agreement import require_same
+from mpigrad.problems.waves.checkpoints import Checkpoints, check_checkpoints, native_number
 from mpigrad.problems.waves.interpolation import point_table
 from mpigrad.problems.waves.propagation import propagate
 from mpigrad.problems.waves.stability import SECOND_DERIVATIVES, wave_equation_limit
@@ -73,8 +74,9 @@ class Acoustic:
         the largest stable step. It is not taken from the model, so that the gradient with respect
         to the model is that of one and the same scheme.
     checkpoints
-        What a gradient keeps of the forward run: "all" fields, one state every k steps, or what
-        fits into `memory` (None).
+        What a gradient keeps of the forward run: "all" fields, one state every k steps, what fits
+        into `memory` (None), or the "boundary": the layers, and the cells beside them, of every
+        step; what is inside is run backwards, and equal to rounding.
     threads
         Threads of each rank (1).
     method
@@ -98,7 +100,7 @@ class Acoustic:
     pml: Any = 20
     reflection: float = 1e-4
     max_velocity: float | None = None
-    checkpoints: int | Literal["all"] | None = None
+    checkpoints: Checkpoints = None
     threads: int | None = None
     method: Literal["native", "xla"] | None = None
     memory: int | None = None
@@ -234,13 +236,7 @@ def _check_settings(model: Acoustic) -> None:
         raise ValueError(f"Acoustic: reflection must lie between 0 and 1, not {model.reflection}")
     if model.max_velocity is not None and not model.max_velocity > 0:
         raise ValueError(f"Acoustic: max_velocity must be positive, not {model.max_velocity}")
-    if model.checkpoints not in (None, "all") and not (
-        isinstance(model.checkpoints, int) and model.checkpoints > 0
-    ):
-        raise ValueError(
-            f'Acoustic: checkpoints must be a number of steps, "all" or None, '
-            f"not {model.checkpoints!r}"
-        )
+    check_checkpoints(model.checkpoints, "Acoustic", native=model._is_native())
     if model.threads is not None and model.threads < 1:
         raise ValueError(f"Acoustic: threads must be at least 1, not {model.threads}")
     if model.method not in (None, "native", "xla"):
@@ -304,7 +300,7 @@ def _scheme(model: Acoustic, survey: Survey) -> Scheme:
         survey,
         sources,
         receivers,
-        -1 if model.checkpoints == "all" else model.checkpoints or 0,
+        native_number(model.checkpoints),
         model.threads or 1,
         model.memory,
     )

@@ -44,7 +44,7 @@ class Scheme:
     survey: Survey
     sources: PointTable
     receivers: PointTable
-    checkpoints: int  # 0: as memory allows, -1: all
+    checkpoints: int  # as native_number has it
     threads: int
     memory: int | None
 

@@ -30,6 +30,7 @@ from mpigrad.problems.elastic.scheme import (
 from mpigrad.problems.elastic.state import State, at_rest, from_native, to_native
 from mpigrad.problems.waves.absorbing import WaveTile, widths_of
 from mpigrad.problems.waves.agreement import require_same
+from mpigrad.problems.waves.checkpoints import Checkpoints, check_checkpoints, native_number
 from mpigrad.problems.waves.propagation import propagate
 from mpigrad.problems.waves.stability import limiting_square
 from mpigrad.problems.waves.survey import Survey
@@ -89,8 +90,9 @@ class Elastic:
         step. It is not taken from the model, so that the gradient with respect to the model is
         that of one and the same scheme.
     checkpoints
-        What a gradient keeps of the forward run: "all" fields, one state every k steps, or what
-        fits into `memory` (None).
+        What a gradient keeps of the forward run: "all" fields, one state every k steps, what fits
+        into `memory` (None), or the "boundary": the layers, and the cells beside them, of every
+        step; what is inside is run backwards, and equal to rounding.
     threads
         Threads of each rank (1).
     method
@@ -116,7 +118,7 @@ class Elastic:
     components: tuple[Component, ...] = ("vx", "vy")
     reflection: float = 1e-4
     max_velocity: float | None = None
-    checkpoints: int | Literal["all"] | None = None
+    checkpoints: Checkpoints = None
     threads: int | None = None
     method: Literal["native", "xla"] | None = None
     memory: int | None = None
@@ -288,13 +290,7 @@ def _check_settings(model: Elastic) -> None:
         raise ValueError(
             f"Elastic: components must be some of {COMPONENTS}, not {model.components!r}"
         )
-    if model.checkpoints not in (None, "all") and not (
-        isinstance(model.checkpoints, int) and model.checkpoints > 0
-    ):
-        raise ValueError(
-            f'Elastic: checkpoints must be a number of steps, "all" or None, '
-            f"not {model.checkpoints!r}"
-        )
+    check_checkpoints(model.checkpoints, "Elastic", native=model._is_native())
     if model.threads is not None and model.threads < 1:
         raise ValueError(f"Elastic: threads must be at least 1, not {model.threads}")
     if model.method not in (None, "native", "xla"):
@@ -364,7 +360,7 @@ def scheme_of(model: Elastic, survey: Survey) -> Scheme:
         model.components,
         sources,
         receivers,
-        -1 if model.checkpoints == "all" else model.checkpoints or 0,
+        native_number(model.checkpoints),
         model.threads or 1,
         model.memory,
     )

@@ -74,7 +74,7 @@ class Scheme:
     components: tuple[Component, ...]
     source_table: PointTable
     receiver_tables: tuple[PointTable, ...]
-    checkpoints: int  # 0: as memory allows, -1: all
+    checkpoints: int  # as native_number has it
     threads: int
     memory: int | None
 

@@ -1,0 +1,148 @@
+"""Time against memory of the gradient of waves, for each thing that it can keep of the forward run.
+
+    python bench/wave_memory.py [--physics acoustic elastic] [--cells 1000] [--steps 2000]
+        [--keep all memory boundary 60] [--budget 3e9] [--ranks 1] [--repeats 2]
+
+Each choice is a process of its own (`mpigrad launch`): "all" keeps the history of every step,
+"memory" what fits into BUDGET bytes of each rank, a number k one state every k steps, "boundary"
+the layers and the cells beside them. Printed are the memory that a gradient has taken at its peak,
+beside what the forward run takes (the largest of all ranks, by the kernel's count), and the
+shortest of some runs. The case is that of bench/wave_programs.py, float32; the last column is the
+largest difference of the gradients from the first choice's, by the gradient's largest value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import wave_programs as case
+
+HERE = __file__
+
+
+def measure(o: argparse.Namespace) -> None:
+    """On ranks: one choice; rank 0 writes what it has found."""
+    import jax
+    import jax.numpy as jnp
+    from mpi4py import MPI
+
+    import mpigrad
+    from mpigrad.grid import Grid
+    from mpigrad.problems.acoustic import Acoustic
+    from mpigrad.problems.elastic import Elastic, lame
+    from mpigrad.problems.waves import Survey
+
+    (physics,), (keep,) = o.physics, o.keep
+    grid = Grid((o.cells, o.cells), (case.SPACING, case.SPACING), dims=(o.ranks, 1))
+    comm = grid.comm
+    common: dict[str, Any] = {"dt": case.DT, "steps": o.steps, "pml": case.PML}
+    if keep != "memory":
+        common["checkpoints"] = int(keep) if keep.isdigit() else keep
+    if keep == "memory" or keep.isdigit():
+        common["memory"] = int(o.budget)
+    vp = case.random_model(grid.shape)[grid.slices]
+    source, height = case.source_cell((o.cells, o.cells)), 1.0
+    receivers = [(i, source[1] - o.cells // 5) for i in range(1, o.cells - 1)]
+    shift = (0.5, 0.5) if physics == "acoustic" else (1.0, 0.5)
+    survey = Survey(*((np.array([p]) + shift) * case.SPACING for p in ([source], receivers)))
+    if physics == "acoustic":
+        model: Any = Acoustic(grid, max_velocity=case.FASTEST, **common)
+        values: Any = (jnp.asarray(vp),)
+    else:
+        height = case.FORCE * case.SPACING**2
+        model = Elastic(
+            grid, frequency=case.FREQUENCY, source="force_x", components=("vx",), **common
+        )
+        moduli = lame(vp, case.shear(vp), case.density(vp))
+        values = tuple(map(jnp.asarray, (*moduli, case.density(vp))))
+    wavelets = height * jnp.asarray(case.ricker(o.steps))[None, None]
+
+    def loss(parameters: Any) -> Any:
+        share = model.propagate(*parameters, wavelets, survey, gathers="share").gathers
+        return jnp.sum(share**2)
+
+    forward, gradient = mpigrad.jit(loss), mpigrad.jit(mpigrad.grad(loss))
+
+    def peak() -> float:
+        mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        return comm.mpi.allreduce(mine, op=MPI.MAX)
+
+    def seconds(f: Callable[[Any], Any], times: int) -> tuple[float, Any]:
+        best, result = float("inf"), None
+        for _ in range(times):
+            comm.mpi.Barrier()
+            begun = time.perf_counter()
+            result = jax.block_until_ready(f(values))
+            best = min(best, comm.mpi.allreduce(time.perf_counter() - begun, op=MPI.MAX))
+        return best, result
+
+    plain, _ = seconds(forward, o.repeats)
+    before = peak()
+    spent, slopes = seconds(gradient, o.repeats)
+    taken = peak() - before
+    whole = [grid.gather(s) for s in slopes]
+    if comm.rank == 0:
+        np.savez(o.output, *whole)
+        print(json.dumps({"forward": plain, "gradient": spent, "memory": taken}))
+
+
+def compare(o: argparse.Namespace) -> None:
+    """All choices in turn, as a table."""
+    print(
+        f"{o.cells}² cells, {o.steps} steps, float32, {o.ranks} ranks\n\n"
+        "| | kept | memory, GB a rank | gradient, s | by forward | difference |\n"
+        "|---|---|---|---|---|---|"
+    )
+    for physics in o.physics:
+        first: list[np.ndarray] = []
+        for keep in o.keep:
+            with tempfile.NamedTemporaryFile(suffix=".npz") as file:
+                words = [sys.executable, "-m", "mpigrad", "launch", "-n", str(o.ranks)]
+                words += ["--timeout", "3000", HERE, "--on-ranks", "--output", file.name]
+                words += ["--physics", physics, "--keep", keep, "--cells", str(o.cells)]
+                words += ["--steps", str(o.steps), "--budget", str(o.budget)]
+                words += ["--ranks", str(o.ranks), "--repeats", str(o.repeats)]
+                done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+                if done.returncode:
+                    print(f"| {physics} | {keep} | ended with code {done.returncode} | | | |")
+                    continue
+                found = json.loads(done.stdout.splitlines()[-1])
+                slopes = list(np.load(file.name).values())
+            first = first or slopes
+            pairs = zip(slopes, first, strict=True)
+            off = max(np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in pairs)
+            ratio = found["gradient"] / found["forward"]
+            print(
+                f"| {physics} | {keep} | {found['memory']:.2f} | {found['gradient']:.1f} "
+                f"| {ratio:.1f} | {off:.0e} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Measure on ranks, or start what does."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--physics", nargs="+", default=["acoustic", "elastic"])
+    parser.add_argument("--cells", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--keep", nargs="+", default=["memory", "boundary", "60"])
+    parser.add_argument("--budget", type=float, default=3e9)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    o = parser.parse_args()
+    (measure if o.on_ranks else compare)(o)
+
+
+if __name__ == "__main__":
+    main()
