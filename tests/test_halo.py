@@ -156,6 +156,30 @@ def test_fields_of_several_dtypes_travel_in_one_message_each():
     assert messages == (3 if COMM.size > 1 else 0)
 
 
+@pytest.mark.thin(3)
+def test_adjoints_of_packed_fields_of_two_precisions():
+    """Of all fields to the rounding of the coarsest; of one in their company to its own."""
+    cases = [
+        (Grid((9, 8), (1.0, 1.0), periodic=(False, True)), ((2, 1), (0, 2)), "symmetric"),
+        (Grid((6, 7, 5), (1.0,) * 3), ((0, 1), (2, 0), (1, 1)), (0.0, "edge", ("reflect", -1.0))),
+    ]
+    kinds = {"a": ((2,), "float32"), "b": ((), "float64"), "c": ((), "float32")}
+    tiles = [
+        {
+            name: jnp.asarray(whole_field(grid, rest)[grid.slices], dtype)
+            for name, (rest, dtype) in kinds.items()
+        }
+        for grid, *_ in cases
+    ]
+
+    def exchange(tiles):
+        return [halo_exchange(u, *case) for u, case in zip(tiles, cases, strict=True)]
+
+    mpigrad.dot_test(exchange, tiles, rtol=1e-6)
+    of_doubles = lambda b: halo_exchange(tiles[0] | {"b": b}, *cases[0])["b"]
+    mpigrad.dot_test(of_doubles, tiles[0]["b"])
+
+
 @pytest.mark.parametrize("boundary", ["edge", 2.0])
 def test_gradient_equals_that_of_the_one_rank_program(boundary):
     grid = Grid((9, 8), (1.0, 1.0))

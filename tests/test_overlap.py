@@ -1,5 +1,7 @@
 """Stencils with overlap against the same stencils on exchanged tiles, and their adjoints."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +69,34 @@ def test_float32_in_three_dimensions_and_in_one():
         )
         assert result.dtype == jnp.float32
         assert np.array_equal(result, corner_differences(np.pad(whole, 1, "edge"))[grid.slices])
+
+
+def ends(fields, widths):
+    """Of the first and the last cell around each, in a float32 and a float64 field."""
+    axes = range(len(widths))
+    first, last = (
+        [x[tuple(slice(k, x.shape[i] - sum(widths[i]) + k) for i, k in enumerate(begin))]
+         for x in fields]
+        for begin in ([0 for _ in axes], [sum(widths[i]) for i in axes])
+    )  # fmt: skip
+    product = first[0] * last[1][..., 1]
+    return product, first[1] - 2 * last[1], jnp.sin(last[0])
+
+
+@pytest.mark.thin(2)
+def test_adjoints_of_two_precisions_in_three_dimensions_and_in_one():
+    cases, tiles = [], []
+    for shape, widths in (((23,), ((2, 1),)), ((5, 4, 14), ((0, 1), (2, 0), (1, 2)))):
+        grid = Grid(shape, (1.0,) * len(shape))
+        draw = np.random.default_rng([len(shape), COMM.rank]).normal
+        single = jnp.asarray(draw(size=grid.local_shape), jnp.float32)
+        tiles.append((single, jnp.asarray(draw(size=(*grid.local_shape, 2)))))
+        cases.append((functools.partial(ends, widths=widths), grid, widths, "symmetric"))
+
+    def overlapped(tiles):
+        return [apply_stencil(f, u, *where) for u, (f, *where) in zip(tiles, cases, strict=True)]
+
+    mpigrad.dot_test(overlapped, tiles, rtol=1e-6)
 
 
 @pytest.mark.thin(2)

@@ -1,8 +1,12 @@
 """What the problems' tests share."""
 
 import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
+import segyio
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
@@ -18,3 +22,28 @@ def directory(tmp_path, comm) -> pathlib.Path:
 def alone() -> Communicator:
     """One rank by itself: what it computes is what the one-rank program computes."""
     return Communicator(MPI.COMM_SELF)
+
+
+@pytest.fixture(scope="session")
+def write_segy() -> Callable[..., None]:
+    """Writes traces to a file, with the numbers of their inlines and crosslines."""
+
+    def write(
+        path: pathlib.Path,
+        traces: Any,
+        lines: Sequence[tuple[int, int]] | None = None,
+        milliseconds: float = 1.0,
+    ) -> None:
+        spec = segyio.spec()
+        spec.samples = np.arange(traces.shape[1]) * milliseconds
+        spec.tracecount, spec.format = len(traces), 5
+        with segyio.create(str(path), spec) as file:
+            for i, trace in enumerate(traces):
+                file.trace[i] = trace.astype(np.float32)
+                inline, crossline = lines[i] if lines else (1, i)
+                file.header[i] = {
+                    segyio.TraceField.INLINE_3D: inline,
+                    segyio.TraceField.CROSSLINE_3D: crossline,
+                }
+
+    return write

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fields import SHAPE, Field, flux, pad_whole
 from mpi4py import MPI
-from systems import stripes
+from systems import grid_system, stripes
 
 import mpigrad as mg
 from helpers import close
@@ -39,6 +39,24 @@ def test_jacobian_of_a_field(comm):
     close(got, expected)
     assert np.count_nonzero(rows) <= pattern.nnz
     assert 5 <= colouring(pattern).count <= 8
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_rows_is_batched_and_differentiated(comm):
+    """By JAX's own vmap and jvp: the sum of its entries, none, goes into the allreduce of all."""
+    system = grid_system(comm, empty=1)
+    jacobian = sparse_jacobian(lambda x: (system.matrix @ x) ** 2, system.pattern)
+    assert (system.pattern.n_local == 0) == (comm.rank == 1)
+
+    def total(x):
+        return mg.allreduce(jnp.sum(jacobian(x).values), comm=comm)
+
+    x = system.b
+    both = jax.jit(lambda x: (jax.jvp(total, (x,), (x,)), jax.vmap(total)(jnp.stack([x, 2 * x]))))
+    (value, tangent), batch = both(x)
+    matrix = np.asarray(system.dense(system.all_values))
+    expected = 2 * np.sum(matrix @ system.all_b * matrix.sum(1))
+    close((value, tangent, batch), (expected, expected, np.array([1, 2]) * expected))
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

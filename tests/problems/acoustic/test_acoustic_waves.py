@@ -65,17 +65,18 @@ def test_reciprocity(comm):
 
 
 @pytest.mark.ranks(1)
-def test_layers_absorb(comm):
+@pytest.mark.parametrize("order", [2, 4])
+def test_layers_absorb(comm, order):
     n, wide, h = 40, 110, 10.0
     dt, steps = 3e-3, 200
     depth = 10.5  # cells between the layer and a line of receivers; the source is on it
     source = (10.5, depth)
     receivers = np.array([(10.5, 5.5), (10.5 + 2 * depth, depth)])  # at 0 and 45 degrees
-    near = gathers(comm, (n, n), h, dt, steps, [np.array(source) * h], receivers * h)
+    near = gathers(comm, (n, n), h, dt, steps, [np.array(source) * h], receivers * h, order=order)
     shift = wide * h
     far = gathers(
         comm, (n + 2 * wide, n + 2 * wide), h, dt, steps,
-        [np.array(source) * h + shift], receivers * h + shift,
+        [np.array(source) * h + shift], receivers * h + shift, order=order,
     )  # fmt: skip
     decibel = 20 * np.log10(np.max(np.abs(near - far), axis=2) / np.max(np.abs(far), axis=2))[0]
     assert decibel[0] < -50, decibel

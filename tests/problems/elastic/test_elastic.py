@@ -66,6 +66,26 @@ def test_kernels_are_the_reference_and_all_ranks_are_one(comm, alone):
     )
 
 
+@pytest.mark.ranks(2)
+def test_the_reference_is_batched_on_a_rank_without_points(comm):
+    """By JAX's own vmap over wavelets: halos of its fields meet batched ones."""
+    xla, native = (case.model(comm, steps=4, method=method) for method in ("xla", "native"))
+    near = Survey(np.array([[[21.7, 20.0]]]), np.array([[[25.0, 30.0]]]))  # on rank 0
+    assert (len(scheme_of(xla, near).source_table.cells) == 0) == (comm.rank == 1)
+    part = case.mine(xla, case.arrays())
+    media = [part[name] for name in ("lam", "mu", "rho")]
+    w = part["wavelets"][:1, :1, :4]
+
+    def run(ws):
+        batched = jax.vmap(lambda w: xla.propagate(*media, w, near).gathers)
+        one = native.propagate(*media, ws[0], near).gathers
+        return one, jax.jvp(batched, (ws,), (ws[::-1],))
+
+    one, (batch, tangent) = jax.jit(run)(jnp.stack([w, 2 * w]))
+    assert jnp.any(one != 0)
+    case.compare((batch, tangent), (jnp.stack([one, 2 * one]), jnp.stack([2 * one, one])))
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("dims", [(2, 1), (1, 2), (2, 2)])
 def test_tiles_with_a_middle_are_one_rank(comm, alone, dims):

@@ -45,9 +45,21 @@ def check_files(out, whole):
 
 @pytest.mark.thin(2)
 def test_a_stop_and_a_restart_are_one_run(comm, directory, monkeypatch):
-    """Asked to stop, it ends after an iteration, and goes on from its file bit for bit."""
-    settings = dataclasses.replace(SMALL, iterations=3, out=directory / "whole")
+    """Asked to stop, it ends after an iteration, and goes on from its file bit for bit.
+
+    Masked cells keep the start's values exactly, all others change.
+    """
+    free = np.ones(SMALL.cells)
+    free[8:25, 6:11] = 0
+    if comm.rank == 0:
+        np.save(directory / "mask.npy", free)
+    settings = dataclasses.replace(
+        SMALL, iterations=3, mask=directory / "mask.npy", out=directory / "whole"
+    )
     whole = fwi.run(settings, comm)
+    start = fwi.inversion(settings, comm).parametrization.start((slice(None), slice(None)))
+    free[:, :2] = 0  # water
+    assert np.array_equal(whole.fields["vp"] != start["vp"], free != 0)
     stop = directory / "stop"
     if comm.rank == 0:
         stop.touch()

@@ -10,6 +10,8 @@ from scipy.linalg import expm
 
 import mpigrad
 from mpigrad.problems.heat import Heat
+from mpigrad.problems.heat.experiment import Experiment
+from mpigrad.problems.heat.inverse import predict
 from mpigrad.problems.poisson import unit_square
 from mpigrad.problems.poisson.fields import (
     manufactured_solution,
@@ -124,6 +126,24 @@ def test_sources_of_all_kinds(comm):
     assert found[0].shape == (9, *kappa.shape)
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0][-1], rtol=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_thermometers_is_batched_and_differentiated(comm):
+    """By JAX's own vmap and jvp: what it shows, nothing, goes into the allreduce of all."""
+    model, (kappa, initial, _) = problem(comm)
+    plan = Experiment(model, kappa, initial, lambda t: jnp.ones_like(kappa))
+    places = np.array([1, 4]) if comm.rank == 0 else np.zeros(0, int)
+
+    def total(kappa):
+        return mpigrad.allreduce(jnp.sum(predict(plan, kappa, places)), comm=comm)
+
+    step = 1e-4
+    kappas = jnp.stack([kappa, kappa * (1 + step), kappa * (1 - step)])
+    both = jax.jit(lambda k, ks: (jax.jvp(total, (k,), (k,)), jax.vmap(total)(ks)))
+    (one, slope), batch = both(kappa, kappas)
+    np.testing.assert_allclose(batch[0], one, rtol=1e-12)
+    np.testing.assert_allclose(slope, (batch[1] - batch[2]) / (2 * step), rtol=1e-5)
 
 
 @pytest.mark.thin(3)

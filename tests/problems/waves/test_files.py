@@ -3,26 +3,12 @@
 import numpy as np
 import pytest
 import scipy.io
-import segyio
 import zarr
 
 from mpigrad.problems.waves.files import read_array, read_model
 
 VP = 1500 + 10.0 * np.arange(35).reshape(7, 5)
 FIELDS = {"vp": VP, "vs": VP / 2, "rho": VP / 1.5}
-
-
-def write_segy(path, traces, lines=None):
-    spec = segyio.spec()
-    spec.samples, spec.tracecount, spec.format = np.arange(traces.shape[1]), len(traces), 5
-    with segyio.create(str(path), spec) as file:
-        for i, trace in enumerate(traces):
-            file.trace[i] = trace.astype(np.float32)
-            inline, crossline = lines[i] if lines else (1, i)
-            file.header[i] = {
-                segyio.TraceField.INLINE_3D: inline,
-                segyio.TraceField.CROSSLINE_3D: crossline,
-            }
 
 
 def write_mat(path, shots=2, steps=6):
@@ -43,7 +29,7 @@ def write_mat(path, shots=2, steps=6):
 
 
 @pytest.mark.ranks(1, 3)
-def test_every_format_is_read_back(comm, directory):
+def test_every_format_is_read_back(comm, directory, write_segy):
     if comm.rank == 0:
         np.save(directory / "m.npy", VP)
         np.savez(directory / "m.npz", **FIELDS, spacing=[10.0, 5.0])
@@ -72,7 +58,7 @@ def test_every_format_is_read_back(comm, directory):
 
 
 @pytest.mark.ranks(1, 2)
-def test_files_without_sense_are_refused_on_every_rank(comm, directory):
+def test_files_without_sense_are_refused_on_every_rank(comm, directory, write_segy):
     def bad(name, value):
         field = VP.copy()
         field[2, 3] = value

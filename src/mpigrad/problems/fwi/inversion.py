@@ -32,7 +32,7 @@ from mpigrad.problems.fwi.parametrization import (
 from mpigrad.problems.fwi.regularization import tikhonov, total_variation, window_with_neighbors
 from mpigrad.problems.fwi.settings import Settings
 from mpigrad.problems.waves.experiment import Experiment, Fields, experiment
-from mpigrad.problems.waves.files import read_array, read_model, read_number
+from mpigrad.problems.waves.files import read_array, read_model, read_time_step
 from mpigrad.problems.waves.physics import Physics
 from mpigrad.problems.waves.team import Team, team_of
 from mpigrad.together import from_root
@@ -321,20 +321,20 @@ def _read_data(
 ) -> Float[np.ndarray, "shots components receivers steps"]:
     data = read_array(path, "gathers")
     shots, components, receivers, steps = shape
-    accepted = [shape]
-    if components == 1:  # of which nothing has to be said; nor have traces of SEG-Y another order
-        accepted += [(shots, receivers, steps), (shots * receivers, steps)]
+    accepted = [shape, (shots * components * receivers, steps)]  # traces of SEG-Y, in this order
+    if components == 1:  # of which nothing has to be said
+        accepted += [(shots, receivers, steps)]
     if data.shape not in accepted:
         raise ValueError(
-            f"--data: {path} has shape {data.shape}; {shape[0]} shots, {shape[1]} components, "
-            f"{shape[2]} receivers and {shape[3]} steps are expected, in this order"
+            f"--data: {path} has shape {data.shape}; {shots} shots, {components} components, "
+            f"{receivers} receivers and {steps} steps are expected, in this order"
         )
     if not np.all(np.isfinite(data)):
         raise ValueError(f"--data: {path} has values that are not finite")
-    recorded = read_number(path, "dt")
-    if recorded is not None and abs(recorded - dt) > 1e-6 * dt:
+    recorded = read_time_step(path)
+    if recorded is not None and abs(recorded[0] - dt) > recorded[1]:
         raise ValueError(
-            f"--data: {path} has samples every {recorded:g} s, this run every {dt:g} s; give "
-            f"--dt {recorded!r}"
+            f"--data: {path} has samples every {recorded[0]:g} s, this run every {dt:g} s; give "
+            f"--dt {recorded[0]!r}"
         )
     return data.reshape(shape)

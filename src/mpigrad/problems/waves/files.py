@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from mpigrad.communicator import Communicator
 from mpigrad.together import from_root
 
-__all__ = ["FORMATS", "Acquisition", "ModelFile", "read_array", "read_model"]
+__all__ = ["FORMATS", "Acquisition", "ModelFile", "read_array", "read_model", "read_time_step"]
 
 FIELDS = ("vp", "vs", "rho", "lambda", "mu")
 _MAY_VANISH = ("vs", "lambda", "mu")  # in water
+_ABOUT = ("spacing", "dt")  # an array, what else a file may say
 FORMATS = ".npy, .npz, .mat, .sgy, .segy, .zarr"
 
 
@@ -103,14 +104,14 @@ def read_model(
 def read_array(path: pathlib.Path, name: str = "") -> NDArray[np.float64]:
     """The array in a file (on one rank): .npy, SEG-Y's traces, an .npz or zarr with one array.
 
-    Where there are several, the one of that name.
+    Where there are several, the one of that name; `spacing` and `dt` say something about it.
 
     Raises
     ------
     FileNotFoundError, ValueError, ImportError
         Where there is no file or no single array in it.
     """
-    arrays = {k: v for k, v in _arrays(path).items() if v.dtype.kind in "iuf"}
+    arrays = {k: v for k, v in _arrays(path).items() if v.dtype.kind in "iuf" and k not in _ABOUT}
     if name in arrays:
         return np.asarray(arrays[name], float)
     if len(arrays) != 1:
@@ -121,10 +122,17 @@ def read_array(path: pathlib.Path, name: str = "") -> NDArray[np.float64]:
     return np.asarray(next(iter(arrays.values())), float)
 
 
-def read_number(path: pathlib.Path, name: str) -> float | None:
-    """The number of that name in a file (on one rank); None where it has none."""
-    found = _arrays(path).get(name)
-    return float(found) if found is not None and found.size == 1 else None
+def read_time_step(path: pathlib.Path) -> tuple[float, float] | None:
+    """Seconds between a file's samples, and by how much they may be off (on one rank).
+
+    None where the file doesn't say. SEG-Y's are whole microseconds, rounded or cut off.
+    """
+    if path.suffix.lower() in _SEGY:
+        return _read_interval(path)
+    found = _arrays(path).get("dt")
+    if found is None or found.size != 1:
+        return None
+    return float(found.item()), 1e-6 * float(found.item())
 
 
 def _arrays(path: pathlib.Path) -> dict[str, NDArray[Any]]:
@@ -157,9 +165,7 @@ def _read_zarr(path: pathlib.Path) -> dict[str, NDArray[Any]]:
     node = zarr.open(path, mode="r")
     arrays = {"vp": node} if isinstance(node, zarr.Array) else dict(node.arrays())
     found = {name: np.asarray(array[...]) for name, array in arrays.items()}
-    if "spacing" in node.attrs:
-        found["spacing"] = np.asarray(node.attrs["spacing"], float)
-    return found
+    return found | {n: np.asarray(node.attrs[n], float) for n in _ABOUT if n in node.attrs}
 
 
 def _read_mat(path: pathlib.Path) -> dict[str, NDArray[Any]]:
@@ -168,38 +174,57 @@ def _read_mat(path: pathlib.Path) -> dict[str, NDArray[Any]]:
     return {k: v for k, v in loadmat(path).items() if not k.startswith("__")}
 
 
-def _read_segy(path: pathlib.Path) -> dict[str, NDArray[Any]]:
+def _open_segy(path: pathlib.Path) -> Any:
     try:
         import segyio
     except ImportError as error:
         raise ImportError(
             "mpigrad: SEG-Y files need segyio: pip install 'mpigrad[problems]'"
         ) from error
-    with segyio.open(str(path), strict=False, ignore_geometry=True) as file:
+    return segyio.open(str(path), strict=False, ignore_geometry=True)
+
+
+def _read_segy(path: pathlib.Path) -> dict[str, NDArray[Any]]:
+    with _open_segy(path) as file:
+        return {"vp": np.asarray(file.trace.raw[:])}
+
+
+def _read_interval(path: pathlib.Path) -> tuple[float, float] | None:
+    import segyio
+
+    with _open_segy(path) as file:
+        microseconds = segyio.tools.dt(file, fallback_dt=0.0)
+    return (microseconds / 1e6, 1e-6) if microseconds > 0 else None
+
+
+def _refuse_volume(path: pathlib.Path) -> None:
+    import segyio
+
+    with _open_segy(path) as file:
         lines = [
             len(np.unique(file.attributes(field)[:]))
             for field in (segyio.TraceField.INLINE_3D, segyio.TraceField.CROSSLINE_3D)
         ]
-        if min(lines) > 1:
-            raise ValueError(
-                f"it has {lines[0]} inlines and {lines[1]} crosslines, a volume; a section, one "
-                "trace for each x, is expected"
-            )
-        return {"vp": np.asarray(file.trace.raw[:])}
+    if min(lines) > 1:
+        raise ValueError(
+            f"{path} has {lines[0]} inlines and {lines[1]} crosslines, a volume; a section, one "
+            "trace for each x, is expected"
+        )
 
 
+_SEGY = (".sgy", ".segy")
 _READERS: dict[str, Callable[[pathlib.Path], dict[str, NDArray[Any]]]] = {
     ".npy": _read_npy,
     ".npz": _read_npz,
     ".mat": _read_mat,
     ".zarr": _read_zarr,
-    ".sgy": _read_segy,
-    ".segy": _read_segy,
-}
+} | dict.fromkeys(_SEGY, _read_segy)
 
 
 def _read(path: pathlib.Path, shape: tuple[int, ...] | None) -> ModelFile:
     arrays = _arrays(path)
+    if path.suffix.lower() in _SEGY:
+        _refuse_volume(path)
     fields = {name: np.asarray(arrays[name]) for name in FIELDS if name in arrays}
     if not fields:
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from mpigrad.native import library
 from mpigrad.problems.waves.absorbing import WaveTile
 from mpigrad.problems.waves.interpolation import PointTable
 
-__all__ = ["Run", "default_memory"]
+__all__ = ["Run", "default_memory", "has_openmp"]
 
 ACOUSTIC, ELASTIC = 0, 1  # numbers of the physics (native/stencils/waves.cc)
 
@@ -80,6 +81,13 @@ class Run:
         ]
         dt, *own = reals
         lib = _library()
+        threads = settings[2]
+        if threads > 1 and self.comm.rank == 0 and not has_openmp(lib):
+            warnings.warn(
+                f"mpigrad: waves run on one thread of each rank, not on {threads}: the native "
+                "library was built without OpenMP. Build mpigrad with a compiler that has it.",
+                stacklevel=2,
+            )
         self.number: int = lib.mpigrad_waves_create(
             *_array(numbers, np.int64), *_array([dt, *tile.grid.spacing, *own], np.float64)
         )
@@ -93,6 +101,11 @@ class Run:
                 self.number, shots, points, *(_pointer(a) for a in (starts, cells, weights))
             )
         weakref.finalize(self, lib.mpigrad_waves_free, self.number)
+
+
+def has_openmp(lib: ctypes.CDLL) -> bool:
+    """Whether a native library was built with OpenMP: with its run-time library come its names."""
+    return hasattr(lib, "omp_get_num_threads")
 
 
 def _pointer(a: np.ndarray) -> ctypes.c_void_p:

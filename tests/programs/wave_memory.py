@@ -1,0 +1,56 @@
+"""How much memory a gradient of waves takes: all steps kept, and within a budget."""
+
+import json
+import resource
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpigrad
+from mpigrad.grid import Grid
+from mpigrad.problems import acoustic, elastic
+
+STEPS, BUDGET = 3000, int(sys.argv[1])
+grid = Grid((60, 60), (10.0, 10.0))
+survey = acoustic.Survey(np.array([[[300.0, 300.0]]]), np.array([[[100.0, 200.0]]]))
+
+
+def pressure(c, wavelets, **settings):
+    model = acoustic.Acoustic(grid, 1e-3, wavelets.size, pml=8, max_velocity=2e3, **settings)
+    return model.propagate(2e3 * c, wavelets, survey).gathers
+
+
+def velocities(c, wavelets, **settings):
+    model = elastic.Elastic(grid, 1e-3, wavelets.size, 15.0, pml=8, max_velocity=2e3, **settings)
+    return model.propagate(4e9 * c, 2e9 * c, 2e3 * c, wavelets, survey).gathers
+
+
+def gradient(waves, steps=STEPS, **settings):
+    """A gradient, and by how many bytes computing it has moved the peak of memory."""
+    wavelets = jnp.sin(jnp.arange(steps, dtype="float32"))[None, None]
+    loss = lambda c: jnp.sum(waves(c, wavelets, **settings) ** 2)
+    c = jnp.ones(grid.shape, "float32")
+    compiled = jax.jit(mpigrad.grad(loss)).lower(c).compile()
+    before = peak()
+    return np.asarray(compiled(c)), peak() - before
+
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def main():
+    found = {}
+    kinds = (pressure, velocities)
+    for waves in kinds:
+        gradient(waves, steps=20)  # the fields of a step stay
+        found[waves] = gradient(waves, memory=BUDGET)
+    for waves in kinds:
+        g, within = found[waves]
+        every, stored = gradient(waves, checkpoints="all")
+        print(json.dumps((waves.__name__, within, stored, np.array_equal(g, every))))
+
+
+main()
