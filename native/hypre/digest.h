@@ -11,7 +11,7 @@ namespace mpigrad::hypre {
 
 class Digest {
  public:
-  // Values are added in parts, of a multiple of eight but for the last one.
+  // Values are added in parts, always the same ones.
   void add(const double* values, size_t size) {
     size_t k = 0;
     for (; k + kLanes <= size; k += kLanes) {

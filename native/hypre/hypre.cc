@@ -44,7 +44,7 @@ namespace {
 namespace ffi = xla::ffi;
 using namespace mpigrad::hypre;
 
-constexpr int kInfo = 4;  // numbers reported per right-hand side
+constexpr int kInfo = 5;  // numbers reported per right-hand side
 
 std::mutex mutex;  // hypre keeps global state
 std::unordered_map<int64_t, std::unique_ptr<System>> systems;
@@ -102,9 +102,11 @@ std::string describe(const Answer& a, const Request& q, std::string_view name) {
 }
 
 using Numbers = ffi::Buffer<ffi::F64, 2>;
+using List = ffi::Buffer<ffi::F64, 1>;
 
-// values (1 or B, entries), b and x0 (B, n) -> x (B, n), info (B, kInfo)
-ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, ffi::Result<ffi::Token>,
+// values (1 or B, entries), b (B, n), x0 (B, n) or for zeros (B, 0), known (0 or 1: the number of the
+// values, where they are those of an earlier solve) -> x (B, n), info (B, kInfo)
+ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, List known, ffi::Result<ffi::Token>,
                  ffi::Result<Numbers> x, ffi::Result<Numbers> info, int64_t system, int64_t method,
                  int64_t restart, double rtol, int64_t max_steps, bool throws, int64_t site,
                  std::string_view name, std::string_view where) {
@@ -116,7 +118,8 @@ ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, ffi::Result<
   }
   System& s = *found->second;
   const auto vs = values.dimensions(), bs = b.dimensions(), xs = x0.dimensions();
-  if (vs[1] != s.entries() || bs[1] != s.rows() || xs[0] != bs[0] || xs[1] != bs[1] ||
+  if (vs[1] != s.entries() || bs[1] != s.rows() || xs[0] != bs[0] ||
+      (xs[1] != bs[1] && xs[1] != 0) ||
       (vs[0] != 1 && vs[0] != bs[0])) {
     return ffi::Error::InvalidArgument("mpigrad: solve: the arrays don't fit the pattern");
   }
@@ -129,13 +132,15 @@ ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, ffi::Result<
   const int identity = static_cast<int>(std::hash<std::string_view>{}(asked) & 0x7fffffff);
   const Request request{static_cast<Method>(method), restart, rtol, max_steps, site, identity};
   const std::string head = "mpigrad: solve, " + std::string(where) + ": ";
+  const bool own_values = vs[0] > 1;
+  const bool same = !own_values && s.ready() && known.element_count() == 1 &&
+                    known.typed_data()[0] == static_cast<double>(s.number());
   for (int64_t k = 0; k < bs[0]; ++k) {
-    const bool own_values = vs[0] > 1;
     Answer answer;
     const std::string error =
         s.solve(values.typed_data() + (own_values ? k * vs[1] : 0),
-                own_values || k == 0 || !s.ready(), b.typed_data() + k * bs[1],
-                x0.typed_data() + k * bs[1], request, x->typed_data() + k * bs[1], answer);
+                own_values || (k == 0 && !same) || !s.ready(), b.typed_data() + k * bs[1],
+                xs[1] ? x0.typed_data() + k * bs[1] : nullptr, request, x->typed_data() + k * bs[1], answer);
     const bool fails = !error.empty() || (throws && answer.outcome != kConverged);
     if (fails && failed) failed();
     if (!error.empty()) return ffi::Error::Internal(head + error);
@@ -145,7 +150,7 @@ ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, ffi::Result<
     }
     const double numbers[kInfo] = {static_cast<double>(answer.outcome),
                                    static_cast<double>(answer.iterations), answer.residual,
-                                   static_cast<double>(s.setups())};
+                                   static_cast<double>(s.setups()), static_cast<double>(s.number())};
     std::copy(numbers, numbers + kInfo, info->typed_data() + k * kInfo);
   }
   return ffi::Error::Success();
@@ -167,6 +172,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(mpigrad_hypre_solve, solve,
                                   .Arg<Numbers>()
                                   .Arg<Numbers>()
                                   .Arg<Numbers>()
+                                  .Arg<List>()
                                   .Ret<ffi::Token>()
                                   .Ret<Numbers>()
                                   .Ret<Numbers>()

@@ -30,7 +30,8 @@ class Structured final : public System {
       : System(comm, first, tile.cells.size(), size, options.keeps_stale),
         tile_(tile),
         options_(options),
-        entries_(std::move(entries)) {
+        entries_(std::move(entries)),
+        asymmetry_(tile_, entries_) {
     for (int a = 0; a < kAxes; ++a) {
       lower_[a] = static_cast<HYPRE_Int>(tile_.cells.lower[a]);
       upper_[a] = static_cast<HYPRE_Int>(tile_.cells.upper[a] - 1);
@@ -206,18 +207,27 @@ class Structured final : public System {
     });
   }
 
-  // Collective. Entry by entry within a tile: cheaper than products, and needed before half of the
-  // entries are dropped.
-  bool symmetric(Calls&) override {
-    Asymmetry found(tile_, latest_, latest_ + diagonal_[0]);
-    for (const Entry& e : entries_) {
-      if (e.direction() >= 0) continue;
-      for (const Entry& f : entries_) {
-        if (f.opposes(e)) found.compare(e, f);
+  // One pass for all that is asked of the values, line by line: symmetry while they are in the cache.
+  void examine(const double* values, Digest& digest, bool& bad) override {
+    asymmetry_.begin(values);
+    const Box& cells = tile_.cells;
+    for (int64_t k = cells.lower[2]; k < cells.upper[2]; ++k) {
+      for (int64_t j = cells.lower[1]; j < cells.upper[1]; ++j) {
+        for (const Entry& e : entries_) {
+          const Box& box = e.inside;
+          if (!e.given || !box.has_line(j, k) || !box.line()) continue;
+          const double* line = values + e.start + box.position(box.lower[0], j, k);
+          digest.add(line, box.line());
+          bad |= !all_finite(line, box.line());
+        }
+        if (options_.symmetric) asymmetry_.compare(j, k);
       }
     }
-    return found.none(comm_);
   }
+
+  // Collective. Entry by entry within a tile: cheaper than products, and needed before half of the
+  // entries are dropped.
+  bool symmetric(Calls&) override { return asymmetry_.none(comm_); }
 
   void set(HYPRE_StructVector to, const double* from, Calls& call) {
     call("HYPRE_StructVectorSetBoxValues", [&] {
@@ -233,6 +243,7 @@ class Structured final : public System {
   PFMGOptions options_;
   std::vector<Entry> entries_;                  // the stencil's, completed; in order of the values
   std::vector<const Entry*> stencil_entries_;  // those that hypre is given
+  Asymmetry asymmetry_;  // of the values examined last
   HYPRE_Int lower_[kAxes], upper_[kAxes];
   HYPRE_StructGrid grid_ = nullptr;
   HYPRE_StructStencil stencil_ = nullptr;

@@ -71,9 +71,10 @@ class System {
   int64_t rows() const { return n_; }
   int64_t entries() const { return static_cast<int64_t>(entries_); }
   int64_t setups() const { return setups_; }
+  int64_t number() const { return number_; }  // of the latest values; equal on all ranks
   bool ready() const { return ready_; }
 
-  // Collective. Without `compare` the values are known to be the latest. Returns an error message,
+  // Collective. Without `compare` the values are known to be the latest; `guess` may be null. Returns an error message,
   // the same on every rank, if hypre itself failed.
   std::string solve(const double* values, bool compare, const double* b, const double* guess,
                     const Request& request, double* x, Answer& answer);
@@ -96,6 +97,8 @@ class System {
   virtual double residual(int slot, Calls& call) = 0;                 // r <- +-(b - A x); its two-norm
   virtual void correct(Calls& call) = 0;                              // x <- x + M r
   virtual bool symmetric(Calls& call);  // are the values? May overwrite rhs and solution
+  // Local: looks at the caller's values, always in the same order.
+  virtual void examine(const double* values, Digest& digest, bool& bad);
 
   MPI_Comm comm_ = MPI_COMM_NULL;
   int64_t first_ = 0, n_ = 0;
@@ -128,6 +131,7 @@ class System {
   std::vector<int32_t> order_;   // where each entry stands among the caller's values; or empty
   std::vector<double> ordered_;  // the latest values in row order, where the caller's are not
   Digest digest_;                // of the latest values
+  int64_t number_ = 0;
   bool created_ = false;
   bool ready_ = false;      // the matrix that multiplies holds the latest values, on every rank
   bool hierarchy_ = false;  // there is one, of slot 0
@@ -147,11 +151,7 @@ class System {
 inline bool System::changed(const double* values) {
   Digest digest;
   bool bad = false;
-  for (size_t start = 0; start < entries_; start += 2048) {  // a block stays in the cache
-    const size_t size = std::min<size_t>(2048, entries_ - start);
-    digest.add(values + start, size);
-    bad |= !all_finite(values + start, size);
-  }
+  examine(values, digest, bad);
   if (ready_ && digest == digest_) return false;
   digest_ = digest;
   bad_value_ = bad;
@@ -160,12 +160,33 @@ inline bool System::changed(const double* values) {
   return true;
 }
 
+inline void System::examine(const double* values, Digest& digest, bool& bad) {
+  for (size_t start = 0; start < entries_; start += 2048) {  // a block stays in the cache
+    const size_t size = std::min<size_t>(2048, entries_ - start);
+    digest.add(values + start, size);
+    bad |= !all_finite(values + start, size);
+  }
+}
+
 inline void System::inspect_diagonal() {
   zero_diagonal_ = negative_diagonal_ = false;
-  for (int32_t k : diagonal_) {
-    zero_diagonal_ |= latest_[k] == 0;
-    negative_diagonal_ |= latest_[k] < 0;
+  if (diagonal_.empty()) return;
+  const int64_t size = static_cast<int64_t>(diagonal_.size());
+  const double* first = latest_ + diagonal_.front();
+  int zeros = 0, negatives = 0;
+  if (diagonal_.back() - diagonal_.front() == size - 1) {  // without gaps, as in a stencil's values
+    for (int64_t i = 0; i < size; ++i) {
+      zeros |= first[i] == 0;
+      negatives |= first[i] < 0;
+    }
+  } else {
+    for (int32_t k : diagonal_) {
+      zeros |= latest_[k] == 0;
+      negatives |= latest_[k] < 0;
+    }
   }
+  zero_diagonal_ = zeros;
+  negative_diagonal_ = negatives;
 }
 
 // Returns this rank's part of |b|^2.
@@ -183,7 +204,7 @@ inline double System::inspect(const double* values, bool compare, const double* 
   if (bad) flags[kBadDiagonal] = rank + 1;
   const double squares = sum_of_squares(b, n_);
   flags[kNonzeroRhs] = squares > 0 || std::any_of(b, b + n_, nonzero);
-  flags[kNonzeroGuess] = std::any_of(guess, guess + n_, nonzero);
+  flags[kNonzeroGuess] = guess && std::any_of(guess, guess + n_, nonzero);
   const bool finite = (std::isfinite(squares) || all_finite(b, n_)) &&
                       (!flags[kNonzeroGuess] || all_finite(guess, n_));
   if (!finite) flags[kBadVector] = rank + 1;
@@ -322,7 +343,10 @@ inline std::string System::solve(const double* values, bool compare, const doubl
     const Meeting meeting(request.site);
     MPI_Allreduce(mine, all, kFlags, MPI_INT, MPI_MAX, comm_);
   }
-  if (all[kChanged]) ready_ = false;
+  if (all[kChanged]) {
+    ready_ = false;
+    ++number_;
+  }
   if (all[kRequest] != -all[kMinusRequest]) {
     return "the ranks ask for different solves: call it with the same method, preconditioner, rtol, "
            "max_steps and number of right-hand sides on every rank";

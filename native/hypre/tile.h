@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "system.h"
 
@@ -23,6 +25,7 @@ struct Box {
     for (int a = 0; a < kAxes; ++a) product *= std::max<int64_t>(0, upper[a] - lower[a]);
     return product;
   }
+  int64_t line() const { return std::max<int64_t>(0, upper[0] - lower[0]); }  // cells of one
   bool has_line(int64_t j, int64_t k) const {
     return lower[1] <= j && j < upper[1] && lower[2] <= k && k < upper[2];
   }
@@ -71,13 +74,28 @@ struct Entry {
 // are measured by both diagonal entries, so that one that is huge hides nothing.
 class Asymmetry {
  public:
-  Asymmetry(const Tile& tile, const double* values, const double* diagonal)
-      : tile_(tile), values_(values), diagonal_(diagonal) {}
+  Asymmetry(const Tile& tile, const std::vector<Entry>& entries) : tile_(tile) {
+    for (const Entry& e : entries) {
+      if (e.direction() == 0) diagonal_start_ = e.start;
+      for (const Entry& f : entries) {
+        if (e.direction() < 0 && f.opposes(e)) pairs_.push_back({&e, &f});
+      }
+    }
+  }
 
-  void compare(const Entry& back, const Entry& forth) {
-    ++pair_;
-    follow(back, forth, true);
-    follow(forth, back, !back.given);
+  void begin(const double* values) {
+    values_ = values;
+    diagonal_ = values + diagonal_start_;
+    std::fill_n(sums_, 3, 0.0);
+  }
+  // The entries of one line of cells, and their opposites in lines before it.
+  void compare(int64_t j, int64_t k) {
+    pair_ = 0;
+    for (const auto& [back, forth] : pairs_) {
+      ++pair_;
+      follow(*back, *forth, true, j, k);
+      follow(*forth, *back, !back->given, j, k);
+    }
   }
 
   // Collective.
@@ -90,23 +108,18 @@ class Asymmetry {
  private:
   static constexpr double kTolerance = 1e-9;
 
-  void follow(const Entry& e, const Entry& opposite, bool within) {
-    if (!e.given) return;
+  void follow(const Entry& e, const Entry& opposite, bool within, int64_t j, int64_t k) {
     const Box &cells = tile_.cells, &box = e.inside;
-    if (box.size() == 0) return;
+    if (!e.given || !box.has_line(j, k) || !box.line()) return;
+    if (!cells.has_line(j + e.step[1], k + e.step[2])) {
+      across(e, box.lower[0], box.upper[0], j, k);
+      return;
+    }
     const int64_t first = std::clamp(cells.lower[0] - e.step[0], box.lower[0], box.upper[0]),
                   last = std::clamp(cells.upper[0] - e.step[0], box.lower[0], box.upper[0]);
-    for (int64_t k = box.lower[2]; k < box.upper[2]; ++k) {
-      for (int64_t j = box.lower[1]; j < box.upper[1]; ++j) {
-        if (!cells.has_line(j + e.step[1], k + e.step[2])) {
-          across(e, box.lower[0], box.upper[0], j, k);
-          continue;
-        }
-        across(e, box.lower[0], first, j, k);
-        across(e, last, box.upper[0], j, k);
-        if (within && first < last) beside(e, opposite, first, last, j, k);
-      }
-    }
+    across(e, box.lower[0], first, j, k);
+    across(e, last, box.upper[0], j, k);
+    if (within && first < last) beside(e, opposite, first, last, j, k);
   }
 
   void beside(const Entry& e, const Entry& opposite, int64_t first, int64_t last, int64_t j,
@@ -145,7 +158,9 @@ class Asymmetry {
   }
 
   const Tile& tile_;
-  const double *values_, *diagonal_;
+  std::vector<std::pair<const Entry*, const Entry*>> pairs_;  // back and forth
+  int64_t diagonal_start_ = 0;
+  const double *values_ = nullptr, *diagonal_ = nullptr;
   int pair_ = 0;
   double sums_[3] = {0, 0, 0};  // pairs that differ; the weighted sum; what it is measured by
 };

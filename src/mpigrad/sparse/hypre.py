@@ -65,6 +65,7 @@ def run(
     values: jax.Array,
     b: jax.Array,
     x0: jax.Array,
+    known: jax.Array,
     *,
     throw: bool,
     site: int,
@@ -77,6 +78,7 @@ def run(
         values,
         b,
         x0,
+        known,
         system=_system(pattern, preconditioner, method.symmetric),
         method=METHODS[name],
         restart=int(getattr(method, "restart", 0)),
@@ -164,16 +166,16 @@ def _system(pattern: Pattern, preconditioner: Preconditioner, symmetric: bool) -
 
 @functools.cache
 def _solve_primitive() -> Primitive:
-    """(values, b, x0) -> (x, info) by the native library; derivatives are `solve`'s affair."""
+    """(values, b, x0, known) -> (x, info) by the native library; derivatives are `solve`'s affair."""
     primitive = Primitive("mpigrad_hypre_solve")
 
-    def shapes(values: Any, b: Any, x0: Any, **_: Any) -> list[ShapedArray]:
+    def shapes(values: Any, b: Any, x0: Any, known: Any, **_: Any) -> list[ShapedArray]:
         return [b, ShapedArray((b.shape[0], INFO), b.dtype)]
 
     def attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
         return {**params, "system": params["system"].number}
 
-    call = compat.lowering("mpigrad_hypre_solve", 3, attributes=attributes)
+    call = compat.lowering("mpigrad_hypre_solve", 4, attributes=attributes)
 
     def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
         ctx.module_context.add_keepalive(params["system"])  # the program may outlive the pattern

@@ -66,12 +66,13 @@ class Krylov(LinearSolver):
         values: jax.Array,
         b: jax.Array,
         x0: jax.Array,
+        known: jax.Array,
         *,
         throw: bool,
         site: int,
     ) -> tuple[jax.Array, jax.Array]:
         by = hypre if self._by_hypre else krylov
-        return by.run(self, pattern, values, b, x0, throw=throw, site=site)
+        return by.run(self, pattern, values, b, x0, known, throw=throw, site=site)
 
     @property
     def _by_hypre(self) -> bool:
@@ -180,11 +181,12 @@ class Multigrid(LinearSolver):
         values: jax.Array,
         b: jax.Array,
         x0: jax.Array,
+        known: jax.Array,
         *,
         throw: bool,
         site: int,
     ) -> tuple[jax.Array, jax.Array]:
-        return hypre.run(self, pattern, values, b, x0, throw=throw, site=site)
+        return hypre.run(self, pattern, values, b, x0, known, throw=throw, site=site)
 
     @property
     def transposed(self) -> Multigrid:

@@ -67,7 +67,7 @@ def solve_operator(
     x0: Any = None,
     throw: bool = True,
 ) -> tuple[Any, jax.Array]:
-    """(x like b, info of shape (4,)) for A x = b, as `LinearSolver.run` gives them."""
+    """(x like b, info of shape (INFO,)) for A x = b, as `LinearSolver.run` gives them."""
     operator = A if isinstance(A, Operator) else Operator(A)
     comm = resolve(operator.comm)
     solver = GMRES(preconditioner=None) if solver is None else solver

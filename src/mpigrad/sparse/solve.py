@@ -105,10 +105,11 @@ def solve(
     if callable(A):
         return _solution(*solve_operator(A, b, solver, x0=x0, throw=throw))
     b = jnp.asarray(b)
-    x0 = jnp.zeros_like(b) if x0 is None else jax.lax.stop_gradient(jnp.asarray(x0))
+    none = jnp.zeros((0, *b.shape[1:]), b.dtype)
+    x0 = none if x0 is None else jax.lax.stop_gradient(jnp.asarray(x0))
     if solver is None and isinstance(A, Matrix):
         solver = default_solver(pattern=A.pattern)
-    _check(A, b, x0, solver)
+    _check(A, b, b if x0 is none else x0, solver)
     assert solver is not None
     pattern = A.pattern
     dtype = jnp.promote_types(A.values.dtype, b.dtype)
@@ -121,6 +122,7 @@ def solve(
         A.values[None].astype(dtype),
         columns(b),
         columns(x0),
+        jnp.zeros(0, np.finfo(dtype).dtype),
         carrier(),
         pattern=pattern,
         solver=solver,
@@ -171,22 +173,31 @@ def _check(A: Any, b: jax.Array, x0: jax.Array, solver: Any) -> None:
         )
 
 
-# ---- the primitive: (values (1 or B, nnz), b and x0 (B, n_local), carrier) -> x, info ----
+# ---- the primitive: (values (1 or B, nnz), b, x0, known, carrier) -> x, info; shapes as in
+# LinearSolver.run ----
 
 solve_p = Primitive("mpigrad_solve")
 _Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _shapes(values: Any, b: Any, x0: Any, a: Any, **_: Any) -> list[ShapedArray]:
+def _shapes(values: Any, b: Any, x0: Any, known: Any, a: Any, **_: Any) -> list[ShapedArray]:
     real = np.finfo(b.dtype).dtype
     return [ShapedArray(b.shape, b.dtype), ShapedArray((b.shape[0], INFO), real)]
 
 
 def _run(
-    values: Any, b: Any, x0: Any, a: Any, *, solver: LinearSolver, pattern: Pattern, **how: Any
+    values: Any,
+    b: Any,
+    x0: Any,
+    known: Any,
+    a: Any,
+    *,
+    solver: LinearSolver,
+    pattern: Pattern,
+    **how: Any,
 ) -> Any:
     with without_carriers():  # differentiation has happened: these messages carry values only
-        return solver.run(pattern, values, b, x0, **how)
+        return solver.run(pattern, values, b, x0, known, **how)
 
 
 def _pool(pattern: Pattern, x: jax.Array, link: Any, site: int) -> jax.Array:
@@ -221,17 +232,17 @@ def _product(pattern: Pattern, values: jax.Array, pool: jax.Array) -> jax.Array:
 
 
 def _differentiate(
-    values: Any, b: Any, x0: Any, a: Any, params: dict[str, Any]
+    values: Any, b: Any, x0: Any, known: Any, a: Any, params: dict[str, Any]
 ) -> tuple[list[Any], tuple[Any, ...], Callable[..., Any]]:
     """The primal results, what the tangent map needs of them, and the tangent map."""
-    x, info = solve_p.bind(values, b, x0, a, **params)
+    x, info = solve_p.bind(values, b, x0, known, a, **params)
     pattern = params["pattern"]
     # The tangent's carrier depends on x, so that it is active wherever x is.
     link = a + nought(x, CARRIER)
     pool = _pool(pattern, x, link, params["site"])
 
     def tangent(residuals: Any, tangents: Any) -> list[Any]:
-        (values, link, pool), (tv, tb, _, ta) = residuals, tangents
+        (values, link, pool, known), (tv, tb, _, _, ta) = residuals, tangents
         if type(tb) is not _Zero:
             rhs = tb
         elif type(tv) is _Zero:  # inactive here, perhaps active elsewhere: solve all the same
@@ -241,26 +252,25 @@ def _differentiate(
         if type(tv) is not _Zero:
             moved = _product(pattern, tv, pool)
             rhs = -moved if rhs is None else rhs - moved
-        dx, _ = solve_p.bind(values, rhs, np.zeros(x.shape, x.dtype), link, **params)
+        dx, _ = solve_p.bind(values, rhs, np.zeros((len(x), 0), x.dtype), known, link, **params)
         return [dx, _Zero(compat.tangent_aval(info))]
 
-    return [x, info], (values, link, pool), tangent
+    return [x, info], (values, link, pool, info[0, -1:]), tangent
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    values, b, x0, a = primals
-    results, residuals, tangent = _differentiate(values, b, x0, a, params)
+    results, residuals, tangent = _differentiate(*primals, params)
     return results, tangent(residuals, tangents)
 
 
-def _linearize(
-    is_vjp: Any, nonzeros: Any, values: Any, b: Any, x0: Any, a: Any, **params: Any
-) -> Any:
-    results, residuals, tangent = _differentiate(values, b, x0, a, params)
+def _linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
+    results, residuals, tangent = _differentiate(*primals, params)
     return results, [True, False], list(residuals), lambda kept, *ts: tangent(kept, ts)
 
 
-def _transpose(cotangents: Any, values: Any, b: Any, x0: Any, a: Any, **params: Any) -> list[Any]:
+def _transpose(
+    cotangents: Any, values: Any, b: Any, x0: Any, known: Any, a: Any, **params: Any
+) -> list[Any]:
     # Linear in b: the adjoint is a solve with the transposed matrix.
     ct = ad.instantiate_zeros(cotangents[0])
     params = {**params, "site": -abs(params["site"])}
@@ -269,12 +279,13 @@ def _transpose(cotangents: Any, values: Any, b: Any, x0: Any, a: Any, **params: 
         params |= {"pattern": transposed(pattern), "solver": solver.transposed}
         with active(a):
             values = transpose_values(pattern, values.T).T
-    back, _ = solve_p.bind(values, ct, x0, a, **params)
-    return [None, back, None, None]
+        known = known[:0]  # of another matrix
+    back, _ = solve_p.bind(values, ct, x0, known, a, **params)
+    return [None, back, None, None, None]
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    (values, b, x0, a), (dv, db, dx, da) = args, dims
+    (values, b, x0, known, a), (dv, db, dx, dk, da) = args, dims
     n = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
     # Where b is not batched, another rank's may be: solve for the batch.
     b, x0 = (
@@ -287,10 +298,12 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
         values = jnp.broadcast_to(values, (n, inner, values.shape[2])).reshape(n * inner, -1)
     elif values.shape[0] > 1:
         values = jnp.tile(values, (n, 1))
+    if dk is not None:
+        known = jnp.moveaxis(known, dk, 0)[0]  # of one solve for the batch
     if da is not None:
         a = jnp.sum(a)
     b, x0 = (v.reshape(n * inner, -1) for v in (b, x0))
-    x, info = solve_p.bind(values, b, x0, a, **params)
+    x, info = solve_p.bind(values, b, x0, known, a, **params)
     return [x.reshape(n, inner, -1), info.reshape(n, inner, INFO)], [0, 0]
 
 

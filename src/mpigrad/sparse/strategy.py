@@ -13,7 +13,7 @@ from mpigrad.sparse.preconditioners import Preconditioner
 
 __all__ = ["INFO", "LinearSolver", "Result", "check_diagonal", "check_steps"]
 
-INFO = 4  # numbers that a solver reports for each right-hand side
+INFO = 5  # numbers that a solver reports for each right-hand side
 
 
 class Result(enum.IntEnum):
@@ -75,6 +75,7 @@ class LinearSolver(abc.ABC):
         values: jax.Array,
         b: jax.Array,
         x0: jax.Array,
+        known: jax.Array,
         *,
         throw: bool,
         site: int,
@@ -88,13 +89,17 @@ class LinearSolver(abc.ABC):
         b
             Shape (B, n_local).
         x0
-            Where the iterations start, shape (B, n_local). Zeros must cost nothing.
+            Where the iterations start, shape (B, n_local), or (B, 0) for zeros, which must cost
+            nothing.
+        known
+            Shape (1,): the last number in the info of an earlier solve with these very values, which
+            then need not be compared with the latest; shape (0,) where there is none.
 
         Returns
         -------
         x of shape (B, n_local); info of shape (B, INFO), in the real dtype of b: `Result`,
         iterations, relative residual |b - A x| / |b|, set-ups done so far for this pattern and
-        preconditioner.
+        preconditioner, and a number of the values (0: none).
         """
 
 

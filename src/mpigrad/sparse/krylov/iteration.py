@@ -18,17 +18,16 @@ __all__ = ["ITERATIONS", "iterate"]
 
 
 def iterate(method: LinearSolver, system: System) -> tuple[jax.Array, jax.Array]:
-    """(x of shape (n_local,), info of shape (4,)) as of `LinearSolver.run`."""
+    """(x of shape (n_local,), info of shape (INFO,)) as of `LinearSolver.run`."""
     end = ITERATIONS[type(method).__name__](method, system)
     residual = jnp.where(end.size > 0, jnp.sqrt(end.rr / end.size), 0)
     valid = False
     for result in (Result.SUCCESSFUL, Result.MAX_STEPS_REACHED, Result.STAGNATED):
         valid |= end.result == result
     x = jnp.where(valid, end.x, jnp.nan)
-    info = jnp.stack(
-        [v.astype(residual.dtype) for v in (end.result, end.steps, residual, 0 * residual)]
-    )
-    return x, info
+    none = 0 * residual
+    numbers = (end.result, end.steps, residual, none, none)
+    return x, jnp.stack([v.astype(residual.dtype) for v in numbers])
 
 
 # By name: the methods' module stands above this one.

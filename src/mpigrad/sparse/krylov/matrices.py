@@ -35,12 +35,15 @@ def run(
     values: jax.Array,
     b: jax.Array,
     x0: jax.Array,
+    known: jax.Array,
     *,
     throw: bool,
     site: int,
 ) -> tuple[jax.Array, jax.Array]:
     """`LinearSolver.run` by mpigrad's own iterations, with Jacobi's preconditioner or none."""
     n = b.shape[0]
+    if x0.shape != b.shape:
+        x0 = jnp.zeros_like(b)
 
     def one(k: Any) -> tuple[jax.Array, jax.Array]:
         matrix = Matrix(pattern, values[k if values.shape[0] > 1 else 0])
