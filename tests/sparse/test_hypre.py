@@ -60,6 +60,23 @@ def test_the_adjoint_does_no_set_up(comm, jit):
 
 
 @needs_hypre
+@pytest.mark.thin(1, 2)
+@pytest.mark.parametrize("solver", [PCG(), GMRES()], ids=["pcg", "gmres"])
+def test_an_adjoint_solves_with_the_values_of_its_own_run(comm, solver):
+    """It is told that they are the latest, and must see where they no longer are."""
+    system = grid_system(comm)
+    f = _loss(system, solver)
+    scaled = [(1 + k) * system.values for k in range(3)]
+    expected = [mg.grad(f)(values, system.b) for values in scaled]
+    backs = [mg.vjp(f, values, system.b)[1] for values in scaled]
+    for k in (2, 0, 1, 1):
+        close(backs[k](jnp.ones(()))[0], expected[k], 1e-6)
+    # One of a batch: a matrix for each, told of none.
+    each = mg.vmap(mg.grad(f), in_axes=(0, None))(jnp.stack(scaled), system.b)
+    close(each, jnp.stack(expected), 1e-6)
+
+
+@needs_hypre
 def test_one_rank_with_new_values_is_a_new_matrix(comm):
     system = grid_system(comm)
     call = mg.jit(lambda values: solve(Matrix(system.pattern, values), system.b, PCG()).value)
