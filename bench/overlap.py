@@ -3,9 +3,9 @@
     mpigrad launch -n 2 bench/overlap.py [--cells 1000] [--steps 10] [--pairs 15]
 
 The five-point stencil in float32 on the grid of all ranks: `apply_stencil`; `halo_exchange` and the
-stencil; and `jnp.pad` in the place of the exchange, which sends nothing. One step, and the gradient
-through some of them. All are called in turn: printed are medians of the seconds of the slowest rank,
-and of the ratios to `halo_exchange` within each turn, with quartiles.
+stencil; and `jnp.pad` in the place of the exchange, which sends nothing. One step, and the
+gradient through some of them. All are called in turn: printed are medians of the seconds of the
+slowest rank, and of the ratios to `halo_exchange` within each turn, with quartiles.
 """
 
 import argparse
@@ -75,7 +75,5 @@ for what, programs in PROGRAMS.items():
         low, middle, high = statistics.quantiles(ratios, n=4)
         median = statistics.median(turn[name] for turn in turns)
         if comm.rank == 0:
-            print(
-                f"{what:22} {name:14} {1e3 * median:8.2f} ms  {middle:.2f} ({low:.2f} to {high:.2f})",
-                flush=True,
-            )
+            spread = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+            print(f"{what:22} {name:14} {1e3 * median:8.2f} ms  {spread}", flush=True)

@@ -166,7 +166,7 @@ def _system(pattern: Pattern, preconditioner: Preconditioner, symmetric: bool) -
 
 @functools.cache
 def _solve_primitive() -> Primitive:
-    """(values, b, x0, known) -> (x, info) by the native library; derivatives are `solve`'s affair."""
+    """(values, b, x0, known) -> (x, info) by the native library; `solve` has the derivatives."""
     primitive = Primitive("mpigrad_hypre_solve")
 
     def shapes(values: Any, b: Any, x0: Any, known: Any, **_: Any) -> list[ShapedArray]:

@@ -92,8 +92,8 @@ class LinearSolver(abc.ABC):
             Where the iterations start, shape (B, n_local), or (B, 0) for zeros, which must cost
             nothing.
         known
-            Shape (1,): the last number in the info of an earlier solve with these very values, which
-            then need not be compared with the latest; shape (0,) where there is none.
+            Shape (1,): the last number in the info of an earlier solve with these very values,
+            which then need not be compared with the latest; shape (0,) where there is none.
 
         Returns
         -------
