@@ -140,8 +140,7 @@ KEPT = [
     {"memory": 40_000},
     {"threads": 2},
     {"checkpoints": "boundary"},
-    {"checkpoints": "boundary", "threads": 2},
-    {"checkpoints": "boundary", "source": "force_x"},
+    {"checkpoints": "boundary", "threads": 2, "source": "force_x"},
 ]
 
 
