@@ -65,16 +65,24 @@ if [ "$MPI" = wheel ]; then
 fi
 
 step "packages, and the build of native/ (minutes the first time)"
-requirements=$("$VENV/bin/python" -c '
+"$VENV/bin/python" - <<'PYTHON'
 import tomllib
-project = tomllib.load(open("pyproject.toml", "rb"))
-dev = project["project"]["optional-dependencies"]["dev"]
-tools = [line for line in dev if line.startswith(("cmake", "ninja"))]
-print("\n".join(project["build-system"]["requires"] + tools))')
-echo "$requirements" > build/requirements.txt
-quietly "$VENV/bin/python" -m pip install -r build/requirements.txt
-# Not isolated: the editable build goes on using the tools of this environment.
-quietly "$VENV/bin/python" -m pip install --no-build-isolation --editable '.[problems,dev]'
+
+file = tomllib.load(open("pyproject.toml", "rb"))
+project = file["project"]
+extras = project["optional-dependencies"]
+tools = [line for line in extras["dev"] if line.startswith(("cmake", "ninja"))]
+building = file["build-system"]["requires"] + project["dependencies"] + tools
+for name, lines in (("building", building), ("packages", extras["problems"] + extras["dev"])):
+    open(f"build/{name}.txt", "w").write("\n".join(lines) + "\n")
+PYTHON
+quietly "$VENV/bin/python" -m pip install -r build/building.txt
+# Not isolated: the editable build goes on using the tools of this environment. The other packages
+# come while it compiles.
+quietly "$VENV/bin/python" -m pip install --no-build-isolation --no-deps --editable . &
+building=$!
+quietly "$VENV/bin/python" -m pip install -r build/packages.txt
+wait "$building" || exit 1
 "$VENV/bin/python" - <<'PYTHON'
 import pathlib, mpigrad
 built = sorted(p.name for d in mpigrad.__path__ for p in pathlib.Path(d).glob("_native/*.so"))
