@@ -197,7 +197,7 @@ def test_broken_programs_end(
     assert end - fault < 20
     assert done.returncode != 0
     assert case.code in (None, done.returncode), done.stderr
-    # On a busy machine the watchdog may look a second late.
+    # On a busy machine the watchdog may look seconds late.
     said = re.sub(r"waited [4-9] s", "waited 3 s", done.stderr)
     for text in case.says:
         assert 1 <= said.count(text) <= case.hosts, done.stderr

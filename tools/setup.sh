@@ -81,6 +81,7 @@ quietly "$VENV/bin/python" -m pip install -r build/building.txt
 # come while it compiles.
 quietly "$VENV/bin/python" -m pip install --no-build-isolation --no-deps --editable . &
 building=$!
+trap 'kill $building 2> /dev/null || true' EXIT
 quietly "$VENV/bin/python" -m pip install -r build/packages.txt
 wait "$building" || exit 1
 "$VENV/bin/python" - <<'PYTHON'

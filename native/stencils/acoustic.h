@@ -249,7 +249,8 @@ class Acoustic {
       const T value = static_cast<T>(e.weight) * values[e.point * step];
       const T source = mode == Mode::kAdjoint ? value : area_ * value;
       wave.u[e.cell] += k_[e.cell] / later(e.i, e.j) * source;
-      if (mode == Mode::kSave || mode == Mode::kRim || mode == Mode::kReverse)
+      if (mode == Mode::kSave || mode == Mode::kReverse ||
+          (mode == Mode::kRim && !rim_.has(e.i, e.j)))
         history[e.cell] += source;
     }
   }

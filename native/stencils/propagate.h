@@ -85,7 +85,8 @@ class Propagation {
     const double print = 2.0 * static_cast<double>(setup_.fingerprint) + (sizeof(T) == 8);
     numbers.insert(numbers.end(),
                    {print, -print, -static_cast<double>(fit), available ? 0.0 : 1.0,
-                    static_cast<double>(checkpoint_size()) / physics_.history_size()});
+                    static_cast<double>(checkpoint_size()) / physics_.history_size(),
+                    rims() && all_kept_bytes() > setup_.memory ? 1.0 : 0.0});
     std::vector<double> most(numbers.size());
     bool known;
     if (int code = call(runtime.mpi.Allreduce, static_cast<const void*>(numbers.data()),
@@ -99,6 +100,7 @@ class Propagation {
     const std::string fault = physics_.fault(most.data());
     if (!fault.empty()) return c_.fail(fault);
     choose_chunks(-most[n + 2], most[n + 4]);
+    if (rims()) chunks_.keeps = most[n + 5] == 0;  // else one shot at a time, computed again
     available = most[n + 3] == 0;
     physics_.load(models);
     return ffi::Error::Success();
@@ -111,7 +113,7 @@ class Propagation {
     T* kept = nullptr;
     ticket = 0;
     if (keeps) {
-      Kept& k = store.keep(setup_.number, setup_.shots * kept_size() * sizeof(T), setup_.memory);
+      Kept& k = store.keep(setup_.number, all_kept_bytes(), setup_.memory);
       ticket = k.ticket;
       kept = static_cast<T*>(k.memory.data());
     }
@@ -246,7 +248,8 @@ class Propagation {
   // From a wave that has begun; `mine` gets the rims of all steps, and the last state.
   int forward_with_rims(Wave& wave, int64_t shot, const Values<T>& sources, T* mine,
                         const Values<T>* receivers) {
-    Memory memory(history_bytes());
+    Memory memory;
+    if (!P::kHistoryIsState) memory = Memory(history_bytes());
     T* history = static_cast<T*>(memory.data());
     for (int64_t n = 0; n < setup_.steps; ++n) {
       if (receivers)
@@ -341,6 +344,9 @@ class Propagation {
     if (rims()) return setup_.steps * physics_.rim_size() + checkpoint_size();
     return chunks_.whole() ? setup_.steps * physics_.history_size()
                            : (chunks_.count() - 1) * checkpoint_size();
+  }
+  int64_t all_kept_bytes() const {
+    return setup_.shots * kept_size() * static_cast<int64_t>(sizeof(T));
   }
   int64_t checkpoint_size() const {
     int64_t total = 0;

@@ -1,4 +1,5 @@
 // Handlers of waves: whole runs of a time loop, each one operation between two tokens.
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -66,6 +67,7 @@ MPIGRAD_EXPORT int64_t mpigrad_waves_create(const int64_t* numbers, int64_t coun
   const int64_t* n = numbers;
   setup->number = ++last;
   setup->physics = *n++;
+  if (setup->physics < 0 || setup->physics >= int64_t{std::size(kRuns)}) return 0;
   setup->slot = *n++;
   Tile& tile = setup->tile;
   tile.lx = *n++;

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import segyio
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
@@ -27,6 +26,7 @@ def alone() -> Communicator:
 @pytest.fixture(scope="session")
 def write_segy() -> Callable[..., None]:
     """Writes traces to a file, with the numbers of their inlines and crosslines."""
+    segyio = pytest.importorskip("segyio")
 
     def write(
         path: pathlib.Path,

@@ -32,6 +32,8 @@ def gradient(waves, steps=STEPS, **settings):
     loss = lambda c: jnp.sum(waves(c, wavelets, **settings) ** 2)
     c = jnp.ones(grid.shape, "float32")
     compiled = jax.jit(mpigrad.grad(loss)).lower(c).compile()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak is what is there now
     before = peak()
     return np.asarray(compiled(c)), peak() - before
 

@@ -16,6 +16,7 @@ from mpigrad.sparse import (
     BoomerAMG,
     Jacobi,
     Matrix,
+    Result,
     default_solver,
     hypre_available,
     hypre_library,
@@ -69,11 +70,23 @@ def test_an_adjoint_solves_with_the_values_of_its_own_run(comm, solver):
     scaled = [(1 + k) * system.values for k in range(3)]
     expected = [mg.grad(f)(values, system.b) for values in scaled]
     backs = [mg.vjp(f, values, system.b)[1] for values in scaled]
+    bad = Matrix(system.pattern, jnp.nan * system.values)
+    assert solve(bad, system.b, solver, throw=False).result == Result.NOT_FINITE
     for k in (2, 0, 1, 1):
         close(backs[k](jnp.ones(()))[0], expected[k], 1e-6)
     # One of a batch: a matrix for each, told of none.
     each = mg.vmap(mg.grad(f), in_axes=(0, None))(jnp.stack(scaled), system.b)
     close(each, jnp.stack(expected), 1e-6)
+
+
+@needs_hypre
+@pytest.mark.thin(2)
+def test_only_some_ranks_have_a_start(comm):
+    system = grid_system(comm)
+    x = solve(system.matrix, system.b, PCG(rtol=1e-12)).value
+    starts = (x, None) if comm.rank % 2 == 0 else (None, x)
+    for x0 in starts:
+        close(solve(system.matrix, system.b, PCG(rtol=1e-10), x0=x0).value, x, 1e-8)
 
 
 @needs_hypre

@@ -109,6 +109,8 @@ def test_native_is_the_one_rank_program(comm, alone, order):
     if order == 4 and comm.size < 4:
         ways = {1: {"checkpoints": "all", "threads": 2}, 2: {"checkpoints": 7}, 3: {"memory": 1}}
         compare(native, mine, everything(dataclasses.replace(native, **ways[comm.size])))
+    if order == 2 and comm.size in (1, 4):
+        compare(native, mine, everything(dataclasses.replace(native, checkpoints="boundary")))
 
 
 @pytest.mark.thin(2, 4)
@@ -117,20 +119,24 @@ def test_waves_run_backwards_from_their_boundary(comm, pml):
     """A part of the tile, all of it, and hardly any; sources inside and among what is kept."""
     velocity, wavelets, *_ = whole()
     acoustic = model(comm, pml=pml, order=2 if pml == LAYERS else 4)
-    v = jnp.asarray(velocity[acoustic.grid.slices])
+    single = pml == ((0, 0), (0, 0))
+    dtype, tolerance = (jnp.float32, 1e-4) if single else (jnp.float64, 1e-12)
+    v, wavelets = (jnp.asarray(a, dtype) for a in (velocity[acoustic.grid.slices], wavelets))
 
     def loss(velocity, wavelets, **kept):
         way = dataclasses.replace(acoustic, **kept)
         gathers, state = way.propagate(velocity, wavelets, survey())
         return jnp.sum(gathers**2) / comm.size + jnp.sum(state.field**2)
 
-    boundary = {"checkpoints": "boundary", "threads": 2 if comm.size == 2 else 1}
+    # Another time nothing of all shots fits, and each is computed again.
+    other = {"threads": 2} if comm.size == 2 else {"memory": 1}
+    boundary = {"checkpoints": "boundary", **other}
     every, found = (
         mpigrad.jit(mpigrad.grad(functools.partial(loss, **kept), (0, 1), comm=comm))(v, wavelets)
         for kept in ({}, boundary)
     )
     for a, b in zip(found, every, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.max(np.abs(b)))
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.max(np.abs(b)))
 
 
 @pytest.mark.thin(3)

@@ -10,7 +10,7 @@ from launching import PROGRAMS, run
 
 @pytest.mark.launcher
 def test_a_gradient_stays_within_its_memory():
-    """Beside the fields of a step. All 3000 steps would be 70 MB, of elastic waves 240 MB."""
+    """Beside a step's fields, of 2 MiB each. All 3000 steps: 70 MB, of elastic waves 240 MB."""
     mebibyte = 2**20
     done = run([sys.executable, str(PROGRAMS / "wave_memory.py"), str(16 * mebibyte)])
     assert done.returncode == 0, done.stderr
@@ -18,5 +18,5 @@ def test_a_gradient_stays_within_its_memory():
     assert [name for name, *_ in found] == ["pressure", "velocities"]
     for name, within, stored, equal in found:
         assert equal, name
-        assert within < 20 * mebibyte, found
+        assert within < 36 * mebibyte, found
         assert stored > 50 * mebibyte, found

@@ -236,11 +236,12 @@ def _check_settings(model: Acoustic) -> None:
         raise ValueError(f"Acoustic: reflection must lie between 0 and 1, not {model.reflection}")
     if model.max_velocity is not None and not model.max_velocity > 0:
         raise ValueError(f"Acoustic: max_velocity must be positive, not {model.max_velocity}")
-    check_checkpoints(model.checkpoints, "Acoustic", native=model._is_native())
     if model.threads is not None and model.threads < 1:
         raise ValueError(f"Acoustic: threads must be at least 1, not {model.threads}")
     if model.method not in (None, "native", "xla"):
         raise ValueError(f'Acoustic: method must be "native" or "xla", not {model.method!r}')
+    native = model.checkpoints != "boundary" or model._is_native()
+    check_checkpoints(model.checkpoints, "Acoustic", native=native)
     model.tile.check(model.order // 2)
 
 

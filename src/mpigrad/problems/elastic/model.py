@@ -290,11 +290,12 @@ def _check_settings(model: Elastic) -> None:
         raise ValueError(
             f"Elastic: components must be some of {COMPONENTS}, not {model.components!r}"
         )
-    check_checkpoints(model.checkpoints, "Elastic", native=model._is_native())
     if model.threads is not None and model.threads < 1:
         raise ValueError(f"Elastic: threads must be at least 1, not {model.threads}")
     if model.method not in (None, "native", "xla"):
         raise ValueError(f'Elastic: method must be "native" or "xla", not {model.method!r}')
+    native = model.checkpoints != "boundary" or model._is_native()
+    check_checkpoints(model.checkpoints, "Elastic", native=native)
     model.tile.check(REACH)
 
 

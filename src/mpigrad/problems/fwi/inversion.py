@@ -32,7 +32,7 @@ from mpigrad.problems.fwi.parametrization import (
 from mpigrad.problems.fwi.regularization import tikhonov, total_variation, window_with_neighbors
 from mpigrad.problems.fwi.settings import Settings
 from mpigrad.problems.waves.experiment import Experiment, Fields, experiment
-from mpigrad.problems.waves.files import read_array, read_model, read_time_step
+from mpigrad.problems.waves.files import SEGY, read_array, read_model, read_time_step
 from mpigrad.problems.waves.physics import Physics
 from mpigrad.problems.waves.team import Team, team_of
 from mpigrad.together import from_root
@@ -321,9 +321,11 @@ def _read_data(
 ) -> Float[np.ndarray, "shots components receivers steps"]:
     data = read_array(path, "gathers")
     shots, components, receivers, steps = shape
-    accepted = [shape, (shots * components * receivers, steps)]  # traces of SEG-Y, in this order
+    accepted, traces = [shape], (shots * components * receivers, steps)
+    if path.suffix.lower() in SEGY:  # in this order
+        accepted += [traces]
     if components == 1:  # of which nothing has to be said
-        accepted += [(shots, receivers, steps)]
+        accepted += [(shots, receivers, steps), traces]
     if data.shape not in accepted:
         raise ValueError(
             f"--data: {path} has shape {data.shape}; {shots} shots, {components} components, "

@@ -21,8 +21,8 @@ def check_checkpoints(checkpoints: object, name: str, *, native: bool) -> None:
         )
     if checkpoints == "boundary" and not native:
         raise ValueError(
-            f'{name}: checkpoints="boundary" is of the native kernels; give method="xla" a number '
-            "of steps"
+            f'{name}: checkpoints="boundary" is of the native kernels; XLA programs (method="xla", '
+            "and all that run on devices) take a number of steps"
         )
 
 

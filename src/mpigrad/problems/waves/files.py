@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from mpigrad.communicator import Communicator
 from mpigrad.together import from_root
 
-__all__ = ["FORMATS", "Acquisition", "ModelFile", "read_array", "read_model", "read_time_step"]
+__all__ = [
+    "FORMATS",
+    "SEGY",
+    "Acquisition",
+    "ModelFile",
+    "read_array",
+    "read_model",
+    "read_time_step",
+]
 
 FIELDS = ("vp", "vs", "rho", "lambda", "mu")
 _MAY_VANISH = ("vs", "lambda", "mu")  # in water
@@ -127,7 +135,7 @@ def read_time_step(path: pathlib.Path) -> tuple[float, float] | None:
 
     None where the file doesn't say. SEG-Y's are whole microseconds, rounded or cut off.
     """
-    if path.suffix.lower() in _SEGY:
+    if path.suffix.lower() in SEGY:
         return _read_interval(path)
     found = _arrays(path).get("dt")
     if found is None or found.size != 1:
@@ -194,7 +202,8 @@ def _read_interval(path: pathlib.Path) -> tuple[float, float] | None:
 
     with _open_segy(path) as file:
         microseconds = segyio.tools.dt(file, fallback_dt=0.0)
-    return (microseconds / 1e6, 1e-6) if microseconds > 0 else None
+    dt = microseconds / 1e6
+    return (dt, min(1e-6, 5e-3 * dt)) if dt > 0 else None
 
 
 def _refuse_volume(path: pathlib.Path) -> None:
@@ -212,18 +221,18 @@ def _refuse_volume(path: pathlib.Path) -> None:
         )
 
 
-_SEGY = (".sgy", ".segy")
+SEGY = (".sgy", ".segy")
 _READERS: dict[str, Callable[[pathlib.Path], dict[str, NDArray[Any]]]] = {
     ".npy": _read_npy,
     ".npz": _read_npz,
     ".mat": _read_mat,
     ".zarr": _read_zarr,
-} | dict.fromkeys(_SEGY, _read_segy)
+} | dict.fromkeys(SEGY, _read_segy)
 
 
 def _read(path: pathlib.Path, shape: tuple[int, ...] | None) -> ModelFile:
     arrays = _arrays(path)
-    if path.suffix.lower() in _SEGY:
+    if path.suffix.lower() in SEGY:
         _refuse_volume(path)
     fields = {name: np.asarray(arrays[name]) for name in FIELDS if name in arrays}
     if not fields:

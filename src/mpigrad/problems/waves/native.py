@@ -33,8 +33,7 @@ class Run:
     reach
         Cells that its stencil reaches.
     settings
-        steps, shots, threads, checkpoints (0: as memory allows, -1: everything) and memory, in
-        this order.
+        steps, shots, threads, checkpoints (`checkpoints.native_number`) and memory, in this order.
     fingerprint
         A number of at most 48 bits that is equal on ranks which do the same.
     reals
