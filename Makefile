@@ -21,7 +21,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-torch test-hosts test-oldest fuzz bench docs docs-links lint clean
+.PHONY: setup demo test test-full test-torch test-hosts test-oldest fuzz bench docs docs-links lint style types clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -34,8 +34,12 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard native/* native/*/*) tools/se
 demo: setup
 	@$(BIN)/mpigrad run poisson -n 2 --cells 240 240 --iterations 250 --out results/demo
 
-test: lint
-	@$(BIN)/python tests/run.py
+# Types are checked beside the tests.
+test: style
+	@$(MAKE) --no-print-directory types > build/types.log 2>&1 & types=$$!; \
+	$(BIN)/python tests/run.py; tests=$$?; \
+	wait $$types || { cat build/types.log; exit 1; }; \
+	exit $$tests
 
 # Every case of every test at every number of ranks.
 OPTIMIZE ?= 0
@@ -69,10 +73,15 @@ fuzz: setup
 			--seed $(SEED) || exit 1; \
 	done
 
-lint: setup
-	@echo "lint: ruff, pyright"
+lint: style types
+
+style: setup
+	@echo "lint: ruff"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo "lint: run $(BIN)/ruff format"; exit 1; }
+
+types: setup
+	@echo "lint: pyright"
 	@$(BIN)/pyright --pythonpath $(BIN)/python > build/pyright.log || { cat build/pyright.log; exit 1; }
 
 bench: setup

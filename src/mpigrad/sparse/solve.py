@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -232,9 +232,10 @@ def _product(pattern: Pattern, values: jax.Array, pool: jax.Array) -> jax.Array:
 
 
 def _differentiate(
-    values: Any, b: Any, x0: Any, known: Any, a: Any, params: dict[str, Any]
+    primals: Sequence[Any], params: dict[str, Any]
 ) -> tuple[list[Any], tuple[Any, ...], Callable[..., Any]]:
     """The primal results, what the tangent map needs of them, and the tangent map."""
+    values, b, x0, known, a = primals
     x, info = solve_p.bind(values, b, x0, known, a, **params)
     pattern = params["pattern"]
     # The tangent's carrier depends on x, so that it is active wherever x is.
@@ -259,12 +260,12 @@ def _differentiate(
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    results, residuals, tangent = _differentiate(*primals, params)
+    results, residuals, tangent = _differentiate(primals, params)
     return results, tangent(residuals, tangents)
 
 
 def _linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
-    results, residuals, tangent = _differentiate(*primals, params)
+    results, residuals, tangent = _differentiate(primals, params)
     return results, [True, False], list(residuals), lambda kept, *ts: tangent(kept, ts)
 
 
