@@ -26,6 +26,7 @@ import numpy as np
 import wave_programs as case
 
 HERE = __file__
+FIELDS = {"acoustic": 1, "elastic": 2.2}  # that the history of a step has
 
 
 def measure(o: argparse.Namespace) -> None:
@@ -95,6 +96,13 @@ def measure(o: argparse.Namespace) -> None:
         print(json.dumps({"forward": plain, "gradient": spent, "memory": taken}))
 
 
+def available() -> float:
+    """Gigabytes that this machine has to spare."""
+    with open("/proc/meminfo") as lines:
+        found = dict(line.split(":") for line in lines)
+    return int(found["MemAvailable"].split()[0]) * 1024 / 1e9
+
+
 def compare(o: argparse.Namespace) -> None:
     """All choices in turn, as a table."""
     print(
@@ -105,6 +113,10 @@ def compare(o: argparse.Namespace) -> None:
     for physics in o.physics:
         first: list[np.ndarray] = []
         for keep in o.keep:
+            whole = FIELDS[physics] * o.steps * (o.cells + 2 * case.PML) ** 2 * 4 / 1e9
+            if keep == "all" and whole > available() / 2:
+                print(f"| {physics} | {keep} | {whole:.0f}: more than there is | | | |", flush=True)
+                continue
             with tempfile.NamedTemporaryFile(suffix=".npz") as file:
                 words = [sys.executable, "-m", "mpigrad", "launch", "-n", str(o.ranks)]
                 words += ["--timeout", "3000", HERE, "--on-ranks", "--output", file.name]
@@ -134,7 +146,7 @@ def main() -> None:
     parser.add_argument("--physics", nargs="+", default=["acoustic", "elastic"])
     parser.add_argument("--cells", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--keep", nargs="+", default=["memory", "boundary", "60"])
+    parser.add_argument("--keep", nargs="+", default=["all", "memory", "boundary", "60"])
     parser.add_argument("--budget", type=float, default=3e9)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=2)
