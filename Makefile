@@ -19,6 +19,7 @@ PYTHON ?= python3
 MPI ?= system
 VENV := .venv
 BIN := $(VENV)/bin
+PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 READY := $(VENV)/ready
 
 .PHONY: setup demo test test-full test-torch test-hosts test-oldest fuzz bench docs docs-links lint style types clean
@@ -36,9 +37,9 @@ demo: setup
 
 # Types are checked beside the tests.
 test: style
-	@$(MAKE) --no-print-directory types > build/types.log 2>&1 & types=$$!; \
+	@$(PYRIGHT) > build/pyright.log & types=$$!; \
 	$(BIN)/python tests/run.py; tests=$$?; \
-	wait $$types || { cat build/types.log; exit 1; }; \
+	wait $$types || { echo "lint: pyright"; cat build/pyright.log; exit 1; }; \
 	exit $$tests
 
 # Every case of every test at every number of ranks.
@@ -82,7 +83,7 @@ style: setup
 
 types: setup
 	@echo "lint: pyright"
-	@$(BIN)/pyright --pythonpath $(BIN)/python > build/pyright.log || { cat build/pyright.log; exit 1; }
+	@$(PYRIGHT) > build/pyright.log || { cat build/pyright.log; exit 1; }
 
 bench: setup
 	@$(BIN)/mpigrad bench

@@ -152,7 +152,7 @@ def _transposition(tile: Tile, gradient: bool) -> Sent:
 def _acoustic(tile: Tile, gradient: bool, steps: int) -> Sent:
     # The pressure; in the layers that run across a face also phi or psi. First state and steps.
     ranks = tile.dims[0] * tile.dims[1]
-    run = sized(tile.across(REACH, LAYERS, REACH), 4) * (steps + 1) + collective(ranks, 8 * 8)
+    run = sized(tile.across(REACH, LAYERS, REACH), 4) * (steps + 1) + collective(ranks, 9 * 8)
     return run * 2 + collective(ranks, 4, 4) if gradient else run + collective(ranks, 4)
 
 
@@ -163,7 +163,7 @@ def _elastic(tile: Tile, gradient: bool, steps: int) -> Sent:
         sized(tile.across(fields * REACH, LAYERS), 4) for fields in (2, 3, 5)
     )
     media = sized(tile.halo(3), 4)
-    run = (velocities + stresses) * steps + state + media + collective(ranks, 5 * 8)
+    run = (velocities + stresses) * steps + state + media + collective(ranks, 6 * 8)
     stable = collective(ranks, 5 * 4)
     if gradient:
         return run * 2 + stable * 3 + collective(ranks, 4, 4)

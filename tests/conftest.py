@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Modules stay: the collector need not go through them again and again.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 50, 1000)  # nor often: a twentieth of the time
+    gc.set_threshold(20_000, 10, 10)  # nor often: a twentieth of the time
 
 
 @pytest.fixture(scope="module", autouse=True)
