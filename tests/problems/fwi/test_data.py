@@ -66,6 +66,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(comm, directory, write_segy)
     holes = np.where(one == one.max(), np.nan, one)
     if comm.rank == 0:
         np.save(directory / "start.npy", VP)
+        np.savez(directory / "coarse.npz", vp=VP, spacing=(99.0, 99.0))
         np.save(directory / "turned.npy", one.swapaxes(2, 3))
         np.savez(directory / "short.npz", gathers=one[..., 1:])
         np.savez(directory / "two.npz", a=one, b=one)
@@ -101,3 +102,5 @@ def test_what_does_not_fit_is_refused_on_every_rank(comm, directory, write_segy)
     ]:
         with pytest.raises(ValueError, match=said):
             inversion(dataclasses.replace(settings, data=directory / name), comm)
+    with pytest.raises(ValueError, match=r"coarse.npz has cells of \(99.0, 99.0\) m, the model"):
+        inversion(dataclasses.replace(acoustic, initial=directory / "coarse.npz"), comm)

@@ -263,6 +263,11 @@ def _start(
     """The fields to start from: the file's, or the true ones smoothed, but not above the water."""
     if settings.initial is not None:
         file = read_model(settings.initial, comm, whole.shape)
+        if file.spacing is not None and not np.allclose(file.spacing, whole.spacing):
+            raise ValueError(
+                f"--initial: {settings.initial} has cells of {file.spacing} m, the model of "
+                f"{whole.spacing} m"
+            )
         return physics.complete(file.fields, settings.invert)
     blur_x, blur_y = (gaussian(n, _DEFAULT_BLUR) for n in whole.shape)
     below = (np.arange(whole.shape[1]) + 0.5) * whole.spacing[1] > settings.water
