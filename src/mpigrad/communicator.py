@@ -122,6 +122,10 @@ class Communicator:
         self._reversed.Set_errhandler(MPI.ERRORS_RETURN)
         self.slot = Communicator._next_slot
         Communicator._next_slot += 2
+        # mpi4py duplicates a communicator in its first reduction of objects, and holds the
+        # interpreter's lock meanwhile: where a rank never came, no watchdog could say so.
+        for mpi in (mpi_comm, self.mpi):
+            MPI.Intracomm.allreduce(mpi, 0)
         # The messages between two ranks that derivatives send have a space of their own: a
         # wildcard receive of the program never takes one of them.
         self.derivatives = WatchedComm(mpi_comm).Dup()

@@ -84,6 +84,8 @@ def test_wrong_use(comm: Communicator) -> None:
         mg.one_sided(x, accumulate=[(jnp.ones((1, 3), jnp.int32), 0, 0)])
     with pytest.raises(TypeError, match="cannot add bool"):
         mg.one_sided(x > 0, accumulate=[(x[:1] > 0, 0, 0)])
+    with pytest.raises(TypeError, match="content is one array, not PyTreeDef"):
+        mg.one_sided({"a": jnp.ones(2)}, comm=comm)
     with pytest.raises(ValueError, match="not negative"):
         mg.one_sided(x, get=[(0, -1, 1)])
     own = mg.one_sided

@@ -51,6 +51,41 @@ def test_values_and_derivatives(name: str, how: str, comm: Communicator) -> None
     prove(lambda x: case.run(x, comm), case.simulate, comm, how, X=operand(case, comm)[1])
 
 
+@pytest.mark.full
+@cases
+@pytest.mark.parametrize("how", ["jit", "scan", "vmap", "checkpoint", "cond"])
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "complex128"])
+def test_derivatives_of_other_dtypes(name: str, how: str, dtype: str, comm: Communicator) -> None:
+    case = CASES[name]
+    if case.takes == "real numbers" and dtype.startswith("complex"):
+        return
+    X = operand(case, comm, np.dtype(dtype))[1]
+    rtol = 1e-11 if dtype == "complex128" else 2e-4
+
+    def proof() -> None:
+        prove(lambda x: case.run(x, comm), case.simulate, comm, how, X=X, rtol=rtol)
+
+    if how == "checkpoint" and dtype.startswith("complex"):  # what JAX keeps must be real
+        with pytest.raises(TypeError, match="reduce_precision does not accept"):
+            proof()
+    else:
+        proof()
+
+
+@pytest.mark.full
+@cases
+@pytest.mark.parametrize("how", ["jit", "scan", "vmap", "checkpoint", "cond"])
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+def test_integers_under_transformations(
+    name: str, how: str, dtype: str, comm: Communicator
+) -> None:
+    case = CASES[name]
+    x, X = operand(case, comm, np.dtype(dtype))
+    transform, reference = TRANSFORMED[how]
+    got = mg.jit(transform(lambda x: case.run(x, comm)))(x)
+    close(got, jax.jit(reference(case.simulate))(X)[comm.rank])
+
+
 @cases
 def test_gradient(name: str, comm: Communicator) -> None:
     """mg.grad of a loss, and the public dot test."""

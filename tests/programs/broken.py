@@ -140,6 +140,18 @@ def in_a_solver_written_with_mpi4py():
     mg.barrier()
 
 
+def in_a_reduction_of_objects():
+    def forward(v, comm):
+        if rank == 1:
+            raise ValueError("not here")
+        return comm.allreduce(v)
+
+    try:
+        mg.custom_operation(forward, forward)(x)
+    except jax.errors.JaxRuntimeError:
+        time.sleep(60)
+
+
 def another_root():
     mg.bcast(x, root=rank)
 

@@ -173,7 +173,8 @@ class Reader:
                 for p in parts
             ]
             more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
-            return f"{name} of {', '.join(parts[:_SHOWN])}{more} at {where}" if parts else name
+            if parts:
+                return f"{name} of {', '.join(parts[:_SHOWN])}{more} at {where}"
         return f"{name} at {where}"
 
     def state(self, r: int, now_ns: int, gone: str = "") -> str:

@@ -74,6 +74,14 @@ def _triple(rank: Any, offset: Any, count: Any, name: str, comm: Communicator) -
     return target, int(offset), int(count)
 
 
+def _one_array(x: Any, what: str) -> None:
+    if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(x) if leaf is not x):
+        raise TypeError(
+            f"one_sided: {what} is one array, not {jax.tree.structure(x)}; give each array of a "
+            "pytree an epoch of its own"
+        )
+
+
 def one_sided(
     content: Any,
     *,
@@ -115,6 +123,7 @@ def one_sided(
     put twice are errors on all ranks when the program runs.
     """
     comm = resolve(comm)
+    _one_array(content, "content")
     content = array(content)
     if content.ndim == 0:
         raise ValueError("one_sided: content has no rows; give it a leading axis")
@@ -122,6 +131,7 @@ def one_sided(
     parts = [content]
     for name, entries in (("put", put), ("accumulate", accumulate)):
         for given, rank, offset in entries:
+            _one_array(given, name)
             values = array(given)
             if values.shape[1:] != content.shape[1:] or values.ndim != content.ndim:
                 raise ValueError(

@@ -68,6 +68,10 @@ sendrecv_p: Primitive = linear_map(
 def check_tag(value: int, what: str) -> int:
     """`value` as the tag of a message that is not a wildcard."""
     limit = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
+    if isinstance(value, (int, np.integer)) and value == MPI.ANY_TAG:
+        raise ValueError(
+            f"{what}: a wildcard tag is for `recv` only; name the tag, or receive with `recv`"
+        )
     if not isinstance(value, (int, np.integer)) or not 0 <= value <= limit:
         raise ValueError(f"{what}={value!r} must be an integer from 0 to {limit}")
     return int(value)
