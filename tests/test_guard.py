@@ -231,6 +231,21 @@ REFUSED = {
     "another_root": Refused(("ranks 0-1: reduce(root=0", "rank 2: reduce(root=1", "same root")),
     "another_dtype": Refused(("float32[3]" + AT, "int32[3]" + AT, "the same dtype")),
     "another_shape": Refused(("float32[2,3]" + AT, "float32[3,2]" + AT, "the same shape")),
+    "another_reduction": Refused(
+        ("ranks 0, 2: allgather(op=PROD) of float32[3]", "rank 1: allgather(op=MAX)", "same op")
+    ),
+    "another_location": Refused(
+        ("ranks 0-1: allgather(op=MAXLOC)", "rank 2: allgather(op=MINLOC)")
+    ),
+    "another_reduction_of_rows": Refused(
+        ("rank 0: alltoallv(op=MAX, sendcounts=", "rank 1: alltoallv(op=MIN, sendcounts=")
+    ),
+    "another_function": Refused(
+        ("rank 0: gather(root=0, op=reduction(larger", "ranks 1-2: gather(root=0, op=reduction(")
+    ),
+    "another_root_of_a_product": Refused(
+        ("ranks 0-1: allreduce(op=PROD, root=0)", "rank 2: allreduce(op=PROD, root=1)", "same root")
+    ),
     "another_order": Refused(("ranks 0-1: allreduce", "rank 2: barrier" + AT, ORDER)),
     "left_out_by_one_rank": Refused(("ranks 0, 2: allreduce", "rank 1: barrier" + AT)),
     "mixed_with_messages": Refused(("rank 0: in recv of", "ranks 1-2: in barrier" + AT)),

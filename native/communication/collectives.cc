@@ -35,10 +35,11 @@ ffi::Error bcast(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t s
                      static_cast<int>(root), c.comm.handle));
 }
 
-ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
-                     int64_t op) {
+// `root` is the only rank that wants the result, or -1: all members must mean the same.
+ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
+                     int64_t root) {
   const Call c("allreduce", comm, site, x.size_bytes());
-  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
+  if (ffi::Error e = c.collective(x, {{"op", op}, {"root", root}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   void* out = y->untyped_data();
@@ -57,9 +58,9 @@ void compare(const Buffer& x, BufferOut& y, bool* mine) {
 
 // The maximum or minimum over ranks, and where it is this rank's own value.
 ffi::Error extremum(Token, Buffer x, TokenOut, BufferOut y, ffi::Result<ffi::Buffer<ffi::PRED>> own,
-                    int64_t comm, int64_t site, int64_t op) {
+                    int64_t comm, int64_t site, int64_t op, int64_t root) {
   const Call c("allreduce", comm, site, x.size_bytes());
-  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
+  if (ffi::Error e = c.collective(x, {{"op", op}, {"root", root}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   advise_huge_pages(y->untyped_data(), y->size_bytes());
@@ -85,10 +86,12 @@ ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   return c.done(code);
 }
 
-ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+// `op` is the reduction that the values are moved for, of those that MPI does not do itself, or -1:
+// all members must mean the same.
+ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
                   int64_t root) {
   const Call c("gather", comm, site, x.size_bytes(), root);
-  if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
+  if (ffi::Error e = c.collective(x, {{"root", root}, {"op", op}}); e.failure()) return e;
   const Words in(x);
   const int count = static_cast<int>(in.count);
   const int code = call(runtime.mpi.Gather, static_cast<const void*>(in.data), count, in.type,
@@ -107,9 +110,10 @@ ffi::Error scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t
                      out.type, out.data, count, out.type, static_cast<int>(root), c.comm.handle));
 }
 
-ffi::Error allgather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site) {
+ffi::Error allgather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                     int64_t op) {
   const Call c("allgather", comm, site, x.size_bytes());
-  if (ffi::Error e = c.collective(x); e.failure()) return e;
+  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
   const Words in(x);
   const int count = static_cast<int>(in.count);
   advise_huge_pages(y->untyped_data(), y->size_bytes());
@@ -117,9 +121,10 @@ ffi::Error allgather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
                      y->untyped_data(), count, in.type, c.comm.handle));
 }
 
-ffi::Error alltoall(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site) {
+ffi::Error alltoall(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                    int64_t op) {
   const Call c("alltoall", comm, site, x.size_bytes());
-  if (ffi::Error e = c.collective(x); e.failure()) return e;
+  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
   const Words in(x);
   const int count = static_cast<int>(in.count / c.comm.size);
   advise_huge_pages(y->untyped_data(), y->size_bytes());
@@ -225,9 +230,9 @@ ffi::Error reduce_scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm,
 }
 
 ffi::Error alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
-                     Integers sendcounts, Integers recvcounts, int64_t row) {
+                     int64_t op, Integers sendcounts, Integers recvcounts, int64_t row) {
   const Call c("alltoallv", comm, site, x.size_bytes());
-  if (ffi::Error e = c.collective(x, {}, sendcounts, recvcounts); e.failure()) return e;
+  if (ffi::Error e = c.collective(x, {{"op", op}}, sendcounts, recvcounts); e.failure()) return e;
   const Words in(x), out(*y);
   const Parts to(sendcounts, row), from(recvcounts, row);
   advise_huge_pages(out.data, y->size_bytes());
@@ -244,23 +249,26 @@ MPIGRAD_HANDLER(mpigrad_bcast, bcast,
                     MPIGRAD_ATTR(root));
 MPIGRAD_HANDLER(mpigrad_allreduce, allreduce,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
-                    MPIGRAD_ATTR(op));
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTR(root));
 MPIGRAD_HANDLER(mpigrad_extremum, extremum,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y
-                    .Ret<xla::ffi::Buffer<xla::ffi::PRED>>() MPIGRAD_WHERE MPIGRAD_ATTR(op));
+                    .Ret<xla::ffi::Buffer<xla::ffi::PRED>>() MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTR(root));
 MPIGRAD_HANDLER(mpigrad_reduce, reduce,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
                     MPIGRAD_ATTR(op) MPIGRAD_ATTR(root));
 MPIGRAD_HANDLER(mpigrad_gather, gather,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
-                    MPIGRAD_ATTR(root));
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTR(root));
 MPIGRAD_HANDLER(mpigrad_scatter, scatter,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
                     MPIGRAD_ATTR(root));
 MPIGRAD_HANDLER(mpigrad_allgather, allgather,
-                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE);
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op));
 MPIGRAD_HANDLER(mpigrad_alltoall, alltoall,
-                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE);
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op));
 MPIGRAD_HANDLER(mpigrad_reduce_scatter, reduce_scatter,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
                     MPIGRAD_ATTR(op));
@@ -284,4 +292,5 @@ MPIGRAD_HANDLER(mpigrad_reduce_scatterv, reduce_scatterv,
                     MPIGRAD_ATTR(op) MPIGRAD_ATTRS(counts) MPIGRAD_ATTR(row));
 MPIGRAD_HANDLER(mpigrad_alltoallv, alltoallv,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
-                    MPIGRAD_ATTRS(sendcounts) MPIGRAD_ATTRS(recvcounts) MPIGRAD_ATTR(row));
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTRS(sendcounts) MPIGRAD_ATTRS(recvcounts)
+                        MPIGRAD_ATTR(row));

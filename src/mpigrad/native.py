@@ -75,6 +75,10 @@ REDUCTIONS = (
     *(MPI.LAND, MPI.LOR, MPI.LXOR, MPI.BAND, MPI.BOR, MPI.BXOR),
 )
 SUM = REDUCTIONS.index(MPI.SUM)
+# Those for which values are moved only; here a slot is a name to compare.
+MOVED_FOR = (MPI.MAXLOC, MPI.MINLOC)
+NO_REDUCTION = NO_ROOT = -1
+own_reductions: dict[int, str] = {}  # the user's, by slot: made by `mpigrad.reduction`
 
 
 def _status_layout() -> tuple[int, int]:

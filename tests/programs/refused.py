@@ -55,6 +55,37 @@ def another_shape(comm):
 
 
 @case
+def another_reduction(comm):
+    mg.scan(x, op=MPI.MAX if rank == 1 else MPI.PROD, comm=comm)
+
+
+@case
+def another_location(comm):
+    mg.allreduce(x, op=MPI.MINLOC if rank == 2 else MPI.MAXLOC, comm=comm)
+
+
+@case
+def another_reduction_of_rows(comm):
+    mg.reduce_scatterv(jnp.ones(3), [1, 0, 2], op=MPI.MAX if rank == 0 else MPI.MIN, comm=comm)
+
+
+@case
+def another_function(comm):
+    def larger(a, b):
+        return jnp.maximum(a, b)
+
+    def smaller(a, b):
+        return jnp.minimum(a, b)
+
+    mg.reduce(x, op=mg.reduction(larger if rank == 0 else smaller), comm=comm)
+
+
+@case
+def another_root_of_a_product(comm):
+    mg.reduce(x, op=MPI.PROD, root=rank // 2, comm=comm)
+
+
+@case
 def another_order(comm):
     if rank == 2:
         mg.barrier(comm)

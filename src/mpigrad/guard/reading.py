@@ -9,7 +9,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpigrad import board as b
-from mpigrad.native import REDUCTIONS
+from mpigrad.native import MOVED_FOR, NO_REDUCTION, NO_ROOT, REDUCTIONS, own_reductions
 
 __all__ = ["Member", "Reader"]
 
@@ -20,6 +20,7 @@ _DTYPES = {
     **{12: "float64", 15: "complex64", 16: "bfloat16", 18: "complex128"},
 }
 _OPS = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
+_OPS += ("MAXLOC", "MINLOC")
 _SHOWN = 4  # messages of one operation that are written out
 _WORD = 2**64 - 1
 
@@ -59,11 +60,10 @@ def contract_words(contract: Any, site: str) -> str:
     terms = []
     for i in range(int(contract["terms"])):
         name, value = words(contract["names"][i]), int(contract["values"][i])
-        shown = str(value)
-        if name == "op" and 0 <= value < len(REDUCTIONS):
-            op = REDUCTIONS[value]
-            shown = next((known for known in _OPS if getattr(MPI, known) == op), shown)
-        terms.append(f"{name}={shown}")
+        if name == "op" and value != NO_REDUCTION:
+            terms.append(f"op={_reduction(value)}")
+        elif name != "op" and not (name == "root" and value == NO_ROOT):
+            terms.append(f"{name}={value}")
     n = int(contract["counts"])
     if int(contract["counts_kind"]) == b.SAME_COUNTS:
         terms.append(f"counts={_tuple(contract['sends'][:n])}")
@@ -74,6 +74,13 @@ def contract_words(contract: Any, site: str) -> str:
     array = layout(contract)
     what = f"{words(contract['operation'])}{arguments}{' of ' if array else ''}{array}"
     return f"{what} at {site}"
+
+
+def _reduction(slot: int) -> str:
+    known = (*REDUCTIONS, *MOVED_FOR)
+    if slot < len(known):
+        return next(name for name in _OPS if getattr(MPI, name) == known[slot])
+    return f"reduction({own_reductions.get(slot, 'another function')})"
 
 
 def channel_hash(identity: int, peer: int, tag: int) -> int:

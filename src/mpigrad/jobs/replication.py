@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpigrad.communicator import Communicator
+from mpigrad.native import NO_REDUCTION
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, mlir
 from mpigrad.operations.activity import carrier
@@ -36,7 +37,7 @@ collect_p: Primitive = linear_map(
     "jobs_collect",
     target="mpigrad_allgather",
     result=lambda x, *, size, **_: ShapedArray((size, *x.shape), x.dtype),
-    attributes=lambda avals, p: {"comm": p["comm"], "site": p["site"]},
+    attributes=lambda avals, p: {"comm": p["comm"], "site": p["site"], "op": NO_REDUCTION},
     batch_axes=(0, 1),
     transpose=lambda ct, x, a, *, size, **where: take_p.bind(ct, a, **where)[0],
 )

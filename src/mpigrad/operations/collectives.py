@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, check_rank, resolve
-from mpigrad.native import REDUCTIONS, SUM
+from mpigrad.native import NO_REDUCTION, NO_ROOT, REDUCTIONS, SUM
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier, follow
 from mpigrad.operations.factory import effect_primitive, linear_map, weighted_map
@@ -57,6 +57,16 @@ def _without_size(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name not in ("rank", "size")}
 
 
+def _to_all(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
+    """Of allreduce: where only a root wants the result, the guard compares it."""
+    return {"root": NO_ROOT, **_without_size(avals, params)}
+
+
+def _moving(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
+    """Of messages that may move values for a reduction: its `op` is compared by the guard."""
+    return {"op": NO_REDUCTION, **_without_size(avals, params)}
+
+
 # bcast ↔ reduce(SUM), allreduce ↔ allreduce, gather ↔ scatter, allgather ↔ reduce_scatter(SUM),
 # alltoall ↔ alltoall, scan ↔ scan from the last rank to the first, and so exscan.
 bcast_p: Primitive = linear_map(
@@ -74,14 +84,15 @@ allreduce_p: Primitive = linear_map(
     "allreduce",
     result=_same,
     in_place=True,
+    attributes=_to_all,
     transpose=lambda ct, x, a, **params: allreduce_p.bind(ct, a, **params)[0],
 )
 gather_p: Primitive = linear_map(
     "gather",
     result=_gathered,
-    attributes=_without_size,
+    attributes=_moving,
     batch_axes=(0, 1),
-    transpose=lambda ct, x, a, **params: scatter_p.bind(ct, a, **params)[0],
+    transpose=lambda ct, x, a, *, op=0, **params: scatter_p.bind(ct, a, **params)[0],
 )
 scatter_p: Primitive = linear_map(
     "scatter",
@@ -93,9 +104,11 @@ scatter_p: Primitive = linear_map(
 allgather_p: Primitive = linear_map(
     "allgather",
     result=_gathered,
-    attributes=_without_size,
+    attributes=_moving,
     batch_axes=(0, 1),
-    transpose=lambda ct, x, a, *, size, **params: reduce_scatter_p.bind(ct, a, op=SUM, **params)[0],
+    transpose=lambda ct, x, a, *, size, op=0, **params: reduce_scatter_p.bind(
+        ct, a, op=SUM, **params
+    )[0],
 )
 reduce_scatter_p: Primitive = linear_map(
     "reduce_scatter",
@@ -108,6 +121,7 @@ reduce_scatter_p: Primitive = linear_map(
 alltoall_p: Primitive = linear_map(
     "alltoall",
     result=_same,
+    attributes=_moving,
     batch_axes=(1, 1),
     transpose=lambda ct, x, a, **params: alltoall_p.bind(ct, a, **params)[0],
 )
@@ -134,7 +148,9 @@ def _total(t: Any, a: Any, *, op: int, rank: int, size: int, **where: int) -> An
     return allreduce_p.bind(t, a, op=SUM, **where)[0]
 
 
-def _others(x: Any, a: Any, results: Any, *, op: int, rank: int, size: int, **where: int) -> Any:
+def _others(
+    x: Any, a: Any, results: Any, *, op: int, rank: int, size: int, root: int = 0, **where: int
+) -> Any:
     return product_of_others(allgather_p.bind(x, a, size=size, **where)[0], rank)
 
 
@@ -151,7 +167,7 @@ product_p: Primitive = weighted_map(
     target="mpigrad_allreduce",
     result=_same,
     in_place=True,
-    attributes=_without_size,
+    attributes=_to_all,
     weight=_others,
     total=_total,
 )
@@ -160,7 +176,7 @@ product_p: Primitive = weighted_map(
 extremum_p: Primitive = weighted_map(
     "extremum",
     result=lambda x, **_: [_same(x), ShapedArray(x.shape, np.dtype(bool))],
-    attributes=_without_size,
+    attributes=_to_all,
     weight=_share_of_ties,
     total=_total,
 )
@@ -236,7 +252,7 @@ def reduce(
         return of(x) if comm.rank == root else _no_result(of, x)
 
     def by_allreduce(leaf: Any, a: Any, **params: int) -> Any:
-        params |= {"rank": comm.rank, "size": comm.size}
+        params |= {"rank": comm.rank, "size": comm.size, "root": root}
         return on_root(lambda y: y, _nonlinear(leaf, a, **params))
 
     return reduced(

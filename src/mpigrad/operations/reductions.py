@@ -7,6 +7,8 @@ they are needed, by messages whose adjoints are known, and `fold` is the rest.
 
 from __future__ import annotations
 
+import inspect
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.native import ARITHMETIC_DTYPES, REDUCTIONS
+from mpigrad.native import ARITHMETIC_DTYPES, MOVED_FOR, REDUCTIONS, own_reductions
 from mpigrad.operations._jax_compat import Primitive
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import is_differentiable
@@ -112,6 +114,19 @@ _OPS: tuple[tuple[MPI.Op, str, tuple[str, str, str]], ...] = (
 )
 
 
+def _slot(op: MPI.Op | Reduction) -> int:
+    """The number by which the guard compares it with the other ranks'."""
+    if not isinstance(op, Reduction):
+        known = (*REDUCTIONS, *MOVED_FOR)
+        return known.index(op)
+    fn = inspect.unwrap(op.fn)
+    name = getattr(fn, "__qualname__", type(fn).__name__).split(".")[-1]
+    line = getattr(getattr(fn, "__code__", None), "co_firstlineno", 0)
+    slot = 1000 + (zlib.crc32(f"{name}:{line}".encode()) >> 1)
+    own_reductions[slot] = f"{name}, line {line}" if line else name
+    return slot
+
+
 _LOGICAL = (MPI.LAND, MPI.LOR, MPI.LXOR)
 
 
@@ -177,7 +192,7 @@ def reduced(
         MPI's own, for sums and for what has no derivative; `leading` are its leading axes (see
         `over_packed`), `params` its parameters.
     move
-        (array, carrier, comm=, site=) -> the ranks' values, along axis 0; `moved` are its leading
+        (array, carrier, comm=, site=, op=) -> all values, along axis 0; `moved` are its leading
         axes.
     finish
         These values -> the result on this rank.
@@ -195,11 +210,12 @@ def reduced(
                 return primitive.bind(leaf, a, op=slot, **where, **params)[0]
             if nonlinear is not None:
                 return nonlinear(leaf, a, op=slot, **where)
-            return finish(move(leaf, a, **where))
+            return finish(move(leaf, a, op=slot, **where))
 
         return over_packed(message, x, leading=leading)
     # Array by array: the result may be two arrays, and a user's function need not be elementwise.
-    rows = over_packed(lambda leaf: move(leaf, a, **where), x, leading=moved)
+    slot = _slot(op)
+    rows = over_packed(lambda leaf: move(leaf, a, op=slot, **where), x, leading=moved)
     leaves, structure = jax.tree.flatten(rows)
     results = [finish(leaf) for leaf in leaves]
     if isinstance(op, Reduction):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, check_rank, resolve
-from mpigrad.native import SUM, words_per_element
+from mpigrad.native import NO_REDUCTION, SUM, words_per_element
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.factory import linear_map
 from mpigrad.operations.packing import packed
@@ -73,7 +73,7 @@ reduce_scatterv_p: Primitive = linear_map(
 alltoallv_p: Primitive = linear_map(
     "alltoallv",
     result=lambda x, *, recvcounts, **_: _rows(sum(recvcounts), x),
-    attributes=_moving,
+    attributes=lambda avals, params: {"op": NO_REDUCTION, **_moving(avals, params)},
     batch_axes=(1, 1),
     transpose=lambda ct, x, a, *, sendcounts, recvcounts, **params: alltoallv_p.bind(
         ct, a, sendcounts=recvcounts, recvcounts=sendcounts, **params
