@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -64,11 +65,17 @@ def no_orphans() -> Iterator[dict[str, str]]:
     mark = {"MPIGRAD_TEST_MARK": uuid.uuid4().hex}
     yield mark
     (pair,) = mark.items()
-    left = [
-        entry
-        for entry in pathlib.Path("/proc").iterdir()
-        if entry.name.isdigit() and "=".join(pair).encode() in _environment(entry)
-    ]
+
+    def alive() -> list[pathlib.Path]:
+        return [
+            entry
+            for entry in pathlib.Path("/proc").iterdir()
+            if entry.name.isdigit() and "=".join(pair).encode() in _environment(entry)
+        ]
+
+    limit = time.monotonic() + 3  # MPICH's mpiexec does not wait for the ranks that it has killed
+    while (left := alive()) and time.monotonic() < limit:
+        time.sleep(0.1)
     assert not left, [(e.name, (e / "cmdline").read_bytes()) for e in left]
 
 

@@ -11,7 +11,7 @@ struct Numbers {
   bool known;
   Handle type;
   explicit Numbers(const Buffer& x)
-      : data(x.untyped_data()),
+      : data(place(x)),
         count(static_cast<int>(x.element_count())),
         type(arithmetic_type(static_cast<int>(x.element_type()), known)) {}
 };
@@ -26,7 +26,7 @@ ffi::Error barrier(Token, TokenOut, int64_t comm, int64_t site) {
 ffi::Error bcast(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t root) {
   const Call c("bcast", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
   if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
-  const Words out(*y);
+  const Words out(y);
   if (out.data != x.untyped_data()) {
     advise_huge_pages(out.data, y->size_bytes());
     if (c.comm.rank == root) std::memcpy(out.data, x.untyped_data(), x.size_bytes());
@@ -42,7 +42,7 @@ ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   if (ffi::Error e = c.collective(x, {{"op", op}, {"root", root}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
-  void* out = y->untyped_data();
+  void* out = place(y);
   const void* data = in.data == out ? runtime.in_place : in.data;
   advise_huge_pages(out, y->size_bytes());
   return c.done(call(runtime.mpi.Allreduce, data, out, in.count, in.type, reduction(op),
@@ -64,7 +64,7 @@ ffi::Error extremum(Token, Buffer x, TokenOut, BufferOut y, ffi::Result<ffi::Buf
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   advise_huge_pages(y->untyped_data(), y->size_bytes());
-  const int code = call(runtime.mpi.Allreduce, in.data, y->untyped_data(), in.count, in.type,
+  const int code = call(runtime.mpi.Allreduce, in.data, place(y), in.count, in.type,
                         reduction(op), c.comm.handle);
   if (x.element_type() == ffi::F32)
     compare<float>(x, y, own->typed_data());
@@ -79,7 +79,7 @@ ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   if (ffi::Error e = c.collective(x, {{"root", root}, {"op", op}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
-  const int code = call(runtime.mpi.Reduce, in.data, y->untyped_data(), in.count, in.type,
+  const int code = call(runtime.mpi.Reduce, in.data, place(y), in.count, in.type,
                         reduction(op), static_cast<int>(root), c.comm.handle);
   // Off the root MPI leaves the result undefined; here it is zero. Written while the root still adds.
   if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
@@ -95,7 +95,7 @@ ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   const Words in(x);
   const int count = static_cast<int>(in.count);
   const int code = call(runtime.mpi.Gather, static_cast<const void*>(in.data), count, in.type,
-                        y->untyped_data(), count, in.type, static_cast<int>(root), c.comm.handle);
+                        place(y), count, in.type, static_cast<int>(root), c.comm.handle);
   if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
   return c.done(code);
 }
@@ -104,7 +104,7 @@ ffi::Error scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t
                    int64_t root) {
   const Call c("scatter", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
   if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
-  const Words out(*y);
+  const Words out(y);
   const int count = static_cast<int>(out.count);
   return c.done(call(runtime.mpi.Scatter, static_cast<const void*>(x.untyped_data()), count,
                      out.type, out.data, count, out.type, static_cast<int>(root), c.comm.handle));
@@ -118,7 +118,7 @@ ffi::Error allgather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   const int count = static_cast<int>(in.count);
   advise_huge_pages(y->untyped_data(), y->size_bytes());
   return c.done(call(runtime.mpi.Allgather, static_cast<const void*>(in.data), count, in.type,
-                     y->untyped_data(), count, in.type, c.comm.handle));
+                     place(y), count, in.type, c.comm.handle));
 }
 
 ffi::Error alltoall(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
@@ -129,7 +129,7 @@ ffi::Error alltoall(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   const int count = static_cast<int>(in.count / c.comm.size);
   advise_huge_pages(y->untyped_data(), y->size_bytes());
   return c.done(call(runtime.mpi.Alltoall, static_cast<const void*>(in.data), count, in.type,
-                     y->untyped_data(), count, in.type, c.comm.handle));
+                     place(y), count, in.type, c.comm.handle));
 }
 
 ffi::Error reduce_scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
@@ -138,7 +138,7 @@ ffi::Error reduce_scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, 
   if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
-  return c.done(call(runtime.mpi.Reduce_scatter_block, in.data, y->untyped_data(),
+  return c.done(call(runtime.mpi.Reduce_scatter_block, in.data, place(y),
                      in.count / c.comm.size, in.type, reduction(op), c.comm.handle));
 }
 
@@ -149,7 +149,7 @@ ffi::Error scan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t si
   if (ffi::Error e = c.collective(x, {{"op", op}, {"back", backward}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
-  return c.done(call(runtime.mpi.Scan, in.data, y->untyped_data(), in.count, in.type,
+  return c.done(call(runtime.mpi.Scan, in.data, place(y), in.count, in.type,
                      reduction(op), backward ? c.comm.reversed : c.comm.handle));
 }
 
@@ -159,7 +159,7 @@ ffi::Error exscan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   if (ffi::Error e = c.collective(x, {{"op", op}, {"back", backward}}); e.failure()) return e;
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
-  const int code = call(runtime.mpi.Exscan, in.data, y->untyped_data(), in.count, in.type,
+  const int code = call(runtime.mpi.Exscan, in.data, place(y), in.count, in.type,
                         reduction(op), backward ? c.comm.reversed : c.comm.handle);
   // On the first rank MPI leaves the result undefined; here it is zero.
   if (c.comm.rank == (backward ? c.comm.size - 1 : 0))
@@ -187,7 +187,7 @@ ffi::Error gatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t
                    int64_t root, Integers counts, int64_t row) {
   const Call c("gatherv", comm, site, x.size_bytes(), root);
   if (ffi::Error e = c.collective(x, {{"root", root}}, counts); e.failure()) return e;
-  const Words in(x), out(*y);
+  const Words in(x), out(y);
   const Parts parts(counts, row);
   if (c.comm.rank != root) std::memset(out.data, 0, y->size_bytes());
   return c.done(call(runtime.mpi.Gatherv, static_cast<const void*>(in.data),
@@ -199,7 +199,7 @@ ffi::Error scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
                     int64_t root, Integers counts, int64_t row) {
   const Call c("scatterv", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
   if (ffi::Error e = c.collective(x, {{"root", root}}, counts); e.failure()) return e;
-  const Words in(x), out(*y);
+  const Words in(x), out(y);
   const Parts parts(counts, row);
   return c.done(call(runtime.mpi.Scatterv, static_cast<const void*>(in.data), parts.n(),
                      parts.at(), in.type, out.data, static_cast<int>(out.count), out.type,
@@ -210,7 +210,7 @@ ffi::Error allgatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int6
                       Integers counts, int64_t row) {
   const Call c("allgatherv", comm, site, x.size_bytes());
   if (ffi::Error e = c.collective(x, {}, counts); e.failure()) return e;
-  const Words in(x), out(*y);
+  const Words in(x), out(y);
   const Parts parts(counts, row);
   advise_huge_pages(out.data, y->size_bytes());
   return c.done(call(runtime.mpi.Allgatherv, static_cast<const void*>(in.data),
@@ -225,7 +225,7 @@ ffi::Error reduce_scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm,
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   const Parts parts(counts, row);
-  return c.done(call(runtime.mpi.Reduce_scatter, in.data, y->untyped_data(), parts.n(), in.type,
+  return c.done(call(runtime.mpi.Reduce_scatter, in.data, place(y), parts.n(), in.type,
                      reduction(op), c.comm.handle));
 }
 
@@ -233,7 +233,7 @@ ffi::Error alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
                      int64_t op, Integers sendcounts, Integers recvcounts, int64_t row) {
   const Call c("alltoallv", comm, site, x.size_bytes());
   if (ffi::Error e = c.collective(x, {{"op", op}}, sendcounts, recvcounts); e.failure()) return e;
-  const Words in(x), out(*y);
+  const Words in(x), out(y);
   const Parts to(sendcounts, row), from(recvcounts, row);
   advise_huge_pages(out.data, y->size_bytes());
   return c.done(call(runtime.mpi.Alltoallv, static_cast<const void*>(in.data), to.n(), to.at(),

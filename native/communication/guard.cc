@@ -358,12 +358,14 @@ bool Post::wait(const Ready& ready) {
       break;
     }
     if (!(refusal = take_fault(When::waiting, id)).empty()) break;
-    // A partner that is in MPI already may need this rank to move its messages.
+    // A partner that is in MPI already may need this rank to move its messages. (MPICH 5 moves
+    // none where a rank asks for its own.)
     int any = 0;
     Status status;
     const Communicator& comm = communicator(slot_);
+    const int other = (comm.rank + 1) % comm.size;
     if (n > 20)
-      call(runtime.mpi.Iprobe, comm.rank, 0, comm.handle, &any, static_cast<void*>(status.bytes));
+      call(runtime.mpi.Iprobe, other, 0, comm.handle, &any, static_cast<void*>(status.bytes));
     if (n < 500) {
       sched_yield();
     } else {

@@ -25,6 +25,11 @@ using Buffer = ffi::AnyBuffer;
 using BufferOut = ffi::Result<ffi::AnyBuffer>;
 using Integers = ffi::Span<const int64_t>;
 
+// Where an array is. XLA gives an empty one any address, also another array's, which MPICH refuses.
+inline char nowhere[2][8];
+inline void* place(const Buffer& x) { return x.size_bytes() ? x.untyped_data() : nowhere[0]; }
+inline void* place(BufferOut& y) { return y->size_bytes() ? y->untyped_data() : nowhere[1]; }
+
 // Data that only moves, as words of MPI: any dtype, bfloat16 and bool included.
 struct Words {
   void* data;
@@ -39,7 +44,9 @@ struct Words {
   // By dtype, of empty arrays too: Open MPI chooses allgatherv's algorithm by the size of the type
   // that is sent, and ranks that choose differently wait for each other for ever.
   explicit Words(const Buffer& x)
-      : Words(x.untyped_data(), x.size_bytes(), ffi::ByteWidth(x.element_type())) {}
+      : Words(place(x), x.size_bytes(), ffi::ByteWidth(x.element_type())) {}
+  explicit Words(BufferOut& y)
+      : Words(place(y), y->size_bytes(), ffi::ByteWidth(y->element_type())) {}
 };
 
 inline Layout layout_of(const Buffer& x) {

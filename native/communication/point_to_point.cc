@@ -52,7 +52,7 @@ ffi::Error recv(Token, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_
                 int64_t tag) {
   const Call c("recv", comm, site, 0, source);
   if (ffi::Error e = c.messages({}, {mail(source, tag, *y)}); e.failure()) return e;
-  const Words out(*y);
+  const Words out(y);
   if (source == runtime.proc_null) {
     std::memset(out.data, 0, y->size_bytes());
     return ffi::Error::Success();
@@ -70,7 +70,7 @@ ffi::Error recv_any(Token, TokenOut, BufferOut y, ffi::Result<Envelope> envelope
   const Call c("recv", comm, site, 0, source);
   if (ffi::Error e = c.messages({}, {mail(source, tag, *y)}); e.failure()) return e;
   Status status;
-  ffi::Error error = receive(c, Words(*y), source, tag, status);
+  ffi::Error error = receive(c, Words(y), source, tag, status);
   c.post.matched(0, status_source(status), status_tag(status));
   envelope->typed_data()[0] = status_source(status);
   envelope->typed_data()[1] = status_tag(status);
@@ -82,7 +82,7 @@ ffi::Error recv_from(Token, Envelope envelope, TokenOut, BufferOut y, int64_t co
   const Call c("recv", comm, site, 0, partner[0]);
   if (ffi::Error e = c.messages({}, {mail(partner[0], partner[1], *y)}); e.failure()) return e;
   Status status;
-  return receive(c, Words(*y), partner[0], partner[1], status);
+  return receive(c, Words(y), partner[0], partner[1], status);
 }
 
 ffi::Error send_to(Token, Envelope envelope, Buffer x, TokenOut, int64_t comm, int64_t site) {
@@ -98,7 +98,7 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   if (ffi::Error e = c.messages({mail(dest, sendtag, x)}, {mail(source, recvtag, *y)});
       e.failure())
     return e;
-  const Words in(x), out(*y);
+  const Words in(x), out(y);
   advise_huge_pages(out.data, y->size_bytes());
   Status status;
   const int code =
@@ -124,7 +124,7 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
     if (recvcounts[i]) from_neighbors.push_back(mail(neighbors[i], tag, *y, recvcounts[i]));
   }
   if (ffi::Error e = c.messages(to_neighbors, from_neighbors); e.failure()) return e;
-  const Words in(x), out(*y);
+  const Words in(x), out(y);
   const size_t n = neighbors.size();
   std::vector<Request> receives(n), sends(n);
   std::vector<Words> parts(n, out);

@@ -42,6 +42,11 @@ TIMED_OUT = 124  # as timeout(1) has it
 _GRACE = 30.0  # seconds that a job which was asked to end may take for saving
 _KILL_AFTER = 3.0  # seconds between SIGTERM and SIGKILL
 _AFTER_ABORT = 5.0  # seconds in which mpiexec ends after a rank's MPI_Abort
+# What ends programs, and is seldom an exit code.
+_ENDING_SIGNALS = {
+    *(signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE),
+    *(signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM),
+}
 _HANDED_ON = (-signal.SIGUSR1, 128 + signal.SIGUSR1)  # how ranks end that do not listen
 _MARK = "MPIGRAD_JOB"  # in the environment of every process of a job, and so of every orphan
 _MAIN = ("mpigrad", "__main__.py")
@@ -210,7 +215,16 @@ def launch(
                 command += [word.format(name=name) for word in launcher.family.forward]
         # mpi4py's runner turns an exception, or sys.exit(3), of one rank into the job's end.
         command += [sys.executable, "-m", "mpi4py", *program]
-        job = _Job(command, os.environ | added, stop_file, timeout, grace, spread=bool(hosts))
+        family = launcher.family
+        job = _Job(
+            command,
+            os.environ | added,
+            stop_file,
+            timeout,
+            grace,
+            spread=bool(hosts),
+            bare_signals=family is not None and family.key == "mpich",
+        )
         return job.run()
 
 
@@ -246,6 +260,7 @@ class _Job:
         timeout: float,
         grace: float,
         spread: bool,
+        bare_signals: bool,
     ) -> None:
         self.command = command
         self.environment = dict(environment)
@@ -253,6 +268,7 @@ class _Job:
         self.timeout = timeout
         self.grace = grace
         self.spread = spread  # over hosts that do not see the stop file
+        self.bare_signals = bare_signals  # mpiexec returns the number of a signal as it is
         self.requests: list[int] = []
 
     def run(self) -> int:
@@ -293,7 +309,7 @@ class _Job:
                 status = process.wait(0.1)
                 if asked is not None and self.spread and status in _HANDED_ON:
                     return 128 + self.requests[0]  # nobody listened
-                return _report(status)
+                return _report(status, self.bare_signals)
             now = time.monotonic()
             if self._aborted_long_ago():
                 _say("mpiexec waits for a host that does not answer; ending it")
@@ -383,13 +399,18 @@ def _end_with_parent() -> None:
     _prctl(1, int(signal.SIGTERM), 0, 0, 0)
 
 
-def _report(status: int) -> int:
+def _report(status: int, bare_signals: bool) -> int:
     """Say how a job ended by itself, unless well; returns the exit code of its status."""
     code = status if status >= 0 else 128 - status
-    if code - 128 in {s.value for s in signal.Signals}:
-        number = signal.Signals(code - 128)
+    bare = bare_signals and code in _ENDING_SIGNALS
+    number = code if bare else code - 128
+    if number in {s.value for s in signal.Signals}:
+        name = signal.Signals(number).name
         hint = " (often the kernel's, when memory is full)" if number == signal.SIGKILL else ""
-        _say(f"the job was ended by signal {number.name}{hint}")
+        _say(
+            f"the job was ended by signal {name}{hint}"
+            + (f", or a rank has exited with {code}: mpiexec does not say which" if bare else "")
+        )
     elif code:
         _say(f"the job failed with exit code {code}")
     return code

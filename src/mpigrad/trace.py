@@ -75,8 +75,9 @@ class _Recorder:
         lib.mpigrad_trace_totals.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         lib.mpigrad_trace_write.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
         lib.mpigrad_trace_communicator.argtypes = [ctypes.c_int64]
-        for name in ("calls", "count", "totals", "communicator"):
+        for name in ("calls", "count", "totals"):
             getattr(lib, f"mpigrad_trace_{name}").restype = ctypes.c_int64
+        lib.mpigrad_trace_communicator.restype = ctypes.c_uint64  # as mpi4py gives handles
         self._prepare()
         self.zero_ns, self.offset_ns = self._clock()
         self._stop = threading.Event()

@@ -39,7 +39,21 @@ def test_messages_end_before_mpi_does(order: str) -> None:
     assert done.stderr == ""
 
 
+def input_ends() -> bool:
+    """Whether the other ranks' input ends; under the mpiexec of MPICH 5.0 `cat` waits for ever."""
+    launcher = find_launcher(mpi_library())
+    environment = outside() | rank_environment(launcher, 2)
+    words = [launcher.path, "-n", "2", "cat"]
+    try:
+        subprocess.run(words, input="", text=True, timeout=10, check=True, env=environment)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
 def test_an_error_at_a_prompt_ends_nothing() -> None:
+    if not input_ends():
+        pytest.skip("this mpiexec keeps the other ranks' input open: no prompt on two ranks ends")
     typed = "1 / 0\nprint('still', float(x[0]), 'here')\n"
     done = python("-i", str(PROGRAMS / "ending.py"), typed=typed)
     assert done.returncode == 0, done.stderr

@@ -87,6 +87,7 @@ def _abort(code: int) -> None:
     nowhere = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
     faulthandler.dump_traceback_later(_UNREACHED, exit=True, file=nowhere)
     MPI.COMM_WORLD.Abort(code)
+    os._exit(code)  # MPICH 5 goes on, and ends the job beside
 
 
 def _end_daemon() -> None:
