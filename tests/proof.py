@@ -67,7 +67,10 @@ TRANSFORMED: dict[str, tuple[Callable[[Map], Map], Callable[[Map], Map]]] = {
     "scan(checkpoint)": (lambda f: scan(jax.checkpoint(f)), scan),
     "jit(vmap)": (lambda f: mg.jit(batch(f, mg.vmap)), batched),
 }
-TRANSFORMS = ("eager", "jit", "vmap", "checkpoint(scan)", "scan(checkpoint)")
+TRANSFORMS = (
+    *("eager", "jit", "scan", "vmap", "checkpoint", "cond"),
+    *("checkpoint(scan)", "scan(checkpoint)"),
+)
 
 
 def operand(comm: Communicator, shape: tuple[int, ...] = (3, 2)) -> tuple[Any, Any]:

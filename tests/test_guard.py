@@ -97,6 +97,18 @@ BROKEN = {
         ("rank 0: allreduce(op=SUM) of float32[3] at the adjoint of ", "rank 1: barrier at "),
         last=ORDER,
     ),
+    "one_rank_fails_and_meets_the_others_in_finally": Broken(
+        (
+            "rank 0: allreduce(op=SUM) of float32[3] at ",
+            ", while it handles ArithmeticError: the mesh of rank 1 is empty at broken.py:",
+        ),
+        last=ORDER,
+    ),
+    "ends_while_a_thread_sends": Broken(
+        (" ends while another of its threads is in allreduce(op=SUM) of float32[3] at ",),
+        code=1,
+        last="Join the thread before the program ends.",
+    ),
     "messages_of_two_kinds_in_a_loop": Broken(
         ("rank 0: in barrier at ", "rank 1: in sendrecv of "), last=ORDER
     ),

@@ -87,6 +87,7 @@ struct Slot {
   // Where the watchdog finds this rank in a call that no handler announces.
   Cell elsewhere_since_ns, elsewhere_site;
   char elsewhere[kName];
+  char handling[kText];  // the exception that this rank handles while it waits
   Part send[kParts], receive[kParts];
   Entry entries[kEntries];
   Channel channels[kChannels];

@@ -2,8 +2,10 @@
 
 #include <sched.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <memory>
 #include <vector>
 
@@ -24,6 +26,7 @@ bool guarded = false;
 void (*explain)(const Told* told, int size, char* text, int room) = nullptr;
 const char* last_operation = nullptr;
 std::atomic<bool> forked{false};
+int exit_code = 0;
 std::atomic<bool> busy{false};
 // This thread is in an operation: what it calls there, as a user's own operation does, is part of it.
 // (A byte of the static block of thread-local memory: looked up without a call.)
@@ -294,8 +297,9 @@ void leave_unaccounted() {
 }
 
 Post::Post(const char* operation, int64_t slot, int64_t site, int64_t start_ns)
-    : owner_(!forked.load(std::memory_order_relaxed) && !busy.load(std::memory_order_acquire)),
-      nested_(inside),
+    : owner_(watched && !forked.load(std::memory_order_relaxed) &&
+             !busy.load(std::memory_order_acquire)),
+      nested_(inside || !watched),
       slot_(slot) {
   if (!owner_) return;
   inside = true;
@@ -539,6 +543,16 @@ MPIGRAD_EXPORT void mpigrad_leave_unaccounted() { leave_unaccounted(); }
 
 // In a forked child: its slot is the parent's.
 MPIGRAD_EXPORT void mpigrad_forked() { forked = true; }
+
+// The exit code of a forked child, as far as Python knows it.
+MPIGRAD_EXPORT void mpigrad_set_exit_code(int code) { exit_code = code; }
+
+// Called when all of Python has ended, before mpi4py finalises MPI: which is the parent's.
+MPIGRAD_EXPORT void mpigrad_end_child() {
+  if (!forked) return;
+  std::fflush(nullptr);
+  _exit(exit_code);
+}
 
 // A blocking call that Python makes itself; `slot` is -1 where the communicator is not known.
 // Returns nullptr or why it is refused.

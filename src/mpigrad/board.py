@@ -60,6 +60,7 @@ SLOT = np.dtype(
         ("elsewhere_since_ns", "i8"),
         ("elsewhere_site", "i8"),
         ("elsewhere", f"S{NAME}"),
+        ("handling", f"S{TEXT}"),
         ("send", PART, PARTS),
         ("receive", PART, PARTS),
         ("entries", ENTRY, ENTRIES),

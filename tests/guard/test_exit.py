@@ -39,6 +39,24 @@ def test_messages_end_before_mpi_does(order: str) -> None:
     assert done.stderr == ""
 
 
+def test_mpi_without_threads_is_refused() -> None:
+    lines = "import mpi4py", "mpi4py.rc.thread_level = 'serialized'", "import mpigrad"
+    done = python("-c", "\n".join(lines))
+    assert done.returncode != 0
+    assert "ImportError: mpigrad: MPI was initialised without MPI_THREAD_MULTIPLE" in done.stderr
+    assert "Leave mpi4py.rc.thread_level at 'multiple'." in done.stderr
+
+
+def test_children_of_ranks_end_without_mpi() -> None:
+    done = python(str(PROGRAMS / "forked.py"))
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert f"rank {rank}: [1, 3, 1, 0], still 2" in done.stdout
+        assert done.stdout.count(f"child of {rank} at its end") == 1
+        assert done.stderr.count(f"ArithmeticError: in a child of {rank}") == 1
+    assert "signal" not in done.stderr.lower()
+
+
 def input_ends() -> bool:
     """Whether the other ranks' input ends; under the mpiexec of MPICH 5.0 `cat` waits for ever."""
     launcher = find_launcher(mpi_library())

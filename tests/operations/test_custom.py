@@ -52,6 +52,7 @@ def simulated(X: Any) -> Any:
     return jnp.concatenate([2 * X, jnp.roll(X[:, :1], 1, axis=0)], axis=1)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("how", TRANSFORMS)
 def test_value_gradient_and_dot_product(how: str, comm: Communicator) -> None:
     prove(lambda x: under(x, comm), simulated, comm, how)

@@ -38,6 +38,7 @@ def epoch_simulated(X: Any) -> Any:
     return ours.at[0].add(jnp.sum(X[-1]))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("how", TRANSFORMS)
 def test_value_gradient_and_dot_product(how: str, comm: Communicator) -> None:
     prove(lambda x: epoch(x, comm), epoch_simulated, comm, how, SHAPE)

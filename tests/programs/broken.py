@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 
 import jax
@@ -151,6 +152,24 @@ def in_a_reduction_of_objects():
         mg.custom_operation(forward, forward)(x)
     except jax.errors.JaxRuntimeError:
         time.sleep(60)
+
+
+def one_rank_fails_and_meets_the_others_in_finally():
+    try:
+        if rank == 1:
+            raise ArithmeticError("the mesh of rank 1 is empty")
+        mg.allreduce(x)
+    finally:
+        mg.barrier()
+
+
+def ends_while_a_thread_sends():
+    def for_ever():
+        while True:
+            mg.allreduce(x)
+
+    threading.Thread(target=for_ever, daemon=True).start()
+    time.sleep(1)
 
 
 def another_root():

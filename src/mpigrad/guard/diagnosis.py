@@ -115,7 +115,8 @@ class _Wait:
             contract = entry["contracts"][number % 2]
             who = f"rank {self.reader.world(member.slot)}"
             if int(contract["sequence"]) == number <= int(entry["sequence"]):
-                lines.append((who, self.reader.contract(member.slot, contract)))
+                what = self.reader.contract(member.slot, contract)
+                lines.append((who, what + self.reader.handled(member.slot)))
             else:
                 lines.append((who, "not there yet"))
         return _Mismatch(tuple(sorted(lines, key=_rank_of)), _DISAGREE, remedy)
@@ -334,7 +335,8 @@ def _deadlocked(
     for r, wait in stuck.items():
         which = f"on communicator {identities.index(wait.identity) + 1}, "
         where = which if len(identities) > 1 else ""
-        lines.append((f"rank {reader.world(r)}", f"{where}in {reader.operation(r)}"))
+        what = f"{where}in {reader.operation(r)}{reader.handled(r)}"
+        lines.append((f"rank {reader.world(r)}", what))
     lines += [(f"rank {reader.world(r)}", reader.state(r, now_ns, gone(r))) for r in ended]
     sent = list(itertools.chain.from_iterable(_unreceived(reader, w) for w in stuck.values()))
     lines += sent

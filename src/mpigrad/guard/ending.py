@@ -12,10 +12,12 @@ import pathlib
 import platform
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any, NoReturn
 
 import jax
 from mpi4py import MPI
@@ -23,6 +25,7 @@ from mpi4py import MPI
 from mpigrad import board as b
 from mpigrad.guard.diagnosis import disagreement
 from mpigrad.guard.leftover import unreceived
+from mpigrad.guard.reading import Reader
 from mpigrad.guard.roll_call import LIMIT, RollCall, roll_call
 from mpigrad.guard.settings import guarded, timeout_seconds
 from mpigrad.guard.watchdog import Watchdog, where
@@ -120,6 +123,7 @@ def install() -> None:
     lib.mpigrad_set_guard(int(compare), _explain)
     atexit.register(_finish)
     os.register_at_fork(after_in_child=_forked)
+    ctypes.pythonapi.Py_AtExit(lib.mpigrad_end_child)  # called before mpi4py's
     if MPI.COMM_WORLD.size > 1:
         sys.excepthook = functools.partial(_end_all_ranks, sys.excepthook)
     others = _Process.others = roll_call(board, functools.partial(where, board))
@@ -166,6 +170,8 @@ def _finish() -> None:
         return
     with contextlib.suppress(Exception):  # of a computation that has failed already
         jax.effects_barrier()
+    if text := _thread_in_operation(board):
+        end_job(text)
     mine = board.slots[board.mine]
     mine["since_ns"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     with board.locked():  # one rank is the last
@@ -177,5 +183,32 @@ def _finish() -> None:
         sys.stderr.write(text + "\n")
 
 
+def _thread_in_operation(board: b.Board) -> str:
+    """Why the program must not end yet: Python would end a thread amid JAX's work, by a crash."""
+    mine, limit = board.slots[board.mine], time.monotonic() + 0.1
+    others = {t.name for t in threading.enumerate() if t is not threading.current_thread()}
+    while others - {Watchdog.NAME} and time.monotonic() < limit:
+        if int(mine["state"]) == b.IN_OPERATION:
+            what = Reader(board.slots).operation(board.mine)
+            return (
+                f"mpigrad: rank {MPI.COMM_WORLD.rank} ends while another of its threads is in "
+                f"{what}. Join the thread before the program ends."
+            )
+        time.sleep(0.001)
+    return ""
+
+
 def _forked() -> None:
+    """In a child that is no rank: it ends without MPI, which is the parent's."""
     _Process.forked = True
+    set_code, leave, said = library().mpigrad_set_exit_code, sys.exit, sys.excepthook
+
+    def exit(status: object = None) -> NoReturn:
+        set_code(0 if status is None else status & 0xFF if isinstance(status, int) else 1)
+        leave(status)  # type: ignore[arg-type]
+
+    def failed(*error: Any) -> None:
+        set_code(1)
+        said(*error)
+
+    sys.exit, sys.excepthook = exit, failed

@@ -184,6 +184,11 @@ class Reader:
                 return f"{name} of {', '.join(parts[:_SHOWN])}{more} at {where}"
         return f"{name} at {where}"
 
+    def handled(self, r: int) -> str:
+        """The exception that rank r handles while it waits, which may be why it is there."""
+        text = words(self.slots[r]["handling"])
+        return f", while it handles {text}" if text else ""
+
     def state(self, r: int, now_ns: int, gone: str = "") -> str:
         """What rank r does now, and since when."""
         slot = self.slots[r]
@@ -192,7 +197,7 @@ class Reader:
         if gone:
             return gone + last
         if int(slot["state"]) == b.IN_OPERATION:
-            return f"has waited {seconds:.0f} s in {self.operation(r)}"
+            return f"has waited {seconds:.0f} s in {self.operation(r)}{self.handled(r)}"
         if int(slot["elsewhere_since_ns"]):
             seconds = (now_ns - int(slot["elsewhere_since_ns"])) * 1e-9
             where = self.site(r, int(slot["elsewhere_site"]))

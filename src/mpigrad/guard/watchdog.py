@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from mpigrad import board as b
@@ -61,6 +64,8 @@ class Watchdog:
         For asking the other hosts, where there are any.
     """
 
+    NAME = "mpigrad-watch"  # of the thread
+
     def __init__(
         self,
         board: b.Board,
@@ -78,7 +83,7 @@ class Watchdog:
         self._refused: dict[int, int] = {}
 
     def start(self) -> None:
-        threading.Thread(target=self._run, daemon=True, name="mpigrad-watch").start()
+        threading.Thread(target=self._run, daemon=True, name=self.NAME).start()
 
     def _run(self) -> None:
         now = record()
@@ -87,6 +92,7 @@ class Watchdog:
             start = now.start_ns
             waited = (_now() - start) * 1e-9 if start else 0.0
             self._note_elsewhere(start)
+            self._note_handling(waited >= self.patience / 2)
             if waited < self.patience / 2:
                 continue
             if self.seconds and waited >= self.seconds and not now.unlimited:
@@ -103,6 +109,22 @@ class Watchdog:
             mine["elsewhere"], mine["elsewhere_site"] = now.operation[: b.NAME - 1], now.site
         if inside or int(mine["elsewhere_since_ns"]):
             mine["elsewhere_since_ns"] = start if inside else 0
+
+    def _note_handling(self, waits: bool) -> None:
+        """Show the others why this rank may have left its way: an operation in `finally`."""
+        mine = self.board.slots[self.board.mine]
+        if not waits:
+            if mine["handling"]:
+                mine["handling"] = b""
+            return
+        error: object = sys._current_exceptions().get(threading.main_thread().ident)
+        error = error[1] if isinstance(error, tuple) else error  # before Python 3.12
+        if isinstance(error, BaseException):
+            *_, frame = [None, *traceback.extract_tb(error.__traceback__)]
+            place = f" at {os.path.basename(frame.filename)}:{frame.lineno}" if frame else ""
+            said = traceback.format_exception_only(error)[-1].strip()
+            room = b.TEXT - 1 - len(place.encode())
+            mine["handling"] = said.encode()[:room] + place.encode()
 
     def _certain(self, finding: Finding) -> bool:
         """Whether it is for this rank to say it, and nothing has changed for a while."""

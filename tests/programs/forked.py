@@ -1,0 +1,34 @@
+"""Children that are forked from the ranks, and end in every way; the ranks go on."""
+
+import os
+import sys
+
+import jax.numpy as jnp
+
+import mpigrad as mg
+
+rank = int(mg.scan(jnp.int32(1))) - 1
+print("before", end=" ")  # in the child's buffer, too
+
+
+def ended(child):
+    """The exit code of a child that does this, or minus the signal that ended it."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    child()
+    print(f"child of {rank} at its end")
+    sys.exit()
+
+
+def fails():
+    raise ArithmeticError(f"in a child of {rank}")
+
+
+codes = [ended(child) for child in (fails, lambda: sys.exit(3), lambda: sys.exit("no"), lambda: 0)]
+if os.fork() == 0:  # and one that comes to the end of the program
+    codes = []
+else:
+    os.wait()
+    print(f"rank {rank}: {codes}, still {mg.allreduce(1)}\n", end="", flush=True)
