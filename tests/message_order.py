@@ -82,11 +82,12 @@ def record(
                     state, rows[i] = step[:carried], step[carried:]
                 ys = zip(*(rows[i] for i in range(length)), strict=True)
                 out = [*state, *(jnp.stack(y) if all(map(known, y)) else None for y in ys)]
+                out += [None] * (len(eqn.outvars) - len(out))  # of no step
             elif name == "cond":
                 out = inner(params["branches"][int(given[0])], given[1:])
             elif inside := params.get("jaxpr", params.get("call_jaxpr")):
                 out = inner(inside, given)
-            elif any("jaxpr" in key for key in params):
+            elif any("jaxpr" in key for key in params) and not name.startswith("scatter"):
                 raise NotImplementedError(f"message_order: {name}")
             elif all(map(known, given)):
                 got = eqn.primitive.bind(*given, **params)

@@ -437,3 +437,54 @@ OPERATIONS["requests"] = Operation(
 )
 OPERATIONS["anyone"] = Operation(_anyone, _anyone_simulated)
 OPERATIONS["one_sided"] = Operation(_window, _window_simulated)
+
+
+# ---- reductions that move the values, and a message written with mpi4py ----
+
+
+def _circle(a: Any, b: Any) -> Any:
+    return a + b + a * b / 8  # 8 (1 + a / 8) (1 + b / 8) - 8: associative
+
+
+def _located(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    value, rank = mg.allreduce(x, op=MPI.MAXLOC, comm=comm)
+    return value / (1 + rank.astype(x.dtype))
+
+
+def _located_simulated(X: Any, old: Any, step: Step) -> Any:
+    rank = jnp.argmax(X, axis=0)
+    largest = jnp.take_along_axis(X, rank[None], 0)[0]
+    return jnp.broadcast_to(largest / (1 + rank.astype(X.dtype)), X.shape)
+
+
+def _before(X: Any, old: Any, step: Step) -> Any:
+    rows = [X[0]]
+    for x in X[1:]:
+        rows.append(_circle(rows[-1], x))
+    return jnp.stack(rows)
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A ring of mpi4py's: to the rank at a distance."""
+
+    distance: int
+
+    def __call__(self, v: Any, mpi: MPI.Comm) -> Any:
+        got = np.empty_like(v)
+        there, here = (mpi.rank + self.distance) % mpi.size, (mpi.rank - self.distance) % mpi.size
+        mpi.Sendrecv(v, there, recvbuf=got, source=here)
+        return got
+
+
+def _by_hand(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    return mg.custom_operation(Turned(step.other), Turned(-step.other))(x, comm)
+
+
+_circled = mg.reduction(_circle)
+OPERATIONS["allreduce MAXLOC"] = apart(Operation(_located, _located_simulated))
+OPERATIONS["scan own"] = Operation(
+    lambda x, old, s, c: mg.scan(x, op=_circled, comm=c) / c.size,
+    lambda X, old, s: _before(X, old, s) / len(X),
+)
+OPERATIONS["custom"] = Operation(_by_hand, moved(lambda X, s: np.roll(X, s.other, axis=0)))

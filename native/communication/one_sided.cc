@@ -131,13 +131,29 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
       mine.ranges[triple[0]][kind].push_back({triple[1], triple[2]});
     }
 
-  // What is asked of whom.
+  // How much is asked of whom, and what a row is.
   Exchange requests(ranks, sizeof(int64_t));
-  for (int r = 0; r < ranks; ++r) requests.to[r] = static_cast<int>(mine.encoded(r).size());
-  int code = call(runtime.mpi.Alltoall, static_cast<const void*>(requests.to.data()), 1,
-                  word_type(sizeof(int)), static_cast<void*>(requests.from.data()), 1,
-                  word_type(sizeof(int)), c.comm.handle);
+  struct Head {
+    int64_t words, dtype, row_bytes;
+  };
+  std::vector<Head> here(ranks), there(ranks);
+  for (int r = 0; r < ranks; ++r) {
+    requests.to[r] = static_cast<int>(mine.encoded(r).size());
+    here[r] = {requests.to[r], static_cast<int64_t>(x.element_type()), row_bytes};
+  }
+  int code = call(runtime.mpi.Alltoall, static_cast<const void*>(here.data()), 3,
+                  word_type(sizeof(int64_t)), static_cast<void*>(there.data()), 3,
+                  word_type(sizeof(int64_t)), c.comm.handle);
   if (code) return c.done(code);
+  std::string fault;
+  for (int r = 0; r < ranks; ++r) {
+    requests.from[r] = static_cast<int>(there[r].words);
+    if (there[r].dtype != here[r].dtype || there[r].row_bytes != row_bytes)
+      fault = "a row of the window of rank " + std::to_string(r) + " has another shape or dtype (" +
+              std::to_string(there[r].row_bytes) + " bytes) than one of rank " +
+              std::to_string(c.comm.rank) + " (" + std::to_string(row_bytes) +
+              " bytes); give all windows rows of the same";
+  }
   requests.prepare();
   for (int r = 0; r < ranks; ++r) {
     const std::vector<int64_t> words = mine.encoded(r);
@@ -148,7 +164,6 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
     theirs.decode(r, reinterpret_cast<const int64_t*>(requests.incoming(r)));
 
   // What a rank asks of this one must lie in the window, and no row may be put twice.
-  std::string fault;
   std::vector<char> taken(rows);
   for (int r = 0; r < ranks; ++r)
     for (int kind = 0; kind < kKinds; ++kind)

@@ -125,7 +125,7 @@ def one_rank_runs_out_of_memory():
 
 def killed():
     if rank == 1:
-        time.sleep(0.5)  # MPICH's mpiexec may lose what was printed just before
+        time.sleep(2)  # MPICH's mpiexec may lose what was printed just before
         os.kill(os.getpid(), signal.SIGKILL)
     mg.barrier()
 
