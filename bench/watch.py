@@ -18,6 +18,8 @@ import mpigrad
 from mpigrad.communicator import default
 from mpigrad.native import library
 
+jax.config.update("jax_enable_x64", True)
+
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--rounds", type=int, default=201)
 parser.add_argument("--messages", type=int, default=1000, help="in one program")

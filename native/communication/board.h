@@ -71,7 +71,8 @@ struct Message {
 struct Slot {
   Cell world_rank, pid, namespace_;
   Cell entries_used, sites_used;
-  Cell state, since_ns;
+  Cell state;
+  Cell since_ns;   // written by the watchdog, when it sees another `serial`
   Cell serial;     // changes when an operation begins and when it ends
   Cell kind;
   Cell polling;    // the operation waits for others on the board, not in MPI: it can be refused

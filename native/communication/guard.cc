@@ -123,7 +123,7 @@ const Channel* find_channel(const Slot& s, int64_t id, int64_t peer, int64_t tag
   return nullptr;
 }
 
-Channel* my_channel(int64_t id, int64_t peer, int64_t tag) {
+Channel* find_mine(int64_t id, int64_t peer, int64_t tag) {
   Slot& mine = board.mine();
   const uint64_t h = hash(id, peer, tag);
   for (int i = 0; i < kProbes; ++i) {
@@ -139,6 +139,20 @@ Channel* my_channel(int64_t id, int64_t peer, int64_t tag) {
   }
   put(mine.untracked, 1);
   return nullptr;
+}
+
+// The two that were looked for last are those of a loop.
+Channel* my_channel(int64_t id, int64_t peer, int64_t tag) {
+  static int64_t recent[2] = {};
+  Channel* all = board.mine().channels;
+  for (const int64_t i : recent) {
+    Channel& c = all[i];
+    if (c.id.load(std::memory_order_relaxed) == id && c.peer == peer && c.tag == tag) return &c;
+  }
+  Channel* found = find_mine(id, peer, tag);
+  recent[1] = recent[0];
+  if (found) recent[0] = found - all;
+  return found;
 }
 
 const Message* find_message(const Slot& s, int64_t id, int64_t peer, int64_t tag,
@@ -296,7 +310,7 @@ void leave_unaccounted() {
   if (!forked.load(std::memory_order_relaxed)) put(board.mine().unaccounted, 1);
 }
 
-Post::Post(const char* operation, int64_t slot, int64_t site, int64_t start_ns)
+Post::Post(const char* operation, int64_t slot, int64_t site)
     : owner_(watched && !forked.load(std::memory_order_relaxed) &&
              !busy.load(std::memory_order_acquire)),
       nested_(inside || !watched),
@@ -310,11 +324,10 @@ Post::Post(const char* operation, int64_t slot, int64_t site, int64_t start_ns)
   put(mine.entry, slot);
   put(mine.site, site);
   if (operation != last_operation) copy_text(mine.operation, last_operation = operation);
-  put(mine.since_ns, start_ns);
   put(mine.state, kInOperation);
 }
 
-void Post::end(int64_t end_ns) {
+void Post::end() {
   if (!owner_) return;
   Slot& mine = board.mine();
   if (!refusal.empty()) leave_unaccounted();
@@ -333,7 +346,6 @@ void Post::end(int64_t end_ns) {
   } else if (get(mine.kind) == kUnknown && slot_ >= 0 && refusal.empty()) {
     put(mine.untracked, 1);  // it may have sent messages that nobody has counted
   }
-  put(mine.since_ns, end_ns);
   put(mine.state, kInPython);
   add(mine.serial, 1);
   inside = false;
@@ -558,18 +570,18 @@ MPIGRAD_EXPORT void mpigrad_end_child() {
 // Returns nullptr or why it is refused.
 MPIGRAD_EXPORT const char* mpigrad_begin(const char* operation, int64_t slot, int64_t site) {
   static std::string refusal;
-  auto post = std::make_unique<Post>(operation, slot, site, now_ns());
+  auto post = std::make_unique<Post>(operation, slot, site);
   last_operation = nullptr;  // a text of Python's, which may be another at the same place
   if (slot < 0 ? post->allowed() : post->collective({})) {
     of_python.push_back(std::move(post));
     return nullptr;
   }
   refusal = post->refusal;
-  post->end(now_ns());
+  post->end();
   return refusal.c_str();
 }
 
 MPIGRAD_EXPORT void mpigrad_end() {
-  of_python.back()->end(now_ns());
+  of_python.back()->end();
   of_python.pop_back();
 }

@@ -62,10 +62,10 @@ class Post {
  public:
   std::string refusal;
 
-  Post(const char* operation, int64_t slot, int64_t site, int64_t start_ns);
+  Post(const char* operation, int64_t slot, int64_t site);
   Post(const Post&) = delete;
   Post& operator=(const Post&) = delete;
-  void end(int64_t end_ns);
+  void end();
 
   bool collective(const Agreement& agreement);
   bool messages(Mails sends, Mails receives);

@@ -79,12 +79,8 @@ struct Call {
         slot(slot),
         site(site),
         watch(operation, slot, site, bytes, peer),
-        post(operation, slot, site, watch.start_ns) {}
-  ~Call() {
-    const int64_t end_ns = now_ns();
-    post.end(end_ns);
-    watch.end(end_ns);
-  }
+        post(operation, slot, site) {}
+  ~Call() { post.end(); }
 
   // A collective operation without an array.
   ffi::Error collective() const { return success_if(post.collective({})); }

@@ -83,7 +83,7 @@ using namespace mpigrad;
 MPIGRAD_EXPORT void mpigrad_trace_start(int64_t most) {
   limit = most;
   chunks.resize((most + kChunk - 1) / kChunk);
-  watch_clock = CLOCK_MONOTONIC;
+  timed = true;
   trace_on = true;
 }
 

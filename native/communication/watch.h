@@ -9,32 +9,32 @@
 
 namespace mpigrad {
 
-// How long an operation waits is told in seconds, for which the kernel's last tick is enough: it takes
-// a quarter of the time, which is a part of small messages. A trace, or whoever asks how long
-// communication takes, has the exact clock.
-inline clockid_t watch_clock = CLOCK_MONOTONIC_COARSE;
+// Clocks take as long as all else that is noted of a small message: operations read them only for a
+// trace, or where somebody asks how long communication takes. How long one waits already, the
+// watchdog finds by looking again and again.
+inline bool timed = false;
 
 // Turned off by bench/watch.py alone, which measures what the record and the board cost.
 inline bool watched = true;
 
 inline int64_t now_ns() {
-  if (!watched) return 0;
   timespec t;
-  clock_gettime(watch_clock, &t);
+  clock_gettime(CLOCK_MONOTONIC, &t);
   return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
 }
 
 // Read from Python as five 64-bit integers and a string pointer.
 struct Record {
-  std::atomic<int64_t> start_ns{0};  // 0: in no operation
+  std::atomic<int64_t> start_ns{0};  // 0: in no operation; kUntimed: in one
   std::atomic<int64_t> site{0};
   std::atomic<int64_t> calls{0};
-  std::atomic<int64_t> busy_ns{0};  // time spent inside operations, all together
+  std::atomic<int64_t> busy_ns{0};  // time spent inside operations while they are timed
   std::atomic<int64_t> bytes{0};    // bytes handed to MPI by this rank
   std::atomic<const char*> operation{nullptr};
 };
 
 extern Record record;
+constexpr int64_t kUntimed = 1;
 
 // The life of one operation. Only the thread that runs the operation writes the record.
 class Watch {
@@ -42,7 +42,9 @@ class Watch {
   const int64_t start_ns;
 
   Watch(const char* operation, int64_t slot, int64_t site, int64_t bytes, int64_t peer)
-      : start_ns(now_ns()), bytes_(bytes), event_{operation, start_ns, 0, slot, site, bytes, peer} {
+      : start_ns(timed ? now_ns() : kUntimed),
+        bytes_(bytes),
+        event_{operation, start_ns, 0, slot, site, bytes, peer} {
     if (!watched) return;
     record.operation.store(operation, std::memory_order_relaxed);
     record.site.store(site, std::memory_order_relaxed);
@@ -52,12 +54,15 @@ class Watch {
   void moves() { record.start_ns.store(now_ns(), std::memory_order_release); }
   // What an operation knows only afterwards.
   void sent(int64_t bytes) { event_.bytes = bytes_ += bytes; }
-  void end(int64_t end_ns) {
+  ~Watch() {
     if (!watched) return;
-    if (trace_on) event_.end_ns = end_ns, trace_event(event_);
+    if (start_ns != kUntimed) {
+      event_.end_ns = now_ns();
+      add(record.busy_ns, event_.end_ns - start_ns);
+      if (trace_on) trace_event(event_);
+    }
     record.start_ns.store(0, std::memory_order_release);
     add(record.calls, 1);
-    add(record.busy_ns, end_ns - start_ns);
     add(record.bytes, bytes_);
   }
   Watch(const Watch&) = delete;

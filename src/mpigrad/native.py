@@ -138,6 +138,9 @@ def library() -> ctypes.CDLL:
     return lib
 
 
+UNTIMED = 1  # as a start: in an operation, nobody knows since when
+
+
 class Record(ctypes.Structure):
     """What this rank is doing now (native/watch.h)."""
 

@@ -15,7 +15,7 @@ from mpigrad import board as b
 from mpigrad.guard.diagnosis import Finding, diagnose, grouped
 from mpigrad.guard.reading import Reader
 from mpigrad.guard.roll_call import RollCall
-from mpigrad.native import record
+from mpigrad.native import UNTIMED, Record, record
 
 __all__ = ["Watchdog", "gone", "where"]
 
@@ -81,6 +81,7 @@ class Watchdog:
         self._seen: dict[int, int] = {}  # ranks found waiting for ever, and since when
         self._since = 0.0
         self._refused: dict[int, int] = {}
+        self._last = (0, 0)  # the operation of the last look, and since when
 
     def start(self) -> None:
         threading.Thread(target=self._run, daemon=True, name=self.NAME).start()
@@ -89,7 +90,7 @@ class Watchdog:
         now = record()
         while True:
             time.sleep(self.tick)
-            start = now.start_ns
+            start = self._start(now)
             waited = (_now() - start) * 1e-9 if start else 0.0
             self._note_elsewhere(start)
             self._note_handling(waited >= self.patience / 2)
@@ -100,6 +101,16 @@ class Watchdog:
             finding = diagnose(self.board.slots, lambda r: gone(self.board, r), _now())
             if finding is not None and self._certain(finding):
                 self._raise(finding)
+
+    def _start(self, now: Record) -> int:
+        """When the operation under way has begun, or 0: as it says, or since it was seen first."""
+        mine = self.board.slots[self.board.mine]
+        last, begun = self._last
+        if last != (serial := int(mine["serial"]) + now.calls):
+            self._last = serial, (begun := _now())
+            mine["since_ns"] = begun
+        start = now.start_ns
+        return begun if start == UNTIMED else start
 
     def _note_elsewhere(self, start: int) -> None:
         """Show the others a call that no handler announces, such as a solver's."""
