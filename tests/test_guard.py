@@ -109,6 +109,9 @@ BROKEN = {
         code=1,
         last="Join the thread before the program ends.",
     ),
+    "windows_with_rows_of_other_lengths": Broken(
+        (" of 2: one_sided at ", "has another length or dtype"), last=FAILED
+    ),
     "messages_of_two_kinds_in_a_loop": Broken(
         ("rank 0: in barrier at ", "rank 1: in sendrecv of "), last=ORDER
     ),
@@ -217,7 +220,7 @@ def test_broken_programs_end(
     assert done.returncode != 0
     assert case.code in (None, done.returncode), done.stderr
     # On a busy machine the watchdog may look seconds late.
-    said = re.sub(r"waited [4-9] s", "waited 3 s", done.stderr)
+    said = re.sub(r"waited [24-9] s", "waited 3 s", done.stderr)
     for text in case.says:
         assert 1 <= said.count(text) <= case.hosts, done.stderr
     # A process says nothing when it is killed: there the launcher has the last word.

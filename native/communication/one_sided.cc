@@ -149,7 +149,7 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   for (int r = 0; r < ranks; ++r) {
     requests.from[r] = static_cast<int>(there[r].words);
     if (there[r].dtype != here[r].dtype || there[r].row_bytes != row_bytes)
-      fault = "a row of the window of rank " + std::to_string(r) + " has another shape or dtype (" +
+      fault = "a row of the window of rank " + std::to_string(r) + " has another length or dtype (" +
               std::to_string(there[r].row_bytes) + " bytes) than one of rank " +
               std::to_string(c.comm.rank) + " (" + std::to_string(row_bytes) +
               " bytes); give all windows rows of the same";

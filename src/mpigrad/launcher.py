@@ -307,7 +307,8 @@ class _Job:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(0.1)
-                if asked is not None and self.spread and status in _HANDED_ON:
+                handed_on = status in _HANDED_ON or (self.bare_signals and status == signal.SIGUSR1)
+                if asked is not None and self.spread and handed_on:
                     return 128 + self.requests[0]  # nobody listened
                 return _report(status, self.bare_signals)
             now = time.monotonic()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import os
 import pathlib
 import struct
+from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
@@ -136,6 +139,12 @@ def library() -> ctypes.CDLL:
     for slot, op in enumerate(REDUCTIONS):
         lib.mpigrad_set_reduction(slot, op.handle)
     return lib
+
+
+def at_exit(end: Callable[[], object]) -> None:
+    """Call `end` when this rank ends, but not in children that are forked from it."""
+    rank = os.getpid()
+    atexit.register(lambda: end() if os.getpid() == rank else None)
 
 
 UNTIMED = 1  # as a start: in an operation, nobody knows since when

@@ -9,7 +9,6 @@ MPIGRAD_PROFILE=1) prints the table when the program has ended.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import itertools
@@ -25,7 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.native import library
+from mpigrad.native import at_exit, library
 from mpigrad.operations.sites import describe
 from mpigrad.profile import RankRecord, Total, table
 
@@ -58,7 +57,7 @@ def start() -> None:
         return
     world = Communicator(MPI.COMM_WORLD).mpi
     recorder = _Recorder(world, path, profile)
-    atexit.register(recorder.end)
+    at_exit(recorder.end)
 
 
 class _Recorder:

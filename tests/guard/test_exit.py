@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from mpigrad.mpi_installation import find_launcher, mpi_library
 pytestmark = pytest.mark.launcher
 
 
-def python(*words: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+def python(*words: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """Two ranks under a bare mpiexec; rank 0 has what is `typed`."""
     launcher = find_launcher(mpi_library())
     with no_orphans() as mark:
@@ -25,7 +26,7 @@ def python(*words: str, typed: str = "") -> subprocess.CompletedProcess[str]:
             text=True,
             timeout=100,
             check=False,
-            env=outside() | rank_environment(launcher, 2) | mark,
+            env=outside() | rank_environment(launcher, 2) | mark | environment,
         )
 
 
@@ -47,11 +48,13 @@ def test_mpi_without_threads_is_refused() -> None:
     assert "Leave mpi4py.rc.thread_level at 'multiple'." in done.stderr
 
 
-def test_children_of_ranks_end_without_mpi() -> None:
-    done = python(str(PROGRAMS / "forked.py"))
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+def test_children_of_ranks_end_without_mpi(traced: bool, tmp_path: pathlib.Path) -> None:
+    trace = {"MPIGRAD_TRACE": str(tmp_path / "trace.json")} if traced else {}
+    done = python(str(PROGRAMS / "forked.py"), **trace)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
-        assert f"rank {rank}: [1, 3, 1, 0], still 2" in done.stdout
+        assert f"rank {rank}: [1, 3, 1, 4, 5, 0], still 2" in done.stdout
         assert done.stdout.count(f"child of {rank} at its end") == 1
         assert done.stderr.count(f"ArithmeticError: in a child of {rank}") == 1
     assert "signal" not in done.stderr.lower()

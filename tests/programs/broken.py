@@ -172,6 +172,10 @@ def ends_while_a_thread_sends():
     time.sleep(1)
 
 
+def windows_with_rows_of_other_lengths():
+    mg.one_sided(jnp.ones((2, 3 + rank)))
+
+
 def another_root():
     mg.bcast(x, root=rank)
 

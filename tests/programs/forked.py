@@ -26,7 +26,12 @@ def fails():
     raise ArithmeticError(f"in a child of {rank}")
 
 
-codes = [ended(child) for child in (fails, lambda: sys.exit(3), lambda: sys.exit("no"), lambda: 0)]
+def raises():
+    raise SystemExit(4)
+
+
+WAYS = fails, lambda: sys.exit(3), lambda: sys.exit("no"), raises, lambda: exit(5), lambda: 0  # noqa: PLR1722
+codes = [ended(way) for way in WAYS]
 if os.fork() == 0:  # and one that comes to the end of the program
     codes = []
 else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
+import builtins
 import contextlib
 import ctypes
 import faulthandler
@@ -29,7 +29,7 @@ from mpigrad.guard.reading import Reader
 from mpigrad.guard.roll_call import LIMIT, RollCall, roll_call
 from mpigrad.guard.settings import guarded, timeout_seconds
 from mpigrad.guard.watchdog import Watchdog, where
-from mpigrad.native import library
+from mpigrad.native import at_exit, library
 
 __all__ = ["current_board", "end_job", "install"]
 
@@ -121,7 +121,7 @@ def install() -> None:
     board = _Process.board = b.share(lib)
     compare = _Process.guarded = MPI.COMM_WORLD.bcast(guarded())  # on all ranks or on none
     lib.mpigrad_set_guard(int(compare), _explain)
-    atexit.register(_finish)
+    at_exit(_finish)
     os.register_at_fork(after_in_child=_forked)
     ctypes.pythonapi.Py_AtExit(lib.mpigrad_end_child)  # called before mpi4py's
     if MPI.COMM_WORLD.size > 1:
@@ -166,7 +166,7 @@ def _finish() -> None:
     Registered after JAX's own clean-up, this runs before it; MPI is finalised after both.
     """
     board = _Process.board
-    if board is None or _Process.forked:
+    if board is None:
         return
     with contextlib.suppress(Exception):  # of a computation that has failed already
         jax.effects_barrier()
@@ -201,14 +201,21 @@ def _thread_in_operation(board: b.Board) -> str:
 def _forked() -> None:
     """In a child that is no rank: it ends without MPI, which is the parent's."""
     _Process.forked = True
-    set_code, leave, said = library().mpigrad_set_exit_code, sys.exit, sys.excepthook
+    set_code, said = library().mpigrad_set_exit_code, sys.excepthook
 
-    def exit(status: object = None) -> NoReturn:
-        set_code(0 if status is None else status & 0xFF if isinstance(status, int) else 1)
-        leave(status)  # type: ignore[arg-type]
+    class Exit(SystemExit):
+        """Python tells nobody the exit code that it has been given: it is noted here."""
+
+        def __init__(self, *status: object) -> None:
+            super().__init__(*status)
+            code = status[0] if len(status) == 1 else len(status)
+            set_code(code & 0xFF if isinstance(code, int) else int(code is not None))
+
+    def leave(status: object = None) -> NoReturn:
+        raise Exit(status)
 
     def failed(*error: Any) -> None:
         set_code(1)
         said(*error)
 
-    sys.exit, sys.excepthook = exit, failed
+    builtins.SystemExit, sys.exit, sys.excepthook = Exit, leave, failed

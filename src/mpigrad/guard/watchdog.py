@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -81,7 +82,7 @@ class Watchdog:
         self._seen: dict[int, int] = {}  # ranks found waiting for ever, and since when
         self._since = 0.0
         self._refused: dict[int, int] = {}
-        self._last = (0, 0)  # the operation of the last look, and since when
+        self._last = (0, False), 0  # what the last look found, and since when
 
     def start(self) -> None:
         threading.Thread(target=self._run, daemon=True, name=self.NAME).start()
@@ -93,7 +94,8 @@ class Watchdog:
             start = self._start(now)
             waited = (_now() - start) * 1e-9 if start else 0.0
             self._note_elsewhere(start)
-            self._note_handling(waited >= self.patience / 2)
+            with contextlib.suppress(Exception):  # an exception's own text may raise another
+                self._note_handling(waited >= self.patience / 2)
             if waited < self.patience / 2:
                 continue
             if self.seconds and waited >= self.seconds and not now.unlimited:
@@ -104,12 +106,13 @@ class Watchdog:
 
     def _start(self, now: Record) -> int:
         """When the operation under way has begun, or 0: as it says, or since it was seen first."""
+        start = now.start_ns  # read first: an idle look lends its time to no operation
         mine = self.board.slots[self.board.mine]
+        seen = int(mine["serial"]) + now.calls, start != 0
         last, begun = self._last
-        if last != (serial := int(mine["serial"]) + now.calls):
-            self._last = serial, (begun := _now())
+        if seen != last:
+            self._last = seen, (begun := _now())
             mine["since_ns"] = begun
-        start = now.start_ns
         return begun if start == UNTIMED else start
 
     def _note_elsewhere(self, start: int) -> None:
@@ -128,14 +131,14 @@ class Watchdog:
             if mine["handling"]:
                 mine["handling"] = b""
             return
-        error: object = sys._current_exceptions().get(threading.main_thread().ident)
+        error: object = sys._current_exceptions().get(threading.main_thread().ident or 0)
         error = error[1] if isinstance(error, tuple) else error  # before Python 3.12
         if isinstance(error, BaseException):
             *_, frame = [None, *traceback.extract_tb(error.__traceback__)]
             place = f" at {os.path.basename(frame.filename)}:{frame.lineno}" if frame else ""
-            said = traceback.format_exception_only(error)[-1].strip()
-            room = b.TEXT - 1 - len(place.encode())
-            mine["handling"] = said.encode()[:room] + place.encode()
+            said = " ".join(f"{type(error).__name__}: {error}".split()).encode(errors="replace")
+            end = place.encode(errors="replace")[-b.TEXT // 2 :]
+            mine["handling"] = said[: b.TEXT - 1 - len(end)] + end
 
     def _certain(self, finding: Finding) -> bool:
         """Whether it is for this rank to say it, and nothing has changed for a while."""

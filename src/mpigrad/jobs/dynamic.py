@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from mpigrad.jobs.context import Job
 from mpigrad.jobs.evaluation import assembled, rows, sealed
 from mpigrad.jobs.failures import Watch, end_with
 from mpigrad.jobs.records import Data
+from mpigrad.native import at_exit
 from mpigrad.operations.collectives import allreduce
 from mpigrad.operations.custom import custom_operation
 
@@ -45,7 +45,7 @@ class Queue:
         if self.rank == 0 and self.size > 1:
             self._thread = threading.Thread(target=self._answer, daemon=True, name="mpigrad-jobs")
             self._thread.start()
-            atexit.register(self.stop)
+            at_exit(self.stop)
         self.begin = custom_operation(self._begin, lambda ct, mpi: ct)
         self.next = custom_operation(self._ask, lambda ct, mpi: ct)
 

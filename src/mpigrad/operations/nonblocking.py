@@ -9,7 +9,6 @@ loops, branches and compiled functions. The adjoint of a wait is a post, and of 
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import math
@@ -24,7 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, check_rank, resolve
-from mpigrad.native import library
+from mpigrad.native import at_exit, library
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import is_differentiable, linear_map
@@ -159,7 +158,7 @@ def _report_forgotten_at_exit() -> None:
             )
         sys.stderr.flush()
 
-    atexit.register(report)
+    at_exit(report)
 
 
 def post(kind: Literal["isend", "irecv"], tree: Any, peer: int, tag: int, slot: int) -> Request:

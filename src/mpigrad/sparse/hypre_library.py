@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import os
@@ -12,8 +11,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpigrad.native import at_exit, native_library, record
 from mpigrad.native import library as communication
-from mpigrad.native import native_library, record
 from mpigrad.operations.factory import register_target
 
 __all__ = [
@@ -89,7 +88,7 @@ def _load() -> tuple[Any, str]:
     tell = ctypes.cast(communication().mpigrad_leave_unaccounted, ctypes.c_void_p)
     lib.mpigrad_hypre_watch(ctypes.addressof(record()), tell)
     register_target("mpigrad_hypre_solve", lib)
-    atexit.register(lib.mpigrad_hypre_finalize)  # runs before mpi4py ends MPI
+    at_exit(lib.mpigrad_hypre_finalize)  # runs before mpi4py ends MPI
     return lib, ""
 
 
