@@ -51,9 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
 # MPIGRAD_ALL_TESTS=1 (make test-full).
 _SINGLE = ((1,), (2,), (2,), (1,), (1,), (2,), (1,), (2,))
 _SOME = ((1,), (), (2,), (1,), (), (3,), (), ())
-_SOME_OPERATIONS = ((1,), (), (2,), (), (1,), (), (3,), ())
+_SOME_OPERATIONS = ((2,), (), (2,), (), (2,), (), (3,), ())
 _PAIRS = (*5 * ((2,),), (3,))  # an operation under a transformation: all of them
 _HEAVY = ((2,), (), (3,), (), (), ())
+# Where tests are of messages: one rank alone proves nothing.
+_OF_MESSAGES = ("tests/operations/", "test_transformations", "test_communicator", "test_jacobian")
+_SINGLE_OF_MESSAGES = ((2,), (2,), (2,), (3,))
 _JIT = ((1, 2), (2, 3), (2, 4))  # each operation's dot test
 
 
@@ -71,8 +74,10 @@ def counts_of(item: pytest.Item) -> tuple[int, ...]:
     if case and "name" in case.params and "how" in case.params:
         some = _JIT if case.params["how"] == "jit" else _PAIRS
     else:
-        some = _SOME_OPERATIONS if "operations" in item.nodeid else _SOME
-        some = _HEAVY if heavy else some if case else _SINGLE
+        of_messages = "comm" in item.fixturenames and any(f in item.nodeid for f in _OF_MESSAGES)
+        some = _SOME_OPERATIONS if of_messages else _SOME
+        single = _SINGLE_OF_MESSAGES if of_messages else _SINGLE
+        some = _HEAVY if heavy else some if case else single
     return some[zlib.crc32(item.nodeid.encode()) % len(some)]
 
 

@@ -13,6 +13,7 @@ from helpers import close
 from mpigrad.communicator import Cartesian, Communicator, default, resolve
 
 
+@pytest.mark.thin(3)
 def test_ranks_left_out_of_a_split(comm: Communicator) -> None:
     part = comm.split(None if comm.rank == 0 else 0, key=-comm.rank)
     assert bool(part) == (comm.rank > 0)
@@ -35,6 +36,7 @@ def test_ranks_left_out_of_a_split(comm: Communicator) -> None:
     assert not none and none.size == 0
 
 
+@pytest.mark.thin(2)
 def test_several_communicators_at_once(comm: Communicator) -> None:
     """Rows and columns of the ranks, in one differentiated program."""
     rows, columns = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
@@ -56,6 +58,7 @@ def test_several_communicators_at_once(comm: Communicator) -> None:
     close(mg.jit(mg.grad(f))(x), want)
 
 
+@pytest.mark.thin(2)
 def test_default_inside_with(comm: Communicator) -> None:
     pair = comm.split(comm.rank // 2)
     f = lambda x: mg.allreduce(x)
@@ -79,6 +82,7 @@ def test_default_inside_with(comm: Communicator) -> None:
     close(back(x)[0], jnp.full(3, pair.size))  # an adjoint goes the way of its message
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("periods", [False, True, (False, True)])
 def test_grids_of_ranks(periods, comm: Communicator) -> None:
     """As MPI's own: places, shifts, and a message along each axis with its derivative."""

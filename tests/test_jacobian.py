@@ -85,6 +85,7 @@ def test_what_jacfwd_and_jacrev_give(comm: Communicator) -> None:
     close(jax.jacrev(f)(x), mg.allreduce(table)[comm.rank])
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_columns_or_rows_of_a_local_function_are_shared_out(
     mode: Any, comm: Communicator, monkeypatch: pytest.MonkeyPatch

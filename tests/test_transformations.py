@@ -71,6 +71,7 @@ def test_replicated_arguments(comm: Communicator) -> None:
     assert len(set(bits)) == 1
 
 
+@pytest.mark.thin(2)
 def test_replicated_arguments_are_checked_by_the_guard(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +167,7 @@ def test_jit_is_traced_once_under_eager_grad(comm: Communicator) -> None:
     assert len(traces) == 1
 
 
+@pytest.mark.thin(2, 3)
 def test_order_between_all_kinds_of_calls(comm: Communicator) -> None:
     """Messages without data dependence, all between the same two ranks with the same tag."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

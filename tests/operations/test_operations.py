@@ -58,7 +58,7 @@ def test_values_and_derivatives(name: str, how: str, comm: Communicator) -> None
 def test_derivatives_of_other_dtypes(name: str, how: str, dtype: str, comm: Communicator) -> None:
     case = CASES[name]
     if case.takes == "real numbers" and dtype.startswith("complex"):
-        return
+        pytest.skip("a reduction of real numbers")
     X = operand(case, comm, np.dtype(dtype))[1]
     rtol = 1e-11 if dtype == "complex128" else 2e-4
 
@@ -67,9 +67,9 @@ def test_derivatives_of_other_dtypes(name: str, how: str, dtype: str, comm: Comm
 
     if how != "checkpoint" or not dtype.startswith("complex"):
         proof()
-    elif (
-        name == "allreduce"
-    ):  # what JAX keeps must be real; where one rank receives nothing it works
+    elif name != "allreduce":
+        pytest.skip("JAX keeps real numbers only; where one rank receives nothing it works")
+    else:
         with pytest.raises(TypeError, match="reduce_precision does not accept"):
             proof()
 

@@ -15,6 +15,7 @@ from helpers import REDUCING, close, reducing
 from mpigrad.communicator import Communicator
 
 
+@pytest.mark.thin(3)
 def test_product_with_zeros(comm: Communicator) -> None:
     """Column k has k zeros; first and second derivatives are exact."""
     ranks, size = np.arange(comm.size)[:, None], comm.size
@@ -42,6 +43,7 @@ def test_ties_share_the_derivative(op: MPI.Op, comm: Communicator) -> None:
     close(gradient, np.array([1 / comm.size, *expected]))
 
 
+@pytest.mark.thin(3)
 def test_values_and_the_ranks_that_hold_them(comm: Communicator) -> None:
     """The lowest rank of ties; the derivative goes to it alone."""
     rank, size = comm.rank, comm.size

@@ -61,7 +61,7 @@ def test_the_adjoint_does_no_set_up(comm, jit):
 
 
 @needs_hypre
-@pytest.mark.thin(1, 2)
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("solver", [PCG(), GMRES()], ids=["pcg", "gmres"])
 def test_an_adjoint_solves_with_the_values_of_its_own_run(comm, solver):
     """It is told that they are the latest, and must see where they no longer are."""
