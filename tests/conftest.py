@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # MPIGRAD_ALL_TESTS=1 (make test-full).
 _SINGLE = ((1,), (2,), (2,), (1,), (1,), (2,), (1,), (2,))
 _SOME = ((1,), (), (2,), (1,), (), (3,), (), ())
-_SOME_OPERATIONS = ((2,), (), (2,), (), (2,), (), (3,), ())
+_SOME_OPERATIONS = ((2,), (), (), (2,), (), (), (3,), ())
 _PAIRS = (*5 * ((2,),), (3,))  # an operation under a transformation: all of them
 _HEAVY = ((2,), (), (3,), (), (), ())
 # Where tests are of messages: one rank alone proves nothing.
@@ -72,7 +72,7 @@ def counts_of(item: pytest.Item) -> tuple[int, ...]:
         return marker.args if marker else (1, 2, 3, 4)
     case = getattr(item, "callspec", None)
     if case and "name" in case.params and "how" in case.params:
-        some = _JIT if case.params["how"] == "jit" else _PAIRS
+        some = _JIT if case.params["how"] == "jit" and not heavy else _PAIRS
     else:
         of_messages = "comm" in item.fixturenames and any(f in item.nodeid for f in _OF_MESSAGES)
         some = _SOME_OPERATIONS if of_messages else _SOME

@@ -9,19 +9,28 @@ import runpy
 import jax
 import pytest
 
+from conftest import ALL
+
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 LONG = ("lynx_hare",)  # in make test-full only
 
 
+COSTLY = ("nonlinear_diffusion", "poisson_by_hand", "reaction_diffusion")  # alone there, too
+
+
 def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
+    counts = (2,) if path.stem in COSTLY and not ALL else (1, 2)
     needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", path.read_text(), re.M)
-    return [pytest.mark.full] * (path.stem in LONG) + [pytest.mark.torch] * bool(needs_torch)
+    return [
+        pytest.mark.ranks(*counts),
+        *[pytest.mark.full] * (path.stem in LONG),
+        *[pytest.mark.torch] * bool(needs_torch),
+    ]
 
 
 CASES = [pytest.param(path, id=path.stem, marks=marks(path)) for path in EXAMPLES]
 
 
-@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("path", CASES)
 def test_example(path: pathlib.Path) -> None:
     assert path.exists()

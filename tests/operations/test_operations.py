@@ -29,7 +29,7 @@ def programs(case: Case, comm: Communicator) -> tuple[Callable[..., Any], Callab
     )
 
 
-# Transformations of transformations: with every third operation, with all in make test-full.
+# Transformations of transformations: with every sixth operation, with all in make test-full.
 NESTED = ("jax.jit", "vmap over the last axis", "checkpoint(scan)", "scan(checkpoint)", "jit(vmap)")
 
 
@@ -39,7 +39,7 @@ def pairs() -> list[Any]:
     for i, (name, case) in enumerate(CASES.items()):
         for j, how in enumerate(TRANSFORMED):
             marks = [pytest.mark.heavy] if case.heavy else []
-            if how in NESTED and (i + j) % 3:
+            if how in NESTED and ((i + j) % 6 or case.heavy):
                 marks.append(pytest.mark.full)
             found.append(pytest.param(name, how, marks=marks))
     return found

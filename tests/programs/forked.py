@@ -1,7 +1,9 @@
 """Children that are forked from the ranks, and end in every way; the ranks go on."""
 
+import multiprocessing
 import os
 import sys
+from sys import exit as leave
 
 import jax.numpy as jnp
 
@@ -32,6 +34,10 @@ def raises():
 
 WAYS = fails, lambda: sys.exit(3), lambda: sys.exit("no"), raises, lambda: exit(5), lambda: 0  # noqa: PLR1722
 codes = [ended(way) for way in WAYS]
+process = multiprocessing.get_context("fork").Process(target=leave, args=(6,))
+process.start()
+process.join()
+codes.append(process.exitcode)
 if os.fork() == 0:  # and one that comes to the end of the program
     codes = []
 else:

@@ -201,6 +201,10 @@ def _thread_in_operation(board: b.Board) -> str:
 def _forked() -> None:
     """In a child that is no rank: it ends without MPI, which is the parent's."""
     _Process.forked = True
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        if frame.f_globals.get("__name__", "").startswith("multiprocessing."):
+            return  # its children leave by os._exit
     set_code, said = library().mpigrad_set_exit_code, sys.excepthook
 
     class Exit(SystemExit):
