@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import runpy
 
 import jax
 import pytest
-
-from conftest import ALL
 
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 LONG = ("lynx_hare",)  # in make test-full only
@@ -19,7 +18,7 @@ COSTLY = ("nonlinear_diffusion", "poisson_by_hand", "reaction_diffusion")  # alo
 
 
 def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
-    counts = (2,) if path.stem in COSTLY and not ALL else (1, 2)
+    counts = (2,) if path.stem in COSTLY and os.environ.get("MPIGRAD_ALL_TESTS") != "1" else (1, 2)
     needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", path.read_text(), re.M)
     return [
         pytest.mark.ranks(*counts),
