@@ -57,7 +57,6 @@ fi
 if ! "$VENV/bin/python" -m pip --version > /dev/null 2>&1; then
     step "$VENV ($("$PYTHON" --version))"
     quietly "$PYTHON" -m venv --clear "$VENV"
-    quietly "$VENV/bin/python" -m pip install --upgrade pip
 fi
 if [ "$MPI" = wheel ]; then
     step "MPICH into $VENV"
