@@ -11,6 +11,8 @@ import time
 import uuid
 from collections.abc import Iterator
 
+from mpigrad.mpi_installation import mpi_library
+
 PROGRAMS = pathlib.Path(__file__).with_name("programs")
 LIMIT = 100.0  # seconds; the machine may be busy
 
@@ -74,7 +76,8 @@ def no_orphans() -> Iterator[dict[str, str]]:
             if entry.name.isdigit() and "=".join(pair).encode() in _environment(entry)
         ]
 
-    limit = time.monotonic() + 3  # MPICH's mpiexec does not wait for the ranks that it has killed
+    family = mpi_library().family  # MPICH's mpiexec does not wait for the ranks that it has killed
+    limit = time.monotonic() + (3 if family and family.key == "mpich" else 0)
     while (left := alive()) and time.monotonic() < limit:
         time.sleep(0.1)
     assert not left, [(e.name, (e / "cmdline").read_bytes()) for e in left]
