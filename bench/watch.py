@@ -1,10 +1,11 @@
-"""What the watchdog and the board cost small messages: with them, and without.
+"""What the watchdog and the board cost small messages.
 
     mpigrad launch -n 2 bench/watch.py [--rounds 201] [--messages 1000]
 
-Loops of messages within one compiled program. Both ranks turn the records off and on at once, in
-turn; printed are medians over rounds of the slowest rank's time of a message, and of the ratios
-with / without within a round, with quartiles.
+Loops of messages within one compiled program, in which every rank notes nothing; where it is and
+since when, for the watchdog; or also what it has agreed, sent and received, for proofs of a hang.
+All ranks change between these at once, in turn; printed are medians over rounds of the slowest
+rank's time of a message, and of the ratios to nothing noted within a round, with quartiles.
 """
 
 import argparse
@@ -35,20 +36,29 @@ OPERATIONS = {
 SIZES = {"8 B": 1, "8 KiB": 1024}
 
 
-def seconds(program, x, watched):
+NOTED = {"nothing": 0, "where": 1, "all": 2}  # native/communication/watch.h
+
+
+def seconds(program, x, noted):
     """Of one message on the slowest rank."""
     comm.mpi.Barrier()
-    library().mpigrad_set_watched(int(watched))
+    library().mpigrad_set_noted(noted)
     start = time.perf_counter()
     jax.block_until_ready(program(x))
     passed = time.perf_counter() - start
-    library().mpigrad_set_watched(1)
+    library().mpigrad_set_noted(NOTED["all"])
     return max(comm.mpi.allgather(passed)) / options.messages
+
+
+def ratio(times, noted):
+    pairs = zip(times[noted], times["nothing"], strict=True)
+    low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 if rank == 0:
     print(f"{size} ranks, {options.rounds} rounds of {options.messages} messages; microseconds")
-    print(f"{'':22}  without     with  with / without (quartiles)")
+    print(f"{'':22} nothing  where    all   where / nothing         all / nothing")
 for size_name, elements in SIZES.items():
     for name, operation in OPERATIONS.items():
         step = lambda y, _, operation=operation: (operation(y), None)
@@ -57,13 +67,12 @@ for size_name, elements in SIZES.items():
         )
         x = jnp.ones(elements)
         jax.block_until_ready(program(x))
-        times = {True: [], False: []}
+        times = {noted: [] for noted in NOTED}
         for n in range(options.rounds):
-            for watched in (n % 2 == 0, n % 2 == 1):
-                times[watched].append(seconds(program, x, watched))
-        ratios = [a / b for a, b in zip(times[True], times[False], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        off, on = (1e6 * statistics.median(times[w]) for w in (False, True))
+            turn = list(NOTED)[n % 3 :] + list(NOTED)[: n % 3]
+            for noted in turn:
+                times[noted].append(seconds(program, x, NOTED[noted]))
+        medians = " ".join(f"{1e6 * statistics.median(times[n]):7.3f}" for n in NOTED)
         if rank == 0:
             what = f"{name} of {size_name}"
-            print(f"{what:22} {off:8.3f} {on:8.3f}  {middle:.3f} ({low:.3f} to {high:.3f})")
+            print(f"{what:22}{medians}  {ratio(times, 'where')}  {ratio(times, 'all')}")

@@ -7,9 +7,9 @@
 #include <initializer_list>
 #include <string>
 
-namespace mpigrad {
+#include "board.h"
 
-struct Contract;
+namespace mpigrad {
 
 enum CountsKind : int64_t { kNoCounts, kSameCounts, kPairCounts };
 
@@ -89,6 +89,7 @@ class Post {
   bool nested_;  // in this thread
   bool completes_ = true;
   int64_t slot_;
+  Channel *to_[kParts], *from_[kParts];  // of the messages under way
 };
 
 }  // namespace mpigrad

@@ -20,7 +20,7 @@ struct Handle {
 
 // Where MPI writes a status: large enough for every implementation.
 struct Status {
-  alignas(16) char bytes[256] = {};
+  alignas(16) char bytes[256];
 };
 
 // One pointer for each function MPI_<name>.

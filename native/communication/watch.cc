@@ -10,7 +10,7 @@ Record record;
 
 MPIGRAD_EXPORT const void* mpigrad_record() { return &mpigrad::record; }
 
-MPIGRAD_EXPORT void mpigrad_set_watched(int on) { mpigrad::watched = on; }
+MPIGRAD_EXPORT void mpigrad_set_noted(int what) { mpigrad::noted = what; }
 
 // From now on operations are timed exactly.
 MPIGRAD_EXPORT void mpigrad_time_exactly() { mpigrad::timed = true; }

@@ -14,8 +14,10 @@ namespace mpigrad {
 // watchdog finds by looking again and again.
 inline bool timed = false;
 
-// Turned off by bench/watch.py alone, which measures what the record and the board cost.
-inline bool watched = true;
+// What is noted of an operation. Less than all of it only in bench/watch.py, which measures what that
+// costs: where each rank is and since when, and also what it has agreed, sent and received.
+enum Noted : int { kNothing, kWhere, kAll };
+inline int noted = kAll;
 
 inline int64_t now_ns() {
   timespec t;
@@ -45,7 +47,7 @@ class Watch {
       : start_ns(timed ? now_ns() : kUntimed),
         bytes_(bytes),
         event_{operation, start_ns, 0, slot, site, bytes, peer} {
-    if (!watched) return;
+    if (noted == kNothing) return;
     record.operation.store(operation, std::memory_order_relaxed);
     record.site.store(site, std::memory_order_relaxed);
     record.start_ns.store(start_ns, std::memory_order_release);
@@ -55,7 +57,7 @@ class Watch {
   // What an operation knows only afterwards.
   void sent(int64_t bytes) { event_.bytes = bytes_ += bytes; }
   ~Watch() {
-    if (!watched) return;
+    if (noted == kNothing) return;
     if (start_ns != kUntimed) {
       event_.end_ns = now_ns();
       add(record.busy_ns, event_.end_ns - start_ns);

@@ -84,7 +84,7 @@ def _reduction(slot: int) -> str:
 
 
 def channel_hash(identity: int, peer: int, tag: int) -> int:
-    h = identity * 0x9E3779B97F4A7C15 & _WORD  # as in native/communication/guard.cc
+    h = identity * 0x9E3779B97F4A7C15 & _WORD  # as in native/communication/messages.cc
     h ^= peer * 0xC2B2AE3D27D4EB4F & _WORD
     h ^= tag * 0x165667B19E3779F9 & _WORD
     return h ^ (h >> 29)
