@@ -167,6 +167,11 @@ def loops(
             "allreduce": reduced_twice, "sendrecv": exchanged, "bcast": cast_and_reduced,
         },
     }[mode]  # fmt: skip
+
+    def reduced_in_place() -> None:
+        for _ in range(1 if mode == "forward" else 2):
+            world.Allreduce(MPI.IN_PLACE, a)
+
     ours = {
         "allreduce": mg.allreduce,
         "sendrecv": lambda x: mg.sendrecv(x, right, left),
@@ -183,6 +188,7 @@ def loops(
         }
         for op in raw
     }
+    table["allreduce"]["mpi4py in place"] = (repeated(reduced_in_place, count), count)
     if mpi4jax is not None:
         theirs = {
             "allreduce": lambda x: mpi4jax.allreduce(x, op=MPI.SUM, comm=world),

@@ -4,7 +4,7 @@
 
 The program that runs is always in build/fuzz, as a text that runs it again: it is there, too, when
 the job hangs or crashes. The first program that fails is made smaller, and printed.
-With `--seed` and the same number of ranks a run can be repeated.
+With `--seed` and the same number of ranks a run can be repeated; `--single` is single precision.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import jax
 from mpigrad.communicator import default
 from random_programs import Program, search, text
 
-jax.config.update("jax_enable_x64", True)
-
 
 def main() -> int:
     """Search; 1 when a program fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=1000, help="number of programs")
     parser.add_argument("--seed", type=int, default=0, help="another seed, other programs")
+    parser.add_argument("--single", action="store_true", help="float32 instead of float64")
     arguments = parser.parse_args()
+    jax.config.update("jax_enable_x64", not arguments.single)
     comm = default()
     file = pathlib.Path(__file__).parent.parent / "build" / "fuzz" / f"{comm.size}-ranks.py"
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpigrad as mg
+from message_cases import MESSAGES
 from mpigrad.communicator import Communicator
 
 
@@ -260,6 +261,8 @@ def _together(operation: str) -> Case:
 
 CASES |= {operation: _sum(operation) for operation in REDUCING}
 CASES |= {f"{operation} not of sums": _together(operation) for operation in REDUCING}
+ALIKE = ("requests beside send and recv", "recv of any tag", "one_sided put and get")
+CASES |= {name: Case(run, simulate, takes=t) for name, (run, simulate, t) in MESSAGES.items()}
 
 
 def operand(case: Case, comm: Communicator, dtype: Any = np.float64) -> tuple[Any, Any]:

@@ -203,6 +203,7 @@ class Communicator:
             part.Free()
 
     def __enter__(self) -> Self:
+        """Inside, it is the default of all operations, compiled ones included."""
         now = _defaults.value
         _members[self.slot] = self
         context = _defaults((*now, self.slot))

@@ -310,7 +310,7 @@ class _Job:
                 handed_on = status in _HANDED_ON or (self.bare_signals and status == signal.SIGUSR1)
                 if asked is not None and self.spread and handed_on:
                     return 128 + self.requests[0]  # nobody listened
-                return _report(status, self.bare_signals)
+                return _report(status, self.bare_signals, self._who_left())
             now = time.monotonic()
             if self._aborted_long_ago():
                 _say("mpiexec waits for a host that does not answer; ending it")
@@ -338,6 +338,13 @@ class _Job:
             elif now > asked + self.grace:
                 _say(f"the job did not end within {self.grace:g} s; ending all ranks")
                 return 128 + self.requests[0]
+
+    def _who_left(self) -> tuple[int, int] | None:
+        """The exit code with which a rank has left first, and the rank (guard/ending.py)."""
+        with contextlib.suppress(OSError, ValueError):
+            code, rank = self.stop_file.with_name("left").read_text().split()
+            return int(code) % 256, int(rank)
+        return None
 
     def _somebody_listens(self) -> bool:
         return self.stop_file.with_name("listening").exists()
@@ -400,9 +407,15 @@ def _end_with_parent() -> None:
     _prctl(1, int(signal.SIGTERM), 0, 0, 0)
 
 
-def _report(status: int, bare_signals: bool) -> int:
-    """Say how a job ended by itself, unless well; returns the exit code of its status."""
+def _report(status: int, bare_signals: bool, left: tuple[int, int] | None) -> int:
+    """Say how a job ended by itself, unless well; returns the exit code of its status.
+
+    `left` are the exit code and the rank of the first that has left with one.
+    """
     code = status if status >= 0 else 128 - status
+    if left is not None and code == left[0] != 0:
+        _say(f"the job failed with exit code {code}: rank {left[1]} has left with it")
+        return code
     bare = bare_signals and code in _ENDING_SIGNALS
     number = code if bare else code - 128
     if number in {s.value for s in signal.Signals}:

@@ -1,4 +1,4 @@
-"""isend, irecv, wait, waitall, against the same map without messages on the stacked arrays."""
+"""isend, irecv, wait, waitall: what the cases of helpers.py leave out."""
 
 from __future__ import annotations
 
@@ -15,20 +15,7 @@ import mpigrad as mg
 from helpers import close
 from launching import run
 from mpigrad.communicator import Communicator
-from proof import TRANSFORMS, operand, prove, prove_second_order
-
-
-def crossing(x: Any, c: Communicator) -> Any:
-    """Four messages under way at once, waited for in another order."""
-    right, left = (c.rank + 1) % c.size, (c.rank - 1) % c.size
-    from_left, from_right = mg.irecv(x, left, 1, comm=c), mg.irecv(x[:1], right, 2, comm=c)
-    sends = [mg.isend(x, right, 1, comm=c), mg.isend(x[:1] ** 2, left, 2, comm=c)]
-    _, b, _, a = mg.waitall([sends[1], from_right, sends[0], from_left])
-    return a * b + x
-
-
-def crossing_simulated(X: Any) -> Any:
-    return jnp.roll(X, 1, axis=0) * jnp.roll(X[:, :1] ** 2, -1, axis=0) + X
+from proof import prove, prove_second_order
 
 
 def pipeline(x: Any, c: Communicator) -> Any:
@@ -52,53 +39,16 @@ def pipeline_simulated(X: Any) -> Any:
     return total + jnp.roll(X, 1, axis=0)
 
 
-def open_chain(x: Any, c: Communicator) -> Any:
-    """Ranks differ: blocking sends meet posted receives, and the ends have one partner."""
-    got = jnp.zeros_like(x)
-    if c.rank % 2 == 0:
-        request = mg.isend(x, c.rank + 1 if c.rank + 1 < c.size else MPI.PROC_NULL, comm=c)
-        if c.rank > 0:
-            got = mg.recv(x, c.rank - 1, comm=c)
-        mg.wait(request)
-    else:
-        request = mg.irecv(jnp.zeros_like(x), c.rank - 1, comm=c)
-        if c.rank + 1 < c.size:
-            mg.send(x, c.rank + 1, comm=c)
-        got = mg.wait(request)
-    return got
+@pytest.mark.parametrize("how", ["jit", "vmap", "checkpoint(scan)"])
+def test_value_gradient_and_dot_product(how: str, comm: Communicator) -> None:
+    prove(lambda x: pipeline(x, comm), pipeline_simulated, comm, how)
 
 
-def open_chain_simulated(X: Any) -> Any:
-    return jnp.concatenate([jnp.zeros_like(X[:1]), X[:-1]])
+def test_second_order(comm: Communicator) -> None:
+    prove_second_order(lambda x: pipeline(x, comm), pipeline_simulated, comm)
 
 
-PROGRAMS = {
-    "crossing": (crossing, crossing_simulated),
-    "pipeline": (pipeline, pipeline_simulated),
-    "open chain": (open_chain, open_chain_simulated),
-}
-
-
-HOW = {
-    "crossing": TRANSFORMS,
-    "pipeline": ("jit", "vmap", "checkpoint(scan)"),
-    "open chain": ("jit", "scan(checkpoint)"),
-}
-
-
-@pytest.mark.parametrize(("name", "how"), [(name, how) for name in HOW for how in HOW[name]])
-def test_value_gradient_and_dot_product(name: str, how: str, comm: Communicator) -> None:
-    f, F = PROGRAMS[name]
-    prove(lambda x: f(x, comm), F, comm, how)
-
-
-@pytest.mark.parametrize("name", ["crossing", "pipeline"])
-def test_second_order(name: str, comm: Communicator) -> None:
-    f, F = PROGRAMS[name]
-    prove_second_order(lambda x: f(x, comm), F, comm)
-
-
-def test_pytrees_and_dtypes(comm: Communicator) -> None:
+def test_pytrees(comm: Communicator) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     tree = lambda r: {
         "a": jnp.arange(3) + r,
@@ -111,8 +61,6 @@ def test_pytrees_and_dtypes(comm: Communicator) -> None:
     close(jax.tree.map(lambda x: x.astype("float64"), mg.wait(request)),
           jax.tree.map(lambda x: x.astype("float64"), tree(left)))  # fmt: skip
     assert mg.wait(other) is None
-    x = operand(comm)[0]
-    mg.dot_test(lambda x: crossing(x, comm), (1 + 2j) * x)
 
 
 def test_a_large_message_to_self(comm: Communicator) -> None:

@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import mpigrad as mg
-from helpers import CASES, Case, close, operand
+from helpers import ALIKE, CASES, Case, close, operand
 from mpigrad.communicator import Communicator
 from proof import TRANSFORMED, prove
 
@@ -29,6 +29,8 @@ def programs(case: Case, comm: Communicator) -> tuple[Callable[..., Any], Callab
     )
 
 
+# In make test: of cases that are much like another; the rest of them in make test-full.
+SOME = ("jit", "scan", "scan(checkpoint)")
 # Transformations of transformations: with every sixth operation, with all in make test-full.
 NESTED = ("jax.jit", "vmap over the last axis", "checkpoint(scan)", "scan(checkpoint)", "jit(vmap)")
 
@@ -39,7 +41,8 @@ def pairs() -> list[Any]:
     for i, (name, case) in enumerate(CASES.items()):
         for j, how in enumerate(TRANSFORMED):
             marks = [pytest.mark.heavy] if case.heavy else []
-            if how in NESTED and ((i + j) % 6 or case.heavy):
+            nested = how in NESTED and ((i + j) % 6 or case.heavy)
+            if nested or (name in ALIKE and how not in SOME):
                 marks.append(pytest.mark.full)
             found.append(pytest.param(name, how, marks=marks))
     return found
@@ -86,6 +89,74 @@ def test_integers_under_transformations(
     transform, reference = TRANSFORMED[how]
     got = mg.jit(transform(lambda x: case.run(x, comm)))(x)
     close(got, jax.jit(reference(case.simulate))(X)[comm.rank])
+
+
+def _both(x: Any) -> Any:
+    return jnp.stack([x, x[::-1]])
+
+
+# Without sums, which are none of truths: (with messages, on the stack), each on an operand and on
+# its rows turned over.
+MOVED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "jit": (lambda f: f, lambda F: F),
+    "scan": (
+        lambda f: lambda x: jax.lax.scan(lambda _, s: (None, f(s)), None, _both(x))[1],
+        lambda F: lambda X: jnp.stack([F(X), F(X[:, ::-1])], axis=1),
+    ),
+    "vmap": (
+        lambda f: lambda x: mg.vmap(f)(_both(x)),
+        lambda F: lambda X: jnp.stack([F(X), F(X[:, ::-1])], axis=1),
+    ),
+    "cond": (
+        lambda f: lambda x: jax.lax.cond(jnp.all(jnp.isfinite(x)), f, f, x),
+        lambda F: F,
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.takes == "anything"])
+@pytest.mark.parametrize("how", MOVED)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "bool"])
+def test_what_only_moves_under_transformations(
+    name: str, how: str, dtype: str, comm: Communicator
+) -> None:
+    case = CASES[name]
+    x, X = operand(case, comm, jnp.dtype(dtype))
+    transform, reference = MOVED[how]
+    got = mg.jit(transform(lambda x: case.run(x, comm)))(x)
+    assert got.dtype == jnp.dtype(dtype)
+    np.testing.assert_array_equal(
+        np.asarray(got), np.asarray(reference(case.simulate)(X)[comm.rank])
+    )
+
+
+# Whose adjoints add what they have only moved.
+COPIES = ("bcast", "allgather", "allgatherv", "one_sided put and get")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n in COPIES or n == "isend and irecv" else pytest.param(n, marks=pytest.mark.full)
+        for n, case in CASES.items()
+        if case.takes == "anything"
+    ],
+)
+def test_derivatives_of_what_only_moves(name: str, comm: Communicator) -> None:
+    """16-bit floats: exact where adjoints move them, too, and refused where they would add."""
+    case = CASES[name]
+    x, X = operand(case, comm, jnp.dtype("bfloat16"))
+    shape = jax.eval_shape(case.simulate, X).shape
+    W = jnp.asarray(np.random.default_rng(3).integers(-9, 9, shape), "bfloat16")
+    loss = lambda x: jnp.vdot(case.run(x, comm), W[comm.rank])
+    if name in COPIES:
+        with pytest.raises(TypeError, match=r"the adjoint of tests/.*convert it first"):
+            mg.jit(mg.grad(loss))(x)
+        return
+    got = mg.jit(mg.grad(loss))(x)
+    expected = jax.jit(jax.grad(lambda X: jnp.vdot(case.simulate(X), W)))(X)[comm.rank]
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
 
 
 @cases

@@ -11,16 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as with_seed
 
 import mpigrad as mg
 from helpers import trace_only
 from message_order import mismatch, record
 from mpigrad.communicator import Communicator
 from random_operations import OPERATIONS, Operation, Step
-from random_programs import Block, Program, check, count, search, text
+from random_programs import Block, Program, check, count, programs, search, text
 
 # Ten programs a part at 2 ranks, where compiling is cheap; in make test-full a few more at 3.
-PARTS = {2: 10, 3: 1}
+PARTS, X
 
 
 def parts() -> list[Any]:
@@ -40,7 +42,35 @@ FOUND = {
 
 @pytest.mark.parametrize("seed", parts())
 def test_random_programs(seed: int, comm: Communicator) -> None:
-    failing = search(comm, 10 if comm.size == 2 else 3, seed)
+    failing = search(comm, EXAMPLES[comm.size], seed)
+    assert not failing, failing
+
+
+@pytest.mark.ranks(1)
+def test_as_many_long_programs_as_short_ones() -> None:
+    """Of those that the tests above run on two ranks."""
+    found: list[int] = []
+
+    options: Any = settings(
+        max_examples=EXAMPLES[2],
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    for seed in range(PARTS[2]):
+        draw = given(programs(2))(lambda program: found.append(count(program.steps)))
+        options(with_seed(seed)(draw))()
+    assert set(found) <= set(range(5, 21))
+    assert 11 < sum(found) / len(found) < 14
+    assert min(sum(n < 10 for n in found), sum(n > 15 for n in found)) > 15
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.full
+def test_random_programs_in_single_precision(comm: Communicator) -> None:
+    with jax.enable_x64(False):
+        failing = search(comm, 5, 20)
     assert not failing, failing
 
 

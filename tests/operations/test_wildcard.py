@@ -1,4 +1,4 @@
-"""Receives from whoever sends; adjoints go back to whoever has sent."""
+"""Receives from whoever sends: what the cases of helpers.py leave out."""
 
 from __future__ import annotations
 
@@ -16,58 +16,7 @@ import mpigrad as mg
 from helpers import close
 from mpigrad.communicator import Communicator
 from mpigrad.native import record
-from proof import TRANSFORMS, batch, prove, prove_second_order, scan
-
-
-def farm(x: Any, c: Communicator) -> Any:
-    """Rank 0 adds what the others send, weighted by sender and tag, in whatever order it comes."""
-    if c.rank > 0:
-        mg.send(x, 0, tag=10 * c.rank, comm=c)
-        mg.barrier(c)  # in a loop, nobody sends a second message before all have sent the first
-        return jnp.zeros_like(x)
-    total = x
-    for _ in range(c.size - 1):
-        y, source, tag = mg.recv_with_status(x, comm=c)
-        total += jnp.sin(y) * source + y**2 * tag
-    mg.barrier(c)
-    return total
-
-
-def farm_simulated(X: Any) -> Any:
-    rank = jnp.arange(len(X)).reshape(-1, 1, 1)
-    return jnp.zeros_like(X).at[0].set(X[0] + (jnp.sin(X) * rank + X**2 * 10 * rank).sum(0))
-
-
-def any_tag(x: Any, c: Communicator) -> Any:
-    """From a named rank with any tag, and with a named tag from any rank."""
-    right, left = (c.rank + 1) % c.size, (c.rank - 1) % c.size
-    requests = [mg.isend(x, right, tag=3, comm=c), mg.isend(2 * x, right, tag=4, comm=c)]
-    second = mg.recv(x, tag=4, comm=c)
-    first, _, tag = mg.recv_with_status(x, left, comm=c)
-    mg.waitall(requests)
-    return first * second * tag
-
-
-PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "farm": (farm, farm_simulated),
-    "any tag": (any_tag, lambda X: 6 * jnp.roll(X, 1, axis=0) ** 2),
-}
-
-
-HOW = {"farm": TRANSFORMS, "any tag": ("jit", "scan(checkpoint)")}
-
-
-@pytest.mark.parametrize(("name", "how"), [(name, how) for name in HOW for how in HOW[name]])
-def test_value_gradient_and_dot_product(name: str, how: str, comm: Communicator) -> None:
-    f, F = PROGRAMS[name]
-    prove(lambda x: f(x, comm), F, comm, how)
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_second_order(name: str, comm: Communicator) -> None:
-    f, F = PROGRAMS[name]
-    prove_second_order(lambda x: f(x, comm), F, comm)
-
+from proof import batch, scan
 
 CHECKPOINTS: dict[str, Callable[[Any], Any]] = {
     "not": lambda f: f,

@@ -186,6 +186,87 @@ def messages_of_two_kinds_in_a_loop():
     mg.barrier()
 
 
+def a_request_that_nobody_posts():
+    if rank == 0:
+        mg.wait(mg.irecv(x, 1))
+    mg.barrier()
+
+
+def a_send_request_that_nobody_receives():
+    if rank == 0:
+        mg.wait(mg.isend(jnp.ones(100_000), 1))
+    mg.barrier()
+
+
+def requests_of_other_shapes():
+    if rank == 0:
+        mg.wait(mg.isend(jnp.ones(5), 1))
+    else:
+        mg.wait(mg.irecv(jnp.ones(3), 0))
+    mg.barrier()
+
+
+def requests_waited_for_before_what_they_wait_for():
+    request = mg.irecv(x, 1 - rank)
+    y = mg.wait(request)
+    mg.send(y, 1 - rank)
+
+
+def requests_and_blocking_messages_in_another_order():
+    """Each waits for the answer to what it has not sent."""
+    if rank == 0:
+        request = mg.irecv(x, 1, tag=1)
+        mg.recv(x, 1, tag=2)
+        mg.wait(request)
+        mg.send(x, 1, tag=3)
+    else:
+        request = mg.irecv(x, 0, tag=3)
+        mg.send(x, 0, tag=1)
+        mg.wait(request)
+        mg.send(x, 0, tag=2)
+
+
+def more_rows_than_the_root_counts():
+    mg.gatherv(jnp.ones((2, 3)), [2, 1] if rank == 0 else [2, 2])
+
+
+def fewer_rows_than_others_count():
+    """MPI takes a shorter message for a longer one, and says nothing."""
+    mg.gatherv(jnp.ones((2 - rank, 3)), [2, 2 - rank])
+    mg.scatterv(jnp.ones((4, 3)), [2, 2] if rank == 0 else [1, 3])
+    mg.reduce_scatterv(jnp.ones((4, 3)), [2, 2] if rank == 0 else [1, 3])
+
+
+def alltoallv_with_other_counts():
+    sends, receives = ([1, 2], [1, 1]) if rank == 0 else ([2, 1], [2, 1])
+    mg.alltoallv(jnp.ones((3, 3)), sends, receives)
+
+
+def custom_that_receives_what_nobody_sends():
+    def forward(v, comm):
+        comm.Recv(v, (comm.rank + 1) % comm.size)
+        return v
+
+    mg.custom_operation(forward, forward)(x)
+
+
+def custom_that_raises_on_one_rank():
+    def forward(v, comm):
+        if comm.rank == 1:
+            raise ValueError("not here")
+        return v
+
+    mg.custom_operation(forward, forward)(x)
+    mg.barrier()
+
+
+def custom_on_one_rank_only():
+    operation = mg.custom_operation(lambda v, comm: comm.allreduce(v), lambda v, comm: v)
+    if rank == 0:
+        operation(x)
+    mg.barrier()
+
+
 if rank == 0:
     print(time.monotonic(), flush=True)
 mg.barrier()

@@ -340,6 +340,67 @@ def adjoint_inside_scan(comm):
     mg.barrier(comm)
 
 
+# ---- counts ----
+
+
+@case
+def gatherv_with_other_counts(comm):
+    mg.gatherv(jnp.ones((1, 2)), [1, 1, 2] if rank == 0 else [1, 1, 1], comm=comm)
+
+
+@case
+def scatterv_with_other_counts(comm):
+    mg.scatterv(jnp.ones((4, 2)), [1, 1, 2] if rank < 2 else [1, 2, 1], comm=comm)
+
+
+@case
+def allgatherv_with_other_counts(comm):
+    mg.allgatherv(jnp.ones((2, 2)), [2, 2, 2] if rank < 2 else [2, 1, 2], comm=comm)
+
+
+@case
+def alltoallv_with_other_counts(comm):
+    mg.alltoallv(jnp.ones((3, 2)), [1, 1, 1], [1, 2, 1] if rank == 0 else [1, 1, 1], comm=comm)
+
+
+@case
+def reduce_scatterv_with_other_counts(comm):
+    mg.reduce_scatterv(jnp.ones((4, 2)), [1, 1, 2] if rank == 0 else [1, 2, 1], comm=comm)
+
+
+# ---- requests ----
+
+
+@case
+def request_of_another_shape(comm):
+    arriving = mg.irecv(jnp.ones(3 if rank else 2), left, comm=comm)
+    mg.waitall([arriving, mg.isend(x, right, comm=comm)])
+    mg.barrier(comm)
+
+
+@case
+def request_whose_partner_posts_none(comm):
+    if rank == 0:
+        mg.wait(mg.irecv(x, 1, comm=comm))
+    mg.barrier(comm)
+
+
+@case
+def requests_waited_for_before_the_send(comm):
+    y = mg.wait(mg.irecv(x, left, comm=comm))
+    mg.wait(mg.isend(y, right, comm=comm))
+
+
+# ---- operations written with mpi4py ----
+
+
+@case
+def after_a_custom_operation_on_one_rank(comm):
+    """Which is let go: it need not be collective, and is not counted."""
+    alone = mg.custom_operation(lambda v, mpi: 2 * v, lambda v, mpi: 2 * v)
+    mg.allreduce(alone(x, comm) if rank == 0 else x, op=MPI.MAX if rank else MPI.SUM, comm=comm)
+
+
 # ---- processes and threads ----
 
 

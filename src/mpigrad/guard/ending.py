@@ -103,6 +103,27 @@ def _end_daemon() -> None:
             subprocess.Popen(words, env={}, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
+def _note_exits() -> None:
+    """Tell `mpigrad launch` which rank has left by sys.exit(3), for which mpi4py ends the job."""
+    runner: Any = sys.modules.get("mpi4py.run")
+    name = os.environ.get("MPIGRAD_STOP_FILE")
+    if runner is None or not name:
+        return
+    ends = runner.set_abort_status
+
+    def noted(status: object) -> None:
+        if isinstance(status, SystemExit) and not _Process.forked:
+            code = status.code if isinstance(status.code, int) else int(status.code is not None)
+            # Fails where another rank has left before, or where the launcher is on another host.
+            with contextlib.suppress(OSError):
+                if code:
+                    with pathlib.Path(name).with_name("left").open("x") as file:
+                        file.write(f"{code} {MPI.COMM_WORLD.rank}")
+        ends(status)
+
+    runner.set_abort_status = noted
+
+
 def _say(text: str) -> None:
     """Under `mpigrad launch` the launcher says it, last of all; else it is printed here."""
     name = os.environ.get("MPIGRAD_STOP_FILE")
@@ -126,6 +147,7 @@ def install() -> None:
     ctypes.pythonapi.Py_AtExit(lib.mpigrad_end_child)  # called before mpi4py's
     if MPI.COMM_WORLD.size > 1:
         sys.excepthook = functools.partial(_end_all_ranks, sys.excepthook)
+    _note_exits()
     others = _Process.others = roll_call(board, functools.partial(where, board))
     end = functools.partial(end_job, grace=_GRACE)
     Watchdog(board, seconds, compare, end, others).start()

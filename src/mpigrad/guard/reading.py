@@ -172,7 +172,8 @@ class Reader:
         if kind == b.MESSAGES_ONLY:
             identity = int(self.entry(r)["id"])
             parts = [
-                f"{layout(p)} {way} {self.partner(identity, int(p['peer']))} {_tag(p)}"
+                f"{layout(p) or 'a message'} {way} {self.partner(identity, int(p['peer']))} "
+                f"{_tag(p)}"
                 for way, parts in (
                     ("to", slot["send"][: int(slot["sends"])]),
                     ("from", slot["receive"][: int(slot["receives"])]),

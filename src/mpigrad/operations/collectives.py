@@ -15,7 +15,12 @@ from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.native import NO_REDUCTION, NO_ROOT, REDUCTIONS, SUM
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier, follow
-from mpigrad.operations.factory import effect_primitive, linear_map, weighted_map
+from mpigrad.operations.factory import (
+    check_arithmetic,
+    effect_primitive,
+    linear_map,
+    weighted_map,
+)
 from mpigrad.operations.packing import packed
 from mpigrad.operations.reductions import (
     Reduction,
@@ -53,6 +58,16 @@ def _scattered(x: Any, **_: Any) -> ShapedArray:
     return ShapedArray(x.shape[1:], x.dtype)
 
 
+def _added(name: str, result: Callable[..., ShapedArray]) -> Callable[..., ShapedArray]:
+    """The shape of a reduction's result, of dtypes that MPI can add."""
+
+    def checked(x: Any, *, site: int, **params: Any) -> ShapedArray:
+        check_arithmetic(name, x, site)
+        return result(x, **params)
+
+    return checked
+
+
 def _without_size(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name not in ("rank", "size")}
 
@@ -77,12 +92,12 @@ bcast_p: Primitive = linear_map(
 )
 reduce_p: Primitive = linear_map(
     "reduce",
-    result=_same,
+    result=_added("reduce", _same),
     transpose=lambda ct, x, a, *, op, **params: bcast_p.bind(ct, a, **params)[0],
 )
 allreduce_p: Primitive = linear_map(
     "allreduce",
-    result=_same,
+    result=_added("allreduce", _same),
     in_place=True,
     attributes=_to_all,
     transpose=lambda ct, x, a, **params: allreduce_p.bind(ct, a, **params)[0],
@@ -112,7 +127,7 @@ allgather_p: Primitive = linear_map(
 )
 reduce_scatter_p: Primitive = linear_map(
     "reduce_scatter",
-    result=_scattered,
+    result=_added("reduce_scatter", _scattered),
     batch_axes=(1, 0),
     transpose=lambda ct, x, a, *, op, **params: allgather_p.bind(ct, a, size=x.shape[0], **params)[
         0
@@ -127,14 +142,14 @@ alltoall_p: Primitive = linear_map(
 )
 scan_p: Primitive = linear_map(
     "scan",
-    result=_same,
+    result=_added("scan", _same),
     transpose=lambda ct, x, a, *, backward, **params: scan_p.bind(
         ct, a, backward=1 - backward, **params
     )[0],
 )
 exscan_p: Primitive = linear_map(
     "exscan",
-    result=_same,
+    result=_added("exscan", _same),
     transpose=lambda ct, x, a, *, backward, **params: exscan_p.bind(
         ct, a, backward=1 - backward, **params
     )[0],

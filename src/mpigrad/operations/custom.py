@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, derivative_slot, resolve
-from mpigrad.native import library
+from mpigrad.native import ARITHMETIC_DTYPES, library
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import is_differentiable, linear_map
@@ -99,7 +99,14 @@ def _run(number: int, x: int, y: int, error: Any, length: int) -> int:
         _calls[number](x or 0, y or 0)
     except BaseException as exception:
         frames = traceback.extract_tb(exception.__traceback__)[2:]  # from the user's function on
-        lines = [f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames[-5:]]
+        shown = [*frames[:1], *frames[1:][-4:]]
+        lines = [f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in shown]
+        dtype = _calls[number].dtype
+        if dtype.name not in ARITHMETIC_DTYPES:
+            lines.append(
+                f"  ({dtype.name} has no MPI datatype: convert it first, for instance "
+                "x.astype('float32'), or move its bytes, x.view('uint8'))"
+            )
         text = "\n".join([f"{type(exception).__name__}: {exception}", *lines])
         data = text.encode()[: length - 1] + b"\0"
         ctypes.memmove(error, data, len(data))

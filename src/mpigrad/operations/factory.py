@@ -18,12 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.communicator import derivative_slot
-from mpigrad.native import MAX_COUNT, library, words_per_element
+from mpigrad.native import ARITHMETIC_DTYPES, MAX_COUNT, library, words_per_element
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching
 from mpigrad.operations.activity import CARRIER, nought
+from mpigrad.operations.sites import describe
 
 __all__ = [
+    "check_arithmetic",
     "check_count",
     "effect_primitive",
     "linear_map",
@@ -97,6 +99,15 @@ def check_count(name: str, shape: Sequence[int], dtype: Any) -> None:
         raise ValueError(
             f"{name}: a message of {math.prod(shape)} elements of {dtype} is longer than MPI's "
             f"counts of 32 bits allow ({MAX_COUNT} words of at most 8 bytes); send it in parts"
+        )
+
+
+def check_arithmetic(name: str, x: Any, site: int) -> None:
+    """Refuse sums of what MPI cannot add: the adjoints of copies, too, where it moved as it is."""
+    if x.dtype.name not in ARITHMETIC_DTYPES:
+        raise TypeError(
+            f"{name} at {describe(site)}: MPI cannot add {x.dtype.name}; convert it first, for "
+            "instance x.astype('float32')"
         )
 
 

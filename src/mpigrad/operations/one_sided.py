@@ -14,7 +14,7 @@ from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.native import ARITHMETIC_DTYPES, words_per_element
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
-from mpigrad.operations.factory import linear_map
+from mpigrad.operations.factory import check_arithmetic, linear_map
 from mpigrad.operations.packing import array
 from mpigrad.operations.sites import call_site
 
@@ -32,7 +32,11 @@ def _rows(triples: Triples) -> int:
 # closed under transposition: what was put was cleared before, and is got back.
 
 
-def _result(x: Any, *, rows: int, get: Triples, **_: Any) -> ShapedArray:
+def _result(
+    x: Any, *, rows: int, get: Triples, accumulate: Triples, site: int, **_: Any
+) -> ShapedArray:
+    if accumulate:
+        check_arithmetic("one_sided", x, site)
     return ShapedArray((rows + _rows(get), *x.shape[1:]), x.dtype)
 
 
@@ -146,7 +150,10 @@ def one_sided(
             lists[name].append(_triple(rank, offset, values.shape[0], name, comm))
             parts.append(values)
     if lists["accumulate"] and content.dtype.name not in ARITHMETIC_DTYPES - {"bool"}:
-        raise TypeError(f"one_sided: accumulate: MPI cannot add {content.dtype.name}")
+        raise TypeError(
+            f"one_sided: accumulate: MPI cannot add {content.dtype.name}; convert it first, for "
+            "instance x.astype('float32')"
+        )
     gets = tuple(_triple(*entry, "get", comm) for entry in get)
     (y,) = one_sided_p.bind(
         jnp.concatenate(parts) if len(parts) > 1 else content,

@@ -26,7 +26,7 @@ from mpigrad.operations.factory import is_differentiable
 from mpigrad.operations.packing import over_packed
 from mpigrad.operations.sites import call_site
 
-__all__ = ["Reduction", "check_op", "fold", "product_of_others", "reduced", "reduction"]
+__all__ = ["OPS", "Reduction", "check_op", "fold", "product_of_others", "reduced", "reduction"]
 
 
 @dataclass(frozen=True)
@@ -93,24 +93,28 @@ def reduction(
     return Reduction(fn, derivative)
 
 
-# op -> (name, kinds of NumPy dtypes, what they are called, an example of a conversion)
+# (kinds of NumPy dtypes, what they are called, an example of a conversion)
 _NUMBERS = ("iufc", "integers, float32/64 and complex64/128", "x.astype('float32')")
 _ORDERED = ("iuf", "integers and float32/64", "x.astype('float32')")
 _TRUTHS = ("biu", "bool and integers", "x != 0")
 _BITS = ("iu", "integers", "x.astype('int32')")
-_OPS: tuple[tuple[MPI.Op, str, tuple[str, str, str]], ...] = (
-    (MPI.SUM, "SUM", _NUMBERS),
-    (MPI.PROD, "PROD", _NUMBERS),
-    (MPI.MAX, "MAX", _ORDERED),
-    (MPI.MIN, "MIN", _ORDERED),
-    (MPI.MAXLOC, "MAXLOC", _ORDERED),
-    (MPI.MINLOC, "MINLOC", _ORDERED),
-    (MPI.LAND, "LAND", _TRUTHS),
-    (MPI.LOR, "LOR", _TRUTHS),
-    (MPI.LXOR, "LXOR", _TRUTHS),
-    (MPI.BAND, "BAND", _BITS),
-    (MPI.BOR, "BOR", _BITS),
-    (MPI.BXOR, "BXOR", _BITS),
+_TIES = "1 for the rank that has it, shared equally between ties"
+_PLACE = "that of the value goes to the rank that has it, the lowest one of ties"
+_NONE = "none"
+# (op, name, dtypes, what its derivative is)
+OPS: tuple[tuple[MPI.Op, str, tuple[str, str, str], str], ...] = (
+    (MPI.SUM, "SUM", _NUMBERS, "linear: the adjoint of the operation"),
+    (MPI.PROD, "PROD", _NUMBERS, "the product of the other ranks' values, exact with zeros"),
+    (MPI.MAX, "MAX", _ORDERED, _TIES),
+    (MPI.MIN, "MIN", _ORDERED, _TIES),
+    (MPI.MAXLOC, "MAXLOC", _ORDERED, _PLACE),
+    (MPI.MINLOC, "MINLOC", _ORDERED, _PLACE),
+    (MPI.LAND, "LAND", _TRUTHS, _NONE),
+    (MPI.LOR, "LOR", _TRUTHS, _NONE),
+    (MPI.LXOR, "LXOR", _TRUTHS, _NONE),
+    (MPI.BAND, "BAND", _BITS, _NONE),
+    (MPI.BOR, "BOR", _BITS, _NONE),
+    (MPI.BXOR, "BXOR", _BITS, _NONE),
 )
 
 
@@ -134,7 +138,7 @@ def check_op(operation: str, x: Any, op: MPI.Op | Reduction) -> None:
     """Refuse reductions that are not known, and dtypes that they do not know."""
     if isinstance(op, Reduction):
         return
-    for known, name, (kinds, text, example) in _OPS:
+    for known, name, (kinds, text, example), _ in OPS:
         if op != known:
             continue
         for leaf in jax.tree.leaves(x):
@@ -145,7 +149,7 @@ def check_op(operation: str, x: Any, op: MPI.Op | Reduction) -> None:
                     f"first, for instance {example}"
                 )
         return
-    names = ", ".join(f"MPI.{name}" for _, name, _ in _OPS)
+    names = ", ".join(f"MPI.{name}" for _, name, _, _ in OPS)
     raise ValueError(
         f"{operation}: op={op!r} is not supported; {names} are, and your own: "
         "op=mpigrad.reduction(fn)"

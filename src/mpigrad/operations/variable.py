@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.native import NO_REDUCTION, SUM, words_per_element
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.factory import linear_map
+from mpigrad.operations.factory import check_arithmetic, linear_map
 from mpigrad.operations.packing import packed
 from mpigrad.operations.reductions import Reduction, check_op, fold, reduced
 
@@ -26,6 +26,11 @@ __all__ = ["allgatherv", "alltoallv", "check_counts", "gatherv", "reduce_scatter
 
 def _rows(n: int, x: Any) -> ShapedArray:
     return ShapedArray((n, *x.shape[1:]), x.dtype)
+
+
+def _summed(x: Any, *, own: int, site: int, **_: Any) -> ShapedArray:
+    check_arithmetic("reduce_scatterv", x, site)
+    return _rows(own, x)
 
 
 def _moving(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +70,7 @@ allgatherv_p: Primitive = linear_map(
 )
 reduce_scatterv_p: Primitive = linear_map(
     "reduce_scatterv",
-    result=lambda x, *, own, **_: _rows(own, x),
+    result=_summed,
     attributes=_adding,
     batch_axes=(1, 1),
     transpose=lambda ct, x, a, *, op, own, **params: allgatherv_p.bind(ct, a, **params)[0],
