@@ -22,7 +22,7 @@ from random_operations import OPERATIONS, Operation, Step
 from random_programs import Block, Program, check, count, programs, search, text
 
 # Ten programs a part at 2 ranks, where compiling is cheap; in make test-full a few more at 3.
-PARTS, X
+PARTS, EXAMPLES = {2: 10, 3: 1}, {2: 10, 3: 3}
 
 
 def parts() -> list[Any]:
