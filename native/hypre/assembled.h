@@ -41,7 +41,7 @@ class Assembled final : public System {
 
   ~Assembled() override {
     if (amg_) HYPRE_BoomerAMGDestroy(amg_);
-    for (HYPRE_IJVector v : {rhs_, solution_, residual_, correction_}) {
+    for (HYPRE_IJVector v : {rhs_, solution_, correction_}) {
       if (v) HYPRE_IJVectorDestroy(v);
     }
     for (HYPRE_IJMatrix m : matrices_) {
@@ -52,7 +52,7 @@ class Assembled final : public System {
 
  private:
   void create(Calls& call) override {
-    for (HYPRE_IJVector* v : {&rhs_, &solution_, &residual_, &correction_}) {
+    for (HYPRE_IJVector* v : {&rhs_, &solution_, &correction_}) {
       call("HYPRE_IJVectorCreate",
            [&] { return HYPRE_IJVectorCreate(comm_, first(), last(), v); });
       call("HYPRE_IJVectorSetObjectType",
@@ -117,6 +117,17 @@ class Assembled final : public System {
                                 reinterpret_cast<HYPRE_ParVector>(z));
   }
 
+  HYPRE_Int copy(HYPRE_Vector r, HYPRE_Vector z) override {
+    return HYPRE_ParVectorCopy(reinterpret_cast<HYPRE_ParVector>(r),
+                               reinterpret_cast<HYPRE_ParVector>(z));
+  }
+  double squares(HYPRE_Vector r) override {
+    const auto v = reinterpret_cast<HYPRE_ParVector>(r);
+    double square = std::numeric_limits<double>::infinity();
+    HYPRE_ParVectorInnerProd(v, v, &square);
+    return square;
+  }
+
   HYPRE_Matrix matrix(int slot) override {
     return reinterpret_cast<HYPRE_Matrix>(object(matrices_[slot]));
   }
@@ -149,14 +160,12 @@ class Assembled final : public System {
 
   double residual(int slot, Calls& call) override {
     double square = 0;
-    call("HYPRE_ParVectorCopy",
-         [&] { return HYPRE_ParVectorCopy(object(rhs_), object(residual_)); });
     call("HYPRE_ParCSRMatrixMatvec", [&] {
       return HYPRE_ParCSRMatrixMatvec(-1, object(matrices_[slot]), object(solution_), 1,
-                                      object(residual_));
+                                      object(rhs_));
     });
     call("HYPRE_ParVectorInnerProd", [&] {
-      return HYPRE_ParVectorInnerProd(object(residual_), object(residual_), &square);
+      return HYPRE_ParVectorInnerProd(object(rhs_), object(rhs_), &square);
     });
     return std::sqrt(square);
   }
@@ -165,7 +174,7 @@ class Assembled final : public System {
     call("HYPRE_ParVectorSetConstantValues",
          [&] { return HYPRE_ParVectorSetConstantValues(object(correction_), 0); });
     call("HYPRE_BoomerAMGSolve", [&] {
-      return HYPRE_BoomerAMGSolve(amg_, object(matrices_[0]), object(residual_),
+      return HYPRE_BoomerAMGSolve(amg_, object(matrices_[0]), object(rhs_),
                                   object(correction_));
     });
     values_.resize(n_);
@@ -209,7 +218,7 @@ class Assembled final : public System {
   std::vector<HYPRE_BigInt> rows_, columns_;
   std::vector<HYPRE_Int> row_sizes_, diagonal_sizes_, ghost_sizes_;
   HYPRE_IJMatrix matrices_[2] = {nullptr, nullptr};
-  HYPRE_IJVector rhs_ = nullptr, solution_ = nullptr, residual_ = nullptr, correction_ = nullptr;
+  HYPRE_IJVector rhs_ = nullptr, solution_ = nullptr, correction_ = nullptr;
   HYPRE_Solver amg_ = nullptr;
   std::vector<double> values_;
 };

@@ -46,7 +46,7 @@ class Structured final : public System {
 
   ~Structured() override {
     if (pfmg_) HYPRE_StructPFMGDestroy(pfmg_);
-    for (HYPRE_StructVector v : {rhs_, solution_, residual_, correction_}) {
+    for (HYPRE_StructVector v : {rhs_, solution_, correction_}) {
       if (v) HYPRE_StructVectorDestroy(v);
     }
     for (HYPRE_StructMatrix m : matrices_) {
@@ -73,7 +73,7 @@ class Structured final : public System {
       call("HYPRE_StructStencilSetElement",
            [&] { return HYPRE_StructStencilSetElement(stencil_, k, step); });
     }
-    for (HYPRE_StructVector* v : {&rhs_, &solution_, &residual_, &correction_}) {
+    for (HYPRE_StructVector* v : {&rhs_, &solution_, &correction_}) {
       call("HYPRE_StructVectorCreate", [&] { return HYPRE_StructVectorCreate(comm_, grid_, v); });
       call("HYPRE_StructVectorInitialize", [&] { return HYPRE_StructVectorInitialize(*v); });
       call("HYPRE_StructVectorAssemble", [&] { return HYPRE_StructVectorAssemble(*v); });
@@ -146,6 +146,15 @@ class Structured final : public System {
                                  reinterpret_cast<HYPRE_StructVector>(z));
   }
 
+  HYPRE_Int copy(HYPRE_Vector r, HYPRE_Vector z) override {
+    return HYPRE_StructVectorCopy(reinterpret_cast<HYPRE_StructVector>(r),
+                                  reinterpret_cast<HYPRE_StructVector>(z));
+  }
+  double squares(HYPRE_Vector r) override {
+    const auto v = reinterpret_cast<HYPRE_StructVector>(r);
+    return hypre_StructInnerProd(v, v);
+  }
+
   HYPRE_Matrix matrix(int slot) override { return reinterpret_cast<HYPRE_Matrix>(matrices_[slot]); }
   HYPRE_Vector rhs() override { return reinterpret_cast<HYPRE_Vector>(rhs_); }
   HYPRE_Vector solution() override { return reinterpret_cast<HYPRE_Vector>(solution_); }
@@ -186,18 +195,17 @@ class Structured final : public System {
 
   double residual(int slot, Calls& call) override {
     // A x - b: for b - A x hypre goes through the vector once more.
-    call("HYPRE_StructVectorCopy", [&] { return HYPRE_StructVectorCopy(rhs_, residual_); });
     call("HYPRE_StructMatrixMatvec", [&] {
-      return HYPRE_StructMatrixMatvec(1, matrices_[slot], solution_, -1, residual_);
+      return HYPRE_StructMatrixMatvec(1, matrices_[slot], solution_, -1, rhs_);
     });
-    return std::sqrt(hypre_StructInnerProd(residual_, residual_));
+    return std::sqrt(hypre_StructInnerProd(rhs_, rhs_));
   }
 
   void correct(Calls& call) override {
     call("HYPRE_StructVectorSetConstantValues",
          [&] { return HYPRE_StructVectorSetConstantValues(correction_, 0); });
     call("HYPRE_StructPFMGSolve", [&] {
-      return HYPRE_StructPFMGSolve(pfmg_, matrices_[0], residual_, correction_);
+      return HYPRE_StructPFMGSolve(pfmg_, matrices_[0], rhs_, correction_);
     });
     scratch_.resize(n_);
     get(correction_, scratch_.data(), call);
@@ -248,8 +256,7 @@ class Structured final : public System {
   HYPRE_StructGrid grid_ = nullptr;
   HYPRE_StructStencil stencil_ = nullptr;
   HYPRE_StructMatrix matrices_[2] = {nullptr, nullptr};
-  HYPRE_StructVector rhs_ = nullptr, solution_ = nullptr, residual_ = nullptr,
-                     correction_ = nullptr;
+  HYPRE_StructVector rhs_ = nullptr, solution_ = nullptr, correction_ = nullptr;
   HYPRE_StructSolver pfmg_ = nullptr;
   std::vector<double> scratch_;
 };

@@ -86,6 +86,8 @@ class System {
   virtual void fill(int slot, Calls& call) = 0;  // the values; makes the matrix at first
   virtual void set_up(Calls& call) = 0;          // the preconditioner, of slot 0
   virtual HYPRE_Int precondition(HYPRE_Vector r, HYPRE_Vector z) = 0;  // z <- M r
+  virtual HYPRE_Int copy(HYPRE_Vector r, HYPRE_Vector z) = 0;          // z <- r; local
+  virtual double squares(HYPRE_Vector r) = 0;                          // <r, r>
   virtual HYPRE_Matrix matrix(int slot) = 0;                          // local
   virtual HYPRE_Vector rhs() = 0;                                     // local
   virtual HYPRE_Vector solution() = 0;                                // local
@@ -94,8 +96,8 @@ class System {
   virtual void set_solution(const double* x, Calls& call) = 0;        // local; null: zeros
   virtual void get_solution(double* x, Calls& call) = 0;              // local
   virtual void multiply(int slot, Calls& call) = 0;                   // solution <- A rhs
-  virtual double residual(int slot, Calls& call) = 0;                 // r <- +-(b - A x); its two-norm
-  virtual void correct(Calls& call) = 0;                              // x <- x + M r
+  virtual double residual(int slot, Calls& call) = 0;  // rhs <- +-(b - A x); its two-norm
+  virtual void correct(Calls& call) = 0;               // x <- x + M r, of that residual
   virtual bool symmetric(Calls& call);  // are the values? May overwrite rhs and solution
   // Local: looks at the caller's values, always in the same order.
   virtual void examine(const double* values, Digest& digest, bool& bad);
@@ -111,7 +113,15 @@ class System {
               kRequest, kMinusRequest, kFlags };
 
   static HYPRE_Int precondition_(HYPRE_Solver self, HYPRE_Matrix, HYPRE_Vector r, HYPRE_Vector z) {
-    return reinterpret_cast<System*>(self)->precondition(r, z);
+    System& system = *reinterpret_cast<System*>(self);
+    return system.ends_with(r) ? system.copy(r, z) : system.precondition(r, z);
+  }
+
+  // hypre's PCG preconditions a residual before it asks whether that is small enough: its last cycle
+  // would be for nothing. Not looked at long before the solves of before have ended. (All ranks find
+  // the same, as they must when hypre asks.)
+  bool ends_with(HYPRE_Vector r) {
+    return small_ > 0 && cycles_++ >= looks_from_ && squares(r) < small_;
   }
 
   bool changed(const double* values);
@@ -121,9 +131,12 @@ class System {
   bool take(const Request& request, bool changed, Answer& answer, Calls& call);
   void renew(Calls& call);
   Krylov& krylov(const Request& request, Calls& call);
-  void iterate(const Request& request, double size, int64_t max_steps, Answer& answer,
-               Calls& call);
-  void cycle(const Request& request, double size, int64_t max_steps, Answer& answer, Calls& call);
+  void give_rhs(const double* b, Calls& call);
+  double residual(const double* b, Calls& call);
+  void iterate(const Request& request, const double* b, double size, int64_t max_steps,
+               Answer& answer, Calls& call);
+  void cycle(const Request& request, const double* b, double size, int64_t max_steps,
+             Answer& answer, Calls& call);
   int64_t& usual(const Request& request) { return usual_[{request.method, request.restart}]; }
 
   bool keeps_stale_;
@@ -140,6 +153,11 @@ class System {
   bool bad_value_ = false, zero_diagonal_ = false, negative_diagonal_ = false;
   int symmetry_ = -1;                              // of the latest values: unknown, no, yes
   int64_t setups_ = 0;
+  bool holds_rhs_ = false;   // the vector of the right-hand side does
+  double small_ = 0;         // PCG will end at this <r, r>, for sure; 0: another method
+  int64_t cycles_ = 0;       // in this solve
+  int64_t looks_from_ = 1;   // of those
+  int64_t iterations_ = 0;   // of the solve before
   std::map<std::pair<Method, int64_t>, Krylov> krylov_;
   // Most iterations, by method, of a solve whose matrix the hierarchy was made of.
   std::map<std::pair<Method, int64_t>, int64_t> usual_;
@@ -291,23 +309,44 @@ inline Krylov& System::krylov(const Request& request, Calls& call) {
   return place->second;
 }
 
+// A residual takes the place of b, which is given anew where it is needed once more.
+inline void System::give_rhs(const double* b, Calls& call) {
+  if (!holds_rhs_) set_rhs(b, call);
+  holds_rhs_ = true;
+}
+
+inline double System::residual(const double* b, Calls& call) {
+  give_rhs(b, call);
+  holds_rhs_ = false;
+  return residual(multiplies_, call);
+}
+
 // Collective: from the present solution, until the residual itself, not a recurrence, is small: where
 // the two have parted, the iterations start again, as long as that helps. `size` is |b|.
-inline void System::iterate(const Request& request, double size, int64_t max_steps, Answer& answer,
-                            Calls& call) {
+inline void System::iterate(const Request& request, const double* b, double size,
+                            int64_t max_steps, Answer& answer, Calls& call) {
   if (request.method == kCycles) {
-    cycle(request, size, max_steps, answer, call);
+    cycle(request, b, size, max_steps, answer, call);
   } else {
     Krylov& method = krylov(request, call);
     double last;
     answer.iterations = 0;
     answer.residual = std::numeric_limits<double>::infinity();
+    const double target = request.tolerance * size;
+    // hypre's own |b| differs from `size` by rounding.
+    small_ = request.method == kPCG ? (1 - 1e-6) * target * target : 0;
     do {
       last = answer.residual;
-      answer.iterations += method.solve(matrix(multiplies_), rhs(), solution(), request.tolerance,
-                                        max_steps - answer.iterations, call);
+      cycles_ = 0;
+      give_rhs(b, call);
+      const HYPRE_Int iterations =
+          method.solve(matrix(multiplies_), rhs(), solution(), request.tolerance,
+                       max_steps - answer.iterations, call);
       if (!call.agree()) return;
-      answer.residual = residual(multiplies_, call) / size;
+      looks_from_ = std::max<int64_t>(1, std::min<int64_t>(iterations_, iterations) - 1);
+      iterations_ = iterations;
+      answer.iterations += iterations;
+      answer.residual = residual(b, call) / size;
     } while (answer.residual > request.tolerance && answer.residual < last / 2 &&
              answer.iterations < max_steps);
   }
@@ -318,17 +357,17 @@ inline void System::iterate(const Request& request, double size, int64_t max_ste
 }
 
 // Collective: x <- x + M (b - A x), over and over.
-inline void System::cycle(const Request& request, double size, int64_t max_steps, Answer& answer,
-                          Calls& call) {
+inline void System::cycle(const Request& request, const double* b, double size, int64_t max_steps,
+                          Answer& answer, Calls& call) {
   answer.iterations = 0;
-  const double first = residual(multiplies_, call) / size;
+  const double first = residual(b, call) / size;
   answer.residual = first;
   // Growth by orders of magnitude never ends well, and NaN fails every comparison.
   while (call.agree() && answer.residual > request.tolerance && answer.residual <= 1e6 * first &&
          answer.iterations < max_steps) {
     correct(call);
     ++answer.iterations;
-    answer.residual = residual(multiplies_, call) / size;
+    answer.residual = residual(b, call) / size;
   }
 }
 
@@ -387,10 +426,11 @@ inline std::string System::solve(const double* values, bool compare, const doubl
     return "";
   }
   const bool guessed = all[kNonzeroGuess];
-  set_rhs(b, call);
+  holds_rhs_ = false;
+  give_rhs(b, call);
   set_solution(guessed ? guess : nullptr, call);
   if (!call.agree()) return call.message();
-  if (guessed) answer.residual = residual(multiplies_, call) / size;
+  if (guessed) answer.residual = residual(b, call) / size;
   if (!guessed || !(answer.residual <= request.tolerance)) {
     // A hierarchy of earlier values gets twice the iterations of one of its own: from there on a
     // new one is cheaper.
@@ -398,14 +438,14 @@ inline std::string System::solve(const double* values, bool compare, const doubl
     const bool stale = multiplies_ != 0;
     const int64_t patience =
         stale && usual ? std::min(request.max_steps, 2 * usual + 5) : request.max_steps;
-    iterate(request, size, patience, answer, call);
+    iterate(request, b, size, patience, answer, call);
     if (stale && answer.outcome != kConverged && !call.failed()) {
       const HYPRE_Int wasted = answer.iterations;
       renew(call);
-      set_rhs(b, call);
+      give_rhs(b, call);
       set_solution(guessed ? guess : nullptr, call);
       if (!call.agree()) return call.message();
-      iterate(request, size, request.max_steps, answer, call);
+      iterate(request, b, size, request.max_steps, answer, call);
       if (answer.outcome == kConverged) usual = std::max<int64_t>(usual, answer.iterations);
       answer.iterations += wasted;
     } else if (!stale && answer.outcome == kConverged) {
