@@ -43,7 +43,7 @@ def test_every_reduction_has_a_row_with_its_dtypes_and_modes(tool: dict[str, Any
     assert rows["MPI.MAXLOC"][0] == "integers, float32/64"
     assert (rows["MPI.LAND"][0], rows["MPI.BOR"][0]) == ("bool, integers", "integers")
     assert all(row[2] == "forward, reverse, batched" for row in rows.values())
-    none = {name for name, row in rows.items() if row[1] == "none"}
+    none = {name for name, row in rows.items() if row[1].startswith("none")}
     assert none == {f"MPI.{b}{op}" for b in "LB" for op in ("AND", "OR", "XOR")}
 
 

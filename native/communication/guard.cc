@@ -183,8 +183,9 @@ bool Post::agree_by_message(const Contract& c) {
   Told mine{c, {}};
   copy_text(mine.site, call_site(c.site).c_str());
   std::vector<Told> all(comm.size);
-  if (call(runtime.mpi.Allgather, static_cast<const void*>(&mine), static_cast<int>(sizeof mine), word_type(1),
-           static_cast<void*>(all.data()), static_cast<int>(sizeof mine), word_type(1), comm.handle))
+  const int bytes = static_cast<int>(sizeof mine);
+  if (call(runtime.mpi.Allgather, static_cast<const void*>(&mine), bytes, word_type(1),
+           static_cast<void*>(all.data()), bytes, word_type(1), comm.handle))
     return true;  // the operation itself will say what is wrong
   bool same = true;
   for (const Told& other : all) same &= agree(all[0].contract, other.contract);
@@ -205,7 +206,7 @@ bool Post::announce(Mails sends, Mails receives) {
   const Entry& e = mine.entries[slot_];
   const int64_t id = get(e.id);
   if (guarded && !(refusal = take_fault(When::begin, 0)).empty()) return false;
-  const auto write = [&](const Mails& list, Part* parts, Cell& count, Channel** channels) {
+  const auto enter = [&](const Mails& list, Part* parts, Cell& count, Channel** channels) {
     int64_t n = 0;
     for (const Mail& m : list) {
       if (m.peer == runtime.proc_null) continue;
@@ -230,8 +231,8 @@ bool Post::announce(Mails sends, Mails receives) {
     put(count, n);
   };
   // First the operation, then its messages: who sees a message sees what it belongs to.
-  write(receives, mine.receive, mine.receives, from_);
-  write(sends, mine.send, mine.sends, to_);
+  enter(receives, mine.receive, mine.receives, from_);
+  enter(sends, mine.send, mine.sends, to_);
   put(mine.polling, guarded && completes_);
   put(mine.kind, kMessagesOnly);
   count_messages(1);
@@ -253,7 +254,8 @@ bool Post::messages(Mails sends, Mails receives) {
 
 bool Post::post(Mails sends, Mails receives) {
   completes_ = false;
-  return owner_ && get(board.mine().entries[slot_].id) ? announce(sends, receives) : allowed();
+  if (!owner_ || noted < kAll || !get(board.mine().entries[slot_].id)) return allowed();
+  return announce(sends, receives);
 }
 
 int64_t Post::number_sent() const {

@@ -34,6 +34,8 @@ namespace {
 
 ffi::Error receive(const Call& c, const Words& out, int64_t source, int64_t tag, Status& status) {
   advise_huge_pages(out.data, out.count * out.width);
+  // A receive that fails need not say who has sent.
+  *reinterpret_cast<int*>(status.bytes + runtime.source_offset) = static_cast<int>(source);
   const int code = call(runtime.mpi.Recv, out.data, static_cast<int>(out.count), out.type,
                         static_cast<int>(source), static_cast<int>(tag), c.comm.handle,
                         static_cast<void*>(status.bytes));
@@ -71,6 +73,7 @@ ffi::Error recv_any(Token, TokenOut, BufferOut y, ffi::Result<Envelope> envelope
   if (ffi::Error e = c.messages({}, {mail(source, tag, *y)}); e.failure()) return e;
   Status status;
   ffi::Error error = receive(c, Words(y), source, tag, status);
+  if (error.failure()) return error;
   c.post.matched(0, status_source(status), status_tag(status));
   envelope->typed_data()[0] = status_source(status);
   envelope->typed_data()[1] = status_tag(status);

@@ -86,16 +86,16 @@ class System {
   virtual void fill(int slot, Calls& call) = 0;  // the values; makes the matrix at first
   virtual void set_up(Calls& call) = 0;          // the preconditioner, of slot 0
   virtual HYPRE_Int precondition(HYPRE_Vector r, HYPRE_Vector z) = 0;  // z <- M r
-  virtual HYPRE_Int copy(HYPRE_Vector r, HYPRE_Vector z) = 0;          // z <- r; local
+  virtual HYPRE_Int copy(HYPRE_Vector r, HYPRE_Vector z) = 0;          // local: z <- r
   virtual double squares(HYPRE_Vector r) = 0;                          // <r, r>
-  virtual HYPRE_Matrix matrix(int slot) = 0;                          // local
-  virtual HYPRE_Vector rhs() = 0;                                     // local
-  virtual HYPRE_Vector solution() = 0;                                // local
-  virtual const Maker& maker(Method method) = 0;                      // local
-  virtual void set_rhs(const double* b, Calls& call) = 0;             // local
-  virtual void set_solution(const double* x, Calls& call) = 0;        // local; null: zeros
-  virtual void get_solution(double* x, Calls& call) = 0;              // local
-  virtual void multiply(int slot, Calls& call) = 0;                   // solution <- A rhs
+  virtual HYPRE_Matrix matrix(int slot) = 0;                           // local
+  virtual HYPRE_Vector rhs() = 0;                                      // local
+  virtual HYPRE_Vector solution() = 0;                                 // local
+  virtual const Maker& maker(Method method) = 0;                       // local
+  virtual void set_rhs(const double* b, Calls& call) = 0;              // local
+  virtual void set_solution(const double* x, Calls& call) = 0;         // local; null: zeros
+  virtual void get_solution(double* x, Calls& call) = 0;               // local
+  virtual void multiply(int slot, Calls& call) = 0;                    // solution <- A rhs
   virtual double residual(int slot, Calls& call) = 0;  // rhs <- +-(b - A x); its two-norm
   virtual void correct(Calls& call) = 0;               // x <- x + M r, of that residual
   virtual bool symmetric(Calls& call);  // are the values? May overwrite rhs and solution
@@ -118,10 +118,10 @@ class System {
   }
 
   // hypre's PCG preconditions a residual before it asks whether that is small enough: its last cycle
-  // would be for nothing. Not looked at long before the solves of before have ended. (All ranks find
-  // the same, as they must when hypre asks.)
+  // would be for nothing. To ask takes a reduction: we do from one iteration before the shorter one
+  // of the last two solves ended. (All ranks find the same, as they must when hypre asks.)
   bool ends_with(HYPRE_Vector r) {
-    return small_ > 0 && cycles_++ >= looks_from_ && squares(r) < small_;
+    return small_ > 0 && cycles_++ >= asks_from_ && squares(r) < small_;
   }
 
   bool changed(const double* values);
@@ -153,11 +153,11 @@ class System {
   bool bad_value_ = false, zero_diagonal_ = false, negative_diagonal_ = false;
   int symmetry_ = -1;                              // of the latest values: unknown, no, yes
   int64_t setups_ = 0;
-  bool holds_rhs_ = false;   // the vector of the right-hand side does
-  double small_ = 0;         // PCG will end at this <r, r>, for sure; 0: another method
-  int64_t cycles_ = 0;       // in this solve
-  int64_t looks_from_ = 1;   // of those
-  int64_t iterations_ = 0;   // of the solve before
+  bool holds_rhs_ = false;  // hypre's vector of the right-hand side, not a residual
+  double small_ = 0;        // below this <r, r> hypre's PCG ends for sure; 0: another method
+  int64_t cycles_ = 0;      // multigrid cycles in this call of PCG
+  int64_t asks_from_ = std::numeric_limits<int64_t>::max();   // this number of cycles
+  int64_t last_length_ = std::numeric_limits<int64_t>::max();  // of PCG, in iterations
   std::map<std::pair<Method, int64_t>, Krylov> krylov_;
   // Most iterations, by method, of a solve whose matrix the hierarchy was made of.
   std::map<std::pair<Method, int64_t>, int64_t> usual_;
@@ -311,8 +311,9 @@ inline Krylov& System::krylov(const Request& request, Calls& call) {
 
 // A residual takes the place of b, which is given anew where it is needed once more.
 inline void System::give_rhs(const double* b, Calls& call) {
-  if (!holds_rhs_) set_rhs(b, call);
-  holds_rhs_ = true;
+  if (holds_rhs_) return;
+  set_rhs(b, call);
+  holds_rhs_ = call.agree();
 }
 
 inline double System::residual(const double* b, Calls& call) {
@@ -343,8 +344,10 @@ inline void System::iterate(const Request& request, const double* b, double size
           method.solve(matrix(multiplies_), rhs(), solution(), request.tolerance,
                        max_steps - answer.iterations, call);
       if (!call.agree()) return;
-      looks_from_ = std::max<int64_t>(1, std::min<int64_t>(iterations_, iterations) - 1);
-      iterations_ = iterations;
+      if (request.method == kPCG && answer.iterations == 0) {  // not one that begins again
+        asks_from_ = std::max<int64_t>(1, std::min<int64_t>(last_length_, iterations) - 1);
+        last_length_ = iterations;
+      }
       answer.iterations += iterations;
       answer.residual = residual(b, call) / size;
     } while (answer.residual > request.tolerance && answer.residual < last / 2 &&
@@ -427,9 +430,9 @@ inline std::string System::solve(const double* values, bool compare, const doubl
   }
   const bool guessed = all[kNonzeroGuess];
   holds_rhs_ = false;
-  give_rhs(b, call);
   set_solution(guessed ? guess : nullptr, call);
-  if (!call.agree()) return call.message();
+  give_rhs(b, call);
+  if (call.failed()) return call.message();
   if (guessed) answer.residual = residual(b, call) / size;
   if (!guessed || !(answer.residual <= request.tolerance)) {
     // A hierarchy of earlier values gets twice the iterations of one of its own: from there on a
@@ -442,7 +445,6 @@ inline std::string System::solve(const double* values, bool compare, const doubl
     if (stale && answer.outcome != kConverged && !call.failed()) {
       const HYPRE_Int wasted = answer.iterations;
       renew(call);
-      give_rhs(b, call);
       set_solution(guessed ? guess : nullptr, call);
       if (!call.agree()) return call.message();
       iterate(request, b, size, request.max_steps, answer, call);

@@ -414,7 +414,7 @@ def _report(status: int, bare_signals: bool, left: tuple[int, int] | None) -> in
     """
     code = status if status >= 0 else 128 - status
     if left is not None and code == left[0] != 0:
-        _say(f"the job failed with exit code {code}: rank {left[1]} has left with it")
+        _say(f"the job failed with exit code {code}: rank {left[1]} was the first to leave with it")
         return code
     bare = bare_signals and code in _ENDING_SIGNALS
     number = code if bare else code - 128

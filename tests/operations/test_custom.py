@@ -62,7 +62,7 @@ def test_buffers_of_dtypes_without_an_mpi_datatype(dtype: str, comm: Communicato
 
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"astype\('float32'\)") as error:
         mg.custom_operation(forward, forward)(jnp.ones(3, dtype))
-    assert f"({dtype} has no MPI datatype: convert it first" in str(error.value)
+    assert f"({dtype}: MPI has no such datatype. Convert it first" in str(error.value)
     assert "in forward: mpi.Bcast(x)" in str(error.value)
 
 

@@ -109,16 +109,16 @@ def _note_exits() -> None:
     name = os.environ.get("MPIGRAD_STOP_FILE")
     if runner is None or not name:
         return
-    ends = runner.set_abort_status
+    ends, rank = runner.set_abort_status, MPI.COMM_WORLD.rank
 
     def noted(status: object) -> None:
         if isinstance(status, SystemExit) and not _Process.forked:
-            code = status.code if isinstance(status.code, int) else int(status.code is not None)
+            code = int(status.code if isinstance(status.code, int) else status.code is not None)
             # Fails where another rank has left before, or where the launcher is on another host.
             with contextlib.suppress(OSError):
                 if code:
                     with pathlib.Path(name).with_name("left").open("x") as file:
-                        file.write(f"{code} {MPI.COMM_WORLD.rank}")
+                        file.write(f"{code} {rank}")
         ends(status)
 
     runner.set_abort_status = noted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import pathlib
 import secrets
 import traceback
 from collections.abc import Callable
@@ -101,11 +102,12 @@ def _run(number: int, x: int, y: int, error: Any, length: int) -> int:
         frames = traceback.extract_tb(exception.__traceback__)[2:]  # from the user's function on
         shown = [*frames[:1], *frames[1:][-4:]]
         lines = [f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in shown]
-        dtype = _calls[number].dtype
-        if dtype.name not in ARITHMETIC_DTYPES:
+        call = _calls[number]
+        unknown = {call.dtype.name, call.result_dtype.name} - ARITHMETIC_DTYPES
+        if unknown and frames and "mpi4py" in pathlib.PurePath(frames[-1].filename).parts:
             lines.append(
-                f"  ({dtype.name} has no MPI datatype: convert it first, for instance "
-                "x.astype('float32'), or move its bytes, x.view('uint8'))"
+                f"  ({' and '.join(sorted(unknown))}: MPI has no such datatype. Convert it first, "
+                "for instance x.astype('float32'), or move its bytes, x.view('uint8'))"
             )
         text = "\n".join([f"{type(exception).__name__}: {exception}", *lines])
         data = text.encode()[: length - 1] + b"\0"

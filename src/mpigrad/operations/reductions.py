@@ -100,7 +100,7 @@ _TRUTHS = ("biu", "bool and integers", "x != 0")
 _BITS = ("iu", "integers", "x.astype('int32')")
 _TIES = "1 for the rank that has it, shared equally between ties"
 _PLACE = "that of the value goes to the rank that has it, the lowest one of ties"
-_NONE = "none"
+_NONE = "none: integers have tangents of dtype float0"
 # (op, name, dtypes, what its derivative is)
 OPS: tuple[tuple[MPI.Op, str, tuple[str, str, str], str], ...] = (
     (MPI.SUM, "SUM", _NUMBERS, "linear: the adjoint of the operation"),
