@@ -122,6 +122,26 @@ def test_iterations_do_not_depend_on_the_tiles(comm):
     assert solve(system.matrix, system.b, PCG(preconditioner=PFMG())).stats["iterations"] == 9
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("cycle", [PFMG(), BoomerAMG()])
+def test_the_cycle_that_is_left_out_leaves_no_trace(comm, cycle):
+    """PCG's last one, from the second solve on; none of other methods, whatever the size of b."""
+    system = System(comm, (32, 27), faces(2))
+    for rtol in (1e-3, 1e-5, 1e-8, 1e-10):
+        solver = PCG(rtol=rtol, preconditioner=cycle)
+        first, *others = (solve(system.matrix, system.b, solver) for _ in range(4))
+        for other in others:
+            assert other.stats["iterations"] == first.stats["iterations"]
+            np.testing.assert_array_equal(other.value, first.value)
+    for method in (PCG, GMRES, BiCGStab):
+        solver = method(rtol=1e-6, preconditioner=cycle)
+        steps = {
+            size: int(solve(system.matrix, size * system.b, solver).stats["iterations"])
+            for size in (1.0, 2.0**40, 2.0**-40)
+        }
+        assert len(set(steps.values())) == 1, steps
+
+
 @pytest.mark.parametrize(
     "solver",
     [
