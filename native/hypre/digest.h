@@ -23,7 +23,7 @@ class Digest {
   bool operator==(const Digest& other) const { return lanes_ == other.lanes_; }
 
  private:
-  static constexpr size_t kLanes = 8;  // one alone would wait for itself in every multiplication
+  static constexpr size_t kLanes = 32;  // one alone would wait for itself in every multiplication
 
   // Of what a lane held and of what it is given, each determines the result where the other is
   // fixed: one value that differs always shows.

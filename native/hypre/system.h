@@ -22,7 +22,7 @@
 namespace mpigrad::hypre {
 
 // Sums over arrays take several at once: one alone would wait for itself in every addition.
-constexpr int kLanes = 8;
+constexpr int kLanes = 32;
 
 inline bool all_finite(const double* v, size_t size) {
   double spoilt[kLanes] = {};  // x - x is 0 or, for infinities and NaN, NaN
