@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class Case:
     takes: str = "anything"
     ties: bool = False  # zeros and equal values on several ranks, beside others
     heavy: bool = False  # takes long to compile
+    full: bool = False  # in make test-full only
 
 
 def _on(row: int, value: Any, size: int) -> Any:
@@ -261,6 +263,12 @@ def _together(operation: str) -> Case:
 
 CASES |= {operation: _sum(operation) for operation in REDUCING}
 CASES |= {f"{operation} not of sums": _together(operation) for operation in REDUCING}
+# Of these the derivative is of complex numbers, too.
+CASES |= {
+    f"{operation} {op}": dataclasses.replace(reducing(operation, op), takes="numbers", full=True)
+    for operation in REDUCING
+    for op in ("PROD", "own function", "own derivative")
+}
 ALIKE = ("requests beside send and recv", "recv of any tag", "one_sided put and get")
 CASES |= {name: Case(run, simulate, takes=t) for name, (run, simulate, t) in MESSAGES.items()}
 

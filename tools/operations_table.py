@@ -17,7 +17,7 @@ import inspect
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -179,35 +179,19 @@ def own_derivative() -> str:
 
 @functools.cache
 def reductions() -> str:
-    """The reductions as Markdown."""
-    reducing = {
-        name: example(name, f) for name, f in functions() if "op" in inspect.signature(f).parameters
-    }
+    """The reductions as Markdown; the modes are those of an allreduce."""
     ops = [(f"`MPI.{name}`", op, derivative) for op, name, _, derivative in OPS]
     own = ("`mpigrad.reduction(fn, derivative)`", mg.reduction(jnp.add), own_derivative())
     rows = []
     for name, op, derivative in (*ops, own):
-        dtypes, ways = takes(functools.partial(mg.allreduce, op=op)), {}
-        for operation, f in reducing.items():
-            run = functools.partial(f, op=op)
-            # What has no derivative takes part in programs that are differentiated by others.
-            real = not derivative.startswith("none")
-            ways[operation] = modes(run if real else lambda x, run=run: run((x > 0).astype(int)))
-        rows.append((name, dtypes, derivative, _common(ways)))
-    head = ("`op`", "dtypes", "its derivative", f"modes in {_listed(reducing)}")
-    return markdown(head, rows)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def _common(ways: dict[str, str]) -> str:
-    """The modes of all operations, each one that has other modes named."""
-    groups = {way: [name for name in ways if ways[name] == way] for way in ways.values()}
-    if len(groups) == 1:
-        return next(iter(groups))
-    return "; ".join(f"{_listed(names)}: {way}" for way, names in groups.items())
+        run = functools.partial(mg.allreduce, op=op)
+        # Without floats forward and reverse are nothing but the absence of an error.
+        integers = derivative.startswith("none")
+        found = modes(lambda x, run=run: run((x > 0).astype(int))) if integers else modes(run)
+        if integers:
+            found = found.removeprefix("forward, reverse, ")
+        rows.append((name, takes(run), derivative, found))
+    return markdown(("`op`", "dtypes", "its derivative", "modes"), rows)
 
 
 # ---- communicators ----

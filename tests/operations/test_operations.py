@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,17 @@ import pytest
 from mpi4py import MPI
 
 import mpigrad as mg
-from helpers import ALIKE, CASES, Case, close, operand
+from helpers import ALIKE, CASES, REDUCING, Case, close, operand
 from mpigrad.communicator import Communicator
 from proof import TRANSFORMED, prove
 
+
+def marks_of(case: Case) -> list[Any]:
+    return [*[pytest.mark.heavy] * case.heavy, *[pytest.mark.full] * case.full]
+
+
 cases = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.heavy) if c.heavy else n for n, c in CASES.items()]
+    "name", [pytest.param(n, marks=marks_of(c)) for n, c in CASES.items()]
 )
 
 
@@ -40,7 +46,7 @@ def pairs() -> list[Any]:
     found = []
     for i, (name, case) in enumerate(CASES.items()):
         for j, how in enumerate(TRANSFORMED):
-            marks = [pytest.mark.heavy] if case.heavy else []
+            marks = marks_of(case)
             nested = how in NESTED and ((i + j) % 6 or case.heavy)
             if nested or (name in ALIKE and how not in SOME):
                 marks.append(pytest.mark.full)
@@ -95,6 +101,8 @@ def _both(x: Any) -> Any:
     return jnp.stack([x, x[::-1]])
 
 
+SAME_SHAPE = ("reduce", "allreduce", "scan", "exscan")
+
 # Without sums, which are none of truths: (with messages, on the stack), each on an operand and on
 # its rows turned over.
 MOVED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -107,6 +115,7 @@ MOVED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda f: lambda x: mg.vmap(f)(_both(x)),
         lambda F: lambda X: jnp.stack([F(X), F(X[:, ::-1])], axis=1),
     ),
+    "checkpoint": (jax.checkpoint, lambda F: F),
     "cond": (
         lambda f: lambda x: jax.lax.cond(jnp.all(jnp.isfinite(x)), f, f, x),
         lambda F: F,
@@ -129,6 +138,41 @@ def test_what_only_moves_under_transformations(
     np.testing.assert_array_equal(
         np.asarray(got), np.asarray(reference(case.simulate)(X)[comm.rank])
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["jit", "scan", "vmap", "checkpoint", "cond"])
+@pytest.mark.parametrize("op", ["LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR"])
+@pytest.mark.parametrize("dtype", ["bool", "int32", "uint8"])
+def test_truths_and_bits_under_transformations(
+    op: str, dtype: str, how: str, comm: Communicator
+) -> None:
+    if dtype == "bool" and op.startswith("B"):
+        pytest.skip("bits are of integers")
+    reduced = getattr(np, f"{'logical' if op.startswith('L') else 'bitwise'}_{op[1:].lower()}")
+    x, X = operand(Case(mg.bcast, jnp.asarray), comm, np.dtype(dtype))
+
+    def rows(X: Any) -> Any:
+        return functools.reduce(lambda a, b: reduced(a, b).astype(dtype), X)
+
+    def run(x: Any) -> Any:
+        each = [REDUCING[name][0](x, getattr(MPI, op), comm) for name in SAME_SHAPE]
+        return jnp.concatenate(each)
+
+    def simulate(X: Any) -> Any:
+        X = np.asarray(X)
+        X = X if op.startswith("B") else (X != 0).astype(dtype)  # 0 or 1, of one rank alone, too
+        each = [np.stack(REDUCING[name][1](rows, X)).astype(dtype) for name in SAME_SHAPE]
+        return jnp.asarray(np.concatenate(each, axis=1))
+
+    transform, _ = MOVED[how]
+    expected = {
+        "scan": lambda X: jnp.stack([simulate(X), simulate(X[:, ::-1])], axis=1),
+        "vmap": lambda X: jnp.stack([simulate(X), simulate(X[:, ::-1])], axis=1),
+    }.get(how, simulate)(X)
+    got = mg.jit(transform(run))(x)
+    assert got.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(expected[comm.rank]))
 
 
 # Whose adjoints add what they have only moved.
@@ -216,6 +260,8 @@ def test_dtypes(name: str, dtype: str, comm: Communicator) -> None:
 def test_dtypes_that_only_move(name: str, dtype: str, comm: Communicator) -> None:
     case = CASES[name]
     x, X = operand(case, comm, jnp.dtype(dtype))
+    if "own" in name:
+        pytest.skip("one's own function decides what it takes")
     if case.takes.endswith("numbers"):
         with pytest.raises(TypeError, match="convert it first"):
             case.run(x, comm)

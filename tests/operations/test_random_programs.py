@@ -47,7 +47,7 @@ def test_random_programs(seed: int, comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(1)
-def test_as_many_long_programs_as_short_ones() -> None:
+def test_long_programs_are_not_rare() -> None:
     """Of those that the tests above run on two ranks."""
     found: list[int] = []
 
@@ -62,8 +62,8 @@ def test_as_many_long_programs_as_short_ones() -> None:
         draw = given(programs(2))(lambda program: found.append(count(program.steps)))
         options(with_seed(seed)(draw))()
     assert set(found) <= set(range(5, 21))
-    assert 11 < sum(found) / len(found) < 14
-    assert min(sum(n < 10 for n in found), sum(n > 15 for n in found)) > 15
+    assert 9 < sum(found) / len(found) < 11.5
+    assert sum(n > 12 for n in found) > 20
 
 
 @pytest.mark.ranks(2)
