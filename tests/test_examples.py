@@ -1,4 +1,4 @@
-"""Every program in examples/ runs, alone and on several ranks; each asserts its own results."""
+"""Every program in examples/ runs on two ranks, in make test-full alone, too."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").
 LONG = ("lynx_hare",)  # in make test-full only
 
 
-COSTLY = ("nonlinear_diffusion", "poisson_by_hand", "reaction_diffusion")  # alone there, too
-
-
 def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
-    counts = (2,) if path.stem in COSTLY and os.environ.get("MPIGRAD_ALL_TESTS") != "1" else (1, 2)
+    counts = (1, 2) if os.environ.get("MPIGRAD_ALL_TESTS") == "1" else (2,)
     needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", path.read_text(), re.M)
     return [
         pytest.mark.ranks(*counts),

@@ -59,7 +59,7 @@ BROKEN = {
         ("ArithmeticError: the mesh of rank 1 is empty", FAILED), bare=True
     ),
     "one_rank_raises with the guard": Broken(
-        ("ArithmeticError: the mesh of rank 1 is empty",), GUARD, code=1, last=FAILED
+        ("ArithmeticError: the mesh of rank 1 is empty",), GUARD, code=1, last=FAILED, full=True
     ),
     "one_rank_raises_inside_jit": Broken(
         ("check at ", "broken.py:", "x is 2, not negative"), last=FAILED
@@ -148,6 +148,7 @@ BROKEN = {
             "rank 1: in wait of float32[3] from rank 0 (tag 3) at ",
         ),
         last="each receive needs a send of the same tag on the rank that it names",
+        full=True,
     ),
     "more_rows_than_the_root_counts": Broken(
         ("rank 0 of 2: gatherv at ",),
@@ -155,7 +156,7 @@ BROKEN = {
         full=True,
     ),
     "alltoallv_with_other_counts": Broken(
-        ("rank 0 of 2: alltoallv at ",), last="rank 0 of 2 failed"
+        ("rank 0 of 2: alltoallv at ",), last="rank 0 of 2 failed", full=True
     ),
     "custom_that_raises_on_one_rank": Broken(
         (
@@ -166,7 +167,7 @@ BROKEN = {
         last=FAILED,
     ),
     "messages_of_two_kinds_in_a_loop": Broken(
-        ("rank 0: in barrier at ", "rank 1: in sendrecv of "), last=ORDER
+        ("rank 0: in barrier at ", "rank 1: in sendrecv of "), last=ORDER, full=True
     ),
     "one_rank_ends": Broken(
         ("rank 0: in allreduce", "rank 1: has ended, after barrier at "), last="before it ends"
@@ -178,7 +179,7 @@ BROKEN = {
         (), code=3, last="failed with exit code 3: rank 1 was the first to leave with it"
     ),
     "one_rank_exits under mpiexec": Broken(
-        ("rank 0: in barrier at ", "rank 1: has ended, after barrier at "), bare=True
+        ("rank 0: in barrier at ", "rank 1: has ended, after barrier at "), bare=True, full=True
     ),
     "killed": Broken((), last="was ended by signal SIGKILL"),
     "killed under mpiexec": Broken((), bare=True),
@@ -194,6 +195,7 @@ BROKEN = {
         ("rank 0: bcast(root=0)", "rank 1: bcast(root=1)", "Give the same root on every rank."),
         GUARD,
         bare=True,
+        full=True,
     ),
     "both_receive_first with the guard": Broken(
         ("rank 0: in recv of float32[3] from rank 1 (any tag) at ", "rank 1: in recv of "), GUARD

@@ -37,7 +37,7 @@ def programs(case: Case, comm: Communicator) -> tuple[Callable[..., Any], Callab
 
 # In make test: of cases that are much like another; the rest of them in make test-full.
 SOME = ("jit", "scan", "scan(checkpoint)")
-# Transformations of transformations: with every sixth operation, with all in make test-full.
+# Transformations of transformations: with every twelfth operation, with all in make test-full.
 NESTED = ("jax.jit", "vmap over the last axis", "checkpoint(scan)", "scan(checkpoint)", "jit(vmap)")
 
 
@@ -47,7 +47,7 @@ def pairs() -> list[Any]:
     for i, (name, case) in enumerate(CASES.items()):
         for j, how in enumerate(TRANSFORMED):
             marks = marks_of(case)
-            nested = how in NESTED and ((i + j) % 6 or case.heavy)
+            nested = how in NESTED and ((i + j) % 12 or case.heavy)
             if nested or (name in ALIKE and how not in SOME):
                 marks.append(pytest.mark.full)
             found.append(pytest.param(name, how, marks=marks))
