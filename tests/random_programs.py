@@ -407,7 +407,7 @@ def text(program: Program, trouble: str = "") -> str:
 
 @st.composite
 def programs(draw: st.DrawFn, size: int) -> Program:
-    """Programs of 5 to 20 operations for `size` ranks, half of them of up to 7."""
+    """Programs of 5 to 20 operations for `size` ranks, three in four of up to 7."""
     rank = st.integers(0, size - 1)
     some = st.one_of(
         st.just(()), st.lists(rank, unique=True, max_size=size).map(lambda r: tuple(sorted(r)))
@@ -449,7 +449,7 @@ def programs(draw: st.DrawFn, size: int) -> Program:
         return tuple(found)
 
     # The number is drawn first, and by its place in a list: of numbers, small ones come more often.
-    number = draw(st.sampled_from((*range(5, 21), *(6 * (5, 6, 7)))))
+    number = draw(st.sampled_from((*range(5, 21), *(14 * (5, 6, 7)))))
     program = Program(size, steps(number, 2), draw(some))
     assume(has_messages(program.steps))
     return program
