@@ -94,6 +94,7 @@ SPHINX = PYTHONPATH=$(SITE) $(BIN)/python -m sphinx -q -W --keep-going -d build/
 
 $(SITE): pyproject.toml | setup
 	@echo "docs: Sphinx into $(SITE)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"  # knows groups
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade \
 		--target $(SITE) --group docs
 	@touch $@
