@@ -127,9 +127,9 @@ def test_iterations_do_not_depend_on_the_tiles(comm):
 def test_the_cycle_that_is_left_out_leaves_no_trace(comm, cycle):
     """PCG's last one, from the second solve on; none of other methods, whatever the size of b."""
     system = System(comm, (32, 27), faces(2))
-    for rtol in (1e-3, 1e-5, 1e-8, 1e-10):
-        solver = PCG(rtol=rtol, preconditioner=cycle)
-        first, *others = (solve(system.matrix, system.b, solver) for _ in range(4))
+    for rtol in np.geomspace(1e-3, 1e-10, 30):  # some of them just below a residual
+        solver = PCG(rtol=float(rtol), preconditioner=cycle)
+        first, *others = (solve(system.matrix, system.b, solver) for _ in range(3))
         for other in others:
             assert other.stats["iterations"] == first.stats["iterations"]
             np.testing.assert_array_equal(other.value, first.value)
