@@ -11,7 +11,8 @@ import time
 import uuid
 from collections.abc import Iterator
 
-from mpigrad.mpi_installation import mpi_library
+from mpigrad.launcher import rank_environment
+from mpigrad.mpi_installation import find_launcher, mpi_library
 
 PROGRAMS = pathlib.Path(__file__).with_name("programs")
 LIMIT = 100.0  # seconds; the machine may be busy
@@ -25,6 +26,13 @@ def command(*arguments: object) -> list[str]:
 def mpigrad(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the `mpigrad` command to its end."""
     return run(command(*arguments), **environment)
+
+
+def mpiexec(ranks: int, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Ranks under the bare launcher of this MPI, as a user's own script would start them."""
+    launcher = find_launcher(mpi_library())
+    started = [launcher.path, "-n", str(ranks), sys.executable, *map(str, words)]
+    return run(started, **rank_environment(launcher, ranks), **environment)
 
 
 def on_six_ranks(folder: pathlib.Path, beside: str, *lines: str) -> None:

@@ -1,0 +1,287 @@
+"""Broken programs end in seconds, with a message that names rank, operation and source line."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from launching import PROGRAMS, mpiexec, mpigrad, no_orphans
+from mpigrad.mpi_installation import find_launcher, mpi_library
+
+pytestmark = pytest.mark.launcher
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """What becomes of a program of tests/programs/broken.py on 2 ranks."""
+
+    says: tuple[str, ...]
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    code: int | None = None
+    last: str = ""  # in the last line
+    bare: bool = False  # under mpiexec, without `mpigrad launch`
+    hosts: int = 1  # each of which says it
+    full: bool = False  # in make test-full only
+
+
+GUARD = {"MPIGRAD_GUARD": "1"}
+SHORT = {"MPIGRAD_TIMEOUT": "3"}
+FAILED = "rank 1 of 2 failed; ending all ranks"
+ORDER = "Every rank of a communicator must call the same operations in the same order."
+
+BROKEN = {
+    "one_rank_raises": Broken(
+        ("ArithmeticError: the mesh of rank 1 is empty",), code=1, last=FAILED
+    ),
+    "one_rank_raises under mpiexec": Broken(
+        ("ArithmeticError: the mesh of rank 1 is empty", FAILED), bare=True
+    ),
+    "one_rank_raises with the guard": Broken(
+        ("ArithmeticError: the mesh of rank 1 is empty",), GUARD, code=1, last=FAILED, full=True
+    ),
+    "one_rank_raises_inside_jit": Broken(
+        ("check at ", "broken.py:", "x is 2, not negative"), last=FAILED
+    ),
+    "one_rank_runs_out_of_memory": Broken(("MemoryError",), last=FAILED),
+    "longer_message_than_expected": Broken(
+        ("rank 1 of 2: recv at ", "give the receiver the shape"), last=FAILED
+    ),
+    "shorter_message_than_expected": Broken(
+        ("rank 1 of 2: recv at ", "8 bytes where 12", "give the"), last=FAILED
+    ),
+    # Without the guard: proved to wait for ever.
+    "one_rank_leaves_out_an_allreduce": Broken(
+        ("rank 0: in allreduce(op=SUM) of float32[3] at ", "rank 1: in sendrecv of "), last=ORDER
+    ),
+    "both_receive_first": Broken(
+        ("rank 0: in recv of float32[3] from rank 1 (any tag) at ", "rank 1: in recv of "),
+        last="Let one of them send first",
+    ),
+    "wrong_tag": Broken(
+        ("rank 0: in barrier at", "rank 0: has sent float32[3] to rank 1 with tag 1, not received"),
+        last="A receive names the sender and the tag of the send",
+    ),
+    "plain_jax_grad_with_a_constant_on_one_rank": Broken(
+        (
+            "ranks wait for one that is gone",
+            "rank 0: in allreduce(op=SUM) of float32[3] at the adjoint of ",
+            "rank 1: has ended, after allreduce(op=SUM) of float32[3] at ",
+        ),
+        last="before it ends",
+    ),
+    "one_rank_makes_no_communicator": Broken(
+        ("rank 0: Split at ", "rank 1: barrier at "), last=ORDER
+    ),
+    "pull_back_on_one_rank_only": Broken(
+        ("rank 0: allreduce(op=SUM) of float32[3] at the adjoint of ", "rank 1: barrier at "),
+        last=ORDER,
+    ),
+    "one_rank_fails_and_meets_the_others_in_finally": Broken(
+        (
+            "rank 0: allreduce(op=SUM) of float32[3] at ",
+            ", while it handles ArithmeticError: the mesh of rank 1 is empty at broken.py:",
+        ),
+        last=ORDER,
+    ),
+    "ends_while_a_thread_sends": Broken(
+        (" ends while another of its threads is in allreduce(op=SUM) of float32[3] at ",),
+        code=1,
+        last="Join the thread before the program ends.",
+    ),
+    "windows_with_rows_of_other_lengths": Broken(
+        (" of 2: one_sided at ", "has another length or dtype"),
+        last="of 2 failed; ending all ranks",  # both see it; the first one says it
+    ),
+    "a_request_that_nobody_posts": Broken(
+        ("rank 0: in wait of float32[3] from rank 1 (tag 0) at ", "rank 1: in barrier at "),
+        last=ORDER,
+    ),
+    "a_send_request_that_nobody_receives": Broken(
+        (
+            "rank 0: in wait of a message to rank 1 (tag 0) at tests/programs/broken.py:",
+            "rank 1: in barrier at ",
+        ),
+        last=ORDER,
+    ),
+    "requests_of_other_shapes": Broken(
+        ("rank 1 of 2: wait at ", "give the receiver the shape"), last=FAILED
+    ),
+    "requests_of_other_shapes with the guard": Broken(
+        (
+            "rank 0: isend of float32[5] to rank 1 (tag 0) at tests/programs/broken.py:",
+            "rank 1: wait of float32[3] from rank 0 (tag 0) at tests/programs/broken.py:",
+        ),
+        GUARD,
+        last="of 2 failed; ending all ranks",
+        full=True,
+    ),
+    "requests_waited_for_before_what_they_wait_for": Broken(
+        ("rank 0: in wait of float32[3] from rank 1 (tag 0) at ", "rank 1: in wait of float32[3] "),
+        last="Let one of them send first",
+        full=True,
+    ),
+    "requests_and_blocking_messages_in_another_order": Broken(
+        (
+            "rank 0: in recv of float32[3] from rank 1 (tag 2) at ",
+            "rank 1: in wait of float32[3] from rank 0 (tag 3) at ",
+        ),
+        last="each receive needs a send of the same tag on the rank that it names",
+        full=True,
+    ),
+    "more_rows_than_the_root_counts": Broken(
+        ("rank 0 of 2: gatherv at ",),
+        last="rank 0 of 2 failed",
+        full=True,
+    ),
+    "alltoallv_with_other_counts": Broken(
+        ("rank 0 of 2: alltoallv at ",), last="rank 0 of 2 failed", full=True
+    ),
+    "custom_that_raises_on_one_rank": Broken(
+        (
+            "rank 1 of 2: custom_operation at tests/programs/broken.py:",
+            "ValueError: not here\n",
+            "in forward: raise ValueError(",
+        ),
+        last=FAILED,
+    ),
+    "messages_of_two_kinds_in_a_loop": Broken(
+        ("rank 0: in barrier at ", "rank 1: in sendrecv of "), last=ORDER, full=True
+    ),
+    "one_rank_ends": Broken(
+        ("rank 0: in allreduce", "rank 1: has ended, after barrier at "), last="before it ends"
+    ),
+    "one_rank_ends under mpiexec": Broken(
+        ("rank 0: in allreduce", "rank 1: has ended, after barrier at "), bare=True
+    ),
+    "one_rank_exits": Broken(
+        (), code=3, last="failed with exit code 3: rank 1 was the first to leave with it"
+    ),
+    "one_rank_exits under mpiexec": Broken(
+        ("rank 0: in barrier at ", "rank 1: has ended, after barrier at "), bare=True, full=True
+    ),
+    "killed": Broken((), last="was ended by signal SIGKILL"),
+    "killed under mpiexec": Broken(("signal 9",), bare=True),
+    "terminated": Broken((), last="mpigrad: the job "),
+    # With the guard, but not caught: said once.
+    "another_root with the guard": Broken(
+        ("rank 0: bcast(root=0)", "rank 1: bcast(root=1)", "Give the same root on every rank."),
+        GUARD,
+        code=1,
+        last="of 2 failed; ending all ranks",
+    ),
+    "another_root with the guard under mpiexec": Broken(
+        ("rank 0: bcast(root=0)", "rank 1: bcast(root=1)", "Give the same root on every rank."),
+        GUARD,
+        bare=True,
+        full=True,
+    ),
+    "both_receive_first with the guard": Broken(
+        ("rank 0: in recv of float32[3] from rank 1 (any tag) at ", "rank 1: in recv of "), GUARD
+    ),
+    "a_message_that_nobody_receives with the guard": Broken(
+        ("rank 0: 1 message to rank 1 (tag 0), float32[3] by send at ", "broken.py:"),
+        GUARD,
+        code=1,
+        last="Receive each of them",
+    ),
+    # What nobody can prove: the time limit.
+    "one_rank_computes_for_ever": Broken(
+        (
+            "an operation has waited 3 s (MPIGRAD_TIMEOUT=3)",
+            "rank 0: has waited 3 s in allreduce(op=SUM) of float32[3] at ",
+            "rank 1: never came: it is in Python since ",
+            "after barrier at ",
+        ),
+        SHORT,
+        code=1,
+        last="set MPIGRAD_TIMEOUT",
+    ),
+    "in_a_solver_written_with_mpi4py": Broken(
+        ("rank 0: has waited 3 s in recv at ", "rank 1: has waited 3 s in barrier at "), SHORT
+    ),
+    "custom_that_receives_what_nobody_sends": Broken(
+        (" has waited 3 s in custom_operation at tests/programs/broken.py:",), SHORT
+    ),
+    "custom_on_one_rank_only with the guard": Broken(
+        (
+            "rank 0: has waited 3 s in custom_operation at tests/programs/broken.py:",
+            "rank 1: has waited 3 s in barrier at tests/programs/broken.py:",
+        ),
+        GUARD | SHORT,
+        full=True,
+    ),
+    "in_a_reduction_of_objects": Broken(
+        (
+            "rank 0: has waited 3 s in custom_operation at tests/programs/broken.py:",
+            "rank 1: never came: it is in Python since ",
+        ),
+        SHORT,
+    ),
+    # As on two hosts, of which each sees its own ranks only.
+    "another_root with the guard and without a board": Broken(
+        ("rank 0: bcast(root=0) of float32[3] at", "rank 1: bcast(root=1)", "Give the same root"),
+        {**GUARD, "MPIGRAD_BOARD": "0"},
+        hosts=2,
+    ),
+    "both_receive_first without a board": Broken(
+        ("rank 0: has waited 3 s in recv of float32[3]", "rank 1: has waited 3 s in recv of float"),
+        {**SHORT, "MPIGRAD_BOARD": "0"},
+        last="set MPIGRAD_TIMEOUT",
+    ),
+}
+
+
+def run_broken(name: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """The program's end, and its time."""
+    case = BROKEN[name]
+    words = (PROGRAMS / "broken.py", name.partition(" ")[0])
+    # Several such jobs at a time: ranks that wait give their cores away.
+    family = find_launcher(mpi_library()).family
+    yielding = family.oversubscribed if family else {}
+    with no_orphans() as mark:
+        settings = {**yielding, **case.settings, **mark}
+        done = (
+            mpiexec(2, *words, **settings)
+            if case.bare
+            else mpigrad("launch", "-n", 2, *words, **settings)
+        )
+        return done, time.monotonic()
+
+
+@pytest.fixture(scope="module")
+def ended(
+    request: pytest.FixtureRequest,
+) -> Iterator[dict[str, Future[tuple[subprocess.CompletedProcess[str], float]]]]:
+    """All that are wanted, five at a time: most of their time they wait."""
+    items = [item for item in request.session.items if "ended" in item.fixturenames]  # type: ignore[attr-defined]
+    names = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(5) as pool:
+        yield {name: pool.submit(run_broken, name) for name in names}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full) if c.full else n for n, c in BROKEN.items()]
+)
+def test_broken_programs_end(
+    name: str, ended: dict[str, Future[tuple[subprocess.CompletedProcess[str], float]]]
+) -> None:
+    case = BROKEN[name]
+    done, end = ended[name].result()
+    fault = float(done.stdout.split()[0])
+    assert end - fault < 20
+    assert done.returncode != 0
+    assert case.code in (None, done.returncode), done.stderr
+    # On a busy machine the watchdog may look seconds late.
+    said = re.sub(r"waited [24-9] s", "waited 3 s", done.stderr)
+    # A process says nothing when it is killed: there the launcher has the last word, MPICH's on
+    # stdout.
+    said = said or done.stdout
+    for text in case.says:
+        assert 1 <= said.count(text) <= case.hosts, said
+    assert case.last in said.splitlines()[-1], said

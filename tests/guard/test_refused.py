@@ -1,0 +1,181 @@
+"""What the guard refuses is one error, with all call sites, on every rank; the program goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from launching import PROGRAMS, mpigrad
+
+pytestmark = pytest.mark.launcher
+
+ORDER = "Every rank of a communicator must call the same operations in the same order."
+SAME_ON_ALL = (0, 1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """The error of a program of tests/programs/refused.py, and the ranks that get it."""
+
+    says: tuple[str, ...]
+    ranks: tuple[int, ...] = SAME_ON_ALL
+
+
+AT = " at tests/programs/refused.py:"
+REFUSED = {
+    "another_operation": Refused(("ranks 0, 2: allreduce(op=SUM)", "rank 1: bcast(root=0)", ORDER)),
+    "another_root": Refused(("ranks 0-1: reduce(root=0", "rank 2: reduce(root=1", "same root")),
+    "another_dtype": Refused(("float32[3]" + AT, "int32[3]" + AT, "the same dtype")),
+    "another_shape": Refused(("float32[2,3]" + AT, "float32[3,2]" + AT, "the same shape")),
+    "another_reduction": Refused(
+        ("ranks 0, 2: allgather(op=PROD) of float32[3]", "rank 1: allgather(op=MAX)", "same op")
+    ),
+    "another_location": Refused(
+        ("ranks 0-1: allgather(op=MAXLOC)", "rank 2: allgather(op=MINLOC)")
+    ),
+    "another_reduction_of_rows": Refused(
+        ("rank 0: alltoallv(op=MAX, sendcounts=", "rank 1: alltoallv(op=MIN, sendcounts=")
+    ),
+    "another_function": Refused(
+        ("rank 0: gather(root=0, op=reduction(larger", "ranks 1-2: gather(root=0, op=reduction(")
+    ),
+    "another_root_of_a_product": Refused(
+        ("ranks 0-1: allreduce(op=PROD, root=0)", "rank 2: allreduce(op=PROD, root=1)", "same root")
+    ),
+    "another_order": Refused(("ranks 0-1: allreduce", "rank 2: barrier" + AT, ORDER)),
+    "left_out_by_one_rank": Refused(("ranks 0, 2: allreduce", "rank 1: barrier" + AT)),
+    "mixed_with_messages": Refused(("rank 0: in recv of", "ranks 1-2: in barrier" + AT)),
+    "of_mpi4py": Refused(("rank 0: allreduce" + AT, "ranks 1-2: barrier" + AT)),
+    "making_a_communicator_on_some_ranks_only": Refused(
+        ("rank 0: Split" + AT, "ranks 1-2: barrier" + AT)
+    ),
+    "message_of_another_dtype": Refused(
+        ("rank 0: send of float32[3] to rank 1 (tag 0)" + AT, "rank 1: recv of int32[3] from")
+    ),
+    "tagged_message_of_another_dtype": Refused(
+        ("rank 0: send of float32[3] to rank 1 (tag 7)" + AT, "rank 1: recv of int32[3] from")
+    ),
+    "message_of_another_shape": Refused(("a message is not what its receiver expects", "sendrecv")),
+    "message_with_another_tag": Refused(
+        ("rank 0: has sent float32[3] to rank 1 with tag 1, not received", "rank 0 (tag 2)" + AT)
+    ),
+    "message_to_another_rank": Refused(("rank 1: in recv of float32[3] from rank 0 (any tag)",)),
+    "message_left_out": Refused(("rank 1: in recv of float32[3] from rank 0 (any tag)",)),
+    "all_receive_first": Refused(
+        ("rank 0: in recv of float32[3] from rank 2", "rank 2: in recv", "or use sendrecv")
+    ),
+    "all_send_long_messages_first": Refused(
+        ("rank 0: in send of float32[100000] to rank 1", "rank 2: in send", "or use sendrecv")
+    ),
+    "a_ring_with_a_wrong_source": Refused(
+        ("rank 0: in sendrecv of float32[3] to rank 1 (tag 0), float32[3] from rank 1 (tag 0)",)
+    ),
+    "to_itself_without_a_send": Refused(("rank 0: in recv of float32[3] from rank 0 (any tag)",)),
+    "from_anyone_another_length": Refused(
+        ("send of float32[4] to rank 0 (tag 5)", "recv of float32[3] from any rank")
+    ),
+    "neighbors_with_other_counts": Refused(
+        ("neighbor_alltoallv of float32[2,3] to rank 1", "float32[3,3] from rank 0")
+    ),
+    "inside_scan": Refused(("ranks 0, 2: barrier" + AT, "rank 1: allreduce(op=SUM)")),
+    "inside_cond": Refused(("rank 0: bcast(root=0)", "ranks 1-2: bcast(root=1)", "same root")),
+    "after_jit_cache_hits": Refused(("float32[3]" + AT, "rank 1: allreduce(op=SUM) of float32[4]")),
+    "under_vmap": Refused(("rank 0: allreduce(op=SUM) of float32[3,3]", "float32[2,3]" + AT)),
+    "on_a_part_of_the_ranks": Refused(
+        ("rank 0: bcast(root=0)", "rank 1: bcast(root=1)"), ranks=(0, 1)
+    ),
+    "two_communicators_in_another_order": Refused(
+        ("rank 0: on communicator 2, in allreduce", "ranks 1-2: on communicator 1, in allreduce")
+    ),
+    "pulled_back_on_one_rank_only": Refused(
+        ("of float32[3] at the adjoint of tests/programs/refused.py:", "ranks 1-2: barrier" + AT)
+    ),
+    "pulled_back_in_another_order": Refused(
+        ("rank 0: reduce(root=0, op=SUM) of float32[3] at the adjoint of", "ranks 1-2: allreduce")
+    ),
+    "plain_grad_with_a_constant_on_one_rank": Refused(
+        ("rank 0: allreduce(op=SUM) of float32[3] at the adjoint of", "ranks 1-2: barrier" + AT)
+    ),
+    "adjoint_message_left_out": Refused(
+        ("in recv of float32[3] from rank 1 (tag 0) at the adjoint of",)
+    ),
+    "second_derivative_on_one_rank_only": Refused(
+        ("ranks 0-1: barrier" + AT, "rank 2: allreduce(op=SUM) of float32[3] at the adjoint of")
+    ),
+    "adjoint_inside_scan": Refused(
+        ("rank 0: barrier" + AT, "ranks 1-2: allreduce(op=SUM) of float32[3] at the adjoint of")
+    ),
+    "gatherv_with_other_counts": Refused(
+        (
+            "rank 0: gatherv(root=0, counts=(1, 1, 2))",
+            "ranks 1-2: gatherv(root=0, counts=(1, 1, 1))",
+            "Give the same counts on every rank.",
+        )
+    ),
+    "scatterv_with_other_counts": Refused(
+        (
+            "ranks 0-1: scatterv(root=0, counts=(1, 1, 2))",
+            "rank 2: scatterv(root=0, counts=(1, 2, 1)",
+        )
+    ),
+    "allgatherv_with_other_counts": Refused(
+        ("ranks 0-1: allgatherv(counts=(2, 2, 2))", "rank 2: allgatherv(counts=(2, 1, 2))")
+    ),
+    "alltoallv_with_other_counts": Refused(
+        (
+            "rank 0: alltoallv(sendcounts=(1, 1, 1), recvcounts=(1, 2, 1))",
+            "ranks 1-2: alltoallv(sendcounts=(1, 1, 1), recvcounts=(1, 1, 1))",
+            "What a rank receives from another must be what that one sends to it.",
+        )
+    ),
+    "reduce_scatterv_with_other_counts": Refused(
+        (
+            "rank 0: reduce_scatterv(op=SUM, counts=(1, 1, 2))",
+            "ranks 1-2: reduce_scatterv(op=SUM, c",
+        )
+    ),
+    "request_of_another_shape": Refused(
+        ("rank 2: isend of float32[3] to rank 0 (tag 0)" + AT, "rank 0: wait of float32[2] from")
+    ),
+    "request_whose_partner_posts_none": Refused(
+        ("rank 0: in wait of float32[3] from rank 1 (tag 0)" + AT, "ranks 1-2: in barrier" + AT)
+    ),
+    "requests_waited_for_before_the_send": Refused(
+        ("rank 0: in wait of float32[3] from rank 2", "rank 2: in wait", "or use sendrecv")
+    ),
+    "after_a_custom_operation_on_one_rank": Refused(
+        ("rank 0: allreduce(op=SUM)", "ranks 1-2: allreduce(op=MAX)", "Give the same op")
+    ),
+    "from_a_forked_process": Refused(("was forked from a rank", "'spawn'")),
+    "from_two_threads": Refused(
+        ("rank 0 of 3: allreduce" + AT, "another thread", "from one thread"), ranks=(0,)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, list[tuple[str, float]]]:
+    """Of each program, what each rank was told and after how many seconds."""
+    program = PROGRAMS.relative_to(pathlib.Path.cwd()) / "refused.py"
+    done = mpigrad("launch", "-n", 3, program, MPIGRAD_GUARD="1", MPIGRAD_TIMEOUT="60")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_guard_refuses(name: str, refusals: dict[str, list[tuple[str, float]]]) -> None:
+    case, told = REFUSED[name], refusals[name]
+    # The type of the exception, and a word in front, are JAX's.
+    texts = [text.partition("mpigrad: ")[2] for text, _ in told]
+    assert [r for r in SAME_ON_ALL if texts[r]] == list(case.ranks), told
+    assert len({texts[r] for r in case.ranks}) == 1, told
+    for text in case.says:
+        assert text in texts[case.ranks[0]], told
+    assert max(seconds for _, seconds in told) < 20
+
+
+def test_all_refused_programs_are_checked(refusals: dict[str, list[tuple[str, float]]]) -> None:
+    assert set(refusals) == set(REFUSED)
