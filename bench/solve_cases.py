@@ -28,25 +28,32 @@ CELLS = {"poisson 3-D": (128, 3), "anisotropic": (1024, 2), "convection": (512, 
 
 def solvers(case: str) -> dict[str, Any]:
     """The settings that are compared, by name."""
-    from mpigrad.sparse import GMRES, PCG, BiCGStab, BoomerAMG, Multigrid
+    from mpigrad.sparse import GMRES, PCG, PFMG, BiCGStab, BoomerAMG, Multigrid
 
     if case == "poisson 3-D":
         return {
+            "PCG, PFMG": PCG(preconditioner=PFMG()),
             "PCG, threshold 0.5": PCG(preconditioner=BoomerAMG(strong_threshold=0.5)),
             "PCG, aggressive": PCG(
                 preconditioner=BoomerAMG(strong_threshold=0.5, aggressive_levels=1)
             ),
         }
     if case == "anisotropic":
-        return {"PCG": PCG(), "Multigrid": Multigrid()}
-    return {"GMRES": GMRES(), "BiCGStab": BiCGStab(), "Multigrid": Multigrid()}
+        return {"PCG, PFMG": PCG(preconditioner=PFMG()), "PCG": PCG(), "Multigrid": Multigrid()}
+    return {
+        "GMRES, PFMG": GMRES(preconditioner=PFMG()),
+        "GMRES": GMRES(),
+        "BiCGStab": BiCGStab(),
+        "Multigrid": Multigrid(),
+    }
 
 
-def assemble(case: str, n: int, dimensions: int) -> tuple[Any, Any]:
-    """Pattern and values of this rank's slab of n^dimensions cells."""
+def assemble(case: str, n: int, dimensions: int) -> tuple[dict[bool, Any], dict[bool, Any]]:
+    """Patterns and values of this rank's slab of n^dimensions cells: of rows, and of a stencil."""
     import numpy as np
     from mpi4py import MPI
 
+    from mpigrad import Grid
     from mpigrad.sparse import Pattern
 
     world = MPI.COMM_WORLD
@@ -58,7 +65,7 @@ def assemble(case: str, n: int, dimensions: int) -> tuple[Any, Any]:
     h = 1 / n
     centre = [(c + 0.5) * h for c in cell]
     diagonal = np.zeros(row.shape)
-    rows, columns, values = [], [], []
+    rows, columns, values, offsets, couplings = [], [], [], [], []
     for axis in range(dimensions):
         for side in (-1, 1):
             diffusion = {"poisson 3-D": 1.0, "anisotropic": (1.0, 1e-3)[axis % 2]}.get(case, 1e-5)
@@ -75,9 +82,19 @@ def assemble(case: str, n: int, dimensions: int) -> tuple[Any, Any]:
             rows.append(row[inside])
             columns.append(row[inside] + side * strides[axis])
             values.append(coupling[inside])
+            offsets.append(tuple(side * (k == axis) for k in range(dimensions)))
+            couplings.append(coupling)
     rows, columns = (np.concatenate([*parts, row.ravel()]) for parts in (rows, columns))
     pattern = Pattern.from_coo(rows, columns, row.size)
-    return pattern, np.concatenate([*values, diagonal.ravel()])
+    grid = Grid((n,) * dimensions, (h,) * dimensions, dims=(world.size, *[1] * (dimensions - 1)))
+    stencil = Pattern.from_stencil(grid, [*offsets, (0,) * dimensions])
+    return (
+        {False: pattern, True: stencil},
+        {
+            False: np.concatenate([*values, diagonal.ravel()]),
+            True: np.asarray(stencil.matrix([*couplings, diagonal]).values),
+        },
+    )
 
 
 def measure(case: str, n: int, dimensions: int, calls: int) -> None:
@@ -93,8 +110,8 @@ def measure(case: str, n: int, dimensions: int, calls: int) -> None:
 
     jax.config.update("jax_enable_x64", True)
     world = MPI.COMM_WORLD
-    pattern, entries = assemble(case, n, dimensions)
-    entries, ones = jnp.asarray(entries), jnp.ones(pattern.n_local)
+    patterns, all_entries = assemble(case, n, dimensions)
+    ones = jnp.ones(patterns[False].n_local)
 
     def norm(v: Any) -> float:
         return float(world.allreduce(np.vdot(v, v)) ** 0.5)
@@ -107,15 +124,17 @@ def measure(case: str, n: int, dimensions: int, calls: int) -> None:
         return result, time.perf_counter() - start
 
     for name, solver in solvers(case).items():
+        pattern = patterns["PFMG" in name]
+        entries = jnp.asarray(all_entries["PFMG" in name])
 
-        def loss(values: Any, solver: Any = solver) -> Any:
+        def loss(values: Any, solver: Any = solver, pattern: Any = pattern) -> Any:
             solution = solve(Matrix(pattern, values), ones, solver)
             return jnp.sum(solution.value), solution
 
         value = mpigrad.jit(loss)
         gradient = mpigrad.jit(mpigrad.value_and_grad(loss, has_aux=True))
 
-        def adjoint(values: Any, solver: Any = solver) -> Any:
+        def adjoint(values: Any, solver: Any = solver, pattern: Any = pattern) -> Any:
             if solver.symmetric:
                 return solve(Matrix(pattern, values), ones, solver)
             matrix = Matrix(transposed(pattern), transpose_values(pattern, values))

@@ -237,15 +237,14 @@ BROKEN = {
 }
 
 
-def run_broken(name: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """The program's end, and its time."""
+def run_broken(name: str, idle: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """The program's end, and its time; by the library `idle` ranks that wait sleep."""
     case = BROKEN[name]
     words = (PROGRAMS / "broken.py", name.partition(" ")[0])
-    # Several such jobs at a time: ranks that wait give their cores away.
     family = find_launcher(mpi_library()).family
-    yielding = family.oversubscribed if family else {}
+    idling = {**(family.oversubscribed if family else {}), "LD_PRELOAD": idle}
     with no_orphans() as mark:
-        settings = {**yielding, **case.settings, **mark}
+        settings = {**idling, **case.settings, **mark}
         done = (
             mpiexec(2, *words, **settings)
             if case.bare
@@ -256,13 +255,16 @@ def run_broken(name: str) -> tuple[subprocess.CompletedProcess[str], float]:
 
 @pytest.fixture(scope="module")
 def ended(
-    request: pytest.FixtureRequest,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[tuple[subprocess.CompletedProcess[str], float]]]]:
     """All that are wanted, five at a time: most of their time they wait."""
     items = [item for item in request.session.items if "ended" in item.fixturenames]  # type: ignore[attr-defined]
     names = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
+    idle = tmp_path_factory.mktemp("idle") / "libidle.so"
+    words = ["cc", "-O1", "-shared", "-fPIC", "-o", str(idle), str(PROGRAMS / "idle.c")]
+    subprocess.run(words, check=True)
     with ThreadPoolExecutor(5) as pool:
-        yield {name: pool.submit(run_broken, name) for name in names}
+        yield {name: pool.submit(run_broken, name, str(idle)) for name in names}
 
 
 @pytest.mark.parametrize(
