@@ -12,6 +12,8 @@
 
 namespace mpigrad::hypre {
 
+MPIGRAD_HYPRE_KERNELS(Par)
+
 // One BoomerAMG configuration, laid out as the ctypes structure in sparse/hypre.py.
 struct BoomerAMGOptions {
   int32_t coarsening, interpolation, max_row_elements, relaxation, aggressive_levels, max_levels,
@@ -117,16 +119,11 @@ class Assembled final : public System {
                                 reinterpret_cast<HYPRE_ParVector>(z));
   }
 
-  HYPRE_Int copy(HYPRE_Vector r, HYPRE_Vector z) override {
-    return HYPRE_ParVectorCopy(reinterpret_cast<HYPRE_ParVector>(r),
-                               reinterpret_cast<HYPRE_ParVector>(z));
+  HYPRE_Int from_zero(HYPRE_Vector r, HYPRE_Vector z) override {
+    HYPRE_ParVectorSetConstantValues(reinterpret_cast<HYPRE_ParVector>(z), 0);
+    return precondition(r, z);
   }
-  double squares(HYPRE_Vector r) override {
-    const auto v = reinterpret_cast<HYPRE_ParVector>(r);
-    double square = std::numeric_limits<double>::infinity();
-    HYPRE_ParVectorInnerProd(v, v, &square);
-    return square;
-  }
+  const VectorKernels& kernels() override { return kParKernels; }
 
   HYPRE_Matrix matrix(int slot) override {
     return reinterpret_cast<HYPRE_Matrix>(object(matrices_[slot]));
@@ -135,10 +132,9 @@ class Assembled final : public System {
   HYPRE_Vector solution() override { return reinterpret_cast<HYPRE_Vector>(object(solution_)); }
 
   const Maker& maker(Method method) override {
-    static const Maker makers[] = {{HYPRE_ParCSRPCGCreate, HYPRE_ParCSRPCGDestroy},
-                                   {HYPRE_ParCSRGMRESCreate, HYPRE_ParCSRGMRESDestroy},
+    static const Maker makers[] = {{HYPRE_ParCSRGMRESCreate, HYPRE_ParCSRGMRESDestroy},
                                    {HYPRE_ParCSRBiCGSTABCreate, HYPRE_ParCSRBiCGSTABDestroy}};
-    return makers[method];
+    return makers[method - kGMRES];
   }
 
   void set_rhs(const double* b, Calls& call) override { set(rhs_, b, call); }

@@ -34,8 +34,6 @@ struct KrylovFunctions {
 };
 
 inline constexpr KrylovFunctions kKrylov[] = {
-    {"PCG", HYPRE_PCGSetup, HYPRE_PCGSolve, HYPRE_PCGSetPrecond, HYPRE_PCGSetTol,
-     HYPRE_PCGSetMaxIter, HYPRE_PCGGetNumIterations},
     {"GMRES", HYPRE_GMRESSetup, HYPRE_GMRESSolve, HYPRE_GMRESSetPrecond, HYPRE_GMRESSetTol,
      HYPRE_GMRESSetMaxIter, HYPRE_GMRESGetNumIterations},
     {"BiCGSTAB", HYPRE_BiCGSTABSetup, HYPRE_BiCGSTABSolve, HYPRE_BiCGSTABSetPrecond,
@@ -57,12 +55,10 @@ class Krylov {
   void create(MPI_Comm comm, Method method, int64_t restart, const Maker& maker,
               HYPRE_PtrToSolverFcn precondition, void* self, HYPRE_Matrix a, HYPRE_Vector b,
               HYPRE_Vector x, Calls& call) {
-    functions_ = &kKrylov[method];
+    functions_ = &kKrylov[method - kGMRES];
     maker_ = maker;
     call(functions_->name, [&] { return maker_.create(comm, &solver_); });
-    if (method == kPCG) {
-      call(functions_->name, [&] { return HYPRE_PCGSetTwoNorm(solver_, 1); });
-    } else if (method == kGMRES) {
+    if (method == kGMRES) {
       const auto size = static_cast<HYPRE_Int>(restart);
       call(functions_->name, [&] { return HYPRE_GMRESSetKDim(solver_, size); });
     }

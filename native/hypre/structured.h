@@ -11,10 +11,11 @@
 #include "tile.h"
 
 // hypre exports them, but declares them where its own sources look only.
-extern "C" HYPRE_Int HYPRE_StructVectorCopy(HYPRE_StructVector from, HYPRE_StructVector to);
 extern "C" HYPRE_Real hypre_StructInnerProd(HYPRE_StructVector x, HYPRE_StructVector y);
 
 namespace mpigrad::hypre {
+
+MPIGRAD_HYPRE_KERNELS(Struct)
 
 // One PFMG configuration, laid out as the ctypes structure in sparse/pfmg.py.
 struct PFMGOptions {
@@ -146,14 +147,8 @@ class Structured final : public System {
                                  reinterpret_cast<HYPRE_StructVector>(z));
   }
 
-  HYPRE_Int copy(HYPRE_Vector r, HYPRE_Vector z) override {
-    return HYPRE_StructVectorCopy(reinterpret_cast<HYPRE_StructVector>(r),
-                                  reinterpret_cast<HYPRE_StructVector>(z));
-  }
-  double squares(HYPRE_Vector r) override {
-    const auto v = reinterpret_cast<HYPRE_StructVector>(r);
-    return hypre_StructInnerProd(v, v);
-  }
+  HYPRE_Int from_zero(HYPRE_Vector r, HYPRE_Vector z) override { return precondition(r, z); }
+  const VectorKernels& kernels() override { return kStructKernels; }
 
   HYPRE_Matrix matrix(int slot) override { return reinterpret_cast<HYPRE_Matrix>(matrices_[slot]); }
   HYPRE_Vector rhs() override { return reinterpret_cast<HYPRE_Vector>(rhs_); }
@@ -171,10 +166,9 @@ class Structured final : public System {
 
   const Maker& maker(Method method) override {
     static const Maker makers[] = {
-        {made<HYPRE_StructPCGCreate>, freed<HYPRE_StructPCGDestroy>},
         {made<HYPRE_StructGMRESCreate>, freed<HYPRE_StructGMRESDestroy>},
         {made<HYPRE_StructBiCGSTABCreate>, freed<HYPRE_StructBiCGSTABDestroy>}};
-    return makers[method];
+    return makers[method - kGMRES];
   }
 
   void set_rhs(const double* b, Calls& call) override { set(rhs_, b, call); }

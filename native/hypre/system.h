@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "conjugate.h"
 #include "digest.h"
 #include "krylov.h"
 #include "request.h"
@@ -86,8 +87,8 @@ class System {
   virtual void fill(int slot, Calls& call) = 0;  // the values; makes the matrix at first
   virtual void set_up(Calls& call) = 0;          // the preconditioner, of slot 0
   virtual HYPRE_Int precondition(HYPRE_Vector r, HYPRE_Vector z) = 0;  // z <- M r
-  virtual HYPRE_Int copy(HYPRE_Vector r, HYPRE_Vector z) = 0;          // local: z <- r
-  virtual double squares(HYPRE_Vector r) = 0;                          // <r, r>
+  virtual HYPRE_Int from_zero(HYPRE_Vector r, HYPRE_Vector z) = 0;     // the same, whatever z is
+  virtual const VectorKernels& kernels() = 0;                          // local
   virtual HYPRE_Matrix matrix(int slot) = 0;                           // local
   virtual HYPRE_Vector rhs() = 0;                                      // local
   virtual HYPRE_Vector solution() = 0;                                 // local
@@ -113,15 +114,7 @@ class System {
               kRequest, kMinusRequest, kFlags };
 
   static HYPRE_Int precondition_(HYPRE_Solver self, HYPRE_Matrix, HYPRE_Vector r, HYPRE_Vector z) {
-    System& system = *reinterpret_cast<System*>(self);
-    return system.ends_with(r) ? system.copy(r, z) : system.precondition(r, z);
-  }
-
-  // hypre's PCG preconditions a residual before it asks whether that is small enough: its last cycle
-  // would be for nothing. To ask takes a reduction: we do from one iteration before the shorter one
-  // of the last two solves ended. (All ranks find the same, as they must when hypre asks.)
-  bool ends_with(HYPRE_Vector r) {
-    return small_ > 0 && cycles_++ >= asks_from_ && squares(r) < small_;
+    return reinterpret_cast<System*>(self)->precondition(r, z);
   }
 
   bool changed(const double* values);
@@ -130,11 +123,11 @@ class System {
                  Method method, int* flags);
   bool take(const Request& request, bool changed, Answer& answer, Calls& call);
   void renew(Calls& call);
-  Krylov& krylov(const Request& request, Calls& call);
+  int64_t solve(const Request& request, double small, bool guessed, int64_t max_steps, Calls& call);
   void give_rhs(const double* b, Calls& call);
   double residual(const double* b, Calls& call);
-  void iterate(const Request& request, const double* b, double size, int64_t max_steps,
-               Answer& answer, Calls& call);
+  void iterate(const Request& request, const double* b, double size, bool guessed,
+               int64_t max_steps, Answer& answer, Calls& call);
   void cycle(const Request& request, const double* b, double size, int64_t max_steps,
              Answer& answer, Calls& call);
   int64_t& usual(const Request& request) { return usual_[{request.method, request.restart}]; }
@@ -154,10 +147,7 @@ class System {
   int symmetry_ = -1;                              // of the latest values: unknown, no, yes
   int64_t setups_ = 0;
   bool holds_rhs_ = false;  // hypre's vector of the right-hand side, not a residual
-  double small_ = 0;        // below this <r, r> hypre's PCG ends for sure; 0: another method
-  int64_t cycles_ = 0;      // multigrid cycles in this call of PCG
-  int64_t asks_from_ = std::numeric_limits<int64_t>::max();   // this number of cycles
-  int64_t last_length_ = std::numeric_limits<int64_t>::max();  // of PCG, in iterations
+  ConjugateGradients conjugate_gradients_;
   std::map<std::pair<Method, int64_t>, Krylov> krylov_;
   // Most iterations, by method, of a solve whose matrix the hierarchy was made of.
   std::map<std::pair<Method, int64_t>, int64_t> usual_;
@@ -299,14 +289,29 @@ inline bool System::take(const Request& request, bool changed, Answer& answer, C
 
 // ---- iterations ----
 
-inline Krylov& System::krylov(const Request& request, Calls& call) {
+// Collective: of the right-hand side, from the present solution. PCG ends where <r, r> <= small.
+inline int64_t System::solve(const Request& request, double small, bool guessed, int64_t max_steps,
+                             Calls& call) {
+  const HYPRE_Matrix a = matrix(multiplies_);
+  if (request.method == kPCG) {
+    int64_t steps = 0;
+    call("PCG", [&] {
+      conjugate_gradients_.create(kernels(), a, rhs());
+      steps = conjugate_gradients_.solve(
+          a, rhs(), solution(), guessed, small, max_steps, [&](void* r, void* z) {
+            from_zero(static_cast<HYPRE_Vector>(r), static_cast<HYPRE_Vector>(z));
+          });
+      return HYPRE_GetError() & ~HYPRE_ERROR_GENERIC;  // NaN: the residual will show it
+    });
+    return steps;
+  }
   const auto [place, is_new] = krylov_.try_emplace({request.method, request.restart});
   if (is_new) {
     place->second.create(comm_, request.method, request.restart, maker(request.method),
-                         precondition_, this, matrix(multiplies_), rhs(), solution(), call);
+                         precondition_, this, a, rhs(), solution(), call);
     call.agree();
   }
-  return place->second;
+  return place->second.solve(a, rhs(), solution(), request.tolerance, max_steps, call);
 }
 
 // A residual takes the place of b, which is given anew where it is needed once more.
@@ -325,29 +330,20 @@ inline double System::residual(const double* b, Calls& call) {
 // Collective: from the present solution, until the residual itself, not a recurrence, is small: where
 // the two have parted, the iterations start again, as long as that helps. `size` is |b|.
 inline void System::iterate(const Request& request, const double* b, double size,
-                            int64_t max_steps, Answer& answer, Calls& call) {
+                            bool guessed, int64_t max_steps, Answer& answer, Calls& call) {
   if (request.method == kCycles) {
     cycle(request, b, size, max_steps, answer, call);
   } else {
-    Krylov& method = krylov(request, call);
     double last;
     answer.iterations = 0;
     answer.residual = std::numeric_limits<double>::infinity();
     const double target = request.tolerance * size;
-    // hypre's own |b| differs from `size` by rounding.
-    small_ = request.method == kPCG ? (1 - 1e-6) * target * target : 0;
     do {
       last = answer.residual;
-      cycles_ = 0;
       give_rhs(b, call);
-      const HYPRE_Int iterations =
-          method.solve(matrix(multiplies_), rhs(), solution(), request.tolerance,
-                       max_steps - answer.iterations, call);
+      const int64_t iterations = solve(request, target * target, guessed || answer.iterations > 0,
+                                       max_steps - answer.iterations, call);
       if (!call.agree()) return;
-      if (request.method == kPCG && answer.iterations == 0) {  // not one that begins again
-        asks_from_ = std::max<int64_t>(1, std::min<int64_t>(last_length_, iterations) - 1);
-        last_length_ = iterations;
-      }
       answer.iterations += iterations;
       answer.residual = residual(b, call) / size;
     } while (answer.residual > request.tolerance && answer.residual < last / 2 &&
@@ -441,13 +437,13 @@ inline std::string System::solve(const double* values, bool compare, const doubl
     const bool stale = multiplies_ != 0;
     const int64_t patience =
         stale && usual ? std::min(request.max_steps, 2 * usual + 5) : request.max_steps;
-    iterate(request, b, size, patience, answer, call);
+    iterate(request, b, size, guessed, patience, answer, call);
     if (stale && answer.outcome != kConverged && !call.failed()) {
       const HYPRE_Int wasted = answer.iterations;
       renew(call);
       set_solution(guessed ? guess : nullptr, call);
       if (!call.agree()) return call.message();
-      iterate(request, b, size, request.max_steps, answer, call);
+      iterate(request, b, size, guessed, request.max_steps, answer, call);
       if (answer.outcome == kConverged) usual = std::max<int64_t>(usual, answer.iterations);
       answer.iterations += wasted;
     } else if (!stale && answer.outcome == kConverged) {
