@@ -53,7 +53,7 @@ def assemble(case: str, n: int, dimensions: int) -> tuple[dict[bool, Any], dict[
     import numpy as np
     from mpi4py import MPI
 
-    from mpigrad import Grid
+    from mpigrad.grid import Grid
     from mpigrad.sparse import Pattern
 
     world = MPI.COMM_WORLD
