@@ -212,14 +212,13 @@ def _set_up(tile: Tile) -> Sent:
 def _solve(tile: Tile, iterations: int) -> Sent:
     """PCG: a product, a cycle and three dot products in each iteration.
 
-    There is a cycle before the first, and none in the last, where two more dot products find the
-    residual small (from the second solve on). Before and after: two residuals, and eight
-    collectives (the ranks agree about what is given and what hypre has said; norms).
+    After it: the residual, and six collectives with those before (the ranks agree about what is
+    given and what hypre has said; norms).
     """
     ranks = tile.dims[0] * tile.dims[1]
     product = sized(tile.across(1), 8)
-    dots = collective(ranks, *[8] * (3 * iterations + 10))
-    return _cycle(tile) * iterations + product * (iterations + 2) + dots
+    dots = collective(ranks, *[8] * (3 * iterations + 6))
+    return _cycle(tile) * iterations + product * (iterations + 1) + dots
 
 
 def _poisson(tile: Tile, gradient: bool, iterations: int) -> Sent:
