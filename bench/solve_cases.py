@@ -40,12 +40,8 @@ def solvers(case: str) -> dict[str, Any]:
         }
     if case == "anisotropic":
         return {"PCG, PFMG": PCG(preconditioner=PFMG()), "PCG": PCG(), "Multigrid": Multigrid()}
-    return {
-        "GMRES, PFMG": GMRES(preconditioner=PFMG()),
-        "GMRES": GMRES(),
-        "BiCGStab": BiCGStab(),
-        "Multigrid": Multigrid(),
-    }
+    # No PFMG: with GMRES it stays at a residual of 0.97.
+    return {"GMRES": GMRES(), "BiCGStab": BiCGStab(), "Multigrid": Multigrid()}
 
 
 def assemble(case: str, n: int, dimensions: int) -> tuple[dict[bool, Any], dict[bool, Any]]:
@@ -57,12 +53,12 @@ def assemble(case: str, n: int, dimensions: int) -> tuple[dict[bool, Any], dict[
     from mpigrad.sparse import Pattern
 
     world = MPI.COMM_WORLD
-    first, last = (n * r // world.size for r in (world.rank, world.rank + 1))
-    axes = [np.arange(first, last), *[np.arange(n)] * (dimensions - 1)]
+    h = 1 / n
+    grid = Grid((n,) * dimensions, (h,) * dimensions, dims=(world.size, *[1] * (dimensions - 1)))
+    axes = [np.arange(part.start, part.stop) for part in grid.slices]
     cell = np.meshgrid(*axes, indexing="ij")
     strides = [n**k for k in reversed(range(dimensions))]
     row = sum(c * s for c, s in zip(cell, strides, strict=True))
-    h = 1 / n
     centre = [(c + 0.5) * h for c in cell]
     diagonal = np.zeros(row.shape)
     rows, columns, values, offsets, couplings = [], [], [], [], []
@@ -86,7 +82,6 @@ def assemble(case: str, n: int, dimensions: int) -> tuple[dict[bool, Any], dict[
             couplings.append(coupling)
     rows, columns = (np.concatenate([*parts, row.ravel()]) for parts in (rows, columns))
     pattern = Pattern.from_coo(rows, columns, row.size)
-    grid = Grid((n,) * dimensions, (h,) * dimensions, dims=(world.size, *[1] * (dimensions - 1)))
     stencil = Pattern.from_stencil(grid, [*offsets, (0,) * dimensions])
     return (
         {False: pattern, True: stencil},

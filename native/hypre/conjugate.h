@@ -67,9 +67,9 @@ class ConjugateGradients {
     plan_ = kernels.plan(matrix, b);
   }
 
-  // Collective: from x, which is zero unless it is `guessed`, until <r, r> <= small, a direction is
-  // none (of a singular or indefinite matrix), or a number is not finite. `precondition(r, z)`: z <-
-  // M r. Returns the number of iterations.
+  // Collective: from x, which is zero unless it is `guessed`, until <r, r> <= small, matrix or
+  // preconditioner turn out not to be positive definite, or a number is not finite.
+  // `precondition(r, z)`: z <- M r. Returns the number of iterations.
   template <class Precondition>
   int64_t solve(void* matrix, void* b, void* x, bool guessed, double small, int64_t max_steps,
                 Precondition&& precondition) {
@@ -81,8 +81,8 @@ class ConjugateGradients {
     for (int64_t step = 1; step <= max_steps; ++step) {
       k.multiply(plan_, 1, matrix, p_, 0, s_);
       const double curvature = k.dot(s_, p_);
-      if (!(curvature < 0 || curvature > 0)) return step;
       const double alpha = gamma / curvature;
+      if (!(alpha >= std::numeric_limits<double>::min())) return step;
       k.axpy(alpha, p_, x);
       k.axpy(-alpha, s_, r_);
       const double squares = k.dot(r_, r_);

@@ -3,6 +3,7 @@
 import itertools
 import resource
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -150,6 +151,23 @@ def test_pcg_ends_with_the_first_residual_that_is_small(comm, cycle):
             for size in (1.0, 2.0**40, 2.0**-40)
         }
         assert len(set(steps.values())) == 1, steps
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("cycle", [PFMG(), BoomerAMG()])
+def test_an_indefinite_matrix_ends_pcg_at_once(comm, cycle):
+    """One with a positive diagonal, which is only found out by a direction."""
+    system = System(comm, (32, 27), faces(2))
+    offsets = system.pattern.stencil.offsets
+    entries = [jnp.full(system.pattern.stencil.grid.local_shape, -1.0) for _ in offsets]
+    matrix = system.pattern.matrix(
+        [2 + e if not any(o) else e for o, e in zip(offsets, entries, strict=True)]
+    )
+    found = solve(matrix, system.b, PCG(preconditioner=cycle), throw=False)
+    assert found.result != 0
+    assert found.stats["iterations"] < 10
+    with pytest.raises(jax.errors.JaxRuntimeError, match="is positive definite"):
+        solve(matrix, system.b, PCG(preconditioner=cycle))
 
 
 @pytest.mark.parametrize(
