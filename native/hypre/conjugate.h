@@ -6,6 +6,7 @@
 
 #include <HYPRE.h>
 
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -74,6 +75,7 @@ class ConjugateGradients {
   int64_t solve(void* matrix, void* b, void* x, bool guessed, double small, int64_t max_steps,
                 Precondition&& precondition) {
     const VectorKernels& k = *kernels_;
+    indefinite_ = false;
     k.copy(b, r_);
     if (guessed) k.multiply(plan_, -1, matrix, x, 1, r_);
     precondition(r_, p_);
@@ -82,7 +84,10 @@ class ConjugateGradients {
       k.multiply(plan_, 1, matrix, p_, 0, s_);
       const double curvature = k.dot(s_, p_);
       const double alpha = gamma / curvature;
-      if (!(alpha >= std::numeric_limits<double>::min())) return step;
+      if (!(alpha >= std::numeric_limits<double>::min())) {
+        indefinite_ = curvature < -1e-8 * std::sqrt(k.dot(s_, s_) * k.dot(p_, p_));
+        return step;
+      }
       k.axpy(alpha, p_, x);
       k.axpy(-alpha, s_, r_);
       const double squares = k.dot(r_, r_);
@@ -97,8 +102,12 @@ class ConjugateGradients {
     return max_steps;
   }
 
+  // Has the last solve met a direction p with <p, A p> < 0, by more than rounding?
+  bool indefinite() const { return indefinite_; }
+
  private:
   const VectorKernels* kernels_ = nullptr;
+  bool indefinite_ = false;
   void *p_ = nullptr, *r_ = nullptr, *s_ = nullptr, *plan_ = nullptr;
 };
 

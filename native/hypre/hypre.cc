@@ -73,6 +73,11 @@ std::string describe(const Answer& a, const Request& q, std::string_view name) {
       return "the matrix, the right-hand side or x0 holds NaN or infinity on rank " + rank +
              ". Look for a division by zero or an overflow in what computes them.";
     case kNotPositive:
+      if (a.rank < 0) {
+        return "the matrix is not positive definite: PCG has met a direction p with <p, A p> < 0 "
+               "after " + std::to_string(a.iterations) + " iterations. If -A is positive definite, "
+               "solve with -A and -b instead; else solve by GMRES or BiCGStab.";
+      }
       return "the matrix is not positive definite: a diagonal entry on rank " + rank +
              " is zero or negative. If all are negative, solve with -A and -b instead; if only "
              "some are, solve by GMRES.";

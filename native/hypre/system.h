@@ -353,6 +353,10 @@ inline void System::iterate(const Request& request, const double* b, double size
                    : answer.iterations >= max_steps     ? kMaxSteps
                    : answer.residual < 1                ? kStagnated
                                                         : kBreakdown;  // NaN, too
+  if (request.method == kPCG && answer.outcome != kConverged && conjugate_gradients_.indefinite()) {
+    answer.outcome = kNotPositive;
+    answer.rank = -1;  // of no rank in particular
+  }
 }
 
 // Collective: x <- x + M (b - A x), over and over.
@@ -452,7 +456,7 @@ inline std::string System::solve(const double* values, bool compare, const doubl
   }
   get_solution(x, call);
   if (!call.agree()) return call.message();
-  if (answer.outcome == kBreakdown) std::fill_n(x, n_, nan);
+  if (answer.outcome == kBreakdown || answer.outcome == kNotPositive) std::fill_n(x, n_, nan);
   totals.solve_seconds += MPI_Wtime() - start;
   return "";
 }
