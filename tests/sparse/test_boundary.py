@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from systems import grid_system
+from whole import Entries, prove, rows_of
 
 import mpigrad as mg
 from helpers import close
@@ -43,6 +44,25 @@ def test_prescribes_the_solution(comm, columns):
     x = np.linalg.solve(cleared, np.where(FIXED.reshape(shape), values, b))
     close(np.linalg.solve(whole(both), gathered(comm, rhs)), x, rtol=1e-9)
     close(x[FIXED], values[FIXED])
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_derivatives_of_first_and_second_order(comm):
+    """In the entries, the right-hand side and the prescribed values."""
+    system = grid_system(comm, empty=0 if comm.size > 2 else None)
+    entries, eye = Entries.of(system.pattern), jnp.eye(30)
+
+    def local(a, b, values):
+        A, rhs = Matrix(system.pattern, a).at_boundary(FIXED[system.mine], b, values)
+        return A @ jnp.cos(rhs)
+
+    def whole(a, b, values):
+        A = entries.dense(a)
+        rhs = jnp.where(FIXED, values, b - A @ jnp.where(FIXED, values, 0))
+        return jnp.where(FIXED | FIXED[:, None], eye, A) @ jnp.cos(rhs)
+
+    b, values = rows_of(system.pattern, seed=1), rows_of(system.pattern, seed=2)
+    prove(local, whole, (entries.values(1), b, values), b.mine)
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
