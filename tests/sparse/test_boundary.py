@@ -65,6 +65,23 @@ def test_derivatives_of_first_and_second_order(comm):
     prove(local, whole, (entries.values(1), b, values), b.mine)
 
 
+@pytest.mark.ranks(2, 3)
+def test_batches(comm):
+    """Of matrices and right-hand sides: boundary conditions, scaled rows and columns, diagonals."""
+    system = grid_system(comm)
+    fixed, d = FIXED[system.mine], jnp.arange(1.0, len(system.b) + 1)
+
+    def conditions(factor):
+        A = Matrix(system.pattern, factor * system.values)
+        B, rhs = A.at_boundary(fixed, factor * system.b, factor)
+        return B.values, rhs, A.scale_rows(d).values, A.scale_columns(d).values, A.diagonal()
+
+    factors = jnp.array([1.0, 2.0, -0.5])
+    got = mg.jit(mg.vmap(conditions))(factors)
+    for k, factor in enumerate(factors):
+        close([part[k] for part in got], list(conditions(factor)))
+
+
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_dot(comm):
     system = grid_system(comm)

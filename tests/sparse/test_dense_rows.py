@@ -15,6 +15,7 @@ ROWS = {
     "some": lambda rank: 4 + rank,
     "one each": lambda rank: 1,
     "none on one": lambda rank: 5 * (rank != 1),
+    "all on the first": lambda rank: 7 * (rank == 0),
 }
 
 

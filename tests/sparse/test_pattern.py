@@ -21,6 +21,45 @@ def test_order_of_rows(comm):
     assert p.row_without_diagonal == -1
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_compressed_rows(comm, shift):
+    """This rank's rows, or those of the next one: patterns and sums as by `from_coo`."""
+    counts = [3 * (rank != 1) for rank in range(comm.size)]
+    whose = (comm.rank + shift) % comm.size
+    n, first, length = sum(counts), sum(counts[:whose]), counts[whose]
+    starts = np.concatenate([[0], np.cumsum(np.arange(length) + 2)])
+    columns = np.random.default_rng(whose).integers(0, n, starts[-1])  # some of them twice
+    rows = np.repeat(np.arange(first, first + length), np.diff(starts))
+    where = {"first_row": first} if shift else {}
+    got = Pattern.from_csr(starts, columns, counts[comm.rank], comm, **where)
+    expected = Pattern.from_coo(rows, columns, counts[comm.rank], comm)
+    for name in ("rows", "columns", "row_starts", "diagonal", "order"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name))
+    given = np.arange(1.0, len(rows) + 1)
+    np.testing.assert_array_equal(got.assemble(given), expected.assemble(given))
+    assert comm.mpi.allreduce(float(got.assemble(given).sum())) == comm.mpi.allreduce(given.sum())
+    if not shift:
+        assert Pattern.from_csr(starts, columns, comm=comm).n_local == length
+
+
+@pytest.mark.parametrize(
+    ("starts", "error", "message"),
+    [
+        ([0, 1], ValueError, "begin with 0 and end with the number of columns, 2"),
+        ([1, 2], ValueError, "begin with 0 and end with the number of columns, 2"),
+        ([], ValueError, "begin with 0 and end with the number of columns, 2"),
+        ([0, 3, 2], ValueError, "row_starts fall after row 1, from 3 to 2"),
+        ([0.0, 2.0], TypeError, "row_starts must be a one-dimensional array of integers"),
+    ],
+)
+def test_wrong_compressed_rows_are_an_error_on_all(comm, starts, error, message):
+    at_fault = comm.size - 1
+    given = starts if comm.rank == at_fault else [0, 2]
+    with pytest.raises(error, match=rf"{message}.*\(found on rank {at_fault}\)"):
+        Pattern.from_csr(given, [0, 0], comm=comm)
+
+
 def test_rows_in_order_are_left_alone(comm):
     n = 3
     rows = np.repeat(np.arange(n), 2) + n * comm.rank

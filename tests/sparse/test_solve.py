@@ -55,6 +55,7 @@ def whole(system):
     return lambda values, b: jnp.sum(WEIGHTS * jnp.linalg.solve(system.dense(values), b) ** 2)
 
 
+@pytest.mark.thin(3)
 @solvers
 @pytest.mark.parametrize("empty", [None, 1])
 def test_solution_is_scipys(comm, solver, empty):
@@ -96,6 +97,7 @@ def both(system, v, b):
     return (v[system.entries], b[system.mine])
 
 
+@pytest.mark.thin(2)
 @solvers
 def test_hessian_times_vector(comm, solver):
     system = grid_system(comm)

@@ -181,6 +181,65 @@ class Pattern:
         return cls(rows, columns, n_local, comm, n_local_columns)
 
     @classmethod
+    def from_csr(
+        cls,
+        row_starts: Any,
+        columns: Any,
+        n_local: int | None = None,
+        comm: Communicator | None = None,
+        n_local_columns: int | None = None,
+        *,
+        first_row: int | None = None,
+    ) -> Pattern:
+        """The pattern of compressed sparse rows, a piece of consecutive rows on each rank.
+
+        Row k of the piece has the columns `columns[row_starts[k]:row_starts[k + 1]]`, in any order.
+
+        Parameters
+        ----------
+        row_starts, columns
+            Where each row of the piece starts, shape (n + 1,), and the global indices of its
+            entries' columns, shape (n_given,).
+        n_local
+            Number of rows that this rank owns; without it those of the piece.
+        n_local_columns
+            As in `from_coo`.
+        first_row
+            Global index of the piece's first row, whoever owns it; without it the first that this
+            rank owns. Entries of other ranks' rows, or given twice, go where `from_coo` says.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, where the row starts do not rise from 0 to the number of columns, and
+            where `from_coo` raises.
+        """
+        comm = resolve(comm)
+        error, counts, own = None, np.zeros(0, np.int64), 0
+        try:
+            starts = _indices(row_starts, "row_starts")
+            counts = np.diff(starts)
+            if len(starts) == 0 or starts[0] != 0 or starts[-1] != np.size(columns):
+                raise ValueError(
+                    f"Pattern.from_csr: row_starts must begin with 0 and end with the number of "
+                    f"columns, {np.size(columns)}"
+                )
+            if np.any(counts < 0):
+                row = int(np.argmax(counts < 0))
+                raise ValueError(
+                    f"Pattern.from_csr: row_starts fall after row {row}, from {starts[row]} to "
+                    f"{starts[row + 1]}"
+                )
+            own = len(counts) if n_local is None else _count(n_local)
+        except (TypeError, ValueError) as problem:
+            error = problem
+        raise_together(comm, error)
+        offset = comm.mpi.scan(own) - own
+        first = offset if first_row is None else first_row
+        rows = np.repeat(np.arange(first, first + len(counts)), counts)
+        return cls(rows, columns, own, comm, n_local_columns)
+
+    @classmethod
     def from_stencil(cls, grid: Grid, offsets: Sequence[Sequence[int]]) -> Pattern:
         """The pattern that couples each cell of a grid to the cells at `offsets` from it.
 
