@@ -1,7 +1,7 @@
 // Conjugate gradients on hypre's vectors, by hypre's own kernels, in the order of hypre's PCG. What
 // that one does besides: it multiplies by A for a first guess of zero, sets z to zero before every
 // cycle, where PFMG looks at none of it, and goes through a last cycle before it asks whether the
-// residual is small enough. A tenth of a solve in ten iterations.
+// residual is small enough.
 #pragma once
 
 #include <HYPRE.h>

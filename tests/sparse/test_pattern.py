@@ -58,6 +58,9 @@ def test_wrong_compressed_rows_are_an_error_on_all(comm, starts, error, message)
     given = starts if comm.rank == at_fault else [0, 2]
     with pytest.raises(error, match=rf"{message}.*\(found on rank {at_fault}\)"):
         Pattern.from_csr(given, [0, 0], comm=comm)
+    first = "0" if comm.rank == at_fault else None
+    with pytest.raises(TypeError, match=rf"first_row must be an integer.*rank {at_fault}\)"):
+        Pattern.from_csr([0, 2], [0, 0], comm=comm, first_row=first)  # type: ignore[arg-type]
 
 
 def test_rows_in_order_are_left_alone(comm):

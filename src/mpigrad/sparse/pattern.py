@@ -210,9 +210,9 @@ class Pattern:
 
         Raises
         ------
-        ValueError
-            On all ranks, where the row starts do not rise from 0 to the number of columns, and
-            where `from_coo` raises.
+        TypeError, ValueError
+            On all ranks, where an argument is no integer, where the row starts do not rise from 0
+            to the number of columns, and where `from_coo` raises.
         """
         comm = resolve(comm)
         error, counts, own = None, np.zeros(0, np.int64), 0
@@ -229,6 +229,10 @@ class Pattern:
                 raise ValueError(
                     f"Pattern.from_csr: row_starts fall after row {row}, from {starts[row]} to "
                     f"{starts[row + 1]}"
+                )
+            if first_row is not None and not isinstance(first_row, int | np.integer):
+                raise TypeError(
+                    f"Pattern.from_csr: first_row must be an integer, not {first_row!r}"
                 )
             own = len(counts) if n_local is None else _count(n_local)
         except (TypeError, ValueError) as problem:
