@@ -269,7 +269,13 @@ CASES |= {
     for operation in REDUCING
     for op in ("PROD", "own function", "own derivative")
 }
-ALIKE = ("requests beside send and recv", "recv of any tag", "one_sided put and get")
+ALIKE = (
+    "requests beside send and recv",
+    "recv of any tag",
+    "one_sided put and get",
+    "one_sided of a pytree",
+    "custom_operation of a pytree",
+)
 CASES |= {name: Case(run, simulate, takes=t) for name, (run, simulate, t) in MESSAGES.items()}
 
 

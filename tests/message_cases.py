@@ -129,6 +129,37 @@ def _accumulate_simulated(X: Any) -> Any:
     return jnp.concatenate([W, jnp.roll(X[:, :1], -1, axis=0)], axis=1)
 
 
+def _combined(a: Any, b: Any, n: Any) -> Any:
+    """a, with the other sign where n is odd, beside b."""
+    return jnp.concatenate([a * (1 - 2 * (n[..., None] % 2)).astype(a.dtype), b[..., None]], -1)
+
+
+def _window_of_three(x: Any, c: Communicator) -> Any:
+    """A pytree of two dtypes as a window: its integers are signs of what is got."""
+    right, left = _ring(c)
+    tree = lambda x, n: {"a": x, "b": [x[:, 1], jnp.full(len(x), n, jnp.int32)]}
+    window, (got,) = mg.one_sided(
+        tree(x, c.rank),
+        put=[(tree(x[1:2], 7), right, 0)],
+        get=[(left, 1, 2)],
+        accumulate=[(tree(x[:1], 1), c.size - 1, 2)],
+        comm=c,
+    )
+    return jnp.concatenate([_combined(t["a"], *t["b"]) for t in (window, got)])
+
+
+def _window_of_three_simulated(X: Any) -> Any:
+    ranks = jnp.broadcast_to(jnp.arange(len(X), dtype="int32")[:, None], X.shape[:2])
+    whole = [X, X[:, :, 1], ranks]  # before the epoch
+    put = [jnp.roll(w[:, 1], 1, axis=0) for w in whole]
+    put[2] = jnp.full_like(put[2], 7)
+    added = [X[:, 0], X[:, 0, 1], jnp.ones_like(ranks[:, 0])]
+    after = [w.at[:, 0].set(p) for w, p in zip(whole, put, strict=True)]
+    after = [w.at[-1, 2].add(t.sum(0, dtype=t.dtype)) for w, t in zip(after, added, strict=True)]
+    got = [jnp.roll(w, 1, axis=0)[:, 1:] for w in whole]
+    return jnp.concatenate([_combined(*after), _combined(*got)], axis=1)
+
+
 # ---- written with mpi4py ----
 
 
@@ -171,6 +202,35 @@ def under_simulated(X: Any) -> Any:
     return jnp.concatenate([X[:, ::-1], jnp.roll(X[:, :1], 1, axis=0)], axis=1)
 
 
+def _shift(array: np.ndarray, comm: MPI.Intracomm, to: int) -> np.ndarray:
+    got = np.empty_like(array)
+    dest, source = (comm.rank + to) % comm.size, (comm.rank - to) % comm.size
+    comm.Sendrecv(_bytes(np.ascontiguousarray(array)), dest, recvbuf=_bytes(got), source=source)
+    return got
+
+
+# {"a", "b", "n"} -> (b, {"a", "n"}): n is an integer, and moves with the others.
+turned = mg.custom_operation(
+    lambda x, comm: (_shift(x["b"], comm, 1), {"a": x["a"][::-1], "n": _shift(x["n"], comm, 1)}),
+    lambda ct, comm: {
+        "a": ct[1]["a"][::-1],
+        "b": _shift(ct[0], comm, -1),
+        "n": _shift(ct[1]["n"], comm, -1),
+    },
+    lambda x: (x["b"], {"a": x["a"], "n": x["n"]}),
+)
+
+
+def _turned(x: Any, c: Communicator) -> Any:
+    b, rest = turned({"a": x, "b": x[:, 1], "n": jnp.full(len(x), c.rank, jnp.int32)}, c)
+    return _combined(rest["a"], b, rest["n"])
+
+
+def _turned_simulated(X: Any) -> Any:
+    ranks = jnp.broadcast_to(jnp.arange(len(X), dtype="int32")[:, None], X.shape[:2])
+    return _combined(X[:, ::-1], *(jnp.roll(v, 1, axis=0) for v in (X[:, :, 1], ranks)))
+
+
 # name -> (on one rank, on the stack of all ranks' operands, what it takes)
 MESSAGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], str]] = {
     "isend and irecv": (_requests, _requests_simulated, "anything"),
@@ -179,5 +239,7 @@ MESSAGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], str]] = {
     "recv of any tag": (_any_tag, _any_tag_simulated, "anything"),
     "one_sided put and get": (_put_and_get, _put_and_get_simulated, "anything"),
     "one_sided accumulate": (_accumulate, _accumulate_simulated, "numbers"),
+    "one_sided of a pytree": (_window_of_three, _window_of_three_simulated, "numbers"),
     "custom_operation": (under, under_simulated, "anything"),
+    "custom_operation of a pytree": (_turned, _turned_simulated, "anything"),
 }

@@ -13,7 +13,7 @@ import pytest
 
 import mpigrad as mg
 from helpers import close
-from message_cases import under, under_simulated
+from message_cases import turned, under, under_simulated
 from mpigrad.communicator import Communicator
 from proof import operand, prove
 
@@ -23,6 +23,25 @@ EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 def test_twice(comm: Communicator) -> None:
     twice = lambda x: under(under(x, comm), comm)
     prove(twice, lambda X: under_simulated(under_simulated(X)), comm, "jit")
+
+
+@pytest.mark.parametrize("how", ["eager", "vmap", "scan"])
+def test_leaves_that_are_constant_on_some_ranks(how: str, comm: Communicator) -> None:
+    """Leaf b is active on odd ranks, a on even ones; their results are on their neighbours."""
+    _, X = operand(comm)
+    parity = jnp.arange(comm.size)[:, None] % 2
+
+    def f(x: Any) -> Any:
+        a, b = (x, X[comm.rank, :, 1]) if comm.rank % 2 == 0 else (X[comm.rank], x[:, 1])
+        b, rest = turned({"a": a, "b": b, "n": jnp.zeros(1, jnp.int32)}, comm)
+        return rest["a"] * b[:, None]
+
+    def F(x: Any) -> Any:
+        a = jnp.where(parity[..., None] == 0, x, X)
+        b = jnp.where(parity == 1, x[:, :, 1], X[:, :, 1])
+        return a[:, ::-1] * jnp.roll(b, 1, axis=0)[..., None]
+
+    prove(f, F, comm, how)
 
 
 def test_on_the_ranks_of_a_split(comm: Communicator) -> None:
@@ -47,6 +66,11 @@ def test_errors_have_the_rank_the_line_and_the_text(comm: Communicator) -> None:
     short = mg.custom_operation(lambda x, mpi: x[:1], fails)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"returned float64\[1\] where float64\[3"):
         short(jnp.ones(3))
+    other = mg.custom_operation(lambda x, mpi: {"b": x}, fails, lambda x: {"a": x, "c": [x]})
+    for f in (other, mg.jit(other)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"promised by `shape`") as error:
+            f(jnp.ones(3))
+        assert "{'a': float64[3], 'c': [float64[3]]}" in str(error.value)
     to_integer = mg.custom_operation(
         fails, fails, lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32)
     )

@@ -31,8 +31,14 @@ def test_wrong_use(comm: Communicator) -> None:
         mg.one_sided(x, accumulate=[(jnp.ones((1, 3), jnp.int32), 0, 0)])
     with pytest.raises(TypeError, match="cannot add bool"):
         mg.one_sided(x > 0, accumulate=[(x[:1] > 0, 0, 0)])
-    with pytest.raises(TypeError, match="content is one array, not PyTreeDef"):
-        mg.one_sided({"a": jnp.ones(2)}, comm=comm)
+    with pytest.raises(TypeError, match=r"put: values are PyTreeDef\(\*\) .* the window is .*'a'"):
+        mg.one_sided({"a": x}, put=[(x, 0, 0)])
+    with pytest.raises(ValueError, match=r"same number of rows; got \[1, 2\] on rank"):
+        mg.one_sided({"a": x, "b": x[:1]})
+    with pytest.raises(TypeError, match="cannot add bool"):
+        mg.one_sided([x, x > 0], accumulate=[([x, x > 0], 0, 0)])
+    with pytest.raises(ValueError, match="has no rows"):
+        mg.one_sided(1.0)
     with pytest.raises(ValueError, match="not negative"):
         mg.one_sided(x, get=[(0, -1, 1)])
     own = mg.one_sided

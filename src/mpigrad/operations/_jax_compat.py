@@ -187,7 +187,7 @@ def lowering(
 ) -> Callable[..., Any]:
     """Lowering of an effectful primitive to an FFI call between two tokens.
 
-    The first `operands` operands are handed over; the others (the carrier) only exist for
+    `values[:operands]` are handed over; the others (the carrier, the last one) only exist for
     differentiation. `aliases` counts the token as operand and result 0. `attributes` makes
     the handler's attributes from the operands' avals and the parameters (default: the parameters).
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import pathlib
 import secrets
 import traceback
@@ -25,7 +26,7 @@ from mpigrad.operations.sites import call_site
 
 __all__ = ["custom_operation"]
 
-Function = Callable[[np.ndarray, MPI.Intracomm], np.ndarray]
+Function = Callable[[Any, MPI.Intracomm], Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,33 @@ class _Operation:
 
 
 @dataclass(frozen=True)
+class _Type:
+    """Shapes and dtypes of a pytree of arrays."""
+
+    structure: Any
+    leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]
+
+    @staticmethod
+    def of(tree: Any) -> _Type:
+        leaves, structure = jax.tree.flatten(tree)
+        return _Type(structure, tuple((tuple(x.shape), np.dtype(x.dtype)) for x in leaves))
+
+    @property
+    def is_differentiable(self) -> bool:
+        return any(is_differentiable(dtype) for _, dtype in self.leaves)
+
+    def __str__(self) -> str:
+        shown = [f"{dtype}{list(shape)}" for shape, dtype in self.leaves]
+        return str(jax.tree.unflatten(self.structure, [_Bare(text) for text in shown]))
+
+
+class _Bare(str):
+    """A text that is shown without quotes."""
+
+    __repr__ = str.__str__
+
+
+@dataclass(frozen=True)
 class _Call:
     """One of the two functions, for operands of one type; `batch` are the axes of vmap in front."""
 
@@ -43,32 +71,46 @@ class _Call:
     transposed: bool
     slot: int
     batch: tuple[int, ...]
-    shape: tuple[int, ...]  # of x, without the batch
-    dtype: np.dtype
-    result_shape: tuple[int, ...]
-    result_dtype: np.dtype
+    operand: _Type  # without the batch, as the result
+    result: _Type
 
-    def __call__(self, x: int, y: int) -> None:
-        """Read the operand at the address `x`, write the result to the address `y`."""
+    def __call__(self, xs: Any, ys: Any) -> None:
+        """Read the operands at the addresses `xs`, write the results to the addresses `ys`."""
         name = f"{self.operation.name} ({'transpose' if self.transposed else 'forward'})"
         function = self.operation.transpose if self.transposed else self.operation.forward
-        operands = _at(x, (*self.batch, *self.shape), self.dtype).reshape(-1, *self.shape)
-        results = _at(y, (*self.batch, *self.result_shape), self.result_dtype)
-        results = results.reshape(-1, *self.result_shape)
-        for operand, result in zip(operands, results, strict=True):
-            # A copy: the function may change its operand, which belongs to XLA.
-            got = np.asarray(function(operand.copy(), _communicators[self.slot]))
-            if (got.shape, got.dtype) != (result.shape, result.dtype):
+        operands, results = self._at(xs, self.operand), self._at(ys, self.result)
+        for member in range(math.prod(self.batch)):
+            # Copies: the function may change its operands, which belong to XLA.
+            copies = [x[member].copy() for x in operands]
+            returned = function(
+                jax.tree.unflatten(self.operand.structure, copies), _communicators[self.slot]
+            )
+            try:
+                leaves = self.result.structure.flatten_up_to(returned)
+            except ValueError as fault:
                 raise TypeError(
-                    f"{name} returned {got.dtype}{list(got.shape)} where "
-                    f"{result.dtype}{list(result.shape)} was promised by `shape`"
+                    f"{name} returned something else than the {self.result} that was promised by "
+                    f"`shape`: {fault}"
+                ) from None
+            got = [np.asarray(leaf) for leaf in leaves]
+            type_ = _Type.of(jax.tree.unflatten(self.result.structure, got))
+            if type_ != self.result:
+                raise TypeError(
+                    f"{name} returned {type_} where {self.result} was promised by `shape`"
                 )
-            result[...] = got
+            for y, values in zip(results, got, strict=True):
+                y[member] = values
+
+    def _at(self, addresses: Any, type_: _Type) -> list[np.ndarray]:
+        return [
+            _array(addresses[i], (math.prod(self.batch), *shape), dtype)
+            for i, (shape, dtype) in enumerate(type_.leaves)
+        ]
 
 
-def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    bytes_ = int(np.prod(shape)) * dtype.itemsize
-    memory: Any = (ctypes.c_char * bytes_).from_address(address) if bytes_ else b""
+def _array(address: int | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    bytes_ = math.prod(shape) * dtype.itemsize
+    memory: Any = (ctypes.c_char * bytes_).from_address(address or 0) if bytes_ else b""
     return np.frombuffer(memory, dtype).reshape(shape)
 
 
@@ -89,21 +131,22 @@ def _number(call: _Call) -> int:
 @ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_int64,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.POINTER(ctypes.c_void_p),
     ctypes.POINTER(ctypes.c_char),
     ctypes.c_int64,
 )
-def _run(number: int, x: int, y: int, error: Any, length: int) -> int:
+def _run(number: int, xs: Any, ys: Any, error: Any, length: int) -> int:
     """Run a call; an exception becomes the text of the operation's error."""
     try:
-        _calls[number](x or 0, y or 0)
+        _calls[number](xs, ys)
     except BaseException as exception:
         frames = traceback.extract_tb(exception.__traceback__)[2:]  # from the user's function on
         shown = [*frames[:1], *frames[1:][-4:]]
         lines = [f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in shown]
         call = _calls[number]
-        unknown = {call.dtype.name, call.result_dtype.name} - ARITHMETIC_DTYPES
+        moved = (*call.operand.leaves, *call.result.leaves)
+        unknown = {dtype.name for _, dtype in moved} - ARITHMETIC_DTYPES
         if unknown and frames and "mpi4py" in pathlib.PurePath(frames[-1].filename).parts:
             lines.append(
                 f"  ({' and '.join(sorted(unknown))}: MPI has no such datatype. Convert it first, "
@@ -122,39 +165,33 @@ def _connect() -> None:
 
 
 def _attributes(avals: Any, p: dict[str, Any]) -> dict[str, Any]:
-    x, batch = avals[0], p["batch"]
-    call = _Call(
-        p["operation"],
-        p["transposed"],
-        p["comm"],
-        batch,
-        tuple(x.shape[len(batch) :]),
-        np.dtype(x.dtype),
-        p["shape"],
-        p["dtype"],
-    )
+    call = _Call(p["operation"], p["transposed"], p["comm"], p["batch"], p["operand"], p["result"])
     return {"comm": p["comm"], "site": p["site"], "id": _number(call)}
 
 
-def _transpose(ct: Any, x: Any, a: Any, *, transposed: bool, batch: Any, **p: Any) -> Any:
-    p.update(shape=tuple(x.shape[len(batch) :]), dtype=np.dtype(x.dtype))
-    return custom_p.bind(ct, a, transposed=not transposed, batch=batch, **p)[0]
+def _results(*xs: Any, result: _Type, batch: tuple[int, ...], **_: Any) -> list[ShapedArray]:
+    return [ShapedArray((*batch, *shape), dtype) for shape, dtype in result.leaves]
+
+
+def _transpose(
+    cts: Any, xs: Any, a: Any, *, transposed: bool, operand: _Type, result: _Type, **p: Any
+) -> Any:
+    return custom_p.bind(*cts, a, transposed=not transposed, operand=result, result=operand, **p)
 
 
 custom_p: Primitive = linear_map(
     "custom",
-    result=lambda x, *, shape, dtype, batch, **_: ShapedArray((*batch, *shape), dtype),
+    result=_results,
     attributes=_attributes,
     batch_params=lambda p, n: {**p, "batch": (n, *p["batch"])},
     transpose=_transpose,
+    several=True,
     own_space=True,
 )
 
 
 def custom_operation(
-    forward: Function,
-    transpose: Function,
-    shape: Callable[[jax.ShapeDtypeStruct], Any] | None = None,
+    forward: Function, transpose: Function, shape: Callable[[Any], Any] | None = None
 ) -> Callable[..., Any]:
     """A differentiable operation made of two functions with calls of mpi4py.
 
@@ -162,26 +199,29 @@ def custom_operation(
     ----------
     forward
         (x, comm) -> y, a *linear* map on the product space of the ranks' arrays: x and y are
-        NumPy arrays, comm is a communicator of mpi4py. It may call anything of mpi4py, and
-        completes what it begins before it returns. It may change its operand.
+        NumPy arrays or pytrees of them, comm is a communicator of mpi4py. It may call anything of
+        mpi4py, and completes what it begins before it returns. It may change its operand.
     transpose
         (ct, comm) -> the transposed map of a cotangent of y: sum over ranks of <forward(x), ct>
         = sum over ranks of <x, transpose(ct)>, without complex conjugates. `dot_test` checks it.
     shape
-        jax.ShapeDtypeStruct of x -> something with the `shape` and `dtype` of y; default: those
-        of x. Both are floating-point or complex, or both are not.
+        jax.ShapeDtypeStruct of x -> something with the `shape` and `dtype` of y (pytrees, where x
+        and y are); default: those of x. Both have floating-point or complex arrays, or neither.
 
     Returns
     -------
-    operation(x, comm=None) -> y for jax arrays, at its place among the messages: under jit, grad,
-    jvp, vmap (member by member), scan and checkpoint, and for higher derivatives. The adjoint is
-    `transpose`, and the adjoint of that is `forward`. An exception that one of the functions
-    raises ends the operation, with its text, the rank and the line of the call.
+    operation(x, comm=None) -> y for jax arrays or pytrees of them, at its place among the messages:
+    under jit, grad, jvp, vmap (member by member), scan and checkpoint, and for higher derivatives.
+    The adjoint is `transpose`, and the adjoint of that is `forward`. An exception that one of the
+    functions raises ends the operation, with its text, the rank and the line of the call.
 
     Notes
     -----
     The communicator is the one that mpigrad's own messages use, or, in derivatives, the one that
     theirs use: wait for the requests of `isend` and `irecv` before, or use other tags.
+
+    Integers beside floating-point arrays move with them. In derivatives they are zeros, and what
+    comes of them is not used: they cannot say what the map is, for that is to be linear in all.
     """
     name = getattr(forward, "__qualname__", type(forward).__name__)
     description = _Operation(forward, transpose, name)
@@ -189,27 +229,28 @@ def custom_operation(
     def operation(x: Any, comm: Communicator | None = None) -> Any:
         _connect()
         comm = resolve(comm)
-        x = array(x)
-        struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        y = struct if shape is None else shape(struct)
-        if is_differentiable(y.dtype) != is_differentiable(x.dtype):
+        x = jax.tree.map(array, x)
+        struct = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
+        operand, result = _Type.of(struct), _Type.of(struct if shape is None else shape(struct))
+        if result.is_differentiable != operand.is_differentiable:
             raise TypeError(
-                f"{name}: x is {x.dtype} and the result {np.dtype(y.dtype)}: one has a "
-                "derivative, the other none; convert one of them outside the operation"
+                f"{name}: x is {operand} and the result {result}: one has a derivative, the other "
+                "none; convert one of them outside the operation"
             )
         for slot, mpi in ((comm.slot, comm.mpi), (derivative_slot(comm.slot), comm.derivatives)):
             _communicators[slot] = MPI.Intracomm(mpi)
-        return custom_p.bind(
-            x,
+        leaves = custom_p.bind(
+            *jax.tree.leaves(x),
             carrier(),
             comm=comm.slot,
             site=call_site(),
             operation=description,
             transposed=False,
             batch=(),
-            shape=tuple(y.shape),
-            dtype=np.dtype(y.dtype),
-        )[0]
+            operand=operand,
+            result=result,
+        )
+        return jax.tree.unflatten(result.structure, leaves)
 
     operation.__name__, operation.__doc__ = name, forward.__doc__
     return operation

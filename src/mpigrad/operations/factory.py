@@ -126,37 +126,41 @@ def _message(
     batch_axes: tuple[int, int] = (0, 0),
     batch_params: Callable[[dict[str, Any], int], dict[str, Any]] | None = None,
 ) -> Primitive:
-    """A primitive (x, carrier) -> results: all but its derivatives."""
+    """A primitive (x, ..., carrier) -> results: all but its derivatives."""
     primitive = Primitive(f"mpigrad_{name}")
     handler = register_target(target or f"mpigrad_{name}")
 
-    def shape_rule(x: Any, a: Any, **params: Any) -> list[ShapedArray]:
-        y = result(x, **params)
+    def shape_rule(*operands: Any, **params: Any) -> list[ShapedArray]:
+        *xs, _ = operands
+        y = result(*xs, **params)
         results = y if isinstance(y, list) else [] if y is None else [y]
-        for aval in (x, *results):
+        for aval in (*xs, *results):
             check_count(name, aval.shape, aval.dtype)
         return results
 
     compat.make_effectful(primitive, shape_rule)
     run_eagerly(primitive)
     aliases = {1: 1} if in_place else None
-    rule = compat.lowering(handler, int(takes_data), aliases, attributes)
+    rule = compat.lowering(handler, -1 if takes_data else 0, aliases, attributes)
     compat.register_lowering(primitive, rule)
 
     def batch(args: Any, dims: Any, **params: Any) -> Any:
-        (x, a), (dx, da) = args, dims
+        (*xs, a), (*dxs, da) = args, dims
         n = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
         before, after = batch_axes
-        if dx is None:  # another rank's operand may be batched: send the batch
+
+        def batched(x: Any, d: int | None) -> Any:
+            if d is not None:
+                return jnp.moveaxis(x, d, before)
+            # Another rank's operand may be batched: send the batch.
             shape = (*x.shape[:before], n, *x.shape[before:])
-            x = jnp.broadcast_to(jnp.expand_dims(x, before), shape)
-        else:
-            x = jnp.moveaxis(x, dx, before)
+            return jnp.broadcast_to(jnp.expand_dims(x, before), shape)
+
         if da is not None:
             a = jnp.sum(a)
         if batch_params is not None:
             params = batch_params(params, n)
-        y = primitive.bind(x, a, **params)
+        y = primitive.bind(*map(batched, xs, dxs), a, **params)
         return y, [after] * len(y)
 
     compat.always_stage(primitive)
@@ -175,43 +179,63 @@ def _set_derivative(
     Parameters
     ----------
     at
-        (x, carrier, results, **params) -> what the derivative at x needs.
+        (x, ..., carrier, results, **params) -> what the derivative at x needs.
     tangent
-        (what `at` gives, tangent of x, carrier, **params) -> tangents of the results, of the first
-        ones where the others have none; linear.
+        (what `at` gives, tangents of the x, carrier, **params) -> tangents of the results, of the
+        first ones where the others have none; linear.
     inactive
         (tangent of the carrier, aval) -> the tangent of an x that is inactive on this rank.
     """
 
-    def apply(
-        aval: Any, known: Sequence[Any], tx: Any, ta: Any, results: Any, params: Any
-    ) -> Sequence[Any]:
+    def tangent_of(aval: Any, tx: Any, ta: Any) -> Any:
+        if not is_differentiable(aval.dtype):  # integers beside what has a derivative
+            return jnp.zeros(aval.shape, aval.dtype)
         if type(tx) is ad.Zero:  # inactive here, perhaps active elsewhere: send a zero
-            tx = inactive(ta, aval)
-        elif type(ta) is not ad.Zero:  # loops may give it a tangent that is constantly zero
-            tx = tx + nought(ta, aval)
+            return inactive(ta, aval)
+        if type(ta) is not ad.Zero:  # loops may give it a tangent that is constantly zero
+            return tx + nought(ta, aval)
+        return tx
+
+    def apply(
+        avals: Any, known: Sequence[Any], txs: Any, ta: Any, results: Any, params: Any
+    ) -> Sequence[Any]:
         *known, link = known
-        tangents = tangent(known, tx, link, **params)
-        return [*tangents, *(ad.Zero(v.to_tangent_aval()) for v in results[len(tangents) :])]
+        txs = [tangent_of(aval, tx, ta) for aval, tx in zip(avals, txs, strict=True)]
+        tangents = tangent(known, txs, link, **params)
+        tangents = [*tangents, *[None] * (len(results) - len(tangents))]
+        return [
+            ad.Zero(v.to_tangent_aval()) if t is None or not is_differentiable(v.dtype) else t
+            for t, v in zip(tangents, results, strict=True)
+        ]
+
+    # The tangent's carrier depends on x, so that it is active wherever x is.
+    def linked(xs: Any, a: Any) -> Any:
+        return sum((nought(x, CARRIER) for x in xs if is_differentiable(x.dtype)), a)
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        (x, a), (tx, ta) = primals, tangents
-        y = primitive.bind(x, a, **params)
-        if not is_differentiable(x.dtype):
+        (*xs, a), (*txs, ta) = primals, tangents
+        y = primitive.bind(*xs, a, **params)
+        if not any(is_differentiable(x.dtype) for x in xs):
             return y, [ad.Zero(compat.tangent_aval(v)) for v in y]
-        # The tangent's carrier depends on x, so that it is active wherever x is.
-        known = [*at(x, a, y, **params), a + nought(x, CARRIER)]
-        return y, apply(jax.typeof(x), known, tx, ta, [jax.typeof(v) for v in y], params)
+        known = [*at(*xs, a, y, **params), linked(xs, a)]
+        avals, results = [jax.typeof(x) for x in xs], [jax.typeof(v) for v in y]
+        return y, apply(avals, known, txs, ta, results, params)
 
-    def linearize(is_vjp: Any, nonzeros: Any, x: Any, a: Any, **params: Any) -> Any:
-        y = primitive.bind(x, a, **params)
-        if not is_differentiable(x.dtype):
+    def linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
+        *xs, a = primals
+        y = primitive.bind(*xs, a, **params)
+        if not any(is_differentiable(x.dtype) for x in xs):
             zeros = [ad.Zero(compat.tangent_aval(v)) for v in y]
-            return y, [False] * len(y), [], lambda residuals, tx, ta: zeros
-        known, aval = [*at(x, a, y, **params), a + nought(x, CARRIER)], jax.typeof(x)
-        results = [jax.typeof(v) for v in y]
+            return y, [False] * len(y), [], lambda residuals, *tangents: zeros
+        known = [*at(*xs, a, y, **params), linked(xs, a)]
+        avals, results = [jax.typeof(x) for x in xs], [jax.typeof(v) for v in y]
         active = [is_differentiable(v.dtype) for v in y]
-        return y, active, known, lambda known, tx, ta: apply(aval, known, tx, ta, results, params)
+
+        def linear(known: Any, *tangents: Any) -> Any:
+            *txs, ta = tangents
+            return apply(avals, known, txs, ta, results, params)
+
+        return y, active, known, linear
 
     ad.primitive_jvps[primitive] = jvp
     compat.set_linearization(primitive, linearize)
@@ -221,18 +245,26 @@ def linear_map(
     name: str,
     *,
     transpose: Callable[..., Any],
+    several: bool = False,
     own_space: bool = False,
     inactive: Callable[[Any, Any], Any] = nought,
     **options: Any,
 ) -> Primitive:
-    """A primitive (x, carrier) -> [y] or [] for the native handler `mpigrad_<name>`.
+    """A primitive (x, ..., carrier) -> [y, ...] for the native handler `mpigrad_<name>`.
+
+    Most have one operand and at most one result.
 
     Parameters
     ----------
     transpose
-        (cotangent or None, aval of x, carrier, **params) -> cotangent of x.
+        (cotangent or None, aval of x, carrier, **params) -> cotangent of x; with `several`:
+        (cotangents, avals of the x, carrier, **params) -> cotangents of the x.
+    several
+        Whether there may be any number of operands and results. Integers among them are zeros in
+        derivatives. Default: no.
     result
-        (aval of x, **params) -> aval of y, or None where nothing comes back on this rank.
+        (avals of the x, **params) -> aval of y, or a list of them, or None where nothing comes
+        back on this rank.
     takes_data
         Whether the handler reads x (a receive only takes its shape). Default: yes.
     in_place
@@ -251,23 +283,26 @@ def linear_map(
     """
     primitive = _message(name, **options)
 
-    def tangent(known: Any, tx: Any, a: Any, **params: Any) -> Sequence[Any]:
+    def tangent(known: Any, txs: Any, a: Any, **params: Any) -> Sequence[Any]:
         if own_space:
             params = {**params, "comm": derivative_slot(params["comm"])}
-        return primitive.bind(tx, a, **params)
+        return primitive.bind(*txs, a, **params)
 
-    def transpose_rule(cotangents: Any, x: Any, a: Any, **params: Any) -> list[Any]:
-        aval = x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
-        cts = [ad.instantiate_zeros(ct) for ct in cotangents]
+    def transpose_rule(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
+        *xs, a = operands
+        avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in xs]
         params = {**params, "site": -abs(params["site"])}
-        return [transpose(cts[0] if cts else None, aval, a, **params), None]
+        if not several:
+            cts = [ad.instantiate_zeros(ct) for ct in cotangents]
+            return [transpose(cts[0] if cts else None, avals[0], a, **params), None]
+        cts = [
+            ad.instantiate_zeros(ct) if is_differentiable(y.dtype) else jnp.zeros(y.shape, y.dtype)
+            for ct, y in zip(cotangents, options["result"](*avals, **params), strict=True)
+        ]
+        given = zip(xs, transpose(cts, avals, a, **params), strict=True)
+        return [*(ct if ad.is_undefined_primal(x) else None for x, ct in given), None]
 
-    _set_derivative(
-        primitive,
-        lambda x, a, y, **params: (),
-        tangent,
-        inactive,
-    )
+    _set_derivative(primitive, lambda *operands, **params: (), tangent, inactive)
     ad.primitive_transposes[primitive] = transpose_rule
     return primitive
 
@@ -295,7 +330,7 @@ def weighted_map(
     _set_derivative(
         primitive,
         lambda x, a, y, **params: [weight(x, a, y, **params)],
-        lambda known, tx, a, **params: [total(known[0] * tx, a, **params)],
+        lambda known, txs, a, **params: [total(known[0] * txs[0], a, **params)],
     )
     return primitive
 

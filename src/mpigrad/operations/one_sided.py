@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -13,10 +14,8 @@ import numpy as np
 from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.native import ARITHMETIC_DTYPES, words_per_element
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import check_arithmetic, linear_map
-from mpigrad.operations.packing import array
-from mpigrad.operations.sites import call_site
+from mpigrad.operations.packing import array, packed
 
 __all__ = ["one_sided"]
 
@@ -78,12 +77,42 @@ def _triple(rank: Any, offset: Any, count: Any, name: str, comm: Communicator) -
     return target, int(offset), int(count)
 
 
-def _one_array(x: Any, what: str) -> None:
-    if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(x) if leaf is not x):
-        raise TypeError(
-            f"one_sided: {what} is one array, not {jax.tree.structure(x)}; give each array of a "
-            "pytree an epoch of its own"
+def _rows_of(name: str, tree: Any, comm: Communicator) -> int:
+    """The number of rows that all arrays of `tree` have."""
+    leaves = jax.tree.leaves(tree)
+    if any(leaf.ndim == 0 for leaf in leaves):
+        raise ValueError(f"one_sided: {name} has no rows; give it a leading axis")
+    rows = {leaf.shape[0] for leaf in leaves}
+    if len(rows) > 1:
+        raise ValueError(
+            f"one_sided: {name}: the arrays of a pytree have the same number of rows; got "
+            f"{sorted(rows)} on rank {comm.rank}"
         )
+    return rows.pop() if rows else 0
+
+
+def _check_values(name: str, tree: Any, window: Any, comm: Communicator) -> None:
+    if jax.tree.structure(tree) != jax.tree.structure(window):
+        raise TypeError(
+            f"one_sided: {name}: values are {jax.tree.structure(tree)} on rank {comm.rank}, but "
+            f"the window is {jax.tree.structure(window)}"
+        )
+    for values, content in zip(jax.tree.leaves(tree), jax.tree.leaves(window), strict=True):
+        if values.ndim != content.ndim or values.shape[1:] != content.shape[1:]:
+            raise ValueError(
+                f"one_sided: {name}: values have shape {values.shape} on rank {comm.rank}, but "
+                f"the window has shape {content.shape}; only the number of rows may differ"
+            )
+        if values.dtype != content.dtype:
+            raise TypeError(
+                f"one_sided: {name}: values are {values.dtype} on rank {comm.rank}, but the "
+                f"window is {content.dtype}; convert one of them"
+            )
+        if name == "accumulate" and content.dtype.name not in ARITHMETIC_DTYPES - {"bool"}:
+            raise TypeError(
+                f"one_sided: accumulate: MPI cannot add {content.dtype.name}; convert it first, "
+                "for instance x.astype('float32')"
+            )
 
 
 def one_sided(
@@ -103,7 +132,8 @@ def one_sided(
     ----------
     content
         This rank's window: an array of shape (rows, ...), whose number of rows may differ from
-        rank to rank; the rest of the shape and the dtype are the same everywhere.
+        rank to rank; the rest of the shape and the dtype are the same everywhere. Or a pytree of
+        such arrays, with the same number of rows: values and what is got are then pytrees, too.
     put
         (values, rank, offset): the rows of `values` replace those of the rank's window from
         `offset` on. No row may be put twice in an epoch.
@@ -118,7 +148,7 @@ def one_sided(
     content
         This rank's window after the epoch.
     gotten
-        For each of `get` an array of shape (count, ...).
+        For each of `get` an array, or pytree of arrays, of shape (count, ...).
 
     Notes
     -----
@@ -127,47 +157,31 @@ def one_sided(
     put twice are errors on all ranks when the program runs.
     """
     comm = resolve(comm)
-    _one_array(content, "content")
-    content = array(content)
-    if content.ndim == 0:
-        raise ValueError("one_sided: content has no rows; give it a leading axis")
+    content = jax.tree.map(array, content)
+    rows = _rows_of("content", content, comm)
     lists: dict[str, list[tuple[int, int, int]]] = {"put": [], "accumulate": []}
     parts = [content]
     for name, entries in (("put", put), ("accumulate", accumulate)):
         for given, rank, offset in entries:
-            _one_array(given, name)
-            values = array(given)
-            if values.shape[1:] != content.shape[1:] or values.ndim != content.ndim:
-                raise ValueError(
-                    f"one_sided: {name}: values have shape {values.shape} on rank {comm.rank}, but "
-                    f"the window has shape {content.shape}; only the number of rows may differ"
-                )
-            if values.dtype != content.dtype:
-                raise TypeError(
-                    f"one_sided: {name}: values are {values.dtype} on rank {comm.rank}, but the "
-                    f"window is {content.dtype}; convert one of them"
-                )
-            lists[name].append(_triple(rank, offset, values.shape[0], name, comm))
+            values = jax.tree.map(array, given)
+            _check_values(name, values, content, comm)
+            lists[name].append(_triple(rank, offset, _rows_of(name, values, comm), name, comm))
             parts.append(values)
-    if lists["accumulate"] and content.dtype.name not in ARITHMETIC_DTYPES - {"bool"}:
-        raise TypeError(
-            f"one_sided: accumulate: MPI cannot add {content.dtype.name}; convert it first, for "
-            "instance x.astype('float32')"
-        )
     gets = tuple(_triple(*entry, "get", comm) for entry in get)
-    (y,) = one_sided_p.bind(
-        jnp.concatenate(parts) if len(parts) > 1 else content,
-        carrier(),
-        comm=comm.slot,
-        site=call_site(),
-        rows=content.shape[0],
+    y = packed(
+        one_sided_p,
+        jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts) if parts[1:] else content,
+        comm,
+        leading=(1, 1),
+        rows=rows,
         get=gets,
         put=tuple(lists["put"]),
         clear=(),
         accumulate=tuple(lists["accumulate"]),
     )
-    gotten, start = [], content.shape[0]
-    for _, _, count in gets:
-        gotten.append(jax.lax.slice_in_dim(y, start, start + count))
-        start += count
-    return jax.lax.slice_in_dim(y, 0, content.shape[0]), gotten
+    ends = list(itertools.accumulate((count for _, _, count in gets), initial=rows))
+
+    def between(start: int, stop: int) -> Any:
+        return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, start, stop), y)
+
+    return between(0, rows), [between(*bounds) for bounds in itertools.pairwise(ends)]

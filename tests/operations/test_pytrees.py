@@ -1,0 +1,147 @@
+"""Pytrees: every operation treats the leaves alike, and sends one message for each dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpigrad as mg
+from helpers import close
+from mpigrad.communicator import Communicator
+from mpigrad.native import record
+
+
+def _counts(c: Communicator) -> list[int]:
+    """Of all ranks together as many rows as there are ranks: two, one, ..., one, none."""
+    return [2, *[1] * (c.size - 2), 0] if c.size > 1 else [1]
+
+
+def _own(x: Any, c: Communicator) -> Any:
+    """This rank's rows."""
+    start = sum(_counts(c)[: c.rank])
+    return jax.tree.map(lambda leaf: leaf[start : start + _counts(c)[c.rank]], x)
+
+
+def _ring(c: Communicator) -> tuple[int, int]:
+    return (c.rank + 1) % c.size, (c.rank - 1) % c.size
+
+
+def _send_and_recv(x: Any, c: Communicator) -> Any:
+    mg.send(x, _ring(c)[0], comm=c)
+    return mg.recv(x, _ring(c)[1], tag=0, comm=c)
+
+
+def _from_anyone(x: Any, c: Communicator) -> Any:
+    mg.send(x, _ring(c)[0], comm=c)
+    return mg.recv(x, comm=c)
+
+
+def _requests(x: Any, c: Communicator) -> Any:
+    request = mg.irecv(x, _ring(c)[1], comm=c)
+    return mg.waitall([mg.isend(x, _ring(c)[0], comm=c), request])[1]
+
+
+def _epoch(x: Any, c: Communicator) -> Any:
+    row = jax.tree.map(lambda leaf: leaf[:1], x)
+    return mg.one_sided(
+        x, put=[(row, _ring(c)[0], 0)], get=[(0, 0, 1)], accumulate=[(row, 0, 0)], comm=c
+    )
+
+
+# Of pytrees whose arrays have as many rows as there are ranks.
+OPERATIONS: dict[str, Callable[[Any, Communicator], Any]] = {
+    "bcast": lambda x, c: mg.bcast(x, comm=c),
+    "reduce": lambda x, c: mg.reduce(x, comm=c),
+    "allreduce": lambda x, c: mg.allreduce(x, comm=c),
+    "gather": lambda x, c: mg.gather(x, comm=c),
+    "allgather": lambda x, c: mg.allgather(x, comm=c),
+    "scatter": lambda x, c: mg.scatter(x, comm=c),
+    "alltoall": lambda x, c: mg.alltoall(x, comm=c),
+    "reduce_scatter": lambda x, c: mg.reduce_scatter(x, comm=c),
+    "scan": lambda x, c: mg.scan(x, comm=c),
+    "exscan": lambda x, c: mg.exscan(x, comm=c),
+    "gatherv": lambda x, c: mg.gatherv(_own(x, c), _counts(c), comm=c),
+    "scatterv": lambda x, c: mg.scatterv(x, _counts(c), comm=c),
+    "allgatherv": lambda x, c: mg.allgatherv(_own(x, c), _counts(c), comm=c),
+    "reduce_scatterv": lambda x, c: mg.reduce_scatterv(x, _counts(c), comm=c),
+    "alltoallv": lambda x, c: mg.alltoallv(x, _counts(c), [_counts(c)[c.rank]] * c.size, comm=c),
+    "send and recv": _send_and_recv,
+    "recv from anyone": _from_anyone,
+    "sendrecv": lambda x, c: mg.sendrecv(x, *_ring(c), comm=c),
+    "isend and irecv": _requests,
+    "one_sided": _epoch,
+}
+
+
+def _tree(c: Communicator) -> Any:
+    """Arrays of three dtypes: two of float64, two of float32, three of int32."""
+    numbers = np.random.default_rng(c.rank)
+    whole = lambda *shape: numbers.integers(0, 9, (c.size, *shape))  # sums are exact
+    array = lambda dtype, *shape: jnp.asarray(whole(*shape), dtype)
+    return {
+        "u": array("float64", 2),
+        "n": (array("int32"), array("int32", 3), array("int32", 0)),
+        "w": [array("float32"), array("float64", 2, 1), array("float32", 2)],
+    }
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_leaves_are_treated_alike_in_one_message_for_each_dtype(
+    name: str, comm: Communicator
+) -> None:
+    operation, tree = OPERATIONS[name], _tree(comm)
+
+    def calls_of(x: Any) -> tuple[Any, int]:
+        before = record().calls
+        return operation(x, comm), record().calls - before
+
+    # Leaf by leaf; these messages are compared with programs without any in test_operations.py.
+    alone = [calls_of(leaf) for leaf in jax.tree.leaves(tree)]
+    together, calls = calls_of(tree)
+    assert calls == 3 * alone[0][1]
+    for i, (expected, _) in enumerate(alone):
+        got = jax.tree.map(lambda t, i=i: jax.tree.leaves(t)[i], together, is_leaf=_like(tree))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+
+
+def _like(tree: Any) -> Callable[[Any], bool]:
+    return lambda t: jax.tree.structure(t) == jax.tree.structure(tree)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_adjoints_are_those_of_the_leaves(name: str, comm: Communicator) -> None:
+    operation, tree = OPERATIONS[name], _tree(comm)
+    leaves, structure = jax.tree.flatten(tree)
+    active = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+    def of(tree: Any) -> Any:  # what depends on floating-point numbers
+        return [y for y in jax.tree.leaves(operation(tree, comm)) if y.dtype != np.int32]
+
+    def together(*xs: Any) -> Any:
+        given = [*leaves]
+        for i, x in zip(active, xs, strict=True):
+            given[i] = x
+        return of(jax.tree.unflatten(structure, given))
+
+    def alone(*xs: Any) -> Any:
+        results = [of(x) for x in xs]
+        return [y for kind in zip(*results, strict=True) for y in kind]
+
+    xs = [leaves[i] for i in active]
+    weights = [jnp.cos(1.0 + jnp.arange(y.size)).reshape(y.shape).astype(y.dtype)
+               for y in mg.jit(together)(*xs)]  # fmt: skip
+    adjoint = lambda f: mg.jit(lambda *xs: mg.vjp(f, *xs)[1](weights))(*xs)
+    got, expected = adjoint(together), adjoint(alone)
+    close(got, expected, rtol=1e-6)
+    mg.dot_test(together, *xs, rtol=1e-5)
