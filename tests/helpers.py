@@ -272,6 +272,7 @@ CASES |= {
 ALIKE = (
     "requests beside send and recv",
     "recv of any tag",
+    "sendrecv of any tag",
     "one_sided put and get",
     "one_sided of a pytree",
     "custom_operation of a pytree",

@@ -89,6 +89,18 @@ def _any_tag_simulated(X: Any) -> Any:
     return jnp.concatenate([left[:, :1], left], axis=1)
 
 
+def _both_ways(x: Any, c: Communicator) -> Any:
+    """From anyone with a named tag, and with any tag from a named rank."""
+    right, left = _ring(c)
+    first = mg.sendrecv(x, right, MPI.ANY_SOURCE, 5, 5, comm=c)
+    second = mg.sendrecv(x[1:2], left, right, c.rank, MPI.ANY_TAG, comm=c)
+    return jnp.concatenate([first, second])
+
+
+def _both_ways_simulated(X: Any) -> Any:
+    return jnp.concatenate([jnp.roll(X, 1, axis=0), jnp.roll(X[:, 1:2], -1, axis=0)], axis=1)
+
+
 def _put_and_get(x: Any, c: Communicator) -> Any:
     """Row 1 replaces the right neighbour's row 0; rank 0 reads its left one twice, others once."""
     right, left = _ring(c)
@@ -237,6 +249,7 @@ MESSAGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], str]] = {
     "requests beside send and recv": (_beside_blocking, _beside_blocking_simulated, "anything"),
     "recv from anyone": (_from_anyone, _from_anyone_simulated, "anything"),
     "recv of any tag": (_any_tag, _any_tag_simulated, "anything"),
+    "sendrecv of any tag": (_both_ways, _both_ways_simulated, "anything"),
     "one_sided put and get": (_put_and_get, _put_and_get_simulated, "anything"),
     "one_sided accumulate": (_accumulate, _accumulate_simulated, "numbers"),
     "one_sided of a pytree": (_window_of_three, _window_of_three_simulated, "numbers"),

@@ -139,9 +139,20 @@ def test_nobody(comm: Communicator) -> None:
     close(gradient, x)
 
 
+def test_sendrecv_of_a_tree_from_anyone(comm: Communicator) -> None:
+    """All dtypes come from one sender; far, to oneself and to nobody, too."""
+    tree = lambda r: {"a": jnp.arange(3.0) + r, "n": jnp.int32(r), "b": [jnp.arange(6e4) * r]}
+    for shift in range(comm.size):
+        dest, source = (comm.rank + shift) % comm.size, (comm.rank - shift) % comm.size
+        got = mg.sendrecv(tree(comm.rank), dest, MPI.ANY_SOURCE, shift, shift, comm=comm)
+        close(got, tree(source))
+    got = mg.sendrecv(tree(1), MPI.PROC_NULL, MPI.PROC_NULL, 0, MPI.ANY_TAG, comm=comm)
+    close(got, jax.tree.map(jnp.zeros_like, tree(1)))
+
+
 def test_wrong_arguments(comm: Communicator) -> None:
-    with pytest.raises(ValueError, match="name the source, or receive with `recv`"):
-        mg.sendrecv(1.0, comm.rank, MPI.ANY_SOURCE)
+    with pytest.raises(ValueError, match="irecv: source: a wildcard source is for `recv` and"):
+        mg.irecv(1.0, MPI.ANY_SOURCE)
     with pytest.raises(ValueError, match="tag=-5"):
         mg.send(1.0, comm.rank, tag=-5)
     with pytest.raises(TypeError, match="Python integer"):

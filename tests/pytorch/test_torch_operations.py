@@ -73,10 +73,27 @@ def _epoch(m: Any, x: Any, c: Communicator) -> Any:
     return window * got
 
 
+def _epoch_of_tree(m: Any, x: Any, c: Communicator) -> Any:
+    onto, tree = (c.rank + 1) % c.size, {"a": x, "b": x[:, 0]}
+    row = {"a": x[2:3], "b": x[2:3, 1]}
+    window, (got,) = m.one_sided(tree, put=[(row, onto, 0)], get=[(onto, 1, 7)], comm=c)
+    return window["b"][1:] * got["b"], window["a"]
+
+
 PREFIX = {
     m.__name__: m.custom_operation(
         forward=lambda x, comm: comm.scan(x),
         transpose=lambda ct, comm: comm.allreduce(ct) - comm.scan(ct) + ct,
+    )
+    for m in (mpigrad, mt)
+}
+
+
+PREFIXES = {
+    m.__name__: m.custom_operation(
+        forward=lambda x, comm: (comm.scan(x[1]), x[0]),
+        transpose=lambda ct, comm: [ct[1], comm.allreduce(ct[0]) - comm.scan(ct[0]) + ct[0]],
+        shape=lambda x: (x[1], x[0]),
     )
     for m in (mpigrad, mt)
 }
@@ -101,10 +118,15 @@ PROGRAMS: dict[str, Program] = {
     "sendrecv": _ring,
     "send and recv": _chain,
     "a receive from anyone": _anyone,
+    "sendrecv from anyone": lambda m, x, c: m.sendrecv(
+        x, (c.rank + 1) % c.size, MPI.ANY_SOURCE, 3, MPI.ANY_TAG, comm=c
+    ),
     "requests": _requests,
     "neighbor_alltoallv": _neighbors,
     "one_sided": _epoch,
+    "one_sided of a tree": _epoch_of_tree,
     "custom_operation": lambda m, x, c: PREFIX[m.__name__](x, comm=c),
+    "custom_operation of a tree": lambda m, x, c: PREFIXES[m.__name__]([x, x[0]], comm=c),
     "allreduce PROD": lambda m, x, c: m.allreduce(x, MPI.PROD, comm=c),
     "allreduce MAX": lambda m, x, c: m.allreduce(x, MPI.MAX, comm=c),
     "scan PROD": lambda m, x, c: m.scan(x, MPI.PROD, comm=c),

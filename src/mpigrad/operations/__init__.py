@@ -18,8 +18,9 @@ from mpigrad.operations.custom import custom_operation
 from mpigrad.operations.neighborhood import neighbor_alltoallv
 from mpigrad.operations.nonblocking import irecv, isend, wait, waitall
 from mpigrad.operations.one_sided import one_sided
-from mpigrad.operations.point_to_point import recv, recv_with_status, send, sendrecv
+from mpigrad.operations.point_to_point import recv, recv_with_status, send
 from mpigrad.operations.reductions import reduction
+from mpigrad.operations.sendrecv import sendrecv
 from mpigrad.operations.variable import (
     allgatherv,
     alltoallv,

@@ -1,4 +1,4 @@
-"""Messages between two ranks: send, recv, sendrecv."""
+"""Messages between two ranks: send, recv."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mpi4py import MPI
 from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
-from mpigrad.operations.factory import is_differentiable, linear_map
+from mpigrad.operations.factory import linear_map
 from mpigrad.operations.packing import Packing
 from mpigrad.operations.sites import call_site
 from mpigrad.operations.wildcard import recv_any_p, recv_from_p
 
-__all__ = ["recv", "recv_with_status", "send", "sendrecv"]
+__all__ = ["recv", "recv_with_status", "send"]
 
 
 def _send_transpose(ct: None, x: Any, a: Any, *, dest: int, tag: int, **where: int) -> Any:
@@ -26,23 +26,6 @@ def _send_transpose(ct: None, x: Any, a: Any, *, dest: int, tag: int, **where: i
 def _recv_transpose(ct: Any, x: Any, a: Any, *, source: int, tag: int, **where: int) -> Any:
     send_p.bind(ct, a, dest=source, tag=tag, **where)
     return jnp.zeros(x.shape, x.dtype)  # only the shape of `like` counts
-
-
-def _sendrecv_transpose(ct: Any, x: Any, a: Any, **p: Any) -> Any:
-    # The way back: partners and tags change places.
-    p.update(
-        dest=p["source"], sendtag=p["recvtag"], source=p["dest"], recvtag=p["sendtag"],
-        shape=tuple(x.shape), dtype=np.dtype(x.dtype),
-    )  # fmt: skip
-    return sendrecv_p.bind(ct, a, **p)[0]
-
-
-def _without_type(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in params.items() if name not in ("shape", "dtype")}
-
-
-def _batched_result(params: dict[str, Any], n: int) -> dict[str, Any]:
-    return {**params, "shape": (n, *params["shape"])}
 
 
 send_p: Primitive = linear_map(
@@ -55,14 +38,6 @@ recv_p: Primitive = linear_map(
     transpose=_recv_transpose,
     own_space=True,
 )
-sendrecv_p: Primitive = linear_map(
-    "sendrecv",
-    result=lambda x, *, shape, dtype, **_: ShapedArray(shape, dtype),
-    attributes=_without_type,
-    batch_params=_batched_result,
-    transpose=_sendrecv_transpose,
-    own_space=True,
-)
 
 
 def check_tag(value: int, what: str) -> int:
@@ -70,7 +45,8 @@ def check_tag(value: int, what: str) -> int:
     limit = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
     if isinstance(value, (int, np.integer)) and value == MPI.ANY_TAG:
         raise ValueError(
-            f"{what}: a wildcard tag is for `recv` only; name the tag, or receive with `recv`"
+            f"{what}: a wildcard tag is for `recv` and `sendrecv`; name the tag, or receive with "
+            "one of them"
         )
     if not isinstance(value, (int, np.integer)) or not 0 <= value <= limit:
         raise ValueError(f"{what}={value!r} must be an integer from 0 to {limit}")
@@ -81,7 +57,8 @@ def check_source(value: int, comm: Communicator, what: str) -> int:
     """`value` as a rank to receive from that is not a wildcard."""
     if value == MPI.ANY_SOURCE:
         raise ValueError(
-            f"{what}: a wildcard source is for `recv` only; name the source, or receive with `recv`"
+            f"{what}: a wildcard source is for `recv` and `sendrecv`; name the source, or receive "
+            "with one of them"
         )
     return check_rank(value, comm, what, null=True)
 
@@ -201,64 +178,3 @@ def recv_with_status(
     for message in messages[1:]:  # the other dtypes, from the same sender
         received += recv_from_p.bind(envelope, message, a, comm=comm.slot, site=site)
     return packing.unpack(received), envelope[0], envelope[1]
-
-
-def sendrecv(
-    x: Any,
-    dest: int,
-    source: int,
-    sendtag: int = 0,
-    recvtag: int = 0,
-    like: Any = None,
-    comm: Communicator | None = None,
-) -> Any:
-    """Send `x` to `dest` and receive from `source`, without the danger of a deadlock.
-
-    Parameters
-    ----------
-    x
-        Array or pytree of arrays of any dtype: one message for each dtype.
-    dest, source
-        Partners: Python integers, or MPI.PROC_NULL (nobody; what is received is zero).
-    sendtag, recvtag
-        The `sendtag` of the sender equals the `recvtag` of the receiver.
-    like
-        Structure, shapes and dtypes of what is received, where they differ from those of `x`.
-
-    Returns
-    -------
-    The received values. The adjoint is a sendrecv with partners exchanged and tags exchanged.
-    """
-    comm = resolve(comm)
-    site, a = call_site(), carrier()
-    dest = check_rank(dest, comm, "sendrecv: dest", null=True)
-    source = check_source(source, comm, "sendrecv: source")
-    sendtag = check_tag(sendtag, "sendrecv: sendtag")
-    recvtag = check_tag(recvtag, "sendrecv: recvtag")
-    like = x if like is None else like
-    packing = Packing.of(like)
-    outgoing, incoming = Packing.of(x).pack(x), packing.pack(like)
-    received: list[Any] = []
-    # The k-th message goes out while the k-th comes in: first those with a derivative, which
-    # cannot share a sendrecv with those that have none. Where one side has more, nobody takes part.
-    for active in (True, False):
-        out = [m for m in outgoing if is_differentiable(m.dtype) == active]
-        into = [m for m in incoming if is_differentiable(m.dtype) == active]
-        nothing = jnp.zeros(0, "float32" if active else "int32")
-        for k in range(max(len(out), len(into))):
-            template = into[k] if k < len(into) else nothing
-            (y,) = sendrecv_p.bind(
-                out[k] if k < len(out) else nothing,
-                a,
-                comm=comm.slot,
-                site=site,
-                dest=dest if k < len(out) else MPI.PROC_NULL,
-                sendtag=sendtag,
-                source=source if k < len(into) else MPI.PROC_NULL,
-                recvtag=recvtag,
-                shape=tuple(template.shape),
-                dtype=np.dtype(template.dtype),
-            )
-            if k < len(into):
-                received.append(y)
-    return packing.unpack(received)

@@ -200,7 +200,6 @@ scan = _on_tensors(mpigrad.scan)
 scatter = _on_tensors(mpigrad.scatter)
 scatterv = _on_tensors(mpigrad.scatterv)
 send = _on_tensors(mpigrad.send)
-sendrecv = _on_tensors(mpigrad.sendrecv)
 wait = _on_tensors(mpigrad.wait)
 waitall = _on_tensors(mpigrad.waitall)
 
@@ -242,6 +241,28 @@ def recv(
     if source == MPI.ANY_SOURCE or tag == MPI.ANY_TAG:
         return recv_with_status(like, source, tag, comm)[0]
     return _recv(like, source, tag, comm)
+
+
+_sendrecv = _on_tensors(mpigrad.sendrecv)
+
+
+@eagerly
+@functools.wraps(mpigrad.sendrecv)
+def sendrecv(
+    x: Any,
+    dest: int,
+    source: int,
+    sendtag: int = 0,
+    recvtag: int = 0,
+    like: Any = None,
+    comm: Communicator | None = None,
+) -> Any:
+    if source != MPI.ANY_SOURCE and recvtag != MPI.ANY_TAG:
+        return _sendrecv(x, dest, source, sendtag, recvtag, like, comm)
+    request = isend(x, dest, sendtag, comm)
+    received = recv(x if like is None else like, source, recvtag, comm)
+    wait(request)
+    return received
 
 
 @functools.wraps(mpigrad.custom_operation)

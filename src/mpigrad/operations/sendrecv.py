@@ -1,0 +1,116 @@
+"""Messages out and in at once: sendrecv."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from mpigrad.communicator import Communicator, check_rank, resolve
+from mpigrad.operations._jax_compat import Primitive, ShapedArray
+from mpigrad.operations.activity import carrier
+from mpigrad.operations.factory import is_differentiable, linear_map
+from mpigrad.operations.nonblocking import isend, wait
+from mpigrad.operations.packing import Packing
+from mpigrad.operations.point_to_point import check_source, check_tag, recv
+from mpigrad.operations.sites import call_site
+
+__all__ = ["sendrecv"]
+
+
+def _transpose(ct: Any, x: Any, a: Any, **p: Any) -> Any:
+    # The way back: partners and tags change places.
+    p.update(
+        dest=p["source"], sendtag=p["recvtag"], source=p["dest"], recvtag=p["sendtag"],
+        shape=tuple(x.shape), dtype=np.dtype(x.dtype),
+    )  # fmt: skip
+    return sendrecv_p.bind(ct, a, **p)[0]
+
+
+def _without_type(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if name not in ("shape", "dtype")}
+
+
+def _batched_result(params: dict[str, Any], n: int) -> dict[str, Any]:
+    return {**params, "shape": (n, *params["shape"])}
+
+
+sendrecv_p: Primitive = linear_map(
+    "sendrecv",
+    result=lambda x, *, shape, dtype, **_: ShapedArray(shape, dtype),
+    attributes=_without_type,
+    batch_params=_batched_result,
+    transpose=_transpose,
+    own_space=True,
+)
+
+
+def sendrecv(
+    x: Any,
+    dest: int,
+    source: int,
+    sendtag: int = 0,
+    recvtag: int = 0,
+    like: Any = None,
+    comm: Communicator | None = None,
+) -> Any:
+    """Send `x` to `dest` and receive from `source`, without the danger of a deadlock.
+
+    Parameters
+    ----------
+    x
+        Array or pytree of arrays of any dtype: one message for each dtype.
+    dest, source
+        Partners: Python integers, or MPI.PROC_NULL (nobody; what is received is zero). The source
+        may be MPI.ANY_SOURCE.
+    sendtag, recvtag
+        The `sendtag` of the sender equals the `recvtag` of the receiver, which may be MPI.ANY_TAG.
+    like
+        Structure, shapes and dtypes of what is received, where they differ from those of `x`.
+
+    Returns
+    -------
+    The received values. The adjoint is a sendrecv with partners exchanged and tags exchanged; with
+    a wildcard, it sends to the rank that has sent. (Which one that was is told by
+    `recv_with_status` between `isend` and `wait`.)
+    """
+    comm = resolve(comm)
+    if source == MPI.ANY_SOURCE or recvtag == MPI.ANY_TAG:
+        request = isend(x, dest, sendtag, comm)
+        received = recv(x if like is None else like, source, recvtag, comm)
+        wait(request)
+        return received
+    site, a = call_site(), carrier()
+    dest = check_rank(dest, comm, "sendrecv: dest", null=True)
+    source = check_source(source, comm, "sendrecv: source")
+    sendtag = check_tag(sendtag, "sendrecv: sendtag")
+    recvtag = check_tag(recvtag, "sendrecv: recvtag")
+    like = x if like is None else like
+    packing = Packing.of(like)
+    outgoing, incoming = Packing.of(x).pack(x), packing.pack(like)
+    received: list[Any] = []
+    # The k-th message goes out while the k-th comes in: first those with a derivative, which
+    # cannot share a sendrecv with those that have none. Where one side has more, nobody takes part.
+    for active in (True, False):
+        out = [m for m in outgoing if is_differentiable(m.dtype) == active]
+        into = [m for m in incoming if is_differentiable(m.dtype) == active]
+        nothing = jnp.zeros(0, "float32" if active else "int32")
+        for k in range(max(len(out), len(into))):
+            template = into[k] if k < len(into) else nothing
+            (y,) = sendrecv_p.bind(
+                out[k] if k < len(out) else nothing,
+                a,
+                comm=comm.slot,
+                site=site,
+                dest=dest if k < len(out) else MPI.PROC_NULL,
+                sendtag=sendtag,
+                source=source if k < len(into) else MPI.PROC_NULL,
+                recvtag=recvtag,
+                shape=tuple(template.shape),
+                dtype=np.dtype(template.dtype),
+            )
+            if k < len(into):
+                received.append(y)
+    return packing.unpack(received)
