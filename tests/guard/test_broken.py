@@ -167,7 +167,8 @@ BROKEN = {
     ),
     "killed": Broken((), last="was ended by signal SIGKILL"),
     "killed under mpiexec": Broken(("signal 9",), bare=True),
-    "terminated": Broken((), last="mpigrad: the job "),
+    "terminated": Broken((), last="mpigrad: the job was ended by signal SIGTERM"),
+    "terminated under mpiexec": Broken(("signal 15",), bare=True),
     # With the guard, but not caught: said once.
     "another_root with the guard": Broken(
         ("rank 0: bcast(root=0)", "rank 1: bcast(root=1)", "Give the same root on every rank."),
