@@ -16,6 +16,9 @@ if not in_command():
     _check_world(_MPI.COMM_WORLD.size)
 
     from mpigrad import guard as _guard
+
+    _guard.end_all_on_errors()  # those of what is imported here, too
+
     from mpigrad import trace as _trace
     from mpigrad.communicator import Communicator
     from mpigrad.communicator import default as _default

@@ -23,6 +23,7 @@ import jax
 from mpi4py import MPI
 
 from mpigrad import board as b
+from mpigrad.guard.assembly import assemble
 from mpigrad.guard.diagnosis import disagreement
 from mpigrad.guard.leftover import unreceived
 from mpigrad.guard.reading import Reader
@@ -31,7 +32,7 @@ from mpigrad.guard.settings import guarded, timeout_seconds
 from mpigrad.guard.watchdog import Watchdog, where
 from mpigrad.native import at_exit, library
 
-__all__ = ["current_board", "end_job", "install"]
+__all__ = ["current_board", "end_all_on_errors", "end_job", "install"]
 
 _GRACE = 2.0  # seconds for others to say where they are, before the job is ended
 _UNREACHED = 5.0  # seconds in which MPI ends a rank that has called Abort
@@ -136,17 +137,23 @@ def _say(text: str) -> None:
 
 
 @functools.cache
+def end_all_on_errors() -> None:
+    """An exception that nobody catches ends all ranks from now on."""
+    if MPI.COMM_WORLD.size > 1:
+        sys.excepthook = functools.partial(_end_all_ranks, sys.excepthook)
+
+
+@functools.cache
 def install() -> None:
     """Watch this rank from now on (collective over all ranks)."""
     seconds, lib = timeout_seconds(), library()
+    assemble(seconds, end_job)
     board = _Process.board = b.share(lib)
     compare = _Process.guarded = MPI.COMM_WORLD.bcast(guarded())  # on all ranks or on none
     lib.mpigrad_set_guard(int(compare), _explain)
     at_exit(_finish)
     os.register_at_fork(after_in_child=_forked)
     ctypes.pythonapi.Py_AtExit(lib.mpigrad_end_child)  # called before mpi4py's
-    if MPI.COMM_WORLD.size > 1:
-        sys.excepthook = functools.partial(_end_all_ranks, sys.excepthook)
     _note_exits()
     others = _Process.others = roll_call(board, functools.partial(where, board))
     end = functools.partial(end_job, grace=_GRACE)

@@ -1,0 +1,53 @@
+"""Ranks that do not import mpigrad, or fail in it, keep nobody waiting."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from launching import mpiexec, mpigrad, no_orphans
+
+pytestmark = pytest.mark.launcher
+
+PROGRAM = """
+import sys
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+{lines}
+import mpigrad as mg
+mg.barrier()
+"""
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["mpigrad launch", "mpiexec"])
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_come_is_named(
+    absent: int, bare: bool, tmp_path: pathlib.Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(lines=f"if rank == {absent}: sys.exit(0)"))
+    with no_orphans() as mark:
+        setting = {"MPIGRAD_TIMEOUT": "2", **mark}
+        done = (
+            mpiexec(2, program, **setting)
+            if bare
+            else mpigrad("launch", "-n", 2, program, **setting)
+        )
+    assert done.returncode != 0
+    who = "rank 1" if absent else "another rank"
+    text = f" s in `import mpigrad`: {who} has not imported it, or has ended before. Import mpigrad"
+    assert done.stderr.count(text) == 1, done.stderr
+    assert f"rank {1 - absent} of 2 has waited " in done.stderr
+
+
+def test_an_error_in_the_import_ends_all_ranks(tmp_path: pathlib.Path) -> None:
+    """Under a bare mpiexec, too, where nobody else sees it."""
+    program = tmp_path / "program.py"
+    lines = "import jax.numpy as jnp\nif rank == 1: print(float(jnp.ones(3).sum()))"
+    program.write_text(PROGRAM.format(lines=lines))
+    with no_orphans() as mark:
+        done = mpiexec(2, program, **mark)
+    assert done.returncode != 0
+    assert done.stderr.count("Import mpigrad before the first JAX computation") == 1, done.stderr
+    assert "mpigrad: rank 1 of 2 failed; ending all ranks" in done.stderr
