@@ -21,6 +21,15 @@ struct Member {
   int host_index, slot;  // -1: on another host
 };
 std::array<std::vector<Member>, kEntries> members;
+std::array<Cell, kSites> trees;
+
+int64_t number(const char* tree) {
+  if (*tree == '?') return kUnknownTree;
+  uint64_t hash = UINT64_C(0xCBF29CE484222325);  // FNV-1a
+  for (const char* c = tree; *c; ++c)
+    hash = (hash ^ static_cast<unsigned char>(*c)) * UINT64_C(0x100000001B3);
+  return *tree ? static_cast<int64_t>(hash >> 2) + 1 : 0;
+}
 
 }  // namespace
 
@@ -32,6 +41,11 @@ const Entry* member(int64_t slot, int64_t rank, const Slot** owner) {
     return nullptr;
   *owner = &board.slots[list[rank].host_index];
   return &(*owner)->entries[list[rank].slot];
+}
+
+int64_t tree_at(int64_t site) {
+  const int64_t index = site < 0 ? -site : site;
+  return index < kSites ? get(trees[index]) : kUnknownTree;
 }
 
 bool all_on_board(int64_t slot) {
@@ -74,6 +88,18 @@ MPIGRAD_EXPORT void* mpigrad_use_board(void* memory, int index, int ranks, int64
   put(mine.state, kInPython);
   put(board.header->ranks, ranks);
   return board.header;
+}
+
+// A source line, and the arrays of the pytree that travels there as one, if there is one.
+MPIGRAD_EXPORT void mpigrad_set_call_site(int64_t site, const char* text, const char* tree) {
+  set_call_site(site, text);
+  if (site >= kSites) return;
+  Slot& mine = board.mine();
+  const bool known = *tree && *tree != '?';
+  copy_text(mine.sites[site],
+            (text + (known ? " (pytree: " + std::string(tree) + ")" : std::string())).c_str());
+  put(trees[site], number(tree));
+  put(mine.sites_used, site + 1);
 }
 
 MPIGRAD_EXPORT void* mpigrad_slots() { return board.slots; }

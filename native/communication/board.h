@@ -21,7 +21,7 @@ enum OperationKind : int64_t { kUnknown, kCollective, kMessagesOnly };
 
 // What the members of a communicator agree on in one collective operation.
 struct Contract {
-  int64_t sequence, site, dtype, rank, free_dims, terms, counts_kind, counts;
+  int64_t sequence, site, dtype, rank, free_dims, terms, counts_kind, counts, tree;
   int64_t dims[kDims];
   int64_t values[kTerms];
   int64_t sends[kCounts], receives[kCounts];
@@ -49,7 +49,7 @@ struct Entry {
 // `awaited` where the operation does not end before its partner has come, and `counted` where it is
 // not the end of one that has begun before.
 struct Part {
-  int64_t peer, tag, ordinal, awaited, counted, dtype, rank;
+  int64_t peer, tag, ordinal, awaited, counted, dtype, rank, tree;
   int64_t dims[kDims];
 };
 
@@ -123,6 +123,12 @@ extern Board board;  // private to this process until it is shared
 // Another member's entry of a communicator, or nullptr where it is on another host.
 const Entry* member(int64_t slot, int64_t rank, const Slot** owner);
 bool all_on_board(int64_t slot);
+
+// The arrays of a pytree that travel as one, as a number by which ranks compare them: told with the
+// source line, by a text that starts with '?' where nobody can say. 0: no pytree.
+constexpr int64_t kUnknownTree = -1;
+int64_t tree_at(int64_t site);
+inline bool same_tree(int64_t a, int64_t b) { return a == b || a < 0 || b < 0; }
 
 template <size_t N>
 void copy_text(char (&to)[N], const char* from) {

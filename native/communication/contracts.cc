@@ -34,6 +34,7 @@ bool repeats(const Contract& c, int64_t site, const char* operation, const Agree
 void write(Contract& c, int64_t site, const char* operation, const char* text,
            const Agreement& a) {
   c.site = site;
+  c.tree = tree_at(site);
   copy_layout(a.layout, c.dtype, c.rank, c.dims);
   c.free_dims = a.free_dims;
   c.terms = 0;
@@ -54,7 +55,8 @@ void write(Contract& c, int64_t site, const char* operation, const char* text,
 bool agree(const Contract& a, const Contract& b) {
   if (std::strncmp(a.operation, b.operation, kName) || a.terms != b.terms ||
       a.counts_kind != b.counts_kind || a.counts != b.counts || a.free_dims != b.free_dims ||
-      !same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims, a.free_dims))
+      !same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims, a.free_dims) ||
+      !same_tree(a.tree, b.tree))
     return false;
   for (int64_t i = 0; i < a.terms; ++i)
     if (a.values[i] != b.values[i]) return false;

@@ -108,8 +108,8 @@ bool Post::allowed() {
   if (owner_ || nested_) return true;
   refusal = forked.load(std::memory_order_relaxed)
                 ? "this process was forked from a rank, and is none itself: MPI knows the parent "
-                  "only. Send messages from the rank, or start workers with multiprocessing's "
-                  "\"spawn\""
+                  "only. Send messages from the rank, or start workers by subprocess, from a file "
+                  "that imports neither mpigrad nor mpi4py"
                 : "another thread of this rank is in an operation: the order of two threads' "
                   "messages is not defined. Issue all operations from one thread";
   return false;
@@ -180,8 +180,12 @@ bool Post::collective(const Agreement& a) {
 // Members on several hosts see no common board: they tell each other, on the communicator itself.
 bool Post::agree_by_message(const Contract& c) {
   const Communicator& comm = communicator(slot_);
+  const Slot& slot = board.mine();
   Told mine{c, {}};
-  copy_text(mine.site, call_site(c.site).c_str());
+  const std::string line = c.site < 0 ? "the adjoint of " : "";
+  const int64_t index = c.site < 0 ? -c.site : c.site;
+  copy_text(mine.site,
+            index < kSites ? (line + slot.sites[index]).c_str() : call_site(c.site).c_str());
   std::vector<Told> all(comm.size);
   const int bytes = static_cast<int>(sizeof mine);
   if (call(runtime.mpi.Allgather, static_cast<const void*>(&mine), bytes, word_type(1),
@@ -206,6 +210,7 @@ bool Post::announce(Mails sends, Mails receives) {
   const Entry& e = mine.entries[slot_];
   const int64_t id = get(e.id);
   if (guarded && !(refusal = take_fault(When::begin, 0)).empty()) return false;
+  const int64_t tree = tree_at(get(mine.site));
   const auto enter = [&](const Mails& list, Part* parts, Cell& count, Channel** channels) {
     int64_t n = 0;
     for (const Mail& m : list) {
@@ -214,6 +219,7 @@ bool Post::announce(Mails sends, Mails receives) {
       p.peer = m.peer;
       p.tag = m.tag;
       copy_layout(m.layout, p.dtype, p.rank, p.dims);
+      p.tree = tree;
       if (m.rows >= 0) p.dims[0] = m.rows;
       const bool out = parts == mine.send;
       // To itself a rank sends without waiting.

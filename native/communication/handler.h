@@ -125,7 +125,12 @@ struct Call {
                           ": " + what);
   }
   ffi::Error done(int code) const {
-    return code ? fail(error_text(code)) : ffi::Error::Success();
+    if (!code) return ffi::Error::Success();
+    const std::string text = error_text(code);
+    const bool truncated = text.find("runcated") != std::string::npos;
+    return fail(text + (truncated ? "; the ranks disagree about what is sent: MPIGRAD_GUARD=1 says "
+                                    "how, before it starts"
+                                  : ""));
   }
 
  private:

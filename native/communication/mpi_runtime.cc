@@ -45,6 +45,12 @@ std::string call_site(int64_t site) {
   return site < 0 ? "the adjoint of " + text : text;
 }
 
+void set_call_site(int64_t site, const char* text) {
+  std::lock_guard<std::mutex> lock(call_sites_lock);
+  if (call_sites.size() <= static_cast<size_t>(site)) call_sites.resize(site + 1);
+  call_sites[site] = text;
+}
+
 std::string error_text(int code) {
   char text[8192];
   int length = 0;
@@ -99,18 +105,6 @@ MPIGRAD_EXPORT void mpigrad_set_communicator(int64_t slot, int64_t handle, int64
 
 MPIGRAD_EXPORT void mpigrad_set_reduction(int64_t slot, int64_t handle) {
   mpigrad::reductions[slot] = {handle};
-}
-
-MPIGRAD_EXPORT void mpigrad_set_call_site(int64_t site, const char* text) {
-  std::lock_guard<std::mutex> lock(mpigrad::call_sites_lock);
-  auto& sites = mpigrad::call_sites;
-  if (sites.size() <= static_cast<size_t>(site)) sites.resize(site + 1);
-  sites[site] = text;
-  auto& mine = mpigrad::board.mine();
-  if (site < mpigrad::kSites) {
-    mpigrad::copy_text(mine.sites[site], text);
-    mpigrad::put(mine.sites_used, site + 1);
-  }
 }
 
 MPIGRAD_EXPORT void mpigrad_set_arithmetic_type(int xla_type, int64_t handle) {

@@ -65,6 +65,7 @@ Handle arithmetic_type(int xla_type, bool& known);
 Handle word_type(size_t bytes);
 // "prog.py:12", or "the adjoint of prog.py:12" for a negative number.
 std::string call_site(int64_t site);
+void set_call_site(int64_t site, const char* text);
 std::string error_text(int code);
 
 template <class H, class T>

@@ -13,6 +13,11 @@ if not in_command():
 
     from mpigrad.launcher import check_world as _check_world
 
+    if not _MPI.Is_initialized() or _MPI.Is_finalized():
+        raise ImportError(
+            "mpigrad: MPI is not initialised here. Leave mpi4py.rc.initialize as it is, or call "
+            "MPI.Init_thread(MPI.THREAD_MULTIPLE) before mpigrad is imported."
+        )
     _check_world(_MPI.COMM_WORLD.size)
 
     from mpigrad import guard as _guard

@@ -35,10 +35,10 @@ def _numbers(names: str, *arrays: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     return [*((name, "i8") for name in names.split()), *arrays]
 
 
-PART = np.dtype(_numbers("peer tag ordinal awaited counted dtype rank", ("dims", "i8", DIMS)))
+PART = np.dtype(_numbers("peer tag ordinal awaited counted dtype rank tree", ("dims", "i8", DIMS)))
 CONTRACT = np.dtype(
     _numbers(
-        "sequence site dtype rank free_dims terms counts_kind counts",
+        "sequence site dtype rank free_dims terms counts_kind counts tree",
         ("dims", "i8", DIMS),
         ("values", "i8", TERMS),
         ("sends", "i8", COUNTS),

@@ -337,8 +337,8 @@ def check_process() -> None:
     if _forked:
         raise RuntimeError(
             "mpigrad: this process was forked from a rank, and is none itself: MPI knows the "
-            "parent only. Send messages from the rank, or start workers with multiprocessing's "
-            "'spawn'."
+            "parent only. Send messages from the rank, or start workers by subprocess, from a file "
+            "that imports neither mpigrad nor mpi4py."
         )
 
 

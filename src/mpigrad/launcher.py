@@ -296,7 +296,7 @@ class _Job:
     def _say_cause(self) -> None:
         """Print, last of all, why a rank has ended the job (guard/ending.py)."""
         with contextlib.suppress(OSError):
-            text = self.stop_file.with_name("cause").read_text()
+            text = self.stop_file.with_name("cause").read_text(errors="replace")
             print(text.rstrip(), file=sys.stderr, flush=True)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:

@@ -106,7 +106,8 @@ def library() -> ctypes.CDLL:
         raise ImportError(
             "mpigrad: MPI was initialised without MPI_THREAD_MULTIPLE "
             f"(level {MPI.Query_thread()}), but XLA and the watchdog call it from threads of "
-            "their own. Leave mpi4py.rc.thread_level at 'multiple'."
+            "their own. Leave mpi4py.rc.thread_level at 'multiple', or call "
+            "MPI.Init_thread(MPI.THREAD_MULTIPLE) yourself."
         )
     lib.mpigrad_start.restype = ctypes.c_char_p
     lib.mpigrad_start.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int]
@@ -118,7 +119,7 @@ def library() -> ctypes.CDLL:
         ctypes.c_int,
     ]
     lib.mpigrad_set_reduction.argtypes = [ctypes.c_int64, ctypes.c_int64]
-    lib.mpigrad_set_call_site.argtypes = [ctypes.c_int64, ctypes.c_char_p]
+    lib.mpigrad_set_call_site.argtypes = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p]
     lib.mpigrad_set_arithmetic_type.argtypes = [ctypes.c_int, ctypes.c_int64]
     lib.mpigrad_set_word_type.argtypes = [ctypes.c_int, ctypes.c_int64]
     lib.mpigrad_staged.restype = ctypes.c_void_p

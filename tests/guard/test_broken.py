@@ -49,6 +49,8 @@ BROKEN = {
         ("check at ", "broken.py:", "x is 2, not negative"), last=FAILED
     ),
     "one_rank_runs_out_of_memory": Broken(("MemoryError",), last=FAILED),
+    "one_rank_has_no_memory_for_threads": Broken(("MemoryError: Unable to",), code=1, last=FAILED),
+    "an_error_in_words_of_no_encoding": Broken(("ValueError: no mesh ",), code=1, last=FAILED),
     "longer_message_than_expected": Broken(
         ("rank 1 of 2: recv at ", "give the receiver the shape"), last=FAILED
     ),

@@ -52,6 +52,26 @@ REFUSED = {
     "making_a_communicator_on_some_ranks_only": Refused(
         ("rank 0: Split" + AT, "ranks 1-2: barrier" + AT)
     ),
+    "other_leaves_of_the_same_length": Refused(
+        (
+            "ranks 0-1: bcast(root=0) of float32[5]" + AT,
+            "(pytree: [0] float32[3], [1] float32[2])",
+            "rank 2: bcast(root=0) of float32[5]" + AT,
+            "Give pytrees of the same structure, with the same shapes, on every rank.",
+        )
+    ),
+    "other_names_of_leaves": Refused(
+        ("(pytree: ['a'] float32[3], ['c'] float32[3])", "Give pytrees of the same structure")
+    ),
+    "message_of_other_leaves": Refused(
+        ("(pytree: float32[3], float32[1])", "(pytree: float32[2], float32[2])", "leaf by leaf")
+    ),
+    "request_of_other_leaves": Refused(
+        ("rank 2: isend of float32[4]", "rank 0: wait of float32[4]", "leaf by leaf")
+    ),
+    "window_of_other_leaves": Refused(
+        ("rank 0: one_sided(", "(pytree: [0] float32[3], [1] float32[1])", "Give pytrees of")
+    ),
     "message_of_another_dtype": Refused(
         ("rank 0: send of float32[3] to rank 1 (tag 0)" + AT, "rank 1: recv of int32[3] from")
     ),
@@ -149,7 +169,7 @@ REFUSED = {
     "after_a_custom_operation_on_one_rank": Refused(
         ("rank 0: allreduce(op=SUM)", "ranks 1-2: allreduce(op=MAX)", "Give the same op")
     ),
-    "from_a_forked_process": Refused(("was forked from a rank", "'spawn'")),
+    "from_a_forked_process": Refused(("was forked from a rank", "subprocess")),
     "from_two_threads": Refused(
         ("rank 0 of 3: allreduce" + AT, "another thread", "from one thread"), ranks=(0,)
     ),

@@ -25,6 +25,14 @@ def test_twice(comm: Communicator) -> None:
     prove(twice, lambda X: under_simulated(under_simulated(X)), comm, "jit")
 
 
+def test_arrays_without_elements(comm: Communicator) -> None:
+    same = mg.custom_operation(lambda x, mpi: x, lambda ct, mpi: ct)
+    tree = {"a": jnp.ones(2), "empty": jnp.ones((0, 3)), "none": None}
+    close(same(tree), tree)
+    close(mg.grad(lambda x: jnp.sum(same(x)))(jnp.ones((0, 3))), jnp.ones((0, 3)))
+    mg.dot_test(lambda x: same({"a": x, "rows": x[:0]}), jnp.ones(2))
+
+
 @pytest.mark.parametrize("how", ["eager", "vmap", "scan"])
 def test_leaves_that_are_constant_on_some_ranks(how: str, comm: Communicator) -> None:
     """Leaf b is active on odd ranks, a on even ones; their results are on their neighbours."""
@@ -71,6 +79,13 @@ def test_errors_have_the_rank_the_line_and_the_text(comm: Communicator) -> None:
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"promised by `shape`") as error:
             f(jnp.ones(3))
         assert "{'a': float64[3], 'c': [float64[3]]}" in str(error.value)
+    with pytest.raises(TypeError, match=r"`shape` returned \(3,\) on rank"):
+        mg.custom_operation(fails, fails, lambda x: (3,))(jnp.ones(3))
+    with pytest.raises(TypeError, match="forward and transpose are functions"):
+        mg.custom_operation(fails, None)  # type: ignore[arg-type]
+    back = mg.custom_operation(lambda x, mpi: x, lambda ct, mpi: ct[:1])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="is due, the type of x"):
+        mg.grad(lambda x: jnp.sum(back(x)))(jnp.ones(3))
     to_integer = mg.custom_operation(
         fails, fails, lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32)
     )

@@ -39,6 +39,9 @@ def test_wrong_use(comm: Communicator) -> None:
         mg.one_sided([x, x > 0], accumulate=[([x, x > 0], 0, 0)])
     with pytest.raises(ValueError, match="has no rows"):
         mg.one_sided(1.0)
+    for wrong in ({"get": [(0, 1)]}, {"put": (x, 0, 0)}, {"accumulate": [x]}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is a list of triples"):
+            mg.one_sided(x, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not negative"):
         mg.one_sided(x, get=[(0, -1, 1)])
     own = mg.one_sided

@@ -1,6 +1,8 @@
 """Programs that a user may write by mistake: `broken.py NAME` runs the one of that name."""
 
 import os
+import pathlib
+import resource
 import signal
 import sys
 import threading
@@ -120,6 +122,20 @@ def one_rank_computes_for_ever():
 def one_rank_runs_out_of_memory():
     if rank == 1:
         np.ones(1 << 50)
+    mg.barrier()
+
+
+def one_rank_has_no_memory_for_threads():
+    if rank == 1:
+        size = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20),) * 2)
+        raise MemoryError([np.ones(1 << 20) for _ in range(100)])
+    mg.barrier()
+
+
+def an_error_in_words_of_no_encoding():
+    if rank == 1:
+        raise ValueError(f"no mesh {os.fsdecode(bytes([255]))}")
     mg.barrier()
 
 

@@ -153,6 +153,40 @@ def message_of_another_shape(comm):
 
 
 @case
+def other_leaves_of_the_same_length(comm):
+    mg.bcast([x, x[:2]] if rank < 2 else [x[:2], x], comm=comm)
+
+
+@case
+def other_names_of_leaves(comm):
+    mg.allreduce({"a": x, "b" if rank else "c": x}, comm=comm)
+
+
+@case
+def message_of_other_leaves(comm):
+    if rank == 0:
+        mg.send([x, x[:1]], 1, comm=comm)
+    elif rank == 1:
+        mg.recv([x[:2], x[:2]], 0, comm=comm)
+    mg.barrier(comm=comm)
+
+
+@case
+def request_of_other_leaves(comm):
+    if rank == 2:
+        mg.wait(mg.isend([x, x[:1]], 0, comm=comm))
+    elif rank == 0:
+        mg.wait(mg.irecv([x[:1], x], 2, comm=comm))
+    mg.barrier(comm=comm)
+
+
+@case
+def window_of_other_leaves(comm):
+    window = [jnp.ones((2, 1)), jnp.ones((2, 3))]
+    mg.one_sided(window if rank else window[::-1], get=[(0, 0, 1)], comm=comm)
+
+
+@case
 def message_with_another_tag(comm):
     if rank == 0:
         mg.send(x, 1, tag=1, comm=comm)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mpigrad import board as b
-from mpigrad.guard.reading import Reader, contract_words, layout, same_layout, words
+from mpigrad.guard.reading import Reader, contract_words, layout, same_layout, same_tree, words
 
 __all__ = ["Finding", "diagnose", "disagreement", "grouped"]
 
@@ -178,7 +178,7 @@ class _Wait:
                 (f"rank {self.reader.world(self.r)}", self.reader.operation(self.r)),
             ),
             "a message is not what its receiver expects",
-            "Give the receiver the shape and dtype that the sender sends.",
+            "Give the receiver the shape and dtype that the sender sends, leaf by leaf.",
         )
 
     def _together(self, r: int, way: str, me: int, part: Any) -> None:
@@ -244,7 +244,7 @@ class _Wait:
 
 def _fits(sent: Any, expected: Any) -> bool:
     known = int(sent["dtype"]) and int(expected["dtype"])
-    return not known or same_layout(sent, expected)
+    return not known or (same_layout(sent, expected) and same_tree(sent, expected))
 
 
 def _difference(x: Any, y: Any) -> str:
@@ -258,6 +258,8 @@ def _difference(x: Any, y: Any) -> str:
         return "Give arrays of the same dtype on every rank, for instance by x.astype."
     if not same_layout(x, y, int(x["free_dims"])) or int(x["free_dims"]) != int(y["free_dims"]):
         return "Give arrays of the same shape on every rank."
+    if not same_tree(x, y):
+        return "Give pytrees of the same structure, with the same shapes, on every rank."
     n, kind = int(x["counts"]), int(x["counts_kind"])
     if n != int(y["counts"]) or kind != int(y["counts_kind"]):
         return "Give the same counts on every rank."

@@ -89,7 +89,8 @@ def _abort(code: int) -> None:
     if _Process.others:
         _end_daemon()
     nowhere = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
-    faulthandler.dump_traceback_later(_UNREACHED, exit=True, file=nowhere)
+    with contextlib.suppress(RuntimeError):  # without memory there are no threads
+        faulthandler.dump_traceback_later(_UNREACHED, exit=True, file=nowhere)
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)  # MPICH 5 goes on, and ends the job beside
 
@@ -130,8 +131,8 @@ def _say(text: str) -> None:
     name = os.environ.get("MPIGRAD_STOP_FILE")
     if name:
         # Fails where another rank has said it, or where the launcher is on another host.
-        with contextlib.suppress(OSError), pathlib.Path(name).with_name("cause").open("x") as file:
-            file.write(text + "\n")
+        with contextlib.suppress(OSError), pathlib.Path(name).with_name("cause").open("xb") as file:
+            file.write(text.encode(errors="backslashreplace") + b"\n")
             return
     sys.stderr.write(text + "\n")
 

@@ -55,6 +55,12 @@ def same_layout(x: Any, y: Any, free: int = 0) -> bool:
     )
 
 
+def same_tree(x: Any, y: Any) -> bool:
+    """Whether pytrees agree, as far as is known (board.h)."""
+    a, b = int(x["tree"]), int(y["tree"])
+    return a == b or a < 0 or b < 0
+
+
 def contract_words(contract: Any, site: str) -> str:
     """allreduce(op=SUM) of float32[3] at prog.py:12."""
     terms = []

@@ -13,19 +13,29 @@ unknown part survives (`install_repairs`). No function of JAX is edited.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import ad_checkpoint, core, custom_derivatives, effects, linear_util, pjit, util
+from jax._src import (
+    ad_checkpoint,
+    core,
+    custom_derivatives,
+    effects,
+    linear_util,
+    pjit,
+    source_info_util,
+    util,
+)
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _partial_eval
-from jax._src.lax.control_flow import conditionals, loops
+from jax._src.lax.control_flow import conditionals, loops, solves
 from jax._src.xla_bridge import backends_are_initialized
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -260,7 +270,28 @@ def _has_messages(kinds: Any) -> bool:
     return any(isinstance(kind, MPIEffect) for kind in kinds)
 
 
+# The traces in which a jvp rule runs to be linearized: at its place in the program, so that what is
+# known there is executed. (Known are its primals; in a loop they may be the same each time, and
+# other traces would move them out of it.)
+_in_place: list[Any] = []
+
+
+@contextlib.contextmanager
+def _linearized_in_place() -> Iterator[None]:
+    _in_place.append(_trace_context.trace)
+    try:
+        yield
+    finally:
+        _in_place.pop()
+
+
+def _is_in_place(trace: Any, tracers: Sequence[Any]) -> bool:
+    return any(trace is t for t in _in_place) and all(t.is_known() for t in tracers)
+
+
 def _stage(primitive: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
+    if _is_in_place(trace, tracers):
+        return trace.default_process_primitive(primitive, tracers, params)
     unknown = [trace.instantiate_const(t) for t in tracers]
     return trace.default_process_primitive(primitive, unknown, params)
 
@@ -275,10 +306,15 @@ def _repair(
     effects_of: Callable[[dict[str, Any]], Any],
     with_extra_result: Callable[[dict[str, Any], int], dict[str, Any] | None] | None = None,
 ) -> None:
-    plain = _rules[primitive]
+    def default(trace: Any, *tracers: Any, **params: Any) -> Any:
+        return trace.default_process_primitive(primitive, tracers, params)
+
+    plain = _rules.get(primitive, default)
 
     def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
         if not _has_messages(effects_of(params)):
+            return plain(trace, *tracers, **params)
+        if _is_in_place(trace, tracers):
             return plain(trace, *tracers, **params)
         unknown = [i for i, t in enumerate(tracers) if not t.is_known()]
         if not unknown:
@@ -314,7 +350,7 @@ def _cond_extra_result(params: dict[str, Any], operand: int) -> dict[str, Any] |
 
 @functools.cache
 def install_repairs() -> None:
-    """Wrap JAX's rules for checkpoint, cond, scan and jit, for programs with messages only."""
+    """Wrap JAX's rules for calls of functions, for programs with messages only."""
     _repair(ad_checkpoint.remat_p, lambda p: p["jaxpr"].effects, _remat_extra_result)
     _repair(
         conditionals.cond_p,
@@ -323,6 +359,17 @@ def install_repairs() -> None:
     )
     _repair(loops.scan_p, lambda p: p["jaxpr"].jaxpr.effects)
     _repair(pjit.jit_p, lambda p: p["jaxpr"].jaxpr.effects)
+    _repair(
+        solves.linear_solve_p,
+        lambda p: {e for jaxpr in p["jaxprs"] if jaxpr is not None for e in jaxpr.effects},
+    )
+    solve_jvp = ad.primitive_jvps[solves.linear_solve_p]
+
+    def in_place(*args: Any, **params: Any) -> Any:
+        with _linearized_in_place():
+            return solve_jvp(*args, **params)
+
+    ad.primitive_jvps[solves.linear_solve_p] = in_place
     _rules[loops.while_p] = functools.partial(_partial_while, _rules[loops.while_p])
 
 
@@ -341,8 +388,8 @@ def _partial_while(plain: Callable[..., Any], trace: Any, *tracers: Any, **param
 
 
 @linear_util.transformation2
-def _inside(f: Callable[..., Any], around: Callable[[], Any], *args: Any) -> Any:
-    with around():
+def _inside(f: Callable[..., Any], around: Callable[[], Any], rule: bool, *args: Any) -> Any:
+    with around(), _linearized_in_place() if rule else contextlib.nullcontext():
         return f(*args)
 
 
@@ -351,25 +398,63 @@ def surround_custom_rules(
 ) -> None:
     """Run the parts of jax.custom_jvp and jax.custom_vjp in these contexts.
 
-    `function`: the function itself; `jvp_rule`, and of custom_vjp the backward rule.
+    `function`: the function itself; `jvp_rule`, and of custom_vjp the backward rule. A function
+    with messages is staged as a whole, as its messages would be.
     """
     rules = {
         custom_derivatives.custom_jvp_call_p: (function, jvp_rule),
         custom_derivatives.custom_vjp_call_p: (function, None, vjp_rule),
     }
     for primitive, contexts in rules.items():
-        bind = primitive.bind_with_trace
+        bind, plain = primitive.bind_with_trace, primitive.get_bind_params
 
         def surrounded(
-            trace: Any, args: Any, avals: Any, params: Any, /, bind=bind, contexts=contexts
+            trace: Any,
+            args: Any,
+            avals: Any,
+            params: Any,
+            /,
+            primitive=primitive,
+            bind=bind,
+            contexts=contexts,
         ) -> Any:
+            params = dict(params)
+            equation = params.pop("equation", None)
+            if (
+                equation is not None
+                and isinstance(trace, partial_eval.JaxprTrace)
+                and _has_messages(equation["call_jaxpr"].effects)
+            ):
+                tracers = [trace.to_jaxpr_tracer(x) for x in args]
+                if not _is_in_place(trace, tracers):
+                    return _stage_call(primitive, trace, tracers, equation)
             parts = tuple(
-                part if context is None else _inside(part, context)
+                part if context is None else _inside(part, context, context is jvp_rule)
                 for part, context in zip(params["subfuns"], contexts, strict=True)
             )
             return bind(trace, args, avals, {**params, "subfuns": parts})
 
         primitive.bind_with_trace = surrounded
+        # For `surrounded`: the parameters of the equation that is evaluated.
+        primitive.get_bind_params = lambda params, plain=plain: {
+            **plain(params),
+            "equation": params,
+        }
+
+
+def _stage_call(primitive: Any, trace: Any, tracers: Any, params: dict[str, Any]) -> Any:
+    """`_stage` for a call that has no rule of abstract evaluation."""
+    inputs = [trace.instantiate_const(t) for t in tracers]
+    jaxpr, unknown = params["call_jaxpr"], partial_eval.PartialVal.unknown
+    outputs = [partial_eval.JaxprTracer(trace, unknown(a), None) for a in jaxpr.out_avals]
+    stack = trace._current_truncated_name_stack()
+    source = source_info_util.current().replace(name_stack=stack)
+    kinds = core.positional_effects(jaxpr)
+    recipe = partial_eval.new_eqn_recipe(trace, inputs, outputs, primitive, params, kinds, source)
+    trace.effect_handles.append(partial_eval.EffectHandle(inputs, recipe))
+    for output in outputs:
+        output.recipe = recipe
+    return outputs
 
 
 # ---- when programs run ----

@@ -85,19 +85,22 @@ class _Call:
             returned = function(
                 jax.tree.unflatten(self.operand.structure, copies), _communicators[self.slot]
             )
+            due = (
+                "is due, the type of x: a cotangent of x has it"
+                if self.transposed
+                else "was promised by `shape` (default: the type of x)"
+            )
             try:
                 leaves = self.result.structure.flatten_up_to(returned)
-            except ValueError as fault:
+            except ValueError:
                 raise TypeError(
-                    f"{name} returned something else than the {self.result} that was promised by "
-                    f"`shape`: {fault}"
+                    f"{name} returned a pytree {jax.tree.structure(returned)} where {self.result} "
+                    f"{due}"
                 ) from None
             got = [np.asarray(leaf) for leaf in leaves]
             type_ = _Type.of(jax.tree.unflatten(self.result.structure, got))
             if type_ != self.result:
-                raise TypeError(
-                    f"{name} returned {type_} where {self.result} was promised by `shape`"
-                )
+                raise TypeError(f"{name} returned {type_} where {self.result} {due}")
             for y, values in zip(results, got, strict=True):
                 y[member] = values
 
@@ -110,7 +113,9 @@ class _Call:
 
 def _array(address: int | None, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     bytes_ = math.prod(shape) * dtype.itemsize
-    memory: Any = (ctypes.c_char * bytes_).from_address(address or 0) if bytes_ else b""
+    if not bytes_ or address is None:
+        return np.empty(shape, dtype)
+    memory: Any = (ctypes.c_char * bytes_).from_address(address)
     return np.frombuffer(memory, dtype).reshape(shape)
 
 
@@ -223,6 +228,11 @@ def custom_operation(
     Integers beside floating-point arrays move with them. In derivatives they are zeros, and what
     comes of them is not used: they cannot say what the map is, for that is to be linear in all.
     """
+    if not callable(forward) or not callable(transpose):
+        raise TypeError(
+            "custom_operation: forward and transpose are functions (x, comm) -> y; got "
+            f"{type(forward).__name__} and {type(transpose).__name__} (rank {MPI.COMM_WORLD.rank})"
+        )
     name = getattr(forward, "__qualname__", type(forward).__name__)
     description = _Operation(forward, transpose, name)
 
@@ -231,7 +241,15 @@ def custom_operation(
         comm = resolve(comm)
         x = jax.tree.map(array, x)
         struct = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
-        operand, result = _Type.of(struct), _Type.of(struct if shape is None else shape(struct))
+        y = struct if shape is None else shape(struct)
+        if not all(
+            hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(y)
+        ):
+            raise TypeError(
+                f"{name}: `shape` returned {y!r} on rank {comm.rank}; return something with a "
+                "`shape` and a `dtype`, such as jax.ShapeDtypeStruct, or a pytree of such"
+            )
+        operand, result = _Type.of(struct), _Type.of(y)
         if result.is_differentiable != operand.is_differentiable:
             raise TypeError(
                 f"{name}: x is {operand} and the result {result}: one has a derivative, the other "

@@ -166,8 +166,8 @@ def post(kind: Literal["isend", "irecv"], tree: Any, peer: int, tag: int, slot: 
     _report_forgotten_at_exit()
     primitive, name = (isend_p, "dest") if kind == "isend" else (irecv_p, "source")
     packing, a = Packing.of(tree), carrier()
-    params = {"comm": slot, "site": call_site(), name: peer, "tag": tag, "lanes": ()}
-    tickets = tuple(primitive.bind(m, a, **params)[0] for m in packing.pack(tree))
+    params = {"comm": slot, "site": call_site(packing.in_words()), name: peer, "tag": tag}
+    tickets = tuple(primitive.bind(m, a, **params, lanes=())[0] for m in packing.pack(tree))
     return Request(tickets, kind, peer, tag, slot, packing)
 
 
@@ -234,7 +234,8 @@ def wait(request: Request) -> Any:
         raise TypeError(f"wait takes a request of isend or irecv, not {type(request).__name__}")
     sends = request.kind == "isend"
     primitive, name = (sent_p, "dest") if sends else (arrive_p, "source")
-    params = {"comm": request.comm, "site": call_site(), name: request.peer, "tag": request.tag}
+    site = call_site(request.packing.in_words())
+    params = {"comm": request.comm, "site": site, name: request.peer, "tag": request.tag}
     a = carrier()
     results: list[Any] = []
     for ticket, (shape, dtype) in zip(request.tickets, request.packing.messages, strict=True):

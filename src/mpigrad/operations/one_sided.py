@@ -66,6 +66,18 @@ one_sided_p: Primitive = linear_map(
 )
 
 
+def _entries(name: str, entries: Iterable[Any], fields: str, comm: Communicator) -> list[Any]:
+    """The entries of a list of triples."""
+    listed = list(entries)
+    for entry in listed:
+        if not isinstance(entry, (tuple, list)) or len(entry) != 3:
+            raise ValueError(
+                f"one_sided: {name} is a list of triples ({fields}); one of its entries on rank "
+                f"{comm.rank} is {type(entry).__name__}, or has another length"
+            )
+    return listed
+
+
 def _triple(rank: Any, offset: Any, count: Any, name: str, comm: Communicator) -> Any:
     target = check_rank(rank, comm, f"one_sided: {name}: rank")
     for value in (offset, count):
@@ -81,7 +93,9 @@ def _rows_of(name: str, tree: Any, comm: Communicator) -> int:
     """The number of rows that all arrays of `tree` have."""
     leaves = jax.tree.leaves(tree)
     if any(leaf.ndim == 0 for leaf in leaves):
-        raise ValueError(f"one_sided: {name} has no rows; give it a leading axis")
+        raise ValueError(
+            f"one_sided: {name} has no rows on rank {comm.rank}; give it a leading axis"
+        )
     rows = {leaf.shape[0] for leaf in leaves}
     if len(rows) > 1:
         raise ValueError(
@@ -95,7 +109,7 @@ def _check_values(name: str, tree: Any, window: Any, comm: Communicator) -> None
     if jax.tree.structure(tree) != jax.tree.structure(window):
         raise TypeError(
             f"one_sided: {name}: values are {jax.tree.structure(tree)} on rank {comm.rank}, but "
-            f"the window is {jax.tree.structure(window)}"
+            f"the window is {jax.tree.structure(window)}; give values of the window's structure"
         )
     for values, content in zip(jax.tree.leaves(tree), jax.tree.leaves(window), strict=True):
         if values.ndim != content.ndim or values.shape[1:] != content.shape[1:]:
@@ -162,12 +176,13 @@ def one_sided(
     lists: dict[str, list[tuple[int, int, int]]] = {"put": [], "accumulate": []}
     parts = [content]
     for name, entries in (("put", put), ("accumulate", accumulate)):
-        for given, rank, offset in entries:
+        for given, rank, offset in _entries(name, entries, "values, rank, offset", comm):
             values = jax.tree.map(array, given)
             _check_values(name, values, content, comm)
             lists[name].append(_triple(rank, offset, _rows_of(name, values, comm), name, comm))
             parts.append(values)
-    gets = tuple(_triple(*entry, "get", comm) for entry in get)
+    wanted = _entries("get", get, "rank, offset, count", comm)
+    gets = tuple(_triple(rank, offset, count, "get", comm) for rank, offset, count in wanted)
     y = packed(
         one_sided_p,
         jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts) if parts[1:] else content,

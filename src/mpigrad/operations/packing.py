@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from mpigrad.operations._jax_compat import Primitive
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.sites import call_site
 
-__all__ = ["Packing", "array", "over_packed", "packed"]
+__all__ = ["Packing", "array", "in_words", "over_packed", "packed"]
 
 
 def array(leaf: Any) -> Any:
@@ -28,6 +29,25 @@ def array(leaf: Any) -> Any:
             "jax.random.key_data(key), and wrap_key_data what comes"
         )
     return x
+
+
+def in_words(tree: Any, leading: int = 0) -> str:
+    """The arrays of a pytree, without their leading axes, for ranks to compare; "" of one array."""
+    leaves, structure = jax.tree.flatten(tree)
+    if len(leaves) < 2:
+        return ""
+    return _words(structure, tuple((jnp.shape(x)[leading:], jnp.result_type(x)) for x in leaves))
+
+
+@functools.lru_cache(maxsize=4096)
+def _words(structure: Any, leaves: tuple[tuple[tuple[int, ...], Any], ...]) -> str:
+    places, _ = jax.tree_util.tree_flatten_with_path(
+        jax.tree.unflatten(structure, range(len(leaves)))
+    )
+    return ", ".join(
+        f"{jax.tree_util.keystr(path)} {dtype}{list(shape)}"
+        for (path, _), (shape, dtype) in zip(places, leaves, strict=True)
+    )
 
 
 def over_packed(
@@ -75,7 +95,7 @@ def packed(
     **params: Any,
 ) -> Any:
     """The messages of `primitive`, one for each dtype of the pytree `x`."""
-    site, a = call_site(), carrier()
+    site, a = call_site(in_words(x, leading[0])), carrier()
     return over_packed(
         lambda leaf: primitive.bind(leaf, a, comm=comm.slot, site=site, **params)[0],
         x,
@@ -100,6 +120,11 @@ class Packing:
         leaves, structure = jax.tree.flatten(tree)
         types = ((tuple(jnp.shape(x)), np.dtype(jnp.result_type(x))) for x in leaves)
         return Packing(structure, tuple(types))
+
+    def in_words(self) -> str:
+        """The leaves, for the two ranks to compare; "" of one array."""
+        shown = [f"{dtype}{list(shape)}" for shape, dtype in self.leaves]
+        return ", ".join(shown) if len(shown) > 1 else ""
 
     @property
     def _groups(self) -> list[list[int]]:

@@ -80,15 +80,15 @@ def send(x: Any, dest: int, tag: int = 0, comm: Communicator | None = None) -> N
     -----
     The adjoint is a receive from `dest`.
     """
-    comm = resolve(comm)
+    comm, packing = resolve(comm), Packing.of(x)
     params = {
         "comm": comm.slot,
-        "site": call_site(),
+        "site": call_site(packing.in_words()),
         "dest": check_rank(dest, comm, "send: dest", null=True),
         "tag": check_tag(tag, "send: tag"),
     }
     a = carrier()
-    for message in Packing.of(x).pack(x):
+    for message in packing.pack(x):
         send_p.bind(message, a, **params)
 
 
@@ -117,14 +117,13 @@ def recv(
     """
     if source == MPI.ANY_SOURCE or tag == MPI.ANY_TAG:
         return recv_with_status(like, source, tag, comm)[0]
-    comm = resolve(comm)
+    comm, packing, a = resolve(comm), Packing.of(like), carrier()
     params = {
         "comm": comm.slot,
-        "site": call_site(),
+        "site": call_site(packing.in_words()),
         "source": check_rank(source, comm, "recv: source", null=True),
         "tag": check_tag(tag, "recv: tag"),
     }
-    packing, a = Packing.of(like), carrier()
     return packing.unpack([recv_p.bind(m, a, **params)[0] for m in packing.pack(like)])
 
 
@@ -167,7 +166,8 @@ def recv_with_status(
     if source == MPI.PROC_NULL:
         nothing = recv(like, source, 0, comm)
         return nothing, jnp.int32(MPI.PROC_NULL), jnp.int32(MPI.ANY_TAG)
-    site, a, packing = call_site(), carrier(), Packing.of(like)
+    a, packing = carrier(), Packing.of(like)
+    site = call_site(packing.in_words())
     messages = packing.pack(like)
     if not messages:
         raise ValueError("recv: like has no arrays, so that there is no message with a sender")

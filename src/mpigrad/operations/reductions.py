@@ -23,7 +23,7 @@ from mpigrad.native import ARITHMETIC_DTYPES, MOVED_FOR, REDUCTIONS, own_reducti
 from mpigrad.operations._jax_compat import Primitive
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import is_differentiable
-from mpigrad.operations.packing import over_packed
+from mpigrad.operations.packing import in_words, over_packed
 from mpigrad.operations.sites import call_site
 
 __all__ = ["OPS", "Reduction", "check_op", "fold", "product_of_others", "reduced", "reduction"]
@@ -203,7 +203,7 @@ def reduced(
     nonlinear
         (array, carrier, comm=, site=, op=) -> the result by itself, where this is cheaper.
     """
-    a, where = carrier(), {"comm": comm.slot, "site": call_site()}
+    a, where = carrier(), {"comm": comm.slot, "site": call_site(in_words(x, leading[0]))}
     if op in REDUCTIONS:
         slot = REDUCTIONS.index(op)
 

@@ -82,14 +82,15 @@ def sendrecv(
         received = recv(x if like is None else like, source, recvtag, comm)
         wait(request)
         return received
-    site, a = call_site(), carrier()
     dest = check_rank(dest, comm, "sendrecv: dest", null=True)
     source = check_source(source, comm, "sendrecv: source")
     sendtag = check_tag(sendtag, "sendrecv: sendtag")
     recvtag = check_tag(recvtag, "sendrecv: recvtag")
     like = x if like is None else like
-    packing = Packing.of(like)
-    outgoing, incoming = Packing.of(x).pack(x), packing.pack(like)
+    packing, sent, a = Packing.of(like), Packing.of(x), carrier()
+    outgoing, incoming = sent.pack(x), packing.pack(like)
+    # One line has one tree: where what comes is another than what goes, the guard compares neither.
+    site = call_site(sent.in_words() if sent.leaves == packing.leaves else "? both ways")
     received: list[Any] = []
     # The k-th message goes out while the k-th comes in: first those with a derivative, which
     # cannot share a sendrecv with those that have none. Where one side has more, nobody takes part.

@@ -41,13 +41,26 @@ def standing_at(site: int) -> Iterator[None]:
 
 
 _numbers: dict[tuple[str, int], int] = {}
+_with_trees: dict[tuple[int, str], int] = {}
 _texts: list[str] = ["an unknown line"]
 
 
-def call_site() -> int:
-    """The number of the innermost source line outside the library (1, 2, …)."""
-    if _given:
-        return _given[-1]
+def call_site(tree: str = "") -> int:
+    """The number of the innermost source line outside the library (1, 2, …).
+
+    With `tree`, the arrays of a pytree that travels there, it is another number for each tree: the
+    guard compares the trees of ranks. A tree that starts with "?" may be any.
+    """
+    number = _given[-1] if _given else _line()
+    if not tree:
+        return number
+    key = (number, tree)
+    if key not in _with_trees:
+        _with_trees[key] = _add(_texts[number], tree)
+    return _with_trees[key]
+
+
+def _line() -> int:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -62,11 +75,15 @@ def call_site() -> int:
     key = (frame.f_code.co_filename, frame.f_lineno)
     number = _numbers.get(key)
     if number is None:
-        number = _numbers[key] = len(_texts)
-        text = f"{os.path.relpath(key[0]) if key[0].startswith(os.getcwd()) else key[0]}:{key[1]}"
-        _texts.append(text)
-        library().mpigrad_set_call_site(number, text.encode())
+        name = os.path.relpath(key[0]) if key[0].startswith(os.getcwd()) else key[0]
+        number = _numbers[key] = _add(f"{name}:{key[1]}", "")
     return number
+
+
+def _add(text: str, tree: str) -> int:
+    _texts.append(text)
+    library().mpigrad_set_call_site(len(_texts) - 1, text.encode(), tree.encode())
+    return len(_texts) - 1
 
 
 def describe(site: int) -> str:

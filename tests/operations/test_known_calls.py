@@ -1,0 +1,111 @@
+"""Functions with rules of their own whose operand is constant on some ranks, inside loops.
+
+JAX takes what does not depend on a loop's step out of the loop: messages must stay in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpigrad as mg
+from helpers import close
+from mpigrad.communicator import Communicator
+from proof import TRANSFORMED, operand, prove
+
+Rule = Callable[[Communicator], Callable[[Any], Any]]
+
+
+def _sum_of_sines(c: Communicator) -> Callable[[Any], Any]:
+    return lambda x: mg.allreduce(jnp.sin(x), comm=c)
+
+
+def _by_jvp(c: Communicator) -> Callable[[Any], Any]:
+    f = mg.custom_jvp(_sum_of_sines(c))
+    f.defjvp(lambda p, t: (f(*p), mg.allreduce(jnp.cos(p[0]) * t[0], comm=c)))
+    return f
+
+
+def _by_jvp_with_the_value_anew(c: Communicator) -> Callable[[Any], Any]:
+    f = mg.custom_jvp(_sum_of_sines(c))
+    f.defjvp(lambda p, t: (_sum_of_sines(c)(*p), mg.allreduce(jnp.cos(p[0]) * t[0], comm=c)))
+    return f
+
+
+def _by_vjp(c: Communicator) -> Callable[[Any], Any]:
+    f = mg.custom_vjp(_sum_of_sines(c))
+    f.defvjp(lambda x: (f(x), x), lambda x, ct: (jnp.cos(x) * mg.allreduce(ct, comm=c),))
+    return f
+
+
+def _by_vjp_with_the_value_anew(c: Communicator) -> Callable[[Any], Any]:
+    f = mg.custom_vjp(_sum_of_sines(c))
+    f.defvjp(
+        lambda x: (_sum_of_sines(c)(x), x), lambda x, ct: (jnp.cos(x) * mg.allreduce(ct, comm=c),)
+    )
+    return f
+
+
+def _by_linear_solve(c: Communicator) -> Callable[[Any], Any]:
+    """x + 0.1 times the left neighbour's x is sin(b), by as many steps as it takes."""
+    right, left = (c.rank + 1) % c.size, (c.rank - 1) % c.size
+
+    def solve(matvec: Callable[[Any], Any], b: Any) -> Any:
+        step = lambda x, _: (x + b - matvec(x), None)
+        return jax.lax.scan(step, jnp.zeros_like(b), length=20)[0]
+
+    return lambda b: jax.lax.custom_linear_solve(
+        lambda x: x + 0.1 * mg.sendrecv(x, right, left, comm=c),
+        jnp.sin(b),
+        solve,
+        lambda vecmat, b: solve(vecmat, b),
+    )
+
+
+def _reduced(X: Any) -> Any:
+    return jnp.broadcast_to(jnp.sin(X).sum(0), X.shape)
+
+
+def _solved(X: Any) -> Any:
+    matrix = jnp.eye(len(X)) + 0.1 * jnp.roll(jnp.eye(len(X)), 1, axis=0)
+    return jnp.tensordot(jnp.linalg.inv(matrix), jnp.sin(X), 1)
+
+
+RULES: dict[str, tuple[Rule, Callable[[Any], Any]]] = {
+    "custom_jvp": (_by_jvp, _reduced),
+    "custom_jvp, the value anew": (_by_jvp_with_the_value_anew, _reduced),
+    "custom_vjp": (_by_vjp, _reduced),
+    "custom_vjp, the value anew": (_by_vjp_with_the_value_anew, _reduced),
+    "custom_linear_solve": (_by_linear_solve, _solved),
+}
+
+
+def _twice(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: jax.lax.scan(lambda x, _: (f(x), x), x, length=2)
+
+
+def _twice_simulated(F: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda X: (F(F(X)), jnp.stack([X, F(X)], axis=1))
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("how", ["eager", "jit", "checkpoint", "vmap"])
+@pytest.mark.parametrize("name", RULES)
+def test_loops_keep_their_messages(name: str, how: str, comm: Communicator) -> None:
+    rule, simulated = RULES[name]
+    f, (x, X) = rule(comm), operand(comm)
+    loop = _twice(lambda x: f(X[0] if comm.rank == 0 else x))
+    joint = _twice_simulated(lambda Y: simulated(Y.at[0].set(X[0])))
+    if not name.startswith("custom_vjp"):
+        prove(loop, joint, comm, how)
+        return
+    # It has no forward mode.
+    transform, reference = TRANSFORMED[how]
+    total = lambda f: lambda x: sum(jnp.sum(jnp.cos(y)) for y in jax.tree.leaves(f(x)))
+    got = mg.grad(total(transform(loop)))(x)
+    close(got, jax.grad(total(reference(joint)))(X)[comm.rank])
