@@ -23,7 +23,7 @@ import jax
 from mpi4py import MPI
 
 from mpigrad import board as b
-from mpigrad.guard.assembly import assemble
+from mpigrad.guard.arrival import await_all
 from mpigrad.guard.diagnosis import disagreement
 from mpigrad.guard.leftover import unreceived
 from mpigrad.guard.reading import Reader
@@ -148,7 +148,7 @@ def end_all_on_errors() -> None:
 def install() -> None:
     """Watch this rank from now on (collective over all ranks)."""
     seconds, lib = timeout_seconds(), library()
-    assemble(seconds, end_job)
+    await_all(seconds, end_job)
     board = _Process.board = b.share(lib)
     compare = _Process.guarded = MPI.COMM_WORLD.bcast(guarded())  # on all ranks or on none
     lib.mpigrad_set_guard(int(compare), _explain)

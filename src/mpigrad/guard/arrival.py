@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-__all__ = ["assemble"]
+__all__ = ["await_all"]
 
 _MARGIN = 5.0  # seconds: rank 0, which knows who is absent, speaks first
 _PAUSE = 1e-3  # between two looks; longer and longer, as a machine may be full of waiting ranks
 
 
-def assemble(seconds: float, end_job: Callable[[str], None]) -> None:
+def await_all(seconds: float, end_job: Callable[[str], None]) -> None:
     """Wait until every rank of the world is here (collective over all ranks).
 
     Parameters
