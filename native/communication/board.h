@@ -129,6 +129,8 @@ bool all_on_board(int64_t slot);
 constexpr int64_t kUnknownTree = -1;
 int64_t tree_at(int64_t site);
 inline bool same_tree(int64_t a, int64_t b) { return a == b || a < 0 || b < 0; }
+// Between two ranks, where one may take a pytree that the other sends as one array.
+inline bool tree_fits(int64_t a, int64_t b) { return a == b || a <= 0 || b <= 0; }
 
 template <size_t N>
 void copy_text(char (&to)[N], const char* from) {

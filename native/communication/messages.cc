@@ -55,7 +55,7 @@ const Message* find_message(const Slot& s, int64_t id, int64_t peer, int64_t tag
 
 bool fits(const Part& a, const Part& b) {
   return a.dtype == 0 || b.dtype == 0 ||
-         (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) && same_tree(a.tree, b.tree));
+         (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) && tree_fits(a.tree, b.tree));
 }
 
 // The oldest announced message from `source` to `rank` that is not received yet, or nullptr.

@@ -101,9 +101,9 @@ class custom_jvp(_WithCarrier):
 
     Notes
     -----
-    The rule runs on every rank, with tangents that are zero where the operands are constant. The
-    messages in the rule are those of the tangents, and each depends on a tangent (a receive
-    through its `like`); for the value the rule calls the function itself.
+    The rule runs on every rank, with tangents that are zero where the operands are constant.
+    Messages of the tangents depend on a tangent each (a receive through its `like`); for the value
+    the rule best calls the function itself, whose messages it may also send anew.
     """
 
     def __init__(self, fun: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:

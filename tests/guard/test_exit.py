@@ -45,7 +45,14 @@ def test_mpi_without_threads_is_refused() -> None:
     done = python("-c", "\n".join(lines))
     assert done.returncode != 0
     assert "ImportError: mpigrad: MPI was initialised without MPI_THREAD_MULTIPLE" in done.stderr
-    assert "Leave mpi4py.rc.thread_level at 'multiple'." in done.stderr
+    assert "Leave mpi4py.rc.thread_level at 'multiple', or call MPI.Init_thread(" in done.stderr
+
+
+def test_mpi_that_is_not_initialised_is_refused() -> None:
+    lines = "import mpi4py", "mpi4py.rc.initialize = False", "import mpigrad"
+    done = python("-c", "\n".join(lines))
+    assert done.returncode != 0
+    assert "ImportError: mpigrad: MPI is not initialised here. Leave " in done.stderr
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])

@@ -33,6 +33,17 @@ def test_arrays_without_elements(comm: Communicator) -> None:
     mg.dot_test(lambda x: same({"a": x, "rows": x[:0]}), jnp.ones(2))
 
 
+def test_a_constant_leaf_under_transformations_of_jax(comm: Communicator) -> None:
+    three = mg.custom_operation(
+        lambda x, mpi: jax.tree.map(lambda leaf: 3 * leaf, x),
+        lambda ct, mpi: jax.tree.map(lambda leaf: 3 * leaf, ct),
+    )
+    f = lambda a: three({"a": a, "b": jnp.ones(2), "n": jnp.arange(2)})
+    close(jax.grad(lambda a: jnp.sum(f(a)["a"] * f(a)["b"]))(jnp.ones(2)), 9 * jnp.ones(2))
+    close(jax.jvp(lambda a: f(a)["b"], (jnp.ones(2),), (jnp.ones(2),))[1], jnp.zeros(2))
+    close(jax.linearize(lambda a: f(a)["a"], jnp.ones(2))[1](jnp.ones(2)), 3 * jnp.ones(2))
+
+
 @pytest.mark.parametrize("how", ["eager", "vmap", "scan"])
 def test_leaves_that_are_constant_on_some_ranks(how: str, comm: Communicator) -> None:
     """Leaf b is active on odd ranks, a on even ones; their results are on their neighbours."""

@@ -36,6 +36,19 @@ def _by_jvp_with_the_value_anew(c: Communicator) -> Callable[[Any], Any]:
     return f
 
 
+def _by_jvp_with_calls(c: Communicator) -> Callable[[Any], Any]:
+    """What the rule does for the value stands in a loop in a compiled function."""
+    f = mg.custom_jvp(_sum_of_sines(c))
+
+    @jax.jit
+    def anew(x: Any) -> Any:
+        half = lambda y, _: (y + 0.5 * _sum_of_sines(c)(x), None)
+        return jax.lax.scan(half, jnp.zeros_like(x), length=2)[0]
+
+    f.defjvp(lambda p, t: (anew(*p), mg.allreduce(jnp.cos(p[0]) * t[0], comm=c)))
+    return f
+
+
 def _by_vjp(c: Communicator) -> Callable[[Any], Any]:
     f = mg.custom_vjp(_sum_of_sines(c))
     f.defvjp(lambda x: (f(x), x), lambda x, ct: (jnp.cos(x) * mg.allreduce(ct, comm=c),))
@@ -78,6 +91,7 @@ def _solved(X: Any) -> Any:
 RULES: dict[str, tuple[Rule, Callable[[Any], Any]]] = {
     "custom_jvp": (_by_jvp, _reduced),
     "custom_jvp, the value anew": (_by_jvp_with_the_value_anew, _reduced),
+    "custom_jvp, the value by calls": (_by_jvp_with_calls, _reduced),
     "custom_vjp": (_by_vjp, _reduced),
     "custom_vjp, the value anew": (_by_vjp_with_the_value_anew, _reduced),
     "custom_linear_solve": (_by_linear_solve, _solved),
@@ -92,9 +106,11 @@ def _twice_simulated(F: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda X: (F(F(X)), jnp.stack([X, F(X)], axis=1))
 
 
-@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("how", ["eager", "jit", "checkpoint", "vmap"])
+@pytest.mark.parametrize(
+    "how",
+    ["jit", *(pytest.param(h, marks=pytest.mark.full) for h in ("eager", "checkpoint", "vmap"))],
+)
 @pytest.mark.parametrize("name", RULES)
 def test_loops_keep_their_messages(name: str, how: str, comm: Communicator) -> None:
     rule, simulated = RULES[name]

@@ -55,6 +55,27 @@ def a_receive_of_any_tag_after_a_posted_one():
         mg.send(y, 0)
 
 
+def pytrees_that_travel_alike():
+    """Leaves of one dtype are one message, whatever holds them, and whatever is between them."""
+    n = jnp.arange(2)
+    if rank == 0:
+        mg.send([x, n, y], 1)
+        mg.send((n, {"a": x, "b": y}), 1)
+        mg.send([x, n], 1)
+        mg.send([x, y], 1)
+        mg.wait(mg.isend([x, None, y], 1))
+        mg.sendrecv([x, n, y], 1, 1, like=big)
+    else:
+        mg.recv({"a": x, "b": y, "n": n}, 0)
+        mg.recv([x, y, n], 0, 0)
+        mg.recv(x, 0, 0)
+        mg.recv(n, 0, 0)
+        mg.recv(jnp.ones(5), 0)
+        mg.wait(mg.irecv((x, y), 0))
+        mg.sendrecv(big, 0, 0, like=(n, x, y))
+    mg.allreduce({"a": x, "b": y if rank else np.ones(2, "float32"), "c": 1.0})
+
+
 def a_message_that_a_users_own_operation_receives():
     """On its communicator, which is that of mpigrad's messages."""
 

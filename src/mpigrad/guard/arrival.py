@@ -9,7 +9,9 @@ from mpi4py import MPI
 
 __all__ = ["await_all"]
 
-_MARGIN = 5.0  # seconds: rank 0, which knows who is absent, speaks first
+# After the time limit: seconds in which ranks tell rank 0 that they are here, and those that a rank
+# waits for all before it to speak, so that the cause is said once.
+_HELLO, _TURN = 3.0, 0.5
 _PAUSE = 1e-3  # between two looks; longer and longer, as a machine may be full of waiting ranks
 
 
@@ -26,26 +28,29 @@ def await_all(seconds: float, end_job: Callable[[str], None]) -> None:
     world = MPI.COMM_WORLD
     tag = (world.Get_attr(MPI.TAG_UB) or 32767) - 1
     start, pause = time.monotonic(), _PAUSE
-    hellos = [bytearray(1) for _ in range(world.size)]
-    absent: dict[int, MPI.Request] = {}
-    sent = MPI.REQUEST_NULL
-    if world.rank == 0:
-        absent = {r: world.Irecv([hellos[r], MPI.BYTE], r, tag) for r in range(1, world.size)}
-    else:
-        sent = world.Isend([hellos[world.rank], MPI.BYTE], 0, tag)
-    everybody = MPI.REQUEST_NULL if absent else world.Ibarrier()
-    while True:
-        if absent:
-            absent = {r: hello for r, hello in absent.items() if not hello.Test()}
-            if not absent:
-                everybody = world.Ibarrier()
-        elif everybody.Test() and sent.Test():
-            return
-        waited = time.monotonic() - start
-        if seconds and waited > seconds + (0.0 if world.rank == 0 else _MARGIN):
-            end_job(_text(world, sorted(absent), waited))
+    hello = MPI.REQUEST_NULL
+    everybody, late = world.Ibarrier(), False
+    while not everybody.Test():
+        over = time.monotonic() - start - seconds
+        if seconds and over > 0:
+            if not late and world.rank > 0:
+                hello = world.Isend([bytearray(1), MPI.BYTE], 0, tag)
+            late = True
+            if over > _HELLO + _TURN * min(world.rank, 60):
+                end_job(_text(world, _absent(world, tag), seconds + over))
         time.sleep(pause)
         pause = min(1.1 * pause, 0.05)
+    # At the last moment all have come: the hellos that were sent are received.
+    were_late = world.allgather(late)
+    for rank in [r for r in range(1, world.size) if were_late[r] and world.rank == 0]:
+        world.Recv([bytearray(1), MPI.BYTE], rank, tag)
+    hello.Wait()
+
+
+def _absent(world: MPI.Intracomm, tag: int) -> list[int]:
+    """On rank 0, the ranks that have sent no hello."""
+    heard = {r for r in range(1, world.size) if world.rank == 0 and world.Iprobe(r, tag)}
+    return [r for r in range(1, world.size) if r not in heard] if world.rank == 0 else []
 
 
 def _text(world: MPI.Intracomm, absent: list[int], waited: float) -> str:

@@ -315,7 +315,7 @@ def _repair(
         if not _has_messages(effects_of(params)):
             return plain(trace, *tracers, **params)
         if _is_in_place(trace, tracers):
-            return plain(trace, *tracers, **params)
+            return default(trace, *tracers, **params)
         unknown = [i for i, t in enumerate(tracers) if not t.is_known()]
         if not unknown:
             return _stage(primitive, trace, *tracers, **params)
@@ -375,6 +375,8 @@ def install_repairs() -> None:
 
 def _partial_while(plain: Callable[..., Any], trace: Any, *tracers: Any, **params: Any) -> Any:
     kinds = params["cond_jaxpr"].jaxpr.effects | params["body_jaxpr"].jaxpr.effects
+    if _has_messages(kinds) and _is_in_place(trace, tracers):
+        return trace.default_process_primitive(loops.while_p, tracers, params)
     if _has_messages(kinds) and not all(t.is_known() for t in tracers):
         raise ValueError(
             "a while_loop (or a fori_loop whose bounds are traced) with messages can't be "

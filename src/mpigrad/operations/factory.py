@@ -190,6 +190,8 @@ def _set_derivative(
     def tangent_of(aval: Any, tx: Any, ta: Any) -> Any:
         if not is_differentiable(aval.dtype):  # integers beside what has a derivative
             return jnp.zeros(aval.shape, aval.dtype)
+        if type(tx) is ad.Zero and type(ta) is ad.Zero:  # another operand is active
+            return jnp.zeros(aval.shape, aval.dtype)
         if type(tx) is ad.Zero:  # inactive here, perhaps active elsewhere: send a zero
             return inactive(ta, aval)
         if type(ta) is not ad.Zero:  # loops may give it a tangent that is constantly zero

@@ -166,8 +166,9 @@ def post(kind: Literal["isend", "irecv"], tree: Any, peer: int, tag: int, slot: 
     _report_forgotten_at_exit()
     primitive, name = (isend_p, "dest") if kind == "isend" else (irecv_p, "source")
     packing, a = Packing.of(tree), carrier()
-    params = {"comm": slot, "site": call_site(packing.in_words()), name: peer, "tag": tag}
-    tickets = tuple(primitive.bind(m, a, **params, lanes=())[0] for m in packing.pack(tree))
+    params = {"comm": slot, name: peer, "tag": tag, "lanes": ()}
+    messages = zip(packing.pack(tree), packing.in_words, strict=True)
+    tickets = tuple(primitive.bind(m, a, site=call_site(w), **params)[0] for m, w in messages)
     return Request(tickets, kind, peer, tag, slot, packing)
 
 
@@ -234,12 +235,13 @@ def wait(request: Request) -> Any:
         raise TypeError(f"wait takes a request of isend or irecv, not {type(request).__name__}")
     sends = request.kind == "isend"
     primitive, name = (sent_p, "dest") if sends else (arrive_p, "source")
-    site = call_site(request.packing.in_words())
-    params = {"comm": request.comm, "site": site, name: request.peer, "tag": request.tag}
-    a = carrier()
+    params = {"comm": request.comm, name: request.peer, "tag": request.tag}
+    a, packing = carrier(), request.packing
     results: list[Any] = []
-    for ticket, (shape, dtype) in zip(request.tickets, request.packing.messages, strict=True):
-        results += primitive.bind(ticket, a, shape=shape, dtype=dtype, **params)
+    messages = zip(request.tickets, packing.messages, packing.in_words, strict=True)
+    for ticket, (shape, dtype), tree in messages:
+        site = call_site(tree)
+        results += primitive.bind(ticket, a, shape=shape, dtype=dtype, site=site, **params)
     return None if sends else request.packing.unpack(results)
 
 

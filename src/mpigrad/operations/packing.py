@@ -36,18 +36,21 @@ def in_words(tree: Any, leading: int = 0) -> str:
     leaves, structure = jax.tree.flatten(tree)
     if len(leaves) < 2:
         return ""
-    return _words(structure, tuple((jnp.shape(x)[leading:], jnp.result_type(x)) for x in leaves))
+    types = tuple((jnp.shape(x)[leading:], jnp.result_type(x)) for x in leaves)
+    words = _words.get((structure, types))
+    if words is None:
+        if len(_words) >= _KEPT:
+            _words.clear()
+        places, _ = jax.tree_util.tree_flatten_with_path(tree)
+        words = _words[structure, types] = ", ".join(
+            f"{jax.tree_util.keystr(path)} {dtype}{list(shape)}"
+            for (path, _), (shape, dtype) in zip(places, types, strict=True)
+        )
+    return words
 
 
-@functools.lru_cache(maxsize=4096)
-def _words(structure: Any, leaves: tuple[tuple[tuple[int, ...], Any], ...]) -> str:
-    places, _ = jax.tree_util.tree_flatten_with_path(
-        jax.tree.unflatten(structure, range(len(leaves)))
-    )
-    return ", ".join(
-        f"{jax.tree_util.keystr(path)} {dtype}{list(shape)}"
-        for (path, _), (shape, dtype) in zip(places, leaves, strict=True)
-    )
+_words: dict[Any, str] = {}
+_KEPT = 4096
 
 
 def over_packed(
@@ -121,10 +124,15 @@ class Packing:
         types = ((tuple(jnp.shape(x)), np.dtype(jnp.result_type(x))) for x in leaves)
         return Packing(structure, tuple(types))
 
-    def in_words(self) -> str:
-        """The leaves, for the two ranks to compare; "" of one array."""
-        shown = [f"{dtype}{list(shape)}" for shape, dtype in self.leaves]
-        return ", ".join(shown) if len(shown) > 1 else ""
+    @functools.cached_property
+    def in_words(self) -> list[str]:
+        """Of each message its leaves, for the two ranks to compare; "" of one array."""
+        return [
+            ""
+            if len(members) == 1
+            else ", ".join(f"{self.leaves[i][1]}{list(self.leaves[i][0])}" for i in members)
+            for members in self._groups
+        ]
 
     @property
     def _groups(self) -> list[list[int]]:

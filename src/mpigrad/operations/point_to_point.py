@@ -83,13 +83,12 @@ def send(x: Any, dest: int, tag: int = 0, comm: Communicator | None = None) -> N
     comm, packing = resolve(comm), Packing.of(x)
     params = {
         "comm": comm.slot,
-        "site": call_site(packing.in_words()),
         "dest": check_rank(dest, comm, "send: dest", null=True),
         "tag": check_tag(tag, "send: tag"),
     }
     a = carrier()
-    for message in packing.pack(x):
-        send_p.bind(message, a, **params)
+    for message, tree in zip(packing.pack(x), packing.in_words, strict=True):
+        send_p.bind(message, a, site=call_site(tree), **params)
 
 
 def recv(
@@ -120,11 +119,11 @@ def recv(
     comm, packing, a = resolve(comm), Packing.of(like), carrier()
     params = {
         "comm": comm.slot,
-        "site": call_site(packing.in_words()),
         "source": check_rank(source, comm, "recv: source", null=True),
         "tag": check_tag(tag, "recv: tag"),
     }
-    return packing.unpack([recv_p.bind(m, a, **params)[0] for m in packing.pack(like)])
+    messages = zip(packing.pack(like), packing.in_words, strict=True)
+    return packing.unpack([recv_p.bind(m, a, site=call_site(t), **params)[0] for m, t in messages])
 
 
 def recv_with_status(
@@ -167,14 +166,15 @@ def recv_with_status(
         nothing = recv(like, source, 0, comm)
         return nothing, jnp.int32(MPI.PROC_NULL), jnp.int32(MPI.ANY_TAG)
     a, packing = carrier(), Packing.of(like)
-    site = call_site(packing.in_words())
+    sites = [call_site(tree) for tree in packing.in_words]
     messages = packing.pack(like)
     if not messages:
         raise ValueError("recv: like has no arrays, so that there is no message with a sender")
     first, envelope = recv_any_p.bind(
-        messages[0], a, comm=comm.slot, site=site, source=source, tag=tag
+        messages[0], a, comm=comm.slot, site=sites[0], source=source, tag=tag
     )
     received = [first]
-    for message in messages[1:]:  # the other dtypes, from the same sender
+    # The other dtypes, from the same sender.
+    for message, site in zip(messages[1:], sites[1:], strict=True):
         received += recv_from_p.bind(envelope, message, a, comm=comm.slot, site=site)
     return packing.unpack(received), envelope[0], envelope[1]

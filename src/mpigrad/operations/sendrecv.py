@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
@@ -47,6 +48,13 @@ sendrecv_p: Primitive = linear_map(
 )
 
 
+def _those(active: bool, messages: list[Any], packing: Packing) -> tuple[list[Any], list[str]]:
+    """The messages that have a derivative, or none, and their leaves in words."""
+    pairs = zip(messages, packing.in_words, strict=True)
+    chosen = [(m, w) for m, w in pairs if is_differentiable(m.dtype) == active]
+    return [m for m, _ in chosen], [w for _, w in chosen]
+
+
 def sendrecv(
     x: Any,
     dest: int,
@@ -77,29 +85,32 @@ def sendrecv(
     `recv_with_status` between `isend` and `wait`.)
     """
     comm = resolve(comm)
+    like = x if like is None else like
+    dest = check_rank(dest, comm, "sendrecv: dest", null=True)
+    sendtag = check_tag(sendtag, "sendrecv: sendtag")
     if source == MPI.ANY_SOURCE or recvtag == MPI.ANY_TAG:
+        if not jax.tree.leaves(like):
+            raise ValueError("sendrecv: like has no arrays, so that there is no message to receive")
         request = isend(x, dest, sendtag, comm)
-        received = recv(x if like is None else like, source, recvtag, comm)
+        received = recv(like, source, recvtag, comm)
         wait(request)
         return received
-    dest = check_rank(dest, comm, "sendrecv: dest", null=True)
     source = check_source(source, comm, "sendrecv: source")
-    sendtag = check_tag(sendtag, "sendrecv: sendtag")
     recvtag = check_tag(recvtag, "sendrecv: recvtag")
-    like = x if like is None else like
     packing, sent, a = Packing.of(like), Packing.of(x), carrier()
     outgoing, incoming = sent.pack(x), packing.pack(like)
-    # One line has one tree: where what comes is another than what goes, the guard compares neither.
-    site = call_site(sent.in_words() if sent.leaves == packing.leaves else "? both ways")
     received: list[Any] = []
     # The k-th message goes out while the k-th comes in: first those with a derivative, which
     # cannot share a sendrecv with those that have none. Where one side has more, nobody takes part.
     for active in (True, False):
-        out = [m for m in outgoing if is_differentiable(m.dtype) == active]
-        into = [m for m in incoming if is_differentiable(m.dtype) == active]
+        out, out_trees = _those(active, outgoing, sent)
+        into, into_trees = _those(active, incoming, packing)
         nothing = jnp.zeros(0, "float32" if active else "int32")
         for k in range(max(len(out), len(into))):
             template = into[k] if k < len(into) else nothing
+            trees = {*out_trees[k : k + 1], *into_trees[k : k + 1]}
+            # A line has one tree: where another comes than goes, the guard compares neither.
+            site = call_site(trees.pop() if len(trees) == 1 else "? both ways")
             (y,) = sendrecv_p.bind(
                 out[k] if k < len(out) else nothing,
                 a,

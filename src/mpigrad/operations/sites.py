@@ -42,6 +42,7 @@ def standing_at(site: int) -> Iterator[None]:
 
 _numbers: dict[tuple[str, int], int] = {}
 _with_trees: dict[tuple[int, str], int] = {}
+_TREES = 1024  # of the board's 4096 numbers
 _texts: list[str] = ["an unknown line"]
 
 
@@ -54,6 +55,8 @@ def call_site(tree: str = "") -> int:
     number = _given[-1] if _given else _line()
     if not tree:
         return number
+    if len(_with_trees) >= _TREES:  # trees of sizes that change for ever: the board has no room
+        tree = "?"
     key = (number, tree)
     if key not in _with_trees:
         _with_trees[key] = _add(_texts[number], tree)

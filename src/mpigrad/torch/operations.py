@@ -204,6 +204,14 @@ wait = _on_tensors(mpigrad.wait)
 waitall = _on_tensors(mpigrad.waitall)
 
 
+def _refuse_in_transform() -> None:
+    if in_transform():
+        raise NotImplementedError(
+            "mpigrad.torch: a receive from anyone stands in a transformation of torch.func; name "
+            "its source and tag"
+        )
+
+
 @eagerly
 @functools.wraps(mpigrad.recv_with_status)
 def recv_with_status(
@@ -212,11 +220,7 @@ def recv_with_status(
     tag: int = MPI.ANY_TAG,
     comm: Communicator | None = None,
 ) -> tuple[Any, Any, Any]:
-    if in_transform():
-        raise NotImplementedError(
-            "mpigrad.torch: a receive from anyone stands in a transformation of torch.func; name "
-            "its source and tag"
-        )
+    _refuse_in_transform()
     like, comm = _data("like", like), resolve(comm)
     given = {"like": like, "source": source, "tag": tag, "comm": comm}
     map_, tensors, structure = _prepare(mpigrad.recv_with_status, given)
@@ -259,6 +263,7 @@ def sendrecv(
 ) -> Any:
     if source != MPI.ANY_SOURCE and recvtag != MPI.ANY_TAG:
         return _sendrecv(x, dest, source, sendtag, recvtag, like, comm)
+    _refuse_in_transform()
     request = isend(x, dest, sendtag, comm)
     received = recv(x if like is None else like, source, recvtag, comm)
     wait(request)
