@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 import pytest
 
@@ -38,7 +39,8 @@ def test_a_rank_that_does_not_come_is_named(
     who = "rank 2" if absent else "another rank"
     text = f" s in `import mpigrad`: {who} has not imported it, or has ended before. Import mpigrad"
     assert done.stderr.count(text) == 1, done.stderr
-    assert f"rank {0 if absent else 1} of 3 has waited " in done.stderr
+    # Of those that do not know who is absent, the first whose time is over.
+    assert re.search(f"rank {0 if absent else '[12]'} of 3 has waited ", done.stderr), done.stderr
 
 
 def test_an_error_in_the_import_ends_all_ranks(tmp_path: pathlib.Path) -> None:
