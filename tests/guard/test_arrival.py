@@ -21,8 +21,14 @@ mg.barrier()
 """
 
 
-@pytest.mark.parametrize("bare", [False, True], ids=["mpigrad launch", "mpiexec"])
-@pytest.mark.parametrize("absent", [0, 2])
+@pytest.mark.parametrize(
+    ("absent", "bare"),
+    [
+        (0, False),
+        (2, True),
+        *(pytest.param(*c, marks=pytest.mark.full) for c in [(0, True), (2, False)]),
+    ],
+)
 def test_a_rank_that_does_not_come_is_named(
     absent: int, bare: bool, tmp_path: pathlib.Path
 ) -> None:

@@ -50,7 +50,9 @@ BROKEN = {
     ),
     "one_rank_runs_out_of_memory": Broken(("MemoryError",), last=FAILED),
     "one_rank_has_no_memory_for_threads": Broken(("MemoryError: Unable to",), code=1, last=FAILED),
-    "an_error_in_words_of_no_encoding": Broken(("ValueError: no mesh ",), code=1, last=FAILED),
+    "an_error_in_words_of_no_encoding": Broken(
+        ("ValueError: no mesh ",), code=1, last=FAILED, full=True
+    ),
     "longer_message_than_expected": Broken(
         ("rank 1 of 2: recv at ", "give the receiver the shape"), last=FAILED
     ),
@@ -170,7 +172,7 @@ BROKEN = {
     "killed": Broken((), last="was ended by signal SIGKILL"),
     "killed under mpiexec": Broken(("signal 9",), bare=True),
     "terminated": Broken((), last="mpigrad: the job was ended by signal SIGTERM"),
-    "terminated under mpiexec": Broken(("signal 15",), bare=True),
+    "terminated under mpiexec": Broken(("signal 15",), bare=True, full=True),
     # With the guard, but not caught: said once.
     "another_root with the guard": Broken(
         ("rank 0: bcast(root=0)", "rank 1: bcast(root=1)", "Give the same root on every rank."),

@@ -78,6 +78,16 @@ OPERATIONS: dict[str, Callable[[Any, Communicator], Any]] = {
 }
 
 
+def _half(first: int) -> pytest.MarkDecorator:
+    """Every other one in make test, all in make test-full."""
+    marks = lambda i: [pytest.mark.full] * ((i + first) % 2)
+    cases = [pytest.param(n, marks=marks(i)) for i, n in enumerate(OPERATIONS)]
+    return pytest.mark.parametrize("name", cases)
+
+
+some, others = _half(0), _half(1)
+
+
 def _tree(c: Communicator) -> Any:
     """Arrays of three dtypes: two of float64, two of float32, one of int32."""
     numbers = np.random.default_rng(c.rank)
@@ -91,7 +101,7 @@ def _tree(c: Communicator) -> Any:
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("name", OPERATIONS)
+@some
 def test_leaves_are_treated_alike_in_one_message_for_each_dtype(
     name: str, comm: Communicator
 ) -> None:
@@ -117,9 +127,7 @@ def _like(tree: Any) -> Callable[[Any], bool]:
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize(  # every other one in make test
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (i % 2)) for i, n in enumerate(OPERATIONS)]
-)
+@others
 def test_adjoints_are_those_of_the_leaves(name: str, comm: Communicator) -> None:
     operation, tree = OPERATIONS[name], _tree(comm)
     leaves, structure = jax.tree.flatten(tree)
