@@ -31,7 +31,7 @@ def arrow(comm, n_local):
     return Pattern.from_coo(rows, columns, n_local, comm)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_values_and_derivatives(comm, rows, solver):
