@@ -23,7 +23,7 @@ def await_all(seconds: float, end_job: Callable[[str], None]) -> None:
     seconds
         The time limit; 0: none.
     end_job
-        Called with who is absent, as far as rank 0 knows, when the time is over; it does not return.
+        Called with who is absent (rank 0 knows), when the time is over; it does not return.
     """
     world = MPI.COMM_WORLD
     tag = (world.Get_attr(MPI.TAG_UB) or 32767) - 1
