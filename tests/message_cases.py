@@ -23,10 +23,13 @@ def _ring(c: Communicator | MPI.Intracomm) -> tuple[int, int]:
 
 
 def _requests(x: Any, c: Communicator) -> Any:
-    """Four messages under way at once, waited for in another order."""
+    """Four messages under way at once, given to `waitall` in another order.
+
+    One and two ranks have one neighbour, whose messages are told apart by their order alone.
+    """
     right, left = _ring(c)
-    from_left, from_right = mg.irecv(x, left, 1, comm=c), mg.irecv(x[:1], right, 2, comm=c)
-    sends = [mg.isend(x, right, 1, comm=c), mg.isend(x[1:2], left, 2, comm=c)]
+    from_left, from_right = mg.irecv(x, left, 1, comm=c), mg.irecv(x[:1], right, 1, comm=c)
+    sends = [mg.isend(x, right, 1, comm=c), mg.isend(x[1:2], left, 1, comm=c)]
     _, b, _, a = mg.waitall([sends[1], from_right, sends[0], from_left])
     return jnp.concatenate([a, b])
 

@@ -34,6 +34,8 @@ void write(Buffer& ticket, int number) {
 
 ffi::Error keep(const Call& c, int code, Pending&& message, BufferOut& ticket) {
   if (code) return c.done(code);
+  static int64_t posts = 0;
+  message.order = ++posts;
   const int number = next_ticket();
   posted.emplace(number, std::move(message));
   write(*ticket, number);
@@ -77,6 +79,18 @@ std::map<int, Pending>::node_type take(const Call& c, const Buffer& ticket, bool
   return posted.extract(found);
 }
 
+// Adjoints go from the wait to the post: the last message to be posted is the first whose adjoint
+// its partner takes. Where the program has waited in another order, adjoints would be exchanged.
+ffi::Error in_turn(const Call& c, const Pending& message) {
+  has_ended(message.slot, message.peer, message.tag, message.receives, message.order);
+  if (c.site >= 0 || !message.overtaken) return ffi::Error::Success();
+  const std::string peer = std::to_string(message.peer), tag = std::to_string(message.tag);
+  return c.fail("the program has posted two messages of this rank and rank " + peer + " with tag " +
+                tag + " in one order and completed them in the other, so that their adjoints would be "
+                "taken for each other; wait in the order of the posts (waitall does), or give each "
+                "message a tag of its own");
+}
+
 // Completes a receive.
 ffi::Error arrive(Token, Buffer ticket, TokenOut, BufferOut y, int64_t comm, int64_t site,
                   int64_t source) {
@@ -87,6 +101,7 @@ ffi::Error arrive(Token, Buffer ticket, TokenOut, BufferOut y, int64_t comm, int
   Pending& message = node.mapped();
   const Mail expected{source, message.tag, layout_of(*y), -1, message.number};
   if (ffi::Error e = c.messages({}, {expected}); e.failure()) return e;
+  if (ffi::Error e = in_turn(c, message); e.failure()) return e;
   Status status;
   const int code =
       call(runtime.mpi.Wait, message.request.address(), static_cast<void*>(status.bytes));
@@ -114,12 +129,22 @@ ffi::Error sent(Token, Buffer ticket, TokenOut, int64_t comm, int64_t site, int6
   const Layout bytes{0, nullptr, 0, static_cast<int64_t>(message.words.count * message.words.width)};
   if (ffi::Error e = c.messages({{dest, message.tag, bytes, -1, message.number}}, {}); e.failure())
     return e;
+  if (ffi::Error e = in_turn(c, message); e.failure()) return e;
   Status status;
   return c.done(
       call(runtime.mpi.Wait, node.mapped().request.address(), static_cast<void*>(status.bytes)));
 }
 
 }  // namespace
+
+void has_ended(int64_t slot, int64_t peer, int64_t tag, bool receives, int64_t order) {
+  if (posted.empty() || peer == runtime.proc_null) return;
+  for (auto& [ticket, message] : posted)
+    if (message.slot == slot && message.peer == peer && message.tag == tag &&
+        message.receives == receives && message.order < order)
+      message.overtaken = true;
+}
+
 }  // namespace mpigrad
 
 // The requests that nobody has waited for, one a line: for the end of the process.

@@ -17,6 +17,8 @@ struct Pending {
   Request request;
   bool receives = false;
   int64_t tag = 0, number = 0;  // for the guard, when it is waited for
+  int64_t order = 0;            // in which they were posted
+  bool overtaken = false;       // by a message that was posted later, and ended before
 
   Pending(const Call& c, int64_t peer, const Words& like)
       : operation(c.operation),
@@ -41,6 +43,10 @@ struct Pending {
                 request.address());
   }
 };
+
+// A message with `peer` has ended: messages of the same kind that were posted before `order` and are
+// still under way have been overtaken.
+void has_ended(int64_t slot, int64_t peer, int64_t tag, bool receives, int64_t order = INT64_MAX);
 
 // A blocking send; to this rank itself it is buffered, so that the receive may follow it.
 int send_words(const Call& c, const Words& x, int64_t dest, int64_t tag);

@@ -21,6 +21,7 @@ void free_received_from_self() {
 }
 
 int send_words(const Call& c, const Words& x, int64_t dest, int64_t tag) {
+  has_ended(c.slot, dest, tag, false);
   if (dest == c.comm.rank) {
     free_received_from_self();
     to_self.emplace_back(c, dest, x);
@@ -40,6 +41,7 @@ ffi::Error receive(const Call& c, const Words& out, int64_t source, int64_t tag,
                         static_cast<int>(source), static_cast<int>(tag), c.comm.handle,
                         static_cast<void*>(status.bytes));
   const int sender = status_source(status);
+  has_ended(c.slot, sender, status_tag(status), true);
   if (!to_self.empty() && sender == c.comm.rank) free_received_from_self();
   return received(c, code, status, out, sender);
 }
@@ -109,6 +111,8 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
            in.type, static_cast<int>(dest), static_cast<int>(sendtag), out.data,
            static_cast<int>(out.count), out.type, static_cast<int>(source),
            static_cast<int>(recvtag), c.comm.handle, static_cast<void*>(status.bytes));
+  has_ended(c.slot, dest, sendtag, false);
+  has_ended(c.slot, source, recvtag, true);
   if (source == runtime.proc_null && !code) {
     std::memset(out.data, 0, y->size_bytes());
     return ffi::Error::Success();
@@ -156,6 +160,10 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
     from += count * in.width;
   }
   if (code) return c.done(code);
+  for (size_t i = 0; i < n; ++i) {
+    if (sendcounts[i]) has_ended(c.slot, neighbors[i], tag, false);
+    if (recvcounts[i]) has_ended(c.slot, neighbors[i], tag, true);
+  }
   ffi::Error first = ffi::Error::Success();
   for (size_t i = 0; i < posted_receives; ++i) {
     if (parts[i].count == 0) continue;

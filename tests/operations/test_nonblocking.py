@@ -79,6 +79,38 @@ def test_requests_pass_compiled_functions(comm: Communicator) -> None:
     close(finish(first), x)
 
 
+@pytest.mark.parametrize("how", ["posted", "blocking", "sent", "sendrecv"])
+def test_adjoints_that_would_be_exchanged_are_refused(how: str, comm: Communicator) -> None:
+    """Two messages of one partner and tag end in another order than they were posted in."""
+    own = comm.dup()  # on which messages are left over
+    me = {"comm": own}
+
+    def two(x: Any) -> Any:
+        if how == "sent":
+            sends = [mg.isend(x, own.rank, **me), mg.isend(2 * x, own.rank, **me)]
+            a, b = mg.recv(x, own.rank, **me), mg.recv(x, own.rank, **me)
+            mg.wait(sends[1])
+            mg.wait(sends[0])
+            return jnp.sum(a + 3 * b)
+        first = mg.irecv(x, own.rank, **me)
+        other = mg.isend(x, own.rank, **me)
+        if how == "sendrecv":
+            b = mg.sendrecv(2 * x, own.rank, own.rank, **me)
+        else:
+            second = mg.irecv(x, own.rank, **me) if how == "posted" else None
+            mg.send(2 * x, own.rank, **me)
+            b = mg.recv(x, own.rank, **me) if second is None else mg.wait(second)
+        a = mg.wait(first)
+        mg.wait(other)
+        return jnp.sum(a + 3 * b)
+
+    x = jnp.ones(3)
+    close(two(x), 21)
+    close(mg.jvp(two, (x,), (x,))[1], 21)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="wait in the order of the posts"):
+        mg.grad(two)(x)
+
+
 def test_wrong_use(comm: Communicator) -> None:
     x = jnp.ones(3)
     request = mg.isend(x, MPI.PROC_NULL, comm=comm)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -123,10 +124,25 @@ sent_p: Primitive = linear_map(
 )
 
 
+class _Order(int):
+    """A number in the order of posts. All are equal, so that requests of one kind may be carried
+    by a loop, whose turns may be traced again.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Order)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+_posts = itertools.count()
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["tickets"],
-    meta_fields=["kind", "peer", "tag", "comm", "packing"],
+    meta_fields=["kind", "peer", "tag", "comm", "packing", "order"],
 )
 @dataclass(frozen=True)
 class Request:
@@ -141,6 +157,11 @@ class Request:
     tag: int
     comm: int
     packing: Packing
+    order: _Order
+
+    def posted_now(self) -> Request:
+        """The same message, the last of all posts so far."""
+        return replace(self, order=_Order(next(_posts)))
 
 
 @functools.cache
@@ -169,7 +190,7 @@ def post(kind: Literal["isend", "irecv"], tree: Any, peer: int, tag: int, slot: 
     params = {"comm": slot, name: peer, "tag": tag, "lanes": ()}
     messages = zip(packing.pack(tree), packing.in_words, strict=True)
     tickets = tuple(primitive.bind(m, a, site=call_site(w), **params)[0] for m, w in messages)
-    return Request(tickets, kind, peer, tag, slot, packing)
+    return Request(tickets, kind, peer, tag, slot, packing, _Order(next(_posts)))
 
 
 def isend(x: Any, dest: int, tag: int = 0, comm: Communicator | None = None) -> Request:
@@ -217,6 +238,12 @@ def irecv(like: Any, source: int, tag: int = 0, comm: Communicator | None = None
     return post("irecv", like, source, check_tag(tag, "irecv: tag"), comm.slot)
 
 
+def _is_request(request: Any) -> Request:
+    if not isinstance(request, Request):
+        raise TypeError(f"wait takes a request of isend or irecv, not {type(request).__name__}")
+    return request
+
+
 def wait(request: Request) -> Any:
     """Wait until the message of a request has been sent or has arrived.
 
@@ -224,16 +251,16 @@ def wait(request: Request) -> Any:
     ----------
     request
         Of `isend` or `irecv`, not yet waited for, and posted in the same function: not outside of
-        the one that is differentiated or mapped by `vmap`.
+        the one that is differentiated or mapped by `vmap`. In a function that is differentiated,
+        messages between the same ranks with the same tag are waited for in the order of their
+        posts.
 
     Returns
     -------
     The received values for `irecv`, None for `isend`. The adjoint is the post of a message the
     other way: `isend` of the cotangent for `irecv`, `irecv` of it for `isend`.
     """
-    if not isinstance(request, Request):
-        raise TypeError(f"wait takes a request of isend or irecv, not {type(request).__name__}")
-    sends = request.kind == "isend"
+    sends = _is_request(request).kind == "isend"
     primitive, name = (sent_p, "dest") if sends else (arrive_p, "source")
     params = {"comm": request.comm, name: request.peer, "tag": request.tag}
     a, packing = carrier(), request.packing
@@ -245,9 +272,21 @@ def wait(request: Request) -> Any:
     return None if sends else request.packing.unpack(results)
 
 
+def in_order_of_posts(
+    wait_for: Callable[[list[Request]], list[Any]], requests: Iterable[Request]
+) -> list[Any]:
+    """What `wait_for` gives for the requests in the order of their posts, in the order given."""
+    given = list(map(_is_request, requests))
+    positions = sorted(range(len(given)), key=lambda i: int(given[i].order))
+    results = wait_for([given[i] for i in positions])
+    return [
+        result for _, result in sorted(zip(positions, results, strict=True), key=lambda p: p[0])
+    ]
+
+
 def waitall(requests: Iterable[Request]) -> list[Any]:
-    """`wait` for each of the requests; their results in the same order.
+    """`wait` for each of the requests, in the order of their posts; results in the order given.
 
     The adjoint posts a message the other way for each, in reverse order.
     """
-    return [wait(request) for request in requests]
+    return in_order_of_posts(lambda requests: list(map(wait, requests)), requests)

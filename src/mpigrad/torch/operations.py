@@ -17,6 +17,7 @@ from mpi4py import MPI
 import mpigrad
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations.custom import Function
+from mpigrad.operations.nonblocking import Request, in_order_of_posts
 from mpigrad.operations.sites import call_site
 from mpigrad.torch import message, reductions
 from mpigrad.torch._torch_compat import eagerly, in_transform
@@ -189,8 +190,6 @@ bcast = _on_tensors(mpigrad.bcast)
 exscan = _on_tensors(mpigrad.exscan)
 gather = _on_tensors(mpigrad.gather)
 gatherv = _on_tensors(mpigrad.gatherv)
-irecv = _on_tensors(mpigrad.irecv)
-isend = _on_tensors(mpigrad.isend)
 neighbor_alltoallv = _on_tensors(mpigrad.neighbor_alltoallv)
 one_sided = _on_tensors(mpigrad.one_sided)
 reduce = _on_tensors(mpigrad.reduce)
@@ -201,7 +200,28 @@ scatter = _on_tensors(mpigrad.scatter)
 scatterv = _on_tensors(mpigrad.scatterv)
 send = _on_tensors(mpigrad.send)
 wait = _on_tensors(mpigrad.wait)
-waitall = _on_tensors(mpigrad.waitall)
+
+
+def _posting(native: Callable[P, Request]) -> Callable[P, Request]:
+    """Requests are numbered where programs run: a compiled program has one number for ever."""
+    operation = _on_tensors(native)
+
+    @functools.wraps(native)
+    def post(*args: Any, **kwargs: Any) -> Request:
+        return operation(*args, **kwargs).posted_now()
+
+    return post
+
+
+irecv = _posting(mpigrad.irecv)
+isend = _posting(mpigrad.isend)
+_waitall = _on_tensors(mpigrad.waitall)
+
+
+@eagerly
+@functools.wraps(mpigrad.waitall)
+def waitall(requests: Any) -> list[Any]:
+    return in_order_of_posts(_waitall, requests)
 
 
 def _refuse_in_transform() -> None:
