@@ -273,6 +273,7 @@ ALIKE = (
     "requests beside send and recv",
     "recv of any tag",
     "sendrecv of any tag",
+    "irecv from anyone",
     "one_sided put and get",
     "one_sided of a pytree",
     "custom_operation of a pytree",

@@ -104,6 +104,18 @@ def _both_ways_simulated(X: Any) -> Any:
     return jnp.concatenate([jnp.roll(X, 1, axis=0), jnp.roll(X[:, 1:2], -1, axis=0)], axis=1)
 
 
+def _posted_for_anyone(x: Any, c: Communicator) -> Any:
+    """Posted from anyone with a named tag, and with any tag from a named rank."""
+    right, left = _ring(c)
+    arriving = mg.irecv(x, MPI.ANY_SOURCE, 6, comm=c)
+    row = mg.irecv(x[:1], right, MPI.ANY_TAG, comm=c)
+    leaving = mg.isend(x, right, 6, comm=c)
+    mg.send(x[1:2], left, 7 + c.rank, comm=c)
+    second, source, tag = mg.wait_with_status(row)
+    second = jnp.where(tag == 7 + source, second, jnp.zeros_like(second))
+    return jnp.concatenate([mg.waitall([leaving, arriving])[1], second])
+
+
 def _put_and_get(x: Any, c: Communicator) -> Any:
     """Row 1 replaces the right neighbour's row 0; rank 0 reads its left one twice, others once."""
     right, left = _ring(c)
@@ -253,6 +265,7 @@ MESSAGES: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], str]] = {
     "recv from anyone": (_from_anyone, _from_anyone_simulated, "anything"),
     "recv of any tag": (_any_tag, _any_tag_simulated, "anything"),
     "sendrecv of any tag": (_both_ways, _both_ways_simulated, "anything"),
+    "irecv from anyone": (_posted_for_anyone, _both_ways_simulated, "anything"),
     "one_sided put and get": (_put_and_get, _put_and_get_simulated, "anything"),
     "one_sided accumulate": (_accumulate, _accumulate_simulated, "numbers"),
     "one_sided of a pytree": (_window_of_three, _window_of_three_simulated, "numbers"),

@@ -42,6 +42,7 @@ struct Entry {
   Cell id;  // the same number on all members, and on no other communicator of the job
   int64_t rank, size;
   Cell sequence;
+  Cell open;  // receives from anyone that are posted: meanwhile nobody knows what other ones take
   Contract contracts[2];
 };
 

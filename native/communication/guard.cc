@@ -291,6 +291,10 @@ void Post::count_messages(int64_t n) {
   }
 }
 
+void Post::from_anyone(int posts) {
+  if (owner_ && slot_ >= 0) add(board.mine().entries[slot_].open, posts);
+}
+
 void Post::matched(size_t i, int64_t source, int64_t tag) {
   Slot& mine = board.mine();
   if (!owner_ || i >= kParts || !wild(mine.receive[i])) return;

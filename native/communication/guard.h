@@ -74,6 +74,8 @@ class Post {
   int64_t number_sent() const, number_received() const;
   // The actual sender of receive number `i`, where it named none.
   void matched(size_t i, int64_t source, int64_t tag);
+  // A receive from anyone has been posted, or (-1) is about to end, or has.
+  void from_anyone(int posts);
   // Whether operations may begin here at all.
   bool allowed();
 

@@ -109,8 +109,10 @@ bool Exchange::possible(int64_t rank) {
   if (seen_[rank]) return true;  // in a circle all go together
   seen_[rank] = true;
   const Slot* s;
-  if (!member(slot_, rank, &s)) return true;
-  for (int64_t i = 0; i < std::min<int64_t>(get(s->receives), kParts); ++i)
+  const Entry* e = member(slot_, rank, &s);
+  if (!e) return true;
+  const int64_t receives = get(e->open) ? 0 : std::min<int64_t>(get(s->receives), kParts);
+  for (int64_t i = 0; i < receives; ++i)
     if (!(wild(s->receive[i]) ? any_available(rank, *s, s->receive[i])
                               : available(rank, s->receive[i])))
       return false;
@@ -157,7 +159,8 @@ bool Exchange::any_available(int64_t rank, const Slot& receiver, const Part& p) 
 
 bool Exchange::expected(int64_t rank, const Part& p) {
   const Slot* receiver;
-  if (!member(slot_, p.peer, &receiver) || get(receiver->untracked)) return true;
+  const Entry* e = member(slot_, p.peer, &receiver);
+  if (!e || get(receiver->untracked) || get(e->open)) return true;
   const Channel* c = find_channel(*receiver, id_, rank, p.tag);
   if (c && get(c->posted) >= p.ordinal)
     return !waits(*receiver, receiver->receive, receiver->receives, rank, p.tag, p.ordinal) ||

@@ -32,6 +32,12 @@ void write(Buffer& ticket, int number) {
   }
 }
 
+// Receives from anyone that are under way: this sender's next message need not be theirs.
+void follows(int64_t slot, int64_t peer, int64_t tag) {
+  for (auto& [ticket, message] : posted)
+    if (message.from_anyone && message.slot == slot) message.since.insert({peer, tag});
+}
+
 ffi::Error keep(const Call& c, int code, Pending&& message, BufferOut& ticket) {
   if (code) return c.done(code);
   static int64_t posts = 0;
@@ -42,9 +48,7 @@ ffi::Error keep(const Call& c, int code, Pending&& message, BufferOut& ticket) {
   return ffi::Error::Success();
 }
 
-ffi::Error isend(Token, Buffer x, TokenOut, BufferOut ticket, int64_t comm, int64_t site,
-                 int64_t dest, int64_t tag) {
-  const Call c("isend", comm, site, x.size_bytes(), dest);
+ffi::Error post_send(const Call& c, const Buffer& x, int64_t dest, int64_t tag, BufferOut& ticket) {
   const Words in(x);
   if (ffi::Error e = c.posts({mail(dest, tag, x)}, {}); e.failure()) return e;
   Pending message(c, dest, in);
@@ -54,6 +58,21 @@ ffi::Error isend(Token, Buffer x, TokenOut, BufferOut ticket, int64_t comm, int6
   return keep(c, code, std::move(message), ticket);
 }
 
+ffi::Error isend(Token, Buffer x, TokenOut, BufferOut ticket, int64_t comm, int64_t site,
+                 int64_t dest, int64_t tag) {
+  const Call c("isend", comm, site, x.size_bytes(), dest);
+  return post_send(c, x, dest, tag, ticket);
+}
+
+// To the sender of a message.
+ffi::Error isend_to(Token, Envelope envelope, Buffer x, TokenOut, BufferOut ticket, int64_t comm,
+                    int64_t site) {
+  const int32_t* partner = envelope.typed_data();
+  const Call c("isend", comm, site, x.size_bytes(), partner[0]);
+  return post_send(c, x, partner[0], partner[1], ticket);
+}
+
+// `source` and `tag` may be wildcards.
 ffi::Error irecv(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site, int64_t source,
                  int64_t tag, int64_t bytes, int64_t element_bytes) {
   const Call c("irecv", comm, site, 0, source);
@@ -61,8 +80,19 @@ ffi::Error irecv(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site, 
   Pending message(c, source, Words(nullptr, bytes, element_bytes));
   message.tag = tag;
   message.number = c.post.number_received();
+  message.from_anyone = source != runtime.proc_null && (source < 0 || tag < 0);
+  if (message.from_anyone)
+    c.post.from_anyone(1);
+  else
+    follows(comm, source, tag);
   const int code = message.post_receive(tag);
   return keep(c, code, std::move(message), ticket);
+}
+
+// The tangent of a receive from anyone: nothing is under way.
+ffi::Error open(Token, TokenOut, BufferOut ticket, int64_t, int64_t) {
+  write(*ticket, 0);
+  return ffi::Error::Success();
 }
 
 // The message of a ticket, which is used up; `error` tells why there is none.
@@ -91,6 +121,26 @@ ffi::Error in_turn(const Call& c, const Pending& message) {
                 "message a tag of its own");
 }
 
+// Waits for a receive, which is handed over to y.
+ffi::Error finish(const Call& c, Pending& message, BufferOut& y, int64_t source, Status& status) {
+  const int code =
+      call(runtime.mpi.Wait, message.request.address(), static_cast<void*>(status.bytes));
+  if (source != runtime.proc_null) {
+    // A receive that fails need not say who has sent.
+    const int sender = code && source < 0 ? -1 : source < 0 ? status_source(status) : source;
+    if (sender == c.comm.rank) free_received_from_self();
+    ffi::Error error = received(c, code, status, message.words, sender);
+    if (error.failure()) return error;
+  }
+  const size_t bytes = message.words.count * message.words.width;
+  if (bytes != y->size_bytes())
+    return c.fail("the request was posted outside of the vmap that it is waited for in; post it "
+                  "and wait for it in the same function");
+  advise_huge_pages(y->untyped_data(), bytes);
+  std::memcpy(y->untyped_data(), message.words.data, bytes);
+  return ffi::Error::Success();
+}
+
 // Completes a receive.
 ffi::Error arrive(Token, Buffer ticket, TokenOut, BufferOut y, int64_t comm, int64_t site,
                   int64_t source) {
@@ -103,20 +153,30 @@ ffi::Error arrive(Token, Buffer ticket, TokenOut, BufferOut y, int64_t comm, int
   if (ffi::Error e = c.messages({}, {expected}); e.failure()) return e;
   if (ffi::Error e = in_turn(c, message); e.failure()) return e;
   Status status;
-  const int code =
-      call(runtime.mpi.Wait, message.request.address(), static_cast<void*>(status.bytes));
-  if (source == c.comm.rank) free_received_from_self();
-  if (source != runtime.proc_null) {
-    error = received(c, code, status, message.words, static_cast<int>(source));
-    if (!error.success()) return error;
-  }
-  const size_t bytes = message.words.count * message.words.width;
-  if (bytes != y->size_bytes())
-    return c.fail("the request was posted outside of the vmap that it is waited for in; post it "
-                  "and wait for it in the same function");
-  advise_huge_pages(y->untyped_data(), bytes);
-  std::memcpy(y->untyped_data(), message.words.data, bytes);
-  return ffi::Error::Success();
+  return finish(c, message, y, source, status);
+}
+
+// Completes a receive from anyone, or of any tag.
+ffi::Error arrive_any(Token, Buffer ticket, TokenOut, BufferOut y, ffi::Result<Envelope> envelope,
+                      int64_t comm, int64_t site, int64_t source) {
+  const Call c("wait", comm, site, 0, source);
+  ffi::Error error = ffi::Error::Success();
+  auto node = take(c, ticket, true, error);
+  if (node.empty()) return error;
+  Pending& message = node.mapped();
+  // Where nothing was received meanwhile, it takes what a receive that begins now would take.
+  const bool certain = message.since.empty();
+  if (certain) c.post.from_anyone(-1);
+  if (ffi::Error e = c.messages({}, {{source, message.tag, layout_of(*y)}}); e.failure()) return e;
+  Status status;
+  error = finish(c, message, y, source, status);
+  if (error.failure()) return error;
+  const int sender = status_source(status), tag = status_tag(status);
+  c.post.matched(0, sender, tag);
+  if (!certain) c.post.from_anyone(-1);
+  has_ended(message.slot, sender, tag, true, message.order);
+  write(envelope, status, message.since.count({sender, tag}));
+  return error;
 }
 
 // Completes a send.
@@ -127,7 +187,7 @@ ffi::Error sent(Token, Buffer ticket, TokenOut, int64_t comm, int64_t site, int6
   if (node.empty()) return error;
   const Pending& message = node.mapped();
   const Layout bytes{0, nullptr, 0, static_cast<int64_t>(message.words.count * message.words.width)};
-  if (ffi::Error e = c.messages({{dest, message.tag, bytes, -1, message.number}}, {}); e.failure())
+  if (ffi::Error e = c.messages({{message.peer, message.tag, bytes, -1, message.number}}, {}); e.failure())
     return e;
   if (ffi::Error e = in_turn(c, message); e.failure()) return e;
   Status status;
@@ -139,10 +199,13 @@ ffi::Error sent(Token, Buffer ticket, TokenOut, int64_t comm, int64_t site, int6
 
 void has_ended(int64_t slot, int64_t peer, int64_t tag, bool receives, int64_t order) {
   if (posted.empty() || peer == runtime.proc_null) return;
-  for (auto& [ticket, message] : posted)
-    if (message.slot == slot && message.peer == peer && message.tag == tag &&
-        message.receives == receives && message.order < order)
+  for (auto& [ticket, message] : posted) {
+    if (message.slot != slot || message.receives != receives || message.order > order) continue;
+    if (message.from_anyone)
+      message.since.insert({peer, tag});
+    else if (message.peer == peer && message.tag == tag)
       message.overtaken = true;
+  }
 }
 
 }  // namespace mpigrad
@@ -165,5 +228,12 @@ MPIGRAD_HANDLER(mpigrad_irecv, irecv,
 MPIGRAD_HANDLER(mpigrad_arrive, arrive,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
                     MPIGRAD_ATTR(source));
+MPIGRAD_HANDLER(mpigrad_isend_to, isend_to,
+                MPIGRAD_BIND MPIGRAD_IN.Arg<mpigrad::Envelope>() MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y
+                    MPIGRAD_WHERE);
+MPIGRAD_HANDLER(mpigrad_open, open, MPIGRAD_BIND MPIGRAD_IN MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE);
+MPIGRAD_HANDLER(mpigrad_arrive_any, arrive_any,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y.Ret<mpigrad::Envelope>()
+                    MPIGRAD_WHERE MPIGRAD_ATTR(source));
 MPIGRAD_HANDLER(mpigrad_sent, sent,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_WHERE MPIGRAD_ATTR(dest));

@@ -4,6 +4,8 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <set>
+#include <utility>
 
 #include "handler.h"
 
@@ -19,6 +21,9 @@ struct Pending {
   int64_t tag = 0, number = 0;  // for the guard, when it is waited for
   int64_t order = 0;            // in which they were posted
   bool overtaken = false;       // by a message that was posted later, and ended before
+  bool from_anyone = false;     // or of any tag: nobody knows yet from whom it comes
+  // The senders and tags of what has been received, or posted, since this was.
+  std::set<std::pair<int64_t, int64_t>> since;
 
   Pending(const Call& c, int64_t peer, const Words& like)
       : operation(c.operation),
@@ -47,6 +52,16 @@ struct Pending {
 // A message with `peer` has ended: messages of the same kind that were posted before `order` and are
 // still under way have been overtaken.
 void has_ended(int64_t slot, int64_t peer, int64_t tag, bool receives, int64_t order = INT64_MAX);
+
+// From whom and with which tag a message came, or where it goes, and whether a later message from
+// there was received before it.
+using Envelope = ffi::Buffer<ffi::S32>;
+inline void write(ffi::Result<Envelope>& envelope, const Status& status, bool overtaken) {
+  int32_t* to = envelope->typed_data();
+  to[0] = status_source(status);
+  to[1] = status_tag(status);
+  to[2] = overtaken;
+}
 
 // A blocking send; to this rank itself it is buffered, so that the receive may follow it.
 int send_words(const Call& c, const Words& x, int64_t dest, int64_t tag);

@@ -65,9 +65,6 @@ ffi::Error recv(Token, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_
   return receive(c, out, source, tag, status);
 }
 
-// From whom and with which tag a message came, or where it goes: {rank, tag}.
-using Envelope = ffi::Buffer<ffi::S32>;
-
 // `source` and `tag` may be wildcards.
 ffi::Error recv_any(Token, TokenOut, BufferOut y, ffi::Result<Envelope> envelope, int64_t comm,
                     int64_t site, int64_t source, int64_t tag) {
@@ -77,14 +74,19 @@ ffi::Error recv_any(Token, TokenOut, BufferOut y, ffi::Result<Envelope> envelope
   ffi::Error error = receive(c, Words(y), source, tag, status);
   if (error.failure()) return error;
   c.post.matched(0, status_source(status), status_tag(status));
-  envelope->typed_data()[0] = status_source(status);
-  envelope->typed_data()[1] = status_tag(status);
+  write(envelope, status, false);
   return error;
 }
 
 ffi::Error recv_from(Token, Envelope envelope, TokenOut, BufferOut y, int64_t comm, int64_t site) {
   const int32_t* partner = envelope.typed_data();
   const Call c("recv", comm, site, 0, partner[0]);
+  if (partner[2])
+    return c.fail("what a posted receive with a wildcard got was sent by rank " +
+                  std::to_string(partner[0]) + " with tag " + std::to_string(partner[1]) +
+                  ", from where the program has received, or posted a receive of, a later message "
+                  "before it waited for this one: their tangents would be taken for each other. "
+                  "Wait first, or give the messages different tags");
   if (ffi::Error e = c.messages({}, {mail(partner[0], partner[1], *y)}); e.failure()) return e;
   Status status;
   return receive(c, Words(y), partner[0], partner[1], status);

@@ -59,6 +59,7 @@ if not in_command():
         send,
         sendrecv,
         wait,
+        wait_with_status,
         waitall,
     )
     from mpigrad.transformations import grad, jit, jvp, linearize, value_and_grad, vjp, vmap
@@ -112,5 +113,6 @@ __all__ = [
     "vjp",
     "vmap",
     "wait",
+    "wait_with_status",
     "waitall",
 ]

@@ -49,7 +49,7 @@ CONTRACT = np.dtype(
     )
 )
 TOLD = np.dtype([("contract", CONTRACT), ("site", f"S{TEXT}")])
-ENTRY = np.dtype(_numbers("id rank size sequence", ("contracts", CONTRACT, 2)))
+ENTRY = np.dtype(_numbers("id rank size sequence open", ("contracts", CONTRACT, 2)))
 CHANNEL = np.dtype(_numbers("id peer tag sent posted received"))
 MESSAGE = np.dtype(_numbers("id site", ("operation", f"S{NAME}"), ("part", PART)))
 SLOT = np.dtype(

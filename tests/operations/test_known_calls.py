@@ -125,3 +125,41 @@ def test_loops_keep_their_messages(name: str, how: str, comm: Communicator) -> N
     total = lambda f: lambda x: sum(jnp.sum(jnp.cos(y)) for y in jax.tree.leaves(f(x)))
     got = mg.grad(total(transform(loop)))(x)
     close(got, jax.grad(total(reference(joint)))(X)[comm.rank])
+
+
+def _always(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: jax.lax.cond(jnp.sum(jax.lax.stop_gradient(x)) < 1e9, f, jnp.sin, x)
+
+
+# A function whose messages depend on no loop around it, as a call that JAX may take out.
+CALLS: dict[str, Callable[[Callable[[Any], Any]], Callable[[Any], Any]]] = {
+    "scan": lambda f: lambda x: jax.lax.scan(lambda s, _: (s, f(x)), 0, length=1)[1][0],
+    "cond": _always,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+}
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("inner", CALLS)
+@pytest.mark.parametrize("outer", CALLS)
+def test_what_only_sends_is_not_forgotten(outer: str, inner: str, comm: Communicator) -> None:
+    """Rank 0 sends in each step of a loop, in calls with no result; rank 1 receives without."""
+    ends = {0: "sends", 1: "receives"}.get(comm.rank, "neither")
+
+    def message(x: Any) -> Any:
+        if ends == "sends" and comm.size > 1:
+            CALLS[inner](lambda x: (mg.send(x, 1, comm=comm), jnp.ones_like(x))[1])(x)
+        return mg.recv(x, 0, comm=comm) if ends == "receives" else x
+
+    def loop(x: Any) -> Any:
+        step = lambda s, _: (jnp.sin(s) + message(x), None)
+        return CALLS[outer](lambda x: jax.lax.scan(step, x, length=2)[0])(x)
+
+    def joint(X: Any) -> Any:
+        S, got = X, X.at[1:2].set(X[:1])
+        for _ in range(2):
+            S = jnp.sin(S) + got
+        return S
+
+    prove(loop, joint, comm, "checkpoint")

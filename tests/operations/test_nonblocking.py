@@ -120,10 +120,14 @@ def test_wrong_use(comm: Communicator) -> None:
     outside = mg.isend(x, MPI.PROC_NULL, comm=comm)
     with pytest.raises(ValueError, match="post and wait in one function"):
         mg.grad(lambda x: (jnp.sum(x), mg.wait(outside))[0])(x)
-    with pytest.raises(ValueError, match="name the source"):
-        mg.irecv(x, MPI.ANY_SOURCE)
-    with pytest.raises(ValueError, match="irecv: tag: a wildcard tag is for `recv` and `sendrecv`"):
-        mg.irecv(x, comm.rank, MPI.ANY_TAG)
+    with pytest.raises(ValueError, match="isend: tag: the wildcard"):
+        mg.isend(x, comm.rank, MPI.ANY_TAG)
+    with pytest.raises(ValueError, match="int32; receive them by `recv_with_status`"):
+        mg.irecv((x, jnp.int32(1)), MPI.ANY_SOURCE)
+    request = mg.isend(x, MPI.PROC_NULL, comm=comm)
+    with pytest.raises(TypeError, match="wait for this one of isend"):
+        mg.wait_with_status(request)
+    mg.wait(request)
     with pytest.raises(TypeError, match="request of isend or irecv"):
         mg.wait(x)  # type: ignore[arg-type]
     dropped = lambda x: (mg.isend(x, MPI.PROC_NULL, comm=comm), jnp.sum(x))[1]

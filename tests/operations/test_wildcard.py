@@ -107,3 +107,65 @@ def test_nobody_and_oneself(comm: Communicator) -> None:
     value, source, tag = mg.recv_with_status(x)
     assert (int(source), int(tag)) == (comm.rank, 8)
     close(value, 5 * x)
+
+
+def test_posted_receives_tell_the_sender(comm: Communicator) -> None:
+    """The requests of one rank are carried by a loop; their messages come in any order."""
+    tree = (jnp.arange(3.0) + comm.rank, jnp.ones(2))
+    if comm.rank > 0:
+        mg.send(tree, 0, tag=comm.rank)
+        return
+    post = lambda: mg.irecv(tree, MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+    def body(request: Any, _: None) -> Any:
+        (y, _), source, tag = mg.wait_with_status(request)
+        return post(), (y, source, tag)
+
+    request, (ys, sources, tags) = jax.lax.scan(body, post(), None, length=comm.size - 1)
+    assert sources.dtype == tags.dtype == jnp.int32
+    assert sorted(map(int, sources)) == list(range(1, comm.size))
+    close(tags, sources)
+    close(ys, jnp.arange(3.0) + sources[:, None])
+    mg.send(tree, 0, tag=7)
+    assert [int(n) for n in mg.wait_with_status(request)[1:]] == [0, 7]
+
+
+def test_posted_receives_from_nobody_and_from_a_named_rank(comm: Communicator) -> None:
+    x = jnp.ones(3)
+    value, source, tag = mg.wait_with_status(mg.irecv(x, MPI.PROC_NULL, MPI.ANY_TAG))
+    assert (int(source), int(tag)) == (MPI.PROC_NULL, MPI.ANY_TAG)
+    close(value, jnp.zeros(3))
+    request = mg.irecv(x, comm.rank, 4)
+    mg.send(5 * x, comm.rank, 4)
+    value, source, tag = mg.wait_with_status(request)
+    assert (int(source), int(tag)) == (comm.rank, 4)
+    close(value, 5 * x)
+
+
+@pytest.mark.parametrize("later", ["received", "posted", "from anyone"])
+def test_tangents_that_would_be_exchanged_are_refused(later: str, comm: Communicator) -> None:
+    """The message after it from the same rank with the same tag is received before the wait."""
+    own = comm.dup()  # on which messages are left over
+    me = {"comm": own}
+
+    def two(x: Any) -> Any:
+        first = mg.irecv(x, MPI.ANY_SOURCE, 3, **me)
+        if later == "posted":
+            second = mg.irecv(x, own.rank, 3, **me)
+        mg.send(x, own.rank, 3, **me)
+        mg.send(2 * x, own.rank, 3, **me)
+        if later == "posted":
+            a = mg.wait(first)
+            return jnp.sum(a + 3 * mg.wait(second))
+        b = mg.recv(x, own.rank if later == "received" else MPI.ANY_SOURCE, 3, **me)
+        return jnp.sum(mg.wait(first) + 3 * b)
+
+    x = jnp.ones(3)
+    close(two(x), 21)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="tangents would be taken for each other"):
+        mg.jvp(two, (x,), (x,))
+    if later == "posted":  # adjoints go back in order
+        close(mg.grad(two)(x), 7 * x)
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match="wait in the order of the posts"):
+        mg.grad(two)(x)

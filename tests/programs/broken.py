@@ -214,6 +214,35 @@ def a_send_request_that_nobody_receives():
     mg.barrier()
 
 
+def a_wildcard_request_that_nobody_posts():
+    if rank == 0:
+        mg.wait(mg.irecv(x, MPI.ANY_SOURCE, MPI.ANY_TAG))
+    mg.barrier()
+
+
+def tangents_of_opposite_long_sends():
+    def f(x):
+        request = mg.irecv(x, MPI.ANY_SOURCE)
+        mg.send(x, 1 - rank)
+        return mg.wait(request)
+
+    long = jnp.ones(20000)
+    jax.block_until_ready(mg.vjp(f, long)[1](long))  # goes back as it came
+    mg.jvp(f, (long,), (long,))
+
+
+def waits_in_another_order_than_posts():
+    def f(x):
+        if rank == 0:
+            first, second = mg.irecv(x, 1), mg.irecv(x, 1)
+            return mg.wait(second) + 2 * mg.wait(first)
+        mg.send(x, 0)
+        mg.send(x, 0)
+        return x
+
+    mg.jit(lambda x: mg.vjp(f, x)[1](x))(x)
+
+
 def requests_of_other_shapes():
     if rank == 0:
         mg.wait(mg.isend(jnp.ones(5), 1))

@@ -122,7 +122,11 @@ class _Wait:
         return _Mismatch(tuple(sorted(lines, key=_rank_of)), _DISAGREE, remedy)
 
     def _receives(self) -> None:
-        me = int(self.entry["rank"])
+        me, open_ = int(self.entry["rank"]), bool(self.entry["open"])
+
+        def fits(message: Any, part: Any) -> bool:
+            return not self.polling or open_ or _fits(message["part"], part)
+
         for part in self.reader.messages(self.r, "receive"):
             source, tag = int(part["peer"]), int(part["tag"])
             sources = [source] if source >= 0 else list(range(int(self.entry["size"])))
@@ -137,11 +141,7 @@ class _Wait:
                 nexts: dict[int, Any] = {
                     s: self._next_message(s, self.members[s].slot, tag) for s in sources
                 }
-                fitting = [
-                    s
-                    for s, m in nexts.items()
-                    if m is not None and (not self.polling or _fits(m["part"], part))
-                ]
+                fitting = [s for s, m in nexts.items() if m is not None and fits(m, part)]
                 if len(fitting) == 1:
                     sent = nexts[fitting[0]]["part"]
                     self._together(self.members[fitting[0]].slot, "send", me, sent)
@@ -158,7 +158,7 @@ class _Wait:
                 self.needs.append(frozenset(slots))
                 continue
             message = self.reader.message(slots[0], self.identity, me, tag, int(part["ordinal"]))
-            if message is None or not self.polling or _fits(message["part"], part):
+            if message is None or fits(message, part):
                 self._together(slots[0], "send", me, part)
                 continue
             self.needs.append(frozenset())
@@ -230,7 +230,7 @@ class _Wait:
             if not part["awaited"]:
                 continue
             member = self.members.get(int(part["peer"]))
-            if member is None or self.reader.slots[member.slot]["untracked"]:
+            if member is None or self.reader.unknown(member):
                 raise _Unknown
             channel = self.reader.channel(member.slot, self.identity, me, int(part["tag"]))
             if channel is not None and int(channel["posted"]) >= int(part["ordinal"]):

@@ -27,7 +27,7 @@ def unreceived(slots: Any) -> str:
             members = reader.members(identity)
             receiver = members.get(int(channel["peer"]))
             sender = next((m.rank for m in members.values() if m.slot == r), None)
-            if receiver is None or sender is None or int(slots[receiver.slot]["untracked"]):
+            if receiver is None or sender is None or reader.unknown(receiver):
                 continue  # on another host, or of a communicator that is gone, or not counted
             taken = reader.channel(receiver.slot, identity, sender, tag)
             received = 0 if taken is None else int(taken["posted"])

@@ -131,6 +131,11 @@ class Reader:
                 found[member.rank] = member
         return found
 
+    def unknown(self, member: Member) -> bool:
+        """Whether nobody can say which messages a member has received."""
+        slot = self.slots[member.slot]
+        return bool(slot["untracked"] or slot["entries"][member.entry]["open"])
+
     def channel(self, r: int, identity: int, peer: int, tag: int) -> Any | None:
         """Rank r's counts of messages to and from `peer`."""
         channels = self.slots[r]["channels"]

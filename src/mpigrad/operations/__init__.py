@@ -16,7 +16,7 @@ from mpigrad.operations.collectives import (
 )
 from mpigrad.operations.custom import custom_operation
 from mpigrad.operations.neighborhood import neighbor_alltoallv
-from mpigrad.operations.nonblocking import irecv, isend, wait, waitall
+from mpigrad.operations.nonblocking import irecv, isend, wait, wait_with_status, waitall
 from mpigrad.operations.one_sided import one_sided
 from mpigrad.operations.point_to_point import recv, recv_with_status, send
 from mpigrad.operations.reductions import reduction
@@ -59,5 +59,6 @@ __all__ = [
     "send",
     "sendrecv",
     "wait",
+    "wait_with_status",
     "waitall",
 ]

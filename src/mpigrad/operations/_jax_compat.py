@@ -371,6 +371,32 @@ def install_repairs() -> None:
 
     ad.primitive_jvps[solves.linear_solve_p] = in_place
     _rules[loops.while_p] = functools.partial(_partial_while, _rules[loops.while_p])
+    for primitive in (core.call_p, core.closed_call_p):
+        _inline_call(primitive)
+
+
+def _inline_call(primitive: Any) -> None:
+    """A call with messages is split into known and unknown equation by equation.
+
+    (`checkpoint` makes calls of scans. Split as a whole, a call none of whose results is unknown,
+    since it only sends, is forgotten.)
+    """
+    bind, plain = primitive.bind_with_trace, primitive.get_bind_params
+
+    def bind_with_trace(trace: Any, args: Any, avals: Any, params: Any, /) -> Any:
+        params = dict(params)
+        kinds = params.pop("kinds", ())
+        if isinstance(trace, partial_eval.JaxprTrace) and _has_messages(kinds):
+            with core.set_current_trace(trace):
+                return params["subfuns"][0].call_wrapped(*args)
+        return bind(trace, args, avals, params)
+
+    primitive.bind_with_trace = bind_with_trace
+    # For `bind_with_trace`: the effects of the equation that is evaluated.
+    primitive.get_bind_params = lambda params: {
+        **plain(params),
+        "kinds": params["call_jaxpr"].effects,
+    }
 
 
 def _partial_while(plain: Callable[..., Any], trace: Any, *tracers: Any, **params: Any) -> Any:

@@ -29,6 +29,7 @@ __all__ = [
     "check_count",
     "effect_primitive",
     "linear_map",
+    "map_with_tangent",
     "register_target",
     "run_eagerly",
     "weighted_map",
@@ -37,6 +38,7 @@ __all__ = [
 compat.install_repairs()
 
 
+@functools.cache
 def register_target(name: str, lib: Any = None) -> str:
     """Make the native handler `name` known to XLA, on CPUs and (staged in host memory) on GPUs."""
     handler = getattr(library() if lib is None else lib, name)
@@ -118,9 +120,11 @@ def is_differentiable(dtype: Any) -> bool:
 def _message(
     name: str,
     *,
-    result: Callable[..., ShapedArray | None],
+    result: Callable[..., Any],
     target: str | None = None,
-    takes_data: bool = True,
+    reads: int = -1,
+    known: int = 0,
+    batched_results: int | None = None,
     in_place: bool = False,
     attributes: Callable[..., dict[str, Any]] | None = None,
     batch_axes: tuple[int, int] = (0, 0),
@@ -141,7 +145,7 @@ def _message(
     compat.make_effectful(primitive, shape_rule)
     run_eagerly(primitive)
     aliases = {1: 1} if in_place else None
-    rule = compat.lowering(handler, -1 if takes_data else 0, aliases, attributes)
+    rule = compat.lowering(handler, reads, aliases, attributes)
     compat.register_lowering(primitive, rule)
 
     def batch(args: Any, dims: Any, **params: Any) -> Any:
@@ -156,12 +160,16 @@ def _message(
             shape = (*x.shape[:before], n, *x.shape[before:])
             return jnp.broadcast_to(jnp.expand_dims(x, before), shape)
 
+        def one(x: Any, d: int | None) -> Any:
+            return x if d is None else jnp.moveaxis(x, d, 0)[0]
+
         if da is not None:
             a = jnp.sum(a)
         if batch_params is not None:
             params = batch_params(params, n)
-        y = primitive.bind(*map(batched, xs, dxs), a, **params)
-        return y, [after] * len(y)
+        xs = [*map(one, xs[:known], dxs[:known]), *map(batched, xs[known:], dxs[known:])]
+        y = primitive.bind(*xs, a, **params)
+        return y, [after if i in range(len(y))[:batched_results] else None for i in range(len(y))]
 
     compat.always_stage(primitive)
     batching.primitive_batchers[primitive] = batch
@@ -174,18 +182,7 @@ def _set_derivative(
     tangent: Callable[..., Sequence[Any]],
     inactive: Callable[[Any, Any], Any] = nought,
 ) -> None:
-    """Set the rules of jvp and linearize.
-
-    Parameters
-    ----------
-    at
-        (x, ..., carrier, results, **params) -> what the derivative at x needs.
-    tangent
-        (what `at` gives, tangents of the x, carrier, **params) -> tangents of the results, of the
-        first ones where the others have none; linear.
-    inactive
-        (tangent of the carrier, aval) -> the tangent of an x that is inactive on this rank.
-    """
+    """Set the rules of jvp and linearize, with the arguments of `map_with_tangent`."""
 
     def tangent_of(aval: Any, tx: Any, ta: Any) -> Any:
         if not is_differentiable(aval.dtype):  # integers beside what has a derivative
@@ -249,6 +246,7 @@ def linear_map(
     transpose: Callable[..., Any],
     several: bool = False,
     own_space: bool = False,
+    known: int = 0,
     inactive: Callable[[Any, Any], Any] = nought,
     **options: Any,
 ) -> Primitive:
@@ -259,16 +257,21 @@ def linear_map(
     Parameters
     ----------
     transpose
-        (cotangent or None, aval of x, carrier, **params) -> cotangent of x; with `several`:
-        (cotangents, avals of the x, carrier, **params) -> cotangents of the x.
+        (cotangent or None, known operands, aval of x, carrier, **params) -> cotangent of x; with
+        `several`: (cotangents, avals of the x, carrier, **params) -> cotangents of the x.
     several
         Whether there may be any number of operands and results. Integers among them are zeros in
         derivatives. Default: no.
+    known
+        The number of integers before x in which the map is not linear, one for a whole batch.
+    batched_results
+        The number of results that have a batch axis. Default: all.
     result
         (avals of the x, **params) -> aval of y, or a list of them, or None where nothing comes
         back on this rank.
-    takes_data
-        Whether the handler reads x (a receive only takes its shape). Default: yes.
+    reads
+        The number of operands that the handler reads (0: a receive only takes the shape of x).
+        Default: -1, all.
     in_place
         Whether y may take the memory of x. Default: no.
     attributes
@@ -283,20 +286,20 @@ def linear_map(
     inactive
         (tangent of the carrier, aval) -> the tangent of an x that is inactive on this rank.
     """
-    primitive = _message(name, **options)
 
-    def tangent(known: Any, txs: Any, a: Any, **params: Any) -> Sequence[Any]:
+    def tangent(given: Any, txs: Any, a: Any, **params: Any) -> Sequence[Any]:
         if own_space:
             params = {**params, "comm": derivative_slot(params["comm"])}
-        return primitive.bind(*txs, a, **params)
+        return primitive.bind(*given, *txs[known:], a, **params)
 
     def transpose_rule(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
-        *xs, a = operands
+        given, xs, a = operands[:known], operands[known:-1], operands[-1]
         avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in xs]
         params = {**params, "site": -abs(params["site"])}
         if not several:
             cts = [ad.instantiate_zeros(ct) for ct in cotangents]
-            return [transpose(cts[0] if cts else None, avals[0], a, **params), None]
+            back = transpose(cts[0] if cts else None, *given, avals[0], a, **params)
+            return [*(None for _ in given), back, None]
         cts = [
             ad.instantiate_zeros(ct) if is_differentiable(y.dtype) else jnp.zeros(y.shape, y.dtype)
             for ct, y in zip(cotangents, options["result"](*avals, **params), strict=True)
@@ -304,8 +307,40 @@ def linear_map(
         given = zip(xs, transpose(cts, avals, a, **params), strict=True)
         return [*(ct if ad.is_undefined_primal(x) else None for x, ct in given), None]
 
-    _set_derivative(primitive, lambda *operands, **params: (), tangent, inactive)
+    primitive = map_with_tangent(
+        name,
+        at=lambda *operands, **params: operands[:known],
+        tangent=tangent,
+        inactive=inactive,
+        known=known,
+        **options,
+    )
     ad.primitive_transposes[primitive] = transpose_rule
+    return primitive
+
+
+def map_with_tangent(
+    name: str,
+    *,
+    at: Callable[..., Sequence[Any]],
+    tangent: Callable[..., Sequence[Any]],
+    inactive: Callable[[Any, Any], Any] = nought,
+    **options: Any,
+) -> Primitive:
+    """A primitive (x, ..., carrier) -> [y, ...] whose tangents are messages of another kind.
+
+    Parameters
+    ----------
+    at
+        (x, ..., carrier, results, **params) -> what the derivative at x needs.
+    tangent
+        (what `at` gives, tangents of the x, carrier, **params) -> tangents of the results, of the
+        first ones where the others have none; linear, and its messages have transposes.
+    options
+        As for `linear_map`, and `target`, the name of the native handler.
+    """
+    primitive = _message(name, **options)
+    _set_derivative(primitive, at, tangent, inactive)
     return primitive
 
 
@@ -328,13 +363,12 @@ def weighted_map(
     options
         As for `linear_map`, and `target`, the name of the native handler.
     """
-    primitive = _message(name, **options)
-    _set_derivative(
-        primitive,
-        lambda x, a, y, **params: [weight(x, a, y, **params)],
-        lambda known, txs, a, **params: [total(known[0] * txs[0], a, **params)],
+    return map_with_tangent(
+        name,
+        at=lambda x, a, y, **params: [weight(x, a, y, **params)],
+        tangent=lambda known, txs, a, **params: [total(known[0] * txs[0], a, **params)],
+        **options,
     )
-    return primitive
 
 
 def effect_primitive(

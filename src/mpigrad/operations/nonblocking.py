@@ -1,18 +1,10 @@
-"""Messages that are posted first and waited for later: isend, irecv, wait, waitall.
-
-A post returns a *ticket*, a number that stands for the pending message, and the wait takes it. To
-JAX the ticket of a message with a derivative is a linear function of the message, and what arrives
-is a linear function of the ticket; so the tangent's ticket goes to the tangent's wait, and from
-the wait back to the post in the adjoint, on whatever way the program carries the request: through
-loops, branches and compiled functions. The adjoint of a wait is a post, and of a post a wait.
-"""
+"""Messages that are posted first and waited for later: isend, irecv, wait, waitall."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import itertools
-import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -20,108 +12,24 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.native import at_exit, library
-from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
-from mpigrad.operations.factory import is_differentiable, linear_map
 from mpigrad.operations.packing import Packing
-from mpigrad.operations.point_to_point import check_source, check_tag
+from mpigrad.operations.point_to_point import check_tag
 from mpigrad.operations.sites import call_site
-
-__all__ = ["Request", "irecv", "isend", "post", "wait", "waitall"]
-
-
-def _ticket(x: Any, *, lanes: tuple[int, ...], **_: Any) -> ShapedArray:
-    """Of a batch there is one message and one ticket, repeated for each member (`lanes`)."""
-    return ShapedArray(lanes, np.dtype("float32" if is_differentiable(x.dtype) else "int32"))
-
-
-def _batched_ticket(params: dict[str, Any], n: int) -> dict[str, Any]:
-    return {**params, "lanes": (n, *params["lanes"])}
-
-
-def _batched_result(params: dict[str, Any], n: int) -> dict[str, Any]:
-    return {**params, "shape": (n, *params["shape"])}
-
-
-def _only(*names: str) -> Any:
-    """The parameters that the handler takes."""
-    return lambda avals, params: {name: params[name] for name in ("comm", "site", *names)}
-
-
-def _irecv_attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
-    x = avals[0]
-    size = {"bytes": math.prod(x.shape) * x.dtype.itemsize, "element_bytes": x.dtype.itemsize}
-    return {**_only("source", "tag")(avals, params), **size}
-
-
-def _isend_transpose(ct: Any, x: Any, a: Any, *, dest: int, lanes: Any, **p: Any) -> Any:
-    return arrive_p.bind(ct, a, source=dest, shape=tuple(x.shape), dtype=np.dtype(x.dtype), **p)[0]
-
-
-def _arrive_transpose(
-    ct: Any, x: Any, a: Any, *, source: int, shape: Any, dtype: Any, **p: Any
-) -> Any:
-    return isend_p.bind(ct, a, dest=source, lanes=tuple(x.shape), **p)[0]
-
-
-def _irecv_transpose(ct: Any, x: Any, a: Any, *, source: int, lanes: Any, **p: Any) -> Any:
-    sent_p.bind(ct, a, dest=source, shape=tuple(x.shape), dtype=np.dtype(x.dtype), **p)
-    return jnp.zeros(x.shape, x.dtype)  # only the shape of `like` counts
-
-
-def _sent_transpose(
-    ct: None, x: Any, a: Any, *, dest: int, shape: Any, dtype: Any, **p: Any
-) -> Any:
-    return irecv_p.bind(jnp.zeros(shape, dtype), a, source=dest, lanes=tuple(x.shape), **p)[0]
-
-
-def _posted_outside(ta: Any, ticket: Any) -> Any:
-    raise ValueError(
-        "wait: the request was posted outside of the function that is differentiated, so that its "
-        f"message has no derivative (rank {MPI.COMM_WORLD.rank}); post and wait in one function"
-    )
-
-
-isend_p: Primitive = linear_map(
-    "isend",
-    result=_ticket,
-    attributes=_only("dest", "tag"),
-    batch_params=_batched_ticket,
-    transpose=_isend_transpose,
-    own_space=True,
+from mpigrad.operations.tickets import (
+    arrive_any_p,
+    arrive_p,
+    irecv_any_p,
+    irecv_p,
+    isend_p,
+    sent_p,
 )
-irecv_p: Primitive = linear_map(
-    "irecv",
-    result=_ticket,
-    takes_data=False,
-    attributes=_irecv_attributes,
-    batch_params=_batched_ticket,
-    transpose=_irecv_transpose,
-    own_space=True,
-)
-arrive_p: Primitive = linear_map(
-    "arrive",
-    result=lambda ticket, *, shape, dtype, **_: ShapedArray(shape, dtype),
-    attributes=_only("source"),
-    batch_params=_batched_result,
-    transpose=_arrive_transpose,
-    own_space=True,
-    inactive=_posted_outside,
-)
-sent_p: Primitive = linear_map(
-    "sent",
-    result=lambda ticket, **_: None,
-    attributes=_only("dest"),
-    batch_params=_batched_result,
-    transpose=_sent_transpose,
-    own_space=True,
-    inactive=_posted_outside,
-)
+
+__all__ = ["Request", "irecv", "isend", "post", "wait", "wait_with_status", "waitall"]
 
 
 class _Order(int):
@@ -185,12 +93,17 @@ def _report_forgotten_at_exit() -> None:
 def post(kind: Literal["isend", "irecv"], tree: Any, peer: int, tag: int, slot: int) -> Request:
     """`isend` or `irecv` in the message space of a slot, which may be that of derivatives."""
     _report_forgotten_at_exit()
-    primitive, name = (isend_p, "dest") if kind == "isend" else (irecv_p, "source")
+    name = "dest" if kind == "isend" else "source"
+    primitive = isend_p if kind == "isend" else irecv_any_p if _is_wild(peer, tag) else irecv_p
     packing, a = Packing.of(tree), carrier()
     params = {"comm": slot, name: peer, "tag": tag, "lanes": ()}
     messages = zip(packing.pack(tree), packing.in_words, strict=True)
     tickets = tuple(primitive.bind(m, a, site=call_site(w), **params)[0] for m, w in messages)
     return Request(tickets, kind, peer, tag, slot, packing, _Order(next(_posts)))
+
+
+def _is_wild(source: int, tag: int) -> bool:
+    return source == MPI.ANY_SOURCE or tag == MPI.ANY_TAG
 
 
 def isend(x: Any, dest: int, tag: int = 0, comm: Communicator | None = None) -> Request:
@@ -224,18 +137,39 @@ def irecv(like: Any, source: int, tag: int = 0, comm: Communicator | None = None
         Array or pytree of arrays with the shapes and dtypes of the message; the values do not
         count, and may be constants.
     source
-        The sender: a Python integer. MPI.PROC_NULL: nobody, the result is zero.
+        The sender: a Python integer, or MPI.ANY_SOURCE. MPI.PROC_NULL: nobody, the result is zero.
     tag
-        Matched by the tag of the send, which may be `send` or `isend`.
+        Matched by the tag of the send, which may be `send` or `isend`; MPI.ANY_TAG matches every
+        tag. With a wildcard, here or as the source, all arrays have the same dtype.
 
     Returns
     -------
-    The request, for `wait`, which returns what has arrived. The adjoint is a send to `source`:
-    posted where the program waits for the request, and waited for here.
+    The request, for `wait`, which returns what has arrived, or `wait_with_status`. The adjoint is a
+    send to the rank that has sent: posted where the program waits for the request, and waited for
+    here.
+
+    Notes
+    -----
+    Tangents of what comes from anyone are received by `wait`: nobody knows before from whom. In
+    forward mode two ranks that post such receives, and send each other long messages by `send`
+    before they wait, would wait for each other; they send by `isend`.
     """
     comm = resolve(comm)
-    source = check_source(source, comm, "irecv: source")
-    return post("irecv", like, source, check_tag(tag, "irecv: tag"), comm.slot)
+    if source != MPI.ANY_SOURCE:
+        source = check_rank(source, comm, "irecv: source", null=True)
+    if tag != MPI.ANY_TAG:
+        tag = check_tag(tag, "irecv: tag")
+    if source == MPI.PROC_NULL:
+        tag = max(tag, 0)
+    elif _is_wild(source, tag):
+        dtypes = [dtype for _, dtype in Packing.of(like).messages]
+        if len(dtypes) != 1:
+            raise ValueError(
+                "irecv from anyone, or with any tag, takes arrays of one dtype, which travel as "
+                f"one message, not of {', '.join(map(str, dtypes)) or 'none at all'}; receive "
+                "them by `recv_with_status`, or name source and tag"
+            )
+    return post("irecv", like, source, tag, comm.slot)
 
 
 def _is_request(request: Any) -> Request:
@@ -260,16 +194,48 @@ def wait(request: Request) -> Any:
     The received values for `irecv`, None for `isend`. The adjoint is the post of a message the
     other way: `isend` of the cotangent for `irecv`, `irecv` of it for `isend`.
     """
-    sends = _is_request(request).kind == "isend"
-    primitive, name = (sent_p, "dest") if sends else (arrive_p, "source")
-    params = {"comm": request.comm, name: request.peer, "tag": request.tag}
+    return _completed(_is_request(request))[0]
+
+
+def wait_with_status(request: Request) -> tuple[Any, Any, Any]:
+    """Wait until the message of a request has arrived; what it is, who has sent it, and its tag.
+
+    Parameters
+    ----------
+    request
+        Of `irecv`, as for `wait`.
+
+    Returns
+    -------
+    value
+        The received values, in the shapes of `like`.
+    source, tag
+        Integer scalars (int32). The adjoint is a send to this rank with this tag.
+    """
+    if _is_request(request).kind == "isend":
+        raise TypeError("wait_with_status takes a request of irecv; wait for this one of isend")
+    value, envelope = _completed(request)
+    if envelope is not None:
+        return value, envelope[0], envelope[1]
+    tag = request.tag if request.peer != MPI.PROC_NULL else MPI.ANY_TAG
+    return value, jnp.int32(request.peer), jnp.int32(tag)
+
+
+def _completed(request: Request) -> tuple[Any, Any]:
+    """What has arrived, and the envelope of a receive from anyone."""
+    sends, wild = request.kind == "isend", _is_wild(request.peer, request.tag)
+    primitive = sent_p if sends else arrive_any_p if wild else arrive_p
+    params: dict[str, Any] = {"comm": request.comm, "dest" if sends else "source": request.peer}
+    if not wild:
+        params["tag"] = request.tag
     a, packing = carrier(), request.packing
     results: list[Any] = []
     messages = zip(request.tickets, packing.messages, packing.in_words, strict=True)
     for ticket, (shape, dtype), tree in messages:
         site = call_site(tree)
         results += primitive.bind(ticket, a, shape=shape, dtype=dtype, site=site, **params)
-    return None if sends else request.packing.unpack(results)
+    envelope = results.pop() if wild else None
+    return None if sends else packing.unpack(results), envelope
 
 
 def in_order_of_posts(

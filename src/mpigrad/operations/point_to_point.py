@@ -34,7 +34,7 @@ send_p: Primitive = linear_map(
 recv_p: Primitive = linear_map(
     "recv",
     result=lambda x, **_: ShapedArray(x.shape, x.dtype),
-    takes_data=False,
+    reads=0,
     transpose=_recv_transpose,
     own_space=True,
 )
@@ -44,23 +44,10 @@ def check_tag(value: int, what: str) -> int:
     """`value` as the tag of a message that is not a wildcard."""
     limit = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
     if isinstance(value, (int, np.integer)) and value == MPI.ANY_TAG:
-        raise ValueError(
-            f"{what}: a wildcard tag is for `recv` and `sendrecv`; name the tag, or receive with "
-            "one of them"
-        )
+        raise ValueError(f"{what}: the wildcard MPI.ANY_TAG is for receives; name the tag")
     if not isinstance(value, (int, np.integer)) or not 0 <= value <= limit:
         raise ValueError(f"{what}={value!r} must be an integer from 0 to {limit}")
     return int(value)
-
-
-def check_source(value: int, comm: Communicator, what: str) -> int:
-    """`value` as a rank to receive from that is not a wildcard."""
-    if value == MPI.ANY_SOURCE:
-        raise ValueError(
-            f"{what}: a wildcard source is for `recv` and `sendrecv`; name the source, or receive "
-            "with one of them"
-        )
-    return check_rank(value, comm, what, null=True)
 
 
 def send(x: Any, dest: int, tag: int = 0, comm: Communicator | None = None) -> None:

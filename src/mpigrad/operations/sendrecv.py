@@ -15,7 +15,7 @@ from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import is_differentiable, linear_map
 from mpigrad.operations.nonblocking import isend, wait
 from mpigrad.operations.packing import Packing
-from mpigrad.operations.point_to_point import check_source, check_tag, recv
+from mpigrad.operations.point_to_point import check_tag, recv
 from mpigrad.operations.sites import call_site
 
 __all__ = ["sendrecv"]
@@ -95,7 +95,7 @@ def sendrecv(
         received = recv(like, source, recvtag, comm)
         wait(request)
         return received
-    source = check_source(source, comm, "sendrecv: source")
+    source = check_rank(source, comm, "sendrecv: source", null=True)
     recvtag = check_tag(recvtag, "sendrecv: recvtag")
     packing, sent, a = Packing.of(like), Packing.of(x), carrier()
     outgoing, incoming = sent.pack(x), packing.pack(like)

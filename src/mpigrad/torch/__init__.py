@@ -46,6 +46,7 @@ from mpigrad.torch.operations import (
     send,
     sendrecv,
     wait,
+    wait_with_status,
     waitall,
 )
 from mpigrad.torch.reductions import reduction
@@ -89,5 +90,6 @@ __all__ = [
     "send",
     "sendrecv",
     "wait",
+    "wait_with_status",
     "waitall",
 ]

@@ -53,6 +53,7 @@ __all__ = [
     "send",
     "sendrecv",
     "wait",
+    "wait_with_status",
     "waitall",
 ]
 
@@ -200,6 +201,7 @@ scatter = _on_tensors(mpigrad.scatter)
 scatterv = _on_tensors(mpigrad.scatterv)
 send = _on_tensors(mpigrad.send)
 wait = _on_tensors(mpigrad.wait)
+wait_with_status = _on_tensors(mpigrad.wait_with_status)
 
 
 def _posting(native: Callable[P, Request]) -> Callable[P, Request]:
@@ -213,8 +215,20 @@ def _posting(native: Callable[P, Request]) -> Callable[P, Request]:
     return post
 
 
-irecv = _posting(mpigrad.irecv)
+_irecv = _posting(mpigrad.irecv)
 isend = _posting(mpigrad.isend)
+
+
+@functools.wraps(mpigrad.irecv)
+def irecv(like: Any, source: int, tag: int = 0, comm: Communicator | None = None) -> Request:
+    if source == MPI.ANY_SOURCE or tag == MPI.ANY_TAG:
+        raise NotImplementedError(
+            "mpigrad.torch: irecv takes no wildcards; receive from anyone by recv, "
+            "recv_with_status or sendrecv, or name source and tag"
+        )
+    return _irecv(like, source, tag, comm)
+
+
 _waitall = _on_tensors(mpigrad.waitall)
 
 
