@@ -41,6 +41,7 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
     "isend": lambda x: mg.wait(mg.isend(x, 0)),
     "one_sided": lambda x: mg.one_sided(x, get=[(0, 0, 1)], accumulate=[(x, 0, 0)]),
     "wait": lambda x: mg.wait(mg.irecv(x, 0)),
+    "wait_with_status": lambda x: mg.wait_with_status(mg.irecv(x, 0))[0],
     "waitall": lambda x: mg.waitall([mg.isend(x, 0)]),
 }
 
