@@ -416,6 +416,28 @@ def _anyone_simulated(X: Any, old: Any, step: Step) -> Any:
     return jnp.stack([X.mean(0) if r == step.rank % len(X) else X[r] for r in range(len(X))])
 
 
+def _posted_for_anyone(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    coming = mg.irecv(np.zeros(LENGTH), MPI.ANY_SOURCE, step.tag, comm)
+    mg.send(x, (comm.rank + step.other) % comm.size, step.tag, comm)
+    y, source, tag = mg.wait_with_status(coming)
+    right = (source == (comm.rank - step.other) % comm.size) & (tag == step.tag)
+    mg.barrier(comm)
+    return (jnp.where(right, y, 0) + jnp.sin(old)) / 2
+
+
+def _in_turn(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    """Two messages each way that only their order tells apart, waited for as it comes."""
+    dest, source = (comm.rank + step.other) % comm.size, (comm.rank - step.other) % comm.size
+    coming = [mg.irecv(np.zeros(LENGTH), source, step.tag, comm) for _ in range(2)]
+    going = [mg.isend(v, dest, step.tag, comm) for v in (x, jnp.sin(old))]
+    second, _, first, _ = mg.waitall([coming[1], going[1], coming[0], going[0]])
+    return (2 * first + second) / 3
+
+
+def _in_turn_simulated(X: Any, old: Any, step: Step) -> Any:
+    return jnp.roll(2 * X + jnp.sin(old), step.other, axis=0) / 3
+
+
 def _window(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
     """Adds to another rank's window and reads a third's."""
     there, from_there = (comm.rank + step.other) % comm.size, (comm.rank + 1) % comm.size
@@ -432,11 +454,31 @@ def _window_simulated(X: Any, old: Any, step: Step) -> Any:
     return (X + jnp.concatenate([one, added], 1) + jnp.concatenate([got, one], 1)) / 2
 
 
+def _window_of_two(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    """Of a pytree, whose integers say how many ranks have added to a row."""
+    there = (comm.rank + step.other) % comm.size
+    (content, n), ((got, m),) = mg.one_sided(
+        (x, jnp.ones(LENGTH, "int32")),
+        get=[((comm.rank + 1) % comm.size, 0, LENGTH)],
+        accumulate=[((jnp.sin(old[:1]), jnp.ones(1, "int32")), there, 2)],
+        comm=comm,
+    )
+    return content / n + got * m / 4
+
+
+def _window_of_two_simulated(X: Any, old: Any, step: Step) -> Any:
+    content = X.at[:, 2].add(jnp.roll(jnp.sin(old[:, 0]), step.other, axis=0))
+    return content / np.array([1, 1, 2]) + jnp.roll(X, -1, axis=0) / 4
+
+
 OPERATIONS["requests"] = Operation(
     _requests, lambda X, old, s: (jnp.roll(X, s.other, axis=0) + jnp.sin(old)) / 2
 )
 OPERATIONS["anyone"] = Operation(_anyone, _anyone_simulated)
+OPERATIONS["posted for anyone"] = Operation(_posted_for_anyone, OPERATIONS["requests"].simulate)
+OPERATIONS["requests in turn"] = Operation(_in_turn, _in_turn_simulated)
 OPERATIONS["one_sided"] = Operation(_window, _window_simulated)
+OPERATIONS["one_sided of two"] = Operation(_window_of_two, _window_of_two_simulated)
 
 
 # ---- reductions that move the values, and a message written with mpi4py ----
@@ -481,6 +523,26 @@ def _by_hand(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
     return mg.custom_operation(Turned(step.other), Turned(-step.other))(x, comm)
 
 
+@dataclass(frozen=True)
+class TurnedBeside:
+    """The first of two, moved by a ring, and the second as it is."""
+
+    turned: Turned
+
+    def __call__(self, both: Any, mpi: MPI.Comm) -> Any:
+        return {"x": self.turned(both["x"], mpi), "y": both["y"][::-1]}
+
+
+def _two_by_hand(x: Any, old: Any, step: Step, comm: Communicator) -> Any:
+    forward, back = TurnedBeside(Turned(step.other)), TurnedBeside(Turned(-step.other))
+    got = mg.custom_operation(forward, back)({"x": x, "y": jnp.sin(old)}, comm)
+    return (got["x"] + got["y"]) / 2
+
+
+def _two_by_hand_simulated(X: Any, old: Any, step: Step) -> Any:
+    return (jnp.roll(X, step.other, axis=0) + jnp.sin(old)[:, ::-1]) / 2
+
+
 _circled = mg.reduction(_circle)
 OPERATIONS["allreduce MAXLOC"] = apart(Operation(_located, _located_simulated))
 OPERATIONS["scan own"] = Operation(
@@ -488,3 +550,4 @@ OPERATIONS["scan own"] = Operation(
     lambda X, old, s: _before(X, old, s) / len(X),
 )
 OPERATIONS["custom"] = Operation(_by_hand, moved(lambda X, s: np.roll(X, s.other, axis=0)))
+OPERATIONS["custom of two"] = Operation(_two_by_hand, _two_by_hand_simulated)
