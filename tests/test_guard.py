@@ -22,10 +22,11 @@ def test_a_rank_without_messages_keeps_nobody_waiting() -> None:
     assert sorted(re.findall(r"rank \d: \d\.\d", done.stdout)) == ["rank 0: 2.0", "rank 2: 2.0"]
 
 
-@pytest.mark.parametrize("guard", ["0", "1"])
-def test_correct_programs_are_let_go(guard: str) -> None:
-    program = PROGRAMS / "correct.py"
-    done = mpigrad("launch", "-n", 2, program, MPIGRAD_TIMEOUT="30", MPIGRAD_GUARD=guard)
+@pytest.mark.parametrize(("guard", "board"), [("0", "1"), ("1", "1"), ("1", "0")])
+def test_correct_programs_are_let_go(guard: str, board: str) -> None:
+    """Without a board messages travel as between hosts, with labels."""
+    settings = {"MPIGRAD_GUARD": guard, "MPIGRAD_BOARD": board, "MPIGRAD_TIMEOUT": "30"}
+    done = mpigrad("launch", "-n", 2, PROGRAMS / "correct.py", **settings)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "all let go\n"
     assert "mpigrad" not in done.stderr

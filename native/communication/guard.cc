@@ -61,6 +61,10 @@ std::string take_fault(When when, int64_t id) {
 
 }  // namespace
 
+bool is_guarded_between_hosts(int64_t slot) {
+  return guarded && get(board.mine().entries[slot].id) && !all_on_board(slot);
+}
+
 void leave_unaccounted() {
   if (!forked.load(std::memory_order_relaxed)) put(board.mine().unaccounted, 1);
 }

@@ -53,6 +53,9 @@ struct Mails {
   const Mail* end() const { return first + count; }
 };
 
+// The guard is on, and members of this communicator see no common board.
+bool is_guarded_between_hosts(int64_t slot);
+
 // From here on nobody can say which messages of this rank are left over.
 void leave_unaccounted();
 

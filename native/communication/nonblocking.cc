@@ -49,12 +49,13 @@ ffi::Error keep(const Call& c, int code, Pending&& message, BufferOut& ticket) {
 }
 
 ffi::Error post_send(const Call& c, const Buffer& x, int64_t dest, int64_t tag, BufferOut& ticket) {
-  const Words in(x);
-  if (ffi::Error e = c.posts({mail(dest, tag, x)}, {}); e.failure()) return e;
-  Pending message(c, dest, in);
+  const Mail going = mail(dest, tag, x);
+  if (ffi::Error e = c.posts({going}, {}); e.failure()) return e;
+  const Parcel parcel(c, going, Words(x));
+  Pending message(c, dest, parcel.words);
   message.tag = tag;
   message.number = c.post.number_sent();
-  const int code = message.post_send(in, tag);
+  const int code = message.post_send(parcel.words, tag);
   return keep(c, code, std::move(message), ticket);
 }
 
@@ -77,7 +78,9 @@ ffi::Error irecv(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site, 
                  int64_t tag, int64_t bytes, int64_t element_bytes) {
   const Call c("irecv", comm, site, 0, source);
   if (ffi::Error e = c.posts({}, {{source, tag, {}}}); e.failure()) return e;
-  Pending message(c, source, Words(nullptr, bytes, element_bytes));
+  const size_t label = label_bytes(comm);
+  Pending message(c, source, Words(nullptr, label + bytes, label ? 1 : element_bytes));
+  std::memset(message.words.data, 0, label);
   message.tag = tag;
   message.number = c.post.number_received();
   message.from_anyone = source != runtime.proc_null && (source < 0 || tag < 0);
@@ -121,24 +124,26 @@ ffi::Error in_turn(const Call& c, const Pending& message) {
                 "message a tag of its own");
 }
 
-// Waits for a receive, which is handed over to y.
-ffi::Error finish(const Call& c, Pending& message, BufferOut& y, int64_t source, Status& status) {
+// Waits for a receive, which `mail` describes, and hands it over to y.
+ffi::Error finish(const Call& c, Pending& message, const Mail& mail, BufferOut& y,
+                  Status& status) {
+  const int64_t source = mail.peer;
   const int code =
       call(runtime.mpi.Wait, message.request.address(), static_cast<void*>(status.bytes));
-  if (source != runtime.proc_null) {
-    // A receive that fails need not say who has sent.
-    const int sender = code && source < 0 ? -1 : source < 0 ? status_source(status) : source;
-    if (sender == c.comm.rank) free_received_from_self();
-    ffi::Error error = received(c, code, status, message.words, sender);
-    if (error.failure()) return error;
-  }
-  const size_t bytes = message.words.count * message.words.width;
-  if (bytes != y->size_bytes())
+  const Words data(y);
+  const size_t bytes = label_bytes(c.slot) + data.count * data.width;
+  if (static_cast<size_t>(message.words.count * message.words.width) != bytes)
     return c.fail("the request was posted outside of the vmap that it is waited for in; post it "
                   "and wait for it in the same function");
-  advise_huge_pages(y->untyped_data(), bytes);
-  std::memcpy(y->untyped_data(), message.words.data, bytes);
-  return ffi::Error::Success();
+  advise_huge_pages(data.data, data.count * data.width);
+  if (source == runtime.proc_null) {
+    std::memset(data.data, 0, data.count * data.width);
+    return ffi::Error::Success();
+  }
+  // A receive that fails need not say who has sent.
+  const int sender = code && source < 0 ? -1 : source < 0 ? status_source(status) : source;
+  if (sender == c.comm.rank) free_received_from_self();
+  return unpack(c, mail, code, status, sender, message.words, data);
 }
 
 // Completes a receive.
@@ -153,7 +158,7 @@ ffi::Error arrive(Token, Buffer ticket, TokenOut, BufferOut y, int64_t comm, int
   if (ffi::Error e = c.messages({}, {expected}); e.failure()) return e;
   if (ffi::Error e = in_turn(c, message); e.failure()) return e;
   Status status;
-  return finish(c, message, y, source, status);
+  return finish(c, message, expected, y, status);
 }
 
 // Completes a receive from anyone, or of any tag.
@@ -167,9 +172,10 @@ ffi::Error arrive_any(Token, Buffer ticket, TokenOut, BufferOut y, ffi::Result<E
   // Where nothing was received meanwhile, it takes what a receive that begins now would take.
   const bool certain = message.since.empty();
   if (certain) c.post.from_anyone(-1);
-  if (ffi::Error e = c.messages({}, {{source, message.tag, layout_of(*y)}}); e.failure()) return e;
+  const Mail expected{source, message.tag, layout_of(*y)};
+  if (ffi::Error e = c.messages({}, {expected}); e.failure()) return e;
   Status status;
-  error = finish(c, message, y, source, status);
+  error = finish(c, message, expected, y, status);
   if (error.failure()) return error;
   const int sender = status_source(status), tag = status_tag(status);
   c.post.matched(0, sender, tag);

@@ -7,7 +7,7 @@
 #include <set>
 #include <utility>
 
-#include "handler.h"
+#include "labels.h"
 
 namespace mpigrad {
 
@@ -63,8 +63,6 @@ inline void write(ffi::Result<Envelope>& envelope, const Status& status, bool ov
   to[2] = overtaken;
 }
 
-// A blocking send; to this rank itself it is buffered, so that the receive may follow it.
-int send_words(const Call& c, const Words& x, int64_t dest, int64_t tag);
 // Give back the memory of messages to oneself that have been received.
 void free_received_from_self();
 

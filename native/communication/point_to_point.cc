@@ -20,58 +20,65 @@ void free_received_from_self() {
   }
 }
 
-int send_words(const Call& c, const Words& x, int64_t dest, int64_t tag) {
-  has_ended(c.slot, dest, tag, false);
-  if (dest == c.comm.rank) {
-    free_received_from_self();
-    to_self.emplace_back(c, dest, x);
-    return to_self.back().post_send(x, tag);
-  }
-  return call(runtime.mpi.Send, static_cast<const void*>(x.data), static_cast<int>(x.count),
-              x.type, static_cast<int>(dest), static_cast<int>(tag), c.comm.handle);
-}
-
 namespace {
 
-ffi::Error receive(const Call& c, const Words& out, int64_t source, int64_t tag, Status& status) {
+// A blocking send; to this rank itself it is buffered, so that the receive may follow it.
+ffi::Error send_mail(const Call& c, const Mail& mail, const Words& x) {
+  if (ffi::Error e = c.messages({mail}, {}); e.failure()) return e;
+  const Parcel parcel(c, mail, x);
+  const Words& out = parcel.words;
+  has_ended(c.slot, mail.peer, mail.tag, false);
+  if (mail.peer == c.comm.rank) {
+    free_received_from_self();
+    to_self.emplace_back(c, mail.peer, out);
+    return c.done(to_self.back().post_send(out, mail.tag));
+  }
+  return c.done(call(runtime.mpi.Send, static_cast<const void*>(out.data),
+                     static_cast<int>(out.count), out.type, static_cast<int>(mail.peer),
+                     static_cast<int>(mail.tag), c.comm.handle));
+}
+
+// Its source and tag may be wildcards.
+ffi::Error receive_mail(const Call& c, const Mail& mail, const Words& y, Status& status) {
+  if (ffi::Error e = c.messages({}, {mail}); e.failure()) return e;
+  const Parcel parcel(c, y);
+  const Words& out = parcel.words;
   advise_huge_pages(out.data, out.count * out.width);
   // A receive that fails need not say who has sent.
-  *reinterpret_cast<int*>(status.bytes + runtime.source_offset) = static_cast<int>(source);
+  *reinterpret_cast<int*>(status.bytes + runtime.source_offset) = static_cast<int>(mail.peer);
   const int code = call(runtime.mpi.Recv, out.data, static_cast<int>(out.count), out.type,
-                        static_cast<int>(source), static_cast<int>(tag), c.comm.handle,
+                        static_cast<int>(mail.peer), static_cast<int>(mail.tag), c.comm.handle,
                         static_cast<void*>(status.bytes));
   const int sender = status_source(status);
   has_ended(c.slot, sender, status_tag(status), true);
   if (!to_self.empty() && sender == c.comm.rank) free_received_from_self();
-  return received(c, code, status, out, sender);
+  return unpack(c, mail, code, status, sender, out, y);
 }
 
 ffi::Error send(Token, Buffer x, TokenOut, int64_t comm, int64_t site, int64_t dest, int64_t tag) {
   const Call c("send", comm, site, x.size_bytes(), dest);
-  if (ffi::Error e = c.messages({mail(dest, tag, x)}, {}); e.failure()) return e;
-  return c.done(send_words(c, Words(x), dest, tag));
+  return send_mail(c, mail(dest, tag, x), Words(x));
 }
 
 ffi::Error recv(Token, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t source,
                 int64_t tag) {
   const Call c("recv", comm, site, 0, source);
-  if (ffi::Error e = c.messages({}, {mail(source, tag, *y)}); e.failure()) return e;
   const Words out(y);
   if (source == runtime.proc_null) {
+    if (ffi::Error e = c.messages({}, {mail(source, tag, *y)}); e.failure()) return e;
     std::memset(out.data, 0, y->size_bytes());
     return ffi::Error::Success();
   }
   Status status;
-  return receive(c, out, source, tag, status);
+  return receive_mail(c, mail(source, tag, *y), out, status);
 }
 
 // `source` and `tag` may be wildcards.
 ffi::Error recv_any(Token, TokenOut, BufferOut y, ffi::Result<Envelope> envelope, int64_t comm,
                     int64_t site, int64_t source, int64_t tag) {
   const Call c("recv", comm, site, 0, source);
-  if (ffi::Error e = c.messages({}, {mail(source, tag, *y)}); e.failure()) return e;
   Status status;
-  ffi::Error error = receive(c, Words(y), source, tag, status);
+  ffi::Error error = receive_mail(c, mail(source, tag, *y), Words(y), status);
   if (error.failure()) return error;
   c.post.matched(0, status_source(status), status_tag(status));
   write(envelope, status, false);
@@ -87,26 +94,25 @@ ffi::Error recv_from(Token, Envelope envelope, TokenOut, BufferOut y, int64_t co
                   ", from where the program has received, or posted a receive of, a later message "
                   "before it waited for this one: their tangents would be taken for each other. "
                   "Wait first, or give the messages different tags");
-  if (ffi::Error e = c.messages({}, {mail(partner[0], partner[1], *y)}); e.failure()) return e;
   Status status;
-  return receive(c, Words(y), partner[0], partner[1], status);
+  return receive_mail(c, mail(partner[0], partner[1], *y), Words(y), status);
 }
 
 ffi::Error send_to(Token, Envelope envelope, Buffer x, TokenOut, int64_t comm, int64_t site) {
   const int32_t* partner = envelope.typed_data();
   const Call c("send", comm, site, x.size_bytes(), partner[0]);
-  if (ffi::Error e = c.messages({mail(partner[0], partner[1], x)}, {}); e.failure()) return e;
-  return c.done(send_words(c, Words(x), partner[0], partner[1]));
+  return send_mail(c, mail(partner[0], partner[1], x), Words(x));
 }
 
 ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                     int64_t dest, int64_t sendtag, int64_t source, int64_t recvtag) {
   const Call c("sendrecv", comm, site, x.size_bytes(), source);
-  if (ffi::Error e = c.messages({mail(dest, sendtag, x)}, {mail(source, recvtag, *y)});
-      e.failure())
-    return e;
-  const Words in(x), out(y);
-  advise_huge_pages(out.data, y->size_bytes());
+  const Mail going = mail(dest, sendtag, x), coming = mail(source, recvtag, *y);
+  if (ffi::Error e = c.messages({going}, {coming}); e.failure()) return e;
+  const Words result(y);
+  const Parcel leaving(c, going, Words(x)), arriving(c, result);
+  const Words &in = leaving.words, &out = arriving.words;
+  advise_huge_pages(out.data, out.count * out.width);
   Status status;
   const int code =
       call(runtime.mpi.Sendrecv, static_cast<const void*>(in.data), static_cast<int>(in.count),
@@ -116,10 +122,10 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   has_ended(c.slot, dest, sendtag, false);
   has_ended(c.slot, source, recvtag, true);
   if (source == runtime.proc_null && !code) {
-    std::memset(out.data, 0, y->size_bytes());
+    std::memset(result.data, 0, y->size_bytes());
     return ffi::Error::Success();
   }
-  return received(c, code, status, out, static_cast<int>(source));
+  return unpack(c, coming, code, status, static_cast<int>(source), out, result);
 }
 
 // One message to and from each neighbour; x and y are packed by neighbour along axis 0.

@@ -249,6 +249,30 @@ BROKEN = {
         {**GUARD, "MPIGRAD_BOARD": "0"},
         hosts=2,
     ),
+    "longer_message_than_expected with the guard and without a board": Broken(
+        (
+            "rank 1 of 2: recv at tests/programs/broken.py:",
+            "rank 0 sends float32[5] by send at tests/programs/broken.py:",
+            ", where float32[3] was expected at ",
+        ),
+        {**GUARD, "MPIGRAD_BOARD": "0"},
+        last="rank 1 of 2 on ",
+    ),
+    "leaves_of_other_lengths with the guard and without a board": Broken(
+        (
+            "rank 1 of 2: recv at tests/programs/broken.py:",
+            ", where float32[5] was expected at ",
+            "leaf by leaf",
+        ),
+        {**GUARD, "MPIGRAD_BOARD": "0"},
+        last="rank 1 of 2 on ",
+    ),
+    "requests_of_other_shapes with the guard and without a board": Broken(
+        ("rank 1 of 2: wait at ", "rank 0 sends float32[5] by isend at tests/programs/broken.py:"),
+        {**GUARD, "MPIGRAD_BOARD": "0"},
+        last="rank 1 of 2 on ",
+        full=True,
+    ),
     "both_receive_first without a board": Broken(
         ("rank 0: has waited 3 s in recv of float32[3]", "rank 1: has waited 3 s in recv of float"),
         {**SHORT, "MPIGRAD_BOARD": "0"},

@@ -44,6 +44,14 @@ def longer_message_than_expected():
     mg.barrier()
 
 
+def leaves_of_other_lengths():
+    if rank == 0:
+        mg.send({"a": jnp.ones(3), "b": jnp.ones(2)}, 1)
+    else:
+        mg.recv({"a": jnp.ones(2), "b": jnp.ones(3)}, 0)
+    mg.barrier()
+
+
 def shorter_message_than_expected():
     if rank == 0:
         mg.send(jnp.ones(2), 1)
