@@ -80,7 +80,7 @@ struct Slot {
   Cell entry;      // number of its communicator's entry, or -1
   Cell site;
   Cell untracked;  // messages were left uncounted: nothing is proved about messages any more
-  // Set where an operation has failed, or was written by the user: messages may well be left over.
+  // Set where an operation has failed: messages may well be left over.
   Cell unaccounted;
   Cell sends, receives;
   Cell messages;   // announced so far

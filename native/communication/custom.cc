@@ -21,7 +21,6 @@ ffi::Error custom(Token, ffi::RemainingArgs operands, TokenOut, ffi::RemainingRe
     ys.push_back((*results.get<Buffer>(i))->untyped_data());
   const Call c("custom_operation", comm, site, bytes);
   if (ffi::Error e = c.messages({}, {}); e.failure()) return e;
-  leave_unaccounted();  // nobody knows its messages
   std::vector<char> error(8192);
   if (callback(id, xs.data(), ys.data(), error.data(), error.size())) return c.fail(error.data());
   return ffi::Error::Success();

@@ -165,8 +165,8 @@ inline ffi::Error received(const Call& c, int code, Status& status, const Words&
     const std::string text = error_text(code);
     const bool truncated = text.find("TRUNC") != std::string::npos ||
                            text.find("trunc") != std::string::npos;
-    return c.fail(text + (truncated ? "; rank " + std::to_string(source) +
-                                          " sent more than the " +
+    const std::string sender = source < 0 ? "somebody" : "rank " + std::to_string(source);
+    return c.fail(text + (truncated ? "; " + sender + " sent more than the " +
                                           std::to_string(w.count * w.width) +
                                           " bytes that were expected: give the receiver the shape "
                                           "and dtype that the sender sends"
@@ -175,7 +175,11 @@ inline ffi::Error received(const Call& c, int code, Status& status, const Words&
   int count = 0;
   code = call(runtime.mpi.Get_count, static_cast<const void*>(status.bytes), w.type, &count);
   if (code) return c.done(code);
-  if (count != w.count) return c.fail(unexpected_length(count, w.count, w.width, source));
+  if (count != w.count)
+    return c.fail(unexpected_length(count, w.count, w.width, source) +
+                  (c.site < 0 ? ", and wait for messages of one rank and tag in the order of their "
+                                "posts"
+                              : ""));
   return ffi::Error::Success();
 }
 

@@ -92,10 +92,14 @@ ffi::Error irecv(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site, 
   return keep(c, code, std::move(message), ticket);
 }
 
-// The tangent of a receive from anyone: nothing is under way.
-ffi::Error open(Token, TokenOut, BufferOut ticket, int64_t, int64_t) {
-  write(*ticket, 0);
-  return ffi::Error::Success();
+// The tangent of a receive from anyone: nothing is under way, but receives are noted from now on.
+ffi::Error open(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site) {
+  const Call c("irecv", comm, site, 0);
+  if (ffi::Error e = c.posts({}, {}); e.failure()) return e;
+  Pending message(c, -1, Words(nullptr, 0, 1));
+  message.receives = message.from_anyone = true;
+  message.posted = false;
+  return keep(c, 0, std::move(message), ticket);
 }
 
 // The message of a ticket, which is used up; `error` tells why there is none.
@@ -141,7 +145,7 @@ ffi::Error finish(const Call& c, Pending& message, const Mail& mail, BufferOut& 
     return ffi::Error::Success();
   }
   // A receive that fails need not say who has sent.
-  const int sender = code && source < 0 ? -1 : source < 0 ? status_source(status) : source;
+  const int sender = source >= 0 ? source : code ? -1 : status_source(status);
   if (sender == c.comm.rank) free_received_from_self();
   return unpack(c, mail, code, status, sender, message.words, data);
 }
@@ -181,8 +185,27 @@ ffi::Error arrive_any(Token, Buffer ticket, TokenOut, BufferOut y, ffi::Result<E
   c.post.matched(0, sender, tag);
   if (!certain) c.post.from_anyone(-1);
   has_ended(message.slot, sender, tag, true, message.order);
-  write(envelope, status, message.since.count({sender, tag}));
+  write(envelope, status);
   return error;
+}
+
+// Receives a tangent from where its message has come.
+ffi::Error arrive_from(Token, Envelope envelope, Buffer ticket, TokenOut, BufferOut y,
+                       int64_t comm, int64_t site) {
+  const int64_t source = envelope.typed_data()[0], tag = envelope.typed_data()[1];
+  const Call c("wait", comm, site, 0, source);
+  ffi::Error error = ffi::Error::Success();
+  auto node = take(c, ticket, true, error);
+  if (node.empty()) return error;
+  const Pending& message = node.mapped();
+  if (message.since.count({source, tag}))
+    return c.fail("what a posted receive with a wildcard got was sent by rank " +
+                  std::to_string(source) + " with tag " + std::to_string(tag) +
+                  ", from where a later derivative was received before this one was waited for: "
+                  "tangents would be taken for each other. Wait first, or give the messages "
+                  "different tags");
+  Status status;
+  return receive_mail(c, mail(source, tag, *y), Words(y), status, message.order);
 }
 
 // Completes a send.
@@ -221,7 +244,7 @@ MPIGRAD_EXPORT const char* mpigrad_forgotten_requests() {
   static std::string text;
   text.clear();
   for (const auto& [ticket, message] : mpigrad::posted)
-    text += std::string(message.operation) + " at " + mpigrad::call_site(message.site) + "\n";
+    if (message.posted) text += std::string(message.operation) + " at " + mpigrad::call_site(message.site) + "\n";
   return text.c_str();
 }
 
@@ -241,5 +264,8 @@ MPIGRAD_HANDLER(mpigrad_open, open, MPIGRAD_BIND MPIGRAD_IN MPIGRAD_OUT MPIGRAD_
 MPIGRAD_HANDLER(mpigrad_arrive_any, arrive_any,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y.Ret<mpigrad::Envelope>()
                     MPIGRAD_WHERE MPIGRAD_ATTR(source));
+MPIGRAD_HANDLER(mpigrad_arrive_from, arrive_from,
+                MPIGRAD_BIND MPIGRAD_IN.Arg<mpigrad::Envelope>() MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y
+                    MPIGRAD_WHERE);
 MPIGRAD_HANDLER(mpigrad_sent, sent,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_WHERE MPIGRAD_ATTR(dest));

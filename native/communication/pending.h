@@ -22,6 +22,7 @@ struct Pending {
   int64_t order = 0;            // in which they were posted
   bool overtaken = false;       // by a message that was posted later, and ended before
   bool from_anyone = false;     // or of any tag: nobody knows yet from whom it comes
+  bool posted = true;           // not so the tangent of such a message: it is received when awaited
   // The senders and tags of what has been received, or posted, since this was.
   std::set<std::pair<int64_t, int64_t>> since;
 
@@ -53,15 +54,16 @@ struct Pending {
 // still under way have been overtaken.
 void has_ended(int64_t slot, int64_t peer, int64_t tag, bool receives, int64_t order = INT64_MAX);
 
-// From whom and with which tag a message came, or where it goes, and whether a later message from
-// there was received before it.
+// From whom and with which tag a message came, or where it goes.
 using Envelope = ffi::Buffer<ffi::S32>;
-inline void write(ffi::Result<Envelope>& envelope, const Status& status, bool overtaken) {
-  int32_t* to = envelope->typed_data();
-  to[0] = status_source(status);
-  to[1] = status_tag(status);
-  to[2] = overtaken;
+inline void write(ffi::Result<Envelope>& envelope, const Status& status) {
+  envelope->typed_data()[0] = status_source(status);
+  envelope->typed_data()[1] = status_tag(status);
 }
+
+// Receives y; `mail` may have wildcards.
+ffi::Error receive_mail(const Call& c, const Mail& mail, const Words& y, Status& status,
+                        int64_t order = INT64_MAX);
 
 // Give back the memory of messages to oneself that have been received.
 void free_received_from_self();

@@ -38,8 +38,10 @@ ffi::Error send_mail(const Call& c, const Mail& mail, const Words& x) {
                      static_cast<int>(mail.tag), c.comm.handle));
 }
 
-// Its source and tag may be wildcards.
-ffi::Error receive_mail(const Call& c, const Mail& mail, const Words& y, Status& status) {
+}  // namespace
+
+ffi::Error receive_mail(const Call& c, const Mail& mail, const Words& y, Status& status,
+                        int64_t order) {
   if (ffi::Error e = c.messages({}, {mail}); e.failure()) return e;
   const Parcel parcel(c, y);
   const Words& out = parcel.words;
@@ -50,10 +52,12 @@ ffi::Error receive_mail(const Call& c, const Mail& mail, const Words& y, Status&
                         static_cast<int>(mail.peer), static_cast<int>(mail.tag), c.comm.handle,
                         static_cast<void*>(status.bytes));
   const int sender = status_source(status);
-  has_ended(c.slot, sender, status_tag(status), true);
+  has_ended(c.slot, sender, status_tag(status), true, order);
   if (!to_self.empty() && sender == c.comm.rank) free_received_from_self();
   return unpack(c, mail, code, status, sender, out, y);
 }
+
+namespace {
 
 ffi::Error send(Token, Buffer x, TokenOut, int64_t comm, int64_t site, int64_t dest, int64_t tag) {
   const Call c("send", comm, site, x.size_bytes(), dest);
@@ -81,19 +85,13 @@ ffi::Error recv_any(Token, TokenOut, BufferOut y, ffi::Result<Envelope> envelope
   ffi::Error error = receive_mail(c, mail(source, tag, *y), Words(y), status);
   if (error.failure()) return error;
   c.post.matched(0, status_source(status), status_tag(status));
-  write(envelope, status, false);
+  write(envelope, status);
   return error;
 }
 
 ffi::Error recv_from(Token, Envelope envelope, TokenOut, BufferOut y, int64_t comm, int64_t site) {
   const int32_t* partner = envelope.typed_data();
   const Call c("recv", comm, site, 0, partner[0]);
-  if (partner[2])
-    return c.fail("what a posted receive with a wildcard got was sent by rank " +
-                  std::to_string(partner[0]) + " with tag " + std::to_string(partner[1]) +
-                  ", from where the program has received, or posted a receive of, a later message "
-                  "before it waited for this one: their tangents would be taken for each other. "
-                  "Wait first, or give the messages different tags");
   Status status;
   return receive_mail(c, mail(partner[0], partner[1], *y), Words(y), status);
 }

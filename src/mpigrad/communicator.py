@@ -91,6 +91,7 @@ class Communicator:
 
     mpi: MPI.Intracomm
     derivatives: MPI.Intracomm
+    own: tuple[MPI.Intracomm, ...]
     rank: int
     size: int
     slot: int
@@ -122,14 +123,18 @@ class Communicator:
         self._reversed.Set_errhandler(MPI.ERRORS_RETURN)
         self.slot = Communicator._next_slot
         Communicator._next_slot += 2
-        # mpi4py duplicates a communicator in its first reduction of objects, and holds the
-        # interpreter's lock meanwhile: where a rank never came, no watchdog could say so.
-        for mpi in (mpi_comm, self.mpi):
-            MPI.Intracomm.allreduce(mpi, 0)
         # The messages between two ranks that derivatives send have a space of their own: a
         # wildcard receive of the program never takes one of them.
         self.derivatives = WatchedComm(mpi_comm).Dup()
         self.derivatives.Set_errhandler(MPI.ERRORS_RETURN)
+        # Own operations have two more: what they send is never taken for a message of mpigrad's.
+        self.own = tuple(WatchedComm(WatchedComm(mpi_comm).Dup()) for _ in range(2))
+        for mpi in self.own:
+            mpi.Set_errhandler(MPI.ERRORS_RETURN)
+        # mpi4py duplicates a communicator in its first reduction of objects, and holds the
+        # interpreter's lock meanwhile: where a rank never came, no watchdog could say so.
+        for mpi in (mpi_comm, self.mpi, self.own[0]):
+            MPI.Intracomm.allreduce(mpi, 0)
         for slot, mpi in ((self.slot, self.mpi), (derivative_slot(self.slot), self.derivatives)):
             lib.mpigrad_set_communicator(
                 slot, mpi.handle, self._reversed.handle, self.rank, self.size

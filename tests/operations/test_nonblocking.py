@@ -70,6 +70,25 @@ def test_a_large_message_to_self(comm: Communicator) -> None:
     mg.wait(request)
 
 
+def test_waitall_keeps_the_order_of_requests_from_compiled_functions(comm: Communicator) -> None:
+    """Their posts may have run in another order than they were traced in."""
+    me = comm.rank
+    first = mg.jit(lambda x: mg.isend(x * x, me, comm=comm))
+    second = mg.jit(lambda x: mg.isend(jnp.sin(x), me, comm=comm))
+
+    def f(x: Any) -> Any:
+        total = 0.0
+        for posts in ((first, second), (second, first)):
+            requests = [post(x) for post in posts]
+            total += jnp.sum(mg.recv(x, me, comm=comm) * mg.recv(x, me, comm=comm) ** 2)
+            mg.waitall(requests)
+        return total
+
+    alone = lambda x: jnp.sum(x**2 * jnp.sin(x) ** 2 + jnp.sin(x) * x**4)
+    x = jnp.arange(3.0) + comm.rank
+    close(mg.grad(f)(x), jax.grad(alone)(x))
+
+
 def test_requests_pass_compiled_functions(comm: Communicator) -> None:
     x = jnp.arange(3.0) + comm.rank
     post = mg.jit(lambda x: (mg.isend(x, comm.rank, comm=comm), mg.irecv(x, comm.rank, comm=comm)))

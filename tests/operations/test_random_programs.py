@@ -37,6 +37,9 @@ FOUND = {
     "second derivative of a loop whose result one rank does not use": (
         Block("grad", (Step("bcast", unused=(0,), wraps=((0, "scan"),)),)),
     ),
+    "a loop in a loop under checkpoint that only sends": (
+        Block("checkpoint", (Block("scan", (Step("chain", wraps=((0, "scan"),)),)),)),
+    ),
 }
 
 

@@ -142,14 +142,18 @@ def test_posted_receives_from_nobody_and_from_a_named_rank(comm: Communicator) -
     close(value, 5 * x)
 
 
-@pytest.mark.parametrize("later", ["received", "posted", "from anyone"])
+@pytest.mark.parametrize("later", ["received", "posted", "from anyone", "inside a gradient"])
 def test_tangents_that_would_be_exchanged_are_refused(later: str, comm: Communicator) -> None:
     """The message after it from the same rank with the same tag is received before the wait."""
-    own = comm.dup()  # on which messages are left over
+    own = comm.split(comm.rank)  # on which messages are left over
     me = {"comm": own}
 
     def two(x: Any) -> Any:
         first = mg.irecv(x, MPI.ANY_SOURCE, 3, **me)
+        if later == "inside a gradient":
+            mg.send(x, own.rank, 3, **me)
+            b = mg.grad(lambda x: jnp.sum(mg.sendrecv(x, 0, 0, 3, 3, **me) ** 2))(x)
+            return jnp.sum(mg.wait(first) + 3 * b)
         if later == "posted":
             second = mg.irecv(x, own.rank, 3, **me)
         mg.send(x, own.rank, 3, **me)
@@ -164,6 +168,9 @@ def test_tangents_that_would_be_exchanged_are_refused(later: str, comm: Communic
     close(two(x), 21)
     with pytest.raises(jax.errors.JaxRuntimeError, match="tangents would be taken for each other"):
         mg.jvp(two, (x,), (x,))
+    for linear in (mg.linearize(two, x)[1], mg.jit(lambda t: mg.linearize(two, x)[1](t))):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="tangents would be taken for"):
+            linear(x)
     if later == "posted":  # adjoints go back in order
         close(mg.grad(two)(x), 7 * x)
         return

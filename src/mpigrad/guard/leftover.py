@@ -14,8 +14,7 @@ def unreceived(slots: Any) -> str:
 
     MPI says nothing of a short message that is left over. Where a receive of the same tag was meant
     for a later one, it has taken this one: every message after it was out by one.
-    Nothing is said where an operation has failed, which the program has caught, or where one was
-    written by the user.
+    Nothing is said where an operation has failed, which the program has caught.
     """
     if slots["unaccounted"].any():
         return ""

@@ -373,6 +373,22 @@ def install_repairs() -> None:
     _rules[loops.while_p] = functools.partial(_partial_while, _rules[loops.while_p])
     for primitive in (core.call_p, core.closed_call_p):
         _inline_call(primitive)
+    rounded = ad_checkpoint._insert_reduce_precision
+    ad_checkpoint._insert_reduce_precision = functools.partial(_rounded_if_real, rounded)
+
+
+def _rounded_if_real(plain: Callable[..., Any], jaxpr: Any, residuals: int) -> Any:
+    """`checkpoint` rounds what it keeps, by an operation that refuses complex numbers."""
+    first = len(jaxpr.outvars) - residuals
+    dtypes = [str(getattr(v.aval, "dtype", "")) for v in jaxpr.outvars]
+    complex_ones = [i for i, d in enumerate(dtypes) if i >= first and d.startswith("complex")]
+    order = [i for i in range(len(jaxpr.outvars)) if i not in complex_ones]
+    order[first:first] = complex_ones
+    moved = plain(
+        jaxpr.replace(outvars=[jaxpr.outvars[i] for i in order]), residuals - len(complex_ones)
+    )
+    back = [order.index(i) for i in range(len(order))]
+    return moved.replace(outvars=[moved.outvars[i] for i in back])
 
 
 def _inline_call(primitive: Any) -> None:

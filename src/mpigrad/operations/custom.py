@@ -255,7 +255,7 @@ def custom_operation(
                 f"{name}: x is {operand} and the result {result}: one has a derivative, the other "
                 "none; convert one of them outside the operation"
             )
-        for slot, mpi in ((comm.slot, comm.mpi), (derivative_slot(comm.slot), comm.derivatives)):
+        for slot, mpi in zip((comm.slot, derivative_slot(comm.slot)), comm.own, strict=True):
             _communicators[slot] = MPI.Intracomm(mpi)
         leaves = custom_p.bind(
             *jax.tree.leaves(x),

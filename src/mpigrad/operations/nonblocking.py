@@ -32,25 +32,14 @@ from mpigrad.operations.tickets import (
 __all__ = ["Request", "irecv", "isend", "post", "wait", "wait_with_status", "waitall"]
 
 
-class _Order(int):
-    """A number in the order of posts. All are equal, so that requests of one kind may be carried
-    by a loop, whose turns may be traced again.
-    """
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Order)
-
-    def __hash__(self) -> int:
-        return 0
-
-
 _posts = itertools.count()
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["tickets"],
-    meta_fields=["kind", "peer", "tag", "comm", "packing", "order"],
+    meta_fields=["kind", "peer", "tag", "comm", "packing"],
+    drop_fields=["order"],
 )
 @dataclass(frozen=True)
 class Request:
@@ -65,11 +54,11 @@ class Request:
     tag: int
     comm: int
     packing: Packing
-    order: _Order
+    order: int = -1  # of the posts; unknown of what a compiled function or a loop has returned
 
     def posted_now(self) -> Request:
         """The same message, the last of all posts so far."""
-        return replace(self, order=_Order(next(_posts)))
+        return replace(self, order=next(_posts))
 
 
 @functools.cache
@@ -99,7 +88,7 @@ def post(kind: Literal["isend", "irecv"], tree: Any, peer: int, tag: int, slot: 
     params = {"comm": slot, name: peer, "tag": tag, "lanes": ()}
     messages = zip(packing.pack(tree), packing.in_words, strict=True)
     tickets = tuple(primitive.bind(m, a, site=call_site(w), **params)[0] for m, w in messages)
-    return Request(tickets, kind, peer, tag, slot, packing, _Order(next(_posts)))
+    return Request(tickets, kind, peer, tag, slot, packing, next(_posts))
 
 
 def _is_wild(source: int, tag: int) -> bool:
@@ -151,8 +140,8 @@ def irecv(like: Any, source: int, tag: int = 0, comm: Communicator | None = None
     Notes
     -----
     Tangents of what comes from anyone are received by `wait`: nobody knows before from whom. In
-    forward mode two ranks that post such receives, and send each other long messages by `send`
-    before they wait, would wait for each other; they send by `isend`.
+    forward mode a sender of a long message by `send` waits until then; `isend` does not. Between
+    post and wait, no other derivative may be received from the same rank with the same tag.
     """
     comm = resolve(comm)
     if source != MPI.ANY_SOURCE:
@@ -243,7 +232,9 @@ def in_order_of_posts(
 ) -> list[Any]:
     """What `wait_for` gives for the requests in the order of their posts, in the order given."""
     given = list(map(_is_request, requests))
-    positions = sorted(range(len(given)), key=lambda i: int(given[i].order))
+    positions = list(range(len(given)))
+    if all(request.order >= 0 for request in given):
+        positions.sort(key=lambda i: given[i].order)
     results = wait_for([given[i] for i in positions])
     return [
         result for _, result in sorted(zip(positions, results, strict=True), key=lambda p: p[0])
@@ -252,6 +243,8 @@ def in_order_of_posts(
 
 def waitall(requests: Iterable[Request]) -> list[Any]:
     """`wait` for each of the requests, in the order of their posts; results in the order given.
+
+    In the order given, too, where a compiled function or a loop has returned one of the requests.
 
     The adjoint posts a message the other way for each, in reverse order.
     """

@@ -164,9 +164,7 @@ sent_to_p: Primitive = linear_map(
 )
 arrive_from_p: Primitive = linear_map(
     "arrive_from",
-    target="mpigrad_recv_from",
     known=1,
-    reads=1,
     result=_arrived,
     attributes=_only(),
     batch_params=_batched_result,

@@ -18,8 +18,7 @@ from mpigrad.operations.factory import linear_map, map_with_tangent
 
 __all__ = ["ENVELOPE", "recv_any_p", "recv_from_p"]
 
-# The sender, the tag, and whether a later message from there was received before this one.
-ENVELOPE = ShapedArray((3,), np.dtype("int32"))
+ENVELOPE = ShapedArray((2,), np.dtype("int32"))  # the sender and the tag
 
 
 def _recv_from_transpose(ct: Any, envelope: Any, x: Any, a: Any, **where: int) -> Any:
