@@ -182,6 +182,9 @@ class Reader:
                     return self.contract(r, contract)
         if kind == b.MESSAGES_ONLY:
             identity = int(self.entry(r)["id"])
+            # In the message space of derivatives, whose number is odd.
+            if int(slot["entry"]) % 2 and int(slot["site"]) > 0:
+                where = f"the tangent of {where}"
             parts = [
                 f"{layout(p) or 'a message'} {way} {self.partner(identity, int(p['peer']))} "
                 f"{_tag(p)}"
