@@ -73,14 +73,27 @@ struct Call {
   mutable Watch watch;
   mutable Post post;
 
-  Call(const char* operation, int64_t slot, int64_t site, int64_t bytes, int64_t peer = -1)
+  // `space` is the slot of a communicator and, in the upper bits, of what derivative it is.
+  Call(const char* operation, int64_t space, int64_t site, int64_t bytes, int64_t peer = -1)
       : operation(operation),
-        comm(communicator(slot)),
-        slot(slot),
+        comm(communicator(space & 0xffff)),
+        slot(space & 0xffff),
         site(site),
         watch(operation, slot, site, bytes, peer),
-        post(operation, slot, site) {}
+        post(operation, slot, site),
+        word_(space >> 16) {}
   ~Call() { post.end(); }
+
+  // The tag with which a message travels: derivatives of each kind have tags of their own, so that
+  // those of an inner gradient, say, are never taken for tangents.
+  int64_t tag(int64_t given) const {
+    const int64_t spaces = runtime.derivative_spaces;
+    return slot % 2 && spaces > 1 ? given * spaces + word_ : given;
+  }
+  // The tag that the program has given.
+  int64_t given_tag(int64_t tag) const {
+    return slot % 2 && tag >= 0 ? tag / runtime.derivative_spaces : tag;
+  }
 
   // A collective operation without an array.
   ffi::Error collective() const { return success_if(post.collective({})); }
@@ -134,6 +147,7 @@ struct Call {
   }
 
  private:
+  int64_t word_;
   static List list(Integers x) { return {x.begin(), static_cast<int64_t>(x.size())}; }
   ffi::Error success_if(bool allowed) const {
     if (allowed) return ffi::Error::Success();

@@ -96,6 +96,8 @@ MPIGRAD_EXPORT void mpigrad_set_status_layout(int source_offset, int tag_offset)
   runtime.tag_offset = tag_offset;
 }
 
+MPIGRAD_EXPORT void mpigrad_set_derivative_spaces(int n) { runtime.derivative_spaces = n; }
+
 MPIGRAD_EXPORT int mpigrad_communicator_limit() { return mpigrad::kCommunicators; }
 
 MPIGRAD_EXPORT void mpigrad_set_communicator(int64_t slot, int64_t handle, int64_t reversed,

@@ -49,6 +49,7 @@ struct Runtime {
   void* in_place = nullptr;
   int proc_null = 0;
   int source_offset = 0, tag_offset = 0;  // of the fields in a status, in bytes
+  int64_t derivative_spaces = 1;          // kinds of derivatives with tags of their own
 };
 
 extern Runtime runtime;

@@ -62,7 +62,7 @@ ffi::Error post_send(const Call& c, const Buffer& x, int64_t dest, int64_t tag, 
 ffi::Error isend(Token, Buffer x, TokenOut, BufferOut ticket, int64_t comm, int64_t site,
                  int64_t dest, int64_t tag) {
   const Call c("isend", comm, site, x.size_bytes(), dest);
-  return post_send(c, x, dest, tag, ticket);
+  return post_send(c, x, dest, c.tag(tag), ticket);
 }
 
 // To the sender of a message.
@@ -70,15 +70,16 @@ ffi::Error isend_to(Token, Envelope envelope, Buffer x, TokenOut, BufferOut tick
                     int64_t site) {
   const int32_t* partner = envelope.typed_data();
   const Call c("isend", comm, site, x.size_bytes(), partner[0]);
-  return post_send(c, x, partner[0], partner[1], ticket);
+  return post_send(c, x, partner[0], c.tag(partner[1]), ticket);
 }
 
 // `source` and `tag` may be wildcards.
 ffi::Error irecv(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site, int64_t source,
                  int64_t tag, int64_t bytes, int64_t element_bytes) {
   const Call c("irecv", comm, site, 0, source);
+  tag = c.tag(tag);
   if (ffi::Error e = c.posts({}, {{source, tag, {}}}); e.failure()) return e;
-  const size_t label = label_bytes(comm);
+  const size_t label = label_bytes(c.slot);
   Pending message(c, source, Words(nullptr, label + bytes, label ? 1 : element_bytes));
   std::memset(message.words.data, 0, label);
   message.tag = tag;
@@ -87,7 +88,7 @@ ffi::Error irecv(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site, 
   if (message.from_anyone)
     c.post.from_anyone(1);
   else
-    follows(comm, source, tag);
+    follows(c.slot, source, tag);
   const int code = message.post_receive(tag);
   return keep(c, code, std::move(message), ticket);
 }
@@ -121,7 +122,7 @@ std::map<int, Pending>::node_type take(const Call& c, const Buffer& ticket, bool
 ffi::Error in_turn(const Call& c, const Pending& message) {
   has_ended(message.slot, message.peer, message.tag, message.receives, message.order);
   if (c.site >= 0 || !message.overtaken) return ffi::Error::Success();
-  const std::string peer = std::to_string(message.peer), tag = std::to_string(message.tag);
+  const std::string peer = std::to_string(message.peer), tag = std::to_string(c.given_tag(message.tag));
   return c.fail("the program has posted two messages of this rank and rank " + peer + " with tag " +
                 tag + " in one order and completed them in the other, so that their adjoints would be "
                 "taken for each other; wait in the order of the posts (waitall does), or give each "
@@ -192,15 +193,16 @@ ffi::Error arrive_any(Token, Buffer ticket, TokenOut, BufferOut y, ffi::Result<E
 // Receives a tangent from where its message has come.
 ffi::Error arrive_from(Token, Envelope envelope, Buffer ticket, TokenOut, BufferOut y,
                        int64_t comm, int64_t site) {
-  const int64_t source = envelope.typed_data()[0], tag = envelope.typed_data()[1];
+  const int64_t source = envelope.typed_data()[0];
   const Call c("wait", comm, site, 0, source);
+  const int64_t tag = c.tag(envelope.typed_data()[1]);
   ffi::Error error = ffi::Error::Success();
   auto node = take(c, ticket, true, error);
   if (node.empty()) return error;
   const Pending& message = node.mapped();
   if (message.since.count({source, tag}))
     return c.fail("what a posted receive with a wildcard got was sent by rank " +
-                  std::to_string(source) + " with tag " + std::to_string(tag) +
+                  std::to_string(source) + " with tag " + std::to_string(c.given_tag(tag)) +
                   ", from where a later derivative was received before this one was waited for: "
                   "tangents would be taken for each other. Wait first, or give the messages "
                   "different tags");

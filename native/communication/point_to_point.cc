@@ -61,7 +61,7 @@ namespace {
 
 ffi::Error send(Token, Buffer x, TokenOut, int64_t comm, int64_t site, int64_t dest, int64_t tag) {
   const Call c("send", comm, site, x.size_bytes(), dest);
-  return send_mail(c, mail(dest, tag, x), Words(x));
+  return send_mail(c, mail(dest, c.tag(tag), x), Words(x));
 }
 
 ffi::Error recv(Token, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t source,
@@ -69,12 +69,12 @@ ffi::Error recv(Token, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_
   const Call c("recv", comm, site, 0, source);
   const Words out(y);
   if (source == runtime.proc_null) {
-    if (ffi::Error e = c.messages({}, {mail(source, tag, *y)}); e.failure()) return e;
+    if (ffi::Error e = c.messages({}, {mail(source, c.tag(tag), *y)}); e.failure()) return e;
     std::memset(out.data, 0, y->size_bytes());
     return ffi::Error::Success();
   }
   Status status;
-  return receive_mail(c, mail(source, tag, *y), out, status);
+  return receive_mail(c, mail(source, c.tag(tag), *y), out, status);
 }
 
 // `source` and `tag` may be wildcards.
@@ -93,18 +93,20 @@ ffi::Error recv_from(Token, Envelope envelope, TokenOut, BufferOut y, int64_t co
   const int32_t* partner = envelope.typed_data();
   const Call c("recv", comm, site, 0, partner[0]);
   Status status;
-  return receive_mail(c, mail(partner[0], partner[1], *y), Words(y), status);
+  return receive_mail(c, mail(partner[0], c.tag(partner[1]), *y), Words(y), status);
 }
 
 ffi::Error send_to(Token, Envelope envelope, Buffer x, TokenOut, int64_t comm, int64_t site) {
   const int32_t* partner = envelope.typed_data();
   const Call c("send", comm, site, x.size_bytes(), partner[0]);
-  return send_mail(c, mail(partner[0], partner[1], x), Words(x));
+  return send_mail(c, mail(partner[0], c.tag(partner[1]), x), Words(x));
 }
 
 ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                     int64_t dest, int64_t sendtag, int64_t source, int64_t recvtag) {
   const Call c("sendrecv", comm, site, x.size_bytes(), source);
+  sendtag = c.tag(sendtag);
+  recvtag = c.tag(recvtag);
   const Mail going = mail(dest, sendtag, x), coming = mail(source, recvtag, *y);
   if (ffi::Error e = c.messages({going}, {coming}); e.failure()) return e;
   const Words result(y);
@@ -131,6 +133,7 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
                               int64_t tag, Integers neighbors, Integers sendcounts,
                               Integers recvcounts, int64_t row_words) {
   const Call c("neighbor_alltoallv", comm, site, x.size_bytes());
+  tag = c.tag(tag);
   std::vector<Mail> to_neighbors, from_neighbors;
   for (size_t i = 0; i < neighbors.size(); ++i) {
     if (sendcounts[i]) to_neighbors.push_back(mail(neighbors[i], tag, x, sendcounts[i]));

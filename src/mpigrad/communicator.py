@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad import board
-from mpigrad.native import library, record
+from mpigrad.native import DERIVATIVE_SPACES, library, record
 
 __all__ = ["Cartesian", "Communicator", "default"]
 
@@ -70,9 +70,33 @@ for _name in (
     setattr(WatchedComm, _name, _watched(_name))
 
 
+# A message between two ranks has a *space*: the slot of its communicator, and in the upper bits
+# which derivative it is, a word of a 1 and a digit for each differentiation: 0 for a tangent, 1
+# for an adjoint. Programs' own slots are even.
+_SLOT_BITS = 16
+
+
+def slot_of(space: int) -> int:
+    """The slot of the communicator on which messages of this space travel."""
+    return space % (1 << _SLOT_BITS)
+
+
 def derivative_slot(slot: int) -> int:
-    """The slot of the message space for derivatives; programs' own slots are even."""
-    return slot | 1
+    """The slot of the communicator for derivatives."""
+    return slot_of(slot) | 1
+
+
+def tangent_space(space: int) -> int:
+    """Where the tangent of a message in this space travels."""
+    word = max(space >> _SLOT_BITS, 1)
+    word = 2 * word if 2 * word < DERIVATIVE_SPACES else word
+    return word << _SLOT_BITS | derivative_slot(space)
+
+
+def adjoint_space(space: int) -> int:
+    """Where the transpose of a message in this space travels: an adjoint, of a tangent."""
+    word = space >> _SLOT_BITS
+    return (word ^ 1 if word > 1 else 3) << _SLOT_BITS | derivative_slot(space)
 
 
 class Communicator:

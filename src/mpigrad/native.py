@@ -15,9 +15,11 @@ from mpi4py import MPI
 
 __all__ = [
     "ARITHMETIC_DTYPES",
+    "DERIVATIVE_SPACES",
     "MAX_COUNT",
     "REDUCTIONS",
     "SUM",
+    "TAG_LIMIT",
     "Record",
     "communication_seconds",
     "library",
@@ -25,6 +27,13 @@ __all__ = [
     "record",
     "words_per_element",
 ]
+
+
+# Messages between two ranks have so many kinds of derivatives with tags of their own, where MPI's
+# tags have room for them, and tags up to this limit.
+_TAGS = 1 + (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
+DERIVATIVE_SPACES = 64 if _TAGS >= 64 << 15 else 1
+TAG_LIMIT = _TAGS // DERIVATIVE_SPACES - 1
 
 
 def native_library(name: str) -> ctypes.CDLL | None:
@@ -133,6 +142,7 @@ def library() -> ctypes.CDLL:
     if error is not None:
         raise ImportError(f"mpigrad: cannot use this process's MPI library: {error.decode()}")
     lib.mpigrad_set_status_layout(*_status_layout())
+    lib.mpigrad_set_derivative_spaces(DERIVATIVE_SPACES)
     for number, datatype in _ARITHMETIC.values():
         lib.mpigrad_set_arithmetic_type(number, datatype.handle)
     for index, datatype in enumerate((MPI.UINT8_T, MPI.UINT16_T, MPI.UINT32_T, MPI.UINT64_T)):

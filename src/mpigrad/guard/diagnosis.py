@@ -167,13 +167,14 @@ class _Wait:
     def _does_not_fit(self, sender: int, message: Any) -> None:
         part = message["part"]
         site = self.reader.site(sender, int(message["site"]))
-        to = self.reader.partner(self.identity, int(self.entry["rank"]))
+        me = int(self.entry["rank"])
+        to = self.reader.partner(self.identity, me)
         self.mismatch = self.mismatch or _Mismatch(
             (
                 (
                     f"rank {self.reader.world(sender)}",
                     f"{words(message['operation'])} of {layout(part)} to {to} "
-                    f"(tag {int(part['tag'])}) at {site}",
+                    f"({self.reader.tag(self.members[me].entry, int(part['tag']))}) at {site}",
                 ),
                 (f"rank {self.reader.world(self.r)}", self.reader.operation(self.r)),
             ),
@@ -377,8 +378,9 @@ def _unreceived(reader: Reader, wait: _Wait) -> list[tuple[str, str]]:
                 found.append(
                     (
                         f"rank {reader.world(member.slot)}",
-                        f"has sent {layout(part)} to rank {reader.world(wait.r)} with tag "
-                        f"{int(part['tag'])}, not received, by {words(message['operation'])} at "
+                        f"has sent {layout(part)} to rank {reader.world(wait.r)} with "
+                        f"{reader.tag(member.entry, int(part['tag']))}, not received, by "
+                        f"{words(message['operation'])} at "
                         f"{reader.site(member.slot, int(message['site']))}",
                     )
                 )

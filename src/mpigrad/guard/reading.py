@@ -9,7 +9,14 @@ from typing import Any
 from mpi4py import MPI
 
 from mpigrad import board as b
-from mpigrad.native import MOVED_FOR, NO_REDUCTION, NO_ROOT, REDUCTIONS, own_reductions
+from mpigrad.native import (
+    DERIVATIVE_SPACES,
+    MOVED_FOR,
+    NO_REDUCTION,
+    NO_ROOT,
+    REDUCTIONS,
+    own_reductions,
+)
 
 __all__ = ["Member", "Reader"]
 
@@ -160,6 +167,12 @@ class Reader:
 
     # ---- words ----
 
+    def tag(self, entry: int, tag: int) -> str:
+        """The tag that the program has given to a message of the communicator with this entry."""
+        if tag < 0:
+            return "any tag"
+        return f"tag {tag // DERIVATIVE_SPACES if entry % 2 else tag}"
+
     def partner(self, identity: int, rank: int) -> str:
         if rank < 0:
             return "any rank"
@@ -187,7 +200,7 @@ class Reader:
                 where = f"the tangent of {where}"
             parts = [
                 f"{layout(p) or 'a message'} {way} {self.partner(identity, int(p['peer']))} "
-                f"{_tag(p)}"
+                f"({self.tag(int(slot['entry']), int(p['tag']))})"
                 for way, parts in (
                     ("to", slot["send"][: int(slot["sends"])]),
                     ("from", slot["receive"][: int(slot["receives"])]),
@@ -224,7 +237,3 @@ class Reader:
 
 def _tuple(values: Any) -> str:
     return "(" + ", ".join(str(int(v)) for v in values) + ")"
-
-
-def _tag(part: Any) -> str:
-    return "(any tag)" if int(part["tag"]) < 0 else f"(tag {int(part['tag'])})"

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import Communicator, derivative_slot, resolve
+from mpigrad.communicator import Communicator, derivative_slot, resolve, slot_of
 from mpigrad.native import ARITHMETIC_DTYPES, library
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
@@ -83,7 +83,8 @@ class _Call:
             # Copies: the function may change its operands, which belong to XLA.
             copies = [x[member].copy() for x in operands]
             returned = function(
-                jax.tree.unflatten(self.operand.structure, copies), _communicators[self.slot]
+                jax.tree.unflatten(self.operand.structure, copies),
+                _communicators[slot_of(self.slot)],
             )
             due = (
                 "is due, the type of x: a cotangent of x has it"

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.communicator import derivative_slot
+from mpigrad.communicator import adjoint_space, tangent_space
 from mpigrad.native import ARITHMETIC_DTYPES, MAX_COUNT, library, words_per_element
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching
@@ -289,13 +289,15 @@ def linear_map(
 
     def tangent(given: Any, txs: Any, a: Any, **params: Any) -> Sequence[Any]:
         if own_space:
-            params = {**params, "comm": derivative_slot(params["comm"])}
+            params = {**params, "comm": tangent_space(params["comm"])}
         return primitive.bind(*given, *txs[known:], a, **params)
 
     def transpose_rule(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
         given, xs, a = operands[:known], operands[known:-1], operands[-1]
         avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in xs]
         params = {**params, "site": -abs(params["site"])}
+        if own_space:
+            params["comm"] = adjoint_space(params["comm"])
         if not several:
             cts = [ad.instantiate_zeros(ct) for ct in cotangents]
             back = transpose(cts[0] if cts else None, *given, avals[0], a, **params)

@@ -9,6 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, check_rank, resolve
+from mpigrad.native import TAG_LIMIT
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import linear_map
@@ -42,11 +43,10 @@ recv_p: Primitive = linear_map(
 
 def check_tag(value: int, what: str) -> int:
     """`value` as the tag of a message that is not a wildcard."""
-    limit = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
     if isinstance(value, (int, np.integer)) and value == MPI.ANY_TAG:
         raise ValueError(f"{what}: the wildcard MPI.ANY_TAG is for receives; name the tag")
-    if not isinstance(value, (int, np.integer)) or not 0 <= value <= limit:
-        raise ValueError(f"{what}={value!r} must be an integer from 0 to {limit}")
+    if not isinstance(value, (int, np.integer)) or not 0 <= value <= TAG_LIMIT:
+        raise ValueError(f"{what}={value!r} must be an integer from 0 to {TAG_LIMIT}")
     return int(value)
 
 

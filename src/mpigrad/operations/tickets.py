@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import derivative_slot
+from mpigrad.communicator import tangent_space
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.factory import is_differentiable, linear_map, map_with_tangent
 from mpigrad.operations.wildcard import ENVELOPE
@@ -186,13 +186,13 @@ isend_to_p: Primitive = linear_map(
 def _opened(
     known: Any, txs: Any, a: Any, *, source: int, tag: int, comm: int, **p: Any
 ) -> list[Any]:
-    return open_p.bind(*txs, a, comm=derivative_slot(comm), **p)
+    return open_p.bind(*txs, a, comm=tangent_space(comm), **p)
 
 
 def _arrived_tangent(
     known: Any, txs: Any, a: Any, *, source: int, comm: int, **p: Any
 ) -> list[Any]:
-    return arrive_from_p.bind(*known, *txs, a, comm=derivative_slot(comm), **p)
+    return arrive_from_p.bind(*known, *txs, a, comm=tangent_space(comm), **p)
 
 
 irecv_any_p: Primitive = map_with_tangent(

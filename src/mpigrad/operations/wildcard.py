@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.communicator import derivative_slot
+from mpigrad.communicator import tangent_space
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.factory import linear_map, map_with_tangent
 
@@ -50,7 +50,7 @@ send_to_p: Primitive = linear_map(
 def _tangent(
     known: Any, txs: Any, a: Any, *, source: int, tag: int, comm: int, site: int
 ) -> list[Any]:
-    return recv_from_p.bind(*known, *txs, a, comm=derivative_slot(comm), site=site)
+    return recv_from_p.bind(*known, *txs, a, comm=tangent_space(comm), site=site)
 
 
 recv_any_p: Primitive = map_with_tangent(
