@@ -142,7 +142,43 @@ def test_posted_receives_from_nobody_and_from_a_named_rank(comm: Communicator) -
     close(value, 5 * x)
 
 
-@pytest.mark.parametrize("later", ["received", "posted", "from anyone", "inside a gradient"])
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("posted", [True, False])
+def test_messages_of_inner_gradients_are_no_tangents(posted: bool, comm: Communicator) -> None:
+    """Rank 1 sends a message, then an adjoint with the same tag; rank 0 takes the adjoint first."""
+
+    def inner(z: Any) -> Any:
+        if comm.rank == 0:
+            mg.send(z, 1)
+            return 0.0
+        return jnp.sum(mg.recv(z, 0) ** 2)
+
+    def f(x: Any) -> Any:
+        request = None
+        if comm.rank == 1:
+            mg.send(5 * x, 0)
+        elif posted:
+            request = mg.irecv(x, MPI.ANY_SOURCE)
+        g = mg.grad(inner)(x)
+        if comm.rank == 1:
+            return g, x
+        return g, mg.recv(x, 1) if request is None else mg.wait(request)
+
+    x, dx = jnp.arange(3.0) + comm.rank, jnp.full(3, 2.0 + comm.rank)
+    other, dother = jnp.arange(3.0) + 1, jnp.full(3, 3.0)
+    expected = [(2 * x, 5 * other), (0 * x, x)][comm.rank]
+    tangents = [(2 * dx, 5 * dother), (0 * x, dx)][comm.rank]
+    for got in (mg.jvp(f, (x,), (dx,)), mg.jit(lambda x: mg.jvp(f, (x,), (dx,)))(x)):
+        close(got, (expected, tangents))
+    weighted = lambda x: jnp.vdot(f(x)[0], jnp.sin(x)) + jnp.sum(jnp.cos(f(x)[1]))
+    simulated = lambda X: (
+        jnp.vdot(2 * X[0], jnp.sin(X[0])) + jnp.sum(jnp.cos(5 * X[1]) + jnp.cos(X[1]))
+    )
+    X = jnp.stack([jnp.arange(3.0), other])
+    close(mg.grad(weighted)(x), jax.grad(simulated)(X)[comm.rank])
+
+
+@pytest.mark.parametrize("later", ["received", "posted", "from anyone", "inside a linear map"])
 def test_tangents_that_would_be_exchanged_are_refused(later: str, comm: Communicator) -> None:
     """The message after it from the same rank with the same tag is received before the wait."""
     own = comm.split(comm.rank)  # on which messages are left over
@@ -150,9 +186,9 @@ def test_tangents_that_would_be_exchanged_are_refused(later: str, comm: Communic
 
     def two(x: Any) -> Any:
         first = mg.irecv(x, MPI.ANY_SOURCE, 3, **me)
-        if later == "inside a gradient":
+        if later == "inside a linear map":
             mg.send(x, own.rank, 3, **me)
-            b = mg.grad(lambda x: jnp.sum(mg.sendrecv(x, 0, 0, 3, 3, **me) ** 2))(x)
+            b = mg.linearize(lambda x: mg.sendrecv(x, 0, 0, 3, 3, **me), 2 * x)[1](2 * x)
             return jnp.sum(mg.wait(first) + 3 * b)
         if later == "posted":
             second = mg.irecv(x, own.rank, 3, **me)
