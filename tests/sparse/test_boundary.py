@@ -65,7 +65,7 @@ def test_derivatives_of_first_and_second_order(comm):
     prove(local, whole, (entries.values(1), b, values), b.mine)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.thin(2)
 def test_batches(comm):
     """Of matrices and right-hand sides: boundary conditions, scaled rows and columns, diagonals."""
     system = grid_system(comm)

@@ -314,6 +314,7 @@ def test_dtypes_that_differ_between_ranks_are_refused(comm):
 
 
 @pytest.mark.launcher
+@pytest.mark.full
 def test_six_ranks(tmp_path):
     launching.on_six_ranks(
         tmp_path,
