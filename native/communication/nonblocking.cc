@@ -117,6 +117,12 @@ std::map<int, Pending>::node_type take(const Call& c, const Buffer& ticket, bool
   return posted.extract(found);
 }
 
+// A message that may not be waited for: MPI still has its memory.
+ffi::Error give_back(std::map<int, Pending>::node_type&& node, ffi::Error&& error) {
+  posted.insert(std::move(node));
+  return std::move(error);
+}
+
 // Adjoints go from the wait to the post: the last message to be posted is the first whose adjoint
 // its partner takes. Where the program has waited in another order, adjoints would be exchanged.
 ffi::Error in_turn(const Call& c, const Pending& message) {
@@ -160,8 +166,9 @@ ffi::Error arrive(Token, Buffer ticket, TokenOut, BufferOut y, int64_t comm, int
   if (node.empty()) return error;
   Pending& message = node.mapped();
   const Mail expected{source, message.tag, layout_of(*y), -1, message.number};
-  if (ffi::Error e = c.messages({}, {expected}); e.failure()) return e;
-  if (ffi::Error e = in_turn(c, message); e.failure()) return e;
+  error = c.messages({}, {expected});
+  if (error.success()) error = in_turn(c, message);
+  if (error.failure()) return give_back(std::move(node), std::move(error));
   Status status;
   return finish(c, message, expected, y, status);
 }
@@ -178,7 +185,11 @@ ffi::Error arrive_any(Token, Buffer ticket, TokenOut, BufferOut y, ffi::Result<E
   const bool certain = message.since.empty();
   if (certain) c.post.from_anyone(-1);
   const Mail expected{source, message.tag, layout_of(*y)};
-  if (ffi::Error e = c.messages({}, {expected}); e.failure()) return e;
+  error = c.messages({}, {expected});
+  if (error.failure()) {
+    if (certain) c.post.from_anyone(1);
+    return give_back(std::move(node), std::move(error));
+  }
   Status status;
   error = finish(c, message, expected, y, status);
   if (error.failure()) return error;
@@ -218,9 +229,9 @@ ffi::Error sent(Token, Buffer ticket, TokenOut, int64_t comm, int64_t site, int6
   if (node.empty()) return error;
   const Pending& message = node.mapped();
   const Layout bytes{0, nullptr, 0, static_cast<int64_t>(message.words.count * message.words.width)};
-  if (ffi::Error e = c.messages({{message.peer, message.tag, bytes, -1, message.number}}, {}); e.failure())
-    return e;
-  if (ffi::Error e = in_turn(c, message); e.failure()) return e;
+  error = c.messages({{message.peer, message.tag, bytes, -1, message.number}}, {});
+  if (error.success()) error = in_turn(c, message);
+  if (error.failure()) return give_back(std::move(node), std::move(error));
   Status status;
   return c.done(
       call(runtime.mpi.Wait, node.mapped().request.address(), static_cast<void*>(status.bytes)));
