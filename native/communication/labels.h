@@ -8,8 +8,9 @@
 
 namespace mpigrad {
 
-// The bytes in front of each message of this communicator, on all of its members; mostly none.
-size_t label_bytes(int64_t slot);
+// The bytes in front of a message of `data` bytes on this communicator; mostly none. (With a label MPI
+// counts bytes: the longest messages have none.)
+size_t label_bytes(int64_t slot, size_t data);
 
 // A message as it travels: `words` are what MPI sends, or receives, in `memory` where it has a label.
 struct Parcel {

@@ -32,10 +32,16 @@ void write(Buffer& ticket, int number) {
   }
 }
 
-// Receives from anyone that are under way: this sender's next message need not be theirs.
-void follows(int64_t slot, int64_t peer, int64_t tag) {
-  for (auto& [ticket, message] : posted)
-    if (message.from_anyone && message.slot == slot) message.since.insert({peer, tag});
+// Receives from anyone that are under way: this sender's next message need not be theirs. Returns
+// whether there are any.
+bool follows(int64_t slot, int64_t peer, int64_t tag) {
+  bool any = false;
+  for (auto& [ticket, message] : posted) {
+    if (!message.from_anyone || message.slot != slot) continue;
+    message.since.insert({peer, tag});
+    any = true;
+  }
+  return any;
 }
 
 ffi::Error keep(const Call& c, int code, Pending&& message, BufferOut& ticket) {
@@ -79,7 +85,7 @@ ffi::Error irecv(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site, 
   const Call c("irecv", comm, site, 0, source);
   tag = c.tag(tag);
   if (ffi::Error e = c.posts({}, {{source, tag, {}}}); e.failure()) return e;
-  const size_t label = label_bytes(c.slot);
+  const size_t label = label_bytes(c.slot, bytes);
   Pending message(c, source, Words(nullptr, label + bytes, label ? 1 : element_bytes));
   std::memset(message.words.data, 0, label);
   message.tag = tag;
@@ -87,8 +93,8 @@ ffi::Error irecv(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site, 
   message.from_anyone = source != runtime.proc_null && (source < 0 || tag < 0);
   if (message.from_anyone)
     c.post.from_anyone(1);
-  else
-    follows(c.slot, source, tag);
+  else if (follows(c.slot, source, tag) && message.number)
+    message.number = -1;  // nobody knows which one it will be
   const int code = message.post_receive(tag);
   return keep(c, code, std::move(message), ticket);
 }
@@ -130,9 +136,9 @@ ffi::Error in_turn(const Call& c, const Pending& message) {
   if (c.site >= 0 || !message.overtaken) return ffi::Error::Success();
   const std::string peer = std::to_string(message.peer), tag = std::to_string(c.given_tag(message.tag));
   return c.fail("the program has posted two messages of this rank and rank " + peer + " with tag " +
-                tag + " in one order and completed them in the other, so that their adjoints would be "
-                "taken for each other; wait in the order of the posts (waitall does), or give each "
-                "message a tag of its own");
+                tag + " in one order and completed them in the other, so that their adjoints may be "
+                "taken for each other; wait in the order of the posts (waitall does), before other "
+                "messages of this rank and tag are sent or received, or give each a tag of its own");
 }
 
 // Waits for a receive, which `mail` describes, and hands it over to y.
@@ -142,13 +148,13 @@ ffi::Error finish(const Call& c, Pending& message, const Mail& mail, BufferOut& 
   const int code =
       call(runtime.mpi.Wait, message.request.address(), static_cast<void*>(status.bytes));
   const Words data(y);
-  const size_t bytes = label_bytes(c.slot) + data.count * data.width;
-  if (static_cast<size_t>(message.words.count * message.words.width) != bytes)
+  const size_t bytes = data.count * data.width;
+  if (message.words.count * message.words.width != label_bytes(c.slot, bytes) + bytes)
     return c.fail("the request was posted outside of the vmap that it is waited for in; post it "
                   "and wait for it in the same function");
-  advise_huge_pages(data.data, data.count * data.width);
+  advise_huge_pages(data.data, bytes);
   if (source == runtime.proc_null) {
-    std::memset(data.data, 0, data.count * data.width);
+    std::memset(data.data, 0, bytes);
     return ffi::Error::Success();
   }
   // A receive that fails need not say who has sent.
@@ -214,9 +220,9 @@ ffi::Error arrive_from(Token, Envelope envelope, Buffer ticket, TokenOut, Buffer
   if (message.since.count({source, tag}))
     return c.fail("what a posted receive with a wildcard got was sent by rank " +
                   std::to_string(source) + " with tag " + std::to_string(c.given_tag(tag)) +
-                  ", from where a later derivative was received before this one was waited for: "
-                  "tangents would be taken for each other. Wait first, or give the messages "
-                  "different tags");
+                  ", from where another derivative was received, or its receive posted, before this "
+                  "one was waited for: tangents would be taken for each other. Wait first, or give "
+                  "the messages different tags");
   Status status;
   return receive_mail(c, mail(source, tag, *y), Words(y), status, message.order);
 }

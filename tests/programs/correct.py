@@ -63,8 +63,11 @@ def receives_after_one_posted_for_anyone():
         assert mg.wait(first).shape == (3,)
         mg.recv(x, MPI.ANY_SOURCE)
         mg.waitall([fourth, third])
+        first, second = mg.irecv(x, MPI.ANY_SOURCE), mg.irecv(big, 1)
+        mg.wait(first)
+        mg.wait(second)
     else:
-        for message in (x, y, big, y, x):
+        for message in (x, y, big, y, x, x, big):
             mg.send(message, 0)
 
 

@@ -195,18 +195,19 @@ class Reader:
                     return self.contract(r, contract)
         if kind == b.MESSAGES_ONLY:
             identity = int(self.entry(r)["id"])
-            # In the message space of derivatives, whose number is odd.
-            if int(slot["entry"]) % 2 and int(slot["site"]) > 0:
-                where = f"the tangent of {where}"
+            entry = int(slot["entry"])
+            under_way = [
+                *(("to", p) for p in slot["send"][: int(slot["sends"])]),
+                *(("from", p) for p in slot["receive"][: int(slot["receives"])]),
+            ]
             parts = [
                 f"{layout(p) or 'a message'} {way} {self.partner(identity, int(p['peer']))} "
-                f"({self.tag(int(slot['entry']), int(p['tag']))})"
-                for way, parts in (
-                    ("to", slot["send"][: int(slot["sends"])]),
-                    ("from", slot["receive"][: int(slot["receives"])]),
-                )
-                for p in parts
+                f"({self.tag(entry, int(p['tag']))})"
+                for way, p in under_way
             ]
+            derivatives = [int(p["tag"]) % DERIVATIVE_SPACES for _, p in under_way]
+            if entry % 2 and int(slot["site"]) > 0 and max(derivatives, default=0) > 1:
+                where = f"the tangent of {where}"
             more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
             if parts:
                 return f"{name} of {', '.join(parts[:_SHOWN])}{more} at {where}"

@@ -141,7 +141,8 @@ def irecv(like: Any, source: int, tag: int = 0, comm: Communicator | None = None
     -----
     Tangents of what comes from anyone are received by `wait`: nobody knows before from whom. In
     forward mode a sender of a long message by `send` waits until then; `isend` does not. Between
-    post and wait, no other derivative may be received from the same rank with the same tag.
+    post and wait, no other derivative may be received from the same rank with the same tag, nor
+    its receive be posted.
     """
     comm = resolve(comm)
     if source != MPI.ANY_SOURCE:
