@@ -82,7 +82,11 @@ def test_a_job_that_fails_leaves_its_ranks_traces(tmp_path: pathlib.Path) -> Non
     ("variables", "said"),
     [
         ({"MPIGRAD_TRACE": "/nowhere/trace.json"}, "in a directory that is there"),
-        ({"MPIGRAD_PROFILE": "1", "MPIGRAD_TRACE_EVENTS": "all"}, "not a number of operations"),
+        pytest.param(
+            {"MPIGRAD_PROFILE": "1", "MPIGRAD_TRACE_EVENTS": "all"},
+            "not a number of operations",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_settings_that_make_no_sense(variables: dict[str, str], said: str) -> None:

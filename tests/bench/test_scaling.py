@@ -19,7 +19,12 @@ FEW, ALL = ("transposition", "acoustic", "poisson"), tuple(SIDES)
 
 @pytest.mark.launcher
 @pytest.mark.parametrize(
-    ("ranks", "problems"), [(2, FEW), pytest.param(4, ALL, marks=pytest.mark.full)]
+    ("ranks", "problems"),
+    [
+        (2, FEW[:1]),
+        pytest.param(2, FEW, marks=pytest.mark.full),
+        pytest.param(4, ALL, marks=pytest.mark.full),
+    ],
 )
 def test_ranks_send_what_the_formula_says(
     ranks: int, problems: tuple[str, ...], tmp_path: pathlib.Path
