@@ -179,3 +179,25 @@ def test_results_and_adjoints_are_those_of_jax(name: str, comm: Communicator) ->
     torch.autograd.backward(ys, [torch.from_numpy(ct) for ct in cts])
     np.testing.assert_allclose(leaf.grad.numpy(), cotangent, rtol=1e-14, atol=1e-14)
     mt.dot_test(lambda x: program(mt, x, comm), torch.from_numpy(x))
+
+
+def test_requests_of_one_tag_are_waited_for_in_the_order_of_their_posts(
+    comm: Communicator,
+) -> None:
+    """Whatever order `waitall` is given, and whatever order programs were compiled in."""
+    me = comm.rank
+    for turn in (1, -1, 1):
+        x = torch.arange(3.0, dtype=torch.float64).requires_grad_()
+        arriving = [mt.irecv(x, me, comm=comm) for _ in range(2)]
+        leaving = [mt.isend(y, me, comm=comm) for y in (x * x, torch.sin(x))]
+        got = mt.waitall([*arriving, *leaving][::turn])[::turn]
+        (2 * got[0] + 3 * got[1]).sum().backward()
+        expected = 4 * x + 3 * torch.cos(x)
+        torch.testing.assert_close(x.grad, expected.detach())
+
+
+def test_irecv_takes_no_wildcards(comm: Communicator) -> None:
+    x = torch.ones(3)
+    for source, tag in ((MPI.ANY_SOURCE, 0), (comm.rank, MPI.ANY_TAG)):
+        with pytest.raises(NotImplementedError, match="receive from anyone by recv"):
+            mt.irecv(x, source, tag, comm=comm)
