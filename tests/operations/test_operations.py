@@ -74,6 +74,14 @@ def test_derivatives_of_other_dtypes(name: str, how: str, dtype: str, comm: Comm
     prove(lambda x: case.run(x, comm), case.simulate, comm, how, X=X, rtol=rtol)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("operation", ["allreduce", "isend and irecv"])
+def test_checkpoint_keeps_complex_numbers(operation: str, comm: Communicator) -> None:
+    case = CASES[operation]
+    X = operand(case, comm, np.dtype("complex128"))[1]
+    prove(lambda x: case.run(x, comm), case.simulate, comm, "checkpoint", X=X, rtol=1e-11)
+
+
 @pytest.mark.full
 @cases
 @pytest.mark.parametrize("how", ["jit", "scan", "vmap", "checkpoint", "cond"])
