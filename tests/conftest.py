@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 _SINGLE = ((1,), (2,), (2,), (1,), (1,), (2,), (1,), (2,))
 _SOME = ((1,), (), (2,), (1,), (), (3,), (), ())
 _SOME_OPERATIONS = ((2,), (), (), (), (), (), (3,), (), ())
-_PAIRS = (*5 * ((2,),), (3,))  # an operation under a transformation: all of them
+_PAIRS = (*11 * ((2,),), (3,))  # an operation under a transformation: all of them
 _HEAVY = ((2,), (), (3,), (), (), ())
 # Where tests are of messages: one rank alone proves nothing.
 _OF_MESSAGES = ("tests/operations/", "test_transformations", "test_communicator", "test_jacobian")

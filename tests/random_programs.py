@@ -261,10 +261,8 @@ def derivatives(program: Program, comms: dict[str, Communicator]) -> Callable[..
     return all_of_them
 
 
-def _expected(
-    steps: Steps, X: State, T: State, W: State, comm: Communicator
-) -> tuple[State, State, State]:
-    """The values of all ranks, their tangents, and the gradient (collective).
+def _simulated(steps: Steps, X: State, T: State, W: State, comm: Communicator) -> list[Any]:
+    """This rank's share of (values and tangents of all ranks, the gradient), None for the rest.
 
     What takes long is compiling: one rank does the values and tangents, another one the gradient.
     """
@@ -272,19 +270,7 @@ def _expected(
     forward = lambda: jax.jit(lambda X, T: jax.jvp(f, (X,), (T,)))(X, T)
     backward = lambda: jax.jit(lambda X, W: jax.vjp(f, X)[1](W)[0])(X, W)
     parts = ((0, forward), (comm.size - 1, backward))
-    mine = [_tried(part) if comm.rank == root else None for root, part in parts]
-    told = [comm.mpi.bcast(found, root) for found, (root, _) in zip(mine, parts, strict=True)]
-    for _, trouble in told:
-        assert not trouble, trouble  # on every rank
-    (Y, Y_dot), X_bar = (found for found, _ in told)
-    return Y, Y_dot, X_bar
-
-
-def _tried(part: Callable[[], Any]) -> tuple[Any, str]:
-    try:
-        return jax.tree.map(np.asarray, part()), ""
-    except Exception as error:
-        return None, f"simulation: {type(error).__name__}: {error}"
+    return [jax.device_get(part()) if comm.rank == root else None for root, part in parts]
 
 
 def _difference(got: Sequence[Any], expected: Sequence[Any], rank: int) -> float:
@@ -318,7 +304,7 @@ def check(program: Program, comm: Communicator) -> str:
     mine = lambda stacks: tuple(v[comm.rank] for v in stacks)
 
     operands = (mine(X), mine(T), mine(W), jnp.array(FLAGS))
-    trouble, compiled, messages = "", None, []
+    trouble, compiled, messages, simulated = "", None, [], []
     try:
         traced = jax.jit(derivatives(program, comms)).trace(*operands)
         members = {
@@ -327,15 +313,17 @@ def check(program: Program, comm: Communicator) -> str:
         }
         messages = record(traced.jaxpr, jax.tree.leaves(operands), members)
         compiled = traced.lower().compile()
+        simulated = _simulated(program.steps, X, T, W, comm)
     except Exception as error:
         trouble = f"{type(error).__name__}: {error}"
-    everybody = comm.mpi.allgather(messages)
-    trouble = _shared(trouble, comm) or mismatch(everybody)
+    everybody = comm.mpi.allgather((trouble, messages, simulated))  # first here do ranks meet
+    troubles, all_messages, parts = zip(*everybody, strict=True)
+    trouble = _listed(troubles) or mismatch(list(all_messages))
     if trouble or compiled is None:
         return trouble
     y, y_dot, x_bar = compiled(*operands)
 
-    Y, Y_dot, X_bar = _expected(program.steps, X, T, W, comm)
+    (Y, Y_dot), X_bar = parts[0][0], parts[-1][1]
     pairs = {"value": (y, Y), "jvp": (y_dot, Y_dot), "gradient": (x_bar, X_bar)}
     for name, (got, expected) in pairs.items():
         gap = _difference(got, expected, comm.rank)
@@ -355,8 +343,11 @@ def _double() -> bool:
 
 
 def _shared(trouble: str, comm: Communicator) -> str:
-    said = comm.mpi.allgather(trouble)
-    return "\n".join(f"rank {r}: {text}" for r, text in enumerate(said) if text)
+    return _listed(comm.mpi.allgather(trouble))
+
+
+def _listed(troubles: Sequence[str]) -> str:
+    return "\n".join(f"rank {r}: {text}" for r, text in enumerate(troubles) if text)
 
 
 def count(steps: Steps) -> int:

@@ -86,7 +86,7 @@ WAVES = ("--cells", 24, 16, "--pml", 4, "--steps", 30, "--shots", 2)
         ("poisson", "--cells", 12, 10, "--iterations", 3),
         pytest.param(("heat", "--cells", 12, 10, "--frames", 3), marks=pytest.mark.full),
         pytest.param(("acoustic", *WAVES, "--frames", 2), marks=pytest.mark.full),
-        ("elastic", *WAVES, "--frames", 2, "--groups", 2),
+        pytest.param(("elastic", *WAVES, "--frames", 2, "--groups", 2), marks=pytest.mark.full),
         pytest.param(
             ("fwi", *WAVES, "--iterations", 2, "--unknown", "network", "--water", 20),
             marks=pytest.mark.full,

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
-LONG = ("lynx_hare",)  # in make test-full only
+LONG = ("drum", "lynx_hare", "nonlinear_diffusion")  # in make test-full only
 
 
 def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:

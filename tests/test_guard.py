@@ -22,7 +22,10 @@ def test_a_rank_without_messages_keeps_nobody_waiting() -> None:
     assert sorted(re.findall(r"rank \d: \d\.\d", done.stdout)) == ["rank 0: 2.0", "rank 2: 2.0"]
 
 
-@pytest.mark.parametrize(("guard", "board"), [("0", "1"), ("1", "1"), ("1", "0")])
+ALL_OF_IT = pytest.param("1", "1", marks=pytest.mark.full)  # as these tests themselves run
+
+
+@pytest.mark.parametrize(("guard", "board"), [("0", "1"), ("1", "0"), ALL_OF_IT])
 def test_correct_programs_are_let_go(guard: str, board: str) -> None:
     """Without a board messages travel as between hosts, with labels."""
     settings = {"MPIGRAD_GUARD": guard, "MPIGRAD_BOARD": board, "MPIGRAD_TIMEOUT": "30"}

@@ -83,6 +83,7 @@ def ends(fields, widths):
     return product, first[1] - 2 * last[1], jnp.sin(last[0])
 
 
+@pytest.mark.full
 @pytest.mark.thin(2)
 def test_adjoints_of_two_precisions_in_three_dimensions_and_in_one():
     cases, tiles = [], []

@@ -4,6 +4,7 @@
 set -eu
 
 log=build/setup.log
+export PIP_NO_COMPILE=1  # the modules that a program imports are compiled then
 mkdir -p build
 : > "$log"
 

@@ -68,7 +68,7 @@ class Exchange {
   }
 
  private:
-  static constexpr int kTag = 32766;
+  static constexpr int kTag = 511 * 64;  // where no derivative's message is: of word 0 (`communicator.py`)
 
   int words(int side) const { return static_cast<int>(counts_[side]); }
 

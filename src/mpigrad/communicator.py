@@ -99,6 +99,11 @@ def adjoint_space(space: int) -> int:
     return (word ^ 1 if word > 1 else 3) << _SLOT_BITS | derivative_slot(space)
 
 
+# Tags on `Communicator.derivatives` that no derivative's message has (they would be of word 0), for
+# what Python sends between two ranks: a receive from anyone, posted by the program, never takes it.
+HANDSHAKE_TAG, SWAP_TAG, PICKLE_TAG = (number * DERIVATIVE_SPACES for number in (1, 2, 3))
+
+
 class Communicator:
     """A group of ranks with a private message space.
 
@@ -148,7 +153,7 @@ class Communicator:
         self.slot = Communicator._next_slot
         Communicator._next_slot += 2
         # The messages between two ranks that derivatives send have a space of their own: a
-        # wildcard receive of the program never takes one of them.
+        # wildcard receive of the program never takes one of them, nor one of Python's, below.
         self.derivatives = WatchedComm(mpi_comm).Dup()
         self.derivatives.Set_errhandler(MPI.ERRORS_RETURN)
         # Own operations have two more: what they send is never taken for a message of mpigrad's.
@@ -230,6 +235,14 @@ class Communicator:
             yield part
         finally:
             part.Free()
+
+    def send_object(self, content: object, dest: int) -> None:
+        """Send a pickle, out of reach of the program's receives from anyone; not differentiable."""
+        self.derivatives.send(content, dest, PICKLE_TAG)
+
+    def receive_object(self, source: int) -> Any:
+        """What `send_object` sends."""
+        return self.derivatives.recv(source=source, tag=PICKLE_TAG)
 
     def __enter__(self) -> Self:
         """Inside, it is the default of all operations, compiled ones included."""

@@ -263,13 +263,13 @@ class Grid:
         thin = tuple(slice(-part.start % stride, None, stride) for part in self.slices)
         piece = np.ascontiguousarray(local[thin])
         if self.comm.rank != 0:
-            self.comm.mpi.send(piece, dest=0)
+            self.comm.send_object(piece, 0)
             return None
         shape = tuple(math.ceil(n / stride) for n in self.shape)
         whole = np.empty(shape + local.shape[self.ndim :], local.dtype)
         for rank in range(self.comm.size):
             if rank > 0:
-                piece = self.comm.mpi.recv(source=rank)
+                piece = self.comm.receive_object(rank)
             place = tuple(
                 slice(math.ceil(part.start / stride), math.ceil(part.stop / stride))
                 for part in self.slices_of(rank)
@@ -285,7 +285,6 @@ class Grid:
         whole
             On rank 0 the field, of shape (nx, ny, *rest); not read on other ranks.
         """
-        mpi = self.comm.mpi
         problem, field = None, np.empty(0)
         if self.comm.rank == 0:
             field = np.asarray(whole)
@@ -296,9 +295,9 @@ class Grid:
                 )
         _agree(self.comm, problem)
         if self.comm.rank != 0:
-            return mpi.recv(source=0)
+            return self.comm.receive_object(0)
         for rank in range(1, self.comm.size):
-            mpi.send(np.ascontiguousarray(field[self.slices_of(rank)]), dest=rank)
+            self.comm.send_object(np.ascontiguousarray(field[self.slices_of(rank)]), rank)
         return field[self.slices]
 
 

@@ -69,7 +69,7 @@ def test_map_of_curves(comm: Communicator, alone: Communicator) -> None:
     close(found[0], found[2], TOLERANCE)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(2)
 def test_stan_shapes(comm: Communicator) -> None:
     """Job n returns 2 + n values, ten jobs."""
     pool = jobs.pool(comm)
@@ -81,7 +81,7 @@ def test_stan_shapes(comm: Communicator) -> None:
     assert len(data.buckets) == 10
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(2)
 def test_first_example(comm: Communicator) -> None:
     """f(a, b) = a + b² at (1, 2r) on rank r: gradients (1, 4r)."""
     pool = jobs.pool(comm)
@@ -198,7 +198,7 @@ def test_owners() -> None:
         jobs.Weighted([1, -1])
 
 
-@pytest.mark.thin(1, 4)
+@pytest.mark.thin(1, 3)
 def test_few_jobs_and_wrong_sizes(comm: Communicator) -> None:
     pool = jobs.pool(comm)
     fn = lambda shared, mine, record: shared * record * (1 if mine is None else mine)

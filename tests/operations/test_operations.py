@@ -48,7 +48,9 @@ def pairs() -> list[Any]:
         for j, how in enumerate(TRANSFORMED):
             marks = marks_of(case)
             nested = how in NESTED and ((i + j) % 12 or case.heavy)
-            if nested or (name in ALIKE and how not in SOME):
+            # A hundred small programs each.
+            apart = how == "eager" and case.heavy and name != "allreduce not of sums"
+            if nested or apart or (name in ALIKE and how not in SOME):
                 marks.append(pytest.mark.full)
             found.append(pytest.param(name, how, marks=marks))
     return found

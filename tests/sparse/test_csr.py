@@ -151,7 +151,7 @@ def make_and_use_a_pattern(comm):
     return kept_structures()
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(1)
 def test_structures_go_with_their_pattern(comm):
     gc.collect()
     before = kept_structures()

@@ -173,6 +173,7 @@ def test_errors_name_what_is_wrong(comm):
         system.matrix.scale_columns(2.0)
 
 
+@pytest.mark.full
 @pytest.mark.thin(2)
 def test_triangular_by_plain_jax(comm):
     """A rank whose entries nobody reads, one that gives none: batched and differentiated alike."""

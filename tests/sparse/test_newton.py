@@ -70,7 +70,7 @@ def whole(theta, b):
     return jnp.sum(WEIGHTS * dense_solution(theta, b) ** 3)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(1)
 def test_value_gradient_and_hessian_vector_product(comm):
     field = Field(comm)
     F, options = ways(field)

@@ -17,7 +17,7 @@ from mpigrad.operations.sites import call_site
 
 __all__ = ["neighbor_alltoallv"]
 
-_TAG = 32767  # the largest that MPI guarantees: not a tag that programs use by chance
+NEIGHBOR_TAG = 32767  # the largest that MPI guarantees: not a tag that programs use by chance
 
 
 def _result(x: Any, *, recvcounts: tuple[int, ...], **_: Any) -> ShapedArray:
@@ -91,7 +91,7 @@ def neighbor_alltoallv(
         carrier(),
         comm=derivative_slot(comm.slot),  # out of the way of the program's wildcard receives
         site=call_site(),
-        tag=_TAG,
+        tag=NEIGHBOR_TAG,
         neighbors=ranks,
         sendcounts=send,
         recvcounts=receive,

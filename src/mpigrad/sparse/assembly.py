@@ -74,7 +74,7 @@ class Assembly:
         to = {int(rank): leaving[owners[leaving] == rank] for rank in np.unique(owners[leaving])}
         with waiting("the making of a Pattern"):
             come = _tell_owners(
-                comm.mpi, {rank: np.concatenate([rows[k], columns[k]]) for rank, k in to.items()}
+                comm, {rank: np.concatenate([rows[k], columns[k]]) for rank, k in to.items()}
             )
         comm.mpi.Barrier()  # no rank starts another handshake while one still probes
         self.neighbors = tuple(sorted({*to, *come}))

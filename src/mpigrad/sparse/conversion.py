@@ -85,9 +85,9 @@ def gather(pattern: Pattern, values: Any, root: int = 0) -> Any:
     root = check_rank(root, comm, "to_scipy: root")
     block = local_block(pattern, values)
     if comm.rank != root:
-        comm.mpi.send(block, root)
+        comm.send_object(block, root)
         return None
-    blocks = [block if rank == root else comm.mpi.recv(source=rank) for rank in range(comm.size)]
+    blocks = [block if rank == root else comm.receive_object(rank) for rank in range(comm.size)]
     return vstack(blocks, format="csr")
 
 
@@ -122,10 +122,10 @@ def _scatter(whole: Any, comm: Communicator, root: int, n_local: int | None) -> 
         )
     raise_together(comm, error)
     if comm.rank != root:
-        return comm.mpi.recv(source=root)
+        return comm.receive_object(root)
     starts = np.concatenate([[0], np.cumsum(sizes)])
     blocks = [whole[starts[rank] : starts[rank + 1]] for rank in range(comm.size)]
     for rank in range(comm.size):
         if rank != root:
-            comm.mpi.send(blocks[rank], rank)
+            comm.send_object(blocks[rank], rank)
     return blocks[root]

@@ -11,14 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import Communicator, resolve, waiting
+from mpigrad.communicator import HANDSHAKE_TAG, Communicator, resolve, waiting
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.selection import take
 from mpigrad.sparse.agreement import raise_together
 
 __all__ = ["GhostExchange", "index_array"]
-
-_HANDSHAKE_TAG = 27  # the handshake is over on every rank before any other message is sent
 
 
 def index_array(indices: np.ndarray) -> jax.Array:
@@ -28,26 +26,27 @@ def index_array(indices: np.ndarray) -> jax.Array:
         return jnp.asarray(indices.astype(np.int32 if small else np.int64))
 
 
-def _tell_owners(comm: MPI.Intracomm, wanted: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+def _tell_owners(comm: Communicator, wanted: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
     """Send each owner the indices wanted from it; returns what other ranks want from this one.
 
     Only neighbours exchange messages, though no rank knows who will ask it: a barrier that is
     entered when all own messages have been received tells when nothing more can come (Hoefler,
     Siebert & Lumsdaine, "Scalable communication protocols for dynamic sparse data exchange", 2010).
     """
-    requests = [comm.Issend(indices, owner, _HANDSHAKE_TAG) for owner, indices in wanted.items()]
+    mpi = comm.derivatives
+    requests = [mpi.Issend(indices, owner, HANDSHAKE_TAG) for owner, indices in wanted.items()]
     asked: dict[int, np.ndarray] = {}
     barrier: MPI.Request | None = None
     status = MPI.Status()
     while True:
-        message = comm.Improbe(MPI.ANY_SOURCE, _HANDSHAKE_TAG, status)
+        message = mpi.Improbe(MPI.ANY_SOURCE, HANDSHAKE_TAG, status)
         if message is not None:
             source = status.Get_source()
             asked[source] = np.empty(status.Get_count(MPI.INT64_T), np.int64)
             message.Recv(asked[source])
         if barrier is None:
             if MPI.Request.Testall(requests):
-                barrier = comm.Ibarrier()
+                barrier = mpi.Ibarrier()
         elif barrier.Test():
             return asked
 
@@ -111,7 +110,7 @@ class GhostExchange:
         owners = np.searchsorted(starts, self.ghosts, side="right") - 1
         wanted = {int(rank): self.ghosts[owners == rank] for rank in np.unique(owners)}
         with waiting("the making of a GhostExchange"):
-            asked = _tell_owners(self.comm.mpi, wanted)
+            asked = _tell_owners(self.comm, wanted)
         self.neighbors = tuple(sorted({*wanted, *asked}))
         empty = np.zeros(0, np.int64)
         sends = [asked.get(rank, empty) for rank in self.neighbors]

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import Communicator, waiting
+from mpigrad.communicator import SWAP_TAG, Communicator, waiting
 
 __all__ = ["parts", "swap"]
-
-_TAG = 28
 
 
 def parts(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
@@ -33,11 +31,11 @@ def swap(
     received = [np.empty(count, np.int64) for count in counts]
     with waiting(what):
         requests = [
-            comm.mpi.Irecv(array, rank, _TAG)
+            comm.derivatives.Irecv(array, rank, SWAP_TAG)
             for rank, array in zip(neighbors, received, strict=True)
         ]
         requests += [
-            comm.mpi.Isend(np.ascontiguousarray(message, np.int64), rank, _TAG)
+            comm.derivatives.Isend(np.ascontiguousarray(message, np.int64), rank, SWAP_TAG)
             for rank, message in zip(neighbors, messages, strict=True)
         ]
         MPI.Request.Waitall(requests)

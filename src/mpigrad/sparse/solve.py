@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpigrad.communicator import derivative_slot
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.activity import CARRIER, active, carrier, nought, without_carriers
 from mpigrad.operations.factory import run_eagerly
-from mpigrad.operations.neighborhood import neighbor_alltoallv_p
+from mpigrad.operations.neighborhood import NEIGHBOR_TAG, neighbor_alltoallv_p
 from mpigrad.operations.sites import call_site
 from mpigrad.selection import take
 from mpigrad.sparse import pfmg
@@ -212,9 +213,9 @@ def _pool(pattern: Pattern, x: jax.Array, link: Any, site: int) -> jax.Array:
     (received,) = neighbor_alltoallv_p.bind(
         take(own, ghosts.send_index),
         link,
-        comm=pattern.comm.slot,
+        comm=derivative_slot(pattern.comm.slot),  # as `neighbor_alltoallv` does
         site=site,
-        tag=0,
+        tag=NEIGHBOR_TAG,
         neighbors=ghosts.neighbors,
         sendcounts=ghosts.sendcounts,
         recvcounts=ghosts.recvcounts,

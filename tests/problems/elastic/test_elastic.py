@@ -47,7 +47,7 @@ def value_and_gradient(comm, source="explosive", kind="complete", **settings):
     return elastic, gathers, state, gradient
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(1, 2, 4)
 def test_kernels_are_the_reference_and_all_ranks_are_one(comm, alone):
     elastic, gathers, state, gradient = value_and_gradient(comm, method="native")
     expected = value_and_gradient(comm, method="xla")
@@ -186,7 +186,7 @@ def test_dot_test_of_the_linearised_run(comm):
     assert mpigrad.dot_test(run, *zeros, rtol=1e-12).error < 1e-12
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(1)
 def test_taylor_test(comm):
     elastic = case.model(comm, method="native")
     run, zeros = relative(elastic, case.survey(), case.mine(elastic, case.arrays()))

@@ -61,6 +61,7 @@ def test_plane_waves_run_at_their_speeds(comm, shear):
     assert np.log2(coarse / fine) > 3.7
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("source", ["explosive", "force_x", "force_y"])
 def test_layers_absorb(comm, source):

@@ -82,7 +82,7 @@ def test_orders_in_time(comm, alone, boundary):
         assert abs(np.log2(distance(theta, 8) / distance(theta, 16)) - order) < 0.2
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(1, 3)
 def test_derivatives_of_the_explicit_scheme(comm, alone):
     """In kappa, the first u and the source; with checkpoints, as without."""
     model, operands = problem(comm, checkpoints=Budget(7))
@@ -193,7 +193,7 @@ def test_bad_input_is_refused_on_every_rank(comm):
             dataclasses.replace(model, dt=1e-3 if last else 1e-4)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(2)
 def test_largest_time_step_is_that_of_the_textbook(comm):
     grid = unit_square((8, 16), comm)
     step = Heat(grid, 1.0, 1).largest_time_step(jnp.full(grid.local_shape, 3.0))

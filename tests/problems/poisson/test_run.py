@@ -19,6 +19,7 @@ def small(directory, **changes):
     )
 
 
+@pytest.mark.thin(1)
 def test_network_is_trained_and_everything_is_written(comm, directory, capfd):
     settings = small(directory)
     result = run(settings, comm)
@@ -70,7 +71,7 @@ def test_cells_are_estimated(comm, directory):
     assert np.allclose(saved[result.grid.slices], result.kappa, rtol=1e-12)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(1)
 def test_stop_request_ends_the_run_cleanly(comm, directory, monkeypatch):
     stop = directory / "stop"
     if comm.rank == 0:
@@ -84,7 +85,7 @@ def test_stop_request_ends_the_run_cleanly(comm, directory, monkeypatch):
     assert load_network(result.settings.out / "network.eqx").sizes == (2, 20, 20, 20, 1)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(1)
 def test_own_data_round_trip(comm, directory):
     """What one problem observes, written as a data file, is fitted by another."""
     truth = poisson.inverse_problem(small(directory, source="one", observed=1.0), comm)

@@ -8,6 +8,7 @@ import pytest
 from launching import PROGRAMS, run
 
 
+@pytest.mark.full
 @pytest.mark.launcher
 def test_a_gradient_stays_within_its_memory():
     """Beside a step's fields, of 2 MiB each. All 3000 steps: 70 MB, of elastic waves 240 MB."""
