@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -33,6 +37,17 @@ def mpiexec(ranks: int, *words: object, **environment: str) -> subprocess.Comple
     launcher = find_launcher(mpi_library())
     started = [launcher.path, "-n", str(ranks), sys.executable, *map(str, words)]
     return run(started, **rank_environment(launcher, ranks), **environment)
+
+
+@functools.cache
+def idling() -> dict[str, str]:
+    """Settings of a job whose ranks sleep while they wait: the tests beside it get on."""
+    library = pathlib.Path(tempfile.mkdtemp(prefix="mpigrad-idle-")) / "libidle.so"
+    words = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(PROGRAMS / "idle.c")]
+    subprocess.run(words, check=True)
+    atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
+    family = find_launcher(mpi_library()).family
+    return {**(family.oversubscribed if family else {}), "LD_PRELOAD": str(library)}
 
 
 def on_six_ranks(folder: pathlib.Path, beside: str, *lines: str) -> None:

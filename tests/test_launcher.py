@@ -87,6 +87,7 @@ def test_the_settings_of_the_user_are_kept() -> None:
 # ---- a job that has to be ended ----
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_memory_of_large_arrays_is_kept() -> None:
     """The kernel clears a page whenever it hands it out: 32 huge ones for each array of 64 MiB."""

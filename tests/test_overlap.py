@@ -84,7 +84,6 @@ def ends(fields, widths):
 
 
 @pytest.mark.full
-@pytest.mark.thin(2)
 def test_adjoints_of_two_precisions_in_three_dimensions_and_in_one():
     cases, tiles = [], []
     for shape, widths in (((23,), ((2, 1),)), ((5, 4, 14), ((0, 1), (2, 0), (1, 2)))):

@@ -11,8 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from launching import PROGRAMS, mpiexec, mpigrad, no_orphans
-from mpigrad.mpi_installation import find_launcher, mpi_library
+from launching import PROGRAMS, idling, mpiexec, mpigrad, no_orphans
 
 pytestmark = pytest.mark.launcher
 
@@ -286,14 +285,12 @@ BROKEN = {
 }
 
 
-def run_broken(name: str, idle: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """The program's end, and its time; by the library `idle` ranks that wait sleep."""
+def run_broken(name: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """The program's end, and its time."""
     case = BROKEN[name]
     words = (PROGRAMS / "broken.py", name.partition(" ")[0])
-    family = find_launcher(mpi_library()).family
-    idling = {**(family.oversubscribed if family else {}), "LD_PRELOAD": idle}
     with no_orphans() as mark:
-        settings = {**idling, **case.settings, **mark}
+        settings = {**idling(), **case.settings, **mark}
         done = (
             mpiexec(2, *words, **settings)
             if case.bare
@@ -304,16 +301,14 @@ def run_broken(name: str, idle: str) -> tuple[subprocess.CompletedProcess[str], 
 
 @pytest.fixture(scope="module")
 def ended(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
 ) -> Iterator[dict[str, Future[tuple[subprocess.CompletedProcess[str], float]]]]:
     """All that are wanted, five at a time: most of their time they wait."""
     items = [item for item in request.session.items if "ended" in item.fixturenames]  # type: ignore[attr-defined]
     names = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
-    idle = tmp_path_factory.mktemp("idle") / "libidle.so"
-    words = ["cc", "-O1", "-shared", "-fPIC", "-o", str(idle), str(PROGRAMS / "idle.c")]
-    subprocess.run(words, check=True)
+    idling()  # made once, before the threads
     with ThreadPoolExecutor(5) as pool:
-        yield {name: pool.submit(run_broken, name, str(idle)) for name in names}
+        yield {name: pool.submit(run_broken, name) for name in names}
 
 
 @pytest.mark.parametrize(

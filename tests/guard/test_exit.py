@@ -55,7 +55,9 @@ def test_mpi_that_is_not_initialised_is_refused() -> None:
     assert "ImportError: mpigrad: MPI is not initialised here. Leave " in done.stderr
 
 
-@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
+@pytest.mark.parametrize(
+    "traced", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "traced"]
+)
 def test_children_of_ranks_end_without_mpi(traced: bool, tmp_path: pathlib.Path) -> None:
     trace = {"MPIGRAD_TRACE": str(tmp_path / "trace.json")} if traced else {}
     done = python(str(PROGRAMS / "forked.py"), **trace)

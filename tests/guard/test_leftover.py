@@ -8,6 +8,7 @@ from mpigrad.sparse import hypre_available
 pytestmark = pytest.mark.launcher
 
 
+@pytest.mark.full
 def test_failed_solves_that_are_caught_leave_no_reports() -> None:
     done = mpigrad("launch", "-n", 2, PROGRAMS / "failed_solves.py", MPIGRAD_GUARD="1")
     assert done.returncode == 0, done.stdout + done.stderr

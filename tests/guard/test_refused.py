@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from launching import PROGRAMS, mpigrad
+from launching import PROGRAMS, idling, mpigrad
 
 pytestmark = pytest.mark.launcher
 
@@ -180,7 +180,8 @@ REFUSED = {
 def refusals() -> dict[str, list[tuple[str, float]]]:
     """Of each program, what each rank was told and after how many seconds."""
     program = PROGRAMS.relative_to(pathlib.Path.cwd()) / "refused.py"
-    done = mpigrad("launch", "-n", 3, program, MPIGRAD_GUARD="1", MPIGRAD_TIMEOUT="60")
+    settings = {**idling(), "MPIGRAD_GUARD": "1", "MPIGRAD_TIMEOUT": "60"}
+    done = mpigrad("launch", "-n", 3, program, **settings)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

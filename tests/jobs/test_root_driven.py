@@ -13,7 +13,7 @@ from mpigrad import jobs
 from mpigrad.communicator import Communicator
 
 
-@pytest.mark.thin(2)
+@pytest.mark.full
 def test_root_alone(comm: Communicator) -> None:
     every, (shared, per_job) = records(ragged=True), arguments()
     with jobs.root_driven(comm=comm) as pool:

@@ -55,10 +55,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run(tmp_path_factory.mktemp("plain") / "out")
 
 
+@pytest.mark.full
 @pytest.mark.launcher
-@pytest.mark.parametrize(
-    "aware", ["0", pytest.param("1", marks=pytest.mark.full)], ids=["staged", "aware"]
-)
+@pytest.mark.parametrize("aware", ["0", "1"], ids=["staged", "aware"])
 def test_staged_programs_compute_the_same(
     aware: str, driver: str, plain: list[dict[str, Any]], tmp_path: pathlib.Path
 ) -> None:

@@ -56,7 +56,7 @@ def driven(comm):
     return np.stack(objective.result)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.full
 def test_poisson_iterates_do_not_depend_on_where_unknowns_live(comm):
     expected = iterates(Communicator(MPI.COMM_SELF), True)
     assert len(expected) == 11

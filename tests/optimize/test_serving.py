@@ -53,7 +53,7 @@ def iterates(value_and_gradient: Any, hessp: Any, x0: Any, method: str) -> Any:
     return np.array(found)
 
 
-@pytest.mark.thin(2, 3)
+@pytest.mark.full
 def test_scipy_takes_the_serial_steps(comm: Communicator) -> None:
     """The first ten iterations to 1e-8, with the last rank as the root; one rank: bit for bit."""
     root = comm.size - 1

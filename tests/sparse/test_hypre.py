@@ -164,6 +164,7 @@ def test_patterns_come_and_go(comm):
         close(system.matrix @ x, system.b, 1e-9)
 
 
+@pytest.mark.full
 @needs_hypre
 @pytest.mark.ranks(2)
 def test_what_hypre_keeps_goes_with_its_pattern(comm):

@@ -174,7 +174,6 @@ def test_errors_name_what_is_wrong(comm):
 
 
 @pytest.mark.full
-@pytest.mark.thin(2)
 def test_triangular_by_plain_jax(comm):
     """A rank whose entries nobody reads, one that gives none: batched and differentiated alike."""
     n = 2 * comm.size

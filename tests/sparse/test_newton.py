@@ -121,6 +121,7 @@ def test_matrix_free_hessian_vector_product(comm):
     close(product, (wanted[0], wanted[1][field.mine]), 1e-7)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_ranks_that_differ(comm):
     """Only the last rank differentiates its source: a Taylor test."""

@@ -11,6 +11,7 @@ from launching import PROGRAMS, mpigrad, no_orphans
 pytestmark = pytest.mark.launcher
 
 
+@pytest.mark.full
 def test_layers_of_four_workers_that_send_at_once_do_not_mix() -> None:
     done = mpigrad("launch", "-n", 5, PROGRAMS / "trained.py", "patterns")
     assert done.returncode == 0, done.stdout + done.stderr

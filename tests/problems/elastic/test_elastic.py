@@ -153,7 +153,7 @@ def test_gradients_are_those_without_checkpoints(comm, settings):
     case.compare(got[1:], value_and_gradient(comm, source, method="native")[1:], tolerance)
 
 
-@pytest.mark.thin(1)
+@pytest.mark.full
 def test_checkpoints_of_the_reference(comm):
     got = value_and_gradient(comm, method="xla", checkpoints=5)
     case.compare(got[1:], value_and_gradient(comm, method="xla")[1:], 1e-13)
@@ -186,7 +186,7 @@ def test_dot_test_of_the_linearised_run(comm):
     assert mpigrad.dot_test(run, *zeros, rtol=1e-12).error < 1e-12
 
 
-@pytest.mark.thin(1)
+@pytest.mark.full
 def test_taylor_test(comm):
     elastic = case.model(comm, method="native")
     run, zeros = relative(elastic, case.survey(), case.mine(elastic, case.arrays()))

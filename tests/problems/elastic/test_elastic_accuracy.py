@@ -52,6 +52,7 @@ def plane_wave_error(comm, refinement, shear):
     return float(np.max(np.abs(np.asarray(got) - pulse(point[0], times))))
 
 
+@pytest.mark.full
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("shear", [False, True], ids=["P", "S"])
 def test_plane_waves_run_at_their_speeds(comm, shear):

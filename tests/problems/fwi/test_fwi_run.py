@@ -43,7 +43,7 @@ def check_files(out, whole):
     assert np.array_equal(group["vp"][:], whole.fields["vp"])
 
 
-@pytest.mark.thin(1)
+@pytest.mark.full
 def test_a_stop_and_a_restart_are_one_run(comm, directory, monkeypatch):
     """Asked to stop, it ends after an iteration, and goes on from its file bit for bit.
 
@@ -83,7 +83,7 @@ def test_a_stop_and_a_restart_are_one_run(comm, directory, monkeypatch):
         fwi.run(dataclasses.replace(settings, normalize="trace"), comm)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.full
 def test_shots_are_written_and_are_data(comm, directory):
     """What `run acoustic` records, an inversion takes."""
     options = {

@@ -39,7 +39,7 @@ def error(comm, n, duration=0.02):
     return largest(comm, run(kappa) - np.exp(-duration) * shape)
 
 
-@pytest.mark.thin(1)
+@pytest.mark.full
 def test_second_order_in_space(comm):
     coarse, middle, fine = (error(comm, n) for n in (8, 16, 32))
     assert np.log2(coarse / middle) > 1.8

@@ -53,7 +53,6 @@ def leaves(models):
 
 
 @pytest.mark.full
-@pytest.mark.thin(2)
 def test_digits_are_read_after_training_in_every_mode(comm, directory, capfd):
     settings = Settings(epochs=3, learning_rate=0.05, staleness=(2,), out=directory / "out")
     result = run(settings, comm)
