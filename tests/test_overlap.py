@@ -10,6 +10,7 @@ import pytest
 import mpigrad
 from mpigrad.grid import Grid
 from mpigrad.halo import halo_exchange
+from mpigrad.native import TAG_LIMIT
 from mpigrad.overlap import apply_stencil
 
 COMM = mpigrad.communicator.default()
@@ -129,3 +130,22 @@ def test_a_stencil_that_loses_cells_is_refused():
         apply_stencil(
             lambda p, c: p, jnp.zeros(grid.local_shape), grid, coefficients=(jnp.zeros(3),)
         )
+
+
+@pytest.mark.ranks(2)
+def test_layers_are_not_taken_for_messages_of_the_program(comm):
+    """Of its largest tag, in derivatives; and tags that mpigrad itself takes are refused."""
+    grid = Grid((8,), (1.0,), comm)
+
+    def f(x):
+        if comm.rank == 0:
+            mpigrad.send(100 * x[:1], 1, TAG_LIMIT)
+        y = apply_stencil(lambda u: u[2:] + u[:-2], x, grid)
+        return y + mpigrad.recv(x[:1], 0, TAG_LIMIT) if comm.rank == 1 else y
+
+    x = jnp.arange(4.0) + 4 * comm.rank
+    value, tangent = mpigrad.jvp(f, (x,), (x,))  # f is linear
+    np.testing.assert_array_equal(value, tangent)
+    mpigrad.dot_test(f, x)
+    with pytest.raises(ValueError, match="integer from 0 to"):
+        mpigrad.send(x, 0, TAG_LIMIT + 1)

@@ -221,3 +221,20 @@ def test_vmap_of_a_bare_pull_back_is_refused(comm: Communicator) -> None:
         mg.vmap(back)(cts)
     got = mg.vmap(lambda ct: mg.vjp(f, jnp.ones(3))[1](ct)[0])(cts)
     close(got, comm.size * cts[:, None] * jnp.ones(3))
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("jit", [jax.jit, mg.jit], ids=["jax.jit", "mg.jit"])
+def test_a_nan_on_one_rank_sends_no_message_again(jit: Any, comm: Communicator) -> None:
+    """JAX's search for its place would run the program a second time, on that rank alone."""
+    program = jit(lambda x: mg.allreduce(x) + jnp.log(x))
+    wrong = comm.rank == comm.size - 1
+    with jax.debug_nans(True):
+        if wrong:
+            with pytest.raises(FloatingPointError, match="not run again on this rank alone"):
+                program(jnp.float64(-1))
+        else:
+            program(jnp.float64(1))
+        with pytest.raises(FloatingPointError, match="log"):
+            jit(jnp.log)(jnp.float64(-1))
+    assert float(mg.allreduce(jnp.float64(10))) == 10 * comm.size

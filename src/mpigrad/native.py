@@ -33,7 +33,7 @@ __all__ = [
 # tags have room for them, and tags up to this limit.
 _TAGS = 1 + (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
 DERIVATIVE_SPACES = 64 if _TAGS >= 64 << 15 else 1
-TAG_LIMIT = _TAGS // DERIVATIVE_SPACES - 1
+TAG_LIMIT = _TAGS // DERIVATIVE_SPACES - 3  # two more are mpigrad's: neighbours, posted layers
 
 
 def native_library(name: str) -> ctypes.CDLL | None:

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from mpigrad.communicator import derivative_slot
 from mpigrad.grid import Grid
 from mpigrad.halo_layout import Boundary, HaloLayout, Part, Step, Width
+from mpigrad.native import TAG_LIMIT
 from mpigrad.operations.nonblocking import Request, post, wait, waitall
 from mpigrad.operations.ordering import in_order
 
 __all__ = ["apply_stencil"]
 
-_TAG = 32766  # a tag that programs hardly use, and not that of neighbor_alltoallv
+_TAG = TAG_LIMIT + 2  # no program has it, nor one of its derivatives
 
 
 def apply_stencil(

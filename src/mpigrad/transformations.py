@@ -301,6 +301,8 @@ compat.register_lowering(
         register_target("mpigrad_enter"), register_target("mpigrad_leave"), _TURN
     ),
 )
+# JAX alone calls it without compiling: to find a NaN (jax_debug_nans).
+_region_p.def_impl(lambda turn, *xs, jaxpr: [turn, *compat.run_piecewise(jaxpr, *xs)])
 _first_turn = np.zeros(_TURN.shape, _TURN.dtype)  # no array of JAX's at import
 _turn: Any = _first_turn
 

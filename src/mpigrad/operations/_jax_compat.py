@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from jax._src import (
     ad_checkpoint,
+    api_util,
     core,
     custom_derivatives,
     effects,
@@ -62,6 +63,7 @@ __all__ = [
     "register_lowering",
     "register_target",
     "run_directly",
+    "run_piecewise",
     "set_linearization",
     "surround_custom_rules",
     "tangent_aval",
@@ -375,6 +377,30 @@ def install_repairs() -> None:
         _inline_call(primitive)
     rounded = ad_checkpoint._insert_reduce_precision
     ad_checkpoint._insert_reduce_precision = functools.partial(_rounded_if_real, rounded)
+    again = api_util.maybe_recursive_nan_check
+    api_util.maybe_recursive_nan_check = functools.partial(_not_again, again)
+
+
+def _not_again(plain: Callable[..., Any], error: Any, f: Any, args: Any, kwargs: Any) -> Any:
+    """With jax_debug_nans JAX calls a function again, on the rank alone whose result has a NaN."""
+    _refuse_second_run(jax.make_jaxpr(lambda: f(*args, **kwargs))())
+    return plain(error, f, args, kwargs)
+
+
+def _refuse_second_run(jaxpr: Any) -> None:
+    """An error where a program with messages would be run again to find a NaN in it."""
+    if _has_messages(jaxpr.effects):
+        raise FloatingPointError(
+            "NaN (jax_debug_nans) or infinity (jax_debug_infs) in the result of a compiled "
+            "function with messages, which is not run again on this rank alone to find its place: "
+            "compile its parts without messages by themselves, or call it without jit on all ranks"
+        ) from None
+
+
+def run_piecewise(jaxpr: Any, *operands: Any) -> list[Any]:
+    """A program without messages, equation by equation, as JAX looks for a NaN in it."""
+    _refuse_second_run(jaxpr)
+    return core.eval_jaxpr(jaxpr, (), *operands)
 
 
 def _rounded_if_real(plain: Callable[..., Any], jaxpr: Any, residuals: int) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpigrad.communicator import Communicator, check_rank, derivative_slot, resolve
-from mpigrad.native import words_per_element
+from mpigrad.native import TAG_LIMIT, words_per_element
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import linear_map
@@ -17,7 +17,7 @@ from mpigrad.operations.sites import call_site
 
 __all__ = ["neighbor_alltoallv"]
 
-NEIGHBOR_TAG = 32767  # the largest that MPI guarantees: not a tag that programs use by chance
+NEIGHBOR_TAG = TAG_LIMIT + 1  # no program has it, nor one of its derivatives
 
 
 def _result(x: Any, *, recvcounts: tuple[int, ...], **_: Any) -> ShapedArray:
