@@ -238,3 +238,14 @@ def test_a_nan_on_one_rank_sends_no_message_again(jit: Any, comm: Communicator) 
         with pytest.raises(FloatingPointError, match="log"):
             jit(jnp.log)(jnp.float64(-1))
     assert float(mg.allreduce(jnp.float64(10))) == 10 * comm.size
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_has_an_order_of_its_own_is_refused(comm: Communicator) -> None:
+    def f(x: Any) -> Any:
+        jax.debug.print("x = {}", x, ordered=True)
+        return mg.allreduce(x)
+
+    with pytest.raises(NotImplementedError, match="ordered=False, or compile the function by"):
+        mg.jit(f)(jnp.float64(1))
+    assert float(jax.jit(f)(jnp.float64(1))) == comm.size

@@ -331,6 +331,12 @@ def _region(f: Callable[..., Any], turn: Any, args: Any, kwargs: Any) -> tuple[A
 
     operands = [leaves[i] for i in dynamic]
     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*operands)
+    if others := compat.other_orders(closed.effects):
+        raise NotImplementedError(
+            "mpigrad.jit: the function has other operations that keep an order of their own "
+            f"({', '.join(others)}), callbacks with ordered=True for example; give them "
+            "ordered=False, or compile the function by jax.jit"
+        )
     jaxpr, constants = compat.constants_as_operands(closed)
     turn, *results = _region_p.bind(turn, *constants, *operands, jaxpr=jaxpr)
     return turn, jax.tree.unflatten(jax.tree.structure(shapes), results)

@@ -59,6 +59,7 @@ __all__ = [
     "lowering",
     "make_effectful",
     "mlir",
+    "other_orders",
     "queues",
     "register_lowering",
     "register_target",
@@ -270,6 +271,12 @@ _rules = partial_eval.custom_partial_eval_rules
 
 def _has_messages(kinds: Any) -> bool:
     return any(isinstance(kind, MPIEffect) for kind in kinds)
+
+
+def other_orders(kinds: Any) -> list[str]:
+    """The names of ordered effects that are not of messages."""
+    ordered = [k for k in kinds if effects.ordered_effects.contains(k)]
+    return sorted({str(k) for k in ordered if not isinstance(k, MPIEffect)})
 
 
 # The traces in which a jvp rule runs to be linearized: at its place in the program, so that what is
