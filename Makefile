@@ -1,6 +1,6 @@
 # Each target does its own set-up; the second time that is nothing.
 #   make demo     recover a diffusivity field on 2 ranks, and write a report (a minute, after the set-up)
-#   make test     lint, and the tests on 1, 2, 3 and 4 ranks (15 to 20 minutes on two cores)
+#   make test     lint, and the tests on 1, 2, 3 and 4 ranks (a quarter of an hour on two cores)
 #   make test-full  every case at every number of ranks (two hours on two cores; OPTIMIZE=1: all
 #                 of it compiled as programs of users are, which takes several times as long)
 #   make test-torch   the tests that need PyTorch, which it installs into .venv

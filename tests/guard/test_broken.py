@@ -213,6 +213,12 @@ BROKEN = {
         code=1,
         last="Receive each of them",
     ),
+    "output_that_nobody_takes": Broken(
+        ("rank 0: in recv of ", "rank 1: in recv of "), GUARD, code=1
+    ),
+    "one_rank_exits_with_256": Broken(
+        (), code=1, last="exit code 1: rank 1 was the first to leave with it"
+    ),
     # What nobody can prove: the time limit.
     "one_rank_computes_for_ever": Broken(
         (

@@ -320,6 +320,18 @@ def custom_on_one_rank_only():
     mg.barrier()
 
 
+def output_that_nobody_takes():
+    sys.stdout = sys.stderr = open("/dev/full", "w")  # noqa: SIM115
+    print("hello")  # fails when it is flushed
+    mg.recv(x, 1 - rank)
+
+
+def one_rank_exits_with_256():
+    if rank == 1:
+        sys.exit(256)  # 0 to a shell: a status of os.wait
+    mg.barrier()
+
+
 if rank == 0:
     print(time.monotonic(), flush=True)
 mg.barrier()

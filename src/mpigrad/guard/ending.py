@@ -67,7 +67,7 @@ def end_job(text: str | Callable[[], str], code: int = 1, grace: float = 0.0) ->
 
     It says `text`, or what that returns: "" where another host has the word.
     """
-    sys.stdout.flush()
+    _flush(sys.stdout)
     if _Process.board is None or _Process.board.claim():
         if said := text() if callable(text) else text:
             _say(said)
@@ -76,8 +76,14 @@ def end_job(text: str | Callable[[], str], code: int = 1, grace: float = 0.0) ->
             time.sleep(_GRACE + LIMIT)
     else:
         time.sleep(_GRACE + (LIMIT if _Process.others else 0.0))
-    sys.stderr.flush()
+    _flush(sys.stderr)
     _abort(code)
+
+
+def _flush(stream: Any) -> None:
+    """A full disk, or what a program has put in the place of a stream, must keep nobody waiting."""
+    with contextlib.suppress(Exception):
+        stream.flush()
 
 
 def _abort(code: int) -> None:
@@ -116,6 +122,8 @@ def _note_exits() -> None:
     def noted(status: object) -> None:
         if isinstance(status, SystemExit) and not _Process.forked:
             code = int(status.code if isinstance(status.code, int) else status.code is not None)
+            if code and not code & 0xFF:  # of which a system sees no more: 256 would be success
+                code, status = 1, SystemExit(1)
             # Fails where another rank has left before, or where the launcher is on another host.
             with contextlib.suppress(OSError):
                 if code:
@@ -134,7 +142,12 @@ def _say(text: str) -> None:
         with contextlib.suppress(OSError), pathlib.Path(name).with_name("cause").open("xb") as file:
             file.write(text.encode(errors="backslashreplace") + b"\n")
             return
-    sys.stderr.write(text + "\n")
+    try:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+    except Exception:  # as above: where Python began to write, and else nowhere
+        with contextlib.suppress(OSError):
+            os.write(2, (text + "\n").encode(errors="backslashreplace"))
 
 
 @functools.cache
@@ -175,7 +188,9 @@ def _end_all_ranks(
     trace: TracebackType | None,
 ) -> None:
     # At a prompt an error is no end; neither is it in a child that is no rank.
-    if _Process.forked or sys.flags.interactive or hasattr(sys, "ps1"):
+    # After MPI.Finalize() there are no ranks to end.
+    alone = _Process.forked or MPI.Is_finalized()
+    if alone or sys.flags.interactive or hasattr(sys, "ps1"):
         previous(kind, value, trace)  # type: ignore[operator]
         return
     board = _Process.board
