@@ -55,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 # MPIGRAD_ALL_TESTS=1 (make test-full).
 _SINGLE = ((1,), (2,), (2,), (1,), (1,), (2,), (1,), (2,))
 _SOME = ((1,), (), (2,), (1,), (), (3,), (), ())
-_SOME_OPERATIONS = ((2,), (), (), (), (), (), (3,), (), ())
+_SOME_OPERATIONS = ((2,), *3 * ((),), (3,), *4 * ((),), (2,), *8 * ((),))
 _PAIRS = (*11 * ((2,),), (3,))  # an operation under a transformation: all of them
 _HEAVY = ((2,), (), (3,), (), (), ())
 # Where tests are of messages: one rank alone proves nothing.

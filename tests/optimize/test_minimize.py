@@ -153,7 +153,7 @@ def test_inner_products_count_each_number_once(comm):
     assert clip_by_global_norm(u, 1e3, sharded=sharded, comm=comm)["b"] == pytest.approx(u["b"])
 
 
-@pytest.mark.thin(1)
+@pytest.mark.full
 def test_squares_of_float32_may_leave_float32(comm):
     """Losses in units so small or large that the gradient's square is no float32 number."""
     with jax.enable_x64(False):

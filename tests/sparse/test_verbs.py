@@ -18,7 +18,7 @@ def loop(step, x):
     return jax.lax.scan(lambda y, _: (step(y), None), x, None, length=2)[0]
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("dtype", "rtol"), [("float32", 1e-4), ("complex128", 1e-11)])
 def test_in_a_loop(comm, dtype, rtol):
     """Value, tangent and adjoint of sums, products, transposes, scalings and Dirichlet rows."""

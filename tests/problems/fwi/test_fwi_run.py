@@ -18,7 +18,7 @@ SMALL = Settings(
 )  # fmt: skip
 
 
-@pytest.mark.thin(1)
+@pytest.mark.full
 def test_misfit_falls_from_stage_to_stage(comm, directory):
     settings = dataclasses.replace(SMALL, frequencies=(12.0,), out=directory / "whole")
     whole = fwi.run(settings, comm)

@@ -82,7 +82,7 @@ def test_orders_in_time(comm, alone, boundary):
         assert abs(np.log2(distance(theta, 8) / distance(theta, 16)) - order) < 0.2
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(2)
 def test_derivatives_of_the_explicit_scheme(comm, alone):
     """In kappa, the first u and the source; with checkpoints, as without."""
     model, operands = problem(comm, checkpoints=Budget(7))
