@@ -82,7 +82,8 @@ def counts_of(item: pytest.Item) -> tuple[int, ...]:
         return marker.args if marker else (1, 2, 3, 4)
     if marker and not heavy:
         two = _TWO[zlib.crc32(item.nodeid.encode()) % len(_TWO)]
-        several = marker.name == "ranks" and len(marker.args) > 2 and not _of_messages(item)
+        many = len(marker.args) > 2 and not item.get_closest_marker("torch")
+        several = marker.name == "ranks" and many and not _of_messages(item)
         return tuple(n for n in marker.args if n in two) if several else marker.args
     case = getattr(item, "callspec", None)
     if case and "name" in case.params and "how" in case.params:

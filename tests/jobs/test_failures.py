@@ -34,7 +34,7 @@ def nan(shared: Any, mine: Any, record: Any) -> Any:
     "fn",
     [
         pytest.param(failing, marks=pytest.mark.thin(2)),
-        pytest.param(nan, marks=pytest.mark.thin(3)),
+        pytest.param(nan, marks=pytest.mark.full),
     ],
 )
 def test_failures_reach_every_rank(fn: Any, comm: Communicator) -> None:

@@ -166,7 +166,7 @@ def test_the_gradient_of_a_batch_grows_with_it(comm: Communicator) -> None:
     assert sent(16) < 9 * sent(2)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.full
 def test_schedules_give_the_same_bits(comm: Communicator) -> None:
     every, x = records(), arguments()
     pool = jobs.pool(comm)

@@ -26,7 +26,7 @@ def iterates(objective, x0, whole, method, iterations=10):
     return np.array(found), solution
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(2)
 def test_iterates_do_not_depend_on_where_unknowns_live(chains, comm):
     for name, method in METHODS.items():
         expected, serial = iterates(*chains["serial"], method)

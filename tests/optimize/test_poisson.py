@@ -65,7 +65,7 @@ def test_poisson_iterates_do_not_depend_on_where_unknowns_live(comm):
         assert np.max(np.abs(iterates(comm, whole) - expected)) < 1e-8 * scale, whole
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(2)
 def test_poisson_iterates_of_an_optimizer_on_the_root(comm):
     expected = driven(Communicator(MPI.COMM_SELF))
     assert len(expected) == 11

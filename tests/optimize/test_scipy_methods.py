@@ -56,7 +56,7 @@ def reference(name: str, start: np.ndarray, **settings: Any) -> tuple[Any, list[
     "sharded",
     [
         pytest.param(False, id="replicated", marks=pytest.mark.thin(2)),
-        pytest.param(True, id="sharded", marks=pytest.mark.thin(3)),
+        pytest.param(True, id="sharded", marks=pytest.mark.full),
     ],
 )
 def test_the_serial_iterates(comm: Communicator, sharded: bool) -> None:
