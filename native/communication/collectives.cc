@@ -49,30 +49,6 @@ ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
                      c.comm.handle));
 }
 
-template <class T>
-void compare(const Buffer& x, BufferOut& y, bool* mine) {
-  const T* a = static_cast<const T*>(x.untyped_data());
-  const T* b = static_cast<const T*>(y->untyped_data());
-  for (size_t i = 0; i < x.element_count(); ++i) mine[i] = a[i] == b[i];
-}
-
-// The maximum or minimum over ranks, and where it is this rank's own value.
-ffi::Error extremum(Token, Buffer x, TokenOut, BufferOut y, ffi::Result<ffi::Buffer<ffi::PRED>> own,
-                    int64_t comm, int64_t site, int64_t op, int64_t root) {
-  const Call c("allreduce", comm, site, x.size_bytes());
-  if (ffi::Error e = c.collective(x, {{"op", op}, {"root", root}}); e.failure()) return e;
-  const Numbers in(x);
-  if (!in.known) return c.fail(kNoArithmetic);
-  advise_huge_pages(y->untyped_data(), y->size_bytes());
-  const int code = call(runtime.mpi.Allreduce, in.data, place(y), in.count, in.type,
-                        reduction(op), c.comm.handle);
-  if (x.element_type() == ffi::F32)
-    compare<float>(x, y, own->typed_data());
-  else
-    compare<double>(x, y, own->typed_data());
-  return c.done(code);
-}
-
 ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
                   int64_t root) {
   const Call c("reduce", comm, site, x.size_bytes(), root);
@@ -249,10 +225,6 @@ MPIGRAD_HANDLER(mpigrad_bcast, bcast,
                     MPIGRAD_ATTR(root));
 MPIGRAD_HANDLER(mpigrad_allreduce, allreduce,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
-                    MPIGRAD_ATTR(op) MPIGRAD_ATTR(root));
-MPIGRAD_HANDLER(mpigrad_extremum, extremum,
-                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y
-                    .Ret<xla::ffi::Buffer<xla::ffi::PRED>>() MPIGRAD_WHERE
                     MPIGRAD_ATTR(op) MPIGRAD_ATTR(root));
 MPIGRAD_HANDLER(mpigrad_reduce, reduce,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE

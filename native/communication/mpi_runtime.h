@@ -27,7 +27,7 @@ struct Status {
 #define MPIGRAD_MPI_FUNCTIONS(X) \
   X(Allgather) X(Allgatherv) X(Allreduce) X(Alltoall) X(Alltoallv) X(Barrier) \
   X(Bcast) X(Error_string) X(Exscan) X(Gather) X(Gatherv) X(Get_count) \
-  X(Iprobe) X(Irecv) X(Isend) X(Recv) X(Reduce) X(Reduce_scatter) \
+  X(Iprobe) X(Irecv) X(Isend) X(Op_create) X(Recv) X(Reduce) X(Reduce_scatter) \
   X(Reduce_scatter_block) X(Scan) X(Scatter) X(Scatterv) X(Send) X(Sendrecv) \
   X(Test) X(Wait)
 

@@ -63,6 +63,11 @@ def test_pytrees(comm: Communicator) -> None:
     assert mg.wait(other) is None
 
 
+def test_vmap_of_an_empty_batch(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match="vmap of an empty batch: there is no request"):
+        mg.vmap(lambda x: mg.wait(mg.isend(x, comm.rank)))(jnp.ones((0, 3)))
+
+
 def test_a_large_message_to_self(comm: Communicator) -> None:
     x = jnp.arange(1e6)
     request = mg.isend(x, comm.rank, comm=comm)

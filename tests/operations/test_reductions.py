@@ -202,6 +202,25 @@ def test_extremum_of_what_was_sent(comm: Communicator) -> None:
     close(got, [g[rank] for g in expected])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("op", [MPI.MAX, MPI.MIN], ids=["MAX", "MIN"])
+def test_a_nan_on_any_rank_is_in_the_extremum(comm: Communicator, op: MPI.Op, dtype: str) -> None:
+    """As in JAX's and NumPy's; MPI keeps it or loses it, by which rank has it."""
+    size, n = comm.size, 33
+    X = np.random.default_rng(8).uniform(-1, 1, (size, n)).astype(dtype)
+    X[np.arange(n - 1) % size, np.arange(n - 1)] = np.nan
+    X[:, 5] = np.nan
+    X[:, 6] = [np.inf, -np.inf, 0.0, -0.0][:size]
+    expected = (np.max if op == MPI.MAX else np.min)(X, axis=0)
+    run = lambda x: mg.allreduce(x, op=op)
+    for transformed in (run, mg.jit(run), lambda x: mg.vmap(run)(x[None])[0]):
+        np.testing.assert_array_equal(transformed(X[comm.rank]), expected)
+    for message in (mg.reduce, mg.scan):
+        got = message(X[comm.rank], op=op)
+        if comm.rank == (0 if message is mg.reduce else size - 1):
+            np.testing.assert_array_equal(got, expected)
+
+
 @pytest.mark.ranks(2, 3, 4)
 def test_zeros_off_the_root_in_memory_that_was_used(comm: Communicator) -> None:
     """MPI leaves there what was there before."""

@@ -11,7 +11,7 @@ __all__ = ["await_all"]
 
 # After the time limit: seconds in which ranks tell rank 0 that they are here, and those that a rank
 # waits for all before it to speak, so that the cause is said once.
-_HELLO, _TURN = 3.0, 0.5
+_HELLO, _TURN = 3.0, 2.0  # to end a job takes a second where the machine is busy
 _PAUSE = 1e-3  # between two looks; longer and longer, as a machine may be full of waiting ranks
 
 
@@ -36,7 +36,7 @@ def await_all(seconds: float, end_job: Callable[[str], None]) -> None:
             if not late and world.rank > 0:
                 hello = world.Isend([bytearray(1), MPI.BYTE], 0, tag)
             late = True
-            if over > _HELLO + _TURN * min(world.rank, 60):
+            if over > _HELLO + _TURN * min(world.rank, 15):
                 end_job(_text(world, _absent(world, tag), seconds + over))
         time.sleep(pause)
         pause = min(1.1 * pause, 0.05)

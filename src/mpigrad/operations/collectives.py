@@ -191,7 +191,10 @@ product_p: Primitive = weighted_map(
 extremum_p: Primitive = weighted_map(
     "extremum",
     result=lambda x, **_: [_same(x), ShapedArray(x.shape, np.dtype(bool))],
-    attributes=_to_all,
+    attributes=lambda avals, params: {
+        "largest": int(REDUCTIONS[params["op"]] == MPI.MAX),
+        **_to_all(avals, params),
+    },
     weight=_share_of_ties,
     total=_total,
 )
@@ -294,7 +297,8 @@ def allreduce(x: Any, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | Non
 
         MPI.SUM (integers, float32/64, complex64/128) is linear. MPI.PROD (the same dtypes) has
         its exact derivative, the product of the other ranks' values, also where values are zero.
-        MPI.MAX and MPI.MIN (integers, float32/64) share the derivative equally between ties.
+        MPI.MAX and MPI.MIN (integers, float32/64) share the derivative equally between ties;
+        a NaN on any rank is the result.
 
         MPI.MAXLOC and MPI.MINLOC (the same dtypes) return a pair: the value, and the rank that
         holds it (int32; the lowest one of ties), which the derivative follows.

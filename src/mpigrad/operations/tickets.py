@@ -30,6 +30,11 @@ def _ticket(x: Any, *, lanes: tuple[int, ...], **_: Any) -> ShapedArray:
 
 
 def _batched_ticket(params: dict[str, Any], n: int) -> dict[str, Any]:
+    if n == 0:
+        raise ValueError(
+            "isend and irecv under vmap of an empty batch: there is no request to wait for; send "
+            "an empty array without vmap, or by sendrecv"
+        )
     return {**params, "lanes": (n, *params["lanes"])}
 
 
