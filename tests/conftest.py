@@ -41,8 +41,8 @@ ALL = os.environ.get("MPIGRAD_ALL_TESTS") == "1"
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "ranks(*counts): runs at these numbers of ranks only, in "
-        "make test on one or two of them where there are three or four and it is of no operation",
+        "ranks(*counts): runs at these numbers of ranks only, in make test on one or two of them "
+        "(a case of a parametrised test: one) where there are several and it is of no operation",
     )
     config.addinivalue_line("markers", "thin(*counts): at these in make test, at all in test-full")
     config.addinivalue_line("markers", "heavy: takes long to compile; few cases are enough")
@@ -62,6 +62,7 @@ _HEAVY = ((2,), (), (3,), (), (), ())
 _OF_MESSAGES = ("tests/operations/", "test_transformations", "test_communicator", "test_jacobian")
 _SINGLE_OF_MESSAGES = ((2,), (2,), (2,), (3,))
 _TWO = ((1, 3), (2, 3), (2, 4), (1, 2))  # of those that a test of the numerics names
+_WAITING = ("test_arrival", "test_refused", "test_launcher")
 _JIT = ((1, 2), (2, 3), (2, 4))  # each operation's dot test
 
 
@@ -80,12 +81,15 @@ def counts_of(item: pytest.Item) -> tuple[int, ...]:
     heavy = item.get_closest_marker("heavy") is not None
     if ALL:
         return marker.args if marker else (1, 2, 3, 4)
-    if marker and not heavy:
-        two = _TWO[zlib.crc32(item.nodeid.encode()) % len(_TWO)]
-        many = len(marker.args) > 2 and not item.get_closest_marker("torch")
-        several = marker.name == "ranks" and many and not _of_messages(item)
-        return tuple(n for n in marker.args if n in two) if several else marker.args
     case = getattr(item, "callspec", None)
+    if marker and not heavy:
+        if marker.name == "thin" or item.get_closest_marker("torch") or _of_messages(item):
+            return marker.args
+        place = zlib.crc32(item.nodeid.encode())
+        if case:
+            return (marker.args[place % len(marker.args)],)
+        two = _TWO[place % len(_TWO)]
+        return tuple(n for n in marker.args if n in two) if len(marker.args) > 2 else marker.args
     if case and "name" in case.params and "how" in case.params:
         some = _JIT if case.params["how"] == "jit" and not heavy else _PAIRS
     else:
@@ -111,6 +115,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [item for item in items if not runs(item, size)]
     items[:] = [item for item in items if runs(item, size)]
     config.hook.pytest_deselected(items=others)
+    # Those that wait for time limits come beside the sessions that use all cores.
+    items.sort(key=lambda item: any(f in item.nodeid for f in _WAITING))
     # Modules stay: the collector need not go through them again and again.
     gc.collect()
     gc.freeze()

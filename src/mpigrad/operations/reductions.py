@@ -144,11 +144,10 @@ def check_op(operation: str, x: Any, op: MPI.Op | Reduction) -> None:
         for leaf in jax.tree.leaves(x):
             dtype = np.dtype(leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf))
             if dtype.kind not in kinds or dtype.name not in ARITHMETIC_DTYPES:
-                if dtype.kind == "c":
-                    example = "jnp.abs(x)"
+                remedy = "jnp.abs(x)" if dtype.kind == "c" else example
                 raise TypeError(
                     f"{operation}: MPI.{name} is for {text}, not for {dtype.name}; convert it "
-                    f"first, for instance {example}"
+                    f"first, for instance {remedy}"
                 )
         return
     names = ", ".join(f"MPI.{name}" for _, name, _, _ in OPS)
