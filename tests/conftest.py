@@ -49,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: runs in make test-full only")
     config.addinivalue_line("markers", "torch: needs PyTorch; runs in make test-torch only")
     config.addinivalue_line("markers", "launcher: starts MPI itself; runs in a serial session")
+    config.addinivalue_line("markers", "waits: for time limits mostly; in a serial session beside")
 
 
 # Where a test runs that names no numbers of ranks, and where a case of a parametrised one, unless
@@ -62,7 +63,6 @@ _HEAVY = ((2,), (), (3,), (), (), ())
 _OF_MESSAGES = ("tests/operations/", "test_transformations", "test_communicator", "test_jacobian")
 _SINGLE_OF_MESSAGES = ((2,), (2,), (2,), (3,))
 _TWO = ((1, 3), (2, 3), (2, 4), (1, 2))  # of those that a test of the numerics names
-_WAITING = ("test_arrival", "test_refused", "test_launcher")
 _JIT = ((1, 2), (2, 3), (2, 4))  # each operation's dot test
 
 
@@ -115,8 +115,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [item for item in items if not runs(item, size)]
     items[:] = [item for item in items if runs(item, size)]
     config.hook.pytest_deselected(items=others)
-    # Those that wait for time limits come beside the sessions that use all cores.
-    items.sort(key=lambda item: any(f in item.nodeid for f in _WAITING))
     # Modules stay: the collector need not go through them again and again.
     gc.collect()
     gc.freeze()

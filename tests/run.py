@@ -1,9 +1,9 @@
-"""Run all tests: those that start MPI themselves in a plain session, the rest on 1, 2, 3, 4 ranks.
+"""Run all tests: those that start MPI themselves in plain sessions, the rest on 1, 2, 3, 4 ranks.
 
     python tests/run.py                          everything
     python tests/run.py -n 2,3 tests/test_halo.py -k periodic
 
-`-n 0` is the plain session. What follows goes to pytest. A session has a hard time limit; when a
+`-n 0` are the plain sessions. What follows goes to pytest. A session has a hard time limit; when a
 rank fails while others wait for it, or nobody gets any further, the session ends and the summary
 names each rank's test.
 """
@@ -35,14 +35,21 @@ PATIENCE = 20.0  # seconds that others may wait in a test which one rank has fai
 
 
 class Session:
-    """One pytest session on `ranks` ranks; 0 ranks: a plain process, for tests that start MPI."""
+    """One pytest session on `ranks` ranks; 0 ranks: a plain process, for tests that start MPI.
 
-    def __init__(self, ranks: int, arguments: list[str], limit: float) -> None:
+    Of these, some mostly wait, for time limits and for jobs to end: a session of their own.
+    """
+
+    def __init__(
+        self, ranks: int, arguments: list[str], limit: float, *, waits: bool = False
+    ) -> None:
         self.ranks = ranks
         self.size = max(ranks, 1)
         self.limit = limit
-        self.directory = LOGS / (f"{ranks}-ranks" if ranks else "launcher")
-        marker = "not launcher" if ranks else "launcher"
+        self.name = f"{ranks}-ranks" if ranks else "waiting" if waits else "launcher"
+        self.directory = LOGS / self.name
+        plain = "launcher and waits" if waits else "launcher and not waits"
+        marker = "not launcher" if ranks else plain
         if os.environ.get("MPIGRAD_TORCH") == "1":  # make test-torch
             marker += " and torch"
         colour = f"--color={'yes' if sys.stdout.isatty() else 'no'}"
@@ -60,7 +67,7 @@ class Session:
 
     def title(self) -> str:
         """What the summary calls it."""
-        return f"{self.ranks} rank{'s' * (self.ranks > 1)}" if self.ranks else "launcher"
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)}" if self.ranks else self.name
 
     def run(self, *, beside: bool = False) -> None:
         """Run the session to its end, or end it; `beside` others its output is shown afterwards."""
@@ -175,7 +182,10 @@ def main() -> int:
     parser.add_argument("-n", default="0,1,2,3,4", metavar="RANKS", help="0: tests that start MPI")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds for each session")
     options, arguments = parser.parse_known_args()
-    sessions = [Session(int(n), arguments, options.limit) for n in options.n.split(",")]
+    numbers = [int(n) for n in options.n.split(",")]
+    sessions = [Session(n, arguments, options.limit) for n in numbers]
+    if 0 in numbers:
+        sessions.insert(0, Session(0, arguments, options.limit, waits=True))
     shutil.rmtree(COMPILED, ignore_errors=True)  # every run compiles all of it once
     # One rank leaves a core idle: the tests that start MPI run beside the others.
     beside = [s for s in sessions if s.ranks == 0 and len(sessions) > 1]

@@ -18,7 +18,7 @@ import pytest
 
 from launching import PROGRAMS, command, no_orphans, outside
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
 LIMIT = 200.0  # seconds
 KILLED = {137, 9}  # of the launchers of Open MPI and MPICH

@@ -18,7 +18,7 @@ from launching import LIMIT, PROGRAMS, command, mpigrad, no_orphans, outside, ru
 from mpigrad import interruption, launcher, mpi_installation
 from mpigrad.mpi_installation import Library, MPIError
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
 
 @contextlib.contextmanager

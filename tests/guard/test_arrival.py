@@ -9,7 +9,7 @@ import pytest
 
 from launching import mpiexec, mpigrad, no_orphans
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
 PROGRAM = """
 import sys

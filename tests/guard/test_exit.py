@@ -12,7 +12,7 @@ from launching import PROGRAMS, no_orphans, outside
 from mpigrad.launcher import rank_environment
 from mpigrad.mpi_installation import find_launcher, mpi_library
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
 
 def python(*words: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from launching import PROGRAMS, idling, mpigrad
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
 ORDER = "Every rank of a communicator must call the same operations in the same order."
 SAME_ON_ALL = (0, 1, 2)

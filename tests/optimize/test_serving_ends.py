@@ -12,7 +12,7 @@ import pytest
 
 from launching import PROGRAMS, mpigrad
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
 
 @dataclasses.dataclass(frozen=True)

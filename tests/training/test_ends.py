@@ -10,6 +10,7 @@ from launching import PROGRAMS, mpigrad, no_orphans
 
 
 @pytest.mark.launcher
+@pytest.mark.waits
 @pytest.mark.parametrize(
     ("how", "cause"),
     [

@@ -8,7 +8,7 @@ import pytest
 
 from launching import PROGRAMS, mpigrad, no_orphans
 
-pytestmark = pytest.mark.launcher
+pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
 
 @pytest.mark.full
