@@ -167,7 +167,7 @@ def test_jit_is_traced_once_under_eager_grad(comm: Communicator) -> None:
     assert len(traces) == 1
 
 
-@pytest.mark.thin(2, 3)
+@pytest.mark.thin(3)
 def test_order_between_all_kinds_of_calls(comm: Communicator) -> None:
     """Messages without data dependence, all between the same two ranks with the same tag."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

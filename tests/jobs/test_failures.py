@@ -111,6 +111,7 @@ def test_errors_of_tracing(comm: Communicator) -> None:
         pool.sum(lambda s, m, r: jobs.host_call(int, jnp.zeros((), int), s), data)(1.0)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_each_failure_has_its_own_message(comm: Communicator) -> None:
     """Not that of an earlier program, nor none because another member of a batch went well."""

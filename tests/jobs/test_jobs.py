@@ -126,6 +126,7 @@ def test_chains_and_seeds(comm: Communicator) -> None:
     mg.dot_test(lambda x: g(x, per_job)["m"], shared)
 
 
+@pytest.mark.full
 @pytest.mark.ranks(2)
 def test_a_rank_without_jobs_is_batched(comm: Communicator) -> None:
     """Counts and truth values, too, by JAX's own vmap."""

@@ -62,7 +62,10 @@ def test_the_adjoint_does_no_set_up(comm, jit):
 
 @needs_hypre
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("solver", [PCG(), GMRES()], ids=["pcg", "gmres"])
+@pytest.mark.parametrize(
+    "solver",
+    [pytest.param(PCG(), id="pcg"), pytest.param(GMRES(), id="gmres", marks=pytest.mark.full)],
+)
 def test_an_adjoint_solves_with_the_values_of_its_own_run(comm, solver):
     """It is told that they are the latest, and must see where they no longer are."""
     system = grid_system(comm)

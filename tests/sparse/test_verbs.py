@@ -19,7 +19,10 @@ def loop(step, x):
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize(("dtype", "rtol"), [("float32", 1e-4), ("complex128", 1e-11)])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"),
+    [pytest.param("float32", 1e-4, marks=pytest.mark.full), ("complex128", 1e-11)],
+)
 def test_in_a_loop(comm, dtype, rtol):
     """Value, tangent and adjoint of sums, products, transposes, scalings and Dirichlet rows."""
     system = grid_system(comm, empty=0 if comm.size > 2 else None)

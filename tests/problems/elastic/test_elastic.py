@@ -47,7 +47,7 @@ def value_and_gradient(comm, source="explosive", kind="complete", **settings):
     return elastic, gathers, state, gradient
 
 
-@pytest.mark.thin(2, 4)
+@pytest.mark.thin(4)
 def test_kernels_are_the_reference_and_all_ranks_are_one(comm, alone):
     elastic, gathers, state, gradient = value_and_gradient(comm, method="native")
     expected = value_and_gradient(comm, method="xla")
