@@ -114,11 +114,22 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   const Words &in = leaving.words, &out = arriving.words;
   advise_huge_pages(out.data, out.count * out.width);
   Status status;
-  const int code =
-      call(runtime.mpi.Sendrecv, static_cast<const void*>(in.data), static_cast<int>(in.count),
-           in.type, static_cast<int>(dest), static_cast<int>(sendtag), out.data,
-           static_cast<int>(out.count), out.type, static_cast<int>(source),
-           static_cast<int>(recvtag), c.comm.handle, static_cast<void*>(status.bytes));
+  const int to = static_cast<int>(dest), from = static_cast<int>(source);
+  const int count = static_cast<int>(out.count), tag = static_cast<int>(recvtag);
+  int code;
+  if (dest == c.comm.rank && !to_self.empty()) {
+    // What is received may be an earlier message to itself: this one is buffered, as by send.
+    free_received_from_self();
+    to_self.emplace_back(c, dest, in);
+    code = to_self.back().post_send(in, sendtag);
+    if (!code)
+      code = call(runtime.mpi.Recv, out.data, count, out.type, from, tag, c.comm.handle,
+                  static_cast<void*>(status.bytes));
+  } else {
+    code = call(runtime.mpi.Sendrecv, static_cast<const void*>(in.data),
+                static_cast<int>(in.count), in.type, to, static_cast<int>(sendtag), out.data, count,
+                out.type, from, tag, c.comm.handle, static_cast<void*>(status.bytes));
+  }
   has_ended(c.slot, dest, sendtag, false);
   has_ended(c.slot, source, recvtag, true);
   if (source == runtime.proc_null && !code) {
