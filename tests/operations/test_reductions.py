@@ -181,6 +181,25 @@ def test_wrong_arguments(comm: Communicator) -> None:
         mg.allreduce(x, op=mg.reduction(lambda a, b: jnp.vdot(a, b)))
 
 
+@pytest.mark.ranks(2, 3)
+def test_second_derivatives_of_a_function_with_a_rule_where_ranks_tie(comm: Communicator) -> None:
+    X, V = (
+        jnp.ones((comm.size, 2)),
+        jnp.asarray(np.random.default_rng(2).normal(size=(comm.size, 2))),
+    )
+    softmax = jax.nn.softmax(X, axis=0)
+    expected = softmax * (V - jnp.sum(softmax * V, axis=0))
+    f = lambda x: jnp.sum(mg.allreduce(x, op=mg.reduction(jnp.logaddexp))) / comm.size
+    x, v = X[comm.rank], V[comm.rank]
+
+    @mg.jit
+    def products(x: Any) -> Any:
+        reverse = mg.grad(lambda x: jnp.vdot(mg.grad(f)(x), v))(x)
+        return mg.jvp(mg.grad(f), (x,), (v,))[1], reverse
+
+    close(products(x), [expected[comm.rank]] * 2)
+
+
 def test_extremum_of_what_was_sent(comm: Communicator) -> None:
     """XLA may compute an operand twice, rounded differently: for the message, and beside it."""
     size, rank = comm.size, comm.rank

@@ -7,6 +7,7 @@ they are needed, by messages whose adjoints are known, and `fold` is the rest.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import zlib
 from collections.abc import Callable
@@ -27,6 +28,11 @@ from mpigrad.operations.packing import in_words, over_packed
 from mpigrad.operations.sites import call_site
 
 __all__ = ["OPS", "Reduction", "check_op", "fold", "product_of_others", "reduced", "reduction"]
+
+
+# Second derivatives of a scan of functions with a rule of their own are wrong in JAX 0.10 where
+# operands are equal (jnp.logaddexp); a loop in Python is longer to compile.
+_UNROLLED = 64
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,9 @@ class Reduction:
         return combine(rows)
 
     def _combine(self, rows: Any) -> Any:
+        if len(rows) <= _UNROLLED:
+            return functools.reduce(self.fn, [rows[i] for i in range(len(rows))])
+
         def step(y: Any, x: Any) -> Any:
             return self.fn(y, x), None
 
