@@ -129,3 +129,12 @@ def test_wrong_communicators() -> None:
         mg.allreduce(1.0, comm="world")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not a member"):
         Communicator(MPI.COMM_NULL)
+
+
+def test_compiled_programs_keep_their_communicator(comm: Communicator) -> None:
+    given = MPI.COMM_WORLD.Dup()
+    own = Communicator(given)
+    given.Free()
+    with pytest.raises(RuntimeError, match=rf"rank {comm.rank}: comm\.mpi is mpigrad's own"):
+        own.mpi.Free()
+    assert float(mg.allreduce(jnp.ones(()), comm=own)) == comm.size

@@ -9,7 +9,10 @@ __version__ = "0.1.0"
 
 # The `mpigrad` command only starts ranks: its own process needs neither MPI nor JAX.
 if not in_command():
-    from mpi4py import MPI as _MPI  # first: it initialises MPI with MPI_THREAD_MULTIPLE
+    from mpigrad.joining import joining as _joining
+
+    with _joining(__path__):
+        from mpi4py import MPI as _MPI  # first: it initialises MPI with MPI_THREAD_MULTIPLE
 
     from mpigrad.launcher import check_world as _check_world
 

@@ -62,6 +62,16 @@ class WatchedComm(MPI.Intracomm):
 
     slot = -1  # of the Communicator that it belongs to
 
+    def Free(self) -> None:
+        """Not of a Communicator's own: compiled programs go on using it."""
+        if self.slot >= 0:
+            raise RuntimeError(
+                f"rank {MPI.COMM_WORLD.rank}: comm.mpi is mpigrad's own, and compiled programs use "
+                "it: MPI frees it at the end of the program (free the communicator that you gave "
+                "to mpigrad.Communicator, if you like)"
+            )
+        super().Free()
+
 
 for _name in (
     *("Allgather", "Allreduce", "Barrier", "Dup", "Split", "allgather", "allreduce", "alltoall"),

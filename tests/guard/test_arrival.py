@@ -49,6 +49,32 @@ def test_a_rank_that_does_not_come_is_named(
     assert re.search(f"rank {0 if absent else '[12]'} of 3 has waited ", done.stderr), done.stderr
 
 
+@pytest.mark.parametrize("bare", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_rank_that_ends_before_mpi_has_started(bare: bool, tmp_path: pathlib.Path) -> None:
+    """MPI_Init waits for it for ever, and Python stands still meanwhile."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "rank = os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK'))\n"
+        "if rank == '1': sys.exit(0)\n"
+        "import mpigrad as mg\nmg.barrier()\n"
+    )
+    with no_orphans() as mark:
+        setting = {"MPIGRAD_TIMEOUT": "2", **mark}
+        start = mpiexec if bare else lambda *words, **s: mpigrad("launch", "-n", *words, **s)
+        done = start(2, program, **setting)
+    assert done.returncode != 0
+    assert done.stderr.count("rank 0 has waited 2 s in MPI_Init, in `import mpigrad`: anoth") == 1
+
+
+def test_a_setting_of_the_guard_that_is_none(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import mpigrad")
+    done = mpigrad("launch", "-n", 2, program, MPIGRAD_GUARD="true")
+    assert done.returncode != 0
+    assert "MPIGRAD_GUARD='true' is not 1 (on) or 0 (off)" in done.stderr
+
+
 def test_an_error_in_the_import_ends_all_ranks(tmp_path: pathlib.Path) -> None:
     """Under a bare mpiexec, too, where nobody else sees it."""
     program = tmp_path / "program.py"

@@ -23,4 +23,7 @@ def timeout_seconds() -> float:
 
 def guarded() -> bool:
     """MPIGRAD_GUARD=1: whether operations are compared between ranks before they start."""
-    return os.environ.get("MPIGRAD_GUARD", "0") == "1"
+    text = os.environ.get("MPIGRAD_GUARD", "0")
+    if text not in ("", "0", "1"):
+        raise ImportError(f"mpigrad: MPIGRAD_GUARD={text!r} is not 1 (on) or 0 (off)")
+    return text == "1"
