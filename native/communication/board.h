@@ -11,7 +11,7 @@ namespace mpigrad {
 
 constexpr int kText = 160, kName = 32, kDims = 8, kTerms = 4, kCounts = 32;
 constexpr int kParts = 32, kSites = 4096, kEntries = 1024, kChannels = 1024, kMessages = 128;
-constexpr int kRanks = 512, kFaults = 4, kFaultIds = 8, kFaultText = 16384;
+constexpr int kContracts = 8, kRanks = 512, kFaults = 4, kFaultIds = 8, kFaultText = 16384;
 
 using Cell = std::atomic<int64_t>;
 
@@ -37,13 +37,13 @@ struct Told {
 };
 
 // One communicator of a rank: its collectives are numbered. A member can be one operation ahead of
-// another, never two: the last two contracts are kept.
+// another, never two; a few more contracts are kept, for the disagreement that was not noticed then.
 struct Entry {
   Cell id;  // the same number on all members, and on no other communicator of the job
   int64_t rank, size;
   Cell sequence;
   Cell open;  // receives from anyone that are posted: meanwhile nobody knows what other ones take
-  Contract contracts[2];
+  Contract contracts[kContracts];
 };
 
 // A message that an operation sends or receives; the peer is a rank of the communicator. It is

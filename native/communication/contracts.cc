@@ -68,8 +68,8 @@ bool pairs_agree(int64_t slot, int64_t sequence) {
   const Slot* owner;
   for (int64_t a = 0; a < size; ++a)
     for (int64_t b = 0; b < size; ++b) {
-      const Contract& from = member(slot, a, &owner)->contracts[sequence % 2];
-      const Contract& to = member(slot, b, &owner)->contracts[sequence % 2];
+      const Contract& from = member(slot, a, &owner)->contracts[sequence % kContracts];
+      const Contract& to = member(slot, b, &owner)->contracts[sequence % kContracts];
       if (from.sequence == sequence && to.sequence == sequence && from.sends[b] != to.receives[a])
         return false;
     }

@@ -157,7 +157,7 @@ bool Post::collective(const Agreement& a) {
   put(mine.polling, guarded && all_on_board(slot_));
   if (get(mine.polling) && !(refusal = take_fault(When::begin, 0)).empty()) return false;
   const int64_t sequence = e.sequence.load(std::memory_order_relaxed) + 1;
-  Contract& c = e.contracts[sequence % 2];
+  Contract& c = e.contracts[sequence % kContracts];
   c.sequence = sequence;
   const int64_t site = mine.site.load(std::memory_order_relaxed);
   if (!repeats(c, site, last_operation, a)) write(c, site, last_operation, mine.operation, a);
@@ -172,7 +172,7 @@ bool Post::collective(const Agreement& a) {
       if (!other) continue;
       const int64_t theirs = get(other->sequence);
       if (theirs < sequence) return false;
-      const Contract& d = other->contracts[sequence % 2];
+      const Contract& d = other->contracts[sequence % kContracts];
       if (d.sequence == sequence && !agree(c, d)) return false;
     }
     return c.counts_kind != kPairCounts || pairs_agree(slot_, sequence);

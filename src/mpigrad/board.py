@@ -22,7 +22,7 @@ from mpi4py import MPI
 __all__ = ["Board", "register", "share"]
 
 TEXT, NAME, DIMS, TERMS, COUNTS, PARTS = 160, 32, 8, 4, 32, 32
-SITES, ENTRIES, CHANNELS, MESSAGES = 4096, 1024, 1024, 128
+SITES, ENTRIES, CHANNELS, MESSAGES, CONTRACTS = 4096, 1024, 1024, 128, 8
 RANKS, FAULTS, FAULT_IDS, FAULT_TEXT = 512, 4, 8, 16384
 
 # States of a rank, and kinds of operation.
@@ -49,7 +49,7 @@ CONTRACT = np.dtype(
     )
 )
 TOLD = np.dtype([("contract", CONTRACT), ("site", f"S{TEXT}")])
-ENTRY = np.dtype(_numbers("id rank size sequence open", ("contracts", CONTRACT, 2)))
+ENTRY = np.dtype(_numbers("id rank size sequence open", ("contracts", CONTRACT, CONTRACTS)))
 CHANNEL = np.dtype(_numbers("id peer tag sent posted received"))
 MESSAGE = np.dtype(_numbers("id site", ("operation", f"S{NAME}"), ("part", PART)))
 SLOT = np.dtype(

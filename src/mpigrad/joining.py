@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import pathlib
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 
-__all__ = ["joining"]
+__all__ = ["joining", "refuse_spawned"]
 
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+_OURS = "MPIGRAD_PROCESS"  # the number of the process that is a rank, for its children
 _TURN = 1.0  # seconds between two ranks, so that one says it
+
+
+def refuse_spawned() -> None:
+    """End the job where a rank's child, spawned by multiprocessing, imports the rank's program.
+
+    MPI would take it for the rank and abort it; a pool starts another one in its place, for ever.
+    """
+    # While it imports the program, a child does not know its parent yet.
+    spawned = getattr(multiprocessing.current_process(), "_inheriting", False)
+    parent = os.getppid()
+    if not spawned or os.environ.get(_OURS) != str(parent) or "mpi4py.MPI" in sys.modules:
+        os.environ[_OURS] = str(os.getpid())
+        return
+    text = (
+        "mpigrad: multiprocessing has spawned this process from a rank, and it is none itself, but "
+        "it imports the program of the rank, and so mpigrad. Import mpigrad and mpi4py under "
+        "`if __name__ == '__main__':`, or start workers by subprocess, from a file that imports "
+        "neither; ending the job"
+    )
+    print(text, file=sys.stderr, flush=True)
+    os.kill(parent, signal.SIGTERM)
+    raise ImportError(text)
 
 
 @contextlib.contextmanager

@@ -51,12 +51,16 @@ def test_a_rank_that_does_not_come_is_named(
 
 @pytest.mark.parametrize("bare", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_rank_that_ends_before_mpi_has_started(bare: bool, tmp_path: pathlib.Path) -> None:
-    """MPI_Init waits for it for ever, and Python stands still meanwhile."""
+    """MPI_Init waits for it for ever, and Python stands still meanwhile.
+
+    (Of one that ends while others are in MPI_Init, Open MPI knows itself.)
+    """
     program = tmp_path / "program.py"
     program.write_text(
-        "import os, sys\n"
+        "import os, sys, time\n"
         "rank = os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK'))\n"
         "if rank == '1': sys.exit(0)\n"
+        "time.sleep(3)\n"
         "import mpigrad as mg\nmg.barrier()\n"
     )
     with no_orphans() as mark:
@@ -65,6 +69,21 @@ def test_a_rank_that_ends_before_mpi_has_started(bare: bool, tmp_path: pathlib.P
         done = start(2, program, **setting)
     assert done.returncode != 0
     assert done.stderr.count("rank 0 has waited 2 s in MPI_Init, in `import mpigrad`: anoth") == 1
+
+
+def test_a_pool_that_is_spawned_from_a_rank(tmp_path: pathlib.Path) -> None:
+    """It would start processes for ever."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import mpigrad as mg\nimport multiprocessing as mp\n"
+        "if __name__ == '__main__':\n"
+        "    with mp.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.map(abs, range(4)))\n"
+    )
+    with no_orphans() as mark:
+        done = mpigrad("launch", "-n", 2, program, **mark)
+    assert done.returncode != 0
+    assert "multiprocessing has spawned this process from a rank" in done.stderr
 
 
 def test_a_setting_of_the_guard_that_is_none(tmp_path: pathlib.Path) -> None:

@@ -44,6 +44,18 @@ def longer_message_than_expected():
     mg.barrier()
 
 
+def another_operation_that_mpi_takes_for_this():
+    def step(y, i):
+        other = (i == 7) & (rank == 1)
+        return jax.lax.cond(other, lambda y: mg.bcast(y, 1), lambda y: mg.allreduce(y) / 2, y), None
+
+    mg.jit(lambda y: jax.lax.scan(step, y, jnp.arange(10))[0])(x)
+    if rank == 0:
+        mg.send(x, 1)
+    else:
+        mg.recv(x, 0)
+
+
 def leaves_of_other_lengths():
     if rank == 0:
         mg.send({"a": jnp.ones(3), "b": jnp.ones(2)}, 1)
