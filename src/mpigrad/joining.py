@@ -15,6 +15,7 @@ __all__ = ["joining", "refuse_spawned"]
 
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _OURS = "MPIGRAD_PROCESS"  # the number of the process that is a rank, for its children
+_GRACE = 3.0  # seconds after the limit, as a busy machine starts ranks one after the other
 _TURN = 1.0  # seconds between two ranks, so that one says it
 
 
@@ -61,13 +62,14 @@ def joining(folders: Iterable[str]) -> Iterator[None]:
         return
     native = ctypes.CDLL(str(library), mode=ctypes.RTLD_LOCAL)
     native.mpigrad_joining.argtypes = [ctypes.c_double, ctypes.c_char_p]
+    limit = seconds + _GRACE + _TURN * min(int(rank), 15)
     text = (
-        f"mpigrad: rank {rank} has waited {seconds:g} s in MPI_Init, in `import mpigrad`: another "
+        f"mpigrad: rank {rank} has waited {limit:g} s in MPI_Init, in `import mpigrad`: another "
         "rank has ended before it started MPI, or has not come so far. Import mpigrad on every "
         "rank, at the top of the program; where that takes longer, set MPIGRAD_TIMEOUT (seconds, "
         "0: no limit).\n"
     )
-    native.mpigrad_joining(seconds + _TURN * min(int(rank), 15), text.encode())
+    native.mpigrad_joining(limit, text.encode())
     try:
         yield
     finally:
