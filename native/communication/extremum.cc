@@ -45,7 +45,8 @@ ffi::Error extremum(Token, Buffer x, TokenOut, BufferOut y, ffi::Result<ffi::Buf
   const Call c("allreduce", comm, site, x.size_bytes());
   if (ffi::Error e = c.collective(x, {{"op", op}, {"root", root}}); e.failure()) return e;
   advise_huge_pages(y->untyped_data(), y->size_bytes());
-  const auto run = x.element_type() == ffi::F32 ? reduce_and_compare<float> : reduce_and_compare<double>;
+  const auto run =
+      x.element_type() == ffi::F32 ? reduce_and_compare<float> : reduce_and_compare<double>;
   return c.done(run(c, x, y, own->typed_data(), largest));
 }
 

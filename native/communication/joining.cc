@@ -2,6 +2,7 @@
 // waits for it for ever; a thread that needs neither ends this rank, and so the job.
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -19,9 +20,11 @@ bool joined = false;
 }  // namespace
 
 MPIGRAD_EXPORT void mpigrad_joining(double seconds, const char* text) {
-  std::thread([seconds, said = std::string(text)] {
+  // A clock counts in 64 bits: a limit that is as good as none must not overflow it.
+  const std::chrono::duration<double> limit(std::min(seconds, 1e8));
+  std::thread([limit, said = std::string(text)] {
     std::unique_lock<std::mutex> held(lock);
-    if (changed.wait_for(held, std::chrono::duration<double>(seconds), [] { return joined; })) return;
+    if (changed.wait_for(held, limit, [] { return joined; })) return;
     [[maybe_unused]] const auto written = write(STDERR_FILENO, said.data(), said.size());
     _exit(1);
   }).detach();

@@ -78,8 +78,8 @@ class _Wait:
             raise _Unknown
         number = int(self.entry["sequence"])
         self._compare(number)
-        # All have come, some are past it, and it does not end: an earlier one may have been another
-        # operation elsewhere, that MPI took for this.
+        # All have come, and it does not end: an earlier one may have been another operation
+        # elsewhere, that MPI took for this.
         for earlier in range(number - 1, max(0, number - b.CONTRACTS), -1):
             if not self.needs:
                 self._compare(earlier)
