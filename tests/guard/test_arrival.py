@@ -71,6 +71,12 @@ def test_a_rank_that_ends_before_mpi_has_started(bare: bool, tmp_path: pathlib.P
     assert done.stderr.count("rank 0 has waited 5 s in MPI_Init, in `import mpigrad`: anoth") == 1
 
 
+def test_a_limit_that_is_as_good_as_none(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import mpigrad as mg\nmg.barrier()\n")
+    assert mpigrad("launch", "-n", 2, program, MPIGRAD_TIMEOUT="inf").returncode == 0
+
+
 def test_a_pool_that_is_spawned_from_a_rank(tmp_path: pathlib.Path) -> None:
     """It would start processes for ever."""
     program = tmp_path / "program.py"
