@@ -41,7 +41,7 @@ def test_operations_are_counted(comm: Communicator) -> None:
     mg.jit(lambda x: jax.lax.fori_loop(0, 5, lambda i, y: mg.bcast(y, comm=own), x))(jnp.ones(2))
     assert int(entry["sequence"]) == before + 6
     assert int(slot["serial"]) == serial + 12  # each begins and ends
-    contract = entry["contracts"][(before + 6) % 2]
+    contract = entry["contracts"][(before + 6) % b.CONTRACTS]
     assert bytes(contract["operation"]).split(b"\0")[0] == b"bcast"
     assert int(slot["state"]) == b.IN_PYTHON
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

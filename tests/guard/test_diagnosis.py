@@ -48,7 +48,7 @@ class Ranks:
         slot = self.enter(r, name, entry, b.COLLECTIVE, polling)
         e = slot["entries"][entry]
         e["sequence"] += 1
-        contract = e["contracts"][int(e["sequence"]) % 2]
+        contract = e["contracts"][int(e["sequence"]) % b.CONTRACTS]
         contract["sequence"], contract["operation"] = e["sequence"], name.encode()
         contract["site"] = 1
         for key, value in c.items():
