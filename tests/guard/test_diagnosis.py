@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import types
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from mpigrad import board as b
 from mpigrad.guard.diagnosis import Finding, diagnose, disagreement, grouped
 from mpigrad.guard.reading import Reader, channel_hash
+from mpigrad.guard.watchdog import where
 
 pytestmark = pytest.mark.ranks(1)
 WORLD = 77  # the identity of the communicator of all ranks
@@ -362,3 +365,18 @@ def test_states() -> None:
     ranks.slots[1]["elsewhere"], ranks.slots[1]["elsewhere_since_ns"] = b"solve", second
     ranks.slots[1]["elsewhere_site"] = 1
     assert reader.state(1, 5 * second) == "has waited 4 s in solve at prog.py:1"
+
+
+def test_ranks_whose_times_alone_differ_share_a_line() -> None:
+    ranks = Ranks(4)
+    now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    for r, slot in enumerate(ranks.slots):
+        slot["sites"][1] = b"prog.py:1"
+        ranks.shaped(ranks.collective(r, "bcast"), F64, 2)
+        slot["since_ns"], slot["namespace"] = now - (2 * r + 3) * 1_000_000_000, r
+    ranks.slots[1]["sites"][1] = b"prog.py:2"
+    board: Any = types.SimpleNamespace(slots=ranks.slots, ranks=(0, 1, 2, 3), mine=0)
+    assert where(board) == [
+        "  ranks 0, 2-3: has waited 3 to 9 s in bcast of float64[2] at prog.py:1",
+        "  rank 1: has waited 5 s in bcast of float64[2] at prog.py:2",
+    ]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import pathlib
+import re
 import sys
 import threading
 import time
@@ -40,11 +41,26 @@ def gone(board: b.Board, r: int) -> str:
     return "has died" if status.split()[0] in "ZX" else ""
 
 
+_TIME = re.compile(r"^(has waited|never came: it is in Python since) (\d+) s")
+
+
 def where(board: b.Board) -> list[str]:
-    """Where the ranks of a board are, in lines."""
+    """Where the ranks of a board are, in lines: one for those whose times alone differ."""
     reader, now = Reader(board.slots), _now()
+    states = [reader.state(r, now, gone(board, r)) for r in range(len(board.ranks))]
+    times: dict[str, list[int]] = {}
+    for state in states:
+        if found := _TIME.match(state):
+            times.setdefault(_TIME.sub(r"\1", state), []).append(int(found[2]))
+
+    def spanned(state: str) -> str:
+        """With the times of all ranks in the same place."""
+        same = times.get(_TIME.sub(r"\1", state), [0])
+        low, high = min(same), max(same)
+        return _TIME.sub(rf"\1 {low} to {high} s", state) if low < high else state
+
     return grouped(
-        (f"rank {rank}", reader.state(r, now, gone(board, r))) for r, rank in enumerate(board.ranks)
+        (f"rank {rank}", spanned(s)) for rank, s in zip(board.ranks, states, strict=True)
     )
 
 
