@@ -41,8 +41,8 @@ ALL = os.environ.get("MPIGRAD_ALL_TESTS") == "1"
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "ranks(*counts): runs at these numbers of ranks only, in make test on one or two of them "
-        "(a case of a parametrised test: one) where there are several and it is of no operation",
+        "ranks(*counts): runs at these numbers of ranks only, in make test on one of them where "
+        "it is of no operation",
     )
     config.addinivalue_line("markers", "thin(*counts): at these in make test, at all in test-full")
     config.addinivalue_line("markers", "heavy: takes long to compile; few cases are enough")
@@ -62,7 +62,6 @@ _HEAVY = ((2,), (), (3,), (), (), ())
 # Where tests are of messages: one rank alone proves nothing.
 _OF_MESSAGES = ("tests/operations/", "test_transformations", "test_communicator", "test_jacobian")
 _SINGLE_OF_MESSAGES = ((2,), (2,), (2,), (3,))
-_TWO = ((1, 3), (2, 3), (2, 4), (1, 2))  # of those that a test of the numerics names
 _JIT = ((1, 2), (2, 3), (2, 4))  # each operation's dot test
 
 
@@ -85,11 +84,7 @@ def counts_of(item: pytest.Item) -> tuple[int, ...]:
     if marker and not heavy:
         if marker.name == "thin" or item.get_closest_marker("torch") or _of_messages(item):
             return marker.args
-        place = zlib.crc32(item.nodeid.encode())
-        if case:
-            return (marker.args[place % len(marker.args)],)
-        two = _TWO[place % len(_TWO)]
-        return tuple(n for n in marker.args if n in two) if len(marker.args) > 2 else marker.args
+        return (marker.args[zlib.crc32(item.nodeid.encode()) % len(marker.args)],)
     if case and "name" in case.params and "how" in case.params:
         some = _JIT if case.params["how"] == "jit" and not heavy else _PAIRS
     else:

@@ -88,7 +88,7 @@ def assert_same(got: Any, expected: Any) -> None:
         assert isinstance(a, jax.Array) == isinstance(b, jax.Array)
 
 
-@pytest.mark.thin(1, 3, 4)
+@pytest.mark.thin(3)
 def test_everything_comes_back_bit_for_bit_on_any_ranks(comm, directory):
     tree, layout = state(comm)
     store = Store(directory, comm)

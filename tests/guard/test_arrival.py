@@ -24,9 +24,8 @@ mg.barrier()
 @pytest.mark.parametrize(
     ("absent", "bare"),
     [
-        (0, False),
         (2, True),
-        *(pytest.param(*c, marks=pytest.mark.full) for c in [(0, True), (2, False)]),
+        *(pytest.param(*c, marks=pytest.mark.full) for c in [(0, False), (0, True), (2, False)]),
     ],
 )
 def test_a_rank_that_does_not_come_is_named(

@@ -48,7 +48,9 @@ BROKEN = {
         ("check at ", "broken.py:", "x is 2, not negative"), last=FAILED
     ),
     "one_rank_runs_out_of_memory": Broken(("MemoryError",), last=FAILED),
-    "one_rank_has_no_memory_for_threads": Broken(("MemoryError: Unable to",), code=1, last=FAILED),
+    "one_rank_has_no_memory_for_threads": Broken(
+        ("MemoryError: Unable to",), code=1, last=FAILED, full=True
+    ),
     "an_error_in_words_of_no_encoding": Broken(
         ("ValueError: no mesh ",), code=1, last=FAILED, full=True
     ),
@@ -83,7 +85,7 @@ BROKEN = {
         last="before it ends",
     ),
     "one_rank_makes_no_communicator": Broken(
-        ("rank 0: Split at ", "rank 1: barrier at "), last=ORDER
+        ("rank 0: Split at ", "rank 1: barrier at "), last=ORDER, full=True
     ),
     "pull_back_on_one_rank_only": Broken(
         ("rank 0: allreduce(op=SUM) of float32[3] at the adjoint of ", "rank 1: barrier at "),
@@ -115,6 +117,7 @@ BROKEN = {
             "rank 1: in barrier at ",
         ),
         last=ORDER,
+        full=True,
     ),
     "a_wildcard_request_that_nobody_posts": Broken(
         ("rank 0: in wait of float32[3] from any rank (any tag) at ", "rank 1: in barrier at "),
@@ -136,7 +139,7 @@ BROKEN = {
         last="rank 0 of 2 failed; ending all ranks",
     ),
     "requests_of_other_shapes": Broken(
-        ("rank 1 of 2: wait at ", "give the receiver the shape"), last=FAILED
+        ("rank 1 of 2: wait at ", "give the receiver the shape"), last=FAILED, full=True
     ),
     "requests_of_other_shapes with the guard": Broken(
         (
@@ -183,7 +186,7 @@ BROKEN = {
         ("rank 0: in allreduce", "rank 1: has ended, after barrier at "), last="before it ends"
     ),
     "one_rank_ends under mpiexec": Broken(
-        ("rank 0: in allreduce", "rank 1: has ended, after barrier at "), bare=True
+        ("rank 0: in allreduce", "rank 1: has ended, after barrier at "), bare=True, full=True
     ),
     "one_rank_exits": Broken(
         (), code=3, last="failed with exit code 3: rank 1 was the first to leave with it"
@@ -192,7 +195,7 @@ BROKEN = {
         ("rank 0: in barrier at ", "rank 1: has ended, after barrier at "), bare=True, full=True
     ),
     "killed": Broken((), last="was ended by signal SIGKILL"),
-    "killed under mpiexec": Broken(("signal 9",), bare=True),
+    "killed under mpiexec": Broken(("signal 9",), bare=True, full=True),
     "terminated": Broken((), last="mpigrad: the job was ended by signal SIGTERM"),
     "terminated under mpiexec": Broken(("signal 15",), bare=True, full=True),
     # With the guard, but not caught: said once.
@@ -209,7 +212,9 @@ BROKEN = {
         full=True,
     ),
     "both_receive_first with the guard": Broken(
-        ("rank 0: in recv of float32[3] from rank 1 (any tag) at ", "rank 1: in recv of "), GUARD
+        ("rank 0: in recv of float32[3] from rank 1 (any tag) at ", "rank 1: in recv of "),
+        GUARD,
+        full=True,
     ),
     "a_message_that_nobody_receives with the guard": Broken(
         ("rank 0: 1 message to rank 1 (tag 0), float32[3] by send at ", "broken.py:"),
@@ -221,7 +226,7 @@ BROKEN = {
         ("rank 0: in recv of ", "rank 1: in recv of "), GUARD, code=1
     ),
     "one_rank_exits_with_256": Broken(
-        (), code=1, last="exit code 1: rank 1 was the first to leave with it"
+        (), code=1, last="exit code 1: rank 1 was the first to leave with it", full=True
     ),
     # What nobody can prove: the time limit.
     "one_rank_computes_for_ever": Broken(

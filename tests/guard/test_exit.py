@@ -31,7 +31,13 @@ def python(*words: str, typed: str = "", **environment: str) -> subprocess.Compl
 
 
 @pytest.mark.parametrize(
-    "order", ["jax mpi4py.MPI mpigrad", "mpigrad jax", "mpi4py.MPI mpigrad", "jax.numpy mpigrad"]
+    "order",
+    [
+        "jax mpi4py.MPI mpigrad",
+        "mpi4py.MPI mpigrad",
+        pytest.param("mpigrad jax", marks=pytest.mark.full),
+        pytest.param("jax.numpy mpigrad", marks=pytest.mark.full),
+    ],
 )
 def test_messages_end_before_mpi_does(order: str) -> None:
     done = python(str(PROGRAMS / "ending.py"), *order.split())

@@ -199,7 +199,7 @@ def test_owners() -> None:
         jobs.Weighted([1, -1])
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(3)
 def test_few_jobs_and_wrong_sizes(comm: Communicator) -> None:
     pool = jobs.pool(comm)
     fn = lambda shared, mine, record: shared * record * (1 if mine is None else mine)
@@ -230,7 +230,7 @@ def test_truth_values_are_counted(comm: Communicator) -> None:
     pool.close()
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(3)
 def test_put_sends_what_is_missing(comm: Communicator) -> None:
     every = [np.full(5, float(i)) for i in range(8)]
     mine = None if comm.rank else every

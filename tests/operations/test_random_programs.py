@@ -50,6 +50,7 @@ def test_random_programs(seed: int, comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.full
 def test_long_programs_are_not_rare() -> None:
     """Of those that the tests above run on two ranks."""
     found: list[int] = []

@@ -182,6 +182,7 @@ def test_messages_of_inner_gradients_are_no_tangents(posted: bool, comm: Communi
     close(mg.grad(weighted)(x), jax.grad(simulated)(X)[comm.rank])
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize("later", ["received", "posted", "from anyone", "inside a linear map"])
 def test_tangents_that_would_be_exchanged_are_refused(later: str, comm: Communicator) -> None:
     """The message after it from the same rank with the same tag is received before the wait."""

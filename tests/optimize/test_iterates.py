@@ -57,7 +57,7 @@ def test_methods_reach_the_minimum(chains, name):
     assert np.allclose(whole(solution.value), 1, atol=1e-7)
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(3)
 def test_gradient_and_hessian_of_mixed_unknowns(chains, comm):
     """Taylor remainders of the loss and of the gradient, and the symmetry of the Hessian."""
     objective, x0, _ = chains["mixed"]

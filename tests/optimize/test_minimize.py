@@ -77,7 +77,7 @@ def test_gauss_newton_fits_a_sharded_amplitude_and_common_rates(comm):
     assert solution.stats["evaluations"] < 15
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(3)
 def test_adam_is_optax_on_each_part(comm):
     """Ours, optax through `Optax`, and optax on the whole; the gradient is clipped by all ranks."""
     n = 7
@@ -117,7 +117,7 @@ def test_batches_are_those_of_the_iteration(comm):
     assert seen == [0, 1, 2, 3]
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(3)
 def test_steps_into_the_undefined_are_shortened(comm):
     """The minimum of x - log x, not a number beyond 0, where the first full steps lead."""
 
@@ -247,7 +247,7 @@ def test_what_was_written_outlives_what_goes_wrong(comm, directory, capfd, monke
 # ---- what it refuses, on every rank ----
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(3)
 def test_refusals(comm, directory):
     x0 = jnp.zeros(3)
     last = comm.rank == comm.size - 1

@@ -19,7 +19,7 @@ def without_seconds(solution):
     return [dataclasses.replace(record, seconds=0) for record in solution.history]
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(3)
 def test_a_run_in_two_parts_is_the_run_in_one(chains, comm, tmp_path):
     directory = comm.mpi.bcast(tmp_path)
     objective, x0, _ = chains["mixed"]

@@ -11,7 +11,7 @@ from mpigrad.sparse import Matrix, Pattern
 from mpigrad.sparse.addition import union
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(3)
 def test_sums_and_differences(comm):
     """Values and derivatives, of both matrices, on the union of the patterns."""
     m, n = (0 if comm.rank == 1 else 4), 1 + comm.rank

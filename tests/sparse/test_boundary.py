@@ -46,7 +46,7 @@ def test_prescribes_the_solution(comm, columns):
     close(x[FIXED], values[FIXED])
 
 
-@pytest.mark.thin(2, 3)
+@pytest.mark.thin(2)
 def test_derivatives_of_first_and_second_order(comm):
     """In the entries, the right-hand side and the prescribed values."""
     system = grid_system(comm, empty=0 if comm.size > 2 else None)

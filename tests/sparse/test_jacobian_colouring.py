@@ -16,7 +16,7 @@ from mpigrad.sparse import Pattern, sparse_jacobian
 from mpigrad.sparse.colouring import colouring
 
 
-@pytest.mark.thin(1, 4)
+@pytest.mark.thin(4)
 def test_jacobian_of_a_field(comm):
     field = Field(comm)
     pattern = field.pattern()

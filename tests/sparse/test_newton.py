@@ -97,7 +97,7 @@ def test_value_gradient_and_hessian_vector_product(comm):
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param("jacobian", marks=pytest.mark.thin(1)),
+        pytest.param("jacobian", marks=pytest.mark.full),
         pytest.param("matrix-free", marks=pytest.mark.thin(2)),
     ],
 )

@@ -76,7 +76,7 @@ def chain(comm, theta):
     return f
 
 
-@pytest.mark.thin(2, 4)
+@pytest.mark.thin(2)
 def test_ranks_that_differ(comm):
     """One-way messages, and a parameter of the last rank alone: loss, gradient, dot test."""
     mine = comm.rank == comm.size - 1

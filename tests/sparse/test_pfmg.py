@@ -99,7 +99,7 @@ CASES = {
 }
 
 
-@pytest.mark.thin(2, 4)
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("case", CASES)
 def test_solution_is_that_of_the_dense_matrix(comm, case):
     system = System(comm, *CASES[case])
@@ -125,7 +125,7 @@ def test_iterations_do_not_depend_on_the_tiles(comm):
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("cycle", [PFMG(), BoomerAMG()])
+@pytest.mark.parametrize("cycle", [PFMG(), pytest.param(BoomerAMG(), marks=pytest.mark.full)])
 def test_pcg_ends_with_the_first_residual_that_is_small(comm, cycle):
     """Not an iteration earlier or later, whatever the tolerance and the size of b."""
     system = System(comm, (32, 27), faces(2))

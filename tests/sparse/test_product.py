@@ -32,7 +32,7 @@ def sizes(comm):
     yield (0 if comm.rank == 0 and comm.size > 1 else 3), 2 + comm.rank, (6 if last else 0)
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(3)
 def test_products_are_dense_ones(comm):
     """All in one program: rectangular, empty stripes, dense rows, entries in any order."""
     patterns, values, expected = [], [], []

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations._jax_compat import Primitive
 from mpigrad.operations.activity import carrier
-from mpigrad.operations.collectives import bcast, gather
+from mpigrad.operations.collectives import allgather, bcast
 from mpigrad.operations.factory import effect_primitive
 from mpigrad.operations.sites import call_site
 
@@ -78,10 +78,26 @@ def assert_replicated(
     leaves = [jax.lax.stop_gradient(jnp.asarray(leaf)) for leaf in jax.tree.leaves(x)]
     if comm.size == 1 or not leaves:
         return
+    flags = allgather(_comparison(leaves, bcast(leaves, 0, comm)), comm)
+    same, number, first, deviation = _verdict(flags)
+    require(
+        same,
+        f"{what} is not the same on all ranks: {{}} of {comm.size} ranks differ from rank 0, "
+        f"the first is rank {{}} (by {{}}). {remedy}",
+        number,
+        first,
+        deviation,
+        comm=comm,
+    )
+
+
+# Outside of a compiled program each operator is one of its own, to be compiled: these two are not.
+@jax.jit
+def _comparison(leaves: list[jax.Array], roots: list[jax.Array]) -> jax.Array:
+    """1 where any two differ, and the largest difference, as float32[2]."""
     differs = jnp.zeros((), bool)
     deviation = jnp.zeros((), "float32")
-    for leaf in leaves:
-        root = bcast(leaf, 0, comm)
+    for leaf, root in zip(leaves, roots, strict=True):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             tolerance = 1e3 * float(jnp.finfo(leaf.dtype).eps)
             same = (jnp.abs(leaf - root) <= tolerance * jnp.abs(root)) | (leaf == root)
@@ -92,14 +108,11 @@ def assert_replicated(
             distance = (~same).astype("float32")
         differs |= ~jnp.all(same)
         deviation = jnp.maximum(deviation, jnp.max(distance, initial=0.0))
-    flags = bcast(gather(jnp.stack([differs.astype("float32"), deviation]), 0, comm), 0, comm)
+    return jnp.stack([differs.astype("float32"), deviation])
+
+
+@jax.jit
+def _verdict(flags: jax.Array) -> tuple[jax.Array, ...]:
+    """Of all comparisons: whether nobody differs, how many do, who first, by what."""
     first = jnp.argmax(flags[:, 0])
-    require(
-        ~jnp.any(flags[:, 0] > 0),
-        f"{what} is not the same on all ranks: {{}} of {comm.size} ranks differ from rank 0, "
-        f"the first is rank {{}} (by {{}}). {remedy}",
-        jnp.sum(flags[:, 0]),
-        first,
-        flags[first, 1],
-        comm=comm,
-    )
+    return ~jnp.any(flags[:, 0] > 0), jnp.sum(flags[:, 0]), first, flags[first, 1]

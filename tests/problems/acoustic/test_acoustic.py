@@ -113,7 +113,7 @@ def test_native_is_the_one_rank_program(comm, alone, order):
         compare(native, mine, everything(dataclasses.replace(native, checkpoints="boundary")))
 
 
-@pytest.mark.thin(2, 4)
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("pml", [LAYERS, ((0, 0), (0, 0)), ((12, 0), (9, 9))])
 def test_waves_run_backwards_from_their_boundary(comm, pml):
     """A part of the tile, all of it, and hardly any; sources inside and among what is kept."""
@@ -169,7 +169,7 @@ def test_the_reference_is_batched_on_a_rank_without_points(comm):
     np.testing.assert_allclose(tangent, one, rtol=1e-12)
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("order", [4, 2])
 def test_native_is_the_reference(comm, order):
     if order == 2 and comm.size != 1:

@@ -145,7 +145,10 @@ KEPT = [
 
 
 @pytest.mark.thin(2)
-@pytest.mark.parametrize("settings", KEPT)
+@pytest.mark.parametrize(
+    "settings",
+    [*KEPT[:2], *(pytest.param(k, marks=pytest.mark.full) for k in KEPT[2:-1]), KEPT[-1]],
+)
 def test_gradients_are_those_without_checkpoints(comm, settings):
     got = value_and_gradient(comm, method="native", **settings)
     source = settings.get("source", "explosive")

@@ -24,6 +24,7 @@ SMALL = Settings(
     precision="float64",
 )
 ROUGH = dataclasses.replace(SMALL, tikhonov=3.0, total_variation=0.5)
+full = pytest.mark.full
 CASES = {
     "cells": dataclasses.replace(ROUGH, smoothing=1.5, normalize="trace"),
     "network": dataclasses.replace(SMALL, unknown="network", normalize="shot"),
@@ -63,8 +64,13 @@ def test_groups_and_tiles_are_one_rank(comm, alone, groups):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12 * scale)
 
 
-@pytest.mark.thin(1)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.thin(1) if case in ("cells", "elastic") else full)
+        for case in CASES
+    ],
+)
 def test_gradients_pass_the_taylor_test(comm, case):
     problem, measure, parameters, value, _ = evaluated(case, comm, 1)
     assert 0 < value < 10

@@ -28,7 +28,7 @@ def settings(**changes):
 @pytest.mark.parametrize(
     "kappa",
     [
-        pytest.param("network", marks=pytest.mark.thin(1, 3)),
+        pytest.param("network", marks=pytest.mark.thin(3)),
         pytest.param("cells", marks=pytest.mark.thin(2)),
     ],
 )

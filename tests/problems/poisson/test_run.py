@@ -139,7 +139,7 @@ def test_settings_without_sense_are_refused(comm, directory, changes, error, mes
         run(small(directory, **changes), comm)
 
 
-@pytest.mark.thin(1, 2)
+@pytest.mark.thin(1)
 def test_files_without_sense_are_refused(comm, directory):
     with pytest.raises(FileNotFoundError, match="--data: there is no file"):
         run(small(directory, data=directory / "none.npz"), comm)

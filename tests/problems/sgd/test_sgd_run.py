@@ -132,7 +132,7 @@ def test_digits_are_read_by_torch(comm, directory):
 
 
 @pytest.mark.torch
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(3)
 def test_a_module_of_torch_goes_on_bit_for_bit(comm, directory):
     settings = Settings(
         module=write(directory, comm, TORCH), batch=7, optimizer="adam", staleness=(0,),
