@@ -17,18 +17,34 @@ from mpigrad.operations._jax_compat import Primitive
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.sites import call_site
 
-__all__ = ["Packing", "array", "in_words", "over_packed", "packed"]
+__all__ = ["Packing", "array", "dtype_of", "in_words", "over_packed", "packed"]
 
 
 def array(leaf: Any) -> Any:
     """`leaf` as an array; arrays as they are (`jnp.asarray` costs more than a message)."""
-    x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    try:
+        x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{str(leaf)[:60]!r}, of type {type(leaf).__name__}, is no array of numbers, and no "
+            "pytree of such arrays; other objects go by mpi4py, comm.mpi.bcast(…) for instance"
+        ) from error
     if not isinstance(x.dtype, np.dtype):
         raise TypeError(
             f"MPI cannot move arrays of {x.dtype}; send the bits of a random key, "
             "jax.random.key_data(key), and wrap_key_data what comes"
         )
     return x
+
+
+def dtype_of(leaf: Any) -> np.dtype:
+    """That of `array(leaf)`; `leaf` may have a shape and a dtype only."""
+    if isinstance(leaf, jax.Array):
+        return array(leaf).dtype
+    try:
+        return np.dtype(jnp.result_type(array(leaf) if isinstance(leaf, str) else leaf))
+    except TypeError:
+        return array(leaf).dtype  # says what is wrong
 
 
 def in_words(tree: Any, leading: int = 0) -> str:
@@ -121,7 +137,7 @@ class Packing:
     def of(tree: Any) -> Packing:
         """The packing of an array or pytree of arrays."""
         leaves, structure = jax.tree.flatten(tree)
-        types = ((tuple(jnp.shape(x)), np.dtype(jnp.result_type(x))) for x in leaves)
+        types = ((tuple(jnp.shape(x)), dtype_of(x)) for x in leaves)
         return Packing(structure, tuple(types))
 
     @functools.cached_property

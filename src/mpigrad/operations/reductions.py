@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
@@ -24,7 +23,7 @@ from mpigrad.native import ARITHMETIC_DTYPES, MOVED_FOR, REDUCTIONS, own_reducti
 from mpigrad.operations._jax_compat import Primitive
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import is_differentiable
-from mpigrad.operations.packing import in_words, over_packed
+from mpigrad.operations.packing import dtype_of, in_words, over_packed
 from mpigrad.operations.sites import call_site
 
 __all__ = ["OPS", "Reduction", "check_op", "fold", "product_of_others", "reduced", "reduction"]
@@ -151,7 +150,7 @@ def check_op(operation: str, x: Any, op: MPI.Op | Reduction) -> None:
         if op != known:
             continue
         for leaf in jax.tree.leaves(x):
-            dtype = np.dtype(leaf.dtype if isinstance(leaf, jax.Array) else jnp.result_type(leaf))
+            dtype = dtype_of(leaf)
             if dtype.kind not in kinds or dtype.name not in ARITHMETIC_DTYPES:
                 remedy = "jnp.abs(x)" if dtype.kind == "c" else example
                 raise TypeError(
