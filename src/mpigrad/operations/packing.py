@@ -52,7 +52,7 @@ def in_words(tree: Any, leading: int = 0) -> str:
     leaves, structure = jax.tree.flatten(tree)
     if len(leaves) < 2:
         return ""
-    types = tuple((jnp.shape(x)[leading:], jnp.result_type(x)) for x in leaves)
+    types = tuple((jnp.shape(x)[leading:], dtype_of(x)) for x in leaves)
     words = _words.get((structure, types))
     if words is None:
         if len(_words) >= _KEPT:
