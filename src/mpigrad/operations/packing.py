@@ -52,7 +52,8 @@ def in_words(tree: Any, leading: int = 0) -> str:
     leaves, structure = jax.tree.flatten(tree)
     if len(leaves) < 2:
         return ""
-    types = tuple((jnp.shape(x)[leading:], dtype_of(x)) for x in leaves)
+    dtypes = [dtype_of(x) for x in leaves]
+    types = tuple((jnp.shape(x)[leading:], d) for x, d in zip(leaves, dtypes, strict=True))
     words = _words.get((structure, types))
     if words is None:
         if len(_words) >= _KEPT:
@@ -137,8 +138,9 @@ class Packing:
     def of(tree: Any) -> Packing:
         """The packing of an array or pytree of arrays."""
         leaves, structure = jax.tree.flatten(tree)
-        types = ((tuple(jnp.shape(x)), dtype_of(x)) for x in leaves)
-        return Packing(structure, tuple(types))
+        dtypes = [dtype_of(x) for x in leaves]
+        shapes = (tuple(jnp.shape(x)) for x in leaves)
+        return Packing(structure, tuple(zip(shapes, dtypes, strict=True)))
 
     @functools.cached_property
     def in_words(self) -> list[str]:
