@@ -10,6 +10,7 @@ import pytest
 
 import mpigrad as mg
 from mpigrad.communicator import Communicator
+from mpigrad.operations.checks import _verdict
 
 
 @jax.custom_vjp
@@ -77,3 +78,17 @@ def test_assert_replicated(comm: Communicator) -> None:
     mg.assert_replicated(rounding)
     with pytest.raises(jax.errors.JaxRuntimeError, match="the mesh is not the same"):
         mg.assert_replicated(jnp.int32(comm.rank), what="the mesh")
+    for dtype in ("bfloat16", "float16"):
+        mg.assert_replicated(jnp.asarray([1, jnp.nan, jnp.inf], dtype))
+        mg.assert_replicated(jnp.asarray(1 + 0.01 * comm.rank, dtype))  # a rounding of bfloat16
+        with pytest.raises(jax.errors.JaxRuntimeError, match="is not the same on all ranks"):
+            mg.assert_replicated(jnp.asarray(1 + 0.5 * comm.rank, dtype))
+
+
+@pytest.mark.ranks(1)
+def test_values_of_other_shapes_are_not_replicated() -> None:
+    """Without the guard, where MPI takes them for each other."""
+    flags = jnp.array([[0, 0, 7, 8], [0, 0, 7, 8], [0, 0, 7, 9], [1, 0.5, 7, 8]])
+    assert [float(x) for x in _verdict(flags)] == [0, 2, 2, jnp.inf]
+    assert [float(x) for x in _verdict(flags[jnp.array([0, 1, 3])])] == [0, 1, 2, 0.5]
+    assert bool(_verdict(flags[:2])[0])
