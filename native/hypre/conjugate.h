@@ -75,7 +75,7 @@ class ConjugateGradients {
   int64_t solve(void* matrix, void* b, void* x, bool guessed, double small, int64_t max_steps,
                 Precondition&& precondition) {
     const VectorKernels& k = *kernels_;
-    indefinite_ = false;
+    curvature_ = 0;
     k.copy(b, r_);
     if (guessed) k.multiply(plan_, -1, matrix, x, 1, r_);
     precondition(r_, p_);
@@ -85,7 +85,7 @@ class ConjugateGradients {
       const double curvature = k.dot(s_, p_);
       const double alpha = gamma / curvature;
       if (!(alpha >= std::numeric_limits<double>::min())) {
-        indefinite_ = curvature < -1e-8 * std::sqrt(k.dot(s_, s_) * k.dot(p_, p_));
+        curvature_ = curvature / k.dot(p_, p_);
         return step;
       }
       k.axpy(alpha, p_, x);
@@ -102,12 +102,12 @@ class ConjugateGradients {
     return max_steps;
   }
 
-  // Has the last solve met a direction p with <p, A p> < 0, by more than rounding?
-  bool indefinite() const { return indefinite_; }
+  // <p, A p> / <p, p> of the direction that the last solve could not go along; 0 if it met none.
+  double curvature() const { return curvature_; }
 
  private:
   const VectorKernels* kernels_ = nullptr;
-  bool indefinite_ = false;
+  double curvature_ = 0;
   void *p_ = nullptr, *r_ = nullptr, *s_ = nullptr, *plan_ = nullptr;
 };
 

@@ -124,6 +124,7 @@ class System {
   bool take(const Request& request, bool changed, Answer& answer, Calls& call);
   void renew(Calls& call);
   int64_t solve(const Request& request, double small, bool guessed, int64_t max_steps, Calls& call);
+  bool indefinite();
   void give_rhs(const double* b, Calls& call);
   double residual(const double* b, Calls& call);
   void iterate(const Request& request, const double* b, double size, bool guessed,
@@ -314,6 +315,16 @@ inline int64_t System::solve(const Request& request, double small, bool guessed,
   return place->second.solve(a, rhs(), solution(), request.tolerance, max_steps, call);
 }
 
+// Collective: has PCG met a direction p with <p, A p> < 0, by more than rounding? That of a singular
+// matrix may lie along what A loses, so it is the matrix that says how much rounding is, not A p.
+inline bool System::indefinite() {
+  double largest = 0;
+  if (!(conjugate_gradients_.curvature() < 0)) return false;
+  for (size_t k = 0; k < entries_; ++k) largest = std::max(largest, std::abs(latest_[k]));
+  MPI_Allreduce(MPI_IN_PLACE, &largest, 1, MPI_DOUBLE, MPI_MAX, comm_);
+  return conjugate_gradients_.curvature() < -1e-12 * largest;
+}
+
 // A residual takes the place of b, which is given anew where it is needed once more.
 inline void System::give_rhs(const double* b, Calls& call) {
   if (holds_rhs_) return;
@@ -353,7 +364,7 @@ inline void System::iterate(const Request& request, const double* b, double size
                    : answer.iterations >= max_steps     ? kMaxSteps
                    : answer.residual < 1                ? kStagnated
                                                         : kBreakdown;  // NaN, too
-  if (request.method == kPCG && answer.outcome != kConverged && conjugate_gradients_.indefinite()) {
+  if (request.method == kPCG && answer.outcome != kConverged && indefinite()) {
     answer.outcome = kNotPositive;
     answer.rank = -1;  // of no rank in particular
   }

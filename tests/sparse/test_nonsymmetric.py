@@ -282,11 +282,18 @@ def test_faults_are_errors_on_all_ranks(comm, fault):
 
 
 def test_conjugate_gradients_do_not_promise_what_a_singular_matrix_cannot_keep(comm):
-    """The recurrence of the residual falls below the tolerance; the residual itself does not."""
-    system = grid_system(comm, (12, 11))
-    A = Matrix(system.pattern, singular(system))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"may be singular|did not converge"):
-        solve(A, system.b + 1, PCG())
+    """The recurrence of the residual falls below the tolerance; the residual itself does not.
+
+    Nor is the matrix called indefinite where p is almost constant: <p, A p> is rounding there.
+    """
+    for shape in ((12, 11), (9, 9), (10, 10), (16, 5), (20, 20), (7, 13)):
+        system = grid_system(comm, shape)
+        A = Matrix(system.pattern, singular(system))
+        for size in (1, 1e-3, 1e3):
+            with pytest.raises(
+                jax.errors.JaxRuntimeError, match=r"may be singular|did not converge"
+            ):
+                solve(A, size * system.b + 1, PCG())
 
 
 def test_tolerance_below_rounding(comm):
