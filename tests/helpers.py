@@ -290,6 +290,10 @@ def operand(case: Case, comm: Communicator, dtype: Any = np.float64) -> tuple[An
         stack = stack + 1j * generator.standard_normal(stack.shape)
     elif not jnp.issubdtype(dtype, np.inexact):
         stack = np.rint(3 * np.abs(stack))
+    if case.ties:
+        stack[:, 0] = stack[0, 0]  # equal on all ranks
+        stack[:2, -1, 0] = 0  # a product of two zeros, and of one
+        stack[-1, -1, 1] = 0
     stack = jnp.asarray(stack).astype(dtype)
     return stack[comm.rank], stack
 
