@@ -90,6 +90,8 @@ struct Slot {
   Cell elsewhere_since_ns, elsewhere_site;
   char elsewhere[kName];
   char handling[kText];  // the exception that this rank handles while it waits
+  Cell line_ns;          // when the watchdog has seen this rank outside of operations
+  char line[kText];      // and at which line of the program
   Part send[kParts], receive[kParts];
   Entry entries[kEntries];
   Channel channels[kChannels];

@@ -61,6 +61,8 @@ SLOT = np.dtype(
         ("elsewhere_site", "i8"),
         ("elsewhere", f"S{NAME}"),
         ("handling", f"S{TEXT}"),
+        ("line_ns", "i8"),
+        ("line", f"S{TEXT}"),
         ("send", PART, PARTS),
         ("receive", PART, PARTS),
         ("entries", ENTRY, ENTRIES),

@@ -233,12 +233,21 @@ BROKEN = {
         (
             "an operation has waited 3 s (MPIGRAD_TIMEOUT=3)",
             "rank 0: has waited 3 s in allreduce(op=SUM) of float32[3] at ",
-            "rank 1: never came: it is in Python since ",
+            "rank 1: never came: in no operation since ",
+            " (now at tests/programs/broken.py:",
             "after barrier at ",
         ),
         SHORT,
         code=1,
         last="set MPIGRAD_TIMEOUT",
+    ),
+    "one_rank_is_stopped": Broken(
+        (
+            "rank 0: has waited 3 s in allreduce(op=SUM) of float32[3] at ",
+            "rank 1: never came: in no operation since ",
+            ", and its process is stopped (SIGSTOP)",
+        ),
+        SHORT,
     ),
     "in_a_solver_written_with_mpi4py": Broken(
         ("rank 0: has waited 3 s in recv at ", "rank 1: has waited 3 s in barrier at "), SHORT
@@ -257,7 +266,7 @@ BROKEN = {
     "in_a_reduction_of_objects": Broken(
         (
             "rank 0: has waited 3 s in custom_operation at tests/programs/broken.py:",
-            "rank 1: never came: it is in Python since ",
+            "rank 1: never came: in no operation since ",
         ),
         SHORT,
     ),

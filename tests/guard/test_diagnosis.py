@@ -354,13 +354,17 @@ def test_states() -> None:
     ranks = Ranks(3)
     second = 1_000_000_000
     reader = Reader(ranks.slots)
-    assert reader.state(0, 0) == "never came: it is in Python, and has called no operation"
+    assert reader.state(0, 0) == "never came: it has called no operation"
     contract = ranks.shaped(ranks.collective(0, "reduce"), F64, 2, 3)
     contract["site"] = -1
     expected = "reduce of float64[2,3] at the adjoint of prog.py:0"
     assert reader.state(0, 7 * second) == f"has waited 7 s in {expected}"
     ranks.leave(0)
-    assert reader.state(0, 2 * second).endswith(f"in Python since 2 s, after {expected}")
+    came = "never came: in no operation since"
+    assert reader.state(0, 2 * second) == f"{came} 2 s, after {expected}"
+    ranks.slots[0]["line"], ranks.slots[0]["line_ns"] = b"prog.py:7", 3 * second
+    assert reader.state(0, 4 * second) == f"{came} 4 s (now at prog.py:7), after {expected}"
+    assert reader.state(0, 9 * second) == f"{came} 9 s (last seen at prog.py:7), after {expected}"
     assert reader.state(0, 0, "has died") == f"has died, after {expected}"
     ranks.slots[1]["elsewhere"], ranks.slots[1]["elsewhere_since_ns"] = b"solve", second
     ranks.slots[1]["elsewhere_site"] = 1

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import sys
+
 import numpy as np
 import pytest
 
 from mpigrad import board as b
 from mpigrad.guard import watchdog
 from mpigrad.native import UNTIMED, Record
+from mpigrad.operations.sites import program_line
 
 
 def test_looks_find_when_an_operation_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +40,23 @@ def test_looks_find_when_an_operation_has_begun(monkeypatch: pytest.MonkeyPatch)
     record.start_ns = 0
     assert look(9950) == 0
     assert int(slots[0]["since_ns"]) == 9950
+
+
+def test_the_line_of_the_program_and_not_of_what_it_calls() -> None:
+    found = []
+
+    def hook(pairs: list[tuple[str, int]]) -> None:
+        found.append(program_line(sys._getframe(1)))  # of json's own function
+
+    frame = inspect.currentframe()
+    assert frame is not None
+    json.loads('{"a": 1}', object_pairs_hook=hook, cls=_InPython)
+    assert found == [f"tests/guard/test_watchdog.py:{frame.f_lineno - 1}"]
+
+
+class _InPython(json.JSONDecoder):
+    """Not the decoder in C, which has no frames."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]

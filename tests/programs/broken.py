@@ -139,6 +139,13 @@ def one_rank_computes_for_ever():
     mg.allreduce(x)
 
 
+def one_rank_is_stopped():
+    mg.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    mg.allreduce(x)
+
+
 def one_rank_runs_out_of_memory():
     if rank == 1:
         np.ones(1 << 50)

@@ -30,6 +30,7 @@ _OPS = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR
 _OPS += ("MAXLOC", "MINLOC")
 _SHOWN = 4  # messages of one operation that are written out
 _WORD = 2**64 - 1
+_FRESH = 2_000_000_000  # ns: a watchdog that has not looked for longer does not come to it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,8 +233,16 @@ class Reader:
             where = self.site(r, int(slot["elsewhere_site"]))
             return f"has waited {seconds:.0f} s in {words(slot['elsewhere'])} at {where}"
         if not last:
-            return "never came: it is in Python, and has called no operation"
-        return f"never came: it is in Python since {seconds:.0f} s{last}"
+            return f"never came: it has called no operation{self.line(r, now_ns)}"
+        return f"never came: in no operation since {seconds:.0f} s{self.line(r, now_ns)}{last}"
+
+    def line(self, r: int, now_ns: int) -> str:
+        """The line of the program that rank r executes, as its watchdog has seen it."""
+        slot = self.slots[r]
+        if not slot["line"]:
+            return ""
+        fresh = now_ns - int(slot["line_ns"]) < _FRESH
+        return f" ({'now' if fresh else 'last seen'} at {words(slot['line'])})"
 
 
 def _tuple(values: Any) -> str:

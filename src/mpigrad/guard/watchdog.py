@@ -18,6 +18,7 @@ from mpigrad.guard.diagnosis import Finding, diagnose, grouped
 from mpigrad.guard.reading import Reader
 from mpigrad.guard.roll_call import RollCall
 from mpigrad.native import UNTIMED, Record, record
+from mpigrad.operations.sites import program_line
 
 __all__ = ["Watchdog", "gone", "where"]
 
@@ -32,22 +33,36 @@ def gone(board: b.Board, r: int) -> str:
     slot = board.slots[r]
     if int(slot["state"]) == b.ENDED:
         return "has ended"
+    return "has died" if _process_state(board, r) in {"", "Z", "X"} else ""
+
+
+def _process_state(board: b.Board, r: int) -> str:
+    """The letter by which Linux says what a process does; "" where there is none."""
+    slot = board.slots[r]
     if r == board.mine or int(slot["namespace"]) != int(board.slots[board.mine]["namespace"]):
-        return ""
+        return "R"  # as far as is known
     try:
         status = pathlib.Path(f"/proc/{int(slot['pid'])}/stat").read_text().rpartition(")")[2]
     except OSError:
-        return "has died"
-    return "has died" if status.split()[0] in "ZX" else ""
+        return ""
+    return status.split()[0]
 
 
-_TIME = re.compile(r"^(has waited|never came: it is in Python since) (\d+) s")
+def stopped(board: b.Board, r: int) -> str:
+    """That the process of the rank of slot r does not run, or ""."""
+    return (
+        ", and its process is stopped (SIGSTOP)" if _process_state(board, r) in {"T", "t"} else ""
+    )
+
+
+_TIME = re.compile(r"^(has waited|never came: in no operation since) (\d+) s")
 
 
 def where(board: b.Board) -> list[str]:
     """Where the ranks of a board are, in lines: one for those whose times alone differ."""
     reader, now = Reader(board.slots), _now()
-    states = [reader.state(r, now, gone(board, r)) for r in range(len(board.ranks))]
+    slots = range(len(board.ranks))
+    states = [reader.state(r, now, gone(board, r)) + stopped(board, r) for r in slots]
     times: dict[str, list[int]] = {}
     for state in states:
         if found := _TIME.match(state):
@@ -111,6 +126,8 @@ class Watchdog:
             waited = (_now() - start) * 1e-9 if start else 0.0
             self._note_elsewhere(start)
             with contextlib.suppress(Exception):  # an exception's own text may raise another
+                if not start:
+                    self._note_line()
                 self._note_handling(waited >= self.patience / 2)
             if waited < self.patience / 2:
                 continue
@@ -139,6 +156,14 @@ class Watchdog:
             mine["elsewhere"], mine["elsewhere_site"] = now.operation[: b.NAME - 1], now.site
         if inside or int(mine["elsewhere_since_ns"]):
             mine["elsewhere_since_ns"] = start if inside else 0
+
+    def _note_line(self) -> None:
+        """Show the others what this rank does while it is in no operation."""
+        mine = self.board.slots[self.board.mine]
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        if frame is not None:
+            mine["line"] = program_line(frame).encode(errors="replace")[: b.TEXT - 1]
+            mine["line_ns"] = _now()
 
     def _note_handling(self, waits: bool) -> None:
         """Show the others why this rank may have left its way: an operation in `finally`."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
+from types import FrameType
 
 from mpigrad.native import library
 
-__all__ = ["call_site", "describe", "pass_over", "standing_at"]
+__all__ = ["call_site", "describe", "pass_over", "program_line", "standing_at"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The problems are programs that use the library: their lines are worth naming.
 _PROGRAMS = os.path.join(_PACKAGE, "problems") + os.sep
 _PACKAGE += os.sep
 _JAX = os.path.join("site-packages", "jax") + os.sep
+_INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib"))
 
 # But for those that are libraries themselves.
 _passed_over: list[str] = []
@@ -63,8 +66,8 @@ def call_site(tree: str = "") -> int:
     return _with_trees[key]
 
 
-def _line() -> int:
-    frame = sys._getframe(1)
+def _outside(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame outside the library, from this one on."""
     while frame is not None:
         name = frame.f_code.co_filename
         inside = (name.startswith(_PACKAGE) and not name.startswith(_PROGRAMS)) or _JAX in name
@@ -73,14 +76,35 @@ def _line() -> int:
         if not inside and not name.startswith("<frozen") and name != contextlib.__file__:
             break
         frame = frame.f_back
+    return frame
+
+
+def _text(file: str, line: int | None) -> str:
+    return f"{os.path.relpath(file) if file.startswith(os.getcwd()) else file}:{line}"
+
+
+def _line() -> int:
+    frame = _outside(sys._getframe(1))
     if frame is None:
         return 0
     key = (frame.f_code.co_filename, frame.f_lineno)
     number = _numbers.get(key)
     if number is None:
-        name = os.path.relpath(key[0]) if key[0].startswith(os.getcwd()) else key[0]
-        number = _numbers[key] = _add(f"{name}:{key[1]}", "")
+        number = _numbers[key] = _add(_text(*key), "")
     return number
+
+
+def program_line(frame: FrameType) -> str:
+    """The line of the user's program that a thread executes, or "": prog.py:12.
+
+    That of the program's own files, where there is one, rather than of what it calls.
+    """
+    outside = _outside(frame)
+    own = outside
+    while own is not None and own.f_code.co_filename.startswith(_INSTALLED):
+        own = _outside(own.f_back)
+    found = own or outside
+    return _text(found.f_code.co_filename, found.f_lineno) if found is not None else ""
 
 
 def _add(text: str, tree: str) -> int:
