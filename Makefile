@@ -61,9 +61,11 @@ $(VENV)/torch: $(READY)
 test-hosts: setup
 	@$(BIN)/python tests/hosts/run.py
 
+# TESTS: some of them (for tests/run.py).
+TESTS :=
 test-oldest:
 	@mkdir -p build
-	@PYTHON="$(PYTHON)" MPI="$(MPI)" sh tools/oldest.sh
+	@PYTHON="$(PYTHON)" MPI="$(MPI)" sh tools/oldest.sh $(TESTS)
 
 # N programs at each number of ranks; another SEED, other programs.
 N := 1000

@@ -1,6 +1,7 @@
 #!/bin/sh
 # What `make test-oldest` does: operations and transformations on the oldest JAX that pyproject.toml
-# allows, in an environment of its own. PYTHON and MPI come from the Makefile; arguments go to pytest.
+# allows, in an environment of its own. PYTHON and MPI come from the Makefile; arguments, for tests/run.py,
+# stand for those below.
 set -eu
 
 venv=build/oldest
@@ -15,5 +16,6 @@ $pip install "jax==$oldest" "jaxlib==$oldest" "mpi4py>=4.0,<5" "numpy>=2.0" "tyr
 # there is no hypre, which is not tested here.
 $pip install --no-deps --no-build-isolation --config-settings build-dir=build/oldest-native \
     --config-settings cmake.define.CMAKE_DISABLE_FIND_PACKAGE_MPI=ON .
-exec "$venv/bin/python" tests/run.py -n 1,2 tests/operations tests/test_transformations.py \
-    tests/test_jacobian.py tests/test_communicator.py "$@"
+[ $# -gt 0 ] || set -- -n 1,2 tests/operations tests/test_transformations.py \
+    tests/test_jacobian.py tests/test_communicator.py
+exec "$venv/bin/python" tests/run.py "$@"

@@ -519,6 +519,10 @@ def surround_custom_rules(
         }
 
 
+# JAX 0.10.0 has no other effects.
+_positional_effects = getattr(core, "positional_effects", lambda jaxpr: jaxpr.effects)
+
+
 def _stage_call(primitive: Any, trace: Any, tracers: Any, params: dict[str, Any]) -> Any:
     """`_stage` for a call that has no rule of abstract evaluation."""
     inputs = [trace.instantiate_const(t) for t in tracers]
@@ -526,7 +530,7 @@ def _stage_call(primitive: Any, trace: Any, tracers: Any, params: dict[str, Any]
     outputs = [partial_eval.JaxprTracer(trace, unknown(a), None) for a in jaxpr.out_avals]
     stack = trace._current_truncated_name_stack()
     source = source_info_util.current().replace(name_stack=stack)
-    kinds = core.positional_effects(jaxpr)
+    kinds = _positional_effects(jaxpr)
     recipe = partial_eval.new_eqn_recipe(trace, inputs, outputs, primitive, params, kinds, source)
     trace.effect_handles.append(partial_eval.EffectHandle(inputs, recipe))
     for output in outputs:
