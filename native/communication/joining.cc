@@ -1,5 +1,6 @@
 // While MPI starts, Python stands still: mpi4py holds its lock. Where a rank has ended before, MPI
-// waits for it for ever; a thread that needs neither ends this rank, and so the job.
+// waits for it for ever; a thread that needs neither ends this rank, and so the job. The same when
+// MPI ends, after Python.
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,8 +14,9 @@
 
 namespace {
 
-std::mutex lock;
-std::condition_variable changed;
+// Never destroyed: the thread may outlive what ends with the process.
+std::mutex& lock = *new std::mutex;
+std::condition_variable& changed = *new std::condition_variable;
 bool joined = false;
 
 }  // namespace
@@ -22,6 +24,10 @@ bool joined = false;
 MPIGRAD_EXPORT void mpigrad_joining(double seconds, const char* text) {
   // A clock counts in 64 bits: a limit that is as good as none must not overflow it.
   const std::chrono::duration<double> limit(std::min(seconds, 1e8));
+  {
+    const std::lock_guard<std::mutex> held(lock);
+    joined = false;
+  }
   std::thread([limit, said = std::string(text)] {
     std::unique_lock<std::mutex> held(lock);
     if (changed.wait_for(held, limit, [] { return joined; })) return;

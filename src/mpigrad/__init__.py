@@ -10,9 +10,9 @@ __version__ = "0.1.0"
 # The `mpigrad` command only starts ranks: its own process needs neither MPI nor JAX.
 if not in_command():
     from mpigrad.joining import joining as _joining
-    from mpigrad.joining import refuse_spawned as _refuse_spawned
+    from mpigrad.joining import refuse_children as _refuse_children
 
-    _refuse_spawned()
+    _refuse_children()
     with _joining(__path__):
         from mpi4py import MPI as _MPI  # first: it initialises MPI with MPI_THREAD_MULTIPLE
 

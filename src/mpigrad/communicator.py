@@ -187,7 +187,15 @@ class Communicator:
         On ranks that give None (or MPI.UNDEFINED) the result is false (`if part: ...`), has size
         0, and is refused by every operation.
         """
-        with self._part(color, key) as part:
+        for name, value in (("color", color), ("key", key)):
+            if not (isinstance(value, (int, np.integer)) or (name == "color" and value is None)):
+                raise TypeError(f"split: {name} must be an integer, not {type(value).__name__}")
+        if color is not None and color != MPI.UNDEFINED and color < 0:
+            raise ValueError(
+                f"split: color={color} on rank {self.rank}: colors are not negative; None leaves a "
+                "rank out"
+            )
+        with self._part(None if color is None else int(color), int(key)) as part:
             return Communicator(part) if part else _LeftOut()
 
     def dup(self) -> Communicator:
@@ -231,8 +239,22 @@ class Communicator:
             raise ValueError(
                 f"cartesian: {len(rings)} periods for {len(shape)} axes (dims={tuple(dims)})"
             )
+        self._check_alike((tuple(shape), tuple(map(bool, rings))))
         with self._part(0 if self.rank < math.prod(shape) else None, 0) as part:
             return Cartesian(part, shape, rings) if part else _LeftOut()
+
+    def _check_alike(self, grid: tuple[tuple[int, ...], tuple[bool, ...]]) -> None:
+        """The same error on all ranks where they ask for other grids (collective)."""
+        ranks: dict[Any, list[int]] = {}
+        for rank, other in enumerate(self.mpi.allgather(grid)):
+            ranks.setdefault(other, []).append(rank)
+        if len(ranks) > 1:
+            asked = "; ".join(
+                f"{'ranks' if len(r) > 1 else 'rank'} {', '.join(map(str, r[:8]))}: dims={dims}, "
+                f"periods={rings}"
+                for (dims, rings), r in ranks.items()
+            )
+            raise ValueError(f"cartesian: the ranks ask for other grids ({asked}); give the same")
 
     @contextlib.contextmanager
     def _part(self, color: int | None, key: int) -> Iterator[MPI.Intracomm | None]:
@@ -385,7 +407,12 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 def check_process() -> None:
-    """Refuse messages in a child that was forked from a rank."""
+    """Refuse messages in a child that was forked from a rank, and after the end of MPI."""
+    if MPI.Is_finalized():
+        raise RuntimeError(
+            "mpigrad: MPI has been finalized (MPI.Finalize() was called), so that there are no "
+            "messages any more. Leave the call out: MPI ends by itself when the program does."
+        )
     if _forked:
         raise RuntimeError(
             "mpigrad: this process was forked from a rank, and is none itself: MPI knows the "

@@ -11,25 +11,40 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 
-__all__ = ["joining", "refuse_spawned"]
+__all__ = ["joining", "refuse_children"]
 
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-_OURS = "MPIGRAD_PROCESS"  # the number of the process that is a rank, for its children
+# How a launcher tells a process who it is. (Not SLURM_PROCID, which a batch script has, too.)
+_IDENTITY = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_JOBID", "PMI_RANK", "PMI_FD", "PMI_PORT")
+# The number of the process that is a rank, and who it is: for its children.
+_OURS = "MPIGRAD_PROCESS"
 _GRACE = 3.0  # seconds after the limit, as a busy machine starts ranks one after the other
 _TURN = 1.0  # seconds between two ranks, so that one says it
 
 
-def refuse_spawned() -> None:
-    """End the job where a rank's child, spawned by multiprocessing, imports the rank's program.
+def refuse_children() -> None:
+    """Refuse the import in a process that a rank has started.
 
-    MPI would take it for the rank and abort it; a pool starts another one in its place, for ever.
+    It has the rank's environment: MPI would take it for the rank, and the job would never end, or
+    be aborted. (A job of its own, started by a launcher within a rank, has another identity.)
     """
-    # While it imports the program, a child does not know its parent yet.
-    spawned = getattr(multiprocessing.current_process(), "_inheriting", False)
-    parent = os.getppid()
-    if not spawned or os.environ.get(_OURS) != str(parent) or "mpi4py.MPI" in sys.modules:
-        os.environ[_OURS] = str(os.getpid())
+    identity = " ".join(f"{name}={os.environ[name]}" for name in _IDENTITY if name in os.environ)
+    rank, _, its_identity = os.environ.get(_OURS, "").partition(" ")
+    taken = identity and identity == its_identity and rank != str(os.getpid())
+    # Only a namespace is of one job alone.
+    started = "PMIX_NAMESPACE" in os.environ or rank == str(os.getppid())
+    if not (taken and started) or "mpi4py.MPI" in sys.modules:
+        os.environ[_OURS] = f"{os.getpid()} {identity}"
         return
+    # While it imports the program, a child of multiprocessing does not know its parent yet.
+    spawned = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if not spawned:
+        raise ImportError(
+            f"mpigrad: this process was started by a rank (process {rank}) and is none itself, but "
+            "MPI would take it for the rank. Start workers from a file that imports neither "
+            "mpigrad nor mpi4py, or take the variables of the launcher (PMIX_*, OMPI_*, PMI_*) out "
+            "of their environment: then it is a program of one rank"
+        )
     text = (
         "mpigrad: multiprocessing has spawned this process from a rank, and it is none itself, but "
         "it imports the program of the rank, and so mpigrad. Import mpigrad and mpi4py under "
@@ -37,7 +52,7 @@ def refuse_spawned() -> None:
         "neither; ending the job"
     )
     print(text, file=sys.stderr, flush=True)
-    os.kill(parent, signal.SIGTERM)
+    os.kill(os.getppid(), signal.SIGTERM)  # a pool would start another one, for ever
     raise ImportError(text)
 
 

@@ -104,6 +104,8 @@ class _Recorder:
                 },
             ]
             try:
+                if self.rank == 0 and self.path and self.path.is_dir():
+                    raise IsADirectoryError("it is a directory")
                 self.part.write_text("[\n" + "".join(f"{json.dumps(e)},\n" for e in about))
             except OSError as error:
                 trouble = f"rank {self.rank}: {error}"
@@ -142,8 +144,6 @@ class _Recorder:
         calls, kept = self.lib.mpigrad_trace_calls(), self.lib.mpigrad_trace_count()
         if not self._everybody_came():
             return
-        if self.path and self.rank == 0:
-            self._merge(self.path)
         world = self.world
         most = world.allreduce(calls - kept, op=MPI.MAX)
         if self.rank == 0 and most > 0:
@@ -155,6 +155,14 @@ class _Recorder:
             gathered = world.gather(self._record(kept))
             if gathered is not None:
                 print(table(gathered), file=sys.stderr, flush=True)
+        if self.path and self.rank == 0:  # last: large files take long
+            try:
+                self._merge(self.path)
+            except OSError as error:
+                _say(
+                    f"the trace could not be written to {self.path} ({error}); the files of the "
+                    f"ranks, {self._part(0).name} and its kin, are there"
+                )
 
     def _everybody_came(self) -> bool:
         """Whether all ranks end; one that was ended by an error never comes."""

@@ -24,6 +24,7 @@ from mpi4py import MPI
 
 from mpigrad import board as b
 from mpigrad.guard.arrival import await_all
+from mpigrad.guard.departure import await_ends
 from mpigrad.guard.diagnosis import disagreement
 from mpigrad.guard.leftover import unreceived
 from mpigrad.guard.reading import Reader
@@ -34,6 +35,12 @@ from mpigrad.native import at_exit, library
 
 __all__ = ["current_board", "end_all_on_errors", "end_job", "install"]
 
+_TURN = 1.0  # seconds between two ranks, so that one says it
+_STUCK = (
+    "mpigrad: rank %d has waited %g s in MPI_Finalize, though all ranks have come to their end. A "
+    "process that a rank has started, and that imports mpi4py, is taken for the rank by MPI: start "
+    "it without the variables of the launcher (PMIX_*, OMPI_*, PMI_*) in its environment.\n"
+)
 _GRACE = 2.0  # seconds for others to say where they are, before the job is ended
 _UNREACHED = 5.0  # seconds in which MPI ends a rank that has called Abort
 # What starts ranks on a host, as far as it may be ended by one.
@@ -52,8 +59,10 @@ class _Process:
 
     board: b.Board | None = None
     others: RollCall | None = None
+    world: MPI.Intracomm | None = None  # for the end, where there are other ranks
     forked = False
     guarded = False
+    fails = False  # it leaves in a way for which mpi4py ends the job
 
 
 def current_board() -> b.Board:
@@ -115,20 +124,22 @@ def _note_exits() -> None:
     """Tell `mpigrad launch` which rank has left by sys.exit(3), for which mpi4py ends the job."""
     runner: Any = sys.modules.get("mpi4py.run")
     name = os.environ.get("MPIGRAD_STOP_FILE")
-    if runner is None or not name:
+    if runner is None:
         return
     ends, rank = runner.set_abort_status, MPI.COMM_WORLD.rank
 
     def noted(status: object) -> None:
+        code = 1
         if isinstance(status, SystemExit) and not _Process.forked:
             code = int(status.code if isinstance(status.code, int) else status.code is not None)
             if code and not code & 0xFF:  # of which a system sees no more: 256 would be success
                 code, status = 1, SystemExit(1)
             # Fails where another rank has left before, or where the launcher is on another host.
             with contextlib.suppress(OSError):
-                if code:
+                if code and name:
                     with pathlib.Path(name).with_name("left").open("x") as file:
                         file.write(f"{code} {rank}")
+        _Process.fails = bool(code) if isinstance(status, SystemExit) else True
         ends(status)
 
     runner.set_abort_status = noted
@@ -163,12 +174,15 @@ def install() -> None:
     seconds, lib = timeout_seconds(), library()
     await_all(seconds, end_job)
     board = _Process.board = b.share(lib)
+    board.slots[board.mine]["since_ns"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     compare = _Process.guarded = MPI.COMM_WORLD.bcast(guarded())  # on all ranks or on none
     lib.mpigrad_set_guard(int(compare), _explain)
     at_exit(_finish)
     os.register_at_fork(after_in_child=_forked)
     ctypes.pythonapi.Py_AtExit(lib.mpigrad_end_child)  # called before mpi4py's
     _note_exits()
+    if MPI.COMM_WORLD.size > 1:
+        _Process.world = MPI.COMM_WORLD.Dup()
     others = _Process.others = roll_call(board, functools.partial(where, board))
     end = functools.partial(end_job, grace=_GRACE)
     Watchdog(board, seconds, compare, end, others).start()
@@ -226,6 +240,15 @@ def _finish() -> None:
         if _Process.guarded:
             end_job(text)
         sys.stderr.write(text + "\n")
+    if _Process.fails or MPI.Is_finalized():
+        return  # MPI ends the job, or has ended
+    if _Process.world is None:
+        return
+    seconds = timeout_seconds()
+    await_ends(board, _Process.world, seconds, end_job)
+    if seconds:  # now Python ends, and nothing of it is left that could look
+        rank, limit = MPI.COMM_WORLD.rank, seconds + _TURN * min(MPI.COMM_WORLD.rank, 15)
+        library().mpigrad_joining(ctypes.c_double(limit), (_STUCK % (rank, limit)).encode())
 
 
 def _thread_in_operation(board: b.Board) -> str:

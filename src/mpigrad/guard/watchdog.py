@@ -187,7 +187,7 @@ class Watchdog:
             return False
         if finding.stuck != self._seen:
             self._seen, self._since = finding.stuck, time.monotonic()
-        return time.monotonic() - self._since >= self.patience
+        return time.monotonic() - self._since >= self.patience / 2  # of the half that is over
 
     def _raise(self, finding: Finding) -> None:
         if not (self.guarded and finding.refusable):

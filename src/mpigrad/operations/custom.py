@@ -19,7 +19,7 @@ from mpi4py import MPI
 from mpigrad.communicator import Communicator, derivative_slot, resolve, slot_of
 from mpigrad.native import ARITHMETIC_DTYPES, library
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.activity import carrier
+from mpigrad.operations.activity import carrier, no_messages
 from mpigrad.operations.factory import is_differentiable, linear_map
 from mpigrad.operations.packing import array
 from mpigrad.operations.sites import call_site
@@ -27,6 +27,10 @@ from mpigrad.operations.sites import call_site
 __all__ = ["custom_operation"]
 
 Function = Callable[[Any, MPI.Intracomm], Any]
+_MPI4PY_ONLY = (
+    "an operation of mpigrad in a function of a custom_operation is refused: no rank could be told "
+    "where the others are. Send by the methods of the communicator that the function is given."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +86,11 @@ class _Call:
         for member in range(math.prod(self.batch)):
             # Copies: the function may change its operands, which belong to XLA.
             copies = [x[member].copy() for x in operands]
-            returned = function(
-                jax.tree.unflatten(self.operand.structure, copies),
-                _communicators[slot_of(self.slot)],
-            )
+            with no_messages(_MPI4PY_ONLY):
+                returned = function(
+                    jax.tree.unflatten(self.operand.structure, copies),
+                    _communicators[slot_of(self.slot)],
+                )
             due = (
                 "is due, the type of x: a cotangent of x has it"
                 if self.transposed
