@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -33,6 +34,38 @@ def test_correct_programs_are_let_go(guard: str, board: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "all let go\n"
     assert "mpigrad" not in done.stderr
+
+
+def test_a_program_that_a_rank_starts_is_no_rank(tmp_path: pathlib.Path) -> None:
+    """MPI would take it for the rank that has started it, and the job would never end."""
+    program = tmp_path / "starts.py"
+    program.write_text(
+        "import subprocess, sys, mpigrad as mg\n"
+        "words = [sys.executable, '-c', 'import mpigrad']\n"
+        "done = subprocess.run(words, capture_output=True, text=True)\n"
+        "assert 'this process was started by a rank' in done.stderr, done.stderr\n"
+        "print(f'sum {float(mg.allreduce(float(done.returncode)))}\\n', end='', flush=True)\n"
+    )
+    done = mpigrad("launch", "-n", 2, program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 2.0") == 2
+
+
+def test_ranks_that_compute_when_others_have_ended_are_let_go(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "computes.py"
+    program.write_text(
+        "import time, mpigrad as mg\n"
+        "rank = mg.communicator.default().rank\n"
+        "end = time.monotonic() + 6 * rank\n"
+        "while time.monotonic() < end:\n"
+        "    pass\n"
+        "print(f'rank {rank} is done\\n', end='', flush=True)\n"
+    )
+    done = mpigrad("launch", "-n", 2, program, MPIGRAD_TIMEOUT="3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is done") == 2
+    assert "The job goes on" in done.stderr
+    assert re.search(r"rank 1: never came: .* \(now at .*:[45]\)", done.stderr)
 
 
 def test_a_message_that_nobody_receives_is_named_without_the_guard_too() -> None:

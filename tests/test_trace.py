@@ -26,6 +26,18 @@ def spans(text: str) -> dict[int, list[dict[str, Any]]]:
 
 
 @pytest.mark.launcher
+def test_a_trace_that_cannot_be_written_at_the_end_is_no_failure(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "trace.json"
+    path.symlink_to("/dev/full")
+    done = mpigrad("launch", "-n", 2, TRACED, MPIGRAD_TRACE=str(path))
+    assert done.returncode == 0, done.stderr
+    assert f"the trace could not be written to {path}" in done.stderr
+    for rank in (0, 1):
+        part = (tmp_path / f"trace.rank{rank}.json").read_text().rstrip()
+        assert len(spans(part.removesuffix(",") + "]")[rank]) > 10
+
+
+@pytest.mark.launcher
 def test_trace_and_profile(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "trace.json"
     done = mpigrad("launch", "-n", 2, "--profile", TRACED, MPIGRAD_TRACE=str(path))

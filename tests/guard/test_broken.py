@@ -241,6 +241,31 @@ BROKEN = {
         code=1,
         last="set MPIGRAD_TIMEOUT",
     ),
+    "one_rank_never_ends": Broken(
+        (
+            "the program has ended on some ranks, which wait for the others since 3 s",
+            "rank 1: never came: in no operation since ",
+            " (now at tests/programs/broken.py:",
+        ),
+        SHORT,
+        code=1,
+        last="Ending all ranks",
+    ),
+    "grids_of_ranks_that_differ": Broken(
+        (
+            "ValueError: cartesian: the ranks ask for other grids (rank 0: dims=(2,), "
+            "periods=(False,); rank 1: dims=(2,), periods=(True,)); give the same",
+        ),
+        code=1,
+        last=" of 2 failed; ending all ranks",
+    ),
+    "an_operation_in_a_custom_operation": Broken(
+        ("an operation of mpigrad in a function of a custom_operation is refused",),
+        last=" of 2 failed; ending all ranks",
+    ),
+    "an_operation_after_the_end_of_mpi": Broken(
+        ("RuntimeError: mpigrad: MPI has been finalized", "Leave the call out"), hosts=2
+    ),
     "one_rank_is_stopped": Broken(
         (
             "rank 0: has waited 3 s in allreduce(op=SUM) of float32[3] at ",

@@ -351,6 +351,27 @@ def one_rank_exits_with_256():
     mg.barrier()
 
 
+def one_rank_never_ends():
+    if rank == 1:
+        threading.Event().wait()
+
+
+def grids_of_ranks_that_differ():
+    mg.communicator.default().cartesian((2,), periods=rank == 1)
+
+
+def an_operation_in_a_custom_operation():
+    def forward(v, comm):
+        return np.asarray(mg.allreduce(v))
+
+    mg.custom_operation(forward, forward)(x)
+
+
+def an_operation_after_the_end_of_mpi():
+    MPI.Finalize()
+    mg.barrier()
+
+
 if rank == 0:
     print(time.monotonic(), flush=True)
 mg.barrier()
