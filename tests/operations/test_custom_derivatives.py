@@ -145,6 +145,7 @@ def plain_jvp(x: Any) -> Any:
 plain_jvp.defjvp(lambda p, t: (plain_jvp(*p), mg.allreduce(*t)))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["custom_vjp", "custom_jvp"])
 def test_messages_in_rules_of_jax_are_refused(

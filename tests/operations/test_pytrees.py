@@ -41,6 +41,13 @@ def _from_anyone(x: Any, c: Communicator) -> Any:
     return mg.recv(x, comm=c)
 
 
+def _neighbors(x: Any, c: Communicator) -> Any:
+    """A row to each other rank."""
+    others = [r for r in range(c.size) if r != c.rank]
+    rows = jax.tree.map(lambda leaf: leaf[jnp.array(others, int)], x)
+    return mg.neighbor_alltoallv(rows, others, [1] * len(others), [1] * len(others), comm=c)
+
+
 def _requests(x: Any, c: Communicator) -> Any:
     request = mg.irecv(x, _ring(c)[1], comm=c)
     return mg.waitall([mg.isend(x, _ring(c)[0], comm=c), request])[1]
@@ -70,6 +77,7 @@ OPERATIONS: dict[str, Callable[[Any, Communicator], Any]] = {
     "allgatherv": lambda x, c: mg.allgatherv(_own(x, c), _counts(c), comm=c),
     "reduce_scatterv": lambda x, c: mg.reduce_scatterv(x, _counts(c), comm=c),
     "alltoallv": lambda x, c: mg.alltoallv(x, _counts(c), [_counts(c)[c.rank]] * c.size, comm=c),
+    "neighbor_alltoallv": _neighbors,
     "send and recv": _send_and_recv,
     "recv from anyone": _from_anyone,
     "sendrecv": lambda x, c: mg.sendrecv(x, *_ring(c), comm=c),

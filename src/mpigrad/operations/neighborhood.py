@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from mpigrad.communicator import Communicator, check_rank, derivative_slot, resolve
@@ -13,6 +14,7 @@ from mpigrad.native import TAG_LIMIT, words_per_element
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.activity import carrier
 from mpigrad.operations.factory import linear_map
+from mpigrad.operations.packing import array, in_words, over_packed
 from mpigrad.operations.sites import call_site
 
 __all__ = ["neighbor_alltoallv"]
@@ -51,13 +53,13 @@ def neighbor_alltoallv(
     recvcounts: Sequence[int],
     comm: Communicator | None = None,
 ) -> Any:
-    """Exchange rows with the neighbouring ranks, one message each way.
+    """Exchange rows with the neighbouring ranks, one message of each dtype each way.
 
     Parameters
     ----------
     x
-        Array of shape (sum(sendcounts), ...): the rows for neighbors[0], then those for
-        neighbors[1], and so on.
+        Array or pytree of arrays of shape (sum(sendcounts), ...): the rows for neighbors[0], then
+        those for neighbors[1], and so on.
     neighbors
         Ranks, without repetition. Rank r names s if and only if s names r.
     sendcounts, recvcounts
@@ -65,11 +67,10 @@ def neighbor_alltoallv(
 
     Returns
     -------
-    Array of shape (sum(recvcounts), ...), packed in the same way. The adjoint is the same
+    Arrays of shape (sum(recvcounts), ...), packed in the same way. The adjoint is the same
     exchange with the counts exchanged.
     """
     comm = resolve(comm)
-    x = jnp.asarray(x)
     ranks = tuple(check_rank(r, comm, "neighbor_alltoallv: neighbors") for r in neighbors)
     send, receive = tuple(int(n) for n in sendcounts), tuple(int(n) for n in recvcounts)
     if not len(ranks) == len(send) == len(receive):
@@ -81,19 +82,26 @@ def neighbor_alltoallv(
         raise ValueError(f"neighbor_alltoallv: neighbors {ranks} name a rank twice")
     if min((*send, *receive, 0)) < 0:
         raise ValueError("neighbor_alltoallv: counts must not be negative")
-    if x.ndim == 0 or x.shape[0] != sum(send):
-        raise ValueError(
-            f"neighbor_alltoallv: x has shape {x.shape} on rank {comm.rank}; its leading axis "
-            f"must have sum(sendcounts) = {sum(send)} rows"
+    for leaf in jax.tree.leaves(x):
+        shape = jnp.shape(array(leaf))
+        if not shape or shape[0] != sum(send):
+            raise ValueError(
+                f"neighbor_alltoallv: x has shape {shape} on rank {comm.rank}; its leading axis "
+                f"must have sum(sendcounts) = {sum(send)} rows"
+            )
+    site, a = call_site(in_words(x, 1)), carrier()
+
+    def exchange(leaf: Any) -> Any:
+        (y,) = neighbor_alltoallv_p.bind(
+            leaf,
+            a,
+            comm=derivative_slot(comm.slot),  # out of the way of the program's wildcard receives
+            site=site,
+            tag=NEIGHBOR_TAG,
+            neighbors=ranks,
+            sendcounts=send,
+            recvcounts=receive,
         )
-    (y,) = neighbor_alltoallv_p.bind(
-        x,
-        carrier(),
-        comm=derivative_slot(comm.slot),  # out of the way of the program's wildcard receives
-        site=call_site(),
-        tag=NEIGHBOR_TAG,
-        neighbors=ranks,
-        sendcounts=send,
-        recvcounts=receive,
-    )
-    return y
+        return y
+
+    return over_packed(exchange, x, leading=(1, 1))
