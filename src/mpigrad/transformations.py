@@ -400,10 +400,10 @@ def jit(
 
     # The first argument is the turn at top level, and the carrier inside a transformation.
     @functools.partial(jax.jit, **options)
-    def program(turn: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def program(_mpigrad_turn: Any, /, *args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return turn, f(*args, **kwargs)
-        return _region(f, turn, args, kwargs)
+            return _mpigrad_turn, f(*args, **kwargs)
+        return _region(f, _mpigrad_turn, args, kwargs)
 
     inside = functools.partial(jax.jit, **options)(with_carrier(f))
     at_top_level = compat.is_top_level

@@ -135,6 +135,7 @@ TRANSFORMATIONS: dict[str, tuple[Callable[[One], One], str, int]] = {
     "scan(checkpoint)": (gradient(lambda f: scan(ck(f))), "grad", 2),
     "checkpoint(scan)": (gradient(lambda f: ck(scan(f))), "grad", 2),
     "scan(checkpoint(scan))": (gradient(lambda f: scan(ck(scan(f)))), "grad", 4),
+    "checkpoint(scan(checkpoint))": (gradient(lambda f: ck(scan(ck(f)))), "grad", 2),
     "checkpoint(scan(checkpoint(scan)))": (gradient(lambda f: ck(scan(ck(scan(f))))), "grad", 4),
     "cond": (gradient(cond), "grad", 1),
     "checkpoint(cond)": (gradient(lambda f: ck(cond(f))), "grad", 1),

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mpigrad as mg
@@ -165,3 +166,54 @@ def test_what_only_sends_is_not_forgotten(outer: str, inner: str, comm: Communic
         return S
 
     prove(loop, joint, comm, "checkpoint")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("operation", ["allreduce", "send and recv"])
+def test_checkpoints_in_a_loop_and_around_it(operation: str, comm: Communicator) -> None:
+    """What is constant on one rank was sent once there, before the loop; on the others in it."""
+
+    def step(x: Any, _: Any) -> Any:
+        if operation == "allreduce":
+            return x * mg.allreduce(2.0 if comm.rank == 0 else x), None
+        if comm.rank == 0:
+            value, factor = mg.recv((x, jnp.int32(0)), 1, 7)
+            return value * factor, None
+        mg.send((x, jnp.int32(3)), 0, 7)
+        return x, None
+
+    def loop(step: Any) -> Any:
+        return lambda x: jax.lax.scan(step, x, None, length=3)[0]
+
+    expected = mg.grad(loop(step))(1.5)
+    got = mg.jit(mg.grad(jax.checkpoint(loop(jax.checkpoint(step)))))(1.5)
+    close(got, expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_batched_choice_of_messages_is_refused(comm: Communicator) -> None:
+    """A selection would pair each branch's messages with the same branch on the other rank."""
+
+    def f(x: Any) -> Any:
+        once, twice = (lambda x: mg.allreduce(x)), (lambda x: mg.allreduce(2 * x))
+        return jax.lax.cond(x + comm.rank > 0.5, once, twice, x)
+
+    with pytest.raises(ValueError, match=r"go through the batch by jax\.lax\.map"):
+        mg.vmap(f)(jnp.array([0.1, 0.2]))
+    close(jax.lax.map(f, jnp.array([0.1, 0.2])), np.array([0.3, 0.6]))
+
+    def g(x: Any) -> Any:
+        once, twice = (lambda x: mg.allreduce(x)), (lambda x: 2 * mg.allreduce(x))
+        return jax.lax.cond(mg.allreduce(x) * comm.rank > 0.5, once, twice, x)
+
+    with pytest.raises(ValueError, match="take mode='forward'"):
+        mg.jacobian(g, mode="reverse")(1.0)
+    close(mg.jacobian(g)(1.0), np.full(2, 1.0 if comm.rank else 2.0))
+
+
+def test_any_name_of_a_keyword(comm: Communicator) -> None:
+    f = lambda x, c=1.0, turn=1.0: mg.allreduce(x) * c * turn
+    for transformed in (mg.jit(f), mg.jit(mg.grad(f)), mg.grad(mg.jit(f)), mg.grad(f)):
+        transformed(1.0, c=2.0, turn=3.0)
+    close(mg.grad(f)(1.0, c=2.0, turn=3.0), 6.0 * comm.size)
+    close(mg.vmap(f)(jnp.ones(2), c=jnp.ones(2), turn=jnp.ones(2)), np.full(2, comm.size))

@@ -310,6 +310,23 @@ def always_stage(primitive: Primitive) -> None:
     _rules[primitive] = functools.partial(_stage, primitive)
 
 
+# Not empty while JAX looks for what is the same in all turns of a loop: there a call with messages
+# stays as a whole, where elsewhere its known part is executed.
+_hoisting: list[None] = []
+
+
+def _hoists(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        _hoisting.append(None)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            _hoisting.pop()
+
+    return wrapped
+
+
 def _repair(
     primitive: Any,
     effects_of: Callable[[dict[str, Any]], Any],
@@ -326,7 +343,7 @@ def _repair(
         if _is_in_place(trace, tracers):
             return default(trace, *tracers, **params)
         unknown = [i for i, t in enumerate(tracers) if not t.is_known()]
-        if not unknown:
+        if not unknown or _hoisting:
             return _stage(primitive, trace, *tracers, **params)
         extended = with_extra_result(params, unknown[-1]) if with_extra_result else None
         if extended is None:
@@ -379,6 +396,12 @@ def install_repairs() -> None:
             return solve_jvp(*args, **params)
 
     ad.primitive_jvps[solves.linear_solve_p] = in_place
+    loops._scan_known_hoisting = _hoists(loops._scan_known_hoisting)
+    custom_rules = partial_eval.partial_eval_jaxpr_custom_rules
+    custom_rules[loops.scan_p] = _hoists(custom_rules[loops.scan_p])
+    batchers = batching.fancy_primitive_batchers
+    plain = batchers[conditionals.cond_p]
+    batchers[conditionals.cond_p] = functools.partial(_batched_cond, plain)
     _rules[loops.while_p] = functools.partial(_partial_while, _rules[loops.while_p])
     for primitive in (core.call_p, core.closed_call_p):
         _inline_call(primitive)
@@ -446,6 +469,24 @@ def _inline_call(primitive: Any) -> None:
         **plain(params),
         "kinds": params["call_jaxpr"].effects,
     }
+
+
+def _batched_cond(plain: Callable[..., Any], axis: Any, args: Any, dims: Any, **params: Any) -> Any:
+    """JAX makes a selection of it, so that every rank goes through all branches.
+
+    Messages in a branch would then meet those in the same branch of the other ranks, whatever
+    these have chosen.
+    """
+    kinds = {e for branch in params["branches"] for e in branch.jaxpr.effects}
+    if dims[0] is not None and "branches_platforms" not in params and _has_messages(kinds):
+        raise ValueError(
+            "a cond (or switch) with messages in its branches, whose predicate differs within a "
+            "batch (vmap; jacobian(mode='reverse') of what depends on messages): all ranks would "
+            "go through all branches, and their messages would meet those of branches that others "
+            "have not chosen. Send outside of the branches and select by jnp.where, or go through "
+            "the batch by jax.lax.map; of Jacobians take mode='forward'."
+        )
+    return plain(axis, args, dims, **params)
 
 
 def _partial_while(plain: Callable[..., Any], trace: Any, *tracers: Any, **params: Any) -> Any:

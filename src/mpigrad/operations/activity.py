@@ -107,8 +107,9 @@ def active(value: Any) -> Iterator[None]:
 def with_carrier(f: Callable[..., Any]) -> Callable[..., Any]:
     """f(*args) as g(c, *args), in which every message depends on c (with derivative zero)."""
 
-    def g(c: Any, *args: Any, **kwargs: Any) -> Any:
-        with active(c + outer_carrier()):
+    # No keyword of the program has this name, which JAX would mix up with it all the same.
+    def g(_mpigrad_carrier: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with active(_mpigrad_carrier + outer_carrier()):
             return f(*args, **kwargs)
 
     return g
