@@ -269,15 +269,6 @@ CASES |= {
     for operation in REDUCING
     for op in ("PROD", "own function", "own derivative")
 }
-ALIKE = (
-    "requests beside send and recv",
-    "recv of any tag",
-    "sendrecv of any tag",
-    "irecv from anyone",
-    "one_sided put and get",
-    "one_sided of a pytree",
-    "custom_operation of a pytree",
-)
 CASES |= {name: Case(run, simulate, takes=t) for name, (run, simulate, t) in MESSAGES.items()}
 
 

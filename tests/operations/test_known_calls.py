@@ -211,6 +211,13 @@ def test_a_batched_choice_of_messages_is_refused(comm: Communicator) -> None:
     close(mg.jacobian(g)(1.0), np.full(2, 1.0 if comm.rank else 2.0))
 
 
+def test_compiled_ahead_of_time(comm: Communicator) -> None:
+    compiled = jax.jit(mg.allreduce).lower(1.0).compile()
+    for x in (1.0, 2.0, 3.0):
+        close(compiled(x), x * comm.size)
+    close(mg.allreduce(1.0), 1.0 * comm.size)
+
+
 def test_any_name_of_a_keyword(comm: Communicator) -> None:
     f = lambda x, c=1.0, turn=1.0: mg.allreduce(x) * c * turn
     for transformed in (mg.jit(f), mg.jit(mg.grad(f)), mg.grad(mg.jit(f)), mg.grad(f)):

@@ -13,7 +13,7 @@ import pytest
 from mpi4py import MPI
 
 import mpigrad as mg
-from helpers import ALIKE, CASES, REDUCING, Case, close, operand
+from helpers import CASES, REDUCING, Case, close, operand
 from mpigrad.communicator import Communicator
 from proof import TRANSFORMED, prove
 
@@ -35,8 +35,6 @@ def programs(case: Case, comm: Communicator) -> tuple[Callable[..., Any], Callab
     )
 
 
-# In make test: of cases that are much like another; the rest of them in make test-full.
-SOME = ("jit", "scan", "scan(checkpoint)")
 # Transformations of transformations: with every twelfth operation, with all in make test-full.
 NESTED = ("jax.jit", "vmap over the last axis", "checkpoint(scan)", "scan(checkpoint)", "jit(vmap)")
 
@@ -50,7 +48,7 @@ def pairs() -> list[Any]:
             nested = how in NESTED and ((i + j) % 12 or case.heavy)
             # A hundred small programs each.
             apart = how == "eager" and case.heavy and name != "allreduce not of sums"
-            if nested or apart or (name in ALIKE and how not in SOME):
+            if nested or apart:
                 marks.append(pytest.mark.full)
             found.append(pytest.param(name, how, marks=marks))
     return found

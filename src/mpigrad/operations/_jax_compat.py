@@ -36,6 +36,7 @@ from jax._src.array import ArrayImpl
 from jax._src.interpreters import ad as _ad
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.interpreters import pxla
 from jax._src.lax.control_flow import conditionals, loops, solves
 from jax._src.xla_bridge import backends_are_initialized
 from jax.extend.core import Primitive
@@ -407,6 +408,13 @@ def install_repairs() -> None:
         _inline_call(primitive)
     rounded = ad_checkpoint._insert_reduce_precision
     ad_checkpoint._insert_reduce_precision = functools.partial(_rounded_if_real, rounded)
+    fast_call = pxla.MeshExecutable.create_cpp_call
+    # Of a program that is compiled ahead of time: this call hands over no tokens.
+    pxla.MeshExecutable.create_cpp_call = lambda self, *args: (
+        None
+        if _has_messages(getattr(self.unsafe_call, "ordered_effects", ()))
+        else fast_call(self, *args)
+    )
     again = api_util.maybe_recursive_nan_check
     api_util.maybe_recursive_nan_check = functools.partial(_not_again, again)
 
