@@ -92,6 +92,7 @@ struct Slot {
   char handling[kText];  // the exception that this rank handles while it waits
   Cell line_ns;          // when the watchdog has seen this rank outside of operations
   char line[kText];      // and at which line of the program
+  Cell line_waits;       // for a thread, a lock or an event of its own
   Part send[kParts], receive[kParts];
   Entry entries[kEntries];
   Channel channels[kChannels];

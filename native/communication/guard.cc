@@ -27,6 +27,8 @@ void (*explain)(const Told* told, int size, char* text, int room) = nullptr;
 const char* last_operation = nullptr;
 std::atomic<bool> forked{false};
 int exit_code = 0;
+double end_limit = 0;
+std::string& end_text = *new std::string;
 std::atomic<bool> busy{false};
 // This thread is in an operation: what it calls there, as a user's own operation does, is part of it.
 // (A byte of the static block of thread-local memory: looked up without a call.)
@@ -312,6 +314,8 @@ void Post::matched(size_t i, int64_t source, int64_t tag) {
 
 using namespace mpigrad;
 
+MPIGRAD_EXPORT void mpigrad_joining(double seconds, const char* text);
+
 MPIGRAD_EXPORT void mpigrad_set_guard(int on, void (*explainer)(const Told*, int, char*, int)) {
   guarded = on;
   explain = explainer;
@@ -326,9 +330,18 @@ MPIGRAD_EXPORT void mpigrad_forked() { forked = true; }
 // The exit code of a forked child, as far as Python knows it.
 MPIGRAD_EXPORT void mpigrad_set_exit_code(int code) { exit_code = code; }
 
-// Called when all of Python has ended, before mpi4py finalises MPI: which is the parent's.
+// How long MPI may take to end, when Python has, and what is said then.
+MPIGRAD_EXPORT void mpigrad_limit_end(double seconds, const char* text) {
+  end_limit = seconds;
+  end_text = text;
+}
+
+// Called when all of Python has ended, before mpi4py finalises MPI: of a forked child, the parent's.
 MPIGRAD_EXPORT void mpigrad_end_child() {
-  if (!forked) return;
+  if (!forked) {
+    if (end_limit > 0) mpigrad_joining(end_limit, end_text.c_str());
+    return;
+  }
   std::fflush(nullptr);
   _exit(exit_code);
 }

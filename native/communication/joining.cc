@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "mpi_runtime.h"
@@ -17,27 +18,28 @@ namespace {
 // Never destroyed: the thread may outlive what ends with the process.
 std::mutex& lock = *new std::mutex;
 std::condition_variable& changed = *new std::condition_variable;
-bool joined = false;
+int turn = 0;  // of the limit that holds, or of none
 
 }  // namespace
 
 MPIGRAD_EXPORT void mpigrad_joining(double seconds, const char* text) {
   // A clock counts in 64 bits: a limit that is as good as none must not overflow it.
   const std::chrono::duration<double> limit(std::min(seconds, 1e8));
-  {
-    const std::lock_guard<std::mutex> held(lock);
-    joined = false;
+  const std::lock_guard<std::mutex> setting(lock);
+  const int mine = ++turn;
+  try {
+    std::thread([limit, mine, said = std::string(text)] {
+      std::unique_lock<std::mutex> held(lock);
+      if (changed.wait_for(held, limit, [mine] { return turn != mine; })) return;
+      [[maybe_unused]] const auto written = write(STDERR_FILENO, said.data(), said.size());
+      _exit(1);
+    }).detach();
+  } catch (const std::system_error&) {  // no threads left: no limit
   }
-  std::thread([limit, said = std::string(text)] {
-    std::unique_lock<std::mutex> held(lock);
-    if (changed.wait_for(held, limit, [] { return joined; })) return;
-    [[maybe_unused]] const auto written = write(STDERR_FILENO, said.data(), said.size());
-    _exit(1);
-  }).detach();
 }
 
 MPIGRAD_EXPORT void mpigrad_joined() {
   const std::lock_guard<std::mutex> held(lock);
-  joined = true;
+  ++turn;
   changed.notify_all();
 }

@@ -63,6 +63,7 @@ SLOT = np.dtype(
         ("handling", f"S{TEXT}"),
         ("line_ns", "i8"),
         ("line", f"S{TEXT}"),
+        ("line_waits", "i8"),
         ("send", PART, PARTS),
         ("receive", PART, PARTS),
         ("entries", ENTRY, ENTRIES),

@@ -188,7 +188,7 @@ class Communicator:
         0, and is refused by every operation.
         """
         for name, value in (("color", color), ("key", key)):
-            if not (isinstance(value, (int, np.integer)) or (name == "color" and value is None)):
+            if not (hasattr(value, "__index__") or (name == "color" and value is None)):
                 raise TypeError(f"split: {name} must be an integer, not {type(value).__name__}")
         if color is not None and color != MPI.UNDEFINED and color < 0:
             raise ValueError(

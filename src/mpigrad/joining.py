@@ -52,7 +52,7 @@ def refuse_children() -> None:
         "neither; ending the job"
     )
     print(text, file=sys.stderr, flush=True)
-    os.kill(os.getppid(), signal.SIGTERM)  # a pool would start another one, for ever
+    os.kill(int(rank), signal.SIGTERM)  # a pool would start another one, for ever
     raise ImportError(text)
 
 

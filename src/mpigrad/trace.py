@@ -24,7 +24,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.native import at_exit, library
+from mpigrad.guard import when_all_have_ended
+from mpigrad.native import library
 from mpigrad.operations.sites import describe
 from mpigrad.profile import RankRecord, Total, table
 
@@ -57,7 +58,7 @@ def start() -> None:
         return
     world = Communicator(MPI.COMM_WORLD).mpi
     recorder = _Recorder(world, path, profile)
-    at_exit(recorder.end)
+    when_all_have_ended(recorder.end)
 
 
 class _Recorder:

@@ -351,7 +351,7 @@ def one_rank_exits_with_256():
     mg.barrier()
 
 
-def one_rank_never_ends():
+def one_rank_never_ends():  # a thread waits for an event
     if rank == 1:
         threading.Event().wait()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import sys
@@ -26,8 +27,8 @@ def await_ends(
     """Wait until every rank has come to its end (collective over `world`).
 
     A rank may well compute, or write, when the others are done: after the time limit the ranks of
-    this host that have not come are named, and the job is ended only where none of them has done
-    anything in all that time.
+    this host that have not come are named, and the job is ended only where all of them wait for
+    threads of their own, and have done nothing in all that time, or have died.
 
     Parameters
     ----------
@@ -36,55 +37,66 @@ def await_ends(
     end_job
         Called with what there is to say; it does not return.
     """
-    everybody, start, pause = world.Ibarrier(), time.monotonic(), _PAUSE
-    since, before = start, _work(board)
-    named = False
+    everybody, pause = world.Ibarrier(), _PAUSE
+    waited, passed, before = 0.0, 0.0, _work(board)
+    last, named = time.monotonic(), False
     while not everybody.Test():
         time.sleep(pause)
         pause = min(1.1 * pause, 0.05)
-        now = time.monotonic()
-        if not seconds or now - since < seconds:
+        # A job that is suspended for hours has not waited for hours.
+        last, step = (now := time.monotonic()), min(now - last, 1.0)
+        waited, passed = waited + step, passed + step
+        if not seconds or passed < seconds:
             continue
-        work, passed = _work(board), now - since
-        since, before, earlier = now, work, before
-        ended = [r for r in range(len(board.ranks)) if r not in work]
-        if not work or board.mine != min(ended):  # one of those that wait says it
+        missing, done = _work(board), passed
+        passed, before, earlier = 0.0, missing, before
+        ended = [r for r in range(len(board.ranks)) if _has_ended(board, r)]
+        if not missing or board.mine != min(ended):  # one of those that wait says it
             continue
-        idle = all(work[r] - earlier.get(r, float("-inf")) < _IDLE * passed for r in work)
-        if idle:
-            end_job(_text(board, now - start, seconds, _ENDED))
+        dead = any(gone(board, r) for r in missing)
+        # Not finite: at work, as far as is known.
+        idle = all(missing[r] - earlier.get(r, math.nan) < _IDLE * done for r in missing)
+        if dead or (idle and all(board.slots[r]["line_waits"] for r in missing)):
+            end_job(_text(board, waited, seconds, _ENDED))
         if not named:
-            print(_text(board, now - start, seconds, _GOES_ON), file=sys.stderr, flush=True)
+            print(_text(board, waited, seconds, _GOES_ON), file=sys.stderr, flush=True)
         named = True
 
 
 _ENDED = (
-    "Those that have not ended compute nothing: look at the line where they are, at threads that "
-    "never end and at functions given to atexit. Ending all ranks."
+    "Those that have not ended compute nothing, and wait for threads of their own: look for one "
+    "that never ends. Ending all ranks."
 )
 _GOES_ON = (
-    "The job goes on, as those that have not ended compute, or have started a process. If one of "
-    "them waits in a call of mpi4py, or computes for ever, end the job yourself."
+    "The job goes on, as those that have not ended may have work to do. If one of them waits in a "
+    "call of mpi4py, or computes for ever, end the job yourself."
 )
+
+
+def _has_ended(board: b.Board, r: int) -> bool:
+    return int(board.slots[r]["state"]) == b.ENDED
 
 
 def _work(board: b.Board) -> dict[int, float]:
     """Seconds for which ranks of this host that have not ended have computed, by slot."""
-    slots = range(len(board.ranks))
-    here = [r for r in slots if int(board.slots[r]["state"]) != b.ENDED and not gone(board, r)]
-    return {r: _seconds(int(board.slots[r]["pid"])) for r in here}
+    here = [r for r in range(len(board.ranks)) if not _has_ended(board, r)]
+    return {r: _seconds(board, r) for r in here}
 
 
-def _seconds(pid: int) -> float:
-    """What a process has computed; infinity where it has started another, or cannot be seen."""
-    process = pathlib.Path(f"/proc/{pid}")
+def _seconds(board: b.Board, r: int) -> float:
+    """What a process has computed, with those that it has started; NaN where nobody can say."""
+    slot = board.slots[r]
+    process = pathlib.Path(f"/proc/{int(slot['pid'])}")
+    if int(slot["namespace"]) != int(board.slots[board.mine]["namespace"]):
+        return math.nan
     try:
         if any((task / "children").read_text().split() for task in (process / "task").iterdir()):
-            return float("inf")
-        fields = (process / "stat").read_text().rpartition(")")[2].split()
+            return math.nan
+        state, *fields = (process / "stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return float("inf")
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+        return math.nan
+    # "D": it waits for a disk or a file server.
+    return math.nan if state == "D" else sum(int(n) for n in fields[10:14]) / _TICKS
 
 
 def _text(board: b.Board, waited: float, seconds: float, remedy: str) -> str:

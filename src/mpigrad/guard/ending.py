@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 from mpi4py import MPI
@@ -33,8 +33,9 @@ from mpigrad.guard.settings import guarded, timeout_seconds
 from mpigrad.guard.watchdog import Watchdog, where
 from mpigrad.native import at_exit, library
 
-__all__ = ["current_board", "end_all_on_errors", "end_job", "install"]
+__all__ = ["current_board", "end_all_on_errors", "end_job", "install", "when_all_have_ended"]
 
+_LAST = 30.0  # seconds that MPI_Finalize has at least
 _TURN = 1.0  # seconds between two ranks, so that one says it
 _STUCK = (
     "mpigrad: rank %d has waited %g s in MPI_Finalize, though all ranks have come to their end. A "
@@ -62,6 +63,9 @@ class _Process:
     world: MPI.Intracomm | None = None  # for the end, where there are other ranks
     forked = False
     guarded = False
+    seconds = 0.0
+    at_end: ClassVar[list[Callable[[], object]]] = []
+    finished = False
     fails = False  # it leaves in a way for which mpi4py ends the job
 
 
@@ -122,7 +126,9 @@ def _end_daemon() -> None:
 
 def _note_exits() -> None:
     """Tell `mpigrad launch` which rank has left by sys.exit(3), for which mpi4py ends the job."""
-    runner: Any = sys.modules.get("mpi4py.run")
+    main: Any = sys.modules.get("__main__")
+    own = getattr(getattr(main, "__spec__", None), "name", "") == "mpi4py.run"
+    runner: Any = main if own else sys.modules.get("mpi4py.run")
     name = os.environ.get("MPIGRAD_STOP_FILE")
     if runner is None:
         return
@@ -172,12 +178,14 @@ def end_all_on_errors() -> None:
 def install() -> None:
     """Watch this rank from now on (collective over all ranks)."""
     seconds, lib = timeout_seconds(), library()
+    _Process.seconds = seconds
     await_all(seconds, end_job)
     board = _Process.board = b.share(lib)
     board.slots[board.mine]["since_ns"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     compare = _Process.guarded = MPI.COMM_WORLD.bcast(guarded())  # on all ranks or on none
     lib.mpigrad_set_guard(int(compare), _explain)
     at_exit(_finish)
+    MPI.Finalize = functools.partial(_finalize, MPI.Finalize)
     os.register_at_fork(after_in_child=_forked)
     ctypes.pythonapi.Py_AtExit(lib.mpigrad_end_child)  # called before mpi4py's
     _note_exits()
@@ -225,8 +233,9 @@ def _finish() -> None:
     Registered after JAX's own clean-up, this runs before it; MPI is finalised after both.
     """
     board = _Process.board
-    if board is None:
+    if board is None or _Process.finished or MPI.Is_finalized():
         return
+    _Process.finished = True
     with contextlib.suppress(Exception):  # of a computation that has failed already
         jax.effects_barrier()
     if text := _thread_in_operation(board):
@@ -240,15 +249,27 @@ def _finish() -> None:
         if _Process.guarded:
             end_job(text)
         sys.stderr.write(text + "\n")
-    if _Process.fails or MPI.Is_finalized():
-        return  # MPI ends the job, or has ended
-    if _Process.world is None:
-        return
-    seconds = timeout_seconds()
-    await_ends(board, _Process.world, seconds, end_job)
-    if seconds:  # now Python ends, and nothing of it is left that could look
-        rank, limit = MPI.COMM_WORLD.rank, seconds + _TURN * min(MPI.COMM_WORLD.rank, 15)
-        library().mpigrad_joining(ctypes.c_double(limit), (_STUCK % (rank, limit)).encode())
+    if _Process.world is not None and not _Process.fails:  # else MPI ends the job
+        await_ends(board, _Process.world, _Process.seconds, end_job)
+        if _Process.seconds:  # soon nothing of Python is left that could look
+            rank = MPI.COMM_WORLD.rank
+            limit = max(_Process.seconds, _LAST) + _TURN * min(rank, 15)
+            library().mpigrad_limit_end(ctypes.c_double(limit), (_STUCK % (rank, limit)).encode())
+    for end in _Process.at_end:
+        end()
+
+
+def _finalize(plain: Callable[[], None]) -> None:
+    """MPI.Finalize, called by the program: this rank has come to its end, and may go on alone."""
+    if not _Process.forked:
+        _finish()
+    plain()
+    library().mpigrad_limit_end(ctypes.c_double(0), b"")
+
+
+def when_all_have_ended(end: Callable[[], object]) -> None:
+    """Call `end` on every rank when all have come to their end, while MPI is there (collective)."""
+    _Process.at_end.append(end)
 
 
 def _thread_in_operation(board: b.Board) -> str:

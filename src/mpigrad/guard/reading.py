@@ -239,7 +239,7 @@ class Reader:
     def line(self, r: int, now_ns: int) -> str:
         """The line of the program that rank r executes, as its watchdog has seen it."""
         slot = self.slots[r]
-        if not slot["line"]:
+        if not slot["line"] or int(slot["line_ns"]) < int(slot["since_ns"]):
             return ""
         fresh = now_ns - int(slot["line_ns"]) < _FRESH
         return f" ({'now' if fresh else 'last seen'} at {words(slot['line'])})"

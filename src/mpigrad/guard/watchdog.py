@@ -125,9 +125,10 @@ class Watchdog:
             start = self._start(now)
             waited = (_now() - start) * 1e-9 if start else 0.0
             self._note_elsewhere(start)
-            with contextlib.suppress(Exception):  # an exception's own text may raise another
+            with contextlib.suppress(OSError):  # the working directory may be gone
                 if not start:
                     self._note_line()
+            with contextlib.suppress(Exception):  # an exception's own text may raise another
                 self._note_handling(waited >= self.patience / 2)
             if waited < self.patience / 2:
                 continue
@@ -164,6 +165,7 @@ class Watchdog:
         if frame is not None:
             mine["line"] = program_line(frame).encode(errors="replace")[: b.TEXT - 1]
             mine["line_ns"] = _now()
+            mine["line_waits"] = frame.f_code.co_filename == threading.__file__
 
     def _note_handling(self, waits: bool) -> None:
         """Show the others why this rank may have left its way: an operation in `finally`."""

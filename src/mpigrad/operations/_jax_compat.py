@@ -408,12 +408,13 @@ def install_repairs() -> None:
         _inline_call(primitive)
     rounded = ad_checkpoint._insert_reduce_precision
     ad_checkpoint._insert_reduce_precision = functools.partial(_rounded_if_real, rounded)
-    fast_call = pxla.MeshExecutable.create_cpp_call
+    executable: Any = pxla.MeshExecutable
+    fast_call = executable.create_cpp_call
     # Of a program that is compiled ahead of time: this call hands over no tokens.
-    pxla.MeshExecutable.create_cpp_call = lambda self, *args: (
+    executable.create_cpp_call = lambda self, params: (
         None
         if _has_messages(getattr(self.unsafe_call, "ordered_effects", ()))
-        else fast_call(self, *args)
+        else fast_call(self, params)
     )
     again = api_util.maybe_recursive_nan_check
     api_util.maybe_recursive_nan_check = functools.partial(_not_again, again)
