@@ -16,6 +16,7 @@ from mpi4py import MPI
 from mpigrad.communicator import Communicator
 from mpigrad.jobs.context import job_number
 from mpigrad.jobs.records import Data
+from mpigrad.operations.activity import agreed
 from mpigrad.operations.custom import custom_operation
 
 __all__ = ["Failure", "JobError", "Watch", "end_with", "forget", "host_call", "key_data"]
@@ -220,7 +221,7 @@ def end_with(
         raw = jnp.concatenate([_to_bytes(operands), bad.astype("uint8")[None]])
         return operation(raw, comm)
 
-    jax.lax.cond(bad, end, lambda: jnp.zeros(1, "uint8"))
+    jax.lax.cond(bad, agreed(end), lambda: jnp.zeros(1, "uint8"))
 
 
 def key_data(x: Any) -> Any:

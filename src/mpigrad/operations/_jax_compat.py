@@ -59,6 +59,7 @@ __all__ = [
     "lower_to_nothing",
     "lowering",
     "make_effectful",
+    "mark_agreement",
     "mlir",
     "other_orders",
     "queues",
@@ -480,14 +481,24 @@ def _inline_call(primitive: Any) -> None:
     }
 
 
+_agreements: set[Primitive] = set()
+
+
+def mark_agreement(primitive: Primitive) -> None:
+    """In a branch, `primitive` says that all ranks take that one together."""
+    _agreements.add(primitive)
+
+
 def _batched_cond(plain: Callable[..., Any], axis: Any, args: Any, dims: Any, **params: Any) -> Any:
     """JAX makes a selection of it, so that every rank goes through all branches.
 
     Messages in a branch would then meet those in the same branch of the other ranks, whatever
     these have chosen.
     """
-    kinds = {e for branch in params["branches"] for e in branch.jaxpr.effects}
-    if dims[0] is not None and "branches_platforms" not in params and _has_messages(kinds):
+    equations = [e for branch in params["branches"] for e in branch.jaxpr.eqns]
+    sends = any(_has_messages(e.effects) for e in equations)
+    alike = any(e.primitive in _agreements for e in equations)
+    if dims[0] is not None and "branches_platforms" not in params and sends and not alike:
         raise ValueError(
             "a cond (or switch) with messages in its branches, whose predicate differs within a "
             "batch (vmap; jacobian(mode='reverse') of what depends on messages): all ranks would "

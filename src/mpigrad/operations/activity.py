@@ -25,6 +25,7 @@ from mpigrad.operations.sites import call_site, describe
 __all__ = [
     "CARRIER",
     "active",
+    "agreed",
     "anchor",
     "carrier",
     "follow",
@@ -200,3 +201,25 @@ mlir.register_lowering(anchor_p, compat.lower_to_nothing)
 ad.primitive_jvps[anchor_p] = _anchor_jvp
 ad.primitive_transposes[anchor_p] = lambda cts, x: [jnp.zeros(x.aval.shape, x.aval.dtype)]
 batching.primitive_batchers[anchor_p] = _anchor_batch
+
+
+# ---- a mark in a branch that all ranks take together, whose choice may be batched ----
+
+agreed_p = Primitive("mpigrad_agreed")
+
+
+def agreed(branch: Callable[..., Any]) -> Callable[..., Any]:
+    """`branch` of a cond with messages that is chosen by what all ranks know alike."""
+
+    def marked(*args: Any) -> Any:
+        agreed_p.bind()
+        return branch(*args)
+
+    return marked
+
+
+compat.make_effectful(agreed_p, lambda: [])
+compat.always_stage(agreed_p)
+compat.mark_agreement(agreed_p)
+agreed_p.def_impl(lambda: [])
+mlir.register_lowering(agreed_p, compat.lower_to_nothing)

@@ -13,7 +13,7 @@ from jax.core import eval_jaxpr
 
 from mpigrad.communicator import Communicator
 from mpigrad.operations import allreduce, require
-from mpigrad.operations.activity import outer_carrier
+from mpigrad.operations.activity import agreed, outer_carrier
 from mpigrad.sparse.krylov import RUNNING, noise
 from mpigrad.sparse.matrix import Matrix
 from mpigrad.sparse.operator_solve import Operator
@@ -109,7 +109,7 @@ def iterate(
         late = better & ~done & (i.steps >= max_steps)
         go = better & ~done & ~late
         stay = (i.d, jnp.zeros((), "int32"), i.linear)
-        d, linear_steps, linear = jax.lax.cond(go, lambda: direction(x, r), lambda: stay)
+        d, linear_steps, linear = jax.lax.cond(go, agreed(lambda: direction(x, r)), lambda: stay)
         t = jnp.where(better, 1, i.t / 2).astype(dtype)
 
         state = jnp.where(~better & (t < _SHORTEST), Result.STAGNATED, RUNNING)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mpigrad.operations.activity import agreed
 from mpigrad.sparse.krylov.system import RUNNING, Outcome, System
 
 __all__ = ["bicgstab"]
@@ -72,7 +73,7 @@ def bicgstab(s: System) -> Outcome:
         sigma, rr = s.dots((i.shadow, v), (r, r))
         return jax.lax.cond(
             i.check,
-            lambda: restart(i, v, rr.real),
+            agreed(lambda: restart(i, v, rr.real)),
             lambda: advance(i, y, v, sigma),
         )
 

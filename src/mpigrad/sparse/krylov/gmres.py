@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mpigrad.operations.activity import agreed
 from mpigrad.sparse.krylov.system import RUNNING, Outcome, System
 
 __all__ = ["gmres"]
@@ -83,7 +84,7 @@ def gmres(s: System, restart: int) -> Outcome:
             y = jax.scipy.linalg.solve_triangular(triangle, g)
             return i.x + s.precondition(y @ basis[:m])
 
-        x = jax.lax.cond(full & ~i.fresh, finish, lambda _: i.x, None)
+        x = jax.lax.cond(full & ~i.fresh, agreed(finish), lambda _: i.x, None)
         state = s.unless_finite(radius, RUNNING, i.steps)
         grown = _Iterate(
             x, basis, triangle, rotation, i.scale, j + 1, full, steps, state
