@@ -16,6 +16,7 @@ import pytest
 import mpigrad as mg
 from helpers import close
 from mpigrad.communicator import Communicator
+from mpigrad.operations.activity import agreed
 from proof import TRANSFORMED, operand, prove
 
 Rule = Callable[[Communicator], Callable[[Any], Any]]
@@ -224,3 +225,20 @@ def test_any_name_of_a_keyword(comm: Communicator) -> None:
         transformed(1.0, c=2.0, turn=3.0)
     close(mg.grad(f)(1.0, c=2.0, turn=3.0), 6.0 * comm.size)
     close(mg.vmap(f)(jnp.ones(2), c=jnp.ones(2), turn=jnp.ones(2)), np.full(2, comm.size))
+
+
+@pytest.mark.ranks(2)
+def test_a_choice_that_all_ranks_make_alike_is_no_mark_of_another(comm: Communicator) -> None:
+    """Batched, the inner one becomes a selection: the outer one is refused all the same."""
+
+    def inner(x: Any) -> Any:
+        return jax.lax.cond(x > 0, agreed(lambda x: mg.allreduce(x)), lambda x: 3 * x, x)
+
+    x = jnp.array([1.0, -1.0])
+    close(mg.vmap(inner)(x), np.array([2.0, -3.0]))
+
+    def outer(x: Any, choice: Any) -> Any:
+        return jax.lax.cond(choice, mg.vmap(inner), lambda x: x, x)
+
+    with pytest.raises(ValueError, match=r"a cond .* with messages in its branches"):
+        mg.vmap(outer)(jnp.stack([x, x]), jnp.array([True, False]))

@@ -57,7 +57,7 @@ def await_ends(
         # Not finite: at work, as far as is known.
         idle = all(missing[r] - earlier.get(r, math.nan) < _IDLE * done for r in missing)
         if dead or (idle and all(board.slots[r]["line_waits"] for r in missing)):
-            end_job(_text(board, waited, seconds, _ENDED))
+            end_job(_text(board, waited, seconds, _DEAD if dead else _ENDED))
         if not named:
             print(_text(board, waited, seconds, _GOES_ON), file=sys.stderr, flush=True)
         named = True
@@ -67,6 +67,7 @@ _ENDED = (
     "Those that have not ended compute nothing, and wait for threads of their own: look for one "
     "that never ends. Ending all ranks."
 )
+_DEAD = "A rank has died without a word of the launcher. Ending all ranks."
 _GOES_ON = (
     "The job goes on, as those that have not ended may have work to do. If one of them waits in a "
     "call of mpi4py, or computes for ever, end the job yourself."

@@ -506,7 +506,15 @@ def _batched_cond(plain: Callable[..., Any], axis: Any, args: Any, dims: Any, **
             "have not chosen. Send outside of the branches and select by jnp.where, or go through "
             "the batch by jax.lax.map; of Jacobians take mode='forward'."
         )
+    if alike:  # the mark is of this choice, and not of one around the selection
+        branches = tuple(_without_marks(branch) for branch in params["branches"])
+        params = {**params, "branches": branches} if dims[0] is not None else params
     return plain(axis, args, dims, **params)
+
+
+def _without_marks(branch: Any) -> Any:
+    equations = [e for e in branch.jaxpr.eqns if e.primitive not in _agreements]
+    return core.ClosedJaxpr(branch.jaxpr.replace(eqns=equations), branch.consts)
 
 
 def _partial_while(plain: Callable[..., Any], trace: Any, *tracers: Any, **params: Any) -> Any:
