@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "mpi_runtime.h"
+#include "shared_sum.h"
 
 namespace mpigrad {
 
@@ -23,6 +24,11 @@ struct Member {
 std::array<std::vector<Member>, kEntries> members;
 std::array<Cell, kSites> trees;
 
+int64_t shared_offset(int ranks) {
+  const int64_t end = sizeof(Header) + ranks * sizeof(Slot), page = alignof(Shared);
+  return (end + page - 1) / page * page;
+}
+
 int64_t number(const char* tree) {
   if (*tree == '?') return kUnknownTree;
   uint64_t hash = UINT64_C(0xCBF29CE484222325);  // FNV-1a
@@ -33,7 +39,7 @@ int64_t number(const char* tree) {
 
 }  // namespace
 
-Board board{&own_header, &own_slot, 0};
+Board board{&own_header, &own_slot, 0, nullptr};
 
 const Entry* member(int64_t slot, int64_t rank, const Slot** owner) {
   const auto& list = members[slot];
@@ -54,11 +60,20 @@ bool all_on_board(int64_t slot) {
   return !members[slot].empty();
 }
 
+void place(int64_t slot, int64_t rank, int64_t& host_index, int64_t& its_slot) {
+  host_index = members[slot][rank].host_index;
+  its_slot = members[slot][rank].slot;
+}
+
 }  // namespace mpigrad
 
 using namespace mpigrad;
 
 MPIGRAD_EXPORT int64_t mpigrad_header_bytes() { return sizeof(Header); }
+// The board of so many ranks: its header, their slots, and what they share beside them.
+MPIGRAD_EXPORT int64_t mpigrad_board_bytes(int ranks) {
+  return shared_offset(ranks) + ranks * static_cast<int64_t>(sizeof(Shared));
+}
 MPIGRAD_EXPORT int64_t mpigrad_slot_bytes() { return sizeof(Slot); }
 
 // Maps a file for as long as the process lives; returns nullptr where that fails.
@@ -76,7 +91,8 @@ MPIGRAD_EXPORT void* mpigrad_use_board(void* memory, int index, int ranks, int64
                                         int64_t pid_namespace) {
   if (memory)
     board = {static_cast<Header*>(memory),
-             reinterpret_cast<Slot*>(static_cast<Header*>(memory) + 1), index};
+             reinterpret_cast<Slot*>(static_cast<Header*>(memory) + 1), index,
+             reinterpret_cast<Shared*>(static_cast<char*>(memory) + shared_offset(ranks))};
   Slot& mine = board.mine();
   const int64_t sites = get(own_slot.sites_used);
   if (memory) std::memcpy(mine.sites, own_slot.sites, sites * kText);

@@ -115,10 +115,13 @@ struct Header {
   Fault fault[kFaults];
 };
 
+struct Shared;  // shared_sum.h
+
 struct Board {
   Header* header;
   Slot* slots;
   int index;  // of this rank
+  Shared* shared;  // by rank, as the slots are; nullptr while the board is private
   Slot& mine() const { return slots[index]; }
 };
 
@@ -127,6 +130,8 @@ extern Board board;  // private to this process until it is shared
 // Another member's entry of a communicator, or nullptr where it is on another host.
 const Entry* member(int64_t slot, int64_t rank, const Slot** owner);
 bool all_on_board(int64_t slot);
+// Where such a member is on the board, and the slot of the communicator there.
+void place(int64_t slot, int64_t rank, int64_t& host_index, int64_t& its_slot);
 
 // The arrays of a pytree that travel as one, as a number by which ranks compare them: told with the
 // source line, by a text that starts with '?' where nobody can say. 0: no pytree.

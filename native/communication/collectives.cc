@@ -1,5 +1,7 @@
 // Collectives.
 #include "handler.h"
+#include "reductions.h"
+#include "shared_sum.h"
 
 namespace mpigrad {
 namespace {
@@ -9,11 +11,14 @@ struct Numbers {
   const void* data;
   int count;
   bool known;
+  ffi::DataType element;
   Handle type;
   explicit Numbers(const Buffer& x)
       : data(place(x)),
         count(static_cast<int>(x.element_count())),
-        type(arithmetic_type(static_cast<int>(x.element_type()), known)) {}
+        element(x.element_type()),
+        type(arithmetic_type(static_cast<int>(element), known)) {}
+  Handle reduction(int64_t op) const { return mpigrad::reduction(op, element); }
 };
 constexpr char kNoArithmetic[] = "MPI has no arithmetic for this dtype";
 
@@ -43,9 +48,13 @@ ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   void* out = place(y);
+  const bool wide = in.element == ffi::F64 || in.element == ffi::C128;
+  const bool real = wide || in.element == ffi::F32 || in.element == ffi::C64;
+  if (op == kSum && real && shares_sums(c.slot, x.size_bytes()))
+    return c.done(shared_sum(c.slot, {in.data, out, x.size_bytes(), wide}));
   const void* data = in.data == out ? runtime.in_place : in.data;
   advise_huge_pages(out, y->size_bytes());
-  return c.done(call(runtime.mpi.Allreduce, data, out, in.count, in.type, reduction(op),
+  return c.done(call(runtime.mpi.Allreduce, data, out, in.count, in.type, in.reduction(op),
                      c.comm.handle));
 }
 
@@ -56,7 +65,7 @@ ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   const int code = call(runtime.mpi.Reduce, in.data, place(y), in.count, in.type,
-                        reduction(op), static_cast<int>(root), c.comm.handle);
+                        in.reduction(op), static_cast<int>(root), c.comm.handle);
   // Off the root MPI leaves the result undefined; here it is zero. Written while the root still adds.
   if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
   return c.done(code);
@@ -115,7 +124,7 @@ ffi::Error reduce_scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, 
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   return c.done(call(runtime.mpi.Reduce_scatter_block, in.data, place(y),
-                     in.count / c.comm.size, in.type, reduction(op), c.comm.handle));
+                     in.count / c.comm.size, in.type, in.reduction(op), c.comm.handle));
 }
 
 // From rank 0 to the last, or `backward`: from the last to rank 0, as the adjoint does.
@@ -126,7 +135,7 @@ ffi::Error scan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t si
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   return c.done(call(runtime.mpi.Scan, in.data, place(y), in.count, in.type,
-                     reduction(op), backward ? c.comm.reversed : c.comm.handle));
+                     in.reduction(op), backward ? c.comm.reversed : c.comm.handle));
 }
 
 ffi::Error exscan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
@@ -136,7 +145,7 @@ ffi::Error exscan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   const Numbers in(x);
   if (!in.known) return c.fail(kNoArithmetic);
   const int code = call(runtime.mpi.Exscan, in.data, place(y), in.count, in.type,
-                        reduction(op), backward ? c.comm.reversed : c.comm.handle);
+                        in.reduction(op), backward ? c.comm.reversed : c.comm.handle);
   // On the first rank MPI leaves the result undefined; here it is zero.
   if (c.comm.rank == (backward ? c.comm.size - 1 : 0))
     std::memset(y->untyped_data(), 0, y->size_bytes());
@@ -202,7 +211,7 @@ ffi::Error reduce_scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm,
   if (!in.known) return c.fail(kNoArithmetic);
   const Parts parts(counts, row);
   return c.done(call(runtime.mpi.Reduce_scatter, in.data, place(y), parts.n(), in.type,
-                     reduction(op), c.comm.handle));
+                     in.reduction(op), c.comm.handle));
 }
 
 ffi::Error alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,

@@ -61,10 +61,36 @@ std::string take_fault(When when, int64_t id) {
   return "";
 }
 
+Told told(const Contract& c, const Slot& owner) {
+  Told text{c, {}};
+  const std::string line = c.site < 0 ? "the adjoint of " : "";
+  const int64_t index = c.site < 0 ? -c.site : c.site;
+  copy_text(text.site, index < kSites            ? (line + owner.sites[index]).c_str()
+                       : &owner == &board.mine() ? call_site(c.site).c_str()
+                                                 : "an unknown line");
+  return text;
+}
+
+std::string in_words(const std::vector<Told>& all) {
+  if (!explain) return "the ranks do not agree";
+  std::vector<char> text(kFaultText);
+  explain(all.data(), static_cast<int>(all.size()), text.data(), kFaultText);
+  return text.data();
+}
+
 }  // namespace
 
 bool is_guarded_between_hosts(int64_t slot) {
   return guarded && get(board.mine().entries[slot].id) && !all_on_board(slot);
+}
+
+void move_messages(int64_t slot) {
+  int any = 0;
+  Status status;
+  const Communicator& comm = communicator(slot);
+  // MPICH 5 moves none where a rank asks for its own.
+  const int other = (comm.rank + 1) % comm.size;
+  call(runtime.mpi.Iprobe, other, 0, comm.handle, &any, static_cast<void*>(status.bytes));
 }
 
 void leave_unaccounted() {
@@ -132,14 +158,8 @@ bool Post::wait(const Ready& ready) {
       break;
     }
     if (!(refusal = take_fault(When::waiting, id)).empty()) break;
-    // A partner that is in MPI already may need this rank to move its messages. (MPICH 5 moves
-    // none where a rank asks for its own.)
-    int any = 0;
-    Status status;
-    const Communicator& comm = communicator(slot_);
-    const int other = (comm.rank + 1) % comm.size;
-    if (n > 20)
-      call(runtime.mpi.Iprobe, other, 0, comm.handle, &any, static_cast<void*>(status.bytes));
+    // A partner that is in MPI already may need this rank to move its messages.
+    if (n > 20) move_messages(slot_);
     if (n < 500) {
       sched_yield();
     } else {
@@ -186,12 +206,7 @@ bool Post::collective(const Agreement& a) {
 // Members on several hosts see no common board: they tell each other, on the communicator itself.
 bool Post::agree_by_message(const Contract& c) {
   const Communicator& comm = communicator(slot_);
-  const Slot& slot = board.mine();
-  Told mine{c, {}};
-  const std::string line = c.site < 0 ? "the adjoint of " : "";
-  const int64_t index = c.site < 0 ? -c.site : c.site;
-  copy_text(mine.site,
-            index < kSites ? (line + slot.sites[index]).c_str() : call_site(c.site).c_str());
+  const Told mine = told(c, board.mine());
   std::vector<Told> all(comm.size);
   const int bytes = static_cast<int>(sizeof mine);
   if (call(runtime.mpi.Allgather, static_cast<const void*>(&mine), bytes, word_type(1),
@@ -204,10 +219,19 @@ bool Post::agree_by_message(const Contract& c) {
       for (int b = 0; b < std::min(comm.size, kCounts); ++b)
         same &= all[a].contract.sends[b] == all[b].contract.receives[a];
   if (same || !explain) return true;
-  std::vector<char> text(kFaultText);
-  explain(all.data(), comm.size, text.data(), kFaultText);
-  refusal = text.data();
+  refusal = in_words(all);
   return false;
+}
+
+std::string disagreement(int64_t slot) {
+  const int64_t sequence = get(board.mine().entries[slot].sequence);
+  std::vector<Told> all(communicator(slot).size);
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    const Slot* owner;
+    const Entry* e = member(slot, rank, &owner);
+    all[rank] = told(e->contracts[sequence % kContracts], *owner);
+  }
+  return in_words(all);
 }
 
 bool Post::announce(Mails sends, Mails receives) {

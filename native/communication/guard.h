@@ -56,6 +56,12 @@ struct Mails {
 // The guard is on, and members of this communicator see no common board.
 bool is_guarded_between_hosts(int64_t slot);
 
+// How the members' present collectives differ, in words that are the same on all of them.
+std::string disagreement(int64_t slot);
+
+// Lets MPI move messages, while this rank waits for others elsewhere.
+void move_messages(int64_t slot);
+
 // From here on nobody can say which messages of this rank are left over.
 void leave_unaccounted();
 

@@ -137,6 +137,14 @@ struct Call {
                           std::to_string(comm.size) + ": " + operation + " at " + call_site(site) +
                           ": " + what);
   }
+  // Of what says in words what is wrong, or nothing.
+  ffi::Error done(const std::string& wrong) const {
+    if (wrong.empty()) return ffi::Error::Success();
+    if (wrong.rfind("mpigrad: ", 0)) return fail(wrong);
+    // A verdict is complete in itself, and the same on every rank.
+    leave_unaccounted();
+    return ffi::Error(ffi::ErrorCode::kInternal, wrong);
+  }
   ffi::Error done(int code) const {
     if (!code) return ffi::Error::Success();
     const std::string text = error_text(code);
@@ -150,11 +158,7 @@ struct Call {
   int64_t word_;
   static List list(Integers x) { return {x.begin(), static_cast<int64_t>(x.size())}; }
   ffi::Error success_if(bool allowed) const {
-    if (allowed) return ffi::Error::Success();
-    // A verdict is complete in itself, and the same on every rank.
-    return post.refusal.rfind("mpigrad: ", 0) == 0
-               ? ffi::Error(ffi::ErrorCode::kInternal, post.refusal)
-               : fail(post.refusal);
+    return allowed ? ffi::Error::Success() : done(post.refusal);
   }
 };
 

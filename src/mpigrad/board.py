@@ -115,6 +115,8 @@ def view(address: int, dtype: np.dtype, count: int) -> Any:
 def _declare(lib: ctypes.CDLL) -> None:
     integer, pointer = ctypes.c_int64, ctypes.c_void_p
     lib.mpigrad_header_bytes.restype = lib.mpigrad_slot_bytes.restype = integer
+    lib.mpigrad_board_bytes.restype = integer
+    lib.mpigrad_share_sums.argtypes = [integer, ctypes.c_int]
     lib.mpigrad_map_board.restype = pointer
     lib.mpigrad_map_board.argtypes = [ctypes.c_char_p, integer]
     lib.mpigrad_use_board.restype = lib.mpigrad_slots.restype = pointer
@@ -164,7 +166,7 @@ def _map(lib: ctypes.CDLL, near: MPI.Comm) -> tuple[int | None, int | None]:
 
     MPIGRAD_BOARD=0 does without, as between hosts.
     """
-    size = HEADER.itemsize + SLOT.itemsize * near.size
+    size = lib.mpigrad_board_bytes(near.size)
     path = ""
     wanted = os.environ.get("MPIGRAD_BOARD", "1") != "0" and near.size <= RANKS
     if near.rank == 0 and wanted:
@@ -194,8 +196,9 @@ def _create(size: int) -> str:
 
 def register(lib: ctypes.CDLL, slot: int, rank: int, gather: Any) -> None:
     """Enter a new communicator of this rank; `gather` is an allgather over its members."""
-    own = (MPI.COMM_WORLD.rank, slot, next(_numbers_of_communicators))
-    places: Sequence[tuple[int, int, int]] = gather(own)
+    wanted = os.environ.get("MPIGRAD_SHARED_MEMORY", "1") != "0"
+    own = (MPI.COMM_WORLD.rank, slot, next(_numbers_of_communicators), wanted)
+    places: Sequence[tuple[int, int, int, bool]] = gather(own)
     first = places[0]
     identity = 1 + (first[0] << 32) + first[2]  # rank 0's number for it: the job has no other such
     size = len(places)
@@ -204,3 +207,4 @@ def register(lib: ctypes.CDLL, slot: int, rank: int, gather: Any) -> None:
     slots = array(*(p[1] for p in places))
     _declare(lib)
     lib.mpigrad_set_members(slot, identity, rank, size, indices, slots)
+    lib.mpigrad_share_sums(slot, all(p[3] for p in places))
