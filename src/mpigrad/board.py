@@ -196,7 +196,9 @@ def _create(size: int) -> str:
 
 def register(lib: ctypes.CDLL, slot: int, rank: int, gather: Any) -> None:
     """Enter a new communicator of this rank; `gather` is an allgather over its members."""
-    wanted = os.environ.get("MPIGRAD_SHARED_MEMORY", "1") != "0"
+    # An MPI that knows GPUs is handed arrays that no processor reads.
+    on_gpu = os.environ.get("MPIGRAD_CUDA_AWARE") == "1"
+    wanted = os.environ.get("MPIGRAD_SHARED_MEMORY", "1") != "0" and not on_gpu
     own = (MPI.COMM_WORLD.rank, slot, next(_numbers_of_communicators), wanted)
     places: Sequence[tuple[int, int, int, bool]] = gather(own)
     first = places[0]

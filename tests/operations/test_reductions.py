@@ -105,6 +105,22 @@ def test_whole_numbers(dtype: str, comm: Communicator) -> None:
     assert out.dtype == jax.dtypes.float0
 
 
+@pytest.mark.thin(2, 3)
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint64"])
+def test_sums_and_products_wrap_around(dtype: str, comm: Communicator) -> None:
+    """As JAX's and NumPy's do, in long arrays, too: Open MPI's stop at the largest number there."""
+    limits = np.iinfo(dtype)
+    shape = (comm.size, comm.size, 300)
+    X = np.random.default_rng(8).integers(limits.min, limits.max, shape, dtype, endpoint=True)
+    for op, f in ((MPI.SUM, np.add), (MPI.PROD, np.multiply)):
+        for operation, (run, simulate) in REDUCING.items():
+            S = X if operation == "reduce_scatter" else X[:, 0]
+            y = run(jnp.asarray(S[comm.rank]), op, comm)
+            rows = lambda rows, f=f: jnp.asarray(reduced(f, rows, dtype))
+            expected = simulate(rows, jnp.asarray(S))[comm.rank]
+            np.testing.assert_array_equal(np.asarray(y), np.asarray(expected), operation)
+
+
 def test_decisions_inside_a_derivative(comm: Communicator) -> None:
     """A truth has no derivative, and needs no message in the backward pass."""
     x = jnp.arange(3.0) - comm.rank

@@ -36,6 +36,10 @@ def one_rank_raises_inside_jit():
     f(x)
 
 
+def sums_of_other_lengths():
+    mg.allreduce(jnp.ones(3 + rank))
+
+
 def longer_message_than_expected():
     if rank == 0:
         mg.send(jnp.ones(5), 1)

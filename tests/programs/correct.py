@@ -22,6 +22,17 @@ def a_sender_that_needs_the_progress_of_a_rank_in_a_barrier():
         mg.barrier()
 
 
+def a_sender_that_needs_the_progress_of_a_rank_in_a_sum():
+    if rank == 0:
+        request = mg.irecv(big, 1)
+        mg.allreduce(x)
+        mg.wait(request)
+    else:
+        time.sleep(0.2)
+        mg.send(big, 0)
+        mg.allreduce(x)
+
+
 def the_same_with_calls_of_mpi4py():
     if rank == 0:
         buffer = bytearray(1_000_000)
@@ -109,6 +120,7 @@ def a_users_own_operation_beside_messages_of_the_same_tag():
 
 
 a_sender_that_needs_the_progress_of_a_rank_in_a_barrier()
+a_sender_that_needs_the_progress_of_a_rank_in_a_sum()
 the_same_with_calls_of_mpi4py()
 a_message_before_many_others()
 a_receive_of_any_tag_after_a_posted_one()
