@@ -74,8 +74,16 @@ State = tuple[Any, ...]
 Map = Callable[[Any], Any]
 
 
+def _cos(s: Any) -> Any:
+    return jax.tree.map(jnp.cos, s)
+
+
 def _cond(f: Map, flags: Any) -> Map:
-    return lambda x: jax.lax.cond(flags[-1], f, jnp.cos, x)
+    return lambda x: jax.lax.cond(flags[-1], f, _cos, x)
+
+
+def _switch(f: Map, flags: Any) -> Map:
+    return lambda x: jax.lax.switch(flags[-1].astype(int), (_cos, f), x)
 
 
 def _once(f: Map, flags: Any) -> Map:
@@ -87,13 +95,21 @@ WRAPS: dict[str, Callable[[Map, Any], Map]] = {
     "jit": lambda f, flags: mg.jit(f),
     "jax.jit": lambda f, flags: jax.jit(f),
     "checkpoint": lambda f, flags: jax.checkpoint(f),
+    "checkpoint that keeps products": lambda f, flags: jax.checkpoint(
+        f, policy=jax.checkpoint_policies.dots_saveable
+    ),
     "cond": _cond,
+    "switch": _switch,
     "scan": _once,
+    "checkpoint in a scan": lambda f, flags: _once(jax.checkpoint(f), flags),
+    "checkpoint in a scan in a checkpoint": lambda f, flags: jax.checkpoint(
+        _once(jax.checkpoint(f), flags)
+    ),
 }
 
 
-def _twice(f: Map) -> Map:
-    return lambda s: jax.lax.scan(lambda s, _: (f(s), None), s, None, length=2)[0]
+def _twice(f: Map, **how: Any) -> Map:
+    return lambda s: jax.lax.scan(lambda s, _: (f(s), None), s, None, length=2, **how)[0]
 
 
 def _invariant(f: Map) -> Map:
@@ -118,8 +134,17 @@ def _squares(s: Any) -> Any:
     return sum(jnp.sum(x**2) for x in s) / 2
 
 
+def _mean_of_two(F: Map) -> Map:
+    half = lambda S: jax.tree.map(lambda x: x / 2, S)
+    return lambda S: jax.tree.map(lambda a, b: (a + b) / 2, F(S), F(half(S)))
+
+
 def _derivative(f: Map, jvp: Callable[..., Any]) -> Map:
-    return lambda s: jvp(f, (s,), (jax.tree.map(jnp.cos, s),))[1]
+    return lambda s: jvp(f, (s,), (_cos(s),))[1]
+
+
+def _adjoint(f: Map, vjp: Callable[..., Any]) -> Map:
+    return lambda s: vjp(f, s)[1](_cos(s))[0]
 
 
 def _gradient(f: Map, grad: Callable[..., Any]) -> Map:
@@ -129,18 +154,24 @@ def _gradient(f: Map, grad: Callable[..., Any]) -> Map:
 # name -> (the block with messages, the same on the stack)
 BLOCKS: dict[str, tuple[Callable[[Map], Map], Callable[[Map], Map]]] = {
     "scan": (_twice, lambda F: lambda S: F(F(S))),
-    "sum": (_invariant, lambda F: F),
-    "vmap": (
-        lambda f: _batch(f, mg.vmap),
-        lambda F: (
-            lambda S: jax.tree.map(
-                lambda a, b: (a + b) / 2, F(S), F(jax.tree.map(lambda x: x / 2, S))
-            )
-        ),
+    "unrolled scan": (
+        lambda f: _twice(jax.checkpoint(f), unroll=2, reverse=True),
+        lambda F: lambda S: F(F(S)),
     ),
+    "sum": (_invariant, lambda F: F),
+    "vmap": (lambda f: _batch(f, mg.vmap), _mean_of_two),
+    "map": (lambda f: _batch(f, lambda f: lambda s: jax.lax.map(f, s)), _mean_of_two),
+    # All ranks take the derivative, and leave it out.
+    "linearize": (lambda f: lambda s: mg.linearize(f, s)[0], lambda F: F),
+    "vjp": (lambda f: lambda s: mg.vjp(f, s)[0], lambda F: F),
     "jvp": (lambda f: _derivative(f, mg.jvp), lambda F: _derivative(F, jax.jvp)),
+    "adjoint": (lambda f: _adjoint(f, mg.vjp), lambda F: _adjoint(F, jax.vjp)),
     "grad": (lambda f: _gradient(f, mg.grad), lambda F: _gradient(F, jax.grad)),
 }
+
+
+DERIVATIVES = ("linearize", "vjp", "jvp", "adjoint", "grad")
+KINDS = tuple(dict.fromkeys((*WRAPS, *BLOCKS)))
 
 
 # ---- with messages ----
@@ -422,26 +453,28 @@ def programs(draw: st.DrawFn, size: int) -> Program:
             wraps=tuple((r, draw(st.sampled_from(list(WRAPS)))) for r in wrapped),
         )
 
-    def steps(total: int, depth: int) -> Steps:
+    def steps(total: int, depth: int, kinds: Sequence[str] = KINDS) -> Steps:
         found: list[Step | Block] = []
         while (left := total - count(tuple(found))) > 0:
             if depth == 0 or not draw(st.integers(0, 3).map(lambda n: n == 3)):
                 found.append(step())
                 continue
-            kind = draw(st.sampled_from(list(dict.fromkeys((*WRAPS, *BLOCKS)))))
+            kind = draw(st.sampled_from(kinds))
             # A derivative inside a derivative doubles what is compiled.
-            inner = 0 if kind in ("grad", "jvp") else depth - 1
-            body = steps(draw(st.integers(1, min(4, left))), inner)
+            within = (
+                tuple(k for k in kinds if k not in DERIVATIVES) if kind in DERIVATIVES else kinds
+            )
+            body = steps(draw(st.integers(1, min(4, left))), depth - 1, within)
             left -= count(body)
             otherwise: Steps = ()
             if kind == "cond" and left > 0:
-                otherwise = steps(draw(st.integers(1, min(2, left))), inner)
+                otherwise = steps(draw(st.integers(1, min(2, left))), depth - 1, within)
             found.append(Block(kind, body, otherwise, draw(st.integers(0, 1)), draw(some)))
         return tuple(found)
 
     # The number is drawn first, and by its place in a list: of numbers, small ones come more often.
     number = draw(st.sampled_from((*range(5, 21), *(14 * (5, 6, 7)))))
-    program = Program(size, steps(number, 2), draw(some))
+    program = Program(size, steps(number, 3), draw(some))
     assume(has_messages(program.steps))
     return program
 
