@@ -324,6 +324,26 @@ def test_any_source_and_any_tag() -> None:
     assert ranks.stuck() == []
 
 
+@pytest.mark.parametrize("tag", [-1, 8])
+def test_any_source_while_a_receive_is_posted(tag: int) -> None:
+    """Which of the two takes the message is not known; a posted one of another tag does not."""
+    ranks = Ranks(2)
+    ranks.exchange(1, send=(0, 8, (3,)))
+    ranks.leave(1)
+    ranks.gone[1] = "has ended"
+    posted = ranks.channel(0, WORLD, 1, 8)
+    posted["posted"] += 1
+    ranks.exchange(0, receive=(-1, tag, (2,)), polling=True)
+    assert ranks.stuck() == []
+    posted["posted"] -= 1
+    assert ranks.stuck() == [0]
+    ranks.slots[1]["messages"] = b.MESSAGES + 1  # its announcement may be overwritten
+    assert ranks.stuck() == []
+    ranks.slots[1]["messages"] = 1
+    ranks.channel(0, WORLD, 1, 7)["posted"] += 1
+    assert ranks.stuck() == [0]
+
+
 def test_a_rank_whose_messages_nobody_counts() -> None:
     ranks = Ranks(2)
     ranks.slots[0]["untracked"] = 1

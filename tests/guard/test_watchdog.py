@@ -1,16 +1,23 @@
-"""Since when a rank waits, of operations that read no clock."""
+"""Since when a rank waits, of operations that read no clock, and whether it lives."""
 
 from __future__ import annotations
 
 import inspect
 import json
+import os
+import pathlib
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from mpigrad import board as b
 from mpigrad.guard import watchdog
+from mpigrad.guard.watchdog import gone, stopped
 from mpigrad.native import UNTIMED, Record
 from mpigrad.operations.sites import program_line
 
@@ -40,6 +47,33 @@ def test_looks_find_when_an_operation_has_begun(monkeypatch: pytest.MonkeyPatch)
     record.start_ns = 0
     assert look(9950) == 0
     assert int(slots[0]["since_ns"]) == 9950
+
+
+def test_a_process_that_has_ended_and_is_still_listed_has_died() -> None:
+    slots, namespace = np.zeros(2, b.SLOT), os.stat("/proc/self/ns/pid").st_ino
+    slots["state"], slots["namespace"] = b.IN_PYTHON, namespace
+    board = b.Board(None, slots, 0, (0, 1))
+    with subprocess.Popen(["sleep", "60"]) as process:
+        slots[1]["pid"] = process.pid
+        assert gone(board, 1) == ""
+        process.send_signal(signal.SIGSTOP)
+        _wait_for(lambda: "SIGSTOP" in stopped(board, 1))
+        assert gone(board, 1) == ""
+        process.kill()  # a zombie, while nobody waits for it
+        _wait_for(lambda: gone(board, 1) == "has died")
+        assert pathlib.Path(f"/proc/{process.pid}").exists()
+    assert gone(board, 1) == "has died"
+    slots[1]["namespace"] += 1  # of a container of its own: its number says nothing
+    assert gone(board, 1) == ""
+    slots[1]["state"] = b.ENDED
+    assert gone(board, 1) == "has ended"
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()
 
 
 def test_the_line_of_the_program_and_not_of_what_it_calls() -> None:
