@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from launching import PROGRAMS, mpiexec, mpigrad
+from launching import PROGRAMS, command, mpiexec, mpigrad, outside
 from mpigrad.guard import timeout_seconds
 
 pytestmark = pytest.mark.launcher
@@ -41,9 +43,10 @@ def test_a_program_that_a_rank_starts_is_no_rank(tmp_path: pathlib.Path) -> None
     program = tmp_path / "starts.py"
     program.write_text(
         "import subprocess, sys, mpigrad as mg\n"
-        "words = [sys.executable, '-c', 'import mpigrad']\n"
-        "done = subprocess.run(words, capture_output=True, text=True)\n"
-        "assert 'this process was started by a rank' in done.stderr, done.stderr\n"
+        "for words in (['-c', 'import mpigrad'], ['-m', 'mpigrad', 'launch', 'x.py']):\n"
+        "    words = [sys.executable, *words]\n"
+        "    done = subprocess.run(words, capture_output=True, text=True)\n"
+        "    assert 'this process was started by a rank' in done.stderr, done.stderr\n"
         "print(f'sum {float(mg.allreduce(float(done.returncode)))}\\n', end='', flush=True)\n"
     )
     done = mpigrad("launch", "-n", 2, program)
@@ -66,6 +69,50 @@ def test_ranks_that_compute_when_others_have_ended_are_let_go(tmp_path: pathlib.
     assert done.stdout.count("is done") == 2
     assert "The job goes on" in done.stderr
     assert re.search(r"rank 1: never came: .* \(now at .*:[45]\)", done.stderr)
+
+
+def test_a_rank_that_writes_in_a_thread_of_its_own_is_let_go(tmp_path: pathlib.Path) -> None:
+    """A thread that waits for a disk or a network has work to do."""
+    program = tmp_path / "writes.py"
+    program.write_text(
+        "import threading, time, mpigrad as mg\n"
+        "rank = mg.communicator.default().rank\n"
+        "def write():\n"
+        "    time.sleep(8 * rank)\n"
+        "    print(f'rank {rank} has written\\n', end='', flush=True)\n"
+        "threading.Thread(target=write).start()\n"
+    )
+    done = mpigrad("launch", "-n", 2, program, MPIGRAD_TIMEOUT="3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("has written") == 2
+    assert "The job goes on" in done.stderr
+
+
+def test_a_suspended_job_has_not_waited(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "waits.py"
+    program.write_text(
+        "import os, time, jax.numpy as jnp, mpigrad as mg\n"
+        "rank = mg.communicator.default().rank\n"
+        "print(f'process {os.getpid()}\\n', end='', flush=True)\n"
+        "time.sleep(8 * rank)\n"
+        "print(f'{mg.allreduce(jnp.ones(2))[0]:g} ranks\\n', end='', flush=True)\n"
+    )
+    words = command("launch", "-n", 2, program)
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, env={**outside(), "MPIGRAD_TIMEOUT": "5"}
+    ) as job:
+        assert job.stdout is not None
+        lines = [job.stdout.readline(), job.stdout.readline()]
+        processes = [int(re.findall(r"process (\d+)", line)[0]) for line in lines]
+        time.sleep(1)  # rank 0 waits
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        time.sleep(5)
+        for process in processes:
+            os.kill(process, signal.SIGCONT)
+        output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0
+    assert output.count("2 ranks") == 2
 
 
 def test_a_message_that_nobody_receives_is_named_without_the_guard_too() -> None:

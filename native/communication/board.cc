@@ -95,7 +95,12 @@ MPIGRAD_EXPORT void* mpigrad_use_board(void* memory, int index, int ranks, int64
              reinterpret_cast<Shared*>(static_cast<char*>(memory) + shared_offset(ranks))};
   Slot& mine = board.mine();
   const int64_t sites = get(own_slot.sites_used);
-  if (memory) std::memcpy(mine.sites, own_slot.sites, sites * kText);
+  if (memory) {
+    std::memcpy(mine.sites, own_slot.sites, sites * kText);
+    std::memcpy(mine.tree_of, own_slot.tree_of, sizeof mine.tree_of);
+    std::memcpy(mine.trees, own_slot.trees, get(own_slot.trees_used));
+    put(mine.trees_used, get(own_slot.trees_used));
+  }
   put(mine.sites_used, sites);
   put(mine.world_rank, world_rank);
   put(mine.pid, getpid());
@@ -111,9 +116,13 @@ MPIGRAD_EXPORT void mpigrad_set_call_site(int64_t site, const char* text, const 
   set_call_site(site, text);
   if (site >= kSites) return;
   Slot& mine = board.mine();
-  const bool known = *tree && *tree != '?';
-  copy_text(mine.sites[site],
-            (text + (known ? " (pytree: " + std::string(tree) + ")" : std::string())).c_str());
+  copy_text(mine.sites[site], text);
+  const int64_t used = get(mine.trees_used), room = std::strlen(tree) + 1;
+  if (*tree && *tree != '?' && used + room <= kTrees) {
+    std::memcpy(mine.trees + used, tree, room);
+    mine.tree_of[site] = used + 1;
+    put(mine.trees_used, used + room);
+  }
   put(trees[site], number(tree));
   put(mine.sites_used, site + 1);
 }

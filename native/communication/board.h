@@ -11,6 +11,7 @@ namespace mpigrad {
 
 constexpr int kText = 160, kName = 32, kDims = 8, kTerms = 4, kCounts = 32;
 constexpr int kParts = 32, kSites = 4096, kEntries = 1024, kChannels = 1024, kMessages = 128;
+constexpr int kTrees = 1 << 18;
 constexpr int kContracts = 8, kRanks = 512, kFaults = 4, kFaultIds = 8, kFaultText = 16384;
 
 using Cell = std::atomic<int64_t>;
@@ -32,6 +33,7 @@ struct Contract {
 
 // A contract as it is told to ranks that do not see the board.
 struct Told {
+  int64_t world_rank;
   Contract contract;
   char site[kText];
 };
@@ -98,6 +100,10 @@ struct Slot {
   Channel channels[kChannels];
   Message message[kMessages];
   char sites[kSites][kText];
+  // Pytrees that travel as one, one text after the other, and where that of a site begins, plus 1.
+  Cell trees_used;
+  int64_t tree_of[kSites];
+  char trees[kTrees];
 };
 
 // A verdict: the same error for every rank it concerns. `serials` are 0 where it does not, the

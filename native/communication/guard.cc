@@ -50,9 +50,12 @@ std::string take_fault(When when, int64_t id) {
     const Fault& fault = board.header->fault[n % kFaults];
     const int64_t serial = fault.serials[board.index];
     const bool same = std::count(fault.ids, fault.ids + kFaultIds, id) > 0;
-    if (serial == get(mine.serial) ||
-        (serial == -1 && (when == When::begin || (when == When::waiting && same)))) {
+    if (serial == get(mine.serial) || (serial == -1 && when == When::waiting && same)) {
       put(mine.faults, n + 1);
+      return fault.text;
+    }
+    if (serial == -1 && when == When::begin) {
+      put(mine.faults, all);  // of what went wrong while this rank was elsewhere it is told once
       return fault.text;
     }
     later |= serial == -1;
@@ -62,13 +65,18 @@ std::string take_fault(When when, int64_t id) {
 }
 
 Told told(const Contract& c, const Slot& owner) {
-  Told text{c, {}};
-  const std::string line = c.site < 0 ? "the adjoint of " : "";
+  Told all{get(owner.world_rank), c, {}};
   const int64_t index = c.site < 0 ? -c.site : c.site;
-  copy_text(text.site, index < kSites            ? (line + owner.sites[index]).c_str()
-                       : &owner == &board.mine() ? call_site(c.site).c_str()
-                                                 : "an unknown line");
-  return text;
+  std::string text = "an unknown line";
+  if (index < kSites) {
+    text = std::string(c.site < 0 ? "the adjoint of " : "") + owner.sites[index];
+    if (const int64_t tree = owner.tree_of[index])
+      text += std::string(" (pytree: ") + (owner.trees + tree - 1) + ")";
+  } else if (&owner == &board.mine()) {
+    text = call_site(c.site);
+  }
+  copy_text(all.site, text.c_str());
+  return all;
 }
 
 std::string in_words(const std::vector<Told>& all) {

@@ -134,7 +134,7 @@ struct Call {
     leave_unaccounted();
     return ffi::Error(ffi::ErrorCode::kInternal,
                       "mpigrad: rank " + std::to_string(comm.rank) + " of " +
-                          std::to_string(comm.size) + ": " + operation + " at " + call_site(site) +
+                          std::to_string(comm.size) + in_the_world(board.mine(), comm.rank) + ": " + operation + " at " + call_site(site) +
                           ": " + what);
   }
   // Of what says in words what is wrong, or nothing.
@@ -144,6 +144,16 @@ struct Call {
     // A verdict is complete in itself, and the same on every rank.
     leave_unaccounted();
     return ffi::Error(ffi::ErrorCode::kInternal, wrong);
+  }
+  // Where a rank has another number in the job than in this communicator.
+  std::string in_the_world(const Slot& it, int64_t rank) const {
+    const int64_t world = get(it.world_rank);
+    return world == rank ? "" : " (rank " + std::to_string(world) + " of the job)";
+  }
+  std::string name_of(int64_t rank) const {
+    const Slot* owner;
+    return "rank " + std::to_string(rank) +
+           (member(slot, rank, &owner) ? in_the_world(*owner, rank) : "");
   }
   ffi::Error done(int code) const {
     if (!code) return ffi::Error::Success();
@@ -171,8 +181,9 @@ inline void advise_huge_pages(void* data, size_t bytes) {
   if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
-inline std::string unexpected_length(int64_t got_words, int64_t expected_words, size_t width, int source) {
-  return "rank " + std::to_string(source) + " sent " + std::to_string(got_words * width) +
+inline std::string unexpected_length(int64_t got_words, int64_t expected_words, size_t width,
+                                     const std::string& sender) {
+  return sender + " sent " + std::to_string(got_words * width) +
          " bytes where " + std::to_string(expected_words * width) +
          " were expected; give the receiver the shape and dtype that the sender sends";
 }
@@ -183,7 +194,7 @@ inline ffi::Error received(const Call& c, int code, Status& status, const Words&
     const std::string text = error_text(code);
     const bool truncated = text.find("TRUNC") != std::string::npos ||
                            text.find("trunc") != std::string::npos;
-    const std::string sender = source < 0 ? "somebody" : "rank " + std::to_string(source);
+    const std::string sender = source < 0 ? "somebody" : c.name_of(source);
     return c.fail(text + (truncated ? "; " + sender + " sent more than the " +
                                           std::to_string(w.count * w.width) +
                                           " bytes that were expected: give the receiver the shape "
@@ -194,7 +205,7 @@ inline ffi::Error received(const Call& c, int code, Status& status, const Words&
   code = call(runtime.mpi.Get_count, static_cast<const void*>(status.bytes), w.type, &count);
   if (code) return c.done(code);
   if (count != w.count)
-    return c.fail(unexpected_length(count, w.count, w.width, source) +
+    return c.fail(unexpected_length(count, w.count, w.width, c.name_of(source)) +
                   (c.site < 0 ? ", and wait for messages of one rank and tag in the order of their "
                                 "posts"
                               : ""));

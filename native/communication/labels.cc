@@ -77,7 +77,7 @@ ffi::Error unpack(const Call& c, const Mail& mail, int code, Status& status, int
                        (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) &&
                         tree_fits(a.tree, b.tree));
     if (!alike)
-      return c.fail("rank " + std::to_string(source) + " sends " + layout_text(a) + " by " +
+      return c.fail(c.name_of(source) + " sends " + layout_text(a) + " by " +
                     sent.operation + " at " + sent.site + ", where " + layout_text(b) +
                     " was expected at " + expected.site +
                     "; give the receiver the shape and dtype that the sender sends, leaf by leaf");

@@ -172,14 +172,14 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
                                   std::to_string(range.offset + range.count - 1) +
                                   " of the window of rank " + std::to_string(c.comm.rank);
         if (range.offset < 0 || range.offset + range.count > rows) {
-          fault = "rank " + std::to_string(r) + " names " + where + ", which has " +
+          fault = c.name_of(r) + " names " + where + ", which has " +
                   std::to_string(rows) + " rows";
           continue;
         }
         if (kind != kPut) continue;
         char* first = taken.data() + range.offset;
         if (std::find(first, first + range.count, 1) != first + range.count)
-          fault = "rank " + std::to_string(r) + " puts into " + where +
+          fault = c.name_of(r) + " puts into " + where +
                   ", where another put of this epoch goes; put there in another epoch";
         std::fill_n(first, range.count, 1);
       }

@@ -3,16 +3,17 @@
 A message is a node of the computational graph, and its derivative is another message.
 """
 
+from mpigrad.joining import refuse_children as _refuse_children
 from mpigrad.launcher import in_command
 
 __version__ = "0.1.0"
 
+_refuse_children()
+
 # The `mpigrad` command only starts ranks: its own process needs neither MPI nor JAX.
 if not in_command():
     from mpigrad.joining import joining as _joining
-    from mpigrad.joining import refuse_children as _refuse_children
 
-    _refuse_children()
     with _joining(__path__):
         from mpi4py import MPI as _MPI  # first: it initialises MPI with MPI_THREAD_MULTIPLE
 

@@ -22,7 +22,7 @@ from mpi4py import MPI
 __all__ = ["Board", "register", "share"]
 
 TEXT, NAME, DIMS, TERMS, COUNTS, PARTS = 160, 32, 8, 4, 32, 32
-SITES, ENTRIES, CHANNELS, MESSAGES, CONTRACTS = 4096, 1024, 1024, 128, 8
+SITES, ENTRIES, CHANNELS, MESSAGES, CONTRACTS, TREES = 4096, 1024, 1024, 128, 8, 1 << 18
 RANKS, FAULTS, FAULT_IDS, FAULT_TEXT = 512, 4, 8, 16384
 
 # States of a rank, and kinds of operation.
@@ -48,7 +48,7 @@ CONTRACT = np.dtype(
         ("name", "i8"),
     )
 )
-TOLD = np.dtype([("contract", CONTRACT), ("site", f"S{TEXT}")])
+TOLD = np.dtype([("world_rank", "i8"), ("contract", CONTRACT), ("site", f"S{TEXT}")])
 ENTRY = np.dtype(_numbers("id rank size sequence open", ("contracts", CONTRACT, CONTRACTS)))
 CHANNEL = np.dtype(_numbers("id peer tag sent posted received"))
 MESSAGE = np.dtype(_numbers("id site", ("operation", f"S{NAME}"), ("part", PART)))
@@ -70,6 +70,9 @@ SLOT = np.dtype(
         ("channels", CHANNEL, CHANNELS),
         ("message", MESSAGE, MESSAGES),
         ("sites", f"S{TEXT}", SITES),
+        ("trees_used", "i8"),
+        ("tree_of", "i8", SITES),
+        ("trees", "u1", TREES),
     )
 )
 FAULT = np.dtype([("serials", "i8", RANKS), ("ids", "i8", FAULT_IDS), ("text", f"S{FAULT_TEXT}")])

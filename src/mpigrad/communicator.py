@@ -154,7 +154,9 @@ class Communicator:
                 f"mpigrad: more than {limit // 2} communicators in one process; "
                 "make a communicator once and keep it"
             )
-        self.mpi = WatchedComm(WatchedComm(mpi_comm).Dup())
+        given = WatchedComm(mpi_comm)
+        given.slot = _slot_of(mpi_comm)
+        self.mpi = WatchedComm(given.Dup())
         self.mpi.Set_errhandler(MPI.ERRORS_RETURN)  # errors come back with rank and source line
         self.rank, self.size = self.mpi.rank, self.mpi.size
         # The adjoint of a scan runs from the last rank to the first, as a scan on this one.
@@ -373,6 +375,14 @@ class _LeftOut(Communicator):
 
     def __repr__(self) -> str:
         return "Communicator(left out)"
+
+
+def _slot_of(mpi_comm: MPI.Intracomm) -> int:
+    """By which the guard sees a call on a communicator of mpi4py, or -1."""
+    if isinstance(mpi_comm, WatchedComm):
+        return mpi_comm.slot
+    ours = world.cache_info().currsize and mpi_comm == MPI.COMM_WORLD
+    return world().slot if ours else -1
 
 
 # The slots of the communicators entered by `with`: part of JAX's cache keys, since a program that

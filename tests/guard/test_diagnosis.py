@@ -364,8 +364,9 @@ def test_told_contracts() -> None:
     told = np.zeros(2, b.TOLD)
     for r, (name, site) in enumerate([(b"gather", b"a.py:1"), (b"scatter", b"b.py:2")]):
         told[r]["contract"]["operation"], told[r]["site"] = name, site
+    told["world_rank"] = [3, 5]
     assert disagreement(told) == (
-        "mpigrad: the ranks do not agree:\n  rank 0: gather at a.py:1\n  rank 1: scatter at b.py:2"
+        "mpigrad: the ranks do not agree:\n  rank 3: gather at a.py:1\n  rank 5: scatter at b.py:2"
         "\nEvery rank of a communicator must call the same operations in the same order."
     )
 

@@ -52,6 +52,17 @@ REFUSED = {
     "making_a_communicator_on_some_ranks_only": Refused(
         ("rank 0: Split" + AT, "ranks 1-2: barrier" + AT)
     ),
+    "duplicating_a_communicator_on_some_ranks_only": Refused(
+        ("rank 0: Dup" + AT, "ranks 1-2: barrier" + AT)
+    ),
+    "another_leaf_deep_in_a_tree": Refused(
+        (
+            "(pytree: [0] float32[2, 2], [1] float32[2, 2], [2] float32[2, 2], [3] float32[2, 2], "
+            "… 6 more), in place 10 [9] float32[4]\n",
+            "… 6 more), in place 10 [9] float32[1, 4]\n",
+            "ranks 1-2: allreduce",
+        )
+    ),
     "other_leaves_of_the_same_length": Refused(
         (
             "ranks 0-1: bcast(root=0) of float32[5]" + AT,

@@ -40,6 +40,20 @@ def sums_of_other_lengths():
     mg.allreduce(jnp.ones(3 + rank))
 
 
+def longer_message_on_a_communicator_in_another_order():
+    comm = mg.communicator.default().split(0, key=-rank)
+    if comm.rank == 0:
+        mg.send(jnp.ones(5), 1, comm=comm)
+    else:
+        mg.recv(jnp.ones(3), 0, comm=comm)
+    mg.barrier()
+
+
+def one_rank_raises_under_another_hook():
+    sys.excepthook = lambda kind, error, trace: print("as this hook has it:", error)
+    one_rank_raises()
+
+
 def longer_message_than_expected():
     if rank == 0:
         mg.send(jnp.ones(5), 1)

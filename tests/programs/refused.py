@@ -125,6 +125,14 @@ def making_a_communicator_on_some_ranks_only(comm):
         mg.barrier(comm)
 
 
+@case
+def duplicating_a_communicator_on_some_ranks_only(comm):
+    if rank == 0:
+        comm.dup()
+    else:
+        mg.barrier(comm)
+
+
 # ---- messages ----
 
 
@@ -155,6 +163,12 @@ def message_of_another_shape(comm):
 @case
 def other_leaves_of_the_same_length(comm):
     mg.bcast([x, x[:2]] if rank < 2 else [x[:2], x], comm=comm)
+
+
+@case
+def another_leaf_deep_in_a_tree(comm):
+    layers = [jnp.ones((2, 2))] * 9
+    mg.allreduce([*layers, jnp.ones((1, 4) if rank else 4)], comm=comm)
 
 
 @case
@@ -479,10 +493,13 @@ def from_two_threads(comm):
         raise RuntimeError(messages[0])
 
 
+plain = MPI.COMM_WORLD.Dup()
+
+
 def main():
     results = {}
     for f in CASES:
-        comm = mg.communicator.default().dup()
+        comm = mg.Communicator(plain)  # made unseen by the guard: a refused rank is not awaited
         start, text = time.monotonic(), ""
         try:
             f(comm)

@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mpigrad import board as b
-from mpigrad.guard.reading import Reader, contract_words, layout, same_layout, same_tree, words
+from mpigrad.guard.reading import (
+    Reader,
+    contract_words,
+    first_differences,
+    layout,
+    same_layout,
+    same_tree,
+    words,
+)
 
 __all__ = ["Finding", "diagnose", "disagreement", "grouped"]
 
@@ -119,16 +127,18 @@ class _Wait:
         self.mismatch = self.mismatch or self._different_contracts(number, remedy)
 
     def _different_contracts(self, number: int, remedy: str) -> _Mismatch:
-        lines = []
+        lines, there = [], []
         for member in self.members.values():
             entry = self.reader.slots[member.slot]["entries"][member.entry]
             contract = entry["contracts"][number % b.CONTRACTS]
-            who = f"rank {self.reader.world(member.slot)}"
             if int(contract["sequence"]) == number <= int(entry["sequence"]):
-                what = self.reader.contract(member.slot, contract)
-                lines.append((who, what + self.reader.handled(member.slot)))
+                there.append((member.slot, contract))
             else:
-                lines.append((who, "not there yet"))
+                lines.append((f"rank {self.reader.world(member.slot)}", "not there yet"))
+        trees = [self.reader.leaves(slot, int(contract["site"])) for slot, contract in there]
+        for (slot, contract), leaf in zip(there, first_differences(trees), strict=True):
+            what = self.reader.contract(slot, contract) + leaf + self.reader.handled(slot)
+            lines.append((f"rank {self.reader.world(slot)}", what))
         return _Mismatch(tuple(sorted(lines, key=_rank_of)), _DISAGREE, remedy)
 
     def _receives(self) -> None:
@@ -179,14 +189,17 @@ class _Wait:
         site = self.reader.site(sender, int(message["site"]))
         me = int(self.entry["rank"])
         to = self.reader.partner(self.identity, me)
+        tag = self.reader.tag(self.members[me].entry, int(part["tag"]))
+        places = (sender, int(message["site"])), (self.r, int(self.slot["site"]))
+        sent, taken = first_differences([self.reader.leaves(*place) for place in places])
         self.mismatch = self.mismatch or _Mismatch(
             (
                 (
                     f"rank {self.reader.world(sender)}",
-                    f"{words(message['operation'])} of {layout(part)} to {to} "
-                    f"({self.reader.tag(self.members[me].entry, int(part['tag']))}) at {site}",
+                    f"{words(message['operation'])} of {layout(part)} to {to} ({tag}) at {site}"
+                    + sent,
                 ),
-                (f"rank {self.reader.world(self.r)}", self.reader.operation(self.r)),
+                (f"rank {self.reader.world(self.r)}", self.reader.operation(self.r) + taken),
             ),
             "a message is not what its receiver expects",
             "Give the receiver the shape and dtype that the sender sends, leaf by leaf.",
@@ -326,8 +339,8 @@ def diagnose(slots: Any, gone: Callable[[int], str], now_ns: int) -> Finding | N
 def disagreement(told: Any) -> str:
     """The error where the members of a communicator, by rank, have told different contracts."""
     lines = [
-        (f"rank {rank}", contract_words(t["contract"], words(t["site"])))
-        for rank, t in enumerate(told)
+        (f"rank {int(t['world_rank'])}", contract_words(t["contract"], words(t["site"])))
+        for t in told
     ]
     first = told[0]["contract"]
     remedies = [_difference(first, t["contract"]) for t in told]

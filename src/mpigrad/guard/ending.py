@@ -61,6 +61,7 @@ class _Process:
     board: b.Board | None = None
     others: RollCall | None = None
     world: MPI.Intracomm | None = None  # for the end, where there are other ranks
+    hook: Callable[..., object] | None = None  # for errors that nobody catches
     forked = False
     guarded = False
     seconds = 0.0
@@ -171,7 +172,7 @@ def _say(text: str) -> None:
 def end_all_on_errors() -> None:
     """An exception that nobody catches ends all ranks from now on."""
     if MPI.COMM_WORLD.size > 1:
-        sys.excepthook = functools.partial(_end_all_ranks, sys.excepthook)
+        sys.excepthook = _Process.hook = functools.partial(_end_all_ranks, sys.excepthook)
 
 
 @functools.cache
@@ -227,6 +228,17 @@ def _end_all_ranks(
     )
 
 
+def _end_all_after(error: BaseException | None) -> None:
+    """End all ranks where an error has ended this one, and another hook than ours has shown it."""
+    interactive = sys.flags.interactive or hasattr(sys, "ps1")
+    if error is None or _Process.hook in (None, sys.excepthook) or interactive:
+        return
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    text = "".join(traceback.format_exception_only(error)).rstrip()
+    said = f"{text}\nmpigrad: rank {rank} of {size} failed; ending all ranks"
+    end_job(said, 130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
 def _finish() -> None:
     """Before MPI is finalised: let queued operations end, and show that this rank is done.
 
@@ -236,6 +248,7 @@ def _finish() -> None:
     if board is None or _Process.finished or MPI.Is_finalized():
         return
     _Process.finished = True
+    _end_all_after(getattr(sys, "last_value", None))
     with contextlib.suppress(Exception):  # of a computation that has failed already
         jax.effects_barrier()
     if text := _thread_in_operation(board):

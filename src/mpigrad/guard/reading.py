@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 from mpi4py import MPI
@@ -28,7 +29,7 @@ _DTYPES = {
 }
 _OPS = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
 _OPS += ("MAXLOC", "MINLOC")
-_SHOWN = 4  # messages of one operation that are written out
+_SHOWN = 4  # messages of one operation, or arrays of one pytree, that are written out
 _WORD = 2**64 - 1
 _FRESH = 2_000_000_000  # ns: a watchdog that has not looked for longer does not come to it
 
@@ -90,6 +91,22 @@ def contract_words(contract: Any, site: str) -> str:
     return f"{what} at {site}"
 
 
+def _shortened(leaves: list[str]) -> str:
+    more = f", … {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
+    return ", ".join(leaves[:_SHOWN]) + more
+
+
+def first_differences(trees: list[list[str]]) -> list[str]:
+    """Of several pytrees: for each the words for its first array that is not the others'."""
+    for i in range(max(map(len, trees), default=0)):
+        arrays = [leaves[i] if i < len(leaves) else "nothing more" for leaves in trees]
+        if len(set(arrays)) > 1 and all(trees) and (i >= _SHOWN):
+            return [f", in place {i + 1} {array}" for array in arrays]
+        if len(set(arrays)) > 1:
+            break
+    return ["" for _ in trees]
+
+
 def _reduction(slot: int) -> str:
     known = (*REDUCTIONS, *MOVED_FOR)
     if slot < len(known):
@@ -116,7 +133,17 @@ class Reader:
     def site(self, r: int, site: int) -> str:
         known = 0 < abs(site) < b.SITES
         text = words(self.slots[r]["sites"][abs(site)]) if known else "an unknown line"
+        if leaves := self.leaves(r, site):
+            text += f" (pytree: {_shortened(leaves)})"
         return f"the adjoint of {text}" if site < 0 else text
+
+    def leaves(self, r: int, site: int) -> list[str]:
+        """The arrays of the pytree that travels as one at a site of rank r: ['a'] float32[3], …"""
+        begin = int(self.slots[r]["tree_of"][abs(site)]) if abs(site) < b.SITES else 0
+        if not begin:
+            return []
+        text = self.slots[r]["trees"][begin - 1 :].tobytes().split(b"\0", 1)[0]
+        return re.split(r"(?<=\]), ", text.decode(errors="replace"))
 
     def entry(self, r: int) -> Any:
         """The entry of the communicator that rank r's operation is on."""

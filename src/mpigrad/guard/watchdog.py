@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import pathlib
+import platform
 import re
 import sys
 import threading
@@ -26,6 +27,9 @@ __all__ = ["Watchdog", "gone", "where"]
 # exact; the time is for what no proof knows.
 _PATIENCE = 5.0
 _PATIENCE_GUARDED = 0.3
+_LATE = 1.0  # seconds by which a busy machine may wake a thread
+# Linux's number of the system call by which a thread waits for another one.
+_FUTEX = {"x86_64": "202", "aarch64": "98", "ppc64le": "221"}.get(platform.machine())
 
 
 def gone(board: b.Board, r: int) -> str:
@@ -46,6 +50,17 @@ def _process_state(board: b.Board, r: int) -> str:
     except OSError:
         return ""
     return status.split()[0]
+
+
+def _works(thread: threading.Thread) -> bool:
+    """Whether the program ends after this thread, which waits for something else than a thread."""
+    if thread is threading.main_thread() or thread.daemon or _FUTEX is None:
+        return False
+    try:
+        call = pathlib.Path(f"/proc/self/task/{thread.native_id}/syscall").read_text().split()[0]
+    except OSError:  # not known
+        return False
+    return call != _FUTEX
 
 
 def stopped(board: b.Board, r: int) -> str:
@@ -114,16 +129,20 @@ class Watchdog:
         self._since = 0.0
         self._refused: dict[int, int] = {}
         self._last = (0, False), 0  # what the last look found, and since when
+        self._lost = 0.0  # seconds of the present operation in which this process stood still
 
     def start(self) -> None:
         threading.Thread(target=self._run, daemon=True, name=self.NAME).start()
 
     def _run(self) -> None:
-        now = record()
+        now, last = record(), _now()
         while True:
             time.sleep(self.tick)
+            # A job that is suspended for an hour has not waited for an hour.
+            still, last = (_now() - last) * 1e-9 - self.tick - _LATE, _now()
+            self._lost += max(still, 0.0)
             start = self._start(now)
-            waited = (_now() - start) * 1e-9 if start else 0.0
+            waited = (_now() - start) * 1e-9 - self._lost if start else 0.0
             self._note_elsewhere(start)
             with contextlib.suppress(OSError):  # the working directory may be gone
                 if not start:
@@ -146,6 +165,7 @@ class Watchdog:
         last, begun = self._last
         if seen != last:
             self._last = seen, (begun := _now())
+            self._lost = 0.0
             mine["since_ns"] = begun
         return begun if start == UNTIMED else start
 
@@ -165,7 +185,8 @@ class Watchdog:
         if frame is not None:
             mine["line"] = program_line(frame).encode(errors="replace")[: b.TEXT - 1]
             mine["line_ns"] = _now()
-            mine["line_waits"] = frame.f_code.co_filename == threading.__file__
+            inside = frame.f_code.co_filename == threading.__file__
+            mine["line_waits"] = inside and not any(map(_works, threading.enumerate()))
 
     def _note_handling(self, waits: bool) -> None:
         """Show the others why this rank may have left its way: an operation in `finally`."""

@@ -79,8 +79,12 @@ def _outside(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+_LONGEST = 100  # of a path: the board has room for a line of text
+
+
 def _text(file: str, line: int | None) -> str:
-    return f"{os.path.relpath(file) if file.startswith(os.getcwd()) else file}:{line}"
+    path = os.path.relpath(file) if file.startswith(os.getcwd()) else file
+    return f"{path if len(path) <= _LONGEST else f'...{path[-_LONGEST:]}'}:{line}"
 
 
 def _line() -> int:
