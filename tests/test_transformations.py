@@ -223,6 +223,21 @@ def test_vmap_of_a_bare_pull_back_is_refused(comm: Communicator) -> None:
     close(got, comm.size * cts[:, None] * jnp.ones(3))
 
 
+@pytest.mark.thin(2, 3)
+def test_a_pull_back_is_differentiated_where_its_cotangent_is_constant(comm: Communicator) -> None:
+    x, rank = jnp.array([0.3, -0.5, 0.7]) * (1 + comm.rank), comm.rank
+    f = lambda x: jnp.sin(mg.allreduce(x))
+    back = mg.vjp(f, x)[1]
+    outside = lambda ct: jnp.sum(back(jnp.ones(3) if rank == 0 else ct)[0] ** 2)
+    inside = lambda ct: jnp.sum(mg.vjp(f, x)[1](jnp.ones(3) if rank == 0 else ct)[0] ** 2)
+    cosine = np.cos(np.asarray(mg.allreduce(x)))
+    total = np.asarray(mg.allreduce(jnp.ones(3) if rank == 0 else x)) * cosine
+    expected = 2 * comm.size * total * cosine * (rank > 0)
+    for loss in (outside, inside):
+        close(mg.grad(loss)(x), expected)
+        close(mg.allreduce(mg.jvp(loss, (x,), (x,))[1]), mg.allreduce(jnp.vdot(expected, x)))
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("jit", [jax.jit, mg.jit], ids=["jax.jit", "mg.jit"])
 def test_a_nan_on_one_rank_sends_no_message_again(jit: Any, comm: Communicator) -> None:

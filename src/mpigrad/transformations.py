@@ -214,7 +214,16 @@ def jvp(
     f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False
 ) -> Any:
     """(f(primals), its directional derivative), as `jax.jvp`; tangents are each rank's own."""
-    return jax.jvp(with_carrier(f), (_ZERO, *primals), (_ZERO, *tangents), has_aux=has_aux)
+    carried = _carried(tangents)
+    return jax.jvp(with_carrier(f), (_ZERO, *primals), (carried, *tangents), has_aux=has_aux)
+
+
+def _carried(tangents: Sequence[Any]) -> Any:
+    """The carrier's tangent: zero, and linear in these, for rules that JAX transposes."""
+    for t in jax.tree.leaves(tangents):
+        if isinstance(t, Tracer) and jnp.issubdtype(t.dtype, jnp.inexact):
+            return nought(t, CARRIER)
+    return _ZERO
 
 
 def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
@@ -233,9 +242,16 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
                 "one rank, but on its partner's, would be of another size there. Put vjp inside: "
                 "mpigrad.vmap(lambda ct: mpigrad.vjp(f, x)[1](ct))(cts)"
             )
-        return back(ct)[1:]
+        return back(jax.tree.map(_active, ct))[1:]
 
     return out, pull_back, *aux
+
+
+def _active(ct: Any) -> Any:
+    """A cotangent that is differentiated on every rank, where it is on one."""
+    a = outer_carrier()
+    inexact = isinstance(a, Tracer) and jnp.issubdtype(jnp.result_type(ct), jnp.inexact)
+    return ct + nought(a, jnp.asarray(ct)) if inexact else ct
 
 
 def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
@@ -244,7 +260,8 @@ def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> An
 
     def derivative(*tangents: Any) -> Any:
         a = outer_carrier()  # of an enclosing vmap: messages without a tangent are batched, too
-        return linear(nought(a, CARRIER) if isinstance(a, Tracer) else _ZERO, *tangents)
+        outer = nought(a, CARRIER) if isinstance(a, Tracer) else _ZERO
+        return linear(outer + _carried(tangents), *tangents)
 
     return out, derivative, *aux
 

@@ -128,6 +128,27 @@ def test_derivatives(rule: Rule, transformation: str, scenario: str, comm: Commu
         close(got, want[comm.rank])
 
 
+@pytest.mark.thin(2, 3)
+@pytest.mark.parametrize("derivative", ["jvp", "linearize"])
+def test_rules_that_differentiate_the_function(derivative: str, comm: Communicator) -> None:
+    """Its operand is constant on one rank: what the rule sends is transposed there, too."""
+    inside = lambda x: mg.allreduce(ONES if comm.rank == 0 else jnp.sin(x))
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        if derivative == "jvp":
+            return mg.jvp(inside, primals, tangents)
+        y, linear = mg.linearize(inside, *primals)
+        return y, linear(*tangents)
+
+    f = mg.custom_jvp(inside)
+    f.defjvp(rule)
+    along = lambda g: lambda x: mg.jvp(g, (x,), (jnp.cos(x),))[1]
+    x = POINTS[0] + comm.rank
+    for transform in (mg.grad, along, lambda g: along(mg.grad(g)), lambda g: mg.grad(along(g))):
+        got, want = (transform(lambda x, f=f: jnp.sum(jnp.sin(f(x)) * x))(x) for f in (f, inside))
+        close(got, want)
+
+
 # The same with JAX's own decorators.
 @jax.custom_vjp
 def plain_vjp(x: Any) -> Any:

@@ -299,6 +299,20 @@ def test_plain_jax_is_not_enough() -> None:
     assert orders[0] != orders[1]
 
 
+@pytest.mark.thin(2, 4)
+@pytest.mark.parametrize("jit", [jax.jit, mg.jit, same], ids=["jax.jit", "jit", "eager"])
+def test_a_checkpoint_of_which_nothing_is_used(jit: Callable[..., Any], comm: Communicator) -> None:
+    """On one rank it depends on nothing, and its result is left: its messages are sent."""
+
+    def f(x: Any) -> Any:
+        total = lambda x: jnp.sum(mg.allreduce(ONES if comm.rank == 1 else x))
+        y, z = jax.checkpoint(total)(x), scan(jax.checkpoint(total))(x)
+        return jnp.sum(x) if comm.rank == 1 else y + z
+
+    total = 3 * (2 * (comm.size - 1) + 1)
+    assert float(jit(f)(jnp.full(3, 2.0))) == (6 if comm.rank == 1 else 3 * total)
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
     "wrap", [same, mg.jit, ck, scan], ids=["eager", "jit", "checkpoint", "scan"]

@@ -171,3 +171,10 @@ def test_what_is_no_array_is_refused(comm: Communicator) -> None:
     for operation in (mg.allreduce, mg.bcast):
         with pytest.raises(TypeError, match="send the bits of a random key"):
             operation(jax.random.key(0))
+
+
+def test_numbers_that_share_a_byte_are_refused(comm: Communicator) -> None:
+    x = jnp.ones(4, jnp.int4)
+    for call in (mg.allgather, mg.bcast, lambda x: mg.isend([x, jnp.ones(2)], 0)):
+        with pytest.raises(TypeError, match="several numbers in a byte"):
+            call(x)

@@ -18,6 +18,7 @@ from mpigrad import board as b
 from mpigrad.guard.diagnosis import Finding, diagnose, grouped
 from mpigrad.guard.reading import Reader
 from mpigrad.guard.roll_call import RollCall
+from mpigrad.guard.stacks import Stacks
 from mpigrad.native import UNTIMED, Record, record
 from mpigrad.operations.sites import program_line
 
@@ -129,6 +130,7 @@ class Watchdog:
         self._since = 0.0
         self._refused: dict[int, int] = {}
         self._last = (0, False), 0  # what the last look found, and since when
+        self.stack = Stacks()
         self._lost = 0.0  # seconds of the present operation in which this process stood still
 
     def start(self) -> None:
@@ -144,10 +146,11 @@ class Watchdog:
             start = self._start(now)
             waited = (_now() - start) * 1e-9 - self._lost if start else 0.0
             self._note_elsewhere(start)
-            with contextlib.suppress(OSError):  # the working directory may be gone
+            # The working directory may be gone, and an exception's own text may raise another.
+            with contextlib.suppress(Exception):
                 if not start:
                     self._note_line()
-            with contextlib.suppress(Exception):  # an exception's own text may raise another
+            with contextlib.suppress(Exception):
                 self._note_handling(waited >= self.patience / 2)
             if waited < self.patience / 2:
                 continue
@@ -181,11 +184,10 @@ class Watchdog:
     def _note_line(self) -> None:
         """Show the others what this rank does while it is in no operation."""
         mine = self.board.slots[self.board.mine]
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        if frame is not None:
-            mine["line"] = program_line(frame).encode(errors="replace")[: b.TEXT - 1]
+        if places := self.stack.places(threading.main_thread().ident or 0):
+            mine["line"] = program_line(places).encode(errors="replace")[: b.TEXT - 1]
             mine["line_ns"] = _now()
-            inside = frame.f_code.co_filename == threading.__file__
+            inside = places[0][0] == threading.__file__
             mine["line_waits"] = inside and not any(map(_works, threading.enumerate()))
 
     def _note_handling(self, waits: bool) -> None:

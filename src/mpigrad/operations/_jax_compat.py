@@ -329,6 +329,20 @@ def _hoists(plain: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _checkpoint_without_dead_code(plain: Any, used_outputs: list[bool], eqn: Any) -> Any:
+    """JAX drops a checkpoint of which neither operands nor results are used, with its messages."""
+    used_inputs, kept = plain(used_outputs, eqn)
+    if kept is not None or not _has_messages(eqn.params["jaxpr"].effects):
+        return used_inputs, kept
+    jaxpr, used_inputs = partial_eval.dce_jaxpr(eqn.params["jaxpr"], used_outputs)
+    one_for_all = not isinstance(eqn.params["prevent_cse"], tuple)
+    params = eqn.params if one_for_all else {**eqn.params, "prevent_cse": ()}
+    kept = partial_eval.new_jaxpr_eqn(
+        [], [], eqn.primitive, {**params, "jaxpr": jaxpr}, jaxpr.effects, eqn.source_info, eqn.ctx
+    )
+    return used_inputs, kept
+
+
 def _repair(
     primitive: Any,
     effects_of: Callable[[dict[str, Any]], Any],
@@ -399,6 +413,9 @@ def install_repairs() -> None:
 
     ad.primitive_jvps[solves.linear_solve_p] = in_place
     loops._scan_known_hoisting = _hoists(loops._scan_known_hoisting)
+    dead_code = partial_eval.dce_rules
+    plain_dce = dead_code[ad_checkpoint.remat_p]
+    dead_code[ad_checkpoint.remat_p] = functools.partial(_checkpoint_without_dead_code, plain_dce)
     custom_rules = partial_eval.partial_eval_jaxpr_custom_rules
     custom_rules[loops.scan_p] = _hoists(custom_rules[loops.scan_p])
     batchers = batching.fancy_primitive_batchers

@@ -34,7 +34,15 @@ def array(leaf: Any) -> Any:
             f"MPI cannot move arrays of {x.dtype}; send the bits of a random key, "
             "jax.random.key_data(key), and wrap_key_data what comes"
         )
+    if x.dtype.itemsize == 1 and x.dtype.name in _PACKED:
+        raise TypeError(
+            f"arrays of {x.dtype} have several numbers in a byte, and are not moved: send x.astype "
+            "of a dtype of 8 bits, and take what comes back to it"
+        )
     return x
+
+
+_PACKED = frozenset(("int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
 
 
 def dtype_of(leaf: Any) -> np.dtype:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType
 
 from mpigrad.native import library
@@ -66,15 +66,16 @@ def call_site(tree: str = "") -> int:
     return _with_trees[key]
 
 
+def _is_outside(name: str) -> bool:
+    inside = (name.startswith(_PACKAGE) and not name.startswith(_PROGRAMS)) or _JAX in name
+    inside = inside or name.startswith(tuple(_passed_over))
+    # The library's own context managers are entered by contextlib.
+    return not inside and not name.startswith("<frozen") and name != contextlib.__file__
+
+
 def _outside(frame: FrameType | None) -> FrameType | None:
     """The innermost frame outside the library, from this one on."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        inside = (name.startswith(_PACKAGE) and not name.startswith(_PROGRAMS)) or _JAX in name
-        inside = inside or name.startswith(tuple(_passed_over))
-        # The library's own context managers are entered by contextlib.
-        if not inside and not name.startswith("<frozen") and name != contextlib.__file__:
-            break
+    while frame is not None and not _is_outside(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -98,17 +99,15 @@ def _line() -> int:
     return number
 
 
-def program_line(frame: FrameType) -> str:
-    """The line of the user's program that a thread executes, or "": prog.py:12.
+def program_line(places: Iterable[tuple[str, int]]) -> str:
+    """The line of the user's program among files and lines, the innermost first: prog.py:12.
 
-    That of the program's own files, where there is one, rather than of what it calls.
+    That of the program's own files, where there is one, rather than of what it calls; "" of none.
     """
-    outside = _outside(frame)
-    own = outside
-    while own is not None and own.f_code.co_filename.startswith(_INSTALLED):
-        own = _outside(own.f_back)
+    outside = [place for place in places if _is_outside(place[0])]
+    own = [place for place in outside if not place[0].startswith(_INSTALLED)]
     found = own or outside
-    return _text(found.f_code.co_filename, found.f_lineno) if found is not None else ""
+    return _text(*found[0]) if found else ""
 
 
 def _add(text: str, tree: str) -> int:
