@@ -231,13 +231,17 @@ bool Post::agree_by_message(const Contract& c) {
   return false;
 }
 
-std::string disagreement(int64_t slot) {
-  const int64_t sequence = get(board.mine().entries[slot].sequence);
+std::string disagreement(int64_t slot, const int64_t* sequences) {
   std::vector<Told> all(communicator(slot).size);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     const Slot* owner;
     const Entry* e = member(slot, rank, &owner);
-    all[rank] = told(e->contracts[sequence % kContracts], *owner);
+    all[rank] = told(e->contracts[sequences[rank] % kContracts], *owner);
+    // One that has caught the error and gone on may have forgotten it.
+    if (all[rank].contract.sequence != sequences[rank]) {
+      all[rank] = told({}, *owner);
+      copy_text(all[rank].contract.operation, "an operation that is over");
+    }
   }
   return in_words(all);
 }

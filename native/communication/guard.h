@@ -56,8 +56,8 @@ struct Mails {
 // The guard is on, and members of this communicator see no common board.
 bool is_guarded_between_hosts(int64_t slot);
 
-// How the members' present collectives differ, in words that are the same on all of them.
-std::string disagreement(int64_t slot);
+// How collectives of the members, of these numbers, differ, in words that are the same on all of them.
+std::string disagreement(int64_t slot, const int64_t* sequences);
 
 // Lets MPI move messages, while this rank waits for others elsewhere.
 void move_messages(int64_t slot);

@@ -134,8 +134,8 @@ struct Call {
     leave_unaccounted();
     return ffi::Error(ffi::ErrorCode::kInternal,
                       "mpigrad: rank " + std::to_string(comm.rank) + " of " +
-                          std::to_string(comm.size) + in_the_world(board.mine(), comm.rank) + ": " + operation + " at " + call_site(site) +
-                          ": " + what);
+                          std::to_string(comm.size) + in_the_world(board.mine(), comm.rank) + ": " +
+                          operation + " at " + call_site(site) + ": " + what);
   }
   // Of what says in words what is wrong, or nothing.
   ffi::Error done(const std::string& wrong) const {

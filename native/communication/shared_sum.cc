@@ -12,6 +12,9 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#define MPIGRAD_WIDE __attribute__((target_clones("avx2", "default")))  // a tenth of the time
+#else
+#define MPIGRAD_WIDE
 #endif
 
 namespace mpigrad {
@@ -53,20 +56,33 @@ void await(int64_t slot, Cell Progress::* which, int64_t n) {
     }
 }
 
+// (For GCC's generic x86-64 __builtin_prefetch(p, 1) would be for reading; to old processors this
+// instruction is none.)
+inline void prefetch_for_writing(const void* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));
+#else
+  __builtin_prefetch(p, 1);
+#endif
+}
+
 // The lines that are written now were read by another core: asking for them early saves a third.
-void copy(char* to, const char* from, size_t bytes) {
+MPIGRAD_WIDE void copy(char* to, const char* from, size_t bytes) {
   constexpr size_t line = 64, ahead = 1024;
   size_t i = 0;
   for (; i + line <= bytes; i += line) {
-    __builtin_prefetch(to + i + ahead, 1);
+    prefetch_for_writing(to + i + ahead);
     std::memcpy(to + i, from + i, line);
   }
   std::memcpy(to + i, from + i, bytes - i);
 }
 
 // The sum may be in the place of a summand.
-template <class T>
-void add(const T* a, const T* b, T* sum, size_t n) {
+MPIGRAD_WIDE void add(const double* a, const double* b, double* sum, size_t n) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < n; ++i) sum[i] = a[i] + b[i];
+}
+MPIGRAD_WIDE void add(const float* a, const float* b, float* sum, size_t n) {
 #pragma GCC ivdep
   for (size_t i = 0; i < n; ++i) sum[i] = a[i] + b[i];
 }
@@ -101,13 +117,16 @@ std::string shared_sum(int64_t slot, const Summand& x) {
     const char* const own = static_cast<const char*>(x.data) + at;
     copy(piece(g.rank), own, bytes);
     put(mine.arrays[n % 2], x.kind());
+    put(mine.sequences[n % 2], get(board.mine().entries[slot].sequence));
     put(mine.written, n);
     await(slot, &Progress::written, n);
     // All members look at all, and so find the same.
     for (int i = 0; i < g.size; ++i)
       if (get(g.progress[i]->arrays[n % 2]) != get(g.progress[0]->arrays[n % 2])) {
+        int64_t sequences[kMembers];
+        for (int k = 0; k < g.size; ++k) sequences[k] = get(g.progress[k]->sequences[n % 2]);
         put(mine.read, n);
-        return disagreement(slot);
+        return disagreement(slot, sequences);
       }
     const char* summands[kMembers];
     for (int i = 0; i < g.size; ++i) summands[i] = piece(i);

@@ -21,6 +21,7 @@ struct alignas(64) Piece {
 struct Progress {
   alignas(64) Cell written;
   Cell arrays[2];  // what the last two pieces are of, for the others to compare
+  Cell sequences[2];  // and of which collective operation of that rank
   alignas(64) Cell read;
 };
 

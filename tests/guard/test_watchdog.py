@@ -17,7 +17,7 @@ import pytest
 
 from mpigrad import board as b
 from mpigrad.guard import watchdog
-from mpigrad.guard.stacks import Stacks
+from mpigrad.guard.stacks import places
 from mpigrad.guard.watchdog import gone, stopped
 from mpigrad.native import UNTIMED, Record
 from mpigrad.operations.sites import program_line
@@ -48,6 +48,8 @@ def test_looks_find_when_an_operation_has_begun(monkeypatch: pytest.MonkeyPatch)
     record.start_ns = 0
     assert look(9950) == 0
     assert int(slots[0]["since_ns"]) == 9950
+    record.start_ns = 10_000  # and the process stood still before this was seen
+    assert look(9 * 10**9) == 9 * 10**9 - 5 * 10**8
 
 
 def test_a_process_that_has_ended_and_is_still_listed_has_died() -> None:
@@ -81,7 +83,7 @@ def test_the_line_of_the_program_and_not_of_what_it_calls() -> None:
     found = []
 
     def hook(pairs: list[tuple[str, int]]) -> None:
-        stack = Stacks().places(threading.get_ident())[2:]
+        stack = places(threading.get_ident())[2:]
         assert "/json/" in stack[0][0]
         found.append(program_line(stack))
 

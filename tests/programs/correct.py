@@ -1,5 +1,7 @@
 """Correct programs that look like wrong ones: nobody may be refused."""
 
+import code
+import sys
 import time
 
 import jax.numpy as jnp
@@ -10,6 +12,12 @@ import mpigrad as mg
 
 rank = MPI.COMM_WORLD.rank
 x, y, big = jnp.ones(3), jnp.ones(2), jnp.ones(100_000)
+
+
+def an_error_of_a_session_within_the_program_under_another_hook():
+    sys.excepthook = lambda *error: None
+    code.InteractiveInterpreter().runsource("1 / 0")
+    assert isinstance(sys.last_value, ZeroDivisionError)
 
 
 def a_sender_that_needs_the_progress_of_a_rank_in_a_barrier():
@@ -119,6 +127,7 @@ def a_users_own_operation_beside_messages_of_the_same_tag():
     np.testing.assert_array_equal(mg.grad(f)(x), 105 * x)
 
 
+an_error_of_a_session_within_the_program_under_another_hook()
 a_sender_that_needs_the_progress_of_a_rank_in_a_barrier()
 a_sender_that_needs_the_progress_of_a_rank_in_a_sum()
 the_same_with_calls_of_mpi4py()

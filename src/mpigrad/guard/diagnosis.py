@@ -336,11 +336,25 @@ def diagnose(slots: Any, gone: Callable[[int], str], now_ns: int) -> Finding | N
     )
 
 
-def disagreement(told: Any) -> str:
-    """The error where the members of a communicator, by rank, have told different contracts."""
+def disagreement(told: Any, board: b.Board | None = None) -> str:
+    """The error where the members of a communicator, by rank, have told different contracts.
+
+    With the board of this host, pytrees of its ranks are told in full.
+    """
+    ranks = [int(t["world_rank"]) for t in told]
+    places = {} if board is None else {rank: i for i, rank in enumerate(board.ranks)}
+    reader = Reader(None if board is None else board.slots)
+    trees = [
+        reader.leaves(places[rank], int(t["contract"]["site"])) if rank in places else []
+        for rank, t in zip(ranks, told, strict=True)
+    ]
+    sites = [
+        reader.site(places[rank], int(t["contract"]["site"])) if leaves else words(t["site"])
+        for rank, t, leaves in zip(ranks, told, trees, strict=True)
+    ]
     lines = [
-        (f"rank {int(t['world_rank'])}", contract_words(t["contract"], words(t["site"])))
-        for t in told
+        (f"rank {rank}", contract_words(t["contract"], site) + leaf)
+        for rank, t, site, leaf in zip(ranks, told, sites, first_differences(trees), strict=True)
     ]
     first = told[0]["contract"]
     remedies = [_difference(first, t["contract"]) for t in told]

@@ -200,7 +200,7 @@ def install() -> None:
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 def _explain(told: int, size: int, text: int, room: int) -> None:
     """For native code: puts into `text` how the contracts at `told` differ."""
-    raw = disagreement(b.view(told, b.TOLD, size)).encode()[: room - 1]
+    raw = disagreement(b.view(told, b.TOLD, size), _Process.board).encode()[: room - 1]
     ctypes.memmove(text, raw + bytes(1), len(raw) + 1)
 
 
@@ -232,6 +232,13 @@ def _end_all_after(error: BaseException | None) -> None:
     """End all ranks where an error has ended this one, and another hook than ours has shown it."""
     interactive = sys.flags.interactive or hasattr(sys, "ps1")
     if error is None or _Process.hook in (None, sys.excepthook) or interactive:
+        return
+    # pytest and others leave what they have caught in the same place: it does not begin there.
+    frame = error.__traceback__ and error.__traceback__.tb_frame
+    main = frame and (frame.f_globals.get("__name__"), frame.f_code.co_name)
+    if not frame or (
+        main != ("__main__", "<module>") and frame.f_code.co_filename != "<frozen runpy>"
+    ):
         return
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     text = "".join(traceback.format_exception_only(error)).rstrip()

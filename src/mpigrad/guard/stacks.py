@@ -10,29 +10,29 @@ import faulthandler
 import os
 import re
 
-__all__ = ["Stacks"]
+__all__ = ["places"]
 
 _THREAD = re.compile(rb"^(?:Current t|T)hread 0x([0-9a-f]+).*$", re.MULTILINE)
 _PLACE = re.compile(rb'^  File "(.*)", line (\d+) in ', re.MULTILINE)
-_BYTES = 1 << 17
+_BYTES = 1 << 20
 
 
-class Stacks:
-    """Reads the stacks of this process's threads."""
+def places(thread: int) -> list[tuple[str, int]]:
+    """(file, line) of what the thread of this identity executes, the innermost first.
 
-    def __init__(self) -> None:
-        self._file = os.memfd_create("mpigrad-stacks")
-
-    def places(self, thread: int) -> list[tuple[str, int]]:
-        """(file, line) of what the thread of this identity executes, the innermost first."""
-        os.lseek(self._file, 0, os.SEEK_SET)
-        os.ftruncate(self._file, 0)
-        faulthandler.dump_traceback(self._file, all_threads=True)
-        _, *parts = _THREAD.split(os.pread(self._file, _BYTES, 0))
-        for identity, stack in zip(parts[::2], parts[1::2], strict=True):
-            if int(identity, 16) == thread:
-                return [(_path(file), int(line)) for file, line in _PLACE.findall(stack)]
-        return []
+    At most 100; nothing where there are more than 100 threads.
+    """
+    # Not kept: who closes all files would let another one have its number.
+    file = os.memfd_create("mpigrad-stacks")
+    try:
+        faulthandler.dump_traceback(file, all_threads=True)
+        _, *parts = _THREAD.split(os.pread(file, _BYTES, 0))
+    finally:
+        os.close(file)
+    for identity, stack in zip(parts[::2], parts[1::2], strict=True):
+        if int(identity, 16) == thread:
+            return [(_path(name), int(line)) for name, line in _PLACE.findall(stack)]
+    return []
 
 
 def _path(escaped: bytes) -> str:

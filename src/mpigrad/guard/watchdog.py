@@ -18,7 +18,7 @@ from mpigrad import board as b
 from mpigrad.guard.diagnosis import Finding, diagnose, grouped
 from mpigrad.guard.reading import Reader
 from mpigrad.guard.roll_call import RollCall
-from mpigrad.guard.stacks import Stacks
+from mpigrad.guard.stacks import places
 from mpigrad.native import UNTIMED, Record, record
 from mpigrad.operations.sites import program_line
 
@@ -130,7 +130,6 @@ class Watchdog:
         self._since = 0.0
         self._refused: dict[int, int] = {}
         self._last = (0, False), 0  # what the last look found, and since when
-        self.stack = Stacks()
         self._lost = 0.0  # seconds of the present operation in which this process stood still
 
     def start(self) -> None:
@@ -170,7 +169,10 @@ class Watchdog:
             self._last = seen, (begun := _now())
             self._lost = 0.0
             mine["since_ns"] = begun
-        return begun if start == UNTIMED else start
+        # Not from before a standstill that it has met with.
+        return (
+            begun if start == UNTIMED else max(start, begun - int(self.tick * 1e9)) if start else 0
+        )
 
     def _note_elsewhere(self, start: int) -> None:
         """Show the others a call that no handler announces, such as a solver's."""
@@ -184,10 +186,10 @@ class Watchdog:
     def _note_line(self) -> None:
         """Show the others what this rank does while it is in no operation."""
         mine = self.board.slots[self.board.mine]
-        if places := self.stack.places(threading.main_thread().ident or 0):
-            mine["line"] = program_line(places).encode(errors="replace")[: b.TEXT - 1]
+        if stack := places(threading.main_thread().ident or 0):
+            mine["line"] = program_line(stack).encode(errors="replace")[: b.TEXT - 1]
             mine["line_ns"] = _now()
-            inside = places[0][0] == threading.__file__
+            inside = stack[0][0] == threading.__file__
             mine["line_waits"] = inside and not any(map(_works, threading.enumerate()))
 
     def _note_handling(self, waits: bool) -> None:
