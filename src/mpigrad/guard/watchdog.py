@@ -169,10 +169,10 @@ class Watchdog:
             self._last = seen, (begun := _now())
             self._lost = 0.0
             mine["since_ns"] = begun
-        # Not from before a standstill that it has met with.
-        return (
-            begun if start == UNTIMED else max(start, begun - int(self.tick * 1e9)) if start else 0
-        )
+        if start in (0, UNTIMED):
+            return begun if start else 0
+        # Where it has met with a standstill, from the end of that.
+        return max(start, begun - int(self.tick * 1e9))
 
     def _note_elsewhere(self, start: int) -> None:
         """Show the others a call that no handler announces, such as a solver's."""
