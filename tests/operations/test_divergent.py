@@ -305,7 +305,8 @@ def test_a_checkpoint_of_which_nothing_is_used(jit: Callable[..., Any], comm: Co
     """On one rank it depends on nothing, and its result is left: its messages are sent."""
 
     def f(x: Any) -> Any:
-        total = lambda x: jnp.sum(mg.allreduce(ONES if comm.rank == 1 else x))
+        # Not ONES, which would be an operand.
+        total = lambda x: jnp.sum(mg.allreduce(jnp.ones(3) if comm.rank == 1 else x))
         y, z = jax.checkpoint(total)(x), scan(jax.checkpoint(total))(x)
         return jnp.sum(x) if comm.rank == 1 else y + z
 
