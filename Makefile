@@ -36,11 +36,13 @@ demo: setup
 	@$(BIN)/mpigrad run poisson -n 2 --cells 240 240 --iterations 250 --out results/demo
 
 # Types are checked beside the tests.
-test: style
-	@$(PYRIGHT) > build/pyright.log & types=$$!; \
+TYPES_BESIDE = $(PYRIGHT) > build/pyright.log & types=$$!; \
 	$(BIN)/python tests/run.py; tests=$$?; \
 	wait $$types || { echo "lint: pyright"; cat build/pyright.log; exit 1; }; \
 	exit $$tests
+
+test: style
+	@$(TYPES_BESIDE)
 
 # Every case of every test at every number of ranks.
 OPTIMIZE ?= 0
@@ -49,8 +51,8 @@ test-full: lint
 
 # TORCH="torch==2.6.0 --index-url …": another release, another build.
 TORCH ?= torch==2.13.0
-test-torch: lint $(VENV)/torch
-	@MPIGRAD_TORCH=1 $(BIN)/python tests/run.py
+test-torch: style $(VENV)/torch
+	@export MPIGRAD_TORCH=1; $(TYPES_BESIDE)
 
 $(VENV)/torch: $(READY)
 	@echo "test-torch: PyTorch into $(VENV)"

@@ -84,6 +84,21 @@ def test_the_settings_of_the_user_are_kept() -> None:
     assert "threads 3 " in done.stdout, done.stderr
 
 
+def test_a_child_that_holds_the_output_is_named(tmp_path: pathlib.Path) -> None:
+    """Mpiexec waits for it when the ranks have ended."""
+    program = tmp_path / "leaves_a_child.py"
+    program.write_text(
+        "import subprocess\n"
+        "from mpi4py import MPI\n"
+        "if MPI.COMM_WORLD.rank == 1:\n"
+        "    subprocess.Popen(['sleep', '12'])\n"
+    )
+    done = mpigrad("launch", "-n", 2, "--timeout", 60, program)
+    assert done.returncode == 0, done.stderr
+    assert "all ranks have ended; mpiexec waits for processes" in done.stderr
+    assert "(sleep). Let a rank wait for them" in done.stderr
+
+
 # ---- a job that has to be ended ----
 
 

@@ -27,6 +27,7 @@ from types import FrameType
 from typing import NoReturn
 
 from mpigrad.hosts import Host, placed
+from mpigrad.job_processes import marked, outliving
 from mpigrad.mpi_installation import (
     Launcher,
     MPIError,
@@ -42,6 +43,7 @@ TIMED_OUT = 124  # as timeout(1) has it
 _GRACE = 30.0  # seconds that a job which was asked to end may take for saving
 _KILL_AFTER = 3.0  # seconds between SIGTERM and SIGKILL
 _AFTER_ABORT = 5.0  # seconds in which mpiexec ends after a rank's MPI_Abort
+_OUTLIVING = 5.0  # seconds between looks for a job without ranks
 # What ends programs, and is seldom an exit code.
 _ENDING_SIGNALS = {
     *(signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE),
@@ -223,6 +225,7 @@ def launch(
             timeout,
             grace,
             spread=bool(hosts),
+            descending=family is not None and family.key != "slurm",
             bare_signals=family is not None and family.key == "mpich",
         )
         return job.run()
@@ -260,14 +263,17 @@ class _Job:
         timeout: float,
         grace: float,
         spread: bool,
+        descending: bool,
         bare_signals: bool,
     ) -> None:
         self.command = command
         self.environment = dict(environment)
+        self.mark = f"{_MARK}={self.environment[_MARK]}".encode()
         self.stop_file = stop_file
         self.timeout = timeout
         self.grace = grace
         self.spread = spread  # over hosts that do not see the stop file
+        self.descending = descending  # whether ranks are below mpiexec
         self.bare_signals = bare_signals  # mpiexec returns the number of a signal as it is
         self.requests: list[int] = []
 
@@ -304,6 +310,7 @@ class _Job:
         start = time.monotonic()
         limit = start + self.timeout
         asked: float | None = None
+        look = start + _OUTLIVING
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(0.1)
@@ -319,6 +326,8 @@ class _Job:
             if now > limit:
                 _say(f"the time limit of {self.timeout:g} s is over; ending all ranks")
                 return TIMED_OUT
+            if now > look:
+                look = math.inf if self._said_who_is_left(process.pid) else now + _OUTLIVING
             if not self.requests:
                 continue
             name = signal.Signals(self.requests[0]).name
@@ -345,6 +354,18 @@ class _Job:
             code, rank = self.stop_file.with_name("left").read_text().split()
             return int(code) % 256, int(rank)
         return None
+
+    def _said_who_is_left(self, mpiexec: int) -> bool:
+        """Say for which processes mpiexec waits when its ranks have ended, if that is so."""
+        # srun's ranks are not below srun.
+        left = [] if self.spread or not self.descending else outliving(mpiexec, self.mark)
+        if left:
+            names = ", ".join(f"{pid} ({name})" for pid, name in left)
+            _say(
+                "all ranks have ended; mpiexec waits for processes that they have started and that "
+                f"hold their output: {names}. Let a rank wait for them, or give them another output"
+            )
+        return bool(left)
 
     def _somebody_listens(self) -> bool:
         return self.stop_file.with_name("listening").exists()
@@ -376,27 +397,15 @@ class _Job:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILL_AFTER)
-        mark = f"{_MARK}={self.environment[_MARK]}".encode()
         for wait in (0.0, 0.2, 0.5, 1.0):  # a rank that is being started escapes one look
             time.sleep(wait)
-            left = _processes(mark)
+            left = marked(self.mark)
             if not left and process.poll() is not None:
                 return
             for pid in left:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
         process.wait()
-
-
-def _processes(mark: bytes) -> list[int]:
-    """The processes which have `mark` in their environment (a dead one has none)."""
-    found = []
-    for entry in pathlib.Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found
 
 
 _prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork only the call is left

@@ -211,3 +211,28 @@ def test_the_guard_refuses(name: str, refusals: dict[str, list[tuple[str, float]
 
 def test_all_refused_programs_are_checked(refusals: dict[str, list[tuple[str, float]]]) -> None:
     assert set(refusals) == set(REFUSED)
+
+
+def test_a_rank_that_was_elsewhere_is_told_once(tmp_path: pathlib.Path) -> None:
+    """Others were refused three times meanwhile, in a file of a path too long for the board."""
+    directory = tmp_path / ("long" * 50) / ("longer" * 30)
+    directory.mkdir(parents=True)
+    program = directory / "elsewhere.py"
+    program.write_text(
+        "import time, jax.numpy as jnp, mpigrad as mg\n"
+        "rank = mg.communicator.default().rank\n"
+        "time.sleep(3 * (rank == 2))\n"
+        "for _ in range(1 if rank == 2 else 3):\n"
+        "    try:\n"
+        "        mg.allreduce(jnp.ones(3 + rank))\n"
+        "    except Exception as error:\n"
+        "        assert 'mpigrad: the ranks do not agree' in str(error)\n"
+        "        assert 'rank 2: not there yet' in str(error), error\n"
+        "        assert 'longer/elsewhere.py:6\\n' in str(error), error\n"
+        "        print(f'rank {rank} refused\\n', end='', flush=True)\n"
+        "time.sleep(3 * (rank != 2))\n"
+        "assert mg.allreduce(1.0) == 3\n"
+    )
+    done = mpigrad("launch", "-n", 3, "--timeout", 60, program, **idling(), MPIGRAD_GUARD="1")
+    assert done.returncode == 0, done.stderr
+    assert [done.stdout.count(f"rank {r} refused") for r in range(3)] == [3, 3, 1]
