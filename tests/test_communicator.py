@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,6 +132,14 @@ def test_wrong_communicators() -> None:
         mg.allreduce(1.0, comm="world")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not a member"):
         Communicator(MPI.COMM_NULL)
+
+
+def test_copies_and_pickles(comm: Communicator) -> None:
+    """What a program copies may hold one; what it writes may not."""
+    assert copy.deepcopy({"comm": comm})["comm"] is comm
+    assert copy.copy(comm) is comm
+    with pytest.raises(TypeError, match="of this run alone"):
+        pickle.dumps([comm])
 
 
 def test_compiled_programs_keep_their_communicator(comm: Communicator) -> None:

@@ -88,6 +88,24 @@ def test_a_rank_that_writes_in_a_thread_of_its_own_is_let_go(tmp_path: pathlib.P
     assert "The job goes on" in done.stderr
 
 
+@pytest.mark.parametrize("where", ["one array on two", "two programs"])
+def test_a_rank_with_two_devices(where: str, tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "devices.py"
+    program.write_text(
+        "import jax, jax.numpy as jnp, numpy as np, mpigrad as mg\n"
+        "jax.config.update('jax_num_cpu_devices', 2)\n"
+        "f, x, (one, two) = mg.jit(lambda x: mg.allreduce(x)), jnp.arange(4.0), jax.devices()\n"
+        "mesh = jax.sharding.Mesh(np.array([one, two]), ('i',))\n"
+        "both = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('i'))\n"
+        "f(jax.device_put(x, one))\n"
+        f"f(jax.device_put(x, {'both' if where == 'one array on two' else 'two'}))\n"
+    )
+    done = mpigrad("launch", "-n", 2, "--timeout", 60, program)
+    assert done.returncode == 1, done.stderr
+    assert "arrays of this rank are on" in done.stderr
+    assert "Start a rank for each device" in done.stderr
+
+
 def test_a_suspended_job_has_not_waited(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "waits.py"
     program.write_text(

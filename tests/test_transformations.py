@@ -264,3 +264,16 @@ def test_what_has_an_order_of_its_own_is_refused(comm: Communicator) -> None:
     with pytest.raises(NotImplementedError, match="ordered=False, or compile the function by"):
         mg.jit(f)(jnp.float64(1))
     assert float(jax.jit(f)(jnp.float64(1))) == comm.size
+
+
+def test_the_strict_settings_of_jax(comm: Communicator) -> None:
+    """Nothing of mpigrad's leaks a tracer, or broadcasts arrays of another rank."""
+    f = lambda x: jnp.sum(mg.allreduce(x, comm=comm) ** 2)
+    x = jnp.arange(3.0)
+    with jax.numpy_rank_promotion("raise"), jax.checking_leaks():
+        value, gradient = mg.jit(mg.value_and_grad(f, loss="replicated"))(x)
+        close(mg.jit(f)(x), value)
+        close(mg.jvp(f, (x,), (jnp.ones(3),))[1], mg.allreduce(jnp.sum(gradient), comm=comm))
+        rows = mg.jacobian(lambda x: mg.allreduce(x, comm=comm))(x)
+        close(rows, jnp.broadcast_to(jnp.eye(3), rows.shape))
+        mg.assert_replicated(x, comm)

@@ -7,12 +7,12 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "contracts.h"
 #include "messages.h"
 #include "mpi_runtime.h"
-#include "watch.h"
 
 namespace mpigrad {
 namespace {
@@ -33,7 +33,15 @@ std::atomic<bool> busy{false};
 // This thread is in an operation: what it calls there, as a user's own operation does, is part of it.
 // (A byte of the static block of thread-local memory: looked up without a call.)
 thread_local bool inside __attribute__((tls_model("initial-exec"))) = false;
-thread_local std::vector<std::unique_ptr<Post>> of_python;  // calls that Python itself makes
+// Calls that Python itself makes.
+struct PythonCall {
+  Post post;
+  Shown shown;
+  PythonCall(const char* operation, int64_t slot, int64_t site)
+      : post(operation, slot, site), shown(post.standing(), operation, site, now_ns()) {}
+  ~PythonCall() { post.end(); }
+};
+thread_local std::vector<std::unique_ptr<PythonCall>> of_python;
 
 // The text of a verdict, or "". A verdict that concerns this rank's operation under way comes first
 // of all (`now`); one that concerns whatever it does next waits for an operation to `begin`, or
@@ -386,18 +394,14 @@ MPIGRAD_EXPORT void mpigrad_end_child() {
 // Returns nullptr or why it is refused.
 MPIGRAD_EXPORT const char* mpigrad_begin(const char* operation, int64_t slot, int64_t site) {
   static std::string refusal;
-  auto post = std::make_unique<Post>(operation, slot, site);
-  last_operation = nullptr;  // a text of Python's, which may be another at the same place
-  if (slot < 0 ? post->allowed() : post->collective({})) {
-    of_python.push_back(std::move(post));
+  static auto& names = *new std::set<std::string>;  // Python's own texts go away
+  auto call = std::make_unique<PythonCall>(names.insert(operation).first->c_str(), slot, site);
+  if (slot < 0 ? call->post.allowed() : call->post.collective({})) {
+    of_python.push_back(std::move(call));
     return nullptr;
   }
-  refusal = post->refusal;
-  post->end();
+  refusal = call->post.refusal;
   return refusal.c_str();
 }
 
-MPIGRAD_EXPORT void mpigrad_end() {
-  of_python.back()->end();
-  of_python.pop_back();
-}
+MPIGRAD_EXPORT void mpigrad_end() { of_python.pop_back(); }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "board.h"
+#include "watch.h"
 
 namespace mpigrad {
 
@@ -87,6 +88,9 @@ class Post {
   void from_anyone(int posts);
   // Whether operations may begin here at all.
   bool allowed();
+  Standing standing() const {
+    return owner_ ? Standing::first : nested_ ? Standing::within : Standing::refused;
+  }
 
  private:
   template <class Ready>

@@ -70,8 +70,8 @@ struct Call {
   const char* operation;
   const Communicator& comm;
   int64_t slot, site;
-  mutable Watch watch;
   mutable Post post;
+  mutable Watch watch;
 
   // `space` is the slot of a communicator and, in the upper bits, of what derivative it is.
   Call(const char* operation, int64_t space, int64_t site, int64_t bytes, int64_t peer = -1)
@@ -79,8 +79,8 @@ struct Call {
         comm(communicator(space & 0xffff)),
         slot(space & 0xffff),
         site(site),
-        watch(operation, slot, site, bytes, peer),
         post(operation, slot, site),
+        watch(post.standing(), operation, slot, site, bytes, peer),
         word_(space >> 16) {}
   ~Call() { post.end(); }
 

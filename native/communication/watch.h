@@ -38,32 +38,64 @@ struct Record {
 extern Record record;
 constexpr int64_t kUntimed = 1;
 
+// How an operation stands to the one that is under way on this rank, if any: none is, it is part of
+// that one, or it is refused, since that one is another thread's.
+enum class Standing { first, within, refused };
+
+// In the record as long as this lives. What an operation interrupts is shown again afterwards; one that
+// is refused leaves no trace there: what the other thread waits for is watched on.
+class Shown {
+ public:
+  Shown(Standing standing, const char* operation, int64_t site, int64_t start_ns)
+      : standing_(noted == kNothing ? Standing::refused : standing) {
+    if (standing_ == Standing::refused) return;
+    if (standing_ == Standing::within) {
+      operation_ = record.operation.load(std::memory_order_relaxed);
+      site_ = record.site.load(std::memory_order_relaxed);
+    }
+    show(operation, site, start_ns);
+  }
+  ~Shown() {
+    if (standing_ == Standing::first) record.start_ns.store(0, std::memory_order_release);
+    if (standing_ == Standing::within) show(operation_, site_, now_ns());
+  }
+  Shown(const Shown&) = delete;
+  Shown& operator=(const Shown&) = delete;
+  bool refused() const { return standing_ == Standing::refused; }
+
+ private:
+  static void show(const char* operation, int64_t site, int64_t start_ns) {
+    record.operation.store(operation, std::memory_order_relaxed);
+    record.site.store(site, std::memory_order_relaxed);
+    record.start_ns.store(start_ns, std::memory_order_release);
+  }
+  const Standing standing_;
+  const char* operation_ = nullptr;
+  int64_t site_ = 0;
+};
+
 // The life of one operation. Only the thread that runs the operation writes the record.
 class Watch {
  public:
   const int64_t start_ns;
 
-  Watch(const char* operation, int64_t slot, int64_t site, int64_t bytes, int64_t peer)
+  Watch(Standing standing, const char* operation, int64_t slot, int64_t site, int64_t bytes,
+        int64_t peer)
       : start_ns(timed ? now_ns() : kUntimed),
+        shown_(standing, operation, site, start_ns),
         bytes_(bytes),
-        event_{operation, start_ns, 0, slot, site, bytes, peer} {
-    if (noted == kNothing) return;
-    record.operation.store(operation, std::memory_order_relaxed);
-    record.site.store(site, std::memory_order_relaxed);
-    record.start_ns.store(start_ns, std::memory_order_release);
-  }
+        event_{operation, start_ns, 0, slot, site, bytes, peer} {}
   // A long operation gets on: what it waits for now, it waits for since now.
   void moves() { record.start_ns.store(now_ns(), std::memory_order_release); }
   // What an operation knows only afterwards.
   void sent(int64_t bytes) { event_.bytes = bytes_ += bytes; }
   ~Watch() {
-    if (noted == kNothing) return;
+    if (shown_.refused()) return;
     if (start_ns != kUntimed) {
       event_.end_ns = now_ns();
       add(record.busy_ns, event_.end_ns - start_ns);
       if (trace_on) trace_event(event_);
     }
-    record.start_ns.store(0, std::memory_order_release);
     add(record.calls, 1);
     add(record.bytes, bytes_);
   }
@@ -74,6 +106,7 @@ class Watch {
   static void add(std::atomic<int64_t>& a, int64_t n) {
     a.store(a.load(std::memory_order_relaxed) + n, std::memory_order_relaxed);
   }
+  const Shown shown_;
   int64_t bytes_;
   TraceEvent event_;
 };

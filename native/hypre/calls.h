@@ -32,16 +32,20 @@ inline void (*failed)() = nullptr;
 class Meeting {
  public:
   explicit Meeting(int64_t site) {
-    if (!watched) return;
+    int64_t none = 0;  // else another thread waits, for what is watched already
+    if (!watched || !watched->start_ns.compare_exchange_strong(none, now_ns())) return;
+    meets_ = true;
     watched->operation.store("solve", std::memory_order_relaxed);
     watched->site.store(site, std::memory_order_relaxed);
-    watched->start_ns.store(now_ns(), std::memory_order_release);
   }
   ~Meeting() {
-    if (watched) watched->start_ns.store(0, std::memory_order_release);
+    if (meets_) watched->start_ns.store(0, std::memory_order_release);
   }
   Meeting(const Meeting&) = delete;
   Meeting& operator=(const Meeting&) = delete;
+
+ private:
+  bool meets_ = false;
 };
 
 // The first failing call of hypre; the calls after it are skipped. A rank that fails alone skips

@@ -6,9 +6,8 @@ import contextlib
 import functools
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import jax
 import numpy as np
@@ -33,18 +32,16 @@ class waiting:  # a class, not a generator: so the user's line stays in sight
     def __enter__(self) -> None:
         from mpigrad.operations.sites import call_site  # it needs the library above
 
-        now, site = record(), call_site()
-        now.operation, now.site, now.unlimited = self.operation, site, self.unlimited
-        now.start_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-        refusal = library().mpigrad_begin(self.operation, self.slot, site)
+        now = record()
+        self.before, now.unlimited = now.unlimited, self.unlimited
+        refusal = library().mpigrad_begin(self.operation, self.slot, call_site())
         if refusal is not None:
-            now.start_ns, now.unlimited = 0, False
+            now.unlimited = self.before
             raise RuntimeError(refusal.decode())
 
     def __exit__(self, *error: object) -> None:
         library().mpigrad_end()
-        now = record()
-        now.start_ns, now.unlimited = 0, False
+        record().unlimited = self.before
 
 
 def _watched(name: str) -> Callable[..., Any]:
@@ -182,6 +179,18 @@ class Communicator:
             )
             board.register(lib, slot, self.rank, self.mpi.allgather)
         self.mpi.slot = self.slot  # from here on its collectives are counted
+
+    def __copy__(self) -> Self:
+        return self  # as a copy of a program's settings has it; another one is made by `dup`
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Communicator can't be pickled: it means something on the ranks of this run alone. "
+            "Leave it out, and make it again where the object is read"
+        )
 
     def split(self, color: int | None, key: int = 0) -> Communicator:
         """The communicator of the ranks with the same `color`, ordered by `key` (collective).

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpigrad.operations._jax_compat import tangent_aval
 from mpigrad.operations.activity import active, anchor, nought, outer_carrier, outside_rules
@@ -21,14 +22,33 @@ from mpigrad.operations.activity import active, anchor, nought, outer_carrier, o
 __all__ = ["custom_jvp", "custom_vjp"]
 
 
+def _refuse_symbolic(symbolic_zeros: bool) -> None:
+    if symbolic_zeros:
+        raise NotImplementedError(
+            "symbolic_zeros: rules with messages run alike on all ranks, and get plain zeros where "
+            "an operand is constant on this one; leave it out"
+        )
+
+
 class _WithCarrier:
     """What both have in common: f(*args) as a function of (carrier, *args)."""
 
-    def __init__(self, fun: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        nondiff_argnums: Sequence[int] = (),
+        nondiff_argnames: Sequence[str] = (),
+    ) -> None:
         functools.update_wrapper(cast(Any, self), fun)
         self.fun = fun
         self._signature = inspect.signature(fun)
-        self._static = tuple(n + 1 for n in nondiff_argnums)
+        positions = {name: n for n, name in enumerate(self._signature.parameters)}
+        if unknown := [name for name in nondiff_argnames if name not in positions]:
+            raise ValueError(f"nondiff_argnames: the function has no {', '.join(unknown)}")
+        if min((*nondiff_argnums, 0)) < 0:
+            raise ValueError("nondiff_argnums count from the front")
+        numbers = {*nondiff_argnums, *(positions[name] for name in nondiff_argnames)}
+        self._static = tuple(n + 1 for n in sorted(numbers))
 
     def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         bound = self._signature.bind(*args, **kwargs)
@@ -46,7 +66,7 @@ class custom_vjp(_WithCarrier):
     ----------
     fun
         The function. It and its forward rule have the same messages.
-    nondiff_argnums
+    nondiff_argnums, nondiff_argnames
         As for `jax.custom_vjp`.
 
     Notes
@@ -56,8 +76,13 @@ class custom_vjp(_WithCarrier):
     JAX's, the function can't be differentiated in forward mode.
     """
 
-    def __init__(self, fun: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
-        super().__init__(fun, nondiff_argnums)
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        nondiff_argnums: Sequence[int] = (),
+        nondiff_argnames: Sequence[str] = (),
+    ) -> None:
+        super().__init__(fun, nondiff_argnums, nondiff_argnames)
 
         def with_carrier(a: Any, *args: Any) -> Any:
             with active(a):
@@ -65,11 +90,15 @@ class custom_vjp(_WithCarrier):
 
         self._call = jax.custom_vjp(with_carrier, nondiff_argnums=self._static)
 
-    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+    def defvjp(
+        self, fwd: Callable[..., Any], bwd: Callable[..., Any], *, symbolic_zeros: bool = False
+    ) -> None:
         """Define the rules: fwd(*args) -> (out, residuals), bwd(residuals, ct) -> cotangents.
 
-        Arguments of `nondiff_argnums` come first in `bwd`, as in JAX.
+        Arguments that are not differentiated come first in `bwd`, as in JAX. There are no symbolic
+        zeros: what is constant on one rank need not be on others.
         """
+        _refuse_symbolic(symbolic_zeros)
 
         def forward(a: Any, *args: Any) -> Any:
             with active(a):
@@ -96,7 +125,7 @@ class custom_jvp(_WithCarrier):
     ----------
     fun
         The function.
-    nondiff_argnums
+    nondiff_argnums, nondiff_argnames
         As for `jax.custom_jvp`.
 
     Notes
@@ -106,8 +135,13 @@ class custom_jvp(_WithCarrier):
     the rule best calls the function itself, whose messages it may also send anew.
     """
 
-    def __init__(self, fun: Callable[..., Any], nondiff_argnums: Sequence[int] = ()) -> None:
-        super().__init__(fun, nondiff_argnums)
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        nondiff_argnums: Sequence[int] = (),
+        nondiff_argnames: Sequence[str] = (),
+    ) -> None:
+        super().__init__(fun, nondiff_argnums, nondiff_argnames)
 
         def with_carrier(a: Any, *args: Any) -> Any:
             with active(a):
@@ -115,11 +149,15 @@ class custom_jvp(_WithCarrier):
 
         self._call = jax.custom_jvp(with_carrier, nondiff_argnums=self._static)
 
-    def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def defjvp(
+        self, rule: Callable[..., Any], *, symbolic_zeros: bool = False
+    ) -> Callable[..., Any]:
         """Define the rule: rule(primals, tangents) -> (out, tangent of out).
 
-        Arguments of `nondiff_argnums` come first, as in JAX.
+        Arguments that are not differentiated come first, as in JAX. There are no symbolic zeros:
+        what is constant on one rank need not be on others.
         """
+        _refuse_symbolic(symbolic_zeros)
 
         def with_carrier(*args: Any) -> Any:
             *static, (a, *primals), (ta, *tangents) = args
@@ -129,6 +167,26 @@ class custom_jvp(_WithCarrier):
 
         self._call.defjvp(with_carrier)
         return rule
+
+    def defjvps(self, *rules: Callable[..., Any] | None) -> None:
+        """Define a rule for each argument: rule(tangent, out, *primals) -> its part of the tangent.
+
+        The parts are added up; None stands for zero.
+        """
+        if self._static:
+            raise TypeError("defjvps is for functions all of whose arguments are differentiated")
+
+        def sum_of_parts(primals: Any, tangents: Any) -> Any:
+            out = self(*primals)
+            zero = jax.tree.map(lambda x: np.zeros(jnp.shape(x), tangent_aval(x).dtype), out)
+            parts = [
+                rule(t, out, *primals)
+                for t, rule in zip(tangents, rules, strict=True)
+                if rule is not None
+            ]
+            return out, jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *(parts or [zero]))
+
+        self.defjvp(sum_of_parts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(outer_carrier(), *self._arguments(args, kwargs))

@@ -140,7 +140,7 @@ def _seeds(like: Sequence[Any], first: int, count: int) -> list[Any]:
     offset, seeds = 0, []
     chosen = jnp.arange(first, first + count)[:, None]
     for x in like:
-        columns = jnp.arange(offset, offset + math.prod(x.shape))
+        columns = jnp.arange(offset, offset + math.prod(x.shape))[None]
         seeds.append((chosen == columns).astype(x.dtype).reshape(count, *x.shape))
         offset += columns.size
     return seeds

@@ -341,9 +341,10 @@ def _region(f: Callable[..., Any], turn: Any, args: Any, kwargs: Any) -> tuple[A
     dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
 
     def flat(*values: Any) -> Any:
+        filled = list(leaves)
         for i, value in zip(dynamic, values, strict=True):
-            leaves[i] = value
-        inner_args, inner_kwargs = jax.tree.unflatten(structure, leaves)
+            filled[i] = value
+        inner_args, inner_kwargs = jax.tree.unflatten(structure, filled)
         return f(*inner_args, **inner_kwargs)
 
     operands = [leaves[i] for i in dynamic]
@@ -357,6 +358,17 @@ def _region(f: Callable[..., Any], turn: Any, args: Any, kwargs: Any) -> tuple[A
     jaxpr, constants = compat.constants_as_operands(closed)
     turn, *results = _region_p.bind(turn, *constants, *operands, jaxpr=jaxpr)
     return turn, jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _refuse_devices(arrays: Any, cause: Exception) -> None:
+    """Say in words of mpigrad that a program failed because its arrays are on several devices."""
+    found = {d for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array) for d in x.devices()}
+    if len(found) > 1:
+        raise ValueError(
+            f"mpigrad.jit: arrays of this rank are on {', '.join(sorted(map(str, found)))}: all "
+            "programs with messages of a rank run on one device. Start a rank for each device, or "
+            "move the arrays to one (jax.device_put)"
+        ) from cause
 
 
 def _both(
@@ -438,6 +450,7 @@ def jit(
                 # JAX's fast path raises a failed handler as a ValueError, its slow one does not.
                 text = str(error).partition("mpigrad: ")[2]
                 if not text or isinstance(error.__cause__, jax.errors.JaxRuntimeError):
+                    _refuse_devices((_turn, args, kwargs), error)
                     raise
                 raise jax.errors.JaxRuntimeError(f"mpigrad: {text}") from None
             return out

@@ -121,6 +121,16 @@ BROKEN = {
         code=1,
         last="Join the thread before the program ends.",
     ),
+    "a_refused_thread_beside_one_that_waits": Broken(
+        (
+            ": allreduce at tests/programs/broken.py:",
+            ": another thread of this rank is in an operation",
+            "rank 0: has waited 3 s in allreduce(op=SUM) of float32[3] at tests/programs/",
+        ),
+        SHORT,
+        code=1,
+        last="set MPIGRAD_TIMEOUT",
+    ),
     "windows_with_rows_of_other_lengths": Broken(
         (" of 2: one_sided at ", "has another length or dtype"),
         last="of 2 failed; ending all ranks",  # both see it; the first one says it

@@ -222,3 +222,44 @@ def test_arguments_of_custom_rules(comm: Communicator) -> None:
         mg.jvp(lambda x: g({"a": x}, 3), (jnp.ones(3),), (jnp.ones(3),))[1],
         jnp.full(3, 3.0 * comm.size),
     )
+
+
+def test_a_rule_for_each_argument(comm: Communicator) -> None:
+    """As jax.custom_jvp has it: arguments by name that are constant, and a part for each other."""
+
+    @mg.custom_jvp
+    def f(x: Any, y: Any) -> Any:
+        return mg.allreduce(jnp.sin(x) * y)
+
+    f.defjvps(lambda t, out, x, y: mg.allreduce(jnp.cos(x) * y * t), None)
+    x, y = jnp.arange(3.0) + comm.rank, jnp.ones(3)
+    total, tangent = mg.jvp(f, (x, y), (ONES, ONES))
+    close(total, mg.allreduce(jnp.sin(x)))
+    close(tangent, mg.allreduce(jnp.cos(x)))
+    x_bar, y_bar = mg.grad(lambda x, y: jnp.sum(f(x, y)), (0, 1))(x, y)
+    close(x_bar, comm.size * jnp.cos(x))
+    close(y_bar, jnp.zeros(3))
+
+    @functools.partial(mg.custom_vjp, nondiff_argnames=("power",))
+    def g(x: Any, power: int) -> Any:
+        return mg.allreduce(x**power)
+
+    g.defvjp(
+        lambda x, power: (g(x, power), x),
+        lambda power, x, ct: (power * x ** (power - 1) * mg.allreduce(ct),),
+    )
+    close(mg.grad(lambda x: jnp.sum(g(x, power=3)))(x), 3 * x**2 * comm.size)
+
+
+def test_what_custom_rules_do_not_take() -> None:
+    one, rule = (lambda x: x), (lambda *_: None)
+    with pytest.raises(NotImplementedError, match="plain zeros"):
+        mg.custom_vjp(one).defvjp(rule, rule, symbolic_zeros=True)
+    with pytest.raises(NotImplementedError, match="plain zeros"):
+        mg.custom_jvp(one).defjvp(rule, symbolic_zeros=True)
+    with pytest.raises(ValueError, match="the function has no y"):
+        mg.custom_jvp(one, nondiff_argnames=("y",))
+    with pytest.raises(ValueError, match="count from the front"):
+        mg.custom_vjp(one, nondiff_argnums=(-1,))
+    with pytest.raises(TypeError, match="all of whose arguments"):
+        mg.custom_jvp(lambda x, n: x, nondiff_argnums=(1,)).defjvps(rule)

@@ -219,6 +219,8 @@ def test_wrong_arguments(comm: Communicator) -> None:
         mg.allreduce(x, op="sum")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"MPI\.LAND is for bool and integers.*x != 0"):
         mg.allreduce(x, op=MPI.LAND)
+    with pytest.raises(TypeError, match="allreduce: an array of dtype float0"):
+        mg.allreduce(np.zeros(3, jax.dtypes.float0))
     with pytest.raises(TypeError, match=r"MPI\.BOR is for integers, not for float64"):
         mg.exscan(x, op=MPI.BOR)
     with pytest.raises(TypeError, match=r"MPI\.MAX is for integers and float32/64"):

@@ -233,6 +233,19 @@ def ends_while_a_thread_sends():
     time.sleep(1)
 
 
+def a_refused_thread_beside_one_that_waits():
+    if rank == 0:
+        waits = threading.Thread(target=lambda: mg.allreduce(x), daemon=True)  # nobody else comes
+        waits.start()
+        time.sleep(1)
+        for operation in (lambda: mg.allreduce(x), mg.communicator.default().mpi.barrier):
+            try:
+                operation()
+            except RuntimeError as error:
+                print(error, file=sys.stderr)
+    time.sleep(60)
+
+
 def windows_with_rows_of_other_lengths():
     mg.one_sided(jnp.ones((2, 3 + rank)))
 

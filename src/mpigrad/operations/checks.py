@@ -121,7 +121,7 @@ def _comparison(leaves: list[jax.Array], roots: list[jax.Array], layout: Any) ->
 @jax.jit
 def _verdict(flags: jax.Array) -> tuple[jax.Array, ...]:
     """Of all comparisons: whether nobody differs, how many do, who first, by what."""
-    layouts = jnp.any(flags[:, 2:] != flags[0, 2:], axis=1)
+    layouts = jnp.any(flags[:, 2:] != flags[:1, 2:], axis=1)
     differs = (flags[:, 0] > 0) | layouts
     first = jnp.argmax(differs)
     by = jnp.where(layouts[first], jnp.inf, flags[first, 1])

@@ -151,6 +151,11 @@ def check_op(operation: str, x: Any, op: MPI.Op | Reduction) -> None:
             continue
         for leaf in jax.tree.leaves(x):
             dtype = dtype_of(leaf)
+            if dtype == jax.dtypes.float0:
+                raise TypeError(
+                    f"{operation}: an array of dtype float0, the derivative by integers, has no "
+                    "values; leave it out"
+                )
             if dtype.kind not in kinds or dtype.name not in ARITHMETIC_DTYPES:
                 remedy = "jnp.abs(x)" if dtype.kind == "c" else example
                 raise TypeError(
