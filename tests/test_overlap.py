@@ -10,7 +10,7 @@ import pytest
 import mpigrad
 from mpigrad.grid import Grid
 from mpigrad.halo import halo_exchange
-from mpigrad.native import TAG_LIMIT
+from mpigrad.native import TAG_LIMIT, library
 from mpigrad.overlap import apply_stencil
 
 COMM = mpigrad.communicator.default()
@@ -130,6 +130,8 @@ def test_a_stencil_that_loses_cells_is_refused():
         apply_stencil(
             lambda p, c: p, jnp.zeros(grid.local_shape), grid, coefficients=(jnp.zeros(3),)
         )
+    # The messages that it has posted are waited for.
+    assert b"test_overlap.py" not in library().mpigrad_forgotten_requests()
 
 
 @pytest.mark.ranks(2)

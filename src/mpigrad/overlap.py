@@ -74,8 +74,10 @@ def apply_stencil(
     n, widths = grid.local_shape, layout.widths
     inner = [slice(before, k - after) for k, (before, after) in zip(n, widths, strict=True)]
     split = all(k > sum(pair) for k, pair in zip(n, widths, strict=True))
-    interior = in_order(on(inner, [Part(())] * grid.ndim)) if split else None
-    _end(requests, layout, fields, pieces)
+    try:
+        interior = in_order(on(inner, [Part(())] * grid.ndim)) if split else None
+    finally:  # of an error, too: nothing is left over
+        _end(requests, layout, fields, pieces)
     if not split:
         return on([slice(None)] * grid.ndim)
 
