@@ -298,5 +298,7 @@ def trace_only(rank: int, size: int) -> Communicator:
 
 
 def close(got: Any, expected: Any, rtol: float = 1e-11) -> None:
+    """Equal within `rtol`, and finite: NaN is close to NaN, which proves nothing."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.isfinite(np.asarray(b, complex)).all(), expected
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=rtol)

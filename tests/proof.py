@@ -157,7 +157,6 @@ def prove(
     value, tangent, cotangent = g(mine(stack), mine(direction), mine(weights))
     for got, joint in zip((value, tangent, cotangent), comm.mpi.bcast(expected), strict=True):
         close(got, mine(joint), rtol)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((value, tangent, cotangent)))
     forward = comm.mpi.allreduce(_dot(mine(weights), tangent))
     backward = comm.mpi.allreduce(_dot(cotangent, mine(direction)))
     np.testing.assert_allclose(forward, backward, rtol=100 * rtol, atol=100 * rtol)
