@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <vector>
 
@@ -390,12 +391,19 @@ MPIGRAD_EXPORT void mpigrad_end_child() {
   _exit(exit_code);
 }
 
+// A text of Python's, which goes away there, for good.
+static const char* kept(const char* text) {
+  static std::mutex several_threads;
+  static auto& texts = *new std::set<std::string>;
+  const std::lock_guard lock(several_threads);
+  return texts.insert(text).first->c_str();
+}
+
 // A blocking call that Python makes itself; `slot` is -1 where the communicator is not known.
 // Returns nullptr or why it is refused.
 MPIGRAD_EXPORT const char* mpigrad_begin(const char* operation, int64_t slot, int64_t site) {
-  static std::string refusal;
-  static auto& names = *new std::set<std::string>;  // Python's own texts go away
-  auto call = std::make_unique<PythonCall>(names.insert(operation).first->c_str(), slot, site);
+  thread_local std::string refusal;
+  auto call = std::make_unique<PythonCall>(kept(operation), slot, site);
   if (slot < 0 ? call->post.allowed() : call->post.collective({})) {
     of_python.push_back(std::move(call));
     return nullptr;
