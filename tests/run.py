@@ -23,9 +23,11 @@ import time
 from typing import Any
 
 TESTS = pathlib.Path(__file__).resolve().parent
-LOGS = TESTS.parent / "build" / "test-logs"
+# Another folder, for two runs at once.
+BUILD = TESTS.parent / os.environ.get("MPIGRAD_TEST_BUILD", "build")
+LOGS = BUILD / "test-logs"
 # What one session on ranks has compiled, the others need not compile again.
-COMPILED = TESTS.parent / "build" / "test-compiled"
+COMPILED = BUILD / "test-compiled"
 CACHE = {
     "JAX_COMPILATION_CACHE_DIR": str(COMPILED),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

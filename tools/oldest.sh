@@ -18,4 +18,4 @@ $pip install --no-deps --no-build-isolation --config-settings build-dir=build/ol
     --config-settings cmake.define.CMAKE_DISABLE_FIND_PACKAGE_MPI=ON .
 [ $# -gt 0 ] || set -- -n 1,2 tests/operations tests/test_transformations.py \
     tests/test_jacobian.py tests/test_communicator.py
-exec "$venv/bin/python" tests/run.py "$@"
+MPIGRAD_TEST_BUILD=build/oldest-tests exec "$venv/bin/python" tests/run.py "$@"
