@@ -37,7 +37,7 @@ demo: setup
 
 # Types are checked beside the tests.
 TYPES_BESIDE = $(PYRIGHT) > build/pyright.log & types=$$!; \
-	$(BIN)/python tests/run.py; tests=$$?; \
+	$(BIN)/python tests/run.py $(RANKS); tests=$$?; \
 	wait $$types || { echo "lint: pyright"; cat build/pyright.log; exit 1; }; \
 	exit $$tests
 
@@ -51,6 +51,8 @@ test-full: lint
 
 # TORCH="torch==2.6.0 --index-url …": another release, another build.
 TORCH ?= torch==2.13.0
+# No test of PyTorch starts MPI itself.
+test-torch: RANKS := -n 1,2,3,4
 test-torch: style $(VENV)/torch
 	@export MPIGRAD_TORCH=1; $(TYPES_BESIDE)
 
