@@ -35,6 +35,7 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard native/* native/*/*) tools/se
 demo: setup
 	@$(BIN)/mpigrad run poisson -n 2 --cells 240 240 --iterations 250 --out results/demo
 
+RANKS :=
 # Types are checked beside the tests.
 TYPES_BESIDE = $(PYRIGHT) > build/pyright.log & types=$$!; \
 	$(BIN)/python tests/run.py $(RANKS); tests=$$?; \

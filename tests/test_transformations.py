@@ -277,3 +277,14 @@ def test_the_strict_settings_of_jax(comm: Communicator) -> None:
         rows = mg.jacobian(lambda x: mg.allreduce(x, comm=comm))(x)
         close(rows, jnp.broadcast_to(jnp.eye(3), rows.shape))
         mg.assert_replicated(x, comm)
+
+
+def test_the_program_s_own_error_is_shown_where_an_argument_was_donated(comm: Communicator) -> None:
+    def fails(_: Any) -> Any:
+        raise ArithmeticError("the callback says no")
+
+    def program(x: Any) -> Any:
+        return mg.allreduce(x, comm=comm) + jax.pure_callback(fails, x, x)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the callback says no"):
+        jax.block_until_ready(mg.jit(program, donate_argnums=0)(jnp.arange(4.0)))

@@ -38,9 +38,14 @@ thread_local bool inside __attribute__((tls_model("initial-exec"))) = false;
 struct PythonCall {
   Post post;
   Shown shown;
-  PythonCall(const char* operation, int64_t slot, int64_t site)
-      : post(operation, slot, site), shown(post.standing(), operation, site, now_ns()) {}
-  ~PythonCall() { post.end(); }
+  const bool before = record.unlimited.load(std::memory_order_relaxed);
+  PythonCall(const char* operation, int64_t slot, int64_t site, bool unlimited)
+      : post(operation, slot, site), shown(post.standing(), operation, site, now_ns()) {
+    if (!shown.refused()) record.unlimited.store(before || unlimited, std::memory_order_relaxed);
+  }
+  ~PythonCall() {
+    if (!shown.refused()) record.unlimited.store(before, std::memory_order_relaxed);
+  }
 };
 thread_local std::vector<std::unique_ptr<PythonCall>> of_python;
 
@@ -131,7 +136,7 @@ Post::Post(const char* operation, int64_t slot, int64_t site)
   put(mine.state, kInOperation);
 }
 
-void Post::end() {
+Post::~Post() {
   if (!owner_) return;
   Slot& mine = board.mine();
   if (!refusal.empty()) leave_unaccounted();
@@ -401,9 +406,10 @@ static const char* kept(const char* text) {
 
 // A blocking call that Python makes itself; `slot` is -1 where the communicator is not known.
 // Returns nullptr or why it is refused.
-MPIGRAD_EXPORT const char* mpigrad_begin(const char* operation, int64_t slot, int64_t site) {
+MPIGRAD_EXPORT const char* mpigrad_begin(const char* operation, int64_t slot, int64_t site,
+                                         bool unlimited) {
   thread_local std::string refusal;
-  auto call = std::make_unique<PythonCall>(kept(operation), slot, site);
+  auto call = std::make_unique<PythonCall>(kept(operation), slot, site, unlimited);
   if (slot < 0 ? call->post.allowed() : call->post.collective({})) {
     of_python.push_back(std::move(call));
     return nullptr;

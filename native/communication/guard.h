@@ -75,7 +75,7 @@ class Post {
   Post(const char* operation, int64_t slot, int64_t site);
   Post(const Post&) = delete;
   Post& operator=(const Post&) = delete;
-  void end();
+  ~Post();
 
   bool collective(const Agreement& agreement);
   bool messages(Mails sends, Mails receives);

@@ -82,7 +82,6 @@ struct Call {
         post(operation, slot, site),
         watch(post.standing(), operation, slot, site, bytes, peer),
         word_(space >> 16) {}
-  ~Call() { post.end(); }
 
   // The tag with which a message travels: derivatives of each kind have tags of their own, so that
   // those of an inner gradient, say, are never taken for tangents.

@@ -25,7 +25,7 @@ inline int64_t now_ns() {
   return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
 }
 
-// Read from Python as five 64-bit integers and a string pointer.
+// Read from Python as five 64-bit integers, a string pointer and a bool.
 struct Record {
   std::atomic<int64_t> start_ns{0};  // 0: in no operation; kUntimed: in one
   std::atomic<int64_t> site{0};
@@ -33,6 +33,7 @@ struct Record {
   std::atomic<int64_t> busy_ns{0};  // time spent inside operations while they are timed
   std::atomic<int64_t> bytes{0};    // bytes handed to MPI by this rank
   std::atomic<const char*> operation{nullptr};
+  std::atomic<bool> unlimited{false};  // the time limit does not hold for this operation
 };
 
 extern Record record;

@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad import board
-from mpigrad.native import DERIVATIVE_SPACES, library, record
+from mpigrad.native import DERIVATIVE_SPACES, library
 
 __all__ = ["Cartesian", "Communicator", "default"]
 
@@ -32,16 +32,13 @@ class waiting:  # a class, not a generator: so the user's line stays in sight
     def __enter__(self) -> None:
         from mpigrad.operations.sites import call_site  # it needs the library above
 
-        now = record()
-        self.before, now.unlimited = now.unlimited, self.unlimited
-        refusal = library().mpigrad_begin(self.operation, self.slot, call_site())
+        begin = library().mpigrad_begin
+        refusal = begin(self.operation, self.slot, call_site(), self.unlimited)
         if refusal is not None:
-            now.unlimited = self.before
             raise RuntimeError(refusal.decode())
 
     def __exit__(self, *error: object) -> None:
         library().mpigrad_end()
-        record().unlimited = self.before
 
 
 def _watched(name: str) -> Callable[..., Any]:

@@ -43,6 +43,8 @@ class _WithCarrier:
         self.fun = fun
         self._signature = inspect.signature(fun)
         positions = {name: n for n, name in enumerate(self._signature.parameters)}
+        if isinstance(nondiff_argnames, str):
+            nondiff_argnames = (nondiff_argnames,)
         if unknown := [name for name in nondiff_argnames if name not in positions]:
             raise ValueError(f"nondiff_argnames: the function has no {', '.join(unknown)}")
         if min((*nondiff_argnums, 0)) < 0:

@@ -32,7 +32,7 @@ def outliving(mpiexec: int, mark: bytes) -> list[tuple[int, str]]:
     left = []
     for pid in marked(mark):
         name = _name(pid)
-        if pid == mpiexec or name.startswith(_HELPERS):
+        if pid == mpiexec or not name or name.startswith(_HELPERS):  # or it has ended meanwhile
             continue
         if _below(pid, mpiexec):
             return []
@@ -50,13 +50,13 @@ def _below(pid: int, ancestor: int) -> bool:
 
 def _name(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
+        return pathlib.Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
     return ""
 
 
 def _parent(pid: int) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
         # The name before it may have blanks and brackets.
-        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
-        return int(text.rpartition(")")[2].split()[1])
+        text = pathlib.Path(f"/proc/{pid}/stat").read_bytes()
+        return int(text.rpartition(b")")[2].split()[1])
     return 0

@@ -225,7 +225,10 @@ def launch(
             timeout,
             grace,
             spread=bool(hosts),
-            descending=family is not None and family.key != "slurm",
+            # Those of srun, and of PBS, are below a daemon.
+            descending=family is not None
+            and family.key != "slurm"
+            and "PBS_JOBID" not in os.environ,
             bare_signals=family is not None and family.key == "mpich",
         )
         return job.run()
@@ -357,8 +360,10 @@ class _Job:
 
     def _said_who_is_left(self, mpiexec: int) -> bool:
         """Say for which processes mpiexec waits when its ranks have ended, if that is so."""
-        # srun's ranks are not below srun.
         left = [] if self.spread or not self.descending else outliving(mpiexec, self.mark)
+        if left:
+            time.sleep(0.2)  # ranks, or their children, that were about to end
+            left = [one for one in outliving(mpiexec, self.mark) if one in left]
         if left:
             names = ", ".join(f"{pid} ({name})" for pid, name in left)
             _say(

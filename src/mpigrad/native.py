@@ -135,7 +135,7 @@ def library() -> ctypes.CDLL:
     lib.mpigrad_staged.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     lib.mpigrad_record.restype = ctypes.c_void_p
     lib.mpigrad_begin.restype = ctypes.c_char_p
-    lib.mpigrad_begin.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
+    lib.mpigrad_begin.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool]
     error = lib.mpigrad_start(
         mpi_library_path().encode(), MPI._sizeof(MPI.Comm), int(MPI.IN_PLACE), MPI.PROC_NULL
     )
@@ -171,8 +171,8 @@ class Record(ctypes.Structure):
         ("busy_ns", ctypes.c_int64),
         ("bytes", ctypes.c_int64),
         ("operation", ctypes.c_char_p),
+        ("unlimited", ctypes.c_bool),  # the time limit does not hold for this operation
     )
-    unlimited = False  # Python's own: the time limit does not hold for this operation
 
 
 @functools.cache

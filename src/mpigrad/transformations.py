@@ -362,7 +362,10 @@ def _region(f: Callable[..., Any], turn: Any, args: Any, kwargs: Any) -> tuple[A
 
 def _refuse_devices(arrays: Any, cause: Exception) -> None:
     """Say in words of mpigrad that a program failed because its arrays are on several devices."""
-    found = {d for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array) for d in x.devices()}
+    if not any(words in str(cause) for words in ("incompatible devices", "must have sharding")):
+        return
+    there = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array) and not x.is_deleted()]
+    found = {d for x in there for d in x.devices()}
     if len(found) > 1:
         raise ValueError(
             f"mpigrad.jit: arrays of this rank are on {', '.join(sorted(map(str, found)))}: all "
