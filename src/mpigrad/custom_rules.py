@@ -7,6 +7,7 @@ along, as one operand and one result more, and run on every rank or on none.
 
 from __future__ import annotations
 
+import abc
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ def _refuse_symbolic(symbolic_zeros: bool) -> None:
         )
 
 
-class _WithCarrier:
+class _WithCarrier(abc.ABC):
     """What both have in common: f(*args) as a function of (carrier, *args)."""
 
     def __init__(
@@ -51,6 +52,11 @@ class _WithCarrier:
             raise ValueError("nondiff_argnums count from the front")
         numbers = {*nondiff_argnums, *(positions[name] for name in nondiff_argnames)}
         self._static = tuple(n + 1 for n in sorted(numbers))
+        self._call = self._with_rule(fun, self._static)
+
+    @abc.abstractmethod
+    def _with_rule(self, fun: Callable[..., Any], static: tuple[int, ...]) -> Any:
+        """JAX's function with a rule, of (carrier, *args)."""
 
     def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         bound = self._signature.bind(*args, **kwargs)
@@ -78,19 +84,12 @@ class custom_vjp(_WithCarrier):
     JAX's, the function can't be differentiated in forward mode.
     """
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        nondiff_argnums: Sequence[int] = (),
-        nondiff_argnames: Sequence[str] = (),
-    ) -> None:
-        super().__init__(fun, nondiff_argnums, nondiff_argnames)
-
+    def _with_rule(self, fun: Callable[..., Any], static: tuple[int, ...]) -> Any:
         def with_carrier(a: Any, *args: Any) -> Any:
             with active(a):
                 return fun(*args), a
 
-        self._call = jax.custom_vjp(with_carrier, nondiff_argnums=self._static)
+        return jax.custom_vjp(with_carrier, nondiff_argnums=static)
 
     def defvjp(
         self, fwd: Callable[..., Any], bwd: Callable[..., Any], *, symbolic_zeros: bool = False
@@ -137,19 +136,12 @@ class custom_jvp(_WithCarrier):
     the rule best calls the function itself, whose messages it may also send anew.
     """
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        nondiff_argnums: Sequence[int] = (),
-        nondiff_argnames: Sequence[str] = (),
-    ) -> None:
-        super().__init__(fun, nondiff_argnums, nondiff_argnames)
-
+    def _with_rule(self, fun: Callable[..., Any], static: tuple[int, ...]) -> Any:
         def with_carrier(a: Any, *args: Any) -> Any:
             with active(a):
                 return fun(*args)
 
-        self._call = jax.custom_jvp(with_carrier, nondiff_argnums=self._static)
+        return jax.custom_jvp(with_carrier, nondiff_argnums=static)
 
     def defjvp(
         self, rule: Callable[..., Any], *, symbolic_zeros: bool = False
