@@ -7,6 +7,8 @@ import os
 import zlib
 from collections.abc import Iterator
 
+from xla_flags import QUICK_TO_COMPILE
+
 # Several ranks share two cores here: one compute thread each, also in a serial session. (XLA stops
 # reading at the last flag, which has no dashes.)
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -14,11 +16,7 @@ if os.environ.get("MPIGRAD_OPTIMIZE") != "1":
     # Programs are tiny and compiled once: these halve the time of compiling. With
     # MPIGRAD_OPTIMIZE=1 they are compiled as users' are.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    os.environ["XLA_FLAGS"] = (
-        "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
-        "--xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1 "
-        + os.environ["XLA_FLAGS"]
-    )
+    os.environ["XLA_FLAGS"] = QUICK_TO_COMPILE + os.environ["XLA_FLAGS"]
 os.environ.setdefault("MPIGRAD_GUARD", "1")  # a wrong test fails on every rank, and goes on
 
 import jax

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import os
 
+from xla_flags import QUICK_TO_COMPILE
+
 # Programs are tiny and run once: compiling fast matters more than running fast (tests/conftest.py).
-os.environ["XLA_FLAGS"] = (
-    "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true " + os.environ.get("XLA_FLAGS", "")
-)
+os.environ["XLA_FLAGS"] = QUICK_TO_COMPILE + os.environ.get("XLA_FLAGS", "")
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 import argparse

@@ -39,6 +39,14 @@ class Message:
         return f"{'adjoint ' * adjoint}{self.name}({list(self.shape)}, {words})"
 
 
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """The numbers of constants and of carried values of a scan."""
+    if "ft_in" in params:  # since JAX 0.11
+        fixed, carried, _ = params["ft_in"].unpack()
+        return len(list(fixed)), len(list(carried))
+    return params["num_consts"], params["num_carry"]
+
+
 def record(
     closed: Any, operands: Sequence[Any], groups: dict[int, tuple[int, ...]]
 ) -> list[Message]:
@@ -71,7 +79,7 @@ def record(
                 found.append(Message(name, params, shape, result, members))
                 out = [None] * len(eqn.outvars)
             elif name == "scan":
-                fixed, carried = params["num_consts"], params["num_carry"]
+                fixed, carried = scan_counts(params)
                 state, xs = given[fixed : fixed + carried], given[fixed + carried :]
                 length = params["length"]
                 order = reversed(range(length)) if params["reverse"] else range(length)

@@ -13,7 +13,7 @@
 #include "guard.h"
 #include "mpi_runtime.h"
 #include "watch.h"
-#include "xla/ffi/api/ffi.h"
+#include "ffi.h"
 
 namespace mpigrad {
 

@@ -4,7 +4,7 @@
 // AVX, stops at the largest number, and that in arrays of some length only.
 #include "reductions.h"
 
-#include "xla/ffi/api/ffi.h"
+#include "ffi.h"
 
 namespace mpigrad {
 namespace {

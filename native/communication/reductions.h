@@ -1,7 +1,7 @@
 #pragma once
 
 #include "mpi_runtime.h"
-#include "xla/ffi/api/ffi.h"
+#include "ffi.h"
 
 namespace mpigrad {
 

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "mpi_runtime.h"
-#include "xla/ffi/api/ffi.h"
+#include "ffi.h"
 
 namespace mpigrad {
 namespace {

@@ -19,7 +19,7 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "xla/ffi/api/ffi.h"
+#include "ffi.h"
 
 #define MPIGRAD_TEXT_(x) #x
 #define MPIGRAD_TEXT(x) MPIGRAD_TEXT_(x)

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
+#include "ffi.h"
 
 namespace {
 

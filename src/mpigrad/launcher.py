@@ -148,11 +148,16 @@ def rank_environment(
     for name, value in settings.items():
         own = os.environ.get(name)
         separator = {"XLA_FLAGS": " ", "GLIBC_TUNABLES": ":"}.get(name)
-        if own is None:
+        if own is None or (separator and not own.strip()):
             added[name] = value
+        elif name == "XLA_FLAGS" and not own.lstrip().startswith("-"):
+            pass  # the name of a file with flags
         elif separator:
             words = [w for w in value.split(separator) if w.split("=")[0] not in own]
-            added[name] = separator.join([*words, own])
+            # XLA stops reading flags at the first word without dashes.
+            last = [w for w in words if name == "XLA_FLAGS" and not w.startswith("-")]
+            first = [w for w in words if w not in last]
+            added[name] = separator.join([*first, own, *last])
     return added
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,7 +40,7 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla
 from jax._src.lax.control_flow import conditionals, loops, solves
 from jax._src.xla_bridge import backends_are_initialized
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import batching, mlir
 
 __all__ = [
@@ -113,7 +114,24 @@ def make_effectful(primitive: Primitive, shape_rule: Callable[..., Sequence[Shap
 
 
 def set_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    ad.primitive_linearizations[primitive] = rule
+    """Give `primitive` the rule (is_vjp, nonzeros, *primals) -> (results, nonzeros, known, linear).
+
+    JAX 0.8 does not say whether the derivative will be transposed: it is taken to be. Since JAX
+    0.11 a rule also returns structured residuals, and `linear` takes them.
+    """
+
+    def without_purpose(*args: Any, **params: Any) -> Any:
+        return rule(True, *args, **params)
+
+    def with_structured_residuals(*args: Any, **params: Any) -> Any:
+        results, nonzeros, known, linear = rule(*args, **params)
+        return results, nonzeros, known, None, lambda res, _, *tangents: linear(res, *tangents)
+
+    version = jax.__version_info__
+    adapted = without_purpose if version < (0, 9) else rule
+    ad.primitive_linearizations[primitive] = (
+        adapted if version < (0, 11) else with_structured_residuals
+    )
 
 
 def tangent_aval(x: Any) -> Any:
@@ -329,9 +347,10 @@ def _hoists(plain: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _checkpoint_without_dead_code(plain: Any, used_outputs: list[bool], eqn: Any) -> Any:
+def _checkpoint_without_dead_code(plain: Any, used_outputs: list[bool], *rest: Any) -> Any:
     """JAX drops a checkpoint of which neither operands nor results are used, with its messages."""
-    used_inputs, kept = plain(used_outputs, eqn)
+    used_inputs, kept = plain(used_outputs, *rest)
+    eqn = rest[-1]  # since JAX 0.12 after which operands are live
     if kept is not None or not _has_messages(eqn.params["jaxpr"].effects):
         return used_inputs, kept
     jaxpr, used_inputs = partial_eval.dce_jaxpr(eqn.params["jaxpr"], used_outputs)
@@ -386,7 +405,7 @@ def _cond_extra_result(params: dict[str, Any], operand: int) -> dict[str, Any] |
     branches = []
     for branch in params["branches"]:
         outvars = [*branch.jaxpr.outvars, branch.jaxpr.invars[operand - 1]]
-        branches.append(core.ClosedJaxpr(branch.jaxpr.replace(outvars=outvars), branch.consts))
+        branches.append(ClosedJaxpr(branch.jaxpr.replace(outvars=outvars), branch.consts))
     return {**params, "branches": tuple(branches)}
 
 
@@ -422,8 +441,11 @@ def install_repairs() -> None:
     plain = batchers[conditionals.cond_p]
     batchers[conditionals.cond_p] = functools.partial(_batched_cond, plain)
     _rules[loops.while_p] = functools.partial(_partial_while, _rules[loops.while_p])
-    for primitive in (core.call_p, core.closed_call_p):
-        _inline_call(primitive)
+    for primitive in {core.call_p, core.closed_call_p}:  # since JAX 0.11 the same one
+        if primitive in _rules:
+            _repair(primitive, lambda p: p["call_jaxpr"].effects)
+        else:
+            _inline_call(primitive)
     rounded = ad_checkpoint._insert_reduce_precision
     ad_checkpoint._insert_reduce_precision = functools.partial(_rounded_if_real, rounded)
     executable: Any = pxla.MeshExecutable
@@ -474,28 +496,53 @@ def _rounded_if_real(plain: Callable[..., Any], jaxpr: Any, residuals: int) -> A
     return moved.replace(outvars=[moved.outvars[i] for i in back])
 
 
+def _around_call(primitive: Any, n: int, around: Callable[..., Any]) -> None:
+    """Let `around(trace, functions, args, equation, proceed)` decide how a call is processed.
+
+    `functions` are the `n` functions that the call is of, `equation` the parameters of the equation
+    that is evaluated (None where the call is not read from a jaxpr), and `proceed(functions)` what
+    JAX does with the call.
+    """
+    bind, plain = primitive.bind_with_trace, primitive.get_bind_params
+
+    def bind_with_trace(trace: Any, args: Any, avals: Any, params: Any, /) -> Any:
+        params = dict(params)
+        equation = params.pop("equation", None)
+        proceed = lambda parts: bind(trace, args, avals, {**params, "subfuns": tuple(parts)})
+        return around(trace, params["subfuns"], args, equation, proceed)
+
+    def bind_functions_and_args(trace: Any, args: Any, params: Any, /) -> Any:
+        params = dict(params)
+        equation = params.pop("equation", None)
+        functions, args = args[:n], args[n:]
+        proceed = lambda parts: bind(trace, (*parts, *args), params)
+        return around(trace, functions, args, equation, proceed)
+
+    if len(inspect.signature(bind).parameters) == 4:
+        primitive.bind_with_trace = bind_with_trace
+        primitive.get_bind_params = lambda params: {**plain(params), "equation": params}
+    else:  # JAX 0.8: the functions stand before the arguments
+        primitive.bind_with_trace = bind_functions_and_args
+        primitive.get_bind_params = lambda params: (
+            (plain(params)[0], {**plain(params)[1], "equation": params})
+        )
+
+
 def _inline_call(primitive: Any) -> None:
     """A call with messages is split into known and unknown equation by equation.
 
     (`checkpoint` makes calls of scans. Split as a whole, a call none of whose results is unknown,
     since it only sends, is forgotten.)
     """
-    bind, plain = primitive.bind_with_trace, primitive.get_bind_params
 
-    def bind_with_trace(trace: Any, args: Any, avals: Any, params: Any, /) -> Any:
-        params = dict(params)
-        kinds = params.pop("kinds", ())
+    def around(trace: Any, functions: Any, args: Any, equation: Any, proceed: Any) -> Any:
+        kinds = () if equation is None else equation["call_jaxpr"].effects
         if isinstance(trace, partial_eval.JaxprTrace) and _has_messages(kinds):
             with core.set_current_trace(trace):
-                return params["subfuns"][0].call_wrapped(*args)
-        return bind(trace, args, avals, params)
+                return functions[0].call_wrapped(*args)
+        return proceed(functions)
 
-    primitive.bind_with_trace = bind_with_trace
-    # For `bind_with_trace`: the effects of the equation that is evaluated.
-    primitive.get_bind_params = lambda params: {
-        **plain(params),
-        "kinds": params["call_jaxpr"].effects,
-    }
+    _around_call(primitive, 1, around)
 
 
 _agreements: set[Primitive] = set()
@@ -531,7 +578,7 @@ def _batched_cond(plain: Callable[..., Any], axis: Any, args: Any, dims: Any, **
 
 def _without_marks(branch: Any) -> Any:
     equations = [e for e in branch.jaxpr.eqns if e.primitive not in _agreements]
-    return core.ClosedJaxpr(branch.jaxpr.replace(eqns=equations), branch.consts)
+    return ClosedJaxpr(branch.jaxpr.replace(eqns=equations), branch.consts)
 
 
 def _partial_while(plain: Callable[..., Any], trace: Any, *tracers: Any, **params: Any) -> Any:
@@ -569,20 +616,16 @@ def surround_custom_rules(
         custom_derivatives.custom_vjp_call_p: (function, None, vjp_rule),
     }
     for primitive, contexts in rules.items():
-        bind, plain = primitive.bind_with_trace, primitive.get_bind_params
 
-        def surrounded(
+        def around(
             trace: Any,
+            functions: Any,
             args: Any,
-            avals: Any,
-            params: Any,
-            /,
+            equation: Any,
+            proceed: Any,
             primitive=primitive,
-            bind=bind,
             contexts=contexts,
         ) -> Any:
-            params = dict(params)
-            equation = params.pop("equation", None)
             if (
                 equation is not None
                 and isinstance(trace, partial_eval.JaxprTrace)
@@ -591,18 +634,12 @@ def surround_custom_rules(
                 tracers = [trace.to_jaxpr_tracer(x) for x in args]
                 if not _is_in_place(trace, tracers):
                     return _stage_call(primitive, trace, tracers, equation)
-            parts = tuple(
+            return proceed(
                 part if context is None else _inside(part, context, context is jvp_rule)
-                for part, context in zip(params["subfuns"], contexts, strict=True)
+                for part, context in zip(functions, contexts, strict=True)
             )
-            return bind(trace, args, avals, {**params, "subfuns": parts})
 
-        primitive.bind_with_trace = surrounded
-        # For `surrounded`: the parameters of the equation that is evaluated.
-        primitive.get_bind_params = lambda params, plain=plain: {
-            **plain(params),
-            "equation": params,
-        }
+        _around_call(primitive, len(contexts), around)
 
 
 # JAX 0.10.0 has no other effects.
@@ -645,8 +682,9 @@ def configure_backend(size: int) -> None:
         return
     # A message queued behind a computation must not be overtaken by a direct call of mpi4py.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    flags = os.environ.get("XLA_FLAGS", "")
-    if size > 1 and "intra_op_parallelism_threads" not in flags:
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    names_a_file = bool(flags) and not flags.startswith("-")
+    if size > 1 and not names_a_file and "intra_op_parallelism_threads" not in flags:
         # One compute thread per rank: ranks on one machine would fight for its cores otherwise.
         os.environ["XLA_FLAGS"] = (
             flags + " --xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"

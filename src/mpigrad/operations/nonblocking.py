@@ -7,7 +7,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -39,7 +39,6 @@ _posts = itertools.count()
     jax.tree_util.register_dataclass,
     data_fields=["tickets"],
     meta_fields=["kind", "peer", "tag", "comm", "packing"],
-    drop_fields=["order"],
 )
 @dataclass(frozen=True)
 class Request:
@@ -54,11 +53,15 @@ class Request:
     tag: int
     comm: int
     packing: Packing
-    order: int = -1  # of the posts; unknown of what a compiled function or a loop has returned
+    # The position among all posts. It is unknown when a compiled function or a loop has returned
+    # the request: no part of the pytree.
+    order: int = field(default=-1, init=False)
 
     def posted_now(self) -> Request:
         """The same message, the last of all posts so far."""
-        return replace(self, order=next(_posts))
+        request = replace(self)
+        object.__setattr__(request, "order", next(_posts))
+        return request
 
 
 @functools.cache
@@ -88,7 +91,7 @@ def post(kind: Literal["isend", "irecv"], tree: Any, peer: int, tag: int, slot: 
     params = {"comm": slot, name: peer, "tag": tag, "lanes": ()}
     messages = zip(packing.pack(tree), packing.in_words, strict=True)
     tickets = tuple(primitive.bind(m, a, site=call_site(w), **params)[0] for m, w in messages)
-    return Request(tickets, kind, peer, tag, slot, packing, next(_posts))
+    return Request(tickets, kind, peer, tag, slot, packing).posted_now()
 
 
 def _is_wild(source: int, tag: int) -> bool:
