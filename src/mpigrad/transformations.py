@@ -21,6 +21,7 @@ from jax.core import Tracer
 
 from mpigrad.communicator import Communicator, check_process, resolve
 from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations.activity import (
     CARRIER,
     nought,
@@ -319,7 +320,7 @@ compat.register_lowering(
     ),
 )
 # JAX alone calls it without compiling: to find a NaN (jax_debug_nans).
-_region_p.def_impl(lambda turn, *xs, jaxpr: [turn, *compat.run_piecewise(jaxpr, *xs)])
+_region_p.def_impl(lambda turn, *xs, jaxpr: [turn, *repairs.run_piecewise(jaxpr, *xs)])
 _first_turn = np.zeros(_TURN.shape, _TURN.dtype)  # no array of JAX's at import
 _turn: Any = _first_turn
 

@@ -18,7 +18,7 @@ from mpigrad import board as b
 from mpigrad.guard.diagnosis import Finding, diagnose, grouped
 from mpigrad.guard.reading import Reader
 from mpigrad.guard.roll_call import RollCall
-from mpigrad.guard.stacks import places
+from mpigrad.guard.stacks import places_of_main
 from mpigrad.native import UNTIMED, Record, record
 from mpigrad.operations.sites import program_line
 
@@ -186,7 +186,7 @@ class Watchdog:
     def _note_line(self) -> None:
         """Show the others what this rank does while it is in no operation."""
         mine = self.board.slots[self.board.mine]
-        if stack := places(threading.main_thread().ident or 0):
+        if stack := places_of_main():
             mine["line"] = program_line(stack).encode(errors="replace")[: b.TEXT - 1]
             mine["line_ns"] = _now()
             inside = stack[0][0] == threading.__file__

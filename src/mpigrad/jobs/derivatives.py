@@ -19,6 +19,7 @@ from mpigrad.jobs.blocks import result_types
 from mpigrad.jobs.context import Job
 from mpigrad.jobs.records import Bucket
 from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.activity import outside_rules
 
@@ -193,7 +194,7 @@ mlir.register_lowering(
 )
 ad.primitive_jvps[values_p] = _jvp
 compat.set_linearization(values_p, _linearize)
-compat.always_stage(values_p)
+repairs.always_stage(values_p)
 batching.primitive_batchers[values_p] = _batch
 
 

@@ -19,6 +19,8 @@ import numpy as np
 from jax.core import Tracer
 
 from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations import _jax_repairs as repairs
+from mpigrad.operations import _jax_self_check as self_check
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir, visible
 from mpigrad.operations.sites import call_site, describe
 
@@ -28,6 +30,7 @@ __all__ = [
     "agreed",
     "anchor",
     "carrier",
+    "check_allowed",
     "follow",
     "no_messages",
     "nought",
@@ -52,7 +55,21 @@ def carrier() -> Any:
     """The carrier of a message that stands here; an error where none may."""
     if _refusal.value is not None:
         raise ValueError(f"{describe(call_site())}: {_refusal.value}")
+    if not self_check.done and not compat.is_top_level():
+        self_check.run()
     return outer_carrier()
+
+
+def check_allowed(params: dict[str, Any]) -> None:
+    """An error if a message that was traced before is evaluated where none may stand.
+
+    That is the rule of jax.custom_gradient. It is traced with the function itself, and evaluated by
+    the backward rule of a jax.custom_vjp. (Other libraries do likewise, and are right where the
+    operands of all ranks are active, as in equinox's loops.)
+    """
+    if _refusal.value is _REFUSALS[1] and compat.in_custom_gradient():
+        reason = _IN_RULE.format("backward", "custom_gradient", "custom_vjp")
+        raise ValueError(f"{describe(abs(params.get('site', 0)))}: {reason}")
 
 
 def outer_carrier() -> Any:
@@ -85,7 +102,7 @@ def outside_rules() -> contextlib.AbstractContextManager[None]:
 
 
 # The function itself may have messages: it has the same ones with its rule and without.
-compat.surround_custom_rules(
+repairs.surround_custom_rules(
     outside_rules, lambda: _refusal(_REFUSALS[0]), lambda: _refusal(_REFUSALS[1])
 )
 
@@ -194,7 +211,7 @@ def _anchor_batch(args: Any, dims: Any) -> Any:
 
 
 compat.make_effectful(anchor_p, lambda x: [])
-compat.always_stage(anchor_p)
+repairs.always_stage(anchor_p)
 compat.set_linearization(anchor_p, _anchor_linearize)
 anchor_p.def_impl(lambda x: [])
 mlir.register_lowering(anchor_p, compat.lower_to_nothing)
@@ -219,7 +236,7 @@ def agreed(branch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 compat.make_effectful(agreed_p, lambda: [])
-compat.always_stage(agreed_p)
-compat.mark_agreement(agreed_p)
+repairs.always_stage(agreed_p)
+repairs.mark_agreement(agreed_p)
 agreed_p.def_impl(lambda: [])
 mlir.register_lowering(agreed_p, compat.lower_to_nothing)

@@ -20,8 +20,9 @@ import numpy as np
 from mpigrad.communicator import adjoint_space, tangent_space
 from mpigrad.native import ARITHMETIC_DTYPES, MAX_COUNT, library, words_per_element
 from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching
-from mpigrad.operations.activity import CARRIER, nought
+from mpigrad.operations.activity import CARRIER, check_allowed, nought
 from mpigrad.operations.sites import describe
 
 __all__ = [
@@ -35,7 +36,7 @@ __all__ = [
     "weighted_map",
 ]
 
-compat.install_repairs()
+repairs.install_repairs()
 
 
 @functools.cache
@@ -91,7 +92,7 @@ def run_eagerly(
                 return program(*operands[:-1])
         return program(*operands[:-1])
 
-    compat.run_directly(primitive, run)
+    compat.run_directly(primitive, run, check_allowed)
 
 
 def check_count(name: str, shape: Sequence[int], dtype: Any) -> None:
@@ -171,7 +172,7 @@ def _message(
         y = primitive.bind(*xs, a, **params)
         return y, [after if i in range(len(y))[:batched_results] else None for i in range(len(y))]
 
-    compat.always_stage(primitive)
+    repairs.always_stage(primitive)
     batching.primitive_batchers[primitive] = batch
     return primitive
 
@@ -394,7 +395,7 @@ def effect_primitive(
 
     ad.primitive_jvps[primitive] = jvp
     compat.set_linearization(primitive, linearize)
-    compat.always_stage(primitive)
+    repairs.always_stage(primitive)
     batching.primitive_batchers[primitive] = lambda args, dims, **params: (
         primitive.bind(*batch(args, dims, params), **params),
         [],

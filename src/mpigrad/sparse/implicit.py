@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 
 __all__ = ["implicit_primitive"]
@@ -72,6 +73,6 @@ def implicit_primitive(
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
     ad.primitive_jvps[primitive] = jvp
     compat.set_linearization(primitive, linearize)
-    compat.always_stage(primitive)
+    repairs.always_stage(primitive)
     batching.primitive_batchers[primitive] = batch
     return primitive

@@ -12,6 +12,7 @@ import numpy as np
 
 from mpigrad.communicator import derivative_slot
 from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.activity import CARRIER, active, carrier, nought, without_carriers
 from mpigrad.operations.factory import run_eagerly
@@ -314,6 +315,6 @@ run_eagerly(solve_p, lambda params: params["pattern"].derived)  # they go with t
 mlir.register_lowering(solve_p, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[solve_p] = _jvp
 compat.set_linearization(solve_p, _linearize)
-compat.always_stage(solve_p)
+repairs.always_stage(solve_p)
 ad.primitive_transposes[solve_p] = _transpose
 batching.primitive_batchers[solve_p] = _batch

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching
 from mpigrad.operations.activity import CARRIER, carrier, nought
 from mpigrad.operations.factory import register_target, run_eagerly
@@ -93,7 +94,7 @@ def _primitive(name: str, shapes: Callable[..., list[ShapedArray]]) -> Primitive
     compat.make_effectful(primitive, shapes)
     run_eagerly(primitive, lambda params: params["run"].programs)
     compat.register_lowering(primitive, lower)
-    compat.always_stage(primitive)
+    repairs.always_stage(primitive)
     batching.primitive_batchers[primitive] = batch
     return primitive
 

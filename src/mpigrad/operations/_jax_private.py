@@ -1,0 +1,251 @@
+"""The table of private names of JAX, and what is refused where one is missing.
+
+This is the only module that reads `jax._src`. Everything else that mpigrad takes from JAX is public
+(`jax.core`, `jax.extend`, `jax.interpreters`, `jax.ffi`). docs/jax_versions.md explains how a new
+release of JAX is taken in.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+__all__ = [
+    "FEATURES",
+    "NEWEST_TESTED",
+    "OLDEST",
+    "PRIVATE",
+    "VERSION",
+    "Private",
+    "UnsupportedJAXError",
+    "available",
+    "missing",
+    "module_of",
+    "optional",
+    "private",
+    "refuse",
+    "require",
+]
+
+VERSION: tuple[int, ...] = jax.__version_info__
+OLDEST = (0, 8)
+NEWEST_TESTED = (0, 12)
+
+
+class UnsupportedJAXError(NotImplementedError):
+    """A feature of mpigrad needs a private part of JAX that this release does not have."""
+
+
+@dataclass(frozen=True)
+class Private:
+    """One private attribute of JAX.
+
+    `name` is its path below `jax._src`, `use` what mpigrad does with it, `versions` the releases
+    that have it, and `test` a test that fails without it.
+    """
+
+    name: str
+    use: str
+    test: str
+    versions: str = "0.8 on"
+    upstream: str = ""
+
+
+_ORDER = "tests/test_transformations.py"
+_DIVERGENT = "tests/operations/test_divergent.py"
+_CALLS = "tests/operations/test_known_calls.py"
+_RULES = "tests/operations/test_custom_derivatives.py"
+
+# ruff: noqa: E501
+PRIVATE = (
+    # The ordered effect of a message, and where JAX allows it.
+    Private("effects.ordered_effects", "messages keep the order of the program", _ORDER),
+    Private("effects.lowerable_effects", "messages are compiled", _ORDER),
+    Private(
+        "effects.control_flow_allowed_effects", "messages in scan, cond and while_loop", _ORDER
+    ),
+    Private(
+        "effects.custom_derivatives_allowed_effects",
+        "messages in functions with custom rules",
+        _RULES,
+    ),
+    Private("effects.remat_allowed_effects", "messages in jax.checkpoint", _DIVERGENT),
+    Private(
+        "effects.partial_eval_kept_effects",
+        "grad of a receive whose result is unused",
+        _DIVERGENT,
+        upstream="jax#5134",
+    ),
+    Private("core.abstract_token", "the token between the messages of a compiled program", _ORDER),
+    # Which trace is active.
+    Private("core.trace_ctx", "whether a message is outside of any transformation", _ORDER),
+    Private("core.eval_trace", "whether a message is outside of any transformation", _ORDER),
+    Private(
+        "core.set_current_trace",
+        "calls with messages are split equation by equation",
+        _CALLS,
+        "0.8 to 0.10",
+    ),
+    Private(
+        "core.positional_effects",
+        "effects of a call that is staged as a whole",
+        _RULES,
+        "0.10.1 on",
+    ),
+    Private("interpreters.batching.BatchTracer", "a batched pull-back is refused", _ORDER),
+    # Derivatives.
+    Private(
+        "interpreters.ad.primitive_linearizations",
+        "messages are linearized without being split",
+        _DIVERGENT,
+    ),
+    Private(
+        "interpreters.partial_eval.JaxprTrace",
+        "the trace that splits a program into known and unknown",
+        _CALLS,
+    ),
+    Private(
+        "interpreters.partial_eval.EffectHandle",
+        "messages stay although nothing depends on them",
+        _DIVERGENT,
+        upstream="jax#5134",
+    ),
+    Private(
+        "interpreters.partial_eval.JaxprEqnRecipe",
+        "messages stay although nothing depends on them",
+        _DIVERGENT,
+        upstream="jax#5134",
+    ),
+    Private(
+        "interpreters.partial_eval.new_eqn_recipe",
+        "a custom rule with messages is staged as a whole",
+        _CALLS,
+    ),
+    Private(
+        "interpreters.partial_eval.convert_constvars_jaxpr",
+        "constants of a compiled program are operands",
+        _ORDER,
+    ),
+    # Memory and speed of dispatch.
+    Private(
+        "util.weakref_cache_key_types",
+        "patterns of matrices are freed",
+        "tests/sparse/test_lifetime.py",
+    ),
+    Private(
+        "array.ArrayImpl",
+        "an eager message is dispatched in microseconds",
+        "tests/operations/test_operations.py",
+    ),
+    Private(
+        "xla_bridge.backends_are_initialized",
+        "an import after the first computation is refused",
+        "tests/test_imports.py",
+    ),
+    # Functions that mpigrad replaces (_jax_repairs.py).
+    Private(
+        "lax.control_flow.loops._scan_known_hoisting",
+        "messages are not taken out of loops",
+        _CALLS,
+        upstream="jax#16637",
+    ),
+    Private(
+        "ad_checkpoint._insert_reduce_precision",
+        "complex messages in jax.checkpoint",
+        "tests/test_transformations.py",
+        upstream="jax#22244",
+    ),
+    Private(
+        "interpreters.pxla.MeshExecutable",
+        "programs compiled ahead of time keep the order of messages",
+        _CALLS,
+        upstream="jax#10295",
+    ),
+    Private(
+        "api_util.maybe_recursive_nan_check",
+        "a program with messages is not run twice with jax_debug_nans",
+        "tests/test_transformations.py",
+        upstream="jax#10251",
+    ),
+)
+
+_TABLE = {entry.name: entry for entry in PRIVATE}
+
+
+@functools.cache
+def private(name: str) -> Any:
+    """The attribute `name` below `jax._src`; an error that names JAX's version if it is gone."""
+    assert name in _TABLE, name
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(f"jax._src.{module}"), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedJAXError(
+            f"mpigrad: JAX {jax.__version__} has no jax._src.{name} ({_TABLE[name].use}). "
+            f"{_remedy()}"
+        ) from error
+
+
+def optional(name: str) -> Any:
+    """`private(name)`, or None if it is gone: for what costs speed or memory alone."""
+    try:
+        return private(name)
+    except UnsupportedJAXError:
+        return None
+
+
+def _remedy() -> str:
+    newest = ".".join(map(str, NEWEST_TESTED))
+    return f"Install a JAX that mpigrad was tested with: pip install 'jax<={newest}.*'"
+
+
+def module_of(name: str) -> Any:
+    """The module that holds `name`, in which a function is replaced."""
+    private(name)
+    return importlib.import_module(f"jax._src.{name.rpartition('.')[0]}")
+
+
+# ---- features that a release of JAX may lack ----
+
+# What a user writes -> why it is refused with this release (nothing while all is well).
+FEATURES = (
+    "jax.checkpoint",
+    "jax.lax.cond",
+    "jax.lax.scan",
+    "jax.lax.while_loop",
+    "nested jax.jit",
+    "jax.lax.custom_linear_solve",
+    "mpigrad.custom_vjp and custom_jvp",
+    "ahead-of-time compilation",
+    "jax_debug_nans",
+)
+_missing: dict[str, str] = {}
+
+
+def refuse(feature: str, why: str) -> None:
+    """From now on `require(feature)` is an error."""
+    assert feature in FEATURES, feature
+    _missing.setdefault(feature, why)
+
+
+def missing() -> dict[str, str]:
+    """The features that are refused with this JAX, and why."""
+    return dict(_missing)
+
+
+def available(feature: str) -> bool:
+    """Whether this JAX has what the feature needs."""
+    return feature not in _missing
+
+
+def require(feature: str) -> None:
+    """Raise an error if this JAX lacks what derivatives of messages in `feature` need."""
+    if feature in _missing:
+        raise UnsupportedJAXError(
+            f"derivatives of messages in {feature} are not supported with JAX {jax.__version__}: "
+            f"{_missing[feature]}. {_remedy()}, or leave {feature} out around messages"
+        )

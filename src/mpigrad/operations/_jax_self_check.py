@@ -1,0 +1,218 @@
+"""A self-check: do messages stay in programs that this JAX differentiates?
+
+A repair that is installed may have no effect any more, because a new JAX decides elsewhere. Then a
+message would be dropped on one rank, and the job would wait for it. So the first time that a
+message is traced, small programs are differentiated by tracing alone: nothing is compiled or sent.
+Each has a message that is easily lost, since no result depends on it, and stands in one of JAX's
+constructs. It must be there after linearization and dead-code elimination, with its adjoint and
+the same on ranks that differ in what is constant. A construct that fails is refused.
+
+The result is kept in the user's cache directory for each version of JAX and of this code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters import partial_eval
+from mpi4py import MPI
+
+from mpigrad.operations._jax_private import missing, refuse
+
+__all__ = ["examine", "run"]
+
+# Whether the check has been made, or is being made.
+done = False
+
+_Program = Callable[[Any], Any]
+_SHAPE = (2,)
+_LENGTH = 2
+
+
+def _scan(f: _Program) -> _Program:
+    return lambda x: jax.lax.scan(lambda s, _: (s + f(x), None), 0.0, None, length=_LENGTH)[0]
+
+
+def _cond(f: _Program) -> _Program:
+    return lambda x: jax.lax.cond(jnp.sum(x) > 0, f, lambda x: jnp.sum(x), x)
+
+
+def _custom_vjp(f: _Program) -> _Program:
+    from mpigrad.custom_rules import custom_vjp
+
+    g = custom_vjp(f)
+    g.defvjp(lambda x: (f(x), x), lambda x, ct: _vjp(f, x, ct))
+    return g
+
+
+def _vjp(f: _Program, x: Any, ct: Any) -> Any:
+    from mpigrad.transformations import vjp
+
+    return vjp(f, x)[1](ct)
+
+
+def _custom_jvp(f: _Program) -> _Program:
+    from mpigrad.custom_rules import custom_jvp
+    from mpigrad.transformations import jvp
+
+    g = custom_jvp(f)
+    g.defjvp(lambda primals, tangents: jvp(f, primals, tangents))
+    return g
+
+
+# What a user writes -> constructs around a message that need it.
+_CONSTRUCTS: dict[str, tuple[Callable[[_Program], _Program], ...]] = {
+    "nested jax.jit": (lambda f: jax.jit(f),),
+    "jax.checkpoint": (
+        lambda f: jax.checkpoint(f),
+        lambda f: jax.jit(jax.checkpoint(f)),
+        lambda f: _scan(jax.checkpoint(f)),
+        lambda f: jax.checkpoint(_scan(jax.checkpoint(_scan(f)))),
+    ),
+    "jax.lax.cond": (_cond, lambda f: jax.checkpoint(_cond(f))),
+    "jax.lax.scan": (_scan,),
+    "mpigrad.custom_vjp and custom_jvp": (
+        _custom_vjp,
+        _custom_jvp,
+        lambda f: _scan(_custom_jvp(f)),
+    ),
+}
+
+
+def _programs() -> list[_Program]:
+    """The same message on ranks that differ in what is constant, and in what is used."""
+    from mpigrad.operations.activity import carrier
+    from mpigrad.operations.point_to_point import recv_p, send_p
+
+    where = {"comm": 0, "tag": 0, "site": 1}
+    ones, zeros = np.ones(_SHAPE, np.float32), np.zeros(_SHAPE, np.float32)
+
+    def sends(x: Any) -> Any:
+        send_p.bind(jnp.sin(x), carrier(), dest=1, **where)
+        return jnp.sum(x)
+
+    def sends_a_constant(x: Any) -> Any:
+        send_p.bind(ones, carrier(), dest=1, **where)
+        return jnp.sum(x)
+
+    def receives_for_nothing(x: Any) -> Any:
+        recv_p.bind(zeros, carrier(), source=0, **where)
+        return jnp.float32(0)
+
+    return [sends, sends_a_constant, receives_for_nothing]
+
+
+def _messages(jaxpr: Any) -> list[Any]:
+    """The messages of a program, in the nest of loops and calls in which they stand."""
+    found: list[Any] = []
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in ("mpigrad_send", "mpigrad_recv"):
+            partner = eqn.params["dest" if name == "mpigrad_send" else "source"]
+            # Rank 1 receives what rank 0 sends, and the adjoint goes the other way.
+            found.append("forth" if (name == "mpigrad_send") == (partner == 1) else "back")
+            continue
+        parts = [
+            part
+            for value in eqn.params.values()
+            for part in (value if isinstance(value, (tuple, list)) else (value,))
+            if isinstance(part, (Jaxpr, ClosedJaxpr))
+        ]
+        inner = [_messages(getattr(part, "jaxpr", part)) for part in parts]
+        if name == "cond":
+            if any(inner):
+                found.append(sorted(map(str, inner)))
+        elif name in ("scan", "while"):
+            found += [["loop", *messages] for messages in inner if messages]
+        else:
+            found += [m for messages in inner for m in messages]
+    return found
+
+
+def _of_gradient(program: _Program) -> list[Any]:
+    from mpigrad.operations.activity import with_carrier
+
+    gradient = jax.grad(with_carrier(program), (0, 1))
+    closed = jax.make_jaxpr(gradient)(np.float32(0), np.ones(_SHAPE, np.float32))
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), True)
+    return _messages(jaxpr)
+
+
+def examine() -> dict[str, str]:
+    """Differentiate the programs: the features that fail, and why."""
+    from mpigrad.operations.activity import without_carriers
+
+    failed: dict[str, str] = {}
+    with without_carriers(), contextlib.suppress(StopIteration):
+        for feature, constructs in _CONSTRUCTS.items():
+            for construct in constructs:
+                try:
+                    orders = [_of_gradient(construct(program)) for program in _programs()]
+                except Exception as error:
+                    failed[feature] = f"the self-check ended with {type(error).__name__}: {error}"
+                    break
+                text = str(orders[0])
+                if any(order != orders[0] for order in orders[1:]):
+                    failed[feature] = "in the self-check, ranks differ in their messages"
+                elif "forth" not in text or "back" not in text:
+                    failed[feature] = "in the self-check, a message or its adjoint is dropped"
+                else:
+                    continue
+                break
+    return failed
+
+
+def run() -> None:
+    """Make the check once in a process, or read its result, and refuse what fails."""
+    global done
+    done = True
+    kept = _cache_file()
+    failed = _read(kept)
+    if failed is None:
+        failed = examine()
+        if MPI.COMM_WORLD.rank == 0:
+            _write(kept, failed)
+    for feature, why in failed.items():
+        refuse(feature, why)
+
+
+def _cache_file() -> pathlib.Path:
+    from mpigrad import __version__
+
+    digest = hashlib.sha256()
+    for name in ("_private", "_compat", "_repairs", "_self_check"):
+        digest.update((pathlib.Path(__file__).parent / f"_jax{name}.py").read_bytes())
+    digest.update(json.dumps(missing(), sort_keys=True).encode())
+    digest.update(os.environ.get("MPIGRAD_WITHOUT_JAX_HOOK", "").encode())
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    name = f"jax-{jax.__version__}-mpigrad-{__version__}-{digest.hexdigest()[:16]}.json"
+    return pathlib.Path(home).expanduser() / "mpigrad" / name
+
+
+def _read(path: pathlib.Path) -> dict[str, str] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _write(path: pathlib.Path, failed: dict[str, str]) -> None:
+    # A cache that cannot be written costs a tenth of a second in each process.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(failed, file)
+        os.replace(temporary, path)
