@@ -4,7 +4,8 @@
 #   make test-full  every case at every number of ranks (two hours on two cores; OPTIMIZE=1: all
 #                 of it compiled as programs of users are, which takes several times as long)
 #   make test-torch   the tests that need PyTorch, which it installs into .venv
-#   make test-oldest  operations and transformations on the oldest JAX that is supported
+#   make test-jax  all of `make test` with another JAX in an environment of its own: JAX=0.11.2 (or
+#                 0.11, oldest, newest) [PYTHON=python3.13] [TESTS="-n 2 tests/test_halo.py"]
 #   make test-hosts  jobs on several hosts, in network namespaces of their own
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make bench    the tables of bench/
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-torch test-hosts test-oldest fuzz bench docs docs-links lint style types clean
+.PHONY: setup demo test test-full test-torch test-hosts test-jax fuzz bench docs docs-links lint style types clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -68,9 +69,9 @@ test-hosts: setup
 
 # TESTS: some of them (for tests/run.py).
 TESTS :=
-test-oldest:
-	@mkdir -p build
-	@PYTHON="$(PYTHON)" MPI="$(MPI)" sh tools/oldest.sh $(TESTS)
+JAX ?= newest
+test-jax: setup
+	@JAX="$(JAX)" PYTHON="$(PYTHON)" MPI="$(MPI)" sh tools/test_jax.sh $(TESTS)
 
 # N programs at each number of ranks; another SEED, other programs.
 N := 1000

@@ -37,6 +37,7 @@ if not in_command():
     from mpigrad.jacobians import jacobian
     from mpigrad.operations import (
         _jax_compat,
+        _jax_private,
         allgather,
         allgatherv,
         allreduce,
@@ -71,6 +72,7 @@ if not in_command():
     from mpigrad.transformations import grad, jit, jvp, linearize, value_and_grad, vjp, vmap
     from mpigrad.verify import assert_replicated, dot_test, taylor_test
 
+    _jax_private.check_version(_MPI.COMM_WORLD.rank)
     _jax_compat.configure_backend(_MPI.COMM_WORLD.size)
     _guard.install()
     _default()  # here, where every rank is: making it is collective, a first message need not be

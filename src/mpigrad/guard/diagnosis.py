@@ -55,6 +55,10 @@ class _Unknown(Exception):
 _DISAGREE = "the ranks do not agree"
 _PAIRS = "What a rank receives from another must be what that one sends to it."
 _ORDER = "Every rank of a communicator must call the same operations in the same order."
+_ADJOINTS = (
+    "With jax.grad or jax.vjp, a rank whose operand is constant sends no adjoint message. Use "
+    "mpigrad.grad or mpigrad.vjp, which send it on every rank."
+)
 
 
 class _Wait:
@@ -362,7 +366,12 @@ def disagreement(told: Any, board: b.Board | None = None) -> str:
 
 
 def _mismatched(m: _Mismatch) -> str:
-    return "\n".join([f"mpigrad: {m.head}:", *grouped(m.lines), m.remedy])
+    return "\n".join([f"mpigrad: {m.head}:", *grouped(m.lines), m.remedy, *_hint(m.lines)])
+
+
+def _hint(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """What to do if an adjoint message is among them."""
+    return [_ADJOINTS] * any("the adjoint of " in text for _, text in lines)
 
 
 def _deadlocked(
@@ -394,7 +403,8 @@ def _deadlocked(
                 "Let one of them send first and another receive first, or use sendrecv; each "
                 "receive needs a send of the same tag on the rank that it names."
             )
-    return "\n".join([f"mpigrad: {head}:", *grouped(sorted(lines, key=_rank_of)), remedy])
+    shown = grouped(sorted(lines, key=_rank_of))
+    return "\n".join([f"mpigrad: {head}:", *shown, remedy, *_hint(lines)])
 
 
 def _unreceived(reader: Reader, wait: _Wait) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "Private",
     "UnsupportedJAXError",
     "available",
+    "check_version",
     "missing",
     "module_of",
     "optional",
@@ -34,6 +36,22 @@ __all__ = [
 VERSION: tuple[int, ...] = jax.__version_info__
 OLDEST = (0, 8)
 NEWEST_TESTED = (0, 12)
+
+if VERSION < OLDEST:
+    raise ImportError(
+        f"mpigrad: JAX {jax.__version__} is too old, version {OLDEST[0]}.{OLDEST[1]} or newer is "
+        "needed: pip install --upgrade jax"
+    )
+
+
+def check_version(rank: int) -> None:
+    """One line of warning, on rank 0, if JAX is newer than the newest one that was tested."""
+    if VERSION[:2] > NEWEST_TESTED and rank == 0:
+        newest = ".".join(map(str, NEWEST_TESTED))
+        sys.stderr.write(
+            f"mpigrad: JAX {jax.__version__} is newer than {newest}, the newest one that this "
+            "release was tested with. What it lacks is refused by name: see `mpigrad doctor`\n"
+        )
 
 
 class UnsupportedJAXError(NotImplementedError):
@@ -60,7 +78,6 @@ _DIVERGENT = "tests/operations/test_divergent.py"
 _CALLS = "tests/operations/test_known_calls.py"
 _RULES = "tests/operations/test_custom_derivatives.py"
 
-# ruff: noqa: E501
 PRIVATE = (
     # The ordered effect of a message, and where JAX allows it.
     Private("effects.ordered_effects", "messages keep the order of the program", _ORDER),

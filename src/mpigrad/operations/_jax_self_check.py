@@ -45,7 +45,7 @@ def _scan(f: _Program) -> _Program:
 
 
 def _cond(f: _Program) -> _Program:
-    return lambda x: jax.lax.cond(jnp.sum(x) > 0, f, lambda x: jnp.sum(x), x)
+    return lambda x: jax.lax.cond(jnp.sum(x) > 0, f, jnp.sum, x)
 
 
 def _custom_vjp(f: _Program) -> _Program:
@@ -73,9 +73,9 @@ def _custom_jvp(f: _Program) -> _Program:
 
 # What a user writes -> constructs around a message that need it.
 _CONSTRUCTS: dict[str, tuple[Callable[[_Program], _Program], ...]] = {
-    "nested jax.jit": (lambda f: jax.jit(f),),
+    "nested jax.jit": (jax.jit,),
     "jax.checkpoint": (
-        lambda f: jax.checkpoint(f),
+        jax.checkpoint,
         lambda f: jax.jit(jax.checkpoint(f)),
         lambda f: _scan(jax.checkpoint(f)),
         lambda f: jax.checkpoint(_scan(jax.checkpoint(_scan(f)))),
