@@ -35,6 +35,7 @@ if not in_command():
     from mpigrad.communicator import default as _default
     from mpigrad.custom_rules import custom_jvp, custom_vjp
     from mpigrad.jacobians import jacobian
+    from mpigrad.norms import max_norm, rms_norm
     from mpigrad.operations import (
         _jax_compat,
         _jax_private,
@@ -102,6 +103,7 @@ __all__ = [
     "jit",
     "jvp",
     "linearize",
+    "max_norm",
     "neighbor_alltoallv",
     "one_sided",
     "recv",
@@ -111,6 +113,7 @@ __all__ = [
     "reduce_scatterv",
     "reduction",
     "require",
+    "rms_norm",
     "scan",
     "scatter",
     "scatterv",
