@@ -17,7 +17,8 @@ pytestmark = pytest.mark.launcher
 def test_this_installation_works(ranks: int) -> None:
     done = mpigrad("doctor", "-n", ranks)
     assert f"self-test on {ranks} ranks" in done.stdout, done.stderr
-    assert done.stdout.count(" ok") == 4, done.stdout + done.stderr
+    assert done.stdout.count(" ok") == 5, done.stdout + done.stderr
+    assert "(nothing is refused)" in done.stdout
     assert mpi_library().version in done.stdout
     # Built with hypre for one MPI, and run on another: then that is what is to be found.
     other = "problem: hypre is built with" in done.stdout

@@ -7,7 +7,7 @@
 # Arguments are for tests/run.py. All environments get the same wheel of mpigrad.
 set -eu
 
-table=src/mpigrad/operations/_jax_private.py
+table=src/mpigrad/jax_versions.py
 release() { sed -n "s/^$1 = (\([0-9]*\), *\([0-9]*\)).*/\1.\2/p" "$table"; }
 case "$JAX" in
     oldest) JAX=$(release OLDEST) ;;

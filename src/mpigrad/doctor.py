@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import mpigrad
 from mpigrad import launcher
 from mpigrad.hosts import Host, placed
+from mpigrad.jax_versions import NEWEST_TESTED
 from mpigrad.mpi_installation import Launcher, Library, MPIError, find_launcher, mpi_library
 
 __all__ = ["examine"]
@@ -88,12 +89,23 @@ def _python_and_jax() -> list[Finding]:
     except importlib.metadata.PackageNotFoundError:
         required = []
     supported = next((r[3:] for r in required if re.match(r"jax[<>=]", r)), "")
-    _row("JAX", f"{jax or 'none'}, jaxlib {jaxlib or 'none'}; supported: {supported or 'unknown'}")
+    newest = ".".join(map(str, NEWEST_TESTED))
+    found = f"{jax or 'none'}, jaxlib {jaxlib or 'none'}"
+    _row("JAX", f"{found}; supported: {supported or 'unknown'}, tested up to {newest}")
     if jax is None or jaxlib is None:
         return [Finding("JAX is not installed", f"pip install 'jax{supported}'")]
     if not within(jax, supported):
         return [
             Finding(f"JAX {jax} is outside of the supported range", f"pip install 'jax{supported}'")
+        ]
+    if tuple(int(n) for n in jax.split(".")[:2]) > NEWEST_TESTED:
+        return [
+            Finding(
+                f"JAX {jax} is newer than the newest that was tested ({newest}); the self-test "
+                "says what it lacks",
+                f"pip install 'jax=={newest}.*' if something is refused",
+                note=True,
+            )
         ]
     return []
 

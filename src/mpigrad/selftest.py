@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import mpigrad
 from mpigrad import sparse
+from mpigrad.operations import _jax_private, _jax_self_check
 
 
 def _world() -> str:
@@ -68,6 +69,13 @@ def _solve() -> str:
     return f"own solver, {type(solver).__name__}: {sparse.why_no_hypre()}"
 
 
+def _transformations() -> str:
+    """What this JAX does to messages that are differentiated inside its constructs."""
+    refused = {**_jax_self_check.examine(), **_jax_private.missing()}
+    lines = [f"{feature} ({why})" for feature, why in refused.items()]
+    return f"refused with this JAX: {'; '.join(lines)}" if lines else "nothing is refused"
+
+
 def _same(got: np.ndarray, expected: np.typing.ArrayLike) -> None:
     if not np.allclose(got, expected, rtol=1e-6):
         raise ArithmeticError(
@@ -81,6 +89,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "allreduce": _allreduce,
     "sendrecv ring, and its gradient": _ring,
     "linear solve, and its gradient": _solve,
+    "derivatives inside JAX's constructs": _transformations,
 }
 
 
@@ -90,7 +99,7 @@ def main() -> int:
     first = MPI.COMM_WORLD.rank == 0
     for name, check in CHECKS.items():
         if first:
-            print(f"  {name:<34}", end="", flush=True)
+            print(f"  {name:<36}", end="", flush=True)
         remark = check()
         if first:
             print(f"ok{f' ({remark})' if remark else ''}", flush=True)

@@ -15,10 +15,10 @@ from typing import Any
 
 import jax
 
+from mpigrad.jax_versions import NEWEST_TESTED, OLDEST
+
 __all__ = [
     "FEATURES",
-    "NEWEST_TESTED",
-    "OLDEST",
     "PRIVATE",
     "VERSION",
     "Private",
@@ -34,8 +34,6 @@ __all__ = [
 ]
 
 VERSION: tuple[int, ...] = jax.__version_info__
-OLDEST = (0, 8)
-NEWEST_TESTED = (0, 12)
 
 if VERSION < OLDEST:
     raise ImportError(
