@@ -1,0 +1,39 @@
+"""Write the tables of private names and hooks into docs/jax_versions.md."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import sys
+
+from mpigrad.operations._jax_private import PRIVATE
+from mpigrad.operations._jax_repairs import HOOKS
+
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "jax_versions.md"
+
+
+def link(issue: str) -> str:
+    """A number of JAX's tracker, as a link."""
+    number = issue.partition("#")[2]
+    return f"[{number}](https://github.com/jax-ml/jax/issues/{number})" if number else ""
+
+
+def tables() -> tuple[str, str]:
+    """The rows of both tables."""
+    names = [f"| `{e.name}` | {e.use} | {e.versions} | {link(e.upstream)} |" for e in PRIVATE]
+    until = lambda hook: f" (until {'.'.join(map(str, hook.until))})" if hook.until else ""
+    hooks = [f"| {h.name}{until(h)} | {h.feature} | {link(h.upstream)} |" for h in HOOKS]
+    return "\n".join(names), "\n".join(hooks)
+
+
+def written(page: str) -> str:
+    """The page with the tables of today."""
+    for heading, rows in zip(("name below", "hook"), tables(), strict=True):
+        table = re.compile(rf"(\| {heading}[^\n]*\n\|[-|]+\n)(?:.*?)(?=\n\n)", re.DOTALL)
+        page = table.sub(lambda found, rows=rows: found[1] + rows, page)
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
+    sys.exit(0)
