@@ -65,7 +65,7 @@ def test_private_names_stand_in_the_table_alone() -> None:
     ]
     assert found == []
     readers = [p.name for p in SOURCES.rglob("*.py") if '"jax._src' in p.read_text()]
-    assert readers == [] and len(_jax_private.PRIVATE) <= 30
+    assert readers in ([], ["_jax_private.py"]) and len(_jax_private.PRIVATE) <= 30
 
 
 @pytest.mark.ranks(1)
@@ -251,6 +251,22 @@ def test_an_adjoint_that_a_rank_leaves_out_names_the_remedy(tmp_path: pathlib.Pa
     done = mpigrad("launch", "-n", 2, program, MPIGRAD_GUARD="1")
     assert done.returncode != 0
     assert "at the adjoint of" in done.stderr and "Use mpigrad.grad" in done.stderr, done.stderr
+
+
+@pytest.mark.thin(2)
+def test_programs_that_jax_lowers_in_two_steps(comm: Communicator) -> None:
+    """Since JAX 0.12 expm is made of primitives of a higher level."""
+
+    def f(x: Any) -> Any:
+        return jnp.sum(
+            jax.scipy.linalg.expm(mg.allreduce(x) * jnp.array([[0.0, 1.0], [-1.0, 0.0]]))
+        )
+
+    total = comm.size * 0.3
+    close(mg.jit(f)(0.3), 2 * np.cos(total))
+    _, slope = mg.jit(lambda x: mg.jvp(f, (x,), (1.0,)))(0.3)
+    close(slope, -2 * comm.size * np.sin(total))
+    close(mg.jit(mg.grad(f))(0.3), -2 * comm.size * np.sin(total))
 
 
 # ---- flags ----

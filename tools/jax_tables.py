@@ -21,8 +21,7 @@ def link(issue: str) -> str:
 def tables() -> tuple[str, str]:
     """The rows of both tables."""
     names = [f"| `{e.name}` | {e.use} | {e.versions} | {link(e.upstream)} |" for e in PRIVATE]
-    until = lambda hook: f" (until {'.'.join(map(str, hook.until))})" if hook.until else ""
-    hooks = [f"| {h.name}{until(h)} | {h.feature} | {link(h.upstream)} |" for h in HOOKS]
+    hooks = [f"| {h.name} | {h.feature} | {link(h.upstream)} |" for h in HOOKS]
     return "\n".join(names), "\n".join(hooks)
 
 

@@ -319,6 +319,7 @@ compat.register_lowering(
         register_target("mpigrad_enter"), register_target("mpigrad_leave"), _TURN
     ),
 )
+compat.lower_high_level(_region_p)
 # JAX alone calls it without compiling: to find a NaN (jax_debug_nans).
 _region_p.def_impl(lambda turn, *xs, jaxpr: [turn, *repairs.run_piecewise(jaxpr, *xs)])
 _first_turn = np.zeros(_TURN.shape, _TURN.dtype)  # no array of JAX's at import

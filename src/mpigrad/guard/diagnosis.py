@@ -56,8 +56,8 @@ _DISAGREE = "the ranks do not agree"
 _PAIRS = "What a rank receives from another must be what that one sends to it."
 _ORDER = "Every rank of a communicator must call the same operations in the same order."
 _ADJOINTS = (
-    "With jax.grad or jax.vjp, a rank whose operand is constant sends no adjoint message. Use "
-    "mpigrad.grad or mpigrad.vjp, which send it on every rank."
+    "If this is jax.grad or jax.vjp: a rank whose operand is constant sends no adjoint message. "
+    "Use mpigrad.grad or mpigrad.vjp, which send it on every rank."
 )
 
 

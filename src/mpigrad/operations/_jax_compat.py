@@ -36,6 +36,7 @@ __all__ = [
     "is_batched",
     "is_top_level",
     "let_go",
+    "lower_high_level",
     "lower_in_token_region",
     "lower_to_nothing",
     "lowering",
@@ -302,6 +303,22 @@ def lower_in_token_region(
         return [next_turn, *results]
 
     return rule
+
+
+def lower_high_level(primitive: Primitive) -> None:
+    """Let programs of (turn, *operands; jaxpr) hold what JAX lowers before it compiles.
+
+    Since JAX 0.12 its own functions are made of such primitives, those of some special functions
+    for instance.
+    """
+
+    def to_lojax(turn: Any, *values: Any, jaxpr: Any) -> Any:
+        lower = private("interpreters.partial_eval.lower_jaxpr2")
+        jaxpr, constants = constants_as_operands(lower(ClosedJaxpr(jaxpr, ())))
+        return primitive.bind(turn, *constants, *values, jaxpr=jaxpr)
+
+    untyped: Any = primitive
+    untyped.to_lojax = to_lojax
 
 
 def constants_as_operands(closed_jaxpr: Any) -> tuple[Any, list[Any]]:

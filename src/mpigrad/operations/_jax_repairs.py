@@ -549,7 +549,6 @@ HOOKS = (
         _repair("jax.lax.cond", "cond_p", _cond_extra_result),
         _DIVERGENT,
     ),
-    Hook("split scan", "jax.lax.scan", _repair("jax.lax.scan", "scan_p"), _DIVERGENT, "jax#17357"),
     Hook("split jit", "nested jax.jit", _repair("nested jax.jit", "jit_p"), _CALLS),
     Hook("split calls", "nested jax.jit", _keep_calls, _CALLS),
     Hook(
@@ -566,6 +565,7 @@ HOOKS = (
         _keep_checkpoints_without_results,
         _DIVERGENT,
         "jax#5134",
+        until=(0, 12),
     ),
     Hook("complex checkpoint", "jax.checkpoint", _round_real_residuals_only, _OTHER, "jax#22244"),
     Hook("debug print", "jax.checkpoint", _print_once_in_checkpoints, _CALLS),

@@ -36,6 +36,7 @@ __all__ = ["examine", "run"]
 done = False
 
 _Program = Callable[[Any], Any]
+_CUSTOM_RULES = "mpigrad.custom_vjp and custom_jvp"
 _SHAPE = (2,)
 _LENGTH = 2
 
@@ -71,6 +72,17 @@ def _custom_jvp(f: _Program) -> _Program:
     return g
 
 
+def _value_again(f: _Program) -> _Program:
+    """The rule computes the value by a compiled loop, as a rule of a user may."""
+    from mpigrad.custom_rules import custom_jvp
+    from mpigrad.transformations import jvp
+
+    g = custom_jvp(f)
+    mean = jax.jit(lambda x: _scan(f)(x) / _LENGTH)
+    g.defjvp(lambda primals, tangents: (mean(*primals), jvp(f, primals, tangents)[1]))
+    return g
+
+
 # What a user writes -> constructs around a message that need it.
 _CONSTRUCTS: dict[str, tuple[Callable[[_Program], _Program], ...]] = {
     "nested jax.jit": (jax.jit,),
@@ -80,13 +92,9 @@ _CONSTRUCTS: dict[str, tuple[Callable[[_Program], _Program], ...]] = {
         lambda f: _scan(jax.checkpoint(f)),
         lambda f: jax.checkpoint(_scan(jax.checkpoint(_scan(f)))),
     ),
-    "jax.lax.cond": (_cond, lambda f: jax.checkpoint(_cond(f))),
+    "jax.lax.cond": (_cond, lambda f: jax.checkpoint(_cond(f)), lambda f: _scan(_cond(f))),
     "jax.lax.scan": (_scan,),
-    "mpigrad.custom_vjp and custom_jvp": (
-        _custom_vjp,
-        _custom_jvp,
-        lambda f: _scan(_custom_jvp(f)),
-    ),
+    _CUSTOM_RULES: (_custom_vjp, _custom_jvp, lambda f: _scan(_custom_jvp(f)), _value_again),
 }
 
 
@@ -96,18 +104,17 @@ def _programs() -> list[_Program]:
     from mpigrad.operations.point_to_point import recv_p, send_p
 
     where = {"comm": 0, "tag": 0, "site": 1}
-    ones, zeros = np.ones(_SHAPE, np.float32), np.zeros(_SHAPE, np.float32)
 
     def sends(x: Any) -> Any:
         send_p.bind(jnp.sin(x), carrier(), dest=1, **where)
         return jnp.sum(x)
 
     def sends_a_constant(x: Any) -> Any:
-        send_p.bind(ones, carrier(), dest=1, **where)
+        send_p.bind(jnp.ones(_SHAPE, np.float32), carrier(), dest=1, **where)
         return jnp.sum(x)
 
     def receives_for_nothing(x: Any) -> Any:
-        recv_p.bind(zeros, carrier(), source=0, **where)
+        recv_p.bind(jnp.zeros(_SHAPE, np.float32), carrier(), source=0, **where)
         return jnp.float32(0)
 
     return [sends, sends_a_constant, receives_for_nothing]
@@ -154,7 +161,7 @@ def examine() -> dict[str, str]:
     from mpigrad.operations.activity import without_carriers
 
     failed: dict[str, str] = {}
-    with without_carriers(), contextlib.suppress(StopIteration):
+    with without_carriers():
         for feature, constructs in _CONSTRUCTS.items():
             for construct in constructs:
                 try:
@@ -170,7 +177,35 @@ def examine() -> dict[str, str]:
                 else:
                     continue
                 break
+        if "jax.checkpoint" not in failed and not _keeps_dead_checkpoint():
+            failed["jax.checkpoint"] = "in the self-check, a checkpoint without results is dropped"
+        if _CUSTOM_RULES not in failed and not _refuses_custom_gradient():
+            failed[_CUSTOM_RULES] = "in the self-check, jax.custom_gradient is not recognized"
     return failed
+
+
+def _keeps_dead_checkpoint() -> bool:
+    """A checkpoint that depends on nothing, and whose result nobody uses, has messages."""
+    receives = _programs()[-1]
+
+    def dead(x: Any) -> Any:
+        jax.checkpoint(lambda: receives(jnp.ones(_SHAPE)))()
+        return x
+
+    closed = jax.make_jaxpr(dead)(1.0)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True], True)
+    return _messages(jaxpr) == ["forth"]
+
+
+def _refuses_custom_gradient() -> bool:
+    """A message in its rule is found when the rule is evaluated."""
+    sends = _programs()[0]
+    f = jax.custom_gradient(lambda x: (jnp.sum(x), lambda ct: (ct * (sends(x) + 0 * x),)))
+    try:
+        jax.make_jaxpr(jax.grad(f))(np.ones(_SHAPE, np.float32))
+    except ValueError:
+        return True
+    return False
 
 
 def run() -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from blackjax.diagnostics import ess_bulk, rhat
+
+try:
+    from blackjax.diagnostics import ess_bulk, rhat
+except ImportError:  # blackjax 1.3, the newest for JAX 0.8: without ranks of the draws
+    from blackjax.diagnostics import effective_sample_size as ess_bulk
+    from blackjax.diagnostics import potential_scale_reduction as rhat
 from jaxtyping import Float
 
 from mpigrad.problems.population.kinetics import PARAMETERS
