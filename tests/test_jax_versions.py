@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 from typing import Any
@@ -75,6 +76,13 @@ def test_tests_of_the_table_exist() -> None:
     for entry in (*_jax_private.PRIVATE, *_jax_repairs.HOOKS):
         for test in entry.test.split():
             assert (root / test).exists(), (tests, entry.name)
+
+
+@pytest.mark.ranks(1)
+def test_the_page_has_the_tables() -> None:
+    tables = runpy.run_path(str(pathlib.Path(__file__).parent.parent / "tools" / "jax_tables.py"))
+    page = tables["PAGE"].read_text()
+    assert tables["written"](page) == page, "run tools/jax_tables.py"
 
 
 # ---- the self-check ----
