@@ -176,7 +176,7 @@ PRIVATE = (
     Private(
         "ad_checkpoint._insert_reduce_precision",
         "complex messages in jax.checkpoint",
-        "tests/test_transformations.py",
+        "tests/operations/test_operations.py",
         upstream="jax#22244",
     ),
     Private(
