@@ -90,7 +90,8 @@ def test_the_page_has_the_tables() -> None:
 
 @pytest.mark.ranks(1, 2)
 def test_nothing_is_refused_with_this_jax() -> None:
-    assert _jax_self_check.examine() == {}
+    found = _jax_self_check.examine()
+    assert found.failed == found.errors == {}
     assert _jax_private.missing() == {}
 
 
@@ -132,7 +133,7 @@ def test_a_hook_that_fails_refuses_one_feature_by_name(how: str, tmp_path: pathl
     )
     assert lines["without"] == "messages is right"
     assert lines["checkpoint"].startswith(
-        "UnsupportedJAXError derivatives of messages in jax.checkpoint are not supported with "
+        "UnsupportedJAXError derivatives of messages in jax.checkpoint: not supported with "
         f"JAX {jax.__version__}"
     ), lines["checkpoint"]
     assert "pip install 'jax<=" in lines["checkpoint"]
@@ -158,6 +159,32 @@ print("made", len(made))
     nowhere = tmp_path / "file"
     nowhere.write_text("")
     assert python(program, XDG_CACHE_HOME=str(nowhere)).stdout.split() == ["made", "1"]
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("around", ["leaks", "deep", "at compile time", "no home"])
+def test_a_first_message_in_an_odd_place(around: str, tmp_path: pathlib.Path) -> None:
+    """What is odd is neither kept for other processes, nor are messages of the check sent."""
+    program = """
+import contextlib, os, sys, jax, jax.numpy as jnp, mpigrad as mg
+around = {"leaks": jax.checking_leaks, "at compile time": jax.ensure_compile_time_eval}
+def deep(n):
+    return deep(n - 1) if n else mg.grad(jax.checkpoint(mg.allreduce))(1.0)
+with around.get(sys.argv[1], contextlib.nullcontext)():
+    try:
+        deep(600 if sys.argv[1] == "deep" else 0)
+    except RecursionError:
+        pass
+os.write(1, f"{float(mg.grad(jax.checkpoint(mg.allreduce))(1.0))} ".encode())
+"""
+    file = tmp_path / "program.py"
+    file.write_text(program)
+    home = {"HOME": "", "XDG_CACHE_HOME": ""} if around == "no home" else {}
+    for case in (around, "nothing"):
+        done = mpigrad("launch", "-n", 2, file, case, **{"XDG_CACHE_HOME": str(tmp_path), **home})
+        assert done.stdout.split() == ["2.0", "2.0"], done.stderr
+    kept = tmp_path / "mpigrad"
+    assert around == "no home" or [f.read_text() for f in kept.iterdir()] == ["{}"]
 
 
 @pytest.mark.launcher

@@ -22,7 +22,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHECK = """
 from mpigrad.operations import _jax_private, _jax_self_check as check
 check.done = True
-failed = {**check.examine(), **_jax_private.missing()}
+found = check.examine()
+failed = {**found.failed, **found.errors, **_jax_private.missing()}
 print("; ".join(failed) if failed else "", end="")
 """
 

@@ -6,7 +6,7 @@ import pathlib
 import re
 import sys
 
-from mpigrad.operations._jax_private import PRIVATE
+from mpigrad.operations._jax_private import ATTRIBUTES, FEATURES, PRIVATE
 from mpigrad.operations._jax_repairs import HOOKS
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "jax_versions.md"
@@ -18,16 +18,22 @@ def link(issue: str) -> str:
     return f"[{number}](https://github.com/jax-ml/jax/issues/{number})" if number else ""
 
 
-def tables() -> tuple[str, str]:
-    """The rows of both tables."""
+def refused(feature: str) -> str:
+    """What is refused if this feature is missing."""
+    return FEATURES.get(feature, "nothing: JAX itself ends with an error")
+
+
+def tables() -> tuple[str, ...]:
+    """The rows of the tables."""
     names = [f"| `{e.name}` | {e.use} | {e.versions} | {link(e.upstream)} |" for e in PRIVATE]
-    hooks = [f"| {h.name} | {h.feature} | {link(h.upstream)} |" for h in HOOKS]
-    return "\n".join(names), "\n".join(hooks)
+    hooks = [f"| {h.name} | {refused(h.feature)} | {link(h.upstream)} |" for h in HOOKS]
+    attributes = [f"| `{name}` | {use} |" for name, use in ATTRIBUTES.items()]
+    return "\n".join(names), "\n".join(attributes), "\n".join(hooks)
 
 
 def written(page: str) -> str:
     """The page with the tables of today."""
-    for heading, rows in zip(("name below", "hook"), tables(), strict=True):
+    for heading, rows in zip(("name below", "of objects", "hook"), tables(), strict=True):
         table = re.compile(rf"(\| {heading}[^\n]*\n\|[-|]+\n)(?:.*?)(?=\n\n)", re.DOTALL)
         page = table.sub(lambda found, rows=rows: found[1] + rows, page)
     return page

@@ -39,12 +39,22 @@ fi
 
 venv=build/jax-$JAX
 wheels=build/jax-wheel
-pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@" 2>&1 | grep -v "^WARNING: Location" || true; }
-[ -x "$venv/bin/python" ] || "$PYTHON" -m venv "$venv"
+log=build/jax-$JAX.setup.log
+mkdir -p build
+: > "$log"
+quietly() {
+    "$@" >> "$log" 2>&1 || {
+        tail -n 30 "$log" >&2
+        echo "test-jax: failed: $1 … (all output: $log)" >&2
+        exit 1
+    }
+}
+pip() { quietly "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+[ -x "$venv/bin/python" ] || quietly "$PYTHON" -m venv "$venv"
 [ "$MPI" = system ] || pip install mpich
 rm -rf "$wheels"
 echo "test-jax: JAX $JAX with $("$PYTHON" --version) into $venv"
-.venv/bin/python -m pip --quiet --disable-pip-version-check wheel --no-deps --no-build-isolation \
+quietly .venv/bin/python -m pip --disable-pip-version-check wheel --no-deps --no-build-isolation \
     --config-settings build-dir=build/jax-native --wheel-dir "$wheels" .
 wheel=$(ls "$wheels"/mpigrad-*.whl)
 # shellcheck disable=SC2086

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.operations._jax_compat import tangent_aval
+from mpigrad.operations._jax_private import require
 from mpigrad.operations.activity import active, anchor, nought, outer_carrier, outside_rules
 
 __all__ = ["custom_jvp", "custom_vjp"]
@@ -59,6 +60,7 @@ class _WithCarrier(abc.ABC):
         """JAX's function with a rule, of (carrier, *args)."""
 
     def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        require("custom rules")
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         if bound.kwargs:

@@ -71,7 +71,8 @@ def _solve() -> str:
 
 def _transformations() -> str:
     """What this JAX does to messages that are differentiated inside its constructs."""
-    refused = {**_jax_self_check.examine(), **_jax_private.missing()}
+    found = _jax_self_check.examine()
+    refused = {**found.errors, **found.failed, **_jax_private.missing()}
     lines = [f"{feature} ({why})" for feature, why in refused.items()]
     return f"refused with this JAX: {'; '.join(lines)}" if lines else "nothing is refused"
 

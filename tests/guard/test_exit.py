@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from launching import PROGRAMS, no_orphans, outside
@@ -61,6 +62,10 @@ def test_mpi_that_is_not_initialised_is_refused() -> None:
     assert "ImportError: mpigrad: MPI is not initialised here. Leave " in done.stderr
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10),
+    reason="a forked child of a program that has compiled with JAX 0.8 or 0.9 may not end",
+)
 @pytest.mark.parametrize(
     "traced", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "traced"]
 )

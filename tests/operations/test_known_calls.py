@@ -192,6 +192,30 @@ def test_checkpoints_in_a_loop_and_around_it(operation: str, comm: Communicator)
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("where", ["carry", "branch"])
+def test_a_rule_that_linearizes_a_loop(where: str, comm: Communicator) -> None:
+    """What is received is carried on one rank alone: JAX took the value for unknown there."""
+
+    def step(x: Any, _: Any) -> Any:
+        def exchange(x: Any) -> Any:
+            y = mg.sendrecv(jnp.sin(x), 1 - comm.rank, 1 - comm.rank)
+            return y if comm.rank == 0 else x * x
+
+        if where == "branch":
+            return jax.lax.cond(jnp.sum(x) > -1e9, exchange, jnp.cos, x), None
+        return exchange(x), None
+
+    def loop(x: Any) -> Any:
+        return jax.lax.scan(step, x, None, length=2)[0]
+
+    g = mg.custom_jvp(loop)
+    g.defjvp(lambda primals, tangents: mg.jvp(loop, primals, tangents))
+    x = jnp.array([0.3 + comm.rank, 0.5])
+    for transformed in (mg.grad, lambda f: mg.jit(mg.grad(f))):
+        close(transformed(lambda x: jnp.sum(g(x)))(x), mg.grad(lambda x: jnp.sum(loop(x)))(x))
+
+
+@pytest.mark.ranks(2)
 def test_a_batched_choice_of_messages_is_refused(comm: Communicator) -> None:
     """A selection would pair each branch's messages with the same branch on the other rank."""
 

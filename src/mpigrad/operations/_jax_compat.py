@@ -19,7 +19,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 from jax.interpreters import ad as _ad
 from jax.interpreters import batching, mlir
 
-from mpigrad.operations._jax_private import VERSION, UnsupportedJAXError, optional, private
+from mpigrad.operations._jax_private import (
+    VERSION,
+    UnsupportedJAXError,
+    optional,
+    private,
+    refuse,
+)
 
 __all__ = [
     "ClosedJaxpr",
@@ -27,11 +33,13 @@ __all__ = [
     "Primitive",
     "ShapedArray",
     "ad",
+    "allow_in_custom_rules",
     "batching",
     "configure_backend",
     "constants_as_operands",
     "effect",
     "has_messages",
+    "in_custom_function",
     "in_custom_gradient",
     "is_batched",
     "is_top_level",
@@ -82,15 +90,23 @@ class MPIEffect(_Effect):
 
 
 effect = MPIEffect()
-for _kinds in (
-    "ordered_effects",
-    "lowerable_effects",
-    "control_flow_allowed_effects",
-    "custom_derivatives_allowed_effects",
-    "remat_allowed_effects",
-    "partial_eval_kept_effects",  # without it `grad` of an unused receive is silently zero
-):
+# Without the last one `grad` of an unused receive is silently zero.
+for _kinds in ("ordered_effects", "lowerable_effects", "partial_eval_kept_effects"):
     private(f"effects.{_kinds}").add_type(MPIEffect)
+for _kinds, _features in {
+    "control_flow_allowed_effects": ("jax.lax.cond", "jax.lax.scan", "jax.lax.while_loop"),
+    "remat_allowed_effects": ("jax.checkpoint",),
+}.items():
+    try:
+        private(f"effects.{_kinds}").add_type(MPIEffect)
+    except UnsupportedJAXError as _error:  # JAX itself refuses messages there
+        for _feature in _features:
+            refuse(_feature, str(_error))
+
+
+def allow_in_custom_rules() -> None:
+    """Let functions with custom rules have messages."""
+    private("effects.custom_derivatives_allowed_effects").add_type(MPIEffect)
 
 
 def has_messages(kinds: Any) -> bool:
@@ -197,14 +213,23 @@ def visible(tracer: Any) -> bool:
 _GRADIENT_RULE = "custom_gradient.<locals>.bwd"
 
 
-def in_custom_gradient() -> bool:
-    """Whether the rule of a jax.custom_gradient is being evaluated (a search of the stack)."""
+def _on_the_stack(is_it: Callable[[Any], bool]) -> bool:
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_qualname == _GRADIENT_RULE:
+        if is_it(frame.f_code):
             return True
         frame = frame.f_back
     return False
+
+
+def in_custom_gradient() -> bool:
+    """Whether the rule of a jax.custom_gradient is being evaluated."""
+    return _on_the_stack(lambda code: code.co_qualname == _GRADIENT_RULE)
+
+
+def in_custom_function() -> bool:
+    """Whether a function with a custom rule, or its rule, is being traced or evaluated."""
+    return _on_the_stack(lambda code: code.co_filename.endswith("/custom_derivatives.py"))
 
 
 # ---- lowering ----

@@ -18,6 +18,7 @@ import jax
 from mpigrad.jax_versions import NEWEST_TESTED, OLDEST
 
 __all__ = [
+    "ATTRIBUTES",
     "FEATURES",
     "PRIVATE",
     "VERSION",
@@ -25,6 +26,7 @@ __all__ = [
     "UnsupportedJAXError",
     "available",
     "check_version",
+    "is_anything_missing",
     "missing",
     "module_of",
     "optional",
@@ -196,6 +198,26 @@ PRIVATE = (
 _TABLE = {entry.name: entry for entry in PRIVATE}
 
 
+# What mpigrad reads from objects of JAX, or sets there, beside public attributes.
+ATTRIBUTES = {
+    "trace.parent_trace, tracer._trace": "whether a carrier belongs to an enclosing transformation",
+    "trace.default_process_primitive, trace.instantiate_const, tracer.is_known": (
+        "messages are staged, never executed early"
+    ),
+    "trace.effect_handles, tracer.recipe, recipe.in_tracers, recipe.effects": (
+        "messages stay although nothing depends on them"
+    ),
+    "trace.to_jaxpr_tracer, trace._current_truncated_name_stack": (
+        "a custom rule with messages is staged as a whole"
+    ),
+    "primitive.bind_with_trace, primitive.get_bind_params": "calls and custom rules with messages",
+    "primitive.to_lojax": "mpigrad.jit of programs that JAX lowers in two steps",
+    "executable.unsafe_call.ordered_effects": "programs compiled ahead of time keep their tokens",
+    "parameters jaxpr, call_jaxpr, branches, prevent_cse of equations": "calls with messages",
+    "the code of jax.custom_gradient (custom_gradient.<locals>.bwd)": "its rule is refused",
+}
+
+
 @functools.cache
 def private(name: str) -> Any:
     """The attribute `name` below `jax._src`; an error that names JAX's version if it is gone."""
@@ -231,18 +253,17 @@ def module_of(name: str) -> Any:
 
 # ---- features that a release of JAX may lack ----
 
-# What a user writes -> why it is refused with this release (nothing while all is well).
-FEATURES = (
-    "jax.checkpoint",
-    "jax.lax.cond",
-    "jax.lax.scan",
-    "jax.lax.while_loop",
-    "nested jax.jit",
-    "jax.lax.custom_linear_solve",
-    "mpigrad.custom_vjp and custom_jvp",
-    "ahead-of-time compilation",
-    "jax_debug_nans",
-)
+# What a user writes -> what is refused if this JAX lacks what it needs.
+FEATURES = {
+    "jax.checkpoint": "derivatives of messages in jax.checkpoint",
+    "jax.lax.cond": "derivatives of messages in jax.lax.cond",
+    "jax.lax.scan": "derivatives of messages in jax.lax.scan",
+    "jax.lax.while_loop": "derivatives of messages in jax.lax.while_loop",
+    "nested jax.jit": "derivatives of messages in a nested jax.jit",
+    "jax.lax.custom_linear_solve": "derivatives of messages in jax.lax.custom_linear_solve",
+    "custom rules": "mpigrad.custom_vjp and mpigrad.custom_jvp",
+    "jax_debug_nans": "messages with jax_debug_nans or jax_debug_infs",
+}
 _missing: dict[str, str] = {}
 
 
@@ -257,15 +278,20 @@ def missing() -> dict[str, str]:
     return dict(_missing)
 
 
+def is_anything_missing() -> bool:
+    """Whether any feature is refused."""
+    return bool(_missing)
+
+
 def available(feature: str) -> bool:
     """Whether this JAX has what the feature needs."""
     return feature not in _missing
 
 
 def require(feature: str) -> None:
-    """Raise an error if this JAX lacks what derivatives of messages in `feature` need."""
+    """Raise an error if this JAX lacks what the feature needs."""
     if feature in _missing:
         raise UnsupportedJAXError(
-            f"derivatives of messages in {feature} are not supported with JAX {jax.__version__}: "
-            f"{_missing[feature]}. {_remedy()}, or leave {feature} out around messages"
+            f"{FEATURES[feature]}: not supported with JAX {jax.__version__} "
+            f"({_missing[feature]}). {_remedy()}"
         )

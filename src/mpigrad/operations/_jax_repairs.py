@@ -31,7 +31,7 @@ from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import batching
 from jax.interpreters import partial_eval as _partial_eval
 
-from mpigrad.operations._jax_compat import ad, has_messages
+from mpigrad.operations._jax_compat import ad, allow_in_custom_rules, has_messages
 from mpigrad.operations._jax_private import (
     VERSION,
     UnsupportedJAXError,
@@ -81,7 +81,9 @@ def _linearized_in_place() -> Iterator[None]:
 
 
 def _is_in_place(trace: Any, tracers: Sequence[Any]) -> bool:
-    return any(trace is t for t in _in_place) and all(t.is_known() for t in tracers)
+    """Also in the bodies of loops and branches of such a rule, which JAX splits by other traces."""
+    inside = bool(_in_place) and not _hoisting
+    return (inside or any(trace is t for t in _in_place)) and all(t.is_known() for t in tracers)
 
 
 def _stage(primitive: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
@@ -451,7 +453,7 @@ def _inside(f: Callable[..., Any], around: Callable[[], Any], rule: bool, *args:
         return f(*args)
 
 
-_CUSTOM_RULES = "mpigrad.custom_vjp and custom_jvp"
+_CUSTOM_RULES = "custom rules"
 
 
 def surround_custom_rules(
@@ -469,6 +471,7 @@ def surround_custom_rules(
     try:
         for primitive, contexts in rules.items():
             _surround(primitive, contexts, jvp_rule)
+        allow_in_custom_rules()  # else JAX itself refuses them: nobody would watch their rules
     except _CHANGES as error:
         refuse(_CUSTOM_RULES, f"{type(error).__name__}: {error}")
 
@@ -520,7 +523,8 @@ _LEFT_OUT = "MPIGRAD_WITHOUT_JAX_HOOK"
 class Hook:
     """One change of JAX: what a user writes that needs it, and a test that fails without it.
 
-    With JAX `until` or later it is not needed.
+    Without a feature, JAX itself ends with an error if the hook is missing. With JAX `until` or
+    later the hook is not needed.
     """
 
     name: str
@@ -569,14 +573,14 @@ HOOKS = (
     ),
     Hook(
         "complex checkpoint",
-        "jax.checkpoint",
+        "",
         _round_real_residuals_only,
         "tests/operations/test_operations.py",
         "jax#22244",
     ),
     Hook(
         "debug print",
-        "jax.checkpoint",
+        "",
         _print_once_in_checkpoints,
         "tests/test_jax_versions.py",
     ),
@@ -589,7 +593,7 @@ HOOKS = (
     ),
     Hook(
         "ahead of time",
-        "ahead-of-time compilation",
+        "",
         _keep_tokens_ahead_of_time,
         _CALLS,
         "jax#10295",
@@ -618,7 +622,8 @@ def install_repairs() -> None:
         try:
             hook.install()
         except _CHANGES as error:
-            refuse(hook.feature, f"{type(error).__name__}: {error}")
+            if hook.feature:
+                refuse(hook.feature, f"{type(error).__name__}: {error}")
 
 
 def guard_features() -> None:

@@ -19,6 +19,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,15 +29,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 from mpi4py import MPI
 
-from mpigrad.operations._jax_private import missing, refuse
+from mpigrad.operations._jax_private import FEATURES, missing, refuse
 
-__all__ = ["examine", "run"]
+__all__ = ["Findings", "examine", "run"]
 
 # Whether the check has been made, or is being made.
 done = False
 
 _Program = Callable[[Any], Any]
-_CUSTOM_RULES = "mpigrad.custom_vjp and custom_jvp"
 _SHAPE = (2,)
 _LENGTH = 2
 
@@ -83,19 +83,25 @@ def _value_again(f: _Program) -> _Program:
     return g
 
 
-# What a user writes -> constructs around a message that need it.
-_CONSTRUCTS: dict[str, tuple[Callable[[_Program], _Program], ...]] = {
-    "nested jax.jit": (jax.jit,),
-    "jax.checkpoint": (
-        jax.checkpoint,
-        lambda f: jax.jit(jax.checkpoint(f)),
-        lambda f: _scan(jax.checkpoint(f)),
-        lambda f: jax.checkpoint(_scan(jax.checkpoint(_scan(f)))),
-    ),
-    "jax.lax.cond": (_cond, lambda f: jax.checkpoint(_cond(f)), lambda f: _scan(_cond(f))),
-    "jax.lax.scan": (_scan,),
-    _CUSTOM_RULES: (_custom_vjp, _custom_jvp, lambda f: _scan(_custom_jvp(f)), _value_again),
-}
+_CHECKPOINT, _COND, _SCAN = "jax.checkpoint", "jax.lax.cond", "jax.lax.scan"
+_JIT, _CUSTOM_RULES = "nested jax.jit", "custom rules"
+
+# What a user writes, a construct that needs it, and what else is in the construct.
+_CONSTRUCTS: tuple[tuple[str, Callable[[_Program], _Program], tuple[str, ...]], ...] = (
+    (_JIT, jax.jit, ()),
+    (_CHECKPOINT, jax.checkpoint, ()),
+    (_CHECKPOINT, lambda f: jax.jit(jax.checkpoint(f)), (_JIT,)),
+    (_COND, _cond, ()),
+    (_COND, lambda f: jax.checkpoint(_cond(f)), (_CHECKPOINT,)),
+    (_SCAN, _scan, ()),
+    (_SCAN, lambda f: _scan(jax.checkpoint(f)), (_CHECKPOINT,)),
+    (_SCAN, lambda f: jax.checkpoint(_scan(jax.checkpoint(_scan(f)))), (_CHECKPOINT,)),
+    (_COND, lambda f: _scan(_cond(f)), (_SCAN,)),
+    (_CUSTOM_RULES, _custom_vjp, ()),
+    (_CUSTOM_RULES, _custom_jvp, ()),
+    (_CUSTOM_RULES, lambda f: _scan(_custom_jvp(f)), (_SCAN,)),
+    (_CUSTOM_RULES, _value_again, (_SCAN, _JIT)),
+)
 
 
 def _programs() -> list[_Program]:
@@ -156,32 +162,52 @@ def _of_gradient(program: _Program) -> list[Any]:
     return _messages(jaxpr)
 
 
-def examine() -> dict[str, str]:
-    """Differentiate the programs: the features that fail, and why."""
+@dataclass
+class Findings:
+    """What the self-check has found: features -> why they are refused, and errors.
+
+    An error proves nothing. A program of the user that has this construct would raise it as well.
+    """
+
+    failed: dict[str, str]
+    errors: dict[str, str]
+
+
+def examine() -> Findings:
+    """Differentiate the programs, by tracing alone."""
     from mpigrad.operations.activity import without_carriers
 
-    failed: dict[str, str] = {}
-    with without_carriers():
-        for feature, constructs in _CONSTRUCTS.items():
-            for construct in constructs:
-                try:
-                    orders = [_of_gradient(construct(program)) for program in _programs()]
-                except Exception as error:
-                    failed[feature] = f"the self-check ended with {type(error).__name__}: {error}"
-                    break
-                text = str(orders[0])
-                if any(order != orders[0] for order in orders[1:]):
-                    failed[feature] = "in the self-check, ranks differ in their messages"
-                elif "forth" not in text or "back" not in text:
-                    failed[feature] = "in the self-check, a message or its adjoint is dropped"
-                else:
-                    continue
-                break
-        if "jax.checkpoint" not in failed and not _keeps_dead_checkpoint():
-            failed["jax.checkpoint"] = "in the self-check, a checkpoint without results is dropped"
-        if _CUSTOM_RULES not in failed and not _refuses_custom_gradient():
-            failed[_CUSTOM_RULES] = "in the self-check, jax.custom_gradient is not recognized"
-    return failed
+    found = Findings({}, {})
+    with without_carriers(), jax.check_tracer_leaks(False):
+        for feature, construct, others in _CONSTRUCTS:
+            refused = {**missing(), **found.failed}
+            if feature in refused or any(other in refused for other in others):
+                continue
+            try:
+                why = _verdict(construct)
+            except Exception as error:
+                found.errors[feature] = f"{type(error).__name__}: {error}"
+            else:
+                if why:
+                    found.failed[feature] = why
+        for feature, holds, why in (
+            (_CHECKPOINT, _keeps_dead_checkpoint, "a checkpoint without results is dropped"),
+            (_CUSTOM_RULES, _refuses_custom_gradient, "jax.custom_gradient is not recognized"),
+        ):
+            if feature not in missing() and not holds():
+                found.failed.setdefault(feature, f"in the self-check, {why}")
+    return found
+
+
+def _verdict(construct: Callable[[_Program], _Program]) -> str:
+    """Why the construct is refused, or nothing."""
+    orders = [_of_gradient(construct(program)) for program in _programs()]
+    if any(order != orders[0] for order in orders[1:]):
+        return "in the self-check, ranks differ in their messages"
+    text = str(orders[0])
+    if "forth" not in text or "back" not in text:
+        return "in the self-check, a message or its adjoint is dropped"
+    return ""
 
 
 def _keeps_dead_checkpoint() -> bool:
@@ -211,28 +237,37 @@ def _refuses_custom_gradient() -> bool:
 def run() -> None:
     """Make the check once in a process, or read its result, and refuse what fails."""
     global done
+    if not jax.make_jaxpr(lambda: jnp.sin(np.float32(0)))().eqns:
+        return  # jax.ensure_compile_time_eval: the programs would be run, not traced
     done = True
     kept = _cache_file()
-    failed = _read(kept)
+    failed = _read(kept) if kept else None
     if failed is None:
-        failed = examine()
-        if MPI.COMM_WORLD.rank == 0:
+        found = examine()
+        failed = found.failed
+        # Errors may come from the place of the first message, such as a deep recursion.
+        if kept and not found.errors and MPI.COMM_WORLD.rank == 0:
             _write(kept, failed)
     for feature, why in failed.items():
-        refuse(feature, why)
+        refuse(feature, why + (f"; this result is kept in {kept}" if kept else ""))
 
 
-def _cache_file() -> pathlib.Path:
+def _cache_file() -> pathlib.Path | None:
+    """The file for this JAX and this code, or None if the user has no cache directory."""
     from mpigrad import __version__
 
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(home):  # as its specification says
+        if not os.path.isabs(os.environ.get("HOME", "")):
+            return None
+        home = os.path.join(os.environ["HOME"], ".cache")
     digest = hashlib.sha256()
     for name in ("_private", "_compat", "_repairs", "_self_check"):
         digest.update((pathlib.Path(__file__).parent / f"_jax{name}.py").read_bytes())
     digest.update(json.dumps(missing(), sort_keys=True).encode())
     digest.update(os.environ.get("MPIGRAD_WITHOUT_JAX_HOOK", "").encode())
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = f"jax-{jax.__version__}-mpigrad-{__version__}-{digest.hexdigest()[:16]}.json"
-    return pathlib.Path(home).expanduser() / "mpigrad" / name
+    return pathlib.Path(home) / "mpigrad" / name
 
 
 def _read(path: pathlib.Path) -> dict[str, str] | None:
@@ -240,11 +275,12 @@ def _read(path: pathlib.Path) -> dict[str, str] | None:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    is_result = isinstance(found, dict) and all(f in FEATURES for f in found)
+    return {f: str(why) for f, why in found.items()} if is_result else None
 
 
 def _write(path: pathlib.Path, failed: dict[str, str]) -> None:
-    # A cache that cannot be written costs a tenth of a second in each process.
+    # A cache that cannot be written costs some tenths of a second in each process.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent)

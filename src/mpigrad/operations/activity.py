@@ -22,6 +22,7 @@ from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations import _jax_self_check as self_check
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir, visible
+from mpigrad.operations._jax_private import available, is_anything_missing, require
 from mpigrad.operations.sites import call_site, describe
 
 __all__ = [
@@ -57,7 +58,19 @@ def carrier() -> Any:
         raise ValueError(f"{describe(call_site())}: {_refusal.value}")
     if not self_check.done and not compat.is_top_level():
         self_check.run()
+    if is_anything_missing():
+        _refuse_what_nobody_watches()
     return outer_carrier()
+
+
+def _refuse_what_nobody_watches() -> None:
+    """Errors for features that no rule of a primitive refuses."""
+    if not available("custom rules") and compat.in_custom_function():
+        require("custom rules")
+    if not available("jax_debug_nans") and (
+        jax.config.jax_debug_nans or jax.config.jax_debug_infs  # type: ignore[attr-defined]
+    ):
+        require("jax_debug_nans")  # JAX would send the messages again, on one rank alone
 
 
 def check_allowed(params: dict[str, Any]) -> None:
