@@ -167,15 +167,17 @@ def test_a_first_message_in_an_odd_place(around: str, tmp_path: pathlib.Path) ->
     """What is odd is neither kept for other processes, nor are messages of the check sent."""
     program = """
 import contextlib, os, sys, jax, jax.numpy as jnp, mpigrad as mg
+def gradient():
+    return mg.grad(jax.checkpoint(lambda x: mg.allreduce(x)))(1.0)
 around = {"leaks": jax.checking_leaks, "at compile time": jax.ensure_compile_time_eval}
 def deep(n):
-    return deep(n - 1) if n else mg.grad(jax.checkpoint(mg.allreduce))(1.0)
+    return deep(n - 1) if n else gradient()
 with around.get(sys.argv[1], contextlib.nullcontext)():
     try:
         deep(600 if sys.argv[1] == "deep" else 0)
     except RecursionError:
         pass
-os.write(1, f"{float(mg.grad(jax.checkpoint(mg.allreduce))(1.0))} ".encode())
+os.write(1, f"{float(gradient())} ".encode())
 """
     file = tmp_path / "program.py"
     file.write_text(program)
