@@ -168,7 +168,7 @@ def test_a_first_message_in_an_odd_place(around: str, tmp_path: pathlib.Path) ->
     program = """
 import contextlib, os, sys, jax, jax.numpy as jnp, mpigrad as mg
 def gradient():
-    return mg.grad(jax.checkpoint(lambda x: mg.allreduce(x)))(1.0)
+    return mg.grad(lambda x: jax.checkpoint(lambda x: mg.allreduce(x))(x))(1.0)
 around = {"leaks": jax.checking_leaks, "at compile time": jax.ensure_compile_time_eval}
 def deep(n):
     return deep(n - 1) if n else gradient()
