@@ -266,3 +266,36 @@ def test_a_choice_that_all_ranks_make_alike_is_no_mark_of_another(comm: Communic
 
     with pytest.raises(ValueError, match=r"a cond .* with messages in its branches"):
         mg.vmap(outer)(jnp.stack([x, x]), jnp.array([True, False]))
+
+
+def _in_a_call(kind: str, f: Callable[[], Any]) -> Callable[[], Any]:
+    return {
+        "jit": jax.jit(f),
+        "checkpoint": jax.checkpoint(f),
+        "jit of checkpoint": jax.jit(jax.checkpoint(f)),
+        "scan": lambda: jax.lax.scan(lambda c, _: (c, f()), None, None, length=1)[1][0],
+        "jit of scan": jax.jit(lambda: jax.lax.scan(lambda c, _: (c, f()), None, length=1)[1][0]),
+    }[kind]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["jit", "checkpoint", "jit of checkpoint", "scan", "jit of scan"])
+@pytest.mark.parametrize("grad", [mg.grad, jax.grad, lambda f: jax.grad(jax.checkpoint(f))])
+def test_a_call_without_operands_stays_in_its_loop(
+    comm: Communicator, kind: str, grad: Callable[..., Any]
+) -> None:
+    """Its message is sent in each turn: JAX takes what needs no operand out of a loop."""
+
+    def send() -> jax.Array:
+        mg.send(jnp.ones(2), 0)
+        return jnp.full(2, 2.0)
+
+    def receive() -> jax.Array:
+        return 2 * jax.lax.stop_gradient(mg.recv(jnp.zeros(2), 1))
+
+    call = _in_a_call(kind, send if comm.rank else receive)
+
+    def f(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda s, _: (s + jnp.sum(call() * x), None), 0.0, None, length=3)[0]
+
+    close(grad(f)(jnp.ones(2)), jnp.full(2, 6.0))

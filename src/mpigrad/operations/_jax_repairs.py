@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.core
 from jax.extend import linear_util, source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import batching
 from jax.interpreters import partial_eval as _partial_eval
@@ -139,6 +139,8 @@ def _repair(
             require(feature)
             if _is_in_place(trace, tracers):
                 return default(trace, *tracers, **params)
+            if not tracers:
+                return _split_without_operands(plain, trace, params)
             unknown = [i for i, t in enumerate(tracers) if not t.is_known()]
             if not unknown or _hoisting:
                 return _stage(primitive, trace, *tracers, **params)
@@ -154,6 +156,15 @@ def _repair(
         _rules[primitive] = rule
 
     return install
+
+
+def _split_without_operands(plain: Any, trace: Any, params: dict[str, Any]) -> Any:
+    """To JAX an equation without operands is known, and moves out of loops. Its messages do not."""
+    body = params.get("jaxpr")
+    if isinstance(body, Jaxpr):  # of a checkpoint: there is nothing that it would compute again
+        with private("core.set_current_trace")(trace):
+            return jaxpr_as_fun(ClosedJaxpr(body, []))()
+    return plain(trace, **params)
 
 
 @contextlib.contextmanager
@@ -553,8 +564,7 @@ HOOKS = (
         _repair("jax.lax.cond", "cond_p", _cond_extra_result),
         _DIVERGENT,
     ),
-    Hook("split jit", "nested jax.jit", _repair("nested jax.jit", "jit_p"), _CALLS),
-    Hook("split calls", "nested jax.jit", _keep_calls, _CALLS),
+    Hook("split calls", "nested jax.jit", _keep_calls, _CALLS, until=(0, 11)),
     Hook(
         "split linear solves",
         "jax.lax.custom_linear_solve",
