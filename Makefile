@@ -5,7 +5,7 @@
 #                 of it compiled as programs of users are, which takes several times as long)
 #   make test-torch   the tests that need PyTorch, which it installs into .venv
 #   make test-jax  all of `make test` with another JAX in an environment of its own: JAX=0.11.2 (or
-#                 0.11, oldest, newest) [PYTHON=python3.13] [TESTS="-n 2 tests/test_halo.py"]
+#                 0.11, oldest, newest) [PYTHON=python3.13] [TESTS="-n 2 tests/grid/test_halo_exchange.py"]
 #   make test-hosts  jobs on several hosts, in network namespaces of their own
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make bench    the tables of bench/
@@ -94,7 +94,7 @@ types: setup
 	@$(PYRIGHT) > build/pyright.log || { cat build/pyright.log; exit 1; }
 
 bench: setup
-	@$(BIN)/mpigrad bench
+	@$(BIN)/python bench
 
 # Sphinx has a folder of its own, and leaves .venv alone; it imports mpigrad from there.
 SITE := build/site-packages

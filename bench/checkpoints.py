@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpigrad
-from mpigrad.grid import Grid
-from mpigrad.halo import halo_exchange
-from mpigrad.stepping import Budget, scan
+from mpigrad.grid import Grid, halo_exchange
+from mpigrad.loops import Budget, scan
 
 jax.config.update("jax_enable_x64", True)
 

@@ -20,8 +20,8 @@ from mpi4py import MPI
 
 import mpigrad
 from mpigrad import jobs
-from mpigrad.communicator import default
-from mpigrad.native import record
+from mpigrad.communicator import default_communicator
+from mpigrad.runtime.native import record
 
 jax.config.update("jax_enable_x64", True)
 
@@ -82,7 +82,7 @@ def row(comm, title, call, repeats, serial):
         print(f"| {comm.size} | {title} | {numbers} |", flush=True)
 
 
-world, serial = default(), {}
+world, serial = default_communicator(), {}
 generator = np.random.default_rng(0)
 every = [generator.standard_normal((options.steps, 3)) for _ in range(options.jobs)]
 numbers = [float(i) for i in range(options.jobs)]

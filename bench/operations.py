@@ -46,7 +46,7 @@ right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
 
 
 class Peer:
-    """A library in a process of its own beside each rank (bench/peer.py)."""
+    """A library in a process of its own beside each rank (bench/worker.py)."""
 
     def __init__(self, library: str, python: str) -> None:
         with socket.socket() as free:
@@ -55,7 +55,7 @@ class Peer:
         # Not a rank of this job: it must not find what the launcher has set for its ranks.
         own = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "JAX_")
         environment = {k: v for k, v in os.environ.items() if not k.startswith(own)}
-        program = str(pathlib.Path(__file__).with_name("peer.py"))
+        program = str(pathlib.Path(__file__).with_name("worker.py"))
         words = [python, program, library, str(world.rank), str(world.size), str(port)]
         self._process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

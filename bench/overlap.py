@@ -16,9 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import mpigrad
-from mpigrad.grid import Grid
-from mpigrad.halo import halo_exchange
-from mpigrad.overlap import apply_stencil
+from mpigrad.grid import Grid, apply_stencil, halo_exchange
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--cells", type=int, default=1000)

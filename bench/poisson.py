@@ -4,7 +4,7 @@
         [--output FILE]
 
 Both programs (this one with --serve, and poisson_hypre.c) run at the same time and are asked in
-turn, so that a slow phase of the machine meets both; the one that waits sleeps (turns.py). A
+turn, so that a slow phase of the machine meets both; the one that waits sleeps (interleave.py). A
 "value" fills the matrix from the cells' coefficients, sets hypre up, solves once and sums the loss;
 a "gradient" is the value, the adjoint solve (no second set-up) and the gradient in every cell's
 coefficient. Each call has new coefficients. Printed and written: medians over the pairs of the
@@ -27,7 +27,7 @@ import tempfile
 import time
 from typing import Any
 
-from turns import Program, commands
+from interleave import Program, commands
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -41,7 +41,7 @@ def serve(n: int, multigrid: str) -> None:
 
     import mpigrad
     from mpigrad import sparse
-    from mpigrad.problems.poisson.model import poisson, unit_square
+    from mpigrad_apps.poisson.model import poisson, unit_square
 
     jax.config.update("jax_enable_x64", True)
     world = MPI.COMM_WORLD

@@ -58,7 +58,7 @@ def measure(
 
     import mpigrad
     from mpigrad import optimize
-    from mpigrad.problems.population import NUTS, log_density, summarize
+    from mpigrad_apps.population import NUTS, log_density, summarize
 
     density = log_density(model, likelihood)
     start = model.prior.start(options.patients)
@@ -103,7 +103,7 @@ def serve(options: argparse.Namespace) -> None:
     import jax
 
     from mpigrad import jobs
-    from mpigrad.problems.population import Kinetics, Model, put, simulate
+    from mpigrad_apps.population import Kinetics, Model, put, simulate
 
     jax.config.update("jax_enable_x64", True)
     model = Model(Kinetics(rtol=1e-5))

@@ -31,7 +31,7 @@ from scaling_model import LAYERS, PROBLEMS, tiles
 
 import mpigrad
 from mpigrad import sparse
-from mpigrad.communicator import default
+from mpigrad.communicator import default_communicator
 from mpigrad.grid import Grid
 
 # Takes the number of an evaluation; gives the iterations of the linear solve, or 0.
@@ -40,14 +40,14 @@ Evaluate = Callable[[int], int]
 
 def tiled(side: int, spacing: float) -> Grid:
     """A grid with side x side cells on each rank."""
-    dims = tiles(default().size)
+    dims = tiles(default_communicator().size)
     return Grid((side * dims[0], side * dims[1]), (spacing, spacing), dims=dims)
 
 
 def transposition(side: int, steps: int) -> dict[str, Evaluate]:
     """The transpose of a matrix's values, by the plan that is made once."""
-    from mpigrad.problems.poisson.model import poisson
-    from mpigrad.sparse.transposition import transpose_values
+    from mpigrad.sparse.matrix.transpose import transpose_values
+    from mpigrad_apps.poisson.model import poisson
 
     grid = tiled(side, 1 / side)
     pattern = poisson(grid, np.zeros(grid.local_shape)).pattern
@@ -68,10 +68,10 @@ def transposition(side: int, steps: int) -> dict[str, Evaluate]:
 
 def poisson(side: int, steps: int) -> dict[str, Evaluate]:
     """The misfit of the Poisson problem as a function of the network's weights."""
-    from mpigrad.problems.poisson.model import poisson as make
-    from mpigrad.problems.poisson.parametrization import NetworkValues
+    from mpigrad_apps.poisson.model import poisson as make
+    from mpigrad_apps.poisson.parametrization import NetworkValues
 
-    grid = tiled(side, 1 / (side * tiles(default().size)[0]))
+    grid = tiled(side, 1 / (side * tiles(default_communicator().size)[0]))
     model = make(grid, np.full(grid.local_shape, -1.0))
     network = NetworkValues(grid)
     solver = sparse.default_solver(1e-8, model.pattern)
@@ -105,9 +105,9 @@ def poisson(side: int, steps: int) -> dict[str, Evaluate]:
 
 def waves(side: int, steps: int, elastic: bool) -> dict[str, Evaluate]:
     """One shot; the loss is the sum of squares of what the receivers record."""
-    from mpigrad.problems.acoustic import Acoustic
-    from mpigrad.problems.elastic import Elastic, lame
-    from mpigrad.problems.waves import Survey
+    from mpigrad.waves import Survey
+    from mpigrad.waves.acoustic import Acoustic
+    from mpigrad.waves.elastic import Elastic, lame
 
     h, dt, frequency = 10.0, 1e-3, 10.0
     grid = tiled(side, h)

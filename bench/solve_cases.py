@@ -49,6 +49,7 @@ def assemble(case: str, n: int, dimensions: int) -> tuple[dict[bool, Any], dict[
     import numpy as np
     from mpi4py import MPI
 
+    from mpigrad import sparse
     from mpigrad.grid import Grid
     from mpigrad.sparse import Pattern
 
@@ -87,7 +88,7 @@ def assemble(case: str, n: int, dimensions: int) -> tuple[dict[bool, Any], dict[
         {False: pattern, True: stencil},
         {
             False: np.concatenate([*values, diagonal.ravel()]),
-            True: np.asarray(stencil.matrix([*couplings, diagonal]).values),
+            True: np.asarray(sparse.Matrix.assemble(stencil, [*couplings, diagonal]).values),
         },
     )
 
@@ -101,7 +102,7 @@ def measure(case: str, n: int, dimensions: int, calls: int) -> None:
 
     import mpigrad
     from mpigrad.sparse import Matrix, solve, solver_seconds
-    from mpigrad.sparse.transposition import transpose_values, transposed
+    from mpigrad.sparse.matrix.transpose import transpose_values, transposed
 
     jax.config.update("jax_enable_x64", True)
     world = MPI.COMM_WORLD

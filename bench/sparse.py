@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from turns import Program, commands
+from interleave import Program, commands
 
 HERE = pathlib.Path(__file__).resolve().parent
 LARGE = 10_000_000  # rows: 25 million take about 12 GB here, 5 GB in C and as much in SciPy
@@ -72,7 +72,7 @@ def serve(n: int, all_lines: int) -> None:
 
     import mpigrad
     from mpigrad.sparse import Matrix, Pattern
-    from mpigrad.sparse.transposition import transpose_values, transposed
+    from mpigrad.sparse.matrix.transpose import transpose_values, transposed
 
     jax.config.update("jax_enable_x64", True)
     world = MPI.COMM_WORLD

@@ -37,9 +37,9 @@ def measure(o: argparse.Namespace) -> None:
 
     import mpigrad
     from mpigrad.grid import Grid
-    from mpigrad.problems.acoustic import Acoustic
-    from mpigrad.problems.elastic import Elastic, lame
-    from mpigrad.problems.waves import Survey
+    from mpigrad.waves import Survey
+    from mpigrad.waves.acoustic import Acoustic
+    from mpigrad.waves.elastic import Elastic, lame
 
     (physics,), (keep,) = o.physics, o.keep
     grid = Grid((o.cells, o.cells), (case.SPACING, case.SPACING), dims=(o.ranks, 1))

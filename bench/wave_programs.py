@@ -2,7 +2,7 @@
 
 Every library has the same case: a random model between 2000 and 2500 m/s, cells of 10 m, steps of
 1 ms, one 10 Hz Ricker source in the middle, a line of receivers in cell 3, float32, layers of 20
-cells that absorb, fourth order in space. It is given one command a line (turns.py):
+cells that absorb, fourth order in space. It is given one command a line (interleave.py):
 
     forward       the shot gather
     gradient      the gather, the sum of its squares, and the gradient in every cell of the model
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from turns import commands
+from interleave import commands
 
 SPACING, DT, FREQUENCY, PML = 10.0, 1e-3, 10.0, 20
 FASTEST = 2500.0
@@ -80,10 +80,10 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
 
     import mpigrad
     from mpigrad.grid import Grid
-    from mpigrad.problems.acoustic import Acoustic
-    from mpigrad.problems.waves import Survey
+    from mpigrad.waves import Survey
+    from mpigrad.waves.acoustic import Acoustic
 
-    world = mpigrad.communicator.default()
+    world = mpigrad.default_communicator()
 
     def setting(comm: Any, shape: tuple[int, int], pml: Any, steps: int) -> Any:
         """(model parameters of a P velocity, misfit of them and data) on a grid of `comm`."""
@@ -97,7 +97,7 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
             model: Any = Acoustic(grid, order=4, max_velocity=FASTEST, **common)
             parameters = lambda vp: (vp,)
         else:
-            from mpigrad.problems.elastic import Elastic, lame
+            from mpigrad.waves.elastic import Elastic, lame
 
             model = Elastic(
                 grid, frequency=FREQUENCY, source="force_x", components=("vx",), **common

@@ -40,7 +40,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import turns
+import interleave
 
 HERE = pathlib.Path(__file__).resolve().parent
 CALLS = 3  # of a program in its turn, where one number of ranks is compared with another
@@ -95,7 +95,7 @@ class Program:
         elif entrant.threads > 1:
             environment["OMPI_MCA_hwloc_base_binding_policy"] = "none"  # more than a core
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the process
-        self.program = turns.Program(
+        self.program = interleave.Program(
             words, entrant.ranks if is_ours else None, environment, self.log
         )
         try:
@@ -107,7 +107,7 @@ class Program:
     def _checked(self, answer: Callable[[], str]) -> dict[str, Any]:
         try:
             said = json.loads(answer())
-        except turns.Ended as end:
+        except interleave.Ended as end:
             self.log.seek(0)
             last = [text for text in self.log.read().splitlines() if text.strip()][-3:]
             raise Missing("it ended: " + " | ".join(last)) from end

@@ -21,28 +21,33 @@ PROGRAMS = sorted((HERE.parent / "examples").glob("*.py"))
 # What the reference shows, and under which title.
 REFERENCE = {
     "mpigrad": "Operations and transformations",
-    "mpigrad.grid": "Grids",
-    "mpigrad.halo": "Halo exchange",
-    "mpigrad.overlap": "Messages beside computation",
-    "mpigrad.stepping": "Time stepping",
+    "mpigrad.grid": "Grids, halo exchange and stencils",
+    "mpigrad.loops": "Time stepping",
     "mpigrad.sparse": "Sparse matrices and solvers",
     "mpigrad.optimize": "Optimizers",
     "mpigrad.checkpoint": "Restart files",
     "mpigrad.jobs": "Jobs",
     "mpigrad.training": "Training",
     "mpigrad.torch": "PyTorch",
-    "mpigrad.report": "Reports",
-    "mpigrad.problems.poisson": "Poisson",
-    "mpigrad.problems.heat": "Heat",
-    "mpigrad.problems.acoustic": "Acoustic waves",
-    "mpigrad.problems.elastic": "Elastic waves",
-    "mpigrad.problems.fwi": "Full-waveform inversion",
-    "mpigrad.problems.population": "A population",
+    "mpigrad.waves": "Waves",
+    "mpigrad.waves.acoustic": "Acoustic waves",
+    "mpigrad.waves.elastic": "Elastic waves",
+    "mpigrad_apps.report": "Reports",
+    "mpigrad_apps.poisson": "Poisson",
+    "mpigrad_apps.heat": "Heat",
+    "mpigrad_apps.fwi": "Full-waveform inversion",
+    "mpigrad_apps.population": "A population",
 }
 # Without these there is no page.
 NEEDS = {"mpigrad.torch": "torch"}
 # What is on another module's page already.
-ELSEWHERE = {"mpigrad.problems.elastic": "Survey", "mpigrad.torch": "Communicator"}
+ELSEWHERE = {
+    "mpigrad": "Grid, halo_exchange, apply_stencil, GhostExchange",
+    "mpigrad.torch": "Communicator",
+    "mpigrad.waves": "Acoustic, Elastic, lame",
+    "mpigrad.waves.acoustic": "Survey",
+    "mpigrad.waves.elastic": "Survey",
+}
 
 project = "mpigrad"
 author = "the mpigrad authors"

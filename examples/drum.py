@@ -18,7 +18,7 @@ from mpi4py import MPI
 from scipy.spatial import Delaunay
 
 import mpigrad as mg
-from mpigrad.sparse import GhostExchange, even_stripe
+from mpigrad.sparse import GhostExchange, local_range
 
 jax.config.update("jax_enable_x64", True)
 rank = MPI.COMM_WORLD.rank
@@ -45,7 +45,7 @@ step = 1 / np.sqrt(3 * np.sum(hats**2, axis=(1, 2)).max())
 
 # What belongs to this rank: its points, and the triangles whose first corner they are. Boundary
 # points, those of the hull, do not move.
-own = even_stripe(n)
+own = local_range(n)
 mine = (triangles[:, 0] >= own.start) & (triangles[:, 0] < own.stop)
 corners = GhostExchange(len(own), triangles[mine].ravel())
 area, hats = area[mine], hats[mine]

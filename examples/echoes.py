@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpigrad
-from mpigrad import report
 from mpigrad.grid import Grid
-from mpigrad.problems.acoustic import Acoustic, Survey
+from mpigrad.waves.acoustic import Acoustic, Survey
+from mpigrad_apps import report
 
 # The ground: 96 x 56 cells of 10 m, x to the right and y downwards. Waves leave it through
 # absorbing layers on all four sides.

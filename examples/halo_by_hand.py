@@ -14,8 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpigrad
-from mpigrad.grid import Grid
-from mpigrad.halo import halo_exchange
+from mpigrad.grid import Grid, halo_exchange
 
 jax.config.update("jax_enable_x64", True)
 

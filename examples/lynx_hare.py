@@ -26,7 +26,7 @@ import numpy as np
 from blackjax.adaptation.base import get_filter_adapt_info_fn
 
 from mpigrad import jobs
-from mpigrad.problems.population import by_forward_mode
+from mpigrad_apps.population import by_forward_mode
 
 jax.config.update("jax_enable_x64", True)
 

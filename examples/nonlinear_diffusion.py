@@ -17,8 +17,7 @@ from scipy.optimize import minimize
 
 import mpigrad
 from mpigrad import sparse
-from mpigrad.grid import Grid
-from mpigrad.halo import halo_exchange
+from mpigrad.grid import Grid, halo_exchange
 
 jax.config.update("jax_enable_x64", True)
 

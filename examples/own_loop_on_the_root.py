@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad import optimize, report
-from mpigrad.grid import Grid
-from mpigrad.halo import halo_exchange
+from mpigrad import optimize
+from mpigrad.grid import Grid, halo_exchange
+from mpigrad_apps import report
 
 jax.config.update("jax_enable_x64", True)
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpigrad
-from mpigrad import report, sparse
-from mpigrad.grid import Grid
-from mpigrad.halo import halo_exchange
+from mpigrad import sparse
+from mpigrad.grid import Grid, halo_exchange
 from mpigrad.optimize import LBFGS, minimize
+from mpigrad_apps import report
 
 jax.config.update("jax_enable_x64", True)
 
@@ -49,7 +49,7 @@ def solve(kappa):
         coefficient = (kappa + around[beside[step]]) / 2 * np.where(on_boundary[step], 2, 1)
         diagonal = diagonal + coefficient
         others.append(-coefficient)
-    matrix = pattern.matrix([diagonal, *others])
+    matrix = sparse.Matrix.assemble(pattern, [diagonal, *others])
     right_hand_side = jnp.full(grid.n_local, 1 / n**2)
     return sparse.solve(matrix, right_hand_side).value.reshape(grid.local_shape)
 

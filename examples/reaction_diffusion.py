@@ -2,7 +2,7 @@
 
 Gray and Scott's reaction: u feeds v, which decays; both diffuse. `step` is all that there is to
 write. `Grid` divides the cells among the ranks, `halo_exchange` brings the neighbours' cells, both
-chemicals in one message, and `stepping.scan` makes the steps, and keeps of them what the gradient
+chemicals in one message, and `loops.scan` makes the steps, and keeps of them what the gradient
 may keep.
 
     mpigrad launch -n 4 examples/reaction_diffusion.py pattern.png
@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpigrad
-from mpigrad import stepping
-from mpigrad.grid import Grid
-from mpigrad.halo import halo_exchange
+from mpigrad import loops
+from mpigrad.grid import Grid, halo_exchange
 
 jax.config.update("jax_enable_x64", True)
 
@@ -44,7 +43,7 @@ steps = 1000
 
 def pattern(state, feed, checkpoints=None):
     """The concentrations after all steps; `feed` has a value for each of the tile's cells."""
-    after, _ = stepping.scan(
+    after, _ = loops.scan(
         lambda state, _: (step(state, feed), None), state, steps, checkpoints=checkpoints
     )
     return after
@@ -52,7 +51,7 @@ def pattern(state, feed, checkpoints=None):
 
 def yield_of(feed):
     """This rank's share of the v that is there in the end."""
-    return jnp.sum(pattern(first, feed, stepping.Budget(states=65))[..., 1])
+    return jnp.sum(pattern(first, feed, loops.Budget(states=65))[..., 1])
 
 
 # Where would more food have made more v? One gradient, that keeps 65 of the 1000 states.

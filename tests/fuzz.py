@@ -24,7 +24,7 @@ import time
 
 import jax
 
-from mpigrad.communicator import default
+from mpigrad.communicator import default_communicator
 from random_programs import Program, search, text
 
 
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--single", action="store_true", help="float32 instead of float64")
     arguments = parser.parse_args()
     jax.config.update("jax_enable_x64", not arguments.single)
-    comm = default()
+    comm = default_communicator()
     file = pathlib.Path(__file__).parent.parent / "build" / "fuzz" / f"{comm.size}-ranks.py"
     file.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()

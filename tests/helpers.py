@@ -302,3 +302,8 @@ def close(got: Any, expected: Any, rtol: float = 1e-11) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert np.isfinite(np.asarray(b, complex)).all(), expected
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=rtol)
+
+
+def found_on(comm: Communicator, rank: int, message: str) -> str:
+    """A pattern for an error that `rank` has found: the others say where it comes from."""
+    return message if comm.rank == rank else rf"{message}.*\(found on rank {rank}\)"

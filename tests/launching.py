@@ -15,8 +15,8 @@ import time
 import uuid
 from collections.abc import Iterator
 
-from mpigrad.launcher import rank_environment
-from mpigrad.mpi_installation import find_launcher, mpi_library
+from mpigrad.launch.launcher import rank_environment
+from mpigrad.launch.mpi_installation import find_launcher, mpi_library
 
 PROGRAMS = pathlib.Path(__file__).with_name("programs")
 LIMIT = 100.0  # seconds; the machine may be busy

@@ -416,11 +416,11 @@ def text(program: Program, trouble: str = "") -> str:
     remarks = "".join(f"# {line}\n" for line in trouble.splitlines())
     return (
         f"{remarks}# mpigrad launch -n {program.size} THIS_FILE, with PYTHONPATH=tests\n"
-        "import jax\nfrom mpigrad.communicator import default\n\n"
+        "import jax\nfrom mpigrad.communicator import default_communicator\n\n"
         "from random_programs import Block, Program, Step, check\n\n"
         f'jax.config.update("jax_enable_x64", {_double()})\n'
         f"program = {words(program, '')}\n"
-        "print(check(program, default()) or 'right')\n"
+        "print(check(program, default_communicator()) or 'right')\n"
     )
 
 

@@ -1,7 +1,7 @@
 """Run all tests: those that start MPI themselves in plain sessions, the rest on 1, 2, 3, 4 ranks.
 
     python tests/run.py                          everything
-    python tests/run.py -n 2,3 tests/test_halo.py -k periodic
+    python tests/run.py -n 2,3 tests/grid/test_halo_exchange.py -k periodic
 
 `-n 0` are the plain sessions. What follows goes to pytest. A session has a hard time limit; when a
 rank fails while others wait for it, or nobody gets any further, the session ends and the summary

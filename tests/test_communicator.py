@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import mpigrad as mg
 from helpers import close
-from mpigrad.communicator import Cartesian, Communicator, default, resolve
+from mpigrad.communicator import Cartesian, Communicator, default_communicator, resolve
 
 
 @pytest.mark.thin(3)
@@ -24,7 +24,7 @@ def test_ranks_left_out_of_a_split(comm: Communicator) -> None:
     if part:
         assert part.rank == comm.size - 1 - comm.rank
         close(mg.allreduce(jnp.ones(2), comm=part), jnp.full(2, comm.size - 1.0))
-        assert default() is not part
+        assert default_communicator() is not part
     else:
         for use in (
             lambda: mg.allreduce(jnp.ones(2), comm=part),
@@ -39,7 +39,6 @@ def test_ranks_left_out_of_a_split(comm: Communicator) -> None:
     assert not none and none.size == 0
 
 
-@pytest.mark.thin(2)
 def test_several_communicators_at_once(comm: Communicator) -> None:
     """Rows and columns of the ranks, in one differentiated program."""
     rows, columns = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
@@ -61,7 +60,6 @@ def test_several_communicators_at_once(comm: Communicator) -> None:
     close(mg.jit(mg.grad(f))(x), want)
 
 
-@pytest.mark.thin(2)
 def test_default_inside_with(comm: Communicator) -> None:
     pair = comm.split(comm.rank // 2)
     f = lambda x: mg.allreduce(x)
@@ -72,14 +70,14 @@ def test_default_inside_with(comm: Communicator) -> None:
         for g in (f, fast, plain, gradient):
             close(g(x), jnp.full(3, comm.size))
             with pair as inside:
-                assert inside is pair and default() is pair and resolve(None) is pair
+                assert inside is pair and default_communicator() is pair and resolve(None) is pair
                 close(g(x), jnp.full(3, pair.size))
                 with comm:
                     close(g(x), jnp.full(3, comm.size))
                 close(g(x), jnp.full(3, pair.size))
     with pytest.raises(RuntimeError, match="in the middle"), pair, comm:
         raise RuntimeError("in the middle")
-    assert default().size == comm.size and default() is not pair
+    assert default_communicator().size == comm.size and default_communicator() is not pair
     with pair:
         _, back = mg.vjp(f, x)
     close(back(x)[0], jnp.full(3, pair.size))  # an adjoint goes the way of its message

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from typing import Any
 
 import jax
@@ -145,6 +146,9 @@ def test_commands(text: str) -> None:
                 env=dict(os.environ),  # without what MPI has set in this process by itself
             )
             assert done.returncode == 0, done.stdout + done.stderr
+        elif words[:2] == ["python", "bench"]:
+            tables = tomllib.loads((ROOT / "bench" / "tables.toml").read_text())
+            assert {word for word in words[2:] if not word.startswith("-")} <= tables.keys()
         elif words[0] == "mpigrad":  # long runs: their options are checked, as before a start
             checks = ["--print-script", "slurm"] if words[1] == "run" else ["--help"]
             parsed = subprocess.run(

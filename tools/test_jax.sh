@@ -7,7 +7,7 @@
 # Arguments are for tests/run.py. All environments get the same wheel of mpigrad.
 set -eu
 
-table=src/mpigrad/jax_versions.py
+table=src/mpigrad/runtime/jax_versions.py
 release() { sed -n "s/^$1 = (\([0-9]*\), *\([0-9]*\)).*/\1.\2/p" "$table"; }
 case "$JAX" in
     oldest) JAX=$(release OLDEST) ;;
@@ -58,7 +58,7 @@ quietly .venv/bin/python -m pip --disable-pip-version-check wheel --no-deps --no
     --config-settings build-dir=build/jax-native --wheel-dir "$wheels" .
 wheel=$(ls "$wheels"/mpigrad-*.whl)
 # shellcheck disable=SC2086
-pip install $wanted "$wheel[problems]" \
+pip install $wanted "$wheel[apps]" \
     "beartype>=0.20" "hypothesis>=6.100" "optimistix>=0.1" "pytest>=8.3" "pytest-timeout>=2.3"
 pip install --no-deps --force-reinstall "$wheel"
 "$venv/bin/python" -c "import jax; print('test-jax: JAX', jax.__version__)"

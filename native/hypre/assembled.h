@@ -8,7 +8,7 @@
 #include <cmath>
 #include <vector>
 
-#include "system.h"
+#include "hypre/system.h"
 
 namespace mpigrad::hypre {
 

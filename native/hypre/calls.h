@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-#include "../communication/watch.h"
+#include "guard/watch.h"
 
 namespace mpigrad::hypre {
 

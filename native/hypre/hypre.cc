@@ -7,8 +7,8 @@
 //
 // Unlike the communication library this one links MPI: the MPI that hypre was built with. Python
 // compares the marker below with the MPI that mpi4py runs on before it loads this library.
-#include "assembled.h"
-#include "structured.h"
+#include "hypre/assembled.h"
+#include "hypre/structured.h"
 
 #include <algorithm>
 #include <cstdint>

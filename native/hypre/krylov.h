@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "calls.h"
+#include "hypre/calls.h"
 
 namespace mpigrad::hypre {
 

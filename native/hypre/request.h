@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "krylov.h"
+#include "hypre/krylov.h"
 
 namespace mpigrad::hypre {
 

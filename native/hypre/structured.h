@@ -7,8 +7,8 @@
 #include <cmath>
 #include <vector>
 
-#include "system.h"
-#include "tile.h"
+#include "hypre/system.h"
+#include "hypre/tile.h"
 
 // hypre exports them, but declares them where its own sources look only.
 extern "C" HYPRE_Real hypre_StructInnerProd(HYPRE_StructVector x, HYPRE_StructVector y);

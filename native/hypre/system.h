@@ -14,11 +14,11 @@
 #include <utility>
 #include <vector>
 
-#include "calls.h"
-#include "conjugate.h"
-#include "digest.h"
-#include "krylov.h"
-#include "request.h"
+#include "hypre/calls.h"
+#include "hypre/conjugate.h"
+#include "hypre/digest.h"
+#include "hypre/krylov.h"
+#include "hypre/request.h"
 
 namespace mpigrad::hypre {
 

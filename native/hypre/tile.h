@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "system.h"
+#include "hypre/system.h"
 
 namespace mpigrad::hypre {
 

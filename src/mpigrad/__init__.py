@@ -1,129 +1,156 @@
-"""mpigrad: MPI programs that can be differentiated.
+"""MPI programs that can be differentiated.
 
-A message is a node of the computational graph, and its derivative is another message.
+A message is a node of the computational graph, and its derivative is another message. The usual
+import is `import mpigrad as mg`.
 """
 
-from mpigrad.joining import refuse_children as _refuse_children
-from mpigrad.launcher import in_command
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from mpigrad import _lazy, _moved
+from mpigrad._version import __version__ as __version__
+from mpigrad.runtime.mpi_init import forbid_child_import as _forbid_child_import
+from mpigrad.runtime.world import is_command as _is_command
 
-_refuse_children()
+if TYPE_CHECKING:
+    from mpigrad import checkpoint as checkpoint
+    from mpigrad import grid as grid
+    from mpigrad import jobs as jobs
+    from mpigrad import loops as loops
+    from mpigrad import optimize as optimize
+    from mpigrad import sparse as sparse
+    from mpigrad import torch as torch
+    from mpigrad import training as training
+    from mpigrad import waves as waves
+    from mpigrad.autodiff.custom_rules import custom_jvp as custom_jvp
+    from mpigrad.autodiff.custom_rules import custom_vjp as custom_vjp
+    from mpigrad.autodiff.gradient_checks import dot_test as dot_test
+    from mpigrad.autodiff.gradient_checks import taylor_test as taylor_test
+    from mpigrad.autodiff.jacobian import jacobian as jacobian
+    from mpigrad.autodiff.transforms import grad as grad
+    from mpigrad.autodiff.transforms import jvp as jvp
+    from mpigrad.autodiff.transforms import linearize as linearize
+    from mpigrad.autodiff.transforms import value_and_grad as value_and_grad
+    from mpigrad.autodiff.transforms import vjp as vjp
+    from mpigrad.autodiff.transforms import vmap as vmap
+    from mpigrad.communicator import Communicator as Communicator
+    from mpigrad.communicator import default_communicator as default_communicator
+    from mpigrad.grid.grid import Grid as Grid
+    from mpigrad.grid.halo_exchange import halo_exchange as halo_exchange
+    from mpigrad.grid.stencil import apply_stencil as apply_stencil
+    from mpigrad.operations.checks import assert_replicated as assert_replicated
+    from mpigrad.operations.checks import require as require
+    from mpigrad.operations.collectives import allgather as allgather
+    from mpigrad.operations.collectives import allreduce as allreduce
+    from mpigrad.operations.collectives import alltoall as alltoall
+    from mpigrad.operations.collectives import barrier as barrier
+    from mpigrad.operations.collectives import bcast as bcast
+    from mpigrad.operations.collectives import exscan as exscan
+    from mpigrad.operations.collectives import gather as gather
+    from mpigrad.operations.collectives import reduce as reduce
+    from mpigrad.operations.collectives import reduce_scatter as reduce_scatter
+    from mpigrad.operations.collectives import scan as scan
+    from mpigrad.operations.collectives import scatter as scatter
+    from mpigrad.operations.custom import custom_operation as custom_operation
+    from mpigrad.operations.jit import jit as jit
+    from mpigrad.operations.neighborhood import neighbor_alltoallv as neighbor_alltoallv
+    from mpigrad.operations.nonblocking import Request as Request
+    from mpigrad.operations.nonblocking import irecv as irecv
+    from mpigrad.operations.nonblocking import isend as isend
+    from mpigrad.operations.nonblocking import wait as wait
+    from mpigrad.operations.nonblocking import wait_with_status as wait_with_status
+    from mpigrad.operations.nonblocking import waitall as waitall
+    from mpigrad.operations.norms import max_norm as max_norm
+    from mpigrad.operations.norms import rms_norm as rms_norm
+    from mpigrad.operations.one_sided import one_sided as one_sided
+    from mpigrad.operations.point_to_point import recv as recv
+    from mpigrad.operations.point_to_point import recv_with_status as recv_with_status
+    from mpigrad.operations.point_to_point import send as send
+    from mpigrad.operations.reductions import Reduction as Reduction
+    from mpigrad.operations.reductions import reduction as reduction
+    from mpigrad.operations.sendrecv import sendrecv as sendrecv
+    from mpigrad.operations.v_collectives import allgatherv as allgatherv
+    from mpigrad.operations.v_collectives import alltoallv as alltoallv
+    from mpigrad.operations.v_collectives import gatherv as gatherv
+    from mpigrad.operations.v_collectives import reduce_scatterv as reduce_scatterv
+    from mpigrad.operations.v_collectives import scatterv as scatterv
+    from mpigrad.sparse.matrix.ghost_exchange import GhostExchange as GhostExchange
 
-# The `mpigrad` command only starts ranks: its own process needs neither MPI nor JAX.
-if not in_command():
-    from mpigrad.joining import joining as _joining
+_NAMES = {
+    "Communicator": "communicator",
+    "GhostExchange": "sparse.matrix.ghost_exchange",
+    "Grid": "grid.grid",
+    "Reduction": "operations.reductions",
+    "Request": "operations.nonblocking",
+    "allgather": "operations.collectives",
+    "allgatherv": "operations.v_collectives",
+    "allreduce": "operations.collectives",
+    "alltoall": "operations.collectives",
+    "alltoallv": "operations.v_collectives",
+    "apply_stencil": "grid.stencil",
+    "assert_replicated": "operations.checks",
+    "barrier": "operations.collectives",
+    "bcast": "operations.collectives",
+    "checkpoint": "",
+    "custom_jvp": "autodiff.custom_rules",
+    "custom_operation": "operations.custom",
+    "custom_vjp": "autodiff.custom_rules",
+    "default_communicator": "communicator",
+    "dot_test": "autodiff.gradient_checks",
+    "exscan": "operations.collectives",
+    "gather": "operations.collectives",
+    "gatherv": "operations.v_collectives",
+    "grad": "autodiff.transforms",
+    "grid": "",
+    "halo_exchange": "grid.halo_exchange",
+    "irecv": "operations.nonblocking",
+    "isend": "operations.nonblocking",
+    "jacobian": "autodiff.jacobian",
+    "jit": "operations.jit",
+    "jobs": "",
+    "jvp": "autodiff.transforms",
+    "linearize": "autodiff.transforms",
+    "loops": "",
+    "max_norm": "operations.norms",
+    "neighbor_alltoallv": "operations.neighborhood",
+    "one_sided": "operations.one_sided",
+    "optimize": "",
+    "recv": "operations.point_to_point",
+    "recv_with_status": "operations.point_to_point",
+    "reduce": "operations.collectives",
+    "reduce_scatter": "operations.collectives",
+    "reduce_scatterv": "operations.v_collectives",
+    "reduction": "operations.reductions",
+    "require": "operations.checks",
+    "rms_norm": "operations.norms",
+    "scan": "operations.collectives",
+    "scatter": "operations.collectives",
+    "scatterv": "operations.v_collectives",
+    "send": "operations.point_to_point",
+    "sendrecv": "operations.sendrecv",
+    "sparse": "",
+    "taylor_test": "autodiff.gradient_checks",
+    "torch": "",
+    "training": "",
+    "value_and_grad": "autodiff.transforms",
+    "vjp": "autodiff.transforms",
+    "vmap": "autodiff.transforms",
+    "wait": "operations.nonblocking",
+    "wait_with_status": "operations.nonblocking",
+    "waitall": "operations.nonblocking",
+    "waves": "",
+}
 
-    with _joining(__path__):
-        from mpi4py import MPI as _MPI  # first: it initialises MPI with MPI_THREAD_MULTIPLE
 
-    from mpigrad.launcher import check_world as _check_world
+def _start() -> None:
+    from mpigrad._start import start
 
-    if not _MPI.Is_initialized() or _MPI.Is_finalized():
-        raise ImportError(
-            "mpigrad: MPI is not initialised here. Leave mpi4py.rc.initialize as it is, or call "
-            "MPI.Init_thread(MPI.THREAD_MULTIPLE) before mpigrad is imported."
-        )
-    _check_world(_MPI.COMM_WORLD.size)
+    start()
 
-    from mpigrad import guard as _guard
 
-    _guard.end_all_on_errors()  # those of what is imported here, too
+__getattr__, __dir__, __all__ = _lazy.attach(__name__, _NAMES, _start)
 
-    from mpigrad import trace as _trace
-    from mpigrad.communicator import Communicator
-    from mpigrad.communicator import default as _default
-    from mpigrad.custom_rules import custom_jvp, custom_vjp
-    from mpigrad.jacobians import jacobian
-    from mpigrad.norms import max_norm, rms_norm
-    from mpigrad.operations import (
-        _jax_compat,
-        _jax_private,
-        allgather,
-        allgatherv,
-        allreduce,
-        alltoall,
-        alltoallv,
-        barrier,
-        bcast,
-        custom_operation,
-        exscan,
-        gather,
-        gatherv,
-        irecv,
-        isend,
-        neighbor_alltoallv,
-        one_sided,
-        recv,
-        recv_with_status,
-        reduce,
-        reduce_scatter,
-        reduce_scatterv,
-        reduction,
-        require,
-        scan,
-        scatter,
-        scatterv,
-        send,
-        sendrecv,
-        wait,
-        wait_with_status,
-        waitall,
-    )
-    from mpigrad.transformations import grad, jit, jvp, linearize, value_and_grad, vjp, vmap
-    from mpigrad.verify import assert_replicated, dot_test, taylor_test
-
-    _jax_private.check_version(_MPI.COMM_WORLD.rank)
-    _jax_compat.configure_backend(_MPI.COMM_WORLD.size)
-    _guard.install()
-    _default()  # here, where every rank is: making it is collective, a first message need not be
-    _trace.start()
-
-__all__ = [
-    "Communicator",
-    "allgather",
-    "allgatherv",
-    "allreduce",
-    "alltoall",
-    "alltoallv",
-    "assert_replicated",
-    "barrier",
-    "bcast",
-    "custom_jvp",
-    "custom_operation",
-    "custom_vjp",
-    "dot_test",
-    "exscan",
-    "gather",
-    "gatherv",
-    "grad",
-    "irecv",
-    "isend",
-    "jacobian",
-    "jit",
-    "jvp",
-    "linearize",
-    "max_norm",
-    "neighbor_alltoallv",
-    "one_sided",
-    "recv",
-    "recv_with_status",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatterv",
-    "reduction",
-    "require",
-    "rms_norm",
-    "scan",
-    "scatter",
-    "scatterv",
-    "send",
-    "sendrecv",
-    "taylor_test",
-    "value_and_grad",
-    "vjp",
-    "vmap",
-    "wait",
-    "wait_with_status",
-    "waitall",
-]
+_moved.install()
+_forbid_child_import()
+# The process of the `mpigrad` command starts ranks: it becomes a rank only if it uses a name.
+if not _is_command():
+    _start()

@@ -2,6 +2,6 @@
 
 import sys
 
-from mpigrad.cli import main
+from mpigrad.launch.cli import main
 
 sys.exit(main())

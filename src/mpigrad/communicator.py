@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self, cast
 
@@ -13,10 +14,11 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad import board
-from mpigrad.native import DERIVATIVE_SPACES, library
+from mpigrad.guard import board
+from mpigrad.runtime.call_sites import call_site
+from mpigrad.runtime.native import DERIVATIVE_SPACES, library
 
-__all__ = ["Cartesian", "Communicator", "default"]
+__all__ = ["Cartesian", "Communicator", "default_communicator"]
 
 
 class waiting:  # a class, not a generator: so the user's line stays in sight
@@ -30,8 +32,6 @@ class waiting:  # a class, not a generator: so the user's line stays in sight
         self.operation, self.slot, self.unlimited = operation.encode(), slot, unlimited
 
     def __enter__(self) -> None:
-        from mpigrad.operations.sites import call_site  # it needs the library above
-
         begin = library().mpigrad_begin
         refusal = begin(self.operation, self.slot, call_site(), self.unlimited)
         if refusal is not None:
@@ -373,8 +373,8 @@ class _LeftOut(Communicator):
     def __getattr__(self, name: str) -> Any:
         if name in Communicator.__annotations__:
             raise ValueError(
-                f"rank {default().rank} of {default().size} was left out of this "
-                "communicator (split with color None, or a grid with fewer places than ranks): "
+                f"rank {world().rank} of {world().size} was left out of this communicator "
+                " (split with color None, or a grid with fewer places than ranks): "
                 "only its members call operations on it; write `if comm: ...`"
             )
         raise AttributeError(name)
@@ -404,7 +404,7 @@ def world() -> Communicator:
     return Communicator(MPI.COMM_WORLD)
 
 
-def default() -> Communicator:
+def default_communicator() -> Communicator:
     """The communicator of operations that are given none: of the enclosing `with`, or all ranks."""
     slots = _defaults.value
     return _members[slots[-1]] if slots else world()
@@ -441,7 +441,7 @@ def resolve(comm: Communicator | None) -> Communicator:
     """The communicator that an operation's `comm` argument means."""
     check_process()
     if comm is None:
-        return default()
+        return default_communicator()
     if isinstance(comm, Communicator):
         comm.slot  # noqa: B018  an error where this rank was left out
         return comm
@@ -470,3 +470,14 @@ def check_rank(value: int, comm: Communicator, what: str, *, null: bool = False)
             f"(0 to {comm.size - 1}); called on rank {comm.rank}"
         )
     return rank
+
+
+def __getattr__(name: str) -> Any:
+    if name == "default":  # the name of one release before
+        warnings.warn(
+            "mpigrad.communicator.default is now mpigrad.default_communicator",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return default_communicator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

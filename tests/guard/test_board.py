@@ -12,10 +12,10 @@ import numpy as np
 from mpi4py import MPI
 
 import mpigrad as mg
-from mpigrad import board as b
 from mpigrad.communicator import Communicator
-from mpigrad.guard.ending import current_board
-from mpigrad.guard.reading import Reader
+from mpigrad.guard import board as b
+from mpigrad.guard.board_reader import Reader
+from mpigrad.guard.failure import current_board
 
 
 def test_every_rank_is_on_the_board_and_no_file_is_left(comm: Communicator) -> None:

@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from launching import PROGRAMS, no_orphans, outside
-from mpigrad.launcher import rank_environment
-from mpigrad.mpi_installation import find_launcher, mpi_library
+from mpigrad.launch.launcher import rank_environment
+from mpigrad.launch.mpi_installation import find_launcher, mpi_library
 
 pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 

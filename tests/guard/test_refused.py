@@ -220,7 +220,7 @@ def test_a_rank_that_was_elsewhere_is_told_once(tmp_path: pathlib.Path) -> None:
     program = directory / "elsewhere.py"
     program.write_text(
         "import time, jax.numpy as jnp, mpigrad as mg\n"
-        "rank = mg.communicator.default().rank\n"
+        "rank = mg.default_communicator().rank\n"
         "time.sleep(3 * (rank == 2))\n"
         "for _ in range(1 if rank == 2 else 3):\n"
         "    try:\n"

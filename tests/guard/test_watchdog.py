@@ -15,12 +15,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mpigrad import board as b
+from mpigrad.guard import board as b
 from mpigrad.guard import watchdog
-from mpigrad.guard.stacks import places
+from mpigrad.guard.thread_stacks import places
 from mpigrad.guard.watchdog import gone, stopped
-from mpigrad.native import UNTIMED, Record
-from mpigrad.operations.sites import program_line
+from mpigrad.runtime.call_sites import program_line
+from mpigrad.runtime.native import UNTIMED, Record
 
 
 def test_looks_find_when_an_operation_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 
 import mpigrad
-from mpigrad.communicator import default
+from mpigrad.communicator import default_communicator
 
-if default().rank == 1:
+if default_communicator().rank == 1:
     raise ValueError("rank 1 has had enough")
 mpigrad.allreduce(jnp.ones(2))

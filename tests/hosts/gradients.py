@@ -8,10 +8,10 @@ import numpy as np
 
 import mpigrad
 from mpigrad import sparse
-from mpigrad.communicator import default
+from mpigrad.communicator import default_communicator
 from mpigrad.grid import Grid
-from mpigrad.problems.acoustic import Acoustic, Survey
-from mpigrad.problems.poisson import poisson, unit_square
+from mpigrad.waves.acoustic import Acoustic, Survey
+from mpigrad_apps.poisson import poisson, unit_square
 
 jax.config.update("jax_enable_x64", True)
 
@@ -48,5 +48,5 @@ def of_waves():
 
 
 poissons, waves = of_poisson(), of_waves()
-if default().rank == 0:
+if default_communicator().rank == 0:
     np.savez(sys.argv[1], poisson=poissons, waves=waves)

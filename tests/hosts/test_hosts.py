@@ -18,8 +18,8 @@ import pytest
 from network import Network, children
 
 from launching import PROGRAMS, command
-from mpigrad.launcher import rank_environment
-from mpigrad.mpi_installation import find_launcher, mpi_library
+from mpigrad.launch.launcher import rank_environment
+from mpigrad.launch.mpi_installation import find_launcher, mpi_library
 
 HERE = pathlib.Path(__file__).resolve().parent
 LIMIT = 200.0  # seconds; the machine may be busy

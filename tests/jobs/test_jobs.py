@@ -23,8 +23,8 @@ from job_cases import (
 import mpigrad as mg
 from helpers import close
 from mpigrad import jobs
-from mpigrad.communicator import Communicator, default
-from mpigrad.native import record
+from mpigrad.communicator import Communicator, default_communicator
+from mpigrad.runtime.native import record
 
 TOLERANCE = 1e-12
 
@@ -32,7 +32,7 @@ TOLERANCE = 1e-12
 @pytest.fixture(scope="module")
 def alone() -> Communicator:
     """This rank by itself."""
-    return default().split(default().rank)
+    return default_communicator().split(default_communicator().rank)
 
 
 def derivatives(f: Any) -> Any:
@@ -42,7 +42,6 @@ def derivatives(f: Any) -> Any:
     return lambda *x: (f(*x), jax.grad(f, both)(*x), hessian(*x))
 
 
-@pytest.mark.thin(2)
 def test_sum_of_numbers(comm: Communicator, alone: Communicator) -> None:
     every, x = records(ragged=True), arguments()
     found = []
@@ -69,7 +68,6 @@ def test_map_of_curves(comm: Communicator, alone: Communicator) -> None:
     close(found[0], found[2], TOLERANCE)
 
 
-@pytest.mark.thin(2)
 def test_stan_shapes(comm: Communicator) -> None:
     """Job n returns 2 + n values, ten jobs."""
     pool = jobs.pool(comm)
@@ -81,7 +79,6 @@ def test_stan_shapes(comm: Communicator) -> None:
     assert len(data.buckets) == 10
 
 
-@pytest.mark.thin(2)
 def test_first_example(comm: Communicator) -> None:
     """f(a, b) = a + b² at (1, 2r) on rank r: gradients (1, 4r)."""
     pool = jobs.pool(comm)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpigrad import jobs
-from mpigrad.communicator import Communicator, default
+from mpigrad.communicator import Communicator, default_communicator
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -48,7 +48,7 @@ def test_records_of_another_pool_and_measures_that_fail(comm: Communicator) -> N
     with pytest.raises(jobs.JobError, match="everywhere=True"):
         pool.sum(lambda s, m, r: inner(s), pool.put([1.0, 2.0]))(1.0)
     with pytest.raises(ValueError, match="a pool of other ranks"):
-        jobs.pool(default().split(comm.rank)).sum(product, one)
+        jobs.pool(default_communicator().split(comm.rank)).sum(product, one)
     few = pool.put([np.ones(2), np.ones(3)], block=100)
     assert all(bucket.block == 1 for bucket in few.buckets)
 

@@ -24,7 +24,6 @@ def test_dot(comm, derivatives):
     mg.dot_test(lambda *xs: f(*everywhere(xs, comm)), *arguments(), comm=comm)
 
 
-@pytest.mark.thin(2)
 def test_taylor(comm):
     shared, per_job = arguments()
     pool = jobs.pool(comm)

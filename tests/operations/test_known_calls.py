@@ -16,7 +16,7 @@ import pytest
 import mpigrad as mg
 from helpers import close
 from mpigrad.communicator import Communicator
-from mpigrad.operations.activity import agreed
+from mpigrad.operations.carrier import agreed
 from proof import TRANSFORMED, operand, prove
 
 Rule = Callable[[Communicator], Callable[[Any], Any]]
@@ -108,7 +108,6 @@ def _twice_simulated(F: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda X: (F(F(X)), jnp.stack([X, F(X)], axis=1))
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "how",
     ["jit", *(pytest.param(h, marks=pytest.mark.full) for h in ("eager", "checkpoint", "vmap"))],
@@ -142,7 +141,6 @@ CALLS: dict[str, Callable[[Callable[[Any], Any]], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("inner", CALLS)
 @pytest.mark.parametrize(
     "outer", ["scan", *(pytest.param(c, marks=pytest.mark.full) for c in CALLS if c != "scan")]

@@ -103,7 +103,6 @@ def test_requests_pass_compiled_functions(comm: Communicator) -> None:
     close(finish(first), x)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("how", ["posted", "blocking", "sent", "sendrecv"])
 def test_adjoints_that_would_be_exchanged_are_refused(how: str, comm: Communicator) -> None:
     """Two messages of one partner and tag end in another order than they were posted in."""

@@ -19,7 +19,7 @@ from proof import TRANSFORMED, prove
 
 
 def marks_of(case: Case) -> list[Any]:
-    return [*[pytest.mark.heavy] * case.heavy, *[pytest.mark.full] * case.full]
+    return [pytest.mark.full("another case reduces in the same way")] * case.full
 
 
 cases = pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def programs(case: Case, comm: Communicator) -> tuple[Callable[..., Any], Callab
     )
 
 
-# Transformations of transformations: with every twelfth operation, with all in make test-full.
+# Transformations of transformations: in make test with every twelfth operation.
 NESTED = ("jax.jit", "vmap over the last axis", "checkpoint(scan)", "scan(checkpoint)", "jit(vmap)")
 
 
@@ -45,11 +45,12 @@ def pairs() -> list[Any]:
     for i, (name, case) in enumerate(CASES.items()):
         for j, how in enumerate(TRANSFORMED):
             marks = marks_of(case)
-            nested = how in NESTED and ((i + j) % 12 or case.heavy)
-            # A hundred small programs each.
-            apart = how == "eager" and case.heavy and name != "allreduce not of sums"
-            if nested or apart:
-                marks.append(pytest.mark.full)
+            if case.heavy and how != "jit":
+                marks.append(pytest.mark.full("it takes seconds to compile"))
+            elif how in NESTED and (i + j) % 12:
+                marks.append(pytest.mark.full("each is made of transformations that are tested"))
+            elif how == "jit":  # the dot test of each operation; on 3 ranks, neighbours differ
+                marks.append(pytest.mark.thin(3) if case.heavy else pytest.mark.thin(2, 3))
             found.append(pytest.param(name, how, marks=marks))
     return found
 

@@ -119,7 +119,6 @@ def test_a_ring_of_three_with_tags_does_not_hang(comm: Communicator) -> None:
     close(mg.grad(f)(x), 2 * x)
 
 
-@pytest.mark.thin(2)
 def test_vmap_with_one_batched_operand(comm: Communicator) -> None:
     """mpi4jax: an error when only one of operand and receive buffer is batched."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -133,7 +132,6 @@ def test_vmap_with_one_batched_operand(comm: Communicator) -> None:
     close(mine, jnp.stack([expected[0], expected[0]]))
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_short_floats_move(dtype: str, comm: Communicator) -> None:
     """mpi4jax: refused. Gradients of moved data move, too."""
@@ -145,7 +143,6 @@ def test_short_floats_move(dtype: str, comm: Communicator) -> None:
     close(gradient.astype("float32"), 2 * x.astype("float32"))
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("op", ["PROD", "MAX"])
 def test_reductions_other_than_sums(op: str, comm: Communicator) -> None:
     """torch.distributed.nn: silently wrong gradients of all_reduce(PROD) and all_reduce(MAX)."""
@@ -155,7 +152,6 @@ def test_reductions_other_than_sums(op: str, comm: Communicator) -> None:
     close(got, comm.size * jax.grad(lambda X: jnp.sum(reduced(X) ** 2))(X)[comm.rank])
 
 
-@pytest.mark.thin(2)
 def test_second_derivatives_through_messages(comm: Communicator) -> None:
     """mpi4torch: silently zero through isend and irecv."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

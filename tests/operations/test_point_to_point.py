@@ -13,7 +13,7 @@ from mpi4py import MPI
 import mpigrad as mg
 from helpers import close
 from mpigrad.communicator import Communicator
-from mpigrad.native import record
+from mpigrad.runtime.native import record
 from proof import TRANSFORMED, TRANSFORMS, operand, prove, prove_second_order
 
 

@@ -13,7 +13,7 @@ import pytest
 import mpigrad as mg
 from helpers import close
 from mpigrad.communicator import Communicator
-from mpigrad.native import record
+from mpigrad.runtime.native import record
 
 
 def _counts(c: Communicator) -> list[int]:
@@ -108,7 +108,6 @@ def _tree(c: Communicator) -> Any:
     }
 
 
-@pytest.mark.thin(2)
 @some
 def test_leaves_are_treated_alike_in_one_message_for_each_dtype(
     name: str, comm: Communicator

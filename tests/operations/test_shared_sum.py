@@ -9,7 +9,7 @@ import pytest
 
 import mpigrad as mg
 from mpigrad.communicator import Communicator
-from mpigrad.native import library
+from mpigrad.runtime.native import library
 
 pytestmark = pytest.mark.thin(2, 4)
 

@@ -18,8 +18,7 @@ import mpigrad as mg
 from launching import PROGRAMS, mpigrad
 from mpigrad import sparse
 from mpigrad.communicator import Communicator
-from mpigrad.grid import Grid
-from mpigrad.halo import halo_exchange
+from mpigrad.grid import Grid, halo_exchange
 
 # Bytes that an allreduce of a thousand numbers copies to the host, and back: with one byte by which
 # programs keep their order.
@@ -97,7 +96,7 @@ def test_programs_are_lowered_for_gpus(comm: Communicator) -> None:
     pattern = sparse.Pattern.from_stencil(grid, [(0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)])
 
     def loss(v: jax.Array) -> jax.Array:
-        A = pattern.matrix([5 * v, -v, -v, -v, -v])
+        A = sparse.Matrix.assemble(pattern, [5 * v, -v, -v, -v, -v])
         x = sparse.solve(A, jnp.ones(grid.n_local)).value
         y = mg.recv(x, MPI.ANY_SOURCE) if comm.rank else x
         if not comm.rank:

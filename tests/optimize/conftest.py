@@ -11,4 +11,4 @@ from mpigrad.communicator import Communicator
 @pytest.fixture(scope="session")
 def chains():
     """The objectives of `layouts`, compiled once for all tests."""
-    return layouts(mpigrad.communicator.default(), Communicator(MPI.COMM_SELF))
+    return layouts(mpigrad.default_communicator(), Communicator(MPI.COMM_SELF))

@@ -26,7 +26,6 @@ def iterates(objective, x0, whole, method, iterations=10):
     return np.array(found), solution
 
 
-@pytest.mark.thin(2)
 def test_iterates_do_not_depend_on_where_unknowns_live(chains, comm):
     for name, method in METHODS.items():
         expected, serial = iterates(*chains["serial"], method)
@@ -45,7 +44,6 @@ def test_iterates_do_not_depend_on_where_unknowns_live(chains, comm):
                 assert len(set(everywhere)) == 1, (name, layout)
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_reach_the_minimum(chains, name):
     if name == "Adam":

@@ -41,7 +41,6 @@ def directory(tmp_path, comm):
 # ---- methods ----
 
 
-@pytest.mark.thin(2)
 def test_gauss_newton_fits_a_sharded_amplitude_and_common_rates(comm):
     """a[i] exp(-k t) + b at 6 times t: each rank has rows of a and of the data; k and b are common.
 
@@ -100,7 +99,6 @@ def test_adam_is_optax_on_each_part(comm):
         assert solution.result is Result.ITERATIONS
 
 
-@pytest.mark.thin(2)
 def test_batches_are_those_of_the_iteration(comm):
     """Each rank has its own batch, each iteration another one."""
     seen = []
@@ -209,7 +207,6 @@ def test_results(comm):
     assert wrong.value is not x0 and np.allclose(wrong.value, x0)
 
 
-@pytest.mark.thin(2)
 def test_what_was_written_outlives_what_goes_wrong(comm, directory, capfd, monkeypatch):
     path, x0 = directory / "history.jsonl", jnp.zeros(3)
     saved = Checkpoint(directory / "saved", every=2)
@@ -291,8 +288,8 @@ def test_refusals(comm, directory):
 
     refused((Local, RuntimeError), "no such thing", x0, callback=interrupted)
     if comm.size > 1:
-        refused(ValueError, "must be equal on all ranks", x0, iterations=5 + comm.rank)
-        refused(ValueError, "must be equal on all ranks", x0, LBFGS(memory=5 + comm.rank))
+        refused(ValueError, "must be the same on all ranks", x0, iterations=5 + comm.rank)
+        refused(ValueError, "must be the same on all ranks", x0, LBFGS(memory=5 + comm.rank))
         refused(ValueError, "not the same on ranks 0 and .*declared sharded", x0 + last)
         refused(ValueError, r"x0 is float64\[2\].* on rank 0", jnp.zeros(2 + last))
         refused(ValueError, "2 leaves on rank 0, 1 on rank", [x0] * (2 - last), sharded=True)

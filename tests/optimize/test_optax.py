@@ -10,7 +10,6 @@ from mpigrad.optimize import Optax, minimize
 from mpigrad.optimize.unknowns import Unknowns
 
 
-@pytest.mark.thin(2)
 def test_two_rates_are_those_of_the_whole(comm):
     """A sharded field by adam, a replicated network by lamb, whose step is of its own norm."""
     n = 8
@@ -58,7 +57,6 @@ def test_two_rates_are_those_of_the_whole(comm):
     assert kinds.count(True) == 2 and len(kinds) == len(jax.tree.leaves(state))
 
 
-@pytest.mark.thin(2)
 def test_what_mixes_numbers_is_refused(comm):
     """Without running it: at thresholds that no probe would reach, and shapes of all ranks."""
 

@@ -9,7 +9,7 @@ from mpi4py import MPI
 from mpigrad import sparse
 from mpigrad.communicator import Communicator
 from mpigrad.optimize import minimize, root_driven
-from mpigrad.problems.poisson import Settings, inverse_problem
+from mpigrad_apps.poisson import Settings, inverse_problem
 
 SETTINGS = Settings(cells=(7, 6), kappa="cells", smoothing=0.1)
 SOLVER = sparse.PCG(rtol=1e-13, preconditioner=sparse.Jacobi())
@@ -65,7 +65,6 @@ def test_poisson_iterates_do_not_depend_on_where_unknowns_live(comm):
         assert np.max(np.abs(iterates(comm, whole) - expected)) < 1e-8 * scale, whole
 
 
-@pytest.mark.thin(2)
 def test_poisson_iterates_of_an_optimizer_on_the_root(comm):
     expected = driven(Communicator(MPI.COMM_SELF))
     assert len(expected) == 11

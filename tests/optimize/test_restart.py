@@ -39,7 +39,6 @@ def test_a_run_in_two_parts_is_the_run_in_one(chains, comm, tmp_path):
         assert second.loss == whole.loss
 
 
-@pytest.mark.thin(2)
 def test_going_on_with_fewer_ranks(chains, comm, tmp_path):
     """To rounding: the stripes of the unknowns and of L-BFGS's memory are joined."""
     directory = comm.mpi.bcast(tmp_path)

@@ -41,7 +41,7 @@ def sums_of_other_lengths():
 
 
 def longer_message_on_a_communicator_in_another_order():
-    comm = mg.communicator.default().split(0, key=-rank)
+    comm = mg.default_communicator().split(0, key=-rank)
     if comm.rank == 0:
         mg.send(jnp.ones(5), 1, comm=comm)
     else:
@@ -121,7 +121,7 @@ def a_message_that_nobody_receives():
 
 def one_rank_makes_no_communicator():
     if rank == 0:
-        mg.communicator.default().split(0)
+        mg.default_communicator().split(0)
     else:
         mg.barrier()
 
@@ -199,7 +199,7 @@ def terminated():
 
 def in_a_solver_written_with_mpi4py():
     if rank == 0:
-        mg.communicator.default().mpi.recv(source=1)
+        mg.default_communicator().mpi.recv(source=1)
     mg.barrier()
 
 
@@ -238,7 +238,7 @@ def a_refused_thread_beside_one_that_waits():
         waits = threading.Thread(target=lambda: mg.allreduce(x), daemon=True)  # nobody else comes
         waits.start()
         time.sleep(1)
-        for operation in (lambda: mg.allreduce(x), mg.communicator.default().mpi.barrier):
+        for operation in (lambda: mg.allreduce(x), mg.default_communicator().mpi.barrier):
             try:
                 operation()
             except RuntimeError as error:
@@ -388,7 +388,7 @@ def one_rank_never_ends():  # a thread waits for an event
 
 
 def grids_of_ranks_that_differ():
-    mg.communicator.default().cartesian((2,), periods=rank == 1)
+    mg.default_communicator().cartesian((2,), periods=rank == 1)
 
 
 def an_operation_in_a_custom_operation():

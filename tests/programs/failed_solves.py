@@ -8,12 +8,12 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import mpigrad as mg  # noqa: E402
-from mpigrad.guard.ending import current_board  # noqa: E402
-from mpigrad.guard.leftover import unreceived  # noqa: E402
+from mpigrad.guard.failure import current_board  # noqa: E402
+from mpigrad.guard.unreceived import unreceived  # noqa: E402
 from mpigrad.sparse import PCG, BoomerAMG, Jacobi, Matrix, Pattern, solve  # noqa: E402
-from mpigrad.sparse.hypre_library import hypre_available  # noqa: E402
+from mpigrad.sparse.solvers.hypre_library import hypre_available  # noqa: E402
 
-world = mg.communicator.default()
+world = mg.default_communicator()
 rank, n = world.rank, 30
 rows = n * rank + np.arange(n)
 i, j = np.concatenate([(rows, rows), (rows, rows - 1), (rows, rows + 1)], axis=1)

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpigrad
-from mpigrad.grid import Grid
-from mpigrad.halo import halo_exchange
+from mpigrad.grid import Grid, halo_exchange
 
 grid = Grid((6, 4), (1.0, 1.0), dims=(3, 2))
 whole = np.arange(1, 25).reshape(6, 4)

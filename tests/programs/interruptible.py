@@ -5,10 +5,10 @@ import time
 
 from mpi4py import MPI
 
-from mpigrad import interruption
+from mpigrad import checkpoint
 
 world = MPI.COMM_WORLD
-with interruption.listen() as stop:
+with checkpoint.listen() as stop:
     if world.rank == 0:
         print("working", flush=True)
     while not world.bcast(stop.requested()) or sys.argv[1:] == ["stubborn"]:

@@ -15,13 +15,13 @@ import numpy as np
 
 import mpigrad
 from mpigrad.checkpoint import Checkpoint
-from mpigrad.communicator import default
+from mpigrad.communicator import default_communicator
 from mpigrad.optimize import LBFGS, Result, minimize
 
 ROWS = 4000
 
 jax.config.update("jax_enable_x64", True)
-comm = default()
+comm = default_communicator()
 way, directory, steps = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 mine = np.array_split(np.arange(ROWS), comm.size)[comm.rank]
 

@@ -17,9 +17,8 @@ from mpi4py import MPI
 
 import mpigrad as mg
 from mpigrad import sparse
-from mpigrad.grid import Grid
-from mpigrad.halo import halo_exchange
-from mpigrad.operations.ordering import in_order
+from mpigrad.grid import Grid, halo_exchange
+from mpigrad.operations.optimization_barrier import in_order
 
 jax.config.update("jax_enable_x64", True)
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -56,7 +55,7 @@ def loss(u):
         x = x + mg.recv(x, MPI.ANY_SOURCE)
     nothing = mg.allreduce(jnp.zeros((0, 2)))
     ones = jnp.ones_like(u)
-    A = pattern.matrix([5 + u**2, -ones, -ones, -ones, -ones])
+    A = sparse.Matrix.assemble(pattern, [5 + u**2, -ones, -ones, -ones, -ones])
     y = sparse.solve(A, A @ jnp.sin(u).ravel() + jnp.sin(x[0])).value
     return jnp.sum(jnp.cos(x)) + jnp.sum(y**2) + jnp.sum(nothing)
 

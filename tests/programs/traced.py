@@ -9,7 +9,7 @@ from mpi4py import MPI
 import mpigrad as mg
 
 rank = MPI.COMM_WORLD.rank
-twin = mg.communicator.default().dup()
+twin = mg.default_communicator().dup()
 
 
 @mg.jit

@@ -9,7 +9,7 @@ import numpy as np
 
 import mpigrad
 from mpigrad.grid import Grid
-from mpigrad.problems import acoustic, elastic
+from mpigrad.waves import acoustic, elastic
 
 STEPS, BUDGET = 3000, int(sys.argv[1])
 grid = Grid((60, 60), (10.0, 10.0))

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.communicator import Communicator
-from mpigrad.grid import Grid
-from mpigrad.halo import halo_exchange
+from mpigrad.grid import Grid, halo_exchange
 from mpigrad.sparse import Pattern
 
 SHAPE = (5, 4)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpigrad.training.flat import Parameter
+from mpigrad.training.flat_buffer import Parameter
 from mpigrad.training.history import Record
 from mpigrad.training.replica import Batch, Replica
 from mpigrad.training.strategy import SAVE

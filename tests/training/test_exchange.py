@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mpigrad.training.exchange import Exchange
-from mpigrad.training.flat import HEADER, Flat, Parameter
+from mpigrad.training.flat_buffer import HEADER, Flat, Parameter
 from mpigrad.training.memory import Memory
 from mpigrad.training.summation import combine
 

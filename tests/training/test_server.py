@@ -26,9 +26,9 @@ from mpigrad.training import (
     StepError,
     Strategy,
     Synchronous,
-    server_serving,
     trainer,
 )
+from mpigrad.training import server_loop as server_serving
 from mpigrad.training.strategy import END, SAVE, STOP
 
 A = np.random.default_rng(7).standard_normal((103, 5))

@@ -13,9 +13,9 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpigrad.checkpoint.leaves import dtype_of, is_number, kind_of, local_shape, text_of, to_host
+from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
-from mpigrad.grid import Grid
-from mpigrad.together import together
+from mpigrad.grid.grid import Grid
 
 __all__ = ["Layout", "Leaf", "Stripes", "check_replicated", "describe"]
 
@@ -110,7 +110,7 @@ def describe(tree: Any, layout: Layout, comm: Communicator, what: str) -> list[L
         disagree; `what` begins the message.
     """
     pieces: list[_Piece] = []
-    with together(comm):
+    with raise_on_all_ranks(comm):
         pieces = _pieces(tree, layout, comm, what)
     everywhere = comm.mpi.allgather(pieces)
     for rank, others in enumerate(everywhere):
@@ -210,7 +210,7 @@ def check_replicated(leaves: list[Leaf], tree: Any, comm: Communicator, what: st
     on would be another one.
     """
     digests: dict[str, str] = {}
-    with together(comm):
+    with raise_on_all_ranks(comm):
         for leaf, value in zip(leaves, jax.tree.leaves(tree), strict=True):
             if leaf.boxes is None and leaf.number is None:
                 numbers = to_host(value).reshape(-1).view(np.uint8)

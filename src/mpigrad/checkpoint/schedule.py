@@ -14,11 +14,11 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpigrad import interruption
+from mpigrad.checkpoint import signals as interruption
 from mpigrad.checkpoint.layout import Layout
+from mpigrad.checkpoint.signals import Interruption
 from mpigrad.checkpoint.store import Saved, Store
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.interruption import Interruption
 
 __all__ = ["Checkpoint", "Decision", "Saving"]
 
@@ -40,7 +40,7 @@ class Checkpoint:
         Saves that are kept.
     signals
         Whether SIGTERM, SIGINT, SIGUSR1 and the launcher's Ctrl-C make the run save and end
-        (`mpigrad.interruption`).
+        (`mpigrad.checkpoint.signals`).
     about
         What a run must have in common with the one that it goes on from, such as a digest of the
         data: names and what JSON can hold. It is saved, and compared when a save is read.

@@ -21,8 +21,8 @@ import jax
 from mpigrad.checkpoint import files
 from mpigrad.checkpoint.files import Damaged, Manifest
 from mpigrad.checkpoint.layout import Layout, Leaf, check_replicated, describe
+from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.together import from_root, together
 
 __all__ = ["Saved", "Store"]
 
@@ -85,22 +85,22 @@ class Store:
         self.comm = resolve(comm)
         self.directory = pathlib.Path(directory)
         self._refused: set[int] = set()
-        with together(self.comm):
+        with raise_on_all_ranks(self.comm):
             self.keep = operator.index(keep)
             if self.keep < 1:
                 raise ValueError(f"mpigrad.Store: keep={keep} must be at least 1")
         self._check_directory()
-        self._newest = from_root(self.comm, lambda: max(self._numbers(), default=0))
+        self._newest = call_on_root(self.comm, lambda: max(self._numbers(), default=0))
 
     def _check_directory(self) -> None:
         """Every rank must see what rank 0 writes."""
         token = self.comm.mpi.bcast(f".seen-by-all-{uuid.uuid4().hex}")
         try:
-            with together(self.comm):
+            with raise_on_all_ranks(self.comm):
                 if self.comm.rank == 0:
                     self.directory.mkdir(parents=True, exist_ok=True)
                     (self.directory / token).touch()
-            with together(self.comm):
+            with raise_on_all_ranks(self.comm):
                 if not (self.directory / token).exists():
                     raise OSError(
                         f"mpigrad.Store: rank {self.comm.rank} does not see in {self.directory} "
@@ -156,14 +156,14 @@ class Store:
         """
         leaves = describe(tree, layout, self.comm, "mpigrad.Store.save")
         check_replicated(leaves, tree, self.comm, "mpigrad.Store.save")
-        step, identity = from_root(self.comm, lambda: self._begin(step, extra))
+        step, identity = call_on_root(self.comm, lambda: self._begin(step, extra))
         unfinished = self.directory / f"{_UNFINISHED}{identity}"
         try:
-            with together(self.comm):
+            with raise_on_all_ranks(self.comm):
                 mine = files.write_numbers(unfinished, identity, self.comm.rank, leaves, tree)
                 files.sync_directory(unfinished)
             written = self.comm.mpi.gather(mine)
-            with together(self.comm):
+            with raise_on_all_ranks(self.comm):
                 if written is not None:
                     manifest = Manifest(identity, step, tuple(leaves), tuple(written), extra)
                     self._finish(unfinished, manifest)
@@ -265,7 +265,7 @@ class Store:
                 if self.comm.rank == 0:
                     print(f"mpigrad: {refused[-1]}", file=sys.stderr, flush=True)
                 continue
-            with together(self.comm):
+            with raise_on_all_ranks(self.comm):
                 if check is not None:
                     check(manifest.extra)
                 if like_of is not None:
@@ -275,7 +275,7 @@ class Store:
             _compare(path, manifest.leaves, wanted)
             templates, structure = jax.tree.flatten(like)
             found: list[Any] = []
-            with together(self.comm):
+            with raise_on_all_ranks(self.comm):
                 found = files.read_leaves(path, manifest, wanted, templates, self.comm.rank)
             tree = jax.tree.unflatten(structure, found)
             return Saved(manifest.step, tree, manifest.extra, tuple(refused))

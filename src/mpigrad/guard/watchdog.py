@@ -14,13 +14,13 @@ import time
 import traceback
 from collections.abc import Callable
 
-from mpigrad import board as b
-from mpigrad.guard.diagnosis import Finding, diagnose, grouped
-from mpigrad.guard.reading import Reader
-from mpigrad.guard.roll_call import RollCall
-from mpigrad.guard.stacks import places_of_main
-from mpigrad.native import UNTIMED, Record, record
-from mpigrad.operations.sites import program_line
+from mpigrad.guard import board as b
+from mpigrad.guard.board_reader import Reader
+from mpigrad.guard.cross_host import RollCall
+from mpigrad.guard.thread_stacks import places_of_main
+from mpigrad.guard.wait_graph import Finding, diagnose, grouped
+from mpigrad.runtime.call_sites import program_line
+from mpigrad.runtime.native import UNTIMED, Record, record
 
 __all__ = ["Watchdog", "gone", "where"]
 

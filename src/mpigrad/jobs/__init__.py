@@ -7,10 +7,10 @@
 >>> value = f(2.0, jnp.ones(3))  # doctest: +SKIP
 """
 
-from mpigrad.jobs.driven import root_driven
 from mpigrad.jobs.failures import Failure, JobError, host_call
-from mpigrad.jobs.pooling import Pool, pool
-from mpigrad.jobs.records import Data
+from mpigrad.jobs.items import Data
+from mpigrad.jobs.pool import Pool, pool
+from mpigrad.jobs.root_mode import root_driven
 from mpigrad.jobs.schedules import Dynamic, Static, Weighted
 
 __all__ = [

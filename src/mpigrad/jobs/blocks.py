@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from mpigrad.jobs.context import Job, inside_job, traced
-from mpigrad.jobs.records import Bucket
+from mpigrad.jobs.items import Bucket
 
 __all__ = ["apart", "compute_block", "result_types"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpigrad.operations.activity import no_messages, without_carriers
+from mpigrad.operations.carrier import no_messages, without_carriers
 
 __all__ = ["Job", "UserJob", "inside_job", "job_number", "traced"]
 

@@ -17,11 +17,11 @@ from jax.flatten_util import ravel_pytree
 
 from mpigrad.jobs.blocks import result_types
 from mpigrad.jobs.context import Job
-from mpigrad.jobs.records import Bucket
+from mpigrad.jobs.items import Bucket
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
-from mpigrad.operations.activity import outside_rules
+from mpigrad.operations.carrier import outside_rules
 
 __all__ = ["Derivatives", "Evaluate", "with_adjoint", "with_jacobian"]
 

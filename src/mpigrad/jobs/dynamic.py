@@ -17,10 +17,10 @@ from mpigrad.jobs.blocks import apart, result_types
 from mpigrad.jobs.context import Job
 from mpigrad.jobs.evaluation import assembled, rows, sealed
 from mpigrad.jobs.failures import Watch, end_with
-from mpigrad.jobs.records import Data
-from mpigrad.native import at_exit
+from mpigrad.jobs.items import Data
 from mpigrad.operations.collectives import allreduce
 from mpigrad.operations.custom import custom_operation
+from mpigrad.runtime.native import at_exit
 
 __all__ = ["Queue", "evaluate_dynamically"]
 

@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpigrad.autodiff.custom_rules import custom_jvp
 from mpigrad.communicator import Communicator
-from mpigrad.custom_rules import custom_jvp
 from mpigrad.jobs.blocks import apart, result_types
 from mpigrad.jobs.context import Job
 from mpigrad.jobs.failures import Watch, end_with
-from mpigrad.jobs.records import Bucket, Data
+from mpigrad.jobs.items import Bucket, Data
 from mpigrad.jobs.replication import collect, take
-from mpigrad.operations.activity import follow
+from mpigrad.operations.carrier import follow
 
 __all__ = ["Team", "assembled", "evaluate", "rows", "sealed"]
 

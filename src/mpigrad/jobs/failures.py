@@ -15,8 +15,8 @@ from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
 from mpigrad.jobs.context import job_number
-from mpigrad.jobs.records import Data
-from mpigrad.operations.activity import agreed
+from mpigrad.jobs.items import Data
+from mpigrad.operations.carrier import agreed
 from mpigrad.operations.custom import custom_operation
 
 __all__ = ["Failure", "JobError", "Watch", "end_with", "forget", "host_call", "key_data"]

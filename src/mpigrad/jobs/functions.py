@@ -15,7 +15,7 @@ from mpigrad.jobs.blocks import result_types
 from mpigrad.jobs.context import Job, UserJob
 from mpigrad.jobs.derivatives import Derivatives, Evaluate, with_adjoint, with_jacobian
 from mpigrad.jobs.failures import Failure, JobError
-from mpigrad.jobs.records import Bucket
+from mpigrad.jobs.items import Bucket
 
 __all__ = ["Whole", "compute"]
 

@@ -15,13 +15,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from mpigrad.communicator import Communicator
-from mpigrad.native import NO_REDUCTION
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, mlir
-from mpigrad.operations.activity import carrier
+from mpigrad.operations.carrier import carrier
 from mpigrad.operations.collectives import alltoall_p
-from mpigrad.operations.factory import linear_map
-from mpigrad.operations.sites import call_site
+from mpigrad.operations.primitive import linear_map
+from mpigrad.runtime.call_sites import call_site
+from mpigrad.runtime.native import NO_REDUCTION
 
 __all__ = ["collect", "take"]
 

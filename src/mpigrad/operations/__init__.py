@@ -21,7 +21,7 @@ from mpigrad.operations.one_sided import one_sided
 from mpigrad.operations.point_to_point import recv, recv_with_status, send
 from mpigrad.operations.reductions import reduction
 from mpigrad.operations.sendrecv import sendrecv
-from mpigrad.operations.variable import (
+from mpigrad.operations.v_collectives import (
     allgatherv,
     alltoallv,
     gatherv,

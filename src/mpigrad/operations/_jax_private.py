@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from mpigrad.jax_versions import NEWEST_TESTED, OLDEST
+from mpigrad.runtime.jax_versions import NEWEST_TESTED, OLDEST
 
 __all__ = [
     "ATTRIBUTES",
@@ -73,10 +73,10 @@ class Private:
     upstream: str = ""
 
 
-_ORDER = "tests/test_transformations.py"
+_ORDER = "tests/autodiff/test_transforms.py"
 _DIVERGENT = "tests/operations/test_divergent.py"
 _CALLS = "tests/operations/test_known_calls.py"
-_RULES = "tests/operations/test_custom_derivatives.py"
+_RULES = "tests/autodiff/test_custom_rules.py"
 
 PRIVATE = (
     # The ordered effect of a message, and where JAX allows it.
@@ -149,14 +149,14 @@ PRIVATE = (
     Private(
         "interpreters.partial_eval.lower_jaxpr2",
         "mpigrad.jit of programs that JAX lowers in two steps",
-        "tests/test_jax_versions.py",
+        "tests/operations/test_jax_versions.py",
         "0.10 on",
     ),
     # Memory and speed of dispatch.
     Private(
         "util.weakref_cache_key_types",
         "patterns of matrices are freed",
-        "tests/sparse/test_csr.py",
+        "tests/sparse/matrix/test_csr.py",
     ),
     Private(
         "array.ArrayImpl",
@@ -166,7 +166,7 @@ PRIVATE = (
     Private(
         "xla_bridge.backends_are_initialized",
         "an import after the first computation is refused",
-        "tests/guard/test_arrival.py",
+        "tests/guard/test_startup_barrier.py",
     ),
     # Functions that mpigrad replaces (_jax_repairs.py).
     Private(
@@ -190,7 +190,7 @@ PRIVATE = (
     Private(
         "api_util.maybe_recursive_nan_check",
         "a program with messages is not run twice with jax_debug_nans",
-        "tests/test_transformations.py",
+        "tests/autodiff/test_transforms.py",
         upstream="jax#10251",
     ),
 )

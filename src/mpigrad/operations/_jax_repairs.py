@@ -548,7 +548,7 @@ class Hook:
 
 _DIVERGENT = "tests/operations/test_divergent.py"
 _CALLS = "tests/operations/test_known_calls.py"
-_OTHER = "tests/test_transformations.py"
+_OTHER = "tests/autodiff/test_transforms.py"
 
 HOOKS = (
     Hook(
@@ -592,14 +592,14 @@ HOOKS = (
         "debug print",
         "",
         _print_once_in_checkpoints,
-        "tests/test_jax_versions.py",
+        "tests/operations/test_jax_versions.py",
     ),
     Hook("batched cond", "jax.lax.cond", _refuse_batched_conds, _CALLS),
     Hook(
         "reverse while_loop",
         "jax.lax.while_loop",
         _refuse_reverse_while_loops,
-        "tests/test_jacobian.py",
+        "tests/autodiff/test_jacobian.py",
     ),
     Hook(
         "ahead of time",

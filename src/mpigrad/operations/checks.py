@@ -12,10 +12,10 @@ import numpy as np
 
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations._jax_compat import Primitive
-from mpigrad.operations.activity import carrier
+from mpigrad.operations.carrier import carrier
 from mpigrad.operations.collectives import allgather, bcast
-from mpigrad.operations.factory import effect_primitive
-from mpigrad.operations.sites import call_site
+from mpigrad.operations.primitive import effect_primitive
+from mpigrad.runtime.call_sites import call_site
 
 __all__ = ["assert_replicated", "require"]
 

@@ -12,16 +12,15 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, check_rank, resolve
-from mpigrad.native import NO_REDUCTION, NO_ROOT, REDUCTIONS, SUM
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.activity import carrier, follow
-from mpigrad.operations.factory import (
+from mpigrad.operations.carrier import carrier, follow
+from mpigrad.operations.primitive import (
     check_arithmetic,
     effect_primitive,
     linear_map,
     weighted_map,
 )
-from mpigrad.operations.packing import packed
+from mpigrad.operations.pytree_packing import packed
 from mpigrad.operations.reductions import (
     Reduction,
     check_op,
@@ -29,7 +28,8 @@ from mpigrad.operations.reductions import (
     product_of_others,
     reduced,
 )
-from mpigrad.operations.sites import call_site
+from mpigrad.runtime.call_sites import call_site
+from mpigrad.runtime.native import NO_REDUCTION, NO_ROOT, REDUCTIONS, SUM
 
 __all__ = [
     "allgather",

@@ -17,12 +17,12 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, derivative_slot, resolve, slot_of
-from mpigrad.native import ARITHMETIC_DTYPES, library
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.activity import carrier, no_messages
-from mpigrad.operations.factory import is_differentiable, linear_map
-from mpigrad.operations.packing import array
-from mpigrad.operations.sites import call_site
+from mpigrad.operations.carrier import carrier, no_messages
+from mpigrad.operations.primitive import is_differentiable, linear_map
+from mpigrad.operations.pytree_packing import array
+from mpigrad.runtime.call_sites import call_site
+from mpigrad.runtime.native import ARITHMETIC_DTYPES, library
 
 __all__ = ["custom_operation"]
 

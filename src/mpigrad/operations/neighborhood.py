@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.communicator import Communicator, check_rank, derivative_slot, resolve
-from mpigrad.native import TAG_LIMIT, words_per_element
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.activity import carrier
-from mpigrad.operations.factory import linear_map
-from mpigrad.operations.packing import array, in_words, over_packed
-from mpigrad.operations.sites import call_site
+from mpigrad.operations.carrier import carrier
+from mpigrad.operations.primitive import linear_map
+from mpigrad.operations.pytree_packing import array, in_words, over_packed
+from mpigrad.runtime.call_sites import call_site
+from mpigrad.runtime.native import TAG_LIMIT, words_per_element
 
 __all__ = ["neighbor_alltoallv"]
 

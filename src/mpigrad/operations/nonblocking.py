@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import sys
@@ -15,12 +14,10 @@ import jax.numpy as jnp
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, check_rank, resolve
-from mpigrad.native import at_exit, library
-from mpigrad.operations.activity import carrier
-from mpigrad.operations.packing import Packing
+from mpigrad.operations.carrier import carrier
 from mpigrad.operations.point_to_point import check_tag
-from mpigrad.operations.sites import call_site
-from mpigrad.operations.tickets import (
+from mpigrad.operations.pytree_packing import Packing
+from mpigrad.operations.requests import (
     arrive_any_p,
     arrive_p,
     irecv_any_p,
@@ -28,6 +25,8 @@ from mpigrad.operations.tickets import (
     isend_p,
     sent_p,
 )
+from mpigrad.runtime.call_sites import call_site
+from mpigrad.runtime.native import at_exit, library
 
 __all__ = ["Request", "irecv", "isend", "post", "wait", "wait_with_status", "waitall"]
 
@@ -67,7 +66,6 @@ class Request:
 @functools.cache
 def _report_forgotten_at_exit() -> None:
     lib = library()
-    lib.mpigrad_forgotten_requests.restype = ctypes.c_char_p
 
     def report() -> None:
         lines = lib.mpigrad_forgotten_requests().decode().splitlines()

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.communicator import Communicator, check_rank, resolve
-from mpigrad.native import ARITHMETIC_DTYPES, words_per_element
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.factory import check_arithmetic, linear_map
-from mpigrad.operations.packing import array, packed
+from mpigrad.operations.primitive import check_arithmetic, linear_map
+from mpigrad.operations.pytree_packing import array, packed
+from mpigrad.runtime.native import ARITHMETIC_DTYPES, words_per_element
 
 __all__ = ["one_sided"]
 

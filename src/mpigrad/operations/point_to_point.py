@@ -9,13 +9,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, check_rank, resolve
-from mpigrad.native import TAG_LIMIT
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.activity import carrier
-from mpigrad.operations.factory import linear_map
-from mpigrad.operations.packing import Packing
-from mpigrad.operations.sites import call_site
-from mpigrad.operations.wildcard import recv_any_p, recv_from_p
+from mpigrad.operations.any_source import recv_any_p, recv_from_p
+from mpigrad.operations.carrier import carrier
+from mpigrad.operations.primitive import linear_map
+from mpigrad.operations.pytree_packing import Packing
+from mpigrad.runtime.call_sites import call_site
+from mpigrad.runtime.native import TAG_LIMIT
 
 __all__ = ["recv", "recv_with_status", "send"]
 

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.native import ARITHMETIC_DTYPES, MOVED_FOR, REDUCTIONS, own_reductions
 from mpigrad.operations._jax_compat import Primitive
-from mpigrad.operations.activity import carrier
-from mpigrad.operations.factory import is_differentiable
-from mpigrad.operations.packing import dtype_of, in_words, over_packed
-from mpigrad.operations.sites import call_site
+from mpigrad.operations.carrier import carrier
+from mpigrad.operations.primitive import is_differentiable
+from mpigrad.operations.pytree_packing import dtype_of, in_words, over_packed
+from mpigrad.runtime.call_sites import call_site
+from mpigrad.runtime.native import ARITHMETIC_DTYPES, MOVED_FOR, REDUCTIONS, own_reductions
 
 __all__ = ["OPS", "Reduction", "check_op", "fold", "product_of_others", "reduced", "reduction"]
 

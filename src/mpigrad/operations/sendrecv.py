@@ -11,12 +11,12 @@ from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.activity import carrier
-from mpigrad.operations.factory import is_differentiable, linear_map
+from mpigrad.operations.carrier import carrier
 from mpigrad.operations.nonblocking import isend, wait
-from mpigrad.operations.packing import Packing
 from mpigrad.operations.point_to_point import check_tag, recv
-from mpigrad.operations.sites import call_site
+from mpigrad.operations.primitive import is_differentiable, linear_map
+from mpigrad.operations.pytree_packing import Packing
+from mpigrad.runtime.call_sites import call_site
 
 __all__ = ["sendrecv"]
 

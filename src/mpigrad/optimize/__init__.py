@@ -2,17 +2,16 @@
 
 from mpigrad.optimize.adam import Adam
 from mpigrad.optimize.gradient_transformation import Optax
-from mpigrad.optimize.inner import clip_by_global_norm, global_norm, inner_products
+from mpigrad.optimize.inner_product import clip_by_global_norm, global_norm, inner_products
 from mpigrad.optimize.lbfgs import LBFGS
 from mpigrad.optimize.line_search import StrongWolfe
 from mpigrad.optimize.method import Method, State
 from mpigrad.optimize.minimize import minimize
+from mpigrad.optimize.multi_start import MultiStart, multi_start, stages
 from mpigrad.optimize.nonlinear_cg import NonlinearCG
 from mpigrad.optimize.objective import Objective, Point
-from mpigrad.optimize.pictures import draw_history
+from mpigrad.optimize.root_worker import Served, root_driven
 from mpigrad.optimize.scipy_methods import SciPy
-from mpigrad.optimize.serving import Served, root_driven
-from mpigrad.optimize.several import MultiStart, multi_start, stages
 from mpigrad.optimize.solution import NotFiniteError, Record, Result, Solution
 from mpigrad.optimize.trust_region import GaussNewton, NewtonCG
 from mpigrad.optimize.unknowns import Unknowns
@@ -38,7 +37,6 @@ __all__ = [
     "StrongWolfe",
     "Unknowns",
     "clip_by_global_norm",
-    "draw_history",
     "global_norm",
     "inner_products",
     "minimize",

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.grid import Grid
+from mpigrad.collective_errors import raise_on_all_ranks
+from mpigrad.grid.grid import Grid
 from mpigrad.operations import bcast
+from mpigrad.optimize.elementwise import COMMON, UNIFORM, follow, join
 from mpigrad.optimize.method import Method
-from mpigrad.optimize.number_by_number import COMMON, UNIFORM, follow, join
 from mpigrad.optimize.objective import Objective
 from mpigrad.optimize.unknowns import Unknowns, Vector
-from mpigrad.together import together
 
 __all__ = ["Optax", "OptaxState"]
 
@@ -76,7 +76,7 @@ class Optax(Method):
         several = bool(unknowns.own) and comm.size > 1
         rows = [unknowns.shapes[i].shape[0] for i in unknowns.own if unknowns.kinds[i] is True]
         rows = np.sum(comm.mpi.allgather(rows), axis=0, dtype=int).tolist()
-        with together(comm):
+        with raise_on_all_ranks(comm):
             try:
                 mixed = self._mixed(unknowns, unknowns.shapes)
             except Exception as error:

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from mpigrad.optimize.lbfgs_memory import combine, empty, remember
 from mpigrad.optimize.line_search import StrongWolfe
 from mpigrad.optimize.method import Method
 from mpigrad.optimize.objective import Objective, Point
-from mpigrad.optimize.pairs import combine, empty, remember
 from mpigrad.optimize.unknowns import Unknowns, Vector
 
 __all__ = ["LBFGS", "LBFGSState"]

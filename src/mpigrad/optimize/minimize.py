@@ -15,16 +15,16 @@ from typing import Any, TextIO
 
 from mpi4py import MPI
 
+from mpigrad.autodiff.transforms import Loss
 from mpigrad.checkpoint import Checkpoint, Decision, Saving
+from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.optimize.lbfgs import LBFGS
 from mpigrad.optimize.method import Method, State, told
 from mpigrad.optimize.objective import Objective, Point
 from mpigrad.optimize.solution import NotFiniteError, Record, Result, Solution
 from mpigrad.optimize.unknowns import Vector
-from mpigrad.progress import Progress
-from mpigrad.together import equal_everywhere, together
-from mpigrad.transformations import Loss
+from mpigrad.profiling.progress_bar import Progress
 
 __all__ = ["minimize"]
 
@@ -112,7 +112,7 @@ def minimize(
     made of numbers that are equal on all ranks bit for bit.
     """
     comm = f.unknowns.comm if isinstance(f, Objective) else resolve(comm)
-    with together(comm):
+    with raise_on_all_ranks(comm):
         _check(method, iterations, (rtol, atol, ftol), batch)
         residuals = method.residuals
         if method.needs_f and (f.f if isinstance(f, Objective) else f) is None:
@@ -132,9 +132,11 @@ def minimize(
                     "already made"
                 )
     agreed = (told(method), iterations, rtol, atol, ftol)
-    equal_everywhere(comm, agreed, "minimize: method, iterations, rtol, atol and ftol")
+    assert_same_on_all_ranks(comm, agreed, "minimize: method, iterations, rtol, atol and ftol")
     absent = tuple(option is None for option in (batch, callback, checkpoint))
-    equal_everywhere(comm, absent, "minimize: whether batch, callback and checkpoint are None")
+    assert_same_on_all_ranks(
+        comm, absent, "minimize: whether batch, callback and checkpoint are None"
+    )
     objective = (
         f
         if isinstance(f, Objective)
@@ -153,7 +155,7 @@ def minimize(
             stack.callback(run.progress.close)
         if checkpoint is not None:
             run.saving = stack.enter_context(checkpoint.start(comm))
-        with together(comm):
+        with raise_on_all_ranks(comm):
             if history is not None and comm.rank == 0:
                 run.history = pathlib.Path(history)
                 run.history.open("a").close()  # what was written before is kept for now
@@ -261,7 +263,7 @@ class _Run:
 
     def see_batch(self, iteration: int) -> None:
         if self.batch is not None:
-            with together(self.comm):
+            with raise_on_all_ranks(self.comm):
                 self.objective.batch = (self.batch(iteration),)
 
     def note(self, iteration: int, state: State) -> tuple[Decision, bool]:
@@ -280,7 +282,7 @@ class _Run:
         stop = save = end = False
         if self.callback is not None:
             x = self.objective.tree(state.x)
-            with together(self.comm):
+            with raise_on_all_ranks(self.comm):
                 stop = bool(self.callback(record, x))
         if self.saving is not None:
             save, end = self.saving.due(iteration), self.saving.asked_to_stop()
@@ -298,7 +300,7 @@ class _Run:
 
     def open_log(self) -> None:
         """The history's file with the records so far, in place of an earlier one all at once."""
-        with together(self.comm):
+        with raise_on_all_ranks(self.comm):
             if self.history is not None:
                 begun = self.history.with_name(self.history.name + ".new")
                 begun.write_text("".join(map(_line, self.records)), encoding="utf-8")

@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import mpigrad
+from mpigrad.autodiff.transforms import Loss, grad, linearize, vjp
+from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.optimize.requests import evaluation
+from mpigrad.optimize.root_protocol import evaluation
 from mpigrad.optimize.unknowns import Compiling, Unknowns, Vector
-from mpigrad.together import equal_everywhere, together
-from mpigrad.transformations import Loss
 
 __all__ = ["Objective", "Point"]
 
@@ -91,7 +90,7 @@ class Objective(Compiling):
         comm: Communicator | None = None,
     ) -> None:
         comm = resolve(comm)
-        with together(comm):
+        with raise_on_all_ranks(comm):
             if value_and_grad is None and not callable(f):
                 raise TypeError(f"minimize: f must be a function, not {f!r}")
             if value_and_grad is not None and residuals:
@@ -100,7 +99,9 @@ class Objective(Compiling):
                     "value_and_grad can't be given"
                 )
         agreed = loss, residuals, value_and_grad is None
-        equal_everywhere(comm, agreed, "minimize: loss, and whether value_and_grad is given,")
+        assert_same_on_all_ranks(
+            comm, agreed, "minimize: loss, and whether value_and_grad is given,"
+        )
         unknowns = Unknowns(x0, sharded, comm)
         self.unknowns = unknowns
         self.evaluations = self.products = 0
@@ -117,9 +118,7 @@ class Objective(Compiling):
             return value, value
 
         # The value is summed over ranks together with the inner products, in one message.
-        self._gradient = mpigrad.grad(
-            share, (0, 1), has_aux=True, loss=loss, replicated=0, comm=comm
-        )
+        self._gradient = grad(share, (0, 1), has_aux=True, loss=loss, replicated=0, comm=comm)
 
     # ---- on the host ----
 
@@ -161,7 +160,7 @@ class Objective(Compiling):
         def gradient(replicated: Any, own: Any) -> Any:
             return self._gradient(replicated, own, batch)[0]
 
-        _, derivative = mpigrad.linearize(gradient, *unknowns.split(x))
+        _, derivative = linearize(gradient, *unknowns.split(x))
         return lambda v: unknowns.join(*derivative(*unknowns.split(v)))
 
     def gauss_newton_products(
@@ -175,8 +174,8 @@ class Objective(Compiling):
             return self.f(unknowns.unite(replicated, own), *batch)
 
         at = unknowns.split(x)
-        _, forward = mpigrad.linearize(residual, *at)
-        _, backward = mpigrad.vjp(residual, *at)
+        _, forward = linearize(residual, *at)
+        _, backward = vjp(residual, *at)
 
         def product(v: Vector) -> Vector:
             moved = forward(*unknowns.split(v))

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.optimize.method import Method
 from mpigrad.optimize.objective import Objective
-from mpigrad.optimize.requests import agree, evaluation, request
+from mpigrad.optimize.root_protocol import agree, evaluation, request
 from mpigrad.optimize.solution import Result
 from mpigrad.optimize.unknowns import Unknowns, Vector
-from mpigrad.together import together
 
 __all__ = ["SciPy", "SciPyState"]
 
@@ -112,7 +112,7 @@ class SciPy(Method):
         return self.name in _PRODUCTS
 
     def check(self, unknowns: Unknowns) -> None:
-        with together(unknowns.comm):
+        with raise_on_all_ranks(unknowns.comm):
             for lower, upper in zip(*self.limits(unknowns), strict=True):
                 if not np.all(lower <= upper):  # NaN is no bound either
                     raise ValueError("SciPy: a lower bound is not at or below its upper bound")

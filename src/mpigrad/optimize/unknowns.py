@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.checkpoint import Stripes
+from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
-from mpigrad.grid import Grid
+from mpigrad.grid.grid import Grid
 from mpigrad.operations import allgatherv, bcast, reduce
-from mpigrad.together import together
-from mpigrad.transformations import jit
+from mpigrad.operations.jit import jit
 
 __all__ = ["Compiling", "Unknowns", "Vector", "dot", "product"]
 
@@ -75,7 +75,7 @@ class Unknowns(Compiling):
     def __init__(self, x0: Any, sharded: Any, comm: Communicator) -> None:
         self.comm = comm
         common: list[tuple[Any, ...]] = []
-        with together(comm):
+        with raise_on_all_ranks(comm):
             x0 = jax.tree.map(_real, x0)
             paths, self.structure = jax.tree_util.tree_flatten_with_path(x0)
             self.kinds = _kinds(sharded, x0)
@@ -111,7 +111,7 @@ class Unknowns(Compiling):
             On every rank: the tree is not like it, or a replicated leaf is not equal on all ranks.
         """
         digests: list[str] = []
-        with together(self.comm):
+        with raise_on_all_ranks(self.comm):
             x0 = jax.tree.map(_real, x0)
             self.check_like(x0, "minimize: x0")
             leaves = jax.tree.leaves(x0)

@@ -1,22 +1,22 @@
 """Distributed sparse matrices and solves, differentiable in values and right-hand sides."""
 
-from mpigrad.sparse.colouring import sparse_jacobian
-from mpigrad.sparse.ghost import GhostExchange
-from mpigrad.sparse.hypre_library import (
+from mpigrad.sparse.matrix.ghost_exchange import GhostExchange
+from mpigrad.sparse.matrix.matrix import Matrix
+from mpigrad.sparse.matrix.pattern import Pattern, local_range
+from mpigrad.sparse.matrix.stencil import Stencil
+from mpigrad.sparse.nonlinear.newton import newton
+from mpigrad.sparse.nonlinear.sparse_jacobian import sparse_jacobian
+from mpigrad.sparse.solvers.base import LinearSolver, Result
+from mpigrad.sparse.solvers.hypre_library import (
     hypre_available,
     hypre_version,
     solver_seconds,
     why_no_hypre,
 )
-from mpigrad.sparse.matrix import Matrix
-from mpigrad.sparse.methods import GMRES, PCG, BiCGStab, Multigrid
-from mpigrad.sparse.newton import newton
-from mpigrad.sparse.operator_solve import Operator
-from mpigrad.sparse.pattern import Pattern, even_stripe
-from mpigrad.sparse.preconditioners import PFMG, BoomerAMG, Jacobi, Preconditioner
-from mpigrad.sparse.solve import Solution, default_solver, solve
-from mpigrad.sparse.stencil import Stencil
-from mpigrad.sparse.strategy import LinearSolver, Result
+from mpigrad.sparse.solvers.methods import GMRES, PCG, BiCGStab, Multigrid
+from mpigrad.sparse.solvers.operator_solve import Operator
+from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, Jacobi, Preconditioner
+from mpigrad.sparse.solvers.solve import Solution, default_solver, solve
 
 __all__ = [
     "GMRES",
@@ -36,9 +36,9 @@ __all__ = [
     "Solution",
     "Stencil",
     "default_solver",
-    "even_stripe",
     "hypre_available",
     "hypre_version",
+    "local_range",
     "newton",
     "solve",
     "solver_seconds",

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-import mpigrad
-from mpigrad.operations.activity import CARRIER, nought, outer_carrier, with_carrier
-from mpigrad.operations.sites import standing_at
+from mpigrad.autodiff.transforms import jvp, vmap
+from mpigrad.operations.carrier import CARRIER, opaque_zero, outer_carrier, with_carrier
+from mpigrad.operations.jit import jit
+from mpigrad.runtime.call_sites import at_call_site
 from mpigrad.torch.arrays import from_array, is_differentiable, to_array
 
 __all__ = ["Map"]
@@ -55,7 +56,7 @@ class Map:
     ) -> None:
         self.function, self.types = function, tuple(types)
         self.linear, self.site = linear, site
-        with jax.enable_x64(True), standing_at(site):
+        with jax.enable_x64(True), at_call_site(site):
             self.results = tuple(jax.eval_shape(function, *types))
         self.active = tuple(i for i, t in enumerate(self.types) if is_differentiable(t))
         self.active_results = tuple(i for i, t in enumerate(self.results) if is_differentiable(t))
@@ -85,14 +86,14 @@ class Map:
     @functools.cached_property
     def transposed(self) -> Map:
         """The adjoint of a linear map: cotangents of active results -> of active operands."""
-        with jax.enable_x64(True), standing_at(self.site):
+        with jax.enable_x64(True), at_call_site(self.site):
             shapes = jax.eval_shape(lambda *xs: self._vjp(*xs)[1], *self.types)
 
         def transpose(*cotangents: Any) -> tuple[Any, ...]:
             # A linear map keeps nothing of its operand, but links whose values do not count; they
             # make messages active that have nothing else to depend on.
             link = outer_carrier()
-            return self._pull(jax.tree.map(lambda s: nought(link, s), shapes), cotangents)
+            return self._pull(jax.tree.map(lambda s: opaque_zero(link, s), shapes), cotangents)
 
         return Map(transpose, self._cotangent_types, linear=True, site=self.site)
 
@@ -113,7 +114,7 @@ class Map:
 
         def push(*xs: Any) -> tuple[Any, ...]:
             f = self._of_active(*xs[:n])
-            tangents = mpigrad.jvp(f, self._active_of(xs[:n]), xs[n:])[1]
+            tangents = jvp(f, self._active_of(xs[:n]), xs[n:])[1]
             return tuple(tangents[i] for i in self.active_results)
 
         types = (*self.types, *self._active_of(self.types))
@@ -123,7 +124,7 @@ class Map:
         """The map of `size` members at once; results have the batch in front."""
         key = (axes, size)
         if key not in self._batched:
-            function = mpigrad.vmap(self.function, in_axes=axes, axis_size=size)
+            function = vmap(self.function, in_axes=axes, axis_size=size)
             self._batched[key] = Map(function, types, linear=self.linear, site=self.site)
         return self._batched[key]
 
@@ -160,10 +161,10 @@ class Map:
 
     def _compiled(self, f: Callable[..., Any]) -> Callable[..., Any]:
         def traced(*args: Any) -> Any:
-            with standing_at(self.site):
+            with at_call_site(self.site):
                 return f(*args)
 
-        return mpigrad.jit(traced)
+        return jit(traced)
 
     @functools.cached_property
     def _program(self) -> Callable[..., Any]:

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-import mpigrad
+from mpigrad import operations
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations.custom import Function
 from mpigrad.operations.nonblocking import Request, in_order_of_posts
-from mpigrad.operations.sites import call_site
+from mpigrad.runtime.call_sites import call_site
 from mpigrad.torch import message, reductions
 from mpigrad.torch._torch_compat import eagerly, in_transform
 from mpigrad.torch.arrays import to_array, type_of
@@ -181,27 +181,27 @@ def _map(
     return Map(function, structs, linear=linear, site=site), results[0]
 
 
-allgather = _on_tensors(mpigrad.allgather)
-allgatherv = _on_tensors(mpigrad.allgatherv)
-allreduce = _on_tensors(mpigrad.allreduce)
-alltoall = _on_tensors(mpigrad.alltoall)
-alltoallv = _on_tensors(mpigrad.alltoallv)
-barrier = _on_tensors(mpigrad.barrier)
-bcast = _on_tensors(mpigrad.bcast)
-exscan = _on_tensors(mpigrad.exscan)
-gather = _on_tensors(mpigrad.gather)
-gatherv = _on_tensors(mpigrad.gatherv)
-neighbor_alltoallv = _on_tensors(mpigrad.neighbor_alltoallv)
-one_sided = _on_tensors(mpigrad.one_sided)
-reduce = _on_tensors(mpigrad.reduce)
-reduce_scatter = _on_tensors(mpigrad.reduce_scatter)
-reduce_scatterv = _on_tensors(mpigrad.reduce_scatterv)
-scan = _on_tensors(mpigrad.scan)
-scatter = _on_tensors(mpigrad.scatter)
-scatterv = _on_tensors(mpigrad.scatterv)
-send = _on_tensors(mpigrad.send)
-wait = _on_tensors(mpigrad.wait)
-wait_with_status = _on_tensors(mpigrad.wait_with_status)
+allgather = _on_tensors(operations.allgather)
+allgatherv = _on_tensors(operations.allgatherv)
+allreduce = _on_tensors(operations.allreduce)
+alltoall = _on_tensors(operations.alltoall)
+alltoallv = _on_tensors(operations.alltoallv)
+barrier = _on_tensors(operations.barrier)
+bcast = _on_tensors(operations.bcast)
+exscan = _on_tensors(operations.exscan)
+gather = _on_tensors(operations.gather)
+gatherv = _on_tensors(operations.gatherv)
+neighbor_alltoallv = _on_tensors(operations.neighbor_alltoallv)
+one_sided = _on_tensors(operations.one_sided)
+reduce = _on_tensors(operations.reduce)
+reduce_scatter = _on_tensors(operations.reduce_scatter)
+reduce_scatterv = _on_tensors(operations.reduce_scatterv)
+scan = _on_tensors(operations.scan)
+scatter = _on_tensors(operations.scatter)
+scatterv = _on_tensors(operations.scatterv)
+send = _on_tensors(operations.send)
+wait = _on_tensors(operations.wait)
+wait_with_status = _on_tensors(operations.wait_with_status)
 
 
 def _posting(native: Callable[P, Request]) -> Callable[P, Request]:
@@ -215,11 +215,11 @@ def _posting(native: Callable[P, Request]) -> Callable[P, Request]:
     return post
 
 
-_irecv = _posting(mpigrad.irecv)
-isend = _posting(mpigrad.isend)
+_irecv = _posting(operations.irecv)
+isend = _posting(operations.isend)
 
 
-@functools.wraps(mpigrad.irecv)
+@functools.wraps(operations.irecv)
 def irecv(like: Any, source: int, tag: int = 0, comm: Communicator | None = None) -> Request:
     if source == MPI.ANY_SOURCE or tag == MPI.ANY_TAG:
         raise NotImplementedError(
@@ -229,11 +229,11 @@ def irecv(like: Any, source: int, tag: int = 0, comm: Communicator | None = None
     return _irecv(like, source, tag, comm)
 
 
-_waitall = _on_tensors(mpigrad.waitall)
+_waitall = _on_tensors(operations.waitall)
 
 
 @eagerly
-@functools.wraps(mpigrad.waitall)
+@functools.wraps(operations.waitall)
 def waitall(requests: Any) -> list[Any]:
     return in_order_of_posts(_waitall, requests)
 
@@ -247,7 +247,7 @@ def _refuse_in_transform() -> None:
 
 
 @eagerly
-@functools.wraps(mpigrad.recv_with_status)
+@functools.wraps(operations.recv_with_status)
 def recv_with_status(
     like: Any,
     source: int = MPI.ANY_SOURCE,
@@ -257,19 +257,19 @@ def recv_with_status(
     _refuse_in_transform()
     like, comm = _data("like", like), resolve(comm)
     given = {"like": like, "source": source, "tag": tag, "comm": comm}
-    map_, tensors, structure = _prepare(mpigrad.recv_with_status, given)
+    map_, tensors, structure = _prepare(operations.recv_with_status, given)
     received = map_.run(tensors, tensors[0].device if tensors else torch.device("cpu"))
     value, seen, seen_tag = jax.tree.unflatten(structure, received)
     # Its derivatives go to and come from the rank that has sent, which is known now.
     given |= {"source": int(seen), "tag": max(int(seen_tag), 0)}
-    return _send(mpigrad.recv, given, known=jax.tree.leaves(value)), seen, seen_tag
+    return _send(operations.recv, given, known=jax.tree.leaves(value)), seen, seen_tag
 
 
-_recv = _on_tensors(mpigrad.recv)
+_recv = _on_tensors(operations.recv)
 
 
 @eagerly
-@functools.wraps(mpigrad.recv)
+@functools.wraps(operations.recv)
 def recv(
     like: Any,
     source: int = MPI.ANY_SOURCE,
@@ -281,11 +281,11 @@ def recv(
     return _recv(like, source, tag, comm)
 
 
-_sendrecv = _on_tensors(mpigrad.sendrecv)
+_sendrecv = _on_tensors(operations.sendrecv)
 
 
 @eagerly
-@functools.wraps(mpigrad.sendrecv)
+@functools.wraps(operations.sendrecv)
 def sendrecv(
     x: Any,
     dest: int,
@@ -304,19 +304,19 @@ def sendrecv(
     return received
 
 
-@functools.wraps(mpigrad.custom_operation)
+@functools.wraps(operations.custom_operation)
 def custom_operation(
     forward: Function,
     transpose: Function,
     shape: Callable[[jax.ShapeDtypeStruct], Any] | None = None,
 ) -> Callable[..., Any]:
-    native = mpigrad.custom_operation(forward, transpose, shape)
+    native = operations.custom_operation(forward, transpose, shape)
     return _on_tensors(native)
 
 
 @eagerly
-@functools.wraps(mpigrad.assert_replicated)
+@functools.wraps(operations.assert_replicated)
 def assert_replicated(x: Any, *args: Any, **kwargs: Any) -> None:
     with jax.enable_x64(True):
         arrays = jax.tree.map(lambda leaf: to_array(torch.as_tensor(leaf)), x)
-        mpigrad.assert_replicated(arrays, *args, **kwargs)
+        operations.assert_replicated(arrays, *args, **kwargs)

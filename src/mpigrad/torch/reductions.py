@@ -11,7 +11,7 @@ import jax
 import torch
 
 from mpigrad.communicator import Communicator, check_rank
-from mpigrad.operations.variable import check_counts
+from mpigrad.operations.v_collectives import check_counts
 
 __all__ = ["Reduction", "reduced", "reduction"]
 

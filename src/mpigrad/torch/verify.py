@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
+from mpigrad.autodiff.gradient_checks import DotTest
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.torch.chain import messages
-from mpigrad.verify import DotTest
 
 __all__ = ["dot_test", "gradcheck", "gradgradcheck"]
 

@@ -1,7 +1,7 @@
 """Training on all ranks: one interface for PyTorch modules and JAX pytrees, several strategies."""
 
 from mpigrad.training.batches import Batches
-from mpigrad.training.flat import Flat, Parameter
+from mpigrad.training.flat_buffer import Flat, Parameter
 from mpigrad.training.history import History, Record, Span
 from mpigrad.training.local import LocalSGD
 from mpigrad.training.metrics import mean

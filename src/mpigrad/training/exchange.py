@@ -22,7 +22,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpigrad.communicator import Communicator, waiting
-from mpigrad.training.flat import Flat
+from mpigrad.training.flat_buffer import Flat
 from mpigrad.training.history import Span
 from mpigrad.training.memory import Memory
 from mpigrad.training.summation import combine, scale

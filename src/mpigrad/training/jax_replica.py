@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpigrad.autodiff.transforms import grad
 from mpigrad.checkpoint.leaves import dtype_of, kind_of, local_shape, restored, to_host
-from mpigrad.training.flat import Flat, Parameter
+from mpigrad.operations.jit import jit
+from mpigrad.training.flat_buffer import Flat, Parameter
 from mpigrad.training.replica import Batch, Replica
-from mpigrad.transformations import grad, jit
 
 __all__ = ["JaxReplica"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.together import together
 
 __all__ = ["mean"]
 
@@ -37,7 +37,7 @@ def mean(values: Any, weight: float, comm: Communicator | None = None) -> Any:
     """
     comm = resolve(comm)
     leaves: list[float] = []
-    with together(comm):
+    with raise_on_all_ranks(comm):
         leaves = [float(leaf) for leaf in jax.tree.leaves(values)]
         structure = jax.tree.structure(values)
         if not 0 <= weight < math.inf:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mpigrad.training.flat import HEADER, Flat, Parameter
+from mpigrad.training.flat_buffer import HEADER, Flat, Parameter
 
 __all__ = ["Batch", "Replica"]
 

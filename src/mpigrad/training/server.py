@@ -8,10 +8,10 @@ from typing import Literal
 
 from mpigrad.communicator import Communicator
 from mpigrad.training.replica import Replica
-from mpigrad.training.server_serving import Serving
-from mpigrad.training.server_working import Working
+from mpigrad.training.server_loop import Serving
 from mpigrad.training.strategy import Run, Strategy
 from mpigrad.training.synchronous import Synchronous
+from mpigrad.training.worker_loop import Working
 
 __all__ = ["ParameterServer"]
 

@@ -13,7 +13,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, waiting
-from mpigrad.training.flat import Flat
+from mpigrad.training.flat_buffer import Flat
 from mpigrad.training.strategy import Session, StepError
 
 __all__ = ["OVER", "Arrival", "Channel", "Failure", "Kind", "act"]

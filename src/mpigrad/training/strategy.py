@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import abc
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from mpi4py import MPI
 
+from mpigrad.collective_errors import gather_errors
 from mpigrad.communicator import Communicator
 from mpigrad.training.history import Record, Span
 from mpigrad.training.replica import Batch, Replica
@@ -149,15 +149,13 @@ def fail(comm: Communicator, error: Exception | None) -> None:
     StepError
         Where a rank has none: what the others' are.
     """
-    report = None
-    if error is not None:
-        text = "".join(traceback.format_exception(error))
-        report = f"{type(error).__name__}: {error}", text
-    reports = comm.mpi.allgather(report)
+    found = gather_errors(comm, error)
     if error is not None:
         raise error
-    found = [(rank, report) for rank, report in enumerate(reports) if report is not None]
     if found:
-        rank, (said, text) = found[0]
-        others = "".join(f"; rank {r} too: {more}" for r, (more, _) in found[1:])
-        raise StepError(f"rank {rank} of {comm.size} has failed: {said}{others}\n{text}")
+        first, *more = found
+        others = "".join(f"; rank {e.rank} too: {e.kind}: {e.text}" for e in more)
+        raise StepError(
+            f"rank {first.rank} of {comm.size} has failed: {first.kind}: {first.text}{others}\n"
+            f"{first.traceback}"
+        )

@@ -15,10 +15,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.training.equality import check_settings
 from mpigrad.training.exchange import Exchange
 from mpigrad.training.history import Record, Span
 from mpigrad.training.replica import Batch, Replica
+from mpigrad.training.replica_sync import check_settings
 from mpigrad.training.strategy import Run, Session, Strategy, fail, following, joined
 
 __all__ = ["Synchronous", "SynchronousRun"]

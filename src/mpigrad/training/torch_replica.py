@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import torch
 
-from mpigrad.training.flat import Flat, Parameter
+from mpigrad.training.flat_buffer import Flat, Parameter
 from mpigrad.training.replica import Batch, Replica
 
 __all__ = ["TorchReplica"]

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mpigrad.checkpoint import Checkpoint, Saving, Store
+from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.progress import Progress
-from mpigrad.together import equal_everywhere, together
-from mpigrad.training import saves
+from mpigrad.profiling.progress_bar import Progress
+from mpigrad.training import state as saves
 from mpigrad.training.batches import Batches
-from mpigrad.training.equality import bcast_bytes, make_equal, warn_if_different
 from mpigrad.training.history import History, Record, Span
 from mpigrad.training.replica import Batch, Replica
+from mpigrad.training.replica_sync import bcast_bytes, make_equal, warn_if_different
 from mpigrad.training.strategy import END, FAILED, SAVE, STOP, Run, Strategy, fail
 from mpigrad.training.synchronous import Synchronous
 
@@ -68,14 +68,14 @@ def trainer(
     different, rank 0 says so once.
     """
     comm = resolve(comm)
-    with together(comm):
+    with raise_on_all_ranks(comm):
         if not isinstance(strategy, Strategy):
             hint = "; write its settings in parentheses" if isinstance(strategy, type) else ""
             raise TypeError(
                 f"trainer: the strategy must be one such as Synchronous(), not {strategy!r}{hint}"
             )
         replica = _replica(model, optimizer, loss, weight)
-    equal_everywhere(comm, repr(strategy), "trainer: the strategy")
+    assert_same_on_all_ranks(comm, repr(strategy), "trainer: the strategy")
     space = _space(comm)
     make_equal(replica, space)
     return Trainer(replica, strategy.start(replica, space), space, type(strategy).__name__)
@@ -183,7 +183,7 @@ class Trainer:
             ranks are named, and the parameters are those before the step. Of `LocalSGD` it is the
             parameters that are not finite.
         """
-        with together(self.comm):
+        with raise_on_all_ranks(self.comm):
             if not isinstance(batches, Iterable):
                 raise TypeError(f"trainer: batches must be iterable, not {batches!r}")
             if steps is not None and operator.index(steps) < 0:
@@ -201,7 +201,7 @@ class Trainer:
                     )
                 batches.of_trainer = self.shard
         agreed = steps, callback is None, checkpoint is None
-        equal_everywhere(
+        assert_same_on_all_ranks(
             self.comm, agreed, "trainer: steps, and whether callback and checkpoint are None"
         )
         self._batches = batches if isinstance(batches, Batches) else None
@@ -222,7 +222,7 @@ class Trainer:
                 session.saving = stack.enter_context(begun)
                 if os.path.abspath(checkpoint.directory) not in self._saved_in:
                     self._restored(session.saving)
-            with together(self.comm):
+            with raise_on_all_ranks(self.comm):
                 if self._batches is not None and self._position is not None:
                     self._batches.load(self._position)
                     self._position = None
@@ -295,7 +295,7 @@ class Trainer:
         computed, lengths = zip(*told, strict=True)
         root = computed.index(True) if any(computed) else 0
         buffers = bcast_bytes(self.comm, self.replica.buffers(), root)
-        with together(self.comm):
+        with raise_on_all_ranks(self.comm):
             if buffers and self.comm.rank != root:
                 self.replica.load_buffers(buffers)
         if len(set(lengths)) > 1:  # only the server has them all
@@ -316,7 +316,7 @@ class Trainer:
         self._share()
         position = self._position if self._batches is None else self._batches.state()
         parts: saves.Tree = {}
-        with together(self.comm):
+        with raise_on_all_ranks(self.comm):
             parts = saves.tree(self.replica, self._run, position if self.shard[1] else None)
         extra = saves.about(
             parts, self.replica, self._run, self.comm, self._strategy, self._records

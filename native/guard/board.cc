@@ -1,0 +1,145 @@
+#include "guard/board.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "mpi/mpi_runtime.h"
+#include "mpi/shared_sum.h"
+
+namespace mpigrad {
+
+namespace {
+
+Header own_header;
+Slot own_slot;  // pages that are never touched cost nothing
+
+struct Member {
+  int host_index, slot;  // -1: on another host
+};
+std::array<std::vector<Member>, kEntries> members;
+std::array<Cell, kSites> trees;
+
+int64_t shared_offset(int ranks) {
+  const int64_t end = sizeof(Header) + ranks * sizeof(Slot), page = alignof(Shared);
+  return (end + page - 1) / page * page;
+}
+
+int64_t number(const char* tree) {
+  if (*tree == '?') return kUnknownTree;
+  uint64_t hash = UINT64_C(0xCBF29CE484222325);  // FNV-1a
+  for (const char* c = tree; *c; ++c)
+    hash = (hash ^ static_cast<unsigned char>(*c)) * UINT64_C(0x100000001B3);
+  return *tree ? static_cast<int64_t>(hash >> 2) + 1 : 0;
+}
+
+}  // namespace
+
+Board board{&own_header, &own_slot, 0, nullptr};
+
+const Entry* member(int64_t slot, int64_t rank, const Slot** owner) {
+  const auto& list = members[slot];
+  if (rank < 0 || rank >= static_cast<int64_t>(list.size()) || list[rank].host_index < 0)
+    return nullptr;
+  *owner = &board.slots[list[rank].host_index];
+  return &(*owner)->entries[list[rank].slot];
+}
+
+int64_t tree_at(int64_t site) {
+  const int64_t index = site < 0 ? -site : site;
+  return index < kSites ? get(trees[index]) : kUnknownTree;
+}
+
+bool all_on_board(int64_t slot) {
+  for (const Member& m : members[slot])
+    if (m.host_index < 0) return false;
+  return !members[slot].empty();
+}
+
+void place(int64_t slot, int64_t rank, int64_t& host_index, int64_t& its_slot) {
+  host_index = members[slot][rank].host_index;
+  its_slot = members[slot][rank].slot;
+}
+
+}  // namespace mpigrad
+
+using namespace mpigrad;
+
+MPIGRAD_EXPORT int64_t mpigrad_header_bytes() { return sizeof(Header); }
+// The board of so many ranks: its header, their slots, and what they share beside them.
+MPIGRAD_EXPORT int64_t mpigrad_board_bytes(int ranks) {
+  return shared_offset(ranks) + ranks * static_cast<int64_t>(sizeof(Shared));
+}
+MPIGRAD_EXPORT int64_t mpigrad_slot_bytes() { return sizeof(Slot); }
+
+// Maps a file for as long as the process lives; returns nullptr where that fails.
+MPIGRAD_EXPORT void* mpigrad_map_board(const char* path, int64_t bytes) {
+  const int file = open(path, O_RDWR | O_CLOEXEC);
+  if (file < 0) return nullptr;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  close(file);
+  return memory == MAP_FAILED ? nullptr : memory;
+}
+
+// From now on the board is this zeroed memory, the same for all ranks of this host; a null pointer
+// leaves it private.
+MPIGRAD_EXPORT void* mpigrad_use_board(void* memory, int index, int ranks, int64_t world_rank,
+                                        int64_t pid_namespace) {
+  if (memory)
+    board = {static_cast<Header*>(memory),
+             reinterpret_cast<Slot*>(static_cast<Header*>(memory) + 1), index,
+             reinterpret_cast<Shared*>(static_cast<char*>(memory) + shared_offset(ranks))};
+  Slot& mine = board.mine();
+  const int64_t sites = get(own_slot.sites_used);
+  if (memory) {
+    std::memcpy(mine.sites, own_slot.sites, sites * kText);
+    std::memcpy(mine.tree_of, own_slot.tree_of, sizeof mine.tree_of);
+    std::memcpy(mine.trees, own_slot.trees, get(own_slot.trees_used));
+    put(mine.trees_used, get(own_slot.trees_used));
+  }
+  put(mine.sites_used, sites);
+  put(mine.world_rank, world_rank);
+  put(mine.pid, getpid());
+  put(mine.namespace_, pid_namespace);
+  put(mine.entry, -1);
+  put(mine.state, kInPython);
+  put(board.header->ranks, ranks);
+  return board.header;
+}
+
+// A source line, and the arrays of the pytree that travels there as one, if there is one.
+MPIGRAD_EXPORT void mpigrad_set_call_site(int64_t site, const char* text, const char* tree) {
+  set_call_site(site, text);
+  if (site >= kSites) return;
+  Slot& mine = board.mine();
+  copy_text(mine.sites[site], text);
+  const int64_t used = get(mine.trees_used), room = std::strlen(tree) + 1;
+  if (*tree && *tree != '?' && used + room <= kTrees) {
+    std::memcpy(mine.trees + used, tree, room);
+    mine.tree_of[site] = used + 1;
+    put(mine.trees_used, used + room);
+  }
+  put(trees[site], number(tree));
+  put(mine.sites_used, site + 1);
+}
+
+MPIGRAD_EXPORT void* mpigrad_slots() { return board.slots; }
+
+// The communicator of `slot`: where each member's entry is (host index or -1, slot).
+MPIGRAD_EXPORT void mpigrad_set_members(int64_t slot, int64_t id, int rank, int size,
+                                        const int* host_indices, const int* slots) {
+  auto& list = members[slot];
+  list.clear();
+  for (int i = 0; i < size; ++i) list.push_back({host_indices[i], slots[i]});
+  Entry& e = board.mine().entries[slot];
+  e.rank = rank;
+  e.size = size;
+  put(e.sequence, 0);
+  put(e.id, id);
+  put(board.mine().entries_used, std::max(get(board.mine().entries_used), slot + 1));
+}
+

@@ -1,0 +1,91 @@
+#include "guard/labels.h"
+
+#include "guard/contracts.h"
+
+namespace mpigrad {
+namespace {
+
+constexpr int64_t kWritten = 0x6d70696772616421;
+
+struct Label {
+  int64_t written;  // of a message that was too long, the label may have come, or not
+  Part part;
+  char operation[kName];
+  char site[kText];
+};
+
+Label describe(const Call& c, const Mail& mail) {
+  Label label{};
+  label.written = kWritten;
+  Part& p = label.part;
+  copy_layout(mail.layout, p.dtype, p.rank, p.dims);
+  if (mail.rows >= 0) p.dims[0] = mail.rows;
+  p.tree = tree_at(c.site);
+  copy_text(label.operation, c.operation);
+  const int64_t index = c.site < 0 ? -c.site : c.site;
+  const std::string line = c.site < 0 ? "the adjoint of " : "";
+  // As on the board, with the leaves of a pytree.
+  copy_text(label.site, index < kSites ? (line + board.mine().sites[index]).c_str()
+                                       : call_site(c.site).c_str());
+  return label;
+}
+
+// float32[2, 3]
+std::string layout_text(const Part& p) {
+  static const char* const names[] = {"?",      "bool",    "int8",    "int16",     "int32",
+                                      "int64",  "uint8",   "uint16",  "uint32",    "uint64",
+                                      "float16", "float32", "float64", "?",         "?",
+                                      "complex64", "bfloat16", "?",    "complex128"};
+  std::string text = p.dtype >= 0 && p.dtype < 19 ? names[p.dtype] : "?";
+  text += "[";
+  for (int64_t i = 0; i < p.rank && i < kDims; ++i)
+    text += (i ? ", " : "") + std::to_string(p.dims[i]);
+  return text + "]";
+}
+
+}  // namespace
+
+size_t label_bytes(int64_t slot, size_t data) {
+  return is_guarded_between_hosts(slot) && data < INT_MAX - sizeof(Label) ? sizeof(Label) : 0;
+}
+
+Parcel::Parcel(const Call& c, const Mail& mail, const Words& x) : words(x) {
+  const size_t data = x.count * x.width, bytes = label_bytes(c.slot, data);
+  if (!bytes) return;
+  memory.resize(bytes + data);
+  const Label label = describe(c, mail);
+  std::memcpy(memory.data(), &label, bytes);
+  std::memcpy(memory.data() + bytes, x.data, data);
+  words = Words(memory.data(), memory.size(), 1);
+}
+
+Parcel::Parcel(const Call& c, const Words& y) : words(y) {
+  const size_t data = y.count * y.width, bytes = label_bytes(c.slot, data);
+  if (!bytes) return;
+  memory.resize(bytes + data);
+  words = Words(memory.data(), memory.size(), 1);
+}
+
+ffi::Error unpack(const Call& c, const Mail& mail, int code, Status& status, int source,
+                  const Words& words, const Words& y) {
+  const size_t bytes = label_bytes(c.slot, y.count * y.width);
+  if (bytes) {
+    Label sent, expected = describe(c, mail);
+    std::memcpy(&sent, words.data, bytes);
+    const Part &a = sent.part, &b = expected.part;
+    const bool alike = sent.written != kWritten || !a.dtype || !b.dtype ||
+                       (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) &&
+                        tree_fits(a.tree, b.tree));
+    if (!alike)
+      return c.fail(c.name_of(source) + " sends " + layout_text(a) + " by " +
+                    sent.operation + " at " + sent.site + ", where " + layout_text(b) +
+                    " was expected at " + expected.site +
+                    "; give the receiver the shape and dtype that the sender sends, leaf by leaf");
+  }
+  const ffi::Error error = received(c, code, status, words, source);
+  if (error.success() && words.data != y.data)
+    std::memcpy(y.data, static_cast<char*>(words.data) + bytes, y.count * y.width);
+  return error;
+}
+
+}  // namespace mpigrad

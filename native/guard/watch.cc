@@ -1,0 +1,16 @@
+#include "guard/watch.h"
+
+#include "mpi/mpi_runtime.h"
+
+namespace mpigrad {
+
+Record record;
+
+}  // namespace mpigrad
+
+MPIGRAD_EXPORT const void* mpigrad_record() { return &mpigrad::record; }
+
+MPIGRAD_EXPORT void mpigrad_set_noted(int what) { mpigrad::noted = what; }
+
+// From now on operations are timed exactly.
+MPIGRAD_EXPORT void mpigrad_time_exactly() { mpigrad::timed = true; }

@@ -1,0 +1,277 @@
+// Collectives.
+#include "mpi/handler.h"
+#include "mpi/reductions.h"
+#include "mpi/shared_sum.h"
+
+namespace mpigrad {
+namespace {
+
+// Data that MPI calculates with.
+struct Numbers {
+  const void* data;
+  int count;
+  bool known;
+  ffi::DataType element;
+  Handle type;
+  explicit Numbers(const Buffer& x)
+      : data(place(x)),
+        count(static_cast<int>(x.element_count())),
+        element(x.element_type()),
+        type(arithmetic_type(static_cast<int>(element), known)) {}
+  Handle reduction(int64_t op) const { return mpigrad::reduction(op, element); }
+};
+constexpr char kNoArithmetic[] = "MPI has no arithmetic for this dtype";
+
+ffi::Error barrier(Token, TokenOut, int64_t comm, int64_t site) {
+  const Call c("barrier", comm, site, 0);
+  if (ffi::Error e = c.collective(); e.failure()) return e;
+  return c.done(call(runtime.mpi.Barrier, c.comm.handle));
+}
+
+ffi::Error bcast(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t root) {
+  const Call c("bcast", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
+  const Words out(y);
+  if (out.data != x.untyped_data()) {
+    advise_huge_pages(out.data, y->size_bytes());
+    if (c.comm.rank == root) std::memcpy(out.data, x.untyped_data(), x.size_bytes());
+  }
+  return c.done(call(runtime.mpi.Bcast, out.data, static_cast<int>(out.count), out.type,
+                     static_cast<int>(root), c.comm.handle));
+}
+
+// `root` is the only rank that wants the result, or -1: all members must mean the same.
+ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
+                     int64_t root) {
+  const Call c("allreduce", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}, {"root", root}}); e.failure()) return e;
+  const Numbers in(x);
+  if (!in.known) return c.fail(kNoArithmetic);
+  void* out = place(y);
+  const bool wide = in.element == ffi::F64 || in.element == ffi::C128;
+  const bool real = wide || in.element == ffi::F32 || in.element == ffi::C64;
+  if (op == kSum && real && shares_sums(c.slot, x.size_bytes()))
+    return c.done(shared_sum(c.slot, {in.data, out, x.size_bytes(), wide}));
+  const void* data = in.data == out ? runtime.in_place : in.data;
+  advise_huge_pages(out, y->size_bytes());
+  return c.done(call(runtime.mpi.Allreduce, data, out, in.count, in.type, in.reduction(op),
+                     c.comm.handle));
+}
+
+ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
+                  int64_t root) {
+  const Call c("reduce", comm, site, x.size_bytes(), root);
+  if (ffi::Error e = c.collective(x, {{"root", root}, {"op", op}}); e.failure()) return e;
+  const Numbers in(x);
+  if (!in.known) return c.fail(kNoArithmetic);
+  const int code = call(runtime.mpi.Reduce, in.data, place(y), in.count, in.type,
+                        in.reduction(op), static_cast<int>(root), c.comm.handle);
+  // Off the root MPI leaves the result undefined; here it is zero. Written while the root still adds.
+  if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
+  return c.done(code);
+}
+
+// `op` is the reduction that the values are moved for, of those that MPI does not do itself, or -1:
+// all members must mean the same.
+ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
+                  int64_t root) {
+  const Call c("gather", comm, site, x.size_bytes(), root);
+  if (ffi::Error e = c.collective(x, {{"root", root}, {"op", op}}); e.failure()) return e;
+  const Words in(x);
+  const int count = static_cast<int>(in.count);
+  const int code = call(runtime.mpi.Gather, static_cast<const void*>(in.data), count, in.type,
+                        place(y), count, in.type, static_cast<int>(root), c.comm.handle);
+  if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
+  return c.done(code);
+}
+
+ffi::Error scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                   int64_t root) {
+  const Call c("scatter", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
+  const Words out(y);
+  const int count = static_cast<int>(out.count);
+  return c.done(call(runtime.mpi.Scatter, static_cast<const void*>(x.untyped_data()), count,
+                     out.type, out.data, count, out.type, static_cast<int>(root), c.comm.handle));
+}
+
+ffi::Error allgather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                     int64_t op) {
+  const Call c("allgather", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
+  const Words in(x);
+  const int count = static_cast<int>(in.count);
+  advise_huge_pages(y->untyped_data(), y->size_bytes());
+  return c.done(call(runtime.mpi.Allgather, static_cast<const void*>(in.data), count, in.type,
+                     place(y), count, in.type, c.comm.handle));
+}
+
+ffi::Error alltoall(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                    int64_t op) {
+  const Call c("alltoall", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
+  const Words in(x);
+  const int count = static_cast<int>(in.count / c.comm.size);
+  advise_huge_pages(y->untyped_data(), y->size_bytes());
+  return c.done(call(runtime.mpi.Alltoall, static_cast<const void*>(in.data), count, in.type,
+                     place(y), count, in.type, c.comm.handle));
+}
+
+ffi::Error reduce_scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                          int64_t op) {
+  const Call c("reduce_scatter", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}}); e.failure()) return e;
+  const Numbers in(x);
+  if (!in.known) return c.fail(kNoArithmetic);
+  return c.done(call(runtime.mpi.Reduce_scatter_block, in.data, place(y),
+                     in.count / c.comm.size, in.type, in.reduction(op), c.comm.handle));
+}
+
+// From rank 0 to the last, or `backward`: from the last to rank 0, as the adjoint does.
+ffi::Error scan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
+                int64_t backward) {
+  const Call c("scan", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}, {"back", backward}}); e.failure()) return e;
+  const Numbers in(x);
+  if (!in.known) return c.fail(kNoArithmetic);
+  return c.done(call(runtime.mpi.Scan, in.data, place(y), in.count, in.type,
+                     in.reduction(op), backward ? c.comm.reversed : c.comm.handle));
+}
+
+ffi::Error exscan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
+                  int64_t backward) {
+  const Call c("exscan", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}, {"back", backward}}); e.failure()) return e;
+  const Numbers in(x);
+  if (!in.known) return c.fail(kNoArithmetic);
+  const int code = call(runtime.mpi.Exscan, in.data, place(y), in.count, in.type,
+                        in.reduction(op), backward ? c.comm.reversed : c.comm.handle);
+  // On the first rank MPI leaves the result undefined; here it is zero.
+  if (c.comm.rank == (backward ? c.comm.size - 1 : 0))
+    std::memset(y->untyped_data(), 0, y->size_bytes());
+  return c.done(code);
+}
+
+// Rows for, or of, each rank in words or elements: MPI's counts and displacements. The shapes are
+// checked before: the sum of all counts fits 32 bits.
+struct Parts {
+  std::vector<int> counts, displacements;
+  Parts(Integers rows, int64_t row) {
+    int64_t next = 0;
+    for (const int64_t n : rows) {
+      counts.push_back(static_cast<int>(n * row));
+      displacements.push_back(static_cast<int>(next));
+      next += n * row;
+    }
+  }
+  const int* n() const { return counts.data(); }
+  const int* at() const { return displacements.data(); }
+};
+
+ffi::Error gatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                   int64_t root, Integers counts, int64_t row) {
+  const Call c("gatherv", comm, site, x.size_bytes(), root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}, counts); e.failure()) return e;
+  const Words in(x), out(y);
+  const Parts parts(counts, row);
+  if (c.comm.rank != root) std::memset(out.data, 0, y->size_bytes());
+  return c.done(call(runtime.mpi.Gatherv, static_cast<const void*>(in.data),
+                     static_cast<int>(in.count), in.type, out.data, parts.n(), parts.at(),
+                     out.type, static_cast<int>(root), c.comm.handle));
+}
+
+ffi::Error scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                    int64_t root, Integers counts, int64_t row) {
+  const Call c("scatterv", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
+  if (ffi::Error e = c.collective(x, {{"root", root}}, counts); e.failure()) return e;
+  const Words in(x), out(y);
+  const Parts parts(counts, row);
+  return c.done(call(runtime.mpi.Scatterv, static_cast<const void*>(in.data), parts.n(),
+                     parts.at(), in.type, out.data, static_cast<int>(out.count), out.type,
+                     static_cast<int>(root), c.comm.handle));
+}
+
+ffi::Error allgatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                      Integers counts, int64_t row) {
+  const Call c("allgatherv", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {}, counts); e.failure()) return e;
+  const Words in(x), out(y);
+  const Parts parts(counts, row);
+  advise_huge_pages(out.data, y->size_bytes());
+  return c.done(call(runtime.mpi.Allgatherv, static_cast<const void*>(in.data),
+                     static_cast<int>(in.count), in.type, out.data, parts.n(), parts.at(),
+                     out.type, c.comm.handle));
+}
+
+ffi::Error reduce_scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                           int64_t op, Integers counts, int64_t row) {
+  const Call c("reduce_scatterv", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}}, counts); e.failure()) return e;
+  const Numbers in(x);
+  if (!in.known) return c.fail(kNoArithmetic);
+  const Parts parts(counts, row);
+  return c.done(call(runtime.mpi.Reduce_scatter, in.data, place(y), parts.n(), in.type,
+                     in.reduction(op), c.comm.handle));
+}
+
+ffi::Error alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                     int64_t op, Integers sendcounts, Integers recvcounts, int64_t row) {
+  const Call c("alltoallv", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}}, sendcounts, recvcounts); e.failure()) return e;
+  const Words in(x), out(y);
+  const Parts to(sendcounts, row), from(recvcounts, row);
+  advise_huge_pages(out.data, y->size_bytes());
+  return c.done(call(runtime.mpi.Alltoallv, static_cast<const void*>(in.data), to.n(), to.at(),
+                     in.type, out.data, from.n(), from.at(), out.type, c.comm.handle));
+}
+
+}  // namespace
+}  // namespace mpigrad
+
+MPIGRAD_HANDLER(mpigrad_barrier, barrier, MPIGRAD_BIND MPIGRAD_IN MPIGRAD_OUT MPIGRAD_WHERE);
+MPIGRAD_HANDLER(mpigrad_bcast, bcast,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(root));
+MPIGRAD_HANDLER(mpigrad_allreduce, allreduce,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTR(root));
+MPIGRAD_HANDLER(mpigrad_reduce, reduce,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTR(root));
+MPIGRAD_HANDLER(mpigrad_gather, gather,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTR(root));
+MPIGRAD_HANDLER(mpigrad_scatter, scatter,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(root));
+MPIGRAD_HANDLER(mpigrad_allgather, allgather,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op));
+MPIGRAD_HANDLER(mpigrad_alltoall, alltoall,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op));
+MPIGRAD_HANDLER(mpigrad_reduce_scatter, reduce_scatter,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op));
+MPIGRAD_HANDLER(mpigrad_scan, scan,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTR(backward));
+MPIGRAD_HANDLER(mpigrad_exscan, exscan,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTR(backward));
+MPIGRAD_HANDLER(mpigrad_gatherv, gatherv,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(root) MPIGRAD_ATTRS(counts) MPIGRAD_ATTR(row));
+MPIGRAD_HANDLER(mpigrad_scatterv, scatterv,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(root) MPIGRAD_ATTRS(counts) MPIGRAD_ATTR(row));
+MPIGRAD_HANDLER(mpigrad_allgatherv, allgatherv,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTRS(counts) MPIGRAD_ATTR(row));
+MPIGRAD_HANDLER(mpigrad_reduce_scatterv, reduce_scatterv,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTRS(counts) MPIGRAD_ATTR(row));
+MPIGRAD_HANDLER(mpigrad_alltoallv, alltoallv,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTRS(sendcounts) MPIGRAD_ATTRS(recvcounts)
+                        MPIGRAD_ATTR(row));

@@ -1,0 +1,38 @@
+// Operations that the user has written in Python, with calls of mpi4py.
+#include "mpi/handler.h"
+
+namespace mpigrad {
+namespace {
+
+// Runs the function number `id` on the operands; returns 0, or writes what went wrong.
+using Callback = int (*)(int64_t id, void* const* xs, void* const* ys, char* error, int64_t length);
+Callback callback = nullptr;
+
+ffi::Error custom(Token, ffi::RemainingArgs operands, TokenOut, ffi::RemainingRets results,
+                  int64_t comm, int64_t site, int64_t id) {
+  std::vector<void*> xs, ys;
+  int64_t bytes = 0;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    const Buffer x = *operands.get<Buffer>(i);
+    xs.push_back(x.untyped_data());
+    bytes += x.size_bytes();
+  }
+  for (size_t i = 0; i < results.size(); ++i)
+    ys.push_back((*results.get<Buffer>(i))->untyped_data());
+  const Call c("custom_operation", comm, site, bytes);
+  if (ffi::Error e = c.messages({}, {}); e.failure()) return e;
+  std::vector<char> error(8192);
+  if (callback(id, xs.data(), ys.data(), error.data(), error.size())) return c.fail(error.data());
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace mpigrad
+
+MPIGRAD_EXPORT void mpigrad_set_custom_callback(mpigrad::Callback callback) {
+  mpigrad::callback = callback;
+}
+
+MPIGRAD_HANDLER(mpigrad_custom, custom,
+                MPIGRAD_BIND MPIGRAD_IN.RemainingArgs() MPIGRAD_OUT.RemainingRets() MPIGRAD_WHERE
+                    MPIGRAD_ATTR(id));

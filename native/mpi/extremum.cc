@@ -1,0 +1,59 @@
+// The maximum or minimum over ranks, and where it is this rank's own value.
+//
+// MPI's MAX and MIN lose a NaN or keep it, by which rank has it. Here it is in the result, as it is
+// in JAX's and NumPy's: a program that breaks down on one rank says so on all.
+#include "mpi/handler.h"
+
+namespace mpigrad {
+namespace {
+
+template <class T, bool largest>
+void combine(void* theirs, void* result, int* count, void*) {
+  const T* a = static_cast<const T*>(theirs);
+  T* b = static_cast<T*>(result);
+  for (int i = 0; i < *count; ++i) {
+    const bool better = largest ? a[i] > b[i] : a[i] < b[i], nan = a[i] != a[i];
+    b[i] = better | nan ? a[i] : b[i];
+  }
+}
+
+template <class T, bool largest>
+Handle operation() {
+  static const Handle made = [] {
+    Handle op;
+    call(runtime.mpi.Op_create, &combine<T, largest>, 1, static_cast<void*>(&op.value));
+    return op;
+  }();
+  return made;
+}
+
+template <class T>
+int reduce_and_compare(const Call& c, const Buffer& x, BufferOut& y, bool* own, bool largest) {
+  const T *sent = static_cast<const T*>(place(x)), *result = static_cast<const T*>(place(y));
+  bool known;
+  const int code =
+      call(runtime.mpi.Allreduce, static_cast<const void*>(sent), place(y),
+           static_cast<int>(x.element_count()),
+           arithmetic_type(static_cast<int>(x.element_type()), known),
+           largest ? operation<T, true>() : operation<T, false>(), c.comm.handle);
+  for (size_t i = 0; i < x.element_count(); ++i) own[i] = sent[i] == result[i];
+  return code;
+}
+
+ffi::Error extremum(Token, Buffer x, TokenOut, BufferOut y, ffi::Result<ffi::Buffer<ffi::PRED>> own,
+                    int64_t comm, int64_t site, int64_t op, int64_t root, int64_t largest) {
+  const Call c("allreduce", comm, site, x.size_bytes());
+  if (ffi::Error e = c.collective(x, {{"op", op}, {"root", root}}); e.failure()) return e;
+  advise_huge_pages(y->untyped_data(), y->size_bytes());
+  const auto run =
+      x.element_type() == ffi::F32 ? reduce_and_compare<float> : reduce_and_compare<double>;
+  return c.done(run(c, x, y, own->typed_data(), largest));
+}
+
+}  // namespace
+}  // namespace mpigrad
+
+MPIGRAD_HANDLER(mpigrad_extremum, extremum,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y
+                    .Ret<xla::ffi::Buffer<xla::ffi::PRED>>() MPIGRAD_WHERE
+                    MPIGRAD_ATTR(op) MPIGRAD_ATTR(root) MPIGRAD_ATTR(largest));

@@ -1,0 +1,227 @@
+// What all handlers share. A handler is one MPI operation between two tokens, which keep messages
+// in program order; it is a linear map whose transpose is another handler.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <climits>
+#include <cstring>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "ffi.h"
+#include "guard/guard.h"
+#include "guard/watch.h"
+#include "mpi/mpi_runtime.h"
+
+namespace mpigrad {
+
+namespace ffi = xla::ffi;
+
+using Token = ffi::Token;
+using TokenOut = ffi::Result<ffi::Token>;
+using Buffer = ffi::AnyBuffer;
+using BufferOut = ffi::Result<ffi::AnyBuffer>;
+using Integers = ffi::Span<const int64_t>;
+
+// Where an array is. XLA gives an empty one any address, also another array's, which MPICH refuses.
+inline char nowhere[2][8];
+inline void* place(const Buffer& x) { return x.size_bytes() ? x.untyped_data() : nowhere[0]; }
+inline void* place(BufferOut& y) { return y->size_bytes() ? y->untyped_data() : nowhere[1]; }
+
+// Data that only moves, as words of MPI: any dtype, bfloat16 and bool included.
+struct Words {
+  void* data;
+  int64_t count;
+  Handle type;
+  size_t width;
+  Words(void* data, size_t bytes, size_t element_bytes)
+      : data(data), width(element_bytes > 8 ? 8 : element_bytes ? element_bytes : 1) {
+    count = bytes / width;
+    type = word_type(width);
+  }
+  // By dtype, of empty arrays too: Open MPI chooses allgatherv's algorithm by the size of the type
+  // that is sent, and ranks that choose differently wait for each other for ever.
+  explicit Words(const Buffer& x)
+      : Words(place(x), x.size_bytes(), ffi::ByteWidth(x.element_type())) {}
+  explicit Words(BufferOut& y)
+      : Words(place(y), y->size_bytes(), ffi::ByteWidth(y->element_type())) {}
+};
+
+inline Layout layout_of(const Buffer& x) {
+  const auto dims = x.dimensions();
+  return {static_cast<int64_t>(x.element_type()), dims.begin(), static_cast<int64_t>(dims.size()),
+          static_cast<int64_t>(x.size_bytes())};
+}
+
+// A message to or from `peer`: the whole of x, or some of its rows.
+inline Mail mail(int64_t peer, int64_t tag, const Buffer& x, int64_t rows = -1) {
+  return {peer, tag, layout_of(x), rows};
+}
+
+// One operation under way: the watchdog sees it as long as this object lives. `peer` is the root,
+// the partner or -1; `bytes` is what this rank hands to MPI.
+//
+// Before it calls MPI a handler says what it is about to do, and gives up where that is refused:
+//     if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
+//     if (ffi::Error e = c.messages({mail(dest, tag, x)}, {}); e.failure()) return e;
+struct Call {
+  const char* operation;
+  const Communicator& comm;
+  int64_t slot, site;
+  mutable Post post;
+  mutable Watch watch;
+
+  // `space` is the slot of a communicator and, in the upper bits, of what derivative it is.
+  Call(const char* operation, int64_t space, int64_t site, int64_t bytes, int64_t peer = -1)
+      : operation(operation),
+        comm(communicator(space & 0xffff)),
+        slot(space & 0xffff),
+        site(site),
+        post(operation, slot, site),
+        watch(post.standing(), operation, slot, site, bytes, peer),
+        word_(space >> 16) {}
+
+  // The tag with which a message travels: derivatives of each kind have tags of their own, so that
+  // those of an inner gradient, say, are never taken for tangents.
+  int64_t tag(int64_t given) const {
+    const int64_t spaces = runtime.derivative_spaces;
+    return slot % 2 && spaces > 1 ? given * spaces + word_ : given;
+  }
+  // The tag that the program has given.
+  int64_t given_tag(int64_t tag) const {
+    return slot % 2 && tag >= 0 ? tag / runtime.derivative_spaces : tag;
+  }
+
+  // A collective operation without an array.
+  ffi::Error collective() const { return success_if(post.collective({})); }
+  // With these numbers alone.
+  ffi::Error collective_with(std::initializer_list<Term> terms) const {
+    return success_if(post.collective({{}, 0, terms}));
+  }
+  // With an array of the same shape and dtype on every rank, and these numbers.
+  ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms = {}) const {
+    return success_if(post.collective({layout_of(x), 0, terms}));
+  }
+  // With rows of its own on each rank, and counts that every rank gives alike.
+  ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms,
+                        Integers counts) const {
+    return success_if(post.collective({layout_of(x), 1, terms, kSameCounts, list(counts)}));
+  }
+  // With counts for, and from, each rank: what one sends is what the other receives.
+  ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms, Integers sends,
+                        Integers receives) const {
+    return success_if(
+        post.collective({layout_of(x), 1, terms, kPairCounts, list(sends), list(receives)}));
+  }
+  // Messages of which each meets its partner's: those sent, those received. A receive that names
+  // no source or no tag is to be followed by post.matched(its number, source, tag).
+  template <class Sends = std::initializer_list<Mail>,
+            class Receives = std::initializer_list<Mail>>
+  ffi::Error messages(const Sends& sends, const Receives& receives) const {
+    return success_if(post.messages({std::data(sends), std::size(sends)},
+                                {std::data(receives), std::size(receives)}));
+  }
+  // Messages that are posted here, and that another operation waits for.
+  ffi::Error posts(std::initializer_list<Mail> sends, std::initializer_list<Mail> receives) const {
+    return success_if(
+        post.post({std::data(sends), sends.size()}, {std::data(receives), receives.size()}));
+  }
+
+  ffi::Error fail(const std::string& what) const {
+    leave_unaccounted();
+    return ffi::Error(ffi::ErrorCode::kInternal,
+                      "mpigrad: rank " + std::to_string(comm.rank) + " of " +
+                          std::to_string(comm.size) + in_the_world(board.mine(), comm.rank) + ": " +
+                          operation + " at " + call_site(site) + ": " + what);
+  }
+  // Of what says in words what is wrong, or nothing.
+  ffi::Error done(const std::string& wrong) const {
+    if (wrong.empty()) return ffi::Error::Success();
+    if (wrong.rfind("mpigrad: ", 0)) return fail(wrong);
+    // A verdict is complete in itself, and the same on every rank.
+    leave_unaccounted();
+    return ffi::Error(ffi::ErrorCode::kInternal, wrong);
+  }
+  // Where a rank has another number in the job than in this communicator.
+  std::string in_the_world(const Slot& it, int64_t rank) const {
+    const int64_t world = get(it.world_rank);
+    return world == rank ? "" : " (rank " + std::to_string(world) + " of the job)";
+  }
+  std::string name_of(int64_t rank) const {
+    const Slot* owner;
+    return "rank " + std::to_string(rank) +
+           (member(slot, rank, &owner) ? in_the_world(*owner, rank) : "");
+  }
+  ffi::Error done(int code) const {
+    if (!code) return ffi::Error::Success();
+    const std::string text = error_text(code);
+    const bool truncated = text.find("runcated") != std::string::npos;
+    return fail(text + (truncated ? "; the ranks disagree about what is sent: MPIGRAD_GUARD=1 says "
+                                    "how, before it starts"
+                                  : ""));
+  }
+
+ private:
+  int64_t word_;
+  static List list(Integers x) { return {x.begin(), static_cast<int64_t>(x.size())}; }
+  ffi::Error success_if(bool allowed) const {
+    return allowed ? ffi::Error::Success() : done(post.refusal);
+  }
+};
+
+// Page-sized faults cost more than the message: ask for huge pages before the first touch.
+inline void advise_huge_pages(void* data, size_t bytes) {
+  constexpr uintptr_t page = 2u << 20;
+  if (bytes < 2 * page) return;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) & ~(page - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(page - 1);
+  if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
+inline std::string unexpected_length(int64_t got_words, int64_t expected_words, size_t width,
+                                     const std::string& sender) {
+  return sender + " sent " + std::to_string(got_words * width) +
+         " bytes where " + std::to_string(expected_words * width) +
+         " were expected; give the receiver the shape and dtype that the sender sends";
+}
+
+// After a receive: MPI accepts a shorter message silently, a wrong program does not deserve that.
+inline ffi::Error received(const Call& c, int code, Status& status, const Words& w, int source) {
+  if (code) {
+    const std::string text = error_text(code);
+    const bool truncated = text.find("TRUNC") != std::string::npos ||
+                           text.find("trunc") != std::string::npos;
+    const std::string sender = source < 0 ? "somebody" : c.name_of(source);
+    return c.fail(text + (truncated ? "; " + sender + " sent more than the " +
+                                          std::to_string(w.count * w.width) +
+                                          " bytes that were expected: give the receiver the shape "
+                                          "and dtype that the sender sends"
+                                    : ""));
+  }
+  int count = 0;
+  code = call(runtime.mpi.Get_count, static_cast<const void*>(status.bytes), w.type, &count);
+  if (code) return c.done(code);
+  if (count != w.count)
+    return c.fail(unexpected_length(count, w.count, w.width, c.name_of(source)) +
+                  (c.site < 0 ? ", and wait for messages of one rank and tag in the order of their "
+                                "posts"
+                              : ""));
+  return ffi::Error::Success();
+}
+
+}  // namespace mpigrad
+
+// How a handler is made known: MPIGRAD_HANDLER(symbol, function, binding).
+#define MPIGRAD_ATTR(name) .Attr<int64_t>(#name)
+#define MPIGRAD_ATTRS(name) .Attr<xla::ffi::Span<const int64_t>>(#name)
+#define MPIGRAD_BIND xla::ffi::Ffi::Bind()
+#define MPIGRAD_IN .Arg<xla::ffi::Token>()
+#define MPIGRAD_OUT .Ret<xla::ffi::Token>()
+#define MPIGRAD_X .Arg<xla::ffi::AnyBuffer>()
+#define MPIGRAD_Y .Ret<xla::ffi::AnyBuffer>()
+#define MPIGRAD_WHERE MPIGRAD_ATTR(comm) MPIGRAD_ATTR(site)
+#define MPIGRAD_HANDLER(symbol, function, binding)                                             \
+  extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* symbol(XLA_FFI_CallFrame*); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, mpigrad::function, binding)

@@ -1,0 +1,174 @@
+#include "mpi/messages.h"
+
+#include <algorithm>
+
+#include "guard/contracts.h"
+
+namespace mpigrad {
+namespace {
+
+constexpr int kProbes = 64;
+
+uint64_t hash(int64_t id, int64_t peer, int64_t tag) {
+  uint64_t h = static_cast<uint64_t>(id) * UINT64_C(0x9E3779B97F4A7C15);
+  h ^= static_cast<uint64_t>(peer) * UINT64_C(0xC2B2AE3D27D4EB4F);
+  h ^= static_cast<uint64_t>(tag) * UINT64_C(0x165667B19E3779F9);
+  return h ^ (h >> 29);
+}
+
+const Channel* find_channel(const Slot& s, int64_t id, int64_t peer, int64_t tag) {
+  const uint64_t h = hash(id, peer, tag);
+  for (int i = 0; i < kProbes; ++i) {
+    const Channel& c = s.channels[(h + i) % kChannels];
+    const int64_t found = get(c.id);
+    if (found == 0) return nullptr;
+    if (found == id && c.peer == peer && c.tag == tag) return &c;
+  }
+  return nullptr;
+}
+
+Channel* find_mine(int64_t id, int64_t peer, int64_t tag) {
+  Slot& mine = board.mine();
+  const uint64_t h = hash(id, peer, tag);
+  for (int i = 0; i < kProbes; ++i) {
+    Channel& c = mine.channels[(h + i) % kChannels];
+    const int64_t found = c.id.load(std::memory_order_relaxed);
+    if (found == id && c.peer == peer && c.tag == tag) return &c;
+    if (found == 0) {
+      c.peer = peer;
+      c.tag = tag;
+      put(c.id, id);
+      return &c;
+    }
+  }
+  put(mine.untracked, 1);
+  return nullptr;
+}
+
+const Message* find_message(const Slot& s, int64_t id, int64_t peer, int64_t tag,
+                            int64_t ordinal) {
+  for (const Message& m : s.message)
+    if (get(m.id) == id && m.part.peer == peer && m.part.tag == tag && m.part.ordinal == ordinal)
+      return &m;
+  return nullptr;
+}
+
+bool fits(const Part& a, const Part& b) {
+  return a.dtype == 0 || b.dtype == 0 ||
+         (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) && tree_fits(a.tree, b.tree));
+}
+
+// The oldest announced message from `source` to `rank` that is not received yet, or nullptr.
+const Message* next_message(const Slot& sender, int64_t source, const Slot& receiver, int64_t rank,
+                            int64_t id, int64_t tag) {
+  const int64_t all = get(sender.messages);
+  for (int64_t n = std::max<int64_t>(0, all - kMessages); n < all; ++n) {
+    const Message& m = sender.message[n % kMessages];
+    if (get(m.id) != id || m.part.peer != rank || (tag >= 0 && m.part.tag != tag)) continue;
+    const Channel* taken = find_channel(receiver, id, source, m.part.tag);
+    if (m.part.ordinal > (taken ? get(taken->received) : 0)) return &m;
+  }
+  return nullptr;
+}
+
+// Whether it is not known which message a receive of any tag or from anyone takes: announcements
+// have been overwritten, or a receive that was posted before takes one of them.
+bool uncertain(const Slot& sender, int64_t source, const Slot& receiver, int64_t rank, int64_t id,
+               int64_t tag) {
+  for (const Channel& c : sender.channels) {
+    if (get(c.id) != id || c.peer != rank || (tag >= 0 && c.tag != tag)) continue;
+    const Channel* taken = find_channel(receiver, id, source, c.tag);
+    const int64_t received = taken ? get(taken->received) : 0;
+    if (get(c.sent) > received &&
+        (get(sender.messages) > kMessages || (taken && get(taken->posted) > received)))
+      return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+// The two that were looked for last are those of a loop.
+Channel* my_channel(int64_t id, int64_t peer, int64_t tag) {
+  static int64_t recent[2] = {};
+  Channel* all = board.mine().channels;
+  for (const int64_t i : recent) {
+    Channel& c = all[i];
+    if (c.id.load(std::memory_order_relaxed) == id && c.peer == peer && c.tag == tag) return &c;
+  }
+  Channel* found = find_mine(id, peer, tag);
+  recent[1] = recent[0];
+  if (found) recent[0] = found - all;
+  return found;
+}
+
+Exchange::Exchange(int64_t slot)
+    : slot_(slot), id_(get(board.mine().entries[slot].id)), seen_(board.mine().entries[slot].size) {}
+
+bool Exchange::possible(int64_t rank) {
+  if (seen_[rank]) return true;  // in a circle all go together
+  seen_[rank] = true;
+  const Slot* s;
+  const Entry* e = member(slot_, rank, &s);
+  if (!e) return true;
+  const int64_t receives = get(e->open) ? 0 : std::min<int64_t>(get(s->receives), kParts);
+  for (int64_t i = 0; i < receives; ++i)
+    if (!(wild(s->receive[i]) ? any_available(rank, *s, s->receive[i])
+                              : available(rank, s->receive[i])))
+      return false;
+  for (int64_t i = 0; i < std::min<int64_t>(get(s->sends), kParts); ++i)
+    if (s->send[i].awaited && !expected(rank, s->send[i])) return false;
+  return true;
+}
+
+bool Exchange::waits(const Slot& s, const Part* parts, const Cell& count, int64_t peer,
+                     int64_t tag, int64_t ordinal) const {
+  if (get(s.state) != kInOperation || get(s.kind) != kMessagesOnly || !get(s.polling) ||
+      get(s.entries[get(s.entry)].id) != id_)
+    return false;
+  for (int64_t i = 0; i < std::min<int64_t>(get(count), kParts); ++i)
+    if (parts[i].peer == peer && parts[i].tag == tag && parts[i].ordinal == ordinal) return true;
+  return false;
+}
+
+bool Exchange::available(int64_t rank, const Part& p) {
+  const Slot* sender;
+  if (!member(slot_, p.peer, &sender) || get(sender->untracked)) return true;
+  const Channel* c = find_channel(*sender, id_, rank, p.tag);
+  if (!c || get(c->sent) < p.ordinal) return false;
+  const Message* m = find_message(*sender, id_, rank, p.tag, p.ordinal);
+  if (m && !fits(p, m->part)) return false;
+  return !waits(*sender, sender->send, sender->sends, rank, p.tag, p.ordinal) ||
+         possible(p.peer);
+}
+
+bool Exchange::any_available(int64_t rank, const Slot& receiver, const Part& p) {
+  for (int64_t source = 0; source < static_cast<int64_t>(seen_.size()); ++source) {
+    const Slot* sender;
+    if (p.peer >= 0 && p.peer != source) continue;
+    if (!member(slot_, source, &sender) || get(sender->untracked)) return true;
+    const Message* m = next_message(*sender, source, receiver, rank, id_, p.tag);
+    if (m && fits(p, m->part) &&
+        (!waits(*sender, sender->send, sender->sends, rank, m->part.tag, m->part.ordinal) ||
+         possible(source)))
+      return true;
+    if (uncertain(*sender, source, receiver, rank, id_, p.tag)) return true;
+  }
+  return false;
+}
+
+bool Exchange::expected(int64_t rank, const Part& p) {
+  const Slot* receiver;
+  const Entry* e = member(slot_, p.peer, &receiver);
+  if (!e || get(receiver->untracked) || get(e->open)) return true;
+  const Channel* c = find_channel(*receiver, id_, rank, p.tag);
+  if (c && get(c->posted) >= p.ordinal)
+    return !waits(*receiver, receiver->receive, receiver->receives, rank, p.tag, p.ordinal) ||
+           possible(p.peer);
+  if (get(receiver->kind) != kMessagesOnly || get(receiver->state) != kInOperation) return false;
+  for (int64_t i = 0; i < std::min<int64_t>(get(receiver->receives), kParts); ++i)
+    if (wild(receiver->receive[i])) return true;
+  return false;
+}
+
+}  // namespace mpigrad

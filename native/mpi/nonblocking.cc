@@ -1,0 +1,290 @@
+// Messages that are posted and waited for. A post hands back a ticket, a number that stands for the
+// request: as the flow of the program, derivatives included, carries it to its wait, the two always
+// find each other.
+#include "mpi/pending.h"
+
+namespace mpigrad {
+namespace {
+
+std::map<int, Pending> posted;
+
+int next_ticket() {
+  static int last = 0;
+  do {  // float32, which tickets travel in, has these integers exactly
+    last = last % 0xffffff + 1;
+  } while (posted.count(last));
+  return last;
+}
+
+// Every element holds the ticket: a batch is one message.
+int read(const Buffer& ticket) {
+  if (ticket.element_count() == 0) return 0;
+  return ticket.element_type() == ffi::S32 ? ticket.typed_data<int32_t>()[0]
+                                           : static_cast<int>(ticket.typed_data<float>()[0]);
+}
+
+void write(Buffer& ticket, int number) {
+  for (size_t i = 0; i < ticket.element_count(); ++i) {
+    if (ticket.element_type() == ffi::S32)
+      ticket.typed_data<int32_t>()[i] = number;
+    else
+      ticket.typed_data<float>()[i] = static_cast<float>(number);
+  }
+}
+
+// Receives from anyone that are under way: this sender's next message need not be theirs. Returns
+// whether there are any.
+bool follows(int64_t slot, int64_t peer, int64_t tag) {
+  bool any = false;
+  for (auto& [ticket, message] : posted) {
+    if (!message.from_anyone || message.slot != slot) continue;
+    message.since.insert({peer, tag});
+    any = true;
+  }
+  return any;
+}
+
+ffi::Error keep(const Call& c, int code, Pending&& message, BufferOut& ticket) {
+  if (code) return c.done(code);
+  static int64_t posts = 0;
+  message.order = ++posts;
+  const int number = next_ticket();
+  posted.emplace(number, std::move(message));
+  write(*ticket, number);
+  return ffi::Error::Success();
+}
+
+ffi::Error post_send(const Call& c, const Buffer& x, int64_t dest, int64_t tag, BufferOut& ticket) {
+  const Mail going = mail(dest, tag, x);
+  if (ffi::Error e = c.posts({going}, {}); e.failure()) return e;
+  const Parcel parcel(c, going, Words(x));
+  Pending message(c, dest, parcel.words);
+  message.tag = tag;
+  message.number = c.post.number_sent();
+  const int code = message.post_send(parcel.words, tag);
+  return keep(c, code, std::move(message), ticket);
+}
+
+ffi::Error isend(Token, Buffer x, TokenOut, BufferOut ticket, int64_t comm, int64_t site,
+                 int64_t dest, int64_t tag) {
+  const Call c("isend", comm, site, x.size_bytes(), dest);
+  return post_send(c, x, dest, c.tag(tag), ticket);
+}
+
+// To the sender of a message.
+ffi::Error isend_to(Token, Envelope envelope, Buffer x, TokenOut, BufferOut ticket, int64_t comm,
+                    int64_t site) {
+  const int32_t* partner = envelope.typed_data();
+  const Call c("isend", comm, site, x.size_bytes(), partner[0]);
+  return post_send(c, x, partner[0], c.tag(partner[1]), ticket);
+}
+
+// `source` and `tag` may be wildcards.
+ffi::Error irecv(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site, int64_t source,
+                 int64_t tag, int64_t bytes, int64_t element_bytes) {
+  const Call c("irecv", comm, site, 0, source);
+  tag = c.tag(tag);
+  if (ffi::Error e = c.posts({}, {{source, tag, {}}}); e.failure()) return e;
+  const size_t label = label_bytes(c.slot, bytes);
+  Pending message(c, source, Words(nullptr, label + bytes, label ? 1 : element_bytes));
+  std::memset(message.words.data, 0, label);
+  message.tag = tag;
+  message.number = c.post.number_received();
+  message.from_anyone = source != runtime.proc_null && (source < 0 || tag < 0);
+  if (message.from_anyone)
+    c.post.from_anyone(1);
+  else if (follows(c.slot, source, tag) && message.number)
+    message.number = -1;  // nobody knows which one it will be
+  const int code = message.post_receive(tag);
+  return keep(c, code, std::move(message), ticket);
+}
+
+// The tangent of a receive from anyone: nothing is under way, but receives are noted from now on.
+ffi::Error open(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site) {
+  const Call c("irecv", comm, site, 0);
+  if (ffi::Error e = c.posts({}, {}); e.failure()) return e;
+  Pending message(c, -1, Words(nullptr, 0, 1));
+  message.receives = message.from_anyone = true;
+  message.posted = false;
+  return keep(c, 0, std::move(message), ticket);
+}
+
+// The message of a ticket, which is used up; `error` tells why there is none.
+std::map<int, Pending>::node_type take(const Call& c, const Buffer& ticket, bool receives,
+                                       ffi::Error& error) {
+  auto found = posted.find(read(ticket));
+  if (found == posted.end() || found->second.receives != receives) {
+    error = c.fail(
+        "no message is pending for this request: it was waited for before, or never (so that its "
+        "adjoint was not posted), or it was posted outside the function that is differentiated "
+        "here; wait for each request once, in the function that posts it");
+    return {};
+  }
+  return posted.extract(found);
+}
+
+// A message that may not be waited for: MPI still has its memory.
+ffi::Error give_back(std::map<int, Pending>::node_type&& node, ffi::Error&& error) {
+  posted.insert(std::move(node));
+  return std::move(error);
+}
+
+// Adjoints go from the wait to the post: the last message to be posted is the first whose adjoint
+// its partner takes. Where the program has waited in another order, adjoints would be exchanged.
+ffi::Error in_turn(const Call& c, const Pending& message) {
+  has_ended(message.slot, message.peer, message.tag, message.receives, message.order);
+  if (c.site >= 0 || !message.overtaken) return ffi::Error::Success();
+  const std::string peer = std::to_string(message.peer), tag = std::to_string(c.given_tag(message.tag));
+  return c.fail("the program has posted two messages of this rank and rank " + peer + " with tag " +
+                tag + " in one order and completed them in the other, so that their adjoints may be "
+                "taken for each other; wait in the order of the posts (waitall does), before other "
+                "messages of this rank and tag are sent or received, or give each a tag of its own");
+}
+
+// Waits for a receive, which `mail` describes, and hands it over to y.
+ffi::Error finish(const Call& c, Pending& message, const Mail& mail, BufferOut& y,
+                  Status& status) {
+  const int64_t source = mail.peer;
+  const int code =
+      call(runtime.mpi.Wait, message.request.address(), static_cast<void*>(status.bytes));
+  const Words data(y);
+  const size_t bytes = data.count * data.width;
+  if (message.words.count * message.words.width != label_bytes(c.slot, bytes) + bytes)
+    return c.fail("the request was posted outside of the vmap that it is waited for in; post it "
+                  "and wait for it in the same function");
+  advise_huge_pages(data.data, bytes);
+  if (source == runtime.proc_null) {
+    std::memset(data.data, 0, bytes);
+    return ffi::Error::Success();
+  }
+  // A receive that fails need not say who has sent.
+  const int sender = source >= 0 ? source : code ? -1 : status_source(status);
+  if (sender == c.comm.rank) free_received_from_self();
+  return unpack(c, mail, code, status, sender, message.words, data);
+}
+
+// Completes a receive.
+ffi::Error arrive(Token, Buffer ticket, TokenOut, BufferOut y, int64_t comm, int64_t site,
+                  int64_t source) {
+  const Call c("wait", comm, site, 0, source);
+  ffi::Error error = ffi::Error::Success();
+  auto node = take(c, ticket, true, error);
+  if (node.empty()) return error;
+  Pending& message = node.mapped();
+  const Mail expected{source, message.tag, layout_of(*y), -1, message.number};
+  error = c.messages({}, {expected});
+  if (error.success()) error = in_turn(c, message);
+  if (error.failure()) return give_back(std::move(node), std::move(error));
+  Status status;
+  return finish(c, message, expected, y, status);
+}
+
+// Completes a receive from anyone, or of any tag.
+ffi::Error arrive_any(Token, Buffer ticket, TokenOut, BufferOut y, ffi::Result<Envelope> envelope,
+                      int64_t comm, int64_t site, int64_t source) {
+  const Call c("wait", comm, site, 0, source);
+  ffi::Error error = ffi::Error::Success();
+  auto node = take(c, ticket, true, error);
+  if (node.empty()) return error;
+  Pending& message = node.mapped();
+  // Where nothing was received meanwhile, it takes what a receive that begins now would take.
+  const bool certain = message.since.empty();
+  if (certain) c.post.from_anyone(-1);
+  const Mail expected{source, message.tag, layout_of(*y)};
+  error = c.messages({}, {expected});
+  if (error.failure()) {
+    if (certain) c.post.from_anyone(1);
+    return give_back(std::move(node), std::move(error));
+  }
+  Status status;
+  error = finish(c, message, expected, y, status);
+  if (error.failure()) return error;
+  const int sender = status_source(status), tag = status_tag(status);
+  c.post.matched(0, sender, tag);
+  if (!certain) c.post.from_anyone(-1);
+  has_ended(message.slot, sender, tag, true, message.order);
+  write(envelope, status);
+  return error;
+}
+
+// Receives a tangent from where its message has come.
+ffi::Error arrive_from(Token, Envelope envelope, Buffer ticket, TokenOut, BufferOut y,
+                       int64_t comm, int64_t site) {
+  const int64_t source = envelope.typed_data()[0];
+  const Call c("wait", comm, site, 0, source);
+  const int64_t tag = c.tag(envelope.typed_data()[1]);
+  ffi::Error error = ffi::Error::Success();
+  auto node = take(c, ticket, true, error);
+  if (node.empty()) return error;
+  const Pending& message = node.mapped();
+  if (message.since.count({source, tag}))
+    return c.fail("what a posted receive with a wildcard got was sent by rank " +
+                  std::to_string(source) + " with tag " + std::to_string(c.given_tag(tag)) +
+                  ", from where another derivative was received, or its receive posted, before this "
+                  "one was waited for: tangents would be taken for each other. Wait first, or give "
+                  "the messages different tags");
+  Status status;
+  return receive_mail(c, mail(source, tag, *y), Words(y), status, message.order);
+}
+
+// Completes a send.
+ffi::Error sent(Token, Buffer ticket, TokenOut, int64_t comm, int64_t site, int64_t dest) {
+  const Call c("wait", comm, site, 0, dest);
+  ffi::Error error = ffi::Error::Success();
+  auto node = take(c, ticket, false, error);
+  if (node.empty()) return error;
+  const Pending& message = node.mapped();
+  const Layout bytes{0, nullptr, 0, static_cast<int64_t>(message.words.count * message.words.width)};
+  error = c.messages({{message.peer, message.tag, bytes, -1, message.number}}, {});
+  if (error.success()) error = in_turn(c, message);
+  if (error.failure()) return give_back(std::move(node), std::move(error));
+  Status status;
+  return c.done(
+      call(runtime.mpi.Wait, node.mapped().request.address(), static_cast<void*>(status.bytes)));
+}
+
+}  // namespace
+
+void has_ended(int64_t slot, int64_t peer, int64_t tag, bool receives, int64_t order) {
+  if (posted.empty() || peer == runtime.proc_null) return;
+  for (auto& [ticket, message] : posted) {
+    if (message.slot != slot || message.receives != receives || message.order > order) continue;
+    if (message.from_anyone)
+      message.since.insert({peer, tag});
+    else if (message.peer == peer && message.tag == tag)
+      message.overtaken = true;
+  }
+}
+
+}  // namespace mpigrad
+
+// The requests that nobody has waited for, one a line: for the end of the process.
+MPIGRAD_EXPORT const char* mpigrad_forgotten_requests() {
+  static std::string text;
+  text.clear();
+  for (const auto& [ticket, message] : mpigrad::posted)
+    if (message.posted) text += std::string(message.operation) + " at " + mpigrad::call_site(message.site) + "\n";
+  return text.c_str();
+}
+
+MPIGRAD_HANDLER(mpigrad_isend, isend,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(dest) MPIGRAD_ATTR(tag));
+MPIGRAD_HANDLER(mpigrad_irecv, irecv,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE MPIGRAD_ATTR(source)
+                    MPIGRAD_ATTR(tag) MPIGRAD_ATTR(bytes) MPIGRAD_ATTR(element_bytes));
+MPIGRAD_HANDLER(mpigrad_arrive, arrive,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE
+                    MPIGRAD_ATTR(source));
+MPIGRAD_HANDLER(mpigrad_isend_to, isend_to,
+                MPIGRAD_BIND MPIGRAD_IN.Arg<mpigrad::Envelope>() MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y
+                    MPIGRAD_WHERE);
+MPIGRAD_HANDLER(mpigrad_open, open, MPIGRAD_BIND MPIGRAD_IN MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE);
+MPIGRAD_HANDLER(mpigrad_arrive_any, arrive_any,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y.Ret<mpigrad::Envelope>()
+                    MPIGRAD_WHERE MPIGRAD_ATTR(source));
+MPIGRAD_HANDLER(mpigrad_arrive_from, arrive_from,
+                MPIGRAD_BIND MPIGRAD_IN.Arg<mpigrad::Envelope>() MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y
+                    MPIGRAD_WHERE);
+MPIGRAD_HANDLER(mpigrad_sent, sent,
+                MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_WHERE MPIGRAD_ATTR(dest));

@@ -1,0 +1,71 @@
+// Messages under way: posted, with memory of their own, and not yet completed.
+#pragma once
+
+#include <list>
+#include <map>
+#include <memory>
+#include <set>
+#include <utility>
+
+#include "guard/labels.h"
+
+namespace mpigrad {
+
+struct Pending {
+  const char* operation;
+  int64_t slot, site, peer;
+  std::unique_ptr<char[]> memory;
+  Words words;
+  Request request;
+  bool receives = false;
+  int64_t tag = 0, number = 0;  // for the guard, when it is waited for
+  int64_t order = 0;            // in which they were posted
+  bool overtaken = false;       // by a message that was posted later, and ended before
+  bool from_anyone = false;     // or of any tag: nobody knows yet from whom it comes
+  bool posted = true;           // not so the tangent of such a message: it is received when awaited
+  // The senders and tags of what has been received, or posted, since this was.
+  std::set<std::pair<int64_t, int64_t>> since;
+
+  Pending(const Call& c, int64_t peer, const Words& like)
+      : operation(c.operation),
+        slot(c.slot),
+        site(c.site),
+        peer(peer),
+        memory(new char[like.count * like.width + 1]),
+        words(memory.get(), like.count * like.width, like.width) {}
+
+  int post_send(const Words& x, int64_t tag) {
+    advise_huge_pages(words.data, words.count * words.width);
+    std::memcpy(words.data, x.data, words.count * words.width);
+    return call(runtime.mpi.Isend, static_cast<const void*>(words.data),
+                static_cast<int>(words.count), words.type, static_cast<int>(peer),
+                static_cast<int>(tag), communicator(slot).handle, request.address());
+  }
+  int post_receive(int64_t tag) {
+    receives = true;
+    if (peer == runtime.proc_null) std::memset(words.data, 0, words.count * words.width);
+    return call(runtime.mpi.Irecv, words.data, static_cast<int>(words.count), words.type,
+                static_cast<int>(peer), static_cast<int>(tag), communicator(slot).handle,
+                request.address());
+  }
+};
+
+// A message with `peer` has ended: messages of the same kind that were posted before `order` and are
+// still under way have been overtaken.
+void has_ended(int64_t slot, int64_t peer, int64_t tag, bool receives, int64_t order = INT64_MAX);
+
+// From whom and with which tag a message came, or where it goes.
+using Envelope = ffi::Buffer<ffi::S32>;
+inline void write(ffi::Result<Envelope>& envelope, const Status& status) {
+  envelope->typed_data()[0] = status_source(status);
+  envelope->typed_data()[1] = status_tag(status);
+}
+
+// Receives y; `mail` may have wildcards.
+ffi::Error receive_mail(const Call& c, const Mail& mail, const Words& y, Status& status,
+                        int64_t order = INT64_MAX);
+
+// Give back the memory of messages to oneself that have been received.
+void free_received_from_self();
+
+}  // namespace mpigrad

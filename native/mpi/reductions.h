@@ -1,0 +1,12 @@
+#pragma once
+
+#include "ffi.h"
+#include "mpi/mpi_runtime.h"
+
+namespace mpigrad {
+
+constexpr int64_t kSum = 0;  // REDUCTIONS (native.py) begin with it
+
+Handle reduction(int64_t op, xla::ffi::DataType type);
+
+}  // namespace mpigrad

@@ -1,0 +1,160 @@
+#include "mpi/shared_sum.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "guard/guard.h"
+#include "mpi/mpi_runtime.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define MPIGRAD_WIDE __attribute__((target_clones("avx2", "default")))  // a tenth of the time
+#else
+#define MPIGRAD_WIDE
+#endif
+
+namespace mpigrad {
+namespace {
+
+// Everybody reads what everybody writes: what is longer, or among more ranks, is left to MPI
+// (docs/design.md, "Sums through shared memory").
+constexpr int kMembers = 4;
+constexpr size_t kLongest = 1 << 20;
+
+struct Group {
+  int size = 0;  // 0: its sums are MPI's
+  int rank = 0;
+  Shared* shared[kMembers];
+  Progress* progress[kMembers];
+};
+std::array<Group, kEntries> groups;
+int64_t last = 0;  // whose members may still read this rank's pieces
+
+bool crowded() {
+  static const bool more_ranks_than_cores =
+      get(board.header->ranks) > sysconf(_SC_NPROCESSORS_ONLN);
+  return more_ranks_than_cores;
+}
+
+// Waits until all members have come to `n`. MPI moves messages meanwhile: who is still to come may
+// need one of this rank's.
+void await(int64_t slot, Cell Progress::* which, int64_t n) {
+  const Group& g = groups[slot];
+  for (int i = 0; i < g.size; ++i)
+    for (int64_t turn = 1; get(g.progress[i]->*which) < n; ++turn) {
+      if (turn % (crowded() ? 8 : 128) == 0) {
+        move_messages(slot);
+        if (turn > 20000 || crowded()) sched_yield();
+      }
+#if defined(__x86_64__)
+      _mm_pause();
+#endif
+    }
+}
+
+// (For GCC's generic x86-64 __builtin_prefetch(p, 1) would be for reading; to old processors this
+// instruction is none.)
+inline void prefetch_for_writing(const void* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));
+#else
+  __builtin_prefetch(p, 1);
+#endif
+}
+
+// The lines that are written now were read by another core: asking for them early saves a third.
+MPIGRAD_WIDE void copy(char* to, const char* from, size_t bytes) {
+  constexpr size_t line = 64, ahead = 1024;
+  size_t i = 0;
+  for (; i + line <= bytes; i += line) {
+    prefetch_for_writing(to + i + ahead);
+    std::memcpy(to + i, from + i, line);
+  }
+  std::memcpy(to + i, from + i, bytes - i);
+}
+
+// The sum may be in the place of a summand.
+MPIGRAD_WIDE void add(const double* a, const double* b, double* sum, size_t n) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < n; ++i) sum[i] = a[i] + b[i];
+}
+MPIGRAD_WIDE void add(const float* a, const float* b, float* sum, size_t n) {
+#pragma GCC ivdep
+  for (size_t i = 0; i < n; ++i) sum[i] = a[i] + b[i];
+}
+
+template <class T>
+void add_all(int size, const char* const* summands, char* to, size_t bytes) {
+  const auto x = [&](int i) { return reinterpret_cast<const T*>(summands[i]); };
+  T* const sum = reinterpret_cast<T*>(to);
+  add(x(0), x(1), sum, bytes / sizeof(T));
+  for (int i = 2; i < size; ++i) add(sum, x(i), sum, bytes / sizeof(T));
+}
+
+}  // namespace
+
+bool shares_sums(int64_t slot, size_t bytes) {
+  const int size = groups[slot].size;
+  return size && bytes && bytes * (size - 1) <= kLongest;
+}
+
+std::string shared_sum(int64_t slot, const Summand& x) {
+  const Group& g = groups[slot];
+  Progress& mine = *g.progress[g.rank];
+  if (slot != last) {
+    await(last, &Progress::read, get(board.shared[board.index].progress[last].written));
+    last = slot;
+  }
+  for (size_t at = 0; at < x.bytes; at += kPiece) {
+    const size_t bytes = std::min(kPiece, x.bytes - at);
+    const int64_t n = mine.written.load(std::memory_order_relaxed) + 1;
+    // Who has written piece n - 1 has read n - 2, which was here.
+    const auto piece = [&](int i) { return g.shared[i]->piece[n % 2].data; };
+    const char* const own = static_cast<const char*>(x.data) + at;
+    copy(piece(g.rank), own, bytes);
+    put(mine.arrays[n % 2], x.kind());
+    put(mine.sequences[n % 2], get(board.mine().entries[slot].sequence));
+    put(mine.written, n);
+    await(slot, &Progress::written, n);
+    // All members look at all, and so find the same.
+    for (int i = 0; i < g.size; ++i)
+      if (get(g.progress[i]->arrays[n % 2]) != get(g.progress[0]->arrays[n % 2])) {
+        int64_t sequences[kMembers];
+        for (int k = 0; k < g.size; ++k) sequences[k] = get(g.progress[k]->sequences[n % 2]);
+        put(mine.read, n);
+        return disagreement(slot, sequences);
+      }
+    const char* summands[kMembers];
+    for (int i = 0; i < g.size; ++i) summands[i] = piece(i);
+    if (g.size == 2) summands[g.rank] = own;  // needed no more when the sum is written in its place
+    char* const sum = static_cast<char*>(x.sum) + at;
+    x.wide ? add_all<double>(g.size, summands, sum, bytes)
+           : add_all<float>(g.size, summands, sum, bytes);
+    put(mine.read, n);
+  }
+  return "";
+}
+
+}  // namespace mpigrad
+
+using namespace mpigrad;
+
+// After mpigrad_set_members: whether sums of this communicator go through shared memory, if they can.
+MPIGRAD_EXPORT void mpigrad_share_sums(int64_t slot, int wanted) {
+  const Communicator& comm = communicator(slot);
+  Group& g = groups[slot] = {};
+  if (!wanted || comm.size < 2 || comm.size > kMembers || !board.shared || !all_on_board(slot))
+    return;
+  for (int i = 0; i < comm.size; ++i) {
+    int64_t host_index, its_slot;
+    place(slot, i, host_index, its_slot);
+    g.shared[i] = &board.shared[host_index];
+    g.progress[i] = &g.shared[i]->progress[its_slot];
+  }
+  g.rank = comm.rank;
+  g.size = comm.size;
+}

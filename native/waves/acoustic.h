@@ -1,0 +1,446 @@
+// The acoustic wave equation, u_tt = c^2 (u_xx + u_yy + s), with Grote and Sim's absorbing layer;
+// reference.py writes the step out. The adjoint in the variable p = dt^2 c^2 v / later, where v is
+// the cotangent of the pressure and later = (1 + sigma dt/2) (1 + tau dt/2), is the same step, only
+// that the factors of phi and psi stand inside the derivative. What multiplies c^2 in a step (the history)
+// then gives the model's cotangent as the sum of p times it.
+#pragma once
+
+#include <limits>
+
+#include "waves/propagate.h"
+#include "waves/rim.h"
+
+namespace mpigrad::waves {
+
+template <class T, int R>
+class Acoustic {
+ public:
+  using Value = T;
+  static constexpr int kModels = 1, kFields = 3, kPhases = 1;
+  static constexpr bool kHistoryIsState = false;
+
+  struct Wave {
+    // Present and earlier pressure; what becomes the next one; phi, psi and their next values.
+    Field<T> w, u, phi, psi, next_phi, next_psi;
+  };
+
+  explicit Acoustic(const Setup& setup)
+      : setup_(setup),
+        tile_(setup.tile),
+        dt_(static_cast<T>(setup.dt)),
+        area_(static_cast<T>(1 / (setup.hx * setup.hy))) {
+    static constexpr double kSecond[2][3] = {{-2, 1, 0}, {-5. / 2, 4. / 3, -1. / 12}};
+    static constexpr double kFirst[2][3] = {{0, 1. / 2, 0}, {0, 2. / 3, -1. / 12}};
+    for (int k = 0; k <= R; ++k) {
+      xx_[k] = static_cast<T>(kSecond[R - 1][k] / (setup.hx * setup.hx));
+      yy_[k] = static_cast<T>(kSecond[R - 1][k] / (setup.hy * setup.hy));
+      x_[k] = static_cast<T>(kFirst[R - 1][k] / setup.hx);
+      y_[k] = static_cast<T>(kFirst[R - 1][k] / setup.hy);
+    }
+    for (int axis = 0; axis < 2; ++axis) {
+      const std::vector<double>& sigma = setup.profiles[axis];
+      // Where a neighbour's cells begin there is no damping.
+      damp_[axis].assign(sigma.size() + 2 * R, T(0));
+      keep_[axis].assign(sigma.size() + 2 * R, T(1));
+      gain_[axis].assign(sigma.size() + 2 * R, dt_);
+      for (size_t i = 0; i < sigma.size(); ++i) {
+        damp_[axis][i + R] = static_cast<T>(sigma[i]);
+        keep_[axis][i + R] = static_cast<T>(std::exp(-sigma[i] * setup.dt));
+        gain_[axis][i + R] = static_cast<T>(
+            sigma[i] > 0 ? -std::expm1(-sigma[i] * setup.dt) / sigma[i] : setup.dt);
+      }
+    }
+    for (int side = 0; side < kSides; ++side)
+      margin_[side] = tile_.layers[side] ? tile_.layers[side] + R : 0;
+    // Whole registers of 256 bits: what is left over of a row so short would cost as much.
+    for (int side : {2, 3}) margin_[side] = (margin_[side] + 7) / 8 * 8;
+    rim_ = Rim(tile_, margin_, R);
+    for (const Box& box : {Box{0, tile_.layers[0], 0, tile_.ny},
+                           Box{tile_.layers[0], tile_.nx - tile_.layers[1], 0, tile_.layers[2]},
+                           Box{tile_.layers[0], tile_.nx - tile_.layers[1],
+                               tile_.ny - tile_.layers[3], tile_.ny},
+                           Box{tile_.nx - tile_.layers[1], tile_.nx, 0, tile_.ny}})
+      layer_cells_ += std::max<int64_t>(0, box.i1 - box.i0) * std::max<int64_t>(0, box.j1 - box.j0);
+  }
+
+  // ---- the model ----
+
+  std::vector<double> extremes(const Arrays<const T>& models) const {
+    T least = std::numeric_limits<T>::infinity(), most = -least;
+    int bad = 0;
+    const T* velocity = models[0];
+#pragma omp simd reduction(min : least) reduction(max : most) reduction(| : bad)
+    for (int64_t i = 0; i < tile_.lx * tile_.ly; ++i) {
+      const T v = velocity[i];
+      bad |= !(v - v == 0);
+      least = v < least ? v : least;
+      most = v > most ? v : most;
+    }
+    return {-static_cast<double>(least), static_cast<double>(most), bad ? 1.0 : 0.0};
+  }
+
+  // numbers[0]: the largest stable step times the velocity.
+  std::string fault(const double* most) const {
+    const auto text = [](double x) {
+      char number[40];
+      std::snprintf(number, sizeof number, "%.6g", x);
+      return std::string(number);
+    };
+    if (most[2] > 0)
+      return "the velocity is NaN or infinite somewhere; look for a division by zero or an overflow "
+             "in what computes it";
+    if (-most[0] <= 0)
+      return "the velocity must be positive everywhere; its smallest value is " + text(-most[0]);
+    const double limit = setup_.numbers[0] / most[1];
+    if (setup_.dt > limit * (1 + 1e-6))
+      return "the time step " + text(setup_.dt) + " is not stable: the largest stable one is " +
+             text(limit) + " for velocities up to " + text(most[1]) +
+             "; take it, and more steps, or a coarser grid";
+    return "";
+  }
+
+  void load(const Arrays<const T>& models) {
+    velocity_ = models[0];
+    k_ = Field<T>(tile_);
+    sum_ = Field<T>(tile_);
+    sum_.clear();
+    each_cell([&](int64_t o, int64_t m) {
+      const T c = dt_ * velocity_[m];
+      k_[o] = c * c;
+    });
+  }
+
+  void load_tangents(const Arrays<const T>& tangents) {
+    each_cell([&](int64_t o, int64_t m) { sum_[o] = 2 * dt_ * dt_ * velocity_[m] * tangents[0][m]; });
+  }
+
+  void gradient(const Arrays<T>& models) const {
+    std::fill_n(models[0], tile_.lx * tile_.ly, T(0));
+    each_cell([&](int64_t o, int64_t m) { models[0][m] += 2 * sum_[o] / velocity_[m]; });
+  }
+
+  // ---- the state: the pressure, the one before, phi and psi in the layers ----
+
+  std::vector<int64_t> state_sizes() const {
+    return {tile_.nx * tile_.ny, tile_.nx * tile_.ny, 2 * layer_cells_};
+  }
+
+  Wave wave() const {
+    return {Field<T>(tile_), Field<T>(tile_), Field<T>(tile_),
+            Field<T>(tile_), Field<T>(tile_), Field<T>(tile_)};
+  }
+
+  void begin(Wave& wave, const Arrays<const T>& state, int64_t shot) const {
+    clear(wave);
+    if (state.empty()) return;
+    const std::vector<int64_t> sizes = state_sizes();
+    const T *w = state[0] + shot * sizes[0], *u = state[1] + shot * sizes[1];
+    for (int64_t i = 0; i < tile_.nx; ++i) {
+      std::memcpy(wave.w + tile_.at(i, 0), w + i * tile_.ny, tile_.ny * sizeof(T));
+      std::memcpy(wave.u + tile_.at(i, 0), u + i * tile_.ny, tile_.ny * sizeof(T));
+    }
+    const T* phi = state[2] + shot * sizes[2];
+    each_layer_cell([&](int64_t o, int64_t k) {
+      wave.phi[o] = phi[k];
+      wave.psi[o] = phi[layer_cells_ + k];
+    });
+  }
+
+  void end(const Wave& wave, const Arrays<T>& state, int64_t shot) const {
+    const std::vector<int64_t> sizes = state_sizes();
+    T *w = state[0] + shot * sizes[0], *u = state[1] + shot * sizes[1];
+    for (int64_t i = 0; i < tile_.nx; ++i) {
+      std::memcpy(w + i * tile_.ny, wave.w + tile_.at(i, 0), tile_.ny * sizeof(T));
+      std::memcpy(u + i * tile_.ny, wave.u + tile_.at(i, 0), tile_.ny * sizeof(T));
+    }
+    T* phi = state[2] + shot * sizes[2];
+    each_layer_cell([&](int64_t o, int64_t k) {
+      phi[k] = wave.phi[o];
+      phi[layer_cells_ + k] = wave.psi[o];
+    });
+  }
+
+  void begin_adjoint(Wave& wave, const Arrays<const T>& cotangents, int64_t shot) const {
+    begin(wave, cotangents, shot);
+    each_row([&](int64_t i, int64_t j) {
+      const int64_t o = tile_.at(i, j);
+      wave.w[o] *= k_[o] / later(i, j);
+      // In the first step back this is the cotangent of the pressure before.
+      wave.u[o] *= -k_[o] / earlier(i, j);
+    });
+    each_layer_cell([&](int64_t o, int64_t) {
+      wave.phi[o] = -wave.phi[o];
+      wave.psi[o] = -wave.psi[o];
+    });
+  }
+
+  void end_adjoint(Wave& wave, const Arrays<T>& cotangents, int64_t shot) const {
+    if (cotangents.empty()) return;
+    each_row([&](int64_t i, int64_t j) {
+      const int64_t o = tile_.at(i, j);
+      wave.w[o] *= later(i, j) / k_[o];
+      wave.u[o] *= -earlier(i, j) / k_[o];
+    });
+    each_layer_cell([&](int64_t o, int64_t) {
+      wave.phi[o] = -wave.phi[o];
+      wave.psi[o] = -wave.psi[o];
+    });
+    end(wave, cotangents, shot);
+  }
+
+  // ---- a step ----
+
+  int64_t history_size() const { return tile_.nx * tile_.stride; }
+
+  T* first(Wave&) const { return nullptr; }
+  int source_phase() const { return 0; }
+  void prepare(int, Mode mode, Wave& wave, T* history, T* rim) const {
+    if (mode != Mode::kReverse) return;
+    T* rest = transfer_boxes<true>(tile_, rim_.ring, static_cast<T*>(wave.u), rim);
+    transfer_boxes<true>(tile_, rim_.outside, history, rest);
+  }
+
+  void update(int, Mode mode, const Box& box, Wave& wave, T* history) const {
+    switch (mode) {
+      case Mode::kPlain: return rows<Mode::kPlain>(box, wave, history);
+      case Mode::kSave: return rows<Mode::kSave>(box, wave, history);
+      case Mode::kAdjoint: return rows<Mode::kAdjoint>(box, wave, history);
+      case Mode::kBorn: return rows<Mode::kBorn>(box, wave, history);
+      case Mode::kRim: return rows<Mode::kRim>(box, wave, history);
+      case Mode::kReverse: {
+        const Box part = rim_.part(box);
+        for (int64_t i = part.i0; i < part.i1; ++i)
+          inside<Mode::kReverse>(i, part.j0, part.j1, wave, history);
+      }
+    }
+  }
+
+  // ---- boundary saving: the pressure before, around the inside, and the history outside ----
+
+  int64_t rim_size() const { return rim_.ring_cells + rim_.outside_cells; }
+  void keep_before(const Wave& wave, T* rim) const {
+    transfer_boxes<false>(tile_, rim_.ring, static_cast<T*>(wave.u), rim);
+  }
+  void keep_after(T* history, T* rim) const {
+    transfer_boxes<false>(tile_, rim_.outside, history, rim + rim_.ring_cells);
+  }
+  // Backwards the pressure before is the next one.
+  void turn(Wave& wave) const { swap(wave.w, wave.u); }
+
+  // What neighbours need: the new pressure, phi across x and psi across y where layers run across
+  // a face.
+  void pieces(int, Mode, const Wave& wave, std::vector<Piece<T>>& list) const {
+    add_pieces(wave.u, wave.next_phi, wave.next_psi, list);
+  }
+  void all_pieces(const Wave& wave, std::vector<Piece<T>>& list) const {
+    add_pieces(wave.w, wave.phi, wave.psi, list);
+  }
+
+  void finish(int, Mode, Wave& wave) const {
+    swap(wave.w, wave.u);
+    swap(wave.phi, wave.next_phi);
+    swap(wave.psi, wave.next_psi);
+  }
+
+  void inject(int, Mode mode, const std::vector<PointTable::Entry>& entries, Wave& wave,
+              const T* values, int64_t step, T* history) const {
+    for (const auto& e : entries) {
+      if (mode == Mode::kReverse && !rim_.has(e.i, e.j)) continue;  // the rim has it
+      const T value = static_cast<T>(e.weight) * values[e.point * step];
+      const T source = mode == Mode::kAdjoint ? value : area_ * value;
+      wave.u[e.cell] += k_[e.cell] / later(e.i, e.j) * source;
+      if (mode == Mode::kSave || mode == Mode::kReverse ||
+          (mode == Mode::kRim && !rim_.has(e.i, e.j)))
+        history[e.cell] += source;
+    }
+  }
+
+  void sample(Mode mode, const PointTable::Shot& shot, const Wave& wave, T* values,
+              int64_t step) const {
+    const T factor = mode == Mode::kAdjoint ? area_ : T(1);
+    for (const auto* entries : {&shot.edges, &shot.middle})
+      for (const auto& e : *entries)
+        values[e.point * step] += factor * static_cast<T>(e.weight) * wave.w[e.cell];
+  }
+
+ private:
+  // The factors of the next pressure and of the one before in a step.
+  T later(int64_t i, int64_t j) const {
+    return (1 + damp_[0][i + R] * (dt_ / 2)) * (1 + damp_[1][j + R] * (dt_ / 2));
+  }
+  T earlier(int64_t i, int64_t j) const {
+    return (1 - damp_[0][i + R] * (dt_ / 2)) * (1 - damp_[1][j + R] * (dt_ / 2));
+  }
+
+  template <class F>
+  void each_row(const F& f) const {
+    for (int64_t i = 0; i < tile_.nx; ++i)
+      for (int64_t j = 0; j < tile_.ny; ++j) f(i, j);
+  }
+  // Each cell, and the nearest cell of the model.
+  template <class F>
+  void each_cell(const F& f) const {
+    for (int64_t i = 0; i < tile_.nx; ++i) {
+      const int64_t row = std::clamp<int64_t>(i - tile_.layers[0], 0, tile_.lx - 1) * tile_.ly;
+      int64_t j = 0;
+      for (; j < tile_.layers[2]; ++j) f(tile_.at(i, j), row);
+      for (int64_t m = 0; m < tile_.ly; ++m, ++j) f(tile_.at(i, j), row + m);
+      for (; j < tile_.ny; ++j) f(tile_.at(i, j), row + tile_.ly - 1);
+    }
+  }
+  // Each cell of the layers, with its number.
+  template <class F>
+  void each_layer_cell(const F& f) const {
+    int64_t k = 0;
+    for (int64_t i = 0; i < tile_.nx; ++i) {
+      const bool whole = i < tile_.layers[0] || i >= tile_.nx - tile_.layers[1];
+      const int64_t j0 = whole ? tile_.ny : tile_.layers[2];
+      for (int64_t j = 0; j < j0; ++j) f(tile_.at(i, j), k++);
+      for (int64_t j = whole ? tile_.ny : tile_.ny - tile_.layers[3]; j < tile_.ny; ++j)
+        f(tile_.at(i, j), k++);
+    }
+  }
+
+  void clear(Wave& wave) const {
+    wave.w.clear();
+    wave.u.clear();
+    // These are read in the layers and a little beyond only.
+    int64_t reach[kSides];
+    for (int side = 0; side < kSides; ++side) reach[side] = margin_[side] ? margin_[side] + R : 0;
+    for (T* f : {static_cast<T*>(wave.phi), static_cast<T*>(wave.psi),
+                 static_cast<T*>(wave.next_phi), static_cast<T*>(wave.next_psi)})
+      for (int64_t i = -R; i < tile_.nx + R; ++i) {
+        T* row = f + tile_.at(i, 0);
+        if (i < reach[0] || i >= tile_.nx - reach[1]) {
+          std::fill(row - R, row + tile_.ny + R, T(0));
+        } else {
+          std::fill(row - R, row + std::min(reach[2], tile_.ny), T(0));
+          std::fill(row + std::max<int64_t>(0, tile_.ny - reach[3]), row + tile_.ny + R, T(0));
+        }
+      }
+  }
+
+  void add_pieces(T* w, T* phi, T* psi, std::vector<Piece<T>>& list) const {
+    list.push_back({w, 0, 0, tile_.ny});
+    list.push_back({w, 1, 0, tile_.nx});
+    list.push_back({phi, 0, 0, tile_.layers[2]});
+    list.push_back({phi, 0, tile_.ny - tile_.layers[3], tile_.ny});
+    list.push_back({psi, 1, 0, tile_.layers[0]});
+    list.push_back({psi, 1, tile_.nx - tile_.layers[1], tile_.nx});
+  }
+
+  template <Mode M>
+  void rows(const Box& box, Wave& wave, T* history) const {
+    constexpr Mode kOutside = M == Mode::kRim ? Mode::kSave : M;
+    constexpr Mode kInside = M == Mode::kRim ? Mode::kPlain : M;
+    const int64_t left = std::clamp(margin_[2], box.j0, box.j1);
+    const int64_t right = std::clamp(tile_.ny - margin_[3], left, box.j1);
+    for (int64_t i = box.i0; i < box.i1; ++i) {
+      if (i < margin_[0] || i >= tile_.nx - margin_[1]) {
+        in_layer<kOutside>(i, box.j0, box.j1, wave, history);
+      } else {
+        if (box.j0 < left) in_layer<kOutside>(i, box.j0, left, wave, history);
+        inside<kInside>(i, left, right, wave, history);
+        if (right < box.j1) in_layer<kOutside>(i, right, box.j1, wave, history);
+      }
+    }
+    if (M == Mode::kSave) end_streams();
+  }
+
+  // Without damping.
+  template <Mode M>
+  void inside(int64_t i, int64_t j0, int64_t j1, Wave& wave, T* history) const {
+    const int64_t o = tile_.at(i, 0), stride = tile_.stride;
+    const T* __restrict__ w = wave.w + o;
+    T* __restrict__ u = wave.u + o;
+    const T* __restrict__ k = k_ + o;
+    T* __restrict__ h = history + (M == Mode::kPlain ? 0 : o);
+    T* __restrict__ sum = sum_ + o;
+    const T c0 = xx_[0] + yy_[0];
+    T cx[R + 1], cy[R + 1];
+    for (int n = 0; n <= R; ++n) cx[n] = xx_[n], cy[n] = yy_[n];
+    // The history of a step is not read before the adjoint comes: it goes past the caches.
+    constexpr int64_t kLine = M == Mode::kSave ? 512 : std::numeric_limits<int64_t>::max() / 2;
+    T line[M == Mode::kSave ? kLine : 1];
+    for (int64_t begin = j0; begin < j1; begin += kLine) {
+      const int64_t end = std::min(begin + kLine, j1);
+#pragma omp simd
+      for (int64_t j = begin; j < end; ++j) {
+        T drive = c0 * w[j];
+        for (int n = 1; n <= R; ++n)
+          drive += cx[n] * (w[j + n * stride] + w[j - n * stride]) + cy[n] * (w[j + n] + w[j - n]);
+        if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
+        T next = 2 * w[j] - u[j] + k[j] * drive;
+        if (M == Mode::kBorn) next += sum[j] * h[j];
+        if (M == Mode::kSave) line[j - begin] = drive;
+        if (M == Mode::kReverse) h[j] = drive;
+        u[j] = next;
+      }
+      if (M == Mode::kSave) stream(h + begin, line, end - begin);
+    }
+  }
+
+  template <Mode M>
+  void in_layer(int64_t i, int64_t j0, int64_t j1, Wave& wave, T* history) const {
+    const int64_t o = tile_.at(i, 0), stride = tile_.stride;
+    const T* __restrict__ w = wave.w + o;
+    T* __restrict__ u = wave.u + o;
+    const T* __restrict__ phi = wave.phi + o;
+    const T* __restrict__ psi = wave.psi + o;
+    T* __restrict__ next_phi = wave.next_phi + o;
+    T* __restrict__ next_psi = wave.next_psi + o;
+    const T* __restrict__ kk = k_ + o;
+    T* __restrict__ h = history + (M == Mode::kPlain ? 0 : o);
+    T* __restrict__ sum = sum_ + o;
+    const T* __restrict__ sx = damp_[0].data() + R + i;
+    const T* __restrict__ sy = damp_[1].data() + R;
+    const T* __restrict__ gx = gain_[0].data() + R + i;
+    const T* __restrict__ gy = gain_[1].data() + R;
+    const T* __restrict__ by = keep_[1].data() + R;
+    const T bx = keep_[0][R + i], s = sx[0], dt = dt_;
+    T cx[R + 1], cy[R + 1], dx[R + 1], dy[R + 1];
+    for (int n = 0; n <= R; ++n) cx[n] = xx_[n], cy[n] = yy_[n], dx[n] = x_[n], dy[n] = y_[n];
+    const T c0 = cx[0] + cy[0];
+#pragma omp simd
+    for (int64_t j = j0; j < j1; ++j) {
+      const T t = sy[j];
+      T drive = c0 * w[j], wx = 0, wy = 0;
+      for (int n = 1; n <= R; ++n) {
+        const int64_t m = n * stride;
+        drive += cx[n] * (w[j + m] + w[j - m]) + cy[n] * (w[j + n] + w[j - n]);
+        wx += dx[n] * (w[j + m] - w[j - m]);
+        wy += dy[n] * (w[j + n] - w[j - n]);
+        if (M == Mode::kAdjoint) {
+          drive += dx[n] * (gx[n] * (t - sx[n]) * phi[j + m] - gx[-n] * (t - sx[-n]) * phi[j - m]) +
+                   dy[n] * (gy[j + n] * (s - sy[j + n]) * psi[j + n] -
+                            gy[j - n] * (s - sy[j - n]) * psi[j - n]);
+        } else {
+          drive += dx[n] * (phi[j + m] - phi[j - m]) + dy[n] * (psi[j + n] - psi[j - n]);
+        }
+      }
+      const T p = s * (dt / 2), q = t * (dt / 2);
+      if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
+      T next = (2 - 2 * p * q) * w[j] - (1 - p) * (1 - q) * u[j] + kk[j] * drive;
+      if (M == Mode::kBorn) next += sum[j] * h[j];
+      if (M == Mode::kSave) h[j] = drive;
+      u[j] = next / ((1 + p) * (1 + q));
+      next_phi[j] = bx * phi[j] + (M == Mode::kAdjoint ? T(1) : gx[0] * (t - s)) * wx;
+      next_psi[j] = by[j] * psi[j] + (M == Mode::kAdjoint ? T(1) : gy[j] * (s - t)) * wy;
+    }
+  }
+
+  const Setup& setup_;
+  const Tile& tile_;
+  const T dt_, area_;
+  T xx_[R + 1], yy_[R + 1], x_[R + 1], y_[R + 1];
+  // Damping, what phi or psi keep of themselves in a step, what they gain; with a margin of R.
+  std::vector<T> damp_[2], keep_[2], gain_[2];
+  std::array<int64_t, kSides> margin_;  // where the layers act on the pressure
+  Rim rim_{tile_, {}, R};
+  int64_t layer_cells_ = 0;
+  const T* velocity_ = nullptr;
+  Field<T> k_;    // (dt c)^2
+  Field<T> sum_;  // k times the cotangent of k; in tangents: the tangent of k
+};
+
+}  // namespace mpigrad::waves

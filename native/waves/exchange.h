@@ -1,0 +1,107 @@
+// Halos from the neighbours across faces: one packed message each way, sent before the middle of the
+// tile is computed and awaited after.
+#pragma once
+
+#include "waves/memory.h"
+
+namespace mpigrad::waves {
+
+// The layers of a field that neighbours along `axis` (0: x) need, from `begin` to `end` along the
+// other axis.
+template <class T>
+struct Piece {
+  T* field;
+  int axis;
+  int64_t begin, end;
+};
+
+template <class T>
+class Exchange {
+ public:
+  // Messages have a space of their own: the one of derivatives, where programs receive nothing by
+  // wildcard.
+  Exchange(const Tile& tile, int64_t slot) : tile_(tile), comm_(communicator(slot | 1)) {}
+
+  int64_t bytes() const { return bytes_; }
+
+  int post(const std::vector<Piece<T>>& pieces) {
+    pieces_ = pieces;
+    for (int side = 0; side < kSides; ++side) {
+      if (tile_.neighbor[side] == kNobody) continue;
+      int64_t count = 0;
+      for (const auto& p : pieces_)
+        if (p.axis == side / 2) count += tile_.reach * (p.end - p.begin);
+      counts_[side] = count;
+      if (!count) continue;
+      if (static_cast<int64_t>(incoming_[side].size()) < count) {
+        incoming_[side].resize(count);
+        outgoing_[side].resize(count);
+      }
+      if (int code = call(runtime.mpi.Irecv, static_cast<void*>(incoming_[side].data()), words(side),
+                          word_type(sizeof(T)), tile_.neighbor[side], kTag, comm_.handle,
+                          receives_[side].address()))
+        return code;
+    }
+    for (int side = 0; side < kSides; ++side) {
+      if (tile_.neighbor[side] == kNobody || !counts_[side]) continue;
+      copy(side, true);
+      bytes_ += counts_[side] * sizeof(T);
+      if (int code = call(runtime.mpi.Isend, static_cast<const void*>(outgoing_[side].data()),
+                          words(side), word_type(sizeof(T)), tile_.neighbor[side], kTag,
+                          comm_.handle, sends_[side].address()))
+        return code;
+    }
+    return 0;
+  }
+
+  int wait() {
+    Status status;
+    for (int side = 0; side < kSides; ++side) {
+      if (tile_.neighbor[side] == kNobody || !counts_[side]) continue;
+      for (Request* request : {&receives_[side], &sends_[side]})
+        if (int code =
+                call(runtime.mpi.Wait, request->address(), static_cast<void*>(status.bytes)))
+          return code;
+      copy(side, false);
+    }
+    return 0;
+  }
+
+ private:
+  static constexpr int kTag = 511 * 64;  // where no derivative's message is: of word 0 (`communicator.py`)
+
+  int words(int side) const { return static_cast<int>(counts_[side]); }
+
+  // Packs the layers inside a side, or unpacks those beyond it.
+  void copy(int side, bool packs) {
+    const int64_t cells = side / 2 ? tile_.ny : tile_.nx;
+    const int64_t first = side % 2 ? (packs ? cells - tile_.reach : cells)
+                                   : (packs ? 0 : -tile_.reach);
+    T* buffer = packs ? outgoing_[side].data() : incoming_[side].data();
+    for (const auto& p : pieces_) {
+      if (p.axis != side / 2) continue;
+      const int64_t n = p.end - p.begin;
+      if (p.axis == 0) {
+        for (int64_t k = 0; k < tile_.reach; ++k, buffer += n) {
+          T* row = p.field + tile_.at(first + k, p.begin);
+          std::memcpy(packs ? buffer : row, packs ? row : buffer, n * sizeof(T));
+        }
+      } else {
+        for (int64_t i = p.begin; i < p.end; ++i, buffer += tile_.reach) {
+          T* cell = p.field + tile_.at(i, first);
+          std::memcpy(packs ? buffer : cell, packs ? cell : buffer, tile_.reach * sizeof(T));
+        }
+      }
+    }
+  }
+
+  const Tile& tile_;
+  const Communicator& comm_;
+  std::vector<Piece<T>> pieces_;
+  std::vector<T> incoming_[kSides], outgoing_[kSides];
+  int64_t counts_[kSides] = {};
+  Request receives_[kSides], sends_[kSides];
+  int64_t bytes_ = 0;
+};
+
+}  // namespace mpigrad::waves

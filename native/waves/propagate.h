@@ -1,0 +1,396 @@
+// The time loop of all waves, forward and backward: what it does is here, what a wave is in a
+// physics (acoustic.h is the model). A physics `P` with values of type P::Value offers
+//   kModels, kFields, kPhases         arrays of the model and of the state; parts of a step, after
+//                                     each of which neighbours exchange what `pieces` names
+//   extremes, fault                   numbers whose maxima over all ranks tell what is wrong with
+//                                     the model, or with the time step
+//   load(models), gradient(models)    the medium, and what the adjoint run has found for it
+//   Wave; begin, end                  from and to the arrays of the state, of state_sizes per shot
+//   begin_adjoint, end_adjoint        from and to the state's cotangents
+//   prepare(phase, mode, wave, ...)   what is to be done before a phase, on the whole tile; `before`
+//                                     is the history of the step before, first(wave) that of a
+//                                     step that would have left the wave as it began
+//   update(phase, mode, box, ...)     the fields in a box; `history` is that of the step, saved,
+//                                     read by the adjoint, or read by the tangent (kBorn)
+//   finish(phase, mode, wave)         when all boxes are done (new fields become the present ones)
+//   rim_size, keep_before, keep_after what boundary saving keeps of a step (kRim), before and after it
+//   turn(wave)                        a last state becomes one that is run backwards (kReverse, whose
+//                                     prepare takes what was kept in the place of `before`)
+//   kHistoryIsState                   whether the history of a step is part of the state after it
+//   inject, sample                    points: sources and receivers, which the adjoint exchanges;
+//                                     it reads the sources' cotangents before its source_phase
+// A step is: sample, then for each phase prepare, update (edges, middle), inject, exchange.
+#pragma once
+
+#include <cmath>
+#include <string>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "waves/exchange.h"
+#include "waves/history.h"
+
+namespace mpigrad::waves {
+
+enum class Mode { kPlain, kSave, kAdjoint, kBorn, kRim, kReverse };
+
+// Points and their values (points, steps) of a shot.
+template <class T>
+struct Values {
+  const PointTable* table = nullptr;
+  T* data = nullptr;  // of all shots
+  int64_t steps = 0;
+
+  T* at(int64_t shot, int64_t step) const { return data + shot * table->points * steps + step; }
+};
+
+template <class T>
+using Arrays = std::vector<T*>;
+
+// Splits rows among threads; one thread costs nothing.
+template <class F>
+void in_parallel(int64_t threads, const Box& box, const F& work) {
+#ifdef _OPENMP
+  if (threads > 1 && box.i1 - box.i0 >= threads) {
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    {
+      const int64_t n = omp_get_num_threads(), k = omp_get_thread_num(), rows = box.i1 - box.i0;
+      work(Box{box.i0 + rows * k / n, box.i0 + rows * (k + 1) / n, box.j0, box.j1});
+    }
+    return;
+  }
+#endif
+  (void)threads;
+  work(box);
+}
+
+template <class P>
+class Propagation {
+ public:
+  using T = typename P::Value;
+  using Wave = typename P::Wave;
+
+  Propagation(const Call& c, const Setup& setup)
+      : c_(c), setup_(setup), tile_(setup.tile), physics_(setup), exchange_(tile_, setup.slot) {}
+
+  int64_t bytes() const { return exchange_.bytes(); }
+
+  // All ranks begin alike, or none does. `available`: whether this rank has what a gradient needs.
+  ffi::Error start(const Arrays<const T>& models, bool& available) {
+    std::vector<double> numbers = physics_.extremes(models);
+    const size_t n = numbers.size();
+    const int64_t fit = setup_.memory / static_cast<int64_t>(history_bytes());
+    const double print = 2.0 * static_cast<double>(setup_.fingerprint) + (sizeof(T) == 8);
+    numbers.insert(numbers.end(),
+                   {print, -print, -static_cast<double>(fit), available ? 0.0 : 1.0,
+                    static_cast<double>(checkpoint_size()) / physics_.history_size(),
+                    rims() && all_kept_bytes() > setup_.memory ? 1.0 : 0.0});
+    std::vector<double> most(numbers.size());
+    bool known;
+    if (int code = call(runtime.mpi.Allreduce, static_cast<const void*>(numbers.data()),
+                        static_cast<void*>(most.data()), static_cast<int>(most.size()),
+                        arithmetic_type(kDouble, known), reduction(kMax), c_.comm.handle))
+      return c_.done(code);
+    if (most[n] != -most[n + 1])
+      return c_.fail(
+          "the ranks disagree about the run: give the same dtype, time step, number of steps, survey "
+          "and settings on every rank");
+    const std::string fault = physics_.fault(most.data());
+    if (!fault.empty()) return c_.fail(fault);
+    choose_chunks(-most[n + 2], most[n + 4]);
+    if (rims()) chunks_.keeps = most[n + 5] == 0;  // else one shot at a time, computed again
+    available = most[n + 3] == 0;
+    physics_.load(models);
+    return ffi::Error::Success();
+  }
+
+  // `state` is empty for waves at rest. With `save` the ticket of what is kept, else 0.
+  int forward(const Arrays<const T>& state, const Values<T>& sources, const Values<T>& receivers,
+              const Arrays<T>& last, bool save, int32_t& ticket) {
+    const bool keeps = save && chunks_.keeps;
+    T* kept = nullptr;
+    ticket = 0;
+    if (keeps) {
+      Kept& k = store.keep(setup_.number, all_kept_bytes(), setup_.memory);
+      ticket = k.ticket;
+      kept = static_cast<T*>(k.memory.data());
+    }
+    Wave wave = physics_.wave();
+    for (int64_t shot = 0; shot < setup_.shots; ++shot) {
+      physics_.begin(wave, state, shot);
+      if (int code = exchange_all(wave)) return code;
+      T* mine = kept ? kept + shot * kept_size() : nullptr;
+      if (mine && rims()) {
+        if (int code = forward_with_rims(wave, shot, sources, mine, &receivers)) return code;
+        physics_.end(wave, last, shot);
+        continue;
+      }
+      for (int64_t n = 0; n < setup_.steps; ++n) {
+        if (mine && !chunks_.whole() && n > 0 && n % chunks_.length == 0)
+          physics_.end(wave, checkpoint(mine, n / chunks_.length), 0);
+        physics_.sample(Mode::kPlain, receivers.table->of(shot), wave, receivers.at(shot, n),
+                        receivers.steps);
+        T* history = mine && chunks_.whole() ? mine + n * physics_.history_size() : nullptr;
+        if (int code = advance(wave, history ? Mode::kSave : Mode::kPlain, history, nullptr, shot,
+                               n, sources))
+          return code;
+      }
+      physics_.end(wave, last, shot);
+    }
+    return 0;
+  }
+
+  // The tangent of a run, beside the run itself.
+  int tangent(const Arrays<const T>& state, const Values<T>& sources,
+              const Arrays<const T>& model_tangents, const Arrays<const T>& state_tangents,
+              const Values<T>& source_tangents, const Values<T>& receivers,
+              const Arrays<T>& last) {
+    physics_.load_tangents(model_tangents);
+    Memory memory(2 * history_bytes());
+    Wave wave = physics_.wave(), moved = physics_.wave();
+    for (int64_t shot = 0; shot < setup_.shots; ++shot) {
+      physics_.begin(wave, state, shot);
+      physics_.begin(moved, state_tangents, shot);
+      if (int code = exchange_all(wave)) return code;
+      if (int code = exchange_all(moved)) return code;
+      for (int64_t n = 0; n < setup_.steps; ++n) {
+        physics_.sample(Mode::kPlain, receivers.table->of(shot), moved, receivers.at(shot, n),
+                        receivers.steps);
+        T* histories = static_cast<T*>(memory.data());
+        T* history = histories + n % 2 * physics_.history_size();
+        T* before = n ? histories + (n - 1) % 2 * physics_.history_size() : physics_.first(wave);
+        if (int code = advance(wave, Mode::kSave, history, nullptr, shot, n, sources)) return code;
+        if (int code = advance(moved, Mode::kBorn, history, before, shot, n, source_tangents))
+          return code;
+      }
+      physics_.end(moved, last, shot);
+    }
+    return 0;
+  }
+
+  // The cotangents of models, sources and first states. `kept` is what the forward run has left on
+  // all ranks, or nullptr.
+  int adjoint(const Arrays<const T>& state, const Values<T>& sources, Kept* kept,
+              const Values<T>& receiver_cotangents, const Arrays<const T>& last_cotangents,
+              const Arrays<T>& models, const Values<T>& source_cotangents,
+              const Arrays<T>& first_cotangents) {
+    if (kept) kept->used = true;
+    if (rims())
+      return adjoint_with_rims(state, sources, kept, receiver_cotangents, last_cotangents, models,
+                               source_cotangents, first_cotangents);
+    const int64_t length = std::min(chunks_.length, setup_.steps);
+    const bool ready = kept && chunks_.whole();
+    Memory states, memory;
+    if (!kept && !chunks_.whole())
+      states = Memory((chunks_.count() - 1) * checkpoint_size() * sizeof(T));
+    if (!ready) memory = Memory(length * physics_.history_size() * sizeof(T));
+    Wave wave = physics_.wave();
+    Wave back = physics_.wave();
+    for (int64_t shot = 0; shot < setup_.shots; ++shot) {
+      T* histories = static_cast<T*>(memory.data());
+      T* checkpoints = static_cast<T*>(states.data());
+      if (kept) {
+        T* mine = static_cast<T*>(kept->memory.data()) + shot * kept_size();
+        (ready ? histories : checkpoints) = mine;
+      }
+      if (!kept && !chunks_.whole()) {
+        physics_.begin(wave, state, shot);
+        if (int code = exchange_all(wave)) return code;
+        for (int64_t n = 0; n < (chunks_.count() - 1) * length; ++n) {
+          if (int code = advance(wave, Mode::kPlain, nullptr, nullptr, shot, n, sources))
+            return code;
+          if ((n + 1) % length == 0)
+            physics_.end(wave, checkpoint(checkpoints, (n + 1) / length), 0);
+        }
+      }
+      physics_.begin_adjoint(back, last_cotangents, shot);
+      if (int code = exchange_all(back)) return code;
+      for (int64_t chunk = chunks_.count() - 1; chunk >= 0; --chunk) {
+        const int64_t first = chunk * length, end = std::min(first + length, setup_.steps);
+        if (chunk == 0) {
+          physics_.begin(wave, state, shot);
+        } else {
+          const Arrays<T> fields = checkpoint(checkpoints, chunk);
+          physics_.begin(wave, {fields.begin(), fields.end()}, 0);
+        }
+        if (!ready) {
+          if (int code = exchange_all(wave)) return code;
+          for (int64_t n = first; n < end; ++n)
+            if (int code = advance(wave, Mode::kSave,
+                                   histories + (n - first) * physics_.history_size(), nullptr,
+                                   shot, n, sources))
+              return code;
+        }
+        for (int64_t n = end - 1; n >= first; --n) {
+          T* history = histories + (n - first) * physics_.history_size();
+          T* before = n > first ? history - physics_.history_size() : physics_.first(wave);
+          if (int code = advance(back, Mode::kAdjoint, history, before, shot, n,
+                                 receiver_cotangents, &source_cotangents))
+            return code;
+        }
+      }
+      physics_.end_adjoint(back, first_cotangents, shot);
+    }
+    physics_.gradient(models);
+    return 0;
+  }
+
+ private:
+  static constexpr int kDouble = 12;  // XLA's number
+  static constexpr int kMax = 2;      // mpigrad.runtime.native.REDUCTIONS
+
+  // ---- boundary saving ----
+
+  bool rims() const { return setup_.checkpoints == kRims; }
+
+  // From a wave that has begun; `mine` gets the rims of all steps, and the last state.
+  int forward_with_rims(Wave& wave, int64_t shot, const Values<T>& sources, T* mine,
+                        const Values<T>* receivers) {
+    Memory memory;
+    if (!P::kHistoryIsState) memory = Memory(history_bytes());
+    T* history = static_cast<T*>(memory.data());
+    for (int64_t n = 0; n < setup_.steps; ++n) {
+      if (receivers)
+        physics_.sample(Mode::kPlain, receivers->table->of(shot), wave, receivers->at(shot, n),
+                        receivers->steps);
+      T* rim = mine + n * physics_.rim_size();
+      physics_.keep_before(wave, rim);
+      if (int code = advance(wave, Mode::kRim, history, nullptr, shot, n, sources)) return code;
+      physics_.keep_after(history, rim);
+    }
+    physics_.end(wave, checkpoint(mine + setup_.steps * physics_.rim_size(), 1), 0);
+    return 0;
+  }
+
+  int adjoint_with_rims(const Arrays<const T>& state, const Values<T>& sources, Kept* kept,
+                        const Values<T>& receiver_cotangents,
+                        const Arrays<const T>& last_cotangents, const Arrays<T>& models,
+                        const Values<T>& source_cotangents, const Arrays<T>& first_cotangents) {
+    Memory again, memory(2 * history_bytes());
+    if (!kept) again = Memory(kept_size() * sizeof(T));
+    Wave wave = physics_.wave(), back = physics_.wave();
+    for (int64_t shot = 0; shot < setup_.shots; ++shot) {
+      T* mine = static_cast<T*>(again.data());
+      if (kept) {
+        mine = static_cast<T*>(kept->memory.data()) + shot * kept_size();
+      } else {
+        physics_.begin(wave, state, shot);
+        if (int code = exchange_all(wave)) return code;
+        if (int code = forward_with_rims(wave, shot, sources, mine, nullptr)) return code;
+      }
+      const Arrays<T> last = checkpoint(mine + setup_.steps * physics_.rim_size(), 1);
+      physics_.begin(wave, {last.begin(), last.end()}, 0);
+      physics_.turn(wave);
+      if (int code = exchange_all(wave)) return code;
+      physics_.begin_adjoint(back, last_cotangents, shot);
+      if (int code = exchange_all(back)) return code;
+      T* after = physics_.first(wave);
+      for (int64_t n = setup_.steps - 1; n >= 0; --n) {
+        T* here = static_cast<T*>(memory.data()) + n % 2 * physics_.history_size();
+        if (int code = advance(wave, Mode::kReverse, here, mine + n * physics_.rim_size(), shot, n,
+                               sources))
+          return code;
+        if (int code = advance(back, Mode::kAdjoint, P::kHistoryIsState ? after : here, here, shot,
+                               n, receiver_cotangents, &source_cotangents))
+          return code;
+        after = here;
+      }
+      physics_.end_adjoint(back, first_cotangents, shot);
+    }
+    physics_.gradient(models);
+    return 0;
+  }
+
+  // The adjoint injects `values` at the receivers, and reads at the sources.
+  int advance(Wave& wave, Mode mode, T* history, T* before, int64_t shot, int64_t n,
+              const Values<T>& values, const Values<T>* reads = nullptr) {
+    const PointTable::Shot& points = values.table->of(shot);
+    const T* amounts = values.at(shot, n);
+    for (int phase = 0; phase < P::kPhases; ++phase) {
+      if (reads && phase == physics_.source_phase())
+        physics_.sample(mode, reads->table->of(shot), wave, reads->at(shot, n), reads->steps);
+      physics_.prepare(phase, mode, wave, history, before);
+      for (const Box& box : tile_.edges)
+        in_parallel(setup_.threads, box,
+                    [&](const Box& part) { physics_.update(phase, mode, part, wave, history); });
+      physics_.inject(phase, mode, points.edges, wave, amounts, values.steps, history);
+      pieces_.clear();
+      physics_.pieces(phase, mode, wave, pieces_);
+      if (int code = exchange_.post(pieces_)) return code;
+      in_parallel(setup_.threads, tile_.middle,
+                  [&](const Box& part) { physics_.update(phase, mode, part, wave, history); });
+      physics_.inject(phase, mode, points.middle, wave, amounts, values.steps, history);
+      if (int code = exchange_.wait()) return code;
+      c_.watch.moves();
+      physics_.finish(phase, mode, wave);
+    }
+    return 0;
+  }
+
+  // The halos of a wave that begins.
+  int exchange_all(Wave& wave) {
+    pieces_.clear();
+    physics_.all_pieces(wave, pieces_);
+    if (int code = exchange_.post(pieces_)) return code;
+    return exchange_.wait();
+  }
+
+  size_t history_bytes() const { return physics_.history_size() * sizeof(T); }
+
+  // Of one shot, in values.
+  int64_t kept_size() const {
+    if (rims()) return setup_.steps * physics_.rim_size() + checkpoint_size();
+    return chunks_.whole() ? setup_.steps * physics_.history_size()
+                           : (chunks_.count() - 1) * checkpoint_size();
+  }
+  int64_t all_kept_bytes() const {
+    return setup_.shots * kept_size() * static_cast<int64_t>(sizeof(T));
+  }
+  int64_t checkpoint_size() const {
+    int64_t total = 0;
+    for (int64_t size : physics_.state_sizes()) total += size;
+    return total;
+  }
+  // The arrays of the state at the beginning of a chunk.
+  Arrays<T> checkpoint(T* first, int64_t chunk) const {
+    Arrays<T> fields;
+    T* data = first + (chunk - 1) * checkpoint_size();
+    for (int64_t size : physics_.state_sizes()) {
+      fields.push_back(data);
+      data += size;
+    }
+    return fields;
+  }
+
+  // `fit`: how many steps' histories every rank has memory for; a state is as large as `fields`.
+  void choose_chunks(double fit, double fields) {
+    const double steps = static_cast<double>(setup_.steps), shots = static_cast<double>(setup_.shots);
+    chunks_ = {setup_.steps, setup_.steps, true};
+    if (setup_.checkpoints < 0) return;
+    if (setup_.checkpoints > 0) {
+      chunks_.length = std::min(setup_.checkpoints, setup_.steps);
+      return;
+    }
+    if (steps * shots <= fit) return;
+    // Least memory: as much for the checkpoints as for the history of a chunk.
+    const auto length = [&](double n) {
+      return std::clamp<int64_t>(std::llround(std::sqrt(fields * n)), 1, setup_.steps);
+    };
+    chunks_.length = length(steps * shots);
+    if (chunks_.length + fields * shots * (chunks_.count() - 1) <= fit) return;
+    chunks_.length = length(steps);  // nothing is kept: one shot at a time, computed again
+    chunks_.keeps = false;
+  }
+
+  const Call& c_;
+  const Setup& setup_;
+  const Tile& tile_;
+  P physics_;
+  Exchange<T> exchange_;
+  Chunks chunks_;
+  std::vector<Piece<T>> pieces_;
+};
+
+}  // namespace mpigrad::waves

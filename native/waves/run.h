@@ -1,0 +1,19 @@
+// A run of one physics as a handler sees it: operands in, the time loop, results out.
+#pragma once
+
+#include "mpi/handler.h"
+#include "waves/tile.h"
+
+namespace mpigrad::waves {
+
+using Arguments = ffi::RemainingArgs;
+using Results = ffi::RemainingRets;
+
+enum Kind { kForward, kTangent, kAdjoint };
+
+// Each in a file of its own: they take the most time of all to compile.
+using Run = ffi::Error(Kind kind, Call& c, const Setup& setup, Arguments& in, Results& out,
+                       bool rest, bool save);
+Run run_acoustic, run_elastic;
+
+}  // namespace mpigrad::waves

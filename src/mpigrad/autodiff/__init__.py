@@ -1,0 +1,1 @@
+"""Derivatives of programs with messages: transformations, custom rules, Jacobians and checks."""

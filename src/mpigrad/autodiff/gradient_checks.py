@@ -1,0 +1,233 @@
+"""Proofs of gradients over all ranks: the dot test and the Taylor test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.autodiff.transforms import Loss, jvp, value_and_grad, vjp
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.operations.checks import assert_replicated
+from mpigrad.operations.jit import jit
+
+__all__ = ["DotTest", "TaylorTest", "assert_replicated", "dot_test", "taylor_test"]
+
+
+@dataclass(frozen=True)
+class DotTest:
+    """⟨Fẋ, ȳ⟩ and ⟨ẋ, Fᵀȳ⟩ over all ranks, and their difference relative to the sums of sizes.
+
+    Complex numbers where something is complex.
+    """
+
+    forward: float | complex
+    reverse: float | complex
+    error: float
+
+
+@dataclass(frozen=True)
+class TaylorTest:
+    """Remainders of the Taylor expansion at steps halved again and again, and their rates.
+
+    `rates_with` should tend to 2, `rates_without` (the expansion without its gradient term) to 1.
+    """
+
+    steps: tuple[float, ...]
+    remainders_with: tuple[float, ...]
+    remainders_without: tuple[float, ...]
+    rates_with: tuple[float, ...]
+    rates_without: tuple[float, ...]
+
+
+def _random_like(tree: Any, generator: np.random.Generator) -> Any:
+    def one(leaf: Any) -> Any:
+        dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return np.zeros(shape, jax.dtypes.float0)
+        x = generator.standard_normal(shape)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            x = x + 1j * generator.standard_normal(shape)
+        return jnp.asarray(x, dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def _inner(a: Any, b: Any) -> complex:
+    """Bilinear, as JAX's transposition is: no conjugate."""
+    total = 0.0
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if np.asarray(x).dtype != jax.dtypes.float0:
+            wide = np.result_type(np.asarray(x).dtype, np.float64)
+            total += np.sum(np.asarray(x).astype(wide) * np.asarray(y).astype(wide))
+    return complex(total)
+
+
+def dot_test(
+    f: Callable[..., Any],
+    *primals: Any,
+    comm: Communicator | None = None,
+    seed: int = 0,
+    rtol: float | None = None,
+) -> DotTest:
+    """Check ⟨F ẋ, ȳ⟩ = ⟨ẋ, Fᵀ ȳ⟩ over the product of all ranks, F the derivative of `f`.
+
+    Tangents ẋ and cotangents ȳ are random and different on every rank.
+
+    Parameters
+    ----------
+    f
+        Function of arrays or pytrees, with messages; every rank calls `dot_test`.
+    primals
+        Where `f` is differentiated.
+    comm
+        The ranks over which the products are summed.
+    seed
+        Of the random numbers.
+    rtol
+        Largest relative difference; default 1e3 times the machine epsilon of the coarsest dtype.
+
+    Raises
+    ------
+    AssertionError
+        On every rank, with both products.
+    """
+    comm = resolve(comm)
+    generator = np.random.default_rng([seed, comm.rank])
+    tangents = tuple(_random_like(x, generator) for x in primals)
+    y, y_dot = jit(lambda x, x_dot: jvp(f, x, x_dot))(primals, tangents)
+    y_bar = _random_like(y, generator)
+    jax.block_until_ready(y_dot)
+    comm.mpi.Barrier()  # or a receive from anyone might take a message of the next run
+    x_bar = jit(lambda x, y_bar: vjp(f, *x)[1](y_bar))(primals, y_bar)
+    parts = (
+        _inner(y_dot, y_bar),
+        _inner(tangents, x_bar),
+        _inner(jax.tree.map(_absolute, y_dot), jax.tree.map(_absolute, y_bar)).real,
+        _inner(jax.tree.map(_absolute, tangents), jax.tree.map(_absolute, x_bar)).real,
+    )
+    everywhere = np.asarray(comm.mpi.allreduce(np.asarray(parts)))
+    forward, reverse = (complex(x) if x.imag else float(x.real) for x in everywhere[:2])
+    # Relative to the sum of absolute values: the products themselves may cancel.
+    scale = max(everywhere[2].real, everywhere[3].real)
+    error = abs(forward - reverse) / scale if scale > 0 else abs(forward - reverse)
+    limit = rtol
+    if limit is None:
+        floats = [
+            jnp.finfo(jnp.result_type(leaf)).eps
+            for leaf in jax.tree.leaves((primals, y))
+            if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        ]
+        local = 1e3 * float(max(floats, default=np.finfo(np.float64).eps))
+        limit = max(comm.mpi.allgather(local))
+    if not error <= limit:
+        raise AssertionError(
+            f"dot test failed: <F x', y'> = {forward}, <x', F^T y'> = {reverse}; they "
+            f"differ by {error:.2e} > {limit:.1e} of the sum of sizes, over {comm.size} ranks"
+        )
+    return DotTest(forward, reverse, float(error))
+
+
+def _absolute(x: Any) -> Any:
+    return x if np.asarray(x).dtype == jax.dtypes.float0 else jnp.abs(x)
+
+
+def taylor_test(
+    f: Callable[[Any], Any],
+    x: Any,
+    direction: Any = None,
+    *,
+    loss: Loss = "share",
+    replicated: bool = False,
+    comm: Communicator | None = None,
+    step: float = 1e-2,
+    halvings: int = 4,
+    seed: int = 0,
+) -> TaylorTest:
+    """Check the gradient of an objective over all ranks by the order of its Taylor remainders.
+
+    |f(x + h v) − f(x)| falls like h, |f(x + h v) − f(x) − h ⟨∇f, v⟩| like h².
+
+    Parameters
+    ----------
+    f
+        Objective of one array or pytree; its shares are summed, or its replicated value is taken
+        once (`loss`, as in `value_and_grad`).
+    x
+        Point of expansion, each rank's own, or the same on all ranks (`replicated`).
+    direction
+        v; default: random, on the scale of `x`.
+    step
+        The largest h; it is halved `halvings` times.
+
+    Raises
+    ------
+    AssertionError
+        On every rank, unless the last rates are within 0.2 of 2 and of 1. A remainder that is
+        mere rounding (an objective that is linear along v) passes.
+    """
+    comm = resolve(comm)
+    if direction is None:
+        generator = np.random.default_rng([seed, 0 if replicated else comm.rank])
+        direction = _random_like(x, generator)
+    value_and_gradient = value_and_grad(
+        f, loss=loss, replicated=(0,) if replicated else (), comm=comm
+    )
+
+    def global_value(h: float) -> float:
+        moved = jax.tree.map(lambda a, v: a + jnp.asarray(h, jnp.result_type(a)) * v, x, direction)
+        value = f(moved)
+        return float(value) if loss == "replicated" else comm.mpi.allreduce(float(value))
+
+    value, gradient = value_and_gradient(x)
+    slope = _inner(gradient, direction).real
+    if not replicated:
+        slope = comm.mpi.allreduce(slope)
+    base = float(value)
+    steps = [step * 0.5**k for k in range(halvings + 1)]
+    changes = [global_value(h) - base for h in steps]
+    without = [abs(c) for c in changes]
+    with_gradient = [abs(c - h * slope) for h, c in zip(steps, changes, strict=True)]
+    result = TaylorTest(
+        tuple(steps),
+        tuple(with_gradient),
+        tuple(without),
+        _rates(with_gradient),
+        _rates(without),
+    )
+    eps = max(
+        (
+            float(jnp.finfo(jnp.result_type(leaf)).eps)
+            for leaf in jax.tree.leaves(x)
+            if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+        ),
+        default=float(np.finfo(np.float64).eps),
+    )
+    rounding = 1e3 * eps * max(abs(base), abs(slope) * step)
+    good = with_gradient[-1] <= rounding or abs(result.rates_with[-1] - 2) < 0.2
+    # Where the slope vanishes along v, the plain remainder is of second order, too.
+    good &= without[-1] <= rounding or result.rates_without[-1] > 0.8
+    if not comm.mpi.allreduce(int(not good)) == 0:
+        raise AssertionError(
+            f"Taylor test failed over {comm.size} ranks: rates with the gradient "
+            f"{_short(result.rates_with)} (expected 2), without {_short(result.rates_without)} "
+            f"(expected 1); value {base:.6g}, slope {slope:.6g}, remainders "
+            f"{_short(with_gradient)}"
+        )
+    return result
+
+
+def _rates(remainders: list[float]) -> tuple[float, ...]:
+    return tuple(
+        float(np.log2(a / b)) if a > 0 and b > 0 else float("inf")
+        for a, b in itertools.pairwise(remainders)
+    )
+
+
+def _short(numbers: Any) -> str:
+    return "[" + ", ".join(f"{n:.3g}" for n in numbers) + "]"

@@ -1,0 +1,227 @@
+"""Jacobians of the one function on the product space of the ranks' arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.autodiff.transforms import vjp, vmap
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.operations.carrier import CARRIER, no_messages, with_carrier
+from mpigrad.operations.checks import assert_replicated
+from mpigrad.operations.collectives import bcast, gather
+
+__all__ = ["jacobian"]
+
+_ZERO = np.float32(0)
+Mode = Literal["forward", "reverse"]
+_LOCAL = (
+    "jacobian(local=True) is for functions without messages, of arguments that are the same on all "
+    "ranks; leave `local` out for the Jacobian over all ranks"
+)
+
+
+def jacobian(
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    mode: Mode = "forward",
+    *,
+    local: bool = False,
+    comm: Communicator | None = None,
+) -> Callable[..., Any]:
+    """A function that gives the Jacobian of `f` over all ranks: each result by each argument.
+
+    Parameters
+    ----------
+    f
+        Function of arrays or pytrees of real floats that returns such; every rank calls it, with
+        arguments and results of the same shapes.
+    argnums
+        Arguments to differentiate by.
+    mode
+        "forward": all columns at once (cheaper where the arguments of all ranks are fewer numbers
+        than the results), "reverse": all rows. The result is the same.
+    local
+        `f` has no messages, and its arguments are the same on all ranks (which MPIGRAD_GUARD=1
+        checks): its columns, or rows, are shared out over the ranks and gathered, so that the
+        Jacobian of a serial function is computed in parallel.
+    comm
+        The ranks whose arguments and results count.
+
+    Returns
+    -------
+    A function like `f`. On rank s it returns, for each result y and each argument x (a pytree as of
+    `jax.jacobian`), an array of shape (number of ranks, *y.shape, *x.shape): in [r] stands the
+    derivative of rank s's result by rank r's argument. With `local`, what `jax.jacobian` returns,
+    of shape (*y.shape, *x.shape), on every rank.
+
+    Raises
+    ------
+    TypeError
+        Where arguments or results are not real floats.
+    jax.errors.JaxRuntimeError
+        On every rank, where shapes differ between ranks.
+
+    Notes
+    -----
+    `jax.jacfwd` and `jax.jacrev` seed the same entry on every rank at once: of a function with
+    messages they give sums over ranks, Σ_r ∂y_s/∂x_r (jacfwd) and Σ_s ∂y_s/∂x_r (jacrev).
+    """
+    if mode not in ("forward", "reverse"):
+        raise ValueError(f'jacobian: mode={mode!r}: it is "forward" or "reverse"')
+    over = _shared_out if local else _over_ranks
+    several = isinstance(argnums, Sequence)
+    numbers = argnums if several else (argnums,)
+
+    @functools.wraps(f)
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        group = resolve(comm)
+        try:
+            by = tuple(args[n] for n in numbers)
+        except IndexError:
+            raise ValueError(
+                f"jacobian: argnums={argnums}, but there are {len(args)} positional arguments"
+            ) from None
+        leaves, arguments = jax.tree.flatten(by if several else by[0])
+        leaves = [_real("argument", jnp.asarray(leaf)) for leaf in leaves]
+        results: Any = None
+
+        def flat(*values: Any) -> list[Any]:
+            nonlocal results
+            value = jax.tree.unflatten(arguments, values)
+            every = list(args)
+            for n, part in zip(numbers, value if several else (value,), strict=True):
+                every[n] = part
+            out, results = jax.tree.flatten(f(*every, **kwargs))
+            return [_real("result", jnp.asarray(y)) for y in out]
+
+        if local and os.environ.get("MPIGRAD_GUARD") == "1":
+            assert_replicated((args, kwargs), group, "an argument of jacobian(local=True)")
+        with no_messages(_LOCAL) if local else contextlib.nullcontext():
+            outs = jax.eval_shape(flat, *leaves)
+        shapes = [(x.shape, str(x.dtype)) for x in (*leaves, *outs)]
+        assert_replicated(
+            np.int32(zlib.crc32(repr(shapes).encode()) >> 1),
+            group,
+            "jacobian: the shape or dtype of an argument or result",
+            "Pad the shorter ones; entries that are not used have derivative zero.",
+        )
+        table = over(flat, leaves, outs, mode, group)
+        rows = [jax.tree.unflatten(arguments, row) for row in table]
+        return jax.tree.unflatten(results, rows)
+
+    return transformed
+
+
+def _real(what: str, x: Any) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"jacobian: {what} of dtype {x.dtype}: arguments and results are real floats; convert "
+            "them, or take mpigrad.jvp and vjp, which know integers and complex numbers"
+        )
+    return x
+
+
+def _count(arrays: Sequence[Any]) -> int:
+    return sum(math.prod(x.shape) for x in arrays)
+
+
+def _seeds(like: Sequence[Any], first: int, count: int) -> list[Any]:
+    """Rows first, ..., first + count - 1 of the identity (zeros where there are none), by leaf."""
+    offset, seeds = 0, []
+    chosen = jnp.arange(first, first + count)[:, None]
+    for x in like:
+        columns = jnp.arange(offset, offset + math.prod(x.shape))[None]
+        seeds.append((chosen == columns).astype(x.dtype).reshape(count, *x.shape))
+        offset += columns.size
+    return seeds
+
+
+def _cut(rows: Any, like: Sequence[Any], axis: int) -> list[Any]:
+    """`rows` along `axis`, in parts as long as the arrays of `like`."""
+    ends = np.cumsum([math.prod(x.shape) for x in like])[:-1]
+    return jnp.split(rows, [int(end) for end in ends], axis)
+
+
+def _columns(flat: Callable[..., Any], leaves: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
+    """Derivatives along a batch of seeds, of each result: shape (batch, *y.shape)."""
+
+    def push(a_dot: Any, *tangents: Any) -> Any:
+        return jax.jvp(with_carrier(flat), (_ZERO, *leaves), (a_dot, *tangents))[1]
+
+    # The tangents are batched on every rank, the carrier's too, but not the function itself.
+    return jax.vmap(push)(jnp.zeros(len(seeds[0]), CARRIER.dtype), *seeds)
+
+
+def _rows(flat: Callable[..., Any], leaves: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
+    """Cotangents of each argument, of a batch of seeds: shape (batch, *x.shape)."""
+    return vmap(lambda *cts: vjp(flat, *leaves)[1](list(cts)))(*seeds)
+
+
+def _over_ranks(
+    flat: Callable[..., Any], xs: Sequence[Any], ys: Sequence[Any], mode: Mode, comm: Communicator
+) -> list[list[Any]]:
+    """The table of blocks (ranks, *y.shape, *x.shape), by results and arguments."""
+    seeded = xs if mode == "forward" else ys
+    n, ranks = _count(seeded), comm.size
+    if not (n and _count(xs) and _count(ys)):
+        return [[jnp.zeros((ranks, *y.shape, *x.shape), y.dtype) for x in xs] for y in ys]
+    # Seed number (r, i) is entry i on rank r, and zero on the other ranks.
+    seeds = _seeds(seeded, -comm.rank * n, ranks * n)
+    if mode == "forward":
+        derivatives = _columns(flat, xs, seeds)
+        parts = [_cut(d.reshape(ranks, n, *d.shape[1:]), xs, 1) for d in derivatives]
+        return [
+            [
+                jnp.moveaxis(d, 1, -1).reshape(ranks, *y.shape, *x.shape)
+                for d, x in zip(row, xs, strict=True)
+            ]
+            for row, y in zip(parts, ys, strict=True)
+        ]
+    # Here stand this rank's columns; the rows of each rank are gathered there.
+    blocks = [d.reshape(ranks, n, *d.shape[1:]) for d in _rows(flat, xs, seeds)]
+    gathered = [gather([b[s] for b in blocks], s, comm) for s in range(ranks)]
+    parts = [_cut(d, ys, 1) for d in gathered[comm.rank]]
+    return [
+        [parts[i][j].reshape(ranks, *y.shape, *x.shape) for i, x in enumerate(xs)]
+        for j, y in enumerate(ys)
+    ]
+
+
+def _shared_out(
+    flat: Callable[..., Any], xs: Sequence[Any], ys: Sequence[Any], mode: Mode, comm: Communicator
+) -> list[list[Any]]:
+    """The table of (*y.shape, *x.shape), each rank computing its part of the columns or rows."""
+    seeded = xs if mode == "forward" else ys
+    n = _count(seeded)
+    if not (n and _count(xs) and _count(ys)):
+        return [[jnp.zeros((*y.shape, *x.shape), y.dtype) for x in xs] for y in ys]
+    share = -(-n // comm.size)
+    seeds = _seeds(seeded, comm.rank * share, share)
+    with no_messages(_LOCAL):
+        mine = (_columns if mode == "forward" else _rows)(flat, xs, seeds)
+    every = bcast(gather(list(mine), 0, comm), 0, comm)
+    every = [d.reshape(-1, *d.shape[2:])[:n] for d in every]
+    if mode == "forward":
+        parts = [_cut(d, xs, 0) for d in every]
+        return [
+            [
+                jnp.moveaxis(d, 0, -1).reshape(*y.shape, *x.shape)
+                for d, x in zip(row, xs, strict=True)
+            ]
+            for row, y in zip(parts, ys, strict=True)
+        ]
+    parts = [_cut(d, ys, 0) for d in every]
+    return [
+        [parts[i][j].reshape(*y.shape, *x.shape) for i, x in enumerate(xs)]
+        for j, y in enumerate(ys)
+    ]

@@ -1,0 +1,215 @@
+"""The board: what every rank of a host is doing, in memory that all of them see.
+
+Handlers write it (native/guard/board.h, whose layout is repeated here); the guard reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+__all__ = ["Board", "register", "share"]
+
+TEXT, NAME, DIMS, TERMS, COUNTS, PARTS = 160, 32, 8, 4, 32, 32
+SITES, ENTRIES, CHANNELS, MESSAGES, CONTRACTS, TREES = 4096, 1024, 1024, 128, 8, 1 << 18
+RANKS, FAULTS, FAULT_IDS, FAULT_TEXT = 512, 4, 8, 16384
+
+# States of a rank, and kinds of operation.
+ABSENT, IN_PYTHON, IN_OPERATION, ENDED, FAILED = range(5)
+UNKNOWN, COLLECTIVE, MESSAGES_ONLY = range(3)
+NO_COUNTS, SAME_COUNTS, PAIR_COUNTS = range(3)
+
+
+def _numbers(names: str, *arrays: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    return [*((name, "i8") for name in names.split()), *arrays]
+
+
+PART = np.dtype(_numbers("peer tag ordinal awaited counted dtype rank tree", ("dims", "i8", DIMS)))
+CONTRACT = np.dtype(
+    _numbers(
+        "sequence site dtype rank free_dims terms counts_kind counts tree",
+        ("dims", "i8", DIMS),
+        ("values", "i8", TERMS),
+        ("sends", "i8", COUNTS),
+        ("receives", "i8", COUNTS),
+        ("names", "S8", TERMS),
+        ("operation", f"S{NAME}"),
+        ("name", "i8"),
+    )
+)
+TOLD = np.dtype([("world_rank", "i8"), ("contract", CONTRACT), ("site", f"S{TEXT}")])
+ENTRY = np.dtype(_numbers("id rank size sequence open", ("contracts", CONTRACT, CONTRACTS)))
+CHANNEL = np.dtype(_numbers("id peer tag sent posted received"))
+MESSAGE = np.dtype(_numbers("id site", ("operation", f"S{NAME}"), ("part", PART)))
+SLOT = np.dtype(
+    _numbers(
+        "world_rank pid namespace entries_used sites_used state since_ns serial kind polling entry "
+        "site untracked unaccounted sends receives messages faults",
+        ("operation", f"S{NAME}"),
+        ("elsewhere_since_ns", "i8"),
+        ("elsewhere_site", "i8"),
+        ("elsewhere", f"S{NAME}"),
+        ("handling", f"S{TEXT}"),
+        ("line_ns", "i8"),
+        ("line", f"S{TEXT}"),
+        ("line_waits", "i8"),
+        ("send", PART, PARTS),
+        ("receive", PART, PARTS),
+        ("entries", ENTRY, ENTRIES),
+        ("channels", CHANNEL, CHANNELS),
+        ("message", MESSAGE, MESSAGES),
+        ("sites", f"S{TEXT}", SITES),
+        ("trees_used", "i8"),
+        ("tree_of", "i8", SITES),
+        ("trees", "u1", TREES),
+    )
+)
+FAULT = np.dtype([("serials", "i8", RANKS), ("ids", "i8", FAULT_IDS), ("text", f"S{FAULT_TEXT}")])
+HEADER = np.dtype(_numbers("ranks cause faults", ("fault", FAULT, FAULTS)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """The memory of this host's ranks; `slots[mine]` is this rank's."""
+
+    header: Any  # structured scalar array of HEADER
+    slots: Any  # (ranks on this host,) of SLOT
+    mine: int
+    ranks: tuple[int, ...]  # of the world, by slot
+    lock: int | None = None  # a file of which all ranks hold a descriptor; None: private
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone among this host's ranks."""
+        if self.lock is None:
+            yield
+            return
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self.lock, fcntl.LOCK_UN)
+
+    def claim(self) -> bool:
+        """Whether this rank is the first of its host to say why the job ends."""
+        with self.locked():
+            if int(self.header["cause"]) not in (0, self.mine + 1):
+                return False
+            self.header["cause"] = self.mine + 1
+            return True
+
+
+def view(address: int, dtype: np.dtype, count: int) -> Any:
+    memory: Any = (ctypes.c_char * (dtype.itemsize * count)).from_address(address)
+    return np.frombuffer(memory, dtype, count)
+
+
+def _declare(lib: ctypes.CDLL) -> None:
+    integer, pointer = ctypes.c_int64, ctypes.c_void_p
+    lib.mpigrad_header_bytes.restype = lib.mpigrad_slot_bytes.restype = integer
+    lib.mpigrad_board_bytes.restype = integer
+    lib.mpigrad_share_sums.argtypes = [integer, ctypes.c_int]
+    lib.mpigrad_map_board.restype = pointer
+    lib.mpigrad_map_board.argtypes = [ctypes.c_char_p, integer]
+    lib.mpigrad_use_board.restype = lib.mpigrad_slots.restype = pointer
+    lib.mpigrad_use_board.argtypes = [pointer, ctypes.c_int, ctypes.c_int, integer, integer]
+    lib.mpigrad_set_members.argtypes = [
+        integer, integer, ctypes.c_int, ctypes.c_int, pointer, pointer,
+    ]  # fmt: skip
+
+
+_host_indices: dict[int, int] = {}  # of world ranks on this host
+_numbers_of_communicators = itertools.count(1)
+
+
+def share(lib: ctypes.CDLL) -> Board:
+    """Make the board of this host (collective over all ranks). Nothing of it is left behind."""
+    _declare(lib)
+    if (lib.mpigrad_header_bytes(), lib.mpigrad_slot_bytes()) != (HEADER.itemsize, SLOT.itemsize):
+        raise ImportError(
+            "mpigrad: the native library belongs to another version; build it again (make setup)"
+        )
+    world = MPI.COMM_WORLD
+    memory, lock, host = None, None, [world.rank]
+    if world.size > 1:
+        near = world.Split_type(MPI.COMM_TYPE_SHARED)
+        try:
+            if near.size > 1:
+                memory, lock = _map(lib, near)
+            if memory is not None:
+                host = near.allgather(world.rank)
+        finally:
+            near.Free()
+    _host_indices.update((rank, index) for index, rank in enumerate(host))
+    mine = host.index(world.rank)
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    header = lib.mpigrad_use_board(memory, mine, len(host), world.rank, namespace)
+    return Board(
+        view(header, HEADER, 1).reshape(()),
+        view(lib.mpigrad_slots(), SLOT, len(host)),
+        mine,
+        tuple(host),
+        lock,
+    )
+
+
+def _map(lib: ctypes.CDLL, near: MPI.Comm) -> tuple[int | None, int | None]:
+    """Memory that the ranks of `near` share, and a descriptor for locking; None where impossible.
+
+    MPIGRAD_BOARD=0 does without, as between hosts.
+    """
+    size = lib.mpigrad_board_bytes(near.size)
+    path = ""
+    wanted = os.environ.get("MPIGRAD_BOARD", "1") != "0" and near.size <= RANKS
+    if near.rank == 0 and wanted:
+        path = _create(size)
+    path = near.bcast(path)
+    memory, lock = None, None
+    if path:
+        with contextlib.suppress(OSError):
+            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            memory = lib.mpigrad_map_board(path.encode(), size)
+    everybody = near.allreduce(int(memory is not None), MPI.MIN) == 1
+    if near.rank == 0 and path:
+        os.unlink(path)
+    return (memory, lock) if everybody else (None, None)
+
+
+def _create(size: int) -> str:
+    for directory in ("/dev/shm", tempfile.gettempdir()):
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(directory).free > size:
+                file, path = tempfile.mkstemp(prefix="mpigrad-", dir=directory)
+                os.truncate(file, size)  # pages that nobody touches take no memory
+                os.close(file)
+                return path
+    return ""
+
+
+def register(lib: ctypes.CDLL, slot: int, rank: int, gather: Any) -> None:
+    """Enter a new communicator of this rank; `gather` is an allgather over its members."""
+    # An MPI that knows GPUs is handed arrays that no processor reads.
+    on_gpu = os.environ.get("MPIGRAD_CUDA_AWARE") == "1"
+    wanted = os.environ.get("MPIGRAD_SHARED_MEMORY", "1") != "0" and not on_gpu
+    own = (MPI.COMM_WORLD.rank, slot, next(_numbers_of_communicators), wanted)
+    places: Sequence[tuple[int, int, int, bool]] = gather(own)
+    first = places[0]
+    identity = 1 + (first[0] << 32) + first[2]  # rank 0's number for it: the job has no other such
+    size = len(places)
+    array = ctypes.c_int * size
+    indices = array(*(_host_indices.get(p[0], -1) for p in places))
+    slots = array(*(p[1] for p in places))
+    _declare(lib)
+    lib.mpigrad_set_members(slot, identity, rank, size, indices, slots)
+    lib.mpigrad_share_sums(slot, all(p[3] for p in places))

@@ -1,0 +1,79 @@
+"""Applications that `mpigrad run` finds: entry points of the group `mpigrad.apps`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+from typing import Any
+
+__all__ = ["GROUP", "Application", "application", "application_names"]
+
+GROUP = "mpigrad.apps"
+
+
+@dataclasses.dataclass(frozen=True)
+class Application:
+    """A program that `mpigrad run NAME` starts on several ranks.
+
+    Attributes
+    ----------
+    summary
+        What it does, in a line.
+    settings
+        `module:Class`, a dataclass: its fields become the options, their docstrings the help. If
+        the class has a method `check`, it is called before anything is launched; its ValueErrors
+        and OSErrors are shown without a traceback. The module must import neither JAX nor MPI, and
+        stand at the top level of its file, as ranks get a pickle of the settings.
+    run
+        `module:function`, called on every rank with the settings.
+    packages
+        Modules that must be installed.
+    requirement
+        What `pip install` gets if one of them is missing.
+    """
+
+    summary: str
+    settings: str
+    run: str
+    packages: tuple[str, ...] = ()
+    requirement: str = ""
+
+    def settings_class(self) -> type[Any]:
+        """Import the class of the settings."""
+        return _load(self.settings)
+
+    def run_function(self) -> Any:
+        """Import the function that runs on every rank."""
+        return _load(self.run)
+
+
+def application_names() -> list[str]:
+    """Return the names of the applications that are installed, in alphabetical order."""
+    return sorted({entry.name for entry in importlib.metadata.entry_points(group=GROUP)})
+
+
+def application(name: str) -> Application:
+    """Load an application.
+
+    Raises
+    ------
+    KeyError
+        If no installed package has an application of this name.
+    TypeError
+        If the entry point is not an `Application`.
+    """
+    for entry in importlib.metadata.entry_points(group=GROUP, name=name):
+        loaded = entry.load()
+        if not isinstance(loaded, Application):
+            raise TypeError(
+                f"mpigrad run {name}: expected an mpigrad.launch.applications.Application at the "
+                f"entry point {entry.value}, got {type(loaded).__name__}."
+            )
+        return loaded
+    raise KeyError(name)
+
+
+def _load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,309 @@
+"""The `mpigrad` command: run, launch, doctor.
+
+This process starts the ranks and is none of them, so it imports neither JAX nor MPI. Options are
+parsed and checked here, before anything is launched.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import importlib.util
+import math
+import os
+import pathlib
+import pickle
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from mpigrad._version import __version__
+from mpigrad.launch import launcher, slurm
+from mpigrad.launch.applications import Application, application, application_names
+from mpigrad.launch.hostfile import Host, placed, read_hosts
+from mpigrad.launch.options import LaunchOptions, OptionError, Parser, launch_parser
+from mpigrad.runtime.world import MPIError, world_around
+
+__all__ = ["main"]
+
+_OVERVIEW = """usage: mpigrad [-h] [--version] COMMAND ...
+
+MPI programs that can be differentiated: run them, launch your own, and find out what is wrong with
+an installation.
+
+commands:
+  run NAME      start an application on several ranks: {names}
+  launch        start your own program on several ranks
+  doctor        say what MPI, hypre, JAX and cores there are, try them, and name what is wrong
+
+`mpigrad COMMAND --help` lists its options.
+"""
+_LAUNCH = """Run a Python program on several ranks.
+
+They get the settings that this MPI needs, and all of them end together: when one fails, at the time
+limit, at Ctrl-C. The program is a file, or `-m MODULE`, and takes the arguments that follow it."""
+_DOCTOR = """Say what MPI, hypre, JAX and cores there are, try them, and name what is wrong.
+
+Every problem comes with what to do about it; the exit code is 1 when there is one."""
+
+
+def main() -> int:
+    """Run the command in sys.argv; returns its exit code."""
+    try:
+        match sys.argv[1:]:
+            case ["run", *rest]:
+                return _run(rest)
+            case ["launch", *rest]:
+                return _launch(rest)
+            case ["doctor", *rest]:
+                return _doctor(rest)
+            case ["--version"]:
+                _say(f"mpigrad {__version__}")
+                return 0
+            case [] | ["-h" | "--help"]:
+                _say(_OVERVIEW.format(names=", ".join(application_names())))
+                return 0
+            case [word, *_]:
+                _refuse(f"expected a command (run, launch, doctor), got {word}")
+    except OptionError as error:
+        _refuse(str(error))
+    except MPIError as error:
+        print(error, file=sys.stderr)
+        return 1
+    raise AssertionError
+
+
+def _run(arguments: list[str]) -> int:
+    names = application_names()
+    if not arguments or arguments[0] not in names:
+        if arguments and arguments[0] in ("-h", "--help"):
+            for name in names:
+                _say(f"mpigrad run {name}: {application(name).summary}")
+            return 0
+        asked = f", got {arguments[0]}" if arguments else ""
+        _refuse(f"run: expected the NAME of an application ({', '.join(names)}){asked}")
+    name, *words = arguments
+    app = application(name)
+    parser = launch_parser(f"mpigrad run {name}", add_help=False)
+    parsed, own = parser.parse_known_args(words)
+    settings = _settings(app, name, own, parser)
+    options = LaunchOptions.of(parsed)
+    ranks, hosts = _check_options(options)
+    try:
+        if hasattr(settings, "check"):
+            settings.check()
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
+    missing = [package for package in app.packages if not _has(package)]
+    if missing:
+        _refuse(
+            f"run {name} needs {', '.join(missing)}, not installed here: "
+            f"pip install '{app.requirement or ' '.join(missing)}'"
+        )
+    if options.print_script:
+        resumes = hasattr(settings, "resume")
+        again = ["--resume"] if resumes and "--resume" not in own else []
+        return _print_script(["run", name, *own, *again], name, ranks, options, requeue=resumes)
+    packed = base64.urlsafe_b64encode(pickle.dumps(settings)).decode()
+    program = ["-m", "mpigrad.launch.run_application", name, packed]
+    return _start(program, options, ranks, hosts)
+
+
+def _settings(app: Application, name: str, arguments: Sequence[str], launching: Parser) -> Any:
+    """Parse the settings of an application; its help has the options of launching, too."""
+    try:
+        import tyro
+    except ImportError:
+        _refuse(f"run {name} needs tyro, not installed here: pip install '{app.requirement}'")
+    try:
+        return tyro.cli(
+            app.settings_class(),
+            prog=f"mpigrad run {name}",
+            args=arguments,
+            console_outputs=_speaks(),
+            config=(tyro.conf.OmitSubcommandPrefixes,),
+        )
+    except SystemExit as end:
+        if end.code == 0:
+            _say(launching.format_help().partition("\n\n")[2])
+        _let_the_first_speak()
+        raise
+
+
+def _launch(arguments: list[str]) -> int:
+    parser = launch_parser("mpigrad launch", _LAUNCH)
+    parser.usage = "mpigrad launch [options] PROGRAM.py [ARGUMENT ...]"
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="print at the end what each operation on each line has cost: calls, bytes, time",
+    )
+    own, program = _split(arguments, parser)
+    _print_help(parser, own)
+    parsed, unknown = parser.parse_known_args(own)
+    if unknown:
+        _refuse(f"launch has no option {unknown[0]}; see `mpigrad launch --help`")
+    options = LaunchOptions.of(parsed)
+    ranks, hosts = _check_options(options)
+    match program:
+        case []:
+            _refuse("launch: which program? mpigrad launch -n 4 PROGRAM.py")
+        case ["-m"]:
+            _refuse("launch -m: which module? mpigrad launch -n 4 -m MODULE")
+        case ["-m", module, *_]:
+            sys.path.insert(0, os.getcwd())  # as `python -m` does
+            if not _has(module.partition(".")[0]):
+                _refuse(f"there is no module {module}")
+        case [file, *_] if not pathlib.Path(file).exists():
+            _refuse(f"there is no file {file}")
+    if options.print_script:
+        words = ["launch", *(["--profile"] if parsed.profile else []), *program]
+        name = pathlib.Path(program[1] if program[0] == "-m" else program[0]).stem
+        return _print_script(words, name, ranks, options, requeue=True)
+    profile = {"MPIGRAD_PROFILE": "1"} if parsed.profile else {}
+    return _start(program, options, ranks, hosts, profile)
+
+
+def _doctor(arguments: list[str]) -> int:
+    parser = Parser("mpigrad doctor", _DOCTOR)
+    parser.add_argument(
+        *("-n", "--ranks"), type=int, default=2, metavar="RANKS", help="of the self-test"
+    )
+    parser.add_argument(
+        "--hosts", type=pathlib.Path, metavar="FILE", help="the hosts that run the self-test"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="SECONDS", help="of the self-test"
+    )
+    _print_help(parser, arguments)
+    parsed = parser.parse_args(arguments)
+    _check_launch(parsed.ranks, parsed.timeout, 0.0)
+    hosts = _hosts_of(parsed.hosts, parsed.ranks)
+    doctor = importlib.import_module("mpigrad.launch.doctor")
+    return doctor.examine(parsed.ranks, parsed.timeout, hosts)
+
+
+def _start(
+    program: Sequence[str],
+    options: LaunchOptions,
+    ranks: int,
+    hosts: Sequence[Host],
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Launch the ranks; inside a launcher's world, become one of them."""
+    around = world_around()
+    if around is None:
+        return launcher.launch(
+            program,
+            ranks,
+            timeout=options.timeout,
+            grace=options.grace,
+            environment=environment,
+            hosts=hosts,
+        )
+    if ranks != around.size:
+        _refuse(
+            f"-n {ranks}, but {around.launcher} has started {around.size} ranks here: "
+            "leave -n out, or start the command outside of it"
+        )
+    if hosts:
+        _refuse(f"--hosts: {around.launcher} has started the ranks, and placed them")
+    if options.timeout < math.inf:
+        _refuse(f"--timeout: {around.launcher} has started the ranks; give it the time limit")
+    os.environ.update(environment or {})
+    launcher.become_rank(program)
+
+
+def _print_script(
+    words: Sequence[str], name: str, ranks: int, options: LaunchOptions, *, requeue: bool
+) -> int:
+    if options.hosts is not None:
+        _refuse("--hosts: a batch system places the ranks; leave it out of --print-script")
+    print(slurm.slurm(words, name, ranks, options.timeout, requeue=requeue), end="")
+    return 0
+
+
+def _split(arguments: list[str], parser: Parser) -> tuple[list[str], list[str]]:
+    """Split launch's own options from the program, whose options may have the same names."""
+    takes_value = {
+        name: action.nargs != 0 for action in parser._actions for name in action.option_strings
+    }
+    i = 0
+    while i < len(arguments):
+        word = arguments[i]
+        if word == "--":
+            return arguments[:i], arguments[i + 1 :]
+        if word == "-m" or not word.startswith("-"):
+            return arguments[:i], arguments[i:]
+        name, equals, _ = word.partition("=")
+        if name not in takes_value:
+            _refuse(f"launch has no option {word}; see `mpigrad launch --help`")
+        i += 2 if takes_value[name] and not equals else 1
+    return arguments, []
+
+
+def _print_help(parser: Parser, arguments: Sequence[str]) -> None:
+    if {"-h", "--help"} & {*arguments}:
+        _say(parser.format_help())
+        raise SystemExit(0)
+
+
+def _check_options(options: LaunchOptions) -> tuple[int, tuple[Host, ...]]:
+    """The number of ranks, and their hosts (none: this one)."""
+    around, hosts = world_around(), ()
+    if options.hosts is not None:
+        hosts = _hosts_of(options.hosts, options.ranks)
+    here = around.size if around else sum(host.slots for host in hosts) or 1
+    ranks = here if options.ranks is None else options.ranks
+    _check_launch(ranks, options.timeout, options.grace)
+    return ranks, hosts
+
+
+def _hosts_of(file: pathlib.Path | None, ranks: int | None) -> tuple[Host, ...]:
+    """The hosts of a file, which take as many ranks."""
+    if file is None:
+        return ()
+    try:
+        hosts = read_hosts(file)
+        placed(hosts, ranks or 1)
+    except (ValueError, OSError) as error:
+        _refuse(f"--hosts: {error}")
+    return hosts
+
+
+def _check_launch(ranks: int, timeout: float, grace: float) -> None:
+    if ranks < 1:
+        _refuse(f"-n {ranks}: at least 1 rank")
+    if not timeout > 0:
+        _refuse(f"--timeout {timeout:g}: more than 0 seconds")
+    if not grace >= 0:
+        _refuse(f"--grace {grace:g}: 0 seconds or more")
+
+
+def _say(text: str) -> None:
+    if _speaks():
+        print(text)
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _speaks() -> bool:
+    """Whether this process prints for its world: of several ranks, the first."""
+    around = world_around()
+    return around is None or around.rank == 0
+
+
+def _refuse(text: str) -> NoReturn:
+    if _speaks():
+        print(f"mpigrad: {text}", file=sys.stderr, flush=True)
+    _let_the_first_speak()
+    raise SystemExit(2)
+
+
+def _let_the_first_speak() -> None:
+    """A launcher ends all ranks with the first that fails, perhaps before rank 0 has spoken."""
+    if not _speaks():
+        time.sleep(5)

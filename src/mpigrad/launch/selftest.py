@@ -1,0 +1,115 @@
+"""What `mpigrad doctor` runs on its ranks, a second of everything.
+
+python -m mpigrad.launch.selftest
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing
+from mpi4py import MPI
+
+import mpigrad
+from mpigrad import sparse
+from mpigrad.autodiff import self_check
+from mpigrad.operations import _jax_private
+
+
+def _world() -> str:
+    level = {MPI.THREAD_MULTIPLE: "multiple", MPI.THREAD_SERIALIZED: "serialized"}
+    return f"thread level {level.get(MPI.Query_thread(), 'too low')}"
+
+
+def _allreduce() -> str:
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    got = np.asarray(mpigrad.allreduce(jnp.arange(3.0) + rank))
+    _same(got, size * np.arange(3.0) + size * (size - 1) / 2)
+    return ""
+
+
+def _ring() -> str:
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+    def energy(x: jax.Array) -> jax.Array:
+        left = mpigrad.sendrecv(x, (rank + 1) % size, (rank - 1) % size)
+        return jnp.sum((left - (rank + 1.0)) ** 2)
+
+    value, gradient = mpigrad.jit(mpigrad.value_and_grad(energy))(jnp.full(2, float(rank)))
+    # The right neighbour subtracts its rank + 1 from what this rank sends.
+    right = (rank + 1) % size
+    ranks = np.arange(size)
+    _same(np.asarray(value), 2 * np.sum(((ranks - 1) % size - ranks - 1.0) ** 2))
+    _same(np.asarray(gradient), np.full(2, 2 * (rank - right - 1.0)))
+    return ""
+
+
+def _solve() -> str:
+    """-u'' = f on a few rows per rank, solved and differentiated with respect to f."""
+    n_local, size = 8, MPI.COMM_WORLD.size
+    n = n_local * size
+    rows = np.arange(n_local) + n_local * MPI.COMM_WORLD.rank
+    entries = [(i, j) for i in rows for j in (i - 1, i, i + 1) if 0 <= j < n]
+    where = np.array(entries, np.int64)
+    values = jnp.asarray(np.where(where[:, 0] == where[:, 1], 2.0, -1.0))
+    pattern = sparse.Pattern.from_coo(where[:, 0], where[:, 1], n_local)
+    matrix = sparse.Matrix(pattern, values)
+    solver = sparse.default_solver(rtol=1e-10)
+
+    def total(b: jax.Array) -> jax.Array:
+        return jnp.sum(sparse.solve(matrix, b, solver).value)
+
+    value, gradient = mpigrad.value_and_grad(total)(jnp.ones(n_local))
+    exact = (rows + 1) * (n - rows) / 2
+    _same(np.asarray(gradient), exact)
+    everywhere = np.arange(n)
+    _same(np.asarray(value), np.sum((everywhere + 1) * (n - everywhere) / 2))
+    if sparse.hypre_available():
+        return sparse.hypre_version()
+    return f"own solver, {type(solver).__name__}: {sparse.why_no_hypre()}"
+
+
+def _transformations() -> str:
+    """What this JAX does to messages that are differentiated inside its constructs."""
+    found = self_check.examine()
+    refused = {**found.errors, **found.failed, **_jax_private.missing()}
+    lines = [f"{feature} ({why})" for feature, why in refused.items()]
+    return f"refused with this JAX: {'; '.join(lines)}" if lines else "nothing is refused"
+
+
+def _same(got: np.ndarray, expected: np.typing.ArrayLike) -> None:
+    if not np.allclose(got, expected, rtol=1e-6):
+        raise ArithmeticError(
+            f"mpigrad: the self-test got {got} where {expected} is right, on rank "
+            f"{MPI.COMM_WORLD.rank}"
+        )
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "MPI": _world,
+    "allreduce": _allreduce,
+    "sendrecv ring, and its gradient": _ring,
+    "linear solve, and its gradient": _solve,
+    "derivatives inside JAX's constructs": _transformations,
+}
+
+
+def main() -> int:
+    """Run the checks; rank 0 prints a line for each. A check that fails raises."""
+    jax.config.update("jax_enable_x64", True)
+    first = MPI.COMM_WORLD.rank == 0
+    for name, check in CHECKS.items():
+        if first:
+            print(f"  {name:<36}", end="", flush=True)
+        remark = check()
+        if first:
+            print(f"ok{f' ({remark})' if remark else ''}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

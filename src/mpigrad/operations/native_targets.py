@@ -1,0 +1,23 @@
+"""Native handlers, as targets that compiled programs call."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from mpigrad.operations import _jax_compat as compat
+from mpigrad.runtime.native import library
+
+__all__ = ["register_target"]
+
+
+@functools.cache
+def register_target(name: str, lib: Any = None) -> str:
+    """Make the native handler `name` known to XLA, on CPUs and (staged in host memory) on GPUs."""
+    handler = getattr(library() if lib is None else lib, name)
+    staged = library().mpigrad_staged(ctypes.cast(handler, ctypes.c_void_p), name.encode())
+    if not staged:
+        raise RuntimeError("mpigrad: native/gpu/staging.cc has no place left: kTargets")
+    compat.register_target(name, handler, staged)
+    return name

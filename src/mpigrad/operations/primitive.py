@@ -1,0 +1,383 @@
+"""The factory of differentiable operations.
+
+An operation is a linear map on the product space of the ranks' arrays. Its row names the native
+handler, the shape of the result and the transpose; from it follow the JAX primitive's abstract
+evaluation, lowering, jvp, linearization, transpose and batching.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.communicator import adjoint_space, tangent_space
+from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations import _jax_repairs as repairs
+from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching
+from mpigrad.operations.carrier import CARRIER, check_allowed, opaque_zero
+from mpigrad.operations.jit import jit
+from mpigrad.operations.native_targets import register_target
+from mpigrad.runtime.call_sites import describe
+from mpigrad.runtime.native import ARITHMETIC_DTYPES, MAX_COUNT, words_per_element
+
+__all__ = [
+    "check_arithmetic",
+    "check_count",
+    "effect_primitive",
+    "linear_map",
+    "map_with_tangent",
+    "run_eagerly",
+    "weighted_map",
+]
+
+
+@functools.cache
+def _eager(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return _program(primitive, params)
+
+
+def _program(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    constant = np.float32(0)
+    return jit(lambda *operands: primitive.bind(*operands, constant, **dict(params)))
+
+
+def run_eagerly(
+    primitive: Primitive, programs: Callable[[dict[str, Any]], dict[Any, Any]] | None = None
+) -> None:
+    """Outside any transformation the primitive is a small compiled program, kept by parameters.
+
+    The last operand is the carrier, whose value is never used. `programs` makes, of the parameters,
+    the dictionary that keeps the programs, where they should not be kept for ever.
+    """
+
+    def run(*operands: Any, **params: Any) -> Any:
+        key = tuple(params.items())
+        if programs is None:
+            program = _eager(primitive, key)
+        else:
+            kept = programs(params)
+            program = kept.get((primitive, key)) or _program(primitive, key)
+            kept[primitive, key] = program
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            with jax.disable_jit(False):  # a message is compiled all the same
+                return program(*operands[:-1])
+        return program(*operands[:-1])
+
+    compat.run_directly(primitive, run, check_allowed)
+
+
+def check_count(name: str, shape: Sequence[int], dtype: Any) -> None:
+    """Refuse messages that MPI's 32-bit counts cannot hold."""
+    count = math.prod(shape) * words_per_element(np.dtype(dtype))
+    if count > MAX_COUNT:
+        raise ValueError(
+            f"{name}: a message of {math.prod(shape)} elements of {dtype} is longer than MPI's "
+            f"counts of 32 bits allow ({MAX_COUNT} words of at most 8 bytes); send it in parts"
+        )
+
+
+def check_arithmetic(name: str, x: Any, site: int) -> None:
+    """Refuse sums of what MPI cannot add: the adjoints of copies, too, where it moved as it is."""
+    if x.dtype.name not in ARITHMETIC_DTYPES:
+        raise TypeError(
+            f"{name} at {describe(site)}: MPI cannot add {x.dtype.name}; convert it first, for "
+            "instance x.astype('float32')"
+        )
+
+
+def is_differentiable(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _message(
+    name: str,
+    *,
+    result: Callable[..., Any],
+    target: str | None = None,
+    n_inputs: int = -1,
+    n_nondiff: int = 0,
+    batched_results: int | None = None,
+    in_place: bool = False,
+    attributes: Callable[..., dict[str, Any]] | None = None,
+    batch_axes: tuple[int, int] = (0, 0),
+    batch_params: Callable[[dict[str, Any], int], dict[str, Any]] | None = None,
+) -> Primitive:
+    """A primitive (x, ..., carrier) -> results: all but its derivatives."""
+    primitive = Primitive(f"mpigrad_{name}")
+    handler = register_target(target or f"mpigrad_{name}")
+
+    def shape_rule(*operands: Any, **params: Any) -> list[ShapedArray]:
+        *xs, _ = operands
+        y = result(*xs, **params)
+        results = y if isinstance(y, list) else [] if y is None else [y]
+        for aval in (*xs, *results):
+            check_count(name, aval.shape, aval.dtype)
+        return results
+
+    compat.make_effectful(primitive, shape_rule)
+    run_eagerly(primitive)
+    aliases = {1: 1} if in_place else None
+    rule = compat.lowering(handler, n_inputs, aliases, attributes)
+    compat.register_lowering(primitive, rule)
+
+    def batch(args: Any, dims: Any, **params: Any) -> Any:
+        (*xs, a), (*dxs, da) = args, dims
+        n = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
+        before, after = batch_axes
+
+        def batched(x: Any, d: int | None) -> Any:
+            if d is not None:
+                return jnp.moveaxis(x, d, before)
+            # Another rank's operand may be batched: send the batch.
+            shape = (*x.shape[:before], n, *x.shape[before:])
+            return jnp.broadcast_to(jnp.expand_dims(x, before), shape)
+
+        def one(x: Any, d: int | None) -> Any:
+            return x if d is None else jnp.moveaxis(x, d, 0)[0]
+
+        if da is not None:
+            a = jnp.sum(a)
+        if batch_params is not None:
+            params = batch_params(params, n)
+        xs = [
+            *map(one, xs[:n_nondiff], dxs[:n_nondiff]),
+            *map(batched, xs[n_nondiff:], dxs[n_nondiff:]),
+        ]
+        y = primitive.bind(*xs, a, **params)
+        return y, [after if i in range(len(y))[:batched_results] else None for i in range(len(y))]
+
+    repairs.always_stage(primitive)
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def _set_derivative(
+    primitive: Primitive,
+    residuals: Callable[..., Sequence[Any]],
+    tangent: Callable[..., Sequence[Any]],
+    inactive: Callable[[Any, Any], Any] = opaque_zero,
+) -> None:
+    """Set the rules of jvp and linearize, with the arguments of `map_with_tangent`."""
+
+    def tangent_of(aval: Any, tx: Any, ta: Any) -> Any:
+        if not is_differentiable(aval.dtype):  # integers beside what has a derivative
+            return jnp.zeros(aval.shape, aval.dtype)
+        if type(tx) is ad.Zero and type(ta) is ad.Zero:  # another operand is active
+            return jnp.zeros(aval.shape, aval.dtype)
+        if type(tx) is ad.Zero:  # inactive here, perhaps active elsewhere: send a zero
+            return inactive(ta, aval)
+        if type(ta) is not ad.Zero:  # loops may give it a tangent that is constantly zero
+            return tx + opaque_zero(ta, aval)
+        return tx
+
+    def apply(
+        avals: Any, res: Sequence[Any], txs: Any, ta: Any, results: Any, params: Any
+    ) -> Sequence[Any]:
+        *res, link = res
+        txs = [tangent_of(aval, tx, ta) for aval, tx in zip(avals, txs, strict=True)]
+        tangents = tangent(res, txs, link, **params)
+        tangents = [*tangents, *[None] * (len(results) - len(tangents))]
+        return [
+            ad.Zero(v.to_tangent_aval()) if t is None or not is_differentiable(v.dtype) else t
+            for t, v in zip(tangents, results, strict=True)
+        ]
+
+    # The tangent's carrier depends on x, so that it is active wherever x is.
+    def linked(xs: Any, a: Any) -> Any:
+        return sum((opaque_zero(x, CARRIER) for x in xs if is_differentiable(x.dtype)), a)
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        (*xs, a), (*txs, ta) = primals, tangents
+        y = primitive.bind(*xs, a, **params)
+        if not any(is_differentiable(x.dtype) for x in xs):
+            return y, [ad.Zero(compat.tangent_aval(v)) for v in y]
+        res = [*residuals(*xs, a, y, **params), linked(xs, a)]
+        avals, results = [jax.typeof(x) for x in xs], [jax.typeof(v) for v in y]
+        return y, apply(avals, res, txs, ta, results, params)
+
+    def linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
+        *xs, a = primals
+        y = primitive.bind(*xs, a, **params)
+        if not any(is_differentiable(x.dtype) for x in xs):
+            zeros = [ad.Zero(compat.tangent_aval(v)) for v in y]
+            return y, [False] * len(y), [], lambda residuals, *tangents: zeros
+        res = [*residuals(*xs, a, y, **params), linked(xs, a)]
+        avals, results = [jax.typeof(x) for x in xs], [jax.typeof(v) for v in y]
+        active = [is_differentiable(v.dtype) for v in y]
+
+        def linear(res: Any, *tangents: Any) -> Any:
+            *txs, ta = tangents
+            return apply(avals, res, txs, ta, results, params)
+
+        return y, active, res, linear
+
+    ad.primitive_jvps[primitive] = jvp
+    compat.set_linearization(primitive, linearize)
+
+
+def linear_map(
+    name: str,
+    *,
+    transpose: Callable[..., Any],
+    n_ary: bool = False,
+    separate_tags: bool = False,
+    n_nondiff: int = 0,
+    inactive: Callable[[Any, Any], Any] = opaque_zero,
+    **options: Any,
+) -> Primitive:
+    """A primitive (x, ..., carrier) -> [y, ...] for the native handler `mpigrad_<name>`.
+
+    Most have one operand and at most one result.
+
+    Parameters
+    ----------
+    transpose
+        (cotangent or None, operands before x, aval of x, carrier, **params) -> cotangent of x; with
+        `n_ary`: (cotangents, avals of the x, carrier, **params) -> cotangents of the x.
+    n_ary
+        Whether there may be any number of operands and results. Integers among them are zeros in
+        derivatives. Default: no.
+    n_nondiff
+        The number of integers before x in which the map is not linear, one for a whole batch.
+    batched_results
+        The number of results that have a batch axis. Default: all.
+    result
+        (avals of the x, **params) -> aval of y, or a list of them, or None where nothing comes
+        back on this rank.
+    n_inputs
+        The number of operands that the handler reads (0: a receive only takes the shape of x).
+        Default: -1, all.
+    in_place
+        Whether y may take the memory of x. Default: no.
+    attributes
+        (avals, params) -> attributes of the handler; default: the parameters.
+    batch_axes
+        Where a batch axis stands in x and in y. Default: (0, 0).
+    batch_params
+        (params, batch size) -> params of the batched operation.
+    separate_tags
+        Whether derivatives travel in a message space of their own (messages between two ranks,
+        which a wildcard receive might take for one of the program).
+    inactive
+        (tangent of the carrier, aval) -> the tangent of an x that is inactive on this rank.
+    """
+
+    def tangent(given: Any, txs: Any, a: Any, **params: Any) -> Sequence[Any]:
+        if separate_tags:
+            params = {**params, "comm": tangent_space(params["comm"])}
+        return primitive.bind(*given, *txs[n_nondiff:], a, **params)
+
+    def transpose_rule(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
+        given, xs, a = operands[:n_nondiff], operands[n_nondiff:-1], operands[-1]
+        avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in xs]
+        params = {**params, "site": -abs(params["site"])}
+        if separate_tags:
+            params["comm"] = adjoint_space(params["comm"])
+        if not n_ary:
+            cts = [ad.instantiate_zeros(ct) for ct in cotangents]
+            back = transpose(cts[0] if cts else None, *given, avals[0], a, **params)
+            return [*(None for _ in given), back, None]
+        cts = [
+            ad.instantiate_zeros(ct) if is_differentiable(y.dtype) else jnp.zeros(y.shape, y.dtype)
+            for ct, y in zip(cotangents, options["result"](*avals, **params), strict=True)
+        ]
+        given = zip(xs, transpose(cts, avals, a, **params), strict=True)
+        return [*(ct if ad.is_undefined_primal(x) else None for x, ct in given), None]
+
+    primitive = map_with_tangent(
+        name,
+        residuals=lambda *operands, **params: operands[:n_nondiff],
+        tangent=tangent,
+        inactive=inactive,
+        n_nondiff=n_nondiff,
+        **options,
+    )
+    ad.primitive_transposes[primitive] = transpose_rule
+    return primitive
+
+
+def map_with_tangent(
+    name: str,
+    *,
+    residuals: Callable[..., Sequence[Any]],
+    tangent: Callable[..., Sequence[Any]],
+    inactive: Callable[[Any, Any], Any] = opaque_zero,
+    **options: Any,
+) -> Primitive:
+    """A primitive (x, ..., carrier) -> [y, ...] whose tangents are messages of another kind.
+
+    Parameters
+    ----------
+    residuals
+        (x, ..., carrier, results, **params) -> what the derivative at x needs.
+    tangent
+        (what `residuals` gives, tangents of the x, carrier, **params) -> tangents of the first
+        results (the others have none). It is linear, and its messages have transposes.
+    options
+        As for `linear_map`, and `target`, the name of the native handler.
+    """
+    primitive = _message(name, **options)
+    _set_derivative(primitive, residuals, tangent, inactive)
+    return primitive
+
+
+def weighted_map(
+    name: str,
+    *,
+    weight: Callable[..., Any],
+    total: Callable[..., Any],
+    **options: Any,
+) -> Primitive:
+    """A primitive (x, carrier) -> [y, ...] that is not linear, elementwise in all ranks' x.
+
+    Parameters
+    ----------
+    weight
+        (x, carrier, results, **params) -> dy/dx of this rank's x, from messages that are
+        differentiable. Results after y have no derivative.
+    total
+        (weighted tangent, carrier, **params) -> tangent of y: the linear map that adds them up.
+    options
+        As for `linear_map`, and `target`, the name of the native handler.
+    """
+    return map_with_tangent(
+        name,
+        residuals=lambda x, a, y, **params: [weight(x, a, y, **params)],
+        tangent=lambda res, txs, a, **params: [total(res[0] * txs[0], a, **params)],
+        **options,
+    )
+
+
+def effect_primitive(
+    name: str, *, operands: int, batch: Callable[..., Any], target: str | None = None
+) -> Primitive:
+    """A primitive without results and without a derivative, at its place among the messages.
+
+    `batch(args, dims, params)` gives the operands of the one unbatched call that stands for all.
+    """
+    primitive = Primitive(f"mpigrad_{name}")
+    compat.make_effectful(primitive, lambda *avals, **params: [])
+    run_eagerly(primitive)
+    handler = register_target(target or f"mpigrad_{name}")
+    compat.register_lowering(primitive, compat.lowering(handler, operands))
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+        return primitive.bind(*primals, **params), []
+
+    def linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
+        return primitive.bind(*primals, **params), [], [], lambda residuals, *tangents: []
+
+    ad.primitive_jvps[primitive] = jvp
+    compat.set_linearization(primitive, linearize)
+    repairs.always_stage(primitive)
+    batching.primitive_batchers[primitive] = lambda args, dims, **params: (
+        primitive.bind(*batch(args, dims, params), **params),
+        [],
+    )
+    return primitive

@@ -1,1 +1,0 @@
-"""Inverse problems: a model, its observations, and the estimation of what is unknown in it."""

@@ -1,0 +1,192 @@
+"""The native library that carries messages: found, connected to MPI, and what it records."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import os
+import struct
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from mpigrad.runtime.native_path import native_path
+
+__all__ = [
+    "ARITHMETIC_DTYPES",
+    "DERIVATIVE_SPACES",
+    "MAX_COUNT",
+    "REDUCTIONS",
+    "SUM",
+    "TAG_LIMIT",
+    "Record",
+    "communication_seconds",
+    "library",
+    "native_library",
+    "record",
+    "words_per_element",
+]
+
+
+# Messages between two ranks have so many kinds of derivatives with tags of their own, where MPI's
+# tags have room for them, and tags up to this limit.
+_TAGS = 1 + (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
+DERIVATIVE_SPACES = 64 if _TAGS >= 64 << 15 else 1
+TAG_LIMIT = _TAGS // DERIVATIVE_SPACES - 3  # two more are mpigrad's: neighbours, posted layers
+
+
+def native_library(name: str) -> ctypes.CDLL | None:
+    """Load the native library `name` of this installation, or return None if it was not built."""
+    path = native_path(name)
+    return None if path is None else ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL)
+
+
+def mpi_library_path() -> str:
+    """Path of the MPI library that mpi4py has loaded into this process."""
+    names = ("/libmpi.so", "/libmpi_abi.so", "/libmpich.so", "/libmpi_cray.so")
+    with open("/proc/self/maps") as maps:
+        paths = dict.fromkeys(line.split()[-1] for line in maps if "/" in line)
+    for name in names:
+        for path in paths:
+            if name in path:
+                return path
+    raise RuntimeError(
+        "mpigrad: mpi4py is loaded, but no MPI library is found in this process "
+        f"({MPI.Get_library_version().splitlines()[0]}). Run `mpigrad doctor`."
+    )
+
+
+# XLA's numbers of element types (xla_data.proto), the dtypes that MPI can do arithmetic with.
+_ARITHMETIC = {
+    "bool": (1, MPI.C_BOOL),
+    "int8": (2, MPI.INT8_T),
+    "int16": (3, MPI.INT16_T),
+    "int32": (4, MPI.INT32_T),
+    "int64": (5, MPI.INT64_T),
+    "uint8": (6, MPI.UINT8_T),
+    "uint16": (7, MPI.UINT16_T),
+    "uint32": (8, MPI.UINT32_T),
+    "uint64": (9, MPI.UINT64_T),
+    "float32": (11, MPI.FLOAT),
+    "float64": (12, MPI.DOUBLE),
+    "complex64": (15, MPI.C_FLOAT_COMPLEX),
+    "complex128": (18, MPI.C_DOUBLE_COMPLEX),
+}
+ARITHMETIC_DTYPES = frozenset(_ARITHMETIC)
+MAX_COUNT = 2**31 - 1  # MPI-3 counts are C ints
+
+# Reductions by slot: programs name slots, so that no handle is compiled into them.
+REDUCTIONS = (
+    *(MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN),
+    *(MPI.LAND, MPI.LOR, MPI.LXOR, MPI.BAND, MPI.BOR, MPI.BXOR),
+)
+SUM = REDUCTIONS.index(MPI.SUM)
+# Those for which values are moved only; here a slot is a name to compare.
+MOVED_FOR = (MPI.MAXLOC, MPI.MINLOC)
+NO_REDUCTION = NO_ROOT = -1
+own_reductions: dict[int, str] = {}  # the user's, by slot: made by `mpigrad.reduction`
+
+
+def _status_layout() -> tuple[int, int]:
+    """Offsets of source and tag in this MPI's status: where mpi4py writes two unlikely numbers."""
+    status, source, tag = MPI.Status(), 0x5A17_0001, 0x5A17_0002
+    status.Set_source(source)
+    status.Set_tag(tag)
+    raw = ctypes.string_at(MPI._addressof(status), MPI._sizeof(status))
+    return raw.index(struct.pack("i", source)), raw.index(struct.pack("i", tag))
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The communication library, connected to the MPI that mpi4py has loaded."""
+    lib = native_library("mpigrad_communication")
+    if lib is None:
+        raise ImportError(
+            "mpigrad: the native communication library is missing from this installation; "
+            "build it with `make setup`, or `pip install .`."
+        )
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise ImportError(
+            "mpigrad: MPI was initialised without MPI_THREAD_MULTIPLE "
+            f"(level {MPI.Query_thread()}), but XLA and the watchdog call it from threads of "
+            "their own. Leave mpi4py.rc.thread_level at 'multiple', or call "
+            "MPI.Init_thread(MPI.THREAD_MULTIPLE) yourself."
+        )
+    lib.mpigrad_start.restype = ctypes.c_char_p
+    lib.mpigrad_start.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int]
+    lib.mpigrad_set_communicator.argtypes = [
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_int,
+    ]
+    lib.mpigrad_set_reduction.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    lib.mpigrad_set_call_site.argtypes = [ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p]
+    lib.mpigrad_set_arithmetic_type.argtypes = [ctypes.c_int, ctypes.c_int64]
+    lib.mpigrad_set_word_type.argtypes = [ctypes.c_int, ctypes.c_int64]
+    lib.mpigrad_staged.restype = ctypes.c_void_p
+    lib.mpigrad_staged.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    lib.mpigrad_record.restype = ctypes.c_void_p
+    lib.mpigrad_forgotten_requests.restype = ctypes.c_char_p
+    lib.mpigrad_begin.restype = ctypes.c_char_p
+    lib.mpigrad_begin.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool]
+    error = lib.mpigrad_start(
+        mpi_library_path().encode(), MPI._sizeof(MPI.Comm), int(MPI.IN_PLACE), MPI.PROC_NULL
+    )
+    if error is not None:
+        raise ImportError(f"mpigrad: cannot use this process's MPI library: {error.decode()}")
+    lib.mpigrad_set_status_layout(*_status_layout())
+    lib.mpigrad_set_derivative_spaces(DERIVATIVE_SPACES)
+    for number, datatype in _ARITHMETIC.values():
+        lib.mpigrad_set_arithmetic_type(number, datatype.handle)
+    for index, datatype in enumerate((MPI.UINT8_T, MPI.UINT16_T, MPI.UINT32_T, MPI.UINT64_T)):
+        lib.mpigrad_set_word_type(index, datatype.handle)
+    for slot, op in enumerate(REDUCTIONS):
+        lib.mpigrad_set_reduction(slot, op.handle)
+    return lib
+
+
+def at_exit(end: Callable[[], object]) -> None:
+    """Call `end` when this rank ends, but not in children that are forked from it."""
+    rank = os.getpid()
+    atexit.register(lambda: end() if os.getpid() == rank else None)
+
+
+UNTIMED = 1  # as a start: in an operation, nobody knows since when
+
+
+class Record(ctypes.Structure):
+    """What this rank is doing now (native/guard/watch.h)."""
+
+    _fields_ = (
+        ("start_ns", ctypes.c_int64),
+        ("site", ctypes.c_int64),
+        ("calls", ctypes.c_int64),
+        ("busy_ns", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("operation", ctypes.c_char_p),
+        ("unlimited", ctypes.c_bool),  # the time limit does not hold for this operation
+    )
+
+
+@functools.cache
+def record() -> Record:
+    """The live record of this rank's operations."""
+    return Record.from_address(library().mpigrad_record())
+
+
+def communication_seconds() -> float:
+    """Seconds that this rank has spent inside MPI operations so far, waiting included.
+
+    Differences count: operations are timed exactly from the first call on.
+    """
+    library().mpigrad_time_exactly()
+    return record().busy_ns * 1e-9
+
+
+def words_per_element(dtype: np.dtype) -> int:
+    """How many MPI words one element takes when data only moves."""
+    return max(1, dtype.itemsize // 8)

@@ -1,0 +1,1 @@
+"""Distributed sparse matrices: patterns, assembly, products and boundary conditions."""

@@ -1,0 +1,116 @@
+"""Entries given on any rank, any number of times: moved to their owners and added up."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.communicator import Communicator, waiting
+from mpigrad.operations import neighbor_alltoallv
+from mpigrad.operations.indexing import put, take
+from mpigrad.sparse.matrix.ghost_exchange import _tell_owners, index_array
+
+__all__ = ["Assembly", "repeated", "row_order"]
+
+
+def row_order(rows: np.ndarray, columns: np.ndarray, n_columns: int) -> tuple[np.ndarray, bool]:
+    """Where the entries stand in row order, equal ones as given; and whether they stand so."""
+    down, across = np.diff(rows), np.diff(columns)
+    if bool(np.all((down > 0) | ((down == 0) & (across >= 0)))):
+        return np.arange(len(rows)), True
+    if (int(rows.max()) + 1) * n_columns < 2**63:
+        return np.argsort(rows * n_columns + columns, kind="stable"), False
+    return np.lexsort((columns, rows)), False
+
+
+def repeated(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Which entries in row order, from the second on, are the one before them: (n - 1,)."""
+    return (np.diff(rows) == 0) & (np.diff(columns) == 0)
+
+
+class Assembly:
+    """The sum of the contributions to each stored entry, wherever they are given.
+
+    A linear map from this rank's contributions (n_given,) to its stored entries (nnz,): one message
+    for each rank that owns rows of contributions of this one, and an addition in a fixed order
+    (the rank's own contributions as given, then those of the other ranks by their number), so that
+    sums are the same to the bit from run to run. Its adjoint sends each contribution the cotangent
+    of its entry. Making it is collective.
+
+    Parameters
+    ----------
+    rows, columns
+        Global indices of the contributions, shape (n_given,).
+    starts
+        First row of each rank, and the number of rows last.
+    n_columns
+        Number of columns of all ranks.
+
+    Attributes
+    ----------
+    rows, columns
+        Global indices of this rank's stored entries, in row order, shape (nnz,).
+    neighbors
+        The ranks that contributions come from or go to.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        rows: np.ndarray,
+        columns: np.ndarray,
+        starts: np.ndarray,
+        n_columns: int,
+    ) -> None:
+        self.comm, self.n_given = comm, len(rows)
+        # Empty stripes share their start with the next one; `right` finds the rank that has it.
+        owners = np.searchsorted(starts, rows, side="right") - 1
+        leaving = np.flatnonzero(owners != comm.rank)
+        leaving = leaving[np.argsort(owners[leaving], kind="stable")]
+        to = {int(rank): leaving[owners[leaving] == rank] for rank in np.unique(owners[leaving])}
+        with waiting("the making of a Pattern"):
+            come = _tell_owners(
+                comm, {rank: np.concatenate([rows[k], columns[k]]) for rank, k in to.items()}
+            )
+        comm.mpi.Barrier()  # no rank starts another handshake while one still probes
+        self.neighbors = tuple(sorted({*to, *come}))
+        self.sendcounts = tuple(len(to.get(rank, ())) for rank in self.neighbors)
+        self.recvcounts = tuple(len(come.get(rank, ())) // 2 for rank in self.neighbors)
+        self._leaving = leaving
+        self._staying = np.flatnonzero(owners == comm.rank)
+
+        received = [come[rank].reshape(2, -1) for rank in self.neighbors if rank in come]
+        own = np.stack([rows[self._staying], columns[self._staying]])
+        i, j = np.concatenate([own, *received], axis=1)
+        order, _ = row_order(i - starts[comm.rank], j, n_columns)
+        first = np.concatenate([[True], ~repeated(i[order], j[order])])[: len(i)]
+        self.rows, self.columns = i[order][first], j[order][first]
+        self._target = np.empty(len(i), np.int64)
+        self._target[order] = np.cumsum(first) - 1
+
+    @functools.cached_property
+    def _indices(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return index_array(self._leaving), index_array(self._staying), index_array(self._target)
+
+    def __call__(self, values: Any) -> jax.Array:
+        values = jnp.asarray(values)
+        if values.shape != (self.n_given,):
+            raise ValueError(
+                f"pattern.assemble: values have shape {values.shape} on rank {self.comm.rank}, "
+                f"which gave the pattern {self.n_given} entries: give shape ({self.n_given},)"
+            )
+        leaving, staying, target = self._indices
+        if self.neighbors:
+            received = neighbor_alltoallv(
+                take(values, leaving, unique=True),
+                self.neighbors,
+                self.sendcounts,
+                self.recvcounts,
+                self.comm,
+            )
+            values = jnp.concatenate([take(values, staying, unique=True), received])
+        return put(len(self.rows), target, values)

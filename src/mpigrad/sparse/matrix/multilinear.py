@@ -1,0 +1,388 @@
+"""Sparse sums of products: one primitive whose derivatives are the primitive itself.
+
+A structure says which entries of three arrays meet: `first`, the pool (own entries, followed by
+those of other ranks, as two arrays) and `last`. The sum over all meetings of first * pool * last is
+linear in each of them. The primitive is the derivative of that sum in one array, given the others:
+for a matrix A x from (values, x), its adjoints Aᵀ ȳ from (values, ȳ) and ȳ_i x_j from (x, ȳ). So
+jvp, transpose and derivatives of any order come from one rule each. The native library does the
+work, and keeps the structure, whose arrays would otherwise be constants of each compiled program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
+from mpigrad.operations.native_targets import register_target
+from mpigrad.runtime.native import native_library
+
+__all__ = ["Structure", "contract", "kept_structures", "multiply_patterns", "positions", "select"]
+
+_TARGET = "mpigrad_kernels_contract"
+_DTYPES = ("float32", "float64", "complex64", "complex128")
+FIRST, POOL, LAST = 0, 1, 2
+_MATRIX, _PAIRS, _SELECTION = 0, 1, 2
+_TOO_MANY = (
+    "mpigrad.sparse: {} on one rank are more than 32 bits can count (2**31 - 1); use more ranks"
+)
+
+
+@functools.cache
+def _library() -> Any:
+    lib = native_library("mpigrad_kernels")
+    if lib is None:
+        raise ImportError(
+            "mpigrad.sparse: the native library of sparse products is missing from this "
+            "installation; build it with `make setup`, or `pip install .`."
+        )
+    lib.mpigrad_kernels_create.restype = ctypes.c_int64
+    lib.mpigrad_kernels_create.argtypes = [ctypes.c_void_p]
+    lib.mpigrad_kernels_destroy.argtypes = [ctypes.c_int64]
+    lib.mpigrad_kernels_count.restype = ctypes.c_int64
+    lib.mpigrad_kernels_multiply_patterns.restype = ctypes.c_int64
+    lib.mpigrad_kernels_multiply_patterns.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 7]
+    register_target(_TARGET, lib)
+    return lib
+
+
+def multiply_patterns(
+    starts: np.ndarray, position: np.ndarray, pool_starts: np.ndarray, pool_columns: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The entries of a product of matrices.
+
+    Parameters
+    ----------
+    starts, position
+        The left matrix: where rows start; which row of the pool each entry meets.
+    pool_starts, pool_columns
+        The rows of the right matrix.
+
+    Returns
+    -------
+    Where rows start; columns in row order; for each meeting, in order, the entry that it goes to.
+    """
+    meetings = int(np.diff(pool_starts)[position].sum())
+    given = [
+        np.ascontiguousarray(a, np.int64) for a in (starts, position, pool_starts, pool_columns)
+    ]
+    product_starts, columns = np.empty(len(starts), np.int64), np.empty(meetings, np.int64)
+    target = np.empty(meetings, np.int32)
+    arrays = (*given, product_starts, columns, target)
+    entries = _library().mpigrad_kernels_multiply_patterns(
+        len(starts) - 1, *(a.ctypes.data for a in arrays)
+    )
+    if entries < 0:
+        raise ValueError(_TOO_MANY.format("the product's entries"))
+    return product_starts, columns[:entries].copy(), target
+
+
+def kept_structures() -> int:
+    """How many structures the native library keeps now."""
+    return _library().mpigrad_kernels_count()
+
+
+class _Native(ctypes.Structure):
+    """A structure as native/sparse/kernels.cc lays it out."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("kind", "first", "pool", "last")),
+        *((name, ctypes.c_void_p) for name in ("starts", "order", "position")),
+        *((name, ctypes.c_void_p) for name in ("pool_starts", "target")),
+        ("rows", ctypes.c_int64),
+    )
+
+
+class _Handle:
+    """What the native library knows by a number, until this object is gone.
+
+    Compiled programs keep it alive; it must not keep them alive.
+    """
+
+    def __init__(self, owner: Structure, kind: int, arrays: Mapping[str, np.ndarray | None]):
+        lib = _library()
+        self.owner, self.kind, self.arrays = weakref.ref(owner), kind, arrays
+        self.sizes = owner.sizes
+        addresses = {k: None if a is None else a.ctypes.data for k, a in arrays.items()}
+        starts = arrays.get("starts")
+        rows = 0 if starts is None else len(starts) - 1
+        native = _Native(
+            kind=kind,
+            first=self.sizes[FIRST],
+            pool=self.sizes[POOL],
+            last=self.sizes[LAST],
+            rows=rows,
+            **addresses,
+        )
+        self.number = lib.mpigrad_kernels_create(ctypes.addressof(native))
+        weakref.finalize(self, lib.mpigrad_kernels_destroy, self.number).atexit = False
+
+    def others(self, out: int) -> list[int]:
+        """The operands of the derivative in `out`."""
+        roles = (POOL, LAST) if self.kind == _SELECTION else (FIRST, POOL, LAST)
+        return [role for role in roles if role != out]
+
+    def meetings(self) -> dict[int, np.ndarray]:
+        """For each array the places of all entries that meet; past the end: none."""
+        a = self.arrays
+        position = a["position"]
+        assert position is not None
+        if self.kind == _SELECTION:
+            past = np.where(position < 0, self.sizes[POOL], position)
+            return {POOL: past, LAST: np.arange(len(position))}
+        starts, order = a["starts"], a["order"]
+        assert starts is not None
+        first = np.arange(len(position)) if order is None else order
+        if self.kind == _MATRIX:
+            rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+            return {FIRST: first, POOL: position, LAST: rows}
+        pool_starts, target = a["pool_starts"], a["target"]
+        assert pool_starts is not None and target is not None
+        counts = np.diff(pool_starts)[position]
+        within = np.arange(len(target)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return {
+            FIRST: np.repeat(first, counts),
+            POOL: np.repeat(pool_starts[position], counts) + within,
+            LAST: target,
+        }
+
+
+def positions(array: np.ndarray, what: str = "entries") -> np.ndarray:
+    """Positions in 32 bits: half of the memory that a product of sparse matrices reads."""
+    if array.size and int(array.max()) >= 2**31:
+        raise ValueError(_TOO_MANY.format(what))
+    return np.ascontiguousarray(array, np.int32)
+
+
+class Structure:
+    """Which entries of first, pool and last meet."""
+
+    def __init__(self, kind: int, sizes: tuple[int, int, int], **arrays: np.ndarray | None) -> None:
+        if max(sizes) >= 2**31:
+            positions(np.array([max(sizes)]), "entries")
+        self.sizes = sizes
+        self.handle = _Handle(
+            self, kind, {k: None if a is None else positions(a, k) for k, a in arrays.items()}
+        )
+        self.programs: dict[Any, Any] = {}  # compiled for calls outside any trace
+
+    @classmethod
+    def matrix(
+        cls, starts: np.ndarray, position: np.ndarray, n_pool: int, order: np.ndarray | None
+    ) -> Structure:
+        """(values, x) -> A x.
+
+        Parameters
+        ----------
+        starts, position
+            Where rows start; each entry's place in the pool, in row order.
+        order
+            Where each entry stands among the values; None: in row order.
+        """
+        sizes = (len(position), n_pool, len(starts) - 1)
+        return cls(_MATRIX, sizes, starts=starts, position=position, order=order)
+
+    @classmethod
+    def pairs(
+        cls,
+        row: np.ndarray,
+        order: np.ndarray | None,
+        pool_starts: np.ndarray,
+        target: np.ndarray,
+        n_last: int,
+    ) -> Structure:
+        """(values of A, values of B) -> values of A B.
+
+        Parameters
+        ----------
+        row, order
+            Each entry of A, in row order: the row of the pool that it meets; its place in `first`.
+        pool_starts
+            Where rows start in the pool.
+        target
+            Where each product goes, those of the first entry of A first.
+        """
+        starts = np.array([0, len(row)])
+        sizes = (len(row), int(pool_starts[-1]), n_last)
+        arrays = {"position": row, "pool_starts": pool_starts, "target": target, "order": order}
+        return cls(_PAIRS, sizes, starts=starts, **arrays)
+
+    @classmethod
+    def selection(cls, position: np.ndarray, n_pool: int) -> Structure:
+        """pool -> pool[position], zero where the position is -1."""
+        return cls(_SELECTION, (0, n_pool, len(position)), position=position, order=None)
+
+    def __repr__(self) -> str:
+        return f"Structure(sizes={self.sizes})"
+
+
+def select(structure: Structure, own: Any, rest: Any = None) -> jax.Array:
+    """The selected entries of the pool: (n, ...) -> (len(position), ...)."""
+    return contract(structure, None, own, rest)
+
+
+def contract(structure: Structure, first: Any, own: Any, rest: Any = None) -> jax.Array:
+    """The derivative in `last`: for a matrix, A x.
+
+    Parameters
+    ----------
+    first
+        Shape (n,); None for a selection.
+    own, rest
+        The pool's parts, shapes (m, ...) and (m', ...); `rest` may be left out.
+    """
+    own = jnp.asarray(own)
+    given = [own] if first is None else [jnp.asarray(first), own]
+    given += [] if rest is None else [jnp.asarray(rest)]
+    if compat.is_top_level() and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        key = (first is None, rest is None)
+        if key not in structure.programs:
+            structure.programs[key] = jax.jit(functools.partial(_contract, structure.handle, *key))
+        return structure.programs[key](*given)
+    return _contract(structure.handle, first is None, rest is None, *given)
+
+
+def _contract(handle: _Handle, no_first: bool, no_rest: bool, *given: Any) -> jax.Array:
+    dtype = functools.reduce(jnp.promote_types, (x.dtype for x in given))
+    arrays = [x.astype(dtype) for x in given]
+    first = [] if no_first else [arrays.pop(0).reshape(1, -1, 1)]
+    own = arrays[0]
+    tail = own.shape[1:]
+    rest = jnp.zeros((0, *tail), dtype) if no_rest else arrays[1]
+    if len(own) + len(rest) != handle.sizes[POOL]:
+        raise ValueError(
+            f"mpigrad.sparse: {len(own)} own entries and {len(rest)} of other ranks, where the "
+            f"structure has {handle.sizes[POOL]}"
+        )
+    pool = [x.reshape(1, len(x), math.prod(tail)) for x in (own, rest)]
+    (y,) = contract_p.bind(*first, *pool, structure=handle, out=LAST, split=len(own))
+    return y.reshape(handle.sizes[LAST], *tail)
+
+
+# ---- the primitive: (batch, length, width) arrays other than `out` -> the parts of `out` ----
+# The batch of an operand is that of all, or 1. `split` is the length of the pool's first part.
+
+contract_p = Primitive("mpigrad_contract")
+contract_p.multiple_results = True
+_Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _grouped(operands: Sequence[Any], roles: Sequence[int]) -> dict[int, list[Any]]:
+    rest = iter(operands)
+    return {role: [next(rest) for _ in range(2 if role == POOL else 1)] for role in roles}
+
+
+def _bind(groups: Mapping[int, Sequence[Any]], **params: Any) -> list[Any]:
+    return contract_p.bind(*(x for role in sorted(groups) for x in groups[role]), **params)
+
+
+def _shapes(*operands: Any, structure: _Handle, out: int, split: int) -> list[ShapedArray]:
+    batches = [x.shape[0] for x in operands]
+    batch = 0 if 0 in batches else max(batches)
+    width = 1 if out == FIRST else operands[-1].shape[2]  # that of the pool or of `last`
+    size = structure.sizes[out]
+    lengths = (split, size - split) if out == POOL else (size,)
+    return [ShapedArray((batch, n, width), operands[0].dtype) for n in lengths]
+
+
+def _reference(*operands: Any, structure: _Handle, out: int, split: int) -> list[Any]:
+    """The same in JAX: for devices and dtypes without a native kernel."""
+    meetings = structure.meetings()
+    groups = _grouped(operands, structure.others(out))
+    factors = []
+    for role, parts in groups.items():
+        x = jnp.concatenate(parts, axis=1)
+        factors.append(x.at[:, meetings[role]].get(mode="fill", fill_value=0))
+    product = functools.reduce(jnp.multiply, factors)
+    if out == FIRST:
+        product = product.sum(2, keepdims=True)
+    zeros = jnp.zeros((product.shape[0], structure.sizes[out], product.shape[2]), product.dtype)
+    y = zeros.at[:, meetings[out]].add(product, mode="drop")
+    return [y[:, :split], y[:, split:]] if out == POOL else [y]
+
+
+def _lower(ctx: Any, *operands: Any, structure: _Handle, out: int, split: int) -> Any:
+    if str(ctx.avals_in[0].dtype) not in _DTYPES:
+        rule = mlir.lower_fun(_reference, multiple_results=True)
+        return rule(ctx, *operands, structure=structure, out=out, split=split)
+    ctx.module_context.add_keepalive(structure)  # the program may outlive the pattern
+    call = jax.ffi.ffi_lowering(_TARGET)
+    return call(ctx, *operands, structure=np.int64(structure.number), out=np.int64(out))
+
+
+def _run(*operands: Any, structure: _Handle, **params: Any) -> Any:
+    """Outside any trace: a compiled program that lives as long as the structure."""
+    owner = structure.owner()
+    programs: dict[Any, Any] = {} if owner is None else owner.programs
+    key = tuple(params.items())
+    if key not in programs:
+        programs[key] = jax.jit(functools.partial(contract_p.bind, structure=structure, **params))
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        with jax.disable_jit(False):
+            return programs[key](*operands)
+    return programs[key](*operands)
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    roles = params["structure"].others(params["out"])
+    groups, directions = _grouped(primals, roles), _grouped(tangents, roles)
+    results = _bind(groups, **params)
+    moved: list[list[Any]] = []
+    for role in roles:
+        if not all(type(t) is _Zero for t in directions[role]):
+            direction = [ad.instantiate_zeros(t) for t in directions[role]]
+            moved.append(_bind({**groups, role: direction}, **params))
+    if not moved:
+        return results, [_Zero(compat.tangent_aval(y)) for y in results]
+    return results, [sum(parts[1:], parts[0]) for parts in zip(*moved, strict=True)]
+
+
+def _transpose(cotangents: Any, *operands: Any, out: int, **params: Any) -> list[Any]:
+    roles = params["structure"].others(out)
+    groups = _grouped(operands, roles)
+    linear = next(r for r in roles if any(ad.is_undefined_primal(x) for x in groups[r]))
+    known = {role: groups[role] for role in roles if role != linear}
+    known[out] = [ad.instantiate_zeros(ct) for ct in cotangents]
+    results = _bind(known, out=linear, **params)
+    back = {role: [None] * len(group) for role, group in groups.items()}
+    for k, (x, ct) in enumerate(zip(groups[linear], results, strict=True)):
+        if ad.is_undefined_primal(x):  # the cotangent of what all batches share is their sum
+            shared = x.aval.shape[0] == 1 and ct.shape[0] != 1
+            back[linear][k] = ct.sum(0, keepdims=True) if shared else ct
+    return [ct for role in roles for ct in back[role]]
+
+
+def _batch(args: Any, dims: Any, **params: Any) -> Any:
+    n = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    arrays = [
+        x[None] if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)
+    ]
+    inner = max(x.shape[1] for x in arrays)
+    operands = []
+    for x, d in zip(arrays, dims, strict=True):
+        all_batches = d is not None or x.shape[1] > 1  # else one that all batches share
+        shape = (n, inner, *x.shape[2:])
+        operands.append(
+            jnp.broadcast_to(x, shape).reshape(n * inner, *x.shape[2:]) if all_batches else x[0]
+        )
+    results = contract_p.bind(*operands, **params)
+    return [y.reshape(n, inner, *y.shape[1:]) for y in results], [0] * len(results)
+
+
+compat.let_go(_Handle)
+contract_p.def_impl(_run)
+contract_p.def_abstract_eval(_shapes)
+mlir.register_lowering(contract_p, mlir.lower_fun(_reference, multiple_results=True))
+mlir.register_lowering(contract_p, _lower, platform="cpu")
+ad.primitive_jvps[contract_p] = _jvp
+ad.primitive_transposes[contract_p] = _transpose
+batching.primitive_batchers[contract_p] = _batch

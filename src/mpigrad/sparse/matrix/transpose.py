@@ -1,0 +1,164 @@
+"""The transpose of a distributed matrix: a plan made once, and one message to each neighbour."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+
+from mpigrad.operations import neighbor_alltoallv
+from mpigrad.sparse.matrix.csr import pool_positions, stored_order
+from mpigrad.sparse.matrix.multilinear import Structure, positions, select
+from mpigrad.sparse.matrix.neighbor_exchange import parts, swap
+from mpigrad.sparse.matrix.pattern import Pattern
+
+__all__ = ["transpose_values", "transposed"]
+
+_WHAT = "the making of a transpose"
+
+
+def transposed(pattern: Pattern) -> Pattern:
+    """The pattern of the transpose (collective where it is not yet known).
+
+    Its rows are the columns of `pattern`, in the same stripes. Its entries are stored in row order;
+    for a stencil it is the stencil of the opposite offsets.
+    The transpose of the transpose is `pattern` itself.
+
+    The plan follows the two phases of Xu, Zhu & Darve, "Distributed machine learning for
+    computational engineering using MPI" (2020): once, neighbours tell each other how many entries
+    of which rows and columns will come; then, in `transpose_values`, they send values alone.
+    """
+    return _plan(pattern).pattern
+
+
+def transpose_values(pattern: Pattern, values: Any) -> jax.Array:
+    """The values of the transpose, in the order of `transposed(pattern)` (collective).
+
+    Parameters
+    ----------
+    values
+        Stored values of `pattern`, shape (nnz,) or (nnz, ...).
+
+    Returns
+    -------
+    Array of shape (nnz of the transposed pattern, ...). A permutation over all ranks: linear, and
+    its adjoint is the permutation back.
+    """
+    plan, values = _plan(pattern), jnp.asarray(values)
+    if not plan.neighbors:
+        return select(plan.sources, values)
+    received = neighbor_alltoallv(
+        select(plan.sent, values), plan.neighbors, plan.sendcounts, plan.recvcounts, pattern.comm
+    )
+    return select(plan.sources, values, received)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transposition:
+    """How values come from a pattern to its transpose.
+
+    Attributes
+    ----------
+    pattern
+        The transposed pattern.
+    neighbors, sendcounts, recvcounts
+        Numbers of values that go to, and come from, each neighbour.
+    send
+        Stored positions of the values that go out, packed by neighbour.
+    source
+        Where each value of the transpose stands among own and received values.
+    """
+
+    pattern: Pattern
+    neighbors: tuple[int, ...]
+    sendcounts: tuple[int, ...]
+    recvcounts: tuple[int, ...]
+    send: np.ndarray
+    source: np.ndarray
+
+    @functools.cached_property
+    def sent(self) -> Structure:
+        return Structure.selection(
+            self.send, len(self.source) - sum(self.recvcounts) + len(self.send)
+        )
+
+    @functools.cached_property
+    def sources(self) -> Structure:
+        return Structure.selection(self.source, len(self.source) + len(self.send))
+
+    def back(self, to: Pattern) -> _Transposition:
+        """The plan from the transpose to the pattern that it was made of."""
+        where = np.empty(to.nnz + sum(self.recvcounts), np.int32)
+        where[self.source] = np.arange(len(self.source))
+        source = where[: to.nnz]
+        source[self.send] = len(self.source) + np.arange(len(self.send))
+        send = where[to.nnz :]
+        return _Transposition(to, self.neighbors, self.recvcounts, self.sendcounts, send, source)
+
+
+def _make(pattern: Pattern) -> _Transposition:
+    comm, ghosts, n = pattern.comm, pattern.ghosts, pattern.n_local_columns
+    starts, rows, entries = _by_column(pattern)
+    own = int(starts[n])
+    # Each ghost column's rows go to its owner, who knows which columns these are.
+    going = parts(np.diff(starts[n:]), ghosts.recvcounts)
+    coming = swap(comm, ghosts.neighbors, going, ghosts.sendcounts, _WHAT)
+    sendcounts = tuple(int(counts.sum()) for counts in going)
+    recvcounts = tuple(int(counts.sum()) for counts in coming)
+    leaving = parts(rows[own:] + pattern.offset, sendcounts)
+    foreign = swap(comm, ghosts.neighbors, leaving, recvcounts, _WHAT)
+    columns = parts(ghosts._send, ghosts.sendcounts)
+    numbers = parts(np.arange(sum(recvcounts)) + pattern.nnz, recvcounts)
+
+    # (rank, columns, entries in each column, their rows, where their values stand). As stripes
+    # follow the ranks, the rows of a column are sorted when ranks are taken in their order.
+    own_sizes = np.diff(starts[: n + 1])
+    pieces: list[tuple[Any, ...]] = [
+        *zip(ghosts.neighbors, columns, coming, foreign, numbers, strict=True),
+        (comm.rank, np.arange(n), own_sizes, rows[:own] + pattern.offset, entries[:own]),
+    ]
+    sizes = np.zeros(n, np.int64)
+    for _, column, counts, _, _ in pieces:
+        sizes[column] += counts
+    free = np.cumsum(sizes) - sizes  # the next free place of each column
+    source, far = np.empty(sizes.sum(), np.int64), np.empty(sizes.sum(), np.int64)
+    for _, column, counts, row, number in sorted(pieces, key=lambda piece: piece[0]):
+        place = np.repeat(free[column] - np.cumsum(counts) + counts, counts)
+        place += np.arange(len(place))
+        free[column] += counts
+        source[place], far[place] = number, row
+    near = np.repeat(np.arange(n) + pattern.column_offset, sizes)
+    if pattern.stencil is None:
+        result = Pattern.from_coo(near, far, n, comm, pattern.n_local)
+    else:  # seen from the other cell: solvers for grids find the stencil of the transpose, too
+        offsets = [tuple(-step for step in offset) for offset in pattern.stencil.offsets]
+        result = Pattern.from_stencil(pattern.stencil.grid, offsets)
+        source = stored_order(result, source)
+    sent, source = positions(entries[own:]), positions(source)
+    return _Transposition(result, ghosts.neighbors, sendcounts, recvcounts, sent, source)
+
+
+def _by_column(pattern: Pattern) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The entries of own, then of ghost columns: where columns start, local rows, positions."""
+    shape = (pattern.n_local, pattern.n_local_columns + len(pattern.ghosts.ghosts))
+    entries = (pattern.order, pool_positions(pattern), pattern.row_starts)
+    by_row = scipy.sparse.csr_array(entries, shape=shape)
+    by_column = by_row.tocsc()  # a counting sort
+    return by_column.indptr.astype(np.int64), by_column.indices, by_column.data
+
+
+def _plan(pattern: Pattern) -> _Transposition:
+    if "transpose" not in pattern.derived:
+        original: Pattern | None = pattern.derived.get("transpose of")
+        if original is None:
+            plan = _make(pattern)
+            plan.pattern.derived["transpose of"] = pattern
+        else:
+            plan = _plan(original).back(original)
+        pattern.derived["transpose"] = plan
+    return pattern.derived["transpose"]

@@ -1,0 +1,1 @@
+"""Nonlinear solves: Newton's method and sparse Jacobians."""

@@ -1,0 +1,200 @@
+"""The iterations of Newton's method, and what is said where they fail."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import eval_jaxpr
+
+from mpigrad.communicator import Communicator
+from mpigrad.operations import allreduce, require
+from mpigrad.operations.carrier import agreed, outer_carrier
+from mpigrad.sparse.matrix.matrix import Matrix
+from mpigrad.sparse.matrix.pattern import Pattern
+from mpigrad.sparse.solvers.base import LinearSolver, Result
+from mpigrad.sparse.solvers.krylov import RUNNING, noise
+from mpigrad.sparse.solvers.operator_solve import Operator
+from mpigrad.sparse.solvers.solve import solve
+
+__all__ = ["INFO", "Problem", "iterate", "require_solution", "summary"]
+
+INFO = 7
+_LINK = np.float32(0)
+_SHORTEST = 2.0**-12  # of a step
+_DECREASE = 1e-4  # the part of the decrease along a straight line that a step must reach
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """F and its Jacobian, functions of a link, x and parameters (all constants and arguments)."""
+
+    F_jaxpr: Any
+    J_jaxpr: Any
+    counts: tuple[int, int]
+    pattern: Pattern | None
+    comm: Communicator
+    solver: LinearSolver
+
+    def F(self, link: Any, x: Any, parameters: Sequence[Any]) -> Any:
+        n, m = self.counts
+        constants, leaves = parameters[:n], parameters[n + m :]
+        return eval_jaxpr(self.F_jaxpr, (), *constants, link, x, *leaves)[0]
+
+    def J(self, link: Any, x: Any, parameters: Sequence[Any]) -> Any:
+        """The values of the Jacobian."""
+        n, m = self.counts
+        constants, leaves = parameters[n : n + m], parameters[n + m :]
+        return eval_jaxpr(self.J_jaxpr, (), *constants, link, x, *leaves)[0]
+
+    def along(self, x: Any, parameters: Sequence[Any]) -> Callable[[Any], Any]:
+        """v -> J v; every message has its derivative, whatever this rank's F makes of x."""
+
+        def product(v: Any) -> Any:
+            def at(link: Any, x: Any) -> Any:
+                return self.F(link, x, parameters)
+
+            return jax.jvp(at, (outer_carrier(), x), (_LINK, v))[1]
+
+        return product
+
+
+class _Iterate(NamedTuple):
+    x: jax.Array
+    d: jax.Array  # the next trial is x - t d
+    t: jax.Array
+    norm: jax.Array  # |F(x)|, infinite before the first evaluation
+    norm0: jax.Array
+    steps: jax.Array
+    linear_steps: jax.Array
+    linear: jax.Array  # result and relative residual of the last linear solve
+    state: jax.Array
+
+
+def iterate(
+    problem: Problem, parameters: list[Any], x0: Any, rtol: float, atol: float, max_steps: int
+) -> _Iterate:
+    comm, dtype = problem.comm, x0.dtype
+
+    def direction(x: Any, r: Any) -> tuple[Any, ...]:
+        """J⁻¹ r, the number of iterations, and `Result` and relative residual."""
+        along = problem.along(x, parameters)
+        wrong = jnp.zeros((), bool)
+        if problem.pattern is None:
+            A = Operator(along, comm=comm)
+        else:
+            A = Matrix(problem.pattern, problem.J(_LINK, x, parameters))
+            probe = noise(problem.pattern.offset, x.shape[0], dtype, 2654435761)
+            product = along(probe)
+            parts = jnp.stack([jnp.vdot(v, v) for v in (A @ probe - product, product)])
+            defect, size = allreduce(parts, comm=comm)
+            wrong = defect > jnp.finfo(dtype).eps * size
+        found = solve(A, r, problem.solver, throw=False)
+        result = jnp.where(wrong, Result.WRONG_JACOBIAN, found.result).astype(dtype)
+        linear = jnp.stack([result, found.stats["relative_residual"]])
+        return found.value, found.stats["iterations"], linear
+
+    def step(i: _Iterate) -> _Iterate:
+        x = i.x - i.t * i.d
+        r = problem.F(_LINK, x, parameters)
+        norm = jnp.sqrt(allreduce(jnp.vdot(r, r), comm=comm))
+        first = jnp.isinf(i.norm)
+        norm0 = jnp.where(first, norm, i.norm0)
+        better = jnp.where(first, jnp.isfinite(norm), norm <= (1 - _DECREASE * i.t) * i.norm)
+        done = better & (norm <= jnp.maximum(atol, rtol * norm0))
+        late = better & ~done & (i.steps >= max_steps)
+        go = better & ~done & ~late
+        stay = (i.d, jnp.zeros((), "int32"), i.linear)
+        d, linear_steps, linear = jax.lax.cond(go, agreed(lambda: direction(x, r)), lambda: stay)
+        t = jnp.where(better, 1, i.t / 2).astype(dtype)
+
+        state = jnp.where(~better & (t < _SHORTEST), Result.STAGNATED, RUNNING)
+        state = jnp.where(first & ~better, Result.NOT_FINITE, state)
+        failed = jnp.where(
+            linear[0] == Result.WRONG_JACOBIAN, Result.WRONG_JACOBIAN, Result.LINEAR_SOLVE_FAILED
+        )
+        state = jnp.where(go & (linear[0] != Result.SUCCESSFUL), failed, state)
+        state = jnp.where(late, Result.MAX_STEPS_REACHED, state)
+        state = jnp.where(done, Result.SUCCESSFUL, state)
+        return _Iterate(
+            jnp.where(better, x, i.x),
+            d,
+            t,
+            jnp.where(better | first, norm, i.norm),
+            norm0,
+            i.steps + go,
+            i.linear_steps + linear_steps,
+            linear,
+            state.astype("int32"),
+        )
+
+    zero, none = jnp.zeros((), dtype), jnp.zeros((), "int32")
+    start = _Iterate(
+        x0, jnp.zeros_like(x0), zero, jnp.full((), jnp.inf, dtype), zero, none, none,
+        jnp.zeros(2, dtype), jnp.full((), RUNNING, "int32"),
+    )  # fmt: skip
+    return jax.lax.while_loop(lambda i: i.state == RUNNING, step, start)
+
+
+def summary(end: _Iterate) -> jax.Array:
+    """Shape (INFO,): `Result`, steps, relative and absolute residual, iterations of all linear
+    solves, `Result` and relative residual of the last one.
+    """
+    relative = jnp.where(end.norm0 > 0, end.norm / end.norm0, 0)
+    numbers = (end.state, end.steps, relative, end.norm, end.linear_steps, *end.linear)
+    return jnp.stack([jnp.asarray(v).astype(end.x.dtype) for v in numbers])
+
+
+def require_solution(
+    info: jax.Array, head: str, problem: Problem, rtol: float, atol: float, max_steps: int
+) -> None:
+    result, steps, relative, norm, _, linear, linear_residual = info
+    names = ", ".join(f"{r.value} {r.name}" for r in Result)
+    require(
+        result != Result.NOT_FINITE,
+        head + "F(x0) holds NaN or infinity. Look for a division by zero or an overflow, or start "
+        "elsewhere.",
+        comm=problem.comm,
+    )
+    require(
+        result != Result.WRONG_JACOBIAN,
+        head + "the Jacobian is not the derivative of F: along a random vector they differ (step "
+        "{}). The pattern lacks entries, or `jacobian` is wrong.",
+        steps,
+        comm=problem.comm,
+    )
+    require(
+        result != Result.LINEAR_SOLVE_FAILED,
+        head + f"the linear solve of step {{}} failed by {problem.solver!r}: Result {{}} of "
+        f"({names}), relative residual {{}}, where |F(x)| is {{}}. The Jacobian may be singular "
+        "there: start elsewhere; else take another solver.",
+        steps,
+        linear,
+        linear_residual,
+        norm,
+        comm=problem.comm,
+    )
+    require(
+        result != Result.STAGNATED,
+        head + "no step, however short, makes the residual smaller: |F(x)| is {} ({} of |F(x0)|) "
+        f"after {{}} steps, above the tolerance (rtol={rtol:.3g}, atol={atol:.3g}). It may be a "
+        "local minimum of |F|, or as small as rounding allows: start elsewhere, or give atol.",
+        norm,
+        relative,
+        steps,
+        comm=problem.comm,
+    )
+    require(
+        result == Result.SUCCESSFUL,
+        head + "no convergence: |F(x)| is {} ({} of |F(x0)|) after {} steps, above the tolerance "
+        f"(rtol={rtol:.3g}, atol={atol:.3g}). Raise max_steps={max_steps}, loosen rtol, or start "
+        "nearer to the solution; newton(..., throw=False) returns what was reached.",
+        norm,
+        relative,
+        steps,
+        comm=problem.comm,
+    )

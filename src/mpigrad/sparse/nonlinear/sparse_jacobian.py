@@ -1,0 +1,282 @@
+"""Sparse Jacobians: columns that no row shares are differentiated together.
+
+Such columns get one colour (Curtis, Powell & Reid, J. Inst. Math. Appl. 13, 1974): the derivative
+along the sum of their unit vectors holds the entries of all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+
+from mpigrad.operations.carrier import CARRIER, with_carrier
+from mpigrad.operations.indexing import take
+from mpigrad.sparse.matrix.ghost_exchange import GhostExchange, index_array
+from mpigrad.sparse.matrix.matrix import Matrix
+from mpigrad.sparse.matrix.neighbor_exchange import parts, swap
+from mpigrad.sparse.matrix.pattern import Pattern
+
+__all__ = ["Colouring", "colouring", "sparse_jacobian"]
+
+_WHAT = "the colouring of a pattern"
+_ZERO = np.float32(0)
+
+
+def sparse_jacobian(F: Callable[..., Any], pattern: Pattern) -> Callable[..., Matrix]:
+    """The Jacobian of a function over all ranks, as a sparse matrix.
+
+    Parameters
+    ----------
+    F
+        F(x, *args) of this rank's part of x and of the result: arrays of any shapes, with
+        pattern.n_local_columns and pattern.n_local entries. Messages may stand inside.
+    pattern
+        Where entries of dF/dx may differ from zero. Entries elsewhere would be added to wrong
+        places: `newton` checks that there are none.
+
+    Returns
+    -------
+    Function (x, *args) -> Matrix, collective and differentiable. It takes as many derivatives of F
+    as the pattern has colours, batched: at least the number of entries of the longest row.
+    Colouring is collective, too, and done once for each pattern.
+    """
+
+    def jacobian(x: Any, *args: Any) -> Matrix:
+        x, colours = jnp.asarray(x), colouring(pattern)
+        if x.size != pattern.n_local_columns:
+            raise ValueError(
+                f"sparse_jacobian: x has {x.size} entries on rank {pattern.comm.rank}, where the "
+                f"pattern has {pattern.n_local_columns} columns"
+            )
+
+        def push(a_dot: Any, seed: Any) -> jax.Array:
+            f = with_carrier(lambda x: F(x, *args))
+            y = jax.jvp(f, (_ZERO, x), (a_dot, seed))[1]
+            if y.size != pattern.n_local:
+                raise ValueError(
+                    f"sparse_jacobian: F returns {y.size} entries on rank {pattern.comm.rank}, "
+                    f"where the pattern has {pattern.n_local} rows"
+                )
+            return y.reshape(-1)
+
+        chosen = jnp.arange(colours.count)[:, None] == index_array(colours.columns)
+        seeds = chosen.astype(x.dtype).reshape(colours.count, *x.shape)
+        # The tangents are batched on every rank, the carrier's too, but not the function itself.
+        columns = jax.vmap(push)(jnp.zeros(colours.count, CARRIER.dtype), seeds)
+        place = index_array(colours.entries * pattern.n_local + colours.rows)
+        return Matrix(pattern, take(columns.reshape(-1), place))
+
+    return jacobian
+
+
+@dataclass(frozen=True)
+class Colouring:
+    """Colours of a pattern's columns: no row has two entries of one colour.
+
+    Attributes
+    ----------
+    count
+        Number of colours, on all ranks.
+    columns
+        Colour of each of this rank's columns, shape (n_local_columns,).
+    rows, entries
+        Local row of each stored entry and the colour of its column, shape (nnz,).
+    """
+
+    count: int
+    columns: np.ndarray
+    rows: np.ndarray
+    entries: np.ndarray
+
+
+_known: weakref.WeakKeyDictionary[Pattern, Colouring] = weakref.WeakKeyDictionary()
+
+
+def colouring(pattern: Pattern) -> Colouring:
+    """The colouring of a pattern (collective where it is not yet known).
+
+    A stencil's cells are coloured by a linear function of their coordinates, with few colours; the
+    columns of any other pattern by the rounds of Jones & Plassmann (SIAM J. Sci. Comput. 14, 1993)
+    and then once more, colour by colour, which saves some (Culberson 1992). Both give the same
+    colours on any number of ranks.
+    """
+    if pattern not in _known:
+        colours = _of_stencil(pattern)
+        found = None if colours is None else _checked(pattern, colours)
+        if found is None:
+            found = _checked(pattern, _of_graph(pattern))
+            assert found is not None
+        _known[pattern] = found
+    return _known[pattern]
+
+
+def _checked(pattern: Pattern, colours: np.ndarray) -> Colouring | None:
+    """The colouring, unless a row somewhere has two entries of one colour."""
+    comm, ghosts = pattern.comm, pattern.ghosts
+    pool = np.concatenate([colours, _exchange(ghosts, colours)])
+    count = max(comm.mpi.allgather(int(colours.max(initial=-1)))) + 1
+    by_row = pool[_pool_position(pattern)]
+    wrong = len(np.unique(pattern.rows * count + by_row)) < pattern.nnz
+    if comm.mpi.allreduce(int(wrong)):
+        return None
+    rows, entries = np.empty(pattern.nnz, np.int64), np.empty(pattern.nnz, np.int64)
+    rows[pattern.order], entries[pattern.order] = pattern.rows, by_row
+    return Colouring(count, colours, rows, entries)
+
+
+def _pool_position(pattern: Pattern) -> np.ndarray:
+    """Where the column of each entry, in row order, stands among own columns and ghosts."""
+    own = pattern.columns - pattern.column_offset
+    is_own = (own >= 0) & (own < pattern.n_local_columns)
+    ghost = np.searchsorted(pattern.ghosts.ghosts, pattern.columns)
+    return np.where(is_own, own, pattern.n_local_columns + ghost)
+
+
+def _exchange(ghosts: GhostExchange, values: np.ndarray) -> np.ndarray:
+    """The ghosts' integers, on the host."""
+    packed = values[np.asarray(ghosts.send_index)]
+    received = swap(
+        ghosts.comm, ghosts.neighbors, parts(packed, ghosts.sendcounts), ghosts.recvcounts, _WHAT
+    )
+    return np.concatenate([*received, np.zeros(0, np.int64)])
+
+
+# ---- stencils ----
+
+
+def _of_stencil(pattern: Pattern) -> np.ndarray | None:
+    """(w . coordinates) mod m for the smallest m that tells all cells of a stencil apart."""
+    stencil = getattr(pattern, "stencil", None)
+    if stencil is None:
+        return None
+    offsets = np.unique(np.asarray(stencil.offsets), axis=0)
+    dimensions = offsets.shape[1]
+    differences = (offsets[:, None] - offsets[None]).reshape(-1, dimensions)
+    differences = np.unique(differences[np.any(differences != 0, axis=1)], axis=0)
+    cells = np.meshgrid(
+        *(np.arange(part.start, part.stop) for part in stencil.grid.slices), indexing="ij"
+    )
+    for m in itertools.count(len(offsets)):
+        for weights in itertools.product(range(m), repeat=dimensions):
+            if np.all(differences @ np.array(weights) % m != 0):
+                colours = sum(w * cell for w, cell in zip(weights, cells, strict=True)) % m
+                return np.asarray(colours, np.int64).ravel()
+    raise AssertionError("itertools.count ends never")
+
+
+# ---- any graph ----
+
+
+def _of_graph(pattern: Pattern) -> np.ndarray:
+    graph = _Graph(pattern)
+    colours = np.full(graph.n, -1, np.int64)
+    edges, waiting = graph.edges, graph.comm.mpi.allreduce(graph.n)
+    while waiting:
+        others = graph.of_others(colours)
+        i, j = edges
+        # Those of the highest priority among their uncoloured neighbours choose now.
+        blocked = np.zeros(graph.n, bool)
+        blocked[i[(others[j] < 0) & (graph.priority_of(j) > graph.priority[i])]] = True
+        now = (colours < 0) & ~blocked
+        colours = np.where(now, graph.smallest_free(edges, others, now), colours)
+        keep = colours[i] < 0
+        edges = i[keep], j[keep]
+        waiting = graph.comm.mpi.allreduce(int(np.sum(colours < 0)))
+    return _again(graph, colours)
+
+
+def _again(graph: _Graph, old: np.ndarray) -> np.ndarray:
+    """Colour by colour, the last first, each column takes the smallest that is free: never more."""
+    count = max(graph.comm.mpi.allgather(int(old.max(initial=-1)))) + 1
+    colours = np.full(graph.n, -1, np.int64)
+    for colour in reversed(range(count)):
+        others = graph.of_others(colours)
+        now = old == colour
+        colours = np.where(now, graph.smallest_free(graph.edges, others, now), colours)
+    return colours
+
+
+class _Graph:
+    """Own columns, and for each the columns with which it shares a row on any rank.
+
+    `edges` are (own column, position of the other among own and other ranks' columns).
+    """
+
+    def __init__(self, pattern: Pattern) -> None:
+        self.comm, self.n = pattern.comm, pattern.n_local_columns
+        ghosts, first = pattern.ghosts, pattern.column_offset
+        width = self.n + len(ghosts.ghosts)
+        rows = scipy.sparse.csr_array(
+            (np.ones(pattern.nnz, np.int8), _pool_position(pattern), pattern.row_starts),
+            shape=(pattern.n_local, width),
+        ).astype(bool)
+        pairs = (rows.T @ rows).tocoo()
+        number = np.concatenate([first + np.arange(self.n), ghosts.ghosts])
+        i, j = number[pairs.row], number[pairs.col]
+        different = i != j
+        i, j = i[different], j[different]
+
+        # A column of another rank's: its owner has to know the pair.
+        own = (i >= first) & (i < first + self.n)
+        ends = np.cumsum([0, *ghosts.recvcounts])
+        bounds = [ghosts.ghosts[a:b] for a, b in itertools.pairwise(ends)]
+        out = []
+        for theirs in bounds:
+            mine = ~own & np.isin(i, theirs)
+            out.append(np.concatenate([i[mine], j[mine]]))
+        sizes = [np.array([len(message)]) for message in out]
+        counts = swap(self.comm, ghosts.neighbors, sizes, [1] * len(sizes), _WHAT)
+        got = swap(self.comm, ghosts.neighbors, out, [int(c[0]) for c in counts], _WHAT)
+        halves = [np.split(message, 2) for message in got]
+        i = np.concatenate([i[own], *(half[0] for half in halves)])
+        j = np.concatenate([j[own], *(half[1] for half in halves)])
+        i, j = _distinct(i, j)
+
+        self.exchange = GhostExchange(self.n, j, self.comm)
+        self.edges = i - first, np.asarray(self.exchange.position).astype(np.int64)
+        self.priority = _hash(first + np.arange(self.n))
+        self._priorities = np.concatenate([self.priority, _hash(self.exchange.ghosts)])
+
+    def priority_of(self, position: np.ndarray) -> np.ndarray:
+        return self._priorities[position]
+
+    def of_others(self, colours: np.ndarray) -> np.ndarray:
+        return np.concatenate([colours, _exchange(self.exchange, colours)])
+
+    def smallest_free(
+        self, edges: tuple[np.ndarray, np.ndarray], others: np.ndarray, now: np.ndarray
+    ) -> np.ndarray:
+        """The smallest colour that no neighbour has, for the columns `now`."""
+        i, j = edges
+        taken = others[j]
+        relevant = now[i] & (taken >= 0)
+        i, taken = _distinct(i[relevant], taken[relevant])
+        starts = np.searchsorted(i, np.arange(self.n))
+        # Sorted and without repetition: colours 0, 1, ... stand at their own places up to a gap.
+        in_place = taken == np.arange(len(i)) - starts[i]
+        return np.bincount(i[in_place], minlength=self.n)
+
+
+def _distinct(i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct pairs, sorted."""
+    order = np.lexsort((j, i))
+    i, j = i[order], j[order]
+    new = np.ones(len(i), bool)
+    new[1:] = (i[1:] != i[:-1]) | (j[1:] != j[:-1])
+    return i[new], j[new]
+
+
+def _hash(number: np.ndarray) -> np.ndarray:
+    """Different integers for different columns that look random (splitmix64, a bijection)."""
+    x = number.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

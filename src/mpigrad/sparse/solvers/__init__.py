@@ -1,0 +1,1 @@
+"""Linear solves: strategies, Krylov methods, hypre, and their derivatives."""

@@ -1,0 +1,186 @@
+"""Solves by hypre, and what it keeps from call to call for one pattern and one preconditioner."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations._jax_compat import Primitive, ShapedArray
+from mpigrad.runtime.call_sites import describe
+from mpigrad.sparse.matrix.pattern import Pattern
+from mpigrad.sparse.solvers import pfmg
+from mpigrad.sparse.solvers.base import INFO, LinearSolver
+from mpigrad.sparse.solvers.hypre_library import check_size, hypre_available, library, why_no_hypre
+from mpigrad.sparse.solvers.preconditioners import (
+    COARSENINGS,
+    INTERPOLATIONS,
+    PFMG,
+    RELAXATIONS,
+    BoomerAMG,
+    Preconditioner,
+)
+
+__all__ = ["check", "run"]
+
+# The methods that native/hypre/krylov.h knows, by the names of their classes.
+METHODS = {"PCG": 0, "GMRES": 1, "BiCGStab": 2, "Multigrid": 3}
+
+
+def check(method: LinearSolver, pattern: Pattern, dtype: Any) -> None:
+    """Raise, on every rank alike, if hypre cannot solve such a system here."""
+    preconditioner = method.preconditioner
+    name, kind = type(method).__name__, type(preconditioner).__name__
+    if not hypre_available():
+        raise RuntimeError(
+            f"mpigrad.sparse.{name}: {kind} needs hypre: {why_no_hypre()} Without hypre, solve "
+            "with PCG(preconditioner=Jacobi()) or GMRES(preconditioner=Jacobi())."
+        )
+    if dtype != np.float64:
+        raise TypeError(
+            f"mpigrad.sparse.{name}: hypre solves in float64, not {np.dtype(dtype).name}; set "
+            'jax.config.update("jax_enable_x64", True) before making arrays, '
+            "or solve with preconditioner=Jacobi()"
+        )
+    check_size(pattern.n_rows, pattern.nnz, library().mpigrad_hypre_bigint_bits())
+    if isinstance(preconditioner, PFMG):
+        pfmg.check(name, pattern, preconditioner)
+    if isinstance(preconditioner, BoomerAMG):
+        unknowns = preconditioner.unknowns_per_cell
+        if pattern.n_rows % unknowns:
+            raise ValueError(
+                f"mpigrad.sparse.{name}: {pattern.n_rows} rows are not a multiple of "
+                f"unknowns_per_cell={unknowns}; number the unknowns of a cell one after the other"
+            )
+
+
+def run(
+    method: LinearSolver,
+    pattern: Pattern,
+    values: jax.Array,
+    b: jax.Array,
+    x0: jax.Array,
+    known: jax.Array,
+    *,
+    throw: bool,
+    site: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`LinearSolver.run` by hypre."""
+    preconditioner = method.preconditioner
+    assert preconditioner is not None
+    name, kind = type(method).__name__, type(preconditioner).__name__
+    x, info = _solve_primitive().bind(
+        values,
+        b,
+        x0,
+        known,
+        system=_system(pattern, preconditioner, method.symmetric),
+        method=METHODS[name],
+        restart=int(getattr(method, "restart", 0)),
+        rtol=float(method.rtol),
+        max_steps=int(method.max_steps),
+        throws=bool(throw),
+        site=site,
+        name=f"{name} with {kind}",
+        where=describe(site),
+    )
+    return x, info
+
+
+# ---- systems: what hypre keeps for one pattern and one preconditioner ----
+
+
+class _BoomerAMGOptions(ctypes.Structure):
+    """One BoomerAMG configuration, as native/hypre/assembled.h lays it out."""
+
+    _fields_ = (
+        ("coarsening", ctypes.c_int32),
+        ("interpolation", ctypes.c_int32),
+        ("max_row_elements", ctypes.c_int32),
+        ("relaxation", ctypes.c_int32),
+        ("aggressive_levels", ctypes.c_int32),
+        ("max_levels", ctypes.c_int32),
+        ("unknowns_per_cell", ctypes.c_int32),
+        ("keeps_stale", ctypes.c_int32),
+        ("strong_threshold", ctypes.c_double),
+    )
+
+
+def _assembled(pattern: Pattern, amg: BoomerAMG) -> int:
+    """A system of the assembled matrix, preconditioned by BoomerAMG: its number."""
+    options = _BoomerAMGOptions(
+        COARSENINGS[amg.coarsening],
+        INTERPOLATIONS[amg.interpolation],
+        amg.max_row_elements,
+        RELAXATIONS[amg.relaxation],
+        amg.aggressive_levels,
+        amg.max_levels,
+        amg.unknowns_per_cell,
+        amg.reuse == "stale",
+        amg.strong_threshold,
+    )
+    arrays = [
+        np.ascontiguousarray(a, np.int64)
+        for a in (pattern.row_starts, pattern.columns, pattern.order)
+    ]
+    starts, columns, order = (ctypes.c_void_p(a.ctypes.data) for a in arrays)
+    create = library().mpigrad_hypre_create_assembled
+    create.restype = ctypes.c_int64
+    return create(
+        ctypes.c_int(pattern.solver_communicator.py2f()),
+        ctypes.c_int64(pattern.offset),
+        ctypes.c_int64(pattern.n_local),
+        starts,
+        columns,
+        None if pattern.is_ordered else order,
+        ctypes.byref(options),
+    )
+
+
+class _System:
+    """A system that the native library knows by a number, until this object is gone."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        destroy = library().mpigrad_hypre_destroy
+        weakref.finalize(self, destroy, ctypes.c_int64(self.number)).atexit = False
+
+
+def _system(pattern: Pattern, preconditioner: Preconditioner, symmetric: bool) -> _System:
+    """The system of a preconditioner; PFMG's are others where the matrix is known as symmetric."""
+    systems = pattern.solver_systems
+    key = (preconditioner, symmetric and isinstance(preconditioner, PFMG))
+    if key not in systems:
+        if isinstance(preconditioner, PFMG):
+            systems[key] = _System(pfmg.structured(pattern, preconditioner, symmetric))
+        else:
+            assert isinstance(preconditioner, BoomerAMG)
+            systems[key] = _System(_assembled(pattern, preconditioner))
+    return systems[key]
+
+
+@functools.cache
+def _solve_primitive() -> Primitive:
+    """(values, b, x0, known) -> (x, info) by the native library; `solve` has the derivatives."""
+    primitive = Primitive("mpigrad_hypre_solve")
+
+    def shapes(values: Any, b: Any, x0: Any, known: Any, **_: Any) -> list[ShapedArray]:
+        return [b, ShapedArray((b.shape[0], INFO), b.dtype)]
+
+    def attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
+        return {**params, "system": params["system"].number}
+
+    call = compat.lowering("mpigrad_hypre_solve", 4, attributes=attributes)
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        ctx.module_context.add_keepalive(params["system"])  # the program may outlive the pattern
+        return call(ctx, *operands, **params)
+
+    compat.make_effectful(primitive, shapes)
+    compat.register_lowering(primitive, lower)
+    return primitive

@@ -1,0 +1,12 @@
+"""Acoustic and elastic waves: propagators with exact gradients.
+
+>>> from mpigrad.waves import Acoustic, Survey
+"""
+
+from mpigrad.waves.absorbing import WaveTile
+from mpigrad.waves.acoustic import Acoustic
+from mpigrad.waves.elastic import Elastic, lame
+from mpigrad.waves.survey import Survey
+from mpigrad.waves.wavelets import ricker
+
+__all__ = ["Acoustic", "Elastic", "Survey", "WaveTile", "lame", "ricker"]

@@ -1,0 +1,75 @@
+"""The halos of star stencils, as mpigrad's messages: the exchange of the waves' XLA forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from mpigrad.operations import neighbor_alltoallv
+from mpigrad.waves.absorbing import WaveTile
+
+__all__ = ["padded"]
+
+
+def padded(
+    tile: WaveTile, width: int, along_x: Sequence[jax.Array], along_y: Sequence[jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Fields with `width` layers of the neighbouring tiles before and behind them along one axis.
+
+    One packed message to each neighbour across a face. Beyond the absorbing layers: zeros.
+
+    Parameters
+    ----------
+    along_x, along_y
+        Fields of shape (..., nx, ny), of one dtype, to be padded along x or along y.
+
+    Returns
+    -------
+    The fields along x, of shape (..., nx + 2 width, ny), and those along y.
+    """
+    fields = [list(along_x), list(along_y)]
+    halos: dict[tuple[int, int], list[jax.Array]] = {}
+    if tile.faces:
+        layers = [
+            [
+                jax.lax.slice_in_dim(
+                    f,
+                    0 if face.step < 0 else f.shape[face.axis - 2] - width,
+                    width if face.step < 0 else None,
+                    axis=face.axis - 2 + f.ndim,
+                )
+                for f in fields[face.axis]
+            ]
+            for face in tile.faces
+        ]
+        counts = [sum(layer.size for layer in group) for group in layers]
+        received = neighbor_alltoallv(
+            jnp.concatenate([layer.ravel() for group in layers for layer in group]),
+            neighbors=[face.rank for face in tile.faces],
+            sendcounts=counts,
+            recvcounts=counts,
+            comm=tile.grid.comm,
+        )
+        start = 0
+        for face, group in zip(tile.faces, layers, strict=True):
+            pieces = []
+            for layer in group:
+                pieces.append(received[start : start + layer.size].reshape(layer.shape))
+                start += layer.size
+            halos[face.axis, face.step] = pieces
+
+    def pad(axis: int) -> list[jax.Array]:
+        results = []
+        for i, f in enumerate(fields[axis]):
+            shape = list(f.shape)
+            shape[axis - 2] = width
+            before, behind = (
+                halos[axis, step][i] if (axis, step) in halos else jnp.zeros(shape, f.dtype)
+                for step in (-1, 1)
+            )
+            results.append(jnp.concatenate([before, f, behind], axis=axis - 2))
+        return results
+
+    return pad(0), pad(1)

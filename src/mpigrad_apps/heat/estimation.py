@@ -1,0 +1,126 @@
+"""A run from settings to report."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+import mpigrad
+from mpigrad.collective_errors import call_on_root
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.grid import Grid
+from mpigrad_apps.fitting import Record, begin, train
+from mpigrad_apps.heat.experiment import Experiment, make_experiment
+from mpigrad_apps.heat.inverse import inverse_problem
+from mpigrad_apps.heat.outputs import write_estimation, write_film
+from mpigrad_apps.heat.settings import Settings
+from mpigrad_apps.heat.simulation import simulate
+from mpigrad_apps.output_directory import in_common, prepare
+
+__all__ = ["Result", "run"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run gives: this rank's tiles, and what is the same on every rank.
+
+    `kappa`, the estimated one or the one of a forward run, and `true_kappa` have shape (lx, ly).
+    """
+
+    settings: Settings
+    grid: Grid
+    kappa: NDArray[np.float64]
+    true_kappa: NDArray[np.float64]
+    history: tuple[Record, ...]
+    ending: str
+    report: pathlib.Path
+
+
+def run(settings: Settings, comm: Communicator | None = None) -> Result:
+    """Follow the heat, or recover kappa, showing the progress; write the report (collective).
+
+    Writes into `settings.out`: report.html and its pictures, fields.zarr, settings.json; of a
+    forward run heat.gif; of an inverse one history.jsonl and the parameters (network.eqx or
+    cells.npy), which are on disk, whole, every few seconds from the beginning, and restart/, from
+    which it goes on with `settings.resume`. When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the
+    launcher's Ctrl-C), it ends after the iteration or the frame that it is in and writes
+    everything.
+
+    Raises
+    ------
+    ValueError, OSError
+        On every rank, before the first step, where the settings, the model file or the output
+        directory make no sense.
+    jax.errors.JaxRuntimeError
+        On every rank, before the first step, where the time step is not stable.
+    """
+    comm = resolve(comm)
+    call_on_root(comm, settings.check)
+    with jax.enable_x64(True):
+        if settings.unknown == "nothing":
+            return _follow(settings, comm)
+        return _estimate(settings, comm)
+
+
+def _follow(settings: Settings, comm: Communicator) -> Result:
+    plan = make_experiment(settings, comm)
+    prepare(settings, settings.out, comm)
+    _announce(plan, "")
+    film = simulate(plan, settings.frames)
+    write_film(settings, plan, film)
+    kappa = np.asarray(plan.kappa)
+    path = settings.out / "report.html"
+    return Result(settings, plan.grid, kappa, kappa, (), film.ending, path)
+
+
+def _estimate(settings: Settings, comm: Communicator) -> Result:
+    problem = inverse_problem(settings, comm)
+    prepare(settings, settings.out, comm)
+    plan, values = problem.experiment, problem.parametrization
+    count = sum(comm.mpi.allgather(len(problem.thermometers)))
+    _announce(plan, f", {count} thermometers")
+    parameters = values.first(1.0, settings.seed)
+    if settings.restart is not None:
+        parameters = values.load(settings.restart)
+    largest_error = mpigrad.jit(lambda p: jnp.max(jnp.abs(values.kappa(p) - plan.kappa)))
+
+    def error(parameters: Any) -> float:
+        return max(comm.mpi.allgather(float(largest_error(parameters))))
+
+    begin(settings.out, comm, settings.resume)
+    trained = train(
+        problem.loss_share,
+        parameters,
+        settings.iterations,
+        comm,
+        memory=settings.memory,
+        out=settings.out,
+        save=lambda best: values.save(settings.out / values.file_name, best),
+        error=error,
+        about=in_common(settings),
+        advice="The time step is not stable with them: more --steps, or --theta 0.5",
+    )
+    kappa = np.asarray(mpigrad.jit(values.kappa)(trained.parameters))
+    path = settings.out / "report.html"
+    result = Result(
+        settings, plan.grid, kappa, np.asarray(plan.kappa), trained.history, trained.ending, path
+    )
+    write_estimation(settings, problem, kappa, trained.history, trained.ending)
+    return result
+
+
+def _announce(plan: Experiment, more: str) -> None:
+    grid, model = plan.grid, plan.model
+    if grid.comm.rank == 0:
+        print(
+            f"heat: {grid.shape[0]} x {grid.shape[1]} cells in {' x '.join(map(str, grid.dims))} "
+            f"tiles on {grid.comm.size} rank{'s' * (grid.comm.size > 1)}, {model.steps} time steps "
+            f"of {model.dt:.3g}, theta = {model.theta:g}{more}",
+            flush=True,
+        )

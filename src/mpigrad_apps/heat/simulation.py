@@ -1,0 +1,90 @@
+"""The forward run: heat in the plate, from picture to picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+import mpigrad
+from mpigrad import checkpoint
+from mpigrad.profiling.progress_bar import Progress
+from mpigrad_apps.heat.experiment import Experiment
+
+__all__ = ["Film", "simulate"]
+
+_MOST_PIXELS = 300  # along an axis of a picture: larger fields are thinned out
+
+
+@dataclasses.dataclass(frozen=True)
+class Film:
+    """What is seen of a run.
+
+    Attributes
+    ----------
+    times
+        Shape (frames + 1,).
+    heat
+        Shape (frames + 1,): the integral of u over the plate, equal on all ranks.
+    pictures
+        Shape (frames + 1, px, py) on rank 0, thinned out; None elsewhere.
+    snapshots
+        This rank's tiles (lx, ly) of a few of the frames, by their names.
+    ending
+        Why the run ended.
+    seconds
+        How long all but the first frame took; the first compiles.
+    """
+
+    times: NDArray[np.float64]
+    heat: NDArray[np.float64]
+    pictures: NDArray[np.float64] | None
+    snapshots: dict[str, NDArray[np.float64]]
+    ending: str
+    seconds: float
+
+
+def simulate(plan: Experiment, frames: int) -> Film:
+    """Follow the heat, `frames` times an equal number of steps (collective).
+
+    When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the
+    frame that it is in.
+    """
+    grid, comm = plan.grid, plan.grid.comm
+    each = plan.model.steps // frames
+    model = dataclasses.replace(plan.model, steps=each)
+    advance = mpigrad.jit(lambda u, t: model.run(plan.kappa, u, plan.source, start=t)[0])
+    stride = -(-max(grid.shape) // _MOST_PIXELS)
+    kept = {round(frames * part / 4): f"u_{part}" for part in range(5)}
+    u, pictures, totals, snapshots = plan.initial, [], [], {}
+    progress = Progress(frames, comm.rank)
+    ending, begun = f"all {plan.model.steps} steps done", time.monotonic()
+
+    with checkpoint.listen() as stop:
+        for frame in range(frames + 1):
+            if frame > 0:
+                u = advance(u, jnp.asarray((frame - 1) * each * model.dt))
+            if frame == 1:
+                begun = time.monotonic()
+            pictures.append(grid.gather(u, stride))
+            if frame in kept:
+                snapshots[kept[frame]] = np.asarray(u)
+            here = float(jnp.sum(u)) * grid.spacing[0] * grid.spacing[1], stop.requested()
+            shares = comm.mpi.allgather(here)
+            totals.append(sum(share for share, _ in shares))
+            progress.update(frame, heat=totals[-1])
+            if any(asked for _, asked in shares):
+                ending = f"stopped at step {frame * each}"
+                break
+    progress.close()
+    return Film(
+        np.arange(len(totals), dtype=np.float64) * each * model.dt,
+        np.asarray(totals),
+        None if comm.rank > 0 else np.stack(pictures),
+        snapshots,
+        ending,
+        time.monotonic() - begun,
+    )

@@ -1,0 +1,66 @@
+"""Pictures of a history: how the loss and its gradient came down."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from mpigrad_apps.report import Picture, curve
+
+__all__ = ["draw_history"]
+
+
+def draw_history(
+    history: Sequence[Any] | str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
+    by: str = "iteration",
+) -> Picture:
+    """Loss and gradient norm on a logarithmic axis; call it on one rank.
+
+    Parameters
+    ----------
+    history
+        The records of a `Solution`, or the file that `minimize(..., history=file)` writes; of one
+        that is still being written, what is there.
+    path
+        PNG file to write.
+    by
+        What to draw them over: "iteration", "evaluations" or "seconds".
+
+    Returns
+    -------
+    The picture, for `report.write_report`.
+
+    Raises
+    ------
+    ValueError
+        Where there is no record.
+    """
+    if by not in ("iteration", "evaluations", "seconds"):
+        raise ValueError(f'by={by!r}: it is "iteration", "evaluations" or "seconds"')
+    if isinstance(history, str | os.PathLike):
+        records = _read(pathlib.Path(history))
+    else:
+        records = [{n: getattr(r, n) for n in (by, "loss", "gradient_norm")} for r in history]
+    if not records:
+        raise ValueError("draw_history: the history has no record yet")
+    x = [float(record[by]) for record in records]
+    losses = [float(record["loss"]) for record in records]
+    lowest = min(losses)
+    label, place = "loss", losses
+    if lowest <= 0:  # a logarithmic axis shows the distance from the lowest one
+        label, place = f"loss - ({lowest:.6g})", [loss - lowest for loss in losses]
+    lines = {label: (x, place), "gradient norm": (x, [float(r["gradient_norm"]) for r in records])}
+    picture = curve("history", "The loss and its gradient.", lines, by)
+    if path is not None:
+        pathlib.Path(path).write_bytes(picture.png)
+    return picture
+
+
+def _read(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines, the last of which may be half written."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,0 +1,37 @@
+"""The directory that a run writes into."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+from mpigrad.collective_errors import raise_on_all_ranks
+from mpigrad.communicator import Communicator
+
+__all__ = ["in_common", "prepare"]
+
+# Settings that a run may change and still go on from the saves of another.
+_FREE = ("iterations", "frames", "restart", "resume", "out")
+
+
+def prepare(settings: Any, out: pathlib.Path, comm: Communicator) -> None:
+    """The output directory, which must be writable before hours are spent, and its settings.json.
+
+    Collective: rank 0 writes, and its error is raised by every rank.
+    """
+    with raise_on_all_ranks(comm):
+        if comm.rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            if not os.access(out, os.W_OK):
+                raise PermissionError(f"--out: {out} is not writable")
+            text = json.dumps(dataclasses.asdict(settings), indent=2, default=str)
+            (out / "settings.json").write_text(text + "\n", encoding="utf-8")
+
+
+def in_common(settings: Any) -> dict[str, Any]:
+    """What a run must have in common with the one from whose saves it goes on."""
+    whole = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
+    return {name: value for name, value in whole.items() if name not in _FREE}

@@ -1,0 +1,131 @@
+"""A run from settings to report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpigrad
+from mpigrad import sparse
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.runtime.native import communication_seconds
+from mpigrad_apps.fitting import begin, train
+from mpigrad_apps.output_directory import in_common, prepare
+from mpigrad_apps.poisson.inverse import InverseProblem, best_constant, inverse_problem
+from mpigrad_apps.poisson.outputs import write_outputs
+from mpigrad_apps.poisson.result import Result
+from mpigrad_apps.poisson.settings import Settings
+
+__all__ = ["run"]
+
+
+def run(settings: Settings, comm: Communicator | None = None) -> Result:
+    """Recover kappa, showing the progress, and write the report (collective).
+
+    Writes into `settings.out`: report.html and its pictures, fields.zarr, history.jsonl,
+    settings.json, the parameters (network.eqx or cells.npy), which are on disk, whole, every few
+    seconds from the beginning, and restart/. When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the
+    launcher's Ctrl-C), it ends after the iteration it is in and writes everything; with
+    `settings.resume` it goes on from there.
+
+    Raises
+    ------
+    ValueError, OSError
+        On every rank, before the training, where the settings, the data file or the output
+        directory make no sense.
+    RuntimeError
+        Where a linear solve fails; what was reached is saved.
+    """
+    comm = resolve(comm)
+    with jax.enable_x64(True):
+        problem = inverse_problem(settings, comm)
+        prepare(settings, settings.out, comm)
+        values = problem.parametrization
+        constant = None
+        if settings.data is not None or settings.kappa == "cells":
+            constant = best_constant(problem)
+        if settings.restart is not None:
+            parameters = values.load(settings.restart)
+        else:
+            parameters = values.first(constant, settings.seed)
+        if comm.rank == 0:
+            _announce(problem)
+        before = _clocks()
+        begin(settings.out, comm, settings.resume)
+        trained = train(
+            problem.loss_share,
+            parameters,
+            settings.iterations,
+            comm,
+            memory=settings.memory,
+            out=settings.out,
+            save=lambda best: values.save(settings.out / values.file_name, best),
+            error=_error_of(problem),
+            about=in_common(settings),
+            advice="the linear solve failed there. Start from other parameters (--seed, --restart)",
+        )
+        seconds = _mean_seconds(comm, before)
+        kappa = mpigrad.jit(values.kappa)(trained.parameters)
+        u = mpigrad.jit(lambda k: problem.model.solution(k, problem.solver))(kappa)
+        error = _error_of(problem)
+        result = Result(
+            settings,
+            problem.model.grid,
+            trained.parameters,
+            np.asarray(kappa),
+            np.asarray(u),
+            problem.true_kappa,
+            trained.history,
+            trained.ending,
+            None if error is None else error(trained.parameters),
+            seconds,
+            settings.out / "report.html",
+        )
+        write_outputs(problem, result)
+    return result
+
+
+def _announce(problem: InverseProblem) -> None:
+    grid, seen = problem.model.grid, problem.observations
+    tiles = " x ".join(map(str, grid.dims))
+    print(
+        f"poisson: {grid.shape[0]} x {grid.shape[1]} cells in {tiles} tiles on {grid.comm.size} "
+        f"rank{'s' * (grid.comm.size > 1)}, {seen.count} observations, "
+        f"solver {type(problem.solver).__name__}",
+        flush=True,
+    )
+    if not sparse.hypre_available():
+        print(
+            f"poisson: conjugate gradients, for want of hypre. {sparse.why_no_hypre()}", flush=True
+        )
+
+
+def _error_of(problem: InverseProblem) -> Callable[[Any], float] | None:
+    """The function that gives the largest error of kappa over all ranks, or None."""
+    true = problem.true_kappa
+    if true is None:
+        return None
+    local = mpigrad.jit(lambda p: jnp.max(jnp.abs(problem.parametrization.kappa(p) - true)))
+    comm = problem.model.grid.comm
+    return lambda parameters: max(comm.mpi.allgather(float(local(parameters))))
+
+
+def _clocks() -> tuple[float, float, float]:
+    solver = sparse.solver_seconds()
+    return time.monotonic(), communication_seconds(), solver["setup"] + solver["solve"]
+
+
+def _mean_seconds(comm: Communicator, before: tuple[float, float, float]) -> dict[str, float]:
+    spent = np.subtract(_clocks(), before)
+    total, communication, hypre = np.mean(comm.mpi.allgather(spent), axis=0)
+    return {
+        "total": float(total),
+        "hypre": float(hypre),
+        "communication": float(communication),
+        "rest": float(total - hypre - communication),
+    }

@@ -1,0 +1,142 @@
+"""The inverse problem: a model, what was observed of it, and the misfit between the two."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+import mpigrad
+from mpigrad import sparse
+from mpigrad.collective_errors import call_on_root
+from mpigrad.communicator import Communicator, resolve
+from mpigrad_apps.poisson import fields
+from mpigrad_apps.poisson.model import Model, poisson, unit_square
+from mpigrad_apps.poisson.observations import (
+    Data,
+    Observations,
+    at_cells,
+    at_points,
+    draw_mask,
+    read_data,
+    relative_noise,
+)
+from mpigrad_apps.poisson.parametrization import CellValues, NetworkValues, Parametrization
+from mpigrad_apps.poisson.settings import Settings
+
+__all__ = ["InverseProblem", "best_constant", "inverse_problem"]
+
+
+@dataclasses.dataclass(frozen=True)
+class InverseProblem:
+    """Which kappa explains the observations?
+
+    Attributes
+    ----------
+    model
+        The discrete equation.
+    observations
+        What was observed of u, on the ranks that have its cells.
+    parametrization
+        What stands for kappa.
+    solver
+        Of the linear systems.
+    smoothing
+        Weight of the squared differences of log kappa between neighbouring cells.
+    true_kappa
+        This rank's tile of the kappa to be recovered, where it is known.
+    data
+        The user's observations, where there are such.
+    """
+
+    model: Model
+    observations: Observations
+    parametrization: Parametrization
+    solver: sparse.LinearSolver
+    smoothing: float = 0.0
+    true_kappa: Float[np.ndarray, "lx ly"] | None = None
+    data: Data | None = None
+
+    def loss_share(self, parameters: Any) -> Float[Array, ""]:
+        """Share of this rank in the loss, which is the sum of all shares; differentiable.
+
+        `Observations.loss`, plus `smoothing` times the mean over cells of the squared differences
+        of log kappa. Where the linear solve fails the share is NaN, so that a line search takes a
+        shorter step.
+        """
+        kappa = self.parametrization.kappa(parameters)
+        solution = self.model.solve(kappa, self.solver, throw=False)
+        u = solution.value.reshape(self.model.grid.local_shape)
+        share = self.observations.loss(u)
+        if self.smoothing:
+            share = share + self.smoothing * self.model.roughness(jnp.log(kappa))
+        return jnp.where(solution.result == sparse.Result.SUCCESSFUL, share, jnp.nan)
+
+    def value_and_grad(self, parameters: Any) -> tuple[Float[Array, ""], Any]:
+        """The loss and its gradient, equal on all ranks."""
+        comm = self.model.grid.comm
+        return mpigrad.value_and_grad(self.loss_share, loss="share", replicated=0, comm=comm)(
+            parameters
+        )
+
+
+def inverse_problem(settings: Settings, comm: Communicator | None = None) -> InverseProblem:
+    """The problem that the settings describe (collective).
+
+    Without a data file, the true kappa is solved for and observed, in cells drawn at random.
+
+    Raises
+    ------
+    ValueError
+        On every rank, where the settings or the data file make no sense.
+    """
+    comm = resolve(comm)
+    call_on_root(comm, settings.check)
+    with jax.enable_x64(True):
+        grid = unit_square(settings.cells, comm)
+        values = NetworkValues(grid) if settings.kappa == "network" else CellValues(grid)
+        if settings.data is not None:
+            data = read_data(settings.data, grid)
+            source = np.broadcast_to(data.source, grid.shape)[grid.slices]
+            model = poisson(grid, source)
+            solver = sparse.default_solver(settings.tolerance, model.pattern)
+            observed = at_points(grid, data.coordinates, data.values, settings.misfit)
+            return InverseProblem(model, observed, values, solver, settings.smoothing, data=data)
+        x, y = (jnp.asarray(axis) for axis in grid.centers())
+        truth = fields.TRUTHS[settings.truth]
+        kappa = truth(x, y)
+        model = poisson(grid, fields.SOURCES[settings.source](truth)(x, y))
+        solver = sparse.default_solver(settings.tolerance, model.pattern)
+        u = np.asarray(mpigrad.jit(lambda k: model.solution(k, solver))(kappa))
+        mask = draw_mask(grid, settings.observed, settings.seed)
+        if settings.noise:
+            u = u * (1 + settings.noise * relative_noise(grid, settings.seed))
+        observed = at_cells(grid, mask, u, settings.misfit)
+        return InverseProblem(
+            model, observed, values, solver, settings.smoothing, np.asarray(kappa)
+        )
+
+
+def best_constant(problem: InverseProblem) -> float:
+    """The constant kappa that fits the observations best: u is inversely proportional to it."""
+    comm = problem.model.grid.comm
+    seen = problem.observations
+
+    def predict(kappa: Float[Array, "lx ly"]) -> Float[Array, " k"]:
+        return seen.predict(problem.model.solution(kappa, problem.solver))
+
+    one = jnp.ones(problem.model.grid.local_shape)
+    predicted = np.asarray(mpigrad.jit(predict)(one)) / seen.scales
+    sums = [float(predicted @ predicted), float(predicted @ (seen.values / seen.scales))]
+    square, product = np.sum(comm.mpi.allgather(sums), axis=0)
+    if not product > 0:
+        raise ValueError(
+            "poisson: no positive kappa explains the observations: they have the opposite sign of "
+            "the solution for kappa = 1. Check the sign of the source: the equation is "
+            "div(kappa grad u) = f, so that f > 0 makes u < 0"
+        )
+    return float(square / product)

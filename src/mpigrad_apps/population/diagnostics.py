@@ -1,0 +1,52 @@
+"""How well a posterior is known: intervals, effective sample sizes, and whether chains agree."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+try:
+    from blackjax.diagnostics import ess_bulk, rhat
+except ImportError:  # blackjax 1.3, the newest for JAX 0.8: without ranks of the draws
+    from blackjax.diagnostics import effective_sample_size as ess_bulk
+    from blackjax.diagnostics import potential_scale_reduction as rhat
+from jaxtyping import Float
+
+from mpigrad_apps.population.kinetics import PARAMETERS
+from mpigrad_apps.population.model import Shared
+
+__all__ = ["Summary", "names", "numbers", "summarize"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Of one number: median, 5 % and 95 %, bulk effective sample size, rank-normalised R-hat."""
+
+    median: float
+    low: float
+    high: float
+    ess: float
+    rhat: float
+
+
+def names() -> tuple[str, ...]:
+    """Of the shared numbers: the typical patient's, the spreads, the noise."""
+    return (*PARAMETERS, *(f"spread of {name}" for name in PARAMETERS), "noise")
+
+
+def numbers(shared: Shared) -> Float[np.ndarray, "*batch 11"]:
+    """The shared numbers themselves, instead of their logarithms, in the order of `names`."""
+    parts = (shared.typical, shared.log_spread, np.asarray(shared.log_noise)[..., None])
+    return np.exp(np.concatenate([np.asarray(part) for part in parts], axis=-1))
+
+
+def summarize(shared: Shared) -> dict[str, Summary]:
+    """What draws of shape (chains, draws, ...) say of each shared number."""
+    draws = numbers(shared)
+    low, median, high = np.quantile(draws, [0.05, 0.5, 0.95], axis=(0, 1))
+    sizes, agreement = np.asarray(ess_bulk(draws)), np.asarray(rhat(draws))
+    return {
+        name: Summary(*(float(values[k]) for values in (median, low, high, sizes, agreement)))
+        for k, name in enumerate(names())
+    }

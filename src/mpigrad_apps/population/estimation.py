@@ -1,0 +1,192 @@
+"""A run from settings to report."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from mpigrad import checkpoint, jobs, optimize
+from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.profiling.progress_bar import Progress
+from mpigrad_apps.output_directory import prepare
+from mpigrad_apps.population import records
+from mpigrad_apps.population.diagnostics import Summary, summarize
+from mpigrad_apps.population.kinetics import Kinetics, decay_rate
+from mpigrad_apps.population.model import Model, Prior, Unknowns, log_density
+from mpigrad_apps.population.outputs import Found, write_outputs
+from mpigrad_apps.population.prediction import Fit, fit
+from mpigrad_apps.population.records import Cohort
+from mpigrad_apps.population.sampling import NUTS, Posterior
+from mpigrad_apps.population.settings import Settings
+from mpigrad_apps.population.simulation import Truth, simulate
+
+__all__ = ["Result", "put", "run"]
+
+Density = Callable[[Unknowns], Array]
+
+_DRAWN = 200  # draws that fits and individual parameters are made of
+_BLOCKS, _LARGEST_BLOCK = 8, 64
+_JITTER = 0.1  # of chains' starts around the mode, in logarithms and random effects
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run gives, the same on every rank.
+
+    `truth` is None for the user's patients, `posterior` and `summary` are None and empty where
+    nothing was drawn.
+    """
+
+    settings: Settings
+    cohort: Cohort
+    truth: Truth | None
+    mode: Unknowns
+    posterior: Posterior | None
+    summary: dict[str, Summary]
+    report: pathlib.Path
+
+
+def run(settings: Settings, comm: Communicator | None = None) -> Result:
+    """Find the mode, sample the posterior, write the report (collective).
+
+    Writes into `settings.out`: report.html and its pictures, posterior.npz, patients.csv,
+    settings.json, history.jsonl of the way to the mode, and data.csv where patients are simulated.
+    When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the
+    iteration or the draw that it is in and writes everything.
+
+    Raises
+    ------
+    ValueError, OSError
+        On every rank, before any work, where the settings, the patients' table or the output
+        directory make no sense.
+    mpigrad.optimize.NotFiniteError
+        On every rank, where the density has no value at the prior's medians.
+    """
+    comm = resolve(comm)
+    call_on_root(comm, settings.check)
+    with jax.enable_x64(True):
+        model = Model(Kinetics(settings.stiff, settings.rtol), _prior(settings))
+        cohort, truth = call_on_root(comm, lambda: _patients(settings, model))
+        prepare(settings, settings.out, comm)
+        with raise_on_all_ranks(comm):
+            if comm.rank == 0:
+                print(
+                    f"population: {len(cohort.names)} patients, {cohort.measurements} "
+                    f"concentrations, on {comm.size} rank{'s' * (comm.size > 1)}",
+                    flush=True,
+                )
+                if truth is not None:
+                    records.write(settings.out / "data.csv", cohort)
+        return _estimate(settings, model, cohort, truth, comm)
+
+
+def _prior(settings: Settings) -> Prior:
+    if settings.flip_flop:
+        return Prior(settings.typical, fast=0.0)
+    absorption, decay = settings.typical[0], float(decay_rate(settings.typical))
+    if not absorption > decay:  # NaN, too
+        raise ValueError(
+            f"--typical: absorption, {absorption:g} per hour, is not faster than decay in "
+            f"the blood, {decay:.3g} per hour; if the drug is like that, add --flip-flop"
+        )
+    return Prior(settings.typical)
+
+
+def _patients(settings: Settings, model: Model) -> tuple[Cohort, Truth | None]:
+    if settings.data is not None:
+        return records.read(settings.data), None
+    return simulate(settings.patients, settings.seed, model.kinetics)
+
+
+def _estimate(
+    settings: Settings, model: Model, cohort: Cohort, truth: Truth | None, comm: Communicator
+) -> Result:
+    with jobs.pool(comm, on_error="nan") as pool:
+        data = put(pool, cohort)
+        density = log_density(model, pool.sum(model.log_likelihood, data))
+        start = model.prior.start(len(cohort.records))
+        posterior, summary = None, {}
+        with checkpoint.listen() as stop:
+            mode = optimize.minimize(
+                lambda unknowns: -density(unknowns),
+                start,
+                optimize.LBFGS(memory=20),
+                loss="replicated",
+                iterations=settings.iterations,
+                rtol=1e-4,
+                callback=lambda record, unknowns: stop.requested(),
+                history=settings.out / "history.jsonl",
+                progress=True,
+                comm=comm,
+            )
+            if settings.draws and mode.result is not optimize.Result.STOPPED:
+                posterior = _sample(settings, model, density, mode.value, stop, comm)
+        if posterior is None:
+            draws = jax.tree.map(lambda leaf: np.asarray(leaf)[None], mode.value)
+        else:
+            summary = summarize(posterior.unknowns.shared)
+            draws = _some(posterior.unknowns)
+        curves = pool.map(functools.partial(fit, model), data)
+        fits = _each(curves(draws.shared, jnp.swapaxes(draws.effects, 0, 1)), cohort)
+    found = Found(cohort, truth, mode, draws, posterior, summary, fits)
+    path = settings.out / "report.html"
+    with raise_on_all_ranks(comm):
+        if comm.rank == 0:
+            path = write_outputs(settings, model, found, comm.size)
+            print(f"report: {path}", flush=True)
+    return Result(settings, cohort, truth, mode.value, posterior, summary, path)
+
+
+def put(pool: jobs.Pool, cohort: Cohort) -> jobs.Data:
+    """The patients as jobs: few large blocks, and as much to do for each rank."""
+    costs = [1.0 + len(known.doses) for known in cohort.records]  # integrations
+    block = min(-(-len(costs) // _BLOCKS), _LARGEST_BLOCK)
+    return pool.put(list(cohort.records), schedule=jobs.Weighted(costs), block=block)
+
+
+def _sample(
+    settings: Settings,
+    model: Model,
+    density: Density,
+    mode: Unknowns,
+    stop: checkpoint.Interruption,
+    comm: Communicator,
+) -> Posterior | None:
+    sampler = NUTS(settings.warmup, settings.draws, settings.acceptance, settings.depth)
+    generator = np.random.default_rng(settings.seed)
+    starts = jax.tree.map(
+        lambda leaf: leaf + _JITTER * generator.normal(size=(settings.chains, *leaf.shape)), mode
+    )
+    progress = Progress(settings.warmup + settings.draws, comm.rank)
+
+    def note(iteration: int, figures: dict[str, float]) -> bool:
+        progress.update(iteration, **figures)
+        # Any rank may have got the signal; all end at the same iteration.
+        return any(comm.mpi.allgather(stop.requested()))
+
+    scales = model.prior.scales(len(mode.effects))
+    posterior = sampler.sample(density, starts, settings.seed, note, comm, scales)
+    progress.close()
+    return posterior
+
+
+def _each(fits: Fit | list[Fit], cohort: Cohort) -> list[Fit]:
+    """The fits by patients; those of one shape come as one stack."""
+    if not isinstance(fits, list):
+        return [jax.tree.map(lambda x, i=i: x[i], fits) for i in range(len(cohort.names))]
+    return fits
+
+
+def _some(unknowns: Unknowns) -> Unknowns:
+    """Up to _DRAWN draws of all chains, evenly, along one axis."""
+    chains, draws = unknowns.shared.log_noise.shape
+    kept = np.linspace(0, chains * draws - 1, min(_DRAWN, chains * draws)).astype(int)
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[kept], unknowns)

@@ -1,0 +1,171 @@
+"""What a run leaves behind: draws, tables, pictures and the report."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from mpigrad.optimize import Solution
+from mpigrad_apps import report
+from mpigrad_apps.atomic_write import write_whole
+from mpigrad_apps.population import pictures
+from mpigrad_apps.population.diagnostics import Summary, names, numbers
+from mpigrad_apps.population.kinetics import PARAMETERS, UNITS
+from mpigrad_apps.population.model import Model, Unknowns
+from mpigrad_apps.population.prediction import Fit
+from mpigrad_apps.population.records import Cohort
+from mpigrad_apps.population.sampling import Posterior
+from mpigrad_apps.population.settings import Settings
+from mpigrad_apps.population.simulation import Truth
+
+__all__ = ["Found", "individual_parameters", "write_outputs"]
+
+_AGREED = 1.05  # R-hat
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Everything that the report tells of; `draws` are the posterior's, or the mode alone."""
+
+    cohort: Cohort
+    truth: Truth | None
+    mode: Solution
+    draws: Unknowns
+    posterior: Posterior | None
+    summary: dict[str, Summary]
+    fits: Sequence[Fit]
+
+
+def individual_parameters(
+    model: Model, unknowns: Unknowns, cohort: Cohort
+) -> Float[np.ndarray, "draws patients 5"]:
+    """The log parameters of each patient, for unknowns of shape (draws, ...)."""
+    weights = np.stack([known.weight for known in cohort.records])
+    each = jax.vmap(model.individual, in_axes=(None, 0, 0))
+    return np.asarray(jax.vmap(each, in_axes=(0, 0, None))(*unknowns, weights))
+
+
+def write_outputs(settings: Settings, model: Model, found: Found, ranks: int) -> pathlib.Path:
+    """Write posterior.npz, patients.csv, the pictures and report.html; call it on one rank."""
+    parameters = individual_parameters(model, found.draws, found.cohort)
+    if found.posterior is not None:
+        unknowns = found.posterior.unknowns
+        arrays = {**unknowns.shared._asdict(), "effects": unknowns.effects}
+        write_whole(settings.out / "posterior.npz", lambda file: np.savez(file, **arrays))
+    _write_patients(settings.out / "patients.csv", found.cohort, parameters)
+    truth = found.truth
+    drawn = [
+        pictures.fits(found.cohort, found.fits),
+        pictures.agreement(found.cohort, found.fits),
+    ]
+    if found.posterior is not None:
+        shared, prior = found.draws.shared, model.prior
+        true = None if truth is None else truth.shared
+        drawn.insert(0, pictures.marginals(shared, prior, found.mode.value.shared, true))
+        individual = None if truth is None else truth.individual
+        drawn.append(pictures.individuals(parameters, individual))
+    cohort = found.cohort
+    patients = f"{len(cohort.names)} {'simulated ' if truth is not None else ''}patients"
+    summary = (
+        f"Two compartments, absorption of first order, {patients}, {cohort.measurements} "
+        f"concentrations. {_ending(settings, found)}"
+    )
+    choices = {
+        field.name: value
+        for field in dataclasses.fields(settings)
+        if (value := getattr(settings, field.name)) is not None
+    }
+    return report.write_report(
+        settings.out,
+        "A drug in a population",
+        summary,
+        drawn,
+        [
+            report.Table("What the patients share", _shared(found)),
+            *([] if found.posterior is None else [_sampling(found.posterior, found.summary)]),
+            report.Table("Mode", _mode(found)),
+            report.Table("Ranks", {"ranks": ranks}),
+            report.Table("Settings", choices),
+            report.Table("Versions", report.versions()),
+        ],
+    )
+
+
+def _shared(found: Found) -> dict[str, object]:
+    """Median and 90 % of each number, or its mode where nothing was drawn; and the truth."""
+    true = None if found.truth is None else numbers(found.truth.shared)
+    mode = numbers(found.mode.value.shared)
+    rows: dict[str, object] = {}
+    for k, name in enumerate(names()):
+        text = f"{mode[k]:.3g} (mode)"
+        if name in found.summary:
+            known = found.summary[name]
+            text = f"{known.median:.3g} ({known.low:.3g} to {known.high:.3g})"
+        unit = f" ({UNITS[k]})" if k < len(UNITS) else ""
+        rows[name + unit] = text + ("" if true is None else f", truth {true[k]:.3g}")
+    return rows
+
+
+def _sampling(posterior: Posterior, summary: dict[str, Summary]) -> report.Table:
+    sizes = [known.ess for known in summary.values()]
+    chains, draws = posterior.steps.shape
+    evaluations = int(np.sum(np.max(posterior.steps, axis=0)))  # chains go in step
+    return report.Table(
+        "Sampling",
+        {
+            "draws": f"{chains} chains of {draws}",
+            "effective sample size": f"{min(sizes):.0f} at least, {np.median(sizes):.0f} in median",
+            "effective draws per second": f"{min(sizes) / posterior.seconds:.3g} at least, "
+            f"{np.median(sizes) / posterior.seconds:.3g} in median",
+            "largest R-hat": f"{max(known.rhat for known in summary.values()):.4f}",
+            "divergent trajectories": int(np.sum(posterior.divergent)),
+            "mean acceptance": f"{np.mean(posterior.acceptance):.3f}",
+            "step sizes": ", ".join(f"{size:.3g}" for size in posterior.step_size),
+            "time": f"{posterior.warmup_seconds:.1f} s of warm-up with compiling, "
+            f"{posterior.seconds:.1f} s of draws",
+            "one gradient of all chains": f"{1e3 * posterior.seconds / evaluations:.2f} ms",
+        },
+    )
+
+
+def _mode(found: Found) -> dict[str, object]:
+    return {
+        "ended": str(found.mode.result),
+        "log density": f"{-found.mode.loss:.6f}",
+        "norm of its gradient": f"{found.mode.gradient_norm:.3e}",
+        "evaluations of density and gradient": found.mode.stats["evaluations"],
+    }
+
+
+def _ending(settings: Settings, found: Found) -> str:
+    posterior = found.posterior
+    if posterior is None:
+        return "The mode of the posterior; nothing was drawn."
+    chains, draws = posterior.steps.shape
+    stopped = "" if draws == settings.draws else f", stopped at draw {draws} of {settings.draws}"
+    text = f"{chains} chains of {draws} draws by NUTS{stopped}."
+    worst = max(known.rhat for known in found.summary.values())
+    if worst > _AGREED:
+        text += f" The chains do not agree yet (R-hat {worst:.2f}): more --warmup and --draws."
+    return text
+
+
+def _write_patients(
+    path: pathlib.Path, cohort: Cohort, parameters: Float[np.ndarray, "draws patients 5"]
+) -> None:
+    """A row for each patient: median, 5 % and 95 % of each own parameter."""
+    quantiles = np.exp(np.quantile(parameters, [0.5, 0.05, 0.95], axis=0))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(
+            ["id", "wt", *(f"{name}{part}" for name in PARAMETERS for part in ("", "_5", "_95"))]
+        )
+        for i, (name, known) in enumerate(zip(cohort.names, cohort.records, strict=True)):
+            values = quantiles[:, i, :].T.ravel()
+            table.writerow([name, float(known.weight), *(f"{value:.6g}" for value in values)])

@@ -1,0 +1,57 @@
+"""What the model says of each patient's concentrations."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from mpigrad_apps.population.model import Model, Shared
+from mpigrad_apps.population.records import Record
+
+__all__ = ["Fit", "fit"]
+
+_TIMES = 80
+
+
+class Fit(NamedTuple):
+    """Quantiles over draws of one patient's concentrations in mg/L.
+
+    Attributes
+    ----------
+    times
+        Shape (m,): from the first dose to the last measurement, in h.
+    low, middle, high
+        Shape (m,): 5 %, 50 % and 95 % at these times.
+    at_measurements
+        Shape (n,): 50 % at the times of the record.
+    """
+
+    times: Float[np.ndarray | Array, " m"]
+    low: Float[np.ndarray | Array, " m"]
+    middle: Float[np.ndarray | Array, " m"]
+    high: Float[np.ndarray | Array, " m"]
+    at_measurements: Float[np.ndarray | Array, " n"]
+
+
+def fit(model: Model, shared: Shared, effects: Float[Array, "draws 5"], record: Record) -> Fit:
+    """The fit of one patient, from draws of what is shared and of the patient's own effects."""
+    start, end = record.dose_times[0], record.times[-1]
+    times = start + (end - start) * jnp.linspace(1 / _TIMES, 1.0, _TIMES)
+
+    every = jnp.concatenate([times, record.times])
+    order = jnp.argsort(every)
+
+    def concentrations(shared: Shared, effects: Array) -> Array:
+        parameters = model.individual(shared, effects, record.weight)
+        found = model.kinetics.concentrations(
+            parameters, record.dose_times, record.doses, every[order]
+        )
+        return found[jnp.argsort(order)]
+
+    found = jax.vmap(concentrations)(shared, effects)
+    low, middle, high = jnp.quantile(found, jnp.array([0.05, 0.5, 0.95]), axis=0)
+    return Fit(times, low[:_TIMES], middle[:_TIMES], high[:_TIMES], middle[_TIMES:])

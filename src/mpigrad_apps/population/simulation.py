@@ -1,0 +1,58 @@
+"""Simulated patients, whose truth is known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from mpigrad_apps.population.kinetics import Kinetics
+from mpigrad_apps.population.model import Model, Shared
+from mpigrad_apps.population.records import Cohort, record
+
+__all__ = ["Truth", "simulate"]
+
+_TYPICAL = (1.2, 4.0, 35.0, 8.0, 60.0)  # ka (1/h), CL (L/h), V1 (L), Q (L/h), V2 (L)
+_SPREAD = (0.4, 0.3, 0.2, 0.3, 0.3)
+_NOISE = 0.15
+
+
+@dataclasses.dataclass(frozen=True)
+class Truth:
+    """What the simulated patients were made of; `individual` are log parameters."""
+
+    shared: Shared
+    individual: Float[np.ndarray, "patients 5"]
+
+
+def simulate(patients: int, seed: int, kinetics: Kinetics) -> tuple[Cohort, Truth]:
+    """Patients of about 75 kg, and what they are made of.
+
+    One half gets 100 mg once, the other three times 50 mg, every twelve hours; from 6 to 12 blood
+    samples are taken from each, within two days.
+    """
+    model = Model(kinetics)
+    shared = Shared(*(jnp.log(jnp.array(value)) for value in (_TYPICAL, _SPREAD, _NOISE)))
+    concentrations = jax.jit(kinetics.concentrations)
+    records, individual = [], []
+    for patient in range(patients):
+        generator = np.random.default_rng([seed, patient])
+        weight = float(np.round(np.clip(generator.normal(75.0, 12.0), 45.0, 130.0), 1))
+        given = [(0.0, 100.0)] if patient % 2 == 0 else [(t, 50.0) for t in (0.0, 12.0, 24.0)]
+        samples = int(generator.integers(6, 13))
+        # Early ones see the absorption, late ones the second compartment.
+        times = np.exp(generator.uniform(np.log(0.25), np.log(48.0), samples))
+        times = np.unique(np.round(times, 2))
+        effects = jnp.asarray(generator.normal(size=5))
+        parameters = model.individual(shared, effects, jnp.asarray(weight))
+        blank = record(weight, given, [(t, 1.0) for t in times])
+        exact = concentrations(parameters, blank.dose_times, blank.doses, blank.times)
+        errors = np.exp(_NOISE * generator.normal(size=len(times)))
+        measured = np.asarray(exact)[: len(times)] * errors
+        records.append(record(weight, given, zip(times, measured, strict=True)))
+        individual.append(np.asarray(parameters))
+    names = tuple(f"{patient + 1}" for patient in range(patients))
+    return Cohort(names, tuple(records)), Truth(shared, np.stack(individual))

@@ -1,0 +1,345 @@
+"""Reports of a computation: pictures and tables in one HTML file that needs no other."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import html
+import io
+import os
+import pathlib
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+from mpigrad.grid import Grid
+
+__all__ = [
+    "Panel",
+    "Picture",
+    "Table",
+    "curve",
+    "drawing",
+    "maps",
+    "points",
+    "versions",
+    "write_fields",
+    "write_report",
+]
+
+_PIXELS = 150  # per inch
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A PNG picture with a file name (without ending) and a caption."""
+
+    name: str
+    caption: str
+    png: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A titled table of two columns."""
+
+    title: str
+    rows: Mapping[str, object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One map: values at the cells' centres, of shape (nx, ny), x along the first axis; NaN is
+    left white.
+
+    `limits` are the ends of the colour bar, by default the smallest and the largest value; `extent`
+    is the rectangle (x0, x1, y0, y1) that the cells fill. `diverging` colours zero white.
+    `labels` name the axes; the second one points `downwards` in a section of the ground, and is
+    `stretched` where it has another unit than the first.
+    """
+
+    title: str
+    values: NDArray[Any]
+    limits: tuple[float, float] | None = None
+    extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0)
+    diverging: bool = False
+    labels: tuple[str, str] = ("x", "y")
+    downwards: bool = False
+    stretched: bool = False
+
+
+def _figure(width: float, height: float) -> Any:
+    """A figure that needs no display and no global state."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "mpigrad_apps.report needs matplotlib: pip install 'mpigrad[apps]'"
+        ) from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_PIXELS)
+    return buffer.getvalue()
+
+
+def maps(name: str, caption: str, panels: Sequence[Panel], columns: int | None = None) -> Picture:
+    """Maps side by side, or in so many columns, each with its colour bar, x to the right."""
+    columns = columns or len(panels)
+    rows = -(-len(panels) // columns)
+    figure = _figure(5.2 * columns, rows * max(map(_height, panels)))
+    for place, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        low, high = panel.limits or (
+            float(np.nanmin(panel.values)),
+            float(np.nanmax(panel.values)),
+        )
+        if panel.diverging:
+            high = max(abs(low), abs(high))
+            low = -high
+        x0, x1, y0, y1 = panel.extent
+        image = axes.imshow(
+            panel.values.T,
+            origin="upper" if panel.downwards else "lower",
+            extent=(x0, x1, y1, y0) if panel.downwards else panel.extent,
+            vmin=low,
+            vmax=high,
+            cmap="RdBu_r" if panel.diverging else "viridis",
+            aspect="auto" if panel.stretched else "equal",
+            interpolation="nearest",
+        )
+        axes.set_title(panel.title)
+        axes.set_xlabel(panel.labels[0])
+        axes.set_ylabel(panel.labels[1])
+        figure.colorbar(image, ax=axes, shrink=0.9)
+    return Picture(name, caption, _png(figure))
+
+
+def _height(panel: Panel) -> float:
+    """In inches, for a panel that is 5.2 wide."""
+    x0, x1, y0, y1 = panel.extent
+    return 4.4 if panel.stretched else min(4.4, 4.0 * (y1 - y0) / (x1 - x0) + 1.0)
+
+
+def points(
+    name: str,
+    caption: str,
+    title: str,
+    xy: NDArray[Any],
+    values: NDArray[Any],
+    extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
+) -> Picture:
+    """Values at scattered points, as coloured dots."""
+    figure = _figure(5.2, 4.4)
+    axes = figure.add_subplot()
+    size = float(np.clip(2e4 / max(len(values), 1), 0.5, 30))
+    dots = axes.scatter(xy[:, 0], xy[:, 1], c=values, s=size, cmap="viridis", linewidths=0)
+    axes.set(title=title, xlabel="x", ylabel="y", aspect="equal")
+    axes.set_xlim(extent[0], extent[1])
+    axes.set_ylim(extent[2], extent[3])
+    figure.colorbar(dots, ax=axes, shrink=0.9)
+    return Picture(name, caption, _png(figure))
+
+
+def curve(
+    name: str,
+    caption: str,
+    lines: Mapping[str, tuple[Sequence[float | int], Sequence[float | int]]],
+    x_label: str = "iteration",
+) -> Picture:
+    """Positive numbers on a logarithmic axis; each line is its abscissas and its values."""
+    figure = _figure(6.4, 4.2)
+    axes = figure.add_subplot()
+    for label, (x, values) in lines.items():
+        axes.semilogy(x, values, label=label, linewidth=1.5)
+    axes.set_xlabel(x_label)
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend()
+    return Picture(name, caption, _png(figure))
+
+
+def drawing(
+    name: str, caption: str, size: tuple[float, float], draw: Callable[[Any], None]
+) -> Picture:
+    """A picture that `draw` makes of an empty matplotlib Figure of this size, in inches."""
+    figure = _figure(*size)
+    draw(figure)
+    return Picture(name, caption, _png(figure))
+
+
+def versions() -> dict[str, object]:
+    """What computed: Python, the packages, MPI and hypre, with their versions."""
+    import mpi4py
+
+    import mpigrad
+    from mpigrad import sparse
+
+    return {
+        "mpigrad": mpigrad.__version__,
+        "Python": platform.python_version(),
+        "JAX": jax.__version__,
+        "NumPy": np.__version__,
+        "mpi4py": mpi4py.__version__,
+        "MPI": MPI.Get_library_version().strip("\0\n ").splitlines()[0].split(",")[0],
+        "hypre": sparse.hypre_version() if sparse.hypre_available() else "none",
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def write_fields(
+    path: str | os.PathLike[str],
+    grid: Grid,
+    fields: Mapping[str, Any],
+    attributes: Mapping[str, Any] | None = None,
+) -> None:
+    """Write fields to a zarr group, one chunk by each rank (collective).
+
+    No rank holds a whole field. A chunk is as large as the largest tile; where tiles are uneven,
+    ranks first send the cells that lie in another rank's chunk to it, so that every chunk is
+    written by one rank alone and readers see one plain array of shape (nx, ny) per field.
+
+    Parameters
+    ----------
+    path
+        Directory of the group; an old group there is replaced.
+    grid
+        The grid that the fields lie on; its cell centres are written as `x`, `y` and `z`.
+    fields
+        This rank's tile of each field, shape (lx, ly); the same names on every rank.
+    attributes
+        Of the group; what JSON can say.
+    """
+    import zarr
+
+    path, comm = pathlib.Path(path), grid.comm
+    # Along each axis, chunks of this many cells; there are at most as many as tiles.
+    chunks = tuple(-(-n // p) for n, p in zip(grid.shape, grid.dims, strict=True))
+    problem = None
+    if comm.rank == 0:
+        try:
+            group = zarr.create_group(path, overwrite=True, attributes=dict(attributes or {}))
+            for name, field in fields.items():
+                group.create_array(
+                    name,
+                    shape=grid.shape,
+                    chunks=chunks,
+                    dtype=np.asarray(field).dtype,
+                    dimension_names=tuple("xyz"[: grid.ndim]),
+                )
+            for axis, name in enumerate("xyz"[: grid.ndim]):
+                centers = (np.arange(grid.shape[axis]) + 0.5) * grid.spacing[axis]
+                group.create_array(name, data=centers, dimension_names=(name,))
+        except Exception as error:
+            problem = error
+    problem = comm.mpi.bcast(problem)
+    if problem is not None:
+        raise problem
+    group = zarr.open_group(path, mode="r+")
+    for name, field in fields.items():
+        place, chunk = _chunk_of_this_rank(grid, np.asarray(field), chunks)
+        if chunk.size:
+            group[name][place] = chunk  # type: ignore[index]
+    comm.mpi.Barrier()
+
+
+def _chunk_of_this_rank(
+    grid: Grid, tile: NDArray[Any], chunks: tuple[int, ...]
+) -> tuple[tuple[slice, ...], NDArray[Any]]:
+    """Where this rank's chunk lies in the grid, and its values, partly from other ranks."""
+    comm = grid.comm
+
+    def chunk_slices(rank: int) -> tuple[slice, ...]:
+        return tuple(
+            slice(min(place * c, n), min((place + 1) * c, n))
+            for place, c, n in zip(grid.coords_of(rank), chunks, grid.shape, strict=True)
+        )
+
+    outgoing = []
+    for rank in range(comm.size):
+        common = [_overlap(a, b) for a, b in zip(grid.slices, chunk_slices(rank), strict=True)]
+        local = tuple(
+            slice(part.start - mine.start, part.stop - mine.start)
+            for part, mine in zip(common, grid.slices, strict=True)
+        )
+        piece = np.ascontiguousarray(tile[local])
+        outgoing.append((common, piece) if piece.size else None)
+    mine = chunk_slices(comm.rank)
+    chunk = np.empty([part.stop - part.start for part in mine], tile.dtype)
+    for arrived in comm.mpi.alltoall(outgoing):
+        if arrived is not None:
+            common, piece = arrived
+            chunk[
+                tuple(
+                    slice(part.start - start.start, part.stop - start.start)
+                    for part, start in zip(common, mine, strict=True)
+                )
+            ] = piece
+    return mine, chunk
+
+
+def _overlap(a: slice, b: slice) -> slice:
+    start = max(a.start, b.start)
+    return slice(start, max(start, min(a.stop, b.stop)))
+
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+       color: #1b1f24; background: #fff }
+h1 { font-size: 1.7rem; margin-bottom: .2rem } h2 { font-size: 1.2rem; margin-top: 2.2rem }
+figure { margin: 1.5rem 0 } img { max-width: 100%; height: auto }
+figcaption { color: #57606a; max-width: 50rem }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+td { padding: .15rem 1.2rem .15rem 0; border-bottom: 1px solid #e5e7ea; vertical-align: top }
+td:first-child { color: #57606a } .tables { display: flex; flex-wrap: wrap; gap: 0 3rem }
+.summary { font-size: 1.1rem; max-width: 50rem }
+"""
+
+
+def write_report(
+    directory: str | os.PathLike[str],
+    title: str,
+    summary: str,
+    pictures: Sequence[Picture],
+    tables: Sequence[Table],
+) -> pathlib.Path:
+    """Write `report.html`, with its pictures inside, and each picture as a PNG file beside it.
+
+    Call it on one rank. Returns the path of the report.
+    """
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    figures, blocks = [], []
+    for picture in pictures:
+        (directory / f"{picture.name}.png").write_bytes(picture.png)
+        data = base64.b64encode(picture.png).decode()
+        caption = html.escape(picture.caption)
+        figures.append(
+            f'<figure><img src="data:image/png;base64,{data}" alt="{caption}">'
+            f"<figcaption>{caption}</figcaption></figure>"
+        )
+    for table in tables:
+        rows = "".join(
+            f"<tr><td>{html.escape(str(name))}</td><td>{html.escape(str(value))}</td></tr>"
+            for name, value in table.rows.items()
+        )
+        blocks.append(f"<div><h2>{html.escape(table.title)}</h2><table>{rows}</table></div>")
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
+        f'<p class="summary">{html.escape(summary)}</p>{"".join(figures)}'
+        f'<div class="tables">{"".join(blocks)}</div></body></html>\n'
+    )
+    path = directory / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path

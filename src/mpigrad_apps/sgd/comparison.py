@@ -1,0 +1,220 @@
+"""A run from settings to report: one training after the other, from the same start."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import shutil
+from typing import Any
+
+from mpigrad import checkpoint
+from mpigrad.checkpoint import Checkpoint
+from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
+from mpigrad.communicator import Communicator, resolve
+from mpigrad.profiling.progress_bar import duration
+from mpigrad.training import (
+    Batches,
+    History,
+    LocalSGD,
+    ParameterServer,
+    Strategy,
+    Synchronous,
+    trainer,
+)
+from mpigrad_apps.output_directory import prepare
+from mpigrad_apps.sgd.course import Course, Epoch, Step
+from mpigrad_apps.sgd.outputs import write_history, write_parameters, write_report
+from mpigrad_apps.sgd.settings import Settings
+from mpigrad_apps.sgd.task import Task, load
+from mpigrad_apps.sgd.testing import evaluator
+
+__all__ = ["Result", "run"]
+
+_SAVE_EVERY = 1.0  # minutes
+_EPOCHS = "epochs.jsonl"
+# What a run must share with the one that it goes on from, beside the strategy.
+_IN_COMMON = ("module", "framework", "batch", "optimizer", "learning_rate", "momentum", "seed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run gives, the same on every rank: the models, and the course of each training."""
+
+    settings: Settings
+    models: tuple[Any, ...]
+    courses: tuple[Course, ...]
+    report: pathlib.Path
+
+
+def run(settings: Settings, comm: Communicator | None = None) -> Result:
+    """Train in each mode, test after each epoch, write the report (collective).
+
+    Writes into `settings.out`: report.html and its pictures, settings.json, and for each training
+    a directory with history.jsonl, the parameters (model.npz or model.pt) and restart/, which is
+    written every minute, and from which it goes on with `settings.resume`. When asked to stop
+    (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the step that it is in and
+    reports what there is.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError
+        On every rank, before the first step, where the settings, the user's factory or the output
+        directory make no sense.
+    """
+    comm = resolve(comm)
+    call_on_root(comm, settings.check)
+    with raise_on_all_ranks(comm):
+        task = load(settings)
+    prepare(settings, settings.out, comm)
+    if comm.rank == 0:
+        print(
+            f"sgd: {task.rows} samples in batches of {settings.batch}, {settings.epochs} epochs, "
+            f"{task.framework}, on {comm.size} rank{'s' * (comm.size > 1)}",
+            flush=True,
+        )
+    models, courses = [], []
+    with checkpoint.listen() as stop:
+        for name, strategy in strategies(settings).items():
+            model, course = _train(settings, name, strategy, stop, comm)
+            models.append(model)
+            courses.append(course)
+            if course.stopped:
+                break
+    path = settings.out / "report.html"
+    with raise_on_all_ranks(comm):
+        if comm.rank == 0:
+            path = write_report(settings, task, courses, comm.size)
+            print(f"report: {path}", flush=True)
+    return Result(settings, tuple(models), tuple(courses), path)
+
+
+def strategies(settings: Settings) -> dict[str, Strategy]:
+    """What to train with, and the name of its directory."""
+    found: dict[str, Strategy] = {}
+    for mode in settings.mode:
+        if mode == "synchronous":
+            found[mode] = Synchronous(
+                compression=None if settings.compression == "none" else settings.compression,
+                accumulate=settings.accumulate,
+                clip=settings.clip,
+            )
+        elif mode == "local":
+            found[mode] = LocalSGD(settings.every)
+        else:
+            for bound in settings.staleness:
+                found[f"{mode}-{bound}"] = ParameterServer(
+                    staleness=bound, scale_by_staleness=settings.scale_by_staleness
+                )
+    return found
+
+
+def _train(
+    settings: Settings,
+    name: str,
+    strategy: Strategy,
+    stop: checkpoint.Interruption,
+    comm: Communicator,
+) -> tuple[Any, Course]:
+    """One training: its model, and its course."""
+    out = settings.out / name
+    with raise_on_all_ranks(comm):
+        task = load(settings)  # anew: a module is changed by its training
+        if comm.rank == 0:
+            _make_way(out, settings.resume)
+    test = evaluator(task, settings.batch, comm)
+    training = trainer(task.model, optimizer(settings, task), task.loss, strategy, comm=comm)
+    batches = Batches(task.rows, settings.batch, seed=settings.seed, take=task.batch)
+    about = {name: str(getattr(settings, name)) for name in _IN_COMMON}
+    checkpoint = Checkpoint(
+        out / "restart", minutes=_SAVE_EVERY, about={"strategy": str(strategy), **about}
+    )
+    epochs = call_on_root(comm, lambda: _noted(out))
+    if not epochs:
+        epochs.append(_tested(Epoch(0, 0.0, 0.0), test(training.model), settings, name, comm))
+    ending, stopped = f"all {settings.epochs} epochs done", False
+    for epoch in range(min(len(epochs), settings.epochs), settings.epochs + 1):
+        batches.epochs = epoch
+        history = training.run(batches, checkpoint=checkpoint)
+        steps = _steps(history)
+        if not history.asked_to_end and epoch == len(epochs):
+            now = Epoch(epoch, steps[-1].samples, steps[-1].seconds)
+            epochs.append(_tested(now, test(training.model), settings, name, comm))
+        stopped = history.asked_to_end or any(comm.mpi.allgather(stop.requested()))
+        if stopped:
+            ending = f"stopped in epoch {epoch}"
+            break
+    bound = strategy.staleness if isinstance(strategy, ParameterServer) else None
+    course = Course(name, _steps(training.history), tuple(epochs), ending, stopped, bound)
+    with raise_on_all_ranks(comm):
+        if comm.rank == 0:
+            write_history(out / "history.jsonl", course)
+            write_parameters(out, training.model, task.framework)
+    return training.model, course
+
+
+def optimizer(settings: Settings, task: Task) -> Any:
+    """The task's own, or the one that the settings name."""
+    if task.optimizer is not None:
+        return task.optimizer
+    rate, momentum = settings.learning_rate, settings.momentum
+    if task.framework == "torch":
+        import torch  # pyright: ignore[reportMissingImports]
+
+        if settings.optimizer == "adam":
+            return torch.optim.Adam(task.model.parameters(), rate)
+        return torch.optim.SGD(task.model.parameters(), rate, momentum)
+    import optax
+
+    return optax.adam(rate) if settings.optimizer == "adam" else optax.sgd(rate, momentum)
+
+
+def _make_way(out: pathlib.Path, resume: bool) -> None:
+    """For a new run; the saves of an earlier one are moved aside, and can still be resumed."""
+    out.mkdir(exist_ok=True)
+    if resume:
+        return
+    if (out / "restart").exists():
+        shutil.rmtree(out / "restart.before", ignore_errors=True)
+        (out / "restart").rename(out / "restart.before")
+    (out / _EPOCHS).unlink(missing_ok=True)
+
+
+def _noted(out: pathlib.Path) -> list[Epoch]:
+    """The epochs that an earlier run has tested."""
+    path = out / _EPOCHS
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    # A job that is killed may leave half a line.
+    return [Epoch(**json.loads(line)) for line in lines if line.endswith("\n")]
+
+
+def _tested(
+    epoch: Epoch, found: dict[str, float], settings: Settings, name: str, comm: Communicator
+) -> Epoch:
+    """The epoch with what has been found; rank 0 notes and says it."""
+    epoch = dataclasses.replace(epoch, **found)
+    with raise_on_all_ranks(comm):
+        if comm.rank == 0:
+            with open(settings.out / name / _EPOCHS, "a", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.asdict(epoch)) + "\n")
+            values = "".join(f"  {what} {value:.4f}" for what, value in found.items())
+            place = f"{epoch.epoch}/{settings.epochs}"
+            print(f"{name}: epoch {place}{values}  {duration(epoch.seconds)}", flush=True)
+    return epoch
+
+
+def _steps(history: History) -> tuple[Step, ...]:
+    """With the time since the first update, which compiles."""
+    records = history.records
+    met = itertools.accumulate(record.samples for record in records)
+    return tuple(
+        Step(
+            record.step,
+            record.loss,
+            samples,
+            record.seconds - records[0].seconds,
+            record.staleness,
+        )
+        for record, samples in zip(records, met, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""Shots at a model of the ground: experiments with acoustic and elastic waves."""

@@ -1,0 +1,267 @@
+"""A model, its shots and its receivers: from files, from options, or made up."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from mpigrad.collective_errors import call_on_root
+from mpigrad.communicator import Communicator
+from mpigrad.waves.stability import limiting_square
+from mpigrad.waves.wavelets import ricker
+from mpigrad_apps.shots.files import Acquisition, ModelFile, read_model, read_wavelets
+from mpigrad_apps.shots.options import WaveOptions
+
+__all__ = ["Experiment", "Fields", "limiting_velocity", "make_experiment", "p_velocity"]
+
+Fields = Mapping[str, Float[np.ndarray, "nx ny"]]
+_STABLE = 0.6  # default time step, of h / v in one dimension: 0.7 of the largest stable one
+_CELLS = 10  # of the shortest wave of the default wavelet's peak frequency
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A numerical experiment with waves; the same on every rank.
+
+    Attributes
+    ----------
+    fields
+        Whole fields (nx, ny) by name: vp, vs in m/s, rho in kg/m^3, or lambda, mu in Pa and rho.
+    spacing
+        Size of a cell in m.
+    dt
+        Time step in s.
+    sources
+        Shape (n_shots, n_sources, 2), in m.
+    receivers
+        Shape (n_shots | 1, n_receivers, 2), in m.
+    wavelets
+        Shape (n_shots | 1, n_sources, steps).
+    peak
+        Frequency of the peak of the wavelets' spectrum, in Hz.
+    ricker
+        Whether the wavelet is Ricker's, not the user's.
+    """
+
+    fields: Fields
+    spacing: tuple[float, float]
+    dt: float
+    sources: Float[np.ndarray, "shots sources 2"]
+    receivers: Float[np.ndarray, "some receivers 2"]
+    wavelets: Float[np.ndarray, "others sources steps"]
+    peak: float
+    ricker: bool
+
+    @property
+    def wavelet(self) -> str:
+        """What the wavelet is, in words."""
+        return f"{'Ricker' if self.ricker else 'the user'}'s, {self.peak:.4g} Hz"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of cells along x and y."""
+        nx, ny = next(iter(self.fields.values())).shape
+        return nx, ny
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Extent of the model in m."""
+        return self.shape[0] * self.spacing[0], self.shape[1] * self.spacing[1]
+
+    @property
+    def n_shots(self) -> int:
+        """Number of shots."""
+        return len(self.sources)
+
+    @property
+    def steps(self) -> int:
+        """Number of time steps."""
+        return self.wavelets.shape[-1]
+
+    def shots(self, chosen: np.ndarray) -> Experiment:
+        """The same with some of the shots."""
+        receivers, wavelets = self.receivers, self.wavelets
+        return dataclasses.replace(
+            self,
+            sources=self.sources[chosen],
+            receivers=receivers if len(receivers) == 1 else receivers[chosen],
+            wavelets=wavelets if len(wavelets) == 1 else wavelets[chosen],
+        )
+
+
+def make_experiment(
+    options: WaveOptions, comm: Communicator, complete: Callable[[Fields], Fields]
+) -> Experiment:
+    """The experiment that the options describe (collective).
+
+    Where neither a file nor an option says it: 4 shots between a tenth and nine tenths of x, a
+    receiver over each cell, all of them two cells deep; a Ricker wavelet whose peak has 10 cells
+    in the shortest wave; a time step of 0.6 h / v in one dimension (0.7 of the largest stable one
+    at order 4), and enough of them for waves to cross the model's diagonal twice.
+
+    Parameters
+    ----------
+    complete
+        Gives the fields that the physics needs, from those of a model file.
+
+    Raises
+    ------
+    ValueError, OSError
+        On every rank, where options or files make no sense.
+    """
+    call_on_root(comm, options.check)
+    model = made_up(options.cells) if options.model is None else read_model(options.model, comm)
+    return call_on_root(comm, lambda: _experiment(options, model, complete(model.fields)))
+
+
+def _experiment(options: WaveOptions, model: ModelFile, fields: Fields) -> Experiment:
+    spacing = options.spacing or model.spacing or (10.0, 10.0)
+    if options.spacing and model.spacing and not np.allclose(options.spacing, model.spacing):
+        raise ValueError(f"--spacing: {options.spacing}, but {options.model} says {model.spacing}")
+    own = model.acquisition
+    size = model.shape[0] * spacing[0], model.shape[1] * spacing[1]
+    fast, slow = float(np.max(p_velocity(fields))), slowest(fields)
+    stable = _STABLE / (limiting_velocity(fields) * math.hypot(*(1 / h for h in spacing)))
+    dt = options.dt or (own.dt if own else stable)
+    peak = options.frequency or slow / (_CELLS * max(spacing))
+    steps = options.steps
+    if steps is None:
+        steps = math.ceil((2 * math.hypot(*size) / fast + 1.5 / peak) / dt)
+        if own:
+            steps = math.ceil(own.steps * own.dt / dt - 1e-9)
+    sources_are_its = options.survey is None and options.depth is None
+    sources, receivers = _positions(options, own, spacing, model.shape)
+    wavelets, theirs = ricker(peak, steps, dt)[None, None, :], None
+    if options.wavelet is not None:
+        wavelets, theirs = read_wavelets(options.wavelet, steps), options.wavelet
+    elif own and own.wavelets is not None and sources_are_its and options.frequency is None:
+        wavelets, theirs = _on_time(own, steps, dt), options.model
+        wavelets = wavelets[_chosen(options.shots, len(wavelets))]
+    if len(wavelets) not in (1, len(sources)) or wavelets.shape[1] not in (1, sources.shape[1]):
+        raise ValueError(
+            f"{theirs}: wavelets of {wavelets.shape[0]} shots and {wavelets.shape[1]} sources "
+            f"for {sources.shape[0]} shots of {sources.shape[1]} sources"
+        )
+    wavelets = np.repeat(wavelets, sources.shape[1] // wavelets.shape[1], axis=1)
+    for name, points in (("source", sources), ("receiver", receivers)):
+        outside = ~np.all((points >= 0) & (points <= size), axis=-1)
+        if outside.any():
+            shot, k = np.argwhere(outside)[0]
+            raise ValueError(
+                f"{name} {k} of shot {shot} at {tuple(points[shot, k].tolist())} m lies outside "
+                f"the model, which is {size[0]:g} m x {size[1]:g} m"
+            )
+    if theirs is not None:
+        if not np.any(wavelets):
+            raise ValueError(f"{theirs}: the wavelets are zero")
+        spectrum = np.abs(np.fft.rfft(wavelets, 8 * steps)).sum(axis=(0, 1))
+        peak = max(1, int(np.argmax(spectrum))) / (8 * steps * dt)
+    return Experiment(fields, spacing, dt, sources, receivers, wavelets, peak, theirs is None)
+
+
+def _positions(
+    options: WaveOptions,
+    own: Acquisition | None,
+    spacing: tuple[float, float],
+    shape: tuple[int, int],
+) -> tuple[Float[np.ndarray, "shots sources 2"], Float[np.ndarray, "some receivers 2"]]:
+    """Sources and receivers, in this order of preference: --survey, the file's, evenly spread."""
+    if options.survey is not None:
+        sources, receivers = _read_survey(options.survey)
+    elif own is not None and options.depth is None:
+        sources, receivers = own.sources, own.receivers
+    else:
+        width, depth = shape[0] * spacing[0], options.depth or 2.5 * spacing[1]
+        count = options.shots or 4
+        x = width * (np.linspace(0.1, 0.9, count) if count > 1 else np.array([0.5]))
+        sources = np.stack([x, np.full(count, depth)], axis=1)[:, None, :]
+        count = options.receivers or shape[0]
+        x = (np.arange(count) + 0.5) * width / count
+        receivers = np.stack([x, np.full(count, depth)], axis=1)[None]
+    shots = _chosen(options.shots, len(sources))
+    receivers = receivers if len(receivers) == 1 else receivers[shots]
+    return sources[shots], receivers[:, _chosen(options.receivers, receivers.shape[1])]
+
+
+def _chosen(wanted: int | None, there: int) -> np.ndarray:
+    """So many of those that are there, spread over them."""
+    if wanted is None or wanted >= there:
+        if wanted is not None and wanted > there:
+            raise ValueError(f"{wanted} shots or receivers are asked for, and there are {there}")
+        return np.arange(there)
+    if wanted == 1:
+        return np.array([there // 2])
+    return np.rint(np.linspace(0, there - 1, wanted)).astype(int)
+
+
+def _read_survey(
+    path: pathlib.Path,
+) -> tuple[Float[np.ndarray, "shots sources 2"], Float[np.ndarray, "some receivers 2"]]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            sources, receivers = (np.asarray(file[n], float) for n in ("sources", "receivers"))
+    except Exception as error:
+        raise ValueError(f"--survey: {path} cannot be read: {error}") from error
+    sources = sources[:, None, :] if sources.ndim == 2 else sources
+    receivers = receivers[None] if receivers.ndim == 2 else receivers
+    for name, points in (("sources", sources), ("receivers", receivers)):
+        if points.ndim != 3 or points.shape[-1] != 2 or not np.all(np.isfinite(points)):
+            raise ValueError(
+                f"--survey: {path}: {name} have shape {points.shape}; finite coordinates "
+                "(shots, 2) of sources and (k, 2) or (shots, k, 2) of receivers are expected"
+            )
+    if len(receivers) not in (1, len(sources)):
+        raise ValueError(f"--survey: {path}: receivers of {len(receivers)} shots, not 1 or all")
+    return sources, receivers
+
+
+def _on_time(own: Acquisition, steps: int, dt: float) -> Float[np.ndarray, "shots sources steps"]:
+    """A file's wavelets at the time steps of the run; between their samples linear, then zero."""
+    assert own.wavelets is not None
+    if steps == own.steps and math.isclose(dt, own.dt):
+        return own.wavelets
+    there = np.arange(own.steps) * own.dt
+    here = np.arange(steps) * dt
+    return np.apply_along_axis(lambda w: np.interp(here, there, w, right=0.0), -1, own.wavelets)
+
+
+def p_velocity(fields: Mapping[str, Any]) -> Any:
+    """The velocity of P waves, in m/s, of fields of NumPy or JAX."""
+    if "vp" in fields:
+        return fields["vp"]
+    return ((fields["lambda"] + 2 * fields["mu"]) / fields["rho"]) ** 0.5
+
+
+def limiting_velocity(fields: Fields) -> float:
+    """The velocity that limits the time step, in m/s."""
+    square = p_velocity(fields) ** 2
+    if "rho" in fields:
+        density = fields["rho"]
+        stiffest = np.max(density * square)
+        return float(np.sqrt(limiting_square(np.max(square), np.min(density), stiffest)))
+    return float(np.max(p_velocity(fields)))
+
+
+def slowest(fields: Fields) -> float:
+    """The smallest velocity of any wave, in m/s; water has no S waves."""
+    velocities = [p_velocity(fields)]
+    if "vs" in fields:
+        velocities.append(fields["vs"])
+    elif "mu" in fields:
+        velocities.append(np.sqrt(fields["mu"] / fields["rho"]))
+    return float(min(np.min(v[v > 0]) for v in velocities if np.any(v > 0)))
+
+
+def made_up(cells: tuple[int, int]) -> ModelFile:
+    """Water, four layers that get faster and dip a little, and a slow lens in the middle."""
+    x, y = np.meshgrid(*((np.arange(n) + 0.5) / n for n in cells), indexing="ij")
+    depth = y + 0.05 * np.sin(2 * np.pi * x)
+    vp = 1700 + 350 * np.digitize(depth, [0.3, 0.48, 0.66, 0.84]) + 300 * y
+    vp = np.where(((x - 0.5) / 0.16) ** 2 + ((y - 0.5) / 0.12) ** 2 < 1, 0.85 * vp, vp)
+    return ModelFile({"vp": np.where(y < 0.12, 1500.0, vp)})

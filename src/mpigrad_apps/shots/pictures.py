@@ -1,0 +1,98 @@
+"""Sections of the ground, shot gathers, and a film of waves."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from mpigrad_apps.report import Panel
+
+__all__ = ["animate", "gather_panel", "section"]
+
+_UNITS = {"vp": "m/s", "vs": "m/s", "rho": "kg/m³", "lambda": "Pa", "mu": "Pa"}
+_MOST_PIXELS = 600  # along an axis
+
+
+def section(
+    title: str,
+    values: Float[np.ndarray, "nx ny"],
+    size: tuple[float, float],
+    limits: tuple[float, float] | None = None,
+    diverging: bool = False,
+) -> Panel:
+    """A panel of the ground, depth downwards; `size` in m."""
+    thin = math.ceil(max(values.shape) / _MOST_PIXELS)
+    name = title.rsplit(maxsplit=1)[-1]
+    title = f"{title} ({_UNITS[name]})" if name in _UNITS else title
+    return Panel(
+        title,
+        values[::thin, ::thin],
+        limits,
+        (0.0, size[0] / 1e3, 0.0, size[1] / 1e3),
+        diverging,
+        ("x (km)", "depth (km)"),
+        downwards=True,
+    )
+
+
+def gather_panel(
+    title: str,
+    gather: Float[np.ndarray, "receivers steps"],
+    dt: float,
+    scale: float | None = None,
+) -> Panel:
+    """A shot gather, time downwards; amplitudes beyond `scale` are cut off."""
+    if scale is None:
+        scale = clip_of(gather)
+    thin = math.ceil(gather.shape[1] / _MOST_PIXELS)
+    return Panel(
+        title,
+        np.clip(gather[:, ::thin], -scale, scale),
+        (-scale, scale),
+        (0.0, float(len(gather)), 0.0, gather.shape[1] * dt),
+        True,
+        ("receiver", "time (s)"),
+        downwards=True,
+        stretched=True,
+    )
+
+
+def clip_of(values: Float[np.ndarray, "*n"]) -> float:
+    """The amplitude that 2 % of the values exceed."""
+    return float(np.quantile(np.abs(values), 0.98)) or 1.0
+
+
+def animate(
+    path: pathlib.Path,
+    background: Float[np.ndarray, "nx ny"],
+    frames: Sequence[Float[np.ndarray, "nx ny"]],
+    times: Sequence[float],
+    size: tuple[float, float],
+) -> None:
+    """Write a GIF of a wavefield over its model, one frame for each time (on one rank)."""
+    from matplotlib.animation import PillowWriter
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    thin = math.ceil(max(background.shape) / _MOST_PIXELS)
+    figure = Figure(figsize=(6.4, max(2.4, min(6.4, 5.6 * size[1] / size[0] + 0.8))))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    extent = (0.0, size[0] / 1e3, size[1] / 1e3, 0.0)
+    axes.imshow(background[::thin, ::thin].T, extent=extent, cmap="Greys", alpha=0.6)
+    scale = max(clip_of(frame) for frame in frames)
+    image = axes.imshow(
+        np.zeros_like(frames[0][::thin, ::thin]).T,
+        extent=extent, cmap="RdBu_r", vmin=-scale, vmax=scale, alpha=0.7,
+    )  # fmt: skip
+    axes.set(xlabel="x (km)", ylabel="depth (km)")
+    writer = PillowWriter(fps=10)
+    with writer.saving(figure, str(path), dpi=80):
+        for frame, time in zip(frames, times, strict=True):
+            image.set_data(frame[::thin, ::thin].T)
+            axes.set_title(f"{time:.3f} s")
+            writer.grab_frame()

@@ -1,0 +1,125 @@
+"""Whole runs: what they write, that the misfit falls, and that a restart is bit for bit."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import zarr
+
+from mpigrad.waves import acoustic
+from mpigrad_apps import fwi
+from mpigrad_apps.fwi import Settings
+from mpigrad_apps.shots.acoustic_settings import Settings as Shots
+
+SMALL = Settings(
+    cells=(30, 20), spacing=(10.0, 10.0), steps=110, shots=2, pml=6, water=20.0, method=None,
+    frequency=15.0, iterations=4, memory=5,
+)  # fmt: skip
+
+
+@pytest.mark.full
+def test_misfit_falls_from_stage_to_stage(comm, directory):
+    settings = dataclasses.replace(SMALL, frequencies=(12.0,), out=directory / "whole")
+    whole = fwi.run(settings, comm)
+    assert whole.misfits[1] < 0.3 * whole.misfits[0]
+    assert whole.errors is not None
+    assert whole.errors[1] < whole.errors[0]
+    assert [record.stage for record in whole.history] == [0] * 5 + [1] * 5
+    comm.mpi.Barrier()
+    check_files(settings.out, whole)
+
+
+def check_files(out, whole):
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    for words in ("times smaller than the start", "error of the result", "Versions"):
+        assert words in page
+    lines = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [record.loss for record in whole.history]
+    with np.load(out / "model.npz") as found:
+        assert np.allclose(found["vp"], whole.fields["vp"], rtol=1e-12)
+    group = zarr.open_group(out / "fields.zarr", mode="r")
+    assert np.array_equal(group["vp"][:], whole.fields["vp"])
+
+
+@pytest.mark.full
+def test_a_stop_and_a_restart_are_one_run(comm, directory, monkeypatch):
+    """Asked to stop, it ends after an iteration, and goes on from its file bit for bit.
+
+    Masked cells keep the start's values exactly, all others change.
+    """
+    free = np.ones(SMALL.cells)
+    free[8:25, 6:11] = 0
+    if comm.rank == 0:
+        np.save(directory / "mask.npy", free)
+    settings = dataclasses.replace(
+        SMALL, iterations=3, mask=directory / "mask.npy", out=directory / "whole"
+    )
+    whole = fwi.run(settings, comm)
+    start = fwi.prepare_inversion(settings, comm).parametrization.start((slice(None), slice(None)))
+    free[:, :2] = 0  # water
+    assert np.array_equal(whole.fields["vp"] != start["vp"], free != 0)
+    stop = directory / "stop"
+    if comm.rank == 0:
+        stop.touch()
+    comm.mpi.Barrier()
+    monkeypatch.setenv("MPIGRAD_STOP_FILE", str(stop))
+    settings = dataclasses.replace(settings, out=directory / "part")
+    part = fwi.run(settings, comm)
+    assert part.ending == "stopped at iteration 0"
+    monkeypatch.delenv("MPIGRAD_STOP_FILE")
+    settings = dataclasses.replace(settings, resume=True)
+    rest = fwi.run(settings, comm)
+    for a, b in zip(
+        jax.tree.leaves(rest.parameters), jax.tree.leaves(whole.parameters), strict=True
+    ):
+        assert np.array_equal(a, b)
+    same = [dataclasses.replace(record, seconds=0.0) for record in whole.history]
+    assert [dataclasses.replace(record, seconds=0.0) for record in rest.history] == same
+    with pytest.raises(ValueError, match="is of another run: start, bounds and mask"):
+        fwi.run(dataclasses.replace(settings, water=40.0), comm)
+    with pytest.raises(ValueError, match="is of another run: shots, data and weights"):
+        fwi.run(dataclasses.replace(settings, normalize="trace"), comm)
+
+
+@pytest.mark.full
+def test_shots_are_written_and_are_data(comm, directory):
+    """What `run acoustic` records, an inversion takes."""
+    options = {
+        field.name: getattr(SMALL, field.name)
+        for field in dataclasses.fields(Shots)
+        if field.name not in ("out", "frames")
+    }
+    groups = min(comm.size, 2)  # there are two shots
+    shots = acoustic.run(
+        Shots(**{**options, "groups": groups}, frames=5, out=directory / "shots"), comm
+    )
+    comm.mpi.Barrier()
+    out = directory / "shots"
+    for name in ("report.html", "animation.gif", "gathers.png", "model.png", "snapshots.png"):
+        assert (out / name).stat().st_size > 1000
+    group = zarr.open_group(out / "snapshots.zarr", mode="r")
+    assert len([name for name in group.array_keys() if name.startswith("pressure")]) == 5
+    with np.load(out / "gathers.npz") as file:
+        gathers = file["gathers"]
+    if comm.rank == 0:
+        assert np.array_equal(gathers, shots.gathers)
+        np.savez(out / "true.npz", **shots.experiment.fields, spacing=shots.experiment.spacing)
+    comm.mpi.Barrier()
+    given = dataclasses.replace(
+        SMALL,
+        data=out / "gathers.npz",
+        initial=out / "true.npz",
+        spacing=None,
+        dt=shots.experiment.dt,
+    )
+    problem = fwi.prepare_inversion(given, comm)
+    assert problem.truth is None
+    with pytest.raises(ValueError, match="has samples every"):
+        fwi.prepare_inversion(dataclasses.replace(given, dt=0.9 * given.dt), comm)
+    assert np.allclose(problem.recorded, gathers, rtol=1e-12)
+    exact = fwi.prepare_inversion(dataclasses.replace(SMALL, model=out / "true.npz"), comm)
+    # segments, and other groups of ranks: the same gathers to the fields' rounding
+    assert np.allclose(exact.recorded, gathers, atol=1e-4 * np.max(np.abs(gathers)))

@@ -1,0 +1,81 @@
+"""Whole runs of the heat problem: what they write, and what they refuse."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import zarr
+
+from mpigrad_apps.heat import Settings, run
+
+
+def small(directory, **changes):
+    return dataclasses.replace(
+        Settings(cells=(11, 10), duration=0.05, frames=4, iterations=5, out=directory / "out"),
+        **changes,
+    )
+
+
+@pytest.mark.thin(1)
+def test_forward_run_is_written(comm, directory, capfd):
+    settings = small(directory)
+    result = run(settings, comm)
+    comm.mpi.Barrier()
+    assert result.ending.startswith("all ")
+    out = settings.out
+    assert json.loads((out / "settings.json").read_text())["cells"] == [11, 10]
+    group = zarr.open_group(out / "fields.zarr", mode="r")
+    assert np.array_equal(group["kappa"][result.grid.slices], result.kappa)
+    warm = [float(np.sum(group[f"u_{k}"][:])) for k in range(5)]
+    assert warm[0] == 0
+    assert warm[1] > 0
+    page = result.report.read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert (out / "heat.gif").read_bytes().startswith(b"GIF89a")
+    assert ("4/4" in capfd.readouterr().out) == (comm.rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "part"),
+    [
+        pytest.param("cells", 0.1, marks=pytest.mark.thin(1)),
+        pytest.param("network", 0.5, marks=pytest.mark.full),
+    ],
+)
+def test_diffusivity_is_estimated(comm, directory, unknown, part):
+    settings = small(
+        directory, unknown=unknown, observed=0.5, noise=1e-3, memory=5, budget=30, smoothing=1e-6
+    )
+    result = run(settings, comm)
+    comm.mpi.Barrier()
+    assert result.history[-1].loss < part * result.history[0].loss
+    group = zarr.open_group(settings.out / "fields.zarr", mode="r")
+    assert np.array_equal(group["kappa"][result.grid.slices], result.kappa)
+    assert result.report.read_text().count("data:image/png;base64,") == 3
+    assert len((settings.out / "history.jsonl").read_text().splitlines()) == 6
+
+
+def test_what_makes_no_sense_is_refused(comm, directory):
+    for changes, message in (
+        ({"cells": (1, 10)}, "--cells: at least 2 cells"),
+        ({"duration": 0.0}, "--duration: a positive time"),
+        ({"theta": 2.0}, "--theta: between 0 and 1"),
+        ({"steps": 0}, "--steps: at least 1"),
+        ({"noise": -1.0}, "--noise: zero or positive"),
+        ({"observed": 0.0}, "--observed: a fraction"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(small(directory, **changes), comm)
+    with pytest.raises(FileNotFoundError, match="--model: there is no file"):
+        run(small(directory, model=directory / "none.npy"), comm)
+    if comm.rank == 0:
+        np.save(directory / "holes.npy", np.where(np.eye(11, 10) > 0, np.nan, 1.0))
+    comm.mpi.Barrier()
+    with pytest.raises(ValueError, match="kappa must be positive and finite"):
+        run(small(directory, model=directory / "holes.npy"), comm)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="largest stable time step"):
+        run(small(directory, steps=4), comm)
+    with pytest.raises(ValueError, match="at least"):
+        run(small(directory, unknown="cells", budget=3), comm)

@@ -1,0 +1,159 @@
+"""Whole runs: what they write, what loads again, and how they end."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import zarr
+
+from mpigrad_apps import poisson
+from mpigrad_apps.poisson import Settings, load_network, read_data, run
+
+
+def small(directory, **changes):
+    return dataclasses.replace(
+        Settings(cells=(11, 10), iterations=4, memory=3, out=directory / "out"), **changes
+    )
+
+
+@pytest.mark.thin(1)
+def test_network_is_trained_and_everything_is_written(comm, directory, capfd):
+    settings = small(directory)
+    result = run(settings, comm)
+    comm.mpi.Barrier()
+    out = settings.out
+    assert result.ending == "all 4 iterations done"
+    assert [record.iteration for record in result.history] == [0, 1, 2, 3, 4]
+    assert result.history[-1].loss < 0.5 * result.history[0].loss
+    lines = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [record.loss for record in result.history]
+    assert json.loads((out / "settings.json").read_text())["cells"] == [11, 10]
+    # the network loads again and gives the same kappa, the fields are those of all ranks
+    x, y = (jnp.asarray(axis) for axis in result.grid.centers())
+    loaded_kappa = load_network(out / "network.eqx")(x, y)  # compiled otherwise: to rounding
+    assert np.allclose(loaded_kappa, result.kappa, rtol=1e-12)
+    group = zarr.open_group(out / "fields.zarr", mode="r")
+    for name in ("kappa", "u", "true_kappa"):
+        assert np.array_equal(group[name][result.grid.slices], getattr(result, name))
+    assert np.allclose(group["x"][:], (np.arange(11) + 0.5) / 11)
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    for words in ("largest error of κ", "in communication", "mpi4py", "Versions"):
+        assert words in page
+    for picture in ("kappa.png", "u.png", "loss.png"):
+        assert (out / picture).read_bytes().startswith(b"\x89PNG")
+    printed = capfd.readouterr().out
+    assert ("iteration 4/4" in printed) == (comm.rank == 0)
+    true = result.true_kappa
+    assert true is not None
+    errors = comm.mpi.allgather(float(np.max(np.abs(result.kappa - true))))
+    assert result.largest_error == pytest.approx(max(errors), rel=1e-12)
+    loaded = poisson.inverse_problem(settings, comm).parametrization.load(out / "network.eqx")
+    for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(result.parameters), strict=True):
+        assert np.array_equal(a, b)  # what a restart begins with
+
+
+@pytest.mark.full
+def test_cells_are_estimated(comm, directory):
+    settings = small(directory, kappa="cells", iterations=15, observed=1.0, smoothing=1e-4)
+    again = directory / "start.npy"
+    if comm.rank == 0:
+        np.save(again, np.full((11, 10), 4.0))
+    comm.mpi.Barrier()
+    result = run(dataclasses.replace(settings, restart=again), comm)
+    assert result.history[-1].loss < 0.1 * result.history[0].loss
+    comm.mpi.Barrier()
+    saved = np.load(settings.out / "cells.npy")
+    assert saved.shape == (11, 10)
+    assert np.allclose(saved[result.grid.slices], result.kappa, rtol=1e-12)
+
+
+@pytest.mark.thin(1)
+def test_stop_request_ends_the_run_cleanly(comm, directory, monkeypatch):
+    stop = directory / "stop"
+    if comm.rank == 0:
+        stop.touch()
+    comm.mpi.Barrier()
+    monkeypatch.setenv("MPIGRAD_STOP_FILE", str(stop))
+    result = run(small(directory, iterations=1000), comm)
+    comm.mpi.Barrier()
+    assert result.ending == "stopped at iteration 0"
+    assert "stopped at iteration 0" in result.report.read_text()
+    assert load_network(result.settings.out / "network.eqx").sizes == (2, 20, 20, 20, 1)
+
+
+@pytest.mark.thin(1)
+def test_own_data_round_trip(comm, directory):
+    """What one problem observes, written as a data file, is fitted by another."""
+    truth = poisson.inverse_problem(small(directory, source="one", observed=1.0), comm)
+    grid = truth.model.grid
+    u = grid.gather(truth.observations.tile())
+    path = directory / "mine.npz"
+    if u is not None:
+        x, y = np.meshgrid(*((np.arange(n) + 0.5) / n for n in grid.shape), indexing="ij")
+        points = np.stack([x.ravel(), y.ravel()], 1)
+        # in other units: kappa is a thousand times larger for a source that is
+        np.savez(path, coordinates=points, values=u.ravel(), source=1000.0)
+    comm.mpi.Barrier()
+    assert read_data(path, grid).values.shape == (110,)
+    settings = small(directory, data=path, iterations=6)
+    result = run(dataclasses.replace(settings, out=directory / "data"), comm)
+    assert result.true_kappa is None
+    assert result.largest_error is None
+    assert result.history[-1].loss < 0.5 * result.history[0].loss
+    assert np.min(result.kappa) > 500
+    assert np.max(result.kappa) < 5000
+    wrong_sign_is_named(comm, directory, path)
+
+
+def wrong_sign_is_named(comm, directory, path):
+    fields = dict(np.load(path))
+    fields["source"] = -fields["source"]
+    wrong = directory / "wrong.npz"
+    comm.mpi.Barrier()
+    if comm.rank == 0:
+        np.savez(wrong, **fields)
+    comm.mpi.Barrier()
+    with pytest.raises(ValueError, match="Check the sign of the source"):
+        run(small(directory, data=wrong), comm)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"cells": (1, 10)}, ValueError, "--cells: at least 2 cells"),
+        ({"iterations": 0}, ValueError, "--iterations: at least 1"),
+        ({"memory": 0}, ValueError, "--memory"),
+        ({"observed": 0.0}, ValueError, "--observed: a fraction"),
+        ({"observed": float("nan")}, ValueError, "--observed: a fraction"),
+        ({"noise": -0.1}, ValueError, "--noise"),
+        ({"smoothing": float("inf")}, ValueError, "--smoothing"),
+        ({"tolerance": 0.0}, ValueError, "--tolerance"),
+    ],
+)
+def test_settings_without_sense_are_refused(comm, directory, changes, error, message):
+    with pytest.raises(error, match=message):
+        run(small(directory, **changes), comm)
+
+
+@pytest.mark.thin(1)
+def test_files_without_sense_are_refused(comm, directory):
+    with pytest.raises(FileNotFoundError, match="--data: there is no file"):
+        run(small(directory, data=directory / "none.npz"), comm)
+    if comm.rank == 0:
+        (directory / "broken.eqx").write_text("{}")
+        np.save(directory / "cells.npy", np.ones((3, 3)))
+        np.save(directory / "negative.npy", -np.ones((11, 10)))
+        (directory / "file").touch()
+    comm.mpi.Barrier()
+    with pytest.raises(ValueError, match="is not a network written by mpigrad"):
+        run(small(directory, restart=directory / "broken.eqx"), comm)
+    with pytest.raises(ValueError, match=r"kappa has shape \(3, 3\), the grid has \(11, 10\)"):
+        run(small(directory, restart=directory / "cells.npy", kappa="cells"), comm)
+    with pytest.raises(ValueError, match="must be positive and finite"):
+        run(small(directory, restart=directory / "negative.npy", kappa="cells"), comm)
+    with pytest.raises(OSError, match="File exists"):
+        run(small(directory, out=directory / "file"), comm)

@@ -1,0 +1,206 @@
+"""Patients as jobs: the density of all ranks is that of one, and what is sampled from it."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpigrad
+from mpigrad import jobs
+from mpigrad_apps.population import (
+    NUTS,
+    Kinetics,
+    Model,
+    Prior,
+    Settings,
+    Shared,
+    Unknowns,
+    decay_rate,
+    log_density,
+    read,
+    run,
+    simulate,
+    summarize,
+)
+
+MODEL = Model(Kinetics(rtol=1e-5))
+HEADER = "id,time,amt,dv\n"
+
+
+def serial(records):
+    """The sum over patients of one shape, without messages."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *records)
+    each = jax.vmap(MODEL.log_likelihood, in_axes=(None, 0, 0))
+    return lambda shared, effects: jnp.sum(each(shared, effects, stacked))
+
+
+def some(patients):
+    """Unknowns near the start, and a direction."""
+    generator = np.random.default_rng(0)
+    start = MODEL.prior.start(patients)
+    direction = jax.tree.map(lambda leaf: jnp.asarray(generator.normal(size=leaf.shape)), start)
+    return jax.tree.map(lambda leaf, part: leaf + 0.1 * part, start, direction), direction
+
+
+@pytest.mark.parametrize("second", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_density_and_derivatives_are_those_of_one_rank(comm, second):
+    """The gradient passes the Taylor test, too, by the same program: it takes long to compile."""
+    cohort, _ = simulate(9, 0, MODEL.kinetics)
+    records = cohort.records[::2]  # one dose each, one shape: five jobs
+    point, direction = some(len(records))
+
+    def derivatives(likelihood):
+        density = log_density(MODEL, likelihood)
+        if not second:
+            return jax.value_and_grad(density)
+        return lambda x: mpigrad.jvp(jax.grad(density), (x,), (direction,))
+
+    with jobs.pool(comm) as pool:
+        data = pool.put(list(records))
+        program = mpigrad.jit(derivatives(pool.sum(MODEL.log_likelihood, data)))
+        found = program(point)
+        steps = 1e-2 * 0.5 ** np.arange(0 if second else 5)
+        along = [jax.tree.map(lambda x, v, h=h: x + h * v, point, direction) for h in steps]
+        moved = np.array([float(program(x)[0]) for x in along])
+    expected = jax.jit(derivatives(serial(records)))(point)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12 * float(np.max(np.abs(b))))
+    if not second:
+        value, gradient = found
+        slope = sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient, direction)))
+        changes = moved - float(value)
+        for remainders, rate in ((changes, 1), (changes - steps * float(slope), 2)):
+            found_rate = np.log2(abs(remainders[-2] / remainders[-1]))
+            assert abs(found_rate - rate) < 0.2, (rate, remainders)
+
+
+@pytest.mark.ranks(1)
+def test_slow_absorption_is_improbable_unless_it_is_allowed():
+    """Flip-flop: the odds are (ka / α)^fast, α the larger rate of decay in the blood."""
+    start = MODEL.prior.start(0).shared
+    decay = float(decay_rate(np.exp(start.typical)))
+    free = dataclasses.replace(MODEL, prior=Prior(fast=0.0))
+
+    def odds(ratio):
+        typical = start.typical.at[0].set(np.log(ratio * decay))
+        faster, free_now = (m.log_prior(start._replace(typical=typical)) for m in (MODEL, free))
+        return float(jnp.exp(faster - free_now)) / 2  # an even chance where it is free
+
+    for ratio in (0.3, 1.0, 3.0):
+        chance = ratio**20 / (1 + ratio**20)
+        np.testing.assert_allclose(odds(ratio), chance, rtol=1e-9)
+
+
+@pytest.mark.full
+def test_draws_are_those_of_the_density():
+    """Of a normal density, whose moments are known: no patients, no messages."""
+    center = Unknowns(
+        Shared(jnp.arange(5.0), jnp.full(5, 0.5), jnp.asarray(2.0)), jnp.zeros((2, 5))
+    )
+    scale = 0.3
+
+    def density(unknowns):
+        away = jax.tree.map(lambda a, b: jnp.sum((a - b) ** 2), unknowns, center)
+        return -0.5 * sum(jax.tree.leaves(away)) / scale**2
+
+    starts = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 0.1]), center)
+    told = []
+    posterior = NUTS(warmup=200, draws=500).sample(
+        density, starts, 1, lambda iteration, figures: told.append(iteration) or iteration == 600
+    )
+    assert told == list(range(1, 601))
+    assert posterior is not None
+    assert posterior.steps.shape == (2, 400)
+    assert not posterior.divergent.any()
+    for drawn, middle in zip(
+        jax.tree.leaves(posterior.unknowns), jax.tree.leaves(center), strict=True
+    ):
+        np.testing.assert_allclose(drawn.mean((0, 1)), middle, atol=0.08)
+        np.testing.assert_allclose(drawn.std((0, 1)), scale, rtol=0.2)
+    summary = summarize(posterior.unknowns.shared)
+    assert len(summary) == 11
+    assert all(known.rhat < 1.05 and known.ess > 100 for known in summary.values())
+    assert summary["ka"].low < 1 < summary["ka"].high
+
+
+def small(directory, **changes):
+    settings = Settings(
+        patients=4, rtol=1e-4, iterations=8, chains=2, warmup=20, draws=5, depth=3,
+        out=directory / "out",
+    )  # fmt: skip
+    return dataclasses.replace(settings, **changes)
+
+
+@pytest.mark.full
+def test_a_run_is_written(comm, directory, capfd):
+    settings = small(directory)
+    result = run(settings, comm)
+    comm.mpi.Barrier()
+    out = settings.out
+    assert json.loads((out / "settings.json").read_text())["patients"] == 4
+    history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert read(out / "data.csv").names == result.cohort.names
+    draws = np.load(out / "posterior.npz")
+    assert draws["effects"].shape == (2, 5, 4, 5)
+    assert draws["typical"].shape == (2, 5, 5)
+    assert result.posterior is not None
+    np.testing.assert_array_equal(draws["typical"], result.posterior.unknowns.shared.typical)
+    mpigrad.assert_replicated(result.posterior.unknowns, comm)
+    table = (out / "patients.csv").read_text().splitlines()
+    assert table[0].startswith("id,wt,ka,ka_5,ka_95,CL")
+    assert len(table) == 5
+    page = result.report.read_text()
+    assert page.count("data:image/png;base64,") == 4
+    assert "effective draws per second" in page
+    assert ("25/25" in capfd.readouterr().out) == (comm.rank == 0)
+
+
+@pytest.mark.full
+@pytest.mark.ranks(2)
+@pytest.mark.timeout(900)
+def test_the_truth_is_found(comm, directory):
+    """Of 12 simulated patients, from their table."""
+    settings = small(directory, patients=12, iterations=40, warmup=150, draws=200, depth=6)
+    first = run(dataclasses.replace(settings, draws=0, out=directory / "first"), comm)
+    assert first.posterior is None
+    assert first.report.read_text().count("data:image/png;base64,") == 2
+    result = run(dataclasses.replace(settings, data=directory / "first" / "data.csv"), comm)
+    comm.mpi.Barrier()
+    assert result.truth is None
+    assert first.truth is not None
+    true = np.exp(np.asarray(first.truth.shared.typical))
+    known = [result.summary[name] for name in ("ka", "CL", "V1", "Q", "V2")]
+    width = np.array([k.high - k.low for k in known])
+    assert np.all(np.abs(np.array([k.median for k in known]) - true) < 1.2 * width)
+    assert abs(result.summary["noise"].median - 0.15) < 0.05
+    assert max(k.rhat for k in result.summary.values()) < 1.2  # one mode: chains of two have 2
+
+
+def test_what_makes_no_sense_is_refused(comm, directory):
+    for changes, message in (
+        ({"patients": 0}, "--patients: at least 1"),
+        ({"draws": 2}, "--draws: 0, or at least 4"),
+        ({"warmup": 3}, "--warmup: at least 20"),
+        ({"acceptance": 1.0}, "--acceptance: between 0 and 1"),
+        ({"typical": (1.0, 5.0, 0.0, 10.0, 50.0)}, "--typical: five positive numbers"),
+        ({"typical": (0.4, 5.0, 30.0, 10.0, 50.0)}, "--typical: absorption, 0.4 per hour, is not"),
+        ({"rtol": 1.0}, "--rtol: between"),
+        ({"seed": -1}, "--seed: at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(small(directory, **changes), comm)
+    with pytest.raises(FileNotFoundError, match="--data: there is no file"):
+        run(small(directory, data=directory / "none.csv"), comm)
+    if comm.rank == 0:
+        (directory / "bad.csv").write_text(HEADER + "a,0,100,.\na,1,.,-3\n")
+        (directory / "out").mkdir(exist_ok=True)
+        (directory / "out" / "patients.csv").write_text(HEADER)
+    comm.mpi.Barrier()
+    with pytest.raises(ValueError, match="would replace"):
+        run(small(directory, data=directory / "out" / "patients.csv"), comm)
+    with pytest.raises(ValueError, match="line 3: dv: a positive concentration"):
+        run(small(directory, data=directory / "bad.csv"), comm)

@@ -1,0 +1,324 @@
+"""Native acoustic waves: against the reference and its plain derivative, on any number of ranks."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import launching
+import mpigrad
+from mpigrad.grid import Grid
+from mpigrad.waves.acoustic import Acoustic, State, Survey
+from mpigrad.waves.acoustic.state import pack, unpack
+
+SHAPE, SPACING, LAYERS, STEPS = (19, 16), (10.0, 12.0), ((4, 3), (5, 0)), 24
+DT = 1.5e-3
+SOURCES = np.array([[[31.0, 77.0], [95.0, 60.0]], [[120.3, 149.0], [6.0, 5.0]]])
+RECEIVERS = np.array([[[15.0, 18.0], [99.2, 101.5], [187.0, 190.0]]])
+
+
+@functools.cache
+def survey():
+    return Survey(SOURCES, RECEIVERS)
+
+
+def model(comm, dims=None, **settings):
+    settings = {"pml": LAYERS, "max_velocity": 2500.0} | settings
+    return Acoustic(Grid(SHAPE, SPACING, comm, dims), DT, STEPS, **settings)
+
+
+def whole():
+    """Velocity, wavelets and first fields of the whole domain, and a cotangent for each result."""
+    draw = np.random.default_rng(3)
+    padded = (SHAPE[0] + sum(LAYERS[0]), SHAPE[1] + sum(LAYERS[1]))
+    fields = draw.standard_normal((4, 2, *padded))
+    return (
+        draw.uniform(1500, 2500, SHAPE),
+        draw.standard_normal((2, 2, STEPS)),
+        fields,
+        draw.standard_normal((2, 3, STEPS)),
+        draw.standard_normal((4, 2, *padded)),
+    )
+
+
+def cut(tile, field):
+    """This rank's part of a field with layers."""
+    begins = [o + before for o, (before, _) in zip(tile.origin, LAYERS, strict=True)]
+    return field[..., *(slice(b, b + n) for b, n in zip(begins, tile.shape, strict=True))]
+
+
+def state_of(tile, fields):
+    w, u, phi, psi = (jnp.asarray(cut(tile, f)) for f in fields)
+    return State(w, u, pack(tile, phi, psi))
+
+
+def fields_of(tile, state):
+    return jnp.stack([state.field, state.previous, *unpack(tile, state.memory)])
+
+
+def everything(acoustic):
+    """Results and gradients of this rank, as a dictionary."""
+    velocity, wavelets, fields, gather_weights, field_weights = whole()
+    tile, comm = acoustic.tile, acoustic.grid.comm
+    weights = state_of(tile, field_weights)
+
+    def loss(velocity, wavelets, state):
+        recording = acoustic.propagate(velocity, wavelets, survey(), state)
+        share = sum(jnp.sum(w * s) for w, s in zip(weights, recording.state, strict=True))
+        if comm.rank == 0:
+            share += jnp.sum(gather_weights * recording.gathers)
+        return share, recording
+
+    run = mpigrad.jit(mpigrad.value_and_grad(loss, (0, 1, 2), has_aux=True, comm=comm))
+    arguments = (
+        jnp.asarray(velocity[acoustic.grid.slices]),
+        jnp.asarray(wavelets),
+        state_of(tile, fields),
+    )
+    (_, recording), (dv, dw, ds) = run(*arguments)
+    return {
+        "gathers": recording.gathers,
+        "state": fields_of(tile, recording.state),
+        "velocity": dv,
+        "wavelets": comm.mpi.allreduce(np.asarray(dw)),
+        "first": fields_of(tile, ds),
+    }
+
+
+def compare(acoustic, mine, other, tile=None):
+    """Everything equal, this rank's part of it where `other` is the whole."""
+    for name, value in mine.items():
+        expected = np.asarray(other[name])
+        if tile is not None and name in ("state", "first"):
+            expected = cut(tile, expected)
+        elif tile is not None and name == "velocity":
+            expected = expected[acoustic.grid.slices]
+        scale = np.max(np.abs(other[name]))
+        np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12 * scale, err_msg=name)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("order", [4, 2])
+def test_native_is_the_one_rank_program(comm, alone, order):
+    native = model(comm, order=order)
+    mine = everything(native)
+    compare(native, mine, everything(model(alone, order=order)), native.tile)
+    if order == 4 and comm.size < 4:
+        ways = {1: {"checkpoints": "all", "threads": 2}, 2: {"checkpoints": 7}, 3: {"memory": 1}}
+        compare(native, mine, everything(dataclasses.replace(native, **ways[comm.size])))
+    if order == 2 and comm.size in (1, 4):
+        compare(native, mine, everything(dataclasses.replace(native, checkpoints="boundary")))
+
+
+@pytest.mark.parametrize("pml", [LAYERS, ((0, 0), (0, 0)), ((12, 0), (9, 9))])
+def test_waves_run_backwards_from_their_boundary(comm, pml):
+    """A part of the tile, all of it, and hardly any; sources inside and among what is kept."""
+    velocity, wavelets, *_ = whole()
+    acoustic = model(comm, pml=pml, order=2 if pml == LAYERS else 4)
+    single = pml == ((0, 0), (0, 0))
+    dtype, tolerance = (jnp.float32, 1e-4) if single else (jnp.float64, 1e-12)
+    v, wavelets = (jnp.asarray(a, dtype) for a in (velocity[acoustic.grid.slices], wavelets))
+
+    def loss(velocity, wavelets, **kept):
+        way = dataclasses.replace(acoustic, **kept)
+        gathers, state = way.propagate(velocity, wavelets, survey())
+        return jnp.sum(gathers**2) / comm.size + jnp.sum(state.field**2)
+
+    # Another time nothing of all shots fits, and each is computed again.
+    other = {"threads": 2} if comm.size == 2 else {"memory": 1}
+    boundary = {"checkpoints": "boundary", **other}
+    every, found = (
+        mpigrad.jit(mpigrad.grad(functools.partial(loss, **kept), (0, 1), comm=comm))(v, wavelets)
+        for kept in ({}, boundary)
+    )
+    for a, b in zip(found, every, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.max(np.abs(b)))
+
+
+@pytest.mark.thin(3)
+def test_shares_of_the_gathers(comm):
+    acoustic = model(comm)
+    velocity, wavelets, *_ = whole()
+    centres = (np.array([[1, 3], [9, 8], [18, 15]]) + 0.5) * SPACING
+    arguments = velocity[acoustic.grid.slices], wavelets, Survey(SOURCES, centres[None])
+    complete = np.asarray(acoustic.propagate(*arguments).gathers)
+    share = np.asarray(acoustic.propagate(*arguments, gathers="share").gathers)
+    np.testing.assert_array_equal(comm.mpi.allreduce(share), complete)
+    # Each receiver's trace is whole on one rank: squares of shares add up, too.
+    assert sum(comm.mpi.allgather(np.any(share != 0, axis=(0, 2)))).tolist() == [1, 1, 1]
+
+
+@pytest.mark.ranks(2)
+def test_the_reference_is_batched_on_a_rank_without_points(comm):
+    """By JAX's own vmap over wavelets: halos of its fields meet batched ones."""
+    acoustic = model(comm, dims=(2, 1), method="xla")
+    velocity, wavelets, *_ = whole()
+    near = Survey(SOURCES[:1, :1], RECEIVERS[:, :1])  # on rank 0
+
+    def run(wavelets):
+        return acoustic.propagate(velocity[acoustic.grid.slices], wavelets, near).gathers
+
+    w = jnp.asarray(wavelets[:1, :1])
+    both = jax.jit(lambda w: (jax.vmap(run)(jnp.stack([w, 2 * w])), jax.jvp(run, (w,), (w,))))
+    batch, (one, tangent) = both(w)
+    np.testing.assert_allclose(batch, jnp.stack([one, 2 * one]), rtol=1e-12)
+    np.testing.assert_allclose(tangent, one, rtol=1e-12)
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("order", [4, 2])
+def test_native_is_the_reference(comm, order):
+    if order == 2 and comm.size != 1:
+        return  # the same program but for the stencil
+    native = model(comm, order=order, dims=(1, 2) if comm.size == 2 else None)
+    compare(native, everything(native), everything(dataclasses.replace(native, method="xla")))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_linearised_operator_and_its_adjoint(comm):
+    acoustic = model(comm)
+    velocity, wavelets, fields, *_ = whole()
+    f = lambda v, w, s: acoustic.propagate(v, w, survey(), s)
+    point = (
+        jnp.asarray(velocity[acoustic.grid.slices]),
+        jnp.asarray(wavelets),
+        state_of(acoustic.tile, fields),
+    )
+    mpigrad.dot_test(f, *point, comm=comm, rtol=1e-12)
+
+
+@pytest.mark.thin(1)
+def test_taylor_expansion_in_all_operands(comm):
+    acoustic = model(comm)
+    velocity, wavelets, fields, weights, _ = whole()
+
+    def misfit(x):
+        gathers = acoustic.propagate(x["c"] * 100, x["w"], survey(), x["s"]).gathers
+        return jnp.sum((gathers - weights) ** 2) / comm.size
+
+    x = {
+        "c": jnp.asarray(velocity[acoustic.grid.slices] / 100),
+        "w": jnp.asarray(wavelets),
+        "s": state_of(acoustic.tile, fields),
+    }
+    mpigrad.taylor_test(misfit, x, comm=comm, step=1e-3, halvings=3)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("checkpoints", [None, "boundary"])
+def test_a_gradient_survives_what_it_needs(comm, checkpoints):
+    """What forward runs keep is limited: it is computed again where it has gone."""
+    velocity, wavelets, *_ = whole()
+    small = model(comm, memory=2 << 20, checkpoints=checkpoints)  # for one run
+    v = jnp.asarray(velocity[small.grid.slices])
+    f = lambda v: small.propagate(v, wavelets, survey()).gathers
+    gathers, back = mpigrad.vjp(f, v)
+    once = back(gathers)[0]
+    np.testing.assert_array_equal(once, back(gathers)[0])
+    first, other = (mpigrad.vjp(f, v)[1] for _ in range(2))
+    np.testing.assert_array_equal(once, first(gathers)[0])
+    np.testing.assert_array_equal(once, other(gathers)[0])
+
+
+@pytest.mark.ranks(2)
+def test_waves_go_on_from_a_state(comm):
+    velocity, wavelets, *_ = whole()
+    acoustic, half = model(comm), dataclasses.replace(model(comm), steps=STEPS // 2)
+    v = jnp.asarray(velocity[acoustic.grid.slices], jnp.float32)
+    once = acoustic.propagate(v, wavelets, survey())
+    first = half.propagate(v, wavelets[..., : STEPS // 2], survey())
+    second = half.propagate(v, wavelets[..., STEPS // 2 :], survey(), first.state)
+    both = jnp.concatenate([first.gathers, second.gathers], axis=2)
+    assert both.dtype == jnp.float32
+    np.testing.assert_array_equal(both, once.gathers)
+
+
+def _in_two_ways(comm, f):
+    """Errors of the native form and of the reference."""
+    for method in ("native", "xla"):
+        with pytest.raises(Exception) as error:
+            jax.block_until_ready(f(method))
+        # every rank alike
+        assert len(set(comm.mpi.allgather(type(error.value)))) == 1
+        yield str(error.value)
+
+
+@pytest.mark.ranks(2)
+def test_bad_models_are_refused_on_every_rank(comm):
+    velocity, wavelets, *_ = whole()
+    mine = np.array(velocity[model(comm).grid.slices])
+
+    def run(bad, acoustic):
+        return lambda method: mpigrad.jit(
+            lambda v: dataclasses.replace(acoustic, method=method).propagate(v, wavelets, survey())
+        )(jnp.asarray(bad))
+
+    last = comm.rank == comm.size - 1
+    for value, text in ((np.nan, "NaN or infinite"), (-3.0, "smallest value is -3")):
+        bad = mine.copy()
+        bad[-1, -1] = value if last else bad[-1, -1]
+        for message in _in_two_ways(comm, run(bad, model(comm))):
+            assert text in message
+    fast = dataclasses.replace(model(comm), dt=4e-3)
+    for message in _in_two_ways(comm, run(mine, fast)):
+        assert f"largest stable one is {fast.largest_time_step(mine):.6g}"[:-2] in message
+
+
+@pytest.mark.ranks(1, 2)
+def test_bad_arguments_are_refused(comm):
+    velocity, wavelets, *_ = whole()
+    acoustic = model(comm)
+    mine = jnp.asarray(velocity[acoustic.grid.slices])
+    with pytest.raises(ValueError, match="1 of 3 receivers lie outside the model, number 2"):
+        acoustic.propagate(mine, wavelets, Survey(SOURCES, RECEIVERS + np.array([0, 3.0])))
+    with pytest.raises(ValueError, match="wavelets have shape"):
+        acoustic.propagate(mine, wavelets[..., 1:], survey())
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        Survey(SOURCES * np.nan, RECEIVERS)
+    with pytest.raises(ValueError, match="velocities must be positive"):
+        acoustic.largest_time_step(mine * (-1 if comm.rank == 0 else 1))
+    with pytest.raises(ValueError, match="order must be 2 or 4"):
+        model(comm, order=3)
+    with pytest.raises(ValueError, match='checkpoints must be a number of steps, "all", "bound'):
+        model(comm, checkpoints=-1)
+    with pytest.raises(ValueError, match='"boundary" is of the native kernels'):
+        model(comm, checkpoints="boundary", method="xla")
+    with pytest.raises(ValueError, match="pml: a number of cells"):
+        model(comm, pml=(1, 2, 3))
+    if comm.size == 2:
+        with pytest.raises(ValueError, match="leave 1 to one of them"):
+            Acoustic(Grid((3, 2), (1.0, 1.0), comm, dims=(2, 1)), DT, STEPS)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("method", ["native", "xla"])
+def test_ranks_that_disagree_are_refused(comm, method):
+    velocity, wavelets, *_ = whole()
+    acoustic = dataclasses.replace(model(comm), dt=DT / (1 + comm.rank), method=method)
+    mine = jnp.asarray(velocity[acoustic.grid.slices])
+    with pytest.raises(Exception, match="the ranks disagree about the run"):
+        jax.block_until_ready(acoustic.propagate(mine, wavelets, survey()))
+
+
+@pytest.mark.ranks(2)
+def test_dtypes_that_differ_between_ranks_are_refused(comm):
+    velocity, wavelets, *_ = whole()
+    acoustic = model(comm)
+    mine = jnp.asarray(velocity[acoustic.grid.slices], [jnp.float32, jnp.float64][comm.rank])
+    with pytest.raises(Exception, match="give the same dtype"):
+        jax.block_until_ready(acoustic.propagate(mine, wavelets, survey()))
+
+
+@pytest.mark.launcher
+@pytest.mark.full
+def test_six_ranks(tmp_path):
+    launching.on_six_ranks(
+        tmp_path,
+        __file__,
+        "import test_acoustic as t",
+        "here = t.model(world)",
+        "t.compare(here, t.everything(here), t.everything(t.model(alone)), here.tile)",
+    )

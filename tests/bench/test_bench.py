@@ -1,0 +1,80 @@
+"""`python bench`: its tables, what it refuses, and its page."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import suite
+
+from launching import outside
+
+pytestmark = pytest.mark.launcher
+BENCH = pathlib.Path(__file__).resolve().parents[2] / "bench"
+
+PROGRAM = """
+import json, sys
+print("a table")
+json.dump({"rows": []}, open(sys.argv[1], "w"))
+"""
+TABLES = """
+[good]
+about = "a program that ends well"
+command = ["bench/good.py", "{json}"]
+[bad]
+about = "a program that fails"
+command = ["bench/good.py"]
+peers = ["no-such-package-at-all/"]
+"""
+
+
+def test_every_table_has_its_program() -> None:
+    for table in suite.tables(BENCH).values():
+        (program,) = (word for word in table.command if word.endswith(".py"))
+        assert (BENCH.parent / program).exists()
+        assert table.about
+
+
+def test_unknown_tables_are_refused() -> None:
+    command = [sys.executable, str(BENCH), "operations", "wavs"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=outside())
+    assert done.returncode == 2
+    assert "no table wavs; it has operations, poisson" in done.stderr
+
+
+def test_a_failure_is_not_the_end(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    programs, out = tmp_path / "bench", tmp_path / "out"
+    programs.mkdir()
+    (programs / "tables.toml").write_text(TABLES)
+    (programs / "good.py").write_text(PROGRAM)
+    (programs / "report_page.py").write_text("print('the page')")
+    monkeypatch.setattr(suite, "PROGRAMS", programs)
+    assert suite.run(["bad", "good"], out, peers=False) == 1
+    said = capfd.readouterr().out
+    assert "bad failed; the other tables go on" in said
+    assert "the page" in said
+    assert (out / "good.txt").read_text() == "a table\n"
+    assert json.loads((out / "good.json").read_text()) == {"rows": []}
+    assert json.loads((out / "machine.json").read_text())["cores"] >= 1
+
+
+def test_page_of_results(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "machine.json").write_text(json.dumps({"cores": 2}))
+    (tmp_path / "missing.json").write_text(json.dumps({"devito": "no compiler"}))
+    row = {"label": "bcast 8 B", "ratio": {"mpi4py": [0.9, 1.0, 1.2]}}
+    (tmp_path / "operations.json").write_text(json.dumps({"rows": [row]}))
+    cells = {"what": "value", "cells": [9, 9], "ranks": 2, "ratio": 1.1}
+    (tmp_path / "poisson.json").write_text(json.dumps([cells | {"ratio_quartiles": [1, 1.2]}]))
+    waves = {"what": "acoustic forward mpigrad 1 rank / deepwave", "ratio": 0.6}
+    (tmp_path / "waves.json").write_text(json.dumps([waves | {"quartiles": [0.5, 0.7]}]))
+    command = [sys.executable, str(BENCH / "report_page.py"), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=60, env=outside())
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<img") == 3
+    assert "no compiler" in page
+    assert (tmp_path / "operations.png").stat().st_size > 5000

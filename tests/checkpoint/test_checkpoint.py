@@ -1,0 +1,376 @@
+"""Restart files: what is read is what was written, on any ranks, and never what is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import shutil
+import signal
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpigrad.checkpoint import Checkpoint, Store, Stripes, files
+from mpigrad.communicator import Communicator
+from mpigrad.grid import Grid
+
+ROWS = 11
+
+
+@pytest.fixture
+def directory(tmp_path: pathlib.Path, comm: Communicator) -> pathlib.Path:
+    """An empty directory, the same on every rank."""
+    return comm.mpi.bcast(tmp_path)
+
+
+def rows(comm: Communicator) -> slice:
+    """This rank's rows of ROWS; uneven, and of four ranks the second has none."""
+    ends = {1: [11], 2: [4, 11], 3: [1, 8, 11], 4: [5, 5, 9, 11]}[comm.size]
+    return slice(ends[comm.rank - 1] if comm.rank else 0, ends[comm.rank])
+
+
+def state(comm: Communicator, fill: float = 1.0) -> tuple[Any, Any]:
+    """(state, layout), with leaves of all kinds; `fill` 0 gives another state of the same shapes.
+
+    The whole state is the same on any number of ranks.
+    """
+    grid = Grid((7, 5), (1.0, 1.0), comm)
+    mine = rows(comm)
+    x = np.random.default_rng(3).standard_normal((ROWS, 3))
+    x[6, 1] = np.nan
+    field = np.random.default_rng(4).standard_normal((2, *grid.shape))
+    memory = np.random.default_rng(5).standard_normal((4, ROWS))
+    tree = {
+        "cells": jnp.asarray(fill * field[:, *grid.slices]),
+        "x": jnp.asarray(fill * x[mine]),
+        "memory": (jnp.asarray(fill * memory[:, mine], "bfloat16"), np.arange(ROWS)[mine]),
+        "network": {
+            "w": jnp.asarray(fill * x[:2], "float32"),
+            "key": jax.random.key(17 if fill else 0),
+            "keys": jax.random.split(jax.random.key(3 if fill else 0), 2),
+            "weak": jnp.asarray(2.5 * fill),
+            "mask": jnp.asarray([True, False, bool(fill)]),
+            "z": np.asarray([1 + 2j, fill], ">c16"),
+        },
+        "count": 10**30 if fill else 0,
+        "rate": 0.1 if fill else 0.0,
+        "going": bool(fill),
+        "nothing": None,
+    }
+    layout = {
+        "cells": grid, "x": True, "memory": (Stripes(-1), True), "network": False,
+        "count": False, "rate": False, "going": False, "nothing": False,
+    }  # fmt: skip
+    return tree, layout
+
+
+def bits(leaf: Any) -> tuple[Any, ...]:
+    if not hasattr(leaf, "dtype"):
+        return type(leaf), repr(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return str(leaf.dtype), np.asarray(jax.random.key_data(leaf)).tobytes()
+    native = np.asarray(leaf).dtype.newbyteorder("=")
+    weak = getattr(leaf, "weak_type", False)
+    return native, leaf.shape, weak, np.asarray(leaf).astype(native).tobytes()
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert bits(a) == bits(b)
+        assert isinstance(a, jax.Array) == isinstance(b, jax.Array)
+
+
+@pytest.mark.thin(3)
+def test_everything_comes_back_bit_for_bit_on_any_ranks(comm, directory):
+    tree, layout = state(comm)
+    store = Store(directory, comm)
+    assert store.load(tree, layout) is None
+    for step in (3, 5, 8):
+        store.save(step, tree, layout, extra={"loss": [0.1, float("inf")], "at": (step, None)})
+    comm.mpi.Barrier()  # rank 0 removes the oldest one
+    assert sorted(p.name for p in directory.iterdir()) == ["save-000002", "save-000003"]
+
+    saved = Store(directory, comm).load(*state(comm, fill=0.0))
+    assert saved is not None
+    assert (saved.step, saved.refused) == (8, ())
+    assert saved.extra == {"loss": [0.1, float("inf")], "at": [8, None]}
+    assert_same(saved.tree, tree)
+    for ranks in range(comm.size - 1, 0, -1):
+        part = comm.split(0 if comm.rank < ranks else None)
+        if part:
+            fewer = Store(directory, part)
+            found = fewer.load(*state(part, fill=0.0))
+            assert found is not None
+            assert found.step == 8 + comm.size - 1 - ranks
+            assert_same(found.tree, state(part)[0])
+            fewer.save(found.step + 1, found.tree, state(part)[1])
+        comm.mpi.Barrier()
+    # what one rank has written comes back on all
+    last = Store(directory, comm).load(*state(comm, fill=0.0))
+    assert last is not None
+    assert last.step == 8 + comm.size - 1
+    assert_same(last.tree, tree)
+
+
+@pytest.mark.ranks(3)
+def test_another_layout_cuts_anew(comm, directory):
+    """Stripes as the whole array on every rank, and back."""
+    x = np.arange(24.0).reshape(6, 4)
+    mine = np.array_split(x, comm.size)[comm.rank]
+    store = Store(directory, comm)
+    store.save(1, {"x": mine}, True)
+    whole = store.load({"x": np.zeros((6, 4))}, False)
+    assert whole is not None
+    assert np.array_equal(whole.tree["x"], x)
+    store.save(2, whole.tree)
+    columns = np.array_split(x, comm.size, axis=1)[comm.rank]
+    again = store.load({"x": np.zeros_like(columns)}, Stripes(1))
+    assert again is not None
+    assert np.array_equal(again.tree["x"], columns)
+
+
+# ---- what must not be read ----
+
+
+def _edit(path: pathlib.Path, change: Any) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def _flip(data: bytes) -> bytes:
+    """One bit of the numbers."""
+    at = len(data) - 20
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def _other_format(data: bytes) -> bytes:
+    return data.replace(b"mpigrad restart 1", b"mpigrad restart 9")
+
+
+def _rehashed(data: bytes) -> bytes:
+    """A manifest of a version to come, with its right hash."""
+    body = json.loads(_other_format(data))["manifest"]
+    return json.dumps({"manifest": body, "sha256": files._digest(body)}).encode()
+
+
+def _of_another_save(save: pathlib.Path) -> None:
+    last = max(save.glob("rank*.bin")).name
+    shutil.copy(save.with_name("save-000001") / last, save / last)
+
+
+def _of_another_rank(save: pathlib.Path) -> None:
+    first, *_, last = sorted(save.glob("rank*.bin"))
+    shutil.copy(first, last)
+
+
+DAMAGES = {
+    "truncated": (lambda save, last: _edit(save / last, lambda d: d[:-8]), "is truncated"),
+    "header only": (lambda save, last: _edit(save / last, lambda d: d[:50]), "is truncated"),
+    "empty": (lambda save, last: _edit(save / last, lambda d: b""), "is truncated: 0 bytes"),
+    "longer": (lambda save, last: _edit(save / last, lambda d: d + b"0"), "is damaged"),
+    "one bit": (lambda save, last: _edit(save / last, _flip), "SHA-256 is not the manifest's"),
+    "missing": (lambda save, last: (save / last).unlink(), "cannot be read: No such file"),
+    "another save's": (lambda save, last: _of_another_save(save), "belongs to another save"),
+    "manifest truncated": (
+        lambda save, last: _edit(save / "manifest.json", lambda d: d[: len(d) // 2]),
+        "manifest.json is truncated or damaged",
+    ),
+    "manifest changed": (
+        lambda save, last: _edit(save / "manifest.json", lambda d: d.replace(b"float64", b"int64")),
+        "manifest.json is damaged",
+    ),
+    "manifest missing": (
+        lambda save, last: (save / "manifest.json").unlink(),
+        "manifest.json cannot be read",
+    ),
+    "manifest foreign": (
+        lambda save, last: _edit(save / "manifest.json", lambda d: b'{"manifest": {"a": 1}}'),
+        "is no manifest of mpigrad",
+    ),
+    "manifest of a later version": (
+        lambda save, last: _edit(save / "manifest.json", _rehashed),
+        "has format 'mpigrad restart 9'",
+    ),
+}
+
+
+def test_damaged_saves_are_refused_by_name(comm, directory, capfd):
+    """For each damage: the file is named, the save before is read, and the next save works."""
+    x, zero = np.arange(10.0 * comm.rank, 10.0 * comm.rank + 10), np.zeros(10)
+    last = f"rank{comm.size - 1:05d}.bin"
+    for name, (damage, message) in DAMAGES.items():
+        here = directory / name
+        store = Store(here, comm)
+        store.save(1, x, True)
+        store.save(2, x + 1, True)
+        if comm.rank == 0:
+            damage(here / "save-000002", last)
+        comm.mpi.Barrier()
+        store = Store(here, comm)
+        saved = store.load(zero, True)
+        assert saved is not None
+        assert saved.step == 1
+        assert np.array_equal(saved.tree, x)
+        (why,) = saved.refused
+        assert message in why, name
+        assert ("manifest" if "manifest" in name else last) in why
+        assert (message in capfd.readouterr().err) == (comm.rank == 0)
+        store.save(3, x + 2, True)
+        comm.mpi.Barrier()
+        assert sorted(p.name for p in here.iterdir()) == ["save-000001", "save-000003"]
+        saved = Store(here, comm).load(zero, True)
+        assert saved is not None
+        assert (saved.step, saved.refused) == (3, ())
+        comm.mpi.Barrier()
+    if comm.rank == 0:
+        for save in here.iterdir():
+            (save / "manifest.json").unlink()
+    comm.mpi.Barrier()
+    with pytest.raises(ValueError, match=r"none of the saves in .* can be read:"):
+        Store(here, comm).load(zero, True)
+
+
+@pytest.mark.ranks(2)
+def test_files_of_ranks_are_not_exchanged(comm, directory):
+    store = Store(directory, comm)
+    store.save(1, np.full(4, comm.rank), True)
+    if comm.rank == 0:
+        _of_another_rank(directory / "save-000001")
+    comm.mpi.Barrier()
+    with pytest.raises(ValueError, match=r"rank00001.bin belongs to another save: .* rank 0,"):
+        store.load(np.zeros(4, int), True)
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_disk_that_is_full_leaves_the_last_save(comm, directory, monkeypatch):
+    store = Store(directory, comm)
+    store.save(1, np.full(4, comm.rank), True)
+    if comm.rank == comm.size - 1:
+
+        def full(handle: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        store.save(2, np.full(4, comm.rank + 10), True)
+    monkeypatch.undo()
+    comm.mpi.Barrier()
+    assert [p.name for p in directory.iterdir()] == ["save-000001"]
+    comm.mpi.Barrier()
+    store.save(3, np.full(4, comm.rank + 20), True)
+    saved = store.load(np.zeros(4, int), True)
+    assert saved is not None
+    assert saved.step == 3
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_makes_no_sense_is_refused_on_every_rank(comm, directory):
+    grid, tree = Grid((6, 4), (1.0, 1.0), comm), {"a": np.zeros((2, 3)), "b": 1}
+    store = Store(directory / "run", comm)
+    for error, message, arguments in (
+        (ValueError, "not a prefix of the tree", (1, tree, {"a": True})),
+        (ValueError, r"\['b'\] of shape \(\) has no axis 0", (1, tree, {"a": True, "b": True})),
+        (ValueError, r"has no axis 2 of stripes", (1, tree["a"], Stripes(2))),
+        (ValueError, "a tile's axes come last", (1, np.zeros((1, 1)), grid)),
+        (TypeError, "is a float; it must be False, True", (1, tree, 1.5)),
+        (TypeError, r"\['c'\]: a str is neither an array nor a number", (1, {"c": "text"})),
+        (TypeError, "arrays of object are not written", (1, np.array([None]))),
+        (TypeError, "step=1.5 must be a whole number", (1.5, tree)),
+        (TypeError, "extra what JSON can hold", (1, tree, False, {1, 2})),
+    ):
+        with pytest.raises(error, match=message):
+            store.save(*arguments)
+    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
+        Store(directory / "run", comm, keep=0)
+    for options in ({"every": 0}, {"minutes": -1.0}):
+        with pytest.raises(ValueError, match="must be positive, or None"):
+            Checkpoint(directory, **options)
+    if comm.rank == 0:
+        (directory / "file").touch()
+    comm.mpi.Barrier()
+    with pytest.raises(OSError, match="exists"):
+        Store(directory / "file", comm)
+    assert list((directory / "run").iterdir()) == []
+
+    store.save(1, tree, {"a": True, "b": False})
+    with pytest.raises(ValueError) as raised:
+        store.load({"a": np.zeros((2, 3), "float32"), "c": 1.0}, {"a": True, "c": False})
+    shape = (2 * comm.size, 3)
+    assert f"['a'] float64 {shape} in the file, ['a'] float32 {shape} here" in str(raised.value)
+    assert "['b'] Python int in the file, ['c'] Python float here" in str(raised.value)
+    other = Store(directory / "run", comm)
+    other.save(2, tree, {"a": True, "b": False})
+    with pytest.raises(OSError, match="save-000002 was written by another run"):
+        store.save(3, tree, {"a": True, "b": False})
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_disagree_are_told(comm, directory, tmp_path):
+    mine = np.arange(3.0) + comm.rank
+    store = Store(directory, comm)
+    with pytest.raises(ValueError, match=r"the tree is not the same on ranks 0 and 1"):
+        store.save(1, mine)
+    with pytest.raises(ValueError, match=r"is 0 on rank 0, .* is 1 on rank 1"):
+        store.save(1, {"n": comm.rank})
+    with pytest.raises(ValueError, match=r"float64 \(2, 0\)\, stripes.* \(2, 1\)"):
+        store.save(1, np.zeros((2, comm.rank)), True)
+    with pytest.raises(ValueError, match="1 leaves on rank 0, 2 on rank 1"):
+        store.save(1, [mine] * (1 + comm.rank), True)
+    with pytest.raises(OSError, match="rank 1 does not see"):
+        Store(tmp_path / str(comm.rank), comm)
+    alone = Communicator(MPI.COMM_SELF)
+    with pytest.raises(ValueError, match="on other ranks than the restart files"):
+        store.save(1, np.zeros(4), Grid((4,), (1.0,), alone))
+
+
+# ---- when to save ----
+
+
+@pytest.mark.ranks(1, 3)
+def test_one_rank_decides_and_any_rank_may_be_asked_to_stop(comm, directory, monkeypatch, capfd):
+    with Checkpoint(directory, every=4, minutes=None).start(comm) as saving:
+        saved = [i for i in range(1, 10) if saving.decide(i).save]
+        assert saved == [4, 8]
+        if comm.rank == comm.size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        decision = saving.decide(9)
+        assert decision.stop
+        assert decision.save
+        saving.save(9, {"x": np.zeros(2)})
+        capfd.readouterr()
+        found = saving.load({"x": np.ones(2)})
+        assert found is not None
+        assert found.step == 9
+        said = f"mpigrad: goes on from {directory}, step 9\n"
+        assert capfd.readouterr().err == said * (comm.rank == 0)
+    with Checkpoint(directory, every=4, minutes=None).start(comm, 1) as saving:
+        saved = [i for i in range(3, 30, 3) if saving.decide(i).save]
+        assert saved == [6, 9, 12, 18, 21, 24]  # the first at or after each multiple
+        assert saving.load({"x": np.ones(2)}) is not None
+        assert not saving.decide(11).save
+    now = [1000.0]
+    monkeypatch.setattr("mpigrad.checkpoint.schedule.time.monotonic", lambda: now[0])
+    with contextlib.ExitStack() as stack:
+        saving = stack.enter_context(Checkpoint(directory, minutes=2.0).start(comm))
+        assert not saving.decide(1).save
+        now[0] += 121.0 * (comm.rank == 0)  # the other ranks' clocks don't count
+        assert saving.decide(2) == type(decision)(save=True, stop=False)
+        saving.save(2, {"x": np.zeros(2)})
+        assert not saving.decide(3).save
+    about = {"data": (1, 2)}
+    with Checkpoint(directory, signals=False, about=about).start(comm) as saving:
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert not saving.decide(1).stop
+        with pytest.raises(ValueError, match=r"is of another run: data None, here \[1, 2\]"):
+            saving.load({"x": np.ones(3)})  # what it is about is looked at first
+        saving.save(3, {"x": np.zeros(2)}, extra="mine")
+        found = saving.load({"x": np.ones(2)})
+        assert found is not None
+        assert found.extra == "mine"

@@ -1,0 +1,172 @@
+"""What neither ends nor is refused, and settings; more in guard/."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from launching import PROGRAMS, command, mpiexec, mpigrad, outside
+from mpigrad.guard import timeout_seconds
+
+pytestmark = pytest.mark.launcher
+
+
+def test_a_rank_without_messages_keeps_nobody_waiting() -> None:
+    done = mpigrad("launch", "-n", 3, PROGRAMS / "bystander.py", MPIGRAD_TIMEOUT="20")
+    assert done.returncode == 0, done.stderr
+    # Lines of two ranks may meet in the launcher's pipe.
+    assert sorted(re.findall(r"rank \d: \d\.\d", done.stdout)) == ["rank 0: 2.0", "rank 2: 2.0"]
+
+
+ALL_OF_IT = pytest.param("1", "1", marks=pytest.mark.full)  # as these tests themselves run
+
+
+@pytest.mark.parametrize(("guard", "board"), [("0", "1"), ("1", "0"), ALL_OF_IT])
+def test_correct_programs_are_let_go(guard: str, board: str) -> None:
+    """Without a board messages travel as between hosts, with labels."""
+    settings = {"MPIGRAD_GUARD": guard, "MPIGRAD_BOARD": board, "MPIGRAD_TIMEOUT": "30"}
+    done = mpigrad("launch", "-n", 2, PROGRAMS / "correct.py", **settings)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "all let go\n"
+    assert "mpigrad" not in done.stderr
+
+
+def test_a_program_that_a_rank_starts_is_no_rank(tmp_path: pathlib.Path) -> None:
+    """MPI would take it for the rank that has started it, and the job would never end."""
+    program = tmp_path / "starts.py"
+    program.write_text(
+        "import subprocess, sys, mpigrad as mg\n"
+        "for words in (['-c', 'import mpigrad'], ['-m', 'mpigrad', 'launch', 'x.py']):\n"
+        "    words = [sys.executable, *words]\n"
+        "    done = subprocess.run(words, capture_output=True, text=True)\n"
+        "    assert 'this process was started by a rank' in done.stderr, done.stderr\n"
+        "print(f'sum {float(mg.allreduce(float(done.returncode)))}\\n', end='', flush=True)\n"
+    )
+    done = mpigrad("launch", "-n", 2, program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 2.0") == 2
+
+
+def test_ranks_that_compute_when_others_have_ended_are_let_go(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "computes.py"
+    program.write_text(
+        "import time, mpigrad as mg\n"
+        "rank = mg.default_communicator().rank\n"
+        "end = time.monotonic() + 6 * rank\n"
+        "while time.monotonic() < end:\n"
+        "    pass\n"
+        "print(f'rank {rank} is done\\n', end='', flush=True)\n"
+    )
+    done = mpigrad("launch", "-n", 2, program, MPIGRAD_TIMEOUT="3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is done") == 2
+    assert "The job goes on" in done.stderr
+    assert re.search(r"rank 1: never came: .* \(now at .*:[45]\)", done.stderr)
+
+
+def test_a_rank_that_writes_in_a_thread_of_its_own_is_let_go(tmp_path: pathlib.Path) -> None:
+    """A thread that waits for a disk or a network has work to do."""
+    program = tmp_path / "writes.py"
+    program.write_text(
+        "import threading, time, mpigrad as mg\n"
+        "rank = mg.default_communicator().rank\n"
+        "def write():\n"
+        "    time.sleep(8 * rank)\n"
+        "    print(f'rank {rank} has written\\n', end='', flush=True)\n"
+        "threading.Thread(target=write).start()\n"
+    )
+    done = mpigrad("launch", "-n", 2, program, MPIGRAD_TIMEOUT="3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("has written") == 2
+    assert "The job goes on" in done.stderr
+
+
+@pytest.mark.parametrize("where", ["one array on two", "two programs"])
+def test_a_rank_with_two_devices(where: str, tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "devices.py"
+    program.write_text(
+        "import jax, jax.numpy as jnp, numpy as np, mpigrad as mg\n"
+        "jax.config.update('jax_num_cpu_devices', 2)\n"
+        "f, x, (one, two) = mg.jit(lambda x: mg.allreduce(x)), jnp.arange(4.0), jax.devices()\n"
+        "mesh = jax.sharding.Mesh(np.array([one, two]), ('i',))\n"
+        "both = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('i'))\n"
+        "f(jax.device_put(x, one))\n"
+        f"f(jax.device_put(x, {'both' if where == 'one array on two' else 'two'}))\n"
+    )
+    done = mpigrad("launch", "-n", 2, "--timeout", 60, program)
+    assert done.returncode == 1, done.stderr
+    assert "arrays of this rank are on" in done.stderr
+    assert "Start a rank for each device" in done.stderr
+
+
+def test_a_suspended_job_has_not_waited(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "waits.py"
+    program.write_text(
+        "import os, time, jax.numpy as jnp, mpigrad as mg\n"
+        "rank = mg.default_communicator().rank\n"
+        "print(f'process {os.getpid()}\\n', end='', flush=True)\n"
+        "time.sleep(8 * rank)\n"
+        "print(f'{mg.allreduce(jnp.ones(2))[0]:g} ranks\\n', end='', flush=True)\n"
+    )
+    words = command("launch", "-n", 2, program)
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, env={**outside(), "MPIGRAD_TIMEOUT": "5"}
+    ) as job:
+        assert job.stdout is not None
+        lines = [job.stdout.readline(), job.stdout.readline()]
+        processes = [int(re.findall(r"process (\d+)", line)[0]) for line in lines]
+        time.sleep(1)  # rank 0 waits
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        time.sleep(5)
+        for process in processes:
+            os.kill(process, signal.SIGCONT)
+        output, _ = job.communicate(timeout=60)
+    assert job.returncode == 0
+    assert output.count("2 ranks") == 2
+
+
+def test_a_message_that_nobody_receives_is_named_without_the_guard_too() -> None:
+    done = mpigrad("launch", "-n", 2, PROGRAMS / "broken.py", "a_message_that_nobody_receives")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("rank 0: 1 message to rank 1 (tag 0), float32[3] by send at ") == 1
+
+
+@pytest.mark.full
+def test_counts_that_disagree_keep_nobody_waiting_without_the_guard() -> None:
+    """MPI may take the shorter message: no error, wrong numbers; with the guard it is refused."""
+    program = PROGRAMS / "broken.py"
+    done = mpigrad("launch", "-n", 2, program, "fewer_rows_than_others_count", MPIGRAD_TIMEOUT="10")
+    assert done.returncode == 0, done.stderr
+    assert "has waited" not in done.stderr
+
+
+def test_timeout_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPIGRAD_TIMEOUT", raising=False)
+    assert timeout_seconds() == 300
+    monkeypatch.setenv("MPIGRAD_TIMEOUT", "2.5")
+    assert timeout_seconds() == 2.5
+    for wrong in ("soon", "-1", "nan"):
+        monkeypatch.setenv("MPIGRAD_TIMEOUT", wrong)
+        with pytest.raises(ImportError, match="MPIGRAD_TIMEOUT"):
+            timeout_seconds()
+
+
+def test_import_after_jax_has_computed() -> None:
+    """With several ranks, messages could overtake each other: refused at import."""
+    code = "import jax.numpy as jnp; jnp.ones(2).sum(); import mpigrad; print('imported')"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    alone = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert alone.stdout == "imported\n", alone.stderr
+    done = mpiexec(2, PROGRAMS / "late_import.py")
+    assert done.returncode != 0
+    assert "Import mpigrad before the first JAX computation" in done.stderr

@@ -1,0 +1,100 @@
+"""The command line says what it can do, and refuses what makes no sense before any launch."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from launching import PROGRAMS, command, mpigrad, run
+
+pytestmark = pytest.mark.launcher
+
+
+def test_help_names_the_commands_without_jax() -> None:
+    done = mpigrad("--help")
+    assert done.returncode == 0
+    for name in ("run", "launch", "doctor"):
+        assert f"\n  {name} " in done.stdout
+    python, *rest = command("--help")
+    imported = run([python, "-X", "importtime", *rest]).stderr
+    modules = {line.rpartition("|")[2].strip() for line in imported.splitlines()}
+    assert "mpigrad.launch.launcher" in modules
+    assert modules.isdisjoint({"jax", "numpy", "mpi4py.MPI"})
+
+
+def test_help_of_an_application_lists_its_settings() -> None:
+    done = mpigrad("run", "poisson", "--help")
+    assert done.returncode == 0
+    for option in ("--cells INT INT", "--iterations INT", "-n RANKS", "--timeout SECONDS"):
+        assert option in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("launch", "-n", 0, PROGRAMS / "say.py"), "-n 0: at least 1 rank"),
+        (("launch", "-n", -2, PROGRAMS / "say.py"), "-n -2: at least 1 rank"),
+        (("launch", "-n", 1.5, PROGRAMS / "say.py"), "invalid int value"),
+        (("launch", "-n", "two", PROGRAMS / "say.py"), "invalid int value"),
+        (("launch", "--timeout", 0, PROGRAMS / "say.py"), "--timeout 0: more than 0 seconds"),
+        (("launch", "--timeout", "nan", PROGRAMS / "say.py"), "--timeout nan: more than 0"),
+        (("launch", "--grace", -1, PROGRAMS / "say.py"), "--grace -1: 0 seconds or more"),
+        (("launch", "-n", 2, "missing.py"), "there is no file missing.py"),
+        (("launch", "-n", 2, "-m", "missing_module"), "there is no module missing_module"),
+        (("launch", "-n", 2, "-m"), "which module?"),
+        (("launch", "-n", 2), "PROGRAM.py"),
+        (("launch", "--rank", 2, PROGRAMS / "say.py"), "launch has no option --rank"),
+        (("run", "poisson", "-n", 0), "-n 0: at least 1 rank"),
+        (("run", "poisson", "--cells", 1, 1), "--cells: at least 2 cells"),
+        (("run", "poisson", "--cells", 10), "--cells"),
+        (("run", "poisson", "--data", "missing.npz"), "there is no file missing.npz"),
+        (("run", "poisson", "--iteration", 3), "--iterations"),
+        (("run", "fwi", "--invert", "rho"), "--invert: for acoustic waves some of vp"),
+        (("run", "fwi", "--initial", "missing.mat"), "there is no file missing.mat"),
+        (("run", "acoustic", "--cells", 4, 30), "--cells: at least 8 along each axis"),
+        (("run", "population", "--data", "missing.csv"), "there is no file missing.csv"),
+        (("run", "sgd", "--module", "missing.py:task"), "there is no file missing.py"),
+        (("run", "sgd", "--mode", "hogwild"), "--mode"),
+        (("run", "elastic", "--source", "drum"), "--source"),
+        (("run", "storm"), "poisson, population, sgd), got storm"),
+        (("run",), "expected the NAME of an application (acoustic, elastic"),
+        (("doctor", "-n", 0), "-n 0: at least 1 rank"),
+        (("trot",), "run, launch, doctor"),
+    ],
+)
+def test_a_command_that_makes_no_sense_is_refused(arguments: tuple[object, ...], said: str) -> None:
+    start = time.monotonic()
+    done = mpigrad(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - start < 30, "nothing is launched"
+
+
+def test_version() -> None:
+    done = mpigrad("--version")
+    assert done.stdout.startswith("mpigrad 0."), done.stderr
+
+
+WAVES = ("--cells", 24, 16, "--pml", 4, "--steps", 30, "--shots", 2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("poisson", "--cells", 12, 10, "--iterations", 3),
+        pytest.param(("heat", "--cells", 12, 10, "--frames", 3), marks=pytest.mark.full),
+        pytest.param(("acoustic", *WAVES, "--frames", 2), marks=pytest.mark.full),
+        pytest.param(("elastic", *WAVES, "--frames", 2, "--groups", 2), marks=pytest.mark.full),
+        pytest.param(
+            ("fwi", *WAVES, "--iterations", 2, "--unknown", "network", "--water", 20),
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_an_application_runs_on_two_ranks(tmp_path: object, arguments: tuple[object, ...]) -> None:
+    done = mpigrad("run", *arguments, "-n", 2, "--timeout", 180, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "report.html" in done.stdout

@@ -1,0 +1,114 @@
+"""Several starts, several stages, and pictures of what they did."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import signal
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from mpigrad import optimize
+from mpigrad.checkpoint import Checkpoint
+from mpigrad.communicator import Communicator
+from mpigrad_apps.loss_history import draw_history
+
+
+@pytest.fixture
+def directory(tmp_path: pathlib.Path, comm: Communicator) -> pathlib.Path:
+    return comm.mpi.bcast(tmp_path)
+
+
+def test_the_best_of_several_starts(comm: Communicator, directory: pathlib.Path) -> None:
+    def two_wells(x: Any) -> Any:
+        return (jnp.sum((x**2 - 1) ** 2) + 0.3 * jnp.sum(x)) / comm.size
+
+    starts = [np.array([2.0]), np.array([np.inf]), np.array([-0.5])]
+    found = optimize.multi_start(two_wells, starts, history=directory / "run.jsonl")
+    assert found.solutions[1] is None
+    assert found.best is found.solutions[2]
+    assert found.solutions[0].loss > found.best.loss + 0.5
+    np.testing.assert_allclose(found.best.value, -1.0355, atol=1e-3)
+    with pytest.raises(RuntimeError, match="the loss of none of 1 starts"):
+        optimize.multi_start(two_wells, starts[1:2])
+    if comm.rank == 0:
+        assert sorted(p.name for p in directory.glob("*.jsonl")) == [
+            "run-0.jsonl", "run-1.jsonl", "run-2.jsonl",
+        ]  # fmt: skip
+        with (directory / "run-2.jsonl").open("a") as file:
+            file.write('{"iteration": 99, "lo')  # of a run that is under way
+        picture = draw_history(directory / "run-2.jsonl", directory / "run.png")
+        assert picture.png == (directory / "run.png").read_bytes()
+        assert picture.png.startswith(b"\x89PNG")
+        assert draw_history(found.best.history, by="seconds").png != picture.png
+        with pytest.raises(ValueError, match="no record"):
+            draw_history([])
+        with pytest.raises(ValueError, match="by='time'"):
+            draw_history(found.best.history, by="time")
+
+
+@pytest.mark.thin(1)
+def test_no_number_is_not_the_best_and_a_signal_ends_all_starts(
+    comm: Communicator, directory: pathlib.Path
+) -> None:
+    def f(x: Any) -> Any:
+        return jnp.where(jnp.sum(x) > 5, jnp.nan, jnp.sum((x - 1) ** 2)) / comm.size
+
+    starts = [np.array([4.9]), np.array([0.0])]
+    away = optimize.Optax(optax.sgd(-0.5))
+    found = optimize.multi_start(f, starts, away, iterations=3)
+    assert found.solutions[0].result is optimize.Result.NOT_FINITE
+    assert found.best is found.solutions[1]
+
+    def asks(record: Any, x: Any) -> None:  # in the iteration that converges
+        if record.gradient_norm < 1e-6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    once = optimize.multi_start(f, starts, callback=asks, checkpoint=Checkpoint(directory))
+    assert len(once.solutions) == 1 and once.best.asked_to_end
+    assert once.best.result is optimize.Result.CONVERGED
+
+
+@pytest.mark.thin(1)
+def test_stages_follow_each_other_and_go_on_after_a_restart(
+    comm: Communicator, directory: pathlib.Path
+) -> None:
+    """A smooth objective on 4 points, then a wavy one on 8."""
+
+    def wavy(height: float) -> Any:
+        def f(x: Any) -> Any:
+            bumps = height * (1 - jnp.cos(9 * (x - 1.05)))
+            return jnp.sum((x - 1) ** 2 + bumps) / comm.size
+
+        return f
+
+    losses = lambda solution: [record.loss for record in solution.history]
+    finer = lambda stage, x: np.repeat(np.asarray(x), 2)
+    run = functools.partial(
+        optimize.stages,
+        [wavy(0.0), wavy(0.3)],
+        np.full(4, 3.0),
+        [optimize.SciPy("L-BFGS-B"), optimize.LBFGS(memory=4)],
+        between=finer,
+        checkpoint=Checkpoint(directory / "saved", every=1),
+    )
+    # The first run is stopped in each stage; SciPy starts anew from where it was.
+    (stopped,) = run(callback=lambda record, x: record.iteration == 1)
+    assert stopped.result is optimize.Result.STOPPED
+    first, second = run(callback=lambda record, x: record.iteration == 1 and x.size == 8)
+    assert [r.iteration for r in first.history] == list(range(len(first.history)))
+    assert losses(first)[:2] == losses(stopped)
+    assert second.history[-1].iteration == 1
+    again, second = run()
+    assert losses(again) == losses(first)  # it is done, and nothing of it is computed again
+    assert second.history[-1].iteration > 1
+    assert first.value.shape == (4,)
+    assert second.value.shape == (8,)
+    np.testing.assert_allclose(second.value, 1.0, atol=0.1)
+    with pytest.raises(ValueError, match="2 objectives and 1 methods"):
+        optimize.stages([wavy(0.0)] * 2, np.zeros(1), [optimize.LBFGS()])

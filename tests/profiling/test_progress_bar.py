@@ -1,0 +1,86 @@
+"""The progress line: live on a terminal, plain elsewhere, silent off rank 0."""
+
+import io
+
+import pytest
+
+from mpigrad.profiling.progress_bar import Progress, duration
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def without_launcher(monkeypatch):
+    for name in ("MPIGRAD_TERMINAL", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_plain_lines_are_rare_and_the_last_one_is_always_written():
+    stream = io.StringIO()
+    progress = Progress(1000, stream=stream, interval=3600)
+    for i in range(1001):
+        progress.update(i, loss=0.5)
+    progress.close("done")
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "iteration 0/1000  loss 5.000e-01"
+    assert lines[1].startswith("iteration 1000/1000  loss 5.000e-01")
+    assert lines[2:] == ["done"]
+    assert "\r" not in stream.getvalue()
+
+
+def test_live_line_is_written_over_and_ended():
+    stream = Terminal()
+    progress = Progress(3, stream=stream)
+    progress.update(0, loss=1.0)
+    progress.update(3, loss=0.5)
+    progress.close()
+    assert stream.getvalue().count("\r") == 2
+    assert stream.getvalue().endswith("\n")
+
+
+def test_time_left_is_shown_from_the_second_iteration_on():
+    stream = io.StringIO()
+    progress = Progress(3, stream=stream, interval=0)
+    for i in range(4):
+        progress.update(i)
+    first, second, third, fourth = stream.getvalue().splitlines()
+    assert "left" not in first + second
+    assert third.endswith("0 s left")
+    assert fourth.endswith("0 s left")
+
+
+def test_other_ranks_are_silent():
+    stream = io.StringIO()
+    progress = Progress(3, rank=1, stream=stream)
+    progress.update(3, loss=1.0)
+    progress.close("done")
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("stream", "variables", "live"),
+    [
+        (Terminal(), {}, True),
+        (io.StringIO(), {}, False),
+        (io.StringIO(), {"MPIGRAD_TERMINAL": "1"}, True),
+        (Terminal(), {"MPIGRAD_TERMINAL": "0"}, False),
+        (Terminal(), {"OMPI_COMM_WORLD_SIZE": "2"}, False),
+    ],
+)
+def test_what_counts_as_a_terminal(monkeypatch, stream, variables, live):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    progress = Progress(3, stream=stream)
+    progress.update(3)
+    assert stream.getvalue().startswith("\r") == live
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59, "59 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text

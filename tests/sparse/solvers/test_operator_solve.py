@@ -1,0 +1,212 @@
+"""Matrix-free solves beside dense ones of the whole grid."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fields import SHAPE, Field, dense, flux, pad_whole
+
+import mpigrad as mg
+from helpers import close
+from mpigrad.sparse import GMRES, PCG, BiCGStab, Operator, solve
+
+SOLVERS = {
+    "PCG": (PCG(rtol=1e-12, preconditioner=None), 0.0),
+    "GMRES": (GMRES(rtol=1e-12, preconditioner=None), 0.6),
+    "BiCGStab": (BiCGStab(rtol=1e-12, preconditioner=None), 0.6),
+}
+_random = np.random.default_rng(4)
+KAPPA, B, WEIGHTS = (_random.uniform(0.5, 2, SHAPE) for _ in range(3))
+
+
+def operator(field, kappa, wind):
+    """kappa's message stands inside, too."""
+    return lambda v: flux(field.pad(kappa), field.pad(v), wind)
+
+
+def expected(kappa, b, wind):
+    matrix = dense(lambda v: flux(pad_whole(kappa), pad_whole(v), wind))
+    return jnp.linalg.solve(matrix, b.ravel()).reshape(SHAPE)
+
+
+def test_value_gradient_and_hessian_vector_product(comm):
+    compare(comm, *SOLVERS["GMRES"])
+
+
+@pytest.mark.parametrize("name", ["PCG", "BiCGStab"])
+def test_other_methods(comm, name):
+    compare(comm, *SOLVERS[name])
+
+
+def compare(comm, solver, wind):
+    field = Field(comm)
+    weights = field.tile(WEIGHTS)
+
+    def f(kappa, b):
+        x = solve(operator(field, kappa, wind), b, solver).value
+        return jnp.sum(weights * x**3), x
+
+    @mg.jit
+    def run(primals, tangents):
+        gradient = mg.grad(f, argnums=(0, 1), has_aux=True)
+        (g, x), (product, _) = mg.jvp(gradient, primals, tangents)
+        return x, g, product
+
+    def F(kappa, b):
+        return jnp.sum(WEIGHTS * expected(kappa, b, wind) ** 3)
+
+    primals, tangents = (KAPPA, B), (WEIGHTS, KAPPA)
+    wanted = jax.jit(lambda p, t: jax.jvp(jax.grad(F, (0, 1)), p, t))(primals, tangents)
+    tiles = [tuple(field.tile(whole) for whole in pair) for pair in (primals, tangents)]
+    x, g, product = run(*tiles)
+    close(x, expected(KAPPA, B, wind)[field.mine], 1e-9)
+    close(g, tuple(whole[field.mine] for whole in wanted[0]), 1e-8)
+    close(product, tuple(whole[field.mine] for whole in wanted[1]), 1e-7)
+
+
+def chain(comm, theta):
+    """v + theta (what the rank before has sent): the receiver's template is a constant."""
+
+    def f(v):
+        if comm.rank + 1 < comm.size:
+            mg.send(v, comm.rank + 1, tag=3, comm=comm)
+        before = mg.recv(np.zeros(3), comm.rank - 1, tag=3, comm=comm) if comm.rank else 0 * v
+        return 2 * v + theta * before
+
+    return f
+
+
+def test_ranks_that_differ(comm):
+    """One-way messages, and a parameter of the last rank alone: loss, gradient, dot test."""
+    mine = comm.rank == comm.size - 1
+    solver = GMRES(rtol=1e-13, preconditioner=None)
+    b = 1.0 + comm.rank + jnp.arange(3.0)
+
+    def f(theta):
+        A = chain(comm, theta if mine else 0.5)
+        return jnp.sum(solve(A, b, solver).value ** 2)
+
+    value, gradient = mg.jit(mg.value_and_grad(f))(0.5)
+
+    def whole(theta):
+        total, before = 0.0, jnp.zeros(3)
+        for rank in range(comm.size):
+            factor = theta if rank == comm.size - 1 else 0.5
+            before = (1.0 + rank + jnp.arange(3.0) - factor * before) / 2
+            total += jnp.sum(before**2)
+        return total
+
+    expected = jax.value_and_grad(whole)(0.5)
+    close(value, expected[0])
+    close(gradient, expected[1] if mine else 0.0, 1e-10)
+
+
+def test_dot_of_pytrees_in_a_loop(comm):
+    """Two coupled fields as a pytree, two steps in a scan, batched: one dot test."""
+    field = Field(comm)
+
+    def step(kappa, x):
+        def A(v):
+            coupling = 0.3 * field.pad(v["b"])[1:-1, 1:-1]
+            return {"a": flux(field.pad(kappa), field.pad(v["a"]), 0.5) + coupling,
+                    "b": 2 * v["b"] - 0.2 * v["a"]}  # fmt: skip
+
+        return solve(A, x, BiCGStab(rtol=1e-13, preconditioner=None)).value
+
+    def run(kappa, x):
+        x, _ = jax.lax.scan(lambda x, s: (step(s * kappa, x), None), x, jnp.array([1.0, 2.0]))
+        return x
+
+    def batched(kappa, a, b):
+        return mg.vmap(lambda s: run(s * kappa, {"a": a, "b": b}))(jnp.array([0.5, 2.0]))
+
+    tiles = [field.tile(whole) for whole in (KAPPA, B, WEIGHTS)]
+    assert mg.dot_test(batched, *tiles).error < 1e-10
+
+
+def test_a_given_inverse(comm):
+    """Badly scaled rows: an inverse of the diagonal makes up for it, in the adjoint, too."""
+    field = Field(comm)
+    scale = 10.0 ** field.tile(3 * KAPPA)
+
+    def run(b, inverse):
+        A = Operator(lambda v: flux(1 + 0 * field.pad(b), field.pad(v), 0.5) * scale, inverse)
+        found = solve(A, b, GMRES(rtol=1e-11, preconditioner=None), throw=False)
+        return jnp.sum(found.value), found.stats["iterations"]
+
+    @mg.jit
+    def both(b):
+        adjoint, helped = mg.grad(lambda b: run(b, lambda r: r / scale), has_aux=True)(b)
+        return adjoint, helped, run(b, None)[1]
+
+    def whole(b):  # b / scale is what the unscaled system has on its right
+        return jnp.sum(expected(jnp.ones(SHAPE), b / 10.0 ** (3 * KAPPA), 0.5))
+
+    b = B * 10.0 ** (3 * KAPPA)
+    adjoint, helped, plain = both(field.tile(b))
+    # Relative to each entry: they differ by many orders of magnitude.
+    wanted = (jax.grad(whole)(b) * 10.0 ** (3 * KAPPA))[field.mine]
+    close(adjoint * scale, wanted, 1e-6)
+    assert helped < plain
+
+
+def test_faults_are_errors_on_all_ranks(comm):
+    last = comm.rank == comm.size - 1
+    b = jnp.ones(3)
+    solver = PCG(preconditioner=None)
+
+    def call(kind, solver, scale, shift):
+        A = {
+            "affine": lambda v: scale * v + shift,
+            "square": lambda v: scale * v + shift * v**2,
+            "kinked": lambda v: scale * v + shift * jnp.abs(v),
+            "skew": lambda v: scale * v + shift * jnp.array([v[1], -v[0], 0]),
+        }[kind]
+        return solve(A, b, solver)
+
+    for kind, shift, message in (
+        ("affine", 1.0, r"the operator is not linear.*bring them to the right-hand side"),
+        ("square", 1.0, "the operator is not linear"),
+        ("kinked", 1.0, "the operator is not linear"),
+        ("skew", 1.0, r"the operator is not symmetric; .*Solve with GMRES"),
+        ("affine", jnp.nan, "what the operator makes of a finite vector, holds NaN"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            call(kind, solver, 2.0, shift if last else 0.0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="is not positive definite"):
+        call("affine", solver, -2.0 if last else 2.0, 0.0)
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"test_operator_solve.py:\d+.*GMRES did not converge"
+    ):
+        call("affine", GMRES(preconditioner=None), 0.0 if last else 2.0, 0.0)
+
+
+def test_bad_input_is_refused(comm):
+    b = jnp.ones(3)
+    with pytest.raises(TypeError, match=r"needs a matrix; for an operator write PCG\(precond"):
+        solve(lambda v: v, b, PCG())
+    with pytest.raises(ValueError, match=r"result of the operator is float64\[2\] where b is"):
+        solve(lambda v: v[:2], b)
+    with pytest.raises(ValueError, match="x0 is"):
+        solve(lambda v: v, b, x0=jnp.ones(2))
+    with pytest.raises(TypeError, match="b holds int"):
+        solve(lambda v: v, jnp.ones(3, int))
+
+
+def test_single_precision_and_complex(comm):
+    field = Field(comm)
+    kappa, b = field.tile(KAPPA), field.tile(B)
+
+    @mg.jit
+    def run(kappa, b):
+        low = [x.astype("float32") for x in (kappa, b)]
+        A = operator(field, low[0], 0.5)
+        G = GMRES(rtol=1e-5, preconditioner=None)
+        turned = operator(field, kappa * (1 + 1j), 0.5)
+        return solve(A, low[1], G).value, solve(turned, b * (1 - 1j), SOLVERS["GMRES"][0]).value
+
+    single, turned = run(kappa, b)
+    assert single.dtype == np.float32
+    close(single, expected(KAPPA, B, 0.5)[field.mine], 1e-4)
+    residual = mg.jit(operator(field, kappa * (1 + 1j), 0.5))(turned) - b * (1 - 1j)
+    assert np.abs(residual).max() < 1e-10

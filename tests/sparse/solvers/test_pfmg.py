@@ -1,0 +1,353 @@
+"""PFMG on grid stencils: beside dense solves, BoomerAMG, and its limits."""
+
+import itertools
+import resource
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from systems import grid_system
+
+import mpigrad as mg
+from helpers import close
+from mpigrad.grid import Grid
+from mpigrad.sparse import (
+    GMRES,
+    PCG,
+    PFMG,
+    BiCGStab,
+    BoomerAMG,
+    Jacobi,
+    Matrix,
+    Multigrid,
+    Pattern,
+    Result,
+    default_solver,
+    hypre_available,
+    solve,
+    solver_seconds,
+)
+from mpigrad.sparse.matrix.transpose import transpose_values, transposed
+from mpigrad.sparse.solvers import hypre_library
+
+pytestmark = pytest.mark.skipif(not hypre_available(), reason="no hypre")
+
+TIGHT = PCG(rtol=1e-12, preconditioner=PFMG())
+ANY_MATRIX = (
+    GMRES(rtol=1e-12, preconditioner=PFMG()),
+    BiCGStab(rtol=1e-12, preconditioner=PFMG()),
+    Multigrid(PFMG(), rtol=1e-12),
+)
+
+
+def faces(axes):
+    return [o for o in itertools.product((0, -1, 1), repeat=axes) if sum(map(abs, o)) <= 1]
+
+
+def every(axes):
+    return list(itertools.product((0, -1, 1), repeat=axes))
+
+
+class System:
+    """Random links between the cells of a grid: dominated by the diagonal, symmetric or not."""
+
+    def __init__(self, comm, shape, offsets, skew=0.0, dims=None):
+        self.grid = Grid(shape, (1.0,) * len(shape), comm, dims)
+        self.pattern = Pattern.from_stencil(self.grid, offsets)
+        generator = np.random.default_rng(7)
+        self.whole = np.zeros((len(offsets), *shape))
+        links = {}
+        for cell in np.ndindex(shape):
+            for k, offset in enumerate(offsets):
+                other = tuple(c + s for c, s in zip(cell, offset, strict=True))
+                if not any(offset) or not all(
+                    0 <= c < n for c, n in zip(other, shape, strict=True)
+                ):
+                    continue
+                pair = tuple(sorted((cell, other)))
+                links.setdefault(pair, generator.uniform(0.5, 2))
+                self.whole[k][cell] = -links[pair] * (1 + skew * generator.uniform())
+        self.whole[offsets.index((0,) * len(shape))] = 0.1 - self.whole.sum(0)
+        self.values = self.pattern.assemble(self.tile(self.whole))
+        self.all_b = generator.standard_normal(self.grid.size)
+        rows = slice(self.grid.row_offset, self.grid.row_offset + self.grid.n_local)
+        self.mine, self.b = rows, jnp.asarray(self.all_b[rows])
+
+    def tile(self, whole):
+        return jnp.asarray(whole[(slice(None), *self.grid.slices)])
+
+    @property
+    def matrix(self):
+        return Matrix(self.pattern, self.values)
+
+    def dense(self):
+        whole = self.matrix.to_scipy()
+        return self.grid.comm.mpi.bcast(None if whole is None else whole.toarray())
+
+    def solution(self):
+        return np.linalg.solve(self.dense(), self.all_b)[self.mine]
+
+
+CASES = {
+    "line": ((23,), faces(1)),
+    "plane": ((11, 8), faces(2)),
+    "box": ((5, 6, 7), faces(3)),
+    "one axis": ((9, 7), [(0, 0), (0, -1), (0, 1)]),
+    "nine points": ((9, 8), every(2)),
+    "twenty-seven points": ((5, 4, 6), every(3)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_solution_is_that_of_the_dense_matrix(comm, case):
+    system = System(comm, *CASES[case])
+    amg = PCG(rtol=1e-12, preconditioner=BoomerAMG())
+    solvers = (TIGHT, amg) if len(CASES[case][0]) != 2 else (TIGHT, amg, *ANY_MATRIX)
+    values = mg.jit(lambda A, b: [solve(A, b, s).value for s in solvers])(system.matrix, system.b)
+    expected = system.solution()
+    for value in values:
+        close(value, expected, 1e-9)
+
+
+@pytest.mark.parametrize("settings", [{"relaxation": "jacobi"}, {"sweeps": 2, "max_levels": 3}])
+def test_settings(comm, settings):
+    system = System(comm, (12, 9), faces(2))
+    solver = PCG(rtol=1e-12, preconditioner=PFMG(skip_relaxation=False, **settings))
+    close(solve(system.matrix, system.b, solver).value, system.solution(), 1e-9)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_iterations_do_not_depend_on_the_tiles(comm):
+    system = System(comm, (32, 27), faces(2))
+    assert solve(system.matrix, system.b, PCG(preconditioner=PFMG())).stats["iterations"] == 9
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("cycle", [PFMG(), pytest.param(BoomerAMG(), marks=pytest.mark.full)])
+def test_pcg_ends_with_the_first_residual_that_is_small(comm, cycle):
+    """Not an iteration earlier or later, whatever the tolerance and the size of b."""
+    system = System(comm, (32, 27), faces(2))
+    for rtol in np.geomspace(1e-3, 1e-10, 30):  # some of them just below a residual
+        found = solve(system.matrix, system.b, PCG(rtol=float(rtol), preconditioner=cycle))
+        steps = int(found.stats["iterations"])
+        assert found.stats["relative_residual"] <= rtol
+        # The same iterations without an end.
+        shorter, same = (
+            solve(
+                system.matrix,
+                system.b,
+                PCG(rtol=1e-15, preconditioner=cycle, max_steps=limit),
+                throw=False,
+            )
+            for limit in (steps - 1, steps)
+        )
+        assert shorter.stats["relative_residual"] > rtol
+        np.testing.assert_array_equal(same.value, found.value)
+    for method in (PCG, GMRES, BiCGStab):
+        solver = method(rtol=1e-6, preconditioner=cycle)
+        steps = {
+            size: int(solve(system.matrix, size * system.b, solver).stats["iterations"])
+            for size in (1.0, 2.0**40, 2.0**-40)
+        }
+        assert len(set(steps.values())) == 1, steps
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("cycle", [PFMG(), BoomerAMG()])
+def test_an_indefinite_matrix_ends_pcg_at_once(comm, cycle):
+    """One with a positive diagonal, which is only found out by a direction."""
+    system = System(comm, (32, 27), faces(2))
+    offsets = system.pattern.stencil.offsets
+    entries = [jnp.full(system.pattern.stencil.grid.local_shape, -1.0) for _ in offsets]
+    matrix = Matrix.assemble(
+        system.pattern, [2 + e if not any(o) else e for o, e in zip(offsets, entries, strict=True)]
+    )
+    found = solve(matrix, system.b, PCG(preconditioner=cycle), throw=False)
+    assert found.result == Result.NOT_POSITIVE_DEFINITE
+    assert found.stats["iterations"] < 10
+    assert np.isnan(found.value).all()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not positive definite: PCG has met"):
+        solve(matrix, system.b, PCG(preconditioner=cycle))
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        pytest.param(ANY_MATRIX[0], marks=pytest.mark.ranks(1, 2, 3, 4)),
+        pytest.param(ANY_MATRIX[1], marks=pytest.mark.ranks(3)),
+        pytest.param(ANY_MATRIX[2], marks=pytest.mark.ranks(2)),
+    ],
+    ids=lambda s: type(s).__name__,
+)
+def test_matrices_without_symmetry(comm, solver):
+    """Values and adjoints: the transposed solve is PFMG's, too, on the opposite offsets."""
+    system = System(comm, (7, 6), faces(2), skew=0.5)
+    f = mg.jit(lambda values, b: solve(Matrix(system.pattern, values), b, solver).value)
+    close(f(system.values, system.b), system.solution(), 1e-9)
+    assert mg.dot_test(f, system.values, system.b).error < 1e-8
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_the_transpose_of_a_stencil_is_a_stencil(comm):
+    system = System(comm, (5, 7), [(0, 0), (1, 0), (-1, 1), (0, -1)], skew=0.5)
+    back = transposed(system.pattern)
+    assert back.stencil.offsets == ((0, 0), (-1, 0), (1, -1), (0, 1))
+    assert transposed(back) is system.pattern
+    values = mg.jit(lambda v: transpose_values(system.pattern, v))(system.values)
+    got = Matrix(back, values).local_scipy().toarray()
+    np.testing.assert_array_equal(got, system.dense().T[system.mine])
+    np.testing.assert_array_equal(transpose_values(back, values), system.values)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((8, 7), marks=pytest.mark.ranks(1, 2, 3, 4)),
+        pytest.param((4, 5, 4), marks=pytest.mark.ranks(3)),
+    ],
+    ids=str,
+)
+def test_derivatives(comm, shape):
+    system = System(comm, shape, faces(len(shape)))
+    links = jnp.asarray(np.random.default_rng(comm.rank).uniform(0.5, 2, system.grid.local_shape))
+
+    def solution(kappa):
+        """Along symmetric changes: a diagonal one, as PCG takes the matrix for its transpose."""
+        coefficients = system.tile(system.whole)
+        A = Matrix.assemble(system.pattern, coefficients.at[0].add(kappa))
+        return solve(A, kappa.ravel() * system.b, TIGHT).value
+
+    assert mg.dot_test(mg.jit(solution), links).error < 1e-8
+    mg.taylor_test(mg.jit(lambda kappa: jnp.sum(jnp.sin(solution(kappa)))), links)
+
+
+class Counter:
+    """Set-ups and solves since it was made or asked."""
+
+    def __init__(self):
+        self.before = solver_seconds()
+
+    def __call__(self):
+        now, before = solver_seconds(), self.before
+        self.before = now
+        return now["setups"] - before["setups"], now["solves"] - before["solves"]
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_set_ups_follow_the_values(comm):
+    system = System(comm, (9, 10), faces(2))
+    f = lambda values, b: jnp.sum(solve(Matrix(system.pattern, values), b, TIGHT).value ** 2)
+    call = mg.jit(mg.value_and_grad(f, argnums=(0, 1)))
+    expected = system.solution()
+    count = Counter()
+    value = comm.mpi.allreduce(float(np.sum(expected**2)))
+    close(call(system.values, system.b)[0], value)
+    assert count() == (1, 2)  # the adjoint does none
+    close(call(system.values, 2 * system.b)[0], 4 * value)
+    assert count() == (0, 2)
+    for factor in (2.0, 3.0, 2.0):  # the matrix is filled anew each time
+        close(call(factor * system.values, system.b)[0], value / factor**2)
+    assert count() == (3, 6)
+    on_one_rank = system.tile(system.whole).at[0].add(1.0 if comm.rank == 0 else 0.0)
+    call(system.pattern.assemble(on_one_rank), system.b)
+    assert count() == (1, 2)
+    solve(system.matrix, system.b, PCG(preconditioner=BoomerAMG()))
+    solve(system.matrix, system.b, GMRES(preconditioner=PFMG()))
+    assert count() == (2, 2)
+
+
+def test_a_stale_hierarchy_is_kept_for_nearby_values(comm):
+    system = System(comm, (16, 15), faces(2))
+    solver = PCG(rtol=1e-12, preconditioner=PFMG(reuse="stale"))
+    call = mg.jit(lambda values: solve(Matrix(system.pattern, values), system.b, solver).value)
+    expected, count = system.solution(), Counter()
+    for factor in (1.0, 1.1, 0.9):
+        close(call(factor * system.values), expected / factor, 1e-9)
+    assert count() == (1, 3)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_asymmetry_is_found_wherever_it_is(comm):
+    """In a tile, and across the border of two."""
+    system = System(comm, (8, 6), faces(2), dims=(comm.size, 1))
+    call = mg.jit(lambda A: solve(A, system.b, TIGHT, throw=False).result)
+    for cell, offset in itertools.product([(1, 1), (3, 2), (5, 4)], [(1, 0), (0, -1)]):
+        changed = system.whole.copy()
+        changed[faces(2).index(offset)][cell] *= 1 + 1e-6
+        A = Matrix.assemble(system.pattern, system.tile(changed))
+        assert call(A) == 4
+        assert call(system.matrix) == 0
+    with pytest.raises(Exception, match="the matrix is not symmetric"):
+        solve(A, system.b, TIGHT).value.block_until_ready()
+
+
+def test_a_stencil_without_opposite_offsets_is_not_symmetric(comm):
+    system = System(comm, (6, 6), [(0, 0), (0, 1)])
+    assert solve(system.matrix, system.b, TIGHT, throw=False).result == 4
+    close(solve(system.matrix, system.b, ANY_MATRIX[0]).value, system.solution(), 1e-9)
+
+
+def test_it_is_the_default_of_grid_problems(comm):
+    system = System(comm, (12, 13), faces(2))
+    assert default_solver(1e-6, system.pattern) == PCG(rtol=1e-6, preconditioner=PFMG())
+    far = Pattern.from_stencil(system.grid, [(0, 0), (0, 2)])
+    assert default_solver(pattern=far) == default_solver() == PCG()
+    solve(system.matrix, system.b)
+    assert [type(key[0]) for key in system.pattern.solver_systems] == [PFMG]
+
+
+def test_what_it_cannot_take_is_refused(comm, monkeypatch):
+    system = grid_system(comm)
+    with pytest.raises(ValueError, match=r"PFMG cannot take .*Pattern\.from_stencil.*BoomerAMG"):
+        solve(system.matrix, system.b, TIGHT)
+    far = System(comm, (9, 8), [(0, 0), (0, 2), (0, -2)])
+    with pytest.raises(ValueError, match=r"the stencil reaches \(0, 2\)"):
+        solve(far.matrix, far.b, ANY_MATRIX[0])
+    wide = System(comm, (9, 8), every(2))
+    with pytest.raises(ValueError, match=r'take PFMG\(relaxation="jacobi"\)'):
+        solve(wide.matrix, wide.b, PCG(preconditioner=PFMG(relaxation="red-black")))
+    with pytest.raises(TypeError, match="hypre solves in float64"):
+        A = Matrix(wide.pattern, wide.values.astype("float32"))
+        solve(A, wide.b.astype("float32"), TIGHT)
+    bare = Pattern.from_stencil(far.grid, [(0, 1)])
+    with pytest.raises(ValueError, match="has no diagonal entry in the pattern, which PFMG needs"):
+        solve(Matrix(bare, jnp.ones(bare.nnz)), far.b, TIGHT)
+    missing = lambda: (None, "it is not there.")
+    monkeypatch.setattr(hypre_library, "_load", missing)
+    with pytest.raises(RuntimeError, match=r"PFMG needs hypre: it is not there\."):
+        solve(wide.matrix, wide.b, TIGHT)
+    assert default_solver(pattern=wide.pattern).preconditioner == Jacobi()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"relaxation": "sor"}, "relaxation='sor' is not one of"),
+        ({"reuse": "never"}, "reuse='never' is not one of"),
+        ({"sweeps": 0}, "sweeps must be at least 1"),
+        ({"max_levels": -1}, "max_levels must not be negative"),
+    ],
+)
+def test_settings_are_checked(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PFMG(**settings)
+
+
+@pytest.mark.ranks(2)
+def test_memory_stays_flat(comm):
+    """Set-ups leave nothing behind, and systems go with their pattern."""
+    system = System(comm, (64, 60), faces(2))
+    call = mg.jit(
+        lambda values: (
+            solve(Matrix(system.pattern, values), system.b, PCG(preconditioner=PFMG())).value
+        )
+    )
+
+    def many(count):
+        for k in range(count):
+            call((1 + k) * system.values).block_until_ready()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = many(30)
+    assert many(300) - before < 8_000  # kilobytes; a set-up makes about 700

@@ -1,0 +1,136 @@
+"""The rooms of the library: imports point downwards, without circles, and the door is complete."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pathlib
+import types
+import warnings
+
+import pytest
+
+import mpigrad
+from mpigrad import _moved
+
+SOURCES = pathlib.Path(mpigrad.__file__).parent.parent
+# From the ground floor up. A room may import from lower floors only; rooms of one floor do not
+# know each other.
+FLOORS = (
+    ("_lazy", "_moved", "_shapes", "_version"),
+    ("runtime",),
+    ("guard",),
+    ("communicator",),
+    ("collective_errors", "operations", "profiling"),
+    ("autodiff", "grid", "loops"),
+    ("checkpoint", "jobs", "sparse", "torch", "waves"),
+    ("optimize", "training"),
+    ("_start",),
+    ("__init__",),
+    ("launch",),
+    ("__main__", "mpigrad_apps"),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+pytestmark = pytest.mark.ranks(1)
+
+
+def modules() -> dict[str, pathlib.Path]:
+    """All modules by name, with their files."""
+    found = {}
+    for package in ("mpigrad", "mpigrad_apps"):
+        for file in (SOURCES / package).rglob("*.py"):
+            parts = file.relative_to(SOURCES).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imports(file: pathlib.Path, known: dict[str, pathlib.Path]) -> set[str]:
+    """The modules of ours that a file imports, at its top or within a function."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{file}: imports are absolute"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in known else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.partition(".")[0] in ("mpigrad", "mpigrad_apps")}
+
+
+def room(module: str) -> str:
+    first, *rest = module.split(".")
+    return first if first == "mpigrad_apps" else rest[0] if rest else "__init__"
+
+
+def test_imports_point_downwards() -> None:
+    known = modules()
+    assert len(known) > 150
+    wrong = [
+        f"{module} imports {other}"
+        for module, file in known.items()
+        for other in imports(file, known)
+        if room(module) != room(other) and FLOOR[room(module)] <= FLOOR[room(other)]
+    ]
+    assert not wrong
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    known = modules()
+    arrows = {module: imports(file, known) & known.keys() for module, file in known.items()}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for other in sorted(arrows[module]):
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in known:
+        visit(module, ())
+
+
+@pytest.mark.parametrize(
+    "package", [name for name, file in modules().items() if "_lazy.attach(" in file.read_text()]
+)
+def test_lazy_names_are_typed_and_exist(package: str) -> None:
+    if package == "mpigrad_apps.population":
+        pytest.importorskip("diffrax")
+    module = importlib.import_module(package)
+    tree = ast.parse(modules()[package].read_text())
+    typed = set()
+    for node in tree.body:
+        if isinstance(node, ast.If):
+            for line in node.body:
+                assert isinstance(line, ast.ImportFrom)
+                typed |= {(alias.asname, line.module) for alias in line.names}
+    names = module._NAMES
+    assert {name for name, _ in typed} == set(names) == set(module.__all__) == set(dir(module))
+    for name, where in names.items():
+        assert (name, f"{package}.{where}" if where else package) in typed
+        if name != "torch":
+            assert getattr(module, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        module.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("old", [old for old, new in _moved.MOVED.items() if new])
+def test_old_paths_say_where_the_new_ones_are(old: str) -> None:
+    new = _moved.MOVED[old]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = importlib.import_module(old)
+    assert isinstance(module, types.ModuleType)
+    if caught:  # once: later imports find the module
+        assert f"{old} has moved to {new}" in str(caught[-1].message)
+    there = importlib.import_module(new)
+    for name in getattr(there, "__all__", []):
+        if name != "torch":
+            assert getattr(module, name) is getattr(there, name)
+
+
+def test_what_is_gone_is_an_error() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"docs/moved\.md"):
+        importlib.import_module("mpigrad.bench")

@@ -1,0 +1,172 @@
+"""Time loops: checkpoints change memory, and no value."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpigrad
+from mpigrad.communicator import Communicator
+from mpigrad.grid import Grid, halo_exchange
+from mpigrad.loops import Budget, history, scan
+
+N = 11
+BUDGET = Budget(8)  # two chunks of five steps, and one before them
+
+
+def loop(grid, checkpoints, n=N):
+    """f(strength, state, xs): the last state and u v after each step, of a nonlinear system."""
+
+    def run(strength, state, xs):
+        def step(state, x):
+            u = halo_exchange(state["u"], grid, boundary="edge")
+            u = u[1:-1] + 0.1 * (u[2:] - 2 * u[1:-1] + u[:-2]) + 0.1 * jnp.sin(strength * u[1:-1])
+            v = state["v"] + x * u**2
+            return {"u": u, "v": v}, u * v
+
+        return scan(step, state, n, xs, checkpoints=checkpoints)
+
+    return run
+
+
+def operands(grid, n=N):
+    generator = np.random.default_rng(3)
+    u, v, xs = generator.normal(size=grid.shape), generator.normal(size=grid.shape), None
+    xs = generator.normal(size=n)
+    state = {"u": jnp.asarray(u[grid.slices]), "v": jnp.asarray(v[grid.slices])}
+    return jnp.full(grid.local_shape, 1.5), state, jnp.asarray(xs)
+
+
+def gradients(grid, checkpoints):
+    """Of something that depends on everything: value, and gradients in all operands."""
+
+    def share(strength, state, xs):
+        state, seen = loop(grid, checkpoints)(strength, state, xs)
+        return jnp.sum(state["u"] ** 2) + jnp.sum(seen**3)
+
+    both = mpigrad.value_and_grad(share, argnums=(0, 1, 2), replicated=2, comm=grid.comm)
+    return mpigrad.jit(both)(*operands(grid))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_gradients_are_those_without_checkpoints(comm):
+    grid = Grid((13,), (1.0,), comm)
+    expected = gradients(grid, None)
+    mixed = BUDGET if comm.rank == 0 else 3  # ranks may differ
+    for checkpoints in (4, mixed):
+        found = gradients(grid, checkpoints)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-14 * np.max(np.abs(b)))
+    if comm.size > 1:
+        alone = Grid((13,), (1.0,), Communicator(MPI.COMM_SELF))
+        value, (strength, state, xs) = gradients(alone, None)
+        np.testing.assert_allclose(found[0], value, rtol=1e-12)
+        np.testing.assert_allclose(found[1][0], strength[grid.slices], rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(found[1][1]["u"], state["u"][grid.slices], rtol=1e-11)
+        np.testing.assert_allclose(found[1][2], xs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.thin(3)
+def test_forward_and_reverse_mode(comm):
+    grid = Grid((13,), (1.0,), comm)
+    mpigrad.dot_test(loop(grid, BUDGET), *operands(grid))
+
+
+def test_second_derivatives_and_batches(comm):
+    grid = Grid((7,), (1.0,), comm)
+    strength, state, xs = operands(grid, 4)
+
+    def share(strength, checkpoints):
+        state_, seen = loop(grid, checkpoints, 4)(strength, state, xs)
+        return jnp.sum(state_["u"] ** 2) + jnp.sum(seen)
+
+    def twice(strength, checkpoints):
+        """Hessian-vector products along two directions at once."""
+        slope = mpigrad.grad(functools.partial(share, checkpoints=checkpoints))
+        along = jnp.stack([jnp.ones_like(strength), strength])
+        return mpigrad.vmap(lambda v: mpigrad.jvp(slope, (strength,), (v,))[1])(along)
+
+    found, expected = (mpigrad.jit(lambda s, c=c: twice(s, c))(strength) for c in (2, None))
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.thin(1, 2)
+def test_history_has_all_states(comm):
+    grid = Grid((13,), (1.0,), comm)
+    _, state, _ = operands(grid)
+
+    def step(state, x):
+        u = halo_exchange(state["u"], grid, boundary=0.0)
+        return {"u": (u[2:] + u[:-2]) / 2, "v": state["v"] + x}, None
+
+    @mpigrad.jit
+    def states(state):
+        return history(step, state, 5, jnp.arange(5.0), checkpoints=2)
+
+    found = states(state)
+    assert found["u"].shape == (6, *grid.local_shape)
+    assert np.array_equal(found["u"][0], state["u"])
+    np.testing.assert_allclose(found["v"][5] - found["v"][0], 10)
+    for before, after in zip(found["u"], found["u"][1:], strict=False):
+        np.testing.assert_array_equal(after, step({"u": before, "v": 0}, 0)[0]["u"])
+
+
+@pytest.mark.ranks(1)
+def test_memory_of_the_gradient_grows_slower(comm):
+    grid = Grid((1000,), (1.0,), comm)
+
+    def temporary(checkpoints, n):
+        """Megabytes that the compiled gradient takes beside operands and results."""
+
+        def share(strength, state, xs):
+            return jnp.sum(loop(grid, checkpoints, n)(strength, state, xs)[0]["v"])
+
+        program = jax.jit(mpigrad.grad(share)).lower(*operands(grid, n)).compile()
+        return program.memory_analysis().temp_size_in_bytes / 1e6
+
+    state = 2 * 1000 * 8 / 1e6
+    everything = temporary(None, 400)
+    assert everything > 400 * state
+    assert temporary(20, 400) < everything / 5
+    small = temporary(Budget(40), 400)  # two levels
+    assert small < (40 + 15) * state
+    smaller = temporary(Budget(24), 400)  # three
+    assert smaller < (24 + 15) * state
+    assert temporary(Budget(24), 800) < smaller + 5 * state
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_bad_input_is_refused_on_every_rank(comm):
+    grid = Grid((13,), (1.0,), comm)
+    state = operands(grid)[1]
+
+    def step(state, x):
+        return {"u": halo_exchange(state["u"], grid)[1:-1], "v": state["v"]}, None
+
+    def refused(error, message, step=step, n=4, xs=None, **options):
+        with pytest.raises(error, match=message):
+            scan(step, state, n, xs, **options)
+
+    refused(ValueError, "n=-1: a number of steps is not negative", n=-1)
+    refused(TypeError, "n must be an integer", n=1.5)
+    refused(TypeError, "checkpoints an integer", checkpoints="all")
+    refused(ValueError, "so k is at least 1", checkpoints=0)
+    refused(ValueError, "give at least 4 states", checkpoints=Budget(3))
+    refused(ValueError, r"xs of shape \(3,\) for 4 steps", xs=jnp.ones(3))
+    refused(TypeError, r"must return \(next state, y\)", lambda s, x: s)
+    refused(TypeError, "keeps shapes and dtypes", lambda s, x: ({**s, "v": s["v"][1:]}, x))
+    refused(TypeError, "state of structure", lambda s, x: (s["u"], x))
+    if comm.size > 1:
+        n = 5 if comm.rank == 1 else 4
+        refused(
+            jax.errors.JaxRuntimeError,
+            r"number of steps is not the same on all ranks: 1 of .* the first is rank 1 \(by 1\)",
+            n=n,
+            comm=comm,
+        )
+    after, seen = scan(step, state, 0, checkpoints=3, comm=comm)
+    assert np.array_equal(after["u"], state["u"])
+    assert seen is None

@@ -1,0 +1,346 @@
+"""Elastic waves: the kernels, the reference, one rank and many; and their derivatives."""
+
+import functools
+
+import elastic_case as case
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import launching
+import mpigrad
+from mpigrad.grid import Grid
+from mpigrad.waves.elastic import Elastic, Survey, lame, reference
+from mpigrad.waves.elastic.media import effective_media
+from mpigrad.waves.elastic.model import scheme_of
+from mpigrad.waves.elastic.state import at_rest
+
+COMPONENTS = ("vx", "vy", "pressure")
+
+
+@functools.cache
+def value_and_gradient(comm, source="explosive", kind="complete", **settings):
+    """Gathers, state, and the gradient of a functional of both, global where it is replicated."""
+    counted = comm.size if kind == "complete" else 1  # how many ranks have a number of the gathers
+    elastic = case.model(comm, source=source, components=COMPONENTS, **settings)
+    survey = case.survey()
+    part = case.mine(elastic, case.arrays())
+    random = np.random.default_rng(3)
+    weights = random.normal(size=(case.SHOTS, len(COMPONENTS), 3, case.STEPS))
+    weights[:, 2] *= 1e-7  # of the pressure, in Pa
+    weights = jnp.asarray(weights)
+
+    def objective(arrays):
+        wavelets = mpigrad.bcast(arrays["wavelets"], comm=comm)
+        model = (arrays[name] for name in ("lam", "mu", "rho"))
+        gathers, state = elastic.propagate(*model, wavelets, survey, arrays["state"], kind)
+        last = sum(jnp.sum(x**2) for x in (state.vx, state.vy))
+        last += 1e-14 * sum(jnp.sum(x**2) for x in (state.sxx, state.syy, state.sxy))
+        for memory in (state.memory_x, state.memory_y):
+            last += 1e-12 * jnp.sum(memory[:, :2] ** 2) + jnp.sum(memory[:, 2:] ** 2)
+        return jnp.sum(gathers * weights) / counted + last, (gathers, state)
+
+    (_, (gathers, state)), gradient = mpigrad.jit(
+        mpigrad.value_and_grad(objective, has_aux=True, comm=comm)
+    )(part)
+    return elastic, gathers, state, gradient
+
+
+@pytest.mark.thin(4)
+def test_kernels_are_the_reference_and_all_ranks_are_one(comm, alone):
+    elastic, gathers, state, gradient = value_and_gradient(comm, method="native")
+    expected = value_and_gradient(comm, method="xla")
+    case.compare((gathers, state, gradient), expected[1:])
+    # The one-rank program has the whole arrays; a tile's memories are pieces of its.
+    _, gathers_alone, _, gradient_alone = value_and_gradient(alone, method="native")
+    case.compare(gathers, gathers_alone)
+    case.compare(
+        {name: gradient[name] for name in ("lam", "mu", "rho")},
+        {name: gradient_alone[name][elastic.grid.slices] for name in ("lam", "mu", "rho")},
+    )
+    if comm.rank == 0:
+        case.compare(gradient["wavelets"], gradient_alone["wavelets"])
+    case.compare(
+        gradient["state"], case.mine(elastic, {**case.arrays(), **gradient_alone})["state"]
+    )
+
+
+@pytest.mark.ranks(2)
+def test_the_reference_is_batched_on_a_rank_without_points(comm):
+    """By JAX's own vmap over wavelets: halos of its fields meet batched ones."""
+    xla, native = (case.model(comm, steps=4, method=method) for method in ("xla", "native"))
+    near = Survey(np.array([[[21.7, 20.0]]]), np.array([[[25.0, 30.0]]]))  # on rank 0
+    assert (len(scheme_of(xla, near).source_table.cells) == 0) == (comm.rank == 1)
+    part = case.mine(xla, case.arrays())
+    media = [part[name] for name in ("lam", "mu", "rho")]
+    w = part["wavelets"][:1, :1, :4]
+
+    def run(ws):
+        batched = jax.vmap(lambda w: xla.propagate(*media, w, near).gathers)
+        one = native.propagate(*media, ws[0], near).gathers
+        return one, jax.jvp(batched, (ws,), (ws[::-1],))
+
+    one, (batch, tangent) = jax.jit(run)(jnp.stack([w, 2 * w]))
+    assert jnp.any(one != 0)
+    case.compare((batch, tangent), (jnp.stack([one, 2 * one]), jnp.stack([2 * one, one])))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dims", [(2, 1), (1, 2), (2, 2)])
+def test_tiles_with_a_middle_are_one_rank(comm, alone, dims):
+    """Rows of a tile's middle take both phases at once, beside edges that wait for neighbours."""
+    if np.prod(dims) != comm.size:
+        return
+    cells = (50, 60)
+    random = np.random.default_rng(5)
+    whole = [random.uniform(*bounds, cells) for bounds in ((6e9, 9e9), (3e9, 4e9), (1900, 2200))]
+    # Waves everywhere within a few steps, in the layers too.
+    places = np.meshgrid(np.linspace(5, 495, 9), np.linspace(6, 714, 11))
+    sources = np.stack([x.ravel() for x in places], -1)[None]
+    survey = Survey(sources, np.array([[[45.0, 30.0], [247.0, 361.2], [470.0, 640.0]]]))
+    wavelets = jnp.asarray(1e9 * random.normal(size=(1, sources.shape[1], 12)))
+
+    def gradient(on, dims, **kept):
+        grid = Grid(cells, (10.0, 12.0), on, dims)
+        common = {"frequency": 15.0, "pml": case.PML, "components": COMPONENTS}
+        elastic = Elastic(grid, 1.5e-3, 12, **common, **kept)
+
+        def misfit(media):
+            gathers, state = elastic.propagate(*media, wavelets, survey, gathers="share")
+            seen = jnp.sum(gathers * np.array([1, 1, 1e-7])[:, None, None])
+            return seen + jnp.sum(state.vx**2)
+
+        media = [jnp.asarray(x[grid.slices]) for x in whole]
+        return grid, mpigrad.jit(mpigrad.value_and_grad(misfit, comm=on))(media)
+
+    grid, (value, found) = gradient(comm, dims)
+    _, (value_alone, expected) = gradient(alone, (1, 1))
+    case.compare(value, value_alone)
+    case.compare(found, [x[grid.slices] for x in expected])
+    case.compare(gradient(comm, dims, checkpoints="boundary")[1][1], found)
+
+
+@pytest.mark.thin(3)
+def test_shares_of_the_gathers(comm):
+    _, share, *rest = value_and_gradient(comm, kind="share", method="native")
+    _, complete, *expected = value_and_gradient(comm, method="native")
+    case.compare((comm.mpi.allreduce(np.asarray(share)), *rest), (complete, *expected))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("source", ["force_x", "force_y"])
+def test_forces(comm, source):
+    got = value_and_gradient(comm, source, method="native")
+    case.compare(got[1:], value_and_gradient(comm, source, method="xla")[1:])
+
+
+KEPT = [
+    {"checkpoints": 5},
+    {"memory": 40_000},
+    {"threads": 2},
+    {"checkpoints": "boundary"},
+    {"checkpoints": "boundary", "threads": 2, "source": "force_x"},
+]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [*KEPT[:2], *(pytest.param(k, marks=pytest.mark.full) for k in KEPT[2:-1]), KEPT[-1]],
+)
+def test_gradients_are_those_without_checkpoints(comm, settings):
+    got = value_and_gradient(comm, method="native", **settings)
+    source = settings.get("source", "explosive")
+    tolerance = 1e-12 if settings.get("checkpoints") == "boundary" else 1e-13
+    case.compare(got[1:], value_and_gradient(comm, source, method="native")[1:], tolerance)
+
+
+@pytest.mark.full
+def test_checkpoints_of_the_reference(comm):
+    got = value_and_gradient(comm, method="xla", checkpoints=5)
+    case.compare(got[1:], value_and_gradient(comm, method="xla")[1:], 1e-13)
+
+
+def relative(elastic, survey, part):
+    """The run as a function of numbers of order one, which all may change."""
+
+    def run(lam, mu, rho, wavelets, state):
+        gathers, state = elastic.propagate(
+            part["lam"] * (1 + lam), part["mu"] * (1 + mu), part["rho"] * (1 + rho),
+            part["wavelets"] * (1 + mpigrad.bcast(wavelets, comm=elastic.grid.comm)), survey,
+            jax.tree.map(lambda x, dx: x * (1 + dx), part["state"], state),
+        )  # fmt: skip
+        # Velocities, and stresses in units of theirs.
+        memory = np.array([5e5, 5e5, 0.1, 0.1])[:, None, None]
+        sizes = (1, 1, 5e6, 5e6, 5e6, memory, memory)
+        fields = [x / size for x, size in zip(jax.tree.leaves(state), sizes, strict=True)]
+        return gathers[:, :2], gathers[:, 2] / 5e6, fields
+
+    return run, tuple(
+        jax.tree.map(jnp.zeros_like, part[k]) for k in ("lam", "mu", "rho", "wavelets", "state")
+    )
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_dot_test_of_the_linearised_run(comm):
+    elastic = case.model(comm, source="force_x", components=COMPONENTS, method="native")
+    run, zeros = relative(elastic, case.survey(), case.mine(elastic, case.arrays()))
+    assert mpigrad.dot_test(run, *zeros, rtol=1e-12).error < 1e-12
+
+
+@pytest.mark.full
+def test_taylor_test(comm):
+    elastic = case.model(comm, method="native")
+    run, zeros = relative(elastic, case.survey(), case.mine(elastic, case.arrays()))
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, 2, 3, case.STEPS)))
+
+    def objective(arrays):
+        velocities, _, fields = run(*arrays)
+        return jnp.sum((velocities - weights) ** 2) / comm.size + jnp.sum(fields[2] ** 2)
+
+    mpigrad.taylor_test(objective, zeros, comm=comm, step=1e-3)
+
+
+@pytest.mark.ranks(1, 3)
+def test_reciprocity(comm):
+    """A force's component at one point, the velocity's at another: they may change places."""
+    a, b = [43.0, 37.0], [101.0, 88.5]
+    arrays = case.arrays()
+    wavelet = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, 60)))
+    traces = []
+    for source, component, s, r in (("force_x", "vy", a, b), ("force_y", "vx", b, a)):
+        elastic = case.model(comm, pml=0, steps=60, source=source, components=(component,))
+        part = [jnp.asarray(arrays[k][elastic.grid.slices]) for k in ("lam", "mu", "rho")]
+        survey = Survey(np.array([[s]]), np.array([[r]]))
+        traces.append(np.asarray(elastic.propagate(*part, wavelet, survey).gathers))
+    case.compare(traces[0], traces[1])
+
+
+def test_lame(comm):
+    lam, mu = lame(jnp.asarray([3000.0, 1500.0]), jnp.asarray([1500.0, 0.0]), jnp.full(2, 2e3))
+    np.testing.assert_allclose(lam, [9e9, 4.5e9])
+    np.testing.assert_allclose(mu, [4.5e9, 0])
+
+
+# ---- what is refused, on every rank ----
+
+
+@pytest.mark.ranks(2)
+def test_the_largest_time_step_is_that_of_the_fastest_rank(comm):
+    """Of 24 h / (28 sqrt(2) vp)."""
+    grid = Grid((8, 8), (10.0, 10.0), comm)
+    vp = 2000.0 * (1 + comm.rank)
+    model = lame(*(jnp.full(grid.local_shape, x) for x in (vp, 1000.0, 2000.0)))
+    found = Elastic(grid, 1e-4, 1, 10.0).largest_time_step(*model, jnp.full(grid.local_shape, 2e3))
+    assert found == pytest.approx(240 / (28 * np.sqrt(2) * 4000.0), rel=1e-6)
+
+
+@pytest.mark.ranks(1, 3)
+def test_models_that_are_no_models_are_refused(comm):
+    good = case.mine(case.model(comm), case.arrays())
+    last = comm.rank == comm.size - 1
+    elastic, survey = case.model(comm), case.survey()
+
+    def run(**changed):
+        part = {**good, **changed}
+        names = ("lam", "mu", "rho", "wavelets")
+        return elastic.propagate(*(part[k] for k in names), survey).gathers
+
+    def spoilt(name, value):
+        return {name: good[name].at[0, 0].set(value) if last else good[name]}
+
+    for name, value in (
+        ("rho", np.nan), ("rho", -1.0), ("rho", np.inf), ("mu", -1.0), ("lam", np.inf),
+    ):  # fmt: skip
+        with pytest.raises(jax.errors.JaxRuntimeError, match="must be positive, mu must not be"):
+            jax.block_until_ready(run(**spoilt(name, value)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"largest stable one is \d"):
+        jax.block_until_ready(run(**spoilt("rho", 1.0)))
+    with pytest.raises(ValueError, match="lam has shape"):
+        run(**{k: good[k][1:] if last else good[k] for k in ("lam", "mu", "rho")})
+    with pytest.raises(ValueError, match="all float32 or all float64"):
+        run(rho=good["rho"].astype("float32"))
+    with pytest.raises(ValueError, match="wavelets have shape"):
+        run(wavelets=good["wavelets"][:, :, :-1])
+    with pytest.raises(ValueError, match="vx of the state is"):
+        elastic.propagate(
+            *(good[k] for k in ("lam", "mu", "rho", "wavelets")), survey,
+            jax.tree.map(lambda x: x[:1], good["state"]),
+        )  # fmt: skip
+    outside = Survey(survey.sources, survey.receivers + 100)
+    with pytest.raises(ValueError, match="receivers lie outside the model"):
+        elastic.propagate(*(good[k] for k in ("lam", "mu", "rho", "wavelets")), outside)
+
+
+def test_settings_that_make_no_sense_are_refused(comm):
+    for settings, message in (
+        ({"dt": 0.0}, "dt must be positive"),
+        ({"frequency": -1.0}, "frequency must be positive"),
+        ({"components": ()}, "components must be some of"),
+        ({"checkpoints": 0}, "checkpoints must be"),
+        ({"checkpoints": "boundary", "method": "xla"}, "is of the native kernels"),
+        ({"threads": 0}, "threads must be at least 1"),
+        ({"reflection": 2.0}, "reflection must lie"),
+        ({"max_velocity": -2.0}, "max_velocity must be positive"),
+        ({"pml": -1}, "widths must not be negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            case.model(comm, **settings)
+    if comm.size > 1:
+        with pytest.raises(ValueError, match="the stencil reaches 2 cells"):
+            Elastic(Grid((comm.size, 9), (1.0, 1.0), comm, (comm.size, 1)), 1e-3, 3, 1.0)
+
+
+def test_largest_time_step(comm):
+    elastic, whole = case.model(comm), case.arrays()
+    part = case.mine(elastic, whole)
+    stiffness = whole["lam"] + 2 * whole["mu"]
+    square = np.max(stiffness / whole["rho"])
+    square += (np.max(stiffness) / np.min(whole["rho"]) - square) / 28**2
+    h = np.hypot(*(1 / np.asarray(case.SPACING)))
+    step = elastic.largest_time_step(part["lam"], part["mu"], part["rho"])
+    assert step == pytest.approx(6 / (7 * square**0.5 * h), rel=1e-12)
+
+
+@pytest.mark.ranks(1)
+def test_the_largest_time_step_is_stable_beside_air(comm):
+    """Against the largest eigenvalue of the discrete equations on a small grid."""
+    cells = (10, 9)
+    elastic = Elastic(Grid(cells, (10.0, 12.0), comm), 1.0, 2, 15.0, pml=0, max_velocity=3e3)
+    survey = Survey(np.full((1, 1, 2), 50.0), np.full((1, 1, 2), 60.0))
+    scheme = scheme_of(elastic, survey)
+    basis = np.eye(2 * cells[0] * cells[1]).reshape(-1, 2, *cells)
+
+    @jax.jit
+    def twice(lam, mu, rho):
+        """The change of velocities in a second step of length 1, after which stress is theirs."""
+        rest = at_rest(len(basis), cells, (0, 0), np.dtype("float64"))
+        media = effective_media(lam, mu, rho, scheme.tile)
+        state = rest._replace(vx=jnp.asarray(basis[:, 0]), vy=jnp.asarray(basis[:, 1]))
+        for _ in range(2):
+            state = reference.step(scheme, media, state, jnp.zeros(()))
+        return jnp.stack([state.vx, state.vy], axis=1) - basis
+
+    def ratio(light, velocity):
+        """Our step over the largest stable one, 2 / sqrt(eigenvalue), with lighter cells above."""
+        rho, vp, vs = (np.full(cells, x) for x in (2500.0, 4000.0, 2300.0))
+        rho[:, :4], vp[:, :4], vs[:, :4] = light, velocity, 0.0
+        model = [jnp.asarray(x) for x in (*lame(vp, vs, rho), rho)]
+        matrix = -np.asarray(twice(*model)).reshape(len(basis), -1)
+        largest = 2 / np.sqrt(np.linalg.eigvals(matrix).real.max())
+        return elastic.largest_time_step(*model) / largest
+
+    assert 0.95 < ratio(1000.0, 1500.0) < 1
+    assert 0.3 < ratio(1.2, 340.0) < 1
+    assert 0.3 < ratio(0.01, 340.0) < 1  # the largest velocity alone says more than 1
+
+
+@pytest.mark.launcher
+@pytest.mark.full
+def test_six_ranks(tmp_path):
+    launching.on_six_ranks(
+        tmp_path,
+        __file__,
+        "import test_elastic as t",
+        "t.test_kernels_are_the_reference_and_all_ranks_are_one(world, alone)",
+    )
