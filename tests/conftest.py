@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import zlib
+import pathlib
 from collections.abc import Iterator
 
 from xla_flags import QUICK_TO_COMPILE
@@ -25,10 +25,10 @@ from jaxtyping import install_import_hook
 from mpi4py import MPI
 
 import mpigrad
-from mpigrad.communicator import Communicator, default
+from mpigrad.communicator import Communicator, default_communicator
 
-# Shapes and dtypes that annotations of the problems promise are checked in every call.
-install_import_hook("mpigrad.problems", "beartype.beartype")
+# Shapes and dtypes that annotations of waves and applications promise are checked in every call.
+install_import_hook(["mpigrad.waves", "mpigrad_apps"], "beartype.beartype")
 
 jax.config.update("jax_enable_x64", True)
 assert mpigrad.__version__
@@ -37,60 +37,36 @@ ALL = os.environ.get("MPIGRAD_ALL_TESTS") == "1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(*counts): runs at these numbers of ranks, everywhere")
     config.addinivalue_line(
-        "markers",
-        "ranks(*counts): runs at these numbers of ranks only, in make test on one of them where "
-        "it is of no operation",
+        "markers", "thin(*counts): make test runs it at these numbers, make test-full at 1, 2, 3, 4"
     )
-    config.addinivalue_line("markers", "thin(*counts): at these in make test, at all in test-full")
-    config.addinivalue_line("markers", "heavy: takes long to compile; few cases are enough")
-    config.addinivalue_line("markers", "full: runs in make test-full only")
+    config.addinivalue_line(
+        "markers", "full(reason): make test leaves it out for this reason, make test-full runs it"
+    )
     config.addinivalue_line("markers", "torch: needs PyTorch; runs in make test-torch only")
     config.addinivalue_line("markers", "launcher: starts MPI itself; runs in a serial session")
     config.addinivalue_line("markers", "waits: for time limits mostly; in a serial session beside")
 
 
-# Where a test runs that names no numbers of ranks, and where a case of a parametrised one, unless
-# MPIGRAD_ALL_TESTS=1 (make test-full).
-_SINGLE = ((1,), (2,), (2,), (1,), (1,), (2,), (1,), (2,))
-_SOME = ((1,), (), (2,), (1,), (), (3,), (), ())
-_SOME_OPERATIONS = ((2,), *3 * ((),), (3,), *4 * ((),), (2,), *8 * ((),))
-_PAIRS = (*11 * ((2,),), (3,))  # an operation under a transformation: all of them
-_HEAVY = ((2,), (), (3,), (), (), ())
-# Where tests are of messages: one rank alone proves nothing.
-_OF_MESSAGES = ("tests/operations/", "test_transformations", "test_communicator", "test_jacobian")
-_SINGLE_OF_MESSAGES = ((2,), (2,), (2,), (3,))
-_JIT = ((1, 2), (2, 3), (2, 4))  # each operation's dot test
-
-
-def _of_messages(item: pytest.Item) -> bool:
-    fixtures = getattr(item, "fixturenames", ())
-    return "comm" in fixtures and any(f in item.nodeid for f in _OF_MESSAGES)
+# The rule. A test runs on 2 ranks: what takes a communicator proves nothing on one. Its mark names
+# other numbers where these are the point: 1 for what one rank does by itself, 3 where sizes can be
+# uneven or a rank has two neighbours, 4 where ranks form a plane. `make test-full` runs every test
+# that does not name its numbers by `ranks` on 1, 2, 3 and 4.
+DEFAULT = (2,)
+EVERY = (1, 2, 3, 4)
 
 
 def counts_of(item: pytest.Item) -> tuple[int, ...]:
-    """The numbers of ranks that a test runs on; none where only make test-full runs it."""
+    """The numbers of ranks that a test runs on; none if only make test-full runs it."""
     if item.get_closest_marker("full") and not ALL:
         return ()
-    marker = item.get_closest_marker("ranks")
-    if marker is None and not ALL:
-        marker = item.get_closest_marker("thin")
-    heavy = item.get_closest_marker("heavy") is not None
+    if marker := item.get_closest_marker("ranks"):
+        return marker.args
     if ALL:
-        return marker.args if marker else (1, 2, 3, 4)
-    case = getattr(item, "callspec", None)
-    if marker and not heavy:
-        if marker.name == "thin" or item.get_closest_marker("torch") or _of_messages(item):
-            return marker.args
-        return (marker.args[zlib.crc32(item.nodeid.encode()) % len(marker.args)],)
-    if case and "name" in case.params and "how" in case.params:
-        some = _JIT if case.params["how"] == "jit" and not heavy else _PAIRS
-    else:
-        of_messages = _of_messages(item)
-        some = _SOME_OPERATIONS if of_messages else _SOME
-        single = _SINGLE_OF_MESSAGES if of_messages else _SINGLE
-        some = _HEAVY if heavy else some if case else single
-    return some[zlib.crc32(item.nodeid.encode()) % len(some)]
+        return EVERY
+    marker = item.get_closest_marker("thin")
+    return marker.args if marker else DEFAULT
 
 
 def runs(item: pytest.Item, size: int) -> bool:
@@ -124,4 +100,16 @@ def compiled_programs() -> Iterator[None]:
 
 @pytest.fixture
 def comm() -> Communicator:
-    return default()
+    return default_communicator()
+
+
+@pytest.fixture
+def directory(tmp_path, comm) -> pathlib.Path:
+    """An empty directory, the same on every rank."""
+    return comm.mpi.bcast(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def alone() -> Communicator:
+    """One rank by itself: what it computes is what the one-rank program computes."""
+    return Communicator(MPI.COMM_SELF)
