@@ -17,7 +17,7 @@ SOURCES = pathlib.Path(mpigrad.__file__).parent.parent
 # From the ground floor up. A room may import from lower floors only; rooms of one floor do not
 # know each other.
 FLOORS = (
-    ("_lazy", "_moved", "_shapes", "_version"),
+    ("_lazy", "_moved", "_shapes", "_version", "solution"),
     ("runtime",),
     ("guard",),
     ("communicator",),
