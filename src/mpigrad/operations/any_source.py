@@ -32,18 +32,18 @@ def _send_to_transpose(ct: None, envelope: Any, x: Any, a: Any, **where: int) ->
 
 recv_from_p: Primitive = linear_map(
     "recv_from",
-    known=1,
-    reads=1,
+    n_nondiff=1,
+    n_inputs=1,
     result=lambda envelope, x, **_: ShapedArray(x.shape, x.dtype),
     transpose=_recv_from_transpose,
-    own_space=True,
+    separate_tags=True,
 )
 send_to_p: Primitive = linear_map(
     "send_to",
-    known=1,
+    n_nondiff=1,
     result=lambda envelope, x, **_: None,
     transpose=_send_to_transpose,
-    own_space=True,
+    separate_tags=True,
 )
 
 
@@ -55,7 +55,7 @@ def _tangent(
 
 recv_any_p: Primitive = map_with_tangent(
     "recv_any",
-    reads=0,
+    n_inputs=0,
     result=lambda x, **_: [ShapedArray(x.shape, x.dtype), ENVELOPE],
     batched_results=1,  # a batch is one message
     residuals=lambda x, a, results, **_: results[1:],

@@ -196,8 +196,8 @@ custom_p: Primitive = linear_map(
     attributes=_attributes,
     batch_params=lambda p, n: {**p, "batch": (n, *p["batch"])},
     transpose=_transpose,
-    several=True,
-    own_space=True,
+    n_ary=True,
+    separate_tags=True,
 )
 
 

@@ -30,14 +30,14 @@ def _recv_transpose(ct: Any, x: Any, a: Any, *, source: int, tag: int, **where: 
 
 
 send_p: Primitive = linear_map(
-    "send", result=lambda x, **_: None, transpose=_send_transpose, own_space=True
+    "send", result=lambda x, **_: None, transpose=_send_transpose, separate_tags=True
 )
 recv_p: Primitive = linear_map(
     "recv",
     result=lambda x, **_: ShapedArray(x.shape, x.dtype),
-    reads=0,
+    n_inputs=0,
     transpose=_recv_transpose,
-    own_space=True,
+    separate_tags=True,
 )
 
 

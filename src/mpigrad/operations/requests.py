@@ -91,16 +91,16 @@ isend_p: Primitive = linear_map(
     attributes=_only("dest", "tag"),
     batch_params=_batched_ticket,
     transpose=_isend_transpose,
-    own_space=True,
+    separate_tags=True,
 )
 irecv_p: Primitive = linear_map(
     "irecv",
     result=_ticket,
-    reads=0,
+    n_inputs=0,
     attributes=_irecv_attributes,
     batch_params=_batched_ticket,
     transpose=_irecv_transpose,
-    own_space=True,
+    separate_tags=True,
 )
 arrive_p: Primitive = linear_map(
     "arrive",
@@ -108,7 +108,7 @@ arrive_p: Primitive = linear_map(
     attributes=_only("source"),
     batch_params=_batched_result,
     transpose=_arrive_transpose,
-    own_space=True,
+    separate_tags=True,
     inactive=_posted_outside,
 )
 sent_p: Primitive = linear_map(
@@ -117,7 +117,7 @@ sent_p: Primitive = linear_map(
     attributes=_only("dest"),
     batch_params=_batched_result,
     transpose=_sent_transpose,
-    own_space=True,
+    separate_tags=True,
     inactive=_posted_outside,
 )
 
@@ -151,11 +151,11 @@ def _isend_to_transpose(ct: Any, envelope: Any, x: Any, a: Any, *, lanes: Any, *
 open_p: Primitive = linear_map(
     "open",
     result=_ticket,
-    reads=0,
+    n_inputs=0,
     attributes=_only(),
     batch_params=_batched_ticket,
     transpose=_open_transpose,
-    own_space=True,
+    separate_tags=True,
 )
 sent_to_p: Primitive = linear_map(
     "sent_to",
@@ -164,27 +164,27 @@ sent_to_p: Primitive = linear_map(
     attributes=lambda avals, params: {**_only()(avals, params), "dest": -1},
     batch_params=_batched_result,
     transpose=_sent_to_transpose,
-    own_space=True,
+    separate_tags=True,
     inactive=_posted_outside,
 )
 arrive_from_p: Primitive = linear_map(
     "arrive_from",
-    known=1,
+    n_nondiff=1,
     result=_arrived,
     attributes=_only(),
     batch_params=_batched_result,
     transpose=_arrive_from_transpose,
-    own_space=True,
+    separate_tags=True,
     inactive=_posted_outside,
 )
 isend_to_p: Primitive = linear_map(
     "isend_to",
-    known=1,
+    n_nondiff=1,
     result=lambda envelope, x, **params: _ticket(x, **params),
     attributes=_only(),
     batch_params=_batched_ticket,
     transpose=_isend_to_transpose,
-    own_space=True,
+    separate_tags=True,
 )
 
 
@@ -204,7 +204,7 @@ irecv_any_p: Primitive = map_with_tangent(
     "irecv_any",
     target="mpigrad_irecv",
     result=_ticket,
-    reads=0,
+    n_inputs=0,
     attributes=_irecv_attributes,
     batch_params=_batched_ticket,
     residuals=lambda *_, **params: (),

@@ -44,7 +44,7 @@ sendrecv_p: Primitive = linear_map(
     attributes=_without_type,
     batch_params=_batched_result,
     transpose=_transpose,
-    own_space=True,
+    separate_tags=True,
 )
 
 
