@@ -1,0 +1,77 @@
+"""Every public name has a docstring with an example, and all examples run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pathlib
+from typing import Any
+
+import jax
+import pytest
+
+PACKAGES = ("", ".checkpoint", ".grid", ".jobs", ".loops", ".optimize", ".sparse", ".training")
+PACKAGES = tuple(f"mpigrad{name}" for name in (*PACKAGES, ".waves", ".torch"))
+# Public names whose docstrings need no example: they are results, states and records that other
+# functions make, or their example is that of the class they belong to.
+WITHOUT = {
+    "Decision", "Failure", "JobError", "Method", "NotFiniteError", "Point", "Record", "Reduction",
+    "Request", "Saved", "State", "StepError",
+}  # fmt: skip
+
+pytestmark = pytest.mark.ranks(1)
+
+
+def public(package: str) -> dict[str, Any]:
+    """The functions and classes that a package exports, by their qualified names."""
+    module = importlib.import_module(package)
+    things = {name: getattr(module, name) for name in module.__all__ if name != "torch"}
+    return {
+        f"{package}.{name}": thing
+        for name, thing in things.items()
+        if inspect.isclass(thing) or callable(thing)
+    }
+
+
+def cases() -> list[Any]:
+    found: dict[int, Any] = {}
+    for package in PACKAGES:
+        if package == "mpigrad.torch":
+            continue
+        for name, thing in public(package).items():
+            found.setdefault(id(thing), pytest.param(name, thing, id=name))
+    return list(found.values())
+
+
+def run(name: str, thing: Any) -> int:
+    """Run the examples of a docstring and of the methods; returns how many there are."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    module = inspect.getmodule(thing)
+    for test in finder.find(thing, name, module=module, globs={}):
+        runner.run(test)
+    result = runner.summarize(verbose=False)
+    assert not result.failed, name
+    return result.attempted
+
+
+@pytest.mark.parametrize(("name", "thing"), cases())
+def test_examples_of_public_names(
+    name: str, thing: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (thing.__doc__ or "").strip(), f"{name} has no docstring"
+    monkeypatch.chdir(tmp_path)
+    jax.config.update("jax_enable_x64", False)  # as a user starts
+    try:
+        count = run(name, thing)
+    finally:
+        jax.config.update("jax_enable_x64", True)
+    if name.rpartition(".")[2] not in WITHOUT:
+        assert count, f"{name} has no Examples block"
+
+
+@pytest.mark.torch
+def test_examples_of_torch() -> None:
+    for name, thing in public("mpigrad.torch").items():
+        run(name, thing)
