@@ -1,14 +1,14 @@
 """Draw docs/images/architecture.svg: the floors of tests/test_layers.py, as a picture.
 
-    python tools/architecture_picture.py           write the picture
-    python tools/architecture_picture.py --check   exit code 1 if the picture is out of date
+    python tools/architecture_picture.py
+
+`tests/test_docs.py` fails if the picture is out of date.
 """
 
 from __future__ import annotations
 
 import ast
 import pathlib
-import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
@@ -86,6 +86,4 @@ def picture() -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--check"]:
-        sys.exit(PICTURE.read_text() != picture())
     PICTURE.write_text(picture())
