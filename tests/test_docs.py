@@ -133,6 +133,19 @@ def test_links_and_pictures_are_there() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+@pytest.mark.ranks(1)
+def test_reference_has_one_page_for_each_public_name() -> None:
+    settings = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    pages = settings["reference_pages"]()
+    assert len({page.lower() for page in pages}) == len(pages)
+    for page, text in pages.items():
+        for target in re.findall(r"\]\(([^)]+\.md)\)", text):
+            assert os.path.normpath(f"{os.path.dirname(page)}/{target}") in pages, page
+    things = {id(entry.thing) for entry in settings["entries"]()}
+    assert len(things) == len(pages) - 1 - sum(page.endswith("/index.md") for page in pages)
+    assert {"index.md", "mpigrad/sendrecv.md", "mpigrad.sparse/solve.md"} <= set(pages)
+
+
 def test_no_other_language_escapes() -> None:
     for page in PAGES:
         languages = set(re.findall(r"^```(\w+)$", page.read_text(), re.M))
