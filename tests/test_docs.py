@@ -140,7 +140,7 @@ def test_reference_has_one_page_for_each_public_name() -> None:
     assert len({page.lower() for page in pages}) == len(pages)
     for page, text in pages.items():
         for target in re.findall(r"\]\(([^)]+\.md)\)", text):
-            assert os.path.normpath(f"{os.path.dirname(page)}/{target}") in pages, page
+            assert os.path.normpath(os.path.join(os.path.dirname(page), target)) in pages, page
     things = {id(entry.thing) for entry in settings["entries"]()}
     assert len(things) == len(pages) - 1 - sum(page.endswith("/index.md") for page in pages)
     assert {"index.md", "mpigrad/sendrecv.md", "mpigrad.sparse/solve.md"} <= set(pages)
