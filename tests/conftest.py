@@ -59,7 +59,7 @@ EVERY = (1, 2, 3, 4)
 
 
 def counts_of(item: pytest.Item) -> tuple[int, ...]:
-    """Return the numbers of ranks that a test runs on; empty if only make test-full runs it."""
+    """Return the numbers of ranks that a test runs on: none if only make test-full has it."""
     if item.get_closest_marker("full") and not ALL:
         return ()
     if marker := item.get_closest_marker("ranks"):

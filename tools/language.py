@@ -42,7 +42,7 @@ LEFT_OUT = ("docs/moved.md", "docs/changes.md", "docs/reference", "docs/examples
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of prose and where it stands."""
+    """A piece of prose and its place."""
 
     file: pathlib.Path
     line: int
