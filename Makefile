@@ -1,8 +1,9 @@
-# Each target does its own set-up; the second time that is nothing.
-#   make demo     recover a diffusivity field on 2 ranks, and write a report (a minute, after the set-up)
-#   make test     lint, and the tests on 1, 2, 3 and 4 ranks (a quarter of an hour on two cores)
-#   make test-full  every case at every number of ranks (two hours on two cores; OPTIMIZE=1: all
-#                 of it compiled as programs of users are, which takes several times as long)
+# Each target does its own set-up, which is quick the second time.
+#   make demo     recover a diffusivity field on 2 ranks and write a report (a minute, after the set-up)
+#   make test     lint, types, and the tests by the rule of tests/conftest.py (a quarter of an hour
+#                 on two cores)
+#   make test-full  every case of every test on 1, 2, 3 and 4 ranks (two hours on two cores;
+#                 OPTIMIZE=1 compiles all programs as users do, which takes several times as long)
 #   make test-torch   the tests that need PyTorch, which it installs into .venv
 #   make test-jax  all of `make test` with another JAX in an environment of its own: JAX=0.11.2 (or
 #                 0.11, oldest, newest) [PYTHON=python3.13] [TESTS="-n 2 tests/grid/test_halo_exchange.py"]
@@ -11,7 +12,7 @@
 #   make bench    the tables of bench/
 #   make docs     these pages and the reference as a site, in build/docs; links inside are checked
 #   make docs-links  links to other sites
-#   make lint     ruff and pyright
+#   make lint     ruff, pyright, and the language of the prose
 #   make setup    what all of them need: Debian packages, .venv, the build
 #   make clean    removes what was built, .venv included
 
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-torch test-hosts test-jax fuzz bench docs docs-links lint style types clean
+.PHONY: setup demo test test-full test-torch test-hosts test-jax fuzz bench docs docs-links lint style types language clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -82,7 +83,7 @@ fuzz: setup
 			--seed $(SEED) || exit 1; \
 	done
 
-lint: style types
+lint: style types language
 
 style: setup
 	@echo "lint: ruff"
@@ -92,6 +93,13 @@ style: setup
 types: setup
 	@echo "lint: pyright"
 	@$(PYRIGHT) > build/pyright.log || { cat build/pyright.log; exit 1; }
+
+# Not a part of `make test`. LANGUAGE_CHECK= prints the figures and never fails.
+LANGUAGE_CHECK ?= --check
+language: setup
+	@echo "lint: language"
+	@$(BIN)/python tools/language.py $(LANGUAGE_CHECK) > build/language.log || \
+		{ cat build/language.log; echo "lint: $(BIN)/python tools/language.py --list"; exit 1; }
 
 bench: setup
 	@$(BIN)/python bench

@@ -1,28 +1,33 @@
 """Sphinx's settings for `make docs`.
 
-The pages are the Markdown files beside this one. Two kinds are made here, when the site is made: a
-page of reference for each module of the table below, from its docstrings, and a page for each
-program of examples/.
+The pages are the Markdown files in this directory. Two kinds of pages are generated when the site
+is built: the reference, with a page for each public function and class, and a page for each program
+of examples/.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import os
 import pathlib
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 HERE = pathlib.Path(__file__).parent
 PROGRAMS = sorted((HERE.parent / "examples").glob("*.py"))
 
-# What the reference shows, and under which title.
+# The packages of the reference, with their titles. If several packages export a thing, the first
+# one has its page, and the others link to it.
 REFERENCE = {
-    "mpigrad": "Operations and transformations",
-    "mpigrad.grid": "Grids, halo exchange and stencils",
-    "mpigrad.loops": "Time stepping",
+    "mpigrad": "Operations, transformations and grids",
+    "mpigrad.grid": "Grids",
+    "mpigrad.loops": "Time loops",
     "mpigrad.sparse": "Sparse matrices and solvers",
     "mpigrad.optimize": "Optimizers",
     "mpigrad.checkpoint": "Restart files",
@@ -36,17 +41,22 @@ REFERENCE = {
     "mpigrad_apps.poisson": "Poisson",
     "mpigrad_apps.heat": "Heat",
     "mpigrad_apps.fwi": "Full-waveform inversion",
-    "mpigrad_apps.population": "A population",
+    "mpigrad_apps.population": "Population model",
+    "mpigrad_apps.sgd": "Stochastic gradient descent",
 }
-# Without these there is no page.
+# Packages that are left out if a module is not installed.
 NEEDS = {"mpigrad.torch": "torch"}
-# What is on another module's page already.
-ELSEWHERE = {
-    "mpigrad": "Grid, halo_exchange, apply_stencil, GhostExchange",
-    "mpigrad.torch": "Communicator",
-    "mpigrad.waves": "Acoustic, Elastic, lame",
-    "mpigrad.waves.acoustic": "Survey",
-    "mpigrad.waves.elastic": "Survey",
+# Headings on the page of `mpigrad`, by the room of a name. The longest match counts.
+HEADINGS = {
+    "operations": "Operations",
+    "operations.norms": "Norms",
+    "operations.jit": "Transformations",
+    "autodiff": "Transformations",
+    "autodiff.gradient_checks": "Checks",
+    "operations.checks": "Checks",
+    "communicator": "Communicators",
+    "grid": "Grids",
+    "sparse": "Grids",
 }
 
 project = "mpigrad"
@@ -64,7 +74,7 @@ myst_heading_anchors = 3  # links to headings, as GitHub names them
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
-default_role = "py:obj"  # `name` in a docstring is a link where there is such a name, else code
+default_role = "py:obj"  # `name` in a docstring is a link if the name exists, else code
 autodoc_default_options = {"members": True, "show-inheritance": False}
 autodoc_member_order = "groupwise"
 autodoc_typehints_format = "short"
@@ -72,14 +82,92 @@ python_use_unqualified_type_names = True
 suppress_warnings = ["ref.python"]  # a name in a docstring that several classes have
 
 
-def reference_page(module: str, title: str) -> str:
-    """A page of reference."""
-    left_out = f"   :exclude-members: {ELSEWHERE[module]}\n" if module in ELSEWHERE else ""
-    return f"# {title}\n\n```{{eval-rst}}\n.. automodule:: {module}\n{left_out}```\n"
+@dataclass(frozen=True)
+class Entry:
+    """A public name of a package, and the package that has its page."""
+
+    name: str
+    thing: Any
+    package: str
+    home: str
+
+    @property
+    def file(self) -> str:
+        """The page, relative to reference/. File names differ in more than upper case."""
+        names = [name.lower() for name in importlib.import_module(self.home).__all__]
+        twice = names.count(self.name.lower()) > 1
+        suffix = "-class" if twice and inspect.isclass(self.thing) else ""
+        return f"{self.home}/{self.name}{suffix}.md"
+
+    def heading(self) -> str:
+        """The heading under which the page of the package lists the name."""
+        if self.package != "mpigrad":
+            return ""
+        room = importlib.import_module("mpigrad")._NAMES[self.name]
+        parts = room.split(".")
+        rooms = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        return next(HEADINGS[room] for room in rooms if room in HEADINGS)
+
+    def page(self) -> str:
+        """The page of reference."""
+        kind = "class" if inspect.isclass(self.thing) else "function"
+        directive = f".. auto{kind}:: {self.home}.{self.name}"
+        return f"# {self.name}\n\n```{{eval-rst}}\n{directive}\n```\n"
+
+
+def entries() -> Iterator[Entry]:
+    """All public functions and classes of the reference."""
+    homes: dict[int, str] = {}
+    for package in REFERENCE:
+        if not importlib.util.find_spec(NEEDS.get(package, package)):
+            continue
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            if f"{package}.{name}" in REFERENCE:
+                continue  # a package
+            thing = getattr(module, name)
+            if callable(thing):  # not a constant
+                home = homes.setdefault(id(thing), package)
+                yield Entry(name, thing, package, home)
+
+
+def summary(thing: Any) -> str:
+    """The first line of a docstring, as Markdown."""
+    first = (inspect.getdoc(thing) or "").partition("\n\n")[0].replace("\n", " ")
+    parts = first.split("`")
+    parts[::2] = [re.sub(r"[*_<\[\]|]", r"\\\g<0>", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
+def reference_pages() -> dict[str, str]:
+    """The pages of reference: one for each name, one for each package, and the index."""
+    pages: dict[str, str] = {}
+    packages: dict[str, dict[str, list[Entry]]] = {}
+    for entry in entries():
+        packages.setdefault(entry.package, {}).setdefault(entry.heading(), []).append(entry)
+        if entry.package == entry.home:
+            pages[entry.file] = entry.page()
+    for package, headings in packages.items():
+        text = f"# {REFERENCE[package]}\n\n```{{eval-rst}}\n"
+        text += f".. automodule:: {package}\n   :no-members:\n```\n"
+        for heading, some in sorted(headings.items()):
+            text += f"\n## {heading}\n\n" if heading else "\n"
+            for entry in sorted(some, key=lambda entry: entry.name.lower()):
+                text += f"- [`{entry.name}`](../{entry.file}): {summary(entry.thing)}\n"
+        own = [e for some in headings.values() for e in some if e.home == package]
+        tree = "\n".join(sorted(e.file.partition("/")[2].removesuffix(".md") for e in own))
+        if own:
+            text += f"\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n"
+        pages[f"{package}/index.md"] = text
+    tree = "\n".join(f"{REFERENCE[package]} <{package}/index>" for package in packages)
+    lines = [f"- [`{package}`]({package}/index.md): {REFERENCE[package]}" for package in packages]
+    listing = "\n".join(lines)
+    pages["index.md"] = f"# Reference\n\n{listing}\n\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n"
+    return pages
 
 
 def program_page(program: pathlib.Path) -> str:
-    """An example: what it says of itself, its picture, the program."""
+    """Return the page of an example: its docstring, its picture and its program."""
     source = program.read_text()
     text = ast.get_docstring(ast.parse(source)) or ""
     title, _, story = text.partition("\n\n")
@@ -91,29 +179,30 @@ def program_page(program: pathlib.Path) -> str:
 
 
 def write_pages(app: Any) -> None:
-    """Write the pages that are made; only those that have changed."""
-    pages = {
-        f"reference/{number:02}-{module.rpartition('.')[2]}.md": reference_page(module, title)
-        for number, (module, title) in enumerate(REFERENCE.items())
-        if importlib.util.find_spec(NEEDS.get(module, module))
-    }
+    """Write the generated pages that have changed, and delete those of names that are gone."""
+    pages = {f"reference/{name}": text for name, text in reference_pages().items()}
     pages |= {f"examples/{p.stem}.md": program_page(p) for p in PROGRAMS}
+    for folder in ("reference", "examples"):
+        for path in (HERE / folder).rglob("*.md"):
+            if str(path.relative_to(HERE)) not in pages:
+                path.unlink()
     for name, text in pages.items():
         path = HERE / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
 
 
 def link_programs(app: Any, name: str, source: list[str]) -> None:
-    """What a page says of a program leads to the program's page."""
+    """Links to files outside of docs/ lead to their pages."""
+    source[0] = source[0].replace("](../CONTRIBUTING.md)", "](contributing.md)")
     source[0] = re.sub(r"\]\(\.\./examples/(\w+)\.py\)", r"](examples/\1.md)", source[0])
     if name == "examples":
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\nexamples/*\n```\n"
 
 
 def plain_text(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings are plain text: |x| and (n, *rest) are no markup; code stands after a colon."""
+    """Escape what is not meant as markup in a docstring, and mark code after a colon."""
 
     def indent(line: str) -> int:
         return len(line) - len(line.lstrip())

@@ -1,4 +1,4 @@
-"""One test body for any number of ranks: a whole session runs under mpiexec."""
+"""Set up a test session, which runs the same tests on every rank under mpiexec."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from collections.abc import Iterator
 
 from xla_flags import QUICK_TO_COMPILE
 
-# Several ranks share two cores here: one compute thread each, also in a serial session. (XLA stops
-# reading at the last flag, which has no dashes.)
+# Several ranks share two cores here, so each has one compute thread, also in a serial session. XLA
+# stops reading at the last flag, because it does not begin with dashes.
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 if os.environ.get("MPIGRAD_OPTIMIZE") != "1":
-    # Programs are tiny and compiled once: these halve the time of compiling. With
-    # MPIGRAD_OPTIMIZE=1 they are compiled as users' are.
+    # Programs are tiny and compiled once, and these flags halve the time of compiling. With
+    # MPIGRAD_OPTIMIZE=1 programs are compiled as users do.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     os.environ["XLA_FLAGS"] = QUICK_TO_COMPILE + os.environ["XLA_FLAGS"]
-os.environ.setdefault("MPIGRAD_GUARD", "1")  # a wrong test fails on every rank, and goes on
+# With the guard a wrong test fails on every rank, and the session goes on.
+os.environ.setdefault("MPIGRAD_GUARD", "1")
 
 import jax
 import pytest
@@ -27,7 +28,7 @@ from mpi4py import MPI
 import mpigrad
 from mpigrad.communicator import Communicator, default_communicator
 
-# Shapes and dtypes that annotations of waves and applications promise are checked in every call.
+# The shapes and dtypes in the annotations of waves and applications are checked in every call.
 install_import_hook(["mpigrad.waves", "mpigrad_apps"], "beartype.beartype")
 
 jax.config.update("jax_enable_x64", True)
@@ -49,16 +50,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "waits: for time limits mostly; in a serial session beside")
 
 
-# The rule. A test runs on 2 ranks: what takes a communicator proves nothing on one. Its mark names
-# other numbers where these are the point: 1 for what one rank does by itself, 3 where sizes can be
-# uneven or a rank has two neighbours, 4 where ranks form a plane. `make test-full` runs every test
-# that does not name its numbers by `ranks` on 1, 2, 3 and 4.
+# The rule. A test runs on 2 ranks, because a collective test proves nothing on one. A mark names
+# other numbers if these are the point: 1 for what one rank does by itself, 3 if sizes can be uneven
+# or a rank has two neighbours, 4 if ranks form a plane. `make test-full` runs every test without a
+# `ranks` mark on 1, 2, 3 and 4 ranks. CONTRIBUTING.md has a table of the marks.
 DEFAULT = (2,)
 EVERY = (1, 2, 3, 4)
 
 
 def counts_of(item: pytest.Item) -> tuple[int, ...]:
-    """The numbers of ranks that a test runs on; none if only make test-full runs it."""
+    """Return the numbers of ranks that a test runs on: none if only make test-full has it."""
     if item.get_closest_marker("full") and not ALL:
         return ()
     if marker := item.get_closest_marker("ranks"):
@@ -69,8 +70,24 @@ def counts_of(item: pytest.Item) -> tuple[int, ...]:
     return marker.args if marker else DEFAULT
 
 
+def check_reasons(items: list[pytest.Item]) -> None:
+    """Raise an error that names the tests with a `full` mark but without a reason."""
+    missing = {
+        item.nodeid.partition("[")[0]
+        for item in items
+        for mark in item.iter_markers("full")
+        if not (mark.args and isinstance(mark.args[0], str) and mark.args[0].strip())
+    }
+    if missing:
+        listed = "\n  ".join(sorted(missing))
+        raise pytest.UsageError(
+            "a test that only make test-full runs needs a reason: "
+            f'pytest.mark.full("why"). Add it to\n  {listed}'
+        )
+
+
 def runs(item: pytest.Item, size: int) -> bool:
-    """Whether a test runs in this session."""
+    """Return True if a test runs in a session of this size."""
     if item.get_closest_marker("torch") and os.environ.get("MPIGRAD_TORCH") != "1":
         return False
     if item.get_closest_marker("launcher"):
@@ -79,20 +96,23 @@ def runs(item: pytest.Item, size: int) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Not skipped: ranks meet after each test, which takes as long as a small one.
+    # check_reasons(items)  # to be switched on when every `full` mark has its reason
+    # The others are deselected and not skipped: ranks meet after each test, which takes as long as
+    # a small test.
     size = MPI.COMM_WORLD.size
     others = [item for item in items if not runs(item, size)]
     items[:] = [item for item in items if runs(item, size)]
     config.hook.pytest_deselected(items=others)
-    # Modules stay: the collector need not go through them again and again.
+    # Modules stay, so the collector need not visit them again and again, and it need not run often:
+    # that was a twentieth of the time.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)  # nor often: a twentieth of the time
+    gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs() -> Iterator[None]:
-    """Of all cases they would fill the memory: gigabytes a rank."""
+    """Drop compiled programs after each module, as those of all cases fill gigabytes per rank."""
     yield
     if ALL:
         jax.clear_caches()
@@ -100,16 +120,17 @@ def compiled_programs() -> Iterator[None]:
 
 @pytest.fixture
 def comm() -> Communicator:
+    """Return the communicator of all ranks."""
     return default_communicator()
 
 
 @pytest.fixture
 def directory(tmp_path, comm) -> pathlib.Path:
-    """An empty directory, the same on every rank."""
+    """Return an empty directory, the same on every rank."""
     return comm.mpi.bcast(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def alone() -> Communicator:
-    """One rank by itself: what it computes is what the one-rank program computes."""
+    """Return a communicator of this rank only, which computes as the one-rank program does."""
     return Communicator(MPI.COMM_SELF)

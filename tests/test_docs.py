@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,11 @@ from mpigrad.communicator import Communicator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Pages that have links and no programs.
+PLAIN_PAGES = [
+    ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs" / "decisions").glob("*.md")),
+]  # fmt: skip
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 # Pages that are read first run in make test, too, each block on some number of ranks.
 FIRST = {
@@ -109,11 +115,35 @@ def test_every_page_is_in_the_navigation() -> None:
     assert not missing, f"docs/index.md does not lead to {missing}"
 
 
+def test_every_decision_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "decisions" / "index.md").read_text()
+    for page in (ROOT / "docs" / "decisions").glob("0*.md"):
+        assert f"]({page.name}): {page.read_text().partition(': ')[2].splitlines()[0]}" in index
+
+
+def test_picture_of_the_architecture_is_that_of_the_layers() -> None:
+    script = runpy.run_path(str(ROOT / "tools" / "architecture_picture.py"))
+    assert script["PICTURE"].read_text() == script["picture"]()
+
+
 def test_links_and_pictures_are_there() -> None:
-    for page in PAGES:
+    for page in [*PAGES, *PLAIN_PAGES]:
         prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.S | re.M)
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", prose):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.ranks(1)
+def test_reference_has_one_page_for_each_public_name() -> None:
+    settings = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    pages = settings["reference_pages"]()
+    assert len({page.lower() for page in pages}) == len(pages)
+    for page, text in pages.items():
+        for target in re.findall(r"\]\(([^)]+\.md)\)", text):
+            assert os.path.normpath(os.path.join(os.path.dirname(page), target)) in pages, page
+    things = {id(entry.thing) for entry in settings["entries"]()}
+    assert len(things) == len(pages) - 1 - sum(page.endswith("/index.md") for page in pages)
+    assert {"index.md", "mpigrad/sendrecv.md", "mpigrad.sparse/solve.md"} <= set(pages)
 
 
 def test_no_other_language_escapes() -> None:

@@ -68,7 +68,7 @@ def node(axes: Any, x: float, y: float, text: str, colour: str) -> None:
 
 
 def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
-    """A dependence, or a message where it leaves its lane."""
+    """Draw a dependence, or a message if it leaves its lane."""
     axes.annotate("", end, start, arrowprops={**ARROW, "color": colour})
 
 
@@ -82,7 +82,7 @@ def lanes(axes: Any, ranks: int, width: float) -> None:
 
 
 def messages() -> Figure:
-    """A chain of three ranks and a sum; the same backwards."""
+    """Draw a chain of three ranks and a sum, forwards and backwards."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     forward, backward = figure.subplots(2, 1)
     places = [(0, "x{r}"), (1.5, "u{r}"), (3.6, "y{r}"), (5.1, "l{r}")]

@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PROSE = ("README.md", "CONTRIBUTING.md", "docs", "src", "native", "examples")
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs")
+PROSE = (*PAGES, "src", "native", "examples")
 # Per 1,000 words. The figures of lineax, mpi4py and deepwave are below all of them.
 LIMITS = {"where": 2.5, "is no": 0.3, ";": 3.0}
 # Words that another word says better, and the sentences in which they are right.
@@ -41,7 +42,7 @@ LEFT_OUT = ("docs/moved.md", "docs/changes.md", "docs/reference", "docs/examples
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of prose and where it stands."""
+    """A piece of prose and its place."""
 
     file: pathlib.Path
     line: int

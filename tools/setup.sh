@@ -1,16 +1,16 @@
 #!/bin/sh
-# What `make setup` does: Debian packages where they are missing, the virtual environment, the build.
+# The work of `make setup`: missing Debian packages, the virtual environment, the build.
 # PYTHON, VENV and MPI (system or wheel) come from the Makefile.
 set -eu
 
 log=build/setup.log
-export PIP_NO_COMPILE=1  # the modules that a program imports are compiled then
+export PIP_NO_COMPILE=1  # modules are compiled when a program imports them
 mkdir -p build
 : > "$log"
 
 step() { echo "setup: $*"; }
 
-# Run a command quietly; its output is shown when it fails.
+# Run a command quietly, and show its output if it fails.
 quietly() {
     "$@" >> "$log" 2>&1 || {
         status=$?
@@ -20,20 +20,20 @@ quietly() {
     }
 }
 
-command -v "$PYTHON" > /dev/null || { echo "setup: there is no $PYTHON; make setup PYTHON=…" >&2; exit 1; }
+command -v "$PYTHON" > /dev/null || { echo "setup: $PYTHON was not found. Name another one: make setup PYTHON=…" >&2; exit 1; }
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-    echo "setup: $("$PYTHON" --version) is too old: Python 3.11 or newer; make setup PYTHON=…" >&2
+    echo "setup: expected Python 3.11 or newer, found $("$PYTHON" --version). Name another one: make setup PYTHON=…" >&2
     exit 1
 }
 
-# Debian packages, those only that are missing.
+# Debian packages, only the missing ones.
 missing=""
 command -v g++ > /dev/null || missing="$missing g++"
 "$PYTHON" -c 'import ensurepip, venv' 2> /dev/null || missing="$missing python3-venv"
 if [ "$MPI" = system ]; then
     command -v mpiexec > /dev/null || missing="$missing openmpi-bin"
     command -v mpicc > /dev/null || missing="$missing libopenmpi-dev"
-    # Debian's hypre is built with Open MPI: with another MPI it is of no use.
+    # Debian's hypre is built with Open MPI and does not run on another MPI.
     if ! command -v mpicc > /dev/null || mpicc --showme:version > /dev/null 2>&1; then
         [ -e /usr/include/hypre/HYPRE.h ] || [ -n "${HYPRE_DIR:-}" ] || missing="$missing libhypre-dev"
     fi
@@ -45,11 +45,11 @@ if [ -n "$missing" ]; then
         # shellcheck disable=SC2086
         quietly env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $missing
     else
-        echo "setup: missing Debian packages, to be installed by root:" >&2
+        echo "setup: Debian packages are missing. Install them as root:" >&2
         echo "    apt-get install --no-install-recommends$missing" >&2
         case "$missing" in
             *g++* | *venv*) ;;
-            *) echo "or go on without hypre, on an MPI in the environment: make setup MPI=wheel" >&2 ;;
+            *) echo "or use an MPI in the environment, without hypre: make setup MPI=wheel" >&2 ;;
         esac
         exit 1
     fi
@@ -77,8 +77,8 @@ for name, lines in (("building", building), ("packages", extras["apps"] + extras
     open(f"build/{name}.txt", "w").write("\n".join(lines) + "\n")
 PYTHON
 quietly "$VENV/bin/python" -m pip install -r build/building.txt
-# Not isolated: the editable build goes on using the tools of this environment. The other packages
-# come while it compiles.
+# Not isolated, because the editable build goes on using the tools of this environment. The other
+# packages are installed while it compiles.
 quietly "$VENV/bin/python" -m pip install --no-build-isolation --no-deps --editable . &
 building=$!
 trap 'kill $building 2> /dev/null || true' EXIT

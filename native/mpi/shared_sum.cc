@@ -21,7 +21,7 @@ namespace mpigrad {
 namespace {
 
 // Everybody reads what everybody writes: what is longer, or among more ranks, is left to MPI
-// (docs/design.md, "Sums through shared memory").
+// (docs/decisions/0014-sums-through-shared-memory.md).
 constexpr int kMembers = 4;
 constexpr size_t kLongest = 1 << 20;
 
