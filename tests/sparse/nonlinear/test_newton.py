@@ -88,8 +88,8 @@ def test_value_gradient_and_hessian_vector_product(comm):
     close(found.value, jax.jit(dense_solution)(THETA, B)[field.mine], 1e-9)
     assert found.result == Result.SUCCESSFUL
     assert found.stats["relative_residual"] <= 1e-12
-    assert 3 < found.stats["iterations"] < 10
-    assert found.stats["iterations"] < found.stats["linear_iterations"]
+    assert 3 < found.stats["num_steps"] < 10
+    assert found.stats["num_steps"] < found.stats["num_linear_steps"]
     close(g, (wanted[0][0], wanted[0][1][field.mine]), 1e-8)
     close(product, (wanted[1][0], wanted[1][1][field.mine]), 1e-7)
 
@@ -184,8 +184,8 @@ def test_failures_are_errors_on_all_ranks(comm):
             1.0,
             r"no step, however short, makes the residual smaller: \|F\(x\)\| is|step \d+ fa",
         ),
-        (np.nan, -4.0, r"F\(x0\) holds NaN or infinity"),
-        (0.0, -4.0, r"the linear solve of step 1 failed by GMRES.*may be singular"),
+        (np.nan, -4.0, r"NaN or infinity appeared: F\(x0\)"),
+        (0.0, -4.0, r"linear solve of a Newton step failed: in step 1, .*GMRES.*may be singular"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=rf"test_newton.py:\d+.*({message})"):
             both(x0, p)
@@ -193,7 +193,7 @@ def test_failures_are_errors_on_all_ranks(comm):
 
     few = lambda throw: newton(lambda x: x**2 - 4, jnp.full(2, 50.0), max_steps=2, throw=throw)
     quiet = few(False)
-    assert (quiet.result, quiet.stats["iterations"]) == (Result.MAX_STEPS_REACHED, 2)
+    assert (quiet.result, quiet.stats["num_steps"]) == (Result.MAX_STEPS_REACHED, 2)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"after 2 steps, .*Raise max_steps=2"):
         few(True)
 
@@ -217,17 +217,17 @@ def test_a_wrong_jacobian_is_found(comm):
 def test_bad_input_is_refused(comm):
     x = jnp.ones(2)
     pattern = Pattern.from_coo(*[2 * comm.rank + np.arange(2)] * 2, 2, comm)
-    with pytest.raises(ValueError, match="a pattern or a jacobian, not both"):
+    with pytest.raises(ValueError, match="a pattern or a jacobian, got both"):
         newton(jnp.sin, x, pattern=pattern, jacobian=lambda x: Matrix(pattern, x))
-    with pytest.raises(TypeError, match="x0 has dtype int"):
+    with pytest.raises(TypeError, match="got dtype int"):
         newton(jnp.sin, jnp.arange(2))
-    with pytest.raises(ValueError, match=r"F returns float64\[1\] for x of float64\[2\]"):
+    with pytest.raises(ValueError, match=r"like x, float64\[2\], got float64\[1\]"):
         newton(lambda x: x[:1], x)
     with pytest.raises(ValueError, match="x0 has 3 entries on rank"):
         newton(jnp.sin, jnp.ones(3), pattern=pattern)
     with pytest.raises(TypeError, match="jacobian must return a Matrix"):
         newton(jnp.sin, x, jacobian=jnp.cos)
-    with pytest.raises(ValueError, match="rtol=2 must lie"):
+    with pytest.raises(ValueError, match="rtol must lie .* got rtol=2"):
         newton(jnp.sin, x, rtol=2)
-    with pytest.raises(ValueError, match="max_steps=0"):
+    with pytest.raises(ValueError, match="max_steps must be .* got max_steps=0"):
         newton(jnp.sin, x, max_steps=0)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.sparse.matrix.csr import stored_order
-from mpigrad.sparse.matrix.multilinear import Structure, select
+from mpigrad.sparse.matrix.multilinear import TrilinearContraction, select
 from mpigrad.sparse.matrix.pattern import Pattern
-from mpigrad.sparse.matrix.plan_cache import kept
+from mpigrad.sparse.matrix.plan_cache import cached_plan
 
 __all__ = ["add", "union"]
 
@@ -22,8 +22,8 @@ class _Union:
     """A pattern, and where its values stand among those of the two."""
 
     pattern: Pattern
-    left: Structure
-    right: Structure
+    left: TrilinearContraction
+    right: TrilinearContraction
 
 
 def union(a: Pattern, b: Pattern) -> Pattern:
@@ -62,7 +62,7 @@ def _plan(a: Pattern, b: Pattern) -> _Union:
             )
         return ""
 
-    return kept("A + B", a, b, check, lambda: _make(a, b))
+    return cached_plan("A + B", a, b, check, lambda: _make(a, b))
 
 
 def _make(a: Pattern, b: Pattern) -> _Union:
@@ -83,9 +83,9 @@ def _make(a: Pattern, b: Pattern) -> _Union:
             rows[first] + a.offset, columns[first], a.n_local, a.comm, a.n_local_columns
         )
 
-    def positions(part: Pattern, places: np.ndarray) -> Structure:
+    def positions(part: Pattern, places: np.ndarray) -> TrilinearContraction:
         found = np.full(pattern.nnz, -1, np.int64)
         found[places] = part.order
-        return Structure.selection(stored_order(pattern, found), part.nnz)
+        return TrilinearContraction.selection(stored_order(pattern, found), part.nnz)
 
     return _Union(pattern, positions(a, place[: a.nnz]), positions(b, place[a.nnz :]))

@@ -46,7 +46,7 @@ def eliminate_rows(
     rows = fixed.reshape(n, *[1] * (b.ndim - 1))
     prescribed = jnp.where(rows, prescribed, jnp.zeros(b.shape, dtype))
     # One message carries which columns are fixed, and their values.
-    pool = pattern.ghosts.pool(
+    pool = pattern.ghosts.local_and_ghost(
         jnp.concatenate(
             [fixed[:, None].astype(dtype), prescribed if b.ndim == 2 else prescribed[:, None]],
             axis=1,

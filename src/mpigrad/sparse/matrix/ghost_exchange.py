@@ -128,7 +128,7 @@ class GhostExchange:
     def position(self) -> jax.Array:
         return index_array(self._needed_position)
 
-    def pool(self, x: Any) -> jax.Array:
+    def local_and_ghost(self, x: Any) -> jax.Array:
         """The own entries, followed by the ghosts: shape (n_local + n_ghosts, ...)."""
         x = self._check(x)
         if not self.neighbors:
@@ -150,7 +150,7 @@ class GhostExchange:
         -------
         Array of shape (len(needed), ...), in the order of `needed`.
         """
-        return take(self.pool(x), self.position)
+        return take(self.local_and_ghost(x), self.position)
 
     def _check(self, x: Any) -> jax.Array:
         x = jnp.asarray(x)

@@ -12,7 +12,7 @@ from mpigrad.communicator import Communicator
 from mpigrad.sparse.matrix import scipy_conversion as conversion
 from mpigrad.sparse.matrix.addition import add
 from mpigrad.sparse.matrix.boundary import eliminate_rows, fix_rows
-from mpigrad.sparse.matrix.csr import apply, at_columns, at_rows, diagonal, multiply
+from mpigrad.sparse.matrix.csr import apply, diagonal, gather_by_column, gather_by_row, multiply
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.matrix.product import multiply_matrices
 from mpigrad.sparse.matrix.transpose import transpose_values, transposed
@@ -232,7 +232,7 @@ class Matrix:
             One factor for each of this rank's rows, shape (n_local,).
         """
         d = self._vector(d, "scale_rows", "rows", self.pattern.n_local)
-        return Matrix(self.pattern, self.values * at_rows(self.pattern, d))
+        return Matrix(self.pattern, self.values * gather_by_row(self.pattern, d))
 
     def scale_columns(self, d: Any) -> Matrix:
         """A diag(d): column j times d[j] (collective).
@@ -243,7 +243,7 @@ class Matrix:
             One factor for each of this rank's columns, shape (n_local_columns,).
         """
         d = self._vector(d, "scale_columns", "columns", self.pattern.n_local_columns)
-        return Matrix(self.pattern, self.values * at_columns(self.pattern, d))
+        return Matrix(self.pattern, self.values * gather_by_column(self.pattern, d))
 
     def _vector(self, d: Any, name: str, what: str, n: int) -> jax.Array:
         d = jnp.asarray(d)

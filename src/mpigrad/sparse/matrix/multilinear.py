@@ -26,7 +26,14 @@ from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching,
 from mpigrad.operations.native_targets import register_target
 from mpigrad.runtime.native import native_library
 
-__all__ = ["Structure", "contract", "kept_structures", "multiply_patterns", "positions", "select"]
+__all__ = [
+    "TrilinearContraction",
+    "contract",
+    "count_contractions",
+    "multiply_patterns",
+    "positions",
+    "select",
+]
 
 _TARGET = "mpigrad_kernels_contract"
 _DTYPES = ("float32", "float64", "complex64", "complex128")
@@ -86,7 +93,7 @@ def multiply_patterns(
     return product_starts, columns[:entries].copy(), target
 
 
-def kept_structures() -> int:
+def count_contractions() -> int:
     """How many structures the native library keeps now."""
     return _library().mpigrad_kernels_count()
 
@@ -108,7 +115,9 @@ class _Handle:
     Compiled programs keep it alive; it must not keep them alive.
     """
 
-    def __init__(self, owner: Structure, kind: int, arrays: Mapping[str, np.ndarray | None]):
+    def __init__(
+        self, owner: TrilinearContraction, kind: int, arrays: Mapping[str, np.ndarray | None]
+    ):
         lib = _library()
         self.owner, self.kind, self.arrays = weakref.ref(owner), kind, arrays
         self.sizes = owner.sizes
@@ -163,7 +172,7 @@ def positions(array: np.ndarray, what: str = "entries") -> np.ndarray:
     return np.ascontiguousarray(array, np.int32)
 
 
-class Structure:
+class TrilinearContraction:
     """Which entries of first, pool and last meet."""
 
     def __init__(self, kind: int, sizes: tuple[int, int, int], **arrays: np.ndarray | None) -> None:
@@ -178,7 +187,7 @@ class Structure:
     @classmethod
     def matrix(
         cls, starts: np.ndarray, position: np.ndarray, n_pool: int, order: np.ndarray | None
-    ) -> Structure:
+    ) -> TrilinearContraction:
         """(values, x) -> A x.
 
         Parameters
@@ -199,7 +208,7 @@ class Structure:
         pool_starts: np.ndarray,
         target: np.ndarray,
         n_last: int,
-    ) -> Structure:
+    ) -> TrilinearContraction:
         """(values of A, values of B) -> values of A B.
 
         Parameters
@@ -217,20 +226,20 @@ class Structure:
         return cls(_PAIRS, sizes, starts=starts, **arrays)
 
     @classmethod
-    def selection(cls, position: np.ndarray, n_pool: int) -> Structure:
+    def selection(cls, position: np.ndarray, n_pool: int) -> TrilinearContraction:
         """pool -> pool[position], zero where the position is -1."""
         return cls(_SELECTION, (0, n_pool, len(position)), position=position, order=None)
 
     def __repr__(self) -> str:
-        return f"Structure(sizes={self.sizes})"
+        return f"TrilinearContraction(sizes={self.sizes})"
 
 
-def select(structure: Structure, own: Any, rest: Any = None) -> jax.Array:
+def select(structure: TrilinearContraction, own: Any, rest: Any = None) -> jax.Array:
     """The selected entries of the pool: (n, ...) -> (len(position), ...)."""
     return contract(structure, None, own, rest)
 
 
-def contract(structure: Structure, first: Any, own: Any, rest: Any = None) -> jax.Array:
+def contract(structure: TrilinearContraction, first: Any, own: Any, rest: Any = None) -> jax.Array:
     """The derivative in `last`: for a matrix, A x.
 
     Parameters

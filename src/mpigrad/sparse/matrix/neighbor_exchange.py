@@ -9,15 +9,15 @@ from mpi4py import MPI
 
 from mpigrad.communicator import SWAP_TAG, Communicator, waiting
 
-__all__ = ["parts", "swap"]
+__all__ = ["exchange_with_neighbors", "split_by_counts"]
 
 
-def parts(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+def split_by_counts(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
     """`array` cut into pieces of these lengths."""
     return np.split(array, np.cumsum(counts)[:-1]) if len(counts) else []
 
 
-def swap(
+def exchange_with_neighbors(
     comm: Communicator,
     neighbors: Sequence[int],
     messages: Sequence[np.ndarray],

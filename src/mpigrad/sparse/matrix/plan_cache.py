@@ -9,7 +9,7 @@ from typing import Any
 from mpigrad.collective_errors import raise_error
 from mpigrad.sparse.matrix.pattern import Pattern
 
-__all__ = ["kept", "same_communicator"]
+__all__ = ["cached_plan", "same_communicator"]
 
 
 def same_communicator(name: str, a: Pattern, b: Pattern) -> None:
@@ -21,7 +21,7 @@ def same_communicator(name: str, a: Pattern, b: Pattern) -> None:
         )
 
 
-def kept(
+def cached_plan(
     name: str, a: Pattern, b: Pattern, check: Callable[[], str], make: Callable[[], Any]
 ) -> Any:
     """What `make` gives for two patterns, made once (collective where it is made).

@@ -10,10 +10,15 @@ import numpy as np
 
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.sparse.matrix.csr import pool_positions
-from mpigrad.sparse.matrix.multilinear import Structure, contract, multiply_patterns, select
-from mpigrad.sparse.matrix.neighbor_exchange import parts, swap
+from mpigrad.sparse.matrix.multilinear import (
+    TrilinearContraction,
+    contract,
+    multiply_patterns,
+    select,
+)
+from mpigrad.sparse.matrix.neighbor_exchange import exchange_with_neighbors, split_by_counts
 from mpigrad.sparse.matrix.pattern import Pattern
-from mpigrad.sparse.matrix.plan_cache import kept
+from mpigrad.sparse.matrix.plan_cache import cached_plan
 
 __all__ = ["multiply_matrices", "product_pattern"]
 
@@ -37,9 +42,9 @@ class _Product:
     """
 
     pattern: Pattern
-    pairs: Structure
-    row_order: Structure | None
-    send: Structure
+    pairs: TrilinearContraction
+    row_order: TrilinearContraction | None
+    send: TrilinearContraction
     neighbors: tuple[int, ...]
     sendcounts: tuple[int, ...]
     recvcounts: tuple[int, ...]
@@ -83,7 +88,7 @@ def _plan(a: Pattern, b: Pattern) -> _Product:
             )
         return ""
 
-    return kept("A @ B", a, b, check, lambda: _make(a, b))
+    return cached_plan("A @ B", a, b, check, lambda: _make(a, b))
 
 
 def _make(a: Pattern, b: Pattern) -> _Product:
@@ -91,11 +96,13 @@ def _make(a: Pattern, b: Pattern) -> _Product:
     # Who reads my entries of a vector x in A x reads my rows of B.
     sizes = np.diff(b.row_starts)[ghosts._send]
     going = _ranges(b.row_starts[:-1][ghosts._send], sizes)
-    sent = parts(sizes, ghosts.sendcounts)
-    came = swap(comm, ghosts.neighbors, sent, ghosts.recvcounts, _WHAT)
+    sent = split_by_counts(sizes, ghosts.sendcounts)
+    came = exchange_with_neighbors(comm, ghosts.neighbors, sent, ghosts.recvcounts, _WHAT)
     sendcounts = tuple(int(part.sum()) for part in sent)
     recvcounts = tuple(int(part.sum()) for part in came)
-    columns = swap(comm, ghosts.neighbors, parts(b.columns[going], sendcounts), recvcounts, _WHAT)
+    columns = exchange_with_neighbors(
+        comm, ghosts.neighbors, split_by_counts(b.columns[going], sendcounts), recvcounts, _WHAT
+    )
     pool_starts = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(b.row_starts), *came]))])
     position = pool_positions(a)
     starts, found, target = multiply_patterns(
@@ -106,9 +113,9 @@ def _make(a: Pattern, b: Pattern) -> _Product:
     order = None if a.is_ordered else a.order
     return _Product(
         pattern,
-        Structure.pairs(position, order, pool_starts, target, len(found)),
-        None if b.is_ordered else Structure.selection(b.order, b.nnz),
-        Structure.selection(b.order[going], b.nnz),
+        TrilinearContraction.pairs(position, order, pool_starts, target, len(found)),
+        None if b.is_ordered else TrilinearContraction.selection(b.order, b.nnz),
+        TrilinearContraction.selection(b.order[going], b.nnz),
         ghosts.neighbors,
         sendcounts,
         recvcounts,

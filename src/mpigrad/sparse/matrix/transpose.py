@@ -13,8 +13,8 @@ import scipy.sparse
 
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.sparse.matrix.csr import pool_positions, stored_order
-from mpigrad.sparse.matrix.multilinear import Structure, positions, select
-from mpigrad.sparse.matrix.neighbor_exchange import parts, swap
+from mpigrad.sparse.matrix.multilinear import TrilinearContraction, positions, select
+from mpigrad.sparse.matrix.neighbor_exchange import exchange_with_neighbors, split_by_counts
 from mpigrad.sparse.matrix.pattern import Pattern
 
 __all__ = ["transpose_values", "transposed"]
@@ -82,14 +82,14 @@ class _Transposition:
     source: np.ndarray
 
     @functools.cached_property
-    def sent(self) -> Structure:
-        return Structure.selection(
+    def sent(self) -> TrilinearContraction:
+        return TrilinearContraction.selection(
             self.send, len(self.source) - sum(self.recvcounts) + len(self.send)
         )
 
     @functools.cached_property
-    def sources(self) -> Structure:
-        return Structure.selection(self.source, len(self.source) + len(self.send))
+    def sources(self) -> TrilinearContraction:
+        return TrilinearContraction.selection(self.source, len(self.source) + len(self.send))
 
     def back(self, to: Pattern) -> _Transposition:
         """The plan from the transpose to the pattern that it was made of."""
@@ -106,14 +106,14 @@ def _make(pattern: Pattern) -> _Transposition:
     starts, rows, entries = _by_column(pattern)
     own = int(starts[n])
     # Each ghost column's rows go to its owner, who knows which columns these are.
-    going = parts(np.diff(starts[n:]), ghosts.recvcounts)
-    coming = swap(comm, ghosts.neighbors, going, ghosts.sendcounts, _WHAT)
+    going = split_by_counts(np.diff(starts[n:]), ghosts.recvcounts)
+    coming = exchange_with_neighbors(comm, ghosts.neighbors, going, ghosts.sendcounts, _WHAT)
     sendcounts = tuple(int(counts.sum()) for counts in going)
     recvcounts = tuple(int(counts.sum()) for counts in coming)
-    leaving = parts(rows[own:] + pattern.offset, sendcounts)
-    foreign = swap(comm, ghosts.neighbors, leaving, recvcounts, _WHAT)
-    columns = parts(ghosts._send, ghosts.sendcounts)
-    numbers = parts(np.arange(sum(recvcounts)) + pattern.nnz, recvcounts)
+    leaving = split_by_counts(rows[own:] + pattern.offset, sendcounts)
+    foreign = exchange_with_neighbors(comm, ghosts.neighbors, leaving, recvcounts, _WHAT)
+    columns = split_by_counts(ghosts._send, ghosts.sendcounts)
+    numbers = split_by_counts(np.arange(sum(recvcounts)) + pattern.nnz, recvcounts)
 
     # (rank, columns, entries in each column, their rows, where their values stand). As stripes
     # follow the ranks, the rows of a column are sorted when ranks are taken in their order.
