@@ -68,5 +68,5 @@ def test_wrong_coefficients(comm):
     with pytest.raises(TypeError, match=r"grid must be a mpigrad\.Grid"):
         Pattern.from_stencil(SHAPE, FIVE_POINTS)
     own = [comm.rank]
-    with pytest.raises(ValueError, match=r"not one of Pattern\.from_stencil"):
+    with pytest.raises(ValueError, match=r"was not made by Pattern\.from_stencil"):
         assert Pattern.from_coo(own, own, 1, comm).stencil_positions

@@ -182,7 +182,7 @@ def test_failures_are_errors_on_all_ranks(comm):
         (
             3.0,
             1.0,
-            r"no step, however short, makes the residual smaller: \|F\(x\)\| is|step \d+ fa",
+            r"no step, however short, makes the residual smaller: \|F\(x\)\| is|in step \d+, at",
         ),
         (np.nan, -4.0, r"NaN or infinity appeared: F\(x0\)"),
         (0.0, -4.0, r"linear solve of a Newton step failed: in step 1, .*GMRES.*may be singular"),

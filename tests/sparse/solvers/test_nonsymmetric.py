@@ -250,10 +250,10 @@ FAULTS = {
     "singular": lambda s: (singular(s), s.b + 1, None, "matrix may be singular|did not converge"),
     "zero diagonal": lambda s: (
         spoilt(s, np.flatnonzero(s.rows == s.columns)[-1], 0.0), s.b, None,
-        rf"a diagonal entry on rank {s.pattern.comm.size - 1} is zero",
+        rf"by a zero on the diagonal: .* on rank {s.pattern.comm.size - 1}",
     ),
-    "NaN": lambda s: (spoilt(s, -1, np.nan), s.b, None, "holds NaN or infinity on rank"),
-    "NaN in x0": lambda s: (s.values, s.b, s.b * np.nan, "holds NaN or infinity on rank"),
+    "NaN": lambda s: (spoilt(s, -1, np.nan), s.b, None, "holds such a value on rank"),
+    "NaN in x0": lambda s: (s.values, s.b, s.b * np.nan, "holds such a value on rank"),
     "no convergence": lambda s: (
         s.values, s.b, None, r"test_nonsymmetric.py:\d+.*did not converge: .* Raise max_steps=2",
     ),
@@ -309,7 +309,7 @@ def test_an_unsymmetric_matrix_is_for_others_than_pcg(comm):
         solution = solve(system.matrix, system.b, solver, throw=False)
         right = Result.SUCCESSFUL if solver == GMRES() else Result.NOT_SYMMETRIC
         assert solution.result == right
-    with pytest.raises(jax.errors.JaxRuntimeError, match="or solve by GMRES or BiCGStab"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"or solve with GMRES\(\) or BiCGStab"):
         solve(system.matrix, system.b, PCG())
     with pytest.raises(ValueError, match="PCG: the preconditioner must be symmetric"):
         PCG(preconditioner=BoomerAMG(relaxation="forward-gauss-seidel"))

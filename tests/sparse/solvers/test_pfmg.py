@@ -167,7 +167,7 @@ def test_an_indefinite_matrix_ends_pcg_at_once(comm, cycle):
     assert found.result == Result.NOT_POSITIVE_DEFINITE
     assert found.stats["num_steps"] < 10
     assert np.isnan(found.value).all()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="not positive definite: PCG has met"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not positive definite: PCG has found"):
         solve(matrix, system.b, PCG(preconditioner=cycle))
 
 
@@ -299,7 +299,9 @@ def test_it_is_the_default_of_grid_problems(comm):
 
 def test_what_it_cannot_take_is_refused(comm, monkeypatch):
     system = grid_system(comm)
-    with pytest.raises(ValueError, match=r"PFMG cannot take this pattern: .*Pattern\.from_stencil.*BoomerAMG"):
+    with pytest.raises(
+        ValueError, match=r"PFMG cannot take this pattern: .*Pattern\.from_stencil.*BoomerAMG"
+    ):
         solve(system.matrix, system.b, TIGHT)
     far = System(comm, (9, 8), [(0, 0), (0, 2), (0, -2)])
     with pytest.raises(ValueError, match=r"the stencil reaches \(0, 2\)"):
@@ -311,7 +313,7 @@ def test_what_it_cannot_take_is_refused(comm, monkeypatch):
         A = Matrix(wide.pattern, wide.values.astype("float32"))
         solve(A, wide.b.astype("float32"), TIGHT)
     bare = Pattern.from_stencil(far.grid, [(0, 1)])
-    with pytest.raises(ValueError, match="PFMG needs a diagonal entry in every row, but the pattern has none in row"):
+    with pytest.raises(ValueError, match="PFMG needs a diagonal entry in every row"):
         solve(Matrix(bare, jnp.ones(bare.nnz)), far.b, TIGHT)
     missing = lambda: (None, "it is not there.")
     monkeypatch.setattr(hypre_library, "_load", missing)
@@ -323,10 +325,10 @@ def test_what_it_cannot_take_is_refused(comm, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"relaxation": "sor"}, "relaxation='sor' is not one of"),
-        ({"reuse": "never"}, "reuse='never' is not one of"),
-        ({"sweeps": 0}, "sweeps must be at least 1"),
-        ({"max_levels": -1}, "max_levels must not be negative"),
+        ({"relaxation": "sor"}, "relaxation must be one of .* got relaxation='sor'"),
+        ({"reuse": "never"}, "reuse must be one of .* got reuse='never'"),
+        ({"sweeps": 0}, "sweeps must be at least 1, got sweeps=0"),
+        ({"max_levels": -1}, "max_levels must be at least 0, got max_levels=-1"),
     ],
 )
 def test_settings_are_checked(settings, message):

@@ -230,7 +230,7 @@ def test_a_fault_of_one_rank_is_an_error_on_all(comm, solver, fault):
         return solve(Matrix(system.pattern, values), b, solver)
 
     call = mg.jit(call) if fault == "not symmetric" else call
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{result.message}.*{message}"):
         call(values, b)
     quiet = solve(Matrix(system.pattern, values), b, solver, throw=False)
     assert quiet.result == result
@@ -249,8 +249,8 @@ def test_no_convergence(comm, solver):
     system = grid_system(comm, (20, 20))
     with pytest.raises(
         jax.errors.JaxRuntimeError,
-        match=r"test_solve.py:\d+.*did not converge: the relative residual is .* after 2 "
-        r"iterations, above the tolerance 1e-08\. Raise max_steps=2",
+        match=r"test_solve.py:\d+.*did not converge: max_steps steps were .* residual is .* after "
+        r"2 steps, above the tolerance 1e-08\. Raise max_steps=2",
     ):
         solve(system.matrix, system.b, solver)
     quiet = solve(system.matrix, system.b, solver, throw=False)

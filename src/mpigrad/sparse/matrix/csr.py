@@ -1,4 +1,4 @@
-"""A matrix's rows in the native library: products with vectors, and entries of vectors."""
+"""A matrix's rows in the native library: products with vectors, and gathers by row and column."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = [
 
 
 def pool_positions(pattern: Pattern) -> np.ndarray:
-    """Where each entry's column stands among own and ghost columns, in row order."""
+    """Return the position of each entry's column among own and ghost columns, in row order."""
     positions = pattern.columns - pattern.column_offset
     remote = (positions < 0) | (positions >= pattern.n_local_columns)
-    found = np.searchsorted(pattern.ghosts.ghosts, pattern.columns[remote])
-    positions[remote] = pattern.n_local_columns + found
+    ghost = np.searchsorted(pattern.ghosts.ghosts, pattern.columns[remote])
+    positions[remote] = pattern.n_local_columns + ghost
     return positions
 
 
@@ -40,7 +40,7 @@ def _n_local_and_ghost(pattern: Pattern) -> int:
 
 
 def stored_order(pattern: Pattern, row_order: np.ndarray) -> np.ndarray:
-    """Numbers of entries in row order, in the order of the stored values."""
+    """Permute one integer for each entry from row order to the order of the stored values."""
     stored = np.empty_like(row_order)
     stored[pattern.order] = row_order
     return stored
@@ -67,37 +67,37 @@ def _matrix(pattern: Pattern) -> TrilinearContraction:
     )
 
 
-def apply(pattern: Pattern, values: jax.Array, pool: jax.Array) -> jax.Array:
-    """Rows times own and ghost entries: (nnz,), (n_pool, ...) -> (n_local, ...)."""
-    return contract(_matrix(pattern), values, pool)
+def apply(pattern: Pattern, values: jax.Array, x: jax.Array) -> jax.Array:
+    """Multiply with own and ghost entries: (nnz,), (n_own + n_ghosts, ...) -> (n_local, ...)."""
+    return contract(_matrix(pattern), values, x)
 
 
 def multiply(pattern: Pattern, values: jax.Array, x: jax.Array) -> jax.Array:
-    """A x of own entries: (nnz,), (n_local_columns, ...) -> (n_local, ...) (collective)."""
+    """Multiply with own entries: (nnz,), (n_local_columns, ...) -> (n_local, ...) (collective)."""
     return contract(_matrix(pattern), values, x, _received(pattern.ghosts, x))
 
 
 def gather_by_row(pattern: Pattern, d: jax.Array) -> jax.Array:
-    """For each stored entry the number of its row: (n_local,) -> (nnz,)."""
+    """Return for each stored entry the value of its row: (n_local,) -> (nnz,)."""
 
     def make() -> TrilinearContraction:
         return TrilinearContraction.selection(stored_order(pattern, pattern.rows), pattern.n_local)
 
-    return select(_cached(pattern, "at rows", make), d)
+    return select(_cached(pattern, "gather by row", make), d)
 
 
 def gather_by_column(pattern: Pattern, d: jax.Array) -> jax.Array:
-    """For each stored entry the number of its column: (n_local_columns,) -> (nnz,) (collective)."""
+    """Return for each stored entry its column's value: (n_local_columns,) -> (nnz,) (collective)."""
 
     def make() -> TrilinearContraction:
         positions = stored_order(pattern, pool_positions(pattern))
         return TrilinearContraction.selection(positions, _n_local_and_ghost(pattern))
 
-    return select(_cached(pattern, "at columns", make), d, _received(pattern.ghosts, d))
+    return select(_cached(pattern, "gather by column", make), d, _received(pattern.ghosts, d))
 
 
 def diagonal(pattern: Pattern, values: jax.Array) -> jax.Array:
-    """The diagonal entries of this rank's rows, zero where the pattern has none."""
+    """Return the diagonal entries of this rank's rows, zero in rows without one."""
 
     def make() -> TrilinearContraction:
         return TrilinearContraction.selection(pattern.diagonal, pattern.nnz)
@@ -106,7 +106,7 @@ def diagonal(pattern: Pattern, values: jax.Array) -> jax.Array:
 
 
 def _received(ghosts: GhostExchange, x: Any) -> jax.Array | None:
-    """The ghost entries alone: own entries are not copied beside them."""
+    """Return the ghost entries alone, so that own entries are not copied."""
     if not ghosts.neighbors:
         return None
     x = jnp.asarray(x)
