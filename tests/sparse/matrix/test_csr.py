@@ -106,7 +106,7 @@ def test_native(dtype):
     close(got, expected, 1e-5 if dtype in ("float32", "complex64") else 1e-13)
 
 
-@pytest.mark.full
+@pytest.mark.full("it evaluates sixty cases outside jit")
 @pytest.mark.ranks(1)
 def test_reference():
     """What devices without the native kernels run."""

@@ -173,7 +173,7 @@ def test_errors_name_what_is_wrong(comm):
         system.matrix.scale_columns(2.0)
 
 
-@pytest.mark.full
+@pytest.mark.full("assembly, transposes and solves are tested one by one, too")
 def test_triangular_by_plain_jax(comm):
     """A rank whose entries nobody reads, one that gives none: batched and differentiated alike."""
     n = 2 * comm.size

@@ -97,7 +97,9 @@ def test_value_gradient_and_hessian_vector_product(comm):
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param("jacobian", marks=pytest.mark.full),
+        pytest.param(
+            "jacobian", marks=pytest.mark.full("the pattern gives the same kind of Jacobian")
+        ),
         pytest.param("matrix-free", marks=pytest.mark.thin(2)),
     ],
 )
@@ -109,7 +111,7 @@ def test_gradient(comm, way):
     close(got, (wanted[0], wanted[1][field.mine]), 1e-8)
 
 
-@pytest.mark.full
+@pytest.mark.full("second derivatives are tested with a pattern, too")
 def test_matrix_free_hessian_vector_product(comm):
     field = Field(comm)
     F, options = ways(field)
@@ -121,7 +123,7 @@ def test_matrix_free_hessian_vector_product(comm):
     close(product, (wanted[0], wanted[1][field.mine]), 1e-7)
 
 
-@pytest.mark.full
+@pytest.mark.full("matrix-free solves are tested with ranks that differ, too")
 @pytest.mark.ranks(2)
 def test_ranks_that_differ(comm):
     """Only the last rank differentiates its source: a Taylor test."""
@@ -141,7 +143,7 @@ def test_ranks_that_differ(comm):
     assert np.any(gradient != 0) == mine
 
 
-@pytest.mark.full
+@pytest.mark.full("it compiles four programs")
 def test_closures_batches_and_single_precision(comm):
     """What F closes over is differentiated; vmap goes through; float32 gets as far as it can."""
     field = Field(comm)
@@ -214,7 +216,7 @@ def test_a_wrong_jacobian_is_found(comm):
         newton(F, field.tile(B), pattern=bare, solver=LINEAR)
 
 
-def test_bad_input_is_refused(comm):
+def test_rejects_wrong_arguments(comm):
     x = jnp.ones(2)
     pattern = Pattern.from_coo(*[2 * comm.rank + np.arange(2)] * 2, 2, comm)
     with pytest.raises(ValueError, match="a pattern or a jacobian, got both"):
@@ -227,7 +229,7 @@ def test_bad_input_is_refused(comm):
         newton(jnp.sin, jnp.ones(3), pattern=pattern)
     with pytest.raises(TypeError, match="jacobian must return a Matrix"):
         newton(jnp.sin, x, jacobian=jnp.cos)
-    with pytest.raises(ValueError, match="rtol must lie .* got rtol=2"):
+    with pytest.raises(ValueError, match=r"rtol must lie .* got rtol=2"):
         newton(jnp.sin, x, rtol=2)
-    with pytest.raises(ValueError, match="max_steps must be .* got max_steps=0"):
+    with pytest.raises(ValueError, match=r"max_steps must be .* got max_steps=0"):
         newton(jnp.sin, x, max_steps=0)

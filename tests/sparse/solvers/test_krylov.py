@@ -75,7 +75,7 @@ def test_complex_systems(comm):
     expected = np.linalg.solve(dense(system, values), b)[system.mine]
     for got in run(jnp.asarray(values[system.entries]), jnp.asarray(b[system.mine])):
         close(got, expected, 1e-9)
-    with pytest.raises(TypeError, match="PCG: it solves real systems, got complex128. Take GMRES"):
+    with pytest.raises(TypeError, match=r"PCG: it solves real systems, got complex128. Take GMRES"):
         solve(Matrix(system.pattern, system.values + 0j), system.b, METHODS[0])
 
 

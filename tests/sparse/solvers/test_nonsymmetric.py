@@ -325,7 +325,7 @@ def test_errors_name_what_is_wrong(comm):
     wide = Pattern.from_coo([comm.rank], [comm.rank], 1, comm, 2)
     with pytest.raises(ValueError, match="the matrix must be square"):
         solve(Matrix(wide, jnp.ones(1)), jnp.ones(1), GMRES())
-    with pytest.raises(ValueError, match="GMRES: restart must be positive .* got restart=0"):
+    with pytest.raises(ValueError, match=r"GMRES: restart must be positive .* got restart=0"):
         GMRES(restart=0)
     with pytest.raises(TypeError, match=r"the cycle must be BoomerAMG"):
         Multigrid(cycle=Jacobi())

@@ -291,7 +291,7 @@ def test_wrong_types_are_errors(comm):
 
     for A in (system.matrix, lambda v: 2 * v):
         solver = Richardson(preconditioner=None, damping=np.ones(2))
-        with pytest.raises(TypeError, match="Richardson must be hashable .*frozen dataclasses"):
+        with pytest.raises(TypeError, match=r"Richardson must be hashable .*frozen dataclasses"):
             solve(A, system.b, solver)
     with pytest.raises(TypeError, match="GMRES must be hashable"):
         solve(system.matrix, system.b, GMRES(preconditioner=Weights(np.ones(2))))
@@ -327,7 +327,7 @@ def test_hypre_and_own_iterations(comm):
             return super().iterate(system)
 
     for solver in (OwnIterations(), Richardson(preconditioner=BoomerAMG())):
-        with pytest.raises(TypeError, match="BoomerAMG works in hypre's PCG.* of its own"):
+        with pytest.raises(TypeError, match=r"BoomerAMG works in hypre's PCG.* of its own"):
             solve(system.matrix, system.b, solver)
     own = OwnIterations(rtol=TOLERANCE, preconditioner=Jacobi())
     close(solve(system.matrix, system.b, own).value, x, 1e-9)

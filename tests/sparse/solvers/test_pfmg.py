@@ -124,9 +124,12 @@ def test_iterations_do_not_depend_on_the_tiles(comm):
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("cycle", [PFMG(), pytest.param(BoomerAMG(), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "cycle",
+    [PFMG(), pytest.param(BoomerAMG(), marks=pytest.mark.full("PFMG runs the same iterations"))],
+)
 def test_pcg_ends_with_the_first_residual_that_is_small(comm, cycle):
-    """Not an iteration earlier or later, whatever the tolerance and the size of b."""
+    """Not an iteration earlier or later, for all tolerances and sizes of b."""
     system = System(comm, (32, 27), faces(2))
     for rtol in np.geomspace(1e-3, 1e-10, 30):  # some of them just below a residual
         found = solve(system.matrix, system.b, PCG(rtol=float(rtol), preconditioner=cycle))
@@ -297,7 +300,7 @@ def test_it_is_the_default_of_grid_problems(comm):
     assert [type(key[0]) for key in system.pattern.solver_systems] == [PFMG]
 
 
-def test_what_it_cannot_take_is_refused(comm, monkeypatch):
+def test_rejects_other_patterns(comm, monkeypatch):
     system = grid_system(comm)
     with pytest.raises(
         ValueError, match=r"PFMG cannot take this pattern: .*Pattern\.from_stencil.*BoomerAMG"

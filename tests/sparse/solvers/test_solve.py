@@ -302,7 +302,7 @@ def test_default_solver():
 def test_settings_are_checked(kind):
     with pytest.raises(ValueError, match="rtol must lie between 0 and 1, got rtol=0"):
         kind(rtol=0)
-    with pytest.raises(ValueError, match="max_steps must be positive .* got max_steps=0"):
+    with pytest.raises(ValueError, match=r"max_steps must be positive .* got max_steps=0"):
         kind(max_steps=0)
     with pytest.raises(TypeError, match="the preconditioner must be"):
         kind(preconditioner="ilu")

@@ -18,7 +18,7 @@ __all__ = ["Assembly", "repeated", "row_order"]
 
 
 def row_order(rows: np.ndarray, columns: np.ndarray, n_columns: int) -> tuple[np.ndarray, bool]:
-    """Return the permutation to row order, stable for equal entries, and True if it is the identity."""
+    """Return the permutation to row order, stable, and True if it is the identity."""
     down, across = np.diff(rows), np.diff(columns)
     if bool(np.all((down > 0) | ((down == 0) & (across >= 0)))):
         return np.arange(len(rows)), True

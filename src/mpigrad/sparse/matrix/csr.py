@@ -87,7 +87,7 @@ def gather_by_row(pattern: Pattern, d: jax.Array) -> jax.Array:
 
 
 def gather_by_column(pattern: Pattern, d: jax.Array) -> jax.Array:
-    """Return for each stored entry its column's value: (n_local_columns,) -> (nnz,) (collective)."""
+    """Return for each stored entry its column's value: (n_columns,) -> (nnz,) (collective)."""
 
     def make() -> TrilinearContraction:
         positions = stored_order(pattern, pool_positions(pattern))

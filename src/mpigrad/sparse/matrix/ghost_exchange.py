@@ -173,8 +173,8 @@ class GhostExchange:
         x = jnp.asarray(x)
         if x.ndim == 0 or x.shape[0] != self.n_local:
             raise ValueError(
-                f"GhostExchange: rank {self.comm.rank} owns {self.n_local} entries, but x has shape "
-                f"{x.shape}. Give this rank's entries along the leading axis."
+                f"GhostExchange: rank {self.comm.rank} owns {self.n_local} entries, but x has "
+                f"shape {x.shape}. Give this rank's entries along the leading axis."
             )
         return x
 

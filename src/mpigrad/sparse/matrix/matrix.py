@@ -57,8 +57,8 @@ class Matrix:
     def __init__(self, pattern: Pattern, values: Any) -> None:
         if not isinstance(pattern, Pattern):
             raise TypeError(
-                f"Matrix: pattern must be a mpigrad.sparse.Pattern, got {type(pattern).__name__}. Make "
-                "one with Pattern.from_coo(rows, columns, n_local)."
+                f"Matrix: pattern must be a mpigrad.sparse.Pattern, got {type(pattern).__name__}. "
+                "Make one with Pattern.from_coo(rows, columns, n_local)."
             )
         values = jnp.asarray(values)
         if values.shape != (pattern.nnz,):
@@ -71,8 +71,8 @@ class Matrix:
             )
         if not jnp.issubdtype(values.dtype, jnp.inexact):
             raise TypeError(
-                f"Matrix: values must be floating-point, got dtype {values.dtype}. Convert them with "
-                "values.astype(float)."
+                f"Matrix: values must be floating-point, got dtype {values.dtype}. Convert them "
+                "with values.astype(float)."
             )
         object.__setattr__(self, "pattern", pattern)
         object.__setattr__(self, "values", values)

@@ -268,8 +268,8 @@ def _contract(handle: _Handle, no_first: bool, no_rest: bool, *given: Any) -> ja
     rest = jnp.zeros((0, *tail), dtype) if no_rest else arrays[1]
     if len(own) + len(rest) != handle.sizes[POOL]:
         raise ValueError(
-            f"mpigrad.sparse: got {len(own)} own entries and {len(rest)} ghosts, but the pattern has "
-            f"{handle.sizes[POOL]} in total. Give this rank's part of the vector."
+            f"mpigrad.sparse: got {len(own)} own entries and {len(rest)} ghosts, but the pattern "
+            f"has {handle.sizes[POOL]} in total. Give this rank's part of the vector."
         )
     pool = [x.reshape(1, len(x), math.prod(tail)) for x in (own, rest)]
     (y,) = contract_p.bind(*first, *pool, structure=handle, out=LAST, split=len(own))

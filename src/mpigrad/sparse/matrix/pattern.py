@@ -245,8 +245,8 @@ class Pattern:
             if np.any(counts < 0):
                 row = int(np.argmax(counts < 0))
                 raise ValueError(
-                    f"Pattern.from_csr: row_starts must not decrease, but fall after row {row} from "
-                    f"{starts[row]} to {starts[row + 1]}. Give the start of each row in order."
+                    f"Pattern.from_csr: row_starts must not decrease, but fall after row {row} "
+                    f"from {starts[row]} to {starts[row + 1]}. Give the start of each row in order."
                 )
             if first_row is not None and not isinstance(first_row, int | np.integer):
                 raise TypeError(
@@ -319,8 +319,8 @@ class Pattern:
         """Position of each stored entry in a stencil's flattened coefficients, shape (nnz,)."""
         if self.stencil is None:
             raise ValueError(
-                "pattern.stencil_positions: the pattern was not made by Pattern.from_stencil. Make it "
-                "with that."
+                "pattern.stencil_positions: the pattern was not made by Pattern.from_stencil. "
+                "Make it with that."
             )
         return self.stencil.positions
 

@@ -1,4 +1,4 @@
-"""Plans of operations on two patterns, kept as long as both, and the check of their communicators."""
+"""Plans of operations on two patterns, kept as long as both patterns live."""
 
 from __future__ import annotations
 

@@ -78,8 +78,8 @@ def _plan(a: Pattern, b: Pattern) -> _Product:
         if a.n_columns != b.n_rows:
             return (
                 f"the matrices have shapes ({a.n_rows}, {a.n_columns}) and "
-                f"({b.n_rows}, {b.n_columns}), but the first must have as many columns as the second "
-                "has rows. Give matching shapes."
+                f"({b.n_rows}, {b.n_columns}), but the first must have as many columns as the "
+                "second has rows. Give matching shapes."
             )
         if a.n_local_columns != b.n_local:
             return (

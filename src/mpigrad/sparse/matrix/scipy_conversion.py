@@ -39,8 +39,8 @@ def distribute(
     rows, wide = block.shape
     if n_local is not None and n_local != rows:
         error = ValueError(
-            f"Matrix.from_scipy: n_local={n_local}, but the block of rank {comm.rank} has {rows} rows. "
-            "Leave out n_local."
+            f"Matrix.from_scipy: n_local={n_local}, but the block of rank {comm.rank} has {rows} "
+            "rows. Leave out n_local."
         )
     raise_error(comm, error)
     shapes = comm.mpi.allgather(block.shape)
@@ -48,8 +48,8 @@ def distribute(
         if theirs != wide and error is None:
             error = ValueError(
                 f"Matrix.from_scipy: the block of rank {comm.rank} has {wide} columns, that of "
-                f"rank {rank} has {theirs}, but every block has all columns of the matrix. Give blocks "
-                "of rows."
+                f"rank {rank} has {theirs}, but every block has all columns of the matrix. Give "
+                "blocks of rows."
             )
     raise_error(comm, error)
     total = sum(n for n, _ in shapes)

@@ -109,8 +109,8 @@ def make_stencil(grid: Grid, offsets: Sequence[Sequence[int]]) -> Stencil:
     """Make the stencil of a grid, and check it on all ranks (collective)."""
     if not isinstance(grid, Grid):
         raise TypeError(
-            f"Pattern.from_stencil: grid must be a mpigrad.Grid, got {type(grid).__name__}. Make one "
-            "with Grid(shape, spacing)."
+            f"Pattern.from_stencil: grid must be a mpigrad.Grid, got {type(grid).__name__}. Make "
+            "one with Grid(shape, spacing)."
         )
     if any(grid.periodic):
         raise ValueError(
