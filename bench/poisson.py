@@ -57,7 +57,7 @@ def serve(n: int, multigrid: str) -> None:
 
     def loss(kappa: Any) -> Any:
         solution = model.solve(kappa, solver)
-        return jnp.sum((solution.value - data) ** 2), solution.stats["iterations"]
+        return jnp.sum((solution.value - data) ** 2), solution.stats["num_steps"]
 
     def total(kappa: Any) -> Any:
         share, steps = loss(kappa)

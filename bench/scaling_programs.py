@@ -80,7 +80,7 @@ def poisson(side: int, steps: int) -> dict[str, Evaluate]:
 
     def share(parameters: Any) -> Any:
         solution = model.solve(network.kappa(parameters), solver)
-        return jnp.sum((solution.value - data) ** 2), solution.stats["iterations"]
+        return jnp.sum((solution.value - data) ** 2), solution.stats["num_steps"]
 
     def loss(parameters: Any) -> Any:
         value, iterations = share(parameters)

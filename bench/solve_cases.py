@@ -164,8 +164,8 @@ def measure(case: str, n: int, dimensions: int, calls: int) -> None:
                 "cells": n**dimensions,
                 "ranks": world.size,
                 "solver": name,
-                "iterations": int(solution.stats["iterations"]),
-                "adjoint_iterations": int(back.stats["iterations"]),
+                "iterations": int(solution.stats["num_steps"]),
+                "adjoint_iterations": int(back.stats["num_steps"]),
                 "residual": worst,
                 **{f"{what}_seconds": statistics.median(times) for what, times in spent.items()},
             }

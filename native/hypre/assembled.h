@@ -112,8 +112,8 @@ class Assembled final : public System {
     });
   }
 
-  // The hierarchy's finest level is its own matrix, whatever multiplies: with another one PCG
-  // stalls.
+  // The hierarchy's finest level is its own matrix, even if another one multiplies. With another
+  // matrix here PCG stalls.
   HYPRE_Int precondition(HYPRE_Vector r, HYPRE_Vector z) override {
     return HYPRE_BoomerAMGSolve(amg_, object(matrices_[0]), reinterpret_cast<HYPRE_ParVector>(r),
                                 reinterpret_cast<HYPRE_ParVector>(z));

@@ -1,4 +1,4 @@
-// Calls of hypre that may fail on one rank alone, and what all systems of this process share.
+// Calls of hypre that may fail on one rank alone, and the state that all systems share.
 #pragma once
 
 #include <HYPRE.h>
@@ -19,20 +19,20 @@ struct Totals {
   int64_t setups = 0, solves = 0;
 };
 
-// Of this process, over all systems.
+// Sums over all systems of this process.
 inline Totals totals;
 inline bool initialized = false;
-// The communication library's, where the watchdog looks.
+// The communication library's record, which the watchdog reads.
 inline Record* watched = nullptr;
-// Tells the guard that a solve has failed, and that messages may be left over.
+// Tells the guard that a solve has failed, so that messages may remain unreceived.
 inline void (*failed)() = nullptr;
 
-// Ranks meet at the head of a solve: how long one waits there is the watchdog's affair. What
-// follows may take its time.
+// Ranks meet at the start of a solve. The watchdog limits the time of waiting there, but not the
+// time of the solve.
 class Meeting {
  public:
   explicit Meeting(int64_t site) {
-    int64_t none = 0;  // else another thread waits, for what is watched already
+    int64_t none = 0;  // otherwise another thread waits, and is watched
     if (!watched || !watched->start_ns.compare_exchange_strong(none, now_ns())) return;
     meets_ = true;
     watched->operation.store("solve", std::memory_order_relaxed);
@@ -48,8 +48,8 @@ class Meeting {
   bool meets_ = false;
 };
 
-// The first failing call of hypre; the calls after it are skipped. A rank that fails alone skips
-// alone: `agree` stands before whatever ranks do together.
+// Keeps the first failing call of hypre and skips the calls after it. A rank that fails alone skips
+// alone, so `agree` precedes everything that ranks do together.
 class Calls {
  public:
   explicit Calls(MPI_Comm comm) : comm_(comm) { HYPRE_ClearAllErrors(); }
@@ -57,7 +57,7 @@ class Calls {
   template <class F>
   void operator()(const char* name, F&& call) {
     if (failed()) return;
-    const HYPRE_Int code = call() & ~HYPRE_ERROR_CONV;  // convergence is judged by the residual
+    const HYPRE_Int code = call() & ~HYPRE_ERROR_CONV;  // the residual decides about convergence
     if (!code) return;
     char text[512] = "";
     HYPRE_DescribeError(code, text);
@@ -70,7 +70,7 @@ class Calls {
   bool failed() const { return !message_.empty(); }
   const std::string& message() const { return message_; }
 
-  // Collective. Any rank's failure is every rank's, with the message of the last rank that failed.
+  // Collective. A failure on any rank fails all ranks, with the message of the last rank that failed.
   bool agree() {
     HYPRE_ClearAllErrors();
     int rank = 0, worst = 0;
@@ -89,7 +89,7 @@ class Calls {
  private:
   MPI_Comm comm_;
   std::string message_;
-  bool agreed_ = false;  // the message is every rank's
+  bool agreed_ = false;  // all ranks have the message
 };
 
 }  // namespace mpigrad::hypre

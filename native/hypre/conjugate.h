@@ -1,7 +1,6 @@
-// Conjugate gradients on hypre's vectors, by hypre's own kernels, in the order of hypre's PCG. What
-// that one does besides: it multiplies by A for a first guess of zero, sets z to zero before every
-// cycle, where PFMG looks at none of it, and goes through a last cycle before it asks whether the
-// residual is small enough.
+// Conjugate gradients on hypre's vectors, by hypre's own kernels, in the order of hypre's PCG. hypre's
+// PCG does more work: it multiplies by A for a first guess of zero, sets z to zero before every cycle,
+// although PFMG does not read it, and runs a last cycle before it tests the residual.
 #pragma once
 
 #include <HYPRE.h>
@@ -12,7 +11,7 @@
 
 namespace mpigrad::hypre {
 
-// hypre exports them for its Krylov methods, and declares them where its own sources look only.
+// hypre exports them for its Krylov methods, but declares them in private headers only.
 #define MPIGRAD_HYPRE_KERNELS(kind)                                                            \
   extern "C" {                                                                                 \
   void* hypre_##kind##KrylovCreateVector(void* like);                                          \
@@ -33,7 +32,7 @@ namespace mpigrad::hypre {
       hypre_##kind##KrylovMatvecCreate, hypre_##kind##KrylovMatvec,                            \
       hypre_##kind##KrylovMatvecDestroy};
 
-// Of one kind of hypre's vectors.
+// The kernels of one kind of hypre's vectors.
 struct VectorKernels {
   void* (*create)(void* like);
   HYPRE_Int (*destroy)(void* v);
@@ -41,7 +40,7 @@ struct VectorKernels {
   HYPRE_Int (*scale)(HYPRE_Complex a, void* v);
   HYPRE_Int (*axpy)(HYPRE_Complex a, void* x, void* y);  // y <- y + a x
   HYPRE_Real (*dot)(void* x, void* y);
-  void* (*plan)(void* matrix, void* x);  // of products; may be null
+  void* (*plan)(void* matrix, void* x);  // the plan of products, may be null
   // y <- a A x + b y
   HYPRE_Int (*multiply)(void* plan, HYPRE_Complex a, void* matrix, void* x, HYPRE_Complex b,
                         void* y);
@@ -60,7 +59,7 @@ class ConjugateGradients {
     if (plan_) kernels_->free_plan(plan_);
   }
 
-  // Collective: the matrix and the vectors serve as models.
+  // Collective: work vectors are made like `b`.
   void create(const VectorKernels& kernels, void* matrix, void* b) {
     if (kernels_) return;
     kernels_ = &kernels;
@@ -68,9 +67,9 @@ class ConjugateGradients {
     plan_ = kernels.plan(matrix, b);
   }
 
-  // Collective: from x, which is zero unless it is `guessed`, until <r, r> <= small, matrix or
-  // preconditioner turn out not to be positive definite, or a number is not finite.
-  // `precondition(r, z)`: z <- M r. Returns the number of iterations.
+  // Collective: iterates from x, which is zero unless it is `guessed`. Ends when <r, r> <= small, when
+  // the matrix or the preconditioner is found not to be positive definite, or when a value is not
+  // finite. `precondition(r, z)` is z <- M r. Returns the number of iterations.
   template <class Precondition>
   int64_t solve(void* matrix, void* b, void* x, bool guessed, double small, int64_t max_steps,
                 Precondition&& precondition) {
@@ -102,7 +101,7 @@ class ConjugateGradients {
     return max_steps;
   }
 
-  // <p, A p> / <p, p> of the direction that the last solve could not go along; 0 if it met none.
+  // <p, A p> / <p, p> of the direction of negative curvature that ended the last solve, or 0.
   double curvature() const { return curvature_; }
 
  private:

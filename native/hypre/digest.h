@@ -1,5 +1,5 @@
-// A digest of values: equal where they are equal to the bit, and else, but for one chance in 2^64 or
-// less, another one. Reading is all it costs, where keeping a copy would write and read it as well.
+// A digest of values: the same if they are equal to the bit, and different if not, except for one
+// chance in 2^64 or less. It costs one reading, while a copy would be written and read as well.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@ namespace mpigrad::hypre {
 
 class Digest {
  public:
-  // Values are added in parts, always the same ones.
+  // Values are added in the same parts each time.
   void add(const double* values, size_t size) {
     size_t k = 0;
     for (; k + kLanes <= size; k += kLanes) {
@@ -23,10 +23,10 @@ class Digest {
   bool operator==(const Digest& other) const { return lanes_ == other.lanes_; }
 
  private:
-  static constexpr size_t kLanes = 32;  // one alone would wait for itself in every multiplication
+  static constexpr size_t kLanes = 32;  // a single lane would wait for the result of each multiplication
 
-  // Of what a lane held and of what it is given, each determines the result where the other is
-  // fixed: one value that differs always shows.
+  // A bijection of the lane for a fixed value, and of the value for a fixed lane: one value that
+  // differs always changes the digest.
   void mix(size_t lane, const double* value) {
     uint64_t bits;
     std::memcpy(&bits, value, sizeof(bits));

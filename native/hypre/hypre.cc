@@ -2,10 +2,10 @@
 // preconditioner, or the multigrid cycle alone.
 //
 // A System is one sparsity structure on one communicator with one multigrid configuration. It keeps
-// the matrix and its multigrid hierarchy from call to call while the values stay bit-equal on every
-// rank, so that the adjoint solve of a symmetric system does no set-up.
+// the matrix and its multigrid hierarchy between calls while the values are equal to the bit on every
+// rank, so that the adjoint solve of a symmetric system needs no set-up.
 //
-// Unlike the communication library this one links MPI: the MPI that hypre was built with. Python
+// Unlike the communication library, this one links the MPI that hypre was built with. Python
 // compares the marker below with the MPI that mpi4py runs on before it loads this library.
 #include "hypre/assembled.h"
 #include "hypre/structured.h"
@@ -36,7 +36,7 @@
 #endif
 #define MPIGRAD_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Found by Python in the bytes of this file, before it is loaded.
+// Python finds it in the bytes of the library before loading it.
 MPIGRAD_EXPORT const char mpigrad_hypre_marker[] = "mpigrad-hypre-built-with:" MPIGRAD_MPI;
 
 namespace {
@@ -44,64 +44,60 @@ namespace {
 namespace ffi = xla::ffi;
 using namespace mpigrad::hypre;
 
-constexpr int kInfo = 5;  // numbers reported per right-hand side
+constexpr int kInfo = 5;  // entries of the info of each right-hand side
 
 std::mutex mutex;  // hypre keeps global state
 std::unordered_map<int64_t, std::unique_ptr<System>> systems;
 int64_t next_id = 1;
 
-std::string describe(const Answer& a, const Request& q, std::string_view name) {
-  const std::string rank = std::to_string(a.rank);
+// The texts begin with the sentences of mpigrad.solution.Result.
+std::string describe(const Answer& a, const Request& q, std::string_view solver) {
+  const std::string rank = std::to_string(a.rank), name(solver);
   std::string check = q.method == kPCG ? "check that the matrix is positive definite"
                                        : "check the matrix, or try another relaxation or method";
-  if (name.find("PFMG") != std::string_view::npos) {
+  if (name.find("PFMG") != std::string::npos) {
     check += ", or take BoomerAMG(), which suits coefficients that jump";
   }
-  char numbers[160] = "";
+  char residual[80] = "", tolerance[80] = "";
+  std::snprintf(residual, sizeof residual, "the relative residual is %.3g after %d steps",
+                a.residual, static_cast<int>(a.iterations));
+  std::snprintf(tolerance, sizeof tolerance, "above the tolerance %.3g", q.tolerance);
   switch (a.outcome) {
     case kConverged:
       return "";
     case kMaxSteps:
-      std::snprintf(numbers, sizeof numbers,
-                    "the relative residual is %.3g after %d iterations, above the tolerance %.3g. "
-                    "Raise max_steps=%lld",
-                    a.residual, static_cast<int>(a.iterations), q.tolerance,
-                    static_cast<long long>(q.max_steps));
-      return std::string(name) + " did not converge: " + numbers + ", loosen rtol, or " + check +
-             "; solve(..., throw=False) returns what was reached.";
+      return name + " did not converge: max_steps steps were taken before the tolerance was met, "
+             "and " + residual + ", " + tolerance + ". Raise max_steps=" +
+             std::to_string(q.max_steps) + ", loosen rtol, or " + check +
+             ". solve(..., throw=False) returns the last iterate.";
     case kNotFinite:
-      return "the matrix, the right-hand side or x0 holds NaN or infinity on rank " + rank +
-             ". Look for a division by zero or an overflow in what computes them.";
+      return "NaN or infinity appeared: the matrix, the right-hand side or x0 holds such a value on "
+             "rank " + rank + ". Look for a division by zero or an overflow in the code that "
+             "computes them.";
     case kNotPositive:
       if (a.rank < 0) {
-        return "the matrix is not positive definite: PCG has met a direction p with <p, A p> < 0 "
-               "after " + std::to_string(a.iterations) + " iterations. If -A is positive definite, "
-               "solve with -A and -b instead; else solve by GMRES or BiCGStab.";
+        return "the matrix is not positive definite: PCG has found a direction p with <p, A p> < 0 "
+               "after " + std::to_string(a.iterations) + " steps. If -A is positive definite, "
+               "solve with -A and -b. Otherwise solve with GMRES() or BiCGStab().";
       }
       return "the matrix is not positive definite: a diagonal entry on rank " + rank +
-             " is zero or negative. If all are negative, solve with -A and -b instead; if only "
-             "some are, solve by GMRES.";
+             " is zero or negative, but PCG needs a positive definite matrix. If all are negative, "
+             "solve with -A and -b. Otherwise solve with GMRES().";
     case kNotSymmetric:
-      return "the matrix is not symmetric; PCG takes symmetric positive definite matrices only. "
-             "Check that entries (i, j) and (j, i) get the same value, also where i and j belong "
-             "to different ranks, or solve by GMRES or BiCGStab.";
+      return "the matrix is not symmetric, but this solver needs a symmetric one. Give entries "
+             "(i, j) and (j, i) the same value, also if i and j belong to different ranks, or solve "
+             "with GMRES() or BiCGStab().";
     case kZeroDiagonal:
-      return "a diagonal entry on rank " + rank + " is zero, and " + std::string(name) +
-             " divides by it. Is the matrix singular? If not, reorder its rows, or solve by "
+      return "the preconditioner divides by a zero on the diagonal: " + name + " found it on rank " +
+             rank + ". Check that the matrix is not singular, reorder its rows, or solve with "
              "GMRES(preconditioner=None).";
     case kStagnated:
-      std::snprintf(numbers, sizeof numbers,
-                    "the relative residual gets no lower than %.3g (after %d iterations). The "
-                    "matrix is singular, or the tolerance %.3g is below what rounding allows",
-                    a.residual, static_cast<int>(a.iterations), q.tolerance);
-      return std::string(name) + " did not converge: " + numbers +
-             "; loosen rtol, or solve(..., throw=False) for what was reached.";
+      return name + " did not converge: rounding errors allow no smaller residual, and " +
+             residual + ", " + tolerance + ". Check that the matrix is not singular, or loosen "
+             "rtol. solve(..., throw=False) returns the last iterate.";
     case kBreakdown:
-      std::snprintf(numbers, sizeof numbers, "broke down after %d iterations at the relative "
-                    "residual %.3g", static_cast<int>(a.iterations), a.residual);
-      return std::string(name) + " " + numbers +
-             ": it divided by zero, or the residual grew without bound. The matrix may be "
-             "singular; " + check + ".";
+      return name + " did not converge: the method broke down: it divided by zero, or its numbers "
+             "overflowed, and " + residual + ". The matrix may be singular: " + check + ".";
   }
   return "";
 }
@@ -109,9 +105,9 @@ std::string describe(const Answer& a, const Request& q, std::string_view name) {
 using Numbers = ffi::Buffer<ffi::F64, 2>;
 using List = ffi::Buffer<ffi::F64, 1>;
 
-// values (1 or B, entries), b (B, n), x0 (B, n) or for zeros (B, 0), known (0 or 1: the number of the
-// values, where they are those of an earlier solve) -> x (B, n), info (B, kInfo)
-ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, List known, ffi::Result<ffi::Token>,
+// values (1 or B, entries), b (B, n), x0 (B, n) or for zeros (B, 0), values_id (0 or 1: the id of the
+// values, if they are those of an earlier solve) -> x (B, n), info (B, kInfo)
+ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, List values_id, ffi::Result<ffi::Token>,
                  ffi::Result<Numbers> x, ffi::Result<Numbers> info, int64_t system, int64_t method,
                  int64_t restart, double rtol, int64_t max_steps, bool throws, int64_t site,
                  std::string_view name, std::string_view where) {
@@ -119,14 +115,14 @@ ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, List known, 
   const auto found = systems.find(system);
   if (found == systems.end()) {
     return ffi::Error::InvalidArgument(
-        "mpigrad: solve: the matrix's pattern is gone, or Python is ending");
+        "solve: the matrix's pattern was freed, or Python is ending. Keep the pattern.");
   }
   System& s = *found->second;
   const auto vs = values.dimensions(), bs = b.dimensions(), xs = x0.dimensions();
   if (vs[1] != s.entries() || bs[1] != s.rows() || xs[0] != bs[0] ||
       (xs[1] != bs[1] && xs[1] != 0) ||
       (vs[0] != 1 && vs[0] != bs[0])) {
-    return ffi::Error::InvalidArgument("mpigrad: solve: the arrays don't fit the pattern");
+    return ffi::Error::InvalidArgument("solve: the arrays do not fit the pattern. Report this as a bug of mpigrad.");
   }
   if (!initialized) HYPRE_Init();
   initialized = true;
@@ -136,10 +132,10 @@ ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, List known, 
                 static_cast<long long>(bs[0]));
   const int identity = static_cast<int>(std::hash<std::string_view>{}(asked) & 0x7fffffff);
   const Request request{static_cast<Method>(method), restart, rtol, max_steps, site, identity};
-  const std::string head = "mpigrad: solve, " + std::string(where) + ": ";
+  const std::string head = "solve, " + std::string(where) + ": ";
   const bool own_values = vs[0] > 1;
-  const bool same = !own_values && s.ready() && known.element_count() == 1 &&
-                    known.typed_data()[0] == static_cast<double>(s.number());
+  const bool same = !own_values && s.ready() && values_id.element_count() == 1 &&
+                    values_id.typed_data()[0] == static_cast<double>(s.number());
   for (int64_t k = 0; k < bs[0]; ++k) {
     Answer answer;
     const std::string error =
@@ -202,8 +198,8 @@ MPIGRAD_EXPORT const char* mpigrad_hypre_version() { return "hypre " HYPRE_RELEA
 
 MPIGRAD_EXPORT int mpigrad_hypre_bigint_bits() { return 8 * sizeof(HYPRE_BigInt); }
 
-// Local: notes the structure. row_starts (n + 1), columns (entries) in the order of the rows;
-// order (entries) or null. The communicator stays the caller's.
+// Local: stores the structure. row_starts (n + 1), columns (entries) in row order, and order
+// (entries) or null. The caller keeps the communicator.
 MPIGRAD_EXPORT int64_t mpigrad_hypre_create_assembled(int comm, int64_t first, int64_t n,
                                                       const int64_t* row_starts,
                                                       const int64_t* columns, const int64_t* order,
@@ -212,9 +208,9 @@ MPIGRAD_EXPORT int64_t mpigrad_hypre_create_assembled(int comm, int64_t first, i
   return keep(std::make_unique<Assembled>(given, *options));
 }
 
-// Local: notes a stencil on this rank's tile of a grid. shape, lower and upper (3 each, upper not in
-// the tile) and steps (n_given + n_zero, 3) in hypre's order of the axes; values come offset after
-// offset for the given ones, the others are zero.
+// Local: stores a stencil on this rank's tile of a grid. shape, lower and upper (3 each, upper not in
+// the tile) and steps (n_given + n_zero, 3) are in hypre's order of the axes. Values of the given
+// offsets come offset after offset. The others are zero.
 MPIGRAD_EXPORT int64_t mpigrad_hypre_create_structured(int comm, int64_t first, int axes,
                                                        const int64_t* shape, const int64_t* lower,
                                                        const int64_t* upper, int64_t n_given,
@@ -239,13 +235,13 @@ MPIGRAD_EXPORT void mpigrad_hypre_destroy(int64_t id) {
   systems.erase(id);
 }
 
-// What the communication library has: the record where the watchdog looks, and who is told of failures.
+// From the communication library: the record that the watchdog reads, and the callback for failures.
 MPIGRAD_EXPORT void mpigrad_hypre_watch(void* record, void (*tell)()) {
   failed = tell;
   watched = static_cast<mpigrad::Record*>(record);
 }
 
-// Seconds of set-up and of solving on this rank; the numbers of both, and of systems kept now.
+// Seconds of set-up and of solving on this rank, the counts of both, and the count of systems now.
 MPIGRAD_EXPORT void mpigrad_hypre_totals(double* seconds, int64_t* counts) {
   std::lock_guard<std::mutex> guard(mutex);
   seconds[0] = totals.setup_seconds;
@@ -255,7 +251,7 @@ MPIGRAD_EXPORT void mpigrad_hypre_totals(double* seconds, int64_t* counts) {
   counts[2] = static_cast<int64_t>(systems.size());
 }
 
-// Before MPI ends: frees everything. Where MPI has ended already, hypre's objects are left alone.
+// Frees everything before MPI ends. If MPI has ended already, hypre's objects are left alone.
 MPIGRAD_EXPORT void mpigrad_hypre_finalize() {
   std::lock_guard<std::mutex> guard(mutex);
   int ended = 0;

@@ -1,5 +1,4 @@
-// hypre's Krylov methods behind one interface. They are the same for every kind of matrix that
-// hypre has, but for how they are made.
+// hypre's Krylov methods behind one interface. Only their creation depends on the kind of matrix.
 #pragma once
 
 #include <HYPRE.h>
@@ -12,10 +11,10 @@
 
 namespace mpigrad::hypre {
 
-// The numbers of sparse/hypre.py. Cycles: the multigrid cycle alone, repeated.
+// The numbers of `LinearSolver.hypre_method`. Cycles: the multigrid cycle alone, repeated.
 enum Method : int64_t { kPCG = 0, kGMRES = 1, kBiCGStab = 2, kCycles = 3 };
 
-// How one kind of matrix (IJ, structured) makes and frees a method.
+// The functions that make and free a method for one kind of matrix (IJ, structured).
 struct Maker {
   HYPRE_Int (*create)(MPI_Comm, HYPRE_Solver*);
   HYPRE_Int (*destroy)(HYPRE_Solver);
@@ -40,8 +39,8 @@ inline constexpr KrylovFunctions kKrylov[] = {
      HYPRE_BiCGSTABSetTol, HYPRE_BiCGSTABSetMaxIter, HYPRE_BiCGSTABGetNumIterations},
 };
 
-// One method with its work vectors, bound to a preconditioner z <- M r that is a function of ours:
-// what multiplies is given with each solve, what preconditions is that function's affair.
+// One method with its work vectors, bound to our function z <- M r, the preconditioner. The matrix is
+// given with each solve.
 class Krylov {
  public:
   Krylov() = default;
@@ -69,8 +68,8 @@ class Krylov {
     call(functions_->name, [&] { return functions_->setup(solver_, a, b, x); });
   }
 
-  // Collective: from the present x. Returns the iterations. What hypre says of the residual is not
-  // asked for: a recurrence may promise what a singular matrix cannot keep.
+  // Collective: iterates from the present x and returns the number of iterations. hypre's residual is
+  // not read: for a singular matrix its recurrence may be far below the true residual.
   HYPRE_Int solve(HYPRE_Matrix a, HYPRE_Vector b, HYPRE_Vector x, double tolerance,
                   int64_t max_steps, Calls& call) {
     HYPRE_Int iterations = 0;
@@ -78,7 +77,7 @@ class Krylov {
     const auto steps = static_cast<HYPRE_Int>(max_steps);
     call(functions_->name, [&] { return functions_->set_tolerance(solver_, tolerance); });
     call(functions_->name, [&] { return functions_->set_max_steps(solver_, steps); });
-    // The generic error stands for NaN in the iterations: the residual will show it.
+    // The generic error means NaN in the iterations, which the residual will show.
     call(functions_->name,
          [&] { return functions_->solve(solver_, a, b, x) & ~HYPRE_ERROR_GENERIC; });
     HYPRE_ClearAllErrors();

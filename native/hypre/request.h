@@ -1,4 +1,4 @@
-// What is asked of a system, and what it answers.
+// The request to a system, and its answer.
 #pragma once
 
 #include <HYPRE.h>
@@ -10,7 +10,7 @@
 
 namespace mpigrad::hypre {
 
-// What came of a solve; the same numbers as mpigrad.sparse.Result.
+// The end of a solve, with the numbers of mpigrad.solution.Result.
 enum Outcome {
   kConverged = 0,
   kMaxSteps = 1,
@@ -24,22 +24,22 @@ enum Outcome {
 
 struct Request {
   Method method;
-  int64_t restart;  // GMRES: its vectors
+  int64_t restart;  // GMRES: the number of its vectors
   double tolerance;
   int64_t max_steps;
-  int64_t site;  // number of the source line that asks
-  int identity;  // of all that ranks must ask for alike, positive
+  int64_t site;  // id of the user's source line
+  int identity;  // hash of the settings that must be the same on all ranks, positive
 };
 
 struct Answer {
   Outcome outcome = kConverged;
-  int rank = -1;  // the rank at fault, where there is one
+  int rank = -1;  // the rank at fault, or -1
   HYPRE_Int iterations = 0;
   double residual = 0;  // |b - Ax| / |b|
 };
 
-// A rank's part of a sparsity structure, as Python hands it over: columns in the order of the rows,
-// and where each stands among the caller's values (null: there, too).
+// A rank's part of a sparsity structure, as Python passes it: columns in row order, and the position
+// of each entry among the caller's values (null: in row order, too).
 struct Structure {
   MPI_Comm comm;
   int64_t first, n;
@@ -48,7 +48,7 @@ struct Structure {
   int64_t entries() const { return row_starts[n]; }
 };
 
-// A number in (-1, 1) that depends on the global row alone, so that a verdict is the same for any
+// A value in (-1, 1) that depends on the global row alone, so that a verdict is the same for any
 // number of ranks (the finalizer of splitmix64).
 inline double noise(int64_t row, uint64_t seed) {
   uint64_t z = static_cast<uint64_t>(row) * 0x9E3779B97F4A7C15ull + seed;

@@ -10,7 +10,7 @@
 #include "hypre/system.h"
 #include "hypre/tile.h"
 
-// hypre exports them, but declares them where its own sources look only.
+// hypre exports it, but declares it in private headers only.
 extern "C" HYPRE_Real hypre_StructInnerProd(HYPRE_StructVector x, HYPRE_StructVector y);
 
 namespace mpigrad::hypre {
@@ -20,7 +20,7 @@ MPIGRAD_HYPRE_KERNELS(Struct)
 // One PFMG configuration, laid out as the ctypes structure in sparse/pfmg.py.
 struct PFMGOptions {
   int32_t coarse_operator, relaxation, sweeps, skips_relaxation, max_levels, keeps_stale;
-  int32_t symmetric;  // only one of the entries (i, j), (j, i) is handed to hypre
+  int32_t symmetric;  // hypre gets only one of the entries (i, j), (j, i)
 };
 
 class Structured final : public System {
@@ -188,7 +188,7 @@ class Structured final : public System {
   }
 
   double residual(int slot, Calls& call) override {
-    // A x - b: for b - A x hypre goes through the vector once more.
+    // A x - b: for b - A x hypre reads the vector once more.
     call("HYPRE_StructMatrixMatvec", [&] {
       return HYPRE_StructMatrixMatvec(1, matrices_[slot], solution_, -1, rhs_);
     });
@@ -209,7 +209,7 @@ class Structured final : public System {
     });
   }
 
-  // One pass for all that is asked of the values, line by line: symmetry while they are in the cache.
+  // One pass for all checks of the values, line by line, while they are in the cache.
   void examine(const double* values, Digest& digest, bool& bad) override {
     asymmetry_.begin(values);
     const Box& cells = tile_.cells;
@@ -227,8 +227,8 @@ class Structured final : public System {
     }
   }
 
-  // Collective. Entry by entry within a tile: cheaper than products, and needed before half of the
-  // entries are dropped.
+  // Collective. Entries within a tile are compared one by one: cheaper than products, and needed
+  // before half of the entries are dropped.
   bool symmetric(Calls&) override { return asymmetry_.none(comm_); }
 
   void set(HYPRE_StructVector to, const double* from, Calls& call) {
@@ -243,9 +243,9 @@ class Structured final : public System {
 
   Tile tile_;
   PFMGOptions options_;
-  std::vector<Entry> entries_;                  // the stencil's, completed; in order of the values
-  std::vector<const Entry*> stencil_entries_;  // those that hypre is given
-  Asymmetry asymmetry_;  // of the values examined last
+  std::vector<Entry> entries_;                  // of the completed stencil, in the order of the values
+  std::vector<const Entry*> stencil_entries_;  // the entries that hypre gets
+  Asymmetry asymmetry_;  // of the last values
   HYPRE_Int lower_[kAxes], upper_[kAxes];
   HYPRE_StructGrid grid_ = nullptr;
   HYPRE_StructStencil stencil_ = nullptr;

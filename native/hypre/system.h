@@ -1,6 +1,6 @@
-// One sparse system that hypre keeps from call to call: what multiplies (the matrix), what
-// preconditions (a multigrid hierarchy, perhaps of an earlier matrix), and how it is solved. Which
-// of hypre's kinds of matrices it is made of is the derived class's affair.
+// One sparse system that hypre keeps between calls: the matrix, the preconditioner (a multigrid
+// hierarchy, perhaps of an earlier matrix), and the methods that solve it. The derived class has one
+// of hypre's kinds of matrices.
 #pragma once
 
 #include <algorithm>
@@ -22,11 +22,11 @@
 
 namespace mpigrad::hypre {
 
-// Sums over arrays take several at once: one alone would wait for itself in every addition.
+// Sums over arrays have several lanes: a single sum would wait for the result of each addition.
 constexpr int kLanes = 32;
 
 inline bool all_finite(const double* v, size_t size) {
-  double spoilt[kLanes] = {};  // x - x is 0 or, for infinities and NaN, NaN
+  double spoilt[kLanes] = {};  // x - x is 0, or NaN for infinities and NaN
   size_t k = 0;
   for (; k + kLanes <= size; k += kLanes) {
     for (int lane = 0; lane < kLanes; ++lane) spoilt[lane] += v[k + lane] - v[k + lane];
@@ -58,7 +58,7 @@ class System {
       if (diagonal != end) diagonal_.push_back(static_cast<int32_t>(diagonal - given.columns));
     }
   }
-  // Values in the caller's order; the derived class notes the diagonal.
+  // Values in the caller's order. The derived class sets `diagonal_`.
   System(MPI_Comm comm, int64_t first, int64_t n, int64_t entries, bool keeps_stale)
       : comm_(comm),
         first_(first),
@@ -72,44 +72,44 @@ class System {
   int64_t rows() const { return n_; }
   int64_t entries() const { return static_cast<int64_t>(entries_); }
   int64_t setups() const { return setups_; }
-  int64_t number() const { return number_; }  // of the latest values; equal on all ranks
+  int64_t number() const { return number_; }  // id of the latest values, the same on all ranks
   bool ready() const { return ready_; }
 
-  // Collective. Without `compare` the values are known to be the latest; `guess` may be null. Returns an error message,
-  // the same on every rank, if hypre itself failed.
+  // Collective. Without `compare` the values must be the latest ones. `guess` may be null. Returns an
+  // error message, the same on every rank, if hypre itself failed.
   std::string solve(const double* values, bool compare, const double* b, const double* guess,
                     const Request& request, double* x, Answer& answer);
 
  protected:
-  // ---- what a kind of matrices has to offer; collective unless it says "local" ----
-  // Both matrices have slots: 0 is what the hierarchy was made of, 1 holds later values.
+  // ---- the interface of a kind of matrices, collective unless marked "local" ----
+  // There are two matrices: slot 0 has the values of the hierarchy, slot 1 later values.
   virtual void create(Calls& call) = 0;          // vectors and preconditioner, once
-  virtual void fill(int slot, Calls& call) = 0;  // the values; makes the matrix at first
-  virtual void set_up(Calls& call) = 0;          // the preconditioner, of slot 0
+  virtual void fill(int slot, Calls& call) = 0;  // the values, and at first the matrix
+  virtual void set_up(Calls& call) = 0;          // the preconditioner of slot 0
   virtual HYPRE_Int precondition(HYPRE_Vector r, HYPRE_Vector z) = 0;  // z <- M r
-  virtual HYPRE_Int from_zero(HYPRE_Vector r, HYPRE_Vector z) = 0;     // the same, whatever z is
+  virtual HYPRE_Int from_zero(HYPRE_Vector r, HYPRE_Vector z) = 0;     // the same, and z need not be zero
   virtual const VectorKernels& kernels() = 0;                          // local
   virtual HYPRE_Matrix matrix(int slot) = 0;                           // local
   virtual HYPRE_Vector rhs() = 0;                                      // local
   virtual HYPRE_Vector solution() = 0;                                 // local
   virtual const Maker& maker(Method method) = 0;                       // local
   virtual void set_rhs(const double* b, Calls& call) = 0;              // local
-  virtual void set_solution(const double* x, Calls& call) = 0;         // local; null: zeros
+  virtual void set_solution(const double* x, Calls& call) = 0;         // local, null: zeros
   virtual void get_solution(double* x, Calls& call) = 0;               // local
   virtual void multiply(int slot, Calls& call) = 0;                    // solution <- A rhs
-  virtual double residual(int slot, Calls& call) = 0;  // rhs <- +-(b - A x); its two-norm
-  virtual void correct(Calls& call) = 0;               // x <- x + M r, of that residual
-  virtual bool symmetric(Calls& call);  // are the values? May overwrite rhs and solution
-  // Local: looks at the caller's values, always in the same order.
+  virtual double residual(int slot, Calls& call) = 0;  // rhs <- +-(b - A x), returns its two-norm
+  virtual void correct(Calls& call) = 0;               // x <- x + M r for that residual
+  virtual bool symmetric(Calls& call);  // true if the values are; may overwrite rhs and solution
+  // Local: reads the caller's values, each time in the same order.
   virtual void examine(const double* values, Digest& digest, bool& bad);
 
   MPI_Comm comm_ = MPI_COMM_NULL;
   int64_t first_ = 0, n_ = 0;
-  const double* latest_ = nullptr;  // values in row order, while a solve lasts
-  std::vector<int32_t> diagonal_;   // where each row's diagonal entry stands among them
+  const double* latest_ = nullptr;  // values in row order, during a solve
+  std::vector<int32_t> diagonal_;   // the position of each row's diagonal entry among them
 
  private:
-  // What a rank knows about its part of the system, in one MAX reduction (ranks counted from 1).
+  // The findings of a rank about its part of the system, in one MAX reduction (ranks from 1).
   enum Flag { kChanged, kBadValue, kBadVector, kBadDiagonal, kNonzeroRhs, kNonzeroGuess,
               kRequest, kMinusRequest, kFlags };
 
@@ -135,28 +135,28 @@ class System {
 
   bool keeps_stale_;
   size_t entries_ = 0;
-  std::vector<int32_t> order_;   // where each entry stands among the caller's values; or empty
-  std::vector<double> ordered_;  // the latest values in row order, where the caller's are not
-  Digest digest_;                // of the latest values
+  std::vector<int32_t> order_;   // each entry's position among the caller's values, or empty
+  std::vector<double> ordered_;  // the latest values in row order, if the caller's are not
+  Digest digest_;                // digest of the latest values
   int64_t number_ = 0;
   bool created_ = false;
-  bool ready_ = false;      // the matrix that multiplies holds the latest values, on every rank
-  bool hierarchy_ = false;  // there is one, of slot 0
-  int multiplies_ = 0;      // slot
-  // In the latest values, on this rank.
+  bool ready_ = false;      // the matrix has the latest values, on every rank
+  bool hierarchy_ = false;  // slot 0 has one
+  int multiplies_ = 0;      // the slot of the matrix that multiplies
+  // Findings in the latest values on this rank.
   bool bad_value_ = false, zero_diagonal_ = false, negative_diagonal_ = false;
-  int symmetry_ = -1;                              // of the latest values: unknown, no, yes
+  int symmetry_ = -1;                              // of the latest values: -1 unknown, 0 no, 1 yes
   int64_t setups_ = 0;
-  bool holds_rhs_ = false;  // hypre's vector of the right-hand side, not a residual
+  bool holds_rhs_ = false;  // hypre's vector has the right-hand side, not a residual
   ConjugateGradients conjugate_gradients_;
   std::map<std::pair<Method, int64_t>, Krylov> krylov_;
-  // Most iterations, by method, of a solve whose matrix the hierarchy was made of.
+  // By method, the most iterations of a solve with the hierarchy of its own matrix.
   std::map<std::pair<Method, int64_t>, int64_t> usual_;
 };
 
 // ---- values: the same as before, finite, symmetric? ----
 
-// Are the caller's values others than the last time, to the bit? Notes what no solve can start from.
+// True if the caller's values differ from the last ones in any bit. Records values that are not finite.
 inline bool System::changed(const double* values) {
   Digest digest;
   bool bad = false;
@@ -183,7 +183,7 @@ inline void System::inspect_diagonal() {
   const int64_t size = static_cast<int64_t>(diagonal_.size());
   const double* first = latest_ + diagonal_.front();
   int zeros = 0, negatives = 0;
-  if (diagonal_.back() - diagonal_.front() == size - 1) {  // without gaps, as in a stencil's values
+  if (diagonal_.back() - diagonal_.front() == size - 1) {  // without gaps, as in the values of a stencil
     for (int64_t i = 0; i < size; ++i) {
       zeros |= first[i] == 0;
       negatives |= first[i] < 0;
@@ -220,7 +220,7 @@ inline double System::inspect(const double* values, bool compare, const double* 
   return squares;
 }
 
-// Collective: is w.Au = u.Aw for two noise vectors? Overwrites right-hand side and solution. Rows
+// Collective: true if w.Au = u.Aw for two noise vectors. Overwrites right-hand side and solution. Rows
 // and columns are scaled by the diagonal: a row of huge entries would hide all others.
 inline bool System::symmetric(Calls& call) {
   std::vector<double> vector(n_), scale(n_, 1.0);
@@ -242,13 +242,13 @@ inline bool System::symmetric(Calls& call) {
     }
   }
   MPI_Allreduce(sums, all, 4, MPI_DOUBLE, MPI_SUM, comm_);
-  // |w.Au - u.Aw| against the size that it has for matrices without any symmetry.
+  // |w.Au - u.Aw|, compared with its size for matrices without any symmetry.
   return std::abs(all[0] - all[2]) <= 1e-9 * (std::sqrt(all[1]) + std::sqrt(all[3]));
 }
 
-// ---- the hierarchy: of these values, or of earlier ones ----
+// ---- the hierarchy, of these values or of earlier ones ----
 
-// Collective: a hierarchy of the values.
+// Collective: sets up a hierarchy of the values.
 inline void System::renew(Calls& call) {
   if (multiplies_ != 0 || !ready_) {
     multiplies_ = 0;
@@ -262,7 +262,7 @@ inline void System::renew(Calls& call) {
   ++totals.setups;
 }
 
-// Collective: makes matrix and hierarchy fit the values. False where the answer is known.
+// Collective: makes matrix and hierarchy fit the values. False if the answer is known without a solve.
 inline bool System::take(const Request& request, bool changed, Answer& answer, Calls& call) {
   const double start = MPI_Wtime();
   if (changed) {
@@ -275,7 +275,7 @@ inline bool System::take(const Request& request, bool changed, Answer& answer, C
     fill(multiplies_, call);
     ready_ = call.agree();
   }
-  // Looked at with every new values, since the adjoint relies on it: two products beside a set-up.
+  // Checked for all new values, since the adjoint relies on it: two products next to a set-up.
   if (request.method == kPCG && symmetry_ < 0 && !call.failed()) {
     symmetry_ = symmetric(call);
     call.agree();
@@ -290,7 +290,7 @@ inline bool System::take(const Request& request, bool changed, Answer& answer, C
 
 // ---- iterations ----
 
-// Collective: of the right-hand side, from the present solution. PCG ends where <r, r> <= small.
+// Collective: iterates from the present solution. PCG ends when <r, r> <= small.
 inline int64_t System::solve(const Request& request, double small, bool guessed, int64_t max_steps,
                              Calls& call) {
   const HYPRE_Matrix a = matrix(multiplies_);
@@ -315,8 +315,8 @@ inline int64_t System::solve(const Request& request, double small, bool guessed,
   return place->second.solve(a, rhs(), solution(), request.tolerance, max_steps, call);
 }
 
-// Collective: has PCG met a direction p with <p, A p> < 0, by more than rounding? That of a singular
-// matrix may lie along what A loses, so it is the matrix that says how much rounding is, not A p.
+// Collective: true if PCG has found a direction p with <p, A p> < 0 by more than rounding. The p of a
+// singular matrix may lie in its null space, so rounding is measured by the matrix, not by A p.
 inline bool System::indefinite() {
   double largest = 0;
   if (!(conjugate_gradients_.curvature() < 0)) return false;
@@ -325,7 +325,7 @@ inline bool System::indefinite() {
   return conjugate_gradients_.curvature() < -1e-12 * largest;
 }
 
-// A residual takes the place of b, which is given anew where it is needed once more.
+// A residual overwrites b, which is set again if it is needed once more.
 inline void System::give_rhs(const double* b, Calls& call) {
   if (holds_rhs_) return;
   set_rhs(b, call);
@@ -338,8 +338,8 @@ inline double System::residual(const double* b, Calls& call) {
   return residual(multiplies_, call);
 }
 
-// Collective: from the present solution, until the residual itself, not a recurrence, is small: where
-// the two have parted, the iterations start again, as long as that helps. `size` is |b|.
+// Collective: iterates from the present solution until the residual itself is small, not only its
+// recurrence. If the two differ, the iterations restart while that helps. `size` is |b|.
 inline void System::iterate(const Request& request, const double* b, double size,
                             bool guessed, int64_t max_steps, Answer& answer, Calls& call) {
   if (request.method == kCycles) {
@@ -366,17 +366,17 @@ inline void System::iterate(const Request& request, const double* b, double size
                                                         : kBreakdown;  // NaN, too
   if (request.method == kPCG && answer.outcome != kConverged && indefinite()) {
     answer.outcome = kNotPositive;
-    answer.rank = -1;  // of no rank in particular
+    answer.rank = -1;  // no particular rank
   }
 }
 
-// Collective: x <- x + M (b - A x), over and over.
+// Collective: repeats x <- x + M (b - A x).
 inline void System::cycle(const Request& request, const double* b, double size, int64_t max_steps,
                           Answer& answer, Calls& call) {
   answer.iterations = 0;
   const double first = residual(b, call) / size;
   answer.residual = first;
-  // Growth by orders of magnitude never ends well, and NaN fails every comparison.
+  // A residual that has grown by orders of magnitude does not recover. NaN fails every comparison.
   while (call.agree() && answer.residual > request.tolerance && answer.residual <= 1e6 * first &&
          answer.iterations < max_steps) {
     correct(call);
@@ -401,8 +401,8 @@ inline std::string System::solve(const double* values, bool compare, const doubl
     ++number_;
   }
   if (all[kRequest] != -all[kMinusRequest]) {
-    return "the ranks ask for different solves: call it with the same method, preconditioner, rtol, "
-           "max_steps and number of right-hand sides on every rank";
+    return "the ranks ask for different solves. Call solve with the same method, preconditioner, rtol, "
+           "max_steps and number of right-hand sides on every rank.";
   }
   const double nan = std::numeric_limits<double>::quiet_NaN();
   answer = Answer{};
@@ -433,7 +433,7 @@ inline std::string System::solve(const double* values, bool compare, const doubl
   double size = 0;
   MPI_Allreduce(&squares, &size, 1, MPI_DOUBLE, MPI_SUM, comm_);
   size = std::sqrt(size);
-  if (!(size > 0 && std::isfinite(size))) {  // its square is not a number that hypre can work with
+  if (!(size > 0 && std::isfinite(size))) {  // its square overflows or underflows
     answer.outcome = kBreakdown;
     answer.residual = nan;
     std::fill_n(x, n_, nan);
@@ -446,8 +446,8 @@ inline std::string System::solve(const double* values, bool compare, const doubl
   if (call.failed()) return call.message();
   if (guessed) answer.residual = residual(b, call) / size;
   if (!guessed || !(answer.residual <= request.tolerance)) {
-    // A hierarchy of earlier values gets twice the iterations of one of its own: from there on a
-    // new one is cheaper.
+    // A hierarchy of earlier values gets twice the iterations of one of the present values. Beyond
+    // that, a new one is cheaper.
     int64_t& usual = this->usual(request);
     const bool stale = multiplies_ != 0;
     const int64_t patience =

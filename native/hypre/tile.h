@@ -1,5 +1,5 @@
-// A rank's tile of a grid and the entries of a stencil on it. Axes in hypre's order: the fastest
-// first; grids with fewer axes than three have one cell along the others.
+// A rank's tile of a grid and the entries of a stencil on it. Axes are in hypre's order, the fastest
+// first. Grids with fewer than three axes have one cell along the others.
 #pragma once
 
 #include <HYPRE.h>
@@ -18,14 +18,14 @@ namespace mpigrad::hypre {
 constexpr int kAxes = 3;
 
 struct Box {
-  int64_t lower[kAxes], upper[kAxes];  // from, up to and without
+  int64_t lower[kAxes], upper[kAxes];  // upper is exclusive
 
   int64_t size() const {
     int64_t product = 1;
     for (int a = 0; a < kAxes; ++a) product *= std::max<int64_t>(0, upper[a] - lower[a]);
     return product;
   }
-  int64_t line() const { return std::max<int64_t>(0, upper[0] - lower[0]); }  // cells of one
+  int64_t line() const { return std::max<int64_t>(0, upper[0] - lower[0]); }  // cells of a line
   bool has_line(int64_t j, int64_t k) const {
     return lower[1] <= j && j < upper[1] && lower[2] <= k && k < upper[2];
   }
@@ -41,11 +41,11 @@ struct Tile {
   Box cells;
 };
 
-// All entries of one offset: they link the cells `inside` to the cells `step` further.
+// All entries of one offset. They link the cells `inside` to the cells that are `step` away.
 struct Entry {
   HYPRE_Int step[kAxes];
-  bool given;     // among the pattern's values, from `start` on; else all are zero
-  Box inside;     // the tile's cells from which the step stays in the grid
+  bool given;     // true: the pattern's values from `start` on, false: zeros
+  Box inside;     // the tile's cells whose neighbour at this step is in the grid
   int64_t start;
 
   Entry(const Tile& tile, const int64_t* along, bool is_given, int64_t from)
@@ -57,7 +57,7 @@ struct Entry {
     }
   }
 
-  // Whether the step leads to later cells (1), earlier ones (-1) or the same (0).
+  // 1 if the step leads to later cells, -1 to earlier ones, 0 to the same.
   int direction() const {
     for (int a = kAxes - 1; a >= 0; --a) {
       if (step[a]) return step[a] > 0 ? 1 : -1;
@@ -69,9 +69,9 @@ struct Entry {
   }
 };
 
-// What two opposite offsets say about each other: a(i, j) beside a(j, i) where both belong to this
-// rank; else both enter one sum over all ranks, with opposite signs and a weight of their own. Pairs
-// are measured by both diagonal entries, so that one that is huge hides nothing.
+// Compares the entries of opposite offsets. If a(i, j) and a(j, i) belong to this rank, they are
+// compared directly. Otherwise both enter one sum over all ranks, with opposite signs and a weight
+// of the pair's own. Differences are relative to both diagonal entries, so that a huge one hides none.
 class Asymmetry {
  public:
   Asymmetry(const Tile& tile, const std::vector<Entry>& entries) : tile_(tile) {
@@ -147,7 +147,7 @@ class Asymmetry {
   void across(const Entry& e, int64_t first, int64_t last, int64_t j, int64_t k) {
     if (first >= last) return;
     const double* here = values_ + e.start + e.inside.position(first, j, k);
-    const bool back = e.direction() < 0;  // then the earlier cell is the other rank's
+    const bool back = e.direction() < 0;  // then the other rank has the earlier cell
     for (int64_t i = first; i < last; ++i) {
       const int64_t x = i + back * e.step[0], y = j + back * e.step[1], z = k + back * e.step[2];
       const double value = here[i - first],
@@ -162,7 +162,7 @@ class Asymmetry {
   int64_t diagonal_start_ = 0;
   const double *values_ = nullptr, *diagonal_ = nullptr;
   int pair_ = 0;
-  double sums_[3] = {0, 0, 0};  // pairs that differ; the weighted sum; what it is measured by
+  double sums_[3] = {0, 0, 0};  // pairs that differ, the weighted sum, the sum of absolute values
 };
 
 }  // namespace mpigrad::hypre

@@ -1,9 +1,9 @@
 // Sparse sums of products as one XLA FFI handler. It links nothing.
 //
-// A Structure says which entries of three arrays meet: first (the values of a matrix), pool (own
-// entries, followed by those of other ranks, in two buffers, so that nobody copies them together)
-// and last. The sum over all meetings of first * pool * last is linear in each array; the handler
-// computes its derivative in one of them, given the others. These maps are closed under
+// A Structure lists the terms of a trilinear form: triples of entries of three arrays, first (the
+// values of a matrix), pool (own entries and ghosts, in two buffers, so that they need not be copied
+// into one) and last. The sum of first * pool * last over all triples is linear in each array. The
+// handler computes its derivative in one of them, given the others. These maps are closed under
 // differentiation: products, their adjoints and all their derivatives are the same three loops.
 #include <algorithm>
 #include <complex>
@@ -22,21 +22,21 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// Laid out as the ctypes structure in sparse/multilinear.py, which keeps the arrays alive.
+// Laid out as the ctypes structure in sparse/matrix/multilinear.py, which keeps the arrays alive.
 struct Structure {
   int64_t kind;             // kMatrix: (values, x, y); kPairs: (values, values, values); kSelection
-  int64_t first, pool, last;  // lengths; kSelection has no `first`
-  const int32_t* starts;    // kMatrix, kPairs: where rows of entries start, in row order
-  const int32_t* order;     // where each entry stands in `first`; null: as is
-  const int32_t* position;  // in the pool, of each entry; kSelection: -1 for none;
-                            // kPairs: the row of the pool, which
-  const int32_t* pool_starts;  // starts here
-  const int32_t* target;    // kPairs: where each pair of entries goes
+  int64_t first, pool, last;  // lengths (kSelection has no `first`)
+  const int32_t* starts;    // kMatrix, kPairs: the start of each row's entries, in row order
+  const int32_t* order;     // each entry's position in `first`, null: in row order
+  const int32_t* position;  // each entry's position in the pool, kSelection: -1 for zero,
+                            // kPairs: the row of the pool
+  const int32_t* pool_starts;  // kPairs: the start of each row of the pool
+  const int32_t* target;    // kPairs: the position of each product in `last`
   int64_t rows;
 };
 
-// Rows in which entry by entry stands one place further than in the row before: those of a stencil.
-// Their positions need not be read.
+// Rows in which each entry's position is one larger than in the row before, as in a stencil. Their
+// positions need not be read.
 struct Run {
   int32_t begin, end;
 };
@@ -51,15 +51,15 @@ enum Role : int64_t { kFirst = 0, kPool = 1, kLast = 2 };
 
 std::mutex mutex;
 std::unordered_map<int64_t, Kept> structures;
-// Programs name structures by number. A program that JAX's compilation cache keeps on disk must not
-// meet another process's structure, so numbers begin anywhere.
+// Programs name structures by id. A program from JAX's compilation cache on disk must not find another
+// process's structure, so ids start at a random number.
 int64_t next_number = static_cast<int64_t>(std::random_device{}()) << 24;
 
 template <class T>
 inline T times(T a, T b) {
   return a * b;
 }
-// std::complex's product looks for infinities; this is four multiplications.
+// std::complex's product checks for infinities. This one is four multiplications.
 template <class R>
 inline std::complex<R> times(std::complex<R> a, std::complex<R> b) {
   return {a.real() * b.real() - a.imag() * b.imag(), a.real() * b.imag() + a.imag() * b.real()};
@@ -132,7 +132,7 @@ void some_rows(const Structure& s, const Operands<T>& o, Role out, int64_t first
   }
 }
 
-// Rows of a run; kWidth entries in each, or `width` where it is 0.
+// The rows of a run, with kWidth entries in each, or `width` if it is 0.
 template <class T, int kWidth>
 void rows_in_step(T* v, T* const* pool, T* y, int64_t rows, int64_t width, Role out) {
   const int64_t w = kWidth ? kWidth : width;
@@ -153,7 +153,7 @@ void rows_in_step(T* v, T* const* pool, T* y, int64_t rows, int64_t width, Role 
   }
 }
 
-// Whether it could be done: a run may cross from own to other ranks' entries.
+// False if the run crosses from own entries to ghosts: then nothing is done.
 template <class T, bool kSplit>
 bool one_run(const Structure& s, const Operands<T>& o, Role out, Run run) {
   const int64_t begin = s.starts[run.begin], width = s.starts[run.begin + 1] - begin;
@@ -216,8 +216,8 @@ void matrix(const Structure& s, const std::vector<Run>& runs, const Operands<T>&
   some_rows<T, kSplit, kOrdered, kOne>(s, o, out, row, s.rows);
 }
 
-// Entry e of the left matrix meets each entry of one row of the right one; a row of the right
-// matrix lies in `own` or in `rest`.
+// Entry e of the left matrix is multiplied with each entry of one row of the right one. A row of the
+// right matrix is in `own` or in `rest`.
 template <class T, bool kSplit, bool kOrdered, bool>
 void pairs(const Structure& s, const Operands<T>& o, Role out) {
   const int64_t entries = s.starts[s.rows];
@@ -311,13 +311,13 @@ View view(const Buffer& buffer) {
 // The operands other than `out`, in the order first, own, rest, last -> the parts of `out`.
 ffi::Error contract(ffi::RemainingArgs arguments, ffi::RemainingRets results, int64_t number,
                     int64_t out) {
-  const Kept* kept = nullptr;  // stays where it is: the program keeps it alive
+  const Kept* kept = nullptr;  // its address does not change, and the program keeps it alive
   {
     std::lock_guard<std::mutex> guard(mutex);
     const auto found = structures.find(number);
     if (found == structures.end()) {
       return ffi::Error::InvalidArgument(
-          "mpigrad: a sparse product: its pattern is gone, or Python is ending");
+          "A @ x: the matrix's pattern was freed, or Python is ending. Keep the pattern.");
     }
     kept = &found->second;
   }
@@ -345,7 +345,7 @@ ffi::Error contract(ffi::RemainingArgs arguments, ffi::RemainingRets results, in
   if ((s.kind != kSelection && first.length != s.first) || own.length + rest.length != s.pool ||
       last.length != s.last || own.width != rest.width ||
       (s.kind != kPairs && own.width != last.width)) {
-    return ffi::Error::InvalidArgument("mpigrad: a sparse product: arrays don't fit the pattern");
+    return ffi::Error::InvalidArgument("A @ x: the arrays do not fit the pattern. Report this as a bug of mpigrad.");
   }
   const Role role = static_cast<Role>(out);
   switch (type) {
@@ -362,7 +362,7 @@ ffi::Error contract(ffi::RemainingArgs arguments, ffi::RemainingRets results, in
       run<std::complex<double>>(*kept, first, own, rest, last, role, batches);
       break;
     default:
-      return ffi::Error::InvalidArgument("mpigrad: a sparse product: no kernel for this dtype");
+      return ffi::Error::InvalidArgument("A @ x: no kernel for this dtype. Report this as a bug of mpigrad.");
   }
   return ffi::Error::Success();
 }
@@ -379,7 +379,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(mpigrad_kernels_contract, contract,
                                   .Attr<int64_t>("structure")
                                   .Attr<int64_t>("out"));
 
-// The arrays stay the caller's, until the structure is destroyed.
+// The caller keeps the arrays alive until the structure is destroyed.
 MPIGRAD_EXPORT int64_t mpigrad_kernels_create(const Structure* structure) {
   Kept kept{*structure, find_runs(*structure)};
   std::lock_guard<std::mutex> guard(mutex);
@@ -397,10 +397,10 @@ MPIGRAD_EXPORT int64_t mpigrad_kernels_count() {
   return static_cast<int64_t>(structures.size());
 }
 
-// The entries of a product of matrices. Entry e of the left one, in row order, meets the entries of
-// row `position[e]` of the pool, whose columns are pool_columns. Writes the columns of the product,
-// sorted in each row, where its rows start, and for each meeting, in order, the entry it goes to.
-// `columns` and `target` have room for all meetings. Returns the number of entries, or -1 where
+// The entries of a product of matrices. Entry e of the left matrix, in row order, is multiplied with
+// the entries of row `position[e]` of the pool, whose columns are pool_columns. Writes the columns of
+// the product, sorted in each row, the start of each row, and the target entry of each product, in
+// order. `columns` and `target` have room for all products. Returns the number of entries, or -1 if
 // 32 bits cannot count them.
 MPIGRAD_EXPORT int64_t mpigrad_kernels_multiply_patterns(
     int64_t rows, const int64_t* starts, const int64_t* position, const int64_t* pool_starts,
@@ -418,7 +418,7 @@ MPIGRAD_EXPORT int64_t mpigrad_kernels_multiply_patterns(
     found.erase(std::unique(found.begin(), found.end()), found.end());
     if (entries + static_cast<int64_t>(found.size()) > INT32_MAX) return -1;
     for (int64_t e = starts[i]; e < starts[i + 1]; ++e) {
-      // The columns of one row are sorted: each is found beyond the one before.
+      // The columns of one row are sorted, so each search starts from the last place.
       auto place = found.begin();
       for (int64_t f = pool_starts[position[e]]; f < pool_starts[position[e] + 1]; ++f) {
         place = std::lower_bound(place, found.end(), pool_columns[f]);

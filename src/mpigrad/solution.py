@@ -1,6 +1,6 @@
-"""What every solver returns: a value, a result that has a sentence, statistics and a state.
+"""The common return type of all solvers: a value, a result code, statistics and a state.
 
-The words are those of lineax and optimistix.
+The names are those of lineax and optimistix.
 """
 
 from __future__ import annotations
@@ -15,26 +15,39 @@ __all__ = ["Result", "Solution"]
 
 
 class Result(enum.IntEnum):
-    """How a solve or a minimisation ended. Its number is what compiled programs carry.
+    """The way in which a solve or a minimisation ended.
 
-    The numbers 0 to 7 are also those of native/hypre/request.h.
+    Compiled programs carry the integer. `message` is the sentence that errors show. The integers 0
+    to 7 are also those of native/hypre/request.h.
+
+    If a linear solve breaks down or cannot start (NOT_FINITE, NOT_POSITIVE_DEFINITE,
+    NOT_SYMMETRIC, BREAKDOWN, ZERO_DIAGONAL, NOT_LINEAR), its value is NaN. If it stops early
+    (MAX_STEPS_REACHED, STAGNATED, INACCURATE), its value is the last iterate.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import Result
+    >>> Result.SUCCESSFUL == 0
+    True
+    >>> Result(4).name, Result(4).message
+    ('NOT_SYMMETRIC', 'the matrix is not symmetric')
     """
 
     message: str
 
     def __new__(cls, number: int, message: str) -> Result:
-        """Make a member of a number and a sentence."""
+        """Make a member of an integer and a sentence."""
         member = int.__new__(cls, number)
         member._value_ = number
         member.message = message
         return member
 
-    SUCCESSFUL = 0, "the solution is as accurate as was asked for"
+    SUCCESSFUL = 0, "the solution is as accurate as the tolerance asks"
     MAX_STEPS_REACHED = 1, "max_steps steps were taken before the tolerance was met"
     NOT_FINITE = 2, "NaN or infinity appeared"
     NOT_POSITIVE_DEFINITE = 3, "the matrix is not positive definite"
     NOT_SYMMETRIC = 4, "the matrix is not symmetric"
-    BREAKDOWN = 5, "the method broke down: it divided by zero"
+    BREAKDOWN = 5, "the method broke down: it divided by zero, or its numbers overflowed"
     STAGNATED = 6, "rounding errors allow no smaller residual"
     ZERO_DIAGONAL = 7, "the preconditioner divides by a zero on the diagonal"
     NOT_LINEAR = 8, "the operator is not linear"
@@ -45,24 +58,35 @@ class Result(enum.IntEnum):
     STOPPED = 13, "the callback stopped it"
     INTERRUPTED = 14, "a signal asked for the end"
     SCIPY_FAILED = 15, "SciPy's method ended without success"
+    INACCURATE = 16, "the residual of the vector that the solver returned is above the tolerance"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """What `sparse.solve`, `sparse.newton` and `optimize.minimize` return.
+    """The return value of `sparse.solve`, `sparse.newton` and `optimize.minimize`.
 
     Attributes
     ----------
     value
-        The solution. Of arrays that are sharded over ranks it is this rank's part.
+        The solution. If it is sharded over ranks, this rank's part.
     result
         A `Result`, or an integer array of its numbers: 0 is success.
     stats
-        Statistics by name, the same on all ranks. Each solver documents its own: `num_steps` is
-        among them.
+        Statistics by name, the same on all ranks. Each solver documents its own. `num_steps` is
+        always among them.
     state
-        What the method would need to go on, or None.
+        The data that the method needs to continue, or None.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import PCG, Result, solve
+    >>> solution = solve(lambda v: 2 * v, jnp.ones(3), PCG(preconditioner=None))
+    >>> solution.value
+    Array([0.5, 0.5, 0.5], dtype=float32)
+    >>> Result(int(solution.result)).name, int(solution.stats["num_steps"])
+    ('SUCCESSFUL', 1)
     """
 
     value: Any

@@ -116,15 +116,15 @@ def test_entries_given_once_by_their_owner_stay_as_given(comm):
     assert pattern.assembly is None
     values = jnp.arange(float(n))
     np.testing.assert_array_equal(pattern.assemble(values), values)
-    with pytest.raises(ValueError, match=rf"gave the pattern {n} entries: give shape \({n},\)"):
+    with pytest.raises(ValueError, match=rf"gave the pattern {n} entries. Give shape \({n},\)"):
         pattern.assemble(jnp.zeros(n + 1))
 
 
 def test_wrong_lengths_name_the_remedy(comm):
     own = [comm.rank]
     pattern = Pattern.from_coo(own * 3, own * 3, 1, comm)
-    with pytest.raises(ValueError, match=r"give shape \(1,\), or pattern.assemble\(contribution"):
+    with pytest.raises(ValueError, match=r"Give shape \(1,\), or pattern.assemble\(contribution"):
         Matrix(pattern, jnp.zeros(3))
-    with pytest.raises(ValueError, match=r"gave the pattern 3 entries: give shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"gave the pattern 3 entries. Give shape \(3,\)"):
         pattern.assemble(jnp.zeros(1))
     close(Matrix.assemble(pattern, jnp.ones(3)).values, [3.0])

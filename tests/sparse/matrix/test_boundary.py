@@ -149,12 +149,12 @@ def test_errors_name_what_is_wrong(comm):
         A.at_boundary(jnp.zeros(n + 1, bool))
     with pytest.raises(ValueError, match=rf"a boolean for each of its {n} rows"):
         A.at_boundary(jnp.zeros(n))
-    with pytest.raises(ValueError, match=rf"owns {n} rows; give"):
+    with pytest.raises(ValueError, match=rf"owns {n} rows. Give"):
         A.at_boundary(fixed, jnp.zeros(n + 1))
-    with pytest.raises(ValueError, match="give a scalar or one value for each of b"):
+    with pytest.raises(ValueError, match="Give a scalar or one value for each entry of b"):
         A.at_boundary(fixed, system.b, jnp.zeros(n + 1))
     with pytest.raises(ValueError, match="values are given without b"):
         A.at_boundary(fixed, values=1.0)
     tall = Pattern.from_coo([comm.rank], [0], 1, comm, n_local_columns=2)
-    with pytest.raises(ValueError, match="the matrix is not square"):
+    with pytest.raises(ValueError, match="the matrix must be square"):
         Matrix(tall, jnp.ones(1)).at_boundary(jnp.ones(1, bool))

@@ -31,11 +31,14 @@ def arrow(comm, n_local):
     return Pattern.from_coo(rows, columns, n_local, comm)
 
 
+FULL = pytest.mark.full("each solver and each division of rows is in one of the other cases")
+
+
 @pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("solver", "rows"),
     [
-        pytest.param(solver, rows, marks=pytest.mark.full if (i + j) % 2 else ())
+        pytest.param(solver, rows, marks=FULL if (i + j) % 2 else ())
         for i, solver in enumerate(SOLVERS)
         for j, rows in enumerate(ROWS)
     ],

@@ -68,11 +68,11 @@ def test_only_neighbours_meet(comm):
 @pytest.mark.parametrize(
     ("n_local", "needed", "error", "message"),
     [
-        (3, [0, 99], ValueError, "index 99 is not one of"),
-        (3, [-1], ValueError, "index -1 is not one of"),
+        (3, [0, 99], ValueError, "needed holds index 99, but"),
+        (3, [-1], ValueError, "needed holds index -1, but"),
         (3, [0.5], TypeError, "needed must be a one-dimensional array of integers"),
         (3, [[0]], TypeError, "needed must be a one-dimensional array of integers"),
-        (-1, [0], ValueError, "n_local=-1 is negative"),
+        (-1, [0], ValueError, "must not be negative, got n_local=-1"),
         (1.5, [0], TypeError, "n_local must be a Python integer"),
     ],
 )
@@ -85,7 +85,7 @@ def test_a_fault_of_one_rank_is_an_error_on_all(comm, n_local, needed, error, me
 
 def test_wrong_length_of_vector(comm):
     exchange, _, _ = _exchange(comm)
-    with pytest.raises(ValueError, match=rf"rank \({comm.rank}\) owns {exchange.n_local} entries"):
+    with pytest.raises(ValueError, match=rf"rank {comm.rank} owns {exchange.n_local} entries"):
         exchange.exchange(jnp.zeros(exchange.n_local + 1))
 
 

@@ -50,7 +50,7 @@ def test_compressed_rows(comm, shift):
         ([0, 1], ValueError, "begin with 0 and end with the number of columns, 2"),
         ([1, 2], ValueError, "begin with 0 and end with the number of columns, 2"),
         ([], ValueError, "begin with 0 and end with the number of columns, 2"),
-        ([0, 3, 2], ValueError, "row_starts fall after row 1, from 3 to 2"),
+        ([0, 3, 2], ValueError, "fall after row 1 from 3 to 2"),
         ([0.0, 2.0], TypeError, "row_starts must be a one-dimensional array of integers"),
     ],
 )
@@ -108,10 +108,10 @@ def test_more_ranks_than_rows(comm):
         ([-9], [0], 2, ValueError, "row -. is outside the matrix"),
         ([0], [1000], 2, ValueError, "column 1000 is outside the matrix"),
         ([0], [-1], 2, ValueError, "column -1 is outside the matrix"),
-        ([0, 1], [0], 2, ValueError, "2 rows but 1 columns"),
+        ([0, 1], [0], 2, ValueError, "same length, got 2 and 1"),
         ([0.0], [0], 2, TypeError, "rows must be a one-dimensional array of integers"),
         ([0], [0], "2", TypeError, "n_local must be a Python integer"),
-        ([0], [0], -2, ValueError, "n_local=-2 is negative"),
+        ([0], [0], -2, ValueError, "must not be negative, got n_local=-2"),
     ],
 )
 def test_a_fault_of_one_rank_is_an_error_on_all(comm, rows, columns, n_local, error, message):

@@ -60,10 +60,10 @@ def block(comm, n=3):
 
 
 FAULTS = [
-    (lambda c: None, {"root": 0}, TypeError, "give a two-dimensional sparse array of SciPy"),
-    (lambda c: np.eye(3), {"root": 0}, TypeError, "of SciPy, not ndarray"),
-    (lambda c: block(c).astype(int), {}, TypeError, r"as in A.astype\(float\)"),
-    (lambda c: block(c), {"n_local": 2}, ValueError, "n_local=2, but this rank's block has 3"),
+    (lambda c: None, {"root": 0}, TypeError, "expected a two-dimensional sparse array of SciPy"),
+    (lambda c: np.eye(3), {"root": 0}, TypeError, "of SciPy, got ndarray"),
+    (lambda c: block(c).astype(int), {}, TypeError, r"with A.astype\(float\)"),
+    (lambda c: block(c), {"n_local": 2}, ValueError, "n_local=2, but the block of rank . has 3"),
     (lambda c: block(c), {"n_local_columns": 1}, ValueError, "n_local_columns add up to"),
     (lambda c: random((9, 9)), {"root": 0, "n_local": 20}, ValueError, "has 9 rows, but the rank"),
 ]

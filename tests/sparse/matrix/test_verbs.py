@@ -20,7 +20,10 @@ def loop(step, x):
 
 @pytest.mark.parametrize(
     ("dtype", "rtol"),
-    [pytest.param("float32", 1e-4, marks=pytest.mark.full), ("complex128", 1e-11)],
+    [
+        pytest.param("float32", 1e-4, marks=pytest.mark.full("complex128 runs the same code")),
+        ("complex128", 1e-11),
+    ],
 )
 def test_in_a_loop(comm, dtype, rtol):
     """Value, tangent and adjoint of sums, products, transposes, scalings and Dirichlet rows."""
@@ -65,7 +68,7 @@ def test_in_a_loop(comm, dtype, rtol):
 
 
 @pytest.mark.ranks(2, 3)
-def test_values_of_another_pattern_are_refused(comm):
+def test_rejects_values_of_another_pattern(comm):
     pattern = grid_system(comm).pattern
     other = grid_system(comm, (5, 5)).pattern
     with pytest.raises(ValueError, match="values"):

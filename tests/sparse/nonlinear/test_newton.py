@@ -88,8 +88,8 @@ def test_value_gradient_and_hessian_vector_product(comm):
     close(found.value, jax.jit(dense_solution)(THETA, B)[field.mine], 1e-9)
     assert found.result == Result.SUCCESSFUL
     assert found.stats["relative_residual"] <= 1e-12
-    assert 3 < found.stats["iterations"] < 10
-    assert found.stats["iterations"] < found.stats["linear_iterations"]
+    assert 3 < found.stats["num_steps"] < 10
+    assert found.stats["num_steps"] < found.stats["num_linear_steps"]
     close(g, (wanted[0][0], wanted[0][1][field.mine]), 1e-8)
     close(product, (wanted[1][0], wanted[1][1][field.mine]), 1e-7)
 
@@ -97,7 +97,9 @@ def test_value_gradient_and_hessian_vector_product(comm):
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param("jacobian", marks=pytest.mark.full),
+        pytest.param(
+            "jacobian", marks=pytest.mark.full("the pattern gives the same kind of Jacobian")
+        ),
         pytest.param("matrix-free", marks=pytest.mark.thin(2)),
     ],
 )
@@ -109,7 +111,7 @@ def test_gradient(comm, way):
     close(got, (wanted[0], wanted[1][field.mine]), 1e-8)
 
 
-@pytest.mark.full
+@pytest.mark.full("second derivatives are tested with a pattern, too")
 def test_matrix_free_hessian_vector_product(comm):
     field = Field(comm)
     F, options = ways(field)
@@ -121,7 +123,7 @@ def test_matrix_free_hessian_vector_product(comm):
     close(product, (wanted[0], wanted[1][field.mine]), 1e-7)
 
 
-@pytest.mark.full
+@pytest.mark.full("matrix-free solves are tested with ranks that differ, too")
 @pytest.mark.ranks(2)
 def test_ranks_that_differ(comm):
     """Only the last rank differentiates its source: a Taylor test."""
@@ -141,7 +143,7 @@ def test_ranks_that_differ(comm):
     assert np.any(gradient != 0) == mine
 
 
-@pytest.mark.full
+@pytest.mark.full("it compiles four programs")
 def test_closures_batches_and_single_precision(comm):
     """What F closes over is differentiated; vmap goes through; float32 gets as far as it can."""
     field = Field(comm)
@@ -182,10 +184,10 @@ def test_failures_are_errors_on_all_ranks(comm):
         (
             3.0,
             1.0,
-            r"no step, however short, makes the residual smaller: \|F\(x\)\| is|step \d+ fa",
+            r"no step, however short, makes the residual smaller: \|F\(x\)\| is|in step \d+, at",
         ),
-        (np.nan, -4.0, r"F\(x0\) holds NaN or infinity"),
-        (0.0, -4.0, r"the linear solve of step 1 failed by GMRES.*may be singular"),
+        (np.nan, -4.0, r"NaN or infinity appeared: F\(x0\)"),
+        (0.0, -4.0, r"linear solve of a Newton step failed: in step 1, .*GMRES.*may be singular"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=rf"test_newton.py:\d+.*({message})"):
             both(x0, p)
@@ -193,7 +195,7 @@ def test_failures_are_errors_on_all_ranks(comm):
 
     few = lambda throw: newton(lambda x: x**2 - 4, jnp.full(2, 50.0), max_steps=2, throw=throw)
     quiet = few(False)
-    assert (quiet.result, quiet.stats["iterations"]) == (Result.MAX_STEPS_REACHED, 2)
+    assert (quiet.result, quiet.stats["num_steps"]) == (Result.MAX_STEPS_REACHED, 2)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"after 2 steps, .*Raise max_steps=2"):
         few(True)
 
@@ -214,20 +216,20 @@ def test_a_wrong_jacobian_is_found(comm):
         newton(F, field.tile(B), pattern=bare, solver=LINEAR)
 
 
-def test_bad_input_is_refused(comm):
+def test_rejects_wrong_arguments(comm):
     x = jnp.ones(2)
     pattern = Pattern.from_coo(*[2 * comm.rank + np.arange(2)] * 2, 2, comm)
-    with pytest.raises(ValueError, match="a pattern or a jacobian, not both"):
+    with pytest.raises(ValueError, match="a pattern or a jacobian, got both"):
         newton(jnp.sin, x, pattern=pattern, jacobian=lambda x: Matrix(pattern, x))
-    with pytest.raises(TypeError, match="x0 has dtype int"):
+    with pytest.raises(TypeError, match="got dtype int"):
         newton(jnp.sin, jnp.arange(2))
-    with pytest.raises(ValueError, match=r"F returns float64\[1\] for x of float64\[2\]"):
+    with pytest.raises(ValueError, match=r"like x, float64\[2\], got float64\[1\]"):
         newton(lambda x: x[:1], x)
     with pytest.raises(ValueError, match="x0 has 3 entries on rank"):
         newton(jnp.sin, jnp.ones(3), pattern=pattern)
     with pytest.raises(TypeError, match="jacobian must return a Matrix"):
         newton(jnp.sin, x, jacobian=jnp.cos)
-    with pytest.raises(ValueError, match="rtol=2 must lie"):
+    with pytest.raises(ValueError, match=r"rtol must lie .* got rtol=2"):
         newton(jnp.sin, x, rtol=2)
-    with pytest.raises(ValueError, match="max_steps=0"):
+    with pytest.raises(ValueError, match=r"max_steps must be .* got max_steps=0"):
         newton(jnp.sin, x, max_steps=0)

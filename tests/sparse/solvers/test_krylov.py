@@ -11,7 +11,7 @@ from systems import grid_system
 import mpigrad as mg
 from helpers import close
 from mpigrad.sparse import GMRES, PCG, BiCGStab, Jacobi, Matrix, Pattern, Result, solve
-from mpigrad.sparse.solvers import krylov
+from mpigrad.sparse.solvers.krylov.matrices import run as run_krylov
 
 J = Jacobi()
 METHODS = [
@@ -54,7 +54,7 @@ def test_all_methods_from_a_first_guess(comm):
     for method, solution in zip(METHODS, found, strict=True):
         matrix = dense(system, kinds[0 if method.symmetric else 1])
         close(solution.value, np.linalg.solve(matrix, system.all_b)[system.mine], 1e-9)
-        assert 4 < solution.stats["iterations"] < 400
+        assert 4 < solution.stats["num_steps"] < 400
         # The true residual, not the recursion's.
         whole = np.concatenate(comm.mpi.allgather(np.asarray(solution.value)))
         norm = np.linalg.norm(system.all_b - matrix @ whole) / np.linalg.norm(system.all_b)
@@ -75,7 +75,7 @@ def test_complex_systems(comm):
     expected = np.linalg.solve(dense(system, values), b)[system.mine]
     for got in run(jnp.asarray(values[system.entries]), jnp.asarray(b[system.mine])):
         close(got, expected, 1e-9)
-    with pytest.raises(TypeError, match="solves real systems, not complex128; take GMRES"):
+    with pytest.raises(TypeError, match=r"PCG: it solves real systems, got complex128. Take GMRES"):
         solve(Matrix(system.pattern, system.values + 0j), system.b, METHODS[0])
 
 
@@ -96,7 +96,7 @@ def test_single_precision_ends_where_rounding_does(comm):
         close(solution.value, expected, 1e-4)
     for solution in run(1e-12, values, b):  # without end, if recursions were believed
         assert solution.result == Result.STAGNATED
-        assert solution.stats["iterations"] < 300
+        assert solution.stats["num_steps"] < 300
         close(solution.value, expected, 1e-4)
 
 
@@ -111,7 +111,7 @@ def test_a_solution_as_first_guess_takes_no_step(comm):
 
     for b, expected in ((system.b, x), (0 * system.b, 0 * x)):
         for solution in run(b, x):
-            assert solution.stats["iterations"] == 0
+            assert solution.stats["num_steps"] == 0
             close(solution.value, expected)
 
 
@@ -129,11 +129,11 @@ def test_shift_needs_a_whole_cycle(comm):
     A = Matrix(pattern, jnp.repeat(jnp.array([1.0, 0.0]), 3))
     b = jnp.zeros(3).at[0].set(float(comm.rank == 0))
     found = solve(A, b, GMRES(preconditioner=None))
-    assert found.stats["iterations"] == n
+    assert found.stats["num_steps"] == n
     close(A @ found.value, b)
     early = solve(A, b, GMRES(preconditioner=None, restart=2), throw=False)
     assert (early.result, early.stats["relative_residual"]) == (Result.STAGNATED, 1)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"no lower than 1 .*raise restart"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"residual is 1 after .*raise restart"):
         solve(A, b, GMRES(preconditioner=None, restart=2))
 
 
@@ -162,7 +162,7 @@ def test_breakdowns_end(comm):
     ]
     for solution, results in zip(found, expected, strict=True):
         assert int(solution.result) in results
-        assert solution.stats["iterations"] < 20
+        assert solution.stats["num_steps"] < 20
 
     # x -> (x2, -x1): shadow and residual stay orthogonal to what BiCGStab makes.
     rows = 2 * comm.rank + np.arange(2)
@@ -178,7 +178,7 @@ def test_messages_of_an_iteration(comm, kind, reductions):
     method = kind(preconditioner=J)
 
     def run(values, b):
-        return krylov.run(method, system.pattern, values, b, b, b[:0, 0], throw=False, site=0)
+        return run_krylov(method, system.pattern, values, b, b, throw=False, site=0)
 
     def count(jaxpr):
         here = sum(e.primitive.name == "mpigrad_allreduce" for e in jaxpr.eqns)

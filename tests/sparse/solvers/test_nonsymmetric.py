@@ -156,7 +156,7 @@ def test_first_guess(comm, kind):
     @mg.jit
     def call(b, *guess):
         solution = solve(A, b, solver, *guess)
-        return solution.value, solution.stats["iterations"], solution.stats["relative_residual"]
+        return solution.value, solution.stats["num_steps"], solution.stats["relative_residual"]
 
     exact, steps, _ = call(b)
     zeros = call(b, 0 * b)
@@ -176,7 +176,7 @@ def test_first_guess(comm, kind):
     assert not gradient.any()
     assert call(0 * b, b)[1] == 0  # nothing to solve
     several = solve(A, jnp.stack([b, b], 1), solver, jnp.stack([0 * b, exact], 1))
-    assert several.stats["iterations"].tolist() == [steps, 0]
+    assert several.stats["num_steps"].tolist() == [steps, 0]
 
 
 def scaled(system, amount):
@@ -205,7 +205,7 @@ def test_stale_hierarchies(comm, kind):
     @mg.jit
     def call(values):
         solution = solve(Matrix(system.pattern, values), system.b, solver)
-        return solution.value, solution.stats["iterations"], solution.stats["setups"]
+        return solution.value, solution.stats["num_steps"], solution.stats["setups"]
 
     def solved(amount):
         values = scaled(system, amount)
@@ -250,10 +250,10 @@ FAULTS = {
     "singular": lambda s: (singular(s), s.b + 1, None, "matrix may be singular|did not converge"),
     "zero diagonal": lambda s: (
         spoilt(s, np.flatnonzero(s.rows == s.columns)[-1], 0.0), s.b, None,
-        rf"a diagonal entry on rank {s.pattern.comm.size - 1} is zero",
+        rf"by a zero on the diagonal: .* on rank {s.pattern.comm.size - 1}",
     ),
-    "NaN": lambda s: (spoilt(s, -1, np.nan), s.b, None, "holds NaN or infinity on rank"),
-    "NaN in x0": lambda s: (s.values, s.b, s.b * np.nan, "holds NaN or infinity on rank"),
+    "NaN": lambda s: (spoilt(s, -1, np.nan), s.b, None, "holds such a value on rank"),
+    "NaN in x0": lambda s: (s.values, s.b, s.b * np.nan, "holds such a value on rank"),
     "no convergence": lambda s: (
         s.values, s.b, None, r"test_nonsymmetric.py:\d+.*did not converge: .* Raise max_steps=2",
     ),
@@ -274,7 +274,7 @@ def test_faults_are_errors_on_all_ranks(comm, fault):
         assert solution.result not in (Result.SUCCESSFUL, Result.NOT_SYMMETRIC)
         if fault == "no convergence":
             assert solution.result == Result.MAX_STEPS_REACHED
-            assert solution.stats["iterations"] == steps
+            assert solution.stats["num_steps"] == steps
             close(solution.stats["relative_residual"], residual(A, solution.value, b), 1e-6)
         # All ranks have left the failed solve together, and go on together.
         assert solve(system.matrix, system.b, kind()).result == Result.SUCCESSFUL
@@ -309,23 +309,23 @@ def test_an_unsymmetric_matrix_is_for_others_than_pcg(comm):
         solution = solve(system.matrix, system.b, solver, throw=False)
         right = Result.SUCCESSFUL if solver == GMRES() else Result.NOT_SYMMETRIC
         assert solution.result == right
-    with pytest.raises(jax.errors.JaxRuntimeError, match="or solve by GMRES or BiCGStab"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"or solve with GMRES\(\) or BiCGStab"):
         solve(system.matrix, system.b, PCG())
-    with pytest.raises(ValueError, match="is not symmetric, as PCG needs it"):
+    with pytest.raises(ValueError, match="PCG: the preconditioner must be symmetric"):
         PCG(preconditioner=BoomerAMG(relaxation="forward-gauss-seidel"))
 
 
 def test_errors_name_what_is_wrong(comm):
     system = skewed(comm)
     n = system.pattern.n_local
-    with pytest.raises(ValueError, match=rf"x0 has shape \({n + 1},\) on rank {comm.rank}"):
+    with pytest.raises(ValueError, match=rf"x0 must have .* got \({n + 1},\) on rank {comm.rank}"):
         solve(system.matrix, system.b, GMRES(), jnp.zeros(n + 1))
     with pytest.raises(ValueError, match=r"30 rows are not a multiple of unknowns_per_cell=4"):
         solve(system.matrix, system.b, GMRES(preconditioner=BoomerAMG(unknowns_per_cell=4)))
     wide = Pattern.from_coo([comm.rank], [comm.rank], 1, comm, 2)
-    with pytest.raises(ValueError, match="it must be square"):
+    with pytest.raises(ValueError, match="the matrix must be square"):
         solve(Matrix(wide, jnp.ones(1)), jnp.ones(1), GMRES())
-    with pytest.raises(ValueError, match="restart=0 must be positive"):
+    with pytest.raises(ValueError, match=r"GMRES: restart must be positive .* got restart=0"):
         GMRES(restart=0)
     with pytest.raises(TypeError, match=r"the cycle must be BoomerAMG"):
         Multigrid(cycle=Jacobi())
@@ -344,7 +344,7 @@ def test_a_system_of_two_equations(comm):
     b = jnp.stack([system.b, scale[1] * system.b], 1).ravel()
     for kind in (PCG, GMRES):
         solution = solve(A, b, kind(preconditioner=BoomerAMG(unknowns_per_cell=2)))
-        assert solution.stats["iterations"] <= 12
+        assert solution.stats["num_steps"] <= 12
         assert residual(A, solution.value, b) <= 1.1e-8
 
 

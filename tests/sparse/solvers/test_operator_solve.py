@@ -132,7 +132,7 @@ def test_a_given_inverse(comm):
     def run(b, inverse):
         A = Operator(lambda v: flux(1 + 0 * field.pad(b), field.pad(v), 0.5) * scale, inverse)
         found = solve(A, b, GMRES(rtol=1e-11, preconditioner=None), throw=False)
-        return jnp.sum(found.value), found.stats["iterations"]
+        return jnp.sum(found.value), found.stats["num_steps"]
 
     @mg.jit
     def both(b):
@@ -168,8 +168,8 @@ def test_faults_are_errors_on_all_ranks(comm):
         ("affine", 1.0, r"the operator is not linear.*bring them to the right-hand side"),
         ("square", 1.0, "the operator is not linear"),
         ("kinked", 1.0, "the operator is not linear"),
-        ("skew", 1.0, r"the operator is not symmetric; .*Solve with GMRES"),
-        ("affine", jnp.nan, "what the operator makes of a finite vector, holds NaN"),
+        ("skew", 1.0, r"the operator is not symmetric, .*Solve with GMRES"),
+        ("affine", jnp.nan, "the operator's result for a finite vector holds such"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             call(kind, solver, 2.0, shift if last else 0.0)
@@ -181,15 +181,15 @@ def test_faults_are_errors_on_all_ranks(comm):
         call("affine", GMRES(preconditioner=None), 0.0 if last else 2.0, 0.0)
 
 
-def test_bad_input_is_refused(comm):
+def test_rejects_wrong_arguments(comm):
     b = jnp.ones(3)
-    with pytest.raises(TypeError, match=r"needs a matrix; for an operator write PCG\(precond"):
+    with pytest.raises(TypeError, match=r"needs a matrix, got a function. Write PCG\(precond"):
         solve(lambda v: v, b, PCG())
-    with pytest.raises(ValueError, match=r"result of the operator is float64\[2\] where b is"):
+    with pytest.raises(ValueError, match=r"result of the operator must have .* got float64\[2\]"):
         solve(lambda v: v[:2], b)
-    with pytest.raises(ValueError, match="x0 is"):
+    with pytest.raises(ValueError, match="x0 must have"):
         solve(lambda v: v, b, x0=jnp.ones(2))
-    with pytest.raises(TypeError, match="b holds int"):
+    with pytest.raises(TypeError, match=r"b must be .* got int"):
         solve(lambda v: v, jnp.ones(3, int))
 
 

@@ -69,7 +69,7 @@ def test_solution_is_scipys(comm, solver, empty):
     close(solution.value, expected[system.mine], 1e-10)
     assert solution.result == Result.SUCCESSFUL
     assert 0 < solution.stats["relative_residual"] <= 1e-13
-    assert 0 < solution.stats["iterations"] < 100
+    assert 0 < solution.stats["num_steps"] < 100
 
 
 @solvers
@@ -174,7 +174,7 @@ def test_several_right_hand_sides(comm, solver):
     mine = jnp.asarray(B[system.mine])
     together = solve(system.matrix, mine, solver)
     close(together.value, expected, 1e-10)
-    assert together.result.shape == together.stats["iterations"].shape == (3,)
+    assert together.result.shape == together.stats["num_steps"].shape == (3,)
     batched = mg.vmap(lambda b: solve(system.matrix, b, solver).value, in_axes=1, out_axes=1)
     close(mg.jit(batched)(mine), expected, 1e-10)
 
@@ -202,7 +202,7 @@ def test_zero_right_hand_side(comm, solver):
     system = grid_system(comm)
     solution = solve(system.matrix, 0 * system.b, solver)
     close(solution.value, jnp.zeros(system.pattern.n_local))
-    assert solution.stats["iterations"] == solution.stats["relative_residual"] == 0
+    assert solution.stats["num_steps"] == solution.stats["relative_residual"] == 0
 
 
 FAULTS = {
@@ -230,7 +230,7 @@ def test_a_fault_of_one_rank_is_an_error_on_all(comm, solver, fault):
         return solve(Matrix(system.pattern, values), b, solver)
 
     call = mg.jit(call) if fault == "not symmetric" else call
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{result.message}.*{message}"):
         call(values, b)
     quiet = solve(Matrix(system.pattern, values), b, solver, throw=False)
     assert quiet.result == result
@@ -249,13 +249,13 @@ def test_no_convergence(comm, solver):
     system = grid_system(comm, (20, 20))
     with pytest.raises(
         jax.errors.JaxRuntimeError,
-        match=r"test_solve.py:\d+.*did not converge: the relative residual is .* after 2 "
-        r"iterations, above the tolerance 1e-08\. Raise max_steps=2",
+        match=r"test_solve.py:\d+.*did not converge: max_steps steps were .* residual is .* after "
+        r"2 steps, above the tolerance 1e-08\. Raise max_steps=2",
     ):
         solve(system.matrix, system.b, solver)
     quiet = solve(system.matrix, system.b, solver, throw=False)
     assert quiet.result == Result.MAX_STEPS_REACHED
-    assert quiet.stats["iterations"] == 2
+    assert quiet.stats["num_steps"] == 2
     residual = system.matrix @ quiet.value - system.b
     norm = np.sqrt(mg.allreduce(jnp.sum(residual**2)) / np.sum(system.all_b**2))
     close(quiet.stats["relative_residual"], norm, 1e-9)
@@ -282,14 +282,14 @@ def test_errors_name_what_is_wrong(comm):
     n = system.pattern.n_local
     with pytest.raises(ValueError, match=rf"b has shape \({n + 1},\) on rank {comm.rank}"):
         solve(system.matrix, jnp.zeros(n + 1))
-    with pytest.raises(TypeError, match=r"A must be a mpigrad\.sparse\.Matrix"):
+    with pytest.raises(TypeError, match=r"A must be a mpigrad\.sparse\.Matrix, a linear"):
         solve(system.values, system.b)
-    with pytest.raises(TypeError, match=r"write PCG\(preconditioner=BoomerAMG"):
+    with pytest.raises(TypeError, match=r"Write PCG\(preconditioner=BoomerAMG"):
         solve(system.matrix, system.b, BoomerAMG())
-    with pytest.raises(TypeError, match=r"must be one such as PCG"):
+    with pytest.raises(TypeError, match=r"the solver must be PCG.*got 'cg'"):
         solve(system.matrix, system.b, "cg")
     bare = Pattern.from_coo([2 * comm.rank], [2 * comm.rank], 2, comm)
-    with pytest.raises(ValueError, match="row 1 has no diagonal entry"):
+    with pytest.raises(ValueError, match="the pattern has none in row 1"):
         solve(Matrix(bare, jnp.ones(1)), jnp.ones(2))
 
 
@@ -300,9 +300,9 @@ def test_default_solver():
 
 @pytest.mark.parametrize("kind", [PCG])
 def test_settings_are_checked(kind):
-    with pytest.raises(ValueError, match="rtol=0 must lie between 0 and 1"):
+    with pytest.raises(ValueError, match="rtol must lie between 0 and 1, got rtol=0"):
         kind(rtol=0)
-    with pytest.raises(ValueError, match="max_steps=0 must be positive"):
+    with pytest.raises(ValueError, match=r"max_steps must be positive .* got max_steps=0"):
         kind(max_steps=0)
     with pytest.raises(TypeError, match="the preconditioner must be"):
         kind(preconditioner="ilu")

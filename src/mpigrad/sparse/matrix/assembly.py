@@ -1,4 +1,4 @@
-"""Entries given on any rank, any number of times: moved to their owners and added up."""
+"""Assembly of entries that are given on any rank, any number of times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Assembly", "repeated", "row_order"]
 
 
 def row_order(rows: np.ndarray, columns: np.ndarray, n_columns: int) -> tuple[np.ndarray, bool]:
-    """Where the entries stand in row order, equal ones as given; and whether they stand so."""
+    """Return the permutation to row order, stable, and True if it is the identity."""
     down, across = np.diff(rows), np.diff(columns)
     if bool(np.all((down > 0) | ((down == 0) & (across >= 0)))):
         return np.arange(len(rows)), True
@@ -28,34 +28,34 @@ def row_order(rows: np.ndarray, columns: np.ndarray, n_columns: int) -> tuple[np
 
 
 def repeated(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Which entries in row order, from the second on, are the one before them: (n - 1,)."""
+    """Return True for each entry in row order, from the second on, that equals the one before."""
     return (np.diff(rows) == 0) & (np.diff(columns) == 0)
 
 
 class Assembly:
-    """The sum of the contributions to each stored entry, wherever they are given.
+    """The sum of the contributions of all ranks to each stored entry.
 
-    A linear map from this rank's contributions (n_given,) to its stored entries (nnz,): one message
-    for each rank that owns rows of contributions of this one, and an addition in a fixed order
-    (the rank's own contributions as given, then those of the other ranks by their number), so that
-    sums are the same to the bit from run to run. Its adjoint sends each contribution the cotangent
+    A linear map from this rank's contributions (n_given,) to its stored entries (nnz,). It sends
+    one message to each rank that owns rows of this rank's contributions, and adds in a fixed order
+    (the rank's own contributions as given, then those of the other ranks by rank), so that sums
+    are the same to the bit in every run. Its adjoint sends each contribution the cotangent
     of its entry. Making it is collective.
 
     Parameters
     ----------
     rows, columns
-        Global indices of the contributions, shape (n_given,).
+        The global indices of the contributions, shape (n_given,).
     starts
-        First row of each rank, and the number of rows last.
+        The first row of each rank, followed by the number of rows.
     n_columns
-        Number of columns of all ranks.
+        The number of columns of all ranks.
 
     Attributes
     ----------
     rows, columns
-        Global indices of this rank's stored entries, in row order, shape (nnz,).
+        The global indices of this rank's stored entries, in row order, shape (nnz,).
     neighbors
-        The ranks that contributions come from or go to.
+        The ranks to which this rank sends contributions, or from which it receives them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Assembly:
         n_columns: int,
     ) -> None:
         self.comm, self.n_given = comm, len(rows)
-        # Empty stripes share their start with the next one; `right` finds the rank that has it.
+        # Empty stripes share their start with the next one. `right` finds the rank that owns it.
         owners = np.searchsorted(starts, rows, side="right") - 1
         leaving = np.flatnonzero(owners != comm.rank)
         leaving = leaving[np.argsort(owners[leaving], kind="stable")]
@@ -101,7 +101,7 @@ class Assembly:
         if values.shape != (self.n_given,):
             raise ValueError(
                 f"pattern.assemble: values have shape {values.shape} on rank {self.comm.rank}, "
-                f"which gave the pattern {self.n_given} entries: give shape ({self.n_given},)"
+                f"which gave the pattern {self.n_given} entries. Give shape ({self.n_given},)."
             )
         leaving, staying, target = self._indices
         if self.neighbors:

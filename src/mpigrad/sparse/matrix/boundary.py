@@ -1,4 +1,4 @@
-"""Rows of a linear system replaced by prescribed values: Dirichlet conditions."""
+"""Dirichlet conditions: rows of a linear system are replaced by prescribed values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["eliminate_rows", "fix_rows"]
 
 
 def fix_rows(pattern: Pattern, values: jax.Array, fixed: Any) -> jax.Array:
-    """Return the values with the rows of the identity where `fixed`: see `Matrix.at_boundary`."""
+    """Return the values with fixed rows of the identity (`Matrix.at_boundary`)."""
     fixed = _check_fixed(pattern, fixed)
     in_row = take(fixed, pattern.row_index)
     return _with_ones(values, in_row, _diagonal(pattern, fixed))
@@ -33,29 +33,29 @@ def eliminate_rows(
     b = jnp.asarray(b)
     if b.ndim not in (1, 2) or b.shape[0] != n:
         raise ValueError(
-            f"at_boundary: b has shape {b.shape} on rank {rank}, which owns {n} rows; give "
-            f"({n},) or ({n}, k)"
+            f"at_boundary: b has shape {b.shape} on rank {rank}, which owns {n} rows. Give shape "
+            f"({n},) or ({n}, k)."
         )
     dtype = jnp.result_type(values, b, 0.0 if solution is None else solution)
     prescribed = jnp.asarray(0 if solution is None else solution, dtype)
     if prescribed.ndim not in (0, b.ndim) or prescribed.shape not in ((), b.shape):
         raise ValueError(
             f"at_boundary: values have shape {prescribed.shape} on rank {rank}, and b has "
-            f"{b.shape}; give a scalar or one value for each of b (read in fixed rows alone)"
+            f"{b.shape}. Give a scalar or one value for each entry of b (read in fixed rows only)."
         )
     rows = fixed.reshape(n, *[1] * (b.ndim - 1))
     prescribed = jnp.where(rows, prescribed, jnp.zeros(b.shape, dtype))
-    # One message carries which columns are fixed, and their values.
-    pool = pattern.ghosts.pool(
+    # One message has the fixed columns and their values.
+    all_columns = pattern.ghosts.local_and_ghost(
         jnp.concatenate(
             [fixed[:, None].astype(dtype), prescribed if b.ndim == 2 else prescribed[:, None]],
             axis=1,
         )
     )
-    known = apply(pattern, values.astype(dtype), pool[:, 1:]).reshape(b.shape)
-    in_column = take(pool[:, 0] != 0, pattern.ghosts.position)
+    eliminated = apply(pattern, values.astype(dtype), all_columns[:, 1:]).reshape(b.shape)
+    in_column = take(all_columns[:, 0] != 0, pattern.ghosts.position)
     entries = _with_ones(values, in_row | in_column, diagonal)
-    return entries, jnp.where(rows, prescribed, b - known)
+    return entries, jnp.where(rows, prescribed, b - eliminated)
 
 
 def _check_fixed(pattern: Pattern, fixed: Any) -> jax.Array:
@@ -63,18 +63,21 @@ def _check_fixed(pattern: Pattern, fixed: Any) -> jax.Array:
     fixed = jnp.asarray(fixed)
     if not pattern.is_square:
         shape = (pattern.n_rows, pattern.n_columns)
-        raise ValueError(f"at_boundary: the matrix is not square, but of shape {shape}")
+        raise ValueError(
+            f"at_boundary: the matrix must be square, got shape {shape}. Make it without "
+            "n_local_columns."
+        )
     if fixed.shape != (n,) or fixed.dtype != bool:
         raise ValueError(
-            f"at_boundary: fixed has shape {fixed.shape} and dtype {fixed.dtype} on rank {rank}; "
-            f"give a boolean for each of its {n} rows: shape ({n},)"
+            f"at_boundary: fixed has shape {fixed.shape} and dtype {fixed.dtype} on rank {rank}. "
+            f"Give a boolean for each of its {n} rows: shape ({n},)."
         )
     _require_diagonal(pattern, fixed)
     return fixed
 
 
 def _diagonal(pattern: Pattern, fixed: jax.Array) -> jax.Array:
-    # A fixed row without a stored diagonal has been refused: -1 is for rows that are not fixed.
+    # A fixed row without a stored diagonal is an error before: -1 is for rows that are not fixed.
     return jnp.where(fixed, pattern.diagonal_index, pattern.nnz)
 
 
@@ -83,14 +86,14 @@ def _with_ones(values: jax.Array, cleared: jax.Array, diagonal: jax.Array) -> ja
 
 
 def _require_diagonal(pattern: Pattern, fixed: jax.Array) -> None:
-    """End, on all ranks, where a fixed row has no diagonal entry to put the one in."""
+    """Raise an error on all ranks if a fixed row has no diagonal entry for the one."""
     if pattern.row_without_diagonal < 0:
         return
     bare = allreduce(jnp.sum(fixed & (pattern.diagonal_index < 0)), comm=pattern.comm)
     require(
         bare == 0,
-        "at_boundary: {} of the fixed rows have no diagonal entry in the pattern; add the entry "
-        "(i, i) for every fixed row i",
+        "at_boundary: {} of the fixed rows have no diagonal entry in the pattern. Add the entry "
+        "(i, i) for every fixed row i.",
         bare,
         comm=pattern.comm,
     )

@@ -1,4 +1,4 @@
-"""A matrix's rows in the native library: products with vectors, and entries of vectors."""
+"""A matrix's rows in the native library: products with vectors, and gathers by row and column."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.operations.indexing import take
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange
-from mpigrad.sparse.matrix.multilinear import Structure, contract, select
+from mpigrad.sparse.matrix.multilinear import TrilinearContraction, contract, select
 from mpigrad.sparse.matrix.pattern import Pattern
 
 __all__ = [
     "apply",
-    "at_columns",
-    "at_rows",
     "diagonal",
+    "gather_by_column",
+    "gather_by_row",
     "multiply",
     "pool_positions",
     "stored_order",
@@ -27,84 +27,86 @@ __all__ = [
 
 
 def pool_positions(pattern: Pattern) -> np.ndarray:
-    """Where each entry's column stands among own and ghost columns, in row order."""
+    """Return the position of each entry's column among own and ghost columns, in row order."""
     positions = pattern.columns - pattern.column_offset
     remote = (positions < 0) | (positions >= pattern.n_local_columns)
-    found = np.searchsorted(pattern.ghosts.ghosts, pattern.columns[remote])
-    positions[remote] = pattern.n_local_columns + found
+    ghost = np.searchsorted(pattern.ghosts.ghosts, pattern.columns[remote])
+    positions[remote] = pattern.n_local_columns + ghost
     return positions
 
 
-def _pool_size(pattern: Pattern) -> int:
+def _n_local_and_ghost(pattern: Pattern) -> int:
     return pattern.n_local_columns + len(pattern.ghosts.ghosts)
 
 
 def stored_order(pattern: Pattern, row_order: np.ndarray) -> np.ndarray:
-    """Numbers of entries in row order, in the order of the stored values."""
+    """Permute one integer for each entry from row order to the order of the stored values."""
     stored = np.empty_like(row_order)
     stored[pattern.order] = row_order
     return stored
 
 
-def _kept(pattern: Pattern, name: str, make: Callable[[], Structure]) -> Structure:
+def _cached(
+    pattern: Pattern, name: str, make: Callable[[], TrilinearContraction]
+) -> TrilinearContraction:
     if name not in pattern.derived:
         pattern.derived[name] = make()
     return pattern.derived[name]
 
 
-def _matrix(pattern: Pattern) -> Structure:
-    return _kept(
+def _matrix(pattern: Pattern) -> TrilinearContraction:
+    return _cached(
         pattern,
         "matrix",
-        lambda: Structure.matrix(
+        lambda: TrilinearContraction.matrix(
             pattern.row_starts,
             pool_positions(pattern),
-            _pool_size(pattern),
+            _n_local_and_ghost(pattern),
             None if pattern.is_ordered else pattern.order,
         ),
     )
 
 
-def apply(pattern: Pattern, values: jax.Array, pool: jax.Array) -> jax.Array:
-    """Rows times own and ghost entries: (nnz,), (n_pool, ...) -> (n_local, ...)."""
-    return contract(_matrix(pattern), values, pool)
+def apply(pattern: Pattern, values: jax.Array, x: jax.Array) -> jax.Array:
+    """Multiply with own and ghost entries: (nnz,), (n_own + n_ghosts, ...) -> (n_local, ...)."""
+    return contract(_matrix(pattern), values, x)
 
 
 def multiply(pattern: Pattern, values: jax.Array, x: jax.Array) -> jax.Array:
-    """A x of own entries: (nnz,), (n_local_columns, ...) -> (n_local, ...) (collective)."""
+    """Multiply with own entries: (nnz,), (n_local_columns, ...) -> (n_local, ...) (collective)."""
     return contract(_matrix(pattern), values, x, _received(pattern.ghosts, x))
 
 
-def at_rows(pattern: Pattern, d: jax.Array) -> jax.Array:
-    """For each stored entry the number of its row: (n_local,) -> (nnz,)."""
+def gather_by_row(pattern: Pattern, d: jax.Array) -> jax.Array:
+    """Return for each stored entry the value of its row: (n_local,) -> (nnz,)."""
 
-    def make() -> Structure:
-        return Structure.selection(stored_order(pattern, pattern.rows), pattern.n_local)
+    def make() -> TrilinearContraction:
+        return TrilinearContraction.selection(stored_order(pattern, pattern.rows), pattern.n_local)
 
-    return select(_kept(pattern, "at rows", make), d)
+    return select(_cached(pattern, "gather by row", make), d)
 
 
-def at_columns(pattern: Pattern, d: jax.Array) -> jax.Array:
-    """For each stored entry the number of its column: (n_local_columns,) -> (nnz,) (collective)."""
+def gather_by_column(pattern: Pattern, d: jax.Array) -> jax.Array:
+    """Return for each stored entry its column's value: (n_columns,) -> (nnz,) (collective)."""
 
-    def make() -> Structure:
+    def make() -> TrilinearContraction:
         positions = stored_order(pattern, pool_positions(pattern))
-        return Structure.selection(positions, _pool_size(pattern))
+        return TrilinearContraction.selection(positions, _n_local_and_ghost(pattern))
 
-    return select(_kept(pattern, "at columns", make), d, _received(pattern.ghosts, d))
+    return select(_cached(pattern, "gather by column", make), d, _received(pattern.ghosts, d))
 
 
 def diagonal(pattern: Pattern, values: jax.Array) -> jax.Array:
-    """The diagonal entries of this rank's rows, zero where the pattern has none."""
+    """Return the diagonal entries of this rank's rows, zero in rows without one."""
 
-    def make() -> Structure:
-        return Structure.selection(pattern.diagonal, pattern.nnz)
+    def make() -> TrilinearContraction:
+        return TrilinearContraction.selection(pattern.diagonal, pattern.nnz)
 
-    return select(_kept(pattern, "diagonal", make), values)
+    return select(_cached(pattern, "diagonal", make), values)
 
 
 def _received(ghosts: GhostExchange, x: Any) -> jax.Array | None:
-    """The ghost entries alone: own entries are not copied beside them."""
+    """Return the ghost entries alone, so that own entries are not copied."""
     if not ghosts.neighbors:
         return None
     x = jnp.asarray(x)

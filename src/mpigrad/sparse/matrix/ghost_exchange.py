@@ -1,4 +1,4 @@
-"""Values owned by other ranks: read forward, accumulated backward."""
+"""Values of other ranks: read in the forward pass, accumulated in the backward pass."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ __all__ = ["GhostExchange", "index_array"]
 
 
 def index_array(indices: np.ndarray) -> jax.Array:
-    """Indices on the device, in 32 bits where they fit, made once even inside a trace."""
+    """Put indices on the device, in 32 bits if they fit, as a constant even inside a trace."""
     small = indices.size == 0 or int(indices.max()) < 2**31
     with jax.ensure_compile_time_eval(), jax.enable_x64(not small):
         return jnp.asarray(indices.astype(np.int32 if small else np.int64))
 
 
 def _tell_owners(comm: Communicator, wanted: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """Send each owner the indices wanted from it; returns what other ranks want from this one.
+    """Send each owner the indices wanted from it, and return the indices wanted from this rank.
 
-    Only neighbours exchange messages, though no rank knows who will ask it: a barrier that is
-    entered when all own messages have been received tells when nothing more can come (Hoefler,
-    Siebert & Lumsdaine, "Scalable communication protocols for dynamic sparse data exchange", 2010).
+    Only neighbours exchange messages, although no rank knows its readers before. A rank enters a
+    non-blocking barrier when its own messages have been received. When the barrier ends, no more
+    messages can come (Hoefler, Siebert & Lumsdaine, "Scalable communication protocols for dynamic
+    sparse data exchange", 2010).
     """
     mpi = comm.derivatives
     requests = [mpi.Issend(indices, owner, HANDSHAKE_TAG) for owner, indices in wanted.items()]
@@ -52,27 +53,42 @@ def _tell_owners(comm: Communicator, wanted: Mapping[int, np.ndarray]) -> dict[i
 
 
 class GhostExchange:
-    """Read entries of a distributed vector, wherever they live.
+    """Read entries of a distributed vector that any rank may own.
 
-    Rank r owns a contiguous stripe of the global indices: the stripes follow each other in the
-    order of the ranks. Building the exchange is collective, and so is using it; its adjoint
-    adds what the readers contribute to the owners' entries.
+    Rank r owns a contiguous stripe of the global indices. The stripes follow each other in the
+    order of the ranks. Building the exchange is collective, and so is using it. Its adjoint adds
+    the readers' cotangents to the owners' entries.
 
     Parameters
     ----------
     n_local
-        Number of entries that this rank owns; zero is allowed, and ranks may differ.
+        The number of entries that this rank owns. It may be zero, and may differ between ranks.
     needed
-        Global indices that this rank reads, shape (m,), in any order, repeated or not.
+        The global indices that this rank reads, shape (m,), in any order, repeated or not.
+    comm
+        The communicator over whose ranks the vector is distributed. None: the default communicator.
 
     Attributes
     ----------
     offset, n_global
-        First index of this rank's stripe; number of entries on all ranks.
+        The first index of this rank's stripe, and the number of entries on all ranks.
     ghosts
-        Sorted indices among `needed` that other ranks own, shape (n_ghosts,).
+        The sorted indices among `needed` that other ranks own, shape (n_ghosts,).
     position
-        Where each needed entry stands in what `pool` returns, shape (m,).
+        The position of each needed entry in the result of `local_and_ghost`, shape (m,).
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, if an argument is not an integer or an index is out of range.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import GhostExchange
+    >>> exchange = GhostExchange(3, [2, 0, 2])
+    >>> exchange.exchange(jnp.array([10.0, 11.0, 12.0]))
+    Array([12., 10., 12.], dtype=float32)
     """
 
     def __init__(self, n_local: int, needed: Any, comm: Communicator | None = None) -> None:
@@ -81,8 +97,8 @@ class GhostExchange:
         indices = np.zeros(0, np.int64)
         own = 0
         try:
-            own = _count(n_local)
-            indices = _indices(needed, "needed")
+            own = _count(n_local, "GhostExchange")
+            indices = _indices(needed, "GhostExchange", "needed")
         except (TypeError, ValueError) as problem:
             error = problem
         raise_error(self.comm, error)
@@ -96,8 +112,8 @@ class GhostExchange:
         outside = indices[(indices < 0) | (indices >= self.n_global)]
         if outside.size:
             error = ValueError(
-                f"GhostExchange: index {outside[0]} is not one of the {self.n_global} entries "
-                f"(0 to {self.n_global - 1}) that all ranks own together"
+                f"GhostExchange: needed holds index {outside[0]}, but the ranks own "
+                f"{self.n_global} entries in total (0 to {self.n_global - 1}). Give global indices."
             )
         raise_error(self.comm, error)
 
@@ -106,7 +122,7 @@ class GhostExchange:
         self._needed_position = indices - self.offset
         self._needed_position[remote] = own + np.searchsorted(self.ghosts, indices[remote])
 
-        # Empty stripes share their start with the next one; `right` finds the rank that has it.
+        # Empty stripes share their start with the next one. `right` finds the rank that owns it.
         owners = np.searchsorted(starts, self.ghosts, side="right") - 1
         wanted = {int(rank): self.ghosts[owners == rank] for rank in np.unique(owners)}
         with waiting("the making of a GhostExchange"):
@@ -121,15 +137,16 @@ class GhostExchange:
 
     @functools.cached_property
     def send_index(self) -> jax.Array:
-        """Own entries that go out, packed by neighbour."""
+        """Positions of own entries that are sent, packed by neighbour."""
         return index_array(self._send)
 
     @functools.cached_property
     def position(self) -> jax.Array:
+        """Position of each needed entry in the result of `local_and_ghost`."""
         return index_array(self._needed_position)
 
-    def pool(self, x: Any) -> jax.Array:
-        """The own entries, followed by the ghosts: shape (n_local + n_ghosts, ...)."""
+    def local_and_ghost(self, x: Any) -> jax.Array:
+        """Return the own entries, followed by the ghosts: shape (n_local + n_ghosts, ...)."""
         x = self._check(x)
         if not self.neighbors:
             return x
@@ -139,25 +156,25 @@ class GhostExchange:
         return jnp.concatenate([x, received])
 
     def exchange(self, x: Any) -> jax.Array:
-        """The needed entries.
+        """Return the needed entries (collective).
 
         Parameters
         ----------
         x
-            This rank's entries, shape (n_local, ...), any dtype.
+            This rank's entries, shape (n_local, ...), of any dtype.
 
         Returns
         -------
-        Array of shape (len(needed), ...), in the order of `needed`.
+        An array of shape (len(needed), ...), in the order of `needed`.
         """
-        return take(self.pool(x), self.position)
+        return take(self.local_and_ghost(x), self.position)
 
     def _check(self, x: Any) -> jax.Array:
         x = jnp.asarray(x)
         if x.ndim == 0 or x.shape[0] != self.n_local:
             raise ValueError(
-                f"this rank ({self.comm.rank}) owns {self.n_local} entries, but the vector has "
-                f"shape {x.shape}; its leading axis must be the rank's own entries"
+                f"GhostExchange: rank {self.comm.rank} owns {self.n_local} entries, but x has "
+                f"shape {x.shape}. Give this rank's entries along the leading axis."
             )
         return x
 
@@ -168,24 +185,27 @@ class GhostExchange:
         )
 
 
-def _count(n_local: Any) -> int:
+def _count(n_local: Any, name: str, argument: str = "n_local") -> int:
     try:
         count = int(n_local.__index__())
     except (AttributeError, TypeError):
         raise TypeError(
-            f"n_local must be a Python integer, the number of entries that this rank owns, "
-            f"not {type(n_local).__name__}"
+            f"{name}: {argument} must be a Python integer, the number of entries that this rank "
+            f"owns, got {type(n_local).__name__}. Convert it with int(...)."
         ) from None
     if count < 0:
-        raise ValueError(f"n_local={count} is negative; give zero for a rank without entries")
+        raise ValueError(
+            f"{name}: {argument} must not be negative, got {argument}={count}. Give zero on a rank "
+            "without entries."
+        )
     return count
 
 
-def _indices(values: Any, name: str) -> np.ndarray:
+def _indices(values: Any, name: str, argument: str) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise TypeError(
-            f"{name} must be a one-dimensional array of integers, "
-            f"not of shape {array.shape} and dtype {array.dtype}"
+            f"{name}: {argument} must be a one-dimensional array of integers, got shape "
+            f"{array.shape} and dtype {array.dtype}. Give global indices."
         )
     return array.astype(np.int64)

@@ -12,7 +12,7 @@ from mpigrad.communicator import Communicator
 from mpigrad.sparse.matrix import scipy_conversion as conversion
 from mpigrad.sparse.matrix.addition import add
 from mpigrad.sparse.matrix.boundary import eliminate_rows, fix_rows
-from mpigrad.sparse.matrix.csr import apply, at_columns, at_rows, diagonal, multiply
+from mpigrad.sparse.matrix.csr import apply, diagonal, gather_by_column, gather_by_row, multiply
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.matrix.product import multiply_matrices
 from mpigrad.sparse.matrix.transpose import transpose_values, transposed
@@ -28,37 +28,52 @@ class Matrix:
     Parameters
     ----------
     pattern
-        Where this rank's entries are.
+        The positions of the entries.
     values
         This rank's stored entries, shape (nnz,), in the order of the pattern.
 
-    Examples
-    --------
+    Notes
+    -----
     `A @ x`, `A @ B`, `A + B`, `A - B`, `2 * A`, `A / 2`, `-A`, `A.T`, `A.diagonal()`,
     `A.scale_rows(d)` and `A.scale_columns(d)` are differentiable in values, vectors and factors,
     in both modes and to any order, also inside jit, vmap and scan.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import Matrix, Pattern
+    >>> A = Matrix(Pattern.from_coo([0, 0, 1], [0, 1, 1], n_local=2), jnp.array([1.0, 2.0, 3.0]))
+    >>> A @ jnp.array([1.0, 10.0])
+    Array([21., 30.], dtype=float32)
+    >>> (A.T + 2 * A).to_scipy().toarray()
+    array([[3., 4.],
+           [2., 9.]], dtype=float32)
     """
 
     pattern: Pattern
     values: jax.Array
-    __array_ufunc__ = None  # NumPy's scalars leave `a * A` to the matrix
+    __array_ufunc__ = None  # so that NumPy's scalars call Matrix.__rmul__ for `a * A`
 
     def __init__(self, pattern: Pattern, values: Any) -> None:
         if not isinstance(pattern, Pattern):
             raise TypeError(
-                f"Matrix: pattern must be a mpigrad.sparse.Pattern, not {type(pattern).__name__}"
+                f"Matrix: pattern must be a mpigrad.sparse.Pattern, got {type(pattern).__name__}. "
+                "Make one with Pattern.from_coo(rows, columns, n_local)."
             )
         values = jnp.asarray(values)
         if values.shape != (pattern.nnz,):
-            remedy = f"give shape ({pattern.nnz},)"
+            remedy = f"Give shape ({pattern.nnz},)"
             if pattern.assembly is not None:
                 remedy += ", or pattern.assemble(contributions)"
             raise ValueError(
-                f"Matrix: values have shape {values.shape} on rank {pattern.comm.rank}, where the "
-                f"pattern has {pattern.nnz} entries: {remedy}"
+                f"Matrix: values have shape {values.shape} on rank {pattern.comm.rank}, but the "
+                f"pattern has {pattern.nnz} entries there. {remedy}."
             )
         if not jnp.issubdtype(values.dtype, jnp.inexact):
-            raise TypeError(f"Matrix: values have dtype {values.dtype}; give floating-point values")
+            raise TypeError(
+                f"Matrix: values must be floating-point, got dtype {values.dtype}. Convert them "
+                "with values.astype(float)."
+            )
         object.__setattr__(self, "pattern", pattern)
         object.__setattr__(self, "values", values)
 
@@ -69,14 +84,16 @@ class Matrix:
         Parameters
         ----------
         pattern
-            Where the entries are.
+            The positions of the entries.
         contributions
-            As `Pattern.assemble` takes them: for stencils one array for each offset.
+            The argument of `Pattern.assemble`. For stencils one array for each offset.
         """
         return cls(pattern, pattern.assemble(contributions))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError("a Matrix is not changed in place; make a new one")
+        raise AttributeError(
+            f"Matrix: cannot set {name}: it is not changed in place. Make a new one."
+        )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -85,10 +102,11 @@ class Matrix:
 
     @property
     def dtype(self) -> Any:
+        """Dtype of the values."""
         return self.values.dtype
 
     def diagonal(self) -> jax.Array:
-        """Diagonal entries of this rank's rows, zero where the pattern has none."""
+        """Return the diagonal entries of this rank's rows, zero in rows without one."""
         return diagonal(self.pattern, self.values)
 
     @classmethod
@@ -100,30 +118,34 @@ class Matrix:
         n_local: int | None = None,
         n_local_columns: int | None = None,
     ) -> Matrix:
-        """A matrix of SciPy's, whole on one rank or each rank's rows (collective).
+        """Distribute a SciPy matrix, whole on one rank or by rows on each rank (collective).
 
         Parameters
         ----------
         A
-            A two-dimensional sparse array of SciPy, float or complex: with `root` the whole matrix,
-            read on the root alone; without it this rank's block of rows, (n_local, n_columns).
-            Entries given twice are added up; zeros that are stored stay stored.
+            A two-dimensional sparse array of SciPy, float or complex. With `root` it is the whole
+            matrix, read on the root only. Without, it is this rank's block of rows, of shape
+            (n_local, n_columns). Entries given twice are added up, and stored zeros stay stored.
+        comm
+            The communicator over whose ranks the rows are distributed. None: the default
+            communicator.
         root
-            The rank that has the whole matrix.
+            The rank that has the whole matrix. None: each rank has its rows.
         n_local, n_local_columns
-            How many rows and columns this rank is to own. By default rows are shared evenly where
-            the root has them, and columns as rows, or evenly where the matrix is not square.
+            The number of rows and columns that this rank is to own. By default the root's rows are
+            shared evenly, and columns are divided as rows are, or evenly if the matrix is not
+            square.
         """
         return cls(*conversion.distribute(A, comm, root, n_local, n_local_columns))
 
     def local_scipy(self) -> Any:
-        """This rank's rows as a `scipy.sparse.csr_array` of shape (n_local, n_columns)."""
+        """Return this rank's rows as a `scipy.sparse.csr_array` of shape (n_local, n_columns)."""
         return conversion.local_block(self.pattern, self.values)
 
     def to_scipy(self, root: int = 0) -> Any:
-        """The whole matrix as a `scipy.sparse.csr_array` on the root, None elsewhere (collective).
+        """Return the matrix as a `scipy.sparse.csr_array` on the root, None elsewhere (collective).
 
-        For checking, writing and small systems: the root holds all of it.
+        For checking, writing and small systems: the root holds the whole matrix.
         """
         return conversion.gather(self.pattern, self.values, root)
 
@@ -132,33 +154,33 @@ class Matrix:
     @overload
     def at_boundary(self, fixed: Any, b: Any, values: Any = 0) -> tuple[Matrix, jax.Array]: ...
     def at_boundary(self, fixed: Any, b: Any = None, values: Any = None) -> Any:
-        """The system whose solution is prescribed in some rows: a Dirichlet condition.
+        """Prescribe the solution in some rows: a Dirichlet condition.
 
-        The rows become those of the identity. Without b only they change: a right-hand side with
-        b[fixed] = values gives the solution. With b the columns are eliminated too, so that a
-        symmetric matrix stays symmetric: b changes by -A[:, fixed] @ values, then b[fixed] =
-        values. The pattern stays, so solvers keep what they know of it. Differentiable in
+        The fixed rows become rows of the identity. Without b nothing else changes: a right-hand
+        side with b[fixed] = values gives the solution. With b the columns are eliminated too, so
+        that a symmetric matrix stays symmetric: b changes by -A[:, fixed] @ values, then b[fixed] =
+        values. The pattern stays the same, so solvers keep its data. Differentiable in
         `self.values`, b and values.
 
         Parameters
         ----------
         fixed
-            Which of this rank's rows are prescribed, booleans of shape (n_local,). Their diagonal
+            True for the prescribed rows, booleans of shape (n_local,). Their diagonal
             entries must be in the pattern.
         b
             This rank's part of the right-hand side, shape (n_local,) or (n_local, k).
         values
             The prescribed values: a scalar, or an array of the shape of b (read in fixed rows
-            alone).
+            only).
 
         Returns
         -------
-        The matrix; with b the matrix and the right-hand side (collective).
+        The matrix, or with b the pair of the matrix and the right-hand side (collective).
         """
         if b is None:
             if values is not None:
                 raise ValueError(
-                    "at_boundary: values are given without b; give both, or set b yourself"
+                    "at_boundary: values are given without b. Give both, or set b[fixed] yourself."
                 )
             return Matrix(self.pattern, fix_rows(self.pattern, self.values, fixed))
         entries, b = eliminate_rows(self.pattern, self.values, fixed, b, values)
@@ -166,7 +188,7 @@ class Matrix:
 
     @property
     def T(self) -> Matrix:
-        """The transpose (collective); its stripes of rows are this matrix's stripes of columns."""
+        """The transpose (collective). Its rows have the stripes of this matrix's columns."""
         return Matrix(transposed(self.pattern), transpose_values(self.pattern, self.values))
 
     @overload
@@ -174,18 +196,18 @@ class Matrix:
     @overload
     def __matmul__(self, other: jax.Array | np.ndarray) -> jax.Array: ...
     def __matmul__(self, other: Any) -> Any:
-        """A @ x or A @ B (collective).
+        """Return A @ x or A @ B (collective).
 
         Parameters
         ----------
         other
             This rank's part of x, shape (n_local_columns,) or (n_local_columns, k), or a matrix
-            whose stripes of rows are this one's of columns.
+            whose rows have the stripes of this matrix's columns.
 
         Returns
         -------
         This rank's part of A x, shape (n_local,) or (n_local, k), or the product, stored in row
-        order. What it needs of two patterns is made once and kept.
+        order. The plan of two patterns is made once and kept.
         """
         if isinstance(other, Matrix):
             return Matrix(
@@ -196,12 +218,12 @@ class Matrix:
         if x.ndim not in (1, 2) or x.shape[0] != n:
             raise ValueError(
                 f"A @ x: x has shape {x.shape} on rank {self.pattern.comm.rank}, which owns "
-                f"{n} columns; give ({n},) or ({n}, k)"
+                f"{n} columns. Give shape ({n},) or ({n}, k)."
             )
         return multiply(self.pattern, self.values, x)
 
     def __add__(self, other: Any) -> Matrix:
-        """A + B: on the union of the patterns (collective where it is not yet known)."""
+        """Return A + B, on the union of the patterns (collective at the first call)."""
         if not isinstance(other, Matrix):
             return NotImplemented
         return Matrix(*add(self.pattern, self.values, other.pattern, other.values))
@@ -212,7 +234,7 @@ class Matrix:
         return Matrix(*add(self.pattern, self.values, other.pattern, other.values, -1))
 
     def __mul__(self, factor: Any) -> Matrix:
-        """a A for a scalar a."""
+        """Return a A for a scalar a."""
         return Matrix(self.pattern, self.values * _scalar(factor))
 
     __rmul__ = __mul__
@@ -224,7 +246,7 @@ class Matrix:
         return Matrix(self.pattern, -self.values)
 
     def scale_rows(self, d: Any) -> Matrix:
-        """diag(d) A: row i times d[i].
+        """Return diag(d) A: row i times d[i].
 
         Parameters
         ----------
@@ -232,10 +254,10 @@ class Matrix:
             One factor for each of this rank's rows, shape (n_local,).
         """
         d = self._vector(d, "scale_rows", "rows", self.pattern.n_local)
-        return Matrix(self.pattern, self.values * at_rows(self.pattern, d))
+        return Matrix(self.pattern, self.values * gather_by_row(self.pattern, d))
 
     def scale_columns(self, d: Any) -> Matrix:
-        """A diag(d): column j times d[j] (collective).
+        """Return A diag(d): column j times d[j] (collective).
 
         Parameters
         ----------
@@ -243,14 +265,14 @@ class Matrix:
             One factor for each of this rank's columns, shape (n_local_columns,).
         """
         d = self._vector(d, "scale_columns", "columns", self.pattern.n_local_columns)
-        return Matrix(self.pattern, self.values * at_columns(self.pattern, d))
+        return Matrix(self.pattern, self.values * gather_by_column(self.pattern, d))
 
     def _vector(self, d: Any, name: str, what: str, n: int) -> jax.Array:
         d = jnp.asarray(d)
         if d.shape != (n,):
             raise ValueError(
                 f"{name}: the factors have shape {d.shape} on rank {self.pattern.comm.rank}, which "
-                f"owns {n} {what}; give shape ({n},)"
+                f"owns {n} {what}. Give shape ({n},)."
             )
         return d
 
@@ -264,9 +286,8 @@ def _scalar(factor: Any) -> Any:
             "a matrix" if isinstance(factor, Matrix) else f"an array of shape {jnp.shape(factor)}"
         )
         raise TypeError(
-            f"a Matrix is multiplied or divided by a scalar, not {kind}; for products with vectors "
-            "and matrices write A @ x, for factors of rows A.scale_rows(d), and of columns "
-            "A.scale_columns(d)"
+            f"a * A, A / a: expected a scalar, got {kind}. For products with vectors and matrices "
+            "write A @ x, for factors of rows A.scale_rows(d), and of columns A.scale_columns(d)."
         )
     return factor
 

@@ -1,11 +1,11 @@
 """Sparse sums of products: one primitive whose derivatives are the primitive itself.
 
-A structure says which entries of three arrays meet: `first`, the pool (own entries, followed by
-those of other ranks, as two arrays) and `last`. The sum over all meetings of first * pool * last is
-linear in each of them. The primitive is the derivative of that sum in one array, given the others:
-for a matrix A x from (values, x), its adjoints Aᵀ ȳ from (values, ȳ) and ȳ_i x_j from (x, ȳ). So
-jvp, transpose and derivatives of any order come from one rule each. The native library does the
-work, and keeps the structure, whose arrays would otherwise be constants of each compiled program.
+A trilinear contraction is a list of triples of entries of three arrays: `first`, the pool (own
+entries, followed by ghosts, as two arrays) and `last`. The sum of first * pool * last over all
+triples is linear in each array. The primitive is the derivative of that sum in one array, given the
+others: for a matrix A x from (values, x), and its adjoints Aᵀ ȳ from (values, ȳ) and ȳ_i x_j from
+(x, ȳ). So jvp, transpose and derivatives of any order come from one rule each. The native library
+computes it, and keeps the lists, which would otherwise be constants of each compiled program.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching,
 from mpigrad.operations.native_targets import register_target
 from mpigrad.runtime.native import native_library
 
-__all__ = ["Structure", "contract", "kept_structures", "multiply_patterns", "positions", "select"]
+__all__ = [
+    "TrilinearContraction",
+    "contract",
+    "count_contractions",
+    "multiply_patterns",
+    "positions",
+    "select",
+]
 
 _TARGET = "mpigrad_kernels_contract"
 _DTYPES = ("float32", "float64", "complex64", "complex128")
 FIRST, POOL, LAST = 0, 1, 2
 _MATRIX, _PAIRS, _SELECTION = 0, 1, 2
-_TOO_MANY = (
-    "mpigrad.sparse: {} on one rank are more than 32 bits can count (2**31 - 1); use more ranks"
-)
+_TOO_MANY = "Pattern: {} on one rank are more than 32 bits can count (2**31 - 1). Use more ranks."
 
 
 @functools.cache
@@ -43,7 +48,7 @@ def _library() -> Any:
     if lib is None:
         raise ImportError(
             "mpigrad.sparse: the native library of sparse products is missing from this "
-            "installation; build it with `make setup`, or `pip install .`."
+            "installation. Build it with `make setup`, or `pip install .`."
         )
     lib.mpigrad_kernels_create.restype = ctypes.c_int64
     lib.mpigrad_kernels_create.argtypes = [ctypes.c_void_p]
@@ -58,18 +63,19 @@ def _library() -> Any:
 def multiply_patterns(
     starts: np.ndarray, position: np.ndarray, pool_starts: np.ndarray, pool_columns: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The entries of a product of matrices.
+    """Return the entries of a product of matrices.
 
     Parameters
     ----------
     starts, position
-        The left matrix: where rows start; which row of the pool each entry meets.
+        The left matrix: the start of each row, and the row of the pool for each entry.
     pool_starts, pool_columns
         The rows of the right matrix.
 
     Returns
     -------
-    Where rows start; columns in row order; for each meeting, in order, the entry that it goes to.
+    The start of each row, the columns in row order, and for each pair of entries, in order, the
+    entry to which their product is added.
     """
     meetings = int(np.diff(pool_starts)[position].sum())
     given = [
@@ -86,13 +92,13 @@ def multiply_patterns(
     return product_starts, columns[:entries].copy(), target
 
 
-def kept_structures() -> int:
-    """How many structures the native library keeps now."""
+def count_contractions() -> int:
+    """Return the number of contractions that the native library keeps now."""
     return _library().mpigrad_kernels_count()
 
 
 class _Native(ctypes.Structure):
-    """A structure as native/sparse/kernels.cc lays it out."""
+    """The layout of a structure in native/sparse/kernels.cc."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("kind", "first", "pool", "last")),
@@ -103,12 +109,14 @@ class _Native(ctypes.Structure):
 
 
 class _Handle:
-    """What the native library knows by a number, until this object is gone.
+    """A handle of a contraction in the native library, which is freed with this object.
 
-    Compiled programs keep it alive; it must not keep them alive.
+    Compiled programs keep it alive, but it must not keep them alive.
     """
 
-    def __init__(self, owner: Structure, kind: int, arrays: Mapping[str, np.ndarray | None]):
+    def __init__(
+        self, owner: TrilinearContraction, kind: int, arrays: Mapping[str, np.ndarray | None]
+    ):
         lib = _library()
         self.owner, self.kind, self.arrays = weakref.ref(owner), kind, arrays
         self.sizes = owner.sizes
@@ -127,12 +135,12 @@ class _Handle:
         weakref.finalize(self, lib.mpigrad_kernels_destroy, self.number).atexit = False
 
     def others(self, out: int) -> list[int]:
-        """The operands of the derivative in `out`."""
+        """Return the operands of the derivative in `out`."""
         roles = (POOL, LAST) if self.kind == _SELECTION else (FIRST, POOL, LAST)
         return [role for role in roles if role != out]
 
     def meetings(self) -> dict[int, np.ndarray]:
-        """For each array the places of all entries that meet; past the end: none."""
+        """Return for each array the positions in all triples, with one past the end for zero."""
         a = self.arrays
         position = a["position"]
         assert position is not None
@@ -157,14 +165,14 @@ class _Handle:
 
 
 def positions(array: np.ndarray, what: str = "entries") -> np.ndarray:
-    """Positions in 32 bits: half of the memory that a product of sparse matrices reads."""
+    """Convert positions to 32 bits, which halves the memory that a product reads."""
     if array.size and int(array.max()) >= 2**31:
         raise ValueError(_TOO_MANY.format(what))
     return np.ascontiguousarray(array, np.int32)
 
 
-class Structure:
-    """Which entries of first, pool and last meet."""
+class TrilinearContraction:
+    """A list of triples of entries of first, pool and last."""
 
     def __init__(self, kind: int, sizes: tuple[int, int, int], **arrays: np.ndarray | None) -> None:
         if max(sizes) >= 2**31:
@@ -178,15 +186,15 @@ class Structure:
     @classmethod
     def matrix(
         cls, starts: np.ndarray, position: np.ndarray, n_pool: int, order: np.ndarray | None
-    ) -> Structure:
-        """(values, x) -> A x.
+    ) -> TrilinearContraction:
+        """Make the contraction (values, x) -> A x.
 
         Parameters
         ----------
         starts, position
-            Where rows start; each entry's place in the pool, in row order.
+            The start of each row, and each entry's position in the pool, in row order.
         order
-            Where each entry stands among the values; None: in row order.
+            Each entry's position among the values. None: in row order.
         """
         sizes = (len(position), n_pool, len(starts) - 1)
         return cls(_MATRIX, sizes, starts=starts, position=position, order=order)
@@ -199,17 +207,17 @@ class Structure:
         pool_starts: np.ndarray,
         target: np.ndarray,
         n_last: int,
-    ) -> Structure:
-        """(values of A, values of B) -> values of A B.
+    ) -> TrilinearContraction:
+        """Make the contraction (values of A, values of B) -> values of A B.
 
         Parameters
         ----------
         row, order
-            Each entry of A, in row order: the row of the pool that it meets; its place in `first`.
+            For each entry of A, in row order, its row of the pool and its position in `first`.
         pool_starts
-            Where rows start in the pool.
+            The start of each row in the pool.
         target
-            Where each product goes, those of the first entry of A first.
+            The entry to which each product is added, products of the first entry of A first.
         """
         starts = np.array([0, len(row)])
         sizes = (len(row), int(pool_starts[-1]), n_last)
@@ -217,28 +225,28 @@ class Structure:
         return cls(_PAIRS, sizes, starts=starts, **arrays)
 
     @classmethod
-    def selection(cls, position: np.ndarray, n_pool: int) -> Structure:
-        """pool -> pool[position], zero where the position is -1."""
+    def selection(cls, position: np.ndarray, n_pool: int) -> TrilinearContraction:
+        """Make the selection pool -> pool[position], with zero for the position -1."""
         return cls(_SELECTION, (0, n_pool, len(position)), position=position, order=None)
 
     def __repr__(self) -> str:
-        return f"Structure(sizes={self.sizes})"
+        return f"TrilinearContraction(sizes={self.sizes})"
 
 
-def select(structure: Structure, own: Any, rest: Any = None) -> jax.Array:
-    """The selected entries of the pool: (n, ...) -> (len(position), ...)."""
+def select(structure: TrilinearContraction, own: Any, rest: Any = None) -> jax.Array:
+    """Return the selected entries of the pool: (n, ...) -> (len(position), ...)."""
     return contract(structure, None, own, rest)
 
 
-def contract(structure: Structure, first: Any, own: Any, rest: Any = None) -> jax.Array:
-    """The derivative in `last`: for a matrix, A x.
+def contract(structure: TrilinearContraction, first: Any, own: Any, rest: Any = None) -> jax.Array:
+    """Return the derivative in `last`: for a matrix, A x.
 
     Parameters
     ----------
     first
-        Shape (n,); None for a selection.
+        Shape (n,), or None for a selection.
     own, rest
-        The pool's parts, shapes (m, ...) and (m', ...); `rest` may be left out.
+        The parts of the pool, shapes (m, ...) and (m', ...). `rest` may be None.
     """
     own = jnp.asarray(own)
     given = [own] if first is None else [jnp.asarray(first), own]
@@ -260,8 +268,8 @@ def _contract(handle: _Handle, no_first: bool, no_rest: bool, *given: Any) -> ja
     rest = jnp.zeros((0, *tail), dtype) if no_rest else arrays[1]
     if len(own) + len(rest) != handle.sizes[POOL]:
         raise ValueError(
-            f"mpigrad.sparse: {len(own)} own entries and {len(rest)} of other ranks, where the "
-            f"structure has {handle.sizes[POOL]}"
+            f"mpigrad.sparse: got {len(own)} own entries and {len(rest)} ghosts, but the pattern "
+            f"has {handle.sizes[POOL]} in total. Give this rank's part of the vector."
         )
     pool = [x.reshape(1, len(x), math.prod(tail)) for x in (own, rest)]
     (y,) = contract_p.bind(*first, *pool, structure=handle, out=LAST, split=len(own))
@@ -295,7 +303,7 @@ def _shapes(*operands: Any, structure: _Handle, out: int, split: int) -> list[Sh
 
 
 def _reference(*operands: Any, structure: _Handle, out: int, split: int) -> list[Any]:
-    """The same in JAX: for devices and dtypes without a native kernel."""
+    """Compute the same in JAX, for devices and dtypes without a native kernel."""
     meetings = structure.meetings()
     groups = _grouped(operands, structure.others(out))
     factors = []
@@ -320,7 +328,7 @@ def _lower(ctx: Any, *operands: Any, structure: _Handle, out: int, split: int) -
 
 
 def _run(*operands: Any, structure: _Handle, **params: Any) -> Any:
-    """Outside any trace: a compiled program that lives as long as the structure."""
+    """Run a compiled program outside any trace. It lives as long as the contraction."""
     owner = structure.owner()
     programs: dict[Any, Any] = {} if owner is None else owner.programs
     key = tuple(params.items())
@@ -350,12 +358,12 @@ def _transpose(cotangents: Any, *operands: Any, out: int, **params: Any) -> list
     roles = params["structure"].others(out)
     groups = _grouped(operands, roles)
     linear = next(r for r in roles if any(ad.is_undefined_primal(x) for x in groups[r]))
-    known = {role: groups[role] for role in roles if role != linear}
-    known[out] = [ad.instantiate_zeros(ct) for ct in cotangents]
-    results = _bind(known, out=linear, **params)
+    others = {role: groups[role] for role in roles if role != linear}
+    others[out] = [ad.instantiate_zeros(ct) for ct in cotangents]
+    results = _bind(others, out=linear, **params)
     back = {role: [None] * len(group) for role, group in groups.items()}
     for k, (x, ct) in enumerate(zip(groups[linear], results, strict=True)):
-        if ad.is_undefined_primal(x):  # the cotangent of what all batches share is their sum
+        if ad.is_undefined_primal(x):  # an operand shared by all batches gets the sum
             shared = x.aval.shape[0] == 1 and ct.shape[0] != 1
             back[linear][k] = ct.sum(0, keepdims=True) if shared else ct
     return [ct for role in roles for ct in back[role]]
@@ -369,7 +377,7 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
     inner = max(x.shape[1] for x in arrays)
     operands = []
     for x, d in zip(arrays, dims, strict=True):
-        all_batches = d is not None or x.shape[1] > 1  # else one that all batches share
+        all_batches = d is not None or x.shape[1] > 1  # otherwise all batches share it
         shape = (n, inner, *x.shape[2:])
         operands.append(
             jnp.broadcast_to(x, shape).reshape(n * inner, *x.shape[2:]) if all_batches else x[0]

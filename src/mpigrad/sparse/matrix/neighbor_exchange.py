@@ -1,4 +1,4 @@
-"""Messages between neighbours that Python sends while it makes a plan."""
+"""Messages between neighbours that Python sends to make a plan."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from mpi4py import MPI
 
 from mpigrad.communicator import SWAP_TAG, Communicator, waiting
 
-__all__ = ["parts", "swap"]
+__all__ = ["exchange_with_neighbors", "split_by_counts"]
 
 
-def parts(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
-    """`array` cut into pieces of these lengths."""
+def split_by_counts(array: np.ndarray, counts: Sequence[int]) -> list[np.ndarray]:
+    """Split an array into pieces of these lengths."""
     return np.split(array, np.cumsum(counts)[:-1]) if len(counts) else []
 
 
-def swap(
+def exchange_with_neighbors(
     comm: Communicator,
     neighbors: Sequence[int],
     messages: Sequence[np.ndarray],
     counts: Sequence[int],
-    what: str,
+    task: str,
 ) -> list[np.ndarray]:
-    """Send each neighbour its array of integers; receive `counts` integers from each.
+    """Send each neighbour its array of integers, and receive `counts` integers from each.
 
-    All ranks of the communicator take part, those without neighbours too, in the same order.
+    All ranks of the communicator call it, also ranks without neighbours, in the same order. `task`
+    names the work for the watchdog.
     """
     received = [np.empty(count, np.int64) for count in counts]
-    with waiting(what):
+    with waiting(task):
         requests = [
             comm.derivatives.Irecv(array, rank, SWAP_TAG)
             for rank, array in zip(neighbors, received, strict=True)

@@ -1,10 +1,10 @@
-"""The sparsity pattern of a distributed matrix: built once, on the host."""
+"""The sparsity pattern of a distributed matrix, built once on the host."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,51 +18,61 @@ from mpigrad.sparse.matrix.assembly import Assembly, repeated, row_order
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange, _count, _indices, index_array
 from mpigrad.sparse.matrix.stencil import Stencil, make_stencil
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["Pattern", "local_range"]
 
 
 class Pattern:
-    """Where the entries of a row-striped sparse matrix are.
+    """The positions of the entries of a sparse matrix that is striped by rows over the ranks.
 
-    Rank r owns a contiguous stripe of rows, and one of columns: its entries of a vector that the
-    matrix is applied to. The stripes follow each other in the order of the ranks, may differ in
-    size and may be empty; those of the columns are those of the rows unless `n_local_columns` says
-    otherwise. Building a pattern is collective. It costs sorting and a handshake: build it once and
-    keep it.
+    Rank r owns a contiguous stripe of rows, and a stripe of columns: its entries of a vector that
+    the matrix is applied to. The stripes follow each other in the order of the ranks, may differ in
+    size and may be empty. Columns are divided as rows are, unless `n_local_columns` is given.
+    Building a pattern is collective. It costs sorting and a handshake: build it once and keep it.
+
+    Parameters
+    ----------
+    rows, columns, n_local, comm, n_local_columns
+        See `from_coo`.
 
     Attributes
     ----------
     comm
-        Its communicator.
+        The communicator.
     n_rows, offset, n_local
-        Rows on all ranks; first row and number of rows of this rank.
+        The number of rows on all ranks, and the first row and number of rows of this rank.
     n_columns, column_offset, n_local_columns
-        The same of the columns.
+        The same for the columns.
     is_square
-        Whether every rank owns the same columns as rows; known on all ranks.
+        True if every rank owns the same columns as rows. It is the same on all ranks.
     nnz
-        Stored entries of this rank.
+        The number of stored entries of this rank.
     n_given
-        Entries that this rank has given.
+        The number of entries that this rank has given.
     stencil
         The `Stencil` of a pattern made by `from_stencil`, else None.
     assembly
-        How `assemble` makes stored values of those given; None where they are the same.
+        The map from given to stored values, or None if they are the same.
     rows, columns
-        Local row and global column of each entry, in row order (sorted by row, then column).
+        The local row and global column of each entry, in row order (sorted by row, then column).
     order
-        Position, among the stored values, of each entry in row order, shape (nnz,). Values are
-        stored in the order in which the entries were given, or in row order where they need
-        assembly (see `from_coo`).
+        The position, among the stored values, of each entry in row order, shape (nnz,). Values are
+        stored in the order in which the entries were given, or in row order if they need assembly
+        (see `from_coo`).
     row_starts
-        Where each row starts in row order, shape (n_local + 1,).
+        The start of each row in row order, shape (n_local + 1,).
     diagonal
-        Position of each row's diagonal entry among the stored values, -1 where a row has none.
+        The position of each row's diagonal entry among the stored values, or -1 if it has none.
     ghosts
-        The exchange of the columns that other ranks own.
+        The `GhostExchange` of the columns that other ranks own.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import Pattern
+    >>> pattern = Pattern.from_coo([0, 0, 1], [0, 1, 1], n_local=2)
+    >>> pattern
+    Pattern(n_rows=2, n_columns=2, offset=0, n_local=2, nnz=3)
+    >>> pattern.row_starts.tolist(), pattern.diagonal.tolist()
+    ([0, 2, 3], [0, 2])
     """
 
     def __init__(
@@ -80,12 +90,14 @@ class Pattern:
         i, j = np.zeros(0, np.int64), np.zeros(0, np.int64)
         own = own_columns = 0
         try:
-            own = _count(n_local)
-            own_columns = own if n_local_columns is None else _count(n_local_columns)
-            i, j = _indices(rows, "rows"), _indices(columns, "columns")
+            own = own_columns = _count(n_local, "Pattern")
+            if n_local_columns is not None:
+                own_columns = _count(n_local_columns, "Pattern", "n_local_columns")
+            i, j = _indices(rows, "Pattern", "rows"), _indices(columns, "Pattern", "columns")
             if len(i) != len(j):
                 raise ValueError(
-                    f"Pattern: {len(i)} rows but {len(j)} columns; give one pair for each entry"
+                    f"Pattern: rows and columns must have the same length, got {len(i)} and "
+                    f"{len(j)}. Give one pair for each entry."
                 )
         except (TypeError, ValueError) as problem:
             error = problem
@@ -99,20 +111,20 @@ class Pattern:
         if 0 < squares < self.comm.size:
             giver = int(np.argmin(sizes[:, 2]))
             error = ValueError(
-                f"Pattern: rank {giver} gives n_local_columns and others do not; give it on all "
-                "ranks, or on none where the matrix is square"
+                f"Pattern: rank {giver} gives n_local_columns and others do not. Give it on all "
+                "ranks, or on none if the matrix is square."
             )
         elif total == 0:
-            error = ValueError("Pattern: no rank has any row; give n_local > 0 on some rank")
+            error = ValueError("Pattern: no rank has any row. Give n_local > 0 on some rank.")
         elif (stray := _outside(i, total)) is not None:
             error = ValueError(
-                f"Pattern: row {stray} is outside the matrix of {total} rows (0 to {total - 1}; "
-                "rows are global indices, each rank's begin at its offset)"
+                f"Pattern: row {stray} is outside the matrix of {total} rows (0 to {total - 1}). "
+                "Give global rows: a rank's own rows start at its offset."
             )
         elif (stray := _outside(j, wide)) is not None:
             error = ValueError(
                 f"Pattern: column {stray} is outside the matrix of {total} rows and {wide} columns "
-                f"(0 to {wide - 1})"
+                f"(0 to {wide - 1}). Give global columns."
             )
         raise_error(self.comm, error)
 
@@ -137,15 +149,15 @@ class Pattern:
         on_diagonal = self.columns == self.rows + offset
         self.diagonal[self.rows[on_diagonal]] = order[on_diagonal]
         self.ghosts = GhostExchange(own_columns, j, self.comm)
-        # The first row, of all ranks, without a diagonal entry; -1 if there is none.
+        # The first row on any rank without a diagonal entry, or -1.
         bare = np.flatnonzero(self.diagonal < 0)
         first = self.comm.mpi.allgather(int(bare[0]) + offset if bare.size else -1)
         self.row_without_diagonal = min((row for row in first if row >= 0), default=-1)
         self._stored_rows = local
-        # A solver's messages have a space of their own; making it here is collective.
+        # Solvers have a communicator of their own. Making it here is collective.
         self.solver_communicator = _solver_communicator(self.comm)
-        self.solver_systems: dict[Any, Any] = {}  # what solvers keep from call to call
-        self.derived: dict[Any, Any] = {}  # what other modules make of it once: its transpose, ...
+        self.solver_systems: dict[Any, Any] = {}  # data of solvers
+        self.derived: dict[Any, Any] = {}  # data of other modules, such as the transpose
 
     @classmethod
     def from_coo(
@@ -156,27 +168,30 @@ class Pattern:
         comm: Communicator | None = None,
         n_local_columns: int | None = None,
     ) -> Pattern:
-        """The pattern of entries (rows[k], columns[k]).
+        """Make the pattern of entries (rows[k], columns[k]) (collective).
 
-        Entries may be given on any rank and more than once: finite elements, say, each on the rank
-        that has the element. Then `assemble` adds up the contributions to each stored entry on the
-        rank that owns its row, and entries are stored in row order. Where each rank gives entries
-        of its own rows, each once, they are stored in the order in which they are given.
+        Entries may be given on any rank and more than once: finite elements, for instance, each on
+        the rank that has the element. Then `assemble` adds up the contributions to each stored
+        entry on the rank that owns its row, and entries are stored in row order. If each rank gives
+        entries of its own rows only, each once, they are stored in the order given.
 
         Parameters
         ----------
         rows, columns
-            Global indices of the entries that this rank gives, shape (n_given,), in any order.
+            The global indices of the entries that this rank gives, shape (n_given,), in any order.
         n_local
-            Number of rows that this rank owns; `len(local_range(n))` for an even share of n.
+            The number of rows that this rank owns. `len(local_range(n))` is an even share of n.
+        comm
+            The communicator over whose ranks the rows are distributed. None: the default
+            communicator.
         n_local_columns
-            Number of columns that this rank owns; without it the matrix is square, and columns
-            are owned as rows are.
+            The number of columns that this rank owns. Default: those of the rows, for a square
+            matrix.
 
         Raises
         ------
-        ValueError
-            On all ranks, where a row or a column is out of range, or no rank has any row.
+        TypeError, ValueError
+            On all ranks, if an index is not an integer or out of range, or no rank has any row.
         """
         return cls(rows, columns, n_local, comm, n_local_columns)
 
@@ -191,50 +206,54 @@ class Pattern:
         *,
         first_row: int | None = None,
     ) -> Pattern:
-        """The pattern of compressed sparse rows, a piece of consecutive rows on each rank.
+        """Make the pattern of compressed sparse rows, consecutive ones on each rank (collective).
 
-        Row k of the piece has the columns `columns[row_starts[k]:row_starts[k + 1]]`, in any order.
+        Row k of this rank's piece has the columns `columns[row_starts[k]:row_starts[k + 1]]`, in
+        any order.
 
         Parameters
         ----------
         row_starts, columns
-            Where each row of the piece starts, shape (n + 1,), and the global indices of its
-            entries' columns, shape (n_given,).
+            The start of each row of the piece, shape (n + 1,), and the global column of each entry,
+            shape (n_given,).
         n_local
-            Number of rows that this rank owns; without it those of the piece.
-        n_local_columns
+            The number of rows that this rank owns. Default: the rows of the piece.
+        comm, n_local_columns
             As in `from_coo`.
         first_row
-            Global index of the piece's first row, whoever owns it; without it the first that this
-            rank owns. Entries of other ranks' rows, or given twice, go where `from_coo` says.
+            The global index of the piece's first row, which any rank may own. Default: the first
+            row that this rank owns. Entries of other ranks' rows, or given twice, are assembled as
+            `from_coo` describes.
 
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where an argument is no integer, where the row starts do not rise from 0
-            to the number of columns, and where `from_coo` raises.
+            On all ranks, if an argument is not an integer, if the row starts do not rise from 0 to
+            the number of columns, and if `from_coo` raises.
         """
         comm = resolve(comm)
         error, counts, own = None, np.zeros(0, np.int64), 0
         try:
-            starts = _indices(row_starts, "row_starts")
+            starts = _indices(row_starts, "Pattern.from_csr", "row_starts")
             counts = np.diff(starts)
             if len(starts) == 0 or starts[0] != 0 or starts[-1] != np.size(columns):
                 raise ValueError(
-                    f"Pattern.from_csr: row_starts must begin with 0 and end with the number of "
-                    f"columns, {np.size(columns)}"
+                    "Pattern.from_csr: row_starts must begin with 0 and end with the number of "
+                    f"columns, {np.size(columns)}, got {starts[:1].tolist()} and "
+                    f"{starts[-1:].tolist()}. Give the starts of this rank's rows, counted from 0."
                 )
             if np.any(counts < 0):
                 row = int(np.argmax(counts < 0))
                 raise ValueError(
-                    f"Pattern.from_csr: row_starts fall after row {row}, from {starts[row]} to "
-                    f"{starts[row + 1]}"
+                    f"Pattern.from_csr: row_starts must not decrease, but fall after row {row} "
+                    f"from {starts[row]} to {starts[row + 1]}. Give the start of each row in order."
                 )
             if first_row is not None and not isinstance(first_row, int | np.integer):
                 raise TypeError(
-                    f"Pattern.from_csr: first_row must be an integer, not {first_row!r}"
+                    f"Pattern.from_csr: first_row must be an integer, got {first_row!r}. Give the "
+                    "global index of the first row."
                 )
-            own = len(counts) if n_local is None else _count(n_local)
+            own = len(counts) if n_local is None else _count(n_local, "Pattern.from_csr")
         except (TypeError, ValueError) as problem:
             error = problem
         raise_error(comm, error)
@@ -245,11 +264,11 @@ class Pattern:
 
     @classmethod
     def from_stencil(cls, grid: Grid, offsets: Sequence[Sequence[int]]) -> Pattern:
-        """The pattern that couples each cell of a grid to the cells at `offsets` from it.
+        """Make the pattern that couples each cell of a grid to the cells at `offsets` from it.
 
-        Rows are the cells in tile numbering, so that a rank owns its tile's; entries that leave the
-        grid are not stored. `assemble` takes one coefficient for each offset and cell, of shape
-        (len(offsets), *grid.local_shape); solvers for grids find the `stencil`.
+        Rows are the cells in tile numbering, so that a rank owns the cells of its tile. Entries
+        that leave the grid are not stored. `assemble` takes one coefficient for each offset and
+        cell, of shape (len(offsets), *grid.local_shape). Solvers for grids use `stencil`.
 
         Parameters
         ----------
@@ -262,7 +281,7 @@ class Pattern:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where offsets are not integers, repeated, or differ between ranks.
+            On all ranks, if offsets are not integers, repeated, or differ between ranks.
         """
         stencil = make_stencil(grid, offsets)
         pattern = cls(*stencil.entries(), grid.n_local, grid.comm)
@@ -270,20 +289,20 @@ class Pattern:
         return pattern
 
     def assemble(self, values: Any) -> jax.Array:
-        """The stored values: contributions to an entry are added up by its owner (collective).
+        """Add up the contributions to each stored entry on the rank that owns it (collective).
 
-        A linear map, differentiable in both modes; for how it is done see `Assembly`.
+        A linear map, differentiable in both modes, in a fixed order of additions.
 
         Parameters
         ----------
         values
             This rank's contributions in the order in which the pattern's entries were given, shape
-            (n_given,); for stencils (len(offsets), *grid.local_shape), or a sequence of
-            len(offsets) such arrays.
+            (n_given,). For stencils shape (len(offsets), *grid.local_shape), or a sequence of
+            len(offsets) arrays of shape grid.local_shape.
 
         Returns
         -------
-        Array of shape (nnz,).
+        The stored values, an array of shape (nnz,).
         """
         if self.assembly is not None:
             return self.assembly(values)
@@ -291,24 +310,28 @@ class Pattern:
         if values.shape != (self.nnz,):
             raise ValueError(
                 f"pattern.assemble: values have shape {values.shape} on rank {self.comm.rank}, "
-                f"which gave the pattern {self.nnz} entries: give shape ({self.nnz},)"
+                f"which gave the pattern {self.nnz} entries. Give shape ({self.nnz},)."
             )
         return values
 
     @property
     def stencil_positions(self) -> np.ndarray:
-        """Where each stored entry of a stencil stands in its coefficients, flattened: (nnz,)."""
+        """Position of each stored entry in a stencil's flattened coefficients, shape (nnz,)."""
         if self.stencil is None:
-            raise ValueError("stencil_positions: the pattern is not one of Pattern.from_stencil")
+            raise ValueError(
+                "pattern.stencil_positions: the pattern was not made by Pattern.from_stencil. "
+                "Make it with that."
+            )
         return self.stencil.positions
 
     @functools.cached_property
     def row_index(self) -> jax.Array:
-        """Local row of each stored value."""
+        """Local row of each stored value, shape (nnz,)."""
         return index_array(self._stored_rows)
 
     @functools.cached_property
     def diagonal_index(self) -> jax.Array:
+        """`diagonal` as an array on the device."""
         return index_array(self.diagonal)
 
     def __repr__(self) -> str:
@@ -319,15 +342,31 @@ class Pattern:
 
 
 def local_range(n: int, comm: Communicator | None = None) -> range:
-    """This rank's of n rows that all ranks share evenly; the first ranks have one more."""
+    """Return this rank's range of n rows that are shared evenly.
+
+    If n is not a multiple of the number of ranks, the first ranks have one row more.
+
+    Parameters
+    ----------
+    n
+        The number of rows of all ranks.
+    comm
+        The communicator. None: the default communicator.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import local_range
+    >>> local_range(10)  # on one rank
+    range(0, 10)
+    """
     comm = resolve(comm)
-    share, rest = divmod(_count(n), comm.size)
+    share, rest = divmod(_count(n, "local_range", "n"), comm.size)
     start = comm.rank * share + min(comm.rank, rest)
     return range(start, start + share + (comm.rank < rest))
 
 
 def _outside(indices: np.ndarray, n: int) -> int | None:
-    """The first index that is not one of n."""
+    """Return the first index outside 0 to n - 1, or None."""
     if not len(indices) or (indices.min() >= 0 and indices.max() < n):
         return None
     return int(indices[(indices < 0) | (indices >= n)][0])
@@ -335,6 +374,7 @@ def _outside(indices: np.ndarray, n: int) -> int | None:
 
 @functools.cache
 def _solver_communicator(comm: Communicator) -> Any:
+    """Return the communicator of solvers, one for each communicator."""
     duplicate = comm.mpi.Dup()
     duplicate.Set_errhandler(MPI.ERRORS_ARE_FATAL)  # hypre checks no return code of MPI
     return duplicate

@@ -1,4 +1,4 @@
-"""Two patterns that meet in an operation: what they must share, and plans kept for them."""
+"""Plans of operations on two patterns, kept as long as both patterns live."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 from mpigrad.collective_errors import raise_error
 from mpigrad.sparse.matrix.pattern import Pattern
 
-__all__ = ["kept", "same_communicator"]
+__all__ = ["cached_plan", "same_communicator"]
 
 
 def same_communicator(name: str, a: Pattern, b: Pattern) -> None:
-    """Raise, on every rank alike, where the patterns live on different communicators."""
+    """Raise an error, the same on every rank, if the patterns have different communicators."""
     if a.comm.slot != b.comm.slot:
         raise ValueError(
             f"{name}: the matrices have different communicators (of {a.comm.size} and "
-            f"{b.comm.size} ranks); make both patterns with the same `comm`"
+            f"{b.comm.size} ranks). Make both patterns with the same `comm`."
         )
 
 
-def kept(
+def cached_plan(
     name: str, a: Pattern, b: Pattern, check: Callable[[], str], make: Callable[[], Any]
 ) -> Any:
-    """What `make` gives for two patterns, made once (collective where it is made).
+    """Return the plan that `make` gives for two patterns, made once (collective when it is made).
 
-    `check` tells what is wrong on this rank, or nothing: then all ranks raise it together. A plan
-    lives as long as both patterns; as it is looked up with both in hand, all ranks agree.
+    `check` returns the text of an error on this rank, which all ranks raise, or an empty string. A
+    plan lives as long as both patterns. The caller has both, so all ranks find it or none does.
     """
     plans = a.derived.setdefault(name, weakref.WeakKeyDictionary())
     if b not in plans:

@@ -1,4 +1,4 @@
-"""From and to SciPy's sparse arrays, whole on one rank or each rank's rows."""
+"""Conversion from and to SciPy's sparse arrays, whole on one rank or by rows on each rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def distribute(
     n_local: int | None = None,
     n_local_columns: int | None = None,
 ) -> tuple[Pattern, jax.Array]:
-    """The pattern and the values of a matrix of SciPy; see `Matrix.from_scipy`."""
+    """Return the pattern and the values of a SciPy matrix (`Matrix.from_scipy`)."""
     comm = resolve(comm)
     if root is not None:
         root = check_rank(root, comm, "Matrix.from_scipy: root")
@@ -39,7 +39,8 @@ def distribute(
     rows, wide = block.shape
     if n_local is not None and n_local != rows:
         error = ValueError(
-            f"Matrix.from_scipy: n_local={n_local}, but this rank's block has {rows} rows"
+            f"Matrix.from_scipy: n_local={n_local}, but the block of rank {comm.rank} has {rows} "
+            "rows. Leave out n_local."
         )
     raise_error(comm, error)
     shapes = comm.mpi.allgather(block.shape)
@@ -47,7 +48,8 @@ def distribute(
         if theirs != wide and error is None:
             error = ValueError(
                 f"Matrix.from_scipy: the block of rank {comm.rank} has {wide} columns, that of "
-                f"rank {rank} has {theirs}; every block has all columns of the matrix"
+                f"rank {rank} has {theirs}, but every block has all columns of the matrix. Give "
+                "blocks of rows."
             )
     raise_error(comm, error)
     total = sum(n for n, _ in shapes)
@@ -60,7 +62,7 @@ def distribute(
     if owned != wide:
         error = ValueError(
             f"Matrix.from_scipy: the matrix has {wide} columns, but the ranks' n_local_columns "
-            f"add up to {owned}"
+            f"add up to {owned}. Give n_local_columns on all ranks, or leave it out on all."
         )
     raise_error(comm, error)
     pattern = Pattern.from_coo(local_rows + offset, columns, rows, comm, n_local_columns)
@@ -68,7 +70,7 @@ def distribute(
 
 
 def local_block(pattern: Pattern, values: Any) -> Any:
-    """This rank's rows as a `scipy.sparse.csr_array` of shape (n_local, n_columns)."""
+    """Return this rank's rows as a `scipy.sparse.csr_array` of shape (n_local, n_columns)."""
     from scipy.sparse import csr_array
 
     data = np.asarray(values)
@@ -78,11 +80,11 @@ def local_block(pattern: Pattern, values: Any) -> Any:
 
 
 def gather(pattern: Pattern, values: Any, root: int = 0) -> Any:
-    """The whole matrix as a `scipy.sparse.csr_array` on the root, None elsewhere (collective)."""
+    """Return the matrix as a `scipy.sparse.csr_array` on the root, None elsewhere (collective)."""
     from scipy.sparse import vstack
 
     comm = pattern.comm
-    root = check_rank(root, comm, "to_scipy: root")
+    root = check_rank(root, comm, "Matrix.to_scipy: root")
     block = local_block(pattern, values)
     if comm.rank != root:
         comm.send_object(block, root)
@@ -92,32 +94,32 @@ def gather(pattern: Pattern, values: Any, root: int = 0) -> Any:
 
 
 def _csr(A: Any, how: str) -> Any:
-    """In rows, each entry once, columns sorted; explicit zeros stay."""
+    """Return compressed rows, with each entry once and columns sorted. Explicit zeros stay."""
     from scipy.sparse import csr_array, issparse
 
     if not issparse(A) or A.ndim != 2:
         raise TypeError(
-            f"Matrix.from_scipy({how}): give a two-dimensional sparse array of SciPy, not "
-            f"{type(A).__name__}"
+            f"Matrix.from_scipy({how}): expected a two-dimensional sparse array of SciPy, got "
+            f"{type(A).__name__}. Convert it with scipy.sparse.csr_array."
         )
     if not np.issubdtype(A.dtype, np.inexact):
         raise TypeError(
-            f"Matrix.from_scipy({how}): the matrix has dtype {A.dtype}; give floating-point "
-            "values, as in A.astype(float)"
+            f"Matrix.from_scipy({how}): the values must be floating-point, got dtype {A.dtype}. "
+            "Convert them with A.astype(float)."
         )
-    block = csr_array(A, copy=True)  # the caller's is not put into order
+    block = csr_array(A, copy=True)  # the caller's array is not changed
     block.sum_duplicates()
     return block
 
 
 def _scatter(whole: Any, comm: Communicator, root: int, n_local: int | None) -> Any:
-    """This rank's rows of the root's matrix."""
+    """Return this rank's rows of the root's matrix."""
     n_rows = comm.mpi.bcast(whole.shape[0] if comm.rank == root else None, root)
     sizes = comm.mpi.allgather(len(local_range(n_rows, comm)) if n_local is None else n_local)
     error = None
     if sum(sizes) != n_rows or min(sizes) < 0:
         error = ValueError(
-            f"Matrix.from_scipy: the matrix has {n_rows} rows, but the ranks own {sizes}: "
+            f"Matrix.from_scipy: the matrix has {n_rows} rows, but the ranks own {sizes}, in total "
             f"{sum(sizes)}. Give n_local on all ranks, or leave it out on all."
         )
     raise_error(comm, error)

@@ -1,4 +1,4 @@
-"""Stencils on the cells of a grid: the same offsets from every cell."""
+"""Stencils on the cells of a grid, with the same offsets from every cell."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["Stencil", "make_stencil"]
 
 @dataclasses.dataclass(frozen=True)
 class Stencil:
-    """Each cell of a grid beside the cells at fixed offsets from it.
+    """The coupling of each cell of a grid to the cells at fixed offsets from it.
 
-    Rows and columns are the cells in tile numbering (`Grid.rows`). Stored are the entries whose two
-    cells both lie in the grid: offset after offset, and for each offset in C order of the tile's
-    cells.
+    `Pattern.from_stencil` makes it. Rows and columns are the cells in tile numbering (`Grid.rows`).
+    An entry is stored if both of its cells are in the grid: offset after offset, and for each
+    offset in C order of the tile's cells.
 
     Attributes
     ----------
@@ -32,6 +32,15 @@ class Stencil:
         The grid.
     offsets
         Integers along each axis for each offset, as in ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)).
+
+    Examples
+    --------
+    >>> from mpigrad.grid import Grid
+    >>> from mpigrad.sparse import Pattern
+    >>> grid = Grid((3,), (1.0,))
+    >>> stencil = Pattern.from_stencil(grid, [(0,), (1,)]).stencil
+    >>> stencil.offsets, stencil.positions.tolist()  # the third cell has no right neighbour
+    (((0,), (1,)), [0, 1, 2, 3, 4])
     """
 
     grid: Grid
@@ -39,7 +48,7 @@ class Stencil:
 
     @functools.cached_property
     def inside(self) -> tuple[tuple[slice, ...], ...]:
-        """The cells of this rank's tile whose neighbour at each offset lies in the grid."""
+        """The cells of this rank's tile whose neighbour at each offset is in the grid."""
         return tuple(
             tuple(
                 _part(cells, n, step)
@@ -50,7 +59,7 @@ class Stencil:
 
     @functools.cached_property
     def positions(self) -> np.ndarray:
-        """Where each stored entry stands in the coefficients, flattened: shape (nnz,).
+        """The position of each stored entry in the flattened coefficients, shape (nnz,).
 
         Entry k belongs to offset positions[k] // n_local and cell positions[k] % n_local.
         """
@@ -58,8 +67,8 @@ class Stencil:
         return np.concatenate([every[k][part].ravel() for k, part in enumerate(self.inside)])
 
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
-        """Global rows and columns of this rank's entries, each of shape (nnz,)."""
-        # The numbers of all cells that are needed, once: the tile and what it reaches in the grid.
+        """Return the global rows and columns of this rank's entries, each of shape (nnz,)."""
+        # The rows of all cells that are needed: the tile and the cells that it reaches.
         reach = np.abs(np.array(self.offsets)).max(axis=0)
         tile = list(zip(self.grid.slices, self.grid.shape, reach, strict=True))
         first = [max(cells.start - r, 0) for cells, _, r in tile]
@@ -79,13 +88,13 @@ class Stencil:
         )
 
     def __call__(self, coefficients: Any) -> jax.Array:
-        """The stored entries of coefficients (len(offsets), *grid.local_shape)."""
+        """Return the stored entries of coefficients of shape (len(offsets), *grid.local_shape)."""
         shapes = [jnp.shape(c) for c in coefficients]
         if shapes != [self.grid.local_shape] * len(self.offsets):
             raise ValueError(
                 f"pattern.assemble: coefficients have shapes {shapes} on rank "
-                f"{self.grid.comm.rank}; give one array of the tile's {self.grid.local_shape} "
-                f"cells for each of the {len(self.offsets)} offsets"
+                f"{self.grid.comm.rank}. Give one array of the tile's {self.grid.local_shape} "
+                f"cells for each of the {len(self.offsets)} offsets."
             )
         # Slices, whose adjoints pad: several times faster than a gather and its scatter.
         return jnp.concatenate(
@@ -97,16 +106,17 @@ class Stencil:
 
 
 def make_stencil(grid: Grid, offsets: Sequence[Sequence[int]]) -> Stencil:
-    """The stencil of a grid, checked on all ranks together (collective)."""
+    """Make the stencil of a grid, and check it on all ranks (collective)."""
     if not isinstance(grid, Grid):
         raise TypeError(
-            f"Pattern.from_stencil: grid must be a mpigrad.Grid, not {type(grid).__name__}"
+            f"Pattern.from_stencil: grid must be a mpigrad.Grid, got {type(grid).__name__}. Make "
+            "one with Grid(shape, spacing)."
         )
     if any(grid.periodic):
         raise ValueError(
-            "Pattern.from_stencil: the grid is periodic, and a stencil's matrix ends at the "
-            "boundary. Make the pattern with Pattern.from_coo: grid.local_rows(1) has the rows "
-            "around a tile, wrapped around."
+            "Pattern.from_stencil: the grid must not be periodic, got "
+            f"periodic={grid.periodic}. Make the pattern with Pattern.from_coo: "
+            "grid.local_rows(1) has the rows around a tile, wrapped around."
         )
     checked, error = (), None
     try:
@@ -117,8 +127,8 @@ def make_stencil(grid: Grid, offsets: Sequence[Sequence[int]]) -> Stencil:
     for rank, theirs in enumerate(grid.comm.mpi.allgather(checked)):
         if theirs != checked and error is None:
             error = ValueError(
-                "Pattern.from_stencil: the ranks disagree about the offsets: rank "
-                f"{grid.comm.rank} gives {checked}, rank {rank} gives {theirs}. Give the same "
+                "Pattern.from_stencil: the offsets must be the same on all ranks, but rank "
+                f"{grid.comm.rank} gives {checked} and rank {rank} gives {theirs}. Give the same "
                 "offsets in the same order on every rank."
             )
     raise_error(grid.comm, error)
@@ -134,16 +144,18 @@ def _checked(grid: Grid, offsets: Any) -> tuple[tuple[int, ...], ...]:
     if not found or any(len(offset) != axes for offset in found):
         raise TypeError(
             f"Pattern.from_stencil: offsets must be a sequence of {axes} integers each, one for "
-            f"each axis of the grid, not {offsets!r}"
+            f"each axis of the grid, got {offsets!r}. Give at least one offset."
         )
     if len(set(found)) != len(found):
         twice = next(offset for offset in found if found.count(offset) > 1)
-        raise ValueError(f"Pattern.from_stencil: offset {twice} is given more than once")
+        raise ValueError(
+            f"Pattern.from_stencil: offset {twice} is given more than once. Leave out one."
+        )
     return found
 
 
 def _part(cells: slice, n: int, step: int) -> slice:
-    """Which cells of a tile's `cells`, along one axis of n, have the one `step` further in it."""
+    """Return the part of a tile's cells, along an axis of n, whose neighbour at `step` is in it."""
     size = cells.stop - cells.start
     start = min(max(0, -step - cells.start), size)
     return slice(start, max(start, min(size, n - step - cells.start)))

@@ -1,4 +1,4 @@
-"""The transpose of a distributed matrix: a plan made once, and one message to each neighbour."""
+"""The transpose of a distributed matrix, with a plan made once and one message per neighbour."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ import scipy.sparse
 
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.sparse.matrix.csr import pool_positions, stored_order
-from mpigrad.sparse.matrix.multilinear import Structure, positions, select
-from mpigrad.sparse.matrix.neighbor_exchange import parts, swap
+from mpigrad.sparse.matrix.multilinear import TrilinearContraction, positions, select
+from mpigrad.sparse.matrix.neighbor_exchange import exchange_with_neighbors, split_by_counts
 from mpigrad.sparse.matrix.pattern import Pattern
 
 __all__ = ["transpose_values", "transposed"]
 
-_WHAT = "the making of a transpose"
+_TASK = "the making of a transpose"
 
 
 def transposed(pattern: Pattern) -> Pattern:
-    """The pattern of the transpose (collective where it is not yet known).
+    """Return the pattern of the transpose (collective at the first call).
 
-    Its rows are the columns of `pattern`, in the same stripes. Its entries are stored in row order;
-    for a stencil it is the stencil of the opposite offsets.
-    The transpose of the transpose is `pattern` itself.
+    Its rows are the columns of `pattern`, in the same stripes. Its entries are stored in row order.
+    For a stencil it is the stencil of the opposite offsets. The transpose of the transpose is
+    `pattern` itself.
 
     The plan follows the two phases of Xu, Zhu & Darve, "Distributed machine learning for
-    computational engineering using MPI" (2020): once, neighbours tell each other how many entries
-    of which rows and columns will come; then, in `transpose_values`, they send values alone.
+    computational engineering using MPI" (2020). Once, neighbours send each other the rows and
+    columns of the entries. After that, `transpose_values` sends values only.
     """
     return _plan(pattern).pattern
 
 
 def transpose_values(pattern: Pattern, values: Any) -> jax.Array:
-    """The values of the transpose, in the order of `transposed(pattern)` (collective).
+    """Return the values of the transpose, in the order of `transposed(pattern)` (collective).
 
     Parameters
     ----------
     values
-        Stored values of `pattern`, shape (nnz,) or (nnz, ...).
+        The stored values of `pattern`, shape (nnz,) or (nnz, ...).
 
     Returns
     -------
-    Array of shape (nnz of the transposed pattern, ...). A permutation over all ranks: linear, and
-    its adjoint is the permutation back.
+    An array of shape (nnz of the transposed pattern, ...): a permutation over all ranks. Its
+    adjoint is the inverse permutation.
     """
     plan, values = _plan(pattern), jnp.asarray(values)
     if not plan.neighbors:
@@ -60,18 +60,18 @@ def transpose_values(pattern: Pattern, values: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Transposition:
-    """How values come from a pattern to its transpose.
+    """The plan that moves values from a pattern to its transpose.
 
     Attributes
     ----------
     pattern
         The transposed pattern.
     neighbors, sendcounts, recvcounts
-        Numbers of values that go to, and come from, each neighbour.
+        The counts of values sent to, and received from, each neighbour.
     send
-        Stored positions of the values that go out, packed by neighbour.
+        The stored positions of the values that are sent, packed by neighbour.
     source
-        Where each value of the transpose stands among own and received values.
+        The position of each value of the transpose among own and received values.
     """
 
     pattern: Pattern
@@ -82,17 +82,17 @@ class _Transposition:
     source: np.ndarray
 
     @functools.cached_property
-    def sent(self) -> Structure:
-        return Structure.selection(
+    def sent(self) -> TrilinearContraction:
+        return TrilinearContraction.selection(
             self.send, len(self.source) - sum(self.recvcounts) + len(self.send)
         )
 
     @functools.cached_property
-    def sources(self) -> Structure:
-        return Structure.selection(self.source, len(self.source) + len(self.send))
+    def sources(self) -> TrilinearContraction:
+        return TrilinearContraction.selection(self.source, len(self.source) + len(self.send))
 
     def back(self, to: Pattern) -> _Transposition:
-        """The plan from the transpose to the pattern that it was made of."""
+        """Return the plan from the transpose to the original pattern."""
         where = np.empty(to.nnz + sum(self.recvcounts), np.int32)
         where[self.source] = np.arange(len(self.source))
         source = where[: to.nnz]
@@ -105,18 +105,18 @@ def _make(pattern: Pattern) -> _Transposition:
     comm, ghosts, n = pattern.comm, pattern.ghosts, pattern.n_local_columns
     starts, rows, entries = _by_column(pattern)
     own = int(starts[n])
-    # Each ghost column's rows go to its owner, who knows which columns these are.
-    going = parts(np.diff(starts[n:]), ghosts.recvcounts)
-    coming = swap(comm, ghosts.neighbors, going, ghosts.sendcounts, _WHAT)
+    # Each ghost column's rows go to its owner, in the order of the ghost exchange.
+    going = split_by_counts(np.diff(starts[n:]), ghosts.recvcounts)
+    coming = exchange_with_neighbors(comm, ghosts.neighbors, going, ghosts.sendcounts, _TASK)
     sendcounts = tuple(int(counts.sum()) for counts in going)
     recvcounts = tuple(int(counts.sum()) for counts in coming)
-    leaving = parts(rows[own:] + pattern.offset, sendcounts)
-    foreign = swap(comm, ghosts.neighbors, leaving, recvcounts, _WHAT)
-    columns = parts(ghosts._send, ghosts.sendcounts)
-    numbers = parts(np.arange(sum(recvcounts)) + pattern.nnz, recvcounts)
+    leaving = split_by_counts(rows[own:] + pattern.offset, sendcounts)
+    foreign = exchange_with_neighbors(comm, ghosts.neighbors, leaving, recvcounts, _TASK)
+    columns = split_by_counts(ghosts._send, ghosts.sendcounts)
+    numbers = split_by_counts(np.arange(sum(recvcounts)) + pattern.nnz, recvcounts)
 
-    # (rank, columns, entries in each column, their rows, where their values stand). As stripes
-    # follow the ranks, the rows of a column are sorted when ranks are taken in their order.
+    # (rank, columns, entries in each column, their rows, positions of their values). As stripes
+    # follow the ranks, the rows of a column are sorted if ranks are taken in order.
     own_sizes = np.diff(starts[: n + 1])
     pieces: list[tuple[Any, ...]] = [
         *zip(ghosts.neighbors, columns, coming, foreign, numbers, strict=True),
@@ -135,7 +135,7 @@ def _make(pattern: Pattern) -> _Transposition:
     near = np.repeat(np.arange(n) + pattern.column_offset, sizes)
     if pattern.stencil is None:
         result = Pattern.from_coo(near, far, n, comm, pattern.n_local)
-    else:  # seen from the other cell: solvers for grids find the stencil of the transpose, too
+    else:  # a stencil seen from the other cell, for the solvers of grids
         offsets = [tuple(-step for step in offset) for offset in pattern.stencil.offsets]
         result = Pattern.from_stencil(pattern.stencil.grid, offsets)
         source = stored_order(result, source)
@@ -144,7 +144,7 @@ def _make(pattern: Pattern) -> _Transposition:
 
 
 def _by_column(pattern: Pattern) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The entries of own, then of ghost columns: where columns start, local rows, positions."""
+    """Return column starts, local rows and positions of the entries, own columns first."""
     shape = (pattern.n_local, pattern.n_local_columns + len(pattern.ghosts.ghosts))
     entries = (pattern.order, pool_positions(pattern), pattern.row_starts)
     by_row = scipy.sparse.csr_array(entries, shape=shape)

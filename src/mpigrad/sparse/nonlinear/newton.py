@@ -1,8 +1,8 @@
 """Nonlinear systems by Newton's method, differentiated by the implicit function theorem.
 
-One primitive carries F and its Jacobian as jaxprs of (constants..., link, x, arguments...), where
-`link` is the carrier of their messages. Its derivative is one linear solve at the solution,
-whatever the iterations were.
+One primitive carries F and its Jacobian as jaxprs of (constants..., link, x, arguments...). `link`
+is the carrier of their messages. The derivative is one linear solve at the solution, independent of
+the iterations.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import ShapedArray, ad
 from mpigrad.operations.carrier import CARRIER, active, carrier, opaque_zero, without_carriers
 from mpigrad.runtime.call_sites import call_site, describe
+from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.nonlinear.newton_steps import INFO, Problem, iterate, require_solution, summary
@@ -27,11 +28,11 @@ from mpigrad.sparse.nonlinear.sparse_jacobian import sparse_jacobian
 from mpigrad.sparse.solvers.base import LinearSolver
 from mpigrad.sparse.solvers.hypre_library import hypre_available
 from mpigrad.sparse.solvers.implicit import implicit_primitive
-from mpigrad.sparse.solvers.krylov import noise
+from mpigrad.sparse.solvers.krylov.system import noise
 from mpigrad.sparse.solvers.methods import GMRES
 from mpigrad.sparse.solvers.operator_solve import linearized, operator_solve_p
 from mpigrad.sparse.solvers.preconditioners import BoomerAMG, Jacobi
-from mpigrad.sparse.solvers.solve import Solution, solve
+from mpigrad.sparse.solvers.solve import solve
 
 __all__ = ["newton"]
 
@@ -54,46 +55,68 @@ def newton(
 ) -> Solution:
     """Solve F(x, *args) = 0 (collective).
 
-    Newton's method; a step is halved until the residual decreases enough (Armijo 1966), which all
-    ranks decide alike. Differentiable in `args` and in whatever `F` closes over, in forward and
+    Newton's method halves a step until the residual decreases enough (Armijo 1966), the same number
+    of times on all ranks. Differentiable in `args` and in all that `F` closes over, in forward and
     reverse mode and to any order, but not through the iterations: dx = -J⁻¹ dF, and the adjoint
     is one solve with Jᵀ. No derivative is taken with respect to `x0`.
 
     Parameters
     ----------
     F
-        F(x, *args) on this rank's part of x: an array of the shape and dtype of x. Messages may
-        stand inside.
+        The function F(x, *args) of this rank's part of x. It returns an array of the shape and
+        dtype of x, and may exchange messages.
     x0
-        Where the iterations start: this rank's part, an array of any shape, real.
+        The first guess: this rank's part, a real array of any shape.
     args
         Arrays, or pytrees of arrays.
     pattern
-        Where dF/dx has entries, its rows and columns numbered as x is in C order on each rank. The
-        Jacobian is computed by `sparse_jacobian`.
+        The pattern of dF/dx. Its rows and columns are the entries of x in C order on each rank. The
+        Jacobian is then computed by `sparse_jacobian`.
     jacobian
         Or the Jacobian itself: jacobian(x, *args) -> Matrix. It must be the exact derivative, which
-        is checked along a random vector in each step. Without both, the linear systems are solved
-        matrix-free, with derivatives of F along vectors.
+        is checked along a random vector in each step. Without `pattern` and `jacobian`, the linear
+        systems are solved matrix-free, with derivatives of F along vectors.
     solver
-        For the linear systems; default: GMRES, with multigrid where hypre is available, else with
-        Jacobi's preconditioner; without one where there is no matrix.
+        The `LinearSolver` of the linear systems, as in `solve`. Default: GMRES, with multigrid if
+        hypre is available, else with Jacobi's preconditioner, and without a preconditioner if there
+        is no matrix.
     rtol, atol
-        Stop where |F(x)| <= max(atol, rtol |F(x0)|), in the two-norm over all ranks. Give `atol`
-        where x0 may be a solution already.
+        Stop when |F(x)| <= max(atol, rtol |F(x0)|), in the two-norm over all ranks. Give `atol`
+        if x0 may be a solution already.
     max_steps
-        Most Newton steps.
+        The largest number of Newton steps.
     throw
-        Raise an error on every rank where no solution is found: no convergence, NaN, a singular
+        Raise an error on every rank if no solution is found: no convergence, NaN, a singular
         Jacobian. With `throw=False`, look at `Solution.result`.
     comm
-        The ranks among which x is distributed; that of the Jacobian's pattern where there is one.
+        The communicator over whose ranks x is distributed. Default: the Jacobian's, if there is a
+        matrix, else the default communicator.
 
     Returns
     -------
-    `Solution`: `value` of the shape of x0, and in `stats` `iterations`, `residual` |F(x)|,
-    `relative_residual` |F(x)| / |F(x0)| and `linear_iterations` (of all linear solves): equal on
-    all ranks.
+    A `Solution`: `value` in the shape of x0, `result` as an integer array (0 is success), and in
+    `stats`, the same on all ranks, `num_steps`, `residual` |F(x)|, `relative_residual`
+    |F(x)| / |F(x0)| and `num_linear_steps`, the sum over all linear solves.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the shapes, dtypes or settings do not fit together.
+    jax.errors.JaxRuntimeError
+        On all ranks, if no solution is found and `throw` is true.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> from mpigrad.sparse import newton
+    >>> def root(p):
+    ...     return jnp.sum(newton(lambda x, p: x**2 - p, jnp.ones(2), p, rtol=1e-5).value)
+    >>> value, slope = mg.value_and_grad(root)(jnp.array([4.0, 9.0]))
+    >>> bool(jnp.allclose(value, 5, rtol=1e-3))
+    True
+    >>> bool(jnp.allclose(slope, jnp.array([1 / 4, 1 / 6]), rtol=1e-3))
+    True
     """
     x0 = jnp.asarray(x0)
     _check(x0, pattern, jacobian, rtol, atol, max_steps)
@@ -105,15 +128,18 @@ def newton(
         y = jnp.asarray(F(x.reshape(x0.shape), *jax.tree.unflatten(structure, leaves)))
         if y.shape != x0.shape or y.dtype != x0.dtype:
             raise ValueError(
-                f"newton: F returns {y.dtype}{list(y.shape)} for x of {x0.dtype}{list(x0.shape)}; "
-                "they must be alike"
+                f"newton: F must return an array like x, {x0.dtype}{list(x0.shape)}, got "
+                f"{y.dtype}{list(y.shape)}. Return one equation for each unknown."
             )
         return y.reshape(-1)
 
     def matrix(x: Any, *leaves: Any) -> Matrix:
         A = jacobian(x.reshape(x0.shape), *jax.tree.unflatten(structure, leaves))  # type: ignore
         if not isinstance(A, Matrix):
-            raise TypeError(f"newton: jacobian must return a Matrix, not {type(A).__name__}")
+            raise TypeError(
+                f"newton: jacobian must return a Matrix, got {type(A).__name__}. Return "
+                "Matrix(pattern, values)."
+            )
         return A
 
     if jacobian is None and pattern is not None:
@@ -149,26 +175,35 @@ def newton(
         value=x.reshape(x0.shape),
         result=info[0].astype("int32"),
         stats={
-            "iterations": info[1].astype("int32"),
+            "num_steps": info[1].astype("int32"),
             "relative_residual": info[2],
             "residual": info[3],
-            "linear_iterations": info[4].astype("int32"),
+            "num_linear_steps": info[4].astype("int32"),
         },
     )
 
 
 def _check(x0: Any, pattern: Any, jacobian: Any, rtol: Any, atol: Any, max_steps: Any) -> None:
     if not jnp.issubdtype(x0.dtype, jnp.floating):
-        raise TypeError(f"newton: x0 has dtype {x0.dtype}; give real floating-point numbers")
+        raise TypeError(
+            f"newton: x0 must be real and floating-point, got dtype {x0.dtype}. Convert it, as in "
+            "x0.astype(float)."
+        )
     if pattern is not None and jacobian is not None:
-        raise ValueError("newton: give a pattern or a jacobian, not both")
+        raise ValueError(
+            "newton: expected a pattern or a jacobian, got both. Leave out the pattern: the "
+            "jacobian has one."
+        )
     if not (0 <= rtol < 1 and atol >= 0 and rtol + atol > 0):
         raise ValueError(
-            f"newton: rtol={rtol} must lie between 0 and 1 and atol={atol} must not be negative; "
-            "one of them is positive"
+            f"newton: rtol must lie between 0 and 1, atol must not be negative, and one of them "
+            f"must be positive, got rtol={rtol}, atol={atol}. Choose rtol=1e-8, for instance."
         )
     if not 0 < max_steps < 2**31:
-        raise ValueError(f"newton: max_steps={max_steps} must be positive and below 2**31")
+        raise ValueError(
+            f"newton: max_steps must be positive and below 2**31, got max_steps={max_steps}. "
+            "Choose 50, for instance."
+        )
     if pattern is not None:
         _check_pattern(pattern, x0)
 
@@ -176,8 +211,9 @@ def _check(x0: Any, pattern: Any, jacobian: Any, rtol: Any, atol: Any, max_steps
 def _check_pattern(pattern: Pattern, x: Any) -> None:
     if not pattern.n_local == pattern.n_local_columns == x.size:
         raise ValueError(
-            f"newton: x0 has {x.size} entries on rank {pattern.comm.rank}, where the Jacobian's "
-            f"pattern has {pattern.n_local} rows and {pattern.n_local_columns} columns"
+            f"newton: x0 has {x.size} entries on rank {pattern.comm.rank}, but the Jacobian's "
+            f"pattern has {pattern.n_local} rows and {pattern.n_local_columns} columns there. Make "
+            "both with the same stripes."
         )
 
 
@@ -193,7 +229,7 @@ def _default_solver(pattern: Pattern | None, dtype: Any) -> LinearSolver:
 
 
 def _traced(f: Callable[..., Any], x: Any, leaves: Sequence[Any]) -> tuple[Any, list[Any], Any]:
-    """The jaxpr of (constants..., link, x, leaves...), the constants, the shape of the result."""
+    """Return the jaxpr of (constants..., link, x, leaves...), the constants, the result's shape."""
 
     def linked(link: Any, x: Any, *leaves: Any) -> Any:
         with active(link):
@@ -228,14 +264,14 @@ def _run(
 def _differentiate(
     operands: Sequence[Any], params: dict[str, Any]
 ) -> tuple[list[Any], Any, Callable[..., Any]]:
-    """The primal results, what the tangent map needs of them, and the tangent map."""
+    """Return the primal results, the residuals of the tangent map, and the tangent map."""
     x, info = newton_p.bind(*operands, **params)
     problem: Problem = params["problem"]
     *parameters, _, a = operands
     varying = [
         i for i, p in enumerate(parameters) if jnp.issubdtype(jnp.result_type(p), np.inexact)
     ]
-    link = a + opaque_zero(x, CARRIER)  # active wherever x is
+    link = a + opaque_zero(x, CARRIER)  # active on every rank on which x is
 
     def residual(link: Any, *values: Any) -> Any:
         every = list(parameters)
@@ -253,8 +289,8 @@ def _differentiate(
     else:
         at_x = [problem.J(link, x, parameters)]
 
-    def tangent(kept: Any, tangents: Sequence[Any]) -> list[Any]:
-        constants, at_x, link = kept
+    def tangent(saved: Any, tangents: Sequence[Any]) -> list[Any]:
+        constants, at_x, link = saved
         *changes, _, ta = tangents
         changes = [ad.instantiate_zeros(changes[i]) for i in varying]
         ta = ad.instantiate_zeros(ta)

@@ -1,4 +1,4 @@
-"""The iterations of Newton's method, and what is said where they fail."""
+"""The iterations of Newton's method, and the errors of those that fail."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from jax.core import eval_jaxpr
 from mpigrad.communicator import Communicator
 from mpigrad.operations import allreduce, require
 from mpigrad.operations.carrier import agreed, outer_carrier
+from mpigrad.solution import Result
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern
-from mpigrad.sparse.solvers.base import LinearSolver, Result
-from mpigrad.sparse.solvers.krylov import RUNNING, noise
+from mpigrad.sparse.solvers.base import LinearSolver
+from mpigrad.sparse.solvers.krylov.system import RUNNING, noise
 from mpigrad.sparse.solvers.operator_solve import Operator
 from mpigrad.sparse.solvers.solve import solve
 
@@ -25,8 +26,8 @@ __all__ = ["INFO", "Problem", "iterate", "require_solution", "summary"]
 
 INFO = 7
 _LINK = np.float32(0)
-_SHORTEST = 2.0**-12  # of a step
-_DECREASE = 1e-4  # the part of the decrease along a straight line that a step must reach
+_SHORTEST = 2.0**-12  # the shortest step
+_DECREASE = 1e-4  # the fraction of the linear model's decrease that a step must reach
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,18 +42,19 @@ class Problem:
     solver: LinearSolver
 
     def F(self, link: Any, x: Any, parameters: Sequence[Any]) -> Any:
+        """Return F(x)."""
         n, m = self.counts
         constants, leaves = parameters[:n], parameters[n + m :]
         return eval_jaxpr(self.F_jaxpr, (), *constants, link, x, *leaves)[0]
 
     def J(self, link: Any, x: Any, parameters: Sequence[Any]) -> Any:
-        """The values of the Jacobian."""
+        """Return the values of the Jacobian."""
         n, m = self.counts
         constants, leaves = parameters[n : n + m], parameters[n + m :]
         return eval_jaxpr(self.J_jaxpr, (), *constants, link, x, *leaves)[0]
 
     def along(self, x: Any, parameters: Sequence[Any]) -> Callable[[Any], Any]:
-        """v -> J v; every message has its derivative, whatever this rank's F makes of x."""
+        """Return v -> J v. Every message has its derivative, even if F ignores x on this rank."""
 
         def product(v: Any) -> Any:
             def at(link: Any, x: Any) -> Any:
@@ -78,10 +80,11 @@ class _Iterate(NamedTuple):
 def iterate(
     problem: Problem, parameters: list[Any], x0: Any, rtol: float, atol: float, max_steps: int
 ) -> _Iterate:
+    """Take Newton steps from x0 until one of the ends of `Result` is reached."""
     comm, dtype = problem.comm, x0.dtype
 
     def direction(x: Any, r: Any) -> tuple[Any, ...]:
-        """J⁻¹ r, the number of iterations, and `Result` and relative residual."""
+        """Return J⁻¹ r, the number of linear steps, and the solve's result and residual."""
         along = problem.along(x, parameters)
         wrong = jnp.zeros((), bool)
         if problem.pattern is None:
@@ -90,13 +93,13 @@ def iterate(
             A = Matrix(problem.pattern, problem.J(_LINK, x, parameters))
             probe = noise(problem.pattern.offset, x.shape[0], dtype, 2654435761)
             product = along(probe)
-            parts = jnp.stack([jnp.vdot(v, v) for v in (A @ probe - product, product)])
-            defect, size = allreduce(parts, comm=comm)
+            squares = jnp.stack([jnp.vdot(v, v) for v in (A @ probe - product, product)])
+            defect, size = allreduce(squares, comm=comm)
             wrong = defect > jnp.finfo(dtype).eps * size
         found = solve(A, r, problem.solver, throw=False)
         result = jnp.where(wrong, Result.WRONG_JACOBIAN, found.result).astype(dtype)
         linear = jnp.stack([result, found.stats["relative_residual"]])
-        return found.value, found.stats["iterations"], linear
+        return found.value, found.stats["num_steps"], linear
 
     def step(i: _Iterate) -> _Iterate:
         x = i.x - i.t * i.d
@@ -141,8 +144,10 @@ def iterate(
 
 
 def summary(end: _Iterate) -> jax.Array:
-    """Shape (INFO,): `Result`, steps, relative and absolute residual, iterations of all linear
-    solves, `Result` and relative residual of the last one.
+    """Return the info of shape (INFO,).
+
+    Its entries are `Result`, steps, relative and absolute residual, the steps of all linear solves,
+    and `Result` and relative residual of the last linear solve.
     """
     relative = jnp.where(end.norm0 > 0, end.norm / end.norm0, 0)
     numbers = (end.state, end.steps, relative, end.norm, end.linear_steps, *end.linear)
@@ -152,49 +157,56 @@ def summary(end: _Iterate) -> jax.Array:
 def require_solution(
     info: jax.Array, head: str, problem: Problem, rtol: float, atol: float, max_steps: int
 ) -> None:
+    """Raise on every rank, with the reason and a remedy, unless `info` holds a success."""
     result, steps, relative, norm, _, linear, linear_residual = info
-    names = ", ".join(f"{r.value} {r.name}" for r in Result)
+    comm = problem.comm
+    residual = (
+        "|F(x)| is {} ({} of |F(x0)|) after {} steps, above the tolerance "
+        f"(rtol={rtol:.3g}, atol={atol:.3g})"
+    )
     require(
         result != Result.NOT_FINITE,
-        head + "F(x0) holds NaN or infinity. Look for a division by zero or an overflow, or start "
-        "elsewhere.",
-        comm=problem.comm,
+        f"{head}{Result.NOT_FINITE.message}: F(x0) holds such a value. Look for a division by zero "
+        "or an overflow in F, or start from another x0.",
+        comm=comm,
     )
     require(
         result != Result.WRONG_JACOBIAN,
-        head + "the Jacobian is not the derivative of F: along a random vector they differ (step "
-        "{}). The pattern lacks entries, or `jacobian` is wrong.",
+        f"{head}{Result.WRONG_JACOBIAN.message}: along a random vector they differ (step {{}}). "
+        "The pattern lacks entries, or `jacobian` is wrong. Compare them with jax.jacfwd(F).",
         steps,
-        comm=problem.comm,
+        comm=comm,
     )
-    require(
-        result != Result.LINEAR_SOLVE_FAILED,
-        head + f"the linear solve of step {{}} failed by {problem.solver!r}: Result {{}} of "
-        f"({names}), relative residual {{}}, where |F(x)| is {{}}. The Jacobian may be singular "
-        "there: start elsewhere; else take another solver.",
-        steps,
-        linear,
-        linear_residual,
-        norm,
-        comm=problem.comm,
-    )
+    failed = result == Result.LINEAR_SOLVE_FAILED
+    for cause in Result:
+        if cause <= Result.NOT_LINEAR or cause == Result.INACCURATE:
+            require(
+                ~(failed & (linear == cause)),
+                f"{head}{Result.LINEAR_SOLVE_FAILED.message}: in step {{}}, at |F(x)| = {{}}, "
+                f"{problem.solver!r} ended with {cause.name} ({cause.message}), relative residual "
+                "{}. The Jacobian may be singular at x: start from another x0, or take another "
+                "solver.",
+                steps,
+                norm,
+                linear_residual,
+                comm=comm,
+            )
     require(
         result != Result.STAGNATED,
-        head + "no step, however short, makes the residual smaller: |F(x)| is {} ({} of |F(x0)|) "
-        f"after {{}} steps, above the tolerance (rtol={rtol:.3g}, atol={atol:.3g}). It may be a "
-        "local minimum of |F|, or as small as rounding allows: start elsewhere, or give atol.",
+        f"{head}no step, however short, makes the residual smaller: {residual}. It may be a local "
+        "minimum of |F|, or as small as rounding allows. Start from another x0, or give atol.",
         norm,
         relative,
         steps,
-        comm=problem.comm,
+        comm=comm,
     )
     require(
         result == Result.SUCCESSFUL,
-        head + "no convergence: |F(x)| is {} ({} of |F(x0)|) after {} steps, above the tolerance "
-        f"(rtol={rtol:.3g}, atol={atol:.3g}). Raise max_steps={max_steps}, loosen rtol, or start "
-        "nearer to the solution; newton(..., throw=False) returns what was reached.",
+        f"{head}no convergence: {Result.MAX_STEPS_REACHED.message}, and {residual}. Raise "
+        f"max_steps={max_steps}, loosen rtol, or start nearer to the solution. "
+        "newton(..., throw=False) returns the last iterate.",
         norm,
         relative,
         steps,
-        comm=problem.comm,
+        comm=comm,
     )

@@ -1,4 +1,4 @@
-"""Sparse Jacobians: columns that no row shares are differentiated together.
+"""Sparse Jacobians: several columns by one derivative, if no row has entries in two of them.
 
 Such columns get one colour (Curtis, Powell & Reid, J. Inst. Math. Appl. 13, 1974): the derivative
 along the sum of their unit vectors holds the entries of all of them.
@@ -19,42 +19,53 @@ import scipy.sparse
 
 from mpigrad.operations.carrier import CARRIER, with_carrier
 from mpigrad.operations.indexing import take
+from mpigrad.sparse.matrix.csr import pool_positions
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange, index_array
 from mpigrad.sparse.matrix.matrix import Matrix
-from mpigrad.sparse.matrix.neighbor_exchange import parts, swap
+from mpigrad.sparse.matrix.neighbor_exchange import exchange_with_neighbors, split_by_counts
 from mpigrad.sparse.matrix.pattern import Pattern
 
 __all__ = ["Colouring", "colouring", "sparse_jacobian"]
 
-_WHAT = "the colouring of a pattern"
+_TASK = "the colouring of a pattern"
 _ZERO = np.float32(0)
 
 
 def sparse_jacobian(F: Callable[..., Any], pattern: Pattern) -> Callable[..., Matrix]:
-    """The Jacobian of a function over all ranks, as a sparse matrix.
+    """Make the Jacobian of a function over all ranks, as a sparse matrix.
 
     Parameters
     ----------
     F
-        F(x, *args) of this rank's part of x and of the result: arrays of any shapes, with
-        pattern.n_local_columns and pattern.n_local entries. Messages may stand inside.
+        The function F(x, *args) of this rank's part of x, with this rank's part of the result:
+        arrays of any shapes, with pattern.n_local_columns and pattern.n_local entries. It may
+        exchange messages.
     pattern
-        Where entries of dF/dx may differ from zero. Entries elsewhere would be added to wrong
+        The entries of dF/dx that may differ from zero. Other entries would be added to wrong
         places: `newton` checks that there are none.
 
     Returns
     -------
-    Function (x, *args) -> Matrix, collective and differentiable. It takes as many derivatives of F
-    as the pattern has colours, batched: at least the number of entries of the longest row.
+    A function (x, *args) -> Matrix, collective and differentiable. It takes as many derivatives of
+    F as the pattern has colours, batched: at least the number of entries of the longest row.
     Colouring is collective, too, and done once for each pattern.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import Pattern, sparse_jacobian
+    >>> diagonal = Pattern.from_coo([0, 1, 2], [0, 1, 2], n_local=3)
+    >>> jacobian = sparse_jacobian(lambda x: x**2, diagonal)
+    >>> jacobian(jnp.array([1.0, 2.0, 3.0])).values
+    Array([2., 4., 6.], dtype=float32)
     """
 
     def jacobian(x: Any, *args: Any) -> Matrix:
         x, colours = jnp.asarray(x), colouring(pattern)
         if x.size != pattern.n_local_columns:
             raise ValueError(
-                f"sparse_jacobian: x has {x.size} entries on rank {pattern.comm.rank}, where the "
-                f"pattern has {pattern.n_local_columns} columns"
+                f"sparse_jacobian: x has {x.size} entries on rank {pattern.comm.rank}, but the "
+                f"pattern has {pattern.n_local_columns} columns there. Give this rank's part of x."
             )
 
         def push(a_dot: Any, seed: Any) -> jax.Array:
@@ -63,7 +74,7 @@ def sparse_jacobian(F: Callable[..., Any], pattern: Pattern) -> Callable[..., Ma
             if y.size != pattern.n_local:
                 raise ValueError(
                     f"sparse_jacobian: F returns {y.size} entries on rank {pattern.comm.rank}, "
-                    f"where the pattern has {pattern.n_local} rows"
+                    f"but the pattern has {pattern.n_local} rows there. Return this rank's part."
                 )
             return y.reshape(-1)
 
@@ -79,16 +90,16 @@ def sparse_jacobian(F: Callable[..., Any], pattern: Pattern) -> Callable[..., Ma
 
 @dataclass(frozen=True)
 class Colouring:
-    """Colours of a pattern's columns: no row has two entries of one colour.
+    """The colours of a pattern's columns: no row has two entries of one colour.
 
     Attributes
     ----------
     count
-        Number of colours, on all ranks.
+        The number of colours on all ranks.
     columns
-        Colour of each of this rank's columns, shape (n_local_columns,).
+        The colour of each of this rank's columns, shape (n_local_columns,).
     rows, entries
-        Local row of each stored entry and the colour of its column, shape (nnz,).
+        The local row of each stored entry and the colour of its column, shape (nnz,).
     """
 
     count: int
@@ -97,33 +108,33 @@ class Colouring:
     entries: np.ndarray
 
 
-_known: weakref.WeakKeyDictionary[Pattern, Colouring] = weakref.WeakKeyDictionary()
+_cache: weakref.WeakKeyDictionary[Pattern, Colouring] = weakref.WeakKeyDictionary()
 
 
 def colouring(pattern: Pattern) -> Colouring:
-    """The colouring of a pattern (collective where it is not yet known).
+    """Return the colouring of a pattern (collective at the first call).
 
-    A stencil's cells are coloured by a linear function of their coordinates, with few colours; the
-    columns of any other pattern by the rounds of Jones & Plassmann (SIAM J. Sci. Comput. 14, 1993)
-    and then once more, colour by colour, which saves some (Culberson 1992). Both give the same
-    colours on any number of ranks.
+    A stencil's cells are coloured by a linear function of their coordinates, with few colours. The
+    columns of any other pattern are coloured by the rounds of Jones & Plassmann (SIAM J. Sci.
+    Comput. 14, 1993) and then once more, colour by colour, which saves some (Culberson 1992). Both
+    give the same colours on any number of ranks.
     """
-    if pattern not in _known:
+    if pattern not in _cache:
         colours = _of_stencil(pattern)
         found = None if colours is None else _checked(pattern, colours)
         if found is None:
             found = _checked(pattern, _of_graph(pattern))
             assert found is not None
-        _known[pattern] = found
-    return _known[pattern]
+        _cache[pattern] = found
+    return _cache[pattern]
 
 
 def _checked(pattern: Pattern, colours: np.ndarray) -> Colouring | None:
-    """The colouring, unless a row somewhere has two entries of one colour."""
+    """Return the colouring, or None if a row on any rank has two entries of one colour."""
     comm, ghosts = pattern.comm, pattern.ghosts
-    pool = np.concatenate([colours, _exchange(ghosts, colours)])
+    all_colours = np.concatenate([colours, _exchange(ghosts, colours)])
     count = max(comm.mpi.allgather(int(colours.max(initial=-1)))) + 1
-    by_row = pool[_pool_position(pattern)]
+    by_row = all_colours[pool_positions(pattern)]
     wrong = len(np.unique(pattern.rows * count + by_row)) < pattern.nnz
     if comm.mpi.allreduce(int(wrong)):
         return None
@@ -132,19 +143,15 @@ def _checked(pattern: Pattern, colours: np.ndarray) -> Colouring | None:
     return Colouring(count, colours, rows, entries)
 
 
-def _pool_position(pattern: Pattern) -> np.ndarray:
-    """Where the column of each entry, in row order, stands among own columns and ghosts."""
-    own = pattern.columns - pattern.column_offset
-    is_own = (own >= 0) & (own < pattern.n_local_columns)
-    ghost = np.searchsorted(pattern.ghosts.ghosts, pattern.columns)
-    return np.where(is_own, own, pattern.n_local_columns + ghost)
-
-
 def _exchange(ghosts: GhostExchange, values: np.ndarray) -> np.ndarray:
-    """The ghosts' integers, on the host."""
+    """Return the ghosts' integers, on the host."""
     packed = values[np.asarray(ghosts.send_index)]
-    received = swap(
-        ghosts.comm, ghosts.neighbors, parts(packed, ghosts.sendcounts), ghosts.recvcounts, _WHAT
+    received = exchange_with_neighbors(
+        ghosts.comm,
+        ghosts.neighbors,
+        split_by_counts(packed, ghosts.sendcounts),
+        ghosts.recvcounts,
+        _TASK,
     )
     return np.concatenate([*received, np.zeros(0, np.int64)])
 
@@ -153,7 +160,7 @@ def _exchange(ghosts: GhostExchange, values: np.ndarray) -> np.ndarray:
 
 
 def _of_stencil(pattern: Pattern) -> np.ndarray | None:
-    """(w . coordinates) mod m for the smallest m that tells all cells of a stencil apart."""
+    """Return (w . coordinates) mod m for the smallest m that separates all cells of a stencil."""
     stencil = getattr(pattern, "stencil", None)
     if stencil is None:
         return None
@@ -169,20 +176,21 @@ def _of_stencil(pattern: Pattern) -> np.ndarray | None:
             if np.all(differences @ np.array(weights) % m != 0):
                 colours = sum(w * cell for w, cell in zip(weights, cells, strict=True)) % m
                 return np.asarray(colours, np.int64).ravel()
-    raise AssertionError("itertools.count ends never")
+    raise AssertionError("itertools.count does not end")
 
 
 # ---- any graph ----
 
 
 def _of_graph(pattern: Pattern) -> np.ndarray:
+    """Colour the columns in rounds between neighbours."""
     graph = _Graph(pattern)
     colours = np.full(graph.n, -1, np.int64)
     edges, waiting = graph.edges, graph.comm.mpi.allreduce(graph.n)
     while waiting:
         others = graph.of_others(colours)
         i, j = edges
-        # Those of the highest priority among their uncoloured neighbours choose now.
+        # A column chooses if its priority is the highest among its uncoloured neighbours.
         blocked = np.zeros(graph.n, bool)
         blocked[i[(others[j] < 0) & (graph.priority_of(j) > graph.priority[i])]] = True
         now = (colours < 0) & ~blocked
@@ -194,7 +202,7 @@ def _of_graph(pattern: Pattern) -> np.ndarray:
 
 
 def _again(graph: _Graph, old: np.ndarray) -> np.ndarray:
-    """Colour by colour, the last first, each column takes the smallest that is free: never more."""
+    """Give each column the smallest free colour, the last colours first: never more colours."""
     count = max(graph.comm.mpi.allgather(int(old.max(initial=-1)))) + 1
     colours = np.full(graph.n, -1, np.int64)
     for colour in reversed(range(count)):
@@ -205,9 +213,9 @@ def _again(graph: _Graph, old: np.ndarray) -> np.ndarray:
 
 
 class _Graph:
-    """Own columns, and for each the columns with which it shares a row on any rank.
+    """The graph of own columns and of the columns that share a row with them on any rank.
 
-    `edges` are (own column, position of the other among own and other ranks' columns).
+    `edges` are (own column, position of the other column among own and other ranks' columns).
     """
 
     def __init__(self, pattern: Pattern) -> None:
@@ -215,7 +223,7 @@ class _Graph:
         ghosts, first = pattern.ghosts, pattern.column_offset
         width = self.n + len(ghosts.ghosts)
         rows = scipy.sparse.csr_array(
-            (np.ones(pattern.nnz, np.int8), _pool_position(pattern), pattern.row_starts),
+            (np.ones(pattern.nnz, np.int8), pool_positions(pattern), pattern.row_starts),
             shape=(pattern.n_local, width),
         ).astype(bool)
         pairs = (rows.T @ rows).tocoo()
@@ -224,7 +232,7 @@ class _Graph:
         different = i != j
         i, j = i[different], j[different]
 
-        # A column of another rank's: its owner has to know the pair.
+        # The owner of another rank's column needs the pair.
         own = (i >= first) & (i < first + self.n)
         ends = np.cumsum([0, *ghosts.recvcounts])
         bounds = [ghosts.ghosts[a:b] for a, b in itertools.pairwise(ends)]
@@ -233,8 +241,12 @@ class _Graph:
             mine = ~own & np.isin(i, theirs)
             out.append(np.concatenate([i[mine], j[mine]]))
         sizes = [np.array([len(message)]) for message in out]
-        counts = swap(self.comm, ghosts.neighbors, sizes, [1] * len(sizes), _WHAT)
-        got = swap(self.comm, ghosts.neighbors, out, [int(c[0]) for c in counts], _WHAT)
+        counts = exchange_with_neighbors(
+            self.comm, ghosts.neighbors, sizes, [1] * len(sizes), _TASK
+        )
+        got = exchange_with_neighbors(
+            self.comm, ghosts.neighbors, out, [int(c[0]) for c in counts], _TASK
+        )
         halves = [np.split(message, 2) for message in got]
         i = np.concatenate([i[own], *(half[0] for half in halves)])
         j = np.concatenate([j[own], *(half[1] for half in halves)])
@@ -254,19 +266,19 @@ class _Graph:
     def smallest_free(
         self, edges: tuple[np.ndarray, np.ndarray], others: np.ndarray, now: np.ndarray
     ) -> np.ndarray:
-        """The smallest colour that no neighbour has, for the columns `now`."""
+        """Return the smallest colour that no neighbour has, for the columns `now`."""
         i, j = edges
         taken = others[j]
         relevant = now[i] & (taken >= 0)
         i, taken = _distinct(i[relevant], taken[relevant])
         starts = np.searchsorted(i, np.arange(self.n))
-        # Sorted and without repetition: colours 0, 1, ... stand at their own places up to a gap.
+        # Sorted and without repetition: colours 0, 1, ... are at their own places up to a gap.
         in_place = taken == np.arange(len(i)) - starts[i]
         return np.bincount(i[in_place], minlength=self.n)
 
 
 def _distinct(i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct pairs, sorted."""
+    """Return the distinct pairs, sorted."""
     order = np.lexsort((j, i))
     i, j = i[order], j[order]
     new = np.ones(len(i), bool)
@@ -275,7 +287,7 @@ def _distinct(i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _hash(number: np.ndarray) -> np.ndarray:
-    """Different integers for different columns that look random (splitmix64, a bijection)."""
+    """Return random-looking integers, different for each column (splitmix64, a bijection)."""
     x = number.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

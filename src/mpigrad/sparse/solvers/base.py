@@ -1,120 +1,174 @@
-"""What every linear solver is: a frozen strategy object."""
+"""The protocol of linear solvers: frozen settings, and iterations on a linear system."""
 
 from __future__ import annotations
 
 import abc
-import enum
 from typing import Any, ClassVar
 
 import jax
 
 from mpigrad.sparse.matrix.pattern import Pattern
+from mpigrad.sparse.solvers.krylov.system import LinearSystem, Outcome
 from mpigrad.sparse.solvers.preconditioners import Preconditioner
 
-__all__ = ["INFO", "LinearSolver", "Result", "check_diagonal", "check_steps"]
+__all__ = ["INFO", "LinearSolver", "check_diagonal", "check_hashable", "check_steps"]
 
-INFO = 5  # numbers that a solver reports for each right-hand side
-
-
-class Result(enum.IntEnum):
-    """What came of a solve (the numbers of native/hypre/request.h).
-
-    Where the solve broke down, and where it could not start (NaN or infinity, a matrix that is not
-    symmetric or not positive definite for PCG, a zero on the diagonal that a preconditioner divides
-    by), the solution is NaN. Where it stopped early (at max_steps, or where rounding allows no
-    smaller residual) the solution is what was reached.
-    """
-
-    SUCCESSFUL = 0
-    MAX_STEPS_REACHED = 1
-    NOT_FINITE = 2
-    NOT_POSITIVE_DEFINITE = 3
-    NOT_SYMMETRIC = 4
-    BREAKDOWN = 5
-    STAGNATED = 6
-    ZERO_DIAGONAL = 7
-    NOT_LINEAR = 8  # of operators
-    LINEAR_SOLVE_FAILED = 9  # of newton, as what follows
-    WRONG_JACOBIAN = 10
+# The entries of a solve's info, for each right-hand side and in its real dtype: `Result`, steps,
+# relative residual |b - A x| / |b|, set-ups of the preconditioner so far, and the id of the
+# matrix's values (0: none).
+INFO = 5
 
 
 class LinearSolver(abc.ABC):
-    """A way to solve A x = b.
+    """A method that solves A x = b. Subclass it to write your own.
 
-    Subclasses are frozen dataclasses: equal settings are equal objects.
+    A subclass is a frozen dataclass with the settings of the method, and implements `iterate`.
+    Equal settings must be equal and hashable objects, since compiled programs are kept by them.
+    `solve` then differentiates the solution, not the iterations: an adjoint solve calls `iterate`
+    with the transposed matrix.
+
+    `solve` computes the residual of the vector that `iterate` returns. If the residual is above
+    the tolerance, all ranks raise an error, so that a wrong solver cannot give a wrong gradient.
 
     Attributes
     ----------
     symmetric
-        Whether it takes symmetric matrices only, so that a transposed solve is the same solve.
+        True for a method that accepts symmetric matrices only. Then the matrix is checked, and the
+        adjoint solve takes the matrix in place of its transpose. Default: False.
     rtol, max_steps
-        Stop at |b - A x| <= rtol |b|; most iterations.
+        The tolerance |b - A x| <= rtol |b|, and the largest number of steps.
     preconditioner
-        An approximate inverse, or None.
-    transposed
-        The same method for the transposed matrix.
+        A `Preconditioner`, or None.
+    hypre_method
+        The index of hypre's method with this name, or None. A subclass with its own `iterate` has
+        none.
+    needs_matrix
+        True for a method that cannot solve with a function in place of a matrix.
+    needs_positive_definite
+        True for a method that accepts matrices with a positive diagonal only.
+    judges_residual
+        True for built-in methods, which check their input and end with the true residual.
+
+    Examples
+    --------
+    >>> import dataclasses
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import sparse
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Richardson(sparse.LinearSolver):
+    ...     damping: float = 0.5
+    ...     rtol: float = 1e-5
+    ...     max_steps: int = 1000
+    ...     preconditioner: sparse.Preconditioner | None = None
+    ...
+    ...     def iterate(self, system):
+    ...         (bb,) = system.dots((system.b, system.b))
+    ...
+    ...         def running(state):
+    ...             x, r, rr, steps = state
+    ...             return (rr > self.rtol**2 * bb) & (steps < self.max_steps)
+    ...
+    ...         def step(state):
+    ...             x, r, rr, steps = state
+    ...             x = x + self.damping * system.precondition(r)
+    ...             r = system.b - system.product(x)
+    ...             return x, r, system.dots((r, r))[0], steps + 1
+    ...
+    ...         r = system.b - system.product(system.x0)
+    ...         start = system.x0, r, system.dots((r, r))[0], 0
+    ...         x, _, _, steps = jax.lax.while_loop(running, step, start)
+    ...         return x, steps
+    >>> solution = sparse.solve(lambda v: 1.5 * v, jnp.ones(2), Richardson())
+    >>> bool(jnp.allclose(solution.value, 2 / 3)), int(solution.stats["num_steps"])
+    (True, 9)
     """
 
-    symmetric: ClassVar[bool]
+    symmetric: ClassVar[bool] = False
+    hypre_method: ClassVar[int | None] = None
+    needs_matrix: ClassVar[bool] = False
+    needs_positive_definite: ClassVar[bool] = False
+    judges_residual: ClassVar[bool] = False
     rtol: float
     max_steps: int
     preconditioner: Preconditioner | None
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Do not inherit what holds for the parent's iterations if the subclass has its own."""
+        super().__init_subclass__(**arguments)
+        if "iterate" in cls.__dict__:
+            cls.hypre_method = cls.__dict__.get("hypre_method")
+            cls.judges_residual = cls.__dict__.get("judges_residual", False)
+
     @property
     def transposed(self) -> LinearSolver:
+        """The same method for the transposed matrix."""
         return self
 
-    @abc.abstractmethod
-    def check(self, pattern: Pattern, dtype: Any) -> None:
-        """Raise, on every rank alike, if this solver cannot solve such a system here."""
+    @property
+    def by_hypre(self) -> bool:
+        """True if hypre solves, since the preconditioner is one of hypre's."""
+        return self.preconditioner is not None and self.preconditioner.by_hypre
 
-    @abc.abstractmethod
-    def run(
-        self,
-        pattern: Pattern,
-        values: jax.Array,
-        b: jax.Array,
-        x0: jax.Array,
-        known: jax.Array,
-        *,
-        throw: bool,
-        site: int,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Solve for each right-hand side in turn (collective).
+    def check(self, pattern: Pattern, dtype: Any) -> None:  # noqa: B027 (a hook, not abstract)
+        """Raise an error if the method cannot solve such a system. The default accepts all.
 
         Parameters
         ----------
-        values
-            Shape (1, nnz), or (B, nnz) for a matrix of each right-hand side's own.
-        b
-            Shape (B, n_local).
-        x0
-            Where the iterations start, shape (B, n_local), or (B, 0) for zeros, which must cost
-            nothing.
-        known
-            Shape (1,): the last number in the info of an earlier solve with these very values,
-            which then need not be compared with the latest; shape (0,) where there is none.
+        pattern
+            The matrix's pattern.
+        dtype
+            The common dtype of the matrix and the right-hand side.
+        """
+
+    @abc.abstractmethod
+    def iterate(self, system: LinearSystem) -> tuple[jax.Array, Any] | Outcome:
+        """Solve one system (collective, traced).
+
+        Parameters
+        ----------
+        system
+            This rank's part of A x = b: its product, its preconditioner, and inner products over
+            all ranks. Loops must end on the same step on all ranks: decide from `system.dots`.
 
         Returns
         -------
-        x of shape (B, n_local); info of shape (B, INFO), in the real dtype of b: `Result`,
-        iterations, relative residual |b - A x| / |b|, set-ups done so far for this pattern and
-        preconditioner, and a number of the values (0: none).
+        x
+            This rank's part of the solution, like `system.b`.
+        num_steps
+            The number of steps taken, an integer scalar, the same on all ranks.
         """
 
 
+def check_hashable(solver: LinearSolver) -> None:
+    """Raise an error if compiled programs cannot be kept by this solver."""
+    try:
+        hash(solver)
+    except TypeError as error:
+        raise TypeError(
+            f"solve: {type(solver).__name__} must be hashable with its preconditioner, got "
+            f'"{error}". Make both frozen dataclasses, and compute arrays in `iterate` and '
+            "`inverse`."
+        ) from None
+
+
 def check_steps(name: str, rtol: float, max_steps: int) -> None:
-    """Refuse tolerances and numbers of iterations that make no sense."""
+    """Raise an error if the tolerance or the number of steps is out of range."""
     if not 0 < rtol < 1:
-        raise ValueError(f"{name}: rtol={rtol} must lie between 0 and 1")
+        raise ValueError(
+            f"{name}: rtol must lie between 0 and 1, got rtol={rtol}. Choose one such as 1e-8."
+        )
     if not 0 < max_steps < 2**31:
-        raise ValueError(f"{name}: max_steps={max_steps} must be positive and below 2**31")
+        raise ValueError(
+            f"{name}: max_steps must be positive and below 2**31, got max_steps={max_steps}. "
+            "Choose one such as 500."
+        )
 
 
-def check_diagonal(pattern: Pattern, what: str) -> None:
-    """Refuse patterns without a full diagonal, which `what` divides by."""
+def check_diagonal(pattern: Pattern, name: str) -> None:
+    """Raise an error if the pattern lacks a diagonal entry, by which `name` divides."""
     if pattern.row_without_diagonal >= 0:
         raise ValueError(
-            f"solve: row {pattern.row_without_diagonal} has no diagonal entry in the pattern, "
-            f"which {what} needs; add the entry (i, i) for every row i"
+            f"solve: {name} needs a diagonal entry in every row, but the pattern has none in row "
+            f"{pattern.row_without_diagonal}. Add the entry (i, i) to the pattern for every row i."
         )

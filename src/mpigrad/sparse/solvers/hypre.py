@@ -1,4 +1,4 @@
-"""Solves by hypre, and what it keeps from call to call for one pattern and one preconditioner."""
+"""Solves by hypre, and the data that hypre keeps for one pattern and one preconditioner."""
 
 from __future__ import annotations
 
@@ -28,24 +28,27 @@ from mpigrad.sparse.solvers.preconditioners import (
 
 __all__ = ["check", "run"]
 
-# The methods that native/hypre/krylov.h knows, by the names of their classes.
-METHODS = {"PCG": 0, "GMRES": 1, "BiCGStab": 2, "Multigrid": 3}
 
-
-def check(method: LinearSolver, pattern: Pattern, dtype: Any) -> None:
-    """Raise, on every rank alike, if hypre cannot solve such a system here."""
-    preconditioner = method.preconditioner
-    name, kind = type(method).__name__, type(preconditioner).__name__
+def check(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
+    """Raise an error, the same on every rank, if hypre cannot solve such a system."""
+    preconditioner = solver.preconditioner
+    name, kind = type(solver).__name__, type(preconditioner).__name__
+    if solver.hypre_method is None:
+        raise TypeError(
+            f"{name}: {kind} works in hypre's PCG, GMRES, BiCGStab and Multigrid only, but {name} "
+            "has iterations of its own. Choose preconditioner=Jacobi(), a Preconditioner of your "
+            "own or None."
+        )
     if not hypre_available():
         raise RuntimeError(
-            f"mpigrad.sparse.{name}: {kind} needs hypre: {why_no_hypre()} Without hypre, solve "
+            f"{name}: {kind} needs hypre: {why_no_hypre()} Without hypre, solve "
             "with PCG(preconditioner=Jacobi()) or GMRES(preconditioner=Jacobi())."
         )
     if dtype != np.float64:
         raise TypeError(
-            f"mpigrad.sparse.{name}: hypre solves in float64, not {np.dtype(dtype).name}; set "
+            f"{name}: hypre solves in float64, got {np.dtype(dtype).name}. Set "
             'jax.config.update("jax_enable_x64", True) before making arrays, '
-            "or solve with preconditioner=Jacobi()"
+            "or solve with preconditioner=Jacobi()."
         )
     check_size(pattern.n_rows, pattern.nnz, library().mpigrad_hypre_bigint_bits())
     if isinstance(preconditioner, PFMG):
@@ -54,36 +57,43 @@ def check(method: LinearSolver, pattern: Pattern, dtype: Any) -> None:
         unknowns = preconditioner.unknowns_per_cell
         if pattern.n_rows % unknowns:
             raise ValueError(
-                f"mpigrad.sparse.{name}: {pattern.n_rows} rows are not a multiple of "
-                f"unknowns_per_cell={unknowns}; number the unknowns of a cell one after the other"
+                f"{name}: {pattern.n_rows} rows are not a multiple of "
+                f"unknowns_per_cell={unknowns}. Number the unknowns of a cell one after the other."
             )
 
 
 def run(
-    method: LinearSolver,
+    solver: LinearSolver,
     pattern: Pattern,
     values: jax.Array,
     b: jax.Array,
     x0: jax.Array,
-    known: jax.Array,
+    values_id: jax.Array,
     *,
     throw: bool,
     site: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """`LinearSolver.run` by hypre."""
-    preconditioner = method.preconditioner
+    """Solve for each right-hand side in turn, with the shapes of `krylov.matrices.run`.
+
+    Parameters
+    ----------
+    values_id
+        Shape (1,): the id of the values in the info of an earlier solve. The values must be the
+        same, so that they are not compared. Shape (0,): no id.
+    """
+    preconditioner = solver.preconditioner
     assert preconditioner is not None
-    name, kind = type(method).__name__, type(preconditioner).__name__
+    name, kind = type(solver).__name__, type(preconditioner).__name__
     x, info = _solve_primitive().bind(
         values,
         b,
         x0,
-        known,
-        system=_system(pattern, preconditioner, method.symmetric),
-        method=METHODS[name],
-        restart=int(getattr(method, "restart", 0)),
-        rtol=float(method.rtol),
-        max_steps=int(method.max_steps),
+        values_id,
+        system=_system(pattern, preconditioner, solver.symmetric),
+        method=solver.hypre_method,
+        restart=int(getattr(solver, "restart", 0)),
+        rtol=float(solver.rtol),
+        max_steps=int(solver.max_steps),
         throws=bool(throw),
         site=site,
         name=f"{name} with {kind}",
@@ -92,7 +102,7 @@ def run(
     return x, info
 
 
-# ---- systems: what hypre keeps for one pattern and one preconditioner ----
+# ---- systems: the data that hypre keeps for one pattern and one preconditioner ----
 
 
 class _BoomerAMGOptions(ctypes.Structure):
@@ -112,7 +122,7 @@ class _BoomerAMGOptions(ctypes.Structure):
 
 
 def _assembled(pattern: Pattern, amg: BoomerAMG) -> int:
-    """A system of the assembled matrix, preconditioned by BoomerAMG: its number."""
+    """Make a system of an assembled matrix, preconditioned by BoomerAMG, and return its id."""
     options = _BoomerAMGOptions(
         COARSENINGS[amg.coarsening],
         INTERPOLATIONS[amg.interpolation],
@@ -143,16 +153,16 @@ def _assembled(pattern: Pattern, amg: BoomerAMG) -> int:
 
 
 class _System:
-    """A system that the native library knows by a number, until this object is gone."""
+    """A handle of a system in the native library, which is freed with this object."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, id_: int) -> None:
+        self.id = id_
         destroy = library().mpigrad_hypre_destroy
-        weakref.finalize(self, destroy, ctypes.c_int64(self.number)).atexit = False
+        weakref.finalize(self, destroy, ctypes.c_int64(self.id)).atexit = False
 
 
 def _system(pattern: Pattern, preconditioner: Preconditioner, symmetric: bool) -> _System:
-    """The system of a preconditioner; PFMG's are others where the matrix is known as symmetric."""
+    """Return the system of a preconditioner. PFMG has another one for symmetric matrices."""
     systems = pattern.solver_systems
     key = (preconditioner, symmetric and isinstance(preconditioner, PFMG))
     if key not in systems:
@@ -166,14 +176,14 @@ def _system(pattern: Pattern, preconditioner: Preconditioner, symmetric: bool) -
 
 @functools.cache
 def _solve_primitive() -> Primitive:
-    """(values, b, x0, known) -> (x, info) by the native library; `solve` has the derivatives."""
+    """Make the primitive (values, b, x0, values_id) -> (x, info). `solve` has the derivatives."""
     primitive = Primitive("mpigrad_hypre_solve")
 
-    def shapes(values: Any, b: Any, x0: Any, known: Any, **_: Any) -> list[ShapedArray]:
+    def shapes(values: Any, b: Any, x0: Any, values_id: Any, **_: Any) -> list[ShapedArray]:
         return [b, ShapedArray((b.shape[0], INFO), b.dtype)]
 
     def attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
-        return {**params, "system": params["system"].number}
+        return {**params, "system": params["system"].id}
 
     call = compat.lowering("mpigrad_hypre_solve", 4, attributes=attributes)
 

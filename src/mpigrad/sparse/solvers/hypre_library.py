@@ -1,4 +1,4 @@
-"""hypre's library: is it there, was it built for this MPI, and what has it done so far?"""
+"""hypre's library: its availability, the MPI that it was built for, and its statistics."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _MARKER = b"mpigrad-hypre-built-with:"
 
 
 def _built_with(path: pathlib.Path) -> str:
-    """The MPI that a hypre module was built with, read without loading it."""
+    """Return the MPI that a hypre module was built with, without loading it."""
     _, found, rest = path.read_bytes().partition(_MARKER)
     return rest.split(b"\0", 1)[0].decode(errors="replace") if found else "an unknown MPI"
 
 
 def _mpi_mismatch(built_with: str, vendor: str, version: tuple[int, ...]) -> str:
-    """Why a module built with one MPI cannot run on another; empty if it can.
+    """Return why a module built with one MPI cannot run on another, or an empty string.
 
     Releases of Open MPI with one major version share a binary interface.
     """
@@ -52,7 +52,7 @@ def _mpi_mismatch(built_with: str, vendor: str, version: tuple[int, ...]) -> str
 
 @functools.cache
 def _load() -> tuple[Any, str]:
-    """The library or None, and why there is none."""
+    """Return the library or None, and the reason if it is None."""
     if os.environ.get("MPIGRAD_HYPRE", "1") == "0":
         return None, "it is switched off by MPIGRAD_HYPRE=0 in the environment."
     path = native_path(_LIBRARY)
@@ -91,34 +91,62 @@ def _load() -> tuple[Any, str]:
 
 
 def library() -> Any:
+    """Return hypre's library, or raise an error that says why it is not available."""
     lib, reason = _load()
     if lib is None:
-        raise RuntimeError(f"mpigrad.sparse: no hypre: {reason}")
+        raise RuntimeError(f"mpigrad.sparse: hypre is not available: {reason}")
     return lib
 
 
 def hypre_available() -> bool:
-    """Whether solves can use hypre in this process."""
+    """Return True if solves can use hypre in this process.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import hypre_available, hypre_version
+    >>> hypre_available() == bool(hypre_version())
+    True
+    """
     return _load()[0] is not None
 
 
 def why_no_hypre() -> str:
-    """Why hypre is not available and how to get it; empty where it is."""
+    """Return why hypre is not available and how to get it, or an empty string if it is.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import hypre_available, why_no_hypre
+    >>> hypre_available() == (why_no_hypre() == "")
+    True
+    """
     return _load()[1]
 
 
 def hypre_version() -> str:
-    """Name and release, as in "hypre 2.26.0"; empty where there is none."""
+    """Return the name and release, as in "hypre 2.26.0", or an empty string without hypre.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import hypre_version
+    >>> hypre_version() == "" or hypre_version().startswith("hypre ")
+    True
+    """
     return library().mpigrad_hypre_version().decode() if hypre_available() else ""
 
 
 def solver_seconds() -> dict[str, float]:
-    """What this rank has spent in hypre so far.
+    """Return the time that this rank has spent in hypre so far.
 
     Returns
     -------
-    Seconds `setup` and `solve`, the numbers `setups` and `solves`, and `systems`, the number of
+    The seconds `setup` and `solve`, the counts `setups` and `solves`, and `systems`, the number of
     matrices (pairs of pattern and preconditioner) that hypre keeps now.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import solver_seconds
+    >>> sorted(solver_seconds())
+    ['setup', 'setups', 'solve', 'solves', 'systems']
     """
     seconds, counts = np.zeros(2), np.zeros(3, np.int64)
     if hypre_available():
@@ -133,15 +161,15 @@ def solver_seconds() -> dict[str, float]:
 
 
 def check_size(n_rows: int, nnz: int, bits: int) -> None:
-    """Refuse what hypre's integers cannot count: global rows, and entries of one rank."""
+    """Raise an error if hypre's integers cannot count the global rows or one rank's entries."""
     if bits < 64 and n_rows >= 2**31:
         raise ValueError(
-            f"mpigrad.sparse: {n_rows} rows are more than this hypre can number: its global "
+            f"solve: {n_rows} rows are more than this hypre can number: its global "
             "indices have 32 bits (fewer than 2**31 rows). Build hypre with --enable-mixedint, "
             "and mpigrad against it."
         )
     if nnz >= 2**31:
         raise ValueError(
-            f"mpigrad.sparse: {nnz} entries on one rank are more than hypre can count "
-            "(2**31 - 1); use more ranks"
+            f"solve: {nnz} entries on one rank are more than hypre can count (2**31 - 1). Use more "
+            "ranks."
         )

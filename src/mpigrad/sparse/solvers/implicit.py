@@ -1,4 +1,4 @@
-"""Primitives for what is found by iterations and differentiated implicitly."""
+"""Primitives that are computed by iterations and differentiated implicitly."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ def implicit_primitive(
     run: Callable[..., Any],
     differentiate: Callable[..., tuple[list[Any], Any, Callable[..., list[Any]]]],
 ) -> Primitive:
-    """A primitive (..., carrier) -> x, info with messages inside, whose parameters hold jaxprs.
+    """Make a primitive (..., carrier) -> x, info with messages inside, with jaxprs as parameters.
 
     Parameters
     ----------
     shapes
         (avals, **params) -> avals of x and info.
     run
-        (*operands, **params) -> x, info: how they are computed.
+        (*operands, **params) -> x, info: the computation.
     differentiate
-        (operands, params) -> the results, a pytree of what the tangent map needs of them, and the
-        tangent map: (that pytree, tangents) -> tangents of the results, linear. Info has none.
+        (operands, params) -> the results, a pytree of residuals, and the tangent map
+        (residuals, tangents) -> tangents of the results, linear. Info has no tangent.
     """
     primitive = Primitive(f"mpigrad_{name}")
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-        results, kept, tangent = differentiate(primals, params)
-        return results, tangent(kept, tangents)
+        results, residuals, tangent = differentiate(primals, params)
+        return results, tangent(residuals, tangents)
 
     def linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
-        results, kept, tangent = differentiate(primals, params)
-        leaves, structure = jax.tree.flatten(kept)
+        results, residuals, tangent = differentiate(primals, params)
+        leaves, structure = jax.tree.flatten(residuals)
 
         def linear(leaves: Any, *tangents: Any) -> Any:
             return tangent(jax.tree.unflatten(structure, leaves), tangents)
@@ -50,7 +50,7 @@ def implicit_primitive(
         return results, [True, False], leaves, linear
 
     def batch(args: Any, dims: Any, **params: Any) -> Any:
-        # One after the other; for the whole batch, as another rank's operands may have it.
+        # One after the other, for the whole batch: another rank's operands may be batched.
         n = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
         mapped = [i for i, d in enumerate(dims[:-1]) if d is not None]
         a = args[-1] if dims[-1] is None else jnp.sum(args[-1])
@@ -65,7 +65,7 @@ def implicit_primitive(
         return jax.lax.map(one, (jnp.arange(n), front)), [0, 0]
 
     def eagerly(*operands: Any, **params: Any) -> Any:
-        # Compiled afresh by each call outside jit: the functions may close over anything.
+        # Compiled again by each call outside jit: the functions may close over anything.
         return jax.jit(lambda *operands: primitive.bind(*operands, **params))(*operands)
 
     compat.make_effectful(primitive, shapes)

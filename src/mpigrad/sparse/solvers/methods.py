@@ -1,36 +1,38 @@
-"""Methods that solve linear systems: frozen settings, by hypre or by mpigrad's own iterations."""
+"""Methods that solve linear systems: frozen settings, run by hypre or by mpigrad's iterations."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import jax
 
-from mpigrad.sparse.matrix.pattern import Pattern
-from mpigrad.sparse.solvers import hypre, krylov
-from mpigrad.sparse.solvers.base import LinearSolver, check_diagonal, check_steps
-from mpigrad.sparse.solvers.preconditioners import BoomerAMG, Preconditioner
+from mpigrad.sparse.solvers.base import LinearSolver, check_steps
+from mpigrad.sparse.solvers.krylov.bicgstab import bicgstab
+from mpigrad.sparse.solvers.krylov.conjugate_gradients import pcg
+from mpigrad.sparse.solvers.krylov.gmres import gmres
+from mpigrad.sparse.solvers.krylov.system import LinearSystem, Outcome
+from mpigrad.sparse.solvers.preconditioners import BoomerAMG, Preconditioner, sealed
 
 __all__ = ["GMRES", "PCG", "BiCGStab", "Krylov", "Multigrid"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Krylov(LinearSolver):
-    """What Krylov methods have in common.
+    """The settings that all Krylov methods have.
 
     Attributes
     ----------
     rtol
-        Stop when the two-norm of the residual b - A x is below this part of the right-hand side's.
+        The tolerance: stop when |b - A x| <= rtol |b|, in the two-norm over all ranks.
     max_steps
-        Most iterations.
+        The largest number of iterations.
     preconditioner
         `BoomerAMG(...)`, by hypre and in double precision: the hierarchy is kept for each pattern
         and preconditioner while the matrix's values stay the same to the bit, on every rank.
-        `PFMG(...)`, the same for grid stencils, and faster.
-        `Jacobi()`, by mpigrad itself: any floating-point type and no library, but iterations that
-        grow with the number of rows along a side of the grid. None: the same without a
+        `PFMG(...)`, the same for grid stencils, and faster. `Jacobi()`, by mpigrad itself: it
+        takes any floating-point type and needs no library, but the number of iterations grows with
+        the number of rows along a side of the grid. A `Preconditioner` of your own. None: no
         preconditioner.
     """
 
@@ -43,40 +45,14 @@ class Krylov(LinearSolver):
         check_steps(name, self.rtol, self.max_steps)
         if not isinstance(preconditioner, Preconditioner | None):
             raise TypeError(
-                f"{name}: the preconditioner must be BoomerAMG(...), PFMG(...), Jacobi() or None, "
-                f"not {preconditioner!r}"
+                f"{name}: the preconditioner must be BoomerAMG(...), PFMG(...), Jacobi(), a "
+                f"Preconditioner of your own or None, got {preconditioner!r}. Choose one of them."
             )
         if self.symmetric and preconditioner is not None and not preconditioner.symmetric:
             raise ValueError(
-                f"{name}: {preconditioner!r} is not symmetric, as {name} needs it; choose another "
-                "relaxation, or GMRES or BiCGStab"
+                f"{name}: the preconditioner must be symmetric, but {preconditioner!r} is not. "
+                "Choose another relaxation, or solve with GMRES or BiCGStab."
             )
-
-    def check(self, pattern: Pattern, dtype: Any) -> None:
-        if self.preconditioner is not None:
-            check_diagonal(pattern, type(self.preconditioner).__name__)
-        if self._by_hypre:
-            hypre.check(self, pattern, dtype)
-        else:
-            krylov.check(self, dtype)
-
-    def run(
-        self,
-        pattern: Pattern,
-        values: jax.Array,
-        b: jax.Array,
-        x0: jax.Array,
-        known: jax.Array,
-        *,
-        throw: bool,
-        site: int,
-    ) -> tuple[jax.Array, jax.Array]:
-        by = hypre if self._by_hypre else krylov
-        return by.run(self, pattern, values, b, x0, known, throw=throw, site=site)
-
-    @property
-    def _by_hypre(self) -> bool:
-        return self.preconditioner is not None and self.preconditioner.by_hypre
 
     @property
     def transposed(self) -> Krylov:
@@ -96,14 +72,30 @@ class PCG(Krylov):
     ----------
     rtol, max_steps, preconditioner
         See `Krylov`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import PCG, Jacobi, Matrix, Pattern, solve
+    >>> pattern = Pattern.from_coo([0, 0, 1, 1], [0, 1, 0, 1], n_local=2)
+    >>> A = Matrix(pattern, jnp.array([2.0, 1.0, 1.0, 2.0]))
+    >>> solver = PCG(rtol=1e-6, preconditioner=Jacobi())
+    >>> bool(jnp.allclose(solve(A, jnp.ones(2), solver).value, 1 / 3))
+    True
     """
 
     symmetric: ClassVar[bool] = True
+    needs_positive_definite: ClassVar[bool] = True
+    judges_residual: ClassVar[bool] = True
+    hypre_method: ClassVar[int | None] = 0
+
+    def iterate(self, system: LinearSystem) -> Outcome:
+        return pcg(system)
 
 
 @dataclasses.dataclass(frozen=True)
 class GMRES(Krylov):
-    """Generalised minimal residuals, restarted, preconditioned from the right: for any matrix.
+    """Generalised minimal residuals, restarted, preconditioned from the right, for any matrix.
 
     (Saad, Schultz 1986.) It needs `restart` vectors of memory. All preconditioners of mpigrad are
     fixed linear maps, so that the flexible variant would gain nothing.
@@ -113,39 +105,71 @@ class GMRES(Krylov):
     rtol, max_steps, preconditioner
         See `Krylov`.
     restart
-        Iterations between restarts.
+        The number of iterations between restarts.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import GMRES, solve
+    >>> A = lambda v: jnp.array([2 * v[0] + v[1], 2 * v[1]])  # not symmetric
+    >>> x = solve(A, jnp.array([3.0, 2.0]), GMRES(rtol=1e-6, preconditioner=None)).value
+    >>> bool(jnp.allclose(x, 1, atol=1e-5))
+    True
     """
 
     restart: int = 30
-    symmetric: ClassVar[bool] = False
+    judges_residual: ClassVar[bool] = True
+    hypre_method: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.restart < 2**31:
-            raise ValueError(f"GMRES: restart={self.restart} must be positive and below 2**31")
+            raise ValueError(
+                f"{type(self).__name__}: restart must be positive and below 2**31, got "
+                f"restart={self.restart}. Choose one such as 30."
+            )
+
+    def iterate(self, system: LinearSystem) -> Outcome:
+        return gmres(system, self.restart)
 
 
 @dataclasses.dataclass(frozen=True)
 class BiCGStab(Krylov):
-    """Stabilised bi-conjugate gradients, for any matrix: two products an iteration, little memory.
+    """Stabilised bi-conjugate gradients, for any matrix: two products a step, little memory.
 
-    (Van der Vorst 1992.) It may break down where GMRES does not.
+    (Van der Vorst 1992.) It may break down on systems that GMRES solves.
 
     Attributes
     ----------
     rtol, max_steps, preconditioner
         See `Krylov`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import BiCGStab, solve
+    >>> A = lambda v: jnp.array([2 * v[0] + v[1], 2 * v[1]])  # not symmetric
+    >>> x = solve(A, jnp.array([3.0, 2.0]), BiCGStab(rtol=1e-6, preconditioner=None)).value
+    >>> bool(jnp.allclose(x, 1, atol=1e-5))
+    True
     """
 
-    symmetric: ClassVar[bool] = False
+    judges_residual: ClassVar[bool] = True
+    hypre_method: ClassVar[int | None] = 2
+
+    def iterate(self, system: LinearSystem) -> Outcome:
+        return bicgstab(system)
 
 
+@final
+@sealed
 @dataclasses.dataclass(frozen=True)
 class Multigrid(LinearSolver):
-    """Multigrid alone: x <- x + M (b - A x), M being one cycle, until the residual is small.
+    """Multigrid alone: x <- x + M (b - A x), where M is one cycle, until the residual is small.
 
-    A Krylov method with the same cycle takes fewer iterations and fails less often; this one needs
-    the least memory, and no inner products but the residual's.
+    A Krylov method with the same cycle takes fewer iterations and fails less often. This method
+    needs the least memory, and no inner products other than the residual's. hypre runs it, so this
+    class is final: it cannot be subclassed.
 
     Attributes
     ----------
@@ -153,6 +177,12 @@ class Multigrid(LinearSolver):
         `BoomerAMG(...)`, or `PFMG(...)` for grid stencils.
     rtol, max_steps
         See `Krylov`.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import PFMG, Multigrid
+    >>> Multigrid(PFMG(), rtol=1e-6).max_steps
+    500
     """
 
     cycle: Preconditioner = BoomerAMG()  # noqa: RUF009 (frozen)
@@ -161,33 +191,22 @@ class Multigrid(LinearSolver):
     preconditioner: Preconditioner | None = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )
-    symmetric: ClassVar[bool] = False
+    needs_matrix: ClassVar[bool] = True
+    judges_residual: ClassVar[bool] = True
+    hypre_method: ClassVar[int | None] = 3
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "preconditioner", self.cycle)
         check_steps("Multigrid", self.rtol, self.max_steps)
         if not isinstance(self.cycle, Preconditioner) or not self.cycle.by_hypre:
             raise TypeError(
-                f"Multigrid: the cycle must be BoomerAMG(...) or PFMG(...), not {self.cycle!r}"
+                f"Multigrid: the cycle must be BoomerAMG(...) or PFMG(...), got {self.cycle!r}. "
+                "Choose one of them."
             )
-
-    def check(self, pattern: Pattern, dtype: Any) -> None:
-        check_diagonal(pattern, type(self.cycle).__name__)
-        hypre.check(self, pattern, dtype)
-
-    def run(
-        self,
-        pattern: Pattern,
-        values: jax.Array,
-        b: jax.Array,
-        x0: jax.Array,
-        known: jax.Array,
-        *,
-        throw: bool,
-        site: int,
-    ) -> tuple[jax.Array, jax.Array]:
-        return hypre.run(self, pattern, values, b, x0, known, throw=throw, site=site)
 
     @property
     def transposed(self) -> Multigrid:
         return dataclasses.replace(self, cycle=self.cycle.transposed)
+
+    def iterate(self, system: LinearSystem) -> tuple[jax.Array, Any]:
+        raise TypeError("Multigrid: only hypre runs it. Solve with a Matrix in float64.")

@@ -1,9 +1,9 @@
 """Matrix-free solves: the linear map is a function, with messages inside.
 
 A primitive carries the map as a jaxpr (residuals..., link, v) -> A v, made by linearizing the
-user's function: what does not depend on v, messages too, is computed once, outside the iteration.
-`link` is a scalar on which every message of the map depends linearly, so that its transpose has
-the adjoint of each of them, whatever a rank's own v does.
+user's function. Everything that does not depend on v, messages too, is computed once, outside the
+iteration. `link` is a scalar on which every message of the map depends linearly, so that the
+transpose has the adjoint of each of them, even if a rank's v is constant.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import ShapedArray, ad
 from mpigrad.operations.carrier import CARRIER, active, carrier, opaque_zero, without_carriers
 from mpigrad.runtime.call_sites import call_site, describe
-from mpigrad.sparse.solvers.base import INFO, LinearSolver
+from mpigrad.sparse.solvers.base import INFO, LinearSolver, check_hashable
 from mpigrad.sparse.solvers.implicit import implicit_primitive
-from mpigrad.sparse.solvers.krylov import ITERATIONS, System, iterate, noise, require_success
+from mpigrad.sparse.solvers.krylov.errors import require_success
+from mpigrad.sparse.solvers.krylov.iteration import solve_system
+from mpigrad.sparse.solvers.krylov.system import LinearSystem, noise
 from mpigrad.sparse.solvers.methods import GMRES
 
 __all__ = ["Operator", "linearized", "operator_solve_p", "solve_operator"]
@@ -40,14 +42,24 @@ class Operator:
     Attributes
     ----------
     function
-        v -> A v on this rank's part of a vector (an array or pytree of any shapes, and one
-        dtype); messages may stand inside. It may close over what is differentiated.
+        The function v -> A v on this rank's part of a vector (an array or pytree of any shapes, and
+        one dtype). It may exchange messages, and may close over values that are differentiated.
     inverse
-        r -> z, a linear map that approximates the inverse of A, as a preconditioner: dividing by
-        the diagonal, say, or a solve with a simpler matrix. Symmetric positive definite for PCG.
-        Only the number of iterations depends on it.
+        A linear function r -> z that approximates the inverse of A, as a preconditioner: a division
+        by the diagonal, for instance, or a solve with a simpler matrix. Symmetric positive definite
+        for PCG. Only the number of steps depends on it.
     comm
-        The ranks among which vectors are distributed.
+        The communicator over whose ranks vectors are distributed. None: the default communicator.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import PCG, Operator, solve
+    >>> diagonal = jnp.array([2.0, 4.0])
+    >>> A = Operator(lambda v: diagonal * v, inverse=lambda r: r / diagonal)
+    >>> solution = solve(A, jnp.ones(2), PCG(preconditioner=None))
+    >>> solution.value, int(solution.stats["num_steps"])
+    (Array([0.5 , 0.25], dtype=float32), 1)
     """
 
     function: Callable[[Any], Any]
@@ -55,7 +67,7 @@ class Operator:
     comm: Communicator | None = None
 
     def __call__(self, v: Any) -> Any:
-        """A v."""
+        """Return A v."""
         return self.function(v)
 
 
@@ -67,7 +79,7 @@ def solve_operator(
     x0: Any = None,
     throw: bool = True,
 ) -> tuple[Any, jax.Array]:
-    """(x like b, info of shape (INFO,)) for A x = b, as `LinearSolver.run` gives them."""
+    """Solve A x = b for a function A: return x like b, and the info of shape (INFO,)."""
     operator = A if isinstance(A, Operator) else Operator(A)
     comm = resolve(operator.comm)
     solver = GMRES(preconditioner=None) if solver is None else solver
@@ -81,13 +93,14 @@ def solve_operator(
     a = carrier()
     probe = noise(comm.rank << 20, flat.shape[0], flat.dtype, 2654435761)
     forward, residuals, value = linearized(flattened(operator.function, "the operator"), probe, a)
-    # For checking alone: inactive on every rank.
+    # Only for the check of linearity: inactive on every rank.
     residuals_now = jax.lax.stop_gradient(residuals)
     product = forward(residuals_now, probe)
-    # At -v, too: |v| is its own derivative times v.
+    # Also at -v: |v| equals its derivative times v.
     opposite = flattened(operator.function, "the operator")(-probe)
-    unlike = jnp.stack([value - product, opposite + product])
-    defect = jnp.stack([jnp.vdot(v, v).real for v in (jax.lax.stop_gradient(unlike), product)])
+    difference = jnp.stack([value - product, opposite + product])
+    difference = jax.lax.stop_gradient(difference)
+    defect = jnp.stack([jnp.vdot(v, v).real for v in (difference, product)])
     inverse, inverse_residuals = None, []
     if operator.inverse is not None:
         function = flattened(operator.inverse, "inverse")
@@ -111,15 +124,19 @@ def solve_operator(
 
 
 def _check(solver: Any) -> None:
-    if not isinstance(solver, LinearSolver) or type(solver).__name__ not in ITERATIONS:
-        raise TypeError(f"solve: an operator is solved by {', '.join(ITERATIONS)}, not {solver!r}")
+    if not isinstance(solver, LinearSolver) or solver.needs_matrix:
+        raise TypeError(
+            "solve: with a function in place of a matrix, expected PCG, GMRES, BiCGStab or a "
+            f"LinearSolver of your own, got {solver!r}. Choose GMRES(preconditioner=None)."
+        )
     if solver.preconditioner is not None:
         name = type(solver).__name__
         raise TypeError(
-            f"solve: {solver.preconditioner!r} needs a matrix; for an operator write "
-            f"{name}(preconditioner=None), and give a preconditioner as a function: "
-            "Operator(f, inverse=lambda r: r / diagonal)"
+            f"solve: {solver.preconditioner!r} needs a matrix, got a function. Write "
+            f"{name}(preconditioner=None), and give the preconditioner as a function: "
+            "Operator(f, inverse=lambda r: r / diagonal)."
         )
+    check_hashable(solver)
 
 
 def _ravel(tree: Any, what: str) -> tuple[jax.Array, Callable[[Any], Any]]:
@@ -127,21 +144,22 @@ def _ravel(tree: Any, what: str) -> tuple[jax.Array, Callable[[Any], Any]]:
     if len(dtypes) != 1 or not jnp.issubdtype(min(dtypes, key=str), jnp.inexact):
         names = ", ".join(sorted(map(str, dtypes))) or "no arrays"
         raise TypeError(
-            f"solve: {what} holds {names}; with an operator it is an array, or a pytree of arrays "
-            "of one dtype, floating-point or complex"
+            f"solve: with a function in place of a matrix, {what} must be an array or a pytree of "
+            f"arrays of one dtype, floating-point or complex, got {names}. Convert it."
         )
     return ravel_pytree(jax.tree.map(jnp.asarray, tree))
 
 
 def _like(tree: Any, b: Any, what: str) -> jax.Array:
-    """`tree`, flattened; it must be like b."""
+    """Return the tree, flattened, if its shapes and dtypes are those of b."""
 
     def shapes(tree: Any) -> Any:
         return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
 
     if shapes(tree) != shapes(b):
         raise ValueError(
-            f"solve: {what} is {shapes(tree)} where b is {shapes(b)}; they must be alike"
+            f"solve: {what} must have the shapes and dtypes of b, {shapes(b)}, got {shapes(tree)}. "
+            "Give it the same structure."
         )
     return ravel_pytree(tree)[0]
 
@@ -151,7 +169,7 @@ def _like(tree: Any, b: Any, what: str) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Map:
-    """(residuals, v) -> A v as a jaxpr of (residuals..., link, v), and that of the transpose."""
+    """The map (residuals, v) -> A v as a jaxpr of (residuals..., link, v), and its transpose."""
 
     jaxpr: Any
     backward: Any = None  # made when it is needed
@@ -172,7 +190,7 @@ class _Map:
 
             return jax.linear_transpose(linear, link, v)(ct)[1]
 
-        # The messages of `back` need no link: what it is transposed to is `jaxpr`.
+        # The messages of `back` need no link: its transpose is `jaxpr`.
         closed = jax.make_jaxpr(back)(*(var.aval for var in self.jaxpr.invars))
         jaxpr, constants = compat.constants_as_operands(closed)
         assert not constants
@@ -182,7 +200,7 @@ class _Map:
 def linearized(
     function: Callable[[Any], Any], v: jax.Array, a: Any
 ) -> tuple[_Map, list[Any], jax.Array]:
-    """The linear map `function`, its residuals, and function(v)."""
+    """Return the linear map `function`, its residuals, and function(v)."""
 
     def linked(link: Any, v: Any) -> Any:
         with active(link):
@@ -200,7 +218,7 @@ _Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _parts(operands: Sequence[Any], counts: tuple[int, int]) -> tuple[list[Any], ...]:
-    """Residuals of the map, residuals of the inverse, (defect, b, x0, carrier)."""
+    """Return the map's residuals, the inverse's residuals, and (defect, b, x0, carrier)."""
     n, m = counts
     operands = list(operands)
     return operands[:n], operands[n : n + m], operands[n + m :]
@@ -224,7 +242,7 @@ def _run(
 ) -> Any:
     residuals, inverse_residuals, (defect, b, x0, _) = _parts(operands, counts)
     with without_carriers():  # differentiation has happened: these messages carry values only
-        system = System(
+        system = LinearSystem(
             product=lambda v: forward(residuals, v),
             precondition=lambda v: v if inverse is None else inverse(inverse_residuals, v),
             b=b,
@@ -235,7 +253,7 @@ def _run(
             first=comm.rank << 20,
             defect=defect,
         )
-        x, info = iterate(solver, system)
+        x, info = solve_system(solver, system)
         if throw:
             require_success(solver, info, comm, f"solve, {describe(site)}: ", operator=True)
     return x, info
@@ -244,16 +262,16 @@ def _run(
 def _differentiate(
     operands: Sequence[Any], params: dict[str, Any]
 ) -> tuple[list[Any], tuple[Any, ...], Callable[..., Any]]:
-    """The primal results, what the tangent map needs of them, and the tangent map.
+    """Return the primal results, the residuals of the tangent map, and the tangent map.
 
-    dx = A^-1 (db - dA x), where dA x is the derivative of A x with respect to the residuals: with
-    all of them, so that every rank has its messages.
+    dx = A^-1 (db - dA x), in which dA x is the derivative of A x with respect to the residuals:
+    with respect to all of them, so that every rank sends its messages.
     """
     x, info = operator_solve_p.bind(*operands, **params)
     counts, forward = params["counts"], params["forward"]
     residuals, inverse_residuals, (defect, b, _, a) = _parts(operands, counts)
     varying = [i for i, r in enumerate(residuals) if jnp.issubdtype(jnp.result_type(r), np.inexact)]
-    link = a + opaque_zero(x, CARRIER)  # active wherever x is
+    link = a + opaque_zero(x, CARRIER)  # active on every rank on which x is
 
     def product(*values: Any) -> Any:
         every = list(residuals)
@@ -268,8 +286,8 @@ def _differentiate(
         moved, consts = compat.constants_as_operands(jax.make_jaxpr(derivative)(*values))
     nothing, start = jnp.zeros_like(defect), jnp.zeros_like(b)
 
-    def tangent(kept: Any, tangents: Sequence[Any]) -> list[Any]:
-        consts, residuals, inverse_residuals, nothing, start, link = kept
+    def tangent(saved: Any, tangents: Sequence[Any]) -> list[Any]:
+        consts, residuals, inverse_residuals, nothing, start, link = saved
         changes, _, (_, tb, _, ta) = _parts(tangents, counts)
         rhs = start if type(ta) is _Zero else opaque_zero(ta, jax.typeof(start))
         if type(tb) is not _Zero:
@@ -283,8 +301,8 @@ def _differentiate(
         )
         return [dx, _Zero(compat.tangent_aval(info))]
 
-    kept = (consts, residuals, inverse_residuals, nothing, start, link)
-    return [x, info], kept, tangent
+    saved = (consts, residuals, inverse_residuals, nothing, start, link)
+    return [x, info], saved, tangent
 
 
 def _transpose(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:

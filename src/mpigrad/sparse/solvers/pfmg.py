@@ -1,4 +1,4 @@
-"""Grid stencils as hypre's structured interface takes them, for PFMG."""
+"""Grid stencils in the form of hypre's structured interface, for PFMG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpigrad.sparse.solvers.preconditioners import PFMG
 
 __all__ = ["check", "structured", "why_not"]
 
-_JACOBI, _RED_BLACK = 1, 2  # hypre's numbers
+_JACOBI, _RED_BLACK = 1, 2  # hypre's codes
 _GALERKIN, _NON_GALERKIN = 0, 1
 
 
@@ -33,41 +33,41 @@ class _Options(ctypes.Structure):
 
 
 def why_not(pattern: Pattern) -> str:
-    """Why PFMG cannot take a pattern; empty where it can."""
+    """Return why PFMG cannot take a pattern, or an empty string if it can."""
     if pattern.stencil is None:
-        return "the pattern is not that of a grid's stencil; make it with Pattern.from_stencil"
+        return "it was not made from a grid's stencil. Make it with Pattern.from_stencil"
     far = [offset for offset in pattern.stencil.offsets if any(abs(step) > 1 for step in offset)]
     if far:
-        return f"the stencil reaches {far[0]}, and PFMG one step along each axis"
+        return f"the stencil reaches {far[0]}, but PFMG takes one step along each axis only"
     return ""
 
 
 def check(name: str, pattern: Pattern, preconditioner: PFMG) -> None:
-    """Raise, on every rank alike, if PFMG cannot solve such a system."""
+    """Raise an error, the same on every rank, if PFMG cannot solve such a system."""
     problem = why_not(pattern)
     if not problem and preconditioner.relaxation == "red-black" and not _has_faces_only(pattern):
         problem = (
-            "red-black relaxation takes stencils of face neighbours alone; take "
+            "red-black relaxation needs a stencil of face neighbours alone. Take "
             'PFMG(relaxation="jacobi")'
         )
     if problem:
         raise ValueError(
-            f"mpigrad.sparse.{name}: PFMG cannot take this matrix: {problem}, or solve with "
-            "preconditioner=BoomerAMG()"
+            f"{name}: PFMG cannot take this pattern: {problem}, or solve with "
+            "preconditioner=BoomerAMG()."
         )
 
 
 def structured(pattern: Pattern, preconditioner: PFMG, symmetric: bool) -> int:
-    """A system of a stencil's matrix, preconditioned by PFMG: its number in the native library."""
+    """Make a system of a stencil's matrix, preconditioned by PFMG, and return its id."""
     assert pattern.stencil is not None
     grid, given = pattern.stencil.grid, pattern.stencil.offsets
     faces = _has_faces_only(pattern)
-    # hypre knows no stencils on a line: a line is a plane that is one cell wide.
+    # hypre has no stencils on a line: a line is a plane that is one cell wide.
     axes = max(2, grid.ndim)
     zero = [
         offset
         for offset in (_faces(axes) if faces else itertools.product((-1, 0, 1), repeat=axes))
-        if offset not in {(*[0] * (axes - grid.ndim), *kept) for kept in given}
+        if offset not in {(*[0] * (axes - grid.ndim), *present) for present in given}
     ]
     red_black = faces and preconditioner.relaxation != "jacobi"
     options = _Options(
@@ -110,12 +110,12 @@ def _has_faces_only(pattern: Pattern) -> bool:
 
 
 def _faces(axes: int) -> Iterator[tuple[int, ...]]:
-    """No step, and one step back or forth along one axis."""
+    """Yield the zero offset, and one step back or forth along each axis."""
     for offset in itertools.product((-1, 0, 1), repeat=axes):
         if sum(map(abs, offset)) <= 1:
             yield offset
 
 
 def _hypre_order(numbers: tuple[int, ...] | list[int], fill: int) -> np.ndarray:
-    """One number for each of three axes, the last one first; a grid with fewer is filled up."""
+    """Return one entry for each of three axes, the last axis first, with `fill` for absent axes."""
     return np.array([*reversed(numbers), *[fill] * (3 - len(numbers))], np.int64)

@@ -1,15 +1,22 @@
-"""Preconditioners: frozen settings, and what they do is the solver's affair."""
+"""Preconditioners: frozen settings, and for all but hypre's the function that applies them."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar, final
 
-__all__ = ["PFMG", "BoomerAMG", "Jacobi", "Preconditioner"]
+import jax
+import jax.numpy as jnp
+
+from mpigrad.sparse.matrix.matrix import Matrix
+
+__all__ = ["PFMG", "BoomerAMG", "Jacobi", "Preconditioner", "sealed"]
 
 COARSENINGS = {"HMIS": 10, "PMIS": 8, "Falgout": 6, "CLJP": 0}
 INTERPOLATIONS = {"ext+i": 6, "standard": 8, "classical": 0, "multipass": 4}
-# What conjugate gradients need: a symmetric smoother makes a symmetric cycle.
+# Conjugate gradients need a symmetric smoother, which makes a symmetric cycle.
 SYMMETRIC_RELAXATIONS = {
     "l1-symmetric-gauss-seidel": 8,
     "l1-jacobi": 18,
@@ -19,20 +26,59 @@ SYMMETRIC_RELAXATIONS = {
 RELAXATIONS = SYMMETRIC_RELAXATIONS | {"forward-gauss-seidel": 3, "backward-gauss-seidel": 4}
 
 
-class Preconditioner:
-    """What makes a Krylov method converge in fewer steps: an approximate inverse of the matrix.
+_Class = TypeVar("_Class", bound=type)
 
-    Subclasses are frozen dataclasses: equal settings are equal objects.
+
+def sealed(cls: _Class) -> _Class:
+    """Decorate a class so that subclassing it is an error."""
+
+    def refuse(subclass: type, **_: Any) -> NoReturn:
+        raise TypeError(
+            f"{subclass.__name__}: {cls.__name__} is final, since hypre does its work, and cannot "
+            "be subclassed. Subclass Preconditioner or LinearSolver."
+        )
+
+    cls.__init_subclass__ = classmethod(refuse)  # type: ignore[assignment]
+    return cls
+
+
+class Preconditioner(abc.ABC):
+    """An approximate inverse of the matrix, with which a method takes fewer steps.
+
+    Subclass it to write your own. A subclass is a frozen dataclass of settings and implements
+    `inverse`. Equal settings must be equal and hashable objects, since compiled programs are kept
+    by them: read arrays from the matrix. Only the number of steps depends on a preconditioner, so
+    no derivative is taken with respect to it.
 
     Attributes
     ----------
     by_hypre
-        Whether it is hypre's, and so are the methods that it preconditions.
+        True for hypre's preconditioners, which work in hypre's methods only.
+    needs_diagonal
+        True if every row of the pattern must have a diagonal entry.
     symmetric
-        Whether it is symmetric for a symmetric matrix, as conjugate gradients need it.
+        True if it is symmetric positive definite for a symmetric positive definite matrix, as PCG
+        needs it. Default: True.
+
+    Examples
+    --------
+    >>> import dataclasses
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import GMRES, Matrix, Pattern, Preconditioner, solve
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class RowSums(Preconditioner):
+    ...     def inverse(self, A):
+    ...         sums = A @ jnp.ones(A.pattern.n_local)  # messages are allowed here
+    ...         return lambda r: r / sums
+    >>> pattern = Pattern.from_coo([0, 0, 1, 1], [0, 1, 0, 1], n_local=2)
+    >>> A = Matrix(pattern, jnp.array([2.0, 1.0, 1.0, 2.0]))
+    >>> solver = GMRES(rtol=1e-6, preconditioner=RowSums())
+    >>> bool(jnp.allclose(solve(A, jnp.ones(2), solver).value, 1 / 3))
+    True
     """
 
-    by_hypre: ClassVar[bool] = True
+    by_hypre: ClassVar[bool] = False
+    needs_diagonal: ClassVar[bool] = False
 
     @property
     def symmetric(self) -> bool:
@@ -40,56 +86,111 @@ class Preconditioner:
 
     @property
     def transposed(self) -> Preconditioner:
-        """The one for the transposed matrix."""
+        """The preconditioner of the transposed matrix. Default: the same, made of that matrix."""
         return self
+
+    @abc.abstractmethod
+    def inverse(self, A: Matrix) -> Callable[[jax.Array], jax.Array]:
+        """Return the function r -> z that approximates z = A⁻¹ r (collective, traced).
+
+        Parameters
+        ----------
+        A
+            The matrix. In the adjoint solve of a method for non-symmetric matrices, its transpose.
+
+        Returns
+        -------
+        A linear function of this rank's part of a vector, shape (n_local,), with a result of the
+        same shape and dtype. It may exchange messages.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
 class Jacobi(Preconditioner):
-    """The inverse of the matrix's diagonal."""
+    """The inverse of the matrix's diagonal.
 
-    by_hypre: ClassVar[bool] = False
+    Rows with a zero on the diagonal are left as they are.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import Jacobi, Matrix, Pattern
+    >>> A = Matrix(Pattern.from_coo([0, 1], [0, 1], n_local=2), jnp.array([2.0, 4.0]))
+    >>> Jacobi().inverse(A)(jnp.ones(2))
+    Array([0.5 , 0.25], dtype=float32)
+    """
+
+    needs_diagonal: ClassVar[bool] = True
+
+    def inverse(self, A: Matrix) -> Callable[[jax.Array], jax.Array]:
+        diagonal = A.diagonal()
+        divisor = jnp.where(diagonal == 0, 1, diagonal)
+        return lambda r: r / divisor
 
 
+class _HyprePreconditioner(Preconditioner):
+    """A preconditioner of hypre's."""
+
+    by_hypre: ClassVar[bool] = True
+    needs_diagonal: ClassVar[bool] = True
+
+    def inverse(self, A: Matrix) -> Callable[[jax.Array], jax.Array]:
+        name = type(self).__name__
+        raise TypeError(
+            f"{name}: it works in hypre's PCG, GMRES, BiCGStab and Multigrid only. Choose Jacobi() "
+            "or a Preconditioner of your own."
+        )
+
+
+@final
+@sealed
 @dataclasses.dataclass(frozen=True)
-class BoomerAMG(Preconditioner):
+class BoomerAMG(_HyprePreconditioner):
     """One V-cycle of hypre's algebraic multigrid (Henson, Yang 2002), for any sparse matrix.
 
     The defaults suit scalar elliptic equations in two dimensions. In three dimensions take
-    `strong_threshold=0.5`, and `aggressive_levels=1` where memory or set-up time is short. They
+    `strong_threshold=0.5`, and `aggressive_levels=1` if memory or set-up time is short. They
     also suit non-symmetric matrices, such as convection by upwind differences: the smoother sweeps
-    forward and backward. Where rows are numbered along the flow, "forward-gauss-seidel" does half
-    of the work.
+    forward and backward. If rows are numbered along the flow, "forward-gauss-seidel" does half
+    of the work. This class is final: it cannot be subclassed.
 
     Attributes
     ----------
     strong_threshold
-        Connections stronger than this part of a row's strongest one guide the coarsening.
+        Connections stronger than this fraction of a row's strongest one guide the coarsening.
     coarsening
         "HMIS", "PMIS", "Falgout" or "CLJP".
     interpolation
         "ext+i", "standard", "classical" or "multipass".
     max_row_elements
-        Longest row of an interpolation matrix; 0 leaves rows as they come.
+        The longest row of an interpolation matrix. 0 sets no limit.
     relaxation
-        Smoother. Symmetric, as PCG needs it: "l1-symmetric-gauss-seidel", "l1-jacobi",
-        "chebyshev", "symmetric-gauss-seidel" (without the l1 scaling, which makes sure of
-        convergence on many ranks). For non-symmetric matrices also "forward-gauss-seidel" and
-        "backward-gauss-seidel"; a transposed solve takes the other one.
+        The smoother. These are symmetric, as PCG needs them: "l1-symmetric-gauss-seidel",
+        "l1-jacobi", "chebyshev", "symmetric-gauss-seidel" (without the l1 scaling, which ensures
+        convergence on many ranks). For non-symmetric matrices there are also
+        "forward-gauss-seidel" and "backward-gauss-seidel". A transposed solve takes the opposite
+        direction.
     aggressive_levels
-        Finest levels on which coarsening is aggressive.
+        The number of finest levels on which coarsening is aggressive.
     max_levels
-        Most levels of the hierarchy.
+        The largest number of levels of the hierarchy.
     unknowns_per_cell
-        Of a system of equations, such as elasticity: row i is unknown i % unknowns_per_cell of its
-        cell, and unknowns of different kinds are coarsened apart.
+        The number of equations of a system such as elasticity. Row i is unknown
+        i % unknowns_per_cell of its cell, and unknowns of different kinds are coarsened separately.
     reuse
         When the hierarchy is kept. "equal": while the matrix's values are the same to the bit, on
-        every rank. "stale": also for new values, until a solve takes more than twice the
-        iterations (and 5 more) that solves with a hierarchy of their own took; then it is set up
-        anew and the solve repeated. For values that change little from solve to solve, as in
-        time steps and line searches; solutions then depend, within the tolerance, on what was
-        solved before.
+        every rank. "stale": also for new values, until a solve takes more than 2 n + 5 iterations,
+        where n is the largest number that a solve with its own hierarchy took. Then the hierarchy
+        is set up again and the solve repeated. This is for values that change little from solve to
+        solve, as in time steps and line searches. Solutions then depend, within the tolerance, on
+        the solves before.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import GMRES, BoomerAMG
+    >>> solver = GMRES(preconditioner=BoomerAMG(relaxation="forward-gauss-seidel"))
+    >>> solver.transposed.preconditioner.relaxation
+    'backward-gauss-seidel'
     """
 
     strong_threshold: float = 0.25
@@ -110,26 +211,26 @@ class BoomerAMG(Preconditioner):
     reuse: Literal["equal", "stale"] = "equal"
 
     def __post_init__(self) -> None:
-        for field, known in (
+        for field, choices in (
             ("coarsening", COARSENINGS),
             ("interpolation", INTERPOLATIONS),
             ("relaxation", RELAXATIONS),
             ("reuse", ("equal", "stale")),
         ):
-            if getattr(self, field) not in known:
-                raise ValueError(
-                    f"BoomerAMG: {field}={getattr(self, field)!r} is not one of {', '.join(known)}"
-                )
+            _check_choice("BoomerAMG", field, getattr(self, field), choices)
         if not 0 <= self.strong_threshold <= 1:
             raise ValueError(
-                f"BoomerAMG: strong_threshold={self.strong_threshold} must lie between 0 and 1"
+                "BoomerAMG: strong_threshold must lie between 0 and 1, got "
+                f"strong_threshold={self.strong_threshold}. Choose 0.25 in two dimensions, 0.5 in "
+                "three."
             )
-        if min(self.max_row_elements, self.aggressive_levels) < 0:
-            raise ValueError(
-                "BoomerAMG: max_row_elements and aggressive_levels must not be negative"
-            )
-        if min(self.max_levels, self.unknowns_per_cell) < 1:
-            raise ValueError("BoomerAMG: max_levels and unknowns_per_cell must be at least 1")
+        for field, least in (
+            ("max_row_elements", 0),
+            ("aggressive_levels", 0),
+            ("max_levels", 1),
+            ("unknowns_per_cell", 1),
+        ):
+            _check_least("BoomerAMG", field, getattr(self, field), least)
 
     @property
     def symmetric(self) -> bool:
@@ -137,7 +238,7 @@ class BoomerAMG(Preconditioner):
 
     @property
     def transposed(self) -> BoomerAMG:
-        # What a sweep forward does for A, a sweep backward does for its transpose.
+        # The transpose of a sweep forward is a sweep backward with the transposed matrix.
         match self.relaxation:
             case "forward-gauss-seidel":
                 return dataclasses.replace(self, relaxation="backward-gauss-seidel")
@@ -146,30 +247,39 @@ class BoomerAMG(Preconditioner):
         return self
 
 
+@final
+@sealed
 @dataclasses.dataclass(frozen=True)
-class PFMG(Preconditioner):
+class PFMG(_HyprePreconditioner):
     """One V-cycle of hypre's multigrid for grid stencils (Ashby, Falgout 1996).
 
-    For patterns of `Pattern.from_stencil` that link a cell to itself and to cells at most one step
-    away along each axis, on grids in one to three dimensions; several times faster than
-    `BoomerAMG` where both work. It coarsens one axis at a time, that of the strongest links, and
-    so takes anisotropy along the axes well. Where coefficients jump by orders of magnitude within
+    It takes patterns of `Pattern.from_stencil` that link a cell to itself and to cells at most one
+    step away along each axis, on grids in one to three dimensions. On these it is several times
+    faster than `BoomerAMG`. It coarsens one axis at a time, the axis of the strongest links, and
+    so handles anisotropy along the axes well. If coefficients jump by orders of magnitude within
     a few cells, or the anisotropy is oblique to the grid, `BoomerAMG` may be the better choice.
+    This class is final: it cannot be subclassed.
 
     Attributes
     ----------
     relaxation
-        Smoother: "red-black" Gauss-Seidel, which stencils of face neighbours alone admit (3, 5 or
-        7 points), or weighted "jacobi". "automatic" takes the first where it can.
+        The smoother: "red-black" Gauss-Seidel, for stencils of face neighbours alone (3, 5 or 7
+        points), or weighted "jacobi". "automatic" takes the first if the stencil admits it.
     sweeps
-        Relaxations before, and after, each coarse correction.
+        The number of relaxations before, and after, each coarse correction.
     skip_relaxation
-        Leave out the relaxation on levels where an isotropic problem does not need it: cheaper, and
-        where convection dominates less robust.
+        Leave out the relaxation on levels on which an isotropic problem does not need it. This is
+        cheaper, and less robust if convection dominates.
     max_levels
-        Most levels of the hierarchy; 0 is as many as there are.
+        The largest number of levels of the hierarchy. 0 sets no limit.
     reuse
         When the hierarchy is kept, see `BoomerAMG`.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import PCG, PFMG
+    >>> PCG(preconditioner=PFMG(sweeps=2)).preconditioner.relaxation
+    'automatic'
     """
 
     relaxation: Literal["automatic", "red-black", "jacobi"] = "automatic"
@@ -179,13 +289,25 @@ class PFMG(Preconditioner):
     reuse: Literal["equal", "stale"] = "equal"
 
     def __post_init__(self) -> None:
-        for field, known in (
+        for field, choices in (
             ("relaxation", ("automatic", "red-black", "jacobi")),
             ("reuse", ("equal", "stale")),
         ):
-            if getattr(self, field) not in known:
-                raise ValueError(
-                    f"PFMG: {field}={getattr(self, field)!r} is not one of {', '.join(known)}"
-                )
-        if self.sweeps < 1 or self.max_levels < 0:
-            raise ValueError("PFMG: sweeps must be at least 1, max_levels must not be negative")
+            _check_choice("PFMG", field, getattr(self, field), choices)
+        _check_least("PFMG", "sweeps", self.sweeps, 1)
+        _check_least("PFMG", "max_levels", self.max_levels, 0)
+
+
+def _check_choice(name: str, field: str, value: Any, choices: Any) -> None:
+    if value not in choices:
+        raise ValueError(
+            f"{name}: {field} must be one of {', '.join(choices)}, got {field}={value!r}. Choose "
+            "one of them."
+        )
+
+
+def _check_least(name: str, field: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(
+            f"{name}: {field} must be at least {least}, got {field}={value}. Raise it."
+        )

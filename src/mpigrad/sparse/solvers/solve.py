@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,45 +18,38 @@ from mpigrad.operations.indexing import take
 from mpigrad.operations.neighborhood import NEIGHBOR_TAG, neighbor_alltoallv_p
 from mpigrad.operations.primitive import run_eagerly
 from mpigrad.runtime.call_sites import call_site
+from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.matrix.transpose import transpose_values, transposed
-from mpigrad.sparse.solvers import pfmg
-from mpigrad.sparse.solvers.base import INFO, LinearSolver
+from mpigrad.sparse.solvers import hypre, pfmg
+from mpigrad.sparse.solvers.base import INFO, LinearSolver, check_diagonal, check_hashable
 from mpigrad.sparse.solvers.hypre_library import hypre_available
+from mpigrad.sparse.solvers.krylov import matrices
 from mpigrad.sparse.solvers.methods import PCG
 from mpigrad.sparse.solvers.operator_solve import solve_operator
 from mpigrad.sparse.solvers.preconditioners import PFMG, Jacobi, Preconditioner
 
-__all__ = ["Solution", "default_solver", "solve"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Solution:
-    """What `solve` returns.
-
-    Attributes
-    ----------
-    value
-        This rank's part of the solution, of the shape of b.
-    result
-        A `Result` as an integer array: 0 is success, everything else a failure (which raises
-        unless `throw=False`).
-    stats
-        `iterations`, `relative_residual` |b - A x| / |b|, and `setups`, the preconditioner's
-        set-ups done so far for this pattern and solver: equal on all ranks.
-    """
-
-    value: jax.Array
-    result: jax.Array
-    stats: dict[str, jax.Array]
+__all__ = ["default_solver", "solve"]
 
 
 def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> LinearSolver:
-    """`PCG` with multigrid where hypre is available, else with Jacobi's preconditioner.
+    """Return `PCG` with multigrid if hypre is available, else with Jacobi's preconditioner.
 
     The multigrid is `PFMG` for patterns of grid stencils that it takes, else `BoomerAMG`.
+
+    Parameters
+    ----------
+    rtol
+        The tolerance: |b - A x| <= rtol |b|.
+    pattern
+        The matrix's pattern, if it is known.
+
+    Examples
+    --------
+    >>> from mpigrad.sparse import default_solver
+    >>> default_solver(rtol=1e-6).rtol
+    1e-06
     """
     if hypre_available():
         if pattern is not None and not pfmg.why_not(pattern):
@@ -72,38 +64,67 @@ def solve(
     """Solve A x = b (collective).
 
     Differentiable in `A.values` and `b`, in forward and reverse mode and to any order. The
-    derivative of a solve is another solve with the same matrix, dx = A⁻¹ (db - dA x); its adjoint
+    derivative of a solve is another solve with the same matrix, dx = A⁻¹ (db - dA x). Its adjoint
     is a solve with the transposed matrix, λ = A⁻ᵀ x̄: b̄ = λ, Ā_ij = -λ_i x_j on the pattern (Giles
-    2008). `PCG` takes A for Aᵀ, and needs no second set-up for it; its second derivatives are
-    those along changes of A that keep it symmetric. The other methods make the transpose, which
+    2008). `PCG` takes A in place of Aᵀ, and needs no second set-up for it. Its second derivatives
+    are those along changes of A that keep it symmetric. The other methods make the transpose, which
     has a hierarchy of its own, and their derivatives are those along any change of A.
 
     Parameters
     ----------
     A
-        The matrix, square. For `PCG` symmetric: entries (i, j) and (j, i) hold the same value,
+        The square matrix. For `PCG` it is symmetric: entries (i, j) and (j, i) hold the same value,
         which is checked. Or a linear function v -> A v of this rank's part of a vector, or an
-        `Operator`, differentiable in whatever it closes over.
+        `Operator`, differentiable with respect to all that it closes over.
     b
-        This rank's part of the right-hand side, shape (n_local,), or (n_local, k) for k of them,
-        which are solved for one after the other. With a function: an array or pytree of any
+        This rank's part of the right-hand side, shape (n_local,), or (n_local, k) for k right-hand
+        sides, which are solved one after the other. With a function: an array or pytree of any
         shapes, all of it one right-hand side.
     solver
-        `PCG(...)`, `GMRES(...)`, `BiCGStab(...)` or `Multigrid(...)`; default:
-        `default_solver(pattern=A.pattern)`. With a function one of the first three with
-        `preconditioner=None`; default: GMRES.
+        `PCG(...)`, `GMRES(...)`, `BiCGStab(...)`, `Multigrid(...)` or a `LinearSolver` of your own.
+        Default: `default_solver(pattern=A.pattern)`. With a function in place of a matrix it must
+        have `preconditioner=None`, and the default is GMRES.
     x0
-        Where the iterations start, in the shape of b; default: zeros. No derivative is taken with
-        respect to it: the solution does not depend on it.
+        The first guess, in the shape of b. Default: zeros. No derivative is taken with respect to
+        it: the solution does not depend on it.
     throw
-        Raise an error on every rank where the solve fails: no convergence, a breakdown, NaN, for
+        Raise an error on every rank if the solve fails: no convergence, a breakdown, NaN, for
         `PCG` a matrix that is not symmetric positive definite. With `throw=False`, look at
         `Solution.result`.
 
+    Returns
+    -------
+    A `Solution`: `value` in the shape of b, `result` as an integer array (0 is success), and in
+    `stats`, the same on all ranks, `num_steps`, `relative_residual` |b - A x| / |b|, and `setups`,
+    the number of set-ups of the preconditioner so far for this pattern and solver.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the shapes, dtypes or settings do not fit together.
+    jax.errors.JaxRuntimeError
+        On all ranks, if the solve fails and `throw` is true.
+
     Examples
     --------
-    >>> u = solve(Matrix(pattern, values), b, PCG(rtol=1e-10)).value
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> from mpigrad.sparse import PCG, Jacobi, Matrix, Pattern, solve
+    >>> pattern = Pattern.from_coo([0, 0, 1, 1], [0, 1, 0, 1], n_local=2)
+    >>> solver = PCG(rtol=1e-6, preconditioner=Jacobi())
+    >>> def f(values, b):
+    ...     return jnp.sum(solve(Matrix(pattern, values), b, solver).value)
+    >>> values = jnp.array([2.0, 1.0, 1.0, 2.0])
+    >>> value, gradient = mg.value_and_grad(f)(values, jnp.ones(2))
+    >>> bool(jnp.allclose(value, 2 / 3)), bool(jnp.allclose(gradient, -1 / 9))
+    (True, True)
     """
+    if isinstance(solver, Preconditioner):
+        name = type(solver).__name__
+        raise TypeError(
+            f"solve: expected a solver, got the preconditioner {name}. Write "
+            f"PCG(preconditioner={name}(...))."
+        )
     if callable(A):
         return _solution(*solve_operator(A, b, solver, x0=x0, throw=throw))
     b = jnp.asarray(b)
@@ -115,7 +136,7 @@ def solve(
     assert solver is not None
     pattern = A.pattern
     dtype = jnp.promote_types(A.values.dtype, b.dtype)
-    solver.check(pattern, dtype)
+    _check_solver(solver, pattern, dtype)
 
     def columns(v: jax.Array) -> jax.Array:
         return (v.T if v.ndim == 2 else v[None]).astype(dtype)
@@ -139,7 +160,7 @@ def _solution(value: Any, info: jax.Array) -> Solution:
         value=value,
         result=info[..., 0].astype("int32"),
         stats={
-            "iterations": info[..., 1].astype("int32"),
+            "num_steps": info[..., 1].astype("int32"),
             "relative_residual": info[..., 2],
             "setups": info[..., 3].astype("int32"),
         },
@@ -148,41 +169,66 @@ def _solution(value: Any, info: jax.Array) -> Solution:
 
 def _check(A: Any, b: jax.Array, x0: jax.Array, solver: Any) -> None:
     if not isinstance(A, Matrix):
-        raise TypeError(f"solve: A must be a mpigrad.sparse.Matrix, not {type(A).__name__}")
-    if isinstance(solver, Preconditioner):
-        name = type(solver).__name__
-        raise TypeError(f"solve: {name} is a preconditioner; write PCG(preconditioner={name}(...))")
+        raise TypeError(
+            "solve: A must be a mpigrad.sparse.Matrix, a linear function or an Operator, got "
+            f"{type(A).__name__}. Make a matrix with Matrix(pattern, values)."
+        )
     if not isinstance(solver, LinearSolver):
-        raise TypeError(f"solve: the solver must be one such as PCG(...), not {solver!r}")
+        raise TypeError(
+            "solve: the solver must be PCG(...), GMRES(...), BiCGStab(...), Multigrid(...) or a "
+            f"LinearSolver of your own, got {solver!r}. Choose one of them."
+        )
     pattern = A.pattern
     if A.shape[0] != A.shape[1]:
-        raise ValueError(f"solve: the matrix has shape {A.shape}; it must be square")
+        raise ValueError(
+            f"solve: the matrix must be square, got shape {A.shape}. Solve the normal equations "
+            "with A.T @ A for least squares."
+        )
     if pattern.n_local != pattern.n_local_columns:
         raise ValueError(
-            f"solve: rank {pattern.comm.rank} owns {pattern.n_local} rows but "
-            f"{pattern.n_local_columns} columns; give both the same stripes"
+            f"solve: rows and columns must have the same stripes, but rank {pattern.comm.rank} "
+            f"owns {pattern.n_local} rows and {pattern.n_local_columns} columns. Leave out "
+            "n_local_columns."
         )
     if b.ndim not in (1, 2) or b.shape[0] != pattern.n_local:
         raise ValueError(
             f"solve: b has shape {b.shape} on rank {pattern.comm.rank}, which owns "
-            f"{pattern.n_local} rows; give ({pattern.n_local},) or ({pattern.n_local}, k)"
+            f"{pattern.n_local} rows. Give shape ({pattern.n_local},) or ({pattern.n_local}, k)."
         )
     if b.ndim == 2 and b.shape[1] == 0:
-        raise ValueError(f"solve: b has shape {b.shape}, which is no right-hand side at all")
+        raise ValueError(
+            f"solve: b must have at least one column, got shape {b.shape}. Give a right-hand side."
+        )
     if x0.shape != b.shape:
         raise ValueError(
-            f"solve: x0 has shape {x0.shape} on rank {pattern.comm.rank}; give that of b, {b.shape}"
+            f"solve: x0 must have the shape of b, {b.shape}, got {x0.shape} on rank "
+            f"{pattern.comm.rank}. Give one first guess for each right-hand side."
         )
 
 
-# ---- the primitive: (values (1 or B, nnz), b, x0, known, carrier) -> x, info; shapes as in
-# LinearSolver.run ----
+def _check_solver(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
+    check_hashable(solver)
+    preconditioner = solver.preconditioner
+    if preconditioner is not None and preconditioner.needs_diagonal:
+        check_diagonal(pattern, type(preconditioner).__name__)
+    if solver.by_hypre:
+        hypre.check(solver, pattern, dtype)
+    elif solver.needs_positive_definite and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{type(solver).__name__}: it solves real systems, got {np.dtype(dtype).name}. Take "
+            "GMRES or BiCGStab, which solve complex systems."
+        )
+    solver.check(pattern, dtype)
+
+
+# ---- the primitive: (values (1 or B, nnz), b, x0, values_id, carrier) -> x, info, with the shapes
+# of krylov.matrices.run ----
 
 solve_p = Primitive("mpigrad_solve")
 _Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _shapes(values: Any, b: Any, x0: Any, known: Any, a: Any, **_: Any) -> list[ShapedArray]:
+def _shapes(values: Any, b: Any, x0: Any, values_id: Any, a: Any, **_: Any) -> list[ShapedArray]:
     real = np.finfo(b.dtype).dtype
     return [ShapedArray(b.shape, b.dtype), ShapedArray((b.shape[0], INFO), real)]
 
@@ -191,7 +237,7 @@ def _run(
     values: Any,
     b: Any,
     x0: Any,
-    known: Any,
+    values_id: Any,
     a: Any,
     *,
     solver: LinearSolver,
@@ -199,13 +245,15 @@ def _run(
     **how: Any,
 ) -> Any:
     with without_carriers():  # differentiation has happened: these messages carry values only
-        return solver.run(pattern, values, b, x0, known, **how)
+        if solver.by_hypre:
+            return hypre.run(solver, pattern, values, b, x0, values_id, **how)
+        return matrices.run(solver, pattern, values, b, x0, **how)
 
 
-def _pool(pattern: Pattern, x: jax.Array, link: Any, site: int) -> jax.Array:
-    """Own and ghost entries of x (B, n_local), shape (n_local + n_ghosts, B).
+def _local_and_ghost(pattern: Pattern, x: jax.Array, link: Any, site: int) -> jax.Array:
+    """Return own and ghost entries of x (B, n_local), shape (n_local + n_ghosts, B).
 
-    The message is sent wherever the carrier is active, also on ranks whose matrix is constant.
+    The message is sent if the carrier is active, also on ranks whose matrix is constant.
     """
     ghosts = pattern.ghosts
     own = x.T
@@ -224,28 +272,28 @@ def _pool(pattern: Pattern, x: jax.Array, link: Any, site: int) -> jax.Array:
     return jnp.concatenate([own, received])
 
 
-def _product(pattern: Pattern, values: jax.Array, pool: jax.Array) -> jax.Array:
-    """(1 or B, nnz), (n_local + n_ghosts, B) -> (B, n_local)."""
-    if pool.shape[1] == 1:
-        return apply(pattern, values[0], pool[:, 0])[None]
+def _product(pattern: Pattern, values: jax.Array, x: jax.Array) -> jax.Array:
+    """Multiply (1 or B, nnz) and own and ghost entries (n_local + n_ghosts, B): (B, n_local)."""
+    if x.shape[1] == 1:
+        return apply(pattern, values[0], x[:, 0])[None]
     if values.shape[0] == 1:
-        return apply(pattern, values[0], pool).T
-    return jax.vmap(lambda v, p: apply(pattern, v, p), in_axes=(0, 1))(values, pool)
+        return apply(pattern, values[0], x).T
+    return jax.vmap(lambda v, p: apply(pattern, v, p), in_axes=(0, 1))(values, x)
 
 
 def _differentiate(
     primals: Sequence[Any], params: dict[str, Any]
 ) -> tuple[list[Any], tuple[Any, ...], Callable[..., Any]]:
-    """The primal results, what the tangent map needs of them, and the tangent map."""
-    values, b, x0, known, a = primals
-    x, info = solve_p.bind(values, b, x0, known, a, **params)
+    """Return the primal results, the residuals of the tangent map, and the tangent map."""
+    values, b, x0, values_id, a = primals
+    x, info = solve_p.bind(values, b, x0, values_id, a, **params)
     pattern = params["pattern"]
-    # The tangent's carrier depends on x, so that it is active wherever x is.
+    # The tangent's carrier depends on x, so that it is active on every rank on which x is.
     link = a + opaque_zero(x, CARRIER)
-    pool = _pool(pattern, x, link, params["site"])
+    all_x = _local_and_ghost(pattern, x, link, params["site"])
 
     def tangent(residuals: Any, tangents: Any) -> list[Any]:
-        (values, link, pool, known), (tv, tb, _, _, ta) = residuals, tangents
+        (values, link, all_x, values_id), (tv, tb, _, _, ta) = residuals, tangents
         if type(tb) is not _Zero:
             rhs = tb
         elif type(tv) is _Zero:  # inactive here, perhaps active elsewhere: solve all the same
@@ -253,12 +301,12 @@ def _differentiate(
         else:
             rhs = None
         if type(tv) is not _Zero:
-            moved = _product(pattern, tv, pool)
+            moved = _product(pattern, tv, all_x)
             rhs = -moved if rhs is None else rhs - moved
-        dx, _ = solve_p.bind(values, rhs, np.zeros((len(x), 0), x.dtype), known, link, **params)
+        dx, _ = solve_p.bind(values, rhs, np.zeros((len(x), 0), x.dtype), values_id, link, **params)
         return [dx, _Zero(compat.tangent_aval(info))]
 
-    return [x, info], (values, link, pool, info[0, -1:]), tangent
+    return [x, info], (values, link, all_x, info[0, -1:]), tangent
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -268,11 +316,11 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 def _linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
     results, residuals, tangent = _differentiate(primals, params)
-    return results, [True, False], list(residuals), lambda kept, *ts: tangent(kept, ts)
+    return results, [True, False], list(residuals), lambda saved, *ts: tangent(saved, ts)
 
 
 def _transpose(
-    cotangents: Any, values: Any, b: Any, x0: Any, known: Any, a: Any, **params: Any
+    cotangents: Any, values: Any, b: Any, x0: Any, values_id: Any, a: Any, **params: Any
 ) -> list[Any]:
     # Linear in b: the adjoint is a solve with the transposed matrix.
     ct = ad.instantiate_zeros(cotangents[0])
@@ -282,15 +330,15 @@ def _transpose(
         params |= {"pattern": transposed(pattern), "solver": solver.transposed}
         with active(a):
             values = transpose_values(pattern, values.T).T
-        known = known[:0]  # of another matrix
-    back, _ = solve_p.bind(values, ct, x0, known, a, **params)
+        values_id = values_id[:0]  # the transpose is another matrix
+    back, _ = solve_p.bind(values, ct, x0, values_id, a, **params)
     return [None, back, None, None, None]
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    (values, b, x0, known, a), (dv, db, dx, dk, da) = args, dims
+    (values, b, x0, values_id, a), (dv, db, dx, dk, da) = args, dims
     n = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
-    # Where b is not batched, another rank's may be: solve for the batch.
+    # If b is not batched, another rank's may be: solve for the batch.
     b, x0 = (
         jnp.broadcast_to(v, (n, *v.shape)) if d is None else jnp.moveaxis(v, d, 0)
         for v, d in ((b, db), (x0, dx))
@@ -302,11 +350,11 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
     elif values.shape[0] > 1:
         values = jnp.tile(values, (n, 1))
     if dk is not None:
-        known = jnp.moveaxis(known, dk, 0)[0]  # of one solve for the batch
+        values_id = jnp.moveaxis(values_id, dk, 0)[0]  # one solve for the batch has one
     if da is not None:
         a = jnp.sum(a)
     b, x0 = (v.reshape(n * inner, -1) for v in (b, x0))
-    x, info = solve_p.bind(values, b, x0, known, a, **params)
+    x, info = solve_p.bind(values, b, x0, values_id, a, **params)
     return [x.reshape(n, inner, -1), info.reshape(n, inner, INFO)], [0, 0]
 
 

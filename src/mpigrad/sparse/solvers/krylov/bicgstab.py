@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.operations.carrier import agreed
-from mpigrad.sparse.solvers.krylov.system import RUNNING, Outcome, System
+from mpigrad.sparse.solvers.krylov.system import RUNNING, LinearSystem, Outcome
 
 __all__ = ["bicgstab"]
 
@@ -22,15 +22,15 @@ class _Iterate(NamedTuple):
     rr: jax.Array
     last: jax.Array  # |b - A x|^2 at the last check
     steps: jax.Array
-    check: jax.Array  # whether to compute b - A x afresh, and to start again from there
+    check: jax.Array  # True if b - A x is computed again, to restart from there
     state: jax.Array
 
 
-def bicgstab(s: System) -> Outcome:
+def bicgstab(s: LinearSystem) -> Outcome:
     """Solve with any A in short recursions (van der Vorst, SIAM J. Sci. Stat. Comput. 13, 1992).
 
-    Where a recursion breaks down, and where the method seems to have converged, the true residual
-    is computed: it decides, or the method starts again from it.
+    When a recursion breaks down, and when the method seems to have converged, the true residual is
+    computed. The method ends if it is small enough, and restarts from it if not.
     """
     dtype = s.b.dtype
     size, goal, state, _ = s.begin()

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpigrad.sparse.solvers.base import Result
-from mpigrad.sparse.solvers.krylov.system import RUNNING, Outcome, System, noise
+from mpigrad.solution import Result
+from mpigrad.sparse.solvers.krylov.system import RUNNING, LinearSystem, Outcome
 
 __all__ = ["pcg"]
 
@@ -23,29 +23,20 @@ class _Iterate(NamedTuple):
     rr: jax.Array
     last: jax.Array  # |b - A x|^2 at the last check
     steps: jax.Array
-    check: jax.Array  # whether the next product is A x, to compute b - A x afresh
+    check: jax.Array  # True if the next product is A x, to compute b - A x again
     state: jax.Array
 
 
-def pcg(s: System) -> Outcome:
+def pcg(s: LinearSystem) -> Outcome:
     """Solve with a symmetric positive definite A (Chronopoulos & Gear, J. Comput. Appl. Math. 25,
     1989).
 
-    The recursions drift from the true residual; so whoever seems to have converged is checked, and
-    goes on from the true residual where it hasn't.
+    The recursions drift from the true residual. So when the method seems to have converged, the
+    true residual is computed, and the method restarts from it if it is too large.
     """
-    n, dtype = s.b.shape[0], s.b.dtype
-    u, w = probes = jnp.stack([noise(s.first, n, dtype, k) for k in (2654435761, 2246822519)])
-    # Scaled by the diagonal: a row of huge entries would hide all others.
-    au, aw = jax.lax.map(lambda v: s.scale * s.product(s.scale * v), probes)
-    size, goal, state, (asymmetry, spread) = s.begin(
-        jnp.vdot(w, au) - jnp.vdot(u, aw), jnp.vdot(au, au) + jnp.vdot(aw, aw)
-    )
-    # Without symmetry w.Au - u.Aw is about as large as |Au|; with it, rounding.
+    dtype = s.b.dtype
     eps = jnp.finfo(dtype).eps
-    crooked = (state == RUNNING) & (jnp.abs(asymmetry) > jnp.sqrt(eps * spread))
-    state = jnp.where(crooked, Result.NOT_SYMMETRIC, state).astype("int32")
-    state = jnp.where(jnp.isfinite(spread), state, Result.NOT_FINITE).astype("int32")
+    size, goal, state = s.begin_symmetric()
 
     def step(i: _Iterate) -> _Iterate:
         z = s.precondition(i.r)

@@ -1,4 +1,4 @@
-"""What is said, on every rank, of a solve that failed."""
+"""Errors of solves that failed, the same on every rank."""
 
 from __future__ import annotations
 
@@ -7,71 +7,76 @@ import numpy as np
 
 from mpigrad.communicator import Communicator
 from mpigrad.operations import require
-from mpigrad.sparse.solvers.base import LinearSolver, Result
+from mpigrad.solution import Result
+from mpigrad.sparse.solvers.base import LinearSolver
 
 __all__ = ["require_success"]
 
 
 def require_success(
-    method: LinearSolver, info: jax.Array, comm: Communicator, head: str, *, operator: bool = False
+    solver: LinearSolver, info: jax.Array, comm: Communicator, head: str, *, operator: bool = False
 ) -> None:
-    """Raise on every rank, with the reason and a remedy, unless `info` tells of success."""
+    """Raise on every rank, with the reason and a remedy, unless `info` holds a success."""
     result, steps, residual = info[0], info[1], info[2]
-    name = type(method).__name__
+    name, single = type(solver).__name__, np.dtype(info.dtype) == np.float32
+    kind = "the operator" if operator else "the matrix"
+    for failure, text in _wrong_input(operator).items():
+        require(result != failure, f"{head}{text}", comm=comm)
+    rounding = "rtol=1e-5, or float64 arrays" if single else "a larger rtol"
+    values = "the relative residual is {} after {} steps"
+    remedy = f"Raise max_steps={solver.max_steps}, loosen rtol, or take a better preconditioner"
+    for failure, text in {
+        Result.BREAKDOWN: (
+            f"{name} did not converge: {Result.BREAKDOWN.message}, and {values}. Check that {kind} "
+            "is not singular, or take GMRES or a better preconditioner."
+        ),
+        Result.STAGNATED: (
+            f"{name} did not converge: {Result.STAGNATED.message}, and {values}, above the "
+            f"tolerance {solver.rtol:.3g}. Check that {kind} is not singular, take {rounding}, or "
+            "raise restart of GMRES."
+        ),
+        Result.INACCURATE: (
+            f"{name} did not converge: {Result.INACCURATE.message}, {solver.rtol:.3g}: {values}. "
+            f"Check {name}.iterate and the preconditioner."
+        ),
+        Result.MAX_STEPS_REACHED: (
+            f"{name} did not converge: {Result.MAX_STEPS_REACHED.message}, and {values}, above the "
+            f"tolerance {solver.rtol:.3g}. {remedy}. solve(..., throw=False) returns the last "
+            "iterate."
+        ),
+    }.items():
+        require(result != failure, f"{head}{text}", residual, steps, comm=comm)
+
+
+def _wrong_input(operator: bool) -> dict[Result, str]:
+    """Return the texts for systems that no method can solve."""
+    spd = f"PCG needs a symmetric positive definite {'operator' if operator else 'matrix'}"
     if operator:
-        finite = (
-            "the right-hand side, or what the operator makes of a finite vector, holds NaN or "
-            "infinity."
-        )
-        symmetric = (
-            "the operator is not symmetric; PCG takes symmetric positive definite operators only. "
-            "Solve with GMRES() or BiCGStab()."
-        )
-        indefinite = "the operator (or its `inverse`) is not positive definite."
+        finite = "the right-hand side, or the operator's result for a finite vector"
+        symmetric = "the operator is not symmetric"
+        definite = "the operator (or its `inverse`) is not positive definite"
+        entries = negative = ""
     else:
-        finite = "the matrix or the right-hand side holds NaN or infinity."
-        symmetric = (
-            "the matrix is not symmetric; this solver takes symmetric positive definite matrices "
-            "only. Check that entries (i, j) and (j, i) get the same value, also where i and j "
-            "belong to different ranks, or solve with GMRES() or BiCGStab()."
+        finite = "the matrix, the right-hand side or x0"
+        symmetric = Result.NOT_SYMMETRIC.message
+        definite = f"{Result.NOT_POSITIVE_DEFINITE.message} (or the preconditioner is not)"
+        entries = (
+            "Give entries (i, j) and (j, i) the same value, also if i and j belong to different "
+            "ranks, or solve"
         )
-        indefinite = (
-            "the matrix is not positive definite. If all its diagonal entries are negative, solve "
-            "with -A and -b instead."
-        )
-    finite += " Look for a division by zero or an overflow in what computes them."
-    single = np.dtype(info.dtype) == np.float32
-    rounding = f"the tolerance {method.rtol:.3g} is below what rounding in {info.dtype} allows"
-    remedy = "rtol=1e-5, or float64" if single else "a larger rtol"
-    help_ = f"Raise max_steps={method.max_steps}, loosen rtol, or take a better preconditioner"
-    for bad, message in (
-        (Result.NOT_FINITE, finite),
-        (Result.NOT_POSITIVE_DEFINITE, indefinite),
-        (Result.NOT_SYMMETRIC, symmetric),
-        (
-            Result.NOT_LINEAR,
-            "the operator is not linear: f(v) differs from its derivative along v. Leave out "
-            "constant terms (bring them to the right-hand side), or take newton for F(x) = 0.",
+        negative = "If all diagonal entries are negative, solve with -A and -b. Otherwise solve"
+    return {
+        Result.NOT_FINITE: (
+            f"{Result.NOT_FINITE.message}: {finite} holds such a value. Look for a division by "
+            "zero or an overflow in the code that computes them."
         ),
-    ):
-        require(result != bad, head + message, comm=comm)
-    for bad, message in (
-        (
-            Result.BREAKDOWN,
-            f"{name} broke down: its numbers overflowed, at the relative residual {{}}, after {{}} "
-            "iterations. The matrix may be singular; else take GMRES, or a better preconditioner.",
+        Result.NOT_POSITIVE_DEFINITE: f"{definite}, but {spd}. {negative or 'Solve'} with GMRES().",
+        Result.NOT_SYMMETRIC: (
+            f"{symmetric}, but this solver needs a symmetric one. {entries or 'Solve'} with "
+            "GMRES() or BiCGStab()."
         ),
-        (
-            Result.STAGNATED,
-            f"{name} did not converge: the relative residual gets no lower than {{}} (after {{}} "
-            f"iterations). The matrix is singular, or {rounding} (take {remedy}), or GMRES was "
-            "restarted too early (raise restart).",
+        Result.NOT_LINEAR: (
+            f"{Result.NOT_LINEAR.message}: f(v) differs from its derivative along v. Bring "
+            "constant terms to the right-hand side, or use newton for F(x) = 0."
         ),
-        (
-            Result.MAX_STEPS_REACHED,
-            f"{name} did not converge: the relative residual is {{}} after {{}} iterations, above "
-            f"the tolerance {method.rtol:.3g}. {help_}; solve(..., throw=False) returns what was "
-            "reached.",
-        ),
-    ):
-        require(result != bad, head + message, residual, steps, comm=comm)
+    }

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.operations.carrier import agreed
-from mpigrad.sparse.solvers.krylov.system import RUNNING, Outcome, System
+from mpigrad.sparse.solvers.krylov.system import RUNNING, LinearSystem, Outcome
 
 __all__ = ["gmres"]
 
@@ -19,17 +19,17 @@ class _Iterate(NamedTuple):
     triangle: jax.Array  # (m, m), of the Hessenberg matrix's QR factorisation
     rotation: jax.Array  # (m + 1, m + 1), unitary: rotation @ Hessenberg = triangle
     scale: jax.Array  # |b - A x| at the start of the cycle
-    column: jax.Array  # how many columns the cycle has
-    fresh: jax.Array  # whether the next product is A x, to start a cycle
+    column: jax.Array  # the number of columns of the cycle
+    fresh: jax.Array  # True if the next product is A x, to start a cycle
     steps: jax.Array
     state: jax.Array
 
 
-def gmres(s: System, restart: int) -> Outcome:
+def gmres(s: LinearSystem, restart: int) -> Outcome:
     """Solve with any A by minimal residuals (Saad & Schultz, SIAM J. Sci. Stat. Comput. 7, 1986).
 
-    The preconditioner stands on the right, so that what is minimised is |b - A x| itself. Each
-    cycle starts from the true residual, which also decides whether the solve has converged.
+    The preconditioner is on the right, so that |b - A x| itself is minimised. Each cycle starts
+    from the true residual, which also decides if the solve has converged.
     """
     m, n, dtype = min(restart, s.max_steps), s.b.shape[0], s.b.dtype
     size, goal, state, _ = s.begin()
@@ -38,16 +38,16 @@ def gmres(s: System, restart: int) -> Outcome:
     real = size.dtype
 
     def extend(i: _Iterate) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(new basis vector, its coefficients before, its norm then): of b - A x where fresh."""
+        """Return the next basis vector, its coefficients, and its norm before scaling."""
         q = s.product(jnp.where(i.fresh, i.x, s.precondition(i.basis[i.column])))
         w = jnp.where(i.fresh, s.b - q, q)
-        known = (rows <= i.column) & ~i.fresh
-        h = jnp.where(known, s.sums(i.basis.conj() @ w), 0)
+        present = (rows <= i.column) & ~i.fresh
+        h = jnp.where(present, s.sums(i.basis.conj() @ w), 0)
         w -= h @ i.basis
         sums = s.sums(jnp.concatenate([i.basis.conj() @ w, jnp.vdot(w, w)[None]]))
-        again = jnp.where(known, sums[:-1], 0)
+        again = jnp.where(present, sums[:-1], 0)
         w -= again @ i.basis
-        # Again is small beside w: nothing cancels.
+        # The second correction is small compared with w: nothing cancels.
         norm = jnp.sqrt(jnp.maximum(sums[-1].real - jnp.vdot(again, again).real, 0))
         return w / jnp.where(norm > 0, norm, 1).astype(dtype), h + again, norm
 
@@ -70,14 +70,16 @@ def gmres(s: System, restart: int) -> Outcome:
         turn = (jnp.stack([a.conj(), norm, -norm, a]).reshape(2, 2) / turned).astype(dtype)
         pair = jax.lax.dynamic_slice_in_dim(i.rotation, j, 2)
         rotation = jax.lax.dynamic_update_slice_in_dim(i.rotation, turn @ pair, j, 0)
-        # No pivot: the infinite one leaves this column out of the solution.
+        # Without a pivot, an infinite one leaves this column out of the solution.
         pivot = jnp.where(radius > 0, radius, jnp.inf).astype(dtype)
         column = jnp.where(rows == j, pivot, jnp.where(rows < j, column, 0))
         triangle = i.triangle.at[:, j].set(column[:m])
         residual = i.scale * jnp.abs(rotation[j + 1, 0])
         steps = i.steps + 1
         full = (j + 1 == m) | (residual**2 <= goal) | (steps >= s.max_steps)
-        full |= norm <= jnp.finfo(real).eps * radius  # nothing new: x is the solution, if any is
+        full |= (
+            norm <= jnp.finfo(real).eps * radius
+        )  # an invariant subspace: x solves, if any vector does
 
         def finish(_: None) -> jax.Array:
             g = jnp.where(rows[:m] <= j, i.scale * rotation[:m, 0], 0)
