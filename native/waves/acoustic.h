@@ -79,7 +79,6 @@ class Acoustic {
     return {-static_cast<double>(least), static_cast<double>(most), bad ? 1.0 : 0.0};
   }
 
-  // numbers[0]: the largest stable step times the velocity.
   std::string fault(const double* most) const {
     const auto text = [](double x) {
       char number[40];
@@ -87,15 +86,16 @@ class Acoustic {
       return std::string(number);
     };
     if (most[2] > 0)
-      return "the velocity is NaN or infinite somewhere; look for a division by zero or an overflow "
-             "in what computes it";
+      return "the velocity is NaN or infinite in some cells. Look for a division by zero or an "
+             "overflow in the code that computes it.";
     if (-most[0] <= 0)
-      return "the velocity must be positive everywhere; its smallest value is " + text(-most[0]);
-    const double limit = setup_.numbers[0] / most[1];
+      return "the velocity must be positive, and its smallest value is " + text(-most[0]) +
+             ". Check the model.";
+    const double limit = setup_.stable_length / most[1];
     if (setup_.dt > limit * (1 + 1e-6))
       return "the time step " + text(setup_.dt) + " is not stable: the largest stable one is " +
              text(limit) + " for velocities up to " + text(most[1]) +
-             "; take it, and more steps, or a coarser grid";
+             ". Use that time step and more steps, or a coarser grid.";
     return "";
   }
 

@@ -16,7 +16,7 @@ class Elastic {
   using Value = T;
   static constexpr int kModels = 5, kFields = 7, kPhases = 2;
   static constexpr bool kHistoryIsState = true;
-  enum Kind { kPressure, kVx, kVy };  // what a source drives, or a receiver records
+  enum Kind : int64_t { kPressure, kVx, kVy };  // what a source drives, or a receiver records
 
   struct Wave {
     Memory first;  // the velocities that the wave began with, unless steps in place have changed them
@@ -29,7 +29,6 @@ class Elastic {
     std::vector<std::pair<T*, T>> late;
   };
 
-  // numbers: the kind of the sources, then those of the receivers; as many points have each.
   // profiles: a and b at the centres, a and b half a cell further, along x, then along y.
   explicit Elastic(const Setup& setup)
       : setup_(setup),
@@ -263,10 +262,9 @@ class Elastic {
   int64_t along_x() const { return elastic::px(tile_) * tile_.ny; }
   int64_t along_y() const { return tile_.nx * elastic::py(tile_); }
 
-  Kind source() const { return static_cast<Kind>(static_cast<int>(setup_.numbers[0])); }
+  Kind source() const { return static_cast<Kind>(setup_.source_kind); }
   Kind receiver(int64_t point) const {
-    const int64_t each = static_cast<int64_t>(setup_.numbers[1]);
-    return static_cast<Kind>(static_cast<int>(setup_.numbers[2 + point / each]));
+    return static_cast<Kind>(setup_.component_kinds[point / setup_.receivers]);
   }
 
   // Velocities and their memories in a piece of a history.

@@ -95,8 +95,8 @@ class Propagation {
       return c_.done(code);
     if (most[n] != -most[n + 1])
       return c_.fail(
-          "the ranks disagree about the run: give the same dtype, time step, number of steps, survey "
-          "and settings on every rank");
+          "the run is not the same on all ranks: give the same dtype, time step, number of steps, "
+          "survey and settings on every rank.");
     const std::string fault = physics_.fault(most.data());
     if (!fault.empty()) return c_.fail(fault);
     choose_chunks(-most[n + 2], most[n + 4]);
@@ -113,7 +113,7 @@ class Propagation {
     T* kept = nullptr;
     ticket = 0;
     if (keeps) {
-      Kept& k = store.keep(setup_.number, all_kept_bytes(), setup_.memory);
+      Kept& k = store.keep(setup_.id, all_kept_bytes(), setup_.memory);
       ticket = k.ticket;
       kept = static_cast<T*>(k.memory.data());
     }

@@ -81,17 +81,19 @@ struct PointTable {
 // What a run keeps for its gradient: the history of every step, or its rim (rim.h).
 constexpr int64_t kAll = -1, kRims = -2;
 
-// What Python has settled before the run.
+// A run as Python describes it (description.h), with its profiles and points.
 struct Setup {
-  int64_t number, physics, slot;
+  int64_t id, physics, slot;
   Tile tile;
   int64_t steps, shots, threads;
   int64_t checkpoints;  // 0: as memory allows, kAll, kRims, else one state every so many steps
   int64_t memory;       // bytes
   int64_t fingerprint;  // equal on all ranks
   double dt, hx, hy;
-  std::vector<double> numbers;                // the physics's own
-  std::vector<std::vector<double>> profiles;  // along x or y, of the physics
+  double stable_length;                    // acoustic: see RunDescription, as for the next three
+  int64_t source_kind, receivers;          // elastic
+  std::vector<int64_t> component_kinds;    // elastic
+  std::vector<std::vector<double>> profiles;  // of the physics, along x or y
   std::vector<PointTable> tables;
 };
 
