@@ -116,7 +116,7 @@ def test_shots_are_written_and_are_data(comm, directory):
         dt=shots.experiment.dt,
     )
     problem = fwi.prepare_inversion(given, comm)
-    assert problem.truth is None
+    assert problem.inputs.truth is None
     with pytest.raises(ValueError, match="has samples every"):
         fwi.prepare_inversion(dataclasses.replace(given, dt=0.9 * given.dt), comm)
     assert np.allclose(problem.recorded, gathers, rtol=1e-12)

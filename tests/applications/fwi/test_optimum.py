@@ -23,7 +23,7 @@ SETTINGS = Settings(
 def objective(comm):
     """This rank's share of the loss of a vector that every rank has, and where to start."""
     problem = prepare_inversion(SETTINGS, comm)
-    start, unravel = ravel_pytree(problem.parametrization.first(0))
+    start, unravel = ravel_pytree(problem.parametrization.initial(0))
     measure = problem.misfit(None)
     return lambda x: problem.loss_share(measure, unravel(x)), np.asarray(start)
 
