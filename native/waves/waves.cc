@@ -114,7 +114,7 @@ MPIGRAD_EXPORT void mpigrad_waves_profile(int64_t id, const double* values, int6
   mpigrad::waves::find_setup(id)->profiles.emplace_back(values, values + count);
 }
 
-// Points in compressed rows, `points` of them in each of `shots` shots; cells in C order.
+// Points in compressed rows, `points` of them in each of `shots` shots. Cells are in C order.
 MPIGRAD_EXPORT void mpigrad_waves_points(int64_t id, int64_t shots, int64_t points,
                                          const int64_t* starts, const int64_t* cells,
                                          const double* weights) {

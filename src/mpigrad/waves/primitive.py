@@ -131,7 +131,7 @@ adjoint_p = _primitive("adjoint", _adjoint_shapes)
 
 
 def _apply(residuals: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Return the tangents of all results; residuals: the operands, the ticket and the carrier."""
+    """Return the tangents of all results. Residuals are the operands, ticket and carrier."""
     *operands, ticket, link = residuals
     *moved, ta = tangents
     filled = []
@@ -183,8 +183,8 @@ def _transpose(cotangents: Any, *args: Any, run: Run, models: int, **params: Any
 
 def _refuse(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
-        "mpigrad.waves: the native kernels (method='native') have no second derivatives. Use "
-        "method='xla'."
+        "mpigrad.waves: second derivatives of the native kernels (method='native') are not "
+        "available. Use method='xla'."
     )
 
 

@@ -30,7 +30,7 @@ class Survey:
     Raises
     ------
     ValueError
-        If a shape is not as above, a coordinate is not finite, or there are no shots.
+        If a shape is not as above, a coordinate is not finite, or the number of shots is 0.
 
     Examples
     --------
@@ -65,7 +65,7 @@ class Survey:
             points.flags.writeable = False
             object.__setattr__(self, name, points)
         if self.n_shots == 0:
-            raise ValueError("Survey: there are no shots. Give at least one source.")
+            raise ValueError("Survey: expected at least one shot, got 0. Give at least one source.")
         if self.receivers.shape[0] not in (1, self.n_shots):
             raise ValueError(
                 f"Survey: got receivers of {self.receivers.shape[0]} shots and sources of "

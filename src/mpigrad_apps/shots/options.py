@@ -12,7 +12,7 @@ __all__ = ["KernelOptions", "WaveOptions"]
 
 @dataclasses.dataclass(frozen=True)
 class KernelOptions:
-    """Options of the kernels; see `WaveOptions`."""
+    """Options of the kernels. See `WaveOptions`."""
 
     pml: int = 20
     precision: Literal["float32", "float64"] = "float32"

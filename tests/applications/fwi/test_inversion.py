@@ -1,4 +1,4 @@
-"""Gradients of the loss with every unknown and regularization; groups and tiles as one rank."""
+"""Gradients of the loss with every unknown and regularization, on any groups and tiles."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ SMALL = Settings(
     precision="float64",
 )
 ROUGH = dataclasses.replace(SMALL, tikhonov=3.0, total_variation=0.5)
-full = pytest.mark.full
+full = pytest.mark.full("the cases cells and elastic cover most of the code")
 CASES = {
     "cells": dataclasses.replace(ROUGH, smoothing=1.5, normalize="trace"),
     "network": dataclasses.replace(SMALL, unknown="network", normalize="shot"),
@@ -52,7 +52,7 @@ def evaluated(case, comm, groups):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_groups_and_tiles_are_one_rank(comm, alone, groups):
+def test_the_loss_does_not_depend_on_groups_and_tiles(comm, alone, groups):
     if groups > comm.size:
         pytest.skip("more groups than ranks")
     for case in ("cells", "network") if groups == 1 else ("cells",):
@@ -99,7 +99,7 @@ def test_bounds_masks_and_smoothing(comm):
 
 @pytest.mark.ranks(1, 2)
 def test_the_loss_of_invalid_materials_is_nan(comm):
-    """Also where the waves' precision makes them so, in one cell."""
+    """Also if one cell is invalid only in the precision of the waves."""
     few = dataclasses.replace(SMALL, steps=4, water=0.0, precision="float32")
     acoustic = dataclasses.replace(few, groups=comm.size)
     elastic = dataclasses.replace(few, physics="elastic")

@@ -28,9 +28,9 @@ def objective(comm):
     return lambda x: problem.loss_share(measure, unravel(x)), np.asarray(start)
 
 
-@pytest.mark.full
+@pytest.mark.full("it minimises to convergence in four ways, which takes long")
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_the_optimum_is_that_of_one_rank(comm):
+def test_the_optimum_does_not_depend_on_ranks_or_method(comm):
     search = functools.partial(optimize.minimize, rtol=1e-8, iterations=400)
     share, start = objective(Communicator(MPI.COMM_SELF))
     expected = search(share, start, comm=Communicator(MPI.COMM_SELF))

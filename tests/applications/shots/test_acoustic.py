@@ -1,4 +1,4 @@
-"""Native acoustic waves: against the reference and its plain derivative, on any number of ranks."""
+"""Native acoustic waves against the reference and its derivatives, on any number of ranks."""
 
 import dataclasses
 import functools
@@ -89,7 +89,7 @@ def everything(acoustic):
 
 
 def compare(acoustic, mine, other, tile=None):
-    """Everything equal, this rank's part of it where `other` is the whole."""
+    """Compare all results, with `tile` this rank's part of those of `other`."""
     for name, value in mine.items():
         expected = np.asarray(other[name])
         if tile is not None and name in ("state", "first"):
@@ -102,7 +102,7 @@ def compare(acoustic, mine, other, tile=None):
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("order", [4, 2])
-def test_native_is_the_one_rank_program(comm, alone, order):
+def test_native_agrees_with_one_rank(comm, alone, order):
     native = model(comm, order=order)
     mine = everything(native)
     compare(native, mine, everything(model(alone, order=order)), native.tile)
@@ -170,7 +170,7 @@ def test_the_reference_is_batched_on_a_rank_without_points(comm):
 
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("order", [4, 2])
-def test_native_is_the_reference(comm, order):
+def test_native_agrees_with_the_reference(comm, order):
     if order == 2 and comm.size != 1:
         pytest.skip("order 2 differs from order 4 only in the stencil, which one rank covers")
     native = model(comm, order=order, dims=(1, 2) if comm.size == 2 else None)
@@ -209,8 +209,8 @@ def test_taylor_expansion_in_all_operands(comm):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checkpoints", [None, "boundary"])
-def test_a_gradient_survives_what_it_needs(comm, checkpoints):
-    """What forward runs keep is limited: it is computed again where it has gone."""
+def test_a_gradient_recomputes_a_dropped_history(comm, checkpoints):
+    """The history of forward runs is limited. It is computed again if it was dropped."""
     velocity, wavelets, *_ = whole()
     small = model(comm, memory=2 << 20, checkpoints=checkpoints)  # for one run
     v = jnp.asarray(velocity[small.grid.slices])
@@ -224,7 +224,7 @@ def test_a_gradient_survives_what_it_needs(comm, checkpoints):
 
 
 @pytest.mark.ranks(2)
-def test_waves_go_on_from_a_state(comm):
+def test_waves_continue_from_a_state(comm):
     velocity, wavelets, *_ = whole()
     acoustic, half = model(comm), dataclasses.replace(model(comm), steps=STEPS // 2)
     v = jnp.asarray(velocity[acoustic.grid.slices], jnp.float32)
@@ -241,7 +241,7 @@ def _in_two_ways(comm, f):
     for method in ("native", "xla"):
         with pytest.raises(Exception) as error:
             jax.block_until_ready(f(method))
-        # every rank alike
+        # the same on all ranks
         assert len(set(comm.mpi.allgather(type(error.value)))) == 1
         yield str(error.value)
 
@@ -315,7 +315,7 @@ def test_rejects_dtypes_that_differ_between_ranks(comm):
 
 
 @pytest.mark.launcher
-@pytest.mark.full
+@pytest.mark.full("one to four ranks run the same program")
 def test_six_ranks(tmp_path):
     launching.on_six_ranks(
         tmp_path,

@@ -1,4 +1,4 @@
-"""Elastic waves: the kernels, the reference, one rank and many; and their derivatives."""
+"""Elastic waves: kernels, reference, one rank and many ranks, and their derivatives."""
 
 import functools
 
@@ -48,7 +48,7 @@ def value_and_gradient(comm, source="explosive", kind="complete", **settings):
 
 
 @pytest.mark.thin(4)
-def test_kernels_are_the_reference_and_all_ranks_are_one(comm, alone):
+def test_kernels_agree_with_the_reference_and_with_one_rank(comm, alone):
     elastic, gathers, state, gradient = value_and_gradient(comm, method="native")
     expected = value_and_gradient(comm, method="xla")
     case.compare((gathers, state, gradient), expected[1:])
@@ -128,7 +128,7 @@ def test_shares_of_the_gathers(comm):
     case.compare((comm.mpi.allreduce(np.asarray(share)), *rest), (complete, *expected))
 
 
-@pytest.mark.full
+@pytest.mark.full("forces are also sources of the dot test and of the reciprocity test")
 @pytest.mark.parametrize("source", ["force_x", "force_y"])
 def test_forces(comm, source):
     got = value_and_gradient(comm, source, method="native")
@@ -146,16 +146,20 @@ KEPT = [
 
 @pytest.mark.parametrize(
     "settings",
-    [*KEPT[:2], *(pytest.param(k, marks=pytest.mark.full) for k in KEPT[2:-1]), KEPT[-1]],
+    [
+        *KEPT[:2],
+        *(pytest.param(k, marks=pytest.mark.full("the last case covers it")) for k in KEPT[2:-1]),
+        KEPT[-1],
+    ],
 )
-def test_gradients_are_those_without_checkpoints(comm, settings):
+def test_gradients_do_not_depend_on_checkpoints(comm, settings):
     got = value_and_gradient(comm, method="native", **settings)
     source = settings.get("source", "explosive")
     tolerance = 1e-12 if settings.get("checkpoints") == "boundary" else 1e-13
     case.compare(got[1:], value_and_gradient(comm, source, method="native")[1:], tolerance)
 
 
-@pytest.mark.full
+@pytest.mark.full("it tests jax.checkpoint around the scan, which other tests run without")
 def test_checkpoints_of_the_reference(comm):
     got = value_and_gradient(comm, method="xla", checkpoints=5)
     case.compare(got[1:], value_and_gradient(comm, method="xla")[1:], 1e-13)
@@ -188,7 +192,7 @@ def test_dot_test_of_the_linearised_run(comm):
     assert mpigrad.dot_test(run, *zeros, rtol=1e-12).error < 1e-12
 
 
-@pytest.mark.full
+@pytest.mark.full("the dot test and the reference test the same derivatives")
 def test_taylor_test(comm):
     elastic = case.model(comm, method="native")
     run, zeros = relative(elastic, case.survey(), case.mine(elastic, case.arrays()))
@@ -203,7 +207,7 @@ def test_taylor_test(comm):
 
 @pytest.mark.ranks(1, 3)
 def test_reciprocity(comm):
-    """A force's component at one point, the velocity's at another: they may change places."""
+    """The positions of a force and of a recorded velocity component can be exchanged."""
     a, b = [43.0, 37.0], [101.0, 88.5]
     arrays = case.arrays()
     wavelet = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, 60)))
@@ -226,7 +230,7 @@ def test_lame(comm):
 
 
 @pytest.mark.ranks(2)
-def test_the_largest_time_step_is_that_of_the_fastest_rank(comm):
+def test_the_fastest_rank_limits_the_time_step(comm):
     """Of 24 h / (28 sqrt(2) vp)."""
     grid = Grid((8, 8), (10.0, 10.0), comm)
     vp = 2000.0 * (1 + comm.rank)
@@ -303,7 +307,7 @@ def test_largest_time_step(comm):
 
 
 @pytest.mark.ranks(1)
-def test_the_largest_time_step_is_stable_beside_air(comm):
+def test_the_largest_time_step_is_stable_next_to_air(comm):
     """Against the largest eigenvalue of the discrete equations on a small grid."""
     cells = (10, 9)
     elastic = Elastic(Grid(cells, (10.0, 12.0), comm), 1.0, 2, 15.0, pml=0, max_velocity=3e3)
@@ -336,11 +340,11 @@ def test_the_largest_time_step_is_stable_beside_air(comm):
 
 
 @pytest.mark.launcher
-@pytest.mark.full
+@pytest.mark.full("two to four ranks run the same program")
 def test_six_ranks(tmp_path):
     launching.on_six_ranks(
         tmp_path,
         __file__,
         "import test_elastic as t",
-        "t.test_kernels_are_the_reference_and_all_ranks_are_one(world, alone)",
+        "t.test_kernels_agree_with_the_reference_and_with_one_rank(world, alone)",
     )

@@ -43,7 +43,7 @@ def layer(
 
     A width of 0 means no layer. At depth x in a layer of thickness L: d = d0 (x/L)^2 with
     d0 = -3 velocity ln(reflection) / 2L,
-    alpha = pi frequency (1 - x/L), kappa = 1; b = exp(-(d + alpha) dt), a = d (b - 1) / (d + alpha)
+    alpha = pi frequency (1 - x/L), kappa = 1, b = exp(-(d + alpha) dt), a = d (b - 1) / (d + alpha)
     (Komatitsch and Martin, "An unsplit convolutional perfectly matched layer improved at grazing
     incidence for the seismic wave equation", Geophysics 72, 2007).
 

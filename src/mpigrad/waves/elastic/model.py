@@ -93,7 +93,7 @@ class Elastic:
     checkpoints
         The part of the forward run that is stored for a gradient. "all": all fields. k: one state
         every k steps. None: as much as fits into `memory`. "boundary": the layers, and the cells
-        next to them, of every step; the waves inside are then run backwards, which gives the same
+        next to them, of every step. The waves inside are then run backwards, which gives the same
         values up to rounding.
     threads
         Number of threads on each rank. Default: 1.
