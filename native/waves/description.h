@@ -14,7 +14,7 @@ struct RunDescription {
   int64_t slot;              // of the communicator
   int64_t cells[2];          // of this rank's tile of the model, along x and y
   int64_t layers[4];         // cells of the absorbing layers: x before, x behind, y before, y behind
-  int64_t neighbors[4];      // ranks across these sides, -1 if there is no tile
+  int64_t neighbors[4];      // ranks across these sides, -1 at the boundary of the grid
   int64_t reach;             // of the stencil, in cells
   int64_t steps, shots, threads;
   int64_t checkpoints;       // 0: as memory allows, -1: all, -2: boundary, else a state every k steps

@@ -53,7 +53,7 @@ class Elastic {
 
   void load(const Arrays<const T>& models) {
     forward_ = {models[0], models[1], models[2], models[3], models[4]};
-    // The adjoint divides by mu. In a fluid it uses a tiny mu that has no effect on other cells.
+    // The adjoint divides by mu. In a fluid it uses a tiny mu, which does not affect other cells.
     const T little = sizeof(T) == 8 ? T(1e-24) : T(1e-12);
     const int64_t cells = tile_.nx * tile_.ny;
     positive_ = Memory(2 * cells * sizeof(T));

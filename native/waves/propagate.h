@@ -50,7 +50,7 @@ struct Values {
 template <class T>
 using Arrays = std::vector<T*>;
 
-// Splits rows among threads. One thread has no overhead.
+// Splits rows among threads. One thread runs without overhead.
 template <class F>
 void in_parallel(int64_t threads, const Box& box, const F& work) {
 #ifdef _OPENMP

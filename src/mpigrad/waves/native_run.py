@@ -248,7 +248,7 @@ def default_memory() -> int:
             with open(path) as text:
                 spare = min(spare, int(text.read()))
         except (OSError, ValueError):
-            pass  # there is no limit
+            pass  # memory is not limited
     return spare // 2 // _ranks_of_this_host()
 
 

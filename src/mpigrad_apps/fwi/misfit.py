@@ -70,7 +70,7 @@ def make_misfit(
         The data of this group's shots, the same on every rank of the group.
     normalize
         "none", or "shot" or "trace" to divide each shot or trace by its norm, but at least by a
-        thousandth of the largest norm, so that shots or traces without a signal have no weight.
+        thousandth of the largest norm, so that shots or traces without a signal do not count.
     """
     filtered = np.asarray(low_pass(jnp.asarray(recorded, jnp.float64), corner, dt))
     weights = np.ones((*filtered.shape[:-1], 1))

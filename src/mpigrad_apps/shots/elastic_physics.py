@@ -21,7 +21,7 @@ from mpigrad_apps.shots.physics import Physics
 
 __all__ = ["ElasticPhysics"]
 
-# m/s. Cells that are not faster are water, without S waves, if the file has no S velocities.
+# m/s. If a file lacks S velocities, slower cells are water, without S waves.
 _WATER = 1510.0
 
 

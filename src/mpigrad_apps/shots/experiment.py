@@ -276,7 +276,7 @@ def limiting_velocity(fields: Fields) -> float:
 
 
 def slowest_velocity(fields: Fields) -> float:
-    """Return the smallest velocity of any wave in m/s. Water has no S waves."""
+    """Return the smallest velocity of any wave in m/s. The S velocity of water is not counted."""
     velocities = [p_velocity(fields)]
     if "vs" in fields:
         velocities.append(fields["vs"])

@@ -139,7 +139,7 @@ def read_samples(path: pathlib.Path, name: str = "") -> Samples:
     Raises
     ------
     FileNotFoundError, ValueError, ImportError
-        If the file does not exist, or has no such array.
+        If the file does not exist, or does not have such an array.
     """
     contents = _read(path)
     arrays = {

@@ -87,8 +87,8 @@ def make_shot_group(
     Raises
     ------
     ValueError
-        On every rank: if a group would have no rank or no shot, a tile has too few cells, or the
-        time step is not stable.
+        On every rank: if there are more groups than ranks or shots, a tile has too few cells, or
+        the time step is not stable.
     """
     if n_groups > min(comm.size, experiment.n_shots):
         raise ValueError(
