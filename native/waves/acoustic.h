@@ -1,8 +1,8 @@
-// The acoustic wave equation, u_tt = c^2 (u_xx + u_yy + s), with Grote and Sim's absorbing layer;
-// reference.py writes the step out. The adjoint in the variable p = dt^2 c^2 v / later, where v is
-// the cotangent of the pressure and later = (1 + sigma dt/2) (1 + tau dt/2), is the same step, only
-// that the factors of phi and psi stand inside the derivative. What multiplies c^2 in a step (the history)
-// then gives the model's cotangent as the sum of p times it.
+// The acoustic wave equation, u_tt = c^2 (u_xx + u_yy + s), with the absorbing layer of Grote and Sim.
+// reference.py describes the step. With the cotangent v of the pressure, the adjoint in the variable
+// p = dt^2 c^2 v / later, later = (1 + sigma dt/2) (1 + tau dt/2), is the same step with the factors
+// of phi and psi inside the derivative. The history of a step is the term that c^2 multiplies. The
+// cotangent of the model is the sum over time of p times the history.
 #pragma once
 
 #include <limits>
@@ -20,7 +20,7 @@ class Acoustic {
   static constexpr bool kHistoryIsState = false;
 
   struct Wave {
-    // Present and earlier pressure; what becomes the next one; phi, psi and their next values.
+    // Present and earlier pressure, the next pressure, phi and psi with their next values.
     Field<T> w, u, phi, psi, next_phi, next_psi;
   };
 
@@ -39,7 +39,7 @@ class Acoustic {
     }
     for (int axis = 0; axis < 2; ++axis) {
       const std::vector<double>& sigma = setup.profiles[axis];
-      // Where a neighbour's cells begin there is no damping.
+      // At a face shared with a neighbour the damping is zero.
       damp_[axis].assign(sigma.size() + 2 * R, T(0));
       keep_[axis].assign(sigma.size() + 2 * R, T(1));
       gain_[axis].assign(sigma.size() + 2 * R, dt_);
@@ -52,7 +52,7 @@ class Acoustic {
     }
     for (int side = 0; side < kSides; ++side)
       margin_[side] = tile_.layers[side] ? tile_.layers[side] + R : 0;
-    // Whole registers of 256 bits: what is left over of a row so short would cost as much.
+    // Whole registers of 256 bits: the remainder of such a short row would cost as much.
     for (int side : {2, 3}) margin_[side] = (margin_[side] + 7) / 8 * 8;
     rim_ = Rim(tile_, margin_, R);
     for (const Box& box : {Box{0, tile_.layers[0], 0, tile_.ny},
@@ -79,7 +79,6 @@ class Acoustic {
     return {-static_cast<double>(least), static_cast<double>(most), bad ? 1.0 : 0.0};
   }
 
-  // numbers[0]: the largest stable step times the velocity.
   std::string fault(const double* most) const {
     const auto text = [](double x) {
       char number[40];
@@ -87,15 +86,16 @@ class Acoustic {
       return std::string(number);
     };
     if (most[2] > 0)
-      return "the velocity is NaN or infinite somewhere; look for a division by zero or an overflow "
-             "in what computes it";
+      return "the velocity is NaN or infinite in some cells. Look for a division by zero or an "
+             "overflow in the code that computes it.";
     if (-most[0] <= 0)
-      return "the velocity must be positive everywhere; its smallest value is " + text(-most[0]);
-    const double limit = setup_.numbers[0] / most[1];
+      return "the velocity must be positive, and its smallest value is " + text(-most[0]) +
+             ". Check the model.";
+    const double limit = setup_.stable_length / most[1];
     if (setup_.dt > limit * (1 + 1e-6))
       return "the time step " + text(setup_.dt) + " is not stable: the largest stable one is " +
              text(limit) + " for velocities up to " + text(most[1]) +
-             "; take it, and more steps, or a coarser grid";
+             ". Use that time step and more steps, or a coarser grid.";
     return "";
   }
 
@@ -227,8 +227,8 @@ class Acoustic {
   // Backwards the pressure before is the next one.
   void turn(Wave& wave) const { swap(wave.w, wave.u); }
 
-  // What neighbours need: the new pressure, phi across x and psi across y where layers run across
-  // a face.
+  // Neighbours need the new pressure, and for layers that cross a face also phi across x and psi
+  // across y.
   void pieces(int, Mode, const Wave& wave, std::vector<Piece<T>>& list) const {
     add_pieces(wave.u, wave.next_phi, wave.next_psi, list);
   }
@@ -288,7 +288,7 @@ class Acoustic {
       for (; j < tile_.ny; ++j) f(tile_.at(i, j), row + tile_.ly - 1);
     }
   }
-  // Each cell of the layers, with its number.
+  // Each cell of the layers, with its index.
   template <class F>
   void each_layer_cell(const F& f) const {
     int64_t k = 0;
@@ -304,7 +304,7 @@ class Acoustic {
   void clear(Wave& wave) const {
     wave.w.clear();
     wave.u.clear();
-    // These are read in the layers and a little beyond only.
+    // These are read only in the layers and a few cells beyond.
     int64_t reach[kSides];
     for (int side = 0; side < kSides; ++side) reach[side] = margin_[side] ? margin_[side] + R : 0;
     for (T* f : {static_cast<T*>(wave.phi), static_cast<T*>(wave.psi),
@@ -359,7 +359,7 @@ class Acoustic {
     const T c0 = xx_[0] + yy_[0];
     T cx[R + 1], cy[R + 1];
     for (int n = 0; n <= R; ++n) cx[n] = xx_[n], cy[n] = yy_[n];
-    // The history of a step is not read before the adjoint comes: it goes past the caches.
+    // Only the adjoint reads the history of a step, so it is written past the caches.
     constexpr int64_t kLine = M == Mode::kSave ? 512 : std::numeric_limits<int64_t>::max() / 2;
     T line[M == Mode::kSave ? kLine : 1];
     for (int64_t begin = j0; begin < j1; begin += kLine) {
@@ -433,14 +433,14 @@ class Acoustic {
   const Tile& tile_;
   const T dt_, area_;
   T xx_[R + 1], yy_[R + 1], x_[R + 1], y_[R + 1];
-  // Damping, what phi or psi keep of themselves in a step, what they gain; with a margin of R.
+  // Damping, and the factors of phi or psi and of the derivative in their update, with a margin of R.
   std::vector<T> damp_[2], keep_[2], gain_[2];
-  std::array<int64_t, kSides> margin_;  // where the layers act on the pressure
+  std::array<int64_t, kSides> margin_;  // cells in which the layers act on the pressure
   Rim rim_{tile_, {}, R};
   int64_t layer_cells_ = 0;
   const T* velocity_ = nullptr;
   Field<T> k_;    // (dt c)^2
-  Field<T> sum_;  // k times the cotangent of k; in tangents: the tangent of k
+  Field<T> sum_;  // k times the cotangent of k, or in tangents the tangent of k
 };
 
 }  // namespace mpigrad::waves

@@ -1,7 +1,7 @@
 // Elastic waves for the time loop of propagate.h. A step has two phases: the velocities from the
-// stresses, then the stresses from the velocities; the adjoint's phases do the same backwards in
+// stresses, then the stresses from the velocities. The phases of the adjoint do the same backwards in
 // time. A run that is saved writes the velocities of each step, and the memories of their
-// derivatives, into the history in the place of the wave's own: saving them costs nothing.
+// derivatives, directly into the history instead of the wave's own fields, at no extra cost.
 #pragma once
 
 #include "waves/elastic_adjoint.h"
@@ -16,10 +16,10 @@ class Elastic {
   using Value = T;
   static constexpr int kModels = 5, kFields = 7, kPhases = 2;
   static constexpr bool kHistoryIsState = true;
-  enum Kind { kPressure, kVx, kVy };  // what a source drives, or a receiver records
+  enum Kind : int64_t { kPressure, kVx, kVy };  // field that a source drives or a receiver records
 
   struct Wave {
-    Memory first;  // the velocities that the wave began with, unless steps in place have changed them
+    Memory first;  // the initial velocities, if steps in place have changed them
     elastic::Velocity<T> v, next, previous;
     Field<T> p, q, s;
     Memory memories, strips;
@@ -29,7 +29,6 @@ class Elastic {
     std::vector<std::pair<T*, T>> late;
   };
 
-  // numbers: the kind of the sources, then those of the receivers; as many points have each.
   // profiles: a and b at the centres, a and b half a cell further, along x, then along y.
   explicit Elastic(const Setup& setup)
       : setup_(setup),
@@ -47,14 +46,14 @@ class Elastic {
     }
   }
 
-  // ---- the model: K = lambda + mu and mu at the cells, mu at the corners, 1/rho beside them ----
+  // ---- the model: K = lambda + mu and mu at the cells, mu at the corners, 1/rho between them ----
 
   std::vector<double> extremes(const Arrays<const T>&) const { return {}; }
-  std::string fault(const double*) const { return ""; }  // Python looks at the model
+  std::string fault(const double*) const { return ""; }  // Python checks the model
 
   void load(const Arrays<const T>& models) {
     forward_ = {models[0], models[1], models[2], models[3], models[4]};
-    // The adjoint divides by mu; in a fluid by so little that nothing comes of it elsewhere.
+    // The adjoint divides by mu. In a fluid it uses a tiny mu, which does not affect other cells.
     const T little = sizeof(T) == 8 ? T(1e-24) : T(1e-12);
     const int64_t cells = tile_.nx * tile_.ny;
     positive_ = Memory(2 * cells * sizeof(T));
@@ -135,7 +134,7 @@ class Elastic {
     return (2 * (tile_.padded() + along_x() + along_y()) + 15) / 16 * 16;
   }
 
-  // The history that a step would have had which left the wave as it began.
+  // The history of a step that would have ended with the initial wave.
   T* first(Wave& w) const { return static_cast<T*>(w.first.data()); }
 
   // Before a phase: `history` is that of the step, `before` that of the step before it.
@@ -263,10 +262,9 @@ class Elastic {
   int64_t along_x() const { return elastic::px(tile_) * tile_.ny; }
   int64_t along_y() const { return tile_.nx * elastic::py(tile_); }
 
-  Kind source() const { return static_cast<Kind>(static_cast<int>(setup_.numbers[0])); }
+  Kind source() const { return static_cast<Kind>(setup_.source_kind); }
   Kind receiver(int64_t point) const {
-    const int64_t each = static_cast<int64_t>(setup_.numbers[1]);
-    return static_cast<Kind>(static_cast<int>(setup_.numbers[2 + point / each]));
+    return static_cast<Kind>(setup_.component_kinds[point / setup_.receivers]);
   }
 
   // Velocities and their memories in a piece of a history.
@@ -391,7 +389,7 @@ class Elastic {
     }
   }
 
-  // A step backwards where there are no layers: the stresses first.
+  // A step backwards inside the layers: the stresses first.
   void undo(int phase, const Box& b, Wave& w) const {
     for (int64_t i = b.i0; i < b.i1; ++i)
       if (phase == 0)

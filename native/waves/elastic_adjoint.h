@@ -23,7 +23,7 @@ struct Strips {
 
   static int64_t rows(const Tile& t) { return px(t) + 4 * kPad; }
   static int64_t columns(const Tile& t) { return py(t) + 4 * kPad; }
-  // Where a row or column of the tile is kept for one of the two sides along an axis.
+  // Index of a row or column of the tile in the strips of one of the two sides along an axis.
   static int64_t place(int64_t i, int side, int64_t cells, int64_t before, int64_t after) {
     return side ? i - (cells - after) + before + 3 * kPad : i + kPad;
   }

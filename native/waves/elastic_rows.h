@@ -5,9 +5,9 @@
 //     p += dt K (vx_x + vy_y), q += dt mu (vx_x - vy_y), s += dt m (vx_y + vy_x),
 //     vx += dt bx ((p + q)_x + s_y), vy += dt by (s_x + (p - q)_y),
 // and the adjoint, in p~ = K p', q~ = mu q', s~ = m s', v~ = b v' (p' ... the cotangents), has the
-// same form with -dt. In the layers every derivative g becomes g + psi, psi <- b psi + a g; the
-// adjoint differentiates u + a phi where the forward differentiates u, with
-// phi <- b phi after phi += u, so that only strips of a phi have to be added.
+// same form with -dt. In the layers every derivative g becomes g + psi, psi <- b psi + a g. The
+// adjoint differentiates u + a phi instead of u, with phi <- b phi after phi += u, so only strips of
+// a phi are added.
 #pragma once
 
 #include "waves/tile.h"
@@ -36,7 +36,7 @@ struct Profile {
   const T *ax[2], *bx[2], *ay[2], *by[2];
 };
 
-// dt times the weights of the near and of the far difference; all negated in the adjoint.
+// dt times the weights of the near and of the far difference, negated in the adjoint.
 template <class T>
 struct Weights {
   T dt, near_x, far_x, near_y, far_y;
@@ -50,13 +50,13 @@ struct Weights {
 };
 
 // Velocities, and the memories of their derivatives: what a history keeps of each step.
-// Memories: mx[0] of vx_x, mx[1] of vy_x, (px, ny) each; my[0] of vy_y, my[1] of vx_y, (nx, py).
+// Memories: mx[0] of vx_x, mx[1] of vy_x, (px, ny) each, my[0] of vy_y, my[1] of vx_y, (nx, py).
 template <class T>
 struct Velocity {
   T *vx, *vy, *mx[2], *my[2];
 };
 
-// Memories: mx[0] of (p + q)_x, mx[1] of s_x; my[0] of (p - q)_y, my[1] of s_y.
+// Memories: mx[0] of (p + q)_x, mx[1] of s_x, my[0] of (p - q)_y, my[1] of s_y.
 template <class T>
 struct Stress {
   T *p, *q, *s, *mx[2], *my[2];

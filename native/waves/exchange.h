@@ -18,8 +18,7 @@ struct Piece {
 template <class T>
 class Exchange {
  public:
-  // Messages have a space of their own: the one of derivatives, where programs receive nothing by
-  // wildcard.
+  // Messages use the communicator of derivatives, on which programs never receive from any source.
   Exchange(const Tile& tile, int64_t slot) : tile_(tile), comm_(communicator(slot | 1)) {}
 
   int64_t bytes() const { return bytes_; }
@@ -68,7 +67,7 @@ class Exchange {
   }
 
  private:
-  static constexpr int kTag = 511 * 64;  // where no derivative's message is: of word 0 (`communicator.py`)
+  static constexpr int kTag = 511 * 64;  // word 0, which no derivative uses (`communicator.py`)
 
   int words(int side) const { return static_cast<int>(counts_[side]); }
 

@@ -1,5 +1,5 @@
-// What forward runs leave for their gradients, by ticket, within a budget of bytes. A run that is no
-// longer there is computed again.
+// Histories of forward runs for their gradients, by ticket, within a budget of bytes. If a history
+// was dropped, the run is computed again.
 #pragma once
 
 #include <list>
@@ -8,17 +8,17 @@
 
 namespace mpigrad::waves {
 
-// How a run of `steps` steps is cut into chunks: the state at the beginning of each chunk but the
-// first is kept, or not; the history of one chunk is there at a time.
+// The chunks of a run of `steps` steps. The state at the beginning of each chunk but the first may be
+// kept. The history of one chunk is stored at a time.
 struct Chunks {
   int64_t steps = 0, length = 0;
-  bool keeps = true;  // what the forward run leaves: all, or nothing
+  bool keeps = true;  // whether the forward run stores anything
 
   int64_t count() const { return (steps + length - 1) / length; }
   bool whole() const { return length >= steps; }
 };
 
-// All shots of a forward run: their histories where there is one chunk, else their checkpoints.
+// All shots of a forward run: their histories if there is one chunk, else their checkpoints.
 struct Kept {
   int32_t ticket = 0;
   int64_t setup = 0;
@@ -28,7 +28,7 @@ struct Kept {
 
 class Store {
  public:
-  // Makes room, for runs used already first, then for the oldest.
+  // Drops runs until there is room, first used ones, then the oldest.
   Kept& keep(int64_t setup, size_t bytes, size_t budget) {
     size_t total = Pool::rounded(bytes);
     for (const Kept& k : kept_) total += k.memory.bytes();
@@ -40,7 +40,7 @@ class Store {
         } else {
           ++k;
         }
-    // A run of the same size that was used leaves its memory, touched already.
+    // Reuse the memory of a used run of the same size, whose pages are touched already.
     for (auto k = kept_.begin(); k != kept_.end(); ++k)
       if (k->used && k->memory.bytes() == Pool::rounded(bytes)) {
         kept_.erase(k);

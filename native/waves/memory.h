@@ -18,7 +18,7 @@ namespace mpigrad::waves {
 
 class Memory;
 
-// Blocks that nobody uses.
+// Unused blocks.
 class Pool {
  public:
   void* take(size_t bytes) {
@@ -42,7 +42,7 @@ class Pool {
     idle_.emplace_back(data, bytes);
     idle_bytes_ += bytes;
   }
-  // Leaves the blocks given last, no more than `bytes` together.
+  // Frees blocks, oldest first, until at most `bytes` are left.
   void trim(size_t bytes) {
     while (idle_bytes_ > bytes) {
       std::free(idle_.front().first);
@@ -84,7 +84,7 @@ class Memory {
   void* data_ = nullptr;
 };
 
-// Stores past the caches, where the processor has them; to be followed by `end_streams`.
+// Stores past the caches, if the processor supports it. `end_streams` must follow.
 template <class T>
 void stream(T* to, const T* from, int64_t n) {
 #ifdef __SSE2__
@@ -110,7 +110,7 @@ inline void end_streams() {
 #endif
 }
 
-// A field on a tile, with its margin; converts to the pointer to cell (0, 0).
+// A field on a tile with its margin. Converts to the pointer to cell (0, 0).
 template <class T>
 class Field {
  public:

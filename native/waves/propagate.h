@@ -1,24 +1,25 @@
-// The time loop of all waves, forward and backward: what it does is here, what a wave is in a
-// physics (acoustic.h is the model). A physics `P` with values of type P::Value offers
-//   kModels, kFields, kPhases         arrays of the model and of the state; parts of a step, after
-//                                     each of which neighbours exchange what `pieces` names
-//   extremes, fault                   numbers whose maxima over all ranks tell what is wrong with
-//                                     the model, or with the time step
-//   load(models), gradient(models)    the medium, and what the adjoint run has found for it
-//   Wave; begin, end                  from and to the arrays of the state, of state_sizes per shot
-//   begin_adjoint, end_adjoint        from and to the state's cotangents
-//   prepare(phase, mode, wave, ...)   what is to be done before a phase, on the whole tile; `before`
-//                                     is the history of the step before, first(wave) that of a
-//                                     step that would have left the wave as it began
-//   update(phase, mode, box, ...)     the fields in a box; `history` is that of the step, saved,
-//                                     read by the adjoint, or read by the tangent (kBorn)
-//   finish(phase, mode, wave)         when all boxes are done (new fields become the present ones)
-//   rim_size, keep_before, keep_after what boundary saving keeps of a step (kRim), before and after it
-//   turn(wave)                        a last state becomes one that is run backwards (kReverse, whose
-//                                     prepare takes what was kept in the place of `before`)
+// The time loop of all waves, forward and backward. The equation is a physics (acoustic.h is the
+// model). A physics `P` with values of type P::Value offers
+//   kModels, kFields, kPhases         numbers of arrays of the model and of the state, and of the
+//                                     phases of a step. After each phase neighbours exchange `pieces`
+//   extremes, fault                   values, and the error that their maxima over all ranks show in
+//                                     the model or in the time step
+//   load(models), gradient(models)    set the medium, get its cotangents after the adjoint run
+//   Wave, begin, end                  the fields, from and to the arrays of the state, of state_sizes
+//                                     per shot
+//   begin_adjoint, end_adjoint        from and to the cotangents of the state
+//   prepare(phase, mode, wave, ...)   work before a phase on the whole tile. `before` is the history
+//                                     of the step before, and first(wave) that of a step that would
+//                                     have ended with the initial wave
+//   update(phase, mode, box, ...)     the fields in a box. `history` is that of the step: saved, read
+//                                     by the adjoint, or read by the tangent (kBorn)
+//   finish(phase, mode, wave)         work after all boxes (new fields become the present ones)
+//   rim_size, keep_before, keep_after the data that boundary saving keeps of a step (kRim)
+//   turn(wave)                        prepares a last state to be run backwards (kReverse, whose
+//                                     prepare gets the kept data instead of `before`)
 //   kHistoryIsState                   whether the history of a step is part of the state after it
-//   inject, sample                    points: sources and receivers, which the adjoint exchanges;
-//                                     it reads the sources' cotangents before its source_phase
+//   inject, sample                    sources and receivers, which the adjoint exchanges. It reads
+//                                     the cotangents of the sources before its source_phase
 // A step is: sample, then for each phase prepare, update (edges, middle), inject, exchange.
 #pragma once
 
@@ -49,7 +50,7 @@ struct Values {
 template <class T>
 using Arrays = std::vector<T*>;
 
-// Splits rows among threads; one thread costs nothing.
+// Splits rows among threads. One thread runs without overhead.
 template <class F>
 void in_parallel(int64_t threads, const Box& box, const F& work) {
 #ifdef _OPENMP
@@ -77,7 +78,7 @@ class Propagation {
 
   int64_t bytes() const { return exchange_.bytes(); }
 
-  // All ranks begin alike, or none does. `available`: whether this rank has what a gradient needs.
+  // Starts on all ranks or on none. `available`: whether this rank has the history of the run.
   ffi::Error start(const Arrays<const T>& models, bool& available) {
     std::vector<double> numbers = physics_.extremes(models);
     const size_t n = numbers.size();
@@ -95,8 +96,8 @@ class Propagation {
       return c_.done(code);
     if (most[n] != -most[n + 1])
       return c_.fail(
-          "the ranks disagree about the run: give the same dtype, time step, number of steps, survey "
-          "and settings on every rank");
+          "the run is not the same on all ranks: give the same dtype, time step, number of steps, "
+          "survey and settings on every rank.");
     const std::string fault = physics_.fault(most.data());
     if (!fault.empty()) return c_.fail(fault);
     choose_chunks(-most[n + 2], most[n + 4]);
@@ -106,14 +107,14 @@ class Propagation {
     return ffi::Error::Success();
   }
 
-  // `state` is empty for waves at rest. With `save` the ticket of what is kept, else 0.
+  // `state` is empty for waves at rest. `ticket`: that of the history with `save`, else 0.
   int forward(const Arrays<const T>& state, const Values<T>& sources, const Values<T>& receivers,
               const Arrays<T>& last, bool save, int32_t& ticket) {
     const bool keeps = save && chunks_.keeps;
     T* kept = nullptr;
     ticket = 0;
     if (keeps) {
-      Kept& k = store.keep(setup_.number, all_kept_bytes(), setup_.memory);
+      Kept& k = store.keep(setup_.id, all_kept_bytes(), setup_.memory);
       ticket = k.ticket;
       kept = static_cast<T*>(k.memory.data());
     }
@@ -142,7 +143,7 @@ class Propagation {
     return 0;
   }
 
-  // The tangent of a run, beside the run itself.
+  // The tangent of a run, computed together with the run.
   int tangent(const Arrays<const T>& state, const Values<T>& sources,
               const Arrays<const T>& model_tangents, const Arrays<const T>& state_tangents,
               const Values<T>& source_tangents, const Values<T>& receivers,
@@ -170,8 +171,8 @@ class Propagation {
     return 0;
   }
 
-  // The cotangents of models, sources and first states. `kept` is what the forward run has left on
-  // all ranks, or nullptr.
+  // The cotangents of models, sources and first states. `kept` is the history on all ranks, or
+  // nullptr.
   int adjoint(const Arrays<const T>& state, const Values<T>& sources, Kept* kept,
               const Values<T>& receiver_cotangents, const Arrays<const T>& last_cotangents,
               const Arrays<T>& models, const Values<T>& source_cotangents,
@@ -238,14 +239,14 @@ class Propagation {
   }
 
  private:
-  static constexpr int kDouble = 12;  // XLA's number
+  static constexpr int kDouble = 12;  // XLA's id
   static constexpr int kMax = 2;      // mpigrad.runtime.native.REDUCTIONS
 
   // ---- boundary saving ----
 
   bool rims() const { return setup_.checkpoints == kRims; }
 
-  // From a wave that has begun; `mine` gets the rims of all steps, and the last state.
+  // Runs a wave that has begun. `mine` gets the rims of all steps and the last state.
   int forward_with_rims(Wave& wave, int64_t shot, const Values<T>& sources, T* mine,
                         const Values<T>* receivers) {
     Memory memory;
@@ -329,7 +330,7 @@ class Propagation {
     return 0;
   }
 
-  // The halos of a wave that begins.
+  // The halos of an initial wave.
   int exchange_all(Wave& wave) {
     pieces_.clear();
     physics_.all_pieces(wave, pieces_);
@@ -364,7 +365,8 @@ class Propagation {
     return fields;
   }
 
-  // `fit`: how many steps' histories every rank has memory for; a state is as large as `fields`.
+  // `fit`: number of steps whose histories fit into every rank's memory. `fields`: size of a state,
+  // in histories.
   void choose_chunks(double fit, double fields) {
     const double steps = static_cast<double>(setup_.steps), shots = static_cast<double>(setup_.shots);
     chunks_ = {setup_.steps, setup_.steps, true};
@@ -374,13 +376,13 @@ class Propagation {
       return;
     }
     if (steps * shots <= fit) return;
-    // Least memory: as much for the checkpoints as for the history of a chunk.
+    // Smallest memory: the same for the checkpoints as for the history of a chunk.
     const auto length = [&](double n) {
       return std::clamp<int64_t>(std::llround(std::sqrt(fields * n)), 1, setup_.steps);
     };
     chunks_.length = length(steps * shots);
     if (chunks_.length + fields * shots * (chunks_.count() - 1) <= fit) return;
-    chunks_.length = length(steps);  // nothing is kept: one shot at a time, computed again
+    chunks_.length = length(steps);  // keep nothing: compute one shot at a time again
     chunks_.keeps = false;
   }
 

@@ -1,6 +1,6 @@
-// Boundary saving: without damping a step is its own inverse, so that a wave can be run backwards from
-// its last state. That leaves out the layers, where waves are lost: what a gradient needs of them, and
-// what the inside needs of the cells around it, is kept of every step (Dussaud et al., "Computational
+// Boundary saving: without damping a step is its own inverse, so a wave can be run backwards from its
+// last state. In the layers waves are lost. The fields there that a gradient needs, and the cells
+// around the inside that its steps need, are kept for every step (Dussaud et al., "Computational
 // strategies for reverse-time migration", SEG 2008).
 #pragma once
 
@@ -12,11 +12,11 @@
 namespace mpigrad::waves {
 
 struct Rim {
-  Box inside;                      // where a step can be undone
-  std::vector<Box> outside, ring;  // the rest; what is read of it from inside, here or next door
+  Box inside;                      // cells in which a step can be undone
+  std::vector<Box> outside, ring;  // the rest, and its cells that steps inside read, on this tile or on neighbours
   int64_t outside_cells = 0, ring_cells = 0;
 
-  // `margin`: cells of each side that are not inside; `reach`: of the stencil, a star.
+  // `margin`: cells of each side that are not inside. `reach`: of the star-shaped stencil.
   Rim(const Tile& t, const std::array<int64_t, kSides>& margin, int64_t reach) {
     const int64_t i0 = std::min(margin[0], t.nx), i1 = std::max(i0, t.nx - margin[1]);
     const int64_t j0 = std::min(margin[2], t.ny), j1 = std::max(j0, t.ny - margin[3]);
@@ -53,7 +53,7 @@ struct Rim {
   }
 };
 
-// A field's cells in boxes to `data` (kIn: from it); returns what follows them there.
+// Copies a field's cells in boxes to `data` (kIn: from it) and returns the end of the data.
 template <bool kIn, class T>
 T* transfer_boxes(const Tile& tile, const std::vector<Box>& boxes, T* field, T* data) {
   for (const Box& b : boxes)

@@ -11,7 +11,7 @@ using Results = ffi::RemainingRets;
 
 enum Kind { kForward, kTangent, kAdjoint };
 
-// Each in a file of its own: they take the most time of all to compile.
+// Each is in its own file, because they take the longest to compile.
 using Run = ffi::Error(Kind kind, Call& c, const Setup& setup, Arguments& in, Results& out,
                        bool rest, bool save);
 Run run_acoustic, run_elastic;

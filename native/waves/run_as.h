@@ -1,4 +1,4 @@
-// `run` for a physics P of propagate.h; the operands are those of mpigrad/waves/primitive.py.
+// `run` for a physics P of propagate.h. The operands are those of mpigrad/waves/primitive.py.
 #pragma once
 
 #include "waves/propagate.h"
@@ -58,7 +58,7 @@ ffi::Error run_as(Kind kind, Call& c, const Setup& setup, Arguments& in, Results
   Kept* kept = nullptr;
   if (kind == kAdjoint) {
     const int32_t ticket = reader.take_ticket();
-    kept = store.find(ticket, setup.number);
+    kept = store.find(ticket, setup.id);
     available = kept != nullptr;
   }
   if (ffi::Error e = propagation.start(models, available); e.failure()) return e;

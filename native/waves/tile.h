@@ -22,7 +22,7 @@ constexpr int kSides = 4;
 constexpr int kNobody = -1;
 
 // Fields are stored with a margin of `reach` rows around, and of kMargin columns, so that rows begin
-// on cache lines; pointers to fields point to cell (0, 0). Beyond the layers the margin is zero.
+// on cache lines. Pointers to fields point to cell (0, 0). Beyond the layers the margin is zero.
 struct Tile {
   static constexpr int64_t kMargin = 16;
 
@@ -33,7 +33,7 @@ struct Tile {
 
   int64_t nx, ny;  // cells with the layers
   int64_t stride;
-  std::vector<Box> edges;  // what neighbours need, computed first
+  std::vector<Box> edges;  // cells that neighbours need, computed first
   Box middle;              // the rest
 
   void complete() {
@@ -41,7 +41,7 @@ struct Tile {
     ny = ly + layers[2] + layers[3];
     stride = (ny + kMargin + reach + 15) / 16 * 16;
     if (stride % 512 == 0) stride += 16;  // rows must not share cache sets
-    // Along y a whole vector register, at no cost beside `reach` cells.
+    // Along y a whole vector register, which costs no more than `reach` cells.
     const int64_t along_y = std::max<int64_t>(reach, 16);
     const int64_t i0 = neighbor[0] == kNobody ? 0 : std::min(reach, nx);
     const int64_t i1 = std::max(i0, neighbor[1] == kNobody ? nx : nx - reach);
@@ -60,7 +60,7 @@ struct Tile {
   int64_t at(int64_t i, int64_t j) const { return i * stride + j; }
 };
 
-// The cells around sources or receivers: of each shot those in the edges, then those in the middle.
+// The cells around sources or receivers, for each shot in the edges and in the middle.
 struct PointTable {
   struct Entry {
     int64_t cell;  // offset from cell (0, 0)
@@ -74,24 +74,26 @@ struct PointTable {
   int64_t points = 0;  // of each shot
   std::vector<Shot> shots;
 
-  // A table of one shot stands for all shots.
+  // A table of one shot is used for all shots.
   const Shot& of(int64_t shot) const { return shots[shots.size() == 1 ? 0 : shot]; }
 };
 
-// What a run keeps for its gradient: the history of every step, or its rim (rim.h).
+// Codes of checkpoints: keep the history of every step, or its rim (rim.h).
 constexpr int64_t kAll = -1, kRims = -2;
 
-// What Python has settled before the run.
+// A run as Python describes it (description.h), with its profiles and points.
 struct Setup {
-  int64_t number, physics, slot;
+  int64_t id, physics, slot;
   Tile tile;
   int64_t steps, shots, threads;
   int64_t checkpoints;  // 0: as memory allows, kAll, kRims, else one state every so many steps
   int64_t memory;       // bytes
   int64_t fingerprint;  // equal on all ranks
   double dt, hx, hy;
-  std::vector<double> numbers;                // the physics's own
-  std::vector<std::vector<double>> profiles;  // along x or y, of the physics
+  double stable_length;                    // acoustic: see RunDescription, as for the next three
+  int64_t source_kind, receivers;          // elastic
+  std::vector<int64_t> component_kinds;    // elastic
+  std::vector<std::vector<double>> profiles;  // of the physics, along x or y
   std::vector<PointTable> tables;
 };
 

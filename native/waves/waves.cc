@@ -3,32 +3,35 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 
+#include "waves/description.h"
 #include "waves/run.h"
 
 namespace mpigrad::waves {
 namespace {
 
-// By the physics's number, and by kind.
+// Indexed by RunDescription::physics, and by Kind.
 constexpr Run* kRuns[] = {run_acoustic, run_elastic};
 constexpr const char* kNames[] = {"propagate", "propagate (tangent)", "propagate (adjoint)"};
 
-// A run's description goes with its Python object, whose end may come while another thread runs.
+// A run is freed with its Python object, perhaps while another thread is in a run.
 std::mutex setups_mutex;
 std::map<int64_t, std::shared_ptr<Setup>> setups;
 
-std::shared_ptr<Setup> find_setup(int64_t number) {
+std::shared_ptr<Setup> find_setup(int64_t id) {
   const std::lock_guard<std::mutex> lock(setups_mutex);
-  const auto found = setups.find(number);
+  const auto found = setups.find(id);
   return found == setups.end() ? nullptr : found->second;
 }
 
-ffi::Error handle(Kind kind, Arguments& in, Results& out, int64_t site, int64_t number,
+ffi::Error handle(Kind kind, Arguments& in, Results& out, int64_t site, int64_t id,
                   int64_t rest, int64_t save) {
-  const std::shared_ptr<Setup> held = find_setup(number);
+  const std::shared_ptr<Setup> held = find_setup(id);
   if (!held)
     return ffi::Error(ffi::ErrorCode::kInternal,
-                      "mpigrad: a program of waves outlived its survey; trace it again");
+                      "mpigrad.waves: a compiled program is older than the model that it was traced "
+                      "for. Trace it again.");
   const Setup& setup = *held;
   Call c(kNames[kind], setup.slot, site, 0);
   if (ffi::Error e = c.collective_with({{"shots", setup.shots}, {"steps", setup.steps}});
@@ -37,8 +40,8 @@ ffi::Error handle(Kind kind, Arguments& in, Results& out, int64_t site, int64_t 
   try {
     return kRuns[setup.physics](kind, c, setup, in, out, rest, save);
   } catch (const std::bad_alloc&) {
-    return c.fail("not enough memory for the fields of a wave; use more ranks, or give `memory` "
-                  "or `checkpoints`");
+    return c.fail("there is not enough memory for the fields of the waves. Use more ranks, or give "
+                  "`memory` or `checkpoints`.");
   }
 }
 
@@ -58,50 +61,65 @@ ffi::Error adjoint(Token, Arguments in, TokenOut, Results out, int64_t site, int
 }  // namespace
 }  // namespace mpigrad::waves
 
-// A run that Python describes: numbers as in mpigrad/waves/native_run.py.
-MPIGRAD_EXPORT int64_t mpigrad_waves_create(const int64_t* numbers, int64_t count,
-                                            const double* reals, int64_t real_count) {
+// Makes a run of its description, and writes its id. Returns nullptr, or what is wrong.
+MPIGRAD_EXPORT const char* mpigrad_waves_create_run(
+    const mpigrad::waves::RunDescription* description, int64_t* id) {
   using namespace mpigrad::waves;
   static int64_t last = 0;
+  static std::string error;
+  const RunDescription& d = *description;
+  if (d.version != kDescriptionVersion || d.size != int64_t{sizeof d}) {
+    error = "its description of a run has version " + std::to_string(kDescriptionVersion) +
+            " and " + std::to_string(sizeof d) + " bytes, that of the Python package version " +
+            std::to_string(d.version) + " and " + std::to_string(d.size) + " bytes";
+    return error.c_str();
+  }
+  if (d.physics < 0 || d.physics >= int64_t{std::size(kRuns)}) {
+    error = "it has no physics with the id " + std::to_string(d.physics);
+    return error.c_str();
+  }
   auto setup = std::make_shared<Setup>();
-  const int64_t* n = numbers;
-  setup->number = ++last;
-  setup->physics = *n++;
-  if (setup->physics < 0 || setup->physics >= int64_t{std::size(kRuns)}) return 0;
-  setup->slot = *n++;
+  setup->id = ++last;
+  setup->physics = d.physics;
+  setup->slot = d.slot;
   Tile& tile = setup->tile;
-  tile.lx = *n++;
-  tile.ly = *n++;
-  for (int64_t& cells : tile.layers) cells = *n++;
-  for (int& rank : tile.neighbor) rank = static_cast<int>(*n++);
-  tile.reach = *n++;
+  tile.lx = d.cells[0];
+  tile.ly = d.cells[1];
+  for (int side = 0; side < kSides; ++side) {
+    tile.layers[side] = d.layers[side];
+    tile.neighbor[side] = static_cast<int>(d.neighbors[side]);
+  }
+  tile.reach = d.reach;
   tile.complete();
-  setup->steps = *n++;
-  setup->shots = *n++;
-  setup->threads = *n++;
-  setup->checkpoints = *n++;
-  setup->memory = *n++;
-  setup->fingerprint = *n++;
-  setup->dt = reals[0];
-  setup->hx = reals[1];
-  setup->hy = reals[2];
-  setup->numbers.assign(reals + 3, reals + real_count);
-  if (n != numbers + count) return 0;
+  setup->steps = d.steps;
+  setup->shots = d.shots;
+  setup->threads = d.threads;
+  setup->checkpoints = d.checkpoints;
+  setup->memory = d.memory;
+  setup->fingerprint = d.fingerprint;
+  setup->dt = d.dt;
+  setup->hx = d.hx;
+  setup->hy = d.hy;
+  setup->stable_length = d.stable_length;
+  setup->source_kind = d.source_kind;
+  setup->receivers = d.receivers;
+  setup->component_kinds.assign(d.component_kinds, d.component_kinds + d.n_components);
   const std::lock_guard<std::mutex> lock(setups_mutex);
   setups.emplace(last, std::move(setup));
-  return last;
+  *id = last;
+  return nullptr;
 }
 
-MPIGRAD_EXPORT void mpigrad_waves_profile(int64_t number, const double* values, int64_t count) {
-  mpigrad::waves::find_setup(number)->profiles.emplace_back(values, values + count);
+MPIGRAD_EXPORT void mpigrad_waves_profile(int64_t id, const double* values, int64_t count) {
+  mpigrad::waves::find_setup(id)->profiles.emplace_back(values, values + count);
 }
 
-// Points in compressed rows, `points` of them in each of `shots` shots; cells in C order.
-MPIGRAD_EXPORT void mpigrad_waves_points(int64_t number, int64_t shots, int64_t points,
+// Points in compressed rows, `points` of them in each of `shots` shots. Cells are in C order.
+MPIGRAD_EXPORT void mpigrad_waves_points(int64_t id, int64_t shots, int64_t points,
                                          const int64_t* starts, const int64_t* cells,
                                          const double* weights) {
   using namespace mpigrad::waves;
-  Setup& setup = *find_setup(number);
+  Setup& setup = *find_setup(id);
   const Tile& tile = setup.tile;
   PointTable table;
   table.points = points;
@@ -116,10 +134,10 @@ MPIGRAD_EXPORT void mpigrad_waves_points(int64_t number, int64_t shots, int64_t 
   setup.tables.push_back(std::move(table));
 }
 
-MPIGRAD_EXPORT void mpigrad_waves_free(int64_t number) {
+MPIGRAD_EXPORT void mpigrad_waves_free(int64_t id) {
   using namespace mpigrad::waves;
   const std::lock_guard<std::mutex> lock(setups_mutex);
-  setups.erase(number);
+  setups.erase(id);
 }
 
 #define MPIGRAD_WAVES                                                                  \

@@ -1,4 +1,4 @@
-"""Points between cell centres."""
+"""Interpolation between cell centres, damping profiles and the largest stable step."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_layers_begin_at_the_model_and_grow(comm):
     assert np.isclose(damping(tile, 1, 2000.0, 1e-4, offset=0.5)[8], top)
 
 
-def test_largest_step_is_the_classical_one(comm):
+def test_the_largest_step_has_its_known_value(comm):
     grid = Grid((6, 5), (10.0, 10.0), comm)
     assert np.isclose(wave_equation_limit(grid, 2), 10 / np.sqrt(2))
     assert np.isclose(wave_equation_limit(grid, 4), 10 * np.sqrt(3 / 8))

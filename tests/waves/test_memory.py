@@ -1,4 +1,4 @@
-"""What gradients of waves take of a process's memory."""
+"""Memory that gradients of waves need in a process."""
 
 import json
 import sys
@@ -8,10 +8,10 @@ import pytest
 from launching import PROGRAMS, run
 
 
-@pytest.mark.full
+@pytest.mark.full("its program takes long; the kernels that it measures are tested elsewhere")
 @pytest.mark.launcher
 def test_a_gradient_stays_within_its_memory():
-    """Beside a step's fields, of 2 MiB each. All 3000 steps: 70 MB, of elastic waves 240 MB."""
+    """Apart from a step's fields of 2 MiB each. All 3000 steps: 70 MB, elastic waves 240 MB."""
     mebibyte = 2**20
     done = run([sys.executable, str(PROGRAMS / "wave_memory.py"), str(16 * mebibyte)])
     assert done.returncode == 0, done.stderr

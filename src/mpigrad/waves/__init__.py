@@ -1,7 +1,4 @@
-"""Acoustic and elastic waves: propagators with exact gradients.
-
->>> from mpigrad.waves import Acoustic, Survey
-"""
+"""Acoustic and elastic waves: propagators with exact gradients."""
 
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.acoustic import Acoustic

@@ -1,4 +1,4 @@
-"""Perfectly matched layers: their widths, their profiles, and the tiles that hold them."""
+"""Perfectly matched layers: widths, damping profiles, and tiles extended by layers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mpigrad.grid.grid import Grid
 
 __all__ = ["Face", "WaveTile", "Widths", "damping", "widths_of"]
 
-# Cells of the layer before and behind the model along x, then along y.
+# Number of cells of the layers before and behind the model along x, then along y.
 Widths = tuple[tuple[int, int], tuple[int, int]]
 
 
 def widths_of(pml: Any) -> Widths:
-    """An int, or ((x0, x1), (y0, y1)), as four widths.
+    """Return the four widths that an int, or ((x0, x1), (y0, y1)), stands for.
 
     Raises
     ------
     ValueError
-        If it is neither, or a width is negative.
+        If `pml` has another form, or a width is negative.
     """
     if isinstance(pml, int | np.integer):
         pml = ((pml, pml), (pml, pml))
@@ -35,15 +35,16 @@ def widths_of(pml: Any) -> Widths:
         widths = ((x0, x1), (y0, y1))
     except (TypeError, ValueError):
         raise ValueError(
-            f"pml: a number of cells, or ((x0, x1), (y0, y1)) of them, not {pml!r}"
+            f"pml: expected a number of cells or ((x0, x1), (y0, y1)), got {pml!r}. Give one width "
+            "for all sides, or a pair for each axis."
         ) from None
     if min(*widths[0], *widths[1]) < 0:
-        raise ValueError(f"pml: widths must not be negative, not {pml!r}")
+        raise ValueError(f"pml: widths must not be negative, got {pml!r}. Use 0 for no layer.")
     return widths
 
 
 class Face(NamedTuple):
-    """A side of a tile on which another tile lies: along `axis`, before (-1) or behind (1) it."""
+    """A face shared with the tile of `rank`: along `axis`, before (step -1) or behind (1) it."""
 
     axis: int
     step: int
@@ -52,25 +53,48 @@ class Face(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WaveTile:
-    """This rank's tile of a model, extended by the absorbing layers that lie beside it.
+    """This rank's tile of a model with the absorbing layers next to it.
 
-    A layer belongs to the tiles on the boundary of the grid, so that extending a model sends no
-    message. Cells are numbered like those of the grid, with negative numbers in the layers before
-    it.
+    The layers belong to the tiles at the boundary of the grid, so extending a model sends no
+    messages. Cells have the same indices as in the grid, and negative ones in the layers before it.
+
+    Parameters
+    ----------
+    grid
+        A grid with two axes that is not periodic.
+    pml
+        Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)).
+
+    Raises
+    ------
+    ValueError
+        If the grid is periodic, or `pml` is not valid.
+
+    Examples
+    --------
+    >>> from mpigrad.grid import Grid
+    >>> from mpigrad.waves import WaveTile
+    >>> tile = WaveTile(Grid((60, 40), (10.0, 10.0)), pml=((20, 20), (0, 20)))
+    >>> tile.shape, tile.origin
+    ((100, 60), (-20, 0))
+    >>> tile.interior
+    (slice(20, 80, None), slice(0, 40, None))
     """
 
     grid: Grid
-    pml: Widths
+    pml: Any
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "pml", widths_of(self.pml))
         if any(self.grid.periodic):
             raise ValueError(
-                "waves have absorbing layers at the grid's sides: make the grid with periodic=False"
+                f"mpigrad.waves: the grid has periodic={self.grid.periodic}, but absorbing layers "
+                "lie at its sides. Make the grid with periodic=False."
             )
 
     @functools.cached_property
     def extension(self) -> Widths:
-        """Cells of the layers that lie beside this rank's tile, as the widths are given."""
+        """Widths of the layers on this rank's tile, in the form ((x0, x1), (y0, y1))."""
         return tuple(  # type: ignore[return-value]
             (before if place == 0 else 0, behind if place == tiles - 1 else 0)
             for (before, behind), place, tiles in zip(
@@ -80,13 +104,13 @@ class WaveTile:
 
     @functools.cached_property
     def origin(self) -> tuple[int, int]:
-        """The number of the first cell along each axis."""
+        """Index of the first cell along each axis."""
         parts = zip(self.grid.slices, self.extension, strict=True)
         return tuple(part.start - before for part, (before, _) in parts)  # type: ignore[return-value]
 
     @functools.cached_property
     def shape(self) -> tuple[int, int]:
-        """Cells along each axis."""
+        """Number of cells along each axis."""
         return tuple(  # type: ignore[return-value]
             before + n + behind
             for n, (before, behind) in zip(self.grid.local_shape, self.extension, strict=True)
@@ -94,47 +118,51 @@ class WaveTile:
 
     @functools.cached_property
     def faces(self) -> tuple[Face, ...]:
-        """The neighbouring tiles across faces: x before and behind, then y."""
-        found = []
+        """Neighbouring tiles across faces: x before and behind, then y."""
+        faces = []
         for neighbor in self.grid.neighbors:
             axes = [axis for axis, step in enumerate(neighbor.step) if step]
             if len(axes) == 1:
-                found.append(Face(axes[0], neighbor.step[axes[0]], neighbor.rank))
-        return tuple(sorted(found))
+                faces.append(Face(axes[0], neighbor.step[axes[0]], neighbor.rank))
+        return tuple(sorted(faces))
 
     @property
     def interior(self) -> tuple[slice, slice]:
-        """Where the model's own tile lies in this one."""
+        """Slices of the model's own tile in this tile."""
         return tuple(  # type: ignore[return-value]
             slice(before, before + n)
             for n, (before, _) in zip(self.grid.local_shape, self.extension, strict=True)
         )
 
     def check(self, reach: int) -> None:
-        """Raise, on every rank alike, where a message would have to reach past a neighbour.
+        """Raise an error unless the stencil reaches no further than the neighbouring tiles.
 
         Raises
         ------
         ValueError
-            If a tile has fewer than `reach` cells along an axis that is divided.
+            On all ranks: if the grid does not have two axes, or a tile has fewer than `reach` cells
+            along a divided axis.
         """
         if self.grid.ndim != 2:
-            raise ValueError(f"waves: the grid has {self.grid.ndim} axes; waves here are 2-D")
+            raise ValueError(
+                f"mpigrad.waves: expected a grid with 2 axes, got {self.grid.ndim}. Waves are "
+                "two-dimensional here."
+            )
         for axis, (tiles, cells) in enumerate(
             zip(self.grid.dims, self.grid.smallest_tile, strict=True)
         ):
             if tiles > 1 and cells < reach:
                 raise ValueError(
-                    f"waves: {self.grid.shape[axis]} cells along axis {axis} in {tiles} tiles "
-                    f"leave {cells} to one of them, and the stencil reaches {reach} cells into "
-                    "the next tile. Use fewer ranks, other dims, or more cells"
+                    f"mpigrad.waves: with {self.grid.shape[axis]} cells along axis {axis} in "
+                    f"{tiles} tiles the smallest tile has {cells}, but the stencil reaches {reach} "
+                    "cells into the next tile. Use fewer ranks, other dims, or more cells."
                 )
 
 
 def damping(
     tile: WaveTile, axis: int, velocity: float, reflection: float, offset: float = 0.0
 ) -> Float[np.ndarray, " n"]:
-    """The damping of this rank's cells along an axis, in 1/s.
+    """Return the damping of this rank's cells along an axis, in 1/s.
 
     sigma(d) = 3 v ln(1/R) / (2 L) (d / L)^2 at the depth d in a layer of thickness L, so that a
     wave of velocity v, at normal incidence, returns with R of its amplitude (Collino and Tsogka
@@ -143,7 +171,7 @@ def damping(
     Parameters
     ----------
     offset
-        Where in a cell the values stand, in cells from its centre.
+        Place of the values in a cell, in cells from its centre.
     """
     h = tile.grid.spacing[axis]
     before, behind = tile.pml[axis]

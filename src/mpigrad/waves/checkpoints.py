@@ -1,31 +1,31 @@
-"""What a gradient of waves keeps of the forward run."""
+"""The part of a forward run that is stored for its gradient."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["Checkpoints", "check_checkpoints", "native_number"]
+__all__ = ["Checkpoints", "check_checkpoints", "checkpoint_code"]
 
 Checkpoints = int | Literal["all", "boundary"] | None
 
-_NUMBERS = {None: 0, "all": -1, "boundary": -2}  # as in native/waves/tile.h
+_CODES = {None: 0, "all": -1, "boundary": -2}  # as in native/waves/tile.h
 
 
 def check_checkpoints(checkpoints: object, name: str, *, native: bool) -> None:
-    """Raise a ValueError of the model called `name` unless its kernels can keep that."""
+    """Raise a ValueError of the model `name` unless its kernels support these checkpoints."""
     counted = isinstance(checkpoints, int) and not isinstance(checkpoints, bool) and checkpoints > 0
     if not (counted or checkpoints in (None, "all", "boundary")):
         raise ValueError(
-            f'{name}: checkpoints must be a number of steps, "all", "boundary" or None, '
-            f"not {checkpoints!r}"
+            f'{name}: checkpoints must be a positive number of steps, "all", "boundary" or None, '
+            f"got {checkpoints!r}."
         )
     if checkpoints == "boundary" and not native:
         raise ValueError(
-            f'{name}: checkpoints="boundary" is of the native kernels; XLA programs (method="xla", '
-            "and all that run on devices) take a number of steps"
+            f'{name}: checkpoints="boundary" needs the native kernels, which run on CPUs. Give a '
+            'number of steps with method="xla" and on other devices.'
         )
 
 
-def native_number(checkpoints: Checkpoints) -> int:
-    """The number that stands for it in the native library."""
-    return checkpoints if isinstance(checkpoints, int) else _NUMBERS[checkpoints]
+def checkpoint_code(checkpoints: Checkpoints) -> int:
+    """Return the code of the native library for these checkpoints."""
+    return checkpoints if isinstance(checkpoints, int) else _CODES[checkpoints]

@@ -1,4 +1,11 @@
-"""The halos of star stencils, as mpigrad's messages: the exchange of the waves' XLA forms."""
+"""Halo exchange of star stencils across faces, for the XLA forms of waves.
+
+`grid.halo_exchange` cannot do this at the same cost. It pads all axes of every field and sends the
+corners to diagonal neighbours, while a star stencil needs each field padded along one axis only.
+Two calls of it, one for each axis, would make two rounds of messages instead of one. It also needs
+fields of the grid's tile with the tile's axes first, while waves have fields of (shots, x, y) on
+tiles that are extended by absorbing layers: moving the axes would copy all fields in each step.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +17,27 @@ import jax.numpy as jnp
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.waves.absorbing import WaveTile
 
-__all__ = ["padded"]
+__all__ = ["exchange_faces"]
 
 
-def padded(
+def exchange_faces(
     tile: WaveTile, width: int, along_x: Sequence[jax.Array], along_y: Sequence[jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Fields with `width` layers of the neighbouring tiles before and behind them along one axis.
+    """Pad fields along one axis with `width` layers of cells from the neighbouring tiles.
 
-    One packed message to each neighbour across a face. Beyond the absorbing layers: zeros.
+    One packed message goes to each neighbour across a face. Cells beyond the absorbing layers are
+    zero.
 
     Parameters
     ----------
     along_x, along_y
-        Fields of shape (..., nx, ny), of one dtype, to be padded along x or along y.
+        Fields of shape (..., nx, ny) and of the same dtype, to be padded along x or along y.
 
     Returns
     -------
-    The fields along x, of shape (..., nx + 2 width, ny), and those along y.
+    tuple
+        The fields padded along x, of shape (..., nx + 2 width, ny), and the fields padded along y,
+        of shape (..., nx, ny + 2 width).
     """
     fields = [list(along_x), list(along_y)]
     halos: dict[tuple[int, int], list[jax.Array]] = {}

@@ -1,4 +1,4 @@
-"""Sources and receivers between cell centres: Kaiser-windowed sinc interpolation.
+"""Kaiser-windowed sinc interpolation of sources and receivers between cell centres.
 
 Hicks, "Arbitrary source and receiver positioning in finite-difference schemes using Kaiser windowed
 sinc functions", Geophysics 67 (2002).
@@ -16,15 +16,16 @@ from mpigrad.waves.absorbing import WaveTile
 __all__ = ["PointTable", "point_table"]
 
 _HALF_WIDTH = 4
-_SHAPE = 6.31  # of the Kaiser window: for at least four cells per wavelength (Hicks's table 1)
+_SHAPE = 6.31  # of the Kaiser window, for at least four cells per wavelength (Hicks, table 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PointTable:
     """This rank's cells around each of n points, in compressed rows.
 
-    Point p takes weights[k] of cell cells[k] for k in starts[p] to starts[p + 1]; `cells` number
-    this rank's wave tile in C order. All ranks' rows together have the whole of each point.
+    Point p is the sum of weights[k] times the value in cell cells[k] for k from starts[p] to
+    starts[p + 1]. `cells` are indices into this rank's wave tile in C order. The sum over all ranks
+    gives the value at the point.
     """
 
     starts: Int[np.ndarray, " n1"]
@@ -33,7 +34,7 @@ class PointTable:
 
     @property
     def points(self) -> Int[np.ndarray, " k"]:
-        """The point that each cell and weight is for."""
+        """Index of the point of each cell and weight."""
         return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
 
 
@@ -43,20 +44,20 @@ def point_table(
     what: str = "points",
     offset: tuple[float, float] = (0.0, 0.0),
 ) -> PointTable:
-    """The cells and weights of points anywhere in the model.
+    """Return the cells and weights of points anywhere in the model.
 
     Along each axis the weight of a cell x cells away is sinc(x) w(x), with a Kaiser window w of
-    half width 4. A point on a cell centre has that cell alone, with weight 1. Cells of absorbing
-    layers take part; beyond them, or beyond a side without a layer, the field is zero.
+    half width 4. A point on a cell centre uses that cell only, with weight 1. Cells of absorbing
+    layers are used too. Beyond them, or beyond a side without a layer, the field is zero.
 
     Parameters
     ----------
     points
         Coordinates in the unit of the grid's spacing.
     what
-        What an error calls them.
+        Name of the points in errors.
     offset
-        Where the values stand that are interpolated, in cells from the cell centres.
+        Place of the interpolated values, in cells from the cell centres.
 
     Raises
     ------
@@ -69,30 +70,30 @@ def point_table(
     if outside.any():
         first = int(np.argmax(outside))
         raise ValueError(
-            f"waves: {int(outside.sum())} of {len(points)} {what} lie outside the model, number "
-            f"{first} at {tuple(float(x) for x in points[first])}; the model reaches from (0, 0) "
-            f"to {tuple(float(x) for x in size)}"
+            f"mpigrad.waves: {int(outside.sum())} of {len(points)} {what} lie outside the model, "
+            f"the first has index {first} and is at {tuple(float(x) for x in points[first])}. The "
+            f"model reaches from (0, 0) to {tuple(float(x) for x in size)}. Move them into it."
         )
     axes = [_along(points[:, axis], tile, axis, offset[axis]) for axis in range(2)]
     (i, wi), (j, wj) = axes
     weights = wi[:, :, None] * wj[:, None, :]
     cells = i[:, :, None] * tile.shape[1] + j[:, None, :]
-    mine = weights != 0
-    counts = mine.reshape(len(points), -1).sum(axis=1)
-    return PointTable(np.concatenate([[0], np.cumsum(counts)]), cells[mine], weights[mine])
+    used = weights != 0
+    counts = used.reshape(len(points), -1).sum(axis=1)
+    return PointTable(np.concatenate([[0], np.cumsum(counts)]), cells[used], weights[used])
 
 
 def _along(
     coordinates: np.ndarray, tile: WaveTile, axis: int, offset: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cells (n, 8) of this rank's tile and their weights along an axis; weight 0 elsewhere."""
+    """Return cells (n, 8) and their weights along an axis, 0 for cells outside this rank's tile."""
     place = coordinates / tile.grid.spacing[axis] - 0.5 - offset
     place = np.where(np.abs(place - np.rint(place)) < 1e-9, np.rint(place), place)
     first = np.floor(place).astype(int) - _HALF_WIDTH + 1
     cells = first[:, None] + np.arange(2 * _HALF_WIDTH)
     x = cells - place[:, None]
     window = np.i0(_SHAPE * np.sqrt(np.maximum(1 - (x / _HALF_WIDTH) ** 2, 0))) / np.i0(_SHAPE)
-    # sinc of a whole number is rounded, not zero
+    # np.sinc of a whole number is not exactly zero
     weights = np.where(x == np.rint(x), x == 0, np.sinc(x)) * window
     local = cells - tile.origin[axis]
     inside = (local >= 0) & (local < tile.shape[axis])

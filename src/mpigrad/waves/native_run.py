@@ -1,14 +1,14 @@
-"""Runs of waves, described to the native library."""
+"""Descriptions of runs for the native library."""
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import os
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -18,112 +18,216 @@ from mpigrad.runtime.native import library
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.interpolation import PointTable
 
-__all__ = ["Run", "default_memory", "has_openmp"]
+__all__ = [
+    "AcousticSettings",
+    "ElasticSettings",
+    "Run",
+    "RunDescription",
+    "RunSettings",
+    "default_memory",
+    "has_openmp",
+]
 
-ACOUSTIC, ELASTIC = 0, 1  # numbers of the physics (native/waves/waves.cc)
+_DESCRIPTION_VERSION = 1  # native/waves/description.h
+
+
+class RunDescription(ctypes.Structure):
+    """The description of a run, as native/waves/description.h lays it out."""
+
+    _fields_ = (
+        ("version", ctypes.c_int64),
+        ("size", ctypes.c_int64),
+        ("physics", ctypes.c_int64),
+        ("slot", ctypes.c_int64),
+        ("cells", ctypes.c_int64 * 2),
+        ("layers", ctypes.c_int64 * 4),
+        ("neighbors", ctypes.c_int64 * 4),
+        ("reach", ctypes.c_int64),
+        ("steps", ctypes.c_int64),
+        ("shots", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("checkpoints", ctypes.c_int64),
+        ("memory", ctypes.c_int64),
+        ("fingerprint", ctypes.c_int64),
+        ("dt", ctypes.c_double),
+        ("hx", ctypes.c_double),
+        ("hy", ctypes.c_double),
+        ("stable_length", ctypes.c_double),
+        ("source_kind", ctypes.c_int64),
+        ("receivers", ctypes.c_int64),
+        ("n_components", ctypes.c_int64),
+        ("component_kinds", ctypes.POINTER(ctypes.c_int64)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """The settings of a run that do not depend on the physics.
+
+    Attributes
+    ----------
+    reach
+        Number of cells that the stencil reaches into a neighbouring tile.
+    checkpoints
+        As `checkpoints.checkpoint_code` encodes them.
+    memory
+        In bytes. None stands for `default_memory()`.
+    fingerprint
+        A hash of at most 48 bits, the same on all ranks that do the same run.
+    dt
+        Time step in s.
+    """
+
+    reach: int
+    steps: int
+    shots: int
+    threads: int
+    checkpoints: int
+    memory: int | None
+    fingerprint: int
+    dt: float
+
+
+@dataclasses.dataclass(frozen=True)
+class AcousticSettings:
+    """The settings of acoustic waves: the largest stable time step times the largest velocity."""
+
+    stable_length: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticSettings:
+    """The settings of elastic waves.
+
+    Attributes
+    ----------
+    source_kind, component_kinds
+        Kinds of the driven field and of the recorded ones (native/waves/elastic.h).
+    receivers
+        Number of receivers of each component.
+    """
+
+    source_kind: int
+    component_kinds: tuple[int, ...]
+    receivers: int
 
 
 class Run:
-    """All that the native time loop takes beside its arrays; a static parameter of programs.
+    """A run of the native time loop: all its inputs but the arrays. A static parameter of programs.
 
     Parameters
     ----------
-    physics
-        Its number.
-    reach
-        Cells that its stencil reaches.
-    settings
-        steps, shots, threads, checkpoints (`checkpoints.native_number`) and memory, in this order.
-    fingerprint
-        A number of at most 48 bits that is equal on ranks which do the same.
-    reals
-        dt, and the physics's own numbers.
     profiles
-        Of the physics, along x or y.
+        Profiles of the absorbing layers along x or y, as the physics needs them.
     tables
-        Of sources and receivers: (shots, points of a shot, table).
+        Tables of the sources and of the receivers: (shots, points of a shot, table).
     shapes
-        The arrays of a state: their shapes after the axis of shots.
+        Shapes of the arrays of a state, without their axis of shots.
     gathers
         Shape of the gathers.
+
+    Raises
+    ------
+    ImportError
+        If the native library was built for another version of mpigrad.
     """
 
     def __init__(
         self,
-        physics: int,
         tile: WaveTile,
+        settings: RunSettings,
+        physics: AcousticSettings | ElasticSettings,
         *,
-        reach: int,
-        settings: tuple[int, int, int, int, int],
-        fingerprint: int,
-        reals: Sequence[float],
         profiles: Sequence[np.ndarray],
         tables: Sequence[tuple[int, int, PointTable]],
         shapes: Sequence[tuple[int, ...]],
         gathers: tuple[int, ...],
     ) -> None:
         self.comm: Communicator = tile.grid.comm
-        self.shapes = tuple((settings[1], *shape) for shape in shapes)
+        self.shapes = tuple((settings.shots, *shape) for shape in shapes)
         self.gathers = gathers
-        self.programs: dict = {}  # eager ones go with their run
-        ranks = {(face.axis, face.step): face.rank for face in tile.faces}
-        numbers = [
-            physics,
-            self.comm.slot,
-            *tile.grid.local_shape,
-            *tile.extension[0],
-            *tile.extension[1],
-            *(ranks.get((axis, step), -1) for axis in range(2) for step in (-1, 1)),
-            reach,
-            *settings,
-            fingerprint,
-        ]
-        dt, *own = reals
+        self.programs: dict = {}  # eager programs are freed with their run
         lib = _library()
-        threads = settings[2]
-        if threads > 1 and self.comm.rank == 0 and not has_openmp(lib):
+        if settings.threads > 1 and self.comm.rank == 0 and not has_openmp(lib):
             warnings.warn(
-                f"mpigrad: waves run on one thread of each rank, not on {threads}: the native "
-                "library was built without OpenMP. Build mpigrad with a compiler that has it.",
+                f"mpigrad.waves: expected {settings.threads} threads on each rank, but the native "
+                "library was built without OpenMP and runs on one thread of each rank. Build "
+                "mpigrad with a compiler that has OpenMP.",
                 stacklevel=2,
             )
-        self.number: int = lib.mpigrad_waves_create(
-            *_array(numbers, np.int64), *_array([dt, *tile.grid.spacing, *own], np.float64)
-        )
-        assert self.number, "the native library takes other numbers"
+        self.id = _create(lib, _describe(tile, settings, physics))
         for profile in profiles:
-            lib.mpigrad_waves_profile(self.number, *_array(profile, np.float64))
+            values = np.ascontiguousarray(profile, np.float64)
+            lib.mpigrad_waves_profile(self.id, values, values.size)
         for shots, points, table in tables:
             starts, cells = (np.ascontiguousarray(a, np.int64) for a in (table.starts, table.cells))
             weights = np.ascontiguousarray(table.weights, np.float64)
-            lib.mpigrad_waves_points(
-                self.number, shots, points, *(_pointer(a) for a in (starts, cells, weights))
-            )
-        weakref.finalize(self, lib.mpigrad_waves_free, self.number)
+            pointers = (ctypes.c_void_p(a.ctypes.data) for a in (starts, cells, weights))
+            lib.mpigrad_waves_points(self.id, shots, points, *pointers)
+        weakref.finalize(self, lib.mpigrad_waves_free, self.id)
+
+
+def _describe(
+    tile: WaveTile, settings: RunSettings, physics: AcousticSettings | ElasticSettings
+) -> RunDescription:
+    ranks = {(face.axis, face.step): face.rank for face in tile.faces}
+    sides = [(axis, step) for axis in range(2) for step in (-1, 1)]
+    d = RunDescription(
+        version=_DESCRIPTION_VERSION,
+        size=ctypes.sizeof(RunDescription),
+        physics=int(isinstance(physics, ElasticSettings)),
+        slot=tile.grid.comm.slot,
+        cells=tile.grid.local_shape,
+        layers=(*tile.extension[0], *tile.extension[1]),
+        neighbors=tuple(ranks.get(side, -1) for side in sides),
+        reach=settings.reach,
+        steps=settings.steps,
+        shots=settings.shots,
+        threads=settings.threads,
+        checkpoints=settings.checkpoints,
+        memory=default_memory() if settings.memory is None else settings.memory,
+        fingerprint=settings.fingerprint,
+        dt=settings.dt,
+        hx=tile.grid.spacing[0],
+        hy=tile.grid.spacing[1],
+    )
+    if isinstance(physics, AcousticSettings):
+        d.stable_length = physics.stable_length
+    else:
+        d.source_kind = physics.source_kind
+        d.receivers = max(physics.receivers, 1)
+        d.n_components = len(physics.component_kinds)
+        d.component_kinds = (ctypes.c_int64 * d.n_components)(*physics.component_kinds)
+    return d
+
+
+def _create(lib: ctypes.CDLL, description: RunDescription) -> int:
+    """Create a run in the native library and return its id."""
+    run_id = ctypes.c_int64()
+    error = lib.mpigrad_waves_create_run(ctypes.byref(description), ctypes.byref(run_id))
+    if error is not None:
+        raise ImportError(
+            "mpigrad.waves: the native library was built for another version of mpigrad: "
+            f"{error.decode()}. Build it again with `make setup`, or `pip install .`."
+        )
+    return run_id.value
 
 
 def has_openmp(lib: ctypes.CDLL) -> bool:
-    """Whether a native library was built with OpenMP: with its run-time library come its names."""
+    """Return whether a native library links the run-time library of OpenMP."""
     return hasattr(lib, "omp_get_num_threads")
-
-
-def _pointer(a: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(a.ctypes.data)
-
-
-def _array(values: Any, dtype: type) -> tuple[np.ndarray, int]:
-    a = np.ascontiguousarray(values, dtype)
-    return a, a.size
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
     lib = library()
-    integers = np.ctypeslib.ndpointer(np.int64, flags="C")
     reals = np.ctypeslib.ndpointer(np.float64, flags="C")
     size, data = ctypes.c_int64, ctypes.c_void_p
-    lib.mpigrad_waves_create.argtypes = [integers, size, reals, size]
-    lib.mpigrad_waves_create.restype = size
+    lib.mpigrad_waves_create_run.argtypes = [
+        ctypes.POINTER(RunDescription),
+        ctypes.POINTER(ctypes.c_int64),
+    ]
+    lib.mpigrad_waves_create_run.restype = ctypes.c_char_p
     lib.mpigrad_waves_profile.argtypes = [size, reals, size]
     lib.mpigrad_waves_points.argtypes = [size, size, size, data, data, data]
     lib.mpigrad_waves_free.argtypes = [size]
@@ -132,11 +236,11 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def default_memory() -> int:
-    """Half of what this host can spare for each of its ranks, in bytes."""
+    """Return half of the memory that is available to each rank of this host, in bytes."""
     try:
         with open("/proc/meminfo") as lines:
-            found = dict(line.split(":") for line in lines)
-        spare = int(found["MemAvailable"].split()[0]) * 1024
+            sizes = dict(line.split(":") for line in lines)
+        spare = int(sizes["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         spare = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -144,12 +248,12 @@ def default_memory() -> int:
             with open(path) as text:
                 spare = min(spare, int(text.read()))
         except (OSError, ValueError):
-            pass  # no limit
+            pass  # memory is not limited
     return spare // 2 // _ranks_of_this_host()
 
 
 def _ranks_of_this_host() -> int:
-    """From the launcher, so that no message is needed; all ranks where it does not say."""
+    """Return the number of ranks on this host as the launcher gives it, else that of all ranks."""
     for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE"):
         if os.environ.get(name, "").isdigit():
             return max(1, int(os.environ[name]))

@@ -1,10 +1,11 @@
 """The native time loops of waves as JAX primitives: a run, its tangent, its adjoint.
 
-Each is one operation in the order of the program's messages, with all steps of all shots and the
-exchange of halos inside. Operands of a run: the models, the sources' amplitudes, the state (none
-for waves at rest), and the carrier; results: this rank's share of the gathers, a ticket, and the
-last state. The ticket names what the run leaves for its adjoint in this process's memory; where
-that is gone (memory is limited), the adjoint computes the run again.
+Each is one operation in the order of the program's messages. It does all steps of all shots and
+exchanges the halos. The operands of a run are the models, the amplitudes of the sources, the state
+(no operands for waves at rest) and the carrier. The results are this rank's share of the gathers,
+a ticket and the last state. The ticket is the id of the history that the run stores for its adjoint
+in this process. Memory is limited: if the history was dropped, the adjoint computes the run
+again.
 """
 
 from __future__ import annotations
@@ -34,16 +35,18 @@ _TICKET = ShapedArray((), np.dtype("int32"))
 def propagate(
     run: Run, models: Sequence[Any], amplitudes: Any, state: Sequence[Any] | None
 ) -> tuple[Any, list[Any]]:
-    """This rank's share of the gathers (their sum over ranks is the gathers), and the last state.
+    """Return this rank's share of the gathers and the last state.
+
+    The sum of the shares over all ranks is the gathers.
 
     Parameters
     ----------
     models
-        This rank's tiles, without absorbing layers, of one dtype with all other arrays.
+        This rank's tiles without absorbing layers, of the same dtype as all other arrays.
     amplitudes
-        Of the sources: (n_shots, n_sources, steps).
+        Amplitudes of the sources, shape (n_shots, n_sources, steps).
     state
-        The fields as `run.shapes` has them; None: at rest.
+        Fields of the shapes `run.shapes`. None for waves at rest.
     """
     gathers, _, *last = run_p.bind(
         *models,
@@ -66,7 +69,7 @@ def _primitive(name: str, shapes: Callable[..., list[ShapedArray]]) -> Primitive
     def attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
         return {
             "site": params["site"],
-            "setup": params["run"].number,
+            "setup": params["run"].id,
             "rest": int(params["rest"]),
             "save": int(params["save"]),
         }
@@ -77,7 +80,7 @@ def _primitive(name: str, shapes: Callable[..., list[ShapedArray]]) -> Primitive
         )
 
     def batch(args: Any, dims: Any, **params: Any) -> Any:
-        # Each member is a run of its own: it may have a model of its own.
+        # Each member is a separate run, because it may have its own model.
         n = next(v.shape[d] for v, d in zip(args, dims, strict=True) if d is not None)
         members = [
             primitive.bind(
@@ -127,13 +130,13 @@ tangent_p = _primitive("tangent", _tangent_shapes)
 adjoint_p = _primitive("adjoint", _adjoint_shapes)
 
 
-def _apply(known: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """The tangents of all results; `known` are the operands, the ticket and the carrier."""
-    *operands, ticket, link = known
+def _apply(residuals: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Return the tangents of all results. Residuals are the operands, ticket and carrier."""
+    *operands, ticket, link = residuals
     *moved, ta = tangents
     filled = []
     for x, tx in zip(operands, moved, strict=True):
-        # Inactive here, perhaps active elsewhere: the run takes place all the same.
+        # The operand may be active on other ranks: this rank takes part in any case.
         aval = jax.typeof(x)
         if type(tx) is not _Zero:
             filled.append(tx if type(ta) is _Zero else tx + opaque_zero(ta, aval))
@@ -146,22 +149,26 @@ def _apply(known: Sequence[Any], tangents: Sequence[Any], params: dict[str, Any]
 
 
 def _differentiate(primals: Sequence[Any], params: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """The results, and what the tangent map needs."""
+    """Return the results and the residuals of the tangent map."""
     *operands, a = primals
     gathers, ticket, *last = run_p.bind(*primals, **params)
-    # The tangent's carrier depends on the results, so that it is active wherever they are.
+    # The tangent's carrier depends on the results, so it is active whenever they are.
     return [gathers, ticket, *last], [*operands, ticket, a + opaque_zero(gathers, CARRIER)]
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    results, known = _differentiate(primals, params)
-    return results, _apply(known, tangents, params)
+    results, residuals = _differentiate(primals, params)
+    return results, _apply(residuals, tangents, params)
 
 
 def _linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
-    results, known = _differentiate(primals, {**params, "save": bool(is_vjp)})
+    results, residuals = _differentiate(primals, {**params, "save": bool(is_vjp)})
     active = [True, False, *(True for _ in results[2:])]
-    return results, active, known, lambda known, *tangents: _apply(known, tangents, params)
+
+    def tangent(residuals: Sequence[Any], *tangents: Any) -> list[Any]:
+        return _apply(residuals, tangents, params)
+
+    return results, active, residuals, tangent
 
 
 def _transpose(cotangents: Any, *args: Any, run: Run, models: int, **params: Any) -> list[Any]:
@@ -169,14 +176,15 @@ def _transpose(cotangents: Any, *args: Any, run: Run, models: int, **params: Any
     operands, ticket, moved, a = args[:n], args[n], args[n + 1 : -1], args[-1]
     cts = [ad.instantiate_zeros(ct) for ct in cotangents]
     params = {**params, "site": -abs(params["site"])}
-    found = adjoint_p.bind(*operands, ticket, *cts, a, run=run, models=models, **params)
-    back = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(found, moved, strict=True)]
+    back = adjoint_p.bind(*operands, ticket, *cts, a, run=run, models=models, **params)
+    back = [ct if ad.is_undefined_primal(x) else None for ct, x in zip(back, moved, strict=True)]
     return [None] * (n + 1) + back + [None]
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
-        "waves: second derivatives of native runs; take method='xla' for them"
+        "mpigrad.waves: second derivatives of the native kernels (method='native') are not "
+        "available. Use method='xla'."
     )
 
 

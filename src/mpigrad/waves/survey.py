@@ -1,4 +1,4 @@
-"""Where a survey's shots are fired and its receivers stand."""
+"""Positions of the sources and receivers of a survey."""
 
 from __future__ import annotations
 
@@ -14,23 +14,36 @@ __all__ = ["Survey"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Survey:
-    """The sources and the receivers of a number of shots, the same on every rank.
+    """Positions of the sources and receivers of one or more shots, the same on every rank.
 
-    Coordinates are those of `Grid.centers()`: in the unit of the grid's spacing, from its first
-    corner. Points need not be cell centres. A survey is compared by identity: make it once, not
-    inside the function that is differentiated or jitted.
+    Coordinates are those of `Grid.centers()`, measured from the grid's first corner in the unit of
+    its spacing. Points may lie between cell centres. Surveys are compared by identity, so make a
+    survey once, outside functions that are differentiated or jitted.
 
     Parameters
     ----------
     sources
         Shape (n_shots, n_sources, 2).
     receivers
-        Shape (n_shots, n_receivers, 2), or (1, n_receivers, 2) for the same ones in every shot.
+        Shape (n_shots, n_receivers, 2), or (1, n_receivers, 2) if all shots have the same ones.
 
     Raises
     ------
     ValueError
-        If a shape is another, a coordinate is not finite, or there is no shot.
+        If a shape is not as above, a coordinate is not finite, or the number of shots is 0.
+
+    Examples
+    --------
+    Two shots with one source each. Three receivers record both of them:
+
+    >>> import numpy as np
+    >>> from mpigrad.waves import Survey
+    >>> survey = Survey(
+    ...     sources=np.array([[[120.0, 15.0]], [[480.0, 15.0]]]),
+    ...     receivers=np.array([[[100.0, 15.0], [300.0, 15.0], [500.0, 15.0]]]),
+    ... )
+    >>> survey.n_shots, survey.n_sources, survey.n_receivers
+    (2, 1, 3)
     """
 
     sources: Float[np.ndarray, "shots sources 2"]
@@ -38,23 +51,25 @@ class Survey:
 
     def __post_init__(self) -> None:
         for name in ("sources", "receivers"):
-            # A copy: programs are compiled for these coordinates.
+            # Copied, because programs are compiled for these coordinates.
             points = np.array(getattr(self, name), np.float64)
             if points.ndim != 3 or points.shape[2] != 2:
                 raise ValueError(
-                    f"mpigrad.waves.Survey: {name} has shape {points.shape}; give "
-                    f"(shots, {name}, 2)"
+                    f"Survey: expected {name} of shape (shots, {name}, 2), got shape "
+                    f"{points.shape}. Give one point (x, y) for each of the {name} of each shot."
                 )
             if not np.isfinite(points).all():
-                raise ValueError(f"mpigrad.waves.Survey: {name} has NaN or infinity")
+                raise ValueError(
+                    f"Survey: {name} contain NaN or infinity. Give finite coordinates."
+                )
             points.flags.writeable = False
             object.__setattr__(self, name, points)
         if self.n_shots == 0:
-            raise ValueError("mpigrad.waves.Survey: there is no shot")
+            raise ValueError("Survey: expected at least one shot, got 0. Give at least one source.")
         if self.receivers.shape[0] not in (1, self.n_shots):
             raise ValueError(
-                f"mpigrad.waves.Survey: receivers for {self.receivers.shape[0]} shots, "
-                f"sources for {self.n_shots}; give one set of receivers, or one for each shot"
+                f"Survey: got receivers of {self.receivers.shape[0]} shots and sources of "
+                f"{self.n_shots} shots. Give one set of receivers, or one set for each shot."
             )
 
     @property
@@ -73,7 +88,7 @@ class Survey:
         return self.receivers.shape[1]
 
     def digest(self) -> int:
-        """A number that tells surveys apart, the same on every rank."""
+        """Return a hash of 48 bits of all coordinates."""
         text = repr((self.sources.shape, self.receivers.shape)).encode()
         data = text + self.sources.tobytes() + self.receivers.tobytes()
         return int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big")

@@ -14,22 +14,39 @@ __all__ = ["low_pass_gain", "ricker"]
 def ricker(
     frequency: float, steps: int, dt: float, peak_time: float | None = None
 ) -> Float[np.ndarray, " steps"]:
-    """Ricker's wavelet (1 - 2 a) exp(-a), a = (pi f (t - t0))^2, at t = 0, dt, 2 dt, ...
+    """Return a Ricker wavelet sampled at t = 0, dt, 2 dt, ...
+
+    The wavelet is (1 - 2 a) exp(-a) with a = (pi f (t - t0))^2.
 
     Parameters
     ----------
     frequency
-        Of the spectrum's peak, in Hz; the spectrum is below a hundredth of it beyond about
-        2.7 times that.
+        Frequency f of the peak of the spectrum, in Hz. Beyond about 2.7 f the spectrum is below a
+        hundredth of the peak.
     steps
         Number of samples.
     dt
-        Between samples, in s.
+        Time between samples, in s.
     peak_time
-        t0, in s; 1.5 / frequency if not given, where the wavelet starts at 1e-8 of its peak.
+        t0 in s. Default: 1.5 / frequency, for which the wavelet starts at 1e-8 of its peak.
+
+    Raises
+    ------
+    ValueError
+        If `frequency` or `dt` is not positive.
+
+    Examples
+    --------
+    >>> from mpigrad.waves import ricker
+    >>> wavelet = ricker(15.0, steps=150, dt=2e-3)
+    >>> wavelet.shape, int(wavelet.argmax())
+    ((150,), 50)
     """
     if not (frequency > 0 and math.isfinite(frequency) and dt > 0):
-        raise ValueError(f"ricker: frequency {frequency} Hz and dt {dt} s must be positive")
+        raise ValueError(
+            f"ricker: frequency and dt must be positive, got {frequency} Hz and {dt} s. Give a "
+            "positive peak frequency and time step."
+        )
     t = np.arange(steps) * dt - (1.5 / frequency if peak_time is None else peak_time)
     a = (math.pi * frequency * t) ** 2
     return (1 - 2 * a) * np.exp(-a)
@@ -38,10 +55,10 @@ def ricker(
 def low_pass_gain(
     corner: float, samples: int, dt: float, order: int = 4
 ) -> Float[np.ndarray, " frequencies"]:
-    """Gain of a zero-phase Butterworth low pass at the frequencies of `rfft` of `samples` samples.
+    """Return the gain of a zero-phase Butterworth low pass at the frequencies of `np.fft.rfftfreq`.
 
-    The squared magnitude of the filter of that order, 1 / (1 + (f / corner)^(2 order)): what
-    filtering forwards and backwards in time amounts to. The corner, in Hz, is where it is 1/2.
+    Filtering forwards and backwards in time multiplies the spectrum by the squared magnitude of the
+    filter, 1 / (1 + (f / corner)^(2 order)). It is 1/2 at the corner frequency, in Hz.
     """
     frequencies = np.fft.rfftfreq(samples, dt)
     return 1 / (1 + (frequencies / corner) ** (2 * order))

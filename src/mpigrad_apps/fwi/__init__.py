@@ -1,8 +1,8 @@
-"""Full-waveform inversion: the model of the ground whose waves are those that were recorded.
+"""Full-waveform inversion: find the model of the ground that explains recorded waves.
 
-The misfit between predicted and recorded gathers is reduced by L-BFGS over one value per cell or
-over the weights of a neural network, with gradients through all time steps, on shots that groups
-of ranks share and models that the ranks of a group divide.
+L-BFGS reduces the misfit between predicted and recorded gathers, with gradients through all time
+steps. The unknowns are one value per cell or the weights of a neural network. Groups of ranks share
+the shots, and the ranks of a group divide the model.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,10 @@ from mpigrad import _lazy
 
 if TYPE_CHECKING:
     from mpigrad_apps.fwi.estimation import run as run
+    from mpigrad_apps.fwi.inputs import Inputs as Inputs
+    from mpigrad_apps.fwi.inputs import read_inputs as read_inputs
     from mpigrad_apps.fwi.inversion import Inversion as Inversion
+    from mpigrad_apps.fwi.inversion import LossWeights as LossWeights
     from mpigrad_apps.fwi.inversion import prepare_inversion as prepare_inversion
     from mpigrad_apps.fwi.misfit import Misfit as Misfit
     from mpigrad_apps.fwi.misfit import make_misfit as make_misfit
@@ -24,7 +27,9 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "CellValues": "parametrization",
+    "Inputs": "inputs",
     "Inversion": "inversion",
+    "LossWeights": "inversion",
     "Misfit": "misfit",
     "NetworkValues": "parametrization",
     "Parametrization": "parametrization",
@@ -33,6 +38,7 @@ _NAMES = {
     "Unknown": "parametrization",
     "prepare_inversion": "inversion",
     "make_misfit": "misfit",
+    "read_inputs": "inputs",
     "run": "estimation",
 }
 

@@ -1,9 +1,10 @@
-"""A run from settings to report."""
+"""A run of an inversion, from settings to report."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import pathlib
 import time
 from typing import Any
 
@@ -26,45 +27,45 @@ __all__ = ["run"]
 
 
 def run(settings: Settings, comm: Communicator | None = None) -> Result:
-    """Find the model, showing the progress, and write the report (collective).
+    """Find the model, show the progress, and write the report (collective).
 
-    Writes into `settings.out`: report.html and its pictures, fields.zarr (found, start and true
-    fields), model.npz (what `--initial` and `--model` read), which is on disk, whole, every few
-    seconds from the beginning, history.jsonl, settings.json and restart/. When asked to stop
-    (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the iteration it is in and
-    writes everything; with `settings.resume` it goes on from there.
+    The files in `settings.out` are report.html and its pictures, fields.zarr (result, start and
+    true fields), model.npz (for `--initial` and `--model`), history.jsonl, settings.json and
+    restart/. model.npz is replaced by the current model every few seconds. If the run is stopped
+    (SIGTERM, SIGINT, SIGUSR1, or Ctrl-C of the launcher), it ends after the current iteration and
+    writes everything. With `settings.resume` it continues from there.
 
     Raises
     ------
     ValueError, OSError, RuntimeError
-        On every rank, before the training, where settings, files or the time step make no sense.
+        On every rank, before the training, if settings, files or the time step are not valid.
     """
     comm = resolve(comm)
     with jax.enable_x64(True):
         problem = prepare_inversion(settings, comm)
         prepare(settings, settings.out, comm)
         if comm.rank == 0:
-            announcement = problem.team.announcement("fwi", problem.experiment.n_shots)
-            unknown = sum(leaf.size for leaf in jax.tree.leaves(problem.parametrization.first(0)))
-            print(f"{announcement}, {unknown} unknowns", flush=True)
-        begun = time.monotonic()
-        trained = _stages(problem, comm)
-        seconds = time.monotonic() - begun
-        result = _result(problem, trained, seconds)
+            summary = problem.group.summary("fwi", problem.experiment.n_shots)
+            unknown = sum(leaf.size for leaf in jax.tree.leaves(problem.parametrization.initial(0)))
+            print(f"{summary}, {unknown} unknowns", flush=True)
+        started = time.monotonic()
+        trained = _stages(problem, settings, comm)
+        seconds = time.monotonic() - started
+        result = _result(problem, settings, trained, seconds)
         write_outputs(problem, result)
     return result
 
 
-def _stages(problem: Inversion, comm: Communicator) -> Trained:
-    """From low frequencies to all of them, each stage from where the one before has led."""
-    settings, values = problem.settings, problem.parametrization
+def _stages(problem: Inversion, settings: Settings, comm: Communicator) -> Trained:
+    """Train from low to all frequencies. Each stage starts at the result of the stage before."""
+    values = problem.parametrization
     corners = (*settings.frequencies, None)
-    parameters, trained = values.first(settings.seed), None
+    parameters, trained = values.initial(settings.seed), None
     begin(settings.out, comm, settings.resume)
-    for number, corner in enumerate(corners):
+    for stage, corner in enumerate(corners):
         if comm.rank == 0 and len(corners) > 1:
             band = "all frequencies" if corner is None else f"below {corner:g} Hz"
-            print(f"fwi: stage {number + 1} of {len(corners)}: {band}", flush=True)
+            print(f"fwi: stage {stage + 1} of {len(corners)}: {band}", flush=True)
         trained = train(
             functools.partial(problem.loss_share, problem.misfit(corner)),
             parameters,
@@ -72,11 +73,11 @@ def _stages(problem: Inversion, comm: Communicator) -> Trained:
             comm,
             memory=settings.memory,
             out=settings.out,
-            save=functools.partial(_save, problem),
-            error=None if problem.truth is None else problem.error,  # type: ignore[arg-type]
-            stage=number,
-            about=_about(values, problem.digest) | {"low pass": corner},
-            advice="is the start a model that this time step is stable for (--dt, --initial)?",
+            save=functools.partial(_save, problem, settings.out),
+            error=None if problem.inputs.truth is None else problem.error,  # type: ignore[arg-type]
+            stage=stage,
+            about=_run_identity(values, problem.digest) | {"low pass": corner},
+            advice="Check that the time step is stable for the start (--dt, --initial).",
         )
         parameters = trained.parameters
         if trained.stopped:
@@ -85,8 +86,8 @@ def _stages(problem: Inversion, comm: Communicator) -> Trained:
     return trained
 
 
-def _about(values: Parametrization, objective: str) -> dict[str, Any]:
-    """What a run must have in common with the one from whose saves it goes on."""
+def _run_identity(values: Parametrization, objective: str) -> dict[str, Any]:
+    """Return the values that a run and the saves that it resumes from must have in common."""
     digest = hashlib.sha256(values.active.tobytes())
     for unknown in values.unknowns:
         digest.update(unknown.start.tobytes())
@@ -100,28 +101,28 @@ def _about(values: Parametrization, objective: str) -> dict[str, Any]:
     }
 
 
-def _save(problem: Inversion, parameters: Any) -> None:
+def _save(problem: Inversion, out: pathlib.Path, parameters: Any) -> None:
     everywhere = slice(None), slice(None)
     fields = problem.parametrization.fields(parameters, everywhere)
     arrays: dict[str, Any] = {"spacing": np.asarray(problem.experiment.spacing), **fields}
-    write_whole(problem.settings.out / "model.npz", lambda file: np.savez(file, **arrays))
+    write_whole(out / "model.npz", lambda file: np.savez(file, **arrays))
 
 
-def _result(problem: Inversion, trained: Trained, seconds: float) -> Result:
-    values, comm, group = problem.parametrization, problem.team.comm, problem.grid.comm
-    first = values.first(problem.settings.seed)
+def _result(problem: Inversion, settings: Settings, trained: Trained, seconds: float) -> Result:
+    values, comm, group = problem.parametrization, problem.group.comm, problem.grid.comm
+    first = values.initial(settings.seed)
     predict = mpigrad.jit(lambda parameters: problem.predict(problem.tiles(parameters)))
     start, end = (np.asarray(predict(p)) for p in (first, trained.parameters))
-    measure = problem.misfit(None)
+    misfit = problem.misfit(None)
     misfits = [
-        comm.mpi.allreduce(float(measure.of_group(jnp.asarray(d))) if group.rank == 0 else 0.0)
+        comm.mpi.allreduce(float(misfit.group_share(jnp.asarray(d))) if group.rank == 0 else 0.0)
         for d in (start, end)
     ]
     errors = [problem.error(p) for p in (first, trained.parameters)]
     everywhere = slice(None), slice(None)
     fields = jax.tree.map(np.asarray, values.fields(trained.parameters, everywhere))
     return Result(
-        problem.settings,
+        settings,
         trained.parameters,
         fields,
         trained.history,
@@ -130,5 +131,5 @@ def _result(problem: Inversion, trained: Trained, seconds: float) -> Result:
         None if errors[0] is None or errors[1] is None else (errors[0], errors[1]),
         (start, end),
         seconds,
-        problem.settings.out / "report.html",
+        settings.out / "report.html",
     )

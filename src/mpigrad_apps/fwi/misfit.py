@@ -14,15 +14,15 @@ from mpigrad.waves.wavelets import low_pass_gain
 
 __all__ = ["Misfit", "low_pass", "make_misfit"]
 
-_WEAKEST = 1e-3  # of the largest norm of a shot or trace: what is weaker is divided by this
+_SMALLEST_NORM = 1e-3  # relative to the largest norm of a shot or trace
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Misfit:
-    """Sum ((F p - F d) w)^2 / sum (F d w)^2 over all shots, receivers and times.
+    """The misfit sum ((F p - F d) w)^2 / sum (F d w)^2 over all shots, receivers and times.
 
-    F is the low pass of the stage. It is applied to what is predicted and to what was recorded:
-    propagation is linear in the wavelet and does not depend on when, so that this is the misfit of
+    F is the low pass of the stage. It is applied to the predicted gathers p and to the recorded
+    gathers d. Propagation is linear in the wavelet and invariant in time, so this is the misfit of
     filtered data and a filtered wavelet, without the errors at the ends of filtered data.
 
     Attributes
@@ -34,7 +34,7 @@ class Misfit:
     norm
         The denominator.
     corner
-        Of F in Hz; None: no filter.
+        Corner frequency of F in Hz, None for no filter.
     dt
         Time step in s.
     """
@@ -45,10 +45,10 @@ class Misfit:
     corner: float | None
     dt: float
 
-    def of_group(
+    def group_share(
         self, predicted: Float[Array, "shots components receivers steps"]
     ) -> Float[Array, ""]:
-        """What the group's shots contribute; differentiable. d = 0 would have the misfit 1."""
+        """Return the group's share of the misfit. Differentiable. The misfit of p = 0 is 1."""
         predicted = predicted.astype(self.recorded.dtype)
         filtered = low_pass(predicted, self.corner, self.dt)
         return jnp.sum((filtered * self.weights - self.recorded) ** 2) / self.norm
@@ -62,15 +62,15 @@ def make_misfit(
     comm: Communicator,
     group: Communicator,
 ) -> Misfit:
-    """The misfit of one stage (collective over `comm`).
+    """Make the misfit of one stage (collective over `comm`).
 
     Parameters
     ----------
     recorded
         The data of this group's shots, the same on every rank of the group.
     normalize
-        "none"; "shot" or "trace": each shot or trace is divided by its norm, but at least by a
-        thousandth of the largest, so that those where nothing has arrived do not count.
+        "none", or "shot" or "trace" to divide each shot or trace by its norm, but at least by a
+        thousandth of the largest norm, so that shots or traces without a signal do not count.
     """
     filtered = np.asarray(low_pass(jnp.asarray(recorded, jnp.float64), corner, dt))
     weights = np.ones((*filtered.shape[:-1], 1))
@@ -78,18 +78,18 @@ def make_misfit(
         axes = (1, 2, 3) if normalize == "shot" else (3,)
         size = np.sqrt(np.sum(filtered**2, axis=axes, keepdims=True))
         largest = comm.mpi.allreduce(float(np.max(size)), op=MPI.MAX)
-        weights /= np.maximum(size, _WEAKEST * largest or 1.0)
+        weights /= np.maximum(size, _SMALLEST_NORM * largest or 1.0)
     filtered = filtered * weights
     norm = comm.mpi.allreduce(float(np.sum(filtered**2)) if group.rank == 0 else 0.0)
     if not norm > 0:
-        raise ValueError("fwi: there is nothing in the recorded gathers but zeros")
+        raise ValueError("fwi: all recorded gathers are zero. Check --data, --steps and --wavelet.")
     return Misfit(filtered, weights, norm, corner, dt)
 
 
 def low_pass(
     d: Float[Array, "*n steps"], corner: float | None, dt: float
 ) -> Float[Array, "*n steps"]:
-    """Zero-phase low pass along time (`low_pass_gain`); before and after the trace is zero."""
+    """Apply a zero-phase low pass along time (`low_pass_gain`) to traces padded by zeros."""
     if corner is None:
         return d
     steps = d.shape[-1]

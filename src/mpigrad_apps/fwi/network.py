@@ -1,4 +1,4 @@
-"""A neural network of the place, whose values are zero at first."""
+"""A neural network of the position, whose values are zero at first."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-__all__ = ["Weights", "first_weights", "network"]
+__all__ = ["Weights", "initial_weights", "network"]
 
 Weights = dict[str, list[Float[Array, "..."]]]
 _SIZES = (64, 64, 64)
-_WAVES = 32  # sines and cosines of the place
+_WAVES = 32  # sines and cosines of the position
 
 
-def first_weights(key: PRNGKeyArray, outputs: int, fineness: float) -> Weights:
-    """Weights from N(0, 1/n_in), biases zero; the last layer's zero, so that the network is.
+def initial_weights(key: PRNGKeyArray, outputs: int, fineness: float) -> Weights:
+    """Draw weights from N(0, 1/n_in). Biases and the last layer are zero, and so is the network.
 
-    The first layer takes cos and sin of 32 random waves of (x, y), with wave numbers from
-    N(0, fineness^2) half waves across the model, which are weights, too (Fourier features: Tancik
-    et al., "Fourier features let networks learn high frequency functions in low dimensional
+    The inputs of the first layer are cos and sin of 32 random waves of (x, y). Their wave numbers,
+    from N(0, fineness^2) half waves across the model, are weights too (Fourier features: Tancik et
+    al., "Fourier features let networks learn high frequency functions in low dimensional
     domains").
     """
     waves, *keys = jax.random.split(key, len(_SIZES) + 1)
@@ -37,7 +37,7 @@ def first_weights(key: PRNGKeyArray, outputs: int, fineness: float) -> Weights:
 def network(
     weights: Weights, x: Float[Array, "*n"], y: Float[Array, "*n"]
 ) -> Float[Array, "outputs ..."]:
-    """Values at the points (x, y), which lie in [-1, 1]; fully connected layers with tanh."""
+    """Return the values at points (x, y) in [-1, 1]: fully connected layers with tanh."""
     phase = jnp.pi / 2 * weights["waves"][0] @ jnp.stack([jnp.ravel(x), jnp.ravel(y)])
     z = jnp.concatenate([jnp.cos(phase), jnp.sin(phase)])
     layers = list(zip(weights["weights"], weights["biases"], strict=True))

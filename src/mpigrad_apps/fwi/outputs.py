@@ -1,4 +1,4 @@
-"""What an inversion leaves behind: fields, pictures and the report."""
+"""The output of an inversion: fields, pictures and the report."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ __all__ = ["write_outputs"]
 
 def write_outputs(problem: Inversion, result: Result) -> None:
     """Write fields.zarr, the pictures and report.html into the output directory (collective)."""
-    team, out = problem.team, result.settings.out
-    if 0 in team.shots:  # one group writes
-        window = team.grid.slices
+    group, out = problem.group, result.settings.out
+    if 0 in group.shots:  # one group writes
+        window = group.grid.slices
         fields = {}
         for unknown in problem.parametrization.unknowns:
             fields[unknown.name] = result.fields[unknown.name][window]
             fields[f"start_{unknown.name}"] = unknown.start[window]
-            if problem.truth is not None:
-                fields[f"true_{unknown.name}"] = problem.truth[unknown.name][window]
+            if problem.inputs.truth is not None:
+                fields[f"true_{unknown.name}"] = problem.inputs.truth[unknown.name][window]
         about = {"ending": result.ending, "spacing": list(problem.experiment.spacing)}
-        report.write_fields(out / "fields.zarr", team.grid, fields, about)
-    if team.comm.rank == 0:
+        report.write_fields(out / "fields.zarr", group.grid, fields, about)
+    if group.comm.rank == 0:
         report.write_report(
             out, "Full-waveform inversion", _summary(problem, result), _pictures(problem, result),
             _tables(problem, result),
         )  # fmt: skip
         print(f"report: {result.report}", flush=True)
-    team.comm.mpi.Barrier()
+    group.comm.mpi.Barrier()
 
 
 def _pictures(problem: Inversion, result: Result) -> list[report.Picture]:
     pictures = [_model(problem, result, k) for k in range(len(problem.parametrization.unknowns))]
-    # Rank 0 has the gathers of its group; the shot in their middle stands for all.
-    shot = len(problem.team.shots) // 2
+    # Rank 0 has the gathers of its group. The shot in the middle is shown.
+    shot = len(problem.group.shots) // 2
     recorded, start, end = (gathers[shot, 0] for gathers in (problem.recorded, *result.gathers))
     dt, scale = problem.experiment.dt, clip_of(recorded)
     pictures.append(
         report.maps(
             "gathers",
-            f"Shot {problem.team.shots[shot] + 1}, {problem.team.physics.components[0]}: what was "
-            "recorded, and what the start and the result leave unexplained, in the same colours.",
+            f"Shot {problem.group.shots[shot] + 1}, {problem.group.physics.components[0]}: the "
+            "recording, and the residuals of the start and of the result, in the same colours.",
             [
                 gather_panel("recorded", recorded, dt, scale),
                 gather_panel("start − recorded", start - recorded, dt, scale),
@@ -60,25 +60,25 @@ def _pictures(problem: Inversion, result: Result) -> list[report.Picture]:
     return [*pictures, _curves(result)]
 
 
-def _model(problem: Inversion, result: Result, number: int) -> report.Picture:
-    unknown = problem.parametrization.unknowns[number]
+def _model(problem: Inversion, result: Result, index: int) -> report.Picture:
+    unknown = problem.parametrization.unknowns[index]
     name, size = unknown.name, problem.experiment.size
     start, end = np.asarray(unknown.start), result.fields[unknown.name]
-    if problem.truth is None:
+    if problem.inputs.truth is None:
         limits = _span(start, end)
         return report.maps(
             name,
-            f"{name} at the start, and found.",
+            f"{name} of the start and of the result.",
             [
                 section(f"start: {name}", start, size, limits),
                 section(f"result: {name}", end, size, limits),
             ],
         )
-    true = np.asarray(problem.truth[name])
+    true = np.asarray(problem.inputs.truth[name])
     limits = _span(true, true)
     return report.maps(
         name,
-        f"True {name}, the start, and what was found, in the same colours; and the difference.",
+        f"True {name}, the start and the result in the same colours, and the difference.",
         [
             section(f"true {name}", true, size, limits),
             section(f"start: {name}", start, size, limits),
@@ -94,7 +94,7 @@ def _span(*fields: Float[np.ndarray, "nx ny"]) -> tuple[float, float]:
 
 
 def _curves(result: Result) -> report.Picture:
-    """Iterations are counted through all stages; each stage has its own loss."""
+    """Return the curves of loss and error. Each stage has its own loss."""
     lines: dict[str, tuple[list[int], list[float]]] = {}
     number, errors = 0, []
     corners = (*result.settings.frequencies, None)
@@ -115,7 +115,7 @@ def _summary(problem: Inversion, result: Result) -> str:
     first, last = result.misfits
     text = (
         f"{', '.join(u.name for u in problem.parametrization.unknowns)} from "
-        f"{problem.experiment.n_shots} shots of {result.settings.physics} waves, given by {means}. "
+        f"{problem.experiment.n_shots} shots of {result.settings.physics} waves, as {means}. "
         f"L-BFGS: {result.ending}; the misfit is {first / last:.4g} times smaller than the start's"
     )
     if result.errors is not None:
@@ -124,7 +124,7 @@ def _summary(problem: Inversion, result: Result) -> str:
 
 
 def _tables(problem: Inversion, result: Result) -> list[report.Table]:
-    whole, team, settings = problem.experiment, problem.team, result.settings
+    whole, group, settings = problem.experiment, problem.group, result.settings
     first, last = result.misfits
     outcome: dict[str, object] = {
         "ended": result.ending,
@@ -143,15 +143,15 @@ def _tables(problem: Inversion, result: Result) -> list[report.Table]:
     outcome["evaluations of loss and gradient"] = sum(evaluations.values())
     experiment = {
         "cells": f"{whole.shape[0]} x {whole.shape[1]}",
-        "of a size of": f"{whole.spacing[0]:.5g} m x {whole.spacing[1]:.5g} m",
+        "size of a cell": f"{whole.spacing[0]:.5g} m x {whole.spacing[1]:.5g} m",
         "steps": f"{whole.steps} of {whole.dt:.6g} s",
         "shots, receivers of a shot": f"{whole.n_shots}, {whole.receivers.shape[1]}",
         "wavelet": whole.wavelet,
     }
     timing = {
-        "ranks": team.comm.size,
-        "groups": team.count,
-        "tiles of a group": f"{team.grid.dims[0]} x {team.grid.dims[1]}",
+        "ranks": group.comm.size,
+        "groups": group.n_groups,
+        "tiles of a group": f"{group.grid.dims[0]} x {group.grid.dims[1]}",
         "training": f"{result.seconds:.1f} s",
         "one iteration (median)": f"{seconds_per_iteration(result.history):.3f} s",
     }

@@ -1,4 +1,4 @@
-"""What stands for the unknown fields: parameters that every rank holds."""
+"""The unknown fields as functions of parameters that every rank holds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from mpigrad_apps.fwi.network import Weights, first_weights, network
+from mpigrad_apps.fwi.network import Weights, initial_weights, network
 
 __all__ = ["CellValues", "NetworkValues", "Parametrization", "Unknown", "gaussian"]
 
 Window = tuple[slice, slice]
-_EDGE = 1e-3  # of the range: how near to a bound a start may be
+_EDGE = 1e-3  # smallest distance of a start from a bound, relative to the range
 
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """A field to be found: its name, where it starts, and between which bounds it stays."""
+    """An unknown field: its name, its start and its bounds."""
 
     name: str
     start: Float[np.ndarray, "nx ny"]
@@ -30,27 +30,27 @@ class Unknown:
     high: float
 
     def logit(self) -> Float[np.ndarray, "nx ny"]:
-        """The start in the variable that is not bounded."""
+        """Return the start in the unbounded variable."""
         part = np.clip((self.start - self.low) / (self.high - self.low), _EDGE, 1 - _EDGE)
         return np.log(part / (1 - part))
 
 
 @dataclasses.dataclass(frozen=True)
 class Parametrization(abc.ABC):
-    """Fields made of parameters that are equal on all ranks.
+    """Fields as functions of parameters that are equal on all ranks.
 
-    A field is low + (high - low) / (1 + exp(-(c + c0))), with a correction c of the parameters,
-    which is zero at first, and c0 such that c = 0 gives the start. So no parameters, however far a
-    line search goes, leave the bounds. Where `active` is false the field is the start's.
+    A field is low + (high - low) / (1 + exp(-(c + c0))). The correction c is a function of the
+    parameters and zero at first, and c0 is such that c = 0 gives the start. No step of a line
+    search can leave the bounds. Cells that are not active keep the start's values.
 
     Attributes
     ----------
     unknowns
-        The fields to be found.
+        The unknown fields.
     fixed
         Other fields (nx, ny) that the waves need.
     active
-        Which cells may change.
+        Mask of the cells that may change.
     """
 
     unknowns: tuple[Unknown, ...]
@@ -64,26 +64,26 @@ class Parametrization(abc.ABC):
         return nx, ny
 
     @abc.abstractmethod
-    def first(self, seed: int) -> Any:
-        """The parameters of the start."""
+    def initial(self, seed: int) -> Any:
+        """Return the parameters of the start."""
 
     @abc.abstractmethod
     def corrections(self, parameters: Any, window: Window) -> Float[Array, "unknowns wx wy"]:
-        """The corrections in a window of the grid; differentiable."""
+        """Return the corrections in a window of the grid. Differentiable."""
 
     def fields(self, parameters: Any, window: Window) -> dict[str, Float[Array, "wx wy"]]:
-        """All fields, by name, in a window of the grid; differentiable, without messages."""
-        found = {name: jnp.asarray(field[window]) for name, field in self.fixed.items()}
+        """Return all fields in a window of the grid. Differentiable, without messages."""
+        fields = {name: jnp.asarray(field[window]) for name, field in self.fixed.items()}
         corrections = self.corrections(parameters, window)
         active = self.active[window]
         for unknown, correction in zip(self.unknowns, corrections, strict=True):
             free = jax.nn.sigmoid(correction + unknown.logit()[window])
             value = unknown.low + (unknown.high - unknown.low) * free
-            found[unknown.name] = jnp.where(active, value, unknown.start[window])
-        return found
+            fields[unknown.name] = jnp.where(active, value, unknown.start[window])
+        return fields
 
     def start(self, window: Window) -> dict[str, Float[np.ndarray, "wx wy"]]:
-        """The fields to start from, in a window of the grid."""
+        """Return the start's fields in a window of the grid."""
         starts = {unknown.name: unknown.start for unknown in self.unknowns}
         return {name: field[window] for name, field in {**self.fixed, **starts}.items()}
 
@@ -92,19 +92,19 @@ class Parametrization(abc.ABC):
 class CellValues(Parametrization):
     """One correction for each cell, smoothed by a Gaussian.
 
-    Every rank holds all of them, of shape (unknowns, nx, ny), and uses its tile's. The smoothing is
-    part of the parametrization: corrections are S theta, so that the gradient with respect to theta
-    is S^T times that with respect to the corrections, smooth and yet exact.
+    Every rank holds all parameters, of shape (unknowns, nx, ny), and uses those of its tile. The
+    smoothing S is part of the parametrization: the corrections are S theta. The gradient with
+    respect to theta is S^T times the gradient with respect to the corrections, smooth and exact.
 
     Attributes
     ----------
     smoothing
-        Standard deviation of the Gaussian in cells; 0: none.
+        Standard deviation of the Gaussian in cells, 0 for no smoothing.
     """
 
     smoothing: float = 0.0
 
-    def first(self, seed: int) -> Float[Array, "unknowns nx ny"]:
+    def initial(self, seed: int) -> Float[Array, "unknowns nx ny"]:
         return jnp.zeros((len(self.unknowns), *self.shape))
 
     def corrections(
@@ -118,18 +118,18 @@ class CellValues(Parametrization):
 
 @dataclasses.dataclass(frozen=True)
 class NetworkValues(Parametrization):
-    """Corrections from one network of the cells' centres, an output for each unknown field.
+    """Corrections from one network of the cell centres, with one output for each unknown field.
 
     Attributes
     ----------
     fineness
-        Standard deviation of the numbers of half waves across the model that it begins with.
+        Standard deviation of the initial numbers of half waves across the model.
     """
 
     fineness: float = 3.0
 
-    def first(self, seed: int) -> Weights:
-        return first_weights(jax.random.key(seed), len(self.unknowns), self.fineness)
+    def initial(self, seed: int) -> Weights:
+        return initial_weights(jax.random.key(seed), len(self.unknowns), self.fineness)
 
     def corrections(self, parameters: Weights, window: Window) -> Float[Array, "unknowns wx wy"]:
         along = (
@@ -141,7 +141,7 @@ class NetworkValues(Parametrization):
 
 
 def gaussian(cells: int, deviation: float) -> Float[np.ndarray, "cells cells"]:
-    """The matrix that smooths along an axis; its rows sum to 1, at the edges too."""
+    """Return the matrix that smooths along an axis. Its rows sum to 1, also at the edges."""
     place = np.arange(cells)
     weights = np.exp(-0.5 * ((place[:, None] - place[None, :]) / deviation) ** 2)
     return weights / weights.sum(axis=1, keepdims=True)

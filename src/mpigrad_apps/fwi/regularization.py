@@ -1,4 +1,4 @@
-"""What is asked of a model besides that it fits the data."""
+"""Regularization of models."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpigrad.grid import Grid
 
 __all__ = ["tikhonov", "total_variation", "window_with_neighbors"]
 
-_ROUND = 1e-3  # a difference below which the absolute value is rounded off
+_ROUNDING = 1e-3  # difference below which the absolute value is rounded off
 
 
 def window_with_neighbors(grid: Grid) -> tuple[slice, slice]:
-    """This rank's tile and the next cell along each axis, where there is one."""
+    """Return this rank's tile, extended by the next cell along each axis if there is one."""
     x, y = (
         slice(p.start, min(p.stop + 1, n)) for p, n in zip(grid.slices, grid.shape, strict=True)
     )
@@ -25,7 +25,7 @@ def window_with_neighbors(grid: Grid) -> tuple[slice, slice]:
 def _differences(
     field: Float[Array, "wx wy"], grid: Grid, scale: float
 ) -> tuple[Float[Array, "lx ly"], Float[Array, "lx ly"]]:
-    """Differences to the next cell along x and along y, over `scale`; zero at the last cell."""
+    """Return differences to the next cell along x and y, over `scale`, zero at the last cell."""
     lx, ly = grid.local_shape
     edge = [(0, lx + 1 - field.shape[0]), (0, ly + 1 - field.shape[1])]
     padded = jnp.pad(field / scale, edge, mode="edge")
@@ -36,14 +36,14 @@ def _differences(
 def tikhonov(
     fields: Mapping[str, Float[Array, "wx wy"]], grid: Grid, scales: Mapping[str, float]
 ) -> Float[Array, ""]:
-    """Share of this rank in the mean over cells of the squared differences to the next cells.
+    """Return this rank's share of the mean squared difference between neighbouring cells.
 
     Parameters
     ----------
     fields
-        In the window of `window_with_neighbors`.
+        Fields in the window of `window_with_neighbors`.
     scales
-        What a difference of each field is measured by; fields without a scale do not count.
+        Scale of the differences of each field. Fields without a scale are left out.
     """
     total = jnp.zeros(())
     for name, scale in scales.items():
@@ -55,13 +55,13 @@ def tikhonov(
 def total_variation(
     fields: Mapping[str, Float[Array, "wx wy"]], grid: Grid, scales: Mapping[str, float]
 ) -> Float[Array, ""]:
-    """Share of this rank in the mean over cells of sqrt(dx^2 + dy^2 + e^2) - e, e = 0.001.
+    """Return this rank's share of the mean over cells of sqrt(dx^2 + dy^2 + e^2) - e, e = 0.001.
 
-    dx and dy are the differences to the next cells; parameters as for `tikhonov`. Jumps cost no
-    more than slopes of the same height (Rudin, Osher and Fatemi 1992).
+    dx and dy are the differences to the next cells. The parameters are those of `tikhonov`. Jumps
+    cost no more than slopes of the same height (Rudin, Osher and Fatemi 1992).
     """
     total = jnp.zeros(())
     for name, scale in scales.items():
         dx, dy = _differences(fields[name], grid, scale)
-        total = total + jnp.sum(jnp.sqrt(dx**2 + dy**2 + _ROUND**2) - _ROUND)
+        total = total + jnp.sum(jnp.sqrt(dx**2 + dy**2 + _ROUNDING**2) - _ROUNDING)
     return total / grid.size

@@ -1,4 +1,4 @@
-"""What an inversion gives."""
+"""The result of an inversion."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["Result"]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What an inversion gives; the same on every rank, but for the gathers.
+    """The result of an inversion, the same on every rank apart from the gathers.
 
     Attributes
     ----------
     parameters
-        Those of the smallest loss of the last stage.
+        Parameters of the smallest loss of the last stage.
     fields
-        The whole fields (nx, ny) that they stand for.
+        The whole fields (nx, ny) of these parameters.
     misfits
-        Of the start and of the result, without filter and regularization; d = 0 has 1.
+        Misfits of the start and of the result, without filter and regularization.
     errors
-        Of the start and of the result (`Inversion.error`), None where the truth isn't known.
+        Errors of the start and of the result (`Inversion.error`), None if the truth is not known.
     gathers
-        Of the start and of the result, of this group's shots.
+        Gathers of the start and of the result, for this group's shots.
     seconds
         Wall-clock time of the training.
     """

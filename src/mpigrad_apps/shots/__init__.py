@@ -1,1 +1,1 @@
-"""Shots at a model of the ground: experiments with acoustic and elastic waves."""
+"""Experiments with acoustic and elastic waves: shots at a model of the ground."""

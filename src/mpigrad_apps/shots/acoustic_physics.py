@@ -1,4 +1,4 @@
-"""Acoustic waves, as the commands see them."""
+"""Acoustic waves for the commands."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from mpigrad.grid import Grid
-from mpigrad.waves.acoustic.model import Acoustic
-from mpigrad.waves.acoustic.state import State
+from mpigrad.waves.acoustic import Acoustic, State
+from mpigrad.waves.stability import wave_equation_limit
 from mpigrad.waves.survey import Survey
 from mpigrad_apps.shots.experiment import Fields, p_velocity
-from mpigrad_apps.shots.options import WaveOptions
 from mpigrad_apps.shots.physics import Physics
 
 __all__ = ["AcousticPhysics"]
@@ -26,10 +24,15 @@ class AcousticPhysics(Physics):
 
     components: ClassVar[tuple[str, ...]] = ("pressure",)
 
-    grid: Grid
-    dt: float
-    options: WaveOptions
     order: Literal[2, 4] = 4
+
+    @property
+    def reach(self) -> int:
+        return self.order // 2
+
+    @property
+    def max_stable_velocity(self) -> float:
+        return wave_equation_limit(self.grid, self.order) / self.dt
 
     @staticmethod
     def complete(fields: Fields, names: tuple[str, ...] = ()) -> Fields:
@@ -42,30 +45,24 @@ class AcousticPhysics(Physics):
         survey: Survey,
         state: Any = None,
     ) -> tuple[Float[Array, "shots components receivers steps"], Any]:
-        velocity = fields["vp"].astype(self.options.precision)
-        recording = self._model(wavelets.shape[-1]).propagate(velocity, wavelets, survey, state)
+        model = Acoustic(
+            self.grid,
+            self.dt,
+            wavelets.shape[-1],
+            order=self.order,
+            pml=self.kernels.pml,
+            threads=self.kernels.threads,
+            method=self.kernels.method,
+        )
+        velocity = fields["vp"].astype(self.kernels.precision)
+        recording = model.propagate(velocity, wavelets, survey, state)
         return recording.gathers[:, None], recording.state
 
     def wavefields(self, state: State) -> dict[str, Float[Array, "lx ly"]]:
-        return {"pressure": state.field[0][self._model(1).tile.interior]}
-
-    def fastest(self) -> float:
-        unit = jnp.ones(self.grid.local_shape)
-        return self._model(1).largest_time_step(unit) / self.dt
+        return {"pressure": state.field[0][self.tile.interior]}
 
     def limiting_velocity(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Float[Array, ""]:
         return jnp.max(fields["vp"])
 
-    def sound(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
-        return jnp.all(fields["vp"].astype(self.options.precision) > 0)
-
-    def _model(self, steps: int) -> Acoustic:
-        return Acoustic(
-            self.grid,
-            self.dt,
-            steps,
-            order=self.order,
-            pml=self.options.pml,
-            threads=self.options.threads,
-            method=self.options.method,
-        )
+    def is_valid(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
+        return jnp.all(fields["vp"].astype(self.kernels.precision) > 0)

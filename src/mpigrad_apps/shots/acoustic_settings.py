@@ -1,4 +1,4 @@
-"""What a run of acoustic waves is asked for."""
+"""The settings of `mpigrad run acoustic`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["Settings"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings(WaveOptions):
-    """Shoot at a velocity model: shot gathers, wavefield snapshots and an animation."""
+    """Propagate shots through a velocity model: gathers, wavefield snapshots, an animation."""
 
     order: Literal[2, 4] = 4
     """Order of accuracy in space."""
     frames: int = 40
-    """Number of snapshots of the first shot's wavefield; 0: none."""
+    """Number of snapshots of the first shot's wavefield, 0 for none."""
     out: pathlib.Path = pathlib.Path("results/acoustic")
     """Directory for the report, the pictures, the gathers and the snapshots."""
 
     def check(self) -> None:
-        """Raise a ValueError that names the first setting which makes no sense."""
+        """Raise a ValueError for the first setting that is not valid."""
         super().check()
         if self.frames < 0:
-            raise ValueError(f"--frames: 0 or more, not {self.frames}")
+            raise ValueError(f"--frames: expected 0 or more, got {self.frames}.")

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from mpigrad.communicator import Communicator
+from mpigrad.grid import Grid
 from mpigrad_apps.shots.elastic_physics import ElasticPhysics
 from mpigrad_apps.shots.elastic_settings import Settings
-from mpigrad_apps.shots.forward import Shooting, shoot
+from mpigrad_apps.shots.experiment import Experiment
+from mpigrad_apps.shots.forward import ForwardRun, forward_model
 
 __all__ = ["run"]
 
 
-def run(settings: Settings, comm: Communicator | None = None) -> Shooting:
-    """Shoot, and write the report (collective); see `waves.forward.shoot`."""
-    return shoot(
-        settings,
-        settings.frames,
-        settings.out,
-        ElasticPhysics,
-        lambda grid, whole: ElasticPhysics(grid, whole.dt, settings, whole.peak, settings.source),
-        comm,
+def run(settings: Settings, comm: Communicator | None = None) -> ForwardRun:
+    """Propagate all shots and write the report (collective). See `shots.forward.forward_model`."""
+
+    def make_physics(grid: Grid, experiment: Experiment) -> ElasticPhysics:
+        return ElasticPhysics(
+            grid, experiment.dt, settings.kernels, experiment.peak, settings.source
+        )
+
+    return forward_model(
+        settings, settings.frames, settings.out, ElasticPhysics, make_physics, comm
     )

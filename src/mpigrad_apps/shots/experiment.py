@@ -1,4 +1,4 @@
-"""A model, its shots and its receivers: from files, from options, or made up."""
+"""An experiment: a model, its shots and its receivers, from files, options or defaults."""
 
 from __future__ import annotations
 
@@ -18,21 +18,29 @@ from mpigrad.waves.wavelets import ricker
 from mpigrad_apps.shots.files import Acquisition, ModelFile, read_model, read_wavelets
 from mpigrad_apps.shots.options import WaveOptions
 
-__all__ = ["Experiment", "Fields", "limiting_velocity", "make_experiment", "p_velocity"]
+__all__ = [
+    "Experiment",
+    "Fields",
+    "default_model",
+    "experiment_of",
+    "limiting_velocity",
+    "make_experiment",
+    "p_velocity",
+]
 
 Fields = Mapping[str, Float[np.ndarray, "nx ny"]]
-_STABLE = 0.6  # default time step, of h / v in one dimension: 0.7 of the largest stable one
-_CELLS = 10  # of the shortest wave of the default wavelet's peak frequency
+_STABLE = 0.6  # default time step over h / v in one dimension: 0.7 of the largest stable one
+_CELLS = 10  # in the shortest wave at the peak frequency of the default wavelet
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A numerical experiment with waves; the same on every rank.
+    """A numerical experiment with waves, the same on every rank.
 
     Attributes
     ----------
     fields
-        Whole fields (nx, ny) by name: vp, vs in m/s, rho in kg/m^3, or lambda, mu in Pa and rho.
+        Whole fields (nx, ny) by name: vp, vs in m/s and rho in kg/m^3, or lambda, mu in Pa and rho.
     spacing
         Size of a cell in m.
     dt
@@ -46,7 +54,7 @@ class Experiment:
     peak
         Frequency of the peak of the wavelets' spectrum, in Hz.
     ricker
-        Whether the wavelet is Ricker's, not the user's.
+        True for a Ricker wavelet, false for the user's own.
     """
 
     fields: Fields
@@ -60,8 +68,8 @@ class Experiment:
 
     @property
     def wavelet(self) -> str:
-        """What the wavelet is, in words."""
-        return f"{'Ricker' if self.ricker else 'the user'}'s, {self.peak:.4g} Hz"
+        """Description of the wavelet."""
+        return f"{'Ricker' if self.ricker else 'own'}, {self.peak:.4g} Hz"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -85,7 +93,7 @@ class Experiment:
         return self.wavelets.shape[-1]
 
     def shots(self, chosen: np.ndarray) -> Experiment:
-        """The same with some of the shots."""
+        """Return the experiment with some of the shots."""
         receivers, wavelets = self.receivers, self.wavelets
         return dataclasses.replace(
             self,
@@ -98,35 +106,46 @@ class Experiment:
 def make_experiment(
     options: WaveOptions, comm: Communicator, complete: Callable[[Fields], Fields]
 ) -> Experiment:
-    """The experiment that the options describe (collective).
-
-    Where neither a file nor an option says it: 4 shots between a tenth and nine tenths of x, a
-    receiver over each cell, all of them two cells deep; a Ricker wavelet whose peak has 10 cells
-    in the shortest wave; a time step of 0.6 h / v in one dimension (0.7 of the largest stable one
-    at order 4), and enough of them for waves to cross the model's diagonal twice.
-
-    Parameters
-    ----------
-    complete
-        Gives the fields that the physics needs, from those of a model file.
+    """Make the experiment that the options describe (collective). See `experiment_of`.
 
     Raises
     ------
     ValueError, OSError
-        On every rank, where options or files make no sense.
+        On every rank, if options or files are not valid.
     """
-    call_on_root(comm, options.check)
-    model = made_up(options.cells) if options.model is None else read_model(options.model, comm)
-    return call_on_root(comm, lambda: _experiment(options, model, complete(model.fields)))
+
+    def make() -> Experiment:
+        options.check()
+        model = default_model(options.cells) if options.model is None else read_model(options.model)
+        return experiment_of(options, model, complete(model.fields))
+
+    return call_on_root(comm, make)
 
 
-def _experiment(options: WaveOptions, model: ModelFile, fields: Fields) -> Experiment:
+def experiment_of(options: WaveOptions, model: ModelFile, fields: Fields) -> Experiment:
+    """Return the experiment of a model (on one rank).
+
+    Defaults, if neither a file nor an option gives a value: 4 shots between a tenth and nine tenths
+    of x, and a receiver over each cell, all two cells deep. A Ricker wavelet with 10 cells in the
+    shortest wave at its peak frequency. A time step of 0.6 h / v in one dimension (0.7 of the
+    largest stable one at order 4), and enough steps for waves to cross the model's diagonal twice.
+
+    Parameters
+    ----------
+    model
+        The contents of the model file, or the default model.
+    fields
+        The fields that the physics needs (`Physics.complete`).
+    """
     spacing = options.spacing or model.spacing or (10.0, 10.0)
     if options.spacing and model.spacing and not np.allclose(options.spacing, model.spacing):
-        raise ValueError(f"--spacing: {options.spacing}, but {options.model} says {model.spacing}")
+        raise ValueError(
+            f"--spacing: got {options.spacing}, but {options.model} has the spacing "
+            f"{model.spacing}. Leave the option out."
+        )
     own = model.acquisition
     size = model.shape[0] * spacing[0], model.shape[1] * spacing[1]
-    fast, slow = float(np.max(p_velocity(fields))), slowest(fields)
+    fast, slow = float(np.max(p_velocity(fields))), slowest_velocity(fields)
     stable = _STABLE / (limiting_velocity(fields) * math.hypot(*(1 / h for h in spacing)))
     dt = options.dt or (own.dt if own else stable)
     peak = options.frequency or slow / (_CELLS * max(spacing))
@@ -135,18 +154,19 @@ def _experiment(options: WaveOptions, model: ModelFile, fields: Fields) -> Exper
         steps = math.ceil((2 * math.hypot(*size) / fast + 1.5 / peak) / dt)
         if own:
             steps = math.ceil(own.steps * own.dt / dt - 1e-9)
-    sources_are_its = options.survey is None and options.depth is None
+    has_file_sources = options.survey is None and options.depth is None
     sources, receivers = _positions(options, own, spacing, model.shape)
-    wavelets, theirs = ricker(peak, steps, dt)[None, None, :], None
+    wavelets, file = ricker(peak, steps, dt)[None, None, :], None
     if options.wavelet is not None:
-        wavelets, theirs = read_wavelets(options.wavelet, steps), options.wavelet
-    elif own and own.wavelets is not None and sources_are_its and options.frequency is None:
-        wavelets, theirs = _on_time(own, steps, dt), options.model
-        wavelets = wavelets[_chosen(options.shots, len(wavelets))]
+        wavelets, file = read_wavelets(options.wavelet, steps), options.wavelet
+    elif own and own.wavelets is not None and has_file_sources and options.frequency is None:
+        wavelets, file = _resample(own, steps, dt), options.model
+        wavelets = wavelets[_select(options.shots, len(wavelets), "--shots")]
     if len(wavelets) not in (1, len(sources)) or wavelets.shape[1] not in (1, sources.shape[1]):
         raise ValueError(
-            f"{theirs}: wavelets of {wavelets.shape[0]} shots and {wavelets.shape[1]} sources "
-            f"for {sources.shape[0]} shots of {sources.shape[1]} sources"
+            f"{file}: got wavelets of {wavelets.shape[0]} shots and {wavelets.shape[1]} sources, "
+            f"but there are {sources.shape[0]} shots of {sources.shape[1]} sources. Give one "
+            "wavelet, or one for each source."
         )
     wavelets = np.repeat(wavelets, sources.shape[1] // wavelets.shape[1], axis=1)
     for name, points in (("source", sources), ("receiver", receivers)):
@@ -154,15 +174,15 @@ def _experiment(options: WaveOptions, model: ModelFile, fields: Fields) -> Exper
         if outside.any():
             shot, k = np.argwhere(outside)[0]
             raise ValueError(
-                f"{name} {k} of shot {shot} at {tuple(points[shot, k].tolist())} m lies outside "
-                f"the model, which is {size[0]:g} m x {size[1]:g} m"
+                f"--survey: {name} {k} of shot {shot} at {tuple(points[shot, k].tolist())} m lies "
+                f"outside the model of {size[0]:g} m x {size[1]:g} m. Move it into the model."
             )
-    if theirs is not None:
+    if file is not None:
         if not np.any(wavelets):
-            raise ValueError(f"{theirs}: the wavelets are zero")
+            raise ValueError(f"{file}: the wavelets are all zero. Check the file.")
         spectrum = np.abs(np.fft.rfft(wavelets, 8 * steps)).sum(axis=(0, 1))
         peak = max(1, int(np.argmax(spectrum))) / (8 * steps * dt)
-    return Experiment(fields, spacing, dt, sources, receivers, wavelets, peak, theirs is None)
+    return Experiment(fields, spacing, dt, sources, receivers, wavelets, peak, file is None)
 
 
 def _positions(
@@ -171,7 +191,7 @@ def _positions(
     spacing: tuple[float, float],
     shape: tuple[int, int],
 ) -> tuple[Float[np.ndarray, "shots sources 2"], Float[np.ndarray, "some receivers 2"]]:
-    """Sources and receivers, in this order of preference: --survey, the file's, evenly spread."""
+    """Return sources and receivers: those of --survey, else the file's, else evenly spaced ones."""
     if options.survey is not None:
         sources, receivers = _read_survey(options.survey)
     elif own is not None and options.depth is None:
@@ -184,20 +204,22 @@ def _positions(
         count = options.receivers or shape[0]
         x = (np.arange(count) + 0.5) * width / count
         receivers = np.stack([x, np.full(count, depth)], axis=1)[None]
-    shots = _chosen(options.shots, len(sources))
+    shots = _select(options.shots, len(sources), "--shots")
     receivers = receivers if len(receivers) == 1 else receivers[shots]
-    return sources[shots], receivers[:, _chosen(options.receivers, receivers.shape[1])]
+    return sources[shots], receivers[
+        :, _select(options.receivers, receivers.shape[1], "--receivers")
+    ]
 
 
-def _chosen(wanted: int | None, there: int) -> np.ndarray:
-    """So many of those that are there, spread over them."""
-    if wanted is None or wanted >= there:
-        if wanted is not None and wanted > there:
-            raise ValueError(f"{wanted} shots or receivers are asked for, and there are {there}")
-        return np.arange(there)
-    if wanted == 1:
-        return np.array([there // 2])
-    return np.rint(np.linspace(0, there - 1, wanted)).astype(int)
+def _select(count: int | None, available: int, option: str) -> np.ndarray:
+    """Return the indices of `count` evenly spaced elements (None: all) of those available."""
+    if count is None or count >= available:
+        if count is not None and count > available:
+            raise ValueError(f"{option}: expected at most {available} of the file, got {count}.")
+        return np.arange(available)
+    if count == 1:
+        return np.array([available // 2])
+    return np.rint(np.linspace(0, available - 1, count)).astype(int)
 
 
 def _read_survey(
@@ -207,39 +229,44 @@ def _read_survey(
         with np.load(path, allow_pickle=False) as file:
             sources, receivers = (np.asarray(file[n], float) for n in ("sources", "receivers"))
     except Exception as error:
-        raise ValueError(f"--survey: {path} cannot be read: {error}") from error
+        raise ValueError(
+            f"--survey: {path} cannot be read as .npz with sources and receivers: {error}"
+        ) from error
     sources = sources[:, None, :] if sources.ndim == 2 else sources
     receivers = receivers[None] if receivers.ndim == 2 else receivers
     for name, points in (("sources", sources), ("receivers", receivers)):
         if points.ndim != 3 or points.shape[-1] != 2 or not np.all(np.isfinite(points)):
             raise ValueError(
-                f"--survey: {path}: {name} have shape {points.shape}; finite coordinates "
-                "(shots, 2) of sources and (k, 2) or (shots, k, 2) of receivers are expected"
+                f"--survey: {path}: expected finite coordinates, sources (shots, 2) and receivers "
+                f"(k, 2) or (shots, k, 2), got {name} of shape {points.shape}."
             )
     if len(receivers) not in (1, len(sources)):
-        raise ValueError(f"--survey: {path}: receivers of {len(receivers)} shots, not 1 or all")
+        raise ValueError(
+            f"--survey: {path}: expected receivers of 1 shot or of all {len(sources)}, got those "
+            f"of {len(receivers)}."
+        )
     return sources, receivers
 
 
-def _on_time(own: Acquisition, steps: int, dt: float) -> Float[np.ndarray, "shots sources steps"]:
-    """A file's wavelets at the time steps of the run; between their samples linear, then zero."""
+def _resample(own: Acquisition, steps: int, dt: float) -> Float[np.ndarray, "shots sources steps"]:
+    """Interpolate a file's wavelets linearly at the time steps of the run, zero after their end."""
     assert own.wavelets is not None
     if steps == own.steps and math.isclose(dt, own.dt):
         return own.wavelets
-    there = np.arange(own.steps) * own.dt
-    here = np.arange(steps) * dt
-    return np.apply_along_axis(lambda w: np.interp(here, there, w, right=0.0), -1, own.wavelets)
+    given = np.arange(own.steps) * own.dt
+    wanted = np.arange(steps) * dt
+    return np.apply_along_axis(lambda w: np.interp(wanted, given, w, right=0.0), -1, own.wavelets)
 
 
 def p_velocity(fields: Mapping[str, Any]) -> Any:
-    """The velocity of P waves, in m/s, of fields of NumPy or JAX."""
+    """Return the velocity of P waves in m/s, of NumPy or JAX fields."""
     if "vp" in fields:
         return fields["vp"]
     return ((fields["lambda"] + 2 * fields["mu"]) / fields["rho"]) ** 0.5
 
 
 def limiting_velocity(fields: Fields) -> float:
-    """The velocity that limits the time step, in m/s."""
+    """Return the velocity that limits the time step, in m/s."""
     square = p_velocity(fields) ** 2
     if "rho" in fields:
         density = fields["rho"]
@@ -248,8 +275,8 @@ def limiting_velocity(fields: Fields) -> float:
     return float(np.max(p_velocity(fields)))
 
 
-def slowest(fields: Fields) -> float:
-    """The smallest velocity of any wave, in m/s; water has no S waves."""
+def slowest_velocity(fields: Fields) -> float:
+    """Return the smallest velocity of any wave in m/s. The S velocity of water is not counted."""
     velocities = [p_velocity(fields)]
     if "vs" in fields:
         velocities.append(fields["vs"])
@@ -258,8 +285,8 @@ def slowest(fields: Fields) -> float:
     return float(min(np.min(v[v > 0]) for v in velocities if np.any(v > 0)))
 
 
-def made_up(cells: tuple[int, int]) -> ModelFile:
-    """Water, four layers that get faster and dip a little, and a slow lens in the middle."""
+def default_model(cells: tuple[int, int]) -> ModelFile:
+    """Return water over four slightly dipping layers of growing velocity with a slow lens."""
     x, y = np.meshgrid(*((np.arange(n) + 0.5) / n for n in cells), indexing="ij")
     depth = y + 0.05 * np.sin(2 * np.pi * x)
     vp = 1700 + 350 * np.digitize(depth, [0.3, 0.48, 0.66, 0.84]) + 300 * y

@@ -1,39 +1,40 @@
-"""Models and recordings in files: .npy, .npz, .mat, SEG-Y and zarr, read on rank 0."""
+"""Read models and recordings from files: .npy, .npz, .mat, SEG-Y and zarr.
+
+All functions run on one rank (see `collective_errors.call_on_root`) and open a file once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 from numpy.typing import NDArray
-
-from mpigrad.collective_errors import call_on_root
-from mpigrad.communicator import Communicator
 
 __all__ = [
     "FORMATS",
     "SEGY",
     "Acquisition",
     "ModelFile",
+    "Samples",
     "read_array",
     "read_model",
-    "read_time_step",
+    "read_samples",
     "read_wavelets",
 ]
 
 FIELDS = ("vp", "vs", "rho", "lambda", "mu")
-_MAY_VANISH = ("vs", "lambda", "mu")  # in water
-_ABOUT = ("spacing", "dt")  # an array, what else a file may say
+_MAY_BE_ZERO = ("vs", "lambda", "mu")  # in water
+_METADATA = ("spacing", "dt")  # not data
 FORMATS = ".npy, .npz, .mat, .sgy, .segy, .zarr"
 
 
 @dataclasses.dataclass(frozen=True)
 class Acquisition:
-    """How data were recorded: what a model file may say besides the model.
+    """Acquisition of a model file: sources, receivers, wavelets and time steps.
 
     Attributes
     ----------
@@ -58,16 +59,16 @@ class Acquisition:
 
 @dataclasses.dataclass(frozen=True)
 class ModelFile:
-    """What a model file says, checked; the same on every rank.
+    """The checked contents of a model file.
 
     Attributes
     ----------
     fields
         Arrays (nx, ny), x first, y downwards: vp, vs in m/s, rho in kg/m^3, lambda, mu in Pa.
     spacing
-        Of the cells, in m; None where the file doesn't say.
+        Size of the cells in m, None if it is not in the file.
     acquisition
-        None where the file doesn't say.
+        None if it is not in the file.
     """
 
     fields: Mapping[str, Float[np.ndarray, "nx ny"]]
@@ -81,79 +82,115 @@ class ModelFile:
         return nx, ny
 
 
-def read_model(
-    path: pathlib.Path, comm: Communicator, shape: tuple[int, int] | None = None
-) -> ModelFile:
-    """Read a model on rank 0, check it, and give it to every rank (collective).
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """An array of a file, and the time between its samples.
+
+    Attributes
+    ----------
+    interval
+        Time between samples in s, and its uncertainty. None if it is not in the file. SEG-Y files
+        have whole microseconds, rounded or truncated.
+    """
+
+    values: NDArray[np.float64]
+    interval: tuple[float, float] | None
+
+
+def read_model(path: pathlib.Path, shape: tuple[int, int] | None = None) -> ModelFile:
+    """Read a model and check it (on one rank).
 
     The formats, by the ending of the file's name:
 
     .npy
         An array (nx, ny): vp.
     .npz, .zarr
-        Arrays `vp`, and if you have them `vs`, `rho`, or `lambda`, `mu`, `rho`, all (nx, ny);
-        `spacing` (hx, hy) as an array, in zarr also as an attribute. A zarr array is vp.
+        Arrays (nx, ny): `vp`, optionally `vs` and `rho`, or `lambda`, `mu` and `rho`. The array
+        `spacing` (hx, hy), in zarr also as an attribute. A zarr array is vp.
     .mat
-        As .npz, spacing as `dx` and `dy`; with `source{k}` (`ix`, `iy`, `vec`), `receiver{k}`
-        (`ix`, `iy`), `dt` and `nt` also the acquisition. Its indices count cells from 0, the
-        first: such files are written by Python. Sources and receivers are at cells' centres.
+        As .npz, with the spacing as `dx` and `dy`. With `source{k}` (`ix`, `iy`, `vec`),
+        `receiver{k}` (`ix`, `iy`), `dt` and `nt` also the acquisition. The first cell has the index
+        0, because such files are written by Python. Sources and receivers are at cell centres.
     .sgy, .segy
-        SEG-Y, one trace for each x, samples downwards: vp.
+        SEG-Y with one trace for each x and samples downwards: vp.
 
     Raises
     ------
     FileNotFoundError, ValueError, ImportError
-        On every rank: where there is no file, its format is unknown or damaged, an array does not
-        have two axes or not the `shape` that is expected, or a value is not finite or (velocity
-        and density) not positive.
+        If the file does not exist, its format is unknown or damaged, an array does not have two
+        axes or the expected `shape`, or a value is not finite or (velocity and density) not
+        positive.
     """
-    return call_on_root(comm, lambda: _read(path, shape))
+    contents = _read(path)
+    if contents.lines is not None and min(contents.lines) > 1:
+        raise ValueError(
+            f"{path}: expected a section with one trace for each x, got a volume with "
+            f"{contents.lines[0]} inlines and {contents.lines[1]} crosslines. Extract a section."
+        )
+    return _model(path, contents.arrays, shape)
+
+
+def read_samples(path: pathlib.Path, name: str = "") -> Samples:
+    """Read an array, and the time between its samples if it is in the file (on one rank).
+
+    The array is that of an .npy file, the traces of a SEG-Y file, or the array of an .npz, .mat or
+    zarr file. If the file has several, it is the one with this name, apart from `spacing` and `dt`.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError, ImportError
+        If the file does not exist, or does not have such an array.
+    """
+    contents = _read(path)
+    arrays = {
+        key: array
+        for key, array in contents.arrays.items()
+        if array.dtype.kind in "iuf" and key not in _METADATA
+    }
+    if name not in arrays and len(arrays) != 1:
+        called = f" called {name}" * bool(name)
+        raise ValueError(
+            f"{path}: expected one array{called}, got {', '.join(sorted(arrays)) or 'none'}. "
+            "Save the array alone."
+        )
+    values = np.asarray(arrays[name] if name in arrays else next(iter(arrays.values())), float)
+    interval, dt = contents.interval, contents.arrays.get("dt")
+    if interval is None and dt is not None and dt.size == 1:
+        interval = float(dt.item()), 1e-6 * float(dt.item())
+    return Samples(values, interval)
 
 
 def read_array(path: pathlib.Path, name: str = "") -> NDArray[np.float64]:
-    """The array in a file (on one rank): .npy, SEG-Y's traces, an .npz or zarr with one array.
-
-    Where there are several, the one of that name; `spacing` and `dt` say something about it.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError, ImportError
-        Where there is no file or no single array in it.
-    """
-    arrays = {k: v for k, v in _arrays(path).items() if v.dtype.kind in "iuf" and k not in _ABOUT}
-    if name in arrays:
-        return np.asarray(arrays[name], float)
-    if len(arrays) != 1:
-        called = f" called {name}" * bool(name)
-        raise ValueError(
-            f"{path}: one array{called} is expected, it has {', '.join(sorted(arrays)) or 'none'}"
-        )
-    return np.asarray(next(iter(arrays.values())), float)
+    """Read an array (on one rank). See `read_samples`."""
+    return read_samples(path, name).values
 
 
 def read_wavelets(path: pathlib.Path, steps: int) -> Float[np.ndarray, "shots sources steps"]:
-    """A user's own source time functions, sampled at the time steps (on one rank).
+    """Read own source time functions, sampled at the time steps (on one rank).
 
     Parameters
     ----------
     path
         File of an array (steps,), (n_shots, steps) or (n_shots, n_sources, steps), in a format
-        that `read_array` knows. A longer array is cut off, a shorter one continued by zeros.
+        of `read_array`. A longer array is truncated, a shorter one is padded with zeros.
 
     Returns
     -------
-    (n_shots | 1, n_sources, steps)
+    ndarray
+        Shape (n_shots, n_sources, steps), with n_shots = 1 for the same wavelet in all shots.
 
     Raises
     ------
     ValueError
-        Where the file holds no such array, or a number in it is not finite.
+        If the array has another number of axes, or a value that is not finite.
     """
     given = read_array(path, "wavelets")
     if given.ndim not in (1, 2, 3):
-        raise ValueError(f"{path}: wavelets of shape {given.shape}; one to three axes, time last")
+        raise ValueError(
+            f"{path}: expected wavelets with one to three axes, time last, got shape {given.shape}."
+        )
     if not np.all(np.isfinite(given)):
-        raise ValueError(f"{path}: a wavelet has samples that are not finite")
+        raise ValueError(f"{path}: the wavelets have samples that are not finite. Check the file.")
     wavelets = given.reshape((1,) * (2 - given.ndim) + given.shape) if given.ndim < 3 else given
     if wavelets.ndim == 2:
         wavelets = wavelets[:, None, :]
@@ -163,99 +200,83 @@ def read_wavelets(path: pathlib.Path, steps: int) -> Float[np.ndarray, "shots so
     return fitting
 
 
-def read_time_step(path: pathlib.Path) -> tuple[float, float] | None:
-    """Seconds between a file's samples, and by how much they may be off (on one rank).
+class _Contents(NamedTuple):
+    """The contents of a file.
 
-    None where the file doesn't say. SEG-Y's are whole microseconds, rounded or cut off.
+    Attributes
+    ----------
+    arrays
+        Arrays by name. An array without a name is vp.
+    interval
+        As in `Samples`, from the header of a SEG-Y file.
+    lines
+        Numbers of inlines and crosslines of a SEG-Y file.
     """
-    if path.suffix.lower() in SEGY:
-        return _read_interval(path)
-    found = _arrays(path).get("dt")
-    if found is None or found.size != 1:
-        return None
-    return float(found.item()), 1e-6 * float(found.item())
+
+    arrays: dict[str, NDArray[Any]]
+    interval: tuple[float, float] | None = None
+    lines: tuple[int, int] | None = None
 
 
-def _arrays(path: pathlib.Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a file by name; a nameless one is vp."""
+def _read(path: pathlib.Path) -> _Contents:
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
     read = _READERS.get(path.suffix.lower())
     if read is None:
-        raise ValueError(f"{path}: a file of an unknown format; known are {FORMATS}")
+        raise ValueError(f"{path}: the file has an unknown format. Known formats: {FORMATS}.")
     try:
         return read(path)
     except ImportError:
         raise
-    except Exception as error:  # every library has errors of its own
+    except Exception as error:  # every library has its own errors
         raise ValueError(f"{path} cannot be read as {path.suffix}: {error}") from error
 
 
-def _read_npy(path: pathlib.Path) -> dict[str, NDArray[Any]]:
-    return {"vp": np.load(path, allow_pickle=False)}
+def _read_npy(path: pathlib.Path) -> _Contents:
+    return _Contents({"vp": np.load(path, allow_pickle=False)})
 
 
-def _read_npz(path: pathlib.Path) -> dict[str, NDArray[Any]]:
+def _read_npz(path: pathlib.Path) -> _Contents:
     with np.load(path, allow_pickle=False) as file:
-        return {name: file[name] for name in file.files}
+        return _Contents({name: file[name] for name in file.files})
 
 
-def _read_zarr(path: pathlib.Path) -> dict[str, NDArray[Any]]:
+def _read_zarr(path: pathlib.Path) -> _Contents:
     import zarr
 
     node = zarr.open(path, mode="r")
-    arrays = {"vp": node} if isinstance(node, zarr.Array) else dict(node.arrays())
-    found = {name: np.asarray(array[...]) for name, array in arrays.items()}
-    return found | {n: np.asarray(node.attrs[n], float) for n in _ABOUT if n in node.attrs}
+    nodes = {"vp": node} if isinstance(node, zarr.Array) else dict(node.arrays())
+    arrays = {name: np.asarray(array[...]) for name, array in nodes.items()}
+    attributes = {n: np.asarray(node.attrs[n], float) for n in _METADATA if n in node.attrs}
+    return _Contents(arrays | attributes)
 
 
-def _read_mat(path: pathlib.Path) -> dict[str, NDArray[Any]]:
+def _read_mat(path: pathlib.Path) -> _Contents:
     from scipy.io import loadmat
 
-    return {k: v for k, v in loadmat(path).items() if not k.startswith("__")}
+    return _Contents({k: v for k, v in loadmat(path).items() if not k.startswith("__")})
 
 
-def _open_segy(path: pathlib.Path) -> Any:
+def _read_segy(path: pathlib.Path) -> _Contents:
     try:
         import segyio
     except ImportError as error:
         raise ImportError(
-            "mpigrad: SEG-Y files need segyio: pip install 'mpigrad[apps]'"
+            "mpigrad: SEG-Y files need segyio. Install it with pip install 'mpigrad[apps]'."
         ) from error
-    return segyio.open(str(path), strict=False, ignore_geometry=True)
-
-
-def _read_segy(path: pathlib.Path) -> dict[str, NDArray[Any]]:
-    with _open_segy(path) as file:
-        return {"vp": np.asarray(file.trace.raw[:])}
-
-
-def _read_interval(path: pathlib.Path) -> tuple[float, float] | None:
-    import segyio
-
-    with _open_segy(path) as file:
-        microseconds = segyio.tools.dt(file, fallback_dt=0.0)
-    dt = microseconds / 1e6
-    return (dt, min(1e-6, 5e-3 * dt)) if dt > 0 else None
-
-
-def _refuse_volume(path: pathlib.Path) -> None:
-    import segyio
-
-    with _open_segy(path) as file:
-        lines = [
+    with segyio.open(str(path), strict=False, ignore_geometry=True) as file:
+        traces = np.asarray(file.trace.raw[:])
+        dt = segyio.tools.dt(file, fallback_dt=0.0) / 1e6
+        inlines, crosslines = (
             len(np.unique(file.attributes(field)[:]))
             for field in (segyio.TraceField.INLINE_3D, segyio.TraceField.CROSSLINE_3D)
-        ]
-    if min(lines) > 1:
-        raise ValueError(
-            f"{path} has {lines[0]} inlines and {lines[1]} crosslines, a volume; a section, one "
-            "trace for each x, is expected"
         )
+    interval = (dt, min(1e-6, 5e-3 * dt)) if dt > 0 else None
+    return _Contents({"vp": traces}, interval, (inlines, crosslines))
 
 
 SEGY = (".sgy", ".segy")
-_READERS: dict[str, Callable[[pathlib.Path], dict[str, NDArray[Any]]]] = {
+_READERS: dict[str, Callable[[pathlib.Path], _Contents]] = {
     ".npy": _read_npy,
     ".npz": _read_npz,
     ".mat": _read_mat,
@@ -263,14 +284,13 @@ _READERS: dict[str, Callable[[pathlib.Path], dict[str, NDArray[Any]]]] = {
 } | dict.fromkeys(SEGY, _read_segy)
 
 
-def _read(path: pathlib.Path, shape: tuple[int, ...] | None) -> ModelFile:
-    arrays = _arrays(path)
-    if path.suffix.lower() in SEGY:
-        _refuse_volume(path)
+def _model(
+    path: pathlib.Path, arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...] | None
+) -> ModelFile:
     fields = {name: np.asarray(arrays[name]) for name in FIELDS if name in arrays}
     if not fields:
         raise ValueError(
-            f"{path}: none of the fields {', '.join(FIELDS)} in it, but {sorted(arrays)}"
+            f"{path}: expected one of the fields {', '.join(FIELDS)}, got {sorted(arrays)}."
         )
     spacing = None
     if "spacing" in arrays:
@@ -287,7 +307,7 @@ def _read(path: pathlib.Path, shape: tuple[int, ...] | None) -> ModelFile:
                 f"{path}: `source`, `receiver`, `dt` and `nt` are not as expected: {error}"
             ) from error
     if spacing is not None and not all(h > 0 and np.isfinite(h) for h in spacing):
-        raise ValueError(f"{path}: spacing {spacing}; positive lengths are expected")
+        raise ValueError(f"{path}: expected a positive spacing, got {spacing}. Check the file.")
     first = next(iter(fields.values()))
     expected = first.shape if shape is None else shape
     checked = {name: _checked(path, name, field, expected) for name, field in fields.items()}
@@ -295,7 +315,7 @@ def _read(path: pathlib.Path, shape: tuple[int, ...] | None) -> ModelFile:
 
 
 def _acquisition(arrays: Mapping[str, NDArray[Any]], spacing: tuple[float, float]) -> Acquisition:
-    """The survey of a .mat file: cell arrays of structures, one for each shot."""
+    """Return the acquisition of a .mat file: cell arrays of structures, one for each shot."""
 
     def entry(structure: Any, name: str) -> NDArray[np.float64]:
         while isinstance(structure, np.ndarray) and structure.dtype.names is None:
@@ -312,36 +332,38 @@ def _acquisition(arrays: Mapping[str, NDArray[Any]], spacing: tuple[float, float
     dt, steps = float(arrays["dt"].ravel()[0]), int(arrays["nt"].ravel()[0])
     if wavelets.shape != (*sources.shape[:2], steps):
         raise ValueError(
-            f"wavelets of shape {wavelets.shape} for {sources.shape[0]} shots of "
-            f"{sources.shape[1]} sources and {steps} steps"
+            f"expected wavelets of {sources.shape[0]} shots of {sources.shape[1]} sources and "
+            f"{steps} steps, got shape {wavelets.shape}."
         )
     if len(receivers) not in (1, len(sources)):
-        raise ValueError(f"{len(receivers)} sets of receivers for {len(sources)} shots")
+        raise ValueError(f"got {len(receivers)} sets of receivers for {len(sources)} shots.")
     return Acquisition(sources, receivers, wavelets, dt, steps)
 
 
 def _checked(
     path: pathlib.Path, name: str, given: NDArray[Any], expected: tuple[int, ...]
 ) -> Float[np.ndarray, "nx ny"]:
-    """A field in float64, or an error that says what is wrong with it."""
+    """Return a field in float64, or raise an error if it is not valid."""
     if given.dtype.kind not in "iuf":
-        raise ValueError(f"{path}: {name} holds no real numbers but {given.dtype}")
+        raise ValueError(
+            f"{path}: expected real numbers in {name}, got {given.dtype}. Check the file."
+        )
     field = np.asarray(given, float)
     if field.ndim != 2 or field.size == 0:
-        raise ValueError(f"{path}: {name} has shape {field.shape}; (nx, ny) is expected")
+        raise ValueError(f"{path}: expected {name} of shape (nx, ny), got shape {field.shape}.")
     if field.shape != expected:
         raise ValueError(
-            f"{path}: {name} has {field.shape[0]} x {field.shape[1]} cells, "
-            f"{' x '.join(map(str, expected))} are expected"
+            f"{path}: expected {' x '.join(map(str, expected))} cells, got {name} of "
+            f"{field.shape[0]} x {field.shape[1]} cells."
         )
     if not np.all(np.isfinite(field)):
         i, j = np.argwhere(~np.isfinite(field))[0]
-        raise ValueError(f"{path}: {name} is {field[i, j]} in cell ({i}, {j})")
-    vanishes = name in _MAY_VANISH
-    if np.any(field < 0 if vanishes else field <= 0):
+        raise ValueError(f"{path}: {name} is {field[i, j]} in cell ({i}, {j}). Check the file.")
+    may_be_zero = name in _MAY_BE_ZERO
+    if np.any(field < 0 if may_be_zero else field <= 0):
         i, j = np.unravel_index(np.argmin(field), field.shape)
         raise ValueError(
-            f"{path}: {name} is {field[i, j]:g} in cell ({i}, {j}); it must "
-            f"{'not be negative' if vanishes else 'be positive'}"
+            f"{path}: {name} is {field[i, j]:g} in cell ({i}, {j}), but it must "
+            f"{'not be negative' if may_be_zero else 'be positive'}. Check the file."
         )
     return field

@@ -1,4 +1,4 @@
-"""Shots at a known model: gathers, snapshots, an animation and the report."""
+"""Forward modelling of shots at a known model: gathers, snapshots, animation and report."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from mpigrad_apps.shots.experiment import Experiment, make_experiment
 from mpigrad_apps.shots.options import WaveOptions
 from mpigrad_apps.shots.physics import Physics
 from mpigrad_apps.shots.pictures import animate, gather_panel, section
-from mpigrad_apps.shots.shot_group import Team, team_of
+from mpigrad_apps.shots.shot_group import ShotGroup, make_shot_group
 
-__all__ = ["Shooting", "shoot"]
+__all__ = ["ForwardRun", "forward_model"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Shooting:
-    """What shots at a model give.
+class ForwardRun:
+    """Result of forward modelling.
 
     Attributes
     ----------
     experiment
         The model and all shots.
     gathers
-        Shape (n_shots, n_components, n_receivers, steps), of all groups' shots; on rank 0, None
-        elsewhere.
+        Gathers of all shots on rank 0, shape (n_shots, n_components, n_receivers, steps). None on
+        other ranks.
     seconds
-        Wall-clock time of the time stepping, compiling included.
+        Wall-clock time of the time stepping, including compilation.
     report
         Path of the report.
     """
@@ -51,51 +51,52 @@ class Shooting:
     report: pathlib.Path
 
 
-def shoot(
+def forward_model(
     options: WaveOptions,
     frames: int,
     out: pathlib.Path,
     physics_class: type[Physics],
-    physics_on: Callable[[Grid, Experiment], Physics],
+    make_physics: Callable[[Grid, Experiment], Physics],
     comm: Communicator | None = None,
-) -> Shooting:
-    """Propagate all shots and write what was seen into `out` (collective).
+) -> ForwardRun:
+    """Propagate all shots and write the results into `out` (collective).
 
-    Writes report.html and its pictures, gathers.npz (`gathers`, `dt`, `sources`, `receivers`,
-    `wavelets`), settings.json, and with `frames` the first shot's wavefield: snapshots.zarr, in
-    which each rank writes its chunks, and animation.gif. The shots are propagated in as many
-    segments as there are frames; a segment's state is where the next one begins.
+    The files are report.html and its pictures, gathers.npz (`gathers`, `dt`, `sources`,
+    `receivers`, `wavelets`) and settings.json. With `frames` also the wavefield of the first shot:
+    snapshots.zarr, to which each rank writes its chunks, and animation.gif. The shots are
+    propagated in as many segments as there are frames. Each segment continues from the state of
+    the segment before.
 
     Parameters
     ----------
-    physics_on
+    make_physics
         Makes the physics of an experiment on a grid.
 
     Raises
     ------
     ValueError, OSError, RuntimeError
-        On every rank, before the first time step, where options, files or the time step make no
-        sense.
+        On every rank, before the first time step, if options, files or the time step are not
+        valid.
     """
     comm = resolve(comm)
     with jax.enable_x64(True):
         whole = make_experiment(options, comm, physics_class.complete)
         prepare(options, out, comm)
-        team = team_of(comm, options.groups, whole, physics_on)
+        group = make_shot_group(comm, options.groups, whole, make_physics)
         if comm.rank == 0:
-            print(team.announcement(options.__module__.split(".")[-2], whole.n_shots), flush=True)
-        begun = time.monotonic()
-        gathers, films = _propagate(team, frames)
-        seconds = comm.mpi.allreduce(time.monotonic() - begun) / comm.size
-        collected = team.collect(gathers)
+            print(group.summary(options.__module__.split(".")[-2], whole.n_shots), flush=True)
+        started = time.monotonic()
+        gathers, films = _propagate(group, frames)
+        seconds = comm.mpi.allreduce(time.monotonic() - started) / comm.size
+        collected = group.gather_shots(gathers)
         drawn = None
-        if frames and 0 in team.shots:  # the group of the first shot draws it
-            _write_snapshots(out, team, films)
-            drawn = _draw_films(out, team, films)
-        result = Shooting(whole, collected, seconds, out / "report.html")
+        if frames and 0 in group.shots:  # the group of the first shot draws the films
+            _write_snapshots(out, group, films)
+            drawn = _draw_films(out, group, films)
+        result = ForwardRun(whole, collected, seconds, out / "report.html")
         if comm.rank == 0:
             _write_gathers(result)
-            _write_report(result, team, drawn)
+            _write_report(result, group, drawn)
             print(f"report: {result.report}", flush=True)
         comm.mpi.Barrier()
     return result
@@ -105,19 +106,19 @@ Films = list[tuple[float, dict[str, Float[Array, "lx ly"]]]]
 
 
 def _propagate(
-    team: Team, frames: int
+    group: ShotGroup, frames: int
 ) -> tuple[Float[np.ndarray, "shots components receivers steps"], Films]:
-    """Segment after segment; the last one is filled up with steps without a source."""
-    some, grid, physics = team.experiment, team.grid, team.physics
+    """Propagate segment after segment. The last one is padded with steps without a source."""
+    some, grid, physics = group.experiment, group.grid, group.physics
     segments = max(1, min(frames, some.steps))
     length = -(-some.steps // segments)
     segments = -(-some.steps // length)
     wavelets = np.pad(some.wavelets, [(0, 0), (0, 0), (0, segments * length - some.steps)])
     fields = {name: jnp.asarray(field[grid.slices]) for name, field in some.fields.items()}
     segment = mpigrad.jit(
-        lambda fields, wavelets, state: physics.propagate(fields, wavelets, team.survey, state)
+        lambda fields, wavelets, state: physics.propagate(fields, wavelets, group.survey, state)
     )
-    progress = Progress(segments, team.comm.rank)
+    progress = Progress(segments, group.comm.rank)
     state, pieces, films = None, [], []
     for k in range(segments):
         part = jnp.asarray(wavelets[..., k * length : (k + 1) * length])
@@ -130,7 +131,7 @@ def _propagate(
     return np.concatenate(pieces, axis=-1)[..., : some.steps], films
 
 
-def _write_snapshots(out: pathlib.Path, team: Team, films: Films) -> None:
+def _write_snapshots(out: pathlib.Path, group: ShotGroup, films: Films) -> None:
     fields = {
         f"{name}_{k:04d}": field
         for k, (_, shot) in enumerate(films)
@@ -138,28 +139,28 @@ def _write_snapshots(out: pathlib.Path, team: Team, films: Films) -> None:
     }
     report.write_fields(
         out / "snapshots.zarr",
-        team.grid,
+        group.grid,
         fields,
-        {"times": [time for time, _ in films], "spacing": list(team.experiment.spacing)},
+        {"times": [time for time, _ in films], "spacing": list(group.experiment.spacing)},
     )
 
 
 def _draw_films(
-    out: pathlib.Path, team: Team, films: Films
+    out: pathlib.Path, group: ShotGroup, films: Films
 ) -> tuple[list[float], list[np.ndarray]] | None:
-    """Write the animation of the first wavefield; the frames, on the group's rank 0."""
+    """Write the animation of the first wavefield and return the frames on the group's rank 0."""
     name = next(iter(films[0][1]))
-    frames = [team.grid.gather(shot[name]) for _, shot in films]
+    frames = [group.grid.gather(shot[name]) for _, shot in films]
     whole = [frame for frame in frames if frame is not None]
     if not whole:
         return None
     times = [time for time, _ in films]
-    background = next(iter(team.experiment.fields.values()))
-    animate(out / "animation.gif", np.asarray(background), whole, times, team.experiment.size)
+    background = next(iter(group.experiment.fields.values()))
+    animate(out / "animation.gif", np.asarray(background), whole, times, group.experiment.size)
     return times, whole
 
 
-def _write_gathers(result: Shooting) -> None:
+def _write_gathers(result: ForwardRun) -> None:
     whole, gathers = result.experiment, result.gathers
     assert gathers is not None
     write_whole(
@@ -176,9 +177,9 @@ def _write_gathers(result: Shooting) -> None:
 
 
 def _write_report(
-    result: Shooting, team: Team, drawn: tuple[list[float], list[np.ndarray]] | None
+    result: ForwardRun, group: ShotGroup, drawn: tuple[list[float], list[np.ndarray]] | None
 ) -> None:
-    whole, gathers, physics = result.experiment, result.gathers, team.physics
+    whole, gathers, physics = result.experiment, result.gathers, group.physics
     assert gathers is not None
     out = result.report.parent
     shown = list(dict.fromkeys([0, whole.n_shots // 2]))
@@ -190,7 +191,7 @@ def _write_report(
         ),
         report.maps(
             "gathers",
-            "What the receivers recorded of the first shot and of one in the middle.",
+            "Recordings of the first shot and of a shot in the middle.",
             [
                 gather_panel(f"{component}, shot {shot + 1}", gathers[shot, c], whole.dt)
                 for shot in shown
@@ -206,7 +207,7 @@ def _write_report(
             1,
             report.maps(
                 "snapshots",
-                "The wavefield of the first shot; animation.gif shows all of them.",
+                "The wavefield of the first shot. animation.gif shows all snapshots.",
                 [
                     section(f"{times[k]:.3f} s", frames[k], whole.size, diverging=True)
                     for k in chosen
@@ -216,18 +217,18 @@ def _write_report(
         )
     numbers = {
         "cells": f"{whole.shape[0]} x {whole.shape[1]}",
-        "of a size of": f"{whole.spacing[0]:.5g} m x {whole.spacing[1]:.5g} m",
+        "size of a cell": f"{whole.spacing[0]:.5g} m x {whole.spacing[1]:.5g} m",
         "steps": f"{whole.steps} of {whole.dt:.6g} s",
-        "largest stable velocity": f"{team.fastest:.1f} m/s",
+        "largest stable velocity": f"{group.physics.max_stable_velocity:.1f} m/s",
         "shots, receivers of a shot": f"{whole.n_shots}, {whole.receivers.shape[1]}",
         "wavelet": whole.wavelet,
         "largest amplitude recorded": f"{np.max(np.abs(gathers)):.4g}",
     }
     parallel = {
-        "ranks": team.comm.size,
-        "groups": team.count,
-        "tiles of a group": f"{team.grid.dims[0]} x {team.grid.dims[1]}",
-        "time stepping, compiling included": f"{result.seconds:.1f} s",
+        "ranks": group.comm.size,
+        "groups": group.n_groups,
+        "tiles of a group": f"{group.grid.dims[0]} x {group.grid.dims[1]}",
+        "time stepping, including compilation": f"{result.seconds:.1f} s",
     }
     report.write_report(
         out,

@@ -1,4 +1,4 @@
-"""Sections of the ground, shot gathers, and a film of waves."""
+"""Pictures of models, shot gathers and wavefields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpigrad_apps.report import Panel
 __all__ = ["animate", "gather_panel", "section"]
 
 _UNITS = {"vp": "m/s", "vs": "m/s", "rho": "kg/m³", "lambda": "Pa", "mu": "Pa"}
-_MOST_PIXELS = 600  # along an axis
+_MAX_PIXELS = 600  # along an axis
 
 
 def section(
@@ -24,8 +24,8 @@ def section(
     limits: tuple[float, float] | None = None,
     diverging: bool = False,
 ) -> Panel:
-    """A panel of the ground, depth downwards; `size` in m."""
-    thin = math.ceil(max(values.shape) / _MOST_PIXELS)
+    """Return a panel of a section of the ground, depth downwards. `size` is in m."""
+    thin = math.ceil(max(values.shape) / _MAX_PIXELS)
     name = title.rsplit(maxsplit=1)[-1]
     title = f"{title} ({_UNITS[name]})" if name in _UNITS else title
     return Panel(
@@ -45,10 +45,10 @@ def gather_panel(
     dt: float,
     scale: float | None = None,
 ) -> Panel:
-    """A shot gather, time downwards; amplitudes beyond `scale` are cut off."""
+    """Return a panel of a shot gather, time downwards, clipped at the amplitude `scale`."""
     if scale is None:
         scale = clip_of(gather)
-    thin = math.ceil(gather.shape[1] / _MOST_PIXELS)
+    thin = math.ceil(gather.shape[1] / _MAX_PIXELS)
     return Panel(
         title,
         np.clip(gather[:, ::thin], -scale, scale),
@@ -62,7 +62,7 @@ def gather_panel(
 
 
 def clip_of(values: Float[np.ndarray, "*n"]) -> float:
-    """The amplitude that 2 % of the values exceed."""
+    """Return the amplitude that 2 % of the values exceed."""
     return float(np.quantile(np.abs(values), 0.98)) or 1.0
 
 
@@ -73,12 +73,12 @@ def animate(
     times: Sequence[float],
     size: tuple[float, float],
 ) -> None:
-    """Write a GIF of a wavefield over its model, one frame for each time (on one rank)."""
+    """Write a GIF of a wavefield over its model with one frame for each time (on one rank)."""
     from matplotlib.animation import PillowWriter
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    thin = math.ceil(max(background.shape) / _MOST_PIXELS)
+    thin = math.ceil(max(background.shape) / _MAX_PIXELS)
     figure = Figure(figsize=(6.4, max(2.4, min(6.4, 5.6 * size[1] / size[0] + 0.8))))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

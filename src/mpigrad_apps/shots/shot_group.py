@@ -1,4 +1,4 @@
-"""Groups of ranks that share the shots; each divides the model among its ranks."""
+"""Groups of ranks that share the shots. The ranks of a group divide the model."""
 
 from __future__ import annotations
 
@@ -14,31 +14,29 @@ from mpigrad.waves.survey import Survey
 from mpigrad_apps.shots.experiment import Experiment, limiting_velocity, p_velocity
 from mpigrad_apps.shots.physics import Physics
 
-__all__ = ["Team", "team_of"]
+__all__ = ["ShotGroup", "make_shot_group"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Team:
+class ShotGroup:
     """This rank's group.
 
     Attributes
     ----------
     comm
-        All groups' ranks.
+        Communicator of all groups' ranks.
     grid
-        The model's, divided among this group's ranks (`grid.comm`).
+        Grid of the model, divided among this group's ranks (`grid.comm`).
     physics
-        The equation on that grid.
+        The wave equation on that grid.
     experiment
-        With the group's shots.
+        The experiment with the group's shots only.
     survey
-        Of the group's shots.
+        Survey of the group's shots.
     shots
-        The numbers of the group's shots among all.
-    count
+        Indices of the group's shots among all shots.
+    n_groups
         Number of groups.
-    fastest
-        The largest velocity for which the time step is stable, m/s.
     """
 
     comm: Communicator
@@ -47,79 +45,84 @@ class Team:
     experiment: Experiment
     survey: Survey
     shots: np.ndarray
-    count: int
-    fastest: float
+    n_groups: int
 
-    def announcement(self, what: str, n_shots: int) -> str:
-        """One line that says what is computed on what."""
+    def summary(self, command: str, n_shots: int) -> str:
+        """Return one line about the computation of a command."""
         some, ranks = self.experiment, self.comm.size
         tiles = " x ".join(map(str, self.grid.dims))
-        groups = f", {self.count} groups" * (self.count > 1)
+        groups = f", {self.n_groups} groups" * (self.n_groups > 1)
         return (
-            f"{what}: {some.shape[0]} x {some.shape[1]} cells of {some.spacing[0]:.4g} m x "
+            f"{command}: {some.shape[0]} x {some.shape[1]} cells of {some.spacing[0]:.4g} m x "
             f"{some.spacing[1]:.4g} m in {tiles} tiles on {ranks} rank{'s' * (ranks > 1)}{groups}, "
             f"{n_shots} shots, {some.receivers.shape[1]} receivers, {some.steps} steps of "
             f"{some.dt * 1e3:.4g} ms"
         )
 
-    def collect(self, of_shots: np.ndarray) -> np.ndarray | None:
-        """What belongs to shots, of all groups, in order, on rank 0; None elsewhere (collective).
+    def gather_shots(self, values: np.ndarray) -> np.ndarray | None:
+        """Gather values of all shots in order on rank 0, None on other ranks (collective).
 
-        `of_shots` has the group's shots along its first axis, on every rank of the group.
+        The first axis of `values` is the group's shots. It is the same on all ranks of the group.
         """
-        mine = of_shots if self.grid.comm.rank == 0 else None
-        parts = self.comm.mpi.gather(mine, root=0)
+        part = values if self.grid.comm.rank == 0 else None
+        parts = self.comm.mpi.gather(part, root=0)
         if parts is None:
             return None
         return np.concatenate([part for part in parts if part is not None])
 
 
-def team_of(
+def make_shot_group(
     comm: Communicator,
-    groups: int,
-    whole: Experiment,
-    physics_on: Callable[[Grid, Experiment], Physics],
-) -> Team:
-    """This rank's group (collective). Ranks and shots are shared out in their order.
+    n_groups: int,
+    experiment: Experiment,
+    make_physics: Callable[[Grid, Experiment], Physics],
+) -> ShotGroup:
+    """Make this rank's group (collective). Ranks and shots are divided in their order.
 
     Parameters
     ----------
-    physics_on
+    make_physics
         Makes the physics of an experiment on a grid.
 
     Raises
     ------
     ValueError
-        On every rank: where a group would have no rank or no shot, a tile has too few cells, or
+        On every rank: if there are more groups than ranks or shots, a tile has too few cells, or
         the time step is not stable.
     """
-    if groups > min(comm.size, whole.n_shots):
+    if n_groups > min(comm.size, experiment.n_shots):
         raise ValueError(
-            f"--groups: {groups} groups for {comm.size} ranks and {whole.n_shots} shots; each "
-            "needs a rank and a shot"
+            f"--groups: each group needs a rank and a shot, got {n_groups} groups for {comm.size} "
+            f"ranks and {experiment.n_shots} shots. Use at most "
+            f"{min(comm.size, experiment.n_shots)}."
         )
-    number, group = 0, comm
-    if groups > 1:
-        ranks = np.array_split(np.arange(comm.size), groups)
-        number = next(g for g, members in enumerate(ranks) if comm.rank in members)
-        group = comm.split(number, comm.rank)
-    shots = np.array_split(np.arange(whole.n_shots), groups)[number]
-    some = whole.shots(shots)
-    # A group of another size may have no place for all its ranks: what its ranks find together,
-    # the other groups' ranks learn here.
+    index, group_comm = 0, comm
+    if n_groups > 1:
+        ranks = np.array_split(np.arange(comm.size), n_groups)
+        index = next(g for g, members in enumerate(ranks) if comm.rank in members)
+        group_comm = comm.split(index, comm.rank)
+    shots = np.array_split(np.arange(experiment.n_shots), n_groups)[index]
+    part = experiment.shots(shots)
+    # Groups may differ in size, so one group may have too few cells for its ranks and another not.
     with raise_on_all_ranks(comm):
-        grid = Grid(whole.shape, whole.spacing, group)
-        physics = physics_on(grid, whole)
-        fastest = physics.fastest()
-        highest, limit = float(np.max(p_velocity(whole.fields))), limiting_velocity(whole.fields)
-        if limit > fastest * (1 + 1e-9):
-            light = ""
-            if limit > 1.1 * highest:
-                light = f", and there are cells of {np.min(whole.fields['rho']):.3g} kg/m3"
-            raise ValueError(
-                f"--dt: a time step of {whole.dt:.6g} s is not stable, velocities reach "
-                f"{highest:.6g} m/s{light}; the largest stable one is "
-                f"{whole.dt * fastest / limit:.6g} s"
-            )
-    survey = Survey(some.sources, some.receivers)
-    return Team(comm, grid, physics, some, survey, shots, groups, fastest)
+        grid = Grid(experiment.shape, experiment.spacing, group_comm)
+        physics = make_physics(grid, experiment)
+        physics.tile.check(physics.reach)
+        _check_time_step(experiment, physics.max_stable_velocity)
+    survey = Survey(part.sources, part.receivers)
+    return ShotGroup(comm, grid, physics, part, survey, shots, n_groups)
+
+
+def _check_time_step(experiment: Experiment, max_stable_velocity: float) -> None:
+    fields = experiment.fields
+    limit = limiting_velocity(fields)
+    if limit <= max_stable_velocity * (1 + 1e-9):
+        return
+    highest, light = float(np.max(p_velocity(fields))), ""
+    if limit > 1.1 * highest:
+        light = f" and densities down to {np.min(fields['rho']):.3g} kg/m3"
+    stable = experiment.dt * max_stable_velocity / limit
+    raise ValueError(
+        f"--dt: a time step of {experiment.dt:.6g} s is not stable for velocities up to "
+        f"{highest:.6g} m/s{light}, the largest stable one is {stable:.6g} s. Use a smaller --dt."
+    )

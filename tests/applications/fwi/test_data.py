@@ -1,4 +1,4 @@
-"""Recordings in files of every format; what does not fit the run is refused on every rank."""
+"""Recordings in files of every format; data that do not fit the run are errors on every rank."""
 
 import dataclasses
 
@@ -53,14 +53,14 @@ def test_every_format_is_read(comm, directory, write_segy, physics, components):
     plain = ["plain.npy"] * (components == 1)
     for name in ["d.npy", "d.npz", "d.mat", "d.sgy", "array.zarr", "group.zarr", *plain]:
         problem = prepare_inversion(dataclasses.replace(settings, data=directory / name), comm)
-        mine = gathers[problem.team.shots]
+        mine = gathers[problem.group.shots]
         assert mine.shape[0] == 1
         np.testing.assert_allclose(problem.recorded, mine, rtol=1e-6 if name == "d.sgy" else 0)
         np.testing.assert_allclose(problem.experiment.fields["vp"], VP, rtol=1e-6)
 
 
 @pytest.mark.ranks(2)
-def test_what_does_not_fit_is_refused_on_every_rank(comm, directory, write_segy):
+def test_rejects_unfitting_data_on_every_rank(comm, directory, write_segy):
     """Before the first step: nothing is computed until the recordings are there."""
     one, two = recordings(1), recordings(2)
     holes = np.where(one == one.max(), np.nan, one)
@@ -83,24 +83,24 @@ def test_what_does_not_fit_is_refused_on_every_rank(comm, directory, write_segy)
     comm.mpi.Barrier()
     acoustic = dataclasses.replace(FEW, initial=directory / "start.npy")
     elastic = dataclasses.replace(acoustic, physics="elastic")
-    wanted = "2 shots, {} components, 3 receivers and 9 steps are expected, in this order"
-    for settings, name, said in [
-        (acoustic, "turned.npy", r"shape \(2, 1, 9, 3\); " + wanted.format(1)),
-        (acoustic, "short.npz", r"shape \(2, 1, 3, 8\); " + wanted.format(1)),
-        (acoustic, "two.npz", "one array called gathers is expected, it has a, b"),
-        (acoustic, "late.npz", r"has samples every 0.00101 s, this run every 0.001 s; give --dt"),
+    wanted = "expected 2 shots, {} components, 3 receivers and 9 steps, in this order"
+    for settings, name, text in [
+        (acoustic, "turned.npy", r"shape \(2, 1, 9, 3\), " + wanted.format(1)),
+        (acoustic, "short.npz", r"shape \(2, 1, 3, 8\), " + wanted.format(1)),
+        (acoustic, "two.npz", "expected one array called gathers, got a, b"),
+        (acoustic, "late.npz", r"has samples every 0.00101 s, this run every 0.001 s. Use --dt"),
         (acoustic, "holes.npz", "has values that are not finite"),
-        (acoustic, "shots.mat", r"shape \(1, 1, 3, 9\); " + wanted.format(1)),
+        (acoustic, "shots.mat", r"shape \(1, 1, 3, 9\), " + wanted.format(1)),
         (acoustic, "late.mat", "has samples every 0.00099 s"),
-        (acoustic, "fewer.sgy", r"shape \(5, 9\); " + wanted.format(1)),
-        (acoustic, "slow.sgy", "has samples every 0.002 s, .* give --dt 0.002"),
-        (acoustic, "two.zarr", r"shape \(2, 2, 3, 9\); " + wanted.format(1)),
+        (acoustic, "fewer.sgy", r"shape \(5, 9\), " + wanted.format(1)),
+        (acoustic, "slow.sgy", "has samples every 0.002 s, .* Use --dt 0.002"),
+        (acoustic, "two.zarr", r"shape \(2, 2, 3, 9\), " + wanted.format(1)),
         (acoustic, "late.zarr", "has samples every 0.002 s"),
         (acoustic, "broken.sgy", "cannot be read as .sgy"),
-        (elastic, "late.zarr", r"shape \(2, 1, 3, 9\); " + wanted.format(2)),
-        (elastic, "vx.segy", r"shape \(6, 9\); " + wanted.format(2)),
+        (elastic, "late.zarr", r"shape \(2, 1, 3, 9\), " + wanted.format(2)),
+        (elastic, "vx.segy", r"shape \(6, 9\), " + wanted.format(2)),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=text):
             prepare_inversion(dataclasses.replace(settings, data=directory / name), comm)
     with pytest.raises(ValueError, match=r"coarse.npz has cells of \(99.0, 99.0\) m, the model"):
         prepare_inversion(dataclasses.replace(acoustic, initial=directory / "coarse.npz"), comm)

@@ -1,4 +1,4 @@
-"""Whole runs: what they write, that the misfit falls, and that a restart is bit for bit."""
+"""Whole runs: their files, their misfit, and restarts that are equal bit for bit."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ SMALL = Settings(
 )  # fmt: skip
 
 
-@pytest.mark.full
+@pytest.mark.full("whole runs take long; the loss and its gradient are tested in test_inversion.py")
 def test_misfit_falls_from_stage_to_stage(comm, directory):
     settings = dataclasses.replace(SMALL, frequencies=(12.0,), out=directory / "whole")
     whole = fwi.run(settings, comm)
@@ -44,9 +44,9 @@ def check_files(out, whole):
     assert np.array_equal(group["vp"][:], whole.fields["vp"])
 
 
-@pytest.mark.full
-def test_a_stop_and_a_restart_are_one_run(comm, directory, monkeypatch):
-    """Asked to stop, it ends after an iteration, and goes on from its file bit for bit.
+@pytest.mark.full("whole runs take long; restarts of fitting are tested in test_fitting.py")
+def test_a_restarted_run_equals_an_uninterrupted_run(comm, directory, monkeypatch):
+    """A stopped run ends after an iteration, and continues from its file bit for bit.
 
     Masked cells keep the start's values exactly, all others change.
     """
@@ -84,9 +84,9 @@ def test_a_stop_and_a_restart_are_one_run(comm, directory, monkeypatch):
         fwi.run(dataclasses.replace(settings, normalize="trace"), comm)
 
 
-@pytest.mark.full
-def test_shots_are_written_and_are_data(comm, directory):
-    """What `run acoustic` records, an inversion takes."""
+@pytest.mark.full("whole runs take long; data files are tested in test_data.py")
+def test_an_inversion_reads_recorded_shots(comm, directory):
+    """An inversion reads the gathers of `run acoustic`."""
     options = {
         field.name: getattr(SMALL, field.name)
         for field in dataclasses.fields(Shots)
@@ -116,7 +116,7 @@ def test_shots_are_written_and_are_data(comm, directory):
         dt=shots.experiment.dt,
     )
     problem = fwi.prepare_inversion(given, comm)
-    assert problem.truth is None
+    assert problem.inputs.truth is None
     with pytest.raises(ValueError, match="has samples every"):
         fwi.prepare_inversion(dataclasses.replace(given, dt=0.9 * given.dt), comm)
     assert np.allclose(problem.recorded, gathers, rtol=1e-12)

@@ -12,7 +12,7 @@ from mpigrad_apps.fwi.misfit import low_pass
 from mpigrad_apps.shots.experiment import make_experiment
 from mpigrad_apps.shots.files import read_wavelets
 from mpigrad_apps.shots.options import WaveOptions
-from mpigrad_apps.shots.shot_group import team_of
+from mpigrad_apps.shots.shot_group import make_shot_group
 
 OPTIONS = WaveOptions(cells=(20, 12), spacing=(10.0, 5.0))
 
@@ -22,7 +22,7 @@ def made(comm, **changes):
 
 
 @pytest.mark.ranks(1)
-def test_what_nobody_says_has_a_default(comm):
+def test_defaults_of_an_experiment(comm):
     whole = made(comm)
     assert whole.shape == (20, 12)
     assert whole.size == (200.0, 60.0)
@@ -57,9 +57,9 @@ def test_own_positions_and_wavelets(comm, directory):
         made(comm, survey=directory / "far.npz")
     with pytest.raises(ValueError, match="samples that are not finite"):
         made(comm, wavelet=directory / "bad.npy")
-    with pytest.raises(ValueError, match="wavelets of 2 shots"):
+    with pytest.raises(ValueError, match="got wavelets of 2 shots"):
         made(comm, wavelet=directory / "w.npy")
-    with pytest.raises(ValueError, match="--pml: 0 or more"):
+    with pytest.raises(ValueError, match="--pml: expected 0 or more"):
         made(comm, pml=-1)
     if comm.rank == 0:
         assert read_wavelets(directory / "w.npy", 2).shape == (2, 1, 2)
@@ -67,8 +67,8 @@ def test_own_positions_and_wavelets(comm, directory):
 
 @pytest.mark.ranks(1, 4)
 def test_groups_need_a_rank_and_a_shot(comm):
-    with pytest.raises(ValueError, match="each needs a rank and a shot"):
-        team_of(comm, 5, made(comm), lambda grid, dt: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match="each group needs a rank and a shot"):
+        make_shot_group(comm, 5, made(comm), lambda grid, dt: None)  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.ranks(1)

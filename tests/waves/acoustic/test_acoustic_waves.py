@@ -1,4 +1,4 @@
-"""What acoustic waves do: the analytic solution, reciprocity, absorption."""
+"""Accuracy of acoustic waves: the analytic solution, reciprocity, absorption."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -85,7 +85,7 @@ def test_layers_absorb(comm, order):
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("width", [2, 12])
-def test_stable_for_long_at_the_largest_step(comm, width):
+def test_the_largest_step_is_stable_for_long(comm, width):
     velocity = np.random.default_rng(2).uniform(1500, 3000, (24, 20))
     grid = Grid((24, 20), (10.0, 8.0), comm)
     for order in (2, 4):

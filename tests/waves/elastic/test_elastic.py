@@ -1,4 +1,4 @@
-"""Elastic waves: the kernels, the reference, one rank and many; and their derivatives."""
+"""Elastic waves: kernels, reference, one rank and many ranks, and their derivatives."""
 
 import functools
 
@@ -13,7 +13,7 @@ import mpigrad
 from mpigrad.grid import Grid
 from mpigrad.waves.elastic import Elastic, Survey, lame, reference
 from mpigrad.waves.elastic.media import effective_media
-from mpigrad.waves.elastic.model import scheme_of
+from mpigrad.waves.elastic.model import make_scheme
 from mpigrad.waves.elastic.state import at_rest
 
 COMPONENTS = ("vx", "vy", "pressure")
@@ -48,7 +48,7 @@ def value_and_gradient(comm, source="explosive", kind="complete", **settings):
 
 
 @pytest.mark.thin(4)
-def test_kernels_are_the_reference_and_all_ranks_are_one(comm, alone):
+def test_kernels_agree_with_the_reference_and_with_one_rank(comm, alone):
     elastic, gathers, state, gradient = value_and_gradient(comm, method="native")
     expected = value_and_gradient(comm, method="xla")
     case.compare((gathers, state, gradient), expected[1:])
@@ -71,7 +71,7 @@ def test_the_reference_is_batched_on_a_rank_without_points(comm):
     """By JAX's own vmap over wavelets: halos of its fields meet batched ones."""
     xla, native = (case.model(comm, steps=4, method=method) for method in ("xla", "native"))
     near = Survey(np.array([[[21.7, 20.0]]]), np.array([[[25.0, 30.0]]]))  # on rank 0
-    assert (len(scheme_of(xla, near).source_table.cells) == 0) == (comm.rank == 1)
+    assert (len(make_scheme(xla, near).source_table.cells) == 0) == (comm.rank == 1)
     part = case.mine(xla, case.arrays())
     media = [part[name] for name in ("lam", "mu", "rho")]
     w = part["wavelets"][:1, :1, :4]
@@ -128,7 +128,7 @@ def test_shares_of_the_gathers(comm):
     case.compare((comm.mpi.allreduce(np.asarray(share)), *rest), (complete, *expected))
 
 
-@pytest.mark.full
+@pytest.mark.full("forces are also sources of the dot test and of the reciprocity test")
 @pytest.mark.parametrize("source", ["force_x", "force_y"])
 def test_forces(comm, source):
     got = value_and_gradient(comm, source, method="native")
@@ -146,16 +146,20 @@ KEPT = [
 
 @pytest.mark.parametrize(
     "settings",
-    [*KEPT[:2], *(pytest.param(k, marks=pytest.mark.full) for k in KEPT[2:-1]), KEPT[-1]],
+    [
+        *KEPT[:2],
+        *(pytest.param(k, marks=pytest.mark.full("the last case covers it")) for k in KEPT[2:-1]),
+        KEPT[-1],
+    ],
 )
-def test_gradients_are_those_without_checkpoints(comm, settings):
+def test_gradients_do_not_depend_on_checkpoints(comm, settings):
     got = value_and_gradient(comm, method="native", **settings)
     source = settings.get("source", "explosive")
     tolerance = 1e-12 if settings.get("checkpoints") == "boundary" else 1e-13
     case.compare(got[1:], value_and_gradient(comm, source, method="native")[1:], tolerance)
 
 
-@pytest.mark.full
+@pytest.mark.full("it tests jax.checkpoint around the scan, which other tests run without")
 def test_checkpoints_of_the_reference(comm):
     got = value_and_gradient(comm, method="xla", checkpoints=5)
     case.compare(got[1:], value_and_gradient(comm, method="xla")[1:], 1e-13)
@@ -188,7 +192,7 @@ def test_dot_test_of_the_linearised_run(comm):
     assert mpigrad.dot_test(run, *zeros, rtol=1e-12).error < 1e-12
 
 
-@pytest.mark.full
+@pytest.mark.full("the dot test and the reference test the same derivatives")
 def test_taylor_test(comm):
     elastic = case.model(comm, method="native")
     run, zeros = relative(elastic, case.survey(), case.mine(elastic, case.arrays()))
@@ -203,7 +207,7 @@ def test_taylor_test(comm):
 
 @pytest.mark.ranks(1, 3)
 def test_reciprocity(comm):
-    """A force's component at one point, the velocity's at another: they may change places."""
+    """The positions of a force and of a recorded velocity component can be exchanged."""
     a, b = [43.0, 37.0], [101.0, 88.5]
     arrays = case.arrays()
     wavelet = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, 60)))
@@ -222,11 +226,11 @@ def test_lame(comm):
     np.testing.assert_allclose(mu, [4.5e9, 0])
 
 
-# ---- what is refused, on every rank ----
+# ---- errors on all ranks ----
 
 
 @pytest.mark.ranks(2)
-def test_the_largest_time_step_is_that_of_the_fastest_rank(comm):
+def test_the_fastest_rank_limits_the_time_step(comm):
     """Of 24 h / (28 sqrt(2) vp)."""
     grid = Grid((8, 8), (10.0, 10.0), comm)
     vp = 2000.0 * (1 + comm.rank)
@@ -236,7 +240,7 @@ def test_the_largest_time_step_is_that_of_the_fastest_rank(comm):
 
 
 @pytest.mark.ranks(1, 3)
-def test_models_that_are_no_models_are_refused(comm):
+def test_rejects_invalid_models_on_all_ranks(comm):
     good = case.mine(case.model(comm), case.arrays())
     last = comm.rank == comm.size - 1
     elastic, survey = case.model(comm), case.survey()
@@ -258,7 +262,7 @@ def test_models_that_are_no_models_are_refused(comm):
         jax.block_until_ready(run(**spoilt("rho", 1.0)))
     with pytest.raises(ValueError, match="lam has shape"):
         run(**{k: good[k][1:] if last else good[k] for k in ("lam", "mu", "rho")})
-    with pytest.raises(ValueError, match="all float32 or all float64"):
+    with pytest.raises(ValueError, match="must be float32 or float64, the same"):
         run(rho=good["rho"].astype("float32"))
     with pytest.raises(ValueError, match="wavelets have shape"):
         run(wavelets=good["wavelets"][:, :, :-1])
@@ -272,13 +276,13 @@ def test_models_that_are_no_models_are_refused(comm):
         elastic.propagate(*(good[k] for k in ("lam", "mu", "rho", "wavelets")), outside)
 
 
-def test_settings_that_make_no_sense_are_refused(comm):
+def test_rejects_invalid_settings(comm):
     for settings, message in (
         ({"dt": 0.0}, "dt must be positive"),
         ({"frequency": -1.0}, "frequency must be positive"),
         ({"components": ()}, "components must be some of"),
         ({"checkpoints": 0}, "checkpoints must be"),
-        ({"checkpoints": "boundary", "method": "xla"}, "is of the native kernels"),
+        ({"checkpoints": "boundary", "method": "xla"}, "needs the native kernels"),
         ({"threads": 0}, "threads must be at least 1"),
         ({"reflection": 2.0}, "reflection must lie"),
         ({"max_velocity": -2.0}, "max_velocity must be positive"),
@@ -303,12 +307,12 @@ def test_largest_time_step(comm):
 
 
 @pytest.mark.ranks(1)
-def test_the_largest_time_step_is_stable_beside_air(comm):
+def test_the_largest_time_step_is_stable_next_to_air(comm):
     """Against the largest eigenvalue of the discrete equations on a small grid."""
     cells = (10, 9)
     elastic = Elastic(Grid(cells, (10.0, 12.0), comm), 1.0, 2, 15.0, pml=0, max_velocity=3e3)
     survey = Survey(np.full((1, 1, 2), 50.0), np.full((1, 1, 2), 60.0))
-    scheme = scheme_of(elastic, survey)
+    scheme = make_scheme(elastic, survey)
     basis = np.eye(2 * cells[0] * cells[1]).reshape(-1, 2, *cells)
 
     @jax.jit
@@ -336,11 +340,11 @@ def test_the_largest_time_step_is_stable_beside_air(comm):
 
 
 @pytest.mark.launcher
-@pytest.mark.full
+@pytest.mark.full("two to four ranks run the same program")
 def test_six_ranks(tmp_path):
     launching.on_six_ranks(
         tmp_path,
         __file__,
         "import test_elastic as t",
-        "t.test_kernels_are_the_reference_and_all_ranks_are_one(world, alone)",
+        "t.test_kernels_agree_with_the_reference_and_with_one_rank(world, alone)",
     )

@@ -1,4 +1,4 @@
-"""Elastic waves against what is known of them: plane waves, and layers that absorb."""
+"""Accuracy of elastic waves: plane waves and absorbing layers."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -52,17 +52,17 @@ def plane_wave_error(comm, refinement, shear):
     return float(np.max(np.abs(np.asarray(got) - pulse(point[0], times))))
 
 
-@pytest.mark.full
+@pytest.mark.full("it refines the grid and takes long")
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("shear", [False, True], ids=["P", "S"])
-def test_plane_waves_run_at_their_speeds(comm, shear):
-    """Fourth order in h, where dt falls like h squared."""
+def test_plane_waves_have_the_right_speed(comm, shear):
+    """Fourth order in h, with dt proportional to h squared."""
     coarse, fine = (plane_wave_error(comm, n, shear) for n in (1, 2))
     assert fine < 1e-3
     assert np.log2(coarse / fine) > 3.7
 
 
-@pytest.mark.full
+@pytest.mark.full("it needs a large domain and takes long")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("source", ["explosive", "force_x", "force_y"])
 def test_layers_absorb(comm, source):

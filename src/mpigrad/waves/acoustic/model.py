@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,14 +15,15 @@ from mpigrad._shapes import Array, Float
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.grid.grid import Grid
 from mpigrad.operations import allreduce, require
+from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import WaveTile, damping, widths_of
 from mpigrad.waves.acoustic import reference
 from mpigrad.waves.acoustic.scheme import Scheme
 from mpigrad.waves.acoustic.state import State, at_rest
-from mpigrad.waves.checkpoints import Checkpoints, check_checkpoints, native_number
+from mpigrad.waves.checkpoints import Checkpoints, checkpoint_code
 from mpigrad.waves.interpolation import point_table
 from mpigrad.waves.primitive import propagate
-from mpigrad.waves.run_agreement import require_same
+from mpigrad.waves.run_agreement import require_same_run
 from mpigrad.waves.stability import SECOND_DERIVATIVES, wave_equation_limit
 from mpigrad.waves.survey import Survey
 
@@ -31,13 +31,13 @@ __all__ = ["Acoustic", "Recording"]
 
 
 class Recording(NamedTuple):
-    """What `Acoustic.propagate` returns.
+    """Result of `Acoustic.propagate`.
 
     Attributes
     ----------
     gathers
-        The pressure at the receivers, shape (n_shots, n_receivers, steps), complete and equal on
-        every rank of the grid unless shares were asked for; sample n is at time n dt.
+        The pressure at the receivers, shape (n_shots, n_receivers, steps). Complete and equal on
+        every rank of the grid, unless shares were requested. Sample n is taken at time n dt.
     state
         This rank's fields after the last step.
     """
@@ -50,47 +50,67 @@ class Recording(NamedTuple):
 class Acoustic:
     """The acoustic wave equation (1/c^2) p_tt - (p_xx + p_yy) = s on a grid with two axes.
 
-    Central differences in space, leapfrog in time, absorbing layers around the grid (Grote and
-    Sim's PML); docs/acoustic.md writes the scheme out. The fields lie at the cell centres.
+    Central differences in space, leapfrog in time, and absorbing layers around the grid (the PML of
+    Grote and Sim). docs/acoustic.md describes the scheme. The fields lie at the cell centres.
 
     Parameters
     ----------
     grid
-        The model's grid; the absorbing layers lie outside of it.
+        The grid of the model. The absorbing layers lie outside of it.
     dt
-        Time step, s.
+        Time step in s.
     steps
         Number of time steps.
     order
-        Of the differences in space: 2 or 4.
+        Order of accuracy of the differences in space, 2 or 4.
     pml
-        Cells of the absorbing layers: a number, or ((x0, x1), (y0, y1)). Where it is 0 the
-        pressure is zero beyond the side (a free surface).
+        Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)). If it
+        is 0, the pressure is zero beyond the side (a free surface).
     reflection
-        What the layers' damping is chosen for: how much of a wave of `max_velocity` returns from
-        them at normal incidence, without the error of the differences.
+        Fraction of the amplitude of a wave of `max_velocity` that the layers reflect at normal
+        incidence, without the error of the differences. The damping is chosen for it.
     max_velocity
-        For which the layers are made, in the model's unit (m/s). Not given: that for which `dt` is
-        the largest stable step. It is not taken from the model, so that the gradient with respect
-        to the model is that of one and the same scheme.
+        Velocity that the layers are made for, in the model's unit (m/s). Default: the velocity for
+        which `dt` is the largest stable step. It does not depend on the model, so the gradient with
+        respect to the model is that of one fixed scheme.
     checkpoints
-        What a gradient keeps of the forward run: "all" fields, one state every k steps, what fits
-        into `memory` (None), or the "boundary": the layers, and the cells beside them, of every
-        step; what is inside is run backwards, and equal to rounding.
+        The part of the forward run that is stored for a gradient. "all": all fields. k: one state
+        every k steps. None: as much as fits into `memory`. "boundary": the layers, and the cells
+        next to them, of every step. The waves inside are then run backwards, which gives the same
+        values up to rounding.
     threads
-        Threads of each rank (1).
+        Number of threads on each rank. Default: 1.
     method
-        "native", the C++ kernels; "xla", a JAX program that does the same. Default: native where
-        JAX computes on CPUs.
+        "native" for the C++ kernels, "xla" for a JAX program of the same scheme. Default: "native"
+        if JAX computes on CPUs.
     memory
-        Bytes that each rank keeps of forward runs, for their gradients, at most. Default: half of
-        what its host has to spare for it.
+        Largest number of bytes that each rank stores of forward runs for their gradients. Default:
+        half of the free memory of its host, divided by the number of ranks there.
 
     Raises
     ------
     ValueError
-        On all ranks: if a parameter makes no sense, or a tile has fewer cells than the stencil
-        reaches.
+        If a parameter is not valid, or a tile has fewer cells than the stencil reaches. On all
+        ranks, if all ranks give the same parameters.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> import mpigrad
+    >>> from mpigrad.grid import Grid
+    >>> from mpigrad.waves import Acoustic, Survey, ricker
+    >>> grid = Grid((40, 30), (10.0, 10.0))
+    >>> model = Acoustic(grid, dt=2e-3, steps=80)
+    >>> survey = Survey(np.array([[[55.0, 55.0]]]), np.array([[[205.0, 55.0], [305.0, 55.0]]]))
+    >>> wavelet = jnp.asarray(ricker(15.0, 80, 2e-3), jnp.float32)[None, None]
+    >>> velocity = jnp.full(grid.local_shape, 2000.0, jnp.float32)  # this rank's tile
+    >>> model.propagate(velocity, wavelet, survey).gathers.shape  # shots, receivers, steps
+    (1, 2, 80)
+    >>> def energy(velocity):
+    ...     return jnp.sum(model.propagate(velocity, wavelet, survey).gathers ** 2)
+    >>> mpigrad.grad(energy, loss="replicated")(velocity).shape
+    (40, 30)
     """
 
     grid: Grid
@@ -107,8 +127,9 @@ class Acoustic:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pml", widths_of(self.pml))
-        _check_settings(self)
-        _ = self.tile
+        if self.order not in SECOND_DERIVATIVES:
+            raise ValueError(f"Acoustic: order must be 2 or 4, got {self.order!r}.")
+        arguments.check_settings(self, ("dt", "steps"), self.order // 2)
 
     @property
     def tile(self) -> WaveTile:
@@ -116,14 +137,19 @@ class Acoustic:
         return WaveTile(self.grid, self.pml)
 
     def largest_time_step(self, velocity: Float[Array | np.ndarray, "lx ly"]) -> float:
-        """The largest stable time step for a model, s (collective).
+        """Return the largest stable time step for a model, in s (collective).
 
-        The absorbing layers take no part in it.
+        It does not depend on the absorbing layers.
 
         Parameters
         ----------
         velocity
-            This rank's tile of the model.
+            This rank's tile of the model, in m/s.
+
+        Raises
+        ------
+        ValueError
+            On all ranks: if a velocity is not positive and finite.
         """
         with raise_on_all_ranks(self.grid.comm):
             _check_values(np.asarray(velocity))
@@ -138,50 +164,61 @@ class Acoustic:
         state: State | None = None,
         gathers: Literal["complete", "share"] = "complete",
     ) -> Recording:
-        """All shots of a survey (collective).
+        """Propagate the waves of all shots of a survey (collective).
 
-        Differentiable in velocity, wavelets and state, in forward and reverse mode. The ranks'
-        wavelets are copies: their gradient is the sum over ranks (`replicated=`, or `bcast` them).
+        Differentiable with respect to velocity, wavelets and state, in forward and reverse mode.
+        Each rank has a copy of the wavelets, so their gradient is the sum over ranks: declare them
+        `replicated=`, or `bcast` them.
 
         Parameters
         ----------
         velocity
-            This rank's tile of the model, shape (lx, ly), m/s; float32 or float64, and the fields
-            are of that dtype. In the layers: the value of the nearest cell.
+            This rank's tile of the model in m/s, shape (lx, ly), float32 or float64. The fields
+            have the same dtype. Cells of the layers have the velocity of the nearest cell.
         wavelets
-            The sources' time functions, shape (n_shots, n_sources, steps), or (1, n_sources,
-            steps) for the same ones in every shot; equal on all ranks. Sample n acts at n dt, as
-            s = wavelet(t) delta(x - x_s), so they have the unit of pressure (in two dimensions).
+            Time functions of the sources, shape (n_shots, n_sources, steps), or (1, n_sources,
+            steps) if all shots have the same ones. The same on all ranks. Sample n acts at n dt as
+            s = wavelet(t) delta(x - x_s), so in two dimensions wavelets have the unit of pressure.
         survey
             The shots.
         state
-            To go on from: this rank's fields, as an earlier recording has them. Default: at rest.
+            This rank's fields at the start, from an earlier recording. Default: at rest.
         gathers
-            "complete", or this rank's "share" of them, without the message that adds the shares up.
-            A receiver at a cell's centre is complete on the rank that has the cell, and 0
-            elsewhere.
+            "complete", or "share" for this rank's share without the message that adds the shares.
+            A receiver at a cell centre is complete on the rank of the cell, and 0 on other ranks.
+
+        Returns
+        -------
+        Recording
+            The gathers, and the state after the last step.
 
         Raises
         ------
         ValueError
-            Before the first step, on the rank that has it: if a shape or dtype is wrong, or a
-            source or receiver lies outside the model.
+            On all ranks, before the first step: if a shape or dtype is wrong, or a source or
+            receiver lies outside the model.
         RuntimeError
-            On all ranks, before the first step: if a velocity is not positive and finite, or `dt`
-            is not stable; the message has the largest stable one.
+            On all ranks, before the first step: if a velocity is not positive and finite, if `dt`
+            is not stable (the text gives the largest stable one), or if the run is not the same on
+            all ranks.
         """
-        if gathers not in ("complete", "share"):
-            raise ValueError(f'acoustic: gathers are "complete" or a "share", not {gathers!r}')
         velocity, wavelets = jnp.asarray(velocity), jnp.asarray(wavelets)
-        scheme = _scheme(self, survey)
-        _check_arguments(scheme, velocity, wavelets, state)
+        with raise_on_all_ranks(self.grid.comm):
+            name = "Acoustic.propagate"
+            arguments.check_gathers(name, gathers)
+            arguments.check_tiles(name, self.grid, {"velocity": velocity})
+            arguments.check_wavelets(name, wavelets, survey, self.steps)
+            scheme = _scheme(self, survey)
+            if state is not None:
+                rest = jax.eval_shape(lambda: at_rest(scheme.tile, survey.n_shots, velocity.dtype))
+                arguments.check_state(name, scheme.tile, state, rest)
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(velocity.dtype), shape)
-        if self._is_native():
+        if arguments.is_native(self.method):
             share, last = propagate(scheme.native, [velocity], amplitudes, state)
             last = State(*last)
         else:
-            require_same(scheme.fingerprint, self.grid.comm)
+            require_same_run(scheme.fingerprint, velocity.dtype, self.grid.comm)
             _require_stable(scheme, velocity)
             if state is None:
                 state = at_rest(scheme.tile, survey.n_shots, velocity.dtype)
@@ -190,12 +227,9 @@ class Acoustic:
             share = allreduce(share, comm=self.grid.comm)
         return Recording(share, last)
 
-    def _is_native(self) -> bool:
-        return (self.method or ("native" if jax.default_backend() == "cpu" else "xla")) == "native"
-
 
 def _require_stable(scheme: Scheme, velocity: jax.Array) -> None:
-    """The checks that native runs make at their start, with their messages."""
+    """Check the model as native runs do at their start, with the same texts (acoustic.h)."""
     comm = scheme.tile.grid.comm
     v = jax.lax.stop_gradient(velocity)
     finite = jnp.isfinite(v)
@@ -204,21 +238,21 @@ def _require_stable(scheme: Scheme, velocity: jax.Array) -> None:
     )
     require(
         most[2] == 0,
-        "the velocity is NaN or infinite somewhere; look for a division by zero or an overflow in "
-        "what computes it",
+        "the velocity is NaN or infinite in some cells. Look for a division by zero or an overflow "
+        "in the code that computes it.",
         comm=comm,
     )
     require(
         most[0] < 0,
-        "the velocity must be positive everywhere; its smallest value is {}",
+        "the velocity must be positive, and its smallest value is {}. Check the model.",
         -most[0],
         comm=comm,
     )
     limit = scheme.limit / most[1]
     require(
         scheme.dt <= limit * (1 + 1e-6),
-        "the time step {} is not stable: the largest stable one is {} for velocities up to {}; "
-        "take it, and more steps, or a coarser grid",
+        "the time step {} is not stable: the largest stable one is {} for velocities up to {}. Use "
+        "that time step and more steps, or a coarser grid.",
         scheme.dt,
         limit,
         most[1],
@@ -226,58 +260,12 @@ def _require_stable(scheme: Scheme, velocity: jax.Array) -> None:
     )
 
 
-def _check_settings(model: Acoustic) -> None:
-    if model.order not in SECOND_DERIVATIVES:
-        raise ValueError(f"Acoustic: order must be 2 or 4, not {model.order!r}")
-    for name, positive in (("dt", model.dt), ("steps", model.steps)):
-        if not (positive > 0 and math.isfinite(positive)):
-            raise ValueError(f"Acoustic: {name} must be positive, not {positive!r}")
-    if not 0 < model.reflection < 1:
-        raise ValueError(f"Acoustic: reflection must lie between 0 and 1, not {model.reflection}")
-    if model.max_velocity is not None and not model.max_velocity > 0:
-        raise ValueError(f"Acoustic: max_velocity must be positive, not {model.max_velocity}")
-    if model.threads is not None and model.threads < 1:
-        raise ValueError(f"Acoustic: threads must be at least 1, not {model.threads}")
-    if model.method not in (None, "native", "xla"):
-        raise ValueError(f'Acoustic: method must be "native" or "xla", not {model.method!r}')
-    native = model.checkpoints != "boundary" or model._is_native()
-    check_checkpoints(model.checkpoints, "Acoustic", native=native)
-    model.tile.check(model.order // 2)
-
-
 def _check_values(velocity: np.ndarray) -> None:
     if not (np.min(velocity) > 0 and np.isfinite(np.max(velocity))):
         raise ValueError(
-            "acoustic: velocities must be positive and finite; those of this model reach from "
-            f"{np.min(velocity)} to {np.max(velocity)}"
+            "Acoustic.largest_time_step: velocities must be positive and finite, got values from "
+            f"{np.min(velocity)} to {np.max(velocity)}. Check the model."
         )
-
-
-def _check_arguments(
-    scheme: Scheme, velocity: jax.Array, wavelets: jax.Array, state: State | None
-) -> None:
-    grid, survey = scheme.tile.grid, scheme.survey
-    if velocity.shape != grid.local_shape:
-        raise ValueError(
-            f"acoustic: velocity has shape {velocity.shape} on a tile of {grid.local_shape} cells "
-            f"(rank {grid.comm.rank})"
-        )
-    if velocity.dtype not in (jnp.float32, jnp.float64):
-        raise ValueError(f"acoustic: velocity is {velocity.dtype}; float32 and float64 are taken")
-    ends = (survey.n_sources, scheme.steps)
-    if wavelets.shape not in ((1, *ends), (survey.n_shots, *ends)):
-        raise ValueError(
-            f"acoustic: wavelets have shape {wavelets.shape}; give ({survey.n_shots} or 1, "
-            f"{survey.n_sources}, {scheme.steps}): shots, sources of a shot, steps"
-        )
-    if state is not None:
-        like = jax.eval_shape(lambda: at_rest(scheme.tile, survey.n_shots, velocity.dtype))
-        for name, given, expected in zip(State._fields, state, like, strict=True):
-            if (given.shape, given.dtype) != (expected.shape, expected.dtype):
-                raise ValueError(
-                    f"acoustic: {name} of the state is {given.dtype}{list(given.shape)} on rank "
-                    f"{grid.comm.rank}, and this run takes {expected.dtype}{list(expected.shape)}"
-                )
 
 
 @functools.lru_cache(maxsize=128)
@@ -301,7 +289,7 @@ def _scheme(model: Acoustic, survey: Survey) -> Scheme:
         survey,
         sources,
         receivers,
-        native_number(model.checkpoints),
+        checkpoint_code(model.checkpoints),
         model.threads or 1,
         model.memory,
     )

@@ -1,7 +1,8 @@
 """The acoustic wave equation as a JAX program over mpigrad's messages.
 
-What the native kernels are compared with, and the form for other devices than CPUs. One step, with
-w the pressure at step n, u at n - 1, sigma and tau the dampings along x and y, and s the source:
+The native kernels are compared with this program, and it is the form for other devices than CPUs.
+One step, with the pressure w at step n and u at step n - 1, the dampings sigma and tau along x and
+y, and the source s:
 
     (1 + (sigma + tau) dt/2) w_next = (2 - sigma tau dt^2) w - (1 - (sigma + tau) dt/2) u
                                       + dt^2 c^2 (w_xx + w_yy + phi_x + psi_y + s)
@@ -26,7 +27,7 @@ from mpigrad._shapes import Array, Float
 from mpigrad.operations.indexing import put, take
 from mpigrad.waves.acoustic.scheme import Scheme
 from mpigrad.waves.acoustic.state import State, pack, unpack
-from mpigrad.waves.face_exchange import padded
+from mpigrad.waves.face_exchange import exchange_faces
 from mpigrad.waves.interpolation import PointTable
 from mpigrad.waves.stability import SECOND_DERIVATIVES
 
@@ -34,7 +35,7 @@ __all__ = ["propagate"]
 
 Transfer = Callable[[jax.Array], jax.Array]
 
-# Of the first derivative: of the differences one and two cells away.
+# Coefficients of the first derivative, for the differences one and two cells away.
 FIRST_DERIVATIVES = {2: (1 / 2,), 4: (2 / 3, -1 / 12)}
 
 
@@ -44,7 +45,7 @@ def propagate(
     amplitudes: Float[Array, "shots sources steps"],
     state: State,
 ) -> tuple[Float[Array, "shots receivers steps"], State]:
-    """This rank's share of the gathers (which are the sum over ranks), and the last state."""
+    """Return this rank's share of the gathers (their sum over ranks), and the last state."""
     tile, dt, dtype = scheme.tile, scheme.dt, velocity.dtype
     c2 = jnp.pad(velocity, tile.extension, mode="edge") ** 2
     sigma, tau = (
@@ -61,7 +62,7 @@ def propagate(
 
     def step(carry: tuple[jax.Array, ...], s: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         w, u, phi, psi = carry
-        (wx, phix), (wy, psiy) = padded(tile, scheme.reach, (w, phi), (w, psi))
+        (wx, phix), (wy, psiy) = exchange_faces(tile, scheme.reach, (w, phi), (w, psi))
         drive = (
             _second(wx, 0, hx, scheme.order)
             + _second(wy, 1, hy, scheme.order)
@@ -82,7 +83,7 @@ def propagate(
 
 
 def _transfers(scheme: Scheme, table: PointTable, n_points: int) -> tuple[Transfer, Transfer]:
-    """Functions that add values of points (shots, n_points) to a field, and that read them."""
+    """Return functions that add values (shots, n_points) to a field, and that read them."""
     shots, (nx, ny) = scheme.shots, scheme.tile.shape
     repeats = shots * n_points // (len(table.starts) - 1) if n_points else 1
     points, cells = table.points, table.cells
@@ -106,7 +107,7 @@ def _transfers(scheme: Scheme, table: PointTable, n_points: int) -> tuple[Transf
 
 
 def _inner(f: jax.Array, axis: int, reach: int, shift: int) -> jax.Array:
-    """A padded field, moved by `shift` cells, without its halo."""
+    """Return a padded field without its halo, moved by `shift` cells."""
     n = f.shape[axis - 2] - 2 * reach
     return jax.lax.slice_in_dim(f, reach + shift, reach + shift + n, axis=axis - 2 + f.ndim)
 

@@ -1,4 +1,4 @@
-"""All that a run of acoustic waves takes beside its fields: static, made once."""
+"""The static data of a run of acoustic waves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpigrad._shapes import Float
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.acoustic.state import in_layers
 from mpigrad.waves.interpolation import PointTable
-from mpigrad.waves.native_run import ACOUSTIC, Run, default_memory
+from mpigrad.waves.native_run import AcousticSettings, Run, RunSettings
 from mpigrad.waves.run_agreement import fingerprint
 from mpigrad.waves.stability import wave_equation_limit
 from mpigrad.waves.survey import Survey
@@ -26,13 +26,15 @@ class Scheme:
     Attributes
     ----------
     absorbs
-        The velocity that the layers are made for, and how much of it returns.
+        The velocity and the reflection that the layers are made for.
     sigma
-        Damping along x (nx,) and along y (ny,), 1/s.
+        Damping along x (nx,) and along y (ny,), in 1/s.
     sources
-        The cells of all shots' sources, shot after shot.
+        Cells of the sources, shot after shot.
     receivers
-        The cells of the receivers, shot after shot, or of one shot where all have the same.
+        Cells of the receivers, shot after shot, or of one shot if all shots have the same ones.
+    checkpoints
+        As `checkpoint_code` encodes them.
     """
 
     tile: WaveTile
@@ -44,13 +46,13 @@ class Scheme:
     survey: Survey
     sources: PointTable
     receivers: PointTable
-    checkpoints: int  # as native_number has it
+    checkpoints: int
     threads: int
     memory: int | None
 
     @property
     def reach(self) -> int:
-        """Cells that the stencil reaches."""
+        """Number of cells that the stencil reaches."""
         return self.order // 2
 
     @property
@@ -65,7 +67,7 @@ class Scheme:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A number of what all ranks must have alike."""
+        """Hash of everything that must be the same on all ranks."""
         grid = self.tile.grid
         common = (grid.shape, grid.spacing, grid.dims, self.tile.pml, self.dt, self.steps)
         own = (self.order, self.absorbs, self.checkpoints, self.survey.digest())
@@ -73,22 +75,22 @@ class Scheme:
 
     @functools.cached_property
     def native(self) -> Run:
-        """This scheme as the native library takes it."""
+        """This scheme for the native library."""
         survey = self.survey
         receiver_shots = survey.receivers.shape[0]
         return Run(
-            ACOUSTIC,
             self.tile,
-            reach=self.reach,
-            settings=(
-                self.steps,
-                self.shots,
-                self.threads,
-                self.checkpoints,
-                default_memory() if self.memory is None else self.memory,
+            RunSettings(
+                reach=self.reach,
+                steps=self.steps,
+                shots=self.shots,
+                threads=self.threads,
+                checkpoints=self.checkpoints,
+                memory=self.memory,
+                fingerprint=self.fingerprint,
+                dt=self.dt,
             ),
-            fingerprint=self.fingerprint,
-            reals=(self.dt, self.limit),
+            AcousticSettings(stable_length=self.limit),
             profiles=self.sigma,
             tables=(
                 (self.shots, survey.n_sources, self.sources),

@@ -1,4 +1,4 @@
-"""What a wave is at one time, on this rank's tile."""
+"""The fields of acoustic waves on a rank's wave tile."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class State(NamedTuple):
     field
         The pressure, shape (n_shots, nx, ny) with the cells of `Acoustic.tile`.
     previous
-        The pressure one step earlier, of the same shape.
+        The pressure one step earlier, with the same shape.
     memory
-        phi and then psi of the absorbing layers, in this rank's cells of them in C order; shape
-        (n_shots, 2 n_cells), and n_cells is 0 on a tile without layers.
+        phi, then psi, of the absorbing layers in this rank's cells of the layers in C order. Shape
+        (n_shots, 2 n_cells), with n_cells = 0 on a tile without layers.
     """
 
     field: Float[Array, "shots nx ny"]
@@ -34,20 +34,20 @@ class State(NamedTuple):
 
 
 def in_layers(tile: WaveTile) -> Bool[np.ndarray, "nx ny"]:
-    """The cells of this rank's tile that lie in absorbing layers."""
+    """Return a mask of this rank's cells that lie in absorbing layers."""
     inside = np.ones(tile.shape, bool)
     inside[tile.interior] = False
     return inside
 
 
 def at_rest(tile: WaveTile, n_shots: int, dtype: np.dtype) -> State:
-    """No wave at all."""
+    """Return a state whose fields are all zero."""
     field = jnp.zeros((n_shots, *tile.shape), dtype)
     return State(field, field, jnp.zeros((n_shots, 2 * int(in_layers(tile).sum())), dtype))
 
 
 def unpack(tile: WaveTile, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """phi and psi as fields, zero outside the layers."""
+    """Return phi and psi as fields that are zero outside the layers."""
     cells = np.flatnonzero(in_layers(tile))
     shape = (memory.shape[0], tile.shape[0] * tile.shape[1])
     phi, psi = (
@@ -58,6 +58,6 @@ def unpack(tile: WaveTile, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def pack(tile: WaveTile, phi: jax.Array, psi: jax.Array) -> jax.Array:
-    """The part of phi and psi in the layers."""
+    """Return the values of phi and psi in the layers."""
     cells = np.flatnonzero(in_layers(tile))
     return jnp.concatenate([f.reshape(f.shape[0], -1)[:, cells] for f in (phi, psi)], axis=1)

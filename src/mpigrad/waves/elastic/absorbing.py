@@ -16,12 +16,12 @@ POWER = 2  # of the damping's growth with depth
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What a derivative along one axis needs in the layers on both sides of a wave tile.
+    """Coefficients of a derivative along one axis in the layers on both sides of a wave tile.
 
-    A derivative g is replaced by g + psi, where psi <- b psi + a g is kept from step to step, at
-    the first `before` and the last `after` cells along the axis. The rows of `a` and `b` hold the
-    values at the cells' centres and half a cell further; their columns are these cells, those of
-    the first side first.
+    A derivative g is replaced by g + psi in the first `before` and the last `after` cells along the
+    axis. The memory psi is updated in each step: psi <- b psi + a g. The rows of `a` and `b` hold
+    the values at the cell centres and half a cell further. Their columns are these cells, first
+    those of the first side.
     """
 
     before: int
@@ -39,27 +39,28 @@ def layer(
     frequency: float,
     reflection: float,
 ) -> Layer:
-    """The layers of `before` and `after` cells on the two sides of a wave tile; 0 for none.
+    """Return the layers of `before` and `after` cells on the two sides of a wave tile.
 
-    At depth x in a layer of thickness L: d = d0 (x/L)^2 with d0 = -3 velocity ln(reflection) / 2L,
-    alpha = pi frequency (1 - x/L), kappa = 1; b = exp(-(d + alpha) dt), a = d (b - 1) / (d + alpha)
+    A width of 0 means no layer. At depth x in a layer of thickness L: d = d0 (x/L)^2 with
+    d0 = -3 velocity ln(reflection) / 2L,
+    alpha = pi frequency (1 - x/L), kappa = 1, b = exp(-(d + alpha) dt), a = d (b - 1) / (d + alpha)
     (Komatitsch and Martin, "An unsplit convolutional perfectly matched layer improved at grazing
     incidence for the seismic wave equation", Geophysics 72, 2007).
 
     Parameters
     ----------
     spacing
-        Size of a cell along the axis, m.
+        Size of a cell along the axis, in m.
     velocity
-        That of the fastest wave, m/s.
+        Velocity of the fastest wave, in m/s.
     frequency
-        That of the source, Hz.
+        Frequency of the source, in Hz.
     reflection
-        Of a wave that enters at a right angle, in theory.
+        Theoretical reflection of a wave that enters at a right angle.
     """
 
     def side(cells: int, outwards: int) -> tuple[np.ndarray, np.ndarray]:
-        # Depth of the cells' centres and of the points half a cell further, over the thickness.
+        # Depth of the cell centres and of the points half a cell further, over the thickness.
         centers = np.arange(cells) + 0.5
         halves = centers + 0.5 * outwards
         depth = np.maximum(np.stack([centers, halves])[:, ::outwards], 0) / max(cells, 1)

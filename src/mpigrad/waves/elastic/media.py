@@ -1,4 +1,4 @@
-"""Effective media: the parameters of the cells, averaged to where the staggered fields lie."""
+"""Effective media: parameters of the cells, averaged to the points of the staggered fields."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ Tile = Float[Array, "x y"]
 
 
 class Media(NamedTuple):
-    """Parameters on a rank's wave tile; cell (i, j) has its centre at (i, j) here.
+    """Parameters on a rank's wave tile. The centre of cell (i, j) is at (i, j).
 
-    `bulk` is lambda + mu and `shear` mu at the cells' centres, `corner_shear` mu at
-    (i + 1/2, j + 1/2), where sigma_xy lies, `buoyancy_x` and `buoyancy_y` are 1/rho at
-    (i + 1/2, j) and (i, j + 1/2), where v_x and v_y lie.
+    Attributes
+    ----------
+    bulk, shear
+        lambda + mu and mu at the cell centres.
+    corner_shear
+        mu at (i + 1/2, j + 1/2), the points of sigma_xy.
+    buoyancy_x, buoyancy_y
+        1/rho at (i + 1/2, j) and (i, j + 1/2), the points of v_x and v_y.
     """
 
     bulk: Tile
@@ -34,7 +39,28 @@ class Media(NamedTuple):
 def lame(
     vp: Float[ArrayLike, "*cells"], vs: Float[ArrayLike, "*cells"], rho: Float[ArrayLike, "*cells"]
 ) -> tuple[Float[ArrayLike, "*cells"], Float[ArrayLike, "*cells"]]:
-    """Lame's parameters (lambda, mu), Pa, of velocities vp and vs, m/s, and a density, kg/m3."""
+    """Compute the Lame parameters of P and S velocities and a density.
+
+    Differentiable. The results are rho vp^2 - 2 rho vs^2 and rho vs^2.
+
+    Parameters
+    ----------
+    vp, vs
+        Velocities in m/s, of any shape.
+    rho
+        Density in kg/m3.
+
+    Returns
+    -------
+    tuple
+        lambda and mu, in Pa.
+
+    Examples
+    --------
+    >>> from mpigrad.waves import lame
+    >>> lame(vp=3000.0, vs=1500.0, rho=2000.0)
+    (9000000000.0, 4500000000.0)
+    """
     mu = rho * vs**2
     return rho * vp**2 - 2 * mu, mu
 
@@ -45,16 +71,17 @@ def effective_media(
     rho: Float[Array, "lx ly"],
     tile: WaveTile,
 ) -> Media:
-    """Staggered parameters on the wave tile, from this rank's tile of the model (collective).
+    """Compute staggered parameters on the wave tile from this rank's tile (collective).
 
-    The model goes on with the values of its edge. The density between two cells is the mean of
-    theirs; mu between four cells is their harmonic mean, which is 0 where one of them is a fluid
-    (Moczo et al., "3D heterogeneous staggered-grid finite-difference modeling of seismic motion
-    with volume harmonic and arithmetic averaging of elastic moduli and densities", BSSA 92, 2002).
+    The model is continued with the values at its edge. The density between two cells is the mean of
+    the two. mu between four cells is the harmonic mean of the four, which is 0 if one of them is
+    fluid (Moczo et al., "3D heterogeneous staggered-grid finite-difference modeling of seismic
+    motion with volume harmonic and arithmetic averaging of elastic moduli and densities", BSSA 92,
+    2002).
     """
     padded = halo_exchange(jnp.stack([lam, mu, rho], axis=-1), tile.grid, width=1, boundary="edge")
     padded = jnp.pad(padded, (*tile.extension, (0, 0)), mode="edge")
-    lam, mu, rho = (padded[1:, 1:, k] for k in range(3))  # one cell more on the far sides
+    lam, mu, rho = (padded[1:, 1:, k] for k in range(3))  # one more cell on the far sides
     along_x = _in_series(mu[:-1], mu[1:])
     return Media(
         bulk=(lam + mu)[:-1, :-1],
@@ -66,6 +93,6 @@ def effective_media(
 
 
 def _in_series(a: Array, b: Array) -> Array:
-    """1 / (1/a + 1/b), and its derivatives, also where a or b is 0; if both are, they are 0."""
+    """Return 1 / (1/a + 1/b), with its derivatives also for a = 0 or b = 0 (0 if both are 0)."""
     total = a + b
     return a * b / jnp.where(total > 0, total, 1)

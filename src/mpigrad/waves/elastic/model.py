@@ -16,8 +16,9 @@ from mpigrad._shapes import Array, Float
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.grid.grid import Grid
 from mpigrad.operations import allreduce, require
+from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import WaveTile, widths_of
-from mpigrad.waves.checkpoints import Checkpoints, check_checkpoints, native_number
+from mpigrad.waves.checkpoints import Checkpoints, checkpoint_code
 from mpigrad.waves.elastic import reference
 from mpigrad.waves.elastic.absorbing import layer
 from mpigrad.waves.elastic.media import effective_media
@@ -32,21 +33,21 @@ from mpigrad.waves.elastic.scheme import (
 )
 from mpigrad.waves.elastic.state import State, at_rest, from_native, to_native
 from mpigrad.waves.primitive import propagate
-from mpigrad.waves.run_agreement import require_same
-from mpigrad.waves.stability import limiting_square
+from mpigrad.waves.run_agreement import require_same_run
+from mpigrad.waves.stability import limiting_square, staggered_limit
 from mpigrad.waves.survey import Survey
 
-__all__ = ["Elastic", "Recording", "scheme_of"]
+__all__ = ["Elastic", "Recording", "make_scheme"]
 
 
 class Recording(NamedTuple):
-    """What `Elastic.propagate` returns.
+    """Result of `Elastic.propagate`.
 
     Attributes
     ----------
     gathers
-        The components at the receivers, shape (n_shots, n_components, n_receivers, steps),
-        complete and equal on every rank of the grid, unless shares were asked for. Sample n is
+        The components at the receivers, shape (n_shots, n_components, n_receivers, steps).
+        Complete and equal on every rank of the grid, unless shares were requested. Sample n is
         taken before step n: velocities (m/s) at (n - 1/2) dt, the pressure (Pa) at n dt.
     state
         This rank's fields after the last step.
@@ -60,53 +61,74 @@ class Recording(NamedTuple):
 class Elastic:
     """Elastic waves in the plane, P and SV: velocities and stresses on a grid with two axes.
 
-    A staggered grid, fourth order in space and second in time, with convolutional perfectly
-    matched layers (C-PML) around the model; docs/elastic.md writes the scheme out. Fluids are
-    cells with mu = 0.
+    A staggered grid, fourth order in space and second order in time, with convolutional perfectly
+    matched layers (C-PML) around the model. docs/elastic.md describes the scheme. Cells with mu = 0
+    are fluid.
 
     Parameters
     ----------
     grid
-        The model's grid; the absorbing layers lie outside of it.
+        The grid of the model. The absorbing layers lie outside of it.
     dt
-        Time step, s.
+        Time step in s.
     steps
         Number of time steps.
     frequency
-        The sources' dominant frequency, Hz, for which the layers are made.
+        Dominant frequency of the sources in Hz. The layers are made for it.
     pml
-        Cells of the absorbing layers: a number, or ((x0, x1), (y0, y1)). Where it is 0 the fields
-        are zero beyond the side, which reflects all that comes (not a free surface).
+        Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)). If it
+        is 0, the fields are zero beyond the side, which reflects all waves (not a free surface).
     source
-        "explosive": the wavelet is the rate at which sxx and syy are driven, as a moment per
-        length in N/s; "force_x" or "force_y": it is a force per length, N/m.
+        "explosive": the wavelet is the rate at which sxx and syy are driven, a moment rate per
+        length in N/s. "force_x" or "force_y": the wavelet is a force per length in N/m.
     components
-        What receivers record: "vx", "vy", "pressure" (-(sxx + syy) / 2).
+        Components that the receivers record: "vx", "vy", "pressure" (-(sxx + syy) / 2).
     reflection
-        What the layers' damping is chosen for: how much of a wave of `max_velocity` returns from
-        them at normal incidence, without the error of the differences.
+        Fraction of the amplitude of a wave of `max_velocity` that the layers reflect at normal
+        incidence, without the error of the differences. The damping is chosen for it.
     max_velocity
-        For which the layers are made, m/s. Not given: that for which `dt` is the largest stable
-        step. It is not taken from the model, so that the gradient with respect to the model is
-        that of one and the same scheme.
+        Velocity that the layers are made for, in m/s. Default: the velocity for which `dt` is the
+        largest stable step. It does not depend on the model, so the gradient with respect to the
+        model is that of one fixed scheme.
     checkpoints
-        What a gradient keeps of the forward run: "all" fields, one state every k steps, what fits
-        into `memory` (None), or the "boundary": the layers, and the cells beside them, of every
-        step; what is inside is run backwards, and equal to rounding.
+        The part of the forward run that is stored for a gradient. "all": all fields. k: one state
+        every k steps. None: as much as fits into `memory`. "boundary": the layers, and the cells
+        next to them, of every step. The waves inside are then run backwards, which gives the same
+        values up to rounding.
     threads
-        Threads of each rank (1).
+        Number of threads on each rank. Default: 1.
     method
-        "native", the C++ kernels; "xla", a JAX program that does the same. Default: native where
-        JAX computes on CPUs.
+        "native" for the C++ kernels, "xla" for a JAX program of the same scheme. Default: "native"
+        if JAX computes on CPUs.
     memory
-        Bytes that each rank keeps of forward runs, for their gradients, at most. Default: half of
-        what its host has to spare for it.
+        Largest number of bytes that each rank stores of forward runs for their gradients. Default:
+        half of the free memory of its host, divided by the number of ranks there.
 
     Raises
     ------
     ValueError
-        On all ranks: if a parameter makes no sense, or a tile has fewer cells than the stencil
-        reaches.
+        If a parameter is not valid, or a tile has fewer cells than the stencil reaches. On all
+        ranks, if all ranks give the same parameters.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> import mpigrad
+    >>> from mpigrad.grid import Grid
+    >>> from mpigrad.waves import Elastic, Survey, lame, ricker
+    >>> grid = Grid((40, 30), (10.0, 10.0))
+    >>> model = Elastic(grid, dt=2e-3, steps=80, frequency=15.0, source="force_y")
+    >>> survey = Survey(np.array([[[55.0, 55.0]]]), np.array([[[205.0, 55.0], [305.0, 55.0]]]))
+    >>> wavelet = jnp.asarray(1e6 * ricker(15.0, 80, 2e-3), jnp.float32)[None, None]
+    >>> vp, vs, rho = (jnp.full(grid.local_shape, v, jnp.float32) for v in (2000, 1100, 2000))
+    >>> lam, mu = lame(vp, vs, rho)
+    >>> model.propagate(lam, mu, rho, wavelet, survey).gathers.shape  # shots, vx and vy, ...
+    (1, 2, 2, 80)
+    >>> def energy(vs):
+    ...     return jnp.sum(model.propagate(*lame(vp, vs, rho), rho, wavelet, survey).gathers ** 2)
+    >>> mpigrad.grad(energy, loss="replicated")(vs).shape
+    (40, 30)
     """
 
     grid: Grid
@@ -126,8 +148,13 @@ class Elastic:
     def __post_init__(self) -> None:
         object.__setattr__(self, "pml", widths_of(self.pml))
         object.__setattr__(self, "components", tuple(self.components))
-        _check_settings(self)
-        _ = self.tile
+        if self.source not in SOURCES:
+            raise ValueError(f"Elastic: source must be one of {(*SOURCES,)}, got {self.source!r}.")
+        if not self.components or not set(self.components) <= set(COMPONENTS):
+            raise ValueError(
+                f"Elastic: components must be some of {COMPONENTS}, got {self.components!r}."
+            )
+        arguments.check_settings(self, ("dt", "steps", "frequency"), REACH)
 
     @property
     def tile(self) -> WaveTile:
@@ -140,21 +167,28 @@ class Elastic:
         mu: Float[Array, "lx ly"],
         rho: Float[Array, "lx ly"],
     ) -> float:
-        """The largest stable time step for a model, s (collective).
+        """Return the largest stable time step for a model, in s (collective).
 
-        1 / (v (27 + 1)/24 sqrt(1/hx^2 + 1/hy^2)), where v is the largest P velocity or little more,
-        and much more where cells are as light as air (`waves.stability.limiting_square`).
+        It is (6/7) / (v sqrt(1/hx^2 + 1/hy^2)). The velocity v is little more than the largest P
+        velocity, but much more if some cells are as light as air
+        (`waves.stability.limiting_square`).
 
         Parameters
         ----------
         lam, mu, rho
             This rank's tiles of the model.
+
+        Raises
+        ------
+        ValueError
+            On all ranks: if a density or lambda + mu is not positive, mu is negative, or a value is
+            not finite.
         """
-        mine = np.asarray(_extremes(lam, mu, rho))
-        extremes = np.max(self.grid.comm.mpi.allgather(mine), axis=0)
-        if not _sound(extremes):
-            raise ValueError(UNSOUND.format(*_shown(extremes)))
-        return _limit(self.grid) / math.sqrt(_square(extremes))
+        local = np.asarray(_extremes(lam, mu, rho))
+        extremes = np.max(self.grid.comm.mpi.allgather(local), axis=0)
+        if not _is_valid(extremes):
+            raise ValueError("Elastic.largest_time_step: " + INVALID.format(*_shown(extremes)))
+        return staggered_limit(self.grid) / math.sqrt(_square(extremes))
 
     def propagate(
         self,
@@ -166,29 +200,35 @@ class Elastic:
         state: State | None = None,
         gathers: Literal["complete", "share"] = "complete",
     ) -> Recording:
-        """All shots of a survey (collective).
+        """Propagate the waves of all shots of a survey (collective).
 
-        Differentiable in lam, mu, rho, wavelets and state, in forward and reverse mode. The ranks'
-        wavelets are copies: their gradient is the sum over ranks (`replicated=`, or `bcast` them).
+        Differentiable with respect to lam, mu, rho, wavelets and state, in forward and reverse
+        mode. Each rank has a copy of the wavelets, so their gradient is the sum over ranks: declare
+        them `replicated=`, or `bcast` them.
 
         Parameters
         ----------
         lam, mu, rho
-            This rank's tiles of the model, shape (lx, ly): Lame's parameters, Pa, and the density,
-            kg/m3 (`lame` has them from velocities); float32 or float64, and the fields are of that
-            dtype. In the layers: the values of the nearest cell.
+            This rank's tiles of the model, shape (lx, ly), float32 or float64: the Lame parameters
+            in Pa and the density in kg/m3 (`lame` computes the former from velocities). The fields
+            have the same dtype. Cells of the layers have the values of the nearest cell.
         wavelets
-            The sources' time functions, shape (n_shots, n_sources, steps), or (1, n_sources,
-            steps) for the same ones in every shot; equal on all ranks. Sample n acts in step n: a
-            force at n dt, a rate of stress at (n + 1/2) dt.
+            Time functions of the sources, shape (n_shots, n_sources, steps), or (1, n_sources,
+            steps) if all shots have the same ones. The same on all ranks. Sample n acts in step n:
+            a force at n dt, a rate of stress at (n + 1/2) dt.
         survey
             The shots.
         state
-            To go on from: this rank's fields, as an earlier recording has them. Default: at rest.
+            This rank's fields at the start, from an earlier recording. Default: at rest.
         gathers
-            "complete", or this rank's "share" of them, without the message that adds the shares up.
-            A receiver where its component lies in a cell is complete on the rank that has the
-            cell, and 0 elsewhere.
+            "complete", or "share" for this rank's share without the message that adds the shares.
+            A receiver at a point of its component's grid is complete on the rank of that cell, and
+            0 on other ranks.
+
+        Returns
+        -------
+        Recording
+            The gathers, and the state after the last step.
 
         Raises
         ------
@@ -197,63 +237,64 @@ class Elastic:
             receiver lies outside the model.
         RuntimeError
             On all ranks, before the first step: if a density or lambda + mu is not positive, mu is
-            negative, one of them is not finite, or `dt` is not stable; the message has the largest
-            stable one.
+            negative or a value is not finite, if `dt` is not stable (the text gives the largest
+            stable one), or if the run is not the same on all ranks.
         """
-        if gathers not in ("complete", "share"):
-            raise ValueError(f'elastic: gathers are "complete" or a "share", not {gathers!r}')
         lam, mu, rho, wavelets = (jnp.asarray(x) for x in (lam, mu, rho, wavelets))
         with raise_on_all_ranks(self.grid.comm):
-            scheme = scheme_of(self, survey)
-            _check_arguments(scheme, (lam, mu, rho), wavelets, state)
+            name = "Elastic.propagate"
+            arguments.check_gathers(name, gathers)
+            arguments.check_tiles(name, self.grid, {"lam": lam, "mu": mu, "rho": rho})
+            arguments.check_wavelets(name, wavelets, survey, self.steps)
+            scheme = make_scheme(self, survey)
+            if state is not None:
+                rest = jax.eval_shape(lambda: _at_rest(scheme, lam.dtype))
+                arguments.check_state(name, scheme.tile, state, rest)
+        require_same_run(scheme.fingerprint, lam.dtype, self.grid.comm)
         self._require_stable(lam, mu, rho)
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(lam.dtype), shape)
         media = effective_media(lam, mu, rho, scheme.tile)
-        if self._is_native():
+        if arguments.is_native(self.method):
             fields = None if state is None else to_native(state)
             share, arrays = propagate(scheme.native, media, amplitudes, fields)
             last = from_native(arrays)
             share = share.reshape(shape[0], len(self.components), -1, self.steps)
         else:
-            require_same(scheme.fingerprint, self.grid.comm)
             state = _at_rest(scheme, lam.dtype) if state is None else state
             share, last = reference.propagate(scheme, media, amplitudes, state)
         if gathers == "complete":
             share = allreduce(share, comm=self.grid.comm)
         return Recording(share, last)
 
-    def _is_native(self) -> bool:
-        return (self.method or ("native" if jax.default_backend() == "cpu" else "xla")) == "native"
-
     def _require_stable(self, lam: jax.Array, mu: jax.Array, rho: jax.Array) -> None:
         comm = self.grid.comm
         model = (jax.lax.stop_gradient(x) for x in (lam, mu, rho))
         extremes = allreduce(_extremes(*model), op=MPI.MAX, comm=comm)
-        require(_sound(extremes), UNSOUND, *_shown(extremes), comm=comm)
-        limit = _limit(self.grid) / jnp.sqrt(_square(extremes))
+        require(_is_valid(extremes), INVALID, *_shown(extremes), comm=comm)
+        limit = staggered_limit(self.grid) / jnp.sqrt(_square(extremes))
         vp, light, stiff = jnp.sqrt(extremes[3]), -extremes[2], extremes[4]
         stable = self.dt <= limit * (1 + 1e-6)
         require(stable, UNSTABLE, self.dt, limit, vp, light, stiff, comm=comm)
 
 
-UNSOUND = (
-    "elastic: lambda + mu and the density must be positive, mu must not be negative, and all must "
-    "be finite; in this model lambda + mu is at least {}, mu at least {}, the density at least {}, "
-    "and the largest vp squared is {}"
+INVALID = (
+    "lambda + mu and the density must be positive, mu must not be negative, and all must be "
+    "finite. In this model the smallest lambda + mu is {}, the smallest mu {}, the smallest "
+    "density {}, and the largest vp squared {}. Check the model."
 )
 UNSTABLE = (
-    "elastic: the time step dt={} is not stable: the largest stable one is {} (P velocities reach "
-    "{}, cells are as light as {} and as stiff, lambda + 2 mu, as {}). Take a smaller dt and more "
-    "steps, a coarser grid, or heavier cells where they are lightest"
+    "the time step {} is not stable: the largest stable one is {} for P velocities up to {}, "
+    "densities down to {} and lambda + 2 mu up to {}. Use that time step and more steps, a coarser "
+    "grid, or a larger density in the lightest cells."
 )
 
 
 def _extremes(lam: Any, mu: Any, rho: Any) -> jax.Array:
-    """Largest -(lambda + mu), -mu, -rho, vp^2 and lambda + 2 mu of a tile."""
+    """Return the largest -(lambda + mu), -mu, -rho, vp^2 and lambda + 2 mu of a tile."""
     stiffness = lam + 2 * mu
     values = (-(lam + mu), -mu, -rho, stiffness / rho, stiffness)
-    # MPI's maximum may lose a NaN, and the maximum of -rho an infinite density.
+    # MPI's maximum may lose a NaN, and the maximum of -rho would lose an infinite density.
     return jnp.stack([jnp.max(jnp.where(jnp.isfinite(v), v, jnp.inf)) for v in values])
 
 
@@ -261,7 +302,7 @@ def _square(extremes: Any) -> Any:
     return limiting_square(extremes[3], -extremes[2], extremes[4])
 
 
-def _sound(extremes: Any) -> Any:
+def _is_valid(extremes: Any) -> Any:
     bulk, shear, density, square, _ = extremes
     return (bulk < 0) & (shear <= 0) & (density < 0) & (square < np.inf)
 
@@ -270,78 +311,17 @@ def _shown(extremes: Any) -> tuple[Any, ...]:
     return -extremes[0], -extremes[1], -extremes[2], extremes[3]
 
 
-def _limit(grid: Grid) -> float:
-    """The largest stable time step times the P velocity, in length."""
-    return 24 / (28 * math.sqrt(sum(1 / h**2 for h in grid.spacing)))
-
-
-def _check_settings(model: Elastic) -> None:
-    for name in ("dt", "steps", "frequency"):
-        value = getattr(model, name)
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"Elastic: {name} must be positive, not {value!r}")
-    if not 0 < model.reflection < 1:
-        raise ValueError(f"Elastic: reflection must lie between 0 and 1, not {model.reflection}")
-    if model.max_velocity is not None and not model.max_velocity > 0:
-        raise ValueError(f"Elastic: max_velocity must be positive, not {model.max_velocity}")
-    if model.source not in SOURCES:
-        raise ValueError(f"Elastic: source must be one of {(*SOURCES,)}, not {model.source!r}")
-    if not model.components or not set(model.components) <= set(COMPONENTS):
-        raise ValueError(
-            f"Elastic: components must be some of {COMPONENTS}, not {model.components!r}"
-        )
-    if model.threads is not None and model.threads < 1:
-        raise ValueError(f"Elastic: threads must be at least 1, not {model.threads}")
-    if model.method not in (None, "native", "xla"):
-        raise ValueError(f'Elastic: method must be "native" or "xla", not {model.method!r}')
-    native = model.checkpoints != "boundary" or model._is_native()
-    check_checkpoints(model.checkpoints, "Elastic", native=native)
-    model.tile.check(REACH)
-
-
 def _at_rest(scheme: Scheme, dtype: Any) -> State:
     px, py = (layer.before + layer.after for layer in scheme.layers)
     return at_rest(scheme.survey.n_shots, scheme.tile.shape, (px, py), dtype)
 
 
-def _check_arguments(
-    scheme: Scheme, tiles: tuple[jax.Array, ...], wavelets: jax.Array, state: State | None
-) -> None:
-    grid, survey = scheme.tile.grid, scheme.survey
-    for name, tile in zip(("lam", "mu", "rho"), tiles, strict=True):
-        if tile.shape != grid.local_shape:
-            raise ValueError(
-                f"elastic: {name} has shape {tile.shape} on a tile of {grid.local_shape} cells "
-                f"(rank {grid.comm.rank})"
-            )
-        if tile.dtype != tiles[0].dtype or tile.dtype not in (jnp.float32, jnp.float64):
-            raise ValueError(
-                "elastic: lam, mu and rho are all float32 or all float64, not "
-                + ", ".join(str(t.dtype) for t in tiles)
-            )
-    ends = (survey.n_sources, scheme.steps)
-    if wavelets.shape not in ((1, *ends), (survey.n_shots, *ends)):
-        raise ValueError(
-            f"elastic: wavelets have shape {wavelets.shape}; give ({survey.n_shots} or 1, "
-            f"{survey.n_sources}, {scheme.steps}): shots, sources of a shot, steps"
-        )
-    if state is not None:
-        like = jax.eval_shape(lambda: _at_rest(scheme, tiles[0].dtype))
-        for name, given, expected in zip(State._fields, state, like, strict=True):
-            if (given.shape, given.dtype) != (expected.shape, expected.dtype):
-                raise ValueError(
-                    f"elastic: {name} of the state is {given.dtype}{list(given.shape)} on "
-                    f"rank {grid.comm.rank}, and this run takes "
-                    f"{expected.dtype}{list(expected.shape)}"
-                )
-
-
 @functools.lru_cache(maxsize=128)
-def scheme_of(model: Elastic, survey: Survey) -> Scheme:
-    """The discretisation of a survey on this rank."""
+def make_scheme(model: Elastic, survey: Survey) -> Scheme:
+    """Return the discretisation of a survey on this rank."""
     tile, grid = model.tile, model.grid
     absorbs = (
-        model.max_velocity or _limit(grid) / model.dt,
+        model.max_velocity or staggered_limit(grid) / model.dt,
         model.frequency,
         model.reflection,
     )
@@ -361,7 +341,7 @@ def scheme_of(model: Elastic, survey: Survey) -> Scheme:
         model.components,
         sources,
         receivers,
-        native_number(model.checkpoints),
+        checkpoint_code(model.checkpoints),
         model.threads or 1,
         model.memory,
     )

@@ -1,15 +1,15 @@
 """Elastic waves as a JAX program over mpigrad's messages.
 
-What the native kernels are compared with, and the form for other devices than CPUs. Its derivatives
-are JAX's; each rank sends every neighbour two messages a step. With half steps in superscript, D+
-and D- the differences half a cell further and half a cell back, in step n:
+The native kernels are compared with this program, and it is the form for other devices than CPUs.
+JAX differentiates it. Each rank sends two messages to every neighbour in each step. With the
+differences D+ (half a cell further) and D- (half a cell back), step n is:
 
     vx += dt bx (D+x sxx + D-y sxy),    vy += dt by (D-x sxy + D+y syy)
     sxx, syy += dt (lambda + mu) (D-x vx + D-y vy) +- dt mu (D-x vx - D-y vy)
     sxy += dt mu (D+y vx + D+x vy)
 
-(Virieux 1986; fourth order: Levander 1988), where in the layers every difference g is replaced by
-g + psi, psi = b psi + a g.
+(Virieux 1986, fourth order: Levander 1988). In the layers every difference g is replaced by
+g + psi, with psi = b psi + a g.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpigrad.waves.elastic.absorbing import Layer
 from mpigrad.waves.elastic.media import Media
 from mpigrad.waves.elastic.scheme import REACH, Points, Scheme, points_of
 from mpigrad.waves.elastic.state import State
-from mpigrad.waves.face_exchange import padded
+from mpigrad.waves.face_exchange import exchange_faces
 
 __all__ = ["propagate"]
 
@@ -41,10 +41,10 @@ def propagate(
     amplitudes: Float[Array, "shots sources steps"],
     state: State,
 ) -> tuple[Float[Array, "shots components receivers steps"], State]:
-    """This rank's share of the gathers (their sum over ranks is the gathers), and the last state.
+    """Return this rank's share of the gathers (their sum over ranks), and the last state.
 
-    With `scheme.checkpoints`, a gradient keeps a state every so many steps, and computes the steps
-    between them again.
+    If `scheme.checkpoints` is a number of steps, a gradient stores one state every so many steps
+    and computes the steps between them again.
     """
     survey, shape = scheme.survey, scheme.tile.shape
     sources = points_of(scheme.source_table, survey.n_shots, survey.n_sources, shape)
@@ -79,7 +79,7 @@ def propagate(
 
 
 def step(scheme: Scheme, media: Media, state: State, drive: jax.Array) -> State:
-    """One time step; `drive` (shots, x, y) is the source's force or rate of stress."""
+    """Do one time step. `drive` (shots, x, y) is the force or rate of stress of the sources."""
     tile, dt, layers = scheme.tile, scheme.dt, scheme.layers
     memory_x, memory_y = ([m[:, k] for k in range(4)] for m in (state.memory_x, state.memory_y))
 
@@ -89,7 +89,9 @@ def step(scheme: Scheme, media: Media, state: State, drive: jax.Array) -> State:
         g, memory[k] = _absorbed(g, memory[k], layers[axis], axis, half=int(further))
         return g
 
-    (sxx, sxy_x), (syy, sxy_y) = padded(tile, REACH, (state.sxx, state.sxy), (state.syy, state.sxy))
+    (sxx, sxy_x), (syy, sxy_y) = exchange_faces(
+        tile, REACH, (state.sxx, state.sxy), (state.syy, state.sxy)
+    )
     ax = along(0, 0, sxx, further=True) + along(1, 1, sxy_y, further=False)
     ay = along(0, 1, sxy_x, further=False) + along(1, 0, syy, further=True)
     if scheme.source == "force_x":
@@ -99,7 +101,7 @@ def step(scheme: Scheme, media: Media, state: State, drive: jax.Array) -> State:
     vx = state.vx + dt * media.buoyancy_x * ax
     vy = state.vy + dt * media.buoyancy_y * ay
 
-    (vx_x, vy_x), (vy_y, vx_y) = padded(tile, REACH, (vx, vy), (vy, vx))
+    (vx_x, vy_x), (vy_y, vx_y) = exchange_faces(tile, REACH, (vx, vy), (vy, vx))
     exx, eyy = along(0, 2, vx_x, further=False), along(1, 2, vy_y, further=False)
     exy = along(1, 3, vx_y, further=True) + along(0, 3, vy_x, further=True)
     mean, deviation = media.bulk * (exx + eyy), media.shear * (exx - eyy)
@@ -117,7 +119,7 @@ def step(scheme: Scheme, media: Media, state: State, drive: jax.Array) -> State:
 
 
 def _difference(field: jax.Array, axis: int, further: bool, spacing: float) -> jax.Array:
-    """Of a field (shots, x, y) with REACH more cells on both sides of an axis; fourth order."""
+    """Return the fourth-order difference of a field that is padded by REACH cells along an axis."""
     cells = field.shape[1 + axis] - 2 * REACH
 
     def at(k: int) -> jax.Array:
@@ -130,7 +132,7 @@ def _difference(field: jax.Array, axis: int, further: bool, spacing: float) -> j
 def _absorbed(
     g: jax.Array, psi: jax.Array, layer: Layer, axis: int, half: int
 ) -> tuple[jax.Array, jax.Array]:
-    """A difference in the layers, and their memory after it."""
+    """Return a difference with its part in the layers, and the updated memory."""
     cells, across = g.shape[1 + axis], (-1, 1) if axis == 0 else (1, -1)
     axis = 1 + axis
     a, b = (jnp.asarray(c[half].reshape(across), g.dtype) for c in (layer.a, layer.b))
@@ -141,13 +143,13 @@ def _absorbed(
 
 
 def _injected(points: Points, values: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """A field (shots, x, y) of values (shots, points)."""
+    """Return a field (shots, x, y) that sums values (shots, points)."""
     parts = take(values.ravel(), points.points) * jnp.asarray(points.weights, values.dtype)
     size = points.count[0] * shape[0] * shape[1]
     return put(size, points.cells, parts).reshape(points.count[0], *shape)
 
 
 def _recorded(points: Points, field: jax.Array) -> jax.Array:
-    """Values (shots, points) of a field (shots, x, y)."""
+    """Return the values (shots, points) of a field (shots, x, y)."""
     parts = take(field.ravel(), points.cells) * jnp.asarray(points.weights, field.dtype)
     return put(points.count[0] * points.count[1], points.points, parts).reshape(points.count)

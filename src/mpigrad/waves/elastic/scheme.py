@@ -1,4 +1,4 @@
-"""All that a run of elastic waves takes beside its fields: static, made once."""
+"""The static data of a run of elastic waves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.elastic.absorbing import Layer
 from mpigrad.waves.interpolation import PointTable, point_table
-from mpigrad.waves.native_run import ELASTIC, Run, default_memory
+from mpigrad.waves.native_run import ElasticSettings, Run, RunSettings
 from mpigrad.waves.run_agreement import fingerprint
 from mpigrad.waves.survey import Survey
 
@@ -31,20 +31,20 @@ Source = Literal["explosive", "force_x", "force_y"]
 Component = Literal["vx", "vy", "pressure"]
 
 REACH = 2  # cells that a difference reaches beyond a tile
-# Where the fields lie, in cells from the cells' centres.
+# Places of the fields, in cells from the cell centres.
 OFFSETS = {"vx": (0.5, 0.0), "vy": (0.0, 0.5), "pressure": (0.0, 0.0)}
 COMPONENTS = tuple(OFFSETS)
-_NUMBERS = {"pressure": 0, "vx": 1, "vy": 2}  # in native/waves/elastic.h
+_KINDS = {"pressure": 0, "vx": 1, "vy": 2}  # Kind in native/waves/elastic.h
 # The field that each kind of source drives.
 SOURCES = {"explosive": "pressure", "force_x": "vx", "force_y": "vy"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Points:
-    """Cells around points, one entry for each of a shot's point and cell.
+    """Cells around points, one entry for each cell of each point of each shot.
 
-    Entry k has weight weights[k] for point points[k] (numbered shot after shot) in cell cells[k]
-    (of all shots' fields in C order).
+    Entry k has weight weights[k] for point points[k] (counted shot after shot) in cell cells[k]
+    (counted in C order over the fields of all shots).
     """
 
     count: tuple[int, int]  # shots, points of a shot
@@ -59,28 +59,34 @@ class Scheme:
 
     Attributes
     ----------
-    source_table, receiver_tables
-        The cells of the sources of all shots, and for each component of the receivers: shot after
-        shot, or of one shot where all have the same.
+    absorbs
+        Velocity, frequency and reflection that the layers are made for.
+    source_table
+        Cells of the sources, shot after shot.
+    receiver_tables
+        For each component, cells of the receivers, shot after shot, or of one shot if all shots
+        have the same ones.
+    checkpoints
+        As `checkpoint_code` encodes them.
     """
 
     tile: WaveTile
     dt: float
     steps: int
     layers: tuple[Layer, Layer]
-    absorbs: tuple[float, float, float]  # what the layers are made for: v, frequency, reflection
+    absorbs: tuple[float, float, float]
     survey: Survey
     source: Source
     components: tuple[Component, ...]
     source_table: PointTable
     receiver_tables: tuple[PointTable, ...]
-    checkpoints: int  # as native_number has it
+    checkpoints: int
     threads: int
     memory: int | None
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A number of what all ranks must have alike."""
+        """Hash of everything that must be the same on all ranks."""
         grid = self.tile.grid
         common = (grid.shape, grid.spacing, grid.dims, self.tile.pml, self.dt, self.steps)
         own = (self.absorbs, self.source, self.components, self.checkpoints, self.survey.digest())
@@ -88,26 +94,25 @@ class Scheme:
 
     @functools.cached_property
     def native(self) -> Run:
-        """This scheme as the native library takes it."""
+        """This scheme for the native library."""
         survey, (nx, ny) = self.survey, self.tile.shape
         px, py = (layer.before + layer.after for layer in self.layers)
         return Run(
-            ELASTIC,
             self.tile,
-            reach=REACH,
-            settings=(
-                self.steps,
-                survey.n_shots,
-                self.threads,
-                self.checkpoints,
-                default_memory() if self.memory is None else self.memory,
+            RunSettings(
+                reach=REACH,
+                steps=self.steps,
+                shots=survey.n_shots,
+                threads=self.threads,
+                checkpoints=self.checkpoints,
+                memory=self.memory,
+                fingerprint=self.fingerprint,
+                dt=self.dt,
             ),
-            fingerprint=self.fingerprint,
-            reals=(
-                self.dt,
-                float(_NUMBERS[SOURCES[self.source]]),
-                float(max(survey.n_receivers, 1)),
-                *(float(_NUMBERS[component]) for component in self.components),
+            ElasticSettings(
+                source_kind=_KINDS[SOURCES[self.source]],
+                component_kinds=tuple(_KINDS[component] for component in self.components),
+                receivers=survey.n_receivers,
             ),
             profiles=[
                 c[half] for layer in self.layers for half in (0, 1) for c in (layer.a, layer.b)
@@ -126,7 +131,7 @@ class Scheme:
 
 
 def _joined(tables: tuple[PointTable, ...], count: int) -> PointTable:
-    """Tables of `count` points per shot as one: of each shot the first table's, then the next's."""
+    """Join tables of `count` points per shot: for each shot the rows of one table after another."""
     counts, cells, weights = [], [], []
     for start in range(0, len(tables[0].starts) - 1, max(count, 1)):
         for table in tables:
@@ -143,7 +148,7 @@ def _joined(tables: tuple[PointTable, ...], count: int) -> PointTable:
 def tables(
     tile: WaveTile, survey: Survey, source: Source, components: tuple[Component, ...]
 ) -> tuple[PointTable, tuple[PointTable, ...]]:
-    """The cells of the sources, and of the receivers for each component."""
+    """Return the cells of the sources, and of the receivers for each component."""
     sources, receivers = (p.reshape(-1, 2) for p in (survey.sources, survey.receivers))
     return point_table(sources, tile, "sources", OFFSETS[SOURCES[source]]), tuple(
         point_table(receivers, tile, "receivers", OFFSETS[component]) for component in components
@@ -151,7 +156,7 @@ def tables(
 
 
 def points_of(table: PointTable, shots: int, count: int, shape: tuple[int, int]) -> Points:
-    """A table with the cells of every shot's fields, of `shape` cells each."""
+    """Expand a table to the cells of the fields of all shots, with `shape` cells each."""
     size, points, cells = shape[0] * shape[1], table.points, table.cells
     if len(table.starts) - 1 == shots * count:
         cells = cells + points // max(count, 1) * size

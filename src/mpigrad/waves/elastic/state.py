@@ -17,11 +17,11 @@ Field = Float[Array, "shots x y"]
 
 
 class State(NamedTuple):
-    """This rank's fields between two steps: its tile with the layers that lie next to it.
+    """This rank's fields between two steps, on its tile with the layers next to it.
 
     Velocities (m/s) are half a time step behind the stresses (Pa). `memory_x` holds the C-PML's
     memory of the x-derivatives of (sigma_xx, sigma_xy, v_x, v_y) in the layers before and after
-    the tile along x, `memory_y` that of the y-derivatives of (sigma_yy, sigma_xy, v_y, v_x).
+    the tile along x. `memory_y` holds that of the y-derivatives of (sigma_yy, sigma_xy, v_y, v_x).
     """
 
     vx: Field
@@ -34,7 +34,7 @@ class State(NamedTuple):
 
 
 def at_rest(shots: int, shape: tuple[int, int], layers: tuple[int, int], dtype: np.dtype) -> State:
-    """All fields zero on a wave tile of `shape` cells, `layers` of them in the C-PML per axis."""
+    """Return zero fields on a wave tile of `shape` cells, with `layers` of them in the C-PML."""
     field = jnp.zeros((shots, *shape), dtype)
     return State(
         field,
@@ -48,13 +48,13 @@ def at_rest(shots: int, shape: tuple[int, int], layers: tuple[int, int], dtype: 
 
 
 def to_native(state: State) -> list[jax.Array]:
-    """The arrays of the native kernels: half the sum and half the difference of sxx and syy."""
+    """Return the arrays of the native kernels, with (sxx + syy) / 2 and (sxx - syy) / 2."""
     mean, deviation = (state.sxx + state.syy) / 2, (state.sxx - state.syy) / 2
     memories = state.memory_x, state.memory_y
     return [state.vx, state.vy, mean, deviation, state.sxy, *memories]
 
 
 def from_native(arrays: Sequence[jax.Array]) -> State:
-    """The state that the arrays of the native kernels are."""
+    """Return the state of the arrays of the native kernels."""
     vx, vy, mean, deviation, sxy, *memories = arrays
     return State(vx, vy, mean + deviation, mean - deviation, sxy, *memories)

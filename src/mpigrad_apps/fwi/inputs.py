@@ -1,0 +1,158 @@
+"""The arrays of an inversion: model, start, mask and data."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from mpigrad_apps.fwi.parametrization import gaussian
+from mpigrad_apps.fwi.settings import Settings
+from mpigrad_apps.shots.acoustic_physics import AcousticPhysics
+from mpigrad_apps.shots.elastic_physics import ElasticPhysics
+from mpigrad_apps.shots.experiment import Experiment, Fields, default_model, experiment_of
+from mpigrad_apps.shots.files import SEGY, read_array, read_model, read_samples
+from mpigrad_apps.shots.physics import Physics
+
+__all__ = ["PHYSICS", "Inputs", "read_inputs"]
+
+PHYSICS: dict[str, type[Physics]] = {"acoustic": AcousticPhysics, "elastic": ElasticPhysics}
+# Standard deviation in cells of the Gaussian that makes a start of the true model.
+_DEFAULT_BLUR = 6.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arrays of an inversion, whole and the same on every rank.
+
+    Attributes
+    ----------
+    experiment
+        All shots. Its fields are those of the true model if it is known, else those of the start.
+    start
+        The fields (nx, ny) to start from.
+    active
+        Mask (nx, ny) of the cells that may change.
+    truth
+        The true fields (nx, ny), None if they are not known.
+    data
+        Recorded gathers (shots, components, receivers, steps). None: computed for the true model.
+    """
+
+    experiment: Experiment
+    start: Fields
+    active: Bool[np.ndarray, "nx ny"]
+    truth: Fields | None
+    data: Float[np.ndarray, "shots components receivers steps"] | None
+
+
+def read_inputs(settings: Settings) -> Inputs:
+    """Read the files of an inversion, each of them once, and check them (on one rank).
+
+    Raises
+    ------
+    ValueError, OSError
+        If a setting or a file is not valid.
+    """
+    settings.check()
+    physics, names = PHYSICS[settings.physics], settings.invert
+    initial = settings.initial
+    has_truth = settings.data is None or settings.model is not None
+    if not has_truth and initial is None:
+        raise ValueError(
+            "--data: expected --model or --initial with it, got neither. Give the model to start "
+            "from with --initial."
+        )
+    options = settings if has_truth else dataclasses.replace(settings, model=initial)
+    model = default_model(options.cells) if options.model is None else read_model(options.model)
+    experiment = experiment_of(options, model, physics.complete(model.fields, names))
+    active = _active_cells(experiment, settings.water, settings.mask)
+    if not has_truth:
+        start = experiment.fields
+    elif initial is None:
+        start = _blurred(experiment, settings.water)
+    else:
+        start = physics.complete(_read_start(initial, experiment), names)
+    data = None
+    if settings.data is not None:
+        data = _read_data(settings.data, len(physics.components), experiment)
+    return Inputs(experiment, start, active, experiment.fields if has_truth else None, data)
+
+
+def _active_cells(
+    experiment: Experiment, water: float, mask_file: pathlib.Path | None
+) -> Bool[np.ndarray, "nx ny"]:
+    """Return the mask of the cells below the water for which the mask in the file is not 0."""
+    active = np.array(np.broadcast_to(_depth(experiment) > water, experiment.shape))
+    if mask_file is not None:
+        mask = read_array(mask_file, "mask")
+        if mask.shape != experiment.shape:
+            raise ValueError(
+                f"--mask: {mask_file} has shape {mask.shape}, the model {experiment.shape}. Give "
+                "one value for each cell."
+            )
+        active &= mask != 0
+    if not active.any():
+        raise ValueError(
+            "--water, --mask: no cell is left that may change. Give a smaller depth, or a mask "
+            "with nonzero cells."
+        )
+    return active
+
+
+def _depth(experiment: Experiment) -> Float[np.ndarray, " ny"]:
+    """Return the depth of the cell centres in m."""
+    return (np.arange(experiment.shape[1]) + 0.5) * experiment.spacing[1]
+
+
+def _read_start(path: pathlib.Path, experiment: Experiment) -> Fields:
+    file = read_model(path, experiment.shape)
+    if file.spacing is not None and not np.allclose(file.spacing, experiment.spacing):
+        raise ValueError(
+            f"--initial: {path} has cells of {file.spacing} m, the model of {experiment.spacing} "
+            "m. Interpolate one of them."
+        )
+    return file.fields
+
+
+def _blurred(experiment: Experiment, water: float) -> Fields:
+    """Return the fields of an experiment, smoothed below the water."""
+    blur_x, blur_y = (gaussian(n, _DEFAULT_BLUR) for n in experiment.shape)
+    below = _depth(experiment) > water
+    # The water does not contribute to the cells below it.
+    blur_y = blur_y * below[None, :]
+    blur_y = blur_y / np.maximum(blur_y.sum(axis=1, keepdims=True), 1e-300)
+    return {
+        name: np.where(below[None, :], blur_x @ field @ blur_y.T, field)
+        for name, field in experiment.fields.items()
+    }
+
+
+def _read_data(
+    path: pathlib.Path, components: int, experiment: Experiment
+) -> Float[np.ndarray, "shots components receivers steps"]:
+    samples = read_samples(path, "gathers")
+    shots, receivers = experiment.n_shots, experiment.receivers.shape[1]
+    steps, dt = experiment.steps, experiment.dt
+    shape = shots, components, receivers, steps
+    accepted, traces = [shape], (shots * components * receivers, steps)
+    if path.suffix.lower() in SEGY:  # the traces in this order
+        accepted += [traces]
+    if components == 1:  # the axis of components may be left out
+        accepted += [(shots, receivers, steps), traces]
+    data = samples.values
+    if data.shape not in accepted:
+        raise ValueError(
+            f"--data: {path} has shape {data.shape}, expected {shots} shots, {components} "
+            f"components, {receivers} receivers and {steps} steps, in this order."
+        )
+    if not np.all(np.isfinite(data)):
+        raise ValueError(f"--data: {path} has values that are not finite. Check the file.")
+    if samples.interval is not None and abs(samples.interval[0] - dt) > samples.interval[1]:
+        raise ValueError(
+            f"--data: {path} has samples every {samples.interval[0]:g} s, this run every {dt:g} s. "
+            f"Use --dt {samples.interval[0]!r}."
+        )
+    return data.reshape(shape)
