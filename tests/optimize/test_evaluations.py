@@ -42,7 +42,7 @@ def test_evaluations_beside_scipy():
         if x0.size not in objectives:  # the method's programs are compiled once for each size
             objectives[x0.size] = Objective(None, x0, value_and_grad=lambda x: current(x))  # noqa: B023
         current = ours
-        minimize(objectives[x0.size], x0, LBFGS(memory=10), rtol=1e-12, iterations=300)
+        minimize(objectives[x0.size], x0, LBFGS(memory=10), rtol=1e-12, max_steps=300)
         scipy.optimize.minimize(
             theirs.scipys, x0, jac=True, method="L-BFGS-B",
             options={"maxcor": 10, "gtol": 1e-12, "ftol": 0, "maxiter": 300, "maxfun": 1000},

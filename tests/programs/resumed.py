@@ -109,7 +109,7 @@ def by_minimize():
             say(f"step {record.iteration}")
 
     solution = minimize(
-        f, x0, LBFGS(5), sharded={"x": True, "scale": False}, rtol=0.0, iterations=steps,
+        f, x0, LBFGS(5), sharded={"x": True, "scale": False}, rtol=0.0, max_steps=steps,
         callback=note, checkpoint=Checkpoint(directory, every=1), comm=comm,
     )  # fmt: skip
     return solution.value["x"], solution.result is Result.INTERRUPTED
