@@ -217,7 +217,7 @@ def check_file(directory: pathlib.Path, manifest: Manifest, rank: int) -> None:
 def read_leaves(
     directory: pathlib.Path, manifest: Manifest, wanted: list[Leaf], like: list[Any], rank: int
 ) -> list[Any]:
-    """Read the piece of each leaf that `rank` holds, from the files of all ranks that have parts."""
+    """Read the piece of each leaf that `rank` holds, from the files of several ranks."""
     files = _Files(directory, manifest)
     found = []
     for number, (leaf, here, template) in enumerate(

@@ -79,7 +79,7 @@ class Leaf:
         return self.kind if is_number(self.kind) else f"{self.kind} {self.shape}"
 
     def box(self, rank: int) -> Boxes:
-        """Return the first index and the index after the last of a rank's piece: shape (2, axes)."""
+        """Return a rank's first index and index after the last, of shape (2, axes)."""
         if self.boxes is None:
             return np.array([[0] * len(self.shape), self.shape], np.int64)
         return self.boxes[rank]
@@ -180,7 +180,8 @@ def _piece(name: str, leaf: Any, how: Any, comm: Communicator, what: str) -> _Pi
     if isinstance(how, Stripes):
         if not -len(shape) <= how.axis < len(shape):
             raise ValueError(
-                f"{what}: {name} has shape {shape}, but its layout is {how}. Give an axis that it has."
+                f"{what}: {name} has shape {shape}, but its layout is {how}. Give an axis that "
+                "it has."
             )
         return _Piece(name, kind, shape, how.axis % len(shape), None, number)
     if not isinstance(how, Grid):

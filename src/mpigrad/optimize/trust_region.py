@@ -201,8 +201,8 @@ class GaussNewton(_TrustRegion):
     >>> def residuals(x):
     ...     return x[0] * jnp.exp(-x[1] * t) - data
     >>> solution = minimize(residuals, jnp.array([1.0, 0.0]), GaussNewton(), loss="replicated")
-    >>> print(solution.value.round(3))
-    [3. 1.]
+    >>> [round(float(value), 3) for value in solution.value]
+    [3.0, 1.0]
     """
 
     residuals: ClassVar[bool] = True

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.autodiff.transforms import grad
-from mpigrad.checkpoint.leaves import dtype_of, kind_of, local_shape, to_leaf, to_host
+from mpigrad.checkpoint.leaves import dtype_of, kind_of, local_shape, to_host, to_leaf
 from mpigrad.operations.jit import jit
 from mpigrad.training.flat_buffer import Flat, Parameter
 from mpigrad.training.replica import Batch, Replica
