@@ -91,9 +91,9 @@ def scan(
         None.
     checkpoints
         The values that the gradient stores of the forward loop. None: all values that the
-        derivatives need; each step is computed once. An integer k: the state before every k-th
-        step, and all values of k steps at a time; each step is computed twice. `Budget(states)`: at
-        most so many states, and all values of one step; each step is computed once more than there
+        derivatives need. Each step is computed once. An integer k: the state before every k-th
+        step, and all values of k steps at a time. Each step is computed twice. `Budget(states)`: at
+        most so many states, and all values of one step. Each step is computed once more than there
         are levels. It may differ between ranks.
     comm
         The ranks that make these steps together. They compare n before the first step, in one
@@ -215,8 +215,8 @@ def _lengths(n: int, checkpoints: Checkpoints) -> tuple[int, ...]:
         every = operator.index(checkpoints)
         if every < 1:
             raise ValueError(
-                f"loops: checkpoints must be at least 1, got {every}; the state before every k-th "
-                "step is stored"
+                f"loops: checkpoints must be at least 1, got {every}, as the state before every "
+                "k-th step is stored"
             )
         return (min(every, max(n, 1)),)
     budget = operator.index(checkpoints.states)

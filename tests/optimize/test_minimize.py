@@ -263,7 +263,7 @@ def test_rejects_invalid_arguments(comm, directory):
     refused(TypeError, "a method such as LBFGS.*in parentheses", x0, LBFGS)
     refused(TypeError, "int(32|64), expected float32 or float64", jnp.arange(3))
     refused(TypeError, "f must be a function", x0, f=3)
-    refused(ValueError, "no leaves", {})
+    refused(ValueError, "x0 without leaves", {})
     refused(ValueError, "not a prefix of x0", {"a": x0}, sharded={"b": True})
     refused(TypeError, "expected False, True or a Grid", x0, sharded="yes")
     refused(ValueError, "needs axis 0", 1.0, sharded=True)

@@ -176,7 +176,7 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
 
 
 def _leaf(shape: list[int], boxes: list[Any] | None, **names: Any) -> Leaf:
-    # The last axis is given, because a scalar has no axes.
+    # The last axis is given, because reshape cannot infer it for a scalar.
     whole = None if boxes is None else np.array(boxes, np.int64).reshape(-1, 2, len(shape))
     return Leaf(shape=tuple(shape), boxes=whole, **names)
 

@@ -43,8 +43,9 @@ class Stripes:
     axis: int = 0
 
 
-# A pytree prefix. Each leaf is the layout of the arrays at its place and below: False, the same on
-# all ranks; True, stripes of axis 0; Stripes(axis); a Grid, tiles in the trailing axes.
+# A pytree prefix. Each leaf is the layout of the arrays at its place and below. False: the same on
+# all ranks. True: stripes of axis 0. Stripes(axis): stripes of that axis. A Grid: tiles in the
+# trailing axes.
 Layout = Any
 
 Boxes = NDArray[np.int64]
@@ -85,7 +86,7 @@ class Leaf:
         return self.boxes[rank]
 
     def bytes_of(self, rank: int) -> int:
-        """Return how many bytes a rank writes; only rank 0 writes replicated arrays."""
+        """Return how many bytes a rank writes. Only rank 0 writes replicated arrays."""
         if is_number(self.kind) or (self.boxes is None and rank > 0):
             return 0
         start, stop = self.box(rank)

@@ -196,14 +196,14 @@ class CheckpointSession:
                 )
 
     def save(self, step: int, tree: Any, layout: Layout = False, extra: Any = None) -> pathlib.Path:
-        """Write a state as `Store.save` does; the time to the next save counts from its end."""
+        """Write a state as `Store.save` does. The time to the next save starts at its end."""
         more = {"about": dict(self._settings.fingerprint), "extra": extra}
         path = self.store.save(step, tree, layout, more)
         self._saved_at = time.monotonic()
         return path
 
     def due(self, iteration: int) -> bool:
-        """Return on rank 0 whether a save is due after this iteration; False on other ranks."""
+        """Return on rank 0 whether a save is due after this iteration, on others False."""
         if self.store.comm.rank != 0:
             return False
         every, minutes = self._settings.every, self._settings.minutes
@@ -220,7 +220,7 @@ class CheckpointSession:
         """Decide whether to save and whether to stop after this iteration (collective).
 
         It sends one small reduction. A loop that has a reduction after each iteration anyway may
-        include `due` and `stop_requested` in it instead; a True of one rank then counts for all.
+        include `due` and `stop_requested` in it instead. A True of one rank then counts for all.
         """
         here = self.due(iteration) | self.stop_requested() << 1
         bits = self.store.comm.mpi.allreduce(here, op=MPI.BOR)

@@ -308,7 +308,7 @@ class Store:
         return self._numbers() if self.comm.rank == 0 else []
 
     def _checked(self, path: pathlib.Path) -> Manifest:
-        """Return the manifest of a complete save; else raise DamagedSaveError on every rank."""
+        """Return the manifest of a complete save, or raise DamagedSaveError on every rank."""
         manifest, problem = None, None
         if self.comm.rank == 0:
             try:

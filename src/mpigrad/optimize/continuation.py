@@ -53,7 +53,7 @@ def continuation(
     Returns
     -------
     tuple of Solution
-        The solution of each stage; the last one is the answer. There are fewer than objectives if
+        The solution of each stage. The last one is the answer. There are fewer than objectives if
         a stage was stopped or interrupted or, with `throw=False`, its loss was not finite.
 
     Raises

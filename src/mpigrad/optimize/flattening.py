@@ -46,7 +46,9 @@ class Flattening:
                     "imaginary parts."
                 )
         if not self.size:
-            raise ValueError("root_driven: x0 has no elements. Give at least one unknown.")
+            raise ValueError(
+                "root_driven: expected at least one unknown, got x0 without elements. Add one."
+            )
 
     def flat(self, tree: Any, name: str = "the point") -> NDArray[np.float64]:
         """Return the vector of a pytree of the structure of the example, as a new array."""

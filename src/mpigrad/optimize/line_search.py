@@ -90,7 +90,7 @@ class StrongWolfe:
         best, other = (
             origin,
             origin,
-        )  # the end of the interval with the smallest loss; the other end
+        )  # the end of the interval with the smallest loss, and the other
         lowest, lowest_at = start, 0.0
         bracketed, first_stage = False, True
         longest, width, width_before = math.inf, math.inf, math.inf

@@ -23,7 +23,7 @@ class State(Protocol):
     loss, gradient_norm
         The loss and the norm of its gradient at x, as Python floats.
     step
-        The `step` in the record of the last iteration; 0.0 before the first.
+        The `step` in the record of the last iteration, or 0.0 before the first.
     stuck
         True if the method found no smaller loss and cannot try anything else.
     """
@@ -49,7 +49,7 @@ class Method(abc.ABC):
     Attributes
     ----------
     residuals
-        True if f returns residuals; half the sum of their squares is minimised.
+        True if f returns residuals. Half the sum of their squares is minimised.
     stochastic
         True if each step may use another batch.
     """

@@ -56,7 +56,7 @@ def minimize(
     ----------
     f
         f(x) -> real scalar. It may contain messages. For `GaussNewton` it returns residuals. An
-        `Objective` is compiled once for several runs; it already has `sharded`, `loss`,
+        `Objective` is compiled once for several runs. It already has `sharded`, `loss`,
         `value_and_grad` and `comm`, so do not give them again.
     x0
         The first point: a pytree of floats and arrays of float32 or float64.
@@ -361,7 +361,7 @@ class _Run:
         }
         try:
             self.session.save(iteration, state, self.layout(), extra)
-        except OSError as error:  # on all ranks; a failed save must not end the run
+        except OSError as error:  # on all ranks, but a failed save must not end the run
             if self.comm.rank == 0:
                 print(
                     f"mpigrad: minimize: iteration {iteration} was not saved in "
@@ -373,7 +373,7 @@ class _Run:
         self.saved_at = iteration
 
     def load(self, x: Vector) -> State | None:
-        """Return the state saved last, or None; its records are added."""
+        """Return the state saved last with its records added, or None."""
         if self.session is None:
             return None
         like = self.method.start(_Unevaluated(self.objective), x)  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ class Objective(ProgramCache):
     x0
         A tree with the structure, shapes and dtypes of the unknowns.
     residuals
-        True if f returns residuals; the loss is half the sum of their squares. `GaussNewton`
+        True if f returns residuals. The loss is half the sum of their squares. `GaussNewton`
         needs it.
 
     Attributes

@@ -41,25 +41,27 @@ class NotFiniteError(MinimizeError):
 
 
 def raise_failure(solution: Solution) -> None:
-    """Raise the error of a failed run; return if it ended as asked or expected."""
+    """Raise the error of a failed run. Return if the run ended as asked or expected."""
     steps, loss = solution.stats["num_steps"], solution.stats["loss"]
     if solution.result is Result.NOT_FINITE and steps == 0:
         raise NotFiniteError(
-            f"minimize: the loss of x0 is {loss} and the norm of its gradient is "
-            f"{solution.stats['gradient_norm']}; both must be finite. Start from another x0.",
+            "minimize: expected a finite loss and gradient, but the loss of x0 is "
+            f"{loss} and the norm of its gradient is {solution.stats['gradient_norm']}. Start from "
+            "another x0.",
             solution,
         )
     if solution.result is Result.NOT_FINITE:
         raise NotFiniteError(
-            f"minimize: the loss is {loss} after step {steps}; it must be finite. Take shorter "
-            "steps, or use throw=False; the error's solution attribute holds this point.",
+            f"minimize: expected a finite loss, but the loss is {loss} after step {steps}. The "
+            "error has this point in its solution attribute. Take shorter steps, or use "
+            "throw=False.",
             solution,
         )
     if solution.result is Result.SCIPY_FAILED:
         raise MinimizeError(
             f"minimize: SciPy's method ended without success after step {steps}, at the loss "
-            f"{loss}. Use another method or other options, or throw=False; the error's solution "
-            "attribute holds this point.",
+            f"{loss}. The error has this point in its solution attribute. Use another method, "
+            "other options, or throw=False.",
             solution,
         )
 

@@ -1,4 +1,4 @@
-"""A serial optimizer on the root; the other ranks are workers that evaluate the objective."""
+"""A serial optimizer on the root, with the other ranks as workers that evaluate for it."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class RootObjective:
     x0
         The first point as a vector of float64.
     result
-        Set it on the root; after the block every rank has it. None before.
+        Set it on the root. After the block every rank has it. None before.
     evaluations
         Count of evaluations of the objective: of its value, its gradient or both at a point.
 

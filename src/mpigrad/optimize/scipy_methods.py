@@ -74,7 +74,7 @@ class SciPyState:
 class SciPy(Method):
     """A gradient method of `scipy.optimize.minimize`, run on rank 0 with all unknowns.
 
-    SciPy's own tolerances apply as well as those of `minimize`; the run ends at the first that is
+    SciPy's own tolerances apply as well as those of `minimize`. The run ends at the first that is
     met. A restart continues from the last saved point with a new SciPy run, because SciPy does not
     give access to its memory.
 
@@ -85,7 +85,7 @@ class SciPy(Method):
         "trust-constr".
     bounds
         None, or (lower, upper). Each is None, a float, or a pytree prefix of the unknowns with
-        floats and arrays that broadcast to the leaves; infinite values mean no bound. For
+        floats and arrays that broadcast to the leaves. Infinite values mean no bound. For
         L-BFGS-B, TNC, SLSQP and trust-constr. A start outside the bounds is moved onto them.
     options
         Options of SciPy's method, for example {"maxcor": 20}.
@@ -131,7 +131,7 @@ class SciPy(Method):
                 if not np.all(lower <= upper):  # false for NaN, too
                     raise ValueError(
                         "SciPy: every lower bound must be at most its upper bound, and neither may "
-                        f"be NaN; got {np.asarray(lower)} and {np.asarray(upper)}"
+                        f"be NaN, got {np.asarray(lower)} and {np.asarray(upper)}"
                     )
 
     def start(self, objective: Objective, x: Vector) -> SciPyState:
@@ -348,7 +348,7 @@ def _minimise(
     requests: queue.SimpleQueue[tuple[Any, Any]],
     answers: queue.SimpleQueue[Any],
 ) -> None:
-    """Run SciPy; the main function of its thread."""
+    """Run SciPy in its thread."""
 
     def ask(kind: _Request, *operands: NDArray[np.float64]) -> Any:
         requests.put((kind, tuple(np.array(operand, np.float64) for operand in operands)))

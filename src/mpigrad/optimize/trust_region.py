@@ -184,7 +184,7 @@ class GaussNewton(_TrustRegion):
     """The Gauss-Newton method for least squares: half the sum of squares of residuals.
 
     f(x) returns an array or pytree of real residuals: each rank's own with loss="share", or the
-    same on all ranks with loss="replicated". JᵀJ replaces the Hessian; J is the derivative of the
+    same on all ranks with loss="replicated". JᵀJ replaces the Hessian, with J the derivative of the
     residuals.
 
     Attributes

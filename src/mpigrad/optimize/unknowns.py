@@ -54,7 +54,7 @@ class Unknowns(ProgramCache):
         The pytree: floats and arrays of float32 or float64.
     sharded
         A pytree prefix of `x0`. False: the leaf is the same on all ranks. True: each rank has its
-        own rows of axis 0, in the order of the ranks; their count may differ and may be zero. A
+        own rows of axis 0, in the order of the ranks. Their count may differ and may be zero. A
         `Grid`: each rank has its tile, in the last axes.
     comm
         The ranks that share the unknowns.
@@ -95,7 +95,9 @@ class Unknowns(ProgramCache):
             for name, leaf, kind in zip(self.names, leaves, self.kinds, strict=True):
                 common.append(_description(name, leaf, kind, comm))
             if not leaves:
-                raise ValueError("minimize: x0 has no leaves. Give at least one unknown.")
+                raise ValueError(
+                    "minimize: expected at least one unknown, got x0 without leaves. Add one."
+                )
         _same(common, comm)
         self.shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         self.replicated = [i for i, kind in enumerate(self.kinds) if kind is False]
@@ -140,7 +142,7 @@ class Unknowns(ProgramCache):
                     )
         return self.compiled(Unknowns.vector)(x0)  # type: ignore[no-any-return]
 
-    # ---- trees and vectors; these functions may be called in compiled programs ----
+    # ---- trees and vectors (these functions may be called in compiled programs) ----
 
     def vector(self, tree: Any) -> Vector:
         """Return this rank's part of the vector of a tree, without messages."""
@@ -277,7 +279,7 @@ def _description(name: str, leaf: jax.Array, kind: bool | Grid, comm: Communicat
     if kind is True:
         if leaf.ndim == 0:
             raise ValueError(
-                f"minimize: {name} is a scalar; sharded=True needs axis 0. Give sharded=False."
+                f"minimize: {name} is a scalar, but sharded=True needs axis 0. Give sharded=False."
             )
         return name, "sharded along axis 0", str(leaf.dtype), leaf.shape[1:]
     if leaf.shape[max(0, leaf.ndim - kind.ndim) :] != kind.local_shape:
