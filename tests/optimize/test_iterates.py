@@ -1,4 +1,4 @@
-"""Replicated, sharded and mixed unknowns follow the serial run's iterates."""
+"""Iterates of replicated, sharded and mixed unknowns are those of the serial run."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def iterates(objective, x0, whole, method, max_steps=10):
     return np.array(found), solution
 
 
-def test_iterates_do_not_depend_on_where_unknowns_live(chains, comm):
+def test_iterates_do_not_depend_on_the_layout(chains, comm):
     for name, method in METHODS.items():
         expected, serial = iterates(*chains["serial"], method)
         assert len(expected) == 11

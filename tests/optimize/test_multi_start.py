@@ -65,6 +65,16 @@ def test_nan_is_not_the_best_and_a_signal_ends_all_starts(
     assert found.solutions[0].result is optimize.Result.NOT_FINITE
     assert found.best is found.solutions[1]
 
+    with pytest.raises(optimize.NotFiniteError) as raised:
+        optimize.continuation(
+            [lambda x: jnp.sum(x**2) / comm.size, f],
+            starts[0],
+            [optimize.LBFGS(), optimize.Optax(optax.sgd(100.0))],
+            max_steps=3,
+        )
+    assert len(raised.value.earlier) == 1
+    assert raised.value.solution.stats["num_steps"] > 0
+
     def asks(record: Any, x: Any) -> None:  # in the iteration that converges
         if record.gradient_norm < 1e-6:
             os.kill(os.getpid(), signal.SIGTERM)

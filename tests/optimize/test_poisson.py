@@ -16,7 +16,7 @@ SOLVER = sparse.PCG(rtol=1e-13, preconditioner=sparse.Jacobi())
 
 
 def posed(comm, whole):
-    """(share of the loss, first theta = log kappa, grid), theta whole on every rank or in tiles."""
+    """Return (share of the loss, first theta, grid); theta = log kappa is replicated or in tiles."""
     problem = inverse_problem(SETTINGS, comm)
     grid = problem.model.grid
 
@@ -57,7 +57,7 @@ def driven(comm):
 
 
 @pytest.mark.full("test_iterates.py compares all layouts on a smaller objective")
-def test_poisson_iterates_do_not_depend_on_where_unknowns_live(comm):
+def test_poisson_iterates_do_not_depend_on_the_layout(comm):
     expected = iterates(Communicator(MPI.COMM_SELF), True)
     assert len(expected) == 11
     scale = np.max(np.abs(expected[1:]))

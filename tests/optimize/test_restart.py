@@ -1,4 +1,4 @@
-"""minimize with restart files: every method's state, whole and in parts."""
+"""minimize with restart files: the states of all methods, replicated and sharded."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def without_seconds(solution):
 
 
 @pytest.mark.thin(3)
-def test_a_run_in_two_parts_is_the_run_in_one(chains, comm, tmp_path):
+def test_an_interrupted_run_has_the_same_result(chains, comm, tmp_path):
     directory = comm.mpi.bcast(tmp_path)
     objective, x0, _ = chains["mixed"]
     for name, method in {**METHODS, "optax": Optax(optax.adam(0.1), clip=100.0)}.items():
@@ -28,7 +28,7 @@ def test_a_run_in_two_parts_is_the_run_in_one(chains, comm, tmp_path):
         whole = minimize(objective, x0, method, max_steps=14)
         first = minimize(objective, x0, method, max_steps=13, checkpoint=checkpoint)
         assert first.result is Result.MAX_STEPS_REACHED
-        # The memory of L-BFGS is full, and its ring does not begin at its beginning.
+        # The memory of L-BFGS is full, and the oldest pair is not in its first row.
         other = jax.tree.map(np.zeros_like, x0)
         second = minimize(objective, other, method, max_steps=14, checkpoint=checkpoint)
         for count in ("num_steps", "evaluations", "products"):
@@ -40,8 +40,8 @@ def test_a_run_in_two_parts_is_the_run_in_one(chains, comm, tmp_path):
         assert second.stats["loss"] == whole.stats["loss"]
 
 
-def test_going_on_with_fewer_ranks(chains, comm, tmp_path):
-    """To rounding: the stripes of the unknowns and of L-BFGS's memory are joined."""
+def test_continuing_on_fewer_ranks(chains, comm, tmp_path):
+    """Equal to rounding: the stripes of the unknowns and of the memory of L-BFGS are joined."""
     directory = comm.mpi.bcast(tmp_path)
     objective, x0, _ = chains["sharded"]
     method = METHODS["L-BFGS"]

@@ -113,6 +113,14 @@ def test_ends_and_errors_reach_all_ranks(comm: Communicator) -> None:
     stop = lambda record, x: comm.rank == 1 and record.iteration == 2
     stopped = optimize.minimize(objective, START, optimize.SciPy("TNC"), callback=stop)
     assert stopped.result is optimize.Result.STOPPED
+    # A gradient of the wrong sign: no line search succeeds.
+    wrong_sign = lambda x: (serial(x)[0], -serial(x)[1])
+    settings = {"value_and_grad": wrong_sign, "rtol": 0.0}
+    with pytest.raises(optimize.MinimizeError, match="SciPy's method ended without") as raised:
+        optimize.minimize(None, START, optimize.SciPy(), **settings)
+    assert raised.value.solution.result is optimize.Result.SCIPY_FAILED
+    failed = optimize.minimize(None, START, optimize.SciPy(), throw=False, **settings)
+    assert failed.result is optimize.Result.SCIPY_FAILED
     # An error of SciPy in its thread reaches all ranks.
     wrong = optimize.SciPy("BFGS", options={"xrtol": "small"})
     with pytest.raises(TypeError):
