@@ -16,7 +16,7 @@ SOLVER = sparse.PCG(rtol=1e-13, preconditioner=sparse.Jacobi())
 
 
 def posed(comm, whole):
-    """Return (share of the loss, first theta, grid); theta = log kappa is replicated or in tiles."""
+    """Return share of the loss, first theta = log kappa (replicated or in tiles), and grid."""
     problem = inverse_problem(SETTINGS, comm)
     grid = problem.model.grid
 

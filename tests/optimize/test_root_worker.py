@@ -55,7 +55,7 @@ def iterates(value_and_gradient: Any, hessp: Any, x0: Any, method: str) -> Any:
 
 @pytest.mark.full("test_poisson.py compares the iterates of SciPy on the root, too")
 def test_scipy_takes_the_serial_steps(comm: Communicator) -> None:
-    """The first ten iterations to 1e-8, with the last rank as the root; one rank: bit for bit."""
+    """Compare ten iterations to 1e-8, with the last rank as the root."""
     root = comm.size - 1
     with optimize.root_driven(shared(comm), START, root=root) as objective:
         assert bool(objective) == (comm.rank == root)

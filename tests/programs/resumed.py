@@ -1,7 +1,7 @@
 """A run that saves after each step: `resumed.py loop|minimize DIRECTORY STEPS [RANK:CALL]`.
 
-It continues from its last save and writes its result into DIRECTORY. With RANK:CALL, that rank kills
-itself at that call of os.fsync or os.rename, counted from the first step on: within a save.
+It continues from its last save and writes its result into DIRECTORY. With RANK:CALL, that rank
+kills itself at that call of os.fsync or os.rename, counted from the first step on: within a save.
 """
 
 import os
