@@ -117,9 +117,9 @@ def test_ends_and_errors_reach_all_ranks(comm: Communicator) -> None:
     wrong_sign = lambda x: (serial(x)[0], -serial(x)[1])
     settings = {"value_and_grad": wrong_sign, "rtol": 0.0}
     with pytest.raises(optimize.MinimizeError, match="SciPy's method ended without") as raised:
-        optimize.minimize(None, START, optimize.SciPy(), **settings)
+        optimize.minimize(None, START, optimize.SciPy("BFGS"), **settings)
     assert raised.value.solution.result is optimize.Result.SCIPY_FAILED
-    failed = optimize.minimize(None, START, optimize.SciPy(), throw=False, **settings)
+    failed = optimize.minimize(None, START, optimize.SciPy("BFGS"), throw=False, **settings)
     assert failed.result is optimize.Result.SCIPY_FAILED
     # An error of SciPy in its thread reaches all ranks.
     wrong = optimize.SciPy("BFGS", options={"xrtol": "small"})
