@@ -62,13 +62,13 @@ def measure(n: int, pairs: int, iterations: int) -> None:
         jax.block_until_ready(f())
         return time.perf_counter() - start
 
-    def evaluation(value_and_grad: Any, x: Any) -> float:
+    def shared_evaluation(value_and_grad: Any, x: Any) -> float:
         value_and_grad(x)
         return statistics.median(seconds(lambda: value_and_grad(x)) for _ in range(15))
 
     def ours(objective: Any, x: Any, each: float) -> float:
         method = LBFGS(memory=MEMORY)
-        state = method.start(objective, objective.unknowns.first(x))
+        state = method.start(objective, objective.unknowns.initial_vector(x))
         for _ in range(WARM):
             state = method.step(objective, state)
         objective.evaluations = 0

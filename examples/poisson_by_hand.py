@@ -83,7 +83,7 @@ def show(record, theta):
 
 
 # The loss is the sum of all ranks' shares. The parameters are equal on all ranks, and stay so.
-solution = minimize(share, theta, LBFGS(memory=50), iterations=60, callback=show)
+solution = minimize(share, theta, LBFGS(memory=50), max_steps=60, callback=show)
 
 difference = float(jnp.max(jnp.abs(network(solution.value) - true_kappa)))
 error = max(grid.comm.mpi.allgather(difference))
@@ -97,4 +97,4 @@ if true is not None and learned is not None:
             report.Panel("learned − true κ", learned - true, diverging=True),
         ]
         pathlib.Path(sys.argv[-1]).write_bytes(report.maps("kappa", "", panels).png)
-assert solution.loss < 1e-3 * solution.history[0].loss
+assert solution.stats["loss"] < 1e-3 * solution.stats["history"][0].loss

@@ -101,7 +101,7 @@ def test_tutorial(
     run(program)
     if comm.rank == 0:
         printed = capsys.readouterr().out
-        if "iterations=" in program:  # how near an optimizer comes, in so many
+        if "max_steps=" in program:  # how near an optimizer comes, in so many
             number = re.compile(r"\d+\.\d+")
             assert number.sub("", printed) == number.sub("", said)
             assert float(number.findall(printed)[0]) < 2 * float(number.findall(said)[0])

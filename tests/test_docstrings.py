@@ -17,7 +17,7 @@ PACKAGES = tuple(f"mpigrad{name}" for name in (*PACKAGES, ".waves", ".torch"))
 # functions make, or their example is that of the class they belong to.
 WITHOUT = {
     "Decision", "Failure", "JobError", "Method", "NotFiniteError", "Point", "Record", "Reduction",
-    "Request", "Saved", "State", "StepError",
+    "Request", "Snapshot", "State", "StepError",
 }  # fmt: skip
 
 pytestmark = pytest.mark.ranks(1)

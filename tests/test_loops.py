@@ -1,4 +1,4 @@
-"""Time loops: checkpoints change memory, and no value."""
+"""Time loops: checkpoints change the memory of gradients, but not their values."""
 
 import functools
 
@@ -18,7 +18,7 @@ BUDGET = Budget(8)  # two chunks of five steps, and one before them
 
 
 def loop(grid, checkpoints, n=N):
-    """f(strength, state, xs): the last state and u v after each step, of a nonlinear system."""
+    """Return f(strength, state, xs) -> last state, u v after each step, of a nonlinear system."""
 
     def run(strength, state, xs):
         def step(state, x):
@@ -41,7 +41,7 @@ def operands(grid, n=N):
 
 
 def gradients(grid, checkpoints):
-    """Of something that depends on everything: value, and gradients in all operands."""
+    """Return the value and all gradients of a function that depends on all operands."""
 
     def share(strength, state, xs):
         state, seen = loop(grid, checkpoints)(strength, state, xs)
@@ -52,7 +52,7 @@ def gradients(grid, checkpoints):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_gradients_are_those_without_checkpoints(comm):
+def test_gradients_do_not_depend_on_checkpoints(comm):
     grid = Grid((13,), (1.0,), comm)
     expected = gradients(grid, None)
     mixed = BUDGET if comm.rank == 0 else 3  # ranks may differ
@@ -84,7 +84,7 @@ def test_second_derivatives_and_batches(comm):
         return jnp.sum(state_["u"] ** 2) + jnp.sum(seen)
 
     def twice(strength, checkpoints):
-        """Hessian-vector products along two directions at once."""
+        """Return Hessian-vector products along two directions."""
         slope = mpigrad.grad(functools.partial(share, checkpoints=checkpoints))
         along = jnp.stack([jnp.ones_like(strength), strength])
         return mpigrad.vmap(lambda v: mpigrad.jvp(slope, (strength,), (v,))[1])(along)
@@ -115,11 +115,11 @@ def test_history_has_all_states(comm):
 
 
 @pytest.mark.ranks(1)
-def test_memory_of_the_gradient_grows_slower(comm):
+def test_checkpoints_reduce_memory(comm):
     grid = Grid((1000,), (1.0,), comm)
 
     def temporary(checkpoints, n):
-        """Megabytes that the compiled gradient takes beside operands and results."""
+        """Return the megabytes of temporary memory of the compiled gradient."""
 
         def share(strength, state, xs):
             return jnp.sum(loop(grid, checkpoints, n)(strength, state, xs)[0]["v"])
@@ -139,7 +139,7 @@ def test_memory_of_the_gradient_grows_slower(comm):
 
 
 @pytest.mark.ranks(1, 2, 4)
-def test_bad_input_is_refused_on_every_rank(comm):
+def test_rejects_invalid_arguments_on_every_rank(comm):
     grid = Grid((13,), (1.0,), comm)
     state = operands(grid)[1]
 
@@ -150,15 +150,15 @@ def test_bad_input_is_refused_on_every_rank(comm):
         with pytest.raises(error, match=message):
             scan(step, state, n, xs, **options)
 
-    refused(ValueError, "n=-1: a number of steps is not negative", n=-1)
+    refused(ValueError, "n must not be negative, got -1", n=-1)
     refused(TypeError, "n must be an integer", n=1.5)
     refused(TypeError, "checkpoints an integer", checkpoints="all")
-    refused(ValueError, "so k is at least 1", checkpoints=0)
-    refused(ValueError, "give at least 4 states", checkpoints=Budget(3))
-    refused(ValueError, r"xs of shape \(3,\) for 4 steps", xs=jnp.ones(3))
+    refused(ValueError, "checkpoints must be at least 1, got 0", checkpoints=0)
+    refused(ValueError, "Give at least 4 states", checkpoints=Budget(3))
+    refused(ValueError, r"xs has shape \(3,\), expected \(4, ...\)", xs=jnp.ones(3))
     refused(TypeError, r"must return \(next state, y\)", lambda s, x: s)
-    refused(TypeError, "keeps shapes and dtypes", lambda s, x: ({**s, "v": s["v"][1:]}, x))
-    refused(TypeError, "state of structure", lambda s, x: (s["u"], x))
+    refused(TypeError, "must keep shapes and dtypes", lambda s, x: ({**s, "v": s["v"][1:]}, x))
+    refused(TypeError, "returned a state of structure", lambda s, x: (s["u"], x))
     if comm.size > 1:
         n = 5 if comm.rank == 1 else 4
         refused(

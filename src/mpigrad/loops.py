@@ -1,9 +1,9 @@
 """Time loops whose gradients fit into memory.
 
-The gradient of a loop of n steps goes through the steps backwards, and needs the state before each
-of them: all of them kept, or some, the *checkpoints*, from which the others are computed again.
-Checkpoints change the memory and the time of a gradient, and no value: what is computed again is
-what was computed before.
+The gradient of a loop of n steps goes through the steps backwards and needs the state before each
+step. Either all states are stored, or only some of them, the *checkpoints*, from which the other
+states are computed again. Checkpoints change the memory and the time of a gradient, but not its
+value, because the same states are computed again.
 """
 
 from __future__ import annotations
@@ -25,22 +25,34 @@ __all__ = ["Budget", "Checkpoints", "history", "scan"]
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """Checkpoints within a budget of memory: so many states at a time.
+    """Checkpoints within a memory budget: the largest count of stored states.
 
-    The loop is divided into chunks, these into smaller chunks, and so on, with the fewest levels
-    that the budget allows. A level keeps the states before its chunks, and only while it is worked
-    on: with d levels of f chunks each, f^d steps need d f states, and each step is computed d + 1
-    times where a gradient without checkpoints computes it once. (The binomial schedules of Griewank
-    and Walther, "Algorithm 799: Revolve", ACM TOMS 26, 2000, give freed states to later chunks,
-    and need fewer still; that takes a schedule outside of the program, which then has neither a
-    forward mode nor second derivatives.)
+    The loop is divided into chunks, the chunks into smaller chunks, and so on, with the fewest
+    levels that the budget allows. A level stores the states before its chunks only while the
+    gradient is in it. With d levels of f chunks each, f^d steps need d f states, and each step is
+    computed d + 1 times instead of once. The binomial schedules of Griewank and Walther
+    ("Algorithm 799: Revolve", ACM TOMS 26, 2000) need fewer states, because later chunks reuse
+    freed states. But they need a schedule outside of the program, which then has neither forward
+    mode nor second derivatives.
 
     Attributes
     ----------
     states
-        Number of states kept at a time, beside the first, the current one and what the derivative
-        of one step needs. A few more than 2 sqrt(n) are enough for two levels; at least about
-        2 log2(n) are needed.
+        Largest count of states stored at a time, in addition to the first state, the current one
+        and the values that the derivative of one step needs. Two levels need a few more than
+        2 sqrt(n) states. At least about 2 log2(n) are needed.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> from mpigrad import loops
+    >>> def last(rate):
+    ...     def step(x, _):
+    ...         return x - rate * x, None
+    ...     return loops.scan(step, jnp.ones(()), 100, checkpoints=loops.Budget(states=22))[0]
+    >>> round(float(mg.grad(last)(0.01)), 2)
+    -36.97
     """
 
     states: int
@@ -61,43 +73,55 @@ def scan(
 ) -> tuple[Any, Any]:
     """Make n steps, as `jax.lax.scan` does, with checkpoints for the gradient.
 
-    Messages in the step (halo exchanges, reductions) are sent once in a step and once in its
-    adjoint, whatever the checkpoints: what a step has received is kept, and is not asked for again
-    when the step is computed again. Use it with `mpigrad.grad`, `jvp`, `vmap`, `jit`.
+    Each message in a step (halo exchange, reduction) is sent once in the step and once in its
+    adjoint, whatever the checkpoints are: received arrays are stored, so they are not sent again
+    if the step is computed again. Use it with `mpigrad.grad`, `jvp`, `vmap` and `jit`.
 
     Parameters
     ----------
     step
         step(state, x) -> (next state, y). It may close over arrays that are differentiated.
     state
-        The first state, an array or a pytree of them; a step keeps its shapes and dtypes.
+        The first state, an array or a pytree of arrays. A step must keep shapes and dtypes.
     n
-        Number of steps, a Python integer. The same on all ranks between which the step has
-        messages.
+        Count of steps, a Python integer. It must be the same on all ranks that exchange messages
+        in the step.
     xs
-        What the steps take in turn, an array or a pytree of them, of shapes (n, ...); without it
-        x is None.
+        The x of each step: an array or a pytree of arrays of shapes (n, ...). Without it x is
+        None.
     checkpoints
-        What the gradient keeps of the forward loop: None, everything that the derivatives of all
-        steps need; an integer k, the state before every k-th step, and everything of k steps at a
-        time; `Budget(states)`, no more than this number of states, and everything of one step. A
-        step is computed once, twice, and once more than there are levels. Ranks may differ.
+        The values that the gradient stores of the forward loop. None: all values that the
+        derivatives need. Each step is computed once. An integer k: the state before every k-th
+        step, and all values of k steps at a time. Each step is computed twice. `Budget(states)`: at
+        most so many states, and all values of one step. Each step is computed once more than there
+        are levels. It may differ between ranks.
     comm
-        The ranks that make these steps together: before the first step they compare n, in one
+        The ranks that make these steps together. They compare n before the first step, in one
         small message. Without it n is not compared.
 
     Returns
     -------
     state, ys
-        The last state, and what the steps returned beside it, with shapes (n, ...).
+        The last state, and the stacked y of all steps, with shapes (n, ...).
 
     Raises
     ------
     ValueError, TypeError
-        Where the program is traced: if n is negative, xs are not n, checkpoints make no sense or
-        are too few, or the step changes the state's structure, shapes or dtypes.
+        When the program is traced: if n is negative, xs do not have n rows, checkpoints are invalid
+        or too few, or the step changes the structure, shapes or dtypes of the state.
     jax.errors.JaxRuntimeError
-        On all ranks of `comm`, before the first step: if they disagree about n.
+        On all ranks of `comm`, before the first step, if n differs between ranks.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import loops
+    >>> def step(total, x):
+    ...     total = total + x
+    ...     return total, total**2
+    >>> total, squares = loops.scan(step, jnp.zeros(()), 3, jnp.arange(1.0, 4.0), checkpoints=2)
+    >>> print(total, squares)
+    6.0 [ 1.  9. 36.]
     """
     state = jax.tree.map(jnp.asarray, state)
     n, lengths = _checked(n, xs, checkpoints)
@@ -118,10 +142,31 @@ def history(
     checkpoints: Checkpoints = None,
     comm: Communicator | None = None,
 ) -> Any:
-    """The states before, between and after n steps: of shapes (n + 1, ...), the first one first.
+    """Make n steps as `scan` does, and return all n + 1 states.
 
-    All of it as for `scan`; what steps return beside the state is dropped. The result holds n + 1
-    states whatever the checkpoints, which still save what the derivatives of the steps need.
+    The y of the steps is not returned. The result has n + 1 states whatever the checkpoints are.
+    Checkpoints still reduce the memory for the derivatives of the steps.
+
+    Parameters
+    ----------
+    step, state, n, xs, checkpoints, comm
+        As in `scan`.
+
+    Returns
+    -------
+    A tree of the structure of `state`, with shapes (n + 1, ...). The first state comes first.
+
+    Raises
+    ------
+    ValueError, TypeError, jax.errors.JaxRuntimeError
+        As in `scan`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import loops
+    >>> print(loops.history(lambda x, _: (2 * x, None), jnp.ones(()), 4))
+    [ 1.  2.  4.  8. 16.]
     """
 
     def recording(state: Any, x: Any) -> tuple[Any, Any]:
@@ -134,12 +179,12 @@ def history(
 
 
 def _run(step: Step, state: Any, xs: Any, n: int, lengths: tuple[int, ...]) -> tuple[Any, Any]:
-    """The loop; `lengths` are those of the chunks at each level, 1 for single steps."""
+    """Run the loop. `lengths` are the lengths of chunks at each level, 1 for single steps."""
     if not lengths or n == 0:
         return jax.lax.scan(step, state, xs, length=n)
     length, *inner = lengths
     chunks, rest = divmod(n, length)
-    # In a loop of more than one turn XLA cannot merge what is computed again with what was before.
+    # In a loop of more than one turn XLA cannot merge the repeated computation with the first one.
     checkpoint = functools.partial(jax.checkpoint, prevent_cse=chunks == 1)
     if length == 1:
         return jax.lax.scan(checkpoint(step), state, xs, length=n)
@@ -147,7 +192,7 @@ def _run(step: Step, state: Any, xs: Any, n: int, lengths: tuple[int, ...]) -> t
     def chunk(state: Any, xs: Any) -> tuple[Any, Any]:
         return _run(step, state, xs, length, tuple(inner))
 
-    # The few steps that are left over come first, each with its own checkpoint.
+    # The remaining steps come first, each with its own checkpoint.
     head = jax.tree.map(lambda a: a[:rest], xs)
     body = jax.tree.map(lambda a: a[rest:].reshape(chunks, length, *a.shape[1:]), xs)
     parts = []
@@ -159,19 +204,19 @@ def _run(step: Step, state: Any, xs: Any, n: int, lengths: tuple[int, ...]) -> t
     return state, jax.tree.map(lambda *a: jnp.concatenate(a), *parts) if rest else parts[0]
 
 
-# ---- which states are kept ----
+# ---- the stored states ----
 
 
 def _lengths(n: int, checkpoints: Checkpoints) -> tuple[int, ...]:
-    """The lengths of the chunks at each level."""
+    """Return the lengths of the chunks at each level."""
     if checkpoints is None:
         return ()
     if not isinstance(checkpoints, Budget):
         every = operator.index(checkpoints)
         if every < 1:
             raise ValueError(
-                f"stepping: checkpoints={every}: the state before every k-th step is kept, so k is "
-                "at least 1"
+                f"loops: checkpoints must be at least 1, got {every}, as the state before every "
+                "k-th step is stored"
             )
         return (min(every, max(n, 1)),)
     budget = operator.index(checkpoints.states)
@@ -180,14 +225,14 @@ def _lengths(n: int, checkpoints: Checkpoints) -> tuple[int, ...]:
         if states <= budget:
             return lengths
     raise ValueError(
-        f"stepping: {n} steps cannot be differentiated with checkpoints=Budget(states={budget}); "
-        f"give at least {min(choices)[0]} states"
+        f"loops: {n} steps need more states than checkpoints=Budget(states={budget}). "
+        f"Give at least {min(choices)[0]} states."
     )
 
 
 @functools.cache
 def _fewest_states(n: int, levels: int) -> tuple[int, tuple[int, ...]]:
-    """The fewest states that so many levels keep at a time, and the lengths of their chunks."""
+    """Return the fewest states that so many levels store, and the lengths of their chunks."""
     best, lengths = n, (1,)
     if levels == 1:
         return best, lengths
@@ -201,7 +246,7 @@ def _fewest_states(n: int, levels: int) -> tuple[int, tuple[int, ...]]:
     return best, lengths
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 
 def _checked(n: Any, xs: Any, checkpoints: Any) -> tuple[int, tuple[int, ...]]:
@@ -210,32 +255,34 @@ def _checked(n: Any, xs: Any, checkpoints: Any) -> tuple[int, tuple[int, ...]]:
         lengths = _lengths(max(n, 0), checkpoints)
     except TypeError:
         raise TypeError(
-            "stepping: n must be an integer, and checkpoints an integer, a Budget or None, not "
+            "loops: n must be an integer, and checkpoints an integer, a Budget or None, got "
             f"n={n!r}, checkpoints={checkpoints!r}"
         ) from None
     if n < 0:
-        raise ValueError(f"stepping: n={n}: a number of steps is not negative")
+        raise ValueError(f"loops: n must not be negative, got {n}")
     for x in jax.tree.leaves(xs):
         if jnp.shape(x)[:1] != (n,):
-            raise ValueError(f"stepping: xs of shape {jnp.shape(x)} for {n} steps: give ({n}, ...)")
+            raise ValueError(
+                f"loops: xs has shape {jnp.shape(x)}, expected ({n}, ...) for {n} steps"
+            )
     return n, lengths
 
 
 def _compare(before: Any, returned: Any) -> None:
-    """Raise unless a step returned a pair whose first is like the state before it."""
+    """Raise an error unless a step returned (next state, y) with a state like the one before."""
     if not (isinstance(returned, tuple) and len(returned) == 2):
         raise TypeError(
-            f"stepping: step must return (next state, y), not {jax.tree.structure(returned)}"
+            f"loops: step must return (next state, y), got {jax.tree.structure(returned)}"
         )
     after = returned[0]
     if jax.tree.structure(after) != jax.tree.structure(before):
         raise TypeError(
-            f"stepping: the step makes a state of structure {jax.tree.structure(after)} out of one "
-            f"of structure {jax.tree.structure(before)}"
+            f"loops: step returned a state of structure {jax.tree.structure(after)}, expected "
+            f"the structure of its argument, {jax.tree.structure(before)}"
         )
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             raise TypeError(
-                f"stepping: the step makes {new.dtype} {new.shape} out of the state's {old.dtype} "
-                f"{old.shape}; a step keeps shapes and dtypes"
+                f"loops: step returned {new.dtype} {new.shape} for the state's {old.dtype} "
+                f"{old.shape}. A step must keep shapes and dtypes."
             )

@@ -17,7 +17,7 @@ from mpigrad import optimize
 from mpigrad.checkpoint import Checkpoint
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
-from mpigrad.optimize import LBFGS, Result, minimize
+from mpigrad.optimize import LBFGS, MinimizeError, Result, minimize
 
 __all__ = ["Record", "Trained", "begin", "seconds_per_iteration", "train"]
 
@@ -135,14 +135,14 @@ def train(
     checkpoint = Checkpoint(
         out / "restart" / f"stage{stage}",
         minutes=_RESTART_EVERY,
-        about={"memory": memory, **(about or {})},
+        fingerprint={"memory": memory, **(about or {})},
     )
     try:
         solution = minimize(
             share,
             parameters,
             LBFGS(memory),
-            iterations=iterations,
+            max_steps=iterations,
             rtol=0.0,
             callback=note,
             checkpoint=checkpoint,
@@ -150,22 +150,23 @@ def train(
             comm=comm,
         )
         latest = solution.value
-    except RuntimeError as failure:
-        if not begun and "the loss of x0" in str(failure):
+    except MinimizeError as failure:
+        if failure.solution is None or not failure.solution.stats["num_steps"]:
             raise RuntimeError(f"{failure} ({advice})") from failure
-        raise
+        solution = failure.solution
+        latest = solution.value
     finally:
         if comm.rank == 0 and (begun or not history.of(stage)):
             save(latest)
-    iteration = solution.stats["iterations"]
+    iteration = solution.stats["num_steps"]
     ending = {
-        Result.ITERATIONS: f"all {iterations} iterations done",
-        Result.CONVERGED: f"gradient zero at iteration {iteration}",
+        Result.MAX_STEPS_REACHED: f"all {iterations} iterations done",
+        Result.SUCCESSFUL: f"gradient zero at iteration {iteration}",
         Result.NO_DECREASE: f"no smaller loss along the gradient at iteration {iteration}",
         Result.INTERRUPTED: f"stopped at iteration {iteration}",
-    }.get(solution.result, f"{solution.result} at iteration {iteration}")
+    }.get(solution.result, f"{solution.result.message} at iteration {iteration}")
     stopped = solution.result is Result.INTERRUPTED
-    return Trained(solution.value, history.whole(solution.history, stage), ending, stopped)
+    return Trained(solution.value, history.whole(solution.stats["history"], stage), ending, stopped)
 
 
 class _History:

@@ -77,7 +77,9 @@ def test_stages_go_on_where_they_were_with_their_errors(comm, directory):
     comm.mpi.Barrier()
     lines = (directory / "part" / "history.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == [r.loss for r in part.history]
-    with pytest.raises(ValueError, match="is of another run: data mine, here yours"):
+    with pytest.raises(
+        ValueError, match="is of another run: data is mine in its fingerprint and yours in this run"
+    ):
         train(
             rosenbrock(comm), FIRST, 20, comm, memory=5, out=directory / "part",
             save=lambda best: None, about={"data": "yours"},

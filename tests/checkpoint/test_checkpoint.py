@@ -1,4 +1,4 @@
-"""Restart files: what is read is what was written, on any ranks, and never what is damaged."""
+"""Restart files: states are read as they were written, on any ranks; damaged files are not."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ def directory(tmp_path: pathlib.Path, comm: Communicator) -> pathlib.Path:
 
 
 def rows(comm: Communicator) -> slice:
-    """This rank's rows of ROWS; uneven, and of four ranks the second has none."""
+    """Return this rank's rows of ROWS: uneven, and the second of four ranks has none."""
     ends = {1: [11], 2: [4, 11], 3: [1, 8, 11], 4: [5, 5, 9, 11]}[comm.size]
     return slice(ends[comm.rank - 1] if comm.rank else 0, ends[comm.rank])
 
 
 def state(comm: Communicator, fill: float = 1.0) -> tuple[Any, Any]:
-    """(state, layout), with leaves of all kinds; `fill` 0 gives another state of the same shapes.
+    """Return (state, layout) with leaves of all kinds.
 
-    The whole state is the same on any number of ranks.
+    The global state is the same on any number of ranks. `fill=0` gives another state with the same
+    shapes.
     """
     grid = Grid((7, 5), (1.0, 1.0), comm)
     mine = rows(comm)
@@ -100,7 +101,7 @@ def test_everything_comes_back_bit_for_bit_on_any_ranks(comm, directory):
 
     saved = Store(directory, comm).load(*state(comm, fill=0.0))
     assert saved is not None
-    assert (saved.step, saved.refused) == (8, ())
+    assert (saved.step, saved.rejections) == (8, ())
     assert saved.extra == {"loss": [0.1, float("inf")], "at": [8, None]}
     assert_same(saved.tree, tree)
     for ranks in range(comm.size - 1, 0, -1):
@@ -113,7 +114,7 @@ def test_everything_comes_back_bit_for_bit_on_any_ranks(comm, directory):
             assert_same(found.tree, state(part)[0])
             fewer.save(found.step + 1, found.tree, state(part)[1])
         comm.mpi.Barrier()
-    # what one rank has written comes back on all
+    # all ranks read the state that one rank has written
     last = Store(directory, comm).load(*state(comm, fill=0.0))
     assert last is not None
     assert last.step == 8 + comm.size - 1
@@ -121,8 +122,8 @@ def test_everything_comes_back_bit_for_bit_on_any_ranks(comm, directory):
 
 
 @pytest.mark.ranks(3)
-def test_another_layout_cuts_anew(comm, directory):
-    """Stripes as the whole array on every rank, and back."""
+def test_another_layout_redistributes(comm, directory):
+    """Read stripes as the global array on every rank, and back."""
     x = np.arange(24.0).reshape(6, 4)
     mine = np.array_split(x, comm.size)[comm.rank]
     store = Store(directory, comm)
@@ -137,7 +138,7 @@ def test_another_layout_cuts_anew(comm, directory):
     assert np.array_equal(again.tree["x"], columns)
 
 
-# ---- what must not be read ----
+# ---- damaged saves ----
 
 
 def _edit(path: pathlib.Path, change: Any) -> None:
@@ -145,7 +146,7 @@ def _edit(path: pathlib.Path, change: Any) -> None:
 
 
 def _flip(data: bytes) -> bytes:
-    """One bit of the numbers."""
+    """Flip one bit of an array."""
     at = len(data) - 20
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
@@ -155,7 +156,7 @@ def _other_format(data: bytes) -> bytes:
 
 
 def _rehashed(data: bytes) -> bytes:
-    """A manifest of a version to come, with its right hash."""
+    """Return a manifest of a later version, with the right hash."""
     body = json.loads(_other_format(data))["manifest"]
     return json.dumps({"manifest": body, "sha256": files._digest(body)}).encode()
 
@@ -175,7 +176,7 @@ DAMAGES = {
     "header only": (lambda save, last: _edit(save / last, lambda d: d[:50]), "is truncated"),
     "empty": (lambda save, last: _edit(save / last, lambda d: b""), "is truncated: 0 bytes"),
     "longer": (lambda save, last: _edit(save / last, lambda d: d + b"0"), "is damaged"),
-    "one bit": (lambda save, last: _edit(save / last, _flip), "SHA-256 is not the manifest's"),
+    "one bit": (lambda save, last: _edit(save / last, _flip), "SHA-256 differs from the manifest"),
     "missing": (lambda save, last: (save / last).unlink(), "cannot be read: No such file"),
     "another save's": (lambda save, last: _of_another_save(save), "belongs to another save"),
     "manifest truncated": (
@@ -192,7 +193,7 @@ DAMAGES = {
     ),
     "manifest foreign": (
         lambda save, last: _edit(save / "manifest.json", lambda d: b'{"manifest": {"a": 1}}'),
-        "is no manifest of mpigrad",
+        "is not a manifest of mpigrad",
     ),
     "manifest of a later version": (
         lambda save, last: _edit(save / "manifest.json", _rehashed),
@@ -201,7 +202,7 @@ DAMAGES = {
 }
 
 
-def test_damaged_saves_are_refused_by_name(comm, directory, capfd):
+def test_damaged_saves_are_rejected_by_name(comm, directory, capfd):
     """For each damage: the file is named, the save before is read, and the next save works."""
     x, zero = np.arange(10.0 * comm.rank, 10.0 * comm.rank + 10), np.zeros(10)
     last = f"rank{comm.size - 1:05d}.bin"
@@ -218,7 +219,7 @@ def test_damaged_saves_are_refused_by_name(comm, directory, capfd):
         assert saved is not None
         assert saved.step == 1
         assert np.array_equal(saved.tree, x)
-        (why,) = saved.refused
+        (why,) = saved.rejections
         assert message in why, name
         assert ("manifest" if "manifest" in name else last) in why
         assert (message in capfd.readouterr().err) == (comm.rank == 0)
@@ -227,13 +228,13 @@ def test_damaged_saves_are_refused_by_name(comm, directory, capfd):
         assert sorted(p.name for p in here.iterdir()) == ["save-000001", "save-000003"]
         saved = Store(here, comm).load(zero, True)
         assert saved is not None
-        assert (saved.step, saved.refused) == (3, ())
+        assert (saved.step, saved.rejections) == (3, ())
         comm.mpi.Barrier()
     if comm.rank == 0:
         for save in here.iterdir():
             (save / "manifest.json").unlink()
     comm.mpi.Barrier()
-    with pytest.raises(ValueError, match=r"none of the saves in .* can be read:"):
+    with pytest.raises(ValueError, match=r"all saves in .* are damaged:"):
         Store(here, comm).load(zero, True)
 
 
@@ -244,12 +245,12 @@ def test_files_of_ranks_are_not_exchanged(comm, directory):
     if comm.rank == 0:
         _of_another_rank(directory / "save-000001")
     comm.mpi.Barrier()
-    with pytest.raises(ValueError, match=r"rank00001.bin belongs to another save: .* rank 0,"):
+    with pytest.raises(ValueError, match=r"rank00001.bin belongs to another save: .* rank 0, and"):
         store.load(np.zeros(4, int), True)
 
 
 @pytest.mark.ranks(1, 3)
-def test_a_disk_that_is_full_leaves_the_last_save(comm, directory, monkeypatch):
+def test_a_full_disk_leaves_the_last_save(comm, directory, monkeypatch):
     store = Store(directory, comm)
     store.save(1, np.full(4, comm.rank), True)
     if comm.rank == comm.size - 1:
@@ -271,26 +272,30 @@ def test_a_disk_that_is_full_leaves_the_last_save(comm, directory, monkeypatch):
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_makes_no_sense_is_refused_on_every_rank(comm, directory):
+def test_rejects_invalid_arguments_on_every_rank(comm, directory):
     grid, tree = Grid((6, 4), (1.0, 1.0), comm), {"a": np.zeros((2, 3)), "b": 1}
     store = Store(directory / "run", comm)
     for error, message, arguments in (
-        (ValueError, "not a prefix of the tree", (1, tree, {"a": True})),
-        (ValueError, r"\['b'\] of shape \(\) has no axis 0", (1, tree, {"a": True, "b": True})),
-        (ValueError, r"has no axis 2 of stripes", (1, tree["a"], Stripes(2))),
-        (ValueError, "a tile's axes come last", (1, np.zeros((1, 1)), grid)),
-        (TypeError, "is a float; it must be False, True", (1, tree, 1.5)),
-        (TypeError, r"\['c'\]: a str is neither an array nor a number", (1, {"c": "text"})),
-        (TypeError, "arrays of object are not written", (1, np.array([None]))),
-        (TypeError, "step=1.5 must be a whole number", (1.5, tree)),
-        (TypeError, "extra what JSON can hold", (1, tree, False, {1, 2})),
+        (ValueError, "not a pytree prefix of the tree", (1, tree, {"a": True})),
+        (
+            ValueError,
+            r"\['b'\] has shape \(\), but its layout is Stripes\(axis=0\)",
+            (1, tree, {"a": True, "b": True}),
+        ),
+        (ValueError, r"layout is Stripes\(axis=2\)", (1, tree["a"], Stripes(2))),
+        (ValueError, "Put the axes of the tile last", (1, np.zeros((1, 1)), grid)),
+        (TypeError, "is of type float, expected False, True", (1, tree, 1.5)),
+        (TypeError, r"\['c'\]: expected an array or a number, got str", (1, {"c": "text"})),
+        (TypeError, "numeric or boolean dtype, got object", (1, np.array([None]))),
+        (TypeError, "step must be an integer .* got step=1.5", (1.5, tree)),
+        (TypeError, "extra must fit into JSON, .* of type set", (1, tree, False, {1, 2})),
     ):
         with pytest.raises(error, match=message):
             store.save(*arguments)
-    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         Store(directory / "run", comm, keep=0)
     for options in ({"every": 0}, {"minutes": -1.0}):
-        with pytest.raises(ValueError, match="must be positive, or None"):
+        with pytest.raises(ValueError, match="must be positive or None"):
             Checkpoint(directory, **options)
     if comm.rank == 0:
         (directory / "file").touch()
@@ -303,8 +308,10 @@ def test_what_makes_no_sense_is_refused_on_every_rank(comm, directory):
     with pytest.raises(ValueError) as raised:
         store.load({"a": np.zeros((2, 3), "float32"), "c": 1.0}, {"a": True, "c": False})
     shape = (2 * comm.size, 3)
-    assert f"['a'] float64 {shape} in the file, ['a'] float32 {shape} here" in str(raised.value)
-    assert "['b'] Python int in the file, ['c'] Python float here" in str(raised.value)
+    assert f"['a'] float64 {shape} in the file, ['a'] float32 {shape} in this run" in str(
+        raised.value
+    )
+    assert "['b'] Python int in the file, ['c'] Python float in this run" in str(raised.value)
     other = Store(directory / "run", comm)
     other.save(2, tree, {"a": True, "b": False})
     with pytest.raises(OSError, match="save-000002 was written by another run"):
@@ -312,29 +319,29 @@ def test_what_makes_no_sense_is_refused_on_every_rank(comm, directory):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_disagree_are_told(comm, directory, tmp_path):
+def test_rejects_states_that_differ_between_ranks(comm, directory, tmp_path):
     mine = np.arange(3.0) + comm.rank
     store = Store(directory, comm)
-    with pytest.raises(ValueError, match=r"the tree is not the same on ranks 0 and 1"):
+    with pytest.raises(ValueError, match=r"the tree differs between ranks 0 and 1"):
         store.save(1, mine)
     with pytest.raises(ValueError, match=r"is 0 on rank 0, .* is 1 on rank 1"):
         store.save(1, {"n": comm.rank})
     with pytest.raises(ValueError, match=r"float64 \(2, 0\)\, stripes.* \(2, 1\)"):
         store.save(1, np.zeros((2, comm.rank)), True)
-    with pytest.raises(ValueError, match="1 leaves on rank 0, 2 on rank 1"):
+    with pytest.raises(ValueError, match="1 leaves on rank 0 and 2 on rank 1"):
         store.save(1, [mine] * (1 + comm.rank), True)
     with pytest.raises(OSError, match="rank 1 does not see"):
         Store(tmp_path / str(comm.rank), comm)
     alone = Communicator(MPI.COMM_SELF)
-    with pytest.raises(ValueError, match="on other ranks than the restart files"):
+    with pytest.raises(ValueError, match="another communicator than the restart files"):
         store.save(1, np.zeros(4), Grid((4,), (1.0,), alone))
 
 
-# ---- when to save ----
+# ---- the schedule ----
 
 
 @pytest.mark.ranks(1, 3)
-def test_one_rank_decides_and_any_rank_may_be_asked_to_stop(comm, directory, monkeypatch, capfd):
+def test_rank_0_decides_and_a_signal_to_any_rank_stops(comm, directory, monkeypatch, capfd):
     with Checkpoint(directory, every=4, minutes=None).start(comm) as saving:
         saved = [i for i in range(1, 10) if saving.decide(i).save]
         assert saved == [4, 8]
@@ -348,7 +355,7 @@ def test_one_rank_decides_and_any_rank_may_be_asked_to_stop(comm, directory, mon
         found = saving.load({"x": np.ones(2)})
         assert found is not None
         assert found.step == 9
-        said = f"mpigrad: goes on from {directory}, step 9\n"
+        said = f"mpigrad: continuing from {directory}, step 9\n"
         assert capfd.readouterr().err == said * (comm.rank == 0)
     with Checkpoint(directory, every=4, minutes=None).start(comm, 1) as saving:
         saved = [i for i in range(3, 30, 3) if saving.decide(i).save]
@@ -360,16 +367,16 @@ def test_one_rank_decides_and_any_rank_may_be_asked_to_stop(comm, directory, mon
     with contextlib.ExitStack() as stack:
         saving = stack.enter_context(Checkpoint(directory, minutes=2.0).start(comm))
         assert not saving.decide(1).save
-        now[0] += 121.0 * (comm.rank == 0)  # the other ranks' clocks don't count
+        now[0] += 121.0 * (comm.rank == 0)  # the clocks of other ranks do not count
         assert saving.decide(2) == type(decision)(save=True, stop=False)
         saving.save(2, {"x": np.zeros(2)})
         assert not saving.decide(3).save
-    about = {"data": (1, 2)}
-    with Checkpoint(directory, signals=False, about=about).start(comm) as saving:
+    fingerprint = {"data": (1, 2)}
+    with Checkpoint(directory, signals=False, fingerprint=fingerprint).start(comm) as saving:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert not saving.decide(1).stop
-        with pytest.raises(ValueError, match=r"is of another run: data None, here \[1, 2\]"):
-            saving.load({"x": np.ones(3)})  # what it is about is looked at first
+        with pytest.raises(ValueError, match=r"data is None in its fingerprint and \[1, 2\] in"):
+            saving.load({"x": np.ones(3)})  # the fingerprint is compared first
         saving.save(3, {"x": np.zeros(2)}, extra="mine")
         found = saving.load({"x": np.ones(2)})
         assert found is not None

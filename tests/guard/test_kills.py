@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment, and go on as if they never had been."""
+"""Runs that are killed at any moment continue as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KILLED = {137, 9}  # of the launchers of Open MPI and MPICH
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """programs/resumed.py in a directory, to be started again and again."""
+    """programs/resumed.py in a directory. It can be started several times."""
 
     way: str
     directory: pathlib.Path
@@ -35,7 +35,7 @@ class Run:
 
     @contextlib.contextmanager
     def started(self, die: str = "") -> Iterator[Job]:
-        """A job in its first step."""
+        """Start a job and wait for its first step."""
         words = command("launch", "--timeout", LIMIT, "-n", self.ranks, PROGRAMS / "resumed.py")
         with (
             no_orphans() as mark,
@@ -52,13 +52,13 @@ class Run:
             job.end()
 
     def finished(self) -> np.ndarray:
-        """The result, from where the run was."""
+        """Continue the run to its end and return the result."""
         with self.started() as job:
             assert job.end() == 0, job.said
         return np.load(self.directory / "result.npy")
 
     def kill_at_a_random_moment(self, upto: int, dice: random.Random) -> None:
-        """SIGKILL to any rank, some time after it has reached some step before `upto`."""
+        """Send SIGKILL to a random rank, at a random time after a random step before `upto`."""
         with self.started() as job:
             job.reach(dice.randint(job.first + 1, max(job.first + 1, upto - 2)))
             time.sleep(dice.uniform(0, 0.01))
@@ -66,17 +66,17 @@ class Run:
             assert job.end() in KILLED, job.said
 
     def kill_within_a_save(self, rank: int, call: int) -> None:
-        """A rank kills itself at that call of what makes saves safe."""
+        """Let a rank kill itself at that call of os.fsync or os.rename."""
         with self.started(die=f"{rank}:{call}") as job:
             assert job.end() in KILLED, job.said
 
     def unfinished(self) -> bool:
-        """Whether a save was not finished."""
+        """Return whether a save was not finished."""
         return bool(list(self.directory.glob(".unfinished-*")))
 
 
 class Job:
-    """Its ranks' processes, the step that it began with, and the one it is in."""
+    """The processes of a job's ranks, its first step, and its present step."""
 
     def __init__(self, process: subprocess.Popen[str], ranks: int) -> None:
         self.process = process
@@ -109,24 +109,24 @@ class Job:
         return self.process.returncode
 
 
-def test_a_run_that_is_killed_ends_as_if_it_was_not(tmp_path: pathlib.Path) -> None:
-    """At a random moment, and when the third save is about to get its name."""
+def test_a_killed_run_has_the_same_result(tmp_path: pathlib.Path) -> None:
+    """Kill it at a random moment, and when the third save is about to be renamed."""
     whole = Run("minimize", tmp_path / "whole", 40, 2).finished()
     run = Run("minimize", tmp_path / "killed", 40, 2)
     run.kill_at_a_random_moment(15, random.Random(1))
-    # Of rank 0's seven calls in a save (its file, the directory, the manifest, the directory, the
-    # rename, the directory above; the rename of the oldest) the fifth.
+    # Rank 0 has seven calls in a save: its file, the directory, the manifest, the directory, the
+    # rename, the parent directory, the rename of the oldest save. This is the fifth.
     run.kill_within_a_save(0, 2 * 7 + 5)
     assert run.unfinished()
     assert np.array_equal(run.finished(), whole)
     assert not run.unfinished()
 
 
-@pytest.mark.full
+@pytest.mark.full("test_a_killed_run_has_the_same_result kills twice")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("way", "ranks"), [("loop", 3), ("minimize", 2)])
 def test_twenty_kills(tmp_path: pathlib.Path, way: str, ranks: int) -> None:
-    """Bit for bit as if nothing had happened, a signal to save and end included."""
+    """The result is bitwise the same, also after a signal to save and end."""
     dice, steps, within = random.Random(ranks), 300, 0
     whole = Run(way, tmp_path / "whole", steps, ranks).finished()
     run = Run(way, tmp_path / "killed", steps, ranks)
@@ -145,10 +145,10 @@ def test_twenty_kills(tmp_path: pathlib.Path, way: str, ranks: int) -> None:
     assert np.array_equal(run.finished(), whole)
 
 
-@pytest.mark.full
+@pytest.mark.full("tests/optimize/test_restart.py restarts on fewer ranks without a launcher")
 @pytest.mark.parametrize("way", ["loop", "minimize"])
-def test_other_ranks_go_on_to_rounding(tmp_path: pathlib.Path, way: str) -> None:
-    """Five steps after the restart: on the way to Rosenbrock's minimum rounding grows and grows."""
+def test_other_counts_of_ranks_agree_to_rounding(tmp_path: pathlib.Path, way: str) -> None:
+    """Compare five steps after the restart, because rounding errors grow with further steps."""
     Run(way, tmp_path / "2", 30, 2).finished()
     for ranks in (1, 3):
         shutil.copytree(tmp_path / "2", tmp_path / f"{ranks}")

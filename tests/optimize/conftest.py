@@ -1,4 +1,4 @@
-"""What the optimizers' tests share."""
+"""Fixtures of the optimizers' tests."""
 
 import pytest
 from layouts import layouts

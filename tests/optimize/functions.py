@@ -1,6 +1,6 @@
 """Named functions of the literature: Moré, Garbow and Hillstrom, ACM TOMS 7 (1981) 17-41.
 
-Each is a sum of squares: residuals, where to start, and the least sum of squares.
+Each is a sum of squares, with its residuals, first point, and least sum of squares.
 """
 
 import jax.numpy as jnp

@@ -22,13 +22,13 @@ def chain(x):
 
 
 def rows(n, comm):
-    """This rank's stripe of n rows: uneven, the last rank's is the smallest."""
+    """Return this rank's stripe of n rows. Stripes are uneven, and the last one is the smallest."""
     ends = [-(-n * r // comm.size) for r in range(comm.size + 1)]
     return slice(ends[comm.rank], ends[comm.rank + 1])
 
 
 def striped(x, before, comm):
-    """The terms of stripes (none of them empty), after the unknown `before` if there is one."""
+    """Return the terms of non-empty stripes, after the unknown `before` if there is one."""
     left = comm.rank - 1 if comm.rank > 0 else MPI.PROC_NULL
     right = comm.rank + 1 if comm.rank + 1 < comm.size else MPI.PROC_NULL
     following = mg.sendrecv(x[:1], dest=left, source=right, comm=comm)
@@ -39,10 +39,10 @@ def striped(x, before, comm):
 
 
 def layouts(comm, alone):
-    """name -> (objective, x0, a function that makes the whole vector of a tree)."""
+    """Return name -> (objective, x0, function that makes the global vector of a tree)."""
     weight = 2 * (comm.rank + 1) / (comm.size * (comm.size + 1))
 
-    def together(part):
+    def gathered(part):
         return np.concatenate(comm.mpi.allgather(np.asarray(part)))
 
     def mixed(x):
@@ -59,11 +59,11 @@ def layouts(comm, alone):
         "sharded": (
             Objective(lambda x: striped(x, None, comm), own, sharded=True, comm=comm),
             own,
-            together,
+            gathered,
         ),
         "mixed": (
             Objective(mixed, both, sharded=parts, comm=comm),
             both,
-            lambda x: np.concatenate([x["head"], together(x["tail"])]),
+            lambda x: np.concatenate([x["head"], gathered(x["tail"])]),
         ),
     }

@@ -1,4 +1,4 @@
-"""L-BFGS beside SciPy's L-BFGS-B on functions of the literature."""
+"""L-BFGS compared with SciPy's L-BFGS-B on functions of the literature."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from mpigrad.optimize import LBFGS, Objective, minimize
 
 
 class Counted:
-    """A sum of squares; it notes the loss of each evaluation."""
+    """A sum of squares that records the loss of each evaluation."""
 
     def __init__(self, residuals):
         self.compiled = jax.jit(jax.value_and_grad(lambda x: jnp.sum(residuals(x) ** 2)))
@@ -23,7 +23,7 @@ class Counted:
         return value, gradient
 
     def until(self, enough):
-        """Evaluations until the loss was small enough."""
+        """Return the count of evaluations until the loss was small enough."""
         small = np.flatnonzero(np.array(self.losses) <= enough)
         return small[0] + 1 if len(small) else None
 
@@ -33,7 +33,7 @@ class Counted:
 
 
 @pytest.mark.ranks(1)
-def test_evaluations_beside_scipy():
+def test_lbfgs_needs_as_few_evaluations_as_scipy():
     ratios, objectives = {}, {}
     for residuals, (start, least) in FUNCTIONS.items():
         x0 = np.array(start, float)
@@ -42,7 +42,7 @@ def test_evaluations_beside_scipy():
         if x0.size not in objectives:  # the method's programs are compiled once for each size
             objectives[x0.size] = Objective(None, x0, value_and_grad=lambda x: current(x))  # noqa: B023
         current = ours
-        minimize(objectives[x0.size], x0, LBFGS(memory=10), rtol=1e-12, iterations=300)
+        minimize(objectives[x0.size], x0, LBFGS(memory=10), rtol=1e-12, max_steps=300)
         scipy.optimize.minimize(
             theirs.scipys, x0, jac=True, method="L-BFGS-B",
             options={"maxcor": 10, "gtol": 1e-12, "ftol": 0, "maxiter": 300, "maxfun": 1000},

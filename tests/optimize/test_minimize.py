@@ -1,4 +1,4 @@
-"""Methods beside other libraries, what minimize notes, and what it refuses."""
+"""Methods compared with other libraries, and the records and errors of minimize."""
 
 import json
 
@@ -17,6 +17,7 @@ from mpigrad.optimize import (
     GaussNewton,
     NewtonCG,
     NonlinearCG,
+    NotFiniteError,
     Objective,
     Optax,
     Result,
@@ -69,10 +70,10 @@ def test_gauss_newton_fits_a_sharded_amplitude_and_common_rates(comm):
         lambda x: np.ravel(residuals({"a": x[:rows], "b": x[rows], "k": x[rows + 1]}, data)),
         np.append(np.ones(rows), [0, 0.1]), xtol=1e-15, ftol=1e-15, gtol=1e-15,
     )  # fmt: skip
-    assert solution.result is Result.CONVERGED
+    assert solution.result is Result.SUCCESSFUL
     assert np.allclose(solution.value["a"], expected.x[:rows][mine], rtol=1e-7)
     assert float(solution.value["k"]) == pytest.approx(expected.x[-1], rel=1e-7)
-    assert solution.loss == pytest.approx(expected.cost, rel=1e-9)
+    assert solution.stats["loss"] == pytest.approx(expected.cost, rel=1e-9)
     assert solution.stats["evaluations"] < 15
 
 
@@ -94,12 +95,12 @@ def test_adam_is_optax_on_each_part(comm):
         lambda x: jnp.sum(weights[mine] * (x - 2) ** 2), x0[mine], sharded=True, comm=comm
     )
     for method in (Adam(0.1, clip=5.0), Optax(optax.adam(0.1), clip=5.0)):
-        solution = minimize(objective, x0[mine], method, iterations=6)
+        solution = minimize(objective, x0[mine], method, max_steps=6)
         assert np.allclose(solution.value, x[mine], rtol=1e-12, atol=0)
-        assert solution.result is Result.ITERATIONS
+        assert solution.result is Result.MAX_STEPS_REACHED
 
 
-def test_batches_are_those_of_the_iteration(comm):
+def test_batches_depend_on_the_iteration(comm):
     """Each rank has its own batch, each iteration another one."""
     seen = []
 
@@ -108,7 +109,7 @@ def test_batches_are_those_of_the_iteration(comm):
         return jnp.asarray(10.0 * iteration + comm.rank + 1)
 
     solution = minimize(
-        lambda x, b: jnp.sum(x * b), jnp.zeros(2), Optax(optax.sgd(1e-3)), batch=batch, iterations=3
+        lambda x, b: jnp.sum(x * b), jnp.zeros(2), Optax(optax.sgd(1e-3)), batch=batch, max_steps=3
     )
     total = sum(10.0 * i * comm.size + sum(range(comm.size + 1)) for i in range(3))
     assert np.allclose(solution.value, -1e-3 * total)
@@ -116,8 +117,8 @@ def test_batches_are_those_of_the_iteration(comm):
 
 
 @pytest.mark.thin(3)
-def test_steps_into_the_undefined_are_shortened(comm):
-    """The minimum of x - log x, not a number beyond 0, where the first full steps lead."""
+def test_steps_to_nan_are_shortened(comm):
+    """Minimise x - log x, which is NaN for negative x; the first full steps lead there."""
 
     def share(x):
         return 50 * (x - jnp.log(x)) / comm.size
@@ -128,7 +129,7 @@ def test_steps_into_the_undefined_are_shortened(comm):
 
 
 @pytest.mark.thin(3)
-def test_inner_products_count_each_number_once(comm):
+def test_inner_products_count_each_element_once(comm):
     generator = np.random.default_rng(5)
     common, whole = generator.standard_normal((2, 2, 3)), generator.standard_normal((2, 12, 2))
     grid = Grid((6, 2), (1.0, 1.0), comm)
@@ -151,9 +152,9 @@ def test_inner_products_count_each_number_once(comm):
     assert clip_by_global_norm(u, 1e3, sharded=sharded, comm=comm)["b"] == pytest.approx(u["b"])
 
 
-@pytest.mark.full
-def test_squares_of_float32_may_leave_float32(comm):
-    """Losses in units so small or large that the gradient's square is no float32 number."""
+@pytest.mark.full("float32 of one method is tested in test_iterates.py")
+def test_squares_of_float32_may_overflow(comm):
+    """Losses in units so small or large that float32 cannot hold the gradient's square."""
     with jax.enable_x64(False):
         for unit, other in ((1e-25, SciPy("L-BFGS-B")), (1e20, NonlinearCG())):
             x0 = jnp.zeros(3, "float32")
@@ -162,9 +163,11 @@ def test_squares_of_float32_may_leave_float32(comm):
             )
             for method in (LBFGS(), other):
                 solution = minimize(loss, x0, method)
-                assert solution.history[0].gradient_norm == pytest.approx(unit * 12**0.5, rel=1e-6)
-                if not isinstance(method, SciPy):  # which has limits of its own
-                    assert solution.result is Result.CONVERGED
+                assert solution.stats["history"][0].gradient_norm == pytest.approx(
+                    unit * 12**0.5, rel=1e-6
+                )
+                if not isinstance(method, SciPy):  # which has its own limits
+                    assert solution.result is Result.SUCCESSFUL
                     assert np.allclose(solution.value, 1, rtol=1e-5)
             x = {"a": jnp.full(3, unit, "float32"), "b": jnp.zeros(2, "float32")}
             norm, slope = jax.value_and_grad(lambda x: global_norm(x, comm=comm))(x)
@@ -175,14 +178,14 @@ def test_squares_of_float32_may_leave_float32(comm):
             assert np.linalg.norm(short["a"] / unit) == pytest.approx(1e-3, rel=1e-6)
 
 
-# ---- what it notes ----
+# ---- records and files ----
 
 
 @pytest.mark.thin(1)
 def test_history_and_callback(comm, directory):
     path = directory / "history.jsonl"
     solution = minimize(
-        parabola, jnp.arange(3.0), Adam(0.1), iterations=9, history=path,
+        parabola, jnp.arange(3.0), Adam(0.1), max_steps=9, history=path,
         callback=lambda record, x: record.iteration == 4 and comm.rank == comm.size - 1,
     )  # fmt: skip
     assert solution.result is Result.STOPPED
@@ -190,15 +193,15 @@ def test_history_and_callback(comm, directory):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [0, 1, 2, 3, 4]
     if comm.rank == 0:
-        assert lines[-1]["loss"] == solution.loss == solution.history[-1].loss
+        assert lines[-1]["loss"] == solution.stats["loss"] == solution.stats["history"][-1].loss
     assert lines[0]["gradient_norm"] == pytest.approx(comm.size * np.sqrt(4 * (4 + 1 + 0)))
 
 
 @pytest.mark.thin(1)
 def test_results(comm):
     x0 = jnp.ones(2)
-    assert minimize(parabola, 2 * x0).result is Result.CONVERGED
-    assert minimize(parabola, x0, iterations=0).result is Result.ITERATIONS
+    assert minimize(parabola, 2 * x0).result is Result.SUCCESSFUL
+    assert minimize(parabola, x0, max_steps=0).result is Result.MAX_STEPS_REACHED
     slow = minimize(parabola, x0, Adam(1e-9), ftol=1e-3)
     assert slow.result is Result.SMALL_DECREASE
     # A gradient that points the wrong way: nothing decreases along it.
@@ -207,45 +210,48 @@ def test_results(comm):
     assert wrong.value is not x0 and np.allclose(wrong.value, x0)
 
 
-def test_what_was_written_outlives_what_goes_wrong(comm, directory, capfd, monkeypatch):
+def test_files_survive_failed_runs(comm, directory, capfd, monkeypatch):
     path, x0 = directory / "history.jsonl", jnp.zeros(3)
     saved = Checkpoint(directory / "saved", every=2)
     settings = {"history": path, "checkpoint": saved}
-    minimize(parabola, x0, Adam(0.1), iterations=4, **settings)
+    minimize(parabola, x0, Adam(0.1), max_steps=4, **settings)
     comm.mpi.Barrier()
     before = path.read_text()
-    with pytest.raises(ValueError, match="a state of Adam, not of LBFGS"):
+    with pytest.raises(ValueError, match="a state of Adam, but the method is LBFGS"):
         minimize(parabola, x0, LBFGS(), **settings)
     comm.mpi.Barrier()
     assert path.read_text() == before
     assert len(before.splitlines()) == 5
 
-    # A loss that is no number is not saved: a restart begins before it.
+    # A state with a loss that is not finite is not saved: a restart begins before it.
     wild = lambda x: jnp.where(x[0] > 0.8, jnp.nan, parabola(x))
-    ended = minimize(wild, x0, Adam(0.1), iterations=50, **settings)
+    with pytest.raises(NotFiniteError, match=r"the loss is nan after step \d+") as raised:
+        minimize(wild, x0, Adam(0.1), max_steps=50, **settings)
+    assert raised.value.solution.stats["num_steps"] > 4
+    ended = minimize(wild, x0, Adam(0.1), max_steps=50, throw=False, **settings)
     assert ended.result is Result.NOT_FINITE
     comm.mpi.Barrier()
     last = json.loads(path.read_text().splitlines()[-1])
     assert last["loss"] is None
-    again = minimize(parabola, x0, Adam(0.1), iterations=30, **settings)
-    assert again.result is Result.ITERATIONS and again.loss < 1
+    again = minimize(parabola, x0, Adam(0.1), max_steps=30, **settings)
+    assert again.result is Result.MAX_STEPS_REACHED and again.stats["loss"] < 1
 
-    # A disk that is full ends nothing.
+    # A full disk does not end the run.
     def full(*_):
         raise OSError("no space left on device")
 
     monkeypatch.setattr("mpigrad.checkpoint.files.write_manifest", full)
     lost = Checkpoint(directory / "full", every=1)
-    assert minimize(parabola, x0, iterations=3, rtol=1e-9, checkpoint=lost).loss < 1e-3
+    assert minimize(parabola, x0, max_steps=3, rtol=1e-9, checkpoint=lost).stats["loss"] < 1e-3
     if comm.rank == 0:
-        assert "is not saved in" in capfd.readouterr().err
+        assert "was not saved in" in capfd.readouterr().err
 
 
-# ---- what it refuses, on every rank ----
+# ---- errors on every rank ----
 
 
 @pytest.mark.thin(3)
-def test_refusals(comm, directory):
+def test_rejects_invalid_arguments(comm, directory):
     x0 = jnp.zeros(3)
     last = comm.rank == comm.size - 1
     grid = Grid((4, 4), (1.0, 1.0), comm)
@@ -254,18 +260,24 @@ def test_refusals(comm, directory):
         with pytest.raises(kind, match=match):
             minimize(f, *args, **options)
 
-    refused(TypeError, "one such as LBFGS.*in parentheses", x0, LBFGS)
-    refused(TypeError, "int(32|64); unknowns are float32 or float64", jnp.arange(3))
+    refused(TypeError, "a method such as LBFGS.*in parentheses", x0, LBFGS)
+    refused(TypeError, "int(32|64), expected float32 or float64", jnp.arange(3))
     refused(TypeError, "f must be a function", x0, f=3)
-    refused(ValueError, "no leaves", {})
+    refused(ValueError, "x0 without leaves", {})
     refused(ValueError, "not a prefix of x0", {"a": x0}, sharded={"b": True})
-    refused(TypeError, "give False, True or a Grid", x0, sharded="yes")
-    refused(ValueError, "no axis 0", 1.0, sharded=True)
-    refused(ValueError, "whose tile has", jnp.zeros((1, 1)), sharded=grid)
+    refused(TypeError, "expected False, True or a Grid", x0, sharded="yes")
+    refused(ValueError, "needs axis 0", 1.0, sharded=True)
+    refused(ValueError, "the tile of this rank has shape", jnp.zeros((1, 1)), sharded=grid)
     refused(ValueError, "Adam or Optax", x0, batch=lambda i: i)
     refused(ValueError, "must not be negative", x0, rtol=-1)
-    refused(ValueError, "value_and_grad can't", x0, GaussNewton(), value_and_grad=parabola)
-    refused(ValueError, "a value of shape", x0, value_and_grad=lambda x: (x, x))
+    refused(
+        ValueError,
+        "got value_and_grad with GaussNewton",
+        x0,
+        GaussNewton(),
+        value_and_grad=parabola,
+    )
+    refused(ValueError, "returned a value of shape", x0, value_and_grad=lambda x: (x, x))
     refused(ValueError, "gradient that value_and_grad returns", x0,
             value_and_grad=lambda x: (0.0, x[:2]))  # fmt: skip
     refused(RuntimeError, "loss of x0 is nan", x0, f=lambda x: jnp.sum(jnp.log(x - 1)))
@@ -275,10 +287,10 @@ def test_refusals(comm, directory):
     with pytest.raises(ValueError, match="already made"):
         minimize(Objective(parabola, x0, comm=comm), x0, sharded=True)
 
-    refused(TypeError, "takes products with the Hessian", x0, NewtonCG(), f=None,
+    refused(TypeError, "needs products with the Hessian", x0, NewtonCG(), f=None,
             value_and_grad=jax.value_and_grad(parabola))  # fmt: skip
 
-    # What one rank finds alone, in a type that the others do not know.
+    # An error of one rank, of a type that the other ranks do not know.
     class Local(Exception):
         pass
 
@@ -288,13 +300,13 @@ def test_refusals(comm, directory):
 
     refused((Local, RuntimeError), "no such thing", x0, callback=interrupted)
     if comm.size > 1:
-        refused(ValueError, "must be the same on all ranks", x0, iterations=5 + comm.rank)
+        refused(ValueError, "must be the same on all ranks", x0, max_steps=5 + comm.rank)
         refused(ValueError, "must be the same on all ranks", x0, LBFGS(memory=5 + comm.rank))
-        refused(ValueError, "not the same on ranks 0 and .*declared sharded", x0 + last)
+        refused(ValueError, "not declared sharded, but it differs between ranks 0 and", x0 + last)
         refused(ValueError, r"x0 is float64\[2\].* on rank 0", jnp.zeros(2 + last))
-        refused(ValueError, "2 leaves on rank 0, 1 on rank", [x0] * (2 - last), sharded=True)
+        refused(ValueError, "2 leaves on rank 0 and 1 on rank", [x0] * (2 - last), sharded=True)
         lars = Optax(optax.lars(0.1))
-        refused(ValueError, "does not work number by number", x0, lars, sharded=True)
-        assert minimize(parabola, x0, lars, iterations=1).loss < 12 * comm.size
+        refused(ValueError, "not elementwise", x0, lars, sharded=True)
+        assert minimize(parabola, x0, lars, max_steps=1).stats["loss"] < 12 * comm.size
         with pytest.raises(ValueError, match="whether batch, callback"):
             minimize(parabola, x0, callback=interrupted if last else None)

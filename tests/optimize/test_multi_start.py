@@ -1,4 +1,4 @@
-"""Several starts, several stages, and pictures of what they did."""
+"""Multi-start, continuation, and pictures of their histories."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ def test_the_best_of_several_starts(comm: Communicator, directory: pathlib.Path)
     found = optimize.multi_start(two_wells, starts, history=directory / "run.jsonl")
     assert found.solutions[1] is None
     assert found.best is found.solutions[2]
-    assert found.solutions[0].loss > found.best.loss + 0.5
+    assert found.solutions[0].stats["loss"] > found.best.stats["loss"] + 0.5
     np.testing.assert_allclose(found.best.value, -1.0355, atol=1e-3)
-    with pytest.raises(RuntimeError, match="the loss of none of 1 starts"):
+    with pytest.raises(RuntimeError, match="none of 1 starts has a finite loss"):
         optimize.multi_start(two_wells, starts[1:2])
     if comm.rank == 0:
         assert sorted(p.name for p in directory.glob("*.jsonl")) == [
             "run-0.jsonl", "run-1.jsonl", "run-2.jsonl",
         ]  # fmt: skip
         with (directory / "run-2.jsonl").open("a") as file:
-            file.write('{"iteration": 99, "lo')  # of a run that is under way
+            file.write('{"iteration": 99, "lo')  # a run that is still writing
         picture = draw_history(directory / "run-2.jsonl", directory / "run.png")
         assert picture.png == (directory / "run.png").read_bytes()
         assert picture.png.startswith(b"\x89PNG")
-        assert draw_history(found.best.history, by="seconds").png != picture.png
+        assert draw_history(found.best.stats["history"], by="seconds").png != picture.png
         with pytest.raises(ValueError, match="no record"):
             draw_history([])
         with pytest.raises(ValueError, match="by='time'"):
-            draw_history(found.best.history, by="time")
+            draw_history(found.best.stats["history"], by="time")
 
 
 @pytest.mark.thin(1)
-def test_no_number_is_not_the_best_and_a_signal_ends_all_starts(
+def test_nan_is_not_the_best_and_a_signal_ends_all_starts(
     comm: Communicator, directory: pathlib.Path
 ) -> None:
     def f(x: Any) -> Any:
@@ -61,21 +61,31 @@ def test_no_number_is_not_the_best_and_a_signal_ends_all_starts(
 
     starts = [np.array([4.9]), np.array([0.0])]
     away = optimize.Optax(optax.sgd(-0.5))
-    found = optimize.multi_start(f, starts, away, iterations=3)
+    found = optimize.multi_start(f, starts, away, max_steps=3)
     assert found.solutions[0].result is optimize.Result.NOT_FINITE
     assert found.best is found.solutions[1]
+
+    with pytest.raises(optimize.NotFiniteError) as raised:
+        optimize.continuation(
+            [lambda x: jnp.sum(x**2) / comm.size, f],
+            starts[0],
+            [optimize.LBFGS(), optimize.Optax(optax.sgd(100.0))],
+            max_steps=3,
+        )
+    assert len(raised.value.earlier) == 1
+    assert raised.value.solution.stats["num_steps"] > 0
 
     def asks(record: Any, x: Any) -> None:  # in the iteration that converges
         if record.gradient_norm < 1e-6:
             os.kill(os.getpid(), signal.SIGTERM)
 
     once = optimize.multi_start(f, starts, callback=asks, checkpoint=Checkpoint(directory))
-    assert len(once.solutions) == 1 and once.best.asked_to_end
-    assert once.best.result is optimize.Result.CONVERGED
+    assert len(once.solutions) == 1 and once.best.stats["interrupted"]
+    assert once.best.result is optimize.Result.SUCCESSFUL
 
 
 @pytest.mark.thin(1)
-def test_stages_follow_each_other_and_go_on_after_a_restart(
+def test_continuation_continues_after_a_restart(
     comm: Communicator, directory: pathlib.Path
 ) -> None:
     """A smooth objective on 4 points, then a wavy one on 8."""
@@ -87,28 +97,28 @@ def test_stages_follow_each_other_and_go_on_after_a_restart(
 
         return f
 
-    losses = lambda solution: [record.loss for record in solution.history]
+    losses = lambda solution: [record.loss for record in solution.stats["history"]]
     finer = lambda stage, x: np.repeat(np.asarray(x), 2)
     run = functools.partial(
-        optimize.stages,
+        optimize.continuation,
         [wavy(0.0), wavy(0.3)],
         np.full(4, 3.0),
         [optimize.SciPy("L-BFGS-B"), optimize.LBFGS(memory=4)],
-        between=finer,
+        transfer=finer,
         checkpoint=Checkpoint(directory / "saved", every=1),
     )
-    # The first run is stopped in each stage; SciPy starts anew from where it was.
+    # The first run is stopped in each stage; SciPy starts again from its last point.
     (stopped,) = run(callback=lambda record, x: record.iteration == 1)
     assert stopped.result is optimize.Result.STOPPED
     first, second = run(callback=lambda record, x: record.iteration == 1 and x.size == 8)
-    assert [r.iteration for r in first.history] == list(range(len(first.history)))
+    assert [r.iteration for r in first.stats["history"]] == list(range(len(first.stats["history"])))
     assert losses(first)[:2] == losses(stopped)
-    assert second.history[-1].iteration == 1
+    assert second.stats["history"][-1].iteration == 1
     again, second = run()
-    assert losses(again) == losses(first)  # it is done, and nothing of it is computed again
-    assert second.history[-1].iteration > 1
+    assert losses(again) == losses(first)  # it was finished, so nothing is computed again
+    assert second.stats["history"][-1].iteration > 1
     assert first.value.shape == (4,)
     assert second.value.shape == (8,)
     np.testing.assert_allclose(second.value, 1.0, atol=0.1)
     with pytest.raises(ValueError, match="2 objectives and 1 methods"):
-        optimize.stages([wavy(0.0)] * 2, np.zeros(1), [optimize.LBFGS()])
+        optimize.continuation([wavy(0.0)] * 2, np.zeros(1), [optimize.LBFGS()])

@@ -1,4 +1,4 @@
-"""Transformations of optax on sharded unknowns: what is right, and what is refused."""
+"""Transformations of optax on sharded unknowns: right results, and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from mpigrad.optimize import Optax, minimize
 from mpigrad.optimize.unknowns import Unknowns
 
 
-def test_two_rates_are_those_of_the_whole(comm):
-    """A sharded field by adam, a replicated network by lamb, whose step is of its own norm."""
+def test_two_rates_as_on_one_rank(comm):
+    """A sharded field by adam, and a replicated network by lamb, which needs its norm."""
     n = 8
     ends = [n * r // comm.size for r in range(comm.size + 1)]
     mine = slice(ends[comm.rank], ends[comm.rank + 1])
@@ -46,7 +46,7 @@ def test_two_rates_are_those_of_the_whole(comm):
         {"field": field[mine], "network": network},
         Optax(transformation),
         sharded={"field": True, "network": False},
-        iterations=5,
+        max_steps=5,
         comm=comm,
     )
     assert np.allclose(solution.value["field"], x["field"][mine], rtol=1e-12, atol=0)
@@ -57,11 +57,11 @@ def test_two_rates_are_those_of_the_whole(comm):
     assert kinds.count(True) == 2 and len(kinds) == len(jax.tree.leaves(state))
 
 
-def test_what_mixes_numbers_is_refused(comm):
-    """Without running it: at thresholds that no probe would reach, and shapes of all ranks."""
+def test_rejects_transformations_that_mix_elements(comm):
+    """The check traces them: it finds thresholds that no run would reach, and global shapes."""
 
-    def check(transformation, x, sharded=True):
-        Optax(transformation).check(Unknowns(x, sharded, comm))
+    def check(transformation, x, sharded=True, **options):
+        Optax(transformation, **options).check(Unknowns(x, sharded, comm))
 
     rows = jnp.zeros((256 // comm.size, 128), "float32")  # of 256, too few on three ranks
     mixing = (
@@ -74,15 +74,16 @@ def test_what_mixes_numbers_is_refused(comm):
     for transformation in mixing:
         check(transformation, rows, False)
         if comm.size > 1:
-            with pytest.raises(ValueError, match=r"number by number on sharded.*: x0\. Use"):
+            with pytest.raises(ValueError, match=r"not elementwise on sharded.*: x0\. Use"):
                 check(transformation, rows)
+        check(transformation, rows, elementwise=True)  # a promise of the user
     halves = {"a": jnp.zeros(3), "b": jnp.zeros(4)}
     labels = optax.multi_transform(
         {"x": optax.lamb(0.1), "y": optax.adam(0.1)}, {"a": "x", "b": "y"}
     )
     check(labels, halves, {"a": False, "b": True})
     if comm.size > 1:
-        with pytest.raises(ValueError, match=r"only: x0\['a'\]"):
+        with pytest.raises(ValueError, match=r"own part: x0\['a'\]"):
             check(labels, halves, {"a": True, "b": False})
     for transformation in (
         optax.inject_hyperparams(optax.adamw)(optax.cosine_decay_schedule(0.1, 9)),
@@ -91,8 +92,8 @@ def test_what_mixes_numbers_is_refused(comm):
     ):
         check(transformation, rows)
 
-    # What can't be applied says so, and what to write instead.
+    # The error of a transformation that cannot be applied says what to write instead.
     with pytest.raises(TypeError, match=r"value_fn.*use LBFGS\(\)"):
         check(optax.lbfgs(), rows, False)
-    with pytest.raises(TypeError, match=r"(?s)can't be applied.*masks and labels must fit x0"):
+    with pytest.raises(TypeError, match=r"(?s)cannot be applied.*masks and labels must fit x0"):
         check(labels, {"a": rows}, False)

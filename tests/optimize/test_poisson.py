@@ -1,4 +1,4 @@
-"""The Poisson problem's iterates: unknowns on one rank, on all of them, and tile by tile."""
+"""Iterates of the Poisson problem: unknowns on one rank, replicated, and in tiles."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ SOLVER = sparse.PCG(rtol=1e-13, preconditioner=sparse.Jacobi())
 
 
 def posed(comm, whole):
-    """(share of the loss, first theta = log kappa, grid), theta whole on every rank or in tiles."""
+    """Return share of the loss, first theta = log kappa (replicated or in tiles), and grid."""
     problem = inverse_problem(SETTINGS, comm)
     grid = problem.model.grid
 
@@ -30,7 +30,7 @@ def posed(comm, whole):
 
 
 def iterates(comm, whole):
-    """The whole of theta after each iteration."""
+    """Return the global theta after each iteration."""
     share, x0, grid = posed(comm, whole)
     found = []
 
@@ -38,12 +38,12 @@ def iterates(comm, whole):
         found.append(np.asarray(theta if whole else comm.mpi.bcast(grid.gather(theta))))
 
     sharded = False if whole else grid
-    minimize(share, x0, sharded=sharded, iterations=10, callback=note, comm=comm, rtol=1e-14)
+    minimize(share, x0, sharded=sharded, max_steps=10, callback=note, comm=comm, rtol=1e-14)
     return np.stack(found)
 
 
 def driven(comm):
-    """The same by SciPy on the root."""
+    """Run the same problem with SciPy on the root."""
     share, x0, _ = posed(comm, True)
     with root_driven(share, x0, comm=comm) as objective:
         if objective:
@@ -56,8 +56,8 @@ def driven(comm):
     return np.stack(objective.result)
 
 
-@pytest.mark.full
-def test_poisson_iterates_do_not_depend_on_where_unknowns_live(comm):
+@pytest.mark.full("test_iterates.py compares all layouts on a smaller objective")
+def test_poisson_iterates_do_not_depend_on_the_layout(comm):
     expected = iterates(Communicator(MPI.COMM_SELF), True)
     assert len(expected) == 11
     scale = np.max(np.abs(expected[1:]))

@@ -1,4 +1,4 @@
-"""Serial optimizers on the root: they see what they would see in one process."""
+"""Serial optimizers on the root get the same values as in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rosenbrock(x: Any) -> Any:
 
 
 def shared(comm: Communicator) -> Any:
-    """Rosenbrock's function, of which rank r has the part (r + 1) / (1 + 2 + ... + size)."""
+    """Return Rosenbrock's function; the share of rank r is (r + 1) / (1 + 2 + ... + size)."""
     weight = (comm.rank + 1) / (comm.size * (comm.size + 1) / 2)
     return lambda x: weight * rosenbrock(x)
 
@@ -53,9 +53,9 @@ def iterates(value_and_gradient: Any, hessp: Any, x0: Any, method: str) -> Any:
     return np.array(found)
 
 
-@pytest.mark.full
+@pytest.mark.full("test_poisson.py compares the iterates of SciPy on the root, too")
 def test_scipy_takes_the_serial_steps(comm: Communicator) -> None:
-    """The first ten iterations to 1e-8, with the last rank as the root; one rank: bit for bit."""
+    """Compare ten iterations to 1e-8, with the last rank as the root."""
     root = comm.size - 1
     with optimize.root_driven(shared(comm), START, root=root) as objective:
         assert bool(objective) == (comm.rank == root)
@@ -79,7 +79,7 @@ def test_scipy_takes_the_serial_steps(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_is_computed_and_in_which_form(comm: Communicator) -> None:
+def test_evaluations_and_forms_of_results(comm: Communicator) -> None:
     calls: list[str] = []
 
     def both(x: Any) -> Any:
@@ -98,25 +98,25 @@ def test_what_is_computed_and_in_which_form(comm: Communicator) -> None:
             assert objective.evaluations == 1
             gradient = objective.gradient(objective.x0)
             assert gradient.dtype == np.float64
-            gradient[:] = 0  # an optimizer may write into what it was given
+            gradient[:] = 0  # an optimizer may change its arrays in place
             tree = objective.gradient(START)
             assert jax.tree.map(np.shape, tree) == jax.tree.map(np.shape, START)
             np.testing.assert_allclose(tree["a"], _serial(START)[1]["a"])
             assert objective.value_and_gradient(START)[0] == pytest.approx(value_at, rel=1e-14)
             assert objective.evaluations == 2
-            # Points that are no point of it are an error here, and nobody else hears of them.
-            with pytest.raises(ValueError, match="no pytree like x0"):
+            # A point of another structure is an error on the root only.
+            with pytest.raises(ValueError, match="has another structure than x0"):
                 objective.value(np.zeros(5))
             objective.result = jnp.arange(3.0)
     assert calls == ["value", "both"]
     np.testing.assert_array_equal(objective.result, np.arange(3.0))
-    with pytest.raises(RuntimeError, match=r"after its block|only rank 0 asks"):
+    with pytest.raises(RuntimeError, match=r"after its `with` block|only rank 0 may call"):
         objective.value(np.zeros(4))
 
 
 @pytest.mark.ranks(2)
-def test_numbers_that_are_not_finite_reach_the_optimizer(comm: Communicator) -> None:
-    """It backs off from them as it does in one process."""
+def test_values_that_are_not_finite_reach_the_optimizer(comm: Communicator) -> None:
+    """It shortens its step as in one process."""
 
     def f(x: Any) -> Any:
         return jnp.sum(x - jnp.log(x)) / comm.size  # NaN where x < 0
@@ -143,7 +143,7 @@ class Broken(Exception):
 
 
 @pytest.mark.ranks(1, 3)
-def test_errors_reach_all_with_their_cause(comm: Communicator) -> None:
+def test_errors_reach_all_ranks_with_their_cause(comm: Communicator) -> None:
     last = comm.size - 1
 
     def both(x: Any) -> Any:
@@ -157,35 +157,38 @@ def test_errors_reach_all_with_their_cause(comm: Communicator) -> None:
         optimize.root_driven(None, np.ones(2), value_and_grad=both) as objective,
     ):
         if objective:
-            # What fails in an evaluation on one rank, an optimizer may survive.
+            # The optimizer may catch an error of an evaluation.
             with pytest.raises(Broken, match=r"no mesh for -1\.0"):
                 objective.value(-np.ones(2))
             assert objective.value(np.ones(2)) == 2.0
             survived = True
             raise KeyError("an optimizer's mistake")
-        raise AssertionError("nobody comes here")
+        raise AssertionError("workers raise before their block")
     assert survived == (comm.rank == 0)
     if comm.rank > 0:
-        assert "the optimizer that this rank served failed, on rank 0" in caught.value.__notes__[0]
+        assert (
+            "the optimizer failed that this rank evaluated for, on rank 0"
+            in caught.value.__notes__[0]
+        )
         assert "test_root_worker.py" in caught.value.__notes__[0]
-    # What fails in an evaluation and is not caught ends everybody's block.
+    # An error of an evaluation that is not caught ends the block on all ranks.
     with pytest.raises(Broken), optimize.root_driven(None, np.ones(1), value_and_grad=both) as o:
         if o:
             o.gradient(-np.ones(1))
-    # Results that can't be sent.
+    # Results that cannot be sent.
     with (
-        pytest.raises(TypeError, match="can't be sent"),
+        pytest.raises(TypeError, match="cannot be sent"),
         optimize.root_driven(None, np.ones(1), value_and_grad=both) as o,
     ):
         o.result = lambda: 0
-    assert float(mpigrad.allreduce(jnp.ones(()))) == comm.size  # all are where they should be
+    assert float(mpigrad.allreduce(jnp.ones(()))) == comm.size  # all ranks have left their block
 
 
 @pytest.mark.ranks(2)
 def test_unknowns_are_checked_before_work_starts(comm: Communicator) -> None:
     with pytest.raises(ValueError, match="x0's leaves, shapes and dtypes must be the same"):
         optimize.root_driven(rosenbrock, np.ones(2 + comm.rank))
-    with pytest.raises(TypeError, match="x0 is of complex128"):
+    with pytest.raises(TypeError, match="x0 has dtype complex128"):
         optimize.root_driven(rosenbrock, np.ones(2, complex if comm.rank else float))
-    with pytest.raises(TypeError, match="needs f"):
+    with pytest.raises(TypeError, match="f and value_and_grad are both None"):
         optimize.root_driven(None, np.ones(2))

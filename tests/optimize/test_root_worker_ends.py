@@ -17,14 +17,15 @@ pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """What a program of tests/programs/served.py on 2 ranks says."""
+    """The output and exit code of a program of tests/programs/served.py on 2 ranks."""
 
     says: tuple[str, ...]
     code: int = 1
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
-    full: bool = False  # in make test-full only
+    full: str = ""  # why it runs in make test-full only
 
 
+GUARDED = "the same program runs without the guard"
 GUARD = {"MPIGRAD_GUARD": "1"}
 SHORT = {"MPIGRAD_TIMEOUT": "2"}
 BOTH_WAIT = (
@@ -34,17 +35,20 @@ BOTH_WAIT = (
 ENDINGS = {
     "a rank fails": Ending(("ArithmeticError: the mesh of rank 1 is empty", "rank 1 of 2 failed")),
     "a rank fails, guarded": Ending(
-        ("ArithmeticError: the mesh of rank 1 is empty",), settings=GUARD, full=True
+        ("ArithmeticError: the mesh of rank 1 is empty",), settings=GUARD, full=GUARDED
     ),
-    "the root fails": Ending(("ArithmeticError: a step of no length",), full=True),
-    "the root leaves": Ending((), 5, full=True),
+    "the root fails": Ending(
+        ("ArithmeticError: a step of no length",),
+        full="test_root_worker.py raises on the root, too",
+    ),
+    "the root leaves": Ending((), 5, full="a job that ends with sys.exit is tested in tests/guard"),
     "the root calls all ranks": Ending(BOTH_WAIT),
-    "the root calls all ranks, guarded": Ending(BOTH_WAIT, settings=GUARD, full=True),
+    "the root calls all ranks, guarded": Ending(BOTH_WAIT, settings=GUARD, full=GUARDED),
     "the root thinks": Ending(("result 36",), 0, SHORT),
-    "the root thinks, guarded": Ending(("result 36",), 0, SHORT | GUARD, full=True),
+    "the root thinks, guarded": Ending(("result 36",), 0, SHORT | GUARD, full=GUARDED),
 }
 CASES = [
-    pytest.param(name, marks=pytest.mark.full if ending.full else ())
+    pytest.param(name, marks=pytest.mark.full(ending.full) if ending.full else ())
     for name, ending in ENDINGS.items()
 ]
 Run = subprocess.CompletedProcess[str]
@@ -52,7 +56,7 @@ Run = subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[dict[str, Future[Run]]]:
-    """All programs, several at a time: most of their time is waiting."""
+    """Run the programs concurrently: most of their time is waiting."""
     chosen = {
         name: ending
         for name, ending in ENDINGS.items()

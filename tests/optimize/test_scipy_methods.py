@@ -28,13 +28,13 @@ def serial(x: Any) -> Any:
 
 
 def own_rows(comm: Communicator, x: np.ndarray) -> np.ndarray:
-    """All rows but one on the last rank, none on others, where there are many ranks."""
+    """Put all rows but one on the last rank; with many ranks some have no rows."""
     ends = [0, 1, *[1] * (comm.size - 2), len(x)] if comm.size > 1 else [0, len(x)]
     return x[ends[comm.rank] : ends[comm.rank + 1]]
 
 
 def reference(name: str, start: np.ndarray, **settings: Any) -> tuple[Any, list[np.ndarray]]:
-    """SciPy in one process, and the points to which it moved."""
+    """Run SciPy in one process. Return its result and the points to which it moved."""
     points = [start]
 
     def note(x: np.ndarray) -> None:
@@ -56,10 +56,14 @@ def reference(name: str, start: np.ndarray, **settings: Any) -> tuple[Any, list[
     "sharded",
     [
         pytest.param(False, id="replicated", marks=pytest.mark.thin(2)),
-        pytest.param(True, id="sharded", marks=pytest.mark.full),
+        pytest.param(
+            True,
+            id="sharded",
+            marks=pytest.mark.full("the replicated case compares the same iterates"),
+        ),
     ],
 )
-def test_the_serial_iterates(comm: Communicator, sharded: bool) -> None:
+def test_iterates_are_those_of_serial_scipy(comm: Communicator, sharded: bool) -> None:
     """With bounds, by L-BFGS-B, and with Hessian products, by trust-ncg."""
     counts = [len(rows) for rows in comm.mpi.allgather(own_rows(comm, START))]
     cut = (lambda x: own_rows(comm, x)) if sharded else np.asarray
@@ -93,27 +97,35 @@ def compare(
     for a, b in zip(points[:11], expected[:11], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
     np.testing.assert_allclose(points[-1], done.x, rtol=1e-6)
-    assert solution.result in (optimize.Result.CONVERGED, optimize.Result.OWN_TOLERANCES)
-    assert solution.loss == pytest.approx(done.fun, rel=1e-6, abs=1e-12)
+    assert solution.result is optimize.Result.SUCCESSFUL
+    assert solution.stats["loss"] == pytest.approx(done.fun, rel=1e-6, abs=1e-12)
     assert solution.stats["evaluations"] <= done.nfev + 1
-    assert len(points) == len(solution.history)
+    assert len(points) == len(solution.stats["history"])
 
 
 @pytest.mark.ranks(2)
-def test_where_it_ends(comm: Communicator) -> None:
+def test_ends_and_errors_reach_all_ranks(comm: Communicator) -> None:
     half = lambda x: rosenbrock(x) / 2
     objective = optimize.Objective(half, START)
-    few = optimize.minimize(objective, START, optimize.SciPy("BFGS"), iterations=3)
-    assert few.result is optimize.Result.ITERATIONS
-    assert few.history[-1].iteration == 3
+    few = optimize.minimize(objective, START, optimize.SciPy("BFGS"), max_steps=3)
+    assert few.result is optimize.Result.MAX_STEPS_REACHED
+    assert few.stats["history"][-1].iteration == 3
     stop = lambda record, x: comm.rank == 1 and record.iteration == 2
     stopped = optimize.minimize(objective, START, optimize.SciPy("TNC"), callback=stop)
     assert stopped.result is optimize.Result.STOPPED
-    # An error of SciPy's own, in its thread, reaches all ranks.
+    # A gradient of the wrong sign: no line search succeeds.
+    wrong_sign = lambda x: (serial(x)[0], -serial(x)[1])
+    settings = {"value_and_grad": wrong_sign, "rtol": 0.0}
+    with pytest.raises(optimize.MinimizeError, match="SciPy's method ended without") as raised:
+        optimize.minimize(None, START, optimize.SciPy("BFGS"), **settings)
+    assert raised.value.solution.result is optimize.Result.SCIPY_FAILED
+    failed = optimize.minimize(None, START, optimize.SciPy("BFGS"), throw=False, **settings)
+    assert failed.result is optimize.Result.SCIPY_FAILED
+    # An error of SciPy in its thread reaches all ranks.
     wrong = optimize.SciPy("BFGS", options={"xrtol": "small"})
     with pytest.raises(TypeError):
         optimize.minimize(objective, START, wrong)
-    # So does one that one rank has in an evaluation.
+    # So does an error of one rank in an evaluation.
     calls: list[int] = []
 
     def fails(x: Any) -> Any:
@@ -127,16 +139,16 @@ def test_where_it_ends(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_what_it_refuses(comm: Communicator) -> None:
-    with pytest.raises(ValueError, match="'Powell' is none of"):
+def test_rejects_invalid_settings(comm: Communicator) -> None:
+    with pytest.raises(ValueError, match="got 'Powell'"):
         optimize.SciPy("Powell")
-    with pytest.raises(ValueError, match="CG knows no bounds"):
+    with pytest.raises(ValueError, match="CG does not support bounds"):
         optimize.SciPy("CG", bounds=(0, 1))
     with pytest.raises(ValueError, match="pair"):
         optimize.SciPy(bounds=(0, 1, 2))  # type: ignore[arg-type]
     last = np.where(np.arange(5) == 4, 2.0, 0.0)  # on the last rank's part of the unknowns
     for bounds in ((last, 1.0), (np.nan, 1.0)):
-        with pytest.raises(ValueError, match="not at or below"):
+        with pytest.raises(ValueError, match="must be at most its upper bound"):
             optimize.minimize(rosenbrock, START, optimize.SciPy(bounds=bounds))
     with pytest.raises(ValueError, match="bounds do not fit"):
         optimize.minimize(rosenbrock, START, optimize.SciPy(bounds=(np.zeros(3), None)))

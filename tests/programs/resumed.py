@@ -1,7 +1,7 @@
 """A run that saves after each step: `resumed.py loop|minimize DIRECTORY STEPS [RANK:CALL]`.
 
-It goes on from its last save, and writes its result beside it. With RANK:CALL, that rank kills
-itself at that call of os.fsync or os.rename, counted from the first step on: within a save.
+It continues from its last save and writes its result into DIRECTORY. With RANK:CALL, that rank
+kills itself at that call of os.fsync or os.rename, counted from the first step on: within a save.
 """
 
 import os
@@ -109,7 +109,7 @@ def by_minimize():
             say(f"step {record.iteration}")
 
     solution = minimize(
-        f, x0, LBFGS(5), sharded={"x": True, "scale": False}, rtol=0.0, iterations=steps,
+        f, x0, LBFGS(5), sharded={"x": True, "scale": False}, rtol=0.0, max_steps=steps,
         callback=note, checkpoint=Checkpoint(directory, every=1), comm=comm,
     )  # fmt: skip
     return solution.value["x"], solution.result is Result.INTERRUPTED

@@ -1,4 +1,4 @@
-"""A root that drives, and what may go wrong: `served.py CASE` on 2 ranks."""
+"""A root-driven program that fails in one of several ways: `served.py CASE` on 2 ranks."""
 
 import sys
 import time

@@ -1,16 +1,16 @@
-"""Restart files of long runs: atomic, checked, and readable on another number of ranks."""
+"""Restart files of long runs: atomic, verified, and readable on another count of ranks."""
 
 from mpigrad.checkpoint.layout import Stripes
-from mpigrad.checkpoint.schedule import Checkpoint, Decision, Saving
+from mpigrad.checkpoint.schedule import Checkpoint, CheckpointSession, Decision
 from mpigrad.checkpoint.signals import Interruption, listen
-from mpigrad.checkpoint.store import Saved, Store
+from mpigrad.checkpoint.store import Snapshot, Store
 
 __all__ = [
     "Checkpoint",
+    "CheckpointSession",
     "Decision",
     "Interruption",
-    "Saved",
-    "Saving",
+    "Snapshot",
     "Store",
     "Stripes",
     "listen",

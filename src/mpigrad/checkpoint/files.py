@@ -1,7 +1,7 @@
-"""The files of one save: each rank's numbers, and a manifest with everybody's hashes.
+"""The files of one save: one for each rank, and a manifest with the hashes of all files.
 
-A rank's file is a line of text that says whose it is, padded to 128 bytes, and the leaves' numbers
-one after the other in C order, each beginning at a multiple of 64 bytes. The manifest is JSON.
+A rank's file begins with a line of text that identifies save and rank, padded to 128 bytes. Then
+come the arrays of the leaves in C order, each at a multiple of 64 bytes. The manifest is JSON.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpigrad.checkpoint.layout import Leaf
-from mpigrad.checkpoint.leaves import dtype_of, parse, restored, to_host
+from mpigrad.checkpoint.leaves import dtype_of, parse, to_host, to_leaf
 
 __all__ = [
-    "Damaged",
+    "DamagedSaveError",
     "Manifest",
     "RankFile",
     "check_file",
     "read_leaves",
     "read_manifest",
     "sync_directory",
+    "write_leaves",
     "write_manifest",
-    "write_numbers",
 ]
 
 _FORMAT = "mpigrad restart 1"
 _MANIFEST = "manifest.json"
 _HEADER = 128
 _ALIGNMENT = 64
-_BLOCK = 1 << 24  # bytes that are hashed at a time
+_BLOCK = 1 << 24  # bytes hashed at a time
 
 
-class Damaged(Exception):
-    """A save that must not be read; the message names the file and says what is wrong."""
+class DamagedSaveError(Exception):
+    """A save must not be read. The message names the file and the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RankFile:
-    """Name, size in bytes and SHA-256 of what a rank has written."""
+    """Name, size in bytes and SHA-256 of a rank's file."""
 
     name: str
     size: int
@@ -57,7 +57,7 @@ class RankFile:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What one save consists of; `identity` is its own, and in the header of all its files."""
+    """The content of one save. `identity` is unique and in the headers of all its files."""
 
     identity: str
     step: int
@@ -75,17 +75,17 @@ def _header(identity: str, rank: int) -> bytes:
 
 
 def _offsets(leaves: Iterable[Leaf], rank: int) -> Iterator[int]:
-    """Where each leaf begins in a rank's file."""
+    """Yield the position of each leaf in a rank's file."""
     at = _HEADER
     for leaf in leaves:
         yield at
         at += -(-leaf.bytes_of(rank) // _ALIGNMENT) * _ALIGNMENT
 
 
-def write_numbers(
+def write_leaves(
     directory: pathlib.Path, identity: str, rank: int, leaves: list[Leaf], tree: Any
 ) -> RankFile:
-    """Write what a rank holds, one leaf at a time, and wait until the disk has it."""
+    """Write a rank's leaves one after the other, and wait until they are on the disk."""
     path, digest = directory / _name(rank), hashlib.sha256()
     with open(path, "xb") as file:
 
@@ -107,7 +107,7 @@ def write_numbers(
 
 
 def write_manifest(directory: pathlib.Path, manifest: Manifest) -> None:
-    """Write the manifest, its own hash beside it, and wait until the disk has it."""
+    """Write the manifest with its own hash, and wait until it is on the disk."""
     body = {
         "format": _FORMAT,
         "byteorder": sys.byteorder,
@@ -121,7 +121,7 @@ def write_manifest(directory: pathlib.Path, manifest: Manifest) -> None:
         "files": [dataclasses.asdict(file) for file in manifest.files],
         "extra": manifest.extra,
     }
-    body = json.loads(json.dumps(body))  # as it will be read: keys are strings, tuples lists
+    body = json.loads(json.dumps(body))  # as it will be read: keys are strings and tuples are lists
     with open(directory / _MANIFEST, "x", encoding="utf-8") as file:
         json.dump({"manifest": body, "sha256": _digest(body)}, file, indent=1)
         file.flush()
@@ -133,39 +133,39 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def sync_directory(directory: pathlib.Path) -> None:
-    """Wait until the disk has the names in a directory."""
+    """Wait until the entries of a directory are on the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that can't, or needn't
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported by this file system
             raise
     finally:
         os.close(handle)
 
 
 def read_manifest(directory: pathlib.Path) -> Manifest:
-    """The manifest of a save; its files are not looked at.
+    """Read the manifest of a save, without checking its files.
 
     Raises
     ------
-    Damaged
+    DamagedSaveError
     """
     path = directory / _MANIFEST
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}") from error
+        raise DamagedSaveError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise Damaged(f"{path} is truncated or damaged: {error}") from error
+        raise DamagedSaveError(f"{path} is truncated or damaged: {error}") from error
     body = whole.get("manifest") if isinstance(whole, dict) else None
     if not isinstance(body, dict) or not str(body.get("format")).startswith("mpigrad restart"):
-        raise Damaged(f"{path} is no manifest of mpigrad")
+        raise DamagedSaveError(f"{path} is not a manifest of mpigrad")
     if _digest(body) != whole.get("sha256"):
-        raise Damaged(f"{path} is damaged: it does not have the hash that it names")
+        raise DamagedSaveError(f"{path} is damaged: its hash is wrong")
     for name, here in (("format", _FORMAT), ("byteorder", sys.byteorder)):
         if body[name] != here:
-            raise Damaged(f"{path} has {name} {body[name]!r}, and {here!r} is read here")
+            raise DamagedSaveError(f"{path} has {name} {body[name]!r}, expected {here!r}")
     return Manifest(
         body["identity"],
         body["step"],
@@ -176,17 +176,17 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
 
 
 def _leaf(shape: list[int], boxes: list[Any] | None, **names: Any) -> Leaf:
-    # The shape of the boxes, as there may be no axes.
+    # The last axis is given, because reshape cannot infer it for a scalar.
     whole = None if boxes is None else np.array(boxes, np.int64).reshape(-1, 2, len(shape))
     return Leaf(shape=tuple(shape), boxes=whole, **names)
 
 
 def check_file(directory: pathlib.Path, manifest: Manifest, rank: int) -> None:
-    """Read all of a rank's file, and raise unless it is what the manifest says.
+    """Read a rank's file and compare it with the manifest.
 
     Raises
     ------
-    Damaged
+    DamagedSaveError
     """
     expected = manifest.files[rank]
     path = directory / expected.name
@@ -197,27 +197,27 @@ def check_file(directory: pathlib.Path, manifest: Manifest, rank: int) -> None:
             line = header.partition(b"\n")[0]
             foreign = line != _header(manifest.identity, rank).partition(b"\n")[0]
             if foreign and line.startswith(_FORMAT.encode()) and len(line) < len(header):
-                whose = line.decode(errors="replace").split()
-                raise Damaged(
-                    f"{path} belongs to another save: it is of {whose[3]}, {' '.join(whose[4:])}, "
-                    f"the manifest of {manifest.identity}, rank {rank}"
+                words = line.decode(errors="replace").split()
+                raise DamagedSaveError(
+                    f"{path} belongs to another save: its header has {words[3]}, "
+                    f"{' '.join(words[4:])}, and the manifest has {manifest.identity}, rank {rank}"
                 )
             if size != expected.size:
                 how = "truncated" if size < expected.size else "damaged"
-                raise Damaged(f"{path} is {how}: {size} bytes of {expected.size}")
+                raise DamagedSaveError(f"{path} is {how}: {size} bytes of {expected.size}")
             digest = hashlib.sha256(header)
             while block := file.read(_BLOCK):
                 digest.update(block)
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}") from error
+        raise DamagedSaveError(f"{path} cannot be read: {error.strerror}") from error
     if digest.hexdigest() != expected.sha256:
-        raise Damaged(f"{path} is damaged: its SHA-256 is not the manifest's")
+        raise DamagedSaveError(f"{path} is damaged: its SHA-256 differs from the manifest")
 
 
 def read_leaves(
     directory: pathlib.Path, manifest: Manifest, wanted: list[Leaf], like: list[Any], rank: int
 ) -> list[Any]:
-    """What `rank` holds of each leaf, cut from the files of the ranks that have written it."""
+    """Read the piece of each leaf that `rank` holds, from the files of several ranks."""
     files = _Files(directory, manifest)
     found = []
     for number, (leaf, here, template) in enumerate(
@@ -226,12 +226,12 @@ def read_leaves(
         if leaf.number is not None:
             found.append(parse(leaf.kind, leaf.number))
         else:
-            found.append(restored(files.cut(number, here.box(rank)), template))
+            found.append(to_leaf(files.cut(number, here.box(rank)), template))
     return found
 
 
 class _Files:
-    """The numbers in the files of a save; a file is opened when something is wanted from it."""
+    """The arrays in the files of a save. A file is opened when its first array is read."""
 
     def __init__(self, directory: pathlib.Path, manifest: Manifest) -> None:
         self._directory = directory
@@ -239,7 +239,7 @@ class _Files:
         self._open: dict[int, tuple[NDArray[np.uint8], list[int]]] = {}
 
     def cut(self, number: int, box: NDArray[np.int64]) -> NDArray[Any]:
-        """The numbers of a leaf that lie in a box of the whole."""
+        """Return the part of a leaf that lies in a box of the global array."""
         leaf = self._manifest.leaves[number]
         result = np.empty((box[1] - box[0]).tolist(), dtype_of(leaf.kind))
         boxes = leaf.box(0)[None] if leaf.boxes is None else leaf.boxes

@@ -1,4 +1,4 @@
-"""Which part of each array of a tree a rank holds."""
+"""The layout of a tree: the part of each array that a rank holds."""
 
 from __future__ import annotations
 
@@ -22,16 +22,30 @@ __all__ = ["Layout", "Leaf", "Stripes", "check_replicated", "describe"]
 
 @dataclasses.dataclass(frozen=True)
 class Stripes:
-    """Each rank holds its own rows of an array, one rank after the other along `axis`.
+    """Layout of an array whose rows along `axis` are split over the ranks, in rank order.
 
-    Ranks may hold different numbers of rows, also none.
+    The count of rows may differ between ranks, and may be zero.
+
+    Attributes
+    ----------
+    axis
+        The axis that is split. It may be negative.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad.checkpoint import Store, Stripes
+    >>> columns = np.ones((3, 2))  # this rank's columns of a matrix
+    >>> Store("saves").save(1, {"a": columns}, {"a": Stripes(axis=1)}).name
+    'save-000001'
     """
 
     axis: int = 0
 
 
-# A tree of which each leaf says how the arrays at its place, or below it, are shared out: False,
-# equal on all ranks; True, stripes of axis 0; Stripes(axis); a Grid, tiles in the trailing axes.
+# A pytree prefix. Each leaf is the layout of the arrays at its place and below. False: the same on
+# all ranks. True: stripes of axis 0. Stripes(axis): stripes of that axis. A Grid: tiles in the
+# trailing axes.
 Layout = Any
 
 Boxes = NDArray[np.int64]
@@ -39,21 +53,21 @@ Boxes = NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf of a tree, as all ranks together hold it.
+    """One leaf of a tree, over all ranks.
 
     Attributes
     ----------
     name
-        Its place in the tree.
+        Its path in the tree.
     kind
-        See `kind_of`.
+        Its dtype or type, as `kind_of` returns it.
     shape
-        Of the whole array.
+        Shape of the global array.
     boxes
-        First and past-last index of every rank's piece, of shape (ranks, 2, axes); None where all
-        ranks hold the whole.
+        First index and index after the last of every rank's piece, of shape (ranks, 2, axes). None
+        if all ranks hold the global array.
     number
-        The text of a number of Python.
+        The text of a Python number, or None.
     """
 
     name: str
@@ -66,13 +80,13 @@ class Leaf:
         return self.kind if is_number(self.kind) else f"{self.kind} {self.shape}"
 
     def box(self, rank: int) -> Boxes:
-        """First and past-last index of what a rank holds, of shape (2, axes)."""
+        """Return a rank's first index and index after the last, of shape (2, axes)."""
         if self.boxes is None:
             return np.array([[0] * len(self.shape), self.shape], np.int64)
         return self.boxes[rank]
 
     def bytes_of(self, rank: int) -> int:
-        """Size of what a rank writes; rank 0 writes what all hold."""
+        """Return how many bytes a rank writes. Only rank 0 writes replicated arrays."""
         if is_number(self.kind) or (self.boxes is None and rank > 0):
             return 0
         start, stop = self.box(rank)
@@ -81,7 +95,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """What this rank sees of a leaf."""
+    """This rank's piece of a leaf."""
 
     name: str
     kind: str
@@ -90,8 +104,8 @@ class _Piece:
     tiles: tuple[tuple[slice, ...], ...] | None  # of a grid, for all ranks
     number: str | None
 
-    def common(self) -> tuple[Any, ...]:
-        """What has to be equal on all ranks."""
+    def replicated_properties(self) -> tuple[Any, ...]:
+        """Return the properties that must be the same on all ranks."""
         shape = list(self.shape)
         if self.axis is not None:
             shape[self.axis] = -1
@@ -101,13 +115,13 @@ class _Piece:
 
 
 def describe(tree: Any, layout: Layout, comm: Communicator, what: str) -> list[Leaf]:
-    """The leaves of a tree as all ranks hold them (collective).
+    """Return the leaves of a tree over all ranks (collective).
 
     Raises
     ------
     ValueError, TypeError
-        On every rank: the layout does not fit the tree, a leaf cannot be written, or the ranks
-        disagree; `what` begins the message.
+        On every rank, if the layout does not fit the tree, a leaf cannot be written, or the trees
+        differ between ranks. The message begins with `what`.
     """
     pieces: list[_Piece] = []
     with raise_on_all_ranks(comm):
@@ -116,20 +130,20 @@ def describe(tree: Any, layout: Layout, comm: Communicator, what: str) -> list[L
     for rank, others in enumerate(everywhere):
         if len(others) != len(everywhere[0]):
             raise ValueError(
-                f"{what}: the tree has {len(everywhere[0])} leaves on rank 0, {len(others)} on "
-                f"rank {rank}; give trees of one structure on all ranks"
+                f"{what}: the tree has {len(everywhere[0])} leaves on rank 0 and {len(others)} on "
+                f"rank {rank}. Give the same structure on all ranks."
             )
         for ours, theirs in zip(everywhere[0], others, strict=True):
-            if ours.common() != theirs.common():
+            if ours.replicated_properties() != theirs.replicated_properties():
                 raise ValueError(
-                    f"{what}: {ours.name} is {_said(ours)} on rank 0, {theirs.name} is "
-                    f"{_said(theirs)} on rank {rank}; what all ranks hold must be equal, what "
-                    "each holds a part of needs True, Stripes(axis) or its Grid in the layout"
+                    f"{what}: {ours.name} is {_text(ours)} on rank 0, {theirs.name} is "
+                    f"{_text(theirs)} on rank {rank}. Make it the same on all ranks, or give True, "
+                    "Stripes(axis) or its Grid in the layout if each rank holds a part."
                 )
-    return [_joined(list(leaf)) for leaf in zip(*everywhere, strict=True)]
+    return [_join(list(leaf)) for leaf in zip(*everywhere, strict=True)]
 
 
-def _said(piece: _Piece) -> str:
+def _text(piece: _Piece) -> str:
     if piece.number is not None:
         return piece.number
     how = "" if piece.axis is None else f", stripes of axis {piece.axis}"
@@ -140,7 +154,9 @@ def _pieces(tree: Any, layout: Layout, comm: Communicator, what: str) -> list[_P
     try:
         hows = jax.tree.leaves(jax.tree.broadcast(layout, tree, is_leaf=_is_layout))
     except ValueError as error:
-        raise ValueError(f"{what}: the layout is not a prefix of the tree: {error}") from error
+        raise ValueError(
+            f"{what}: the layout is not a pytree prefix of the tree: {error}"
+        ) from error
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [
         _piece(jax.tree_util.keystr(path) or "the tree", leaf, how, comm, what)
@@ -164,26 +180,32 @@ def _piece(name: str, leaf: Any, how: Any, comm: Communicator, what: str) -> _Pi
         how = Stripes()
     if isinstance(how, Stripes):
         if not -len(shape) <= how.axis < len(shape):
-            raise ValueError(f"{what}: {name} of shape {shape} has no axis {how.axis} of stripes")
+            raise ValueError(
+                f"{what}: {name} has shape {shape}, but its layout is {how}. Give an axis that "
+                "it has."
+            )
         return _Piece(name, kind, shape, how.axis % len(shape), None, number)
     if not isinstance(how, Grid):
         raise TypeError(
-            f"{what}: the layout of {name} is a {type(how).__name__}; it must be False, True, "
+            f"{what}: the layout of {name} is of type {type(how).__name__}, expected False, True, "
             "Stripes(axis) or a Grid"
         )
     if MPI.Comm.Compare(how.comm.mpi, comm.mpi) not in (MPI.IDENT, MPI.CONGRUENT):
-        raise ValueError(f"{what}: the grid of {name} is on other ranks than the restart files")
+        raise ValueError(
+            f"{what}: the grid of {name} has another communicator than the restart files. Use the "
+            "same communicator for both."
+        )
     if len(shape) < how.ndim or shape[len(shape) - how.ndim :] != how.local_shape:
         raise ValueError(
-            f"{what}: {name} has shape {shape} on rank {comm.rank}, whose tile has "
-            f"{how.local_shape} cells; a tile's axes come last"
+            f"{what}: {name} has shape {shape} on rank {comm.rank}, but the tile of this rank has "
+            f"shape {how.local_shape}. Put the axes of the tile last."
         )
     tiles = tuple(how.slices_of(rank) for rank in range(comm.size))
     return _Piece(name, kind, shape, None, tiles, number)
 
 
-def _joined(pieces: list[_Piece]) -> Leaf:
-    """The whole leaf from every rank's piece."""
+def _join(pieces: list[_Piece]) -> Leaf:
+    """Return the leaf over all ranks, given every rank's piece."""
     first = pieces[0]
     if first.axis is None and first.tiles is None:
         return Leaf(first.name, first.kind, first.shape, None, first.number)
@@ -204,10 +226,10 @@ def _joined(pieces: list[_Piece]) -> Leaf:
 
 
 def check_replicated(leaves: list[Leaf], tree: Any, comm: Communicator, what: str) -> None:
-    """Raise on every rank unless what all ranks hold is equal on all of them, bit for bit.
+    """Raise an error on every rank unless replicated arrays are bitwise equal on all ranks.
 
-    A restart gives all ranks what rank 0 holds: where it was not equal before, the run that goes
-    on would be another one.
+    A restart gives the arrays of rank 0 to all ranks. If they differ before the save, the restarted
+    run differs from the original one.
     """
     digests: dict[str, str] = {}
     with raise_on_all_ranks(comm):
@@ -220,7 +242,7 @@ def check_replicated(leaves: list[Leaf], tree: Any, comm: Communicator, what: st
         for name, digest in others.items():
             if digest != everywhere[0][name]:
                 raise ValueError(
-                    f"{what}: {name} is not the same on ranks 0 and {rank}, and its layout says "
-                    "that it is. Make it equal, for instance by mpigrad.bcast, or give True, "
-                    "Stripes(axis) or its Grid"
+                    f"{what}: {name} differs between ranks 0 and {rank}, but its layout is False. "
+                    "Make it equal, for example with mpigrad.bcast, or give True, Stripes(axis) or "
+                    "its Grid."
                 )

@@ -1,4 +1,4 @@
-"""The leaves of a tree as arrays of plain numbers, and back."""
+"""Conversion between the leaves of a tree and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = [
     "kind_of",
     "local_shape",
     "parse",
-    "restored",
     "text_of",
     "to_host",
+    "to_leaf",
 ]
 
-# Numbers of Python are kept as text, of any length and to the last bit; a number of NumPy that is
-# one of Python's as well (float64 is) becomes that, so that it may be either.
+# Python numbers are written as text, which is exact for any length. A NumPy scalar of a subclass of
+# a Python type (float64 is one) is written in the same way, so that either can be read.
 _PYTHON = {
     bool: lambda text: text == "True",
     int: int,
@@ -31,28 +31,28 @@ _PYTHON = {
 
 
 def kind_of(leaf: Any) -> str:
-    """What a leaf is made of: a dtype, "key<...>" for JAX's random keys, or a type of Python.
+    """Return the dtype of a leaf, "key<...>" for JAX's random keys, or "Python <type>".
 
     Raises
     ------
     TypeError
-        The leaf cannot be written.
+        If the leaf cannot be written.
     """
     for number in _PYTHON:
         if isinstance(leaf, number):
             return f"Python {number.__name__}"
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not hasattr(leaf, "shape"):
-        raise TypeError(f"a {type(leaf).__name__} is neither an array nor a number")
+        raise TypeError(f"expected an array or a number, got {type(leaf).__name__}")
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return str(dtype)
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
-        raise TypeError(f"arrays of {dtype} are not written: numbers and truth values are")
+        raise TypeError(f"expected an array of a numeric or boolean dtype, got {dtype}")
     return np.dtype(dtype).name
 
 
 def is_number(kind: str) -> bool:
-    """Whether a leaf of this kind is a number of Python."""
+    """Return whether a leaf of this kind is a Python number."""
     return kind.startswith("Python ")
 
 
@@ -61,12 +61,12 @@ def _is_key(kind: str) -> bool:
 
 
 def dtype_of(kind: str) -> np.dtype[Any]:
-    """The dtype of the numbers that stand for a leaf in a file."""
+    """Return the dtype that represents a leaf in a file."""
     return np.dtype(np.uint32 if _is_key(kind) else kind)
 
 
 def local_shape(leaf: Any) -> tuple[int, ...]:
-    """The shape of the array of numbers that stands for a leaf."""
+    """Return the shape of the array that represents a leaf in a file."""
     if is_number(kind_of(leaf)):
         return ()
     if _is_key(kind_of(leaf)):
@@ -75,28 +75,30 @@ def local_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def to_host(leaf: Any) -> NDArray[Any]:
-    """The numbers of an array or of random keys: contiguous, in this machine's byte order."""
+    """Return an array or random keys as a contiguous array in this machine's byte order."""
     kind = kind_of(leaf)
     numbers = np.asarray(jax.random.key_data(leaf) if _is_key(kind) else leaf)
     return np.ascontiguousarray(numbers, dtype_of(kind)).reshape(numbers.shape)
 
 
 def text_of(leaf: Any) -> str:
-    """A number of Python as text, from which `parse` makes it again."""
+    """Return a Python number as text, which `parse` reads."""
     return next(repr(number(leaf)) for number in _PYTHON if isinstance(leaf, number))
 
 
 def parse(kind: str, text: str) -> Any:
-    """A number of Python from its text."""
+    """Return a Python number, given its text."""
     return next(f(text) for number, f in _PYTHON.items() if kind == f"Python {number.__name__}")
 
 
-def restored(numbers: NDArray[Any], like: Any) -> Any:
-    """A leaf of the type of `like` that holds these numbers."""
+def to_leaf(numbers: NDArray[Any], like: Any) -> Any:
+    """Return a leaf of the type of `like` with these values."""
     if _is_key(kind_of(like)):
         return jax.random.wrap_key_data(jnp.array(numbers), impl=jax.random.key_impl(like))
     if isinstance(like, np.ndarray | np.generic):
         return numbers[()] if isinstance(like, np.generic) else numbers
     if getattr(like, "weak_type", False) and numbers.ndim == 0:
-        return jnp.asarray(numbers.item())  # weak again, as programs were compiled for it
+        return jnp.asarray(
+            numbers.item()
+        )  # weakly typed as before, so that no program is compiled again
     return jnp.array(numbers)

@@ -1,4 +1,4 @@
-"""When a run saves its state, and when it saves and ends."""
+"""The schedule of a run's restart files, and its end on a signal."""
 
 from __future__ import annotations
 
@@ -14,41 +14,52 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpigrad.checkpoint import signals as interruption
 from mpigrad.checkpoint.layout import Layout
-from mpigrad.checkpoint.signals import Interruption
-from mpigrad.checkpoint.store import Saved, Store
+from mpigrad.checkpoint.signals import Interruption, listen
+from mpigrad.checkpoint.store import Snapshot, Store
 from mpigrad.communicator import Communicator, resolve
 
-__all__ = ["Checkpoint", "Decision", "Saving"]
+__all__ = ["Checkpoint", "CheckpointSession", "Decision"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Where and how often a run saves its state.
+    """The directory of a run's restart files, and how often the run saves its state.
 
     Parameters
     ----------
     directory
-        See `Store`.
+        The directory of the `Store`.
     every
-        Iterations between saves; None: only time counts. A run that goes in larger steps
-        (`LocalSGD`) saves at the first chance at or after each multiple.
+        Count of iterations between saves. None: only time counts. A run that advances by several
+        iterations at once (`LocalSGD`) saves at its first iteration at or after each multiple.
     minutes
-        Minutes between saves; None: only iterations count. With both, whatever comes first.
+        Minutes between saves. None: only iterations count. With both, the first of the two counts.
     keep
-        Saves that are kept.
+        Count of saves that are kept.
     signals
-        Whether SIGTERM, SIGINT, SIGUSR1 and the launcher's Ctrl-C make the run save and end
-        (`mpigrad.checkpoint.signals`).
-    about
-        What a run must have in common with the one that it goes on from, such as a digest of the
-        data: names and what JSON can hold. It is saved, and compared when a save is read.
+        True: SIGTERM, SIGINT, SIGUSR1 and Ctrl-C of the launcher make the run save and end (see
+        `listen`).
+    fingerprint
+        Properties of the run that must be the same when it continues, for example a digest of its
+        data: a mapping from names to JSON values. It is saved, and compared when a save is read.
 
     Raises
     ------
     ValueError
-        `every` or `minutes` is not positive.
+        If `every` or `minutes` is not positive.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad.checkpoint import Checkpoint
+    >>> checkpoint = Checkpoint("run", every=2, fingerprint={"model": 1})
+    >>> with checkpoint.start() as session:
+    ...     for i in range(1, 5):
+    ...         if session.decide(i).save:
+    ...             print(session.save(i, {"x": np.full(3, i)}).name)
+    save-000001
+    save-000002
     """
 
     directory: str | os.PathLike[str]
@@ -56,46 +67,74 @@ class Checkpoint:
     minutes: float | None = 5.0
     keep: int = 2
     signals: bool = True
-    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fingerprint: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("minutes", self.minutes)):
             if value is not None and not value > 0:
-                raise ValueError(f"mpigrad.Checkpoint: {name}={value} must be positive, or None")
+                raise ValueError(f"Checkpoint: {name} must be positive or None, got {value}")
 
     @contextlib.contextmanager
-    def start(self, comm: Communicator | None = None, iteration: int = 0) -> Iterator[Saving]:
-        """Begin a run after an iteration (collective): its store, clock, and ears for signals."""
+    def start(
+        self, comm: Communicator | None = None, iteration: int = 0
+    ) -> Iterator[CheckpointSession]:
+        """Begin a run after an iteration: open its store, start the clock, listen for signals.
+
+        Collective. Use it in a `with` statement.
+        """
         comm = resolve(comm)
         with contextlib.ExitStack() as stack:
-            stop = stack.enter_context(interruption.listen()) if self.signals else None
-            yield Saving(self, Store(self.directory, comm, self.keep), stop, iteration)
+            stop = stack.enter_context(listen()) if self.signals else None
+            yield CheckpointSession(self, Store(self.directory, comm, self.keep), stop, iteration)
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What to do after an iteration, the same on all ranks.
+    """The decision after an iteration, the same on all ranks.
 
-    `save`: write the state. `stop`: somebody asked the run to end; `save` is then true as well.
+    Attributes
+    ----------
+    save
+        Write the state.
+    stop
+        A signal asked the run to end. Then `save` is true as well.
     """
 
     save: bool
     stop: bool
 
 
-class Saving:
-    """A run that saves its state, as `Checkpoint.start` makes it.
+class CheckpointSession:
+    """One run that saves its state. `Checkpoint.start` makes it.
 
-    >>> with checkpoint.start(comm) as saving:  # doctest: +SKIP
-    ...     saved = saving.load(state, layout)
-    ...     first, state = (0, state) if saved is None else (saved.step, saved.tree)
-    ...     for i in range(first + 1, iterations + 1):
-    ...         state = step(state)
-    ...         decision = saving.decide(i)
-    ...         if decision.save:
-    ...             saving.save(i, state, layout)
-    ...         if decision.stop:
-    ...             break
+    Attributes
+    ----------
+    store
+        The `Store`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad.checkpoint import Checkpoint
+    >>> def run(last):
+    ...     state = {"x": np.zeros(2)}
+    ...     with Checkpoint("run", every=1).start() as session:
+    ...         snapshot = session.load(state)
+    ...         first = 0
+    ...         if snapshot is not None:
+    ...             first, state = snapshot.step, snapshot.tree
+    ...         for i in range(first + 1, last + 1):
+    ...             state = {"x": state["x"] + 1}
+    ...             decision = session.decide(i)
+    ...             if decision.save:
+    ...                 session.save(i, state)
+    ...             if decision.stop:
+    ...                 break
+    ...     return first, state["x"]
+    >>> print(*run(3))
+    0 [3. 3.]
+    >>> print(*run(5))  # the run is started again
+    3 [5. 5.]
     """
 
     def __init__(
@@ -105,7 +144,7 @@ class Saving:
         self._settings = settings
         self._stop = stop
         self._saved_at = time.monotonic()
-        self._iteration = iteration  # that was asked about last
+        self._iteration = iteration  # of the last decision
 
     def load(
         self,
@@ -113,14 +152,16 @@ class Saving:
         layout: Layout = False,
         check: Callable[[Any], object] | None = None,
         *,
-        like_of: Callable[[Any], Any] | None = None,
-    ) -> Saved | None:
-        """See `Store.load`; rank 0 says on stderr what the run goes on from.
+        make_like: Callable[[Any], Any] | None = None,
+    ) -> Snapshot | None:
+        """Read the newest save (collective). Rank 0 prints on stderr which one.
+
+        Parameters and results are those of `Store.load`.
 
         Raises
         ------
         ValueError
-            Also where the save is of a run about something else.
+            Also if the save has another fingerprint.
         """
 
         def both(extra: Any) -> None:
@@ -128,40 +169,41 @@ class Saving:
             if check is not None:
                 check(extra["extra"])
 
-        inner = None if like_of is None else lambda extra: like_of(extra["extra"])
-        saved = self.store.load(like, layout, both, like_of=inner)
-        if saved is None:
+        inner = None if make_like is None else lambda extra: make_like(extra["extra"])
+        snapshot = self.store.load(like, layout, both, make_like=inner)
+        if snapshot is None:
             return None
-        self._iteration = saved.step
+        self._iteration = snapshot.step
         if self.store.comm.rank == 0:
-            text = f"mpigrad: goes on from {self.store.directory}, step {saved.step}"
+            text = f"mpigrad: continuing from {self.store.directory}, step {snapshot.step}"
             print(text, file=sys.stderr, flush=True)
-        return dataclasses.replace(saved, extra=saved.extra["extra"])
+        return dataclasses.replace(snapshot, extra=snapshot.extra["extra"])
 
     def _check(self, extra: Any) -> None:
-        """Raise unless this run is about the same as the one that has written `extra`."""
+        """Raise unless this run has the fingerprint of the run that wrote `extra`."""
         if not (isinstance(extra, dict) and "about" in extra):
             raise ValueError(
-                f"mpigrad.Checkpoint: {self.store.directory} was written by a Store of its own; "
-                "read it with Store.load"
+                f"Checkpoint: the saves in {self.store.directory} were written by Store.save, not "
+                "by a Checkpoint. Read them with Store.load."
             )
-        here, there = json.loads(json.dumps(dict(self._settings.about))), extra["about"]
+        here, there = json.loads(json.dumps(dict(self._settings.fingerprint))), extra["about"]
         for name in {**there, **here}:
             if here.get(name) != there.get(name):
                 raise ValueError(
-                    f"mpigrad.Checkpoint: {self.store.directory} is of another run: {name} "
-                    f"{there.get(name)}, here {here.get(name)}"
+                    f"Checkpoint: {self.store.directory} is of another run: {name} is "
+                    f"{there.get(name)} in its fingerprint and {here.get(name)} in this run. Use "
+                    "another directory."
                 )
 
     def save(self, step: int, tree: Any, layout: Layout = False, extra: Any = None) -> pathlib.Path:
-        """See `Store.save`; the time to the next save counts from its end."""
-        more = {"about": dict(self._settings.about), "extra": extra}
+        """Write a state as `Store.save` does. The time to the next save starts at its end."""
+        more = {"about": dict(self._settings.fingerprint), "extra": extra}
         path = self.store.save(step, tree, layout, more)
         self._saved_at = time.monotonic()
         return path
 
     def due(self, iteration: int) -> bool:
-        """Whether the time has come for a save: rank 0's answer, False on the other ranks."""
+        """Return on rank 0 whether a save is due after this iteration, on others False."""
         if self.store.comm.rank != 0:
             return False
         every, minutes = self._settings.every, self._settings.minutes
@@ -170,16 +212,16 @@ class Saving:
             return True
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
-    def asked_to_stop(self) -> bool:
-        """Whether this rank has been asked to end; any rank may be the only one."""
+    def stop_requested(self) -> bool:
+        """Return whether a signal asked this rank to end. Other ranks may answer differently."""
         return self._stop is not None and self._stop.requested()
 
     def decide(self, iteration: int) -> Decision:
-        """What to do after this iteration (collective: one small reduction).
+        """Decide whether to save and whether to stop after this iteration (collective).
 
-        A loop that sends numbers of its own after each iteration may send `due` and
-        `asked_to_stop` along instead; what is true on any rank then holds for all.
+        It sends one small reduction. A loop that has a reduction after each iteration anyway may
+        include `due` and `stop_requested` in it instead. A True of one rank then counts for all.
         """
-        mine = self.due(iteration) | self.asked_to_stop() << 1
-        agreed = self.store.comm.mpi.allreduce(mine, op=MPI.BOR)
-        return Decision(save=agreed > 0, stop=agreed > 1)
+        here = self.due(iteration) | self.stop_requested() << 1
+        bits = self.store.comm.mpi.allreduce(here, op=MPI.BOR)
+        return Decision(save=bits > 0, stop=bits > 1)

@@ -1,4 +1,4 @@
-"""Saves of a run in a directory: written whole or not at all, the last ones kept."""
+"""A directory with the last saves of a run. A save is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,61 +19,72 @@ from typing import Any
 import jax
 
 from mpigrad.checkpoint import files
-from mpigrad.checkpoint.files import Damaged, Manifest
+from mpigrad.checkpoint.files import DamagedSaveError, Manifest
 from mpigrad.checkpoint.layout import Layout, Leaf, check_replicated, describe
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 
-__all__ = ["Saved", "Store"]
+__all__ = ["Snapshot", "Store"]
 
 _SAVE = re.compile(r"save-(\d{6,})")
 _UNFINISHED = ".unfinished-"
-_SHOWN = 6  # leaves that an error names
+_SHOWN = 6  # count of leaves that an error names
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
-    """What a store gives back.
+class Snapshot:
+    """A state that was read from a save.
 
     Attributes
     ----------
     step
-        The number that it was saved with.
+        The index of the step that was saved.
     tree
         This rank's part of the state.
     extra
-        What was saved beside it, as JSON keeps it (tuples are lists).
-    refused
-        Why newer saves were passed over, a sentence for each.
+        The `extra` of the save as JSON returns it (tuples are lists).
+    rejections
+        A sentence for each newer save that was rejected, with the reason.
     """
 
     step: int
     tree: Any
     extra: Any
-    refused: tuple[str, ...] = ()
+    rejections: tuple[str, ...] = ()
 
 
 class Store:
-    """A directory with the last saves of one run (collective: all ranks make and use it together).
+    """A directory with the last saves of one run. All its functions are collective.
 
     A save is a directory `save-000001`, `save-000002`, ... with one file per rank and a manifest.
-    It is written under another name, synchronised with the disk and renamed: whenever the job is
-    killed, what bears its name is whole.
+    It is written under another name, synchronised with the disk and then renamed. So a directory
+    with such a name is complete, whenever the job is killed.
 
     Parameters
     ----------
     directory
-        Where all ranks can read and write; made if need be. It belongs to one run at a time.
+        A directory that all ranks can read and write. It is made if it does not exist. Only one
+        run may use it at a time.
     comm
-        The ranks that share the state; all ranks if not given.
+        The ranks that share the state. Default: the default communicator.
     keep
-        Saves that are kept. With 2, the one before is there when the newest is damaged.
+        Count of saves that are kept. With 2, there is an older save if the newest is damaged.
 
     Raises
     ------
     ValueError, OSError
-        On every rank: `keep` is not positive, or the directory cannot be made, is not writable or
-        is not the same for all ranks.
+        On every rank, if `keep` is not positive, or the directory cannot be made, is not writable
+        or is not the same for all ranks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad.checkpoint import Store
+    >>> store = Store("saves")
+    >>> path = store.save(7, {"x": np.arange(3.0)}, extra={"loss": 0.5})
+    >>> snapshot = store.load({"x": np.zeros(3)})
+    >>> print(snapshot.step, snapshot.tree["x"], snapshot.extra)
+    7 [0. 1. 2.] {'loss': 0.5}
     """
 
     def __init__(
@@ -84,16 +95,16 @@ class Store:
     ) -> None:
         self.comm = resolve(comm)
         self.directory = pathlib.Path(directory)
-        self._refused: set[int] = set()
+        self._damaged: set[int] = set()
         with raise_on_all_ranks(self.comm):
             self.keep = operator.index(keep)
             if self.keep < 1:
-                raise ValueError(f"mpigrad.Store: keep={keep} must be at least 1")
+                raise ValueError(f"Store: keep must be at least 1, got {keep}")
         self._check_directory()
         self._newest = call_on_root(self.comm, lambda: max(self._numbers(), default=0))
 
     def _check_directory(self) -> None:
-        """Every rank must see what rank 0 writes."""
+        """Raise an error unless every rank sees the files that rank 0 writes."""
         token = self.comm.mpi.bcast(f".seen-by-all-{uuid.uuid4().hex}")
         try:
             with raise_on_all_ranks(self.comm):
@@ -103,9 +114,9 @@ class Store:
             with raise_on_all_ranks(self.comm):
                 if not (self.directory / token).exists():
                     raise OSError(
-                        f"mpigrad.Store: rank {self.comm.rank} does not see in {self.directory} "
-                        "what rank 0 writes there; give a directory that all ranks share, and an "
-                        "absolute path where they do not start in the same one"
+                        f"Store: rank {self.comm.rank} does not see the files that rank 0 writes "
+                        f"in {self.directory}. Give a directory that all ranks share, with an "
+                        "absolute path if they start in different directories."
                     )
         finally:
             if self.comm.rank == 0:
@@ -122,24 +133,24 @@ class Store:
     # --- writing ---
 
     def save(self, step: int, tree: Any, layout: Layout = False, extra: Any = None) -> pathlib.Path:
-        """Write a state, and remove the oldest save beyond `keep` (collective).
+        """Write a state, and remove the oldest save if there are more than `keep` (collective).
 
-        When it returns, on any rank, the save is on the disk and whole.
+        When it returns on any rank, the complete save is on the disk.
 
         Parameters
         ----------
         step
-            Any number, such as that of the iteration; rank 0's is written.
+            An integer, such as the index of the iteration. The value of rank 0 is written.
         tree
             A pytree of arrays (any real, complex, integer or boolean dtype of JAX), random keys
-            and numbers of Python.
+            and Python numbers.
         layout
-            Which part of the arrays a rank holds, as a tree that may end above the leaves of
-            `tree`: False, equal on all ranks (which is checked); True, stripes of rows, one rank
-            after the other; `Stripes(axis)`, along another axis; a `Grid`, this rank's tile in the
+            The part of each array that a rank holds, as a pytree prefix of `tree`. False: the
+            same on all ranks, which is checked. True: stripes of rows, one rank after the other.
+            `Stripes(axis)`: stripes along another axis. A `Grid`: this rank's tile, in the
             trailing axes.
         extra
-            What JSON can hold; rank 0's is written.
+            Further data that JSON can hold. The value of rank 0 is written.
 
         Returns
         -------
@@ -149,49 +160,49 @@ class Store:
         Raises
         ------
         ValueError, TypeError
-            On every rank: the layout does not fit, or the ranks disagree.
+            On every rank, if the layout does not fit, or the states differ between ranks.
         OSError
-            On every rank: a rank cannot write, or another run writes into the directory. Earlier
-            saves are left as they are.
+            On every rank, if a rank cannot write, or another run writes into the directory.
+            Earlier saves stay as they are.
         """
-        leaves = describe(tree, layout, self.comm, "mpigrad.Store.save")
-        check_replicated(leaves, tree, self.comm, "mpigrad.Store.save")
+        leaves = describe(tree, layout, self.comm, "Store.save")
+        check_replicated(leaves, tree, self.comm, "Store.save")
         step, identity = call_on_root(self.comm, lambda: self._begin(step, extra))
         unfinished = self.directory / f"{_UNFINISHED}{identity}"
         try:
             with raise_on_all_ranks(self.comm):
-                mine = files.write_numbers(unfinished, identity, self.comm.rank, leaves, tree)
+                file = files.write_leaves(unfinished, identity, self.comm.rank, leaves, tree)
                 files.sync_directory(unfinished)
-            written = self.comm.mpi.gather(mine)
+            written = self.comm.mpi.gather(file)
             with raise_on_all_ranks(self.comm):
                 if written is not None:
                     manifest = Manifest(identity, step, tuple(leaves), tuple(written), extra)
                     self._finish(unfinished, manifest)
         finally:
             if self.comm.rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)  # renamed, if all went well
+                shutil.rmtree(unfinished, ignore_errors=True)  # does not exist if it was renamed
         self._newest += 1
         if self.comm.rank == 0:
             self._prune()
         return self._path(self._newest)
 
     def _begin(self, step: int, extra: Any) -> tuple[int, str]:
-        """On rank 0: make the directory that is renamed at the end, named by its identity."""
+        """Make, on rank 0, the directory that is renamed at the end, and return its identity."""
         try:
             step = operator.index(step)
             json.dumps(extra)
         except (TypeError, ValueError) as error:
             raise type(error)(
-                f"mpigrad.Store.save: step={step!r} must be a whole number, and extra what JSON "
-                f"can hold: {error}"
+                f"Store.save: step must be an integer and extra must fit into JSON, got "
+                f"step={step!r}, extra of type {type(extra).__name__}: {error}"
             ) from None
         newest = max(self._numbers(), default=0)
         if newest > self._newest:
             raise OSError(
-                f"mpigrad.Store.save: {self._path(newest)} was written by another run, or another "
-                "Store; give each run a directory of its own"
+                f"Store.save: {self._path(newest)} was written by another run or another Store. "
+                "Give each run its own directory."
             )
-        for left in self.directory.glob(f"{_UNFINISHED}*"):  # of a job that was killed
+        for left in self.directory.glob(f"{_UNFINISHED}*"):  # from a job that was killed
             shutil.rmtree(left, ignore_errors=True)
         identity = uuid.uuid4().hex
         (self.directory / f"{_UNFINISHED}{identity}").mkdir()
@@ -204,17 +215,17 @@ class Store:
         files.sync_directory(self.directory)
 
     def _prune(self) -> None:
-        """Remove the oldest saves, and those that cannot be read."""
-        good = sorted(set(self._numbers()) - self._refused)
-        for number in [*self._refused, *good[: -self.keep]]:
-            # Under its name it must be whole, also when the job is killed here.
+        """Remove the oldest saves, and the saves that cannot be read."""
+        good = sorted(set(self._numbers()) - self._damaged)
+        for number in [*self._damaged, *good[: -self.keep]]:
+            # A directory with the name of a save must be complete, even if the job is killed here.
             aside = self.directory / f"{_UNFINISHED}{number:06d}"
             try:
                 os.rename(self._path(number), aside)
                 shutil.rmtree(aside)
-            except OSError as error:  # the run can go on with it
-                print(f"mpigrad: {self._path(number)} is not removed: {error}", file=sys.stderr)
-        self._refused.clear()
+            except OSError as error:  # the run can continue
+                print(f"mpigrad: {self._path(number)} was not removed: {error}", file=sys.stderr)
+        self._damaged.clear()
 
     # --- reading ---
 
@@ -224,66 +235,72 @@ class Store:
         layout: Layout = False,
         check: Callable[[Any], object] | None = None,
         *,
-        like_of: Callable[[Any], Any] | None = None,
-    ) -> Saved | None:
-        """The newest save that is whole (collective); None where none was ever finished.
+        make_like: Callable[[Any], Any] | None = None,
+    ) -> Snapshot | None:
+        """Read the newest complete save, or return None if there are no saves (collective).
 
-        All its files are read and compared with their hashes before anything is used. A save with
-        a file that is missing, truncated, changed or of another save is refused, rank 0 names the
-        file on stderr, and the save before is read. On the number of ranks that wrote it every
-        number comes back bit for bit; on another, or with another layout, arrays are cut anew.
+        All its files are read and compared with their hashes first. If a file is missing,
+        truncated, changed or belongs to another save, the save is rejected: rank 0 names the file
+        on stderr, and the save before is read. Every value is bitwise the value that was written.
+        On another count of ranks, or with another layout, arrays are redistributed.
 
         Parameters
         ----------
         like
-            A tree with the structure, shapes and dtypes of what is read, such as the state that a
-            new run begins with. Shapes are those of this rank's part, here and now.
+            A tree with the structure, shapes and dtypes of the state, for example the first state
+            of a new run. Its shapes are those of this rank's part in the present run.
         layout
-            As for `save`; it may be another one.
+            As in `save`. It may differ from the layout with which the state was written.
         check
-            Gets `extra` before anything else is looked at, and raises where the save is of no use.
-        like_of
-            extra -> what is used instead of `like`, where the save alone tells the shapes.
+            A function of `extra` that raises an error if the save must not be used. It is called
+            before the state is read.
+        make_like
+            A function of `extra` that returns the `like` to use, if only the save determines the
+            shapes.
+
+        Returns
+        -------
+        Snapshot or None
 
         Raises
         ------
         ValueError
-            On every rank: the save holds another state than `like`, with both; or there are saves,
-            and none of them is whole.
+            On every rank, if the save has another structure, other shapes or dtypes than `like`, or
+            if there are saves but all of them are damaged.
         """
         wanted: list[Leaf] = []
-        if like_of is None:
-            wanted = describe(like, layout, self.comm, "mpigrad.Store.load")
-        refused: list[str] = []
+        if make_like is None:
+            wanted = describe(like, layout, self.comm, "Store.load")
+        rejections: list[str] = []
         for number in sorted(self.comm.mpi.bcast(self._listed()), reverse=True):
             path = self._path(number)
             try:
                 manifest = self._checked(path)
-            except Damaged as error:
-                refused.append(f"{path} is refused: {error}")
-                self._refused.add(number)
+            except DamagedSaveError as error:
+                rejections.append(f"{path} is rejected: {error}")
+                self._damaged.add(number)
                 if self.comm.rank == 0:
-                    print(f"mpigrad: {refused[-1]}", file=sys.stderr, flush=True)
+                    print(f"mpigrad: {rejections[-1]}", file=sys.stderr, flush=True)
                 continue
             with raise_on_all_ranks(self.comm):
                 if check is not None:
                     check(manifest.extra)
-                if like_of is not None:
-                    like = like_of(manifest.extra)
-            if like_of is not None:
-                wanted = describe(like, layout, self.comm, "mpigrad.Store.load")
+                if make_like is not None:
+                    like = make_like(manifest.extra)
+            if make_like is not None:
+                wanted = describe(like, layout, self.comm, "Store.load")
             _compare(path, manifest.leaves, wanted)
             templates, structure = jax.tree.flatten(like)
             found: list[Any] = []
             with raise_on_all_ranks(self.comm):
                 found = files.read_leaves(path, manifest, wanted, templates, self.comm.rank)
             tree = jax.tree.unflatten(structure, found)
-            return Saved(manifest.step, tree, manifest.extra, tuple(refused))
-        if refused:
+            return Snapshot(manifest.step, tree, manifest.extra, tuple(rejections))
+        if rejections:
             raise ValueError(
-                f"mpigrad.Store.load: none of the saves in {self.directory} can be read:\n  "
-                + "\n  ".join(refused)
-                + "\nTo begin anew, move them away."
+                f"Store.load: all saves in {self.directory} are damaged:\n  "
+                + "\n  ".join(rejections)
+                + "\nTo start a new run, move them to another directory."
             )
         return None
 
@@ -291,41 +308,42 @@ class Store:
         return self._numbers() if self.comm.rank == 0 else []
 
     def _checked(self, path: pathlib.Path) -> Manifest:
-        """The manifest of a save all of whose files are whole; Damaged on every rank otherwise."""
+        """Return the manifest of a complete save, or raise DamagedSaveError on every rank."""
         manifest, problem = None, None
         if self.comm.rank == 0:
             try:
                 manifest = files.read_manifest(path)
-            except Damaged as error:
+            except DamagedSaveError as error:
                 problem = str(error)
             except (KeyError, TypeError, ValueError) as error:
-                problem = f"{path}'s manifest lacks or misstates {error}"
+                problem = f"the manifest of {path} is invalid at {error}"
         manifest, problem = self.comm.mpi.bcast((manifest, problem))
         if problem is None:
             assert manifest is not None
             try:
-                # Each file is read by one rank, whoever will want something from it.
+                # Each file is checked by one rank, whichever ranks need its content.
                 for rank in range(self.comm.rank, len(manifest.files), self.comm.size):
                     files.check_file(path, manifest, rank)
-            except Damaged as error:
+            except DamagedSaveError as error:
                 problem = str(error)
             problem = next(filter(None, self.comm.mpi.allgather(problem)), None)
         if problem is not None:
-            raise Damaged(problem)
+            raise DamagedSaveError(problem)
         return manifest
 
 
 def _compare(path: pathlib.Path, there: tuple[Leaf, ...], here: list[Leaf]) -> None:
-    """Raise unless two states have the same leaves."""
+    """Raise an error unless two states have the same leaves."""
     differences = []
     for a, b in itertools.zip_longest(there, here):
         if a is None or b is None or (a.name, str(a)) != (b.name, str(b)):
-            in_file, asked = (f"{x.name} {x}" if x is not None else "nothing" for x in (a, b))
-            differences.append(f"  {in_file} in the file, {asked} here")
+            in_file, expected = (f"{x.name} {x}" if x is not None else "nothing" for x in (a, b))
+            differences.append(f"  {in_file} in the file, {expected} in this run")
     if differences:
         more = len(differences) - _SHOWN
         shown = differences[:_SHOWN] + ([f"  and {more} more"] if more > 0 else [])
         raise ValueError(
-            f"mpigrad.Store.load: {path} holds another state than the one asked for:\n"
+            f"Store.load: the state in {path} differs from the state of this run:\n"
             + "\n".join(shown)
+            + "\nUse another directory, or the program that wrote it."
         )

@@ -1,26 +1,29 @@
-"""Optimizers whose inner products and decisions are those of all ranks."""
+"""Optimizers of unknowns that are replicated or sharded over ranks."""
 
 from mpigrad.optimize.adam import Adam
+from mpigrad.optimize.continuation import continuation
 from mpigrad.optimize.gradient_transformation import Optax
 from mpigrad.optimize.inner_product import clip_by_global_norm, global_norm, inner_products
 from mpigrad.optimize.lbfgs import LBFGS
 from mpigrad.optimize.line_search import StrongWolfe
 from mpigrad.optimize.method import Method, State
 from mpigrad.optimize.minimize import minimize
-from mpigrad.optimize.multi_start import MultiStart, multi_start, stages
+from mpigrad.optimize.multi_start import MultiStart, multi_start
 from mpigrad.optimize.nonlinear_cg import NonlinearCG
 from mpigrad.optimize.objective import Objective, Point
-from mpigrad.optimize.root_worker import Served, root_driven
+from mpigrad.optimize.record import MinimizeError, NotFiniteError, Record
+from mpigrad.optimize.root_worker import RootObjective, root_driven
 from mpigrad.optimize.scipy_methods import SciPy
-from mpigrad.optimize.solution import NotFiniteError, Record, Result, Solution
 from mpigrad.optimize.trust_region import GaussNewton, NewtonCG
 from mpigrad.optimize.unknowns import Unknowns
+from mpigrad.solution import Result, Solution
 
 __all__ = [
     "LBFGS",
     "Adam",
     "GaussNewton",
     "Method",
+    "MinimizeError",
     "MultiStart",
     "NewtonCG",
     "NonlinearCG",
@@ -30,17 +33,17 @@ __all__ = [
     "Point",
     "Record",
     "Result",
+    "RootObjective",
     "SciPy",
-    "Served",
     "Solution",
     "State",
     "StrongWolfe",
     "Unknowns",
     "clip_by_global_norm",
+    "continuation",
     "global_norm",
     "inner_products",
     "minimize",
     "multi_start",
     "root_driven",
-    "stages",
 ]

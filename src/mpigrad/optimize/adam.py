@@ -1,4 +1,4 @@
-"""Adam, for objectives that are another sample in each step."""
+"""Adam, for objectives that use another sample in each step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Adam", "AdamState"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdamState:
-    """Where Adam is: the means of the gradient and of its square, and the number of steps."""
+    """The state of Adam: means of the gradient and of its square, and the count of steps."""
 
     stuck: ClassVar[bool] = False
 
@@ -36,18 +36,28 @@ class AdamState:
 
 @dataclasses.dataclass(frozen=True)
 class Adam(Method):
-    """Adam (Kingma and Ba 2015); the step of a record is the learning rate.
+    """Adam (Kingma and Ba, ICLR 2015), without optax. A record's `step` is the learning rate.
 
     Attributes
     ----------
     learning_rate
-        A number, or a function of the number of the step (from 1), the same on all ranks.
+        A float, or a Python function of the index of the step (from 1), the same on all ranks.
     mean, square
-        Factors by which the means of the gradient and of its square forget (β₁ and β₂).
+        Decay rates of the means of the gradient and of its square (β₁ and β₂).
     epsilon
         Added to the root of the mean square.
     clip
-        Gradients of a larger two-norm, over all unknowns of all ranks, are made shorter.
+        Gradients with a larger two-norm, over all unknowns of all ranks, are scaled to this norm.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.optimize import Adam, minimize
+    >>> def loss(x):
+    ...     return jnp.sum((x - 2.0) ** 2)
+    >>> solution = minimize(loss, jnp.zeros(2), Adam(0.1), max_steps=500, loss="replicated")
+    >>> print(solution.value.round(2))
+    [2. 2.]
     """
 
     stochastic: ClassVar[bool] = True
@@ -60,14 +70,20 @@ class Adam(Method):
 
     def __post_init__(self) -> None:
         if not (0 <= self.mean < 1 and 0 <= self.square < 1):
-            raise ValueError(f"Adam: mean={self.mean} and square={self.square} must be in [0, 1)")
+            raise ValueError(
+                "Adam: mean and square must be in [0, 1), got "
+                f"mean={self.mean}, square={self.square}"
+            )
         if not (callable(self.learning_rate) or self.learning_rate > 0):
-            raise ValueError(f"Adam: learning_rate={self.learning_rate} must be positive")
+            raise ValueError(f"Adam: learning_rate must be positive, got {self.learning_rate}")
         if not self.epsilon > 0 or not (self.clip is None or self.clip > 0):
-            raise ValueError(f"Adam: epsilon={self.epsilon} and clip={self.clip} must be positive")
+            raise ValueError(
+                f"Adam: epsilon and clip must be positive, got epsilon={self.epsilon}, "
+                f"clip={self.clip}"
+            )
 
     def start(self, objective: Objective, x: Vector) -> AdamState:
-        point = objective.first(x)
+        point = objective.evaluate(x)
         mean, square = (jax.tree.map(jnp.zeros_like, x) for _ in range(2))
         return AdamState(
             point.x, point.gradient, point.loss, point.norm, 0.0, mean, square, count=0
@@ -87,7 +103,7 @@ class Adam(Method):
             self.epsilon,
         )
         direction, mean, square = _update(state.mean, state.square, state.gradient, factors)
-        point = objective.along(state.x, direction, 1.0)
+        point = objective.evaluate_along(state.x, direction, 1.0)
         return AdamState(point.x, point.gradient, point.loss, point.norm, rate, mean, square, count)
 
     def layout(self, unknowns: Unknowns) -> Any:

@@ -1,7 +1,8 @@
-"""Whether a traced program works number by number on arrays that are shared out over ranks.
+"""Analysis of traced programs: do they work elementwise on arrays that are sharded over ranks?
 
-Every value of the program gets a mark: the number of the shared-out array of which it is a function
-number by number, or one of the three below. What no rule is known for counts as mixing.
+Every value of the program gets a mark: the index of the sharded array of which the value is an
+elementwise function, or one of the three marks below. A primitive without a rule counts as mixing
+elements.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-__all__ = ["COMMON", "UNIFORM", "follow", "join"]
+__all__ = ["REPLICATED", "UNIFORM", "join_marks", "propagate_marks"]
 
 Mark = int | str
-UNIFORM = "uniform"  # a number, or constants: fits any array
-COMMON = "common"  # an array that each rank has whole, or that was made for a shape
-MIXED = "mixed"  # numbers of several places of a shared-out array
+UNIFORM = "uniform"  # a scalar or a constant: fits any array
+REPLICATED = "replicated"  # an array that each rank has whole, or that was made for one shape
+MIXED = "mixed"  # depends on several elements of a sharded array
 
 # fmt: off
-_NUMBER_BY_NUMBER = {
+_ELEMENTWISE = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
     "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma",
     "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
@@ -29,47 +30,47 @@ _NUMBER_BY_NUMBER = {
     "tanh", "xor",
 }
 # fmt: on
-_SHAPING = {"broadcast_in_dim", "reshape", "squeeze"}
+_RESHAPING = {"broadcast_in_dim", "reshape", "squeeze"}
 _CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint"}
 
 
-def join(*marks: Mark) -> Mark:
-    """The mark of what is made of values of these marks, place by place."""
-    found = {mark for mark in marks if mark != UNIFORM}
-    return MIXED if len(found) > 1 else found.pop() if found else UNIFORM
+def join_marks(*marks: Mark) -> Mark:
+    """Return the mark of an elementwise function of values with these marks."""
+    others = {mark for mark in marks if mark != UNIFORM}
+    return MIXED if len(others) > 1 else others.pop() if others else UNIFORM
 
 
-def follow(program: ClosedJaxpr | Jaxpr, marks: Sequence[Mark]) -> list[Mark]:
-    """The marks of a program's results, by those of its arguments."""
+def propagate_marks(program: ClosedJaxpr | Jaxpr, marks: Sequence[Mark]) -> list[Mark]:
+    """Return the marks of a program's results, given those of its arguments."""
     jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    known: dict[Any, Mark] = dict.fromkeys(jaxpr.constvars, UNIFORM)
-    known.update(zip(jaxpr.invars, marks, strict=True))
+    mark_of: dict[Any, Mark] = dict.fromkeys(jaxpr.constvars, UNIFORM)
+    mark_of.update(zip(jaxpr.invars, marks, strict=True))
 
     def mark(atom: Any) -> Mark:
-        return UNIFORM if isinstance(atom, Literal) else known[atom]
+        return UNIFORM if isinstance(atom, Literal) else mark_of[atom]
 
     for equation in jaxpr.eqns:
-        found = _through(equation, [mark(atom) for atom in equation.invars])
-        for variable, result in zip(equation.outvars, found, strict=True):
-            number = getattr(variable.aval, "ndim", 0) == 0
-            known[variable] = UNIFORM if number and result == COMMON else result
+        results = _marks_of_results(equation, [mark(atom) for atom in equation.invars])
+        for variable, result in zip(equation.outvars, results, strict=True):
+            scalar = getattr(variable.aval, "ndim", 0) == 0
+            mark_of[variable] = UNIFORM if scalar and result == REPLICATED else result
     return [mark(atom) for atom in jaxpr.outvars]
 
 
-def _through(equation: Any, marks: list[Mark]) -> list[Mark]:
+def _marks_of_results(equation: Any, marks: list[Mark]) -> list[Mark]:
     name, results = equation.primitive.name, equation.outvars
     if name == "cond":
-        branches = [follow(branch, marks[1:]) for branch in equation.params["branches"]]
-        decided = marks[0] == UNIFORM
-        return [join(*each) if decided else MIXED for each in zip(*branches, strict=True)]
+        branches = [propagate_marks(branch, marks[1:]) for branch in equation.params["branches"]]
+        uniform = marks[0] == UNIFORM  # the branch index
+        return [join_marks(*each) if uniform else MIXED for each in zip(*branches, strict=True)]
     if name in _CALLS:
         inner = [p for p in equation.params.values() if isinstance(p, ClosedJaxpr | Jaxpr)]
         if len(inner) == 1:
-            return follow(inner[0], marks)
-    together = join(*marks)
-    shaping = name in _SHAPING and (
-        together == UNIFORM or equation.invars[0].aval.shape == results[0].aval.shape
+            return propagate_marks(inner[0], marks)
+    joined = join_marks(*marks)
+    reshaping = name in _RESHAPING and (
+        joined == UNIFORM or equation.invars[0].aval.shape == results[0].aval.shape
     )
-    if shaping or name in _NUMBER_BY_NUMBER:
-        return [together] * len(results)
-    return [COMMON if together in (UNIFORM, COMMON) else MIXED] * len(results)
+    if reshaping or name in _ELEMENTWISE:
+        return [joined] * len(results)
+    return [REPLICATED if joined in (UNIFORM, REPLICATED) else MIXED] * len(results)

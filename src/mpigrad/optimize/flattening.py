@@ -1,4 +1,4 @@
-"""A pytree of real arrays as the one vector that serial optimizers take."""
+"""Conversion between a pytree of real arrays and the vector that serial optimizers take."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["Flattening"]
 
 
 class Flattening:
-    """Takes pytrees like `example` to vectors of float64, and back.
+    """Convert pytrees of the structure of `example` to vectors of float64, and back.
 
     Parameters
     ----------
     example
-        Pytree of real floating-point arrays.
+        A pytree of real floating-point arrays.
 
     Attributes
     ----------
     size
         Length of the vector.
     signature
-        Place, shape and dtype of each leaf.
+        Path, shape and dtype of each leaf.
     """
 
     def __init__(self, example: Any) -> None:
@@ -41,26 +41,29 @@ class Flattening:
         for path, _, dtype in self.signature:
             if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
                 raise TypeError(
-                    f"x0{path} is of {dtype}: a serial optimizer's unknowns are real numbers. "
-                    "Give whole numbers as floats, and a complex array as its real and imaginary "
-                    "parts."
+                    f"root_driven: x0{path} has dtype {dtype}, expected real floating-point "
+                    "arrays. Convert integers to floats, and give a complex array as its real and "
+                    "imaginary parts."
                 )
         if not self.size:
-            raise ValueError("x0 holds no numbers: there is nothing to optimize")
+            raise ValueError(
+                "root_driven: expected at least one unknown, got x0 without elements. Add one."
+            )
 
-    def flat(self, tree: Any, what: str = "the point") -> NDArray[np.float64]:
-        """The vector of a pytree like the example; a new array."""
+    def flat(self, tree: Any, name: str = "the point") -> NDArray[np.float64]:
+        """Return the vector of a pytree of the structure of the example, as a new array."""
         leaves, structure = jax.tree.flatten(tree)
         if structure != self._structure or [np.shape(x) for x in leaves] != self._shapes:
             raise ValueError(
-                f"{what} is no pytree like x0 (with {self.size} numbers):\n"
+                f"root_driven: {name} has another structure than x0 (of {self.size} elements):\n"
                 f"  x0: {self._structure} with shapes {self._shapes}\n"
-                f"  {what}: {structure} with shapes {[np.shape(x) for x in leaves]}"
+                f"  {name}: {structure} with shapes {[np.shape(x) for x in leaves]}\n"
+                "Give a pytree of the structure of x0, or its vector."
             )
         return np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves])
 
     def tree(self, flat: NDArray[np.float64]) -> Any:
-        """The pytree of a vector, of NumPy arrays with the example's shapes and dtypes."""
+        """Return the pytree of a vector: NumPy arrays with the example's shapes and dtypes."""
         ends = np.cumsum([math.prod(shape) for shape in self._shapes])[:-1]
         parts = zip(np.split(flat, ends), self._shapes, self._dtypes, strict=True)
         return jax.tree.unflatten(
@@ -68,7 +71,7 @@ class Flattening:
         )
 
     def shapes(self) -> Any:
-        """The pytree of `jax.ShapeDtypeStruct`."""
+        """Return the pytree of `jax.ShapeDtypeStruct`."""
         kinds = zip(self._shapes, self._dtypes, strict=True)
         return jax.tree.unflatten(
             self._structure, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]

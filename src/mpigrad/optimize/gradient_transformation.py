@@ -1,4 +1,4 @@
-"""Any gradient transformation of optax as a method."""
+"""Gradient transformations of optax as methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.grid.grid import Grid
 from mpigrad.operations import bcast
-from mpigrad.optimize.elementwise import COMMON, UNIFORM, follow, join
+from mpigrad.optimize.elementwise import REPLICATED, UNIFORM, join_marks, propagate_marks
 from mpigrad.optimize.method import Method
 from mpigrad.optimize.objective import Objective
 from mpigrad.optimize.unknowns import Unknowns, Vector
@@ -24,7 +24,7 @@ __all__ = ["Optax", "OptaxState"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OptaxState:
-    """Where optax is; `inner` is its own state, for trees as the user's."""
+    """The state of `Optax`. `inner` is optax's own state, for trees of the structure of x0."""
 
     stuck: ClassVar[bool] = False
 
@@ -38,71 +38,91 @@ class OptaxState:
 
 @dataclasses.dataclass(frozen=True)
 class Optax(Method):
-    """A gradient transformation of optax; the step of a record is the step's two-norm.
+    """A gradient transformation of optax. A record's `step` is the two-norm of the step.
 
-    It sees trees such as x0, replicated leaves whole. On sharded leaves it must work number by
-    number (adam, sgd, rmsprop, ...), as each rank applies it to its own part: one whose program
-    mixes numbers (by their norm, say, or by sums over rows) is refused there. With
-    `optax.multi_transform` or `optax.masked` the rule holds for what is done to sharded leaves. For
-    a clipped gradient give `clip` instead of optax's `clip_by_global_norm`.
+    The transformation is applied to trees of the structure of x0, with replicated leaves whole.
+    Each rank applies it to its own part of the sharded leaves, so it must be elementwise there
+    (adam, sgd, rmsprop, ...). A transformation that mixes elements of sharded leaves, for example
+    by their norm or by sums over rows, is rejected. With `optax.multi_transform` or `optax.masked`
+    the rule applies only to the transformations of sharded leaves. To clip the gradient use `clip`
+    instead of optax's `clip_by_global_norm`.
 
     Attributes
     ----------
     transformation
-        An `optax.GradientTransformation`, its learning rate included: optax.adam(1e-2). It may take
-        the loss as `value`.
+        An `optax.GradientTransformation` with its learning rate, for example `optax.adam(1e-2)`.
+        It may take the loss as `value`.
     clip
-        Gradients of a larger two-norm, over all unknowns of all ranks, are made shorter.
+        Gradients with a larger two-norm, over all unknowns of all ranks, are scaled to this norm.
+    elementwise
+        True promises that the transformation is elementwise on sharded leaves, and skips the
+        check. Use it for a transformation that the check rejects although it is elementwise. If
+        the promise is false, the steps are wrong and no error is raised.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import optax
+    >>> from mpigrad.optimize import Optax, minimize
+    >>> def loss(x):
+    ...     return jnp.sum((x - 2.0) ** 2)
+    >>> method = Optax(optax.adam(0.1), clip=1.0)
+    >>> solution = minimize(loss, jnp.zeros(2), method, max_steps=500, loss="replicated")
+    >>> print(solution.value.round(2))
+    [2. 2.]
     """
 
     stochastic: ClassVar[bool] = True
 
     transformation: Any
     clip: float | None = None
+    elementwise: bool = False
 
     def __post_init__(self) -> None:
         if not all(
             callable(getattr(self.transformation, name, None)) for name in ("init", "update")
         ):
             raise TypeError(
-                f"Optax: transformation={self.transformation!r} must be optax's, such as "
-                "optax.adam(1e-2)"
+                "Optax: expected an optax.GradientTransformation, got "
+                f"{self.transformation!r}. Give for example optax.adam(1e-2)."
             )
         if not (self.clip is None or self.clip > 0):
-            raise ValueError(f"Optax: clip={self.clip} must be positive")
+            raise ValueError(f"Optax: clip must be positive, got {self.clip}")
 
     def check(self, unknowns: Unknowns) -> None:
         comm = unknowns.comm
-        several = bool(unknowns.own) and comm.size > 1
-        rows = [unknowns.shapes[i].shape[0] for i in unknowns.own if unknowns.kinds[i] is True]
+        checked = bool(unknowns.sharded) and comm.size > 1 and not self.elementwise
+        rows = [unknowns.shapes[i].shape[0] for i in unknowns.sharded if unknowns.kinds[i] is True]
         rows = np.sum(comm.mpi.allgather(rows), axis=0, dtype=int).tolist()
         with raise_on_all_ranks(comm):
             try:
                 mixed = self._mixed(unknowns, unknowns.shapes)
             except Exception as error:
                 raise TypeError(
-                    "Optax: this transformation can't be applied to such unknowns "
+                    "Optax: the transformation cannot be applied to these unknowns "
                     f"({type(error).__name__}: {error}). Its update gets the gradient, its state, "
-                    "the unknowns, value= and grad=; masks and labels must fit x0. Instead of "
-                    "optax.lbfgs use LBFGS(), with its own line search"
+                    "the unknowns, value= and grad=, and masks and labels must fit x0. Instead of "
+                    "optax.lbfgs use LBFGS(), which has its own line search."
                 ) from error
-            if several and not mixed:
-                # Also as one rank would apply it; not where it holds arrays of a rank's own shapes.
+            if checked and not mixed:
+                # Check it also with the shapes that one rank would have. That may fail if the
+                # transformation contains arrays of this rank's shapes.
                 with contextlib.suppress(Exception):
-                    mixed = self._mixed(unknowns, _whole(unknowns, rows))
-            if mixed:
+                    mixed = self._mixed(unknowns, _global_shapes(unknowns, rows))
+            if checked and mixed:
                 raise ValueError(
-                    "Optax: this transformation does not work number by number on sharded "
-                    f"unknowns, of which each rank sees its own part only: {', '.join(mixed)}. Use "
-                    "Optax(..., clip=) instead of clip_by_global_norm, LBFGS() instead of "
-                    "optax.lbfgs, a transformation such as adam for sharded leaves (with "
-                    "optax.multi_transform any for the others), or replicated unknowns"
+                    "Optax: the transformation is not elementwise on sharded unknowns, of which "
+                    f"each rank has only its own part: {', '.join(mixed)}. Use Optax(..., clip=) "
+                    "instead of clip_by_global_norm, LBFGS() instead of optax.lbfgs, a "
+                    "transformation such as adam for sharded leaves (with optax.multi_transform "
+                    "any transformation for the others), or replicated unknowns. If you know that "
+                    "it is elementwise, give elementwise=True."
                 )
 
     def start(self, objective: Objective, x: Vector) -> OptaxState:
-        point = objective.first(x)
+        point = objective.evaluate(x)
         inner = self.transformation.init(objective.tree(x))
-        # Types as a step leaves them, so that the first step is compiled for all the others.
+        # The types that a step returns, so that all steps use one compiled program.
         inner = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.result_type(leaf)), inner)
         return OptaxState(point.x, point.gradient, point.loss, point.norm, 0.0, inner)
 
@@ -112,7 +132,7 @@ class Optax(Method):
             scale = self.clip / state.gradient_norm
         program = objective.unknowns.compiled(self._update)
         direction, length, inner = program(state.inner, state.x, state.gradient, state.loss, scale)
-        point = objective.along(state.x, direction, 1.0)
+        point = objective.evaluate_along(state.x, direction, 1.0)
         return OptaxState(point.x, point.gradient, point.loss, point.norm, float(length), inner)
 
     def layout(self, unknowns: Unknowns) -> Any:
@@ -123,10 +143,10 @@ class Optax(Method):
         return OptaxState(vector, vector, no, no, no, self._kinds(unknowns, inner, unknowns.shapes))
 
     def _kinds(self, unknowns: Unknowns, inner: Any, shapes: list[Any]) -> Any:
-        """How the arrays of optax's state are shared out: as the unknowns of such shapes."""
+        """Return how the arrays of optax's state are distributed: as unknowns of these shapes."""
         import optax
 
-        if not unknowns.own:
+        if not unknowns.sharded:
             return jax.tree.map(lambda _: False, inner)
 
         def masked(node: Any) -> bool:
@@ -148,9 +168,10 @@ class Optax(Method):
         )
 
     def _mixed(self, unknowns: Unknowns, shapes: list[Any]) -> list[str]:
-        """Sharded unknowns of such shapes whose numbers the transformation mixes; their names.
+        """Return the names of the sharded unknowns whose elements the transformation mixes.
 
-        It is traced, with or without ranks to share unknowns, and not computed.
+        The transformation is traced with these shapes and not computed. It is traced on one rank,
+        too, so that errors in it are found there.
         """
         import optax
 
@@ -164,16 +185,16 @@ class Optax(Method):
         value = jax.ShapeDtypeStruct((), jnp.result_type(float))
         program, (updates, _) = jax.make_jaxpr(changed, return_shape=True)(x, inner, x, value)
         unknowns.structure.flatten_up_to(updates)
-        if not unknowns.own or unknowns.comm.size == 1:
+        if not unknowns.sharded or unknowns.comm.size == 1:
             return []
         kinds = jax.tree.leaves(self._kinds(unknowns, inner, shapes))
-        marks = [i if i in unknowns.own else COMMON for i in range(len(shapes))]
+        marks = [i if i in unknowns.sharded else REPLICATED for i in range(len(shapes))]
         marks = [mark if shape.ndim else UNIFORM for mark, shape in zip(marks, shapes, strict=True)]
-        state = follow(init, marks)
-        while True:  # each mark changes twice at most
-            found = follow(program, [*marks, *state, *marks, UNIFORM])
+        state = propagate_marks(init, marks)
+        while True:  # each mark changes at most twice
+            found = propagate_marks(program, [*marks, *state, *marks, UNIFORM])
             found, after = found[: len(marks)], found[len(marks) :]
-            later = [join(*pair) for pair in zip(state, after, strict=True)]
+            later = [join_marks(*pair) for pair in zip(state, after, strict=True)]
             if later == state:
                 break
             state = later
@@ -182,7 +203,7 @@ class Optax(Method):
             for name, mark, own in zip(unknowns.names, found, marks, strict=True)
             if mark not in (UNIFORM, own)
         ]
-        # Parts of a rank's own that would be taken for everybody's.
+        # Parts of the state that depend on sharded unknowns but would count as replicated.
         lost = any(
             isinstance(mark, int) and kind is False for mark, kind in zip(state, kinds, strict=True)
         )
@@ -197,8 +218,8 @@ class Optax(Method):
         tree = unknowns.tree(scaled)
         update = optax.with_extra_args_support(self.transformation).update
         updates, inner = update(tree, inner, unknowns.tree(x), value=loss, grad=tree)
-        if unknowns.own and unknowns.comm.size > 1:
-            # Ranks whose parts differ compile different programs, and may round differently.
+        if unknowns.sharded and unknowns.comm.size > 1:
+            # Ranks with parts of other shapes compile other programs, which may round differently.
             leaves, structure = jax.tree.flatten(inner)
             kinds = jax.tree.leaves(self._kinds(unknowns, inner, unknowns.shapes))
             common = [i for i, kind in enumerate(kinds) if kind is False]
@@ -211,10 +232,13 @@ class Optax(Method):
         return direction, jnp.sqrt(unknowns.products((direction, direction))[0]), inner
 
 
-def _whole(unknowns: Unknowns, rows: list[int]) -> list[Any]:
-    """The shapes that one rank would have; `rows` of the leaves that are sharded along axis 0."""
+def _global_shapes(unknowns: Unknowns, rows: list[int]) -> list[Any]:
+    """Return the shapes of the unknowns of all ranks.
+
+    `rows` are the counts of rows of the leaves that are sharded along axis 0.
+    """
     shapes, remaining = list(unknowns.shapes), iter(rows)
-    for i in unknowns.own:
+    for i in unknowns.sharded:
         kind, shape = unknowns.kinds[i], shapes[i].shape
         if isinstance(kind, Grid):
             whole = (*shape[: len(shape) - kind.ndim], *kind.shape)

@@ -1,4 +1,4 @@
-"""Inner products over trees of which some leaves are replicated and some sharded."""
+"""Inner products of trees whose leaves may be replicated or sharded over ranks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,34 @@ __all__ = ["clip_by_global_norm", "global_norm", "inner_products"]
 def inner_products(
     *pairs: tuple[Any, Any], sharded: Any = False, comm: Communicator | None = None
 ) -> jax.Array:
-    """⟨u, v⟩ of each pair of trees, over all ranks and in one message (collective).
+    """Compute ⟨u, v⟩ of each pair of trees over all ranks, in one message (collective).
+
+    It works in compiled programs and is differentiable.
 
     Parameters
     ----------
     pairs
-        (u, v), trees of real arrays alike; all pairs have the structure of the first.
+        (u, v): two trees of real arrays of the same structure and shapes. All pairs have the
+        structure of the first.
     sharded
-        A prefix of the trees, as for `minimize`: replicated leaves (False) count once, of sharded
-        ones (True, or a Grid) each rank's part.
+        A prefix of the trees, as in `minimize`. Replicated leaves (False) count once. Of sharded
+        leaves (True, or a Grid) the part of each rank counts.
     comm
-        The ranks.
+        The ranks that hold the trees. Default: the default communicator.
 
     Returns
     -------
-    An array of shape (len(pairs),), equal on all ranks; inside compiled programs as well, and
-    differentiable. Of the leaves' dtype: products of float32 beyond 1e38 are inf, below 1e-38 zero.
+    jax.Array
+        Shape (len(pairs),), dtype of the leaves, the same on all ranks. In float32, products above
+        1e38 are inf and products below 1e-38 are zero.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.optimize import inner_products
+    >>> u, v = {"a": jnp.ones(3)}, {"a": jnp.arange(3.0)}
+    >>> print(inner_products((u, v), (v, v)))
+    [3. 5.]
     """
     comm = resolve(comm)
 
@@ -49,16 +61,36 @@ def inner_products(
 
 
 def global_norm(tree: Any, *, sharded: Any = False, comm: Communicator | None = None) -> jax.Array:
-    """The two-norm of a tree over all ranks, with `sharded` as in `inner_products`.
+    """Compute the two-norm of a tree over all ranks (collective).
 
-    Of float32 it neither overflows nor vanishes where its squares do, for one more message.
+    In float32 it is scaled, at the cost of one more message, so that it neither overflows nor
+    underflows when its squares do.
+
+    Parameters
+    ----------
+    tree
+        A pytree of real arrays.
+    sharded, comm
+        As in `inner_products`.
+
+    Returns
+    -------
+    jax.Array
+        A scalar, the same on all ranks.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.optimize import global_norm
+    >>> print(global_norm({"a": jnp.full(1, 3.0), "b": jnp.full(1, 4.0)}))
+    5.0
     """
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     unit = jnp.ones((), jnp.result_type(*leaves))
-    if unit.dtype != jnp.dtype("float64"):  # squares of float32 numbers leave float32
+    if unit.dtype != jnp.dtype("float64"):  # squares of float32 may overflow
         largest = [jnp.max(jnp.abs(leaf), initial=0.0) for leaf in leaves]
         most = allreduce(jax.lax.stop_gradient(jnp.max(jnp.stack(largest))), MPI.MAX, comm)
-        # A power of two, so that nothing is rounded; 1/unit has to be a number as well.
+        # A power of two, so that scaling is exact. 1 / unit must be finite, too.
         exponent = jnp.clip(jnp.frexp(most)[1], -120, 120)
         unit = jnp.where((most > 0) & jnp.isfinite(most), jnp.ldexp(unit, exponent), 1)
     scaled = jax.tree.map(lambda leaf: leaf * (1 / unit).astype(jnp.result_type(leaf)), tree)
@@ -68,7 +100,28 @@ def global_norm(tree: Any, *, sharded: Any = False, comm: Communicator | None = 
 def clip_by_global_norm(
     tree: Any, largest: float, *, sharded: Any = False, comm: Communicator | None = None
 ) -> Any:
-    """The tree, made shorter where its two-norm over all ranks is above `largest`."""
+    """Scale a tree so that its two-norm over all ranks is at most `largest` (collective).
+
+    Parameters
+    ----------
+    tree
+        A pytree of real arrays, such as a gradient.
+    largest
+        The largest two-norm. A tree with a smaller norm is returned unchanged.
+    sharded, comm
+        As in `inner_products`.
+
+    Returns
+    -------
+    A tree of the same structure, shapes and dtypes.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.optimize import clip_by_global_norm
+    >>> print(clip_by_global_norm(jnp.array([3.0, 4.0]), 1.0))
+    [0.6 0.8]
+    """
     norm = global_norm(tree, sharded=sharded, comm=comm)
     factor = jnp.where(norm > largest, largest / norm, 1.0)
     return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), tree)

@@ -1,4 +1,4 @@
-"""Limited-memory BFGS whose vectors are shared out over the ranks."""
+"""Limited-memory BFGS with vectors that are distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["LBFGS", "LBFGSState"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LBFGSState:
-    """Where L-BFGS is.
+    """The state of L-BFGS.
 
     Attributes
     ----------
     pairs
-        A vector of shape (2 memory, ...) in each of its arrays: steps s, then the changes y of the
-        gradient, each in the rows of a ring.
+        A vector whose arrays have shape (2 memory, ...): first the steps s, then the changes y of
+        the gradient. Each half is a ring of rows.
     gram
-        sᵢ·yⱼ and yᵢ·yⱼ, shape (2 memory, memory).
+        sᵢ·yⱼ and yᵢ·yⱼ, of shape (2 memory, memory).
     products
-        Inner products of all rows with the gradient, shape (2 memory,).
+        Inner products of all rows with the gradient, of shape (2 memory,).
     count
-        Pairs remembered so far, the ones that were overwritten included.
+        Count of pairs stored so far, including those that were overwritten.
     """
 
     x: Vector
@@ -50,23 +50,33 @@ class LBFGSState:
 
 @dataclasses.dataclass(frozen=True)
 class LBFGS(Method):
-    """Limited-memory BFGS (Liu and Nocedal 1989), its steps by the strong Wolfe conditions.
+    """Limited-memory BFGS (Liu and Nocedal 1989). Steps satisfy the strong Wolfe conditions.
 
-    The direction is a combination of the gradient and the 2·memory remembered vectors. Its
-    coefficients are made of their inner products alone, in the compact form (Byrd, Nocedal and
-    Schnabel, Mathematical Programming 63 (1994), equation 3.1): an iteration outside the objective
-    reads the memory for inner products (with the new gradient and with its change), which one
-    message sums over the ranks, and once for the combination.
+    The direction is a combination of the gradient and the 2·memory stored vectors. Its
+    coefficients depend only on inner products of these vectors, in the compact form (Byrd, Nocedal
+    and Schnabel, Mathematical Programming 63 (1994), equation 3.1). So an iteration, outside the
+    objective, reads the memory twice: for the inner products with the new gradient and with its
+    change, which one message sums over the ranks, and for the combination.
 
     Attributes
     ----------
     memory
-        Number of pairs that are remembered. They take 2·memory vectors, shared out over the ranks.
+        Count of stored pairs. They take 2·memory vectors, which are distributed over the ranks.
     line_search
         `StrongWolfe(...)`.
     first_step
-        Two-norm of the first trial step, in the unit of the unknowns (and of the first after a
-        search that found nothing); later ones are quasi-Newton steps.
+        Two-norm of the first trial step, in the unit of the unknowns, and of the first trial step
+        after a search that found no smaller loss. Other steps are quasi-Newton steps.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.optimize import LBFGS, minimize
+    >>> def valley(x):
+    ...     return 10 * (x[1] - x[0] ** 2) ** 2 + (1 - x[0]) ** 2
+    >>> solution = minimize(valley, jnp.zeros(2), LBFGS(memory=5), loss="replicated")
+    >>> print(solution.value.round(3))
+    [1. 1.]
     """
 
     memory: int = 10
@@ -75,32 +85,32 @@ class LBFGS(Method):
 
     def __post_init__(self) -> None:
         if self.memory < 1:
-            raise ValueError(f"LBFGS: memory={self.memory} must be positive")
+            raise ValueError(f"LBFGS: memory must be positive, got {self.memory}")
         if not self.first_step > 0:
-            raise ValueError(f"LBFGS: first_step={self.first_step} must be positive")
+            raise ValueError(f"LBFGS: first_step must be positive, got {self.first_step}")
 
     def start(self, objective: Objective, x: Vector) -> LBFGSState:
-        return self._forgetful(objective.first(x), 0.0, None)
+        return self._without_memory(objective.evaluate(x), 0.0, None)
 
     def step(self, objective: Objective, state: LBFGSState) -> LBFGSState:
-        """One line search; a second one along the gradient where the memory leads nowhere."""
+        """Do a line search, and a second one along the gradient if the first finds nothing."""
         now = Point(state.x, state.gradient, state.loss, state.gradient_norm, 0.0)
         coefficients, slope = _quasi_newton(state)
-        if not slope < 0:  # rounding has spoiled the memory
-            state = self._forgetful(now, state.step, state.pairs)
+        if not slope < 0:  # because of rounding errors in the memory
+            state = self._without_memory(now, state.step, state.pairs)
             coefficients, slope = _quasi_newton(state)
         while True:
             fresh = state.count == 0
             direction = combine(state.pairs, coefficients[:-1], now.gradient, coefficients[-1])
             t, point = self.line_search.search(
-                lambda t: objective.along(now.x, direction, t),  # noqa: B023
+                lambda t: objective.evaluate_along(now.x, direction, t),  # noqa: B023
                 now,
                 slope,
                 self.first_step / now.norm if fresh else 1.0,
             )
             if t > 0 or fresh:
                 break
-            state = self._forgetful(now, state.step, state.pairs)
+            state = self._without_memory(now, state.step, state.pairs)
             coefficients, slope = _quasi_newton(state)
         if t == 0:
             return dataclasses.replace(state, step=0.0, stuck=True)
@@ -110,7 +120,7 @@ class LBFGS(Method):
         )
         gram, m = state.gram.copy(), self.memory
         if not numbers[0, slot] > objective.unknowns.epsilon * t * -slope:  # no curvature s·y
-            return self._forgetful(point, t, pairs)
+            return self._without_memory(point, t, pairs)
         gram[:, slot] = numbers[0]
         gram[m + slot, :] = numbers[0, m:]
         return LBFGSState(
@@ -122,8 +132,8 @@ class LBFGS(Method):
         vector, pairs = unknowns.layout(), unknowns.layout(leading=1)
         return LBFGSState(vector, vector, False, False, False, pairs, False, False, False, False)  # type: ignore[arg-type]
 
-    def _forgetful(self, point: Point, step: float, pairs: Vector | None) -> LBFGSState:
-        """A state without memory, so that the next direction is the gradient's."""
+    def _without_memory(self, point: Point, step: float, pairs: Vector | None) -> LBFGSState:
+        """Return a state with empty memory, so that the next direction is minus the gradient."""
         m = self.memory
         if pairs is None:
             pairs = empty(point.x, 2 * m)
@@ -134,14 +144,14 @@ class LBFGS(Method):
 
 
 def _quasi_newton(state: LBFGSState) -> tuple[NDArray[np.float64], float]:
-    """Coefficients of (s..., y..., gradient) in the direction -H g, and its product with g."""
+    """Return the coefficients of (s..., y..., gradient) in -H g, and its inner product with g."""
     m = state.gram.shape[1]
-    known = min(state.count, m)
+    pairs = min(state.count, m)
     coefficients = np.zeros(2 * m + 1)
-    if known == 0:
+    if pairs == 0:
         coefficients[-1] = -1.0
         return coefficients, -(state.gradient_norm**2)
-    ring = (np.arange(known) + (state.count - known)) % m  # from the oldest to the newest
+    ring = (np.arange(pairs) + (state.count - pairs)) % m  # from the oldest to the newest
     SY, YY = state.gram[ring][:, ring], state.gram[m + ring][:, ring]
     Sg, Yg = state.products[ring], state.products[m + ring]
     scale = SY[-1, -1] / YY[-1, -1]

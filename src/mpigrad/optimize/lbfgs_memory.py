@@ -1,4 +1,4 @@
-"""The memory of L-BFGS: rows of vectors that are overwritten in place."""
+"""The memory of L-BFGS: rows of vectors, which are overwritten in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["combine", "empty", "remember"]
 
 
 def empty(x: Vector, rows: int) -> Vector:
-    """Rows of zeros."""
+    """Return rows of zeros."""
     return tuple(jnp.zeros((rows, *part.shape), part.dtype) for part in x)
 
 
@@ -30,7 +30,7 @@ def _combine(rows: Vector, coefficients: Any, g: Vector, of_g: Any) -> Vector:
 
 
 def combine(rows: Vector, coefficients: NDArray[np.float64], g: Vector, of_g: float) -> Vector:
-    """The combination of the rows and g with these coefficients; without messages."""
+    """Return the combination of the rows and g with these coefficients, without messages."""
     return _combine(rows, coefficients, g, of_g)
 
 
@@ -50,17 +50,17 @@ def _remember(
 
 
 def _products(rows: Any, y: Any, g: Any, slot: Any) -> Any:
-    """Those of the rows with y and g, in float64 (as `unknowns.dot`)."""
+    """Return the inner products of the rows with y and g, in float64 (as `unknowns.dot`)."""
     with jax.enable_x64(True):
         plain = jnp.stack([rows @ y, rows @ g]).astype("float64")
         if rows.dtype == np.dtype("float64"):
             return plain
-        # Rows that are not in use yet are zero, so that the newest ones have to tell.
+        # Rows that are not in use yet are zero, so only the newest rows are tested.
         newest = plain[:, jnp.stack([slot, rows.shape[0] // 2 + slot])]
         safe = jnp.all(jnp.abs(newest) > 1e-20) & jnp.all(jnp.isfinite(plain))
 
         def exactly() -> Any:
-            # Row by row, as all of them in float64 would take twice the memory of the rows.
+            # Row by row: all rows in float64 would need twice the memory of the rows.
             def one(row: Any) -> Any:
                 return jnp.stack([product(row, y), product(row, g)])
 
@@ -78,11 +78,13 @@ def remember(
     old: Vector,
     new: Vector,
 ) -> tuple[Vector, NDArray[np.float64]]:
-    """Put s = t · direction and y = new - old in their rows, which are taken over (collective).
+    """Store s = t · direction and y = new - old in their rows (collective).
+
+    The arrays of `rows` are reused and invalid afterwards.
 
     Returns
     -------
-    The rows, and their inner products with y and with `new`, shape (2, number of rows).
+    The rows, and their inner products with y and with `new`, of shape (2, count of rows).
     """
     program = unknowns.compiled(_remember, donate_argnums=0)
     rows, products = program(rows, slot, direction, t, old, new)

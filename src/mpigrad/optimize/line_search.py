@@ -1,7 +1,7 @@
-"""The line search of Moré and Thuente, for the strong Wolfe conditions.
+"""The line search of Moré and Thuente for the strong Wolfe conditions.
 
 J. J. Moré and D. J. Thuente, Line search algorithms with guaranteed sufficient decrease, ACM
-Transactions on Mathematical Software 20 (1994) 286-307. Their φ is the loss along a direction.
+Transactions on Mathematical Software 20 (1994) 286-307. Here φ is the loss along a direction.
 """
 
 from __future__ import annotations
@@ -17,72 +17,86 @@ __all__ = ["StrongWolfe"]
 
 @dataclasses.dataclass(frozen=True)
 class _Trial:
-    """A step, φ and φ' there (or those of the auxiliary function)."""
+    """A step t with φ(t) and φ'(t), or the values of the auxiliary function ψ."""
 
     t: float
     value: float
     slope: float
 
     def tilted(self, by: float) -> _Trial:
-        """The same step on the function plus `by` times the step."""
+        """Return the same step on the function φ(t) + `by` · t."""
         return _Trial(self.t, self.value + by * self.t, self.slope + by)
 
 
 @dataclasses.dataclass(frozen=True)
 class StrongWolfe:
-    """Steps t with φ(t) <= φ(0) + decrease t φ'(0) and |φ'(t)| <= curvature |φ'(0)|.
+    """Line search for φ(t) <= φ(0) + decrease t φ'(0) and |φ'(t)| <= curvature |φ'(0)|.
+
+    It is the line search of Moré and Thuente (ACM TOMS 20, 1994).
 
     Attributes
     ----------
     decrease, curvature
-        0 < decrease < curvature < 1.
-    evaluations
-        Most values with gradients in one search.
+        Constants of the two conditions, 0 < decrease < curvature < 1.
+    max_evaluations
+        Largest count of values with gradients in one search.
     interval
-        Stop where the step is known up to this part of itself.
+        Stop if the interval that contains the step is shorter than this fraction of the step.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.optimize import LBFGS, StrongWolfe, minimize
+    >>> method = LBFGS(line_search=StrongWolfe(curvature=0.1, max_evaluations=10))
+    >>> solution = minimize(lambda x: jnp.sum(x**4 - 4 * x), jnp.zeros(1), method)
+    >>> print(solution.value.round(3))
+    [1.]
     """
 
     decrease: float = 1e-3
     curvature: float = 0.9
-    evaluations: int = 20
+    max_evaluations: int = 20
     interval: float = 0.1
 
     def __post_init__(self) -> None:
         if not 0 < self.decrease < self.curvature < 1:
             raise ValueError(
-                f"StrongWolfe: decrease={self.decrease} and curvature={self.curvature}; they must "
-                "satisfy 0 < decrease < curvature < 1"
+                "StrongWolfe: decrease and curvature must satisfy 0 < decrease < curvature < 1, "
+                f"got decrease={self.decrease}, curvature={self.curvature}"
             )
-        if self.evaluations < 1 or not 0 <= self.interval < 1:
+        if self.max_evaluations < 1 or not 0 <= self.interval < 1:
             raise ValueError(
-                f"StrongWolfe: evaluations={self.evaluations} must be positive, "
-                f"interval={self.interval} in [0, 1)"
+                "StrongWolfe: max_evaluations must be positive and interval in [0, 1), got "
+                f"max_evaluations={self.max_evaluations}, interval={self.interval}"
             )
 
     def search(
         self, phi: Callable[[float], Point], start: Point, slope: float, first: float
     ) -> tuple[float, Point]:
-        """(t, the point there), from the trial step `first`; (0.0, start) where there is none.
+        """Search from the trial step `first`. Return the step t and its point.
 
-        A step at which the conditions hold or, where rounding or the number of evaluations ends the
-        search before, the one of smallest loss, if that is smaller than the first. Where the loss
-        is not finite, steps are shortened.
+        The conditions hold at t. If rounding or `max_evaluations` ends the search before, t is the
+        step with the smallest loss. If no loss is smaller than the first, the result is (0.0,
+        start). A step with a loss that is not finite is shortened.
 
         Parameters
         ----------
         phi
-            Step -> the point there, with its slope along the direction.
+            Function of the step that returns its point, with the slope along the direction.
         start, slope
             The point at step 0, and φ'(0) < 0.
         """
         origin = _Trial(0.0, start.loss, slope)
-        best, other = origin, origin  # where the loss is smallest; the interval's other end
+        best, other = (
+            origin,
+            origin,
+        )  # the end of the interval with the smallest loss, and the other
         lowest, lowest_at = start, 0.0
         bracketed, first_stage = False, True
         longest, width, width_before = math.inf, math.inf, math.inf
         tilt = self.decrease * slope
         t = first
-        for evaluation in range(self.evaluations):
+        for evaluation in range(self.max_evaluations):
             point = phi(t)
             if not point.finite:
                 longest = t
@@ -98,8 +112,8 @@ class StrongWolfe:
                 break
             shortest = 0.0 if evaluation == 0 else t + 1.1 * (t - best.t)
             limits = shortest, t + 4 * (t - best.t)
-            # Until a step has the decrease and a non-negative slope, the interval is that of the
-            # loss less its sufficient decrease (ψ in the paper).
+            # Until a step has the sufficient decrease and a non-negative slope, the interval is
+            # that of ψ in the paper: the loss minus its sufficient decrease.
             if first_stage and enough and here.slope >= 0:
                 first_stage = False
             if first_stage and not enough and here.value <= best.value:
@@ -109,22 +123,22 @@ class StrongWolfe:
             else:
                 trial, best, other, bracketed = _update(best, other, here, bracketed, limits)
             if bracketed:
-                # The interval has to shrink by a third in two steps.
+                # The interval must shrink by a third in two steps.
                 if abs(other.t - best.t) >= 0.66 * width_before:
                     trial = best.t + 0.5 * (other.t - best.t)
                 width_before, width = width, abs(other.t - best.t)
-            if not math.isfinite(trial):  # of values near overflow
+            if not math.isfinite(trial):  # the values are near overflow
                 trial = 0.5 * (best.t + here.t)
             if trial >= longest:
                 trial = 0.5 * (best.t + longest)
-            if trial in (best.t, other.t, longest):  # rounding allows no step between them
+            if trial in (best.t, other.t, longest):  # rounding leaves no step between them
                 break
             t = trial
         return lowest_at, lowest
 
 
 def _cubic(a: _Trial, b: _Trial) -> tuple[float, float, float]:
-    """The minimiser a + r (b - a) of the cubic through two values and slopes; r; a root in it."""
+    """Return the minimiser a + r (b - a) of the cubic through two trials, r, and a root in it."""
     theta = 3 * (a.value - b.value) / (b.t - a.t) + a.slope + b.slope
     scale = max(abs(theta), abs(a.slope), abs(b.slope))
     root = scale * math.sqrt(max(0.0, (theta / scale) ** 2 - (a.slope / scale) * (b.slope / scale)))
@@ -135,14 +149,14 @@ def _cubic(a: _Trial, b: _Trial) -> tuple[float, float, float]:
 
 
 def _secant(a: _Trial, b: _Trial) -> float:
-    """Where the slope is zero of the parabola through two slopes."""
+    """Return the point of zero slope of the parabola through two slopes."""
     return a.t + a.slope / (a.slope - b.slope) * (b.t - a.t)
 
 
 def _update(
     best: _Trial, other: _Trial, here: _Trial, bracketed: bool, limits: tuple[float, float]
 ) -> tuple[float, _Trial, _Trial, bool]:
-    """The next trial step, and the interval that the present one leaves (section 4)."""
+    """Return the next trial step and the interval after the present one (section 4)."""
     opposite = here.slope * math.copysign(1.0, best.slope) < 0
     if here.value > best.value:  # case 1
         cubic, *_ = _cubic(best, here)

@@ -1,4 +1,4 @@
-"""What every method of `minimize` is: frozen settings that make states from states."""
+"""The base class of all methods of `minimize`: frozen settings that make states from states."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, ClassVar, Protocol
 from mpigrad.optimize.objective import Objective
 from mpigrad.optimize.unknowns import Unknowns, Vector
 
-__all__ = ["Method", "State", "told"]
+__all__ = ["Method", "State", "settings_fingerprint"]
 
 
 class State(Protocol):
-    """Where a method is: a registered dataclass, all that it needs to go on.
+    """The state of a method: a registered dataclass with all that the next step needs.
 
     Attributes
     ----------
     x
-        The vector of the unknowns (`Unknowns.tree` makes the user's tree of it).
+        The vector of the unknowns. `Unknowns.tree` returns the user's tree.
     loss, gradient_norm
-        There; numbers of Python.
+        The loss and the norm of its gradient at x, as Python floats.
     step
-        What the record of the last iteration calls its step; 0.0 before the first.
+        The `step` in the record of the last iteration, or 0.0 before the first.
     stuck
-        The method has found no smaller loss, and has nothing else to try.
+        True if the method found no smaller loss and cannot try anything else.
     """
 
     @property
@@ -41,17 +41,17 @@ class State(Protocol):
 
 
 class Method(abc.ABC):
-    """A way to minimise.
+    """Base class of the methods of `minimize`.
 
-    Subclasses are frozen dataclasses. Their methods are collective, and every decision in them is
-    made of numbers that are equal on all ranks bit for bit, or is rank 0's.
+    Subclasses are frozen dataclasses. Their functions are collective, and every decision in them
+    uses numbers that are bitwise equal on all ranks, or is taken on rank 0.
 
     Attributes
     ----------
     residuals
-        Whether f returns residuals, of which half the sum of squares is minimised.
+        True if f returns residuals. Half the sum of their squares is minimised.
     stochastic
-        Whether each step may see another batch.
+        True if each step may use another batch.
     """
 
     residuals: ClassVar[bool] = False
@@ -59,35 +59,41 @@ class Method(abc.ABC):
 
     @property
     def needs_f(self) -> bool:
-        """Whether it takes more of f than its value and gradient."""
+        """True if the method needs f itself, not only its value and gradient."""
         return False
 
     def check(self, unknowns: Unknowns) -> None:
-        """Raise, on every rank alike, if this method is not for such unknowns."""
+        """Raise an error on every rank if this method cannot be used with these unknowns."""
         del unknowns
 
     @abc.abstractmethod
     def start(self, objective: Objective, x: Vector) -> Any:
-        """The state at the first point: one evaluation."""
+        """Return the state at the first point, after one evaluation."""
 
     @abc.abstractmethod
     def step(self, objective: Objective, state: Any) -> Any:
-        """The next state. It may take over the arrays of the one before, which is then lost."""
+        """Return the next state. It may reuse the arrays of `state`, which is then invalid."""
 
     @abc.abstractmethod
     def layout(self, unknowns: Unknowns) -> Any:
-        """How a state's arrays are shared out over the ranks, for `checkpoint.Store`."""
+        """Return how a state's arrays are distributed over the ranks, for `checkpoint.Store`."""
 
 
-def told(setting: Any) -> str:
-    """A method and its settings as a text, functions and arrays by their types alone."""
-    if dataclasses.is_dataclass(setting) and not isinstance(setting, type):
-        inner = (f"{f.name}={told(getattr(setting, f.name))}" for f in dataclasses.fields(setting))
-        return f"{type(setting).__name__}({', '.join(inner)})"
-    if setting is None or isinstance(setting, (bool, int, float, str)):
-        return repr(setting)
-    if isinstance(setting, Mapping):
-        return f"{{{', '.join(f'{k}: {told(v)}' for k, v in setting.items())}}}"
-    if isinstance(setting, (tuple, list)):
-        return f"({', '.join(map(told, setting))})"
-    return type(setting).__name__
+def settings_fingerprint(settings: Any) -> str:
+    """Return settings as a text to compare between ranks.
+
+    Functions and arrays appear as the names of their types only.
+    """
+    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
+        values = (
+            f"{field.name}={settings_fingerprint(getattr(settings, field.name))}"
+            for field in dataclasses.fields(settings)
+        )
+        return f"{type(settings).__name__}({', '.join(values)})"
+    if settings is None or isinstance(settings, (bool, int, float, str)):
+        return repr(settings)
+    if isinstance(settings, Mapping):
+        return f"{{{', '.join(f'{k}: {settings_fingerprint(v)}' for k, v in settings.items())}}}"
+    if isinstance(settings, (tuple, list)):
+        return f"({', '.join(map(settings_fingerprint, settings))})"
+    return type(settings).__name__

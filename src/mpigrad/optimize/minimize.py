@@ -1,4 +1,4 @@
-"""The verb `minimize`: one loop over all methods."""
+"""The function `minimize`: one loop for all methods."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from typing import Any, TextIO
 from mpi4py import MPI
 
 from mpigrad.autodiff.transforms import Loss
-from mpigrad.checkpoint import Checkpoint, Decision, Saving
+from mpigrad.checkpoint import Checkpoint, CheckpointSession, Decision
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.optimize.lbfgs import LBFGS
-from mpigrad.optimize.method import Method, State, told
+from mpigrad.optimize.method import Method, State, settings_fingerprint
 from mpigrad.optimize.objective import Objective, Point
-from mpigrad.optimize.solution import NotFiniteError, Record, Result, Solution
+from mpigrad.optimize.record import Record, raise_failure
 from mpigrad.optimize.unknowns import Vector
 from mpigrad.profiling.progress_bar import Progress
+from mpigrad.solution import Result, Solution
 
 __all__ = ["minimize"]
 
@@ -37,10 +38,11 @@ def minimize(
     sharded: Any = False,
     loss: Loss = "share",
     value_and_grad: Callable[..., Any] | None = None,
-    iterations: int = 1000,
+    max_steps: int = 1000,
     rtol: float = 1e-6,
     atol: float = 0.0,
     ftol: float = 0.0,
+    throw: bool = True,
     batch: Callable[[int], Any] | None = None,
     callback: Callable[[Record, Any], Any] | None = None,
     checkpoint: Checkpoint | None = None,
@@ -48,91 +50,123 @@ def minimize(
     progress: bool = False,
     comm: Communicator | None = None,
 ) -> Solution:
-    """Minimise a function of unknowns that every rank holds, or holds a part of (collective).
+    """Minimise a function of unknowns that are replicated or sharded over ranks (collective).
 
     Parameters
     ----------
     f
-        f(x) -> real scalar, with messages inside where it likes; for `GaussNewton` its residuals.
-        Or an `Objective`, which is compiled once for several runs; `sharded`, `loss`,
-        `value_and_grad` and `comm` are then its own.
+        f(x) -> real scalar. It may contain messages. For `GaussNewton` it returns residuals. An
+        `Objective` is compiled once for several runs. It already has `sharded`, `loss`,
+        `value_and_grad` and `comm`, so do not give them again.
     x0
-        Where to start: a pytree of floats and arrays, float32 or float64.
+        The first point: a pytree of floats and arrays of float32 or float64.
     method
         `LBFGS()`, `NonlinearCG()`, `Adam()`, `Optax(...)`, `GaussNewton()`, `NewtonCG()` or
         `SciPy(...)`.
     sharded
-        A pytree prefix of x0. False: equal on all ranks (checked), one set of unknowns, whose
-        gradient is the sum over ranks. True: each rank's own rows, in rank order along axis 0. A
-        `Grid`: each rank's tile, in the last axes.
+        A pytree prefix of x0. False: the leaf is the same on all ranks, which is checked, and its
+        gradient is the sum over ranks. True: each rank has its own rows, in rank order along
+        axis 0. A `Grid`: each rank has its tile, in the last axes.
     loss
-        "share": the loss is the sum over ranks of what f returns; "replicated": f returns it on
-        every rank. As in `mpigrad.value_and_grad`.
+        "share": the loss is the sum over ranks of the values that f returns. "replicated": f
+        returns the loss on every rank. As in `mpigrad.value_and_grad`.
     value_and_grad
-        x -> (global loss, its gradient, a tree such as x), to be used instead of differentiating
-        f, which may then be None. It is called as it is, not compiled.
-    iterations
-        Most iterations.
+        x -> (global loss, gradient of the structure of x), used instead of differentiating f. It
+        is called as it is, without compiling it, and f may be None.
+    max_steps
+        Largest count of iterations.
     rtol, atol
-        Stop where |g| <= max(atol, rtol |g0|), in the two-norm over all unknowns of all ranks.
+        Stop if |g| <= max(atol, rtol |g0|), in the two-norm over all unknowns of all ranks.
     ftol
-        Stop where an iteration makes the loss smaller by no more than this part of it.
+        Stop if an iteration reduces the loss by no more than `ftol` times the loss.
+    throw
+        Raise an error if the run fails: `Result.NOT_FINITE` or `Result.SCIPY_FAILED`. All other
+        results are ends that the caller asked for or must expect, and never raise. With False the
+        caller reads `Solution.result`.
     batch
-        iteration -> what f gets as its second argument in this iteration (each rank its own), for
-        methods whose steps may each see another batch: `Adam` and `Optax`. It depends on the number
-        of the iteration alone, so that a run that was restarted sees the same batches.
+        iteration -> second argument of f in this iteration, for `Adam` and `Optax`, whose steps
+        may each use another batch. Each rank returns its own. It must depend on the index of the
+        iteration only, so that a restarted run uses the same batches.
     callback
-        (record, x) -> whether to stop, called after each iteration on every rank. All stop where
-        one rank's says so.
+        (record, x) -> True to stop. It is called after each iteration on every rank. All ranks
+        stop if it returns True on any of them.
     checkpoint
-        A `mpigrad.checkpoint.Checkpoint`: the state is saved as it says and at the end, and a run
-        that finds one goes on from there, x0 giving the structure alone.
+        A `mpigrad.checkpoint.Checkpoint`. The state is saved at its intervals and at the end. A
+        run that finds a saved state continues from it, and x0 gives only the structure.
     history
-        A file that gets a JSON line for each iteration when it is done, written by rank 0.
+        A file to which rank 0 adds a JSON line after each iteration.
     progress
-        Show a line that says how far it has come.
+        Show a live line with the index of the iteration, the loss and the gradient norm.
     comm
-        The ranks; all of them if not given.
+        The ranks that share the unknowns. Default: the default communicator.
 
     Returns
     -------
-    A `Solution`, the same on every rank but for sharded leaves.
+    Solution
+        `value` is the last point, a tree of the structure of x0 (of sharded leaves this rank's
+        part). `state` is the state of the method. `result` is a `Result`:
+
+        - `SUCCESSFUL`: the gradient is small enough, or SciPy's own tolerances are met.
+        - `MAX_STEPS_REACHED`, `SMALL_DECREASE` (see `ftol`), `STOPPED` (by the callback) and
+          `INTERRUPTED` (by a signal, with a checkpoint).
+        - `NO_DECREASE`: the line search found no smaller loss, mostly because of rounding.
+        - `NOT_FINITE`, `SCIPY_FAILED`: the run failed.
+
+        `stats` has `num_steps`, `evaluations` (values with gradients), `products` (of a Hessian
+        with a vector), `loss`, `gradient_norm`, `history` (a tuple of `Record`) and
+        `interrupted`: a signal asked for the end, whatever `result` is, so the program should
+        start nothing else. All of them are the same on all ranks, except for times.
 
     Raises
     ------
     TypeError, ValueError
-        On every rank: arguments that do not fit, or differ between ranks.
+        On every rank, if arguments do not fit or differ between ranks.
+    MinimizeError
+        On every rank, with `throw=True`, if the run fails. Its `solution` attribute has the
+        solution.
     NotFiniteError
-        On every rank: the loss of x0, or a product of its gradient, is not finite.
+        The `MinimizeError` for a loss or gradient norm that is NaN or infinite.
 
     Notes
     -----
-    In the methods' vectors every unknown lies on one rank (`Unknowns`), so that inner products are
-    sums over ranks, and a sharded run follows the serial run's iterates to rounding. Decisions are
-    made of numbers that are equal on all ranks bit for bit.
+    In a method's vectors every unknown lies on one rank (`Unknowns`), so inner products are sums
+    over ranks, and a sharded run has the iterates of the serial run up to rounding. All decisions
+    use numbers that are bitwise equal on all ranks.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.optimize import LBFGS, minimize
+    >>> def loss(x):
+    ...     return jnp.sum((x - 2.0) ** 2)
+    >>> solution = minimize(loss, jnp.zeros(3), LBFGS(memory=5), loss="replicated")
+    >>> print(solution.value, solution.result.name, solution.stats["num_steps"])
+    [2. 2. 2.] SUCCESSFUL 2
     """
     comm = f.unknowns.comm if isinstance(f, Objective) else resolve(comm)
     with raise_on_all_ranks(comm):
-        _check(method, iterations, (rtol, atol, ftol), batch)
+        _check(method, max_steps, (rtol, atol, ftol), batch)
         residuals = method.residuals
         if method.needs_f and (f.f if isinstance(f, Objective) else f) is None:
             raise TypeError(
-                f"minimize: {type(method).__name__} takes products with the Hessian of f; "
-                "value_and_grad alone will not do"
+                f"minimize: {type(method).__name__} needs products with the Hessian of f, but f is "
+                "None. Give f, not only value_and_grad."
             )
         if isinstance(f, Objective):
             if f.residuals != residuals:
                 raise ValueError(
                     f"minimize: {type(method).__name__} needs an Objective with "
-                    f"residuals={residuals}"
+                    f"residuals={residuals}, got residuals={f.residuals}. Make another Objective."
                 )
             if (sharded, loss, value_and_grad) != (False, "share", None):
                 raise ValueError(
-                    "minimize: give sharded, loss and value_and_grad to the Objective, which is "
-                    "already made"
+                    "minimize: got sharded, loss or value_and_grad with an Objective, which is "
+                    "already made. Give them to the Objective."
                 )
-    agreed = (told(method), iterations, rtol, atol, ftol)
-    assert_same_on_all_ranks(comm, agreed, "minimize: method, iterations, rtol, atol and ftol")
+    settings = (settings_fingerprint(method), max_steps, rtol, atol, ftol, bool(throw))
+    assert_same_on_all_ranks(
+        comm, settings, "minimize: method, max_steps, rtol, atol, ftol and throw"
+    )
     absent = tuple(option is None for option in (batch, callback, checkpoint))
     assert_same_on_all_ranks(
         comm, absent, "minimize: whether batch, callback and checkpoint are None"
@@ -146,44 +180,43 @@ def minimize(
         )
     )  # fmt: skip
     objective.evaluations = objective.products = 0
-    objective.companion = None
+    objective.method_data = None
     method.check(objective.unknowns)
     run = _Run(method, objective, callback, batch)
     with contextlib.ExitStack() as stack:
         if progress:
-            run.progress = Progress(iterations, comm.rank)
+            run.progress = Progress(max_steps, comm.rank)
             stack.callback(run.progress.close)
         if checkpoint is not None:
-            run.saving = stack.enter_context(checkpoint.start(comm))
+            run.session = stack.enter_context(checkpoint.start(comm))
         with raise_on_all_ranks(comm):
             if history is not None and comm.rank == 0:
                 run.history = pathlib.Path(history)
-                run.history.open("a").close()  # what was written before is kept for now
+                run.history.open("a").close()  # an earlier content stays for now
         stack.callback(run.close)
-        result, state = run.to_the_end(x0, iterations, (rtol, atol, ftol))
-    return Solution(
-        objective.tree(state.x),
-        state.loss,
-        state.gradient_norm,
-        result,
-        tuple(run.records),
-        {
-            "iterations": run.records[-1].iteration,
-            "evaluations": objective.evaluations,
-            "products": objective.products,
-        },
-        state,
-        run.asked_to_end,
-    )
+        result, state = run.run(x0, max_steps, (rtol, atol, ftol))
+    stats = {
+        "num_steps": run.records[-1].iteration,
+        "evaluations": objective.evaluations,
+        "products": objective.products,
+        "loss": state.loss,
+        "gradient_norm": state.gradient_norm,
+        "history": tuple(run.records),
+        "interrupted": run.interrupted,
+    }
+    solution = Solution(objective.tree(state.x), result, stats, state)
+    if throw:
+        raise_failure(solution)
+    return solution
 
 
 class _Unevaluated:
-    """An objective for the state that a saved one is read into."""
+    """An objective without evaluations, to make the template that a saved state is read into."""
 
     def __init__(self, objective: Objective) -> None:
         self.unknowns, self.tree = objective.unknowns, objective.tree
 
-    def first(self, x: Vector) -> Point:
+    def evaluate(self, x: Vector) -> Point:
         return Point(x, x, 0.0, 0.0, 0.0)
 
 
@@ -200,31 +233,29 @@ class _Run:
         self.method, self.objective = method, objective
         self.callback, self.batch = callback, batch
         self.comm = objective.unknowns.comm
-        self.saving: Saving | None = None
+        self.session: CheckpointSession | None = None
         self.saved_at = -1  # iteration
         self.history: pathlib.Path | None = None
         self.log: TextIO | None = None
-        self.asked_to_end = False
+        self.interrupted = False
         self.progress: Progress | None = None
         self.records: list[Record] = []
         self.begun = time.monotonic()
 
-    def to_the_end(
-        self, x0: Any, iterations: int, tolerances: tuple[float, float, float]
+    def run(
+        self, x0: Any, max_steps: int, tolerances: tuple[float, float, float]
     ) -> tuple[Result, State]:
         rtol, atol, ftol = tolerances
-        x = self.objective.unknowns.first(x0)
-        state = self.restored(x)
+        x = self.objective.unknowns.initial_vector(x0)
+        state = self.load(x)
         decision = Decision(save=False, stop=False)
         stopped = False
         if state is None:
-            self.see_batch(0)
+            self.take_batch(0)
             state = self.method.start(self.objective, x)
             if not (math.isfinite(state.loss) and math.isfinite(state.gradient_norm)):
-                raise NotFiniteError(
-                    f"minimize: the loss of x0 is {state.loss}, the norm of its gradient "
-                    f"{state.gradient_norm}; start from other values"
-                )
+                self.records.append(self.record(0, state))  # files of an earlier run stay
+                return Result.NOT_FINITE, state
             self.open_log()
             decision, stopped = self.note(0, state)
         else:
@@ -240,8 +271,8 @@ class _Run:
             elif stopped:
                 result = Result.STOPPED
             elif state.gradient_norm <= enough:
-                result = Result.CONVERGED
-            elif ended is not None:  # a method that ends by itself
+                result = Result.SUCCESSFUL
+            elif ended is not None:  # the method itself has ended
                 result = ended
             elif state.stuck:
                 result = Result.NO_DECREASE
@@ -249,26 +280,25 @@ class _Run:
                 result = Result.SMALL_DECREASE
             elif decision.stop:
                 result = Result.INTERRUPTED
-            elif iteration >= iterations:
-                result = Result.ITERATIONS
-            # A restart from numbers that are none would end at once.
+            elif iteration >= max_steps:
+                result = Result.MAX_STEPS_REACHED
+            # A restart from values that are not finite would end at once.
             if (decision.save or result is not None) and result is not Result.NOT_FINITE:
                 self.save(state)
             if result is not None:
-                self.asked_to_end = decision.stop
+                self.interrupted = decision.stop
                 return result, state
-            self.see_batch(iteration + 1)
+            self.take_batch(iteration + 1)
             state = self.method.step(self.objective, state)
             decision, stopped = self.note(iteration + 1, state)
 
-    def see_batch(self, iteration: int) -> None:
+    def take_batch(self, iteration: int) -> None:
         if self.batch is not None:
             with raise_on_all_ranks(self.comm):
                 self.objective.batch = (self.batch(iteration),)
 
-    def note(self, iteration: int, state: State) -> tuple[Decision, bool]:
-        """Keep a record and show it; whether to save, or to end, and whether the callback ends."""
-        record = Record(
+    def record(self, iteration: int, state: State) -> Record:
+        return Record(
             iteration,
             state.loss,
             state.gradient_norm,
@@ -276,7 +306,11 @@ class _Run:
             self.objective.evaluations,
             time.monotonic() - self.begun,
         )
-        self.keep(record)
+
+    def note(self, iteration: int, state: State) -> tuple[Decision, bool]:
+        """Add a record and show it. Return the decision, and whether the callback stops the run."""
+        record = self.record(iteration, state)
+        self.add(record)
         if self.progress is not None:
             self.progress.update(iteration, loss=record.loss, gradient=record.gradient_norm)
         stop = save = end = False
@@ -284,22 +318,22 @@ class _Run:
             x = self.objective.tree(state.x)
             with raise_on_all_ranks(self.comm):
                 stop = bool(self.callback(record, x))
-        if self.saving is not None:
-            save, end = self.saving.due(iteration), self.saving.asked_to_stop()
-        if self.callback is None and self.saving is None:
+        if self.session is not None:
+            save, end = self.session.due(iteration), self.session.stop_requested()
+        if self.callback is None and self.session is None:
             return Decision(save=False, stop=False), False
-        # What is true on any rank holds for all.
+        # If one rank wants it, all ranks do it.
         bits = self.comm.mpi.allreduce(stop | save << 1 | end << 2, op=MPI.BOR)
         return Decision(save=bits & 6 > 0, stop=bits & 4 > 0), bits & 1 > 0
 
-    def keep(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
         self.records.append(record)
         if self.log is not None:
             self.log.write(_line(record))
             self.log.flush()
 
     def open_log(self) -> None:
-        """The history's file with the records so far, in place of an earlier one all at once."""
+        """Replace the history file, in one step, by one with the records so far."""
         with raise_on_all_ranks(self.comm):
             if self.history is not None:
                 begun = self.history.with_name(self.history.name + ".new")
@@ -318,7 +352,7 @@ class _Run:
 
     def save(self, state: State) -> None:
         iteration = self.records[-1].iteration
-        if self.saving is None or self.saved_at == iteration:
+        if self.session is None or self.saved_at == iteration:
             return
         extra = {
             "method": type(self.method).__name__,
@@ -326,37 +360,37 @@ class _Run:
             "products": self.objective.products,
         }
         try:
-            self.saving.save(iteration, state, self.layout(), extra)
-        except OSError as error:  # on all ranks; what was computed is worth more than its copy
+            self.session.save(iteration, state, self.layout(), extra)
+        except OSError as error:  # on all ranks, but a failed save must not end the run
             if self.comm.rank == 0:
                 print(
-                    f"mpigrad: minimize: iteration {iteration} is not saved in "
-                    f"{self.saving.store.directory}, and the run goes on: {error}",
+                    f"mpigrad: minimize: iteration {iteration} was not saved in "
+                    f"{self.session.store.directory}, and the run continues: {error}",
                     file=sys.stderr,
                     flush=True,
                 )
             return
         self.saved_at = iteration
 
-    def restored(self, x: Vector) -> State | None:
-        """The state that was saved last, if there is one; with it come its records."""
-        if self.saving is None:
+    def load(self, x: Vector) -> State | None:
+        """Return the state saved last with its records added, or None."""
+        if self.session is None:
             return None
         like = self.method.start(_Unevaluated(self.objective), x)  # type: ignore[arg-type]
-        directory, name = self.saving.store.directory, type(self.method).__name__
+        directory, name = self.session.store.directory, type(self.method).__name__
 
         def check(extra: Any) -> None:
             if extra["method"] != name:
                 raise ValueError(
-                    f"minimize: {directory} holds a state of {extra['method']}, not of {name}; "
-                    "give another directory"
+                    f"minimize: {directory} has a state of {extra['method']}, but the method is "
+                    f"{name}. Use another directory, or that method."
                 )
 
-        saved = self.saving.load(like, self.layout(), check)
+        saved = self.session.load(like, self.layout(), check)
         if saved is None:
             return None
         for numbers in saved.extra["records"]:
-            self.keep(Record(*numbers))
+            self.add(Record(*numbers))
         self.saved_at = self.records[-1].iteration
         self.objective.evaluations = self.records[-1].evaluations
         self.objective.products = saved.extra["products"]
@@ -365,23 +399,28 @@ class _Run:
 
 
 def _line(record: Record) -> str:
-    """A line of JSON, which knows no NaN."""
+    """Return a line of JSON, with null for NaN, which JSON does not have."""
     values = dataclasses.asdict(record)
     return json.dumps({k: v if math.isfinite(v) else None for k, v in values.items()}) + "\n"
 
 
-def _check(method: Any, iterations: Any, tolerances: tuple[float, ...], batch: Any) -> None:
+def _check(method: Any, max_steps: Any, tolerances: tuple[float, ...], batch: Any) -> None:
     if not isinstance(method, Method):
-        hint = "; write its settings in parentheses" if isinstance(method, type) else ""
-        raise TypeError(f"minimize: the method must be one such as LBFGS(), not {method!r}{hint}")
+        hint = "Write its settings in parentheses: " if isinstance(method, type) else "For example "
+        raise TypeError(
+            f"minimize: expected a method such as LBFGS(), got {method!r}. {hint}"
+            f"{method.__name__ if isinstance(method, type) else 'LBFGS'}()."
+        )
     if batch is not None and not method.stochastic:
         raise ValueError(
-            f"minimize: {type(method).__name__} compares losses of several iterations, which must "
-            "be losses of one function; with batches use Adam or Optax"
+            f"minimize: got batch with {type(method).__name__}, which compares the losses of "
+            "several iterations, so all of them must be losses of one function. Use Adam or Optax "
+            "with batches."
         )
-    if not (isinstance(iterations, int) and iterations >= 0):
-        raise ValueError(
-            f"minimize: iterations={iterations!r} must be a number that is not negative"
-        )
+    if not (isinstance(max_steps, int) and max_steps >= 0):
+        raise ValueError(f"minimize: max_steps must be an integer of at least 0, got {max_steps!r}")
     if not all(0 <= tolerance < math.inf for tolerance in tolerances):
-        raise ValueError(f"minimize: rtol, atol and ftol {tolerances} must not be negative")
+        raise ValueError(
+            f"minimize: rtol, atol and ftol must not be negative and must be finite, got "
+            f"{tolerances}"
+        )

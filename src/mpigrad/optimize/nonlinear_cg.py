@@ -22,7 +22,7 @@ _ETA = 0.01  # of Hager and Zhang's lower bound
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NonlinearCGState:
-    """Where nonlinear conjugate gradients are: the next direction, its slope, its first trial."""
+    """The state of `NonlinearCG`: the next direction, its slope and its first trial step."""
 
     x: Vector
     gradient: Vector
@@ -37,17 +37,27 @@ class NonlinearCGState:
 
 @dataclasses.dataclass(frozen=True)
 class NonlinearCG(Method):
-    """Nonlinear conjugate gradients, with steps that satisfy the strong Wolfe conditions.
+    """Nonlinear conjugate gradients. Steps satisfy the strong Wolfe conditions.
 
     Attributes
     ----------
     formula
         "HZ": Hager and Zhang, SIAM Journal on Optimization 16 (2005), equations 1.3 and 1.6.
-        "PR+": Polak and Ribière's, not below zero (Gilbert and Nocedal 1992).
+        "PR+": the formula of Polak and Ribière, at least zero (Gilbert and Nocedal 1992).
     line_search
-        `StrongWolfe(...)`; the directions want more exact steps than L-BFGS.
+        `StrongWolfe(...)`. These directions need more exact steps than L-BFGS.
     first_step
         Two-norm of the first trial step, in the unit of the unknowns.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.optimize import NonlinearCG, minimize
+    >>> def loss(x):
+    ...     return jnp.sum(jnp.arange(1.0, 4.0) * (x - 2) ** 2)
+    >>> solution = minimize(loss, jnp.zeros(3), NonlinearCG("PR+"), loss="replicated")
+    >>> print(solution.value.round(3))
+    [2. 2. 2.]
     """
 
     formula: Literal["HZ", "PR+"] = "HZ"
@@ -56,19 +66,19 @@ class NonlinearCG(Method):
 
     def __post_init__(self) -> None:
         if self.formula not in ("HZ", "PR+"):
-            raise ValueError(f'NonlinearCG: formula={self.formula!r}; it is "HZ" or "PR+"')
+            raise ValueError(f'NonlinearCG: formula must be "HZ" or "PR+", got {self.formula!r}')
         if not self.first_step > 0:
-            raise ValueError(f"NonlinearCG: first_step={self.first_step} must be positive")
+            raise ValueError(f"NonlinearCG: first_step must be positive, got {self.first_step}")
 
     def start(self, objective: Objective, x: Vector) -> NonlinearCGState:
-        return self._along_gradient(objective.first(x), 0.0)
+        return self._along_gradient(objective.evaluate(x), 0.0)
 
     def step(self, objective: Objective, state: NonlinearCGState) -> NonlinearCGState:
-        """One line search; a second one along the gradient where the first finds nothing."""
+        """Do a line search, and a second one along the gradient if the first finds nothing."""
         now = Point(state.x, state.gradient, state.loss, state.gradient_norm, 0.0)
         for at in (state, self._along_gradient(now, 0.0)):
             t, point = self.line_search.search(
-                lambda t: objective.along(now.x, at.direction, t),  # noqa: B023
+                lambda t: objective.evaluate_along(now.x, at.direction, t),  # noqa: B023
                 now,
                 at.slope,
                 at.trial,

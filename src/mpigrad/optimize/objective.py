@@ -1,4 +1,4 @@
-"""What a method may ask of the function that it minimises."""
+"""The function that a method minimises, with its derivatives."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import numpy as np
 from mpigrad.autodiff.transforms import Loss, grad, linearize, vjp
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.optimize.root_protocol import evaluation
-from mpigrad.optimize.unknowns import Compiling, Unknowns, Vector
+from mpigrad.optimize.root_protocol import shared_evaluation
+from mpigrad.optimize.unknowns import ProgramCache, Unknowns, Vector
 
 __all__ = ["Objective", "Point"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A point, the loss and its gradient there.
+    """A point with its loss and gradient.
 
     Attributes
     ----------
     x, gradient
-        Vectors: what this rank holds.
+        This rank's parts of the vectors.
     loss
         The global loss.
     norm
         The two-norm of the gradient.
     slope
-        The inner product of the gradient with the direction along which the point was reached.
+        The inner product of the gradient with the direction that led to the point.
     """
 
     x: Vector
@@ -44,38 +44,49 @@ class Point:
 
     @property
     def finite(self) -> bool:
-        """Whether the loss and the gradient's products are numbers."""
+        """True if the loss, the norm and the slope are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.norm) and math.isfinite(self.slope)
 
 
-class Objective(Compiling):
-    """A function of the unknowns, its derivatives, and how often they were computed.
+class Objective(ProgramCache):
+    """A function of the unknowns with its derivatives, compiled once for several runs.
 
-    Value and gradient are computed in one pass, in one compiled program with the step that leads
-    there and the inner products that a line search wants. `minimize` makes an objective, or takes
-    one, whose programs several starts, methods and stages then share. All methods are collective.
+    One compiled program computes a step, the value and gradient at the new point, and the inner
+    products for a line search. `minimize` makes an objective, or takes one, so that several starts,
+    methods and stages share its programs. All methods of this class are collective.
 
     Parameters
     ----------
     f, loss, value_and_grad, sharded, comm
-        As for `minimize`.
+        As in `minimize`.
     x0
-        A tree of the structure, shapes and dtypes of the unknowns.
+        A tree with the structure, shapes and dtypes of the unknowns.
     residuals
-        f returns residuals, and the loss is half the sum of their squares.
+        True if f returns residuals. The loss is half the sum of their squares. `GaussNewton`
+        needs it.
 
     Attributes
     ----------
     f
         The function, or None.
     unknowns
-        Where they live.
+        The `Unknowns`.
     evaluations, products
-        Values with gradients, and Hessian-vector (or Gauss-Newton) products computed so far.
+        Counts of values with gradients, and of Hessian-vector (or Gauss-Newton) products.
     batch
-        What the function gets after the unknowns: (), or a tuple of one batch.
-    companion
-        What a method keeps beside its states for as long as the run lasts.
+        Further arguments of the function: (), or a tuple of one batch.
+    method_data
+        Data that a method keeps during a run and that is not in its states.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.optimize import LBFGS, NonlinearCG, Objective, minimize
+    >>> objective = Objective(lambda x: jnp.sum((x - 2.0) ** 2), jnp.zeros(3), loss="replicated")
+    >>> for method in LBFGS(), NonlinearCG():
+    ...     print(minimize(objective, jnp.zeros(3), method).value.round(3))
+    [2. 2. 2.]
+    [2. 2. 2.]
     """
 
     def __init__(
@@ -92,11 +103,11 @@ class Objective(Compiling):
         comm = resolve(comm)
         with raise_on_all_ranks(comm):
             if value_and_grad is None and not callable(f):
-                raise TypeError(f"minimize: f must be a function, not {f!r}")
+                raise TypeError(f"minimize: f must be a function, got {f!r}")
             if value_and_grad is not None and residuals:
                 raise ValueError(
-                    "minimize: GaussNewton differentiates the residuals that f returns; "
-                    "value_and_grad can't be given"
+                    "minimize: got value_and_grad with GaussNewton, which differentiates the "
+                    "residuals that f returns. Give f only."
                 )
         agreed = loss, residuals, value_and_grad is None
         assert_same_on_all_ranks(
@@ -106,7 +117,7 @@ class Objective(Compiling):
         self.unknowns = unknowns
         self.evaluations = self.products = 0
         self.batch: tuple[Any, ...] = ()
-        self.companion: Any = None
+        self.method_data: Any = None
         self.loss: Loss = loss
         self.residuals = residuals
         self.f: Any = f
@@ -122,39 +133,39 @@ class Objective(Compiling):
 
     # ---- on the host ----
 
-    def first(self, x: Vector) -> Point:
-        """The point x itself."""
-        return self.along(x, jax.tree.map(jnp.zeros_like, x), 0.0)
+    def evaluate(self, x: Vector) -> Point:
+        """Evaluate at x: one evaluation."""
+        return self.evaluate_along(x, jax.tree.map(jnp.zeros_like, x), 0.0)
 
-    def along(self, x: Vector, direction: Vector, step: float) -> Point:
-        """The point x + step · direction: one evaluation."""
+    def evaluate_along(self, x: Vector, direction: Vector, step: float) -> Point:
+        """Evaluate at x + step · direction: one evaluation."""
         self.evaluations += 1
         if self._given is None:
-            program = self.compiled(Objective._evaluate_along)
+            program = self.compiled(Objective._program_along)
             moved, gradient, numbers = program(x, direction, step, self.batch)
         else:
             moved = _moved(x, direction, step)
             x = self.tree(moved)
-            with evaluation(self.unknowns.comm):
+            with shared_evaluation(self.unknowns.comm):
                 value, tree = self._given(x, *self.batch)
-                self.unknowns.check_like(tree, "minimize: the gradient that value_and_grad returns")
+                self.unknowns.check_like(tree, "the gradient that value_and_grad returns")
                 if jnp.shape(value) != ():
                     raise ValueError(
-                        f"minimize: value_and_grad returns a value of shape {jnp.shape(value)}, "
-                        "which must be the global loss"
+                        "minimize: value_and_grad returned a value of shape "
+                        f"{jnp.shape(value)}, expected (). Return the global loss."
                     )
             gradient, numbers = self.compiled(Objective._measured)(value, tree, direction)
         slope, square, loss = np.asarray(numbers).tolist()
         return Point(moved, gradient, loss, math.sqrt(square), slope)
 
     def tree(self, x: Vector) -> Any:
-        """The unknowns as the user gave them."""
+        """Return the unknowns as a tree of the structure of x0."""
         return self.unknowns.compiled(Unknowns.tree)(x)
 
     # ---- in compiled programs ----
 
     def hessian_products(self, x: Vector, batch: tuple[Any, ...]) -> Callable[[Vector], Vector]:
-        """v → H v at x, by forward over reverse differentiation; to be traced."""
+        """Return v → H v at x, by forward over reverse differentiation, to be traced."""
         unknowns = self.unknowns
 
         def gradient(replicated: Any, own: Any) -> Any:
@@ -166,7 +177,7 @@ class Objective(Compiling):
     def gauss_newton_products(
         self, x: Vector, batch: tuple[Any, ...]
     ) -> Callable[[Vector], Vector]:
-        """v → Jᵀ J v at x, J the derivative of the residuals; to be traced."""
+        """Return v → Jᵀ J v at x, to be traced. J is the derivative of the residuals."""
         unknowns = self.unknowns
         once = self.loss == "share" or unknowns.comm.rank == 0
 
@@ -186,7 +197,7 @@ class Objective(Compiling):
 
         return product
 
-    def _evaluate_along(self, x: Vector, direction: Vector, step: Any, batch: Any) -> Any:
+    def _program_along(self, x: Vector, direction: Vector, step: Any, batch: Any) -> Any:
         x = _moved(x, direction, step)
         gradients, value = self._gradient(*self.unknowns.split(x), batch)
         gradient = self.unknowns.join(*gradients)
@@ -197,7 +208,7 @@ class Objective(Compiling):
         return gradient, self._numbers(value, False, gradient, direction)
 
     def _numbers(self, value: Any, shared: bool, gradient: Vector, direction: Vector) -> Any:
-        """Slope, square of the gradient's norm and loss; one that is no share is rank 0's."""
+        """Return slope, squared gradient norm and loss. A global value is taken from rank 0."""
         if not shared and self.unknowns.comm.rank > 0:
             value = jnp.zeros_like(value)
         return self.unknowns.products((gradient, direction), (gradient, gradient), also=[value])
@@ -209,11 +220,12 @@ def _moved(x: Vector, direction: Vector, step: Any) -> Vector:
 
 
 def _half_squares(residuals: Any) -> Any:
-    """½ Σ r² of a tree of residuals."""
+    """Return ½ Σ r² of a tree of residuals."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(residuals)]
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise TypeError(
-                f"minimize: GaussNewton needs real residuals, and f returns {leaf.dtype}"
+                f"minimize: GaussNewton needs real floating-point residuals, but f returned dtype "
+                f"{leaf.dtype}. Return the real and imaginary parts, or convert to floats."
             )
     return sum(0.5 * jnp.vdot(leaf, leaf) for leaf in leaves)

@@ -1,4 +1,4 @@
-"""What a root that thinks and the ranks that serve it tell each other."""
+"""Messages between a root that runs an optimizer and the worker ranks that evaluate for it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from mpigrad.communicator import Communicator, waiting
 from mpigrad.guard import end_job
 
-__all__ = ["agree", "evaluation", "parcel", "request", "unpacked"]
+__all__ = ["first_error", "pack_error", "request", "shared_evaluation", "unpack_error"]
 
-# Seconds that a rank which failed in an evaluation leaves to the others for ending theirs.
+# A rank that failed in an evaluation waits so many seconds for the others to end theirs.
 _PATIENCE = 5.0
 
-# An exception on its way to another rank: itself where it can be sent, its rank and traceback.
-Parcel = tuple[BaseException, int, str]
+# An exception for another rank: the exception if it can be pickled, its rank, its traceback.
+ErrorMessage = tuple[BaseException, int, str]
 
 
 def request(
@@ -30,8 +30,9 @@ def request(
 ) -> NDArray[np.float64]:
     """Broadcast a request, or a further part of one, into `message` (collective).
 
-    The `first` part comes when the root has thought for as long as it liked. The ranks that wait
-    for it leave their processors to the root, and are no hang while it may still come.
+    The root may compute for any time before it sends the `first` part. Workers that wait for it
+    leave their processors to the root. The watchdog does not count this waiting as a hang, as long
+    as the root can still send.
     """
     if comm.size > 1:
         under_way = comm.mpi.Ibcast(message, root)
@@ -42,7 +43,7 @@ def request(
 
 
 def _complete(under_way: MPI.Request, seconds: float = math.inf) -> bool:
-    """Wait without keeping a processor busy; false where it takes longer than that."""
+    """Wait without keeping a processor busy. Return False if it takes longer than `seconds`."""
     start = time.monotonic()
     while not under_way.Test():
         waited = time.monotonic() - start
@@ -52,14 +53,14 @@ def _complete(under_way: MPI.Request, seconds: float = math.inf) -> bool:
     return True
 
 
-def agree(error: Exception | None, comm: Communicator) -> BaseException | None:
-    """Of an evaluation's errors this rank's own, or that of the lowest rank that has one."""
+def first_error(error: Exception | None, comm: Communicator) -> BaseException | None:
+    """Return this rank's error of an evaluation, or the error of the lowest rank (collective)."""
     if comm.size == 1:
         return error
-    mine, all_ranks = np.array([error is not None]), np.zeros(comm.size, bool)
-    under_way = comm.mpi.Iallgather(mine, all_ranks)
-    # The others may wait inside the objective for the rank that failed. To the watchdog it counts
-    # as one that may still come: it ends the job itself, since it knows the cause.
+    failed, all_ranks = np.array([error is not None]), np.zeros(comm.size, bool)
+    under_way = comm.mpi.Iallgather(failed, all_ranks)
+    # The others may wait inside the objective for the rank that failed. The watchdog sees no
+    # deadlock, so this rank, which knows the cause, ends the job.
     if error is not None and not _complete(under_way, _PATIENCE):
         world = MPI.COMM_WORLD
         end_job(
@@ -71,30 +72,30 @@ def agree(error: Exception | None, comm: Communicator) -> BaseException | None:
         _complete(under_way)
     if not all_ranks.any():
         return None
-    parcels = comm.mpi.allgather(None if error is None else parcel(error, comm))
-    first = next(found for found in parcels if found is not None)
-    return error or unpacked(first, "an evaluation of the objective failed")
+    messages = comm.mpi.allgather(None if error is None else pack_error(error, comm))
+    first = next(message for message in messages if message is not None)
+    return error or unpack_error(first, "an evaluation of the objective failed")
 
 
 @contextlib.contextmanager
-def evaluation(comm: Communicator) -> Iterator[None]:
-    """A block, perhaps with messages, whose error on any rank is raised by all of them.
+def shared_evaluation(comm: Communicator) -> Iterator[None]:
+    """Raise an error of this block on all ranks. The block may send messages (collective).
 
-    Where the others wait inside the block for a rank that has failed, the job ends.
+    If other ranks wait inside the block for a rank that has failed, the job ends.
     """
     error: BaseException | None = None
     try:
         yield
     except Exception as raised:
-        error = agree(raised, comm)
+        error = first_error(raised, comm)
     else:
-        error = agree(None, comm)
+        error = first_error(None, comm)
     if error is not None:
         raise error
 
 
-def parcel(error: BaseException, comm: Communicator) -> Parcel:
-    """What is sent of an error."""
+def pack_error(error: BaseException, comm: Communicator) -> ErrorMessage:
+    """Return an error in a form that can be sent."""
     text = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
@@ -103,8 +104,8 @@ def parcel(error: BaseException, comm: Communicator) -> Parcel:
     return error, comm.rank, text
 
 
-def unpacked(sent: Parcel, what: str) -> BaseException:
-    """The error on the rank that was sent it, with its traceback."""
-    error, rank, text = sent
+def unpack_error(message: ErrorMessage, what: str) -> BaseException:
+    """Return an error received from another rank, with its traceback as a note."""
+    error, rank, text = message
     error.add_note(f"mpigrad: {what}, on rank {rank}:\n{text}")
     return error

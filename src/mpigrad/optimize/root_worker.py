@@ -1,4 +1,4 @@
-"""Any serial optimizer on the root, while the other ranks compute their parts of the objective."""
+"""A serial optimizer on the root, with the other ranks as workers that evaluate for it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from mpigrad.guard.failure import current_board
 from mpigrad.operations.collectives import bcast, reduce
 from mpigrad.operations.jit import jit
 from mpigrad.optimize.flattening import Flattening
-from mpigrad.optimize.root_protocol import agree, parcel, request, unpacked
+from mpigrad.optimize.root_protocol import first_error, pack_error, request, unpack_error
 
-__all__ = ["Served", "root_driven"]
+__all__ = ["RootObjective", "root_driven"]
 
-Point = Any  # a pytree like x0, or the vector of its numbers
+Point = Any  # a pytree of the structure of x0, or its vector
 
 
-class _Ask(enum.IntEnum):
-    """What the root wants of the other ranks: the first number of each request."""
+class _Request(enum.IntEnum):
+    """A request of the root to the workers: the first number of each message."""
 
     LEAVE = 0
     FAIL = 1
@@ -47,48 +47,59 @@ def root_driven(
     value_and_grad: Callable[[Any], tuple[Any, Any]] | None = None,
     root: int = 0,
     comm: Communicator | None = None,
-) -> Served:
-    """Let an optimizer that knows nothing of MPI run on the root (collective).
+) -> RootObjective:
+    """Run a serial optimizer on the root while the other ranks evaluate for it (collective).
 
-    >>> with optimize.root_driven(f, x0) as objective:  # doctest: +SKIP
-    ...     if objective:  # on the root; the other ranks serve until it leaves the block
-    ...         objective.result = scipy.optimize.minimize(
-    ...             objective.value_and_gradient, objective.x0, jac=True
-    ...         )
-    >>> objective.result.x  # doctest: +SKIP
-
-    The other ranks enter their block when the root has left it.
+    Use it in a `with` statement. On the root the body runs the optimizer. The other ranks are
+    workers: they evaluate until the root has left its block, and then enter theirs.
 
     Parameters
     ----------
     f
         Function of the unknowns, which every rank calls at the same point. It is compiled.
     x0
-        Unknowns: a pytree of real arrays, of the same structure on every rank. The root's count.
+        The first point: a pytree of real arrays with the same structure on every rank. The values
+        of the root are used.
     loss
-        "share": the objective is the sum over ranks of what `f` returns; "replicated": `f` returns
-        it on every rank.
+        "share": the objective is the sum over ranks of the values that f returns. "replicated": f
+        returns it on every rank.
     value_and_grad
-        Instead of compiling `f`: a function that gives the global value and its gradient, called
-        as it is; may be any Python. `f` may then be None.
+        x -> (global value, gradient), used instead of f. It may be any Python function and is not
+        compiled. f may be None.
     root
-        The rank whose optimizer it is.
+        The rank that runs the optimizer.
     comm
-        The ranks; by default all of the default communicator.
+        The ranks that evaluate. Default: the default communicator.
 
     Returns
     -------
-    A `Served`, for `with`.
+    RootObjective
+        The context manager.
 
     Raises
     ------
     ValueError, TypeError
-        On every rank, where the ranks' unknowns differ in structure, or are not real.
+        On every rank, if the unknowns differ in structure between ranks, or are not real.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import scipy.optimize
+    >>> from mpigrad import optimize
+    >>> def loss(x):
+    ...     return ((x - 2.0) ** 2).sum()
+    >>> with optimize.root_driven(loss, np.zeros(2), loss="replicated") as objective:
+    ...     if objective:  # on the root
+    ...         objective.result = scipy.optimize.minimize(
+    ...             objective.value_and_gradient, objective.x0, jac=True
+    ...         )
+    >>> print(objective.result.x.round(3))  # on every rank
+    [2. 2.]
     """
     if f is None and value_and_grad is None:
-        raise TypeError("root_driven needs f, or value_and_grad")
+        raise TypeError("root_driven: f and value_and_grad are both None. Give one of them.")
     comm = resolve(comm)
-    return Served(
+    return RootObjective(
         _programs(f, value_and_grad, loss, comm), x0, check_rank(root, comm, "root"), comm
     )
 
@@ -98,8 +109,8 @@ def _programs(
     given: Callable[[Any], tuple[Any, Any]] | None,
     loss: Loss,
     comm: Communicator,
-) -> dict[_Ask, Callable[..., Any]]:
-    """What every rank runs at each request."""
+) -> dict[_Request, Callable[..., Any]]:
+    """Return the function that every rank runs for each request."""
     both = given or value_and_grad(f, loss=loss, replicated=0, comm=comm)  # type: ignore[arg-type]
 
     def value(x: Any) -> Any:
@@ -112,44 +123,60 @@ def _programs(
         return jvp(lambda y: both(y)[1], (x,), (p,))[1]  # forward over reverse
 
     return {
-        _Ask.VALUE: value if f is None else jit(value),
-        _Ask.GRADIENT: given or jit(both),
-        _Ask.PRODUCT: jit(product),
+        _Request.VALUE: value if f is None else jit(value),
+        _Request.GRADIENT: given or jit(both),
+        _Request.PRODUCT: jit(product),
     }
 
 
-class Served:
-    """The objective as the root's optimizer sees it: NumPy in, NumPy out.
+class RootObjective:
+    """The objective of a serial optimizer on the root, with NumPy arguments and results.
 
-    True on the root, false on the other ranks. Points are pytrees like x0 or vectors of their
-    numbers, and gradients have the form of their point. The last point's value and gradient are
-    remembered, so that asking for one after the other costs one evaluation; ask for both at once
-    where both are wanted, since a value alone is computed without its gradient. What is not finite
-    is handed on as it is. An error in an evaluation, on any rank, is raised on the root alone, with
-    its place: an optimizer that survives it may go on, and one that doesn't takes all ranks along.
+    `root_driven` returns it. It is true on the root and false on the workers.
+
+    Points are pytrees of the structure of x0 or their vectors, and a gradient has the form of its
+    point. The value and gradient of the last point are cached. If you need both, call
+    `value_and_gradient`, because `value` does not compute the gradient. Values that are not finite
+    are returned as they are.
+
+    An error in an evaluation on any rank is raised on the root only, with the traceback of that
+    rank. The optimizer may catch it and continue. If it does not, the error is raised on all ranks.
 
     Attributes
     ----------
     x0
-        The vector of the unknowns' numbers, of float64.
+        The first point as a vector of float64.
     result
-        None, or what the root has put here, which every rank has after the block.
+        Set it on the root. After the block every rank has it. None before.
     evaluations
-        How often the objective has been computed: value or gradient or both at a point.
+        Count of evaluations of the objective: of its value, its gradient or both at a point.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad import optimize
+    >>> def loss(x):
+    ...     return (x["a"] ** 2).sum()
+    >>> with optimize.root_driven(loss, {"a": np.ones(2)}, loss="replicated") as objective:
+    ...     if objective:  # on the root
+    ...         print(objective.value(objective.x0), objective.gradient({"a": np.ones(2)}))
+    2.0 {'a': array([2., 2.], dtype=float32)}
     """
 
     def __init__(
-        self, programs: dict[_Ask, Callable[..., Any]], x0: Any, root: int, comm: Communicator
+        self, programs: dict[_Request, Callable[..., Any]], x0: Any, root: int, comm: Communicator
     ) -> None:
         self._programs, self._root, self._comm = programs, root, comm
         self._home = default_communicator()
         with raise_on_all_ranks(comm):
             self._form = Flattening(x0)
-        assert_same_on_all_ranks(comm, self._form.signature, "x0's leaves, shapes and dtypes")
+        assert_same_on_all_ranks(
+            comm, self._form.signature, "root_driven: x0's leaves, shapes and dtypes"
+        )
         self.x0 = comm.mpi.bcast(self._form.flat(x0), root)
         self.result: Any = None
         self.evaluations = 0
-        self._memory: tuple[bytes, float, NDArray[np.float64] | None] = (b"", math.nan, None)
+        self._cache: tuple[bytes, float, NDArray[np.float64] | None] = (b"", math.nan, None)
         self._open = False
         self._evaluating = False
         self._faults = 0
@@ -157,44 +184,44 @@ class Served:
     def __bool__(self) -> bool:
         return self._comm.rank == self._root
 
-    # ---- what the root asks for ----
+    # ---- requests of the root ----
 
     def value(self, x: Point) -> float:
-        """The objective at x."""
+        """Return the objective at x."""
         flat = self._flat(x)
-        if self._memory[0] != flat.tobytes():
-            self._memory = (flat.tobytes(), self._request(_Ask.VALUE, flat), None)
-        return self._memory[1]
+        if self._cache[0] != flat.tobytes():
+            self._cache = (flat.tobytes(), self._request(_Request.VALUE, flat), None)
+        return self._cache[1]
 
     def value_and_gradient(self, x: Point) -> tuple[float, Any]:
-        """The objective and its gradient at x, in one pass."""
+        """Return the objective and its gradient at x, in one evaluation."""
         flat = self._flat(x)
-        if self._memory[0] != flat.tobytes() or self._memory[2] is None:
-            value, gradient = self._request(_Ask.GRADIENT, flat)
-            self._memory = (flat.tobytes(), value, gradient)
-        _, value, gradient = self._memory
+        if self._cache[0] != flat.tobytes() or self._cache[2] is None:
+            value, gradient = self._request(_Request.GRADIENT, flat)
+            self._cache = (flat.tobytes(), value, gradient)
+        _, value, gradient = self._cache
         assert gradient is not None
         return value, self._like(x, gradient)
 
     def gradient(self, x: Point) -> Any:
-        """The gradient at x."""
+        """Return the gradient at x."""
         return self.value_and_gradient(x)[1]
 
     def hessp(self, x: Point, p: Point) -> Any:
-        """The Hessian at x times p, of p's form."""
-        return self._like(p, self._request(_Ask.PRODUCT, self._flat(x), self._flat(p)))
+        """Return the Hessian at x times p, in the form of p."""
+        return self._like(p, self._request(_Request.PRODUCT, self._flat(x), self._flat(p)))
 
     def hessian(self, x: Point) -> NDArray[np.float64]:
-        """The matrix of second derivatives at x, of shape (n, n): n products."""
+        """Return the Hessian at x, of shape (n, n), by n products."""
         flat = self._flat(x)
         return np.stack([self.hessp(flat, column) for column in np.eye(self._form.size)])
 
     @functools.cached_property
     def function(self) -> Callable[[Any], jax.Array]:
-        """The objective as a JAX function of a pytree like x0, for optimizers that trace it.
+        """The objective as a JAX function of a pytree, for optimizers that trace it.
 
-        It can be compiled and differentiated once, in reverse. It runs on the root, and asks the
-        other ranks from inside the compiled program.
+        It can be compiled, and differentiated once in reverse mode. It runs on the root and sends
+        requests to the workers from inside the compiled program.
         """
         home, shapes = self._home, self._form.shapes()
         scalar = jax.ShapeDtypeStruct((), jnp.result_type(*jax.tree.leaves(shapes)))
@@ -207,7 +234,7 @@ class Served:
             return np.asarray(value, scalar.dtype), self._form.tree(gradient)
 
         def ask(host: Callable[[Any], Any], result: Any, x: Any) -> Any:
-            def here(x: Any) -> Any:  # JAX may call it in a thread that is in no `with comm:`
+            def here(x: Any) -> Any:  # JAX may call it in a thread outside of `with comm:`
                 with contextlib.nullcontext() if default_communicator() is home else home:
                     return host(x)
 
@@ -230,7 +257,7 @@ class Served:
 
     def _like(self, x: Point, flat: NDArray[np.float64]) -> Any:
         if isinstance(x, (np.ndarray, jax.Array)) and x.shape == flat.shape:
-            return flat.copy()  # optimizers work in place
+            return flat.copy()  # optimizers may change it in place
         return self._form.tree(flat)
 
     # ---- the block ----
@@ -240,7 +267,7 @@ class Served:
         self._faults = _faults()
         if not self:
             try:
-                self._serve()
+                self._work()
             finally:
                 self._open = False
         return self
@@ -256,71 +283,75 @@ class Served:
             message = pickle.dumps(self.result)
         except Exception as cause:
             name = type(self.result).__name__
-            unfit = TypeError(f"a result of {name} can't be sent to the other ranks: {cause}")
-            self._fail(unfit)
-            raise unfit from cause
-        self._send(_Ask.LEAVE)
+            failure = TypeError(
+                f"root_driven: the result of type {name} cannot be sent to the other ranks "
+                f"({cause}). Set objective.result to an object that can be pickled."
+            )
+            self._fail(failure)
+            raise failure from cause
+        self._send(_Request.LEAVE)
         self._comm.mpi.bcast(message, self._root)
 
     def _fail(self, error: BaseException) -> None:
-        """Let the other ranks raise the root's error."""
-        # Who is still in an evaluation, or has been told by the guard, hears no request.
+        """Raise the root's error on the other ranks."""
+        # A worker that is still in an evaluation, or has an error of the guard, reads no request.
         if not self._evaluating and self._faults == _faults():
-            self._send(_Ask.FAIL)
-            self._comm.mpi.bcast(pickle.dumps(parcel(error, self._comm)), self._root)
+            self._send(_Request.FAIL)
+            self._comm.mpi.bcast(pickle.dumps(pack_error(error, self._comm)), self._root)
 
-    def _serve(self) -> None:
-        """Until the root leaves: compute what it asks for."""
+    def _work(self) -> None:
+        """Compute the root's requests until it leaves its block."""
         while True:
             head = request(np.empty(1 + self._form.size), self._root, self._comm, first=True)
-            ask, operands = _Ask(int(head[0])), [head[1:]]
-            if ask is _Ask.PRODUCT:
+            ask, operands = _Request(int(head[0])), [head[1:]]
+            if ask is _Request.PRODUCT:
                 operands.append(request(np.empty(self._form.size), self._root, self._comm))
             if ask in self._programs:
-                self._evaluate(ask, operands)  # what becomes of an error, the root decides
+                self._evaluate(ask, operands)  # the root handles errors
                 continue
             message = pickle.loads(self._comm.mpi.bcast(None, self._root))
-            if ask is _Ask.FAIL:
-                raise unpacked(message, "the optimizer that this rank served failed")
+            if ask is _Request.FAIL:
+                raise unpack_error(message, "the optimizer failed that this rank evaluated for")
             self.result = message
             return
 
-    # ---- requests ----
+    # ---- messages ----
 
-    def _request(self, ask: _Ask, *operands: NDArray[np.float64]) -> Any:
+    def _request(self, ask: _Request, *operands: NDArray[np.float64]) -> Any:
         if not self._open:
             raise RuntimeError(
-                f"rank {self._comm.rank}: the objective is asked "
+                f"root_driven: rank {self._comm.rank} called the objective "
                 + (
-                    "after its block: the other ranks serve inside `with` only"
+                    "after its `with` block, when the other ranks no longer evaluate. Call it "
+                    "inside the block."
                     if self
-                    else f"on a rank that serves: only rank {self._root} asks; "
-                    "write `if objective:` around its optimizer"
+                    else f"but only rank {self._root} may call it. Write `if objective:` around "
+                    "the optimizer."
                 )
             )
         self._send(ask, *operands)
         out, error = self._evaluate(ask, operands)
         if error is not None:
             raise error
-        if ask is _Ask.PRODUCT:
+        if ask is _Request.PRODUCT:
             return self._form.flat(out, "the product")
         self.evaluations += 1
         return (
             float(out)
-            if ask is _Ask.VALUE
+            if ask is _Request.VALUE
             else (float(out[0]), self._form.flat(out[1], "the gradient"))
         )
 
-    def _send(self, ask: _Ask, *operands: NDArray[np.float64]) -> None:
+    def _send(self, ask: _Request, *operands: NDArray[np.float64]) -> None:
         first, *others = operands or (np.zeros(self._form.size),)
         request(np.concatenate([[float(ask)], first]), self._root, self._comm, first=True)
         for operand in others:
             request(operand, self._root, self._comm)
 
     def _evaluate(
-        self, ask: _Ask, operands: Sequence[NDArray[np.float64]]
+        self, ask: _Request, operands: Sequence[NDArray[np.float64]]
     ) -> tuple[Any, BaseException | None]:
-        """This rank's result, and the error that some rank had."""
+        """Return this rank's result, and the error if some rank had one."""
         out, error = None, None
         self._evaluating = True
         try:
@@ -328,11 +359,11 @@ class Served:
             out = jax.block_until_ready(self._programs[ask](*trees))
         except Exception as raised:
             error = raised
-        error = agree(error, self._comm)
+        error = first_error(error, self._comm)
         self._evaluating, self._faults = False, _faults()
         return out, error
 
 
 def _faults() -> int:
-    """How many verdicts the guard has raised on several ranks."""
+    """Return the count of errors that the guard has raised on several ranks."""
     return int(current_board().header["faults"])

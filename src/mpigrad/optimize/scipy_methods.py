@@ -1,4 +1,4 @@
-"""SciPy's optimizers as methods of `minimize`: they run on rank 0, on the whole vector."""
+"""SciPy's optimizers as methods of `minimize`. They run on rank 0, on the global vector."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.optimize.method import Method
 from mpigrad.optimize.objective import Objective
-from mpigrad.optimize.root_protocol import agree, evaluation, request
-from mpigrad.optimize.solution import Result
+from mpigrad.optimize.root_protocol import first_error, request, shared_evaluation
 from mpigrad.optimize.unknowns import Unknowns, Vector
+from mpigrad.solution import Result
 
 __all__ = ["SciPy", "SciPyState"]
 
@@ -37,23 +37,24 @@ _UNLIMITED = {name: {"maxiter": 10**8} for name in _METHODS} | {
     "TNC": {"maxfun": 10**8},
 }
 
-Whole = NDArray[np.float64] | None  # a vector on rank 0
+RootVector = NDArray[np.float64] | None  # the global vector on rank 0, None on other ranks
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SciPyState:
-    """Where SciPy is, as far as it tells.
+    """The state of `SciPy`, as far as SciPy makes it available.
 
     Attributes
     ----------
     gradient_norm
-        With bounds, of the projected gradient: of the longest step along the negative gradient, no
-        longer than the gradient, that stays between the bounds.
+        The norm of the gradient. With bounds, the norm of the projected gradient: the longest
+        step along the negative gradient, at most as long as the gradient, that stays within the
+        bounds.
     step
-        Its two-norm.
+        The two-norm of the step.
     ending
-        0, or 1 where SciPy has ended by itself with success, or 2 without.
+        0 during the run, 1 if SciPy has ended with success, 2 if it has ended without success.
     """
 
     x: Vector
@@ -66,16 +67,16 @@ class SciPyState:
 
     @property
     def ended(self) -> Result | None:
-        return (None, Result.OWN_TOLERANCES, Result.OWN_END)[self.ending]
+        return (None, Result.SUCCESSFUL, Result.SCIPY_FAILED)[self.ending]
 
 
 @dataclasses.dataclass(frozen=True)
 class SciPy(Method):
-    """A gradient method of `scipy.optimize.minimize`, on rank 0, which gathers all unknowns.
+    """A gradient method of `scipy.optimize.minimize`, run on rank 0 with all unknowns.
 
-    SciPy's own tolerances hold beside those of `minimize`: the run ends at whichever is met first.
-    A restart goes on from the last point that was saved, without SciPy's memory: SciPy gives it to
-    nobody.
+    SciPy's own tolerances apply as well as those of `minimize`. The run ends at the first that is
+    met. A restart continues from the last saved point with a new SciPy run, because SciPy does not
+    give access to its memory.
 
     Attributes
     ----------
@@ -83,11 +84,21 @@ class SciPy(Method):
         "L-BFGS-B", "CG", "BFGS", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov" or
         "trust-constr".
     bounds
-        None, or (lower, upper): each None, a number, or a pytree prefix of the unknowns with
-        numbers and arrays that broadcast to the leaves; infinite where there is no bound. For
-        L-BFGS-B, TNC, SLSQP and trust-constr. A start outside is moved onto the bound.
+        None, or (lower, upper). Each is None, a float, or a pytree prefix of the unknowns with
+        floats and arrays that broadcast to the leaves. Infinite values mean no bound. For
+        L-BFGS-B, TNC, SLSQP and trust-constr. A start outside the bounds is moved onto them.
     options
-        SciPy's own, such as {"maxcor": 20}.
+        Options of SciPy's method, for example {"maxcor": 20}.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.optimize import SciPy, minimize
+    >>> def loss(x):
+    ...     return jnp.sum((x - 2.0) ** 2)
+    >>> method = SciPy("L-BFGS-B", bounds=(0.0, 1.5))
+    >>> print(minimize(loss, jnp.zeros(2), method, loss="replicated").value)
+    [1.5 1.5]
     """
 
     name: str = "L-BFGS-B"
@@ -97,15 +108,18 @@ class SciPy(Method):
     def __post_init__(self) -> None:
         if self.name not in _METHODS:
             raise ValueError(
-                f"SciPy: {self.name!r} is none of {', '.join(_METHODS)}; run other methods with "
-                "root_driven"
+                f"SciPy: expected one of {', '.join(_METHODS)}, got {self.name!r}. Use root_driven "
+                "for other methods."
             )
         if self.bounds is not None and self.name not in _BOUNDED:
             raise ValueError(
-                f"SciPy: {self.name} knows no bounds; those that do: {', '.join(_BOUNDED)}"
+                f"SciPy: the method {self.name} does not support bounds. Use one of "
+                f"{', '.join(_BOUNDED)}."
             )
         if self.bounds is not None and len(self.bounds) != 2:
-            raise ValueError("SciPy: bounds are a pair (lower, upper)")
+            raise ValueError(
+                f"SciPy: bounds must be a pair (lower, upper), got {len(self.bounds)} elements"
+            )
 
     @property
     def needs_f(self) -> bool:
@@ -114,26 +128,29 @@ class SciPy(Method):
     def check(self, unknowns: Unknowns) -> None:
         with raise_on_all_ranks(unknowns.comm):
             for lower, upper in zip(*self.limits(unknowns), strict=True):
-                if not np.all(lower <= upper):  # NaN is no bound either
-                    raise ValueError("SciPy: a lower bound is not at or below its upper bound")
+                if not np.all(lower <= upper):  # false for NaN, too
+                    raise ValueError(
+                        "SciPy: every lower bound must be at most its upper bound, and neither may "
+                        f"be NaN, got {np.asarray(lower)} and {np.asarray(upper)}"
+                    )
 
     def start(self, objective: Objective, x: Vector) -> SciPyState:
-        run = objective.companion = _Run(self, objective)
+        run = objective.method_data = _Run(self, objective)
         x = tuple(jnp.clip(part, *ends) for part, *ends in zip(x, *run.limits, strict=True))
-        found = run.first(x)
+        found = run.evaluate_first(x)
         return SciPyState(x, found.loss, found.norm, 0.0, 0)
 
     def step(self, objective: Objective, state: SciPyState) -> SciPyState:
-        """One iteration of SciPy's."""
-        if not isinstance(objective.companion, _Run):  # after a restart
-            objective.companion = _Run(self, objective)
-        return objective.companion.step(state)
+        """Run SciPy for one iteration."""
+        if not isinstance(objective.method_data, _Run):  # after a restart
+            objective.method_data = _Run(self, objective)
+        return objective.method_data.step(state)
 
     def layout(self, unknowns: Unknowns) -> Any:
         return SciPyState(unknowns.layout(), False, False, False, False)  # type: ignore[arg-type]
 
     def limits(self, unknowns: Unknowns) -> tuple[Vector, Vector]:
-        """Lower and upper bounds of what this rank holds of the vector."""
+        """Return lower and upper bounds of this rank's part of the vector."""
         example = jax.tree.unflatten(unknowns.structure, unknowns.shapes)
         found = []
         for bound, none in zip(self.bounds or (None, None), (-np.inf, np.inf), strict=True):
@@ -145,7 +162,9 @@ class SciPy(Method):
                     example,
                 )
             except ValueError as error:
-                raise ValueError(f"SciPy: bounds do not fit the unknowns: {error}") from error
+                raise ValueError(
+                    f"SciPy: bounds do not fit the unknowns ({error}). Give a pytree prefix of x0."
+                ) from error
             found.append(unknowns.vector(whole))
         return found[0], found[1]
 
@@ -153,35 +172,35 @@ class SciPy(Method):
 # ---- one run ----
 
 
-class _Ask(enum.IntEnum):
-    """What rank 0 wants of all: the end of this iteration, or what SciPy asks for."""
+class _Request(enum.IntEnum):
+    """A request of rank 0 to all ranks."""
 
     PAUSE = 0
     EVALUATE = 1
     PRODUCT = 2
 
 
-# What SciPy's thread tells beside that.
+# Further messages of SciPy's thread.
 _ITERATE, _ENDED, _FAILED = "an iteration is done", "it has ended", "it has failed"
 
 
-class _Over(BaseException):
-    """In SciPy's thread: nobody waits for it any more."""
+class _RunEnded(BaseException):
+    """Ends SciPy's thread after the run has ended."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Evaluated:
-    """A loss, the norm of the projected gradient, and on rank 0 the whole gradient."""
+class _Evaluation:
+    """The loss, the norm of the projected gradient, and on rank 0 the global gradient."""
 
     loss: float
     norm: float
-    gradient: Whole
+    gradient: RootVector
 
 
 class _Run:
-    """SciPy in a thread of rank 0, and in `step` the ranks that compute what it asks for.
+    """SciPy runs in a thread of rank 0. In `step` all ranks compute its requests.
 
-    All messages and all of the objective are the main thread's.
+    Only main threads send messages and evaluate the objective.
     """
 
     def __init__(self, method: SciPy, objective: Objective) -> None:
@@ -190,122 +209,122 @@ class _Run:
         self.limits = method.limits(objective.unknowns)
         self.shapes = self.comm.mpi.allgather([np.shape(part) for part in self.limits[0]])
         lower, upper = (self.gather(limit) for limit in self.limits)
-        self.bounds: Whole = None
+        self.bounds: RootVector = None
         if method.bounds is not None and lower is not None and upper is not None:
             self.bounds = np.stack([lower, upper], -1)
         self.begun = False
-        self.asked: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.held: tuple[Any, Any] | None = None  # asked for, when an iteration was done
-        self.seen: dict[bytes, _Evaluated] = {}  # since then
-        weakref.finalize(self, self.answers.put, None)  # SciPy's thread ends
+        self.pending: tuple[Any, Any] | None = None  # the first request of the next iteration
+        self.seen: dict[bytes, _Evaluation] = {}  # in this iteration
+        weakref.finalize(self, self.answers.put, None)  # ends SciPy's thread
 
     def step(self, state: SciPyState) -> SciPyState:
-        """Until SciPy has done an iteration, or has ended (collective)."""
+        """Compute requests until SciPy has done an iteration or has ended (collective)."""
         whole = self.gather(state.x)
         drive = self.drive(whole) if whole is not None else None
-        answer, error, news = None, None, None
+        answer, error, result = None, None, None
         while True:
-            ask, operands = _Ask.PAUSE, ()
+            ask, operands = _Request.PAUSE, ()
             if drive is not None:
                 try:
                     ask, operands = drive.send(answer)
                 except StopIteration as end:
-                    news = end.value
-                except Exception as raised:  # SciPy's own
+                    result = end.value
+                except Exception as raised:  # an error of SciPy
                     error = raised
-            ask = _Ask(int(request(np.array([float(ask)]), 0, self.comm, first=True)[0]))
-            if ask is _Ask.PAUSE:
+            ask = _Request(int(request(np.array([float(ask)]), 0, self.comm, first=True)[0]))
+            if ask is _Request.PAUSE:
                 break
             answer = self.compute(ask, operands, state.x)
-        error = agree(error, self.comm)
+        error = first_error(error, self.comm)
         if error is not None:
             raise error
-        x = self.scatter(news[0] if news else None, state.x)
-        return SciPyState(x, *self.comm.mpi.bcast(news[1:] if news else None))
+        x = self.scatter(result[0] if result else None, state.x)
+        return SciPyState(x, *self.comm.mpi.bcast(result[1:] if result else None))
 
     def drive(self, x: NDArray[np.float64]) -> Generator[Any, Any, Any]:
-        """On rank 0, an iteration from x: yields what SciPy asks for, and is sent the answers.
+        """Run an iteration from x on rank 0: yield SciPy's requests, receive the answers.
 
-        Returns a state's fields, with the whole x.
+        Returns the fields of a state, with the global x.
         """
         if not self.begun:
-            self.begin(x)
+            self.start_thread(x)
         moved, ending = None, 0
         while True:
-            kind, told = self.held or self.asked.get()
-            self.held = None
+            kind, content = self.pending or self.requests.get()
+            self.pending = None
             if kind is _FAILED:
-                raise told
+                raise content
             if kind is _ENDED:
-                moved, ending = told.x, 1 if told.success else 2
+                moved, ending = content.x, 1 if content.success else 2
                 break
             if kind is _ITERATE:
-                moved = None if np.array_equal(told, x) else told  # a trial may be rejected
-            elif moved is not None:  # it goes on
-                self.held = kind, told
+                moved = None if np.array_equal(content, x) else content  # unchanged if rejected
+            elif moved is not None:  # the next iteration has begun
+                self.pending = kind, content
                 break
-            elif kind is _Ask.EVALUATE:
-                found = yield from self.found(told[0])
+            elif kind is _Request.EVALUATE:
+                found = yield from self.evaluation(content[0])
                 self.answers.put((found.loss, found.gradient))
             else:
-                self.answers.put((yield kind, told))
-        found = yield from self.found(moved)
+                self.answers.put((yield kind, content))
+        found = yield from self.evaluation(moved)
         self.seen = {moved.tobytes(): found}
         return moved, found.loss, found.norm, float(np.linalg.norm(moved - x)), ending
 
-    def found(self, x: NDArray[np.float64]) -> Generator[Any, Any, _Evaluated]:
-        """Value and gradient at x, computed once in an iteration."""
+    def evaluation(self, x: NDArray[np.float64]) -> Generator[Any, Any, _Evaluation]:
+        """Return value and gradient at x, computed once in an iteration."""
         if x.tobytes() not in self.seen:
-            self.seen[x.tobytes()] = yield _Ask.EVALUATE, (x,)
+            self.seen[x.tobytes()] = yield _Request.EVALUATE, (x,)
         return self.seen[x.tobytes()]
 
-    def begin(self, x: NDArray[np.float64]) -> None:
+    def start_thread(self, x: NDArray[np.float64]) -> None:
         self.begun = True
         threading.Thread(
             target=_minimise,
-            args=(self.method, x, self.bounds, self.asked, self.answers),
+            args=(self.method, x, self.bounds, self.requests, self.answers),
             daemon=True,
             name=f"scipy-{self.method.name}",
         ).start()
 
     # ---- computed by all ranks ----
 
-    def first(self, x: Vector) -> _Evaluated:
-        """Value and gradient at the first point."""
+    def evaluate_first(self, x: Vector) -> _Evaluation:
+        """Return value and gradient at the first point."""
         whole = self.gather(x)
-        found = self.compute(_Ask.EVALUATE, () if whole is None else (whole,), x)
+        found = self.compute(_Request.EVALUATE, () if whole is None else (whole,), x)
         if whole is not None:
             self.seen = {whole.tobytes(): found}
         return found
 
-    def compute(self, ask: _Ask, operands: Sequence[NDArray[np.float64]], like: Vector) -> Any:
-        """What rank 0 asks for at its operands; an error of one rank is raised by all."""
+    def compute(self, ask: _Request, operands: Sequence[NDArray[np.float64]], like: Vector) -> Any:
+        """Compute rank 0's request. An error of one rank is raised on all ranks."""
         parts = [self.scatter(operand, like) for operand in operands or (None,) * ask]
-        with evaluation(self.comm):
-            out = self.evaluate(*parts) if ask is _Ask.EVALUATE else self.multiply(*parts)
+        with shared_evaluation(self.comm):
+            out = self.evaluate(*parts) if ask is _Request.EVALUATE else self.multiply(*parts)
         return out
 
-    def evaluate(self, x: Vector) -> _Evaluated:
-        point = self.objective.first(x)
+    def evaluate(self, x: Vector) -> _Evaluation:
+        point = self.objective.evaluate(x)
         steps = [
             np.clip(-np.asarray(g, np.float64), low - np.asarray(a), high - np.asarray(a))
             for a, g, low, high in zip(x, point.gradient, *self.limits, strict=True)
         ]
         squares = self.comm.mpi.allgather(float(sum(np.vdot(s, s) for s in steps)))
-        return _Evaluated(point.loss, math.sqrt(sum(squares)), self.gather(point.gradient))
+        return _Evaluation(point.loss, math.sqrt(sum(squares)), self.gather(point.gradient))
 
-    def multiply(self, x: Vector, v: Vector) -> Whole:
+    def multiply(self, x: Vector, v: Vector) -> RootVector:
         self.objective.products += 1
         return self.gather(self.objective.compiled(_product)(x, v, self.objective.batch))
 
-    def gather(self, vector: Vector) -> Whole:
-        """The whole vector on rank 0, None elsewhere."""
+    def gather(self, vector: Vector) -> RootVector:
+        """Return the global vector on rank 0, and None on other ranks."""
         parts = self.comm.mpi.gather([np.asarray(part, np.float64).ravel() for part in vector])
         return None if parts is None else np.concatenate([part for rank in parts for part in rank])
 
-    def scatter(self, whole: Whole, like: Vector) -> Vector:
-        """This rank's part of rank 0's vector."""
+    def scatter(self, whole: RootVector, like: Vector) -> Vector:
+        """Return this rank's part of rank 0's vector."""
         pieces = None
         if whole is not None:
             sizes = [[math.prod(shape) for shape in rank] for rank in self.shapes]
@@ -325,35 +344,35 @@ def _product(objective: Objective, x: Vector, v: Vector, batch: Any) -> Vector:
 def _minimise(
     method: SciPy,
     x0: NDArray[np.float64],
-    bounds: Whole,
-    asked: queue.SimpleQueue[tuple[Any, Any]],
+    bounds: RootVector,
+    requests: queue.SimpleQueue[tuple[Any, Any]],
     answers: queue.SimpleQueue[Any],
 ) -> None:
-    """SciPy's thread."""
+    """Run SciPy in its thread."""
 
-    def ask(kind: _Ask, *operands: NDArray[np.float64]) -> Any:
-        asked.put((kind, tuple(np.array(operand, np.float64) for operand in operands)))
+    def ask(kind: _Request, *operands: NDArray[np.float64]) -> Any:
+        requests.put((kind, tuple(np.array(operand, np.float64) for operand in operands)))
         answer = answers.get()
         if answer is None:
-            raise _Over
+            raise _RunEnded
         return answer
 
     try:
         from scipy.optimize import minimize
 
         result = minimize(
-            lambda x: ask(_Ask.EVALUATE, x),
+            lambda x: ask(_Request.EVALUATE, x),
             x0,
             jac=True,
-            hessp=(lambda x, v: ask(_Ask.PRODUCT, x, v)) if method.name in _PRODUCTS else None,
+            hessp=(lambda x, v: ask(_Request.PRODUCT, x, v)) if method.name in _PRODUCTS else None,
             bounds=bounds,
             method=method.name,
             options=_UNLIMITED[method.name] | dict(method.options),
-            callback=lambda x, *_: asked.put((_ITERATE, np.array(x))),
+            callback=lambda x, *_: requests.put((_ITERATE, np.array(x))),
         )
-    except _Over:
+    except _RunEnded:
         return
-    except BaseException as error:  # for the ranks that wait
-        asked.put((_FAILED, error))
+    except BaseException as error:  # the main thread raises it on all ranks
+        requests.put((_FAILED, error))
     else:
-        asked.put((_ENDED, result))
+        requests.put((_ENDED, result))

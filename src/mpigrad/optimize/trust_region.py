@@ -1,4 +1,4 @@
-"""Newton's and the Gauss-Newton method: conjugate gradients within a trust region."""
+"""Newton's and the Gauss-Newton method: conjugate gradients in a trust region."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mpigrad.optimize.unknowns import Unknowns, Vector, dot
 __all__ = ["GaussNewton", "NewtonCG", "TrustRegionState"]
 
 Product = Callable[[Vector], Vector]
-_ENOUGH = 1e-4  # the part of the predicted decrease that a step must reach
+_ENOUGH = 1e-4  # the fraction of the predicted decrease that a step must reach
 _ATTEMPTS = 25  # radii in one iteration
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrustRegionState:
-    """Where a trust-region method is: the radius, and the first gradient's norm."""
+    """The state of a trust-region method, with the radius and the norm of the first gradient."""
 
     x: Vector
     gradient: Vector
@@ -39,20 +39,20 @@ class TrustRegionState:
 
 @dataclasses.dataclass(frozen=True)
 class _TrustRegion(Method):
-    """A quadratic model, minimised by truncated conjugate gradients (Steihaug 1983).
+    """Minimise a quadratic model by truncated conjugate gradients (Steihaug 1983).
 
-    The step of a record is its two-norm. The linear iterations of a step are one compiled program,
-    in which the objective is linearized once.
+    A record's `step` is the two-norm of the step. The linear iterations of a step are one compiled
+    program, which linearizes the objective once.
 
     Attributes
     ----------
     radius
-        Two-norm of the longest first step, in the unit of the unknowns; later ones are adapted.
-        None: that of x0, or 1 where x0 is zero.
+        Largest two-norm of the first step, in the unit of the unknowns. Later radii are adapted.
+        None: the norm of x0, or 1 if x0 is zero.
     max_products
-        Most products with the Hessian in one step.
+        Largest count of products with the Hessian in one step.
     forcing
-        Conjugate gradients stop where the residual is below min(forcing, √(|g| / |g0|)) |g|.
+        Conjugate gradients stop if the residual is below min(forcing, √(|g| / |g0|)) |g|.
     """
 
     radius: float | None = None
@@ -62,11 +62,11 @@ class _TrustRegion(Method):
     def __post_init__(self) -> None:
         name = type(self).__name__
         if self.radius is not None and not self.radius > 0:
-            raise ValueError(f"{name}: radius={self.radius} must be positive")
+            raise ValueError(f"{name}: radius must be positive, got {self.radius}")
         if self.max_products < 1 or not 0 < self.forcing < 1:
             raise ValueError(
-                f"{name}: max_products={self.max_products} must be positive, "
-                f"forcing={self.forcing} in (0, 1)"
+                f"{name}: max_products must be positive and forcing in (0, 1), got "
+                f"max_products={self.max_products}, forcing={self.forcing}"
             )
 
     @property
@@ -76,17 +76,17 @@ class _TrustRegion(Method):
     @staticmethod
     @abc.abstractmethod
     def products(objective: Objective, x: Vector, batch: Any) -> Product:
-        """v -> H v of the model at x; to be traced."""
+        """Return v -> H v of the model at x, to be traced."""
 
     def start(self, objective: Objective, x: Vector) -> TrustRegionState:
-        point = objective.first(x)
+        point = objective.evaluate(x)
         radius = float(self.radius or objective.unknowns.compiled(_norm)(x)) or 1.0
         return TrustRegionState(
             point.x, point.gradient, point.loss, point.norm, 0.0, radius, point.norm, False
         )
 
     def step(self, objective: Objective, state: TrustRegionState) -> TrustRegionState:
-        """One accepted step; shorter ones are tried where the model was too good."""
+        """Take one step. If the decrease is much smaller than predicted, try a shorter step."""
         radius = state.radius
         relative = math.sqrt(state.gradient_norm / state.first_norm)
         program = objective.compiled(self._solve)
@@ -99,9 +99,9 @@ class _TrustRegion(Method):
             objective.products += int(products)
             if not predicted > 0 or length == 0:
                 break
-            point = objective.along(state.x, direction, 1.0)
+            point = objective.evaluate_along(state.x, direction, 1.0)
             decrease = state.loss - point.loss
-            # Where both are rounding, a gradient that is smaller tells.
+            # If both are within rounding errors, accept a step that reduces the gradient.
             rounding = 10 * objective.unknowns.epsilon * abs(state.loss)
             if predicted <= rounding and abs(decrease) <= rounding:
                 ratio = 1.0 if point.norm < state.gradient_norm else 0.0
@@ -149,7 +149,30 @@ class _TrustRegion(Method):
 
 @dataclasses.dataclass(frozen=True)
 class NewtonCG(_TrustRegion):
-    """Newton's method with Hessian-vector products, by forward over reverse differentiation."""
+    """Newton's method with Hessian-vector products, by forward over reverse differentiation.
+
+    Each step minimises a quadratic model in a trust region by conjugate gradients (Steihaug 1983).
+
+    Attributes
+    ----------
+    radius
+        Largest two-norm of the first step, in the unit of the unknowns. Later radii are adapted.
+        None: the norm of x0, or 1 if x0 is zero.
+    max_products
+        Largest count of products with the Hessian in one step.
+    forcing
+        Conjugate gradients stop if the residual is below min(forcing, √(|g| / |g0|)) |g|.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.optimize import NewtonCG, minimize
+    >>> def valley(x):
+    ...     return 10 * (x[1] - x[0] ** 2) ** 2 + (1 - x[0]) ** 2
+    >>> solution = minimize(valley, jnp.zeros(2), NewtonCG(), loss="replicated")
+    >>> print(solution.value.round(3))
+    [1. 1.]
+    """
 
     @staticmethod
     def products(objective: Objective, x: Vector, batch: Any) -> Product:
@@ -158,10 +181,28 @@ class NewtonCG(_TrustRegion):
 
 @dataclasses.dataclass(frozen=True)
 class GaussNewton(_TrustRegion):
-    """The Gauss-Newton method: half the sum of squares of the residuals that f returns.
+    """The Gauss-Newton method for least squares: half the sum of squares of residuals.
 
-    f(x) -> an array or pytree of real residuals: each rank's own (loss="share"), or the same on all
-    ranks (loss="replicated"). Its Hessian is taken for JᵀJ, J their derivative.
+    f(x) returns an array or pytree of real residuals: each rank's own with loss="share", or the
+    same on all ranks with loss="replicated". JᵀJ replaces the Hessian, with J the derivative of the
+    residuals.
+
+    Attributes
+    ----------
+    radius, max_products, forcing
+        As in `NewtonCG`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.optimize import GaussNewton, minimize
+    >>> t = jnp.linspace(0.0, 1.0, 5)
+    >>> data = 3 * jnp.exp(-t)
+    >>> def residuals(x):
+    ...     return x[0] * jnp.exp(-x[1] * t) - data
+    >>> solution = minimize(residuals, jnp.array([1.0, 0.0]), GaussNewton(), loss="replicated")
+    >>> [round(float(value), 3) for value in solution.value]
+    [3.0, 1.0]
     """
 
     residuals: ClassVar[bool] = True
@@ -184,11 +225,11 @@ def _steihaug(
     forcing: Any,
     max_products: int,
 ) -> tuple[Vector, Any]:
-    """The step p, and (predicted decrease, |p|, products, whether |p| is the radius).
+    """Return the step p, and (predicted decrease, |p|, count of products, |p| is the radius).
 
-    Conjugate gradients for H p = -g, from p = 0, until the residual is small or p leaves the
-    region |p| <= radius, or the curvature is negative; then p goes to its boundary. All scalars are
-    rank 0's, in float64 (squares of float32 numbers leave float32).
+    Conjugate gradients for H p = -g start from p = 0 and end if the residual is small. If p leaves
+    the region |p| <= radius, or the curvature is negative, p ends on the boundary of the region.
+    All scalars are computed on rank 0 in float64, because squares of float32 may overflow.
     """
     dtype = jnp.dtype("float64")
     norm, radius, forcing = (jnp.asarray(number, dtype) for number in (norm, radius, forcing))

@@ -1,4 +1,4 @@
-"""The unknowns of an optimization, as one vector that all ranks hold together."""
+"""The unknowns of an optimization as one vector that is distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from mpigrad.grid.grid import Grid
 from mpigrad.operations import allgatherv, bcast, reduce
 from mpigrad.operations.jit import jit
 
-__all__ = ["Compiling", "Unknowns", "Vector", "dot", "product"]
+__all__ = ["ProgramCache", "Unknowns", "Vector", "dot", "product"]
 
-Vector = tuple[Any, ...]  # arrays: what this rank holds of a vector
+Vector = tuple[Any, ...]  # arrays: this rank's part of a vector
 _DTYPES = (np.dtype("float32"), np.dtype("float64"))
 
 
-class Compiling:
-    """Something whose functions are compiled once."""
+class ProgramCache:
+    """Base class of objects whose functions are compiled once."""
 
     def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """function(self, ...) as a compiled program of its further arguments.
+        """Return function(self, ...) as a compiled program of the further arguments.
 
-        `options` are those of `mpigrad.jit`.
+        `options` are passed to `mpigrad.jit`.
         """
         programs: dict[Any, Any] = self.__dict__.setdefault("_programs", {})
         if function not in programs:
@@ -39,37 +39,48 @@ class Compiling:
         return programs[function]  # type: ignore[no-any-return]
 
 
-class Unknowns(Compiling):
-    """How a pytree on every rank and a vector shared out over the ranks make each other.
+class Unknowns(ProgramCache):
+    """Conversion between a pytree on every rank and a vector distributed over the ranks.
 
-    In the vector every unknown lies on exactly one rank: of the replicated leaves, joined to one
-    array for each dtype, rank r holds the r-th stripe; of the sharded leaves each rank holds its
-    own part. So every inner product is the sum over ranks of local ones, whatever is replicated,
-    the vectors of a method take 1/P of the memory, and a replicated leaf, which is gathered from
-    the stripes, is equal on all ranks bit for bit.
+    In the vector every unknown lies on exactly one rank. The replicated leaves are joined to one
+    array for each dtype, of which rank r holds the r-th stripe. Of the sharded leaves each rank
+    holds its own part. Three things follow: every inner product is the sum over ranks of local
+    inner products, the vectors of a method take 1/P of the memory, and a replicated leaf, which is
+    gathered from the stripes, is bitwise equal on all ranks.
 
     Parameters
     ----------
     x0
         The pytree: floats and arrays of float32 or float64.
     sharded
-        A pytree prefix of `x0`: False where leaves are equal on all ranks, True where each rank
-        has its own rows of axis 0, in the order of the ranks (any number, also none), a `Grid`
-        where each has its tile, in the last axes.
+        A pytree prefix of `x0`. False: the leaf is the same on all ranks. True: each rank has its
+        own rows of axis 0, in the order of the ranks. Their count may differ and may be zero. A
+        `Grid`: each rank has its tile, in the last axes.
     comm
         The ranks that share the unknowns.
 
     Attributes
     ----------
     size
-        Number of unknowns of all ranks.
+        Count of unknowns of all ranks.
     epsilon
-        The rounding of their coarsest dtype.
+        Machine epsilon of the coarsest dtype.
 
     Raises
     ------
     TypeError, ValueError
-        On every rank: a leaf is no real array, its shape does not fit, or the ranks disagree.
+        On every rank, if a leaf is not a real array, its shape does not fit, or the ranks differ.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> from mpigrad.optimize import Unknowns
+    >>> x0 = {"a": jnp.zeros(3), "b": jnp.ones((2, 2))}
+    >>> unknowns = Unknowns(x0, False, mg.default_communicator())
+    >>> vector = unknowns.initial_vector(x0)
+    >>> print(unknowns.size, unknowns.tree(vector)["b"].shape)
+    7 (2, 2)
     """
 
     def __init__(self, x0: Any, sharded: Any, comm: Communicator) -> None:
@@ -84,12 +95,14 @@ class Unknowns(Compiling):
             for name, leaf, kind in zip(self.names, leaves, self.kinds, strict=True):
                 common.append(_description(name, leaf, kind, comm))
             if not leaves:
-                raise ValueError("minimize: x0 has no leaves")
+                raise ValueError(
+                    "minimize: expected at least one unknown, got x0 without leaves. Add one."
+                )
         _same(common, comm)
         self.shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         self.replicated = [i for i, kind in enumerate(self.kinds) if kind is False]
-        self.own = [i for i, kind in enumerate(self.kinds) if kind is not False]
-        # The replicated leaves of each dtype, and the rows of their join that each rank holds.
+        self.sharded = [i for i, kind in enumerate(self.kinds) if kind is not False]
+        # The replicated leaves of each dtype, and the count of elements that each rank holds.
         self.joins: list[tuple[list[int], tuple[int, ...]]] = []
         for dtype in _DTYPES:
             members = [i for i in self.replicated if self.shapes[i].dtype == dtype]
@@ -99,21 +112,22 @@ class Unknowns(Compiling):
                 counts = tuple(b - a for a, b in itertools.pairwise(ends))
                 self.joins.append((members, counts))
         self.epsilon = max(float(jnp.finfo(shape.dtype).eps) for shape in self.shapes)
-        local = sum(self.shapes[i].size for i in self.own)
+        local = sum(self.shapes[i].size for i in self.sharded)
         self.size = sum(comm.mpi.allgather(local)) + sum(sum(counts) for _, counts in self.joins)
 
-    def first(self, x0: Any) -> Vector:
-        """The vector of a tree such as that of the structure (collective).
+    def initial_vector(self, x0: Any) -> Vector:
+        """Check a tree and return its vector (collective).
 
         Raises
         ------
         TypeError, ValueError
-            On every rank: the tree is not like it, or a replicated leaf is not equal on all ranks.
+            On every rank, if the structure, shapes or dtypes are not those of the unknowns, or if a
+            replicated leaf differs between ranks.
         """
         digests: list[str] = []
         with raise_on_all_ranks(self.comm):
             x0 = jax.tree.map(_real, x0)
-            self.check_like(x0, "minimize: x0")
+            self.check_like(x0, "x0")
             leaves = jax.tree.leaves(x0)
             for i in self.replicated:
                 digests.append(hashlib.sha256(np.asarray(leaves[i]).tobytes()).hexdigest())
@@ -122,35 +136,35 @@ class Unknowns(Compiling):
             for i, ours, theirs in zip(self.replicated, everywhere[0], others, strict=True):
                 if ours != theirs:
                     raise ValueError(
-                        f"minimize: {self.names[i]} is not the same on ranks 0 and {rank}, and it "
-                        "is not declared sharded. Make it equal, for instance by mpigrad.bcast, "
-                        "or say sharded=True, or its Grid"
+                        f"minimize: {self.names[i]} is not declared sharded, but it differs "
+                        f"between ranks 0 and {rank}. Make it equal, for example with "
+                        "mpigrad.bcast, or give sharded=True or its Grid."
                     )
         return self.compiled(Unknowns.vector)(x0)  # type: ignore[no-any-return]
 
-    # ---- trees and vectors; these may stand in compiled programs ----
+    # ---- trees and vectors (these functions may be called in compiled programs) ----
 
     def vector(self, tree: Any) -> Vector:
-        """What this rank holds of a tree such as x0; without messages."""
+        """Return this rank's part of the vector of a tree, without messages."""
         leaves = self.structure.flatten_up_to(tree)
-        return self.join([leaves[i] for i in self.replicated], [leaves[i] for i in self.own])
+        return self.join([leaves[i] for i in self.replicated], [leaves[i] for i in self.sharded])
 
     def tree(self, vector: Vector) -> Any:
-        """The tree of a vector (collective)."""
+        """Return the tree of a vector (collective)."""
         return self.unite(*self.split(vector))
 
-    def join(self, replicated: Sequence[Any], own: Sequence[Any]) -> Vector:
-        """The vector of the replicated and of the sharded leaves; without messages."""
+    def join(self, replicated: Sequence[Any], sharded: Sequence[Any]) -> Vector:
+        """Return the vector of the replicated and sharded leaves, without messages."""
         place = {i: jnp.asarray(leaf) for i, leaf in zip(self.replicated, replicated, strict=True)}
         parts = []
         for members, counts in self.joins:
             first = sum(counts[: self.comm.rank])
             whole = jnp.concatenate([place[i].ravel() for i in members])
             parts.append(whole[first : first + counts[self.comm.rank]])
-        return (*parts, *(jnp.asarray(leaf) for leaf in own))
+        return (*parts, *(jnp.asarray(leaf) for leaf in sharded))
 
     def split(self, vector: Vector) -> tuple[list[Any], list[Any]]:
-        """The replicated leaves, gathered (collective), and the sharded ones."""
+        """Return the replicated leaves, which are gathered, and the sharded leaves (collective)."""
         place: dict[int, Any] = {}
         for part, (members, counts) in zip(vector, self.joins, strict=False):
             whole = allgatherv(part, counts, comm=self.comm) if self.comm.size > 1 else part
@@ -161,28 +175,29 @@ class Unknowns(Compiling):
                 first += shape.size
         return [place[i] for i in self.replicated], list(vector[len(self.joins) :])
 
-    def unite(self, replicated: Sequence[Any], own: Sequence[Any]) -> Any:
-        """The tree of the replicated and of the sharded leaves."""
+    def unite(self, replicated: Sequence[Any], sharded: Sequence[Any]) -> Any:
+        """Return the tree of the replicated and sharded leaves."""
         place = dict(zip(self.replicated, replicated, strict=True))
-        place.update(zip(self.own, own, strict=True))
+        place.update(zip(self.sharded, sharded, strict=True))
         return jax.tree.unflatten(self.structure, [place[i] for i in range(len(self.kinds))])
 
-    # ---- numbers of all ranks ----
+    # ---- reductions over all ranks ----
 
     def sum(self, numbers: Any) -> Any:
-        """The sums over ranks of arrays, equal bit for bit on all of them (collective)."""
+        """Return the sums over ranks of arrays, bitwise equal on all ranks (collective)."""
         return self.decide(lambda sums: sums, numbers)
 
     def decide(self, decision: Callable[[Any], Any], numbers: Any) -> Any:
-        """decision(sums over ranks of arrays), computed on rank 0 for all (collective)."""
+        """Return decision(sums over ranks of arrays), computed on rank 0 (collective)."""
         if self.comm.size == 1:
             return decision(numbers)
         return bcast(decision(reduce(numbers, root=0, comm=self.comm)), 0, self.comm)
 
     def products(self, *pairs: tuple[Vector, Vector], also: Sequence[Any] = ()) -> Any:
-        """Inner products of vectors, then the sums over ranks of numbers (collective).
+        """Return inner products of vectors, then sums over ranks of `also` (collective).
 
-        In float64, also where JAX makes no such arrays: squares of float32 numbers leave float32.
+        They are computed in float64, even if JAX has x64 disabled: squares of float32 values may
+        overflow.
         """
         with jax.enable_x64(True):
             numbers = [jnp.asarray(number).astype("float64") for number in also]
@@ -191,35 +206,37 @@ class Unknowns(Compiling):
     # ---- for restart files ----
 
     def layout(self, leading: int = 0) -> tuple[Any, ...]:
-        """The layout of a vector for `checkpoint.Store`; of arrays of vectors, by leading axes."""
-        own = [self.kinds[i] for i in self.own]
-        parts = [True] * len(self.joins) + own
+        """Return the layout of a vector, with so many leading axes, for `checkpoint.Store`."""
+        parts = [True] * len(self.joins) + [self.kinds[i] for i in self.sharded]
         return tuple(Stripes(leading) if kind is True else kind for kind in parts)
 
-    def check_like(self, tree: Any, what: str) -> None:
-        """Raise unless `tree` has the structure, shapes and dtypes of x0; without messages."""
+    def check_like(self, tree: Any, name: str) -> None:
+        """Raise an error unless `tree` has the structure, shapes and dtypes of the unknowns."""
         found = jax.tree.structure(tree)
         if found != self.structure:
-            raise ValueError(f"{what} has the structure {found}, the unknowns {self.structure}")
+            raise ValueError(
+                f"minimize: {name} has the structure {found}, but the unknowns have the structure "
+                f"{self.structure}. Give the same structure."
+            )
         for shape, leaf in zip(self.shapes, jax.tree.leaves(tree), strict=True):
             other = jnp.shape(leaf), jnp.result_type(leaf)
             if other != (shape.shape, shape.dtype):
                 raise ValueError(
-                    f"{what} has an array {other[1]}{list(other[0])} where the unknowns have "
-                    f"{shape.dtype}{list(shape.shape)}"
+                    f"minimize: {name} has an array {other[1]}{list(other[0])}, but the unknowns "
+                    f"have {shape.dtype}{list(shape.shape)} there. Give the same shapes and dtypes."
                 )
 
 
 def dot(u: Vector, v: Vector) -> Any:
-    """This rank's part of the inner product, in float64."""
+    """Return this rank's part of the inner product, in float64."""
     with jax.enable_x64(True):
         return functools.reduce(jnp.add, [product(a, b) for a, b in zip(u, v, strict=True)])
 
 
 def product(a: Any, b: Any) -> Any:
-    """⟨a, b⟩, summed in float64 where float32 could overflow or lose numbers below 1e-38.
+    """Return ⟨a, b⟩, summed in float64 if float32 may overflow or underflow.
 
-    To be called where JAX makes float64.
+    The caller must have enabled x64.
     """
     plain = jnp.vdot(a, b).astype("float64")
     if a.dtype == np.dtype("float64"):
@@ -238,9 +255,8 @@ def _real(leaf: Any) -> jax.Array:
     array = jnp.asarray(leaf)
     if array.dtype not in _DTYPES:
         raise TypeError(
-            f"minimize: x0 has a leaf of dtype {array.dtype}; unknowns are float32 or float64. "
-            "Give a complex unknown as its real and imaginary parts, and keep what is fixed (or "
-            "no number) out of x0"
+            f"minimize: x0 has a leaf of dtype {array.dtype}, expected float32 or float64. Give a "
+            "complex unknown as its real and imaginary parts, and keep fixed values out of x0."
         )
     return array
 
@@ -252,22 +268,24 @@ def _kinds(sharded: Any, x0: Any) -> list[bool | Grid]:
         raise ValueError(f"minimize: sharded is not a prefix of x0: {error}") from error
     for kind in kinds:
         if not _is_kind(kind):
-            raise TypeError(f"minimize: sharded has {kind!r}; give False, True or a Grid")
+            raise TypeError(f"minimize: sharded has {kind!r}, expected False, True or a Grid")
     return kinds
 
 
 def _description(name: str, leaf: jax.Array, kind: bool | Grid, comm: Communicator) -> Any:
-    """What has to be equal on all ranks."""
+    """Return the properties that must be the same on all ranks."""
     if kind is False:
         return name, "replicated", str(leaf.dtype), leaf.shape
     if kind is True:
         if leaf.ndim == 0:
-            raise ValueError(f"minimize: {name} has no axis 0 to be sharded along")
+            raise ValueError(
+                f"minimize: {name} is a scalar, but sharded=True needs axis 0. Give sharded=False."
+            )
         return name, "sharded along axis 0", str(leaf.dtype), leaf.shape[1:]
     if leaf.shape[max(0, leaf.ndim - kind.ndim) :] != kind.local_shape:
         raise ValueError(
-            f"minimize: {name} has shape {leaf.shape} on rank {comm.rank}, whose tile has "
-            f"{kind.local_shape} cells; a tile's axes come last"
+            f"minimize: {name} has shape {leaf.shape} on rank {comm.rank}, but the tile of this "
+            f"rank has shape {kind.local_shape}. Put the axes of the tile last."
         )
     return name, "sharded on a grid", str(leaf.dtype), leaf.shape[: leaf.ndim - kind.ndim]
 
@@ -277,17 +295,17 @@ def _same(common: list[tuple[Any, ...]], comm: Communicator) -> None:
     for rank, others in enumerate(everywhere):
         if len(others) != len(everywhere[0]):
             raise ValueError(
-                f"minimize: x0 has {len(everywhere[0])} leaves on rank 0, {len(others)} on rank "
-                f"{rank}; give trees of one structure on all ranks"
+                f"minimize: x0 has {len(everywhere[0])} leaves on rank 0 and {len(others)} on rank "
+                f"{rank}. Give the same structure on all ranks."
             )
         for ours, theirs in zip(everywhere[0], others, strict=True):
             if ours != theirs:
                 raise ValueError(
-                    f"minimize: {_said(ours)} on rank 0, {_said(theirs)} on rank {rank}; only the "
-                    "axes along which it is sharded may differ"
+                    f"minimize: {_text(ours)} on rank 0, {_text(theirs)} on rank {rank}. Only "
+                    "sharded axes may differ between ranks."
                 )
 
 
-def _said(description: tuple[Any, ...]) -> str:
+def _text(description: tuple[Any, ...]) -> str:
     name, how, dtype, shape = description
     return f"{name} is {dtype}{list(shape)}, {how},"

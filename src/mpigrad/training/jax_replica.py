@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.autodiff.transforms import grad
-from mpigrad.checkpoint.leaves import dtype_of, kind_of, local_shape, restored, to_host
+from mpigrad.checkpoint.leaves import dtype_of, kind_of, local_shape, to_host, to_leaf
 from mpigrad.operations.jit import jit
 from mpigrad.training.flat_buffer import Flat, Parameter
 from mpigrad.training.replica import Batch, Replica
@@ -168,7 +168,7 @@ class JaxReplica(Replica):
                     f"and this optimizer {len(like)}"
                 )
             leaves = [
-                restored(found[name].view(dtype_of(kind_of(leaf))).reshape(local_shape(leaf)), leaf)
+                to_leaf(found[name].view(dtype_of(kind_of(leaf))).reshape(local_shape(leaf)), leaf)
                 for name, leaf in zip(found.files, like, strict=True)
             ]
         self._parameters, self._state = jax.tree.unflatten(structure, leaves)

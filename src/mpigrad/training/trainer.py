@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from mpigrad.checkpoint import Checkpoint, Saving, Store
+from mpigrad.checkpoint import Checkpoint, CheckpointSession, Store
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.profiling.progress_bar import Progress
@@ -312,7 +312,7 @@ class Trainer:
 
     # ---- saves ----
 
-    def _saved(self, store: Store | Saving) -> pathlib.Path:
+    def _saved(self, store: Store | CheckpointSession) -> pathlib.Path:
         self._share()
         position = self._position if self._batches is None else self._batches.state()
         parts: saves.Tree = {}
@@ -326,13 +326,13 @@ class Trainer:
         self._saved_in.add(os.path.abspath(_directory(store)))
         return path
 
-    def _restored(self, store: Store | Saving) -> bool:
+    def _restored(self, store: Store | CheckpointSession) -> bool:
         where = _directory(store)
         saved = store.load(
             None,
             saves.LAYOUT,
             lambda extra: saves.check(saves.own(extra), self.replica, self._strategy, where),
-            like_of=lambda extra: saves.like(saves.own(extra), self.comm),
+            make_like=lambda extra: saves.like(saves.own(extra), self.comm),
         )
         if saved is None:
             return False
@@ -353,7 +353,7 @@ class _Session:
         self, trainer: Trainer, steps: int | None, callback: Callable[[Record], Any] | None
     ) -> None:
         self.steps = steps
-        self.saving: Saving | None = None
+        self.saving: CheckpointSession | None = None
         self.progress: Progress | None = None
         self.saved_at = -1  # step
         self.asked_to_end = False
@@ -378,7 +378,7 @@ class _Session:
         bits = END * self._ends | FAILED * (self._error is not None)
         if self.saving is not None:
             step = self._trainer._run.step_number
-            bits |= SAVE * self.saving.due(step) | STOP * self.saving.asked_to_stop()
+            bits |= SAVE * self.saving.due(step) | STOP * self.saving.stop_requested()
         return bits
 
     def act(self, wishes: int) -> bool:
@@ -392,8 +392,8 @@ class _Session:
         return wishes & (END | STOP) > 0
 
 
-def _directory(store: Store | Saving) -> pathlib.Path:
-    return (store.store if isinstance(store, Saving) else store).directory
+def _directory(store: Store | CheckpointSession) -> pathlib.Path:
+    return (store.store if isinstance(store, CheckpointSession) else store).directory
 
 
 def _tuples(batches: Iterable[Any]) -> Iterator[Batch]:

@@ -120,7 +120,7 @@ def _estimate(
                 start,
                 optimize.LBFGS(memory=20),
                 loss="replicated",
-                iterations=settings.iterations,
+                max_steps=settings.iterations,
                 rtol=1e-4,
                 callback=lambda record, unknowns: stop.requested(),
                 history=settings.out / "history.jsonl",

@@ -136,9 +136,9 @@ def _sampling(posterior: Posterior, summary: dict[str, Summary]) -> report.Table
 
 def _mode(found: Found) -> dict[str, object]:
     return {
-        "ended": str(found.mode.result),
-        "log density": f"{-found.mode.loss:.6f}",
-        "norm of its gradient": f"{found.mode.gradient_norm:.3e}",
+        "ended": found.mode.result.message,
+        "log density": f"{-found.mode.stats['loss']:.6f}",
+        "norm of its gradient": f"{found.mode.stats['gradient_norm']:.3e}",
         "evaluations of density and gradient": found.mode.stats["evaluations"],
     }
 

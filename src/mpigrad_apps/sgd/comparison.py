@@ -128,7 +128,7 @@ def _train(
     batches = Batches(task.rows, settings.batch, seed=settings.seed, take=task.batch)
     about = {name: str(getattr(settings, name)) for name in _IN_COMMON}
     checkpoint = Checkpoint(
-        out / "restart", minutes=_SAVE_EVERY, about={"strategy": str(strategy), **about}
+        out / "restart", minutes=_SAVE_EVERY, fingerprint={"strategy": str(strategy), **about}
     )
     epochs = call_on_root(comm, lambda: _noted(out))
     if not epochs:

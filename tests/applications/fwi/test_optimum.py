@@ -31,10 +31,10 @@ def objective(comm):
 @pytest.mark.full("it minimises to convergence in four ways, which takes long")
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_the_optimum_does_not_depend_on_ranks_or_method(comm):
-    search = functools.partial(optimize.minimize, rtol=1e-8, iterations=400)
+    search = functools.partial(optimize.minimize, rtol=1e-8, max_steps=400)
     share, start = objective(Communicator(MPI.COMM_SELF))
     expected = search(share, start, comm=Communicator(MPI.COMM_SELF))
-    assert expected.loss < 0.5 * expected.history[0].loss
+    assert expected.stats["loss"] < 0.5 * expected.stats["history"][0].loss
 
     share, start = objective(comm)
     replicated = search(share, start, comm=comm)
