@@ -4,9 +4,10 @@
 
 Each job integrates the Lorenz system (3 states) with 4 parameters of its own (the usual three and a
 time scale) by classical Runge-Kutta and compares the states with its item. It computes value and
-gradient in float64. Times are the shortest of several, of the slowest rank; on 1, 2, … of the ranks, the others
-idle. Bytes are what rank 0 hands to MPI in one call, beside what a worker of `map_rect` ships:
-(1 + |params| + |item_params|) numbers for each output of its jobs.
+gradient in float64. A time is the shortest of several, on the slowest rank. On 1, 2, ... of the
+ranks, the other ranks are idle. Bytes are the bytes that rank 0 hands to MPI in one call, next to
+the bytes that a worker of `map_rect` sends: (1 + |params| + |item_params|) numbers for each output
+of its jobs.
 """
 
 import argparse
