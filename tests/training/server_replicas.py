@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpigrad.training.flat_buffer import Parameter
-from mpigrad.training.history import Record
+from mpigrad.training.history import StepRecord
 from mpigrad.training.replica import Batch, Replica
 from mpigrad.training.strategy import SAVE
 
@@ -93,13 +93,13 @@ class Session:
     wish_at: int | None = None
     wish: int = SAVE
     done: Callable[[], bool] = bool
-    records: list[Record] = dataclasses.field(default_factory=list)
+    records: list[StepRecord] = dataclasses.field(default_factory=list)
 
     @property
     def attentive(self) -> bool:
         return self.wish_at is not None
 
-    def note(self, record: Record) -> None:
+    def note(self, record: StepRecord) -> None:
         self.records.append(record)
 
     def wishes(self) -> int:

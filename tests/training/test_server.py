@@ -22,13 +22,13 @@ from mpigrad.communicator import Communicator
 from mpigrad.training import (
     Batches,
     ParameterServer,
-    Record,
     StepError,
+    StepRecord,
     Strategy,
     Synchronous,
+    server_loop,
     trainer,
 )
-from mpigrad.training import server_loop as server_serving
 from mpigrad.training.strategy import END, SAVE, STOP
 
 A = np.random.default_rng(7).standard_normal((103, 5))
@@ -207,7 +207,7 @@ def test_no_gradient_is_lost(comm: Communicator, wish: int) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_worker_alone_is_asked_to_end(comm: Communicator, tmp_path: pathlib.Path) -> None:
+def test_a_worker_alone_is_interrupted(comm: Communicator, tmp_path: pathlib.Path) -> None:
     """By a signal; nothing is lost or seen twice by the run that goes on."""
     directory = pathlib.Path(comm.mpi.bcast(str(tmp_path)))
     for asked in (True, False):
@@ -221,7 +221,7 @@ def test_a_worker_alone_is_asked_to_end(comm: Communicator, tmp_path: pathlib.Pa
 
         given = Batches(len(A), 10, epochs=3, take=take)
         history = coach.run(given, checkpoint=Checkpoint(directory, minutes=None))
-        assert history.asked_to_end == asked
+        assert history.interrupted == asked
         samples = sum(record.samples for record in history.records)
         assert samples < 3 * len(A) if asked else samples == 3 * len(A)
 
@@ -255,8 +255,8 @@ def test_a_failing_worker_ends_all(comm: Communicator) -> None:
 def test_who_hears_of_a_failure_may_end_a_long_batch(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_serving, "_PATIENCE", 1e-3)
-    monkeypatch.setattr(server_serving, "end_job", pytest.fail)
+    monkeypatch.setattr(server_loop, "_PATIENCE", 1e-3)
+    monkeypatch.setattr(server_loop, "end_job", pytest.fail)
 
     def slow(run: Any) -> Iterator[Any]:
         for n, batch in enumerate(batches(run, epochs=2)):
@@ -328,7 +328,7 @@ def test_all_workers_dropped_and_the_server_failing(comm: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_callback_that_fails_at_the_last_update_is_heard(comm: Communicator) -> None:
-    def last(record: Record) -> None:
+    def last(record: StepRecord) -> None:
         if record.step == 3:
             raise LookupError("too late?")
 

@@ -45,4 +45,4 @@ def __getattr__(name: str) -> Any:
             stacklevel=2,
         )
         return root_pool
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} does not have the attribute {name!r}")

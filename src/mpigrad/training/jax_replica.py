@@ -14,7 +14,7 @@ import numpy as np
 from mpigrad.autodiff.transforms import grad
 from mpigrad.checkpoint.leaves import dtype_of, kind_of, local_shape, restored, to_host
 from mpigrad.operations.jit import jit
-from mpigrad.training.flat_buffer import Flat, Parameter
+from mpigrad.training.flat_buffer import FlatBuffer, Parameter
 from mpigrad.training.replica import Batch, Replica
 
 __all__ = ["JaxReplica"]
@@ -122,7 +122,7 @@ class JaxReplica(Replica):
         super().arrange(order)
         self._stepped.clear_cache()  # type: ignore[attr-defined]
 
-    def _tree(self, sections: Any, flat: Flat) -> Any:
+    def _tree(self, sections: Any, flat: FlatBuffer) -> Any:
         """The pytree of arrays that lie in sections; traced."""
         leaves = []
         for parameter, (section, start, stop) in zip(self.parameters, flat.places, strict=True):

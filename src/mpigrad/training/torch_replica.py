@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import torch
 
-from mpigrad.training.flat_buffer import Flat, Parameter
+from mpigrad.training.flat_buffer import FlatBuffer, Parameter
 from mpigrad.training.replica import Batch, Replica
 
 __all__ = ["TorchReplica"]
@@ -160,8 +160,8 @@ class TorchReplica(Replica):
         self._optimizer.step()
 
     @functools.cached_property
-    def values(self) -> Flat:
-        flat = Flat(self.parameters)
+    def values(self) -> FlatBuffer:
+        flat = FlatBuffer(self.parameters)
         with torch.no_grad():
             for tensor, place in zip(self._tensors, _tensors(flat, self._tensors), strict=True):
                 if tensor.device == place.device and tensor.is_contiguous():
@@ -324,7 +324,7 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _tensors(flat: Flat, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _tensors(flat: FlatBuffer, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The places of a flat array's parameters as tensors, which share its memory."""
     places = []
     for (section, start, stop), tensor in zip(flat.places, like, strict=True):

@@ -16,12 +16,12 @@ from mpigrad.checkpoint import Checkpoint, Saving, Store
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.profiling.progress_bar import Progress
-from mpigrad.training import state as saves
+from mpigrad.training import state as saved_state
 from mpigrad.training.batches import Batches
-from mpigrad.training.history import History, Record, Span
+from mpigrad.training.history import History, Span, StepRecord
 from mpigrad.training.replica import Batch, Replica
-from mpigrad.training.replica_sync import bcast_bytes, make_equal, warn_if_different
-from mpigrad.training.strategy import END, FAILED, SAVE, STOP, Run, Strategy, fail
+from mpigrad.training.replica_sync import bcast_bytes, synchronize, warn_if_replicas_differ
+from mpigrad.training.strategy import END, FAILED, SAVE, STOP, Run, Strategy, raise_step_error
 from mpigrad.training.synchronous import Synchronous
 
 __all__ = ["Trainer", "trainer"]
@@ -77,7 +77,7 @@ def trainer(
         replica = _replica(model, optimizer, loss, weight)
     assert_same_on_all_ranks(comm, repr(strategy), "trainer: the strategy")
     space = _space(comm)
-    make_equal(replica, space)
+    synchronize(replica, space)
     return Trainer(replica, strategy.start(replica, space), space, type(strategy).__name__)
 
 
@@ -118,8 +118,8 @@ class Trainer:
     def __init__(self, replica: Replica, run: Run, comm: Communicator, strategy: str) -> None:
         self.replica, self._run, self.comm, self._strategy = replica, run, comm, strategy
         self.shard = run.shard
-        self._records: list[Record] = []
-        self._asked_to_end = self._running = False
+        self._records: list[StepRecord] = []
+        self._interrupted = self._running = False
         self._batches: Batches | None = None
         self._position: dict[str, Any] | None = None  # of batches that are yet to be given
         self._saved_in: set[str] = set()  # directories that its saves are in, or it went on from
@@ -129,7 +129,7 @@ class Trainer:
     @property
     def history(self) -> History:
         """All updates so far."""
-        return History(tuple(self._records), self._asked_to_end)
+        return History(tuple(self._records), self._interrupted)
 
     @property
     def spans(self) -> Sequence[Span]:
@@ -146,7 +146,7 @@ class Trainer:
         batches: Iterable[Any],
         *,
         steps: int | None = None,
-        callback: Callable[[Record], Any] | None = None,
+        callback: Callable[[StepRecord], Any] | None = None,
         checkpoint: Checkpoint | None = None,
         progress: bool = False,
     ) -> History:
@@ -199,19 +199,19 @@ class Trainer:
                         f"trainer: the batches are for shard {batches.shard}, and rank "
                         f"{self.comm.rank}'s is {self.shard}; give shard=trainer.shard, or none"
                     )
-                batches.of_trainer = self.shard
+                batches.default_shard = self.shard
         agreed = steps, callback is None, checkpoint is None
         assert_same_on_all_ranks(
             self.comm, agreed, "trainer: steps, and whether callback and checkpoint are None"
         )
         self._batches = batches if isinstance(batches, Batches) else None
-        abouts = self.comm.mpi.allgather(self._batches and self._batches.about())
-        known = [(rank, about) for rank, about in enumerate(abouts) if about is not None]
-        for rank, about in known:
-            if about != known[0][1]:
+        settings = self.comm.mpi.allgather(self._batches and self._batches.settings())
+        known = [(rank, value) for rank, value in enumerate(settings) if value is not None]
+        for rank, value in known:
+            if value != known[0][1]:
                 raise ValueError(
                     "trainer: the Batches must be equal on all ranks: "
-                    f"rank {known[0][0]} {known[0][1]}, {rank} {about}"
+                    f"rank {known[0][0]} {known[0][1]}, {rank} {value}"
                 )
         if self._records:  # what passed between runs does not count
             self._begun = time.monotonic() - self._records[-1].seconds
@@ -238,10 +238,10 @@ class Trainer:
             else:
                 self._share()
                 self._compare()
-        self._asked_to_end = session.asked_to_end
+        self._interrupted = session.interrupted
         return self.history
 
-    def step(self, *batch: Any) -> Record:
+    def step(self, *batch: Any) -> StepRecord:
         """One update (collective), where the strategy goes step by step; see `run`."""
         record = self._run.step(batch)
         if record.step == self._run.step_number:  # not a step of this rank alone (LocalSGD)
@@ -276,7 +276,7 @@ class Trainer:
 
     # ---- how far it has come ----
 
-    def _note(self, record: Record) -> None:
+    def _note(self, record: StepRecord) -> None:
         self._records.append(record)
 
     def _progress(self, steps: int | None) -> Progress:
@@ -291,8 +291,8 @@ class Trainer:
 
     def _share(self) -> None:
         """Equal buffers and records everywhere (collective)."""
-        told = self.comm.mpi.allgather((self._run.computed, len(self._records)))
-        computed, lengths = zip(*told, strict=True)
+        reports = self.comm.mpi.allgather((self._run.computed, len(self._records)))
+        computed, lengths = zip(*reports, strict=True)
         root = computed.index(True) if any(computed) else 0
         buffers = bcast_bytes(self.comm, self.replica.buffers(), root)
         with raise_on_all_ranks(self.comm):
@@ -303,7 +303,7 @@ class Trainer:
 
     def _compare(self) -> None:
         """Say where replicas have ceased to be equal (collective)."""
-        warn_if_different(
+        warn_if_replicas_differ(
             self.replica,
             self.comm,
             "have become others than rank 0's: has the program changed parameters or the "
@@ -315,14 +315,16 @@ class Trainer:
     def _saved(self, store: Store | Saving) -> pathlib.Path:
         self._share()
         position = self._position if self._batches is None else self._batches.state()
-        parts: saves.Tree = {}
+        parts: saved_state.Tree = {}
         with raise_on_all_ranks(self.comm):
-            parts = saves.tree(self.replica, self._run, position if self.shard[1] else None)
-        extra = saves.about(
+            parts = saved_state.rank_parts(
+                self.replica, self._run, position if self.shard[1] else None
+            )
+        extra = saved_state.metadata(
             parts, self.replica, self._run, self.comm, self._strategy, self._records
         )
         self._compare()
-        path = store.save(self._run.step_number, parts, saves.LAYOUT, extra)
+        path = store.save(self._run.step_number, parts, saved_state.LAYOUT, extra)
         self._saved_in.add(os.path.abspath(_directory(store)))
         return path
 
@@ -330,14 +332,16 @@ class Trainer:
         where = _directory(store)
         saved = store.load(
             None,
-            saves.LAYOUT,
-            lambda extra: saves.check(saves.own(extra), self.replica, self._strategy, where),
-            like_of=lambda extra: saves.like(saves.own(extra), self.comm),
+            saved_state.LAYOUT,
+            lambda extra: saved_state.check(
+                saved_state.unwrap(extra), self.replica, self._strategy, where
+            ),
+            like_of=lambda extra: saved_state.local_parts(saved_state.unwrap(extra), self.comm),
         )
         if saved is None:
             return False
-        records, self._position = saves.restore(
-            saved.tree, saves.own(saved.extra), self.replica, self._run, self.comm
+        records, self._position = saved_state.restore(
+            saved.tree, saved_state.unwrap(saved.extra), self.replica, self._run, self.comm
         )
         self._records = list(records)
         self._saved_in.add(os.path.abspath(where))
@@ -350,13 +354,13 @@ class _Session:
     """See `strategy.Session`."""
 
     def __init__(
-        self, trainer: Trainer, steps: int | None, callback: Callable[[Record], Any] | None
+        self, trainer: Trainer, steps: int | None, callback: Callable[[StepRecord], Any] | None
     ) -> None:
         self.steps = steps
         self.saving: Saving | None = None
         self.progress: Progress | None = None
         self.saved_at = -1  # step
-        self.asked_to_end = False
+        self.interrupted = False
         self._trainer, self._callback = trainer, callback
         self._ends, self._error = False, None
 
@@ -364,7 +368,7 @@ class _Session:
     def attentive(self) -> bool:
         return self._callback is not None or self.saving is not None
 
-    def note(self, record: Record) -> None:
+    def note(self, record: StepRecord) -> None:
         self._trainer._note(record)
         if self.progress is not None:
             self.progress.update(record.step, loss=record.loss)
@@ -383,12 +387,12 @@ class _Session:
 
     def act(self, wishes: int) -> bool:
         if wishes & FAILED:
-            fail(self._trainer.comm, self._error)
+            raise_step_error(self._trainer.comm, self._error)
         if wishes & (SAVE | STOP):
             assert self.saving is not None
             self._trainer._saved(self.saving)
             self.saved_at = self._trainer._run.step_number
-        self.asked_to_end = wishes & STOP > 0
+        self.interrupted = wishes & STOP > 0
         return wishes & (END | STOP) > 0
 
 
