@@ -160,7 +160,8 @@ class LocalRun(Run):
             self._average(step, mine[_WEIGHT] / total)
         elif not math.isfinite(mine[_LOSS]):
             raise FloatingPointError(
-                f"trainer: after step {step} the loss is {mine[_LOSS]}. Use a smaller learning rate."
+                f"trainer: after step {step} the loss is {mine[_LOSS]}. Use a smaller learning "
+                "rate."
             )
         self.step_number = step
         spent = time.perf_counter() - begun
