@@ -58,7 +58,7 @@ def test_step_by_step_and_failures(comm, tmp_path):
     for _, batch in zip(range(6), batches(shard=training.shard), strict=False):
         record = training.step(*batch)
         if record.step % 3:
-            with pytest.raises(ValueError, match="save after a mean"):
+            with pytest.raises(ValueError, match="a save needs the mean"):
                 training.save(comm.mpi.bcast(tmp_path))
     assert_close(training.model, whole.model, 0)
     taken = [[(r.step, r.samples, r.loss) for r in t.history.records] for t in (training, whole)]
@@ -95,7 +95,7 @@ def test_means_of_metrics_are_weighted_and_equal_everywhere(comm):
             mean([1.0] * (1 + (comm.rank == 1)), 1.0)
     with pytest.raises(ValueError, match="weights of all ranks are zero"):
         mean(1.0, 0)
-    with pytest.raises(ValueError, match="weight=-1 must be"):
+    with pytest.raises(ValueError, match="not negative, got -1"):
         mean(1.0, -1 if comm.rank == comm.size - 1 else 1)
 
 
@@ -122,7 +122,7 @@ def test_equal_replicas_have_their_own_mean_in_16_bits(comm):
     training.run([(np.ones((1000 * (1 + comm.rank), 3), np.float32),)])
     for name, array in start.items():
         np.testing.assert_array_equal(training.model[name], array)
-    with pytest.raises(ValueError, match="optimizer differs between ranks: its update"):
+    with pytest.raises(ValueError, match="got the compiled update"):
         trainer(start, optax.sgd(0.1 * (comm.rank + 1)), lambda p, x: p["a"].sum())
 
 

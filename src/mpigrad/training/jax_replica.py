@@ -169,8 +169,8 @@ class JaxReplica(Replica):
         with np.load(io.BytesIO(state)) as found:
             if len(found.files) != len(like):
                 raise ValueError(
-                    f"trainer: the saved state must have {len(like)} arrays for this model and this "
-                    f"optimizer, got {len(found.files)}. Use the saved model and optimizer."
+                    f"trainer: the saved state must have {len(like)} arrays for this model and "
+                    f"this optimizer, got {len(found.files)}. Use the saved model and optimizer."
                 )
             leaves = [
                 restored(found[name].view(dtype_of(kind_of(leaf))).reshape(local_shape(leaf)), leaf)

@@ -264,7 +264,7 @@ class SynchronousRun(Run):
             check_settings(self.replica, self.comm)
         if not weights.any():
             raise ValueError(
-                "trainer: the batches of all ranks in a step are empty (weight 0). Leave out empty "
+                "trainer: in a step the batches of all ranks are empty (weight 0). Leave out such "
                 "batches."
             )
 

@@ -322,8 +322,8 @@ class Trainer:
             total = self._run.step_number + self._run.updates_of(self._batches.left)
         if total is None:
             raise ValueError(
-                "Trainer.run: progress=True needs a known count of updates. Pass steps=, or Batches "
-                "with epochs=."
+                "Trainer.run: progress=True needs a known count of updates. Pass steps=, or "
+                "Batches with epochs=."
             )
         return Progress(total, self.comm.rank)
 
