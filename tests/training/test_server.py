@@ -158,7 +158,10 @@ def delayed(delays: np.random.Generator, steps: int) -> Iterator[Any]:
     ("bound", "updates"),
     [
         *((bound, 1000) for bound in (0, 1, 3, 7)),
-        *(pytest.param(b, 10_000, marks=pytest.mark.full) for b in (0, 1, 3, 7)),
+        *(
+            pytest.param(b, 10_000, marks=pytest.mark.full("1,000 updates check the same bound"))
+            for b in (0, 1, 3, 7)
+        ),
     ],
 )
 def test_every_staleness_is_within_the_bound(comm: Communicator, bound: int, updates: int) -> None:
@@ -271,7 +274,7 @@ def test_who_hears_of_a_failure_may_end_a_long_batch(
         run.train(slow(run), Session())
 
 
-@pytest.mark.full
+@pytest.mark.full("test_exchange checks the same norm of a sum")
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("strategy", [Synchronous(clip=1.0), ParameterServer()])
 def test_a_gradient_whose_norm_is_beyond_float64_is_refused(
