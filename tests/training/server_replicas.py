@@ -1,4 +1,4 @@
-"""Replicas of NumPy and a session that only keeps records, for tests of the parameter server."""
+"""NumPy replicas and a session that only stores records, for tests of the parameter server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpigrad.training.strategy import SAVE
 
 
 class NumpyReplica(Replica):
-    """Arrays, of which `compute` gives loss and gradients, and a gradient descent with momentum."""
+    """Arrays with loss and gradients by `compute`, and gradient descent with momentum."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ def squares(arrays: list[np.ndarray], a: np.ndarray, b: np.ndarray) -> tuple[flo
 
 @dataclasses.dataclass
 class Session:
-    """Keeps records; after the update `wish_at` it wishes for something, which `done` answers."""
+    """Store records, and make a wish after the update `wish_at`, which `done` answers."""
 
     steps: int | None = None
     wish_at: int | None = None

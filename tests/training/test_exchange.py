@@ -1,4 +1,4 @@
-"""Sums over ranks: in the ranks' order, to the last bit, through memory and by messages."""
+"""Sums over ranks have the order of ranks to the last bit, through memory and by messages."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def exchanged(exchange: Exchange, flat: FlatBuffer, weights: list[float], mine: 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("by", ["memory", "messages", "both"])
 def test_sums_are_those_in_the_order_of_ranks_bit_for_bit(comm, monkeypatch, by):
-    plain = Memory.of_all
+    plain = Memory.map_all
 
     def elsewhere(self, comm):
-        """As if ranks were on other hosts: all of them, or the even and the odd ones."""
+        """Hide memories as if ranks were on other hosts: all ranks, or even and odd ranks."""
         found = plain(self, comm)
         together = (
             (lambda r: r == comm.rank) if by == "messages" else (lambda r: (r - comm.rank) % 2 == 0)
@@ -59,7 +59,7 @@ def test_sums_are_those_in_the_order_of_ranks_bit_for_bit(comm, monkeypatch, by)
         return [memory if together(rank) else None for rank, memory in enumerate(found)]
 
     if by != "memory":
-        monkeypatch.setattr(Memory, "of_all", elsewhere)
+        monkeypatch.setattr(Memory, "map_all", elsewhere)
     flat = FlatBuffer(PARAMETERS, [3, 1, 0, 2, 6, 5, 4])
     exchange = Exchange(flat, comm, bucket=0.03, first_bucket=1e-4)
     weights = [3.0, 0.5, 2.0, 1.0][: comm.size]
@@ -83,7 +83,7 @@ def test_sums_are_those_in_the_order_of_ranks_bit_for_bit(comm, monkeypatch, by)
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_numbers_that_are_not_finite_are_named(comm):
+def test_errors_name_parameters_that_are_not_finite(comm):
     flat = FlatBuffer(PARAMETERS)
     exchange = Exchange(flat, comm, 0.03, 0.03)
     mine = values(comm.rank)

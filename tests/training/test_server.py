@@ -1,4 +1,4 @@
-"""The parameter server: what it computes, and what becomes of it when something fails."""
+"""The parameter server: its updates, and its behaviour after failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ B = A @ TRUE + 0.5 + 0.1 * np.sin(10 * A[:, 0])
 
 
 def batches(run: Any, epochs: int, size: int = 10) -> Iterator[Any]:
-    """Rows of a least-squares problem, this worker's part."""
+    """This worker's rows of a least-squares problem."""
     return iter(Batches(len(A), size, epochs=epochs, shard=run.shard, take=lambda i: (A[i], B[i])))
 
 
@@ -46,7 +46,7 @@ def least_squares(**options: float) -> NumpyReplica:
 
 
 def serial(epochs: int, **options: float) -> NumpyReplica:
-    """The run of one process with whole batches."""
+    """The run of one process with global batches."""
     replica = least_squares(**options)
     for rows in Batches(len(A), 10, epochs=epochs):
         _, gradients = squares(replica.arrays, A[rows], B[rows])
@@ -83,7 +83,7 @@ def beside(comm: Communicator, train: Callable[[Communicator, Strategy], Any]) -
 
 @pytest.mark.ranks(2, 3, 4)
 def test_bound_zero_is_the_synchronous_run(comm: Communicator, tmp_path: pathlib.Path) -> None:
-    """Bit for bit, also where another trainer goes on from a save."""
+    """Bit for bit, also if another trainer resumes from a save."""
     directory = pathlib.Path(comm.mpi.bcast(str(tmp_path)))
 
     def train(where: Communicator, strategy: Strategy, *ends: int) -> Any:
@@ -120,7 +120,7 @@ def test_bound_zero_is_the_synchronous_run_of_jax(comm: Communicator) -> None:
 
 @pytest.mark.ranks(3)
 def test_parameters_that_no_loss_depends_on(comm: Communicator) -> None:
-    """The optimizer leaves them alone where all gradients of an update do not have them."""
+    """The optimizer does not change parameters without a gradient in an update."""
 
     def partly(arrays: Any, a: np.ndarray, b: np.ndarray) -> tuple[float, Any]:
         loss, (x, y) = squares(arrays, a, b)
@@ -180,7 +180,7 @@ def test_every_staleness_is_within_the_bound(comm: Communicator, bound: int, upd
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("wish", [SAVE, STOP, END, 0])
 def test_no_gradient_is_lost(comm: Communicator, wish: int) -> None:
-    """By a save, nor at an end, also of `steps`: all that has been computed is used."""
+    """A save, an end and `steps` use all computed gradients."""
     computed, saved = 0.0, []
 
     def counting(arrays: Any, a: np.ndarray, b: np.ndarray) -> tuple[float, Any]:
@@ -211,7 +211,7 @@ def test_no_gradient_is_lost(comm: Communicator, wish: int) -> None:
 
 @pytest.mark.ranks(2, 3)
 def test_a_worker_alone_is_interrupted(comm: Communicator, tmp_path: pathlib.Path) -> None:
-    """By a signal; nothing is lost or seen twice by the run that goes on."""
+    """The resumed run neither loses nor repeats a batch after a signal to one worker."""
     directory = pathlib.Path(comm.mpi.bcast(str(tmp_path)))
     for asked in (True, False):
         coach = trainer(least_squares(rate=0.01), strategy=ParameterServer(2))
@@ -255,7 +255,7 @@ def test_a_failing_worker_ends_all(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_who_hears_of_a_failure_may_end_a_long_batch(
+def test_a_worker_may_finish_a_long_batch_after_a_failure(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_loop, "_PATIENCE", 1e-3)
@@ -277,7 +277,7 @@ def test_who_hears_of_a_failure_may_end_a_long_batch(
 @pytest.mark.full("test_exchange checks the same norm of a sum")
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("strategy", [Synchronous(clip=1.0), ParameterServer()])
-def test_a_gradient_whose_norm_is_beyond_float64_is_refused(
+def test_rejects_a_gradient_whose_norm_overflows_float64(
     comm: Communicator, strategy: Strategy
 ) -> None:
     def steep(arrays: Any, a: np.ndarray, b: np.ndarray) -> tuple[float, Any]:
@@ -330,7 +330,7 @@ def test_all_workers_dropped_and_the_server_failing(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_callback_that_fails_at_the_last_update_is_heard(comm: Communicator) -> None:
+def test_an_error_of_the_last_callback_is_raised(comm: Communicator) -> None:
     def last(record: StepRecord) -> None:
         if record.step == 3:
             raise LookupError("too late?")
@@ -339,7 +339,9 @@ def test_a_callback_that_fails_at_the_last_update_is_heard(comm: Communicator) -
     with pytest.raises(StepError if comm.rank else LookupError, match="too late"):
         training.run(models.batches(), steps=3, callback=last)
     assert training.run(models.batches(), steps=4).records[-1].step == 4
-    with pytest.raises(StepError if comm.rank else RuntimeError, match=r"callback.* cannot save"):
+    with pytest.raises(
+        StepError if comm.rank else RuntimeError, match="cannot be called in the callback"
+    ):
         training.run(models.batches(), steps=5, callback=lambda record: training.save("nowhere"))
 
 

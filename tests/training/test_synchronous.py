@@ -1,4 +1,4 @@
-"""Synchronous training equals that of one rank with the whole batches."""
+"""Synchronous training equals the training of one rank with the global batches."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_pytree_is_trained_as_by_optax_on_one_rank(comm, dtype, optimizer):
 
 
 @pytest.mark.ranks(2)
-def test_messages_of_a_loss_are_reversed_where_it_is_constant(comm):
+def test_messages_of_a_constant_loss_are_reversed(comm):
     def piped(p: Any, x: Any) -> Any:
         if comm.rank == 1:
             mpigrad.send(x @ p, 0, comm=comm)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""PyTorch modules are trained by all ranks as by one."""
+"""All ranks train PyTorch modules like one rank."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def bits(module: Any) -> list[bytes]:
 
 
 def train_alone(model: Any, optimizer: Any, steps: int, dtype: Any, parts: int) -> list[float]:
-    """One rank with the whole batches, each in the parts that ranks would take."""
+    """One rank with the global batches, each in the parts that ranks would take."""
     losses = []
     for _, (x, y) in zip(range(steps), taken(dtype), strict=False):
         optimizer.zero_grad()
@@ -133,7 +133,7 @@ def test_accumulated_and_clipped_gradients_are_those_of_the_whole_batch(comm):
 
 
 @pytest.mark.ranks(2)
-def test_what_ranks_would_do_differently_is_refused(comm, capfd, directory):
+def test_rejects_differences_between_ranks(comm, capfd, directory):
     rate = np.float64(0.05)  # a number of NumPy's reaches the other ranks, too
     model = Network(0)
     for parameter in model.first.parameters():
@@ -172,7 +172,7 @@ def test_what_ranks_would_do_differently_is_refused(comm, capfd, directory):
 
 
 @pytest.mark.ranks(2)
-def test_messages_are_reversed_where_the_loss_is_constant(comm, capfd):
+def test_messages_of_a_constant_loss_are_reversed(comm, capfd):
     import mpigrad.torch as mt
 
     failing = True
@@ -216,7 +216,7 @@ def test_messages_are_reversed_where_the_loss_is_constant(comm, capfd):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_trainer_that_is_forgotten_leaves_the_module(comm):
+def test_a_deleted_trainer_leaves_the_module(comm):
     for strategy in (Synchronous(), LocalSGD(1), ParameterServer()):
         model = Network(0)
         training = trainer(model, momentum(model), loss, strategy)
@@ -395,13 +395,13 @@ def test_all_kinds_of_parameters(comm, strategy):
 
 
 class Elsewhere(torch.Tensor):
-    """To whom asks, it lies on another device than the parameters."""
+    """A parameter that claims to be on another device than the buffers."""
 
     device = torch.device("cpu", 0)  # type: ignore[assignment]
 
 
 @pytest.mark.ranks(2)
-def test_misuse_is_said_on_all_ranks(comm):
+def test_misuse_is_an_error_on_all_ranks(comm):
     model = Network(0)
 
     def twice(m: Any, x: Any, y: Any) -> Any:

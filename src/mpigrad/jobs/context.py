@@ -29,7 +29,7 @@ _ids: list[Any] = []
 
 
 def inside_job() -> bool:
-    """Return True while a job is traced; a pool then computes without messages."""
+    """Return True while a job is traced, when pools compute without messages."""
     return bool(_inside.value)
 
 

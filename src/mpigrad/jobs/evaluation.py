@@ -124,7 +124,7 @@ def _by_dtype(leaves: Sequence[Any]) -> list[list[int]]:
 
 
 def _own(assignment: BlockAssignment, leaves: Sequence[Leaf]) -> list[Any]:
-    """Return this rank's blocks of replicated arrays; only tangents and cotangents are sent."""
+    """Return this rank's blocks of replicated arrays, and send only tangents and cotangents."""
     chosen = _Rows(assignment, [])
 
     def pick(*xs: Any) -> list[Any]:

@@ -38,7 +38,7 @@ def is_differentiable(x: Any) -> bool:
 
 
 def type_of(x: torch.Tensor) -> tuple[tuple[int, ...], np.dtype]:
-    """Return shape and dtype of `x` as an array; raise an error if MPI cannot send it."""
+    """Return shape and dtype of `x` as an array, or raise an error if MPI cannot send it."""
     dtype = _DTYPES.get(x.dtype)
     if dtype is None:
         raise TypeError(

@@ -160,7 +160,7 @@ def _contexts() -> list[messages]:
 
 
 def current() -> Chain:
-    """Return the chain for a message at this place; raise an error in a backward pass."""
+    """Return the chain for a message at this place, or raise an error in a backward pass."""
     chain = _contexts()[-1].current
     if in_backward():
         raise RuntimeError(

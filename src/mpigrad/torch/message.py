@@ -148,7 +148,7 @@ def apply(
     recording = torch.is_grad_enabled() and map_.has_derivative
     if not transformed and not recording and not (forward_mode and map_.has_derivative):
         return map_.run(tensors, device) if known is None else known
-    # Transformations that differentiate have no chain, because mpigrad cannot join their graphs.
+    # Transformations that differentiate work without a chain: mpigrad cannot join their graphs.
     chain = current() if recording and (not transformed or only_batched()) else None
     head = None if chain is None else chain.head
     call = _Call(

@@ -75,7 +75,7 @@ def gradcheck(
         A function of tensors with messages. Every rank calls `gradcheck`.
     inputs
         Its arguments in double precision. Arguments that require a gradient are differentiated.
-        The count and shapes of inputs may differ between ranks, and a rank may have none.
+        The count and shapes of inputs may differ between ranks, and a rank may have zero inputs.
     eps
         The step of the finite differences.
     atol, rtol

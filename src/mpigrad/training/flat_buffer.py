@@ -47,7 +47,7 @@ class Parameter:
 
     @property
     def real(self) -> np.dtype[Any]:
-        """The dtype of its real numbers; a complex number is a pair of real numbers."""
+        """The dtype of its real numbers, of which a complex number has two."""
         dtype = jnp.dtype(self.dtype)
         return np.finfo(dtype).dtype if dtype.kind == "c" else dtype
 
@@ -139,7 +139,7 @@ class FlatBuffer:
         )
 
     def multiply(self, factor: float) -> None:
-        """Multiply all numbers by a factor; a factor of 0 sets all to 0, also NaN."""
+        """Multiply all numbers by a factor. The factor 0 sets all to 0, also NaN."""
         for section in self.sections:
             if factor == 0:
                 section.fill(0)

@@ -128,7 +128,7 @@ class JaxReplica(Replica):
         self._stepped.clear_cache()  # type: ignore[attr-defined]
 
     def _tree(self, sections: Any, flat: FlatBuffer) -> Any:
-        """Return the pytree of arrays that sections hold; traced."""
+        """Return the pytree of arrays that sections hold, while traced."""
         leaves = []
         for parameter, (section, start, stop) in zip(self.parameters, flat.places, strict=True):
             part = sections[section][start:stop]

@@ -19,7 +19,7 @@ from mpigrad.training.strategy import Run, Session, Strategy, combined_wishes, r
 
 __all__ = ["LocalRun", "LocalSGD"]
 
-_BUCKET = 4.0  # MiB; small enough that one bucket is added while the next is sent
+_BUCKET = 4.0  # MiB, small enough that one bucket is added while the next is sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class LocalRun(Run):
                 return
 
     def step(self, batch: Batch) -> StepRecord:
-        """Make a local step; every `every`-th step also averages, and returns a common record."""
+        """Make a local step, after every `every`-th of which all ranks average."""
         error, loss = None, math.nan
         try:
             loss = self._local_step(batch)
@@ -139,7 +139,7 @@ class LocalRun(Run):
         return loss
 
     def _mean(self, error: Exception | None, ended: bool) -> StepRecord | None:
-        """Average the parameters; return None if all batches have ended and no step was made."""
+        """Average the parameters, or return None if all batches have ended and no step was made."""
         begun = time.perf_counter()
         mine = np.array([self._weight, self._loss, self._steps, ended, error is not None])
         reports = np.empty((self.comm.size, mine.size))

@@ -162,7 +162,7 @@ class Replica(abc.ABC):
         return b""
 
     def load_buffers(self, buffers: bytes) -> None:  # noqa: B027 (nothing to do)
-        """Load `buffers` of another rank; raise a ValueError if shapes differ."""
+        """Load `buffers` of another rank, or raise a ValueError if shapes differ."""
 
     def random_state(self) -> bytes:
         """Return the state of this rank's random generators, if the framework has any."""

@@ -30,8 +30,8 @@ class ServerLoop(Run):
     """The run of the rank that updates the parameters, see `ParameterServer`.
 
     A worker is in one of four states. It is outstanding (it computes), its gradient is pending, it
-    is held (its gradient was used, and it has not received new parameters yet), or it is idle (it
-    has no more batches).
+    is held (its gradient was used, and it has not received new parameters yet), or it is idle (its
+    batches have ended).
     """
 
     keeps_state = True
@@ -101,7 +101,7 @@ class ServerLoop(Run):
         return then
 
     def _waits(self, session: Session) -> bool:
-        """Return True if the next update needs another gradient; the last update needs all."""
+        """Return True if the next update needs another gradient (the last one needs all)."""
         versions = self._versions
         last = versions.version + 1 == session.steps
         return not versions.ready or (last and len(versions.outstanding) > 0)

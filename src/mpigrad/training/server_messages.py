@@ -27,7 +27,7 @@ class Kind(enum.IntEnum):
 
     GRADIENT = 1  # its version, the batch's weight and mean loss, the worker's wishes
     UNUSED = 2  # parameters on which the worker's losses do not depend from now on
-    DONE = 3  # the worker has no more batches
+    DONE = 3  # the end of the worker's batches
     FAILED = 4  # an error of a worker or of the server
     PARAMETERS = 5  # their version, and the bits of the next action of all ranks
 

@@ -27,7 +27,7 @@ _LEAVES = ("replica", "random", "batches")
 
 
 def rank_parts(replica: Replica, run: Run, position: dict[str, Any] | None) -> Tree:
-    """Return this rank's part of a save; `position` is the position of its batches."""
+    """Return this rank's part of a save, with the position of its batches."""
     parts = {
         "replica": replica.state() if run.keeps_state else b"",
         "random": replica.random_state(),
@@ -101,7 +101,7 @@ def local_parts(extra: Any, comm: Communicator) -> Tree:
 def restore(
     parts: Tree, extra: Any, replica: Replica, run: Run, comm: Communicator
 ) -> tuple[tuple[StepRecord, ...], dict[str, Any] | None]:
-    """Restore the replica and the run (collective); return records and position of batches."""
+    """Restore the replica and the run (collective) and return records and position of batches."""
     sizes = extra["sizes"]
     same = len(sizes["replica"]) == comm.size
     own = parts["replica"].tobytes()

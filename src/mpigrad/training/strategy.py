@@ -144,7 +144,7 @@ class Run(abc.ABC):
         )
 
     def state(self) -> Any:
-        """Return the state of the run besides the replica as JSON data; rank 0's is saved."""
+        """Return the run's state besides the replica as JSON data; a save has rank 0's."""
         return None
 
     def load(self, state: Any) -> None:  # noqa: B027 (nothing to do)

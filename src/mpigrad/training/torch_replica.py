@@ -224,7 +224,7 @@ class TorchReplica(Replica):
         return _written(found) if found else b""
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return the persistent buffers; others are caches, whose shapes may differ by rank."""
+        """Return the persistent buffers, without caches whose shapes may differ between ranks."""
         saved = self._module.state_dict()
         return {name: b for name, b in self._module.named_buffers() if name in saved}
 

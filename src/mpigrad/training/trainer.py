@@ -279,7 +279,7 @@ class Trainer:
         return self.history
 
     def step(self, *batch: Any) -> StepRecord:
-        """Make one update (collective), with a strategy whose ranks step together; see `run`."""
+        """Make one update (collective), with a strategy whose ranks step together (see `run`)."""
         record = self._run.step(batch)
         if record.step == self._run.step_number:  # not a local step of LocalSGD
             self._note(record)
@@ -299,7 +299,7 @@ class Trainer:
         return self._saved(Store(directory, self.comm))
 
     def resume(self, directory: str | os.PathLike[str]) -> bool:
-        """Resume from the newest save in a directory (collective); return False without a save.
+        """Resume from the newest save in a directory (collective), or return False.
 
         The next `run` with `Batches` continues at the saved position. On another count of ranks
         the results agree to rounding, and random generators keep their present state.
