@@ -3,10 +3,11 @@
     mpigrad launch -n 2 bench/jobs.py
 
 Each job integrates the Lorenz system (3 states) with 4 parameters of its own (the usual three and a
-time scale) by classical Runge-Kutta and compares the states with its record; value and gradient,
-float64. Times are the shortest of several, of the slowest rank; on 1, 2, … of the ranks, the others
-idle. Bytes are what rank 0 hands to MPI in one call, beside what a worker of `map_rect` ships:
-(1 + |shared| + |per job|) numbers for each output of its jobs.
+time scale) by classical Runge-Kutta and compares the states with its item. It computes value and
+gradient in float64. A time is the shortest of several, on the slowest rank. On 1, 2, ... of the
+ranks, the other ranks are idle. Bytes are the bytes that rank 0 hands to MPI in one call, next to
+the bytes that a worker of `map_rect` sends: (1 + |params| + |item_params|) numbers for each output
+of its jobs.
 """
 
 import argparse
@@ -37,10 +38,10 @@ def slope(u, p):
     return p[3] * jnp.stack([p[0] * (y - x), x * (p[1] - z) - y, x * y - p[2] * z])
 
 
-def lorenz(shared, mine, observed):
-    """Misfit of the states at all times; shared: the first state and the noise."""
+def lorenz(params, item_params, item):
+    """Misfit of the states at all times. params has the first state and the noise."""
     h = 1.0 / options.steps
-    p = jnp.exp(mine)
+    p = jnp.exp(item_params)
 
     def step(u, seen):
         a = slope(u, p)
@@ -50,12 +51,12 @@ def lorenz(shared, mine, observed):
         u = u + h / 6 * (a + 2 * b + 2 * c + d)
         return u, jnp.sum((u - seen) ** 2)
 
-    _, misfits = jax.lax.scan(step, shared[:3], observed)
-    return jnp.sum(misfits) * jnp.exp(-shared[3])
+    _, misfits = jax.lax.scan(step, params[:3], item)
+    return jnp.sum(misfits) * jnp.exp(-params[3])
 
 
-def nothing(shared, mine, observed):
-    return shared[0] * mine[0] * observed
+def nothing(params, item_params, item):
+    return params[0] * item_params[0] * item
 
 
 def seconds(f, comm, repeats):
@@ -86,8 +87,8 @@ world, serial = default_communicator(), {}
 generator = np.random.default_rng(0)
 every = [generator.standard_normal((options.steps, 3)) for _ in range(options.jobs)]
 numbers = [float(i) for i in range(options.jobs)]
-shared = jnp.asarray([1.0, 1.0, 1.0, 0.1])
-per_job = jnp.log(jnp.asarray([10.0, 28.0, 8 / 3, 1.0])) + 0.01 * jnp.asarray(
+params = jnp.asarray([1.0, 1.0, 1.0, 0.1])
+item_params = jnp.log(jnp.asarray([10.0, 28.0, 8 / 3, 1.0])) + 0.01 * jnp.asarray(
     generator.standard_normal((options.jobs, 4))
 )
 if world.rank == 0:
@@ -100,22 +101,28 @@ for size in range(1, world.size + 1):
     part = world.split(0 if world.rank < size else None)
     if part:
         pool = jobs.pool(part)
-        for title, fn, records, schedule in (
+        for title, fn, items, schedule in (
             ("Lorenz, value and gradient", lorenz, every, jobs.Static()),
             ("Lorenz, dynamic schedule", lorenz, every, jobs.Dynamic()),
             ("empty jobs, value and gradient", nothing, numbers, jobs.Static()),
         ):
-            f = pool.sum(fn, pool.put(records, schedule=schedule))
+            f = pool.sum(fn, pool.put(items, schedule=schedule))
             program = mpigrad.jit(jax.value_and_grad(f, (0, 1)))
-            row(part, title, functools.partial(program, shared, per_job), options.repeats, serial)
+            row(
+                part,
+                title,
+                functools.partial(program, params, item_params),
+                options.repeats,
+                serial,
+            )
         if size == 1:
             stack = jnp.stack(every)
             plain = lambda s, m, stack=stack: jnp.sum(jax.vmap(lorenz, (None, 0, 0))(s, m, stack))
             program = jax.jit(jax.value_and_grad(plain, (0, 1)))
-            call = functools.partial(program, shared, per_job)
+            call = functools.partial(program, params, item_params)
             row(part, "Lorenz, one vmap without a pool", call, options.repeats, serial)
         f = pool.sum(nothing, pool.put(numbers))
-        row(part, "empty jobs, value", lambda f=f: f(shared, per_job), options.repeats, serial)
+        row(part, "empty jobs, value", lambda f=f: f(params, item_params), options.repeats, serial)
         one = pool.sum(nothing, pool.put([1.0]))
-        row(part, "one empty job", lambda f=one: f(shared, per_job[:1]), 20, serial)
+        row(part, "one empty job", lambda f=one: f(params, item_params[:1]), 20, serial)
     world.mpi.Barrier()

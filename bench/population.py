@@ -111,7 +111,7 @@ def serve(options: argparse.Namespace) -> None:
     if options.serve == "plain":
         print(json.dumps(measure(options, plain_likelihood(model, cohort.records), model)))
         return
-    with jobs.pool(on_error="nan") as pool:  # a failed integration is a divergence
+    with jobs.pool(throw=False) as pool:  # a failed integration is a divergence
         data = put(pool, cohort)
         row = measure(options, pool.sum(model.log_likelihood, data), model)
         if pool.comm.rank == 0:

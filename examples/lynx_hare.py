@@ -76,10 +76,10 @@ def log_density(x, pelts):
     return -0.5 * jnp.sum(errors**2) - 21 * jnp.sum(x[6:]) - 0.5 * jnp.sum(prior**2)
 
 
-def chain(pelts, start, record):
+def chain(pelts, start, item):
     """One job: a chain of the no-U-turn sampler, with its own warm-up; (draws, 8)."""
     density = functools.partial(log_density, pelts=pelts)
-    first, later = jax.random.split(jax.random.key(record["seed"]))
+    first, later = jax.random.split(jax.random.key(item["seed"]))
     quiet = get_filter_adapt_info_fn()  # keeps nothing of the warm-up
     warmup = blackjax.window_adaptation(blackjax.nuts, density, adaptation_info_fn=quiet)
     (state, parameters), _ = warmup.run(first, start, WARMUP)

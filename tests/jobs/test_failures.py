@@ -1,4 +1,4 @@
-"""Jobs that fail: what the caller is told, and that the pool goes on."""
+"""Failed jobs: the errors that the caller gets, and pools that work afterwards."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from mpigrad.communicator import Communicator
 
 
 def simulate(x: Any) -> Any:
-    """What a simulator does that is not written in JAX."""
+    """A simulator that is not written in JAX."""
     if x < 0:
         raise FloatingPointError(f"no step is small enough at {float(x):g}")
     return np.sqrt(x)
 
 
-def failing(shared: Any, mine: Any, record: Any) -> Any:
-    """Fails where the product is negative."""
-    return jobs.host_call(simulate, jnp.zeros(()), shared * mine * record)
+def failing(params: Any, item_params: Any, item: Any) -> Any:
+    """Raise an exception if the product is negative."""
+    return jobs.host_call(simulate, jnp.zeros(()), params * item_params * item)
 
 
-def nan(shared: Any, mine: Any, record: Any) -> Any:
-    """Gives NaN where the product is negative."""
-    return jnp.sqrt(shared * mine * record)
+def nan(params: Any, item_params: Any, item: Any) -> Any:
+    """Return NaN if the product is negative."""
+    return jnp.sqrt(params * item_params * item)
 
 
 @pytest.mark.parametrize(
     "fn",
     [
         pytest.param(failing, marks=pytest.mark.thin(2)),
-        pytest.param(nan, marks=pytest.mark.full),
+        pytest.param(nan, marks=pytest.mark.full("exceptions reach the ranks as NaN, too")),
     ],
 )
 def test_failures_reach_every_rank(fn: Any, comm: Communicator) -> None:
@@ -53,8 +53,8 @@ def test_failures_reach_every_rank(fn: Any, comm: Communicator) -> None:
                 int(data.owners[1]),
                 int(data.owners[2]),
             ]
-            shared, mine, record = failures[1].inputs
-            assert (shared, mine, record) == (2.0, -2.0, 5.0)
+            params, item_params, item = failures[1].inputs
+            assert (params, item_params, item) == (2.0, -2.0, 5.0)
             text = str(caught.value)
             assert "2 of 7 jobs failed" in text and "job 5 on rank" in text
             if fn is failing:
@@ -73,7 +73,7 @@ def test_failures_reach_every_rank(fn: Any, comm: Communicator) -> None:
 
 @pytest.mark.thin(1)
 def test_nan_on_request(comm: Communicator) -> None:
-    pool = jobs.pool(comm, on_error="nan")
+    pool = jobs.pool(comm, throw=False)
     data = pool.put([float(i) for i in range(5)])
     bad = jnp.ones(5).at[3].set(-1)
     ys = pool.map(failing, data)(1.0, bad)
@@ -81,6 +81,8 @@ def test_nan_on_request(comm: Communicator) -> None:
     assert np.isnan(pool.sum(nan, data)(1.0, bad))
     with pytest.raises(ValueError, match="on_error"):
         jobs.pool(comm, on_error="ignore")  # type: ignore[arg-type]
+    with pytest.warns(FutureWarning, match="throw=False"):
+        assert not jobs.pool(comm, on_error="nan").throw
 
 
 @pytest.mark.ranks(2)
@@ -98,32 +100,32 @@ def test_errors_of_tracing(comm: Communicator) -> None:
     pool = jobs.pool(comm)
     data = pool.put([np.ones(2), np.ones(3), np.ones(4)])
 
-    def refuses(shared: Any, mine: Any, record: Any) -> Any:
-        if len(record) > 2:
-            raise LookupError(f"no table of length {len(record)}")
-        return shared
+    def refuses(params: Any, item_params: Any, item: Any) -> Any:
+        if len(item) > 2:
+            raise LookupError(f"no table of length {len(item)}")
+        return params
 
     with pytest.raises(jobs.JobError, match="no table of length 3") as caught:
         pool.sum(refuses, data)(1.0)
     assert [failure.job for failure in caught.value.failures] == [1, 2]
     assert isinstance(caught.value.__cause__, LookupError)
-    with pytest.raises(jobs.JobError, match="can't tell a failure"):
+    with pytest.raises(jobs.JobError, match="expected floating-point results"):
         pool.sum(lambda s, m, r: jobs.host_call(int, jnp.zeros((), int), s), data)(1.0)
 
 
-@pytest.mark.full
+@pytest.mark.full("rare cases of the messages that test_failures_reach_every_rank checks")
 @pytest.mark.ranks(2)
 def test_each_failure_has_its_own_message(comm: Communicator) -> None:
-    """Not that of an earlier program, nor none because another member of a batch went well."""
+    """The message is not that of an earlier program, and batches with good members have one."""
     bad = jnp.asarray([1.0, -1.0])
-    lenient, pool = jobs.pool(comm, on_error="nan"), jobs.pool(comm)
+    lenient, pool = jobs.pool(comm, throw=False), jobs.pool(comm)
     lenient.map(failing, lenient.put([1.0, 2.0]))(1.0, bad)
     with pytest.raises(jobs.JobError) as caught:
         pool.map(nan, pool.put([1.0, 2.0]))(1.0, bad)
     assert [failure.kind for failure in caught.value.failures] == ["NaN"]
 
-    def pair(shared: Any, mine: Any, record: Any) -> Any:
-        return failing(shared, mine, record) * jnp.ones(2)  # a batch is more than one message
+    def pair(params: Any, item_params: Any, item: Any) -> Any:
+        return failing(params, item_params, item) * jnp.ones(2)  # a batch is more than one message
 
     f = pool.map(pair, pool.put([1.0, 2.0]))
     with pytest.raises(jobs.JobError, match="no step is small enough at -2"):
@@ -137,13 +139,13 @@ def test_each_failure_has_its_own_message(comm: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 def test_messages_from_nested_pools_and_compiled_functions(comm: Communicator) -> None:
-    """They are those of the outer job; a compiled function serves more than one trace."""
+    """The messages name the outer job, also if a compiled function serves several traces."""
     pool = jobs.pool(comm)
     root = jax.jit(lambda x: jobs.host_call(simulate, jnp.zeros(()), x))
     inner = pool.sum(lambda x, _, r: root(x * r), pool.put([1.0, 4.0], everywhere=True))
     data = pool.put([1.0, 1.0, 1.0, -2.0])
     for make in (pool.map, pool.sum):
-        f = make(lambda shared, _, record: inner(shared * record) + root(shared), data)
+        f = make(lambda params, _, item: inner(params * item) + root(params), data)
         with pytest.raises(jobs.JobError) as caught:
             f(1.0)
         (failure,) = caught.value.failures

@@ -1,4 +1,4 @@
-"""Maps and sums over jobs: against the serial program, and bit for bit on any number of ranks."""
+"""Maps and sums over jobs equal the serial program, with the same bits on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from job_cases import (
     arguments,
     curve,
     equal_bits,
+    items,
     misfit,
     moments,
-    records,
     serial_map,
     serial_sum,
 )
@@ -31,19 +31,19 @@ TOLERANCE = 1e-12
 
 @pytest.fixture(scope="module")
 def alone() -> Communicator:
-    """This rank by itself."""
+    """A communicator of this rank alone."""
     return default_communicator().split(default_communicator().rank)
 
 
 def derivatives(f: Any) -> Any:
-    """Value, gradient and Hessian of a function to a number."""
+    """Value, gradient and Hessian of a scalar function."""
     both = (0, 1)
     hessian = jax.jacfwd(jax.grad(f, both), both)
     return lambda *x: (f(*x), jax.grad(f, both)(*x), hessian(*x))
 
 
 def test_sum_of_numbers(comm: Communicator, alone: Communicator) -> None:
-    every, x = records(ragged=True), arguments()
+    every, x = items(ragged=True), arguments()
     found = []
     for group in (comm, alone):
         pool = jobs.pool(group)
@@ -55,7 +55,7 @@ def test_sum_of_numbers(comm: Communicator, alone: Communicator) -> None:
 
 @pytest.mark.thin(3)
 def test_map_of_curves(comm: Communicator, alone: Communicator) -> None:
-    every, x = records(ragged=True), arguments()
+    every, x = items(ragged=True), arguments()
     w = [jnp.cos(jnp.arange(len(r["t"])) + i) for i, r in enumerate(every)]
     found = []
     for f in (
@@ -72,7 +72,7 @@ def test_stan_shapes(comm: Communicator) -> None:
     """Job n returns 2 + n values, ten jobs."""
     pool = jobs.pool(comm)
     data = pool.put([np.zeros(2 + n) for n in range(10)])
-    f = pool.map(lambda shared, mine, record: shared * jnp.ones_like(record) + mine, data)
+    f = pool.map(lambda params, item_params, item: params * jnp.ones_like(item) + item_params, data)
     ys = f(2.0, jnp.arange(10.0))
     assert [y.shape for y in ys] == [(2 + n,) for n in range(10)]
     equal_bits(ys, [np.full(2 + n, 2.0 + n) for n in range(10)])
@@ -92,8 +92,8 @@ def test_first_example(comm: Communicator) -> None:
 
 @pytest.mark.thin(4)  # rank 3 has no jobs, and is batched as the others are
 def test_chains_and_seeds(comm: Communicator) -> None:
-    """Several chains at once in a loop; a loss that is seeded on one rank; a map's transpose."""
-    every, (shared, per_job) = records(), arguments()
+    """Batched chains in a loop, a loss that is seeded on one rank, and the transpose of a map."""
+    every, (params, item_params) = items(), arguments()
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
     pool = jobs.pool(comm)
     data = pool.put(every, block=3)
@@ -106,34 +106,34 @@ def test_chains_and_seeds(comm: Communicator) -> None:
         gradient = jax.vmap(jax.value_and_grad(f, (0, 1)), (None, 0))
 
         def step(x: Any, _: Any) -> Any:
-            value, (by_shared, by_mine) = gradient(shared, x)
-            return x - 0.01 * by_mine, (value, by_shared)
+            value, (by_params, by_item_params) = gradient(params, x)
+            return x - 0.01 * by_item_params, (value, by_params)
 
         return jax.jit(lambda x: jax.lax.scan(step, x, None, 3))
 
-    chains = jnp.stack([per_job, per_job + 0.1, per_job * 2])
+    chains = jnp.stack([item_params, item_params + 0.1, item_params * 2])
     close(descent(pool.sum(misfit, data))(chains), descent(serial(misfit))(chains), 1e-12)
 
     g = pool.sum(moments, data)
-    loss = lambda g: lambda x: jnp.sum(jnp.sin(g(x, per_job)["m"]))
-    want = jax.jit(jax.value_and_grad(loss(serial(moments))))(shared)
+    loss = lambda g: lambda x: jnp.sum(jnp.sin(g(x, item_params)["m"]))
+    want = jax.jit(jax.value_and_grad(loss(serial(moments))))(params)
     seeded = mg.jit(mg.value_and_grad(loss(g), loss="replicated", replicated=0))
-    close(seeded(shared), want, 1e-12)
+    close(seeded(params), want, 1e-12)
     # Tangents and cotangents that differ between ranks: one linear map and its transpose.
-    mg.dot_test(lambda x: g(x, per_job)["m"], shared)
+    mg.dot_test(lambda x: g(x, item_params)["m"], params)
 
 
-@pytest.mark.full
+@pytest.mark.full("test_chains_and_seeds batches a rank without jobs, too")
 @pytest.mark.ranks(2)
 def test_a_rank_without_jobs_is_batched(comm: Communicator) -> None:
-    """Counts and truth values, too, by JAX's own vmap."""
+    """Plain jax.vmap batches counts and booleans, too."""
     pool = jobs.pool(comm)
     f = pool.map(
         lambda s, m, r: {"y": s * m * r, "n": (s * m > 1).astype("int32"), "large": s > 2},
         pool.put([3.0]),
     )
-    mine = jnp.asarray([2.0])
-    got = jax.vmap(lambda s: f(s, mine))(jnp.asarray([0.1, 5.0]))
+    item_params = jnp.asarray([2.0])
+    got = jax.vmap(lambda s: f(s, item_params))(jnp.asarray([0.1, 5.0]))
     close(got["y"], np.array([[0.6], [30.0]]), 1e-14)
     equal_bits(got["n"], np.array([[0], [1]], "int32"))
     equal_bits(got["large"], np.array([[False], [True]]))
@@ -145,7 +145,7 @@ def test_a_rank_without_jobs_is_batched(comm: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 def test_the_gradient_of_a_batch_grows_with_it(comm: Communicator) -> None:
-    """The Jacobian of a batch by a batch would grow with the square."""
+    """The count of bytes is linear in the batch; a Jacobian of the batch would be quadratic."""
     pool = jobs.pool(comm)
     f = pool.sum(lambda s, m, r: jnp.sin(s * m) * r, pool.put([1.0, 2.0]))
 
@@ -164,9 +164,9 @@ def test_the_gradient_of_a_batch_grows_with_it(comm: Communicator) -> None:
     assert sent(16) < 9 * sent(2)
 
 
-@pytest.mark.full
+@pytest.mark.full("test_owners and test_booleans_are_counted cover each schedule alone")
 def test_schedules_give_the_same_bits(comm: Communicator) -> None:
-    every, x = records(), arguments()
+    every, x = items(), arguments()
     pool = jobs.pool(comm)
     found = []
     f = None
@@ -199,7 +199,9 @@ def test_owners() -> None:
 @pytest.mark.thin(3)
 def test_few_jobs_and_wrong_sizes(comm: Communicator) -> None:
     pool = jobs.pool(comm)
-    fn = lambda shared, mine, record: shared * record * (1 if mine is None else mine)
+    fn = lambda params, item_params, item: (
+        params * item * (1 if item_params is None else item_params)
+    )
     nothing = pool.put([])
     assert pool.map(fn, nothing)(2.0) == []
     assert pool.sum(fn, nothing)(2.0) == 0 and nothing.jobs == 0
@@ -207,19 +209,19 @@ def test_few_jobs_and_wrong_sizes(comm: Communicator) -> None:
     equal_bits(pool.map(fn, one)(2.0), np.array([[0.0, 2.0, 4.0]]))
     equal_bits(jax.jacrev(pool.sum(fn, one))(2.0), np.arange(3.0))
     other = pool.put([1.0, 2.0])
-    with pytest.raises(ValueError, match="one entry for each of the 2 jobs"):
+    with pytest.raises(ValueError, match="a leading axis of length 2"):
         pool.map(fn, other)(2.0, jnp.ones(3))
     ragged = pool.put([np.ones(2), np.ones(3)])
-    with pytest.raises(ValueError, match="only equal shapes can be added"):
+    with pytest.raises(ValueError, match="must have the same structure, shapes"):
         pool.sum(fn, ragged)(2.0)
-    with pytest.raises(jobs.JobError, match="a job has no messages of its own"):
+    with pytest.raises(jobs.JobError, match="a job cannot communicate"):
         pool.sum(lambda s, m, r: mg.allreduce(s), other)(2.0)
 
 
 @pytest.mark.ranks(2)
-def test_truth_values_are_counted(comm: Communicator) -> None:
+def test_booleans_are_counted(comm: Communicator) -> None:
     pool = jobs.pool(comm)
-    more = lambda shared, mine, record: record > shared
+    more = lambda params, item_params, item: item > params
     for schedule in (jobs.Static(), jobs.Dynamic()):
         data = pool.put([1.0, 2.0, 3.0, 4.0], block=2, schedule=schedule)
         assert pool.sum(more, data)(1.5) == 3
@@ -230,25 +232,25 @@ def test_truth_values_are_counted(comm: Communicator) -> None:
 @pytest.mark.thin(3)
 def test_put_sends_what_is_missing(comm: Communicator) -> None:
     every = [np.full(5, float(i)) for i in range(8)]
-    mine = None if comm.rank else every
+    given = None if comm.rank else every
     pool = jobs.pool(comm)
     total = lambda data: pool.sum(lambda s, m, r: s * jnp.sum(r), data)(1.0)
-    first = pool.put(mine, block=2)
+    first = pool.put(given, block=2)
     owned = np.sum(first.owners == comm.rank) * 2 * 5 * 8
     assert first.received == (owned if comm.rank else 0)
-    assert pool.put(mine, block=2).received == 0
+    assert pool.put(given, block=2).received == 0
     every[7][:] = 100.0  # in place: the snapshot stays, the change is seen
-    changed = pool.put(mine, block=2)
+    changed = pool.put(given, block=2)
     assert changed.received == (80 if comm.size > 1 and changed.owners[3] == comm.rank else 0)
     assert total(first) == 5 * 28 and total(changed) == 5 * 121
     for bad, message in (
-        (np.ones(3), "a list of records"),
-        ([np.ones(2), "text"], "record 1 has a leaf"),
+        (np.ones(3), "a list of items"),
+        ([np.ones(2), "text"], "in item 1"),
     ):
         with pytest.raises(TypeError, match=message):
             pool.put(bad if comm.rank == 0 else None)
     if comm.size > 1:
-        with pytest.raises(ValueError, match="are not those of rank 0"):
+        with pytest.raises(ValueError, match="rank 1 differs from rank 0"):
             pool.put([1.0, float(comm.rank)])
 
 

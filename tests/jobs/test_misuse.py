@@ -1,4 +1,4 @@
-"""What programs do wrong ends with an error on every rank, and the pool goes on."""
+"""Misuse of a pool is an error on every rank, and the pool works afterwards."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mpigrad.communicator import Communicator, default_communicator
 pytestmark = pytest.mark.ranks(2)
 
 
-def product(shared: Any, mine: Any, record: Any) -> Any:
-    return shared * record
+def product(params: Any, item_params: Any, item: Any) -> Any:
+    return params * item
 
 
 def test_ranks_that_put_differently(comm: Communicator) -> None:
@@ -24,20 +24,20 @@ def test_ranks_that_put_differently(comm: Communicator) -> None:
         x: float
 
     pool = jobs.pool(comm)
-    records = [Local(1.0), Local(2.0)]
-    assert pool.put(records).jobs == 2  # nothing has to be sent
-    with pytest.raises(TypeError, match="cannot be told the type of the records"):
-        pool.put(records if comm.rank == 0 else None)
+    items = [Local(1.0), Local(2.0)]
+    assert pool.put(items).jobs == 2  # nothing has to be sent
+    with pytest.raises(TypeError, match="cannot be sent to other ranks"):
+        pool.put(items if comm.rank == 0 else None)
     schedule = jobs.Dynamic() if comm.rank == 0 else jobs.Static()
-    with pytest.raises(ValueError, match="the schedule"):
+    with pytest.raises(ValueError, match="schedule and everywhere must be the same"):
         pool.put([1.0, 2.0], schedule=schedule)
     data = pool.put([1.0, 2.0] if comm.rank == 0 else None, schedule=schedule)
     assert data.dynamic and data.everywhere
     pool.close()
 
 
-def test_records_of_another_pool_and_measures_that_fail(comm: Communicator) -> None:
-    def bad(shared: Any, mine: Any, record: Any) -> Any:
+def test_rejects_items_of_another_pool_and_raises_errors_of_measure(comm: Communicator) -> None:
+    def bad(params: Any, item_params: Any, item: Any) -> Any:
         raise LookupError("no such table")
 
     pool = jobs.pool(comm)
@@ -53,20 +53,20 @@ def test_records_of_another_pool_and_measures_that_fail(comm: Communicator) -> N
     assert all(bucket.block == 1 for bucket in few.buckets)
 
 
-def test_what_is_differentiated_is_an_argument(comm: Communicator) -> None:
+def test_rejects_closures_over_traced_values(comm: Communicator) -> None:
     """Cotangents of other ranks' jobs would not arrive at a value that `fn` closes over."""
     pool = jobs.pool(comm)
     data = pool.put([np.ones(2), np.ones(2)])
 
     def loss(x: Any) -> Any:
-        return jnp.sum(pool.map(lambda shared, mine, record: x * record, data)(1.0))
+        return jnp.sum(pool.map(lambda params, item_params, item: x * item, data)(1.0))
 
-    with pytest.raises(jobs.JobError, match="takes traced values"):
+    with pytest.raises(jobs.JobError, match="closes over traced values"):
         jax.grad(loss)(2.0)
 
 
 def test_results_of_weak_type(comm: Communicator) -> None:
-    """A number of Python's for some of the jobs: one dtype all the same."""
+    """Python scalars from some jobs have the dtype of the other results."""
     pool = jobs.pool(comm)
     data = pool.put([np.ones(0), np.ones(2)])
     total = pool.sum(lambda s, m, r: s * jnp.sum(r) if len(r) else 0.0, data)
@@ -82,7 +82,7 @@ def test_after_the_end_of_a_pool(comm: Communicator) -> None:
         f(2.0)
 
 
-def test_what_is_started_computes_as_here(comm: Communicator) -> None:
+def test_started_evaluations_use_the_callers_precision(comm: Communicator) -> None:
     pool = jobs.pool(comm)
     with jax.enable_x64(False):
         data = pool.put([np.ones(2, "float32")] * 2)
@@ -91,31 +91,33 @@ def test_what_is_started_computes_as_here(comm: Communicator) -> None:
 
 
 def test_misuse_by_the_root(comm: Communicator) -> None:
-    with jobs.root_driven(product, comm=comm) as pool:
+    with jobs.root_pool(product, comm=comm) as pool:
         if pool is not None:
             data = pool.put([1.0, 2.0])
             assert pool.measure(product, data, 1.0).shape == (2,)
-            with pytest.raises(RuntimeError, match="inside root_driven"):
-                jobs.root_driven(product, comm=comm).__enter__()
+            with pytest.raises(RuntimeError, match="inside another root_pool"):
+                jobs.root_pool(product, comm=comm).__enter__()
             f = pool.sum(product, data)
             assert f(2.0) == 6.0
     if pool is not None:
-        with pytest.raises(jax.errors.JaxRuntimeError, match="the other ranks have left"):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match="the other ranks have stopped serving"
+        ):
             f(2.0)
 
 
 def test_put_while_a_program_is_traced(comm: Communicator) -> None:
-    """In a program: as outside; in a job, which one rank may trace more often: refused."""
+    """put works in a program, but not in a job, which ranks may trace unequally often."""
     pool = jobs.pool(comm)
     double = jax.jit(lambda x: 2 * pool.sum(product, pool.put([3.0]))(x))
     assert double(2.0) == 12.0
     data = pool.put([1.0])
     for what in ("put", "measure"):
 
-        def bad(shared: Any, mine: Any, record: Any, what: str = what) -> Any:
+        def bad(params: Any, item_params: Any, item: Any, what: str = what) -> Any:
             more = ([3.0],) if what == "put" else (product, data, 1.0)
             getattr(pool, what)(*more)
-            return shared
+            return params
 
-        with pytest.raises(jobs.JobError, match="put or measure inside a job"):
+        with pytest.raises(jobs.JobError, match="cannot be called inside a job"):
             pool.sum(bad, data)(1.0)

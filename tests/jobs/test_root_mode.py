@@ -1,4 +1,4 @@
-"""Programs that rank 0 runs alone."""
+"""Programs that only rank 0 runs."""
 
 from __future__ import annotations
 
@@ -6,60 +6,60 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from job_cases import arguments, curve, equal_bits, misfit, records, serial_map, serial_sum
+from job_cases import arguments, curve, equal_bits, items, misfit, serial_map, serial_sum
 
 from helpers import close
 from mpigrad import jobs
 from mpigrad.communicator import Communicator
 
 
-@pytest.mark.full
+@pytest.mark.full("the other tests of this file run the same protocol")
 def test_root_alone(comm: Communicator) -> None:
-    every, (shared, per_job) = records(ragged=True), arguments()
-    with jobs.root_driven(comm=comm) as pool:
+    every, (params, item_params) = items(ragged=True), arguments()
+    with jobs.root_pool(comm=comm) as pool:
         if pool is not None:
             data = pool.put(every, block=2)
             f = pool.sum(misfit, data)
             serial = serial_sum(misfit, every)
             gradient = lambda f: jax.value_and_grad(f, (0, 1))
-            close(f(shared, per_job), serial(shared, per_job), 1e-12)
-            want = jax.jit(gradient(serial))(shared, per_job)
-            close(jax.jit(gradient(f))(shared, per_job), want, 1e-12)
-            later = pool.start(f, shared, per_job)
+            close(f(params, item_params), serial(params, item_params), 1e-12)
+            want = jax.jit(gradient(serial))(params, item_params)
+            close(jax.jit(gradient(f))(params, item_params), want, 1e-12)
+            later = pool.start(f, params, item_params)
             # What comes next waits for it.
-            again = pool.sum(misfit, pool.put(every[:2]))(shared, per_job[:2])
-            close(later.result(), serial(shared, per_job), 1e-12)
-            close(again, serial_sum(misfit, every[:2])(shared, per_job[:2]), 1e-12)
+            again = pool.sum(misfit, pool.put(every[:2]))(params, item_params[:2])
+            close(later.result(), serial(params, item_params), 1e-12)
+            close(again, serial_sum(misfit, every[:2])(params, item_params[:2]), 1e-12)
             # A loop whose length nobody knows, and a batch.
-            goal = 0.9 * f(shared, per_job)
-            step = lambda x: x - 0.01 * jax.grad(f, 1)(shared, x)
-            descend = jax.jit(lambda x: jax.lax.while_loop(lambda x: f(shared, x) > goal, step, x))
-            assert f(shared, descend(per_job)) <= goal
-            chains = jnp.stack([per_job, per_job * 2])
+            goal = 0.9 * f(params, item_params)
+            step = lambda x: x - 0.01 * jax.grad(f, 1)(params, x)
+            descend = jax.jit(lambda x: jax.lax.while_loop(lambda x: f(params, x) > goal, step, x))
+            assert f(params, descend(item_params)) <= goal
+            chains = jnp.stack([item_params, item_params * 2])
             batch = lambda f: jax.vmap(jax.value_and_grad(f), (None, 0))
-            close(jax.jit(batch(f))(shared, chains), jax.jit(batch(serial))(shared, chains), 1e-12)
+            close(jax.jit(batch(f))(params, chains), jax.jit(batch(serial))(params, chains), 1e-12)
     assert (pool is None) == (comm.rank > 0)
 
 
 @pytest.mark.ranks(2)
 def test_adjoint_and_second_derivatives(comm: Communicator) -> None:
-    every, (shared, per_job) = records(ragged=True), arguments()
-    with jobs.root_driven(comm=comm) as pool:
+    every, (params, item_params) = items(ragged=True), arguments()
+    with jobs.root_pool(comm=comm) as pool:
         if pool is not None:
             data = pool.put(every, block=2, schedule=jobs.Dynamic())
             f = pool.map(curve, data, derivatives="adjoint")
             loss = lambda f: lambda s, p: sum(jnp.sum(jnp.sin(y)) for y in f(s, p))
-            both = lambda f: jax.jit(jax.grad(loss(f), (0, 1)))(shared, per_job)
+            both = lambda f: jax.jit(jax.grad(loss(f), (0, 1)))(params, item_params)
             close(both(f), both(serial_map(curve, every)), 1e-12)
             g = pool.sum(misfit, data)
-            hessian = lambda g: jax.jit(jax.hessian(g))(shared, per_job)
+            hessian = lambda g: jax.jit(jax.hessian(g))(params, item_params)
             close(hessian(g), hessian(serial_sum(misfit, every)), 1e-12)
 
 
 @pytest.mark.ranks(2)
 def test_errors_of_the_root(comm: Communicator) -> None:
-    root = lambda shared, mine, record: jnp.sqrt(shared * mine * record)
-    with jobs.root_driven(root, comm=comm) as pool:
+    root = lambda params, item_params, item: jnp.sqrt(params * item_params * item)
+    with jobs.root_pool(root, comm=comm) as pool:
         if pool is not None:
             data = pool.put([1.0, 2.0, 3.0])
             f = pool.map(root, data)
@@ -67,8 +67,13 @@ def test_errors_of_the_root(comm: Communicator) -> None:
                 with pytest.raises(jobs.JobError, match="job 1 on rank"):
                     f(1.0, jnp.asarray([1.0, -1.0, 1.0]))
                 equal_bits(f(1.0, jnp.ones(3)), np.sqrt([1.0, 2.0, 3.0]))
-            with pytest.raises(TypeError, match="a list of records"):
+            with pytest.raises(TypeError, match="a list of items"):
                 pool.put("text")
-            with pytest.raises(TypeError, match="must be known to the other ranks"):
+            with pytest.raises(TypeError, match="cannot be sent to the other ranks"):
                 pool.map(lambda s, m, r: s, data)(1.0)
             equal_bits(f(1.0, jnp.ones(3)), np.sqrt([1.0, 2.0, 3.0]))
+
+
+def test_old_name_of_root_pool(comm: Communicator) -> None:
+    with pytest.warns(FutureWarning, match="jobs.root_pool"):
+        assert jobs.root_driven is jobs.root_pool

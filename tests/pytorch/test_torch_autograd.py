@@ -191,9 +191,9 @@ def test_gradcheck_over_all_ranks(comm: Communicator) -> None:
         assert mt.gradgradcheck(f, (x, z), atol=1e-4)
     mt.dot_test(f, x, z)
     wrong = lambda x: mt.allreduce(x) * mt.allreduce(x.detach() if comm.rank == 0 else x)
-    with pytest.raises(AssertionError, match="by finite differences"):
+    with pytest.raises(AssertionError, match="finite differences give"):
         mt.gradcheck(wrong, x)
-    with pytest.raises(AssertionError, match="dot test failed"):
+    with pytest.raises(AssertionError, match="dot_test: "):
         mt.dot_test(lambda x: _Wrong.apply(mt.allreduce(x)), x)
     with pytest.raises(ValueError, match=r"torch\.float64"):
         mt.gradcheck(mt.allreduce, torch.ones(2, requires_grad=comm.rank == 0))
@@ -307,7 +307,7 @@ def test_tensors_of_all_kinds(comm: Communicator) -> None:
         right(torch.eye(2).to_sparse())
     with pytest.raises(TypeError, match="meta"):
         right(torch.ones(2, device="meta"))
-    with pytest.raises(TypeError, match="array of JAX"):
+    with pytest.raises(TypeError, match="got a JAX array"):
         right(jnp.ones(2))
     with pytest.raises(TypeError, match="float16"):
         mt.allreduce(torch.ones(2, dtype=torch.float16))

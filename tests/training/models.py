@@ -1,4 +1,4 @@
-"""Small models whose training by one rank is known."""
+"""Small models with a serial reference of their training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Y = np.sin(X @ np.random.default_rng(2).standard_normal((5, 3)))
 
 
 def batches(size: int = 13, **options: Any) -> Batches:
-    """Samples of the data; sizes that no number of ranks divides."""
+    """Batches of the data, with sizes that are not multiples of the count of ranks."""
     return Batches(ROWS, size, seed=3, take=lambda i: (X[i], Y[i]), **options)
 
 
 class Linear(Replica):
-    """y = x w and y = b (of float32) by least squares, in NumPy, with momentum."""
+    """Least squares for y = x w and y = b (float32) in NumPy, with momentum."""
 
     rate, momentum = 0.05, 0.9
 
@@ -76,7 +76,7 @@ class Linear(Replica):
         self.arrays, self.velocities = arrays[:2], arrays[2:]
 
     def train_alone(self, steps: int, size: int = 13, clip: float | None = None) -> list[float]:
-        """What one rank does with whole batches; the losses."""
+        """Train on one rank with global batches, and return the losses."""
         losses = []
         for _, batch in zip(range(steps), batches(size), strict=False):
             losses.append(self.gradient(batch, 1.0))
@@ -88,7 +88,7 @@ class Linear(Replica):
 
 
 def assert_close(got: Any, expected: Any, rtol: float = 1e-12) -> None:
-    """Compare lists of arrays, those of float32 to 1e-6."""
+    """Compare lists of arrays, with the tolerance 1e-6 for float32."""
     for a, b in zip(got, expected, strict=True):
         bound = rtol if np.asarray(a).dtype == np.float64 else 1e-6
         np.testing.assert_allclose(a, b, rtol=bound, atol=bound * np.abs(b).max())

@@ -1,4 +1,4 @@
-"""Replicas of NumPy and a session that only keeps records, for tests of the parameter server."""
+"""NumPy replicas and a session that only stores records, for tests of the parameter server."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from mpigrad.training.flat_buffer import Parameter
-from mpigrad.training.history import Record
+from mpigrad.training.history import StepRecord
 from mpigrad.training.replica import Batch, Replica
 from mpigrad.training.strategy import SAVE
 
 
 class NumpyReplica(Replica):
-    """Arrays, of which `compute` gives loss and gradients, and a gradient descent with momentum."""
+    """Arrays with loss and gradients by `compute`, and gradient descent with momentum."""
 
     def __init__(
         self,
@@ -87,19 +87,19 @@ def squares(arrays: list[np.ndarray], a: np.ndarray, b: np.ndarray) -> tuple[flo
 
 @dataclasses.dataclass
 class Session:
-    """Keeps records; after the update `wish_at` it wishes for something, which `done` answers."""
+    """Store records, and make a wish after the update `wish_at`, which `done` answers."""
 
     steps: int | None = None
     wish_at: int | None = None
     wish: int = SAVE
     done: Callable[[], bool] = bool
-    records: list[Record] = dataclasses.field(default_factory=list)
+    records: list[StepRecord] = dataclasses.field(default_factory=list)
 
     @property
     def attentive(self) -> bool:
         return self.wish_at is not None
 
-    def note(self, record: Record) -> None:
+    def note(self, record: StepRecord) -> None:
         self.records.append(record)
 
     def wishes(self) -> int:

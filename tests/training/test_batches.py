@@ -1,4 +1,4 @@
-"""Batches: the same global batches on any number of ranks, every row once in an epoch."""
+"""Batches are the same global batches on any number of ranks, with every row once per epoch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from mpigrad import training
 from mpigrad.training import Batches
 
 
@@ -40,21 +41,30 @@ def test_iteration_goes_on_where_it_stopped():
     for a, b in zip(got + list(then), expected, strict=True):
         np.testing.assert_array_equal(a, b)
     assert then.left == 0 and not list(then)
-    with pytest.raises(ValueError, match="seed=5, not of seed=6"):
+    with pytest.raises(ValueError, match="seed=5, but these batches have seed=6"):
         Batches(37, 8, seed=6).load(first.state())
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        ({"rows": 0}, "rows=0 must be positive"),
-        ({"size": -1}, "size=-1 must be positive"),
-        ({"seed": -1}, "seed=-1 must be in"),
-        ({"epochs": -2}, "epochs=-2"),
-        ({"shard": (2, 2)}, r"shard=\(2, 2\)"),
+        ({"rows": 0}, "rows must be positive, got 0"),
+        ({"size": -1}, "size must be positive, got -1"),
+        ({"seed": -1}, "seed must be in .*, got -1"),
+        ({"epochs": -2}, "epochs must not be negative, got -2"),
+        ({"shard": (2, 2)}, r"shard must be .*, got \(2, 2\)"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(arguments, said):
-    with pytest.raises(ValueError, match=said):
+def test_rejects_arguments_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match=message):
         Batches(**{"rows": 10, "size": 2, **arguments})
+
+
+@pytest.mark.ranks(1)
+def test_old_names_warn():
+    for old, new in (("Flat", "FlatBuffer"), ("Record", "StepRecord")):
+        with pytest.warns(FutureWarning, match=new):
+            assert getattr(training, old) is getattr(training, new)
+    with pytest.warns(FutureWarning, match="interrupted"):
+        assert not training.History(()).asked_to_end

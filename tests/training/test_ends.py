@@ -1,4 +1,4 @@
-"""A program in which one rank fails ends on all, and says why."""
+"""A program in which one rank fails ends on all ranks with the cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launching import PROGRAMS, mpigrad, no_orphans
         ("leave", "rank 1: has ended, after Allgather at"),
     ],
 )
-def test_a_rank_that_goes_in_the_middle_ends_all_with_its_cause(how: str, cause: str) -> None:
+def test_a_rank_that_leaves_ends_all_ranks_with_its_cause(how: str, cause: str) -> None:
     start = time.monotonic()
     with no_orphans() as mark:
         done = mpigrad("launch", "-n", 2, PROGRAMS / "trained_together.py", how, **mark)

@@ -1,4 +1,4 @@
-"""Local SGD: own steps, and the parameters' mean weighted by samples."""
+"""Local SGD: separate steps, and means of parameters weighted by samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Plain(Linear):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_it_is_the_mean_of_what_ranks_do_alone(comm):
+def test_it_is_the_mean_of_separate_trainings(comm):
     # Rank r has r more batches than rank 0, and each batch has another size.
     mine = [(X[r : r + 3 + comm.rank], Y[r : r + 3 + comm.rank]) for r in range(4 + comm.rank)]
     training = trainer(Linear(), strategy=LocalSGD(3))
@@ -58,7 +58,7 @@ def test_step_by_step_and_failures(comm, tmp_path):
     for _, batch in zip(range(6), batches(shard=training.shard), strict=False):
         record = training.step(*batch)
         if record.step % 3:
-            with pytest.raises(ValueError, match="save after a mean"):
+            with pytest.raises(ValueError, match="a save needs the mean"):
                 training.save(comm.mpi.bcast(tmp_path))
     assert_close(training.model, whole.model, 0)
     taken = [[(r.step, r.samples, r.loss) for r in t.history.records] for t in (training, whole)]
@@ -95,7 +95,7 @@ def test_means_of_metrics_are_weighted_and_equal_everywhere(comm):
             mean([1.0] * (1 + (comm.rank == 1)), 1.0)
     with pytest.raises(ValueError, match="weights of all ranks are zero"):
         mean(1.0, 0)
-    with pytest.raises(ValueError, match="weight=-1 must be"):
+    with pytest.raises(ValueError, match="not negative, got -1"):
         mean(1.0, -1 if comm.rank == comm.size - 1 else 1)
 
 
@@ -111,7 +111,7 @@ def test_after_batches_without_samples_it_goes_on(comm):
 
 @pytest.mark.ranks(2)
 def test_equal_replicas_have_their_own_mean_in_16_bits(comm):
-    """Also with shares of 1/3 and 2/3, and where the sum over samples is beyond float16."""
+    """Also with shares of 1/3 and 2/3, and if the sum over samples overflows float16."""
     start = {
         "a": jnp.array([70.0, 1e-3, 6e4], "float16"),
         "b": jnp.array([1.75, 1.0, 3.0], "bfloat16"),
@@ -122,13 +122,13 @@ def test_equal_replicas_have_their_own_mean_in_16_bits(comm):
     training.run([(np.ones((1000 * (1 + comm.rank), 3), np.float32),)])
     for name, array in start.items():
         np.testing.assert_array_equal(training.model[name], array)
-    with pytest.raises(ValueError, match="optimizer differs between ranks: its update"):
+    with pytest.raises(ValueError, match="got the compiled update"):
         trainer(start, optax.sgd(0.1 * (comm.rank + 1)), lambda p, x: p["a"].sum())
 
 
 @pytest.mark.ranks(1, 2)
 def test_from_a_save_it_begins_with_a_whole_interval(comm, tmp_path):
-    """Whatever failed before: a mean that is not finite, or a step in the middle of an interval."""
+    """Also after a failure: a non-finite mean, or a step in the middle of an interval."""
     directory = comm.mpi.bcast(tmp_path)
     whole, training = (trainer(Linear(), strategy=LocalSGD(3)) for _ in range(2))
     whole.run(batches(), steps=6)

@@ -1,4 +1,4 @@
-"""The parameter server: what it computes, and what becomes of it when something fails."""
+"""The parameter server: its updates, and its behaviour after failures."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mpigrad.communicator import Communicator
 from mpigrad.training import (
     Batches,
     ParameterServer,
-    Record,
     StepError,
+    StepRecord,
     Strategy,
     Synchronous,
+    server_loop,
     trainer,
 )
-from mpigrad.training import server_loop as server_serving
 from mpigrad.training.strategy import END, SAVE, STOP
 
 A = np.random.default_rng(7).standard_normal((103, 5))
@@ -37,7 +37,7 @@ B = A @ TRUE + 0.5 + 0.1 * np.sin(10 * A[:, 0])
 
 
 def batches(run: Any, epochs: int, size: int = 10) -> Iterator[Any]:
-    """Rows of a least-squares problem, this worker's part."""
+    """This worker's rows of a least-squares problem."""
     return iter(Batches(len(A), size, epochs=epochs, shard=run.shard, take=lambda i: (A[i], B[i])))
 
 
@@ -46,7 +46,7 @@ def least_squares(**options: float) -> NumpyReplica:
 
 
 def serial(epochs: int, **options: float) -> NumpyReplica:
-    """The run of one process with whole batches."""
+    """The run of one process with global batches."""
     replica = least_squares(**options)
     for rows in Batches(len(A), 10, epochs=epochs):
         _, gradients = squares(replica.arrays, A[rows], B[rows])
@@ -83,7 +83,7 @@ def beside(comm: Communicator, train: Callable[[Communicator, Strategy], Any]) -
 
 @pytest.mark.ranks(2, 3, 4)
 def test_bound_zero_is_the_synchronous_run(comm: Communicator, tmp_path: pathlib.Path) -> None:
-    """Bit for bit, also where another trainer goes on from a save."""
+    """Bit for bit, also if another trainer resumes from a save."""
     directory = pathlib.Path(comm.mpi.bcast(str(tmp_path)))
 
     def train(where: Communicator, strategy: Strategy, *ends: int) -> Any:
@@ -120,7 +120,7 @@ def test_bound_zero_is_the_synchronous_run_of_jax(comm: Communicator) -> None:
 
 @pytest.mark.ranks(3)
 def test_parameters_that_no_loss_depends_on(comm: Communicator) -> None:
-    """The optimizer leaves them alone where all gradients of an update do not have them."""
+    """The optimizer does not change parameters without a gradient in an update."""
 
     def partly(arrays: Any, a: np.ndarray, b: np.ndarray) -> tuple[float, Any]:
         loss, (x, y) = squares(arrays, a, b)
@@ -158,7 +158,10 @@ def delayed(delays: np.random.Generator, steps: int) -> Iterator[Any]:
     ("bound", "updates"),
     [
         *((bound, 1000) for bound in (0, 1, 3, 7)),
-        *(pytest.param(b, 10_000, marks=pytest.mark.full) for b in (0, 1, 3, 7)),
+        *(
+            pytest.param(b, 10_000, marks=pytest.mark.full("1,000 updates check the same bound"))
+            for b in (0, 1, 3, 7)
+        ),
     ],
 )
 def test_every_staleness_is_within_the_bound(comm: Communicator, bound: int, updates: int) -> None:
@@ -177,7 +180,7 @@ def test_every_staleness_is_within_the_bound(comm: Communicator, bound: int, upd
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("wish", [SAVE, STOP, END, 0])
 def test_no_gradient_is_lost(comm: Communicator, wish: int) -> None:
-    """By a save, nor at an end, also of `steps`: all that has been computed is used."""
+    """A save, an end and `steps` use all computed gradients."""
     computed, saved = 0.0, []
 
     def counting(arrays: Any, a: np.ndarray, b: np.ndarray) -> tuple[float, Any]:
@@ -207,8 +210,8 @@ def test_no_gradient_is_lost(comm: Communicator, wish: int) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_worker_alone_is_asked_to_end(comm: Communicator, tmp_path: pathlib.Path) -> None:
-    """By a signal; nothing is lost or seen twice by the run that goes on."""
+def test_a_worker_alone_is_interrupted(comm: Communicator, tmp_path: pathlib.Path) -> None:
+    """The resumed run neither loses nor repeats a batch after a signal to one worker."""
     directory = pathlib.Path(comm.mpi.bcast(str(tmp_path)))
     for asked in (True, False):
         coach = trainer(least_squares(rate=0.01), strategy=ParameterServer(2))
@@ -221,7 +224,7 @@ def test_a_worker_alone_is_asked_to_end(comm: Communicator, tmp_path: pathlib.Pa
 
         given = Batches(len(A), 10, epochs=3, take=take)
         history = coach.run(given, checkpoint=Checkpoint(directory, minutes=None))
-        assert history.asked_to_end == asked
+        assert history.interrupted == asked
         samples = sum(record.samples for record in history.records)
         assert samples < 3 * len(A) if asked else samples == 3 * len(A)
 
@@ -252,11 +255,11 @@ def test_a_failing_worker_ends_all(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_who_hears_of_a_failure_may_end_a_long_batch(
+def test_a_worker_may_finish_a_long_batch_after_a_failure(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_serving, "_PATIENCE", 1e-3)
-    monkeypatch.setattr(server_serving, "end_job", pytest.fail)
+    monkeypatch.setattr(server_loop, "_PATIENCE", 1e-3)
+    monkeypatch.setattr(server_loop, "end_job", pytest.fail)
 
     def slow(run: Any) -> Iterator[Any]:
         for n, batch in enumerate(batches(run, epochs=2)):
@@ -271,10 +274,10 @@ def test_who_hears_of_a_failure_may_end_a_long_batch(
         run.train(slow(run), Session())
 
 
-@pytest.mark.full
+@pytest.mark.full("test_exchange checks the same norm of a sum")
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("strategy", [Synchronous(clip=1.0), ParameterServer()])
-def test_a_gradient_whose_norm_is_beyond_float64_is_refused(
+def test_rejects_a_gradient_whose_norm_overflows_float64(
     comm: Communicator, strategy: Strategy
 ) -> None:
     def steep(arrays: Any, a: np.ndarray, b: np.ndarray) -> tuple[float, Any]:
@@ -327,8 +330,8 @@ def test_all_workers_dropped_and_the_server_failing(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_callback_that_fails_at_the_last_update_is_heard(comm: Communicator) -> None:
-    def last(record: Record) -> None:
+def test_an_error_of_the_last_callback_is_raised(comm: Communicator) -> None:
+    def last(record: StepRecord) -> None:
         if record.step == 3:
             raise LookupError("too late?")
 
@@ -336,13 +339,15 @@ def test_a_callback_that_fails_at_the_last_update_is_heard(comm: Communicator) -
     with pytest.raises(StepError if comm.rank else LookupError, match="too late"):
         training.run(models.batches(), steps=3, callback=last)
     assert training.run(models.batches(), steps=4).records[-1].step == 4
-    with pytest.raises(StepError if comm.rank else RuntimeError, match=r"callback.* cannot save"):
+    with pytest.raises(
+        StepError if comm.rank else RuntimeError, match="cannot be called in the callback"
+    ):
         training.run(models.batches(), steps=5, callback=lambda record: training.save("nowhere"))
 
 
 @pytest.mark.ranks(1)
 def test_settings_are_checked() -> None:
-    with pytest.raises(ValueError, match="staleness=-1"):
+    with pytest.raises(ValueError, match="got -1"):
         ParameterServer(staleness=-1)
     with pytest.raises(TypeError):
         ParameterServer(staleness=1.5)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The rule of the parameter server: no gradient is staler than the bound, and nobody starves."""
+"""The rule of the parameter server: staleness within the bound, and no worker starves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_ten_thousand_updates_with_random_delays(bound: int, workers: int) -> No
 
 
 @pytest.mark.ranks(1)
-def test_who_leaves_is_not_waited_for() -> None:
+def test_the_server_does_not_wait_for_workers_that_left() -> None:
     versions = Versions(0, 0, {1: 0, 2: 0, 3: 0})
     versions.arrive(3, 0)
     versions.arrive(1, 0)

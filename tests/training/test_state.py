@@ -1,4 +1,4 @@
-"""Saves: a training that goes on from one is the same, bit for bit."""
+"""A training that resumes from a save is the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def directory(tmp_path: pathlib.Path, comm: Communicator) -> pathlib.Path:
 
 
 def same(a: Trainer, b: Trainer) -> bool:
-    """Whether two trainings came to the same parameters, bit for bit, by the same losses."""
+    """Assert that two trainings have the same parameters and losses, bit for bit."""
     bits = [[array.tobytes() for array in training.model] for training in (a, b)]
     losses = [[(r.step, r.loss) for r in training.history.records] for training in (a, b)]
     return bits[0] == bits[1] and losses[0] == losses[1]
@@ -48,16 +48,16 @@ def test_a_resumed_training_is_the_same(comm, directory, strategy):
         assert part.history.records[-1].step == steps
     assert same(part, whole)
     other = LocalSGD(2) if isinstance(strategy, Synchronous) else Synchronous()
-    with pytest.raises(ValueError, match=f"by {type(strategy).__name__}, not by"):
+    with pytest.raises(ValueError, match=f"by {type(strategy).__name__}, but this trainer"):
         trainer(Linear(), strategy=other).resume(directory)
     larger = trainer(Linear(), strategy=strategy)
     larger.replica.parameters = (larger.replica.parameters[0], Parameter("b", (4,), "float32"))
-    with pytest.raises(ValueError, match=r"it has b \(float32 \(3,\)\), here is b \(float32 \(4,"):
+    with pytest.raises(ValueError, match=r"b \(float32 \(3,\)\), this model has b \(float32 \(4,"):
         larger.resume(directory)
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_trainer_goes_on_from_its_own_newer_state(comm, directory, monkeypatch):
+def test_a_trainer_keeps_its_own_newer_state(comm, directory, monkeypatch):
     checkpoint = Checkpoint(directory / "one", signals=False)
     training = trainer(Linear())
     training.run(batches(), steps=3, checkpoint=checkpoint)
@@ -94,7 +94,7 @@ def test_a_trainer_goes_on_from_its_own_newer_state(comm, directory, monkeypatch
 
 
 @pytest.mark.ranks(3)
-def test_it_goes_on_on_other_ranks(comm, directory):
+def test_it_resumes_on_another_count_of_ranks(comm, directory):
     pair = comm.split(0 if comm.rank < 2 else None)
     whole = trainer(Linear())
     whole.run(batches(), steps=9)

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""PyTorch modules are trained by all ranks as by one."""
+"""All ranks train PyTorch modules like one rank."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def bits(module: Any) -> list[bytes]:
 
 
 def train_alone(model: Any, optimizer: Any, steps: int, dtype: Any, parts: int) -> list[float]:
-    """One rank with the whole batches, each in the parts that ranks would take."""
+    """One rank with the global batches, each in the parts that ranks would take."""
     losses = []
     for _, (x, y) in zip(range(steps), taken(dtype), strict=False):
         optimizer.zero_grad()
@@ -133,7 +133,7 @@ def test_accumulated_and_clipped_gradients_are_those_of_the_whole_batch(comm):
 
 
 @pytest.mark.ranks(2)
-def test_what_ranks_would_do_differently_is_refused(comm, capfd, directory):
+def test_rejects_differences_between_ranks(comm, capfd, directory):
     rate = np.float64(0.05)  # a number of NumPy's reaches the other ranks, too
     model = Network(0)
     for parameter in model.first.parameters():
@@ -142,22 +142,22 @@ def test_what_ranks_would_do_differently_is_refused(comm, capfd, directory):
     training = trainer(model, optimizer, loss)
     training.run(taken(), steps=2)
     model.first.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"frozen.*: first.weight, first.bias; make a new one"):
+    with pytest.raises(ValueError, match=r": first.weight, first.bias\. Make a new trainer"):
         training.run(taken(), steps=4)
-    with pytest.raises(ValueError, match=r"lr of group 0 is 0\.1 on rank 0, 0\.2 on rank 1"):
+    with pytest.raises(ValueError, match=r"lr of group 0 = 0\.1 on rank 0 and 0\.2 on rank 1"):
         trainer(model, torch.optim.SGD(model.parameters(), lr=0.1 * (comm.rank + 1)), loss)
     kinds = torch.optim.SGD if comm.rank else torch.optim.Adam
-    with pytest.raises(ValueError, match="its class is Adam on rank 0, SGD on rank 1"):
+    with pytest.raises(ValueError, match="the class = Adam on rank 0 and SGD on rank 1"):
         trainer(model, kinds(model.parameters(), lr=0.1), loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     training = trainer(model, optimizer, loss)
     with pytest.raises(ValueError, match=r"rank 0 .*'seed': 0.*1 .*'seed': 1"):
         training.run(Batches(9, 3, seed=comm.rank))
-    with pytest.raises(ValueError, match="progress needs to know the end"):
+    with pytest.raises(ValueError, match="progress=True needs a known count"):
         training.run([], progress=comm.rank == 0)
     before = bits(model)
     optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
-    with pytest.raises(ValueError, match=r"lr of group 0 is 0\.1 on rank 0, 0\.2 on rank 1; make"):
+    with pytest.raises(ValueError, match=r"0\.1 on rank 0 and 0\.2 on rank 1\. Make"):
         training.run(taken(), steps=1)
     assert bits(model) == before
     optimizer.param_groups[0]["lr"] = rate
@@ -167,12 +167,12 @@ def test_what_ranks_would_do_differently_is_refused(comm, capfd, directory):
         ending()
         assert ("rank 1 have become others" in capfd.readouterr().err) == (comm.rank == 0)
     detached = lambda *batch: loss(*batch).detach()
-    with pytest.raises(ValueError, match="depends on none of the parameters"):
+    with pytest.raises(ValueError, match="does not depend on any parameter"):
         trainer(model, optimizer, detached).step(*next(iter(taken())))
 
 
 @pytest.mark.ranks(2)
-def test_messages_are_reversed_where_the_loss_is_constant(comm, capfd):
+def test_messages_of_a_constant_loss_are_reversed(comm, capfd):
     import mpigrad.torch as mt
 
     failing = True
@@ -202,7 +202,7 @@ def test_messages_are_reversed_where_the_loss_is_constant(comm, capfd):
     with pytest.raises(OSError, match="disk"):
         training.step(mine)
     said = capfd.readouterr().err
-    assert "has failed behind 1 message" in said and "OSError: disk" in said
+    assert "failed after 1 message" in said and "OSError: disk" in said
     failing = False
     for _ in range(2):
         expected = gradient()
@@ -216,7 +216,7 @@ def test_messages_are_reversed_where_the_loss_is_constant(comm, capfd):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_trainer_that_is_forgotten_leaves_the_module(comm):
+def test_a_deleted_trainer_leaves_the_module(comm):
     for strategy in (Synchronous(), LocalSGD(1), ParameterServer()):
         model = Network(0)
         training = trainer(model, momentum(model), loss, strategy)
@@ -257,11 +257,11 @@ def test_between_two_runs_with_a_checkpoint_the_program_may_change_things(comm, 
     assert training.history.records[-1].step == 2
     other = Caching()
     again = trainer(other, torch.optim.Adam(other.parameters()), loss)
-    with pytest.raises(ValueError, match="of the optimizer SGD, not of Adam"):
+    with pytest.raises(ValueError, match="to the optimizer SGD, but this trainer has Adam"):
         again.resume(directory)
     other = Caching(persistent=True)
     training = trainer(other, torch.optim.SGD(other.parameters(), lr=0.1), loss)
-    with pytest.raises(ValueError, match=r"buffer cache differs.*\(4,\) and \(5,\); register"):
+    with pytest.raises(ValueError, match=r"buffer cache .*\(4,\) and \(5,\)\. Register"):
         training.run([(x[: 4 + comm.rank], y[: 4 + comm.rank])])
 
 
@@ -395,13 +395,13 @@ def test_all_kinds_of_parameters(comm, strategy):
 
 
 class Elsewhere(torch.Tensor):
-    """To whom asks, it lies on another device than the parameters."""
+    """A parameter that claims to be on another device than the buffers."""
 
     device = torch.device("cpu", 0)  # type: ignore[assignment]
 
 
 @pytest.mark.ranks(2)
-def test_misuse_is_said_on_all_ranks(comm):
+def test_misuse_is_an_error_on_all_ranks(comm):
     model = Network(0)
 
     def twice(m: Any, x: Any, y: Any) -> Any:
@@ -412,7 +412,7 @@ def test_misuse_is_said_on_all_ranks(comm):
     import torch.utils.checkpoint
 
     training = trainer(model, momentum(model), twice)
-    with pytest.raises(RuntimeError, match=r"first\..* has come twice in one backward pass"):
+    with pytest.raises(RuntimeError, match=r"first\..* was computed twice in one backward pass"):
         training.step(torch.tensor(X[:4]), torch.tensor(Y[:4]))
     model = Network(0)
     trainer(model, momentum(model), twice, Synchronous(overlap=False)).step(
@@ -430,13 +430,13 @@ def test_misuse_is_said_on_all_ranks(comm):
         found.append(model.first.weight.grad.clone())
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0], atol=1e-13)
-    with pytest.raises(TypeError, match="LBFGS evaluates the loss several times"):
+    with pytest.raises(TypeError, match="LBFGS cannot be used, because it evaluates the loss"):
         trainer(model, torch.optim.LBFGS(model.parameters()), loss)
-    with pytest.raises(ValueError, match="holds 1 parameters that are not the module's"):
+    with pytest.raises(ValueError, match="holds 1 parameters that do not belong to the module"):
         trainer(model.first, torch.optim.SGD([*model.first.parameters(), model.never]), loss)
-    with pytest.raises(TypeError, match="must be one of torch"):
+    with pytest.raises(TypeError, match="expected an optimizer of torch"):
         trainer(model, None, loss)
-    with pytest.raises(ValueError, match=r"parameters differ.*rank 1"):
+    with pytest.raises(ValueError, match=r"parameters must be the same.*rank 1"):
         other = torch.nn.Linear(5, 3 + comm.rank)
         trainer(other, momentum(other), loss)
     training = trainer(model, momentum(model), lambda m, x: m(x))

@@ -1,16 +1,25 @@
-"""A differentiable parallel map over records that stay on the ranks.
+"""A differentiable parallel map over items whose data stay on the ranks.
 
+Examples
+--------
+>>> import jax.numpy as jnp
 >>> from mpigrad import jobs
 >>> pool = jobs.pool()
->>> data = pool.put([1.0, 2.0, 3.0])  # once; from rank 0 to the ranks that need them
->>> f = pool.sum(lambda shared, mine, record: (record - shared * mine) ** 2, data)
->>> value = f(2.0, jnp.ones(3))  # doctest: +SKIP
+>>> data = pool.put([1.0, 2.0, 3.0])  # sent once, from rank 0 to the ranks that need it
+>>> f = pool.sum(lambda params, item_params, item: (item - params * item_params) ** 2, data)
+>>> print(f(2.0, jnp.ones(3)))
+2.0
 """
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
 
 from mpigrad.jobs.failures import Failure, JobError, host_call
 from mpigrad.jobs.items import Data
 from mpigrad.jobs.pool import Pool, pool
-from mpigrad.jobs.root_mode import root_driven
+from mpigrad.jobs.root_mode import root_pool
 from mpigrad.jobs.schedules import Dynamic, Static, Weighted
 
 __all__ = [
@@ -23,5 +32,17 @@ __all__ = [
     "Weighted",
     "host_call",
     "pool",
-    "root_driven",
+    "root_pool",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "root_driven":
+        warnings.warn(
+            "mpigrad.jobs.root_driven is now called mpigrad.jobs.root_pool. Use the new name: the "
+            "old one works in this release only.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return root_pool
+    raise AttributeError(f"module {__name__!r} does not have the attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What is known while a job is traced."""
+"""The context in which a job is traced."""
 
 from __future__ import annotations
 
@@ -12,62 +12,64 @@ import jax.numpy as jnp
 
 from mpigrad.operations.carrier import no_messages, without_carriers
 
-__all__ = ["Job", "UserJob", "inside_job", "job_number", "traced"]
+__all__ = ["JobFunction", "UserJob", "inside_job", "job_id", "traced"]
 
-# (shared, mine, record) -> (what is added up over jobs, what is kept of each job).
-Job = Callable[[Any, Any, Any], tuple[Any, Any]]
+# (params, item_params, item) -> (results that are summed over jobs, results of each job).
+JobFunction = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 _REASON = (
-    "a job has no messages of its own: the other ranks are busy with other jobs. Communicate "
+    "a job cannot communicate, because the other ranks are busy with other jobs. Communicate "
     "before or after the map"
 )
-# Part of JAX's cache keys, 0 outside: a function that was traced inside a job is not used outside
-# one, and one that has the number of a job is used in no later trace.
+# Part of JAX's cache keys, 0 outside a job. A function traced inside a job is not reused outside,
+# and a function that holds the id of a job is not reused in a later trace.
 _inside = jax.make_user_context(0)
-_era = 1  # ends where the number of a job is asked for
-_numbers: list[Any] = []
+_era = 1  # increases when the id of a job is read
+_ids: list[Any] = []
 
 
 def inside_job() -> bool:
-    """Whether what is traced now is part of a job; a pool then computes by itself."""
+    """Return True while a job is traced, when pools compute without messages."""
     return bool(_inside.value)
 
 
-def job_number() -> Any:
-    """The number of the job that is traced now, the outermost one; -1 outside."""
+def job_id() -> Any:
+    """Return the id of the outermost job that is traced now, or -1 outside a job."""
     global _era
-    if not _numbers:
+    if not _ids:
         return -1
     _era += 1
-    return _numbers[0]
+    return _ids[0]
 
 
 @contextlib.contextmanager
-def _in_job(number: Any) -> Iterator[None]:
-    _numbers.append(number)
+def _in_job(index: Any) -> Iterator[None]:
+    _ids.append(index)
     try:
         with _inside(_era), no_messages(_REASON), without_carriers():
             yield
     finally:
-        _numbers.pop()
+        _ids.pop()
 
 
 @dataclass(frozen=True)
 class UserJob:
-    """The user's function as a job, whose result is added up or kept."""
+    """The user's function as a job, whose results are summed or returned one by one."""
 
     fn: Callable[..., Any]
     total: bool
 
-    def __call__(self, shared: Any, mine: Any, record: Any) -> tuple[Any, Any]:
-        result = jax.tree.map(jnp.asarray, self.fn(shared, mine, record))
+    def __call__(self, params: Any, item_params: Any, item: Any) -> tuple[Any, Any]:
+        result = jax.tree.map(jnp.asarray, self.fn(params, item_params, item))
         if not self.total:
             return (), result
-        # Truth values are counted.
+        # Booleans are counted.
         return jax.tree.map(lambda y: y.astype(int) if y.dtype == bool else y, result), ()
 
 
-def traced(job: Job, shared: Any, mine: Any, record: Any, number: Any) -> tuple[Any, Any]:
-    """What `job` gives, traced as the job of this number."""
-    with _in_job(number):
-        return job(shared, mine, record)
+def traced(
+    job: JobFunction, params: Any, item_params: Any, item: Any, index: Any
+) -> tuple[Any, Any]:
+    """Trace `job` as the job of this id and return its results."""
+    with _in_job(index):
+        return job(params, item_params, item)

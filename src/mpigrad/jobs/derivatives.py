@@ -1,7 +1,7 @@
-"""How derivatives of all jobs travel.
+"""Derivatives of maps over jobs.
 
-Every derivative of a map is a map: of the jobs' results together with their Jacobians, or of the
-jobs' pull-backs. So what is said here of one order holds for all.
+Every derivative of a map is a map itself, of the jobs' results together with their Jacobians, or of
+the jobs' pull-backs. So the rules here for one order hold for all orders.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from mpigrad.jobs.blocks import result_types
-from mpigrad.jobs.context import Job
+from mpigrad.jobs.context import JobFunction
 from mpigrad.jobs.items import Bucket
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations import _jax_repairs as repairs
@@ -26,29 +26,35 @@ from mpigrad.operations.carrier import outside_rules
 __all__ = ["Derivatives", "Evaluate", "with_adjoint", "with_jacobian"]
 
 Derivatives = Literal["jacobian", "adjoint"]
-# (job, shared, per_job of each bucket) -> (what is added, what is kept of each bucket).
-Evaluate = Callable[[Job, Any, Sequence[Any]], tuple[Any, list[Any]]]
+# (job, params, parameters of each bucket's jobs) -> (sum over jobs, results of each bucket's jobs).
+Evaluate = Callable[[JobFunction, Any, Sequence[Any]], tuple[Any, list[Any]]]
 
 
 # ---- the Jacobian travels with the results ----
 
 
 def with_jacobian(
-    job: Job,
+    job: JobFunction,
     buckets: Sequence[Bucket],
     evaluate: Evaluate,
     inner: Any,
     types: Sequence[Any] = (),
 ) -> Any:
-    """`evaluate` of `job`, whose derivatives come with the results and need no further message.
+    """Return the evaluation of `job` whose derivatives arrive with the results.
 
-    `inner(job)` evaluates the job that has the Jacobian among its results, and is differentiated
-    for second derivatives. A batch is evaluated as one job for batches. `types` are those of a
-    job's results, for each bucket, where they are known.
+    Derivatives then need no further message.
+
+    Parameters
+    ----------
+    inner
+        `inner(job)` evaluates the job that has the Jacobian among its results. Second derivatives
+        differentiate it. A batch is evaluated as one job for batches.
+    types
+        The types of a job's results for each bucket, if they are known.
     """
 
-    def function(shared: Any, per_job: Sequence[Any]) -> tuple[Any, list[Any]]:
-        leaves, structure = jax.tree.flatten((shared, list(per_job)))
+    def function(params: Any, by_bucket: Sequence[Any]) -> tuple[Any, list[Any]]:
+        leaves, structure = jax.tree.flatten((params, list(by_bucket)))
         program = _Program(job, buckets, evaluate, inner, structure, types)
         results = program(*leaves)
         return jax.tree.unflatten(program.result_structure, results)
@@ -57,44 +63,46 @@ def with_jacobian(
 
 
 class _Program:
-    """An evaluation as a parameter of the primitive below: a function of flat arguments."""
+    """An evaluation as a function of flat arguments, a parameter of the primitive below."""
 
     def __init__(
         self,
-        job: Job,
+        job: JobFunction,
         buckets: Sequence[Bucket],
         evaluate: Evaluate,
-        inner: Callable[[Job], Any],
+        inner: Callable[[JobFunction], Any],
         structure: Any,
         types: Sequence[Any] = (),
     ) -> None:
         self.job, self.buckets, self.evaluate, self.inner = job, buckets, evaluate, inner
         self.structure = structure
-        shared, per_job = jax.tree.unflatten(structure, [0] * structure.num_leaves)
-        self.n_shared = len(jax.tree.leaves(shared))
-        self.n_mine = len(jax.tree.leaves(per_job[0]))
+        params, by_bucket = jax.tree.unflatten(structure, [0] * structure.num_leaves)
+        self.n_params = len(jax.tree.leaves(params))
+        self.n_item_params = len(jax.tree.leaves(by_bucket[0]))
         self.types = list(types)
         self.avals: list[Any] = []
         self.result_structure: Any = None
 
     def __call__(self, *xs: Any) -> list[Any]:
-        """The results, as the primitive gives them."""
+        """Return the results, by binding the primitive."""
         self.shapes(*xs)
         return values_p.bind(*xs, program=self)
 
     def arguments(self, xs: Sequence[Any]) -> Any:
-        """(shared, per_job) of these leaves."""
+        """Build (params, by_bucket) from their leaves."""
         return jax.tree.unflatten(self.structure, xs)
 
     def shapes(self, *avals: Any) -> list[Any]:
-        """The avals of the results."""
+        """Return the avals of the results."""
         if self.result_structure is not None:
             return self.avals
         if not self.types:
             structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-            shared, per_job = self.arguments(structs)
-            pairs = zip(self.buckets, per_job, strict=True)
-            self.types = [result_types(self.job, bucket, shared, mine) for bucket, mine in pairs]
+            params, by_bucket = self.arguments(structs)
+            pairs = zip(self.buckets, by_bucket, strict=True)
+            self.types = [
+                result_types(self.job, bucket, params, item_params) for bucket, item_params in pairs
+            ]
 
         def stack(types: Any, *axes: int) -> Any:
             return jax.tree.map(lambda x: ShapedArray((*axes, *x.shape), x.dtype), types)
@@ -104,14 +112,14 @@ class _Program:
         return self.avals
 
     def values(self, *xs: Any) -> list[Any]:
-        """The results."""
+        """Return the results."""
         return jax.tree.leaves(self.evaluate(self.job, *self.arguments(xs)))
 
     def with_jacobian(self, active: Sequence[int], xs: Sequence[Any]) -> tuple[list[Any], Any]:
-        """The results, and what `tangents` needs; by the active arguments only."""
-        of_shared, of_mine = self._chosen(active)
+        """Return the results, and the Jacobian with respect to the active arguments."""
+        of_params, of_item_params = self._chosen(active)
         n = max(sum(x.size for x in jax.tree.leaves(types)) for types in self.types)
-        extended = _AndJacobian(self.job, of_shared, of_mine, n)
+        extended = _AndJacobian(self.job, of_params, of_item_params, n)
         (a, a_by_s), kept = self.inner(extended)(*self.arguments(xs))
         results = [
             _shaped(k, types[1]) for (_, k, _, _), types in zip(kept, self.types, strict=True)
@@ -120,13 +128,16 @@ class _Program:
         return jax.tree.leaves((_shaped(a, self.types[0][0]), results)), jacobian
 
     def tangents(self, active: Sequence[int], jacobian: Any, xs: Sequence[Any]) -> list[Any]:
-        """Tangents of the results along tangents of the arguments."""
-        of_shared, of_mine = self._chosen(active)
+        """Return the tangents of the results along tangents of the arguments."""
+        of_params, of_item_params = self._chosen(active)
         a_by_s, *by_buckets = jacobian
-        s = _flat([xs[i] for i in of_shared])
+        s = _flat([xs[i] for i in of_params])
         a_dot, kept = a_by_s @ s, []
         for b, (a_by_m, k_by_s, k_by_m) in enumerate(by_buckets):
-            own = [ad.instantiate_zeros(xs[self.n_shared + b * self.n_mine + i]) for i in of_mine]
+            own = [
+                ad.instantiate_zeros(xs[self.n_params + b * self.n_item_params + i])
+                for i in of_item_params
+            ]
             m = jax.vmap(_flat)(own, k_by_m)
             a_dot = a_dot + jnp.einsum("nij,nj->i", a_by_m, m)
             k_dot = k_by_s @ s + jnp.einsum("nij,nj->ni", k_by_m, m)
@@ -134,35 +145,39 @@ class _Program:
         return jax.tree.leaves((_shaped(a_dot, self.types[0][0]), kept))
 
     def _chosen(self, active: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of shared arguments, and of those of each job, the active ones."""
-        of_shared = tuple(i for i in active if i < self.n_shared)
-        of_mine = {(i - self.n_shared) % self.n_mine for i in active if i >= self.n_shared}
-        return of_shared, tuple(sorted(of_mine))
+        """Return the active leaves of `params`, and the active leaves of a job's `item_params`."""
+        of_params = tuple(i for i in active if i < self.n_params)
+        of_item_params = {
+            (i - self.n_params) % self.n_item_params for i in active if i >= self.n_params
+        }
+        return of_params, tuple(sorted(of_item_params))
 
     def batched(self, size: int, args: Sequence[Any], dims: Sequence[Any]) -> Any:
-        """The results for a batch, and where its axis is in them."""
+        """Return the results for a batch, and the position of the batch axis in each."""
         flags = [d is not None for d in dims]
-        of_shared = tuple(flags[: self.n_shared])
-        own = [flags[self.n_shared + i :: self.n_mine] for i in range(self.n_mine)]
-        of_mine = tuple(any(flag) for flag in own)
+        of_params = tuple(flags[: self.n_params])
+        own = [flags[self.n_params + i :: self.n_item_params] for i in range(self.n_item_params)]
+        of_item_params = tuple(any(flag) for flag in own)
         moved = []
         for i, (x, d) in enumerate(zip(args, dims, strict=True)):
-            if i < self.n_shared:
+            if i < self.n_params:
                 moved.append(x if d is None else jnp.moveaxis(x, d, 0))
-            elif of_mine[(i - self.n_shared) % self.n_mine]:
+            elif of_item_params[(i - self.n_params) % self.n_item_params]:
                 moved.append(
                     jnp.repeat(x[:, None], size, 1) if d is None else jnp.moveaxis(x, d, 1)
                 )
             else:
                 moved.append(x)
-        # Not its Jacobian, if need not be: most of that, of one member by another's, is zero.
-        added, kept = self.inner(_Batched(self.job, of_shared, of_mine))(*self.arguments(moved))
+        # A Jacobian of the batch would be mostly zeros: one member does not depend on another.
+        added, kept = self.inner(_Batched(self.job, of_params, of_item_params))(
+            *self.arguments(moved)
+        )
         added, kept = jax.tree.leaves(added), jax.tree.leaves(kept)
         return [*added, *kept], [0] * len(added) + [1] * len(kept)
 
 
 def _linearize(is_vjp: Any, nonzeros: Any, *xs: Any, program: _Program) -> Any:
-    # What nobody differentiates by is neither computed nor sent.
+    # Derivatives that nobody asks for are neither computed nor sent.
     active = tuple(i for i, moves in enumerate(nonzeros) if moves)
     results, jacobian = program.with_jacobian(active, xs)
     leaves, structure = jax.tree.flatten(jacobian)
@@ -184,7 +199,7 @@ def _batch(args: Any, dims: Any, *, program: _Program) -> Any:
     return program.batched(size, args, dims)
 
 
-# (leaves of shared and of each bucket's arguments) -> leaves of the results.
+# (leaves of params and of each bucket's arguments) -> leaves of the results.
 values_p = Primitive("mpigrad_jobs")
 compat.make_effectful(values_p, lambda *avals, program: program.shapes(*avals))
 values_p.def_impl(lambda *xs, program: program.values(*xs))
@@ -203,7 +218,7 @@ def _flat(tree: Any, like: Any = None) -> Any:
 
 
 def _shaped(y: Any, types: Any) -> Any:
-    """The last axis of `y` as a pytree of these shapes."""
+    """Split the last axis of `y` into a pytree of these shapes."""
     leaves, structure = jax.tree.flatten(types)
     ends = np.cumsum([x.size for x in leaves])[:-1]
     parts = jnp.split(y, [int(end) for end in ends], -1) if leaves else []
@@ -218,62 +233,66 @@ def _shaped(y: Any, types: Any) -> Any:
 class _Batched:
     """The job for a batch of arguments."""
 
-    job: Job
-    of_shared: tuple[bool, ...]
-    of_mine: tuple[bool, ...]
+    job: JobFunction
+    of_params: tuple[bool, ...]
+    of_item_params: tuple[bool, ...]
 
-    def __call__(self, shared: Any, mine: Any, record: Any) -> tuple[Any, Any]:
-        shared_leaves, shared_structure = jax.tree.flatten(shared)
-        mine_leaves, mine_structure = jax.tree.flatten(mine)
+    def __call__(self, params: Any, item_params: Any, item: Any) -> tuple[Any, Any]:
+        params_leaves, params_structure = jax.tree.flatten(params)
+        item_leaves, item_structure = jax.tree.flatten(item_params)
 
         def one(xs: Any, ys: Any) -> tuple[Any, Any]:
-            ours = jax.tree.unflatten(shared_structure, xs)
-            return self.job(ours, jax.tree.unflatten(mine_structure, ys), record)
+            ours = jax.tree.unflatten(params_structure, xs)
+            return self.job(ours, jax.tree.unflatten(item_structure, ys), item)
 
-        axes = [[0 if flag else None for flag in flags] for flags in (self.of_shared, self.of_mine)]
-        return jax.vmap(one, tuple(axes))(shared_leaves, mine_leaves)
+        axes = [
+            [0 if flag else None for flag in flags]
+            for flags in (self.of_params, self.of_item_params)
+        ]
+        return jax.vmap(one, tuple(axes))(params_leaves, item_leaves)
 
 
 @dataclass(frozen=True)
 class _AndJacobian:
-    """The job that gives its results as vectors, and their Jacobians by chosen arguments.
+    """The job that returns its results as vectors, with Jacobians by chosen arguments.
 
-    Added: (a, da/ds); kept: (da/dm, k, dk/ds, dk/dm), where a is what was added, k what was kept,
-    s the chosen shared arguments and m the chosen ones of the job, all of them vectors.
+    Let a be the summed results, k the results of each job, s the chosen leaves of `params` and m
+    the chosen leaves of the job's `item_params`, all of them vectors. This job sums (a, da/ds) and
+    returns (da/dm, k, dk/ds, dk/dm) for each job.
     """
 
-    job: Job
-    of_shared: tuple[int, ...]
-    of_mine: tuple[int, ...]
-    results: int  # how many numbers, at most
+    job: JobFunction
+    of_params: tuple[int, ...]
+    of_item_params: tuple[int, ...]
+    results: int  # the largest size of a job's results
 
-    def __call__(self, shared: Any, mine: Any, record: Any) -> tuple[Any, Any]:
-        shared_leaves, shared_structure = jax.tree.flatten(shared)
-        mine_leaves, mine_structure = jax.tree.flatten(mine)
-        s, unravel_s = ravel_pytree([shared_leaves[i] for i in self.of_shared])
-        m, unravel_m = ravel_pytree([mine_leaves[i] for i in self.of_mine])
+    def __call__(self, params: Any, item_params: Any, item: Any) -> tuple[Any, Any]:
+        params_leaves, params_structure = jax.tree.flatten(params)
+        item_leaves, item_structure = jax.tree.flatten(item_params)
+        s, unravel_s = ravel_pytree([params_leaves[i] for i in self.of_params])
+        m, unravel_m = ravel_pytree([item_leaves[i] for i in self.of_item_params])
 
         def vectors(s: Any, m: Any) -> tuple[Any, Any]:
-            ours, own = list(shared_leaves), list(mine_leaves)
-            for i, x in zip(self.of_shared, unravel_s(s), strict=True):
+            ours, own = list(params_leaves), list(item_leaves)
+            for i, x in zip(self.of_params, unravel_s(s), strict=True):
                 ours[i] = x
-            for i, x in zip(self.of_mine, unravel_m(m), strict=True):
+            for i, x in zip(self.of_item_params, unravel_m(m), strict=True):
                 own[i] = x
             added, kept = self.job(
-                jax.tree.unflatten(shared_structure, ours),
-                jax.tree.unflatten(mine_structure, own),
-                record,
+                jax.tree.unflatten(params_structure, ours),
+                jax.tree.unflatten(item_structure, own),
+                item,
             )
             return ravel_pytree(added)[0], ravel_pytree(kept)[0]
 
-        # By columns or by rows, whichever are fewer.
+        # By columns or by rows, whichever is fewer.
         by = _by_columns if s.size + m.size < self.results else _by_rows
         (a, k), ((a_by_s, a_by_m), (k_by_s, k_by_m)) = by(vectors, s, m)
         return (a, a_by_s), (a_by_m, k, k_by_s, k_by_m)
 
 
 def _by_columns(f: Callable[..., Any], *xs: Any) -> tuple[Any, Any]:
-    """f(*xs), a pair of vectors, and its Jacobians."""
+    """Return f(*xs), a pair of vectors, and its Jacobians by forward mode."""
 
     def twice(*xs: Any) -> Any:
         y = f(*xs)
@@ -284,7 +303,7 @@ def _by_columns(f: Callable[..., Any], *xs: Any) -> tuple[Any, Any]:
 
 
 def _by_rows(f: Callable[..., Any], *xs: Any) -> tuple[Any, Any]:
-    """f(*xs), a pair of vectors, and its Jacobians."""
+    """Return f(*xs), a pair of vectors, and its Jacobians by reverse mode."""
     y, pull_back = jax.vjp(f, *xs)
     jacobians = []
     for i, own in enumerate(y):
@@ -300,32 +319,32 @@ def _by_rows(f: Callable[..., Any], *xs: Any) -> tuple[Any, Any]:
 # ---- cotangents travel to the jobs ----
 
 
-def with_adjoint(job: Job, evaluate: Evaluate) -> Any:
-    """`evaluate` of `job`, whose adjoint computes it again where cotangents arrive.
+def with_adjoint(job: JobFunction, evaluate: Evaluate) -> Any:
+    """Return the evaluation of `job` whose adjoint evaluates the jobs' pull-backs.
 
-    For evaluations that JAX can't see through; in reverse mode, of any order.
+    This is for evaluations that JAX cannot differentiate. It has reverse mode of any order.
     """
 
-    def function(shared: Any, per_job: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def function(params: Any, by_bucket: Sequence[Any]) -> tuple[Any, list[Any]]:
         @jax.custom_vjp
-        def values(shared: Any, per_job: Any) -> tuple[Any, list[Any]]:
+        def values(params: Any, by_bucket: Any) -> tuple[Any, list[Any]]:
             with outside_rules():
-                return evaluate(job, shared, per_job)
+                return evaluate(job, params, by_bucket)
 
-        def forward(shared: Any, per_job: Any) -> Any:
-            return values(shared, per_job), (shared, per_job)
+        def forward(params: Any, by_bucket: Any) -> Any:
+            return values(params, by_bucket), (params, by_bucket)
 
         def backward(arguments: Any, cotangents: Any) -> Any:
-            (shared, per_job), (added, kept) = arguments, cotangents
-            mine = [(x, _floats(y)) for x, y in zip(per_job, kept, strict=True)]
+            (params, by_bucket), (added, kept) = arguments, cotangents
+            item_params = [(x, _floats(y)) for x, y in zip(by_bucket, kept, strict=True)]
             with outside_rules():
                 back = with_adjoint(_PullBack(job), evaluate)
-                by_shared, by_mine = back((shared, _floats(added)), mine)
-            pairs = zip(per_job, by_mine, strict=True)
-            return _refilled(shared, by_shared), [_refilled(x, y) for x, y in pairs]
+                by_params, by_item_params = back((params, _floats(added)), item_params)
+            pairs = zip(by_bucket, by_item_params, strict=True)
+            return _refilled(params, by_params), [_refilled(x, y) for x, y in pairs]
 
         values.defvjp(forward, backward)
-        return values(shared, list(per_job))
+        return values(params, list(by_bucket))
 
     return function
 
@@ -335,12 +354,12 @@ def _is_float(x: Any) -> bool:
 
 
 def _floats(tree: Any) -> list[Any]:
-    """The leaves that have derivatives."""
+    """Return the leaves that have derivatives."""
     return [x for x in jax.tree.leaves(tree) if _is_float(x)]
 
 
 def _refilled(tree: Any, floats: Sequence[Any]) -> Any:
-    """Cotangents of `tree`: these, and none for leaves that have no derivative."""
+    """Return cotangents of `tree`, with float0 zeros for integer and boolean leaves."""
     rest = iter(floats)
     return jax.tree.map(
         lambda x: next(rest) if _is_float(x) else np.zeros(x.shape, jax.dtypes.float0), tree
@@ -349,16 +368,16 @@ def _refilled(tree: Any, floats: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class _PullBack:
-    """The job that adds up cotangents of shared arguments, and keeps those of the job's own."""
+    """The job that sums cotangents of `params`, and returns cotangents of its `item_params`."""
 
-    job: Job
+    job: JobFunction
 
-    def __call__(self, shared: Any, mine: Any, record: Any) -> tuple[Any, Any]:
-        (shared, of_added), (mine, of_kept) = shared, mine
+    def __call__(self, params: Any, item_params: Any, item: Any) -> tuple[Any, Any]:
+        (params, of_added), (item_params, of_kept) = params, item_params
 
         def floats(s: Any, m: Any) -> Any:
-            added, kept = self.job(s, m, record)
+            added, kept = self.job(s, m, item)
             return _floats(added), _floats(kept)
 
-        by_shared, by_mine = jax.vjp(floats, shared, mine)[1]((of_added, of_kept))
-        return _floats(by_shared), _floats(by_mine)
+        by_params, by_item_params = jax.vjp(floats, params, item_params)[1]((of_added, of_kept))
+        return _floats(by_params), _floats(by_item_params)

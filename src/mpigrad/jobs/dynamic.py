@@ -1,4 +1,4 @@
-"""Blocks of jobs that go to whoever is free, from a queue that rank 0 keeps."""
+"""Dynamic distribution of blocks of jobs to free ranks, from a queue on rank 0."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
 from mpigrad.jobs.blocks import apart, result_types
-from mpigrad.jobs.context import Job
+from mpigrad.jobs.context import JobFunction
 from mpigrad.jobs.evaluation import assembled, rows, sealed
-from mpigrad.jobs.failures import Watch, end_with
+from mpigrad.jobs.failures import FailureLog, end_with
 from mpigrad.jobs.items import Data
 from mpigrad.operations.collectives import allreduce
 from mpigrad.operations.custom import custom_operation
@@ -28,10 +28,10 @@ _ASK, _ANSWER = 1, 2
 
 
 class Queue:
-    """The next block of each evaluation, for whichever rank asks.
+    """A queue that gives the next block of an evaluation to any rank that asks.
 
-    On rank 0 a thread answers, whether or not rank 0 itself computes. Evaluations are numbered:
-    all ranks have the same ones in the same order.
+    On rank 0 a thread answers, while rank 0 itself may compute. Evaluations have ids, which are the
+    same on all ranks because all ranks run the same evaluations in the same order.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -50,19 +50,22 @@ class Queue:
         self.next = custom_operation(self._ask, lambda ct, mpi: ct)
 
     def stop(self) -> None:
-        """Answer nobody any more."""
+        """Stop the thread that answers."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
 
     def _begin(self, x: np.ndarray, mpi: MPI.Intracomm) -> np.ndarray:
         if self._stopped.is_set():
-            raise RuntimeError("the pool is closed: nobody keeps the queue of the dynamic schedule")
+            raise RuntimeError(
+                "map or sum: the pool is closed, and with it the queue of the Dynamic schedule. "
+                "Call the function before Pool.close."
+            )
         self.evaluations += 1
         return np.full_like(x, self.evaluations)
 
     def _ask(self, x: np.ndarray, mpi: MPI.Intracomm) -> np.ndarray:
-        """The next block of (evaluation, bucket), as (block, bucket)."""
+        """Return the next block of (evaluation, bucket) as (block, bucket)."""
         answer = np.empty(1, np.int64)
         if self.rank == 0:
             answer[0] = self._take(int(x[0]), int(x[1]))
@@ -73,7 +76,7 @@ class Queue:
 
     def _take(self, evaluation: int, bucket: int) -> int:
         with self._lock:
-            # Each rank begins with the block of its own number.
+            # Each rank starts with the block whose index is the rank.
             block = self._next.get((evaluation, bucket), self.size)
             self._next[evaluation, bucket] = block + 1
             for old in [key for key in self._next if key[0] < evaluation - 1]:
@@ -94,29 +97,29 @@ class Queue:
 
 
 def evaluate_dynamically(
-    job: Job,
-    shared: Any,
-    per_job: Sequence[Any],
+    job: JobFunction,
+    params: Any,
+    by_bucket: Sequence[Any],
     data: Data,
     comm: Communicator,
     queue: Queue,
-    watch: Watch | None = None,
+    log: FailureLog | None = None,
 ) -> tuple[Any, list[Any]]:
-    """What `job` gives for all records, on every rank, as `evaluate` does; without derivatives."""
-    ticket = queue.begin(jnp.zeros(1, "int32"), comm)[0]
+    """Compute `job` for all items, as `evaluate` does, but without derivatives."""
+    evaluation = queue.begin(jnp.zeros(1, "int32"), comm)[0]
     found: list[Any] = []
-    whole, inputs, structures = [], [], []
-    for b, (bucket, own) in enumerate(zip(data.buckets, per_job, strict=True)):
-        types = result_types(job, bucket, shared, own)
+    finite, inputs, structures = [], [], []
+    for b, (bucket, own) in enumerate(zip(data.buckets, by_bucket, strict=True)):
+        types = result_types(job, bucket, params, own)
         added, kept = types
         structures.append(jax.tree.structure(types))
         shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(added)]
         shapes += [((bucket.block, *x.shape), x.dtype) for x in jax.tree.leaves(kept)]
-        mine = jax.tree.map(lambda x, p=bucket.places: rows(x, p), own)
-        inputs.append(mine)
+        item_params = jax.tree.map(lambda x, p=bucket.places: rows(x, p), own)
+        inputs.append(item_params)
         operands = (
-            mine,
-            bucket.record(data.stacked(b, np.arange(bucket.blocks))),
+            item_params,
+            bucket.item(data.stacked(b, np.arange(bucket.blocks))),
             jnp.asarray(bucket.counts),
             jnp.asarray(bucket.jobs[bucket.places].astype("int32")),
         )
@@ -129,26 +132,26 @@ def evaluate_dynamically(
         def step(state: Any, operands: Any = operands, b: int = b) -> Any:
             block, buffers, ok = state
             chosen = jax.tree.map(lambda x: x[block], operands)
-            *results, fine = apart(job, shared, *chosen)
+            *results, fine = apart(job, params, *chosen)
             leaves = jax.tree.leaves(results)
             buffers = [x.at[block].set(y) for x, y in zip(buffers, leaves, strict=True)]
-            following = queue.next(jnp.stack([ticket, jnp.asarray(b, "int32")]), comm)[0]
+            following = queue.next(jnp.stack([evaluation, jnp.asarray(b, "int32")]), comm)[0]
             return following, buffers, ok.at[block].set(fine)
 
         _, buffers, ok = jax.lax.while_loop(
             lambda state, n=bucket.blocks: state[0] < n, step, start
         )
         found += buffers
-        whole.append(ok)
+        finite.append(ok)
     results = assembled(data.buckets, structures, sealed(_merged(found, comm)))
-    if watch is not None:
+    if log is not None:
         blocks = [np.arange(bucket.blocks) for bucket in data.buckets]
-        end_with(watch, data, comm, blocks, jax.tree.leaves(results), whole, shared, inputs)
+        end_with(log, data, comm, blocks, jax.tree.leaves(results), finite, params, inputs)
     return results
 
 
 def _merged(buffers: Sequence[Any], comm: Communicator) -> list[Any]:
-    """Each entry from the one rank that computed it: sums of bits, all others being zero."""
+    """Take each entry from the rank that computed it, by a sum of bits that are zero elsewhere."""
     if comm.size == 1:
         return list(buffers)
 

@@ -1,4 +1,4 @@
-"""Jobs that fail: found, collected from all ranks, and told to every rank."""
+"""Failed jobs: detected, collected from all ranks, and raised on every rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.jobs.context import job_number
+from mpigrad.jobs.context import job_id
 from mpigrad.jobs.items import Data
 from mpigrad.operations.carrier import agreed
 from mpigrad.operations.custom import custom_operation
 
-__all__ = ["Failure", "JobError", "Watch", "end_with", "forget", "host_call", "key_data"]
+__all__ = ["Failure", "FailureLog", "JobError", "drop_caught", "end_with", "host_call", "key_data"]
 
 _SHOWN = 5
 
@@ -30,13 +30,17 @@ class Failure:
 
     Attributes
     ----------
-    job, rank
-        The job's number, and the rank that did it.
+    job
+        The id of the job: the index of its item in `Pool.put`.
+    rank
+        The rank that computed the job, or -1 if the function failed while JAX traced it, which
+        every rank does.
     kind, message, traceback
-        Of the exception; "NaN", and no traceback, where the job's result, or its Jacobian where
-        that travels with it, had one.
+        The type name, text and traceback of the exception. If the job's result, or the Jacobian
+        that travels with it, has a NaN, `kind` is "NaN" and `traceback` is empty.
     inputs
-        (shared, mine, record) of the job, of NumPy arrays.
+        The arguments (params, item_params, item) of the job as pytrees of NumPy arrays, or None
+        if the function failed while JAX traced it.
     """
 
     job: int
@@ -51,7 +55,7 @@ class Failure:
         lines = [f"job {self.job} on {where}: {self.kind}: {self.message}"]
         lines += [f"    {line}" for line in self.traceback.splitlines()]
         if self.inputs is not None:
-            names = ("shared", "mine", "record")
+            names = ("params", "item_params", "item")
             lines += [
                 f"    {name} = {_short(value)}"
                 for name, value in zip(names, self.inputs, strict=True)
@@ -60,16 +64,25 @@ class Failure:
 
 
 class JobError(RuntimeError):
-    """Jobs have failed; `failures` are all of them, on every rank."""
+    """Failed jobs, raised on every rank.
+
+    Attributes
+    ----------
+    failures
+        The failures of all ranks, sorted by job id, the same on every rank.
+    """
 
     def __init__(self, failures: Sequence[Failure], jobs: int) -> None:
         self.failures = tuple(failures)
-        super().__init__(_told(self.failures, jobs))
+        super().__init__(_error_text(self.failures, jobs))
 
 
-def _told(failures: Sequence[Failure], jobs: int) -> str:
+def _error_text(failures: Sequence[Failure], jobs: int) -> str:
     if not failures:
-        return "the sum over jobs is NaN, though no job gives one: infinities of both signs"
+        return (
+            "sum: the sum over jobs is NaN, but no job's result is NaN: the jobs returned "
+            "infinities of both signs. Return finite numbers from the jobs."
+        )
     lines = [f"{len(failures)} of {jobs} jobs failed"]
     lines += [str(failure) for failure in failures[:_SHOWN]]
     if len(failures) > _SHOWN:
@@ -89,41 +102,61 @@ _caught: collections.deque[tuple[int, str, str, str]] = collections.deque(maxlen
 
 
 def host_call(function: Callable[..., Any], like: Any, *args: Any) -> Any:
-    """Call a Python function inside a job; an exception in it is the job's failure.
+    """Call a Python function inside a job, and report its exception as the job's failure.
 
     Parameters
     ----------
     function
-        Of NumPy arrays; it returns what `like` promises.
+        A function of NumPy arrays that returns a pytree with the shapes and dtypes of `like`.
     like
-        Pytree of things with the shape and the floating-point dtype of the results.
+        Pytree of arrays, or of other objects with `shape` and `dtype`, that gives the shapes and
+        the floating-point dtypes of the results.
     args
-        Arrays or pytrees.
+        Arrays or pytrees of arrays.
 
     Returns
     -------
-    The results; NaN where the function raised an exception, which then is told by `JobError`. It
-    has no derivative: give one by `jax.custom_jvp` or `jax.custom_vjp`.
+    The results, or NaN if the function raised an exception, which `JobError` then reports. Define
+    derivatives by `jax.custom_jvp` or `jax.custom_vjp` if you need them.
+
+    Raises
+    ------
+    TypeError
+        If a dtype in `like` is not a floating-point or complex dtype, so that NaN cannot mark a
+        failure.
 
     Notes
     -----
-    Outside a job it is a `jax.pure_callback`: exceptions are raised.
+    Outside a job this function is `jax.pure_callback`, and exceptions are raised.
 
-    An exception in a `jax.pure_callback`, or of a check such as equinox's `error_if`, ends the
-    program on one rank alone, for which the others would wait: the whole run is ended.
+    Do not use `jax.pure_callback` itself, or checks such as equinox's `error_if`, for errors inside
+    a job: their exception ends the program on one rank only. The other ranks would wait for that
+    rank, so mpigrad ends the run on all ranks.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> from mpigrad import jobs
+    >>> pool = jobs.pool()
+    >>> data = pool.put([1.0, 4.0])
+    >>> root = lambda params, item_params, item: jobs.host_call(np.sqrt, jnp.zeros(()), item)
+    >>> print(pool.sum(root, data)(None))
+    3.0
     """
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), like)
     for leaf in jax.tree.leaves(like):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise TypeError(
-                f"host_call: a result of dtype {leaf.dtype} can't tell a failure by NaN"
+                f"host_call: expected floating-point results, because NaN marks a failure, got "
+                f"dtype {leaf.dtype} in like. Return a floating-point number instead."
             )
 
     def call(number: Any, *args: Any) -> Any:
         try:
             result = function(*jax.tree.map(np.asarray, args))
             return jax.tree.map(_as_promised, like, result)
-        except Exception as error:  # whatever it is, it belongs to the job
+        except Exception as error:  # any error in the user's function is the job's failure
             if number < 0:
                 raise
             text = traceback.format_exc()
@@ -131,90 +164,94 @@ def host_call(function: Callable[..., Any], like: Any, *args: Any) -> Any:
             return jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), like)
 
     return jax.pure_callback(
-        call, like, jnp.asarray(job_number(), "int32"), *args, vmap_method="sequential"
+        call, like, jnp.asarray(job_id(), "int32"), *args, vmap_method="sequential"
     )
 
 
-def forget() -> None:
-    """Forget exceptions of earlier programs, whose NaNs nobody has asked about."""
+def drop_caught() -> None:
+    """Drop the recorded exceptions of earlier programs that ignored their NaNs."""
     _caught.clear()
 
 
 def _as_promised(like: Any, x: Any) -> np.ndarray:
     x = np.asarray(x, like.dtype)
     if x.shape != like.shape:
-        raise TypeError(f"a result of shape {x.shape} where {like.shape} was promised")
+        raise TypeError(
+            f"host_call: expected a result of shape {like.shape} as in like, got {x.shape}. "
+            "Correct the function or like."
+        )
     return x
 
 
 # ---- the end of a program with failed jobs ----
 
 
-class Watch:
-    """The failed jobs that have ended a program, if any."""
+class FailureLog:
+    """The failed jobs that ended the last program, if any."""
 
     failures: tuple[Failure, ...] | None = None
 
 
 def end_with(
-    watch: Watch,
+    log: FailureLog,
     data: Data,
     comm: Communicator,
     blocks: Sequence[np.ndarray],
     results: Sequence[Any],
-    whole: Sequence[Any],
-    shared: Any,
-    per_job: Sequence[Any],
+    finite: Sequence[Any],
+    params: Any,
+    by_bucket: Sequence[Any],
 ) -> None:
-    """End the program, on all ranks alike, where a result is NaN.
+    """End the program on all ranks if a result is NaN.
 
     Parameters
     ----------
     blocks
-        For each bucket the blocks that `whole` and `per_job` are about.
+        For each bucket the indices of the blocks in `finite` and `by_bucket`.
     results
-        What all ranks have, of all jobs.
-    whole
-        For each bucket which jobs have no NaN, shape (blocks, block); true for other ranks' jobs.
-    shared
-        What all jobs have.
-    per_job
-        For each bucket what its jobs have, with leading axes (blocks, block).
+        The results of all jobs, the same on all ranks.
+    finite
+        For each bucket the mask of jobs without a NaN, shape (blocks, block), which is True for
+        jobs of other ranks.
+    params
+        The parameters of all jobs.
+    by_bucket
+        For each bucket the parameters of its jobs, with leading axes (blocks, block).
     """
     bad = jnp.zeros((), bool)
     for x in results:
         if jnp.issubdtype(x.dtype, jnp.inexact):
             bad |= jnp.any(jnp.isnan(jax.lax.stop_gradient(x)))
     operands = jax.tree.map(
-        lambda x: jax.lax.stop_gradient(key_data(x)), (list(whole), shared, list(per_job))
+        lambda x: jax.lax.stop_gradient(key_data(x)), (list(finite), params, list(by_bucket))
     )
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)
     rank = comm.rank
-    numbers = [b.jobs[b.places[own]] for b, own in zip(data.buckets, blocks, strict=True)]
+    ids = [b.jobs[b.places[own]] for b, own in zip(data.buckets, blocks, strict=True)]
 
-    def tell(raw: np.ndarray, mpi: MPI.Intracomm) -> np.ndarray:
-        flags, shared, mine = _from_bytes(raw, types)
+    def collect_failures(raw: np.ndarray, mpi: MPI.Intracomm) -> np.ndarray:
+        flags, params, item_params = _from_bytes(raw, types)
         caught: dict[int, list[str]] = {}
-        for number, *told in _caught:  # under vmap the first one is of the first batch member
-            caught.setdefault(number, told)
+        for number, *texts in _caught:  # under vmap the first one is of the first batch member
+            caught.setdefault(number, texts)
         failures: dict[int, Failure] = {}
         for b, bucket in enumerate(data.buckets):
-            record_leaves = [np.asarray(x) for x in data.stacked(b, blocks[b])]
+            data_leaves = [np.asarray(x) for x in data.stacked(b, blocks[b])]
             for i, k in np.argwhere(~flags[b]):
-                job = int(numbers[b][i, k])
-                record = bucket.record([x[i, k] for x in record_leaves])
-                told = caught.get(job, ("NaN", "in the result of the job or its Jacobian", ""))
-                inputs = (shared, jax.tree.map(lambda x, i=i, k=k: x[i, k], mine[b]), record)
-                failures.setdefault(job, Failure(job, rank, told[0], told[1], told[2], inputs))
+                job = int(ids[b][i, k])
+                item = bucket.item([x[i, k] for x in data_leaves])
+                texts = caught.get(job, ("NaN", "in the result of the job or its Jacobian", ""))
+                inputs = (params, jax.tree.map(lambda x, i=i, k=k: x[i, k], item_params[b]), item)
+                failures.setdefault(job, Failure(job, rank, texts[0], texts[1], texts[2], inputs))
         every = [f for part in mpi.allgather(list(failures.values())) for f in part]
         if not every and not mpi.allreduce(int(raw[-1]), op=MPI.MAX):
             return np.zeros(1, np.uint8)
-        forget()
-        watch.failures = tuple(sorted(every, key=lambda f: f.job))
-        raise JobError(watch.failures, data.jobs)
+        drop_caught()
+        log.failures = tuple(sorted(every, key=lambda f: f.job))
+        raise JobError(log.failures, data.jobs)
 
     operation = custom_operation(
-        tell, lambda ct, mpi: ct, lambda x: jax.ShapeDtypeStruct((1,), "uint8")
+        collect_failures, lambda ct, mpi: ct, lambda x: jax.ShapeDtypeStruct((1,), "uint8")
     )
 
     def end() -> Any:
@@ -225,7 +262,7 @@ def end_with(
 
 
 def key_data(x: Any) -> Any:
-    """`x`, or the bits of random keys."""
+    """Return `x`, or the bits of random keys."""
     return x if isinstance(x.dtype, np.dtype) else jax.random.key_data(x)
 
 

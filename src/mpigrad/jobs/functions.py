@@ -1,4 +1,4 @@
-"""What a pool computes of all jobs: their results in order, or the sum of these."""
+"""The functions of a pool: the results of all jobs in order, or their sum."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.jobs.blocks import result_types
-from mpigrad.jobs.context import Job, UserJob
+from mpigrad.jobs.context import JobFunction, UserJob
 from mpigrad.jobs.derivatives import Derivatives, Evaluate, with_adjoint, with_jacobian
 from mpigrad.jobs.failures import Failure, JobError
 from mpigrad.jobs.items import Bucket
 
-__all__ = ["Whole", "compute"]
+__all__ = ["MapSpec", "compute"]
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
-    """What is made of all jobs.
+class MapSpec:
+    """The specification of a map or a sum over jobs.
 
     Attributes
     ----------
     fn
-        (shared, mine, record) -> pytree.
+        (params, item_params, item) -> pytree.
     total
-        Whether results are added up.
+        True if the results are summed.
     derivatives
-        How they travel; None: whichever moves less.
+        How derivatives travel, or None for the way that moves fewer numbers.
     """
 
     fn: Callable[..., Any]
@@ -41,47 +41,48 @@ class Whole:
     def __post_init__(self) -> None:
         if self.derivatives not in (None, "jacobian", "adjoint"):
             raise ValueError(
-                f'derivatives={self.derivatives!r}: it is "jacobian", "adjoint" or None'
+                f'{"sum" if self.total else "map"}: derivatives must be "jacobian", '
+                f'"adjoint" or None, got {self.derivatives!r}. Pass one of these.'
             )
 
 
 def compute(
-    whole: Whole,
+    spec: MapSpec,
     buckets: Sequence[Bucket],
-    shared: Any,
-    per_job: Any,
+    params: Any,
+    item_params: Any,
     evaluate: Evaluate,
     transparent: bool,
 ) -> Any:
-    """The results of all jobs in their order, or their sum.
+    """Return the results of all jobs in their order, or their sum.
 
     Parameters
     ----------
-    per_job
+    item_params
         Pytree with a leading axis over all jobs.
     evaluate
-        How jobs are computed.
+        The function that computes jobs.
     transparent
-        Whether JAX differentiates `evaluate` as it is.
+        True if JAX can differentiate `evaluate` directly.
     """
-    job = UserJob(whole.fn, whole.total)
-    spread = [jax.tree.map(lambda x, b=b: _of_bucket(x, b), per_job) for b in buckets]
-    types = _types(job, whole, buckets, shared, spread)
+    job = UserJob(spec.fn, spec.total)
+    spread = [jax.tree.map(lambda x, b=b: _of_bucket(x, b), item_params) for b in buckets]
+    types = _types(job, spec, buckets, params, spread)
 
-    def inner(job: Job) -> Any:
+    def inner(job: JobFunction) -> Any:
         if transparent:
-            return lambda shared, spread: evaluate(job, shared, spread)
+            return lambda params, spread: evaluate(job, params, spread)
         return with_jacobian(job, buckets, evaluate, inner)
 
-    if _jacobian_travels(whole.derivatives, (shared, per_job), types, transparent):
-        pairs = [(t, ()) if whole.total else ((), t) for t in types]
+    if _jacobian_travels(spec.derivatives, (params, item_params), types, transparent):
+        pairs = [(t, ()) if spec.total else ((), t) for t in types]
         function = with_jacobian(job, buckets, evaluate, inner, pairs)
     elif transparent:
         function = inner(job)
     else:
         function = with_adjoint(job, lambda job, *arguments: inner(job)(*arguments))
-    added, kept = function(shared, spread)
-    return added if whole.total else _in_order(kept, buckets, types)
+    added, kept = function(params, spread)
+    return added if spec.total else _in_order(kept, buckets, types)
 
 
 def _of_bucket(x: Any, bucket: Bucket) -> Any:
@@ -89,28 +90,29 @@ def _of_bucket(x: Any, bucket: Bucket) -> Any:
 
 
 def _types(
-    job: Job, whole: Whole, buckets: Sequence[Bucket], shared: Any, spread: Sequence[Any]
+    job: JobFunction, spec: MapSpec, buckets: Sequence[Bucket], params: Any, spread: Sequence[Any]
 ) -> list[Any]:
-    """Shapes and dtypes of one job's result, for each bucket."""
+    """Return shapes and dtypes of one job's result, for each bucket."""
     types, failures = [], []
     cause: Exception | None = None
-    for bucket, mine in zip(buckets, spread, strict=True):
+    for bucket, item_params in zip(buckets, spread, strict=True):
         try:
-            added, kept = result_types(job, bucket, shared, mine)
-            types.append(added if whole.total else kept)
-        except Exception as error:  # whatever it is, it belongs to the jobs
+            added, kept = result_types(job, bucket, params, item_params)
+            types.append(added if spec.total else kept)
+        except Exception as error:  # any error in the user's function is the jobs' failure
             text = "".join(traceback.format_exception(error)[-3:])
             name = f"{type(error).__name__} (in all jobs of its shape)"
             failures.append(Failure(int(bucket.jobs[0]), -1, name, str(error), text, None))
             cause = cause or error
     if failures:
         raise JobError(failures, sum(len(b.jobs) for b in buckets)) from cause
-    if whole.total:
+    if spec.total:
         for bucket, kind in zip(buckets, types, strict=True):
             if kind != types[0]:
                 raise ValueError(
-                    f"sum: the result of job {bucket.jobs[0]} is {kind}, that of job "
-                    f"{buckets[0].jobs[0]} is {types[0]}: only equal shapes can be added"
+                    f"sum: the results of all jobs must have the same structure, shapes and "
+                    f"dtypes, got {types[0]} from job {buckets[0].jobs[0]} and {kind} from job "
+                    f"{bucket.jobs[0]}. Return equal shapes, or use map."
                 )
     return types
 
@@ -122,19 +124,20 @@ def _jacobian_travels(
     complex_ = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves)
     floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(list(types)))
     if wanted == "jacobian" and (complex_ or not floating):
+        dtypes = ", ".join(sorted({str(x.dtype) for x in leaves}))
         raise TypeError(
-            'derivatives="jacobian" is for real floats; take "adjoint" for other results, and for '
-            "complex arguments"
+            'map or sum: derivatives="jacobian" needs real arguments and real floating-point '
+            f'results, got the dtypes {dtypes}. Use derivatives="adjoint".'
         )
     if wanted is not None or complex_ or not floating:
         return wanted == "jacobian"
-    if not transparent:  # so that all modes work
+    if not transparent:  # forward mode needs the Jacobian
         return True
     return all(sum(x.size for x in jax.tree.leaves(kind)) == 1 for kind in types)
 
 
 def _in_order(results: Sequence[Any], buckets: Sequence[Bucket], types: Sequence[Any]) -> Any:
-    """The results of the buckets as one stack in the order of jobs, or a list of them."""
+    """Return the results of all buckets in the order of jobs: stacked if possible, else a list."""
     if len(results) == 1:
         return results[0]
     order = np.argsort(np.concatenate([bucket.jobs for bucket in buckets]))

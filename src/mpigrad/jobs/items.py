@@ -1,4 +1,4 @@
-"""The records of jobs, in buckets of one shape and blocks of fixed size, kept on the ranks."""
+"""The items of a pool, in buckets of one shape and blocks of fixed size, kept on the ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.jobs.schedules import Dynamic, Schedule
 
-__all__ = ["Bucket", "Data", "Store"]
+__all__ = ["BlockStore", "Bucket", "Data"]
 
 _LARGEST_BLOCK = 64
 _BLOCKS = 16
@@ -26,20 +26,20 @@ _BLOCKS = 16
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Jobs whose records have one structure, one set of shapes and dtypes.
+    """Jobs whose items have the same structure, shapes and dtypes.
 
     Attributes
     ----------
     skeleton
-        A record with the numbers of its leaves in their places.
+        An item in which each leaf is replaced by its index.
     leaves
         Shape and dtype of each leaf.
     jobs
-        The numbers of the jobs, ascending.
+        The ids of the jobs, ascending.
     block
-        Jobs in a block. The last block is filled up with the last job again.
+        Count of jobs in a block. The last block is padded with copies of the last job.
     first
-        The number of the bucket's first block among all blocks.
+        The index of the bucket's first block among all blocks.
     """
 
     skeleton: Any
@@ -50,27 +50,27 @@ class Bucket:
 
     @property
     def blocks(self) -> int:
-        """How many blocks there are."""
+        """The count of blocks of the bucket."""
         return -(-len(self.jobs) // self.block)
 
     @cached_property
     def places(self) -> np.ndarray:
-        """Places in `jobs`, shape (blocks, block)."""
+        """Indices into `jobs`, shape (blocks, block)."""
         places = np.arange(self.blocks * self.block).reshape(-1, self.block)
         return np.minimum(places, len(self.jobs) - 1)
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """Whether a place holds a job for the first time, shape (blocks, block)."""
+        """A mask that is False for padding, shape (blocks, block)."""
         return (np.arange(self.blocks * self.block) < len(self.jobs)).reshape(-1, self.block)
 
-    def record(self, leaves: Sequence[Any]) -> Any:
-        """A record, or a stack of records, of these leaves."""
+    def item(self, leaves: Sequence[Any]) -> Any:
+        """Build an item, or a stack of items, from its leaves."""
         return jax.tree.unflatten(jax.tree.structure(self.skeleton), leaves)
 
 
 class _Block:
-    """The leaves of a block's records, each of shape (block, *shape)."""
+    """The leaves of a block's items, each of shape (block, *shape)."""
 
     def __init__(self, leaves: Sequence[np.ndarray]) -> None:
         self.leaves = list(leaves)
@@ -78,22 +78,34 @@ class _Block:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Records that are kept on the ranks, as `Pool.put` returns them.
+    """Items that are kept on the ranks, as `Pool.put` returns them.
 
     Attributes
     ----------
     comm
-        The ranks of the pool.
+        The communicator of the pool.
     jobs
-        How many records there are.
+        The count of items, with one job for each.
     buckets
-        The buckets; jobs of one bucket are computed together by `vmap`, block by block.
+        The buckets. Jobs of one bucket are computed together by `vmap`, block by block.
     owners
         The rank of each block.
-    everywhere, dynamic
-        Whether every rank keeps all records, and whether a queue decides who computes a block.
+    everywhere
+        True if every rank keeps all items.
+    dynamic
+        True if a queue on rank 0 decides at run time which rank computes a block.
     received
-        Bytes of records that this rank has been sent for this `put`: none where they were here.
+        Bytes that this rank received in this `put`, or 0 if it kept all its blocks already.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad import jobs
+    >>> data = jobs.pool().put([np.zeros(2), np.zeros(3), np.zeros(2)])
+    >>> data
+    Data(3 jobs, 2 buckets: 2 in 2 blocks, 1 in 1 blocks)
+    >>> [bucket.jobs.tolist() for bucket in data.buckets]
+    [[0, 2], [1]]
     """
 
     comm: Communicator
@@ -104,20 +116,20 @@ class Data:
     dynamic: bool
     received: int
     stacks: tuple[tuple[np.ndarray, list[Any]], ...]
-    kept: tuple[_Block, ...]
+    local_blocks: tuple[_Block, ...]
 
     @property
     def blocks(self) -> int:
-        """How many blocks there are in all buckets."""
+        """The count of blocks in all buckets."""
         return len(self.owners)
 
     def owned(self, bucket: Bucket, rank: int) -> np.ndarray:
-        """The blocks of the bucket, counted from 0 in it, that a rank owns."""
+        """Return the blocks that a rank owns, as indices into the bucket's blocks."""
         owners = self.owners[bucket.first : bucket.first + bucket.blocks]
         return np.flatnonzero(owners == rank)
 
     def stacked(self, bucket: int, blocks: np.ndarray) -> list[Any]:
-        """The leaves of kept blocks of a bucket, each of shape (blocks, block, *shape)."""
+        """Return the leaves of a bucket's local blocks, each of shape (blocks, block, *shape)."""
         kept, leaves = self.stacks[bucket]
         if np.array_equal(kept, blocks):
             return leaves
@@ -126,12 +138,12 @@ class Data:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{len(b.jobs)} in {b.blocks} blocks" for b in self.buckets)
-        return f"Data({self.jobs} jobs; {len(self.buckets)} buckets: {sizes})"
+        return f"Data({self.jobs} jobs, {len(self.buckets)} buckets: {sizes})"
 
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """What all ranks know of records: their buckets, and each block's digest and owner."""
+    """The distribution of items, the same on all ranks: buckets, digests and owners of blocks."""
 
     buckets: tuple[Bucket, ...]
     digests: tuple[bytes, ...]
@@ -140,23 +152,23 @@ class _Plan:
     dynamic: bool
 
 
-class Store:
-    """The blocks that this rank keeps, by the digests of their contents."""
+class BlockStore:
+    """The blocks of this rank, by the digests of their contents."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self._blocks: weakref.WeakValueDictionary[bytes, _Block] = weakref.WeakValueDictionary()
 
-    def put(self, records: Any, schedule: Schedule, block: int | None, everywhere: bool) -> Data:
-        """Share rank 0's records out (collective); only what a rank does not have is sent."""
+    def put(self, items: Any, schedule: Schedule, block: int | None, everywhere: bool) -> Data:
+        """Distribute rank 0's items (collective), sending only blocks that a rank lacks."""
         comm = self.comm
         error: Exception | None = None
         plan: _Plan | None = None
         contents: list[list[np.ndarray]] = []
         try:
-            # Other ranks may give the same records, which are compared with rank 0's, or None.
-            if comm.rank == 0 or records is not None:
-                buckets, contents = _cut(records, block)
+            # Other ranks give None or the same items, which are compared with rank 0's.
+            if comm.rank == 0 or items is not None:
+                buckets, contents = _cut(items, block)
                 digests = tuple(_digest(leaves) for leaves in contents)
                 numbers = [_jobs(b, i) for b in buckets for i in range(b.blocks)]
                 owners = schedule.owners(numbers, comm.size)
@@ -164,43 +176,43 @@ class Store:
                 plan = _Plan(buckets, digests, owners, everywhere or dynamic, dynamic)
         except Exception as raised:  # whatever it is, all ranks have to know
             error = raised
-        said = comm.mpi.allgather(
+        reports = comm.mpi.allgather(
             (plan and _digest_of_plan(plan), error and (_plain(type(error)), str(error)))
         )
-        for rank, (digest, fault) in enumerate(said):
+        for rank, (digest, fault) in enumerate(reports):
             if fault is not None:
                 if error is not None:
                     raise error
                 raise fault[0](f"{fault[1]} (found on rank {rank})")
-            if digest not in (None, said[0][0]):
+            if digest not in (None, reports[0][0]):
                 raise ValueError(
-                    f"put: the records, the block size, the schedule or `everywhere` of rank "
-                    f"{rank} are not those of rank 0: give the same on all ranks, or None in place "
-                    "of the records"
+                    f"put: items, block, schedule and everywhere must be the same on all ranks, "
+                    f"but rank {rank} differs from rank 0. Pass the same arguments on all ranks, "
+                    "or items=None on all ranks but rank 0."
                 )
-        if any(digest is None for digest, _ in said):
+        if any(digest is None for digest, _ in reports):
             plan = _of_root(plan, comm)
         assert plan is not None
         buckets, digests, owners = plan.buckets, plan.digests, plan.owners
-        mine = [i for i, owner in enumerate(owners) if plan.everywhere or owner == comm.rank]
+        kept = [i for i, owner in enumerate(owners) if plan.everywhere or owner == comm.rank]
         have = dict(self._blocks)  # kept while they are looked for
-        wanted = {digests[i] for i in mine} - have.keys()
+        wanted = {digests[i] for i in kept} - have.keys()
         parcel = self._fetch(wanted, digests, contents)
-        blocks = [have.get(digests[i]) or _Block(parcel[digests[i]]) for i in mine]
+        blocks = [have.get(digests[i]) or _Block(parcel[digests[i]]) for i in kept]
         stacks = []
         for bucket in buckets:
             here = [
-                n for n, i in enumerate(mine) if bucket.first <= i < bucket.first + bucket.blocks
+                n for n, i in enumerate(kept) if bucket.first <= i < bucket.first + bucket.blocks
             ]
             columns = zip(*(blocks[n].leaves for n in here), strict=True)
-            with jax.ensure_compile_time_eval():  # arrays, also where a program is traced
+            with jax.ensure_compile_time_eval():  # arrays, even while a program is traced
                 leaves = [jnp.asarray(np.stack(parts)) for parts in columns]
-            stacks.append((np.array([mine[n] - bucket.first for n in here], int), leaves))
+            stacks.append((np.array([kept[n] - bucket.first for n in here], int), leaves))
             views = [np.asarray(leaf) for leaf in leaves]  # on a CPU the same memory
             for place, n in enumerate(here):
-                if digests[mine[n]] in parcel:
+                if digests[kept[n]] in parcel:
                     blocks[n] = _Block([v[place] for v in views])
-                    self._blocks[digests[mine[n]]] = blocks[n]
+                    self._blocks[digests[kept[n]]] = blocks[n]
         received = 0 if comm.rank == 0 else sum(x.nbytes for v in parcel.values() for x in v)
         return Data(
             comm,
@@ -217,7 +229,7 @@ class Store:
     def _fetch(
         self, wanted: set[bytes], digests: Sequence[bytes], contents: Sequence[Any]
     ) -> dict[bytes, list[np.ndarray]]:
-        """The blocks that this rank lacks, from rank 0 (collective)."""
+        """Fetch from rank 0 the blocks that this rank lacks (collective)."""
         asked = self.comm.mpi.gather(wanted, root=0)
         parcels = None
         if asked is not None:
@@ -227,23 +239,23 @@ class Store:
 
 
 def _of_root(plan: _Plan | None, comm: Communicator) -> _Plan:
-    """Rank 0's plan (collective); a structure that cannot be sent is an error on every rank."""
-    said = (
-        "put: other ranks cannot be told the type of the records: {}. Take a type of a module, or "
-        "give the records on all ranks"
+    """Broadcast rank 0's plan (collective); raise on every rank if it cannot be pickled."""
+    message = (
+        "put: the type of the items cannot be sent to other ranks: {}. Use a type that is defined "
+        "at the top level of a module, or pass the items on all ranks."
     )
     parcel = b""
     with raise_on_all_ranks(comm):
         try:
             parcel = pickle.dumps(plan) if comm.rank == 0 else b""
         except Exception as error:
-            raise TypeError(said.format(error)) from error
+            raise TypeError(message.format(error)) from error
     parcel = comm.mpi.bcast(parcel, root=0)
     with raise_on_all_ranks(comm):
         try:
             plan = plan or pickle.loads(parcel)
         except Exception as error:
-            raise TypeError(said.format(error)) from error
+            raise TypeError(message.format(error)) from error
     assert plan is not None
     return plan
 
@@ -256,17 +268,17 @@ def _plain(kind: type) -> type[Exception]:
     return kind if kind in (TypeError, ValueError) else RuntimeError
 
 
-def _cut(records: Any, block: int | None) -> tuple[tuple[Bucket, ...], list[list[np.ndarray]]]:
-    """The buckets, and of each block the leaves."""
-    if not isinstance(records, (list, tuple)):
+def _cut(items: Any, block: int | None) -> tuple[tuple[Bucket, ...], list[list[np.ndarray]]]:
+    """Return the buckets of the items and the leaves of each block."""
+    if not isinstance(items, (list, tuple)):
         raise TypeError(
-            "put takes a list of records, one pytree for each job, "
-            f"not {type(records).__name__}; a stack of them: [x[i] for i in range(len(x))]"
+            f"put: expected a list of items, one pytree for each job, got {type(items).__name__}. "
+            "Split a stacked array x by [x[i] for i in range(len(x))]."
         )
     members: dict[Any, list[int]] = {}
     flat = []
-    for number, record in enumerate(records):
-        leaves, structure = jax.tree.flatten(record)
+    for number, item in enumerate(items):
+        leaves, structure = jax.tree.flatten(item)
         leaves = [_leaf(leaf, number) for leaf in leaves]
         flat.append(leaves)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -285,13 +297,14 @@ def _cut(records: Any, block: int | None) -> tuple[tuple[Bucket, ...], list[list
 
 
 def _leaf(leaf: Any, number: int) -> np.ndarray:
-    # In the types that the program computes with.
+    # The dtype that JAX computes with.
     x = np.asarray(leaf)
     dtype = jax.dtypes.canonicalize_dtype(x.dtype) if x.dtype != object else x.dtype
     if dtype.kind not in "biufcV" or dtype.names is not None:
         raise TypeError(
-            f"put: record {number} has a leaf of type {type(leaf).__name__} ({x.dtype}); the "
-            "leaves of a record are numbers and arrays of numbers"
+            f"put: expected items with leaves that are numbers or numeric arrays, got a leaf of "
+            f"type {type(leaf).__name__} ({x.dtype}) in item {number}. Convert the leaf or leave "
+            "it out."
         )
     return x.astype(dtype)
 

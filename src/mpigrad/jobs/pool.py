@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal, Self
@@ -18,79 +19,98 @@ import numpy as np
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.jobs.blocks import compute_block
-from mpigrad.jobs.context import Job, UserJob, inside_job
+from mpigrad.jobs.context import JobFunction, UserJob, inside_job
 from mpigrad.jobs.derivatives import Derivatives
 from mpigrad.jobs.dynamic import Queue, evaluate_dynamically
-from mpigrad.jobs.evaluation import Team, evaluate
-from mpigrad.jobs.failures import Failure, JobError, Watch, forget, key_data
-from mpigrad.jobs.functions import Whole, compute
-from mpigrad.jobs.items import Data, Store
+from mpigrad.jobs.evaluation import BlockAssignment, evaluate
+from mpigrad.jobs.failures import Failure, FailureLog, JobError, drop_caught, key_data
+from mpigrad.jobs.functions import MapSpec, compute
+from mpigrad.jobs.items import BlockStore, Data
 from mpigrad.jobs.schedules import Schedule, Static
 from mpigrad.operations.checks import assert_replicated
 from mpigrad.operations.jit import jit
 
-__all__ = ["Pool", "pool"]
+__all__ = ["OnError", "Pool", "pool", "throws"]
 
 OnError = Literal["raise", "nan"]
-_BESIDE = "mpigrad-jobs"  # the thread of what was started
+_THREAD = "mpigrad-jobs"  # the thread that runs started evaluations
 
 
 class Pool:
-    """Ranks that do jobs together; made by `pool`."""
+    """The ranks of a communicator that compute jobs together, made by `pool`.
 
-    def __init__(self, comm: Communicator, schedule: Schedule, on_error: OnError) -> None:
-        if on_error not in ("raise", "nan"):
-            raise ValueError(f'pool: on_error={on_error!r}: it is "raise" or "nan"')
-        self.comm, self.schedule, self.on_error = comm, schedule, on_error
-        self._store, self._watch = Store(comm), Watch()
+    Attributes
+    ----------
+    comm
+        The communicator.
+    schedule
+        The schedule of `put` if it is given none.
+    throw
+        True if a failed job raises `JobError`, False if its results are NaN.
+
+    Examples
+    --------
+    >>> from mpigrad import jobs
+    >>> with jobs.pool() as pool:
+    ...     data = pool.put([1.0, 2.0, 3.0])
+    ...     f = pool.map(lambda params, item_params, item: params * item, data)
+    ...     print(f(2.0))
+    [2. 4. 6.]
+    """
+
+    def __init__(self, comm: Communicator, schedule: Schedule, throw: bool = True) -> None:
+        self.comm, self.schedule, self.throw = comm, schedule, throw
+        self._store, self._failure_log = BlockStore(comm), FailureLog()
         self._queue: Queue | None = None
-        self._beside: ThreadPoolExecutor | None = None
-        self._started: Future[Any] | None = None  # the last
+        self._executor: ThreadPoolExecutor | None = None
+        self._started: Future[Any] | None = None  # the last one
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """The failed jobs that ended the last program, also one of the user's own."""
-        return self._watch.failures or ()
+        """The failed jobs that ended the last program, also if you compiled it yourself."""
+        return self._failure_log.failures or ()
 
     def put(
         self,
-        records: Any,
+        items: Any,
         *,
         schedule: Schedule | None = None,
         block: int | None = None,
         everywhere: bool = False,
     ) -> Data:
-        """Share records out over the ranks, on whose devices they stay (collective).
+        """Distribute items over the ranks, which keep them on their devices (collective).
 
         Parameters
         ----------
-        records
-            A list of pytrees of arrays, one for each job. Shapes may differ between jobs: those
-            with equal shapes form a bucket. Rank 0's are sent; other ranks give the same, which is
-            checked, or None.
+        items
+            A list of pytrees of arrays, one for each job. Shapes may differ between items; items of
+            equal shapes form a bucket. Rank 0 sends its items. Other ranks pass None or the same
+            items, which is checked.
         schedule
-            Which rank does which jobs; default: the pool's.
+            The rule that gives jobs to ranks (default: the pool's schedule).
         block
-            Jobs in a block: what is computed together by `vmap`, given to a rank, and added up,
-            whatever the number of ranks. Default: of each bucket a sixteenth, at most 64.
+            Count of jobs in a block. A block is the unit that `vmap` computes, that a rank owns,
+            and that sums are made of, on any number of ranks. Default: a sixteenth of each bucket,
+            at most 64.
         everywhere
-            Whether every rank keeps all records, which functions that are used inside a job need.
+            True to keep all items on every rank. Functions that are called inside a job need it.
 
         Returns
         -------
-        The data that `map` and `sum` take: a snapshot, later changes of `records` do not reach
-        it. Put changed records again: blocks are known by digests of their contents, and only
-        those that a rank does not have are sent.
+        The data for `map` and `sum`. It is a snapshot, which later changes of `items` do not
+        change. To use changed items, put them again: blocks are identified by digests of their
+        contents, and only blocks that a rank lacks are sent.
 
         Raises
         ------
         TypeError, ValueError
-            On every rank: what cannot be a record, and records that differ between ranks.
+            On every rank, if `items` is not a list of pytrees of numeric arrays, if the arguments
+            differ between ranks, or if `block` is less than 1.
         """
         if block is not None and block < 1:
-            raise ValueError(f"put: block={block} must be at least 1")
+            raise ValueError(f"put: block must be at least 1, got {block}. Pass a positive count.")
         self._settle()
-        data = self._store.put(records, schedule or self.schedule, block, everywhere)
+        data = self._store.put(items, schedule or self.schedule, block, everywhere)
         if data.dynamic and self._queue is None:
             self._queue = Queue(self.comm)
         return data
@@ -98,109 +118,175 @@ class Pool:
     def map(
         self, fn: Callable[..., Any], data: Data, *, derivatives: Derivatives | None = None
     ) -> Callable[..., Any]:
-        """A function (shared, per_job=None) -> the results of all jobs, in their order.
+        """Return a function `f(params, item_params=None)` that gives the results of all jobs.
 
         Parameters
         ----------
         fn
-            (shared, mine, record) -> pytree: one job, in JAX, without messages. `mine` is the
-            job's part of `per_job`, None where that is None.
+            The function of one job, `fn(params, item_params, item)`, which returns a pytree. It
+            is written in JAX and sends no messages. Its `item_params` is the entry of this job,
+            or None if `f` is called without.
         data
-            Of `put`.
+            The items, as `put` returned them.
         derivatives
-            How derivatives travel. "jacobian": with the results, in one message; then no
-            derivative sends anything. "adjoint": cotangents to the owner of the job, which has
-            kept what it needs, and gradients back. Default: "jacobian" for jobs whose result is
-            one real number, else "adjoint", which moves fewer numbers.
+            How derivatives travel. "jacobian": with the results, in one message, and derivatives
+            then send nothing. "adjoint": cotangents travel to the owner of the job, which has the
+            residuals, and gradients travel back. Default: "jacobian" if the result of a job is one
+            real number, else "adjoint", which moves fewer numbers.
 
         Returns
         -------
-        A compiled function, called by all ranks with the same arguments, under any of JAX's
-        transformations: `shared` is a pytree that all jobs get, `per_job` one with a leading axis
-        over the jobs. Results have that axis; where jobs have results of different shapes, they
-        are a list. On every rank they are the same, and so are gradients by plain `jax.grad`.
+        A compiled function that all ranks call with the same arguments, under any transformation
+        of JAX. Its `params` is a pytree that all jobs get, and its `item_params` a pytree with a
+        leading axis over the jobs. The results are stacked along a leading axis in the order of
+        the items, or a list if their shapes differ between jobs. They are the same on every rank,
+        and so are gradients by plain `jax.grad`.
+
+        Raises
+        ------
+        JobError
+            From the returned function, on every rank, if a job fails (see `pool`).
+        ValueError
+            If a leading axis in `item_params` is not the count of jobs, or if `data` belongs to a
+            pool of another communicator.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from mpigrad import jobs
+        >>> pool = jobs.pool()
+        >>> data = pool.put([1.0, 2.0, 3.0])
+        >>> f = pool.map(lambda params, item_params, item: params * item + item_params, data)
+        >>> print(f(2.0, jnp.array([0.0, 10.0, 20.0])))
+        [ 2. 14. 26.]
         """
-        return self._function(Whole(fn, False, derivatives), data)
+        return self._function(MapSpec(fn, False, derivatives), data)
 
     def sum(
         self, fn: Callable[..., Any], data: Data, *, derivatives: Derivatives | None = None
     ) -> Callable[..., Any]:
-        """A function (shared, per_job=None) -> the sum of the results of all jobs.
+        """Return a function `f(params, item_params=None)` that sums the results of all jobs.
 
-        As `map`, with results of one shape, which are added up within blocks, and then in the order
-        of blocks; truth values are counted. Without any job the sum is 0.
+        Parameters, returned function and errors are those of `map`. The results of all jobs must
+        have the same shapes. They are summed within blocks, and then in the order of blocks.
+        Booleans are counted. Without any job the sum is 0.
+
+        Examples
+        --------
+        >>> import jax
+        >>> from mpigrad import jobs
+        >>> pool = jobs.pool()
+        >>> data = pool.put([1.0, 2.0, 3.0])
+        >>> f = pool.sum(lambda params, item_params, item: params**2 * item, data)
+        >>> value, gradient = jax.value_and_grad(f)(2.0)
+        >>> print(value, gradient)
+        24.0 24.0
         """
-        return self._function(Whole(fn, True, derivatives), data)
+        return self._function(MapSpec(fn, True, derivatives), data)
 
     def start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Begin `function(*args)`, and go on: `.result()` of what is returned waits for the value.
+        """Start `function(*args)` in a thread and return a `concurrent.futures.Future`.
 
-        The ranks compute while this one does other things; its own part of the jobs is done by a
-        thread beside them. All ranks start the same, in the same order (where the root drives, the
-        root alone), and send no message of their own before they ask for the result. What else the
-        pool does waits until the value is there; but a program of your own (`jax.jit` of more
-        than the pool's function) that is compiled already does not: ask for the result before you
-        call it.
+        Call `.result()` of the returned future to wait for the value. Meanwhile the program may do
+        other work. All ranks start the same functions in the same order (in a pool of `root_pool`,
+        the root only), and must not send messages before they have called `.result()`.
+
+        Later calls of the pool wait until the value is there. A compiled function of your own that
+        calls the pool (`jax.jit` of more than the pool's function) does not wait: call `.result()`
+        before you call such a function.
+
+        Examples
+        --------
+        >>> from mpigrad import jobs
+        >>> with jobs.pool() as pool:
+        ...     f = pool.sum(lambda params, item_params, item: params * item, pool.put([1.0, 2.0]))
+        ...     future = pool.start(f, 3.0)
+        ...     print(future.result())
+        9.0
         """
-        if self._beside is None:
-            self._beside = ThreadPoolExecutor(1, _BESIDE)
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, _THREAD)
         x64 = jax.config.read("jax_enable_x64")
 
         def compute() -> Any:
-            with jax.enable_x64(x64):  # as here, also where that is a context
+            with jax.enable_x64(x64):  # the caller's setting, which may be that of a context
                 return jax.block_until_ready(function(*args))
 
-        self._started = self._beside.submit(compute)
+        self._started = self._executor.submit(compute)
         return self._started
 
     def _settle(self) -> None:
-        """Let what was started end first: its messages and the next ones would mix."""
+        """Wait for a started evaluation, whose messages must not mix with the next ones."""
         if inside_job():
             raise ValueError(
-                "put or measure inside a job: the other ranks are busy with other jobs"
+                "put, measure: cannot be called inside a job, because the other ranks are busy "
+                "with other jobs. Call them before or after the map."
             )
-        if self._started is not None and not threading.current_thread().name.startswith(_BESIDE):
+        if self._started is not None and not threading.current_thread().name.startswith(_THREAD):
             wait([self._started])
             self._started = None
 
     def measure(
-        self, fn: Callable[..., Any], data: Data, shared: Any, per_job: Any = None
+        self, fn: Callable[..., Any], data: Data, params: Any, item_params: Any = None
     ) -> np.ndarray:
-        """The seconds that each job takes, for `Weighted` (collective; the same on all ranks).
+        """Measure the time of each job in seconds, for `Weighted` (collective).
 
-        Each rank runs its blocks twice and takes the shorter time, a job's share of its block's.
+        Each rank runs each of its blocks twice, takes the shorter time, and divides it by the
+        count of jobs in the block.
+
+        Parameters
+        ----------
+        fn, data
+            As for `map`.
+        params, item_params
+            The arguments of the function that `map` returns.
+
+        Returns
+        -------
+        The seconds, shape (jobs,), the same on all ranks.
+
+        Examples
+        --------
+        >>> from mpigrad import jobs
+        >>> pool = jobs.pool()
+        >>> fn = lambda params, item_params, item: params * item
+        >>> pool.measure(fn, pool.put([1.0, 2.0]), 3.0).shape
+        (2,)
         """
         self._settle()
-        shared, per_job = jax.tree.map(jnp.asarray, (shared, per_job))
-        _check(per_job, data.jobs, fn)
+        params, item_params = jax.tree.map(jnp.asarray, (params, item_params))
+        _check(item_params, data.jobs, fn)
         compiled = jax.jit(functools.partial(compute_block, UserJob(fn, False)))
         seconds = np.zeros(data.jobs)
         with raise_on_all_ranks(self.comm):
             for b, bucket in enumerate(data.buckets):
                 for block in data.owned(bucket, self.comm.rank):
                     jobs = bucket.jobs[bucket.places[block]]
-                    mine = jax.tree.map(lambda x, jobs=jobs: x[jobs], per_job)
-                    record = [x[0] for x in data.stacked(b, np.array([block]))]
+                    own = jax.tree.map(lambda x, jobs=jobs: x[jobs], item_params)
+                    item = bucket.item([x[0] for x in data.stacked(b, np.array([block]))])
                     counts = bucket.counts[block]
-                    operands = shared, mine, bucket.record(record), counts, jobs.astype("int32")
+                    operands = params, own, item, counts, jobs.astype("int32")
                     jax.block_until_ready(compiled(*operands))  # compiles
                     best = min(_seconds(compiled, operands) for _ in range(2))
                     seconds[jobs[counts]] = best / counts.sum()
         return np.asarray(self.comm.mpi.allreduce(seconds))
 
-    def _evaluate(self, data: Data, alone: bool, job: Job, shared: Any, per_job: Any) -> Any:
+    def _evaluate(
+        self, data: Data, alone: bool, job: JobFunction, params: Any, by_bucket: Any
+    ) -> Any:
         if alone and not data.everywhere and self.comm.size > 1:  # even if this rank has them all
             raise ValueError(
-                "these records are kept on several ranks: to use them inside a job, put them on "
-                "all ranks, pool.put(records, everywhere=True)"
+                "map or sum: a function that is called inside a job needs all items on every "
+                "rank, but these are distributed. Put them by pool.put(items, everywhere=True)."
             )
-        watch = self._watch if self.on_error == "raise" else None
+        log = self._failure_log if self.throw else None
         if data.dynamic and not alone and self._queue is not None:
-            return evaluate_dynamically(job, shared, per_job, data, self.comm, self._queue, watch)
-        return evaluate(job, shared, per_job, Team(data, None if alone else self.comm), watch)
+            return evaluate_dynamically(job, params, by_bucket, data, self.comm, self._queue, log)
+        assignment = BlockAssignment(data, None if alone else self.comm)
+        return evaluate(job, params, by_bucket, assignment, log)
 
     def _transparent(self, data: Data, alone: bool) -> bool:
-        """Whether JAX differentiates `_evaluate` as it is."""
+        """Return True if JAX can differentiate `_evaluate` directly."""
         return alone or not data.dynamic
 
     def _check_arguments(self, arguments: Any) -> None:
@@ -208,38 +294,39 @@ class Pool:
             arguments = [key_data(x) for x in jax.tree.leaves(arguments)]
             assert_replicated(arguments, self.comm, "an argument of a pool's function")
 
-    def _function(self, whole: Whole, data: Data) -> Callable[..., Any]:
-        def program(shared: Any, per_job: Any, alone: bool) -> Any:
+    def _function(self, spec: MapSpec, data: Data) -> Callable[..., Any]:
+        def program(params: Any, item_params: Any, alone: bool) -> Any:
             evaluate_ = functools.partial(self._evaluate, data, alone)
             transparent = self._transparent(data, alone)
-            # By itself a rank has nothing to send, and JAX sees through the whole.
-            how = dataclasses.replace(whole, derivatives="adjoint") if alone else whole
-            return compute(how, data.buckets, shared, per_job, evaluate_, transparent)
+            # A rank alone sends nothing, and JAX can differentiate all of it.
+            how = dataclasses.replace(spec, derivatives="adjoint") if alone else spec
+            return compute(how, data.buckets, params, item_params, evaluate_, transparent)
 
         if data.comm.slot != self.comm.slot:
             raise ValueError(
-                "these records were put by a pool of other ranks; put them by this one"
+                f"{'sum' if spec.total else 'map'}: the data belong to a pool of other ranks. "
+                "Put the items by this pool."
             )
         compiled = jit(program, static_argnums=2)
 
-        @functools.wraps(whole.fn)
-        def function(shared: Any, per_job: Any = None) -> Any:
-            shared, per_job = jax.tree.map(jnp.asarray, (shared, per_job))
-            _check(per_job, data.jobs, whole.fn)
+        @functools.wraps(spec.fn)
+        def function(params: Any, item_params: Any = None) -> Any:
+            params, item_params = jax.tree.map(jnp.asarray, (params, item_params))
+            _check(item_params, data.jobs, spec.fn)
             if data.jobs == 0:
-                return jnp.zeros(()) if whole.total else []
+                return jnp.zeros(()) if spec.total else []
             alone = inside_job()
             if not alone:
                 self._settle()
-                self._check_arguments((shared, per_job))
-            self._watch.failures = None
-            forget()
+                self._check_arguments((params, item_params))
+            self._failure_log.failures = None
+            drop_caught()
             try:
-                return compiled(shared, per_job, alone)
+                return compiled(params, item_params, alone)
             except jax.errors.JaxRuntimeError:
-                if self._watch.failures is None:
+                if self._failure_log.failures is None:
                     raise
-                raise JobError(self._watch.failures, data.jobs) from None
+                raise JobError(self._failure_log.failures, data.jobs) from None
 
         return function
 
@@ -250,9 +337,9 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """End the threads of this pool; functions of data with the dynamic schedule end, too."""
-        if self._beside is not None:
-            self._beside.shutdown()  # waits for what was started
+        """Stop the threads of this pool, also the queue that functions of dynamic data need."""
+        if self._executor is not None:
+            self._executor.shutdown()  # waits for started evaluations
         if self._queue is not None:
             self._queue.stop()
 
@@ -263,13 +350,14 @@ def _seconds(f: Callable[..., Any], operands: Any) -> float:
     return time.perf_counter() - begun
 
 
-def _check(per_job: Any, jobs: int, fn: Callable[..., Any]) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(per_job):
+def _check(item_params: Any, jobs: int, fn: Callable[..., Any]) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(item_params):
         if jnp.shape(leaf)[:1] != (jobs,):
             name = getattr(fn, "__name__", "the function")
             raise ValueError(
-                f"{name}: per_job{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; its "
-                f"leading axis must have one entry for each of the {jobs} jobs that were put"
+                f"{name}: expected item_params with a leading axis of length {jobs}, one entry "
+                f"for each item, got shape {jnp.shape(leaf)} at "
+                f"item_params{jax.tree_util.keystr(path)}. Stack one entry for each item."
             )
 
 
@@ -277,20 +365,57 @@ def pool(
     comm: Communicator | None = None,
     *,
     schedule: Schedule = Static(),  # noqa: B008  frozen
-    on_error: OnError = "raise",
+    throw: bool = True,
+    on_error: OnError | None = None,
 ) -> Pool:
-    """The ranks of `comm` as a pool for jobs (every rank runs the program, and calls this).
+    """Make a pool of the ranks of a communicator, which compute jobs together (collective).
+
+    Every rank runs the whole program and calls the functions of the pool with the same arguments.
+    See `root_pool` for a program that only rank 0 runs.
 
     Parameters
     ----------
     comm
-        The ranks; default: the default communicator.
+        The communicator (default: the default communicator).
     schedule
-        Which rank does which jobs, unless `put` says otherwise.
+        The rule that gives jobs to ranks, if `put` is given none: `Static`, `Weighted` or
+        `Dynamic`.
+    throw
+        True: a job that raises an exception or returns a NaN ends the call with a `JobError` on
+        every rank. False: the results of the failed job are NaN, in `sum` the sum is NaN, and the
+        results of the other jobs are returned. Check them by `jnp.isnan`.
     on_error
-        "raise": a job that fails, or gives a NaN, ends the call with a `JobError` on every rank.
-        "nan": its results are NaN.
+        Deprecated: "raise" is `throw=True`, and "nan" is `throw=False`.
 
-    Inside a job (of another pool) a pool's functions are computed by the rank alone.
+    Notes
+    -----
+    Inside a job of another pool, each rank computes a pool's functions alone, without messages.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import jobs
+    >>> pool = jobs.pool(throw=False)
+    >>> f = pool.map(lambda params, item_params, item: jnp.sqrt(item), pool.put([4.0, -1.0]))
+    >>> print(f(None))
+    [ 2. nan]
     """
-    return Pool(resolve(comm), schedule, on_error)
+    return Pool(resolve(comm), schedule, throws("pool", throw, on_error))
+
+
+def throws(function: str, throw: bool, on_error: OnError | None) -> bool:
+    """Return `throw`, or the value of the deprecated `on_error` if it is given."""
+    if on_error is None:
+        return throw
+    if on_error not in ("raise", "nan"):
+        raise ValueError(
+            f'{function}: on_error is deprecated and must be "raise" or "nan", got '
+            f"{on_error!r}. Use throw=True or throw=False."
+        )
+    warnings.warn(
+        f"{function}: on_error={on_error!r} is now throw={on_error == 'raise'}. Use throw: the old "
+        "name works in this release only.",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return on_error == "raise"

@@ -1,11 +1,11 @@
-"""Between what all ranks have alike and what each rank has of its own.
+"""Exchange between replicated arrays and arrays that differ between ranks.
 
-`collect` gathers the ranks' own rows so that all ranks have them; `take` is its transpose: of what
-all ranks have alike, each takes its own row. These two are each other's transposes where an array
-that all ranks have alike is *one* array: its cotangent is the same on all ranks, too, and counts
-once. Where it is not the same (a loss that is seeded on rank 0 only), `take` takes the mean over
-ranks, so that gradients summed over ranks are right all the same. The mean is written so that the
-mean of equal numbers is that number, bit for bit.
+`collect_rows` gathers one row from each rank, so that all ranks have all rows. Its transpose
+`take_row` gives each rank its row of a replicated array. The two are transposes of each other if a
+replicated array counts as *one* array: its cotangent is replicated, too, and counts once. If the
+cotangent differs between ranks (a loss that is seeded on rank 0 only), `take_row` takes the mean
+over ranks, so that the sum of the gradients over ranks is still right. The mean of equal numbers is
+that number, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpigrad.operations.primitive import linear_map
 from mpigrad.runtime.call_sites import call_site
 from mpigrad.runtime.native import NO_REDUCTION
 
-__all__ = ["collect", "take"]
+__all__ = ["collect_rows", "take_row"]
 
 
 def _mean_of_own(x: Any, a: Any, **where: int) -> list[Any]:
@@ -51,11 +51,11 @@ take_p: Primitive = linear_map(
 compat.register_lowering(take_p, mlir.lower_fun(_mean_of_own, multiple_results=True))
 
 
-def collect(x: Any, comm: Communicator) -> Any:
-    """The rows `x` of all ranks, shape (ranks, *x.shape), on every rank."""
+def collect_rows(x: Any, comm: Communicator) -> Any:
+    """Gather the rows `x` of all ranks on every rank, as an array of shape (ranks, *x.shape)."""
     return collect_p.bind(x, carrier(), comm=comm.slot, site=call_site(), size=comm.size)[0]
 
 
-def take(x: Any, comm: Communicator) -> Any:
-    """This rank's row of `x`, shape (ranks, ...), the mean of what the ranks have for it."""
+def take_row(x: Any, comm: Communicator) -> Any:
+    """Return this rank's row of `x`, shape (ranks, ...), averaged over the ranks' versions."""
     return take_p.bind(x, carrier(), comm=comm.slot, site=call_site())[0]

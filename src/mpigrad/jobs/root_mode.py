@@ -1,9 +1,9 @@
-"""Pools that the root drives: it runs the program, and the other ranks serve it.
+"""Pools for a program that only the root runs, while the other ranks serve it.
 
-The root's compiled programs tell the others which of the known evaluations comes next, and then
-both run the same messages; so what the root does with its functions (jit, grad, scan, loops that
-end when they end) is nobody else's concern. What an evaluation is, the others learn when the root
-traces it.
+When the root traces an evaluation, it sends its definition to the other ranks. When a compiled
+program of the root reaches the evaluation, it sends the id, and then all ranks run the same
+messages. So the root may use its functions under jit, grad, scan and in loops of any length, and
+the other ranks need not know the program around them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +22,20 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.jobs.context import Job
-from mpigrad.jobs.failures import forget
+from mpigrad.jobs.context import JobFunction
+from mpigrad.jobs.failures import drop_caught
 from mpigrad.jobs.items import Data
-from mpigrad.jobs.pool import Pool
+from mpigrad.jobs.pool import OnError, Pool, throws
 from mpigrad.jobs.schedules import Schedule, Static
 from mpigrad.operations.collectives import bcast
 from mpigrad.operations.custom import custom_operation
 from mpigrad.operations.jit import jit
 
-__all__ = ["root_driven"]
+__all__ = ["root_pool"]
 
 _TAG = 1
-_driving: set[int] = set()  # communicators of which this rank is the root
-_NAPS = (1e-5, 1e-3)  # seconds between two looks, while the root is busy with us and when it is not
+_active: set[int] = set()  # slots of communicators for which this rank is inside a root_pool
+_NAPS = (1e-5, 1e-3)  # seconds between two probes, soon after a message and later
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class _Put:
 
 @dataclass(frozen=True)
 class _Define:
-    """Evaluation `number`: a job, its data by number, and the types of its arguments."""
+    """An evaluation by its id: a job, the index of its data, and the types of its arguments."""
 
     number: int
-    job: Job
+    job: JobFunction
     data: int
     types: Any
 
@@ -67,17 +67,17 @@ class _Measure:
     arguments: Any
 
 
-class DrivenPool(Pool):
-    """The pool that `root_driven` gives to the root."""
+class RootPool(Pool):
+    """The pool that `root_pool` returns on the root."""
 
     def __init__(
         self,
         comm: Communicator,
         functions: Sequence[Callable[..., Any]],
         schedule: Schedule,
-        on_error: Any,
+        throw: bool,
     ) -> None:
-        super().__init__(comm, schedule, on_error)
+        super().__init__(comm, schedule, throw)
         self._functions = functions
         self._channel = MPI.Intracomm(comm.mpi).Dup()
         self._serving = True
@@ -89,7 +89,10 @@ class DrivenPool(Pool):
 
     def _tell(self, message: Any) -> None:
         if not self._serving:
-            raise RuntimeError("the other ranks have left: the `with` of root_driven has ended")
+            raise RuntimeError(
+                "root_pool: the other ranks have stopped serving, because the with block has "
+                "ended. Call functions of the pool inside the block."
+            )
         if self.comm.size == 1:
             return
         parcel = io.BytesIO()
@@ -97,8 +100,9 @@ class DrivenPool(Pool):
             _Pickler(parcel, self._functions).dump(message)
         except Exception as error:
             raise TypeError(
-                "a job of a pool that the root drives must be known to the other ranks: give its "
-                f"function to root_driven(function, ...), or take one of a module ({error})"
+                f"root_pool: the function of a job cannot be sent to the other ranks: {error}. "
+                "Pass it to root_pool(function, ...) on all ranks, or define it at the top level "
+                "of a module."
             ) from error
         for rank in range(1, self.comm.size):
             self._channel.Send([parcel.getvalue(), MPI.BYTE], rank, _TAG)
@@ -109,7 +113,7 @@ class DrivenPool(Pool):
 
     def put(
         self,
-        records: Any,
+        items: Any,
         *,
         schedule: Schedule | None = None,
         block: int | None = None,
@@ -117,31 +121,33 @@ class DrivenPool(Pool):
     ) -> Data:
         self._settle()
         self._tell(_Put(block, schedule or self.schedule, everywhere))
-        data = super().put(records, schedule=schedule, block=block, everywhere=everywhere)
+        data = super().put(items, schedule=schedule, block=block, everywhere=everywhere)
         self._data.append(data)
         return data
 
     def measure(
-        self, fn: Callable[..., Any], data: Data, shared: Any, per_job: Any = None
+        self, fn: Callable[..., Any], data: Data, params: Any, item_params: Any = None
     ) -> np.ndarray:
         self._settle()
-        arguments = jax.device_get((shared, per_job))
+        arguments = jax.device_get((params, item_params))
         self._tell(_Measure(fn, self._data.index(data), arguments))
         return super().measure(fn, data, *arguments)
 
     def close(self) -> None:
-        if self._beside is not None:
-            self._beside.shutdown()
+        if self._executor is not None:
+            self._executor.shutdown()
         if self._serving and self.comm.rank == 0:
             self._tell(None)
         self._serving = False
         super().close()
 
-    def _evaluate(self, data: Data, alone: bool, job: Job, shared: Any, per_job: Any) -> Any:
+    def _evaluate(
+        self, data: Data, alone: bool, job: JobFunction, params: Any, by_bucket: Any
+    ) -> Any:
         if alone:
-            return super()._evaluate(data, alone, job, shared, per_job)
+            return super()._evaluate(data, alone, job, params, by_bucket)
         place = self._data.index(data)
-        arguments = (shared, list(per_job))
+        arguments = (params, list(by_bucket))
         self._evaluations += 1
         number = self._evaluations
         types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
@@ -153,12 +159,12 @@ class DrivenPool(Pool):
         return alone
 
     def _check_arguments(self, arguments: Any) -> None:
-        pass  # the root's are the only ones
+        pass  # only the root has arguments
 
-    # ---- the others ----
+    # ---- the other ranks ----
 
     def serve(self) -> None:
-        """Do what the root says, until it leaves."""
+        """Execute the root's messages until it leaves the `with` block."""
         programs: dict[int, Callable[[], Any]] = {}
         while (message := self._hear()) is not None:
             if isinstance(message, _Put):
@@ -172,19 +178,19 @@ class DrivenPool(Pool):
             elif isinstance(message, _Define):
                 programs[message.number] = self._program(message)
             else:
-                self._watch.failures = None
-                forget()
+                self._failure_log.failures = None
+                drop_caught()
                 try:
                     programs[message.number]()
                 except jax.errors.JaxRuntimeError:
-                    if self._watch.failures is None:  # of this rank alone
+                    if self._failure_log.failures is None:  # an error of this rank only
                         raise
 
     def _program(self, defined: _Define) -> Callable[[], Any]:
         data = self._data[defined.data]
 
         def run(arguments: Any) -> tuple[()]:
-            evaluate = super(DrivenPool, self)._evaluate
+            evaluate = super(RootPool, self)._evaluate
             evaluate(data, False, defined.job, *bcast(arguments, 0, self.comm))
             return ()
 
@@ -203,20 +209,20 @@ class DrivenPool(Pool):
             return _Unpickler(io.BytesIO(parcel), self._functions).load()
         except (AttributeError, ImportError) as error:
             raise TypeError(
-                f"rank {self.comm.rank} does not know what the root uses in a job: give functions "
-                f"to root_driven(function, ...), on all ranks ({error})"
+                f"root_pool: rank {self.comm.rank} cannot import an object that the root uses in "
+                f"a job: {error}. Pass functions to root_pool(function, ...) on all ranks."
             ) from error
 
 
 class _Pickler(pickle.Pickler):
-    """Functions that all ranks have been given are sent as their numbers."""
+    """A pickler that sends functions which all ranks have as their indices."""
 
     def __init__(self, file: io.BytesIO, functions: Sequence[Any]) -> None:
         super().__init__(file)
-        self._numbers = {id(f): i for i, f in enumerate(functions)}
+        self._indices = {id(f): i for i, f in enumerate(functions)}
 
     def persistent_id(self, obj: Any) -> int | None:
-        return self._numbers.get(id(obj))
+        return self._indices.get(id(obj))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -229,47 +235,75 @@ class _Unpickler(pickle.Unpickler):
 
 
 @contextlib.contextmanager
-def root_driven(
+def root_pool(
     *functions: Callable[..., Any],
     comm: Communicator | None = None,
     schedule: Schedule = Static(),  # noqa: B008  frozen
-    on_error: Literal["raise", "nan"] = "raise",
-) -> Iterator[DrivenPool | None]:
-    """A pool for a program that rank 0 runs alone (collective).
+    throw: bool = True,
+    on_error: OnError | None = None,
+) -> Iterator[RootPool | None]:
+    """Open a pool for a program that only rank 0 runs (collective).
 
-    Rank 0 gets the pool, does jobs with the others, and is alone to call `put`, `map`, `sum` and
-    what they return. The other ranks stay inside until it leaves the `with`, and get None:
-
-    >>> with jobs.root_driven(fn) as pool:  # doctest: +SKIP
-    ...     if pool is not None:
-    ...         f = pool.sum(fn, pool.put(records))
-    ...         ...
+    Rank 0 gets the pool and computes jobs together with the other ranks. Only rank 0 calls `put`,
+    `map`, `sum` and the functions that they return. The other ranks serve it until rank 0 leaves
+    the `with` block, and then get None.
 
     Parameters
     ----------
     functions
-        Those that the root will map: all ranks give the same. Functions of modules, which all ranks
-        can import, need not be given.
-    comm, schedule, on_error
+        The functions that the root will map, the same on all ranks. A function at the top level of
+        a module, which all ranks can import, need not be given.
+    comm, schedule, throw, on_error
         As for `pool`.
+
+    Returns
+    -------
+    A context manager that gives the pool on rank 0 and None on the other ranks.
+
+    Raises
+    ------
+    TypeError
+        On rank 0, if it maps a function that the other ranks do not have.
+    RuntimeError
+        If `root_pool` is called inside another one of the same communicator, or if a function of
+        the pool is called after the `with` block.
 
     Notes
     -----
-    Jacobians travel with results, unless `derivatives="adjoint"` is asked for, which is for reverse
-    mode.
+    Derivatives have any order and any mode, because Jacobians travel with the results. With
+    `derivatives="adjoint"` they are in reverse mode only.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from mpigrad import jobs
+    >>> def misfit(params, item_params, item):
+    ...     return (params - item) ** 2
+    >>> with jobs.root_pool(misfit) as pool:
+    ...     if pool is not None:
+    ...         f = pool.sum(misfit, pool.put([1.0, 2.0, 6.0]))
+    ...         x = 0.0
+    ...         for _ in range(20):
+    ...             x = x - 0.1 * jax.grad(f)(x)
+    ...         print(f"{x:.3f}")
+    3.000
     """
+    throw = throws("root_pool", throw, on_error)
     comm = resolve(comm)
-    if comm.slot in _driving:
-        raise RuntimeError("root_driven inside root_driven: the other ranks serve the outer pool")
-    driven = DrivenPool(comm.dup(), functions, schedule, on_error)
-    if driven.comm.rank != 0:
-        driven.serve()
-        driven.close()
+    if comm.slot in _active:
+        raise RuntimeError(
+            "root_pool: cannot be called inside another root_pool of the same communicator, "
+            "whose pool the other ranks serve. Use the outer pool."
+        )
+    root = RootPool(comm.dup(), functions, schedule, throw)
+    if root.comm.rank != 0:
+        root.serve()
+        root.close()
         yield None
         return
-    _driving.add(comm.slot)
+    _active.add(comm.slot)
     try:
-        yield driven
+        yield root
     finally:
-        _driving.discard(comm.slot)
-        driven.close()
+        _active.discard(comm.slot)
+        root.close()

@@ -1,7 +1,17 @@
 """The operations of mpigrad for PyTorch: messages that autograd differentiates.
 
-`import mpigrad.torch as mg`: names and arguments are those of mpigrad, values are tensors.
+Functions have the names and arguments of mpigrad's operations, and their values are tensors.
 `loss.backward()` on every rank differentiates the sum of the ranks' losses.
+
+Examples
+--------
+>>> import torch
+>>> import mpigrad.torch as mg
+>>> x = torch.tensor(2.0, requires_grad=True)
+>>> loss = mg.allreduce(x) ** 2
+>>> loss.backward()
+>>> print(x.grad)
+tensor(4.)
 """
 
 # pyright: reportMissingImports=false
@@ -9,7 +19,7 @@ try:
     import torch as _torch
 except ImportError as error:
     raise ImportError(
-        "mpigrad.torch needs PyTorch, which is not installed here: pip install 'mpigrad[torch]'"
+        "mpigrad.torch: PyTorch is not installed. Install it by pip install 'mpigrad[torch]'."
     ) from error
 
 import os as _os

@@ -26,41 +26,41 @@ __all__ = [
 
 
 def in_transform() -> bool:
-    """Whether a transformation of torch.func is active."""
+    """Return True if a transformation of torch.func is active."""
     return torch._C._are_functorch_transforms_active()
 
 
 def being_compiled() -> bool:
-    """Whether torch.compile traces a graph in this thread, with tensors that have no values."""
+    """Return True if torch.compile traces a graph in this thread, with tensors without values."""
     return TracingContext.try_get() is not None
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine runs in this thread."""
+    """Return True if the autograd engine runs in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def in_dual_level() -> bool:
-    """Whether forward mode is on."""
+    """Return True if forward mode is active."""
     return forward_ad._current_level >= 0
 
 
 def dual_token(token: torch.Tensor) -> torch.Tensor:
-    """The token with a tangent of zero: the message is active in forward mode on every rank."""
+    """Return the token with a zero tangent, which makes a message active on every rank."""
     return forward_ad.make_dual(token, torch.zeros_like(token))
 
 
 def only_batched() -> bool:
-    """Whether vmap is the only transformation that is active."""
+    """Return True if vmap is the only active transformation."""
     from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
     return all(i.key() == TransformType.Vmap for i in retrieve_all_functorch_interpreters())
 
 
 def transformed_token(token: torch.Tensor | None) -> torch.Tensor:
-    """The token (None: a new one), batched and active in all transformations of torch.func around.
+    """Return the token, or a new one, batched and active in all current torch.func transformations.
 
-    So a message is batched, and has a tangent, on every rank, whatever its operand is.
+    So a message is batched, and has a tangent, on every rank, even if its operand is not.
     """
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
@@ -80,7 +80,7 @@ def transformed_token(token: torch.Tensor | None) -> torch.Tensor:
 
 
 def eagerly(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` as torch.compile leaves it: the graph breaks there.
+    """Exclude `f` from torch.compile, which breaks the graph there.
 
     `torch.compiler.disable` alone would import the compiler, which takes seconds.
     """

@@ -1,4 +1,4 @@
-"""Tensors of PyTorch as arrays of JAX, and back: views where the memory allows it."""
+"""Conversion between PyTorch tensors and JAX arrays, by views if the memory allows it."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -33,48 +33,51 @@ _TORCH_DTYPES = {array: tensor for tensor, array in _DTYPES.items()}
 
 
 def is_differentiable(x: Any) -> bool:
-    """Whether a tensor, or a type of an array, has a derivative."""
+    """Return True if a tensor, or the type of an array, has a derivative."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def type_of(x: torch.Tensor) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of the array that `x` is; an error where MPI cannot move it."""
+    """Return shape and dtype of `x` as an array, or raise an error if MPI cannot send it."""
     dtype = _DTYPES.get(x.dtype)
     if dtype is None:
         raise TypeError(
-            f"mpigrad.torch: MPI cannot move tensors of {x.dtype}; convert it first, for instance "
-            "x.to(torch.float32)"
+            f"mpigrad.torch: MPI cannot send tensors of {x.dtype}. Convert the tensor first, for "
+            "instance by x.to(torch.float32)."
         )
     if x.layout != torch.strided or x.is_nested:
         raise TypeError(
-            f"mpigrad.torch: a tensor of layout {x.layout} cannot be sent; send its parts, or "
-            "x.to_dense()"
+            f"mpigrad.torch: a tensor of layout {x.layout} cannot be sent. Send its parts, or "
+            "x.to_dense()."
         )
     if x.device.type == "meta":
-        raise TypeError("mpigrad.torch: a meta tensor has no values that could be sent")
+        raise TypeError(
+            "mpigrad.torch: expected a tensor with values, got a meta tensor. Send "
+            "a tensor of a CPU or GPU."
+        )
     return tuple(x.shape), dtype
 
 
 def to_array(x: torch.Tensor) -> Any:
-    """The values of `x`, for a program of JAX; a view of them where `x` is contiguous on the host.
+    """Return the values of `x` for a JAX program, as a view if `x` is contiguous on the host.
 
-    The program has ended when the tensor may be written again.
+    The program must end before the tensor is written again.
     """
     x = x.detach()
     if x.device.type != "cpu":
         x = x.cpu()
     x = x.resolve_conj().resolve_neg().contiguous()
-    if x.dtype is torch.bfloat16:  # NumPy knows it as an extension
+    if x.dtype is torch.bfloat16:  # an extension type in NumPy
         return x.view(torch.int16).numpy().view(jnp.bfloat16)
     return x.numpy()
 
 
 def from_array(y: jax.Array, device: torch.device) -> torch.Tensor:
-    """An array that nobody else holds as a tensor, which may be written."""
+    """Convert an array without other references to a tensor, which may be written."""
     x = torch.from_dlpack(y.__dlpack__())
     return x if device.type == "cpu" else x.to(device)
 
 
 def zeros(type_: jax.ShapeDtypeStruct, device: torch.device) -> torch.Tensor:
-    """Zeros of a type of arrays."""
+    """Return zeros with the shape and dtype of an array type."""
     return torch.zeros(type_.shape, dtype=_TORCH_DTYPES[np.dtype(type_.dtype)], device=device)

@@ -1,9 +1,9 @@
-"""The order of messages, and that all of them are reversed: a chain of tokens through the graph.
+"""A chain of tokens through the graph, which orders messages and reverses all of them.
 
-PyTorch reverses a node only where its result is used and its operand is active, on that rank
-alone. While autograd records, each message therefore takes a token from the message before it and
-gives one to the next; and a backward pass begins at the last token, too, with a cotangent of zero.
-So every rank reverses every message, in the opposite order.
+PyTorch reverses a node only if its result is used and its operand is active on that rank. So, while
+autograd records, each message takes a token from the message before it and passes one to the next.
+A backward pass also starts at the last token, with a zero cotangent. Therefore every rank reverses
+every message, in the opposite order.
 """
 
 # pyright: reportMissingImports=false
@@ -28,9 +28,9 @@ _warned = False
 
 
 class Reversal:
-    """Whether the messages of a chain are reversed now, or were; what their nodes know of it.
+    """The state of the reversal of a chain's messages, which their nodes hold.
 
-    A node that held its chain would keep the graph, and so itself, alive.
+    A node must not hold the chain itself, which would keep the graph, and so the node, alive.
     """
 
     def __init__(self) -> None:
@@ -40,22 +40,22 @@ class Reversal:
         self.how = ""
 
     def check(self, site: int) -> None:
-        """Refuse to reverse a message that this backward pass does not join."""
+        """Raise an error if this backward pass must not reverse the message."""
         if self.running:
             return
         if self.done_at is not None:
             raise RuntimeError(
                 f"mpigrad: the message at {describe(site)} was {self.how} at "
-                f"{describe(self.done_at)}; other ranks do not expect its adjoint. Sum the losses "
-                "and go backward once, or keep the graph (retain_graph=True), or give "
-                "each forward pass, with its backward pass, messages of its own: "
+                f"{describe(self.done_at)}, so other ranks do not expect its adjoint. Sum the "
+                "losses and call backward once, or keep the graph (retain_graph=True), or run "
+                "each forward pass with its backward pass inside its own "
                 "`with mpigrad.torch.messages():`."
             )
         raise RuntimeError(
-            f"mpigrad: the message at {describe(site)} belongs to another forward pass than the "
-            "one that is reversed here. Call backward inside the same "
+            f"mpigrad: the message at {describe(site)} does not belong to the forward pass that "
+            "is reversed here. Call backward inside the same "
             "`with mpigrad.torch.messages():` as the forward pass, by Tensor.backward, "
-            "torch.autograd.backward or torch.autograd.grad as they are after the import of "
+            "torch.autograd.backward or torch.autograd.grad, looked up after the import of "
             "mpigrad.torch."
         )
 
@@ -70,21 +70,21 @@ class Chain:
         self.reversal = Reversal()
 
     def advance(self, token: torch.Tensor) -> None:
-        """The last message has given this token."""
+        """Append a message, which has returned this token."""
         global _warned
         self.head = token
         self.count += 1
         if self.count == _MANY and not _warned:
             _warned = True
             warnings.warn(
-                f"mpigrad.torch: {_MANY} messages have been recorded for a backward pass that has "
-                f"not come, the last at {describe(call_site())}; what they were computed from is "
-                "kept. Send messages that are not differentiated in `with torch.no_grad():`.",
+                f"mpigrad.torch: {_MANY} messages have been recorded without a backward pass, the "
+                f"last at {describe(call_site())}. Their operands are kept in memory. Send "
+                "messages that are not differentiated in `with torch.no_grad():`.",
                 stacklevel=2,
             )
 
     def end(self, site: int, how: str = "reversed already, by the backward pass") -> None:
-        """That is done with the messages, at this line: later ones are on another chain."""
+        """End the chain at this line, so that later messages are on another chain."""
         self.reversal.done_at, self.reversal.how = site, how
         for context in _contexts():
             if context.current is self:
@@ -92,19 +92,25 @@ class Chain:
 
 
 class messages:
-    """A context in which forward passes, and their backward passes, have messages of their own.
+    """A context with a separate chain of messages for forward and backward passes.
 
-    A backward pass reverses all messages since the last one. Where two of them are under way at
-    once, each has its own context, which may be entered again:
+    A backward pass reverses all messages since the last backward pass. If two forward passes are
+    active at the same time, use a context for each, which may be entered again.
 
-        one, other = messages(), messages()
-        with one:
-            a = f(x)
-        with other:
-            b = g(x)
-            b.backward()
-        with one:
-            a.backward()
+    Examples
+    --------
+    >>> import torch
+    >>> import mpigrad.torch as mg
+    >>> x, y = torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)
+    >>> first, second = mg.messages(), mg.messages()
+    >>> with first:
+    ...     a = mg.allreduce(2 * x)
+    >>> with second:
+    ...     mg.allreduce(3 * y).backward()
+    >>> with first:
+    ...     a.backward()
+    >>> print(x.grad, y.grad)
+    tensor(2.) tensor(3.)
     """
 
     @eagerly
@@ -123,12 +129,23 @@ class messages:
 
 @eagerly
 def forget_messages() -> None:
-    """Leave out the messages since the last backward pass: the next one does not reverse them.
+    """Drop the messages since the last backward pass, so that the next one does not reverse them.
 
-    For a forward pass whose results are thrown away, such as a loss that is not finite: its
-    messages would be reversed with cotangents of zero, and the derivative of what lies before them
-    may be infinite. Every rank calls it, at the same place. A backward pass over such a result is
-    an error.
+    Call it after a forward pass whose results are not used, such as a non-finite loss. Otherwise
+    its messages would be reversed with zero cotangents, and derivatives of the operations before
+    them may be infinite. Every rank calls it at the same place. A backward pass over such a result
+    is an error.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import mpigrad.torch as mg
+    >>> x = torch.zeros((), requires_grad=True)
+    >>> unused = mg.allreduce(x.sqrt())
+    >>> mg.forget_messages()
+    >>> mg.allreduce(x + 1).backward()
+    >>> print(x.grad)
+    tensor(1.)
     """
     _contexts()[-1].current.end(call_site(), "forgotten")
 
@@ -143,21 +160,21 @@ def _contexts() -> list[messages]:
 
 
 def current() -> Chain:
-    """The chain of a message that stands here; an error inside of a backward pass."""
+    """Return the chain for a message at this place, or raise an error in a backward pass."""
     chain = _contexts()[-1].current
     if in_backward():
         raise RuntimeError(
-            f"mpigrad: the message at {describe(call_site())} stands in a backward pass, and is to "
-            "be differentiated itself. What torch.utils.checkpoint computes again must have no "
-            "messages: other ranks may not compute theirs again, or not now. Take messages out of "
-            "it; a linear map of your own is a mpigrad.torch.custom_operation."
+            f"mpigrad: the message at {describe(call_site())} is inside a backward pass and would "
+            "be differentiated itself. A function that torch.utils.checkpoint recomputes must not "
+            "send messages, because other ranks may not recompute theirs, or at another time. Move "
+            "messages out of it. For a linear map of your own use mpigrad.torch.custom_operation."
         )
     return chain
 
 
 @contextmanager
 def _reversal(chain: Chain, keep: bool) -> Iterator[None]:
-    """A backward pass that joins all messages of `chain`; it ends it, or they are kept."""
+    """Run a backward pass over all messages of `chain`, which then ends unless it is kept."""
     site, done = call_site(), False
     chain.reversal.running, chain.reversal.keeps = True, keep
     try:
@@ -181,9 +198,10 @@ def _tuple(x: Any) -> tuple[Any, ...]:
 def _with_head(
     chain: Chain, outputs: Any, seeds: Any, create_graph: bool
 ) -> tuple[list[Any], list[Any]]:
-    """Outputs and their cotangents, and the end of the chain with a zero.
+    """Return outputs and cotangents, extended by the end of the chain with a zero cotangent.
 
-    A loss that is constant on this rank is left out: others may depend on this rank's messages.
+    A loss that is constant on this rank is left out, but its messages are reversed, because other
+    ranks may depend on them.
     """
     roots = _tuple(outputs)
     given: Sequence[Any] = _tuple(seeds) if seeds is not None else (None,) * len(roots)
@@ -192,18 +210,18 @@ def _with_head(
         for root, seed in zip(roots, given, strict=True)
         if not isinstance(root, torch.Tensor) or root.requires_grad
     ]
-    # With its own graph the backward pass is the next part of the chain.
+    # With create_graph the backward pass is the next part of the chain.
     pairs.append((chain.head, chain.head if create_graph else torch.zeros(())))
     return [root for root, _ in pairs], [seed for _, seed in pairs]
 
 
 @functools.cache
 def join_backward() -> None:
-    """Let the backward passes of PyTorch join all messages."""
+    """Replace PyTorch's backward passes by functions that reverse all messages."""
     plain_backward, plain_grad = torch.autograd.backward, torch.autograd.grad
 
     def joined() -> Chain | None:
-        """The chain that a backward pass joins; the compiler's passes over its graphs join none."""
+        """Return the chain of a backward pass, or None for the compiler's passes over graphs."""
         if in_transform() or being_compiled():
             return None
         chain = _contexts()[-1].current
@@ -253,7 +271,7 @@ def join_backward() -> None:
             return plain_grad(outputs, inputs, grad_outputs, retain_graph, create_graph, *options)
         keep = create_graph if retain_graph is None else retain_graph
         inputs = inputs if isinstance(inputs, dict) else _tuple(inputs)
-        if is_grads_batched:  # one after the other: PyTorch's batching here knows no functions
+        if is_grads_batched:  # in a loop, because PyTorch cannot batch autograd functions here
             seeds = _tuple(grad_outputs)
             each = (only_inputs, allow_unused, False, materialize_grads)
             rows = [

@@ -1,4 +1,4 @@
-"""A function of JAX with messages, and its derivatives, as compiled programs on tensors."""
+"""Compiled programs on tensors for a JAX function with messages and for its derivatives."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -24,26 +24,26 @@ Arrays = Sequence[Any]
 
 
 class Map:
-    """A function of arrays with messages, and what autograd needs of it.
+    """A function of arrays with messages, with its derivatives for autograd.
 
-    All operands are differentiated on every rank, whatever is constant there: so no message of a
-    derivative depends on what is active on one rank.
+    All operands are differentiated on every rank, even if they are constant there. So no message of
+    a derivative depends on which operands are active on one rank.
 
     Parameters
     ----------
     function
-        (*arrays) -> tuple of arrays, made of operations of mpigrad.
+        A function (*arrays) -> tuple of arrays, made of operations of mpigrad.
     types
         Shapes and dtypes of its arguments.
     linear
-        Whether it is linear in all arguments that have a derivative.
+        True if it is linear in all arguments that have a derivative.
     site
-        The number of the source line where its messages stand.
+        The id of the source line of its messages.
 
     Notes
     -----
-    The derivative of a real function of complex numbers is PyTorch's: the adjoint of a linear map
-    is its conjugate transpose.
+    Derivatives with respect to complex numbers follow PyTorch: the adjoint of a linear map is its
+    conjugate transpose.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class Map:
         self._residuals: Any = None  # the structure of what `remember` keeps
 
     def run(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """The results of the function."""
+        """Return the results of the function."""
         return _tensors(_execute(self._program, tensors), device)
 
     def remember(
         self, tensors: Sequence[torch.Tensor], device: torch.device
     ) -> tuple[list[torch.Tensor], Arrays]:
-        """The results, and what the derivative needs, for `pull`."""
+        """Return the results, and the residuals for `pull`."""
         results, residuals = _execute(self._remembering, tensors)
         return _tensors(results, device), residuals
 
     def pull(
         self, residuals: Arrays, cotangents: Sequence[torch.Tensor], device: torch.device
     ) -> list[torch.Tensor]:
-        """The cotangents of the active operands."""
+        """Return the cotangents of the active operands."""
         return _tensors(_execute(self._pulling, cotangents, residuals), device)
 
     # ---- derivatives, which are maps themselves ----
@@ -90,8 +90,8 @@ class Map:
             shapes = jax.eval_shape(lambda *xs: self._vjp(*xs)[1], *self.types)
 
         def transpose(*cotangents: Any) -> tuple[Any, ...]:
-            # A linear map keeps nothing of its operand, but links whose values do not count; they
-            # make messages active that have nothing else to depend on.
+            # The residuals of a linear map are links whose values do not matter. They make
+            # messages active that do not depend on anything else.
             link = outer_carrier()
             return self._pull(jax.tree.map(lambda s: opaque_zero(link, s), shapes), cotangents)
 
@@ -99,7 +99,7 @@ class Map:
 
     @functools.cached_property
     def pullback(self) -> Map:
-        """(operands, cotangents of active results) -> cotangents of active operands."""
+        """The map (operands, cotangents of active results) -> cotangents of active operands."""
         n = len(self.types)
 
         def pull(*xs: Any) -> tuple[Any, ...]:
@@ -109,7 +109,7 @@ class Map:
 
     @functools.cached_property
     def pushforward(self) -> Map:
-        """(operands, tangents of active operands) -> tangents of active results."""
+        """The map (operands, tangents of active operands) -> tangents of active results."""
         n = len(self.types)
 
         def push(*xs: Any) -> tuple[Any, ...]:
@@ -121,7 +121,7 @@ class Map:
         return Map(push, types, linear=False, site=self.site)
 
     def batched(self, axes: tuple[int | None, ...], size: int, types: Any) -> Map:
-        """The map of `size` members at once; results have the batch in front."""
+        """Return the map for a batch of `size`, whose results have a leading batch axis."""
         key = (axes, size)
         if key not in self._batched:
             function = vmap(self.function, in_axes=axes, axis_size=size)
@@ -138,7 +138,7 @@ class Map:
         return tuple(xs[i] for i in self.active)
 
     def _of_active(self, *xs: Any) -> Callable[..., tuple[Any, ...]]:
-        """The function of its active operands, the others fixed."""
+        """Return the function of its active operands, with the others fixed."""
 
         def f(*active: Any) -> tuple[Any, ...]:
             full = list(xs)
@@ -149,7 +149,7 @@ class Map:
         return f
 
     def _vjp(self, *xs: Any) -> tuple[Any, Any]:
-        # As mpigrad.vjp, but with a pull-back that programs return.
+        # Like mpigrad.vjp, but compiled programs can return this pull-back.
         f = with_carrier(self._of_active(*xs))
         return jax.vjp(f, np.zeros((), CARRIER.dtype), *self._active_of(xs))
 
@@ -194,8 +194,8 @@ def _conjugate(x: Any) -> Any:
 def _execute(program: Callable[..., Any], tensors: Sequence[torch.Tensor], *before: Any) -> Any:
     with jax.enable_x64(True):  # PyTorch's precision is that of the tensor
         results = program(*before, *(to_array(x) for x in tensors))
-    # The operands may be written when this returns. Dispatch is synchronous, but for what a single
-    # process had begun before it imported mpigrad.
+    # The operands may be written after the return. Dispatch is synchronous, except for programs
+    # that a single process started before it imported mpigrad.
     if results and isinstance(results, tuple) and isinstance(results[0], jax.Array):
         results[0].block_until_ready()
     else:

@@ -1,4 +1,4 @@
-"""The one autograd function: it takes any map with messages."""
+"""The autograd function for all maps with messages."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HOST = torch.device("cpu")
 
 
 class _Call:
-    """A map on its way through autograd, and the reversal that its node waits for."""
+    """A map in autograd, with the reversal to which its node belongs."""
 
     __slots__ = ("device", "known", "map", "remember", "residuals", "reversal")
 
@@ -41,8 +41,8 @@ class _Call:
         known: list[torch.Tensor] | None = None,
     ) -> None:
         self.map, self.device, self.reversal = map_, device, reversal
-        self.remember = remember  # what the derivative needs, for a backward pass without graph
-        self.known = known  # the results, of a message that has come already
+        self.remember = remember  # the residuals, for a backward pass without a graph
+        self.known = known  # the results of a message that was received already
         self.residuals: Any = None
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -82,7 +82,7 @@ class _Message(torch.autograd.Function):
         cts = [cotangents[i] for i in call.map.active_results]
         linear = call.map.linear
         if torch.is_grad_enabled() or in_transform():
-            # As a message itself, so that the backward pass has derivatives and may be batched.
+            # A message, too, so that the backward pass has derivatives and can be batched.
             adjoint = call.map.transposed if linear else call.map.pullback
             operands = cts if linear else [*ctx.saved_tensors, *cts]
             token, *active = _Message.apply(call.of(adjoint), token, *operands)
@@ -91,7 +91,7 @@ class _Message(torch.autograd.Function):
         elif call.residuals is not None:
             active = call.map.pull(call.residuals, cts, call.device)
             if call.reversal is not None and not call.reversal.keeps:
-                call.residuals = None  # a loss that the program keeps would keep them
+                call.residuals = None  # otherwise a loss that the program keeps would keep them
         else:
             active = call.map.pullback.run([*ctx.saved_tensors, *cts], call.device)
         gradients: list[Any] = [None] * len(call.map.types)
@@ -131,7 +131,7 @@ class _Message(torch.autograd.Function):
         return outputs, (None, *(0 for _ in batched.results))
 
 
-# Outside of transformations PyTorch's own `apply` only binds arguments by name, which takes longer
+# Outside of transformations PyTorch's `apply` only binds arguments by name, and that takes longer
 # than a message.
 _record: Any = super(torch.autograd.Function, _Message).apply  # type: ignore[attr-defined]
 
@@ -139,16 +139,16 @@ _record: Any = super(torch.autograd.Function, _Message).apply  # type: ignore[at
 def apply(
     map_: Map, tensors: Sequence[torch.Tensor], known: list[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
-    """The results of a map: recorded by autograd, and on the chain, where there is a derivative.
+    """Apply a map and record it in autograd and on the chain if it has a derivative.
 
-    With `known` results the message has come already, and only its derivatives are sent.
+    With `known` results the message was received already, and only its derivatives are sent.
     """
     device = tensors[0].device if tensors else _HOST
     transformed, forward_mode = in_transform(), in_dual_level()
     recording = torch.is_grad_enabled() and map_.has_derivative
     if not transformed and not recording and not (forward_mode and map_.has_derivative):
         return map_.run(tensors, device) if known is None else known
-    # In transformations that differentiate there is no chain: their graphs are not ours to join.
+    # Transformations that differentiate work without a chain: mpigrad cannot join their graphs.
     chain = current() if recording and (not transformed or only_batched()) else None
     head = None if chain is None else chain.head
     call = _Call(
@@ -169,7 +169,7 @@ def apply(
 
 
 def advance(chain: Chain, token: torch.Tensor, forward_mode: bool) -> None:
-    """The next message stands after this one, and after the message of its tangent."""
+    """Order the next message after this one, and after the message of its tangent."""
     if forward_mode:
         token, tangent = forward_ad.unpack_dual(token)
         token = token if tangent is None else token + tangent

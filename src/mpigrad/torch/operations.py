@@ -1,4 +1,4 @@
-"""The operations of mpigrad on tensors of PyTorch, made of those on arrays of JAX."""
+"""The operations of mpigrad on PyTorch tensors, made from the operations on JAX arrays."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -59,22 +59,22 @@ __all__ = [
 
 P = ParamSpec("P")
 
-# What is data in the arguments of an operation: numbers and NumPy arrays there become tensors.
+# The names of arguments with data, in which numbers and NumPy arrays become tensors.
 _DATA = ("x", "like", "content", "put", "accumulate", "request", "requests")
 _INTEGERS = ("counts", "sendcounts", "recvcounts", "neighbors")
 _TENSOR = object()  # stands for a tensor among the arguments that a program is compiled for
 
 
 def _data(name: str, value: Any) -> Any:
-    """An argument with data: its leaves are tensors, and the integers that belong to them."""
+    """Convert numbers and NumPy arrays in an argument with data to tensors."""
     if isinstance(value, Iterator):
         value = list(value)
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, jax.Array):
             raise TypeError(
-                f"mpigrad.torch: {name} holds an array of JAX; make it a tensor, "
-                "torch.from_dlpack(x), or use mpigrad's own operations"
+                f"mpigrad.torch: expected tensors in {name}, got a JAX array. Convert it by "
+                "torch.from_dlpack(x), or use mpigrad's operations for JAX."
             )
         if isinstance(leaf, np.ndarray):
             return torch.from_numpy(leaf)
@@ -89,11 +89,11 @@ def _integers(values: Any) -> Any:
     try:
         return tuple(operator.index(n) for n in values)
     except TypeError:
-        return values  # the operation says what is wrong
+        return values  # the operation raises the error
 
 
 def _on_tensors(native: Callable[P, Any]) -> Callable[P, Any]:
-    """An operation on arrays as an operation on tensors: the same arguments, the same errors."""
+    """Make an operation on tensors, with the same arguments and errors, from one on arrays."""
     signature = inspect.signature(native)
     names = tuple(signature.parameters)
 
@@ -123,7 +123,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {}
 
 
 def _send(native: Callable[..., Any], given: dict[str, Any], known: Any = None) -> Any:
-    """The results of an operation with these arguments, or its derivatives for `known` results."""
+    """Run an operation, or record only its derivatives if its results are `known`."""
     map_, tensors, structure = _prepare(native, given)
     return jax.tree.unflatten(structure, message.apply(map_, tensors, known))
 
@@ -131,7 +131,7 @@ def _send(native: Callable[..., Any], given: dict[str, Any], known: Any = None) 
 def _prepare(
     native: Callable[..., Any], given: dict[str, Any]
 ) -> tuple[Map, list[torch.Tensor], Any]:
-    """The map of an operation, its operands, and the structure of its results."""
+    """Return the map of an operation, its operands, and the structure of its results."""
     leaves, structure = jax.tree.flatten(given)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     fixed = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else _Fixed(leaf) for leaf in leaves)
@@ -141,13 +141,13 @@ def _prepare(
 
 
 class _Fixed:
-    """An argument that a program is compiled for."""
+    """A static argument, for whose value a program is compiled."""
 
     __slots__ = ("key", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        # Handles of MPI have no hash everywhere.
+        # MPI handles are not hashable in every mpi4py.
         self.key = (MPI.Op, value.handle) if isinstance(value, MPI.Op) else value
 
     def __hash__(self) -> int:
@@ -165,7 +165,7 @@ def _map(
     types: tuple[tuple[tuple[int, ...], np.dtype], ...],
     site: int,
 ) -> tuple[Map, Any]:
-    """The map of an operation at a line for these types, and the structure of its results."""
+    """Return the map of an operation at a line for these types, and its results' structure."""
     results: list[Any] = []
 
     def function(*arrays: Any) -> tuple[Any, ...]:
@@ -205,7 +205,7 @@ wait_with_status = _on_tensors(operations.wait_with_status)
 
 
 def _posting(native: Callable[P, Request]) -> Callable[P, Request]:
-    """Requests are numbered where programs run: a compiled program has one number for ever."""
+    """Number requests at run time, because a compiled program always returns the same number."""
     operation = _on_tensors(native)
 
     @functools.wraps(native)
@@ -223,8 +223,8 @@ isend = _posting(operations.isend)
 def irecv(like: Any, source: int, tag: int = 0, comm: Communicator | None = None) -> Request:
     if source == MPI.ANY_SOURCE or tag == MPI.ANY_TAG:
         raise NotImplementedError(
-            "mpigrad.torch: irecv takes no wildcards; receive from anyone by recv, "
-            "recv_with_status or sendrecv, or name source and tag"
+            "irecv: wildcards are not supported in mpigrad.torch, got MPI.ANY_SOURCE or "
+            "MPI.ANY_TAG. Use recv, recv_with_status or sendrecv, or pass source and tag."
         )
     return _irecv(like, source, tag, comm)
 
@@ -241,8 +241,8 @@ def waitall(requests: Any) -> list[Any]:
 def _refuse_in_transform() -> None:
     if in_transform():
         raise NotImplementedError(
-            "mpigrad.torch: a receive from anyone stands in a transformation of torch.func; name "
-            "its source and tag"
+            "mpigrad.torch: a receive with MPI.ANY_SOURCE or MPI.ANY_TAG is not supported in a "
+            "transformation of torch.func. Pass source and tag."
         )
 
 
@@ -260,7 +260,7 @@ def recv_with_status(
     map_, tensors, structure = _prepare(operations.recv_with_status, given)
     received = map_.run(tensors, tensors[0].device if tensors else torch.device("cpu"))
     value, seen, seen_tag = jax.tree.unflatten(structure, received)
-    # Its derivatives go to and come from the rank that has sent, which is known now.
+    # Derivatives are exchanged with the sender, which is known now.
     given |= {"source": int(seen), "tag": max(int(seen_tag), 0)}
     return _send(operations.recv, given, known=jax.tree.leaves(value)), seen, seen_tag
 

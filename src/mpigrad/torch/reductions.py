@@ -1,4 +1,4 @@
-"""Reductions of the user's own on tensors: the ranks' values are moved, and folded by PyTorch."""
+"""User-defined reductions of tensors, which gather the ranks' values and fold them in PyTorch."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -20,34 +20,33 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Reduction:
-    """A user's reduction, made by `reduction`; an `op` of the operations that reduce."""
+    """A user-defined reduction for the argument `op`, made by `reduction`."""
 
     fn: Combine
     derivative: Combine | None = None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of a tensor, from first to last, combined into one."""
+        """Combine the rows of a tensor into one, from first to last."""
         if self.derivative is None or not (rows.is_floating_point() or rows.is_complex()):
             return self.combine(rows)
         return _Folded.apply(self, rows)
 
     def combine(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same, differentiated as PyTorch does."""
+        """Combine the rows with the derivative of PyTorch."""
         y, *rest = rows.unbind(0)
         for x in rest:
             combined = self.fn(y, x)
             if (combined.shape, combined.dtype) != (y.shape, y.dtype):
                 raise TypeError(
-                    f"reduction: fn of two tensors {y.dtype}{list(y.shape)} returns "
-                    f"{combined.dtype}{list(combined.shape)}; it must return one tensor of the "
-                    "same shape and dtype"
+                    f"reduction: fn must return a tensor {y.dtype}{list(y.shape)} like its "
+                    f"arguments, got {combined.dtype}{list(combined.shape)}. Correct fn."
                 )
             y = combined
         return y.clone() if not rest else y
 
 
 class _Folded(torch.autograd.Function):
-    """A fold whose derivative is given, elementwise."""
+    """A fold with a given elementwise derivative."""
 
     generate_vmap_rule = True
 
@@ -77,22 +76,30 @@ class _Folded(torch.autograd.Function):
 
 
 def reduction(fn: Combine, derivative: Combine | None = None) -> Reduction:
-    """A reduction of your own, for `op=` of reduce, allreduce, reduce_scatter, scan and exscan.
+    """Make a reduction for `op=` of reduce, allreduce, reduce_scatter, scan and exscan.
 
     Parameters
     ----------
     fn
-        Associative function (a, b) of two tensors of one shape and dtype that returns a third. It
-        combines the ranks' values in the order of their ranks, tensor by tensor where they are
-        pytrees; it need not be commutative.
+        An associative function (a, b) of two tensors that returns a tensor of the same shape and
+        dtype. It combines the ranks' values in the order of ranks, and pytrees leaf by leaf. It
+        need not be commutative.
     derivative
-        (x, y) -> dy/dx, elementwise, of the value x of one rank, where y is the result. Default:
-        PyTorch differentiates `fn`.
+        An elementwise function (x, y) -> dy/dx of the value x of one rank and the result y.
+        Default: PyTorch differentiates `fn`.
 
     Returns
     -------
-    An `op`. The values of all ranks that the result depends on are moved to the rank of the
-    result, and are combined there; the adjoint is that of these messages.
+    A reduction for `op=`. It sends all values on which a result depends to the rank of the result,
+    and combines them there. The adjoint is the adjoint of these messages.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import mpigrad.torch as mg
+    >>> product = mg.reduction(torch.mul, lambda x, y: y / x)
+    >>> print(mg.allreduce(torch.tensor(3.0), op=product))
+    tensor(3.)
     """
     return Reduction(fn, derivative)
 
@@ -106,7 +113,7 @@ def reduced(
     root: int = 0,
     counts: tuple[int, ...] = (),
 ) -> Any:
-    """The operation `name` by `op`; `operations` are those that move the values."""
+    """Run the operation `name` with `op`, by the `operations` that move values."""
     if name == "reduce":
         check_rank(root, comm, "reduce: root")
         rows = operations["gather"](x, root, comm)

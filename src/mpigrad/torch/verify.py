@@ -1,4 +1,4 @@
-"""Proofs of gradients over all ranks: finite differences, and the dot test."""
+"""Checks of gradients over all ranks by finite differences and by the dot test."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _outputs(f: Callable[..., Any], inputs: Sequence[Any]) -> Tensors:
 
 
 def _real(x: torch.Tensor) -> np.ndarray:
-    """The real numbers that a tensor consists of."""
+    """Return the real numbers of a tensor as a vector."""
     x = x.detach().resolve_conj().resolve_neg()
     return (torch.view_as_real(x) if x.is_complex() else x).reshape(-1).cpu().double().numpy()
 
@@ -40,7 +40,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> np.ndarray:
 
 
 def _moved(x: torch.Tensor, entry: int, by: float) -> torch.Tensor:
-    """`x`, one of its real numbers changed."""
+    """Return a copy of `x` with one of its real numbers changed."""
     moved = x.detach().clone(memory_format=torch.contiguous_format)
     numbers = torch.view_as_real(moved) if moved.is_complex() else moved
     numbers.view(-1)[entry] += by
@@ -48,7 +48,7 @@ def _moved(x: torch.Tensor, entry: int, by: float) -> torch.Tensor:
 
 
 def _gradients(outputs: Tensors, inputs: Tensors, cts: Tensors, **options: Any) -> Tensors:
-    if not inputs:  # this rank's messages are reversed all the same
+    if not inputs:  # this rank must reverse its messages, too
         inputs = (torch.zeros((), requires_grad=True),)
         return torch.autograd.grad(outputs, inputs, cts, materialize_grads=True, **options)[:0]
     return torch.autograd.grad(outputs, inputs, cts, materialize_grads=True, **options)
@@ -63,30 +63,40 @@ def gradcheck(
     rtol: float = 1e-3,
     comm: Communicator | None = None,
 ) -> bool:
-    """`torch.autograd.gradcheck` over all ranks: finite differences in the product of their inputs.
+    """Check gradients over all ranks by finite differences, like `torch.autograd.gradcheck`.
 
-    Every real number of every rank's inputs is changed in turn, and the results of all ranks are
-    looked at; every real number of every rank's results is seeded in turn, and the gradients of all
-    ranks are looked at. On one rank alone neither could be seen.
+    It changes every real number of every rank's inputs in turn and compares the results of all
+    ranks. It seeds every real number of every rank's results in turn and compares the gradients of
+    all ranks. A check on one rank would miss the effects on other ranks.
 
     Parameters
     ----------
     f
-        Function of tensors with messages; every rank calls `gradcheck`.
+        A function of tensors with messages. Every rank calls `gradcheck`.
     inputs
-        Its arguments, in double precision; those that require a gradient are differentiated. Ranks
-        may have inputs of different number and shape, or none.
+        Its arguments in double precision. Arguments that require a gradient are differentiated.
+        The count and shapes of inputs may differ between ranks, and a rank may have zero inputs.
     eps
-        Step of the finite differences.
+        The step of the finite differences.
     atol, rtol
-        Tolerances of an entry of the Jacobian matrix.
+        Absolute and relative tolerance of an entry of the Jacobian matrix.
     comm
-        The ranks.
+        The communicator (default: the default communicator).
 
     Raises
     ------
     AssertionError
         On every rank, with the entry that differs most.
+    ValueError
+        On every rank, if an input is not in double precision.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import mpigrad.torch as mg
+    >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    >>> mg.gradcheck(lambda x: mg.allreduce(x) ** 2, x)
+    True
     """
     comm = resolve(comm)
     given: tuple[Any, ...] = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
@@ -95,8 +105,8 @@ def gradcheck(
     found = [dtypes for dtypes in comm.mpi.allgather(wrong) if dtypes]
     if found:
         raise ValueError(
-            f"gradcheck: an input is {found[0][0]}; finite differences need torch.float64 or "
-            "torch.complex128"
+            f"gradcheck: finite differences need inputs of torch.float64 or torch.complex128, got "
+            f"{found[0][0]}. Convert the inputs by x.double()."
         )
     numerical = _numerical(f, given, places, eps, comm)
     analytical = _analytical(f, given, places, comm)
@@ -108,9 +118,9 @@ def gradcheck(
     if difference.size and not difference.max() <= 0:
         row, column = np.unravel_index(np.argmax(difference), difference.shape)
         report = (
-            f"gradcheck: the derivative of number {row} of all ranks' results by number {column} "
-            f"of rank {comm.rank}'s inputs is {analytical[row, column]:.10g}, and "
-            f"{own[row, column]:.10g} by finite differences"
+            f"gradcheck: the derivative of entry {row} of all ranks' results with respect to entry "
+            f"{column} of rank {comm.rank}'s inputs is {analytical[row, column]:.10g}, but finite "
+            f"differences give {own[row, column]:.10g}. Check the backward pass of f."
         )
     reports = [text for text in comm.mpi.allgather(report) if text]
     if reports:
@@ -121,7 +131,7 @@ def gradcheck(
 def _numerical(
     f: Callable[..., Any], given: Tensors, places: list[int], eps: float, comm: Communicator
 ) -> list[np.ndarray]:
-    """For each rank: d(this rank's results)/d(that rank's inputs), by central differences."""
+    """Return d(this rank's results)/d(each rank's inputs), by central differences."""
     sizes = comm.mpi.allgather([_real(given[i]).size for i in places])
     blocks = []
     with torch.no_grad():
@@ -147,7 +157,7 @@ def _numerical(
 def _analytical(
     f: Callable[..., Any], given: Tensors, places: list[int], comm: Communicator
 ) -> np.ndarray:
-    """d(all ranks' results)/d(this rank's inputs), by reverse mode."""
+    """Return d(all ranks' results)/d(this rank's inputs), by reverse mode."""
     with messages(), torch.enable_grad():
         leaves = list(given)
         for i in places:
@@ -173,9 +183,17 @@ def gradgradcheck(
     comm: Communicator | None = None,
     **tolerances: float,
 ) -> bool:
-    """`gradcheck` of the gradient of `f` with random cotangents: second derivatives.
+    """Check second derivatives: `gradcheck` of the gradient of `f` with random cotangents.
 
-    The parameters are those of `gradcheck`; `seed` is that of the cotangents.
+    Parameters and errors are those of `gradcheck`. The cotangents are random with the seed `seed`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import mpigrad.torch as mg
+    >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    >>> mg.gradgradcheck(lambda x: mg.allreduce(x) ** 3, x)
+    True
     """
     comm = resolve(comm)
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
@@ -210,28 +228,37 @@ def dot_test(
     seed: int = 0,
     rtol: float | None = None,
 ) -> DotTest:
-    """Check ⟨F ẋ, ȳ⟩ = ⟨ẋ, Fᵀ ȳ⟩ over the product of all ranks, F the derivative of `f`.
+    """Check ⟨F ẋ, ȳ⟩ = ⟨ẋ, Fᵀ ȳ⟩ over all ranks for the derivative F of `f`.
 
-    Tangents ẋ and cotangents ȳ are random and different on every rank; the product is the real
-    part of the conjugate one, as in PyTorch.
+    Tangents ẋ and cotangents ȳ are random and differ between ranks. The inner product is the real
+    part of the complex one, as in PyTorch.
 
     Parameters
     ----------
     f
-        Function of tensors or pytrees of them, with messages; every rank calls `dot_test`.
+        A function of tensors or of pytrees of tensors, with messages. Every rank calls `dot_test`.
     primals
-        Where `f` is differentiated.
+        The point at which `f` is differentiated.
     comm
-        The ranks over which the products are summed.
+        The communicator over which products are summed (default: the default communicator).
     seed
-        Of the random numbers.
+        The seed of the random numbers.
     rtol
-        Largest relative difference; default 1e3 times the machine epsilon of the coarsest dtype.
+        The largest relative difference (default: 1e3 times the machine epsilon of the coarsest
+        dtype).
 
     Raises
     ------
     AssertionError
         On every rank, with both products.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import mpigrad.torch as mg
+    >>> result = mg.dot_test(lambda x: mg.allreduce(x) ** 2, torch.tensor([1.0, 2.0]))
+    >>> result.error < 1e-3
+    True
     """
     comm = resolve(comm)
     generator = np.random.default_rng([seed, comm.rank])
@@ -267,13 +294,14 @@ def dot_test(
         limit = max(comm.mpi.allgather(1e3 * max(eps, default=0.0)))
     if not error <= limit:
         raise AssertionError(
-            f"dot test failed: <F x', y'> = {everywhere[0]}, <x', F^T y'> = {everywhere[1]}, "
-            f"relative difference {error:.2e} > {limit:.1e} over {comm.size} ranks"
+            f"dot_test: <F x', y'> = {everywhere[0]} and <x', F^T y'> = {everywhere[1]} differ by "
+            f"{error:.2e} > {limit:.1e} (relative) over {comm.size} ranks. Check the backward and "
+            "forward derivatives of f."
         )
     return DotTest(complex(everywhere[0]), complex(everywhere[1]), float(error))
 
 
 def _products(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """The inner product, and the sum of the absolute values of its terms."""
+    """Return the inner product, and the sum of the absolute values of its terms."""
     terms = _flat(a) * _flat(b)
     return float(terms.sum()), float(np.abs(terms).sum())

@@ -1,8 +1,27 @@
-"""Training on all ranks: one interface for PyTorch modules and JAX pytrees, several strategies."""
+"""Training on all ranks: one interface for PyTorch modules and JAX pytrees, several strategies.
+
+Examples
+--------
+>>> import numpy as np
+>>> import optax
+>>> from mpigrad import training
+>>> x = np.linspace(0, 1, 32)
+>>> loss = lambda params, x, y: ((params["a"] * x - y) ** 2).mean()
+>>> trainer = training.trainer({"a": np.float32(0.0)}, optax.sgd(1.0), loss)
+>>> batches = training.Batches(32, 8, epochs=20, take=lambda i: (x[i], 3 * x[i]))
+>>> history = trainer.run(batches)
+>>> print(len(history.records), round(float(trainer.model["a"]), 3))
+80 3.0
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
 
 from mpigrad.training.batches import Batches
-from mpigrad.training.flat_buffer import Flat, Parameter
-from mpigrad.training.history import History, Record, Span
+from mpigrad.training.flat_buffer import FlatBuffer, Parameter
+from mpigrad.training.history import History, Span, StepRecord
 from mpigrad.training.local import LocalSGD
 from mpigrad.training.metrics import mean
 from mpigrad.training.replica import Replica
@@ -13,20 +32,35 @@ from mpigrad.training.trainer import Trainer, trainer
 
 __all__ = [
     "Batches",
-    "Flat",
+    "FlatBuffer",
     "History",
     "LocalSGD",
     "Parameter",
     "ParameterServer",
-    "Record",
     "Replica",
     "Run",
     "Session",
     "Span",
     "StepError",
+    "StepRecord",
     "Strategy",
     "Synchronous",
     "Trainer",
     "mean",
     "trainer",
 ]
+
+_RENAMED = {"Flat": FlatBuffer, "Record": StepRecord}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        warnings.warn(
+            f"mpigrad.training.{name} is now called mpigrad.training.{new.__name__}. Use the new "
+            "name: the old one works in this release only.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return new
+    raise AttributeError(f"module {__name__!r} does not have the attribute {name!r}")

@@ -1,10 +1,10 @@
-"""The sum of flat arrays over ranks, in buckets, beside other work.
+"""Sums of flat buffers over ranks, in buckets, overlapped with computation.
 
-Each rank owns a part of every bucket: it gets the other ranks' numbers of its part, adds them in
-the order of the ranks, and gives the sum to all. So every rank has the same bits. Messages are
-persistent point-to-point requests: ranks may begin buckets in different orders. Between ranks of
-one host they carry no numbers: the owner reads the others' where they lie, and writes the sum
-there.
+Each rank owns a part of every bucket. It receives the other ranks' numbers of its part, adds them
+in the order of ranks, and sends the sum to all ranks. So every rank has the same bits. Messages are
+persistent point-to-point requests, because ranks may begin buckets in different orders. Between
+ranks of one host the messages are empty: the owner reads the other ranks' memory, and writes the
+sum into it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpigrad.communicator import Communicator, waiting
-from mpigrad.training.flat_buffer import Flat
+from mpigrad.training.flat_buffer import FlatBuffer
 from mpigrad.training.history import Span
 from mpigrad.training.memory import Memory
 from mpigrad.training.summation import combine, scale
@@ -34,26 +34,26 @@ _SHOWN = 5  # parameters that an error names
 
 
 class Exchange:
-    """Sums of all numbers in a flat array, weighted, over the ranks of a communicator.
+    """Weighted means of flat buffers over the ranks of a communicator.
 
     Parameters
     ----------
     flat
-        Each rank's numbers, already multiplied by its weight; then their sum divided by the sum of
-        weights.
+        On entry each rank's numbers, multiplied by its weight. On return their sum divided by the
+        sum of weights.
     comm
-        A communicator on which nobody else sends meanwhile.
+        A communicator without other messages during a sum.
     bucket, first_bucket
-        Sizes of buckets, MiB of numbers as they travel.
+        Sizes of buckets in MiB of numbers as they are sent.
     compression
-        The dtype in which numbers travel; their own if None.
+        The dtype in which numbers are sent, or None for their own.
     weigh
-        Whether the numbers are yet to be multiplied by their rank's weight.
+        True if the numbers are not yet multiplied by their rank's weight.
     """
 
     def __init__(
         self,
-        flat: Flat,
+        flat: FlatBuffer,
         comm: Communicator,
         bucket: float,
         first_bucket: float,
@@ -66,7 +66,7 @@ class Exchange:
         self.spans: list[Span] = []
         self.seconds = 0.0  # in this object, since `begin`
         self.square = 0.0  # this rank's part of the squared two-norm of the result
-        self._spoiled: list[tuple[_Bucket, list[tuple[int, list[int]]]]] = []
+        self._nonfinite: list[tuple[_Bucket, list[tuple[int, list[int]]]]] = []
         self._buckets: list[_Bucket] = []
         travelling = self._travelling(self._compression)
         for section, numbers in enumerate(flat.sections):
@@ -87,11 +87,11 @@ class Exchange:
                     )
                 )
                 start = stop
-        # They are MPI's: nobody else gives them back when this object is forgotten.
+        # MPI does not free persistent requests when their Python objects are deleted.
         requests = [request for b in self._buckets for request in b.all_requests]
         self._free = weakref.finalize(self, _free, requests)
         self._free.atexit = False
-        # Which buckets a parameter lies in.
+        # For each parameter the buckets that hold it.
         self._of: list[list[_Bucket]] = []
         for section, start, stop in flat.places:
             self._of.append(
@@ -109,15 +109,15 @@ class Exchange:
                 self._parameters[b.number] += 1
         self._missing: list[int] = []
         self._going: list[_Bucket] = []
-        self._mine, self._all = np.zeros(3), np.zeros((comm.size, 3))
-        self._told = MPI.REQUEST_NULL
+        self._header, self._all = np.zeros(3), np.zeros((comm.size, 3))
+        self._request = MPI.REQUEST_NULL
         self._scale: float | None = None
 
     def _travelling(self, compression: str | None) -> list[list[NDArray[Any] | None]]:
-        """For each section every rank's numbers as they travel; None on another host."""
+        """Return each section as every rank sends it, or None for ranks on another host."""
         flat = self.flat
         if compression is None:
-            memories = flat.memory.of_all(self.comm)
+            memories = flat.memory.map_all(self.comm)
             return [
                 [None if m is None else flat.section_of(m, section) for m in memories]
                 for section in range(len(flat.sections))
@@ -128,7 +128,7 @@ class Exchange:
         for section, kind in zip(flat.sections, kinds, strict=True):
             ends.append(ends[-1] + -(-section.size * kind.itemsize // 64) * 64)
         self._packed = Memory(ends[-1])
-        memories = self._packed.of_all(self.comm)
+        memories = self._packed.map_all(self.comm)
         return [
             [
                 None if m is None else m[start:][: section.size * kind.itemsize].view(kind)
@@ -138,7 +138,7 @@ class Exchange:
         ]
 
     def close(self) -> None:
-        """Give the requests back."""
+        """Free the requests."""
         self._free()
 
     # ---- one sum ----
@@ -146,24 +146,28 @@ class Exchange:
     def begin(self, weight: float, ended: bool = False, mark: float = 0.0) -> None:
         """Begin a sum in which this rank's numbers have this weight (collective).
 
-        `ended` says that this rank has nothing to add, now or later; `mark` is a number that ranks
-        show each other.
+        Parameters
+        ----------
+        ended
+            True if this rank has nothing to add, now or later.
+        mark
+            A number that all ranks receive from `weights`.
         """
         self.spans, self.seconds, self.square = [], 0.0, 0.0
-        self._spoiled = []
+        self._nonfinite = []
         self._missing = list(self._parameters)
         self._going, self._scale = [], None
-        self._mine[:] = weight, ended, mark
+        self._header[:] = weight, ended, mark
         start = time.perf_counter()
-        self._told = self.comm.mpi.Iallgather(self._mine, self._all)
+        self._request = self.comm.mpi.Iallgather(self._header, self._all)
         self.seconds += time.perf_counter() - start
 
     def weights(self) -> NDArray[np.float64]:
-        """(weight, whether it has ended, mark) of every rank, shape (ranks, 3); waits for them."""
+        """Wait for (weight, ended, mark) of every rank, shape (ranks, 3)."""
         if self._scale is None:
-            if not self._told.Test():
+            if not self._request.Test():
                 with waiting("trainer.step"):
-                    self._told.Wait()
+                    self._request.Wait()
             self._sum_weights()
         return self._all
 
@@ -172,7 +176,7 @@ class Exchange:
         self._scale = 1 / total if total > 0 else 0.0
 
     def ready(self, index: int) -> None:
-        """A parameter's numbers are in place; a bucket that they complete is sent."""
+        """Mark a parameter's numbers as complete, and send the buckets that are complete."""
         start = time.perf_counter()
         for bucket in self._of[index]:
             self._missing[bucket.number] -= 1
@@ -182,12 +186,12 @@ class Exchange:
         self.seconds += time.perf_counter() - start
 
     def finish(self) -> None:
-        """Send what has not been sent, and wait for the whole sum (collective)."""
+        """Send the remaining buckets and wait for the whole sum (collective)."""
         start = time.perf_counter()
-        # As a collective: a rank that has left the program is found missing at once.
+        # Declared as a collective, so that the watchdog sees at once a rank that has ended.
         with waiting("trainer.step", self.comm.slot):
             if self._scale is None:
-                self._told.Wait()
+                self._request.Wait()
                 self._sum_weights()
             for bucket in self._buckets:
                 if self._missing[bucket.number] > 0:
@@ -211,11 +215,11 @@ class Exchange:
             if bucket.collecting and bucket.test():
                 self.weights()
                 assert self._scale is not None
-                spoiled: list[tuple[int, list[int]]] = []
+                nonfinite: list[tuple[int, list[int]]] = []
                 factors = self._all[:, 0].tolist() if self._weigh else None
-                self.square += bucket.add(self._scale, spoiled, factors)
-                if spoiled:
-                    self._spoiled.append((bucket, spoiled))
+                self.square += bucket.add(self._scale, nonfinite, factors)
+                if nonfinite:
+                    self._nonfinite.append((bucket, nonfinite))
             if not bucket.collecting and bucket.test():
                 bucket.finish()
                 self.spans.append(
@@ -228,38 +232,50 @@ class Exchange:
     # ---- its size ----
 
     def norm(self, squares: NDArray[np.float64], what: str) -> float:
-        """The two-norm of the result, from every rank's `square` (collective).
+        """Return the two-norm of the result from every rank's `square` (collective).
+
+        Parameters
+        ----------
+        squares
+            `square` of every rank.
+        what
+            The beginning of the error, for instance "trainer: the parameters are".
 
         Raises
         ------
         FloatingPointError
-            On every rank: a number is not finite. The error begins with `what`, and names
-            parameters and the ranks that these numbers come from. Or the norm's square is beyond
-            float64.
+            On every rank, if a number is not finite or the square of the norm overflows float64.
+            The error names the parameters, and the ranks from which these numbers come.
         """
         if np.isfinite(squares).all():
             return math.sqrt(math.fsum(squares))
-        spoiled: dict[str, set[int]] = {}
+        nonfinite: dict[str, set[int]] = {}
         for found in self.comm.mpi.allgather(self._named()):
             for name, ranks in found.items():
-                spoiled.setdefault(name, set()).update(ranks)
-        if not spoiled:  # squares overflow in the dtype of the numbers
+                nonfinite.setdefault(name, set()).update(ranks)
+        if not nonfinite:  # squares overflow in the dtype of the numbers
             square = math.fsum(self.comm.mpi.allgather(self._exact_square()))
             if math.isinf(square):
-                raise FloatingPointError(f"{what} too large: the sum of squares is beyond float64")
+                raise FloatingPointError(
+                    f"{what} too large: the sum of squares overflows float64. Use a smaller "
+                    "learning rate, or scale the loss."
+                )
             return math.sqrt(square)
-        said = [
+        names = [
             f"{name} (from rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))})"
-            for name, ranks in spoiled.items()
+            for name, ranks in nonfinite.items()
         ]
-        more = [f"{len(said) - _SHOWN} more parameters"] if len(said) > _SHOWN else []
-        how = f", as numbers of {self._compression}," if self._compression else ""
-        raise FloatingPointError(f"{what}{how} not finite: {', '.join(said[:_SHOWN] + more)}")
+        more = [f"{len(names) - _SHOWN} more parameters"] if len(names) > _SHOWN else []
+        how = f" (sent as {self._compression})" if self._compression else ""
+        raise FloatingPointError(
+            f"{what} not finite{how}: {', '.join(names[:_SHOWN] + more)}. Check the batch and the "
+            "loss, or use a smaller learning rate."
+        )
 
     def _named(self) -> dict[str, list[int]]:
-        """Parameters with numbers in this rank's parts that are not finite, and whose they are."""
+        """Return the parameters with non-finite numbers in this rank's parts, with their ranks."""
         found: dict[str, set[int]] = {}
-        for bucket, places in self._spoiled:
+        for bucket, places in self._nonfinite:
             section, start, _ = bucket.place
             for index, ranks in places:
                 at = start + bucket.parts[self.comm.rank].start + index
@@ -276,14 +292,14 @@ class Exchange:
 
 
 class _Bucket:
-    """A range of one section, its parts and its messages.
+    """A range of one section, with its parts and its messages.
 
     Parameters
     ----------
     memories
-        For each rank these numbers as they travel, where this rank can reach them; else None. A
-        message to or from such a rank has no bytes: it says that numbers can be read, or that the
-        sum has been written to where they were.
+        For each rank these numbers in its memory as it sends them, or None if this rank cannot map
+        that memory. Messages to and from a mapped rank are empty: they tell that the numbers can be
+        read, or that the sum has been written into the memory.
     """
 
     def __init__(
@@ -330,7 +346,7 @@ class _Bucket:
 
     def start(self, factor: float) -> None:
         self.begun, self.collecting = time.perf_counter(), True
-        if self.compressed:  # as means: sums of many samples' numbers are too big for 16 bits
+        if self.compressed:  # send means, because sums over many samples overflow 16 bits
             with np.errstate(over="ignore"):
                 scale(self.numbers, factor)
                 self.sent[:] = self.numbers
@@ -346,13 +362,13 @@ class _Bucket:
     def add(
         self,
         factor: float,
-        spoiled: list[tuple[int, list[int]]],
+        nonfinite: list[tuple[int, list[int]]],
         factors: list[float] | None,
     ) -> float:
-        """Make this rank's part of the sum, and send it; its squared two-norm."""
+        """Compute and send this rank's part of the sum, and return its squared two-norm."""
         factor = 1.0 if self.compressed else factor
         mine = self.sent[self.parts[self._rank]]
-        square = combine(self._pieces, factor, mine, self._copies, spoiled, factors)
+        square = combine(self._pieces, factor, mine, self._copies, nonfinite, factors)
         self.collecting = False
         MPI.Prequest.Startall(self._spread)
         return square

@@ -1,4 +1,4 @@
-"""Parameters, or their gradients, one after the other in one piece of memory."""
+"""Contiguous memory for all parameters of a model, or for their gradients."""
 
 from __future__ import annotations
 
@@ -14,15 +14,32 @@ from numpy.typing import NDArray
 from mpigrad.training.memory import Memory
 from mpigrad.training.summation import scale
 
-__all__ = ["HEADER", "Flat", "Parameter"]
+__all__ = ["HEADER", "FlatBuffer", "Parameter"]
 
 HEADER = 16  # numbers (float64) before the first section, free for a message's header
-_ALIGNMENT = 64  # bytes; that of XLA's own buffers, so that it can read sections where they are
+_ALIGNMENT = 64  # bytes, as for XLA's own buffers, so that XLA can read sections without a copy
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """Name, shape and dtype (as NumPy and ml_dtypes name it) of a trainable array."""
+    """The name, shape and dtype of a trainable array.
+
+    Attributes
+    ----------
+    name
+        A name that identifies the array in errors.
+    shape
+        Its shape.
+    dtype
+        The name of its dtype in NumPy or ml_dtypes, for instance "float32" or "bfloat16".
+
+    Examples
+    --------
+    >>> from mpigrad import training
+    >>> parameter = training.Parameter("weights", (3, 2), "complex64")
+    >>> print(parameter, parameter.numbers)
+    weights (complex64 (3, 2)) 12
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -30,51 +47,70 @@ class Parameter:
 
     @property
     def real(self) -> np.dtype[Any]:
-        """The dtype of its numbers; a complex one is a pair of real ones."""
+        """The dtype of its real numbers, of which a complex number has two."""
         dtype = jnp.dtype(self.dtype)
         return np.finfo(dtype).dtype if dtype.kind == "c" else dtype
 
     @property
     def numbers(self) -> int:
-        """How many real numbers it is."""
+        """The count of its real numbers."""
         return math.prod(self.shape) * (jnp.dtype(self.dtype).itemsize // self.real.itemsize)
 
     def __str__(self) -> str:
         return f"{self.name} ({self.dtype} {self.shape})"
 
 
-class Flat:
-    """One number for each of some parameters' numbers; zeros at first.
+class FlatBuffer:
+    """A contiguous buffer with an entry for each number of some parameters, initially zero.
 
     Parameters
     ----------
     parameters
-        What it holds.
+        The parameters.
     order
-        Their order in memory; as they come if not given. Parameters of one dtype lie together.
+        Their order in memory, as a permutation of their indices (default: the order of
+        `parameters`). Parameters of one dtype are adjacent.
 
     Attributes
     ----------
     memory
-        What it lies in: other ranks of the host can be shown it.
+        The memory, which other ranks of the host can map.
     message
-        All of the memory as one array of float64, to be sent as it is: the header, the sections,
-        and some bytes between them.
+        All of the memory as one array of float64 that can be sent: the header, the sections, and
+        padding between them.
     header
-        Its first `HEADER` numbers, for whoever sends it.
+        The first `HEADER` numbers of `message`, free for the sender.
     sections
-        An array of shape (n,) for each dtype, without holes.
+        An array of shape (n,) for each dtype, without gaps.
     arrays
         For each parameter its part of a section, in its shape and dtype.
     places
-        For each parameter (section, start, stop).
+        For each parameter the triple (section, start, stop).
+
+    Raises
+    ------
+    ValueError
+        If `order` is not a permutation of the indices of `parameters`.
+
+    Examples
+    --------
+    >>> from mpigrad import training
+    >>> a = training.Parameter("a", (2,), "float32")
+    >>> b = training.Parameter("b", (), "float32")
+    >>> buffer = training.FlatBuffer([a, b])
+    >>> buffer.arrays[1][...] = 3.0
+    >>> buffer.sections[0].tolist()
+    [0.0, 0.0, 3.0]
     """
 
     def __init__(self, parameters: Sequence[Parameter], order: Sequence[int] | None = None) -> None:
         self.parameters = tuple(parameters)
         self.order = tuple(range(len(self.parameters)) if order is None else order)
         if sorted(self.order) != list(range(len(self.parameters))):
-            raise ValueError(f"Flat: order={order} is none of {len(self.parameters)} parameters")
+            raise ValueError(
+                f"FlatBuffer: order must be a permutation of the indices of "
+                f"{len(self.parameters)} parameters, got {order}. Pass each index once."
+            )
         dtypes = list(dict.fromkeys(p.real for p in self.parameters))
         sizes = [sum(p.numbers for p in self.parameters if p.real == d) for d in dtypes]
         ends = HEADER * 8 + np.cumsum(
@@ -103,7 +139,7 @@ class Flat:
         )
 
     def multiply(self, factor: float) -> None:
-        """Multiply all numbers (see `scale`); by 0 all become 0, whatever they were."""
+        """Multiply all numbers by a factor. The factor 0 sets all to 0, also NaN."""
         for section in self.sections:
             if factor == 0:
                 section.fill(0)
@@ -111,17 +147,20 @@ class Flat:
                 scale(section, factor)
 
     def section_of(self, memory: NDArray[np.uint8], section: int) -> NDArray[Any]:
-        """The section where it lies in a memory like this one, such as another rank's."""
+        """Return the section in a memory with the layout of this one, such as another rank's."""
         mine = self.sections[section]
         offset = mine.ctypes.data - self.memory.bytes.ctypes.data
         return memory[offset : offset + mine.nbytes].view(mine.dtype)
 
     def parameter_at(self, section: int, index: int) -> Parameter:
-        """Whose number it is that lies there."""
+        """Return the parameter that an index of a section belongs to."""
         for parameter, (s, start, stop) in zip(self.parameters, self.places, strict=True):
             if s == section and start <= index < stop:
                 return parameter
-        raise IndexError(f"section {section} has no number {index}")
+        raise IndexError(
+            f"FlatBuffer.parameter_at: section {section} does not have the index {index}. Pass an "
+            "index within the section."
+        )
 
 
 def _rounded(size: int) -> int:

@@ -1,17 +1,33 @@
-"""What a training notes of each update."""
+"""The history of a training: one record for each update."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import math
+import warnings
 
-__all__ = ["History", "Record", "Span"]
+__all__ = ["History", "Span", "StepRecord"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Something that took from `start` to `end` (seconds of time.perf_counter), for a timeline."""
+    """An interval of a step, for a timeline.
+
+    Attributes
+    ----------
+    name
+        The activity, for instance "gradient" or "update".
+    start, end
+        Seconds of `time.perf_counter`.
+
+    Examples
+    --------
+    >>> from mpigrad import training
+    >>> span = training.Span("gradient", 1.0, 1.5)
+    >>> print(span.name, span.end - span.start)
+    gradient 0.5
+    """
 
     name: str
     start: float
@@ -19,31 +35,38 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
-    """One update of the parameters.
+class StepRecord:
+    """The record of one update of the parameters.
 
     Attributes
     ----------
     step
-        Updates so far, this one included: 1, 2, ...
+        Count of updates so far, including this one: 1, 2, ...
     loss
         Mean over the samples of all ranks, before the update.
     samples
-        Sum of the weights in this update: samples, unless the trainer was given another weight.
+        Sum of the weights in this update, which is the count of samples unless the trainer was
+        given another weight.
     seconds
-        Since the start, those of earlier runs included, what passed between runs left out; this
-        rank's clock.
+        Time since the start by this rank's clock. It includes earlier runs, but not the time
+        between runs.
     gradient_norm
-        Two-norm of the mean gradient over all parameters, before clipping; NaN where a strategy
-        does not know it.
+        Two-norm of the mean gradient over all parameters, before clipping. NaN if the strategy
+        does not compute it.
     communication
-        Seconds of this step that this rank spent on messages and on adding what they brought.
+        Seconds of this step that this rank spent on messages and on adding received numbers.
     exposed
-        The part of `communication` after its own gradient was computed: what overlap has not
-        hidden.
+        The part of `communication` after this rank's own gradient was computed, which overlap
+        does not hide.
     staleness
-        Of each gradient in this update, the updates since its parameters were read; empty where
-        all are 0.
+        For each gradient in this update, the count of updates since its parameters were read.
+        Empty if all are 0.
+
+    Examples
+    --------
+    >>> from mpigrad import training
+    >>> training.StepRecord(step=1, loss=0.5, samples=64.0, seconds=0.1).exposed
+    0.0
     """
 
     step: int
@@ -58,22 +81,41 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """All updates of a training, those of earlier runs that were saved included.
+    """All updates of a training, including saved updates of earlier runs.
 
     Attributes
     ----------
     records
-        In the order of their steps. Under a parameter server the server's; other ranks get them at
-        the end.
-    asked_to_end
-        With a checkpoint, a signal asked for the end before the batches had ended.
+        The records in the order of steps. With a parameter server, the server has them during the
+        run, and the other ranks get them at the end.
+    interrupted
+        True if a signal ended a run with a checkpoint before its batches ended.
+
+    Examples
+    --------
+    >>> from mpigrad import training
+    >>> record = training.StepRecord(1, 0.5, 64.0, 0.1, staleness=(0, 1))
+    >>> history = training.History((record,))
+    >>> history.interrupted, history.staleness
+    (False, {0: 1, 1: 1})
     """
 
-    records: tuple[Record, ...]
-    asked_to_end: bool = False
+    records: tuple[StepRecord, ...]
+    interrupted: bool = False
 
     @property
     def staleness(self) -> dict[int, int]:
-        """How many gradients had each staleness."""
+        """The count of gradients for each staleness."""
         counts = collections.Counter(s for record in self.records for s in record.staleness)
         return dict(sorted(counts.items()))
+
+    @property
+    def asked_to_end(self) -> bool:
+        """The old name of `interrupted`, which works in this release only."""
+        warnings.warn(
+            "History.asked_to_end is now called History.interrupted. Use the new name: the old one "
+            "works in this release only.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return self.interrupted

@@ -1,4 +1,4 @@
-"""A pytree of parameters and a transformation of optax as a replica."""
+"""A replica of a pytree of parameters and an optax transformation."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ import numpy as np
 from mpigrad.autodiff.transforms import grad
 from mpigrad.checkpoint.leaves import dtype_of, kind_of, local_shape, to_host, to_leaf
 from mpigrad.operations.jit import jit
-from mpigrad.training.flat_buffer import Flat, Parameter
+from mpigrad.training.flat_buffer import FlatBuffer, Parameter
 from mpigrad.training.replica import Batch, Replica
 
 __all__ = ["JaxReplica"]
 
 
 class JaxReplica(Replica):
-    """See `trainer`. Two programs are compiled: loss with gradient, and the optimizer's step.
+    """The replica of a pytree of parameters, see `trainer`.
 
-    The first one is compiled for each shape of a batch: uneven parts have two or three.
+    Two programs are compiled: loss with gradient, and the optimizer's step. The first program is
+    compiled for each shape of a batch. Uneven parts have two or three shapes.
     """
 
     def __init__(
@@ -35,20 +36,23 @@ class JaxReplica(Replica):
     ) -> None:
         if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
             raise TypeError(
-                "trainer: the optimizer of a pytree must be optax's, such as optax.adam(1e-3), not "
-                f"{optimizer!r}"
+                "trainer: expected an optax optimizer such as optax.adam(1e-3) for a pytree, got "
+                f"{optimizer!r}. Pass one of optax."
             )
         named = jax.tree.leaves_with_path(parameters)
         for path, leaf in named:
             dtype = getattr(leaf, "dtype", None)
             if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
                 raise TypeError(
-                    f"trainer: model{jax.tree_util.keystr(path)} is "
-                    f"{type(leaf).__name__ if dtype is None else f'of {dtype}'}; parameters are "
-                    "arrays of floating-point numbers: keep anything else in the loss"
+                    "trainer: expected floating-point arrays as parameters, got "
+                    f"{type(leaf).__name__ if dtype is None else dtype} at "
+                    f"model{jax.tree_util.keystr(path)}. Keep other values in the loss."
                 )
         if not named:
-            raise ValueError("trainer: the model holds no parameters")
+            raise ValueError(
+                "trainer: the model must hold at least one parameter, got an empty pytree. Pass a "
+                "pytree with arrays."
+            )
         self._parameters = _copied(parameters)
         self._structure = jax.tree.structure(parameters)
         super().__init__(
@@ -64,12 +68,13 @@ class JaxReplica(Replica):
             value = jnp.asarray(loss(parameters, *batch))
             if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
                 raise TypeError(
-                    "trainer: loss(params, *batch) must return one real number, the mean over the "
-                    f"batch's samples; it has returned {value.dtype} of shape {value.shape}"
+                    "trainer: loss(params, *batch) must return one real number, got "
+                    f"{value.dtype} of shape {value.shape}. Return the mean over the batch's "
+                    "samples."
                 )
             return value * weight.astype(value.dtype), value
 
-        # mpigrad's `grad`: each rank reverses its messages, also where its own loss is constant.
+        # mpigrad's `grad` reverses the messages of each rank, even if its own loss is constant.
         self._gradient = jit(grad(weighted, has_aux=True))
 
         def stepped(parameters: Any, state: Any, sections: Any) -> tuple[Any, Any]:
@@ -79,7 +84,7 @@ class JaxReplica(Replica):
             updates, state = optimizer.update(gradient, state, parameters)
             return optax.apply_updates(parameters, updates), state
 
-        # The old parameters' memory is used again: `model` gives copies away.
+        # The memory of the old parameters is reused, so `model` returns copies.
         self._stepped = jax.jit(stepped, donate_argnums=(0, 1))
         self._whole = jax.jit(lambda sections: self._tree(sections, self.values))
 
@@ -104,26 +109,26 @@ class JaxReplica(Replica):
             else:
                 np.copyto(place, np.asarray(leaves[index]))
             if ready is not None:
-                ready(index)  # one bucket is copied while another is under way
+                ready(index)  # one bucket is copied while another is sent
         return float(loss)
 
     def no_gradient(self) -> None:
         super().no_gradient()
-        self.unused = frozenset()  # an update by zeros is what one rank would make
+        self.unused = frozenset()  # one rank, too, would update with zeros
 
     def update(self, skip: frozenset[int] = frozenset()) -> None:
         self._parameters, self._state = self._stepped(
             self._parameters, self._state, self.gradients.sections
         )
-        # The program reads `gradients` where they are: it has to end before they are changed.
+        # The program reads the memory of `gradients`, so it must end before they change.
         jax.block_until_ready(self._parameters)
 
     def arrange(self, order: Sequence[int]) -> None:
         super().arrange(order)
         self._stepped.clear_cache()  # type: ignore[attr-defined]
 
-    def _tree(self, sections: Any, flat: Flat) -> Any:
-        """The pytree of arrays that lie in sections; traced."""
+    def _tree(self, sections: Any, flat: FlatBuffer) -> Any:
+        """Return the pytree of arrays that sections hold, while traced."""
         leaves = []
         for parameter, (section, start, stop) in zip(self.parameters, flat.places, strict=True):
             part = sections[section][start:stop]
@@ -140,7 +145,7 @@ class JaxReplica(Replica):
     def write(self) -> None:
         self._parameters = jax.block_until_ready(self._whole(self.values.sections))
 
-    # ---- what a replica needs to go on ----
+    # ---- state ----
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
@@ -150,8 +155,8 @@ class JaxReplica(Replica):
 
     def settings(self) -> dict[str, str]:
         lowered = self._stepped.lower(self._parameters, self._state, self.gradients.sections)
-        text = lowered.as_text()  # its numbers are constants of the program
-        return {"its update, compiled,": hashlib.sha256(text.encode()).hexdigest()[:16]}
+        text = lowered.as_text()  # which has the optimizer's settings as constants
+        return {"the compiled update": hashlib.sha256(text.encode()).hexdigest()[:16]}
 
     def state(self) -> bytes:
         file = io.BytesIO()
@@ -164,8 +169,8 @@ class JaxReplica(Replica):
         with np.load(io.BytesIO(state)) as found:
             if len(found.files) != len(like):
                 raise ValueError(
-                    f"trainer: the saved state has {len(found.files)} arrays, that of this model "
-                    f"and this optimizer {len(like)}"
+                    f"trainer: the saved state must have {len(like)} arrays for this model and "
+                    f"this optimizer, got {len(found.files)}. Use the saved model and optimizer."
                 )
             leaves = [
                 to_leaf(found[name].view(dtype_of(kind_of(leaf))).reshape(local_shape(leaf)), leaf)
@@ -175,5 +180,5 @@ class JaxReplica(Replica):
 
 
 def _copied(tree: Any) -> Any:
-    """A tree whose arrays share no memory with another one: it may be given away."""
+    """Copy a tree, so that its arrays do not share memory with the original."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)

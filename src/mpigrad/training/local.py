@@ -1,4 +1,4 @@
-"""Local SGD: ranks train on their own, and average their parameters now and then."""
+"""Local SGD: ranks train separately, and average their parameters at intervals."""
 
 from __future__ import annotations
 
@@ -13,48 +13,68 @@ import numpy as np
 
 from mpigrad.communicator import Communicator
 from mpigrad.training.exchange import Exchange
-from mpigrad.training.history import Record
+from mpigrad.training.history import StepRecord
 from mpigrad.training.replica import Batch, Replica
-from mpigrad.training.strategy import Run, Session, Strategy, fail, joined
+from mpigrad.training.strategy import Run, Session, Strategy, combined_wishes, raise_step_error
 
 __all__ = ["LocalRun", "LocalSGD"]
 
-_BUCKET = 4.0  # MiB; while one is added, the next is on its way
+_BUCKET = 4.0  # MiB, small enough that one bucket is added while the next is sent
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalSGD(Strategy):
-    """Every rank makes steps of its own; now and then all take their parameters' mean.
+    """Train each rank separately, and average the parameters of all ranks at intervals.
 
-    The mean is weighted by the samples that each rank has seen since the last one. Each rank keeps
-    the state of its optimizer (momentum, say) to itself (Stich, ICLR 2019, arXiv:1805.09767).
+    The mean is weighted by the count of samples that each rank has seen since the last mean. Each
+    rank has its own optimizer state, such as momentum (Stich, ICLR 2019, arXiv:1805.09767).
 
-    `Trainer.run` ends with a mean. By `Trainer.step` each `every`-th step ends with one; in between
-    the model is this rank's own, as are the records that `step` returns, which the history leaves
-    out. `run([])` takes the mean of the steps that are left.
+    `Trainer.run` ends with a mean. With `Trainer.step` every `every`-th step ends with a mean.
+    Between means each rank has its own model, and `step` returns the rank's own records, which are
+    not in the history. `run([])` averages the remaining steps.
 
     Attributes
     ----------
     every
-        Steps between means. With 1 and plain SGD it is `Synchronous`, to rounding.
+        Count of steps between means. `every=1` with plain SGD equals `Synchronous` to rounding.
+
+    Raises
+    ------
+    ValueError
+        If `every` is less than 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import optax
+    >>> from mpigrad import training
+    >>> x = np.linspace(0, 1, 32)
+    >>> loss = lambda params, x, y: ((params["a"] * x - y) ** 2).mean()
+    >>> strategy = training.LocalSGD(every=4)
+    >>> trainer = training.trainer({"a": np.float32(0.0)}, optax.sgd(1.0), loss, strategy)
+    >>> history = trainer.run(training.Batches(32, 8, epochs=20, take=lambda i: (x[i], 3 * x[i])))
+    >>> [record.step for record in history.records[:3]]
+    [4, 8, 12]
     """
 
     every: int = 8
 
     def __post_init__(self) -> None:
         if operator.index(self.every) < 1:
-            raise ValueError(f"LocalSGD: every={self.every} must be at least 1")
+            raise ValueError(
+                f"LocalSGD: every must be at least 1, got {self.every}. Pass a positive count."
+            )
 
     def start(self, replica: Replica, comm: Communicator) -> LocalRun:
         return LocalRun(self, replica, comm)
 
 
-# What ranks tell each other before a mean.
+# The columns of the ranks' reports before a mean.
 _WEIGHT, _LOSS, _STEPS, _ENDED, _FAILED = range(5)
 
 
 class LocalRun(Run):
-    """A training by local steps: a record, and a word about the end, after each mean."""
+    """A training by local steps, with a record and a decision about the end after each mean."""
 
     keeps_state = True  # the optimizers' states differ
 
@@ -81,11 +101,11 @@ class LocalRun(Run):
             if record is None:
                 return
             session.note(record)
-            if session.attentive and session.act(joined(self.comm, session.wishes())):
+            if session.attentive and session.act(combined_wishes(self.comm, session.wishes())):
                 return
 
-    def step(self, batch: Batch) -> Record:
-        """One local step; each `every`-th is a mean as well, whose record is that of all ranks."""
+    def step(self, batch: Batch) -> StepRecord:
+        """Make a local step, after every `every`-th of which all ranks average."""
         error, loss = None, math.nan
         try:
             loss = self._local_step(batch)
@@ -93,7 +113,7 @@ class LocalRun(Run):
             error = raised
         if error is None and self._steps < self._every:
             weight = self.replica.weight(batch)
-            return Record(self.step_number + self._steps, loss, weight, self.clock())
+            return StepRecord(self.step_number + self._steps, loss, weight, self.clock())
         record = self._mean(error, ended=False)
         assert record is not None
         return record
@@ -101,8 +121,8 @@ class LocalRun(Run):
     def state(self) -> None:
         if self._steps:
             raise ValueError(
-                f"LocalSGD: save after a mean, not {self._steps} steps behind one: every "
-                f"{self._every} steps the parameters are those of all ranks"
+                f"LocalSGD: a save needs the mean of all ranks, but {self._steps} steps were made "
+                f"since the last mean. Save after a multiple of {self._every} steps."
             )
 
     def load(self, state: Any) -> None:
@@ -118,31 +138,36 @@ class LocalRun(Run):
         self._steps += 1
         return loss
 
-    def _mean(self, error: Exception | None, ended: bool) -> Record | None:
-        """The parameters' mean; None where all batches have ended, and no step has been made."""
+    def _mean(self, error: Exception | None, ended: bool) -> StepRecord | None:
+        """Average the parameters, or return None if all batches have ended and no step was made."""
         begun = time.perf_counter()
         mine = np.array([self._weight, self._loss, self._steps, ended, error is not None])
-        told = np.empty((self.comm.size, mine.size))
-        self.comm.mpi.Allgather(mine, told)
-        if told[:, _FAILED].any():  # the steps of the others count: all meet at the next mean
-            fail(self.comm, error)
-        if told[:, _ENDED].all() and not told[:, _STEPS].any():
+        reports = np.empty((self.comm.size, mine.size))
+        self.comm.mpi.Allgather(mine, reports)
+        if reports[:, _FAILED].any():  # other ranks keep their steps until the next mean
+            raise_step_error(self.comm, error)
+        if reports[:, _ENDED].all() and not reports[:, _STEPS].any():
             return None
-        # Whatever is raised from here on, all ranks raise it, and begin a new interval.
+        # All ranks raise any error from here on, and begin a new interval.
         self._steps, self._weight, self._loss = 0, 0.0, 0.0
-        total = math.fsum(told[:, _WEIGHT])
+        total = math.fsum(reports[:, _WEIGHT])
         if not total > 0:
-            raise ValueError("trainer: the batches of all ranks are empty (of weight 0)")
-        step = self.step_number + int(told[:, _STEPS].max())
+            raise ValueError(
+                "trainer: the batches of all ranks are empty (weight 0). Leave out empty batches."
+            )
+        step = self.step_number + int(reports[:, _STEPS].max())
         if self.comm.size > 1:
             self._average(step, mine[_WEIGHT] / total)
         elif not math.isfinite(mine[_LOSS]):
-            raise FloatingPointError(f"trainer: after step {step} the loss is {mine[_LOSS]}")
+            raise FloatingPointError(
+                f"trainer: after step {step} the loss is {mine[_LOSS]}. Use a smaller learning "
+                "rate."
+            )
         self.step_number = step
         spent = time.perf_counter() - begun
-        return Record(
+        return StepRecord(
             step=self.step_number,
-            loss=math.fsum(told[:, _LOSS]) / total,
+            loss=math.fsum(reports[:, _LOSS]) / total,
             samples=total,
             seconds=self.clock(),
             communication=spent,

@@ -23,17 +23,17 @@ _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 class Memory:
-    """Zeros, in a file without a name where the system has such.
+    """Zero-initialised memory, in an anonymous file if the system has `memfd_create`.
 
     Parameters
     ----------
     size
-        In bytes; at least 16 are taken.
+        Size in bytes, at least 16.
 
     Attributes
     ----------
     bytes
-        Shape (max(size, 16),); it begins at a page.
+        The memory, shape (max(size, 16),), aligned to a page.
     """
 
     bytes: NDArray[np.uint8]
@@ -45,14 +45,15 @@ class Memory:
             weakref.finalize(self, os.close, self._file)
             os.ftruncate(self._file, size)
             self.bytes = _mapped(self._file, size)
-        except (AttributeError, OSError):  # no such system: for this rank alone
+        except (AttributeError, OSError):  # no memfd_create: memory of this rank only
             self._file = -1
             self.bytes = np.zeros(size, np.uint8)
 
-    def of_all(self, comm: Communicator) -> list[NDArray[np.uint8] | None]:
-        """Every rank's memory as this rank may use it; None of a rank on another host (collective).
+    def map_all(self, comm: Communicator) -> list[NDArray[np.uint8] | None]:
+        """Map every rank's memory, or None for ranks on another host (collective).
 
-        All ranks' have this size. Two ranks see each other's memory, or neither does.
+        The memories of all ranks have the same size. Two ranks map each other's memory, or neither
+        does.
         """
         before = self.bytes[:_TOKEN].copy()
         token = uuid.uuid4().bytes
@@ -66,7 +67,7 @@ class Memory:
             elif there == boot and file >= 0 and self._file >= 0:
                 found[rank] = _opened(process, file, self.bytes.size, expected)
         seen = comm.mpi.allgather([memory is not None for memory in found])
-        self.bytes[:_TOKEN] = before  # all have looked
+        self.bytes[:_TOKEN] = before  # all ranks have read the token
         return [m if seen[rank][comm.rank] else None for rank, m in enumerate(found)]
 
 

@@ -1,4 +1,4 @@
-"""Numbers of all ranks as one."""
+"""Means of metrics over ranks."""
 
 from __future__ import annotations
 
@@ -14,26 +14,33 @@ __all__ = ["mean"]
 
 
 def mean(values: Any, weight: float, comm: Communicator | None = None) -> Any:
-    """The mean over ranks of a pytree of numbers, each rank's weighted (collective).
+    """Return the weighted mean over ranks of a pytree of numbers (collective).
 
     Parameters
     ----------
     values
-        A number, or a pytree of them, such as {"loss": ..., "accuracy": ...}: means over this
-        rank's samples. Where the weight is 0 they may be anything (NaN, of no samples).
+        A number, or a pytree of numbers such as {"loss": ..., "accuracy": ...}, with the means
+        over this rank's samples. They are ignored if the weight is 0, and may then be NaN.
     weight
-        Usually this rank's number of samples.
+        The weight of this rank, usually its count of samples.
     comm
-        The ranks; all of them if not given.
+        The communicator (default: the default communicator).
 
     Returns
     -------
-    A tree of floats, equal on all ranks bit for bit.
+    A tree of floats, the same on all ranks bit for bit.
 
     Raises
     ------
     ValueError, TypeError
-        On every rank: a weight is negative or not finite, all are zero, or trees differ.
+        On every rank, if a weight is negative or not finite, if all weights are zero, or if the
+        structures of the trees differ between ranks.
+
+    Examples
+    --------
+    >>> from mpigrad import training
+    >>> training.mean({"loss": 0.5}, weight=100)
+    {'loss': 0.5}
     """
     comm = resolve(comm)
     leaves: list[float] = []
@@ -41,17 +48,23 @@ def mean(values: Any, weight: float, comm: Communicator | None = None) -> Any:
         leaves = [float(leaf) for leaf in jax.tree.leaves(values)]
         structure = jax.tree.structure(values)
         if not 0 <= weight < math.inf:
-            raise ValueError(f"mean: weight={weight} must be finite, and not negative")
+            raise ValueError(
+                f"mean: weight must be finite and not negative, got {weight} on rank {comm.rank}. "
+                "Pass this rank's count of samples."
+            )
     everybody = comm.mpi.allgather((float(weight), str(structure), leaves))
     if any(text != everybody[0][1] for _, text, _ in everybody):
-        rank = next(r for r, told in enumerate(everybody) if told[1] != everybody[0][1])
+        rank = next(r for r, report in enumerate(everybody) if report[1] != everybody[0][1])
         raise ValueError(
-            f"mean: rank 0 has {everybody[0][1]}, rank {rank} {everybody[rank][1]}; give trees of "
-            "one structure on all ranks"
+            f"mean: the structure of values must be the same on all ranks, got {everybody[0][1]} "
+            f"on rank 0 and {everybody[rank][1]} on rank {rank}. Pass the same structure on all "
+            "ranks."
         )
     total = math.fsum(w for w, _, _ in everybody)
     if not total > 0:
-        raise ValueError("mean: the weights of all ranks are zero")
+        raise ValueError(
+            "mean: the weights of all ranks are zero. Pass a positive weight on a rank at least."
+        )
     means = [
         math.fsum(w * numbers[i] for w, _, numbers in everybody if w > 0) / total
         for i in range(len(leaves))

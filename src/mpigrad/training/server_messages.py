@@ -1,4 +1,4 @@
-"""What a parameter server and its workers send each other: one flat buffer for each message."""
+"""The messages between a parameter server and its workers: one flat buffer for each message."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from typing import Any
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, waiting
-from mpigrad.training.flat_buffer import Flat
+from mpigrad.training.flat_buffer import FlatBuffer
 from mpigrad.training.strategy import Session, StepError
 
-__all__ = ["OVER", "Arrival", "Channel", "Failure", "Kind", "act"]
+__all__ = ["OVER", "Arrival", "Channel", "Kind", "RemoteError", "act"]
 
-OVER = 1 << 16  # beside a session's wishes: the training is over
-_AWAKE = 2e-4  # seconds for which one who waits keeps its processor
+OVER = 1 << 16  # a bit besides those of a session's wishes: the training is over
+_AWAKE = 2e-4  # seconds of busy waiting before the thread sleeps
 
 
 class Kind(enum.IntEnum):
-    """What a message is; MPI's tag. The numbers are those of its header."""
+    """The kind of a message, which is its MPI tag. Comments list the numbers of its header."""
 
-    GRADIENT = 1  # its version, the batch's weight and mean loss, what the worker wishes
-    UNUSED = 2  # parameters that the worker's gradients do not depend on from now on
-    DONE = 3  # the worker has no more batches
-    FAILED = 4  # an error, of a worker or of the server
-    PARAMETERS = 5  # their version, and bits of what all ranks do next
+    GRADIENT = 1  # its version, the batch's weight and mean loss, the worker's wishes
+    UNUSED = 2  # parameters on which the worker's losses do not depend from now on
+    DONE = 3  # the end of the worker's batches
+    FAILED = 4  # an error of a worker or of the server
+    PARAMETERS = 5  # their version, and the bits of the next action of all ranks
 
 
 def act(then: int, session: Session) -> bool:
-    """Do what the server wants of all ranks (collective); whether the training is over."""
-    wishes = then & ~OVER  # of the last update, too: its callback may have failed
+    """Do the server's action on all ranks (collective), and return True if training is over."""
+    wishes = then & ~OVER  # also after the last update, because its callback may have failed
     return (wishes > 0 and session.act(wishes)) or then & OVER > 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Failure:
-    """An error on its way to other ranks, where its type need not be known."""
+class RemoteError:
+    """An error that is sent to other ranks, on which its type may not exist."""
 
     rank: int
     kind: str
@@ -48,12 +48,12 @@ class Failure:
     traceback: str
 
     @classmethod
-    def of(cls, error: BaseException, rank: int) -> Failure:
+    def of(cls, error: BaseException, rank: int) -> RemoteError:
         text = "".join(traceback.format_exception(error))
         return cls(rank, type(error).__name__, str(error), text)
 
     def error(self) -> Exception:
-        """What other ranks raise."""
+        """Return the exception that other ranks raise."""
         kind = FloatingPointError if self.kind == "FloatingPointError" else StepError
         return kind(f"rank {self.rank} has failed: {self}")
 
@@ -63,14 +63,14 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A message that is there, and has to be received.
+    """A message that has arrived, and must be received.
 
     Attributes
     ----------
     kind, source
-        MPI's tag and the rank that sent it.
+        The MPI tag and the rank of the sender.
     size
-        Bytes.
+        Size in bytes.
     """
 
     kind: Kind
@@ -78,18 +78,18 @@ class Arrival:
     size: int
     message: MPI.Message
 
-    def into(self, flat: Flat) -> None:
-        """Receive it; a header alone leaves the rest as it is."""
+    def into(self, flat: FlatBuffer) -> None:
+        """Receive the message into a buffer, of which a header alone changes only the header."""
         self.message.Recv([flat.message, MPI.DOUBLE])
 
     def content(self) -> Any:
-        """Receive what `Channel.tell` has sent."""
+        """Receive an object that `Channel.send_object` sent."""
         raw = bytearray(self.size)
         self.message.Recv([raw, MPI.BYTE])
         return pickle.loads(raw)
 
     def drop(self) -> None:
-        """Receive it, and forget it."""
+        """Receive the message and discard it."""
         self.message.Recv([bytearray(self.size), MPI.BYTE])
 
 
@@ -99,10 +99,10 @@ class Channel:
     def __init__(self, comm: Communicator) -> None:
         self._mpi = comm.mpi
 
-    def send(self, flat: Flat, kind: Kind, *ranks: int, whole: bool = True) -> None:
-        """Send a header, and what follows it, to some ranks at once.
+    def send(self, flat: FlatBuffer, kind: Kind, *ranks: int, whole: bool = True) -> None:
+        """Send a buffer, or its header only, to some ranks at once.
 
-        When it returns, the memory may be changed.
+        The memory may be changed after the call.
         """
         message = flat.message if whole else flat.header
         with waiting(f"sending {kind.name.lower()} in training"):
@@ -110,16 +110,16 @@ class Channel:
                 [self._mpi.Isend([message, MPI.DOUBLE], rank, kind) for rank in ranks]
             )
 
-    def tell(self, content: Any, kind: Kind, rank: int) -> None:
-        """Send something small, as a pickle."""
+    def send_object(self, content: Any, kind: Kind, rank: int) -> None:
+        """Send a small object as a pickle."""
         with waiting(f"sending {kind.name.lower()} in training"):
             self._mpi.Send([pickle.dumps(content), MPI.BYTE], rank, kind)
 
     def poll(self, source: int = MPI.ANY_SOURCE) -> Arrival | None:
-        """The next message, if one is there.
+        """Return the next message if one has arrived.
 
-        A matched probe tells who has sent it and how long it is, before anything is received, and
-        takes it out of the reach of other receives; messages of one sender come in their order.
+        A matched probe gives the sender and the size before the message is received, and no other
+        receive can take the message. Messages of one sender arrive in order.
         """
         status = MPI.Status()
         message = self._mpi.Improbe(source, MPI.ANY_TAG, status)
@@ -128,7 +128,7 @@ class Channel:
         return Arrival(Kind(status.tag), status.source, status.Get_count(MPI.BYTE), message)
 
     def wait(self, what: str, source: int = MPI.ANY_SOURCE, *, unlimited: bool = False) -> Arrival:
-        """The next message; `unlimited`: however long that takes."""
+        """Wait for the next message, if `unlimited` without the time limit of the watchdog."""
         arrival = self.poll(source)
         if arrival is None:
             with waiting(what, unlimited=unlimited):
@@ -137,9 +137,9 @@ class Channel:
         return arrival
 
     def poll_for(self, seconds: float, source: int = MPI.ANY_SOURCE) -> Arrival | None:
-        """The next message, if one comes in time.
+        """Return the next message if one arrives in time.
 
-        Who waits for long leaves the processor to those who compute.
+        A long wait sleeps, so that other processes can use the processor.
         """
         start = time.monotonic()
         while (arrival := self.poll(source)) is None:

@@ -1,4 +1,4 @@
-"""What a save of a training holds, and how it is read again."""
+"""The contents of a save of a training, written and restored."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from numpy.typing import NDArray
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
-from mpigrad.training.history import Record
+from mpigrad.training.history import StepRecord
 from mpigrad.training.replica import Replica
 from mpigrad.training.replica_sync import bcast_bytes
 from mpigrad.training.strategy import Run
 
-__all__ = ["LAYOUT", "about", "check", "like", "own", "restore", "tree"]
+__all__ = ["LAYOUT", "check", "local_parts", "metadata", "rank_parts", "restore", "unwrap"]
 
 Bytes = NDArray[np.uint8]
 Tree = dict[str, Bytes]
 
-LAYOUT = True  # every leaf: each rank's bytes, one rank after the other
+LAYOUT = True  # the layout of every leaf: the bytes of all ranks, concatenated
 _LEAVES = ("replica", "random", "batches")
 
 
-def tree(replica: Replica, run: Run, position: dict[str, Any] | None) -> Tree:
-    """This rank's part of a save; `position` is that of its batches."""
+def rank_parts(replica: Replica, run: Run, position: dict[str, Any] | None) -> Tree:
+    """Return this rank's part of a save, with the position of its batches."""
     parts = {
         "replica": replica.state() if run.keeps_state else b"",
         "random": replica.random_state(),
@@ -36,10 +36,10 @@ def tree(replica: Replica, run: Run, position: dict[str, Any] | None) -> Tree:
     return {name: np.frombuffer(part, np.uint8) for name, part in parts.items()}
 
 
-def about(
+def metadata(
     parts: Tree, replica: Replica, run: Run, comm: Communicator, strategy: str, records: Any
 ) -> dict[str, Any]:
-    """What is saved beside the parts (collective): whose they are, and how long."""
+    """Return the metadata of a save (collective): model, strategy, history and sizes of parts."""
     state: Any = None
     with raise_on_all_ranks(comm):
         state = run.state()
@@ -55,32 +55,42 @@ def about(
     }
 
 
-def own(extra: Any) -> Any:
-    """What `about` gave, also in a save that a `Checkpoint` has made."""
+def unwrap(extra: Any) -> Any:
+    """Return the metadata of a save, also if a `Checkpoint` wrapped them."""
     return extra["extra"] if isinstance(extra, dict) and "about" in extra else extra
 
 
 def check(extra: Any, replica: Replica, strategy: str, where: Any) -> None:
-    """Raise a ValueError unless a save is of this model and this strategy."""
+    """Raise a ValueError unless a save belongs to this model and this strategy."""
     if not (isinstance(extra, dict) and "training" in extra):
-        raise ValueError(f"trainer: {where} holds no training")
+        raise ValueError(
+            f"trainer: {where} is not a save of a training. Pass a directory that Trainer.save "
+            "wrote."
+        )
     if extra["strategy"] != strategy:
         raise ValueError(
-            f"trainer: {where} is of a training by {extra['strategy']}, not by {strategy}"
+            f"trainer: {where} is a save of a training by {extra['strategy']}, but this trainer "
+            f"uses {strategy}. Use the strategy of the save."
         )
     here = [str(parameter) for parameter in replica.parameters]
     for a, b in zip(extra["parameters"], here, strict=False):
         if a != b:
-            raise ValueError(f"trainer: {where} is of another model: it has {a}, here is {b}")
+            raise ValueError(
+                f"trainer: {where} is a save of another model: it has {a}, this model has {b}. "
+                "Build the saved model."
+            )
     if len(extra["parameters"]) != len(here):
         raise ValueError(
-            f"trainer: {where} is of another model: it has {len(extra['parameters'])} parameters, "
-            f"here are {len(here)}"
+            f"trainer: {where} is a save of another model: it has {len(extra['parameters'])} "
+            f"parameters, this model has {len(here)}. Build the saved model."
         )
 
 
-def like(extra: Any, comm: Communicator) -> Tree:
-    """What this rank reads: its own parts; all of them on rank 0, if other ranks wrote them."""
+def local_parts(extra: Any, comm: Communicator) -> Tree:
+    """Return empty arrays for the parts that this rank reads.
+
+    A rank reads its own parts. If another count of ranks wrote the save, rank 0 reads all parts.
+    """
     found = {}
     for name, sizes in extra["sizes"].items():
         size = sizes[comm.rank] if len(sizes) == comm.size else sum(sizes) * (comm.rank == 0)
@@ -90,13 +100,13 @@ def like(extra: Any, comm: Communicator) -> Tree:
 
 def restore(
     parts: Tree, extra: Any, replica: Replica, run: Run, comm: Communicator
-) -> tuple[tuple[Record, ...], dict[str, Any] | None]:
-    """Go on from what was read (collective); the records, and the position of the batches."""
+) -> tuple[tuple[StepRecord, ...], dict[str, Any] | None]:
+    """Restore the replica and the run (collective) and return records and position of batches."""
     sizes = extra["sizes"]
     same = len(sizes["replica"]) == comm.size
     own = parts["replica"].tobytes()
     first = own[: sizes["replica"][0]]
-    if not (same and all(sizes["replica"])):  # rank 0's are everybody's
+    if not (same and all(sizes["replica"])):  # the save has rank 0's replica only
         own = bcast_bytes(comm, first)
     position: dict[str, Any] | None = None
     with raise_on_all_ranks(comm):
@@ -111,13 +121,13 @@ def restore(
         position = comm.mpi.bcast(position)
     run.step_number = extra["step"]
     records = tuple(
-        Record(*numbers[:-1], staleness=tuple(numbers[-1])) for numbers in extra["records"]
+        StepRecord(*numbers[:-1], staleness=tuple(numbers[-1])) for numbers in extra["records"]
     )
     return records, position
 
 
 def _earliest(data: bytes, sizes: list[int]) -> dict[str, Any] | None:
-    """The position of the rank that was least far."""
+    """Return the position of the rank that had seen the fewest batches."""
     ends = np.cumsum([0, *sizes]).tolist()
     found = [json.loads(data[a:b]) for a, b in itertools.pairwise(ends)]
     known = [position for position in found if position is not None]

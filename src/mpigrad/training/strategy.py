@@ -1,4 +1,4 @@
-"""What every strategy is: frozen settings that make runs."""
+"""The interface of strategies: frozen settings that make runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpigrad.collective_errors import gather_errors
 from mpigrad.communicator import Communicator
-from mpigrad.training.history import Record, Span
+from mpigrad.training.history import Span, StepRecord
 from mpigrad.training.replica import Batch, Replica
 
 __all__ = [
@@ -23,29 +23,47 @@ __all__ = [
     "Session",
     "StepError",
     "Strategy",
-    "fail",
-    "following",
-    "joined",
+    "combined_wishes",
+    "next_batch",
+    "raise_step_error",
 ]
 
-# What a rank wishes: the callback has said to end; a save is due; somebody asked for the end; the
-# callback has failed.
+# Bits of a rank's wishes: the callback returned True, a save is due, a signal asked for the end,
+# the callback failed.
 END, SAVE, STOP, FAILED = 1, 2, 4, 8
 
 
 class StepError(RuntimeError):
-    """Another rank has failed in this step; the message holds its rank, error and traceback."""
+    """Another rank failed in this step. The text has its rank, error and traceback."""
 
 
 class Session(Protocol):
-    """One call of `Trainer.run`, as strategies see it.
+    """The interface of strategies to one call of `Trainer.run`.
 
     Attributes
     ----------
     steps
-        The number of the last update that is wanted; None: until the batches end.
+        The index of the last update, or None to train until the batches end.
     attentive
-        Whether there is anything that `wishes` could tell on some rank (equal on all ranks).
+        True if `wishes` may be nonzero on some rank. It is the same on all ranks.
+
+    Examples
+    --------
+    A session that ends the training after a loss below 0.1, without saves:
+
+    >>> from mpigrad import training
+    >>> class Quiet:
+    ...     steps, attentive, last = None, True, None
+    ...     def note(self, record):
+    ...         self.last = record
+    ...     def wishes(self):
+    ...         return int(self.last is not None and self.last.loss < 0.1)
+    ...     def act(self, wishes):
+    ...         return wishes > 0
+    >>> session: training.Session = Quiet()
+    >>> session.note(training.StepRecord(step=1, loss=0.05, samples=8.0, seconds=0.1))
+    >>> session.act(session.wishes())
+    True
     """
 
     steps: int | None
@@ -53,39 +71,51 @@ class Session(Protocol):
     @property
     def attentive(self) -> bool: ...
 
-    def note(self, record: Record) -> None:
-        """Keep a record, show progress, call the user's callback; on this rank alone."""
+    def note(self, record: StepRecord) -> None:
+        """Store a record, show progress and call the user's callback, on this rank only."""
         ...
 
     def wishes(self) -> int:
-        """What this rank wants after the latest record: bits `END`, `SAVE`, `STOP`, `FAILED`."""
+        """Return this rank's wishes after the last record: bits END, SAVE, STOP, FAILED."""
         ...
 
     def act(self, wishes: int) -> bool:
-        """Do what the bits, joined over ranks, say (collective); whether to end."""
+        """Act on the combined bits of all ranks (collective), and return True to end."""
         ...
 
 
 class Run(abc.ABC):
-    """A training that has begun on all ranks; `Strategy.start` makes it.
+    """A training that has started on all ranks, made by `Strategy.start`.
 
     Attributes
     ----------
     shard
-        (index, count): which part of each global batch this rank takes; count is 0 on a rank that
-        takes none.
+        (index, count): this rank takes part `index` of `count` parts of each global batch. The
+        count is 0 on a rank that takes no samples.
     keeps_state
-        Whether this rank's replica belongs into a save. Where only rank 0's does, all replicas go
-        on from rank 0's.
+        True if a save includes this rank's replica. If a save has only rank 0's replica, all ranks
+        load that one.
     computed
-        Whether this rank has computed a gradient. At the end, and in saves, all ranks have the
-        buffers (running means, say) of the first one that has.
+        True if this rank has computed a gradient. At the end, and in saves, all ranks get the
+        buffers (such as running means) of the first such rank.
     step_number
-        Updates so far.
+        Count of updates so far.
     spans
-        What this rank did in the latest step, where a run notes it.
+        The activities of this rank in the last step, if the run records them.
     clock
-        Seconds since the start of the training, for records; the trainer's.
+        A function that returns seconds since the start of the training, set by the trainer.
+
+    Examples
+    --------
+    >>> from mpigrad import default_communicator, training
+    >>> class Nothing(training.Run):
+    ...     shard, keeps_state = (0, 0), False
+    ...     def train(self, batches, session):
+    ...         self.step_number += len(list(batches))
+    >>> run = Nothing()
+    >>> run.train(iter([(1.0,), (2.0,)]), None)
+    >>> run.step_number
+    2
     """
 
     shard: tuple[int, int]
@@ -97,57 +127,67 @@ class Run(abc.ABC):
 
     @abc.abstractmethod
     def train(self, batches: Iterator[Batch], session: Session) -> None:
-        """Train until the batches end on all ranks, or the session ends it (collective).
+        """Train until the batches end on all ranks, or the session ends (collective).
 
-        Ranks may have different numbers of batches. Each update is told to `session.note`.
+        The counts of batches may differ between ranks. Each update is reported to `session.note`.
         """
 
     def updates_of(self, batches: int) -> int:
-        """How many updates so many global batches make at most."""
+        """Return the largest count of updates that a count of global batches can make."""
         return batches
 
-    def step(self, batch: Batch) -> Record:
-        """One update (collective)."""
-        raise TypeError(f"{type(self).__name__}: ranks do not go step by step; use Trainer.run")
+    def step(self, batch: Batch) -> StepRecord:
+        """Make one update (collective)."""
+        raise TypeError(
+            f"Trainer.step: the ranks of {type(self).__name__} do not step together. Use "
+            "Trainer.run."
+        )
 
     def state(self) -> Any:
-        """What the run itself has to remember, beside the replica (JSON); rank 0's is saved."""
+        """Return the run's state besides the replica as JSON data; a save has rank 0's."""
         return None
 
     def load(self, state: Any) -> None:  # noqa: B027 (nothing to do)
-        """Go on from what `state` has given (collective)."""
+        """Load a state that `state` returned (collective)."""
 
 
 class Strategy(abc.ABC):
-    """How ranks train one model together: a frozen dataclass of settings."""
+    """The settings of a way to train one model on all ranks, a frozen dataclass.
+
+    Examples
+    --------
+    >>> from mpigrad import training
+    >>> isinstance(training.LocalSGD(every=4), training.Strategy)
+    True
+    """
 
     @abc.abstractmethod
     def start(self, replica: Replica, comm: Communicator) -> Run:
-        """Begin on all ranks (collective). Replicas have been made equal."""
+        """Start a run on all ranks (collective), whose replicas are already synchronized."""
 
 
-def joined(comm: Communicator, wishes: int) -> int:
-    """What any rank wishes (collective)."""
+def combined_wishes(comm: Communicator, wishes: int) -> int:
+    """Return the union of the wishes of all ranks (collective)."""
     return int(comm.mpi.allreduce(wishes, op=MPI.BOR))
 
 
-def following(batches: Iterator[Batch]) -> Batch | Exception | None:
-    """The next batch; None where there is none, or the error of getting it."""
+def next_batch(batches: Iterator[Batch]) -> Batch | Exception | None:
+    """Return the next batch, or None at the end, or the error of the iterator."""
     try:
         return next(batches, None)
-    except Exception as error:  # to be raised by all ranks together
+    except Exception as error:  # which all ranks raise together later
         return error
 
 
-def fail(comm: Communicator, error: Exception | None) -> None:
-    """Raise on all ranks, where one of them has an error (collective).
+def raise_step_error(comm: Communicator, error: Exception | None) -> None:
+    """Raise an error on all ranks if one of them has an error (collective).
 
     Raises
     ------
     Exception
-        A rank's own error.
+        The rank's own error, if it has one.
     StepError
-        Where a rank has none: what the others' are.
+        The errors of the other ranks, on a rank without an error.
     """
     found = gather_errors(comm, error)
     if error is not None:
@@ -156,6 +196,6 @@ def fail(comm: Communicator, error: Exception | None) -> None:
         first, *more = found
         others = "".join(f"; rank {e.rank} too: {e.kind}: {e.text}" for e in more)
         raise StepError(
-            f"rank {first.rank} of {comm.size} has failed: {first.kind}: {first.text}{others}\n"
-            f"{first.traceback}"
+            f"trainer: rank {first.rank} of {comm.size} has failed: {first.kind}: {first.text}"
+            f"{others}. Correct the error there:\n{first.traceback}"
         )

@@ -1,4 +1,4 @@
-"""Sums over ranks whose order is fixed: the same numbers, bit for bit, whoever adds them."""
+"""Sums over ranks in a fixed order, with the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 
 __all__ = ["combine", "scale"]
 
-_CHUNK = 1 << 15  # numbers that are added, scaled, squared and copied while they are in the cache
+_CHUNK = 1 << 15  # numbers that are added, scaled, squared and copied together, within the cache
 
 
 def _arithmetic(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which numbers are added and multiplied; factors, too, are rounded to it."""
+    """Return the dtype of sums and products, to which factors are rounded, too."""
     return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
 def scale(numbers: NDArray[Any], factor: float) -> None:
-    """Multiply numbers by a factor, in place; those of 16 bits in float32."""
+    """Multiply numbers by a factor in place, with 16-bit numbers in float32 arithmetic."""
     dtype = _arithmetic(numbers.dtype)
     np.multiply(numbers, dtype.type(factor), out=numbers, dtype=dtype, casting="unsafe")
 
@@ -31,30 +31,31 @@ def combine(
     scale: float,
     out: NDArray[Any],
     copies: Sequence[NDArray[Any]] = (),
-    spoiled: list[tuple[int, list[int]]] | None = None,
+    nonfinite: list[tuple[int, list[int]]] | None = None,
     factors: Sequence[float] | None = None,
 ) -> float:
-    """Set `out` to ((pieces[0] + pieces[1]) + ...) · scale; the sum of its squares.
+    """Set `out` to ((pieces[0] + pieces[1]) + ...) · scale, and return its sum of squares.
 
     Parameters
     ----------
     pieces
-        Arrays of shape (n,), of one real floating-point dtype. Those of 16 bits are multiplied and
-        added in float32.
+        Arrays of shape (n,) of one real floating-point dtype. The arithmetic for 16-bit dtypes is
+        float32.
     scale
-        Rounded to the dtype that sums are made in.
+        The factor, which is rounded to the dtype of the arithmetic.
     out, copies
-        Shape (n,), the pieces' dtype; they may be pieces.
-    spoiled
-        Gets (index of a number that is not finite, the pieces that are not finite there), one for
-        each chunk that has any.
+        Arrays of shape (n,) and the pieces' dtype that receive the result. They may be pieces.
+    nonfinite
+        A list that receives, for each chunk with a non-finite number, its index and the indices of
+        the pieces that are not finite there.
     factors
-        What each piece is multiplied by before; rounded as `scale`.
+        A factor for each piece, rounded like `scale`, by which it is multiplied before the sum.
 
     Returns
     -------
     float
-        Not finite where `out` has a number that is not (or where a square overflows).
+        The sum of squares. It is not finite if `out` has a non-finite number, or if a square
+        overflows.
     """
     dtype = _arithmetic(out.dtype)
     factor = dtype.type(scale)
@@ -76,10 +77,10 @@ def combine(
                 first = sums
             np.multiply(first, factor, out=sums, dtype=dtype, casting="unsafe")
             if out.dtype != dtype:
-                sums[:] = sums.astype(out.dtype)  # infinities where that has not the range
+                sums[:] = sums.astype(out.dtype)  # numbers out of range become infinite
             square = float(np.dot(sums, sums))
-            if not math.isfinite(square) and spoiled is not None:
-                _look([piece[here] for piece in pieces], sums, start, spoiled)
+            if not math.isfinite(square) and nonfinite is not None:
+                _look([piece[here] for piece in pieces], sums, start, nonfinite)
             total += square
             for target in (out, *copies):
                 target[here] = sums
@@ -90,10 +91,10 @@ def _look(
     pieces: Sequence[NDArray[Any]],
     sums: NDArray[Any],
     start: int,
-    spoiled: list[tuple[int, list[int]]],
+    nonfinite: list[tuple[int, list[int]]],
 ) -> None:
     bad = np.flatnonzero(~np.isfinite(sums))
     if bad.size:
         at = int(bad[0])
         whose = [i for i, piece in enumerate(pieces) if not jnp.isfinite(piece[at])]
-        spoiled.append((start + at, whose or list(range(len(pieces)))))  # a sum may overflow
+        nonfinite.append((start + at, whose or list(range(len(pieces)))))  # a sum may overflow

@@ -1,4 +1,4 @@
-"""Synchronous training: every update is that of one big batch."""
+"""Synchronous training: every update equals the update of one rank with the global batch."""
 
 from __future__ import annotations
 
@@ -16,38 +16,69 @@ from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
 from mpigrad.training.exchange import Exchange
-from mpigrad.training.history import Record, Span
+from mpigrad.training.history import Span, StepRecord
 from mpigrad.training.replica import Batch, Replica
 from mpigrad.training.replica_sync import check_settings
-from mpigrad.training.strategy import Run, Session, Strategy, fail, following, joined
+from mpigrad.training.strategy import (
+    Run,
+    Session,
+    Strategy,
+    combined_wishes,
+    next_batch,
+    raise_step_error,
+)
 
 __all__ = ["Synchronous", "SynchronousRun"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Synchronous(Strategy):
-    """All ranks take each step together, along the gradient of the mean loss over all samples.
+    """Update all ranks together, with the gradient of the mean loss over all samples.
 
-    The update is that of one rank with all the samples, to rounding: gradients are means weighted
-    by samples, summed in the order of the ranks, so that every rank has the same bits and the
-    parameters stay equal without being sent. A parameter that no rank's loss depends on is left
-    alone by a PyTorch optimizer, as on one rank; where some ranks' do, the others' gradients are
-    zeros. Each gradient is multiplied by its number of samples before they are added: parameters of
-    float16, unlike those of bfloat16, may have too small a range for that.
+    The update equals, to rounding, the update of one rank with all the samples. Gradients are means
+    weighted by the count of samples, and summed in the order of ranks. So every rank has the same
+    bits, and the parameters stay equal without being sent.
+
+    A PyTorch optimizer does not change a parameter on which no rank's loss depends, as on one rank.
+    If the loss of some ranks depends on the parameter, the gradients of the other ranks are zeros.
+
+    Each gradient is multiplied by its count of samples before the sum. The range of float16
+    parameters may be too small for that, but the range of bfloat16 is not.
 
     Attributes
     ----------
     bucket_mib, first_bucket_mib
-        Gradients travel in buckets of this size (MiB), the first, which is ready first, smaller.
+        Sizes in MiB of the buckets in which gradients are sent. The first bucket, which is complete
+        first, is smaller.
     overlap
-        Send buckets while the backward pass goes on.
+        True to send buckets during the backward pass.
     compression
-        Send gradients as float16 or bfloat16 numbers; they are added in float32.
+        The dtype in which gradients are sent: "float16", "bfloat16", or None for their own dtype.
+        They are added in float32.
     accumulate
-        Parts that a batch is computed in, one after the other, for lack of memory: every array of a
-        batch is cut along its leading axis, whose length must be the number of samples.
+        Count of parts in which a batch is computed one after the other, to save memory. Every array
+        of a batch is split along its leading axis, whose length must be the count of samples.
     clip
-        Mean gradients of a larger two-norm, over all parameters, are made shorter.
+        The largest two-norm of the mean gradient over all parameters, to which longer gradients are
+        scaled, or None.
+
+    Raises
+    ------
+    ValueError
+        If an attribute is out of range.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import optax
+    >>> from mpigrad import training
+    >>> x = np.linspace(0, 1, 8)
+    >>> loss = lambda params, x, y: ((params["a"] * x - y) ** 2).mean()
+    >>> strategy = training.Synchronous(clip=0.5)
+    >>> trainer = training.trainer({"a": np.float32(0.0)}, optax.sgd(1.0), loss, strategy)
+    >>> record = trainer.step(x, 3 * x)
+    >>> print(record.gradient_norm > 0.5, trainer.model["a"])
+    True 0.5
     """
 
     bucket_mib: float = 25.0
@@ -61,28 +92,33 @@ class Synchronous(Strategy):
         for name in ("bucket_mib", "first_bucket_mib", "clip"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"Synchronous: {name}={value} must be positive")
+                raise ValueError(
+                    f"Synchronous: {name} must be positive, got {value}. Pass a positive number."
+                )
         if operator.index(self.accumulate) < 1:
-            raise ValueError(f"Synchronous: accumulate={self.accumulate} must be at least 1")
+            raise ValueError(
+                f"Synchronous: accumulate must be at least 1, got {self.accumulate}. Pass a "
+                "positive count."
+            )
         if self.compression not in (None, "float16", "bfloat16"):
             raise ValueError(
-                f"Synchronous: compression={self.compression!r} must be 'float16', 'bfloat16' or "
-                "None"
+                "Synchronous: compression must be 'float16', 'bfloat16' or None, got "
+                f"{self.compression!r}. Pass one of these."
             )
 
     def start(self, replica: Replica, comm: Communicator) -> SynchronousRun:
         return SynchronousRun(self, replica, comm)
 
 
-# What ranks tell each other at the end of a step.
+# The columns of the ranks' reports at the end of a step.
 _LOSS, _FAILED, _SQUARE, _UNUSED = range(4)
 
 
 class SynchronousRun(Run):
     """A synchronous training.
 
-    Its spans are the gradient, each bucket from its sending until the sum is there (beside the
-    gradient, where they overlap), and the optimizer's step.
+    Its spans are the gradient, each bucket from its sending until its sum is complete, and the
+    optimizer's step. With overlap the buckets run during the gradient.
     """
 
     def __init__(self, settings: Synchronous, replica: Replica, comm: Communicator) -> None:
@@ -90,7 +126,7 @@ class SynchronousRun(Run):
         self.shard, self.keeps_state = (comm.rank, comm.size), comm.rank == 0
         self._settings = settings
         self._first_order = replica.gradients.order
-        self._order: list[int] | None = []  # in which gradients got ready; None: arranged
+        self._order: list[int] | None = []  # of completion of gradients, or None if laid out
         self._exchange = self._new_exchange()
 
     def _new_exchange(self) -> Exchange:
@@ -100,7 +136,7 @@ class SynchronousRun(Run):
         )
 
     def state(self) -> list[int] | None:
-        """The order of gradients: with it the norm has the same bits, and what is clipped."""
+        """Return the order of gradients, on which the bits of norms and clipping depend."""
         return list(self.replica.gradients.order) if self._order is None else None
 
     def load(self, state: list[int] | None) -> None:
@@ -109,20 +145,20 @@ class SynchronousRun(Run):
 
     def train(self, batches: Iterator[Batch], session: Session) -> None:
         while session.steps is None or self.step_number < session.steps:
-            record = self._update(following(batches))
+            record = self._update(next_batch(batches))
             if record is None:
                 return
             session.note(record)
-            if session.attentive and session.act(joined(self.comm, session.wishes())):
+            if session.attentive and session.act(combined_wishes(self.comm, session.wishes())):
                 return
 
-    def step(self, batch: Batch) -> Record:
+    def step(self, batch: Batch) -> StepRecord:
         record = self._update(batch)
         assert record is not None  # this rank has a batch
         return record
 
-    def _update(self, batch: Batch | Exception | None) -> Record | None:
-        """One update; None where no rank has a batch left."""
+    def _update(self, batch: Batch | Exception | None) -> StepRecord | None:
+        """Make one update, or return None if all batches have ended."""
         error = batch if isinstance(batch, Exception) else None
         parts: list[tuple[Batch, float]] = []
         if batch is not None and not isinstance(batch, Exception):
@@ -147,15 +183,15 @@ class SynchronousRun(Run):
             self.replica.no_gradient()
         computed, hidden = time.perf_counter(), exchange.seconds
         exchange.finish()
-        told = self._tell(loss, error)
+        reports = self._tell(loss, error)
         exposed = time.perf_counter() - computed
         weights, _, marks = exchange.weights().T
-        self._check(error, told, weights, marks)
+        self._check(error, reports, weights, marks)
         norm = exchange.norm(
-            told[:, _SQUARE],
-            f"trainer: step {self.step_number + 1} is not made, as its gradient is",
+            reports[:, _SQUARE],
+            f"trainer: step {self.step_number + 1} is not made, because its gradient is",
         )
-        skip = self._skipped(told)
+        skip = self._skipped(reports)
         if self._settings.clip is not None and norm > self._settings.clip:
             self.replica.gradients.multiply(self._settings.clip / norm)
         stepping = time.perf_counter()
@@ -168,9 +204,9 @@ class SynchronousRun(Run):
         self._arrange(int(np.flatnonzero(weights)[0]))
         self.step_number += 1
         total = math.fsum(weights)
-        return Record(
+        return StepRecord(
             step=self.step_number,
-            loss=math.fsum(weights * told[:, _LOSS]) / total,
+            loss=math.fsum(weights * reports[:, _LOSS]) / total,
             samples=total,
             seconds=self.clock(),
             gradient_norm=norm,
@@ -179,7 +215,7 @@ class SynchronousRun(Run):
         )
 
     def _parts(self, batch: Batch) -> list[tuple[Batch, float]]:
-        """The batch in the parts that it is computed in, with their weights; no empty ones."""
+        """Return the non-empty parts in which a batch is computed, with their weights."""
         count = self._settings.accumulate
         parts = [batch]
         if count > 1:
@@ -187,9 +223,9 @@ class SynchronousRun(Run):
             for leaf in jax.tree.leaves(batch):
                 if getattr(leaf, "shape", ()) and leaf.shape[0] != rows:
                     raise ValueError(
-                        f"Synchronous: accumulate={count} cuts every array of a batch along its "
-                        f"leading axis of samples; one has shape {tuple(leaf.shape)}, and there "
-                        f"are {rows} samples: keep it in the loss"
+                        f"Synchronous: accumulate={count} splits every array of a batch along its "
+                        f"leading axis, which must have the length {rows} of the samples, got "
+                        f"shape {tuple(leaf.shape)}. Keep that array in the loss."
                     )
             ends = [rows * i // count for i in range(count + 1)]
             parts = [
@@ -200,7 +236,7 @@ class SynchronousRun(Run):
         return [(part, weight) for part, weight in weighed if weight > 0]
 
     def _gradient(self, parts: list[tuple[Batch, float]]) -> float:
-        """The gradient of all parts; the mean loss."""
+        """Compute the gradient of all parts and return the mean loss."""
         loss = 0.0
         for number, (part, weight) in enumerate(parts):
             last = number == len(parts) - 1
@@ -215,23 +251,26 @@ class SynchronousRun(Run):
         self._exchange.ready(index)
 
     def _tell(self, loss: float, error: Exception | None) -> Any:
-        """What every rank says at the end of a step, shape (ranks, 4)."""
+        """Gather the reports of all ranks at the end of a step, shape (ranks, 4)."""
         mine = np.array([loss, error is not None, self._exchange.square, len(self.replica.unused)])
         everybody = np.empty((self.comm.size, mine.size))
         self.comm.mpi.Allgather(mine, everybody)
         return everybody
 
-    def _check(self, error: Exception | None, told: Any, weights: Any, marks: Any) -> None:
-        if told[:, _FAILED].any():
-            fail(self.comm, error)
+    def _check(self, error: Exception | None, reports: Any, weights: Any, marks: Any) -> None:
+        if reports[:, _FAILED].any():
+            raise_step_error(self.comm, error)
         if (marks != marks[0]).any():
             check_settings(self.replica, self.comm)
         if not weights.any():
-            raise ValueError("trainer: the batches of all ranks are empty (of weight 0) in a step")
+            raise ValueError(
+                "trainer: in a step the batches of all ranks are empty (weight 0). Leave out such "
+                "batches."
+            )
 
-    def _skipped(self, told: Any) -> frozenset[int]:
-        """The parameters that no rank's loss depends on."""
-        if not told[:, _UNUSED].all():
+    def _skipped(self, reports: Any) -> frozenset[int]:
+        """Return the parameters on which no rank's loss depends."""
+        if not reports[:, _UNUSED].all():
             return frozenset()
         mine = np.zeros(len(self.replica.parameters), np.uint8)
         mine[list(self.replica.unused)] = 1
@@ -239,12 +278,12 @@ class SynchronousRun(Run):
         return frozenset(np.flatnonzero(mine).tolist())
 
     def _arrange(self, root: int) -> None:
-        """After the first step: lay gradients out as they got ready on a rank that had samples."""
+        """Lay gradients out after the first step, in their order of completion on the root."""
         if self._order is None or not self._settings.overlap:
             return
         order = self.comm.mpi.bcast(self._order, root)
         self._order = None
-        if len(order) == len(self.replica.parameters):  # a replica need not say what is ready
+        if len(order) == len(self.replica.parameters):  # a replica may not report completion
             self._lay_out(order)
 
     def _lay_out(self, order: Sequence[int]) -> None:

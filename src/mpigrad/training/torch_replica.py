@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""A PyTorch module and its optimizer as a replica."""
+"""A replica of a PyTorch module and its optimizer."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ import jax
 import numpy as np
 import torch
 
-from mpigrad.training.flat_buffer import Flat, Parameter
+from mpigrad.training.flat_buffer import FlatBuffer, Parameter
 from mpigrad.training.replica import Batch, Replica
 
 __all__ = ["TorchReplica"]
 
 
 class TorchReplica(Replica):
-    """See `trainer`. What the optimizer holds is trained; all of it must belong to the module.
+    """The replica of a PyTorch module, see `trainer`.
 
-    A parameter's gradient is copied once, when the backward pass has made it, to its place in
-    `gradients`; `.grad` then is a view of that place. `values` become the memory of parameters that
-    lie on the CPU without gaps, when they are first asked for.
+    The parameters that the optimizer holds are trained. All of them must belong to the module.
+
+    A parameter's gradient is copied once, when the backward pass has computed it, to its place in
+    `gradients`, and `.grad` becomes a view of that place. `values` becomes the memory of contiguous
+    CPU parameters at its first use.
     """
 
     def __init__(
@@ -41,24 +43,29 @@ class TorchReplica(Replica):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
-                "trainer: the optimizer of a module must be one of torch.optim, such as "
-                f"torch.optim.SGD(model.parameters(), lr=0.1), not {type(optimizer).__name__}"
+                "trainer: expected an optimizer of torch.optim for a module, got "
+                f"{type(optimizer).__name__}. Pass for instance "
+                "torch.optim.SGD(model.parameters(), lr=0.1)."
             )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(
-                "trainer: torch.optim.LBFGS evaluates the loss several times in a step, on this "
-                "rank's batch alone; see mpigrad.optimize.minimize for an L-BFGS of all ranks"
+                "trainer: torch.optim.LBFGS cannot be used, because it evaluates the loss several "
+                "times in a step, on this rank's batch only. Use mpigrad.optimize.minimize for an "
+                "L-BFGS of all ranks."
             )
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and id(p) in held]
         strangers = len(held - {id(p) for p in module.parameters()})
         if strangers:
             raise ValueError(
-                f"trainer: the optimizer holds {strangers} parameters that are not the module's; "
-                "put all that is trained into one torch.nn.Module"
+                f"trainer: the optimizer holds {strangers} parameters that do not belong to the "
+                "module. Put all trained parameters into one torch.nn.Module."
             )
         if not named:
-            raise ValueError("trainer: the optimizer holds no parameter that requires a gradient")
+            raise ValueError(
+                "trainer: the optimizer must hold at least one parameter that requires a gradient, "
+                "got none. Pass model.parameters() to the optimizer."
+            )
         super().__init__(
             [Parameter(n, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for n, p in named],
             weight,
@@ -69,7 +76,7 @@ class TorchReplica(Replica):
         self._ready: Callable[[int], None] | None = None
         self._add = self._computing = False
         self._seen: set[int] = set()
-        # The module may live on: its hooks do not keep what it was trained by.
+        # The module may outlive the trainer, so its hooks have weak references only.
         keep = weakref.WeakMethod(self._keep)
         handles = [
             tensor.register_post_accumulate_grad_hook(functools.partial(_called, keep, index))
@@ -98,7 +105,7 @@ class TorchReplica(Replica):
             with _own_messages():
                 loss = self._loss(self._module, *batch)
                 _check_loss(loss)
-                if loss.requires_grad or _recorded():  # others may depend on its messages
+                if loss.requires_grad or _recorded():  # other ranks may depend on its messages
                     torch.autograd.backward(loss, torch.full_like(loss, weight))
         finally:
             self._computing = False
@@ -113,19 +120,19 @@ class TorchReplica(Replica):
         return loss.item()
 
     def _keep(self, index: int, tensor: torch.Tensor) -> None:
-        """The backward pass has made a parameter's gradient: bring it to its place."""
+        """Copy a parameter's gradient, which the backward pass has computed, to its place."""
         if not self._computing:
-            return  # a backward pass of the user's own
+            return  # a backward pass of the user's program
         gradient, place = tensor.grad, self._places[index]
         again, shared = index in self._seen, place.device == tensor.device
         if again and self._ready is not None:
             raise RuntimeError(
-                f"trainer: the gradient of {self.parameters[index].name} has come twice in one "
-                "backward pass, and the first one has been sent. With activation checkpoints "
-                "give use_reentrant=False, or train with Synchronous(overlap=False)"
+                f"trainer: the gradient of {self.parameters[index].name} was computed twice in one "
+                "backward pass, after the first one had been sent. With activation checkpoints "
+                "pass use_reentrant=False, or train with Synchronous(overlap=False)."
             )
         if again and shared:
-            return  # PyTorch has added it in place
+            return  # PyTorch has added it to the place already
         assert gradient is not None
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -134,34 +141,35 @@ class TorchReplica(Replica):
         else:
             place.copy_(gradient)
         self._seen.add(index)
-        tensor.grad = place if shared else None  # what may come yet, comes alone
+        tensor.grad = place if shared else None  # if None, a later part arrives separately
         if self._ready is not None:
             self._ready(index)
 
     def _check_trained(self) -> None:
-        """Raise where the optimizer would change parameters whose gradients are not exchanged."""
+        """Raise if the optimizer would change parameters whose gradients are not exchanged."""
         known = {id(tensor) for tensor in self._tensors}
         held = {id(p) for g in self._optimizer.param_groups for p in g["params"] if p.requires_grad}
         if more := held - known:
             names = [n for n, p in self._module.named_parameters() if id(p) in more]
             raise ValueError(
-                "trainer: the optimizer holds parameters that were frozen, or not held, when the "
-                f"trainer was made: {', '.join(names[:5]) or 'none of the module'}; make a new one"
+                "trainer: the optimizer holds parameters that were frozen, or not in it, when the "
+                f"trainer was made: {', '.join(names[:5]) or 'outside of the module'}. Make a new "
+                "trainer."
             )
 
     def update(self, skip: frozenset[int] = frozenset()) -> None:
         if len(skip) == len(self._tensors):
             raise ValueError(
-                "trainer: the loss depends on none of the parameters that the optimizer holds; is "
-                "it computed in torch.no_grad(), or detached?"
+                "trainer: the loss does not depend on any parameter that the optimizer holds. "
+                "Compute it outside of torch.no_grad(), and do not detach it."
             )
         for index, (tensor, place) in enumerate(zip(self._tensors, self._places, strict=True)):
             tensor.grad = None if index in skip else place.to(tensor.device)
         self._optimizer.step()
 
     @functools.cached_property
-    def values(self) -> Flat:
-        flat = Flat(self.parameters)
+    def values(self) -> FlatBuffer:
+        flat = FlatBuffer(self.parameters)
         with torch.no_grad():
             for tensor, place in zip(self._tensors, _tensors(flat, self._tensors), strict=True):
                 if tensor.device == place.device and tensor.is_contiguous():
@@ -180,7 +188,7 @@ class TorchReplica(Replica):
                 tensor.copy_(place)
 
     def _apart(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters whose memory is not `values`, and their places there."""
+        """Return the parameters whose memory is not `values`, with their places in it."""
         pairs = zip(self._tensors, _tensors(self.values, self._tensors), strict=True)
         return [(t, place) for t, place in pairs if t.data_ptr() != place.data_ptr()]
 
@@ -188,7 +196,7 @@ class TorchReplica(Replica):
         super().arrange(order)
         self._places = _tensors(self.gradients, self._tensors)
 
-    # ---- what a replica needs to go on ----
+    # ---- state ----
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
@@ -200,7 +208,7 @@ class TorchReplica(Replica):
 
     def settings(self) -> dict[str, str]:
         names = {id(p): n for n, p in self._module.named_parameters()}
-        found = {"its class": type(self._optimizer).__name__}
+        found = {"the class": type(self._optimizer).__name__}
         for number, group in enumerate(self._optimizer.param_groups):
             found[f"params of group {number}"] = ", ".join(names[id(p)] for p in group["params"])
             for key, value in _numbers(group).items():
@@ -216,7 +224,7 @@ class TorchReplica(Replica):
         return _written(found) if found else b""
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Those that a `state_dict` has: others are caches, of a shape that may be a rank's own."""
+        """Return the persistent buffers, without caches whose shapes may differ between ranks."""
         saved = self._module.state_dict()
         return {name: b for name, b in self._module.named_buffers() if name in saved}
 
@@ -226,9 +234,9 @@ class TorchReplica(Replica):
             shape = tuple(here[name].shape) if name in here else None
             if shape != tuple(value.shape):
                 raise ValueError(
-                    f"trainer: the buffer {name} differs between ranks: shapes "
-                    f"{tuple(value.shape)} and {shape}; register what is a rank's own with "
-                    "persistent=False"
+                    f"trainer: the shape of the buffer {name} must be the same on all ranks, got "
+                    f"{tuple(value.shape)} and {shape}. Register buffers that differ between ranks "
+                    "with persistent=False."
                 )
         with torch.no_grad():
             for name, value in there.items():
@@ -236,7 +244,7 @@ class TorchReplica(Replica):
 
     def state(self) -> bytes:
         optimizer = self._optimizer.state_dict()
-        optimizer["param_groups"] = jax.tree.map(  # a NumPy number is none that is read back
+        optimizer["param_groups"] = jax.tree.map(  # torch.load does not accept NumPy scalars
             lambda x: x.item() if isinstance(x, np.generic) else x, optimizer["param_groups"]
         )
         optimizer["class"] = type(self._optimizer).__name__
@@ -246,7 +254,10 @@ class TorchReplica(Replica):
         found = _read(state)
         there, here = found["optimizer"].pop("class"), type(self._optimizer).__name__
         if there != here:
-            raise ValueError(f"trainer: the saved state is of the optimizer {there}, not of {here}")
+            raise ValueError(
+                f"trainer: the saved state belongs to the optimizer {there}, but this trainer has "
+                f"{here}. Use the saved optimizer."
+            )
         self._module.load_state_dict(found["module"])
         self._optimizer.load_state_dict(found["optimizer"])
 
@@ -272,17 +283,17 @@ def _check_loss(loss: Any) -> None:
         else f"a {type(loss).__name__}"
     )
     raise TypeError(
-        "trainer: loss(model, *batch) must return one real number (torch scalar), the mean over "
-        f"the batch's samples; it has returned {what}"
+        f"trainer: loss(model, *batch) must return one real number (a torch scalar), got {what}. "
+        "Return the mean over the batch's samples."
     )
 
 
 @contextlib.contextmanager
 def _own_messages() -> Iterator[None]:
-    """Messages apart from others, such as those of a step that has failed.
+    """Separate messages from earlier ones, such as those of a failed step.
 
-    An error after messages is written at once: where other ranks wait for them to be reversed,
-    nobody comes to raise it.
+    An error after messages is printed at once, because other ranks may wait for the adjoints of
+    these messages and never raise it.
     """
     chain = sys.modules.get("mpigrad.torch.chain")
     with contextlib.nullcontext() if chain is None else chain.messages():
@@ -291,8 +302,8 @@ def _own_messages() -> Iterator[None]:
         except Exception:
             if count := _recorded():
                 print(
-                    f"mpigrad: trainer: the loss has failed behind {count} "
-                    f"message{'s' * (count > 1)}, for whose adjoints other ranks may wait:\n"
+                    f"mpigrad: trainer: the loss failed after {count} "
+                    f"message{'s' * (count > 1)}. Other ranks may wait for the adjoints:\n"
                     f"{traceback.format_exc()}",
                     file=sys.stderr,
                     flush=True,
@@ -301,7 +312,7 @@ def _own_messages() -> Iterator[None]:
 
 
 def _recorded() -> int:
-    """Messages that a backward pass would reverse here."""
+    """Return the count of messages that a backward pass would reverse here."""
     chain = sys.modules.get("mpigrad.torch.chain")
     return 0 if chain is None else chain.current().count
 
@@ -317,15 +328,15 @@ def _remove(handles: Sequence[Any]) -> None:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group of an optimizer has besides its parameters, as numbers of Python."""
+    """Return the settings of an optimizer's group, without parameters, as Python numbers."""
     return jax.tree.map(
         lambda x: x.tolist() if isinstance(x, np.generic | torch.Tensor) else x,
         {key: value for key, value in group.items() if key != "params"},
     )
 
 
-def _tensors(flat: Flat, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The places of a flat array's parameters as tensors, which share its memory."""
+def _tensors(flat: FlatBuffer, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the places of a flat buffer's parameters as tensors that share its memory."""
     places = []
     for (section, start, stop), tensor in zip(flat.places, like, strict=True):
         raw = torch.from_numpy(flat.sections[section][start:stop].view(np.uint8))

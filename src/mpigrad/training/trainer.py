@@ -1,4 +1,4 @@
-"""The verb `trainer`: a model, an optimizer and a loss, trained by all ranks together."""
+"""The trainer: a model, an optimizer and a loss, trained by all ranks together."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mpigrad.checkpoint import Checkpoint, CheckpointSession, Store
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.profiling.progress_bar import Progress
-from mpigrad.training import state as saves
+from mpigrad.training import state as saved_state
 from mpigrad.training.batches import Batches
-from mpigrad.training.history import History, Record, Span
+from mpigrad.training.history import History, Span, StepRecord
 from mpigrad.training.replica import Batch, Replica
-from mpigrad.training.replica_sync import bcast_bytes, make_equal, warn_if_different
-from mpigrad.training.strategy import END, FAILED, SAVE, STOP, Run, Strategy, fail
+from mpigrad.training.replica_sync import bcast_bytes, synchronize, warn_if_replicas_differ
+from mpigrad.training.strategy import END, FAILED, SAVE, STOP, Run, Strategy, raise_step_error
 from mpigrad.training.synchronous import Synchronous
 
 __all__ = ["Trainer", "trainer"]
@@ -36,54 +36,67 @@ def trainer(
     weight: Callable[..., float] | None = None,
     comm: Communicator | None = None,
 ) -> Trainer:
-    """Make the replicas of all ranks equal, and begin to train them (collective).
+    """Make a trainer of one model on all ranks, with synchronized replicas (collective).
 
     Parameters
     ----------
     model
-        A `torch.nn.Module`; a pytree of JAX's or NumPy's floating-point arrays; or a `Replica` of
-        your own, with optimizer and loss None.
+        A `torch.nn.Module`, or a pytree of floating-point JAX or NumPy arrays, or your own
+        `Replica` (then omit optimizer and loss).
     optimizer
-        For a module a `torch.optim.Optimizer` over its parameters; for a pytree an
-        `optax.GradientTransformation`.
+        A `torch.optim.Optimizer` over the parameters of a module, or an
+        `optax.GradientTransformation` for a pytree.
     loss
-        loss(model, *batch) -> the mean over the batch's samples: a real scalar.
+        A function loss(model, *batch) that returns the mean over the batch's samples, a real
+        scalar.
     strategy
         `Synchronous(...)`, `LocalSGD(...)` or `ParameterServer(...)`.
     weight
-        weight(*batch) -> what a batch counts in means over ranks; if not given, the length of the
-        leading axis of its first array.
+        A function weight(*batch) that returns the weight of a batch in means over ranks (default:
+        the length of the leading axis of its first array).
     comm
-        The ranks; all of them if not given.
+        The communicator (default: the default communicator).
 
     Raises
     ------
     TypeError, ValueError
-        On every rank: arguments that do not fit, or parameters whose names, shapes or dtypes
-        differ between ranks (the first that does, and the rank, are named).
+        On every rank, if an argument does not fit, or if names, shapes or dtypes of parameters
+        differ between ranks. The error names the first such parameter and the rank.
 
     Notes
     -----
-    All ranks begin with rank 0's parameters, buffers and optimizer state. Where others were
-    different, rank 0 says so once.
+    All ranks start with rank 0's parameters, buffers and optimizer state. If those of another rank
+    differed, rank 0 prints a warning once.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import optax
+    >>> from mpigrad import training
+    >>> x = np.linspace(0, 1, 32)
+    >>> loss = lambda params, x, y: ((params["a"] * x - y) ** 2).mean()
+    >>> trainer = training.trainer({"a": np.float32(0.0)}, optax.sgd(1.0), loss)
+    >>> history = trainer.run(training.Batches(32, 8, epochs=20, take=lambda i: (x[i], 3 * x[i])))
+    >>> print(len(history.records), round(float(trainer.model["a"]), 3))
+    80 3.0
     """
     comm = resolve(comm)
     with raise_on_all_ranks(comm):
         if not isinstance(strategy, Strategy):
-            hint = "; write its settings in parentheses" if isinstance(strategy, type) else ""
+            hint = f"Write {strategy.__name__}()" if isinstance(strategy, type) else "Pass one"
             raise TypeError(
-                f"trainer: the strategy must be one such as Synchronous(), not {strategy!r}{hint}"
+                f"trainer: expected a strategy such as Synchronous(), got {strategy!r}. {hint}."
             )
         replica = _replica(model, optimizer, loss, weight)
     assert_same_on_all_ranks(comm, repr(strategy), "trainer: the strategy")
     space = _space(comm)
-    make_equal(replica, space)
+    synchronize(replica, space)
     return Trainer(replica, strategy.start(replica, space), space, type(strategy).__name__)
 
 
 @functools.cache
 def _space(comm: Communicator) -> Communicator:
-    """The message space of all trainings on these ranks: they never run at the same time."""
+    """Return the message space of all trainings on these ranks, which never run concurrently."""
     return comm.dup()
 
 
@@ -91,7 +104,9 @@ def _replica(model: Any, optimizer: Any, loss: Any, weight: Any) -> Replica:
     if isinstance(model, Replica):
         return model
     if not callable(loss):
-        raise TypeError(f"trainer: loss must be a function, not {loss!r}")
+        raise TypeError(
+            f"trainer: loss must be a function loss(model, *batch), got {loss!r}. Pass a function."
+        )
     if "torch" in sys.modules and isinstance(model, sys.modules["torch"].nn.Module):
         from mpigrad.training.torch_replica import TorchReplica
 
@@ -102,43 +117,58 @@ def _replica(model: Any, optimizer: Any, loss: Any, weight: Any) -> Replica:
 
 
 class Trainer:
-    """A training of one model on all ranks; `trainer` makes it.
+    """A training of one model on all ranks, made by `trainer`.
 
     Attributes
     ----------
     replica
-        This rank's copy of the model, as strategies see it.
+        This rank's copy of the model, with the interface for strategies.
     comm
-        The ranks, with a message space of their own.
+        The ranks, with a separate message space.
     shard
-        (index, count): which part of each global batch this rank takes, for `Batches` or for a
-        loader of your own; count is 0 on a rank that takes none (a parameter server).
+        (index, count): this rank takes part `index` of `count` parts of each global batch, from
+        `Batches` or your own loader. The count is 0 on a rank that takes no samples (a parameter
+        server).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import optax
+    >>> from mpigrad import training
+    >>> x = np.linspace(0, 1, 8)
+    >>> loss = lambda params, x, y: ((params["a"] * x - y) ** 2).mean()
+    >>> trainer = training.trainer({"a": np.float32(0.0)}, optax.sgd(1.0), loss)
+    >>> trainer.step(x, 3 * x).step
+    1
+    >>> path = trainer.save("saves")
+    >>> trainer.resume("saves"), trainer.shard
+    (True, (0, 1))
     """
 
     def __init__(self, replica: Replica, run: Run, comm: Communicator, strategy: str) -> None:
         self.replica, self._run, self.comm, self._strategy = replica, run, comm, strategy
         self.shard = run.shard
-        self._records: list[Record] = []
-        self._asked_to_end = self._running = False
+        self._records: list[StepRecord] = []
+        self._interrupted = self._running = False
         self._batches: Batches | None = None
-        self._position: dict[str, Any] | None = None  # of batches that are yet to be given
-        self._saved_in: set[str] = set()  # directories that its saves are in, or it went on from
+        self._position: dict[str, Any] | None = None  # of the batches of the next run
+        self._saved_in: set[str] = set()  # directories to which it saved, or from which it resumed
         self._begun = time.monotonic()
         run.clock = lambda: time.monotonic() - self._begun
 
     @property
     def history(self) -> History:
         """All updates so far."""
-        return History(tuple(self._records), self._asked_to_end)
+        return History(tuple(self._records), self._interrupted)
 
     @property
     def spans(self) -> Sequence[Span]:
-        """What this rank did in the latest step, for a timeline; nothing where it is not noted."""
+        """The activities of this rank in the last step, for a timeline, if they are recorded."""
         return self._run.spans
 
     @property
     def model(self) -> Any:
-        """The module, or a copy of the parameters' pytree; trained as far as `history` says."""
+        """The module, or a copy of the pytree of parameters, after the last update."""
         return self.replica.model
 
     def run(
@@ -146,7 +176,7 @@ class Trainer:
         batches: Iterable[Any],
         *,
         steps: int | None = None,
-        callback: Callable[[Record], Any] | None = None,
+        callback: Callable[[StepRecord], Any] | None = None,
         checkpoint: Checkpoint | None = None,
         progress: bool = False,
     ) -> History:
@@ -155,20 +185,21 @@ class Trainer:
         Parameters
         ----------
         batches
-            `Batches(...)`, or any iterable of tuples that the loss takes as `*batch` (what is no
-            tuple or list is its only argument). Ranks may have different numbers of batches, and
-            batches without samples: they take part with weight 0.
+            `Batches(...)`, or any iterable of tuples that the loss takes as `*batch`. An element
+            that is neither a tuple nor a list is the only argument. The counts of batches may
+            differ between ranks, and batches may be empty. Ranks then take part with weight 0.
         steps
-            End after this many updates, those of earlier runs included; equal on all ranks.
+            Count of updates after which to end, including those of earlier runs, the same on all
+            ranks.
         callback
-            record -> whether to end, called after each update; all ranks end where one's says so.
-            Under a parameter server it is called on the server alone.
+            A function of the `StepRecord` that is called after each update. All ranks end if it
+            returns True on one rank. With a parameter server only the server calls it.
         checkpoint
-            A `mpigrad.checkpoint.Checkpoint`: the state is saved as it says and at the end. In a
-            directory that this trainer has neither saved to nor gone on from, a run that finds
-            another one's save (an earlier job's) goes on from there.
+            A `mpigrad.checkpoint.Checkpoint`, which determines when the state is saved. It is also
+            saved at the end. If the directory has a save that this trainer neither wrote nor
+            loaded, such as a save of an earlier job, the run resumes from it.
         progress
-            Show a line that says how far it has come.
+            True to show a progress line.
 
         Returns
         -------
@@ -177,43 +208,49 @@ class Trainer:
         Raises
         ------
         StepError
-            Another rank has failed (it raises its own error).
+            If another rank has failed, which raises its own error.
         FloatingPointError
-            On every rank: the gradient has a number that is not finite; the parameter and the
-            ranks are named, and the parameters are those before the step. Of `LocalSGD` it is the
-            parameters that are not finite.
+            On every rank, if the gradient (with `LocalSGD`: a parameter) has a non-finite number.
+            The error names the parameter and the ranks. The parameters are those before the step.
         """
         with raise_on_all_ranks(self.comm):
             if not isinstance(batches, Iterable):
-                raise TypeError(f"trainer: batches must be iterable, not {batches!r}")
+                raise TypeError(
+                    f"Trainer.run: batches must be iterable, got {batches!r}. Pass Batches or a "
+                    "list of batches."
+                )
             if steps is not None and operator.index(steps) < 0:
-                raise ValueError(f"trainer: steps={steps} must not be negative")
+                raise ValueError(
+                    f"Trainer.run: steps must not be negative, got {steps}. Pass a count or None."
+                )
             if not isinstance(checkpoint, Checkpoint | None):
                 raise TypeError(
-                    "trainer: checkpoint must be a mpigrad.checkpoint.Checkpoint, not "
-                    f"{checkpoint!r}"
+                    "Trainer.run: expected a mpigrad.checkpoint.Checkpoint as checkpoint, got "
+                    f"{checkpoint!r}. Pass Checkpoint(directory, ...)."
                 )
             if isinstance(batches, Batches):
                 if batches.shard not in (None, self.shard):
                     raise ValueError(
-                        f"trainer: the batches are for shard {batches.shard}, and rank "
-                        f"{self.comm.rank}'s is {self.shard}; give shard=trainer.shard, or none"
+                        f"Trainer.run: the batches have the shard {batches.shard}, but rank "
+                        f"{self.comm.rank} has the shard {self.shard}. Make Batches with "
+                        "shard=trainer.shard, or without shard."
                     )
-                batches.of_trainer = self.shard
+                batches.default_shard = self.shard
         agreed = steps, callback is None, checkpoint is None
         assert_same_on_all_ranks(
-            self.comm, agreed, "trainer: steps, and whether callback and checkpoint are None"
+            self.comm, agreed, "Trainer.run: (steps, callback is None, checkpoint is None)"
         )
         self._batches = batches if isinstance(batches, Batches) else None
-        abouts = self.comm.mpi.allgather(self._batches and self._batches.about())
-        known = [(rank, about) for rank, about in enumerate(abouts) if about is not None]
-        for rank, about in known:
-            if about != known[0][1]:
+        settings = self.comm.mpi.allgather(self._batches and self._batches.settings())
+        known = [(rank, value) for rank, value in enumerate(settings) if value is not None]
+        for rank, value in known:
+            if value != known[0][1]:
                 raise ValueError(
-                    "trainer: the Batches must be equal on all ranks: "
-                    f"rank {known[0][0]} {known[0][1]}, {rank} {about}"
+                    "Trainer.run: the Batches must be the same on all ranks, got "
+                    f"{known[0][1]} on rank {known[0][0]} and {value} on rank {rank}. Make them "
+                    "with the same arguments."
                 )
-        if self._records:  # what passed between runs does not count
+        if self._records:  # the time between runs does not count
             self._begun = time.monotonic() - self._records[-1].seconds
         session = _Session(self, steps, callback)
         with contextlib.ExitStack() as stack:
@@ -238,45 +275,45 @@ class Trainer:
             else:
                 self._share()
                 self._compare()
-        self._asked_to_end = session.asked_to_end
+        self._interrupted = session.interrupted
         return self.history
 
-    def step(self, *batch: Any) -> Record:
-        """One update (collective), where the strategy goes step by step; see `run`."""
+    def step(self, *batch: Any) -> StepRecord:
+        """Make one update (collective), with a strategy whose ranks step together (see `run`)."""
         record = self._run.step(batch)
-        if record.step == self._run.step_number:  # not a step of this rank alone (LocalSGD)
+        if record.step == self._run.step_number:  # not a local step of LocalSGD
             self._note(record)
         return record
 
     def save(self, directory: str | os.PathLike[str]) -> pathlib.Path:
-        """Write all that is needed to go on, bit for bit, with `resume` (collective).
+        """Save the state from which `resume` continues with the same bits (collective).
 
-        Model, optimizer, the position in `Batches` and each rank's generator of PyTorch; see
-        `mpigrad.checkpoint.Store`.
+        The state is the model, the optimizer, the position in `Batches` and each rank's random
+        generator of PyTorch. See `mpigrad.checkpoint.Store` for the files.
         """
         if self._running and not self.shard[1]:
             raise RuntimeError(
-                "trainer: a parameter server's callback, which no other rank calls, cannot save; "
-                "give checkpoint= to run"
+                "Trainer.save: cannot be called in the callback of a parameter server, because the "
+                "other ranks do not call it. Pass checkpoint= to run."
             )
         return self._saved(Store(directory, self.comm))
 
     def resume(self, directory: str | os.PathLike[str]) -> bool:
-        """Go on from the newest save in a directory (collective); False where there is none.
+        """Resume from the newest save in a directory (collective), or return False.
 
-        The next `run` with a `Batches` goes on at its saved position. On another number of ranks
-        the training goes on to rounding, with random generators as they are.
+        The next `run` with `Batches` continues at the saved position. On another count of ranks
+        the results agree to rounding, and random generators keep their present state.
 
         Raises
         ------
         ValueError
-            On every rank: the save is of another model, or of another strategy.
+            On every rank, if the save belongs to another model or another strategy.
         """
         return self._restored(Store(directory, self.comm))
 
-    # ---- how far it has come ----
+    # ---- history ----
 
-    def _note(self, record: Record) -> None:
+    def _note(self, record: StepRecord) -> None:
         self._records.append(record)
 
     def _progress(self, steps: int | None) -> Progress:
@@ -285,29 +322,30 @@ class Trainer:
             total = self._run.step_number + self._run.updates_of(self._batches.left)
         if total is None:
             raise ValueError(
-                "trainer: progress needs to know the end: give steps=, or Batches with epochs="
+                "Trainer.run: progress=True needs a known count of updates. Pass steps=, or "
+                "Batches with epochs=."
             )
         return Progress(total, self.comm.rank)
 
     def _share(self) -> None:
-        """Equal buffers and records everywhere (collective)."""
-        told = self.comm.mpi.allgather((self._run.computed, len(self._records)))
-        computed, lengths = zip(*told, strict=True)
+        """Copy buffers and records to all ranks (collective)."""
+        reports = self.comm.mpi.allgather((self._run.computed, len(self._records)))
+        computed, lengths = zip(*reports, strict=True)
         root = computed.index(True) if any(computed) else 0
         buffers = bcast_bytes(self.comm, self.replica.buffers(), root)
         with raise_on_all_ranks(self.comm):
             if buffers and self.comm.rank != root:
                 self.replica.load_buffers(buffers)
-        if len(set(lengths)) > 1:  # only the server has them all
+        if len(set(lengths)) > 1:  # only the server has all records
             self._records = self.comm.mpi.bcast(self._records)
 
     def _compare(self) -> None:
-        """Say where replicas have ceased to be equal (collective)."""
-        warn_if_different(
+        """Print a warning if replicas differ (collective)."""
+        warn_if_replicas_differ(
             self.replica,
             self.comm,
-            "have become others than rank 0's: has the program changed parameters or the "
-            "optimizer's settings on one rank, or is its arithmetic that of another processor?",
+            "now differ from rank 0's. Check whether the program changed parameters or optimizer "
+            "settings on one rank, or whether the ranks have different processors",
         )
 
     # ---- saves ----
@@ -315,14 +353,16 @@ class Trainer:
     def _saved(self, store: Store | CheckpointSession) -> pathlib.Path:
         self._share()
         position = self._position if self._batches is None else self._batches.state()
-        parts: saves.Tree = {}
+        parts: saved_state.Tree = {}
         with raise_on_all_ranks(self.comm):
-            parts = saves.tree(self.replica, self._run, position if self.shard[1] else None)
-        extra = saves.about(
+            parts = saved_state.rank_parts(
+                self.replica, self._run, position if self.shard[1] else None
+            )
+        extra = saved_state.metadata(
             parts, self.replica, self._run, self.comm, self._strategy, self._records
         )
         self._compare()
-        path = store.save(self._run.step_number, parts, saves.LAYOUT, extra)
+        path = store.save(self._run.step_number, parts, saved_state.LAYOUT, extra)
         self._saved_in.add(os.path.abspath(_directory(store)))
         return path
 
@@ -330,14 +370,16 @@ class Trainer:
         where = _directory(store)
         saved = store.load(
             None,
-            saves.LAYOUT,
-            lambda extra: saves.check(saves.own(extra), self.replica, self._strategy, where),
-            make_like=lambda extra: saves.like(saves.own(extra), self.comm),
+            saved_state.LAYOUT,
+            lambda extra: saved_state.check(
+                saved_state.unwrap(extra), self.replica, self._strategy, where
+            ),
+            make_like=lambda extra: saved_state.local_parts(saved_state.unwrap(extra), self.comm),
         )
         if saved is None:
             return False
-        records, self._position = saves.restore(
-            saved.tree, saves.own(saved.extra), self.replica, self._run, self.comm
+        records, self._position = saved_state.restore(
+            saved.tree, saved_state.unwrap(saved.extra), self.replica, self._run, self.comm
         )
         self._records = list(records)
         self._saved_in.add(os.path.abspath(where))
@@ -347,16 +389,16 @@ class Trainer:
 
 
 class _Session:
-    """See `strategy.Session`."""
+    """The session of a trainer, see `strategy.Session`."""
 
     def __init__(
-        self, trainer: Trainer, steps: int | None, callback: Callable[[Record], Any] | None
+        self, trainer: Trainer, steps: int | None, callback: Callable[[StepRecord], Any] | None
     ) -> None:
         self.steps = steps
         self.saving: CheckpointSession | None = None
         self.progress: Progress | None = None
         self.saved_at = -1  # step
-        self.asked_to_end = False
+        self.interrupted = False
         self._trainer, self._callback = trainer, callback
         self._ends, self._error = False, None
 
@@ -364,7 +406,7 @@ class _Session:
     def attentive(self) -> bool:
         return self._callback is not None or self.saving is not None
 
-    def note(self, record: Record) -> None:
+    def note(self, record: StepRecord) -> None:
         self._trainer._note(record)
         if self.progress is not None:
             self.progress.update(record.step, loss=record.loss)
@@ -383,12 +425,12 @@ class _Session:
 
     def act(self, wishes: int) -> bool:
         if wishes & FAILED:
-            fail(self._trainer.comm, self._error)
+            raise_step_error(self._trainer.comm, self._error)
         if wishes & (SAVE | STOP):
             assert self.saving is not None
             self._trainer._saved(self.saving)
             self.saved_at = self._trainer._run.step_number
-        self.asked_to_end = wishes & STOP > 0
+        self.interrupted = wishes & STOP > 0
         return wishes & (END | STOP) > 0
 
 

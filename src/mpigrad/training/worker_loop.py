@@ -1,4 +1,4 @@
-"""The workers of a parameter server."""
+"""The loop of a worker of a parameter server."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 from mpigrad.communicator import Communicator
 from mpigrad.training.replica import Batch, Replica
-from mpigrad.training.server_messages import Channel, Failure, Kind, act
+from mpigrad.training.server_messages import Channel, Kind, RemoteError, act
 from mpigrad.training.strategy import STOP, Run, Session
 from mpigrad.training.summation import combine
 
-__all__ = ["Working"]
+__all__ = ["WorkerLoop"]
 
 SERVER = 0
 
 
-class Working(Run):
-    """A rank that computes gradients; see `ParameterServer`."""
+class WorkerLoop(Run):
+    """The run of a rank that computes gradients, see `ParameterServer`."""
 
     keeps_state = False
 
@@ -24,7 +24,7 @@ class Working(Run):
         self.shard = comm.rank - 1, comm.size - 1
         self._replica, self._channel, self._rank = replica, Channel(comm), comm.rank
         self._drop = drop
-        self._unused: frozenset[int] = frozenset()  # as the server knows them
+        self._unused: frozenset[int] = frozenset()  # as last sent to the server
 
     def train(self, batches: Iterator[Batch], session: Session) -> None:
         replica, working = self._replica, True
@@ -41,39 +41,39 @@ class Working(Run):
             working = working and self._work(batches, session)
 
     def _work(self, batches: Iterator[Batch], session: Session) -> bool:
-        """Send the gradient of a batch; false, and the server knows it, where there is none."""
+        """Send the gradient of one batch, or tell the server the end and return False."""
         replica, channel = self._replica, self._channel
         try:
             batch = next(batches, None)
             if batch is None:
-                channel.tell(None, Kind.DONE, SERVER)
+                channel.send_object(None, Kind.DONE, SERVER)
                 return False
             weight, loss = replica.weight(batch), 0.0
             if weight > 0:
                 loss, self.computed = replica.gradient(batch, weight), True
                 self._check()
         except (Exception, SystemExit) as error:
-            channel.tell(Failure.of(error, self._rank), Kind.FAILED, SERVER)
+            channel.send_object(RemoteError.of(error, self._rank), Kind.FAILED, SERVER)
             if self._drop and isinstance(error, Exception):
                 return False
             raise
         if weight > 0 and replica.unused != self._unused:
             self._unused = replica.unused
-            channel.tell(self._unused, Kind.UNUSED, SERVER)
+            channel.send_object(self._unused, Kind.UNUSED, SERVER)
         wishes = session.wishes() & STOP if session.attentive else 0
         replica.gradients.header[:4] = self.step_number, weight, loss, wishes
         channel.send(replica.gradients, Kind.GRADIENT, SERVER, whole=weight > 0)
         return True
 
     def _check(self) -> None:
-        """Raise where the gradient has a number that is not finite."""
+        """Raise an error if the gradient has a non-finite number."""
         gradients = self._replica.gradients
         for number, section in enumerate(gradients.sections):
-            spoiled: list[tuple[int, list[int]]] = []
-            combine([section], 1.0, section, spoiled=spoiled)  # changes nothing
-            if spoiled:
+            nonfinite: list[tuple[int, list[int]]] = []
+            combine([section], 1.0, section, nonfinite=nonfinite)  # changes nothing
+            if nonfinite:
                 raise FloatingPointError(
                     f"trainer: a gradient at the parameters of step {self.step_number} is not "
-                    f"finite: {gradients.parameter_at(number, spoiled[0][0]).name} "
-                    f"(from rank {self._rank})"
+                    f"finite: {gradients.parameter_at(number, nonfinite[0][0]).name} "
+                    f"(from rank {self._rank}). Check the batch and the loss."
                 )

@@ -109,7 +109,7 @@ def _patients(settings: Settings, model: Model) -> tuple[Cohort, Truth | None]:
 def _estimate(
     settings: Settings, model: Model, cohort: Cohort, truth: Truth | None, comm: Communicator
 ) -> Result:
-    with jobs.pool(comm, on_error="nan") as pool:
+    with jobs.pool(comm, throw=False) as pool:
         data = put(pool, cohort)
         density = log_density(model, pool.sum(model.log_likelihood, data))
         start = model.prior.start(len(cohort.records))

@@ -138,10 +138,10 @@ def _train(
         batches.epochs = epoch
         history = training.run(batches, checkpoint=checkpoint)
         steps = _steps(history)
-        if not history.asked_to_end and epoch == len(epochs):
+        if not history.interrupted and epoch == len(epochs):
             now = Epoch(epoch, steps[-1].samples, steps[-1].seconds)
             epochs.append(_tested(now, test(training.model), settings, name, comm))
-        stopped = history.asked_to_end or any(comm.mpi.allgather(stop.requested()))
+        stopped = history.interrupted or any(comm.mpi.allgather(stop.requested()))
         if stopped:
             ending = f"stopped in epoch {epoch}"
             break
