@@ -21,7 +21,7 @@ from mpigrad.runtime.native import DERIVATIVE_SPACES, library
 __all__ = ["Cartesian", "Communicator", "default_communicator"]
 
 
-class waiting:  # a class, not a generator: so the user's line stays in sight
+class BlockingCall:  # a class, not a generator: so the user's line stays in sight
     """Show the guard a blocking call that Python makes, as handlers show theirs.
 
     With `slot` it is a collective of that communicator, which the guard compares between ranks.
@@ -45,7 +45,7 @@ def _watched(name: str) -> Callable[..., Any]:
     plain = getattr(MPI.Intracomm, name)
 
     def method(self: WatchedComm, *args: Any, **kwargs: Any) -> Any:
-        with waiting(name, -1 if name in ("recv", "send", "sendrecv") else self.slot):
+        with BlockingCall(name, -1 if name in ("recv", "send", "sendrecv") else self.slot):
             return plain(self, *args, **kwargs)
 
     return functools.wraps(plain)(method)

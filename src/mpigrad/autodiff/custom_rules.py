@@ -19,7 +19,13 @@ import numpy as np
 
 from mpigrad.operations._jax_compat import tangent_aval
 from mpigrad.operations._jax_private import require
-from mpigrad.operations.carrier import active, anchor, opaque_zero, outer_carrier, outside_rules
+from mpigrad.operations.carrier import (
+    allow_messages_in_rules,
+    keep_in_backward,
+    opaque_zero,
+    outer_carrier,
+    set_carrier,
+)
 
 __all__ = ["custom_jvp", "custom_vjp"]
 
@@ -88,7 +94,7 @@ class custom_vjp(_WithCarrier):
 
     def _with_rule(self, fun: Callable[..., Any], static: tuple[int, ...]) -> Any:
         def with_carrier(a: Any, *args: Any) -> Any:
-            with active(a):
+            with set_carrier(a):
                 return fun(*args), a
 
         return jax.custom_vjp(with_carrier, nondiff_argnums=static)
@@ -104,20 +110,20 @@ class custom_vjp(_WithCarrier):
         _refuse_symbolic(symbolic_zeros)
 
         def forward(a: Any, *args: Any) -> Any:
-            with active(a):
+            with set_carrier(a):
                 out, residuals = fwd(*args)
             return (out, a), (a, residuals)
 
         def backward(*args: Any) -> Any:
             *static, (a, residuals), (ct, _) = args
-            with outside_rules(), active(a):
+            with allow_messages_in_rules(), set_carrier(a):
                 return (None, *bwd(*static, residuals, ct))
 
         self._call.defvjp(forward, backward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out, link = self._call(outer_carrier(), *self._arguments(args, kwargs))
-        anchor(link)
+        keep_in_backward(link)
         return out
 
 
@@ -140,7 +146,7 @@ class custom_jvp(_WithCarrier):
 
     def _with_rule(self, fun: Callable[..., Any], static: tuple[int, ...]) -> Any:
         def with_carrier(a: Any, *args: Any) -> Any:
-            with active(a):
+            with set_carrier(a):
                 return fun(*args)
 
         return jax.custom_jvp(with_carrier, nondiff_argnums=static)
@@ -158,7 +164,7 @@ class custom_jvp(_WithCarrier):
         def with_carrier(*args: Any) -> Any:
             *static, (a, *primals), (ta, *tangents) = args
             linked = jax.tree.map(lambda x, t: _linked(x, t, ta), primals, tangents)
-            with outside_rules(), active(a):
+            with allow_messages_in_rules(), set_carrier(a):
                 return rule(*static, tuple(primals), tuple(linked))
 
         self._call.defjvp(with_carrier)

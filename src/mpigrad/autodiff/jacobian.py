@@ -16,7 +16,7 @@ import numpy as np
 
 from mpigrad.autodiff.transforms import vjp, vmap
 from mpigrad.communicator import Communicator, resolve
-from mpigrad.operations.carrier import CARRIER, no_messages, with_carrier
+from mpigrad.operations.carrier import CARRIER, forbid_messages, with_carrier
 from mpigrad.operations.checks import assert_replicated
 from mpigrad.operations.collectives import bcast, gather
 
@@ -106,7 +106,7 @@ def jacobian(
 
         if local and os.environ.get("MPIGRAD_GUARD") == "1":
             assert_replicated((args, kwargs), group, "an argument of jacobian(local=True)")
-        with no_messages(_LOCAL) if local else contextlib.nullcontext():
+        with forbid_messages(_LOCAL) if local else contextlib.nullcontext():
             outs = jax.eval_shape(flat, *leaves)
         shapes = [(x.shape, str(x.dtype)) for x in (*leaves, *outs)]
         assert_replicated(
@@ -207,7 +207,7 @@ def _shared_out(
         return [[jnp.zeros((*y.shape, *x.shape), y.dtype) for x in xs] for y in ys]
     share = -(-n // comm.size)
     seeds = _seeds(seeded, comm.rank * share, share)
-    with no_messages(_LOCAL):
+    with forbid_messages(_LOCAL):
         mine = (_columns if mode == "forward" else _rows)(flat, xs, seeds)
     every = bcast(gather(list(mine), 0, comm), 0, comm)
     every = [d.reshape(-1, *d.shape[2:])[:n] for d in every]

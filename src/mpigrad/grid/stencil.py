@@ -12,7 +12,7 @@ from mpigrad.communicator import derivative_slot
 from mpigrad.grid.grid import Grid
 from mpigrad.grid.halo_layout import Boundary, HaloLayout, Part, Step, Width
 from mpigrad.operations.nonblocking import Request, post, wait, waitall
-from mpigrad.operations.optimization_barrier import in_order
+from mpigrad.operations.optimization_barrier import keep_in_order
 from mpigrad.runtime.native import TAG_LIMIT
 
 __all__ = ["apply_stencil"]
@@ -62,7 +62,7 @@ def apply_stencil(
     layout.fields(coefficients, "apply_stencil")
     requests = _begin(layout, fields)
     # Between the posts and the waits: compiled programs would compute the interior at any time.
-    fields = in_order(fields)
+    fields = keep_in_order(fields)
     pieces = [layout.own_pieces(field) for field in fields]
 
     def on(cells: list[slice], part: list[Part] | None = None) -> Any:
@@ -75,7 +75,7 @@ def apply_stencil(
     inner = [slice(before, k - after) for k, (before, after) in zip(n, widths, strict=True)]
     split = all(k > sum(pair) for k, pair in zip(n, widths, strict=True))
     try:
-        interior = in_order(on(inner, [Part(())] * grid.ndim)) if split else None
+        interior = keep_in_order(on(inner, [Part(())] * grid.ndim)) if split else None
     finally:  # of an error, too: nothing is left over
         _end(requests, layout, fields, pieces)
     if not split:

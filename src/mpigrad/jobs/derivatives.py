@@ -21,7 +21,7 @@ from mpigrad.jobs.items import Bucket
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
-from mpigrad.operations.carrier import outside_rules
+from mpigrad.operations.carrier import allow_messages_in_rules
 
 __all__ = ["Derivatives", "Evaluate", "with_adjoint", "with_jacobian"]
 
@@ -309,7 +309,7 @@ def with_adjoint(job: Job, evaluate: Evaluate) -> Any:
     def function(shared: Any, per_job: Sequence[Any]) -> tuple[Any, list[Any]]:
         @jax.custom_vjp
         def values(shared: Any, per_job: Any) -> tuple[Any, list[Any]]:
-            with outside_rules():
+            with allow_messages_in_rules():
                 return evaluate(job, shared, per_job)
 
         def forward(shared: Any, per_job: Any) -> Any:
@@ -318,7 +318,7 @@ def with_adjoint(job: Job, evaluate: Evaluate) -> Any:
         def backward(arguments: Any, cotangents: Any) -> Any:
             (shared, per_job), (added, kept) = arguments, cotangents
             mine = [(x, _floats(y)) for x, y in zip(per_job, kept, strict=True)]
-            with outside_rules():
+            with allow_messages_in_rules():
                 back = with_adjoint(_PullBack(job), evaluate)
                 by_shared, by_mine = back((shared, _floats(added)), mine)
             pairs = zip(per_job, by_mine, strict=True)

@@ -26,7 +26,7 @@ from mpigrad.jobs.context import Job
 from mpigrad.jobs.failures import Watch, end_with
 from mpigrad.jobs.items import Bucket, Data
 from mpigrad.jobs.replication import collect, take
-from mpigrad.operations.carrier import follow
+from mpigrad.operations.carrier import tie_in
 
 __all__ = ["Team", "assembled", "evaluate", "rows", "sealed"]
 
@@ -178,7 +178,7 @@ def _everywhere(team: Team, leaves: Sequence[Leaf], depends_on: Sequence[Any]) -
         # Every rank's row depends on all arguments, in the eyes of JAX: a rank without blocks
         # takes part in the messages of derivatives, too.
         for x in depends_on:
-            row = follow(row, x)
+            row = tie_in(row, x)
         every = collect(row, comm) if rows.length else jnp.zeros((team.size, 0), row.dtype)
         for i, x in zip(members, rows.joined(every), strict=True):
             results[i] = x

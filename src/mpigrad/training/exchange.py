@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpigrad.communicator import Communicator, waiting
+from mpigrad.communicator import BlockingCall, Communicator
 from mpigrad.training.flat_buffer import Flat
 from mpigrad.training.history import Span
 from mpigrad.training.memory import Memory
@@ -162,7 +162,7 @@ class Exchange:
         """(weight, whether it has ended, mark) of every rank, shape (ranks, 3); waits for them."""
         if self._scale is None:
             if not self._told.Test():
-                with waiting("trainer.step"):
+                with BlockingCall("trainer.step"):
                     self._told.Wait()
             self._sum_weights()
         return self._all
@@ -185,7 +185,7 @@ class Exchange:
         """Send what has not been sent, and wait for the whole sum (collective)."""
         start = time.perf_counter()
         # As a collective: a rank that has left the program is found missing at once.
-        with waiting("trainer.step", self.comm.slot):
+        with BlockingCall("trainer.step", self.comm.slot):
             if self._scale is None:
                 self._told.Wait()
                 self._sum_weights()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import SWAP_TAG, Communicator, waiting
+from mpigrad.communicator import SWAP_TAG, BlockingCall, Communicator
 
 __all__ = ["parts", "swap"]
 
@@ -29,7 +29,7 @@ def swap(
     All ranks of the communicator take part, those without neighbours too, in the same order.
     """
     received = [np.empty(count, np.int64) for count in counts]
-    with waiting(what):
+    with BlockingCall(what):
         requests = [
             comm.derivatives.Irecv(array, rank, SWAP_TAG)
             for rank, array in zip(neighbors, received, strict=True)
