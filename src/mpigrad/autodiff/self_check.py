@@ -238,7 +238,7 @@ def _keeps_dead_checkpoint() -> bool:
 
 
 def _refuses_custom_gradient() -> bool:
-    """Check that a message in the rule of a jax.custom_gradient is found when the rule is evaluated."""
+    """Check that a message in the rule of a jax.custom_gradient is found at its evaluation."""
     sends = _programs()[0]
     f = jax.custom_gradient(lambda x: (jnp.sum(x), lambda ct: (ct * (sends(x) + 0 * x),)))
     try:

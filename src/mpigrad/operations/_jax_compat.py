@@ -121,7 +121,7 @@ def other_orders(kinds: Any) -> list[str]:
 
 
 def make_effectful(primitive: Primitive, shape_rule: Callable[..., Sequence[ShapedArray]]) -> None:
-    """Give `primitive` the ordered effect, and the shape rule that returns the avals of its results."""
+    """Give `primitive` the ordered effect, and the rule that returns the avals of its results."""
     primitive.multiple_results = True
     primitive.def_effectful_abstract_eval(
         lambda *avals, **params: (list(shape_rule(*avals, **params)), {effect})
@@ -129,10 +129,12 @@ def make_effectful(primitive: Primitive, shape_rule: Callable[..., Sequence[Shap
 
 
 def set_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Set the rule (is_vjp, nonzeros, *primals) -> (results, nonzeros, known, linear) of `primitive`.
+    """Set the rule by which `primitive` is linearized.
 
-    JAX 0.8 does not tell if the derivative will be transposed: the rule then assumes it. Since JAX 0.11
-    a rule also returns structured residuals, which `linear` takes.
+    It maps (is_vjp, nonzeros, *primals) to (results, nonzeros, known, linear).
+
+    JAX 0.8 does not tell if the derivative will be transposed: the rule then assumes it. Since JAX
+    0.11 a rule also returns structured residuals, which `linear` takes.
     """
 
     def without_purpose(*args: Any, **params: Any) -> Any:
@@ -277,8 +279,8 @@ def lowering(
     target
         The native handler.
     operands
-        The number of operands that are passed to the handler. The others (the carrier is the last one)
-        exist only for differentiation.
+        The number of operands that are passed to the handler. The others (the carrier is the last
+        one) exist only for differentiation.
     aliases
         Operands whose memory a result may take. The token is operand and result 0.
     attributes
@@ -313,10 +315,10 @@ def lower_to_nothing(ctx: Any, *operands: Any) -> list[Any]:
 def lower_in_token_region(
     enter: str, leave: str, turn_aval: ShapedArray
 ) -> Callable[..., Sequence[Any]]:
-    """Return the lowering of a primitive (turn, *operands; jaxpr) -> (turn, *results) with messages.
+    """Return the lowering of a primitive (turn, *operands; jaxpr) -> (turn, *results).
 
-    To JAX the primitive is pure. Inside, a token orders the messages. `enter` makes the token from the
-    array `turn`, and `leave` makes the next `turn` from the token.
+    To JAX the primitive is pure. Inside, a token orders the messages. `enter` makes the token from
+    the array `turn`, and `leave` makes the next `turn` from the token.
     """
     to_token = jax.ffi.ffi_lowering(enter, has_side_effect=True)
     from_token = jax.ffi.ffi_lowering(leave, has_side_effect=True)
@@ -340,7 +342,7 @@ def lower_in_token_region(
 
 
 def lower_high_level(primitive: Primitive) -> None:
-    """Let programs of (turn, *operands; jaxpr) contain primitives that JAX lowers before it compiles.
+    """Let programs of (turn, *operands; jaxpr) contain primitives that JAX lowers in two steps.
 
     Since JAX 0.12 some functions of JAX are made of such primitives, special functions for example.
     """

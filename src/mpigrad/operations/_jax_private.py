@@ -45,7 +45,7 @@ if VERSION < OLDEST:
 
 
 def check_version(rank: int) -> None:
-    """Write one line of warning, on rank 0, if JAX is newer than the newest release that was tested."""
+    """Write one line of warning, on rank 0, if JAX is newer than the newest tested release."""
     if VERSION[:2] > NEWEST_TESTED and rank == 0:
         newest = ".".join(map(str, NEWEST_TESTED))
         sys.stderr.write(
@@ -230,7 +230,7 @@ ATTRIBUTES = {
 
 @functools.cache
 def private(name: str) -> Any:
-    """Return the attribute `name` below `jax._src`, or raise an error that names the version of JAX."""
+    """Return the attribute `name` below `jax._src`, or raise an error that names JAX's version."""
     assert name in _TABLE, name
     module, _, attribute = name.rpartition(".")
     try:

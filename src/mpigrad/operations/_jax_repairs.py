@@ -7,10 +7,10 @@ constants out of loops. A message must stay at its place in the program, on ever
 * forgets the effects of `checkpoint` and `cond` if none of their results is unknown.
 
 Two rules mend this, for programs with messages only. Messages are always staged, never executed
-early (`_jax_staging.py`). `checkpoint` and `cond` get one more unknown result, so that their unknown
-part survives. Each change of JAX is an entry of `HOOKS`. If a hook cannot be installed, the feature
-that needs it is refused and everything else works. `autodiff/self_check.py` finds hooks that no
-longer have an effect. Functions with custom rules are in `_jax_custom_rules.py`.
+early (`_jax_staging.py`). `checkpoint` and `cond` get one more unknown result, so that their
+unknown part survives. Each change of JAX is an entry of `HOOKS`. If a hook cannot be installed, the
+feature that needs it is refused and everything else works. `autodiff/self_check.py` finds hooks
+that no longer have an effect. Functions with custom rules are in `_jax_custom_rules.py`.
 """
 
 from __future__ import annotations
@@ -369,8 +369,8 @@ _LEFT_OUT = "MPIGRAD_WITHOUT_JAX_HOOK"
 class Hook:
     """One change of JAX, the feature that needs it, and a test that fails without it.
 
-    If there is no feature, JAX itself raises an error without the hook. From JAX version `until` on the
-    hook is not needed.
+    If there is no feature, JAX itself raises an error without the hook. From JAX version `until` on
+    the hook is not needed.
     """
 
     name: str

@@ -264,7 +264,7 @@ ad.primitive_transposes[keep_in_backward_p] = _keep_transpose
 batching.primitive_batchers[keep_in_backward_p] = _keep_batch
 
 
-# ---- a mark in a branch that all ranks take at the same time, even if its predicate is batched ----
+# ---- a mark in a branch that all ranks take at the same time: its predicate may be batched ----
 
 common_branch_p = Primitive("mpigrad_common_branch")
 

@@ -37,8 +37,8 @@ require_p: Primitive = effect_primitive("require", operands=2, batch=_one_call)
 def require(ok: Any, message: str, *values: Any, comm: Communicator | None = None) -> None:
     """End the program with an error unless `ok` is true.
 
-    The error names the rank and the user's source line. To let all ranks fail together, compute `ok`
-    from values that are equal on all ranks, for example the result of an `allreduce`.
+    The error names the rank and the user's source line. To let all ranks fail together, compute
+    `ok` from values that are equal on all ranks, for example the result of an `allreduce`.
 
     Parameters
     ----------
@@ -90,8 +90,8 @@ def assert_replicated(
     Parameters
     ----------
     x
-        Array or pytree of arrays. An array of another shape or dtype differs "by inf". MPI itself may
-        raise an error before that, if it receives a longer message than expected.
+        Array or pytree of arrays. An array of another shape or dtype differs "by inf". MPI itself
+        may raise an error before that, if it receives a longer message than expected.
     comm
         The communicator. Default: the communicator of the enclosing `with`, or all ranks.
     what

@@ -213,33 +213,34 @@ def custom_operation(
     ----------
     forward
         (x, comm) -> y, a *linear* map on the product space of the ranks' arrays. x and y are NumPy
-        arrays or pytrees of them, and comm is a communicator of mpi4py. The function may call any part
-        of mpi4py, and completes its messages before it returns. It may change its operand.
+        arrays or pytrees of them, and comm is a communicator of mpi4py. The function may call any
+        part of mpi4py, and completes its messages before it returns. It may change its operand.
     transpose
         (ct, comm) -> the transposed map of a cotangent of y: the sum over ranks of <forward(x), ct>
-        equals the sum over ranks of <x, transpose(ct)>, without complex conjugates. `dot_test` checks
-        it.
+        equals the sum over ranks of <x, transpose(ct)>, without complex conjugates. `dot_test`
+        checks it.
     shape
-        Maps a jax.ShapeDtypeStruct of x to an object with the `shape` and `dtype` of y, or a pytree of
-        x to a pytree of y. Default: those of x. If x has floating-point or complex arrays, y must have
-        some, too, and the other way round.
+        Maps a jax.ShapeDtypeStruct of x to an object with the `shape` and `dtype` of y, or a pytree
+        of x to a pytree of y. Default: those of x. If x has floating-point or complex arrays, y
+        must have some, too, and the other way round.
 
     Returns
     -------
     operation
-        A function (x, comm=None) -> y of JAX arrays or pytrees of them. It keeps its place among the
-        messages under jit, grad, jvp, vmap (one member at a time), scan and checkpoint, and in higher
-        derivatives. The adjoint is `transpose`, and the adjoint of that is `forward`. If one of the
-        functions raises an exception, the operation ends with its text, the rank and the line of the
-        call.
+        A function (x, comm=None) -> y of JAX arrays or pytrees of them. It keeps its place among
+        the messages under jit, grad, jvp, vmap (one member at a time), scan and checkpoint, and in
+        higher derivatives. The adjoint is `transpose`, and the adjoint of that is `forward`. If one
+        of the functions raises an exception, the operation ends with its text, the rank and the
+        line of the call.
 
     Notes
     -----
-    The communicator is that of mpigrad's own custom operations, with another one for derivatives. The
-    messages of the two functions never meet other messages of the program.
+    The communicator is that of mpigrad's own custom operations, with another one for derivatives.
+    The messages of the two functions never meet other messages of the program.
 
     Integers next to floating-point arrays move with them. In derivatives they are zeros, and the
-    results for them are not used: the map must be linear in all operands, so integers cannot choose it.
+    results for them are not used: the map must be linear in all operands, so integers cannot choose
+    it.
 
     Examples
     --------

@@ -133,8 +133,8 @@ def jit(
     """Compile a function with messages, with faster dispatch than `jax.jit`.
 
     JAX dispatches a program with messages by its slow path. `mpigrad.jit`, called outside any
-    transformation, takes the fast path, and keeps its order among all operations of mpigrad. Inside a
-    transformation it is `jax.jit`, and traces the function once for all transformations.
+    transformation, takes the fast path, and keeps its order among all operations of mpigrad. Inside
+    a transformation it is `jax.jit`, and traces the function once for all transformations.
 
     Parameters
     ----------

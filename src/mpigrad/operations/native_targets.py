@@ -14,7 +14,7 @@ __all__ = ["register_target"]
 
 @functools.cache
 def register_target(name: str, lib: Any = None) -> str:
-    """Register the native handler `name` with XLA, for CPUs and (staged in host memory) for GPUs."""
+    """Register the native handler `name` with XLA, for CPUs and, staged on the host, for GPUs."""
     handler = getattr(library() if lib is None else lib, name)
     staged = library().mpigrad_staged(ctypes.cast(handler, ctypes.c_void_p), name.encode())
     if not staged:

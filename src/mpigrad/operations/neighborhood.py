@@ -58,20 +58,20 @@ def neighbor_alltoallv(
     Parameters
     ----------
     x
-        Array or pytree of arrays of shape (sum(sendcounts), ...): the rows for neighbors[0], then the
-        rows for neighbors[1], and so on.
+        Array or pytree of arrays of shape (sum(sendcounts), ...): the rows for neighbors[0], then
+        the rows for neighbors[1], and so on.
     neighbors
         Ranks, without repetition. Rank r names s if and only if s names r.
     sendcounts, recvcounts
-        The number of rows for each neighbour, and from each neighbour. If a count is zero, no message
-        is sent.
+        The number of rows for each neighbour, and from each neighbour. If a count is zero, no
+        message is sent.
     comm
         The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
-    Arrays of shape (sum(recvcounts), ...), in the same order. The adjoint is the same exchange with the
-    counts exchanged.
+    Arrays of shape (sum(recvcounts), ...), in the same order. The adjoint is the same exchange with
+    the counts exchanged.
 
     Examples
     --------

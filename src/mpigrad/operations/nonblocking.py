@@ -114,8 +114,8 @@ def isend(x: Any, dest: int, tag: int = 0, comm: Communicator | None = None) -> 
     Returns
     -------
     Request
-        The request, for `wait`. The adjoint is a receive from `dest`: it is posted at the `wait` of the
-        program, and waited for here.
+        The request, for `wait`. The adjoint is a receive from `dest`: it is posted at the `wait` of
+        the program, and waited for here.
 
     Examples
     --------
@@ -141,27 +141,27 @@ def irecv(like: Any, source: int, tag: int = 0, comm: Communicator | None = None
         Array or pytree of arrays with the shapes and dtypes of the message. Its values are not used
         and may be constants.
     source
-        The sender: a Python integer, or MPI.ANY_SOURCE. With MPI.PROC_NULL nothing is received, and the
-        result is zero.
+        The sender: a Python integer, or MPI.ANY_SOURCE. With MPI.PROC_NULL nothing is received, and
+        the result is zero.
     tag
-        The tag of the send (`send` or `isend`). MPI.ANY_TAG matches every tag. If the tag or the source
-        is a wildcard, all arrays must have the same dtype.
+        The tag of the send (`send` or `isend`). MPI.ANY_TAG matches every tag. If the tag or the
+        source is a wildcard, all arrays must have the same dtype.
     comm
         The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
     Request
-        The request, for `wait` or `wait_with_status`, which return the received values. The adjoint is
-        a send to the rank that has sent: it is posted at the `wait` of the program, and waited for
-        here.
+        The request, for `wait` or `wait_with_status`, which return the received values. The adjoint
+        is a send to the rank that has sent: it is posted at the `wait` of the program, and waited
+        for here.
 
     Notes
     -----
-    The tangent of a message from MPI.ANY_SOURCE is received by `wait`, because its sender is not known
-    before. In forward mode, `send` of a long message waits until then, and `isend` does not. Between
-    post and wait, do not receive another derivative from the same rank with the same tag, and do not
-    post its receive.
+    The tangent of a message from MPI.ANY_SOURCE is received by `wait`, because its sender is not
+    known before. In forward mode, `send` of a long message waits until then, and `isend` does not.
+    Between post and wait, do not receive another derivative from the same rank with the same tag,
+    and do not post its receive.
 
     Examples
     --------
@@ -213,8 +213,8 @@ def wait(request: Request) -> Any:
 
     Returns
     -------
-    The received values for `irecv`, None for `isend`. The adjoint is the post of a message in the other
-    direction: `isend` of the cotangent for `irecv`, `irecv` of it for `isend`.
+    The received values for `irecv`, None for `isend`. The adjoint is the post of a message in the
+    other direction: `isend` of the cotangent for `irecv`, `irecv` of it for `isend`.
 
     Examples
     --------
@@ -309,8 +309,8 @@ def in_order_of_posts(
 def waitall(requests: Iterable[Request]) -> list[Any]:
     """Wait for several requests in the order of their posts.
 
-    If a compiled function or a loop has returned one of the requests, the order of posts is not known,
-    and the requests are waited for in the order in which they are given.
+    If a compiled function or a loop has returned one of the requests, the order of posts is not
+    known, and the requests are waited for in the order in which they are given.
 
     Parameters
     ----------
@@ -320,8 +320,8 @@ def waitall(requests: Iterable[Request]) -> list[Any]:
     Returns
     -------
     list
-        The result of `wait` for each request, in the order in which they are given. The adjoint posts a
-        message in the other direction for each, in reverse order.
+        The result of `wait` for each request, in the order in which they are given. The adjoint
+        posts a message in the other direction for each, in reverse order.
 
     Examples
     --------

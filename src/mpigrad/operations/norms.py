@@ -18,25 +18,26 @@ __all__ = ["max_norm", "rms_norm"]
 def rms_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
     """Compute the root mean square of the entries of all ranks.
 
-    The function itself is a `norm=` argument of diffrax and optimistix: all ranks get the same value, so
-    they take the same steps and stop at the same step. The call is collective and sends one message. It
-    is differentiable. Its gradient is zero if all entries are zero, or if the norm is infinite.
+    The function itself is a `norm=` argument of diffrax and optimistix: all ranks get the same
+    value, so they take the same steps and stop at the same step. The call is collective and sends
+    one message. It is differentiable. Its gradient is zero if all entries are zero, or if the norm
+    is infinite.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays, real or complex: this rank's part of a distributed vector. Its size
-        may differ between ranks and may be zero. Its dtype must be the same on all ranks.
+        Array or pytree of arrays, real or complex: this rank's part of a distributed vector. Its
+        size may differ between ranks and may be zero. Its dtype must be the same on all ranks.
     comm
-        The communicator of the ranks that have parts of the vector. Default: the communicator of the
-        enclosing `with`, or all ranks.
+        The communicator of the ranks that have parts of the vector. Default: the communicator of
+        the enclosing `with`, or all ranks.
 
     Returns
     -------
     jax.Array
-        √(Σ |x|² / n), a real scalar, equal on all ranks. Both Σ and the number of entries n are taken
-        over all ranks. It is 0 if there are no entries. Its dtype is that of `x`, or the real one of a
-        complex `x`. Sums of 16-bit floats are computed in float32.
+        √(Σ |x|² / n), a real scalar, equal on all ranks. Both Σ and the number of entries n are
+        taken over all ranks. It is 0 if there are no entries. Its dtype is that of `x`, or the real
+        one of a complex `x`. Sums of 16-bit floats are computed in float32.
 
     See Also
     --------
@@ -64,8 +65,8 @@ def max_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
     """Compute the largest absolute value of the entries of all ranks.
 
     It is used as `rms_norm`, and sends one message. It is differentiable: the derivative is shared
-    equally between the ranks that have the largest value, and then between the entries of a rank. It is
-    zero if all entries are zero.
+    equally between the ranks that have the largest value, and then between the entries of a rank.
+    It is zero if all entries are zero.
 
     Parameters
     ----------
@@ -75,8 +76,8 @@ def max_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
     Returns
     -------
     jax.Array
-        max |x|, a real scalar, equal on all ranks. It is 0 if there are no entries, and NaN if an entry
-        is NaN. Its dtype is that of `x`, or the real one of a complex `x`.
+        max |x|, a real scalar, equal on all ranks. It is 0 if there are no entries, and NaN if an
+        entry is NaN. Its dtype is that of `x`, or the real one of a complex `x`.
 
     Examples
     --------

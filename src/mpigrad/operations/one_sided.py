@@ -152,17 +152,18 @@ def one_sided(
     Parameters
     ----------
     content
-        The window of this rank: an array of shape (rows, ...). The number of rows may differ between
-        ranks. The rest of the shape and the dtype are the same on all ranks. It may be a pytree of such
-        arrays with the same number of rows. Then values and results are pytrees, too.
+        The window of this rank: an array of shape (rows, ...). The number of rows may differ
+        between ranks. The rest of the shape and the dtype are the same on all ranks. It may be a
+        pytree of such arrays with the same number of rows. Then values and results are pytrees,
+        too.
     put
         (values, rank, offset): the rows of `values` replace the rows of that rank's window from
         `offset` on. No row may be put twice in an epoch.
     get
         (rank, offset, count): rows of that rank's window as it was before the epoch.
     accumulate
-        (values, rank, offset): the rows of `values` are added to the rows of that rank's window, after
-        all puts, in the order of ranks. Integers, float32/64, complex64/128.
+        (values, rank, offset): the rows of `values` are added to the rows of that rank's window,
+        after all puts, in the order of ranks. Integers, float32/64, complex64/128.
     comm
         The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 

@@ -111,8 +111,8 @@ def recv(
         Array or pytree of arrays with the shapes and dtypes of the message. Its values are not used
         and may be constants.
     source
-        The sender: a Python integer, or MPI.ANY_SOURCE. With MPI.PROC_NULL nothing is received, and the
-        result is zero.
+        The sender: a Python integer, or MPI.ANY_SOURCE. With MPI.PROC_NULL nothing is received, and
+        the result is zero.
     tag
         The tag of the send. MPI.ANY_TAG matches every tag.
     comm
@@ -120,8 +120,8 @@ def recv(
 
     Returns
     -------
-    The received values, in the structure and shapes of `like`. The adjoint is a send to the rank that
-    has sent, with the tag that it has used; `recv_with_status` returns both.
+    The received values, in the structure and shapes of `like`. The adjoint is a send to the rank
+    that has sent, with the tag that it has used; `recv_with_status` returns both.
 
     Examples
     --------
@@ -158,8 +158,8 @@ def recv_with_status(
         Array or pytree of arrays with the shapes and dtypes of the message. Its values are not used
         and may be constants.
     source
-        The sender: a Python integer, or MPI.ANY_SOURCE. With MPI.PROC_NULL nothing is received, and the
-        result is zero.
+        The sender: a Python integer, or MPI.ANY_SOURCE. With MPI.PROC_NULL nothing is received, and
+        the result is zero.
     tag
         The tag of the send. MPI.ANY_TAG matches every tag.
     comm
@@ -174,9 +174,9 @@ def recv_with_status(
 
     Notes
     -----
-    Two runs of a program may receive messages in different orders. A program and its derivatives may
-    not: the messages of derivatives travel separately. Under `jax.checkpoint`, too, a message is
-    received once, and its sender is recorded.
+    Two runs of a program may receive messages in different orders. A program and its derivatives
+    may not: the messages of derivatives travel separately. Under `jax.checkpoint`, too, a message
+    is received once, and its sender is recorded.
 
     Examples
     --------

@@ -52,7 +52,8 @@ def run_eagerly(
 ) -> None:
     """Outside any transformation, run the primitive as a small compiled program.
 
-    The program is kept by its parameters. The last operand is the carrier, whose value is never used.
+    The program is kept by its parameters. The last operand is the carrier, whose value is never
+    used.
 
     Parameters
     ----------
@@ -238,7 +239,7 @@ def linear_map(
     inactive: Callable[[Any, Any], Any] = opaque_zero,
     **options: Any,
 ) -> Primitive:
-    """Make a linear primitive (x, ..., carrier) -> [y, ...] for the native handler `mpigrad_<name>`.
+    """Make a linear primitive (x, ..., carrier) -> [y, ...] for the handler `mpigrad_<name>`.
 
     Most such primitives have one operand and at most one result.
 
@@ -250,16 +251,16 @@ def linear_map(
     n_ary
         True for any number of operands and results. Integers among them are zeros in derivatives.
     n_nondiff
-        The number of integer operands before x in which the map is not linear. A batch has one value
-        of each.
+        The number of integer operands before x in which the map is not linear. A batch has one
+        value of each.
     batched_results
         The number of results that have a batch axis. Default: all.
     result
         (avals of the x, **params) -> aval of y, or a list of avals, or None if this rank gets no
         result.
     n_inputs
-        The number of operands that the handler reads. It is 0 for a receive, which uses only the shape
-        of x. Default: -1, all operands.
+        The number of operands that the handler reads. It is 0 for a receive, which uses only the
+        shape of x. Default: -1, all operands.
     in_place
         True if y may take the memory of x.
     attributes
@@ -324,8 +325,8 @@ def map_with_tangent(
     residuals
         (x, ..., carrier, results, **params) -> the values that the derivative at x needs.
     tangent
-        (residuals, tangents of the x, carrier, **params) -> tangents of the first results. The other
-        results have no tangents. It is linear, and its messages have transposes.
+        (residuals, tangents of the x, carrier, **params) -> tangents of the first results. The
+        other results have no tangents. It is linear, and its messages have transposes.
     options
         As for `linear_map`, and `target`, the name of the native handler.
     """
@@ -341,7 +342,7 @@ def weighted_map(
     total: Callable[..., Any],
     **options: Any,
 ) -> Primitive:
-    """Make a primitive (x, carrier) -> [y, ...] that is not linear, but elementwise in all ranks' x.
+    """Make a primitive (x, carrier) -> [y, ...] that is elementwise in all ranks' x, not linear.
 
     Parameters
     ----------

@@ -106,14 +106,14 @@ def reduction(
 ) -> Reduction:
     """Make a reduction for `op=` of reduce, allreduce, reduce_scatter, scan and exscan.
 
-    The values of all ranks that a result depends on are moved to the rank of the result and combined
-    there. The adjoint is that of these messages.
+    The values of all ranks that a result depends on are moved to the rank of the result and
+    combined there. The adjoint is that of these messages.
 
     Parameters
     ----------
     fn
-        Associative function (a, b) of two arrays of one shape and dtype that returns an array of the
-        same shape and dtype. It uses JAX operations without messages. It combines the values of
+        Associative function (a, b) of two arrays of one shape and dtype that returns an array of
+        the same shape and dtype. It uses JAX operations without messages. It combines the values of
         the ranks in the order of ranks, one leaf of a pytree at a time. It may be non-commutative.
     derivative
         (x, y) -> dy/dx, elementwise, for the value x of one rank and the result y. Default: JAX
@@ -220,7 +220,7 @@ def fold(op: MPI.Op | Reduction, rows: Any) -> Any:
 
 
 def product_of_others(rows: Any, own: int) -> Any:
-    """Return the product of all rows but `own`, a derivative of the product that is exact with zeros."""
+    """Return the product of all rows but `own`: the derivative of the product, exact with zeros."""
     if len(rows) == 1:
         return jnp.ones_like(rows[0])
     return jnp.prod(jnp.concatenate([rows[:own], rows[own + 1 :]]), axis=0)

@@ -155,8 +155,8 @@ def scatterv(x: Any, counts: Sequence[int], root: int = 0, comm: Communicator | 
     Parameters
     ----------
     x
-        Array or pytree of arrays of any dtype and of shape (sum(counts), ...) on every rank. Only the
-        values of the root are used.
+        Array or pytree of arrays of any dtype and of shape (sum(counts), ...) on every rank. Only
+        the values of the root are used.
     counts
         The number of rows of each rank: Python integers, the same on every rank.
     root
@@ -223,8 +223,8 @@ def reduce_scatterv(
     Parameters
     ----------
     x
-        Array or pytree of arrays of shape (sum(counts), ...), with the same shapes and dtypes on every
-        rank.
+        Array or pytree of arrays of shape (sum(counts), ...), with the same shapes and dtypes on
+        every rank.
     counts
         The number of rows that each rank receives: Python integers, the same on every rank.
     op
@@ -264,7 +264,7 @@ def alltoallv(
     recvcounts: Sequence[int],
     comm: Communicator | None = None,
 ) -> Any:
-    """Send the next sendcounts[s] rows of `x` to each rank s, and receive recvcounts[s] rows from it.
+    """Send the next sendcounts[s] rows of `x` to each rank s, and receive recvcounts[s] rows.
 
     Parameters
     ----------
@@ -272,8 +272,8 @@ def alltoallv(
         Array or pytree of arrays of any dtype and of shape (sum(sendcounts), ...): the rows for
         rank 0, then the rows for rank 1, and so on.
     sendcounts, recvcounts
-        The number of rows for each rank, and from each rank: Python integers. sendcounts[s] on rank r
-        equals recvcounts[r] on rank s.
+        The number of rows for each rank, and from each rank: Python integers. sendcounts[s] on rank
+        r equals recvcounts[r] on rank s.
     comm
         The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
