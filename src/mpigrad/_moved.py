@@ -1,4 +1,4 @@
-"""Old public paths: for one release they work, with a warning that names the new path."""
+"""Old public paths, which work for one release with a warning that names the new path."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 __all__ = ["MOVED", "install"]
 
-# Modules that users could import before version 0.2, and where their names are now. What stands
-# in a package has moved with it. docs/moved.md has all modules.
+# Modules that users could import before version 0.2, and the modules that have their names now.
+# The modules of a package have moved with it. docs/moved.md lists all modules.
 MOVED = {
     "mpigrad.bench": "",
     "mpigrad.custom_rules": "mpigrad.autodiff.custom_rules",
@@ -40,7 +40,7 @@ MOVED = {
 
 
 def _new_path(name: str) -> str | None:
-    """Return where a module is now, "" if it is gone, or None if it has not moved."""
+    """Return the new path of a module, "" if it is gone, or None if it has not moved."""
     if name in MOVED:
         return MOVED[name]
     parent, _, child = name.rpartition(".")
@@ -55,7 +55,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if new is None:
             return None
         if not new:
-            raise ModuleNotFoundError(f"{name} is not in the library any more: see docs/moved.md")
+            raise ModuleNotFoundError(
+                f"{name} has been removed from the library. Read docs/moved.md for a replacement."
+            )
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
@@ -65,13 +67,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         new = _new_path(module.__name__)
         assert new
         warnings.warn(
-            f"{module.__name__} has moved to {new}, and will not be found here in the next release",
+            f"{module.__name__} has moved to {new}. The old path will be removed in the next "
+            "release.",
             FutureWarning,
             stacklevel=_user_level(),
         )
-        there = importlib.import_module(new)
-        module.__getattr__ = lambda name: getattr(there, name)  # type: ignore[method-assign]
-        module.__all__ = getattr(there, "__all__", [])  # type: ignore[attr-defined]
+        target = importlib.import_module(new)
+        module.__getattr__ = lambda name: getattr(target, name)  # type: ignore[method-assign]
+        module.__all__ = getattr(target, "__all__", [])  # type: ignore[attr-defined]
 
 
 def _user_level() -> int:
@@ -83,6 +86,6 @@ def _user_level() -> int:
 
 
 def install() -> None:
-    """Let old paths be imported: after everything else that finds modules."""
+    """Let old paths be imported, after all other finders of modules."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

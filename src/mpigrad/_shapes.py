@@ -1,4 +1,4 @@
-"""Annotations of shapes: jaxtyping's, or names without a meaning if it is not installed."""
+"""Annotations of shapes by jaxtyping, or empty names if it is not installed."""
 
 from __future__ import annotations
 

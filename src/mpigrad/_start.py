@@ -1,8 +1,8 @@
-"""What makes a process a rank, once, at the import of mpigrad.
+"""Start a process as a rank, once, at the import of mpigrad.
 
-It is eager, because making the default communicator is collective: a rank that never sends a
-message would otherwise be waited for by those that do. Only the process of the `mpigrad` command,
-which starts ranks and is not one of them, waits until it uses something.
+This is not lazy, because making the default communicator is collective: ranks that send messages
+would wait for a rank that never does. Only the process of the `mpigrad` command waits until it uses
+a name, because it starts ranks and is not one of them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ def start() -> None:
 
     if not MPI.Is_initialized() or MPI.Is_finalized():
         raise ImportError(
-            "mpigrad: MPI is not initialised here. Leave mpi4py.rc.initialize as it is, or call "
+            "mpigrad: expected an initialised MPI, but MPI is not initialised or has been "
+            "finalized. Do not change mpi4py.rc.initialize, or call "
             "MPI.Init_thread(MPI.THREAD_MULTIPLE) before mpigrad is imported."
         )
     check_world(MPI.COMM_WORLD.size)
 
     from mpigrad import guard
 
-    guard.end_all_on_errors()  # those of what is imported here, too
+    guard.end_all_on_errors()  # before the imports below, whose errors must end all ranks, too
 
-    from mpigrad.autodiff import self_check  # noqa: F401  it registers itself
+    from mpigrad.autodiff import self_check  # noqa: F401  the module registers the check
     from mpigrad.communicator import default_communicator
     from mpigrad.operations import _jax_compat, _jax_private
     from mpigrad.profiling import trace

@@ -1,4 +1,4 @@
-"""One rank's error, raised on all ranks: one mechanism for everybody.
+"""Raise one rank's error on all ranks, by one mechanism.
 
 Every function here is collective: all ranks of the communicator call it.
 """
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-# Types that every rank can make of a text. A type of the user's own may not exist elsewhere.
+# Types that every rank can construct from a text. A type of the user may not exist on other ranks.
 _PLAIN = (ValueError, TypeError, FileNotFoundError, PermissionError, OSError)
 
 

@@ -1,4 +1,4 @@
-"""Communicators: groups of ranks with a message space of their own."""
+"""Communicators: groups of ranks with their own message space."""
 
 from __future__ import annotations
 
@@ -21,11 +21,21 @@ from mpigrad.runtime.native import DERIVATIVE_SPACES, library
 __all__ = ["Cartesian", "Communicator", "default_communicator"]
 
 
-class waiting:  # a class, not a generator: so the user's line stays in sight
-    """Show the guard a blocking call that Python makes, as handlers show theirs.
+class BlockingCall:
+    """Show the guard a blocking call in Python, as handlers show their own calls.
 
-    With `slot` it is a collective of that communicator, which the guard compares between ranks.
-    `unlimited`: another rank may take as long as it likes; that it never comes must be proved.
+    It is a class, not a generator, so the user's line stays visible.
+
+    Parameters
+    ----------
+    operation
+        The text that the guard shows.
+    slot
+        The slot of a communicator, if the call is a collective of it. The guard compares such calls
+        between ranks.
+    unlimited
+        True if another rank may take any time. The watchdog then ends the job only if it can prove
+        that the rank will never come.
     """
 
     def __init__(self, operation: str, slot: int = -1, *, unlimited: bool = False) -> None:
@@ -33,9 +43,9 @@ class waiting:  # a class, not a generator: so the user's line stays in sight
 
     def __enter__(self) -> None:
         begin = library().mpigrad_begin
-        refusal = begin(self.operation, self.slot, call_site(), self.unlimited)
-        if refusal is not None:
-            raise RuntimeError(refusal.decode())
+        error = begin(self.operation, self.slot, call_site(), self.unlimited)
+        if error is not None:
+            raise RuntimeError(error.decode())
 
     def __exit__(self, *error: object) -> None:
         library().mpigrad_end()
@@ -45,7 +55,7 @@ def _watched(name: str) -> Callable[..., Any]:
     plain = getattr(MPI.Intracomm, name)
 
     def method(self: WatchedComm, *args: Any, **kwargs: Any) -> Any:
-        with waiting(name, -1 if name in ("recv", "send", "sendrecv") else self.slot):
+        with BlockingCall(name, -1 if name in ("recv", "send", "sendrecv") else self.slot):
             return plain(self, *args, **kwargs)
 
     return functools.wraps(plain)(method)
@@ -57,12 +67,12 @@ class WatchedComm(MPI.Intracomm):
     slot = -1  # of the Communicator that it belongs to
 
     def Free(self) -> None:
-        """Not of a Communicator's own: compiled programs go on using it."""
+        """Free the communicator, unless it belongs to a Communicator of mpigrad."""
         if self.slot >= 0:
             raise RuntimeError(
-                f"rank {MPI.COMM_WORLD.rank}: comm.mpi is mpigrad's own, and compiled programs use "
-                "it: MPI frees it at the end of the program (free the communicator that you gave "
-                "to mpigrad.Communicator, if you like)"
+                "comm.mpi.Free: comm.mpi belongs to an mpigrad.Communicator, and compiled programs "
+                f"on rank {MPI.COMM_WORLD.rank} still use it. MPI frees it at the end of the "
+                "program. Free only the communicator that you gave to mpigrad.Communicator."
             )
         super().Free()
 
@@ -75,36 +85,36 @@ for _name in (
 
 
 # A message between two ranks has a *space*: the slot of its communicator, and in the upper bits
-# which derivative it is, a word of a 1 and a digit for each differentiation: 0 for a tangent, 1
-# for an adjoint. Programs' own slots are even.
+# the kind of derivative, a binary word of a 1 and a digit for each differentiation: 0 for a
+# tangent, 1 for an adjoint. The slots of programs are even.
 _SLOT_BITS = 16
 
 
 def slot_of(space: int) -> int:
-    """The slot of the communicator on which messages of this space travel."""
+    """Return the slot of the communicator on which messages of this space travel."""
     return space % (1 << _SLOT_BITS)
 
 
 def derivative_slot(slot: int) -> int:
-    """The slot of the communicator for derivatives."""
+    """Return the slot of the communicator for derivatives."""
     return slot_of(slot) | 1
 
 
 def tangent_space(space: int) -> int:
-    """Where the tangent of a message in this space travels."""
+    """Return the space of the tangent of a message in this space."""
     word = max(space >> _SLOT_BITS, 1)
     word = 2 * word if 2 * word < DERIVATIVE_SPACES else word
     return word << _SLOT_BITS | derivative_slot(space)
 
 
 def adjoint_space(space: int) -> int:
-    """Where the transpose of a message in this space travels: an adjoint, of a tangent."""
+    """Return the space of the transpose of a message in this space: the adjoint of a tangent."""
     word = space >> _SLOT_BITS
     return (word ^ 1 if word > 1 else 3) << _SLOT_BITS | derivative_slot(space)
 
 
-# Tags on `Communicator.derivatives` that no derivative's message has (they would be of word 0), for
-# what Python sends between two ranks: a receive from anyone, posted by the program, never takes it.
+# Tags on `Communicator.derivatives` for messages that Python sends between two ranks. Derivatives
+# do not use them (they would have the word 0), and a wildcard receive never takes them.
 HANDSHAKE_TAG, SWAP_TAG, PICKLE_TAG = (number * DERIVATIVE_SPACES for number in (1, 2, 3))
 
 
@@ -112,19 +122,47 @@ class Communicator:
     """A group of ranks with a private message space.
 
     As a context manager it is the default communicator of the operations inside:
-    `with comm: mpigrad.allreduce(x)`. What is compiled for one default is not used for another.
+    `with comm: mpigrad.allreduce(x)`. A program that was compiled for one default is not used for
+    another.
 
     Parameters
     ----------
     mpi_comm
-        A communicator of mpi4py. It is duplicated, so that no message of mpigrad is ever matched
-        by a message of the program's own; making a `Communicator` is therefore collective: all
-        ranks of `mpi_comm` make it, in the same order.
+        An intra-communicator of mpi4py. It is duplicated, so a message of mpigrad never matches a
+        message of the program's own. Therefore all ranks of `mpi_comm` must make the
+        `Communicator`, in the same order.
+
+    Attributes
+    ----------
+    rank
+        The rank of this process.
+    size
+        The number of ranks.
+    mpi
+        The duplicate, a communicator of mpi4py, for other messages of the program.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `mpi_comm` is not an intra-communicator, or this rank is not a member of it.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> from mpi4py import MPI
+    >>> comm = mg.Communicator(MPI.COMM_WORLD)
+    >>> comm.rank, comm.size
+    (0, 1)
+    >>> mg.allreduce(jnp.ones(2), comm=comm)
+    Array([1., 1.], dtype=float32)
+    >>> with comm:
+    ...     total = mg.allreduce(jnp.ones(2))
     """
 
     mpi: MPI.Intracomm
     derivatives: MPI.Intracomm
-    own: tuple[MPI.Intracomm, ...]
+    custom_comms: tuple[MPI.Intracomm, ...]
     rank: int
     size: int
     slot: int
@@ -133,42 +171,46 @@ class Communicator:
     def __init__(self, mpi_comm: MPI.Intracomm) -> None:
         if mpi_comm == MPI.COMM_NULL:
             raise ValueError(
-                "mpigrad.Communicator: this rank is not a member (MPI.COMM_NULL); "
-                "make the communicator on member ranks only"
+                "Communicator: expected a communicator that this rank is a member of, got "
+                f"MPI.COMM_NULL on rank {MPI.COMM_WORLD.rank} of MPI.COMM_WORLD. Make the "
+                "Communicator on member ranks only."
             )
         if not isinstance(mpi_comm, MPI.Intracomm):
             raise TypeError(
-                "mpigrad.Communicator takes an intra-communicator of mpi4py, "
-                f"not {type(mpi_comm).__name__}"
+                "Communicator: expected an intra-communicator of mpi4py, got "
+                f"{type(mpi_comm).__name__}. Pass MPI.COMM_WORLD, for example."
             )
         lib = library()
         limit = lib.mpigrad_communicator_limit()
         if Communicator._next_slot + 1 >= limit:
             raise RuntimeError(
-                f"mpigrad: more than {limit // 2} communicators in one process; "
-                "make a communicator once and keep it"
+                f"Communicator: a process may make at most {limit // 2} communicators, got one "
+                "more. Make a communicator once and keep it."
             )
-        given = WatchedComm(mpi_comm)
-        given.slot = _slot_of(mpi_comm)
-        self.mpi = WatchedComm(given.Dup())
-        self.mpi.Set_errhandler(MPI.ERRORS_RETURN)  # errors come back with rank and source line
+        parent = WatchedComm(mpi_comm)
+        parent.slot = _slot_of(mpi_comm)
+        self.mpi = WatchedComm(parent.Dup())
+        # mpigrad raises MPI's errors with rank and source line.
+        self.mpi.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.size = self.mpi.rank, self.mpi.size
-        # The adjoint of a scan runs from the last rank to the first, as a scan on this one.
+        # The adjoint of a scan runs from the last rank to the first: a scan on this communicator.
         self._reversed = self.mpi.Split(0, -self.rank)
         self._reversed.Set_errhandler(MPI.ERRORS_RETURN)
         self.slot = Communicator._next_slot
         Communicator._next_slot += 2
-        # The messages between two ranks that derivatives send have a space of their own: a
-        # wildcard receive of the program never takes one of them, nor one of Python's, below.
+        # The messages of derivatives between two ranks travel on another communicator, and so do
+        # those of Python (see the tags above): a wildcard receive of the program never takes them.
         self.derivatives = WatchedComm(mpi_comm).Dup()
         self.derivatives.Set_errhandler(MPI.ERRORS_RETURN)
-        # Own operations have two more: what they send is never taken for a message of mpigrad's.
-        self.own = tuple(WatchedComm(WatchedComm(mpi_comm).Dup()) for _ in range(2))
-        for mpi in self.own:
+        # Custom operations and their derivatives have a communicator each: their messages never
+        # meet messages of mpigrad.
+        self.custom_comms = tuple(WatchedComm(WatchedComm(mpi_comm).Dup()) for _ in range(2))
+        for mpi in self.custom_comms:
             mpi.Set_errhandler(MPI.ERRORS_RETURN)
         # mpi4py duplicates a communicator in its first reduction of objects, and holds the
-        # interpreter's lock meanwhile: where a rank never came, no watchdog could say so.
-        for mpi in (mpi_comm, self.mpi, self.own[0]):
+        # interpreter's lock meanwhile. The watchdog could not report a rank that never comes. So
+        # these reductions are made here.
+        for mpi in (mpi_comm, self.mpi, self.custom_comms[0]):
             MPI.Intracomm.allreduce(mpi, 0)
         for slot, mpi in ((self.slot, self.mpi), (derivative_slot(self.slot), self.derivatives)):
             lib.mpigrad_set_communicator(
@@ -178,91 +220,126 @@ class Communicator:
         self.mpi.slot = self.slot  # from here on its collectives are counted
 
     def __copy__(self) -> Self:
-        return self  # as a copy of a program's settings has it; another one is made by `dup`
+        return self  # copies of a program's settings share it: `dup` makes another communicator
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a Communicator can't be pickled: it means something on the ranks of this run alone. "
-            "Leave it out, and make it again where the object is read"
+            "Communicator: a communicator cannot be pickled, because it is valid only on the ranks "
+            "of this run. Leave it out, and make it again when the object is loaded."
         )
 
     def split(self, color: int | None, key: int = 0) -> Communicator:
-        """The communicator of the ranks with the same `color`, ordered by `key` (collective).
+        """Split the ranks into communicators, one for each `color` (collective).
 
-        On ranks that give None (or MPI.UNDEFINED) the result is false (`if part: ...`), has size
-        0, and is refused by every operation.
+        On ranks that give None (or MPI.UNDEFINED) the result is false (`if part: ...`) and has size
+        0. Operations on it raise an error.
+
+        Parameters
+        ----------
+        color
+            Ranks with the same integer form a communicator. None or MPI.UNDEFINED leaves a rank
+            out.
+        key
+            Ranks of a communicator are ordered by this integer, then by their rank here.
+
+        Examples
+        --------
+        >>> import mpigrad as mg
+        >>> comm = mg.default_communicator()
+        >>> comm.split(comm.rank // 2)
+        Communicator(rank=0, size=1)
         """
         for name, value in (("color", color), ("key", key)):
             if not (hasattr(value, "__index__") or (name == "color" and value is None)):
-                raise TypeError(f"split: {name} must be an integer, not {type(value).__name__}")
+                raise TypeError(
+                    f"split: {name} must be an integer, got {type(value).__name__} on rank "
+                    f"{self.rank}. Convert it by int()."
+                )
         if color is not None and color != MPI.UNDEFINED and color < 0:
             raise ValueError(
-                f"split: color={color} on rank {self.rank}: colors are not negative; None leaves a "
-                "rank out"
+                f"split: color must not be negative, got {color} on rank {self.rank}. Give None to "
+                "leave a rank out."
             )
         with self._part(None if color is None else int(color), int(key)) as part:
             return Communicator(part) if part else _LeftOut()
 
     def dup(self) -> Communicator:
-        """A communicator of the same ranks with its own message space (collective)."""
+        """Make a communicator of the same ranks with its own message space (collective)."""
         return Communicator(self.mpi)
 
     def cartesian(
         self, dims: Sequence[int], periods: bool | Sequence[bool] = False
     ) -> Cartesian | Communicator:
-        """The ranks in a grid of shape `dims` (collective).
+        """Arrange the ranks in a grid of shape `dims` (collective).
 
         Parameters
         ----------
         dims
-            Ranks along each axis; where it is 0, MPI chooses. The last axis varies fastest.
+            The number of ranks along each axis. MPI chooses numbers that are given as 0. The last
+            axis varies fastest.
         periods
-            Whether each axis is a ring (one value: all of them).
+            True for each axis that is a ring. A single value holds for all axes.
 
         Returns
         -------
-        A `Cartesian`; on ranks that find no place in the grid, what `split` gives ranks that are
-        left out.
+        Cartesian or Communicator
+            The communicator of the grid. On ranks without a place in the grid the result is false
+            and has size 0, as in `split`.
+
+        Examples
+        --------
+        >>> import mpigrad as mg
+        >>> ring = mg.default_communicator().cartesian((0,), periods=True)
+        >>> ring.dims, ring.coords, ring.shift(axis=0)
+        ((1,), (0,), (0, 0))
         """
         shape = [int(n) for n in dims]
         if not shape or min(shape) < 0:
-            raise ValueError(f"cartesian: dims={tuple(dims)} must be positive, or 0 to choose")
+            raise ValueError(
+                f"cartesian: dims must be positive, got {tuple(dims)} on rank {self.rank}. Give 0 "
+                "to let MPI choose."
+            )
         fixed = math.prod(n for n in shape if n)
         if 0 in shape and self.size % fixed:
             raise ValueError(
-                f"cartesian: dims={tuple(dims)}: {self.size} ranks can't be divided by {fixed}"
+                f"cartesian: dims={tuple(dims)} need a number of ranks that is divisible by "
+                f"{fixed}, got {self.size} ranks. Change dims."
             )
         if 0 in shape:
             shape = MPI.Compute_dims(self.size, shape)
         if math.prod(shape) > self.size:
             raise ValueError(
-                f"cartesian: dims={tuple(dims)} need {math.prod(shape)} ranks, "
-                f"and there are {self.size}"
+                f"cartesian: dims={tuple(dims)} need {math.prod(shape)} ranks, got {self.size}. "
+                "Start more ranks or change dims."
             )
         rings = [bool(periods)] * len(shape) if isinstance(periods, int) else list(periods)
         if len(rings) != len(shape):
             raise ValueError(
-                f"cartesian: {len(rings)} periods for {len(shape)} axes (dims={tuple(dims)})"
+                f"cartesian: periods must have one value for each axis, got {len(rings)} periods "
+                f"for {len(shape)} axes (dims={tuple(dims)}). Give {len(shape)} values."
             )
-        self._check_alike((tuple(shape), tuple(map(bool, rings))))
+        self._check_same_grid((tuple(shape), tuple(map(bool, rings))))
         with self._part(0 if self.rank < math.prod(shape) else None, 0) as part:
             return Cartesian(part, shape, rings) if part else _LeftOut()
 
-    def _check_alike(self, grid: tuple[tuple[int, ...], tuple[bool, ...]]) -> None:
-        """The same error on all ranks where they ask for other grids (collective)."""
+    def _check_same_grid(self, grid: tuple[tuple[int, ...], tuple[bool, ...]]) -> None:
+        """Raise an error on all ranks if they ask for different grids (collective)."""
         ranks: dict[Any, list[int]] = {}
         for rank, other in enumerate(self.mpi.allgather(grid)):
             ranks.setdefault(other, []).append(rank)
         if len(ranks) > 1:
-            asked = "; ".join(
-                f"{'ranks' if len(r) > 1 else 'rank'} {', '.join(map(str, r[:8]))}: dims={dims}, "
-                f"periods={rings}"
+            found = ", ".join(
+                f"dims={dims} and periods={rings} on "
+                f"{'ranks' if len(r) > 1 else 'rank'} {', '.join(map(str, r[:8]))}"
                 for (dims, rings), r in ranks.items()
             )
-            raise ValueError(f"cartesian: the ranks ask for other grids ({asked}); give the same")
+            raise ValueError(
+                f"cartesian: dims and periods must be the same on all ranks, got {found}. Give the "
+                "same arguments on every rank."
+            )
 
     @contextlib.contextmanager
     def _part(self, color: int | None, key: int) -> Iterator[MPI.Intracomm | None]:
@@ -277,15 +354,15 @@ class Communicator:
             part.Free()
 
     def send_object(self, content: object, dest: int) -> None:
-        """Send a pickle, out of reach of the program's receives from anyone; not differentiable."""
+        """Send a pickled object, which wildcard receives never take; not differentiable."""
         self.derivatives.send(content, dest, PICKLE_TAG)
 
     def receive_object(self, source: int) -> Any:
-        """What `send_object` sends."""
+        """Receive an object from `send_object`."""
         return self.derivatives.recv(source=source, tag=PICKLE_TAG)
 
     def __enter__(self) -> Self:
-        """Inside, it is the default of all operations, compiled ones included."""
+        """Make it the default communicator of the operations inside, also of compiled ones."""
         now = _defaults.value
         _members[self.slot] = self
         context = _defaults((*now, self.slot))
@@ -309,11 +386,11 @@ class Cartesian(Communicator):
     Attributes
     ----------
     dims
-        Ranks along each axis.
+        The number of ranks along each axis.
     periods
-        Whether each axis is a ring.
+        True for each axis that is a ring.
     coords
-        This rank's place, (0, ..., 0) for rank 0; the last axis varies fastest.
+        The position of this rank, (0, ..., 0) for rank 0. The last axis varies fastest.
     """
 
     dims: tuple[int, ...]
@@ -328,7 +405,7 @@ class Cartesian(Communicator):
         self.coords = tuple(int(c) for c in np.unravel_index(self.rank, self.dims))
 
     def rank_at(self, coords: Sequence[int]) -> int:
-        """The rank at a place; MPI.PROC_NULL beyond an open end."""
+        """Return the rank at a position, or MPI.PROC_NULL beyond an open end."""
         place = []
         for c, n, ring in zip(coords, self.dims, self.periods, strict=True):
             if not ring and not 0 <= c < n:
@@ -337,13 +414,16 @@ class Cartesian(Communicator):
         return int(np.ravel_multi_index(tuple(place), self.dims))
 
     def shift(self, axis: int, displacement: int = 1) -> tuple[int, int]:
-        """(source, dest) of a `sendrecv` that moves data along `axis`, as MPI's Cart_shift.
+        """Return (source, dest) of a `sendrecv` along `axis`, as MPI's Cart_shift.
 
-        `dest` is `displacement` further along the axis, `source` as far behind; MPI.PROC_NULL
-        beyond an open end, where what is received is zero.
+        `dest` is `displacement` steps further along the axis, and `source` as many steps behind.
+        Beyond an open end they are MPI.PROC_NULL, and the received values are zero.
         """
         if not -len(self.dims) <= axis < len(self.dims):
-            raise ValueError(f"shift: axis={axis} of a grid with {len(self.dims)} axes")
+            raise ValueError(
+                f"shift: axis must be one of the {len(self.dims)} axes of the grid, got {axis}. "
+                f"Give a number from {-len(self.dims)} to {len(self.dims) - 1}."
+            )
 
         def moved(by: int) -> int:
             place = list(self.coords)
@@ -354,13 +434,13 @@ class Cartesian(Communicator):
 
     @property
     def neighbors(self) -> tuple[int, ...]:
-        """The other ranks one step away along the axes, each once: for `neighbor_alltoallv`."""
-        found = [rank for axis in range(len(self.dims)) for rank in self.shift(axis)]
-        return tuple(dict.fromkeys(r for r in found if r not in (MPI.PROC_NULL, self.rank)))
+        """The other ranks one step away along the axes, without repetition."""
+        ranks = [rank for axis in range(len(self.dims)) for rank in self.shift(axis)]
+        return tuple(dict.fromkeys(r for r in ranks if r not in (MPI.PROC_NULL, self.rank)))
 
 
 class _LeftOut(Communicator):
-    """What `split` gives a rank that is in no part."""
+    """The result of `split` and `cartesian` on a rank that is left out."""
 
     size = 0
 
@@ -373,9 +453,9 @@ class _LeftOut(Communicator):
     def __getattr__(self, name: str) -> Any:
         if name in Communicator.__annotations__:
             raise ValueError(
-                f"rank {world().rank} of {world().size} was left out of this communicator "
-                " (split with color None, or a grid with fewer places than ranks): "
-                "only its members call operations on it; write `if comm: ...`"
+                f"comm: only members may call operations on a communicator, but rank "
+                f"{world().rank} of {world().size} was left out of this one (by split with color "
+                "None, or by a grid with fewer places than ranks). Write `if comm: ...`."
             )
         raise AttributeError(name)
 
@@ -384,7 +464,7 @@ class _LeftOut(Communicator):
 
 
 def _slot_of(mpi_comm: MPI.Intracomm) -> int:
-    """By which the guard sees a call on a communicator of mpi4py, or -1."""
+    """Return the slot by which the guard sees calls on a communicator of mpi4py, or -1."""
     if isinstance(mpi_comm, WatchedComm):
         return mpi_comm.slot
     ours = world.cache_info().currsize and mpi_comm == MPI.COMM_WORLD
@@ -400,12 +480,22 @@ _entered: list[Any] = []
 
 @functools.cache
 def world() -> Communicator:
-    """The communicator of all ranks."""
+    """Return the communicator of all ranks."""
     return Communicator(MPI.COMM_WORLD)
 
 
 def default_communicator() -> Communicator:
-    """The communicator of operations that are given none: of the enclosing `with`, or all ranks."""
+    """Return the communicator of operations without `comm=`.
+
+    It is the communicator of the enclosing `with`, or of all ranks.
+
+    Examples
+    --------
+    >>> import mpigrad as mg
+    >>> comm = mg.default_communicator()
+    >>> comm.rank, comm.size
+    (0, 1)
+    """
     slots = _defaults.value
     return _members[slots[-1]] if slots else world()
 
@@ -416,64 +506,67 @@ _forked = False
 def _note_fork() -> None:
     global _forked
     _forked = True
-    library().mpigrad_forked()  # for programs that are dispatched by JAX itself
+    library().mpigrad_forked()  # for programs that JAX dispatches without Python
 
 
 os.register_at_fork(after_in_child=_note_fork)
 
 
 def check_process() -> None:
-    """Refuse messages in a child that was forked from a rank, and after the end of MPI."""
+    """Raise an error in a child that was forked from a rank, and after the end of MPI."""
     if MPI.Is_finalized():
         raise RuntimeError(
-            "mpigrad: MPI has been finalized (MPI.Finalize() was called), so that there are no "
-            "messages any more. Leave the call out: MPI ends by itself when the program does."
+            "mpigrad: expected a running MPI, but MPI.Finalize() has been called, so messages "
+            "cannot be sent any more. Remove the call: MPI ends by itself with the program."
         )
     if _forked:
         raise RuntimeError(
-            "mpigrad: this process was forked from a rank, and is none itself: MPI knows the "
-            "parent only. Send messages from the rank, or start workers by subprocess, from a file "
-            "that imports neither mpigrad nor mpi4py."
+            "mpigrad: messages can be sent only by a rank, but this process was forked from a "
+            "rank, and MPI knows only the parent. Send messages from the rank, or start workers by "
+            "subprocess, from a file that imports neither mpigrad nor mpi4py."
         )
 
 
 def resolve(comm: Communicator | None) -> Communicator:
-    """The communicator that an operation's `comm` argument means."""
+    """Return the communicator that an operation's argument `comm` names."""
     check_process()
     if comm is None:
         return default_communicator()
     if isinstance(comm, Communicator):
-        comm.slot  # noqa: B018  an error where this rank was left out
+        comm.slot  # noqa: B018  an error if this rank was left out
         return comm
     if isinstance(comm, MPI.Comm):
         raise TypeError(
-            "comm is a communicator of mpi4py; wrap it once, on all of its ranks: "
-            "comm = mpigrad.Communicator(comm)"
+            "comm: expected an mpigrad.Communicator, got a communicator of mpi4py. Wrap it once, "
+            "on all of its ranks: comm = mpigrad.Communicator(comm)."
         )
-    raise TypeError(f"comm must be an mpigrad.Communicator, not {type(comm).__name__}")
+    raise TypeError(
+        f"comm: expected an mpigrad.Communicator, got {type(comm).__name__}. Leave comm out for "
+        "all ranks."
+    )
 
 
 def check_rank(value: int, comm: Communicator, what: str, *, null: bool = False) -> int:
-    """`value` as a rank of `comm` (or MPI.PROC_NULL), or an error that names the argument."""
+    """Return `value` as a rank of `comm` (or MPI.PROC_NULL), or raise an error."""
     try:
         rank = int(value.__index__())
     except (AttributeError, TypeError):
         raise TypeError(
-            f"{what} must be a Python integer, known before the program runs, "
-            f"not {type(value).__name__}"
+            f"{what} must be a Python integer, known before the program runs, got "
+            f"{type(value).__name__}. Compute it outside of traced code."
         ) from None
     if null and rank == MPI.PROC_NULL:
         return rank
     if not 0 <= rank < comm.size:
         raise ValueError(
-            f"{what}={rank} is not a rank of this communicator of {comm.size} "
-            f"(0 to {comm.size - 1}); called on rank {comm.rank}"
+            f"{what} must be a rank of this communicator of {comm.size} (0 to {comm.size - 1}), "
+            f"got {rank} on rank {comm.rank}. Choose one of its ranks."
         )
     return rank
 
 
 def __getattr__(name: str) -> Any:
-    if name == "default":  # the name of one release before
+    if name == "default":  # the old name, for one release
         warnings.warn(
             "mpigrad.communicator.default is now mpigrad.default_communicator",
             FutureWarning,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers import close
-from mpigrad.operations.carrier import follow
+from mpigrad.operations.carrier import tie_in
 from mpigrad.operations.indexing import put, take
 
 INDICES = [
@@ -51,9 +51,9 @@ def test_none_are_batched(dtype: str) -> None:
     xs = jnp.ones((2, 5)).astype(dtype)
     jax.vmap(lambda x: message(take(x, none)))(xs)
     jax.vmap(lambda x: message(put(3, none, x[:0])))(xs)
-    jax.vmap(lambda x: message(follow(jnp.zeros(3, dtype), x)))(xs)
-    jax.vmap(lambda x: message(follow(jnp.zeros(3, "int32"), x)))(xs)
+    jax.vmap(lambda x: message(tie_in(jnp.zeros(3, dtype), x)))(xs)
+    jax.vmap(lambda x: message(tie_in(jnp.zeros(3, "int32"), x)))(xs)
     assert seen == [(2, True)] * 4
-    constant = follow(jnp.ones(3, dtype), xs[0])
+    constant = tie_in(jnp.ones(3, dtype), xs[0])
     assert constant.dtype == dtype
     close(constant, np.ones(3, dtype))

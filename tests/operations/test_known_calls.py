@@ -16,7 +16,7 @@ import pytest
 import mpigrad as mg
 from helpers import close
 from mpigrad.communicator import Communicator
-from mpigrad.operations.carrier import agreed
+from mpigrad.operations.carrier import mark_common_branch
 from proof import TRANSFORMED, operand, prove
 
 Rule = Callable[[Communicator], Callable[[Any], Any]]
@@ -254,7 +254,9 @@ def test_a_choice_that_all_ranks_make_alike_is_no_mark_of_another(comm: Communic
     """Batched, the inner one becomes a selection: the outer one is refused all the same."""
 
     def inner(x: Any) -> Any:
-        return jax.lax.cond(x > 0, agreed(lambda x: mg.allreduce(x)), lambda x: 3 * x, x)
+        return jax.lax.cond(
+            x > 0, mark_common_branch(lambda x: mg.allreduce(x)), lambda x: 3 * x, x
+        )
 
     x = jnp.array([1.0, -1.0])
     close(mg.vmap(inner)(x), np.array([2.0, -3.0]))

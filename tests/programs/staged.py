@@ -18,7 +18,7 @@ from mpi4py import MPI
 import mpigrad as mg
 from mpigrad import sparse
 from mpigrad.grid import Grid, halo_exchange
-from mpigrad.operations.optimization_barrier import in_order
+from mpigrad.operations.optimization_barrier import keep_in_order
 
 jax.config.update("jax_enable_x64", True)
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -45,7 +45,7 @@ def loss(u):
     x = u[0, :3] + jnp.sum(laplacian)
     x = x + mg.allreduce(jnp.sin(x)) + mg.allreduce(x, MPI.MAX)
     x = x + mg.sendrecv(x, after, before) * mg.scan(x)
-    x = in_order(x + jnp.sum(mg.gather(x)))
+    x = keep_in_order(x + jnp.sum(mg.gather(x)))
     requests = [mg.irecv(x, before, tag=5), mg.isend(x, after, tag=5)]
     x = x + mg.waitall(requests)[0] + shift(x)
     if rank == 0:

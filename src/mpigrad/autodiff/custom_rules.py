@@ -1,8 +1,8 @@
 """custom_vjp and custom_jvp for functions whose rules carry messages.
 
-JAX leaves out a rule where the operands are constant or, in reverse mode, the results are not
-used. Which operands are constant may differ from rank to rank; so the rules here take the carrier
-along, as one operand and one result more, and run on every rank or on none.
+JAX skips a rule if the operands are constant or, in reverse mode, the results are not used.
+Operands may be constant on some ranks only. So these rules take the carrier as one more operand and
+result, and run on every rank or on no rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ import numpy as np
 
 from mpigrad.operations._jax_compat import tangent_aval
 from mpigrad.operations._jax_private import require
-from mpigrad.operations.carrier import active, anchor, opaque_zero, outer_carrier, outside_rules
+from mpigrad.operations.carrier import (
+    allow_messages_in_rules,
+    keep_in_backward,
+    opaque_zero,
+    outer_carrier,
+    set_carrier,
+)
 
 __all__ = ["custom_jvp", "custom_vjp"]
 
@@ -27,13 +33,14 @@ __all__ = ["custom_jvp", "custom_vjp"]
 def _refuse_symbolic(symbolic_zeros: bool) -> None:
     if symbolic_zeros:
         raise NotImplementedError(
-            "symbolic_zeros: rules with messages run alike on all ranks, and get plain zeros where "
-            "an operand is constant on this one; leave it out"
+            "custom_jvp, custom_vjp: symbolic_zeros must be False. Rules with messages run on all "
+            "ranks, and get plain zeros for operands that are constant on this rank. Leave "
+            "symbolic_zeros out."
         )
 
 
 class _WithCarrier(abc.ABC):
-    """What both have in common: f(*args) as a function of (carrier, *args)."""
+    """The common part of both: f(*args) as a function of (carrier, *args)."""
 
     def __init__(
         self,
@@ -48,16 +55,22 @@ class _WithCarrier(abc.ABC):
         if isinstance(nondiff_argnames, str):
             nondiff_argnames = (nondiff_argnames,)
         if unknown := [name for name in nondiff_argnames if name not in positions]:
-            raise ValueError(f"nondiff_argnames: the function has no {', '.join(unknown)}")
+            raise ValueError(
+                f"{type(self).__name__}: nondiff_argnames must be parameters of the function "
+                f"({', '.join(positions)}), got {', '.join(unknown)}. Correct the names."
+            )
         if min((*nondiff_argnums, 0)) < 0:
-            raise ValueError("nondiff_argnums count from the front")
+            raise ValueError(
+                f"{type(self).__name__}: nondiff_argnums must not be negative, got "
+                f"{tuple(nondiff_argnums)}. Count arguments from the front."
+            )
         numbers = {*nondiff_argnums, *(positions[name] for name in nondiff_argnames)}
         self._static = tuple(n + 1 for n in sorted(numbers))
         self._call = self._with_rule(fun, self._static)
 
     @abc.abstractmethod
     def _with_rule(self, fun: Callable[..., Any], static: tuple[int, ...]) -> Any:
-        """JAX's function with a rule, of (carrier, *args)."""
+        """Return JAX's function with a rule, of (carrier, *args)."""
 
     def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         require("custom rules")
@@ -65,30 +78,42 @@ class _WithCarrier(abc.ABC):
         bound.apply_defaults()
         if bound.kwargs:
             name = getattr(self.fun, "__name__", "the function")
-            raise TypeError(f"{name} has keyword-only arguments; custom rules are by position")
+            raise TypeError(
+                f"{type(self).__name__}: arguments must be positional, because custom rules take "
+                f"them by position, got keyword-only {', '.join(bound.kwargs)} of {name}. Make "
+                "them positional."
+            )
         return bound.args
 
 
 class custom_vjp(_WithCarrier):
-    """`jax.custom_vjp` for functions with messages in their rules.
+    """Give a function with messages its own rule for reverse mode, as `jax.custom_vjp` does.
+
+    The backward rule may send messages. It runs on every rank, also if the result is not used (then
+    the cotangents are zero) or the operands are constant. So its messages find their partners. As
+    with JAX's, the function can't be differentiated in forward mode.
 
     Parameters
     ----------
     fun
-        The function. It and its forward rule have the same messages.
+        The function. It and its forward rule send the same messages.
     nondiff_argnums, nondiff_argnames
         As for `jax.custom_vjp`.
 
-    Notes
-    -----
-    The backward rule runs on every rank, also where the result is not used (with cotangents that
-    are zero) and where the operands are constant; so its messages find their partners. Like
-    JAX's, the function can't be differentiated in forward mode.
+    Examples
+    --------
+    >>> import mpigrad as mg
+    >>> @mg.custom_vjp
+    ... def total(x):
+    ...     return mg.allreduce(x)
+    >>> total.defvjp(lambda x: (mg.allreduce(x), None), lambda _, ct: (mg.allreduce(ct),))
+    >>> float(mg.grad(total)(3.0))
+    1.0
     """
 
     def _with_rule(self, fun: Callable[..., Any], static: tuple[int, ...]) -> Any:
         def with_carrier(a: Any, *args: Any) -> Any:
-            with active(a):
+            with set_carrier(a):
                 return fun(*args), a
 
         return jax.custom_vjp(with_carrier, nondiff_argnums=static)
@@ -99,30 +124,35 @@ class custom_vjp(_WithCarrier):
         """Define the rules: fwd(*args) -> (out, residuals), bwd(residuals, ct) -> cotangents.
 
         Arguments that are not differentiated come first in `bwd`, as in JAX. There are no symbolic
-        zeros: what is constant on one rank need not be on others.
+        zeros: an operand that is constant on one rank may be active on another.
         """
         _refuse_symbolic(symbolic_zeros)
 
         def forward(a: Any, *args: Any) -> Any:
-            with active(a):
+            with set_carrier(a):
                 out, residuals = fwd(*args)
             return (out, a), (a, residuals)
 
         def backward(*args: Any) -> Any:
             *static, (a, residuals), (ct, _) = args
-            with outside_rules(), active(a):
+            with allow_messages_in_rules(), set_carrier(a):
                 return (None, *bwd(*static, residuals, ct))
 
         self._call.defvjp(forward, backward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out, link = self._call(outer_carrier(), *self._arguments(args, kwargs))
-        anchor(link)
+        keep_in_backward(link)
         return out
 
 
 class custom_jvp(_WithCarrier):
-    """`jax.custom_jvp` for functions with messages in their rules.
+    """Give a function with messages its own rule for forward mode, as `jax.custom_jvp` does.
+
+    The rule may send messages. It runs on every rank. The tangents of constant operands are zero.
+    Each message of a tangent must depend on a tangent (a receive through its `like`). To compute
+    the value, the rule best calls the function itself. It may also send the messages of the
+    function again.
 
     Parameters
     ----------
@@ -131,16 +161,24 @@ class custom_jvp(_WithCarrier):
     nondiff_argnums, nondiff_argnames
         As for `jax.custom_jvp`.
 
-    Notes
-    -----
-    The rule runs on every rank, with tangents that are zero where the operands are constant.
-    Messages of the tangents depend on a tangent each (a receive through its `like`); for the value
-    the rule best calls the function itself, whose messages it may also send anew.
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> @mg.custom_jvp
+    ... def total(x):
+    ...     return mg.allreduce(jnp.sin(x))
+    >>> @total.defjvp
+    ... def rule(primals, tangents):
+    ...     (x,), (t,) = primals, tangents
+    ...     return total(x), mg.allreduce(jnp.cos(x) * t)
+    >>> float(mg.grad(total)(0.0))
+    1.0
     """
 
     def _with_rule(self, fun: Callable[..., Any], static: tuple[int, ...]) -> Any:
         def with_carrier(a: Any, *args: Any) -> Any:
-            with active(a):
+            with set_carrier(a):
                 return fun(*args)
 
         return jax.custom_jvp(with_carrier, nondiff_argnums=static)
@@ -151,15 +189,15 @@ class custom_jvp(_WithCarrier):
         """Define the rule: rule(primals, tangents) -> (out, tangent of out).
 
         Arguments that are not differentiated come first, as in JAX. There are no symbolic zeros:
-        what is constant on one rank need not be on others.
+        an operand that is constant on one rank may be active on another.
         """
         _refuse_symbolic(symbolic_zeros)
 
         def with_carrier(*args: Any) -> Any:
             *static, (a, *primals), (ta, *tangents) = args
-            linked = jax.tree.map(lambda x, t: _linked(x, t, ta), primals, tangents)
-            with outside_rules(), active(a):
-                return rule(*static, tuple(primals), tuple(linked))
+            active = jax.tree.map(lambda x, t: _activate(x, t, ta), primals, tangents)
+            with allow_messages_in_rules(), set_carrier(a):
+                return rule(*static, tuple(primals), tuple(active))
 
         self._call.defjvp(with_carrier)
         return rule
@@ -167,10 +205,13 @@ class custom_jvp(_WithCarrier):
     def defjvps(self, *rules: Callable[..., Any] | None) -> None:
         """Define a rule for each argument: rule(tangent, out, *primals) -> its part of the tangent.
 
-        The parts are added up; None stands for zero.
+        The parts are added. None stands for zero.
         """
         if self._static:
-            raise TypeError("defjvps is for functions all of whose arguments are differentiated")
+            raise TypeError(
+                "custom_jvp.defjvps: all arguments of the function must be differentiated, got "
+                "nondiff_argnums or nondiff_argnames. Use defjvp."
+            )
 
         def sum_of_parts(primals: Any, tangents: Any) -> Any:
             out = self(*primals)
@@ -188,7 +229,7 @@ class custom_jvp(_WithCarrier):
         return self._call(outer_carrier(), *self._arguments(args, kwargs))
 
 
-def _linked(x: Any, tangent: Any, ta: Any) -> Any:
-    """The tangent of `x`, active on every rank."""
+def _activate(x: Any, tangent: Any, ta: Any) -> Any:
+    """Return the tangent of `x`, active on every rank."""
     aval = tangent_aval(x)
     return tangent + opaque_zero(ta, aval) if jnp.issubdtype(aval.dtype, jnp.inexact) else tangent

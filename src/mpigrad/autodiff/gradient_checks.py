@@ -1,4 +1,4 @@
-"""Proofs of gradients over all ranks: the dot test and the Taylor test."""
+"""Checks of gradients over all ranks: the dot test and the Taylor test."""
 
 from __future__ import annotations
 
@@ -21,9 +21,14 @@ __all__ = ["DotTest", "TaylorTest", "assert_replicated", "dot_test", "taylor_tes
 
 @dataclass(frozen=True)
 class DotTest:
-    """⟨Fẋ, ȳ⟩ and ⟨ẋ, Fᵀȳ⟩ over all ranks, and their difference relative to the sums of sizes.
+    """The result of `dot_test`.
 
-    Complex numbers where something is complex.
+    Attributes
+    ----------
+    forward, reverse
+        ⟨Fẋ, ȳ⟩ and ⟨ẋ, Fᵀȳ⟩, summed over all ranks. They are complex if an array is complex.
+    error
+        Their difference, relative to the larger of the sums of absolute values.
     """
 
     forward: float | complex
@@ -33,9 +38,16 @@ class DotTest:
 
 @dataclass(frozen=True)
 class TaylorTest:
-    """Remainders of the Taylor expansion at steps halved again and again, and their rates.
+    """The result of `taylor_test`: remainders of the Taylor expansion, and their rates.
 
-    `rates_with` should tend to 2, `rates_without` (the expansion without its gradient term) to 1.
+    Attributes
+    ----------
+    steps
+        The steps. Each is half of the step before.
+    remainders_with, rates_with
+        With the gradient term. The rates should tend to 2.
+    remainders_without, rates_without
+        Without the gradient term. The rates should tend to 1.
     """
 
     steps: tuple[float, ...]
@@ -59,7 +71,7 @@ def _random_like(tree: Any, generator: np.random.Generator) -> Any:
 
 
 def _inner(a: Any, b: Any) -> complex:
-    """Bilinear, as JAX's transposition is: no conjugate."""
+    """Return the inner product without conjugate: JAX's transposition is bilinear."""
     total = 0.0
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         if np.asarray(x).dtype != jax.dtypes.float0:
@@ -75,27 +87,43 @@ def dot_test(
     seed: int = 0,
     rtol: float | None = None,
 ) -> DotTest:
-    """Check ⟨F ẋ, ȳ⟩ = ⟨ẋ, Fᵀ ȳ⟩ over the product of all ranks, F the derivative of `f`.
+    """Check that reverse mode is the transpose of forward mode, over all ranks.
 
-    Tangents ẋ and cotangents ȳ are random and different on every rank.
+    Let F be the derivative of `f` on the product space of all ranks' arrays. The test compares ⟨F
+    ẋ, ȳ⟩ with ⟨ẋ, Fᵀ ȳ⟩ for random tangents ẋ and cotangents ȳ, which are different on every rank.
 
     Parameters
     ----------
     f
-        Function of arrays or pytrees, with messages; every rank calls `dot_test`.
+        Function of arrays or pytrees, with messages. Every rank calls `dot_test`.
     primals
-        Where `f` is differentiated.
+        The arguments at which `f` is differentiated.
     comm
-        The ranks over which the products are summed.
+        The communicator over which the products are summed. Default: the communicator of the
+        enclosing `with`, or all ranks.
     seed
-        Of the random numbers.
+        The seed of the random numbers.
     rtol
-        Largest relative difference; default 1e3 times the machine epsilon of the coarsest dtype.
+        The largest relative difference. Default: 1e3 times the machine epsilon of the coarsest
+        dtype.
+
+    Returns
+    -------
+    DotTest
+        Both products and their relative difference.
 
     Raises
     ------
     AssertionError
-        On every rank, with both products.
+        On every rank, with both products, if they differ by more than `rtol`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> result = mg.dot_test(lambda x: jnp.sin(mg.allreduce(x)), jnp.arange(3.0))
+    >>> result.error < 1e-4
+    True
     """
     comm = resolve(comm)
     generator = np.random.default_rng([seed, comm.rank])
@@ -103,7 +131,7 @@ def dot_test(
     y, y_dot = jit(lambda x, x_dot: jvp(f, x, x_dot))(primals, tangents)
     y_bar = _random_like(y, generator)
     jax.block_until_ready(y_dot)
-    comm.mpi.Barrier()  # or a receive from anyone might take a message of the next run
+    comm.mpi.Barrier()  # a wildcard receive must not take a message of the next run
     x_bar = jit(lambda x, y_bar: vjp(f, *x)[1](y_bar))(primals, y_bar)
     parts = (
         _inner(y_dot, y_bar),
@@ -127,8 +155,9 @@ def dot_test(
         limit = max(comm.mpi.allgather(local))
     if not error <= limit:
         raise AssertionError(
-            f"dot test failed: <F x', y'> = {forward}, <x', F^T y'> = {reverse}; they "
-            f"differ by {error:.2e} > {limit:.1e} of the sum of sizes, over {comm.size} ranks"
+            f"dot_test: <F x', y'> and <x', F^T y'> must be equal, got {forward} and {reverse} "
+            f"over {comm.size} ranks. They differ by {error:.2e} of the sum of absolute values, "
+            f"and rtol is {limit:.1e}. Test the parts of f separately."
         )
     return DotTest(forward, reverse, float(error))
 
@@ -149,27 +178,50 @@ def taylor_test(
     halvings: int = 4,
     seed: int = 0,
 ) -> TaylorTest:
-    """Check the gradient of an objective over all ranks by the order of its Taylor remainders.
+    """Check the gradient of an objective by the order of its Taylor remainders, over all ranks.
 
-    |f(x + h v) − f(x)| falls like h, |f(x + h v) − f(x) − h ⟨∇f, v⟩| like h².
+    |f(x + h v) − f(x)| falls like h, and |f(x + h v) − f(x) − h ⟨∇f, v⟩| falls like h².
 
     Parameters
     ----------
     f
-        Objective of one array or pytree; its shares are summed, or its replicated value is taken
-        once (`loss`, as in `value_and_grad`).
+        Objective of one array or pytree.
     x
-        Point of expansion, each rank's own, or the same on all ranks (`replicated`).
+        The point of expansion, of each rank, or the same on all ranks if `replicated`.
     direction
-        v; default: random, on the scale of `x`.
+        The direction v. Default: random normal numbers.
+    loss
+        "share" to sum the results of all ranks, or "replicated", as in `value_and_grad`.
+    replicated
+        True if `x` is the same on all ranks and counts as one argument.
+    comm
+        The communicator over which values are summed. Default: the communicator of the enclosing
+        `with`, or all ranks.
     step
-        The largest h; it is halved `halvings` times.
+        The largest h.
+    halvings
+        The number of times that h is halved.
+    seed
+        The seed of the random direction.
+
+    Returns
+    -------
+    TaylorTest
+        Steps, remainders and rates.
 
     Raises
     ------
     AssertionError
-        On every rank, unless the last rates are within 0.2 of 2 and of 1. A remainder that is
-        mere rounding (an objective that is linear along v) passes.
+        On every rank, unless the last rate is within 0.2 of 2, and above 0.8 without the gradient.
+        A remainder of the size of rounding errors passes (an objective that is linear along v).
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> result = mg.taylor_test(lambda x: jnp.sum(jnp.cos(mg.allreduce(x))), jnp.arange(3.0))
+    >>> abs(result.rates_with[0] - 2) < 0.2
+    True
     """
     comm = resolve(comm)
     if direction is None:
@@ -210,14 +262,14 @@ def taylor_test(
     )
     rounding = 1e3 * eps * max(abs(base), abs(slope) * step)
     good = with_gradient[-1] <= rounding or abs(result.rates_with[-1] - 2) < 0.2
-    # Where the slope vanishes along v, the plain remainder is of second order, too.
+    # If the slope along v is zero, the plain remainder is of second order, too.
     good &= without[-1] <= rounding or result.rates_without[-1] > 0.8
     if not comm.mpi.allreduce(int(not good)) == 0:
         raise AssertionError(
-            f"Taylor test failed over {comm.size} ranks: rates with the gradient "
-            f"{_short(result.rates_with)} (expected 2), without {_short(result.rates_without)} "
-            f"(expected 1); value {base:.6g}, slope {slope:.6g}, remainders "
-            f"{_short(with_gradient)}"
+            f"taylor_test: expected the rates 2 with the gradient and 1 without, got "
+            f"{_short(result.rates_with)} and {_short(result.rates_without)} over {comm.size} "
+            f"ranks (value {base:.6g}, slope {slope:.6g}, remainders {_short(with_gradient)}). "
+            "Check the gradient by dot_test, or take float64 or a larger step."
         )
     return result
 

@@ -1,11 +1,12 @@
 """A self-check: do messages stay in programs that this JAX differentiates?
 
-A repair that is installed may have no effect any more, because a new JAX decides elsewhere. Then a
-message would be dropped on one rank, and the job would wait for it. So the first time that a
-message is traced, small programs are differentiated by tracing alone: nothing is compiled or sent.
-Each has a message that is easily lost, since no result depends on it, and stands in one of JAX's
-constructs. It must be there after linearization and dead-code elimination, with its adjoint and
-the same on ranks that differ in what is constant. A construct that fails is refused.
+A hook that is installed may no longer have an effect, because a new JAX decides elsewhere. Then a
+message would be dropped on one rank, and the job would wait for it. So small programs are
+differentiated the first time that a message is traced. They are only traced, not compiled, and
+nothing is sent. Each program has a message that is easily lost, since no result depends on it,
+inside one of JAX's constructs. After linearization and dead-code elimination the message and its
+adjoint must be there, and ranks that differ in their constants must have the same messages. A
+construct that fails is refused.
 
 The result is kept in the user's cache directory for each version of JAX and of this code.
 """
@@ -30,7 +31,13 @@ from jax.interpreters import partial_eval
 from mpi4py import MPI
 
 from mpigrad._version import __version__
-from mpigrad.operations import _jax_compat, _jax_private, _jax_repairs
+from mpigrad.operations import (
+    _jax_compat,
+    _jax_custom_rules,
+    _jax_private,
+    _jax_repairs,
+    _jax_staging,
+)
 from mpigrad.operations._jax_private import FEATURES, missing, refuse
 from mpigrad.operations.carrier import before_first_message
 
@@ -73,7 +80,7 @@ def _custom_jvp(f: _Program) -> _Program:
 
 
 def _value_again(f: _Program) -> _Program:
-    """The rule computes the value by a compiled loop, as a rule of a user may."""
+    """Compute the value in the rule by a compiled loop, as a rule of a user may."""
     from mpigrad.autodiff.custom_rules import custom_jvp
     from mpigrad.autodiff.transforms import jvp
 
@@ -86,7 +93,7 @@ def _value_again(f: _Program) -> _Program:
 _CHECKPOINT, _COND, _SCAN = "jax.checkpoint", "jax.lax.cond", "jax.lax.scan"
 _JIT, _CUSTOM_RULES = "nested jax.jit", "custom rules"
 
-# What a user writes, a construct that needs it, and what else is in the construct.
+# (feature, a construct that needs it, other features in the construct)
 _CONSTRUCTS: tuple[tuple[str, Callable[[_Program], _Program], tuple[str, ...]], ...] = (
     (_JIT, jax.jit, ()),
     (_CHECKPOINT, jax.checkpoint, ()),
@@ -105,7 +112,7 @@ _CONSTRUCTS: tuple[tuple[str, Callable[[_Program], _Program], tuple[str, ...]], 
 
 
 def _programs() -> list[_Program]:
-    """The same message on ranks that differ in what is constant, and in what is used."""
+    """Return programs with the same message, of ranks that differ in constants and used results."""
     from mpigrad.operations.carrier import carrier
     from mpigrad.operations.point_to_point import recv_p, send_p
 
@@ -127,7 +134,7 @@ def _programs() -> list[_Program]:
 
 
 def _messages(jaxpr: Any) -> list[Any]:
-    """The messages of a program, in the nest of loops and calls in which they stand."""
+    """Return the messages of a program, nested as its loops and calls are."""
     found: list[Any] = []
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -164,9 +171,16 @@ def _of_gradient(program: _Program) -> list[Any]:
 
 @dataclass
 class Findings:
-    """What the self-check has found: features -> why they are refused, and errors.
+    """The result of the self-check.
 
-    An error proves nothing. A program of the user that has this construct would raise it as well.
+    An error proves nothing: a program of the user with this construct would raise it as well.
+
+    Attributes
+    ----------
+    failed
+        Features that are refused, and the reasons.
+    errors
+        Features whose programs raised an error, and the errors.
     """
 
     failed: dict[str, str]
@@ -174,7 +188,7 @@ class Findings:
 
 
 def examine() -> Findings:
-    """Differentiate the programs, by tracing alone."""
+    """Differentiate the programs by tracing alone."""
     from mpigrad.operations.carrier import without_carriers
 
     found = Findings({}, {})
@@ -200,7 +214,7 @@ def examine() -> Findings:
 
 
 def _verdict(construct: Callable[[_Program], _Program]) -> str:
-    """Why the construct is refused, or nothing."""
+    """Return the reason why the construct is refused, or ""."""
     orders = [_of_gradient(construct(program)) for program in _programs()]
     if any(order != orders[0] for order in orders[1:]):
         return "in the self-check, ranks differ in their messages"
@@ -211,7 +225,7 @@ def _verdict(construct: Callable[[_Program], _Program]) -> str:
 
 
 def _keeps_dead_checkpoint() -> bool:
-    """A checkpoint that depends on nothing, and whose result nobody uses, has messages."""
+    """Check a checkpoint with messages that depends on nothing, and whose result is not used."""
     receives = _programs()[-1]
 
     def dead(x: Any) -> Any:
@@ -224,7 +238,7 @@ def _keeps_dead_checkpoint() -> bool:
 
 
 def _refuses_custom_gradient() -> bool:
-    """A message in its rule is found when the rule is evaluated."""
+    """Check that a message in the rule of a jax.custom_gradient is found at its evaluation."""
     sends = _programs()[0]
     f = jax.custom_gradient(lambda x: (jnp.sum(x), lambda ct: (ct * (sends(x) + 0 * x),)))
     try:
@@ -235,9 +249,12 @@ def _refuses_custom_gradient() -> bool:
 
 
 def run() -> bool:
-    """Make the check once in a process, or read its result, and refuse what fails.
+    """Run the check once in a process, or read its result, and refuse features that fail.
 
-    Returns False if it cannot be made here.
+    Returns
+    -------
+    bool
+        False if the check cannot run here.
     """
     if not jax.make_jaxpr(lambda: jnp.sin(np.float32(0)))().eqns:
         return False  # jax.ensure_compile_time_eval: the programs would be run, not traced
@@ -246,7 +263,8 @@ def run() -> bool:
     if failed is None:
         found = examine()
         failed = found.failed
-        # Errors may come from the place of the first message, such as a deep recursion.
+        # An error may have its cause at the place of the first message, a deep recursion for
+        # example.
         if kept and not found.errors and MPI.COMM_WORLD.rank == 0:
             _write(kept, failed)
     for feature, why in failed.items():
@@ -255,14 +273,14 @@ def run() -> bool:
 
 
 def _cache_file() -> pathlib.Path | None:
-    """The file for this JAX and this code, or None if the user has no cache directory."""
+    """Return the file for this JAX and this code, or None if there is no cache directory."""
     home = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(home):  # as its specification says
+    if not os.path.isabs(home):  # the specification of XDG_CACHE_HOME ignores relative paths
         if not os.path.isabs(os.environ.get("HOME", "")):
             return None
         home = os.path.join(os.environ["HOME"], ".cache")
     digest = hashlib.sha256()
-    for module in (_jax_private, _jax_compat, _jax_repairs):
+    for module in (_jax_private, _jax_compat, _jax_staging, _jax_custom_rules, _jax_repairs):
         digest.update(pathlib.Path(module.__file__ or "").read_bytes())
     digest.update(pathlib.Path(__file__).read_bytes())
     digest.update(json.dumps(missing(), sort_keys=True).encode())
@@ -281,7 +299,7 @@ def _read(path: pathlib.Path) -> dict[str, str] | None:
 
 
 def _write(path: pathlib.Path, failed: dict[str, str]) -> None:
-    # A cache that cannot be written costs some tenths of a second in each process.
+    # Without a cache the check costs some tenths of a second in each process.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent)

@@ -1,8 +1,8 @@
 """grad, value_and_grad, jvp, vjp, linearize and vmap for programs with messages.
 
 The signatures are JAX's. A program on P ranks is one function on the product space of the ranks'
-arrays, and its derivative is the derivative of that one function: every rank seeds its own output,
-so that `grad` differentiates the sum over ranks of what the function returns on each rank.
+arrays, and its derivative is the derivative of that one function. Every rank seeds its own output,
+so `grad` differentiates the sum over ranks of the values that the function returns.
 """
 
 from __future__ import annotations
@@ -36,25 +36,16 @@ _ZERO = np.float32(0)
 
 
 def _sum_over_ranks(tree: Any, comm: Communicator) -> Any:
-    """The sum over ranks, reduced onto rank 0 and broadcast: bit for bit the same everywhere."""
-    leaves, structure = jax.tree.flatten(tree)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    """Return the sum over ranks, reduced onto rank 0 and broadcast: the same bits on all ranks."""
     if comm.size == 1:
         return tree
-    sums: dict[int, Any] = {}
-    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):  # one message for each dtype
-        members = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        if not jnp.issubdtype(dtype, jnp.inexact):  # float0: no derivative, no message
-            sums.update((i, leaves[i]) for i in members)
-            continue
-        packed = jnp.concatenate([leaves[i].ravel() for i in members])
-        packed = bcast(reduce(packed, root=0, comm=comm), 0, comm)
-        offset = 0
-        for i in members:
-            part = packed[offset : offset + leaves[i].size]
-            sums[i] = part.reshape(leaves[i].shape)
-            offset += leaves[i].size
-    return jax.tree.unflatten(structure, [sums[i] for i in range(len(leaves))])
+    leaves, structure = jax.tree.flatten(tree)
+    # Gradients with respect to integers (float0) have no values to send.
+    sent = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    sums = bcast(reduce([leaves[i] for i in sent], root=0, comm=comm), 0, comm)
+    for i, total in zip(sent, sums, strict=True):
+        leaves[i] = total
+    return jax.tree.unflatten(structure, leaves)
 
 
 def value_and_grad(
@@ -68,7 +59,10 @@ def value_and_grad(
     replicated: int | Sequence[int] = (),
     comm: Communicator | None = None,
 ) -> Callable[..., Any]:
-    """A function that gives the global value and the gradient of the global value.
+    """Make a function that returns the global value of `f` and its gradient.
+
+    Messages are active on every rank, also on ranks whose operands are constant. If the function is
+    called many times, compile it as a whole: `mpigrad.jit(mpigrad.value_and_grad(f))`.
 
     Parameters
     ----------
@@ -77,24 +71,35 @@ def value_and_grad(
     argnums, has_aux, holomorphic, allow_int
         As for `jax.value_and_grad`.
     loss
-        "share": the value is the sum over ranks of what `f` returns. "replicated": `f` returns
-        the same value on every rank (checked), which counts once.
+        "share": the value is the sum over ranks of the results of `f`. "replicated": `f` returns
+        the same value on every rank (which is checked), and the value counts once.
     replicated
-        Numbers of arguments, among `argnums`, that are equal on all ranks and count as one: their
-        gradient is summed over ranks and is the same, bit for bit, on every rank. With
-        MPIGRAD_GUARD=1 it is checked that they are equal.
+        Numbers of arguments, among `argnums`, that are equal on all ranks and count as one
+        argument. Their gradient is summed over ranks and has the same bits on every rank. With
+        MPIGRAD_GUARD=1 their equality is checked.
     comm
-        The ranks over which shares and replicated arguments are summed.
+        The communicator over which shares and gradients of replicated arguments are summed.
+        Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
-    A function like `f` that returns (value, gradient), or ((value, aux), gradient); the value is
-    the global one on every rank.
+    A function like `f` that returns (value, gradient), or ((value, aux), gradient). The value is
+    the global value on every rank.
 
-    Notes
-    -----
-    Messages are active on every rank, whatever is constant there. For a function that is called
-    many times, compile the whole: `mpigrad.jit(mpigrad.value_and_grad(f))`.
+    Raises
+    ------
+    ValueError
+        If `loss` is another word, or an argument in `replicated` is not in `argnums`.
+    jax.errors.JaxRuntimeError
+        On every rank, when the program runs, if a replicated loss or argument is not the same on
+        all ranks.
+
+    Examples
+    --------
+    >>> import mpigrad as mg
+    >>> value, gradient = mg.value_and_grad(lambda x: mg.allreduce(x) ** 2)(3.0)
+    >>> float(value), float(gradient)
+    (9.0, 6.0)
     """
     transformed = _value_and_grad(
         f, argnums, has_aux, holomorphic, allow_int, loss, replicated, comm, reduce_value=True
@@ -113,11 +118,22 @@ def grad(
     replicated: int | Sequence[int] = (),
     comm: Communicator | None = None,
 ) -> Callable[..., Any]:
-    """A function that gives the gradient of the global value, as `value_and_grad` does.
+    """Make a function that returns the gradient of the global value, as `value_and_grad` does.
+
+    Parameters
+    ----------
+    f, argnums, has_aux, holomorphic, allow_int, loss, replicated, comm
+        As for `value_and_grad`.
 
     Returns
     -------
     A function like `f` that returns the gradient, or (gradient, aux).
+
+    Examples
+    --------
+    >>> import mpigrad as mg
+    >>> float(mg.grad(lambda x: mg.allreduce(x) ** 2)(3.0))
+    6.0
     """
     both = _value_and_grad(
         f, argnums, has_aux, holomorphic, allow_int, loss, replicated, comm, reduce_value=False
@@ -145,24 +161,28 @@ def _value_and_grad(
 ) -> Callable[..., Any]:
     numbers, equal = argument_numbers(argnums), argument_numbers(replicated)
     if loss not in ("share", "replicated"):
-        raise ValueError(f'loss={loss!r}: it is "share" or "replicated"')
+        raise ValueError(
+            f'grad, value_and_grad: loss must be "share" or "replicated", got {loss!r}. Choose one '
+            "of the two."
+        )
     if not set(equal) <= set(numbers):
         raise ValueError(
-            f"replicated={equal}: only arguments that are differentiated can be declared "
-            f"replicated (argnums={numbers})"
+            "grad, value_and_grad: only arguments that are differentiated can be replicated, got "
+            f"replicated={equal} and argnums={numbers}. Add the arguments to argnums."
         )
 
     def share(*args: Any, **kwargs: Any) -> Any:
         out = f(*args, **kwargs)
         if loss == "share":
             return out
-        # Counted once. Not a product with 0 or 1, which would make a NaN of an infinite loss.
-        # Whether it is equal everywhere is asked outside, where that sends no adjoint messages.
+        # Counted on rank 0 only. A product with 0 or 1 would turn an infinite loss into NaN. The
+        # caller checks that the loss is replicated, outside of the derivative: the messages of the
+        # check need no adjoints.
         value = out[0] if has_aux else out
-        mine = jnp.where(resolve(comm).rank == 0, value, jnp.zeros_like(value))
-        return mine, out
+        counted = jnp.where(resolve(comm).rank == 0, value, jnp.zeros_like(value))
+        return counted, out
 
-    # Argument 0 is the carrier; negative numbers count from the end, as before.
+    # Argument 0 is the carrier. Negative numbers still count from the end.
     shifted = tuple(n + 1 if n >= 0 else n for n in numbers)
     differentiate = jax.value_and_grad(
         with_carrier(share),
@@ -177,14 +197,21 @@ def _value_and_grad(
         group = resolve(comm)
         if os.environ.get("MPIGRAD_GUARD") == "1":
             for n in equal:
-                assert_replicated(args[n], group, f"argument {n}, declared replicated,")
+                assert_replicated(
+                    args[n], group, f"grad, value_and_grad: argument {n}, declared replicated,"
+                )
         out, (_, *gradients) = differentiate(zero, *args, **kwargs)
         value, aux = out if has_aux or loss == "replicated" else (out, None)
         if loss == "replicated":
             whole, aux = cast(Any, aux) if has_aux else (aux, None)
-            assert_replicated(whole, group, "the loss that is declared replicated")
+            assert_replicated(
+                whole,
+                group,
+                "grad, value_and_grad: the loss that is declared replicated",
+                'Return the same value on every rank, or use loss="share".',
+            )
         parts = [g for n, g in zip(numbers, gradients, strict=True) if n in equal]
-        if reduce_value:  # what is summed travels together
+        if reduce_value:  # all sums of one dtype travel in one message
             value, *parts = _sum_over_ranks([value, *parts], group)
         elif parts:
             parts = _sum_over_ranks(parts, group)
@@ -202,13 +229,34 @@ def _value_and_grad(
 def jvp(
     f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False
 ) -> Any:
-    """(f(primals), its directional derivative), as `jax.jvp`; tangents are each rank's own."""
+    """Compute f(primals) and its directional derivative, as `jax.jvp` does.
+
+    Parameters
+    ----------
+    f
+        Function of arrays or pytrees, with messages. Every rank calls `jvp`.
+    primals, tangents
+        The point and the direction, of each rank.
+    has_aux
+        As for `jax.jvp`.
+
+    Returns
+    -------
+    (f(primals), derivative), or (f(primals), derivative, aux).
+
+    Examples
+    --------
+    >>> import mpigrad as mg
+    >>> value, derivative = mg.jvp(lambda x: mg.allreduce(x) ** 2, (3.0,), (1.0,))
+    >>> float(value), float(derivative)
+    (9.0, 6.0)
+    """
     carried = _carried(tangents)
     return jax.jvp(with_carrier(f), (_ZERO, *primals), (carried, *tangents), has_aux=has_aux)
 
 
 def _carried(tangents: Sequence[Any]) -> Any:
-    """The carrier's tangent: zero, and linear in these, for rules that JAX transposes."""
+    """Return the tangent of the carrier: a zero that is linear in the tangents."""
     for t in jax.tree.leaves(tangents):
         if isinstance(t, Tracer) and jnp.issubdtype(t.dtype, jnp.inexact):
             return opaque_zero(t, CARRIER)
@@ -216,10 +264,30 @@ def _carried(tangents: Sequence[Any]) -> Any:
 
 
 def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """f(primals) and the function that pulls cotangents back, as `jax.vjp`.
+    """Compute f(primals) and the function that pulls cotangents back, as `jax.vjp` does.
 
-    Every rank must call the pull-back, since it carries the adjoint messages. For many cotangents
-    at once take the whole: `mpigrad.vmap(lambda ct: mpigrad.vjp(f, x)[1](ct))(cts)`.
+    Parameters
+    ----------
+    f
+        Function of arrays or pytrees, with messages. Every rank calls `vjp`.
+    primals
+        The point, of each rank.
+    has_aux
+        As for `jax.vjp`.
+
+    Returns
+    -------
+    (f(primals), pull_back), or (f(primals), pull_back, aux). Every rank must call `pull_back`,
+    because it sends the adjoint messages. For a batch of cotangents apply vmap to the whole:
+    `mpigrad.vmap(lambda ct: mpigrad.vjp(f, x)[1](ct))(cts)`.
+
+    Examples
+    --------
+    >>> import mpigrad as mg
+    >>> value, pull_back = mg.vjp(lambda x: mg.allreduce(x) ** 2, 3.0)
+    >>> (cotangent,) = pull_back(1.0)
+    >>> float(value), float(cotangent)
+    (9.0, 6.0)
     """
     outer = outer_carrier()
     out, back, *aux = jax.vjp(with_carrier(f), _ZERO, *primals, has_aux=has_aux)
@@ -227,9 +295,10 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     def pull_back(ct: Any) -> Any:
         if compat.is_batched(outer_carrier()) and outer_carrier() is not outer:
             raise ValueError(
-                "vmap of a pull-back alone: an adjoint message whose cotangent is not batched on "
-                "one rank, but on its partner's, would be of another size there. Put vjp inside: "
-                "mpigrad.vmap(lambda ct: mpigrad.vjp(f, x)[1](ct))(cts)"
+                "vjp: the function that vjp returned cannot be batched by vmap alone. If its "
+                "cotangent were batched on only one of two communicating ranks, the sizes of their "
+                "messages would differ. Put vjp inside vmap: "
+                "mpigrad.vmap(lambda ct: mpigrad.vjp(f, x)[1](ct))(cts)."
             )
         return back(jax.tree.map(_active, ct))[1:]
 
@@ -237,18 +306,41 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 
 
 def _active(ct: Any) -> Any:
-    """A cotangent that is differentiated on every rank, where it is on one."""
+    """Return a cotangent that is active on every rank if it is active on one."""
     a = outer_carrier()
     inexact = isinstance(a, Tracer) and jnp.issubdtype(jnp.result_type(ct), jnp.inexact)
     return ct + opaque_zero(a, jnp.asarray(ct)) if inexact else ct
 
 
 def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """f(primals) and its derivative there as a function of tangents, as `jax.linearize`."""
+    """Compute f(primals) and its derivative as a function of tangents, as `jax.linearize` does.
+
+    Parameters
+    ----------
+    f
+        Function of arrays or pytrees, with messages. Every rank calls `linearize`.
+    primals
+        The point, of each rank.
+    has_aux
+        As for `jax.linearize`.
+
+    Returns
+    -------
+    (f(primals), derivative), or (f(primals), derivative, aux). Every rank must call `derivative`,
+    because it sends the messages of tangents.
+
+    Examples
+    --------
+    >>> import mpigrad as mg
+    >>> value, derivative = mg.linearize(lambda x: mg.allreduce(x) ** 2, 3.0)
+    >>> float(value), float(derivative(1.0))
+    (9.0, 6.0)
+    """
     out, linear, *aux = jax.linearize(with_carrier(f), _ZERO, *primals, has_aux=has_aux)
 
     def derivative(*tangents: Any) -> Any:
-        a = outer_carrier()  # of an enclosing vmap: messages without a tangent are batched, too
+        # In an enclosing vmap messages without a tangent must be batched, too.
+        a = outer_carrier()
         outer = opaque_zero(a, CARRIER) if isinstance(a, Tracer) else _ZERO
         return linear(outer + _carried(tangents), *tangents)
 
@@ -263,10 +355,28 @@ def vmap(
     axis_size: int | None = None,
     spmd_axis_name: Any = None,
 ) -> Callable[..., Any]:
-    """`jax.vmap` in which every message is batched, on every rank alike.
+    """Batch a function as `jax.vmap` does, with every message batched on every rank.
 
-    A message of an operand without the batch axis is sent once for each member of the batch, since
-    on its receiver it may meet batched operands.
+    A message whose operand has no batch axis is sent once for each member of the batch, because its
+    receiver may combine it with batched operands.
+
+    Parameters
+    ----------
+    f
+        Function of arrays or pytrees, with messages. Every rank calls the result.
+    in_axes, out_axes, axis_name, axis_size, spmd_axis_name
+        As for `jax.vmap`.
+
+    Returns
+    -------
+    The batched function.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.vmap(lambda x: mg.allreduce(x) ** 2)(jnp.arange(3.0))
+    Array([0., 1., 4.], dtype=float32)
     """
 
     @functools.wraps(f)
@@ -289,5 +399,8 @@ def _axis_size(axes: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, A
     jax.tree.map(visit, axes, args, is_leaf=lambda x: x is None)
     visit(0, kwargs)
     if not sizes:
-        raise ValueError("vmap: nothing is mapped; give in_axes or axis_size")
+        raise ValueError(
+            f"vmap: at least one argument must have a batch axis, got in_axes={axes}. Give in_axes "
+            "or axis_size."
+        )
     return sizes[0]

@@ -1,4 +1,4 @@
-"""How a grid's cells are divided into tiles, and what a grid's arguments may be."""
+"""The division of a grid's cells into tiles, and the checks of a grid's arguments."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["check_arguments", "choose_dims"]
 
 
 def choose_dims(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """How many tiles along each axis `ranks` ranks divide `shape` cells into.
+    """Choose how many tiles along each axis `ranks` ranks divide `shape` cells into.
 
-    Like MPI_Dims_create, but adapted to the grid: of all factorizations that leave no tile
-    empty, the one that cuts the fewest faces between cells, then the one whose largest tile is
-    smallest, then the one with more tiles along the first axes.
+    It is like MPI_Dims_create, but takes the shape into account. Among all factorizations that
+    leave no tile empty it chooses the one that cuts the fewest faces between cells, then the one
+    whose largest tile is smallest, then the one with more tiles along the first axes.
 
     Raises
     ------
@@ -25,9 +25,9 @@ def choose_dims(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     fitting = list(_factorizations(ranks, shape))
     if not fitting:
         raise ValueError(
-            f"mpigrad.Grid: {ranks} ranks cannot share {_product(shape)} cells: every division of "
-            f"{ranks} ranks into tiles has more tiles than cells along an axis. "
-            "Use fewer ranks (-n) or more cells."
+            f"Grid: every tile must have a cell, but {ranks} ranks cannot share {_product(shape)} "
+            f"cells: every division of {ranks} ranks into tiles has more tiles than cells along an "
+            "axis. Use fewer ranks (-n) or more cells."
         )
 
     def cost(dims: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
@@ -40,7 +40,7 @@ def choose_dims(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
 
 
 def _factorizations(ranks: int, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All ways to write `ranks` as a product of one factor per axis, none above its cells."""
+    """Yield all ways to write `ranks` as a product of one factor per axis, at most its cells."""
     if not shape:
         yield from [()] if ranks == 1 else []
         return
@@ -57,7 +57,7 @@ Arguments = tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...], tuple[boo
 
 
 def check_arguments(shape: Any, spacing: Any, dims: Any, periodic: Any, ranks: int) -> Arguments:
-    """The grid's arguments in their own types, or an error that says what is wrong."""
+    """Return the grid's arguments in their own types, or raise an error."""
     try:
         cells = tuple(operator.index(n) for n in shape)
         lengths = tuple(float(h) for h in spacing)
@@ -65,18 +65,24 @@ def check_arguments(shape: Any, spacing: Any, dims: Any, periodic: Any, ranks: i
             raise ValueError
     except (TypeError, ValueError):
         raise TypeError(
-            "mpigrad.Grid takes one to three whole numbers of cells, as shape=(nx, ny), and as "
-            f"many lengths, as spacing=(hx, hy), not shape={shape!r}, spacing={spacing!r}"
+            "Grid: shape must be one to three integers, and spacing as many lengths, got "
+            f"shape={shape!r}, spacing={spacing!r}. Write Grid((nx, ny), (hx, hy)), for example."
         ) from None
     if min(cells) < 1:
-        raise ValueError(f"mpigrad.Grid: a grid needs cells along each axis, not {_product(cells)}")
+        raise ValueError(
+            f"Grid: shape must have at least one cell along each axis, got {_product(cells)} "
+            "cells. Give positive numbers."
+        )
     if not all(h > 0 and math.isfinite(h) for h in lengths):
-        raise ValueError(f"mpigrad.Grid: spacing must be positive lengths, not {lengths}")
+        raise ValueError(
+            f"Grid: spacing must be positive and finite, got {lengths}. Give the size of a cell "
+            "along each axis."
+        )
     rings = (periodic,) * len(cells) if isinstance(periodic, bool) else periodic
     if not isinstance(rings, tuple | list) or [type(ring) for ring in rings] != [bool] * len(cells):
         raise TypeError(
-            f"mpigrad.Grid: periodic must be True or False, or {len(cells)} of them, one per axis, "
-            f"not {periodic!r}"
+            f"Grid: periodic must be True or False, or {len(cells)} of them, one per axis, got "
+            f"{periodic!r}. Use bool() for other types."
         )
     rings = tuple(rings)
     if dims is None:
@@ -87,16 +93,17 @@ def check_arguments(shape: Any, spacing: Any, dims: Any, periodic: Any, ranks: i
             raise ValueError
     except (TypeError, ValueError):
         raise TypeError(
-            f"mpigrad.Grid: dims must be {len(cells)} whole numbers, one per axis, not {dims!r}"
+            f"Grid: dims must be {len(cells)} integers, one per axis, got {dims!r}. Leave dims out "
+            "to have them chosen."
         ) from None
     if min(tiles) < 1 or math.prod(tiles) != ranks:
         raise ValueError(
-            f"mpigrad.Grid: dims {tiles} make {math.prod(tiles)} tiles for {ranks} ranks; "
-            "there is one tile per rank"
+            f"Grid: dims must make one tile per rank, got dims {tiles}, which make "
+            f"{math.prod(tiles)} tiles, for {ranks} ranks. Leave dims out to have them chosen."
         )
     if any(p > n for p, n in zip(tiles, cells, strict=True)):
         raise ValueError(
-            f"mpigrad.Grid: dims {tiles} divide {_product(cells)} cells into tiles without cells; "
-            "leave dims out to have them chosen, or use fewer ranks"
+            f"Grid: every tile must have a cell, but dims {tiles} divide {_product(cells)} cells "
+            "into tiles without cells. Leave dims out to have them chosen, or use fewer ranks."
         )
     return cells, lengths, tiles, rings

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mpigrad.collective_errors import raise_error, raise_on_all_ranks
+from mpigrad.collective_errors import assert_same_on_all_ranks, raise_error, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid.decomposition import check_arguments, choose_dims
 
@@ -25,8 +25,22 @@ Step = Literal[-1, 0, 1]
 class Neighbor:
     """A tile that touches this rank's tile on a face, along an edge or at a corner.
 
-    `rank` holds it; it lies `step` tiles away along each axis (-1, 0 or 1). Where a periodic axis
-    has one or two tiles, a rank is found at several steps, and a tile beside itself.
+    If a periodic axis has one or two tiles, a rank is found at several steps, and a tile may be its
+    own neighbour.
+
+    Attributes
+    ----------
+    rank
+        The rank of the tile.
+    step
+        The number of tiles (-1, 0 or 1) from this tile to the neighbour along each axis.
+
+    Examples
+    --------
+    >>> from mpigrad.grid import Grid
+    >>> ring = Grid((8,), (0.1,), periodic=True)
+    >>> ring.neighbors[0]
+    Neighbor(rank=0, step=(-1,))
     """
 
     rank: int
@@ -35,34 +49,49 @@ class Neighbor:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Grid:
-    """A grid of nx, nx x ny or nx x ny x nz cells, one tile per rank, unknowns at cell centres.
+    """A Cartesian grid of nx, nx x ny or nx x ny x nz cells, one tile per rank.
 
-    Tiles are numbered like MPI's Cartesian ranks (the last axis fastest); along an axis the first
-    tiles have one cell more where the cells do not divide evenly. *Tile numbering* of the cells:
-    rank after rank, and within a tile in C order, so that each rank's cells are the contiguous
-    rows `row_offset` to `row_offset + n_local` of a distributed vector or matrix.
+    Unknowns are at cell centres. Tiles are numbered like MPI's Cartesian ranks (the last axis
+    varies fastest). If the cells along an axis do not divide evenly, the first tiles have one cell
+    more.
 
-    Making a grid is collective: all ranks of `comm` make it with the same arguments.
+    *Tile numbering* numbers the cells of rank 0 first, then those of rank 1, and so on, in C order
+    within a tile. So the cells of each rank are the contiguous rows `row_offset` to `row_offset +
+    n_local` of a distributed vector or matrix.
+
+    Making a grid is collective: all ranks of `comm` make it, with the same arguments.
 
     Parameters
     ----------
     shape
-        Number of cells along each axis: (nx,), (nx, ny) or (nx, ny, nz).
+        The number of cells along each axis: (nx,), (nx, ny) or (nx, ny, nz).
     spacing
-        Size of a cell along each axis, as (hx, hy), in the user's unit of length.
+        The size of a cell along each axis, as (hx, hy), in the user's unit of length.
     comm
-        The ranks that share the grid; all ranks if not given.
+        The communicator of the ranks that share the grid. Default: the communicator of the
+        enclosing `with`, or all ranks.
     dims
-        Number of tiles along each axis; chosen by `choose_dims` if not given.
+        The number of tiles along each axis. Default: the numbers that cut the fewest faces between
+        cells.
     periodic
-        Whether the last cell along an axis is followed by the first: one answer for all axes, or
-        one for each.
+        True if the first cell along an axis follows the last. One value for all axes, or one for
+        each.
 
     Raises
     ------
-    ValueError
-        On all ranks: if a size is not positive, the tiles are not one per rank, a tile would be
-        empty, or the ranks disagree about the arguments.
+    TypeError, ValueError
+        On all ranks: if an argument has the wrong type, a size is not positive, the number of tiles
+        is not the number of ranks, a tile would be empty, or the arguments differ between ranks.
+
+    Examples
+    --------
+    >>> from mpigrad.grid import Grid
+    >>> grid = Grid((40, 30), spacing=(0.1, 0.1))
+    >>> grid.dims, grid.local_shape
+    ((1, 1), (40, 30))
+    >>> x, y = grid.centers()
+    >>> x.shape
+    (40, 30)
     """
 
     shape: tuple[int, ...]
@@ -80,24 +109,11 @@ class Grid:
         periodic: bool | tuple[bool, ...] = False,
     ) -> None:
         comm = resolve(comm)
-        checked = problem = None
-        try:
+        checked: Any = ()
+        with raise_on_all_ranks(comm):
             checked = check_arguments(shape, spacing, dims, periodic, comm.size)
-        except (TypeError, ValueError) as error:
-            problem = error
-        # A rank that sees a mistake alone must not leave the others waiting in the next message.
-        opinions = comm.mpi.allgather((checked, problem))
-        for rank, (_, error) in enumerate(opinions):
-            if error is not None:
-                raise type(error)(f"{error} (rank {rank})")
-        for rank, (opinion, _) in enumerate(opinions):
-            if opinion != opinions[0][0]:
-                raise ValueError(
-                    "mpigrad.Grid: the ranks disagree about the grid: rank 0 gives shape, "
-                    f"spacing, dims and periodic {opinions[0][0]}, rank {rank} gives {opinion}. "
-                    "Make the grid with the same arguments on every rank."
-                )
-        values = zip(("shape", "spacing", "dims", "periodic"), opinions[0][0], strict=True)
+        assert_same_on_all_ranks(comm, checked, "Grid: shape, spacing, dims and periodic")
+        values = zip(("shape", "spacing", "dims", "periodic"), checked, strict=True)
         for name, value in (("comm", comm), *values):
             object.__setattr__(self, name, value)  # the class is frozen from here on
 
@@ -105,21 +121,21 @@ class Grid:
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
+        """The number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Number of cells of the whole grid."""
+        """The number of cells of the whole grid."""
         return math.prod(self.shape)
 
     @property
     def coords(self) -> tuple[int, ...]:
-        """Position of this rank's tile among the tiles."""
+        """The position of this rank's tile among the tiles."""
         return self.coords_of(self.comm.rank)
 
     def coords_of(self, rank: int) -> tuple[int, ...]:
-        """Position of a rank's tile among the tiles."""
+        """Return the position of a rank's tile among the tiles."""
         place = []
         for tiles in reversed(self.dims):
             rank, along = divmod(rank, tiles)
@@ -127,13 +143,13 @@ class Grid:
         return tuple(reversed(place))
 
     def starts(self, axis: int) -> NDArray[np.int64]:
-        """First cell of each tile along `axis`, and the number of cells last."""
+        """Return the first cell of each tile along `axis`, followed by the number of cells."""
         cells, tiles = self.shape[axis], self.dims[axis]
         number = np.arange(tiles + 1)
         return number * (cells // tiles) + np.minimum(number, cells % tiles)
 
     def slices_of(self, rank: int) -> tuple[slice, ...]:
-        """The cells of a rank's tile, as slices of the whole grid."""
+        """Return the cells of a rank's tile, as slices of the whole grid."""
         return tuple(
             slice(int(self.starts(axis)[place]), int(self.starts(axis)[place + 1]))
             for axis, place in enumerate(self.coords_of(rank))
@@ -146,7 +162,7 @@ class Grid:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Number of cells of this rank's tile along each axis."""
+        """The number of cells of this rank's tile along each axis."""
         return tuple(part.stop - part.start for part in self.slices)
 
     @property
@@ -155,7 +171,7 @@ class Grid:
         return tuple(n // p for n, p in zip(self.shape, self.dims, strict=True))
 
     def rank_at(self, place: tuple[int, ...]) -> int | None:
-        """The rank of the tile at a place among the tiles; None outside the grid."""
+        """Return the rank of the tile at a position among the tiles, or None outside the grid."""
         wrapped = [
             at % tiles if ring else at
             for at, tiles, ring in zip(place, self.dims, self.periodic, strict=True)
@@ -179,31 +195,35 @@ class Grid:
 
     @property
     def n_local(self) -> int:
-        """Number of cells of this rank's tile."""
+        """The number of cells of this rank's tile."""
         return math.prod(self.local_shape)
 
     @functools.cached_property
     def row_offsets(self) -> NDArray[np.int64]:
-        """First row of each rank in tile numbering, and the number of cells last."""
+        """The first row of each rank in tile numbering, followed by the number of cells."""
         widths = (np.diff(self.starts(axis)) for axis in range(self.ndim))
         sizes = functools.reduce(np.multiply.outer, widths).ravel()
         return np.concatenate([[0], np.cumsum(sizes)])
 
     @property
     def row_offset(self) -> int:
-        """First row of this rank in tile numbering."""
+        """The first row of this rank in tile numbering."""
         return int(self.row_offsets[self.comm.rank])
 
     def rows(self, *cells: ArrayLike) -> NDArray[np.int64]:
-        """The rows, in tile numbering, of cells of the grid; -1 outside it.
+        """Return the rows of cells in tile numbering, or -1 outside the grid.
 
-        Along a periodic axis no cell lies outside: the numbers are taken modulo its cells.
-        Give one array of indices for each axis, as `rows(i, j)`; they are broadcast together.
+        Along a periodic axis indices are taken modulo its cells.
+
+        Parameters
+        ----------
+        cells
+            An array of indices for each axis, as `rows(i, j)`. They are broadcast together.
         """
         if len(cells) != self.ndim:
             raise TypeError(
-                f"mpigrad.Grid.rows: {len(cells)} arrays of indices on a grid with {self.ndim} "
-                "axes; give one for each axis"
+                f"Grid.rows: expected one array of indices for each axis, got {len(cells)} arrays "
+                f"of indices on a grid with {self.ndim} axes. Give {self.ndim} arrays."
             )
         owner, within, inside = np.int64(0), np.int64(0), np.True_
         for axis, given in enumerate(cells):
@@ -218,24 +238,25 @@ class Grid:
         return np.where(inside, self.row_offsets[owner] + within, -1)
 
     def local_rows(self, width: int = 0) -> NDArray[np.int64]:
-        """Rows of this tile's cells and of `width` layers around it; -1 outside the grid.
+        """Return the rows of this tile's cells and of `width` layers around it.
 
-        Shape (lx + 2 width, ly + 2 width) for a tile of lx x ly cells, as `halo_exchange` pads it.
+        The shape is (lx + 2 width, ly + 2 width) for a tile of lx x ly cells, as `halo_exchange`
+        pads it. Cells outside the grid have the row -1.
         """
         cells = (np.arange(part.start - width, part.stop + width) for part in self.slices)
         return self.rows(*np.ix_(*cells))
 
     def natural_ids(self) -> NDArray[np.int64]:
-        """Numbers of this tile's cells in C order of the whole grid, whatever the rank count."""
+        """Return the numbers of this tile's cells in C order of the whole grid."""
         cells = np.ix_(*(np.arange(part.start, part.stop) for part in self.slices))
         return np.asarray(np.ravel_multi_index(cells, self.shape), np.int64)
 
     # --- fields ---
 
     def centers(self) -> tuple[NDArray[np.float64], ...]:
-        """Coordinates of the centres of this tile's cells, as (x, y), each of shape (lx, ly).
+        """Return the coordinates of the centres of this tile's cells.
 
-        The grid's first corner is the origin.
+        They are arrays (x, y), each of shape (lx, ly). The grid's first corner is the origin.
         """
         along = (
             (np.arange(part.start, part.stop) + 0.5) * h
@@ -244,21 +265,27 @@ class Grid:
         return tuple(np.meshgrid(*along, indexing="ij"))
 
     def gather(self, u: ArrayLike | jax.Array, stride: int = 1) -> NDArray[Any] | None:
-        """The whole field on rank 0, None elsewhere; for writing and drawing, not differentiable.
+        """Gather a field on rank 0, for files and pictures. It is not differentiable.
 
         Parameters
         ----------
         u
             This rank's tile of the field, of shape (lx, ly, *rest).
         stride
-            Only every `stride`-th cell along each axis, to draw a field too large for one rank.
+            Take only every `stride`-th cell along each axis, to draw a field that is too large for
+            one rank.
+
+        Returns
+        -------
+        The whole field on rank 0, None on the other ranks.
         """
         local = np.asarray(u)
         with raise_on_all_ranks(self.comm):
             if local.shape[: self.ndim] != self.local_shape:
                 raise ValueError(
-                    f"mpigrad.Grid.gather: a field of shape {local.shape} on a tile of "
-                    f"{self.local_shape} cells (rank {self.comm.rank})"
+                    "Grid.gather: the first axes of the field must be those of the tile of "
+                    f"{self.local_shape} cells, got shape {local.shape} on rank {self.comm.rank}. "
+                    "Give this rank's tile of the field."
                 )
         thin = tuple(slice(-part.start % stride, None, stride) for part in self.slices)
         piece = np.ascontiguousarray(local[thin])
@@ -278,20 +305,24 @@ class Grid:
         return whole
 
     def scatter(self, whole: ArrayLike | None) -> NDArray[Any]:
-        """A field that rank 0 holds whole, tile by tile on all ranks; not differentiable.
+        """Distribute a field from rank 0 to the tiles of all ranks. It is not differentiable.
 
         Parameters
         ----------
         whole
-            On rank 0 the field, of shape (nx, ny, *rest); not read on other ranks.
+            The field on rank 0, of shape (nx, ny, *rest). It is not read on other ranks.
+
+        Returns
+        -------
+        This rank's tile of the field, of shape (lx, ly, *rest).
         """
         problem, field = None, np.empty(0)
         if self.comm.rank == 0:
             field = np.asarray(whole)
             if field.shape[: self.ndim] != self.shape:
                 problem = (
-                    f"mpigrad.Grid.scatter: the field has shape {field.shape}, "
-                    f"the grid has {self.shape} cells"
+                    f"Grid.scatter: the first axes of the field must be the {self.shape} cells of "
+                    f"the grid, got shape {field.shape} on rank 0. Give the whole field."
                 )
         raise_error(self.comm, None if problem is None else ValueError(problem))
         if self.comm.rank != 0:

@@ -1,4 +1,4 @@
-"""Halo exchange: layers of cells around a tile, filled from the tiles that touch it."""
+"""Halo exchange: fill layers of cells around a tile from the neighbouring tiles."""
 
 from __future__ import annotations
 
@@ -17,43 +17,51 @@ __all__ = ["halo_exchange"]
 
 
 def halo_exchange(u: Any, grid: Grid, width: Width = 1, boundary: Boundary = "edge") -> Any:
-    """A tile of a field with layers of cells around it, edges and corners included.
+    """Exchange halo cells with neighbouring tiles, edges and corners included.
 
-    One packed message to each neighbouring rank, diagonal ones too, on a grid of any dimension,
-    whatever the number of fields (one for each dtype). Linear in `u` (affine for a constant
-    boundary); the adjoint sends each layer's cotangent back and adds it to the cells that it came
-    from.
+    One packed message for each dtype goes to each neighbouring rank, diagonal neighbours included.
+    The number of messages does not depend on the number of fields. The exchange is linear in `u`
+    (affine for a constant boundary). The adjoint sends the cotangent of each layer back and adds it
+    to the cells that the layer came from.
 
     Parameters
     ----------
     u
-        This rank's tile of a field, of shape (lx, ly, *rest) on a grid with two axes; or a pytree
+        This rank's tile of a field, of shape (lx, ly, *rest) on a grid with two axes, or a pytree
         of fields. Any dtype.
     grid
-        The grid that `u` lies on.
+        The grid of `u`.
     width
-        Number of layers; or ((before, after), ...), a pair for each axis, of which any may be 0.
-        At most the cells of the smallest tile along an axis that is divided or periodic.
+        The number of layers, or ((before, after), ...), a pair for each axis. Numbers of a pair may
+        be 0. Along an axis that is divided or periodic, at most the cells of the smallest tile.
     boundary
-        What lies outside the grid, in NumPy's words: a constant, "edge" (the value of the nearest
-        cell), "symmetric" (the field mirrored at the face of the boundary cell: no flux),
-        "reflect" (mirrored at its centre), or "periodic". Of all sides; or one for each axis, or
-        for each axis a pair (before, after). Along the periodic axes of `grid` nothing lies
-        outside, and it has no meaning.
+        The values outside the grid, in NumPy's words: a constant, "edge" (the value of the nearest
+        cell), "symmetric" (the field mirrored at the face of the boundary cell: no flux), "reflect"
+        (mirrored at its centre), or "periodic". One value for all sides, one for each axis, or for
+        each axis a pair (before, after). It is not used along the periodic axes of `grid`.
 
     Returns
     -------
     Any
-        As `u`, each field of shape (lx + before + after, ly + before + after, *rest).
+        The fields in the structure of `u`, each of shape (lx + before + after, ly + before + after,
+        *rest).
 
     Raises
     ------
     TypeError
-        If `width` is not of one of its forms.
+        If `width` does not have one of its forms.
     ValueError
         On all ranks: if `width` is nowhere positive or reaches past a neighbouring tile, if a tile
-        has too few cells to be mirrored, or if there is no such boundary; on its own rank if `u`
-        does not have the tile's shape.
+        has too few cells to be mirrored, or if `boundary` is not valid. On its own rank: if `u`
+        does not have the shape of the tile.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.grid import Grid, halo_exchange
+    >>> grid = Grid((4,), spacing=(1.0,))
+    >>> halo_exchange(jnp.arange(grid.n_local), grid, width=1, boundary="edge")
+    Array([0, 0, 1, 2, 3, 3], dtype=int32)
     """
     layout = HaloLayout.of(grid, width, boundary, "halo_exchange")
     fields, structure = layout.fields(u, "halo_exchange")
@@ -61,19 +69,19 @@ def halo_exchange(u: Any, grid: Grid, width: Width = 1, boundary: Boundary = "ed
     for dtype in dict.fromkeys(field.dtype for field in fields) if layout.neighbors else ():
         members = [i for i, field in enumerate(fields) if field.dtype == dtype]
         some = [fields[i] for i in members]
-        given = [layout.given(rank, some) for rank in layout.neighbors]
-        taken = [layout.taken(rank, some) for rank in layout.neighbors]
-        flat = [x.reshape(-1) for x in itertools.chain(*given)]
+        outgoing = [layout.outgoing(rank, some) for rank in layout.neighbors]
+        incoming = [layout.incoming(rank, some) for rank in layout.neighbors]
+        flat = [x.reshape(-1) for x in itertools.chain(*outgoing)]
         received = neighbor_alltoallv(
-            # A rank that only receives gives an empty part of its field: that is differentiable.
+            # A rank that only receives sends an empty part of its field, which is differentiable.
             jnp.concatenate(flat or [some[0].reshape(-1)[:0]]),
             neighbors=layout.neighbors,
-            sendcounts=[sum(x.size for x in message) for message in given],
-            recvcounts=[sum(math.prod(shape) for *_, shape in message) for message in taken],
+            sendcounts=[sum(x.size for x in message) for message in outgoing],
+            recvcounts=[sum(math.prod(shape) for *_, shape in message) for message in incoming],
             comm=grid.comm,
         )
         start = 0
-        for i, step, shape in itertools.chain(*taken):
+        for i, step, shape in itertools.chain(*incoming):
             end = start + math.prod(shape)
             pieces[members[i]][step] = received[start:end].reshape(shape)
             start = end

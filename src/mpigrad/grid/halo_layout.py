@@ -1,4 +1,4 @@
-"""Which cells a tile gives to its neighbours and has from them, and what lies outside the grid."""
+"""The layout of a halo: cells to send and to receive, and values outside the grid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.grid.grid import Grid
-from mpigrad.operations.pytree_packing import array
+from mpigrad.operations.pytree_packing import arrays
 
 __all__ = ["Boundary", "HaloLayout", "Part", "Step", "Width"]
 
@@ -29,7 +29,7 @@ _NAMED = ("edge", "reflect", "symmetric", "periodic")
 
 @dataclass(frozen=True)
 class Part:
-    """Along an axis, some cells of a tile (None: all), and the layers before (-1) or after (1)."""
+    """Some cells of a tile along an axis (None: all), and its layers before (-1) or after (1)."""
 
     sides: tuple[int, ...] = (-1, 1)
     cells: slice | None = None
@@ -37,41 +37,41 @@ class Part:
 
 @dataclass(frozen=True)
 class HaloLayout:
-    """The layers around a tile: how wide they are, and where their cells come from.
+    """The layers around a tile: their widths, and the ranks that their cells come from.
 
-    The layers fall into pieces, one for each step (-1, 0 or 1 along each axis) to a tile beside
-    this one. All pieces that go from one rank to another travel together, ordered by the step
-    that leads from the sender to the receiver.
+    The layers consist of pieces, one for each step (-1, 0 or 1 along each axis) to a neighbouring
+    tile. All pieces that go from one rank to another travel together, ordered by the step from the
+    sender to the receiver.
 
     Attributes
     ----------
     widths
-        Layers (before, after) the tile along each axis.
+        The number of layers (before, after) the tile along each axis.
     sides
-        What lies outside the grid (before, after) it along each axis.
-    beside
-        The rank of the tile at each step, this rank's own included, in the order of the steps.
+        The boundary (before, after) the grid along each axis.
+    tile_ranks
+        The rank of the tile at each step, this rank's own tile included, in the order of steps.
     """
 
     grid: Grid
     widths: tuple[tuple[int, int], ...]
     sides: tuple[tuple[Side, Side], ...]
-    beside: Mapping[Step, int]
+    tile_ranks: Mapping[Step, int]
 
     @staticmethod
-    def of(grid: Grid, width: Width, boundary: Boundary, where: str) -> HaloLayout:
-        """The layout of checked arguments; `where` begins the text of an error.
+    def of(grid: Grid, width: Width, boundary: Boundary, operation: str) -> HaloLayout:
+        """Check the arguments of an operation, and return the layout.
 
-        What is checked does not depend on the rank: all ranks find the same mistake.
+        The checks do not depend on the rank: all ranks find the same error.
         """
-        widths = _widths(width, grid.ndim, where)
-        sides = _sides(boundary, grid.ndim, where)
+        widths = _widths(width, grid.ndim, operation)
+        sides = _sides(boundary, grid.ndim, operation)
         rings = [
             ring or pair[0] == "periodic" for ring, pair in zip(grid.periodic, sides, strict=True)
         ]
         for axis in range(grid.ndim):
-            _check_reach(grid, axis, widths[axis], sides[axis], rings[axis], where)
-        beside = {}
+            _check_reach(grid, axis, widths[axis], sides[axis], rings[axis], operation)
+        tile_ranks = {}
         for step in itertools.product((-1, 0, 1), repeat=grid.ndim):
             place = (
                 (at + s) % tiles if ring else at + s
@@ -79,46 +79,46 @@ class HaloLayout:
             )
             rank = grid.rank_at(tuple(place))
             if rank is not None:
-                beside[step] = rank
-        return HaloLayout(grid, widths, sides, beside)
+                tile_ranks[step] = rank
+        return HaloLayout(grid, widths, sides, tile_ranks)
 
-    def fields(self, u: Any, where: str) -> tuple[list[jax.Array], Any]:
-        """The arrays of a pytree, and its structure, if they lie on the tile."""
-        leaves, structure = jax.tree.flatten(u)
-        arrays = [array(leaf) for leaf in leaves]
+    def fields(self, u: Any, operation: str) -> tuple[list[jax.Array], Any]:
+        """Return the arrays of a pytree and its structure, if they have the shape of the tile."""
+        leaves, structure = jax.tree.flatten(arrays(operation, u, "u"))
         cells = self.grid.local_shape
-        for x in arrays:
+        for x in leaves:
             if x.shape[: self.grid.ndim] != cells:
                 raise ValueError(
-                    f"{where}: a field has shape {x.shape} on a tile of {cells} cells "
-                    f"(rank {self.grid.comm.rank}); its first axes are the tile's"
+                    f"{operation}: the first axes of a field must be those of the tile of {cells} "
+                    f"cells, got shape {x.shape} on rank {self.grid.comm.rank}. Give this rank's "
+                    "tile of the field."
                 )
-        return arrays, structure
+        return leaves, structure
 
     # --- the pieces ---
 
     def shape(self, step: Step) -> tuple[int, ...]:
-        """Cells along each axis of the piece that lies at `step`."""
+        """Return the number of cells along each axis of the piece at `step`."""
         return tuple(
             (n, after, before)[s]  # s = -1 is the last
             for s, n, (before, after) in zip(step, self.grid.local_shape, self.widths, strict=True)
         )
 
     def cells(self, step: Step) -> tuple[slice, ...]:
-        """The cells of this tile in the layers of the tile at `step`."""
+        """Return the cells of this tile that lie in the layers of the tile at `step`."""
         return tuple(
             (slice(n), slice(n - before, n), slice(after))[s]
             for s, n, (before, after) in zip(step, self.grid.local_shape, self.widths, strict=True)
         )
 
-    def given(self, rank: int, fields: Sequence[jax.Array]) -> list[jax.Array]:
-        """The cells of fields that lie in a rank's layers, as they travel."""
+    def outgoing(self, rank: int, fields: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the pieces of fields to send to a rank, in the order of the message."""
         return [u[self.cells(step)] for step in self._steps_to(rank) for u in fields]
 
-    def taken(
+    def incoming(
         self, rank: int, fields: Sequence[jax.Array]
     ) -> list[tuple[int, Step, tuple[int, ...]]]:
-        """What comes from a rank, as it travels: of which field, from which step, its shape."""
+        """Return (field index, step, shape) of the pieces from a rank, in order of the message."""
         return [
             (i, step, (*self.shape(step), *u.shape[self.grid.ndim :]))
             for step in self._steps_from(rank)
@@ -126,12 +126,12 @@ class HaloLayout:
         ]
 
     def _steps_to(self, rank: int) -> list[Step]:
-        return [s for s, r in self.beside.items() if r == rank and self._is_piece(_opposite(s))]
+        return [s for s, r in self.tile_ranks.items() if r == rank and self._is_piece(_opposite(s))]
 
     def _steps_from(self, rank: int) -> list[Step]:
-        """The steps of the pieces that come from a rank, by the step from there to here."""
-        steps = reversed(list(self.beside))
-        return [step for step in steps if self.beside[step] == rank and self._is_piece(step)]
+        """Return the steps of pieces from a rank, ordered by the step from that rank to here."""
+        steps = reversed(list(self.tile_ranks))
+        return [step for step in steps if self.tile_ranks[step] == rank and self._is_piece(step)]
 
     def _is_piece(self, step: Step) -> bool:
         return any(step) and math.prod(self.shape(step)) > 0
@@ -139,11 +139,11 @@ class HaloLayout:
     @functools.cached_property
     def neighbors(self) -> tuple[int, ...]:
         """The other ranks that pieces go to or come from."""
-        others = sorted({*self.beside.values()} - {self.grid.comm.rank})
+        others = sorted({*self.tile_ranks.values()} - {self.grid.comm.rank})
         return tuple(r for r in others if self._steps_to(r) or self._steps_from(r))
 
     def own_pieces(self, u: jax.Array) -> dict[Step, jax.Array]:
-        """The tile, and the pieces of its layers that are its own cells."""
+        """Return the tile, and the pieces of its layers that are cells of the tile itself."""
         steps = self._steps_from(self.grid.comm.rank)
         own = {step: u[self.cells(_opposite(step))] for step in steps}
         return own | {(0,) * self.grid.ndim: u}
@@ -153,10 +153,10 @@ class HaloLayout:
     def padded(
         self, pieces: Mapping[Step, jax.Array], part: Sequence[Part] | None = None
     ) -> jax.Array:
-        """The pieces as they lie around the tile, then what lies outside the grid.
+        """Assemble the pieces around the tile, then add the layers outside the grid.
 
-        In this order, as the nearest cell of a corner may be a neighbour's. With `part` only some
-        cells of the tile along each axis, and the layers on some of its sides.
+        The order matters: the nearest cell of a corner may belong to a neighbour. `part` selects
+        some cells of the tile along each axis, and the layers on some of its sides.
         """
         axes = range(self.grid.ndim)
         part = [Part()] * self.grid.ndim if part is None else part
@@ -165,8 +165,8 @@ class HaloLayout:
             for axis in axes
         ]
 
-        def together(steps: Step) -> jax.Array:
-            """The pieces whose first steps are these, side by side along the other axes."""
+        def assemble(steps: Step) -> jax.Array:
+            """Concatenate the pieces whose first steps are these along the other axes."""
             axis = len(steps)
             if axis == len(axes):
                 cut = [
@@ -174,7 +174,7 @@ class HaloLayout:
                     for p, s in zip(part, steps, strict=True)
                 ]
                 return pieces[steps][tuple(cut)]
-            parts = [together((*steps, step)) for step in across[axis]]
+            parts = [assemble((*steps, step)) for step in across[axis]]
             return jnp.concatenate(parts, axis=axis) if len(parts) > 1 else parts[0]
 
         missing = [
@@ -184,12 +184,12 @@ class HaloLayout:
             )
             for axis in axes
         ]
-        return _extend(together(()), missing, self.sides)
+        return _extend(assemble(()), missing, self.sides)
 
     def _has(self, axis: int, s: int) -> bool:
-        """Whether there are layers on a side, and a tile that they come from."""
+        """Return True if there are layers on a side, and a tile that they come from."""
         step = tuple(s if other == axis else 0 for other in range(self.grid.ndim))
-        return step in self.beside and self.widths[axis][(s + 1) // 2] > 0
+        return step in self.tile_ranks and self.widths[axis][(s + 1) // 2] > 0
 
 
 def _opposite(step: Step) -> Step:
@@ -201,7 +201,7 @@ def _extend(
     missing: Sequence[tuple[int, ...]],
     sides: Sequence[tuple[Side, Side]],
 ) -> jax.Array:
-    """`u` with layers that lie outside the grid; of two constants in a corner the later axis'."""
+    """Add layers outside the grid. In a corner between two constants the later axis decides."""
     rest = [(0, 0)] * (u.ndim - len(missing))
     kinds: set[Side] = {
         side
@@ -230,7 +230,7 @@ def _pad(u: jax.Array, widths: Sequence[tuple[int, ...]], side: Side) -> jax.Arr
 # --- the arguments ---
 
 
-def _widths(width: Any, axes: int, where: str) -> tuple[tuple[int, int], ...]:
+def _widths(width: Any, axes: int, operation: str) -> tuple[tuple[int, int], ...]:
     pairs: tuple[tuple[int, int], ...] = ()
     try:
         if isinstance(width, tuple | list):
@@ -242,20 +242,21 @@ def _widths(width: Any, axes: int, where: str) -> tuple[tuple[int, int], ...]:
         pass
     if len(pairs) != axes:
         raise TypeError(
-            f"{where}: width must be a whole number of layers, or {axes} pairs (before, after) of "
-            f"them, one for each axis, not {width!r}"
+            f"{operation}: width must be an integer, or {axes} pairs (before, after) of integers, "
+            f"one for each axis, got {width!r}. Write width=1, for example."
         )
     if min(itertools.chain(*pairs)) < 0 or max(itertools.chain(*pairs)) == 0:
         raise ValueError(
-            f"{where}: width {width}: there must be layers, at least 0 on each side and 1 on one"
+            f"{operation}: width must be at least 0 on each side and positive on one side, got "
+            f"{width}. Give at least one layer."
         )
     return pairs
 
 
-def _sides(boundary: Any, axes: int, where: str) -> tuple[tuple[Side, Side], ...]:
-    given = list(boundary) if isinstance(boundary, tuple | list) else [boundary] * axes
-    pairs = [tuple(g) if isinstance(g, tuple | list) else (g, g) for g in given]
-    known = all(
+def _sides(boundary: Any, axes: int, operation: str) -> tuple[tuple[Side, Side], ...]:
+    by_axis = list(boundary) if isinstance(boundary, tuple | list) else [boundary] * axes
+    pairs = [tuple(b) if isinstance(b, tuple | list) else (b, b) for b in by_axis]
+    is_valid = all(
         len(pair) == 2
         and all(
             isinstance(side, numbers.Number) or (isinstance(side, str) and side in _NAMED)
@@ -264,11 +265,11 @@ def _sides(boundary: Any, axes: int, where: str) -> tuple[tuple[Side, Side], ...
         and (pair[0] == pair[1] or "periodic" not in pair)
         for pair in pairs
     )
-    if len(pairs) != axes or not known:
+    if len(pairs) != axes or not is_valid:
         raise ValueError(
-            f"{where}: boundary must be one of {', '.join(map(repr, _NAMED))} or a number, or one "
-            f"for each of the {axes} axes, or there a pair for its two sides (of which none is "
-            f"'periodic' alone), not {boundary!r}"
+            f"{operation}: boundary must be a number or one of {', '.join(map(repr, _NAMED))}, or "
+            f"one of these for each of the {axes} axes, or a pair of them for the two sides of an "
+            f"axis, got {boundary!r}. Use 'periodic' for both sides of an axis, or for neither."
         )
     return tuple(pairs)  # type: ignore[return-value]
 
@@ -279,16 +280,16 @@ def _check_reach(
     widths: tuple[int, int],
     sides: tuple[Side, Side],
     ring: bool,
-    where: str,
+    operation: str,
 ) -> None:
-    """Refuse layers that reach past a neighbouring tile, or mirrors past the tile itself."""
+    """Raise an error if layers reach past a neighbouring tile, or mirrors past the tile itself."""
     cells = grid.smallest_tile[axis]
     tiles = f"with tiles of at least {grid.smallest_tile} cells"
     remedy = "Use fewer ranks, other dims, or a smaller width"
     if (ring or grid.dims[axis] > 1) and max(widths) > cells:
         raise ValueError(
-            f"{where}: width {max(widths)} along axis {axis} {tiles}: layers reach to that many "
-            f"cells, not past the neighbouring tile. {remedy}"
+            f"{operation}: layers must not reach past the neighbouring tile, got width "
+            f"{max(widths)} along axis {axis} {tiles}. {remedy}."
         )
     for side, width in zip(sides, widths, strict=True):
         if ring or side not in ("reflect", "symmetric") or not width:
@@ -296,6 +297,6 @@ def _check_reach(
         needed = width + (side == "reflect")
         if needed > cells:
             raise ValueError(
-                f'{where}: width {width} with the boundary "{side}" along axis {axis} {tiles}: '
-                f"{needed} cells of the tile at the boundary are mirrored. {remedy}"
+                f'{operation}: the boundary "{side}" with width {width} along axis {axis} mirrors '
+                f"{needed} cells of the tile at the boundary, got a grid {tiles}. {remedy}."
             )

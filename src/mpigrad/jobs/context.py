@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpigrad.operations.carrier import no_messages, without_carriers
+from mpigrad.operations.carrier import forbid_messages, without_carriers
 
 __all__ = ["JobFunction", "UserJob", "inside_job", "job_id", "traced"]
 
@@ -46,7 +46,7 @@ def job_id() -> Any:
 def _in_job(index: Any) -> Iterator[None]:
     _ids.append(index)
     try:
-        with _inside(_era), no_messages(_REASON), without_carriers():
+        with _inside(_era), forbid_messages(_REASON), without_carriers():
             yield
     finally:
         _ids.pop()

@@ -21,7 +21,7 @@ from mpigrad.jobs.items import Bucket
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
-from mpigrad.operations.carrier import outside_rules
+from mpigrad.operations.carrier import allow_messages_in_rules
 
 __all__ = ["Derivatives", "Evaluate", "with_adjoint", "with_jacobian"]
 
@@ -328,7 +328,7 @@ def with_adjoint(job: JobFunction, evaluate: Evaluate) -> Any:
     def function(params: Any, by_bucket: Sequence[Any]) -> tuple[Any, list[Any]]:
         @jax.custom_vjp
         def values(params: Any, by_bucket: Any) -> tuple[Any, list[Any]]:
-            with outside_rules():
+            with allow_messages_in_rules():
                 return evaluate(job, params, by_bucket)
 
         def forward(params: Any, by_bucket: Any) -> Any:
@@ -337,7 +337,7 @@ def with_adjoint(job: JobFunction, evaluate: Evaluate) -> Any:
         def backward(arguments: Any, cotangents: Any) -> Any:
             (params, by_bucket), (added, kept) = arguments, cotangents
             item_params = [(x, _floats(y)) for x, y in zip(by_bucket, kept, strict=True)]
-            with outside_rules():
+            with allow_messages_in_rules():
                 back = with_adjoint(_PullBack(job), evaluate)
                 by_params, by_item_params = back((params, _floats(added)), item_params)
             pairs = zip(by_bucket, by_item_params, strict=True)

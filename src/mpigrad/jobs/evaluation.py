@@ -25,7 +25,7 @@ from mpigrad.jobs.context import JobFunction
 from mpigrad.jobs.failures import FailureLog, end_with
 from mpigrad.jobs.items import Bucket, Data
 from mpigrad.jobs.replication import collect_rows, take_row
-from mpigrad.operations.carrier import follow
+from mpigrad.operations.carrier import tie_in
 
 __all__ = ["BlockAssignment", "assembled", "evaluate", "rows", "sealed"]
 
@@ -183,7 +183,7 @@ def _everywhere(
         # For JAX every rank's row depends on all arguments, so that a rank without blocks takes
         # part in the messages of derivatives.
         for x in depends_on:
-            row = follow(row, x)
+            row = tie_in(row, x)
         every = (
             collect_rows(row, comm) if rows.length else jnp.zeros((assignment.size, 0), row.dtype)
         )

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpigrad.communicator import Communicator
 from mpigrad.jobs.context import job_id
 from mpigrad.jobs.items import Data
-from mpigrad.operations.carrier import agreed
+from mpigrad.operations.carrier import mark_common_branch
 from mpigrad.operations.custom import custom_operation
 
 __all__ = ["Failure", "FailureLog", "JobError", "drop_caught", "end_with", "host_call", "key_data"]
@@ -258,7 +258,7 @@ def end_with(
         raw = jnp.concatenate([_to_bytes(operands), bad.astype("uint8")[None]])
         return operation(raw, comm)
 
-    jax.lax.cond(bad, agreed(end), lambda: jnp.zeros(1, "uint8"))
+    jax.lax.cond(bad, mark_common_branch(end), lambda: jnp.zeros(1, "uint8"))
 
 
 def key_data(x: Any) -> Any:

@@ -1,6 +1,6 @@
-"""What mpigrad takes from JAX to make a message an ordered, differentiable operation.
+"""The parts of JAX that make a message an ordered, differentiable operation.
 
-Private names stand in one table (`_jax_private.py`), repairs of JAX's rules in `_jax_repairs.py`.
+Private names are in one table (`_jax_private.py`), repairs of JAX's rules in `_jax_repairs.py`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = [
     "constants_as_operands",
     "effect",
     "has_messages",
+    "hold_weakly",
     "in_custom_function",
     "in_custom_gradient",
     "is_batched",
     "is_top_level",
-    "let_go",
     "lower_high_level",
     "lower_in_token_region",
     "lower_to_nothing",
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 ShapedArray = jax.core.ShapedArray
-ad: Any = _ad  # untyped: what is used here is not exported under these names
+ad: Any = _ad  # untyped: JAX does not export the attributes that are used here
 _trace_context = private("core.trace_ctx")
 _eval_trace = private("core.eval_trace")
 _ArrayImpl = optional("array.ArrayImpl")
@@ -70,16 +70,16 @@ _Effect: Any = getattr(jax.extend.core, "Effect", None) or jax.core.Effect
 
 
 class MPIEffect(_Effect):
-    """One ordered effect for all messages of a process: they keep the program's order."""
+    """The ordered effect of all messages of a process, which keep the order of the program."""
 
     def __str__(self) -> str:
         return "MPI"
 
-    def __repr__(self) -> str:  # the key of a KeyError where a function hides its messages from JAX
+    def __repr__(self) -> str:  # the key of a KeyError if a function hides its messages from JAX
         return (
-            "messages of mpigrad in a function that JAX compiles as if it had none: an operator of "
-            "lineax.linear_solve, or a function of jax.custom_batching.custom_vmap. Use "
-            "mpigrad.sparse.solve or jax.lax.custom_linear_solve, and mpigrad.vmap"
+            "mpigrad: expected no messages in an operator of lineax.linear_solve or a function of "
+            "jax.custom_batching.custom_vmap, which JAX compiles as a function without effects, "
+            "got one. Use mpigrad.sparse.solve or jax.lax.custom_linear_solve, and mpigrad.vmap."
         )
 
     def __hash__(self) -> int:
@@ -90,7 +90,7 @@ class MPIEffect(_Effect):
 
 
 effect = MPIEffect()
-# Without the last one `grad` of an unused receive is silently zero.
+# Without the last kind, `grad` of an unused receive is silently zero.
 for _kinds in ("ordered_effects", "lowerable_effects", "partial_eval_kept_effects"):
     private(f"effects.{_kinds}").add_type(MPIEffect)
 for _kinds, _features in {
@@ -110,18 +110,18 @@ def allow_in_custom_rules() -> None:
 
 
 def has_messages(kinds: Any) -> bool:
-    """Whether one of these effects is that of a message."""
+    """Return True if one of these effects is that of a message."""
     return any(isinstance(kind, MPIEffect) for kind in kinds)
 
 
 def other_orders(kinds: Any) -> list[str]:
-    """The names of ordered effects that are not of messages."""
+    """Return the names of ordered effects other than that of messages."""
     ordered = [k for k in kinds if private("effects.ordered_effects").contains(k)]
     return sorted({str(k) for k in ordered if not isinstance(k, MPIEffect)})
 
 
 def make_effectful(primitive: Primitive, shape_rule: Callable[..., Sequence[ShapedArray]]) -> None:
-    """Let `primitive` carry the ordered effect; `shape_rule` gives the avals of its results."""
+    """Give `primitive` the ordered effect, and the rule that returns the avals of its results."""
     primitive.multiple_results = True
     primitive.def_effectful_abstract_eval(
         lambda *avals, **params: (list(shape_rule(*avals, **params)), {effect})
@@ -129,10 +129,12 @@ def make_effectful(primitive: Primitive, shape_rule: Callable[..., Sequence[Shap
 
 
 def set_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Give `primitive` the rule (is_vjp, nonzeros, *primals) -> (results, nonzeros, known, linear).
+    """Set the rule by which `primitive` is linearized.
 
-    JAX 0.8 does not say whether the derivative will be transposed: it is taken to be. Since JAX
-    0.11 a rule also returns structured residuals, and `linear` takes them.
+    It maps (is_vjp, nonzeros, *primals) to (results, nonzeros, known, linear).
+
+    JAX 0.8 does not tell if the derivative will be transposed: the rule then assumes it. Since JAX
+    0.11 a rule also returns structured residuals, which `linear` takes.
     """
 
     def without_purpose(*args: Any, **params: Any) -> Any:
@@ -148,17 +150,17 @@ def set_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None:
 
 
 def tangent_aval(x: Any) -> Any:
-    """The aval of the tangent of `x` (float0 for integers)."""
+    """Return the aval of the tangent of `x` (float0 for integers)."""
     return jax.typeof(x).to_tangent_aval()
 
 
 def is_top_level() -> bool:
-    """No transformation and no trace is active."""
+    """Return True if no transformation and no trace is active."""
     return _trace_context.trace is _eval_trace
 
 
-def let_go(kind: type) -> None:
-    """JAX's cache of abstract evaluations keeps no parameter of this type alive."""
+def hold_weakly(kind: type) -> None:
+    """Let JAX's cache of abstract evaluations hold parameters of this type by weak references."""
     kinds = optional("util.weakref_cache_key_types")
     if kinds is not None:
         kinds.add(kind)
@@ -167,9 +169,9 @@ def let_go(kind: type) -> None:
 def run_directly(
     primitive: Primitive, run: Callable[..., Any], check: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Outside any trace `primitive` is `run`, and arrays go there without JAX's detour.
+    """Outside any trace, evaluate `primitive` by `run`, without JAX's slow path for arrays.
 
-    In a trace, `check(params)` raises an error where no message may stand.
+    In a trace, `check(params)` raises an error if a message is not allowed there.
     """
     primitive.def_impl(run)
     plain = primitive.bind
@@ -189,22 +191,23 @@ def run_directly(
 
 
 def is_batched(x: Any) -> bool:
-    """Whether `x` is an operand of the enclosing `vmap` with its axis."""
+    """Return True if `x` is an operand of the enclosing `vmap` with its batch axis."""
     return isinstance(x, private("interpreters.batching.BatchTracer"))
 
 
 def visible(tracer: Any) -> bool:
-    """Whether the trace that made `tracer` is the current one or below it."""
+    """Return True if the trace that made `tracer` is the current trace or below it."""
     trace = _trace_context.trace
     while trace is not None and trace is not _eval_trace:
         if trace is tracer._trace:
             return True
         try:
             trace = trace.parent_trace
-        except AttributeError as error:  # never silently: messages would be constant on some ranks
+        except AttributeError as error:  # if ignored, messages would be constant on some ranks
             raise UnsupportedJAXError(
-                f"mpigrad: traces of JAX {jax.__version__} have no parent_trace "
-                f"({type(trace).__name__}), which transformations of messages need"
+                "mpigrad: transformations of messages need the attribute parent_trace of JAX's "
+                f"traces, which a {type(trace).__name__} of JAX {jax.__version__} does not have. "
+                "Install a JAX that mpigrad was tested with (docs/jax_versions.md)."
             ) from error
     return False
 
@@ -223,32 +226,32 @@ def _on_the_stack(is_it: Callable[[Any], bool]) -> bool:
 
 
 def in_custom_gradient() -> bool:
-    """Whether the rule of a jax.custom_gradient is being evaluated."""
+    """Return True while the rule of a jax.custom_gradient is evaluated."""
     return _on_the_stack(lambda code: code.co_qualname == _GRADIENT_RULE)
 
 
 def in_custom_function() -> bool:
-    """Whether a function with a custom rule, or its rule, is being traced or evaluated."""
+    """Return True while a function with a custom rule, or the rule, is traced or evaluated."""
     return _on_the_stack(lambda code: code.co_filename.endswith("/custom_derivatives.py"))
 
 
 # ---- lowering ----
 
-# What JAX and XLA call the platforms that native handlers are for.
+# The platforms of native handlers: JAX's name -> XLA's name.
 _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
-# For tests: arrays of CPUs are copied as arrays of GPUs are.
+# For tests: copy arrays on CPUs as arrays on GPUs are copied.
 _STAGES_ON_CPU = os.environ.get("MPIGRAD_STAGE") == "1"
 
 
 def register_target(name: str, handler: Any, staged: Any) -> None:
-    """Make a handler known to XLA: `handler` for CPUs, `staged` for GPUs."""
+    """Register a handler with XLA: `handler` for CPUs, `staged` for GPUs."""
     for platform in _PLATFORMS.values():
         function = handler if platform == "cpu" and not _STAGES_ON_CPU else staged
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform=platform)
 
 
 def register_lowering(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Lower `primitive` so on all platforms that native handlers are for."""
+    """Set the lowering of `primitive` on all platforms of native handlers."""
     for platform in _PLATFORMS:
         mlir.register_lowering(primitive, rule, platform=platform)
 
@@ -269,11 +272,19 @@ def lowering(
     aliases: dict[int, int] | None = None,
     attributes: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]] | None = None,
 ) -> Callable[..., Any]:
-    """Lowering of an effectful primitive to an FFI call between two tokens.
+    """Return the lowering of an effectful primitive to an FFI call between two tokens.
 
-    `values[:operands]` are handed over; the others (the carrier, the last one) only exist for
-    differentiation. `aliases` counts the token as operand and result 0. `attributes` makes
-    the handler's attributes from the operands' avals and the parameters (default: the parameters).
+    Parameters
+    ----------
+    target
+        The native handler.
+    operands
+        The number of operands that are passed to the handler. The others (the carrier is the last
+        one) exist only for differentiation.
+    aliases
+        Operands whose memory a result may take. The token is operand and result 0.
+    attributes
+        (avals of the operands, params) -> attributes of the handler. Default: the parameters.
     """
     call = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
 
@@ -282,12 +293,12 @@ def lowering(
         inner = ctx.replace(
             avals_in=(token, *ctx.avals_in[:operands]), avals_out=(token, *ctx.avals_out)
         )
-        given = params if attributes is None else attributes(ctx.avals_in, params)
+        named = params if attributes is None else attributes(ctx.avals_in, params)
         token_out, *results = call(
             inner,
             ctx.tokens_in.get(effect),
             *values[:operands],
-            **{name: _attribute(value) for name, value in given.items()},
+            **{name: _attribute(value) for name, value in named.items()},
         )
         ctx.set_tokens_out(mlir.TokenSet({effect: token_out}))
         return results
@@ -296,7 +307,7 @@ def lowering(
 
 
 def lower_to_nothing(ctx: Any, *operands: Any) -> list[Any]:
-    """Lowering of an effectful primitive that does nothing: the token goes past it."""
+    """Lower an effectful primitive that does nothing: the token is passed on."""
     ctx.set_tokens_out(mlir.TokenSet({effect: ctx.tokens_in.get(effect)}))
     return []
 
@@ -304,10 +315,10 @@ def lower_to_nothing(ctx: Any, *operands: Any) -> list[Any]:
 def lower_in_token_region(
     enter: str, leave: str, turn_aval: ShapedArray
 ) -> Callable[..., Sequence[Any]]:
-    """Lowering of a primitive (turn, *operands; jaxpr) -> (turn, *results) with messages inside.
+    """Return the lowering of a primitive (turn, *operands; jaxpr) -> (turn, *results).
 
-    To JAX the primitive has no effect; inside, the messages are ordered by a token that `enter`
-    makes of the array `turn`, and of which `leave` makes the next `turn`.
+    To JAX the primitive is pure. Inside, a token orders the messages. `enter` makes the token from
+    the array `turn`, and `leave` makes the next `turn` from the token.
     """
     to_token = jax.ffi.ffi_lowering(enter, has_side_effect=True)
     from_token = jax.ffi.ffi_lowering(leave, has_side_effect=True)
@@ -331,10 +342,9 @@ def lower_in_token_region(
 
 
 def lower_high_level(primitive: Primitive) -> None:
-    """Let programs of (turn, *operands; jaxpr) hold what JAX lowers before it compiles.
+    """Let programs of (turn, *operands; jaxpr) contain primitives that JAX lowers in two steps.
 
-    Since JAX 0.12 its own functions are made of such primitives, those of some special functions
-    for instance.
+    Since JAX 0.12 some functions of JAX are made of such primitives, special functions for example.
     """
 
     def to_lojax(turn: Any, *values: Any, jaxpr: Any) -> Any:
@@ -347,7 +357,7 @@ def lower_high_level(primitive: Primitive) -> None:
 
 
 def constants_as_operands(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
-    """The jaxpr with its constants as leading operands, and these constants."""
+    """Return the jaxpr with its constants as leading operands, and the constants."""
     convert = private("interpreters.partial_eval.convert_constvars_jaxpr")
     return convert(closed_jaxpr.jaxpr), list(closed_jaxpr.consts)
 
@@ -357,22 +367,23 @@ def constants_as_operands(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
 
 @functools.cache
 def queues() -> bool:
-    """Whether a call of a program only queues it, as on GPUs; on CPUs it runs at once."""
+    """Return True if a call of a program only queues it, as on GPUs. On CPUs it runs at once."""
     return jax.default_backend() != "cpu" or _STAGES_ON_CPU
 
 
 def configure_backend(size: int) -> None:
-    """Make the settings that XLA reads once, when its CPU client starts (at import)."""
+    """Set the options that XLA reads once, when its CPU client starts (at import)."""
     initialized = optional("xla_bridge.backends_are_initialized")
     if initialized is None or initialized():
         if size > 1 and jax.config.read("jax_cpu_enable_async_dispatch"):
             raise ImportError(
-                "mpigrad: JAX has already computed something in this process, and dispatches "
-                "asynchronously, so messages could overtake each other. Import mpigrad before "
-                "the first JAX computation, or set JAX_CPU_ENABLE_ASYNC_DISPATCH=false."
+                "mpigrad: expected to be imported before the first JAX computation, but JAX has "
+                "already computed something in this process. It dispatches asynchronously, so "
+                "messages could overtake each other. Import mpigrad earlier, or set "
+                "JAX_CPU_ENABLE_ASYNC_DISPATCH=false."
             )
         return
-    # A message queued behind a computation must not be overtaken by a direct call of mpi4py.
+    # A direct call of mpi4py must not overtake a message that is queued behind a computation.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     flags = os.environ.get("XLA_FLAGS", "").strip()
     names_a_file = bool(flags) and not flags.startswith("-")

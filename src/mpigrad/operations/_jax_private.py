@@ -1,8 +1,8 @@
-"""The table of private names of JAX, and what is refused where one is missing.
+"""The table of private names of JAX, and the features that are refused if a name is missing.
 
 This is the only module that reads `jax._src`. Everything else that mpigrad takes from JAX is public
-(`jax.core`, `jax.extend`, `jax.interpreters`, `jax.ffi`). docs/jax_versions.md explains how a new
-release of JAX is taken in.
+(`jax.core`, `jax.extend`, `jax.interpreters`, `jax.ffi`). docs/jax_versions.md explains how to
+support a new release of JAX.
 """
 
 from __future__ import annotations
@@ -39,31 +39,41 @@ VERSION: tuple[int, ...] = jax.__version_info__
 
 if VERSION < OLDEST:
     raise ImportError(
-        f"mpigrad: JAX {jax.__version__} is too old, version {OLDEST[0]}.{OLDEST[1]} or newer is "
-        "needed: pip install --upgrade jax"
+        f"mpigrad: expected JAX {OLDEST[0]}.{OLDEST[1]} or newer, got {jax.__version__}. Install a "
+        "newer release: pip install --upgrade jax"
     )
 
 
 def check_version(rank: int) -> None:
-    """One line of warning, on rank 0, if JAX is newer than the newest one that was tested."""
+    """Write one line of warning, on rank 0, if JAX is newer than the newest tested release."""
     if VERSION[:2] > NEWEST_TESTED and rank == 0:
         newest = ".".join(map(str, NEWEST_TESTED))
         sys.stderr.write(
-            f"mpigrad: JAX {jax.__version__} is newer than {newest}, the newest one that this "
-            "release was tested with. What it lacks is refused by name: see `mpigrad doctor`\n"
+            f"mpigrad: JAX {jax.__version__} is newer than {newest}, the newest release that this "
+            "mpigrad was tested with. Missing features are refused by name: see `mpigrad doctor`.\n"
         )
 
 
 class UnsupportedJAXError(NotImplementedError):
-    """A feature of mpigrad needs a private part of JAX that this release does not have."""
+    """The error of a feature that needs a private part of JAX which this release lacks."""
 
 
 @dataclass(frozen=True)
 class Private:
     """One private attribute of JAX.
 
-    `name` is its path below `jax._src`, `use` what mpigrad does with it, `versions` the releases
-    that have it, and `test` a test that fails without it.
+    Attributes
+    ----------
+    name
+        Its path below `jax._src`.
+    use
+        Its use in mpigrad.
+    test
+        A test that fails without it.
+    versions
+        The releases of JAX that have it.
+    upstream
+        The issue of JAX that makes it necessary.
     """
 
     name: str
@@ -79,7 +89,7 @@ _CALLS = "tests/operations/test_known_calls.py"
 _RULES = "tests/autodiff/test_custom_rules.py"
 
 PRIVATE = (
-    # The ordered effect of a message, and where JAX allows it.
+    # The ordered effect of a message, and the constructs in which JAX allows it.
     Private("effects.ordered_effects", "messages keep the order of the program", _ORDER),
     Private("effects.lowerable_effects", "messages are compiled", _ORDER),
     Private(
@@ -198,7 +208,7 @@ PRIVATE = (
 _TABLE = {entry.name: entry for entry in PRIVATE}
 
 
-# What mpigrad reads from objects of JAX, or sets there, beside public attributes.
+# Attributes of JAX's objects that are not public, and that mpigrad reads or sets.
 ATTRIBUTES = {
     "trace.parent_trace, tracer._trace": "whether a carrier belongs to an enclosing transformation",
     "trace.default_process_primitive, trace.instantiate_const, tracer.is_known": (
@@ -220,20 +230,20 @@ ATTRIBUTES = {
 
 @functools.cache
 def private(name: str) -> Any:
-    """The attribute `name` below `jax._src`; an error that names JAX's version if it is gone."""
+    """Return the attribute `name` below `jax._src`, or raise an error that names JAX's version."""
     assert name in _TABLE, name
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(importlib.import_module(f"jax._src.{module}"), attribute)
     except (ImportError, AttributeError) as error:
         raise UnsupportedJAXError(
-            f"mpigrad: JAX {jax.__version__} has no jax._src.{name} ({_TABLE[name].use}). "
-            f"{_remedy()}"
+            f"mpigrad: expected jax._src.{name} ({_TABLE[name].use}), which JAX {jax.__version__} "
+            f"does not have. {_remedy()}"
         ) from error
 
 
 def optional(name: str) -> Any:
-    """`private(name)`, or None if it is gone: for what costs speed or memory alone."""
+    """Return `private(name)`, or None if it is gone: for names that only save time or memory."""
     try:
         return private(name)
     except UnsupportedJAXError:
@@ -246,14 +256,14 @@ def _remedy() -> str:
 
 
 def module_of(name: str) -> Any:
-    """The module that holds `name`, in which a function is replaced."""
+    """Return the module that holds `name`, to replace a function in it."""
     private(name)
     return importlib.import_module(f"jax._src.{name.rpartition('.')[0]}")
 
 
 # ---- features that a release of JAX may lack ----
 
-# What a user writes -> what is refused if this JAX lacks what it needs.
+# The construct that a user writes -> the feature that is refused if this JAX cannot support it.
 FEATURES = {
     "jax.checkpoint": "derivatives of messages in jax.checkpoint",
     "jax.lax.cond": "derivatives of messages in jax.lax.cond",
@@ -268,28 +278,28 @@ _missing: dict[str, str] = {}
 
 
 def refuse(feature: str, why: str) -> None:
-    """From now on `require(feature)` is an error."""
+    """Let `require(feature)` raise an error from now on."""
     assert feature in FEATURES, feature
     _missing.setdefault(feature, why)
 
 
 def missing() -> dict[str, str]:
-    """The features that are refused with this JAX, and why."""
+    """Return the features that are refused with this JAX, and the reasons."""
     return dict(_missing)
 
 
 def is_anything_missing() -> bool:
-    """Whether any feature is refused."""
+    """Return True if any feature is refused."""
     return bool(_missing)
 
 
 def available(feature: str) -> bool:
-    """Whether this JAX has what the feature needs."""
+    """Return True if this JAX supports the feature."""
     return feature not in _missing
 
 
 def require(feature: str) -> None:
-    """Raise an error if this JAX lacks what the feature needs."""
+    """Raise an error if this JAX does not support the feature."""
     if feature in _missing:
         raise UnsupportedJAXError(
             f"{FEATURES[feature]}: not supported with JAX {jax.__version__} "

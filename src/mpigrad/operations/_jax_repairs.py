@@ -1,23 +1,22 @@
 """Repairs of JAX's rules that drop or move messages: one hook for each.
 
-JAX splits programs into a known and an unknown part when it linearizes, rematerializes or hoists
-constants out of loops. A message must stay where it was written, on every rank. But JAX
+JAX splits a program into a known and an unknown part when it linearizes, rematerializes or hoists
+constants out of loops. A message must stay at its place in the program, on every rank. But JAX
 
-* executes a message early if its operands are known (and takes it out of a `scan`),
+* executes a message early if its operands are known (and moves it out of a `scan`),
 * forgets the effects of `checkpoint` and `cond` if none of their results is unknown.
 
-Two rules mend this, for programs with messages only: messages are always staged, never executed
-early (`always_stage`), and `checkpoint` and `cond` get one more unknown result, so that their
+Two rules mend this, for programs with messages only. Messages are always staged, never executed
+early (`_jax_staging.py`). `checkpoint` and `cond` get one more unknown result, so that their
 unknown part survives. Each change of JAX is an entry of `HOOKS`. If a hook cannot be installed, the
-feature that needs it is refused and everything else works. `_self_check.py` finds hooks that no
-longer have an effect.
+feature that needs it is refused and everything else works. `autodiff/self_check.py` finds hooks
+that no longer have an effect. Functions with custom rules are in `_jax_custom_rules.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,97 +24,43 @@ from typing import Any
 
 import jax
 import jax.core
-from jax.extend import linear_util, source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import batching
-from jax.interpreters import partial_eval as _partial_eval
 
-from mpigrad.operations._jax_compat import ad, allow_in_custom_rules, has_messages
+from mpigrad.operations._jax_compat import ad, has_messages
 from mpigrad.operations._jax_private import (
-    VERSION,
     UnsupportedJAXError,
     module_of,
     private,
     refuse,
     require,
 )
+from mpigrad.operations._jax_staging import (
+    CHANGES,
+    always_stage,
+    has_messages_inside,
+    is_hoisting,
+    is_in_place,
+    mark_hoisting,
+    partial_eval,
+    partial_eval_rules,
+    run_in_place,
+    stage,
+    wrap_call,
+)
 
 __all__ = [
     "HOOKS",
     "Hook",
     "always_stage",
+    "guard_features",
     "install_repairs",
-    "mark_agreement",
+    "register_branch_mark",
     "run_piecewise",
-    "surround_custom_rules",
 ]
 
-partial_eval: Any = _partial_eval
-_trace_context = private("core.trace_ctx")
-_rules = partial_eval.custom_partial_eval_rules
-
-
-def _sends(params: dict[str, Any]) -> bool:
-    """Whether a jaxpr among the parameters of an equation has messages."""
-    for value in params.values():
-        for part in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(part, (Jaxpr, ClosedJaxpr)) and has_messages(part.effects):
-                return True
-    return False
-
-
-# The traces in which a jvp rule runs to be linearized: at its place in the program, so that what is
-# known there is executed. (Known are its primals. In a loop they may be the same each time, and
-# other traces would move them out of it.)
-_in_place: list[Any] = []
-
-
-@contextlib.contextmanager
-def _linearized_in_place() -> Iterator[None]:
-    _in_place.append(_trace_context.trace)
-    try:
-        yield
-    finally:
-        _in_place.pop()
-
-
-def _is_in_place(trace: Any, tracers: Sequence[Any]) -> bool:
-    """Also in the bodies of loops and branches of such a rule, which JAX splits by other traces."""
-    inside = bool(_in_place) and not _hoisting
-    return (inside or any(trace is t for t in _in_place)) and all(t.is_known() for t in tracers)
-
-
-def _stage(primitive: Any, trace: Any, *tracers: Any, **params: Any) -> Any:
-    if _is_in_place(trace, tracers):
-        return trace.default_process_primitive(primitive, tracers, params)
-    unknown = [trace.instantiate_const(t) for t in tracers]
-    return trace.default_process_primitive(primitive, unknown, params)
-
-
-def always_stage(primitive: Primitive) -> None:
-    """Never execute `primitive` in the known part of a program, even if all operands are known."""
-    _rules[primitive] = functools.partial(_stage, primitive)
-
-
 # ---- calls of functions: checkpoint, cond, scan, jit ----
-
-# Not empty while JAX looks for what is the same in all turns of a loop: there a call with messages
-# stays as a whole, elsewhere its known part is executed.
-_hoisting: list[None] = []
-
-
-def _hoists(plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        _hoisting.append(None)
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            _hoisting.pop()
-
-    return wrapped
-
 
 ExtraResult = Callable[[dict[str, Any], int], dict[str, Any] | None]
 
@@ -123,7 +68,7 @@ ExtraResult = Callable[[dict[str, Any], int], dict[str, Any] | None]
 def _repair(
     feature: str, name: str, with_extra_result: ExtraResult | None = None
 ) -> Callable[[], None]:
-    """A hook: keep calls with messages of the primitive of this name, wherever they are split."""
+    """Make a hook that keeps calls with messages of one primitive when JAX splits them."""
 
     def install() -> None:
         primitive = getattr(jax_primitives, name)
@@ -131,45 +76,45 @@ def _repair(
         def default(trace: Any, *tracers: Any, **params: Any) -> Any:
             return trace.default_process_primitive(primitive, tracers, params)
 
-        plain = _rules.get(primitive, default)
+        plain = partial_eval_rules.get(primitive, default)
 
         def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
-            if not _sends(params):
+            if not has_messages_inside(params):
                 return plain(trace, *tracers, **params)
             require(feature)
-            if _is_in_place(trace, tracers):
+            if is_in_place(trace, tracers):
                 return default(trace, *tracers, **params)
             if not tracers:
                 return _split_without_operands(plain, trace, params)
             unknown = [i for i, t in enumerate(tracers) if not t.is_known()]
-            if not unknown or _hoisting:
-                return _stage(primitive, trace, *tracers, **params)
-            with _own_part(feature):
+            if not unknown or is_hoisting():
+                return stage(primitive, trace, *tracers, **params)
+            with _refuse_on_change(feature):
                 extended = with_extra_result(params, unknown[-1]) if with_extra_result else None
             if extended is None:
                 return plain(trace, *tracers, **params)
             *results, extra = plain(trace, *tracers, **extended)
-            with _own_part(feature):
+            with _refuse_on_change(feature):
                 _keep_alive(trace, extra)
             return results
 
-        _rules[primitive] = rule
+        partial_eval_rules[primitive] = rule
 
     return install
 
 
 def _split_without_operands(plain: Any, trace: Any, params: dict[str, Any]) -> Any:
-    """To JAX an equation without operands is known, and moves out of loops. Its messages do not."""
+    """Split an equation without operands, which JAX takes to be known and moves out of loops."""
     body = params.get("jaxpr")
-    if isinstance(body, Jaxpr):  # of a checkpoint: there is nothing that it would compute again
+    if isinstance(body, Jaxpr):  # of a checkpoint: without operands it recomputes nothing
         with private("core.set_current_trace")(trace):
             return jaxpr_as_fun(ClosedJaxpr(body, []))()
     return plain(trace, **params)
 
 
 @contextlib.contextmanager
-def _own_part(feature: str) -> Iterator[None]:
-    """Errors of what mpigrad does with JAX's parameters and tracers refuse the feature."""
+def _refuse_on_change(feature: str) -> Iterator[None]:
+    """Refuse the feature if this JAX has other parameters or tracers than expected."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, UnsupportedJAXError) as error:
@@ -178,7 +123,7 @@ def _own_part(feature: str) -> Iterator[None]:
 
 
 def _keep_alive(trace: Any, tracer: Any) -> None:
-    """Keep the equation that makes `tracer`, although nothing depends on it."""
+    """Keep the equation that makes `tracer`, even if nothing depends on it."""
     recipe = tracer.recipe
     is_equation = isinstance(recipe, private("interpreters.partial_eval.JaxprEqnRecipe"))
     if is_equation and has_messages(recipe.effects):
@@ -207,7 +152,7 @@ def _keep_linear_solves_in_place() -> None:
     plain = ad.primitive_jvps[jax_primitives.linear_solve_p]
 
     def in_place(*args: Any, **params: Any) -> Any:
-        with _linearized_in_place():
+        with run_in_place():
             return plain(*args, **params)
 
     ad.primitive_jvps[jax_primitives.linear_solve_p] = in_place
@@ -215,102 +160,59 @@ def _keep_linear_solves_in_place() -> None:
 
 def _keep_calls() -> None:
     calls = {getattr(jax_primitives, name): name for name in ("call_p", "closed_call_p")}
-    for primitive, name in calls.items():  # one since JAX 0.11
-        if primitive in _rules:
+    for primitive, name in calls.items():  # the two are one primitive since JAX 0.11
+        if primitive in partial_eval_rules:
             _repair("nested jax.jit", name)()
         else:
             _inline_call(primitive)
 
 
 def _inline_call(primitive: Any) -> None:
-    """A call with messages is split into known and unknown equation by equation.
+    """Split a call with messages into known and unknown equations one by one.
 
-    (`checkpoint` makes calls of scans. Split as a whole, a call none of whose results is unknown,
-    since it only sends, is forgotten.)
+    `checkpoint` turns scans into calls. A call that only sends has no unknown result. Split as a
+    whole, it would be forgotten.
     """
     JaxprTrace = private("interpreters.partial_eval.JaxprTrace")
 
     def around(trace: Any, functions: Any, args: Any, equation: Any, proceed: Any) -> Any:
-        if equation is not None and isinstance(trace, JaxprTrace) and _sends(equation):
+        if equation is not None and isinstance(trace, JaxprTrace) and has_messages_inside(equation):
             with private("core.set_current_trace")(trace):
                 return functions[0].call_wrapped(*args)
         return proceed(functions)
 
-    _around_call(primitive, 1, around)
-
-
-def _around_call(primitive: Any, n: int, around: Callable[..., Any]) -> None:
-    """Let `around(trace, functions, args, equation, proceed)` decide how a call is processed.
-
-    `functions` are the `n` functions that the call is of, `equation` the parameters of the equation
-    that is evaluated (None if the call is not read from a jaxpr), and `proceed(functions)` is what
-    JAX does with the call.
-    """
-    bind, plain = primitive.bind_with_trace, primitive.get_bind_params
-
-    def bind_with_trace(trace: Any, args: Any, avals: Any, params: Any, /) -> Any:
-        params = dict(params)
-        equation = params.pop("equation", None)
-
-        def proceed(parts):
-            return bind(trace, args, avals, {**params, "subfuns": tuple(parts)})
-
-        return around(trace, params["subfuns"], args, equation, proceed)
-
-    def bind_functions_and_args(trace: Any, args: Any, params: Any, /) -> Any:
-        params = dict(params)
-        equation = params.pop("equation", None)
-        functions, args = args[:n], args[n:]
-
-        def proceed(parts):
-            return bind(trace, (*parts, *args), params)
-
-        return around(trace, functions, args, equation, proceed)
-
-    def get_bind_params(params: Any) -> Any:
-        found = plain(params)
-        if isinstance(found, dict):
-            return {**found, "equation": params}
-        functions, rest = found  # JAX 0.8
-        return functions, {**rest, "equation": params}
-
-    takes = len(inspect.signature(bind).parameters)
-    if takes not in (3, 4):
-        raise UnsupportedJAXError(f"{primitive}.bind_with_trace takes {takes} arguments")
-    # In JAX 0.8 the functions stand before the arguments.
-    primitive.bind_with_trace = bind_with_trace if takes == 4 else bind_functions_and_args
-    primitive.get_bind_params = get_bind_params
+    wrap_call(primitive, 1, around)
 
 
 def _keep_messages_in_loops() -> None:
     name = "lax.control_flow.loops._scan_known_hoisting"
-    module_of(name)._scan_known_hoisting = _hoists(private(name))
+    module_of(name)._scan_known_hoisting = mark_hoisting(private(name))
     custom_rules = partial_eval.partial_eval_jaxpr_custom_rules
-    custom_rules[jax_primitives.scan_p] = _hoists(custom_rules[jax_primitives.scan_p])
+    custom_rules[jax_primitives.scan_p] = mark_hoisting(custom_rules[jax_primitives.scan_p])
 
 
 def _keep_checkpoints_without_results() -> None:
-    """JAX drops a checkpoint if neither operands nor results of it are used, with its messages."""
+    """Keep a checkpoint with messages that JAX drops because it has no operands and results."""
     plain = partial_eval.dce_rules[jax_primitives.remat_p]
 
     def rule(used_outputs: list[bool], *rest: Any) -> Any:
-        used_inputs, kept = plain(used_outputs, *rest)
-        eqn = rest[-1]  # since JAX 0.12 after which operands are live
-        if kept is not None or not _sends(eqn.params):
-            return used_inputs, kept
-        with _own_part("jax.checkpoint"):
+        used_inputs, new_eqn = plain(used_outputs, *rest)
+        eqn = rest[-1]  # since JAX 0.12 it follows a list of the live operands
+        if new_eqn is not None or not has_messages_inside(eqn.params):
+            return used_inputs, new_eqn
+        with _refuse_on_change("jax.checkpoint"):
             jaxpr, used_inputs = partial_eval.dce_jaxpr(eqn.params["jaxpr"], used_outputs)
             one_for_all = not isinstance(eqn.params["prevent_cse"], tuple)
             params = {**eqn.params, "jaxpr": jaxpr}
             params = params if one_for_all else {**params, "prevent_cse": ()}
-            kept = eqn.replace(invars=[], outvars=[], params=params, effects=jaxpr.effects)
-        return used_inputs, kept
+            new_eqn = eqn.replace(invars=[], outvars=[], params=params, effects=jaxpr.effects)
+        return used_inputs, new_eqn
 
     partial_eval.dce_rules[jax_primitives.remat_p] = rule
 
 
 def _round_real_residuals_only() -> None:
-    """`checkpoint` rounds what it keeps, by an operation that refuses complex numbers."""
+    """Let `checkpoint` round its real residuals only: its rounding refuses complex numbers."""
     name = "ad_checkpoint._insert_reduce_precision"
     plain = private(name)
 
@@ -330,9 +232,10 @@ def _round_real_residuals_only() -> None:
 
 
 def _print_once_in_checkpoints() -> None:
-    """JAX would also print what is not there in the backward pass, as results of messages are not.
+    """Print in the forward pass only, if the backward pass does not have the printed values.
 
-    (It forgets to keep them: `KeyError: Var(id=...)`.)
+    The results of messages are such values. JAX forgets to keep them, and raises
+    `KeyError: Var(id=...)`.
     """
     rules = partial_eval.partial_eval_jaxpr_custom_rules
     for primitive in [p for p in rules if p.name in ("debug_callback", "debug_print")]:
@@ -340,22 +243,22 @@ def _print_once_in_checkpoints() -> None:
 
 
 def _print_once(
-    plain: Callable[..., Any], saveable: Any, unknown: Any, there: Sequence[bool], eqn: Any
+    plain: Callable[..., Any], saveable: Any, unknown: Any, available: Sequence[bool], eqn: Any
 ) -> Any:
-    forward, backward, *rest = plain(saveable, unknown, there, eqn)
-    if forward is not None and not all(there):
+    forward, backward, *rest = plain(saveable, unknown, available, eqn)
+    if forward is not None and not all(available):
         backward = None
     return forward, backward, *rest
 
 
 # ---- branches and loops that cannot be repaired ----
 
-_agreements: set[Primitive] = set()
+_branch_marks: set[Primitive] = set()
 
 
-def mark_agreement(primitive: Primitive) -> None:
-    """In a branch, `primitive` says that all ranks take that branch together."""
-    _agreements.add(primitive)
+def register_branch_mark(primitive: Primitive) -> None:
+    """Let `primitive` mark a branch that all ranks take at the same time."""
+    _branch_marks.add(primitive)
 
 
 def _refuse_batched_conds() -> None:
@@ -365,47 +268,47 @@ def _refuse_batched_conds() -> None:
 
 
 def _batched_cond(plain: Callable[..., Any], axis: Any, args: Any, dims: Any, **params: Any) -> Any:
-    """JAX makes a selection of it, so that every rank goes through all branches.
+    """Batch a cond, or raise an error if it has messages and ranks may choose different branches.
 
-    Messages in a branch would then meet those in the same branch of the other ranks, whatever
-    these have chosen.
+    JAX turns a batched cond into a selection, so every rank evaluates all branches. A message in a
+    branch would then meet the message in the same branch of another rank, which may have chosen
+    another branch.
     """
     equations = [e for branch in params["branches"] for e in branch.jaxpr.eqns]
     sends = any(has_messages(e.effects) for e in equations)
-    alike = any(e.primitive in _agreements for e in equations)
-    if dims[0] is not None and "branches_platforms" not in params and sends and not alike:
+    is_common = any(e.primitive in _branch_marks for e in equations)
+    if dims[0] is not None and "branches_platforms" not in params and sends and not is_common:
         raise ValueError(
-            "a cond (or switch) with messages in its branches, whose predicate differs within a "
-            "batch (vmap; jacobian(mode='reverse') of what depends on messages): all ranks would "
-            "go through all branches, and their messages would meet those of branches that others "
-            "have not chosen. Send outside of the branches and select by jnp.where, or go through "
-            "the batch by jax.lax.map; of Jacobians take mode='forward'."
+            "jax.lax.cond: the predicate of a cond or switch with messages in its branches must "
+            "not be batched, got a batched one (from vmap, or from jacobian(mode='reverse')). All "
+            "ranks would evaluate all branches, and messages would meet those of branches that "
+            "other ranks have not chosen. Send outside of the branches and select by jnp.where, "
+            "or loop over the batch by jax.lax.map. For a Jacobian take mode='forward'."
         )
-    if alike:  # the mark is of this choice, and not of one around the selection
+    if is_common:  # the mark belongs to this cond, not to an enclosing one
         branches = tuple(_without_marks(branch) for branch in params["branches"])
         params = {**params, "branches": branches} if dims[0] is not None else params
     return plain(axis, args, dims, **params)
 
 
 def _without_marks(branch: Any) -> Any:
-    equations = [e for e in branch.jaxpr.eqns if e.primitive not in _agreements]
+    equations = [e for e in branch.jaxpr.eqns if e.primitive not in _branch_marks]
     return ClosedJaxpr(branch.jaxpr.replace(eqns=equations), branch.consts)
 
 
 def _refuse_reverse_while_loops() -> None:
-    _rules[jax_primitives.while_p] = functools.partial(
-        _partial_while, _rules[jax_primitives.while_p]
-    )
+    plain = partial_eval_rules[jax_primitives.while_p]
+    partial_eval_rules[jax_primitives.while_p] = functools.partial(_partial_while, plain)
 
 
 def _partial_while(plain: Callable[..., Any], trace: Any, *tracers: Any, **params: Any) -> Any:
-    if _sends(params) and _is_in_place(trace, tracers):
+    if has_messages_inside(params) and is_in_place(trace, tracers):
         return trace.default_process_primitive(jax_primitives.while_p, tracers, params)
-    if _sends(params) and not all(t.is_known() for t in tracers):
+    if has_messages_inside(params) and not all(t.is_known() for t in tracers):
         raise ValueError(
-            "a while_loop (or a fori_loop whose bounds are traced) with messages can't be "
-            "differentiated in reverse mode, nor by linearize. Use jax.lax.scan, or a fori_loop "
-            "with constant bounds; jvp and jacobian(mode='forward') take it as it is."
+            "jax.lax.while_loop: a while_loop (or a fori_loop with traced bounds) with messages "
+            "can't be differentiated in reverse mode or by linearize. Use jax.lax.scan or a "
+            "fori_loop with constant bounds, or differentiate by jvp or jacobian(mode='forward')."
         )
     return plain(trace, *tracers, **params)
 
@@ -418,9 +321,9 @@ def _keep_tokens_ahead_of_time() -> None:
     fast_call = executable.create_cpp_call
 
     def create_cpp_call(self: Any, params: Any) -> Any:
-        try:  # this call hands over no tokens
+        try:  # the fast call does not pass tokens
             fast = not has_messages(self.unsafe_call.ordered_effects)
-        except AttributeError:  # who knows: the slow call is always right
+        except AttributeError:  # unknown: the slow call is always right
             fast = False
         return fast_call(self, params) if fast else None
 
@@ -428,7 +331,7 @@ def _keep_tokens_ahead_of_time() -> None:
 
 
 def _run_once_with_debug_nans() -> None:
-    """With jax_debug_nans JAX calls a function again, on the rank alone whose result has a NaN."""
+    """Refuse the second run by which jax_debug_nans looks for a NaN, on one rank alone."""
     name = "api_util.maybe_recursive_nan_check"
     plain = private(name)
 
@@ -440,102 +343,34 @@ def _run_once_with_debug_nans() -> None:
 
 
 def _refuse_second_run(jaxpr: Any) -> None:
-    """An error if a program with messages would be run again to find a NaN in it."""
+    """Raise an error if JAX would run a program with messages again to find a NaN in it."""
     if has_messages(jaxpr.effects):
         raise FloatingPointError(
-            "NaN (jax_debug_nans) or infinity (jax_debug_infs) in the result of a compiled "
-            "function with messages, which is not run again on this rank alone to find its place: "
-            "compile its parts without messages by themselves, or call it without jit on all ranks"
+            "mpigrad: the result of a compiled function with messages has a NaN (jax_debug_nans) "
+            "or an infinity (jax_debug_infs). The function is not run again on this rank alone to "
+            "find the place. Compile its parts without messages separately, or call it without "
+            "jit on all ranks."
         ) from None
 
 
 def run_piecewise(jaxpr: Any, *operands: Any) -> list[Any]:
-    """A program without messages, equation by equation, as JAX looks for a NaN in it."""
+    """Run a program without messages one equation at a time, so that JAX finds a NaN in it."""
     _refuse_second_run(jaxpr)
     return jax.core.eval_jaxpr(jaxpr, (), *operands)
 
 
-# ---- rules of jax.custom_jvp and jax.custom_vjp ----
-
-
-@linear_util.transformation2
-def _inside(f: Callable[..., Any], around: Callable[[], Any], rule: bool, *args: Any) -> Any:
-    with around(), _linearized_in_place() if rule else contextlib.nullcontext():
-        return f(*args)
-
-
-_CUSTOM_RULES = "custom rules"
-
-
-def surround_custom_rules(
-    function: Callable[[], Any], jvp_rule: Callable[[], Any], vjp_rule: Callable[[], Any]
-) -> None:
-    """Run the parts of jax.custom_jvp and jax.custom_vjp in these contexts.
-
-    `function`: the function itself. `jvp_rule`, and of custom_vjp the backward rule. A function
-    with messages is staged as a whole, as its messages would be.
-    """
-    rules = {
-        jax_primitives.custom_jvp_call_p: (function, jvp_rule),
-        jax_primitives.custom_vjp_call_p: (function, None, vjp_rule),
-    }
-    try:
-        for primitive, contexts in rules.items():
-            _surround(primitive, contexts, jvp_rule)
-        allow_in_custom_rules()  # else JAX itself refuses them: nobody would watch their rules
-    except _CHANGES as error:
-        refuse(_CUSTOM_RULES, f"{type(error).__name__}: {error}")
-
-
-def _surround(primitive: Any, contexts: Any, jvp_rule: Any) -> None:
-    JaxprTrace = private("interpreters.partial_eval.JaxprTrace")
-
-    def around(trace: Any, functions: Any, args: Any, equation: Any, proceed: Any) -> Any:
-        if equation is not None and isinstance(trace, JaxprTrace) and _sends(equation):
-            require(_CUSTOM_RULES)
-            tracers = [trace.to_jaxpr_tracer(x) for x in args]
-            if not _is_in_place(trace, tracers):
-                return _stage_call(primitive, trace, tracers, equation)
-        return proceed(
-            part if context is None else _inside(part, context, context is jvp_rule)
-            for part, context in zip(functions, contexts, strict=True)
-        )
-
-    _around_call(primitive, len(contexts), around)
-
-
-def _stage_call(primitive: Any, trace: Any, tracers: Any, params: dict[str, Any]) -> Any:
-    """`_stage` for a call that has no rule of abstract evaluation."""
-    inputs = [trace.instantiate_const(t) for t in tracers]
-    jaxpr, unknown = params["call_jaxpr"], partial_eval.PartialVal.unknown
-    outputs = [partial_eval.JaxprTracer(trace, unknown(a), None) for a in jaxpr.out_avals]
-    stack = trace._current_truncated_name_stack()
-    source = source_info_util.current().replace(name_stack=stack)
-    # JAX 0.10.0 and older have no other effects than those by position.
-    has_others = VERSION >= (0, 10, 1)
-    kinds = private("core.positional_effects")(jaxpr) if has_others else jaxpr.effects
-    new_recipe = private("interpreters.partial_eval.new_eqn_recipe")
-    recipe = new_recipe(trace, inputs, outputs, primitive, params, kinds, source)
-    handle = private("interpreters.partial_eval.EffectHandle")
-    trace.effect_handles.append(handle(inputs, recipe))
-    for output in outputs:
-        output.recipe = recipe
-    return outputs
-
-
 # ---- the table of hooks ----
 
-_CHANGES = (UnsupportedJAXError, AttributeError, ImportError, KeyError, TypeError, ValueError)
-# For tools/jax_hooks.py: the name of a hook that is left out.
+# The environment variable by which tools/jax_hooks.py leaves out a hook.
 _LEFT_OUT = "MPIGRAD_WITHOUT_JAX_HOOK"
 
 
 @dataclass(frozen=True)
 class Hook:
-    """One change of JAX: what a user writes that needs it, and a test that fails without it.
+    """One change of JAX, the feature that needs it, and a test that fails without it.
 
-    Without a feature, JAX itself ends with an error if the hook is missing. With JAX `until` or
-    later the hook is not needed.
+    If there is no feature, JAX itself raises an error without the hook. From JAX version `until` on
+    the hook is not needed.
     """
 
     name: str
@@ -624,32 +459,32 @@ _PRIMITIVES = {
 
 @functools.cache
 def install_repairs() -> None:
-    """Install all hooks. If one cannot be installed, its feature is refused."""
+    """Install all hooks, and refuse the features of hooks that cannot be installed."""
     guard_features()
     for hook in HOOKS:
         if os.environ.get(_LEFT_OUT) == hook.name:
             continue
         try:
             hook.install()
-        except _CHANGES as error:
+        except CHANGES as error:
             if hook.feature:
                 refuse(hook.feature, f"{type(error).__name__}: {error}")
 
 
 def guard_features() -> None:
-    """Derivatives of calls with messages ask first whether this JAX has what they need."""
+    """Let derivatives of calls with messages first check that this JAX has what they need."""
     linearizations = private("interpreters.ad.primitive_linearizations")
     for feature, names in _PRIMITIVES.items():
         for primitive in {getattr(jax_primitives, n) for n in names if hasattr(jax_primitives, n)}:
             for rules in (ad.primitive_jvps, linearizations):
                 if primitive in rules:
-                    rules[primitive] = _asking(feature, rules[primitive])
+                    rules[primitive] = _checking(feature, rules[primitive])
 
 
-def _asking(feature: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+def _checking(feature: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def rule(*args: Any, **params: Any) -> Any:
-        if _sends(params):
+        if has_messages_inside(params):
             require(feature)
         return plain(*args, **params)
 

@@ -1,8 +1,8 @@
-"""Receives from whoever sends: MPI.ANY_SOURCE and MPI.ANY_TAG.
+"""Wildcard receives: MPI.ANY_SOURCE and MPI.ANY_TAG.
 
 The sender and the tag are known only when the program runs. They become an *envelope*, an integer
-array, by which derivatives name their partner: tangents are received from the rank that has sent,
-and adjoints are sent back to it.
+array by which derivatives name their partner: a tangent is received from the rank that has sent the
+message, and the adjoint is sent back to that rank.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ send_to_p: Primitive = linear_map(
 
 
 def _tangent(
-    known: Any, txs: Any, a: Any, *, source: int, tag: int, comm: int, site: int
+    residuals: Any, txs: Any, a: Any, *, source: int, tag: int, comm: int, site: int
 ) -> list[Any]:
-    return recv_from_p.bind(*known, *txs, a, comm=tangent_space(comm), site=site)
+    return recv_from_p.bind(*residuals, *txs, a, comm=tangent_space(comm), site=site)
 
 
 recv_any_p: Primitive = map_with_tangent(

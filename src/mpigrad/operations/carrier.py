@@ -1,9 +1,12 @@
-"""Activity is collective: the hidden carrier that keeps every message active on every rank.
+"""Activity is collective: the carrier keeps every message active on every rank.
 
-JAX calls no derivative rule where an operand is constant, and whether an operand is constant may
-differ from rank to rank. Every message therefore has one more operand, a scalar whose value is
-never used. `mpigrad.grad` and its kin make it an argument of the differentiated function, so that
-it has a tangent, and with it every message, on every rank.
+JAX calls the derivative rule of an operation only if one of its operands depends on the variables
+of the derivative (is *active*). An operand may be active on one rank and constant on another. Then
+only some ranks would take part in the backward pass, and these would wait forever.
+
+The *carrier* mends this. It is one more operand of every message, a float32 scalar whose value is
+never used. `mpigrad.grad` and the other transformations of mpigrad make it an argument of the
+differentiated function, with a tangent. So every message has an active operand, on every rank.
 """
 
 from __future__ import annotations
@@ -19,25 +22,27 @@ import numpy as np
 from jax.core import Tracer
 
 from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations import _jax_custom_rules as custom_rules
 from mpigrad.operations import _jax_repairs as repairs
+from mpigrad.operations import _jax_staging as staging
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir, visible
 from mpigrad.operations._jax_private import available, is_anything_missing, require
 from mpigrad.runtime.call_sites import call_site, describe
 
 __all__ = [
     "CARRIER",
-    "active",
-    "agreed",
-    "anchor",
+    "allow_messages_in_rules",
     "before_first_message",
     "carrier",
     "check_allowed",
-    "follow",
-    "no_messages",
+    "forbid_messages",
+    "keep_in_backward",
+    "mark_common_branch",
     "opaque_zero",
     "outer_carrier",
-    "outside_rules",
     "pending_checks",
+    "set_carrier",
+    "tie_in",
     "with_carrier",
     "without_carriers",
 ]
@@ -49,7 +54,7 @@ CARRIER = ShapedArray((), np.dtype("float32"))
 _context = jax.make_user_context(())
 _carriers: dict[int, Any] = {}
 _keys = itertools.count(1)
-# Why a message must not stand here, if so (part of the cache keys, too).
+# The reason why messages are forbidden here, or None (part of JAX's cache keys, too).
 _refusal = jax.make_user_context(None)
 
 
@@ -68,32 +73,32 @@ def _check() -> None:
 
 
 def carrier() -> Any:
-    """The carrier of a message that stands here; an error where none may."""
+    """Return the carrier of a message, or raise an error if messages are forbidden here."""
     if _refusal.value is not None:
         raise ValueError(f"{describe(call_site())}: {_refusal.value}")
     if pending_checks and not compat.is_top_level():
         _check()
     if is_anything_missing():
-        _refuse_what_nobody_watches()
+        _refuse_missing_features()
     return outer_carrier()
 
 
-def _refuse_what_nobody_watches() -> None:
-    """Errors for features that no rule of a primitive refuses."""
+def _refuse_missing_features() -> None:
+    """Raise errors for missing features that no rule of a primitive refuses."""
     if not available("custom rules") and compat.in_custom_function():
         require("custom rules")
     if not available("jax_debug_nans") and (
         jax.config.jax_debug_nans or jax.config.jax_debug_infs  # type: ignore[attr-defined]
     ):
-        require("jax_debug_nans")  # JAX would send the messages again, on one rank alone
+        require("jax_debug_nans")  # JAX would send the messages a second time, on one rank alone
 
 
 def check_allowed(params: dict[str, Any]) -> None:
-    """An error if a message that was traced before is evaluated where none may stand.
+    """Raise an error if a traced message is evaluated in the rule of a jax.custom_gradient.
 
-    That is the rule of jax.custom_gradient. It is traced with the function itself, and evaluated by
-    the backward rule of a jax.custom_vjp. (Other libraries do likewise, and are right where the
-    operands of all ranks are active, as in equinox's loops.)
+    This rule is traced with the function itself, and evaluated by the backward rule of a
+    jax.custom_vjp. (Other libraries do the same, for example equinox in its loops. That is right if
+    the operands of all ranks are active.)
     """
     if _refusal.value is _REFUSALS[1] and compat.in_custom_gradient():
         reason = _IN_RULE.format("backward", "custom_gradient", "custom_vjp")
@@ -101,22 +106,22 @@ def check_allowed(params: dict[str, Any]) -> None:
 
 
 def outer_carrier() -> Any:
-    """The carrier of the innermost enclosing transformation, or a constant."""
+    """Return the carrier of the innermost enclosing transformation, or a constant."""
     for key in reversed(_context.value):
         if visible(_carriers[key]):
             return _carriers[key]
     return np.float32(0)
 
 
-def no_messages(reason: str) -> contextlib.AbstractContextManager[None]:
-    """A context in which a message is refused for this reason."""
+def forbid_messages(reason: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a message is an error with this reason."""
     return _refusal(reason)
 
 
 _IN_RULE = (
-    "a message in the {} rule of a jax.{} function is refused: JAX leaves the rule out where its "
-    "operands are constant or its results are not used, on that rank alone, and the other ranks "
-    "would wait for it. Decorate the function with mpigrad.{} in its place (same signature)."
+    "expected no message in the {} rule of a jax.{} function, got one. JAX skips this rule on a "
+    "rank whose operands are constant or whose results are not used, and the other ranks would "
+    "wait for its messages. Decorate the function with mpigrad.{} instead (same signature)."
 )
 _REFUSALS = (
     _IN_RULE.format("jvp", "custom_jvp", "custom_jvp"),
@@ -124,21 +129,21 @@ _REFUSALS = (
 )
 
 
-def outside_rules() -> contextlib.AbstractContextManager[None]:
-    """A context in which messages are allowed again that only a custom rule refuses."""
+def allow_messages_in_rules() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the rules of custom functions may send messages."""
     return _refusal(None if _refusal.value in _REFUSALS else _refusal.value)
 
 
 repairs.install_repairs()
-# The function itself may have messages: it has the same ones with its rule and without.
-repairs.surround_custom_rules(
-    outside_rules, lambda: _refusal(_REFUSALS[0]), lambda: _refusal(_REFUSALS[1])
+# The function itself may send messages: it sends the same messages with its rule and without.
+custom_rules.surround_custom_rules(
+    allow_messages_in_rules, lambda: _refusal(_REFUSALS[0]), lambda: _refusal(_REFUSALS[1])
 )
 
 
 @contextlib.contextmanager
-def active(value: Any) -> Iterator[None]:
-    """A context in which messages depend on the carrier `value`."""
+def set_carrier(value: Any) -> Iterator[None]:
+    """Let messages in this context depend on the carrier `value`."""
     if not isinstance(value, Tracer):
         yield
         return
@@ -152,11 +157,11 @@ def active(value: Any) -> Iterator[None]:
 
 
 def with_carrier(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f(*args) as g(c, *args), in which every message depends on c (with derivative zero)."""
+    """Return g(c, *args) = f(*args), in which every message depends on c with derivative zero."""
 
-    # No keyword of the program has this name, which JAX would mix up with it all the same.
+    # JAX would confuse this argument with a keyword of the program that has the same name.
     def g(_mpigrad_carrier: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with active(_mpigrad_carrier + outer_carrier()):
+        with set_carrier(_mpigrad_carrier + outer_carrier()):
             return f(*args, **kwargs)
 
     return g
@@ -164,25 +169,26 @@ def with_carrier(f: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def without_carriers() -> Iterator[None]:
-    """A context in which caches do not depend on the enclosing transformations."""
+    """Let caches in this context not depend on the enclosing transformations."""
     with _context(()):
         yield
 
 
-# ---- a linear map that is zero, which JAX cannot see through: it carries activity, not values ----
+# ---- a zero map that JAX cannot simplify: it transports activity, not values ----
 
-nought_p = Primitive("mpigrad_nought")
+opaque_zero_p = Primitive("mpigrad_opaque_zero")
 
 
 def opaque_zero(x: Any, aval: Any) -> Any:
-    """A zero of the shape and dtype of `aval` that depends linearly on `x`."""
-    return nought_p.bind(x, shape=tuple(aval.shape), dtype=np.dtype(aval.dtype))
+    """Return a zero of the shape and dtype of `aval` that depends linearly on `x`."""
+    return opaque_zero_p.bind(x, shape=tuple(aval.shape), dtype=np.dtype(aval.dtype))
 
 
-def follow(y: Any, x: Any) -> Any:
-    """`y`, which depends on `x` in the eyes of JAX: batched and active wherever `x` is.
+def tie_in(y: Any, x: Any) -> Any:
+    """Return `y` such that JAX takes it to depend on `x`: it is batched and active if `x` is.
 
-    For what is a constant on this rank alone; random keys `y` stay as they are.
+    Use it for a value that is a constant on this rank alone. Random keys `y` are returned
+    unchanged.
     """
     if not isinstance(y.dtype, np.dtype):
         return y
@@ -203,69 +209,78 @@ def _transpose(ct: Any, x: Any, *, shape: tuple[int, ...], dtype: np.dtype) -> l
 
 
 def _batch(args: Any, dims: Any, *, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    # It stays batched: ranks must agree about batching, too.
+    # The result stays batched: ranks must agree on batching, too.
     n = args[0].shape[dims[0]]
-    return nought_p.bind(args[0], shape=(n, *shape), dtype=dtype), 0
+    return opaque_zero_p.bind(args[0], shape=(n, *shape), dtype=dtype), 0
 
 
-nought_p.def_impl(_zeros)
-nought_p.def_abstract_eval(lambda x, *, shape, dtype: ShapedArray(shape, dtype))
-mlir.register_lowering(nought_p, mlir.lower_fun(_zeros, multiple_results=False))
-ad.deflinear2(nought_p, _transpose)
-batching.primitive_batchers[nought_p] = _batch
+opaque_zero_p.def_impl(_zeros)
+opaque_zero_p.def_abstract_eval(lambda x, *, shape, dtype: ShapedArray(shape, dtype))
+mlir.register_lowering(opaque_zero_p, mlir.lower_fun(_zeros, multiple_results=False))
+ad.deflinear2(opaque_zero_p, _transpose)
+batching.primitive_batchers[opaque_zero_p] = _batch
 
 
-# ---- an anchor: nothing is sent, but reverse mode comes by, whether or not the rest is used ----
+# ---- no message, but reverse mode visits it even if nothing else is used ----
 
-anchor_p = Primitive("mpigrad_anchor")
-
-
-def anchor(x: Any) -> None:
-    """Let reverse mode visit what `x` depends on linearly, with a cotangent of zero at least."""
-    anchor_p.bind(x)
+keep_in_backward_p = Primitive("mpigrad_keep_in_backward")
 
 
-def _anchor_jvp(primals: Any, tangents: Any) -> Any:
+def keep_in_backward(x: Any) -> None:
+    """Let reverse mode visit the operations that produced `x`, with a zero cotangent at least."""
+    keep_in_backward_p.bind(x)
+
+
+def _keep_jvp(primals: Any, tangents: Any) -> Any:
     if type(tangents[0]) is not ad.Zero:
-        anchor_p.bind(tangents[0])
-    return anchor_p.bind(*primals), []
+        keep_in_backward_p.bind(tangents[0])
+    return keep_in_backward_p.bind(*primals), []
 
 
-def _anchor_linearize(is_vjp: Any, nonzeros: Any, x: Any) -> Any:
-    return anchor_p.bind(x), [], [], lambda residuals, tangent: anchor_p.bind(tangent)
+def _keep_linearize(is_vjp: Any, nonzeros: Any, x: Any) -> Any:
+    return (
+        keep_in_backward_p.bind(x),
+        [],
+        [],
+        lambda residuals, tangent: keep_in_backward_p.bind(tangent),
+    )
 
 
-def _anchor_batch(args: Any, dims: Any) -> Any:
-    return anchor_p.bind(args[0]), []
+def _keep_transpose(cts: Any, x: Any) -> list[Any]:
+    return [jnp.zeros(x.aval.shape, x.aval.dtype)]
 
 
-compat.make_effectful(anchor_p, lambda x: [])
-repairs.always_stage(anchor_p)
-compat.set_linearization(anchor_p, _anchor_linearize)
-anchor_p.def_impl(lambda x: [])
-mlir.register_lowering(anchor_p, compat.lower_to_nothing)
-ad.primitive_jvps[anchor_p] = _anchor_jvp
-ad.primitive_transposes[anchor_p] = lambda cts, x: [jnp.zeros(x.aval.shape, x.aval.dtype)]
-batching.primitive_batchers[anchor_p] = _anchor_batch
+def _keep_batch(args: Any, dims: Any) -> Any:
+    return keep_in_backward_p.bind(args[0]), []
 
 
-# ---- a mark in a branch that all ranks take together, whose choice may be batched ----
+compat.make_effectful(keep_in_backward_p, lambda x: [])
+staging.always_stage(keep_in_backward_p)
+compat.set_linearization(keep_in_backward_p, _keep_linearize)
+keep_in_backward_p.def_impl(lambda x: [])
+mlir.register_lowering(keep_in_backward_p, compat.lower_to_nothing)
+ad.primitive_jvps[keep_in_backward_p] = _keep_jvp
+ad.primitive_transposes[keep_in_backward_p] = _keep_transpose
+batching.primitive_batchers[keep_in_backward_p] = _keep_batch
 
-agreed_p = Primitive("mpigrad_agreed")
+
+# ---- a mark in a branch that all ranks take at the same time: its predicate may be batched ----
+
+common_branch_p = Primitive("mpigrad_common_branch")
 
 
-def agreed(branch: Callable[..., Any]) -> Callable[..., Any]:
-    """`branch` of a cond with messages that is chosen by what all ranks know alike."""
+def mark_common_branch(branch: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark the branch of a cond with messages whose predicate is the same on all ranks."""
 
     def marked(*args: Any) -> Any:
-        agreed_p.bind()
+        common_branch_p.bind()
         return branch(*args)
 
     return marked
 
 
-compat.make_effectful(agreed_p, lambda: [])
-repairs.always_stage(agreed_p)
-repairs.mark_agreement(agreed_p)
-agreed_p.def_impl(lambda: [])
-mlir.register_lowering(agreed_p, compat.lower_to_nothing)
+compat.make_effectful(common_branch_p, lambda: [])
+staging.always_stage(common_branch_p)
+repairs.register_branch_mark(common_branch_p)
+common_branch_p.def_impl(lambda: [])
+mlir.register_lowering(common_branch_p, compat.lower_to_nothing)

@@ -1,4 +1,4 @@
-"""Checks of values inside compiled programs, which end the program with a message."""
+"""Checks of values in compiled programs, which end the program with an error."""
 
 from __future__ import annotations
 
@@ -35,21 +35,36 @@ require_p: Primitive = effect_primitive("require", operands=2, batch=_one_call)
 
 
 def require(ok: Any, message: str, *values: Any, comm: Communicator | None = None) -> None:
-    """Go on where `ok` is true, else end the program with an error.
+    """End the program with an error unless `ok` is true.
 
-    The error names the rank and the user's source line. To let all ranks fail together, decide
-    `ok` from values that are equal on all of them (after an `allreduce`, say).
+    The error names the rank and the user's source line. To let all ranks fail together, compute
+    `ok` from values that are equal on all ranks, for example the result of an `allreduce`.
 
     Parameters
     ----------
     ok
         Boolean scalar.
     message
-        What is wrong, and what to do; each "{}" is replaced by one of `values`.
+        The problem and the remedy. Each "{}" is replaced by one of `values`.
     values
         Real scalars.
+    comm
+        The communicator that the error names. Default: the communicator of the enclosing `with`, or
+        all ranks.
+
+    Raises
+    ------
+    jax.errors.JaxRuntimeError
+        When the program runs, on each rank on which `ok` is false.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> x = jnp.float32(2)
+    >>> mg.require(x > 0, "step: x must be positive, got {}. Choose a smaller step.", x)
     """
-    with jax.enable_x64(True):  # the handler's type, whatever the program's precision
+    with jax.enable_x64(True):  # the handler's type in any precision of the program
         numbers = [jax.lax.stop_gradient(jnp.asarray(v)).astype("float64") for v in values]
         packed = jnp.stack(numbers) if numbers else jnp.zeros(0, "float64")
         require_p.bind(
@@ -68,28 +83,45 @@ def assert_replicated(
     what: str = "the value",
     remedy: str = "Make it equal, for instance by bcast, or do not declare it replicated.",
 ) -> None:
-    """Raise on every rank unless `x` is equal on all ranks (up to rounding; NaN equals NaN).
+    """Raise an error on every rank unless `x` is equal on all ranks, up to rounding.
+
+    NaN is equal to NaN.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays. One of another shape or dtype differs "by inf", if MPI does not
-        refuse it before: it takes a shorter message for a longer one.
-    what, remedy
-        What the error calls `x`, and what it says to do.
+        Array or pytree of arrays. An array of another shape or dtype differs "by inf". MPI itself
+        may raise an error before that, if it receives a longer message than expected.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
+    what
+        The name of `x` in the error.
+    remedy
+        The last sentence of the error.
+
+    Raises
+    ------
+    jax.errors.JaxRuntimeError
+        On every rank, with the number of ranks that differ from rank 0 and the largest difference.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.assert_replicated(mg.bcast(jnp.arange(3.0)))
     """
     comm = resolve(comm)
     leaves = [jax.lax.stop_gradient(jnp.asarray(leaf)) for leaf in jax.tree.leaves(x)]
     if comm.size == 1 or not leaves:
         return
     layout = zlib.crc32(repr([(leaf.shape, leaf.dtype.name) for leaf in leaves]).encode())
-    halves = np.array(divmod(layout, 1 << 16), "float32")  # which that holds exactly
+    halves = np.array(divmod(layout, 1 << 16), "float32")  # float32 has both exactly
     flags = allgather(_comparison(leaves, bcast(leaves, 0, comm), halves), comm)
     same, number, first, deviation = _verdict(flags)
     require(
         same,
-        f"{what} is not the same on all ranks: {{}} of {comm.size} ranks differ from rank 0, "
-        f"the first is rank {{}} (by {{}}). {remedy}",
+        f"{what} is not the same on all ranks: {{}} of {comm.size} ranks differ from rank 0. "
+        f"The first of them is rank {{}} (by {{}}). {remedy}",
         number,
         first,
         deviation,
@@ -97,16 +129,16 @@ def assert_replicated(
     )
 
 
-# Outside of a compiled program each operator is one of its own, to be compiled: these two are not.
+# Eager operators would be compiled one by one. These two functions are compiled as a whole.
 @jax.jit
 def _comparison(leaves: list[jax.Array], roots: list[jax.Array], layout: Any) -> jax.Array:
-    """1 where any two differ, the largest difference, and two numbers of the layout: float32[4]."""
+    """Return 1 if leaves differ, the largest difference, and the layout in two numbers."""
     differs = jnp.zeros((), bool)
     deviation = jnp.zeros((), "float32")
     for leaf, root in zip(leaves, roots, strict=True):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             eps = float(jnp.finfo(leaf.dtype).eps)
-            tolerance = min(1e3 * eps, math.sqrt(eps))  # of half precision 1e3 eps is anything
+            tolerance = min(1e3 * eps, math.sqrt(eps))  # 1e3 eps is too large in half precision
             same = (jnp.abs(leaf - root) <= tolerance * jnp.abs(root)) | (leaf == root)
             same |= jnp.isnan(leaf) & jnp.isnan(root)
             distance = jnp.abs(leaf - root).astype("float32")
@@ -120,7 +152,7 @@ def _comparison(leaves: list[jax.Array], roots: list[jax.Array], layout: Any) ->
 
 @jax.jit
 def _verdict(flags: jax.Array) -> tuple[jax.Array, ...]:
-    """Of all comparisons: whether nobody differs, how many do, who first, by what."""
+    """Return if all ranks are equal, how many differ, the first of them, and its difference."""
     layouts = jnp.any(flags[:, 2:] != flags[:1, 2:], axis=1)
     differs = (flags[:, 0] > 0) | layouts
     first = jnp.argmax(differs)

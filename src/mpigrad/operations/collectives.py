@@ -1,10 +1,10 @@
-"""Collectives whose shapes are the same on every rank, and the reductions among them."""
+"""Collectives with the same shapes on every rank, reductions included."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +13,20 @@ from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.carrier import carrier, follow
+from mpigrad.operations.carrier import carrier, tie_in
 from mpigrad.operations.primitive import (
     check_arithmetic,
     effect_primitive,
     linear_map,
     weighted_map,
 )
-from mpigrad.operations.pytree_packing import packed
+from mpigrad.operations.pytree_packing import bind_packed
 from mpigrad.operations.reductions import (
+    Messages,
     Reduction,
-    check_op,
+    bind_reduction,
     fold,
     product_of_others,
-    reduced,
 )
 from mpigrad.runtime.call_sites import call_site
 from mpigrad.runtime.native import NO_REDUCTION, NO_ROOT, REDUCTIONS, SUM
@@ -45,6 +45,8 @@ __all__ = [
     "scatter",
 ]
 
+T = TypeVar("T")
+
 
 def _same(x: Any, **_: Any) -> ShapedArray:
     return ShapedArray(x.shape, x.dtype)
@@ -59,7 +61,7 @@ def _scattered(x: Any, **_: Any) -> ShapedArray:
 
 
 def _added(name: str, result: Callable[..., ShapedArray]) -> Callable[..., ShapedArray]:
-    """The shape of a reduction's result, of dtypes that MPI can add."""
+    """Return the shape rule of a reduction, for dtypes that MPI can add."""
 
     def checked(x: Any, *, site: int, **params: Any) -> ShapedArray:
         check_arithmetic(name, x, site)
@@ -73,12 +75,15 @@ def _without_size(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_all(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
-    """Of allreduce: where only a root wants the result, the guard compares it."""
+    """Return the attributes of an allreduce, which has a root if it computes a `reduce`."""
     return {"root": NO_ROOT, **_without_size(avals, params)}
 
 
 def _moving(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
-    """Of messages that may move values for a reduction: its `op` is compared by the guard."""
+    """Return the attributes of a message that may move the values of a reduction.
+
+    The guard compares the `op` of that reduction.
+    """
     return {"op": NO_REDUCTION, **_without_size(avals, params)}
 
 
@@ -172,9 +177,9 @@ def _others(
 def _share_of_ties(
     x: Any, a: Any, results: Any, *, op: int, rank: int, size: int, **where: int
 ) -> Any:
-    mine = results[1]
-    ties = allreduce_p.bind(mine.astype("int32"), a, op=SUM, **where)[0]
-    return mine.astype(x.dtype) / ties.astype(x.dtype)
+    is_extremum = results[1]
+    ties = allreduce_p.bind(is_extremum.astype("int32"), a, op=SUM, **where)[0]
+    return is_extremum.astype(x.dtype) / ties.astype(x.dtype)
 
 
 product_p: Primitive = weighted_map(
@@ -186,8 +191,8 @@ product_p: Primitive = weighted_map(
     weight=_others,
     total=_total,
 )
-# The maximum or minimum, and where it is this rank's own. The handler compares what was sent:
-# XLA may compute x once for the message and again, rounded differently, for a comparison.
+# The maximum or minimum, and a mask of the elements in which this rank has it. The handler compares
+# the values that were sent: XLA may compute x a second time, with another rounding.
 extremum_p: Primitive = weighted_map(
     "extremum",
     result=lambda x, **_: [_same(x), ShapedArray(x.shape, np.dtype(bool))],
@@ -205,66 +210,86 @@ def _nonlinear(x: Any, a: Any, *, op: int, **params: int) -> Any:
     return primitive.bind(x, a, op=op, **params)[0]
 
 
-def _check_rows(name: str, x: Any, comm: Communicator, remedy: str = "") -> None:
+def _check_rows(operation: str, x: Any, comm: Communicator, remedy: str = "") -> None:
     for leaf in jax.tree.leaves(x):
         if not jnp.shape(leaf) or jnp.shape(leaf)[0] != comm.size:
             raise ValueError(
-                f"{name}: x has shape {jnp.shape(leaf)} on rank {comm.rank}; its leading axis "
-                f"must have one row for each of the {comm.size} ranks{remedy}"
+                f"{operation}: expected one row for each of the {comm.size} ranks on the leading "
+                f"axis of x, got shape {jnp.shape(leaf)} on rank {comm.rank}. Give x the shape "
+                f"({comm.size}, ...){remedy}."
             )
 
 
 def _no_result(of: Callable[[Any], Any], x: Any) -> Any:
-    """Zeros in the shapes of of(x), batched as it is, and active where `x` is."""
+    """Return zeros in the shapes of of(x), batched like of(x) and active like `x`."""
 
     def zeros(y: Any) -> Any:
-        # Not active by y: its derivative may be infinite, on zeros that nobody has sent.
-        return follow(follow(jnp.zeros_like(y), x), jax.lax.stop_gradient(y))
+        # Not active through y: its derivative may be infinite, and no rank has sent these zeros.
+        return tie_in(tie_in(jnp.zeros_like(y), x), jax.lax.stop_gradient(y))
 
     return jax.tree.map(zeros, of(x))
 
 
-def bcast(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
-    """The root's `x` on every rank.
+def bcast(x: T, root: int = 0, comm: Communicator | None = None) -> T:
+    """Send the root's `x` to every rank.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays of any dtype; the same shapes and dtypes on every rank. Only the
-        root's values count.
+        Array or pytree of arrays of any dtype, with the same shapes and dtypes on every rank. Only
+        the values of the root are used.
     root
-        The rank that sends.
+        The rank that sends: a Python integer.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
-    The root's values, in the shapes of `x`. The adjoint is `reduce(SUM)` onto the root.
+    The root's values, in the structure and shapes of `x`. The adjoint is `reduce(SUM)` onto the
+    root.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.bcast(jnp.arange(3.0), root=0)
+    Array([0., 1., 2.], dtype=float32)
     """
     comm = resolve(comm)
-    return packed(bcast_p, x, comm, root=check_rank(root, comm, "bcast: root"))
+    return bind_packed(bcast_p, x, comm, root=check_rank(root, comm, "bcast: root"))
 
 
 def reduce(
-    x: Any, op: MPI.Op | Reduction = MPI.SUM, root: int = 0, comm: Communicator | None = None
-) -> Any:
-    """The reduction of all ranks' `x` on the root, zeros elsewhere (where MPI has no result).
+    x: T, op: MPI.Op | Reduction = MPI.SUM, root: int = 0, comm: Communicator | None = None
+) -> T:
+    """Reduce the `x` of all ranks onto the root, with zeros on the other ranks.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays, of the same shapes and dtypes on every rank.
+        Array or pytree of arrays, with the same shapes and dtypes on every rank.
     op
-        As for `allreduce`.
+        The reduction, as for `allreduce`.
     root
-        The rank that receives the result.
+        The rank that receives the result: a Python integer.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
-    The sum, or other reduction, in the shapes of `x`. The adjoint is `bcast` from the root, for
-    sums.
+    The sum, or other reduction, in the structure and shapes of `x`. MPI leaves the result on the
+    other ranks undefined. Here it is zero. For MPI.MAXLOC and MPI.MINLOC it is a pair, as for
+    `allreduce`. The adjoint is `bcast` from the root, for sums.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.reduce(jnp.arange(3.0), root=0)
+    Array([0., 1., 2.], dtype=float32)
     """
     comm = resolve(comm)
     root = check_rank(root, comm, "reduce: root")
-    check_op("reduce", x, op)
 
     def on_root(of: Callable[[Any], Any], x: Any) -> Any:
         return of(x) if comm.rank == root else _no_result(of, x)
@@ -273,228 +298,313 @@ def reduce(
         params |= {"rank": comm.rank, "size": comm.size, "root": root}
         return on_root(lambda y: y, _nonlinear(leaf, a, **params))
 
-    return reduced(
-        reduce_p,
+    return bind_reduction(
         x,
         op,
         comm,
-        lambda leaf, a, **where: gather_p.bind(leaf, a, root=root, size=comm.size, **where)[0],
-        lambda rows: on_root(functools.partial(fold, op), rows),
+        native=Messages(reduce_p, {"root": root}),
+        rows=Messages(gather_p, {"root": root, "size": comm.size}, (0, 1)),
+        fold_rows=lambda rows: on_root(functools.partial(fold, op), rows),
         nonlinear=by_allreduce,
-        root=root,
     )
 
 
-def allreduce(x: Any, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | None = None) -> Any:
-    """The reduction of all ranks' `x`, on every rank.
+def allreduce(x: T, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | None = None) -> T:
+    """Reduce the `x` of all ranks, with the result on every rank.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays, of the same shapes and dtypes on every rank.
+        Array or pytree of arrays, with the same shapes and dtypes on every rank.
     op
         One of mpi4py's operations, or `mpigrad.reduction(fn)`.
 
         MPI.SUM (integers, float32/64, complex64/128) is linear. MPI.PROD (the same dtypes) has
-        its exact derivative, the product of the other ranks' values, also where values are zero.
-        MPI.MAX and MPI.MIN (integers, float32/64) share the derivative equally between ties;
-        a NaN on any rank is the result.
+        its exact derivative, the product of the other ranks' values, also if values are zero.
+        MPI.MAX and MPI.MIN (integers, float32/64) share the derivative equally between ties. If
+        any rank has a NaN, the result is NaN.
 
         MPI.MAXLOC and MPI.MINLOC (the same dtypes) return a pair: the value, and the rank that
-        holds it (int32; the lowest one of ties), which the derivative follows.
+        has it (int32, the lowest rank of ties). The derivative goes to that rank.
 
-        MPI.LAND, LOR and LXOR (bool; of integers the result is 0 or 1), and BAND, BOR and BXOR
+        MPI.LAND, LOR and LXOR (bool and integers, whose result is 0 or 1) and BAND, BOR and BXOR
         (integers) have no derivative.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
-    The sum, or other reduction, in the shapes of `x`. The adjoint is `allreduce` again, for sums:
-    the map is symmetric.
+    The sum, or other reduction, in the structure and shapes of `x`. The adjoint is `allreduce`
+    again, for sums: the map is symmetric.
+
+    Raises
+    ------
+    TypeError
+        If MPI cannot reduce the dtype of `x` by `op`.
+    ValueError
+        If `op` is not supported.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.allreduce(jnp.arange(3.0))
+    Array([0., 1., 2.], dtype=float32)
+    >>> float(mg.grad(lambda x: mg.allreduce(x) ** 2)(3.0))
+    6.0
     """
     comm = resolve(comm)
-    check_op("allreduce", x, op)
-    return reduced(
-        allreduce_p,
+    ranks = {"rank": comm.rank, "size": comm.size}
+    return bind_reduction(
         x,
         op,
         comm,
-        lambda leaf, a, **where: allgather_p.bind(leaf, a, size=comm.size, **where)[0],
-        lambda rows: fold(op, rows),
-        nonlinear=lambda leaf, a, **params: _nonlinear(
-            leaf, a, rank=comm.rank, size=comm.size, **params
-        ),
+        native=Messages(allreduce_p, {}),
+        rows=Messages(allgather_p, {"size": comm.size}, (0, 1)),
+        fold_rows=functools.partial(fold, op),
+        nonlinear=functools.partial(_nonlinear, **ranks),
     )
 
 
 def reduce_scatter(
     x: Any, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | None = None
 ) -> Any:
-    """The reduction over all ranks of row r of their `x`, on rank r.
+    """Reduce row r of the `x` of all ranks onto rank r.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays of shape (number of ranks, ...), of the same shapes and dtypes on
-        every rank.
+        Array or pytree of arrays of shape (number of ranks, ...), with the same shapes and dtypes
+        on every rank.
     op
-        As for `allreduce`.
+        The reduction, as for `allreduce`.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
     Arrays of shape x.shape[1:]. The adjoint is `allgather`, for sums.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> size = mg.default_communicator().size
+    >>> mg.reduce_scatter(jnp.ones((size, 2)))
+    Array([1., 1.], dtype=float32)
     """
     comm = resolve(comm)
-    check_op("reduce_scatter", x, op)
     _check_rows("reduce_scatter", x, comm)
-    return reduced(
-        reduce_scatter_p,
+    return bind_reduction(
         x,
         op,
         comm,
-        lambda leaf, a, **where: alltoall_p.bind(leaf, a, **where)[0],
-        lambda rows: fold(op, rows),
-        leading=(1, 0),
-        moved=(1, 1),
+        native=Messages(reduce_scatter_p, {}, (1, 0)),
+        rows=Messages(alltoall_p, {}, (1, 1)),
+        fold_rows=functools.partial(fold, op),
     )
 
 
-def scan(x: Any, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | None = None) -> Any:
-    """The reduction of `x` over the ranks from 0 up to this one, which is included.
+def scan(x: T, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | None = None) -> T:
+    """Reduce the `x` of the ranks from 0 to this rank, this rank included.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays, of the same shapes and dtypes on every rank.
+        Array or pytree of arrays, with the same shapes and dtypes on every rank.
     op
-        As for `allreduce`.
+        The reduction, as for `allreduce`.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
-    The sum, or other reduction, in the shapes of `x`. The adjoint is the scan from the last rank
-    down to this one, for sums.
+    The sum, or other reduction, in the structure and shapes of `x`. The adjoint is the scan from
+    the last rank down to this rank, for sums.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.scan(jnp.arange(3.0))
+    Array([0., 1., 2.], dtype=float32)
     """
     comm = resolve(comm)
-    check_op("scan", x, op)
-    return reduced(
-        scan_p,
+    return bind_reduction(
         x,
         op,
         comm,
-        lambda leaf, a, **where: allgather_p.bind(leaf, a, size=comm.size, **where)[0],
-        lambda rows: fold(op, rows[: comm.rank + 1]),
-        backward=0,
+        native=Messages(scan_p, {"backward": 0}),
+        rows=Messages(allgather_p, {"size": comm.size}, (0, 1)),
+        fold_rows=lambda rows: fold(op, rows[: comm.rank + 1]),
     )
 
 
-def exscan(x: Any, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | None = None) -> Any:
-    """The reduction of `x` over the ranks before this one; zeros on rank 0, for every `op`.
+def exscan(x: T, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | None = None) -> T:
+    """Reduce the `x` of the ranks before this rank, with zeros on rank 0 for every `op`.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays, of the same shapes and dtypes on every rank.
+        Array or pytree of arrays, with the same shapes and dtypes on every rank.
     op
-        As for `allreduce`.
+        The reduction, as for `allreduce`.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
-    The sum, or other reduction, in the shapes of `x`. The adjoint is the same over the ranks after
-    this one, zeros on the last rank, for sums.
+    The sum, or other reduction, in the structure and shapes of `x`. The adjoint is the same over
+    the ranks after this rank, with zeros on the last rank, for sums.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.exscan(jnp.arange(3.0))  # no rank stands before rank 0
+    Array([0., 0., 0.], dtype=float32)
     """
     comm = resolve(comm)
-    check_op("exscan", x, op)
 
-    def before(rows: Any) -> Any:
+    def fold_before(rows: Any) -> Any:
         if comm.rank:
             return fold(op, rows[: comm.rank])
         return _no_result(functools.partial(fold, op), rows[:1])
 
-    return reduced(
-        exscan_p,
+    return bind_reduction(
         x,
         op,
         comm,
-        lambda leaf, a, **where: allgather_p.bind(leaf, a, size=comm.size, **where)[0],
-        before,
-        backward=0,
+        native=Messages(exscan_p, {"backward": 0}),
+        rows=Messages(allgather_p, {"size": comm.size}, (0, 1)),
+        fold_rows=fold_before,
     )
 
 
 def gather(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
-    """All ranks' `x`, stacked along a new leading axis on the root; zeros elsewhere.
+    """Stack the `x` of all ranks on the root, with zeros on the other ranks.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays of any dtype; the same shapes and dtypes on every rank.
+        Array or pytree of arrays of any dtype, with the same shapes and dtypes on every rank.
     root
-        The rank that receives.
+        The rank that receives: a Python integer.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
-    Arrays of shape (number of ranks, ...). The adjoint is `scatter` from the root.
+    Arrays of shape (number of ranks, *x.shape). The adjoint is `scatter` from the root.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.gather(jnp.arange(3.0), root=0)
+    Array([[0., 1., 2.]], dtype=float32)
     """
     comm = resolve(comm)
     root = check_rank(root, comm, "gather: root")
-    return packed(gather_p, x, comm, (0, 1), root=root, size=comm.size)
+    return bind_packed(gather_p, x, comm, (0, 1), root=root, size=comm.size)
 
 
 def scatter(x: Any, root: int = 0, comm: Communicator | None = None) -> Any:
-    """Row r of the root's `x` on rank r.
+    """Send row r of the root's `x` to rank r.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays of any dtype and of shape (number of ranks, ...) on every rank;
-        only the root's values count.
+        Array or pytree of arrays of any dtype and of shape (number of ranks, ...) on every rank.
+        Only the values of the root are used.
     root
-        The rank that sends.
+        The rank that sends: a Python integer.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
     Arrays of shape x.shape[1:]. The adjoint is `gather` onto the root.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> size = mg.default_communicator().size
+    >>> mg.scatter(jnp.ones((size, 2)), root=0)
+    Array([1., 1.], dtype=float32)
     """
     comm = resolve(comm)
     root = check_rank(root, comm, "scatter: root")
-    remedy = " (on every rank: off the root give zeros of the same shape)"
-    _check_rows("scatter", x, comm, remedy)
-    return packed(scatter_p, x, comm, (1, 0), root=root, size=comm.size)
+    _check_rows("scatter", x, comm, " on every rank, zeros off the root for example")
+    return bind_packed(scatter_p, x, comm, (1, 0), root=root, size=comm.size)
 
 
 def allgather(x: Any, comm: Communicator | None = None) -> Any:
-    """All ranks' `x`, stacked along a new leading axis, on every rank.
+    """Stack the `x` of all ranks along a new leading axis, on every rank.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays of any dtype; the same shapes and dtypes on every rank.
+        Array or pytree of arrays of any dtype, with the same shapes and dtypes on every rank.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
-    Arrays of shape (number of ranks, ...). The adjoint is `reduce_scatter(SUM)`.
+    Arrays of shape (number of ranks, *x.shape). The adjoint is `reduce_scatter(SUM)`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.allgather(jnp.arange(3.0))
+    Array([[0., 1., 2.]], dtype=float32)
     """
     comm = resolve(comm)
-    return packed(allgather_p, x, comm, (0, 1), size=comm.size)
+    return bind_packed(allgather_p, x, comm, (0, 1), size=comm.size)
 
 
-def alltoall(x: Any, comm: Communicator | None = None) -> Any:
-    """Row s of `x` goes to rank s; row s of the result is what rank s sent here.
+def alltoall(x: T, comm: Communicator | None = None) -> T:
+    """Send row s of `x` to rank s, and receive a row from every rank.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays of any dtype and of shape (number of ranks, ...), the same shapes
-        and dtypes on every rank.
+        Array or pytree of arrays of any dtype and of shape (number of ranks, ...), with the same
+        shapes and dtypes on every rank.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
-    Arrays of the shapes of `x`. The adjoint is `alltoall` again: the map is symmetric.
+    Arrays of the shapes of `x`. Row s was sent by rank s. The adjoint is `alltoall` again: the
+    map is symmetric.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> size = mg.default_communicator().size
+    >>> mg.alltoall(jnp.ones((size, 2)))
+    Array([[1., 1.]], dtype=float32)
     """
     comm = resolve(comm)
     _check_rows("alltoall", x, comm)
-    return packed(alltoall_p, x, comm, (1, 1))
+    return bind_packed(alltoall_p, x, comm, (1, 1))
 
 
 def barrier(comm: Communicator | None = None) -> None:
-    """Wait until every rank of the communicator has come here."""
+    """Wait until every rank of the communicator has called `barrier`.
+
+    Parameters
+    ----------
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
+
+    Examples
+    --------
+    >>> import mpigrad as mg
+    >>> mg.barrier()
+    """
     barrier_p.bind(carrier(), comm=resolve(comm).slot, site=call_site())

@@ -18,9 +18,9 @@ from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, derivative_slot, resolve, slot_of
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
-from mpigrad.operations.carrier import carrier, no_messages
+from mpigrad.operations.carrier import carrier, forbid_messages
 from mpigrad.operations.primitive import is_differentiable, linear_map
-from mpigrad.operations.pytree_packing import array
+from mpigrad.operations.pytree_packing import arrays
 from mpigrad.runtime.call_sites import call_site
 from mpigrad.runtime.native import ARITHMETIC_DTYPES, library
 
@@ -28,8 +28,8 @@ __all__ = ["custom_operation"]
 
 Function = Callable[[Any, MPI.Intracomm], Any]
 _MPI4PY_ONLY = (
-    "an operation of mpigrad in a function of a custom_operation is refused: no rank could be told "
-    "where the others are. Send by the methods of the communicator that the function is given."
+    "custom_operation: expected forward and transpose to send by mpi4py, got an operation of "
+    "mpigrad inside one of them. Call the methods of the function's own argument comm."
 )
 
 
@@ -42,7 +42,7 @@ class _Operation:
 
 @dataclass(frozen=True)
 class _Type:
-    """Shapes and dtypes of a pytree of arrays."""
+    """The shapes and dtypes of a pytree of arrays."""
 
     structure: Any
     leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]
@@ -69,7 +69,7 @@ class _Bare(str):
 
 @dataclass(frozen=True)
 class _Call:
-    """One of the two functions, for operands of one type; `batch` are the axes of vmap in front."""
+    """One of the two functions for operands of one type. `batch` are the leading axes of vmap."""
 
     operation: _Operation
     transposed: bool
@@ -79,35 +79,38 @@ class _Call:
     result: _Type
 
     def __call__(self, xs: Any, ys: Any) -> None:
-        """Read the operands at the addresses `xs`, write the results to the addresses `ys`."""
+        """Read the operands at the addresses `xs`, and write the results to the addresses `ys`."""
         name = f"{self.operation.name} ({'transpose' if self.transposed else 'forward'})"
         function = self.operation.transpose if self.transposed else self.operation.forward
         operands, results = self._at(xs, self.operand), self._at(ys, self.result)
         for member in range(math.prod(self.batch)):
             # Copies: the function may change its operands, which belong to XLA.
             copies = [x[member].copy() for x in operands]
-            with no_messages(_MPI4PY_ONLY):
+            with forbid_messages(_MPI4PY_ONLY):
                 returned = function(
                     jax.tree.unflatten(self.operand.structure, copies),
                     _communicators[slot_of(self.slot)],
                 )
-            due = (
-                "is due, the type of x: a cotangent of x has it"
+            expected = f"{self.result}, the type " + (
+                "of x, which a cotangent of x has"
                 if self.transposed
-                else "was promised by `shape` (default: the type of x)"
+                else "that `shape` returned (default: the type of x)"
             )
             try:
                 leaves = self.result.structure.flatten_up_to(returned)
             except ValueError:
                 raise TypeError(
-                    f"{name} returned a pytree {jax.tree.structure(returned)} where {self.result} "
-                    f"{due}"
+                    f"{name}: expected {expected}, got the pytree "
+                    f"{jax.tree.structure(returned)}. Return the expected structure."
                 ) from None
-            got = [np.asarray(leaf) for leaf in leaves]
-            type_ = _Type.of(jax.tree.unflatten(self.result.structure, got))
+            found = [np.asarray(leaf) for leaf in leaves]
+            type_ = _Type.of(jax.tree.unflatten(self.result.structure, found))
             if type_ != self.result:
-                raise TypeError(f"{name} returned {type_} where {self.result} {due}")
-            for y, values in zip(results, got, strict=True):
+                raise TypeError(
+                    f"{name}: expected {expected}, got {type_}. Return the expected shapes and "
+                    "dtypes."
+                )
+            for y, values in zip(results, found, strict=True):
                 y[member] = values
 
     def _at(self, addresses: Any, type_: _Type) -> list[np.ndarray]:
@@ -125,8 +128,8 @@ def _array(address: int | None, shape: tuple[int, ...], dtype: np.dtype) -> np.n
     return np.frombuffer(memory, dtype).reshape(shape)
 
 
-# Compiled programs name a call by its number. It is random: a program that was compiled by
-# another process, and kept on disk, must not find another call under it.
+# Compiled programs name a call by its number. The number is random: a program that another process
+# has compiled and written to disk must not find another call under the same number.
 _numbers: dict[_Call, int] = {}
 _calls: dict[int, _Call] = {}
 _communicators: dict[int, MPI.Intracomm] = {}
@@ -148,20 +151,20 @@ def _number(call: _Call) -> int:
     ctypes.c_int64,
 )
 def _run(number: int, xs: Any, ys: Any, error: Any, length: int) -> int:
-    """Run a call; an exception becomes the text of the operation's error."""
+    """Run a call, and turn an exception into the text of the operation's error."""
     try:
         _calls[number](xs, ys)
     except BaseException as exception:
-        frames = traceback.extract_tb(exception.__traceback__)[2:]  # from the user's function on
+        frames = traceback.extract_tb(exception.__traceback__)[2:]  # starts in the user's function
         shown = [*frames[:1], *frames[1:][-4:]]
         lines = [f"  {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in shown]
         call = _calls[number]
         moved = (*call.operand.leaves, *call.result.leaves)
-        unknown = {dtype.name for _, dtype in moved} - ARITHMETIC_DTYPES
-        if unknown and frames and "mpi4py" in pathlib.PurePath(frames[-1].filename).parts:
+        without_type = {dtype.name for _, dtype in moved} - ARITHMETIC_DTYPES
+        if without_type and frames and "mpi4py" in pathlib.PurePath(frames[-1].filename).parts:
             lines.append(
-                f"  ({' and '.join(sorted(unknown))}: MPI has no such datatype. Convert it first, "
-                "for instance x.astype('float32'), or move its bytes, x.view('uint8'))"
+                f"  ({' and '.join(sorted(without_type))}: MPI has no such datatype. Convert it "
+                "first, for example x.astype('float32'), or move its bytes, x.view('uint8'))"
             )
         text = "\n".join([f"{type(exception).__name__}: {exception}", *lines])
         data = text.encode()[: length - 1] + b"\0"
@@ -204,40 +207,58 @@ custom_p: Primitive = linear_map(
 def custom_operation(
     forward: Function, transpose: Function, shape: Callable[[Any], Any] | None = None
 ) -> Callable[..., Any]:
-    """A differentiable operation made of two functions with calls of mpi4py.
+    """Make a differentiable operation from two functions that call mpi4py.
 
     Parameters
     ----------
     forward
-        (x, comm) -> y, a *linear* map on the product space of the ranks' arrays: x and y are
-        NumPy arrays or pytrees of them, comm is a communicator of mpi4py. It may call anything of
-        mpi4py, and completes what it begins before it returns. It may change its operand.
+        (x, comm) -> y, a *linear* map on the product space of the ranks' arrays. x and y are NumPy
+        arrays or pytrees of them, and comm is a communicator of mpi4py. The function may call any
+        part of mpi4py, and completes its messages before it returns. It may change its operand.
     transpose
-        (ct, comm) -> the transposed map of a cotangent of y: sum over ranks of <forward(x), ct>
-        = sum over ranks of <x, transpose(ct)>, without complex conjugates. `dot_test` checks it.
+        (ct, comm) -> the transposed map of a cotangent of y: the sum over ranks of <forward(x), ct>
+        equals the sum over ranks of <x, transpose(ct)>, without complex conjugates. `dot_test`
+        checks it.
     shape
-        jax.ShapeDtypeStruct of x -> something with the `shape` and `dtype` of y (pytrees, where x
-        and y are); default: those of x. Both have floating-point or complex arrays, or neither.
+        Maps a jax.ShapeDtypeStruct of x to an object with the `shape` and `dtype` of y, or a pytree
+        of x to a pytree of y. Default: those of x. If x has floating-point or complex arrays, y
+        must have some, too, and the other way round.
 
     Returns
     -------
-    operation(x, comm=None) -> y for jax arrays or pytrees of them, at its place among the messages:
-    under jit, grad, jvp, vmap (member by member), scan and checkpoint, and for higher derivatives.
-    The adjoint is `transpose`, and the adjoint of that is `forward`. An exception that one of the
-    functions raises ends the operation, with its text, the rank and the line of the call.
+    operation
+        A function (x, comm=None) -> y of JAX arrays or pytrees of them. It keeps its place among
+        the messages under jit, grad, jvp, vmap (one member at a time), scan and checkpoint, and in
+        higher derivatives. The adjoint is `transpose`, and the adjoint of that is `forward`. If one
+        of the functions raises an exception, the operation ends with its text, the rank and the
+        line of the call.
 
     Notes
     -----
-    The communicator is the one that mpigrad's own messages use, or, in derivatives, the one that
-    theirs use: wait for the requests of `isend` and `irecv` before, or use other tags.
+    The communicator is that of mpigrad's own custom operations, with another one for derivatives.
+    The messages of the two functions never meet other messages of the program.
 
-    Integers beside floating-point arrays move with them. In derivatives they are zeros, and what
-    comes of them is not used: they cannot say what the map is, for that is to be linear in all.
+    Integers next to floating-point arrays move with them. In derivatives they are zeros, and the
+    results for them are not used: the map must be linear in all operands, so integers cannot choose
+    it.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> total = mg.custom_operation(
+    ...     forward=lambda x, comm: comm.allreduce(x),
+    ...     transpose=lambda ct, comm: comm.allreduce(ct),
+    ... )
+    >>> total(jnp.arange(3.0))
+    Array([0., 1., 2.], dtype=float32)
+    >>> check = mg.dot_test(total, jnp.arange(3.0))
     """
     if not callable(forward) or not callable(transpose):
         raise TypeError(
-            "custom_operation: forward and transpose are functions (x, comm) -> y; got "
-            f"{type(forward).__name__} and {type(transpose).__name__} (rank {MPI.COMM_WORLD.rank})"
+            "custom_operation: forward and transpose must be functions (x, comm) -> y, got "
+            f"{type(forward).__name__} and {type(transpose).__name__} on rank "
+            f"{MPI.COMM_WORLD.rank}. Give two functions."
         )
     name = getattr(forward, "__qualname__", type(forward).__name__)
     description = _Operation(forward, transpose, name)
@@ -245,23 +266,26 @@ def custom_operation(
     def operation(x: Any, comm: Communicator | None = None) -> Any:
         _connect()
         comm = resolve(comm)
-        x = jax.tree.map(array, x)
+        x = arrays(name, x)
         struct = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), x)
         y = struct if shape is None else shape(struct)
         if not all(
             hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves(y)
         ):
             raise TypeError(
-                f"{name}: `shape` returned {y!r} on rank {comm.rank}; return something with a "
-                "`shape` and a `dtype`, such as jax.ShapeDtypeStruct, or a pytree of such"
+                f"{name}: `shape` must return an object with `shape` and `dtype`, or a pytree of "
+                f"them, got {y!r} on rank {comm.rank}. Return a jax.ShapeDtypeStruct."
             )
         operand, result = _Type.of(struct), _Type.of(y)
         if result.is_differentiable != operand.is_differentiable:
             raise TypeError(
-                f"{name}: x is {operand} and the result {result}: one has a derivative, the other "
-                "none; convert one of them outside the operation"
+                f"{name}: x and the result must both have floating-point arrays, or neither, got "
+                f"x = {operand} and the result {result} on rank {comm.rank}. Convert one of them "
+                "outside the operation."
             )
-        for slot, mpi in zip((comm.slot, derivative_slot(comm.slot)), comm.own, strict=True):
+        for slot, mpi in zip(
+            (comm.slot, derivative_slot(comm.slot)), comm.custom_comms, strict=True
+        ):
             _communicators[slot] = MPI.Intracomm(mpi)
         leaves = custom_p.bind(
             *jax.tree.leaves(x),

@@ -1,7 +1,7 @@
-"""Entries of arrays by index, where a rank may have none.
+"""Array indexing that stays active and batched if a rank has no indices.
 
-JAX makes of x[[]], and of an empty `at[].add`, a constant that depends on nothing. A message of it
-would be neither batched nor differentiated with those of the other ranks.
+JAX turns x[[]], and an empty `at[].add`, into a constant that depends on nothing. A message of this
+constant would neither be batched nor be differentiated with the messages of the other ranks.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpigrad.operations.carrier import follow
+from mpigrad.operations.carrier import tie_in
 
 __all__ = ["put", "take"]
 
 
 def take(x: jax.Array, index: Any, unique: bool = False) -> jax.Array:
-    """x[index] along the leading axis, all of them in bounds."""
+    """Return x[index] along the leading axis. All indices must be in bounds."""
     if not len(index):
         return jax.lax.slice_in_dim(x, 0, 0).reshape(*index.shape, *x.shape[1:])
     return x.at[index].get(
@@ -26,8 +26,8 @@ def take(x: jax.Array, index: Any, unique: bool = False) -> jax.Array:
 
 
 def put(n: int, index: Any, values: jax.Array) -> jax.Array:
-    """`n` zeros to which `values` are added at `index`, all of them in bounds."""
+    """Add `values` at `index` to `n` zeros. All indices must be in bounds."""
     zeros = jnp.zeros(n, values.dtype)
     if not len(index):
-        return follow(zeros, values)
+        return tie_in(zeros, values)
     return zeros.at[index].add(values, mode="promise_in_bounds", wrap_negative_indices=False)

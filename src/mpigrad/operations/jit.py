@@ -1,4 +1,4 @@
-"""jit: `jax.jit` for programs with messages, with JAX's fast dispatch."""
+"""Compile programs with messages by `jax.jit`, with JAX's fast dispatch."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ __all__ = ["argument_numbers", "jit"]
 
 
 def argument_numbers(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Return argument numbers as a tuple of Python integers."""
     if argnums is None:
         return ()
     if isinstance(argnums, Sequence):
@@ -29,8 +30,8 @@ def argument_numbers(argnums: int | Sequence[int] | None) -> tuple[int, ...]:
     return (operator.index(argnums),)
 
 
-# To JAX, a compiled program is a pure function of an array of one byte, which every program takes
-# and returns; so it is dispatched by JAX's fast path, and programs keep their order.
+# To JAX, a compiled program is a pure function of an array of one byte, the *turn*, which every
+# program takes and returns. So JAX's fast path dispatches it, and programs keep their order.
 _TURN = compat.ShapedArray((1,), np.dtype("uint8"))
 _region_p = compat.Primitive("mpigrad_region")
 _region_p.multiple_results = True
@@ -42,16 +43,16 @@ compat.register_lowering(
     ),
 )
 compat.lower_high_level(_region_p)
-# JAX alone calls it without compiling: to find a NaN (jax_debug_nans).
+# Only JAX calls this rule, to find a NaN without compiling (jax_debug_nans).
 _region_p.def_impl(lambda turn, *xs, jaxpr: [turn, *repairs.run_piecewise(jaxpr, *xs)])
-_first_turn = np.zeros(_TURN.shape, _TURN.dtype)  # no array of JAX's at import
+_first_turn = np.zeros(_TURN.shape, _TURN.dtype)  # not a JAX array: this runs at import
 _turn: Any = _first_turn
 
 
-def _completed(program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The results of a program, run to its end where a call only queues it.
+def _run_to_end(program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a program to its end on a device on which a call only queues it.
 
-    Queued programs would have no order with those of `jax.jit`, nor with direct calls of mpi4py.
+    Queued programs would not keep an order with those of `jax.jit` and direct calls of mpi4py.
     """
     jax.effects_barrier()
     turn, out = program(_first_turn, *args, **kwargs)
@@ -60,7 +61,7 @@ def _completed(program: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _region(f: Callable[..., Any], turn: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """(next turn, f(*args, **kwargs)), the messages of f between `turn` and the next."""
+    """Return the next turn and f(*args, **kwargs), with the messages of f between the turns."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     dynamic = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
 
@@ -75,9 +76,9 @@ def _region(f: Callable[..., Any], turn: Any, args: Any, kwargs: Any) -> tuple[A
     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*operands)
     if others := compat.other_orders(closed.effects):
         raise NotImplementedError(
-            "mpigrad.jit: the function has other operations that keep an order of their own "
-            f"({', '.join(others)}), callbacks with ordered=True for example; give them "
-            "ordered=False, or compile the function by jax.jit"
+            "jit: the only ordered effects of the function must be messages of mpigrad, got "
+            f"{', '.join(others)}, from callbacks with ordered=True for example. Give them "
+            "ordered=False, or compile the function by jax.jit."
         )
     jaxpr, constants = compat.constants_as_operands(closed)
     turn, *results = _region_p.bind(turn, *constants, *operands, jaxpr=jaxpr)
@@ -85,37 +86,40 @@ def _region(f: Callable[..., Any], turn: Any, args: Any, kwargs: Any) -> tuple[A
 
 
 def _refuse_devices(arrays: Any, cause: Exception) -> None:
-    """Say in words of mpigrad that a program failed because its arrays are on several devices."""
+    """Raise an error of mpigrad if a program failed because its arrays are on several devices."""
     if not any(words in str(cause) for words in ("incompatible devices", "must have sharding")):
         return
-    there = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array) and not x.is_deleted()]
-    found = {d for x in there for d in x.devices()}
-    if len(found) > 1:
+    live = [x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array) and not x.is_deleted()]
+    devices = {d for x in live for d in x.devices()}
+    if len(devices) > 1:
         raise ValueError(
-            f"mpigrad.jit: arrays of this rank are on {', '.join(sorted(map(str, found)))}: all "
-            "programs with messages of a rank run on one device. Start a rank for each device, or "
-            "move the arrays to one (jax.device_put)"
+            "jit: all arrays of a rank must be on one device, got arrays on "
+            f"{', '.join(sorted(map(str, devices)))}. Start a rank for each device, or move the "
+            "arrays to one device by jax.device_put."
         ) from cause
 
 
-def _both(
+def _arguments(
     f: Callable[..., Any], numbers: int | Sequence[int] | None, names: str | Sequence[str] | None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Numbers and names of the same arguments, each completed by the other, as JAX does."""
-    found = list(argument_numbers(numbers))
-    called = [names] if isinstance(names, str) else list(names or ())
-    if min((*found, 0)) < 0:
-        raise ValueError("mpigrad.jit: static_argnums and donate_argnums count from the front")
+    """Return the numbers and the names of the same arguments, completed as JAX does."""
+    positions = list(argument_numbers(numbers))
+    keywords = [names] if isinstance(names, str) else list(names or ())
+    if min((*positions, 0)) < 0:
+        raise ValueError(
+            "jit: static_argnums and donate_argnums must not be negative, got "
+            f"{tuple(positions)}. Count arguments from the front."
+        )
     try:
         parameters = list(inspect.signature(f).parameters.values())
-    except (TypeError, ValueError):  # no signature, as of some compiled functions
-        return tuple(found), tuple(called)
+    except (TypeError, ValueError):  # some compiled functions do not have a signature
+        return tuple(positions), tuple(keywords)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     by_number = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     pairs = list(enumerate(parameters))
-    called += [p.name for i, p in pairs if i in found and p.kind in by_name]
-    found += [i for i, p in pairs if p.name in called and p.kind in by_number]
-    return tuple(sorted({*found})), tuple(dict.fromkeys(called))
+    keywords += [p.name for i, p in pairs if i in positions and p.kind in by_name]
+    positions += [i for i, p in pairs if p.name in keywords and p.kind in by_number]
+    return tuple(sorted({*positions})), tuple(dict.fromkeys(keywords))
 
 
 def jit(
@@ -126,16 +130,32 @@ def jit(
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
-    """`jax.jit` for programs with messages, with cheap dispatch.
+    """Compile a function with messages, with faster dispatch than `jax.jit`.
 
-    `jax.jit` of a program with messages takes JAX's slow dispatch path; this one, called outside
-    any transformation, takes the fast one, and keeps its order among all operations of mpigrad.
-    Inside a transformation it is `jax.jit`, traced once whatever the transformation.
+    JAX dispatches a program with messages by its slow path. `mpigrad.jit`, called outside any
+    transformation, takes the fast path, and keeps its order among all operations of mpigrad. Inside
+    a transformation it is `jax.jit`, and traces the function once for all transformations.
 
     Parameters
     ----------
+    f
+        The function. If it is left out, the result is a decorator.
     static_argnums, static_argnames, donate_argnums, donate_argnames
         As for `jax.jit`.
+
+    Returns
+    -------
+    A function like `f`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> @mg.jit
+    ... def mean(x):
+    ...     return mg.allreduce(x) / mg.default_communicator().size
+    >>> mean(jnp.arange(3.0))
+    Array([0., 1., 2.], dtype=float32)
     """
     if f is None:
         return functools.partial(
@@ -145,8 +165,8 @@ def jit(
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
         )
-    static_numbers, static_names = _both(f, static_argnums, static_argnames)
-    donate_numbers, donate_names = _both(f, donate_argnums, donate_argnames)
+    static_numbers, static_names = _arguments(f, static_argnums, static_argnames)
+    donate_numbers, donate_names = _arguments(f, donate_argnums, donate_argnames)
     options: dict[str, Any] = {
         "static_argnums": tuple(n + 1 for n in static_numbers),
         "static_argnames": static_names,
@@ -171,10 +191,10 @@ def jit(
             check_process()
             try:
                 if _turn is _first_turn and compat.queues():
-                    return _completed(program, args, kwargs)
+                    return _run_to_end(program, args, kwargs)
                 _turn, out = program(_turn, *args, **kwargs)
             except (ValueError, RuntimeError) as error:
-                # JAX's fast path raises a failed handler as a ValueError, its slow one does not.
+                # JAX's fast path raises a ValueError for a failed handler, the slow path does not.
                 text = str(error).partition("mpigrad: ")[2]
                 if not text or isinstance(error.__cause__, jax.errors.JaxRuntimeError):
                     _refuse_devices((_turn, args, kwargs), error)

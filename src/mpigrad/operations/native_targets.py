@@ -1,4 +1,4 @@
-"""Native handlers, as targets that compiled programs call."""
+"""Native handlers as targets that compiled programs call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ __all__ = ["register_target"]
 
 @functools.cache
 def register_target(name: str, lib: Any = None) -> str:
-    """Make the native handler `name` known to XLA, on CPUs and (staged in host memory) on GPUs."""
+    """Register the native handler `name` with XLA, for CPUs and, staged on the host, for GPUs."""
     handler = getattr(library() if lib is None else lib, name)
     staged = library().mpigrad_staged(ctypes.cast(handler, ctypes.c_void_p), name.encode())
     if not staged:
-        raise RuntimeError("mpigrad: native/gpu/staging.cc has no place left: kTargets")
+        raise RuntimeError(
+            f"mpigrad: cannot register the handler {name}: the table in native/gpu/staging.cc is "
+            "full. Raise kTargets there."
+        )
     compat.register_target(name, handler, staged)
     return name

@@ -1,4 +1,4 @@
-"""One packed message to and from each neighbour."""
+"""Exchange with the neighbouring ranks, by one packed message to and from each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mpigrad.communicator import Communicator, check_rank, derivative_slot, reso
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.carrier import carrier
 from mpigrad.operations.primitive import linear_map
-from mpigrad.operations.pytree_packing import array, in_words, over_packed
+from mpigrad.operations.pytree_packing import apply_packed, arrays, describe_leaves
 from mpigrad.runtime.call_sites import call_site
 from mpigrad.runtime.native import TAG_LIMIT, words_per_element
 
 __all__ = ["neighbor_alltoallv"]
 
-NEIGHBOR_TAG = TAG_LIMIT + 1  # no program has it, nor one of its derivatives
+NEIGHBOR_TAG = TAG_LIMIT + 1  # neither a program nor one of its derivatives uses this tag
 
 
 def _result(x: Any, *, recvcounts: tuple[int, ...], **_: Any) -> ShapedArray:
@@ -53,49 +53,69 @@ def neighbor_alltoallv(
     recvcounts: Sequence[int],
     comm: Communicator | None = None,
 ) -> Any:
-    """Exchange rows with the neighbouring ranks, one message of each dtype each way.
+    """Exchange rows with the neighbouring ranks, by one message of each dtype in each direction.
 
     Parameters
     ----------
     x
         Array or pytree of arrays of shape (sum(sendcounts), ...): the rows for neighbors[0], then
-        those for neighbors[1], and so on.
+        the rows for neighbors[1], and so on.
     neighbors
         Ranks, without repetition. Rank r names s if and only if s names r.
     sendcounts, recvcounts
-        Rows that go to, and come from, each neighbour; no message where a count is zero.
+        The number of rows for each neighbour, and from each neighbour. If a count is zero, no
+        message is sent.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
-    Arrays of shape (sum(recvcounts), ...), packed in the same way. The adjoint is the same
-    exchange with the counts exchanged.
+    Arrays of shape (sum(recvcounts), ...), in the same order. The adjoint is the same exchange with
+    the counts exchanged.
+
+    Examples
+    --------
+    On one rank, the rank is its own neighbour:
+
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.neighbor_alltoallv(jnp.arange(3.0), neighbors=[0], sendcounts=[3], recvcounts=[3])
+    Array([0., 1., 2.], dtype=float32)
     """
     comm = resolve(comm)
     ranks = tuple(check_rank(r, comm, "neighbor_alltoallv: neighbors") for r in neighbors)
     send, receive = tuple(int(n) for n in sendcounts), tuple(int(n) for n in recvcounts)
     if not len(ranks) == len(send) == len(receive):
         raise ValueError(
-            f"neighbor_alltoallv: {len(ranks)} neighbors, {len(send)} sendcounts and "
-            f"{len(receive)} recvcounts on rank {comm.rank}; give one count for each neighbour"
+            f"neighbor_alltoallv: expected one sendcount and one recvcount for each neighbour, got "
+            f"{len(ranks)} neighbors, {len(send)} sendcounts and {len(receive)} recvcounts on rank "
+            f"{comm.rank}. Give three sequences of the same length."
         )
     if len(set(ranks)) != len(ranks):
-        raise ValueError(f"neighbor_alltoallv: neighbors {ranks} name a rank twice")
+        raise ValueError(
+            f"neighbor_alltoallv: neighbors must not repeat a rank, got {ranks} on rank "
+            f"{comm.rank}. Name each rank once."
+        )
     if min((*send, *receive, 0)) < 0:
-        raise ValueError("neighbor_alltoallv: counts must not be negative")
-    for leaf in jax.tree.leaves(x):
-        shape = jnp.shape(array(leaf))
+        raise ValueError(
+            f"neighbor_alltoallv: counts must not be negative, got sendcounts {send} and "
+            f"recvcounts {receive} on rank {comm.rank}. Give 0 for no rows."
+        )
+    for leaf in jax.tree.leaves(arrays("neighbor_alltoallv", x)):
+        shape = jnp.shape(leaf)
         if not shape or shape[0] != sum(send):
             raise ValueError(
-                f"neighbor_alltoallv: x has shape {shape} on rank {comm.rank}; its leading axis "
-                f"must have sum(sendcounts) = {sum(send)} rows"
+                f"neighbor_alltoallv: axis 0 of x must have sum(sendcounts) = {sum(send)} rows, "
+                f"got shape {shape} on rank {comm.rank}. Change x or sendcounts."
             )
-    site, a = call_site(in_words(x, 1)), carrier()
+    site, a = call_site(describe_leaves(x, 1)), carrier()
 
     def exchange(leaf: Any) -> Any:
         (y,) = neighbor_alltoallv_p.bind(
             leaf,
             a,
-            comm=derivative_slot(comm.slot),  # out of the way of the program's wildcard receives
+            # On another communicator than the wildcard receives of the program.
+            comm=derivative_slot(comm.slot),
             site=site,
             tag=NEIGHBOR_TAG,
             neighbors=ranks,
@@ -104,4 +124,4 @@ def neighbor_alltoallv(
         )
         return y
 
-    return over_packed(exchange, x, leading=(1, 1))
+    return apply_packed(exchange, x, leading=(1, 1))

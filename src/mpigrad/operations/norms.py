@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
 from mpigrad.operations import allreduce
-from mpigrad.operations.pytree_packing import array
+from mpigrad.operations.pytree_packing import arrays
 
 __all__ = ["max_norm", "rms_norm"]
 
@@ -19,24 +19,25 @@ def rms_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
     """Compute the root mean square of the entries of all ranks.
 
     The function itself is a `norm=` argument of diffrax and optimistix: all ranks get the same
-    number, and so they take the same steps and stop at the same one. This call is collective and
-    sends one message. It is differentiable. Its gradient is zero if all entries are zero, or if the
-    norm is infinite.
+    value, so they take the same steps and stop at the same step. The call is collective and sends
+    one message. It is differentiable. Its gradient is zero if all entries are zero, or if the norm
+    is infinite.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays, real or complex. This is this rank's part of a distributed
-        vector: its size may differ between ranks, and may be zero. The dtype may not differ.
+        Array or pytree of arrays, real or complex: this rank's part of a distributed vector. Its
+        size may differ between ranks and may be zero. Its dtype must be the same on all ranks.
     comm
-        The ranks that have parts of the vector.
+        The communicator of the ranks that have parts of the vector. Default: the communicator of
+        the enclosing `with`, or all ranks.
 
     Returns
     -------
     jax.Array
         √(Σ |x|² / n), a real scalar, equal on all ranks. Both Σ and the number of entries n are
-        taken over all ranks. It is 0 if there are no entries. Its dtype is that of `x`, or the
-        real one of a complex `x`. Sums of 16-bit floats are computed in float32.
+        taken over all ranks. It is 0 if there are no entries. Its dtype is that of `x`, or the real
+        one of a complex `x`. Sums of 16-bit floats are computed in float32.
 
     See Also
     --------
@@ -44,18 +45,18 @@ def rms_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
 
     Examples
     --------
-    >>> import diffrax
     >>> import jax.numpy as jnp
     >>> import mpigrad as mg
     >>> float(mg.rms_norm({"u": jnp.full(3, 2.0), "v": jnp.full((2, 2), -2.0)}))
     2.0
-    >>> controller = diffrax.PIDController(rtol=1e-4, atol=1e-6, norm=mg.rms_norm)
+
+    As the norm of a solver: `diffrax.PIDController(rtol=1e-4, atol=1e-6, norm=mg.rms_norm)`.
     """
-    leaves, dtype, work = _leaves(x)
+    leaves, dtype, work = _leaves("rms_norm", x)
     squares = [_square(part.astype(work)) for leaf in leaves for part in _real(leaf)]
     count = float(sum(leaf.size for leaf in leaves))
     total, count = allreduce(jnp.stack([sum(squares, jnp.zeros((), work)), count]), comm=comm)
-    zero = total == 0  # there the square root has no derivative
+    zero = total == 0  # the square root is not differentiable at zero
     mean = jnp.where(zero, 1, total) / jnp.maximum(count, 1)
     return jnp.where(zero, 0, jnp.sqrt(mean)).astype(dtype)
 
@@ -63,18 +64,14 @@ def rms_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
 def max_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
     """Compute the largest absolute value of the entries of all ranks.
 
-    The function itself is a `norm=` argument of diffrax and optimistix, as `rms_norm` is. This
-    call is collective and sends one message. It is differentiable: the derivative is shared
+    It is used as `rms_norm`, and sends one message. It is differentiable: the derivative is shared
     equally between the ranks that have the largest value, and then between the entries of a rank.
     It is zero if all entries are zero.
 
     Parameters
     ----------
-    x
-        Array or pytree of arrays, real or complex. This is this rank's part of a distributed
-        vector: its size may differ between ranks, and may be zero. The dtype may not differ.
-    comm
-        The ranks that have parts of the vector.
+    x, comm
+        As for `rms_norm`.
 
     Returns
     -------
@@ -89,25 +86,25 @@ def max_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
     >>> float(mg.max_norm([jnp.array([1.0, -3.0]), jnp.zeros((2, 2))]))
     3.0
     """
-    leaves, dtype, work = _leaves(x)
+    leaves, dtype, work = _leaves("max_norm", x)
     # The derivative of |x| is zero at zero. The last zero is for ranks without entries.
     sizes = [jnp.where(leaf == 0, 0, jnp.abs(leaf)).astype(work).ravel() for leaf in leaves]
     most = jnp.max(jnp.concatenate([*sizes, jnp.zeros(1, work)]))
     return allreduce(most, op=MPI.MAX, comm=comm).astype(dtype)
 
 
-def _leaves(x: Any) -> tuple[list[jax.Array], Any, Any]:
-    """The leaves, the dtype of their norm, and the one in which MPI reduces it."""
-    leaves = [array(leaf) for leaf in jax.tree.leaves(x)]
+def _leaves(operation: str, x: Any) -> tuple[list[jax.Array], Any, Any]:
+    """Return the leaves, the dtype of their norm, and the dtype in which MPI reduces it."""
+    leaves = jax.tree.leaves(arrays(operation, x))
     dtype = jnp.result_type(*leaves) if leaves else jnp.result_type(float)
     if not jnp.issubdtype(dtype, jnp.inexact):
         leaves, dtype = [leaf.astype(float) for leaf in leaves], jnp.result_type(float)
-    dtype = jnp.finfo(dtype).dtype  # of a complex dtype its real one
+    dtype = jnp.finfo(dtype).dtype  # the real dtype of a complex dtype
     return leaves, dtype, jnp.promote_types(dtype, jnp.float32)
 
 
 def _square(x: jax.Array) -> jax.Array:
-    """The sum of x²; infinite entries have the derivative zero, not NaN (0 times infinity)."""
+    """Return the sum of x². Infinite entries have the derivative zero, not NaN."""
     finite = jnp.isfinite(x)
     others = jnp.where(finite, 0, jnp.square(jax.lax.stop_gradient(x)))
     return jnp.sum(jnp.square(jnp.where(finite, x, 0)) + others)

@@ -1,4 +1,4 @@
-"""A place among the messages for what is computed: before one message, after another."""
+"""A place in the order of messages for a computation: before one message, after another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpigrad.operations.carrier import carrier
 from mpigrad.operations.primitive import linear_map
 from mpigrad.runtime.call_sites import call_site
 
-__all__ = ["in_order"]
+__all__ = ["keep_in_order"]
 
 
 def _transpose(ct: Any, x: Any, a: Any, **params: Any) -> Any:
@@ -26,12 +26,13 @@ in_order_p: Primitive = linear_map(
 )
 
 
-def in_order(tree: Any) -> Any:
-    """The same values; what is computed of them waits for the messages that come before.
+def keep_in_order(tree: Any) -> Any:
+    """Return the same values, computed after the messages before and before the messages after.
 
     Compiled programs keep the messages in order, and compute in any order that their data allow.
-    The operand is computed before the messages that come after, and the derivative keeps to the
-    same in reverse. No copy is made where the operand is not needed again.
+    The operand is computed before the messages that follow, the results after the messages that
+    precede. The derivative keeps the reverse order. If the operand is not needed again, no copy is
+    made.
 
     Parameters
     ----------

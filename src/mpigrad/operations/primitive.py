@@ -1,8 +1,8 @@
 """The factory of differentiable operations.
 
 An operation is a linear map on the product space of the ranks' arrays. Its row names the native
-handler, the shape of the result and the transpose; from it follow the JAX primitive's abstract
-evaluation, lowering, jvp, linearization, transpose and batching.
+handler, the shape of the result and the transpose. From the row follow the rules of the JAX
+primitive: abstract evaluation, lowering, jvp, linearization, transpose and batching.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from mpigrad.communicator import adjoint_space, tangent_space
 from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations import _jax_repairs as repairs
+from mpigrad.operations import _jax_staging as staging
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching
 from mpigrad.operations.carrier import CARRIER, check_allowed, opaque_zero
 from mpigrad.operations.jit import jit
@@ -50,10 +50,16 @@ def _program(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Calla
 def run_eagerly(
     primitive: Primitive, programs: Callable[[dict[str, Any]], dict[Any, Any]] | None = None
 ) -> None:
-    """Outside any transformation the primitive is a small compiled program, kept by parameters.
+    """Outside any transformation, run the primitive as a small compiled program.
 
-    The last operand is the carrier, whose value is never used. `programs` makes, of the parameters,
-    the dictionary that keeps the programs, where they should not be kept for ever.
+    The program is kept by its parameters. The last operand is the carrier, whose value is never
+    used.
+
+    Parameters
+    ----------
+    programs
+        Maps the parameters to the dictionary that keeps the programs. Default: they are kept until
+        the process ends.
     """
 
     def run(*operands: Any, **params: Any) -> Any:
@@ -61,11 +67,11 @@ def run_eagerly(
         if programs is None:
             program = _eager(primitive, key)
         else:
-            kept = programs(params)
-            program = kept.get((primitive, key)) or _program(primitive, key)
-            kept[primitive, key] = program
+            cache = programs(params)
+            program = cache.get((primitive, key)) or _program(primitive, key)
+            cache[primitive, key] = program
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            with jax.disable_jit(False):  # a message is compiled all the same
+            with jax.disable_jit(False):  # a message must be compiled
                 return program(*operands[:-1])
         return program(*operands[:-1])
 
@@ -73,25 +79,27 @@ def run_eagerly(
 
 
 def check_count(name: str, shape: Sequence[int], dtype: Any) -> None:
-    """Refuse messages that MPI's 32-bit counts cannot hold."""
+    """Raise an error if a message is longer than MPI's 32-bit counts allow."""
     count = math.prod(shape) * words_per_element(np.dtype(dtype))
     if count > MAX_COUNT:
         raise ValueError(
-            f"{name}: a message of {math.prod(shape)} elements of {dtype} is longer than MPI's "
-            f"counts of 32 bits allow ({MAX_COUNT} words of at most 8 bytes); send it in parts"
+            f"{name}: a message must have at most {MAX_COUNT} words of at most 8 bytes, the limit "
+            f"of MPI's 32-bit counts, got {math.prod(shape)} elements of {dtype}. Send it in parts."
         )
 
 
 def check_arithmetic(name: str, x: Any, site: int) -> None:
-    """Refuse sums of what MPI cannot add: the adjoints of copies, too, where it moved as it is."""
+    """Raise an error if MPI cannot add this dtype, in the adjoint of a copy for example."""
     if x.dtype.name not in ARITHMETIC_DTYPES:
         raise TypeError(
-            f"{name} at {describe(site)}: MPI cannot add {x.dtype.name}; convert it first, for "
-            "instance x.astype('float32')"
+            f"{name} at {describe(site)}: a sum takes integers, float32/64 and complex64/128, got "
+            f"{x.dtype.name}, which MPI cannot add. Convert it first, for example "
+            "x.astype('float32')."
         )
 
 
 def is_differentiable(dtype: Any) -> bool:
+    """Return True for floating-point and complex dtypes."""
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
@@ -108,7 +116,7 @@ def _message(
     batch_axes: tuple[int, int] = (0, 0),
     batch_params: Callable[[dict[str, Any], int], dict[str, Any]] | None = None,
 ) -> Primitive:
-    """A primitive (x, ..., carrier) -> results: all but its derivatives."""
+    """Make a primitive (x, ..., carrier) -> results, without its derivatives."""
     primitive = Primitive(f"mpigrad_{name}")
     handler = register_target(target or f"mpigrad_{name}")
 
@@ -134,7 +142,7 @@ def _message(
         def batched(x: Any, d: int | None) -> Any:
             if d is not None:
                 return jnp.moveaxis(x, d, before)
-            # Another rank's operand may be batched: send the batch.
+            # The operand of another rank may be batched: send the batch.
             shape = (*x.shape[:before], n, *x.shape[before:])
             return jnp.broadcast_to(jnp.expand_dims(x, before), shape)
 
@@ -152,7 +160,7 @@ def _message(
         y = primitive.bind(*xs, a, **params)
         return y, [after if i in range(len(y))[:batched_results] else None for i in range(len(y))]
 
-    repairs.always_stage(primitive)
+    staging.always_stage(primitive)
     batching.primitive_batchers[primitive] = batch
     return primitive
 
@@ -166,7 +174,7 @@ def _set_derivative(
     """Set the rules of jvp and linearize, with the arguments of `map_with_tangent`."""
 
     def tangent_of(aval: Any, tx: Any, ta: Any) -> Any:
-        if not is_differentiable(aval.dtype):  # integers beside what has a derivative
+        if not is_differentiable(aval.dtype):  # integers next to differentiable operands
             return jnp.zeros(aval.shape, aval.dtype)
         if type(tx) is ad.Zero and type(ta) is ad.Zero:  # another operand is active
             return jnp.zeros(aval.shape, aval.dtype)
@@ -188,8 +196,8 @@ def _set_derivative(
             for t, v in zip(tangents, results, strict=True)
         ]
 
-    # The tangent's carrier depends on x, so that it is active wherever x is.
-    def linked(xs: Any, a: Any) -> Any:
+    # The carrier of the tangent depends on x, so that it is active if x is.
+    def link_carrier(xs: Any, a: Any) -> Any:
         return sum((opaque_zero(x, CARRIER) for x in xs if is_differentiable(x.dtype)), a)
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -197,7 +205,7 @@ def _set_derivative(
         y = primitive.bind(*xs, a, **params)
         if not any(is_differentiable(x.dtype) for x in xs):
             return y, [ad.Zero(compat.tangent_aval(v)) for v in y]
-        res = [*residuals(*xs, a, y, **params), linked(xs, a)]
+        res = [*residuals(*xs, a, y, **params), link_carrier(xs, a)]
         avals, results = [jax.typeof(x) for x in xs], [jax.typeof(v) for v in y]
         return y, apply(avals, res, txs, ta, results, params)
 
@@ -207,7 +215,7 @@ def _set_derivative(
         if not any(is_differentiable(x.dtype) for x in xs):
             zeros = [ad.Zero(compat.tangent_aval(v)) for v in y]
             return y, [False] * len(y), [], lambda residuals, *tangents: zeros
-        res = [*residuals(*xs, a, y, **params), linked(xs, a)]
+        res = [*residuals(*xs, a, y, **params), link_carrier(xs, a)]
         avals, results = [jax.typeof(x) for x in xs], [jax.typeof(v) for v in y]
         active = [is_differentiable(v.dtype) for v in y]
 
@@ -231,64 +239,64 @@ def linear_map(
     inactive: Callable[[Any, Any], Any] = opaque_zero,
     **options: Any,
 ) -> Primitive:
-    """A primitive (x, ..., carrier) -> [y, ...] for the native handler `mpigrad_<name>`.
+    """Make a linear primitive (x, ..., carrier) -> [y, ...] for the handler `mpigrad_<name>`.
 
-    Most have one operand and at most one result.
+    Most such primitives have one operand and at most one result.
 
     Parameters
     ----------
     transpose
-        (cotangent or None, operands before x, aval of x, carrier, **params) -> cotangent of x; with
+        (cotangent or None, operands before x, aval of x, carrier, **params) -> cotangent of x. With
         `n_ary`: (cotangents, avals of the x, carrier, **params) -> cotangents of the x.
     n_ary
-        Whether there may be any number of operands and results. Integers among them are zeros in
-        derivatives. Default: no.
+        True for any number of operands and results. Integers among them are zeros in derivatives.
     n_nondiff
-        The number of integers before x in which the map is not linear, one for a whole batch.
+        The number of integer operands before x in which the map is not linear. A batch has one
+        value of each.
     batched_results
         The number of results that have a batch axis. Default: all.
     result
-        (avals of the x, **params) -> aval of y, or a list of them, or None where nothing comes
-        back on this rank.
+        (avals of the x, **params) -> aval of y, or a list of avals, or None if this rank gets no
+        result.
     n_inputs
-        The number of operands that the handler reads (0: a receive only takes the shape of x).
-        Default: -1, all.
+        The number of operands that the handler reads. It is 0 for a receive, which uses only the
+        shape of x. Default: -1, all operands.
     in_place
-        Whether y may take the memory of x. Default: no.
+        True if y may take the memory of x.
     attributes
-        (avals, params) -> attributes of the handler; default: the parameters.
+        (avals, params) -> attributes of the handler. Default: the parameters.
     batch_axes
-        Where a batch axis stands in x and in y. Default: (0, 0).
+        The position of a batch axis in x and in y. Default: (0, 0).
     batch_params
         (params, batch size) -> params of the batched operation.
     separate_tags
-        Whether derivatives travel in a message space of their own (messages between two ranks,
-        which a wildcard receive might take for one of the program).
+        True if derivatives travel in their own message space: for messages between two ranks, which
+        a wildcard receive of the program might take.
     inactive
         (tangent of the carrier, aval) -> the tangent of an x that is inactive on this rank.
     """
 
-    def tangent(given: Any, txs: Any, a: Any, **params: Any) -> Sequence[Any]:
+    def tangent(constants: Any, txs: Any, a: Any, **params: Any) -> Sequence[Any]:
         if separate_tags:
             params = {**params, "comm": tangent_space(params["comm"])}
-        return primitive.bind(*given, *txs[n_nondiff:], a, **params)
+        return primitive.bind(*constants, *txs[n_nondiff:], a, **params)
 
     def transpose_rule(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
-        given, xs, a = operands[:n_nondiff], operands[n_nondiff:-1], operands[-1]
+        constants, xs, a = operands[:n_nondiff], operands[n_nondiff:-1], operands[-1]
         avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in xs]
         params = {**params, "site": -abs(params["site"])}
         if separate_tags:
             params["comm"] = adjoint_space(params["comm"])
         if not n_ary:
             cts = [ad.instantiate_zeros(ct) for ct in cotangents]
-            back = transpose(cts[0] if cts else None, *given, avals[0], a, **params)
-            return [*(None for _ in given), back, None]
+            back = transpose(cts[0] if cts else None, *constants, avals[0], a, **params)
+            return [*(None for _ in constants), back, None]
         cts = [
             ad.instantiate_zeros(ct) if is_differentiable(y.dtype) else jnp.zeros(y.shape, y.dtype)
             for ct, y in zip(cotangents, options["result"](*avals, **params), strict=True)
         ]
-        given = zip(xs, transpose(cts, avals, a, **params), strict=True)
-        return [*(ct if ad.is_undefined_primal(x) else None for x, ct in given), None]
+        pairs = zip(xs, transpose(cts, avals, a, **params), strict=True)
+        return [*(ct if ad.is_undefined_primal(x) else None for x, ct in pairs), None]
 
     primitive = map_with_tangent(
         name,
@@ -310,15 +318,15 @@ def map_with_tangent(
     inactive: Callable[[Any, Any], Any] = opaque_zero,
     **options: Any,
 ) -> Primitive:
-    """A primitive (x, ..., carrier) -> [y, ...] whose tangents are messages of another kind.
+    """Make a primitive (x, ..., carrier) -> [y, ...] whose tangents are messages of another kind.
 
     Parameters
     ----------
     residuals
-        (x, ..., carrier, results, **params) -> what the derivative at x needs.
+        (x, ..., carrier, results, **params) -> the values that the derivative at x needs.
     tangent
-        (what `residuals` gives, tangents of the x, carrier, **params) -> tangents of the first
-        results (the others have none). It is linear, and its messages have transposes.
+        (residuals, tangents of the x, carrier, **params) -> tangents of the first results. The
+        other results have no tangents. It is linear, and its messages have transposes.
     options
         As for `linear_map`, and `target`, the name of the native handler.
     """
@@ -334,15 +342,16 @@ def weighted_map(
     total: Callable[..., Any],
     **options: Any,
 ) -> Primitive:
-    """A primitive (x, carrier) -> [y, ...] that is not linear, elementwise in all ranks' x.
+    """Make a primitive (x, carrier) -> [y, ...] that is elementwise in all ranks' x, not linear.
 
     Parameters
     ----------
     weight
-        (x, carrier, results, **params) -> dy/dx of this rank's x, from messages that are
-        differentiable. Results after y have no derivative.
+        (x, carrier, results, **params) -> dy/dx for this rank's x, from differentiable messages.
+        Results after y have no derivative.
     total
-        (weighted tangent, carrier, **params) -> tangent of y: the linear map that adds them up.
+        (weighted tangent, carrier, **params) -> tangent of y: the linear map that adds the weighted
+        tangents of all ranks.
     options
         As for `linear_map`, and `target`, the name of the native handler.
     """
@@ -357,9 +366,14 @@ def weighted_map(
 def effect_primitive(
     name: str, *, operands: int, batch: Callable[..., Any], target: str | None = None
 ) -> Primitive:
-    """A primitive without results and without a derivative, at its place among the messages.
+    """Make a primitive without results and derivative that keeps its place among the messages.
 
-    `batch(args, dims, params)` gives the operands of the one unbatched call that stands for all.
+    Parameters
+    ----------
+    operands
+        The number of operands that the handler reads.
+    batch
+        (args, dims, params) -> the operands of one unbatched call for the whole batch.
     """
     primitive = Primitive(f"mpigrad_{name}")
     compat.make_effectful(primitive, lambda *avals, **params: [])
@@ -375,7 +389,7 @@ def effect_primitive(
 
     ad.primitive_jvps[primitive] = jvp
     compat.set_linearization(primitive, linearize)
-    repairs.always_stage(primitive)
+    staging.always_stage(primitive)
     batching.primitive_batchers[primitive] = lambda args, dims, **params: (
         primitive.bind(*batch(args, dims, params), **params),
         [],

@@ -1,4 +1,4 @@
-"""Pytrees as messages: the leaves of one dtype travel together."""
+"""Pytrees as messages: the leaves of one dtype travel in one message."""
 
 from __future__ import annotations
 
@@ -11,52 +11,90 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
 from mpigrad.operations._jax_compat import Primitive
 from mpigrad.operations.carrier import carrier
 from mpigrad.runtime.call_sites import call_site
 
-__all__ = ["Packing", "array", "dtype_of", "in_words", "over_packed", "packed"]
+__all__ = [
+    "LeafError",
+    "Packing",
+    "apply_packed",
+    "array",
+    "arrays",
+    "bind_packed",
+    "describe_leaves",
+    "dtype_of",
+]
+
+
+class LeafError(TypeError):
+    """A leaf of a pytree that MPI cannot move."""
+
+    def __init__(self, leaf: Any, found: str, remedy: str) -> None:
+        super().__init__(f"expected an array or a pytree of arrays, got {found}. {remedy}")
+        self.leaf, self.found, self.remedy = leaf, found, remedy
+
+    def at(self, operation: str, tree: Any, argument: str = "x") -> TypeError:
+        """Return the error of an operation, with the place of the leaf in its argument."""
+        places, _ = jax.tree_util.tree_flatten_with_path(tree)
+        paths = [jax.tree_util.keystr(path) for path, leaf in places if leaf is self.leaf]
+        return TypeError(
+            f"{operation}: expected an array or a pytree of arrays, got {self.found} at "
+            f"{argument}{paths[0] if paths else ''} on rank {MPI.COMM_WORLD.rank}. {self.remedy}"
+        )
 
 
 def array(leaf: Any) -> Any:
-    """`leaf` as an array; arrays as they are (`jnp.asarray` costs more than a message)."""
+    """Return `leaf` as an array; a JAX array is returned unchanged, as `jnp.asarray` is slow."""
     try:
         x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{str(leaf)[:60]!r}, of type {type(leaf).__name__}, is no array of numbers, and no "
-            "pytree of such arrays; other objects go by mpi4py, comm.mpi.bcast(…) for instance"
-        ) from error
+    except (TypeError, ValueError):
+        raise LeafError(
+            leaf,
+            f"{type(leaf).__name__} ({str(leaf)[:60]!r})",
+            "To send other Python objects use mpi4py, for example comm.mpi.bcast(...).",
+        ) from None
     if not isinstance(x.dtype, np.dtype):
-        raise TypeError(
-            f"MPI cannot move arrays of {x.dtype}; send the bits of a random key, "
-            "jax.random.key_data(key), and wrap_key_data what comes"
+        raise LeafError(
+            leaf,
+            f"dtype {x.dtype}",
+            "Send jax.random.key_data(key), and call jax.random.wrap_key_data on the result.",
         )
     if x.dtype.itemsize == 1 and x.dtype.name in _PACKED:
-        raise TypeError(
-            f"arrays of {x.dtype} have several numbers in a byte, and are not moved: send x.astype "
-            "of a dtype of 8 bits, and take what comes back to it"
+        raise LeafError(
+            leaf,
+            f"dtype {x.dtype}, which stores several numbers in a byte,",
+            "Send x.astype('int8'), or another dtype of 8 bits, and convert the result back.",
         )
     return x
+
+
+def arrays(operation: str, tree: Any, argument: str = "x") -> Any:
+    """Return a pytree with its leaves as arrays, or raise the error of an operation."""
+    try:
+        return jax.tree.map(array, tree)
+    except LeafError as error:
+        raise error.at(operation, tree, argument) from None
 
 
 _PACKED = frozenset(("int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"))
 
 
 def dtype_of(leaf: Any) -> np.dtype:
-    """That of `array(leaf)`; `leaf` may have a shape and a dtype only."""
+    """Return the dtype of `array(leaf)`, for a `leaf` that has a shape and a dtype."""
     if isinstance(leaf, jax.Array):
         return array(leaf).dtype
     try:
         return np.dtype(jnp.result_type(array(leaf) if isinstance(leaf, str) else leaf))
     except TypeError:
-        return array(leaf).dtype  # says what is wrong
+        return array(leaf).dtype  # raises the error
 
 
-def in_words(tree: Any, leading: int = 0) -> str:
-    """The arrays of a pytree, without their leading axes, for ranks to compare; "" of one array."""
+def describe_leaves(tree: Any, leading: int = 0) -> str:
+    """Describe the leaves of a pytree for the guard, without leading axes; "" for one array."""
     leaves, structure = jax.tree.flatten(tree)
     if len(leaves) < 2:
         return ""
@@ -64,7 +102,7 @@ def in_words(tree: Any, leading: int = 0) -> str:
     types = tuple((jnp.shape(x)[leading:], d) for x, d in zip(leaves, dtypes, strict=True))
     words = _words.get((structure, types))
     if words is None:
-        if len(_words) >= _KEPT:
+        if len(_words) >= _CACHE_SIZE:
             _words.clear()
         places, _ = jax.tree_util.tree_flatten_with_path(tree)
         words = _words[structure, types] = ", ".join(
@@ -75,24 +113,25 @@ def in_words(tree: Any, leading: int = 0) -> str:
 
 
 _words: dict[Any, str] = {}
-_KEPT = 4096
+_CACHE_SIZE = 4096
 
 
-def over_packed(
+def apply_packed(
     message: Callable[[Any], Any], tree: Any, *, leading: tuple[int, int] = (0, 0)
 ) -> Any:
-    """`message` of all leaves of one dtype at once, in the structure of `tree`.
+    """Apply `message` once to all leaves of each dtype, and return the structure of `tree`.
 
     Parameters
     ----------
     message
-        Maps an array with leading[0] leading axes and one axis more, along which leaves are laid
-        side by side, to an array with leading[1] leading axes and that axis; or to None.
+        Maps an array with leading[0] leading axes and one more axis, along which the leaves are
+        concatenated, to an array with leading[1] leading axes and that axis, or to None.
     leading
-        Leading axes of each leaf that the message treats by itself, before and after.
+        The number of leading axes of each leaf that the message treats by itself, in its operand
+        and in its result.
     """
     leaves, structure = jax.tree.flatten(tree)
-    if len(leaves) == 1:  # nothing to pack: the message keeps its shape
+    if len(leaves) == 1:  # not packed: the message keeps its shape
         return jax.tree.unflatten(structure, [message(array(leaves[0]))])
     leaves = [array(leaf) for leaf in leaves]
     before, after = leading
@@ -115,44 +154,50 @@ def over_packed(
     return jax.tree.unflatten(structure, results)
 
 
-def packed(
+def bind_packed(
     primitive: Primitive,
     x: Any,
     comm: Communicator,
     leading: tuple[int, int] = (0, 0),
     **params: Any,
 ) -> Any:
-    """The messages of `primitive`, one for each dtype of the pytree `x`."""
-    site, a = call_site(in_words(x, leading[0])), carrier()
-    return over_packed(
-        lambda leaf: primitive.bind(leaf, a, comm=comm.slot, site=site, **params)[0],
-        x,
-        leading=leading,
-    )
+    """Send the pytree `x` by one message of `primitive` for each dtype, and return the result."""
+    try:
+        site, a = call_site(describe_leaves(x, leading[0])), carrier()
+        return apply_packed(
+            lambda leaf: primitive.bind(leaf, a, comm=comm.slot, site=site, **params)[0],
+            x,
+            leading=leading,
+        )
+    except LeafError as error:
+        raise error.at(primitive.name.removeprefix("mpigrad_"), x) from None
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a pytree travels between two ranks: one message for each dtype.
+    """The messages by which a pytree travels between two ranks, one for each dtype.
 
-    Messages with a derivative come first, else they keep the order of the leaves: both sides find
-    the same order, also where what is sent and what is received have different structures.
+    Messages with a derivative come first. Apart from that they keep the order of the leaves: both
+    ranks derive the same order, even if they send and receive different structures.
     """
 
     structure: Any
     leaves: tuple[tuple[tuple[int, ...], np.dtype], ...]
 
     @staticmethod
-    def of(tree: Any) -> Packing:
-        """The packing of an array or pytree of arrays."""
+    def of(tree: Any, operation: str, argument: str = "x") -> Packing:
+        """Return the packing of an array or pytree of arrays, an argument of an operation."""
         leaves, structure = jax.tree.flatten(tree)
-        dtypes = [dtype_of(x) for x in leaves]
+        try:
+            dtypes = [dtype_of(x) for x in leaves]
+        except LeafError as error:
+            raise error.at(operation, tree, argument) from None
         shapes = (tuple(jnp.shape(x)) for x in leaves)
         return Packing(structure, tuple(zip(shapes, dtypes, strict=True)))
 
     @functools.cached_property
-    def in_words(self) -> list[str]:
-        """Of each message its leaves, for the two ranks to compare; "" of one array."""
+    def descriptions(self) -> list[str]:
+        """The leaves of each message, for the two ranks to compare; "" for one array."""
         return [
             ""
             if len(members) == 1
@@ -168,7 +213,7 @@ class Packing:
 
     @property
     def messages(self) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype of each message. A leaf that travels alone keeps its shape."""
+        """The shape and dtype of each message. A leaf that travels alone keeps its shape."""
         return [
             self.leaves[members[0]]
             if len(members) == 1
@@ -180,7 +225,7 @@ class Packing:
         ]
 
     def pack(self, tree: Any) -> list[Any]:
-        """The messages that hold `tree`."""
+        """Return the messages that hold `tree`."""
         leaves = [array(leaf) for leaf in jax.tree.leaves(tree)]
         return [
             leaves[members[0]]
@@ -190,7 +235,7 @@ class Packing:
         ]
 
     def unpack(self, messages: Sequence[Any]) -> Any:
-        """The tree that `messages` hold."""
+        """Return the tree that `messages` hold."""
         leaves: list[Any] = [None] * len(self.leaves)
         for members, message in zip(self._groups, messages, strict=True):
             if len(members) == 1:

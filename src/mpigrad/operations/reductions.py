@@ -1,8 +1,8 @@
-"""What a reduction does with the ranks' values: MPI's operations, and the user's own.
+"""Reductions over the ranks' values: MPI's operations, and the user's own.
 
-SUM is linear, and the logical and bitwise operations have no derivative: they are MPI's own. The
-others are differentiated here, by the formula that is written here: the values are moved to where
-they are needed, by messages whose adjoints are known, and `fold` is the rest.
+SUM is linear, and the logical and bitwise operations have no derivative: MPI computes them. The
+other reductions are differentiated here, by the formula in this file. Messages with known adjoints
+move the values to the ranks that need them, and `fold` combines them there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,35 +22,58 @@ from mpigrad.communicator import Communicator
 from mpigrad.operations._jax_compat import Primitive
 from mpigrad.operations.carrier import carrier
 from mpigrad.operations.primitive import is_differentiable
-from mpigrad.operations.pytree_packing import dtype_of, in_words, over_packed
+from mpigrad.operations.pytree_packing import (
+    LeafError,
+    apply_packed,
+    bind_packed,
+    describe_leaves,
+    dtype_of,
+)
 from mpigrad.runtime.call_sites import call_site
 from mpigrad.runtime.native import ARITHMETIC_DTYPES, MOVED_FOR, REDUCTIONS, own_reductions
 
-__all__ = ["OPS", "Reduction", "check_op", "fold", "product_of_others", "reduced", "reduction"]
+__all__ = [
+    "OPS",
+    "Messages",
+    "Reduction",
+    "bind_reduction",
+    "check_op",
+    "fold",
+    "product_of_others",
+    "reduction",
+]
 
 
-# Second derivatives of a scan of functions with a rule of their own are wrong in JAX 0.10 where
-# operands are equal (jnp.logaddexp); a loop in Python is longer to compile.
+# In JAX 0.10 second derivatives of a scan are wrong if its function has a rule of its own and
+# operands are equal (jnp.logaddexp). A loop in Python takes longer to compile.
 _UNROLLED = 64
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """A user's reduction, made by `reduction`; an `op` of the operations that reduce."""
+    """A reduction of the user's own, made by `reduction`: an `op` of the operations that reduce.
+
+    Attributes
+    ----------
+    fn
+        The associative function of two arrays.
+    derivative
+        The function (x, y) -> dy/dx, or None if JAX differentiates `fn`.
+    """
 
     fn: Callable[[Any, Any], Any]
     derivative: Callable[[Any, Any], Any] | None = None
 
     def __call__(self, rows: Any) -> Any:
-        """The rows of an array, from first to last, combined into one."""
+        """Combine the rows of an array into one, from first to last."""
         row = jax.eval_shape(lambda r: r[0], rows)
         result = jax.eval_shape(self.fn, row, row)
         if not isinstance(result, jax.ShapeDtypeStruct) or (
             (result.shape, result.dtype) != (row.shape, row.dtype)
         ):
             raise TypeError(
-                f"reduction: fn of two arrays {row.dtype}{list(row.shape)} returns {result}; it "
-                "must return one array of the same shape and dtype"
+                f"reduction: fn of two arrays {row.dtype}{list(row.shape)} must return one array "
+                f"of the same shape and dtype, got {result}. Change fn."
             )
         if self.derivative is None or not is_differentiable(rows.dtype):
             return self._combine(rows)
@@ -81,35 +104,46 @@ class Reduction:
 def reduction(
     fn: Callable[[Any, Any], Any], derivative: Callable[[Any, Any], Any] | None = None
 ) -> Reduction:
-    """A reduction of your own, for `op=` of reduce, allreduce, reduce_scatter, scan and exscan.
+    """Make a reduction for `op=` of reduce, allreduce, reduce_scatter, scan and exscan.
+
+    The values of all ranks that a result depends on are moved to the rank of the result and
+    combined there. The adjoint is that of these messages.
 
     Parameters
     ----------
     fn
-        Associative function (a, b) of two arrays of one shape and dtype that returns a third, made
-        of JAX operations without messages. It combines the ranks' values in the order of their
-        ranks, array by array where they are pytrees; it need not be commutative.
+        Associative function (a, b) of two arrays of one shape and dtype that returns an array of
+        the same shape and dtype. It uses JAX operations without messages. It combines the values of
+        the ranks in the order of ranks, one leaf of a pytree at a time. It may be non-commutative.
     derivative
-        (x, y) -> dy/dx, elementwise, of the value x of one rank, where y is the result. Default:
-        JAX differentiates `fn`.
+        (x, y) -> dy/dx, elementwise, for the value x of one rank and the result y. Default: JAX
+        differentiates `fn`.
 
     Returns
     -------
-    An `op`. The values of all ranks that the result depends on are moved to the rank of the
-    result, and are combined there; the adjoint is that of these messages.
+    Reduction
+        An `op` for the operations that reduce.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> log_sum = mg.reduction(jnp.logaddexp)
+    >>> mg.allreduce(jnp.zeros(2), op=log_sum)
+    Array([0., 0.], dtype=float32)
     """
     return Reduction(fn, derivative)
 
 
-# (kinds of NumPy dtypes, what they are called, an example of a conversion)
+# (kinds of NumPy dtypes, their description, an example of a conversion)
 _NUMBERS = ("iufc", "integers, float32/64 and complex64/128", "x.astype('float32')")
 _ORDERED = ("iuf", "integers and float32/64", "x.astype('float32')")
 _TRUTHS = ("biu", "bool and integers", "x != 0")
 _BITS = ("iu", "integers", "x.astype('int32')")
-_TIES = "1 for the rank that has it, shared equally between ties"
-_PLACE = "that of the value goes to the rank that has it, the lowest one of ties"
+_TIES = "1 for the rank that has the value, shared equally between ties"
+_PLACE = "the derivative of the value goes to the rank that has it, the lowest rank of ties"
 _NONE = "none: integers have tangents of dtype float0"
-# (op, name, dtypes, what its derivative is)
+# (op, name, dtypes, derivative)
 OPS: tuple[tuple[MPI.Op, str, tuple[str, str, str], str], ...] = (
     (MPI.SUM, "SUM", _NUMBERS, "linear: the adjoint of the operation"),
     (MPI.PROD, "PROD", _NUMBERS, "the product of the other ranks' values, exact with zeros"),
@@ -126,52 +160,55 @@ OPS: tuple[tuple[MPI.Op, str, tuple[str, str, str], str], ...] = (
 )
 
 
-def _slot(op: MPI.Op | Reduction) -> int:
-    """The number by which the guard compares it with the other ranks'."""
+def _number(op: MPI.Op | Reduction) -> int:
+    """Return the number by which the guard compares the reductions of the ranks."""
     if not isinstance(op, Reduction):
-        known = (*REDUCTIONS, *MOVED_FOR)
-        return known.index(op)
+        return (*REDUCTIONS, *MOVED_FOR).index(op)
     fn = inspect.unwrap(op.fn)
     name = getattr(fn, "__qualname__", type(fn).__name__).split(".")[-1]
     line = getattr(getattr(fn, "__code__", None), "co_firstlineno", 0)
-    slot = 1000 + (zlib.crc32(name.encode()) >> 1)  # two ranks may have written it in two places
-    own_reductions[slot] = f"{name}, line {line}" if line else name
-    return slot
+    # By name alone: two ranks may define the same function on two lines.
+    number = 1000 + (zlib.crc32(name.encode()) >> 1)
+    own_reductions[number] = f"{name}, line {line}" if line else name
+    return number
 
 
 _LOGICAL = (MPI.LAND, MPI.LOR, MPI.LXOR)
 
 
 def check_op(operation: str, x: Any, op: MPI.Op | Reduction) -> None:
-    """Refuse reductions that are not known, and dtypes that they do not know."""
+    """Raise an error if `op` is not supported, or not for the dtypes of `x`."""
     if isinstance(op, Reduction):
         return
-    for known, name, (kinds, text, example), _ in OPS:
-        if op != known:
+    for supported, name, (kinds, text, example), _ in OPS:
+        if op != supported:
             continue
         for leaf in jax.tree.leaves(x):
-            dtype = dtype_of(leaf)
+            try:
+                dtype = dtype_of(leaf)
+            except LeafError as error:
+                raise error.at(operation, x) from None
             if dtype == jax.dtypes.float0:
                 raise TypeError(
-                    f"{operation}: an array of dtype float0, the derivative by integers, has no "
-                    "values; leave it out"
+                    f"{operation}: expected numbers, got an array of dtype float0, which is the "
+                    "derivative with respect to integers and has no values. Leave it out."
                 )
             if dtype.kind not in kinds or dtype.name not in ARITHMETIC_DTYPES:
                 remedy = "jnp.abs(x)" if dtype.kind == "c" else example
                 raise TypeError(
-                    f"{operation}: MPI.{name} is for {text}, not for {dtype.name}; convert it "
-                    f"first, for instance {remedy}"
+                    f"{operation}: MPI.{name} takes {text}, got {dtype.name}. Convert it first, "
+                    f"for example {remedy}."
                 )
         return
     names = ", ".join(f"MPI.{name}" for _, name, _, _ in OPS)
     raise ValueError(
-        f"{operation}: op={op!r} is not supported; {names} are, and your own: "
-        "op=mpigrad.reduction(fn)"
+        f"{operation}: op must be {names} or a reduction of your own, got {op!r}. Write "
+        "op=mpigrad.reduction(fn) for another function."
     )
 
 
 def fold(op: MPI.Op | Reduction, rows: Any) -> Any:
-    """The reduction of the rows of an array; for MINLOC and MAXLOC (value, index of its row)."""
+    """Reduce the rows of an array; for MINLOC and MAXLOC return (value, index of its row)."""
     if isinstance(op, Reduction):
         return op(rows)
     if op in (MPI.MINLOC, MPI.MAXLOC):
@@ -183,59 +220,75 @@ def fold(op: MPI.Op | Reduction, rows: Any) -> Any:
 
 
 def product_of_others(rows: Any, own: int) -> Any:
-    """The product of all rows but one: a derivative of the product, whatever is zero."""
+    """Return the product of all rows but `own`: the derivative of the product, exact with zeros."""
     if len(rows) == 1:
         return jnp.ones_like(rows[0])
     return jnp.prod(jnp.concatenate([rows[:own], rows[own + 1 :]]), axis=0)
 
 
-def reduced(
-    primitive: Primitive,
+class Messages(NamedTuple):
+    """Messages of one primitive with these parameters; `leading` as for `apply_packed`."""
+
+    primitive: Primitive
+    params: dict[str, Any]
+    leading: tuple[int, int] = (0, 0)
+
+    def send(self, leaf: Any, carrier: Any, **where: int) -> Any:
+        """Send one array, and return the result."""
+        return self.primitive.bind(leaf, carrier, **where, **self.params)[0]
+
+
+def bind_reduction(
     x: Any,
     op: MPI.Op | Reduction,
     comm: Communicator,
-    move: Callable[..., Any],
-    finish: Callable[[Any], Any],
     *,
-    leading: tuple[int, int] = (0, 0),
-    moved: tuple[int, int] = (0, 1),
+    native: Messages,
+    rows: Messages,
+    fold_rows: Callable[[Any], Any],
     nonlinear: Callable[..., Any] | None = None,
-    **params: Any,
 ) -> Any:
-    """The messages of a reduction, and its result in the structure of `x`.
+    """Reduce a pytree, and return the result in the structure of `x`.
 
     Parameters
     ----------
-    primitive
-        MPI's own, for sums and for what has no derivative; `leading` are its leading axes (see
-        `over_packed`), `params` its parameters.
-    move
-        (array, carrier, comm=, site=, op=) -> all values, along axis 0; `moved` are its leading
-        axes.
-    finish
-        These values -> the result on this rank.
+    native
+        MPI's own reduction, for sums and for operations without a derivative.
+    rows
+        The message that moves all values to the ranks that need them, along axis 0.
+    fold_rows
+        Maps these values to the result on this rank.
     nonlinear
-        (array, carrier, comm=, site=, op=) -> the result by itself, where this is cheaper.
+        (array, carrier, comm=, site=, op=) -> the result of PROD, MAX or MIN, if that is cheaper
+        than moving all values.
     """
-    a, where = carrier(), {"comm": comm.slot, "site": call_site(in_words(x, leading[0]))}
+    check_op(native.primitive.name.removeprefix("mpigrad_"), x, op)
+    if op == MPI.SUM:
+        return bind_packed(
+            native.primitive, x, comm, native.leading, op=REDUCTIONS.index(op), **native.params
+        )
+    a = carrier()
+    where = {
+        "comm": comm.slot,
+        "site": call_site(describe_leaves(x, native.leading[0])),
+        "op": _number(op),
+    }
     if op in REDUCTIONS:
-        slot = REDUCTIONS.index(op)
 
         def message(leaf: Any) -> Any:
-            if op in _LOGICAL and leaf.dtype != bool:  # MPI returns a single operand as it is
+            if op in _LOGICAL and leaf.dtype != bool:  # MPI returns a single operand unchanged
                 leaf = (leaf != 0).astype(leaf.dtype)
-            if op == MPI.SUM or not is_differentiable(leaf.dtype):
-                return primitive.bind(leaf, a, op=slot, **where, **params)[0]
+            if not is_differentiable(leaf.dtype):
+                return native.send(leaf, a, **where)
             if nonlinear is not None:
-                return nonlinear(leaf, a, op=slot, **where)
-            return finish(move(leaf, a, op=slot, **where))
+                return nonlinear(leaf, a, **where)
+            return fold_rows(rows.send(leaf, a, **where))
 
-        return over_packed(message, x, leading=leading)
-    # Array by array: the result may be two arrays, and a user's function need not be elementwise.
-    slot = _slot(op)
-    rows = over_packed(lambda leaf: move(leaf, a, op=slot, **where), x, leading=moved)
-    leaves, structure = jax.tree.flatten(rows)
-    results = [finish(leaf) for leaf in leaves]
+        return apply_packed(message, x, leading=native.leading)
+    # Array by array: the result may be two arrays, and a user's function may not be elementwise.
+    moved = apply_packed(lambda leaf: rows.send(leaf, a, **where), x, leading=rows.leading)
+    leaves, structure = jax.tree.flatten(moved)
+    results = [fold_rows(leaf) for leaf in leaves]
     if isinstance(op, Reduction):
         return jax.tree.unflatten(structure, results)
     values, indices = [value for value, _ in results], [index for _, index in results]

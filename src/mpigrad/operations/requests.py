@@ -1,10 +1,11 @@
-"""The primitives of messages that are posted first and waited for later.
+"""The primitives of non-blocking messages: a post and a wait.
 
-A post returns a *ticket*, a number that stands for the pending message, and the wait takes it. To
-JAX the ticket of a message with a derivative is a linear function of the message, and what arrives
-is a linear function of the ticket; so the tangent's ticket goes to the tangent's wait, and from
-the wait back to the post in the adjoint, on whatever way the program carries the request: through
-loops, branches and compiled functions. The adjoint of a wait is a post, and of a post a wait.
+A post returns a *request token*, a number that stands for the pending message, and the wait takes
+it. To JAX the token of a differentiable message is a linear function of the message, and the
+received value is a linear function of the token. So the token of the tangent goes to the wait of
+the tangent, and in the adjoint from the wait back to the post, on whatever way the program carries
+the request: through loops, branches and compiled functions. The adjoint of a wait is a post, and
+the adjoint of a post is a wait.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.any_source import ENVELOPE
 from mpigrad.operations.primitive import is_differentiable, linear_map, map_with_tangent
 
-__all__ = ["arrive_any_p", "arrive_p", "irecv_any_p", "irecv_p", "isend_p", "sent_p"]
+__all__ = ["irecv_any_p", "irecv_p", "isend_p", "wait_recv_any_p", "wait_recv_p", "wait_send_p"]
 
 
-def _ticket(x: Any, *, lanes: tuple[int, ...], **_: Any) -> ShapedArray:
-    """Of a batch there is one message and one ticket, repeated for each member (`lanes`)."""
+def _token(x: Any, *, lanes: tuple[int, ...], **_: Any) -> ShapedArray:
+    """Return the type of a token; a batch has one token, repeated for each member (`lanes`)."""
     return ShapedArray(lanes, np.dtype("float32" if is_differentiable(x.dtype) else "int32"))
 
 
-def _batched_ticket(params: dict[str, Any], n: int) -> dict[str, Any]:
+def _batched_token(params: dict[str, Any], n: int) -> dict[str, Any]:
     if n == 0:
         raise ValueError(
-            "isend and irecv under vmap of an empty batch: there is no request to wait for; send "
-            "an empty array without vmap, or by sendrecv"
+            "isend, irecv: under vmap the batch must have at least one member, got an empty batch, "
+            "which has no request. Send the empty array without vmap, or by sendrecv."
         )
     return {**params, "lanes": (n, *params["lanes"])}
 
@@ -43,7 +44,7 @@ def _batched_result(params: dict[str, Any], n: int) -> dict[str, Any]:
 
 
 def _only(*names: str) -> Any:
-    """The parameters that the handler takes."""
+    """Return the rule that gives a handler these parameters."""
     return lambda avals, params: {name: params[name] for name in ("comm", "site", *names)}
 
 
@@ -54,7 +55,9 @@ def _irecv_attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _isend_transpose(ct: Any, x: Any, a: Any, *, dest: int, lanes: Any, **p: Any) -> Any:
-    return arrive_p.bind(ct, a, source=dest, shape=tuple(x.shape), dtype=np.dtype(x.dtype), **p)[0]
+    return wait_recv_p.bind(ct, a, source=dest, shape=tuple(x.shape), dtype=np.dtype(x.dtype), **p)[
+        0
+    ]
 
 
 def _arrive_transpose(
@@ -64,8 +67,8 @@ def _arrive_transpose(
 
 
 def _irecv_transpose(ct: Any, x: Any, a: Any, *, source: int, lanes: Any, **p: Any) -> Any:
-    sent_p.bind(ct, a, dest=source, shape=tuple(x.shape), dtype=np.dtype(x.dtype), **p)
-    return jnp.zeros(x.shape, x.dtype)  # only the shape of `like` counts
+    wait_send_p.bind(ct, a, dest=source, shape=tuple(x.shape), dtype=np.dtype(x.dtype), **p)
+    return jnp.zeros(x.shape, x.dtype)  # only the shape of `like` is used
 
 
 def _sent_transpose(
@@ -74,35 +77,36 @@ def _sent_transpose(
     return irecv_p.bind(jnp.zeros(shape, dtype), a, source=dest, lanes=tuple(x.shape), **p)[0]
 
 
-def _arrived(*tickets: Any, shape: Any, dtype: Any, **_: Any) -> ShapedArray:
+def _arrived(*tokens: Any, shape: Any, dtype: Any, **_: Any) -> ShapedArray:
     return ShapedArray(shape, dtype)
 
 
-def _posted_outside(ta: Any, ticket: Any) -> Any:
+def _posted_outside(ta: Any, token: Any) -> Any:
     raise ValueError(
-        "wait: the request was posted outside of the function that is differentiated, so that its "
-        f"message has no derivative (rank {MPI.COMM_WORLD.rank}); post and wait in one function"
+        "wait: the request must be posted inside the function that is differentiated, but was "
+        f"posted outside on rank {MPI.COMM_WORLD.rank}, so its message has no derivative. Call "
+        "post and wait in one function."
     )
 
 
 isend_p: Primitive = linear_map(
     "isend",
-    result=_ticket,
+    result=_token,
     attributes=_only("dest", "tag"),
-    batch_params=_batched_ticket,
+    batch_params=_batched_token,
     transpose=_isend_transpose,
     separate_tags=True,
 )
 irecv_p: Primitive = linear_map(
     "irecv",
-    result=_ticket,
+    result=_token,
     n_inputs=0,
     attributes=_irecv_attributes,
-    batch_params=_batched_ticket,
+    batch_params=_batched_token,
     transpose=_irecv_transpose,
     separate_tags=True,
 )
-arrive_p: Primitive = linear_map(
+wait_recv_p: Primitive = linear_map(
     "arrive",
     result=_arrived,
     attributes=_only("source"),
@@ -111,9 +115,9 @@ arrive_p: Primitive = linear_map(
     separate_tags=True,
     inactive=_posted_outside,
 )
-sent_p: Primitive = linear_map(
+wait_send_p: Primitive = linear_map(
     "sent",
-    result=lambda ticket, **_: None,
+    result=lambda token, **_: None,
     attributes=_only("dest"),
     batch_params=_batched_result,
     transpose=_sent_transpose,
@@ -122,14 +126,14 @@ sent_p: Primitive = linear_map(
 )
 
 
-# ---- from anyone: the wait tells who it was, in an envelope ----
+# ---- wildcard receives: the wait returns the sender, in an envelope ----
 #
-# A tangent cannot be posted before anybody knows from whom it comes: it is received where the
-# program waits. The adjoint is posted there, and waited for where the receive was posted.
+# A tangent cannot be posted before its sender is known: it is received at the wait of the program.
+# The adjoint is posted at the wait, and waited for at the post of the receive.
 
 
 def _open_transpose(ct: Any, x: Any, a: Any, *, lanes: Any, **p: Any) -> Any:
-    sent_to_p.bind(ct, a, shape=tuple(x.shape), dtype=np.dtype(x.dtype), **p)
+    wait_send_to_p.bind(ct, a, shape=tuple(x.shape), dtype=np.dtype(x.dtype), **p)
     return jnp.zeros(x.shape, x.dtype)
 
 
@@ -145,29 +149,29 @@ def _arrive_from_transpose(
 
 def _isend_to_transpose(ct: Any, envelope: Any, x: Any, a: Any, *, lanes: Any, **p: Any) -> Any:
     p.update(shape=tuple(x.shape), dtype=np.dtype(x.dtype))
-    return arrive_from_p.bind(envelope, ct, a, **p)[0]
+    return wait_recv_from_p.bind(envelope, ct, a, **p)[0]
 
 
 open_p: Primitive = linear_map(
     "open",
-    result=_ticket,
+    result=_token,
     n_inputs=0,
     attributes=_only(),
-    batch_params=_batched_ticket,
+    batch_params=_batched_token,
     transpose=_open_transpose,
     separate_tags=True,
 )
-sent_to_p: Primitive = linear_map(
+wait_send_to_p: Primitive = linear_map(
     "sent_to",
     target="mpigrad_sent",
-    result=lambda ticket, **_: None,
+    result=lambda token, **_: None,
     attributes=lambda avals, params: {**_only()(avals, params), "dest": -1},
     batch_params=_batched_result,
     transpose=_sent_to_transpose,
     separate_tags=True,
     inactive=_posted_outside,
 )
-arrive_from_p: Primitive = linear_map(
+wait_recv_from_p: Primitive = linear_map(
     "arrive_from",
     n_nondiff=1,
     result=_arrived,
@@ -180,43 +184,43 @@ arrive_from_p: Primitive = linear_map(
 isend_to_p: Primitive = linear_map(
     "isend_to",
     n_nondiff=1,
-    result=lambda envelope, x, **params: _ticket(x, **params),
+    result=lambda envelope, x, **params: _token(x, **params),
     attributes=_only(),
-    batch_params=_batched_ticket,
+    batch_params=_batched_token,
     transpose=_isend_to_transpose,
     separate_tags=True,
 )
 
 
-def _opened(
-    known: Any, txs: Any, a: Any, *, source: int, tag: int, comm: int, **p: Any
+def _open_tangent(
+    residuals: Any, txs: Any, a: Any, *, source: int, tag: int, comm: int, **p: Any
 ) -> list[Any]:
     return open_p.bind(*txs, a, comm=tangent_space(comm), **p)
 
 
-def _arrived_tangent(
-    known: Any, txs: Any, a: Any, *, source: int, comm: int, **p: Any
+def _wait_recv_any_tangent(
+    residuals: Any, txs: Any, a: Any, *, source: int, comm: int, **p: Any
 ) -> list[Any]:
-    return arrive_from_p.bind(*known, *txs, a, comm=tangent_space(comm), **p)
+    return wait_recv_from_p.bind(*residuals, *txs, a, comm=tangent_space(comm), **p)
 
 
 irecv_any_p: Primitive = map_with_tangent(
     "irecv_any",
     target="mpigrad_irecv",
-    result=_ticket,
+    result=_token,
     n_inputs=0,
     attributes=_irecv_attributes,
-    batch_params=_batched_ticket,
+    batch_params=_batched_token,
     residuals=lambda *_, **params: (),
-    tangent=_opened,
+    tangent=_open_tangent,
 )
-arrive_any_p: Primitive = map_with_tangent(
+wait_recv_any_p: Primitive = map_with_tangent(
     "arrive_any",
     result=lambda *xs, **params: [_arrived(**params), ENVELOPE],
     batched_results=1,  # a batch is one message
     attributes=_only("source"),
     batch_params=_batched_result,
-    residuals=lambda ticket, a, results, **_: results[1:],
-    tangent=_arrived_tangent,
+    residuals=lambda token, a, results, **_: results[1:],
+    tangent=_wait_recv_any_tangent,
     inactive=_posted_outside,
 )

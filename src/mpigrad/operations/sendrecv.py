@@ -1,8 +1,8 @@
-"""Messages out and in at once: sendrecv."""
+"""Send and receive in one operation: sendrecv."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from mpigrad.operations.pytree_packing import Packing
 from mpigrad.runtime.call_sites import call_site
 
 __all__ = ["sendrecv"]
+
+T = TypeVar("T")
 
 
 def _transpose(ct: Any, x: Any, a: Any, **p: Any) -> Any:
@@ -48,11 +50,38 @@ sendrecv_p: Primitive = linear_map(
 )
 
 
-def _those(active: bool, messages: list[Any], packing: Packing) -> tuple[list[Any], list[str]]:
-    """The messages that have a derivative, or none, and their leaves in words."""
-    pairs = zip(messages, packing.in_words, strict=True)
-    chosen = [(m, w) for m, w in pairs if is_differentiable(m.dtype) == active]
+def _select(
+    differentiable: bool, messages: list[Any], packing: Packing
+) -> tuple[list[Any], list[str]]:
+    """Return the messages with a derivative, or without, and the descriptions of their leaves."""
+    pairs = zip(messages, packing.descriptions, strict=True)
+    chosen = [(m, w) for m, w in pairs if is_differentiable(m.dtype) == differentiable]
     return [m for m, _ in chosen], [w for _, w in chosen]
+
+
+@overload
+def sendrecv(
+    x: T,
+    dest: int,
+    source: int,
+    sendtag: int = 0,
+    recvtag: int = 0,
+    like: None = None,
+    comm: Communicator | None = None,
+) -> T: ...
+
+
+@overload
+def sendrecv(
+    x: Any,
+    dest: int,
+    source: int,
+    sendtag: int = 0,
+    recvtag: int = 0,
+    *,
+    like: T,
+    comm: Communicator | None = None,
+) -> T: ...
 
 
 def sendrecv(
@@ -64,25 +93,37 @@ def sendrecv(
     like: Any = None,
     comm: Communicator | None = None,
 ) -> Any:
-    """Send `x` to `dest` and receive from `source`, without the danger of a deadlock.
+    """Send `x` to `dest` and receive from `source` at the same time, without deadlock.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays of any dtype: one message for each dtype.
-    dest, source
-        Partners: Python integers, or MPI.PROC_NULL (nobody; what is received is zero). The source
-        may be MPI.ANY_SOURCE.
+        Array or pytree of arrays of any dtype. One message is sent for each dtype.
+    dest
+        The receiver of `x`: a Python integer, or MPI.PROC_NULL to send nothing.
+    source
+        The sender of the result: a Python integer, or MPI.ANY_SOURCE. With MPI.PROC_NULL nothing is
+        received, and the result is zero.
     sendtag, recvtag
         The `sendtag` of the sender equals the `recvtag` of the receiver, which may be MPI.ANY_TAG.
     like
-        Structure, shapes and dtypes of what is received, where they differ from those of `x`.
+        Array or pytree of arrays with the shapes and dtypes of the result. Default: `x`.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
-    The received values. The adjoint is a sendrecv with partners exchanged and tags exchanged; with
-    a wildcard, it sends to the rank that has sent. (Which one that was is told by
-    `recv_with_status` between `isend` and `wait`.)
+    The received values. The adjoint is a sendrecv with partners exchanged and tags exchanged. With
+    a wildcard, it sends to the rank that has sent. To know that rank in the program, call
+    `recv_with_status` between `isend` and `wait`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> comm = mg.default_communicator()
+    >>> mg.sendrecv(jnp.ones(2), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
+    Array([1., 1.], dtype=float32)
     """
     comm = resolve(comm)
     like = x if like is None else like
@@ -90,26 +131,31 @@ def sendrecv(
     sendtag = check_tag(sendtag, "sendrecv: sendtag")
     if source == MPI.ANY_SOURCE or recvtag == MPI.ANY_TAG:
         if not jax.tree.leaves(like):
-            raise ValueError("sendrecv: like has no arrays, so that there is no message to receive")
+            raise ValueError(
+                "sendrecv: like must have at least one array if source or recvtag is a wildcard, "
+                "got an empty pytree. Name source and recvtag."
+            )
         request = isend(x, dest, sendtag, comm)
         received = recv(like, source, recvtag, comm)
         wait(request)
         return received
     source = check_rank(source, comm, "sendrecv: source", null=True)
     recvtag = check_tag(recvtag, "sendrecv: recvtag")
-    packing, sent, a = Packing.of(like), Packing.of(x), carrier()
+    packing, sent = Packing.of(like, "sendrecv", "like"), Packing.of(x, "sendrecv")
+    a = carrier()
     outgoing, incoming = sent.pack(x), packing.pack(like)
     received: list[Any] = []
-    # The k-th message goes out while the k-th comes in: first those with a derivative, which
-    # cannot share a sendrecv with those that have none. Where one side has more, nobody takes part.
-    for active in (True, False):
-        out, out_trees = _those(active, outgoing, sent)
-        into, into_trees = _those(active, incoming, packing)
-        nothing = jnp.zeros(0, "float32" if active else "int32")
+    # The k-th message goes out while the k-th comes in. A message with a derivative cannot share a
+    # sendrecv with one that has none: the former come first. If there are more messages in one
+    # direction, the partner of the other direction is MPI.PROC_NULL.
+    for differentiable in (True, False):
+        out, out_trees = _select(differentiable, outgoing, sent)
+        into, into_trees = _select(differentiable, incoming, packing)
+        nothing = jnp.zeros(0, "float32" if differentiable else "int32")
         for k in range(max(len(out), len(into))):
             template = into[k] if k < len(into) else nothing
             trees = {*out_trees[k : k + 1], *into_trees[k : k + 1]}
-            # A line has one tree: where another comes than goes, the guard compares neither.
+            # A call site has one tree: if the two differ, the guard compares neither.
             site = call_site(trees.pop() if len(trees) == 1 else "? both ways")
             (y,) = sendrecv_p.bind(
                 out[k] if k < len(out) else nothing,

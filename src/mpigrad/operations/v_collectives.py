@@ -1,7 +1,7 @@
-"""Collectives with a number of rows of its own for each rank: the v-forms.
+"""The v-collectives: collectives with another number of rows on each rank.
 
-Rows are concatenated along axis 0. Counts are Python integers, known before the program runs, and
-the same list on every rank; a count may be zero.
+Rows are concatenated along axis 0. Counts are Python integers and the same list on every rank. A
+count may be zero.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mpi4py import MPI
 from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.primitive import check_arithmetic, linear_map
-from mpigrad.operations.pytree_packing import packed
-from mpigrad.operations.reductions import Reduction, check_op, fold, reduced
+from mpigrad.operations.pytree_packing import bind_packed
+from mpigrad.operations.reductions import Messages, Reduction, bind_reduction, fold
 from mpigrad.runtime.native import NO_REDUCTION, SUM, words_per_element
 
 __all__ = ["allgatherv", "alltoallv", "check_counts", "gatherv", "reduce_scatterv", "scatterv"]
@@ -35,8 +35,8 @@ def _summed(x: Any, *, own: int, site: int, **_: Any) -> ShapedArray:
 
 def _moving(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
     x = avals[0]
-    given = {name: value for name, value in params.items() if name != "own"}
-    return {**given, "row": math.prod(x.shape[1:]) * words_per_element(x.dtype)}
+    attributes = {name: value for name, value in params.items() if name != "own"}
+    return {**attributes, "row": math.prod(x.shape[1:]) * words_per_element(x.dtype)}
 
 
 def _adding(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
@@ -87,20 +87,24 @@ alltoallv_p: Primitive = linear_map(
 
 
 def check_counts(what: str, counts: Sequence[int], comm: Communicator) -> tuple[int, ...]:
-    """The counts, one for each rank, as Python integers; an error otherwise."""
+    """Return the counts of all ranks as Python integers, or raise an error."""
     try:
         numbers = tuple(int(n.__index__()) for n in counts)
     except (AttributeError, TypeError, jax.errors.JAXTypeError):
         raise TypeError(
-            f"{what}={counts!r} must be Python integers, known before the program runs"
+            f"{what} must be Python integers, known before the program runs, got {counts!r} on "
+            f"rank {comm.rank}. Compute them outside of traced code."
         ) from None
     if len(numbers) != comm.size:
         raise ValueError(
-            f"{what} has {len(numbers)} entries on rank {comm.rank}; give one for each of the "
-            f"{comm.size} ranks"
+            f"{what} must have one entry for each of the {comm.size} ranks, got {len(numbers)} "
+            f"entries on rank {comm.rank}. Give the same list on every rank."
         )
     if min(numbers) < 0:
-        raise ValueError(f"{what}={numbers} on rank {comm.rank}: a count must not be negative")
+        raise ValueError(
+            f"{what} must not be negative, got {numbers} on rank {comm.rank}. Give 0 for a rank "
+            "without rows."
+        )
     return numbers
 
 
@@ -108,77 +112,104 @@ def _check_rows(operation: str, x: Any, rows: int, meaning: str, comm: Communica
     for leaf in jax.tree.leaves(x):
         if not jnp.shape(leaf) or jnp.shape(leaf)[0] != rows:
             raise ValueError(
-                f"{operation}: x has shape {jnp.shape(leaf)} on rank {comm.rank}; its axis 0 must "
-                f"have {meaning} = {rows} rows"
+                f"{operation}: axis 0 of x must have {meaning} = {rows} rows, got shape "
+                f"{jnp.shape(leaf)} on rank {comm.rank}. Change x or the counts."
             )
 
 
 def gatherv(x: Any, counts: Sequence[int], root: int = 0, comm: Communicator | None = None) -> Any:
-    """All ranks' rows, one rank's after the other's, on the root; zeros elsewhere.
+    """Concatenate the rows of all ranks on the root, with zeros on the other ranks.
 
     Parameters
     ----------
     x
         Array or pytree of arrays of any dtype and of shape (counts[rank], ...).
     counts
-        The number of rows of each rank; the same on every rank.
+        The number of rows of each rank: Python integers, the same on every rank.
     root
-        The rank that receives.
+        The rank that receives: a Python integer.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
     Arrays of shape (sum(counts), ...) on every rank. The adjoint is `scatterv` from the root.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.gatherv(jnp.arange(3.0), counts=[3], root=0)
+    Array([0., 1., 2.], dtype=float32)
     """
     comm = resolve(comm)
     numbers = check_counts("gatherv: counts", counts, comm)
     _check_rows("gatherv", x, numbers[comm.rank], f"counts[{comm.rank}]", comm)
     root = check_rank(root, comm, "gatherv: root")
-    return packed(gatherv_p, x, comm, (1, 1), root=root, counts=numbers)
+    return bind_packed(gatherv_p, x, comm, (1, 1), root=root, counts=numbers)
 
 
 def scatterv(x: Any, counts: Sequence[int], root: int = 0, comm: Communicator | None = None) -> Any:
-    """The next counts[r] rows of the root's `x` on each rank r.
+    """Send the next counts[r] rows of the root's `x` to each rank r.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays of any dtype and of shape (sum(counts), ...) on every rank; only
-        the root's values count.
+        Array or pytree of arrays of any dtype and of shape (sum(counts), ...) on every rank. Only
+        the values of the root are used.
     counts
-        The number of rows of each rank; the same on every rank.
+        The number of rows of each rank: Python integers, the same on every rank.
     root
-        The rank that sends.
+        The rank that sends: a Python integer.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
     Arrays of shape (counts[rank], ...). The adjoint is `gatherv` onto the root.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.scatterv(jnp.arange(3.0), counts=[3], root=0)
+    Array([0., 1., 2.], dtype=float32)
     """
     comm = resolve(comm)
     numbers = check_counts("scatterv: counts", counts, comm)
     _check_rows("scatterv", x, sum(numbers), "sum(counts)", comm)
     root = check_rank(root, comm, "scatterv: root")
     own = numbers[comm.rank]
-    return packed(scatterv_p, x, comm, (1, 1), root=root, counts=numbers, own=own)
+    return bind_packed(scatterv_p, x, comm, (1, 1), root=root, counts=numbers, own=own)
 
 
 def allgatherv(x: Any, counts: Sequence[int], comm: Communicator | None = None) -> Any:
-    """All ranks' rows, one rank's after the other's, on every rank.
+    """Concatenate the rows of all ranks on every rank.
 
     Parameters
     ----------
     x
         Array or pytree of arrays of any dtype and of shape (counts[rank], ...).
     counts
-        The number of rows of each rank; the same on every rank.
+        The number of rows of each rank: Python integers, the same on every rank.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
     Arrays of shape (sum(counts), ...). The adjoint is `reduce_scatterv(SUM)`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.allgatherv(jnp.arange(3.0), counts=[3])
+    Array([0., 1., 2.], dtype=float32)
     """
     comm = resolve(comm)
     numbers = check_counts("allgatherv: counts", counts, comm)
     _check_rows("allgatherv", x, numbers[comm.rank], f"counts[{comm.rank}]", comm)
-    return packed(allgatherv_p, x, comm, (1, 1), counts=numbers)
+    return bind_packed(allgatherv_p, x, comm, (1, 1), counts=numbers)
 
 
 def reduce_scatterv(
@@ -187,43 +218,43 @@ def reduce_scatterv(
     op: MPI.Op | Reduction = MPI.SUM,
     comm: Communicator | None = None,
 ) -> Any:
-    """The reduction over all ranks of their `x`, of which rank r gets the next counts[r] rows.
+    """Reduce the `x` of all ranks, with the next counts[r] rows of the result on each rank r.
 
     Parameters
     ----------
     x
-        Array or pytree of arrays of shape (sum(counts), ...), of the same shapes and dtypes on
+        Array or pytree of arrays of shape (sum(counts), ...), with the same shapes and dtypes on
         every rank.
     counts
-        The number of rows that each rank gets; the same on every rank.
+        The number of rows that each rank receives: Python integers, the same on every rank.
     op
-        As for `allreduce`.
+        The reduction, as for `allreduce`.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
     Arrays of shape (counts[rank], ...). The adjoint is `allgatherv`, for sums.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.reduce_scatterv(jnp.arange(3.0), counts=[3])
+    Array([0., 1., 2.], dtype=float32)
     """
     comm = resolve(comm)
     numbers = check_counts("reduce_scatterv: counts", counts, comm)
-    check_op("reduce_scatterv", x, op)
     _check_rows("reduce_scatterv", x, sum(numbers), "sum(counts)", comm)
     own = numbers[comm.rank]
-
-    def move(leaf: Any, a: Any, **where: int) -> Any:
-        mine = (own,) * comm.size
-        return alltoallv_p.bind(leaf, a, sendcounts=numbers, recvcounts=mine, **where)[0]
-
-    return reduced(
-        reduce_scatterv_p,
+    exchange = {"sendcounts": numbers, "recvcounts": (own,) * comm.size}
+    return bind_reduction(
         x,
         op,
         comm,
-        move,
-        lambda rows: fold(op, rows.reshape(comm.size, own, *rows.shape[1:])),
-        leading=(1, 1),
-        moved=(1, 1),
-        counts=numbers,
-        own=own,
+        native=Messages(reduce_scatterv_p, {"counts": numbers, "own": own}, (1, 1)),
+        rows=Messages(alltoallv_p, exchange, (1, 1)),
+        fold_rows=lambda rows: fold(op, rows.reshape(comm.size, own, *rows.shape[1:])),
     )
 
 
@@ -233,21 +264,30 @@ def alltoallv(
     recvcounts: Sequence[int],
     comm: Communicator | None = None,
 ) -> Any:
-    """The next sendcounts[s] rows of `x` go to each rank s, recvcounts[s] rows come from it.
+    """Send the next sendcounts[s] rows of `x` to each rank s, and receive recvcounts[s] rows.
 
     Parameters
     ----------
     x
         Array or pytree of arrays of any dtype and of shape (sum(sendcounts), ...): the rows for
-        rank 0, then those for rank 1, and so on.
+        rank 0, then the rows for rank 1, and so on.
     sendcounts, recvcounts
-        The number of rows for, and from, each rank: sendcounts[s] on rank r is recvcounts[r] on
-        rank s.
+        The number of rows for each rank, and from each rank: Python integers. sendcounts[s] on rank
+        r equals recvcounts[r] on rank s.
+    comm
+        The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 
     Returns
     -------
     Arrays of shape (sum(recvcounts), ...), in the same order. The adjoint is `alltoallv` with the
     counts exchanged.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> mg.alltoallv(jnp.arange(3.0), sendcounts=[3], recvcounts=[3])
+    Array([0., 1., 2.], dtype=float32)
     """
     comm = resolve(comm)
     send = check_counts("alltoallv: sendcounts", sendcounts, comm)
@@ -255,7 +295,8 @@ def alltoallv(
     _check_rows("alltoallv", x, sum(send), "sum(sendcounts)", comm)
     if send[comm.rank] != receive[comm.rank]:
         raise ValueError(
-            f"alltoallv: rank {comm.rank} sends itself {send[comm.rank]} rows and expects "
-            f"{receive[comm.rank]} from itself"
+            f"alltoallv: the rows that a rank sends to itself must be as many as it receives "
+            f"from itself, got sendcounts {send[comm.rank]} and recvcounts {receive[comm.rank]} "
+            f"on rank {comm.rank}. Make the two counts equal."
         )
-    return packed(alltoallv_p, x, comm, (1, 1), sendcounts=send, recvcounts=receive)
+    return bind_packed(alltoallv_p, x, comm, (1, 1), sendcounts=send, recvcounts=receive)

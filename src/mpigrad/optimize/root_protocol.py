@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpigrad.communicator import Communicator, waiting
+from mpigrad.communicator import BlockingCall, Communicator
 from mpigrad.guard import end_job
 
 __all__ = ["first_error", "pack_error", "request", "shared_evaluation", "unpack_error"]
@@ -37,7 +37,7 @@ def request(
     if comm.size > 1:
         under_way = comm.mpi.Ibcast(message, root)
         serves = first and comm.rank != root
-        with waiting("the optimizer's next request", comm.slot, unlimited=serves):
+        with BlockingCall("the optimizer's next request", comm.slot, unlimited=serves):
             _complete(under_way)
     return message
 
@@ -68,7 +68,7 @@ def first_error(error: Exception | None, comm: Communicator) -> BaseException | 
             + f"mpigrad: rank {world.rank} of {world.size} failed in an evaluation of the "
             "objective, in which other ranks wait for it; ending all ranks"
         )
-    with waiting("the end of an evaluation", comm.slot):
+    with BlockingCall("the end of an evaluation", comm.slot):
         _complete(under_way)
     if not all_ranks.any():
         return None

@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpigrad.communicator import Communicator, waiting
+from mpigrad.communicator import BlockingCall, Communicator
 from mpigrad.training.flat_buffer import FlatBuffer
 from mpigrad.training.history import Span
 from mpigrad.training.memory import Memory
@@ -166,7 +166,7 @@ class Exchange:
         """Wait for (weight, ended, mark) of every rank, shape (ranks, 3)."""
         if self._scale is None:
             if not self._request.Test():
-                with waiting("trainer.step"):
+                with BlockingCall("trainer.step"):
                     self._request.Wait()
             self._sum_weights()
         return self._all
@@ -189,7 +189,7 @@ class Exchange:
         """Send the remaining buckets and wait for the whole sum (collective)."""
         start = time.perf_counter()
         # Declared as a collective, so that the watchdog sees at once a rank that has ended.
-        with waiting("trainer.step", self.comm.slot):
+        with BlockingCall("trainer.step", self.comm.slot):
             if self._scale is None:
                 self._request.Wait()
                 self._sum_weights()

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpigrad.communicator import Communicator, waiting
+from mpigrad.communicator import BlockingCall, Communicator
 from mpigrad.training.flat_buffer import FlatBuffer
 from mpigrad.training.strategy import Session, StepError
 
@@ -105,14 +105,14 @@ class Channel:
         The memory may be changed after the call.
         """
         message = flat.message if whole else flat.header
-        with waiting(f"sending {kind.name.lower()} in training"):
+        with BlockingCall(f"sending {kind.name.lower()} in training"):
             MPI.Request.Waitall(
                 [self._mpi.Isend([message, MPI.DOUBLE], rank, kind) for rank in ranks]
             )
 
     def send_object(self, content: Any, kind: Kind, rank: int) -> None:
         """Send a small object as a pickle."""
-        with waiting(f"sending {kind.name.lower()} in training"):
+        with BlockingCall(f"sending {kind.name.lower()} in training"):
             self._mpi.Send([pickle.dumps(content), MPI.BYTE], rank, kind)
 
     def poll(self, source: int = MPI.ANY_SOURCE) -> Arrival | None:
@@ -131,7 +131,7 @@ class Channel:
         """Wait for the next message, if `unlimited` without the time limit of the watchdog."""
         arrival = self.poll(source)
         if arrival is None:
-            with waiting(what, unlimited=unlimited):
+            with BlockingCall(what, unlimited=unlimited):
                 arrival = self.poll_for(math.inf, source)
         assert arrival is not None
         return arrival

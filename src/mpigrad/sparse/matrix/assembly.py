@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad.communicator import Communicator, waiting
+from mpigrad.communicator import BlockingCall, Communicator
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.operations.indexing import put, take
 from mpigrad.sparse.matrix.ghost_exchange import _tell_owners, index_array
@@ -72,7 +72,7 @@ class Assembly:
         leaving = np.flatnonzero(owners != comm.rank)
         leaving = leaving[np.argsort(owners[leaving], kind="stable")]
         to = {int(rank): leaving[owners[leaving] == rank] for rank in np.unique(owners[leaving])}
-        with waiting("the making of a Pattern"):
+        with BlockingCall("the making of a Pattern"):
             come = _tell_owners(
                 comm, {rank: np.concatenate([rows[k], columns[k]]) for rank, k in to.items()}
             )

@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.collective_errors import raise_error
-from mpigrad.communicator import HANDSHAKE_TAG, Communicator, resolve, waiting
+from mpigrad.communicator import HANDSHAKE_TAG, BlockingCall, Communicator, resolve
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.operations.indexing import take
 
@@ -125,7 +125,7 @@ class GhostExchange:
         # Empty stripes share their start with the next one. `right` finds the rank that owns it.
         owners = np.searchsorted(starts, self.ghosts, side="right") - 1
         wanted = {int(rank): self.ghosts[owners == rank] for rank in np.unique(owners)}
-        with waiting("the making of a GhostExchange"):
+        with BlockingCall("the making of a GhostExchange"):
             asked = _tell_owners(self.comm, wanted)
         self.neighbors = tuple(sorted({*wanted, *asked}))
         empty = np.zeros(0, np.int64)

@@ -386,7 +386,7 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
     return [y.reshape(n, inner, *y.shape[1:]) for y in results], [0] * len(results)
 
 
-compat.let_go(_Handle)
+compat.hold_weakly(_Handle)
 contract_p.def_impl(_run)
 contract_p.def_abstract_eval(_shapes)
 mlir.register_lowering(contract_p, mlir.lower_fun(_reference, multiple_results=True))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from mpigrad.communicator import SWAP_TAG, Communicator, waiting
+from mpigrad.communicator import SWAP_TAG, BlockingCall, Communicator
 
 __all__ = ["exchange_with_neighbors", "split_by_counts"]
 
@@ -30,7 +30,7 @@ def exchange_with_neighbors(
     names the work for the watchdog.
     """
     received = [np.empty(count, np.int64) for count in counts]
-    with waiting(task):
+    with BlockingCall(task):
         requests = [
             comm.derivatives.Irecv(array, rank, SWAP_TAG)
             for rank, array in zip(neighbors, received, strict=True)

@@ -18,7 +18,7 @@ from jax.core import eval_jaxpr
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import ShapedArray, ad
-from mpigrad.operations.carrier import CARRIER, active, carrier, opaque_zero, without_carriers
+from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
 from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix
@@ -232,7 +232,7 @@ def _traced(f: Callable[..., Any], x: Any, leaves: Sequence[Any]) -> tuple[Any, 
     """Return the jaxpr of (constants..., link, x, leaves...), the constants, the result's shape."""
 
     def linked(link: Any, x: Any, *leaves: Any) -> Any:
-        with active(link):
+        with set_carrier(link):
             return f(x, *leaves)
 
     closed, shape = jax.make_jaxpr(linked, return_shape=True)(_LINK, x, *leaves)
@@ -298,7 +298,7 @@ def _differentiate(
         rhs = rhs + opaque_zero(ta, jax.typeof(rhs))  # active on every rank
         if forward is None:
             assert problem.pattern is not None
-            with active(link):
+            with set_carrier(link):
                 dx = solve(Matrix(problem.pattern, at_x[0]), rhs, problem.solver).value
         else:
             nothing = jnp.zeros(2, rhs.dtype), rhs, jnp.zeros_like(rhs), link

@@ -13,7 +13,7 @@ from jax.core import eval_jaxpr
 
 from mpigrad.communicator import Communicator
 from mpigrad.operations import allreduce, require
-from mpigrad.operations.carrier import agreed, outer_carrier
+from mpigrad.operations.carrier import mark_common_branch, outer_carrier
 from mpigrad.solution import Result
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern
@@ -112,7 +112,9 @@ def iterate(
         late = better & ~done & (i.steps >= max_steps)
         go = better & ~done & ~late
         stay = (i.d, jnp.zeros((), "int32"), i.linear)
-        d, linear_steps, linear = jax.lax.cond(go, agreed(lambda: direction(x, r)), lambda: stay)
+        d, linear_steps, linear = jax.lax.cond(
+            go, mark_common_branch(lambda: direction(x, r)), lambda: stay
+        )
         t = jnp.where(better, 1, i.t / 2).astype(dtype)
 
         state = jnp.where(~better & (t < _SHORTEST), Result.STAGNATED, RUNNING)

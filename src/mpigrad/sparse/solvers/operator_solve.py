@@ -21,7 +21,7 @@ from jax.flatten_util import ravel_pytree
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import ShapedArray, ad
-from mpigrad.operations.carrier import CARRIER, active, carrier, opaque_zero, without_carriers
+from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
 from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.sparse.solvers.base import INFO, LinearSolver, check_hashable
 from mpigrad.sparse.solvers.implicit import implicit_primitive
@@ -203,7 +203,7 @@ def linearized(
     """Return the linear map `function`, its residuals, and function(v)."""
 
     def linked(link: Any, v: Any) -> Any:
-        with active(link):
+        with set_carrier(link):
             return function(v)
 
     value, tangent = jax.linearize(linked, a, v)

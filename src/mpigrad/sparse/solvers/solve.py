@@ -13,7 +13,7 @@ from mpigrad.communicator import derivative_slot
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
-from mpigrad.operations.carrier import CARRIER, active, carrier, opaque_zero, without_carriers
+from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
 from mpigrad.operations.indexing import take
 from mpigrad.operations.neighborhood import NEIGHBOR_TAG, neighbor_alltoallv_p
 from mpigrad.operations.primitive import run_eagerly
@@ -328,7 +328,7 @@ def _transpose(
     pattern, solver = params["pattern"], params["solver"]
     if not solver.symmetric:
         params |= {"pattern": transposed(pattern), "solver": solver.transposed}
-        with active(a):
+        with set_carrier(a):
             values = transpose_values(pattern, values.T).T
         values_id = values_id[:0]  # the transpose is another matrix
     back, _ = solve_p.bind(values, ct, x0, values_id, a, **params)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpigrad.operations.carrier import agreed
+from mpigrad.operations.carrier import mark_common_branch
 from mpigrad.sparse.solvers.krylov.system import RUNNING, LinearSystem, Outcome
 
 __all__ = ["bicgstab"]
@@ -73,7 +73,7 @@ def bicgstab(s: LinearSystem) -> Outcome:
         sigma, rr = s.dots((i.shadow, v), (r, r))
         return jax.lax.cond(
             i.check,
-            agreed(lambda: restart(i, v, rr.real)),
+            mark_common_branch(lambda: restart(i, v, rr.real)),
             lambda: advance(i, y, v, sigma),
         )
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mpigrad.operations.carrier import agreed
+from mpigrad.operations.carrier import mark_common_branch
 from mpigrad.sparse.solvers.krylov.system import RUNNING, LinearSystem, Outcome
 
 __all__ = ["gmres"]
@@ -86,7 +86,7 @@ def gmres(s: LinearSystem, restart: int) -> Outcome:
             y = jax.scipy.linalg.solve_triangular(triangle, g)
             return i.x + s.precondition(y @ basis[:m])
 
-        x = jax.lax.cond(full & ~i.fresh, agreed(finish), lambda _: i.x, None)
+        x = jax.lax.cond(full & ~i.fresh, mark_common_branch(finish), lambda _: i.x, None)
         state = s.unless_finite(radius, RUNNING, i.steps)
         grown = _Iterate(
             x, basis, triangle, rotation, i.scale, j + 1, full, steps, state

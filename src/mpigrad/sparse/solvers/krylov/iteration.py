@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpigrad.operations.carrier import agreed
+from mpigrad.operations.carrier import mark_common_branch
 from mpigrad.solution import Result
 from mpigrad.sparse.solvers.base import LinearSolver
 from mpigrad.sparse.solvers.krylov.system import RUNNING, LinearSystem, Outcome
@@ -46,7 +46,7 @@ def _judged(solver: LinearSolver, system: LinearSystem) -> Outcome:
     def skip() -> tuple[jax.Array, jax.Array, jax.Array]:  # x = 0 solves A x = 0
         return jnp.zeros_like(system.b), jnp.zeros((), "int32"), jnp.zeros_like(bb)
 
-    x, num_steps, rr = jax.lax.cond((state == RUNNING) & (bb > 0), agreed(run), skip)
+    x, num_steps, rr = jax.lax.cond((state == RUNNING) & (bb > 0), mark_common_branch(run), skip)
     # The residual that the solver has computed may differ from this one by rounding.
     goal = (system.rtol + 10 * jnp.finfo(bb.dtype).eps) ** 2 * bb
     result = jnp.where(num_steps >= system.max_steps, Result.MAX_STEPS_REACHED, Result.INACCURATE)
