@@ -32,7 +32,7 @@ def test_every_rank_is_on_the_board_and_no_file_is_left(comm: Communicator) -> N
 
 def test_operations_are_counted(comm: Communicator) -> None:
     board, own = current_board(), comm.dup()
-    slot = board.slots[board.mine]
+    slot = board.slots[board.own_index]
     entry = slot["entries"][own.slot]
     assert len(set(own.mpi.allgather(int(entry["id"])))) == 1
     before = int(entry["sequence"])
@@ -48,7 +48,8 @@ def test_operations_are_counted(comm: Communicator) -> None:
     for _ in range(3):
         mg.sendrecv(jnp.ones(2), right, left, 5, 5, comm=own)
     to, back = (
-        Reader(board.slots).channel(board.mine, int(entry["id"]), peer, 5) for peer in (right, left)
+        Reader(board.slots).channel(board.own_index, int(entry["id"]), peer, 5)
+        for peer in (right, left)
     )
     assert to is not None
     assert back is not None
@@ -58,7 +59,7 @@ def test_operations_are_counted(comm: Communicator) -> None:
 def test_communicators_are_told_apart(comm: Communicator) -> None:
     """Two groups have the same slot numbers, but no identity in common."""
     board, parts = current_board(), comm.split(comm.rank % 2)
-    identity = int(board.slots[board.mine]["entries"][parts.slot]["id"])
+    identity = int(board.slots[board.own_index]["entries"][parts.slot]["id"])
     found = comm.mpi.allgather((comm.rank % 2, identity))
     assert len(set(found)) == len({identity for _, identity in found}) == min(comm.size, 2)
 

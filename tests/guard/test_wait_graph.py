@@ -12,7 +12,7 @@ import pytest
 from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader, channel_hash
 from mpigrad.guard.wait_graph import Finding, diagnose, disagreement, grouped
-from mpigrad.guard.watchdog import where
+from mpigrad.guard.watchdog import rank_states
 
 pytestmark = pytest.mark.ranks(1)
 WORLD = 77  # the identity of the communicator of all ranks
@@ -180,7 +180,7 @@ def test_another_operation_root_dtype_shape_or_count() -> None:
     one[0] = 1
     assert difference() == ""
     assert "same operations in the same order" in difference(operation=b"gather")
-    assert difference(values=one) == "Give the same root on every rank."
+    assert difference(values=one) == "Pass the same root on every rank."
     assert "the same dtype" in difference(dtype=F64)
     assert "the same shape" in difference(dims=np.full(b.DIMS, 4))
     assert "the same shape" in difference(rank=2)
@@ -212,7 +212,7 @@ def test_counts_of_pairs() -> None:
     assert ranks.stuck() == [0, 1, 2]
     text = text_of(ranks)
     assert "sendcounts=(3, 4, 5), recvcounts=(1, 4, 7)" in text
-    assert "What a rank receives from another" in text
+    assert "Let recvcounts[i] on rank j be sendcounts[j] on rank i" in text
 
 
 def test_a_communicator_with_members_on_other_hosts() -> None:
@@ -269,7 +269,7 @@ def test_another_tag() -> None:
     ranks.exchange(1, receive=(0, 2, (3,)))
     assert ranks.stuck() == [0, 1]
     text = text_of(ranks)
-    assert "rank 0: has sent float32[3] to rank 10 with tag 1, not received, by send" in text
+    assert "rank 0: sent float32[3] to rank 10 (tag 1) by send at prog.py:0, not received" in text
     assert "the tag of the send" in text
 
 
@@ -301,7 +301,7 @@ def test_who_exchanges_with_one_that_is_refused_is_refused() -> None:
         ranks.exchange(r, ((r + 1) % 3, 0, shape), ((r - 1) % 3, 0, shape), polling=True)
     # Rank 2 receives what it expects, but from an operation that cannot take place.
     assert ranks.stuck() == [0, 1, 2]
-    assert "a message is not what its receiver expects" in text_of(ranks)
+    assert "a message does not match its receive" in text_of(ranks)
 
 
 def test_shapes_are_not_compared_without_the_guard() -> None:
@@ -346,7 +346,7 @@ def test_any_source_while_a_receive_is_posted(tag: int) -> None:
 
 def test_a_rank_whose_messages_nobody_counts() -> None:
     ranks = Ranks(2)
-    ranks.slots[0]["untracked"] = 1
+    ranks.slots[0]["counts_invalid"] = 1
     ranks.gone[0] = "has ended"
     ranks.exchange(1, receive=(0, 0, (3,)))
     assert ranks.stuck() == []
@@ -361,13 +361,13 @@ def test_lines_are_grouped() -> None:
 
 
 def test_told_contracts() -> None:
-    told = np.zeros(2, b.TOLD)
+    told = np.zeros(2, b.REPORT)
     for r, (name, site) in enumerate([(b"gather", b"a.py:1"), (b"scatter", b"b.py:2")]):
         told[r]["contract"]["operation"], told[r]["site"] = name, site
     told["world_rank"] = [3, 5]
     assert disagreement(told) == (
         "mpigrad: the ranks do not agree:\n  rank 3: gather at a.py:1\n  rank 5: scatter at b.py:2"
-        "\nEvery rank of a communicator must call the same operations in the same order."
+        "\nCall the same operations in the same order on every rank of the communicator."
     )
 
 
@@ -375,18 +375,23 @@ def test_states() -> None:
     ranks = Ranks(3)
     second = 1_000_000_000
     reader = Reader(ranks.slots)
-    assert reader.state(0, 0) == "never came: it has called no operation"
+    assert reader.state(0, 0) == "has not called any operation yet"
     contract = ranks.shaped(ranks.collective(0, "reduce"), F64, 2, 3)
     contract["site"] = -1
     expected = "reduce of float64[2,3] at the adjoint of prog.py:0"
     assert reader.state(0, 7 * second) == f"has waited 7 s in {expected}"
     ranks.leave(0)
-    came = "never came: in no operation since"
-    assert reader.state(0, 2 * second) == f"{came} 2 s, after {expected}"
+    idle = "has not called an operation for"
+    assert reader.state(0, 2 * second) == f"{idle} 2 s; last operation: {expected}"
     ranks.slots[0]["line"], ranks.slots[0]["line_ns"] = b"prog.py:7", 3 * second
-    assert reader.state(0, 4 * second) == f"{came} 4 s (now at prog.py:7), after {expected}"
-    assert reader.state(0, 9 * second) == f"{came} 9 s (last seen at prog.py:7), after {expected}"
-    assert reader.state(0, 0, "has died") == f"has died, after {expected}"
+    assert (
+        reader.state(0, 4 * second) == f"{idle} 4 s (now at prog.py:7); last operation: {expected}"
+    )
+    assert (
+        reader.state(0, 9 * second)
+        == f"{idle} 9 s (last seen at prog.py:7); last operation: {expected}"
+    )
+    assert reader.state(0, 0, "has died") == f"has died; last operation: {expected}"
     ranks.slots[1]["elsewhere"], ranks.slots[1]["elsewhere_since_ns"] = b"solve", second
     ranks.slots[1]["elsewhere_site"] = 1
     assert reader.state(1, 5 * second) == "has waited 4 s in solve at prog.py:1"
@@ -401,7 +406,7 @@ def test_ranks_whose_times_alone_differ_share_a_line() -> None:
         slot["since_ns"], slot["namespace"] = now - (2 * r + 3) * 1_000_000_000, r
     ranks.slots[1]["sites"][1] = b"prog.py:2"
     board: Any = types.SimpleNamespace(slots=ranks.slots, ranks=(0, 1, 2, 3), mine=0)
-    assert where(board) == [
+    assert rank_states(board) == [
         "  ranks 0, 2-3: has waited 3 to 9 s in bcast of float64[2] at prog.py:1",
         "  rank 1: has waited 5 s in bcast of float64[2] at prog.py:2",
     ]

@@ -18,7 +18,7 @@ import pytest
 from mpigrad.guard import board as b
 from mpigrad.guard import watchdog
 from mpigrad.guard.thread_stacks import places
-from mpigrad.guard.watchdog import gone, stopped
+from mpigrad.guard.watchdog import end_reason, stop_note
 from mpigrad.runtime.call_sites import program_line
 from mpigrad.runtime.native import UNTIMED, Record
 
@@ -58,18 +58,18 @@ def test_a_process_that_has_ended_and_is_still_listed_has_died() -> None:
     board = b.Board(None, slots, 0, (0, 1))
     with subprocess.Popen(["sleep", "60"]) as process:
         slots[1]["pid"] = process.pid
-        assert gone(board, 1) == ""
+        assert end_reason(board, 1) == ""
         process.send_signal(signal.SIGSTOP)
-        _wait_for(lambda: "SIGSTOP" in stopped(board, 1))
-        assert gone(board, 1) == ""
+        _wait_for(lambda: "SIGSTOP" in stop_note(board, 1))
+        assert end_reason(board, 1) == ""
         process.kill()  # a zombie, while nobody waits for it
-        _wait_for(lambda: gone(board, 1) == "has died")
+        _wait_for(lambda: end_reason(board, 1) == "has died")
         assert pathlib.Path(f"/proc/{process.pid}").exists()
-    assert gone(board, 1) == "has died"
+    assert end_reason(board, 1) == "has died"
     slots[1]["namespace"] += 1  # of a container of its own: its number says nothing
-    assert gone(board, 1) == ""
+    assert end_reason(board, 1) == ""
     slots[1]["state"] = b.ENDED
-    assert gone(board, 1) == "has ended"
+    assert end_reason(board, 1) == "has ended"
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.guard import when_all_have_ended
+from mpigrad.guard import call_at_job_end
 from mpigrad.profiling.table import RankRecord, Total, table
 from mpigrad.runtime.call_sites import describe
 from mpigrad.runtime.native import library
@@ -58,7 +58,7 @@ def start() -> None:
         return
     world = Communicator(MPI.COMM_WORLD).mpi
     recorder = _Recorder(world, path, profile)
-    when_all_have_ended(recorder.end)
+    call_at_job_end(recorder.end)
 
 
 class _Recorder:
