@@ -225,7 +225,7 @@ BROKEN = {
         full=True,
     ),
     "one_rank_exits": Broken(
-        (), code=3, last="failed with exit code 3: rank 1 was the first to leave with it"
+        (), code=3, last="failed with exit code 3: rank 1 was the first to exit with it"
     ),
     "one_rank_exits under mpiexec": Broken(
         ("rank 0: in barrier at ", "rank 1: has ended; last operation: barrier at "),
@@ -264,7 +264,7 @@ BROKEN = {
         ("rank 0: in recv of ", "rank 1: in recv of "), GUARD, code=1
     ),
     "one_rank_exits_with_256": Broken(
-        (), code=1, last="exit code 1: rank 1 was the first to leave with it", full=True
+        (), code=1, last="exit code 1: rank 1 was the first to exit with it", full=True
     ),
     # What nobody can prove: the time limit.
     "one_rank_computes_for_ever": Broken(
@@ -273,7 +273,7 @@ BROKEN = {
             "rank 0: has waited 3 s in allreduce(op=SUM) of float32[3] at ",
             "rank 1: has not called an operation for ",
             " (now at tests/programs/broken.py:",
-            "after barrier at ",
+            "last operation: barrier at ",
         ),
         SHORT,
         code=1,

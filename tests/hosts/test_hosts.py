@@ -247,7 +247,7 @@ def test_a_run_goes_on_when_hosts_are_lost(network: Network, shared: pathlib.Pat
         else:
             assert f"on {lost}, which does not answer:\n  rank 2: unknown" in done.errors, done
             assert f"on {next(iter(slots))}:\n  rank" in done.errors
-            assert f"Look at {lost}: stopped, or cut off" in done.errors
+            assert f"Check {lost}: stopped, or cut off" in done.errors
         if lost == "node2":  # alone, its ranks and what has started them end by themselves
             _ended(network, "node2")
             network["node2"].mend()

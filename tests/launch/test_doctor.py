@@ -28,7 +28,7 @@ def test_this_installation_works(ranks: int) -> None:
 
 def test_more_ranks_than_cores_is_a_note() -> None:
     (finding,) = doctor._cores(launcher.cores() + 1)
-    assert finding.note and "take turns" in finding.what
+    assert finding.note and "take turns" in finding.text
     assert doctor._cores(launcher.cores()) == []
 
 
@@ -50,17 +50,17 @@ def test_no_launcher_is_a_problem(tmp_path: pathlib.Path) -> None:
 def test_a_self_test_that_cannot_end_is_a_problem() -> None:
     done = mpigrad("doctor", "--timeout", 0.5)
     assert done.returncode == 1
-    assert "the self-test ended with exit code 124" in done.stdout
+    assert "The self-test ended with exit code 124" in done.stdout
 
 
 def test_hypre_of_another_mpi_is_a_problem(tmp_path: pathlib.Path) -> None:
     other = tmp_path / "libmpi.so.40"
     other.touch()
     findings = doctor._native(Library("Open MPI v5.0.11", str(other), "4.1", None))
-    if any("without it" in f.what or "not on this machine" in f.what for f in findings):
+    if any("without it" in f.text or "not on this machine" in f.text for f in findings):
         pytest.skip("mpigrad is built without hypre here")
     assert [f.note for f in findings] == [False]
-    assert f"but mpi4py runs on {other}" in findings[0].what
+    assert f"but mpi4py runs on {other}" in findings[0].text
 
 
 @pytest.mark.parametrize(

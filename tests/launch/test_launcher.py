@@ -97,8 +97,8 @@ def test_a_child_that_holds_the_output_is_named(tmp_path: pathlib.Path) -> None:
     )
     done = mpigrad("launch", "-n", 2, "--timeout", 60, program)
     assert done.returncode == 0, done.stderr
-    assert "all ranks have ended; mpiexec waits for processes" in done.stderr
-    assert "(sleep). Let a rank wait for them" in done.stderr
+    assert "all ranks have ended, but mpiexec waits for processes" in done.stderr
+    assert "(sleep). Wait for them in a rank" in done.stderr
 
 
 # ---- a job that has to be ended ----
@@ -277,7 +277,7 @@ def test_inside_a_launcher_nothing_is_launched() -> None:
     assert done.stdout.splitlines()[:2] == [f"rank {r} of 2: []" for r in range(2)]
     done = run([*start, *command("launch", "-n", 3, PROGRAMS / "say.py")], **environment)
     assert done.returncode != 0
-    assert done.stderr.count("has started 2 ranks here: leave -n out") == 1
+    assert done.stderr.count("has started 2 ranks here. Leave -n out") == 1
 
 
 # ---- interruption, in one process ----

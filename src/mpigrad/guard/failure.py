@@ -59,11 +59,11 @@ class _Process:
     """State of this process."""
 
     board: b.Board | None = None
-    others: HostQuery | None = None
+    host_query: HostQuery | None = None
     world: MPI.Intracomm | None = None  # for the end of the job, if there are other ranks
     hook: Callable[..., object] | None = None  # for uncaught errors
     forked = False
-    guarded = False
+    guard = False
     seconds = 0.0
     at_end: ClassVar[list[Callable[[], object]]] = []
     finished = False

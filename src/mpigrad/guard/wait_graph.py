@@ -30,7 +30,7 @@ __all__ = ["Finding", "diagnose", "disagreement", "grouped"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A proved deadlock or mismatch: its ranks (slot -> serial number of the operation) and error."""
+    """A proved deadlock or mismatch: its ranks (slot -> serial number of operation) and error."""
 
     stuck: dict[int, int]
     concerns: frozenset[int]

@@ -49,9 +49,9 @@ def forbid_child_import() -> None:
         )
     text = (
         f"mpigrad: imported in a process that multiprocessing spawned from MPI process {rank}; "
-        "ending the job. MPI would treat the child as the same rank. Import mpigrad and mpi4py under "
-        "`if __name__ == '__main__':`, or start workers with subprocess from a file that imports "
-        "neither."
+        "ending the job. MPI would treat the child as the same rank. Import mpigrad and mpi4py "
+        "under `if __name__ == '__main__':`, or start workers with subprocess from a file that "
+        "imports neither."
     )
     print(text, file=sys.stderr, flush=True)
     os.kill(int(rank), signal.SIGTERM)  # a pool would start new processes without end

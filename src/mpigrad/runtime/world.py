@@ -72,7 +72,7 @@ def check_world(size: int) -> None:
     who = around.launcher if around else "mpigrad"
     worlds = f"{expected} worlds of size 1" if size == 1 else f"a world of size {size}"
     raise MPIError(
-        f"mpigrad: {who} has started {expected} ranks, but MPI sees {worlds}: this launcher belongs "
-        "to another MPI than the library that mpi4py loads (`mpigrad doctor` shows both). "
+        f"mpigrad: {who} has started {expected} ranks, but MPI sees {worlds}: this launcher "
+        "belongs to another MPI than the library that mpi4py loads (`mpigrad doctor` shows both). "
         f"Start the program with `mpigrad launch -n {expected} program.py`."
     )
