@@ -84,12 +84,12 @@ Stream stream_of(const XLA_FFI_CallFrame& frame) {
   if (!error) return get.stream;
   XLA_FFI_Error_Destroy_Args destroy{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
   frame.api->XLA_FFI_Error_Destroy(&destroy);
-  static const bool on_cpu = is_set("MPIGRAD_STAGE");  // when tests stage CPU arrays there is no stream
+  static const bool on_cpu = is_set("MPIGRAD_STAGE");  // tests that stage CPU arrays run without a stream
   if (!on_cpu) throw std::runtime_error("XLA provides no stream");
   return nullptr;
 }
 
-// Makes the context of the stream current: the thread that calls a handler may have no context.
+// Makes the context of the stream current: the thread that calls a handler may lack one.
 class Current {
  public:
   explicit Current(Stream stream) {

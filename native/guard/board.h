@@ -59,7 +59,7 @@ struct Part {
 
 // Message counts for one peer and tag: sent (handed to MPI), posted (a receive waits), received.
 struct Channel {
-  Cell id;  // of the communicator; 0: free
+  Cell id;  // of the communicator (0: free)
   int64_t peer, tag;
   Cell sent, posted, received;
 };
@@ -118,7 +118,7 @@ struct Fault {
 struct Header {
   Cell ranks;
   Cell cause;   // who reports the end of the job: 1 + slot, or -1 - index of another host
-  Cell faults;  // number of verdicts so far; verdict n is in fault[n % kFaults]
+  Cell faults;  // number of verdicts so far: verdict n is in fault[n % kFaults]
   Fault fault[kFaults];
 };
 
@@ -128,7 +128,7 @@ struct Board {
   Header* header;
   Slot* slots;
   int index;  // of this rank
-  Shared* shared;  // one per rank, as the slots; nullptr while the board is private
+  Shared* shared;  // one per rank, as the slots (nullptr while the board is private)
   Slot& own() const { return slots[index]; }
 };
 

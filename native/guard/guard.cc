@@ -226,7 +226,7 @@ bool Post::collective(const Agreement& a) {
   return agreed;
 }
 
-// Members on several hosts have no common board: they exchange contracts by a message on the
+// Members on several hosts do not share a board: they exchange contracts by a message on the
 // communicator itself.
 bool Post::agree_by_message(const Contract& c) {
   const Communicator& comm = communicator(slot_);
@@ -382,7 +382,7 @@ MPIGRAD_EXPORT void mpigrad_forked() { forked = true; }
 // Set the exit code of a forked child.
 MPIGRAD_EXPORT void mpigrad_set_exit_code(int code) { exit_code = code; }
 
-// Limit the time of MPI_Finalize at the end of Python; `text` is printed when it is exceeded.
+// Limit the time of MPI_Finalize at the end of Python. If it is exceeded, `text` is printed.
 MPIGRAD_EXPORT void mpigrad_set_finalize_limit(double seconds, const char* text) {
   end_limit = seconds;
   end_text = text;

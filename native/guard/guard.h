@@ -54,7 +54,7 @@ struct Mails {
   const Mail* end() const { return first + count; }
 };
 
-// Whether the guard is on and the members of this communicator have no common board.
+// Whether the guard is on and the members of this communicator do not share a board.
 bool is_guarded_between_hosts(int64_t slot);
 
 // The error text for collectives of the members that differ, the same text on all members.

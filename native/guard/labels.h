@@ -1,4 +1,4 @@
-// Labels, for MPIGRAD_GUARD=1 between hosts. Receiver and sender have no common board, so the
+// Labels, for MPIGRAD_GUARD=1 between hosts. Receiver and sender do not share a board, so the
 // message itself carries a label in front of its data.
 #pragma once
 

@@ -21,7 +21,7 @@ bool trace_on = false;
 
 namespace {
 
-constexpr int64_t kChunk = 1 << 14;  // events; a chunk never moves, so that readers need no lock
+constexpr int64_t kChunk = 1 << 14;  // events. A chunk never moves, so that readers need no lock
 
 // Calls, bytes and nanoseconds of one operation on one line. Python reads it as six words.
 struct Totals {

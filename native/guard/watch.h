@@ -29,13 +29,13 @@ inline int64_t now_ns() {
 
 // Read from Python as five 64-bit integers, a string pointer and a bool.
 struct Record {
-  std::atomic<int64_t> start_ns{0};  // 0: outside operations; kUntimed: in one, start not read
+  std::atomic<int64_t> start_ns{0};  // 0: outside operations. kUntimed: in one, start not read
   std::atomic<int64_t> site{0};
   std::atomic<int64_t> calls{0};
   std::atomic<int64_t> busy_ns{0};  // time spent inside operations while they are timed
   std::atomic<int64_t> bytes{0};    // bytes handed to MPI by this rank
   std::atomic<const char*> operation{nullptr};
-  std::atomic<bool> unlimited{false};  // this operation has no time limit
+  std::atomic<bool> unlimited{false};  // the time limit does not apply
 };
 
 extern Record record;

@@ -60,7 +60,7 @@ constexpr int kCommunicators = 1024, kReductions = 64;
 // program contains no handle or address of one process.
 const Communicator& communicator(int64_t slot);
 Handle reduction(int64_t slot);
-// The MPI type that reductions use for XLA's element type. `known` is false if there is no such type.
+// The MPI type that reductions use for XLA's element type. `known` is false if MPI lacks the type.
 Handle arithmetic_type(int xla_type, bool& known);
 // The unsigned integer type of 1, 2, 4 or 8 bytes that moves data as words.
 Handle word_type(size_t bytes);

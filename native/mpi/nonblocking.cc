@@ -108,7 +108,7 @@ ffi::Error open(Token, TokenOut, BufferOut token, int64_t comm, int64_t site) {
   return keep(c, 0, std::move(message), token);
 }
 
-// Remove and return the message of a token. `error` is set if there is no such message.
+// Remove and return the message of a token. `error` is set if it does not exist.
 std::map<int, Pending>::node_type take(const Call& c, const Buffer& token, bool receives,
                                        ffi::Error& error) {
   auto found = posted.find(read(token));

@@ -31,7 +31,7 @@ def test_hosts_are_read_and_filled_in_order(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("# nobody\n", "has no hosts"),
+        ("# nobody\n", "expected at least one host"),
         ("node1\nnode2 slots=many\n", "line 2: expected a host, got 'node2 slots=many'"),
         ("-x\n", "line 1: expected a host, got '-x'"),
         ("node1 slots=0\n", "line 1: node1 must take at least 1 rank, got 0"),

@@ -87,7 +87,7 @@ class Board:
     slots: Any  # (ranks on this host,) of SLOT
     own_index: int
     ranks: tuple[int, ...]  # the rank in MPI_COMM_WORLD of each slot
-    lock: int | None = None  # descriptor of a file for locking; None: the board is private
+    lock: int | None = None  # descriptor of a file for locking (None: the board is private)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

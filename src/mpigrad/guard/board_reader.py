@@ -48,7 +48,7 @@ def decode(raw: bytes) -> str:
 
 
 def layout(part: Any) -> str:
-    """Return the dtype and shape of a contract or message, as float32[3,4]; "" without an array."""
+    """Return dtype and shape of a contract or message, as float32[3,4] ("" without an array)."""
     if int(part["dtype"]) == 0:
         return ""
     dims = ",".join(str(int(n)) for n in part["dims"][: min(int(part["rank"]), b.DIMS)])

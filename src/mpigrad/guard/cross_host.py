@@ -118,7 +118,7 @@ class HostQuery:
                     connection.sendall(json.dumps(answer).encode())
 
     def _leave_to(self, asker: int) -> bool:
-        """Return True if a rank of this board reports; otherwise let the asking board report."""
+        """Return True if a rank of this board reports. If not, let the asking board report."""
         with self.board.locked():
             cause = int(self.board.header["cause"])
             if cause == 0:
@@ -127,7 +127,7 @@ class HostQuery:
 
 
 def open_host_query(board: b.Board, own_states: Callable[[], list[str]]) -> HostQuery | None:
-    """Exchange the addresses of all boards (collective); None if there is only one board."""
+    """Exchange the addresses of all boards (collective). None for a single board."""
     world = MPI.COMM_WORLD
     if len(board.slots) == world.size:
         return None
@@ -158,7 +158,7 @@ def _addresses() -> list[str]:
     addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
+            with contextlib.suppress(OSError):  # an interface without an address
                 request = struct.pack("256s", name.encode()[:15])
                 answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
                 addresses.append(socket.inet_ntoa(answer[20:24]))

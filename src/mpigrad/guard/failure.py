@@ -109,7 +109,7 @@ def _abort(code: int) -> None:
     if _Process.host_query:
         _end_daemon()
     nowhere = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
-    with contextlib.suppress(RuntimeError):  # without memory there are no threads
+    with contextlib.suppress(RuntimeError):  # a thread cannot start without memory
         faulthandler.dump_traceback_later(_UNREACHED, exit=True, file=nowhere)
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)  # Abort of MPICH 5 returns, and ends the job later
@@ -153,7 +153,7 @@ def _note_exits() -> None:
 
 
 def _say(text: str) -> None:
-    """Pass a text to `mpigrad launch`, which prints it at the end; otherwise print it here."""
+    """Pass a text to `mpigrad launch`, which prints it at the end, or print it here."""
     name = os.environ.get("MPIGRAD_STOP_FILE")
     if name:
         # Fails if another rank has reported, or if the launcher is on another host.
@@ -211,8 +211,8 @@ def _end_all_ranks(
     value: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    # At a prompt an error is no end; neither is it in a child that is no rank.
-    # After MPI.Finalize() there are no ranks to end.
+    # An error at a prompt or in a forked child does not end the job. After MPI.Finalize() this rank
+    # cannot end the others.
     alone = _Process.forked or MPI.Is_finalized()
     if alone or sys.flags.interactive or hasattr(sys, "ps1"):
         previous(kind, value, trace)  # type: ignore[operator]

@@ -16,7 +16,7 @@ from mpigrad.guard.watchdog import end_reason, rank_states
 
 __all__ = ["await_all_ends"]
 
-_PAUSE = 1e-3  # first pause between two tests, in seconds; pauses grow
+_PAUSE = 1e-3  # first pause between two tests, in seconds (pauses grow)
 _IDLE = 0.02  # share of a processor below which a process counts as idle
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -33,7 +33,7 @@ def await_all_ends(
     Parameters
     ----------
     seconds
-        The time limit; 0: no limit.
+        The time limit (0: unlimited).
     end_job
         Called with the error text. It does not return.
     """

@@ -13,7 +13,7 @@ __all__ = ["await_all_ranks"]
 # waits _STAGGER seconds longer than the rank before it, so that the cause is printed once.
 _HELLO, _STAGGER = 3.0, 2.0  # ending a job takes a second on a busy machine
 _PAUSE = (
-    1e-3  # first pause between two tests, in seconds; pauses grow, to leave the cores to others
+    1e-3  # first pause between two tests, in seconds (pauses grow, to leave the cores to others)
 )
 
 
@@ -23,7 +23,7 @@ def await_all_ranks(seconds: float, end_job: Callable[[str], None]) -> None:
     Parameters
     ----------
     seconds
-        The time limit; 0: no limit.
+        The time limit (0: unlimited).
     end_job
         Called after the time limit, with a text that names the absent ranks (if this is rank 0).
         It does not return.

@@ -441,7 +441,7 @@ def _rank_of(line: tuple[str, str]) -> int:
 
 
 def grouped(lines: Iterable[tuple[str, str]]) -> list[str]:
-    """Return lines for pairs ("rank 3", text); ranks with the same text share one line.
+    """Return lines for pairs ("rank 3", text). Ranks with the same text share one line.
 
     For example "  ranks 1-3, 7: text".
     """

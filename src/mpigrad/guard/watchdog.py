@@ -42,7 +42,7 @@ def end_reason(board: b.Board, r: int) -> str:
 
 
 def _process_state(board: b.Board, r: int) -> str:
-    """Return Linux's letter for the state of the process of slot r; "" if it does not exist."""
+    """Return Linux's letter for the state of the process of slot r ("" if it does not exist)."""
     slot = board.slots[r]
     if r == board.own_index or int(slot["namespace"]) != int(
         board.slots[board.own_index]["namespace"]
@@ -111,13 +111,13 @@ class Watchdog:
     board
         The board of this host.
     seconds
-        The time limit of one operation; 0: no limit.
+        The time limit of one operation (0: unlimited).
     guarded
         True if operations wait on the board, so that an error can be raised there on every rank.
     end_job
         Called with the text of an error that cannot be raised, or with a function that returns it.
     host_query
-        For the states of ranks on other hosts; None if there is one host.
+        For the states of ranks on other hosts. None if there is one host.
     """
 
     NAME = "mpigrad-watch"  # of the thread
@@ -248,7 +248,7 @@ class Watchdog:
         self._refused = finding.stuck
 
     def _report(self, waited: float) -> str:
-        """Return the report with the states of all ranks; "" if another host reports."""
+        """Return the report with the states of all ranks ("" if another host reports)."""
         own_states = functools.partial(rank_states, self.board)
         query = self.host_query
         report = query.rank_states(own_states) if query else (own_states(), [])

@@ -255,7 +255,7 @@ def _print_help(parser: Parser, arguments: Sequence[str]) -> None:
 
 
 def _check_options(options: LaunchOptions) -> tuple[int, tuple[Host, ...]]:
-    """Return the number of ranks and their hosts; no hosts means this host."""
+    """Return the number of ranks and their hosts (empty: this host)."""
     around, hosts = world_around(), ()
     if options.hosts is not None:
         hosts = _hosts_of(options.hosts, options.ranks)

@@ -39,7 +39,7 @@ def read_hosts(file: pathlib.Path) -> tuple[Host, ...]:
     OSError
         If the file cannot be read.
     ValueError
-        If the file has no hosts or a line is invalid. The message has the line number.
+        If the file is empty or a line is invalid. The message has the line number.
     """
     slots: dict[str, int] = {}
     for number, line in enumerate(file.read_text().splitlines(), start=1):
@@ -58,7 +58,7 @@ def read_hosts(file: pathlib.Path) -> tuple[Host, ...]:
             )
         slots[name] = slots.get(name, 0) + count
     if not slots:
-        raise ValueError(f"{file} has no hosts. Write one line for each: name slots=RANKS")
+        raise ValueError(f"{file}: expected at least one host, got none. Write: name slots=RANKS")
     return tuple(Host(name, count) for name, count in slots.items())
 
 

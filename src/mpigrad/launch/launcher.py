@@ -134,7 +134,7 @@ def launch(
     Raises
     ------
     MPIError
-        If there is no MPI, no launcher for it, or a launcher without an option for hosts.
+        If MPI or its launcher is missing, or the launcher lacks an option for hosts.
     ValueError
         If the hosts take fewer ranks.
     """
@@ -184,7 +184,7 @@ def _host_words(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> list[s
         return []
     if launcher.family is None or not launcher.family.hosts:
         raise MPIError(
-            f"mpigrad: --hosts: {launcher} has no option for hosts. Leave --hosts out: a batch job "
+            f"mpigrad: --hosts: {launcher} does not accept hosts. Leave --hosts out: a batch job "
             "uses its own nodes."
         )
     counts = place_ranks(hosts, ranks)
@@ -254,7 +254,7 @@ class _Job:
             print(text.rstrip(), file=sys.stderr, flush=True)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait until the job ends, or end it; return its exit code."""
+        """Wait until the job ends, or end it, and return its exit code."""
         start = time.monotonic()
         limit = start + self.timeout
         asked: float | None = None
@@ -287,7 +287,7 @@ class _Job:
                     return 128 + self.requests[0]
                 asked = now
                 self.stop_file.touch()
-                if self.spread:  # mpiexec passes it to all ranks; it ends ranks that do not listen
+                if self.spread:  # mpiexec passes it to all ranks, which end by it or save
                     process.send_signal(signal.SIGUSR1)
                 again = "Ctrl-C again" if name == "SIGINT" else "a second signal"
                 _say(f"{name}: asked the job to save and end ({again} ends it at once)")

@@ -213,7 +213,7 @@ def find_launcher(library: Library) -> Launcher:
     Raises
     ------
     MPIError
-        If there is no launcher, or only launchers of another MPI.
+        If a launcher is missing, or all launchers belong to another MPI.
     """
     wanted = os.environ.get("MPIGRAD_MPIEXEC")
     if wanted:
@@ -250,7 +250,7 @@ def _fits(launcher: Launcher, library: Library) -> bool:
     if launcher.family is None:
         return False
     if library.family is None or launcher.family.key == "slurm":
-        return True  # cannot be checked here; the ranks compare their number at start
+        return True  # cannot be checked here: the ranks compare their number at start
     return launcher.family.key == library.family.key
 
 

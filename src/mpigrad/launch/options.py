@@ -13,7 +13,7 @@ __all__ = ["LaunchOptions", "Parser", "launch_parser"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """Options for starting and ending ranks; see the help of `launch_parser`."""
+    """Options for starting and ending ranks, as in the help of `launch_parser`."""
 
     ranks: int | None = None
     hosts: pathlib.Path | None = None
@@ -66,7 +66,7 @@ def launch_parser(
         "--hosts",
         type=pathlib.Path,
         metavar="FILE",
-        help="file with a line `NAME slots=RANKS` for each host (default: this host runs all ranks)",
+        help="file with a line `NAME slots=RANKS` for each host (default: this host only)",
     )
     group.add_argument(
         "--timeout",

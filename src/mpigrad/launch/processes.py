@@ -13,7 +13,7 @@ _HELPERS = ("hydra", "prte", "orted", "mpiexec")
 
 
 def processes_with(mark: bytes) -> list[int]:
-    """Return the ids of other processes with `mark` in their environment (zombies have none)."""
+    """Return the ids of other processes with `mark` in their environment (zombies do not)."""
     pids = []
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

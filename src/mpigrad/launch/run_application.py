@@ -31,7 +31,7 @@ def main() -> int:
         application(name).run_function()(settings)
     except Exception as error:
         # Most errors are raised on all ranks. Rank 0 prints its error and ends the job. Other ranks
-        # print theirs only if rank 0 has none.
+        # print theirs only if rank 0 succeeds.
         if world.rank > 0:
             time.sleep(_DELAY)
         if isinstance(error, ValueError | OSError) or str(error).startswith("mpigrad"):

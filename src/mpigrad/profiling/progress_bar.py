@@ -44,7 +44,7 @@ class Progress:
     rank
         This rank.
     stream
-        Output stream; default: standard output.
+        Output stream (default: standard output).
     interval
         Seconds between plain lines. A live line is updated at most ten times a second.
     """

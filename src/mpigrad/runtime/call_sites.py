@@ -55,7 +55,7 @@ def call_site(tree: str = "") -> int:
     site = _current[-1] if _current else _line()
     if not tree:
         return site
-    if len(_with_trees) >= _TREES:  # sizes that change in every call: the board has no room
+    if len(_with_trees) >= _TREES:  # sizes that change in every call would fill the board
         tree = "?"
     key = (site, tree)
     if key not in _with_trees:
@@ -98,7 +98,7 @@ def _line() -> int:
 def program_line(places: Iterable[tuple[str, int]]) -> str:
     """Return the line of the user's program in a stack (innermost first), as prog.py:12.
 
-    Lines of the program's own files come before lines of installed packages. "" if there are none.
+    Lines of the program's own files come before lines of installed packages. "" for an empty stack.
     """
     outside = [place for place in places if _is_outside(place[0])]
     own = [place for place in outside if not place[0].startswith(_INSTALLED)]

@@ -170,7 +170,7 @@ class Record(ctypes.Structure):
         ("busy_ns", ctypes.c_int64),
         ("bytes", ctypes.c_int64),
         ("operation", ctypes.c_char_p),
-        ("unlimited", ctypes.c_bool),  # this operation has no time limit
+        ("unlimited", ctypes.c_bool),  # the time limit does not apply to this operation
     )
 
 
