@@ -93,7 +93,7 @@ def test_a_job_that_fails_leaves_its_ranks_traces(tmp_path: pathlib.Path) -> Non
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"MPIGRAD_TRACE": "/nowhere/trace.json"}, "in a directory that is there"),
+        ({"MPIGRAD_TRACE": "/nowhere/trace.json"}, "in an existing directory"),
         pytest.param(
             {"MPIGRAD_PROFILE": "1", "MPIGRAD_TRACE_EVENTS": "all"},
             "not a number of operations",
