@@ -18,7 +18,7 @@ pytestmark = pytest.mark.launcher
 
 @dataclasses.dataclass(frozen=True)
 class Broken:
-    """What becomes of a program of tests/programs/broken.py on 2 ranks."""
+    """The expected end of a program of tests/programs/broken.py on 2 ranks."""
 
     says: tuple[str, ...]
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -29,6 +29,7 @@ class Broken:
     full: bool = False  # in make test-full only
 
 
+VARIANT = pytest.mark.full("a job of several seconds that is a variant of another case")
 GUARD = {"MPIGRAD_GUARD": "1"}
 SHORT = {"MPIGRAD_TIMEOUT": "3"}
 FAILED = "rank 1 of 2 failed; ending all ranks"
@@ -138,7 +139,7 @@ BROKEN = {
     ),
     "windows_with_rows_of_other_lengths": Broken(
         (" of 2: one_sided at ", "expected window rows of one length and dtype"),
-        last="of 2 failed; ending all ranks",  # both see it; the first one says it
+        last="of 2 failed; ending all ranks",  # both ranks find it, and the first one reports
     ),
     "a_request_that_nobody_posts": Broken(
         ("rank 0: in wait of float32[3] from rank 1 (tag 0) at ", "rank 1: in barrier at "),
@@ -373,7 +374,7 @@ BROKEN = {
 
 
 def run_broken(name: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """The program's end, and its time."""
+    """Run a program. Return its result and its time in seconds."""
     case = BROKEN[name]
     words = (PROGRAMS / "broken.py", name.partition(" ")[0])
     with no_orphans() as mark:
@@ -390,7 +391,7 @@ def run_broken(name: str) -> tuple[subprocess.CompletedProcess[str], float]:
 def ended(
     request: pytest.FixtureRequest,
 ) -> Iterator[dict[str, Future[tuple[subprocess.CompletedProcess[str], float]]]]:
-    """All that are wanted, five at a time: most of their time they wait."""
+    """Run all selected programs, five at a time, because they mostly wait."""
     items = [item for item in request.session.items if "ended" in item.fixturenames]  # type: ignore[attr-defined]
     names = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
     idling()  # made once, before the threads
@@ -399,7 +400,7 @@ def ended(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full) if c.full else n for n, c in BROKEN.items()]
+    "name", [pytest.param(n, marks=VARIANT) if c.full else n for n, c in BROKEN.items()]
 )
 def test_broken_programs_end(
     name: str, ended: dict[str, Future[tuple[subprocess.CompletedProcess[str], float]]]

@@ -1,4 +1,4 @@
-"""What the guard refuses is one error, with all call sites, on every rank; the program goes on."""
+"""A mismatch is one error with all call sites on every rank, and the program continues."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def refusals() -> dict[str, list[tuple[str, float]]]:
-    """Of each program, what each rank was told and after how many seconds."""
+    """Return for each program the error text and the seconds of each rank."""
     program = PROGRAMS.relative_to(pathlib.Path.cwd()) / "refused.py"
     settings = {**idling(), "MPIGRAD_GUARD": "1", "MPIGRAD_TIMEOUT": "60"}
     done = mpigrad("launch", "-n", 3, program, **settings)
@@ -217,8 +217,8 @@ def test_all_refused_programs_are_checked(refusals: dict[str, list[tuple[str, fl
     assert set(refusals) == set(REFUSED)
 
 
-def test_a_rank_that_was_elsewhere_is_told_once(tmp_path: pathlib.Path) -> None:
-    """Others were refused three times meanwhile, in a file of a path too long for the board."""
+def test_a_rank_that_was_elsewhere_gets_the_error_once(tmp_path: pathlib.Path) -> None:
+    """The others get three errors meanwhile, in a file whose path is too long for the board."""
     directory = tmp_path / ("long" * 50) / ("longer" * 30)
     directory.mkdir(parents=True)
     program = directory / "elsewhere.py"

@@ -1,4 +1,4 @@
-"""Since when a rank waits, of operations that read no clock, and whether it lives."""
+"""The watchdog: waiting times without a clock in operations, and states of processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpigrad.runtime.call_sites import program_line
 from mpigrad.runtime.native import UNTIMED, Record
 
 
-def test_looks_find_when_an_operation_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_of_an_operation_is_found_by_repeated_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = np.zeros(1, b.SLOT)
     board = b.Board(np.zeros((), b.HEADER), slots, 0, (0,))
     dog = watchdog.Watchdog(board, 300.0, False, lambda text: None, None)
@@ -52,7 +52,7 @@ def test_looks_find_when_an_operation_has_begun(monkeypatch: pytest.MonkeyPatch)
     assert look(9 * 10**9) == 9 * 10**9 - 5 * 10**8
 
 
-def test_a_process_that_has_ended_and_is_still_listed_has_died() -> None:
+def test_a_zombie_has_died() -> None:
     slots, namespace = np.zeros(2, b.SLOT), os.stat("/proc/self/ns/pid").st_ino
     slots["state"], slots["namespace"] = b.IN_PYTHON, namespace
     board = b.Board(None, slots, 0, (0, 1))
@@ -79,7 +79,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-def test_the_line_of_the_program_and_not_of_what_it_calls() -> None:
+def test_line_of_the_program_and_not_of_a_library() -> None:
     found = []
 
     def hook(pairs: list[tuple[str, int]]) -> None:
@@ -94,7 +94,7 @@ def test_the_line_of_the_program_and_not_of_what_it_calls() -> None:
 
 
 class _InPython(json.JSONDecoder):
-    """Not the decoder in C, which has no frames."""
+    """A decoder in Python, because the C decoder does not create frames."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]

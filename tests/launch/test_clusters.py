@@ -1,4 +1,4 @@
-"""Hosts files, batch scripts, and what the command line says about them."""
+"""Hosts files and batch scripts, and errors of the command line about them."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_hosts_are_read_and_filled_in_order(tmp_path: pathlib.Path) -> None:
         ("node1 slots=0\n", "line 1: node1 must take at least 1 rank, got 0"),
     ],
 )
-def test_a_file_that_is_none_is_refused(text: str, said: str, tmp_path: pathlib.Path) -> None:
+def test_rejects_invalid_hosts_files(text: str, said: str, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "hosts"
     file.write_text(text)
     with pytest.raises(ValueError, match=said):
         read_hosts(file)
 
 
-def test_the_command_line_refuses_before_anything_starts(tmp_path: pathlib.Path) -> None:
+def test_rejects_invalid_host_options_before_a_launch(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("node1 slots=2\n")
     program = PROGRAMS / "say.py"
@@ -64,7 +64,7 @@ def test_the_command_line_refuses_before_anything_starts(tmp_path: pathlib.Path)
         assert done.stdout == ""
 
 
-def test_a_script_of_a_problem() -> None:
+def test_script_of_an_application() -> None:
     done = mpigrad(
         *("run", "poisson", "-n", 64, "--timeout=90000", "--cells", 40, 30, "--print-script"),
         *("slurm", "--out", "my results"),
@@ -79,7 +79,7 @@ def test_a_script_of_a_problem() -> None:
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True).returncode == 0
 
 
-def test_a_problem_without_saves_is_not_queued_again() -> None:
+def test_an_application_without_saves_is_not_queued_again() -> None:
     script = slurm.slurm(["run", "acoustic"], "acoustic", 4, float("inf"), requeue=False)
     assert "requeue" not in script
     assert "--signal" not in script
@@ -109,7 +109,7 @@ sys.exit(int(sys.argv[1]))
 def test_a_job_that_has_saved_is_queued_again(
     code: int, again: bool, tmp_path: pathlib.Path
 ) -> None:
-    """With an srun that runs its command, which starts a rank, and a scontrol that says so."""
+    """Replace srun by a script that runs its command, and scontrol by one that records the call."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("asked.py", ASKED)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

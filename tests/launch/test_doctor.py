@@ -1,4 +1,4 @@
-"""The doctor finds a healthy installation healthy, and names what is wrong with another."""
+"""`mpigrad doctor` accepts this installation, and reports the problems of others."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from mpigrad.launch.mpi_installation import Library, mpi_library
 pytestmark = pytest.mark.launcher
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(5, marks=pytest.mark.full("2 ranks run the same checks"))]
+)
 def test_this_installation_works(ranks: int) -> None:
     done = mpigrad("doctor", "-n", ranks)
     assert f"self-test on {ranks} ranks" in done.stdout, done.stderr
     assert done.stdout.count(" ok") == 5, done.stdout + done.stderr
     assert "(nothing is refused)" in done.stdout
     assert mpi_library().version in done.stdout
-    # Built with hypre for one MPI, and run on another: then that is what is to be found.
+    # If hypre was built for another MPI, this is the one problem to be found.
     other = "problem: hypre is built with" in done.stdout
     assert ("1 problem found" if other else "no problem found") in done.stdout
     assert done.returncode == other
