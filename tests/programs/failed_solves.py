@@ -1,4 +1,4 @@
-"""Solves that fail to converge, and what a program makes of them between messages of its own."""
+"""Solves that fail to converge, between messages of the program."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""A root that drives, and what may go wrong: `served.py CASE` on 2 ranks."""
+"""Errors of a program that is driven by the root: `served.py CASE` on 2 ranks."""
 
 import sys
 import time
