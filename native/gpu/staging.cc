@@ -1,9 +1,9 @@
 // Handlers for arrays on a GPU. Each wraps a handler for CPUs, which gets copies in host memory.
 //
-// XLA calls a handler while it queues work on a stream. The operands are copied to the host after the
-// work that is already queued, the host waits for them, the handler runs, and its results are copied
-// back before the call returns. The build needs no CUDA: the functions are looked up in the driver at
-// the first call.
+// XLA calls a handler while it queues work on a stream. The operands are copied to the host after
+// the work that is already queued, the host waits for them, the handler runs, and its results are
+// copied back before the call returns. The build needs no CUDA: the functions are looked up in the
+// driver at the first call.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -84,7 +84,8 @@ Stream stream_of(const XLA_FFI_CallFrame& frame) {
   if (!error) return get.stream;
   XLA_FFI_Error_Destroy_Args destroy{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
   frame.api->XLA_FFI_Error_Destroy(&destroy);
-  static const bool on_cpu = is_set("MPIGRAD_STAGE");  // tests that stage CPU arrays run without a stream
+  // Tests that stage CPU arrays run without a stream.
+  static const bool on_cpu = is_set("MPIGRAD_STAGE");
   if (!on_cpu) throw std::runtime_error("XLA provides no stream");
   return nullptr;
 }
@@ -143,7 +144,8 @@ class Memory {
       if (!driver().cuMemHostAlloc(&data, bytes, kForAllContexts))
         return {static_cast<char*>(data), bytes, true};
       data = std::aligned_alloc(4096, bytes);
-      if (!data) throw std::runtime_error("no memory for copies of " + std::to_string(bytes) + " bytes");
+      if (!data)
+        throw std::runtime_error("no memory for copies of " + std::to_string(bytes) + " bytes");
       return {static_cast<char*>(data), bytes, false};
     }
     void release() {

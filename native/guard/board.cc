@@ -129,8 +129,8 @@ MPIGRAD_EXPORT void mpigrad_set_call_site(int64_t site, const char* text, const 
 
 MPIGRAD_EXPORT void* mpigrad_slots() { return board.slots; }
 
-// Register the members of the communicator of `slot`: for each its host index (-1: another host) and
-// its slot there.
+// Register the members of the communicator of `slot`: for each its host index (-1: another host)
+// and its slot there.
 MPIGRAD_EXPORT void mpigrad_set_members(int64_t slot, int64_t id, int rank, int size,
                                         const int* host_indices, const int* slots) {
   auto& list = members[slot];

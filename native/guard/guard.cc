@@ -388,8 +388,8 @@ MPIGRAD_EXPORT void mpigrad_set_finalize_limit(double seconds, const char* text)
   end_text = text;
 }
 
-// Called when Python has ended and before mpi4py finalises MPI. In a forked child MPI belongs to the
-// parent, so the child exits here.
+// Called when Python has ended and before mpi4py finalises MPI. In a forked child MPI belongs to
+// the parent, so the child exits here.
 MPIGRAD_EXPORT void mpigrad_end_child() {
   if (!forked) {
     if (end_limit > 0) mpigrad_start_time_limit(end_limit, end_text.c_str());

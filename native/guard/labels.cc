@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t kWritten = 0x6d70696772616421;
 
 struct Label {
-  int64_t written;  // kWritten, or anything else if the message was too long and MPI did not copy it
+  int64_t written;  // not kWritten if the message was too long and MPI did not copy it
   Part part;
   char operation[kName];
   char site[kText];

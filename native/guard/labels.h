@@ -23,8 +23,8 @@ struct Parcel {
   Parcel(const Call& c, const Words& y);
 };
 
-// After a receive of `words` from `source`: copy the data to y if they are as `mail` describes, else
-// return an error with what was received. `code` is the return code of MPI.
+// After a receive of `words` from `source`: copy the data to y if they are as `mail` describes,
+// else return an error with what was received. `code` is the return code of MPI.
 ffi::Error unpack(const Call& c, const Mail& mail, int code, Status& status, int source,
                   const Words& words, const Words& y);
 

@@ -16,8 +16,8 @@ namespace mpigrad {
 inline bool timed = false;
 
 // How much is recorded of an operation: nothing, the state of the rank (its operation and start),
-// or also its contracts and messages. Only bench/guard_overhead.py, which measures the cost, records
-// less than everything.
+// or also its contracts and messages. Only bench/guard_overhead.py, which measures the cost,
+// records less than everything.
 enum Recording : int { kRecordNothing, kRecordState, kRecordAll };
 inline int recording = kRecordAll;
 
@@ -41,7 +41,7 @@ struct Record {
 extern Record record;
 constexpr int64_t kUntimed = 1;
 
-// The relation of a new operation to the one in progress on this rank: there is none, the new one
+// The relation of a new operation to the one in progress on this rank: none exists, the new one
 // is part of it, or the new one is refused because the other belongs to another thread.
 enum class Standing { first, within, refused };
 

@@ -67,13 +67,14 @@ ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   if (!in.known) return c.fail(kNoArithmetic);
   const int code = call(runtime.mpi.Reduce, in.data, place(y), in.count, in.type,
                         in.reduction(op), static_cast<int>(root), c.comm.handle);
-  // Off the root MPI leaves the result undefined. Here it is zero, written while the root still adds.
+  // Off the root MPI leaves the result undefined. Here it is zero, written while the root still
+  // adds.
   if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
   return c.done(code);
 }
 
-// `op` is a reduction that MPI does not compute itself and for which the values are gathered, or -1.
-// All members must pass the same.
+// `op` is a reduction that MPI does not compute itself and for which the values are gathered, or
+// -1. All members must pass the same.
 ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
                   int64_t root) {
   const Call c("gather", comm, site, x.size_bytes(), root);
@@ -153,8 +154,8 @@ ffi::Error exscan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   return c.done(code);
 }
 
-// MPI's counts and displacements for the rows of each rank, in words or elements. Python has checked
-// that the sum of all counts fits 32 bits.
+// MPI's counts and displacements for the rows of each rank, in words or elements. Python has
+// checked that the sum of all counts fits 32 bits.
 struct Parts {
   std::vector<int> counts, displacements;
   Parts(Integers rows, int64_t row) {

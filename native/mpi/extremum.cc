@@ -1,7 +1,7 @@
 // The maximum or minimum over ranks, and a mask of the elements for which this rank has it.
 //
-// MPI's MAX and MIN may lose a NaN, depending on the rank that has it. Here the result is NaN, as in
-// JAX and NumPy, so that a failure on one rank shows on all ranks.
+// MPI's MAX and MIN may lose a NaN, depending on the rank that has it. Here the result is NaN, as
+// in JAX and NumPy, so that a failure on one rank shows on all ranks.
 #include "mpi/handler.h"
 
 namespace mpigrad {

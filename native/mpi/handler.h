@@ -1,5 +1,5 @@
-// Shared code of all handlers. A handler is one MPI operation between two tokens, which keep messages
-// in program order. It is a linear map, and its transpose is another handler.
+// Shared code of all handlers. A handler is one MPI operation between two tokens, which keep
+// messages in program order. It is a linear map, and its transpose is another handler.
 #pragma once
 
 #include <sys/mman.h>
@@ -175,7 +175,8 @@ struct Call {
 constexpr char kSameLayout[] =
     "Make the receive expect the shape and dtype that the sender sends, leaf by leaf.";
 
-// Page faults of small pages cost more than the message: ask for huge pages before the first access.
+// Page faults of small pages cost more than the message: ask for huge pages before the first
+// access.
 inline void advise_huge_pages(void* data, size_t bytes) {
   constexpr uintptr_t page = 2u << 20;
   if (bytes < 2 * page) return;

@@ -55,7 +55,8 @@ const Message* find_message(const Slot& s, int64_t id, int64_t peer, int64_t tag
 
 bool fits(const Part& a, const Part& b) {
   return a.dtype == 0 || b.dtype == 0 ||
-         (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) && tree_fits(a.tree, b.tree));
+         (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) &&
+          tree_fits(a.tree, b.tree));
 }
 
 // The oldest announced message from `source` to `rank` that was not received yet, or nullptr.
@@ -71,8 +72,8 @@ const Message* next_message(const Slot& sender, int64_t source, const Slot& rece
   return nullptr;
 }
 
-// Whether it is unknown which message a wildcard receive takes: announcements were overwritten, or a
-// receive that was posted earlier takes one of them.
+// Whether it is unknown which message a wildcard receive takes: announcements were overwritten, or
+// a receive that was posted earlier takes one of them.
 bool uncertain(const Slot& sender, int64_t source, const Slot& receiver, int64_t rank, int64_t id,
                int64_t tag) {
   for (const Channel& c : sender.channels) {

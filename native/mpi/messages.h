@@ -29,8 +29,8 @@ class Exchange {
              int64_t ordinal) const;
   // Whether the message that `rank` waits for was sent and is what the rank expects.
   bool available(int64_t rank, const Part& p);
-  // Whether some message was sent that this wildcard receive takes. It takes the oldest message of a
-  // sender.
+  // Whether some message was sent that this wildcard receive takes. It takes the oldest message of
+  // a sender.
   bool any_available(int64_t rank, const Slot& receiver, const Part& p);
   // Whether a long message of `rank` has a matching receive.
   bool expected(int64_t rank, const Part& p);

@@ -115,8 +115,8 @@ std::map<int, Pending>::node_type take(const Call& c, const Buffer& token, bool 
   if (found == posted.end() || found->second.receives != receives) {
     error = c.fail(
         "no message is pending for this request. It was already waited for, or it was never waited "
-        "for (so its adjoint was not posted), or it was posted outside the differentiated function. "
-        "Wait for each request exactly once, in the function that posts it.");
+        "for (so its adjoint was not posted), or it was posted outside the differentiated "
+        "function. Wait for each request exactly once, in the function that posts it.");
     return {};
   }
   return posted.extract(found);
@@ -128,16 +128,17 @@ ffi::Error give_back(std::map<int, Pending>::node_type&& node, ffi::Error&& erro
   return std::move(error);
 }
 
-// Adjoints go from the wait to the post: the partner takes the adjoint of the last post first. If the
-// program waited in another order, adjoints would be exchanged.
+// Adjoints go from the wait to the post: the partner takes the adjoint of the last post first. If
+// the program waited in another order, adjoints would be exchanged.
 ffi::Error check_order(const Call& c, const Pending& message) {
   has_ended(message.slot, message.peer, message.tag, message.receives, message.order);
   if (c.site >= 0 || !message.overtaken) return ffi::Error::Success();
-  const std::string peer = std::to_string(message.peer), tag = std::to_string(c.given_tag(message.tag));
+  const std::string peer = std::to_string(message.peer);
+  const std::string tag = std::to_string(c.given_tag(message.tag));
   return c.fail("two messages between this rank and rank " + peer + " with tag " + tag +
-                " were completed in another order than they were posted, so their adjoints could be "
-                "exchanged. Give each message its own tag, or wait in the order of the posts (as "
-                "waitall does) before other messages of this rank and tag are sent or received.");
+                " were completed in another order than they were posted, so their adjoints could "
+                "be exchanged. Give each message its own tag, or wait in the order of the posts "
+                "(as waitall does) before other messages of this rank and tag are sent or received.");
 }
 
 // Waits for a receive, which `mail` describes, and copies its data to y.
@@ -219,9 +220,9 @@ ffi::Error arrive_from(Token, Envelope envelope, Buffer token, TokenOut, BufferO
   if (message.since.count({source, tag}))
     return c.fail("the message of a wildcard irecv came from rank " + std::to_string(source) +
                   " with tag " + std::to_string(c.given_tag(tag)) +
-                  ", but another derivative from this rank and tag was received (or its receive was "
-                  "posted) before this wait, so tangents could be exchanged. Wait for this request "
-                  "first, or give the messages different tags.");
+                  ", but another derivative from this rank and tag was received (or its receive "
+                  "was posted) before this wait, so tangents could be exchanged. Wait for this "
+                  "request first, or give the messages different tags.");
   Status status;
   return receive_mail(c, mail(source, tag, *y), Words(y), status, message.order);
 }
@@ -233,7 +234,8 @@ ffi::Error sent(Token, Buffer token, TokenOut, int64_t comm, int64_t site, int64
   auto node = take(c, token, false, error);
   if (node.empty()) return error;
   const Pending& message = node.mapped();
-  const Layout bytes{0, nullptr, 0, static_cast<int64_t>(message.words.count * message.words.width)};
+  const auto length = static_cast<int64_t>(message.words.count * message.words.width);
+  const Layout bytes{0, nullptr, 0, length};
   error = c.messages({{message.peer, message.tag, bytes, -1, message.number}}, {});
   if (error.success()) error = check_order(c, message);
   if (error.failure()) return give_back(std::move(node), std::move(error));
@@ -262,7 +264,8 @@ MPIGRAD_EXPORT const char* mpigrad_pending_requests() {
   static std::string text;
   text.clear();
   for (const auto& [token, message] : mpigrad::posted)
-    if (message.posted) text += std::string(message.operation) + " at " + mpigrad::call_site(message.site) + "\n";
+    if (message.posted)
+      text += std::string(message.operation) + " at " + mpigrad::call_site(message.site) + "\n";
   return text.c_str();
 }
 

@@ -1,7 +1,7 @@
-// One epoch of one-sided operations between two fences. Every rank lists the rows that it gets from,
-// puts into and accumulates onto the windows of other ranks. An epoch ends with a fence of all ranks,
-// so the ranks first exchange their requests and then send the data in packed messages. This needs no
-// remote memory access, sums in the order of ranks, and checks ranges and overlaps.
+// One epoch of one-sided operations between two fences. Every rank lists the rows that it gets
+// from, puts into and accumulates onto the windows of other ranks. An epoch ends with a fence of
+// all ranks, so the ranks first exchange their requests and then send the data in packed messages.
+// This needs no remote memory access, sums in the order of ranks, and checks ranges and overlaps.
 #include <algorithm>
 #include <array>
 
@@ -114,8 +114,8 @@ int agree(const Call& c, std::string& fault) {
 }
 
 // x holds this rank's window of `rows` rows, then the values that it puts, then those that it
-// accumulates. y holds the window after the epoch, then the values that this rank gets. Requests are
-// triples (rank, offset, count).
+// accumulates. y holds the window after the epoch, then the values that this rank gets. Requests
+// are triples (rank, offset, count).
 ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                      int64_t rows, int64_t row_bytes, int64_t word_bytes, Integers get,
                      Integers put, Integers clear, Integers accumulate) {
@@ -244,8 +244,9 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   const Adder add = adder(x.element_type());
   for (int r = 0; r < ranks; ++r)
     for (const Range& range : theirs.ranges[r][kAccumulate]) {
-      if (!add) return c.fail("this dtype cannot be accumulated. Convert the window first, for example to "
-                              "float32.");
+      if (!add)
+        return c.fail("this dtype cannot be accumulated. Convert the window first, for example to "
+                      "float32.");
       add(window + range.offset * row_bytes, arrived[r], range.count * row_bytes);
       arrived[r] += range.count * row_bytes;
     }

@@ -50,8 +50,8 @@ struct Pending {
   }
 };
 
-// A message with `peer` has ended: pending messages of the same kind that were posted before `order`
-// have been overtaken.
+// A message with `peer` has ended: pending messages of the same kind that were posted before
+// `order` have been overtaken.
 void has_ended(int64_t slot, int64_t peer, int64_t tag, bool receives, int64_t order = INT64_MAX);
 
 // The rank and tag of a message: its sender, or its destination.

@@ -118,7 +118,8 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   const int count = static_cast<int>(out.count), tag = static_cast<int>(recvtag);
   int code;
   if (dest == c.comm.rank && !to_self.empty()) {
-    // It may receive an earlier message of this rank to itself, so this one is buffered, as by send.
+    // It may receive an earlier message of this rank to itself, so this one is buffered, as by
+    // send.
     free_received_from_self();
     to_self.emplace_back(c, dest, in);
     code = to_self.back().post_send(in, sendtag);

@@ -26,8 +26,8 @@ ffi::Error require(Token, ffi::Buffer<ffi::PRED> ok, ffi::Buffer<ffi::F64> value
   return c.fail(text);
 }
 
-// Tokens order the messages inside a program. A one-byte array orders programs: `enter` takes it and
-// `leave` returns it.
+// Tokens order the messages inside a program. A one-byte array orders programs: `enter` takes it
+// and `leave` returns it.
 ffi::Error enter(Buffer, TokenOut) { return ffi::Error::Success(); }
 ffi::Error leave(Token, ffi::Result<ffi::Buffer<ffi::U8>> ordering_byte) {
   ordering_byte->typed_data()[0] = 0;

@@ -405,7 +405,7 @@ def test_ranks_with_different_times_share_a_line() -> None:
         ranks.shaped(ranks.collective(r, "bcast"), F64, 2)
         slot["since_ns"], slot["namespace"] = now - (2 * r + 3) * 1_000_000_000, r
     ranks.slots[1]["sites"][1] = b"prog.py:2"
-    board: Any = types.SimpleNamespace(slots=ranks.slots, ranks=(0, 1, 2, 3), mine=0)
+    board: Any = types.SimpleNamespace(slots=ranks.slots, ranks=(0, 1, 2, 3), own_index=0)
     assert rank_states(board) == [
         "  ranks 0, 2-3: has waited 3 to 9 s in bcast of float64[2] at prog.py:1",
         "  rank 1: has waited 5 s in bcast of float64[2] at prog.py:2",

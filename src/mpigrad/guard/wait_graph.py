@@ -402,8 +402,8 @@ def _deadlocked(
             remedy = "Pass each receive the source rank and the tag of the send that it waits for."
         elif kinds == {b.MESSAGES_ONLY}:
             remedy = (
-                "Give each receive a send with the same tag on its source rank; then let one rank "
-                "send first and the other receive first, or use sendrecv."
+                "Give each receive a send with the same tag on its source rank. Let one rank send "
+                "first and the other receive first, or use sendrecv."
             )
     shown = grouped(sorted(lines, key=_rank_of))
     return "\n".join([f"mpigrad: {head}:", *shown, remedy, *_hint(lines)])
