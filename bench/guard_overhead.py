@@ -42,11 +42,11 @@ NOTED = {"nothing": 0, "where": 1, "all": 2}  # native/guard/watch.h
 def seconds(program, x, noted):
     """Of one message on the slowest rank."""
     comm.mpi.Barrier()
-    library().mpigrad_set_noted(noted)
+    library().mpigrad_set_recording(noted)
     start = time.perf_counter()
     jax.block_until_ready(program(x))
     passed = time.perf_counter() - start
-    library().mpigrad_set_noted(NOTED["all"])
+    library().mpigrad_set_recording(NOTED["all"])
     return max(comm.mpi.allgather(passed)) / options.messages
 
 

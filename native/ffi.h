@@ -1,8 +1,8 @@
-// The FFI of XLA, at the oldest version that mpigrad runs with.
+// XLA's FFI, at the oldest version that mpigrad supports.
 //
-// A jaxlib refuses handlers that were compiled with a newer version of these headers than its own.
-// mpigrad uses nothing that is newer than version 0.2 (jaxlib 0.8), whatever headers it is built
-// with, so its handlers declare that version. One build then runs with every jaxlib from 0.8 on.
+// A jaxlib rejects handlers that were compiled with newer headers than its own. mpigrad uses
+// nothing newer than version 0.2 (jaxlib 0.8), whatever headers it is built with, so its handlers
+// declare that version. One build then runs with every jaxlib from 0.8 on.
 
 #ifndef MPIGRAD_FFI_H_
 #define MPIGRAD_FFI_H_

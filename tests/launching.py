@@ -1,4 +1,4 @@
-"""What the tests of the command line share: to run `mpigrad`, and to look for what it leaves."""
+"""Helpers for tests of the command line: run `mpigrad`, and check for remaining processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 100.0  # seconds; the machine may be busy
 
 
 def command(*arguments: object) -> list[str]:
-    """The words of a `mpigrad` command line."""
+    """Return the words of a `mpigrad` command line."""
     return [sys.executable, "-m", "mpigrad", *map(str, arguments)]
 
 
@@ -33,7 +33,7 @@ def mpigrad(*arguments: object, **environment: str) -> subprocess.CompletedProce
 
 
 def mpiexec(ranks: int, *words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Ranks under the bare launcher of this MPI, as a user's own script would start them."""
+    """Run ranks under the bare launcher of this MPI, as a user's script would do."""
     launcher = find_launcher(mpi_library())
     started = [launcher.path, "-n", str(ranks), sys.executable, *map(str, words)]
     return run(started, **rank_environment(launcher, ranks), **environment)
@@ -41,7 +41,7 @@ def mpiexec(ranks: int, *words: object, **environment: str) -> subprocess.Comple
 
 @functools.cache
 def idling() -> dict[str, str]:
-    """Settings of a job whose ranks sleep while they wait: the tests beside it get on."""
+    """Return settings with which ranks sleep while they wait, so that other tests can run."""
     library = pathlib.Path(tempfile.mkdtemp(prefix="mpigrad-idle-")) / "libidle.so"
     words = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(PROGRAMS / "idle.c")]
     subprocess.run(words, check=True)
@@ -51,7 +51,7 @@ def idling() -> dict[str, str]:
 
 
 def on_six_ranks(folder: pathlib.Path, beside: str, *lines: str) -> None:
-    """Run these lines on six ranks, with `world`, `alone`, and the tests beside a file."""
+    """Run these lines on six ranks, with `world`, `alone`, and the tests next to a file."""
     program = folder / "six.py"
     head = (
         "import jax; jax.config.update('jax_enable_x64', True)",
@@ -87,7 +87,7 @@ def outside() -> dict[str, str]:
 
 @contextlib.contextmanager
 def no_orphans() -> Iterator[dict[str, str]]:
-    """An environment for a job; at the end no process with it may be alive."""
+    """Give an environment for a job. At the end no process with it may be alive."""
     mark = {"MPIGRAD_TEST_MARK": uuid.uuid4().hex}
     yield mark
     (pair,) = mark.items()

@@ -1,9 +1,9 @@
-// Handlers for arrays on a GPU: around each handler for CPUs, which gets copies in host memory.
+// Handlers for arrays on a GPU. Each wraps a handler for CPUs, which gets copies in host memory.
 //
-// XLA calls a handler while it queues work on a stream. Here the operands are copied to the host
-// behind the work that is queued already, the host waits for them, the handler runs, and its
-// results are copied back before the call returns. Nothing of CUDA is needed to build: the
-// functions are looked up in the driver, when the first such call comes.
+// XLA calls a handler while it queues work on a stream. The operands are copied to the host after
+// the work that is already queued, the host waits for them, the handler runs, and its results are
+// copied back before the call returns. The build needs no CUDA: the functions are looked up in the
+// driver at the first call.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -84,12 +84,13 @@ Stream stream_of(const XLA_FFI_CallFrame& frame) {
   if (!error) return get.stream;
   XLA_FFI_Error_Destroy_Args destroy{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
   frame.api->XLA_FFI_Error_Destroy(&destroy);
-  static const bool on_cpu = is_set("MPIGRAD_STAGE");  // where tests stage, there is no stream
-  if (!on_cpu) throw std::runtime_error("XLA gives no stream");
+  // Tests that stage CPU arrays run without a stream.
+  static const bool on_cpu = is_set("MPIGRAD_STAGE");
+  if (!on_cpu) throw std::runtime_error("XLA provides no stream");
   return nullptr;
 }
 
-// The driver works in the context of the stream: the thread that calls a handler may have none.
+// Makes the context of the stream current: the thread that calls a handler may lack one.
 class Current {
  public:
   explicit Current(Stream stream) {
@@ -107,7 +108,7 @@ class Current {
 
 // ---- memory of the host ----
 
-// Pinned where the driver has some, and kept from call to call: to pin takes longer than to copy.
+// Pinned if the driver can, and reused between calls: pinning takes longer than copying.
 class Memory {
  public:
   explicit Memory(size_t bytes) {
@@ -143,7 +144,8 @@ class Memory {
       if (!driver().cuMemHostAlloc(&data, bytes, kForAllContexts))
         return {static_cast<char*>(data), bytes, true};
       data = std::aligned_alloc(4096, bytes);
-      if (!data) throw std::runtime_error("no memory for copies of " + std::to_string(bytes) + " bytes");
+      if (!data)
+        throw std::runtime_error("no memory for copies of " + std::to_string(bytes) + " bytes");
       return {static_cast<char*>(data), bytes, false};
     }
     void release() {
@@ -152,7 +154,7 @@ class Memory {
       *this = Block();
     }
   };
-  // Never destroyed: at the end of the process the driver may be gone before.
+  // Never destroyed: at the end of the process the driver may be unloaded first.
   static std::vector<Block>& idle() {
     static auto& blocks = *new std::vector<Block>;
     return blocks;
@@ -168,12 +170,12 @@ class Memory {
 
 struct Area {
   void* device;
-  size_t bytes, offset;  // the offset is that of the copy
+  size_t bytes, offset;  // offset of the copy in host memory
 };
 
 class HostCall {
  public:
-  // Where an operand and a result are one array on the device, they are one on the host.
+  // If an operand and a result are one array on the device, they are one array on the host.
   explicit HostCall(const XLA_FFI_CallFrame& outer) : frame_(outer) {
     buffers_.reserve(outer.args.size + outer.rets.size);
     add(outer.args.args, outer.args.size, args_, from_);
@@ -193,7 +195,7 @@ class HostCall {
     for (size_t i : to_)
       MPIGRAD_CUDA(cuMemcpyHtoDAsync_v2, address(areas_[i]), memory.data() + areas_[i].offset,
                    areas_[i].bytes, stream);
-    if (!to_.empty()) MPIGRAD_CUDA(cuStreamSynchronize, stream);  // the memory serves others next
+    if (!to_.empty()) MPIGRAD_CUDA(cuStreamSynchronize, stream);  // other calls reuse the memory
     return nullptr;
   }
 
@@ -202,7 +204,7 @@ class HostCall {
     return reinterpret_cast<DeviceAddress>(area.device);
   }
 
-  // Copies descriptions of arrays; `used` gets the areas of those that have data.
+  // Copies descriptions of arrays. `used` gets the areas of arrays that have data.
   void add(void* const* outer, int64_t count, std::vector<void*>& inner,
            std::vector<size_t>& used) {
     for (int64_t i = 0; i < count; ++i) {
@@ -218,7 +220,7 @@ class HostCall {
   }
 
   size_t area_of(void* device, size_t bytes) {
-    constexpr size_t kAlign = 64;  // as XLA aligns arrays on CPUs
+    constexpr size_t kAlign = 64;  // XLA's alignment of arrays on CPUs
     for (size_t i = 0; i < areas_.size(); ++i)
       if (areas_[i].device == device && areas_[i].bytes == bytes) return i;
     areas_.push_back({device, bytes, bytes_});
@@ -237,17 +239,17 @@ class HostCall {
 
 // ---- the handlers ----
 
-// What a handler does with its arrays itself, beside what MPI does.
+// How a handler itself uses its arrays, apart from MPI.
 enum class Use { kReads, kNothing, kNothingInPlace };
 
-// For these MPI alone reads and writes arrays, so that an MPI that knows the device may have them.
+// In these only MPI reads and writes the arrays, so a CUDA-aware MPI can use device addresses.
 constexpr std::string_view kMPIAlone[] = {
     "mpigrad_allgather",  "mpigrad_allgatherv",      "mpigrad_allreduce",
     "mpigrad_alltoall",   "mpigrad_alltoallv",       "mpigrad_neighbor_alltoallv",
     "mpigrad_scatter",    "mpigrad_scatterv",        "mpigrad_reduce_scatter",
     "mpigrad_reduce_scatterv",
 };
-// These only stand between others, where their result is their operand.
+// These do nothing if their result is their operand: they only keep an order.
 constexpr std::string_view kOnlyOrder[] = {"mpigrad_enter", "mpigrad_in_order"};
 
 template <size_t n>
@@ -289,15 +291,15 @@ XLA_FFI_Error* staged(const Target& target, XLA_FFI_CallFrame* frame) {
     }
     return HostCall(*frame).run(target.handler, stream);
   } catch (const std::exception& fault) {
-    const std::string text = "mpigrad: " + target.name + " of arrays on a GPU: " + fault.what();
+    const std::string text = "mpigrad: " + target.name + " on a GPU array: " + fault.what();
     XLA_FFI_Error_Create_Args create{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, text.c_str(),
                                      XLA_FFI_Error_Code_INTERNAL};
     return frame->api->XLA_FFI_Error_Create(&create);
   }
 }
 
-// XLA calls a handler with nothing that tells it apart from others: so there is one function for
-// each place in this table.
+// XLA calls a handler without data of its own, so there is one function for each place in this
+// table.
 constexpr size_t kTargets = 128;
 std::array<Target, kTargets> targets;
 
@@ -314,7 +316,7 @@ constexpr auto places = all_places(std::make_index_sequence<kTargets>());
 }  // namespace
 }  // namespace mpigrad
 
-// The handler `name` for arrays on a GPU, made of the one for CPUs; nullptr: there are too many.
+// The GPU handler `name`, made from the handler for CPUs. nullptr: there are too many handlers.
 MPIGRAD_EXPORT XLA_FFI_Handler* mpigrad_staged(XLA_FFI_Handler* handler, const char* name) {
   using namespace mpigrad;
   for (size_t i = 0; i < kTargets; ++i) {

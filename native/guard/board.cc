@@ -16,7 +16,7 @@ namespace mpigrad {
 namespace {
 
 Header own_header;
-Slot own_slot;  // pages that are never touched cost nothing
+Slot own_slot;  // pages that are never touched use no memory
 
 struct Member {
   int host_index, slot;  // -1: on another host
@@ -70,13 +70,13 @@ void place(int64_t slot, int64_t rank, int64_t& host_index, int64_t& its_slot) {
 using namespace mpigrad;
 
 MPIGRAD_EXPORT int64_t mpigrad_header_bytes() { return sizeof(Header); }
-// The board of so many ranks: its header, their slots, and what they share beside them.
+// The size of a board of this many ranks: header, slots, and the memory for shared sums.
 MPIGRAD_EXPORT int64_t mpigrad_board_bytes(int ranks) {
   return shared_offset(ranks) + ranks * static_cast<int64_t>(sizeof(Shared));
 }
 MPIGRAD_EXPORT int64_t mpigrad_slot_bytes() { return sizeof(Slot); }
 
-// Maps a file for as long as the process lives; returns nullptr where that fails.
+// Maps a file until the process ends. Returns nullptr on failure.
 MPIGRAD_EXPORT void* mpigrad_map_board(const char* path, int64_t bytes) {
   const int file = open(path, O_RDWR | O_CLOEXEC);
   if (file < 0) return nullptr;
@@ -85,15 +85,15 @@ MPIGRAD_EXPORT void* mpigrad_map_board(const char* path, int64_t bytes) {
   return memory == MAP_FAILED ? nullptr : memory;
 }
 
-// From now on the board is this zeroed memory, the same for all ranks of this host; a null pointer
-// leaves it private.
+// Use this zeroed memory, shared by all ranks of this host, as the board. With a null pointer the
+// board stays private.
 MPIGRAD_EXPORT void* mpigrad_use_board(void* memory, int index, int ranks, int64_t world_rank,
                                         int64_t pid_namespace) {
   if (memory)
     board = {static_cast<Header*>(memory),
              reinterpret_cast<Slot*>(static_cast<Header*>(memory) + 1), index,
              reinterpret_cast<Shared*>(static_cast<char*>(memory) + shared_offset(ranks))};
-  Slot& mine = board.mine();
+  Slot& mine = board.own();
   const int64_t sites = get(own_slot.sites_used);
   if (memory) {
     std::memcpy(mine.sites, own_slot.sites, sites * kText);
@@ -111,11 +111,11 @@ MPIGRAD_EXPORT void* mpigrad_use_board(void* memory, int index, int ranks, int64
   return board.header;
 }
 
-// A source line, and the arrays of the pytree that travels there as one, if there is one.
+// Register a source line, and the arrays of the pytree that is sent there as one ("": no pytree).
 MPIGRAD_EXPORT void mpigrad_set_call_site(int64_t site, const char* text, const char* tree) {
   set_call_site(site, text);
   if (site >= kSites) return;
-  Slot& mine = board.mine();
+  Slot& mine = board.own();
   copy_text(mine.sites[site], text);
   const int64_t used = get(mine.trees_used), room = std::strlen(tree) + 1;
   if (*tree && *tree != '?' && used + room <= kTrees) {
@@ -129,17 +129,18 @@ MPIGRAD_EXPORT void mpigrad_set_call_site(int64_t site, const char* text, const 
 
 MPIGRAD_EXPORT void* mpigrad_slots() { return board.slots; }
 
-// The communicator of `slot`: where each member's entry is (host index or -1, slot).
+// Register the members of the communicator of `slot`: for each its host index (-1: another host)
+// and its slot there.
 MPIGRAD_EXPORT void mpigrad_set_members(int64_t slot, int64_t id, int rank, int size,
                                         const int* host_indices, const int* slots) {
   auto& list = members[slot];
   list.clear();
   for (int i = 0; i < size; ++i) list.push_back({host_indices[i], slots[i]});
-  Entry& e = board.mine().entries[slot];
+  Entry& e = board.own().entries[slot];
   e.rank = rank;
   e.size = size;
   put(e.sequence, 0);
   put(e.id, id);
-  put(board.mine().entries_used, std::max(get(board.mine().entries_used), slot + 1));
+  put(board.own().entries_used, std::max(get(board.own().entries_used), slot + 1));
 }
 

@@ -1,6 +1,7 @@
-// What every rank of this host is doing, in memory that all of them see: each rank writes its own
-// slot, and any rank's watchdog, or a guarded operation, reads the others'. Read from Python
-// (guard/board.py): 64-bit integers and texts of fixed length only.
+// The board: shared memory in which each rank of this host writes its current operation. A rank
+// writes its own slot. The watchdog of any rank, and guarded operations, read the slots of the
+// others. Python reads the board too (guard/board.py), so it holds only 64-bit integers and texts
+// of fixed length.
 #pragma once
 
 #include <atomic>
@@ -17,10 +18,10 @@ constexpr int kContracts = 8, kRanks = 512, kFaults = 4, kFaultIds = 8, kFaultTe
 using Cell = std::atomic<int64_t>;
 
 enum State : int64_t { kAbsent, kInPython, kInOperation, kEnded, kFailed };
-// What is known of an operation decides what can be proved about it.
+// The kind of an operation decides what the wait graph can prove about it.
 enum OperationKind : int64_t { kUnknown, kCollective, kMessagesOnly };
 
-// What the members of a communicator agree on in one collective operation.
+// The arguments of one collective operation that must be the same on all members.
 struct Contract {
   int64_t sequence, site, dtype, rank, free_dims, terms, counts_kind, counts, tree;
   int64_t dims[kDims];
@@ -28,42 +29,42 @@ struct Contract {
   int64_t sends[kCounts], receives[kCounts];
   char names[kTerms][8];
   char operation[kName];
-  const char* name;  // the same, in this process's memory
+  const char* name;  // the operation's name, in the memory of this process
 };
 
-// A contract as it is told to ranks that do not see the board.
-struct Told {
+// A contract as it is sent to ranks that do not see the board.
+struct Report {
   int64_t world_rank;
   Contract contract;
   char site[kText];
 };
 
-// One communicator of a rank: its collectives are numbered. A member can be one operation ahead of
-// another, never two; a few more contracts are kept, for the disagreement that was not noticed then.
+// One communicator of a rank. Its collectives are numbered. A member can be one operation ahead of
+// another, never two. A few more contracts are kept, to report a mismatch that was noticed late.
 struct Entry {
-  Cell id;  // the same number on all members, and on no other communicator of the job
+  Cell id;  // the same on all members, and different from every other communicator of the job
   int64_t rank, size;
   Cell sequence;
-  Cell open;  // receives from anyone that are posted: meanwhile nobody knows what other ones take
+  Cell open;  // posted wildcard receives: until they end, it is unknown what other receives take
   Contract contracts[kContracts];
 };
 
-// A message that an operation sends or receives; the peer is a rank of the communicator. It is
-// `awaited` where the operation does not end before its partner has come, and `counted` where it is
-// not the end of one that has begun before.
+// A message that an operation sends or receives. The peer is a rank of the communicator. The
+// message is `awaited` if the operation cannot end before its partner arrives. It is `counted`
+// unless this operation completes a message that an earlier operation posted.
 struct Part {
   int64_t peer, tag, ordinal, awaited, counted, dtype, rank, tree;
   int64_t dims[kDims];
 };
 
-// Messages by peer and tag, counted: sent when handed over, posted when waited for, received.
+// Message counts for one peer and tag: sent (handed to MPI), posted (a receive waits), received.
 struct Channel {
-  Cell id;  // of the communicator; 0: free
+  Cell id;  // of the communicator (0: free)
   int64_t peer, tag;
   Cell sent, posted, received;
 };
 
-// An announced message, for its receiver to compare.
+// The announcement of a message, which its receiver compares.
 struct Message {
   Cell id;
   int64_t site;
@@ -75,39 +76,39 @@ struct Slot {
   Cell world_rank, pid, namespace_;
   Cell entries_used, sites_used;
   Cell state;
-  Cell since_ns;   // written by the watchdog, when it sees another `serial`
-  Cell serial;     // changes when an operation begins and when it ends
+  Cell since_ns;   // written by the watchdog when it sees a new `serial`
+  Cell serial;     // incremented when an operation begins and when it ends
   Cell kind;
-  Cell polling;    // the operation waits for others on the board, not in MPI: it can be refused
-  Cell entry;      // number of its communicator's entry, or -1
+  Cell polling;    // the operation waits on the board, not in MPI, so it can be refused
+  Cell entry;      // index of its communicator's entry, or -1
   Cell site;
-  Cell untracked;  // messages were left uncounted: nothing is proved about messages any more
-  // Set where an operation has failed: messages may well be left over.
-  Cell unaccounted;
+  Cell counts_invalid;  // some messages were not counted, so nothing is proved about messages
+  // An operation has failed, so unreceived messages are expected.
+  Cell failure_seen;
   Cell sends, receives;
   Cell messages;   // announced so far
-  Cell faults;     // verdicts that this rank has seen
+  Cell faults;     // number of verdicts that this rank has read
   char operation[kName];
-  // Where the watchdog finds this rank in a call that no handler announces.
+  // A call that no handler announces, such as a solver's, as seen by the watchdog.
   Cell elsewhere_since_ns, elsewhere_site;
   char elsewhere[kName];
   char handling[kText];  // the exception that this rank handles while it waits
-  Cell line_ns;          // when the watchdog has seen this rank outside of operations
-  char line[kText];      // and at which line of the program
-  Cell line_waits;       // for a thread, a lock or an event of its own
+  Cell line_ns;          // when the watchdog last saw this rank outside operations
+  char line[kText];      // the line of the program that it executed then
+  Cell line_waits;       // it waited for a thread, a lock or an event of its own
   Part send[kParts], receive[kParts];
   Entry entries[kEntries];
   Channel channels[kChannels];
   Message message[kMessages];
   char sites[kSites][kText];
-  // Pytrees that travel as one, one text after the other, and where that of a site begins, plus 1.
+  // The texts of pytrees that are sent as one array, and for each site 1 + the offset of its text.
   Cell trees_used;
   int64_t tree_of[kSites];
   char trees[kTrees];
 };
 
-// A verdict: the same error for every rank it concerns. `serials` are 0 where it does not, the
-// serial number of the operation that is refused, or -1: the next one.
+// A verdict: the same error for every rank that it concerns. `serials` holds for each rank 0 (not
+// concerned), the serial number of the refused operation, or -1 (refuse the next operation).
 struct Fault {
   int64_t serials[kRanks];
   int64_t ids[kFaultIds];  // of the communicators
@@ -116,8 +117,8 @@ struct Fault {
 
 struct Header {
   Cell ranks;
-  Cell cause;   // of the job's end: 1 + the slot that says it, -1 - the number of another host
-  Cell faults;  // verdicts so far; number n is in fault[n % kFaults]
+  Cell cause;   // who reports the end of the job: 1 + slot, or -1 - index of another host
+  Cell faults;  // number of verdicts so far: verdict n is in fault[n % kFaults]
   Fault fault[kFaults];
 };
 
@@ -127,24 +128,25 @@ struct Board {
   Header* header;
   Slot* slots;
   int index;  // of this rank
-  Shared* shared;  // by rank, as the slots are; nullptr while the board is private
-  Slot& mine() const { return slots[index]; }
+  Shared* shared;  // one per rank, as the slots (nullptr while the board is private)
+  Slot& own() const { return slots[index]; }
 };
 
 extern Board board;  // private to this process until it is shared
 
-// Another member's entry of a communicator, or nullptr where it is on another host.
+// The entry of another member of a communicator, or nullptr if it is on another host.
 const Entry* member(int64_t slot, int64_t rank, const Slot** owner);
 bool all_on_board(int64_t slot);
-// Where such a member is on the board, and the slot of the communicator there.
+// The index of a member on the board, and the slot of the communicator there.
 void place(int64_t slot, int64_t rank, int64_t& host_index, int64_t& its_slot);
 
-// The arrays of a pytree that travel as one, as a number by which ranks compare them: told with the
-// source line, by a text that starts with '?' where nobody can say. 0: no pytree.
+// An id for the arrays of a pytree that are sent as one, by which ranks compare pytrees. It comes
+// from a text that is registered with the source line. A text that starts with '?' matches any
+// pytree. 0: no pytree.
 constexpr int64_t kUnknownTree = -1;
 int64_t tree_at(int64_t site);
 inline bool same_tree(int64_t a, int64_t b) { return a == b || a < 0 || b < 0; }
-// Between two ranks, where one may take a pytree that the other sends as one array.
+// For two ranks, one of which may receive as a pytree what the other sends as one array.
 inline bool tree_fits(int64_t a, int64_t b) { return a == b || a <= 0 || b <= 0; }
 
 template <size_t N>

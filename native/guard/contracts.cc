@@ -64,7 +64,7 @@ bool agree(const Contract& a, const Contract& b) {
 }
 
 bool pairs_agree(int64_t slot, int64_t sequence) {
-  const int64_t size = std::min<int64_t>(board.mine().entries[slot].size, kCounts);
+  const int64_t size = std::min<int64_t>(board.own().entries[slot].size, kCounts);
   const Slot* owner;
   for (int64_t a = 0; a < size; ++a)
     for (int64_t b = 0; b < size; ++b) {

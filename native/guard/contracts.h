@@ -1,5 +1,5 @@
-// What the members of a communicator agree on in a collective operation: written on the board, and
-// compared.
+// Contracts: the arguments of a collective operation that must be the same on all members. They are
+// written on the board and compared.
 #pragma once
 
 #include "guard/board.h"
@@ -8,15 +8,15 @@
 namespace mpigrad {
 
 void copy_layout(const Layout& from, int64_t& dtype, int64_t& rank, int64_t* dims);
-// Of the same dtype and shape, but for the leading dimensions that may differ.
+// Whether dtype and shape are equal, except for the leading `free_dims` dimensions.
 bool same_layout(int64_t dtype, int64_t rank, const int64_t* dims, int64_t dtype2, int64_t rank2,
                  const int64_t* dims2, int64_t free_dims = 0);
 
-// Whether the contract says all of this already, as it does in a loop.
+// Whether the contract already has these contents, as it does in a loop.
 bool repeats(const Contract& c, int64_t site, const char* operation, const Agreement& a);
 void write(Contract& c, int64_t site, const char* operation, const char* text, const Agreement& a);
 bool agree(const Contract& a, const Contract& b);
-// What each rank sends to each other is what that one receives; all look at all.
+// Whether each rank expects the counts that the others send to it. Every rank compares all pairs.
 bool pairs_agree(int64_t slot, int64_t sequence);
 
 }  // namespace mpigrad

@@ -1,5 +1,5 @@
-// An operation on the board: announced while it lasts and, with MPIGRAD_GUARD=1, compared with what
-// its partners announce before MPI is called.
+// An operation on the board. It is announced while it lasts. With MPIGRAD_GUARD=1 it is compared
+// with the announcements of its partners before MPI is called.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace mpigrad {
 
 enum CountsKind : int64_t { kNoCounts, kSameCounts, kPairCounts };
 
-// A number that all members must give alike: {"root", 0}.
+// A number that must be the same on all members: {"root", 0}.
 struct Term {
   const char* name;
   int64_t value;
@@ -39,8 +39,8 @@ struct Agreement {
   List sends = {}, receives = {};
 };
 
-// A message to or from `peer`: the whole array, or some of its rows. Where an earlier operation has
-// posted it, and this one completes it, `number` is what Post::number gave there.
+// A message to or from `peer`: the whole array, or some of its rows. If this operation completes a
+// message that an earlier one posted, `number` is the number that Post returned then.
 struct Mail {
   int64_t peer, tag;
   Layout layout;
@@ -54,20 +54,21 @@ struct Mails {
   const Mail* end() const { return first + count; }
 };
 
-// The guard is on, and members of this communicator see no common board.
+// Whether the guard is on and the members of this communicator do not share a board.
 bool is_guarded_between_hosts(int64_t slot);
 
-// How collectives of the members, of these numbers, differ, in words that are the same on all of them.
+// The error text for collectives of the members that differ, the same text on all members.
+// `sequences` holds the number of each member's collective.
 std::string disagreement(int64_t slot, const int64_t* sequences);
 
-// Lets MPI move messages, while this rank waits for others elsewhere.
+// Let MPI make progress while this rank waits outside MPI.
 void move_messages(int64_t slot);
 
-// From here on nobody can say which messages of this rank are left over.
-void leave_unaccounted();
+// Note that an operation failed: unreceived messages of this rank are expected from now on.
+void mark_failure();
 
-// The methods return whether the operation may begin. Where not, `refusal` says why, in the same
-// words on every rank concerned.
+// The methods return whether the operation may begin. If not, `refusal` has the reason, with the
+// same text on every rank concerned.
 class Post {
  public:
   std::string refusal;
@@ -79,14 +80,14 @@ class Post {
 
   bool collective(const Agreement& agreement);
   bool messages(Mails sends, Mails receives);
-  // Posts messages without waiting for them; their numbers are for the operation that does.
+  // Posts messages without waiting. The operation that waits for them needs their numbers.
   bool post(Mails sends, Mails receives);
   int64_t number_sent() const, number_received() const;
-  // The actual sender of receive number `i`, where it named none.
+  // The actual sender and tag of wildcard receive number `i`.
   void matched(size_t i, int64_t source, int64_t tag);
-  // A receive from anyone has been posted, or (-1) is about to end, or has.
+  // A wildcard receive has been posted (1), or is about to end or has ended (-1).
   void from_anyone(int posts);
-  // Whether operations may begin here at all.
+  // Whether this process and thread may begin an operation.
   bool allowed();
   Standing standing() const {
     return owner_ ? Standing::first : nested_ ? Standing::within : Standing::refused;
@@ -100,11 +101,11 @@ class Post {
 
   bool announce(Mails sends, Mails receives);
 
-  bool owner_;   // not so where another operation is under way
-  bool nested_;  // in this thread
+  bool owner_;   // false if another operation is in progress
+  bool nested_;  // the other operation is in this thread
   bool completes_ = true;
   int64_t slot_;
-  Channel *to_[kParts], *from_[kParts];  // of the messages under way
+  Channel *to_[kParts], *from_[kParts];  // of the messages in progress
 };
 
 }  // namespace mpigrad

@@ -8,7 +8,7 @@ namespace {
 constexpr int64_t kWritten = 0x6d70696772616421;
 
 struct Label {
-  int64_t written;  // of a message that was too long, the label may have come, or not
+  int64_t written;  // not kWritten if the message was too long and MPI did not copy it
   Part part;
   char operation[kName];
   char site[kText];
@@ -25,12 +25,12 @@ Label describe(const Call& c, const Mail& mail) {
   const int64_t index = c.site < 0 ? -c.site : c.site;
   const std::string line = c.site < 0 ? "the adjoint of " : "";
   // As on the board, with the leaves of a pytree.
-  copy_text(label.site, index < kSites ? (line + board.mine().sites[index]).c_str()
+  copy_text(label.site, index < kSites ? (line + board.own().sites[index]).c_str()
                                        : call_site(c.site).c_str());
   return label;
 }
 
-// float32[2, 3]
+// float32[2,3], as guard/board_reader.py writes it.
 std::string layout_text(const Part& p) {
   static const char* const names[] = {"?",      "bool",    "int8",    "int16",     "int32",
                                       "int64",  "uint8",   "uint16",  "uint32",    "uint64",
@@ -39,7 +39,7 @@ std::string layout_text(const Part& p) {
   std::string text = p.dtype >= 0 && p.dtype < 19 ? names[p.dtype] : "?";
   text += "[";
   for (int64_t i = 0; i < p.rank && i < kDims; ++i)
-    text += (i ? ", " : "") + std::to_string(p.dims[i]);
+    text += (i ? "," : "") + std::to_string(p.dims[i]);
   return text + "]";
 }
 
@@ -73,14 +73,13 @@ ffi::Error unpack(const Call& c, const Mail& mail, int code, Status& status, int
     Label sent, expected = describe(c, mail);
     std::memcpy(&sent, words.data, bytes);
     const Part &a = sent.part, &b = expected.part;
-    const bool alike = sent.written != kWritten || !a.dtype || !b.dtype ||
-                       (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) &&
-                        tree_fits(a.tree, b.tree));
-    if (!alike)
-      return c.fail(c.name_of(source) + " sends " + layout_text(a) + " by " +
-                    sent.operation + " at " + sent.site + ", where " + layout_text(b) +
-                    " was expected at " + expected.site +
-                    "; give the receiver the shape and dtype that the sender sends, leaf by leaf");
+    const bool same = sent.written != kWritten || !a.dtype || !b.dtype ||
+                      (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) &&
+                       tree_fits(a.tree, b.tree));
+    if (!same)
+      return c.fail("expected " + layout_text(b) + " at " + expected.site + ", but " +
+                    c.name_of(source) + " sends " + layout_text(a) + " by " + sent.operation +
+                    " at " + sent.site + ". " + kSameLayout);
   }
   const ffi::Error error = received(c, code, status, words, source);
   if (error.success() && words.data != y.data)

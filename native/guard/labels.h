@@ -1,5 +1,5 @@
-// With MPIGRAD_GUARD=1, between hosts: no board tells a receiver what its sender sends, so the
-// message itself does, by a label in front of its data.
+// Labels, for MPIGRAD_GUARD=1 between hosts. Receiver and sender do not share a board, so the
+// message itself carries a label in front of its data.
 #pragma once
 
 #include <vector>
@@ -8,23 +8,23 @@
 
 namespace mpigrad {
 
-// The bytes in front of a message of `data` bytes on this communicator; mostly none. (With a label MPI
-// counts bytes: the longest messages have none.)
+// The length of the label of a message of `data` bytes on this communicator, usually 0. (MPI counts
+// the bytes of a labelled message, so the longest messages have no label.)
 size_t label_bytes(int64_t slot, size_t data);
 
-// A message as it travels: `words` are what MPI sends, or receives, in `memory` where it has a label.
+// A message as MPI sends or receives it: `words` point into `memory` if the message has a label.
 struct Parcel {
   std::vector<char> memory;
   Words words;
 
-  // To be sent: x, which `mail` describes.
+  // For sending x, which `mail` describes.
   Parcel(const Call& c, const Mail& mail, const Words& x);
-  // To be received into y.
+  // For receiving into y.
   Parcel(const Call& c, const Words& y);
 };
 
-// After a receive of `words` from `source`: y has the data that `mail` describes, or the error says
-// what has come in its place. `code` is what MPI has said.
+// After a receive of `words` from `source`: copy the data to y if they are as `mail` describes,
+// else return an error with what was received. `code` is the return code of MPI.
 ffi::Error unpack(const Call& c, const Mail& mail, int code, Status& status, int source,
                   const Words& words, const Words& y);
 

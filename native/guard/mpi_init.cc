@@ -1,6 +1,6 @@
-// While MPI starts, Python stands still: mpi4py holds its lock. Where a rank has ended before, MPI
-// waits for it for ever; a thread that needs neither ends this rank, and so the job. The same when
-// MPI ends, after Python.
+// A time limit for MPI_Init and MPI_Finalize. During MPI_Init mpi4py holds Python's lock, and MPI
+// waits without end for a rank that has already ended. A thread that needs neither Python nor MPI
+// then ends this rank, and with it the job. The same holds for MPI_Finalize, when Python is gone.
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,31 +15,31 @@
 
 namespace {
 
-// Never destroyed: the thread may outlive what ends with the process.
+// Never destroyed: the thread may outlive the static objects of the process.
 std::mutex& lock = *new std::mutex;
 std::condition_variable& changed = *new std::condition_variable;
-int turn = 0;  // of the limit that holds, or of none
+int generation = 0;  // changes when a limit starts or stops
 
 }  // namespace
 
-MPIGRAD_EXPORT void mpigrad_joining(double seconds, const char* text) {
-  // A clock counts in 64 bits: a limit that is as good as none must not overflow it.
+MPIGRAD_EXPORT void mpigrad_start_time_limit(double seconds, const char* text) {
+  // The clock counts in 64 bits: a very long limit must not overflow it.
   const std::chrono::duration<double> limit(std::min(seconds, 1e8));
   const std::lock_guard<std::mutex> setting(lock);
-  const int mine = ++turn;
+  const int own = ++generation;
   try {
-    std::thread([limit, mine, said = std::string(text)] {
+    std::thread([limit, own, message = std::string(text)] {
       std::unique_lock<std::mutex> held(lock);
-      if (changed.wait_for(held, limit, [mine] { return turn != mine; })) return;
-      [[maybe_unused]] const auto written = write(STDERR_FILENO, said.data(), said.size());
+      if (changed.wait_for(held, limit, [own] { return generation != own; })) return;
+      [[maybe_unused]] const auto written = write(STDERR_FILENO, message.data(), message.size());
       _exit(1);
     }).detach();
   } catch (const std::system_error&) {  // no threads left: no limit
   }
 }
 
-MPIGRAD_EXPORT void mpigrad_joined() {
+MPIGRAD_EXPORT void mpigrad_stop_time_limit() {
   const std::lock_guard<std::mutex> held(lock);
-  ++turn;
+  ++generation;
   changed.notify_all();
 }

@@ -21,16 +21,16 @@ bool trace_on = false;
 
 namespace {
 
-constexpr int64_t kChunk = 1 << 14;  // events; a chunk never moves, so that readers need no lock
+constexpr int64_t kChunk = 1 << 14;  // events. A chunk never moves, so that readers need no lock
 
-// Calls, bytes and nanoseconds of one operation on one line. Read from Python as six words.
+// Calls, bytes and nanoseconds of one operation on one line. Python reads it as six words.
 struct Totals {
   const char* operation;
   int64_t site, calls, bytes, ns, longest_ns;
 };
 
 using Chunk = std::array<TraceEvent, kChunk>;
-std::vector<std::unique_ptr<Chunk>> chunks;  // as many slots as the limit needs, filled in order
+std::vector<std::unique_ptr<Chunk>> chunks;  // reserved for the limit, filled in order
 std::atomic<int64_t> count{0};               // events that are complete
 int64_t limit = 0, calls = 0, written = 0;
 std::mutex totals_lock;
@@ -65,7 +65,7 @@ void trace_event(const TraceEvent& event) {
     t.ns += ns;
     if (ns > t.longest_ns) t.longest_ns = ns;
   }
-  // XLA runs the operations of a process one at a time: one writer.
+  // XLA runs the operations of a process one at a time, so there is one writer.
   calls += 1;
   const int64_t i = count.load(std::memory_order_relaxed);
   if (i >= limit) return;
@@ -79,7 +79,7 @@ void trace_event(const TraceEvent& event) {
 
 using namespace mpigrad;
 
-// Keep the first `most` events from now on, and the totals of all.
+// Start to record: keep the first `most` events, and the totals of all events.
 MPIGRAD_EXPORT void mpigrad_trace_start(int64_t most) {
   limit = most;
   chunks.resize((most + kChunk - 1) / kChunk);
@@ -95,7 +95,7 @@ MPIGRAD_EXPORT void mpigrad_trace_events(TraceEvent* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = (*chunks[i / kChunk])[i % kChunk];
 }
 
-// Copy at most `n` totals; returns how many there are.
+// Copy at most `n` totals. Returns how many there are.
 MPIGRAD_EXPORT int64_t mpigrad_trace_totals(void* out, int64_t n) {
   const std::lock_guard<std::mutex> guard(totals_lock);
   int64_t i = 0;
@@ -108,7 +108,7 @@ MPIGRAD_EXPORT int64_t mpigrad_trace_communicator(int64_t slot) {
   return communicator(slot).handle.value;
 }
 
-// Append the events since the last call to a file, one a line. Returns 0, or -1 when it cannot.
+// Append the events since the last call to a file, one per line. Returns 0, or -1 on failure.
 MPIGRAD_EXPORT int mpigrad_trace_write(const char* path, int64_t rank, int64_t zero_ns) {
   const int64_t end = count.load(std::memory_order_acquire);
   if (written == end) return 0;

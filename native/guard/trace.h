@@ -1,5 +1,5 @@
-// Who was in which operation from when to when: kept in memory while MPIGRAD_TRACE or a profile
-// asks for it, written as a timeline (Chrome's trace events) and summed up by source line.
+// The trace: begin and end of each operation, kept in memory if MPIGRAD_TRACE or a profile asks for
+// it. It is written as a timeline (Chrome trace events) and summed up by source line.
 #pragma once
 
 #include <cstdint>

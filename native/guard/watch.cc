@@ -10,7 +10,7 @@ Record record;
 
 MPIGRAD_EXPORT const void* mpigrad_record() { return &mpigrad::record; }
 
-MPIGRAD_EXPORT void mpigrad_set_noted(int what) { mpigrad::noted = what; }
+MPIGRAD_EXPORT void mpigrad_set_recording(int what) { mpigrad::recording = what; }
 
-// From now on operations are timed exactly.
+// Time operations exactly from now on.
 MPIGRAD_EXPORT void mpigrad_time_exactly() { mpigrad::timed = true; }

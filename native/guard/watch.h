@@ -1,4 +1,5 @@
-// What this rank is doing: one record, written around every blocking call, read by the watchdog.
+// The record of this rank's current operation, written around every blocking call and read by the
+// watchdog.
 #pragma once
 
 #include <atomic>
@@ -9,15 +10,16 @@
 
 namespace mpigrad {
 
-// Clocks take as long as all else that is noted of a small message: operations read them only for a
-// trace, or where somebody asks how long communication takes. How long one waits already, the
-// watchdog finds by looking again and again.
+// Reading a clock takes as long as recording all else about a small message. Operations therefore
+// read it only for a trace, or if the program asks for communication times. The watchdog finds how
+// long an operation has waited by looking at it repeatedly.
 inline bool timed = false;
 
-// What is noted of an operation. Less than all of it only in bench/guard_overhead.py, which measures what that
-// costs: where each rank is and since when, and also what it has agreed, sent and received.
-enum Noted : int { kNothing, kWhere, kAll };
-inline int noted = kAll;
+// How much is recorded of an operation: nothing, the state of the rank (its operation and start),
+// or also its contracts and messages. Only bench/guard_overhead.py, which measures the cost,
+// records less than everything.
+enum Recording : int { kRecordNothing, kRecordState, kRecordAll };
+inline int recording = kRecordAll;
 
 inline int64_t now_ns() {
   timespec t;
@@ -27,28 +29,28 @@ inline int64_t now_ns() {
 
 // Read from Python as five 64-bit integers, a string pointer and a bool.
 struct Record {
-  std::atomic<int64_t> start_ns{0};  // 0: in no operation; kUntimed: in one
+  std::atomic<int64_t> start_ns{0};  // 0: outside operations. kUntimed: in one, start not read
   std::atomic<int64_t> site{0};
   std::atomic<int64_t> calls{0};
   std::atomic<int64_t> busy_ns{0};  // time spent inside operations while they are timed
   std::atomic<int64_t> bytes{0};    // bytes handed to MPI by this rank
   std::atomic<const char*> operation{nullptr};
-  std::atomic<bool> unlimited{false};  // the time limit does not hold for this operation
+  std::atomic<bool> unlimited{false};  // the time limit does not apply
 };
 
 extern Record record;
 constexpr int64_t kUntimed = 1;
 
-// How an operation stands to the one that is under way on this rank, if any: none is, it is part of
-// that one, or it is refused, since that one is another thread's.
+// The relation of a new operation to the one in progress on this rank: none exists, the new one
+// is part of it, or the new one is refused because the other belongs to another thread.
 enum class Standing { first, within, refused };
 
-// In the record as long as this lives. What an operation interrupts is shown again afterwards; one that
-// is refused leaves no trace there: what the other thread waits for is watched on.
+// Shows an operation in the record while this object lives, then shows the interrupted operation
+// again. A refused operation does not change the record: the other thread's stays watched.
 class Shown {
  public:
   Shown(Standing standing, const char* operation, int64_t site, int64_t start_ns)
-      : standing_(noted == kNothing ? Standing::refused : standing) {
+      : standing_(recording == kRecordNothing ? Standing::refused : standing) {
     if (standing_ == Standing::refused) return;
     if (standing_ == Standing::within) {
       operation_ = record.operation.load(std::memory_order_relaxed);
@@ -75,7 +77,7 @@ class Shown {
   int64_t site_ = 0;
 };
 
-// The life of one operation. Only the thread that runs the operation writes the record.
+// The lifetime of one operation. Only the thread that runs the operation writes the record.
 class Watch {
  public:
   const int64_t start_ns;
@@ -86,9 +88,9 @@ class Watch {
         shown_(standing, operation, site, start_ns),
         bytes_(bytes),
         event_{operation, start_ns, 0, slot, site, bytes, peer} {}
-  // A long operation gets on: what it waits for now, it waits for since now.
+  // A long operation makes progress: its waiting time starts again.
   void moves() { record.start_ns.store(now_ns(), std::memory_order_release); }
-  // What an operation knows only afterwards.
+  // Sets the number of bytes, for operations that know it only at their end.
   void sent(int64_t bytes) { event_.bytes = bytes_ += bytes; }
   ~Watch() {
     if (shown_.refused()) return;

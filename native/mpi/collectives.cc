@@ -6,7 +6,7 @@
 namespace mpigrad {
 namespace {
 
-// Data that MPI calculates with.
+// Data that MPI reduces.
 struct Numbers {
   const void* data;
   int count;
@@ -20,7 +20,8 @@ struct Numbers {
         type(arithmetic_type(static_cast<int>(element), known)) {}
   Handle reduction(int64_t op) const { return mpigrad::reduction(op, element); }
 };
-constexpr char kNoArithmetic[] = "MPI has no arithmetic for this dtype";
+constexpr char kNoArithmetic[] = 
+    "MPI has no reduction for this dtype. Convert the array first, for example to float32.";
 
 ffi::Error barrier(Token, TokenOut, int64_t comm, int64_t site) {
   const Call c("barrier", comm, site, 0);
@@ -40,7 +41,7 @@ ffi::Error bcast(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t s
                      static_cast<int>(root), c.comm.handle));
 }
 
-// `root` is the only rank that wants the result, or -1: all members must mean the same.
+// `root` is the only rank that needs the result, or -1. All members must pass the same.
 ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
                      int64_t root) {
   const Call c("allreduce", comm, site, x.size_bytes());
@@ -66,13 +67,14 @@ ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   if (!in.known) return c.fail(kNoArithmetic);
   const int code = call(runtime.mpi.Reduce, in.data, place(y), in.count, in.type,
                         in.reduction(op), static_cast<int>(root), c.comm.handle);
-  // Off the root MPI leaves the result undefined; here it is zero. Written while the root still adds.
+  // Off the root MPI leaves the result undefined. Here it is zero, written while the root still
+  // adds.
   if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
   return c.done(code);
 }
 
-// `op` is the reduction that the values are moved for, of those that MPI does not do itself, or -1:
-// all members must mean the same.
+// `op` is a reduction that MPI does not compute itself and for which the values are gathered, or
+// -1. All members must pass the same.
 ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
                   int64_t root) {
   const Call c("gather", comm, site, x.size_bytes(), root);
@@ -127,7 +129,7 @@ ffi::Error reduce_scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, 
                      in.count / c.comm.size, in.type, in.reduction(op), c.comm.handle));
 }
 
-// From rank 0 to the last, or `backward`: from the last to rank 0, as the adjoint does.
+// From rank 0 to the last rank or, if `backward`, from the last rank to rank 0 as in the adjoint.
 ffi::Error scan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t op,
                 int64_t backward) {
   const Call c("scan", comm, site, x.size_bytes());
@@ -146,14 +148,14 @@ ffi::Error exscan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   if (!in.known) return c.fail(kNoArithmetic);
   const int code = call(runtime.mpi.Exscan, in.data, place(y), in.count, in.type,
                         in.reduction(op), backward ? c.comm.reversed : c.comm.handle);
-  // On the first rank MPI leaves the result undefined; here it is zero.
+  // On the first rank MPI leaves the result undefined. Here it is zero.
   if (c.comm.rank == (backward ? c.comm.size - 1 : 0))
     std::memset(y->untyped_data(), 0, y->size_bytes());
   return c.done(code);
 }
 
-// Rows for, or of, each rank in words or elements: MPI's counts and displacements. The shapes are
-// checked before: the sum of all counts fits 32 bits.
+// MPI's counts and displacements for the rows of each rank, in words or elements. Python has
+// checked that the sum of all counts fits 32 bits.
 struct Parts {
   std::vector<int> counts, displacements;
   Parts(Integers rows, int64_t row) {

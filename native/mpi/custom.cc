@@ -1,10 +1,10 @@
-// Operations that the user has written in Python, with calls of mpi4py.
+// Custom operations: the user's Python functions, which call mpi4py.
 #include "mpi/handler.h"
 
 namespace mpigrad {
 namespace {
 
-// Runs the function number `id` on the operands; returns 0, or writes what went wrong.
+// Runs the function with this id on the operands. Returns 0, or writes an error text.
 using Callback = int (*)(int64_t id, void* const* xs, void* const* ys, char* error, int64_t length);
 Callback callback = nullptr;
 

@@ -1,7 +1,7 @@
-// The maximum or minimum over ranks, and where it is this rank's own value.
+// The maximum or minimum over ranks, and a mask of the elements for which this rank has it.
 //
-// MPI's MAX and MIN lose a NaN or keep it, by which rank has it. Here it is in the result, as it is
-// in JAX's and NumPy's: a program that breaks down on one rank says so on all.
+// MPI's MAX and MIN may lose a NaN, depending on the rank that has it. Here the result is NaN, as
+// in JAX and NumPy, so that a failure on one rank shows on all ranks.
 #include "mpi/handler.h"
 
 namespace mpigrad {

@@ -1,5 +1,5 @@
-// What all handlers share. A handler is one MPI operation between two tokens, which keep messages
-// in program order; it is a linear map whose transpose is another handler.
+// Shared code of all handlers. A handler is one MPI operation between two tokens, which keep
+// messages in program order. It is a linear map, and its transpose is another handler.
 #pragma once
 
 #include <sys/mman.h>
@@ -25,12 +25,13 @@ using Buffer = ffi::AnyBuffer;
 using BufferOut = ffi::Result<ffi::AnyBuffer>;
 using Integers = ffi::Span<const int64_t>;
 
-// Where an array is. XLA gives an empty one any address, also another array's, which MPICH refuses.
+// The address of an array. XLA may give an empty array the address of another array, which MPICH
+// rejects.
 inline char nowhere[2][8];
 inline void* place(const Buffer& x) { return x.size_bytes() ? x.untyped_data() : nowhere[0]; }
 inline void* place(BufferOut& y) { return y->size_bytes() ? y->untyped_data() : nowhere[1]; }
 
-// Data that only moves, as words of MPI: any dtype, bfloat16 and bool included.
+// Data that is moved but not reduced, as MPI words. Any dtype, including bfloat16 and bool.
 struct Words {
   void* data;
   int64_t count;
@@ -41,8 +42,8 @@ struct Words {
     count = bytes / width;
     type = word_type(width);
   }
-  // By dtype, of empty arrays too: Open MPI chooses allgatherv's algorithm by the size of the type
-  // that is sent, and ranks that choose differently wait for each other for ever.
+  // The width follows the dtype, for empty arrays too: Open MPI chooses the algorithm of allgatherv
+  // by the size of the type, and ranks that choose different algorithms deadlock.
   explicit Words(const Buffer& x)
       : Words(place(x), x.size_bytes(), ffi::ByteWidth(x.element_type())) {}
   explicit Words(BufferOut& y)
@@ -55,15 +56,15 @@ inline Layout layout_of(const Buffer& x) {
           static_cast<int64_t>(x.size_bytes())};
 }
 
-// A message to or from `peer`: the whole of x, or some of its rows.
+// A message to or from `peer`: all of x, or `rows` of its rows.
 inline Mail mail(int64_t peer, int64_t tag, const Buffer& x, int64_t rows = -1) {
   return {peer, tag, layout_of(x), rows};
 }
 
-// One operation under way: the watchdog sees it as long as this object lives. `peer` is the root,
-// the partner or -1; `bytes` is what this rank hands to MPI.
+// One operation in progress. The watchdog sees it while this object lives. `peer` is the root, the
+// partner or -1. `bytes` is the amount of data that this rank passes to MPI.
 //
-// Before it calls MPI a handler says what it is about to do, and gives up where that is refused:
+// Before it calls MPI, a handler announces its operation, and returns if that is refused:
 //     if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
 //     if (ffi::Error e = c.messages({mail(dest, tag, x)}, {}); e.failure()) return e;
 struct Call {
@@ -73,7 +74,7 @@ struct Call {
   mutable Post post;
   mutable Watch watch;
 
-  // `space` is the slot of a communicator and, in the upper bits, of what derivative it is.
+  // `space` holds the slot of a communicator and, in the upper bits, the kind of derivative.
   Call(const char* operation, int64_t space, int64_t site, int64_t bytes, int64_t peer = -1)
       : operation(operation),
         comm(communicator(space & 0xffff)),
@@ -83,68 +84,68 @@ struct Call {
         watch(post.standing(), operation, slot, site, bytes, peer),
         word_(space >> 16) {}
 
-  // The tag with which a message travels: derivatives of each kind have tags of their own, so that
-  // those of an inner gradient, say, are never taken for tangents.
+  // The tag that is passed to MPI. Each kind of derivative has its own tags, so that for example
+  // messages of an inner gradient are never received as tangents.
   int64_t tag(int64_t given) const {
     const int64_t spaces = runtime.derivative_spaces;
     return slot % 2 && spaces > 1 ? given * spaces + word_ : given;
   }
-  // The tag that the program has given.
+  // The tag that the program passed.
   int64_t given_tag(int64_t tag) const {
     return slot % 2 && tag >= 0 ? tag / runtime.derivative_spaces : tag;
   }
 
   // A collective operation without an array.
   ffi::Error collective() const { return success_if(post.collective({})); }
-  // With these numbers alone.
+  // A collective without an array, with these numbers.
   ffi::Error collective_with(std::initializer_list<Term> terms) const {
     return success_if(post.collective({{}, 0, terms}));
   }
-  // With an array of the same shape and dtype on every rank, and these numbers.
+  // A collective with an array of the same shape and dtype on every rank, and these numbers.
   ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms = {}) const {
     return success_if(post.collective({layout_of(x), 0, terms}));
   }
-  // With rows of its own on each rank, and counts that every rank gives alike.
+  // A collective whose number of rows differs between ranks, with the same counts on every rank.
   ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms,
                         Integers counts) const {
     return success_if(post.collective({layout_of(x), 1, terms, kSameCounts, list(counts)}));
   }
-  // With counts for, and from, each rank: what one sends is what the other receives.
+  // A collective with counts for each pair of ranks: sends of one are receives of the other.
   ffi::Error collective(const Buffer& x, std::initializer_list<Term> terms, Integers sends,
                         Integers receives) const {
     return success_if(
         post.collective({layout_of(x), 1, terms, kPairCounts, list(sends), list(receives)}));
   }
-  // Messages of which each meets its partner's: those sent, those received. A receive that names
-  // no source or no tag is to be followed by post.matched(its number, source, tag).
+  // Messages that are sent and received. After a wildcard receive, call
+  // post.matched(its index, source, tag).
   template <class Sends = std::initializer_list<Mail>,
             class Receives = std::initializer_list<Mail>>
   ffi::Error messages(const Sends& sends, const Receives& receives) const {
     return success_if(post.messages({std::data(sends), std::size(sends)},
                                 {std::data(receives), std::size(receives)}));
   }
-  // Messages that are posted here, and that another operation waits for.
+  // Messages that are posted here and that a later operation waits for.
   ffi::Error posts(std::initializer_list<Mail> sends, std::initializer_list<Mail> receives) const {
     return success_if(
         post.post({std::data(sends), sends.size()}, {std::data(receives), receives.size()}));
   }
 
   ffi::Error fail(const std::string& what) const {
-    leave_unaccounted();
+    mark_failure();
     return ffi::Error(ffi::ErrorCode::kInternal,
                       "mpigrad: rank " + std::to_string(comm.rank) + " of " +
-                          std::to_string(comm.size) + in_the_world(board.mine(), comm.rank) + ": " +
+                          std::to_string(comm.size) + in_the_world(board.own(), comm.rank) + ": " +
                           operation + " at " + call_site(site) + ": " + what);
   }
-  // Of what says in words what is wrong, or nothing.
+  // Success for an empty text, else an error with this text.
   ffi::Error done(const std::string& wrong) const {
     if (wrong.empty()) return ffi::Error::Success();
     if (wrong.rfind("mpigrad: ", 0)) return fail(wrong);
-    // A verdict is complete in itself, and the same on every rank.
-    leave_unaccounted();
+    // A verdict is a complete text, the same on every rank.
+    mark_failure();
     return ffi::Error(ffi::ErrorCode::kInternal, wrong);
   }
-  // Where a rank has another number in the job than in this communicator.
+  // The rank in MPI_COMM_WORLD, if it differs from the rank in this communicator.
   std::string in_the_world(const Slot& it, int64_t rank) const {
     const int64_t world = get(it.world_rank);
     return world == rank ? "" : " (rank " + std::to_string(world) + " of the job)";
@@ -158,8 +159,8 @@ struct Call {
     if (!code) return ffi::Error::Success();
     const std::string text = error_text(code);
     const bool truncated = text.find("runcated") != std::string::npos;
-    return fail(text + (truncated ? "; the ranks disagree about what is sent: MPIGRAD_GUARD=1 says "
-                                    "how, before it starts"
+    return fail(text + (truncated ? ". The ranks disagree about the size of a message. Run with "
+                                    "MPIGRAD_GUARD=1 to see how they differ."
                                   : ""));
   }
 
@@ -171,7 +172,11 @@ struct Call {
   }
 };
 
-// Page-sized faults cost more than the message: ask for huge pages before the first touch.
+constexpr char kSameLayout[] =
+    "Make the receive expect the shape and dtype that the sender sends, leaf by leaf.";
+
+// Page faults of small pages cost more than the message: ask for huge pages before the first
+// access.
 inline void advise_huge_pages(void* data, size_t bytes) {
   constexpr uintptr_t page = 2u << 20;
   if (bytes < 2 * page) return;
@@ -180,40 +185,37 @@ inline void advise_huge_pages(void* data, size_t bytes) {
   if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 
-inline std::string unexpected_length(int64_t got_words, int64_t expected_words, size_t width,
+inline std::string length_error(int64_t got_words, int64_t expected_words, size_t width,
                                      const std::string& sender) {
-  return sender + " sent " + std::to_string(got_words * width) +
-         " bytes where " + std::to_string(expected_words * width) +
-         " were expected; give the receiver the shape and dtype that the sender sends";
+  return "expected " + std::to_string(expected_words * width) + " bytes from " + sender +
+         ", got " + std::to_string(got_words * width) + " bytes. " + kSameLayout;
 }
 
-// After a receive: MPI accepts a shorter message silently, a wrong program does not deserve that.
+// After a receive. MPI accepts a message that is too short without an error. This is an error here.
 inline ffi::Error received(const Call& c, int code, Status& status, const Words& w, int source) {
   if (code) {
     const std::string text = error_text(code);
     const bool truncated = text.find("TRUNC") != std::string::npos ||
                            text.find("trunc") != std::string::npos;
-    const std::string sender = source < 0 ? "somebody" : c.name_of(source);
-    return c.fail(text + (truncated ? "; " + sender + " sent more than the " +
-                                          std::to_string(w.count * w.width) +
-                                          " bytes that were expected: give the receiver the shape "
-                                          "and dtype that the sender sends"
+    const std::string sender = source < 0 ? "the sender" : c.name_of(source);
+    return c.fail(text + (truncated ? ". Expected at most " + std::to_string(w.count * w.width) +
+                                          " bytes, but " + sender + " sent more. " + kSameLayout
                                     : ""));
   }
   int count = 0;
   code = call(runtime.mpi.Get_count, static_cast<const void*>(status.bytes), w.type, &count);
   if (code) return c.done(code);
   if (count != w.count)
-    return c.fail(unexpected_length(count, w.count, w.width, c.name_of(source)) +
-                  (c.site < 0 ? ", and wait for messages of one rank and tag in the order of their "
-                                "posts"
+    return c.fail(length_error(count, w.count, w.width, c.name_of(source)) +
+                  (c.site < 0 ? " In an adjoint, also wait for messages of one rank and tag in the "
+                                "order of their posts."
                               : ""));
   return ffi::Error::Success();
 }
 
 }  // namespace mpigrad
 
-// How a handler is made known: MPIGRAD_HANDLER(symbol, function, binding).
+// Export a handler: MPIGRAD_HANDLER(symbol, function, binding).
 #define MPIGRAD_ATTR(name) .Attr<int64_t>(#name)
 #define MPIGRAD_ATTRS(name) .Attr<xla::ffi::Span<const int64_t>>(#name)
 #define MPIGRAD_BIND xla::ffi::Ffi::Bind()

@@ -28,7 +28,7 @@ const Channel* find_channel(const Slot& s, int64_t id, int64_t peer, int64_t tag
 }
 
 Channel* find_mine(int64_t id, int64_t peer, int64_t tag) {
-  Slot& mine = board.mine();
+  Slot& mine = board.own();
   const uint64_t h = hash(id, peer, tag);
   for (int i = 0; i < kProbes; ++i) {
     Channel& c = mine.channels[(h + i) % kChannels];
@@ -41,7 +41,7 @@ Channel* find_mine(int64_t id, int64_t peer, int64_t tag) {
       return &c;
     }
   }
-  put(mine.untracked, 1);
+  put(mine.counts_invalid, 1);
   return nullptr;
 }
 
@@ -55,10 +55,11 @@ const Message* find_message(const Slot& s, int64_t id, int64_t peer, int64_t tag
 
 bool fits(const Part& a, const Part& b) {
   return a.dtype == 0 || b.dtype == 0 ||
-         (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) && tree_fits(a.tree, b.tree));
+         (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) &&
+          tree_fits(a.tree, b.tree));
 }
 
-// The oldest announced message from `source` to `rank` that is not received yet, or nullptr.
+// The oldest announced message from `source` to `rank` that was not received yet, or nullptr.
 const Message* next_message(const Slot& sender, int64_t source, const Slot& receiver, int64_t rank,
                             int64_t id, int64_t tag) {
   const int64_t all = get(sender.messages);
@@ -71,8 +72,8 @@ const Message* next_message(const Slot& sender, int64_t source, const Slot& rece
   return nullptr;
 }
 
-// Whether it is not known which message a receive of any tag or from anyone takes: announcements
-// have been overwritten, or a receive that was posted before takes one of them.
+// Whether it is unknown which message a wildcard receive takes: announcements were overwritten, or
+// a receive that was posted earlier takes one of them.
 bool uncertain(const Slot& sender, int64_t source, const Slot& receiver, int64_t rank, int64_t id,
                int64_t tag) {
   for (const Channel& c : sender.channels) {
@@ -88,10 +89,10 @@ bool uncertain(const Slot& sender, int64_t source, const Slot& receiver, int64_t
 
 }  // namespace
 
-// The two that were looked for last are those of a loop.
+// A loop usually needs the two channels that were looked up last.
 Channel* my_channel(int64_t id, int64_t peer, int64_t tag) {
   static int64_t recent[2] = {};
-  Channel* all = board.mine().channels;
+  Channel* all = board.own().channels;
   for (const int64_t i : recent) {
     Channel& c = all[i];
     if (c.id.load(std::memory_order_relaxed) == id && c.peer == peer && c.tag == tag) return &c;
@@ -103,10 +104,10 @@ Channel* my_channel(int64_t id, int64_t peer, int64_t tag) {
 }
 
 Exchange::Exchange(int64_t slot)
-    : slot_(slot), id_(get(board.mine().entries[slot].id)), seen_(board.mine().entries[slot].size) {}
+    : slot_(slot), id_(get(board.own().entries[slot].id)), seen_(board.own().entries[slot].size) {}
 
 bool Exchange::possible(int64_t rank) {
-  if (seen_[rank]) return true;  // in a circle all go together
+  if (seen_[rank]) return true;  // in a cycle all take place together
   seen_[rank] = true;
   const Slot* s;
   const Entry* e = member(slot_, rank, &s);
@@ -133,7 +134,7 @@ bool Exchange::waits(const Slot& s, const Part* parts, const Cell& count, int64_
 
 bool Exchange::available(int64_t rank, const Part& p) {
   const Slot* sender;
-  if (!member(slot_, p.peer, &sender) || get(sender->untracked)) return true;
+  if (!member(slot_, p.peer, &sender) || get(sender->counts_invalid)) return true;
   const Channel* c = find_channel(*sender, id_, rank, p.tag);
   if (!c || get(c->sent) < p.ordinal) return false;
   const Message* m = find_message(*sender, id_, rank, p.tag, p.ordinal);
@@ -146,7 +147,7 @@ bool Exchange::any_available(int64_t rank, const Slot& receiver, const Part& p) 
   for (int64_t source = 0; source < static_cast<int64_t>(seen_.size()); ++source) {
     const Slot* sender;
     if (p.peer >= 0 && p.peer != source) continue;
-    if (!member(slot_, source, &sender) || get(sender->untracked)) return true;
+    if (!member(slot_, source, &sender) || get(sender->counts_invalid)) return true;
     const Message* m = next_message(*sender, source, receiver, rank, id_, p.tag);
     if (m && fits(p, m->part) &&
         (!waits(*sender, sender->send, sender->sends, rank, m->part.tag, m->part.ordinal) ||
@@ -160,7 +161,7 @@ bool Exchange::any_available(int64_t rank, const Slot& receiver, const Part& p) 
 bool Exchange::expected(int64_t rank, const Part& p) {
   const Slot* receiver;
   const Entry* e = member(slot_, p.peer, &receiver);
-  if (!e || get(receiver->untracked) || get(e->open)) return true;
+  if (!e || get(receiver->counts_invalid) || get(e->open)) return true;
   const Channel* c = find_channel(*receiver, id_, rank, p.tag);
   if (c && get(c->posted) >= p.ordinal)
     return !waits(*receiver, receiver->receive, receiver->receives, rank, p.tag, p.ordinal) ||

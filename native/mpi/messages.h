@@ -1,5 +1,5 @@
-// Messages on the board: how many have gone each way between partners, and whether those of an
-// operation can take place.
+// Messages on the board: counts of messages between partners, and the test whether the messages of
+// an operation can take place.
 #pragma once
 
 #include <vector>
@@ -8,31 +8,31 @@
 
 namespace mpigrad {
 
-// A receive from anyone, or of any tag.
+// Whether this is a wildcard receive: from any source, or of any tag.
 inline bool wild(const Part& p) { return p.peer < 0 || p.tag < 0; }
 
-// This rank's counts of messages to and from `peer`, or nullptr where there is no more room: then
-// nothing is proved about its messages any more.
+// This rank's counts of messages to and from `peer`, or nullptr if the table is full: then nothing
+// is proved about its messages any more.
 Channel* my_channel(int64_t id, int64_t peer, int64_t tag);
 
-// Whether an operation of messages can take place, seen from one rank of a communicator. Where a
-// partner's message belongs to an operation that itself waits on the board, that one must be able
-// to take place, too: else this rank would enter MPI and wait there for a message that is refused.
+// Whether the messages of an operation can take place, seen from one rank of a communicator. If a
+// partner's message belongs to an operation that itself waits on the board, that operation must be
+// able to take place too. Otherwise this rank would enter MPI and wait for a refused message.
 class Exchange {
  public:
   explicit Exchange(int64_t slot);
   bool possible(int64_t rank);
 
  private:
-  // The operation that rank is in waits on the board, and has this part.
+  // Whether the current operation of the rank waits on the board and has this part.
   bool waits(const Slot& s, const Part* parts, const Cell& count, int64_t peer, int64_t tag,
              int64_t ordinal) const;
-  // The message that `rank` waits for has been handed over, and is what it expects.
+  // Whether the message that `rank` waits for was sent and is what the rank expects.
   bool available(int64_t rank, const Part& p);
-  // Some message has been handed over that a receive from anyone, or of any tag, takes; from one
-  // sender it takes the oldest.
+  // Whether some message was sent that this wildcard receive takes. It takes the oldest message of
+  // a sender.
   bool any_available(int64_t rank, const Slot& receiver, const Part& p);
-  // A long message of `rank` meets a receive.
+  // Whether a long message of `rank` has a matching receive.
   bool expected(int64_t rank, const Part& p);
 
   int64_t slot_, id_;

@@ -15,7 +15,7 @@ Runtime runtime;
 namespace {
 
 constexpr int kTypes = 64;  // XLA's element types are numbered below this
-// Fixed tables: a handler on another thread may read while Python registers.
+// Tables of fixed size: a handler on another thread may read them while Python registers entries.
 std::array<Communicator, kCommunicators> communicators;
 std::array<Handle, kReductions> reductions;
 std::array<Handle, kTypes> arithmetic_types;
@@ -62,7 +62,7 @@ std::string error_text(int code) {
 
 using mpigrad::runtime;
 
-// Returns nullptr, or what is missing. `library` is the path of the MPI library in this process.
+// Returns nullptr, or an error text. `library` is the path of the MPI library in this process.
 MPIGRAD_EXPORT const char* mpigrad_start(const char* library, int handle_bytes, int64_t in_place,
                                          int proc_null) {
   static std::string error;

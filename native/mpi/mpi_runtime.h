@@ -1,6 +1,6 @@
-// MPI without linking MPI: the functions are looked up, at run time, in the library that mpi4py has
-// loaded. One build serves every implementation, whether its handles are pointers (Open MPI) or
-// 32-bit integers (MPICH and its kin).
+// MPI without linking MPI: the functions are looked up at run time in the library that mpi4py has
+// loaded. One build works with every implementation, whether its handles are pointers (Open MPI) or
+// 32-bit integers (MPICH and its derivatives).
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct Handle {
   int64_t value = 0;
 };
 
-// Where MPI writes a status: large enough for every implementation.
+// An MPI_Status, large enough for every implementation.
 struct Status {
   alignas(16) char bytes[256];
 };
@@ -39,7 +39,7 @@ struct Functions {
 
 struct Communicator {
   Handle handle;
-  Handle reversed;  // of the same ranks in reversed order, for the adjoints of scans
+  Handle reversed;  // the same ranks in reversed order, for the adjoints of scans
   int rank = 0, size = 1;
 };
 
@@ -48,19 +48,19 @@ struct Runtime {
   bool pointer_handles = false;
   void* in_place = nullptr;
   int proc_null = 0;
-  int source_offset = 0, tag_offset = 0;  // of the fields in a status, in bytes
-  int64_t derivative_spaces = 1;          // kinds of derivatives with tags of their own
+  int source_offset = 0, tag_offset = 0;  // offsets of these fields in a status, in bytes
+  int64_t derivative_spaces = 1;          // number of kinds of derivatives with separate tags
 };
 
 extern Runtime runtime;
 
 constexpr int kCommunicators = 1024, kReductions = 64;
 
-// Compiled programs name communicators, reductions and call sites by slot numbers: no handle or
-// address of one process is baked into a program.
+// Compiled programs refer to communicators, reductions and call sites by slot numbers, so that a
+// program contains no handle or address of one process.
 const Communicator& communicator(int64_t slot);
 Handle reduction(int64_t slot);
-// The MPI type that reductions use for XLA's element type; `known` is false where there is none.
+// The MPI type that reductions use for XLA's element type. `known` is false if MPI lacks the type.
 Handle arithmetic_type(int xla_type, bool& known);
 // The unsigned integer type of 1, 2, 4 or 8 bytes that moves data as words.
 Handle word_type(size_t bytes);
@@ -85,7 +85,7 @@ int call_as(void* function, Args... args) {
   return reinterpret_cast<Signature>(function)(as_native<H>(args)...);
 }
 
-// Calls an MPI function; every argument of type Handle is passed in the layout of the library.
+// Calls an MPI function. Arguments of type Handle are passed in the layout of the library.
 template <class... Args>
 int call(void* function, Args... args) {
   return runtime.pointer_handles ? call_as<void*>(function, args...)

@@ -1,6 +1,5 @@
-// Messages that are posted and waited for. A post hands back a ticket, a number that stands for the
-// request: as the flow of the program, derivatives included, carries it to its wait, the two always
-// find each other.
+// Non-blocking messages. A post returns a request token, a number that stands for the request. The
+// token is a value of the program, so it reaches its wait in derivatives too.
 #include "mpi/pending.h"
 
 namespace mpigrad {
@@ -8,35 +7,35 @@ namespace {
 
 std::map<int, Pending> posted;
 
-int next_ticket() {
+int next_token() {
   static int last = 0;
-  do {  // float32, which tickets travel in, has these integers exactly
+  do {  // tokens travel as float32, which represents these integers exactly
     last = last % 0xffffff + 1;
   } while (posted.count(last));
   return last;
 }
 
-// Every element holds the ticket: a batch is one message.
-int read(const Buffer& ticket) {
-  if (ticket.element_count() == 0) return 0;
-  return ticket.element_type() == ffi::S32 ? ticket.typed_data<int32_t>()[0]
-                                           : static_cast<int>(ticket.typed_data<float>()[0]);
+// Every element holds the same token, because a batch is sent as one message.
+int read(const Buffer& token) {
+  if (token.element_count() == 0) return 0;
+  return token.element_type() == ffi::S32 ? token.typed_data<int32_t>()[0]
+                                           : static_cast<int>(token.typed_data<float>()[0]);
 }
 
-void write(Buffer& ticket, int number) {
-  for (size_t i = 0; i < ticket.element_count(); ++i) {
-    if (ticket.element_type() == ffi::S32)
-      ticket.typed_data<int32_t>()[i] = number;
+void write(Buffer& token, int number) {
+  for (size_t i = 0; i < token.element_count(); ++i) {
+    if (token.element_type() == ffi::S32)
+      token.typed_data<int32_t>()[i] = number;
     else
-      ticket.typed_data<float>()[i] = static_cast<float>(number);
+      token.typed_data<float>()[i] = static_cast<float>(number);
   }
 }
 
-// Receives from anyone that are under way: this sender's next message need not be theirs. Returns
-// whether there are any.
-bool follows(int64_t slot, int64_t peer, int64_t tag) {
+// Note in all pending wildcard receives that a message of this sender and tag was received since.
+// Returns whether there are any.
+bool note_in_wildcards(int64_t slot, int64_t peer, int64_t tag) {
   bool any = false;
-  for (auto& [ticket, message] : posted) {
+  for (auto& [token, message] : posted) {
     if (!message.from_anyone || message.slot != slot) continue;
     message.since.insert({peer, tag});
     any = true;
@@ -44,17 +43,17 @@ bool follows(int64_t slot, int64_t peer, int64_t tag) {
   return any;
 }
 
-ffi::Error keep(const Call& c, int code, Pending&& message, BufferOut& ticket) {
+ffi::Error keep(const Call& c, int code, Pending&& message, BufferOut& token) {
   if (code) return c.done(code);
   static int64_t posts = 0;
   message.order = ++posts;
-  const int number = next_ticket();
+  const int number = next_token();
   posted.emplace(number, std::move(message));
-  write(*ticket, number);
+  write(*token, number);
   return ffi::Error::Success();
 }
 
-ffi::Error post_send(const Call& c, const Buffer& x, int64_t dest, int64_t tag, BufferOut& ticket) {
+ffi::Error post_send(const Call& c, const Buffer& x, int64_t dest, int64_t tag, BufferOut& token) {
   const Mail going = mail(dest, tag, x);
   if (ffi::Error e = c.posts({going}, {}); e.failure()) return e;
   const Parcel parcel(c, going, Words(x));
@@ -62,25 +61,25 @@ ffi::Error post_send(const Call& c, const Buffer& x, int64_t dest, int64_t tag, 
   message.tag = tag;
   message.number = c.post.number_sent();
   const int code = message.post_send(parcel.words, tag);
-  return keep(c, code, std::move(message), ticket);
+  return keep(c, code, std::move(message), token);
 }
 
-ffi::Error isend(Token, Buffer x, TokenOut, BufferOut ticket, int64_t comm, int64_t site,
+ffi::Error isend(Token, Buffer x, TokenOut, BufferOut token, int64_t comm, int64_t site,
                  int64_t dest, int64_t tag) {
   const Call c("isend", comm, site, x.size_bytes(), dest);
-  return post_send(c, x, dest, c.tag(tag), ticket);
+  return post_send(c, x, dest, c.tag(tag), token);
 }
 
-// To the sender of a message.
-ffi::Error isend_to(Token, Envelope envelope, Buffer x, TokenOut, BufferOut ticket, int64_t comm,
+// Send to the sender of a message.
+ffi::Error isend_to(Token, Envelope envelope, Buffer x, TokenOut, BufferOut token, int64_t comm,
                     int64_t site) {
   const int32_t* partner = envelope.typed_data();
   const Call c("isend", comm, site, x.size_bytes(), partner[0]);
-  return post_send(c, x, partner[0], c.tag(partner[1]), ticket);
+  return post_send(c, x, partner[0], c.tag(partner[1]), token);
 }
 
 // `source` and `tag` may be wildcards.
-ffi::Error irecv(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site, int64_t source,
+ffi::Error irecv(Token, TokenOut, BufferOut token, int64_t comm, int64_t site, int64_t source,
                  int64_t tag, int64_t bytes, int64_t element_bytes) {
   const Call c("irecv", comm, site, 0, source);
   tag = c.tag(tag);
@@ -93,55 +92,56 @@ ffi::Error irecv(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site, 
   message.from_anyone = source != runtime.proc_null && (source < 0 || tag < 0);
   if (message.from_anyone)
     c.post.from_anyone(1);
-  else if (follows(c.slot, source, tag) && message.number)
-    message.number = -1;  // nobody knows which one it will be
+  else if (note_in_wildcards(c.slot, source, tag) && message.number)
+    message.number = -1;  // unknown: a wildcard receive may take the message first
   const int code = message.post_receive(tag);
-  return keep(c, code, std::move(message), ticket);
+  return keep(c, code, std::move(message), token);
 }
 
-// The tangent of a receive from anyone: nothing is under way, but receives are noted from now on.
-ffi::Error open(Token, TokenOut, BufferOut ticket, int64_t comm, int64_t site) {
+// The tangent of a wildcard receive: nothing is posted, but later receives are noted in it.
+ffi::Error open(Token, TokenOut, BufferOut token, int64_t comm, int64_t site) {
   const Call c("irecv", comm, site, 0);
   if (ffi::Error e = c.posts({}, {}); e.failure()) return e;
   Pending message(c, -1, Words(nullptr, 0, 1));
   message.receives = message.from_anyone = true;
   message.posted = false;
-  return keep(c, 0, std::move(message), ticket);
+  return keep(c, 0, std::move(message), token);
 }
 
-// The message of a ticket, which is used up; `error` tells why there is none.
-std::map<int, Pending>::node_type take(const Call& c, const Buffer& ticket, bool receives,
+// Remove and return the message of a token. `error` is set if it does not exist.
+std::map<int, Pending>::node_type take(const Call& c, const Buffer& token, bool receives,
                                        ffi::Error& error) {
-  auto found = posted.find(read(ticket));
+  auto found = posted.find(read(token));
   if (found == posted.end() || found->second.receives != receives) {
     error = c.fail(
-        "no message is pending for this request: it was waited for before, or never (so that its "
-        "adjoint was not posted), or it was posted outside the function that is differentiated "
-        "here; wait for each request once, in the function that posts it");
+        "no message is pending for this request. It was already waited for, or it was never waited "
+        "for (so its adjoint was not posted), or it was posted outside the differentiated "
+        "function. Wait for each request exactly once, in the function that posts it.");
     return {};
   }
   return posted.extract(found);
 }
 
-// A message that may not be waited for: MPI still has its memory.
+// Put back a message whose wait was refused: MPI still uses its memory.
 ffi::Error give_back(std::map<int, Pending>::node_type&& node, ffi::Error&& error) {
   posted.insert(std::move(node));
   return std::move(error);
 }
 
-// Adjoints go from the wait to the post: the last message to be posted is the first whose adjoint
-// its partner takes. Where the program has waited in another order, adjoints would be exchanged.
-ffi::Error in_turn(const Call& c, const Pending& message) {
+// Adjoints go from the wait to the post: the partner takes the adjoint of the last post first. If
+// the program waited in another order, adjoints would be exchanged.
+ffi::Error check_order(const Call& c, const Pending& message) {
   has_ended(message.slot, message.peer, message.tag, message.receives, message.order);
   if (c.site >= 0 || !message.overtaken) return ffi::Error::Success();
-  const std::string peer = std::to_string(message.peer), tag = std::to_string(c.given_tag(message.tag));
-  return c.fail("the program has posted two messages of this rank and rank " + peer + " with tag " +
-                tag + " in one order and completed them in the other, so that their adjoints may be "
-                "taken for each other; wait in the order of the posts (waitall does), before other "
-                "messages of this rank and tag are sent or received, or give each a tag of its own");
+  const std::string peer = std::to_string(message.peer);
+  const std::string tag = std::to_string(c.given_tag(message.tag));
+  return c.fail("two messages between this rank and rank " + peer + " with tag " + tag +
+                " were completed in another order than they were posted, so their adjoints could "
+                "be exchanged. Give each message its own tag, or wait in the order of the posts "
+                "(as waitall does) before other messages of this rank and tag are sent or received.");
 }
 
-// Waits for a receive, which `mail` describes, and hands it over to y.
+// Waits for a receive, which `mail` describes, and copies its data to y.
 ffi::Error finish(const Call& c, Pending& message, const Mail& mail, BufferOut& y,
                   Status& status) {
   const int64_t source = mail.peer;
@@ -150,44 +150,44 @@ ffi::Error finish(const Call& c, Pending& message, const Mail& mail, BufferOut& 
   const Words data(y);
   const size_t bytes = data.count * data.width;
   if (message.words.count * message.words.width != label_bytes(c.slot, bytes) + bytes)
-    return c.fail("the request was posted outside of the vmap that it is waited for in; post it "
-                  "and wait for it in the same function");
+    return c.fail("the request was posted outside the vmap in which it is waited for. Post it and "
+                  "wait for it in the same function.");
   advise_huge_pages(data.data, bytes);
   if (source == runtime.proc_null) {
     std::memset(data.data, 0, bytes);
     return ffi::Error::Success();
   }
-  // A receive that fails need not say who has sent.
+  // The status of a failed receive need not have a source.
   const int sender = source >= 0 ? source : code ? -1 : status_source(status);
   if (sender == c.comm.rank) free_received_from_self();
   return unpack(c, mail, code, status, sender, message.words, data);
 }
 
 // Completes a receive.
-ffi::Error arrive(Token, Buffer ticket, TokenOut, BufferOut y, int64_t comm, int64_t site,
+ffi::Error arrive(Token, Buffer token, TokenOut, BufferOut y, int64_t comm, int64_t site,
                   int64_t source) {
   const Call c("wait", comm, site, 0, source);
   ffi::Error error = ffi::Error::Success();
-  auto node = take(c, ticket, true, error);
+  auto node = take(c, token, true, error);
   if (node.empty()) return error;
   Pending& message = node.mapped();
   const Mail expected{source, message.tag, layout_of(*y), -1, message.number};
   error = c.messages({}, {expected});
-  if (error.success()) error = in_turn(c, message);
+  if (error.success()) error = check_order(c, message);
   if (error.failure()) return give_back(std::move(node), std::move(error));
   Status status;
   return finish(c, message, expected, y, status);
 }
 
-// Completes a receive from anyone, or of any tag.
-ffi::Error arrive_any(Token, Buffer ticket, TokenOut, BufferOut y, ffi::Result<Envelope> envelope,
+// Completes a wildcard receive.
+ffi::Error arrive_any(Token, Buffer token, TokenOut, BufferOut y, ffi::Result<Envelope> envelope,
                       int64_t comm, int64_t site, int64_t source) {
   const Call c("wait", comm, site, 0, source);
   ffi::Error error = ffi::Error::Success();
-  auto node = take(c, ticket, true, error);
+  auto node = take(c, token, true, error);
   if (node.empty()) return error;
   Pending& message = node.mapped();
-  // Where nothing was received meanwhile, it takes what a receive that begins now would take.
+  // If nothing was received since the post, it takes what a receive that begins now would take.
   const bool certain = message.since.empty();
   if (certain) c.post.from_anyone(-1);
   const Mail expected{source, message.tag, layout_of(*y)};
@@ -207,36 +207,37 @@ ffi::Error arrive_any(Token, Buffer ticket, TokenOut, BufferOut y, ffi::Result<E
   return error;
 }
 
-// Receives a tangent from where its message has come.
-ffi::Error arrive_from(Token, Envelope envelope, Buffer ticket, TokenOut, BufferOut y,
+// Receives a tangent from the sender of its message.
+ffi::Error arrive_from(Token, Envelope envelope, Buffer token, TokenOut, BufferOut y,
                        int64_t comm, int64_t site) {
   const int64_t source = envelope.typed_data()[0];
   const Call c("wait", comm, site, 0, source);
   const int64_t tag = c.tag(envelope.typed_data()[1]);
   ffi::Error error = ffi::Error::Success();
-  auto node = take(c, ticket, true, error);
+  auto node = take(c, token, true, error);
   if (node.empty()) return error;
   const Pending& message = node.mapped();
   if (message.since.count({source, tag}))
-    return c.fail("what a posted receive with a wildcard got was sent by rank " +
-                  std::to_string(source) + " with tag " + std::to_string(c.given_tag(tag)) +
-                  ", from where another derivative was received, or its receive posted, before this "
-                  "one was waited for: tangents would be taken for each other. Wait first, or give "
-                  "the messages different tags");
+    return c.fail("the message of a wildcard irecv came from rank " + std::to_string(source) +
+                  " with tag " + std::to_string(c.given_tag(tag)) +
+                  ", but another derivative from this rank and tag was received (or its receive "
+                  "was posted) before this wait, so tangents could be exchanged. Wait for this "
+                  "request first, or give the messages different tags.");
   Status status;
   return receive_mail(c, mail(source, tag, *y), Words(y), status, message.order);
 }
 
 // Completes a send.
-ffi::Error sent(Token, Buffer ticket, TokenOut, int64_t comm, int64_t site, int64_t dest) {
+ffi::Error sent(Token, Buffer token, TokenOut, int64_t comm, int64_t site, int64_t dest) {
   const Call c("wait", comm, site, 0, dest);
   ffi::Error error = ffi::Error::Success();
-  auto node = take(c, ticket, false, error);
+  auto node = take(c, token, false, error);
   if (node.empty()) return error;
   const Pending& message = node.mapped();
-  const Layout bytes{0, nullptr, 0, static_cast<int64_t>(message.words.count * message.words.width)};
+  const auto length = static_cast<int64_t>(message.words.count * message.words.width);
+  const Layout bytes{0, nullptr, 0, length};
   error = c.messages({{message.peer, message.tag, bytes, -1, message.number}}, {});
-  if (error.success()) error = in_turn(c, message);
+  if (error.success()) error = check_order(c, message);
   if (error.failure()) return give_back(std::move(node), std::move(error));
   Status status;
   return c.done(
@@ -247,7 +248,7 @@ ffi::Error sent(Token, Buffer ticket, TokenOut, int64_t comm, int64_t site, int6
 
 void has_ended(int64_t slot, int64_t peer, int64_t tag, bool receives, int64_t order) {
   if (posted.empty() || peer == runtime.proc_null) return;
-  for (auto& [ticket, message] : posted) {
+  for (auto& [token, message] : posted) {
     if (message.slot != slot || message.receives != receives || message.order > order) continue;
     if (message.from_anyone)
       message.since.insert({peer, tag});
@@ -258,12 +259,13 @@ void has_ended(int64_t slot, int64_t peer, int64_t tag, bool receives, int64_t o
 
 }  // namespace mpigrad
 
-// The requests that nobody has waited for, one a line: for the end of the process.
-MPIGRAD_EXPORT const char* mpigrad_forgotten_requests() {
+// The requests that were never waited for, one per line, for the end of the process.
+MPIGRAD_EXPORT const char* mpigrad_pending_requests() {
   static std::string text;
   text.clear();
-  for (const auto& [ticket, message] : mpigrad::posted)
-    if (message.posted) text += std::string(message.operation) + " at " + mpigrad::call_site(message.site) + "\n";
+  for (const auto& [token, message] : mpigrad::posted)
+    if (message.posted)
+      text += std::string(message.operation) + " at " + mpigrad::call_site(message.site) + "\n";
   return text.c_str();
 }
 

@@ -1,7 +1,7 @@
-// One epoch of one-sided operations between two fences. Every rank names what it gets from, puts
-// into and accumulates onto the windows of others; since an epoch ends with a fence of all ranks
-// anyway, the targets learn what is asked of them, and packed messages carry it. So it works
-// without remote memory access, sums in the order of ranks, and checks ranges and overlaps.
+// One epoch of one-sided operations between two fences. Every rank lists the rows that it gets
+// from, puts into and accumulates onto the windows of other ranks. An epoch ends with a fence of
+// all ranks, so the ranks first exchange their requests and then send the data in packed messages.
+// This needs no remote memory access, sums in the order of ranks, and checks ranges and overlaps.
 #include <algorithm>
 #include <array>
 
@@ -16,7 +16,7 @@ struct Range {  // rows of a window
   int64_t offset, count;
 };
 
-// The ranges that this rank asks of each other one, or that each other one asks of it.
+// The ranges that this rank requests from each rank, or that each rank requests from it.
 struct Requests {
   explicit Requests(int ranks) : ranges(ranks) {}
   std::vector<std::array<std::vector<Range>, kKinds>> ranges;
@@ -42,7 +42,7 @@ struct Requests {
   }
 };
 
-// What goes to and comes from each rank, in words of one width.
+// The data sent to and received from each rank, in words of one width.
 struct Exchange {
   std::vector<int> to, from, to_start, from_start;
   std::vector<char> out, in;
@@ -95,7 +95,7 @@ Adder adder(ffi::DataType type) {
   }
 }
 
-// The fault that the lowest rank has found becomes every rank's: all of them fail, none waits.
+// Share the fault of the lowest rank that has one, so that all ranks fail and none waits.
 int agree(const Call& c, std::string& fault) {
   int64_t first = fault.empty() ? c.comm.size : c.comm.rank;
   std::vector<int64_t> found(c.comm.size);
@@ -113,8 +113,9 @@ int agree(const Call& c, std::string& fault) {
   return code;
 }
 
-// x has this rank's window of `rows` rows, then what it puts, then what it accumulates; y has the
-// window after the epoch, then what this rank has got. Requests are triples (rank, offset, count).
+// x holds this rank's window of `rows` rows, then the values that it puts, then those that it
+// accumulates. y holds the window after the epoch, then the values that this rank gets. Requests
+// are triples (rank, offset, count).
 ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                      int64_t rows, int64_t row_bytes, int64_t word_bytes, Integers get,
                      Integers put, Integers clear, Integers accumulate) {
@@ -131,7 +132,7 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
       mine.ranges[triple[0]][kind].push_back({triple[1], triple[2]});
     }
 
-  // How much is asked of whom, and what a row is.
+  // Exchange the lengths of the requests and the layout of a row.
   Exchange requests(ranks, sizeof(int64_t));
   struct Head {
     int64_t words, dtype, row_bytes;
@@ -149,10 +150,11 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   for (int r = 0; r < ranks; ++r) {
     requests.from[r] = static_cast<int>(there[r].words);
     if (there[r].dtype != here[r].dtype || there[r].row_bytes != row_bytes)
-      fault = "a row of the window of rank " + std::to_string(r) + " has another length or dtype (" +
-              std::to_string(there[r].row_bytes) + " bytes) than one of rank " +
-              std::to_string(c.comm.rank) + " (" + std::to_string(row_bytes) +
-              " bytes); give all windows rows of the same";
+      fault = "expected window rows of one length and dtype on all ranks, but rows of rank " +
+              std::to_string(r) + " have " + std::to_string(there[r].row_bytes) +
+              " bytes and rows of rank " + std::to_string(c.comm.rank) + " have " +
+              std::to_string(row_bytes) +
+              " bytes. Pass windows with the same row shape and dtype on every rank.";
   }
   requests.prepare();
   for (int r = 0; r < ranks; ++r) {
@@ -163,7 +165,7 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   for (int r = 0; r < ranks; ++r)
     theirs.decode(r, reinterpret_cast<const int64_t*>(requests.incoming(r)));
 
-  // What a rank asks of this one must lie in the window, and no row may be put twice.
+  // The requested rows must lie in the window, and no row may be put twice.
   std::vector<char> taken(rows);
   for (int r = 0; r < ranks; ++r)
     for (int kind = 0; kind < kKinds; ++kind)
@@ -173,14 +175,15 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
                                   " of the window of rank " + std::to_string(c.comm.rank);
         if (range.offset < 0 || range.offset + range.count > rows) {
           fault = c.name_of(r) + " names " + where + ", which has " +
-                  std::to_string(rows) + " rows";
+                  std::to_string(rows) + " rows. Request rows inside the window.";
           continue;
         }
         if (kind != kPut) continue;
         char* first = taken.data() + range.offset;
         if (std::find(first, first + range.count, 1) != first + range.count)
           fault = c.name_of(r) + " puts into " + where +
-                  ", where another put of this epoch goes; put there in another epoch";
+                  ", into which another put of this epoch also writes. Put these rows in another "
+                  "epoch.";
         std::fill_n(first, range.count, 1);
       }
   if ((code = agree(c, fault))) return c.done(code);
@@ -189,7 +192,7 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   const char* from = static_cast<const char*>(x.untyped_data());
   char* window = static_cast<char*>(y->untyped_data());
 
-  // Gets read the window as it was.
+  // Gets read the window as it was before the epoch.
   Exchange reads(ranks, width);
   for (int r = 0; r < ranks; ++r) {
     reads.to[r] = static_cast<int>(theirs.rows(r, kGet)) * row_words;
@@ -205,7 +208,7 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   }
   if ((code = reads.run(c))) return c.done(code);
 
-  // Values travel: those that are put, then those that are accumulated.
+  // Send the values: first those that are put, then those that are accumulated.
   Exchange writes(ranks, width);
   for (int r = 0; r < ranks; ++r) {
     writes.to[r] =
@@ -241,12 +244,14 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   const Adder add = adder(x.element_type());
   for (int r = 0; r < ranks; ++r)
     for (const Range& range : theirs.ranges[r][kAccumulate]) {
-      if (!add) return c.fail("there is no sum for this dtype");
+      if (!add)
+        return c.fail("this dtype cannot be accumulated. Convert the window first, for example to "
+                      "float32.");
       add(window + range.offset * row_bytes, arrived[r], range.count * row_bytes);
       arrived[r] += range.count * row_bytes;
     }
 
-  // What was got, in the order in which it was asked for.
+  // The values of the gets, in the order of the requests.
   char* to = window + rows * row_bytes;
   std::vector<const char*> got(ranks);
   for (int r = 0; r < ranks; ++r) got[r] = reads.incoming(r);

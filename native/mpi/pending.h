@@ -1,4 +1,4 @@
-// Messages under way: posted, with memory of their own, and not yet completed.
+// Pending messages: posted, with their own memory, and not yet completed.
 #pragma once
 
 #include <list>
@@ -18,12 +18,12 @@ struct Pending {
   Words words;
   Request request;
   bool receives = false;
-  int64_t tag = 0, number = 0;  // for the guard, when it is waited for
-  int64_t order = 0;            // in which they were posted
-  bool overtaken = false;       // by a message that was posted later, and ended before
-  bool from_anyone = false;     // or of any tag: nobody knows yet from whom it comes
-  bool posted = true;           // not so the tangent of such a message: it is received when awaited
-  // The senders and tags of what has been received, or posted, since this was.
+  int64_t tag = 0, number = 0;  // for the guard, when the message is waited for
+  int64_t order = 0;            // position in the order of all posts
+  bool overtaken = false;       // a message that was posted later has already ended
+  bool from_anyone = false;     // a wildcard receive, whose sender or tag is not known yet
+  bool posted = true;           // false: the tangent of a wildcard receive, received by its wait
+  // The senders and tags of messages that were received, or whose receives were posted, since then.
   std::set<std::pair<int64_t, int64_t>> since;
 
   Pending(const Call& c, int64_t peer, const Words& like)
@@ -50,22 +50,22 @@ struct Pending {
   }
 };
 
-// A message with `peer` has ended: messages of the same kind that were posted before `order` and are
-// still under way have been overtaken.
+// A message with `peer` has ended: pending messages of the same kind that were posted before
+// `order` have been overtaken.
 void has_ended(int64_t slot, int64_t peer, int64_t tag, bool receives, int64_t order = INT64_MAX);
 
-// From whom and with which tag a message came, or where it goes.
+// The rank and tag of a message: its sender, or its destination.
 using Envelope = ffi::Buffer<ffi::S32>;
 inline void write(ffi::Result<Envelope>& envelope, const Status& status) {
   envelope->typed_data()[0] = status_source(status);
   envelope->typed_data()[1] = status_tag(status);
 }
 
-// Receives y; `mail` may have wildcards.
+// Receives y. `mail` may have wildcards.
 ffi::Error receive_mail(const Call& c, const Mail& mail, const Words& y, Status& status,
                         int64_t order = INT64_MAX);
 
-// Give back the memory of messages to oneself that have been received.
+// Free the memory of messages from this rank to itself that have been received.
 void free_received_from_self();
 
 }  // namespace mpigrad

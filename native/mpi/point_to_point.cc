@@ -22,7 +22,7 @@ void free_received_from_self() {
 
 namespace {
 
-// A blocking send; to this rank itself it is buffered, so that the receive may follow it.
+// A blocking send. A send to this rank itself is buffered, so that its receive may follow.
 ffi::Error send_mail(const Call& c, const Mail& mail, const Words& x) {
   if (ffi::Error e = c.messages({mail}, {}); e.failure()) return e;
   const Parcel parcel(c, mail, x);
@@ -46,7 +46,7 @@ ffi::Error receive_mail(const Call& c, const Mail& mail, const Words& y, Status&
   const Parcel parcel(c, y);
   const Words& out = parcel.words;
   advise_huge_pages(out.data, out.count * out.width);
-  // A receive that fails need not say who has sent.
+  // The status of a failed receive need not have a source.
   *reinterpret_cast<int*>(status.bytes + runtime.source_offset) = static_cast<int>(mail.peer);
   const int code = call(runtime.mpi.Recv, out.data, static_cast<int>(out.count), out.type,
                         static_cast<int>(mail.peer), static_cast<int>(mail.tag), c.comm.handle,
@@ -118,7 +118,8 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   const int count = static_cast<int>(out.count), tag = static_cast<int>(recvtag);
   int code;
   if (dest == c.comm.rank && !to_self.empty()) {
-    // What is received may be an earlier message to itself: this one is buffered, as by send.
+    // It may receive an earlier message of this rank to itself, so this one is buffered, as by
+    // send.
     free_received_from_self();
     to_self.emplace_back(c, dest, in);
     code = to_self.back().post_send(in, sendtag);
@@ -139,7 +140,7 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   return unpack(c, coming, code, status, static_cast<int>(source), out, result);
 }
 
-// One message to and from each neighbour; x and y are packed by neighbour along axis 0.
+// One message to and from each neighbour. x and y are packed by neighbour along axis 0.
 ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                               int64_t tag, Integers neighbors, Integers sendcounts,
                               Integers recvcounts, int64_t row_words) {
@@ -158,7 +159,7 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
   char* to = static_cast<char*>(out.data);
   char* from = static_cast<char*>(in.data);
   int code = 0;
-  // After an error in posting the program ends: messages that are under way are not waited for.
+  // After an error in a post the program ends, without waiting for pending messages.
   size_t posted_receives = 0, posted_sends = 0;
   for (size_t i = 0; i < n && !code; ++i) {
     parts[i].data = to;

@@ -1,10 +1,10 @@
-// Decisions inside programs, and the order between programs.
+// Checks inside compiled programs, and the order between programs.
 #include "mpi/handler.h"
 
 namespace mpigrad {
 namespace {
 
-// Ends the program with a message where `ok` is false. `values` fill the braces of the message.
+// Ends the program with a message if `ok` is false. `values` fill the braces of the message.
 ffi::Error require(Token, ffi::Buffer<ffi::PRED> ok, ffi::Buffer<ffi::F64> values, TokenOut,
                    int64_t comm, int64_t site, std::string_view message) {
   if (ok.typed_data()[0]) return ffi::Error::Success();
@@ -26,15 +26,16 @@ ffi::Error require(Token, ffi::Buffer<ffi::PRED> ok, ffi::Buffer<ffi::F64> value
   return c.fail(text);
 }
 
-// A program's messages are ordered by tokens inside it, and by a one-byte array between programs:
-// it goes in here and comes out there.
+// Tokens order the messages inside a program. A one-byte array orders programs: `enter` takes it
+// and `leave` returns it.
 ffi::Error enter(Buffer, TokenOut) { return ffi::Error::Success(); }
-ffi::Error leave(Token, ffi::Result<ffi::Buffer<ffi::U8>> turn) {
-  turn->typed_data()[0] = 0;
+ffi::Error leave(Token, ffi::Result<ffi::Buffer<ffi::U8>> ordering_byte) {
+  ordering_byte->typed_data()[0] = 0;
   return ffi::Error::Success();
 }
 
-// An identity between two messages: its operand is computed before it, what needs its result after.
+// The identity, ordered between two messages: its operand is computed before, users of its result
+// after.
 ffi::Error in_order(Token, Buffer x, TokenOut, BufferOut y, int64_t) {
   if (y->untyped_data() != x.untyped_data())
     std::memcpy(y->untyped_data(), x.untyped_data(), x.size_bytes());

@@ -1,7 +1,7 @@
-// The MPI operation of a reduction, where it gives what JAX and NumPy give.
+// The MPI operation of a reduction, with the results of JAX and NumPy.
 //
-// Sums of integers of 8 and 16 bits are taken modulo 2^8 and 2^16. Open MPI 4, on processors with
-// AVX, stops at the largest number, and that in arrays of some length only.
+// Sums of 8-bit and 16-bit integers wrap around modulo 2^8 and 2^16. On processors with AVX, Open
+// MPI 4 saturates at the largest value instead, for some array lengths only.
 #include "mpi/reductions.h"
 
 #include "ffi.h"

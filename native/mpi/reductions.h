@@ -5,7 +5,7 @@
 
 namespace mpigrad {
 
-constexpr int64_t kSum = 0;  // REDUCTIONS (native.py) begin with it
+constexpr int64_t kSum = 0;  // the first of REDUCTIONS in native.py
 
 Handle reduction(int64_t op, xla::ffi::DataType type);
 

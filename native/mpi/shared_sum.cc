@@ -12,7 +12,7 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define MPIGRAD_WIDE __attribute__((target_clones("avx2", "default")))  // a tenth of the time
+#define MPIGRAD_WIDE __attribute__((target_clones("avx2", "default")))  // takes a tenth of the time
 #else
 #define MPIGRAD_WIDE
 #endif
@@ -20,19 +20,19 @@
 namespace mpigrad {
 namespace {
 
-// Everybody reads what everybody writes: what is longer, or among more ranks, is left to MPI
+// Every member reads the pieces of all members, so MPI is faster for longer arrays or more ranks
 // (docs/decisions/0014-sums-through-shared-memory.md).
 constexpr int kMembers = 4;
 constexpr size_t kLongest = 1 << 20;
 
 struct Group {
-  int size = 0;  // 0: its sums are MPI's
+  int size = 0;  // 0: MPI computes the sums
   int rank = 0;
   Shared* shared[kMembers];
   Progress* progress[kMembers];
 };
 std::array<Group, kEntries> groups;
-int64_t last = 0;  // whose members may still read this rank's pieces
+int64_t last = 0;  // the last communicator, whose members may still read this rank's pieces
 
 bool crowded() {
   static const bool more_ranks_than_cores =
@@ -40,8 +40,8 @@ bool crowded() {
   return more_ranks_than_cores;
 }
 
-// Waits until all members have come to `n`. MPI moves messages meanwhile: who is still to come may
-// need one of this rank's.
+// Waits until all members have reached `n`. MPI makes progress meanwhile, because a member that is
+// late may wait for a message of this rank.
 void await(int64_t slot, Cell Progress::* which, int64_t n) {
   const Group& g = groups[slot];
   for (int i = 0; i < g.size; ++i)
@@ -56,8 +56,8 @@ void await(int64_t slot, Cell Progress::* which, int64_t n) {
     }
 }
 
-// (For GCC's generic x86-64 __builtin_prefetch(p, 1) would be for reading; to old processors this
-// instruction is none.)
+// (For generic x86-64, GCC compiles __builtin_prefetch(p, 1) to a prefetch for reading. Old
+// processors ignore this instruction.)
 inline void prefetch_for_writing(const void* p) {
 #if defined(__x86_64__)
   asm volatile("prefetchw %0" : : "m"(*static_cast<const char*>(p)));
@@ -66,7 +66,7 @@ inline void prefetch_for_writing(const void* p) {
 #endif
 }
 
-// The lines that are written now were read by another core: asking for them early saves a third.
+// Another core has read the lines that are written here. Requesting them early saves a third.
 MPIGRAD_WIDE void copy(char* to, const char* from, size_t bytes) {
   constexpr size_t line = 64, ahead = 1024;
   size_t i = 0;
@@ -77,7 +77,7 @@ MPIGRAD_WIDE void copy(char* to, const char* from, size_t bytes) {
   std::memcpy(to + i, from + i, bytes - i);
 }
 
-// The sum may be in the place of a summand.
+// The sum may overwrite a summand.
 MPIGRAD_WIDE void add(const double* a, const double* b, double* sum, size_t n) {
 #pragma GCC ivdep
   for (size_t i = 0; i < n; ++i) sum[i] = a[i] + b[i];
@@ -112,15 +112,15 @@ std::string shared_sum(int64_t slot, const Summand& x) {
   for (size_t at = 0; at < x.bytes; at += kPiece) {
     const size_t bytes = std::min(kPiece, x.bytes - at);
     const int64_t n = mine.written.load(std::memory_order_relaxed) + 1;
-    // Who has written piece n - 1 has read n - 2, which was here.
+    // A rank that has written piece n - 1 has read piece n - 2, which was in this place.
     const auto piece = [&](int i) { return g.shared[i]->piece[n % 2].data; };
     const char* const own = static_cast<const char*>(x.data) + at;
     copy(piece(g.rank), own, bytes);
     put(mine.arrays[n % 2], x.kind());
-    put(mine.sequences[n % 2], get(board.mine().entries[slot].sequence));
+    put(mine.sequences[n % 2], get(board.own().entries[slot].sequence));
     put(mine.written, n);
     await(slot, &Progress::written, n);
-    // All members look at all, and so find the same.
+    // All members compare all arrays, so they all find the same mismatch.
     for (int i = 0; i < g.size; ++i)
       if (get(g.progress[i]->arrays[n % 2]) != get(g.progress[0]->arrays[n % 2])) {
         int64_t sequences[kMembers];
@@ -130,7 +130,7 @@ std::string shared_sum(int64_t slot, const Summand& x) {
       }
     const char* summands[kMembers];
     for (int i = 0; i < g.size; ++i) summands[i] = piece(i);
-    if (g.size == 2) summands[g.rank] = own;  // needed no more when the sum is written in its place
+    if (g.size == 2) summands[g.rank] = own;  // overwritten by the sum after it was read
     char* const sum = static_cast<char*>(x.sum) + at;
     x.wide ? add_all<double>(g.size, summands, sum, bytes)
            : add_all<float>(g.size, summands, sum, bytes);
@@ -143,7 +143,8 @@ std::string shared_sum(int64_t slot, const Summand& x) {
 
 using namespace mpigrad;
 
-// After mpigrad_set_members: whether sums of this communicator go through shared memory, if they can.
+// Call after mpigrad_set_members: use shared memory for sums of this communicator, if `wanted` and
+// possible.
 MPIGRAD_EXPORT void mpigrad_share_sums(int64_t slot, int wanted) {
   const Communicator& comm = communicator(slot);
   Group& g = groups[slot] = {};

@@ -1,5 +1,5 @@
-// Sums among a few ranks of one host, through memory that all of them see: MPI's own go through
-// messages, which cost a copy more, and more waiting.
+// Sums over a few ranks of one host, through shared memory. MPI's allreduce sends messages, which
+// need one more copy and more waiting.
 #pragma once
 
 #include <cstddef>
@@ -12,27 +12,27 @@ namespace mpigrad {
 
 constexpr size_t kPiece = 1 << 16;
 
-// What a rank adds, in pieces: the next one is written while another rank still reads this one.
+// One piece of a rank's summand. The rank writes the next piece while others still read this one.
 struct alignas(64) Piece {
   char data[kPiece];
 };
 
-// The pieces that a rank has written in sums of one communicator, and those of others that it has read.
+// How many pieces a rank has written and read in sums of one communicator.
 struct Progress {
   alignas(64) Cell written;
-  Cell arrays[2];  // what the last two pieces are of, for the others to compare
-  Cell sequences[2];  // and of which collective operation of that rank
+  Cell arrays[2];  // Summand::kind of the last two pieces, for the others to compare
+  Cell sequences[2];  // the sequence number of the collective of each
   alignas(64) Cell read;
 };
 
-// What a rank shows to those of its host, beside its slot of the board.
+// The memory for sums of one rank, which the other ranks of its host read.
 struct alignas(4096) Shared {
   Progress progress[kEntries];
   Piece piece[2];
 };
 
-// An array of real numbers (a complex one is twice as long), and the place of the sum: the same, or
-// another.
+// An array of real numbers (a complex array has twice as many), and the address of the sum, which
+// may be the same.
 struct Summand {
   const void* data;
   void* sum;
@@ -41,10 +41,10 @@ struct Summand {
   int64_t kind() const { return static_cast<int64_t>(bytes) * 2 + wide; }
 };
 
-// Whether the members of this communicator sum so many bytes here; it is the same on all of them.
+// Whether sums of this length on this communicator use shared memory. The same on all members.
 bool shares_sums(int64_t slot, size_t bytes);
 
-// The same bits on every member: ranks are added in their order. Returns "", or what is wrong.
+// Sum with the same bits on every member: ranks are added in order. Returns "", or an error text.
 std::string shared_sum(int64_t slot, const Summand& x);
 
 }  // namespace mpigrad

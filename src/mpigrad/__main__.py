@@ -1,4 +1,4 @@
-"""`python -m mpigrad` is the `mpigrad` command."""
+"""Run the `mpigrad` command: `python -m mpigrad`."""
 
 import sys
 

@@ -128,7 +128,7 @@ def test_a_stencil_that_loses_cells_is_refused():
             lambda p, c: p, jnp.zeros(grid.local_shape), grid, coefficients=(jnp.zeros(3),)
         )
     # The messages that it has posted are waited for.
-    assert b"test_apply_stencil.py" not in library().mpigrad_forgotten_requests()
+    assert b"test_apply_stencil.py" not in library().mpigrad_pending_requests()
 
 
 @pytest.mark.ranks(2)

@@ -1,4 +1,4 @@
-"""What ranks write for each other, and the user's own messages beside it."""
+"""The board, and messages of the user between operations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_rank_is_on_the_board_and_no_file_is_left(comm: Communicator) -> N
     assert sorted(int(r) for r in board.slots["world_rank"]) == list(range(comm.size))
     pids = comm.mpi.allgather(os.getpid())
     assert sorted(int(pid) for pid in board.slots["pid"]) == sorted(pids)
-    # It is mapped where there are several, and its name is gone.
+    # With several ranks it is a mapped file, which has been deleted.
     maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
     files = [line for line in maps if "/mpigrad-" in line and "rw-s" in line]
     assert all(line.endswith("(deleted)") for line in files)
@@ -32,7 +32,7 @@ def test_every_rank_is_on_the_board_and_no_file_is_left(comm: Communicator) -> N
 
 def test_operations_are_counted(comm: Communicator) -> None:
     board, own = current_board(), comm.dup()
-    slot = board.slots[board.mine]
+    slot = board.slots[board.own_index]
     entry = slot["entries"][own.slot]
     assert len(set(own.mpi.allgather(int(entry["id"])))) == 1
     before = int(entry["sequence"])
@@ -48,23 +48,24 @@ def test_operations_are_counted(comm: Communicator) -> None:
     for _ in range(3):
         mg.sendrecv(jnp.ones(2), right, left, 5, 5, comm=own)
     to, back = (
-        Reader(board.slots).channel(board.mine, int(entry["id"]), peer, 5) for peer in (right, left)
+        Reader(board.slots).channel(board.own_index, int(entry["id"]), peer, 5)
+        for peer in (right, left)
     )
     assert to is not None
     assert back is not None
     assert int(to["sent"]) == int(back["posted"]) == int(back["received"]) == 3
 
 
-def test_communicators_are_told_apart(comm: Communicator) -> None:
+def test_communicators_have_different_identities(comm: Communicator) -> None:
     """Two groups have the same slot numbers, but no identity in common."""
     board, parts = current_board(), comm.split(comm.rank % 2)
-    identity = int(board.slots[board.mine]["entries"][parts.slot]["id"])
+    identity = int(board.slots[board.own_index]["entries"][parts.slot]["id"])
     found = comm.mpi.allgather((comm.rank % 2, identity))
     assert len(set(found)) == len({identity for _, identity in found}) == min(comm.size, 2)
 
 
-def test_own_messages_beside_compiled_ones(comm: Communicator) -> None:
-    """Calls of mpi4py between compiled programs, and inside them, by a callback."""
+def test_mpi4py_messages_between_operations(comm: Communicator) -> None:
+    """Call mpi4py between compiled programs, and inside them from a callback."""
     world = MPI.COMM_WORLD
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.launcher
 
 @dataclasses.dataclass(frozen=True)
 class Broken:
-    """What becomes of a program of tests/programs/broken.py on 2 ranks."""
+    """The expected end of a program of tests/programs/broken.py on 2 ranks."""
 
     says: tuple[str, ...]
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -29,10 +29,11 @@ class Broken:
     full: bool = False  # in make test-full only
 
 
+VARIANT = pytest.mark.full("a job of several seconds that is a variant of another case")
 GUARD = {"MPIGRAD_GUARD": "1"}
 SHORT = {"MPIGRAD_TIMEOUT": "3"}
 FAILED = "rank 1 of 2 failed; ending all ranks"
-ORDER = "Every rank of a communicator must call the same operations in the same order."
+ORDER = "Call the same operations in the same order on every rank of the communicator."
 
 BROKEN = {
     "one_rank_raises": Broken(
@@ -63,7 +64,7 @@ BROKEN = {
         {"MPIGRAD_GUARD": "0"},
     ),
     "longer_message_on_a_communicator_in_another_order": Broken(
-        ("rank 1 of 2 (rank 0 of the job): recv at ", "rank 0 (rank 1 of the job) sent more than"),
+        ("rank 1 of 2 (rank 0 of the job): recv at ", "but rank 0 (rank 1 of the job) sent more."),
         last="rank 0 of 2 failed; ending all ranks",
     ),
     "one_rank_raises_under_another_hook": Broken(
@@ -73,12 +74,13 @@ BROKEN = {
         ("ArithmeticError: the mesh of rank 1 is empty", FAILED), bare=True
     ),
     "longer_message_than_expected": Broken(
-        ("rank 1 of 2: recv at ", "give the receiver the shape"), last=FAILED
+        ("rank 1 of 2: recv at ", "Make the receive expect the shape"), last=FAILED
     ),
     "shorter_message_than_expected": Broken(
-        ("rank 1 of 2: recv at ", "8 bytes where 12", "give the"), last=FAILED
+        ("rank 1 of 2: recv at ", "expected 12 bytes from rank 0, got 8 bytes", "Make the receive"),
+        last=FAILED,
     ),
-    # Without the guard: proved to wait for ever.
+    # Without the guard: proved deadlocks.
     "one_rank_leaves_out_an_allreduce": Broken(
         ("rank 0: in allreduce(op=SUM) of float32[3] at ", "rank 1: in sendrecv of "), last=ORDER
     ),
@@ -88,19 +90,19 @@ BROKEN = {
     ),
     "both_receive_first": Broken(
         ("rank 0: in recv of float32[3] from rank 1 (any tag) at ", "rank 1: in recv of "),
-        last="Let one of them send first",
+        last="send first and the other receive first, or use sendrecv",
     ),
     "wrong_tag": Broken(
-        ("rank 0: in barrier at", "rank 0: has sent float32[3] to rank 1 with tag 1, not received"),
-        last="A receive names the sender and the tag of the send",
+        ("rank 0: in barrier at", "rank 0: sent float32[3] to rank 1 (tag 1) by send at"),
+        last="Pass each receive the source rank and the tag of the send",
     ),
     "plain_jax_grad_with_a_constant_on_one_rank": Broken(
         (
-            "ranks wait for one that is gone",
+            "deadlock: ranks wait for a rank that is gone",
             "rank 0: in allreduce(op=SUM) of float32[3] at the adjoint of ",
-            "rank 1: has ended, after allreduce(op=SUM) of float32[3] at ",
+            "rank 1: has ended; last operation: allreduce(op=SUM) of float32[3] at ",
         ),
-        last="Use mpigrad.grad or mpigrad.vjp, which send it on every rank.",
+        last="replace them by mpigrad.grad or mpigrad.vjp.",
     ),
     "one_rank_makes_no_communicator": Broken(
         ("rank 0: Split at ", "rank 1: barrier at "), last=ORDER, full=True
@@ -111,12 +113,12 @@ BROKEN = {
             "rank 1: barrier at ",
             ORDER,
         ),
-        last="Use mpigrad.grad or mpigrad.vjp, which send it on every rank.",
+        last="replace them by mpigrad.grad or mpigrad.vjp.",
     ),
     "one_rank_fails_and_meets_the_others_in_finally": Broken(
         (
             "rank 0: allreduce(op=SUM) of float32[3] at ",
-            ", while it handles ArithmeticError: the mesh of rank 1 is empty at broken.py:",
+            ", while handling ArithmeticError: the mesh of rank 1 is empty at broken.py:",
         ),
         last=ORDER,
     ),
@@ -136,8 +138,8 @@ BROKEN = {
         last="set MPIGRAD_TIMEOUT",
     ),
     "windows_with_rows_of_other_lengths": Broken(
-        (" of 2: one_sided at ", "has another length or dtype"),
-        last="of 2 failed; ending all ranks",  # both see it; the first one says it
+        (" of 2: one_sided at ", "expected window rows of one length and dtype"),
+        last="of 2 failed; ending all ranks",  # both ranks find it, and the first one reports
     ),
     "a_request_that_nobody_posts": Broken(
         ("rank 0: in wait of float32[3] from rank 1 (tag 0) at ", "rank 1: in barrier at "),
@@ -161,17 +163,17 @@ BROKEN = {
             "rank 0: in send of float32[20000] to rank 1 (tag 0) at the tangent of tests/",
             "rank 1: in send of float32[20000] to rank 0 (tag 0) at the tangent of ",
         ),
-        last="Let one of them send first",
+        last="send first and the other receive first, or use sendrecv",
     ),
     "waits_in_another_order_than_posts": Broken(
         (
             "rank 0 of 2: wait at the adjoint of tests/programs/broken.py:",
-            "; wait in the order of the posts (waitall does)",
+            "or wait in the order of the posts (as waitall does)",
         ),
         last="rank 0 of 2 failed; ending all ranks",
     ),
     "requests_of_other_shapes": Broken(
-        ("rank 1 of 2: wait at ", "give the receiver the shape"), last=FAILED, full=True
+        ("rank 1 of 2: wait at ", "Make the receive expect the shape"), last=FAILED, full=True
     ),
     "requests_of_other_shapes with the guard": Broken(
         (
@@ -184,7 +186,7 @@ BROKEN = {
     ),
     "requests_waited_for_before_what_they_wait_for": Broken(
         ("rank 0: in wait of float32[3] from rank 1 (tag 0) at ", "rank 1: in wait of float32[3] "),
-        last="Let one of them send first",
+        last="send first and the other receive first, or use sendrecv",
         full=True,
     ),
     "requests_and_blocking_messages_in_another_order": Broken(
@@ -192,7 +194,7 @@ BROKEN = {
             "rank 0: in recv of float32[3] from rank 1 (tag 2) at ",
             "rank 1: in wait of float32[3] from rank 0 (tag 3) at ",
         ),
-        last="each receive needs a send of the same tag on the rank that it names",
+        last="each receive a send with the same tag on its source rank",
         full=True,
     ),
     "more_rows_than_the_root_counts": Broken(
@@ -215,16 +217,21 @@ BROKEN = {
         ("rank 0: in barrier at ", "rank 1: in sendrecv of "), last=ORDER, full=True
     ),
     "one_rank_ends": Broken(
-        ("rank 0: in allreduce", "rank 1: has ended, after barrier at "), last="before it ends"
+        ("rank 0: in allreduce", "rank 1: has ended; last operation: barrier at "),
+        last="before it ends",
     ),
     "one_rank_ends under mpiexec": Broken(
-        ("rank 0: in allreduce", "rank 1: has ended, after barrier at "), bare=True, full=True
+        ("rank 0: in allreduce", "rank 1: has ended; last operation: barrier at "),
+        bare=True,
+        full=True,
     ),
     "one_rank_exits": Broken(
-        (), code=3, last="failed with exit code 3: rank 1 was the first to leave with it"
+        (), code=3, last="failed with exit code 3: rank 1 was the first to exit with it"
     ),
     "one_rank_exits under mpiexec": Broken(
-        ("rank 0: in barrier at ", "rank 1: has ended, after barrier at "), bare=True, full=True
+        ("rank 0: in barrier at ", "rank 1: has ended; last operation: barrier at "),
+        bare=True,
+        full=True,
     ),
     "killed": Broken((), last="was ended by signal SIGKILL"),
     "killed under mpiexec": Broken(("signal 9",), bare=True, full=True),
@@ -232,13 +239,13 @@ BROKEN = {
     "terminated under mpiexec": Broken(("signal 15",), bare=True, full=True),
     # With the guard, but not caught: said once.
     "another_root with the guard": Broken(
-        ("rank 0: bcast(root=0)", "rank 1: bcast(root=1)", "Give the same root on every rank."),
+        ("rank 0: bcast(root=0)", "rank 1: bcast(root=1)", "Pass the same root on every rank."),
         GUARD,
         code=1,
         last="of 2 failed; ending all ranks",
     ),
     "another_root with the guard under mpiexec": Broken(
-        ("rank 0: bcast(root=0)", "rank 1: bcast(root=1)", "Give the same root on every rank."),
+        ("rank 0: bcast(root=0)", "rank 1: bcast(root=1)", "Pass the same root on every rank."),
         GUARD,
         bare=True,
         full=True,
@@ -252,22 +259,22 @@ BROKEN = {
         ("rank 0: 1 message to rank 1 (tag 0), float32[3] by send at ", "broken.py:"),
         GUARD,
         code=1,
-        last="Receive each of them",
+        last="Receive each of these messages",
     ),
     "output_that_nobody_takes": Broken(
         ("rank 0: in recv of ", "rank 1: in recv of "), GUARD, code=1
     ),
     "one_rank_exits_with_256": Broken(
-        (), code=1, last="exit code 1: rank 1 was the first to leave with it", full=True
+        (), code=1, last="exit code 1: rank 1 was the first to exit with it", full=True
     ),
     # What nobody can prove: the time limit.
     "one_rank_computes_for_ever": Broken(
         (
             "an operation has waited 3 s (MPIGRAD_TIMEOUT=3)",
             "rank 0: has waited 3 s in allreduce(op=SUM) of float32[3] at ",
-            "rank 1: never came: in no operation since ",
+            "rank 1: has not called an operation for ",
             " (now at tests/programs/broken.py:",
-            "after barrier at ",
+            "last operation: barrier at ",
         ),
         SHORT,
         code=1,
@@ -275,13 +282,13 @@ BROKEN = {
     ),
     "one_rank_never_ends": Broken(
         (
-            "the program has ended on some ranks, which wait for the others since 3 s",
-            "rank 1: never came: in no operation since ",
+            "the program has ended on some ranks, which have waited 3 s for the others",
+            "rank 1: has not called an operation for ",
             " (now at tests/programs/broken.py:",
         ),
         SHORT,
         code=1,
-        last="Ending all ranks",
+        last="Find the thread that never ends",
     ),
     "grids_of_ranks_that_differ": Broken(
         (
@@ -301,7 +308,7 @@ BROKEN = {
     "one_rank_is_stopped": Broken(
         (
             "rank 0: has waited 3 s in allreduce(op=SUM) of float32[3] at ",
-            "rank 1: never came: in no operation since ",
+            "rank 1: has not called an operation for ",
             ", and its process is stopped (SIGSTOP)",
         ),
         SHORT,
@@ -323,13 +330,13 @@ BROKEN = {
     "in_a_reduction_of_objects": Broken(
         (
             "rank 0: has waited 3 s in custom_operation at tests/programs/broken.py:",
-            "rank 1: never came: in no operation since ",
+            "rank 1: has not called an operation for ",
         ),
         SHORT,
     ),
     # As on two hosts, of which each sees its own ranks only.
     "another_root with the guard and without a board": Broken(
-        ("rank 0: bcast(root=0) of float32[3] at", "rank 1: bcast(root=1)", "Give the same root"),
+        ("rank 0: bcast(root=0) of float32[3] at", "rank 1: bcast(root=1)", "Pass the same root"),
         {**GUARD, "MPIGRAD_BOARD": "0"},
         hosts=2,
     ),
@@ -337,7 +344,7 @@ BROKEN = {
         (
             "rank 1 of 2: recv at tests/programs/broken.py:",
             "rank 0 sends float32[5] by send at tests/programs/broken.py:",
-            ", where float32[3] was expected at ",
+            "expected float32[3] at ",
         ),
         {**GUARD, "MPIGRAD_BOARD": "0"},
         last="rank 1 of 2 on ",
@@ -345,7 +352,7 @@ BROKEN = {
     "leaves_of_other_lengths with the guard and without a board": Broken(
         (
             "rank 1 of 2: recv at tests/programs/broken.py:",
-            ", where float32[5] was expected at ",
+            "expected float32[5] at ",
             "leaf by leaf",
         ),
         {**GUARD, "MPIGRAD_BOARD": "0"},
@@ -367,7 +374,7 @@ BROKEN = {
 
 
 def run_broken(name: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """The program's end, and its time."""
+    """Run a program. Return its result and its time in seconds."""
     case = BROKEN[name]
     words = (PROGRAMS / "broken.py", name.partition(" ")[0])
     with no_orphans() as mark:
@@ -384,7 +391,7 @@ def run_broken(name: str) -> tuple[subprocess.CompletedProcess[str], float]:
 def ended(
     request: pytest.FixtureRequest,
 ) -> Iterator[dict[str, Future[tuple[subprocess.CompletedProcess[str], float]]]]:
-    """All that are wanted, five at a time: most of their time they wait."""
+    """Run all selected programs, five at a time, because they mostly wait."""
     items = [item for item in request.session.items if "ended" in item.fixturenames]  # type: ignore[attr-defined]
     names = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
     idling()  # made once, before the threads
@@ -393,7 +400,7 @@ def ended(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full) if c.full else n for n, c in BROKEN.items()]
+    "name", [pytest.param(n, marks=VARIANT) if c.full else n for n, c in BROKEN.items()]
 )
 def test_broken_programs_end(
     name: str, ended: dict[str, Future[tuple[subprocess.CompletedProcess[str], float]]]

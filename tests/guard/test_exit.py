@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
 
 def python(*words: str, typed: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Two ranks under a bare mpiexec; rank 0 has what is `typed`."""
+    """Run two ranks under a bare mpiexec. `typed` is the input of rank 0."""
     launcher = find_launcher(mpi_library())
     with no_orphans() as mark:
         return subprocess.run(
@@ -36,8 +36,8 @@ def python(*words: str, typed: str = "", **environment: str) -> subprocess.Compl
     [
         "jax mpi4py.MPI mpigrad",
         "mpi4py.MPI mpigrad",
-        pytest.param("mpigrad jax", marks=pytest.mark.full),
-        pytest.param("jax.numpy mpigrad", marks=pytest.mark.full),
+        pytest.param("mpigrad jax", marks=pytest.mark.full("another order of imports")),
+        pytest.param("jax.numpy mpigrad", marks=pytest.mark.full("another order of imports")),
     ],
 )
 def test_messages_end_before_mpi_does(order: str) -> None:
@@ -67,7 +67,9 @@ def test_mpi_that_is_not_initialised_is_refused() -> None:
     reason="a forked child of a program that has compiled with JAX 0.8 or 0.9 may not end",
 )
 @pytest.mark.parametrize(
-    "traced", [False, pytest.param(True, marks=pytest.mark.full)], ids=["", "traced"]
+    "traced",
+    [False, pytest.param(True, marks=pytest.mark.full("the same program, with a trace"))],
+    ids=["", "traced"],
 )
 def test_children_of_ranks_end_without_mpi(traced: bool, tmp_path: pathlib.Path) -> None:
     trace = {"MPIGRAD_TRACE": str(tmp_path / "trace.json")} if traced else {}
@@ -81,7 +83,7 @@ def test_children_of_ranks_end_without_mpi(traced: bool, tmp_path: pathlib.Path)
 
 
 def input_ends() -> bool:
-    """Whether the other ranks' input ends; under the mpiexec of MPICH 5.0 `cat` waits for ever."""
+    """Return True if the input of the other ranks ends. It does not with mpiexec of MPICH 5.0."""
     launcher = find_launcher(mpi_library())
     environment = outside() | rank_environment(launcher, 2)
     words = [launcher.path, "-n", "2", "cat"]

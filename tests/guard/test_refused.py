@@ -1,4 +1,4 @@
-"""What the guard refuses is one error, with all call sites, on every rank; the program goes on."""
+"""A mismatch is one error with all call sites on every rank, and the program continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launching import PROGRAMS, idling, mpigrad
 
 pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
-ORDER = "Every rank of a communicator must call the same operations in the same order."
+ORDER = "Call the same operations in the same order on every rank of the communicator."
 SAME_ON_ALL = (0, 1, 2)
 
 
@@ -58,8 +58,8 @@ REFUSED = {
     "another_leaf_deep_in_a_tree": Refused(
         (
             "(pytree: [0] float32[2, 2], [1] float32[2, 2], [2] float32[2, 2], [3] float32[2, 2], "
-            "… 6 more), in place 10 [9] float32[4]\n",
-            "… 6 more), in place 10 [9] float32[1, 4]\n",
+            "… 6 more), leaf 10: [9] float32[4]\n",
+            "… 6 more), leaf 10: [9] float32[1, 4]\n",
             "ranks 1-2: allreduce",
         )
     ),
@@ -68,11 +68,11 @@ REFUSED = {
             "ranks 0-1: bcast(root=0) of float32[5]" + AT,
             "(pytree: [0] float32[3], [1] float32[2])",
             "rank 2: bcast(root=0) of float32[5]" + AT,
-            "Give pytrees of the same structure, with the same shapes, on every rank.",
+            "Pass pytrees with the same structure and shapes on every rank.",
         )
     ),
     "other_names_of_leaves": Refused(
-        ("(pytree: ['a'] float32[3], ['c'] float32[3])", "Give pytrees of the same structure")
+        ("(pytree: ['a'] float32[3], ['c'] float32[3])", "Pass pytrees with the same structure")
     ),
     "message_of_other_leaves": Refused(
         ("(pytree: float32[3], float32[1])", "(pytree: float32[2], float32[2])", "leaf by leaf")
@@ -81,7 +81,7 @@ REFUSED = {
         ("rank 2: isend of float32[4]", "rank 0: wait of float32[4]", "leaf by leaf")
     ),
     "window_of_other_leaves": Refused(
-        ("rank 0: one_sided(", "(pytree: [0] float32[3], [1] float32[1])", "Give pytrees of")
+        ("rank 0: one_sided(", "(pytree: [0] float32[3], [1] float32[1])", "Pass pytrees with")
     ),
     "message_of_another_dtype": Refused(
         ("rank 0: send of float32[3] to rank 1 (tag 0)" + AT, "rank 1: recv of int32[3] from")
@@ -89,9 +89,13 @@ REFUSED = {
     "tagged_message_of_another_dtype": Refused(
         ("rank 0: send of float32[3] to rank 1 (tag 7)" + AT, "rank 1: recv of int32[3] from")
     ),
-    "message_of_another_shape": Refused(("a message is not what its receiver expects", "sendrecv")),
+    "message_of_another_shape": Refused(("a message does not match its receive", "sendrecv")),
     "message_with_another_tag": Refused(
-        ("rank 0: has sent float32[3] to rank 1 with tag 1, not received", "rank 0 (tag 2)" + AT)
+        (
+            "rank 0: sent float32[3] to rank 1 (tag 1) by send" + AT,
+            ", not received",
+            "rank 0 (tag 2)" + AT,
+        )
     ),
     "message_to_another_rank": Refused(("rank 1: in recv of float32[3] from rank 0 (any tag)",)),
     "message_left_out": Refused(("rank 1: in recv of float32[3] from rank 0 (any tag)",)),
@@ -143,7 +147,7 @@ REFUSED = {
         (
             "rank 0: gatherv(root=0, counts=(1, 1, 2))",
             "ranks 1-2: gatherv(root=0, counts=(1, 1, 1))",
-            "Give the same counts on every rank.",
+            "Pass the same counts on every rank.",
         )
     ),
     "scatterv_with_other_counts": Refused(
@@ -159,7 +163,7 @@ REFUSED = {
         (
             "rank 0: alltoallv(sendcounts=(1, 1, 1), recvcounts=(1, 2, 1))",
             "ranks 1-2: alltoallv(sendcounts=(1, 1, 1), recvcounts=(1, 1, 1))",
-            "What a rank receives from another must be what that one sends to it.",
+            "Let recvcounts[i] on rank j be sendcounts[j] on rank i, for every pair of ranks.",
         )
     ),
     "reduce_scatterv_with_other_counts": Refused(
@@ -178,7 +182,7 @@ REFUSED = {
         ("rank 0: in wait of float32[3] from rank 2", "rank 2: in wait", "or use sendrecv")
     ),
     "after_a_custom_operation_on_one_rank": Refused(
-        ("rank 0: allreduce(op=SUM)", "ranks 1-2: allreduce(op=MAX)", "Give the same op")
+        ("rank 0: allreduce(op=SUM)", "ranks 1-2: allreduce(op=MAX)", "Pass the same op")
     ),
     "from_a_forked_process": Refused(("was forked from a rank", "subprocess")),
     "from_two_threads": Refused(
@@ -189,7 +193,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def refusals() -> dict[str, list[tuple[str, float]]]:
-    """Of each program, what each rank was told and after how many seconds."""
+    """Return for each program the error text and the seconds of each rank."""
     program = PROGRAMS.relative_to(pathlib.Path.cwd()) / "refused.py"
     settings = {**idling(), "MPIGRAD_GUARD": "1", "MPIGRAD_TIMEOUT": "60"}
     done = mpigrad("launch", "-n", 3, program, **settings)
@@ -213,8 +217,8 @@ def test_all_refused_programs_are_checked(refusals: dict[str, list[tuple[str, fl
     assert set(refusals) == set(REFUSED)
 
 
-def test_a_rank_that_was_elsewhere_is_told_once(tmp_path: pathlib.Path) -> None:
-    """Others were refused three times meanwhile, in a file of a path too long for the board."""
+def test_a_rank_that_was_elsewhere_gets_the_error_once(tmp_path: pathlib.Path) -> None:
+    """The others get three errors meanwhile, in a file whose path is too long for the board."""
     directory = tmp_path / ("long" * 50) / ("longer" * 30)
     directory.mkdir(parents=True)
     program = directory / "elsewhere.py"
@@ -227,7 +231,7 @@ def test_a_rank_that_was_elsewhere_is_told_once(tmp_path: pathlib.Path) -> None:
         "        mg.allreduce(jnp.ones(3 + rank))\n"
         "    except Exception as error:\n"
         "        assert 'mpigrad: the ranks do not agree' in str(error)\n"
-        "        assert 'rank 2: not there yet' in str(error), error\n"
+        "        assert 'rank 2: has not called it yet' in str(error), error\n"
         "        assert 'longer/elsewhere.py:6\\n' in str(error), error\n"
         "        print(f'rank {rank} refused\\n', end='', flush=True)\n"
         "time.sleep(3 * (rank != 2))\n"

@@ -1,4 +1,4 @@
-"""Ranks that do not import mpigrad, or fail in it, keep nobody waiting."""
+"""The job ends if a rank does not import mpigrad, or fails in the import."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from launching import mpiexec, mpigrad, no_orphans
 
 pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
+VARIANT = pytest.mark.full("a job of several seconds that is a variant of another case")
 PROGRAM = """
 import sys
 from mpi4py import MPI
@@ -25,12 +26,10 @@ mg.barrier()
     ("absent", "bare"),
     [
         (2, True),
-        *(pytest.param(*c, marks=pytest.mark.full) for c in [(0, False), (0, True), (2, False)]),
+        *(pytest.param(*c, marks=VARIANT) for c in [(0, False), (0, True), (2, False)]),
     ],
 )
-def test_a_rank_that_does_not_come_is_named(
-    absent: int, bare: bool, tmp_path: pathlib.Path
-) -> None:
+def test_a_missing_rank_is_named(absent: int, bare: bool, tmp_path: pathlib.Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(lines=f"if rank == {absent}: sys.exit(0)"))
     with no_orphans() as mark:
@@ -42,17 +41,19 @@ def test_a_rank_that_does_not_come_is_named(
         )
     assert done.returncode != 0
     who = "rank 2" if absent else "another rank"
-    text = f" s in `import mpigrad`: {who} has not imported it, or has ended before. Import mpigrad"
+    text = (
+        f" s in `import mpigrad`: {who} has not imported it, or has already ended. Import mpigrad"
+    )
     assert done.stderr.count(text) == 1, done.stderr
-    # Of those that do not know who is absent, the first whose time is over.
+    # Without rank 0, the first rank whose time is over reports, without the name of the rank.
     assert re.search(f"rank {0 if absent else '[12]'} of 3 has waited ", done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("bare", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("bare", [False, pytest.param(True, marks=VARIANT)])
 def test_a_rank_that_ends_before_mpi_has_started(bare: bool, tmp_path: pathlib.Path) -> None:
-    """MPI_Init waits for it for ever, and Python stands still meanwhile.
+    """MPI_Init of the others never ends, and it blocks Python.
 
-    (Of one that ends while others are in MPI_Init, Open MPI knows itself.)
+    (Open MPI itself detects a rank that ends while others are in MPI_Init.)
     """
     program = tmp_path / "program.py"
     program.write_text(
@@ -70,14 +71,14 @@ def test_a_rank_that_ends_before_mpi_has_started(bare: bool, tmp_path: pathlib.P
     assert done.stderr.count("rank 0 has waited 5 s in MPI_Init, in `import mpigrad`: anoth") == 1
 
 
-def test_a_limit_that_is_as_good_as_none(tmp_path: pathlib.Path) -> None:
+def test_an_infinite_time_limit(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import mpigrad as mg\nmg.barrier()\n")
     assert mpigrad("launch", "-n", 2, program, MPIGRAD_TIMEOUT="inf").returncode == 0
 
 
-def test_a_pool_that_is_spawned_from_a_rank(tmp_path: pathlib.Path) -> None:
-    """It would start processes for ever."""
+def test_import_in_a_spawned_pool_ends_the_job(tmp_path: pathlib.Path) -> None:
+    """The pool would start new processes without end."""
     program = tmp_path / "program.py"
     program.write_text(
         "import mpigrad as mg\nimport multiprocessing as mp\n"
@@ -88,19 +89,19 @@ def test_a_pool_that_is_spawned_from_a_rank(tmp_path: pathlib.Path) -> None:
     with no_orphans() as mark:
         done = mpigrad("launch", "-n", 2, program, **mark)
     assert done.returncode != 0
-    assert "multiprocessing has spawned this process from a rank" in done.stderr
+    assert "a process that multiprocessing spawned from MPI process" in done.stderr
 
 
-def test_a_setting_of_the_guard_that_is_none(tmp_path: pathlib.Path) -> None:
+def test_rejects_an_invalid_setting_of_the_guard(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import mpigrad")
     done = mpigrad("launch", "-n", 2, program, MPIGRAD_GUARD="true")
     assert done.returncode != 0
-    assert "MPIGRAD_GUARD='true' is not 1 (on) or 0 (off)" in done.stderr
+    assert "MPIGRAD_GUARD must be 1 (on) or 0 (off), got 'true'" in done.stderr
 
 
 def test_an_error_in_the_import_ends_all_ranks(tmp_path: pathlib.Path) -> None:
-    """Under a bare mpiexec, too, where nobody else sees it."""
+    """This holds under a bare mpiexec too, which does not notice the error itself."""
     program = tmp_path / "program.py"
     lines = "import jax.numpy as jnp\nif rank == 1: print(float(jnp.ones(3).sum()))"
     program.write_text(PROGRAM.format(lines=lines))

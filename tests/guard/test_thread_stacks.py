@@ -1,4 +1,4 @@
-"""The place of the main thread, seen from another one."""
+"""The stack of the main thread, read from another thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.launcher
 
-# Arrays are freed in the middle of returns, where JAX lets the other thread run. If faulthandler
+# Arrays are freed in the middle of returns, and JAX then lets the other thread run. If faulthandler
 # reads the frames then, CPython 3.12 and 3.13 end by SIGSEGV within seconds.
 PROGRAM = """
 import threading, time, jax.numpy as jnp
@@ -34,7 +34,7 @@ assert len(seen) > 100 and ("<string>", 18) in seen, seen[-5:]
 """
 
 
-def test_the_main_thread_is_seen_while_it_runs_and_while_it_sleeps() -> None:
+def test_stack_of_a_running_and_of_a_sleeping_thread() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100, check=False
     )

@@ -1,4 +1,4 @@
-"""Who waits for ever, and who does not: on boards that are written by hand."""
+"""The wait graph, on boards that the tests write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader, channel_hash
 from mpigrad.guard.wait_graph import Finding, diagnose, disagreement, grouped
-from mpigrad.guard.watchdog import where
+from mpigrad.guard.watchdog import rank_states
 
 pytestmark = pytest.mark.ranks(1)
 WORLD = 77  # the identity of the communicator of all ranks
@@ -20,7 +20,7 @@ F32, F64 = 11, 12
 
 
 class Ranks:
-    """A board, and how ranks write it."""
+    """A board, with methods that write it as ranks do."""
 
     def __init__(self, n: int) -> None:
         self.slots: Any = np.zeros(n, b.SLOT)
@@ -47,7 +47,7 @@ class Ranks:
         return slot
 
     def collective(self, r: int, name: str, entry: int = 0, polling: bool = False, **c: Any) -> Any:
-        """Rank r is in a collective operation."""
+        """Let rank r enter a collective operation."""
         slot = self.enter(r, name, entry, b.COLLECTIVE, polling)
         e = slot["entries"][entry]
         e["sequence"] += 1
@@ -84,7 +84,7 @@ class Ranks:
         long: bool = False,
         polling: bool = False,
     ) -> None:
-        """Rank r sends to, and receives from, (peer, tag, shape)."""
+        """Let rank r send to and receive from (peer, tag, shape)."""
         name = "sendrecv" if send and receive else "send" if send else "recv"
         slot = self.enter(r, name, 0, b.MESSAGES_ONLY, polling)
         for way, part, count in (("send", send, "sent"), ("receive", receive, "posted")):
@@ -107,7 +107,7 @@ class Ranks:
                 slot["messages"] += 1
 
     def leave(self, r: int) -> None:
-        """Rank r's operation has taken place."""
+        """Complete the operation of rank r."""
         slot = self.slots[r]
         for p in slot["receive"][: int(slot["receives"])]:
             self.channel(r, WORLD, int(p["peer"]), int(p["tag"]))["received"] += 1
@@ -131,7 +131,7 @@ def text_of(ranks: Ranks) -> str:
 # ---- collectives ----
 
 
-def test_nobody_is_stuck_while_one_computes() -> None:
+def test_no_deadlock_while_a_rank_computes() -> None:
     ranks = Ranks(3)
     assert ranks.stuck() == []
     ranks.collective(0, "allreduce")
@@ -141,7 +141,7 @@ def test_nobody_is_stuck_while_one_computes() -> None:
     assert ranks.stuck() == []
 
 
-def test_one_that_has_left_the_operation_keeps_nobody() -> None:
+def test_no_deadlock_after_a_rank_left_the_operation() -> None:
     ranks = Ranks(2)
     for r in (0, 1):
         ranks.collective(r, "bcast")
@@ -151,7 +151,7 @@ def test_one_that_has_left_the_operation_keeps_nobody() -> None:
     assert ranks.stuck() == []
 
 
-def test_a_rank_that_has_ended_never_comes() -> None:
+def test_a_rank_that_has_ended_is_a_deadlock() -> None:
     ranks = Ranks(3)
     ranks.collective(0, "allreduce")
     ranks.collective(2, "allreduce")
@@ -165,7 +165,7 @@ def test_a_rank_that_has_ended_never_comes() -> None:
     assert finding.concerns == {0, 2}
 
 
-def test_another_operation_root_dtype_shape_or_count() -> None:
+def test_different_operation_root_dtype_shape_or_count() -> None:
     def difference(**changes: Any) -> str:
         ranks = Ranks(2)
         for r in (0, 1):
@@ -180,7 +180,7 @@ def test_another_operation_root_dtype_shape_or_count() -> None:
     one[0] = 1
     assert difference() == ""
     assert "same operations in the same order" in difference(operation=b"gather")
-    assert difference(values=one) == "Give the same root on every rank."
+    assert difference(values=one) == "Pass the same root on every rank."
     assert "the same dtype" in difference(dtype=F64)
     assert "the same shape" in difference(dims=np.full(b.DIMS, 4))
     assert "the same shape" in difference(rank=2)
@@ -190,7 +190,7 @@ def test_another_operation_root_dtype_shape_or_count() -> None:
     assert difference(dims=beyond) == ""
 
 
-def test_rows_of_their_own() -> None:
+def test_different_numbers_of_rows_are_accepted() -> None:
     ranks = Ranks(2)
     for r in (0, 1):
         c = ranks.shaped(ranks.collective(r, "gatherv"), F32, 2 + r, 5)
@@ -212,7 +212,7 @@ def test_counts_of_pairs() -> None:
     assert ranks.stuck() == [0, 1, 2]
     text = text_of(ranks)
     assert "sendcounts=(3, 4, 5), recvcounts=(1, 4, 7)" in text
-    assert "What a rank receives from another" in text
+    assert "Let recvcounts[i] on rank j be sendcounts[j] on rank i" in text
 
 
 def test_a_communicator_with_members_on_other_hosts() -> None:
@@ -223,7 +223,7 @@ def test_a_communicator_with_members_on_other_hosts() -> None:
     assert ranks.stuck() == []
 
 
-def test_communicators_in_another_order() -> None:
+def test_communicators_in_different_order() -> None:
     ranks = Ranks(2)
     ranks.communicator(5, [1, 0])
     ranks.collective(0, "allreduce")
@@ -232,7 +232,7 @@ def test_communicators_in_another_order() -> None:
     assert "rank 10: on communicator 1, in allreduce" in text_of(ranks)
 
 
-def test_a_call_that_nobody_knows() -> None:
+def test_an_unknown_call_is_not_a_deadlock() -> None:
     ranks = Ranks(2)
     ranks.collective(0, "allreduce")
     ranks.enter(1, "recv", -1, b.UNKNOWN, polling=False)
@@ -261,7 +261,7 @@ def test_a_sender_that_computes() -> None:
     assert ranks.stuck() == []
 
 
-def test_another_tag() -> None:
+def test_a_different_tag_is_a_deadlock() -> None:
     ranks = Ranks(2)
     ranks.exchange(0, send=(1, 1, (3,)))
     ranks.leave(0)
@@ -269,7 +269,7 @@ def test_another_tag() -> None:
     ranks.exchange(1, receive=(0, 2, (3,)))
     assert ranks.stuck() == [0, 1]
     text = text_of(ranks)
-    assert "rank 0: has sent float32[3] to rank 10 with tag 1, not received, by send" in text
+    assert "rank 0: sent float32[3] to rank 10 (tag 1) by send at prog.py:0, not received" in text
     assert "the tag of the send" in text
 
 
@@ -287,7 +287,7 @@ def test_long_messages_wait_for_their_receiver() -> None:
 
 
 @pytest.mark.parametrize("polling", [False, True])
-def test_a_ring_is_no_deadlock(polling: bool) -> None:
+def test_a_ring_is_not_a_deadlock(polling: bool) -> None:
     ranks = Ranks(4)
     for r in range(4):
         right, left = (r + 1) % 4, (r - 1) % 4
@@ -295,13 +295,13 @@ def test_a_ring_is_no_deadlock(polling: bool) -> None:
         assert ranks.stuck() == []
 
 
-def test_who_exchanges_with_one_that_is_refused_is_refused() -> None:
+def test_partners_of_a_refused_operation_are_refused() -> None:
     ranks = Ranks(3)
     for r, shape in enumerate([(2, 3), (3, 2), (3, 2)]):
         ranks.exchange(r, ((r + 1) % 3, 0, shape), ((r - 1) % 3, 0, shape), polling=True)
     # Rank 2 receives what it expects, but from an operation that cannot take place.
     assert ranks.stuck() == [0, 1, 2]
-    assert "a message is not what its receiver expects" in text_of(ranks)
+    assert "a message does not match its receive" in text_of(ranks)
 
 
 def test_shapes_are_not_compared_without_the_guard() -> None:
@@ -326,7 +326,7 @@ def test_any_source_and_any_tag() -> None:
 
 @pytest.mark.parametrize("tag", [-1, 8])
 def test_any_source_while_a_receive_is_posted(tag: int) -> None:
-    """Which of the two takes the message is not known; a posted one of another tag does not."""
+    """It is unknown which receive takes the message, unless the posted one has another tag."""
     ranks = Ranks(2)
     ranks.exchange(1, send=(0, 8, (3,)))
     ranks.leave(1)
@@ -344,9 +344,9 @@ def test_any_source_while_a_receive_is_posted(tag: int) -> None:
     assert ranks.stuck() == [0]
 
 
-def test_a_rank_whose_messages_nobody_counts() -> None:
+def test_uncounted_messages_prove_nothing() -> None:
     ranks = Ranks(2)
-    ranks.slots[0]["untracked"] = 1
+    ranks.slots[0]["counts_invalid"] = 1
     ranks.gone[0] = "has ended"
     ranks.exchange(1, receive=(0, 0, (3,)))
     assert ranks.stuck() == []
@@ -360,14 +360,14 @@ def test_lines_are_grouped() -> None:
     assert grouped(lines) == ["  rank 0: a", "  ranks 1-3, 7: b"]
 
 
-def test_told_contracts() -> None:
-    told = np.zeros(2, b.TOLD)
+def test_contracts_of_other_hosts() -> None:
+    reports = np.zeros(2, b.REPORT)
     for r, (name, site) in enumerate([(b"gather", b"a.py:1"), (b"scatter", b"b.py:2")]):
-        told[r]["contract"]["operation"], told[r]["site"] = name, site
-    told["world_rank"] = [3, 5]
-    assert disagreement(told) == (
+        reports[r]["contract"]["operation"], reports[r]["site"] = name, site
+    reports["world_rank"] = [3, 5]
+    assert disagreement(reports) == (
         "mpigrad: the ranks do not agree:\n  rank 3: gather at a.py:1\n  rank 5: scatter at b.py:2"
-        "\nEvery rank of a communicator must call the same operations in the same order."
+        "\nCall the same operations in the same order on every rank of the communicator."
     )
 
 
@@ -375,24 +375,29 @@ def test_states() -> None:
     ranks = Ranks(3)
     second = 1_000_000_000
     reader = Reader(ranks.slots)
-    assert reader.state(0, 0) == "never came: it has called no operation"
+    assert reader.state(0, 0) == "has not called any operation yet"
     contract = ranks.shaped(ranks.collective(0, "reduce"), F64, 2, 3)
     contract["site"] = -1
     expected = "reduce of float64[2,3] at the adjoint of prog.py:0"
     assert reader.state(0, 7 * second) == f"has waited 7 s in {expected}"
     ranks.leave(0)
-    came = "never came: in no operation since"
-    assert reader.state(0, 2 * second) == f"{came} 2 s, after {expected}"
+    idle = "has not called an operation for"
+    assert reader.state(0, 2 * second) == f"{idle} 2 s; last operation: {expected}"
     ranks.slots[0]["line"], ranks.slots[0]["line_ns"] = b"prog.py:7", 3 * second
-    assert reader.state(0, 4 * second) == f"{came} 4 s (now at prog.py:7), after {expected}"
-    assert reader.state(0, 9 * second) == f"{came} 9 s (last seen at prog.py:7), after {expected}"
-    assert reader.state(0, 0, "has died") == f"has died, after {expected}"
+    assert (
+        reader.state(0, 4 * second) == f"{idle} 4 s (now at prog.py:7); last operation: {expected}"
+    )
+    assert (
+        reader.state(0, 9 * second)
+        == f"{idle} 9 s (last seen at prog.py:7); last operation: {expected}"
+    )
+    assert reader.state(0, 0, "has died") == f"has died; last operation: {expected}"
     ranks.slots[1]["elsewhere"], ranks.slots[1]["elsewhere_since_ns"] = b"solve", second
     ranks.slots[1]["elsewhere_site"] = 1
     assert reader.state(1, 5 * second) == "has waited 4 s in solve at prog.py:1"
 
 
-def test_ranks_whose_times_alone_differ_share_a_line() -> None:
+def test_ranks_with_different_times_share_a_line() -> None:
     ranks = Ranks(4)
     now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
     for r, slot in enumerate(ranks.slots):
@@ -400,8 +405,8 @@ def test_ranks_whose_times_alone_differ_share_a_line() -> None:
         ranks.shaped(ranks.collective(r, "bcast"), F64, 2)
         slot["since_ns"], slot["namespace"] = now - (2 * r + 3) * 1_000_000_000, r
     ranks.slots[1]["sites"][1] = b"prog.py:2"
-    board: Any = types.SimpleNamespace(slots=ranks.slots, ranks=(0, 1, 2, 3), mine=0)
-    assert where(board) == [
+    board: Any = types.SimpleNamespace(slots=ranks.slots, ranks=(0, 1, 2, 3), own_index=0)
+    assert rank_states(board) == [
         "  ranks 0, 2-3: has waited 3 to 9 s in bcast of float64[2] at prog.py:1",
         "  rank 1: has waited 5 s in bcast of float64[2] at prog.py:2",
     ]

@@ -1,4 +1,4 @@
-"""Since when a rank waits, of operations that read no clock, and whether it lives."""
+"""The watchdog: waiting times without a clock in operations, and states of processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import pytest
 from mpigrad.guard import board as b
 from mpigrad.guard import watchdog
 from mpigrad.guard.thread_stacks import places
-from mpigrad.guard.watchdog import gone, stopped
+from mpigrad.guard.watchdog import end_reason, stop_note
 from mpigrad.runtime.call_sites import program_line
 from mpigrad.runtime.native import UNTIMED, Record
 
 
-def test_looks_find_when_an_operation_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_of_an_operation_is_found_by_repeated_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = np.zeros(1, b.SLOT)
     board = b.Board(np.zeros((), b.HEADER), slots, 0, (0,))
     dog = watchdog.Watchdog(board, 300.0, False, lambda text: None, None)
@@ -52,24 +52,24 @@ def test_looks_find_when_an_operation_has_begun(monkeypatch: pytest.MonkeyPatch)
     assert look(9 * 10**9) == 9 * 10**9 - 5 * 10**8
 
 
-def test_a_process_that_has_ended_and_is_still_listed_has_died() -> None:
+def test_a_zombie_has_died() -> None:
     slots, namespace = np.zeros(2, b.SLOT), os.stat("/proc/self/ns/pid").st_ino
     slots["state"], slots["namespace"] = b.IN_PYTHON, namespace
     board = b.Board(None, slots, 0, (0, 1))
     with subprocess.Popen(["sleep", "60"]) as process:
         slots[1]["pid"] = process.pid
-        assert gone(board, 1) == ""
+        assert end_reason(board, 1) == ""
         process.send_signal(signal.SIGSTOP)
-        _wait_for(lambda: "SIGSTOP" in stopped(board, 1))
-        assert gone(board, 1) == ""
+        _wait_for(lambda: "SIGSTOP" in stop_note(board, 1))
+        assert end_reason(board, 1) == ""
         process.kill()  # a zombie, while nobody waits for it
-        _wait_for(lambda: gone(board, 1) == "has died")
+        _wait_for(lambda: end_reason(board, 1) == "has died")
         assert pathlib.Path(f"/proc/{process.pid}").exists()
-    assert gone(board, 1) == "has died"
+    assert end_reason(board, 1) == "has died"
     slots[1]["namespace"] += 1  # of a container of its own: its number says nothing
-    assert gone(board, 1) == ""
+    assert end_reason(board, 1) == ""
     slots[1]["state"] = b.ENDED
-    assert gone(board, 1) == "has ended"
+    assert end_reason(board, 1) == "has ended"
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
@@ -79,7 +79,7 @@ def _wait_for(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-def test_the_line_of_the_program_and_not_of_what_it_calls() -> None:
+def test_line_of_the_program_and_not_of_a_library() -> None:
     found = []
 
     def hook(pairs: list[tuple[str, int]]) -> None:
@@ -94,7 +94,7 @@ def test_the_line_of_the_program_and_not_of_what_it_calls() -> None:
 
 
 class _InPython(json.JSONDecoder):
-    """Not the decoder in C, which has no frames."""
+    """A decoder in Python, because the C decoder does not create frames."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""These tests need a network of their own: `make test-hosts` runs them, no other session."""
+"""Fixtures for tests on several hosts, which only `make test-hosts` runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="session")
 def shared() -> pathlib.Path:
-    """A directory that all hosts see, as of a cluster's file system."""
+    """A directory that all hosts see, as on a cluster's shared file system."""
     directory = ROOT / "build" / "hosts"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -25,7 +25,7 @@ def shared() -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def network(shared: pathlib.Path) -> Iterator[object]:
-    """Four hosts on a switch."""
+    """Four hosts, connected by a switch."""
     from network import Network
 
     with Network(("node1", "node2", "node3", "node4"), shared) as network:

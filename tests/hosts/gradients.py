@@ -17,7 +17,7 @@ jax.config.update("jax_enable_x64", True)
 
 
 def of_poisson():
-    """The squared distance of u to 0, differentiated in the diffusivity of each cell."""
+    """Return the gradient of |u|² with respect to the diffusivity of each cell."""
     grid = unit_square((24, 20))
     x, y = grid.centers()
     model = poisson(grid, np.ones(grid.local_shape))
@@ -28,7 +28,7 @@ def of_poisson():
 
 
 def of_waves():
-    """The energy of what the receivers hear, differentiated in the velocity of each cell."""
+    """Return the gradient of the energy at the receivers with respect to the velocity."""
     grid = Grid((36, 28), (10.0, 10.0))
     survey = Survey(
         sources=np.array([[[125.0, 15.0]]]),

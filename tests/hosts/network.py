@@ -34,7 +34,7 @@ def _run(*words: object) -> None:
 
 
 class Host:
-    """A machine, as its processes see it."""
+    """A machine, seen by its processes."""
 
     def __init__(self, name: str, number: int, names: pathlib.Path) -> None:
         self.name, self.number, self.names = name, number, names
@@ -43,7 +43,7 @@ class Host:
         self.boot()
 
     def boot(self) -> None:
-        """Start the machine, and plug its cable in."""
+        """Start the machine and connect its cable."""
         words = [*_OWN, "--fork", "--kill-child=KILL", "--mount-proc"]
         self._outer = subprocess.Popen(
             ["unshare", *words, "sh", "-c", _BOOT, "boot", self.name, str(self.names)],
@@ -69,7 +69,7 @@ class Host:
     def start(
         self, words: Sequence[str], environment: dict[str, str], **streams: Any
     ) -> subprocess.Popen[str]:
-        """Start a program here. The process returned stands for it, and is no part of the host."""
+        """Start a program on this host. The returned process controls it from outside."""
         flags = [f"--target={self.init}", *_OWN, f"--wdns={os.getcwd()}"]
         entered = subprocess.Popen(
             ["nsenter", *flags, "--", *words], env=environment, text=True, **streams
@@ -78,20 +78,20 @@ class Host:
         return entered
 
     def cut(self) -> None:
-        """Pull the cable: nothing arrives any more, and nobody is told."""
+        """Disconnect the cable, without any message to the processes."""
         _run("ip", "link", "set", self._port, "down")
 
     def mend(self) -> None:
-        """Plug the cable in again."""
+        """Connect the cable again."""
         _run("ip", "link", "set", self._port, "up")
 
     def freeze(self) -> None:
-        """Stop all its processes where they are; the kernel goes on."""
+        """Stop all processes (SIGSTOP), but not the kernel."""
         for pid in self.processes():
             os.kill(pid, signal.SIGSTOP)
 
     def shut_down(self) -> None:
-        """End all its processes; their connections are closed."""
+        """End all processes, which closes their connections."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.init, signal.SIGKILL)
         for process in self._entered:  # nsenter stops with what it has started
@@ -101,13 +101,13 @@ class Host:
         self._outer.wait(20)
 
     def reboot(self) -> None:
-        """Start again, whatever state it was in."""
+        """Start the machine again, from any state."""
         self.shut_down()
         subprocess.run(["ip", "link", "delete", self._port], check=False, capture_output=True)
         self.boot()
 
     def processes(self) -> list[int]:
-        """The living ones, but the first."""
+        """Return the processes that are alive, except the first."""
         found: list[int] = []
         try:
             mine = os.readlink(f"/proc/{self.init}/ns/pid")
@@ -123,7 +123,7 @@ class Host:
 
 
 def children(pid: int) -> list[int]:
-    """The child processes of a process."""
+    """Return the child processes of a process."""
     return [int(p) for p in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -158,7 +158,7 @@ class Network:
 
     @property
     def shell(self) -> str:
-        """The command that stands for ssh."""
+        """Return the command that replaces ssh."""
         return f"{sys.executable} {HERE / 'remote_shell.py'} {self._socket}"
 
     def _serve(self) -> None:
@@ -167,7 +167,7 @@ class Network:
             threading.Thread(target=self._one, args=(connection,), daemon=True).start()
 
     def _one(self, connection: socket.socket) -> None:
-        """Run a command on a host with what a login has in its environment."""
+        """Run a command on a host with the environment of a login."""
         with connection, contextlib.suppress(OSError):
             request, streams, _, _ = socket.recv_fds(connection, 1 << 20, 3)
             name, words = json.loads(request)

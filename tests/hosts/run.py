@@ -22,7 +22,7 @@ NAMESPACES = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-pr
 
 
 def main() -> int:
-    """Run the tests; 0 when every one passed."""
+    """Run the tests. Return 0 if all passed."""
     missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
     if missing:
         print(

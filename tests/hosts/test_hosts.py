@@ -1,4 +1,4 @@
-"""Jobs on several hosts: the same numbers as on one, and an end when a host is lost."""
+"""Jobs on several hosts give the results of one host, and end if a host is lost."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mpigrad.launch.launcher import rank_environment
 from mpigrad.launch.mpi_installation import find_launcher, mpi_library
 
 HERE = pathlib.Path(__file__).resolve().parent
-LIMIT = 200.0  # seconds; the machine may be busy
+LIMIT = 200.0  # seconds, for a busy machine
 TIMEOUT = 6.0  # MPIGRAD_TIMEOUT, of jobs that lose a host
 
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """How a job has ended."""
+    """The end of a job."""
 
     code: int
     output: str
@@ -37,7 +37,7 @@ class Done:
 
 
 class Job:
-    """A program on a host, which starts others elsewhere.
+    """A program on a host, which starts programs on other hosts.
 
     It writes to files: a host that is frozen would hold a pipe open for ever.
     """
@@ -56,19 +56,19 @@ class Job:
         return (self.directory / name).read_text()
 
     def until(self, words: str) -> None:
-        """Wait until it has said these words."""
+        """Wait until the program prints these words."""
         limit = time.monotonic() + LIMIT
         while words not in self._text("output"):
             assert self.process.poll() is None and time.monotonic() < limit, self._text("errors")
             time.sleep(0.01)
 
     def send(self, number: signal.Signals) -> None:
-        """A signal to the program itself."""
+        """Send a signal to the program itself."""
         (program,) = children(self.process.pid)
         os.kill(program, number)
 
     def end(self) -> Done:
-        """Wait for its end."""
+        """Wait until the program ends."""
         start = time.monotonic()
         try:
             self.process.wait(LIMIT)
@@ -81,7 +81,7 @@ class Job:
 
 
 def _environment(network: Network) -> dict[str, str]:
-    """A user's environment on the host where a job is started."""
+    """Return a user's environment on the host that starts a job."""
     ours = {n: v for n, v in os.environ.items() if n not in ("MPIGRAD_GUARD", "MPIGRAD_TEST_HOSTS")}
     return ours | {
         "COLUMNS": "100",
@@ -94,7 +94,7 @@ def _environment(network: Network) -> dict[str, str]:
 
 
 def hosts_file(shared: pathlib.Path, **slots: int) -> pathlib.Path:
-    """A file that names hosts."""
+    """Write a hosts file."""
     name = "-".join(f"{host}.{n}" for host, n in slots.items())
     file = shared / f"hosts-{name}"
     file.write_text("".join(f"{host} slots={n}\n" for host, n in slots.items()))
@@ -110,7 +110,7 @@ def _ended(network: Network, name: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_left(network: Network) -> Iterator[None]:
-    """No process of a job is left on any host, and all hosts are there for the next test."""
+    """Check that no process is left on any host, and that all hosts are ready."""
     yield
     for host in network.hosts.values():
         try:
@@ -122,7 +122,7 @@ def _nothing_left(network: Network) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def alone(network: Network, shared: pathlib.Path) -> dict[str, Any]:
-    """The gradients of four ranks on one host."""
+    """Return the gradients of four ranks on one host."""
     file = shared / "alone.npz"
     done = Job(network, "node1", command("launch", "-n", 4, HERE / "gradients.py", file)).end()
     assert done.code == 0, done.errors
@@ -151,7 +151,7 @@ def test_gradients_by_mpigrad_launch(
 def test_gradients_by_mpiexec(
     network: Network, shared: pathlib.Path, alone: dict[str, Any]
 ) -> None:
-    """Two ranks on each of two hosts, neither of which is the one where mpiexec runs; guarded."""
+    """Run two ranks on each of two hosts with the guard. mpiexec runs on a third host."""
     file = shared / "mpiexec.npz"
     launcher = find_launcher(mpi_library())
     environment = rank_environment(launcher, 4) | {"MPIGRAD_GUARD": "1"}
@@ -197,7 +197,7 @@ def test_a_rank_that_fails_is_named_with_its_host(network: Network, shared: path
 
 
 class Run:
-    """programs/resumed.py with four ranks, started again and again on other hosts."""
+    """Start programs/resumed.py with four ranks repeatedly, on different hosts."""
 
     def __init__(self, network: Network, shared: pathlib.Path, name: str) -> None:
         self.network, self.shared, self.directory = network, shared, shared / name
@@ -247,7 +247,7 @@ def test_a_run_goes_on_when_hosts_are_lost(network: Network, shared: pathlib.Pat
         else:
             assert f"on {lost}, which does not answer:\n  rank 2: unknown" in done.errors, done
             assert f"on {next(iter(slots))}:\n  rank" in done.errors
-            assert f"Look at {lost}: stopped, or cut off" in done.errors
+            assert f"Check {lost}: stopped, or cut off" in done.errors
         if lost == "node2":  # alone, its ranks and what has started them end by themselves
             _ended(network, "node2")
             network["node2"].mend()

@@ -1,4 +1,4 @@
-"""Hosts files, batch scripts, and what the command line says about them."""
+"""Hosts files and batch scripts, and errors of the command line about them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from launching import LIMIT, PROGRAMS, mpigrad, no_orphans, outside
 from mpigrad.launch import slurm
-from mpigrad.launch.hostfile import Host, placed, read_hosts
+from mpigrad.launch.hostfile import Host, place_ranks, read_hosts
 
 pytestmark = pytest.mark.launcher
 
@@ -22,41 +22,41 @@ def test_hosts_are_read_and_filled_in_order(tmp_path: pathlib.Path) -> None:
     file.write_text("# two nodes\nnode1 slots=2\n\nnode2:3  # more\n10.0.0.3\nnode1\n")
     hosts = read_hosts(file)
     assert hosts == (Host("node1", 3), Host("node2", 3), Host("10.0.0.3", 1))
-    assert placed(hosts, 5) == [3, 2, 0]
-    assert placed((), 5) == [5]
-    with pytest.raises(ValueError, match="-n 8, but the hosts take 7 ranks"):
-        placed(hosts, 8)
+    assert place_ranks(hosts, 5) == [3, 2, 0]
+    assert place_ranks((), 5) == [5]
+    with pytest.raises(ValueError, match="-n: got 8 ranks, but the hosts take 7"):
+        place_ranks(hosts, 8)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("# nobody\n", "names no host"),
-        ("node1\nnode2 slots=many\n", "line 2: 'node2 slots=many' is no host"),
-        ("-x\n", "line 1: '-x' is no host"),
-        ("node1 slots=0\n", "line 1: node1 takes at least 1 rank"),
+        ("# nobody\n", "expected at least one host"),
+        ("node1\nnode2 slots=many\n", "line 2: expected a host, got 'node2 slots=many'"),
+        ("-x\n", "line 1: expected a host, got '-x'"),
+        ("node1 slots=0\n", "line 1: node1 must take at least 1 rank, got 0"),
     ],
 )
-def test_a_file_that_is_none_is_refused(text: str, said: str, tmp_path: pathlib.Path) -> None:
+def test_rejects_invalid_hosts_files(text: str, said: str, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "hosts"
     file.write_text(text)
     with pytest.raises(ValueError, match=said):
         read_hosts(file)
 
 
-def test_the_command_line_refuses_before_anything_starts(tmp_path: pathlib.Path) -> None:
+def test_rejects_invalid_host_options_before_a_launch(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("node1 slots=2\n")
     program = PROGRAMS / "say.py"
     for options, environment, said in (
         (("--hosts", tmp_path / "none"), {}, "--hosts: [Errno 2]"),
-        (("--hosts", file, "-n", 3), {}, "--hosts: -n 3, but the hosts take 2 ranks"),
+        (("--hosts", file, "-n", 3), {}, "--hosts: -n: got 3 ranks, but the hosts take 2."),
         (
             ("--hosts", file),
             {"PMI_SIZE": "2", "PMI_RANK": "0"},
             "has started the ranks",
         ),
-        (("--hosts", file, "--print-script", "slurm"), {}, "a batch system places the ranks"),
+        (("--hosts", file, "--print-script", "slurm"), {}, "the batch system places the ranks"),
     ):
         done = mpigrad("launch", *options, program, **environment)
         assert done.returncode == 2
@@ -64,7 +64,7 @@ def test_the_command_line_refuses_before_anything_starts(tmp_path: pathlib.Path)
         assert done.stdout == ""
 
 
-def test_a_script_of_a_problem() -> None:
+def test_script_of_an_application() -> None:
     done = mpigrad(
         *("run", "poisson", "-n", 64, "--timeout=90000", "--cells", 40, 30, "--print-script"),
         *("slurm", "--out", "my results"),
@@ -79,7 +79,7 @@ def test_a_script_of_a_problem() -> None:
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True).returncode == 0
 
 
-def test_a_problem_without_saves_is_not_queued_again() -> None:
+def test_an_application_without_saves_is_not_queued_again() -> None:
     script = slurm.slurm(["run", "acoustic"], "acoustic", 4, float("inf"), requeue=False)
     assert "requeue" not in script
     assert "--signal" not in script
@@ -109,7 +109,7 @@ sys.exit(int(sys.argv[1]))
 def test_a_job_that_has_saved_is_queued_again(
     code: int, again: bool, tmp_path: pathlib.Path
 ) -> None:
-    """With an srun that runs its command, which starts a rank, and a scontrol that says so."""
+    """Replace srun by a script that runs its command, and scontrol by one that records the call."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("asked.py", ASKED)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

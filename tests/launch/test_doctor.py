@@ -1,4 +1,4 @@
-"""The doctor finds a healthy installation healthy, and names what is wrong with another."""
+"""`mpigrad doctor` accepts this installation, and reports the problems of others."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from mpigrad.launch.mpi_installation import Library, mpi_library
 pytestmark = pytest.mark.launcher
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(5, marks=pytest.mark.full("2 ranks run the same checks"))]
+)
 def test_this_installation_works(ranks: int) -> None:
     done = mpigrad("doctor", "-n", ranks)
     assert f"self-test on {ranks} ranks" in done.stdout, done.stderr
     assert done.stdout.count(" ok") == 5, done.stdout + done.stderr
     assert "(nothing is refused)" in done.stdout
     assert mpi_library().version in done.stdout
-    # Built with hypre for one MPI, and run on another: then that is what is to be found.
+    # If hypre was built for another MPI, this is the one problem to be found.
     other = "problem: hypre is built with" in done.stdout
     assert ("1 problem found" if other else "no problem found") in done.stdout
     assert done.returncode == other
@@ -28,7 +30,7 @@ def test_this_installation_works(ranks: int) -> None:
 
 def test_more_ranks_than_cores_is_a_note() -> None:
     (finding,) = doctor._cores(launcher.cores() + 1)
-    assert finding.note and "take turns" in finding.what
+    assert finding.note and "take turns" in finding.text
     assert doctor._cores(launcher.cores()) == []
 
 
@@ -50,17 +52,17 @@ def test_no_launcher_is_a_problem(tmp_path: pathlib.Path) -> None:
 def test_a_self_test_that_cannot_end_is_a_problem() -> None:
     done = mpigrad("doctor", "--timeout", 0.5)
     assert done.returncode == 1
-    assert "the self-test ended with exit code 124" in done.stdout
+    assert "The self-test ended with exit code 124" in done.stdout
 
 
 def test_hypre_of_another_mpi_is_a_problem(tmp_path: pathlib.Path) -> None:
     other = tmp_path / "libmpi.so.40"
     other.touch()
     findings = doctor._native(Library("Open MPI v5.0.11", str(other), "4.1", None))
-    if any("without it" in f.what or "not on this machine" in f.what for f in findings):
+    if any("without it" in f.text or "not on this machine" in f.text for f in findings):
         pytest.skip("mpigrad is built without hypre here")
     assert [f.note for f in findings] == [False]
-    assert f"but mpi4py runs on {other}" in findings[0].what
+    assert f"but mpi4py runs on {other}" in findings[0].text
 
 
 @pytest.mark.parametrize(

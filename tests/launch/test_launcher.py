@@ -1,4 +1,4 @@
-"""Ranks are started by the right launcher, and all of them end, whatever happens."""
+"""The right launcher starts the ranks, and all of them end whatever happens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
 @contextlib.contextmanager
 def started(*arguments: object, until: str) -> Iterator[subprocess.Popen[str]]:
-    """A running `mpigrad launch`, from the moment when its program has said `until`."""
+    """Start `mpigrad launch` and wait until its program prints `until`."""
     with (
         no_orphans() as mark,
         subprocess.Popen(
@@ -71,7 +71,7 @@ def test_a_module_runs_like_a_program() -> None:
         ("kill", {137, 9}, ""),
     ],
 )
-def test_a_rank_that_goes_takes_the_others_along(way: str, codes: set[int], said: str) -> None:
+def test_a_rank_that_ends_early_ends_the_others(way: str, codes: set[int], said: str) -> None:
     with no_orphans() as mark:
         start = time.monotonic()
         done = mpigrad("launch", "-n", 3, "--timeout", 60, PROGRAMS / "fail.py", way, **mark)
@@ -87,7 +87,7 @@ def test_the_settings_of_the_user_are_kept() -> None:
 
 
 def test_a_child_that_holds_the_output_is_named(tmp_path: pathlib.Path) -> None:
-    """Mpiexec waits for it when the ranks have ended."""
+    """Mpiexec waits for it after the ranks have ended."""
     program = tmp_path / "leaves_a_child.py"
     program.write_text(
         "import subprocess\n"
@@ -97,17 +97,17 @@ def test_a_child_that_holds_the_output_is_named(tmp_path: pathlib.Path) -> None:
     )
     done = mpigrad("launch", "-n", 2, "--timeout", 60, program)
     assert done.returncode == 0, done.stderr
-    assert "all ranks have ended; mpiexec waits for processes" in done.stderr
-    assert "(sleep). Let a rank wait for them" in done.stderr
+    assert "all ranks have ended, but mpiexec waits for processes" in done.stderr
+    assert "(sleep). Wait for them in a rank" in done.stderr
 
 
 # ---- a job that has to be ended ----
 
 
-@pytest.mark.full
+@pytest.mark.full("measures time, and needs a quiet machine")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_memory_of_large_arrays_is_kept() -> None:
-    """The kernel clears a page whenever it hands it out: 32 huge ones for each array of 64 MiB."""
+    """The kernel clears each new page: 32 huge pages for each array of 64 MiB."""
     done = mpigrad("launch", "-n", 2, PROGRAMS / "large_arrays.py")
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.partition("of a call: ")[2]) < 16, done.stdout
@@ -190,7 +190,7 @@ def test_every_mpi_has_its_settings(
     assert of_launcher is not None and of_launcher.key == family
 
 
-def test_the_launcher_is_that_of_the_library() -> None:
+def test_the_launcher_belongs_to_the_library() -> None:
     library = mpi_installation.mpi_library()
     assert library.family is not None
     found = mpi_installation.find_launcher(library)
@@ -198,7 +198,7 @@ def test_the_launcher_is_that_of_the_library() -> None:
 
 
 def _other_launcher(directory: pathlib.Path) -> pathlib.Path:
-    """A launcher that says that it belongs to another MPI than ours."""
+    """Create a launcher whose version text is that of another MPI."""
     ours = mpi_installation.mpi_library().family
     says = "mpiexec (OpenRTE) 4.1.4" if ours and ours.key == "mpich" else "HYDRA build details"
     return _program(directory / "mpiexec", f"echo '{says}'")
@@ -210,7 +210,7 @@ def _program(path: pathlib.Path, script: str) -> pathlib.Path:
     return path
 
 
-def test_the_launcher_of_another_mpi_is_refused(tmp_path: pathlib.Path) -> None:
+def test_rejects_the_launcher_of_another_mpi(tmp_path: pathlib.Path) -> None:
     other = _other_launcher(tmp_path)
     done = mpigrad("launch", "-n", 2, PROGRAMS / "say.py", MPIGRAD_MPIEXEC=str(other))
     assert done.returncode == 1
@@ -259,7 +259,7 @@ def test_the_world_around_is_recognised(environment: dict[str, str], size: int |
 
 
 def test_the_launcher_of_another_mpi_is_noticed_by_the_ranks() -> None:
-    """What a rank sees which the other MPI's mpiexec has started: its variables, and no world."""
+    """mpiexec of another MPI sets its variables, but MPI sees a world of one rank."""
     ours = mpi_installation.mpi_library().family
     variable = "OMPI_COMM_WORLD_SIZE" if ours and ours.key == "mpich" else "PMI_SIZE"
     done = run([sys.executable, "-c", "import mpigrad"], **{variable: "4"})
@@ -277,7 +277,7 @@ def test_inside_a_launcher_nothing_is_launched() -> None:
     assert done.stdout.splitlines()[:2] == [f"rank {r} of 2: []" for r in range(2)]
     done = run([*start, *command("launch", "-n", 3, PROGRAMS / "say.py")], **environment)
     assert done.returncode != 0
-    assert done.stderr.count("has started 2 ranks here: leave -n out") == 1
+    assert done.stderr.count("has started 2 ranks here. Leave -n out") == 1
 
 
 # ---- interruption, in one process ----
@@ -300,7 +300,7 @@ def test_interruption_is_a_signal_or_a_file(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_interrupted_twice_is_at_once() -> None:
+def test_second_interruption_raises_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), checkpoint.listen() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.requested()

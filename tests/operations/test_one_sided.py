@@ -47,7 +47,7 @@ def test_wrong_use(comm: Communicator) -> None:
     own = mg.one_sided
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"names rows 1 to 2 .* has 2 rows"):
         own(x, get=[(comm.rank, 1, 2)])
-    with pytest.raises(jax.errors.JaxRuntimeError, match="put there in another epoch"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Put these rows in another epoch"):
         own(x, put=[(x, comm.rank, 0), (x[:1], comm.rank, 1)])
     # The last rank alone is wrong, about rank 0's window: all ranks say so.
     last = comm.rank == comm.size - 1

@@ -31,7 +31,7 @@ def test_plain_lines_are_rare_and_the_last_one_is_always_written():
     assert "\r" not in stream.getvalue()
 
 
-def test_live_line_is_written_over_and_ended():
+def test_live_line_is_overwritten_and_ended():
     stream = Terminal()
     progress = Progress(3, stream=stream)
     progress.update(0, loss=1.0)

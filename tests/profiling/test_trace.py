@@ -1,4 +1,4 @@
-"""The timeline and the profile, of a job of two ranks."""
+"""The timeline and the profile of a job of two ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRACED = PROGRAMS / "traced.py"
 
 
 def spans(text: str) -> dict[int, list[dict[str, Any]]]:
-    """The operations of each rank in a trace."""
+    """Return the operations of each rank in a trace."""
     events = json.loads(text)
     found: dict[int, list[dict[str, Any]]] = {e["pid"]: [] for e in events}
     for event in events:
@@ -26,7 +26,7 @@ def spans(text: str) -> dict[int, list[dict[str, Any]]]:
 
 
 @pytest.mark.launcher
-def test_a_trace_that_cannot_be_written_at_the_end_is_no_failure(tmp_path: pathlib.Path) -> None:
+def test_a_trace_that_cannot_be_written_at_the_end_is_a_warning(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "trace.json"
     path.symlink_to("/dev/full")
     done = mpigrad("launch", "-n", 2, TRACED, MPIGRAD_TRACE=str(path))
@@ -93,22 +93,22 @@ def test_a_job_that_fails_leaves_its_ranks_traces(tmp_path: pathlib.Path) -> Non
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"MPIGRAD_TRACE": "/nowhere/trace.json"}, "in a directory that is there"),
+        ({"MPIGRAD_TRACE": "/nowhere/trace.json"}, "in an existing directory"),
         pytest.param(
             {"MPIGRAD_PROFILE": "1", "MPIGRAD_TRACE_EVENTS": "all"},
-            "not a number of operations",
-            marks=pytest.mark.full,
+            "must be a number of operations",
+            marks=pytest.mark.full("starts a job for one error text"),
         ),
     ],
 )
-def test_settings_that_make_no_sense(variables: dict[str, str], said: str) -> None:
+def test_rejects_invalid_settings(variables: dict[str, str], said: str) -> None:
     done = mpigrad("launch", "-n", 1, TRACED, **variables)
     assert done.returncode != 0
     assert said in done.stderr
 
 
 @pytest.mark.launcher
-def test_more_operations_than_are_kept(tmp_path: pathlib.Path) -> None:
+def test_more_operations_than_the_limit(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "trace.json"
     done = mpigrad(
         "launch", "-n", 2, "--profile", TRACED, MPIGRAD_TRACE=str(path), MPIGRAD_TRACE_EVENTS="5"
@@ -121,7 +121,7 @@ def test_more_operations_than_are_kept(tmp_path: pathlib.Path) -> None:
 
 
 def made_up(calls: list[tuple[str, int, int, int]], group: tuple[int, ...] = (0, 1)) -> RankRecord:
-    """A rank's record of calls (name, start, end, peer), in seconds."""
+    """Create a rank's record of calls (name, start, end, peer), in seconds."""
     names, start, end, peer = zip(*calls, strict=True)
     sites = [1 if name != "send" else 2 for name in names]
     totals = [
@@ -153,7 +153,7 @@ def test_waiting() -> None:
 
 
 @pytest.mark.ranks(1)
-def test_waiting_is_not_known_where_operations_do_not_match() -> None:
+def test_waiting_is_unknown_if_operations_do_not_match() -> None:
     one = made_up([("allreduce", 0, 6, -1), ("barrier", 7, 8, -1)])
     other = made_up([("allreduce", 4, 6, -1)])
     assert all(np.isnan(w).all() for w in waiting_ns([one, other]))

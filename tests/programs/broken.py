@@ -1,4 +1,4 @@
-"""Programs that a user may write by mistake: `broken.py NAME` runs the one of that name."""
+"""Programs with typical mistakes: `broken.py NAME` runs the program of that name."""
 
 import os
 import pathlib
@@ -316,7 +316,7 @@ def requests_waited_for_before_what_they_wait_for():
 
 
 def requests_and_blocking_messages_in_another_order():
-    """Each waits for the answer to what it has not sent."""
+    """Each rank waits for the answer to a message that it has not sent."""
     if rank == 0:
         request = mg.irecv(x, 1, tag=1)
         mg.recv(x, 1, tag=2)
@@ -334,7 +334,7 @@ def more_rows_than_the_root_counts():
 
 
 def fewer_rows_than_others_count():
-    """MPI takes a shorter message for a longer one, and says nothing."""
+    """MPI accepts a message that is too short without an error."""
     mg.gatherv(jnp.ones((2 - rank, 3)), [2, 2 - rank])
     mg.scatterv(jnp.ones((4, 3)), [2, 2] if rank == 0 else [1, 3])
     mg.reduce_scatterv(jnp.ones((4, 3)), [2, 2] if rank == 0 else [1, 3])

@@ -1,4 +1,4 @@
-"""Ranks 0 and 2 exchange messages; the others do nothing at all."""
+"""Ranks 0 and 2 exchange messages, and the others do nothing."""
 
 import jax.numpy as jnp
 from mpi4py import MPI

@@ -1,4 +1,4 @@
-"""Correct programs that look like wrong ones: nobody may be refused."""
+"""Correct programs that look like wrong ones, and must be accepted."""
 
 import code
 import sys
@@ -91,7 +91,7 @@ def receives_after_one_posted_for_anyone():
 
 
 def pytrees_that_travel_alike():
-    """Leaves of one dtype are one message, whatever holds them, and whatever is between them."""
+    """Leaves of one dtype are one message, in any container and in any order with others."""
     n = jnp.arange(2)
     if rank == 0:
         mg.send([x, n, y], 1)

@@ -1,4 +1,4 @@
-"""Imports in the order of the arguments, sends a message, and ends at once."""
+"""Import modules in the order of the arguments, send a message, and end at once."""
 
 import atexit
 import importlib

@@ -1,4 +1,4 @@
-"""Rank 1 goes in the way named by the first argument, while the others wait for it."""
+"""Rank 1 ends in the way of the first argument, while the others wait for it."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Solves that fail to converge, and what a program makes of them between messages of its own."""
+"""Solves that fail to converge, between messages of the program."""
 
 import jax
 
@@ -9,7 +9,7 @@ import numpy as np  # noqa: E402
 
 import mpigrad as mg  # noqa: E402
 from mpigrad.guard.failure import current_board  # noqa: E402
-from mpigrad.guard.unreceived import unreceived  # noqa: E402
+from mpigrad.guard.unreceived import unreceived_report  # noqa: E402
 from mpigrad.sparse import PCG, BoomerAMG, Jacobi, Matrix, Pattern, solve  # noqa: E402
 from mpigrad.sparse.solvers.hypre_library import hypre_available  # noqa: E402
 
@@ -34,7 +34,7 @@ def say(*words):
 
 def left():
     mg.barrier()
-    text = unreceived(current_board().slots)
+    text = unreceived_report(current_board().slots)
     mg.barrier()
     return text
 
@@ -54,7 +54,7 @@ board = current_board()
 for preconditioner in [Jacobi()] + [BoomerAMG()] * hypre_available():
     solver = PCG(rtol=1e-14, max_steps=2, preconditioner=preconditioner)
 
-    board.slots[board.mine]["unaccounted"] = 0  # of each solve by itself
+    board.slots[board.own_index]["failure_seen"] = 0  # of each solve by itself
 
     @mg.jit
     def message_around_a_solve(b, solver=solver):
@@ -68,5 +68,5 @@ for preconditioner in [Jacobi()] + [BoomerAMG()] * hypre_available():
     except jax.errors.JaxRuntimeError as error:
         say(type(preconditioner).__name__, str(error))
     ring()
-    assert board.slots[board.mine]["unaccounted"]
+    assert board.slots[board.own_index]["failure_seen"]
 say("ends")

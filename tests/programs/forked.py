@@ -1,4 +1,4 @@
-"""Children that are forked from the ranks, and end in every way; the ranks go on."""
+"""Fork children from the ranks, which end in every way while the ranks continue."""
 
 import multiprocessing
 import os
@@ -14,7 +14,7 @@ print("before", end=" ")  # in the child's buffer, too
 
 
 def ended(child):
-    """The exit code of a child that does this, or minus the signal that ended it."""
+    """Return the exit code of a child that calls this, or minus the signal that ended it."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:

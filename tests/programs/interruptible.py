@@ -1,4 +1,4 @@
-"""Works until it is asked to end, then says so; with "stubborn", goes on all the same."""
+"""Work until asked to end, then print a text and end. With "stubborn", continue anyway."""
 
 import sys
 import time

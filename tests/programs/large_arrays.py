@@ -1,4 +1,4 @@
-"""Compute with large arrays again and again: how often does the kernel hand out pages for them?"""
+"""Compute repeatedly with large arrays, and count the pages that the kernel provides."""
 
 import resource
 

@@ -1,4 +1,4 @@
-"""Wrong programs that the guard refuses on every rank: all are run in turn by one job of 3 ranks.
+"""Wrong programs that the guard rejects on every rank, all run by one job of 3 ranks.
 
 Each takes a communicator of its own. What every rank gets is printed by rank 0, as JSON.
 """
@@ -444,7 +444,7 @@ def requests_waited_for_before_the_send(comm):
 
 @case
 def after_a_custom_operation_on_one_rank(comm):
-    """Which is let go: it need not be collective, and is not counted."""
+    """The guard accepts this: it need not be collective, and is not counted."""
     alone = mg.custom_operation(lambda v, mpi: 2 * v, lambda v, mpi: 2 * v)
     mg.allreduce(alone(x, comm) if rank == 0 else x, op=MPI.MAX if rank else MPI.SUM, comm=comm)
 

@@ -27,19 +27,19 @@ mine = np.array_split(np.arange(ROWS), comm.size)[comm.rank]
 
 
 def say(line):
-    """A whole line at once, whatever the other ranks say."""
+    """Print a whole line at once, so that lines of ranks do not mix."""
     os.write(1, f"{line}\n".encode())
 
 
 def begin(step):
-    """Say who we are; from here on calls are counted."""
+    """Print rank and process id. Calls are counted from here on."""
     say(f"rank {comm.rank} pid {os.getpid()} step {step}")
     if len(sys.argv) > 4 and sys.argv[4].startswith(f"{comm.rank}:"):
         die_in_a_save(int(sys.argv[4].split(":")[1]))
 
 
 def die_in_a_save(call):
-    """Kill this process at the n-th call of what makes a save safe."""
+    """Kill this process at the n-th call of a function that makes a save safe."""
     calls = 0
 
     def deadly(original):

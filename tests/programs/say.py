@@ -1,4 +1,4 @@
-"""Each rank says who it is, and with which arguments."""
+"""Each rank prints its rank and arguments."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A root-driven program that fails in one of several ways: `served.py CASE` on 2 ranks."""
+"""Errors of a program that is driven by the root: `served.py CASE` on 2 ranks."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""A program whose second rank is late: for the trace and the profile."""
+"""A program whose second rank is late, for the trace and the profile."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""A parameter server, and what may go wrong: `trained.py CASE`."""
+"""Errors of a parameter server: `trained.py CASE`."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ LAYERS, NUMBERS, ROUNDS = 5, 20_000, 40  # 160 kB a layer: too much to be sent e
 
 
 class Patterns(Replica):
-    """A model whose gradients say whose they are: 10⁴ · worker + 10 · round + layer."""
+    """A model whose gradients identify their source: 10⁴ · worker + 10 · round + layer."""
 
     def __init__(self) -> None:
         super().__init__([Parameter(f"layer{i}", (NUMBERS,), "float64") for i in range(LAYERS)])

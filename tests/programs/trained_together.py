@@ -1,4 +1,4 @@
-"""Synchronous training whose rank 1 fails in the middle; with `leave` it leaves the program."""
+"""Synchronous training in which rank 1 fails, or with `leave` exits the program."""
 
 import sys
 

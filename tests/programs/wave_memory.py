@@ -1,4 +1,4 @@
-"""How much memory a gradient of waves takes: all steps kept, and within a budget."""
+"""Measure the memory of a wave gradient, with all steps stored and within a budget."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ def velocities(c, wavelets, **settings):
 
 
 def gradient(waves, steps=STEPS, **settings):
-    """A gradient, and by how many bytes computing it has moved the peak of memory."""
+    """Return a gradient, and the bytes by which its computation raised the peak of memory."""
     wavelets = jnp.sin(jnp.arange(steps, dtype="float32"))[None, None]
     loss = lambda c: jnp.sum(waves(c, wavelets, **settings) ** 2)
     c = jnp.ones(grid.shape, "float32")

@@ -1,13 +1,13 @@
-"""Nobody hangs: a failing rank ends all ranks, and those who wait for nothing are told so."""
+"""The guard: end all ranks if one fails, and report ranks that wait for each other."""
 
-from mpigrad.guard.failure import end_all_on_errors, end_job, install, when_all_have_ended
-from mpigrad.guard.settings import guarded, timeout_seconds
+from mpigrad.guard.failure import call_at_job_end, end_all_on_errors, end_job, install
+from mpigrad.guard.settings import guard_enabled, timeout_seconds
 
 __all__ = [
+    "call_at_job_end",
     "end_all_on_errors",
     "end_job",
-    "guarded",
+    "guard_enabled",
     "install",
     "timeout_seconds",
-    "when_all_have_ended",
 ]

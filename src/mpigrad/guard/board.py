@@ -1,6 +1,6 @@
-"""The board: what every rank of a host is doing, in memory that all of them see.
+"""The board: shared memory in which each rank of a host writes its current operation.
 
-Handlers write it (native/guard/board.h, whose layout is repeated here); the guard reads it.
+Native handlers write the board, and the guard reads it. The layout is that of native/guard/board.h.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ CONTRACT = np.dtype(
         ("name", "i8"),
     )
 )
-TOLD = np.dtype([("world_rank", "i8"), ("contract", CONTRACT), ("site", f"S{TEXT}")])
+REPORT = np.dtype([("world_rank", "i8"), ("contract", CONTRACT), ("site", f"S{TEXT}")])
 ENTRY = np.dtype(_numbers("id rank size sequence open", ("contracts", CONTRACT, CONTRACTS)))
 CHANNEL = np.dtype(_numbers("id peer tag sent posted received"))
 MESSAGE = np.dtype(_numbers("id site", ("operation", f"S{NAME}"), ("part", PART)))
 SLOT = np.dtype(
     _numbers(
         "world_rank pid namespace entries_used sites_used state since_ns serial kind polling entry "
-        "site untracked unaccounted sends receives messages faults",
+        "site counts_invalid failure_seen sends receives messages faults",
         ("operation", f"S{NAME}"),
         ("elsewhere_since_ns", "i8"),
         ("elsewhere_site", "i8"),
@@ -81,17 +81,17 @@ HEADER = np.dtype(_numbers("ranks cause faults", ("fault", FAULT, FAULTS)))
 
 @dataclasses.dataclass(frozen=True)
 class Board:
-    """The memory of this host's ranks; `slots[mine]` is this rank's."""
+    """The shared memory of the ranks of this host. `slots[own_index]` belongs to this rank."""
 
     header: Any  # structured scalar array of HEADER
     slots: Any  # (ranks on this host,) of SLOT
-    mine: int
-    ranks: tuple[int, ...]  # of the world, by slot
-    lock: int | None = None  # a file of which all ranks hold a descriptor; None: private
+    own_index: int
+    ranks: tuple[int, ...]  # the rank in MPI_COMM_WORLD of each slot
+    lock: int | None = None  # descriptor of a file for locking (None: the board is private)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone among this host's ranks."""
+        """Hold a lock that excludes the other ranks of this host."""
         if self.lock is None:
             yield
             return
@@ -102,11 +102,11 @@ class Board:
             fcntl.flock(self.lock, fcntl.LOCK_UN)
 
     def claim(self) -> bool:
-        """Whether this rank is the first of its host to say why the job ends."""
+        """Return True if this rank is the first of its host to report why the job ends."""
         with self.locked():
-            if int(self.header["cause"]) not in (0, self.mine + 1):
+            if int(self.header["cause"]) not in (0, self.own_index + 1):
                 return False
-            self.header["cause"] = self.mine + 1
+            self.header["cause"] = self.own_index + 1
             return True
 
 
@@ -129,16 +129,17 @@ def _declare(lib: ctypes.CDLL) -> None:
     ]  # fmt: skip
 
 
-_host_indices: dict[int, int] = {}  # of world ranks on this host
-_numbers_of_communicators = itertools.count(1)
+_host_indices: dict[int, int] = {}  # world rank -> slot, for the ranks of this host
+_communicator_ids = itertools.count(1)
 
 
 def share(lib: ctypes.CDLL) -> Board:
-    """Make the board of this host (collective over all ranks). Nothing of it is left behind."""
+    """Create the board of this host (collective over all ranks). No file is left behind."""
     _declare(lib)
     if (lib.mpigrad_header_bytes(), lib.mpigrad_slot_bytes()) != (HEADER.itemsize, SLOT.itemsize):
         raise ImportError(
-            "mpigrad: the native library belongs to another version; build it again (make setup)"
+            "mpigrad: the native library has another board layout than this version of mpigrad. "
+            "Build it again with `make setup`."
         )
     world = MPI.COMM_WORLD
     memory, lock, host = None, None, [world.rank]
@@ -165,9 +166,9 @@ def share(lib: ctypes.CDLL) -> Board:
 
 
 def _map(lib: ctypes.CDLL, near: MPI.Comm) -> tuple[int | None, int | None]:
-    """Memory that the ranks of `near` share, and a descriptor for locking; None where impossible.
+    """Map memory that the ranks of `near` share, and open a descriptor for locking.
 
-    MPIGRAD_BOARD=0 does without, as between hosts.
+    Returns (None, None) if that is impossible, or with MPIGRAD_BOARD=0 (as between hosts).
     """
     size = lib.mpigrad_board_bytes(near.size)
     path = ""
@@ -191,21 +192,21 @@ def _create(size: int) -> str:
         with contextlib.suppress(OSError):
             if shutil.disk_usage(directory).free > size:
                 file, path = tempfile.mkstemp(prefix="mpigrad-", dir=directory)
-                os.truncate(file, size)  # pages that nobody touches take no memory
+                os.truncate(file, size)  # untouched pages use no memory
                 os.close(file)
                 return path
     return ""
 
 
 def register(lib: ctypes.CDLL, slot: int, rank: int, gather: Any) -> None:
-    """Enter a new communicator of this rank; `gather` is an allgather over its members."""
-    # An MPI that knows GPUs is handed arrays that no processor reads.
+    """Register a new communicator of this rank. `gather` is an allgather over its members."""
+    # With a CUDA-aware MPI the CPU cannot read the arrays.
     on_gpu = os.environ.get("MPIGRAD_CUDA_AWARE") == "1"
     wanted = os.environ.get("MPIGRAD_SHARED_MEMORY", "1") != "0" and not on_gpu
-    own = (MPI.COMM_WORLD.rank, slot, next(_numbers_of_communicators), wanted)
+    own = (MPI.COMM_WORLD.rank, slot, next(_communicator_ids), wanted)
     places: Sequence[tuple[int, int, int, bool]] = gather(own)
     first = places[0]
-    identity = 1 + (first[0] << 32) + first[2]  # rank 0's number for it: the job has no other such
+    identity = 1 + (first[0] << 32) + first[2]  # unique in the job: rank 0 and its counter
     size = len(places)
     array = ctypes.c_int * size
     indices = array(*(_host_indices.get(p[0], -1) for p in places))

@@ -1,10 +1,10 @@
-"""The roll call: where the ranks of other hosts are, when an operation has waited too long.
+"""Queries between hosts: the states of ranks of other hosts, after the time limit.
 
-Ranks that share a board see each other; between boards they can only be asked. The first rank of
-each board answers on a TCP port of its own, beside MPI, whatever its program does. A board that
-does not answer is that of a host which has stopped, or to which the link is cut.
+Ranks of one host share a board. For the states of other ranks, the first rank of each host listens
+on its own TCP port, independent of MPI and of its program. If a host does not answer, it is stopped
+or its link is cut.
 
-The answer goes to those only who know the board's secret, which travels by MPI.
+A host answers only if the question contains its secret, which is exchanged by MPI.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from mpi4py import MPI
 from mpigrad.guard import board as b
 from mpigrad.guard.wait_graph import grouped
 
-__all__ = ["LIMIT", "RollCall", "roll_call"]
+__all__ = ["LIMIT", "HostQuery", "open_host_query"]
 
-LIMIT = 2.0  # seconds that an answer may take
+LIMIT = 2.0  # seconds to wait for an answer
 _SECRET = 16  # bytes
 _SIOCGIFADDR = 0x8915
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """A board, and where it can be asked."""
+class _Address:
+    """The address of a board: host, TCP port and secret."""
 
     host: str
     ranks: tuple[int, ...]
@@ -45,48 +45,50 @@ class _Place:
     secret: bytes
 
 
-class RollCall:
-    """Asks the other boards, and answers for this one.
+class HostQuery:
+    """Queries the other boards, and answers for this one.
 
     Parameters
     ----------
     board
-        Of this rank.
-    places
-        All boards of the job, in the order of their first ranks.
+        The board of this rank.
+    boards
+        The addresses of all boards of the job, in the order of their first ranks.
     """
 
-    def __init__(self, board: b.Board, places: Sequence[_Place]) -> None:
-        self.board, self.places = board, places
-        self.mine = next(i for i, place in enumerate(places) if place.ranks == board.ranks)
+    def __init__(self, board: b.Board, boards: Sequence[_Address]) -> None:
+        self.board, self.boards = board, boards
+        self.own_index = next(i for i, other in enumerate(boards) if other.ranks == board.ranks)
 
-    def where(self, here: Callable[[], list[str]]) -> tuple[list[str], list[str]] | None:
-        """Where all ranks are, in lines, and the hosts that do not answer.
+    def rank_states(
+        self, own_states: Callable[[], list[str]]
+    ) -> tuple[list[str], list[str]] | None:
+        """Return lines with the states of all ranks, and the hosts that do not answer.
 
-        None where another board has the word: of several that ask at once, the first. `here` says
-        where the ranks of this board are.
+        If several boards ask at once, only the first reports, and the others get None.
+        `own_states` returns the lines for this board.
         """
         answers = asyncio.run(self._ask())
-        if any(i < self.mine and answer["asks"] for i, answer in answers.items()):
+        if any(i < self.own_index and answer["asks"] for i, answer in answers.items()):
             return None
         lines, missing = [], []
-        for i, place in enumerate(self.places):
-            if i == self.mine or i in answers:
-                lines.append(f"on {place.host}:")
-                lines += here() if i == self.mine else answers[i]["lines"]
+        for i, other in enumerate(self.boards):
+            if i == self.own_index or i in answers:
+                lines.append(f"on {other.host}:")
+                lines += own_states() if i == self.own_index else answers[i]["lines"]
             else:
-                missing.append(place.host)
-                ranks = grouped((f"rank {r}", "unknown") for r in place.ranks)
-                lines += [f"on {place.host}, which does not answer:", *ranks]
+                missing.append(other.host)
+                ranks = grouped((f"rank {r}", "unknown") for r in other.ranks)
+                lines += [f"on {other.host}, which does not answer:", *ranks]
         return lines, missing
 
     async def _ask(self) -> dict[int, dict]:
         answers: dict[int, dict] = {}
-        me = self.places[self.mine]
+        me = self.boards[self.own_index]
         tasks = []
-        for i, place in enumerate(self.places):
-            near = ("127.0.0.1",) if place.host == me.host else ()
-            for address in (*place.addresses, *near) if i != self.mine else ():
+        for i, other in enumerate(self.boards):
+            near = ("127.0.0.1",) if other.host == me.host else ()
+            for address in (*other.addresses, *near) if i != self.own_index else ():
                 tasks.append(asyncio.create_task(self._ask_one(i, address, answers)))
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=LIMIT)
@@ -96,15 +98,15 @@ class RollCall:
 
     async def _ask_one(self, i: int, address: str, answers: dict[int, dict]) -> None:
         with contextlib.suppress(OSError, ValueError):
-            place = self.places[i]
-            reader, writer = await asyncio.open_connection(address, place.port)
-            writer.write(place.secret + struct.pack("!I", self.mine))
+            board = self.boards[i]
+            reader, writer = await asyncio.open_connection(address, board.port)
+            writer.write(board.secret + struct.pack("!I", self.own_index))
             answers[i] = json.loads(await reader.read())
             writer.close()
 
-    def answer(self, listener: socket.socket, here: Callable[[], list[str]]) -> None:
-        """Answer for this board, for as long as the process lives."""
-        secret = self.places[self.mine].secret
+    def answer(self, listener: socket.socket, own_states: Callable[[], list[str]]) -> None:
+        """Answer queries about this board until the process ends."""
+        secret = self.boards[self.own_index].secret
         while True:
             connection, _ = listener.accept()
             with connection, contextlib.suppress(OSError):
@@ -112,11 +114,11 @@ class RollCall:
                 question = connection.recv(_SECRET + 4, socket.MSG_WAITALL)
                 if len(question) == _SECRET + 4 and hmac.compare_digest(question[:-4], secret):
                     (asker,) = struct.unpack("!I", question[-4:])
-                    answer = {"asks": self._leave_to(asker), "lines": here()}
+                    answer = {"asks": self._leave_to(asker), "lines": own_states()}
                     connection.sendall(json.dumps(answer).encode())
 
     def _leave_to(self, asker: int) -> bool:
-        """Whether a rank of this board has the word; if not, the asking board has it."""
+        """Return True if a rank of this board reports. If not, let the asking board report."""
         with self.board.locked():
             cause = int(self.board.header["cause"])
             if cause == 0:
@@ -124,24 +126,24 @@ class RollCall:
             return cause > 0
 
 
-def roll_call(board: b.Board, here: Callable[[], list[str]]) -> RollCall | None:
-    """Open the way to the other boards; None where there is one board only (collective)."""
+def open_host_query(board: b.Board, own_states: Callable[[], list[str]]) -> HostQuery | None:
+    """Exchange the addresses of all boards (collective). None for a single board."""
     world = MPI.COMM_WORLD
     if len(board.slots) == world.size:
         return None
-    listener, place = None, None
-    if board.mine == 0:
+    listener, own = None, None
+    if board.own_index == 0:
         listener, port = _listen()
         secret = secrets.token_bytes(_SECRET)
-        place = _Place(platform.node(), board.ranks, tuple(_addresses()), port, secret)
-    places = [found for found in world.allgather(place) if found is not None]
-    call = RollCall(board, places)
+        own = _Address(platform.node(), board.ranks, tuple(_addresses()), port, secret)
+    boards = [address for address in world.allgather(own) if address is not None]
+    query = HostQuery(board, boards)
     if listener is not None:
         answering = threading.Thread(
-            target=call.answer, args=(listener, here), daemon=True, name="mpigrad-roll-call"
+            target=query.answer, args=(listener, own_states), daemon=True, name="mpigrad-host-query"
         )
         answering.start()
-    return call
+    return query
 
 
 def _listen() -> tuple[socket.socket | None, int]:
@@ -152,12 +154,12 @@ def _listen() -> tuple[socket.socket | None, int]:
 
 
 def _addresses() -> list[str]:
-    """The IPv4 addresses of this host's network interfaces."""
-    found = []
+    """Return the IPv4 addresses of this host's network interfaces."""
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # an interface without an address
                 request = struct.pack("256s", name.encode()[:15])
                 answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return [address for address in found if not address.startswith("127.")]
+                addresses.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in addresses if not address.startswith("127.")]

@@ -1,4 +1,4 @@
-"""How a job ends: a failing rank ends all ranks, and a rank that is done ends cleanly."""
+"""The end of a job: a failing rank ends all ranks, and a finished rank ends cleanly."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from mpi4py import MPI
 
 from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader
-from mpigrad.guard.cross_host import LIMIT, RollCall, roll_call
-from mpigrad.guard.settings import guarded, timeout_seconds
-from mpigrad.guard.shutdown import await_ends
-from mpigrad.guard.startup_barrier import await_all
-from mpigrad.guard.unreceived import unreceived
+from mpigrad.guard.cross_host import LIMIT, HostQuery, open_host_query
+from mpigrad.guard.settings import guard_enabled, timeout_seconds
+from mpigrad.guard.shutdown import await_all_ends
+from mpigrad.guard.startup_barrier import await_all_ranks
+from mpigrad.guard.unreceived import unreceived_report
 from mpigrad.guard.wait_graph import disagreement
-from mpigrad.guard.watchdog import Watchdog, where
+from mpigrad.guard.watchdog import Watchdog, rank_states
 from mpigrad.runtime.native import at_exit, library
 
-__all__ = ["current_board", "end_all_on_errors", "end_job", "install", "when_all_have_ended"]
+__all__ = ["call_at_job_end", "current_board", "end_all_on_errors", "end_job", "install"]
 
-_LAST = 30.0  # seconds that MPI_Finalize has at least
-_TURN = 1.0  # seconds between two ranks, so that one says it
+_LAST = 30.0  # minimum time limit of MPI_Finalize, in seconds
+_STAGGER = 1.0  # seconds between the limits of two ranks, so that one rank reports
 _STUCK = (
-    "mpigrad: rank %d has waited %g s in MPI_Finalize, though all ranks have come to their end. A "
-    "process that a rank has started, and that imports mpi4py, is taken for the rank by MPI: start "
-    "it without the variables of the launcher (PMIX_*, OMPI_*, PMI_*) in its environment.\n"
+    "mpigrad: rank %d has waited %g s in MPI_Finalize, although all ranks have ended. MPI takes a "
+    "process that a rank starts and that imports mpi4py for that rank. Start such processes "
+    "without the launcher's variables (PMIX_*, OMPI_*, PMI_*) in their environment.\n"
 )
-_GRACE = 2.0  # seconds for others to say where they are, before the job is ended
-_UNREACHED = 5.0  # seconds in which MPI ends a rank that has called Abort
-# What starts ranks on a host, as far as it may be ended by one.
+_GRACE = 2.0  # seconds for other ranks to report their state before the job is ended
+_UNREACHED = 5.0  # seconds in which MPI must end a rank that has called Abort
+# Daemons that start ranks on a host and that a rank may end.
 _DAEMONS = ("mpiexec", "mpirun", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy")
 _END_DAEMON = """
 for second in 1 2 3 4 5 6 7 8; do
@@ -56,67 +56,67 @@ kill -KILL "$1"
 
 
 class _Process:
-    """What this process knows of itself."""
+    """State of this process."""
 
     board: b.Board | None = None
-    others: RollCall | None = None
-    world: MPI.Intracomm | None = None  # for the end, where there are other ranks
-    hook: Callable[..., object] | None = None  # for errors that nobody catches
+    host_query: HostQuery | None = None
+    world: MPI.Intracomm | None = None  # for the end of the job, if there are other ranks
+    hook: Callable[..., object] | None = None  # for uncaught errors
     forked = False
-    guarded = False
+    guard = False
     seconds = 0.0
     at_end: ClassVar[list[Callable[[], object]]] = []
     finished = False
-    fails = False  # it leaves in a way for which mpi4py ends the job
+    fails = False  # it exits in a way after which mpi4py ends the job
 
 
 def current_board() -> b.Board:
-    """The board of this host."""
+    """Return the board of this host."""
     assert _Process.board is not None
     return _Process.board
 
 
 def end_job(text: str | Callable[[], str], code: int = 1, grace: float = 0.0) -> None:
-    """End all ranks with exit code `code`, and say why, once: the first to fail has the word.
+    """End all ranks with exit code `code`. The first rank of a host to call this prints `text`.
 
-    It says `text`, or what that returns: "" where another host has the word.
+    `text` may be a function that returns the text, or "" if another host reports.
     """
     _flush(sys.stdout)
     if _Process.board is None or _Process.board.claim():
-        if said := text() if callable(text) else text:
-            _say(said)
+        if message := text() if callable(text) else text:
+            _say(message)
             time.sleep(grace)
         else:
             time.sleep(_GRACE + LIMIT)
     else:
-        time.sleep(_GRACE + (LIMIT if _Process.others else 0.0))
+        time.sleep(_GRACE + (LIMIT if _Process.host_query else 0.0))
     _flush(sys.stderr)
     _abort(code)
 
 
 def _flush(stream: Any) -> None:
-    """A full disk, or what a program has put in the place of a stream, must keep nobody waiting."""
+    """Flush a stream. A full disk, or a program's own stream object, must not stop the end."""
     with contextlib.suppress(Exception):
         stream.flush()
 
 
 def _abort(code: int) -> None:
-    """End the job; on this host also where another has stopped, for which Abort would wait."""
+    """End the job. Do not wait for a host that does not answer, as MPI_Abort would."""
     name = os.environ.get("MPIGRAD_STOP_FILE")
     if name:
         with contextlib.suppress(OSError):  # the launcher is on another host
             pathlib.Path(name).with_name("aborted").touch()
-    if _Process.others:
+    if _Process.host_query:
         _end_daemon()
     nowhere = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
-    with contextlib.suppress(RuntimeError):  # without memory there are no threads
+    with contextlib.suppress(RuntimeError):  # a thread cannot start without memory
         faulthandler.dump_traceback_later(_UNREACHED, exit=True, file=nowhere)
     MPI.COMM_WORLD.Abort(code)
-    os._exit(code)  # MPICH 5 goes on, and ends the job beside
+    os._exit(code)  # Abort of MPICH 5 returns, and ends the job later
 
 
 def _end_daemon() -> None:
-    """Let a process of its own end the daemon that has started this rank, if it does not end."""
+    """Start a process that ends the daemon which started this rank, if the daemon does not end."""
     parent = os.getppid()
     with contextlib.suppress(OSError):
         daemon = pathlib.Path(f"/proc/{parent}/comm").read_text().strip()
@@ -126,7 +126,7 @@ def _end_daemon() -> None:
 
 
 def _note_exits() -> None:
-    """Tell `mpigrad launch` which rank has left by sys.exit(3), for which mpi4py ends the job."""
+    """Report to `mpigrad launch` which rank called sys.exit(n), after which mpi4py ends the job."""
     main: Any = sys.modules.get("__main__")
     own = getattr(getattr(main, "__spec__", None), "name", "") == "mpi4py.run"
     runner: Any = main if own else sys.modules.get("mpi4py.run")
@@ -135,13 +135,13 @@ def _note_exits() -> None:
         return
     ends, rank = runner.set_abort_status, MPI.COMM_WORLD.rank
 
-    def noted(status: object) -> None:
+    def set_abort_status(status: object) -> None:
         code = 1
         if isinstance(status, SystemExit) and not _Process.forked:
             code = int(status.code if isinstance(status.code, int) else status.code is not None)
-            if code and not code & 0xFF:  # of which a system sees no more: 256 would be success
+            if code and not code & 0xFF:  # the system keeps 8 bits: 256 would be success
                 code, status = 1, SystemExit(1)
-            # Fails where another rank has left before, or where the launcher is on another host.
+            # Fails if another rank exited first, or if the launcher is on another host.
             with contextlib.suppress(OSError):
                 if code and name:
                     with pathlib.Path(name).with_name("left").open("x") as file:
@@ -149,41 +149,41 @@ def _note_exits() -> None:
         _Process.fails = bool(code) if isinstance(status, SystemExit) else True
         ends(status)
 
-    runner.set_abort_status = noted
+    runner.set_abort_status = set_abort_status
 
 
 def _say(text: str) -> None:
-    """Under `mpigrad launch` the launcher says it, last of all; else it is printed here."""
+    """Pass a text to `mpigrad launch`, which prints it at the end, or print it here."""
     name = os.environ.get("MPIGRAD_STOP_FILE")
     if name:
-        # Fails where another rank has said it, or where the launcher is on another host.
+        # Fails if another rank has reported, or if the launcher is on another host.
         with contextlib.suppress(OSError), pathlib.Path(name).with_name("cause").open("xb") as file:
             file.write(text.encode(errors="backslashreplace") + b"\n")
             return
     try:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
-    except Exception:  # as above: where Python began to write, and else nowhere
+    except Exception:  # a broken stream: write to the original standard error, if it is open
         with contextlib.suppress(OSError):
             os.write(2, (text + "\n").encode(errors="backslashreplace"))
 
 
 @functools.cache
 def end_all_on_errors() -> None:
-    """An exception that nobody catches ends all ranks from now on."""
+    """End all ranks at an uncaught exception from now on."""
     if MPI.COMM_WORLD.size > 1:
         sys.excepthook = _Process.hook = functools.partial(_end_all_ranks, sys.excepthook)
 
 
 @functools.cache
 def install() -> None:
-    """Watch this rank from now on (collective over all ranks)."""
+    """Start the guard of this rank (collective over all ranks)."""
     seconds, lib = timeout_seconds(), library()
     _Process.seconds = seconds
-    await_all(seconds, end_job)
+    await_all_ranks(seconds, end_job)
     board = _Process.board = b.share(lib)
-    board.slots[board.mine]["since_ns"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    compare = _Process.guarded = MPI.COMM_WORLD.bcast(guarded())  # on all ranks or on none
+    board.slots[board.own_index]["since_ns"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    compare = _Process.guard = MPI.COMM_WORLD.bcast(guard_enabled())  # the same on all ranks
     lib.mpigrad_set_guard(int(compare), _explain)
     at_exit(_finish)
     MPI.Finalize = functools.partial(_finalize, MPI.Finalize)
@@ -192,15 +192,16 @@ def install() -> None:
     _note_exits()
     if MPI.COMM_WORLD.size > 1:
         _Process.world = MPI.COMM_WORLD.Dup()
-    others = _Process.others = roll_call(board, functools.partial(where, board))
+    own_states = functools.partial(rank_states, board)
+    query = _Process.host_query = open_host_query(board, own_states)
     end = functools.partial(end_job, grace=_GRACE)
-    Watchdog(board, seconds, compare, end, others).start()
+    Watchdog(board, seconds, compare, end, query).start()
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
-def _explain(told: int, size: int, text: int, room: int) -> None:
-    """For native code: puts into `text` how the contracts at `told` differ."""
-    raw = disagreement(b.view(told, b.TOLD, size), _Process.board).encode()[: room - 1]
+def _explain(reports: int, size: int, text: int, room: int) -> None:
+    """Write the error about differing contracts to `text`, for native code."""
+    raw = disagreement(b.view(reports, b.REPORT, size), _Process.board).encode()[: room - 1]
     ctypes.memmove(text, raw + bytes(1), len(raw) + 1)
 
 
@@ -210,18 +211,18 @@ def _end_all_ranks(
     value: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    # At a prompt an error is no end; neither is it in a child that is no rank.
-    # After MPI.Finalize() there are no ranks to end.
+    # An error at a prompt or in a forked child does not end the job. After MPI.Finalize() this rank
+    # cannot end the others.
     alone = _Process.forked or MPI.Is_finalized()
     if alone or sys.flags.interactive or hasattr(sys, "ps1"):
         previous(kind, value, trace)  # type: ignore[operator]
         return
     board = _Process.board
     if board is not None:
-        board.slots[board.mine]["state"] = b.FAILED
+        board.slots[board.own_index]["state"] = b.FAILED
     text = "".join(traceback.format_exception(kind, value, trace))
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    place = f" on {platform.node()}" if _Process.others else ""
+    place = f" on {platform.node()}" if _Process.host_query else ""
     end_job(
         f"{text}mpigrad: rank {rank} of {size}{place} failed; ending all ranks",
         130 if kind is KeyboardInterrupt else 1,
@@ -229,11 +230,11 @@ def _end_all_ranks(
 
 
 def _end_all_after(error: BaseException | None) -> None:
-    """End all ranks where an error has ended this one, and another hook than ours has shown it."""
+    """End all ranks if an error ended this one and another excepthook than ours printed it."""
     interactive = sys.flags.interactive or hasattr(sys, "ps1")
     if error is None or _Process.hook in (None, sys.excepthook) or interactive:
         return
-    # pytest and others leave what they have caught in the same place: it does not begin there.
+    # pytest and others leave caught errors in sys.last_value too. They do not begin in __main__.
     frame = error.__traceback__ and error.__traceback__.tb_frame
     main = frame and (frame.f_globals.get("__name__"), frame.f_code.co_name)
     if not frame or (
@@ -242,82 +243,84 @@ def _end_all_after(error: BaseException | None) -> None:
         return
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     text = "".join(traceback.format_exception_only(error)).rstrip()
-    said = f"{text}\nmpigrad: rank {rank} of {size} failed; ending all ranks"
-    end_job(said, 130 if isinstance(error, KeyboardInterrupt) else 1)
+    message = f"{text}\nmpigrad: rank {rank} of {size} failed; ending all ranks"
+    end_job(message, 130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _finish() -> None:
-    """Before MPI is finalised: let queued operations end, and show that this rank is done.
+    """Wait for queued operations and mark this rank as ended, before MPI is finalised.
 
-    Registered after JAX's own clean-up, this runs before it; MPI is finalised after both.
+    It is registered after JAX's own clean-up and so runs before it. MPI is finalised after both.
     """
     board = _Process.board
     if board is None or _Process.finished or MPI.Is_finalized():
         return
     _Process.finished = True
     _end_all_after(getattr(sys, "last_value", None))
-    with contextlib.suppress(Exception):  # of a computation that has failed already
+    with contextlib.suppress(Exception):  # of a computation that failed earlier
         jax.effects_barrier()
     if text := _thread_in_operation(board):
         end_job(text)
-    mine = board.slots[board.mine]
+    mine = board.slots[board.own_index]
     mine["since_ns"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    with board.locked():  # one rank is the last
+    with board.locked():  # so that exactly one rank is the last
         mine["state"] = b.ENDED
         last = bool((board.slots["state"] == b.ENDED).all())
-    if last and (text := unreceived(board.slots)):
-        if _Process.guarded:
+    if last and (text := unreceived_report(board.slots)):
+        if _Process.guard:
             end_job(text)
         sys.stderr.write(text + "\n")
-    if _Process.world is not None and not _Process.fails:  # else MPI ends the job
-        await_ends(board, _Process.world, _Process.seconds, end_job)
-        if _Process.seconds:  # soon nothing of Python is left that could look
+    if _Process.world is not None and not _Process.fails:  # otherwise MPI ends the job
+        await_all_ends(board, _Process.world, _Process.seconds, end_job)
+        if _Process.seconds:  # Python soon ends, and with it the watchdog
             rank = MPI.COMM_WORLD.rank
-            limit = max(_Process.seconds, _LAST) + _TURN * min(rank, 15)
-            library().mpigrad_limit_end(ctypes.c_double(limit), (_STUCK % (rank, limit)).encode())
+            limit = max(_Process.seconds, _LAST) + _STAGGER * min(rank, 15)
+            library().mpigrad_set_finalize_limit(
+                ctypes.c_double(limit), (_STUCK % (rank, limit)).encode()
+            )
     for end in _Process.at_end:
         end()
 
 
 def _finalize(plain: Callable[[], None]) -> None:
-    """MPI.Finalize, called by the program: this rank has come to its end, and may go on alone."""
+    """Replace MPI.Finalize: this rank has ended for the others, and may continue alone."""
     if not _Process.forked:
         _finish()
     plain()
-    library().mpigrad_limit_end(ctypes.c_double(0), b"")
+    library().mpigrad_set_finalize_limit(ctypes.c_double(0), b"")
 
 
-def when_all_have_ended(end: Callable[[], object]) -> None:
-    """Call `end` on every rank when all have come to their end, while MPI is there (collective)."""
+def call_at_job_end(end: Callable[[], object]) -> None:
+    """Call `end` on every rank when all ranks have ended, before MPI_Finalize (collective)."""
     _Process.at_end.append(end)
 
 
 def _thread_in_operation(board: b.Board) -> str:
-    """Why the program must not end yet: Python would end a thread amid JAX's work, by a crash."""
-    mine, limit = board.slots[board.mine], time.monotonic() + 0.1
+    """Return the error if another thread is in an operation, which would crash at Python's end."""
+    mine, limit = board.slots[board.own_index], time.monotonic() + 0.1
     others = {t.name for t in threading.enumerate() if t is not threading.current_thread()}
     while others - {Watchdog.NAME} and time.monotonic() < limit:
         if int(mine["state"]) == b.IN_OPERATION:
-            what = Reader(board.slots).operation(board.mine)
+            operation = Reader(board.slots).operation(board.own_index)
             return (
                 f"mpigrad: rank {MPI.COMM_WORLD.rank} ends while another of its threads is in "
-                f"{what}. Join the thread before the program ends."
+                f"{operation}. Join the thread before the program ends."
             )
         time.sleep(0.001)
     return ""
 
 
 def _forked() -> None:
-    """In a child that is no rank: it ends without MPI, which is the parent's."""
+    """Prepare a forked child to end without MPI, which belongs to the parent."""
     _Process.forked = True
     frame = sys._getframe()
     while frame := frame.f_back:
         if frame.f_globals.get("__name__", "").startswith("multiprocessing."):
-            return  # its children leave by os._exit
-    set_code, said = library().mpigrad_set_exit_code, sys.excepthook
+            return  # its children exit with os._exit
+    set_code, print_error = library().mpigrad_set_exit_code, sys.excepthook
 
     class Exit(SystemExit):
-        """Python tells nobody the exit code that it has been given: it is noted here."""
+        """A SystemExit that passes its exit code to the native library."""
 
         def __init__(self, *status: object) -> None:
             super().__init__(*status)
@@ -329,6 +332,6 @@ def _forked() -> None:
 
     def failed(*error: Any) -> None:
         set_code(1)
-        said(*error)
+        print_error(*error)
 
     builtins.SystemExit, sys.exit, sys.excepthook = Exit, leave, failed

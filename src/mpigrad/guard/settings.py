@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["guarded", "timeout_seconds"]
+__all__ = ["guard_enabled", "timeout_seconds"]
 
 
 def timeout_seconds() -> float:
-    """MPIGRAD_TIMEOUT: how long one operation may wait (seconds, default 300, 0 for ever)."""
+    """Return MPIGRAD_TIMEOUT, the time limit of an operation in seconds (default 300, 0: none)."""
     text = os.environ.get("MPIGRAD_TIMEOUT", "300")
     try:
         seconds = float(text)
@@ -16,14 +16,17 @@ def timeout_seconds() -> float:
         seconds = -1.0
     if not seconds >= 0:
         raise ImportError(
-            f"mpigrad: MPIGRAD_TIMEOUT={text!r} is not a number of seconds (0: no limit)"
+            f"mpigrad: MPIGRAD_TIMEOUT must be a number of seconds, 0 or more, got {text!r}. Set "
+            "it to 300, for example, or to 0 for no limit."
         )
     return seconds
 
 
-def guarded() -> bool:
-    """MPIGRAD_GUARD=1: whether operations are compared between ranks before they start."""
+def guard_enabled() -> bool:
+    """Return True if MPIGRAD_GUARD=1: operations are compared between ranks before they start."""
     text = os.environ.get("MPIGRAD_GUARD", "0")
     if text not in ("", "0", "1"):
-        raise ImportError(f"mpigrad: MPIGRAD_GUARD={text!r} is not 1 (on) or 0 (off)")
+        raise ImportError(
+            f"mpigrad: MPIGRAD_GUARD must be 1 (on) or 0 (off), got {text!r}. Set it to 1 or 0."
+        )
     return text == "1"

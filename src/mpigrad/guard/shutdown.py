@@ -1,4 +1,4 @@
-"""All ranks end: those that do not come are named, where MPI_Finalize would wait in silence."""
+"""The shutdown barrier: name the ranks that do not end, before MPI_Finalize waits for them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from mpigrad.guard import board as b
-from mpigrad.guard.watchdog import gone, where
+from mpigrad.guard.watchdog import end_reason, rank_states
 
-__all__ = ["await_ends"]
+__all__ = ["await_all_ends"]
 
-_PAUSE = 1e-3  # between two looks; longer and longer
-_IDLE = 0.02  # of a processor's time: who takes less computes nothing
+_PAUSE = 1e-3  # first pause between two tests, in seconds (pauses grow)
+_IDLE = 0.02  # share of a processor below which a process counts as idle
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def await_ends(
+def await_all_ends(
     board: b.Board, world: MPI.Intracomm, seconds: float, end_job: Callable[[str], None]
 ) -> None:
-    """Wait until every rank has come to its end (collective over `world`).
+    """Wait until every rank has ended its program (collective over `world`).
 
-    A rank may well compute, or write, when the others are done: after the time limit the ranks of
-    this host that have not come are named, and the job is ended only where all of them wait for
-    threads of their own, and have done nothing in all that time, or have died.
+    A rank may still compute or write when the others are done. After the time limit, the ranks of
+    this host that have not ended are named. The job is ended only if one of them has died, or if
+    all of them wait for threads of their own and used no processor time since.
 
     Parameters
     ----------
     seconds
-        The time limit; 0: none.
+        The time limit (0: unlimited).
     end_job
-        Called with what there is to say; it does not return.
+        Called with the error text. It does not return.
     """
     everybody, pause = world.Ibarrier(), _PAUSE
     waited, passed, before = 0.0, 0.0, _work(board)
@@ -43,7 +43,7 @@ def await_ends(
     while not everybody.Test():
         time.sleep(pause)
         pause = min(1.1 * pause, 0.05)
-        # A job that is suspended for hours has not waited for hours.
+        # The time for which a job is suspended does not count.
         last, step = (now := time.monotonic()), min(now - last, 1.0)
         waited, passed = waited + step, passed + step
         if not seconds or passed < seconds:
@@ -51,10 +51,10 @@ def await_ends(
         missing, done = _work(board), passed
         passed, before, earlier = 0.0, missing, before
         ended = [r for r in range(len(board.ranks)) if _has_ended(board, r)]
-        if not missing or board.mine != min(ended):  # one of those that wait says it
+        if not missing or board.own_index != min(ended):  # one waiting rank reports for all
             continue
-        dead = any(gone(board, r) for r in missing)
-        # Not finite: at work, as far as is known.
+        dead = any(end_reason(board, r) for r in missing)
+        # NaN: unknown, so the rank may be working.
         idle = all(missing[r] - earlier.get(r, math.nan) < _IDLE * done for r in missing)
         if dead or (idle and all(board.slots[r]["line_waits"] for r in missing)):
             end_job(_text(board, waited, seconds, _DEAD if dead else _ENDED))
@@ -64,13 +64,15 @@ def await_ends(
 
 
 _ENDED = (
-    "Those that have not ended compute nothing, and wait for threads of their own: look for one "
-    "that never ends. Ending all ranks."
+    "Ending all ranks: those that have not ended use no processor time and wait for threads of "
+    "their own. Find the thread that never ends."
 )
-_DEAD = "A rank has died without a word of the launcher. Ending all ranks."
+_DEAD = (
+    "Ending all ranks: a rank has died. Look for the cause in its output and in the kernel's log."
+)
 _GOES_ON = (
-    "The job goes on, as those that have not ended may have work to do. If one of them waits in a "
-    "call of mpi4py, or computes for ever, end the job yourself."
+    "The job goes on, because the other ranks may still have work to do. If one of them waits in a "
+    "call of mpi4py or never stops computing, end the job yourself."
 )
 
 
@@ -79,16 +81,16 @@ def _has_ended(board: b.Board, r: int) -> bool:
 
 
 def _work(board: b.Board) -> dict[int, float]:
-    """Seconds for which ranks of this host that have not ended have computed, by slot."""
+    """Return the processor time, in seconds, of each rank of this host that has not ended."""
     here = [r for r in range(len(board.ranks)) if not _has_ended(board, r)]
     return {r: _seconds(board, r) for r in here}
 
 
 def _seconds(board: b.Board, r: int) -> float:
-    """What a process has computed, with those that it has started; NaN where nobody can say."""
+    """Return the processor time of a rank in seconds (NaN: unknown, or it has child processes)."""
     slot = board.slots[r]
     process = pathlib.Path(f"/proc/{int(slot['pid'])}")
-    if int(slot["namespace"]) != int(board.slots[board.mine]["namespace"]):
+    if int(slot["namespace"]) != int(board.slots[board.own_index]["namespace"]):
         return math.nan
     try:
         if any((task / "children").read_text().split() for task in (process / "task").iterdir()):
@@ -96,13 +98,13 @@ def _seconds(board: b.Board, r: int) -> float:
         state, *fields = (process / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return math.nan
-    # "D": it waits for a disk or a file server.
+    # "D": the process waits for a disk or a file server.
     return math.nan if state == "D" else sum(int(n) for n in fields[10:14]) / _TICKS
 
 
 def _text(board: b.Board, waited: float, seconds: float, remedy: str) -> str:
-    lines = "\n".join(where(board))
+    lines = "\n".join(rank_states(board))
     return (
-        f"mpigrad: the program has ended on some ranks, which wait for the others since "
-        f"{waited:.0f} s (MPIGRAD_TIMEOUT={seconds:g}):\n{lines}\n{remedy}"
+        f"mpigrad: the program has ended on some ranks, which have waited {waited:.0f} s for the "
+        f"others (MPIGRAD_TIMEOUT={seconds:g}):\n{lines}\n{remedy}"
     )

@@ -1,11 +1,11 @@
-"""Where another thread is: files and lines.
+"""The stack of another thread: its files and lines.
 
-A look at the frames of a thread that runs is not safe. jaxlib lets other threads run while arrays
-are freed, in the middle of a function's return: then `faulthandler` ends CPython 3.12 and 3.13 by
-SIGSEGV, and `sys._current_frames` CPython 3.11 (now and then, afterwards). So the main thread is
-asked to look at itself, at a moment when that is safe (`Py_AddPendingCall`). Only if it does not
-answer, because it is inside native code, its frames are read from outside, by the one of the two
-that is safe for this version.
+Reading the frames of a running thread is not safe. jaxlib lets other threads run while it frees
+arrays, in the middle of a function's return. At that moment `faulthandler` crashes CPython 3.12 and
+3.13 with SIGSEGV, and `sys._current_frames` sometimes crashes CPython 3.11 later. The main thread
+is therefore asked to report its own stack when that is safe (`Py_AddPendingCall`). If it does not
+answer because it is inside native code, its frames are read from outside, with the function that is
+safe for this version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["places", "places_of_main"]
 Places = list[tuple[str, int]]
 
 _DEPTH = 100
-_PATIENCE = 0.02  # seconds that the main thread has for its answer
+_PATIENCE = 0.02  # seconds to wait for the answer of the main thread
 
 _THREAD = re.compile(rb"^(?:Current t|T)hread 0x([0-9a-f]+).*$", re.MULTILINE)
 _PLACE = re.compile(rb'^  File "(.*)", line (\d+) in ', re.MULTILINE)
@@ -31,7 +31,7 @@ _BYTES = 1 << 20
 
 
 class _Question:
-    """What the main thread has been asked, and its answer."""
+    """A question to the main thread, and its answer."""
 
     def __init__(self) -> None:
         self.answered = _thread.allocate_lock()
@@ -44,7 +44,7 @@ _question: _Question | None = None
 
 @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 def _answer(_: int | None) -> int:
-    """Runs in the main thread, between two instructions of its program."""
+    """Report the stack, in the main thread, between two instructions of its program."""
     global _question
     question, _question = _question, None
     if question is not None:
@@ -54,13 +54,13 @@ def _answer(_: int | None) -> int:
 
 
 def places_of_main() -> Places:
-    """(file, line) of what the main thread executes, the innermost first, at most 100.
+    """Return the stack of the main thread as (file, line) pairs, innermost first, at most 100.
 
-    For one other thread at a time.
+    Only one thread may call this at a time.
     """
     global _question
     question = _Question()
-    waits, _question = _question is not None, question  # it has not even answered the last one
+    waits, _question = _question is not None, question  # the last question is still unanswered
     asked = waits or ctypes.pythonapi.Py_AddPendingCall(_answer, None) == 0
     if asked and question.answered.acquire(timeout=_PATIENCE):
         return question.places
@@ -68,13 +68,13 @@ def places_of_main() -> Places:
 
 
 def places(thread: int) -> Places:
-    """(file, line) of what the thread of this identity executes, the innermost first.
+    """Return the stack of a thread inside native code as (file, line) pairs, innermost first.
 
-    At most 100. For a thread that is inside native code.
+    At most 100 pairs. `thread` is the identity of the thread.
     """
     if sys.version_info >= (3, 12):
         return _walk(sys._current_frames().get(thread))
-    # Not kept: code that closes all files would let another one have its descriptor.
+    # Opened each time: a program that closes all files would free its descriptor for another file.
     file = os.memfd_create("mpigrad-stacks")
     try:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -88,13 +88,13 @@ def places(thread: int) -> Places:
 
 
 def _walk(frame: object) -> Places:
-    found: Places = []
-    while frame is not None and len(found) < _DEPTH:
-        found.append((frame.f_code.co_filename, frame.f_lineno or 0))  # type: ignore[attr-defined]
+    stack: Places = []
+    while frame is not None and len(stack) < _DEPTH:
+        stack.append((frame.f_code.co_filename, frame.f_lineno or 0))  # type: ignore[attr-defined]
         frame = frame.f_back  # type: ignore[attr-defined]
-    return found
+    return stack
 
 
 def _path(escaped: bytes) -> str:
-    """A path, whose characters beyond ASCII are written as in a text of Python."""
+    """Decode a path in which characters beyond ASCII are escaped as in a Python string."""
     return escaped.decode("unicode_escape" if b"\\" in escaped else "ascii", errors="replace")

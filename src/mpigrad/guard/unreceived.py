@@ -1,22 +1,22 @@
-"""What is wrong with a program that has come to its end: messages that nobody has received."""
+"""Find messages that were never received, at the end of a program."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mpigrad.guard.board_reader import Reader, layout, words
+from mpigrad.guard.board_reader import Reader, decode, layout
 
-__all__ = ["unreceived"]
+__all__ = ["unreceived_report"]
 
 
-def unreceived(slots: Any) -> str:
-    """The error about messages that were sent and never received, or "".
+def unreceived_report(slots: Any) -> str:
+    """Return the error about messages that were sent but never received, or "".
 
-    MPI says nothing of a short message that is left over. Where a receive of the same tag was meant
-    for a later one, it has taken this one: every message after it was out by one.
-    Nothing is said where an operation has failed, which the program has caught.
+    MPI does not report a short message that is left over. If a receive of the same tag was meant
+    for it, every later message was received one receive too early. After an operation that failed
+    (and whose error the program caught) the result is "".
     """
-    if slots["unaccounted"].any():
+    if slots["failure_seen"].any():
         return ""
     reader, lines = Reader(slots), []
     for r, slot in enumerate(slots):
@@ -26,25 +26,24 @@ def unreceived(slots: Any) -> str:
             members = reader.members(identity)
             receiver = members.get(int(channel["peer"]))
             sender = next((m.rank for m in members.values() if m.slot == r), None)
-            if receiver is None or sender is None or reader.unknown(receiver):
-                continue  # on another host, or of a communicator that is gone, or not counted
+            if receiver is None or sender is None or reader.counts_unknown(receiver):
+                continue  # on another host, of a freed communicator, or not counted
             taken = reader.channel(receiver.slot, identity, sender, tag)
             received = 0 if taken is None else int(taken["posted"])
             if left := max(0, int(channel["sent"]) - received):
                 message = reader.message(r, identity, receiver.rank, tag, received + 1)
                 to = f"to rank {reader.world(receiver.slot)} ({reader.tag(receiver.entry, tag)})"
-                what = f"{left} message{'s' * (left > 1)} {to}"
+                text = f"{left} message{'s' * (left > 1)} {to}"
                 if message is not None:
                     site = reader.site(r, int(message["site"]))
-                    first = f"{layout(message['part'])} by {words(message['operation'])} at {site}"
-                    what += f", {'the first of them ' * (left > 1)}{first}"
-                lines.append(f"  rank {reader.world(r)}: {what}")
+                    first = f"{layout(message['part'])} by {decode(message['operation'])} at {site}"
+                    text += f", {'the first is ' * (left > 1)}{first}"
+                lines.append(f"  rank {reader.world(r)}: {text}")
     if not lines:
         return ""
     return "\n".join([
-        "mpigrad: messages were sent that nobody has received:",
+        "mpigrad: messages were sent but never received:",
         *lines,
-        "Receive each of them, on the rank and with the tag that its send names. Where a "
-        "derivative or a batch sent them and some ranks' operands are constant, take mpigrad's "
-        "grad, jvp, vjp or vmap.",
+        "Receive each of these messages on its destination rank, with the tag of its send. If "
+        "jax.grad, jvp, vjp or vmap sent it, use mpigrad's version of that function.",
     ])  # fmt: skip

@@ -1,10 +1,10 @@
-"""Who waits for whom: proves from the board that ranks wait for ever, and says why.
+"""The wait graph: prove from the board that ranks are deadlocked, and explain why.
 
-A rank *may go on* when it computes, or when everything that its operation waits for is there or may
-still come from a rank that may go on. What is known of an operation is exact (collectives are
-numbered for each communicator, messages are counted by partner and tag); where something is not
-known (a partner on another host, messages that nobody counts, a call of mpi4py's), the rank may
-go on. Those left over wait for ever.
+A rank *can continue* if it computes, or if everything that its operation waits for has arrived or
+can still come from a rank that can continue. The board is exact: collectives are numbered for each
+communicator, and messages are counted by partner and tag. If something is unknown (a partner on
+another host, uncounted messages, a call of mpi4py), the rank is assumed to continue. All other
+ranks are deadlocked.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import (
     Reader,
-    contract_words,
-    first_differences,
+    contract_text,
+    decode,
+    differing_leaves,
     layout,
     same_layout,
     same_tree,
-    words,
 )
 
 __all__ = ["Finding", "diagnose", "disagreement", "grouped"]
@@ -30,39 +30,39 @@ __all__ = ["Finding", "diagnose", "disagreement", "grouped"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Ranks that wait for ever (slot -> serial number of the operation) and the error to raise."""
+    """A proved deadlock or mismatch: its ranks (slot -> serial number of operation) and error."""
 
     stuck: dict[int, int]
     concerns: frozenset[int]
     communicators: list[int]
     text: str
-    refusable: bool  # all of them wait on the board, so that the error can be raised there
+    refusable: bool  # all ranks wait on the board, so the error can be raised there
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mismatch:
-    """Why something that is there will never do."""
+    """Operations or messages that do not fit together."""
 
-    lines: tuple[tuple[str, str], ...]  # (who, what)
+    lines: tuple[tuple[str, str], ...]  # ("rank 3", text)
     head: str
     remedy: str
 
 
 class _Unknown(Exception):
-    """Nothing can be said of this operation."""
+    """It is unknown what this operation waits for."""
 
 
 _DISAGREE = "the ranks do not agree"
-_PAIRS = "What a rank receives from another must be what that one sends to it."
-_ORDER = "Every rank of a communicator must call the same operations in the same order."
+_PAIRS = "Let recvcounts[i] on rank j be sendcounts[j] on rank i, for every pair of ranks."
+_ORDER = "Call the same operations in the same order on every rank of the communicator."
 _ADJOINTS = (
-    "If this is jax.grad or jax.vjp: a rank whose operand is constant sends no adjoint message. "
-    "Use mpigrad.grad or mpigrad.vjp, which send it on every rank."
+    "With jax.grad or jax.vjp, a rank whose operand is constant sends no adjoint message. If you "
+    "use them, replace them by mpigrad.grad or mpigrad.vjp."
 )
 
 
 class _Wait:
-    """What the operation of rank r waits for."""
+    """The ranks and messages that the operation of rank r waits for."""
 
     def __init__(self, reader: Reader, r: int) -> None:
         self.reader, self.r = reader, r
@@ -71,8 +71,8 @@ class _Wait:
         self.entry = reader.entry(r)
         self.identity = int(self.entry["id"])
         self.members = reader.members(self.identity)
-        self.needs: list[frozenset[int]] = []  # of each set one rank must go on to something else
-        self.partners: set[int] = set()  # these must be able to go on together with this rank
+        self.needs: list[frozenset[int]] = []  # one rank of each set must continue
+        self.partners: set[int] = set()  # these must be able to continue together with this rank
         self.mismatch: _Mismatch | None = None
         kind = int(self.slot["kind"])
         if not self.identity:
@@ -90,8 +90,8 @@ class _Wait:
             raise _Unknown
         number = int(self.entry["sequence"])
         self._compare(number)
-        # All have come, and it does not end: an earlier one may have been another operation
-        # elsewhere, that MPI took for this.
+        # All ranks are in it, but it does not end: MPI may have matched an earlier collective with
+        # a different operation of another rank.
         for earlier in range(number - 1, max(0, number - b.CONTRACTS), -1):
             if not self.needs:
                 self._compare(earlier)
@@ -138,10 +138,10 @@ class _Wait:
             if int(contract["sequence"]) == number <= int(entry["sequence"]):
                 there.append((member.slot, contract))
             else:
-                lines.append((f"rank {self.reader.world(member.slot)}", "not there yet"))
+                lines.append((f"rank {self.reader.world(member.slot)}", "has not called it yet"))
         trees = [self.reader.leaves(slot, int(contract["site"])) for slot, contract in there]
-        for (slot, contract), leaf in zip(there, first_differences(trees), strict=True):
-            what = self.reader.contract(slot, contract) + leaf + self.reader.handled(slot)
+        for (slot, contract), leaf in zip(there, differing_leaves(trees), strict=True):
+            what = self.reader.contract(slot, contract) + leaf + self.reader.exception_note(slot)
             lines.append((f"rank {self.reader.world(slot)}", what))
         return _Mismatch(tuple(sorted(lines, key=_rank_of)), _DISAGREE, remedy)
 
@@ -157,7 +157,7 @@ class _Wait:
             if any(s not in self.members for s in sources):
                 raise _Unknown
             slots = [self.members[s].slot for s in sources]
-            if any(self.reader.slots[s]["untracked"] for s in slots):
+            if any(self.reader.slots[s]["counts_invalid"] for s in slots):
                 raise _Unknown
             if source < 0 or tag < 0:
                 if any(self._uncertain(s, self.members[s].slot, tag) for s in sources):
@@ -173,7 +173,7 @@ class _Wait:
                     continue
                 self.needs.append(frozenset(slots))
                 first = next((s for s, m in nexts.items() if m is not None), None)
-                if first is not None:  # it is taken before any that has not been sent yet
+                if first is not None:  # it is received before any later message
                     self.needs.append(frozenset())
                     self._does_not_fit(self.members[first].slot, nexts[first])
                 continue
@@ -195,22 +195,22 @@ class _Wait:
         to = self.reader.partner(self.identity, me)
         tag = self.reader.tag(self.members[me].entry, int(part["tag"]))
         places = (sender, int(message["site"])), (self.r, int(self.slot["site"]))
-        sent, taken = first_differences([self.reader.leaves(*place) for place in places])
+        sent, taken = differing_leaves([self.reader.leaves(*place) for place in places])
         self.mismatch = self.mismatch or _Mismatch(
             (
                 (
                     f"rank {self.reader.world(sender)}",
-                    f"{words(message['operation'])} of {layout(part)} to {to} ({tag}) at {site}"
+                    f"{decode(message['operation'])} of {layout(part)} to {to} ({tag}) at {site}"
                     + sent,
                 ),
                 (f"rank {self.reader.world(self.r)}", self.reader.operation(self.r) + taken),
             ),
-            "a message is not what its receiver expects",
-            "Give the receiver the shape and dtype that the sender sends, leaf by leaf.",
+            "a message does not match its receive",
+            "Make the receive expect the shape and dtype that the sender sends, leaf by leaf.",
         )
 
     def _together(self, r: int, way: str, me: int, part: Any) -> None:
-        """The message belongs to an operation that itself waits on the board."""
+        """Note the partner if the message belongs to an operation that waits on the board too."""
         other = self.reader.slots[r]
         if not other["polling"] or int(self.reader.entry(r)["id"]) != self.identity:
             return
@@ -220,7 +220,7 @@ class _Wait:
                 self.partners.add(r)
 
     def _uncertain(self, source: int, slot: int, tag: int) -> bool:
-        """Whether it is not known which message of `source` a receive of any tag takes next."""
+        """Return True if it is unknown which message of `source` a wildcard receive takes next."""
         me, sender = int(self.entry["rank"]), self.reader.slots[slot]
         channels = sender["channels"]
         some = channels[(channels["id"] == self.identity) & (channels["peer"] == me)]
@@ -237,7 +237,7 @@ class _Wait:
         return False
 
     def _next_message(self, source: int, slot: int, tag: int) -> Any | None:
-        """The oldest message that rank `source` has announced and this one has not received."""
+        """Return the oldest announced message of `source` that this rank has not received."""
         me, sender = int(self.entry["rank"]), self.reader.slots[slot]
         count = int(sender["messages"])
         for n in range(max(0, count - b.MESSAGES), count):
@@ -258,7 +258,7 @@ class _Wait:
             if not part["awaited"]:
                 continue
             member = self.members.get(int(part["peer"]))
-            if member is None or self.reader.unknown(member):
+            if member is None or self.reader.counts_unknown(member):
                 raise _Unknown
             channel = self.reader.channel(member.slot, self.identity, me, int(part["tag"]))
             if channel is not None and int(channel["posted"]) >= int(part["ordinal"]):
@@ -271,42 +271,44 @@ class _Wait:
 
 
 def _fits(sent: Any, expected: Any) -> bool:
-    known = int(sent["dtype"]) and int(expected["dtype"])
-    return not known or (same_layout(sent, expected) and same_tree(sent, expected, one_array=True))
+    comparable = int(sent["dtype"]) and int(expected["dtype"])
+    return not comparable or (
+        same_layout(sent, expected) and same_tree(sent, expected, one_array=True)
+    )
 
 
 def _difference(x: Any, y: Any) -> str:
-    """What to do about two contracts that differ; "" where they agree."""
-    if words(x["operation"]) != words(y["operation"]) or int(x["terms"]) != int(y["terms"]):
+    """Return the remedy for two contracts that differ, or "" if they are equal."""
+    if decode(x["operation"]) != decode(y["operation"]) or int(x["terms"]) != int(y["terms"]):
         return _ORDER
     for i in range(int(x["terms"])):
         if int(x["values"][i]) != int(y["values"][i]):
-            return f"Give the same {words(x['names'][i])} on every rank."
+            return f"Pass the same {decode(x['names'][i])} on every rank."
     if int(x["dtype"]) != int(y["dtype"]):
-        return "Give arrays of the same dtype on every rank, for instance by x.astype."
+        return "Pass arrays of the same dtype on every rank, for example x.astype(...)."
     if not same_layout(x, y, int(x["free_dims"])) or int(x["free_dims"]) != int(y["free_dims"]):
-        return "Give arrays of the same shape on every rank."
+        return "Pass arrays of the same shape on every rank."
     if not same_tree(x, y):
-        return "Give pytrees of the same structure, with the same shapes, on every rank."
+        return "Pass pytrees with the same structure and shapes on every rank."
     n, kind = int(x["counts"]), int(x["counts_kind"])
     if n != int(y["counts"]) or kind != int(y["counts_kind"]):
-        return "Give the same counts on every rank."
+        return "Pass the same counts on every rank."
     if kind == b.SAME_COUNTS and list(x["sends"][:n]) != list(y["sends"][:n]):
-        return "Give the same counts on every rank."
+        return "Pass the same counts on every rank."
     return ""
 
 
 def diagnose(slots: Any, gone: Callable[[int], str], now_ns: int) -> Finding | None:
-    """The ranks of this board that wait for ever, or None.
+    """Find ranks of this board that are deadlocked, or return None.
 
     Parameters
     ----------
     slots
         The slots of a `Board`.
     gone
-        Of a slot's number: "has ended" and the like, or "" while the process may go on.
+        A function of a slot index: "has ended" or "has died", or "" while the process may continue.
     now_ns
-        The time, on the clock of the board.
+        The time in nanoseconds, on the clock of the board.
     """
     reader = Reader(slots)
     waits: dict[int, _Wait] = {}
@@ -340,28 +342,28 @@ def diagnose(slots: Any, gone: Callable[[int], str], now_ns: int) -> Finding | N
     )
 
 
-def disagreement(told: Any, board: b.Board | None = None) -> str:
-    """The error where the members of a communicator, by rank, have told different contracts.
+def disagreement(reports: Any, board: b.Board | None = None) -> str:
+    """Return the error for members of a communicator (in rank order) whose contracts differ.
 
-    With the board of this host, pytrees of its ranks are told in full.
+    With the board of this host, the pytrees of its ranks are listed in full.
     """
-    ranks = [int(t["world_rank"]) for t in told]
+    ranks = [int(t["world_rank"]) for t in reports]
     places = {} if board is None else {rank: i for i, rank in enumerate(board.ranks)}
     reader = Reader(None if board is None else board.slots)
     trees = [
         reader.leaves(places[rank], int(t["contract"]["site"])) if rank in places else []
-        for rank, t in zip(ranks, told, strict=True)
+        for rank, t in zip(ranks, reports, strict=True)
     ]
     sites = [
-        reader.site(places[rank], int(t["contract"]["site"])) if leaves else words(t["site"])
-        for rank, t, leaves in zip(ranks, told, trees, strict=True)
+        reader.site(places[rank], int(t["contract"]["site"])) if leaves else decode(t["site"])
+        for rank, t, leaves in zip(ranks, reports, trees, strict=True)
     ]
     lines = [
-        (f"rank {rank}", contract_words(t["contract"], site) + leaf)
-        for rank, t, site, leaf in zip(ranks, told, sites, first_differences(trees), strict=True)
+        (f"rank {rank}", contract_text(t["contract"], site) + leaf)
+        for rank, t, site, leaf in zip(ranks, reports, sites, differing_leaves(trees), strict=True)
     ]
-    first = told[0]["contract"]
-    remedies = [_difference(first, t["contract"]) for t in told]
+    first = reports[0]["contract"]
+    remedies = [_difference(first, t["contract"]) for t in reports]
     return _mismatched(_Mismatch(tuple(lines), _DISAGREE, next((r for r in remedies if r), _PAIRS)))
 
 
@@ -370,7 +372,7 @@ def _mismatched(m: _Mismatch) -> str:
 
 
 def _hint(lines: Iterable[tuple[str, str]]) -> list[str]:
-    """What to do if an adjoint message is among them."""
+    """Return the advice for adjoint messages, if there is one among the lines."""
     return [_ADJOINTS] * any("the adjoint of " in text for _, text in lines)
 
 
@@ -383,55 +385,55 @@ def _deadlocked(
     lines = []
     for r, wait in stuck.items():
         which = f"on communicator {identities.index(wait.identity) + 1}, "
-        where = which if len(identities) > 1 else ""
-        what = f"{where}in {reader.operation(r)}{reader.handled(r)}"
-        lines.append((f"rank {reader.world(r)}", what))
+        prefix = which if len(identities) > 1 else ""
+        text = f"{prefix}in {reader.operation(r)}{reader.exception_note(r)}"
+        lines.append((f"rank {reader.world(r)}", text))
     lines += [(f"rank {reader.world(r)}", reader.state(r, now_ns, gone(r))) for r in ended]
     sent = list(itertools.chain.from_iterable(_unreceived(reader, w) for w in stuck.values()))
     lines += sent
     if ended:
-        head = "ranks wait for one that is gone"
-        remedy = "Let every rank make the calls that others wait for, before it ends."
+        head = "deadlock: ranks wait for a rank that is gone"
+        remedy = "Make every rank call the operations that others wait for before it ends."
     else:
-        head = "ranks wait for each other, for ever"
+        head = "deadlock: ranks wait for each other"
         kinds = {int(w.slot["kind"]) for w in stuck.values()}
         remedy = _ORDER
         if sent:
-            remedy = "A receive names the sender and the tag of the send that it waits for."
+            remedy = "Pass each receive the source rank and the tag of the send that it waits for."
         elif kinds == {b.MESSAGES_ONLY}:
             remedy = (
-                "Let one of them send first and another receive first, or use sendrecv; each "
-                "receive needs a send of the same tag on the rank that it names."
+                "Give each receive a send with the same tag on its source rank. Let one rank send "
+                "first and the other receive first, or use sendrecv."
             )
     shown = grouped(sorted(lines, key=_rank_of))
     return "\n".join([f"mpigrad: {head}:", *shown, remedy, *_hint(lines)])
 
 
 def _unreceived(reader: Reader, wait: _Wait) -> list[tuple[str, str]]:
-    """Messages for a waiting rank that it does not receive."""
+    """List messages for a waiting rank that it does not receive."""
     if int(wait.slot["kind"]) != b.MESSAGES_ONLY:
         return []
-    me, found = int(wait.entry["rank"]), []
+    me, lines = int(wait.entry["rank"]), []
     for member in wait.members.values():
-        under_way = reader.messages(member.slot, "send")
+        current = reader.messages(member.slot, "send")
         for message in reader.slots[member.slot]["message"]:
             part = message["part"]
             if int(message["id"]) != wait.identity or int(part["peer"]) != me:
                 continue
-            if any(p == part for p in under_way):
+            if any(p == part for p in current):
                 continue
             taken = reader.channel(wait.r, wait.identity, member.rank, int(part["tag"]))
             if taken is None or int(taken["posted"]) < int(part["ordinal"]):
-                found.append(
+                lines.append(
                     (
                         f"rank {reader.world(member.slot)}",
-                        f"has sent {layout(part)} to rank {reader.world(wait.r)} with "
-                        f"{reader.tag(member.entry, int(part['tag']))}, not received, by "
-                        f"{words(message['operation'])} at "
-                        f"{reader.site(member.slot, int(message['site']))}",
+                        f"sent {layout(part)} to rank {reader.world(wait.r)} "
+                        f"({reader.tag(member.entry, int(part['tag']))}) by "
+                        f"{decode(message['operation'])} at "
+                        f"{reader.site(member.slot, int(message['site']))}, not received",
                     )
                 )
-    return found
+    return lines
 
 
 def _rank_of(line: tuple[str, str]) -> int:
@@ -439,7 +441,10 @@ def _rank_of(line: tuple[str, str]) -> int:
 
 
 def grouped(lines: Iterable[tuple[str, str]]) -> list[str]:
-    """("rank 3", text) as lines, ranks with the same text in one: "  ranks 1-3, 7: text"."""
+    """Return lines for pairs ("rank 3", text). Ranks with the same text share one line.
+
+    For example "  ranks 1-3, 7: text".
+    """
     by_text: dict[str, list[int]] = {}
     for line in lines:
         by_text.setdefault(line[1], []).append(_rank_of(line))

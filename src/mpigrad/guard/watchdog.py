@@ -1,4 +1,4 @@
-"""The watchdog of a rank: a thread that looks at the board while an operation waits."""
+"""The watchdog of a rank: a thread that reads the board while an operation waits."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from collections.abc import Callable
 
 from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader
-from mpigrad.guard.cross_host import RollCall
+from mpigrad.guard.cross_host import HostQuery
 from mpigrad.guard.thread_stacks import places_of_main
 from mpigrad.guard.wait_graph import Finding, diagnose, grouped
 from mpigrad.runtime.call_sites import program_line
 from mpigrad.runtime.native import UNTIMED, Record, record
 
-__all__ = ["Watchdog", "gone", "where"]
+__all__ = ["Watchdog", "end_reason", "rank_states"]
 
-# Seconds that nothing may change on the board before ranks are said to wait for ever. The proof is
-# exact; the time is for what no proof knows.
+# Seconds without a change on the board before a deadlock is reported. The proof is exact. The time
+# is a margin for effects that the proof does not cover.
 _PATIENCE = 5.0
 _PATIENCE_GUARDED = 0.3
-_LATE = 1.0  # seconds by which a busy machine may wake a thread
-# Linux's number of the system call by which a thread waits for another one.
+_LATE = 1.0  # seconds by which a busy machine may delay a thread
+# The number of Linux's system call by which a thread waits for another thread.
 _FUTEX = {"x86_64": "202", "aarch64": "98", "ppc64le": "221"}.get(platform.machine())
 
 
-def gone(board: b.Board, r: int) -> str:
-    """Why the rank of slot r will not go on, or ""."""
+def end_reason(board: b.Board, r: int) -> str:
+    """Return "has ended" or "has died" if the rank of slot r is gone, or ""."""
     slot = board.slots[r]
     if int(slot["state"]) == b.ENDED:
         return "has ended"
@@ -42,10 +42,12 @@ def gone(board: b.Board, r: int) -> str:
 
 
 def _process_state(board: b.Board, r: int) -> str:
-    """The letter by which Linux says what a process does; "" where there is none."""
+    """Return Linux's letter for the state of the process of slot r ("" if it does not exist)."""
     slot = board.slots[r]
-    if r == board.mine or int(slot["namespace"]) != int(board.slots[board.mine]["namespace"]):
-        return "R"  # as far as is known
+    if r == board.own_index or int(slot["namespace"]) != int(
+        board.slots[board.own_index]["namespace"]
+    ):
+        return "R"  # unknown: assumed to run
     try:
         status = pathlib.Path(f"/proc/{int(slot['pid'])}/stat").read_text().rpartition(")")[2]
     except OSError:
@@ -54,38 +56,44 @@ def _process_state(board: b.Board, r: int) -> str:
 
 
 def _works(thread: threading.Thread) -> bool:
-    """Whether the program ends after this thread, which waits for something else than a thread."""
+    """Return True if Python waits for this thread at its end, and the thread may be working.
+
+    A thread that waits for another thread does not work.
+    """
     if thread is threading.main_thread() or thread.daemon or _FUTEX is None:
         return False
     try:
         call = pathlib.Path(f"/proc/self/task/{thread.native_id}/syscall").read_text().split()[0]
-    except OSError:  # not known
+    except OSError:  # unknown
         return False
     return call != _FUTEX
 
 
-def stopped(board: b.Board, r: int) -> str:
-    """That the process of the rank of slot r does not run, or ""."""
+def stop_note(board: b.Board, r: int) -> str:
+    """Return a note if the process of the rank of slot r is stopped, or ""."""
     return (
         ", and its process is stopped (SIGSTOP)" if _process_state(board, r) in {"T", "t"} else ""
     )
 
 
-_TIME = re.compile(r"^(has waited|never came: in no operation since) (\d+) s")
+_TIME = re.compile(r"^(has waited|has not called an operation for) (\d+) s")
 
 
-def where(board: b.Board) -> list[str]:
-    """Where the ranks of a board are, in lines: one for those whose times alone differ."""
+def rank_states(board: b.Board) -> list[str]:
+    """Return lines with the states of the ranks of a board.
+
+    Ranks whose states differ only in their times share one line.
+    """
     reader, now = Reader(board.slots), _now()
     slots = range(len(board.ranks))
-    states = [reader.state(r, now, gone(board, r)) + stopped(board, r) for r in slots]
+    states = [reader.state(r, now, end_reason(board, r)) + stop_note(board, r) for r in slots]
     times: dict[str, list[int]] = {}
     for state in states:
         if found := _TIME.match(state):
             times.setdefault(_TIME.sub(r"\1", state), []).append(int(found[2]))
 
     def spanned(state: str) -> str:
-        """With the times of all ranks in the same place."""
+        """Replace the time by the range of times of all ranks in the same state."""
         same = times.get(_TIME.sub(r"\1", state), [0])
         low, high = min(same), max(same)
         return _TIME.sub(rf"\1 {low} to {high} s", state) if low < high else state
@@ -96,20 +104,20 @@ def where(board: b.Board) -> list[str]:
 
 
 class Watchdog:
-    """Ends waiting for ever: by a proof that it is for ever, or by the time limit.
+    """Ends deadlocks: when they are proved, or at the time limit.
 
     Parameters
     ----------
     board
-        Of this host.
+        The board of this host.
     seconds
-        The time limit of one operation; 0: none.
+        The time limit of one operation (0: unlimited).
     guarded
-        Operations wait on the board: the error is raised there, on every rank.
+        True if operations wait on the board, so that an error can be raised there on every rank.
     end_job
-        Called with the text of an error that cannot be raised, or with what makes it.
-    others
-        For asking the other hosts, where there are any.
+        Called with the text of an error that cannot be raised, or with a function that returns it.
+    host_query
+        For the states of ranks on other hosts. None if there is one host.
     """
 
     NAME = "mpigrad-watch"  # of the thread
@@ -120,17 +128,17 @@ class Watchdog:
         seconds: float,
         guarded: bool,
         end_job: Callable[[str | Callable[[], str]], None],
-        others: RollCall | None,
+        host_query: HostQuery | None,
     ) -> None:
         self.board, self.seconds, self.guarded = board, seconds, guarded
-        self.end_job, self.others = end_job, others
+        self.end_job, self.host_query = end_job, host_query
         self.patience = _PATIENCE_GUARDED if guarded else _PATIENCE
         self.tick = 0.1 if guarded else min(0.5, seconds / 4 or 0.5)
-        self._seen: dict[int, int] = {}  # ranks found waiting for ever, and since when
+        self._seen: dict[int, int] = {}  # the last finding: slot -> serial number
         self._since = 0.0
         self._refused: dict[int, int] = {}
-        self._last = (0, False), 0  # what the last look found, and since when
-        self._lost = 0.0  # seconds of the present operation in which this process stood still
+        self._last = (0, False), 0  # the state at the last look, and since when it holds
+        self._lost = 0.0  # seconds of the current operation in which this process was suspended
 
     def start(self) -> None:
         threading.Thread(target=self._run, daemon=True, name=self.NAME).start()
@@ -139,13 +147,13 @@ class Watchdog:
         now, last = record(), _now()
         while True:
             time.sleep(self.tick)
-            # A job that is suspended for an hour has not waited for an hour.
+            # The time for which a job is suspended does not count.
             still, last = (_now() - last) * 1e-9 - self.tick - _LATE, _now()
             self._lost += max(still, 0.0)
             start = self._start(now)
             waited = (_now() - start) * 1e-9 - self._lost if start else 0.0
             self._note_elsewhere(start)
-            # The working directory may be gone, and an exception's own text may raise another.
+            # The working directory may not exist, and formatting an exception may raise another.
             with contextlib.suppress(Exception):
                 if not start:
                     self._note_line()
@@ -155,14 +163,14 @@ class Watchdog:
                 continue
             if self.seconds and waited >= self.seconds and not now.unlimited:
                 self.end_job(functools.partial(self._report, waited))
-            finding = diagnose(self.board.slots, lambda r: gone(self.board, r), _now())
+            finding = diagnose(self.board.slots, lambda r: end_reason(self.board, r), _now())
             if finding is not None and self._certain(finding):
                 self._raise(finding)
 
     def _start(self, now: Record) -> int:
-        """When the operation under way has begun, or 0: as it says, or since it was seen first."""
-        start = now.start_ns  # read first: an idle look lends its time to no operation
-        mine = self.board.slots[self.board.mine]
+        """Return when the current operation began (as recorded, or first seen), or 0."""
+        start = now.start_ns  # read first, so that an idle look gives no start to a later operation
+        mine = self.board.slots[self.board.own_index]
         seen = int(mine["serial"]) + now.calls, start != 0
         last, begun = self._last
         if seen != last:
@@ -171,12 +179,12 @@ class Watchdog:
             mine["since_ns"] = begun
         if start in (0, UNTIMED):
             return begun if start else 0
-        # Where it has met with a standstill, from the end of that.
+        # If the process was suspended, count from the end of the suspension.
         return max(start, begun - int(self.tick * 1e9))
 
     def _note_elsewhere(self, start: int) -> None:
-        """Show the others a call that no handler announces, such as a solver's."""
-        mine, now = self.board.slots[self.board.mine], record()
+        """Write a call that no handler announces, such as a solver's, to the board."""
+        mine, now = self.board.slots[self.board.own_index], record()
         inside = start and int(mine["state"]) != b.IN_OPERATION
         if inside and now.operation:
             mine["elsewhere"], mine["elsewhere_site"] = now.operation[: b.NAME - 1], now.site
@@ -184,8 +192,8 @@ class Watchdog:
             mine["elsewhere_since_ns"] = start if inside else 0
 
     def _note_line(self) -> None:
-        """Show the others what this rank does while it is in no operation."""
-        mine = self.board.slots[self.board.mine]
+        """Write the line of the program to the board while this rank is outside operations."""
+        mine = self.board.slots[self.board.own_index]
         if stack := places_of_main():
             mine["line"] = program_line(stack).encode(errors="replace")[: b.TEXT - 1]
             mine["line_ns"] = _now()
@@ -193,8 +201,11 @@ class Watchdog:
             mine["line_waits"] = inside and not any(map(_works, threading.enumerate()))
 
     def _note_handling(self, waits: bool) -> None:
-        """Show the others why this rank may have left its way: an operation in `finally`."""
-        mine = self.board.slots[self.board.mine]
+        """Write the exception that this rank handles while it waits to the board.
+
+        An operation in `finally` or `except` is a common cause of a mismatch.
+        """
+        mine = self.board.slots[self.board.own_index]
         if not waits:
             if mine["handling"]:
                 mine["handling"] = b""
@@ -204,17 +215,17 @@ class Watchdog:
         if isinstance(error, BaseException):
             *_, frame = [None, *traceback.extract_tb(error.__traceback__)]
             place = f" at {os.path.basename(frame.filename)}:{frame.lineno}" if frame else ""
-            said = " ".join(f"{type(error).__name__}: {error}".split()).encode(errors="replace")
+            text = " ".join(f"{type(error).__name__}: {error}".split()).encode(errors="replace")
             end = place.encode(errors="replace")[-b.TEXT // 2 :]
-            mine["handling"] = said[: b.TEXT - 1 - len(end)] + end
+            mine["handling"] = text[: b.TEXT - 1 - len(end)] + end
 
     def _certain(self, finding: Finding) -> bool:
-        """Whether it is for this rank to say it, and nothing has changed for a while."""
-        if self.board.mine != min(finding.stuck) or finding.stuck == self._refused:
+        """Return True if this rank has to report the finding, and it has held long enough."""
+        if self.board.own_index != min(finding.stuck) or finding.stuck == self._refused:
             return False
         if finding.stuck != self._seen:
             self._seen, self._since = finding.stuck, time.monotonic()
-        return time.monotonic() - self._since >= self.patience / 2  # of the half that is over
+        return time.monotonic() - self._since >= self.patience / 2  # the other half is over
 
     def _raise(self, finding: Finding) -> None:
         if not (self.guarded and finding.refusable):
@@ -227,30 +238,31 @@ class Watchdog:
             header = self.board.header
             fault = header["fault"][int(header["faults"]) % b.FAULTS]
             fault["serials"][:] = 0
-            fault["serials"][sorted(finding.concerns)] = -1  # its next operation
+            fault["serials"][sorted(finding.concerns)] = -1  # their next operation
             for r, serial in finding.stuck.items():
                 fault["serials"][r] = serial
             fault["ids"][:] = 0
             fault["ids"][: len(finding.communicators)] = finding.communicators[: b.FAULT_IDS]
             fault["text"] = finding.text.encode()[: b.FAULT_TEXT - 1]
-            header["faults"] += 1  # from here on they see it
+            header["faults"] += 1  # from here on other ranks see it
         self._refused = finding.stuck
 
     def _report(self, waited: float) -> str:
-        """Where every rank is; "" where another host says it."""
-        here = functools.partial(where, self.board)
-        found = self.others.where(here) if self.others else (here(), [])
-        if found is None:
+        """Return the report with the states of all ranks ("" if another host reports)."""
+        own_states = functools.partial(rank_states, self.board)
+        query = self.host_query
+        report = query.rank_states(own_states) if query else (own_states(), [])
+        if report is None:
             return ""
-        lines, missing = found
+        lines, missing = report
         remedy = (
-            "Look for a rank that leaves out an operation, or calls another in its place; where "
-            "ranks only need longer, set MPIGRAD_TIMEOUT."
+            "Find the rank that skips an operation or calls another one. If the ranks only need "
+            "more time, set MPIGRAD_TIMEOUT to more seconds."
         )
         if missing:
             remedy = (
-                f"Look at {', '.join(missing)}: stopped, or cut off from this host. A run that has "
-                "saved goes on from there on the hosts that are left."
+                f"Check {', '.join(missing)}: stopped, or cut off from this host. A run with saves "
+                "can be restarted on the other hosts."
             )
         return (
             f"mpigrad: an operation has waited {waited:.0f} s (MPIGRAD_TIMEOUT={self.seconds:g}); "

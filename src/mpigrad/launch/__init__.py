@@ -1,1 +1,1 @@
-"""The `mpigrad` command: start ranks, end them, and find out what is wrong."""
+"""The `mpigrad` command: start and end ranks, and diagnose an installation."""

@@ -19,18 +19,18 @@ class Application:
     Attributes
     ----------
     summary
-        What it does, in a line.
+        A one-line description.
     settings
-        `module:Class`, a dataclass: its fields become the options, their docstrings the help. If
-        the class has a method `check`, it is called before anything is launched; its ValueErrors
-        and OSErrors are shown without a traceback. The module must import neither JAX nor MPI, and
-        stand at the top level of its file, as ranks get a pickle of the settings.
+        `module:Class` of a dataclass. Its fields become the options, their docstrings the help. If
+        the class has a method `check`, it is called before anything is launched. Its ValueErrors
+        and OSErrors are printed without a traceback. The module must import neither JAX nor MPI.
+        The class must be defined at the top level of the module, because ranks get a pickle.
     run
-        `module:function`, called on every rank with the settings.
+        `module:function`, which is called on every rank with the settings.
     packages
         Modules that must be installed.
     requirement
-        What `pip install` gets if one of them is missing.
+        The argument of `pip install` if one of them is missing.
     """
 
     summary: str

@@ -1,7 +1,7 @@
 """The `mpigrad` command: run, launch, doctor.
 
-This process starts the ranks and is none of them, so it imports neither JAX nor MPI. Options are
-parsed and checked here, before anything is launched.
+This process starts the ranks and is not a rank itself, so it imports neither JAX nor MPI. It parses
+and checks all options before anything is launched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from mpigrad._version import __version__
 from mpigrad.launch import launcher, slurm
 from mpigrad.launch.applications import Application, application, application_names
-from mpigrad.launch.hostfile import Host, placed, read_hosts
+from mpigrad.launch.hostfile import Host, place_ranks, read_hosts
 from mpigrad.launch.options import LaunchOptions, OptionError, Parser, launch_parser
 from mpigrad.runtime.world import MPIError, world_around
 
@@ -29,27 +29,26 @@ __all__ = ["main"]
 
 _OVERVIEW = """usage: mpigrad [-h] [--version] COMMAND ...
 
-MPI programs that can be differentiated: run them, launch your own, and find out what is wrong with
-an installation.
+Run differentiable MPI programs, and check the installation.
 
 commands:
-  run NAME      start an application on several ranks: {names}
-  launch        start your own program on several ranks
-  doctor        say what MPI, hypre, JAX and cores there are, try them, and name what is wrong
+  run NAME      run an application on several ranks: {names}
+  launch        run your own program on several ranks
+  doctor        show and test MPI, hypre, JAX and cores, and report problems
 
 `mpigrad COMMAND --help` lists its options.
 """
 _LAUNCH = """Run a Python program on several ranks.
 
-They get the settings that this MPI needs, and all of them end together: when one fails, at the time
-limit, at Ctrl-C. The program is a file, or `-m MODULE`, and takes the arguments that follow it."""
-_DOCTOR = """Say what MPI, hypre, JAX and cores there are, try them, and name what is wrong.
+The ranks get the settings that this MPI needs. All of them end if one fails, at the time limit, and
+at Ctrl-C. The program is a file or `-m MODULE`. Arguments after it are passed to the program."""
+_DOCTOR = """Show and test MPI, hypre, JAX and cores, and report problems.
 
-Every problem comes with what to do about it; the exit code is 1 when there is one."""
+Every problem is printed with its solution. The exit code is 1 if there is a problem."""
 
 
 def main() -> int:
-    """Run the command in sys.argv; returns its exit code."""
+    """Run the command in sys.argv and return its exit code."""
     try:
         match sys.argv[1:]:
             case ["run", *rest]:
@@ -65,7 +64,9 @@ def main() -> int:
                 _say(_OVERVIEW.format(names=", ".join(application_names())))
                 return 0
             case [word, *_]:
-                _refuse(f"expected a command (run, launch, doctor), got {word}")
+                _refuse(
+                    f"expected a command (run, launch, doctor), got {word}. See `mpigrad --help`."
+                )
     except OptionError as error:
         _refuse(str(error))
     except MPIError as error:
@@ -81,8 +82,8 @@ def _run(arguments: list[str]) -> int:
             for name in names:
                 _say(f"mpigrad run {name}: {application(name).summary}")
             return 0
-        asked = f", got {arguments[0]}" if arguments else ""
-        _refuse(f"run: expected the NAME of an application ({', '.join(names)}){asked}")
+        got = f", got {arguments[0]}" if arguments else ""
+        _refuse(f"run: expected the NAME of an application ({', '.join(names)}){got}.")
     name, *words = arguments
     app = application(name)
     parser = launch_parser(f"mpigrad run {name}", add_help=False)
@@ -98,8 +99,8 @@ def _run(arguments: list[str]) -> int:
     missing = [package for package in app.packages if not _has(package)]
     if missing:
         _refuse(
-            f"run {name} needs {', '.join(missing)}, not installed here: "
-            f"pip install '{app.requirement or ' '.join(missing)}'"
+            f"run {name}: the packages {', '.join(missing)} are not installed. "
+            f"Run: pip install '{app.requirement or ' '.join(missing)}'"
         )
     if options.print_script:
         resumes = hasattr(settings, "resume")
@@ -111,23 +112,23 @@ def _run(arguments: list[str]) -> int:
 
 
 def _settings(app: Application, name: str, arguments: Sequence[str], launching: Parser) -> Any:
-    """Parse the settings of an application; its help has the options of launching, too."""
+    """Parse the settings of an application. Its help also lists the launching options."""
     try:
         import tyro
     except ImportError:
-        _refuse(f"run {name} needs tyro, not installed here: pip install '{app.requirement}'")
+        _refuse(f"run {name}: tyro is not installed. Run: pip install '{app.requirement}'")
     try:
         return tyro.cli(
             app.settings_class(),
             prog=f"mpigrad run {name}",
             args=arguments,
-            console_outputs=_speaks(),
+            console_outputs=_prints(),
             config=(tyro.conf.OmitSubcommandPrefixes,),
         )
     except SystemExit as end:
         if end.code == 0:
             _say(launching.format_help().partition("\n\n")[2])
-        _let_the_first_speak()
+        _wait_for_first_rank()
         raise
 
 
@@ -137,26 +138,26 @@ def _launch(arguments: list[str]) -> int:
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="print at the end what each operation on each line has cost: calls, bytes, time",
+        help="at the end, print calls, bytes and time of each operation on each line",
     )
     own, program = _split(arguments, parser)
     _print_help(parser, own)
     parsed, unknown = parser.parse_known_args(own)
     if unknown:
-        _refuse(f"launch has no option {unknown[0]}; see `mpigrad launch --help`")
+        _refuse(f"launch: unknown option {unknown[0]}. See `mpigrad launch --help`.")
     options = LaunchOptions.of(parsed)
     ranks, hosts = _check_options(options)
     match program:
         case []:
-            _refuse("launch: which program? mpigrad launch -n 4 PROGRAM.py")
+            _refuse("launch: expected a program. Write: mpigrad launch -n 4 PROGRAM.py")
         case ["-m"]:
-            _refuse("launch -m: which module? mpigrad launch -n 4 -m MODULE")
+            _refuse("launch -m: expected a module. Write: mpigrad launch -n 4 -m MODULE")
         case ["-m", module, *_]:
             sys.path.insert(0, os.getcwd())  # as `python -m` does
             if not _has(module.partition(".")[0]):
-                _refuse(f"there is no module {module}")
+                _refuse(f"launch -m: there is no module {module}. Check its name and PYTHONPATH.")
         case [file, *_] if not pathlib.Path(file).exists():
-            _refuse(f"there is no file {file}")
+            _refuse(f"launch: there is no file {file}. Check its path.")
     if options.print_script:
         words = ["launch", *(["--profile"] if parsed.profile else []), *program]
         name = pathlib.Path(program[1] if program[0] == "-m" else program[0]).stem
@@ -168,13 +169,11 @@ def _launch(arguments: list[str]) -> int:
 def _doctor(arguments: list[str]) -> int:
     parser = Parser("mpigrad doctor", _DOCTOR)
     parser.add_argument(
-        *("-n", "--ranks"), type=int, default=2, metavar="RANKS", help="of the self-test"
+        *("-n", "--ranks"), type=int, default=2, metavar="RANKS", help="ranks of the self-test"
     )
+    parser.add_argument("--hosts", type=pathlib.Path, metavar="FILE", help="hosts of the self-test")
     parser.add_argument(
-        "--hosts", type=pathlib.Path, metavar="FILE", help="the hosts that run the self-test"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=120.0, metavar="SECONDS", help="of the self-test"
+        "--timeout", type=float, default=120.0, metavar="SECONDS", help="limit of the self-test"
     )
     _print_help(parser, arguments)
     parsed = parser.parse_args(arguments)
@@ -191,7 +190,7 @@ def _start(
     hosts: Sequence[Host],
     environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Launch the ranks; inside a launcher's world, become one of them."""
+    """Launch the ranks. Inside the world of a launcher, become a rank instead."""
     around = world_around()
     if around is None:
         return launcher.launch(
@@ -204,13 +203,17 @@ def _start(
         )
     if ranks != around.size:
         _refuse(
-            f"-n {ranks}, but {around.launcher} has started {around.size} ranks here: "
-            "leave -n out, or start the command outside of it"
+            f"-n: got {ranks}, but {around.launcher} has started {around.size} ranks here. "
+            "Leave -n out, or start the command outside this launcher."
         )
     if hosts:
-        _refuse(f"--hosts: {around.launcher} has started the ranks, and placed them")
+        _refuse(
+            f"--hosts: {around.launcher} has started the ranks on its hosts. Leave --hosts out."
+        )
     if options.timeout < math.inf:
-        _refuse(f"--timeout: {around.launcher} has started the ranks; give it the time limit")
+        _refuse(
+            f"--timeout: {around.launcher} has started the ranks. Give it the time limit instead."
+        )
     os.environ.update(environment or {})
     launcher.become_rank(program)
 
@@ -219,13 +222,15 @@ def _print_script(
     words: Sequence[str], name: str, ranks: int, options: LaunchOptions, *, requeue: bool
 ) -> int:
     if options.hosts is not None:
-        _refuse("--hosts: a batch system places the ranks; leave it out of --print-script")
+        _refuse(
+            "--hosts: the batch system places the ranks. Leave --hosts out with --print-script."
+        )
     print(slurm.slurm(words, name, ranks, options.timeout, requeue=requeue), end="")
     return 0
 
 
 def _split(arguments: list[str], parser: Parser) -> tuple[list[str], list[str]]:
-    """Split launch's own options from the program, whose options may have the same names."""
+    """Split the options of launch from the program, whose options may have the same names."""
     takes_value = {
         name: action.nargs != 0 for action in parser._actions for name in action.option_strings
     }
@@ -238,7 +243,7 @@ def _split(arguments: list[str], parser: Parser) -> tuple[list[str], list[str]]:
             return arguments[:i], arguments[i:]
         name, equals, _ = word.partition("=")
         if name not in takes_value:
-            _refuse(f"launch has no option {word}; see `mpigrad launch --help`")
+            _refuse(f"launch: unknown option {word}. See `mpigrad launch --help`.")
         i += 2 if takes_value[name] and not equals else 1
     return arguments, []
 
@@ -250,7 +255,7 @@ def _print_help(parser: Parser, arguments: Sequence[str]) -> None:
 
 
 def _check_options(options: LaunchOptions) -> tuple[int, tuple[Host, ...]]:
-    """The number of ranks, and their hosts (none: this one)."""
+    """Return the number of ranks and their hosts (empty: this host)."""
     around, hosts = world_around(), ()
     if options.hosts is not None:
         hosts = _hosts_of(options.hosts, options.ranks)
@@ -261,12 +266,12 @@ def _check_options(options: LaunchOptions) -> tuple[int, tuple[Host, ...]]:
 
 
 def _hosts_of(file: pathlib.Path | None, ranks: int | None) -> tuple[Host, ...]:
-    """The hosts of a file, which take as many ranks."""
+    """Read a hosts file and check that its hosts take this number of ranks."""
     if file is None:
         return ()
     try:
         hosts = read_hosts(file)
-        placed(hosts, ranks or 1)
+        place_ranks(hosts, ranks or 1)
     except (ValueError, OSError) as error:
         _refuse(f"--hosts: {error}")
     return hosts
@@ -274,15 +279,15 @@ def _hosts_of(file: pathlib.Path | None, ranks: int | None) -> tuple[Host, ...]:
 
 def _check_launch(ranks: int, timeout: float, grace: float) -> None:
     if ranks < 1:
-        _refuse(f"-n {ranks}: at least 1 rank")
+        _refuse(f"-n: expected at least 1 rank, got {ranks}.")
     if not timeout > 0:
-        _refuse(f"--timeout {timeout:g}: more than 0 seconds")
+        _refuse(f"--timeout: expected more than 0 seconds, got {timeout:g}.")
     if not grace >= 0:
-        _refuse(f"--grace {grace:g}: 0 seconds or more")
+        _refuse(f"--grace: expected 0 seconds or more, got {grace:g}.")
 
 
 def _say(text: str) -> None:
-    if _speaks():
+    if _prints():
         print(text)
 
 
@@ -290,20 +295,20 @@ def _has(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _speaks() -> bool:
-    """Whether this process prints for its world: of several ranks, the first."""
+def _prints() -> bool:
+    """Return True if this process prints: it is rank 0, or not a rank."""
     around = world_around()
     return around is None or around.rank == 0
 
 
 def _refuse(text: str) -> NoReturn:
-    if _speaks():
+    if _prints():
         print(f"mpigrad: {text}", file=sys.stderr, flush=True)
-    _let_the_first_speak()
+    _wait_for_first_rank()
     raise SystemExit(2)
 
 
-def _let_the_first_speak() -> None:
-    """A launcher ends all ranks with the first that fails, perhaps before rank 0 has spoken."""
-    if not _speaks():
+def _wait_for_first_rank() -> None:
+    """Wait until rank 0 has printed: a launcher ends all ranks when the first one exits."""
+    if not _prints():
         time.sleep(5)

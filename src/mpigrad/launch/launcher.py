@@ -1,10 +1,10 @@
-"""Start the ranks of a program, and end them: all of them, whatever happens.
+"""Start the ranks of a program, and end all of them whatever happens.
 
-The ranks run in a session of their own, so that Ctrl-C reaches this process alone. It first asks
-the job to save and end (see `mpigrad.checkpoint.signals`), and ends it when asked again, when the
-job does not come to its end, or when its time limit is over. No rank outlives the launcher.
+The ranks run in their own session, so that Ctrl-C reaches only this process. The first Ctrl-C asks
+the job to save and end (see `mpigrad.checkpoint.signals`). The launcher ends the job at the second
+Ctrl-C, if the job does not end in time, or at the time limit. No rank outlives the launcher.
 
-Only the standard library is imported: ranks import JAX and MPI, their launcher needs neither.
+Only the standard library is imported: the launcher needs neither JAX nor MPI.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from mpigrad.launch.hostfile import Host, placed
+from mpigrad.launch.hostfile import Host, place_ranks
 from mpigrad.launch.mpi_installation import (
     Launcher,
     common_environment,
@@ -33,44 +33,47 @@ from mpigrad.launch.mpi_installation import (
     forwarded_prefixes,
     mpi_library,
 )
-from mpigrad.launch.processes import marked, outliving
+from mpigrad.launch.processes import processes_with, remaining_processes
 from mpigrad.runtime.world import MPIError
 
 __all__ = ["cores", "launch"]
 
-TIMED_OUT = 124  # as timeout(1) has it
-_GRACE = 30.0  # seconds that a job which was asked to end may take for saving
+TIMED_OUT = 124  # the exit code of timeout(1)
+_GRACE = 30.0  # seconds for a job to save after it was asked to end
 _KILL_AFTER = 3.0  # seconds between SIGTERM and SIGKILL
 _AFTER_ABORT = 5.0  # seconds in which mpiexec ends after a rank's MPI_Abort
-_OUTLIVING = 5.0  # seconds between looks for a job without ranks
-# What ends programs, and is seldom an exit code.
+_REMAINING = 5.0  # seconds between two searches for processes that outlive the ranks
+# Signals that end programs and whose numbers are rarely exit codes.
 _ENDING_SIGNALS = {
     *(signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE),
     *(signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM),
 }
-_HANDED_ON = (-signal.SIGUSR1, 128 + signal.SIGUSR1)  # how ranks end that do not listen
-_MARK = "MPIGRAD_JOB"  # in the environment of every process of a job, and so of every orphan
+_ENDED_BY_REQUEST = (
+    -signal.SIGUSR1,
+    128 + signal.SIGUSR1,
+)  # exit codes of ranks that do not listen
+_MARK = "MPIGRAD_JOB"  # in the environment of every process of a job, orphans included
 
 
 def cores() -> int:
-    """Physical cores that this process may use (two hardware threads of a core are one)."""
+    """Return the number of physical cores that this process may use."""
     usable = os.sched_getaffinity(0)
-    found: set[str] = set()
+    siblings: set[str] = set()
     for cpu in usable:
         file = pathlib.Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         try:
-            found.add(file.read_text())
+            siblings.add(file.read_text())
         except OSError:
             return len(usable)
-    return len(found)
+    return len(siblings)
 
 
 def rank_environment(
     launcher: Launcher | None, ranks: int, hosts: Sequence[Host] = ()
 ) -> dict[str, str]:
-    """What the settings file adds to the environment, with what the user has set kept.
+    """Return the variables that the settings file adds to the environment of ranks.
 
-    Hosts are taken to have as many cores as this one.
+    Variables that the user has set are kept. All hosts are assumed to have as many cores as this.
     """
     family = launcher.family if launcher else None
     settings = common_environment()
@@ -78,7 +81,7 @@ def rank_environment(
         settings |= family.environment
         if os.geteuid() == 0:
             settings |= family.root
-        if max(placed(hosts, ranks)) > cores():
+        if max(place_ranks(hosts, ranks)) > cores():
             settings |= family.oversubscribed
     added: dict[str, str] = {}
     for name, value in settings.items():
@@ -87,10 +90,10 @@ def rank_environment(
         if own is None or (separator and not own.strip()):
             added[name] = value
         elif name == "XLA_FLAGS" and not own.lstrip().startswith("-"):
-            pass  # the name of a file with flags
+            pass  # XLA_FLAGS is the name of a file with flags
         elif separator:
             words = [w for w in value.split(separator) if w.split("=")[0] not in own]
-            # XLA stops reading flags at the first word without dashes.
+            # XLA stops reading flags at the first word that does not begin with a dash.
             last = [w for w in words if name == "XLA_FLAGS" and not w.startswith("-")]
             first = [w for w in words if w not in last]
             added[name] = separator.join([*first, own, *last])
@@ -106,38 +109,38 @@ def launch(
     environment: Mapping[str, str] | None = None,
     hosts: Sequence[Host] = (),
 ) -> int:
-    """Run a Python program on `ranks` ranks and wait for its end.
+    """Run a Python program on `ranks` ranks and wait until it ends.
 
     Parameters
     ----------
     program
-        What follows `python` on a command line: a file or `-m module`, and its arguments.
+        The arguments of `python`: a file or `-m module`, and the arguments of the program.
     ranks
         Number of ranks.
     timeout
         Seconds after which the job is ended.
     grace
-        Seconds that the job may take to save and end after the first Ctrl-C or SIGTERM.
+        Seconds for the job to save and end after the first Ctrl-C or SIGTERM.
     environment
-        Further variables for the ranks.
+        Additional variables for the ranks.
     hosts
-        Where the ranks run; without hosts, here (or where a batch system has given nodes).
+        Hosts for the ranks. Default: this host, or the nodes of a batch job.
 
     Returns
     -------
     int
-        The job's exit code: 0, or that of the rank which failed; 124 at the time limit.
+        The exit code of the job: 0, that of the failed rank, or 124 at the time limit.
 
     Raises
     ------
     MPIError
-        There is no MPI, or no launcher that belongs to it; or it cannot be told the hosts.
+        If MPI or its launcher is missing, or the launcher lacks an option for hosts.
     ValueError
-        The hosts take fewer ranks.
+        If the hosts take fewer ranks.
     """
     launcher = find_launcher(mpi_library())
-    where = _where(launcher, ranks, hosts)
-    # Files through which ranks and launcher speak; on several hosts where all of them see it.
+    host_words = _host_words(launcher, ranks, hosts)
+    # Ranks and launcher communicate through files, on several hosts in a directory that all see.
     common = os.getcwd() if hosts and os.access(os.getcwd(), os.W_OK) else None
     prefix = ".mpigrad-" if common else "mpigrad-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=common) as directory:
@@ -152,11 +155,11 @@ def launch(
         command = [launcher.path]
         if launcher.family is not None:
             command += [word.format(ranks=ranks) for word in launcher.family.count]
-            command += where
+            command += host_words
             users = [name for name in os.environ if name.startswith(forwarded_prefixes())]
             for name in sorted({*added, *users}):
                 command += [word.format(name=name) for word in launcher.family.forward]
-        # mpi4py's runner turns an exception, or sys.exit(3), of one rank into the job's end.
+        # mpi4py's runner ends the job at an exception or sys.exit(n) of one rank.
         command += [sys.executable, "-m", "mpi4py", *program]
         family = launcher.family
         job = _Job(
@@ -166,7 +169,7 @@ def launch(
             timeout,
             grace,
             spread=bool(hosts),
-            # Those of srun, and of PBS, are below a daemon.
+            # With srun and PBS, a daemon is the parent of the ranks.
             descending=family is not None
             and family.key != "slurm"
             and "PBS_JOBID" not in os.environ,
@@ -175,29 +178,29 @@ def launch(
         return job.run()
 
 
-def _where(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> list[str]:
-    """The words that tell a launcher which hosts run how many of the ranks."""
+def _host_words(launcher: Launcher, ranks: int, hosts: Sequence[Host]) -> list[str]:
+    """Return the launcher's options for the hosts and their numbers of ranks."""
     if not hosts:
         return []
     if launcher.family is None or not launcher.family.hosts:
         raise MPIError(
-            f"mpigrad: {launcher} cannot be told the hosts; inside a batch job leave --hosts out: "
-            "the nodes are those of the job"
+            f"mpigrad: --hosts: {launcher} does not accept hosts. Leave --hosts out: a batch job "
+            "uses its own nodes."
         )
-    counts = placed(hosts, ranks)
+    counts = place_ranks(hosts, ranks)
     text = ",".join(f"{h.name}:{n}" for h, n in zip(hosts, counts, strict=True) if n > 0)
     return [word.format(hosts=text) for word in launcher.family.hosts]
 
 
 def become_rank(program: Sequence[str]) -> NoReturn:
-    """Replace this process, which a launcher has started as a rank, by the program's rank."""
+    """Replace this process, which a launcher started as a rank, by a rank of the program."""
     added = rank_environment(None, 1) | {"MPIGRAD_TERMINAL": "1" if sys.stdout.isatty() else "0"}
     command = [sys.executable, "-m", "mpi4py", *program]
     os.execve(sys.executable, command, os.environ | added)
 
 
 class _Job:
-    """One mpiexec and everything below it."""
+    """One mpiexec and all its processes."""
 
     def __init__(
         self,
@@ -216,9 +219,9 @@ class _Job:
         self.stop_file = stop_file
         self.timeout = timeout
         self.grace = grace
-        self.spread = spread  # over hosts that do not see the stop file
-        self.descending = descending  # whether ranks are below mpiexec
-        self.bare_signals = bare_signals  # mpiexec returns the number of a signal as it is
+        self.spread = spread  # on hosts that do not see the stop file
+        self.descending = descending  # ranks are descendants of mpiexec
+        self.bare_signals = bare_signals  # mpiexec returns the number of a signal unchanged
         self.requests: list[int] = []
 
     def run(self) -> int:
@@ -234,7 +237,8 @@ class _Job:
                 )
             except OSError as error:
                 raise MPIError(
-                    f"mpigrad: cannot start {shlex.join(self.command)}: {error}"
+                    f"mpigrad: cannot start {shlex.join(self.command)}: {error}. "
+                    "Run `mpigrad doctor`."
                 ) from None
             try:
                 code = self._wait(process)
@@ -244,44 +248,46 @@ class _Job:
             return code
 
     def _say_cause(self) -> None:
-        """Print, last of all, why a rank has ended the job (guard/ending.py)."""
+        """Print, as the last text, why a rank ended the job (see guard/failure.py)."""
         with contextlib.suppress(OSError):
             text = self.stop_file.with_name("cause").read_text(errors="replace")
             print(text.rstrip(), file=sys.stderr, flush=True)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for the job's end, or bring it about; returns its exit code."""
+        """Wait until the job ends, or end it, and return its exit code."""
         start = time.monotonic()
         limit = start + self.timeout
         asked: float | None = None
-        look = start + _OUTLIVING
+        look = start + _REMAINING
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(0.1)
-                handed_on = status in _HANDED_ON or (self.bare_signals and status == signal.SIGUSR1)
-                if asked is not None and self.spread and handed_on:
-                    return 128 + self.requests[0]  # nobody listened
+                by_request = status in _ENDED_BY_REQUEST or (
+                    self.bare_signals and status == signal.SIGUSR1
+                )
+                if asked is not None and self.spread and by_request:
+                    return 128 + self.requests[0]  # no rank listened
                 return _report(status, self.bare_signals, self._who_left())
             now = time.monotonic()
             if self._aborted_long_ago():
-                _say("mpiexec waits for a host that does not answer; ending it")
-                process.kill()  # told to end, it would wait on
+                _say("mpiexec waits for a host that does not answer; ending mpiexec")
+                process.kill()  # SIGTERM would not end it
                 return 1
             if now > limit:
                 _say(f"the time limit of {self.timeout:g} s is over; ending all ranks")
                 return TIMED_OUT
             if now > look:
-                look = math.inf if self._said_who_is_left(process.pid) else now + _OUTLIVING
+                look = math.inf if self._report_remaining(process.pid) else now + _REMAINING
             if not self.requests:
                 continue
             name = signal.Signals(self.requests[0]).name
             if asked is None:
-                if not (self.spread or self._somebody_listens()):
+                if not (self.spread or self._has_listener()):
                     _say(f"{name}: ending all ranks")
                     return 128 + self.requests[0]
                 asked = now
                 self.stop_file.touch()
-                if self.spread:  # handed on to all ranks; who does not listen ends by it
+                if self.spread:  # mpiexec passes it to all ranks, which end by it or save
                     process.send_signal(signal.SIGUSR1)
                 again = "Ctrl-C again" if name == "SIGINT" else "a second signal"
                 _say(f"{name}: asked the job to save and end ({again} ends it at once)")
@@ -293,31 +299,32 @@ class _Job:
                 return 128 + self.requests[0]
 
     def _who_left(self) -> tuple[int, int] | None:
-        """The exit code with which a rank has left first, and the rank (guard/ending.py)."""
+        """Return the exit code and rank of the first rank that exited (see guard/failure.py)."""
         with contextlib.suppress(OSError, ValueError):
             code, rank = self.stop_file.with_name("left").read_text().split()
             return int(code) % 256, int(rank)
         return None
 
-    def _said_who_is_left(self, mpiexec: int) -> bool:
-        """Say for which processes mpiexec waits when its ranks have ended, if that is so."""
-        left = [] if self.spread or not self.descending else outliving(mpiexec, self.mark)
+    def _report_remaining(self, mpiexec: int) -> bool:
+        """Name the processes for which mpiexec waits after its ranks have ended, if any."""
+        left = [] if self.spread or not self.descending else remaining_processes(mpiexec, self.mark)
         if left:
-            time.sleep(0.2)  # ranks, or their children, that were about to end
-            left = [one for one in outliving(mpiexec, self.mark) if one in left]
+            time.sleep(0.2)  # for ranks or children that were about to end
+            left = [one for one in remaining_processes(mpiexec, self.mark) if one in left]
         if left:
             names = ", ".join(f"{pid} ({name})" for pid, name in left)
             _say(
-                "all ranks have ended; mpiexec waits for processes that they have started and that "
-                f"hold their output: {names}. Let a rank wait for them, or give them another output"
+                "all ranks have ended, but mpiexec waits for processes that they started and that "
+                f"hold their output open: {names}. Wait for them in a rank, or redirect their "
+                "output."
             )
         return bool(left)
 
-    def _somebody_listens(self) -> bool:
+    def _has_listener(self) -> bool:
         return self.stop_file.with_name("listening").exists()
 
     def _aborted_long_ago(self) -> bool:
-        """Whether a rank has ended the job, and mpiexec has not."""
+        """Return True if a rank called Abort, but mpiexec has not ended since."""
         try:
             aborted = self.stop_file.with_name("aborted").stat().st_mtime
         except OSError:
@@ -338,14 +345,14 @@ class _Job:
                 signal.signal(number, handler)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """End mpiexec, which ends its ranks here and elsewhere, and then whatever is left."""
+        """End mpiexec, which ends its ranks on all hosts, and then all remaining processes."""
         if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_KILL_AFTER)
-        for wait in (0.0, 0.2, 0.5, 1.0):  # a rank that is being started escapes one look
+        for wait in (0.0, 0.2, 0.5, 1.0):  # one search may miss a rank that is just starting
             time.sleep(wait)
-            left = marked(self.mark)
+            left = processes_with(self.mark)
             if not left and process.poll() is not None:
                 return
             for pid in left:
@@ -354,31 +361,31 @@ class _Job:
         process.wait()
 
 
-_prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork only the call is left
+_prctl = ctypes.CDLL(None).prctl  # looked up before the fork, after which only the call is safe
 
 
 def _end_with_parent() -> None:
-    """Let mpiexec be told to end when the launcher itself is killed (PR_SET_PDEATHSIG)."""
+    """Send SIGTERM to mpiexec if the launcher itself is killed (PR_SET_PDEATHSIG)."""
     _prctl(1, int(signal.SIGTERM), 0, 0, 0)
 
 
 def _report(status: int, bare_signals: bool, left: tuple[int, int] | None) -> int:
-    """Say how a job ended by itself, unless well; returns the exit code of its status.
+    """Print how a job failed, if it did, and return its exit code.
 
-    `left` are the exit code and the rank of the first that has left with one.
+    `left` is the exit code and rank of the first rank that exited with one.
     """
     code = status if status >= 0 else 128 - status
     if left is not None and code == left[0] != 0:
-        _say(f"the job failed with exit code {code}: rank {left[1]} was the first to leave with it")
+        _say(f"the job failed with exit code {code}: rank {left[1]} was the first to exit with it")
         return code
     bare = bare_signals and code in _ENDING_SIGNALS
     number = code if bare else code - 128
     if number in {s.value for s in signal.Signals}:
         name = signal.Signals(number).name
-        hint = " (often the kernel's, when memory is full)" if number == signal.SIGKILL else ""
+        hint = " (often sent by the kernel if memory is full)" if number == signal.SIGKILL else ""
         _say(
             f"the job was ended by signal {name}{hint}"
-            + (f", or a rank has exited with {code}: mpiexec does not say which" if bare else "")
+            + (f", or a rank exited with {code}: mpiexec does not report which" if bare else "")
         )
     elif code:
         _say(f"the job failed with exit code {code}")
@@ -386,5 +393,5 @@ def _report(status: int, bare_signals: bool, left: tuple[int, int] | None) -> in
 
 
 def _say(text: str) -> None:
-    start = "\n" if sys.stderr.isatty() else ""  # the cursor may be within a progress line
+    start = "\n" if sys.stderr.isatty() else ""  # the cursor may be in a progress line
     print(f"{start}mpigrad: {text}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Which MPI library mpi4py loads, and which launcher belongs to it.
+"""Find the MPI library that mpi4py loads, and the launcher that belongs to it.
 
-Only the standard library is imported: this is asked before there is any MPI, also where there is
-none, or two.
+Only the standard library is imported, because this must work before MPI is loaded, and with no MPI
+or two MPIs installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Family", "Launcher", "Library", "families", "find_launcher", "mpi_li
 
 _SETTINGS = pathlib.Path(__file__).with_name("launch_settings.toml")
 
-# MPI is loaded, not initialised: an MPI_Init here would be a world of its own.
+# Load MPI without initialising it: MPI_Init would start a separate world here.
 _PROBE = """
 import json, re, mpi4py
 mpi4py.rc.initialize = False
@@ -41,7 +41,7 @@ print(json.dumps({"mpi4py": mpi4py.__version__, "version": MPI.Get_library_versi
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Launchers that are told the same things in the same way (a table of the settings file)."""
+    """MPI libraries and launchers with the same options (a table of the settings file)."""
 
     key: str
     name: str
@@ -86,18 +86,18 @@ def _settings() -> dict[str, Any]:
 
 
 def common_environment() -> dict[str, str]:
-    """What is set for the ranks of every family."""
+    """Return the variables that are set for the ranks of every family."""
     return dict(_settings()["environment"])
 
 
 def forwarded_prefixes() -> tuple[str, ...]:
-    """How the user's variables begin which ranks on other machines get, too."""
+    """Return the prefixes of the user's variables that ranks on other machines get."""
     return tuple(_settings()["forward"]["prefixes"])
 
 
 @functools.cache
 def families() -> tuple[Family, ...]:
-    """The MPI families of the settings file."""
+    """Return the MPI families of the settings file."""
     return tuple(
         Family(
             key=key,
@@ -119,17 +119,17 @@ def families() -> tuple[Family, ...]:
 
 
 def family_of_library(version: str) -> Family | None:
-    """The family whose pattern is in MPI_Get_library_version's text."""
+    """Return the family whose pattern matches the text of MPI_Get_library_version, or None."""
     return next((f for f in families() if f.library and re.search(f.library, version)), None)
 
 
 def mpi_library(python: str = sys.executable) -> Library:
-    """The MPI library that `import mpi4py.MPI` loads in `python`, asked in a process of its own.
+    """Return the MPI library that `import mpi4py.MPI` loads in `python`, found in a new process.
 
     Raises
     ------
     MPIError
-        mpi4py is missing, or finds no MPI library.
+        If mpi4py is missing or finds no MPI library.
     """
     try:
         probe = subprocess.run(
@@ -141,29 +141,32 @@ def mpi_library(python: str = sys.executable) -> Library:
             env=dict(os.environ),
         )
     except subprocess.TimeoutExpired:
-        raise MPIError("mpigrad: loading MPI through mpi4py did not end within 60 s") from None
+        raise MPIError(
+            "mpigrad: `import mpi4py.MPI` did not end within 60 s.\n"
+            "  Check the file system and MPI's settings, then try it in Python."
+        ) from None
     if probe.returncode != 0:
         lines = probe.stderr.strip().splitlines()
         cause = lines[-1] if lines else f"exit code {probe.returncode}"
         if "No module named 'mpi4py'" in cause:
-            raise MPIError("mpigrad: mpi4py is not installed: pip install mpi4py")
+            raise MPIError("mpigrad: mpi4py is not installed.\n  Run: pip install mpi4py")
         raise MPIError(
             f"mpigrad: mpi4py cannot load an MPI library ({cause}).\n"
-            "  Install one: apt-get install openmpi-bin libopenmpi-dev (Debian, Ubuntu), or "
-            "pip install mpich (any Linux, no root needed; without hypre)"
+            "  Install one with apt-get install openmpi-bin libopenmpi-dev (Debian, Ubuntu) or "
+            "pip install mpich (any Linux, no root needed, without hypre)."
         )
-    found = json.loads(probe.stdout.splitlines()[-1])
-    version = found["version"].replace("\0", "").strip()
+    answer = json.loads(probe.stdout.splitlines()[-1])
+    version = answer["version"].replace("\0", "").strip()
     return Library(
         version=re.sub(r"\s+(Version:\s+)?", " ", version.splitlines()[0]).split(", package")[0],
-        path=os.path.realpath(found["path"]) if found["path"] else "",
-        mpi4py=found["mpi4py"],
+        path=os.path.realpath(answer["path"]) if answer["path"] else "",
+        mpi4py=answer["mpi4py"],
         family=family_of_library(version),
     )
 
 
 def identify(path: str) -> Launcher:
-    """What the launcher at `path` says it is."""
+    """Identify the launcher at `path` by its version text."""
     try:
         answer = subprocess.run(
             [path, "--version"],
@@ -181,10 +184,10 @@ def identify(path: str) -> Launcher:
 
 
 def launchers(library: Library) -> Iterator[Launcher]:
-    """Launchers that may belong to `library`, the likeliest first.
+    """Iterate over launchers that may belong to `library`, the most likely first.
 
-    Those installed with the library come first (`prefix/lib/libmpi.so` → `prefix/bin/mpiexec`, as
-    in PyPI's wheels, conda and modules of clusters), then those on PATH.
+    Launchers installed with the library come first (`prefix/lib/libmpi.so` → `prefix/bin/mpiexec`,
+    as in PyPI wheels, conda and cluster modules), then launchers on PATH.
     """
     names = library.family.names if library.family else ("mpiexec", "mpirun")
     every = dict.fromkeys((*names, *(n for f in families() for n in f.names)))
@@ -203,24 +206,27 @@ def launchers(library: Library) -> Iterator[Launcher]:
 
 
 def find_launcher(library: Library) -> Launcher:
-    """The launcher that belongs to the MPI library which mpi4py loads.
+    """Return the launcher that belongs to the MPI library which mpi4py loads.
 
-    MPIGRAD_MPIEXEC names one to be taken; it has to be of the same family.
+    MPIGRAD_MPIEXEC selects a launcher, which must be of the same family.
 
     Raises
     ------
     MPIError
-        There is none, or only those of another MPI, with which every rank would be alone.
+        If a launcher is missing, or all launchers belong to another MPI.
     """
     wanted = os.environ.get("MPIGRAD_MPIEXEC")
     if wanted:
         path = shutil.which(wanted)
         if path is None:
-            raise MPIError(f"mpigrad: MPIGRAD_MPIEXEC={wanted}: there is no such program")
+            raise MPIError(
+                f"mpigrad: MPIGRAD_MPIEXEC={wanted}: there is no such program.\n"
+                "  Set it to the path of an mpiexec, or unset it."
+            )
         chosen = identify(path)
         if _fits(chosen, library):
             return chosen
-        raise MPIError(_other_mpi(library, [chosen], "MPIGRAD_MPIEXEC names"))
+        raise MPIError(_other_mpi(library, [chosen], "MPIGRAD_MPIEXEC is"))
     others: list[Launcher] = []
     for launcher in launchers(library):
         if launcher.family is None or launcher.family.key == "slurm":
@@ -232,11 +238,11 @@ def find_launcher(library: Library) -> Launcher:
     if srun and "SLURM_JOB_ID" in os.environ:
         return identify(srun)
     if others:
-        raise MPIError(_other_mpi(library, others, "found only"))
-    install = library.family.install if library.family else "the mpiexec of this MPI"
+        raise MPIError(_other_mpi(library, others, "the only launcher found is"))
+    install = library.family.install if library.family else "its own mpiexec"
     raise MPIError(
         f"mpigrad: no mpiexec found for {library.version} ({library.path}).\n"
-        f"  Install it: {install}; or name it: MPIGRAD_MPIEXEC=/path/to/mpiexec"
+        f"  Install it ({install}), or set MPIGRAD_MPIEXEC=/path/to/mpiexec."
     )
 
 
@@ -244,7 +250,7 @@ def _fits(launcher: Launcher, library: Library) -> bool:
     if launcher.family is None:
         return False
     if library.family is None or launcher.family.key == "slurm":
-        return True  # nothing is known against it; the ranks compare their number at start
+        return True  # cannot be checked here: the ranks compare their number at start
     return launcher.family.key == library.family.key
 
 
@@ -252,7 +258,7 @@ def _other_mpi(library: Library, found: list[Launcher], verb: str) -> str:
     install = library.family.install if library.family else "its own mpiexec"
     return (
         f"mpigrad: mpi4py runs on {library.version} ({library.path}), but {verb} "
-        f"{', '.join(map(str, found))}, which belongs to another MPI: every rank would be a world "
-        f"of its own.\n  Install the launcher of this MPI: {install}; or name it: "
-        "MPIGRAD_MPIEXEC=/path/to/mpiexec"
+        f"{', '.join(map(str, found))}, which belongs to another MPI: every rank would be alone in "
+        f"its world.\n  Install the launcher of this MPI ({install}), or set "
+        "MPIGRAD_MPIEXEC=/path/to/mpiexec."
     )

@@ -1,4 +1,4 @@
-"""Options of the `mpigrad` command, by argparse."""
+"""Options of the `mpigrad` command, parsed by argparse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["LaunchOptions", "Parser", "launch_parser"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """How ranks are started and ended: see the help of `launch_parser`."""
+    """Options for starting and ending ranks, as in the help of `launch_parser`."""
 
     ranks: int | None = None
     hosts: pathlib.Path | None = None
@@ -23,16 +23,16 @@ class LaunchOptions:
 
     @classmethod
     def of(cls, parsed: argparse.Namespace) -> LaunchOptions:
-        """Take the launching options out of what a parser has found."""
+        """Create the options from the result of a parser."""
         return cls(**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(cls)})
 
 
 class OptionError(ValueError):
-    """A command line that makes no sense."""
+    """An invalid command line."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are exceptions, and that takes no abbreviations."""
+    """An ArgumentParser that raises its errors and does not accept abbreviations."""
 
     def __init__(self, prog: str, description: str = "", *, add_help: bool = True) -> None:
         super().__init__(
@@ -53,38 +53,38 @@ def launch_parser(
     """Return a parser of the options that start ranks."""
     parser = Parser(prog, description, add_help=add_help)
     group = parser.add_argument_group("launching options")
-    default = f"default: {ranks}" if ranks else "default: 1, or what --hosts take"
+    default = f"default: {ranks}" if ranks else "default: 1, or the slots of --hosts"
     group.add_argument(
         *("-n", "--ranks"),
         type=int,
         default=ranks,
         metavar="RANKS",
-        help="number of ranks, the processes that compute together; inside mpiexec or srun it is "
-        f"theirs ({default})",
+        help=f"number of ranks, the processes that compute together ({default}; inside mpiexec or "
+        "srun: their number)",
     )
     group.add_argument(
         "--hosts",
         type=pathlib.Path,
         metavar="FILE",
-        help="the hosts that run them: a line for each, its name and slots=RANKS (default: this)",
+        help="file with a line `NAME slots=RANKS` for each host (default: this host only)",
     )
     group.add_argument(
         "--timeout",
         type=float,
         default=math.inf,
         metavar="SECONDS",
-        help="time limit, after which every rank is ended with exit code 124",
+        help="time limit, after which all ranks are ended with exit code 124",
     )
     group.add_argument(
         "--grace",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="time that the job may take to save and end after the first Ctrl-C (default: 30)",
+        help="time for the job to save and end after the first Ctrl-C (default: 30)",
     )
     group.add_argument(
         "--print-script",
         choices=["slurm"],
-        help="start nothing: print a script that runs this command as a job of this batch system",
+        help="print a script that runs this command as a batch job, and start nothing",
     )
     return parser

@@ -1,4 +1,4 @@
-"""The processes of a job, found by a mark in their environment."""
+"""Find the processes of a job by a mark in their environment."""
 
 from __future__ import annotations
 
@@ -6,41 +6,40 @@ import contextlib
 import os
 import pathlib
 
-__all__ = ["marked", "outliving"]
+__all__ = ["processes_with", "remaining_processes"]
 
-# What launchers start between themselves and the ranks.
+# Processes between a launcher and its ranks.
 _HELPERS = ("hydra", "prte", "orted", "mpiexec")
 
 
-def marked(mark: bytes) -> list[int]:
-    """Other processes than this which have `mark` in their environment (a dead one has none)."""
-    found = []
+def processes_with(mark: bytes) -> list[int]:
+    """Return the ids of other processes with `mark` in their environment (zombies do not)."""
+    pids = []
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids
 
 
-def outliving(mpiexec: int, mark: bytes) -> list[tuple[int, str]]:
-    """Number and name of the processes that ranks have started, once all ranks have ended.
+def remaining_processes(mpiexec: int, mark: bytes) -> list[tuple[int, str]]:
+    """Return (id, name) of the processes that outlive all ranks, which started them.
 
-    Ranks are below `mpiexec`, and what a rank leaves behind is below nobody of the job. Empty while
-    a rank is there.
+    Ranks are descendants of `mpiexec`, and orphans are not. Empty while a rank is running.
     """
     left = []
-    for pid in marked(mark):
+    for pid in processes_with(mark):
         name = _name(pid)
-        if pid == mpiexec or not name or name.startswith(_HELPERS):  # or it has ended meanwhile
+        if pid == mpiexec or not name or name.startswith(_HELPERS):  # or it has just ended
             continue
-        if _below(pid, mpiexec):
+        if _descends(pid, mpiexec):
             return []
         left.append((pid, name))
     return left
 
 
-def _below(pid: int, ancestor: int) -> bool:
+def _descends(pid: int, ancestor: int) -> bool:
     while pid > 1:
         if pid == ancestor:
             return True
@@ -56,7 +55,7 @@ def _name(pid: int) -> str:
 
 def _parent(pid: int) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # The name before it may have blanks and brackets.
+        # The name in front may contain blanks and brackets.
         text = pathlib.Path(f"/proc/{pid}/stat").read_bytes()
         return int(text.rpartition(b")")[2].split()[1])
     return 0

@@ -1,8 +1,8 @@
-"""What `mpigrad run` starts on every rank.
+"""The program that `mpigrad run` starts on every rank.
 
     python -m mpigrad.launch.run_application NAME SETTINGS
 
-SETTINGS is a pickle in base64, so that options are parsed once, in the command.
+SETTINGS is a pickle in base64, so that options are parsed only once, in the command.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from mpi4py import MPI
 from mpigrad.guard import end_job
 from mpigrad.launch.applications import application
 
-_TURN = 1.0  # seconds that the other ranks leave to rank 0 for saying what all have found
+_DELAY = 1.0  # seconds that the other ranks wait, so that rank 0 reports a common error
 
 
 def main() -> int:
-    """Run the application named in sys.argv; an error is said once, and ends all ranks."""
+    """Run the application named in sys.argv. An error is printed once and ends all ranks."""
     name, packed = sys.argv[1:]
     world = MPI.COMM_WORLD
     try:
         settings: Any = pickle.loads(base64.urlsafe_b64decode(packed))
         application(name).run_function()(settings)
     except Exception as error:
-        # Most errors are raised on all ranks together. Rank 0 says it and ends the job; another
-        # rank gets to say its own only where rank 0 has none.
+        # Most errors are raised on all ranks. Rank 0 prints its error and ends the job. Other ranks
+        # print theirs only if rank 0 succeeds.
         if world.rank > 0:
-            time.sleep(_TURN)
+            time.sleep(_DELAY)
         if isinstance(error, ValueError | OSError) or str(error).startswith("mpigrad"):
-            where = "" if world.rank == 0 else f"rank {world.rank}: "
-            text = f"{where}{_named(error)}"
+            prefix = "" if world.rank == 0 else f"rank {world.rank}: "
+            text = f"{prefix}{_with_name(error)}"
         else:
             failed = f"mpigrad: rank {world.rank} of {world.size} failed"
             text = f"{traceback.format_exc()}{failed}"
@@ -44,7 +44,7 @@ def main() -> int:
     return 0
 
 
-def _named(error: BaseException) -> str:
+def _with_name(error: BaseException) -> str:
     text = str(error)
     return text if text.startswith("mpigrad") else f"mpigrad: {text}"
 

@@ -1,4 +1,4 @@
-"""What `mpigrad doctor` runs on its ranks, a second of everything.
+"""The self-test of `mpigrad doctor`, which takes about a second on its ranks.
 
 python -m mpigrad.launch.selftest
 """
@@ -49,7 +49,7 @@ def _ring() -> str:
 
 
 def _solve() -> str:
-    """-u'' = f on a few rows per rank, solved and differentiated with respect to f."""
+    """Solve -u'' = f on a few rows per rank, and differentiate with respect to f."""
     n_local, size = 8, MPI.COMM_WORLD.size
     n = n_local * size
     rows = np.arange(n_local) + n_local * MPI.COMM_WORLD.rank
@@ -74,9 +74,9 @@ def _solve() -> str:
 
 
 def _transformations() -> str:
-    """What this JAX does to messages that are differentiated inside its constructs."""
-    found = self_check.examine()
-    refused = {**found.errors, **found.failed, **_jax_private.missing()}
+    """Check derivatives of messages inside JAX's constructs with this version of JAX."""
+    result = self_check.examine()
+    refused = {**result.errors, **result.failed, **_jax_private.missing()}
     lines = [f"{feature} ({why})" for feature, why in refused.items()]
     return f"refused with this JAX: {'; '.join(lines)}" if lines else "nothing is refused"
 
@@ -84,8 +84,8 @@ def _transformations() -> str:
 def _same(got: np.ndarray, expected: np.typing.ArrayLike) -> None:
     if not np.allclose(got, expected, rtol=1e-6):
         raise ArithmeticError(
-            f"mpigrad: the self-test got {got} where {expected} is right, on rank "
-            f"{MPI.COMM_WORLD.rank}"
+            f"mpigrad: the self-test expected {expected} on rank {MPI.COMM_WORLD.rank}, got {got}. "
+            "Run the tests of mpigrad, and report this."
         )
 
 
@@ -99,7 +99,7 @@ CHECKS: dict[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    """Run the checks; rank 0 prints a line for each. A check that fails raises."""
+    """Run the checks. Rank 0 prints a line for each. A failed check raises an error."""
     jax.config.update("jax_enable_x64", True)
     first = MPI.COMM_WORLD.rank == 0
     for name, check in CHECKS.items():

@@ -1,4 +1,4 @@
-"""A script that runs a command of mpigrad's as a job of a batch system."""
+"""Write a script that runs a command of mpigrad as a batch job."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from mpigrad.runtime.world import MPIError
 
 __all__ = ["slurm"]
 
-_LATER = 300  # seconds before its time limit in which a job is asked to save
+_SAVE_BEFORE = 300  # a job is asked to save this many seconds before its time limit
 _HOUR = 3600.0
 
 
 def slurm(words: Sequence[str], name: str, ranks: int, seconds: float, *, requeue: bool) -> str:
-    """The text of a script for `sbatch`.
+    """Return the text of a script for `sbatch`.
 
     Parameters
     ----------
     words
-        What follows `mpigrad` on a command line that starts in srun's world.
+        The arguments of `mpigrad`, as started by srun.
     name
-        Of the job.
+        Name of the job.
     ranks
         Number of tasks.
     seconds
-        Time limit of the job (infinite: an hour is written, to be changed).
+        Time limit of the job. For infinity the script says one hour, to be changed by the user.
     requeue
-        The command goes on from what it has saved: ask it to save before the limit, and queue it
-        again. One that ends otherwise than well is not queued again.
+        True if the command can continue from its last save. Then it is asked to save before the
+        limit, and is queued again if it ends with exit code 0.
     """
     family = _family()
     lines = [
         "#!/bin/bash",
-        f"# Written by mpigrad {__version__}. Complete it and hand it in with sbatch.",
+        f"# Written by mpigrad {__version__}. Complete it and submit it with sbatch.",
         f"#SBATCH --job-name={_word(name)}",
         f"#SBATCH --ntasks={ranks}",
         "#SBATCH --cpus-per-task=1",
@@ -49,14 +49,14 @@ def slurm(words: Sequence[str], name: str, ranks: int, seconds: float, *, requeu
     ]
     if requeue:
         lines += [
-            "# Five minutes before the limit it is asked to save, and is queued again:",
+            "# Five minutes before the limit the job is asked to save, and is queued again:",
             "#SBATCH --requeue",
             "#SBATCH --open-mode=append",
-            f"#SBATCH --signal=B:USR1@{_LATER}",
+            f"#SBATCH --signal=B:USR1@{_SAVE_BEFORE}",
         ]
     lines += [
         "",
-        "# The modules that Python and MPI come from, as when mpigrad was installed:",
+        "# Load the modules with which mpigrad was installed (Python, MPI):",
         "# module load ...",
         *(f"export {n}={shlex.quote(v)}" for n, v in _settings(family).items()),
         "",
@@ -66,7 +66,7 @@ def slurm(words: Sequence[str], name: str, ranks: int, seconds: float, *, requeu
     return "\n".join(lines) + "\n"
 
 
-# A signal ends bash's `wait`, not the ranks. srun hands it to all of them.
+# A signal ends bash's `wait`, not the ranks. srun passes the signal to all ranks.
 _BEFORE = ["asked=", "trap 'asked=yes; kill -USR1 \"$ranks\"' USR1"]
 _AFTER = [
     "ranks=$!",
@@ -80,12 +80,12 @@ _AFTER = [
 def _family() -> Family | None:
     try:
         return mpi_library().family
-    except MPIError:  # of a login node without MPI's module
+    except MPIError:  # a login node without the module of MPI
         return None
 
 
 def _settings(family: Family | None) -> Mapping[str, str]:
-    """What ranks get beside what each sets for itself in srun's world."""
+    """Return the variables that a rank started by srun does not set itself."""
     common = common_environment()
     every = family.environment if family else {}
     return {name: value for name, value in every.items() if name not in common}
@@ -107,7 +107,7 @@ def _word(name: str) -> str:
 
 
 def _limit(seconds: float) -> str:
-    """Days-hours:minutes:seconds, whole minutes."""
+    """Format a time as days-hours:minutes:seconds, rounded up to minutes."""
     minutes = max(1, math.ceil(seconds / 60))
     hours, days = minutes // 60 % 24, minutes // 1440
     return (f"{days}-" if days else "") + f"{hours:02d}:{minutes % 60:02d}:00"

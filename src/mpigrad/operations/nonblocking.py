@@ -69,7 +69,7 @@ def _report_forgotten_at_exit() -> None:
     lib = library()
 
     def report() -> None:
-        lines = lib.mpigrad_forgotten_requests().decode().splitlines()
+        lines = lib.mpigrad_pending_requests().decode().splitlines()
         for line in dict.fromkeys(lines):
             sys.stderr.write(
                 f"mpigrad: rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}: nobody has waited "

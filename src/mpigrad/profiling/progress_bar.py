@@ -1,4 +1,4 @@
-"""One line on rank 0 that says how far a long run has come."""
+"""A progress line on rank 0 for long runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Progress", "duration"]
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the form that a reader takes in at a glance: 8 s, 3 min 20 s, 2 h 05 min."""
+    """Format seconds for a reader: 8 s, 3 min 20 s, 2 h 05 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -30,12 +30,12 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 class Progress:
-    """The progress of an iteration, shown by rank 0 and by nobody else.
+    """The progress of an iteration, shown by rank 0 only.
 
-    On a terminal one line is written over and over; elsewhere (a file, a batch job) plain lines,
-    not more often than every few seconds. The launcher says which it is (MPIGRAD_TERMINAL=1: a
-    terminal); without it, output is a terminal if it looks like one and no mpiexec started this
-    rank: Open MPI's gives its ranks a terminal of its own, whatever becomes of their output.
+    On a terminal, one line is overwritten. In a file or a batch job, plain lines are written every
+    few seconds. The launcher sets MPIGRAD_TERMINAL=1 for a terminal. Without this variable, output
+    counts as a terminal if it is one and mpiexec did not start this rank: Open MPI's mpiexec gives
+    its ranks a terminal even if their output goes to a file.
 
     Parameters
     ----------
@@ -44,9 +44,9 @@ class Progress:
     rank
         This rank.
     stream
-        Where to write; standard output if not given.
+        Output stream (default: standard output).
     interval
-        Seconds between plain lines; a live line is written ten times a second at most.
+        Seconds between plain lines. A live line is updated at most ten times a second.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Progress:
         self._live = _is_terminal(self._stream)
         self._interval = 0.1 if self._live else interval
         self._start = time.monotonic()
-        self._begun: tuple[int, float] | None = None  # where the time per iteration is taken from
+        self._begun: tuple[int, float] | None = None  # start of the measured time per iteration
         self._written = -float("inf")
         self._width = 0
 
     def update(self, iteration: int, **numbers: float) -> None:
-        """Say that `iteration` is done, with some numbers, for instance loss=..., gradient=...."""
+        """Show that `iteration` is done, with numbers such as loss=..., gradient=...."""
         if not self._shown:
             return
         now = time.monotonic()
         left = ""
         if self._begun is None:
-            if iteration > 0:  # the first iteration compiles: its time is not the others'
+            if iteration > 0:  # the first iteration compiles and takes longer
                 self._begun = (iteration, now)
         elif iteration > self._begun[0]:
             each = (now - self._begun[1]) / (iteration - self._begun[0])
@@ -81,7 +81,7 @@ class Progress:
         self._write(f"iteration {iteration}/{self._total}{values}{left}")
 
     def close(self, message: str = "") -> None:
-        """End the live line, if there is one, and write a last plain line."""
+        """End the live line, if there is one, and write a final line."""
         if not self._shown:
             return
         if self._live and self._width:
@@ -92,12 +92,12 @@ class Progress:
         self._stream.flush()
 
     def elapsed(self) -> float:
-        """Seconds since the progress was made."""
+        """Return the seconds since this object was created."""
         return time.monotonic() - self._start
 
     def _write(self, line: str) -> None:
         if self._live:
-            # A line that wraps cannot be written over.
+            # A line that wraps cannot be overwritten.
             line = line[: shutil.get_terminal_size().columns - 1]
             self._stream.write("\r" + line.ljust(self._width))
             self._width = len(line)

@@ -1,4 +1,4 @@
-"""The profile: what each operation on each source line has cost, over all ranks."""
+"""The profile: calls, bytes and time of each operation on each source line, over all ranks."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Total:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One rank's operations in their order, as arrays; times in nanoseconds of one clock.
+    """The operations of one rank in order, as arrays. Times are nanoseconds of a common clock.
 
     `peer` is a root or a partner, as a rank of its communicator. `communicators` gives for each
-    slot the world's ranks in it, and its number among the communicators of these ranks.
+    slot the world ranks of its members, and its index among the communicators of these ranks.
     """
 
     names: np.ndarray
@@ -50,9 +50,10 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Row:
-    """One operation on one line: sums over ranks, and times of each rank in seconds.
+    """One operation on one line: sums over ranks, and the time of each rank in seconds.
 
-    `waiting` is the part of `seconds` before the last rank, or the sender, came to the operation.
+    `waiting` is the part of `seconds` before the last rank, or the sender, began the operation.
+    It is None if unknown.
     """
 
     operation: str
@@ -64,7 +65,7 @@ class Row:
 
 
 def waiting_ns(records: Sequence[RankRecord]) -> list[np.ndarray]:
-    """For each rank and operation, how long it waited for others to come; NaN: not known."""
+    """Return for each rank how long each operation waited for other ranks (NaN: unknown)."""
     found = [np.full(len(r.start), np.nan) for r in records]
     places: dict[tuple[tuple[int, ...], int], dict[int, np.ndarray]] = defaultdict(dict)
     for rank, record in enumerate(records):
@@ -92,7 +93,7 @@ def waiting_ns(records: Sequence[RankRecord]) -> list[np.ndarray]:
 def _received(
     records: Sequence[RankRecord], members: tuple[int, ...], where: dict[int, np.ndarray]
 ) -> Iterator[tuple[int, np.ndarray, int, np.ndarray]]:
-    """(rank, its receives from a source, the source, its sends to the rank), in their order."""
+    """Iterate over (rank, its receives from a source, the source, its sends to the rank)."""
 
     def calls(rank: int, name: str, peer: int | None = None) -> np.ndarray:
         p, record = where[rank], records[rank]
@@ -107,7 +108,7 @@ def _received(
                 yield rank, calls(rank, "recv", there), source, calls(source, "send", here)
         if rank not in where:
             continue
-        # A sendrecv names its source only: it is taken to meet the same call of that rank.
+        # A sendrecv records only its source: it is assumed to match the same call of that rank.
         both = calls(rank, "sendrecv")
         for there in np.unique(records[rank].peer[both]):
             source = members[there] if there >= 0 else rank
@@ -118,7 +119,7 @@ def _received(
 
 
 def rows(records: Sequence[RankRecord]) -> list[Row]:
-    """One row for each operation on each line, the longest first."""
+    """Return a row for each operation on each line, the longest first."""
     waits = waiting_ns(records)
     totals: dict[tuple[str, str], dict[int, list[Total]]] = defaultdict(lambda: defaultdict(list))
     for rank, record in enumerate(records):
@@ -134,7 +135,7 @@ def rows(records: Sequence[RankRecord]) -> list[Row]:
                 mine = (record.names == t.operation) & (record.site == t.site)
                 inside = np.sum(record.end[mine] - record.start[mine])
                 seconds[rank] += t.seconds
-                # Of the operations that were kept, scaled to all.
+                # Estimated from the recorded operations, scaled to all.
                 share = np.sum(waits[rank][mine]) / inside if inside else np.nan
                 waiting[rank] += share * t.seconds
         every = [t for parts in by_rank.values() for t in parts]
@@ -145,7 +146,7 @@ def rows(records: Sequence[RankRecord]) -> list[Row]:
 
 
 def table(records: Sequence[RankRecord]) -> str:
-    """The profile as text."""
+    """Return the profile as text."""
     head = ("operation", "line", "calls", "bytes", "time max", "mean", "waiting max", "mean")
     lines: list[tuple[str, ...]] = [head]
     for row in rows(records):

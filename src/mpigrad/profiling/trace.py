@@ -1,10 +1,10 @@
-"""Seeing what happens: a timeline of every rank's operations, and a table of their costs.
+"""A timeline of the operations of all ranks, and a table of their costs.
 
-`MPIGRAD_TRACE=trace.json` writes Chrome's trace events, which https://ui.perfetto.dev opens: one
-process for each rank, one span for each operation, with its source line, bytes, partner or root
-and communicator. Ranks write files of their own while they run, so that those of a job which is
-ended are there, too; at its normal end they become one. `mpigrad launch --profile` (or
-MPIGRAD_PROFILE=1) prints the table when the program has ended.
+`MPIGRAD_TRACE=trace.json` writes Chrome trace events, which https://ui.perfetto.dev opens: one
+process for each rank, one span for each operation, with its source line, bytes, partner or root,
+and communicator. Each rank writes its own file while it runs, so the files remain if the job is
+ended. At a normal end they are merged into one. `mpigrad launch --profile` (or MPIGRAD_PROFILE=1)
+prints the table at the end of the program.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.guard import when_all_have_ended
+from mpigrad.guard import call_at_job_end
 from mpigrad.profiling.table import RankRecord, Total, table
 from mpigrad.runtime.call_sites import describe
 from mpigrad.runtime.native import library
 
 __all__ = ["start"]
 
-EVENTS = 200_000  # kept on each rank, unless MPIGRAD_TRACE_EVENTS says otherwise (56 bytes each)
-_PAUSE = 0.25  # seconds between two looks for what is to be written
-_PATIENCE = 10.0  # seconds that ranks wait for each other at the end
+EVENTS = 200_000  # default of MPIGRAD_TRACE_EVENTS: events per rank (56 bytes each)
+_PAUSE = 0.25  # seconds between two writes
+_PATIENCE = 10.0  # seconds for which ranks wait for each other at the end
 _SAME_HOST = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -52,17 +52,17 @@ class _Totals(ctypes.Structure):
 
 @functools.cache
 def start() -> None:
-    """Begin, where the environment asks for it; collective."""
+    """Start to record if MPIGRAD_TRACE or MPIGRAD_PROFILE is set (collective)."""
     path, profile = os.environ.get("MPIGRAD_TRACE"), os.environ.get("MPIGRAD_PROFILE") == "1"
     if not path and not profile:
         return
     world = Communicator(MPI.COMM_WORLD).mpi
     recorder = _Recorder(world, path, profile)
-    when_all_have_ended(recorder.end)
+    call_at_job_end(recorder.end)
 
 
 class _Recorder:
-    """This rank's part of the trace."""
+    """Records the trace of this rank."""
 
     def __init__(self, world: MPI.Intracomm, path: str | None, profile: bool) -> None:
         self.world, self.profile = world, profile
@@ -77,7 +77,7 @@ class _Recorder:
         lib.mpigrad_trace_communicator.argtypes = [ctypes.c_int64]
         for name in ("calls", "count", "totals"):
             getattr(lib, f"mpigrad_trace_{name}").restype = ctypes.c_int64
-        lib.mpigrad_trace_communicator.restype = ctypes.c_uint64  # as mpi4py gives handles
+        lib.mpigrad_trace_communicator.restype = ctypes.c_uint64  # the type of mpi4py's handles
         self._prepare()
         self.zero_ns, self.offset_ns = self._clock()
         self._stop = threading.Event()
@@ -91,7 +91,7 @@ class _Recorder:
         return self.path.with_name(f"{self.path.stem}.rank{rank}{self.path.suffix}")
 
     def _prepare(self) -> None:
-        """An empty part with the rank's name; an error on every rank where there cannot be one."""
+        """Create a file with the name of this rank. Raise an error on all ranks if one fails."""
         trouble = ""
         if self.part:
             name = {"name": f"rank {self.rank} on {MPI.Get_processor_name()}"}
@@ -113,17 +113,17 @@ class _Recorder:
         troubles = [t for t in self.world.allgather(trouble) if t]
         if troubles:
             raise ImportError(
-                f"mpigrad: MPIGRAD_TRACE={self.path} cannot be written ({troubles[0]}); name a "
-                "file in a directory that is there"
+                f"mpigrad: MPIGRAD_TRACE={self.path} cannot be written ({troubles[0]}). Set it to "
+                "a file in an existing directory."
             )
 
     def _clock(self) -> tuple[int, int]:
-        """(zero of the timeline, what this rank's clock is ahead of rank 0's), in nanoseconds."""
+        """Return (zero of the timeline, offset of this clock from rank 0's) in nanoseconds."""
         host = _SAME_HOST.read_text() if _SAME_HOST.exists() else MPI.Get_processor_name()
         self.world.Barrier()
         now = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
         zero = self.world.bcast(now)
-        # On one host all ranks read the same clock; elsewhere they have just left a barrier.
+        # Ranks of one host read the same clock. Across hosts, they have just left a barrier.
         offset = 0 if len(set(self.world.allgather(host))) == 1 else now - zero
         return zero, offset
 
@@ -137,36 +137,36 @@ class _Recorder:
             self._write()
 
     def end(self) -> None:
-        """Write what is left; where all ranks come here, make one file and print the table."""
+        """Write the remaining events. If all ranks end, merge the files and print the table."""
         if self._writer.is_alive():
             self._stop.set()
             self._writer.join()
         self._write()
         calls, kept = self.lib.mpigrad_trace_calls(), self.lib.mpigrad_trace_count()
-        if not self._everybody_came():
+        if not self._all_ranks_end():
             return
         world = self.world
         most = world.allreduce(calls - kept, op=MPI.MAX)
         if self.rank == 0 and most > 0:
             _say(
-                f"the trace has the first {_limit()} operations of each rank "
-                "(MPIGRAD_TRACE_EVENTS); the profile's times are of all of them"
+                f"the trace has only the first {_limit()} operations of each rank; times of a "
+                "profile include all. Set MPIGRAD_TRACE_EVENTS to record more."
             )
         if self.profile:
             gathered = world.gather(self._record(kept))
             if gathered is not None:
                 print(table(gathered), file=sys.stderr, flush=True)
-        if self.path and self.rank == 0:  # last: large files take long
+        if self.path and self.rank == 0:  # last: large files take time
             try:
                 self._merge(self.path)
             except OSError as error:
                 _say(
-                    f"the trace could not be written to {self.path} ({error}); the files of the "
-                    f"ranks, {self._part(0).name} and its kin, are there"
+                    f"the trace could not be written to {self.path} ({error}). Open the files of "
+                    f"the ranks instead: {self._part(0).name}, ..."
                 )
 
-    def _everybody_came(self) -> bool:
-        """Whether all ranks end; one that was ended by an error never comes."""
+    def _all_ranks_end(self) -> bool:
+        """Return True if all ranks end normally. A rank that failed does not take part."""
         request = self.world.Ibarrier()
         limit = time.monotonic() + _PATIENCE
         while not request.Test():
@@ -178,7 +178,7 @@ class _Recorder:
     def _merge(self, path: pathlib.Path) -> None:
         parts = [self._part(r) for r in range(self.size)]
         if not all(part.exists() for part in parts):
-            return  # other hosts have them, each readable by itself
+            return  # they are on other hosts, and each can be opened separately
         with path.open("w") as out:
             out.write("[\n")
             for line, following in itertools.pairwise([*_lines(parts), ""]):
@@ -189,7 +189,7 @@ class _Recorder:
         _say(f"trace of {self.size} ranks: {path} (open it in https://ui.perfetto.dev)")
 
     def _record(self, n: int) -> RankRecord:
-        """What the profile needs of this rank: its first `n` events, and the totals of all."""
+        """Return the record of this rank: its first `n` events and the totals of all."""
         raw = np.empty((n, 7), np.int64)  # the fields of TraceEvent, in native/guard/trace.h
         self.lib.mpigrad_trace_events(raw.ctypes.data, n)
         pointers, numbers = np.unique(raw[:, 0], return_inverse=True)
@@ -218,15 +218,15 @@ class _Recorder:
         )
 
     def _communicators(self, slots: np.ndarray) -> dict[int, tuple[tuple[int, ...], int]]:
-        """For each slot the ranks of its communicator, and which of those with these it is."""
+        """Return for each slot the ranks of its communicator, and its index among equal groups."""
         world = MPI.COMM_WORLD.Get_group()
-        found: dict[int, tuple[tuple[int, ...], int]] = {}
+        groups: dict[int, tuple[tuple[int, ...], int]] = {}
         for slot in range(int(slots.max(initial=-1)) + 1):
             comm = MPI.Comm.fromhandle(self.lib.mpigrad_trace_communicator(slot))
             group = comm.Get_group()
             ranks = tuple(MPI.Group.Translate_ranks(group, range(group.size), world))
-            found[slot] = (ranks, sum(other == ranks for other, _ in found.values()))
-        return found
+            groups[slot] = (ranks, sum(other == ranks for other, _ in groups.values()))
+        return groups
 
 
 def _lines(parts: Sequence[pathlib.Path]) -> Iterator[str]:
@@ -239,7 +239,8 @@ def _limit() -> int:
     text = os.environ.get("MPIGRAD_TRACE_EVENTS", str(EVENTS))
     if not text.isdecimal() or int(text) < 1:
         raise ImportError(
-            f"mpigrad: MPIGRAD_TRACE_EVENTS={text!r} is not a number of operations (at least 1)"
+            f"mpigrad: MPIGRAD_TRACE_EVENTS must be a number of operations, at least 1, got "
+            f"{text!r}. Set it to {EVENTS}, for example."
         )
     return int(text)
 

@@ -1,1 +1,1 @@
-"""The ground floor: the native libraries, the start of MPI, and the source lines of operations."""
+"""The lowest layer: native libraries, the start of MPI, and source lines of operations."""

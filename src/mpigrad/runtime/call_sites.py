@@ -1,4 +1,4 @@
-"""The user's source line of every operation, as a number that compiled programs carry."""
+"""Call sites: the user's source line of every operation, as an id in compiled programs."""
 
 from __future__ import annotations
 
@@ -17,66 +17,66 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX = os.path.join("site-packages", "jax") + os.sep
 _INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib"))
 
-# Other libraries whose lines are not the user's.
-_passed_over: list[str] = []
+# Directories of other libraries, whose lines are not the user's.
+_library_directories: list[str] = []
 
 
 def pass_over(directory: str) -> None:
-    """Name the callers of the code in a directory, not its own lines."""
-    _passed_over.append(directory + os.sep)
+    """Report the callers of the code in a directory instead of its own lines."""
+    _library_directories.append(directory + os.sep)
 
 
-# Where a message stands that is traced later than it was written, in a backward pass perhaps.
-_given: list[int] = []
+# Call sites for messages that are traced later than they were written, as in a backward pass.
+_current: list[int] = []
 
 
 @contextlib.contextmanager
 def at_call_site(site: int) -> Iterator[None]:
-    """A context in which messages stand at the source line with this number."""
-    _given.append(site)
+    """Assign messages in this context to the source line with this id."""
+    _current.append(site)
     try:
         yield
     finally:
-        _given.pop()
+        _current.pop()
 
 
-_numbers: dict[tuple[str, int], int] = {}
+_ids: dict[tuple[str, int], int] = {}
 _with_trees: dict[tuple[int, str], int] = {}
-_TREES = 1024  # of the board's 4096 numbers
+_TREES = 1024  # of the 4096 ids on the board
 _texts: list[str] = ["an unknown line"]
 
 
 def call_site(tree: str = "") -> int:
-    """The number of the innermost source line outside the library (1, 2, …).
+    """Return the id of the innermost source line outside the library (1, 2, …).
 
-    With `tree`, the arrays of a pytree that travels there, it is another number for each tree: the
-    guard compares the trees of ranks. A tree that starts with "?" may be any.
+    `tree` describes the arrays of the pytree that is sent there. Each tree gets its own id, so that
+    the guard can compare the trees of ranks. A description that starts with "?" matches any tree.
     """
-    number = _given[-1] if _given else _line()
+    site = _current[-1] if _current else _line()
     if not tree:
-        return number
-    if len(_with_trees) >= _TREES:  # trees of sizes that change for ever: the board has no room
+        return site
+    if len(_with_trees) >= _TREES:  # sizes that change in every call would fill the board
         tree = "?"
-    key = (number, tree)
+    key = (site, tree)
     if key not in _with_trees:
-        _with_trees[key] = _add(_texts[number], tree)
+        _with_trees[key] = _add(_texts[site], tree)
     return _with_trees[key]
 
 
 def _is_outside(name: str) -> bool:
-    inside = name.startswith((_PACKAGE, *_passed_over)) or _JAX in name
-    # The library's own context managers are entered by contextlib.
+    inside = name.startswith((_PACKAGE, *_library_directories)) or _JAX in name
+    # contextlib enters the context managers of the library.
     return not inside and not name.startswith("<frozen") and name != contextlib.__file__
 
 
 def _outside(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame outside the library, from this one on."""
+    """Return the innermost frame outside the library, starting from this frame."""
     while frame is not None and not _is_outside(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
-_LONGEST = 100  # of a path: the board has room for a line of text
+_LONGEST = 100  # characters of a path: the space on the board is limited
 
 
 def _text(file: str, line: int | None) -> str:
@@ -89,21 +89,21 @@ def _line() -> int:
     if frame is None:
         return 0
     key = (frame.f_code.co_filename, frame.f_lineno)
-    number = _numbers.get(key)
-    if number is None:
-        number = _numbers[key] = _add(_text(*key), "")
-    return number
+    site = _ids.get(key)
+    if site is None:
+        site = _ids[key] = _add(_text(*key), "")
+    return site
 
 
 def program_line(places: Iterable[tuple[str, int]]) -> str:
-    """The line of the user's program among files and lines, the innermost first: prog.py:12.
+    """Return the line of the user's program in a stack (innermost first), as prog.py:12.
 
-    That of the program's own files, where there is one, rather than of what it calls; "" of none.
+    Lines of the program's own files come before lines of installed packages. "" for an empty stack.
     """
     outside = [place for place in places if _is_outside(place[0])]
     own = [place for place in outside if not place[0].startswith(_INSTALLED)]
-    found = own or outside
-    return _text(*found[0]) if found else ""
+    candidates = own or outside
+    return _text(*candidates[0]) if candidates else ""
 
 
 def _add(text: str, tree: str) -> int:
@@ -113,6 +113,6 @@ def _add(text: str, tree: str) -> int:
 
 
 def describe(site: int) -> str:
-    """The text of a number: prog.py:12, or the adjoint of prog.py:12 for a negative one."""
+    """Return the text of an id: prog.py:12, or "the adjoint of prog.py:12" for a negative id."""
     text = _texts[abs(site)] if abs(site) < len(_texts) else _texts[0]
     return f"the adjoint of {text}" if site < 0 else text

@@ -1,4 +1,4 @@
-"""The releases of JAX that this release of mpigrad runs with and was tested with."""
+"""The releases of JAX that this release of mpigrad supports and was tested with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native library that carries messages: found, connected to MPI, and what it records."""
+"""The native communication library: load it, connect it to MPI, and read its record."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 
-# Messages between two ranks have so many kinds of derivatives with tags of their own, where MPI's
-# tags have room for them, and tags up to this limit.
+# The number of kinds of derivatives whose messages have separate tags (1 if MPI has too few tags),
+# and the largest tag of a program.
 _TAGS = 1 + (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
 DERIVATIVE_SPACES = 64 if _TAGS >= 64 << 15 else 1
-TAG_LIMIT = _TAGS // DERIVATIVE_SPACES - 3  # two more are mpigrad's: neighbours, posted layers
+TAG_LIMIT = _TAGS // DERIVATIVE_SPACES - 3  # mpigrad uses two more: neighbours, posted layers
 
 
 def native_library(name: str) -> ctypes.CDLL | None:
@@ -44,7 +44,7 @@ def native_library(name: str) -> ctypes.CDLL | None:
 
 
 def mpi_library_path() -> str:
-    """Path of the MPI library that mpi4py has loaded into this process."""
+    """Return the path of the MPI library that mpi4py has loaded into this process."""
     names = ("/libmpi.so", "/libmpi_abi.so", "/libmpich.so", "/libmpi_cray.so")
     with open("/proc/self/maps") as maps:
         paths = dict.fromkeys(line.split()[-1] for line in maps if "/" in line)
@@ -53,12 +53,12 @@ def mpi_library_path() -> str:
             if name in path:
                 return path
     raise RuntimeError(
-        "mpigrad: mpi4py is loaded, but no MPI library is found in this process "
+        "mpigrad: expected an MPI library in this process after `import mpi4py.MPI`, found none "
         f"({MPI.Get_library_version().splitlines()[0]}). Run `mpigrad doctor`."
     )
 
 
-# XLA's numbers of element types (xla_data.proto), the dtypes that MPI can do arithmetic with.
+# The dtypes that MPI can reduce: XLA's id of the element type (xla_data.proto), MPI's datatype.
 _ARITHMETIC = {
     "bool": (1, MPI.C_BOOL),
     "int8": (2, MPI.INT8_T),
@@ -77,20 +77,22 @@ _ARITHMETIC = {
 ARITHMETIC_DTYPES = frozenset(_ARITHMETIC)
 MAX_COUNT = 2**31 - 1  # MPI-3 counts are C ints
 
-# Reductions by slot: programs name slots, so that no handle is compiled into them.
+# Reductions by slot. Programs contain slots, not handles.
 REDUCTIONS = (
     *(MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN),
     *(MPI.LAND, MPI.LOR, MPI.LXOR, MPI.BAND, MPI.BOR, MPI.BXOR),
 )
 SUM = REDUCTIONS.index(MPI.SUM)
-# Those for which values are moved only; here a slot is a name to compare.
+# Reductions for which MPI only moves values. Their slots are used for comparison.
 MOVED_FOR = (MPI.MAXLOC, MPI.MINLOC)
 NO_REDUCTION = NO_ROOT = -1
-own_reductions: dict[int, str] = {}  # the user's, by slot: made by `mpigrad.reduction`
+own_reductions: dict[
+    int, str
+] = {}  # user-defined reductions, by slot: names from `mpigrad.reduction`
 
 
 def _status_layout() -> tuple[int, int]:
-    """Offsets of source and tag in this MPI's status: where mpi4py writes two unlikely numbers."""
+    """Find the offsets of source and tag in an MPI_Status by writing two unlikely values."""
     status, source, tag = MPI.Status(), 0x5A17_0001, 0x5A17_0002
     status.Set_source(source)
     status.Set_tag(tag)
@@ -100,18 +102,18 @@ def _status_layout() -> tuple[int, int]:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The communication library, connected to the MPI that mpi4py has loaded."""
+    """Return the communication library, connected to the MPI that mpi4py has loaded."""
     lib = native_library("mpigrad_communication")
     if lib is None:
         raise ImportError(
-            "mpigrad: the native communication library is missing from this installation; "
-            "build it with `make setup`, or `pip install .`."
+            "mpigrad: the native communication library is missing from this installation. "
+            "Build it with `make setup` or `pip install .`."
         )
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise ImportError(
             "mpigrad: MPI was initialised without MPI_THREAD_MULTIPLE "
-            f"(level {MPI.Query_thread()}), but XLA and the watchdog call it from threads of "
-            "their own. Leave mpi4py.rc.thread_level at 'multiple', or call "
+            f"(level {MPI.Query_thread()}), but XLA and the watchdog call MPI from their own "
+            "threads. Leave mpi4py.rc.thread_level at 'multiple', or call "
             "MPI.Init_thread(MPI.THREAD_MULTIPLE) yourself."
         )
     lib.mpigrad_start.restype = ctypes.c_char_p
@@ -130,7 +132,7 @@ def library() -> ctypes.CDLL:
     lib.mpigrad_staged.restype = ctypes.c_void_p
     lib.mpigrad_staged.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     lib.mpigrad_record.restype = ctypes.c_void_p
-    lib.mpigrad_forgotten_requests.restype = ctypes.c_char_p
+    lib.mpigrad_pending_requests.restype = ctypes.c_char_p
     lib.mpigrad_begin.restype = ctypes.c_char_p
     lib.mpigrad_begin.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool]
     error = lib.mpigrad_start(
@@ -150,16 +152,16 @@ def library() -> ctypes.CDLL:
 
 
 def at_exit(end: Callable[[], object]) -> None:
-    """Call `end` when this rank ends, but not in children that are forked from it."""
+    """Call `end` when this rank ends, but not in forked children."""
     rank = os.getpid()
     atexit.register(lambda: end() if os.getpid() == rank else None)
 
 
-UNTIMED = 1  # as a start: in an operation, nobody knows since when
+UNTIMED = 1  # value of start_ns in an operation whose start time was not recorded
 
 
 class Record(ctypes.Structure):
-    """What this rank is doing now (native/guard/watch.h)."""
+    """The record of this rank's current operation (native/guard/watch.h)."""
 
     _fields_ = (
         ("start_ns", ctypes.c_int64),
@@ -168,25 +170,25 @@ class Record(ctypes.Structure):
         ("busy_ns", ctypes.c_int64),
         ("bytes", ctypes.c_int64),
         ("operation", ctypes.c_char_p),
-        ("unlimited", ctypes.c_bool),  # the time limit does not hold for this operation
+        ("unlimited", ctypes.c_bool),  # the time limit does not apply to this operation
     )
 
 
 @functools.cache
 def record() -> Record:
-    """The live record of this rank's operations."""
+    """Return the live record of this rank's operations."""
     return Record.from_address(library().mpigrad_record())
 
 
 def communication_seconds() -> float:
-    """Seconds that this rank has spent inside MPI operations so far, waiting included.
+    """Return the seconds that this rank has spent inside MPI operations, including waiting.
 
-    Differences count: operations are timed exactly from the first call on.
+    Operations are timed exactly from the first call on, so use the difference of two calls.
     """
     library().mpigrad_time_exactly()
     return record().busy_ns * 1e-9
 
 
 def words_per_element(dtype: np.dtype) -> int:
-    """How many MPI words one element takes when data only moves."""
+    """Return the number of MPI words per element in messages without arithmetic."""
     return max(1, dtype.itemsize // 8)

@@ -11,9 +11,9 @@ __all__ = ["native_path"]
 def native_path(name: str) -> pathlib.Path | None:
     """Return the path of the native library `name`, or None if it was not built.
 
-    Only the standard library is needed: it is asked for before MPI is loaded.
+    Only the standard library is used, because this is called before MPI is loaded.
     """
-    # The search path of the package has the sources and, if it is editable, the built files.
+    # The search path of an editable package has the sources and the built files.
     for directory in sys.modules[__name__.partition(".")[0]].__path__:
         path = pathlib.Path(directory) / "_native" / f"lib{name}.so"
         if path.exists():

@@ -1,4 +1,4 @@
-"""The world of ranks that a launcher has put around this process."""
+"""The MPI world: the ranks that a launcher has started together with this process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SLURM_STEPS = 4_000_000_000  # Slurm numbers its special steps (batch, interact
 
 
 class MPIError(RuntimeError):
-    """MPI is missing, or its launcher is. The message says what to do."""
+    """Raised if MPI or its launcher is missing or does not fit. The message says what to do."""
 
 
 def is_command() -> bool:
-    """Whether this is the process of the `mpigrad` command, which starts ranks but is none."""
+    """Return True in the process of the `mpigrad` command, which starts ranks but is not a rank."""
     program = pathlib.Path(sys.argv[0])
     if "-m" in sys.orig_argv and (program.name == "-m" or program.parts[-2:] == _MAIN):
         return sys.orig_argv[sys.orig_argv.index("-m") + 1] == "mpigrad"  # python -m mpigrad
@@ -28,7 +28,7 @@ def is_command() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The ranks that a launcher has started around this process."""
+    """The launcher that started this process, and its rank and size."""
 
     launcher: str
     rank: int
@@ -36,7 +36,7 @@ class World:
 
 
 def world_around(environment: Mapping[str, str] | None = None) -> World | None:
-    """The world that mpiexec or srun has put this process into, or None outside of any."""
+    """Return the world in which mpiexec or srun started this process, or None."""
     env = os.environ if environment is None else environment
     if "OMPI_COMM_WORLD_SIZE" in env:
         rank = env.get("OMPI_COMM_WORLD_RANK", "0")
@@ -46,14 +46,14 @@ def world_around(environment: Mapping[str, str] | None = None) -> World | None:
     step = env.get("SLURM_STEP_ID", "")
     if step.isdigit() and int(step) < _SLURM_STEPS:
         size = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
-        # One task is also what `srun --pty bash` gives: a place to start from.
+        # `srun --pty bash` also has one task: a shell from which to start ranks.
         if size > 1:
             return World("srun", int(env.get("SLURM_PROCID", "0")), size)
     return None
 
 
 def check_world(size: int) -> None:
-    """Compare MPI's number of ranks with that of the launcher which has started them.
+    """Check that MPI and the launcher agree on the number of ranks.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def check_world(size: int) -> None:
     Raises
     ------
     MPIError
-        They differ: the launcher belongs to another MPI than the one that mpi4py loads.
+        If they differ, because the launcher belongs to another MPI than mpi4py loads.
     """
     around = world_around()
     expected = around.size if around else int(os.environ.get("MPIGRAD_EXPECTED_SIZE", size))
@@ -73,7 +73,6 @@ def check_world(size: int) -> None:
     worlds = f"{expected} worlds of size 1" if size == 1 else f"a world of size {size}"
     raise MPIError(
         f"mpigrad: {who} has started {expected} ranks, but MPI sees {worlds}: this launcher "
-        "belongs to another MPI than the library that mpi4py loads. Start the program with "
-        f"`mpigrad launch -n {expected} program.py`, which takes the right one; `mpigrad doctor` "
-        "names both."
+        "belongs to another MPI than the library that mpi4py loads (`mpigrad doctor` shows both). "
+        f"Start the program with `mpigrad launch -n {expected} program.py`."
     )

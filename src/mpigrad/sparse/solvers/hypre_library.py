@@ -83,7 +83,7 @@ def _load() -> tuple[Any, str]:
     lib.mpigrad_hypre_totals.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     lib.mpigrad_hypre_version.restype = ctypes.c_char_p
     lib.mpigrad_hypre_watch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    tell = ctypes.cast(communication().mpigrad_leave_unaccounted, ctypes.c_void_p)
+    tell = ctypes.cast(communication().mpigrad_mark_failure, ctypes.c_void_p)
     lib.mpigrad_hypre_watch(ctypes.addressof(record()), tell)
     register_target("mpigrad_hypre_solve", lib)
     at_exit(lib.mpigrad_hypre_finalize)  # runs before mpi4py ends MPI
