@@ -79,12 +79,18 @@ def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in names:
         if arguments and arguments[0] in ("-h", "--help"):
             for name in names:
-                _say(f"mpigrad run {name}: {application(name).summary}")
+                try:
+                    _say(f"mpigrad run {name}: {application(name).summary}")
+                except TypeError as error:
+                    _say(str(error))
             return 0
         asked = f", got {arguments[0]}" if arguments else ""
         _refuse(f"run: expected the NAME of an application ({', '.join(names)}){asked}")
     name, *words = arguments
-    app = application(name)
+    try:
+        app = application(name)
+    except TypeError as error:
+        _refuse(str(error))
     parser = launch_parser(f"mpigrad run {name}", add_help=False)
     parsed, own = parser.parse_known_args(words)
     settings = _settings(app, name, own, parser)
@@ -298,7 +304,8 @@ def _speaks() -> bool:
 
 def _refuse(text: str) -> NoReturn:
     if _speaks():
-        print(f"mpigrad: {text}", file=sys.stderr, flush=True)
+        prefix = "" if text.startswith("mpigrad ") else "mpigrad: "
+        print(f"{prefix}{text}", file=sys.stderr, flush=True)
     _let_the_first_speak()
     raise SystemExit(2)
 
