@@ -7,10 +7,10 @@ import pathlib
 from collections.abc import Callable
 from typing import BinaryIO
 
-__all__ = ["write_whole"]
+__all__ = ["write_atomically"]
 
 
-def write_whole(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
+def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
     """Write a file beside `path`, then put it in its place in one step.
 
     Whoever reads `path`, at any time, reads all of the old file or all of the new one.

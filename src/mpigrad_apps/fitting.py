@@ -19,7 +19,7 @@ from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.optimize import LBFGS, Result, minimize
 
-__all__ = ["Record", "Trained", "begin", "seconds_per_iteration", "train"]
+__all__ = ["TrainingRecord", "TrainingResult", "prepare_training", "seconds_per_iteration", "train"]
 
 _SAVE_EVERY = 5.0  # seconds between saved parameters
 _RESTART_EVERY = 1.0  # minutes between saves of all that a restart needs
@@ -27,7 +27,7 @@ _MEASURE_EVERY = 10  # iterations between errors of the model
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class TrainingRecord:
     """What the history keeps of one iteration.
 
     `error` is the model's distance from the true one, None where it wasn't measured; `stage`
@@ -45,19 +45,19 @@ class Record:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class TrainingResult:
     """The parameters of the smallest loss, the history of all stages, and why the training ended.
 
     `stopped`: somebody asked for it.
     """
 
     parameters: Any
-    history: tuple[Record, ...]
+    history: tuple[TrainingRecord, ...]
     ending: str
     stopped: bool
 
 
-def begin(out: pathlib.Path, comm: Communicator, resume: bool) -> None:
+def prepare_training(out: pathlib.Path, comm: Communicator, resume: bool) -> None:
     """Make way for the saves and the history of a new run (collective).
 
     The saves of an earlier run in `out` are moved aside, so that it can still be resumed; what it
@@ -89,7 +89,7 @@ def train(
     stage: int = 0,
     about: Mapping[str, Any] | None = None,
     advice: str = "Start from other parameters",
-) -> Trained:
+) -> TrainingResult:
     """Train by L-BFGS (collective): every rank calls it with equal parameters, after `begin`.
 
     Parameters
@@ -126,7 +126,7 @@ def train(
         latest, begun = x, True
         measured = now.iteration % _MEASURE_EVERY == 0 or now.iteration == iterations
         distance = error(x) if error is not None and measured else None
-        history.add(Record(**dataclasses.asdict(now), error=distance, stage=stage))
+        history.add(TrainingRecord(**dataclasses.asdict(now), error=distance, stage=stage))
         if comm.rank == 0 and time.monotonic() - saved_at > _SAVE_EVERY:
             save(x)
             saved_at = time.monotonic()
@@ -165,7 +165,7 @@ def train(
         Result.INTERRUPTED: f"stopped at iteration {iteration}",
     }.get(solution.result, f"{solution.result} at iteration {iteration}")
     stopped = solution.result is Result.INTERRUPTED
-    return Trained(solution.value, history.whole(solution.history, stage), ending, stopped)
+    return TrainingResult(solution.value, history.whole(solution.history, stage), ending, stopped)
 
 
 class _History:
@@ -174,18 +174,18 @@ class _History:
     def __init__(self, path: pathlib.Path, comm: Communicator) -> None:
         self._path = path
         self._comm = comm
-        self._records: list[Record] = call_on_root(comm, self._read)
+        self._records: list[TrainingRecord] = call_on_root(comm, self._read)
         self._whole = False  # the file, which may end in half a line, is what `_records` holds
 
-    def _read(self) -> list[Record]:
+    def _read(self) -> list[TrainingRecord]:
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         # A job that is killed may leave half a line.
-        return [Record(**json.loads(line)) for line in lines if line.endswith("\n")]
+        return [TrainingRecord(**json.loads(line)) for line in lines if line.endswith("\n")]
 
-    def of(self, stage: int) -> list[Record]:
+    def of(self, stage: int) -> list[TrainingRecord]:
         return [record for record in self._records if record.stage == stage]
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TrainingRecord) -> None:
         """One iteration more; what was noted of it and of later ones before is forgotten."""
         place = record.stage, record.iteration
         earlier = [r for r in self._records if (r.stage, r.iteration) < place]
@@ -196,17 +196,17 @@ class _History:
                 for r in [record] if append else self._records:
                     file.write(json.dumps(dataclasses.asdict(r)) + "\n")
 
-    def whole(self, saved: tuple[optimize.Record, ...], stage: int) -> tuple[Record, ...]:
+    def whole(self, saved: tuple[optimize.Record, ...], stage: int) -> tuple[TrainingRecord, ...]:
         """The records of earlier stages, and those of this one with the errors that are known."""
         errors = {record.iteration: record.error for record in self.of(stage)}
         now = [
-            Record(**dataclasses.asdict(r), error=errors.get(r.iteration), stage=stage)
+            TrainingRecord(**dataclasses.asdict(r), error=errors.get(r.iteration), stage=stage)
             for r in saved
         ]
         return tuple([r for r in self._records if r.stage < stage] + now)
 
 
-def seconds_per_iteration(history: tuple[Record, ...]) -> float:
+def seconds_per_iteration(history: tuple[TrainingRecord, ...]) -> float:
     """Median time of an iteration; the first ones, which compile, weigh no more than others."""
     times = np.diff([record.seconds for record in history])
     return float(np.median(times)) if len(times) else math.nan

@@ -11,13 +11,13 @@ from typing import Any
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
 
-__all__ = ["in_common", "prepare"]
+__all__ = ["prepare_output", "resume_settings"]
 
 # Settings that a run may change and still go on from the saves of another.
 _FREE = ("iterations", "frames", "restart", "resume", "out")
 
 
-def prepare(settings: Any, out: pathlib.Path, comm: Communicator) -> None:
+def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None:
     """The output directory, which must be writable before hours are spent, and its settings.json.
 
     Collective: rank 0 writes, and its error is raised by every rank.
@@ -31,7 +31,7 @@ def prepare(settings: Any, out: pathlib.Path, comm: Communicator) -> None:
             (out / "settings.json").write_text(text + "\n", encoding="utf-8")
 
 
-def in_common(settings: Any) -> dict[str, Any]:
+def resume_settings(settings: Any) -> dict[str, Any]:
     """What a run must have in common with the one from whose saves it goes on."""
     whole = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
     return {name: value for name, value in whole.items() if name not in _FREE}

@@ -10,7 +10,7 @@ FLOW = 0.25  # part of a temperature difference that flows into a neighbouring c
 
 
 def later(u, steps, comm):
-    """Return this rank's cells after `steps` time steps; each exchanges the ends of the ranks."""
+    """Return this rank's cells after `steps` time steps. Each step exchanges the ends."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for _ in range(steps):
         before = mg.sendrecv(u[-1:], right, left, sendtag=1, recvtag=1, comm=comm)
@@ -21,7 +21,7 @@ def later(u, steps, comm):
 
 
 def run(settings: Settings) -> None:
-    """Recover the start from the observation, print the errors, write the result (collective)."""
+    """Recover the start from the observation, print the errors and write the result (collective)."""
     comm = mg.default_communicator()
     if settings.cells < comm.size:
         raise ValueError(
@@ -40,8 +40,8 @@ def run(settings: Settings) -> None:
     u = jnp.zeros_like(truth)
     losses = []
     for _ in range(settings.descent_steps):
-        # The cells of a rank are its own parameters, and so is their gradient. Heat flow has no
-        # eigenvalue above 1, so steps of length 1 are stable.
+        # The cells of a rank are its own parameters, so their gradient is not summed over ranks.
+        # All eigenvalues of the heat flow lie between 0 and 1: a step of length 1 is stable.
         loss, gradient = step(u)
         losses.append(float(loss))
         u = u - gradient

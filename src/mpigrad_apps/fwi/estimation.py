@@ -13,14 +13,14 @@ import numpy as np
 
 import mpigrad
 from mpigrad.communicator import Communicator, resolve
-from mpigrad_apps.atomic_write import write_whole
-from mpigrad_apps.fitting import Trained, begin, train
+from mpigrad_apps.atomic_write import write_atomically
+from mpigrad_apps.fitting import TrainingResult, prepare_training, train
 from mpigrad_apps.fwi.inversion import Inversion, prepare_inversion
 from mpigrad_apps.fwi.outputs import write_outputs
 from mpigrad_apps.fwi.parametrization import Parametrization
 from mpigrad_apps.fwi.result import Result
 from mpigrad_apps.fwi.settings import Settings
-from mpigrad_apps.output_directory import prepare
+from mpigrad_apps.output_directory import prepare_output
 
 __all__ = ["run"]
 
@@ -42,7 +42,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
     comm = resolve(comm)
     with jax.enable_x64(True):
         problem = prepare_inversion(settings, comm)
-        prepare(settings, settings.out, comm)
+        prepare_output(settings, settings.out, comm)
         if comm.rank == 0:
             announcement = problem.team.announcement("fwi", problem.experiment.n_shots)
             unknown = sum(leaf.size for leaf in jax.tree.leaves(problem.parametrization.first(0)))
@@ -55,12 +55,12 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
     return result
 
 
-def _stages(problem: Inversion, comm: Communicator) -> Trained:
+def _stages(problem: Inversion, comm: Communicator) -> TrainingResult:
     """From low frequencies to all of them, each stage from where the one before has led."""
     settings, values = problem.settings, problem.parametrization
     corners = (*settings.frequencies, None)
     parameters, trained = values.first(settings.seed), None
-    begin(settings.out, comm, settings.resume)
+    prepare_training(settings.out, comm, settings.resume)
     for number, corner in enumerate(corners):
         if comm.rank == 0 and len(corners) > 1:
             band = "all frequencies" if corner is None else f"below {corner:g} Hz"
@@ -104,10 +104,10 @@ def _save(problem: Inversion, parameters: Any) -> None:
     everywhere = slice(None), slice(None)
     fields = problem.parametrization.fields(parameters, everywhere)
     arrays: dict[str, Any] = {"spacing": np.asarray(problem.experiment.spacing), **fields}
-    write_whole(problem.settings.out / "model.npz", lambda file: np.savez(file, **arrays))
+    write_atomically(problem.settings.out / "model.npz", lambda file: np.savez(file, **arrays))
 
 
-def _result(problem: Inversion, trained: Trained, seconds: float) -> Result:
+def _result(problem: Inversion, trained: TrainingResult, seconds: float) -> Result:
     values, comm, group = problem.parametrization, problem.team.comm, problem.grid.comm
     first = values.first(problem.settings.seed)
     predict = mpigrad.jit(lambda parameters: problem.predict(problem.tiles(parameters)))

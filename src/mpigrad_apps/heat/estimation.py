@@ -15,19 +15,19 @@ import mpigrad
 from mpigrad.collective_errors import call_on_root
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
-from mpigrad_apps.fitting import Record, begin, train
+from mpigrad_apps.fitting import TrainingRecord, prepare_training, train
 from mpigrad_apps.heat.experiment import Experiment, make_experiment
 from mpigrad_apps.heat.inverse import inverse_problem
 from mpigrad_apps.heat.outputs import write_estimation, write_film
 from mpigrad_apps.heat.settings import Settings
 from mpigrad_apps.heat.simulation import simulate
-from mpigrad_apps.output_directory import in_common, prepare
+from mpigrad_apps.output_directory import prepare_output, resume_settings
 
-__all__ = ["Result", "run"]
+__all__ = ["HeatResult", "run"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class HeatResult:
     """What a run gives: this rank's tiles, and what is the same on every rank.
 
     `kappa`, the estimated one or the one of a forward run, and `true_kappa` have shape (lx, ly).
@@ -37,12 +37,12 @@ class Result:
     grid: Grid
     kappa: NDArray[np.float64]
     true_kappa: NDArray[np.float64]
-    history: tuple[Record, ...]
+    history: tuple[TrainingRecord, ...]
     ending: str
     report: pathlib.Path
 
 
-def run(settings: Settings, comm: Communicator | None = None) -> Result:
+def run(settings: Settings, comm: Communicator | None = None) -> HeatResult:
     """Follow the heat, or recover kappa, showing the progress; write the report (collective).
 
     Writes into `settings.out`: report.html and its pictures, fields.zarr, settings.json; of a
@@ -68,20 +68,20 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
         return _estimate(settings, comm)
 
 
-def _follow(settings: Settings, comm: Communicator) -> Result:
+def _follow(settings: Settings, comm: Communicator) -> HeatResult:
     plan = make_experiment(settings, comm)
-    prepare(settings, settings.out, comm)
+    prepare_output(settings, settings.out, comm)
     _announce(plan, "")
     film = simulate(plan, settings.frames)
     write_film(settings, plan, film)
     kappa = np.asarray(plan.kappa)
     path = settings.out / "report.html"
-    return Result(settings, plan.grid, kappa, kappa, (), film.ending, path)
+    return HeatResult(settings, plan.grid, kappa, kappa, (), film.ending, path)
 
 
-def _estimate(settings: Settings, comm: Communicator) -> Result:
+def _estimate(settings: Settings, comm: Communicator) -> HeatResult:
     problem = inverse_problem(settings, comm)
-    prepare(settings, settings.out, comm)
+    prepare_output(settings, settings.out, comm)
     plan, values = problem.experiment, problem.parametrization
     count = sum(comm.mpi.allgather(len(problem.thermometers)))
     _announce(plan, f", {count} thermometers")
@@ -93,7 +93,7 @@ def _estimate(settings: Settings, comm: Communicator) -> Result:
     def error(parameters: Any) -> float:
         return max(comm.mpi.allgather(float(largest_error(parameters))))
 
-    begin(settings.out, comm, settings.resume)
+    prepare_training(settings.out, comm, settings.resume)
     trained = train(
         problem.loss_share,
         parameters,
@@ -103,12 +103,12 @@ def _estimate(settings: Settings, comm: Communicator) -> Result:
         out=settings.out,
         save=lambda best: values.save(settings.out / values.file_name, best),
         error=error,
-        about=in_common(settings),
+        about=resume_settings(settings),
         advice="The time step is not stable with them: more --steps, or --theta 0.5",
     )
     kappa = np.asarray(mpigrad.jit(values.kappa)(trained.parameters))
     path = settings.out / "report.html"
-    result = Result(
+    result = HeatResult(
         settings, plan.grid, kappa, np.asarray(plan.kappa), trained.history, trained.ending, path
     )
     write_estimation(settings, problem, kappa, trained.history, trained.ending)

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from mpigrad.grid import Grid
 from mpigrad_apps import report
 from mpigrad_apps.animation import animate
-from mpigrad_apps.fitting import Record, seconds_per_iteration
+from mpigrad_apps.fitting import TrainingRecord, seconds_per_iteration
 from mpigrad_apps.heat.experiment import Experiment
 from mpigrad_apps.heat.inverse import InverseProblem
 from mpigrad_apps.heat.settings import Settings
@@ -80,7 +80,7 @@ def write_estimation(
     settings: Settings,
     problem: InverseProblem,
     kappa: Float[np.ndarray, "lx ly"],
-    history: tuple[Record, ...],
+    history: tuple[TrainingRecord, ...],
     ending: str,
 ) -> None:
     """Write fields.zarr, the pictures and report.html (collective)."""

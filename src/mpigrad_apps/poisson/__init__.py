@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from mpigrad_apps.poisson.network import load_network as load_network
     from mpigrad_apps.poisson.network import save_network as save_network
     from mpigrad_apps.poisson.observations import Observations as Observations
-    from mpigrad_apps.poisson.observations import at_cells as at_cells
-    from mpigrad_apps.poisson.observations import at_points as at_points
     from mpigrad_apps.poisson.observations import draw_mask as draw_mask
+    from mpigrad_apps.poisson.observations import observe_cells as observe_cells
+    from mpigrad_apps.poisson.observations import observe_points as observe_points
     from mpigrad_apps.poisson.observations import read_data as read_data
-    from mpigrad_apps.poisson.result import Result as Result
+    from mpigrad_apps.poisson.result import PoissonResult as PoissonResult
     from mpigrad_apps.poisson.settings import Settings as Settings
 
 _NAMES = {
@@ -33,10 +33,10 @@ _NAMES = {
     "Model": "model",
     "Network": "network",
     "Observations": "observations",
-    "Result": "result",
+    "PoissonResult": "result",
     "Settings": "settings",
-    "at_cells": "observations",
-    "at_points": "observations",
+    "observe_cells": "observations",
+    "observe_points": "observations",
     "draw_mask": "observations",
     "inverse_problem": "inverse",
     "load_network": "network",

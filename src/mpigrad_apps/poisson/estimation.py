@@ -14,17 +14,17 @@ import mpigrad
 from mpigrad import sparse
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.runtime.native import communication_seconds
-from mpigrad_apps.fitting import begin, train
-from mpigrad_apps.output_directory import in_common, prepare
+from mpigrad_apps.fitting import prepare_training, train
+from mpigrad_apps.output_directory import prepare_output, resume_settings
 from mpigrad_apps.poisson.inverse import InverseProblem, best_constant, inverse_problem
 from mpigrad_apps.poisson.outputs import write_outputs
-from mpigrad_apps.poisson.result import Result
+from mpigrad_apps.poisson.result import PoissonResult
 from mpigrad_apps.poisson.settings import Settings
 
 __all__ = ["run"]
 
 
-def run(settings: Settings, comm: Communicator | None = None) -> Result:
+def run(settings: Settings, comm: Communicator | None = None) -> PoissonResult:
     """Recover kappa, showing the progress, and write the report (collective).
 
     Writes into `settings.out`: report.html and its pictures, fields.zarr, history.jsonl,
@@ -44,7 +44,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
     comm = resolve(comm)
     with jax.enable_x64(True):
         problem = inverse_problem(settings, comm)
-        prepare(settings, settings.out, comm)
+        prepare_output(settings, settings.out, comm)
         values = problem.parametrization
         constant = None
         if settings.data is not None or settings.kappa == "cells":
@@ -56,7 +56,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
         if comm.rank == 0:
             _announce(problem)
         before = _clocks()
-        begin(settings.out, comm, settings.resume)
+        prepare_training(settings.out, comm, settings.resume)
         trained = train(
             problem.loss_share,
             parameters,
@@ -66,14 +66,14 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
             out=settings.out,
             save=lambda best: values.save(settings.out / values.file_name, best),
             error=_error_of(problem),
-            about=in_common(settings),
+            about=resume_settings(settings),
             advice="the linear solve failed there. Start from other parameters (--seed, --restart)",
         )
         seconds = _mean_seconds(comm, before)
         kappa = mpigrad.jit(values.kappa)(trained.parameters)
         u = mpigrad.jit(lambda k: problem.model.solution(k, problem.solver))(kappa)
         error = _error_of(problem)
-        result = Result(
+        result = PoissonResult(
             settings,
             problem.model.grid,
             trained.parameters,

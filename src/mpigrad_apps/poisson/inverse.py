@@ -19,9 +19,9 @@ from mpigrad_apps.poisson.model import Model, poisson, unit_square
 from mpigrad_apps.poisson.observations import (
     Data,
     Observations,
-    at_cells,
-    at_points,
     draw_mask,
+    observe_cells,
+    observe_points,
     read_data,
     relative_noise,
 )
@@ -104,7 +104,7 @@ def inverse_problem(settings: Settings, comm: Communicator | None = None) -> Inv
             source = np.broadcast_to(data.source, grid.shape)[grid.slices]
             model = poisson(grid, source)
             solver = sparse.default_solver(settings.tolerance, model.pattern)
-            observed = at_points(grid, data.coordinates, data.values, settings.misfit)
+            observed = observe_points(grid, data.coordinates, data.values, settings.misfit)
             return InverseProblem(model, observed, values, solver, settings.smoothing, data=data)
         x, y = (jnp.asarray(axis) for axis in grid.centers())
         truth = fields.TRUTHS[settings.truth]
@@ -115,7 +115,7 @@ def inverse_problem(settings: Settings, comm: Communicator | None = None) -> Inv
         mask = draw_mask(grid, settings.observed, settings.seed)
         if settings.noise:
             u = u * (1 + settings.noise * relative_noise(grid, settings.seed))
-        observed = at_cells(grid, mask, u, settings.misfit)
+        observed = observe_cells(grid, mask, u, settings.misfit)
         return InverseProblem(
             model, observed, values, solver, settings.smoothing, np.asarray(kappa)
         )

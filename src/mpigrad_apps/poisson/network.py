@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from mpigrad_apps.atomic_write import write_whole
+from mpigrad_apps.atomic_write import write_atomically
 
 __all__ = ["Network", "load_network", "save_network"]
 
@@ -85,7 +85,7 @@ def save_network(path: str | os.PathLike[str], network: Network) -> None:
         file.write(json.dumps(header).encode() + b"\n")
         eqx.tree_serialise_leaves(file, network)
 
-    write_whole(path, write)
+    write_atomically(path, write)
 
 
 def load_network(path: str | os.PathLike[str]) -> Network:

@@ -19,9 +19,9 @@ from mpigrad.operations.indexing import take
 __all__ = [
     "Data",
     "Observations",
-    "at_cells",
-    "at_points",
     "draw_mask",
+    "observe_cells",
+    "observe_points",
     "read_data",
     "relative_noise",
 ]
@@ -97,7 +97,7 @@ def relative_noise(grid: Grid, seed: int) -> Float[np.ndarray, "lx ly"]:
     return _draw(grid, seed, 1, jax.random.normal)
 
 
-def at_cells(
+def observe_cells(
     grid: Grid,
     mask: NDArray[np.bool_],
     values: NDArray[np.float64],
@@ -135,7 +135,7 @@ def at_cells(
     return _observations(grid, cells, np.ones(cells.shape), observed, misfit, layers=0)
 
 
-def at_points(
+def observe_points(
     grid: Grid,
     coordinates: Float[np.ndarray, "k 2"],
     values: Float[np.ndarray, " k"],
@@ -153,7 +153,7 @@ def at_points(
     values
         Shape (k,).
     misfit
-        As for `at_cells`.
+        As for `observe_cells`.
     """
     # In units of cells, relative to the first centre.
     place = coordinates / np.asarray(grid.spacing) - 0.5

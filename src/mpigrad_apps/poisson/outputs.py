@@ -14,14 +14,14 @@ from mpigrad_apps import report
 from mpigrad_apps.fitting import seconds_per_iteration
 from mpigrad_apps.poisson.inverse import InverseProblem
 from mpigrad_apps.poisson.observations import Data
-from mpigrad_apps.poisson.result import Result
+from mpigrad_apps.poisson.result import PoissonResult
 
 __all__ = ["write_outputs"]
 
 _MOST_PIXELS = 600  # along an axis of a map: larger fields are thinned out
 
 
-def write_outputs(problem: InverseProblem, result: Result) -> None:
+def write_outputs(problem: InverseProblem, result: PoissonResult) -> None:
     """Write fields.zarr, the pictures and report.html into the output directory (collective)."""
     grid = result.grid
     fields = {"kappa": result.kappa, "u": result.u}
@@ -52,7 +52,7 @@ def write_outputs(problem: InverseProblem, result: Result) -> None:
 
 
 def _pictures(
-    result: Result, drawn: Mapping[str, NDArray[Any] | None], data: Data | None
+    result: PoissonResult, drawn: Mapping[str, NDArray[Any] | None], data: Data | None
 ) -> list[report.Picture]:
     whole = {name: field for name, field in drawn.items() if field is not None}
     kappa, u = whole["kappa"], whole["u"]
@@ -103,7 +103,7 @@ def _pictures(
     return pictures
 
 
-def _summary(problem: InverseProblem, result: Result) -> str:
+def _summary(problem: InverseProblem, result: PoissonResult) -> str:
     best = min(result.history, key=lambda record: record.loss)  # whose parameters are kept
     means = "a neural network" if result.settings.kappa == "network" else "one value per cell"
     text = (
@@ -117,7 +117,7 @@ def _summary(problem: InverseProblem, result: Result) -> str:
 
 
 def _tables(
-    problem: InverseProblem, result: Result, span: tuple[float, float]
+    problem: InverseProblem, result: PoissonResult, span: tuple[float, float]
 ) -> list[report.Table]:
     grid, settings, seconds = result.grid, result.settings, result.seconds
     smallest, largest = (

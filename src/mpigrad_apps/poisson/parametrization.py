@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from mpigrad.collective_errors import call_on_root
 from mpigrad.grid import Grid
-from mpigrad_apps.atomic_write import write_whole
+from mpigrad_apps.atomic_write import write_atomically
 from mpigrad_apps.poisson.network import Network, load_network, save_network
 
 __all__ = ["CellValues", "NetworkValues", "Parametrization"]
@@ -87,7 +87,7 @@ class CellValues(Parametrization):
         return jnp.exp(parameters[self.grid.slices])
 
     def save(self, path: pathlib.Path, parameters: Float[Array, "nx ny"]) -> None:
-        write_whole(path, lambda file: np.save(file, np.exp(parameters)))
+        write_atomically(path, lambda file: np.save(file, np.exp(parameters)))
 
     def load(self, path: pathlib.Path) -> Float[Array, "nx ny"]:
         return jnp.log(jnp.asarray(call_on_root(self.grid.comm, lambda: self._read(path))))

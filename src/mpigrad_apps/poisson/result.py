@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpigrad.grid import Grid
-from mpigrad_apps.fitting import Record
+from mpigrad_apps.fitting import TrainingRecord
 from mpigrad_apps.poisson.settings import Settings
 
-__all__ = ["Result"]
+__all__ = ["PoissonResult"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class PoissonResult:
     """What a run gives: this rank's tiles, and what is the same on every rank.
 
     `kappa`, `u` and `true_kappa` (None with a data file) have shape (lx, ly). `seconds` has the
@@ -30,7 +30,7 @@ class Result:
     kappa: NDArray[np.float64]
     u: NDArray[np.float64]
     true_kappa: NDArray[np.float64] | None
-    history: tuple[Record, ...]
+    history: tuple[TrainingRecord, ...]
     ending: str
     largest_error: float | None
     seconds: dict[str, float]

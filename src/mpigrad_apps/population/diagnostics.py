@@ -16,7 +16,7 @@ from jaxtyping import Float
 from mpigrad_apps.population.kinetics import PARAMETERS
 from mpigrad_apps.population.model import Shared
 
-__all__ = ["Summary", "names", "numbers", "summarize"]
+__all__ = ["Summary", "shared_names", "shared_values", "summarize"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,23 +30,23 @@ class Summary:
     rhat: float
 
 
-def names() -> tuple[str, ...]:
+def shared_names() -> tuple[str, ...]:
     """Of the shared numbers: the typical patient's, the spreads, the noise."""
     return (*PARAMETERS, *(f"spread of {name}" for name in PARAMETERS), "noise")
 
 
-def numbers(shared: Shared) -> Float[np.ndarray, "*batch 11"]:
-    """The shared numbers themselves, instead of their logarithms, in the order of `names`."""
+def shared_values(shared: Shared) -> Float[np.ndarray, "*batch 11"]:
+    """The shared numbers themselves, instead of their logarithms, in the order of `shared_names`."""
     parts = (shared.typical, shared.log_spread, np.asarray(shared.log_noise)[..., None])
     return np.exp(np.concatenate([np.asarray(part) for part in parts], axis=-1))
 
 
 def summarize(shared: Shared) -> dict[str, Summary]:
     """What draws of shape (chains, draws, ...) say of each shared number."""
-    draws = numbers(shared)
+    draws = shared_values(shared)
     low, median, high = np.quantile(draws, [0.05, 0.5, 0.95], axis=(0, 1))
     sizes, agreement = np.asarray(ess_bulk(draws)), np.asarray(rhat(draws))
     return {
         name: Summary(*(float(values[k]) for values in (median, low, high, sizes, agreement)))
-        for k, name in enumerate(names())
+        for k, name in enumerate(shared_names())
     }

@@ -16,19 +16,19 @@ from mpigrad import checkpoint, jobs, optimize
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.profiling.progress_bar import Progress
-from mpigrad_apps.output_directory import prepare
+from mpigrad_apps.output_directory import prepare_output
 from mpigrad_apps.population import records
 from mpigrad_apps.population.diagnostics import Summary, summarize
 from mpigrad_apps.population.kinetics import Kinetics, decay_rate
 from mpigrad_apps.population.model import Model, Prior, Unknowns, log_density
-from mpigrad_apps.population.outputs import Found, write_outputs
-from mpigrad_apps.population.prediction import Fit, fit
+from mpigrad_apps.population.outputs import Estimates, write_outputs
+from mpigrad_apps.population.prediction import Prediction, predict_patient
 from mpigrad_apps.population.records import Cohort
 from mpigrad_apps.population.sampling import NUTS, Posterior
 from mpigrad_apps.population.settings import Settings
 from mpigrad_apps.population.simulation import Truth, simulate
 
-__all__ = ["Result", "put", "run"]
+__all__ = ["PopulationResult", "put_patients", "run"]
 
 Density = Callable[[Unknowns], Array]
 
@@ -38,7 +38,7 @@ _JITTER = 0.1  # of chains' starts around the mode, in logarithms and random eff
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class PopulationResult:
     """What a run gives, the same on every rank.
 
     `truth` is None for the user's patients, `posterior` and `summary` are None and empty where
@@ -54,7 +54,7 @@ class Result:
     report: pathlib.Path
 
 
-def run(settings: Settings, comm: Communicator | None = None) -> Result:
+def run(settings: Settings, comm: Communicator | None = None) -> PopulationResult:
     """Find the mode, sample the posterior, write the report (collective).
 
     Writes into `settings.out`: report.html and its pictures, posterior.npz, patients.csv,
@@ -75,7 +75,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
     with jax.enable_x64(True):
         model = Model(Kinetics(settings.stiff, settings.rtol), _prior(settings))
         cohort, truth = call_on_root(comm, lambda: _patients(settings, model))
-        prepare(settings, settings.out, comm)
+        prepare_output(settings, settings.out, comm)
         with raise_on_all_ranks(comm):
             if comm.rank == 0:
                 print(
@@ -84,7 +84,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
                     flush=True,
                 )
                 if truth is not None:
-                    records.write(settings.out / "data.csv", cohort)
+                    records.write_patients(settings.out / "data.csv", cohort)
         return _estimate(settings, model, cohort, truth, comm)
 
 
@@ -102,15 +102,15 @@ def _prior(settings: Settings) -> Prior:
 
 def _patients(settings: Settings, model: Model) -> tuple[Cohort, Truth | None]:
     if settings.data is not None:
-        return records.read(settings.data), None
+        return records.read_patients(settings.data), None
     return simulate(settings.patients, settings.seed, model.kinetics)
 
 
 def _estimate(
     settings: Settings, model: Model, cohort: Cohort, truth: Truth | None, comm: Communicator
-) -> Result:
+) -> PopulationResult:
     with jobs.pool(comm, on_error="nan") as pool:
-        data = put(pool, cohort)
+        data = put_patients(pool, cohort)
         density = log_density(model, pool.sum(model.log_likelihood, data))
         start = model.prior.start(len(cohort.records))
         posterior, summary = None, {}
@@ -134,18 +134,18 @@ def _estimate(
         else:
             summary = summarize(posterior.unknowns.shared)
             draws = _some(posterior.unknowns)
-        curves = pool.map(functools.partial(fit, model), data)
+        curves = pool.map(functools.partial(predict_patient, model), data)
         fits = _each(curves(draws.shared, jnp.swapaxes(draws.effects, 0, 1)), cohort)
-    found = Found(cohort, truth, mode, draws, posterior, summary, fits)
+    found = Estimates(cohort, truth, mode, draws, posterior, summary, fits)
     path = settings.out / "report.html"
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
             path = write_outputs(settings, model, found, comm.size)
             print(f"report: {path}", flush=True)
-    return Result(settings, cohort, truth, mode.value, posterior, summary, path)
+    return PopulationResult(settings, cohort, truth, mode.value, posterior, summary, path)
 
 
-def put(pool: jobs.Pool, cohort: Cohort) -> jobs.Data:
+def put_patients(pool: jobs.Pool, cohort: Cohort) -> jobs.Data:
     """The patients as jobs: few large blocks, and as much to do for each rank."""
     costs = [1.0 + len(known.doses) for known in cohort.records]  # integrations
     block = min(-(-len(costs) // _BLOCKS), _LARGEST_BLOCK)
@@ -178,7 +178,7 @@ def _sample(
     return posterior
 
 
-def _each(fits: Fit | list[Fit], cohort: Cohort) -> list[Fit]:
+def _each(fits: Prediction | list[Prediction], cohort: Cohort) -> list[Prediction]:
     """The fits by patients; those of one shape come as one stack."""
     if not isinstance(fits, list):
         return [jax.tree.map(lambda x, i=i: x[i], fits) for i in range(len(cohort.names))]

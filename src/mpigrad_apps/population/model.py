@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mpigrad_apps.population.kinetics import Kinetics, decay_rate
-from mpigrad_apps.population.records import Record
+from mpigrad_apps.population.records import PatientRecord
 
 __all__ = ["Model", "Prior", "Shared", "Unknowns", "log_density"]
 
@@ -96,7 +96,7 @@ class Model:
         return shared.typical + body + jnp.exp(shared.log_spread) * effects
 
     def log_likelihood(
-        self, shared: Shared, effects: Float[Array, " 5"], record: Record
+        self, shared: Shared, effects: Float[Array, " 5"], record: PatientRecord
     ) -> Float[Array, ""]:
         """Log density of one patient's measurements and random effects; NaN if they fail."""
         parameters = self.individual(shared, effects, record.weight)

@@ -12,16 +12,16 @@ from jaxtyping import Float
 from mpigrad_apps import report
 from mpigrad_apps.population.kinetics import PARAMETERS, UNITS
 from mpigrad_apps.population.model import Prior, Shared
-from mpigrad_apps.population.prediction import Fit
+from mpigrad_apps.population.prediction import Prediction
 from mpigrad_apps.population.records import Cohort
 
-__all__ = ["agreement", "fits", "individuals", "marginals"]
+__all__ = ["draw_agreement", "draw_fits", "draw_individuals", "draw_marginals"]
 
 _MOST_PATIENTS = 16
 _BLUE, _GREY, _RED = "#2563a8", "#57606a", "#b3261e"
 
 
-def fits(cohort: Cohort, found: Sequence[Fit]) -> report.Picture:
+def draw_fits(cohort: Cohort, found: Sequence[Prediction]) -> report.Picture:
     """Measurements and curves of the first patients."""
     count = min(len(found), _MOST_PATIENTS)
     columns = min(count, 4)
@@ -55,7 +55,7 @@ def fits(cohort: Cohort, found: Sequence[Fit]) -> report.Picture:
     )
 
 
-def marginals(
+def draw_marginals(
     draws: Shared, prior: Prior, mode: Shared, truth: Shared | None = None
 ) -> report.Picture:
     """What is known of each number that all patients share."""
@@ -116,7 +116,7 @@ def marginals(
     )
 
 
-def individuals(
+def draw_individuals(
     log_parameters: Float[np.ndarray, "draws patients 5"],
     truth: Float[np.ndarray, "patients 5"] | None = None,
 ) -> report.Picture:
@@ -150,7 +150,7 @@ def individuals(
     )
 
 
-def agreement(cohort: Cohort, found: Sequence[Fit]) -> report.Picture:
+def draw_agreement(cohort: Cohort, found: Sequence[Prediction]) -> report.Picture:
     """Measured against explained concentrations, of all patients."""
     measured = np.concatenate([known.concentrations for known in cohort.records])
     explained = np.concatenate([fit.at_measurements for fit in found])

@@ -10,14 +10,14 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mpigrad_apps.population.model import Model, Shared
-from mpigrad_apps.population.records import Record
+from mpigrad_apps.population.records import PatientRecord
 
-__all__ = ["Fit", "fit"]
+__all__ = ["Prediction", "predict_patient"]
 
 _TIMES = 80
 
 
-class Fit(NamedTuple):
+class Prediction(NamedTuple):
     """Quantiles over draws of one patient's concentrations in mg/L.
 
     Attributes
@@ -37,7 +37,9 @@ class Fit(NamedTuple):
     at_measurements: Float[np.ndarray | Array, " n"]
 
 
-def fit(model: Model, shared: Shared, effects: Float[Array, "draws 5"], record: Record) -> Fit:
+def predict_patient(
+    model: Model, shared: Shared, effects: Float[Array, "draws 5"], record: PatientRecord
+) -> Prediction:
     """The fit of one patient, from draws of what is shared and of the patient's own effects."""
     start, end = record.dose_times[0], record.times[-1]
     times = start + (end - start) * jnp.linspace(1 / _TIMES, 1.0, _TIMES)
@@ -54,4 +56,4 @@ def fit(model: Model, shared: Shared, effects: Float[Array, "draws 5"], record: 
 
     found = jax.vmap(concentrations)(shared, effects)
     low, middle, high = jnp.quantile(found, jnp.array([0.05, 0.5, 0.95]), axis=0)
-    return Fit(times, low[:_TIMES], middle[:_TIMES], high[:_TIMES], middle[_TIMES:])
+    return Prediction(times, low[:_TIMES], middle[:_TIMES], high[:_TIMES], middle[_TIMES:])

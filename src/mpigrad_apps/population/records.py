@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float
 
-__all__ = ["Cohort", "Record", "read", "record", "write"]
+__all__ = ["Cohort", "PatientRecord", "make_patient_record", "read_patients", "write_patients"]
 
 _COLUMNS = ("id", "time", "amt", "dv")
 # Where these are not 0, or 1 in the second group, the rows are another model's.
@@ -23,7 +23,7 @@ _ABSENT = ("", ".", "na", "nan")
 _SHORTEST = 16  # concentrations
 
 
-class Record(NamedTuple):
+class PatientRecord(NamedTuple):
     """A patient's doses and concentrations.
 
     Attributes
@@ -53,7 +53,7 @@ class Cohort:
     """
 
     names: tuple[str, ...]
-    records: tuple[Record, ...]
+    records: tuple[PatientRecord, ...]
 
     @property
     def measurements(self) -> int:
@@ -64,18 +64,18 @@ class Cohort:
 Pair = tuple[float | int, float | int]
 
 
-def record(
+def make_patient_record(
     weight: float | int,
     doses: Iterable[Pair],
     measured: Iterable[Pair],
-) -> Record:
+) -> PatientRecord:
     """A record of (time in h, dose in mg) and (time in h, concentration in mg/L), padded.
 
     Each in ascending order of times; the weight is in kg.
     """
     dose_times, amounts = _padded(doses, 1, 0.0)
     times, concentrations = _padded(measured, _SHORTEST, math.nan)
-    return Record(np.asarray(float(weight)), dose_times, amounts, times, concentrations)
+    return PatientRecord(np.asarray(float(weight)), dose_times, amounts, times, concentrations)
 
 
 def _padded(pairs: Iterable[Pair], shortest: int, value: float) -> tuple[np.ndarray, np.ndarray]:
@@ -85,7 +85,7 @@ def _padded(pairs: Iterable[Pair], shortest: int, value: float) -> tuple[np.ndar
     return np.pad(times, (0, more), mode="edge"), np.pad(values, (0, more), constant_values=value)
 
 
-def read(path: str | os.PathLike[str]) -> Cohort:
+def read_patients(path: str | os.PathLike[str]) -> Cohort:
     """Read a table of events: a row for each dose and each measurement.
 
     The columns, in any order and in upper or lower case, have the names that population modellers
@@ -206,7 +206,9 @@ def _number(row: Mapping[str, str], column: str, where: str) -> float | None:
         raise ValueError(f"{where}: {column}: not a number: {text!r}") from None
 
 
-def _patient(where: str, weight: float | None, events: list[tuple[float, float, float]]) -> Record:
+def _patient(
+    where: str, weight: float | None, events: list[tuple[float, float, float]]
+) -> PatientRecord:
     events = sorted(events, key=lambda event: event[0])
     doses = [(time, dose) for time, dose, _ in events if not math.isnan(dose)]
     seen = [(time, value) for time, dose, value in events if math.isnan(dose)]
@@ -221,11 +223,11 @@ def _patient(where: str, weight: float | None, events: list[tuple[float, float, 
             f"{where}: a concentration at {seen[0][0]:g} h, but the first dose is at "
             f"{doses[0][0]:g} h: the model has none before it"
         )
-    return record(weight, doses, seen)
+    return make_patient_record(weight, doses, seen)
 
 
-def write(path: str | os.PathLike[str], cohort: Cohort) -> None:
-    """Write the table that `read` reads."""
+def write_patients(path: str | os.PathLike[str], cohort: Cohort) -> None:
+    """Write the table that `read_patients` reads."""
     with pathlib.Path(path).open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow([*_COLUMNS, "wt"])

@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from mpigrad_apps.population.kinetics import Kinetics
 from mpigrad_apps.population.model import Model, Shared
-from mpigrad_apps.population.records import Cohort, record
+from mpigrad_apps.population.records import Cohort, make_patient_record
 
 __all__ = ["Truth", "simulate"]
 
@@ -48,11 +48,11 @@ def simulate(patients: int, seed: int, kinetics: Kinetics) -> tuple[Cohort, Trut
         times = np.unique(np.round(times, 2))
         effects = jnp.asarray(generator.normal(size=5))
         parameters = model.individual(shared, effects, jnp.asarray(weight))
-        blank = record(weight, given, [(t, 1.0) for t in times])
+        blank = make_patient_record(weight, given, [(t, 1.0) for t in times])
         exact = concentrations(parameters, blank.dose_times, blank.doses, blank.times)
         errors = np.exp(_NOISE * generator.normal(size=len(times)))
         measured = np.asarray(exact)[: len(times)] * errors
-        records.append(record(weight, given, zip(times, measured, strict=True)))
+        records.append(make_patient_record(weight, given, zip(times, measured, strict=True)))
         individual.append(np.asarray(parameters))
     names = tuple(f"{patient + 1}" for patient in range(patients))
     return Cohort(names, tuple(records)), Truth(shared, np.stack(individual))

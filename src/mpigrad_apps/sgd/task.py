@@ -16,7 +16,7 @@ import numpy as np
 from mpigrad_apps.sgd.digits import read_digits
 from mpigrad_apps.sgd.settings import Settings
 
-__all__ = ["Task", "load"]
+__all__ = ["Task", "load_task"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Task:
         return tuple(array[rows] for array in self.data)
 
 
-def load(settings: Settings) -> Task:
+def load_task(settings: Settings) -> Task:
     """The task that the settings name, checked; made anew, so that every training starts alike.
 
     Raises
@@ -72,7 +72,7 @@ def load(settings: Settings) -> Task:
     """
     if settings.module is None:
         return _digits(settings)
-    task = _made(settings.module, settings.seed)
+    task = _call_factory(settings.module, settings.seed)
     if settings.framework not in (None, task.framework):
         raise ValueError(
             f"--framework {settings.framework}, but {settings.module} gives a model of "
@@ -98,11 +98,11 @@ def _digits(settings: Settings) -> Task:
     return Task(model, network.loss, train, test, network.accuracy)
 
 
-def _made(module: str, seed: int) -> Task:
+def _call_factory(module: str, seed: int) -> Task:
     """What the factory returns; the generator of PyTorch, where it is used, begins with `seed`."""
     file, _, name = module.rpartition(":")
     path = pathlib.Path(file).resolve()
-    factory = getattr(_imported(path, module), name, None)
+    factory = getattr(_import_file(path, module), name, None)
     if not callable(factory):
         raise ValueError(f"--module {module}: there is no function {name} in {path.name}")
     if "torch" in sys.modules:
@@ -125,7 +125,7 @@ def _made(module: str, seed: int) -> Task:
     return Task(model, loss, data if isinstance(data, tuple) else (data,))
 
 
-def _imported(path: pathlib.Path, module: str) -> Any:
+def _import_file(path: pathlib.Path, module: str) -> Any:
     name = f"mpigrad_module_{path.stem}"  # no other module's, whatever the file is called
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

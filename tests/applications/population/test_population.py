@@ -20,7 +20,7 @@ from mpigrad_apps.population import (
     Unknowns,
     decay_rate,
     log_density,
-    read,
+    read_patients,
     run,
     simulate,
     summarize,
@@ -143,7 +143,7 @@ def test_a_run_is_written(comm, directory, capfd):
     assert json.loads((out / "settings.json").read_text())["patients"] == 4
     history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
     assert history[-1]["loss"] < history[0]["loss"]
-    assert read(out / "data.csv").names == result.cohort.names
+    assert read_patients(out / "data.csv").names == result.cohort.names
     draws = np.load(out / "posterior.npz")
     assert draws["effects"].shape == (2, 5, 4, 5)
     assert draws["typical"].shape == (2, 5, 5)

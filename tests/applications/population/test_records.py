@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mpigrad_apps.population import Kinetics, read, simulate, write
+from mpigrad_apps.population import Kinetics, read_patients, simulate, write_patients
 
 HEADER = "ID,TIME,AMT,DV,WT\n"
 DOSE, SAMPLE = "a,0,100,.,70\n", "a,2,0,1.5,70\n"
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.ranks(1)
 
 def test_what_is_written_is_read(tmp_path):
     cohort, truth = simulate(4, seed=3, kinetics=Kinetics())
-    write(tmp_path / "table.csv", cohort)
-    again = read(tmp_path / "table.csv")
+    write_patients(tmp_path / "table.csv", cohort)
+    again = read_patients(tmp_path / "table.csv")
     assert again.names == cohort.names
     for a, b in zip(again.records, cohort.records, strict=True):
         for x, y in zip(a, b, strict=True):
@@ -29,7 +29,7 @@ def test_columns_in_any_order_and_events_that_mean_nothing(tmp_path):
         "dv,age,id,amt,mdv,evid,time,cmt\n"
         ".,51,b,80,1,1,1,1\n2.5,51,b,.,0,0,3,2\n1.5,51,b,,0,0,2,1\n,,,,,,,\n9,51,b,,1,0,4,3\n"
     )
-    (record,) = read(tmp_path / "table.csv").records
+    (record,) = read_patients(tmp_path / "table.csv").records
     assert record.weight == 70
     np.testing.assert_array_equal(record.doses, [80])
     np.testing.assert_array_equal(record.times[:3], [2, 3, 3])
@@ -38,7 +38,7 @@ def test_columns_in_any_order_and_events_that_mean_nothing(tmp_path):
 
 def test_the_weight_may_stand_in_one_row(tmp_path):
     (tmp_path / "table.csv").write_text(HEADER + "a,0,100,.,.\n" + SAMPLE + "a,3,.,1,\n")
-    assert read(tmp_path / "table.csv").records[0].weight == 70
+    assert read_patients(tmp_path / "table.csv").records[0].weight == 70
 
 
 @pytest.mark.parametrize(
@@ -78,5 +78,5 @@ def test_the_weight_may_stand_in_one_row(tmp_path):
 def test_what_makes_no_sense_is_refused_with_its_line(tmp_path, text, said):
     (tmp_path / "table.csv").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"table\.csv") as raised:
-        read(tmp_path / "table.csv")
+        read_patients(tmp_path / "table.csv")
     assert said in str(raised.value)

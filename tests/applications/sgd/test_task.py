@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpigrad_apps.sgd import Settings, Task, load, read_digits
-from mpigrad_apps.sgd.testing import evaluator
+from mpigrad_apps.sgd import Settings, Task, load_task, read_digits
+from mpigrad_apps.sgd.evaluation import make_evaluator
 
 FACTORIES = """
 import jax.numpy as jnp
@@ -86,13 +86,13 @@ def test_digits_are_shuffled_and_scaled():
 
 @pytest.mark.ranks(1)
 def test_a_factory_gives_a_task(file):
-    task = load(Settings(module=f"{file}:line"))
+    task = load_task(Settings(module=f"{file}:line"))
     assert isinstance(task, Task)
     assert (task.framework, task.rows) == ("jax", 30)
     x, y = task.batch(np.array([3, 1]))
     assert np.array_equal(y, 2 * x)
     assert float(task.loss(task.model, x, y)) == pytest.approx(float(jnp.mean(y**2)))
-    assert len(load(Settings(module=f"{file}:task")).held_out) == 2
+    assert len(load_task(Settings(module=f"{file}:task")).held_out) == 2
 
 
 @pytest.mark.ranks(1)
@@ -112,7 +112,7 @@ def test_a_factory_gives_a_task(file):
 )
 def test_a_factory_that_gives_something_else_is_refused(file, name, said):
     with pytest.raises((ValueError, TypeError), match=said):
-        load(Settings(module=f"{file}:{name}"))
+        load_task(Settings(module=f"{file}:{name}"))
 
 
 @pytest.mark.ranks(2)
@@ -123,16 +123,16 @@ def test_a_score_that_fails_on_one_rank_is_raised_by_all(comm):
     one = (np.zeros((1, 1)),)  # the other rank has none
     task = Task({"a": jnp.zeros(())}, failing, one, held_out=one)
     with pytest.raises(ValueError, match="no such score"):
-        evaluator(task, 4, comm)(task.model)
+        make_evaluator(task, 4, comm)(task.model)
 
 
 @pytest.mark.ranks(1)
 def test_a_file_that_cannot_be_imported_is_refused(file):
     broken = file.with_name("broken.py")
     with pytest.raises(ValueError, match="cannot be imported: ModuleNotFoundError"):
-        load(Settings(module=f"{broken}:line"))
+        load_task(Settings(module=f"{broken}:line"))
     with pytest.raises(ValueError, match="--framework torch, but"):
-        load(Settings(module=f"{file}:line", framework="torch"))
+        load_task(Settings(module=f"{file}:line", framework="torch"))
 
 
 @pytest.mark.ranks(1)

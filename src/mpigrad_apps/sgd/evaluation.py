@@ -14,10 +14,10 @@ from mpigrad.communicator import Communicator
 from mpigrad.training import mean
 from mpigrad_apps.sgd.task import Task
 
-__all__ = ["evaluator"]
+__all__ = ["make_evaluator"]
 
 
-def evaluator(task: Task, size: int, comm: Communicator) -> Callable[[Any], dict[str, float]]:
+def make_evaluator(task: Task, size: int, comm: Communicator) -> Callable[[Any], dict[str, float]]:
     """A function of the model: means over the held-out samples, each rank taking its part.
 
     Parameters

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["Course", "Epoch", "Step"]
+__all__ = ["EpochRecord", "RunLog", "StepRecord"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepRecord:
     """One update of the parameters; of local SGD, one mean of them and the steps before it.
 
     `samples` counts all that were met so far, by all ranks; `seconds` is the wall time since the
@@ -23,7 +23,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Epoch:
+class EpochRecord:
     """What the held-out samples say after an epoch (0: before the first), at so many samples and
     seconds.
     """
@@ -36,15 +36,15 @@ class Epoch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Course:
+class RunLog:
     """One training, and how it ended: `stopped`, where somebody asked for it.
 
     `bound` is the largest staleness under a parameter server, else None.
     """
 
     name: str
-    steps: tuple[Step, ...]
-    epochs: tuple[Epoch, ...]
+    steps: tuple[StepRecord, ...]
+    epochs: tuple[EpochRecord, ...]
     ending: str
     stopped: bool = False
     bound: int | None = None
