@@ -1,4 +1,4 @@
-"""The training loop of the problems: `minimize`, with the model's error, saves and a history."""
+"""The training loop of the applications: `minimize` with model errors, saves and a history."""
 
 from __future__ import annotations
 
@@ -28,10 +28,16 @@ _MEASURE_EVERY = 10  # iterations between errors of the model
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRecord:
-    """What the history keeps of one iteration.
+    """One iteration in the history of a training.
 
-    `error` is the model's distance from the true one, None where it wasn't measured; `stage`
-    counts the objectives that were trained one after the other.
+    Attributes
+    ----------
+    iteration, loss, gradient_norm, evaluations, step, seconds
+        See `mpigrad.optimize`.
+    error
+        Distance of the model from the true model, or None if it was not measured.
+    stage
+        Index of the objective, if several are trained one after the other.
     """
 
     iteration: int
@@ -46,9 +52,18 @@ class TrainingRecord:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingResult:
-    """The parameters of the smallest loss, the history of all stages, and why the training ended.
+    """The result of `train`.
 
-    `stopped`: somebody asked for it.
+    Attributes
+    ----------
+    parameters
+        The parameters of the smallest loss.
+    history
+        The records of all stages.
+    ending
+        The reason why the training ended.
+    stopped
+        True if the user or the system asked the training to stop.
     """
 
     parameters: Any
@@ -58,10 +73,10 @@ class TrainingResult:
 
 
 def prepare_training(out: pathlib.Path, comm: Communicator, resume: bool) -> None:
-    """Make way for the saves and the history of a new run (collective).
+    """Prepare the output directory for the saves and the history of a new run (collective).
 
-    The saves of an earlier run in `out` are moved aside, so that it can still be resumed; what it
-    has written besides is replaced.
+    The saves of an earlier run in `out` are renamed to `restart.before`, so that the earlier run
+    can still be resumed. Its other files are replaced.
     """
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
@@ -90,33 +105,36 @@ def train(
     about: Mapping[str, Any] | None = None,
     advice: str = "Start from other parameters",
 ) -> TrainingResult:
-    """Train by L-BFGS (collective): every rank calls it with equal parameters, after `begin`.
+    """Train by L-BFGS, after `prepare_training` (collective).
 
     Parameters
     ----------
     share
-        Function of the parameters that gives this rank's share of the loss, with messages inside.
+        Function of the parameters that returns this rank's share of the loss. It may send messages.
+    parameters
+        The parameters to start from, equal on all ranks.
     memory
         Number of past steps that L-BFGS remembers.
     out
-        Gets history.jsonl, a line for each iteration when it is done, and restart/, from which the
-        training goes on bit for bit where it was when it was saved last.
+        Output directory. It gets history.jsonl, with a line for each completed iteration, and
+        restart/, from which the training continues bit for bit from the last save.
     save
-        Writes parameters to a file; called on rank 0 every few seconds with those of the smallest
-        loss, and once more when the training ends, be it with an error.
+        Function that writes parameters to a file. Rank 0 calls it every few seconds with the
+        parameters of the smallest loss, and once more when the training ends, also with an error.
     error
-        The model's distance from the true one, if that is known (collective).
+        Function that returns the distance of the model from the true model, if that is known
+        (collective).
     stage
-        Number of this objective among those that are trained one after the other.
+        Index of this objective, if several are trained one after the other.
     about
         See `Checkpoint`.
     advice
-        What to do where the loss of the first parameters is not a number.
+        Remedy that the error names if the loss of the first parameters is NaN.
 
     Raises
     ------
     RuntimeError
-        On every rank, where the loss of the first parameters is not finite.
+        On every rank, if the loss of the first parameters is not finite.
     """
     history = _History(out / "history.jsonl", comm)
     latest, saved_at, begun = parameters, time.monotonic(), False
@@ -169,13 +187,13 @@ def train(
 
 
 class _History:
-    """The records of all stages, on every rank, and as a file that grows."""
+    """The records of all stages, on every rank and in a file that grows."""
 
     def __init__(self, path: pathlib.Path, comm: Communicator) -> None:
         self._path = path
         self._comm = comm
         self._records: list[TrainingRecord] = call_on_root(comm, self._read)
-        self._whole = False  # the file, which may end in half a line, is what `_records` holds
+        self._whole = False  # whether the file, which may end in half a line, equals `_records`
 
     def _read(self) -> list[TrainingRecord]:
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -186,7 +204,7 @@ class _History:
         return [record for record in self._records if record.stage == stage]
 
     def add(self, record: TrainingRecord) -> None:
-        """One iteration more; what was noted of it and of later ones before is forgotten."""
+        """Add an iteration. Earlier records of it and of later iterations are dropped."""
         place = record.stage, record.iteration
         earlier = [r for r in self._records if (r.stage, r.iteration) < place]
         append = self._whole and len(earlier) == len(self._records)
@@ -197,7 +215,7 @@ class _History:
                     file.write(json.dumps(dataclasses.asdict(r)) + "\n")
 
     def whole(self, saved: tuple[optimize.Record, ...], stage: int) -> tuple[TrainingRecord, ...]:
-        """The records of earlier stages, and those of this one with the errors that are known."""
+        """Return the records of earlier stages, and of this stage with the measured errors."""
         errors = {record.iteration: record.error for record in self.of(stage)}
         now = [
             TrainingRecord(**dataclasses.asdict(r), error=errors.get(r.iteration), stage=stage)
@@ -207,6 +225,6 @@ class _History:
 
 
 def seconds_per_iteration(history: tuple[TrainingRecord, ...]) -> float:
-    """Median time of an iteration; the first ones, which compile, weigh no more than others."""
+    """Return the median time of an iteration, which the slow first iterations hardly change."""
     times = np.diff([record.seconds for record in history])
     return float(np.median(times)) if len(times) else math.nan

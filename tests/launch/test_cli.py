@@ -46,7 +46,7 @@ def test_help_of_an_application_lists_its_settings() -> None:
         (("launch", "-n", 2), "PROGRAM.py"),
         (("launch", "--rank", 2, PROGRAMS / "say.py"), "launch has no option --rank"),
         (("run", "poisson", "-n", 0), "-n 0: at least 1 rank"),
-        (("run", "poisson", "--cells", 1, 1), "--cells: at least 2 cells"),
+        (("run", "poisson", "--cells", 1, 1), "--cells: expected at least 2 cells"),
         (("run", "poisson", "--cells", 10), "--cells"),
         (("run", "poisson", "--data", "missing.npz"), "there is no file missing.npz"),
         (("run", "poisson", "--iteration", 3), "--iterations"),

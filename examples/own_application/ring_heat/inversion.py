@@ -21,7 +21,7 @@ def later(u, steps, comm):
 
 
 def run(settings: Settings) -> None:
-    """Recover the start from the observation, print the errors and write the result (collective)."""
+    """Recover the start, print the losses and the error, and write the result (collective)."""
     comm = mg.default_communicator()
     if settings.cells < comm.size:
         raise ValueError(

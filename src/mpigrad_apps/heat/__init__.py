@@ -1,4 +1,4 @@
-"""The heat equation u_t = div(kappa grad u) + f, forward, and kappa from observations of u."""
+"""The heat equation u_t = div(kappa grad u) + f: simulate it, or recover kappa from data."""
 
 from typing import TYPE_CHECKING
 

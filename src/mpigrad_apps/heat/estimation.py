@@ -1,4 +1,4 @@
-"""A run from settings to report."""
+"""Run the heat application, from settings to report."""
 
 from __future__ import annotations
 
@@ -28,9 +28,18 @@ __all__ = ["HeatResult", "run"]
 
 @dataclasses.dataclass(frozen=True)
 class HeatResult:
-    """What a run gives: this rank's tiles, and what is the same on every rank.
+    """The result of `run`: this rank's tiles, and values that are the same on all ranks.
 
-    `kappa`, the estimated one or the one of a forward run, and `true_kappa` have shape (lx, ly).
+    Attributes
+    ----------
+    settings, grid
+        The settings and the grid.
+    kappa, true_kappa
+        This rank's tiles, shape (lx, ly): kappa as estimated, or as given in a forward run.
+    history, ending
+        The records of the training, and the reason why the run ended.
+    report
+        Path of the report.
     """
 
     settings: Settings
@@ -43,22 +52,29 @@ class HeatResult:
 
 
 def run(settings: Settings, comm: Communicator | None = None) -> HeatResult:
-    """Follow the heat, or recover kappa, showing the progress; write the report (collective).
+    """Simulate the heat or recover kappa, show the progress, and write the report (collective).
 
-    Writes into `settings.out`: report.html and its pictures, fields.zarr, settings.json; of a
-    forward run heat.gif; of an inverse one history.jsonl and the parameters (network.eqx or
-    cells.npy), which are on disk, whole, every few seconds from the beginning, and restart/, from
-    which it goes on with `settings.resume`. When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the
-    launcher's Ctrl-C), it ends after the iteration or the frame that it is in and writes
-    everything.
+    The run writes into `settings.out`: report.html and its pictures, fields.zarr and settings.json.
+    A forward run adds heat.gif. An inverse run adds history.jsonl, restart/ and the parameters
+    (network.eqx or cells.npy). The file of the parameters is complete at any time and is replaced
+    every few seconds. With `settings.resume` the run continues from restart/. When asked to stop
+    (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it finishes its iteration or frame and
+    writes everything.
+
+    Parameters
+    ----------
+    settings
+        The options of `mpigrad run heat`.
+    comm
+        The ranks that take part; by default all ranks.
 
     Raises
     ------
     ValueError, OSError
-        On every rank, before the first step, where the settings, the model file or the output
-        directory make no sense.
+        On every rank, before the first step, if the settings, the model file or the output
+        directory are not valid.
     jax.errors.JaxRuntimeError
-        On every rank, before the first step, where the time step is not stable.
+        On every rank, before the first step, if the time step is not stable.
     """
     comm = resolve(comm)
     call_on_root(comm, settings.check)
@@ -104,7 +120,7 @@ def _estimate(settings: Settings, comm: Communicator) -> HeatResult:
         save=lambda best: values.save(settings.out / values.file_name, best),
         error=error,
         about=resume_settings(settings),
-        advice="The time step is not stable with them: more --steps, or --theta 0.5",
+        advice="The time step is not stable with them. Increase --steps, or use --theta 0.5",
     )
     kappa = np.asarray(mpigrad.jit(values.kappa)(trained.parameters))
     path = settings.out / "report.html"

@@ -1,9 +1,9 @@
-"""The diffusivity in a Poisson equation, from observations of its solution.
+"""Recover the diffusivity in a Poisson equation from observations of its solution.
 
-The equation is div(kappa grad u) = f on the unit square, u = 0 on its boundary; kappa is given by
-a neural network or by one value per cell, and found by L-BFGS on the misfit between u and what was
-observed of it (ADCME's Poisson problem: Xu and Darve, "ADCME MPI: Distributed Machine Learning for
-Computational Engineering").
+The equation is div(kappa grad u) = f on the unit square, with u = 0 on the boundary. A neural
+network or one value per cell represents kappa. L-BFGS minimizes the misfit between u and the
+observations. This is ADCME's Poisson problem: Xu and Darve, "ADCME MPI: Distributed Machine
+Learning for Computational Engineering".
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""A run from settings to report."""
+"""Run the Poisson application, from settings to report."""
 
 from __future__ import annotations
 
@@ -25,21 +25,28 @@ __all__ = ["run"]
 
 
 def run(settings: Settings, comm: Communicator | None = None) -> PoissonResult:
-    """Recover kappa, showing the progress, and write the report (collective).
+    """Recover kappa, show the progress, and write the report (collective).
 
-    Writes into `settings.out`: report.html and its pictures, fields.zarr, history.jsonl,
-    settings.json, the parameters (network.eqx or cells.npy), which are on disk, whole, every few
-    seconds from the beginning, and restart/. When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the
-    launcher's Ctrl-C), it ends after the iteration it is in and writes everything; with
-    `settings.resume` it goes on from there.
+    The run writes into `settings.out`: report.html and its pictures, fields.zarr, history.jsonl,
+    settings.json, restart/, and the parameters (network.eqx or cells.npy). The file of the
+    parameters is complete at any time and is replaced every few seconds. When asked to stop
+    (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), the run finishes its iteration and writes
+    everything. With `settings.resume` it continues from there.
+
+    Parameters
+    ----------
+    settings
+        The options of `mpigrad run poisson`.
+    comm
+        The ranks that take part; by default all ranks.
 
     Raises
     ------
     ValueError, OSError
-        On every rank, before the training, where the settings, the data file or the output
-        directory make no sense.
+        On every rank, before the training, if the settings, the data file or the output directory
+        are not valid.
     RuntimeError
-        Where a linear solve fails; what was reached is saved.
+        If a linear solve fails. The parameters reached so far are saved.
     """
     comm = resolve(comm)
     with jax.enable_x64(True):
@@ -67,7 +74,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> PoissonResult:
             save=lambda best: values.save(settings.out / values.file_name, best),
             error=_error_of(problem),
             about=resume_settings(settings),
-            advice="the linear solve failed there. Start from other parameters (--seed, --restart)",
+            advice="the linear solve failed. Start from other parameters (--seed, --restart)",
         )
         seconds = _mean_seconds(comm, before)
         kappa = mpigrad.jit(values.kappa)(trained.parameters)
@@ -100,13 +107,11 @@ def _announce(problem: InverseProblem) -> None:
         flush=True,
     )
     if not sparse.hypre_available():
-        print(
-            f"poisson: conjugate gradients, for want of hypre. {sparse.why_no_hypre()}", flush=True
-        )
+        print(f"poisson: conjugate gradients without hypre. {sparse.why_no_hypre()}", flush=True)
 
 
 def _error_of(problem: InverseProblem) -> Callable[[Any], float] | None:
-    """The function that gives the largest error of kappa over all ranks, or None."""
+    """Return a function for the largest error of kappa over all ranks, or None."""
     true = problem.true_kappa
     if true is None:
         return None

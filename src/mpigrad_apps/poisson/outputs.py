@@ -18,7 +18,7 @@ from mpigrad_apps.poisson.result import PoissonResult
 
 __all__ = ["write_outputs"]
 
-_MOST_PIXELS = 600  # along an axis of a map: larger fields are thinned out
+_MOST_PIXELS = 600  # along an axis of a map; larger fields are thinned out
 
 
 def write_outputs(problem: InverseProblem, result: PoissonResult) -> None:
@@ -76,7 +76,7 @@ def _pictures(
         pictures.append(
             report.maps(
                 "u",
-                "The solution u for the estimated κ, and what was observed; other cells are white.",
+                "The solution u for the estimated κ, and the observations. Other cells are white.",
                 [solution, report.Panel("observed u", whole["observed"])],
             )
         )
@@ -85,7 +85,7 @@ def _pictures(
         pictures.append(
             report.points(
                 "observed",
-                "The observations, where they were made.",
+                "The observations at their points.",
                 "observed u",
                 data.coordinates,
                 data.values,
@@ -104,7 +104,7 @@ def _pictures(
 
 
 def _summary(problem: InverseProblem, result: PoissonResult) -> str:
-    best = min(result.history, key=lambda record: record.loss)  # whose parameters are kept
+    best = min(result.history, key=lambda record: record.loss)  # the result has its parameters
     means = "a neural network" if result.settings.kappa == "network" else "one value per cell"
     text = (
         f"κ in ∇·(κ∇u) = f on the unit square, u = 0 on its boundary, given by {means} and "
@@ -134,7 +134,7 @@ def _tables(
     }
     choices["cells"] = f"{grid.shape[0]} x {grid.shape[1]}"
     own = seconds["hypre"] == 0
-    best = min(result.history, key=lambda record: record.loss)  # whose parameters are kept
+    best = min(result.history, key=lambda record: record.loss)  # the result has its parameters
     outcome = {
         "ended": result.ending,
         "loss": f"{best.loss:.6e}",

@@ -1,5 +1,6 @@
-"""A drug in a population of patients: two compartments, random effects, and what is known of them
-from a few blood samples of each.
+"""A drug in a population of patients, estimated from a few blood samples of each patient.
+
+The model has two compartments and random effects.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""A run from settings to report."""
+"""Run the population application, from settings to report."""
 
 from __future__ import annotations
 
@@ -32,17 +32,27 @@ __all__ = ["PopulationResult", "put_patients", "run"]
 
 Density = Callable[[Unknowns], Array]
 
-_DRAWN = 200  # draws that fits and individual parameters are made of
+_DRAWN = 200  # number of draws for fits and individual parameters
 _BLOCKS, _LARGEST_BLOCK = 8, 64
-_JITTER = 0.1  # of chains' starts around the mode, in logarithms and random effects
+_JITTER = 0.1  # spread of the chains' starts around the mode, in logarithms and random effects
 
 
 @dataclasses.dataclass(frozen=True)
 class PopulationResult:
-    """What a run gives, the same on every rank.
+    """The result of `run`, the same on every rank.
 
-    `truth` is None for the user's patients, `posterior` and `summary` are None and empty where
-    nothing was drawn.
+    Attributes
+    ----------
+    settings, cohort
+        The settings and the patients.
+    truth
+        The true values of simulated patients, or None for the user's patients.
+    mode
+        The mode of the posterior.
+    posterior, summary
+        The draws and their summary, or None and {} if nothing was drawn.
+    report
+        Path of the report.
     """
 
     settings: Settings
@@ -57,18 +67,25 @@ class PopulationResult:
 def run(settings: Settings, comm: Communicator | None = None) -> PopulationResult:
     """Find the mode, sample the posterior, write the report (collective).
 
-    Writes into `settings.out`: report.html and its pictures, posterior.npz, patients.csv,
-    settings.json, history.jsonl of the way to the mode, and data.csv where patients are simulated.
-    When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the
-    iteration or the draw that it is in and writes everything.
+    The run writes into `settings.out`: report.html and its pictures, posterior.npz, patients.csv,
+    settings.json, history.jsonl of the search for the mode, and data.csv if patients are simulated.
+    When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it finishes its
+    iteration or draw and writes everything.
+
+    Parameters
+    ----------
+    settings
+        The options of `mpigrad run population`.
+    comm
+        The ranks that take part; by default all ranks.
 
     Raises
     ------
     ValueError, OSError
-        On every rank, before any work, where the settings, the patients' table or the output
-        directory make no sense.
+        On every rank, before any work, if the settings, the patients' table or the output directory
+        are not valid.
     mpigrad.optimize.NotFiniteError
-        On every rank, where the density has no value at the prior's medians.
+        On every rank, if the density is not finite at the medians of the prior.
     """
     comm = resolve(comm)
     call_on_root(comm, settings.check)
@@ -94,8 +111,8 @@ def _prior(settings: Settings) -> Prior:
     absorption, decay = settings.typical[0], float(decay_rate(settings.typical))
     if not absorption > decay:  # NaN, too
         raise ValueError(
-            f"--typical: absorption, {absorption:g} per hour, is not faster than decay in "
-            f"the blood, {decay:.3g} per hour; if the drug is like that, add --flip-flop"
+            f"--typical: expected an absorption faster than the decay in the blood, {decay:.3g} "
+            f"per hour, got {absorption:g} per hour. If the drug is like that, add --flip-flop."
         )
     return Prior(settings.typical)
 
@@ -146,7 +163,7 @@ def _estimate(
 
 
 def put_patients(pool: jobs.Pool, cohort: Cohort) -> jobs.Data:
-    """The patients as jobs: few large blocks, and as much to do for each rank."""
+    """Put the patients into a pool as jobs: few large blocks, with equal work for each rank."""
     costs = [1.0 + len(known.doses) for known in cohort.records]  # integrations
     block = min(-(-len(costs) // _BLOCKS), _LARGEST_BLOCK)
     return pool.put(list(cohort.records), schedule=jobs.Weighted(costs), block=block)
@@ -169,7 +186,7 @@ def _sample(
 
     def note(iteration: int, figures: dict[str, float]) -> bool:
         progress.update(iteration, **figures)
-        # Any rank may have got the signal; all end at the same iteration.
+        # Any rank may have received the signal. All ranks end at the same iteration.
         return any(comm.mpi.allgather(stop.requested()))
 
     scales = model.prior.scales(len(mode.effects))
@@ -179,14 +196,14 @@ def _sample(
 
 
 def _each(fits: Prediction | list[Prediction], cohort: Cohort) -> list[Prediction]:
-    """The fits by patients; those of one shape come as one stack."""
+    """Return one fit for each patient. A pool returns fits of one shape as one stack."""
     if not isinstance(fits, list):
         return [jax.tree.map(lambda x, i=i: x[i], fits) for i in range(len(cohort.names))]
     return fits
 
 
 def _some(unknowns: Unknowns) -> Unknowns:
-    """Up to _DRAWN draws of all chains, evenly, along one axis."""
+    """Return up to _DRAWN evenly spaced draws of all chains along one axis."""
     chains, draws = unknowns.shared.log_noise.shape
     kept = np.linspace(0, chains * draws - 1, min(_DRAWN, chains * draws)).astype(int)
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[kept], unknowns)

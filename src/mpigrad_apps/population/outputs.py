@@ -1,4 +1,4 @@
-"""What a run leaves behind: draws, tables, pictures and the report."""
+"""The output of a run: draws, tables, pictures and the report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _AGREED = 1.05  # R-hat
 
 @dataclasses.dataclass(frozen=True)
 class Estimates:
-    """Everything that the report tells of; `draws` are the posterior's, or the mode alone."""
+    """The content of the report. `draws` are draws of the posterior, or only the mode."""
 
     cohort: Cohort
     truth: Truth | None
@@ -45,14 +45,14 @@ class Estimates:
 def individual_parameters(
     model: Model, unknowns: Unknowns, cohort: Cohort
 ) -> Float[np.ndarray, "draws patients 5"]:
-    """The log parameters of each patient, for unknowns of shape (draws, ...)."""
+    """Compute the log parameters of each patient, for unknowns of shape (draws, ...)."""
     weights = np.stack([known.weight for known in cohort.records])
     each = jax.vmap(model.individual, in_axes=(None, 0, 0))
     return np.asarray(jax.vmap(each, in_axes=(0, 0, None))(*unknowns, weights))
 
 
 def write_outputs(settings: Settings, model: Model, found: Estimates, ranks: int) -> pathlib.Path:
-    """Write posterior.npz, patients.csv, the pictures and report.html; call it on one rank."""
+    """Write posterior.npz, patients.csv, the pictures and report.html. Call it on one rank."""
     parameters = individual_parameters(model, found.draws, found.cohort)
     if found.posterior is not None:
         unknowns = found.posterior.unknowns
@@ -87,7 +87,7 @@ def write_outputs(settings: Settings, model: Model, found: Estimates, ranks: int
         summary,
         drawn,
         [
-            report.Table("What the patients share", _shared(found)),
+            report.Table("Values that the patients share", _shared(found)),
             *([] if found.posterior is None else [_sampling(found.posterior, found.summary)]),
             report.Table("Mode", _mode(found)),
             report.Table("Ranks", {"ranks": ranks}),
@@ -98,7 +98,7 @@ def write_outputs(settings: Settings, model: Model, found: Estimates, ranks: int
 
 
 def _shared(found: Estimates) -> dict[str, object]:
-    """Median and 90 % of each number, or its mode where nothing was drawn; and the truth."""
+    """Return a text for each value: median and 90 % interval, or the mode, and the truth."""
     true = None if found.truth is None else shared_values(found.truth.shared)
     mode = shared_values(found.mode.value.shared)
     rows: dict[str, object] = {}
@@ -146,20 +146,20 @@ def _mode(found: Estimates) -> dict[str, object]:
 def _ending(settings: Settings, found: Estimates) -> str:
     posterior = found.posterior
     if posterior is None:
-        return "The mode of the posterior; nothing was drawn."
+        return "The mode of the posterior, without draws."
     chains, draws = posterior.steps.shape
     stopped = "" if draws == settings.draws else f", stopped at draw {draws} of {settings.draws}"
     text = f"{chains} chains of {draws} draws by NUTS{stopped}."
     worst = max(known.rhat for known in found.summary.values())
     if worst > _AGREED:
-        text += f" The chains do not agree yet (R-hat {worst:.2f}): more --warmup and --draws."
+        text += f" The chains do not agree yet (R-hat {worst:.2f}). Increase --warmup and --draws."
     return text
 
 
 def _write_patients(
     path: pathlib.Path, cohort: Cohort, parameters: Float[np.ndarray, "draws patients 5"]
 ) -> None:
-    """A row for each patient: median, 5 % and 95 % of each own parameter."""
+    """Write a row for each patient: median, 5 % and 95 % of each of the patient's parameters."""
     quantiles = np.exp(np.quantile(parameters, [0.5, 0.05, 0.95], axis=0))
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")

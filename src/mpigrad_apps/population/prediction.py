@@ -1,4 +1,4 @@
-"""What the model says of each patient's concentrations."""
+"""Predictions of each patient's concentrations."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _TIMES = 80
 
 
 class Prediction(NamedTuple):
-    """Quantiles over draws of one patient's concentrations in mg/L.
+    """Quantiles of one patient's concentrations over draws, in mg/L.
 
     Attributes
     ----------
     times
-        Shape (m,): from the first dose to the last measurement, in h.
+        Shape (m,): times from the first dose to the last measurement, in h.
     low, middle, high
-        Shape (m,): 5 %, 50 % and 95 % at these times.
+        Shape (m,): the quantiles 5 %, 50 % and 95 % at these times.
     at_measurements
-        Shape (n,): 50 % at the times of the record.
+        Shape (n,): the medians at the times of the record.
     """
 
     times: Float[np.ndarray | Array, " m"]
@@ -40,7 +40,7 @@ class Prediction(NamedTuple):
 def predict_patient(
     model: Model, shared: Shared, effects: Float[Array, "draws 5"], record: PatientRecord
 ) -> Prediction:
-    """The fit of one patient, from draws of what is shared and of the patient's own effects."""
+    """Predict the concentrations of one patient from draws of shared unknowns and effects."""
     start, end = record.dose_times[0], record.times[-1]
     times = start + (end - start) * jnp.linspace(1 / _TIMES, 1.0, _TIMES)
 

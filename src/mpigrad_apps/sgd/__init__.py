@@ -1,4 +1,4 @@
-"""Stochastic gradients on several ranks: a network that reads digits, or a model of one's own."""
+"""Train a network that reads digits, or your own model, by stochastic gradients on all ranks."""
 
 from typing import TYPE_CHECKING
 

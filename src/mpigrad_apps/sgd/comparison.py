@@ -1,4 +1,4 @@
-"""A run from settings to report: one training after the other, from the same start."""
+"""Run the sgd application, from settings to report: several trainings from the same start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["SGDResult", "run"]
 
 _SAVE_EVERY = 1.0  # minutes
 _EPOCHS = "epochs.jsonl"
-# What a run must share with the one that it goes on from, beside the strategy.
+# Settings that a resumed run must share with the earlier run, in addition to the strategy.
 _IN_COMMON = ("module", "framework", "batch", "optimizer", "learning_rate", "momentum", "seed")
 
 
@@ -51,17 +51,24 @@ class SGDResult:
 def run(settings: Settings, comm: Communicator | None = None) -> SGDResult:
     """Train in each mode, test after each epoch, write the report (collective).
 
-    Writes into `settings.out`: report.html and its pictures, settings.json, and for each training
-    a directory with history.jsonl, the parameters (model.npz or model.pt) and restart/, which is
-    written every minute, and from which it goes on with `settings.resume`. When asked to stop
-    (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the step that it is in and
-    reports what there is.
+    The run writes into `settings.out`: report.html and its pictures, settings.json, and a directory
+    for each training with history.jsonl, the parameters (model.npz or model.pt) and restart/. The
+    saves in restart/ are written every minute, and the run continues from them with
+    `settings.resume`. When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), the
+    run finishes its step and reports the results so far.
+
+    Parameters
+    ----------
+    settings
+        The options of `mpigrad run sgd`.
+    comm
+        The ranks that take part; by default all ranks.
 
     Raises
     ------
     ValueError, TypeError, OSError
-        On every rank, before the first step, where the settings, the user's factory or the output
-        directory make no sense.
+        On every rank, before the first step, if the settings, the user's factory or the output
+        directory are not valid.
     """
     comm = resolve(comm)
     call_on_root(comm, settings.check)
@@ -91,7 +98,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> SGDResult:
 
 
 def strategies(settings: Settings) -> dict[str, Strategy]:
-    """What to train with, and the name of its directory."""
+    """Return the strategies of the trainings by the names of their directories."""
     found: dict[str, Strategy] = {}
     for mode in settings.mode:
         if mode == "synchronous":
@@ -157,7 +164,7 @@ def _train(
 
 
 def optimizer(settings: Settings, task: Task) -> Any:
-    """The task's own, or the one that the settings name."""
+    """Return the optimizer of the task, or else of the settings."""
     if task.optimizer is not None:
         return task.optimizer
     rate, momentum = settings.learning_rate, settings.momentum
@@ -173,7 +180,7 @@ def optimizer(settings: Settings, task: Task) -> Any:
 
 
 def _prepare_directory(out: pathlib.Path, resume: bool) -> None:
-    """For a new run; the saves of an earlier one are moved aside, and can still be resumed."""
+    """Make the directory of a new run. Saves of an earlier run are renamed to restart.before."""
     out.mkdir(exist_ok=True)
     if resume:
         return
@@ -184,7 +191,7 @@ def _prepare_directory(out: pathlib.Path, resume: bool) -> None:
 
 
 def _read_epochs(out: pathlib.Path) -> list[EpochRecord]:
-    """The epochs that an earlier run has tested."""
+    """Read the epochs that an earlier run has tested."""
     path = out / _EPOCHS
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     # A job that is killed may leave half a line.
@@ -194,7 +201,7 @@ def _read_epochs(out: pathlib.Path) -> list[EpochRecord]:
 def _record_epoch(
     epoch: EpochRecord, found: dict[str, float], settings: Settings, name: str, comm: Communicator
 ) -> EpochRecord:
-    """The epoch with what has been found; rank 0 notes and says it."""
+    """Return the epoch with its test results. Rank 0 writes and prints them."""
     epoch = dataclasses.replace(epoch, **found)
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
@@ -207,7 +214,7 @@ def _record_epoch(
 
 
 def _steps(history: History) -> tuple[StepRecord, ...]:
-    """With the time since the first update, which compiles."""
+    """Convert the records to steps. Their times begin at the first update, which compiles."""
     records = history.records
     met = itertools.accumulate(record.samples for record in records)
     return tuple(

@@ -1,4 +1,4 @@
-"""What a run leaves behind: histories, parameters, pictures and the report."""
+"""The output of a run: histories, parameters, pictures and the report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["write_history", "write_parameters", "write_report"]
 
 
 def write_parameters(directory: pathlib.Path, model: Any, framework: str) -> pathlib.Path:
-    """Write model.pt, a `state_dict`, or model.npz, arrays by their place in the pytree."""
+    """Write model.pt, a `state_dict`, or model.npz, the arrays by their paths in the pytree."""
     if framework == "torch":
         import torch  # pyright: ignore[reportMissingImports]
 
@@ -47,7 +47,7 @@ def write_history(path: pathlib.Path, log: RunLog) -> None:
 def write_report(
     settings: Settings, task: Task, logs: Sequence[RunLog], ranks: int
 ) -> pathlib.Path:
-    """Write the pictures and report.html; call it on one rank."""
+    """Write the pictures and report.html. Call it on one rank."""
     drawn = [pictures.draw_losses(logs)]
     if all(log.epochs for log in logs) and task.held_out:
         what = "accuracy" if settings.module is None else "score"
@@ -82,7 +82,7 @@ def _summary(settings: Settings, task: Task, logs: Sequence[RunLog], ranks: int)
     )
     best = [c.epochs[-1].score for c in logs if c.epochs and c.epochs[-1].score is not None]
     if best and settings.module is None:
-        text += f" Of the held-out digits {min(best):.1%} to {max(best):.1%} are read rightly."
+        text += f" The networks read {min(best):.1%} to {max(best):.1%} of the held-out digits."
     return text
 
 

@@ -1,4 +1,4 @@
-"""Losses, scores and staleness of trainings, side by side."""
+"""Pictures that compare the losses, scores and staleness of trainings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SMOOTH = 40  # points of a smoothed curve
 
 
 def draw_losses(logs: Sequence[RunLog]) -> report.Picture:
-    """The loss against wall time and against samples."""
+    """Draw the loss against wall time and against samples."""
 
     def draw(figure: Any) -> None:
         for place, (label, of) in enumerate(
@@ -37,15 +37,15 @@ def draw_losses(logs: Sequence[RunLog]) -> report.Picture:
 
     return report.drawing(
         "loss",
-        "The loss of the batches while they are learnt, against wall time and against samples; "
-        "means over neighbouring steps.",
+        "The loss of the batches during training, against wall time and against samples: means "
+        "over neighbouring steps.",
         (12.0, 4.4),
         draw,
     )
 
 
 def draw_tests(logs: Sequence[RunLog], what: str) -> report.Picture:
-    """Held-out samples after each epoch, against wall time and against samples."""
+    """Draw the results for held-out samples after each epoch, against wall time and samples."""
 
     def draw(figure: Any) -> None:
         scored = all(epoch.score is not None for log in logs for epoch in log.epochs)
@@ -65,7 +65,7 @@ def draw_tests(logs: Sequence[RunLog], what: str) -> report.Picture:
 
 
 def draw_staleness(logs: Sequence[RunLog]) -> report.Picture:
-    """How stale the gradients were, and what loss came of it."""
+    """Draw the staleness of the gradients and its effect on the loss."""
 
     def draw(figure: Any) -> None:
         bars, effect = figure.subplots(1, 2)
@@ -98,8 +98,8 @@ def draw_staleness(logs: Sequence[RunLog]) -> report.Picture:
 
     return report.drawing(
         "staleness",
-        "How many updates gradients were behind the parameters that they were applied to, and the "
-        "loss of the last epoch, beside that of trainings without staleness.",
+        "The staleness of the gradients, in updates, and the loss of the last epoch, next to the "
+        "loss of trainings without staleness.",
         (12.0, 4.0),
         draw,
     )
@@ -114,7 +114,7 @@ def _finish(axes: Any, x: str, y: str) -> None:
 def _smoothed(
     x: NDArray[np.float64], y: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Means of neighbours, so many that _SMOOTH points are left."""
+    """Average neighbouring points, so that _SMOOTH points are left."""
     parts = np.array_split(np.arange(len(y)), min(len(y), _SMOOTH))
     return np.array([x[part].mean() for part in parts]), np.array(
         [y[part].mean() for part in parts]

@@ -1,4 +1,4 @@
-"""The course of a training: what is noted of its steps and of its epochs."""
+"""The log of a training: records of its steps and epochs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ __all__ = ["EpochRecord", "RunLog", "StepRecord"]
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """One update of the parameters; of local SGD, one mean of them and the steps before it.
+    """One update of the parameters. In local SGD, one averaging and the steps before it.
 
-    `samples` counts all that were met so far, by all ranks; `seconds` is the wall time since the
-    first update, tests left out; `loss` is the mean over the update's samples.
+    Attributes
+    ----------
+    step
+        Index of the step.
+    loss
+        Mean loss over the samples of the update.
+    samples
+        Number of samples that all ranks have used so far.
+    seconds
+        Wall time since the first update, without tests.
+    staleness
+        Staleness of each gradient under a parameter server.
     """
 
     step: int
@@ -24,8 +34,9 @@ class StepRecord:
 
 @dataclasses.dataclass(frozen=True)
 class EpochRecord:
-    """What the held-out samples say after an epoch (0: before the first), at so many samples and
-    seconds.
+    """The results for the held-out samples after an epoch. Epoch 0 is before the first step.
+
+    `samples` and `seconds` are those of the last step.
     """
 
     epoch: int
@@ -37,9 +48,20 @@ class EpochRecord:
 
 @dataclasses.dataclass(frozen=True)
 class RunLog:
-    """One training, and how it ended: `stopped`, where somebody asked for it.
+    """The log of one training.
 
-    `bound` is the largest staleness under a parameter server, else None.
+    Attributes
+    ----------
+    name
+        Name of the training and of its directory.
+    steps, epochs
+        The records.
+    ending
+        The reason why the training ended.
+    stopped
+        True if the user or the system asked the training to stop.
+    bound
+        The largest allowed staleness under a parameter server, else None.
     """
 
     name: str

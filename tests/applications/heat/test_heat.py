@@ -174,14 +174,16 @@ def test_bad_input_is_refused_on_every_rank(comm):
     lenient = mpigrad.jit(lambda k, u: model.run(k, u, throw=False)[0])
     assert np.all(np.isnan(lenient(stiff, initial)))
 
-    refused("kappa has shape", kappa[:0], initial[:0], error=ValueError)
+    refused(
+        "kappa must have the shape of this rank's tile", kappa[:0], initial[:0], error=ValueError
+    )
     history = model.history
-    refused("the source has shape", kappa, initial, source[1:], error=ValueError, run=history)
+    refused("the source must have shape", kappa, initial, source[1:], error=ValueError, run=history)
     for wrong, message in (
-        ({"dt": -1.0}, "a time step is positive"),
-        ({"dt": np.nan}, "a time step is positive"),
-        ({"steps": -1}, "not negative"),
-        ({"theta": 1.5}, "not between 0 and 1"),
+        ({"dt": -1.0}, "dt must be positive"),
+        ({"dt": np.nan}, "dt must be positive"),
+        ({"steps": -1}, "steps must be 0 or more"),
+        ({"theta": 1.5}, "theta must be between 0 and 1"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(model, **(wrong if last else {}))

@@ -59,12 +59,12 @@ def test_diffusivity_is_estimated(comm, directory, unknown, part):
 
 def test_what_makes_no_sense_is_refused(comm, directory):
     for changes, message in (
-        ({"cells": (1, 10)}, "--cells: at least 2 cells"),
-        ({"duration": 0.0}, "--duration: a positive time"),
-        ({"theta": 2.0}, "--theta: between 0 and 1"),
-        ({"steps": 0}, "--steps: at least 1"),
-        ({"noise": -1.0}, "--noise: zero or positive"),
-        ({"observed": 0.0}, "--observed: a fraction"),
+        ({"cells": (1, 10)}, "--cells: expected at least 2 cells"),
+        ({"duration": 0.0}, "--duration: expected a positive time"),
+        ({"theta": 2.0}, "--theta: expected between 0 and 1"),
+        ({"steps": 0}, "--steps: expected at least 1"),
+        ({"noise": -1.0}, "--noise: expected zero or positive"),
+        ({"observed": 0.0}, "--observed: expected a fraction"),
     ):
         with pytest.raises(ValueError, match=message):
             run(small(directory, **changes), comm)

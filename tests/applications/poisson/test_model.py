@@ -126,10 +126,10 @@ def test_roughness_counts_every_face_once(comm):
 
 def test_wrong_shapes_are_refused(comm):
     grid = unit_square((8, 9), comm)
-    with pytest.raises(ValueError, match="the source has shape"):
+    with pytest.raises(ValueError, match="the source must have the shape"):
         poisson(grid, np.ones((3, 3)))
     model = poisson(grid, np.ones(grid.local_shape))
-    with pytest.raises(ValueError, match="kappa has shape"):
+    with pytest.raises(ValueError, match="kappa must have the shape"):
         model.matrix(jnp.ones((3, 3)))
 
 

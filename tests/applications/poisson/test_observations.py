@@ -82,7 +82,7 @@ def test_wrong_mask_size_is_refused_on_every_rank(comm, wrong):
     mask, values = np.ones(CELLS, bool), np.ones(CELLS)
     if comm.rank == comm.size - 1:  # one rank's mistake
         mask, values = (mask[1:], values) if wrong == "mask" else (mask, values[:, 1:])
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="must both have the shape of the grid"):
         observe_cells(grid, mask, values)
 
 
@@ -90,7 +90,7 @@ def test_nan_is_refused_where_it_is_observed(comm):
     grid = unit_square(CELLS, comm)
     values, mask = np.ones(CELLS), np.ones(CELLS, bool)
     values[5, 5] = np.nan
-    with pytest.raises(ValueError, match="1 of the observed values are not finite"):
+    with pytest.raises(ValueError, match=r"must be finite, but 1 of \d+ are not"):
         observe_cells(grid, mask, values)
     mask[5, 5] = False
     assert observe_cells(grid, mask, values).count == mask.size - 1
@@ -156,24 +156,33 @@ def test_data_file_is_read_on_every_rank(comm, directory):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"values": None}, "no field named values .found: coordinates, source"),
+        ({"values": None}, "there is no field named values .found: coordinates, source"),
         ({"source": None, "coordinates": None}, "no field named coordinates or source"),
-        ({"coordinates": np.ones((3, 3))}, r"coordinates have shape \(3, 3\), expected \(k, 2\)"),
-        ({"coordinates": np.ones(2)}, r"coordinates have shape \(2,\)"),
-        ({"values": np.ones(4)}, r"values have shape \(4,\), but there are 3 coordinates"),
-        ({"values": np.array(["a", "b", "c"])}, "values is not an array of real numbers"),
-        ({"values": np.array([0.1, np.nan, 0.3])}, "1 of 3 numbers in values are not finite"),
-        ({"source": np.array(np.inf)}, "1 of 1 numbers in source are not finite"),
-        ({"source": np.ones((3, 3))}, r"source has shape \(3, 3\); expected a number or one"),
+        ({"coordinates": np.ones((3, 3))}, r"coordinates must have shape \(k, 2\), got \(3, 3\)"),
+        ({"coordinates": np.ones(2)}, r"shape \(k, 2\), got \(2,\)"),
+        ({"values": np.ones(4)}, r"values must have shape \(3,\), one for .*, got \(4,\)"),
+        (
+            {"values": np.array(["a", "b", "c"])},
+            "values must be an array of real numbers, got dtype <U1",
+        ),
+        (
+            {"values": np.array([0.1, np.nan, 0.3])},
+            "values must be finite, but 1 of 3 values are not",
+        ),
+        ({"source": np.array(np.inf)}, "source must be finite, but 1 of 1 values are not"),
+        ({"source": np.ones((3, 3))}, r"source must be a number or .*, got shape \(3, 3\)"),
         ({"source": np.array(0.0)}, "the source is zero everywhere"),
         (
             {"coordinates": np.array([[0.1, 0.2], [0.5, 1.5], [0.9, 1.0]])},
-            r"1 of 3 coordinates lie outside the unit square, the first is \(0.5, 1.5\)",
+            r"must lie in the unit square, but 1 of 3 do not. The first is \(0.5, 1.5\)",
         ),
-        ({"coordinates": np.ones((0, 2)), "values": np.ones(0)}, "there is no observation in it"),
-        ({"mask": np.array([True, False])}, r"mask has shape \(2,\) and type bool"),
-        ({"mask": np.array([1, 0, 1])}, r"mask has shape \(3,\) and type int64"),
-        ({"mask": np.zeros(3, bool)}, "there is no observation in it"),
+        (
+            {"coordinates": np.ones((0, 2)), "values": np.ones(0)},
+            "expected at least one observation",
+        ),
+        ({"mask": np.array([True, False])}, r"got shape \(2,\) and dtype bool"),
+        ({"mask": np.array([1, 0, 1])}, r"got shape \(3,\) and dtype int64"),
+        ({"mask": np.zeros(3, bool)}, "expected at least one observation"),
         ({"values": np.array([{}, {}, {}])}, "cannot be read as an .npz file"),
     ],
 )

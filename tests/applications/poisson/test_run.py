@@ -124,11 +124,11 @@ def wrong_sign_is_named(comm, directory, path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"cells": (1, 10)}, ValueError, "--cells: at least 2 cells"),
-        ({"iterations": 0}, ValueError, "--iterations: at least 1"),
+        ({"cells": (1, 10)}, ValueError, "--cells: expected at least 2 cells"),
+        ({"iterations": 0}, ValueError, "--iterations: expected at least 1"),
         ({"memory": 0}, ValueError, "--memory"),
-        ({"observed": 0.0}, ValueError, "--observed: a fraction"),
-        ({"observed": float("nan")}, ValueError, "--observed: a fraction"),
+        ({"observed": 0.0}, ValueError, "--observed: expected a fraction"),
+        ({"observed": float("nan")}, ValueError, "--observed: expected a fraction"),
         ({"noise": -0.1}, ValueError, "--noise"),
         ({"smoothing": float("inf")}, ValueError, "--smoothing"),
         ({"tolerance": 0.0}, ValueError, "--tolerance"),
@@ -151,7 +151,7 @@ def test_files_without_sense_are_refused(comm, directory):
     comm.mpi.Barrier()
     with pytest.raises(ValueError, match="is not a network written by mpigrad"):
         run(small(directory, restart=directory / "broken.eqx"), comm)
-    with pytest.raises(ValueError, match=r"kappa has shape \(3, 3\), the grid has \(11, 10\)"):
+    with pytest.raises(ValueError, match=r"the shape of the grid, \(11, 10\), got \(3, 3\)"):
         run(small(directory, restart=directory / "cells.npy", kappa="cells"), comm)
     with pytest.raises(ValueError, match="must be positive and finite"):
         run(small(directory, restart=directory / "negative.npy", kappa="cells"), comm)

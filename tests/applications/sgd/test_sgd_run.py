@@ -103,7 +103,7 @@ def test_a_training_goes_on_bit_for_bit(comm, directory):
 
 def test_what_makes_no_sense_is_refused_on_all_ranks(comm, directory):
     out = directory / "out"
-    with pytest.raises(ValueError, match="--epochs: at least 1"):
+    with pytest.raises(ValueError, match="--epochs: expected at least 1"):
         run(Settings(epochs=0, out=out), comm)
     module = write(directory, comm, LINE + "\n\ndef other():\n    return 3\n")
     with pytest.raises(TypeError, match=r"other\(\) must return"):
