@@ -19,7 +19,7 @@ def link(issue: str) -> str:
 
 
 def refused(feature: str) -> str:
-    """What is refused if this feature is missing."""
+    """Return the mpigrad feature that raises an error if this JAX feature is missing."""
     return FEATURES.get(feature, "nothing: JAX itself ends with an error")
 
 

@@ -90,7 +90,7 @@ def first_paragraph(text: str) -> str:
 
 
 def adjoint(f: Callable[..., Any]) -> str:
-    """What the docstring says the adjoint is."""
+    """Return the adjoint that the docstring names."""
     text = " ".join((inspect.getdoc(f) or "").split())
     found = re.search(r"adjoint (?:is|posts) (.*?)[.;](?:\s|$)", text)
     return found[1].partition(": ")[0] if found else "none: it carries no values"
@@ -172,7 +172,7 @@ def takes(f: Callable[[Any], Any]) -> str:
 
 
 def own_derivative() -> str:
-    """What the docstring of `reduction` says of `derivative`."""
+    """Return the text on `derivative` in the docstring of `reduction`."""
     found = re.search(r"^derivative\n(.*?)\n\n", inspect.getdoc(mg.reduction) or "", re.M | re.S)
     assert found
     return " ".join(found[1].split()).rstrip(".")
@@ -206,7 +206,7 @@ def attributes(kind: type) -> list[tuple[str, str]]:
 
 
 def communicators() -> str:
-    """What communicators and grids have, as Markdown."""
+    """Return the methods of communicators and grids, as Markdown."""
     members = {"comm": (Communicator, "split dup cartesian"), "grid": (Cartesian, "shift rank_at")}
     made = first_paragraph(inspect.getdoc(Communicator) or "")
     rows = [("`comm = mpigrad.Communicator(mpi_comm)`", made)]

@@ -66,7 +66,7 @@ def test_a_rank_without_observations_is_batched_and_differentiated(comm):
     np.testing.assert_allclose(jax.jvp(loss, (u,), (u,))[1], 2 * 3 / 4)
 
 
-def test_small_values_do_not_rule_the_relative_loss(comm):
+def test_small_values_do_not_dominate_the_relative_loss(comm):
     values = np.ones((6, 6))
     values[0, 0] = 0.0
     grid = unit_square((6, 6), comm)
@@ -77,7 +77,7 @@ def test_small_values_do_not_rule_the_relative_loss(comm):
 
 
 @pytest.mark.parametrize("wrong", ["mask", "values"])
-def test_wrong_mask_size_is_refused_on_every_rank(comm, wrong):
+def test_rejects_wrong_mask_shapes_on_all_ranks(comm, wrong):
     grid = unit_square(CELLS, comm)
     mask, values = np.ones(CELLS, bool), np.ones(CELLS)
     if comm.rank == comm.size - 1:  # one rank's mistake
@@ -86,7 +86,7 @@ def test_wrong_mask_size_is_refused_on_every_rank(comm, wrong):
         observe_cells(grid, mask, values)
 
 
-def test_nan_is_refused_where_it_is_observed(comm):
+def test_rejects_nan_in_observed_cells_only(comm):
     grid = unit_square(CELLS, comm)
     values, mask = np.ones(CELLS), np.ones(CELLS, bool)
     values[5, 5] = np.nan
@@ -186,14 +186,14 @@ def test_data_file_is_read_on_every_rank(comm, directory):
         ({"values": np.array([{}, {}, {}])}, "cannot be read as an .npz file"),
     ],
 )
-def test_bad_data_is_refused_on_every_rank(comm, directory, change, message):
+def test_rejects_invalid_data_on_all_ranks(comm, directory, change, message):
     fields = {k: v for k, v in {**good(), **change}.items() if v is not None}
     path = written(directory, comm, fields)
     with pytest.raises(ValueError, match=message):
         read_data(path, unit_square(CELLS, comm))
 
 
-def test_files_that_are_none(comm, directory):
+def test_rejects_unreadable_files(comm, directory):
     grid = unit_square(CELLS, comm)
     with pytest.raises(FileNotFoundError):
         read_data(directory / "missing.npz", grid)
@@ -204,7 +204,7 @@ def test_files_that_are_none(comm, directory):
         read_data(directory / "text.npz", grid)
 
 
-def test_only_zeros_say_nothing(comm):
+def test_rejects_observations_that_are_all_zero(comm):
     grid = Grid((4, 4), (0.25, 0.25), comm)
     with pytest.raises(ValueError, match="every observed value is zero"):
         observe_cells(grid, np.ones((4, 4), bool), np.zeros((4, 4)))

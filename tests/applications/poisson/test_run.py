@@ -56,7 +56,7 @@ def test_network_is_trained_and_everything_is_written(comm, directory, capfd):
         assert np.array_equal(a, b)  # what a restart begins with
 
 
-@pytest.mark.full
+@pytest.mark.full("a whole run with one value per cell takes long, the other run writes the same")
 def test_cells_are_estimated(comm, directory):
     settings = small(directory, kappa="cells", iterations=15, observed=1.0, smoothing=1e-4)
     again = directory / "start.npy"
@@ -134,13 +134,13 @@ def wrong_sign_is_named(comm, directory, path):
         ({"tolerance": 0.0}, ValueError, "--tolerance"),
     ],
 )
-def test_settings_without_sense_are_refused(comm, directory, changes, error, message):
+def test_rejects_invalid_settings(comm, directory, changes, error, message):
     with pytest.raises(error, match=message):
         run(small(directory, **changes), comm)
 
 
 @pytest.mark.thin(1)
-def test_files_without_sense_are_refused(comm, directory):
+def test_rejects_invalid_files(comm, directory):
     with pytest.raises(FileNotFoundError, match="--data: there is no file"):
         run(small(directory, data=directory / "none.npz"), comm)
     if comm.rank == 0:

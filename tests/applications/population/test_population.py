@@ -45,7 +45,10 @@ def some(patients):
     return jax.tree.map(lambda leaf, part: leaf + 0.1 * part, start, direction), direction
 
 
-@pytest.mark.parametrize("second", [False, pytest.param(True, marks=pytest.mark.full)])
+SECOND = pytest.param(True, marks=pytest.mark.full("second derivatives take long to compile"))
+
+
+@pytest.mark.parametrize("second", [False, SECOND])
 def test_density_and_derivatives_are_those_of_one_rank(comm, second):
     """The gradient passes the Taylor test, too, by the same program: it takes long to compile."""
     cohort, _ = simulate(9, 0, MODEL.kinetics)
@@ -94,9 +97,9 @@ def test_slow_absorption_is_improbable_unless_it_is_allowed():
         np.testing.assert_allclose(odds(ratio), chance, rtol=1e-9)
 
 
-@pytest.mark.full
+@pytest.mark.full("moments need many draws")
 def test_draws_are_those_of_the_density():
-    """Of a normal density, whose moments are known: no patients, no messages."""
+    """A normal density has known moments. It needs neither patients nor messages."""
     center = Unknowns(
         Shared(jnp.arange(5.0), jnp.full(5, 0.5), jnp.asarray(2.0)), jnp.zeros((2, 5))
     )
@@ -134,7 +137,7 @@ def small(directory, **changes):
     return dataclasses.replace(settings, **changes)
 
 
-@pytest.mark.full
+@pytest.mark.full("a whole run with its sampler takes long to compile")
 def test_a_run_is_written(comm, directory, capfd):
     settings = small(directory)
     result = run(settings, comm)
@@ -159,11 +162,11 @@ def test_a_run_is_written(comm, directory, capfd):
     assert ("25/25" in capfd.readouterr().out) == (comm.rank == 0)
 
 
-@pytest.mark.full
+@pytest.mark.full("350 iterations of two chains on 12 patients take minutes")
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(900)
 def test_the_truth_is_found(comm, directory):
-    """Of 12 simulated patients, from their table."""
+    """The parameters of 12 simulated patients are found from their table."""
     settings = small(directory, patients=12, iterations=40, warmup=150, draws=200, depth=6)
     first = run(dataclasses.replace(settings, draws=0, out=directory / "first"), comm)
     assert first.posterior is None

@@ -11,7 +11,7 @@ DOSE, SAMPLE = "a,0,100,.,70\n", "a,2,0,1.5,70\n"
 pytestmark = pytest.mark.ranks(1)
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_written_patients_are_read_back(tmp_path):
     cohort, truth = simulate(4, seed=3, kinetics=Kinetics())
     write_patients(tmp_path / "table.csv", cohort)
     again = read_patients(tmp_path / "table.csv")
@@ -36,7 +36,7 @@ def test_columns_in_any_order_and_events_that_mean_nothing(tmp_path):
     np.testing.assert_array_equal(record.concentrations[:3], [1.5, 2.5, np.nan])
 
 
-def test_the_weight_may_stand_in_one_row(tmp_path):
+def test_one_row_may_have_the_weight(tmp_path):
     (tmp_path / "table.csv").write_text(HEADER + "a,0,100,.,.\n" + SAMPLE + "a,3,.,1,\n")
     assert read_patients(tmp_path / "table.csv").records[0].weight == 70
 

@@ -52,7 +52,7 @@ def leaves(models):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(models)]
 
 
-@pytest.mark.full
+@pytest.mark.full("three trainings of three epochs each")
 def test_digits_are_read_after_training_in_every_mode(comm, directory, capfd):
     settings = Settings(epochs=3, learning_rate=0.05, staleness=(2,), out=directory / "out")
     result = run(settings, comm)
@@ -101,7 +101,7 @@ def test_a_training_goes_on_bit_for_bit(comm, directory):
         run(dataclasses.replace(parts, batch=6, resume=True), comm)
 
 
-def test_what_makes_no_sense_is_refused_on_all_ranks(comm, directory):
+def test_rejects_invalid_settings_on_all_ranks(comm, directory):
     out = directory / "out"
     with pytest.raises(ValueError, match="--epochs: expected at least 1"):
         run(Settings(epochs=0, out=out), comm)

@@ -1,4 +1,4 @@
-"""What is trained, and what is refused before anything is."""
+"""Tasks of a training, and the errors of tasks that cannot be trained."""
 
 import dataclasses
 
@@ -110,7 +110,7 @@ def test_a_factory_gives_a_task(file):
         ("missing", "no function missing in mine.py"),
     ],
 )
-def test_a_factory_that_gives_something_else_is_refused(file, name, said):
+def test_rejects_factories_with_an_invalid_result(file, name, said):
     with pytest.raises((ValueError, TypeError), match=said):
         load_task(Settings(module=f"{file}:{name}"))
 
@@ -127,7 +127,7 @@ def test_a_score_that_fails_on_one_rank_is_raised_by_all(comm):
 
 
 @pytest.mark.ranks(1)
-def test_a_file_that_cannot_be_imported_is_refused(file):
+def test_rejects_a_file_that_cannot_be_imported(file):
     broken = file.with_name("broken.py")
     with pytest.raises(ValueError, match="cannot be imported: ModuleNotFoundError"):
         load_task(Settings(module=f"{broken}:line"))
@@ -152,6 +152,6 @@ def test_a_file_that_cannot_be_imported_is_refused(file):
         ({"module": "none.py:task"}, "there is no file none.py"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(changes, said):
+def test_rejects_invalid_settings(changes, said):
     with pytest.raises((ValueError, OSError), match=said):
         dataclasses.replace(Settings(), **changes).check()
