@@ -107,7 +107,16 @@ def _png(figure: Any) -> bytes:
 
 
 def maps(name: str, caption: str, panels: Sequence[Panel], columns: int | None = None) -> Picture:
-    """Draw maps with their colour bars and x to the right, in one row or in `columns` columns."""
+    """Draw maps with their colour bars and x to the right, in one row or in `columns` columns.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad_apps import report
+    >>> picture = report.maps("u", "A field.", [report.Panel("u", np.eye(3))])
+    >>> picture.name, picture.png[1:4]
+    ('u', b'PNG')
+    """
     columns = columns or len(panels)
     rows = -(-len(panels) // columns)
     figure = _figure(5.2 * columns, rows * max(map(_height, panels)))
@@ -152,7 +161,16 @@ def points(
     values: NDArray[Any],
     extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
 ) -> Picture:
-    """Draw the values at scattered points xy, shape (k, 2), as coloured dots."""
+    """Draw the values at scattered points xy, shape (k, 2), as coloured dots.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad_apps import report
+    >>> xy = np.array([[0.1, 0.2], [0.7, 0.4]])
+    >>> report.points("observed", "Values at two points.", "u", xy, np.array([1.0, 2.0])).name
+    'observed'
+    """
     figure = _figure(5.2, 4.4)
     axes = figure.add_subplot()
     size = float(np.clip(2e4 / max(len(values), 1), 0.5, 30))
@@ -170,7 +188,14 @@ def curve(
     lines: Mapping[str, tuple[Sequence[float | int], Sequence[float | int]]],
     x_label: str = "iteration",
 ) -> Picture:
-    """Draw positive values on a logarithmic axis. `lines` maps each label to its (x, values)."""
+    """Draw positive values on a logarithmic axis. `lines` maps each label to its (x, values).
+
+    Examples
+    --------
+    >>> from mpigrad_apps import report
+    >>> report.curve("loss", "The loss.", {"loss": ([0, 1, 2], [1.0, 0.1, 0.01])}).name
+    'loss'
+    """
     figure = _figure(6.4, 4.2)
     axes = figure.add_subplot()
     for label, (x, values) in lines.items():
@@ -194,6 +219,14 @@ def drawing(
         Width and height in inches.
     draw
         Function of the Figure.
+
+    Examples
+    --------
+    >>> from mpigrad_apps import report
+    >>> def draw(figure):
+    ...     figure.add_subplot().plot([0, 1], [1, 0])
+    >>> report.drawing("line", "A line.", (3.0, 2.0), draw).name
+    'line'
     """
     figure = _figure(*size)
     draw(figure)
@@ -201,7 +234,14 @@ def drawing(
 
 
 def versions() -> dict[str, object]:
-    """Return the versions of Python, the packages, MPI and hypre, and the kind of machine."""
+    """Return the versions of Python, the packages, MPI and hypre, and the kind of machine.
+
+    Examples
+    --------
+    >>> from mpigrad_apps import report
+    >>> "JAX" in report.versions()
+    True
+    """
     import mpi4py
 
     import mpigrad
@@ -241,6 +281,17 @@ def write_fields(
         This rank's tile of each field, shape (lx, ly). The names are the same on every rank.
     attributes
         Attributes of the group, in types that JSON can represent.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import zarr
+    >>> import mpigrad as mg
+    >>> from mpigrad_apps import report
+    >>> grid = mg.Grid((4, 2), (0.25, 0.5))
+    >>> report.write_fields("fields.zarr", grid, {"u": jnp.ones(grid.local_shape)})
+    >>> zarr.open_group("fields.zarr", mode="r")["u"].shape
+    (4, 2)
     """
     import zarr
 
@@ -352,6 +403,13 @@ def write_report(
     -------
     pathlib.Path
         The path of the report.
+
+    Examples
+    --------
+    >>> from mpigrad_apps import report
+    >>> table = report.Table("Result", {"loss": 0.1})
+    >>> report.write_report("results", "A run", "It converged.", [], [table]).name
+    'report.html'
     """
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

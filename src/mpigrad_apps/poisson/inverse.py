@@ -100,6 +100,13 @@ def inverse_problem(settings: Settings, comm: Communicator | None = None) -> Inv
     ------
     ValueError
         On every rank, if the settings or the data file are not valid.
+
+    Examples
+    --------
+    >>> from mpigrad_apps.poisson import Settings, inverse_problem
+    >>> problem = inverse_problem(Settings(cells=(8, 8), observed=1.0))
+    >>> problem.observations.count
+    64
     """
     comm = resolve(comm)
     call_on_root(comm, settings.check)

@@ -94,7 +94,17 @@ def _first_weights(key: PRNGKeyArray, sizes: tuple[int, ...]) -> tuple[jax.Array
 
 
 def save_network(path: str | os.PathLike[str], network: Network) -> None:
-    """Write a network to a file: one line of JSON, then the arrays as equinox writes them."""
+    """Write a network to a file: one line of JSON, then the arrays as equinox writes them.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from mpigrad_apps.poisson import Network, load_network, save_network
+    >>> with jax.enable_x64(True):
+    ...     save_network("network.eqx", Network(jax.random.key(0)))
+    >>> load_network("network.eqx").sizes
+    (2, 20, 20, 20, 1)
+    """
 
     def write(file: BinaryIO) -> None:
         header = {"format": _FORMAT, "sizes": network.sizes, "scale": network.scale}

@@ -95,8 +95,11 @@ def draw_mask(grid: Grid, fraction: float, seed: int) -> Bool[np.ndarray, "lx ly
 
     Examples
     --------
+    >>> import jax
     >>> from mpigrad_apps.poisson import draw_mask, unit_square
-    >>> draw_mask(unit_square((4, 4)), 0.5, seed=0).shape
+    >>> with jax.enable_x64(True):
+    ...     mask = draw_mask(unit_square((4, 4)), 0.5, seed=0)
+    >>> mask.shape
     (4, 4)
     """
     drawn = _draw(grid, seed, 0, jax.random.uniform) < fraction
@@ -133,6 +136,14 @@ def observe_cells(
     ------
     ValueError
         On all ranks, if the shapes do not fit, or values are not finite or all zero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad_apps.poisson import observe_cells, unit_square
+    >>> grid = unit_square((4, 4))
+    >>> observe_cells(grid, np.ones((4, 4), bool), np.full((4, 4), 2.0)).count
+    16
     """
     with raise_on_all_ranks(grid.comm):
         mask, values = np.asarray(mask, bool), np.asarray(values, float)
@@ -182,6 +193,14 @@ def observe_points(
     ------
     ValueError
         On all ranks, if there are no points, or all values are zero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad_apps.poisson import observe_points, unit_square
+    >>> points = np.array([[0.3, 0.4], [0.6, 0.7]])
+    >>> observe_points(unit_square((4, 4)), points, np.array([1.0, 2.0])).count
+    2
     """
     # In units of cells, relative to the first centre.
     place = coordinates / np.asarray(grid.spacing) - 0.5
@@ -269,6 +288,16 @@ def read_data(path: pathlib.Path, grid: Grid) -> Data:
         On every rank, if the content of the file is not valid. The message names the field.
     FileNotFoundError
         On every rank, if the file does not exist.
+
+    Examples
+    --------
+    >>> import pathlib
+    >>> import numpy as np
+    >>> from mpigrad_apps.poisson import read_data, unit_square
+    >>> path = pathlib.Path("data.npz")
+    >>> np.savez(path, coordinates=np.array([[0.3, 0.4]]), values=np.array([1.0]), source=-1.0)
+    >>> read_data(path, unit_square((4, 4))).values
+    array([1.])
     """
     return call_on_root(grid.comm, lambda: _read_and_check(path, grid.shape))
 

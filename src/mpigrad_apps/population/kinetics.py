@@ -34,7 +34,7 @@ def decay_rate(parameters: Sequence[float] | Float[Array | np.ndarray, " 5"]) ->
     --------
     >>> from mpigrad_apps.population import decay_rate
     >>> print(f"{decay_rate([1.0, 5.0, 30.0, 10.0, 50.0]):.3f}")
-    0.645
+    0.649
     """
     _, cl, v1, q, v2 = parameters
     rates, product = cl / v1 + q / v1 + q / v2, cl / v1 * q / v2

@@ -260,7 +260,17 @@ def _patient(
 
 
 def write_patients(path: str | os.PathLike[str], cohort: Cohort) -> None:
-    """Write a cohort to a CSV table that `read_patients` reads."""
+    """Write a cohort to a CSV table that `read_patients` reads.
+
+    Examples
+    --------
+    >>> from mpigrad_apps.population import Cohort, make_patient_record
+    >>> from mpigrad_apps.population import read_patients, write_patients
+    >>> record = make_patient_record(68.0, [(0, 100.0)], [(0.5, 1.2), (2.0, 1.6)])
+    >>> write_patients("patients.csv", Cohort(("a",), (record,)))
+    >>> read_patients("patients.csv").measurements
+    2
+    """
     with pathlib.Path(path).open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow([*_COLUMNS, "wt"])

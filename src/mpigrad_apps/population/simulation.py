@@ -42,6 +42,15 @@ def simulate(patients: int, seed: int, kinetics: Kinetics) -> tuple[Cohort, Trut
         Seed of all random values.
     kinetics
         The kinetics of the drug.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from mpigrad_apps.population import Kinetics, simulate
+    >>> with jax.enable_x64(True):
+    ...     cohort, truth = simulate(2, 0, Kinetics())
+    >>> cohort.names, truth.individual.shape
+    (('1', '2'), (2, 5))
     """
     model = Model(kinetics)
     shared = Shared(*(jnp.log(jnp.array(value)) for value in (_TYPICAL, _SPREAD, _NOISE)))
