@@ -1,4 +1,4 @@
-"""What a run leaves behind: fields, pictures and the report."""
+"""The output of a run: fields, pictures and the report."""
 
 from __future__ import annotations
 

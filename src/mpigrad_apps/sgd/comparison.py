@@ -40,7 +40,7 @@ _IN_COMMON = ("module", "framework", "batch", "optimizer", "learning_rate", "mom
 
 @dataclasses.dataclass(frozen=True)
 class SGDResult:
-    """What a run gives, the same on every rank: the models, and the log of each training."""
+    """The result of `run`, the same on all ranks: the models, and the log of each training."""
 
     settings: Settings
     models: tuple[Any, ...]
