@@ -1,9 +1,10 @@
-"""What a call costs before it does anything: with this JAX, beside plain `jax.jit`.
+"""Measure the overhead of a call with the installed JAX, compared with plain `jax.jit`.
 
     python bench/dispatch.py [--rounds 31]
 
-A message of 8 bytes on one rank, so that nothing waits. The programs take turns, and each figure is
-the median of the rounds, in microseconds. `tools/test_jax.sh` makes environments with other JAX.
+The call sends a message of 8 bytes on one rank, so that nothing waits. The programs take turns, and
+each figure is the median of the rounds, in microseconds. `tools/test_jax.sh` makes environments
+with other versions of JAX.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CALLS = 400
 
 
 def microseconds(program: Callable[[Any], Any], x: Any) -> float:
-    """Of one call, with its result."""
+    """Measure the microseconds of one call until its result is ready."""
     start = time.perf_counter()
     for _ in range(CALLS):
         x = program(x)

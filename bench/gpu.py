@@ -53,7 +53,7 @@ def measure(o: argparse.Namespace) -> None:
 
 
 def job(o: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """What rank 0 of a job has measured."""
+    """Run a job, and return the measurements of rank 0."""
     words = [sys.executable, "-m", "mpigrad", "launch", "-n", str(ranks), __file__, "--rank"]
     words += [f"--{name}={getattr(o, name)}" for name in ("cells", "steps", "rounds")]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

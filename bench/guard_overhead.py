@@ -1,11 +1,12 @@
-"""What the watchdog and the board cost small messages.
+"""Measure the cost of the watchdog and the board for small messages.
 
     mpigrad launch -n 2 bench/guard_overhead.py [--rounds 201] [--messages 1000]
 
-Loops of messages within one compiled program, in which every rank notes nothing; where it is and
-since when, for the watchdog; or also what it has agreed, sent and received, for proofs of a hang.
-All ranks change between these at once, in turn; printed are medians over rounds of the slowest
-rank's time of a message, and of the ratios to nothing noted within a round, with quartiles.
+Loops of messages run within one compiled program in three modes. In the first mode ranks record
+nothing. In the second they record their operation and its start time, for the watchdog. In the
+third they also record contracts, sent and received messages, to prove a hang. All ranks change
+between the modes at the same time. The program prints medians over rounds of the slowest rank's
+time of a message, and of the ratios to the first mode within a round, with quartiles.
 """
 
 import argparse
@@ -40,7 +41,7 @@ NOTED = {"nothing": 0, "where": 1, "all": 2}  # native/guard/watch.h
 
 
 def seconds(program, x, noted):
-    """Of one message on the slowest rank."""
+    """Measure the seconds of one message on the slowest rank."""
     comm.mpi.Barrier()
     library().mpigrad_set_recording(noted)
     start = time.perf_counter()

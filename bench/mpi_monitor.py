@@ -1,7 +1,7 @@
-"""What a rank has sent, as Open MPI's monitoring sees it (mpi_monitor.c).
+"""Count the messages of a rank by Open MPI's monitoring (mpi_monitor.c).
 
-Hypre's messages and those of the native time loops are seen as well as those of operations, without
-a change to any of them.
+This includes the messages of operations, of hypre and of the native time loops, without a change to
+any of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SOURCE = pathlib.Path(__file__).with_suffix(".c")
 
 
 def environment(directory: pathlib.Path) -> dict[str, str]:
-    """What ranks are started with, so that `counted` works; the library goes into `directory`.
+    """Build the library in `directory`, and return the environment that `counted` needs on ranks.
 
     Raises
     ------
@@ -26,7 +26,9 @@ def environment(directory: pathlib.Path) -> dict[str, str]:
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise RuntimeError("counting messages needs a C compiler")
+        raise RuntimeError(
+            "mpi_monitor: there is no C compiler to build mpi_monitor.c. Install one."
+        )
     library = directory / "libmpi_monitor.so"
     flags = ["-O2", "-shared", "-fPIC", "-Wall", "-Wextra"]
     subprocess.run([compiler, *flags, str(SOURCE), "-o", str(library)], check=True)
@@ -54,7 +56,10 @@ def counted() -> tuple[int, int, int, int]:
     if "Open MPI" not in MPI.Get_library_version():
         raise RuntimeError("only Open MPI counts messages in this way")
     if not hasattr(ctypes.CDLL(None), "mpi_monitor_read"):
-        raise RuntimeError("the ranks were not started with what mpi_monitor.environment gives")
+        raise RuntimeError(
+            "mpi_monitor: the environment of the ranks lacks the monitoring library. Start them "
+            "with the result of mpi_monitor.environment."
+        )
     numbers = (ctypes.c_long * 4)()
     ctypes.CDLL(None).mpi_monitor_read(numbers)
     messages, size, collectives, operands = numbers

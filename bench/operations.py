@@ -69,7 +69,7 @@ class Peer:
         return json.loads(line) if line else {"missing": "it ended"}
 
     def ask(self, **task: Any) -> float | None:
-        """Seconds of its loop on this rank; None where it has no such operation."""
+        """Return the seconds of its loop on this rank, or None if it lacks the operation."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(task) + "\n")
         self._process.stdin.flush()

@@ -144,7 +144,7 @@ def measure(n: int, pairs: int, iterations: int) -> None:
     spent: dict[str, list[float]] = {name: [] for name in NAMES}
     objectives = Objective(share, own, sharded=True), Objective(share_of_all, x0)
     for _ in range(pairs):
-        alone = evaluation(sharded, own), evaluation(replicated, jnp.asarray(x0))
+        alone = evaluate(sharded, own), evaluate(replicated, jnp.asarray(x0))
         runs = (
             lambda: ours(objectives[0], own, alone[0]),  # noqa: B023
             lambda: ours(objectives[1], x0, alone[1]),  # noqa: B023

@@ -103,7 +103,7 @@ def serve(options: argparse.Namespace) -> None:
     import jax
 
     from mpigrad import jobs
-    from mpigrad_apps.population import Kinetics, Model, put, simulate
+    from mpigrad_apps.population import Kinetics, Model, put_patients, simulate
 
     jax.config.update("jax_enable_x64", True)
     model = Model(Kinetics(rtol=1e-5))
@@ -112,7 +112,7 @@ def serve(options: argparse.Namespace) -> None:
         print(json.dumps(measure(options, plain_likelihood(model, cohort.records), model)))
         return
     with jobs.pool(throw=False) as pool:  # a failed integration is a divergence
-        data = put(pool, cohort)
+        data = put_patients(pool, cohort)
         row = measure(options, pool.sum(model.log_likelihood, data), model)
         if pool.comm.rank == 0:
             print(json.dumps(row))

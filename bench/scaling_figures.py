@@ -80,7 +80,7 @@ RANKS = (1, 4, 16, 64, 256, 1024, 4096)
 
 
 class Model:
-    """What was timed, and what the formula makes of it for any number of ranks."""
+    """The measured times, and the times by the formula for any number of ranks."""
 
     def __init__(self, kept: dict[str, Any]) -> None:
         self.times = kept["times"]
@@ -162,7 +162,7 @@ def _panel(model: Model, figure: Figure, ax: Any, net: Interconnect) -> None:
 
 
 def _table(model: Model, net: Interconnect) -> None:
-    """Where the time of a gradient goes, in the model."""
+    """Print the parts of the time of a gradient in the model."""
     print(
         f"### {net.name}\n\n| gradient | ranks | s (fast to slow) | computing | messages: latency "
         "| bandwidth | collectives: latency | operands |\n|---|---|---|---|---|---|---|---|"

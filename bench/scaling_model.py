@@ -76,7 +76,7 @@ RANKS_PER_NODE = 32  # that share a network card, in the slow bound
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What a rank sends in one evaluation; `rounds` cannot be counted from outside."""
+    """The messages that a rank sends in one evaluation. `rounds` cannot be counted from outside."""
 
     messages: int = 0
     bytes: int = 0
@@ -236,7 +236,7 @@ def _poisson(tile: Tile, gradient: bool, iterations: int) -> Sent:
 
 
 def sent(problem: str, tile: Tile, gradient: bool, *, steps: int = 0, iterations: int = 0) -> Sent:
-    """What the rank of a tile sends in one evaluation."""
+    """Compute the messages that the rank of a tile sends in one evaluation."""
     if problem == "transposition":
         return _transposition(tile, gradient)
     if problem == "poisson":
@@ -364,5 +364,5 @@ def work_of(rows: list[Mapping[str, object]], problem: str, what: str, steps: in
         )
         iterations.append(int(found["iterations"]))
     if not measured:
-        raise ValueError(f"{problem} was not measured with {steps} steps")
+        raise ValueError(f"scaling_model: {problem} was not measured with {steps} steps.")
     return Work(tuple(measured), tuple(iterations))

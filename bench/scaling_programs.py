@@ -124,7 +124,7 @@ def waves(side: int, steps: int, elastic: bool) -> dict[str, Evaluate]:
         arrays = (speed,)
     arrays = tuple(jnp.asarray(a, jnp.float32) for a in arrays)
     centre = (np.array(grid.shape) // 2 + 0.5) * h
-    # Each receiver where one cell alone has what it records.
+    # Each receiver lies at the position of one value, so that it reads a single cell.
     line = [((i + (1 if elastic else 0.5)) * h, 3.5 * h) for i in range(grid.shape[0] - 1)]
     survey = Survey(centre[None, None], np.array(line)[None])
     squared = (np.pi * frequency * (np.arange(steps) * dt - 0.1)) ** 2
@@ -156,7 +156,7 @@ MAKE: dict[str, Callable[[int, int], dict[str, Evaluate]]] = {
 
 
 def count(problem: str, side: int, steps: int) -> dict[str, Any]:
-    """What each rank has sent in an evaluation, of ranks in their order."""
+    """Count the messages of each rank in an evaluation, in the order of the ranks."""
     world = MPI.COMM_WORLD
     found: dict[str, Any] = {}
     for what, evaluate in MAKE[problem](side, steps).items():

@@ -47,7 +47,7 @@ def stencil(n: int, all_lines: int, first_line: int, lines: int) -> tuple[Any, A
 
 
 def numbers_of(rows: Any, columns: Any) -> Any:
-    """What the values are made of, as `entry` in sparse_hypre.c does."""
+    """Return the integers that the values are made of, as `entry` in sparse_hypre.c does."""
     return ((7 * rows + 13 * columns) % 101).astype("uint8")
 
 
@@ -229,7 +229,7 @@ def compare(c_program: str, n: int, ranks: int, turns: int) -> list[dict[str, An
 
 
 def weak_growth(n: int, ranks: list[int]) -> list[dict[str, Any]]:
-    """What one transposition sends with n x n cells on each rank."""
+    """Count the messages of one transposition with n x n cells on each rank."""
     results = []
     for count in ranks:
         program = Program(ours(n, n * count), count)

@@ -169,7 +169,7 @@ def _make(
 ) -> int:
     """Run a table's program from the root of the sources; its output is shown and kept."""
     replaced = {
-        # From where the programs run: what they print is kept, and names no path of a machine.
+        # Relative to the working directory of the programs, so that output has no machine's paths.
         "json": os.path.relpath(out / f"{table.name}.json", directory.parent),
         "picture": os.path.relpath(out / f"{table.name}.png", directory.parent),
         "python": str(python),
@@ -197,7 +197,7 @@ def _plain() -> dict[str, str]:
 
 
 def machine() -> Mapping[str, object]:
-    """Where and when: what a reader of the numbers has to know."""
+    """Describe the machine and the time of the measurement."""
     model = platform.processor()
     memory = 0
     try:

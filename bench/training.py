@@ -225,7 +225,7 @@ def server(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def timelines(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What the ranks do in one step of the largest model, with and without overlap; on 2 ranks."""
+    """Record one step of the largest model on 2 ranks, with and without overlap."""
     import torch
     from mpi4py import MPI
 

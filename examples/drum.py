@@ -1,10 +1,11 @@
 """Waves on a drum: finite elements on an unstructured mesh, without a matrix.
 
-A mesh is triangles between numbered points. Each rank owns a stripe of the points and some of the
-triangles; the corners of its triangles may be other ranks' points. `GhostExchange` reads them, and
-its adjoint adds what the triangles do to their corners to the owners' values: that is all the
-communication that a finite-element operator takes. Since it is differentiable, so is the program:
-here, what a sensor hears, in the speed of sound of every triangle.
+A mesh consists of triangles between numbered points. Each rank owns a stripe of the points and some
+of the triangles. The corners of its triangles may be points of other ranks. `mg.GhostExchange`
+reads these points, and its adjoint adds the contributions of the triangles to the values of the
+owners. A finite-element operator needs no other communication. The exchange is differentiable, and
+so is the program: it computes the derivative of the sound at a sensor with respect to the speed of
+sound in every triangle.
 
     mpigrad launch -n 4 examples/drum.py drum.png
 """
@@ -18,14 +19,14 @@ from mpi4py import MPI
 from scipy.spatial import Delaunay
 
 import mpigrad as mg
-from mpigrad.sparse import GhostExchange, local_range
 
 jax.config.update("jax_enable_x64", True)
 rank = MPI.COMM_WORLD.rank
 
-# The mesh: points in a disc, seeds of a sunflower, numbered from left to right, so that stripes of
-# numbers are strips of the disc with few neighbours. It is small enough for every rank to make all
-# of it; a large one comes out of a mesh generator and a partitioner in pieces.
+# The mesh: points in a disc, arranged as the seeds of a sunflower. They are numbered from left to
+# right, so that a stripe of indices is a strip of the disc with few neighbours. The mesh is small
+# enough for every rank to make all of it. A mesh generator and a partitioner make a large mesh in
+# pieces.
 n = 400
 k = np.arange(n) + 0.5
 points = np.sqrt(k / n)[:, None] * np.stack([np.cos(2.4 * k), np.sin(2.4 * k)], axis=1)
@@ -40,14 +41,14 @@ area = (edges[:, 0, 0] * edges[:, 1, 1] - edges[:, 0, 1] * edges[:, 1, 0]) / 2
 hats = np.stack([-edges[..., 1], edges[..., 0]], axis=-1) / (2 * area[:, None, None])
 area = np.abs(area)
 drum = area.sum()
-# Largest eigenvalue over all triangles of stiffness by mass, which bounds that of the mesh.
+# The largest eigenvalue of stiffness over mass of any triangle bounds the eigenvalues of the mesh.
 step = 1 / np.sqrt(3 * np.sum(hats**2, axis=(1, 2)).max())
 
-# What belongs to this rank: its points, and the triangles whose first corner they are. Boundary
-# points, those of the hull, do not move.
-own = local_range(n)
+# This rank owns a range of the points, and the triangles whose first corner is one of them. The
+# boundary points, which lie on the hull, do not move.
+own = mg.sparse.local_range(n)
 mine = (triangles[:, 0] >= own.start) & (triangles[:, 0] < own.stop)
-corners = GhostExchange(len(own), triangles[mine].ravel())
+corners = mg.GhostExchange(len(own), triangles[mine].ravel())
 area, hats = area[mine], hats[mine]
 free = ~np.isin(own, mesh.convex_hull)
 
@@ -59,9 +60,9 @@ def to_points(per_corner):
 
 
 def stiffness(speed, u):
-    """-div(speed² grad u), times the test functions: one message to each neighbour, and one back.
+    """Return -div(speed² grad u) times the test functions. Each neighbour gets a message each way.
 
-    `speed` has a value for each of this rank's triangles, `u` one for each of its points.
+    `speed` has one value for each triangle of this rank, and `u` one for each point.
     """
     gradient = jnp.einsum("tcx,tc->tx", hats, corners.exchange(u).reshape(-1, 3))
     flux = (speed**2 * area)[:, None] * gradient
@@ -76,7 +77,7 @@ sensor = jnp.exp(-40 * np.sum((at - [0.5, -0.1]) ** 2, axis=1))
 
 @mg.jit
 def heard(speed):
-    """This rank's share of what the sensor hears, in squares over time."""
+    """Return this rank's share of the squared sound at the sensor, summed over time."""
 
     def tick(state, _):
         before, now = state
@@ -87,14 +88,14 @@ def heard(speed):
     return jnp.sum(mg.allreduce(shares) ** 2) / corners.comm.size
 
 
-# The integral of |grad x|² is the drum's area. The gradient is exact: <A u', v> = <u', A^T v> over
-# all ranks, and remainders of the sound's Taylor series fall as they should.
+# The integral of |grad x|² is the area of the drum. The gradient is exact: <A u', v> = <u', A^T v>
+# over all ranks, and the remainder of the Taylor series falls with the square of the step.
 speed, x = jnp.ones(len(area)), jnp.asarray(at[:, 0])
 np.testing.assert_allclose(mg.allreduce(jnp.vdot(x, stiffness(speed, x))), drum)
 mg.dot_test(stiffness, speed, struck)
 mg.taylor_test(heard, speed)
 
-# Where would a faster membrane be heard more? On the way from the stroke to the sensor.
+# A faster membrane makes the sound louder if it lies between the stroke and the sensor.
 loudness, sensitivity = mg.value_and_grad(heard, loss="share")(speed)
 centre = points[triangles[mine]].mean(axis=1)
 strongest = max(
@@ -121,5 +122,5 @@ if rank == 0:
         axes.plot([-0.4, 0.5], [0.2, -0.1], "k.", markersize=9)
         axes.annotate("struck", (-0.4, 0.2), (-0.38, 0.25))
         axes.annotate("heard", (0.5, -0.1), (0.52, -0.05))
-        axes.set_title("derivative of the loudness by the speed, per area")
+        axes.set_title("derivative of the loudness with respect to the speed, per area")
         figure.savefig(sys.argv[-1], dpi=110)

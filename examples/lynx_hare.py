@@ -1,13 +1,14 @@
-"""Lynx and hare: what the hunters' record of 1900-1920 says of predators and their prey.
+"""Lynx and hare: a model of predators and prey, fitted to the pelt counts of 1900-1920.
 
 The Hudson Bay Company counted the pelts that it bought. Hares u and lynx v (thousands of pelts)
 follow the equations of Lotka and Volterra,
 
     u' = (alpha - beta v) u,    v' = (delta u - gamma) v,
 
-and what was counted is u and v with log-normal errors. Unknown are the four rates, the numbers of
-1900 and the size of the errors. A likelihood of twenty years is too small to be divided; but the
-Markov chains that explore the posterior know nothing of each other: each chain is a job.
+and the counts are u and v with log-normal errors. The unknowns are the four rates, the populations
+in 1900 and the size of the errors. The likelihood of twenty years is too small to be divided among
+ranks. The Markov chains that explore the posterior are independent of each other: each chain is a
+job.
 
     mpigrad launch -n 2 examples/lynx_hare.py pelts.png
 """
@@ -15,7 +16,7 @@ Markov chains that explore the posterior know nothing of each other: each chain 
 import functools
 import sys
 
-import mpigrad  # first: blackjax computes something when it is imported
+import mpigrad as mg  # first: blackjax computes something when it is imported
 
 # isort: split
 import blackjax
@@ -25,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from blackjax.adaptation.base import get_filter_adapt_info_fn
 
-from mpigrad import jobs
 from mpigrad_apps.population import by_forward_mode
 
 jax.config.update("jax_enable_x64", True)
@@ -37,19 +37,19 @@ LYNX = [4, 6.1, 9.8, 35.2, 59.4, 41.7, 19, 13, 8.3, 9.1, 7.4, 8, 12.3, 19.5, 45.
         15.8, 9.7, 10.1, 8.6]  # fmt: skip
 YEARS = np.arange(21.0)
 
-# The unknowns are logarithms of alpha, beta, gamma, delta; u, v in 1900; errors of u and of v.
+# The unknowns are logarithms of alpha, beta, gamma, delta, of u and v in 1900, and of both errors.
 MEDIANS = np.array([0.6, 0.03, 0.8, 0.03, 30.0, 5.0, 0.3, 0.3])
 FACTORS = np.array([0.5, 0.7, 0.5, 0.7, 0.5, 0.5, 0.5, 0.5])
 
-CHAINS, WARMUP, DRAWS = 4, 80, 50  # more of them where seconds don't count
+CHAINS, WARMUP, DRAWS = 4, 80, 50  # use more if run time does not matter
 
 
 @by_forward_mode
 def populations(logarithms):
-    """Logarithms of hares and lynx in every year, from those of rates and of first numbers."""
+    """Return log hares and log lynx of every year, for logarithms of rates and first counts."""
     alpha, beta, gamma, delta = jnp.exp(logarithms[:4])
 
-    def rates(t, now, _):  # of the logarithms, which stay finite
+    def rates(t, now, _):  # rates of the logarithms, which stay finite
         hare, lynx = jnp.exp(now)
         return jnp.stack([alpha - beta * lynx, delta * hare - gamma])
 
@@ -70,14 +70,14 @@ def populations(logarithms):
 
 
 def log_density(x, pelts):
-    """Log density of the unknowns, but for a constant; `pelts` are logarithms."""
+    """Return the log density of the unknowns up to a constant. `pelts` are logarithms."""
     errors = (pelts - populations(x[:6])) / jnp.exp(x[6:])
     prior = (x - np.log(MEDIANS)) / FACTORS
     return -0.5 * jnp.sum(errors**2) - 21 * jnp.sum(x[6:]) - 0.5 * jnp.sum(prior**2)
 
 
 def chain(pelts, start, item):
-    """One job: a chain of the no-U-turn sampler, with its own warm-up; (draws, 8)."""
+    """Run one job, a chain of the no-U-turn sampler with its own warm-up. Returns (draws, 8)."""
     density = functools.partial(log_density, pelts=pelts)
     first, later = jax.random.split(jax.random.key(item["seed"]))
     quiet = get_filter_adapt_info_fn()  # keeps nothing of the warm-up
@@ -95,9 +95,9 @@ def chain(pelts, start, item):
 pelts = jnp.log(jnp.array([HARES, LYNX]).T)
 starts = np.log(MEDIANS) + 0.05 * np.random.default_rng(0).normal(size=(CHAINS, 8))
 
-with jobs.pool() as pool:
+with mg.jobs.pool() as pool:
     data = pool.put([{"seed": np.uint32(number)} for number in range(CHAINS)])
-    draws = mpigrad.jit(pool.map(chain, data))(pelts, jnp.asarray(starts))
+    draws = mg.jit(pool.map(chain, data))(pelts, jnp.asarray(starts))
 
 names = ("alpha", "beta", "gamma", "delta", "hares 1900", "lynx 1900", "error u", "error v")
 values = np.exp(np.asarray(draws))  # (chains, draws, 8)
@@ -125,7 +125,7 @@ if pool.comm.rank == 0:
         axes.legend()
         figure.savefig(sys.argv[-1], dpi=110)
 
-# What others have found in this record, and the chains agree.
+# The means agree with published results for these counts, and the chains agree with each other.
 np.testing.assert_allclose(
     np.mean(values, (0, 1)), [0.55, 0.028, 0.80, 0.024, 34.0, 5.9, 0.25, 0.25], rtol=0.15
 )

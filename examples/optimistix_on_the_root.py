@@ -1,8 +1,7 @@
-"""An optimizer that is itself a compiled JAX program, on an objective spread over ranks.
+"""An optimizer that is itself a compiled JAX program, for an objective spread over ranks.
 
-optimistix traces its objective and compiles the whole descent. `objective.function` is a function
-that it can trace: at each evaluation the compiled program on rank 0 asks the other ranks for their
-parts.
+optimistix traces its objective and compiles the whole descent. It can trace `objective.function`:
+at each evaluation the compiled program on rank 0 asks the other ranks for their parts.
 
     mpigrad launch -n 2 examples/optimistix_on_the_root.py
 """
@@ -13,12 +12,12 @@ import numpy as np
 import optimistix
 from mpi4py import MPI
 
-from mpigrad import optimize
+import mpigrad as mg
 
 jax.config.update("jax_enable_x64", True)
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
-# A logistic regression; each rank has drawn 100 / size points of its own.
+# A logistic regression. Each rank draws 100 / size points of its own.
 generator = np.random.default_rng(rank)
 points = generator.normal(size=(100 // size, 2))
 labels = np.where(points @ [1.0, -2.0] + 0.5 * generator.normal(size=len(points)) > 0, 1.0, -1.0)
@@ -26,14 +25,14 @@ start = {"weights": jnp.zeros(2), "offset": jnp.zeros(())}
 
 
 def share(x):
-    """What this rank's points contribute to the objective, the sum over ranks."""
+    """Return the contribution of this rank's points. The objective is the sum over ranks."""
     margin = labels * (points @ x["weights"] + x["offset"])
     penalty = (jnp.sum(x["weights"] ** 2) + x["offset"] ** 2) / (2 * size)
     return jnp.sum(jnp.logaddexp(0, -margin)) + penalty
 
 
-with optimize.root_driven(share, start) as objective:
-    if objective:  # here rank 0 alone; the others serve until it leaves the block
+with mg.optimize.root_driven(share, start) as objective:
+    if objective:  # only on rank 0. The other ranks serve until rank 0 leaves the block
         solution = optimistix.minimise(
             lambda x, _: objective.function(x), optimistix.BFGS(1e-8, 1e-8), start
         )

@@ -1,8 +1,8 @@
-"""Your own optimizer, written for one process, on an objective spread over ranks.
+"""Your own optimizer, written for one process, for an objective spread over ranks.
 
-A few lines of NumPy: steepest descent with the step lengths of Barzilai and Borwein (IMA Journal of
-Numerical Analysis 8, 1988, 141-148). They run on rank 0 and know nothing of MPI; the other ranks
-compute their parts of the objective when they are asked.
+The optimizer is a few lines of NumPy: steepest descent with the step lengths of Barzilai and
+Borwein (IMA Journal of Numerical Analysis 8, 1988, 141-148). It runs on rank 0 and does not use
+MPI. The other ranks compute their parts of the objective when rank 0 asks for them.
 
     mpigrad launch -n 2 examples/own_loop_on_the_root.py membrane.png
 """
@@ -14,17 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad import optimize
-from mpigrad.grid import Grid, halo_exchange
+import mpigrad as mg
 from mpigrad_apps import report
 
 jax.config.update("jax_enable_x64", True)
 
-# A membrane over the unit square, pressed down by its weight, and held at the height 0 on its edge.
-# Each rank has a tile of its cells, and makes the heights there from 16 unknowns, the amplitudes of
-# sines. The objective is the membrane's energy.
+# A membrane over the unit square is pressed down by its weight and held at height 0 on its edge.
+# Each rank has a tile of its cells, and computes the heights there from 16 unknowns, the amplitudes
+# of sines. The objective is the energy of the membrane.
 n = 16
-grid = Grid((n, n), (1 / n, 1 / n))
+grid = mg.Grid((n, n), (1 / n, 1 / n))
 x, y = (jnp.asarray(axis) for axis in grid.centers())
 modes = jnp.stack(
     [jnp.sin(i * jnp.pi * x) * jnp.sin(j * jnp.pi * y) for i in range(1, 5) for j in range(1, 5)]
@@ -32,11 +31,11 @@ modes = jnp.stack(
 
 
 def energy(a):
-    """Of this rank's tile; its halo is a message to the neighbours."""
+    """Return the energy of this rank's tile. The halo is a message to the neighbours."""
     u = jnp.tensordot(a, modes, 1)
-    p = halo_exchange(u, grid, boundary=0.0)
+    p = mg.halo_exchange(u, grid, boundary=0.0)
     around = (p[:-2, 1:-1], p[2:, 1:-1], p[1:-1, :-2], p[1:-1, 2:])
-    stretch = sum(jnp.sum((u - beside) ** 2) for beside in around) / 4  # each pair is met twice
+    stretch = sum(jnp.sum((u - side) ** 2) for side in around) / 4  # each pair is counted twice
     return stretch + jnp.sum(u) / n**2
 
 
@@ -51,11 +50,11 @@ def descend(value_and_gradient, x, iterations, tolerance):
         x, g = x_new, g_new
         if np.abs(g).max() < tolerance:
             return x, value, np.abs(g).max(), k + 1
-    raise RuntimeError(f"not there after {iterations} steps")
+    raise RuntimeError(f"descend: the gradient is above {tolerance} after {iterations} steps")
 
 
-with optimize.root_driven(energy, jnp.zeros(len(modes))) as objective:
-    if objective:  # here rank 0 alone; the others serve until it leaves the block
+with mg.optimize.root_driven(energy, jnp.zeros(len(modes))) as objective:
+    if objective:  # only on rank 0. The other ranks serve until rank 0 leaves the block
         objective.result = descend(objective.value_and_gradient, objective.x0, 200, 1e-8)
 
 # The result is on every rank now.

@@ -1,9 +1,9 @@
-"""A stencil of one's own: two chemicals that make patterns, and what a drop does to them.
+"""A stencil of your own: two chemicals that form patterns, and the sensitivity to their feed rate.
 
-Gray and Scott's reaction: u feeds v, which decays; both diffuse. `step` is all that there is to
-write. `Grid` divides the cells among the ranks, `halo_exchange` brings the neighbours' cells, both
-chemicals in one message, and `loops.scan` makes the steps, and keeps of them what the gradient
-may keep.
+In the reaction of Gray and Scott, u feeds v, v decays, and both diffuse. You only write `step`.
+`mg.Grid` divides the cells among the ranks. `mg.halo_exchange` fetches the neighbours' cells, with
+both chemicals in one message. `mg.loops.scan` makes the steps and stores as many states for the
+gradient as its budget allows.
 
     mpigrad launch -n 4 examples/reaction_diffusion.py pattern.png
 """
@@ -14,19 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import mpigrad
-from mpigrad import loops
-from mpigrad.grid import Grid, halo_exchange
+import mpigrad as mg
 
 jax.config.update("jax_enable_x64", True)
 
-grid = Grid((48, 48), (1.0, 1.0))
+grid = mg.Grid((48, 48), (1.0, 1.0))
 diffusion, kill = np.array([0.16, 0.08]), 0.062
 
 
 def step(state, feed):
-    """One step of (lx, ly, 2) concentrations; nothing flows through the edge."""
-    p = halo_exchange(state, grid, boundary="edge")
+    """Advance the (lx, ly, 2) concentrations by one step. Nothing flows through the edge."""
+    p = mg.halo_exchange(state, grid, boundary="edge")
     spread = p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * state
     u, v = state[..., 0], state[..., 1]
     eaten = u * v**2
@@ -34,7 +32,7 @@ def step(state, feed):
     return state + diffusion * spread + growth
 
 
-# A drop of v in a sea of u. Its edge becomes a front, which leaves hungry land behind.
+# The start is a drop of v in a sea of u. Its edge becomes a front that uses up u.
 x, y = grid.centers()
 drop = (np.abs(x - 22) < 5) & (np.abs(y - 25) < 4)
 first = jnp.stack([1 - 0.5 * drop, 0.25 * drop], axis=-1)
@@ -42,24 +40,24 @@ steps = 1000
 
 
 def pattern(state, feed, checkpoints=None):
-    """The concentrations after all steps; `feed` has a value for each of the tile's cells."""
-    after, _ = loops.scan(
+    """Return the concentrations after all steps. `feed` has one value for each cell of the tile."""
+    after, _ = mg.loops.scan(
         lambda state, _: (step(state, feed), None), state, steps, checkpoints=checkpoints
     )
     return after
 
 
 def yield_of(feed):
-    """This rank's share of the v that is there in the end."""
-    return jnp.sum(pattern(first, feed, loops.Budget(states=65))[..., 1])
+    """Return this rank's share of the final amount of v."""
+    return jnp.sum(pattern(first, feed, mg.loops.Budget(states=65))[..., 1])
 
 
-# Where would more food have made more v? One gradient, that keeps 65 of the 1000 states.
+# The sensitivity of the final v to the feed rate: one gradient that stores 65 of the 1000 states.
 feed = jnp.full(grid.local_shape, 0.037)
-total, sensitivity = mpigrad.jit(mpigrad.value_and_grad(yield_of))(feed)
+total, sensitivity = mg.jit(mg.value_and_grad(yield_of))(feed)
 
-# The gradient is that of the program: the difference that a little more and a little less make.
-run = mpigrad.jit(pattern)
+# The gradient agrees with a central difference along one change of the feed rate.
+run = mg.jit(pattern)
 end, change = run(first, feed), 1e-6 * jnp.cos(x / 9) * feed
 more, less = (float(jnp.sum(run(first, feed + f)[..., 1])) for f in (change, -change))
 slope = grid.comm.mpi.allreduce(float(jnp.vdot(sensitivity, change)))
@@ -68,7 +66,7 @@ assert abs(difference - slope) < 1e-4 * abs(slope), (difference, slope)
 
 whole, map_of = grid.gather(end[..., 1]), grid.gather(sensitivity)
 if whole is not None and map_of is not None:
-    print(f"v after {steps} steps: {total:.3f}; along the change of food: {slope:+.3e}")
+    print(f"v after {steps} steps: {total:.3f}; along the change of the feed rate: {slope:+.3e}")
     if sys.argv[-1].endswith(".png"):
         from matplotlib.figure import Figure
 
@@ -80,5 +78,5 @@ if whole is not None and map_of is not None:
         largest = np.quantile(np.abs(map_of), 0.995)
         image = right.imshow(map_of.T, origin="lower", cmap="RdBu_r", vmin=-largest, vmax=largest)
         figure.colorbar(image, ax=right)
-        right.set_title("gradient of the total v by the feed rate")
+        right.set_title("gradient of the total v with respect to the feed rate")
         figure.savefig(sys.argv[-1], dpi=110)

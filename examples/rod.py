@@ -1,7 +1,7 @@
-"""A rod on a ring of ranks, the second of which has four times the points of the others.
+"""A rod on a ring of ranks. The second rank has four times as many points as the others.
 
-Each step exchanges the ends with both neighbours; the loss is summed over ranks. The others wait
-for the second rank, and the profile shows where and how long (docs/seeing.md):
+Each step exchanges the ends with both neighbours, and the loss is summed over ranks. The other
+ranks wait for the second rank. The profile shows on which lines and how long (docs/seeing.md):
 
     mpigrad launch -n 3 --profile examples/rod.py
 """

@@ -1,7 +1,7 @@
-"""SciPy's optimizers, unchanged, on an objective whose data lie on several ranks.
+"""SciPy's optimizers, unchanged, for an objective whose data lie on several ranks.
 
-Each rank has measured the decay of two superposed substances at other times. Rank 0 runs
-`scipy.optimize.minimize`; at each request for a value or a gradient the other ranks compute their
+Each rank has measured the decay of a mixture of two substances, at times of its own. Rank 0 runs
+`scipy.optimize.minimize`. At each request for a value or a gradient the other ranks compute their
 parts of it. The data never leave their rank.
 
     mpigrad launch -n 2 examples/scipy_on_the_root.py
@@ -13,14 +13,13 @@ import numpy as np
 import scipy.optimize
 from mpi4py import MPI
 
-import mpigrad
-from mpigrad import optimize
+import mpigrad as mg
 
 jax.config.update("jax_enable_x64", True)
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
-# 60 times in all, dealt out to the ranks. The unknowns are two amplitudes and two rates, as
-# logarithms: they are positive.
+# 60 times, dealt out to the ranks. The unknowns are the logarithms of two amplitudes and two rates,
+# which are positive.
 t = np.linspace(0, 4, 60)[rank::size]
 truth = {"amplitude": np.log([2.0, 1.0]), "rate": np.log([3.0, 0.4])}
 start = {"amplitude": np.zeros(2), "rate": np.log([2.0, 0.5])}
@@ -34,7 +33,7 @@ observed = signal(truth)
 
 
 def share(x):
-    """What this rank's measurements contribute to the objective, the sum over ranks."""
+    """Return the contribution of this rank's measurements. The objective is the sum over ranks."""
     return 10 * jnp.sum((signal(x) - observed) ** 2)
 
 
@@ -42,14 +41,14 @@ GRADIENT = ("CG", "BFGS", "L-BFGS-B", "TNC", "SLSQP")
 PRODUCTS = ("Newton-CG", "trust-ncg", "trust-krylov", "trust-constr")  # of Hessian and vector
 HESSIAN = ("dogleg", "trust-exact")
 
-with optimize.root_driven(share, start) as objective:
-    if objective:  # here rank 0 alone; the others serve until it leaves the block
+with mg.optimize.root_driven(share, start) as objective:
+    if objective:  # only on rank 0. The other ranks serve until rank 0 leaves the block
         objective.result = {}
         for method in GRADIENT + PRODUCTS + HESSIAN:
             before = objective.evaluations
             done = scipy.optimize.minimize(
                 objective.value_and_gradient,
-                # dogleg wants a convex neighbourhood to start from: near the answer
+                # dogleg needs a convex neighbourhood, so it starts near the answer
                 objective.x0 if method != "dogleg" else objective.result["BFGS"] + 1e-2,
                 jac=True,
                 hessp=objective.hessp if method in PRODUCTS else None,
@@ -64,4 +63,4 @@ with optimize.root_driven(share, start) as objective:
 expected = np.concatenate([truth["amplitude"], truth["rate"]])
 for method, x in objective.result.items():
     assert np.abs(x - expected).max() < 2e-2, (method, x)
-mpigrad.assert_replicated(objective.result["BFGS"])
+mg.assert_replicated(objective.result["BFGS"])

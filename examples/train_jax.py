@@ -1,16 +1,16 @@
-"""Train a JAX model on several ranks, each of which computes the gradients of its share of a batch.
+"""Train a JAX model on several ranks. Each rank computes the gradient of its share of a batch.
 
     mpigrad launch -n 2 examples/train_jax.py
 
-The update is that of one process with the whole batch, so that any number of ranks ends with the
-same parameters, to rounding.
+The update is equal to the update of one process with the whole batch. Therefore any number of ranks
+ends with the same parameters, to rounding.
 """
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mpigrad.training import Batches, trainer
+import mpigrad as mg
 
 x = np.linspace(-1, 1, 400, dtype=np.float32)[:, None]
 y = np.sin(3 * x)
@@ -24,12 +24,12 @@ parameters = {
 
 
 def loss(p, x, y):
-    """Mean square error of a network with one hidden layer."""
+    """Return the mean square error of a network with one hidden layer."""
     return jnp.mean((jnp.tanh(x @ p["in"] + p["bias"]) @ p["out"] - y) ** 2)
 
 
-training = trainer(parameters, optax.adam(0.02), loss)
-batches = Batches(len(x), 40, seed=0, epochs=10, take=lambda rows: (x[rows], y[rows]))
+training = mg.training.trainer(parameters, optax.adam(0.02), loss)
+batches = mg.training.Batches(len(x), 40, seed=0, epochs=10, take=lambda rows: (x[rows], y[rows]))
 history = training.run(batches)
 
 first, last = history.records[0], history.records[-1]

@@ -1,15 +1,15 @@
-"""Train a PyTorch module on several ranks: gradients travel while the backward pass goes on.
+"""Train a PyTorch module on several ranks. Gradients are sent during the backward pass.
 
     mpigrad launch -n 2 examples/train_torch.py
 
-The update is that of one process with the whole batch, so that any number of ranks ends with the
-same parameters, to rounding.
+The update is equal to the update of one process with the whole batch. Therefore any number of ranks
+ends with the same parameters, to rounding.
 """
 # pyright: reportMissingImports=false
 
 import torch
 
-from mpigrad.training import Batches, trainer
+import mpigrad as mg
 
 x = torch.linspace(-1, 1, 400)[:, None]
 y = torch.sin(3 * x)
@@ -20,12 +20,12 @@ optimizer = torch.optim.Adam(model.parameters(), 0.02)
 
 
 def loss(model, x, y):
-    """Mean square error."""
+    """Return the mean square error."""
     return torch.nn.functional.mse_loss(model(x), y)
 
 
-training = trainer(model, optimizer, loss)
-batches = Batches(len(x), 40, seed=0, epochs=20, take=lambda rows: (x[rows], y[rows]))
+training = mg.training.trainer(model, optimizer, loss)
+batches = mg.training.Batches(len(x), 40, seed=0, epochs=20, take=lambda rows: (x[rows], y[rows]))
 history = training.run(batches)
 
 first, last = history.records[0], history.records[-1]

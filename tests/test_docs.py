@@ -25,13 +25,13 @@ PLAIN_PAGES = [
     *sorted((ROOT / "docs" / "decisions").glob("*.md")),
 ]  # fmt: skip
 TUTORIAL = ROOT / "docs" / "tutorial.md"
-# Pages that are read first run in make test, too, each block on some number of ranks.
+# These pages are read first: make test runs their blocks, each on the given numbers of ranks.
 FIRST = {
     "README.md-0": (4,),
     "README.md-1": (2,),
     "gradients.md-1": (4,),
     "gradients.md-2": (3,),
-    "libraries.md-0": (1,),  # its like on several ranks: test_libraries
+    "libraries.md-0": (1,),  # test_libraries has the case of several ranks
     "libraries.md-1": (3,),
     "own_matrix.md-0": (1,),
     "own_operator.md-1": (3,),
@@ -73,7 +73,7 @@ def run(text: str) -> None:
 
 @pytest.fixture
 def elsewhere(tmp_path: pathlib.Path, comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(comm.mpi.bcast(tmp_path))  # what a page writes is in nobody's way
+    monkeypatch.chdir(comm.mpi.bcast(tmp_path))  # for the files that a page writes
 
 
 @parametrize("python")
@@ -97,11 +97,11 @@ def steps() -> list[Any]:
 def test_tutorial(
     program: str, said: str, comm: Communicator, capsys: pytest.CaptureFixture[str], elsewhere: None
 ) -> None:
-    """Each step prints what the page says, on any number of ranks."""
+    """Each step prints the text of the page, on any number of ranks."""
     run(program)
     if comm.rank == 0:
         printed = capsys.readouterr().out
-        if "max_steps=" in program:  # how near an optimizer comes, in so many
+        if "max_steps=" in program:  # the accuracy of an optimizer depends on the rounding
             number = re.compile(r"\d+\.\d+")
             assert number.sub("", printed) == number.sub("", said)
             assert float(number.findall(printed)[0]) < 2 * float(number.findall(said)[0])
@@ -155,7 +155,7 @@ def test_no_other_language_escapes() -> None:
 @pytest.mark.launcher
 @parametrize("sh")
 def test_commands(text: str) -> None:
-    """Commands of a block exist as they are written: targets, options, files."""
+    """The commands of a block exist as written: targets, options, files."""
     for line in text.splitlines():
         words = shlex.split(line, comments=True)
         if not words:
@@ -185,7 +185,7 @@ def test_commands(text: str) -> None:
                 [sys.executable, "-m", *words, *checks],
                 cwd=ROOT, capture_output=True, text=True, timeout=60,
             )  # fmt: skip
-            # What the user would have here is asked for when the options have been read.
+            # Files and packages of the user are checked after the options.
             missing = re.search(r"there is no file|is not installed", parsed.stderr)
             assert parsed.returncode == 0 or missing, parsed.stdout + parsed.stderr
         else:

@@ -1,4 +1,4 @@
-"""Every program in examples/ runs on two ranks, in make test-full alone, too."""
+"""Every program in examples/ runs on two ranks, and in make test-full on one rank, too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import pytest
 
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
-LONG = ("drum", "lynx_hare", "nonlinear_diffusion")  # in make test-full only
+LONG = ("drum", "lynx_hare", "nonlinear_diffusion")
 
 
 def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
@@ -19,7 +19,7 @@ def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
     needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", path.read_text(), re.M)
     return [
         pytest.mark.ranks(*counts),
-        *[pytest.mark.full] * (path.stem in LONG),
+        *[pytest.mark.full("takes long to compile")] * (path.stem in LONG),
         *[pytest.mark.torch] * bool(needs_torch),
     ]
 
@@ -39,6 +39,6 @@ def test_example(path: pathlib.Path) -> None:
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_mpigrad_is_imported_before_blackjax(path: pathlib.Path) -> None:
-    """Which computes at import; here, unlike in a program, mpigrad is imported already."""
+    """Importing blackjax computes. Here, unlike in a program, mpigrad is imported already."""
     order = re.findall(r"^(?:import|from) (mpigrad|blackjax)\b", path.read_text(), re.MULTILINE)
     assert order[0] == "mpigrad"

@@ -1,4 +1,4 @@
-"""A field that changes in time, as an animated picture."""
+"""Animated pictures of a field that changes in time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,22 @@ def animate(
     extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
     colours: str = "viridis",
 ) -> None:
-    """Write a GIF, one frame for each title, x to the right and y upwards (on one rank).
+    """Write an animated GIF with x to the right and y upwards. Call it on one rank.
 
-    `limits` are the ends of the colour bar; `extent` is the rectangle (x0, x1, y0, y1) that the
-    cells fill; `colours` is a colour map of matplotlib's.
+    Parameters
+    ----------
+    path
+        The GIF file to write.
+    frames
+        Values at the centres of the cells, shape (frames, nx, ny).
+    titles
+        One title for each frame.
+    limits
+        Values at the two ends of the colour bar.
+    extent
+        The rectangle (x0, x1, y0, y1) that the cells fill.
+    colours
+        Name of a matplotlib colour map.
     """
     from matplotlib.animation import PillowWriter
     from matplotlib.backends.backend_agg import FigureCanvasAgg

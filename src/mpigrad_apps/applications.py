@@ -1,4 +1,4 @@
-"""The table of the applications, as `mpigrad run` finds it (entry points of pyproject.toml)."""
+"""The applications of mpigrad. `mpigrad run` finds them by the entry points of pyproject.toml."""
 
 from mpigrad.launch.applications import Application
 
@@ -8,14 +8,14 @@ _PACKAGES = ("equinox", "jaxtyping", "matplotlib", "zarr")
 _EXTRA = "mpigrad[apps]"
 
 POISSON = Application(
-    "the diffusivity kappa in div(kappa grad u) = f, from observations of u",
+    "recover the diffusivity kappa in div(kappa grad u) = f from observations of u",
     settings="mpigrad_apps.poisson.settings:Settings",
     run="mpigrad_apps.poisson.estimation:run",
     packages=_PACKAGES,
     requirement=_EXTRA,
 )
 HEAT = Application(
-    "heat in a plate, or its diffusivity from thermometers",
+    "simulate heat in a plate, or recover the diffusivity from thermometers",
     settings="mpigrad_apps.heat.settings:Settings",
     run="mpigrad_apps.heat.estimation:run",
     packages=_PACKAGES,
@@ -43,14 +43,14 @@ FWI = Application(
     requirement=_EXTRA,
 )
 POPULATION = Application(
-    "how patients absorb and eliminate a drug, from blood samples",
+    "estimate how patients absorb and eliminate a drug from blood samples",
     settings="mpigrad_apps.population.settings:Settings",
     run="mpigrad_apps.population.estimation:run",
     packages=(*_PACKAGES, "blackjax", "diffrax", "optax"),
     requirement=_EXTRA,
 )
 SGD = Application(
-    "a network that reads digits, or your own, by stochastic gradients",
+    "train a network that reads digits, or your own model, by stochastic gradients",
     settings="mpigrad_apps.sgd.settings:Settings",
     run="mpigrad_apps.sgd.comparison:run",
     packages=(*_PACKAGES, "optax", "sklearn"),

@@ -1,4 +1,4 @@
-"""Files that are always whole, even where the job is killed while it writes them."""
+"""Write files that are complete at any time, even if the job is killed while it writes."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ import pathlib
 from collections.abc import Callable
 from typing import BinaryIO
 
-__all__ = ["write_whole"]
+__all__ = ["write_atomically"]
 
 
-def write_whole(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
-    """Write a file beside `path`, then put it in its place in one step.
+def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
+    """Write a temporary file next to `path`, then rename it to `path` in one step.
 
-    Whoever reads `path`, at any time, reads all of the old file or all of the new one.
+    A reader of `path` gets the complete old file or the complete new file at any time.
+
+    Parameters
+    ----------
+    path
+        The file to write or to replace.
+    write
+        Function that writes the content to a binary file object.
     """
     path = pathlib.Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

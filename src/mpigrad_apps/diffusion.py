@@ -1,4 +1,4 @@
-"""The operator div(kappa grad u) on the cells of a grid: its faces, and what flows through them."""
+"""The operator div(kappa grad u) on the cells of a grid: faces and conductances."""
 
 from __future__ import annotations
 
@@ -21,10 +21,17 @@ Boundary = Literal["zero", "insulated"]
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """The faces of a tile's cells on one side: across them lies the next cell along `axis`.
+    """The faces of a tile's cells on one side, which lead to the next cells along `axis`.
 
-    `ratio` is a face's area over the distance between the centres beside it. `factor` is 1, but on
-    the boundary of the grid: 2 where u is zero there, half a cell away, and 0 where nothing flows.
+    Attributes
+    ----------
+    axis, step
+        The axis, and the direction along it: -1 or 1.
+    ratio
+        Area of a face divided by the distance between the centres of its two cells.
+    factor
+        1 inside the grid. On the boundary of the grid it is 2 if u is zero there, half a cell
+        away, and 0 if the boundary is insulated.
     """
 
     axis: int
@@ -34,17 +41,18 @@ class Side:
 
     @property
     def offset(self) -> tuple[int, int]:
+        """Offset from a cell to the cell across the face."""
         return (self.step, 0) if self.axis == 0 else (0, self.step)
 
     def beyond(self, padded: Float[Array, "px py"]) -> Float[Array, "lx ly"]:
-        """The cells across the faces, of a tile that is padded by one layer."""
+        """Return the cells across the faces from a tile that is padded by one layer."""
         lx, ly = padded.shape[0] - 2, padded.shape[1] - 2
         i, j = self.offset
         return padded[1 + i : 1 + i + lx, 1 + j : 1 + j + ly]
 
 
 def sides(grid: Grid, boundary: Boundary = "zero") -> tuple[Side, ...]:
-    """The four sides of this rank's cells, in the order left, right, lower, upper."""
+    """Return the four sides of this rank's cells, in the order left, right, lower, upper."""
     return tuple(_side(grid, axis, step, boundary) for axis in range(2) for step in (-1, 1))
 
 
@@ -63,10 +71,23 @@ def _side(grid: Grid, axis: int, step: int, boundary: Boundary) -> Side:
 def conductances(
     kappa: Float[Array, "lx ly"], grid: Grid, faces: Sequence[Side]
 ) -> list[Float[Array, "lx ly"]]:
-    """What flows through each side's faces for a unit difference of u across them; differentiable.
+    """Compute the flow through each face for a unit difference of u across it (collective).
 
-    A face takes the mean kappa of the two cells beside it; one on the boundary its cell's own.
-    `faces` as `sides` gives them.
+    The kappa of a face is the mean of its two cells, or the kappa of its one cell on the boundary.
+    The result is differentiable.
+
+    Parameters
+    ----------
+    kappa
+        This rank's tile, shape (lx, ly).
+    grid
+        The grid.
+    faces
+        The result of `sides`.
+
+    Returns
+    -------
+    One array of shape (lx, ly) for each side.
     """
     padded = halo_exchange(kappa, grid, width=1, boundary="edge")
     found: dict[tuple[int, int], Array] = {}
@@ -75,7 +96,8 @@ def conductances(
         cells = kappa.shape[axis]
         around = padded[:, 1:-1] if axis == 0 else padded[1:-1, :]
         part = functools.partial(jax.lax.slice_in_dim, axis=axis)
-        # Each face once, and no padded copies of the tile: XLA's code is twice as fast so.
+        # Each face is computed once, without padded copies of the tile: XLA's code is twice as
+        # fast.
         sums = jnp.concatenate(
             [
                 part(around, 0, 1) + part(kappa, 0, 1),
@@ -91,7 +113,7 @@ def conductances(
 
 
 def roughness(field: Float[Array, "lx ly"], grid: Grid, faces: Sequence[Side]) -> Float[Array, ""]:
-    """Share of this rank in the mean over cells of squared differences across faces."""
+    """Compute this rank's share of the mean over cells of squared differences across faces."""
     padded = halo_exchange(field, grid, width=1, boundary="edge")
     differences = [field - side.beyond(padded) for side in faces if side.step < 0]
     return sum(jnp.sum(d**2) for d in differences) / grid.size  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The training loop of the problems: `minimize`, with the model's error, saves and a history."""
+"""The training loop of the applications: `minimize` with model errors, saves and a history."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.optimize import LBFGS, MinimizeError, Result, minimize
 
-__all__ = ["Record", "Trained", "begin", "seconds_per_iteration", "train"]
+__all__ = ["TrainingRecord", "TrainingResult", "prepare_training", "seconds_per_iteration", "train"]
 
 _SAVE_EVERY = 5.0  # seconds between saved parameters
 _RESTART_EVERY = 1.0  # minutes between saves of all that a restart needs
@@ -27,11 +27,17 @@ _MEASURE_EVERY = 10  # iterations between errors of the model
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
-    """What the history keeps of one iteration.
+class TrainingRecord:
+    """One iteration in the history of a training.
 
-    `error` is the model's distance from the true one, None where it wasn't measured; `stage`
-    counts the objectives that were trained one after the other.
+    Attributes
+    ----------
+    iteration, loss, gradient_norm, evaluations, step, seconds
+        See `mpigrad.optimize`.
+    error
+        Distance of the model from the true model, or None if it was not measured.
+    stage
+        Index of the objective, if several are trained one after the other.
     """
 
     iteration: int
@@ -45,23 +51,32 @@ class Record:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
-    """The parameters of the smallest loss, the history of all stages, and why the training ended.
+class TrainingResult:
+    """The result of `train`.
 
-    `stopped`: somebody asked for it.
+    Attributes
+    ----------
+    parameters
+        The parameters of the smallest loss.
+    history
+        The records of all stages.
+    ending
+        The reason why the training ended.
+    stopped
+        True if the user or the system asked the training to stop.
     """
 
     parameters: Any
-    history: tuple[Record, ...]
+    history: tuple[TrainingRecord, ...]
     ending: str
     stopped: bool
 
 
-def begin(out: pathlib.Path, comm: Communicator, resume: bool) -> None:
-    """Make way for the saves and the history of a new run (collective).
+def prepare_training(out: pathlib.Path, comm: Communicator, resume: bool) -> None:
+    """Prepare the output directory for the saves and the history of a new run (collective).
 
-    The saves of an earlier run in `out` are moved aside, so that it can still be resumed; what it
-    has written besides is replaced.
+    The saves of an earlier run in `out` are renamed to `restart.before`, so that the earlier run
+    can still be resumed. Its other files are replaced.
     """
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
@@ -89,34 +104,37 @@ def train(
     stage: int = 0,
     about: Mapping[str, Any] | None = None,
     advice: str = "Start from other parameters",
-) -> Trained:
-    """Train by L-BFGS (collective): every rank calls it with equal parameters, after `begin`.
+) -> TrainingResult:
+    """Train by L-BFGS, after `prepare_training` (collective).
 
     Parameters
     ----------
     share
-        Function of the parameters that gives this rank's share of the loss, with messages inside.
+        Function of the parameters that returns this rank's share of the loss. It may send messages.
+    parameters
+        The parameters to start from, equal on all ranks.
     memory
         Number of past steps that L-BFGS remembers.
     out
-        Gets history.jsonl, a line for each iteration when it is done, and restart/, from which the
-        training goes on bit for bit where it was when it was saved last.
+        Output directory. It gets history.jsonl, with a line for each completed iteration, and
+        restart/, from which the training continues bit for bit from the last save.
     save
-        Writes parameters to a file; called on rank 0 every few seconds with those of the smallest
-        loss, and once more when the training ends, be it with an error.
+        Function that writes parameters to a file. Rank 0 calls it every few seconds with the
+        parameters of the smallest loss, and once more when the training ends, also with an error.
     error
-        The model's distance from the true one, if that is known (collective).
+        Function that returns the distance of the model from the true model, if that is known
+        (collective).
     stage
-        Number of this objective among those that are trained one after the other.
+        Index of this objective, if several are trained one after the other.
     about
         See `Checkpoint`.
     advice
-        What to do where the loss of the first parameters is not a number.
+        Remedy that the error names if the loss of the first parameters is NaN.
 
     Raises
     ------
     RuntimeError
-        On every rank, where the loss of the first parameters is not finite.
+        On every rank, if the loss of the first parameters is not finite.
     """
     history = _History(out / "history.jsonl", comm)
     latest, saved_at, begun = parameters, time.monotonic(), False
@@ -126,7 +144,7 @@ def train(
         latest, begun = x, True
         measured = now.iteration % _MEASURE_EVERY == 0 or now.iteration == iterations
         distance = error(x) if error is not None and measured else None
-        history.add(Record(**dataclasses.asdict(now), error=distance, stage=stage))
+        history.add(TrainingRecord(**dataclasses.asdict(now), error=distance, stage=stage))
         if comm.rank == 0 and time.monotonic() - saved_at > _SAVE_EVERY:
             save(x)
             saved_at = time.monotonic()
@@ -166,28 +184,30 @@ def train(
         Result.INTERRUPTED: f"stopped at iteration {iteration}",
     }.get(solution.result, f"{solution.result.message} at iteration {iteration}")
     stopped = solution.result is Result.INTERRUPTED
-    return Trained(solution.value, history.whole(solution.stats["history"], stage), ending, stopped)
+    return TrainingResult(
+        solution.value, history.whole(solution.stats["history"], stage), ending, stopped
+    )
 
 
 class _History:
-    """The records of all stages, on every rank, and as a file that grows."""
+    """The records of all stages, on every rank and in a file that grows."""
 
     def __init__(self, path: pathlib.Path, comm: Communicator) -> None:
         self._path = path
         self._comm = comm
-        self._records: list[Record] = call_on_root(comm, self._read)
-        self._whole = False  # the file, which may end in half a line, is what `_records` holds
+        self._records: list[TrainingRecord] = call_on_root(comm, self._read)
+        self._whole = False  # whether the file, which may end in half a line, equals `_records`
 
-    def _read(self) -> list[Record]:
+    def _read(self) -> list[TrainingRecord]:
         lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         # A job that is killed may leave half a line.
-        return [Record(**json.loads(line)) for line in lines if line.endswith("\n")]
+        return [TrainingRecord(**json.loads(line)) for line in lines if line.endswith("\n")]
 
-    def of(self, stage: int) -> list[Record]:
+    def of(self, stage: int) -> list[TrainingRecord]:
         return [record for record in self._records if record.stage == stage]
 
-    def add(self, record: Record) -> None:
-        """One iteration more; what was noted of it and of later ones before is forgotten."""
+    def add(self, record: TrainingRecord) -> None:
+        """Add an iteration. Earlier records of it and of later iterations are dropped."""
         place = record.stage, record.iteration
         earlier = [r for r in self._records if (r.stage, r.iteration) < place]
         append = self._whole and len(earlier) == len(self._records)
@@ -197,17 +217,17 @@ class _History:
                 for r in [record] if append else self._records:
                     file.write(json.dumps(dataclasses.asdict(r)) + "\n")
 
-    def whole(self, saved: tuple[optimize.Record, ...], stage: int) -> tuple[Record, ...]:
-        """The records of earlier stages, and those of this one with the errors that are known."""
+    def whole(self, saved: tuple[optimize.Record, ...], stage: int) -> tuple[TrainingRecord, ...]:
+        """Return the records of earlier stages, and of this stage with the measured errors."""
         errors = {record.iteration: record.error for record in self.of(stage)}
         now = [
-            Record(**dataclasses.asdict(r), error=errors.get(r.iteration), stage=stage)
+            TrainingRecord(**dataclasses.asdict(r), error=errors.get(r.iteration), stage=stage)
             for r in saved
         ]
         return tuple([r for r in self._records if r.stage < stage] + now)
 
 
-def seconds_per_iteration(history: tuple[Record, ...]) -> float:
-    """Median time of an iteration; the first ones, which compile, weigh no more than others."""
+def seconds_per_iteration(history: tuple[TrainingRecord, ...]) -> float:
+    """Return the median time of an iteration, which the slow first iterations hardly change."""
     times = np.diff([record.seconds for record in history])
     return float(np.median(times)) if len(times) else math.nan

@@ -11,27 +11,28 @@ from typing import Any
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
 
-__all__ = ["in_common", "prepare"]
+__all__ = ["prepare_output", "resume_settings"]
 
-# Settings that a run may change and still go on from the saves of another.
+# A resumed run may change these settings.
 _FREE = ("iterations", "frames", "restart", "resume", "out")
 
 
-def prepare(settings: Any, out: pathlib.Path, comm: Communicator) -> None:
-    """The output directory, which must be writable before hours are spent, and its settings.json.
+def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None:
+    """Make the output directory and write settings.json into it (collective).
 
-    Collective: rank 0 writes, and its error is raised by every rank.
+    Call it before the computation, so that a directory that is not writable is found early. Rank 0
+    writes, and its error is raised on all ranks.
     """
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
             out.mkdir(parents=True, exist_ok=True)
             if not os.access(out, os.W_OK):
-                raise PermissionError(f"--out: {out} is not writable")
+                raise PermissionError(f"--out: {out} is not writable. Choose another directory.")
             text = json.dumps(dataclasses.asdict(settings), indent=2, default=str)
             (out / "settings.json").write_text(text + "\n", encoding="utf-8")
 
 
-def in_common(settings: Any) -> dict[str, Any]:
-    """What a run must have in common with the one from whose saves it goes on."""
+def resume_settings(settings: Any) -> dict[str, Any]:
+    """Return the settings that a resumed run must share with the run that wrote the saves."""
     whole = json.loads(json.dumps(dataclasses.asdict(settings), default=str))
     return {name: value for name, value in whole.items() if name not in _FREE}

@@ -1,4 +1,4 @@
-"""Reports of a computation: pictures and tables in one HTML file that needs no other."""
+"""Reports of a computation: pictures and tables in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PIXELS = 150  # per inch
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A PNG picture with a file name (without ending) and a caption."""
+    """A PNG picture with a file name (without extension) and a caption."""
 
     name: str
     caption: str
@@ -54,13 +54,26 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One map: values at the cells' centres, of shape (nx, ny), x along the first axis; NaN is
-    left white.
+    """One map of values at the centres of cells.
 
-    `limits` are the ends of the colour bar, by default the smallest and the largest value; `extent`
-    is the rectangle (x0, x1, y0, y1) that the cells fill. `diverging` colours zero white.
-    `labels` name the axes; the second one points `downwards` in a section of the ground, and is
-    `stretched` where it has another unit than the first.
+    Attributes
+    ----------
+    title
+        Text above the map.
+    values
+        Shape (nx, ny), with x along the first axis. NaN stays white.
+    limits
+        Values at the two ends of the colour bar; by default the smallest and the largest value.
+    extent
+        The rectangle (x0, x1, y0, y1) that the cells fill.
+    diverging
+        Colour zero white.
+    labels
+        Names of the two axes.
+    downwards
+        Let the second axis point downwards, as in a section of the ground.
+    stretched
+        Scale the axes independently, for axes with different units.
     """
 
     title: str
@@ -74,13 +87,13 @@ class Panel:
 
 
 def _figure(width: float, height: float) -> Any:
-    """A figure that needs no display and no global state."""
+    """Make a figure that needs neither a display nor global state."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "mpigrad_apps.report needs matplotlib: pip install 'mpigrad[apps]'"
+            "mpigrad_apps.report: matplotlib is not installed. Run pip install 'mpigrad[apps]'."
         ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -94,7 +107,16 @@ def _png(figure: Any) -> bytes:
 
 
 def maps(name: str, caption: str, panels: Sequence[Panel], columns: int | None = None) -> Picture:
-    """Maps side by side, or in so many columns, each with its colour bar, x to the right."""
+    """Draw maps with their colour bars and x to the right, in one row or in `columns` columns.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad_apps import report
+    >>> picture = report.maps("u", "A field.", [report.Panel("u", np.eye(3))])
+    >>> picture.name, picture.png[1:4]
+    ('u', b'PNG')
+    """
     columns = columns or len(panels)
     rows = -(-len(panels) // columns)
     figure = _figure(5.2 * columns, rows * max(map(_height, panels)))
@@ -126,7 +148,7 @@ def maps(name: str, caption: str, panels: Sequence[Panel], columns: int | None =
 
 
 def _height(panel: Panel) -> float:
-    """In inches, for a panel that is 5.2 wide."""
+    """Return the height in inches of a panel that is 5.2 inches wide."""
     x0, x1, y0, y1 = panel.extent
     return 4.4 if panel.stretched else min(4.4, 4.0 * (y1 - y0) / (x1 - x0) + 1.0)
 
@@ -139,7 +161,16 @@ def points(
     values: NDArray[Any],
     extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
 ) -> Picture:
-    """Values at scattered points, as coloured dots."""
+    """Draw the values at scattered points xy, shape (k, 2), as coloured dots.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad_apps import report
+    >>> xy = np.array([[0.1, 0.2], [0.7, 0.4]])
+    >>> report.points("observed", "Values at two points.", "u", xy, np.array([1.0, 2.0])).name
+    'observed'
+    """
     figure = _figure(5.2, 4.4)
     axes = figure.add_subplot()
     size = float(np.clip(2e4 / max(len(values), 1), 0.5, 30))
@@ -157,7 +188,14 @@ def curve(
     lines: Mapping[str, tuple[Sequence[float | int], Sequence[float | int]]],
     x_label: str = "iteration",
 ) -> Picture:
-    """Positive numbers on a logarithmic axis; each line is its abscissas and its values."""
+    """Draw positive values on a logarithmic axis. `lines` maps each label to its (x, values).
+
+    Examples
+    --------
+    >>> from mpigrad_apps import report
+    >>> report.curve("loss", "The loss.", {"loss": ([0, 1, 2], [1.0, 0.1, 0.01])}).name
+    'loss'
+    """
     figure = _figure(6.4, 4.2)
     axes = figure.add_subplot()
     for label, (x, values) in lines.items():
@@ -171,14 +209,39 @@ def curve(
 def drawing(
     name: str, caption: str, size: tuple[float, float], draw: Callable[[Any], None]
 ) -> Picture:
-    """A picture that `draw` makes of an empty matplotlib Figure of this size, in inches."""
+    """Make a picture by a function that draws into an empty matplotlib Figure.
+
+    Parameters
+    ----------
+    name, caption
+        File name (without extension) and caption of the picture.
+    size
+        Width and height in inches.
+    draw
+        Function of the Figure.
+
+    Examples
+    --------
+    >>> from mpigrad_apps import report
+    >>> def draw(figure):
+    ...     figure.add_subplot().plot([0, 1], [1, 0])
+    >>> report.drawing("line", "A line.", (3.0, 2.0), draw).name
+    'line'
+    """
     figure = _figure(*size)
     draw(figure)
     return Picture(name, caption, _png(figure))
 
 
 def versions() -> dict[str, object]:
-    """What computed: Python, the packages, MPI and hypre, with their versions."""
+    """Return the versions of Python, the packages, MPI and hypre, and the kind of machine.
+
+    Examples
+    --------
+    >>> from mpigrad_apps import report
+    >>> "JAX" in report.versions()
+    True
+    """
     import mpi4py
 
     import mpigrad
@@ -202,22 +265,33 @@ def write_fields(
     fields: Mapping[str, Any],
     attributes: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write fields to a zarr group, one chunk by each rank (collective).
+    """Write fields to a zarr group. Each rank writes one chunk (collective).
 
-    No rank holds a whole field. A chunk is as large as the largest tile; where tiles are uneven,
-    ranks first send the cells that lie in another rank's chunk to it, so that every chunk is
-    written by one rank alone and readers see one plain array of shape (nx, ny) per field.
+    No rank holds a whole field. A chunk is as large as the largest tile. If the tiles are uneven,
+    ranks first send each other the cells that lie in another rank's chunk. So every chunk is
+    written by one rank, and readers see one plain array of shape (nx, ny) per field.
 
     Parameters
     ----------
     path
-        Directory of the group; an old group there is replaced.
+        Directory of the group. An existing group is replaced.
     grid
-        The grid that the fields lie on; its cell centres are written as `x`, `y` and `z`.
+        The grid of the fields. Its cell centres are written as `x`, `y` and `z`.
     fields
-        This rank's tile of each field, shape (lx, ly); the same names on every rank.
+        This rank's tile of each field, shape (lx, ly). The names are the same on every rank.
     attributes
-        Of the group; what JSON can say.
+        Attributes of the group, in types that JSON can represent.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import zarr
+    >>> import mpigrad as mg
+    >>> from mpigrad_apps import report
+    >>> grid = mg.Grid((4, 2), (0.25, 0.5))
+    >>> report.write_fields("fields.zarr", grid, {"u": jnp.ones(grid.local_shape)})
+    >>> zarr.open_group("fields.zarr", mode="r")["u"].shape
+    (4, 2)
     """
     import zarr
 
@@ -255,7 +329,7 @@ def write_fields(
 def _chunk_of_this_rank(
     grid: Grid, tile: NDArray[Any], chunks: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], NDArray[Any]]:
-    """Where this rank's chunk lies in the grid, and its values, partly from other ranks."""
+    """Return the slices of this rank's chunk in the grid and its values, from all ranks."""
     comm = grid.comm
 
     def chunk_slices(rank: int) -> tuple[slice, ...]:
@@ -312,9 +386,30 @@ def write_report(
     pictures: Sequence[Picture],
     tables: Sequence[Table],
 ) -> pathlib.Path:
-    """Write `report.html`, with its pictures inside, and each picture as a PNG file beside it.
+    """Write `report.html` with its pictures inside, and each picture as a PNG file next to it.
 
-    Call it on one rank. Returns the path of the report.
+    Call it on one rank.
+
+    Parameters
+    ----------
+    directory
+        Directory of the report. It is made if it does not exist.
+    title, summary
+        Heading and first paragraph. All texts are escaped.
+    pictures, tables
+        Content of the report, in this order.
+
+    Returns
+    -------
+    pathlib.Path
+        The path of the report.
+
+    Examples
+    --------
+    >>> from mpigrad_apps import report
+    >>> table = report.Table("Result", {"loss": 0.1})
+    >>> report.write_report("results", "A run", "It converged.", [], [table]).name
+    'report.html'
     """
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

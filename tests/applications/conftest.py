@@ -1,4 +1,4 @@
-"""What the tests of applications share."""
+"""Fixtures of the tests of applications."""
 
 import pathlib
 from collections.abc import Callable, Sequence

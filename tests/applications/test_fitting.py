@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpigrad import sparse
-from mpigrad_apps.fitting import begin, train
+from mpigrad_apps.fitting import prepare_training, train
 from mpigrad_apps.poisson import Settings, inverse_problem, load_network
 
 
@@ -27,7 +27,7 @@ FIRST = {"x": jnp.asarray([-1.0, 2.0]), "y": jnp.asarray([2.0, 0.0])}
 
 def test_training_ends_where_the_gradient_is_zero(comm, directory):
     saved = []
-    begin(directory, comm, False)
+    prepare_training(directory, comm, False)
     start = {"x": jnp.ones(1), "y": jnp.ones(1)}
     trained = train(rosenbrock(comm), start, 50, comm, memory=10, out=directory, save=saved.append)
     assert trained.ending == "gradient zero at iteration 0"
@@ -41,7 +41,7 @@ def test_stages_go_on_where_they_were_with_their_errors(comm, directory):
         return float(jnp.max(jnp.abs(p["x"] - 1)))
 
     def two_stages(out, iterations, resume):
-        begin(out, comm, resume)
+        prepare_training(out, comm, resume)
         parameters, trained = FIRST, None
         for stage in (0, 1):
             trained = train(
@@ -85,7 +85,7 @@ def test_stages_go_on_where_they_were_with_their_errors(comm, directory):
             save=lambda best: None, about={"data": "yours"},
         )  # fmt: skip
     comm.mpi.Barrier()
-    begin(directory / "part", comm, False)
+    prepare_training(directory / "part", comm, False)
     comm.mpi.Barrier()
     assert (directory / "part" / "restart.before" / "stage1").is_dir()
 
@@ -98,7 +98,7 @@ def test_failing_solves_leave_what_was_reached(comm, directory):
     )
     values, network = problem.parametrization, directory / "network.eqx"
     first = values.first(None, 0)
-    begin(directory, comm, False)
+    prepare_training(directory, comm, False)
     with pytest.raises(RuntimeError, match=r"the loss of x0 is nan.*\(Start from other parameters"):
         train(
             problem.loss_share, first, 10, comm, memory=50, out=directory,

@@ -35,7 +35,7 @@ def test_fields_are_written_without_being_gathered(comm, directory, shape):
     assert np.array_equal(group["a"][:], whole)
     assert np.array_equal(group["b"][:], np.arange(grid.size).reshape(shape))
     assert np.array_equal(group["y"][:], (np.arange(shape[1]) + 0.5) * 0.25)
-    # a chunk is a tile where tiles are even, and there is never more than one for each rank
+    # a chunk is a tile if the tiles are even, and there is at most one chunk for each rank
     assert group["a"].chunks == tuple(-(-n // p) for n, p in zip(shape, grid.dims, strict=True))
     assert group["a"].nchunks <= comm.size
 

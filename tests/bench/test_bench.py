@@ -38,14 +38,14 @@ def test_every_table_has_its_program() -> None:
         assert table.about
 
 
-def test_unknown_tables_are_refused() -> None:
+def test_rejects_unknown_tables() -> None:
     command = [sys.executable, str(BENCH), "operations", "wavs"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=outside())
     assert done.returncode == 2
     assert "no table wavs; it has operations, poisson" in done.stderr
 
 
-def test_a_failure_is_not_the_end(
+def test_other_tables_are_made_after_a_failure(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     programs, out = tmp_path / "bench", tmp_path / "out"

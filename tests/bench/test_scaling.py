@@ -22,8 +22,8 @@ FEW, ALL = ("transposition", "acoustic", "poisson"), tuple(SIDES)
     ("ranks", "problems"),
     [
         (2, FEW[:1]),
-        pytest.param(2, FEW, marks=pytest.mark.full),
-        pytest.param(4, ALL, marks=pytest.mark.full),
+        pytest.param(2, FEW, marks=pytest.mark.full("counting one problem runs the same code")),
+        pytest.param(4, ALL, marks=pytest.mark.full("four ranks on two cores take long")),
     ],
 )
 def test_ranks_send_what_the_formula_says(
@@ -58,7 +58,7 @@ def test_ranks_send_what_the_formula_says(
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_the_bounds_stand_around_the_model(problem: str) -> None:
+def test_model_lies_between_its_bounds(problem: str) -> None:
     alone = busiest(problem, 1, 100, True, steps=10, iterations=9)
     assert dataclasses.astuple(alone)[:4] == (0, 0, 0, 0)
     for ranks in (2, 9, 64, 4096):

@@ -55,7 +55,7 @@ def test_help_of_an_application_lists_its_settings() -> None:
         (("launch", "-n", 2), "PROGRAM.py"),
         (("launch", "--rank", 2, PROGRAMS / "say.py"), "launch: unknown option --rank"),
         (("run", "poisson", "-n", 0), "-n: expected at least 1 rank, got 0"),
-        (("run", "poisson", "--cells", 1, 1), "--cells: at least 2 cells"),
+        (("run", "poisson", "--cells", 1, 1), "--cells: expected at least 2 cells"),
         (("run", "poisson", "--cells", 10), "--cells"),
         (("run", "poisson", "--data", "missing.npz"), "there is no file missing.npz"),
         (("run", "poisson", "--iteration", 3), "--iterations"),

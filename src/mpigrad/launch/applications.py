@@ -61,15 +61,20 @@ def application(name: str) -> Application:
     KeyError
         If no installed package has an application of this name.
     TypeError
-        If the entry point is not an `Application`.
+        If the entry point cannot be imported, or is not an `Application`.
     """
     for entry in importlib.metadata.entry_points(group=GROUP, name=name):
-        loaded = entry.load()
+        expected = (
+            f"mpigrad run {name}: expected an mpigrad.launch.applications.Application at the entry "
+            f"point {entry.value}"
+        )
+        remedy = "Correct the entry point in its package, and install the package again."
+        try:
+            loaded = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise TypeError(f"{expected}, got {type(error).__name__}: {error}. {remedy}") from error
         if not isinstance(loaded, Application):
-            raise TypeError(
-                f"mpigrad run {name}: expected an mpigrad.launch.applications.Application at the "
-                f"entry point {entry.value}, got {type(loaded).__name__}."
-            )
+            raise TypeError(f"{expected}, got {type(loaded).__name__}. {remedy}")
         return loaded
     raise KeyError(name)
 

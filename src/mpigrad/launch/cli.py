@@ -80,12 +80,18 @@ def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in names:
         if arguments and arguments[0] in ("-h", "--help"):
             for name in names:
-                _say(f"mpigrad run {name}: {application(name).summary}")
+                try:
+                    _say(f"mpigrad run {name}: {application(name).summary}")
+                except TypeError as error:
+                    _say(str(error))
             return 0
         got = f", got {arguments[0]}" if arguments else ""
         _refuse(f"run: expected the NAME of an application ({', '.join(names)}){got}.")
     name, *words = arguments
-    app = application(name)
+    try:
+        app = application(name)
+    except TypeError as error:
+        _refuse(str(error))
     parser = launch_parser(f"mpigrad run {name}", add_help=False)
     parsed, own = parser.parse_known_args(words)
     settings = _settings(app, name, own, parser)
@@ -303,7 +309,8 @@ def _prints() -> bool:
 
 def _refuse(text: str) -> NoReturn:
     if _prints():
-        print(f"mpigrad: {text}", file=sys.stderr, flush=True)
+        prefix = "" if text.startswith("mpigrad ") else "mpigrad: "
+        print(f"{prefix}{text}", file=sys.stderr, flush=True)
     _wait_for_first_rank()
     raise SystemExit(2)
 

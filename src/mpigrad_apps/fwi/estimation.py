@@ -14,14 +14,14 @@ import numpy as np
 
 import mpigrad
 from mpigrad.communicator import Communicator, resolve
-from mpigrad_apps.atomic_write import write_whole
-from mpigrad_apps.fitting import Trained, begin, train
+from mpigrad_apps.atomic_write import write_atomically
+from mpigrad_apps.fitting import TrainingResult, prepare_training, train
 from mpigrad_apps.fwi.inversion import Inversion, prepare_inversion
 from mpigrad_apps.fwi.outputs import write_outputs
 from mpigrad_apps.fwi.parametrization import Parametrization
 from mpigrad_apps.fwi.result import Result
 from mpigrad_apps.fwi.settings import Settings
-from mpigrad_apps.output_directory import prepare
+from mpigrad_apps.output_directory import prepare_output
 
 __all__ = ["run"]
 
@@ -43,7 +43,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
     comm = resolve(comm)
     with jax.enable_x64(True):
         problem = prepare_inversion(settings, comm)
-        prepare(settings, settings.out, comm)
+        prepare_output(settings, settings.out, comm)
         if comm.rank == 0:
             summary = problem.group.summary("fwi", problem.experiment.n_shots)
             unknown = sum(leaf.size for leaf in jax.tree.leaves(problem.parametrization.initial(0)))
@@ -56,12 +56,12 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
     return result
 
 
-def _stages(problem: Inversion, settings: Settings, comm: Communicator) -> Trained:
+def _stages(problem: Inversion, settings: Settings, comm: Communicator) -> TrainingResult:
     """Train from low to all frequencies. Each stage starts at the result of the stage before."""
     values = problem.parametrization
     corners = (*settings.frequencies, None)
     parameters, trained = values.initial(settings.seed), None
-    begin(settings.out, comm, settings.resume)
+    prepare_training(settings.out, comm, settings.resume)
     for stage, corner in enumerate(corners):
         if comm.rank == 0 and len(corners) > 1:
             band = "all frequencies" if corner is None else f"below {corner:g} Hz"
@@ -105,10 +105,12 @@ def _save(problem: Inversion, out: pathlib.Path, parameters: Any) -> None:
     everywhere = slice(None), slice(None)
     fields = problem.parametrization.fields(parameters, everywhere)
     arrays: dict[str, Any] = {"spacing": np.asarray(problem.experiment.spacing), **fields}
-    write_whole(out / "model.npz", lambda file: np.savez(file, **arrays))
+    write_atomically(out / "model.npz", lambda file: np.savez(file, **arrays))
 
 
-def _result(problem: Inversion, settings: Settings, trained: Trained, seconds: float) -> Result:
+def _result(
+    problem: Inversion, settings: Settings, trained: TrainingResult, seconds: float
+) -> Result:
     values, comm, group = problem.parametrization, problem.group.comm, problem.grid.comm
     first = values.initial(settings.seed)
     predict = mpigrad.jit(lambda parameters: problem.predict(problem.tiles(parameters)))

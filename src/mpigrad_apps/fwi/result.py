@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from mpigrad_apps.fitting import Record
+from mpigrad_apps.fitting import TrainingRecord
 from mpigrad_apps.fwi.settings import Settings
 
 __all__ = ["Result"]
@@ -38,7 +38,7 @@ class Result:
     settings: Settings
     parameters: Any
     fields: dict[str, Float[np.ndarray, "nx ny"]]
-    history: tuple[Record, ...]
+    history: tuple[TrainingRecord, ...]
     ending: str
     misfits: tuple[float, float]
     errors: tuple[float, float] | None

@@ -1,11 +1,11 @@
-"""The heat equation u_t = div(kappa grad u) + f, forward, and kappa from observations of u."""
+"""The heat equation u_t = div(kappa grad u) + f: simulate it, or recover kappa from data."""
 
 from typing import TYPE_CHECKING
 
 from mpigrad import _lazy
 
 if TYPE_CHECKING:
-    from mpigrad_apps.heat.estimation import Result as Result
+    from mpigrad_apps.heat.estimation import HeatResult as HeatResult
     from mpigrad_apps.heat.estimation import run as run
     from mpigrad_apps.heat.experiment import Experiment as Experiment
     from mpigrad_apps.heat.experiment import make_experiment as make_experiment
@@ -21,7 +21,7 @@ _NAMES = {
     "Film": "simulation",
     "Heat": "model",
     "InverseProblem": "inverse",
-    "Result": "estimation",
+    "HeatResult": "estimation",
     "Settings": "settings",
     "make_experiment": "experiment",
     "inverse_problem": "inverse",

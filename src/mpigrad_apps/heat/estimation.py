@@ -1,4 +1,4 @@
-"""A run from settings to report."""
+"""Run the heat application, from settings to report."""
 
 from __future__ import annotations
 
@@ -15,50 +15,66 @@ import mpigrad
 from mpigrad.collective_errors import call_on_root
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
-from mpigrad_apps.fitting import Record, begin, train
+from mpigrad_apps.fitting import TrainingRecord, prepare_training, train
 from mpigrad_apps.heat.experiment import Experiment, make_experiment
 from mpigrad_apps.heat.inverse import inverse_problem
 from mpigrad_apps.heat.outputs import write_estimation, write_film
 from mpigrad_apps.heat.settings import Settings
 from mpigrad_apps.heat.simulation import simulate
-from mpigrad_apps.output_directory import in_common, prepare
+from mpigrad_apps.output_directory import prepare_output, resume_settings
 
-__all__ = ["Result", "run"]
+__all__ = ["HeatResult", "run"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """What a run gives: this rank's tiles, and what is the same on every rank.
+class HeatResult:
+    """The result of `run`: this rank's tiles, and values that are the same on all ranks.
 
-    `kappa`, the estimated one or the one of a forward run, and `true_kappa` have shape (lx, ly).
+    Attributes
+    ----------
+    settings, grid
+        The settings and the grid.
+    kappa, true_kappa
+        This rank's tiles, shape (lx, ly): kappa as estimated, or as given in a forward run.
+    history, ending
+        The records of the training, and the reason why the run ended.
+    report
+        Path of the report.
     """
 
     settings: Settings
     grid: Grid
     kappa: NDArray[np.float64]
     true_kappa: NDArray[np.float64]
-    history: tuple[Record, ...]
+    history: tuple[TrainingRecord, ...]
     ending: str
     report: pathlib.Path
 
 
-def run(settings: Settings, comm: Communicator | None = None) -> Result:
-    """Follow the heat, or recover kappa, showing the progress; write the report (collective).
+def run(settings: Settings, comm: Communicator | None = None) -> HeatResult:
+    """Simulate the heat or recover kappa, show the progress, and write the report (collective).
 
-    Writes into `settings.out`: report.html and its pictures, fields.zarr, settings.json; of a
-    forward run heat.gif; of an inverse one history.jsonl and the parameters (network.eqx or
-    cells.npy), which are on disk, whole, every few seconds from the beginning, and restart/, from
-    which it goes on with `settings.resume`. When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the
-    launcher's Ctrl-C), it ends after the iteration or the frame that it is in and writes
-    everything.
+    The run writes into `settings.out`: report.html and its pictures, fields.zarr and settings.json.
+    A forward run adds heat.gif. An inverse run adds history.jsonl, restart/ and the parameters
+    (network.eqx or cells.npy). The file of the parameters is complete at any time and is replaced
+    every few seconds. With `settings.resume` the run continues from restart/. When asked to stop
+    (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it finishes its iteration or frame and
+    writes everything.
+
+    Parameters
+    ----------
+    settings
+        The options of `mpigrad run heat`.
+    comm
+        The ranks that take part; by default all ranks.
 
     Raises
     ------
     ValueError, OSError
-        On every rank, before the first step, where the settings, the model file or the output
-        directory make no sense.
+        On every rank, before the first step, if the settings, the model file or the output
+        directory are not valid.
     jax.errors.JaxRuntimeError
-        On every rank, before the first step, where the time step is not stable.
+        On every rank, before the first step, if the time step is not stable.
     """
     comm = resolve(comm)
     call_on_root(comm, settings.check)
@@ -68,20 +84,20 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
         return _estimate(settings, comm)
 
 
-def _follow(settings: Settings, comm: Communicator) -> Result:
+def _follow(settings: Settings, comm: Communicator) -> HeatResult:
     plan = make_experiment(settings, comm)
-    prepare(settings, settings.out, comm)
+    prepare_output(settings, settings.out, comm)
     _announce(plan, "")
     film = simulate(plan, settings.frames)
     write_film(settings, plan, film)
     kappa = np.asarray(plan.kappa)
     path = settings.out / "report.html"
-    return Result(settings, plan.grid, kappa, kappa, (), film.ending, path)
+    return HeatResult(settings, plan.grid, kappa, kappa, (), film.ending, path)
 
 
-def _estimate(settings: Settings, comm: Communicator) -> Result:
+def _estimate(settings: Settings, comm: Communicator) -> HeatResult:
     problem = inverse_problem(settings, comm)
-    prepare(settings, settings.out, comm)
+    prepare_output(settings, settings.out, comm)
     plan, values = problem.experiment, problem.parametrization
     count = sum(comm.mpi.allgather(len(problem.thermometers)))
     _announce(plan, f", {count} thermometers")
@@ -93,7 +109,7 @@ def _estimate(settings: Settings, comm: Communicator) -> Result:
     def error(parameters: Any) -> float:
         return max(comm.mpi.allgather(float(largest_error(parameters))))
 
-    begin(settings.out, comm, settings.resume)
+    prepare_training(settings.out, comm, settings.resume)
     trained = train(
         problem.loss_share,
         parameters,
@@ -103,12 +119,12 @@ def _estimate(settings: Settings, comm: Communicator) -> Result:
         out=settings.out,
         save=lambda best: values.save(settings.out / values.file_name, best),
         error=error,
-        about=in_common(settings),
-        advice="The time step is not stable with them: more --steps, or --theta 0.5",
+        about=resume_settings(settings),
+        advice="The time step is not stable with them. Increase --steps, or use --theta 0.5",
     )
     kappa = np.asarray(mpigrad.jit(values.kappa)(trained.parameters))
     path = settings.out / "report.html"
-    result = Result(
+    result = HeatResult(
         settings, plan.grid, kappa, np.asarray(plan.kappa), trained.history, trained.ending, path
     )
     write_estimation(settings, problem, kappa, trained.history, trained.ending)

@@ -1,4 +1,4 @@
-"""A plate, its diffusivity, and a heater that moves around on it."""
+"""A plate, its diffusivity, and a heater that moves around on the plate."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from mpigrad_apps.poisson.parametrization import CellValues
 __all__ = ["Experiment", "heater", "make_experiment"]
 
 _IMPLICIT_STEPS = 100
-_MARGIN = 0.5  # of the largest stable time step where kappa is yet to be found: it may double
+_MARGIN = 0.5  # part of the largest stable time step if kappa is unknown, as it may double
 
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """The discrete equation and what goes into it, as this rank's tiles (lx, ly)."""
+    """The discrete equation and its inputs, as this rank's tiles (lx, ly)."""
 
     model: Heat
     kappa: Float[Array, "lx ly"]
@@ -37,11 +37,12 @@ class Experiment:
 
     @property
     def grid(self) -> Grid:
+        """The grid of the model."""
         return self.model.grid
 
 
 def heater(grid: Grid, duration: float) -> Callable[[Any], Float[Array, "lx ly"]]:
-    """f(t): a spot that goes once around the middle of the unit square, of strength 1 in all."""
+    """Return the source f(t): a spot of total strength 1 that circles once in the unit square."""
     x, y = (jnp.asarray(axis) for axis in grid.centers())
     width = 0.08
 
@@ -54,12 +55,12 @@ def heater(grid: Grid, duration: float) -> Callable[[Any], Float[Array, "lx ly"]
 
 
 def make_experiment(settings: Settings, comm: Communicator) -> Experiment:
-    """What the settings describe (collective): the plate is at u = 0 when the heater is put on.
+    """Make the experiment that the settings describe (collective). The plate starts at u = 0.
 
     Raises
     ------
     ValueError
-        On all ranks, if the model file makes no sense.
+        On all ranks, if the model file is not valid.
     """
     grid = unit_square(settings.cells, comm)
     x, y = (jnp.asarray(axis) for axis in grid.centers())
@@ -79,7 +80,7 @@ def make_experiment(settings: Settings, comm: Communicator) -> Experiment:
         largest = float(mpigrad.jit(model.largest_time_step)(kappa))
         margin = 1.0 if settings.unknown == "nothing" else _MARGIN
         steps = math.ceil(settings.duration / (margin * largest))
-    if settings.unknown == "nothing":  # as many steps between one picture and the next
+    if settings.unknown == "nothing":  # the same number of steps between all pictures
         steps = settings.frames * math.ceil(steps / settings.frames)
     model = dataclasses.replace(model, dt=settings.duration / steps, steps=steps)
     return Experiment(model, kappa, jnp.zeros_like(x), heater(grid, settings.duration))

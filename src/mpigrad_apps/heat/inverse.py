@@ -1,4 +1,4 @@
-"""The inverse problem: which diffusivity explains what the thermometers show?"""
+"""The inverse problem: find the diffusivity that explains the temperatures."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = ["InverseProblem", "inverse_problem"]
 
 @dataclasses.dataclass(frozen=True)
 class InverseProblem:
-    """Which kappa explains the observations?
+    """The problem to find the kappa that explains the observations.
 
     Attributes
     ----------
     experiment
-        The discrete equation, the source and the true kappa, which the loss does not look at.
+        The discrete equation, the source and the true kappa. The loss does not use the true kappa.
     thermometers
-        Shape (k,): the cells of this rank's tile that have one, flattened.
+        Shape (k,): flat indices of the cells of this rank's tile that have a thermometer.
     observed
-        Shape (steps + 1, k): what they show at the times of all steps.
+        Shape (steps + 1, k): their temperatures at the times of all steps.
     norm
-        Sum of the squares of what all ranks' thermometers show.
+        Sum of the squares of the observed temperatures of all ranks.
     parametrization
-        What stands for kappa.
+        The representation of kappa by parameters.
     smoothing
         Weight of the squared differences of log kappa between neighbouring cells.
     """
@@ -50,10 +50,10 @@ class InverseProblem:
     smoothing: float = 0.0
 
     def loss_share(self, parameters: Any) -> Float[Array, ""]:
-        """Share of this rank in sum (shown - observed)^2 / norm, plus the smoothing.
+        """Compute this rank's share of sum (predicted - observed)^2 / norm, plus the smoothing.
 
-        NaN where kappa is so large that the time step is unstable: a line search then takes a
-        shorter step.
+        The share is NaN if kappa is so large that the time step is unstable. A line search then
+        takes a shorter step.
         """
         kappa = self.parametrization.kappa(parameters)
         shown = predict(self.experiment, kappa, self.thermometers, throw=False)
@@ -65,7 +65,7 @@ class InverseProblem:
         return share
 
     def value_and_grad(self, parameters: Any) -> tuple[Float[Array, ""], Any]:
-        """The loss and its gradient, equal on all ranks."""
+        """Compute the loss and its gradient, both equal on all ranks."""
         comm = self.experiment.grid.comm
         return mpigrad.value_and_grad(self.loss_share, loss="share", replicated=0, comm=comm)(
             parameters
@@ -78,21 +78,21 @@ def predict(
     thermometers: Int[np.ndarray, " k"],
     throw: bool = True,
 ) -> Float[Array, "times k"]:
-    """What this rank's thermometers show at the times of all steps; differentiable in kappa."""
+    """Compute the temperatures of this rank's thermometers at the times of all steps."""
     return plan.model.run(
         kappa, plan.initial, plan.source, lambda u: take(u.ravel(), thermometers), throw=throw
     )[1]
 
 
 def inverse_problem(settings: Settings, comm: Communicator) -> InverseProblem:
-    """The problem that the settings describe: the true kappa's heat is observed (collective).
+    """Make the problem that the settings describe, with simulated observations (collective).
 
-    Thermometers and their errors are the same for any number of ranks.
+    The thermometers and their errors are the same for any number of ranks.
 
     Raises
     ------
     ValueError
-        On every rank, where the settings or the model file make no sense.
+        On every rank, if the settings or the model file are not valid.
     """
     plan = make_experiment(settings, comm)
     grid = plan.grid
@@ -112,6 +112,6 @@ def inverse_problem(settings: Settings, comm: Communicator) -> InverseProblem:
 
 
 def _sums(comm: Communicator, observed: Float[np.ndarray, "times k"]) -> tuple[float, int]:
-    """Sum of squares and number of values of all ranks, added up in one order everywhere."""
+    """Return the sum of squares and the number of values of all ranks, equal on all ranks."""
     square, count = np.sum(comm.mpi.allgather((np.sum(observed**2), observed.size)), axis=0)
     return float(square), int(count)

@@ -21,7 +21,7 @@ from mpigrad_apps import diffusion
 __all__ = ["Heat"]
 
 Field = Float[Array, "lx ly"] | Float[np.ndarray, "lx ly"]
-# A function of the time, or values: constant, or at the times 0, dt, ..., steps dt.
+# A function of the time, constant values, or values at the times 0, dt, ..., steps dt.
 Source = (
     Callable[[Any], Any] | float | Float[Array, "*time lx ly"] | Float[np.ndarray, "*time lx ly"]
 )
@@ -29,39 +29,54 @@ Source = (
 
 @dataclasses.dataclass(frozen=True)
 class Heat:
-    """u_t = div(kappa grad u) + f on the grid's rectangle (collective: equal on all ranks).
+    """The discrete heat equation u_t = div(kappa grad u) + f on a grid (collective).
 
-    In space the faces and fluxes of `mpigrad_apps.diffusion`, second order in the spacing. In
-    time, with L the operator in space,
+    In space, the scheme uses the faces and fluxes of `mpigrad_apps.diffusion` and is of second
+    order in the spacing. In time, with L the operator in space, a step is
 
-        u' - u = dt (theta L u' + (1 - theta) L u + theta f(t + dt) + (1 - theta) f(t)):
+        u' - u = dt (theta L u' + (1 - theta) L u + theta f(t + dt) + (1 - theta) f(t)).
 
-    theta = 0 is explicit (forward Euler, first order) and stable for small dt alone; theta = 1/2
+    theta = 0 is explicit (forward Euler, first order) and stable only for small dt. theta = 1/2
     (Crank and Nicolson, second order) and theta = 1 (backward Euler, first order) solve a linear
-    system in each step and are stable for any dt.
+    system in each step and are stable for any dt. All ranks give equal arguments.
 
     Parameters
     ----------
     grid
-        The grid, with two axes.
+        A grid with two axes.
     dt
         Time step, in the unit of spacing^2 / kappa.
     steps
         Number of time steps.
     theta
-        From 0 to 1.
+        Weight of the implicit part, from 0 to 1.
     boundary
-        "zero": u = 0 on the boundary; "insulated": nothing flows through it.
+        "zero": u = 0 on the boundary. "insulated": nothing flows through the boundary.
     checkpoints
-        What a gradient keeps of the steps, as for `loops.scan`. Solutions of linear systems are
-        messages' results, and are always kept: one u for each step where theta > 0.
+        The states that a gradient stores, as for `loops.scan`. Solutions of linear systems are
+        results of messages and are always stored: one u for each step if theta > 0.
     solver
-        Of the linear systems; default: `sparse.default_solver(rtol=1e-10)`.
+        Solver of the linear systems; by default `sparse.default_solver(rtol=1e-10)`.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks: if an argument makes no sense, or the ranks disagree.
+        On all ranks, if an argument is not valid, or differs between ranks.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> from mpigrad_apps.heat import Heat
+    >>> grid = mg.Grid((8, 8), (1 / 8, 1 / 8))
+    >>> model = Heat(grid, dt=1e-3, steps=10)
+    >>> kappa = jnp.ones(grid.local_shape)
+    >>> print(f"{model.largest_time_step(kappa):.4f}")
+    0.0039
+    >>> u, _ = model.run(kappa, jnp.ones(grid.local_shape))
+    >>> u.shape, bool(jnp.all(u < 1))
+    ((8, 8), True)
     """
 
     grid: Grid
@@ -78,15 +93,17 @@ class Heat:
         comm = self.grid.comm
         with raise_on_all_ranks(comm):
             if self.grid.ndim != 2:
-                raise ValueError(f"Heat: the grid has {self.grid.ndim} axes; it takes one of two")
+                raise ValueError(f"Heat: the grid must have two axes, got {self.grid.ndim}.")
             if not (self.dt > 0 and math.isfinite(self.dt)):
-                raise ValueError(f"Heat: dt={self.dt}: a time step is positive")
+                raise ValueError(f"Heat: dt must be positive and finite, got {self.dt}.")
             if self.steps < 0:
-                raise ValueError(f"Heat: steps={self.steps}: a number of steps is not negative")
+                raise ValueError(f"Heat: steps must be 0 or more, got {self.steps}.")
             if not 0 <= self.theta <= 1:
-                raise ValueError(f"Heat: theta={self.theta} is not between 0 and 1")
+                raise ValueError(f"Heat: theta must be between 0 and 1, got {self.theta}.")
             if self.boundary not in ("zero", "insulated"):
-                raise ValueError(f'Heat: boundary={self.boundary!r}: "zero" or "insulated"')
+                raise ValueError(
+                    f'Heat: boundary must be "zero" or "insulated", got {self.boundary!r}.'
+                )
         assert_same_on_all_ranks(
             comm,
             (self.dt, self.steps, self.theta, self.boundary),
@@ -102,7 +119,7 @@ class Heat:
     def history(
         self, kappa: Field, initial: Field, source: Source = 0.0, *, throw: bool = True
     ) -> Float[Array, "times lx ly"]:
-        """u at the times 0, dt, ..., steps dt: shape (steps + 1, lx, ly); as `run`."""
+        """Compute u at the times 0, dt, ..., steps dt: shape (steps + 1, lx, ly). See `run`."""
         return self.run(kappa, initial, source, lambda u: u, throw=throw)[1]
 
     def run(
@@ -115,21 +132,23 @@ class Heat:
         start: Any = 0.0,
         throw: bool = True,
     ) -> tuple[Float[Array, "lx ly"], Any]:
-        """Make all steps (collective); differentiable in kappa, `initial` and the source.
+        """Make all steps (collective). The result is differentiable in kappa, `initial` and source.
 
         Parameters
         ----------
         kappa, initial
             This rank's tiles, shape (lx, ly): the diffusivity, and u at the time `start`.
         source
-            f: a number or a tile (lx, ly), constant in time; its tiles at the times of all steps,
-            (steps + 1, lx, ly); or a function that gives the tile for a time t.
+            The source f: a number or a tile (lx, ly) that is constant in time, tiles for the times
+            of all steps, shape (steps + 1, lx, ly), or a function that returns the tile of a time
+            t.
         measure
-            What is kept of u: a function of a tile of u, whose results are stacked. By default
-            nothing.
+            Function of a tile of u. Its results are stacked. By default nothing is stored.
+        start
+            Time of the first step.
         throw
-            Raise where kappa, `initial` or the time step make no sense, or a linear solve fails;
-            with `throw=False` u is NaN there on all ranks, as line searches take it.
+            If True, raise an error if kappa, `initial` or the time step are not valid, or a linear
+            solve fails. If False, u is NaN on all ranks in these cases, as line searches expect.
 
         Returns
         -------
@@ -139,13 +158,13 @@ class Heat:
         Raises
         ------
         ValueError
-            If shapes are not the tile's.
+            If an array does not have the shape of the tile.
         jax.errors.JaxRuntimeError
-            On all ranks, before the first step: if kappa is not positive and finite in some cell,
-            or the time step is larger than the largest stable one, which the message names.
+            On all ranks, before the first step, if kappa is not positive and finite in some cell,
+            or the time step is not stable. The message names the largest stable time step.
         """
         kappa, u = (
-            x.astype(jnp.result_type(x, float))  # whole numbers would cut what they meet
+            x.astype(jnp.result_type(x, float))  # integers would truncate the results
             for x in (self._tile("kappa", kappa), self._tile("initial", initial))
         )
         xs, forcing = self._forcing(source, kappa.dtype, start)
@@ -165,11 +184,16 @@ class Heat:
         return u, jax.tree.map(lambda a, rest: jnp.concatenate([a[None], rest]), first, measured)
 
     def largest_time_step(self, kappa: Field) -> Float[Array, ""]:
-        """The largest stable dt for this rank's tile of kappa, equal on all ranks (collective).
+        """Compute the largest stable dt, equal on all ranks (collective).
 
-        |u' / u| <= 1 for all modes where (1 - 2 theta) dt lambda <= 2, with lambda the largest
+        |u' / u| <= 1 for all modes if (1 - 2 theta) dt lambda <= 2, with lambda the largest
         eigenvalue of -L, which Gershgorin's circles bound. For a constant kappa and theta = 0 this
-        is 1 / (2 kappa (1 / hx^2 + 1 / hy^2)); infinite from theta = 1/2 on.
+        is 1 / (2 kappa (1 / hx^2 + 1 / hy^2)). It is infinite for theta >= 1/2.
+
+        Parameters
+        ----------
+        kappa
+            This rank's tile, shape (lx, ly).
         """
         kappa = self._tile("kappa", kappa)
         flows = diffusion.conductances(kappa, self.grid, self.sides)
@@ -182,7 +206,7 @@ class Heat:
         return self.grid.spacing[0] * self.grid.spacing[1]
 
     def _scheme(self, flows: list[Array], throw: bool) -> Callable[[Array, Any], Array]:
-        """The function (u, f) -> u'."""
+        """Return the function (u, f) -> u' of a step."""
 
         def inflow(u: Array) -> Array:
             padded = halo_exchange(u, self.grid, width=1, boundary=0.0)
@@ -207,7 +231,7 @@ class Heat:
         return implicit
 
     def _forcing(self, source: Any, dtype: Any, start: Any) -> tuple[Any, Callable[[Any], Any]]:
-        """What the steps take in turn, and the function that makes of it the f of a step."""
+        """Return the scanned inputs of the steps, and a function from an input to f."""
         theta, shape = self.theta, self.grid.local_shape
         if callable(source):
             f: Callable[[Any], Any] = source
@@ -223,22 +247,22 @@ class Heat:
         if values.shape in ((), shape):
             return None, lambda _: values
         raise ValueError(
-            f"Heat: the source has shape {values.shape} on a tile of {shape} cells (rank "
-            f"{self.grid.comm.rank}); give (), {shape} or {(self.steps + 1, *shape)}, or a function"
+            f"Heat: the source must have shape (), {shape} or {(self.steps + 1, *shape)}, or be a "
+            f"function, got shape {values.shape} on rank {self.grid.comm.rank}."
         )
 
-    # --- what is refused ---
+    # --- checks ---
 
     def _tile(self, name: str, field: Field) -> Array:
         if np.shape(field) != self.grid.local_shape:
             raise ValueError(
-                f"Heat: {name} has shape {np.shape(field)} on a tile of {self.grid.local_shape} "
-                f"cells (rank {self.grid.comm.rank})"
+                f"Heat: {name} must have the shape of this rank's tile, {self.grid.local_shape}, "
+                f"got {np.shape(field)} on rank {self.grid.comm.rank}."
             )
         return jnp.asarray(field)
 
     def _steepest(self, flows: list[Array]) -> Array:
-        """Half of Gershgorin's bound of this rank's cells, times the area of a cell."""
+        """Compute half of Gershgorin's bound over this rank's cells, times the area of a cell."""
         inner = (c / np.maximum(side.factor, 1) for c, side in zip(flows, self.sides, strict=True))
         return jnp.max(sum(inner))  # type: ignore[arg-type]
 
@@ -248,24 +272,24 @@ class Heat:
         return self._area / ((1 - 2 * self.theta) * steepest)
 
     def _check(self, kappa: Array, u: Array, flows: list[Array], throw: bool) -> Array:
-        """Whether kappa, u and dt make sense on all ranks; if asked to, refuse them."""
+        """Return whether kappa, u and dt are valid on all ranks, or raise if they are not."""
         comm = self.grid.comm
         bad = ~((kappa > 0) & jnp.isfinite(kappa))
         tame = [
             jnp.where(jnp.isfinite(c), c, 0) for c in flows
-        ]  # MPI's maximum of a NaN may be anything
+        ]  # MPI's maximum is not defined for NaN
         found = jnp.stack([self._steepest(tame), jnp.any(bad), jnp.any(~jnp.isfinite(u))])
         steepest, bad, wild = allreduce(jax.lax.stop_gradient(found), MPI.MAX, comm)
         largest = self._largest_step(steepest)
-        # To rounding: the largest stable time step itself is stable.
+        # The largest stable time step itself must pass, in spite of rounding.
         stable = self.dt <= largest * (1 + 8 * jnp.finfo(found.dtype).eps)
         if throw:
-            require(bad == 0, "Heat: kappa must be positive and finite in every cell", comm=comm)
-            require(wild == 0, "Heat: the initial u must be finite in every cell", comm=comm)
+            require(bad == 0, "Heat: kappa must be positive and finite in every cell.", comm=comm)
+            require(wild == 0, "Heat: the initial u must be finite in every cell.", comm=comm)
             require(
                 stable,
                 "Heat: dt = {} is unstable with this kappa: the largest stable time step is {}. "
-                "Take more and smaller steps, or theta = 0.5 or more",
+                "Use more and smaller steps, or theta = 0.5 or more.",
                 self.dt,
                 largest,
                 comm=comm,

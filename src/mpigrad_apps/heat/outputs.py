@@ -1,4 +1,4 @@
-"""What a run leaves behind: fields, pictures, the animation and the report."""
+"""The output of a run: fields, pictures, the animation and the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from mpigrad.grid import Grid
 from mpigrad_apps import report
 from mpigrad_apps.animation import animate
-from mpigrad_apps.fitting import Record, seconds_per_iteration
+from mpigrad_apps.fitting import TrainingRecord, seconds_per_iteration
 from mpigrad_apps.heat.experiment import Experiment
 from mpigrad_apps.heat.inverse import InverseProblem
 from mpigrad_apps.heat.settings import Settings
@@ -22,7 +22,7 @@ from mpigrad_apps.heat.simulation import Film
 __all__ = ["write_estimation", "write_film"]
 
 _EQUATION = "u_t = div(kappa grad u) + f on the unit square"
-_MOST_PIXELS = 600  # along an axis of a map: larger fields are thinned out
+_MOST_PIXELS = 600  # along an axis of a map; larger fields are thinned out
 
 
 def write_film(settings: Settings, plan: Experiment, film: Film) -> None:
@@ -42,7 +42,7 @@ def write_film(settings: Settings, plan: Experiment, film: Film) -> None:
             report.maps("kappa", "The diffusivity.", [report.Panel("κ", kappa)]),
             report.maps(
                 "snapshots",
-                "u in the plate, in the same colours; heat.gif shows all of it.",
+                "u in the plate, in the same colours. heat.gif shows all frames.",
                 [
                     report.Panel(f"t = {film.times[k]:.3g}", film.pictures[k], (0.0, hottest))
                     for k in shown
@@ -80,7 +80,7 @@ def write_estimation(
     settings: Settings,
     problem: InverseProblem,
     kappa: Float[np.ndarray, "lx ly"],
-    history: tuple[Record, ...],
+    history: tuple[TrainingRecord, ...],
     ending: str,
 ) -> None:
     """Write fields.zarr, the pictures and report.html (collective)."""
@@ -122,7 +122,7 @@ def write_estimation(
             report.maps("observed", "The thermometers.", [report.Panel("observed", places)]),
             report.curve("loss", "The training, iteration by iteration.", lines),
         ]
-        best = min(history, key=lambda record: record.loss)  # whose parameters are kept
+        best = min(history, key=lambda record: record.loss)  # the result has its parameters
         outcome = {
             "ended": ending,
             "loss": f"{best.loss:.6e}",

@@ -1,4 +1,4 @@
-"""The forward run: heat in the plate, from picture to picture."""
+"""The forward run: heat in the plate, frame by frame."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from mpigrad_apps.heat.experiment import Experiment
 
 __all__ = ["Film", "simulate"]
 
-_MOST_PIXELS = 300  # along an axis of a picture: larger fields are thinned out
+_MOST_PIXELS = 300  # along an axis of a picture; larger fields are thinned out
 
 
 @dataclasses.dataclass(frozen=True)
 class Film:
-    """What is seen of a run.
+    """The frames of a forward run.
 
     Attributes
     ----------
     times
-        Shape (frames + 1,).
+        Shape (frames + 1,): the times of the frames.
     heat
         Shape (frames + 1,): the integral of u over the plate, equal on all ranks.
     pictures
-        Shape (frames + 1, px, py) on rank 0, thinned out; None elsewhere.
+        Shape (frames + 1, px, py) on rank 0: u, thinned out. None on the other ranks.
     snapshots
-        This rank's tiles (lx, ly) of a few of the frames, by their names.
+        This rank's tiles (lx, ly) of some frames, by name.
     ending
-        Why the run ended.
+        The reason why the run ended.
     seconds
-        How long all but the first frame took; the first compiles.
+        Time for all frames except the first, which compiles.
     """
 
     times: NDArray[np.float64]
@@ -48,10 +48,10 @@ class Film:
 
 
 def simulate(plan: Experiment, frames: int) -> Film:
-    """Follow the heat, `frames` times an equal number of steps (collective).
+    """Simulate the heat in `frames` frames with an equal number of steps each (collective).
 
-    When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the
-    frame that it is in.
+    When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it finishes its frame
+    and ends.
     """
     grid, comm = plan.grid, plan.grid.comm
     each = plan.model.steps // frames

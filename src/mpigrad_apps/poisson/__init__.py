@@ -1,9 +1,9 @@
-"""The diffusivity in a Poisson equation, from observations of its solution.
+"""Recover the diffusivity in a Poisson equation from observations of its solution.
 
-The equation is div(kappa grad u) = f on the unit square, u = 0 on its boundary; kappa is given by
-a neural network or by one value per cell, and found by L-BFGS on the misfit between u and what was
-observed of it (ADCME's Poisson problem: Xu and Darve, "ADCME MPI: Distributed Machine Learning for
-Computational Engineering").
+The equation is div(kappa grad u) = f on the unit square, with u = 0 on the boundary. A neural
+network or one value per cell represents kappa. L-BFGS minimizes the misfit between u and the
+observations. This is ADCME's Poisson problem: Xu and Darve, "ADCME MPI: Distributed Machine
+Learning for Computational Engineering".
 """
 
 from typing import TYPE_CHECKING
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from mpigrad_apps.poisson.network import load_network as load_network
     from mpigrad_apps.poisson.network import save_network as save_network
     from mpigrad_apps.poisson.observations import Observations as Observations
-    from mpigrad_apps.poisson.observations import at_cells as at_cells
-    from mpigrad_apps.poisson.observations import at_points as at_points
     from mpigrad_apps.poisson.observations import draw_mask as draw_mask
+    from mpigrad_apps.poisson.observations import observe_cells as observe_cells
+    from mpigrad_apps.poisson.observations import observe_points as observe_points
     from mpigrad_apps.poisson.observations import read_data as read_data
-    from mpigrad_apps.poisson.result import Result as Result
+    from mpigrad_apps.poisson.result import PoissonResult as PoissonResult
     from mpigrad_apps.poisson.settings import Settings as Settings
 
 _NAMES = {
@@ -33,10 +33,10 @@ _NAMES = {
     "Model": "model",
     "Network": "network",
     "Observations": "observations",
-    "Result": "result",
+    "PoissonResult": "result",
     "Settings": "settings",
-    "at_cells": "observations",
-    "at_points": "observations",
+    "observe_cells": "observations",
+    "observe_points": "observations",
     "draw_mask": "observations",
     "inverse_problem": "inverse",
     "load_network": "network",

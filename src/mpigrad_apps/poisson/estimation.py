@@ -1,4 +1,4 @@
-"""A run from settings to report."""
+"""Run the Poisson application, from settings to report."""
 
 from __future__ import annotations
 
@@ -14,37 +14,44 @@ import mpigrad
 from mpigrad import sparse
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.runtime.native import communication_seconds
-from mpigrad_apps.fitting import begin, train
-from mpigrad_apps.output_directory import in_common, prepare
+from mpigrad_apps.fitting import prepare_training, train
+from mpigrad_apps.output_directory import prepare_output, resume_settings
 from mpigrad_apps.poisson.inverse import InverseProblem, best_constant, inverse_problem
 from mpigrad_apps.poisson.outputs import write_outputs
-from mpigrad_apps.poisson.result import Result
+from mpigrad_apps.poisson.result import PoissonResult
 from mpigrad_apps.poisson.settings import Settings
 
 __all__ = ["run"]
 
 
-def run(settings: Settings, comm: Communicator | None = None) -> Result:
-    """Recover kappa, showing the progress, and write the report (collective).
+def run(settings: Settings, comm: Communicator | None = None) -> PoissonResult:
+    """Recover kappa, show the progress, and write the report (collective).
 
-    Writes into `settings.out`: report.html and its pictures, fields.zarr, history.jsonl,
-    settings.json, the parameters (network.eqx or cells.npy), which are on disk, whole, every few
-    seconds from the beginning, and restart/. When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the
-    launcher's Ctrl-C), it ends after the iteration it is in and writes everything; with
-    `settings.resume` it goes on from there.
+    The run writes into `settings.out`: report.html and its pictures, fields.zarr, history.jsonl,
+    settings.json, restart/, and the parameters (network.eqx or cells.npy). The file of the
+    parameters is complete at any time and is replaced every few seconds. When asked to stop
+    (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), the run finishes its iteration and writes
+    everything. With `settings.resume` it continues from there.
+
+    Parameters
+    ----------
+    settings
+        The options of `mpigrad run poisson`.
+    comm
+        The ranks that take part; by default all ranks.
 
     Raises
     ------
     ValueError, OSError
-        On every rank, before the training, where the settings, the data file or the output
-        directory make no sense.
+        On every rank, before the training, if the settings, the data file or the output directory
+        are not valid.
     RuntimeError
-        Where a linear solve fails; what was reached is saved.
+        If a linear solve fails. The parameters reached so far are saved.
     """
     comm = resolve(comm)
     with jax.enable_x64(True):
         problem = inverse_problem(settings, comm)
-        prepare(settings, settings.out, comm)
+        prepare_output(settings, settings.out, comm)
         values = problem.parametrization
         constant = None
         if settings.data is not None or settings.kappa == "cells":
@@ -56,7 +63,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
         if comm.rank == 0:
             _announce(problem)
         before = _clocks()
-        begin(settings.out, comm, settings.resume)
+        prepare_training(settings.out, comm, settings.resume)
         trained = train(
             problem.loss_share,
             parameters,
@@ -66,14 +73,14 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
             out=settings.out,
             save=lambda best: values.save(settings.out / values.file_name, best),
             error=_error_of(problem),
-            about=in_common(settings),
-            advice="the linear solve failed there. Start from other parameters (--seed, --restart)",
+            about=resume_settings(settings),
+            advice="the linear solve failed. Start from other parameters (--seed, --restart)",
         )
         seconds = _mean_seconds(comm, before)
         kappa = mpigrad.jit(values.kappa)(trained.parameters)
         u = mpigrad.jit(lambda k: problem.model.solution(k, problem.solver))(kappa)
         error = _error_of(problem)
-        result = Result(
+        result = PoissonResult(
             settings,
             problem.model.grid,
             trained.parameters,
@@ -100,13 +107,11 @@ def _announce(problem: InverseProblem) -> None:
         flush=True,
     )
     if not sparse.hypre_available():
-        print(
-            f"poisson: conjugate gradients, for want of hypre. {sparse.why_no_hypre()}", flush=True
-        )
+        print(f"poisson: conjugate gradients without hypre. {sparse.why_no_hypre()}", flush=True)
 
 
 def _error_of(problem: InverseProblem) -> Callable[[Any], float] | None:
-    """The function that gives the largest error of kappa over all ranks, or None."""
+    """Return a function for the largest error of kappa over all ranks, or None."""
     true = problem.true_kappa
     if true is None:
         return None

@@ -1,4 +1,4 @@
-"""Diffusivities to be recovered, and sources."""
+"""True diffusivities and sources of the Poisson problem."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ Field = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def quadratic(x: Float[Array, "*n"], y: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Kappa = 1 + x^2 + y^2, the ADCME paper's case."""
+    """Return kappa = 1 + x^2 + y^2, the case of the ADCME paper."""
     return 1 + x**2 + y**2
 
 
 def hills(x: Float[Array, "*n"], y: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Kappa = 1 with a hill and a hollow, smooth, between about 0.5 and 2.5."""
+    """Return a smooth kappa between about 0.5 and 2.5: 1 with a hill and a hollow."""
     hill = 1.5 * jnp.exp(-((x - 0.3) ** 2 + (y - 0.35) ** 2) / 0.03)
     hollow = 0.5 * jnp.exp(-((x - 0.7) ** 2 + (y - 0.65) ** 2) / 0.03)
     return 1 + hill - hollow
 
 
 def manufactured_solution(x: Float[Array, "*n"], y: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """U = x (1 - x) y (1 - y), zero on the boundary of the unit square."""
+    """Return u = x (1 - x) y (1 - y), which is zero on the boundary of the unit square."""
     return x * (1 - x) * y * (1 - y)
 
 
 def manufactured_source(kappa: Field) -> Field:
-    """The source f = div(kappa grad u) that makes `manufactured_solution` the solution."""
+    """Return the source f = div(kappa grad u) whose solution is `manufactured_solution`."""
 
     def source(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
         def flux(axis: int) -> Field:

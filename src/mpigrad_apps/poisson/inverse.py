@@ -1,4 +1,4 @@
-"""The inverse problem: a model, what was observed of it, and the misfit between the two."""
+"""The inverse problem: a model, observations, and the misfit between them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mpigrad_apps.poisson.model import Model, poisson, unit_square
 from mpigrad_apps.poisson.observations import (
     Data,
     Observations,
-    at_cells,
-    at_points,
     draw_mask,
+    observe_cells,
+    observe_points,
     read_data,
     relative_noise,
 )
@@ -33,24 +33,24 @@ __all__ = ["InverseProblem", "best_constant", "inverse_problem"]
 
 @dataclasses.dataclass(frozen=True)
 class InverseProblem:
-    """Which kappa explains the observations?
+    """The problem to find the kappa that explains the observations.
 
     Attributes
     ----------
     model
         The discrete equation.
     observations
-        What was observed of u, on the ranks that have its cells.
+        The observations of u. Each lies on the rank that has its cell.
     parametrization
-        What stands for kappa.
+        The representation of kappa by parameters.
     solver
-        Of the linear systems.
+        The solver of the linear systems.
     smoothing
         Weight of the squared differences of log kappa between neighbouring cells.
     true_kappa
-        This rank's tile of the kappa to be recovered, where it is known.
+        This rank's tile of the kappa to be recovered, or None if it is not known.
     data
-        The user's observations, where there are such.
+        The user's observations, or None without a data file.
     """
 
     model: Model
@@ -62,11 +62,11 @@ class InverseProblem:
     data: Data | None = None
 
     def loss_share(self, parameters: Any) -> Float[Array, ""]:
-        """Share of this rank in the loss, which is the sum of all shares; differentiable.
+        """Compute this rank's share of the loss, the sum over ranks. It is differentiable.
 
-        `Observations.loss`, plus `smoothing` times the mean over cells of the squared differences
-        of log kappa. Where the linear solve fails the share is NaN, so that a line search takes a
-        shorter step.
+        The loss is `Observations.loss` plus `smoothing` times the mean over cells of the squared
+        differences of log kappa. If the linear solve fails, the share is NaN, so that a line search
+        takes a shorter step.
         """
         kappa = self.parametrization.kappa(parameters)
         solution = self.model.solve(kappa, self.solver, throw=False)
@@ -77,7 +77,7 @@ class InverseProblem:
         return jnp.where(solution.result == sparse.Result.SUCCESSFUL, share, jnp.nan)
 
     def value_and_grad(self, parameters: Any) -> tuple[Float[Array, ""], Any]:
-        """The loss and its gradient, equal on all ranks."""
+        """Compute the loss and its gradient, both equal on all ranks."""
         comm = self.model.grid.comm
         return mpigrad.value_and_grad(self.loss_share, loss="share", replicated=0, comm=comm)(
             parameters
@@ -85,14 +85,28 @@ class InverseProblem:
 
 
 def inverse_problem(settings: Settings, comm: Communicator | None = None) -> InverseProblem:
-    """The problem that the settings describe (collective).
+    """Make the inverse problem that the settings describe (collective).
 
-    Without a data file, the true kappa is solved for and observed, in cells drawn at random.
+    Without a data file, the solution for the true kappa is observed in cells drawn at random.
+
+    Parameters
+    ----------
+    settings
+        The options of `mpigrad run poisson`.
+    comm
+        The ranks that take part; by default all ranks.
 
     Raises
     ------
     ValueError
-        On every rank, where the settings or the data file make no sense.
+        On every rank, if the settings or the data file are not valid.
+
+    Examples
+    --------
+    >>> from mpigrad_apps.poisson import Settings, inverse_problem
+    >>> problem = inverse_problem(Settings(cells=(8, 8), observed=1.0))
+    >>> problem.observations.count
+    64
     """
     comm = resolve(comm)
     call_on_root(comm, settings.check)
@@ -104,7 +118,7 @@ def inverse_problem(settings: Settings, comm: Communicator | None = None) -> Inv
             source = np.broadcast_to(data.source, grid.shape)[grid.slices]
             model = poisson(grid, source)
             solver = sparse.default_solver(settings.tolerance, model.pattern)
-            observed = at_points(grid, data.coordinates, data.values, settings.misfit)
+            observed = observe_points(grid, data.coordinates, data.values, settings.misfit)
             return InverseProblem(model, observed, values, solver, settings.smoothing, data=data)
         x, y = (jnp.asarray(axis) for axis in grid.centers())
         truth = fields.TRUTHS[settings.truth]
@@ -115,14 +129,14 @@ def inverse_problem(settings: Settings, comm: Communicator | None = None) -> Inv
         mask = draw_mask(grid, settings.observed, settings.seed)
         if settings.noise:
             u = u * (1 + settings.noise * relative_noise(grid, settings.seed))
-        observed = at_cells(grid, mask, u, settings.misfit)
+        observed = observe_cells(grid, mask, u, settings.misfit)
         return InverseProblem(
             model, observed, values, solver, settings.smoothing, np.asarray(kappa)
         )
 
 
 def best_constant(problem: InverseProblem) -> float:
-    """The constant kappa that fits the observations best: u is inversely proportional to it."""
+    """Compute the constant kappa that fits the observations best (u is proportional to 1/kappa)."""
     comm = problem.model.grid.comm
     seen = problem.observations
 
@@ -135,8 +149,8 @@ def best_constant(problem: InverseProblem) -> float:
     square, product = np.sum(comm.mpi.allgather(sums), axis=0)
     if not product > 0:
         raise ValueError(
-            "poisson: no positive kappa explains the observations: they have the opposite sign of "
-            "the solution for kappa = 1. Check the sign of the source: the equation is "
-            "div(kappa grad u) = f, so that f > 0 makes u < 0"
+            "poisson: expected a positive kappa to explain the observations, but they have the "
+            "opposite sign of the solution for kappa = 1. Check the sign of the source: the "
+            "equation is div(kappa grad u) = f, so f > 0 makes u < 0."
         )
     return float(square / product)

@@ -21,20 +21,35 @@ def unit_square(
     comm: Communicator | None = None,
     dims: tuple[int, int] | None = None,
 ) -> Grid:
-    """A grid of nx x ny cells on the unit square."""
+    """Make a grid of nx x ny cells on the unit square (collective).
+
+    Parameters
+    ----------
+    cells
+        Numbers of cells (nx, ny).
+    comm
+        The ranks that share the grid; by default all ranks.
+    dims
+        Numbers of tiles along x and y; by default MPI chooses them.
+
+    Examples
+    --------
+    >>> from mpigrad_apps.poisson import unit_square
+    >>> unit_square((4, 2)).spacing
+    (0.25, 0.5)
+    """
     return Grid(cells, (1 / max(cells[0], 1), 1 / max(cells[1], 1)), comm, dims)
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """div(kappa grad u) = f on the grid's rectangle, u = 0 on its boundary.
+    """The discrete equation div(kappa grad u) = f on the grid's rectangle, u = 0 on its boundary.
 
-    Discretisation: the flux through the face between two cells is the mean of their kappa, times
-    their difference of u over their distance; a boundary face is half a cell away from the centre
-    and takes the cell's own kappa. Multiplied by a cell's area and -1, the equations are
-    A(kappa) u = -f hx hy with A symmetric positive definite; second order in the spacing.
-
-    Make it with `poisson`.
+    The flux through the face between two cells is the mean of their kappa, times their difference
+    of u, divided by their distance. A boundary face is half a cell away from the centre and uses
+    the kappa of its cell. Multiplied by the area of a cell and -1, the equations are
+    A(kappa) u = -f hx hy. The matrix A is symmetric positive definite, and the scheme is of second
+    order in the spacing. `poisson` makes the model.
     """
 
     grid: Grid
@@ -43,11 +58,11 @@ class Model:
     sides: tuple[diffusion.Side, ...]
 
     def matrix(self, kappa: Float[Array, "lx ly"]) -> sparse.Matrix:
-        """A(kappa), in tile numbering, for this rank's tile of kappa (lx, ly); differentiable."""
+        """Assemble A(kappa) for this rank's tile of kappa (lx, ly). It is differentiable."""
         if kappa.shape != self.grid.local_shape:
             raise ValueError(
-                f"poisson: kappa has shape {kappa.shape} on a tile of {self.grid.local_shape} "
-                f"cells (rank {self.grid.comm.rank})"
+                f"poisson: kappa must have the shape of this rank's tile, {self.grid.local_shape}, "
+                f"got {kappa.shape} on rank {self.grid.comm.rank}."
             )
         flows = diffusion.conductances(kappa, self.grid, self.sides)
         return sparse.Matrix.assemble(self.pattern, [sum(flows), *(-flow for flow in flows)])
@@ -55,34 +70,53 @@ class Model:
     def solve(
         self, kappa: Float[Array, "lx ly"], solver: sparse.LinearSolver, *, throw: bool = True
     ) -> sparse.Solution:
-        """The discrete solution for this rank's tile of kappa; its value has shape (n_local,)."""
+        """Solve for this rank's tile of kappa (lx, ly). The value has shape (n_local,)."""
         return sparse.solve(self.matrix(kappa), self.rhs, solver, throw=throw)
 
     def solution(
         self, kappa: Float[Array, "lx ly"], solver: sparse.LinearSolver
     ) -> Float[Array, "lx ly"]:
-        """Tile of u on this rank, of shape (lx, ly); differentiable in kappa."""
+        """Solve for u and return this rank's tile (lx, ly), differentiable in kappa."""
         return self.solve(kappa, solver).value.reshape(self.grid.local_shape)
 
     def roughness(self, field: Float[Array, "lx ly"]) -> Float[Array, ""]:
-        """Share of this rank in the mean over cells of squared differences across faces."""
+        """Compute this rank's share of the mean over cells of squared differences across faces."""
         return diffusion.roughness(field, self.grid, self.sides)
 
 
 def poisson(grid: Grid, source: Float[Array, "lx ly"] | Float[np.ndarray, "lx ly"]) -> Model:
-    """The Poisson model on a grid (collective).
+    """Make the Poisson model of a grid (collective).
 
     Parameters
     ----------
     grid
-        The grid, any spacing.
+        A grid with two axes and any spacing.
     source
-        This rank's tile of f at the cells' centres, of shape (lx, ly).
+        This rank's tile of f at the centres of the cells, shape (lx, ly).
+
+    Raises
+    ------
+    ValueError
+        If the source does not have the shape of the tile.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> from mpigrad_apps.poisson import poisson, unit_square
+    >>> with jax.enable_x64(True):
+    ...     grid = unit_square((8, 8))
+    ...     model = poisson(grid, -jnp.ones(grid.local_shape))
+    ...     solver = mg.sparse.default_solver(1e-8, model.pattern)
+    ...     u = model.solution(jnp.ones(grid.local_shape), solver)
+    >>> bool(jnp.all(u > 0))
+    True
     """
     if source.shape != grid.local_shape:
         raise ValueError(
-            f"poisson: the source has shape {source.shape} on a tile of {grid.local_shape} cells "
-            f"(rank {grid.comm.rank})"
+            f"poisson: the source must have the shape of this rank's tile, {grid.local_shape}, "
+            f"got {source.shape} on rank {grid.comm.rank}."
         )
     sides = diffusion.sides(grid)
     pattern = sparse.Pattern.from_stencil(grid, [(0, 0), *(side.offset for side in sides)])

@@ -1,4 +1,4 @@
-"""A neural network for a positive field on the unit square, as a file that loads again."""
+"""A neural network for a positive field on the unit square, saved to and loaded from files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from mpigrad_apps.atomic_write import write_whole
+from mpigrad_apps.atomic_write import write_atomically
 
 __all__ = ["Network", "load_network", "save_network"]
 
@@ -20,20 +20,36 @@ _FORMAT = "mpigrad network 1"
 
 
 class Network(eqx.Module):
-    """kappa(x, y) = scale |N(x, y) + 5|, N fully connected with tanh.
+    """A positive field kappa(x, y) = scale |N(x, y) + 5|, with N a fully connected tanh network.
 
-    The network of the ADCME paper: sizes (2, 20, 20, 20, 1), weights drawn from N(0, 1/n_in),
-    biases zero. Its inputs are 2x - 1 and 2y - 1 rather than x and y: inputs around zero make the
-    result of the training depend less on the first weights.
+    This is the network of the ADCME paper: sizes (2, 20, 20, 20, 1), weights drawn from
+    N(0, 1/n_in), and zero biases. Its inputs are 2x - 1 and 2y - 1 instead of x and y. With inputs
+    around zero, the result of the training depends less on the first weights.
 
     Parameters
     ----------
     key
         JAX random key of the first weights.
     sizes
-        Width of each layer, from 2 to 1.
+        Width of each layer. The first is 2 and the last is 1.
     scale
-        Unit of kappa; not trained.
+        Unit of kappa. It is not trained.
+
+    Raises
+    ------
+    ValueError
+        If `sizes` or `scale` are not valid.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from mpigrad_apps.poisson import Network
+    >>> with jax.enable_x64(True):
+    ...     network = Network(jax.random.key(0))
+    ...     kappa = network(jnp.array([0.2, 0.7]), jnp.array([0.5, 0.5]))
+    >>> network.sizes, kappa.shape
+    ((2, 20, 20, 20, 1), (2,))
     """
 
     weights: tuple[Float[Array, "_ _"], ...]
@@ -47,9 +63,9 @@ class Network(eqx.Module):
         scale: float = 1.0,
     ) -> None:
         if len(sizes) < 2 or sizes[0] != 2 or sizes[-1] != 1 or min(sizes) < 1:
-            raise ValueError(f"Network: sizes must lead from 2 to 1, not {sizes}")
+            raise ValueError(f"Network: sizes must begin with 2 and end with 1, got {sizes}.")
         if not scale > 0:
-            raise ValueError(f"Network: scale must be positive, not {scale}")
+            raise ValueError(f"Network: scale must be positive, got {scale}.")
         self.weights = _first_weights(key, tuple(sizes))
         self.biases = tuple(jnp.zeros(n, jnp.float64) for n in sizes[1:])
         self.scale = float(scale)
@@ -60,7 +76,7 @@ class Network(eqx.Module):
         return (2, *(bias.shape[0] for bias in self.biases))
 
     def __call__(self, x: Float[Array, "*n"], y: Float[Array, "*n"]) -> Float[Array, "*n"]:
-        """Values at the points (x, y), arrays of one shape, which the result has too."""
+        """Compute the values at the points (x, y). The two arrays and the result have one shape."""
         z = jnp.stack([2 * jnp.ravel(x) - 1, 2 * jnp.ravel(y) - 1])
         for weight, bias in zip(self.weights[:-1], self.biases[:-1], strict=True):
             z = jnp.tanh(weight @ z + bias[:, None])
@@ -78,30 +94,42 @@ def _first_weights(key: PRNGKeyArray, sizes: tuple[int, ...]) -> tuple[jax.Array
 
 
 def save_network(path: str | os.PathLike[str], network: Network) -> None:
-    """Write a network to a file: one line that describes it, then its arrays (equinox)."""
+    """Write a network to a file: one line of JSON, then the arrays as equinox writes them.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from mpigrad_apps.poisson import Network, load_network, save_network
+    >>> with jax.enable_x64(True):
+    ...     save_network("network.eqx", Network(jax.random.key(0)))
+    >>> load_network("network.eqx").sizes
+    (2, 20, 20, 20, 1)
+    """
 
     def write(file: BinaryIO) -> None:
         header = {"format": _FORMAT, "sizes": network.sizes, "scale": network.scale}
         file.write(json.dumps(header).encode() + b"\n")
         eqx.tree_serialise_leaves(file, network)
 
-    write_whole(path, write)
+    write_atomically(path, write)
 
 
 def load_network(path: str | os.PathLike[str]) -> Network:
-    """The network that `save_network` wrote; call it with coordinates x and y.
+    """Load a network that `save_network` wrote. Call the network with coordinates x and y.
 
     Raises
     ------
     ValueError
-        If the file is no such network, or is damaged.
+        If the file does not contain a network, or is damaged.
     """
     with jax.enable_x64(True), open(path, "rb") as file:
         try:
             header = json.loads(file.readline())
             if header["format"] != _FORMAT:
-                raise ValueError(f"its format is {header['format']!r}, not {_FORMAT!r}")
+                raise ValueError(f"expected the format {_FORMAT!r}, got {header['format']!r}")
             like = Network(jax.random.key(0), tuple(header["sizes"]), header["scale"])
             return eqx.tree_deserialise_leaves(file, like)
         except Exception as error:  # JSON, equinox and NumPy each have errors of their own
-            raise ValueError(f"{path} is not a network written by mpigrad: {error}") from error
+            raise ValueError(
+                f"load_network: {path} is not a network written by mpigrad: {error}."
+            ) from error

@@ -19,38 +19,38 @@ from mpigrad.operations.indexing import take
 __all__ = [
     "Data",
     "Observations",
-    "at_cells",
-    "at_points",
     "draw_mask",
+    "observe_cells",
+    "observe_points",
     "read_data",
     "relative_noise",
 ]
 
 
 Misfit = Literal["relative", "absolute"]
-SMALLEST_SCALE = 1e-3  # of the largest observed value: what is smaller is measured as this
+SMALLEST_SCALE = 1e-3  # lower bound of the scales, relative to the largest observed value
 
 
 @dataclasses.dataclass(frozen=True)
 class Observations:
-    """Observed values of u, each a weighted sum of cells near it, on the rank that has its cell.
+    """Observed values of u. Each is a weighted sum of cells, on the rank that has its cell.
 
     Attributes
     ----------
     cells
-        Shape (k, m): positions in this rank's tile, padded by `layers`, flattened.
+        Shape (k, m): indices into this rank's tile, padded by `layers` and flattened.
     weights
-        Shape (k, m): their weights.
+        Shape (k, m): weights of these cells.
     values
-        Shape (k,): what was observed.
+        Shape (k,): the observed values.
     scales
-        Shape (k,): what a difference from the observed value is measured by.
+        Shape (k,): the loss divides the differences from the observed values by these.
     norm
-        Sum of the squares of all ranks' values / scales.
+        Sum over all ranks of the squares of values / scales.
     count
         Number of observations of all ranks.
     layers
-        0 where every observation needs only cells of this rank's tile, on all ranks; else 1.
+        0 if every observation on every rank needs only cells of the rank's tile, else 1.
     """
 
     grid: Grid
@@ -63,57 +63,87 @@ class Observations:
     layers: int
 
     def predict(self, u: Float[Array, "lx ly"]) -> Float[Array, " k"]:
-        """What would be observed of this rank's tile of u (lx, ly); shape (k,), differentiable."""
+        """Predict the observations from this rank's tile of u (lx, ly): shape (k,)."""
         padded = halo_exchange(u, self.grid, width=1, boundary=0.0) if self.layers else u
         return jnp.sum(take(padded.ravel(), self.cells) * self.weights, axis=1)
 
     def tile(self) -> Float[np.ndarray, "lx ly"]:
-        """Observed values on this rank's tile (lx, ly), NaN elsewhere; of observed cells only."""
+        """Return this rank's tile (lx, ly) of the observed values of cells, NaN elsewhere."""
         tile = np.full(self.grid.n_local, np.nan)
         tile[self.cells[:, 0]] = self.values
         return tile.reshape(self.grid.local_shape)
 
     def loss(self, u: Float[Array, "lx ly"]) -> Float[Array, ""]:
-        """Share of this rank in sum ((prediction - value) / scale)^2 / sum (value / scale)^2.
+        """Compute this rank's share of the loss, whose sum over ranks is 1 for u = 0.
 
-        Both sums are over the observations of all ranks, so that u = 0 has loss 1.
+        The loss is sum ((prediction - value) / scale)^2 / sum (value / scale)^2. Both sums include
+        the observations of all ranks.
         """
         return jnp.sum(((self.predict(u) - self.values) / self.scales) ** 2) / self.norm
 
 
 def draw_mask(grid: Grid, fraction: float, seed: int) -> Bool[np.ndarray, "lx ly"]:
-    """Observed cells of this tile: each cell of the grid is drawn with probability `fraction`.
+    """Draw each cell of the grid with probability `fraction`, and return this rank's tile.
 
-    A cell's draw depends on the seed and its place in the grid alone, so the mask is the same for
-    any number of ranks.
+    The draw of a cell depends only on the seed and on its place in the grid. So the mask is the
+    same for any number of ranks.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if no cell is drawn.
+
+    Examples
+    --------
+    >>> import jax
+    >>> from mpigrad_apps.poisson import draw_mask, unit_square
+    >>> with jax.enable_x64(True):
+    ...     mask = draw_mask(unit_square((4, 4)), 0.5, seed=0)
+    >>> mask.shape
+    (4, 4)
     """
     drawn = _draw(grid, seed, 0, jax.random.uniform) < fraction
-    _some(grid, int(np.sum(drawn)), "no cell is observed: raise --observed or use more cells")
+    _some(grid, int(np.sum(drawn)), "no cell is observed. Increase --observed or use more cells.")
     return drawn
 
 
 def relative_noise(grid: Grid, seed: int) -> Float[np.ndarray, "lx ly"]:
-    """A standard normal number for each of this tile's cells, the same for any number of ranks."""
+    """Draw a standard normal value for each cell of this tile, equal for any number of ranks."""
     return _draw(grid, seed, 1, jax.random.normal)
 
 
-def at_cells(
+def observe_cells(
     grid: Grid,
     mask: NDArray[np.bool_],
     values: NDArray[np.float64],
     misfit: Misfit = "relative",
 ) -> Observations:
-    """Observations at the centres of cells.
+    """Make observations at the centres of cells (collective).
 
     Parameters
     ----------
+    grid
+        The grid of the cells.
     mask
-        Which cells are observed: this rank's tile (lx, ly), or the whole grid (nx, ny).
+        True for observed cells: this rank's tile (lx, ly), or the whole grid (nx, ny).
     values
-        The observed values, of the mask's shape; read only where the mask is true.
+        The observed values, in the shape of the mask. Values of other cells are ignored.
     misfit
-        "relative": a difference is measured by the observed value, though by no less than
-        `SMALLEST_SCALE` times the largest one; "absolute": all differences by the same.
+        "relative" divides a difference by the observed value, but at least by `SMALLEST_SCALE`
+        times the largest observed value. "absolute" divides all differences by the largest value.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if the shapes do not fit, or values are not finite or all zero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad_apps.poisson import observe_cells, unit_square
+    >>> grid = unit_square((4, 4))
+    >>> observe_cells(grid, np.ones((4, 4), bool), np.full((4, 4), 2.0)).count
+    16
     """
     with raise_on_all_ranks(grid.comm):
         mask, values = np.asarray(mask, bool), np.asarray(values, float)
@@ -121,39 +151,56 @@ def at_cells(
             mask, values = mask[grid.slices], values[grid.slices]
         if mask.shape != grid.local_shape or values.shape != grid.local_shape:
             raise ValueError(
-                f"poisson: a mask of shape {mask.shape} with values of shape {values.shape} does "
-                f"not fit: both must have the shape of the grid, {grid.shape}, or of this rank's "
-                f"tile, {grid.local_shape} (rank {grid.comm.rank})"
+                f"observe_cells: mask and values must both have the shape of the grid, "
+                f"{grid.shape}, or of this rank's tile, {grid.local_shape}, got {mask.shape} and "
+                f"{values.shape} on rank {grid.comm.rank}."
             )
         observed = values[mask]
         if not np.all(np.isfinite(observed)):
             raise ValueError(
-                f"poisson: {np.sum(~np.isfinite(observed))} of the observed values are not finite "
-                f"(rank {grid.comm.rank})"
+                f"observe_cells: the observed values must be finite, but "
+                f"{np.sum(~np.isfinite(observed))} of {observed.size} are not on rank "
+                f"{grid.comm.rank}. Leave these cells out of the mask."
             )
     cells = np.flatnonzero(mask)[:, None]
     return _observations(grid, cells, np.ones(cells.shape), observed, misfit, layers=0)
 
 
-def at_points(
+def observe_points(
     grid: Grid,
     coordinates: Float[np.ndarray, "k 2"],
     values: Float[np.ndarray, " k"],
     misfit: Misfit = "relative",
 ) -> Observations:
-    """Observations at points, by bilinear interpolation between the cells' centres.
+    """Make observations at points, by bilinear interpolation between the centres (collective).
 
-    Beyond the outermost centres u is continued oddly, so that it is zero on the boundary.
+    Between the outermost centres and the boundary, u is continued as an odd function, so that it is
+    zero on the boundary.
 
     Parameters
     ----------
+    grid
+        The grid of the cells.
     coordinates
-        Shape (k, 2): all points, the same on every rank; each is kept by the rank that has its
-        cell.
+        Shape (k, 2): all points, the same on every rank. The rank that has the cell of a point
+        keeps the point.
     values
-        Shape (k,).
+        Shape (k,): the observed values of all points.
     misfit
-        As for `at_cells`.
+        See `observe_cells`.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if there are no points, or all values are zero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mpigrad_apps.poisson import observe_points, unit_square
+    >>> points = np.array([[0.3, 0.4], [0.6, 0.7]])
+    >>> observe_points(unit_square((4, 4)), points, np.array([1.0, 2.0])).count
+    2
     """
     # In units of cells, relative to the first centre.
     place = coordinates / np.asarray(grid.spacing) - 0.5
@@ -188,18 +235,18 @@ def _observations(
     misfit: Misfit,
     layers: int,
 ) -> Observations:
-    count = _some(grid, len(values), "there is no observation")
+    count = _some(grid, len(values), "there are no observations. Give at least one.")
     mpi = grid.comm.mpi
     largest = max(mpi.allgather(float(np.max(np.abs(values), initial=0.0))))
     if not largest > 0:
         raise ValueError(
-            "poisson: every observed value is zero, which says nothing about kappa; "
-            "observe u where the source moves it"
+            "poisson: every observed value is zero, and such values do not depend on kappa. "
+            "Observe u at points where it is not zero."
         )
     scales = np.full(values.shape, largest)
     if misfit == "relative":
         scales = np.maximum(np.abs(values), SMALLEST_SCALE * largest)
-    # Summed in one order on every rank, so that the loss is scaled alike.
+    # Summed in one order on every rank, so that the scale of the loss is the same on all ranks.
     norm = float(np.sum(mpi.allgather(float(np.sum((values / scales) ** 2)))))
     return Observations(grid, cells, weights, values, scales, norm, count, layers)
 
@@ -213,7 +260,7 @@ def _some(grid: Grid, here: int, otherwise: str) -> int:
 
 def _draw(grid: Grid, seed: int, stream: int, distribution) -> NDArray:  # type: ignore[no-untyped-def]
     key = jax.random.fold_in(jax.random.key(seed), stream)
-    # One stream for each cell, keyed by its number in the grid.
+    # One random stream for each cell, keyed by its index in the grid.
     draw = jax.vmap(lambda cell: distribution(jax.random.fold_in(key, cell), dtype=jnp.float64))
     return np.asarray(jax.jit(draw)(jnp.asarray(grid.natural_ids().ravel()))).reshape(
         grid.local_shape
@@ -230,15 +277,27 @@ class Data:
 
 
 def read_data(path: pathlib.Path, grid: Grid) -> Data:
-    """Read and check a user's data file; rank 0 reads, all ranks get it, or its error.
+    """Read and check a user's data file on rank 0, and send it to all ranks (collective).
 
-    An .npz file with `coordinates` (k, 2) in the unit square, `values` (k,), `source`, a number or
-    one per cell (nx, ny), and optionally `mask` (k,), which of the observations to use.
+    The .npz file has `coordinates` (k, 2) in the unit square, `values` (k,) and `source`, a number
+    or an array (nx, ny). It may have `mask` (k,), which is True for the observations to use.
 
     Raises
     ------
     ValueError
-        On every rank, if the file is not such a file; the message says what is wrong.
+        On every rank, if the content of the file is not valid. The message names the field.
+    FileNotFoundError
+        On every rank, if the file does not exist.
+
+    Examples
+    --------
+    >>> import pathlib
+    >>> import numpy as np
+    >>> from mpigrad_apps.poisson import read_data, unit_square
+    >>> path = pathlib.Path("data.npz")
+    >>> np.savez(path, coordinates=np.array([[0.3, 0.4]]), values=np.array([1.0]), source=-1.0)
+    >>> read_data(path, unit_square((4, 4))).values
+    array([1.])
     """
     return call_on_root(grid.comm, lambda: _read_and_check(path, grid.shape))
 
@@ -258,8 +317,8 @@ def _read_and_check(path: pathlib.Path, cells: tuple[int, ...]) -> Data:
     missing = [name for name in ("coordinates", "values", "source") if name not in fields]
     if missing:
         raise ValueError(
-            f"{path}: no field named {' or '.join(missing)} (found: {', '.join(fields) or 'none'})."
-            f" {help_text}"
+            f"{path}: there is no field named {' or '.join(missing)} (found: "
+            f"{', '.join(fields) or 'no fields'}). {help_text}"
         )
     arrays = {}
     for name in ("coordinates", "values", "source"):
@@ -268,40 +327,48 @@ def _read_and_check(path: pathlib.Path, cells: tuple[int, ...]) -> Data:
                 raise TypeError(name)
             arrays[name] = np.asarray(fields[name], float)
         except (TypeError, ValueError):
-            raise ValueError(f"{path}: {name} is not an array of real numbers") from None
+            raise ValueError(
+                f"{path}: {name} must be an array of real numbers, got dtype {fields[name].dtype}."
+            ) from None
     coordinates, values, source = (arrays[n] for n in ("coordinates", "values", "source"))
     if coordinates.ndim != 2 or coordinates.shape[1] != 2:
-        raise ValueError(f"{path}: coordinates have shape {coordinates.shape}, expected (k, 2)")
+        raise ValueError(f"{path}: coordinates must have shape (k, 2), got {coordinates.shape}.")
     if values.shape != coordinates.shape[:1]:
         raise ValueError(
-            f"{path}: values have shape {values.shape}, but there are {len(coordinates)} "
-            f"coordinates; expected ({len(coordinates)},)"
+            f"{path}: values must have shape ({len(coordinates)},), one for each of the "
+            f"coordinates, got {values.shape}."
         )
     if source.shape not in ((), cells):
         raise ValueError(
-            f"{path}: source has shape {source.shape}; expected a number or one value per cell, "
-            f"{cells} for --cells {cells[0]} {cells[1]}"
+            f"{path}: source must be a number or have one value per cell, shape {cells} for "
+            f"--cells {cells[0]} {cells[1]}, got shape {source.shape}."
         )
     if "mask" in fields:
         mask = fields["mask"]
         if mask.dtype != np.bool_ or mask.shape != values.shape:
             raise ValueError(
-                f"{path}: mask has shape {mask.shape} and type {mask.dtype}; expected one boolean "
-                f"per observation, {values.shape}"
+                f"{path}: mask must have one boolean per observation, shape {values.shape}, got "
+                f"shape {mask.shape} and dtype {mask.dtype}."
             )
         coordinates, values = coordinates[mask], values[mask]
     for name, array in (("coordinates", coordinates), ("values", values), ("source", source)):
         bad = int(np.sum(~np.isfinite(array)))
         if bad:
-            raise ValueError(f"{path}: {bad} of {array.size} numbers in {name} are not finite")
+            raise ValueError(
+                f"{path}: {name} must be finite, but {bad} of {array.size} values are not. Leave "
+                "them out, or correct them."
+            )
     outside = np.flatnonzero(np.any((coordinates < 0) | (coordinates > 1), axis=1))
     if outside.size:
         raise ValueError(
-            f"{path}: {outside.size} of {len(values)} coordinates lie outside the unit square, "
-            f"the first is {tuple(coordinates[outside[0]].tolist())}"
+            f"{path}: coordinates must lie in the unit square, but {outside.size} of "
+            f"{len(values)} do not. The first is {tuple(coordinates[outside[0]].tolist())}."
         )
     if not len(values):
-        raise ValueError(f"{path}: there is no observation in it")
+        raise ValueError(f"{path}: expected at least one observation, got none.")
     if not np.any(source):
-        raise ValueError(f"{path}: the source is zero everywhere, so u is zero for any kappa")
+        raise ValueError(
+            f"{path}: the source is zero everywhere, so u is zero for every kappa. Give the source "
+            "that made the observations."
+        )
     return Data(coordinates, values, source)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: fields, pictures and the report."""
+"""The output of a run: fields, pictures and the report."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mpigrad_apps import report
 from mpigrad_apps.fitting import seconds_per_iteration
 from mpigrad_apps.poisson.inverse import InverseProblem
 from mpigrad_apps.poisson.observations import Data
-from mpigrad_apps.poisson.result import Result
+from mpigrad_apps.poisson.result import PoissonResult
 
 __all__ = ["write_outputs"]
 
-_MOST_PIXELS = 600  # along an axis of a map: larger fields are thinned out
+_MOST_PIXELS = 600  # along an axis of a map; larger fields are thinned out
 
 
-def write_outputs(problem: InverseProblem, result: Result) -> None:
+def write_outputs(problem: InverseProblem, result: PoissonResult) -> None:
     """Write fields.zarr, the pictures and report.html into the output directory (collective)."""
     grid = result.grid
     fields = {"kappa": result.kappa, "u": result.u}
@@ -52,7 +52,7 @@ def write_outputs(problem: InverseProblem, result: Result) -> None:
 
 
 def _pictures(
-    result: Result, drawn: Mapping[str, NDArray[Any] | None], data: Data | None
+    result: PoissonResult, drawn: Mapping[str, NDArray[Any] | None], data: Data | None
 ) -> list[report.Picture]:
     whole = {name: field for name, field in drawn.items() if field is not None}
     kappa, u = whole["kappa"], whole["u"]
@@ -76,7 +76,7 @@ def _pictures(
         pictures.append(
             report.maps(
                 "u",
-                "The solution u for the estimated κ, and what was observed; other cells are white.",
+                "The solution u for the estimated κ, and the observations. Other cells are white.",
                 [solution, report.Panel("observed u", whole["observed"])],
             )
         )
@@ -85,7 +85,7 @@ def _pictures(
         pictures.append(
             report.points(
                 "observed",
-                "The observations, where they were made.",
+                "The observations at their points.",
                 "observed u",
                 data.coordinates,
                 data.values,
@@ -103,8 +103,8 @@ def _pictures(
     return pictures
 
 
-def _summary(problem: InverseProblem, result: Result) -> str:
-    best = min(result.history, key=lambda record: record.loss)  # whose parameters are kept
+def _summary(problem: InverseProblem, result: PoissonResult) -> str:
+    best = min(result.history, key=lambda record: record.loss)  # the result has its parameters
     means = "a neural network" if result.settings.kappa == "network" else "one value per cell"
     text = (
         f"κ in ∇·(κ∇u) = f on the unit square, u = 0 on its boundary, given by {means} and "
@@ -117,7 +117,7 @@ def _summary(problem: InverseProblem, result: Result) -> str:
 
 
 def _tables(
-    problem: InverseProblem, result: Result, span: tuple[float, float]
+    problem: InverseProblem, result: PoissonResult, span: tuple[float, float]
 ) -> list[report.Table]:
     grid, settings, seconds = result.grid, result.settings, result.seconds
     smallest, largest = (
@@ -134,7 +134,7 @@ def _tables(
     }
     choices["cells"] = f"{grid.shape[0]} x {grid.shape[1]}"
     own = seconds["hypre"] == 0
-    best = min(result.history, key=lambda record: record.loss)  # whose parameters are kept
+    best = min(result.history, key=lambda record: record.loss)  # the result has its parameters
     outcome = {
         "ended": result.ending,
         "loss": f"{best.loss:.6e}",

@@ -1,4 +1,4 @@
-"""What stands for kappa: parameters that every rank holds, and this rank's tile made of them."""
+"""Representations of kappa by parameters that every rank holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from mpigrad.collective_errors import call_on_root
 from mpigrad.grid import Grid
-from mpigrad_apps.atomic_write import write_whole
+from mpigrad_apps.atomic_write import write_atomically
 from mpigrad_apps.poisson.network import Network, load_network, save_network
 
 __all__ = ["CellValues", "NetworkValues", "Parametrization"]
@@ -22,40 +22,42 @@ __all__ = ["CellValues", "NetworkValues", "Parametrization"]
 
 @dataclasses.dataclass(frozen=True)
 class Parametrization(abc.ABC):
-    """A positive field kappa on a grid, as a function of parameters equal on all ranks."""
+    """A positive field kappa on a grid, as a function of parameters that are equal on all ranks."""
 
     grid: Grid
     file_name = ""
 
     @abc.abstractmethod
     def first(self, constant: float | None, seed: int) -> Any:
-        """The parameters that the estimation starts from.
+        """Return the parameters to start from.
 
-        `constant` is the kappa that, constant, fits the observations best; None for the setting
-        of the ADCME paper.
+        `constant` is the constant kappa that fits the observations best, or None for the start of
+        the ADCME paper.
         """
 
     @abc.abstractmethod
     def kappa(self, parameters: Any) -> Float[Array, "lx ly"]:
-        """Tile of kappa on this rank, of shape (lx, ly); differentiable."""
+        """Compute this rank's tile of kappa, shape (lx, ly). It is differentiable."""
 
     @abc.abstractmethod
     def save(self, path: pathlib.Path, parameters: Any) -> None:
-        """Write the parameters to a file which is whole at any time (on one rank)."""
+        """Write the parameters to a file that is complete at any time. Call it on one rank."""
 
     @abc.abstractmethod
     def load(self, path: pathlib.Path) -> Any:
-        """The parameters of a file, read by rank 0; its error is raised on every rank."""
+        """Read parameters from a file on rank 0 (collective). All ranks raise its errors."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NetworkValues(Parametrization):
-    """kappa from a `Network` of the cells' centres."""
+    """A kappa that a `Network` computes at the centres of the cells."""
 
     file_name = "network.eqx"
 
     def first(self, constant: float | None, seed: int) -> Network:
-        scale = 1.0 if constant is None else constant / 5  # the untrained network is around 5
+        scale = (
+            1.0 if constant is None else constant / 5
+        )  # the untrained network has values around 5
         return Network(jax.random.key(seed), scale=scale)
 
     def kappa(self, parameters: Network) -> Float[Array, "lx ly"]:
@@ -71,11 +73,11 @@ class NetworkValues(Parametrization):
 
 @dataclasses.dataclass(frozen=True)
 class CellValues(Parametrization):
-    """kappa = exp(theta), one theta for each cell of the grid.
+    """A kappa = exp(theta) with one theta for each cell of the grid.
 
-    Every rank holds all of theta, of shape (nx, ny), and takes its tile; the gradient is summed
-    over ranks. So the optimizer's inner products are those of the whole vector, whatever the
-    number of ranks, at the price of memory and of messages of the size of the grid.
+    Every rank holds all of theta, shape (nx, ny), and uses its tile. The gradient is summed over
+    ranks. So the inner products of the optimizer are equal for any number of ranks. The price is
+    memory and messages of the size of the grid.
     """
 
     file_name = "cells.npy"
@@ -87,7 +89,7 @@ class CellValues(Parametrization):
         return jnp.exp(parameters[self.grid.slices])
 
     def save(self, path: pathlib.Path, parameters: Float[Array, "nx ny"]) -> None:
-        write_whole(path, lambda file: np.save(file, np.exp(parameters)))
+        write_atomically(path, lambda file: np.save(file, np.exp(parameters)))
 
     def load(self, path: pathlib.Path) -> Float[Array, "nx ny"]:
         return jnp.log(jnp.asarray(call_on_root(self.grid.comm, lambda: self._read(path))))
@@ -96,11 +98,18 @@ class CellValues(Parametrization):
         try:
             kappa = np.asarray(np.load(path, allow_pickle=False), float)
         except Exception as error:
-            raise ValueError(f"{path} cannot be read as an .npy file: {error}") from error
+            raise ValueError(
+                f"{path} cannot be read as an .npy file: {error}. Write it with numpy.save."
+            ) from error
         if kappa.shape != self.grid.shape:
             raise ValueError(
-                f"{path}: kappa has shape {kappa.shape}, the grid has {self.grid.shape} cells"
+                f"{path}: kappa must have the shape of the grid, {self.grid.shape}, got "
+                f"{kappa.shape}."
             )
         if not np.all((kappa > 0) & np.isfinite(kappa)):
-            raise ValueError(f"{path}: kappa must be positive and finite in every cell")
+            bad = int(np.sum(~((kappa > 0) & np.isfinite(kappa))))
+            raise ValueError(
+                f"{path}: kappa must be positive and finite in every cell, but {bad} of "
+                f"{kappa.size} values are not."
+            )
         return kappa

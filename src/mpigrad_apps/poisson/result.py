@@ -1,4 +1,4 @@
-"""What a run gives."""
+"""The result of a run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpigrad.grid import Grid
-from mpigrad_apps.fitting import Record
+from mpigrad_apps.fitting import TrainingRecord
 from mpigrad_apps.poisson.settings import Settings
 
-__all__ = ["Result"]
+__all__ = ["PoissonResult"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """What a run gives: this rank's tiles, and what is the same on every rank.
+class PoissonResult:
+    """The result of `run`: this rank's tiles, and values that are the same on all ranks.
 
-    `kappa`, `u` and `true_kappa` (None with a data file) have shape (lx, ly). `seconds` has the
-    wall-clock time of the training in parts, as means over ranks.
+    Attributes
+    ----------
+    settings, grid, parameters
+        The settings, the grid, and the estimated parameters.
+    kappa, u, true_kappa
+        This rank's tiles, shape (lx, ly). `true_kappa` is None with a data file.
+    history, ending
+        The records of the training, and the reason why it ended.
+    largest_error
+        Largest error of kappa over all cells, or None with a data file.
+    seconds
+        Wall-clock time of the training in parts, means over ranks.
+    report
+        Path of the report.
     """
 
     settings: Settings
@@ -30,7 +42,7 @@ class Result:
     kappa: NDArray[np.float64]
     u: NDArray[np.float64]
     true_kappa: NDArray[np.float64] | None
-    history: tuple[Record, ...]
+    history: tuple[TrainingRecord, ...]
     ending: str
     largest_error: float | None
     seconds: dict[str, float]

@@ -1,4 +1,4 @@
-"""What a run of the Poisson inverse problem is asked for."""
+"""The options of `mpigrad run poisson`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Settings:
     iterations: int = 400
     """Iterations of L-BFGS."""
     kappa: Literal["network", "cells"] = "network"
-    """What stands for kappa: a neural network of (x, y), or one value per cell."""
+    """Representation of kappa: a neural network of (x, y), or one value per cell."""
     truth: Literal["quadratic", "hills"] = "quadratic"
-    """The kappa to be recovered where there is no data file: 1 + x^2 + y^2, or two hills."""
+    """The kappa to be recovered without a data file: 1 + x^2 + y^2, or a hill and a hollow."""
     source: Literal["manufactured", "one"] = "manufactured"
-    """The source f without a data file: that of u = x(1-x)y(1-y), or 1 everywhere."""
+    """The source f without a data file: the source of u = x(1-x)y(1-y), or 1 everywhere."""
     observed: float = 0.8
     """Fraction of the cells where u is observed, drawn at random."""
     noise: float = 0.0
     """Standard deviation of the observations' relative error."""
     misfit: Literal["relative", "absolute"] = "relative"
-    """What the loss squares: differences divided by the observed value, or plain differences."""
+    """The loss squares differences divided by the observed values, or plain differences."""
     data: pathlib.Path | None = None
     """Your own observations: an .npz file with coordinates (k, 2), values (k,) and source."""
     smoothing: float = 0.0
@@ -37,33 +37,37 @@ class Settings:
     memory: int = 50
     """Number of past steps that L-BFGS remembers."""
     tolerance: float = 1e-8
-    """Relative residual at which a linear solve ends."""
+    """Relative residual at which a linear solve has converged."""
     seed: int = 0
     """Seed of the network's first weights, the observed cells and the noise."""
     restart: pathlib.Path | None = None
     """Parameters to start from: the network.eqx or cells.npy of an earlier run."""
     resume: bool = False
-    """Go on from the saves of an earlier run with the same --out, where there are any."""
+    """Continue from the saves of an earlier run with the same --out, if there are any."""
     out: pathlib.Path = pathlib.Path("results/poisson")
     """Directory for the report, the pictures, the fields and the parameters."""
 
     def check(self) -> None:
-        """Raise a ValueError that names the first setting which makes no sense."""
+        """Check the settings: raise a ValueError that names the first invalid option."""
         nx, ny = self.cells
         if nx < 2 or ny < 2:
-            raise ValueError(f"--cells: at least 2 cells along each axis, not {nx} x {ny}")
+            raise ValueError(f"--cells: expected at least 2 cells along each axis, got {nx} x {ny}")
         if self.iterations < 1:
-            raise ValueError(f"--iterations: at least 1, not {self.iterations}")
+            raise ValueError(f"--iterations: expected at least 1, got {self.iterations}")
         if self.memory < 1:
-            raise ValueError(f"--memory: at least 1, not {self.memory}")
+            raise ValueError(f"--memory: expected at least 1, got {self.memory}")
         if not 0 < self.observed <= 1:
-            raise ValueError(f"--observed: a fraction in (0, 1], not {self.observed}")
+            raise ValueError(f"--observed: expected a fraction in (0, 1], got {self.observed}")
         if not (self.noise >= 0 and math.isfinite(self.noise)):
-            raise ValueError(f"--noise: zero or a positive relative error, not {self.noise}")
+            raise ValueError(
+                f"--noise: expected zero or a positive relative error, got {self.noise}"
+            )
         if not (self.smoothing >= 0 and math.isfinite(self.smoothing)):
-            raise ValueError(f"--smoothing: zero or a positive weight, not {self.smoothing}")
+            raise ValueError(
+                f"--smoothing: expected zero or a positive weight, got {self.smoothing}"
+            )
         if not 0 < self.tolerance < 1:
-            raise ValueError(f"--tolerance: between 0 and 1, not {self.tolerance}")
+            raise ValueError(f"--tolerance: expected between 0 and 1, got {self.tolerance}")
         for option, file in (("--data", self.data), ("--restart", self.restart)):
             if file is not None and not file.is_file():
                 raise FileNotFoundError(f"{option}: there is no file {file}")

@@ -1,5 +1,6 @@
-"""A drug in a population of patients: two compartments, random effects, and what is known of them
-from a few blood samples of each.
+"""A drug in a population of patients, estimated from a few blood samples of each patient.
+
+The model has two compartments and random effects.
 """
 
 from typing import TYPE_CHECKING
@@ -9,8 +10,8 @@ from mpigrad import _lazy
 if TYPE_CHECKING:
     from mpigrad_apps.population.diagnostics import Summary as Summary
     from mpigrad_apps.population.diagnostics import summarize as summarize
-    from mpigrad_apps.population.estimation import Result as Result
-    from mpigrad_apps.population.estimation import put as put
+    from mpigrad_apps.population.estimation import PopulationResult as PopulationResult
+    from mpigrad_apps.population.estimation import put_patients as put_patients
     from mpigrad_apps.population.estimation import run as run
     from mpigrad_apps.population.kinetics import PARAMETERS as PARAMETERS
     from mpigrad_apps.population.kinetics import UNITS as UNITS
@@ -21,13 +22,13 @@ if TYPE_CHECKING:
     from mpigrad_apps.population.model import Shared as Shared
     from mpigrad_apps.population.model import Unknowns as Unknowns
     from mpigrad_apps.population.model import log_density as log_density
-    from mpigrad_apps.population.prediction import Fit as Fit
-    from mpigrad_apps.population.prediction import fit as fit
+    from mpigrad_apps.population.prediction import Prediction as Prediction
+    from mpigrad_apps.population.prediction import predict_patient as predict_patient
     from mpigrad_apps.population.records import Cohort as Cohort
-    from mpigrad_apps.population.records import Record as Record
-    from mpigrad_apps.population.records import read as read
-    from mpigrad_apps.population.records import record as record
-    from mpigrad_apps.population.records import write as write
+    from mpigrad_apps.population.records import PatientRecord as PatientRecord
+    from mpigrad_apps.population.records import make_patient_record as make_patient_record
+    from mpigrad_apps.population.records import read_patients as read_patients
+    from mpigrad_apps.population.records import write_patients as write_patients
     from mpigrad_apps.population.sampling import NUTS as NUTS
     from mpigrad_apps.population.sampling import Posterior as Posterior
     from mpigrad_apps.population.sensitivities import by_forward_mode as by_forward_mode
@@ -37,15 +38,15 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "Cohort": "records",
-    "Fit": "prediction",
+    "Prediction": "prediction",
     "Kinetics": "kinetics",
     "Model": "model",
     "NUTS": "sampling",
     "PARAMETERS": "kinetics",
     "Posterior": "sampling",
     "Prior": "model",
-    "Record": "records",
-    "Result": "estimation",
+    "PatientRecord": "records",
+    "PopulationResult": "estimation",
     "Settings": "settings",
     "Shared": "model",
     "Summary": "diagnostics",
@@ -54,15 +55,15 @@ _NAMES = {
     "Unknowns": "model",
     "by_forward_mode": "sensitivities",
     "decay_rate": "kinetics",
-    "fit": "prediction",
+    "predict_patient": "prediction",
     "log_density": "model",
-    "put": "estimation",
-    "read": "records",
-    "record": "records",
+    "put_patients": "estimation",
+    "read_patients": "records",
+    "make_patient_record": "records",
     "run": "estimation",
     "simulate": "simulation",
     "summarize": "diagnostics",
-    "write": "records",
+    "write_patients": "records",
 }
 
 __getattr__, __dir__, __all__ = _lazy.attach(__name__, _NAMES)

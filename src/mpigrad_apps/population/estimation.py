@@ -1,4 +1,4 @@
-"""A run from settings to report."""
+"""Run the population application, from settings to report."""
 
 from __future__ import annotations
 
@@ -16,33 +16,43 @@ from mpigrad import checkpoint, jobs, optimize
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.profiling.progress_bar import Progress
-from mpigrad_apps.output_directory import prepare
+from mpigrad_apps.output_directory import prepare_output
 from mpigrad_apps.population import records
 from mpigrad_apps.population.diagnostics import Summary, summarize
 from mpigrad_apps.population.kinetics import Kinetics, decay_rate
 from mpigrad_apps.population.model import Model, Prior, Unknowns, log_density
-from mpigrad_apps.population.outputs import Found, write_outputs
-from mpigrad_apps.population.prediction import Fit, fit
+from mpigrad_apps.population.outputs import Estimates, write_outputs
+from mpigrad_apps.population.prediction import Prediction, predict_patient
 from mpigrad_apps.population.records import Cohort
 from mpigrad_apps.population.sampling import NUTS, Posterior
 from mpigrad_apps.population.settings import Settings
 from mpigrad_apps.population.simulation import Truth, simulate
 
-__all__ = ["Result", "put", "run"]
+__all__ = ["PopulationResult", "put_patients", "run"]
 
 Density = Callable[[Unknowns], Array]
 
-_DRAWN = 200  # draws that fits and individual parameters are made of
+_DRAWN = 200  # number of draws for fits and individual parameters
 _BLOCKS, _LARGEST_BLOCK = 8, 64
-_JITTER = 0.1  # of chains' starts around the mode, in logarithms and random effects
+_JITTER = 0.1  # spread of the chains' starts around the mode, in logarithms and random effects
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """What a run gives, the same on every rank.
+class PopulationResult:
+    """The result of `run`, the same on every rank.
 
-    `truth` is None for the user's patients, `posterior` and `summary` are None and empty where
-    nothing was drawn.
+    Attributes
+    ----------
+    settings, cohort
+        The settings and the patients.
+    truth
+        The true values of simulated patients, or None for the user's patients.
+    mode
+        The mode of the posterior.
+    posterior, summary
+        The draws and their summary, or None and {} if nothing was drawn.
+    report
+        Path of the report.
     """
 
     settings: Settings
@@ -54,28 +64,35 @@ class Result:
     report: pathlib.Path
 
 
-def run(settings: Settings, comm: Communicator | None = None) -> Result:
+def run(settings: Settings, comm: Communicator | None = None) -> PopulationResult:
     """Find the mode, sample the posterior, write the report (collective).
 
-    Writes into `settings.out`: report.html and its pictures, posterior.npz, patients.csv,
-    settings.json, history.jsonl of the way to the mode, and data.csv where patients are simulated.
-    When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the
-    iteration or the draw that it is in and writes everything.
+    The run writes into `settings.out`: report.html and its pictures, posterior.npz, patients.csv,
+    settings.json, history.jsonl of the search for the mode, and data.csv if patients are simulated.
+    When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it finishes its
+    iteration or draw and writes everything.
+
+    Parameters
+    ----------
+    settings
+        The options of `mpigrad run population`.
+    comm
+        The ranks that take part; by default all ranks.
 
     Raises
     ------
     ValueError, OSError
-        On every rank, before any work, where the settings, the patients' table or the output
-        directory make no sense.
+        On every rank, before any work, if the settings, the patients' table or the output directory
+        are not valid.
     mpigrad.optimize.NotFiniteError
-        On every rank, where the density has no value at the prior's medians.
+        On every rank, if the density is not finite at the medians of the prior.
     """
     comm = resolve(comm)
     call_on_root(comm, settings.check)
     with jax.enable_x64(True):
         model = Model(Kinetics(settings.stiff, settings.rtol), _prior(settings))
         cohort, truth = call_on_root(comm, lambda: _patients(settings, model))
-        prepare(settings, settings.out, comm)
+        prepare_output(settings, settings.out, comm)
         with raise_on_all_ranks(comm):
             if comm.rank == 0:
                 print(
@@ -84,7 +101,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
                     flush=True,
                 )
                 if truth is not None:
-                    records.write(settings.out / "data.csv", cohort)
+                    records.write_patients(settings.out / "data.csv", cohort)
         return _estimate(settings, model, cohort, truth, comm)
 
 
@@ -94,23 +111,23 @@ def _prior(settings: Settings) -> Prior:
     absorption, decay = settings.typical[0], float(decay_rate(settings.typical))
     if not absorption > decay:  # NaN, too
         raise ValueError(
-            f"--typical: absorption, {absorption:g} per hour, is not faster than decay in "
-            f"the blood, {decay:.3g} per hour; if the drug is like that, add --flip-flop"
+            f"--typical: expected an absorption faster than the decay in the blood, {decay:.3g} "
+            f"per hour, got {absorption:g} per hour. If the drug is like that, add --flip-flop."
         )
     return Prior(settings.typical)
 
 
 def _patients(settings: Settings, model: Model) -> tuple[Cohort, Truth | None]:
     if settings.data is not None:
-        return records.read(settings.data), None
+        return records.read_patients(settings.data), None
     return simulate(settings.patients, settings.seed, model.kinetics)
 
 
 def _estimate(
     settings: Settings, model: Model, cohort: Cohort, truth: Truth | None, comm: Communicator
-) -> Result:
+) -> PopulationResult:
     with jobs.pool(comm, throw=False) as pool:
-        data = put(pool, cohort)
+        data = put_patients(pool, cohort)
         density = log_density(model, pool.sum(model.log_likelihood, data))
         start = model.prior.start(len(cohort.records))
         posterior, summary = None, {}
@@ -134,19 +151,19 @@ def _estimate(
         else:
             summary = summarize(posterior.unknowns.shared)
             draws = _some(posterior.unknowns)
-        curves = pool.map(functools.partial(fit, model), data)
+        curves = pool.map(functools.partial(predict_patient, model), data)
         fits = _each(curves(draws.shared, jnp.swapaxes(draws.effects, 0, 1)), cohort)
-    found = Found(cohort, truth, mode, draws, posterior, summary, fits)
+    found = Estimates(cohort, truth, mode, draws, posterior, summary, fits)
     path = settings.out / "report.html"
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
             path = write_outputs(settings, model, found, comm.size)
             print(f"report: {path}", flush=True)
-    return Result(settings, cohort, truth, mode.value, posterior, summary, path)
+    return PopulationResult(settings, cohort, truth, mode.value, posterior, summary, path)
 
 
-def put(pool: jobs.Pool, cohort: Cohort) -> jobs.Data:
-    """The patients as jobs: few large blocks, and as much to do for each rank."""
+def put_patients(pool: jobs.Pool, cohort: Cohort) -> jobs.Data:
+    """Put the patients into a pool as jobs: few large blocks, with equal work for each rank."""
     costs = [1.0 + len(known.doses) for known in cohort.records]  # integrations
     block = min(-(-len(costs) // _BLOCKS), _LARGEST_BLOCK)
     return pool.put(list(cohort.records), schedule=jobs.Weighted(costs), block=block)
@@ -169,7 +186,7 @@ def _sample(
 
     def note(iteration: int, figures: dict[str, float]) -> bool:
         progress.update(iteration, **figures)
-        # Any rank may have got the signal; all end at the same iteration.
+        # Any rank may have received the signal. All ranks end at the same iteration.
         return any(comm.mpi.allgather(stop.requested()))
 
     scales = model.prior.scales(len(mode.effects))
@@ -178,15 +195,15 @@ def _sample(
     return posterior
 
 
-def _each(fits: Fit | list[Fit], cohort: Cohort) -> list[Fit]:
-    """The fits by patients; those of one shape come as one stack."""
+def _each(fits: Prediction | list[Prediction], cohort: Cohort) -> list[Prediction]:
+    """Return one fit for each patient. A pool returns fits of one shape as one stack."""
     if not isinstance(fits, list):
         return [jax.tree.map(lambda x, i=i: x[i], fits) for i in range(len(cohort.names))]
     return fits
 
 
 def _some(unknowns: Unknowns) -> Unknowns:
-    """Up to _DRAWN draws of all chains, evenly, along one axis."""
+    """Return up to _DRAWN evenly spaced draws of all chains along one axis."""
     chains, draws = unknowns.shared.log_noise.shape
     kept = np.linspace(0, chains * draws - 1, min(_DRAWN, chains * draws)).astype(int)
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[kept], unknowns)

@@ -1,4 +1,4 @@
-"""A drug in the body: two compartments, and absorption of first order."""
+"""A drug in the body: two compartments and first-order absorption."""
 
 from __future__ import annotations
 
@@ -21,9 +21,20 @@ UNITS = ("1/h", "L/h", "L", "L/h", "L")
 
 
 def decay_rate(parameters: Sequence[float] | Float[Array | np.ndarray, " 5"]) -> Float[Array, ""]:
-    """The larger of the two rates at which a dose in the blood decays, in 1/h.
+    """Compute the larger of the two rates at which a dose in the blood decays, in 1/h.
 
-    Of (ka, CL, V1, Q, V2): the kinetics' eigenvalues are -ka, minus this, and minus a smaller one.
+    The eigenvalues of the kinetics are -ka and minus the two decay rates.
+
+    Parameters
+    ----------
+    parameters
+        ka (1/h), CL (L/h), V1 (L), Q (L/h), V2 (L).
+
+    Examples
+    --------
+    >>> from mpigrad_apps.population import decay_rate
+    >>> print(f"{decay_rate([1.0, 5.0, 30.0, 10.0, 50.0]):.3f}")
+    0.649
     """
     _, cl, v1, q, v2 = parameters
     rates, product = cl / v1 + q / v1 + q / v2, cl / v1 * q / v2
@@ -43,13 +54,28 @@ class Kinetics:
     Attributes
     ----------
     stiff
-        Integrate by Kvaerno's implicit method of order 5 instead of Tsitouras' explicit one: for
-        absorption or exchange much faster than the time between doses.
+        Integrate by the implicit method of Kvaerno, of order 5, instead of the explicit method of
+        Tsitouras. Use it if absorption or exchange is much faster than the time between doses.
     rtol
-        Error of a step, relative to the amounts; those below 1/1000 of the largest dose count as
+        Error of a step, relative to the amounts. Amounts below 1/1000 of the largest dose count as
         1/1000 of it.
     max_steps
-        Of the integration between two doses; where it needs more, concentrations are NaN.
+        Limit of the steps between two doses. If an integration needs more, its concentrations are
+        NaN.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from mpigrad_apps.population import Kinetics
+    >>> with jax.enable_x64(True):
+    ...     parameters = jnp.log(jnp.array([1.0, 5.0, 30.0, 10.0, 50.0]))
+    ...     times = jnp.array([0.0, 1.0, 8.0])
+    ...     c = Kinetics().concentrations(
+    ...         parameters, jnp.array([0.0]), jnp.array([100.0]), times
+    ...     )
+    >>> c.shape, float(c[0]), bool(c[1] > c[2])
+    ((3,), 0.0, True)
     """
 
     stiff: bool = False
@@ -63,37 +89,34 @@ class Kinetics:
         doses: Float[Array | np.ndarray, " k"],
         times: Float[Array | np.ndarray, " n"],
     ) -> Float[Array, " n"]:
-        """Concentrations in the central compartment; at a dose's own time, those before it.
+        """Compute the concentrations in the central compartment, shape (n,), in mg/L.
 
-        Differentiable in the parameters, to any order, in both modes.
+        At the time of a dose, it is the concentration before the dose. The result is
+        differentiable in the parameters, to any order, in both modes.
 
         Parameters
         ----------
         log_parameters
             Logarithms of ka (1/h), CL (L/h), V1 (L), Q (L/h), V2 (L).
         dose_times
-            In h, in ascending order.
+            Times of the doses in h, in ascending order.
         doses
-            In mg.
+            Doses in mg.
         times
-            In h, in ascending order, none of them before the first dose.
-
-        Returns
-        -------
-        In mg/L.
+            Times of the concentrations in h, in ascending order, not before the first dose.
         """
         data = (jnp.asarray(part) for part in (dose_times, doses, times))
         return by_forward_mode(self._integrate)(log_parameters, *data)
 
     def _integrate(self, log_parameters: Array, starts: Array, doses: Array, times: Array) -> Array:
         constants = tuple(jnp.exp(log_parameters))
-        unit = jnp.max(doses)  # of the amounts, so that tolerances fit
+        unit = jnp.max(doses)  # unit of the amounts, so that tolerances fit
         ends = jnp.append(starts[1:], jnp.maximum(starts[-1], times[-1]))
 
         def between_doses(amounts: Array, interval: tuple[Array, Array, Array]) -> Any:
             start, end, dose = interval
             length = end - start
-            # On [0, 1], whatever the length: zero is right as well.
+            # Time is scaled to [0, 1]. This is right for a length of zero, too.
             places = jnp.clip((times - start) / jnp.where(length > 0, length, 1.0), 0.0, 1.0)
 
             def rates(_: Array, now: Array, constants: tuple[Array, ...]) -> Array:

@@ -1,4 +1,4 @@
-"""The statistical model: patients who differ, and measurements with errors."""
+"""The statistical model: random effects of patients, and errors of measurements."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mpigrad_apps.population.kinetics import Kinetics, decay_rate
-from mpigrad_apps.population.records import Record
+from mpigrad_apps.population.records import PatientRecord
 
 __all__ = ["Model", "Prior", "Shared", "Unknowns", "log_density"]
 
 _WEIGHT = 70.0  # kg
-# Of the weight, in each parameter: rates of elimination and exchange go with the power 3/4 of the
-# weight, volumes with the weight.
+# Exponent of the weight in each parameter: rates of elimination and exchange scale with the weight
+# to the power 3/4, volumes scale with the weight.
 _ALLOMETRY = np.array([0.0, 0.75, 1.0, 0.75, 1.0])
 
 
 class Shared(NamedTuple):
-    """What all patients have in common.
+    """The unknowns that all patients share.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Shared(NamedTuple):
 
 
 class Unknowns(NamedTuple):
-    """All that is estimated; `effects`, shape (patients, 5), are the random effects, N(0, 1)."""
+    """All unknowns. `effects`, shape (patients, 5), are the random effects, N(0, 1)."""
 
     shared: Shared
     effects: Float[Array, "patients 5"]
@@ -49,13 +49,14 @@ class Unknowns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Prior:
-    """What is known before: the typical patient, roughly, and scales of what varies.
+    """The prior of the shared unknowns.
 
-    typical ~ N(log medians, factor²), spread ~ half-normal(spread), noise ~ half-normal(noise), and
-    odds (ka / α)^fast that the typical patient absorbs faster than at α, the larger rate at which a
-    dose in the blood decays (`decay_rate`). A slow absorption into a small V1 has nearly the same
-    concentrations as a fast one into a large V1 ("flip-flop"): without this a posterior may have
-    two modes. `fast` = 0 allows both, for depots that release slowly.
+    It is typical ~ N(log medians, factor²), spread ~ half-normal(spread) and
+    noise ~ half-normal(noise). In addition, the odds are (ka / α)^fast that the typical patient
+    absorbs faster than at the rate α, the larger rate at which a dose in the blood decays
+    (`decay_rate`). A slow absorption into a small V1 has nearly the same concentrations as a fast
+    absorption into a large V1 ("flip-flop"), so a posterior without these odds may have two modes.
+    `fast` = 0 allows both, for depots that release slowly.
     """
 
     medians: tuple[float, ...] = (1.0, 5.0, 30.0, 10.0, 50.0)
@@ -65,13 +66,13 @@ class Prior:
     fast: float = 20.0
 
     def start(self, patients: int) -> Unknowns:
-        """Unknowns to start from: typical patients, a spread and a noise of 0.3."""
+        """Return unknowns to start from: typical patients, a spread of 0.3 and a noise of 0.3."""
         small = jnp.log(jnp.array([0.3] * 6))
         shared = Shared(jnp.log(jnp.asarray(self.medians)), small[:5], small[5])
         return Unknowns(shared, jnp.zeros((patients, 5)))
 
     def scales(self, patients: int) -> Unknowns:
-        """About the standard deviations of a posterior: a sampler's metric to begin with."""
+        """Return rough standard deviations of a posterior, the first metric of a sampler."""
         typical, spread = 0.3 / patients**0.5, (2 * patients) ** -0.5
         shared = Shared(jnp.full(5, typical), jnp.full(5, spread), jnp.asarray(0.1))
         return Unknowns(shared, jnp.full((patients, 5), 0.5))
@@ -79,7 +80,7 @@ class Prior:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Log-normal random effects around a typical patient, and log-normal errors.
+    """The statistical model: log-normal random effects and log-normal errors.
 
     log parameters of patient i = typical + allometry · log(weight_i / 70) + spread · effects_i
     log measured = log model + noise · N(0, 1)
@@ -91,20 +92,20 @@ class Model:
     def individual(
         self, shared: Shared, effects: Float[Array, " 5"], weight: Float[Array | np.ndarray, ""]
     ) -> Float[Array, " 5"]:
-        """The log parameters of one patient."""
+        """Compute the log parameters of one patient from the shared unknowns and the effects."""
         body = _ALLOMETRY * jnp.log(weight / _WEIGHT)
         return shared.typical + body + jnp.exp(shared.log_spread) * effects
 
     def log_likelihood(
-        self, shared: Shared, effects: Float[Array, " 5"], record: Record
+        self, shared: Shared, effects: Float[Array, " 5"], record: PatientRecord
     ) -> Float[Array, ""]:
-        """Log density of one patient's measurements and random effects; NaN if they fail."""
+        """Compute the log density of one patient's measurements and effects, NaN on failure."""
         parameters = self.individual(shared, effects, record.weight)
         measured = jnp.isfinite(record.concentrations)
         found = self.kinetics.concentrations(
             parameters, record.dose_times, record.doses, record.times
         )
-        # Beyond the integration's accuracy nothing is left to compare with.
+        # Concentrations below the accuracy of the integration cannot be compared.
         least = self.kinetics.rtol * 1e-3 * jnp.max(record.doses) / jnp.exp(parameters[2])
         found = jnp.where(found < least, least, found)  # a NaN stays one
         error = jnp.log(jnp.where(measured, record.concentrations, 1.0)) - jnp.log(found)
@@ -113,7 +114,7 @@ class Model:
         return -0.5 * jnp.sum(scaled**2) - constants + jnp.sum(_normal(effects))
 
     def log_prior(self, shared: Shared) -> Float[Array, ""]:
-        """Log density of what is shared."""
+        """Compute the log density of the shared unknowns under the prior."""
         faster = shared.typical[0] - jnp.log(decay_rate(jnp.exp(shared.typical)))
         away = (shared.typical - jnp.log(jnp.asarray(self.prior.medians))) / self.prior.factor
         return (
@@ -127,13 +128,15 @@ class Model:
 def log_density(
     model: Model, likelihood: Callable[[Shared, Array], Array]
 ) -> Callable[[Unknowns], Float[Array, ""]]:
-    """The log density of all unknowns.
+    """Return the log density as a function of all unknowns.
 
     Parameters
     ----------
+    model
+        The statistical model.
     likelihood
-        (shared, effects) -> the sum of `model.log_likelihood` over all patients: that of a pool,
-        `pool.sum(model.log_likelihood, data)`, or a serial one.
+        Function (shared, effects) -> the sum of `model.log_likelihood` over all patients, for
+        instance `pool.sum(model.log_likelihood, data)`.
     """
 
     def density(unknowns: Unknowns) -> Array:
@@ -147,5 +150,5 @@ def _normal(x: Array) -> Array:
 
 
 def _log_half_normal(logarithm: Array, scale: float) -> Array:
-    """Log density of the logarithm of a half-normal number."""
+    """Compute the log density of the logarithm of a half-normal value."""
     return jnp.log(2) + _normal(jnp.exp(logarithm) / scale) - jnp.log(scale) + logarithm

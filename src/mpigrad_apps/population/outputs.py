@@ -1,4 +1,4 @@
-"""What a run leaves behind: draws, tables, pictures and the report."""
+"""The output of a run: draws, tables, pictures and the report."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from jaxtyping import Float
 
 from mpigrad.optimize import Solution
 from mpigrad_apps import report
-from mpigrad_apps.atomic_write import write_whole
+from mpigrad_apps.atomic_write import write_atomically
 from mpigrad_apps.population import pictures
-from mpigrad_apps.population.diagnostics import Summary, names, numbers
+from mpigrad_apps.population.diagnostics import Summary, shared_names, shared_values
 from mpigrad_apps.population.kinetics import PARAMETERS, UNITS
 from mpigrad_apps.population.model import Model, Unknowns
-from mpigrad_apps.population.prediction import Fit
+from mpigrad_apps.population.prediction import Prediction
 from mpigrad_apps.population.records import Cohort
 from mpigrad_apps.population.sampling import Posterior
 from mpigrad_apps.population.settings import Settings
 from mpigrad_apps.population.simulation import Truth
 
-__all__ = ["Found", "individual_parameters", "write_outputs"]
+__all__ = ["Estimates", "individual_parameters", "write_outputs"]
 
 _AGREED = 1.05  # R-hat
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """Everything that the report tells of; `draws` are the posterior's, or the mode alone."""
+class Estimates:
+    """The content of the report. `draws` are draws of the posterior, or only the mode."""
 
     cohort: Cohort
     truth: Truth | None
@@ -39,37 +39,37 @@ class Found:
     draws: Unknowns
     posterior: Posterior | None
     summary: dict[str, Summary]
-    fits: Sequence[Fit]
+    fits: Sequence[Prediction]
 
 
 def individual_parameters(
     model: Model, unknowns: Unknowns, cohort: Cohort
 ) -> Float[np.ndarray, "draws patients 5"]:
-    """The log parameters of each patient, for unknowns of shape (draws, ...)."""
+    """Compute the log parameters of each patient, for unknowns of shape (draws, ...)."""
     weights = np.stack([known.weight for known in cohort.records])
     each = jax.vmap(model.individual, in_axes=(None, 0, 0))
     return np.asarray(jax.vmap(each, in_axes=(0, 0, None))(*unknowns, weights))
 
 
-def write_outputs(settings: Settings, model: Model, found: Found, ranks: int) -> pathlib.Path:
-    """Write posterior.npz, patients.csv, the pictures and report.html; call it on one rank."""
+def write_outputs(settings: Settings, model: Model, found: Estimates, ranks: int) -> pathlib.Path:
+    """Write posterior.npz, patients.csv, the pictures and report.html. Call it on one rank."""
     parameters = individual_parameters(model, found.draws, found.cohort)
     if found.posterior is not None:
         unknowns = found.posterior.unknowns
         arrays = {**unknowns.shared._asdict(), "effects": unknowns.effects}
-        write_whole(settings.out / "posterior.npz", lambda file: np.savez(file, **arrays))
+        write_atomically(settings.out / "posterior.npz", lambda file: np.savez(file, **arrays))
     _write_patients(settings.out / "patients.csv", found.cohort, parameters)
     truth = found.truth
     drawn = [
-        pictures.fits(found.cohort, found.fits),
-        pictures.agreement(found.cohort, found.fits),
+        pictures.draw_fits(found.cohort, found.fits),
+        pictures.draw_agreement(found.cohort, found.fits),
     ]
     if found.posterior is not None:
         shared, prior = found.draws.shared, model.prior
         true = None if truth is None else truth.shared
-        drawn.insert(0, pictures.marginals(shared, prior, found.mode.value.shared, true))
+        drawn.insert(0, pictures.draw_marginals(shared, prior, found.mode.value.shared, true))
         individual = None if truth is None else truth.individual
-        drawn.append(pictures.individuals(parameters, individual))
+        drawn.append(pictures.draw_individuals(parameters, individual))
     cohort = found.cohort
     patients = f"{len(cohort.names)} {'simulated ' if truth is not None else ''}patients"
     summary = (
@@ -87,7 +87,7 @@ def write_outputs(settings: Settings, model: Model, found: Found, ranks: int) ->
         summary,
         drawn,
         [
-            report.Table("What the patients share", _shared(found)),
+            report.Table("Values that the patients share", _shared(found)),
             *([] if found.posterior is None else [_sampling(found.posterior, found.summary)]),
             report.Table("Mode", _mode(found)),
             report.Table("Ranks", {"ranks": ranks}),
@@ -97,12 +97,12 @@ def write_outputs(settings: Settings, model: Model, found: Found, ranks: int) ->
     )
 
 
-def _shared(found: Found) -> dict[str, object]:
-    """Median and 90 % of each number, or its mode where nothing was drawn; and the truth."""
-    true = None if found.truth is None else numbers(found.truth.shared)
-    mode = numbers(found.mode.value.shared)
+def _shared(found: Estimates) -> dict[str, object]:
+    """Return a text for each value: median and 90 % interval, or the mode, and the truth."""
+    true = None if found.truth is None else shared_values(found.truth.shared)
+    mode = shared_values(found.mode.value.shared)
     rows: dict[str, object] = {}
-    for k, name in enumerate(names()):
+    for k, name in enumerate(shared_names()):
         text = f"{mode[k]:.3g} (mode)"
         if name in found.summary:
             known = found.summary[name]
@@ -134,7 +134,7 @@ def _sampling(posterior: Posterior, summary: dict[str, Summary]) -> report.Table
     )
 
 
-def _mode(found: Found) -> dict[str, object]:
+def _mode(found: Estimates) -> dict[str, object]:
     return {
         "ended": found.mode.result.message,
         "log density": f"{-found.mode.stats['loss']:.6f}",
@@ -143,23 +143,23 @@ def _mode(found: Found) -> dict[str, object]:
     }
 
 
-def _ending(settings: Settings, found: Found) -> str:
+def _ending(settings: Settings, found: Estimates) -> str:
     posterior = found.posterior
     if posterior is None:
-        return "The mode of the posterior; nothing was drawn."
+        return "The mode of the posterior, without draws."
     chains, draws = posterior.steps.shape
     stopped = "" if draws == settings.draws else f", stopped at draw {draws} of {settings.draws}"
     text = f"{chains} chains of {draws} draws by NUTS{stopped}."
     worst = max(known.rhat for known in found.summary.values())
     if worst > _AGREED:
-        text += f" The chains do not agree yet (R-hat {worst:.2f}): more --warmup and --draws."
+        text += f" The chains do not agree yet (R-hat {worst:.2f}). Increase --warmup and --draws."
     return text
 
 
 def _write_patients(
     path: pathlib.Path, cohort: Cohort, parameters: Float[np.ndarray, "draws patients 5"]
 ) -> None:
-    """A row for each patient: median, 5 % and 95 % of each own parameter."""
+    """Write a row for each patient: median, 5 % and 95 % of each of the patient's parameters."""
     quantiles = np.exp(np.quantile(parameters, [0.5, 0.05, 0.95], axis=0))
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")

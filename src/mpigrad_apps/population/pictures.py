@@ -1,4 +1,4 @@
-"""Fits of patients, and what is known of all of them."""
+"""Pictures of the fits of patients and of the posterior."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jaxtyping import Float
 from mpigrad_apps import report
 from mpigrad_apps.population.kinetics import PARAMETERS, UNITS
 from mpigrad_apps.population.model import Prior, Shared
-from mpigrad_apps.population.prediction import Fit
+from mpigrad_apps.population.prediction import Prediction
 from mpigrad_apps.population.records import Cohort
 
-__all__ = ["agreement", "fits", "individuals", "marginals"]
+__all__ = ["draw_agreement", "draw_fits", "draw_individuals", "draw_marginals"]
 
 _MOST_PATIENTS = 16
 _BLUE, _GREY, _RED = "#2563a8", "#57606a", "#b3261e"
 
 
-def fits(cohort: Cohort, found: Sequence[Fit]) -> report.Picture:
-    """Measurements and curves of the first patients."""
+def draw_fits(cohort: Cohort, found: Sequence[Prediction]) -> report.Picture:
+    """Draw the measurements and curves of the first patients."""
     count = min(len(found), _MOST_PATIENTS)
     columns = min(count, 4)
     rows = -(-count // columns)
@@ -55,10 +55,10 @@ def fits(cohort: Cohort, found: Sequence[Fit]) -> report.Picture:
     )
 
 
-def marginals(
+def draw_marginals(
     draws: Shared, prior: Prior, mode: Shared, truth: Shared | None = None
 ) -> report.Picture:
-    """What is known of each number that all patients share."""
+    """Draw the posterior of each value that all patients share."""
     typical, spread = np.exp(np.asarray(draws.typical)), np.exp(np.asarray(draws.log_spread))
     panels = [
         (
@@ -109,18 +109,19 @@ def marginals(
         ending += " The prior is drawn without its odds for a fast absorption."
     return report.drawing(
         "posterior",
-        "The posterior of what all patients share: the typical patient of 70 kg, the standard "
-        f"deviations of patients' log parameters, and that of the errors; with the prior{ending}",
+        "The posterior of the values that all patients share: the typical patient of 70 kg, the "
+        "standard deviations of the patients' log parameters, and the standard deviation of the "
+        f"errors, with the prior{ending}",
         (13.0, 7.2),
         draw,
     )
 
 
-def individuals(
+def draw_individuals(
     log_parameters: Float[np.ndarray, "draws patients 5"],
     truth: Float[np.ndarray, "patients 5"] | None = None,
 ) -> report.Picture:
-    """Each patient's own parameters: median and 90 % of the posterior."""
+    """Draw the parameters of each patient: median and 90 % of the posterior."""
     low, middle, high = np.exp(np.quantile(log_parameters, [0.05, 0.5, 0.95], axis=0))
 
     def draw(figure: Any) -> None:
@@ -143,15 +144,15 @@ def individuals(
 
     return report.drawing(
         "individuals",
-        "Each patient's own parameters: median and 90 % of the posterior"
+        "The parameters of each patient: median and 90 % of the posterior"
         + ("." if truth is None else ", against the truth."),
         (15.0, 3.2),
         draw,
     )
 
 
-def agreement(cohort: Cohort, found: Sequence[Fit]) -> report.Picture:
-    """Measured against explained concentrations, of all patients."""
+def draw_agreement(cohort: Cohort, found: Sequence[Prediction]) -> report.Picture:
+    """Draw measured against explained concentrations of all patients."""
     measured = np.concatenate([known.concentrations for known in cohort.records])
     explained = np.concatenate([fit.at_measurements for fit in found])
     there = np.isfinite(measured)
@@ -167,7 +168,10 @@ def agreement(cohort: Cohort, found: Sequence[Fit]) -> report.Picture:
         axes.grid(True, which="major", alpha=0.3)
 
     return report.drawing(
-        "agreement", "All measurements against what explains them.", (4.8, 4.4), draw
+        "agreement",
+        "All measurements against the concentrations that explain them.",
+        (4.8, 4.4),
+        draw,
     )
 
 

@@ -1,4 +1,4 @@
-"""What the model says of each patient's concentrations."""
+"""Predictions of each patient's concentrations."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from mpigrad_apps.population.model import Model, Shared
-from mpigrad_apps.population.records import Record
+from mpigrad_apps.population.records import PatientRecord
 
-__all__ = ["Fit", "fit"]
+__all__ = ["Prediction", "predict_patient"]
 
 _TIMES = 80
 
 
-class Fit(NamedTuple):
-    """Quantiles over draws of one patient's concentrations in mg/L.
+class Prediction(NamedTuple):
+    """Quantiles of one patient's concentrations over draws, in mg/L.
 
     Attributes
     ----------
     times
-        Shape (m,): from the first dose to the last measurement, in h.
+        Shape (m,): times from the first dose to the last measurement, in h.
     low, middle, high
-        Shape (m,): 5 %, 50 % and 95 % at these times.
+        Shape (m,): the quantiles 5 %, 50 % and 95 % at these times.
     at_measurements
-        Shape (n,): 50 % at the times of the record.
+        Shape (n,): the medians at the times of the record.
     """
 
     times: Float[np.ndarray | Array, " m"]
@@ -37,8 +37,10 @@ class Fit(NamedTuple):
     at_measurements: Float[np.ndarray | Array, " n"]
 
 
-def fit(model: Model, shared: Shared, effects: Float[Array, "draws 5"], record: Record) -> Fit:
-    """The fit of one patient, from draws of what is shared and of the patient's own effects."""
+def predict_patient(
+    model: Model, shared: Shared, effects: Float[Array, "draws 5"], record: PatientRecord
+) -> Prediction:
+    """Predict the concentrations of one patient from draws of shared unknowns and effects."""
     start, end = record.dose_times[0], record.times[-1]
     times = start + (end - start) * jnp.linspace(1 / _TIMES, 1.0, _TIMES)
 
@@ -54,4 +56,4 @@ def fit(model: Model, shared: Shared, effects: Float[Array, "draws 5"], record: 
 
     found = jax.vmap(concentrations)(shared, effects)
     low, middle, high = jnp.quantile(found, jnp.array([0.05, 0.5, 0.95]), axis=0)
-    return Fit(times, low[:_TIMES], middle[:_TIMES], high[:_TIMES], middle[_TIMES:])
+    return Prediction(times, low[:_TIMES], middle[:_TIMES], high[:_TIMES], middle[_TIMES:])

@@ -1,4 +1,4 @@
-"""What is known of patients: doses and measured concentrations, read from and written to CSV."""
+"""Patients' doses and measured concentrations, read from and written to CSV files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float
 
-__all__ = ["Cohort", "Record", "read", "record", "write"]
+__all__ = ["Cohort", "PatientRecord", "make_patient_record", "read_patients", "write_patients"]
 
 _COLUMNS = ("id", "time", "amt", "dv")
-# Where these are not 0, or 1 in the second group, the rows are another model's.
+# If one of these is not 0, or not 0 or 1 in the second group, the row needs another model.
 _OTHER_MODELS = ("rate", "dur", "tinf", "ss", "ii", "addl", "cens", "blq", "bloq", "ltbs")
 _OTHER_KINDS = ("dvid", "ytype", "adm")
 _ABSENT = ("", ".", "na", "nan")
-_SHORTEST = 16  # concentrations
+_SHORTEST = 16  # smallest padded number of concentrations
 
 
-class Record(NamedTuple):
+class PatientRecord(NamedTuple):
     """A patient's doses and concentrations.
 
     Attributes
@@ -31,10 +31,10 @@ class Record(NamedTuple):
     weight
         Shape (): the body weight in kg.
     dose_times, doses
-        Shape (k,): when (h, ascending) and how much (mg). 0: no dose, there for the length alone.
+        Shape (k,): times (h, ascending) and doses (mg). A dose of 0 is padding.
     times, concentrations
-        Shape (n,): when (h, ascending, after the first dose) and what was measured (mg/L). NaN: no
-        measurement, there for the length alone.
+        Shape (n,): times (h, ascending, after the first dose) and measured concentrations (mg/L).
+        A concentration of NaN is padding.
     """
 
     weight: Float[Array | np.ndarray, ""]
@@ -46,14 +46,14 @@ class Record(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cohort:
-    """Patients by their names.
+    """Patients and their names.
 
-    Records have few different shapes, so that few programs are compiled: concentrations are padded
-    with NaN at the last time, doses with 0.
+    The records are padded to few different shapes, so that few programs are compiled.
+    Concentrations are padded with NaN at the last time, doses with 0.
     """
 
     names: tuple[str, ...]
-    records: tuple[Record, ...]
+    records: tuple[PatientRecord, ...]
 
     @property
     def measurements(self) -> int:
@@ -64,46 +64,67 @@ class Cohort:
 Pair = tuple[float | int, float | int]
 
 
-def record(
+def make_patient_record(
     weight: float | int,
     doses: Iterable[Pair],
     measured: Iterable[Pair],
-) -> Record:
-    """A record of (time in h, dose in mg) and (time in h, concentration in mg/L), padded.
+) -> PatientRecord:
+    """Make a padded record of one patient.
 
-    Each in ascending order of times; the weight is in kg.
+    Parameters
+    ----------
+    weight
+        Body weight in kg.
+    doses
+        Pairs (time in h, dose in mg), in ascending order of times.
+    measured
+        Pairs (time in h, concentration in mg/L), in ascending order of times.
+
+    Examples
+    --------
+    >>> from mpigrad_apps.population import make_patient_record
+    >>> record = make_patient_record(68.0, [(0, 100.0)], [(0.5, 1.2), (2.0, 1.6)])
+    >>> record.doses.shape, record.concentrations.shape
+    ((1,), (16,))
     """
     dose_times, amounts = _padded(doses, 1, 0.0)
     times, concentrations = _padded(measured, _SHORTEST, math.nan)
-    return Record(np.asarray(float(weight)), dose_times, amounts, times, concentrations)
+    return PatientRecord(np.asarray(float(weight)), dose_times, amounts, times, concentrations)
 
 
 def _padded(pairs: Iterable[Pair], shortest: int, value: float) -> tuple[np.ndarray, np.ndarray]:
-    """Times and values, as long as a power of two."""
+    """Return times and values, padded to a power of two."""
     times, values = np.array(list(pairs), float).T
     more = max(shortest, 1 << (len(times) - 1).bit_length()) - len(times)
     return np.pad(times, (0, more), mode="edge"), np.pad(values, (0, more), constant_values=value)
 
 
-def read(path: str | os.PathLike[str]) -> Cohort:
-    """Read a table of events: a row for each dose and each measurement.
+def read_patients(path: str | os.PathLike[str]) -> Cohort:
+    """Read a table of events: a CSV file with a row for each dose and each measurement.
 
-    The columns, in any order and in upper or lower case, have the names that population modellers
-    use: `id`, the patient; `time` in h; `amt`, a dose in mg into the gut; `dv`, a concentration in
-    mg/L; and, if there is one, `wt`, the body weight in kg, in one row of each patient at least (70
-    without the column). A row has a dose or a concentration; the other is empty, "." or, for amt,
-    0. Of `evid` 0, a measurement, and 1, a dose, are understood, of `mdv` 0 and 1; `cmt` of a dose
-    is 1, the gut, of a concentration 1 or 2. Other columns are not looked at, but for those that
-    stand for another model than this one: rate, dur, tinf, ss, ii, addl, cens, blq, bloq, ltbs must
-    be 0, and dvid, ytype, adm 0 or 1.
+    The columns have the names that population modellers use, in any order and in upper or lower
+    case:
+
+    - `id`: the patient.
+    - `time`: in h.
+    - `amt`: a dose into the gut, in mg.
+    - `dv`: a concentration, in mg/L.
+    - `wt`: the body weight in kg, in at least one row of each patient. Without this column the
+      weight is 70 kg.
+
+    A row has a dose or a concentration. The other value is empty, ".", or 0 for `amt`. The columns
+    `evid` (0: a measurement, 1: a dose), `mdv` (0 or 1) and `cmt` (1 for a dose, 1 or 2 for a
+    concentration) are checked if they are present. Some columns belong to other models: rate, dur,
+    tinf, ss, ii, addl, cens, blq, bloq and ltbs must be 0, and dvid, ytype and adm 0 or 1. Other
+    columns are ignored.
 
     Raises
     ------
     ValueError
-        With the file and the line: a column that is missing or there twice, no number, a time that
-        is not finite, a concentration that is not positive or not after the first dose, a weight
-        that changes, a patient without dose, concentration or weight, a row that contradicts
-        itself, an event that the model does not have; what is no CSV in UTF-8.
+        If the file is not CSV in UTF-8, a column is missing or present twice, a value is not a
+        number, a time is not finite, a concentration is not positive or not after the first dose, a
+        weight changes, a patient has no dose, concentration or weight, a row contradicts itself, or
+        an event needs another model. The message names the file and the line.
     """
     path = pathlib.Path(path)
     events: dict[str, list[tuple[float, float, float]]] = {}  # (time, dose or NaN, concentration)
@@ -117,81 +138,91 @@ def read(path: str | os.PathLike[str]) -> Cohort:
         if event is not None:
             events[name].append(event)
         weight = _number(row, "wt", where) if "wt" in row else 70.0
-        if weight is None:  # another row of the patient says it
+        if weight is None:  # another row of the patient has the weight
             continue
         if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(f"{where}: wt: a positive weight in kg, not {weight:g}")
+            raise ValueError(f"{where}: wt: expected a positive weight in kg, got {weight:g}.")
         if weights.setdefault(name, weight) != weight:
             raise ValueError(
                 f"{where}: the weight of patient {name} changes from {weights[name]:g} to "
-                f"{weight:g}: the model has one for each patient"
+                f"{weight:g}. The model has one weight for each patient."
             )
     if not events:
-        raise ValueError(f"{path}: no patients")
+        raise ValueError(f"{path}: there are no patients.")
     records = [_patient(f"{path}: patient {n}", weights.get(n), events[n]) for n in events]
     return Cohort(tuple(events), tuple(records))
 
 
 def _rows(path: pathlib.Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Of each row that is not empty, where it stands and its values by their columns."""
+    """Yield the place and the values by column of each row that is not empty."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             rows = csv.reader(file, strict=True)
             header = [name.strip().lower() for name in next(rows, [])]
             missing = [name for name in _COLUMNS if name not in header]
             if missing:
-                raise ValueError(f"{path}: no column {', '.join(missing)}; there are {header}")
+                raise ValueError(
+                    f"{path}: there is no column {', '.join(missing)}. The header has "
+                    f"{', '.join(header) or 'no columns'}."
+                )
             for name in header:
                 if name and header.count(name) > 1:
-                    raise ValueError(f"{path}: there are {header.count(name)} columns {name}")
+                    raise ValueError(
+                        f"{path}: expected one column {name}, got {header.count(name)}."
+                    )
             for values in rows:
                 if not any(value.strip() for value in values):
                     continue
                 where = f"{path}, line {rows.line_num}"
                 if len(values) != len(header):
-                    raise ValueError(f"{where}: {len(values)} values for {len(header)} columns")
+                    raise ValueError(
+                        f"{where}: expected {len(header)} values, one for each column, got "
+                        f"{len(values)}."
+                    )
                 yield where, dict(zip(header, (value.strip() for value in values), strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path}: this is no CSV file in UTF-8: {error}") from None
+        raise ValueError(f"{path} is not a CSV file in UTF-8: {error}.") from None
 
 
 def _event(row: Mapping[str, str], where: str) -> tuple[float, float, float] | None:
-    """(time, dose, concentration) of a row; None where nothing happens."""
+    """Return (time, dose, concentration) of a row, or None if it has no event."""
     kind, unmeasured = _number(row, "evid", where), _number(row, "mdv", where)
     if kind not in (None, 0.0, 1.0):
-        raise ValueError(f"{where}: evid = {kind:g}: it is 0, a measurement, or 1, a dose")
+        raise ValueError(f"{where}: evid: expected 0 (a measurement) or 1 (a dose), got {kind:g}.")
     if unmeasured not in (None, 0.0, 1.0):
-        raise ValueError(f"{where}: mdv = {unmeasured:g}: it is 0, or 1 where dv is none")
+        raise ValueError(f"{where}: mdv: expected 0, or 1 if dv is missing, got {unmeasured:g}.")
     time = _number(row, "time", where)
     if time is None or not math.isfinite(time):
-        raise ValueError(f"{where}: time: a time in h, not {row['time']!r}")
+        raise ValueError(f"{where}: time: expected a finite time in h, got {row['time']!r}.")
     dose, concentration = _number(row, "amt", where), _number(row, "dv", where)
-    # A dose goes into the first compartment, what is measured is in the second.
+    # A dose goes into the first compartment. Concentrations are measured in the second.
     places = ("cmt",) if dose or (concentration and not unmeasured) else ()
     for columns, most in ((_OTHER_MODELS, 0), (_OTHER_KINDS, 1), (places, 1 if dose else 2)):
         for column in columns:
             if _number(row, column, where) not in (None, *range(most + 1)):
                 raise ValueError(
-                    f"{where}: {column} = {row[column]}: the model has single doses into the gut "
-                    "and plain concentrations"
+                    f"{where}: {column} = {row[column]} needs another model. This model has single "
+                    "doses into the gut and plain concentrations."
                 )
     if kind is not None and bool(kind) != bool(dose):
         raise ValueError(
-            f"{where}: evid = {kind:g} and amt = {row['amt']!r}: a dose has both, a measurement "
-            "neither"
+            f"{where}: evid = {kind:g} and amt = {row['amt']!r} contradict each other. A dose has "
+            "evid = 1 and an amount, a measurement evid = 0 and no amount."
         )
     if dose:
         if not (dose > 0 and math.isfinite(dose)):
-            raise ValueError(f"{where}: amt: a positive dose in mg, not {dose:g}")
+            raise ValueError(f"{where}: amt: expected a positive dose in mg, got {dose:g}.")
         if concentration:
-            raise ValueError(f"{where}: a dose and a concentration: give each a row of its own")
+            raise ValueError(
+                f"{where}: the row has a dose and a concentration. Give each a row of its own."
+            )
         return time, dose, math.nan
     if concentration is None or unmeasured:
         return None
     if not (concentration > 0 and math.isfinite(concentration)):
         raise ValueError(
-            f"{where}: dv: a positive concentration in mg/L, not {concentration:g}; errors are "
-            "relative to it: leave out what is below the limit of quantification"
+            f"{where}: dv: expected a positive concentration in mg/L, got {concentration:g}. Leave "
+            "out measurements below the limit of quantification, because errors are relative."
         )
     return time, math.nan, concentration
 
@@ -201,31 +232,45 @@ def _number(row: Mapping[str, str], column: str, where: str) -> float | None:
     if text.lower() in _ABSENT:
         return None
     try:
-        return float(text.replace("_", "no digit"))  # which Python would read over
+        return float(text.replace("_", "no digit"))  # Python would ignore an underscore
     except ValueError:
-        raise ValueError(f"{where}: {column}: not a number: {text!r}") from None
+        raise ValueError(f"{where}: {column}: expected a number, got {text!r}.") from None
 
 
-def _patient(where: str, weight: float | None, events: list[tuple[float, float, float]]) -> Record:
+def _patient(
+    where: str, weight: float | None, events: list[tuple[float, float, float]]
+) -> PatientRecord:
     events = sorted(events, key=lambda event: event[0])
     doses = [(time, dose) for time, dose, _ in events if not math.isnan(dose)]
     seen = [(time, value) for time, dose, value in events if math.isnan(dose)]
     if weight is None:
-        raise ValueError(f"{where} has no weight: without the column wt it is 70 kg")
+        raise ValueError(
+            f"{where} has no weight. Give it in one row, or leave out the column wt for 70 kg."
+        )
     if not doses:
-        raise ValueError(f"{where} has no dose")
+        raise ValueError(f"{where} has no dose.")
     if not seen:
-        raise ValueError(f"{where} has no concentration")
+        raise ValueError(f"{where} has no concentration.")
     if seen[0][0] <= doses[0][0]:
         raise ValueError(
-            f"{where}: a concentration at {seen[0][0]:g} h, but the first dose is at "
-            f"{doses[0][0]:g} h: the model has none before it"
+            f"{where} has a concentration at {seen[0][0]:g} h, but the first dose is at "
+            f"{doses[0][0]:g} h. Leave out concentrations up to the first dose: the model has none."
         )
-    return record(weight, doses, seen)
+    return make_patient_record(weight, doses, seen)
 
 
-def write(path: str | os.PathLike[str], cohort: Cohort) -> None:
-    """Write the table that `read` reads."""
+def write_patients(path: str | os.PathLike[str], cohort: Cohort) -> None:
+    """Write a cohort to a CSV table that `read_patients` reads.
+
+    Examples
+    --------
+    >>> from mpigrad_apps.population import Cohort, make_patient_record
+    >>> from mpigrad_apps.population import read_patients, write_patients
+    >>> record = make_patient_record(68.0, [(0, 100.0)], [(0.5, 1.2), (2.0, 1.6)])
+    >>> write_patients("patients.csv", Cohort(("a",), (record,)))
+    >>> read_patients("patients.csv").measurements
+    2
+    """
     with pathlib.Path(path).open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow([*_COLUMNS, "wt"])

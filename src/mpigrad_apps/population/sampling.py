@@ -1,4 +1,4 @@
-"""Draws from a posterior: blackjax's NUTS, several chains side by side."""
+"""Draw from a posterior with blackjax's NUTS, several chains at the same time."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ __all__ = ["NUTS", "Posterior"]
 
 @dataclasses.dataclass(frozen=True)
 class Posterior:
-    """Draws of all unknowns, and how they came about.
+    """Draws of all unknowns, and statistics of the sampler.
 
     Attributes
     ----------
     unknowns
         Arrays of shape (chains, draws, ...).
     step_size
-        That of each chain.
+        Step size of each chain.
     steps
-        Of each draw, the steps of its trajectory: evaluations of the density and its gradient.
+        Number of steps in the trajectory of each draw. Each step evaluates the density and its
+        gradient.
     acceptance, divergent
-        Of each draw.
+        Acceptance and divergence of each draw.
     warmup_seconds, seconds
-        Wall-clock time of the warm-up, in which programs are compiled, and of the draws.
+        Wall-clock time of the warm-up, which includes compilation, and of the draws.
     """
 
     unknowns: Unknowns
@@ -52,21 +53,30 @@ class Posterior:
 
 
 class _Tuning(NamedTuple):
-    """Of one chain: blackjax's states of dual averaging and of the metric's estimate."""
+    """The states of one chain in blackjax's dual averaging and metric estimation."""
 
     step_size: Any
     metric: Any
 
 
-_FAST, _SLOW, _WINDOW_ENDS, _DRAW = range(4)  # what becomes of the tuning in an iteration
+_FAST, _SLOW, _WINDOW_ENDS, _DRAW = range(4)  # the change of the tuning in an iteration
 
 
 @dataclasses.dataclass(frozen=True)
 class NUTS:
-    """The no-U-turn sampler with Stan's warm-up (step size and diagonal metric), by blackjax.
+    """The no-U-turn sampler of blackjax with Stan's warm-up (step size and diagonal metric).
 
-    Chains go in step: one compiled program advances all of them by one iteration, of the warm-up
-    or of the draws, and computes their densities in one batch.
+    One compiled program advances all chains by one iteration of the warm-up or of the draws, and
+    computes their densities in one batch.
+
+    Parameters
+    ----------
+    warmup, draws
+        Numbers of iterations of each chain.
+    acceptance
+        Mean acceptance that the step size is tuned for.
+    depth
+        A trajectory has at most 2^depth steps.
     """
 
     warmup: int = 300
@@ -85,26 +95,33 @@ class NUTS:
     ) -> Posterior | None:
         """Sample from `density`, a log density that JAX can differentiate (collective).
 
-        Every rank runs the sampler. Its decisions follow from the density, which is equal on all
-        ranks, and from its own arithmetic, which ranks may round differently: each iteration starts
-        from rank 0's state, so that no difference grows until ranks take different decisions.
+        Every rank runs the sampler. Its decisions depend on the density, which is equal on all
+        ranks, and on the sampler's arithmetic, which ranks may round differently. Therefore each
+        iteration starts from the state of rank 0. So rounding differences cannot grow until ranks
+        take different decisions.
 
         Parameters
         ----------
+        density
+            Log density as a function of the unknowns, equal on all ranks.
         starts
-            Arrays of shape (chains, ...).
+            Unknowns to start from: arrays of shape (chains, ...).
+        seed
+            Seed of all random draws.
         note
-            Called after each iteration, those of the warm-up included, with its number and a few
-            figures; true: that is enough. All ranks must give the same answer.
+            Called after each iteration, also of the warm-up, with the number of completed
+            iterations and a few figures. A true result ends the sampling. The result must be the
+            same on all ranks.
         comm
             The ranks that compute the density; by default all ranks.
         scales
-            Of one chain's unknowns, about what their standard deviations are: the metric until the
-            warm-up has found its own; ones by default.
+            Rough standard deviations of one chain's unknowns, the metric at the start of the
+            warm-up. By default ones.
 
         Returns
         -------
-        The draws; None where it ended before the first.
+        Posterior or None
+            The draws, or None if the sampling ended before the first draw.
         """
         kernel = blackjax.nuts.build_kernel()
         start_tuning, tune = _tuning(self.acceptance)
@@ -159,7 +176,7 @@ class NUTS:
 
 
 def _stages(warmup: int, draws: int) -> list[np.int32]:
-    """What each iteration is for: Stan's windows, then draws."""
+    """Return the stage of each iteration: Stan's windows, then draws."""
     slow = [
         _WINDOW_ENDS if ends else _SLOW if stage else _FAST
         for stage, ends in np.asarray(build_schedule(warmup)).tolist()
@@ -168,7 +185,7 @@ def _stages(warmup: int, draws: int) -> list[np.int32]:
 
 
 def _tuning(acceptance: float) -> tuple[Callable[..., _Tuning], Callable[..., _Tuning]]:
-    """How a chain's tuning starts, and how an iteration changes it."""
+    """Return the functions that start the tuning of a chain and change it in an iteration."""
     start_size, change_size, final_size = dual_averaging_adaptation(acceptance)
     start_metric, change_metric, final_metric = mass_matrix_adaptation()
 
@@ -203,5 +220,5 @@ def _tuning(acceptance: float) -> tuple[Callable[..., _Tuning], Callable[..., _T
 
 
 def _settled(tree: Any) -> Any:
-    """The same in types that an iteration leaves as they are: the first is compiled for all."""
+    """Convert to types that an iteration does not change, so that it is compiled only once."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.asarray(leaf).dtype), tree)

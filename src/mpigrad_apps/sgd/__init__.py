@@ -1,29 +1,29 @@
-"""Stochastic gradients on several ranks: a network that reads digits, or a model of one's own."""
+"""Train a network that reads digits, or your own model, by stochastic gradients on all ranks."""
 
 from typing import TYPE_CHECKING
 
 from mpigrad import _lazy
 
 if TYPE_CHECKING:
-    from mpigrad_apps.sgd.comparison import Result as Result
+    from mpigrad_apps.sgd.comparison import SGDResult as SGDResult
     from mpigrad_apps.sgd.comparison import run as run
-    from mpigrad_apps.sgd.course import Course as Course
-    from mpigrad_apps.sgd.course import Epoch as Epoch
-    from mpigrad_apps.sgd.course import Step as Step
     from mpigrad_apps.sgd.digits import read_digits as read_digits
+    from mpigrad_apps.sgd.run_log import EpochRecord as EpochRecord
+    from mpigrad_apps.sgd.run_log import RunLog as RunLog
+    from mpigrad_apps.sgd.run_log import StepRecord as StepRecord
     from mpigrad_apps.sgd.settings import Settings as Settings
     from mpigrad_apps.sgd.task import Task as Task
-    from mpigrad_apps.sgd.task import load as load
+    from mpigrad_apps.sgd.task import load_task as load_task
 
 _NAMES = {
-    "Course": "course",
-    "Epoch": "course",
-    "Result": "comparison",
+    "RunLog": "run_log",
+    "EpochRecord": "run_log",
+    "SGDResult": "comparison",
     "Settings": "settings",
-    "Step": "course",
+    "StepRecord": "run_log",
     "Task": "task",
     "read_digits": "digits",
-    "load": "task",
+    "load_task": "task",
     "run": "comparison",
 }
 

@@ -1,4 +1,4 @@
-"""A run from settings to report: one training after the other, from the same start."""
+"""Run the sgd application, from settings to report: several trainings from the same start."""
 
 from __future__ import annotations
 
@@ -23,75 +23,82 @@ from mpigrad.training import (
     Synchronous,
     trainer,
 )
-from mpigrad_apps.output_directory import prepare
-from mpigrad_apps.sgd.course import Course, Epoch, Step
+from mpigrad_apps.output_directory import prepare_output
+from mpigrad_apps.sgd.evaluation import make_evaluator
 from mpigrad_apps.sgd.outputs import write_history, write_parameters, write_report
+from mpigrad_apps.sgd.run_log import EpochRecord, RunLog, StepRecord
 from mpigrad_apps.sgd.settings import Settings
-from mpigrad_apps.sgd.task import Task, load
-from mpigrad_apps.sgd.testing import evaluator
+from mpigrad_apps.sgd.task import Task, load_task
 
-__all__ = ["Result", "run"]
+__all__ = ["SGDResult", "run"]
 
 _SAVE_EVERY = 1.0  # minutes
 _EPOCHS = "epochs.jsonl"
-# What a run must share with the one that it goes on from, beside the strategy.
+# Settings that a resumed run must share with the earlier run, in addition to the strategy.
 _IN_COMMON = ("module", "framework", "batch", "optimizer", "learning_rate", "momentum", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """What a run gives, the same on every rank: the models, and the course of each training."""
+class SGDResult:
+    """The result of `run`, the same on all ranks: the models, and the log of each training."""
 
     settings: Settings
     models: tuple[Any, ...]
-    courses: tuple[Course, ...]
+    logs: tuple[RunLog, ...]
     report: pathlib.Path
 
 
-def run(settings: Settings, comm: Communicator | None = None) -> Result:
+def run(settings: Settings, comm: Communicator | None = None) -> SGDResult:
     """Train in each mode, test after each epoch, write the report (collective).
 
-    Writes into `settings.out`: report.html and its pictures, settings.json, and for each training
-    a directory with history.jsonl, the parameters (model.npz or model.pt) and restart/, which is
-    written every minute, and from which it goes on with `settings.resume`. When asked to stop
-    (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it ends after the step that it is in and
-    reports what there is.
+    The run writes into `settings.out`: report.html and its pictures, settings.json, and a directory
+    for each training with history.jsonl, the parameters (model.npz or model.pt) and restart/. The
+    saves in restart/ are written every minute, and the run continues from them with
+    `settings.resume`. When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), the
+    run finishes its step and reports the results so far.
+
+    Parameters
+    ----------
+    settings
+        The options of `mpigrad run sgd`.
+    comm
+        The ranks that take part; by default all ranks.
 
     Raises
     ------
     ValueError, TypeError, OSError
-        On every rank, before the first step, where the settings, the user's factory or the output
-        directory make no sense.
+        On every rank, before the first step, if the settings, the user's factory or the output
+        directory are not valid.
     """
     comm = resolve(comm)
     call_on_root(comm, settings.check)
     with raise_on_all_ranks(comm):
-        task = load(settings)
-    prepare(settings, settings.out, comm)
+        task = load_task(settings)
+    prepare_output(settings, settings.out, comm)
     if comm.rank == 0:
         print(
             f"sgd: {task.rows} samples in batches of {settings.batch}, {settings.epochs} epochs, "
             f"{task.framework}, on {comm.size} rank{'s' * (comm.size > 1)}",
             flush=True,
         )
-    models, courses = [], []
+    models, logs = [], []
     with checkpoint.listen() as stop:
         for name, strategy in strategies(settings).items():
-            model, course = _train(settings, name, strategy, stop, comm)
+            model, log = _train(settings, name, strategy, stop, comm)
             models.append(model)
-            courses.append(course)
-            if course.stopped:
+            logs.append(log)
+            if log.stopped:
                 break
     path = settings.out / "report.html"
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
-            path = write_report(settings, task, courses, comm.size)
+            path = write_report(settings, task, logs, comm.size)
             print(f"report: {path}", flush=True)
-    return Result(settings, tuple(models), tuple(courses), path)
+    return SGDResult(settings, tuple(models), tuple(logs), path)
 
 
 def strategies(settings: Settings) -> dict[str, Strategy]:
-    """What to train with, and the name of its directory."""
+    """Return the strategies of the trainings by the names of their directories."""
     found: dict[str, Strategy] = {}
     for mode in settings.mode:
         if mode == "synchronous":
@@ -116,46 +123,48 @@ def _train(
     strategy: Strategy,
     stop: checkpoint.Interruption,
     comm: Communicator,
-) -> tuple[Any, Course]:
-    """One training: its model, and its course."""
+) -> tuple[Any, RunLog]:
+    """One training: its model, and its log."""
     out = settings.out / name
     with raise_on_all_ranks(comm):
-        task = load(settings)  # anew: a module is changed by its training
+        task = load_task(settings)  # once more: training changes a module
         if comm.rank == 0:
-            _make_way(out, settings.resume)
-    test = evaluator(task, settings.batch, comm)
+            _prepare_directory(out, settings.resume)
+    test = make_evaluator(task, settings.batch, comm)
     training = trainer(task.model, optimizer(settings, task), task.loss, strategy, comm=comm)
     batches = Batches(task.rows, settings.batch, seed=settings.seed, take=task.batch)
     about = {name: str(getattr(settings, name)) for name in _IN_COMMON}
     checkpoint = Checkpoint(
         out / "restart", minutes=_SAVE_EVERY, fingerprint={"strategy": str(strategy), **about}
     )
-    epochs = call_on_root(comm, lambda: _noted(out))
+    epochs = call_on_root(comm, lambda: _read_epochs(out))
     if not epochs:
-        epochs.append(_tested(Epoch(0, 0.0, 0.0), test(training.model), settings, name, comm))
+        epochs.append(
+            _record_epoch(EpochRecord(0, 0.0, 0.0), test(training.model), settings, name, comm)
+        )
     ending, stopped = f"all {settings.epochs} epochs done", False
     for epoch in range(min(len(epochs), settings.epochs), settings.epochs + 1):
         batches.epochs = epoch
         history = training.run(batches, checkpoint=checkpoint)
         steps = _steps(history)
         if not history.interrupted and epoch == len(epochs):
-            now = Epoch(epoch, steps[-1].samples, steps[-1].seconds)
-            epochs.append(_tested(now, test(training.model), settings, name, comm))
+            now = EpochRecord(epoch, steps[-1].samples, steps[-1].seconds)
+            epochs.append(_record_epoch(now, test(training.model), settings, name, comm))
         stopped = history.interrupted or any(comm.mpi.allgather(stop.requested()))
         if stopped:
             ending = f"stopped in epoch {epoch}"
             break
     bound = strategy.staleness if isinstance(strategy, ParameterServer) else None
-    course = Course(name, _steps(training.history), tuple(epochs), ending, stopped, bound)
+    log = RunLog(name, _steps(training.history), tuple(epochs), ending, stopped, bound)
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
-            write_history(out / "history.jsonl", course)
+            write_history(out / "history.jsonl", log)
             write_parameters(out, training.model, task.framework)
-    return training.model, course
+    return training.model, log
 
 
 def optimizer(settings: Settings, task: Task) -> Any:
-    """The task's own, or the one that the settings name."""
+    """Return the optimizer of the task, or else of the settings."""
     if task.optimizer is not None:
         return task.optimizer
     rate, momentum = settings.learning_rate, settings.momentum
@@ -170,8 +179,8 @@ def optimizer(settings: Settings, task: Task) -> Any:
     return optax.adam(rate) if settings.optimizer == "adam" else optax.sgd(rate, momentum)
 
 
-def _make_way(out: pathlib.Path, resume: bool) -> None:
-    """For a new run; the saves of an earlier one are moved aside, and can still be resumed."""
+def _prepare_directory(out: pathlib.Path, resume: bool) -> None:
+    """Make the directory of a new run. Saves of an earlier run are renamed to restart.before."""
     out.mkdir(exist_ok=True)
     if resume:
         return
@@ -181,18 +190,18 @@ def _make_way(out: pathlib.Path, resume: bool) -> None:
     (out / _EPOCHS).unlink(missing_ok=True)
 
 
-def _noted(out: pathlib.Path) -> list[Epoch]:
-    """The epochs that an earlier run has tested."""
+def _read_epochs(out: pathlib.Path) -> list[EpochRecord]:
+    """Read the epochs that an earlier run has tested."""
     path = out / _EPOCHS
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     # A job that is killed may leave half a line.
-    return [Epoch(**json.loads(line)) for line in lines if line.endswith("\n")]
+    return [EpochRecord(**json.loads(line)) for line in lines if line.endswith("\n")]
 
 
-def _tested(
-    epoch: Epoch, found: dict[str, float], settings: Settings, name: str, comm: Communicator
-) -> Epoch:
-    """The epoch with what has been found; rank 0 notes and says it."""
+def _record_epoch(
+    epoch: EpochRecord, found: dict[str, float], settings: Settings, name: str, comm: Communicator
+) -> EpochRecord:
+    """Return the epoch with its test results. Rank 0 writes and prints them."""
     epoch = dataclasses.replace(epoch, **found)
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
@@ -204,12 +213,12 @@ def _tested(
     return epoch
 
 
-def _steps(history: History) -> tuple[Step, ...]:
-    """With the time since the first update, which compiles."""
+def _steps(history: History) -> tuple[StepRecord, ...]:
+    """Convert the records to steps. Their times begin at the first update, which compiles."""
     records = history.records
     met = itertools.accumulate(record.samples for record in records)
     return tuple(
-        Step(
+        StepRecord(
             record.step,
             record.loss,
             samples,

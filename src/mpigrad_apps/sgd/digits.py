@@ -1,4 +1,4 @@
-"""Handwritten digits: 1797 pictures of 8 x 8 pixels, which come with scikit-learn.
+"""Handwritten digits: 1797 pictures of 8 x 8 pixels, a data set of scikit-learn.
 
 Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
 Repository, 1998 (its test set).
@@ -20,7 +20,20 @@ HeldOut = tuple[Float32[np.ndarray, "held_out 1 8 8"], Int64[np.ndarray, " held_
 
 
 def read_digits() -> tuple[Train, HeldOut]:
-    """Pictures, grey values from -1 to 1, and what they show: 1440 to train on, 357 held out."""
+    """Read the pictures, with grey values from -1 to 1, and their digits.
+
+    Returns
+    -------
+    train, held_out
+        Pairs of pictures (n, 1, 8, 8) and digits (n,), with n = 1440 and n = 357.
+
+    Examples
+    --------
+    >>> from mpigrad_apps.sgd import read_digits
+    >>> (pictures, digits), held_out = read_digits()
+    >>> pictures.shape, digits.shape, len(held_out[0])
+    ((1440, 1, 8, 8), (1440,), 357)
+    """
     found = load_digits()
     pictures = (found.images[:, None] / 8 - 1).astype(np.float32)  # type: ignore[union-attr]
     labels = found.target.astype(np.int64)  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ __all__ = ["Network", "accuracy", "loss"]
 
 
 class Network(eqx.Module):
-    """Two convolutions of 3 x 3 pixels, each with the largest of 2 x 2, and two dense layers."""
+    """Two convolutions of 3 x 3 pixels, each with max pooling of 2 x 2, and two dense layers."""
 
     first: eqx.nn.Conv2d
     second: eqx.nn.Conv2d
@@ -27,7 +27,7 @@ class Network(eqx.Module):
         self.last = eqx.nn.Linear(64, 10, dtype=jnp.float32, key=keys[3])
 
     def __call__(self, picture: Float32[Array, "1 8 8"]) -> Float32[Array, " 10"]:
-        """Logits of the ten digits."""
+        """Compute the logits of the ten digits."""
         x = _largest(jax.nn.relu(self.first(picture)))
         x = _largest(jax.nn.relu(self.second(x)))
         return self.last(jax.nn.relu(self.hidden(x.ravel())))
@@ -41,7 +41,7 @@ def _largest(x: Float32[Array, "channels ny nx"]) -> Float32[Array, "channels hy
 def loss(
     network: Network, pictures: Float32[Array, "samples 1 8 8"], digits: Int[Array, " samples"]
 ) -> Float[Array, ""]:
-    """Mean cross entropy."""
+    """Compute the mean cross entropy."""
     logits = jax.vmap(network)(pictures)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, digits))
 
@@ -49,6 +49,6 @@ def loss(
 def accuracy(
     network: Network, pictures: Float32[Array, "samples 1 8 8"], digits: Int[Array, " samples"]
 ) -> Float[Array, ""]:
-    """The fraction that is read rightly."""
+    """Compute the fraction of digits that the network recognizes."""
     logits = jax.vmap(network)(pictures)
     return jnp.mean(jnp.argmax(logits, axis=1) == digits, dtype=logits.dtype)

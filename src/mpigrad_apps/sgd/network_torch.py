@@ -11,7 +11,7 @@ __all__ = ["accuracy", "loss", "network"]
 
 
 def network(seed: int) -> nn.Sequential:
-    """Two convolutions of 3 x 3 pixels, each with the largest of 2 x 2, and two dense layers."""
+    """Make two convolutions of 3 x 3 pixels with max pooling of 2 x 2, and two dense layers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
@@ -33,7 +33,7 @@ def loss(
     pictures: Float32[Tensor, "samples 1 8 8"],
     digits: Int64[Tensor, " samples"],
 ) -> Float32[Tensor, ""]:
-    """Mean cross entropy."""
+    """Compute the mean cross entropy."""
     return nn.functional.cross_entropy(network(pictures), digits)
 
 
@@ -42,5 +42,5 @@ def accuracy(
     pictures: Float32[Tensor, "samples 1 8 8"],
     digits: Int64[Tensor, " samples"],
 ) -> Float32[Tensor, ""]:
-    """The fraction that is read rightly."""
+    """Compute the fraction of digits that the network recognizes."""
     return (network(pictures).argmax(1) == digits).float().mean()

@@ -1,4 +1,4 @@
-"""What a run leaves behind: histories, parameters, pictures and the report."""
+"""The output of a run: histories, parameters, pictures and the report."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from mpigrad_apps import report
-from mpigrad_apps.atomic_write import write_whole
+from mpigrad_apps.atomic_write import write_atomically
 from mpigrad_apps.sgd import pictures
-from mpigrad_apps.sgd.course import Course
+from mpigrad_apps.sgd.run_log import RunLog
 from mpigrad_apps.sgd.settings import Settings
 from mpigrad_apps.sgd.task import Task
 
@@ -22,45 +22,45 @@ __all__ = ["write_history", "write_parameters", "write_report"]
 
 
 def write_parameters(directory: pathlib.Path, model: Any, framework: str) -> pathlib.Path:
-    """Write model.pt, a `state_dict`, or model.npz, arrays by their place in the pytree."""
+    """Write model.pt, a `state_dict`, or model.npz, the arrays by their paths in the pytree."""
     if framework == "torch":
         import torch  # pyright: ignore[reportMissingImports]
 
         path = directory / "model.pt"
-        write_whole(path, lambda file: torch.save(model.state_dict(), file))
+        write_atomically(path, lambda file: torch.save(model.state_dict(), file))
         return path
     path = directory / "model.npz"
     arrays = {
         jax.tree_util.keystr(place): np.asarray(leaf)
         for place, leaf in jax.tree_util.tree_leaves_with_path(model)
     }
-    write_whole(path, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
+    write_atomically(path, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
     return path
 
 
-def write_history(path: pathlib.Path, course: Course) -> None:
+def write_history(path: pathlib.Path, log: RunLog) -> None:
     """Write a line of JSON for each step."""
-    text = "".join(json.dumps(dataclasses.asdict(step)) + "\n" for step in course.steps)
-    write_whole(path, lambda file: file.write(text.encode()))
+    text = "".join(json.dumps(dataclasses.asdict(step)) + "\n" for step in log.steps)
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def write_report(
-    settings: Settings, task: Task, courses: Sequence[Course], ranks: int
+    settings: Settings, task: Task, logs: Sequence[RunLog], ranks: int
 ) -> pathlib.Path:
-    """Write the pictures and report.html; call it on one rank."""
-    drawn = [pictures.losses(courses)]
-    if all(course.epochs for course in courses) and task.held_out:
+    """Write the pictures and report.html. Call it on one rank."""
+    drawn = [pictures.draw_losses(logs)]
+    if all(log.epochs for log in logs) and task.held_out:
         what = "accuracy" if settings.module is None else "score"
-        drawn.append(pictures.tests(courses, what))
-    if any(course.bound is not None for course in courses):
-        drawn.append(pictures.staleness(courses))
+        drawn.append(pictures.draw_tests(logs, what))
+    if any(log.bound is not None for log in logs):
+        drawn.append(pictures.draw_staleness(logs))
     return report.write_report(
         settings.out,
         "Stochastic gradients on several ranks",
-        _summary(settings, task, courses, ranks),
+        _summary(settings, task, logs, ranks),
         drawn,
         [
-            *(report.Table(course.name, _outcome(course)) for course in courses),
+            *(report.Table(log.name, _outcome(log)) for log in logs),
             report.Table("Ranks", {"ranks": ranks}),
             report.Table("Settings", _choices(settings)),
             report.Table("Versions", _versions(task)),
@@ -68,48 +68,48 @@ def write_report(
     )
 
 
-def _summary(settings: Settings, task: Task, courses: Sequence[Course], ranks: int) -> str:
+def _summary(settings: Settings, task: Task, logs: Sequence[RunLog], ranks: int) -> str:
     what = (
         "A small convolutional network reads handwritten digits"
         if settings.module is None
         else f"{settings.module}"
     )
-    names = ", ".join(course.name for course in courses)
+    names = ", ".join(log.name for log in logs)
     text = (
         f"{what}: {task.rows} samples in batches of {settings.batch}, {ranks} "
         f"rank{'s' * (ranks > 1)}, {'PyTorch' if task.framework == 'torch' else 'JAX'}. "
         f"Trainings: {names}."
     )
-    best = [c.epochs[-1].score for c in courses if c.epochs and c.epochs[-1].score is not None]
+    best = [c.epochs[-1].score for c in logs if c.epochs and c.epochs[-1].score is not None]
     if best and settings.module is None:
-        text += f" Of the held-out digits {min(best):.1%} to {max(best):.1%} are read rightly."
+        text += f" The networks read {min(best):.1%} to {max(best):.1%} of the held-out digits."
     return text
 
 
-def _outcome(course: Course) -> dict[str, object]:
-    rows: dict[str, object] = {"ended": course.ending}
-    if course.steps:
-        last = course.steps[-1]
+def _outcome(log: RunLog) -> dict[str, object]:
+    rows: dict[str, object] = {"ended": log.ending}
+    if log.steps:
+        last = log.steps[-1]
         rows |= {
-            "updates (of local SGD: means)": len(course.steps),
+            "updates (of local SGD: means)": len(log.steps),
             "samples": f"{last.samples:.0f}",
             "time since the first update": f"{last.seconds:.2f} s",
-            "one update (median)": f"{1e3 * _median_time(course):.2f} ms",
+            "one update (median)": f"{1e3 * _median_time(log):.2f} ms",
         }
-    if course.epochs:
-        test = course.epochs[-1]
+    if log.epochs:
+        test = log.epochs[-1]
         if test.loss is not None:
             rows["loss of the held-out samples"] = f"{test.loss:.4f}"
         if test.score is not None:
             rows["score of the held-out samples"] = f"{test.score:.4f}"
-    stale = [n for step in course.steps for n in step.staleness]
+    stale = [n for step in log.steps for n in step.staleness]
     if stale:
         rows["staleness"] = f"{np.mean(stale):.2f} in the mean, {max(stale)} at most"
     return rows
 
 
-def _median_time(course: Course) -> float:
-    times = np.diff([step.seconds for step in course.steps])
+def _median_time(log: RunLog) -> float:
+    times = np.diff([step.seconds for step in log.steps])
     return float(np.median(times)) if len(times) else float("nan")
 
 

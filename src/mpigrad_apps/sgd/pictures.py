@@ -1,4 +1,4 @@
-"""Losses, scores and staleness of trainings, side by side."""
+"""Pictures that compare the losses, scores and staleness of trainings."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpigrad_apps import report
-from mpigrad_apps.sgd.course import Course
+from mpigrad_apps.sgd.run_log import RunLog
 
-__all__ = ["losses", "staleness", "tests"]
+__all__ = ["draw_losses", "draw_staleness", "draw_tests"]
 
 _COLOURS = ("#2563a8", "#b3261e", "#2e7d32", "#8e5ea2", "#b7791f", "#57606a")
 _SMOOTH = 40  # points of a smoothed curve
 
 
-def losses(courses: Sequence[Course]) -> report.Picture:
-    """The loss against wall time and against samples."""
+def draw_losses(logs: Sequence[RunLog]) -> report.Picture:
+    """Draw the loss against wall time and against samples."""
 
     def draw(figure: Any) -> None:
         for place, (label, of) in enumerate(
             (("seconds since the first update", "seconds"), ("samples", "samples"))
         ):
             axes = figure.add_subplot(1, 2, place + 1)
-            for course, colour in zip(courses, itertools.cycle(_COLOURS), strict=False):
-                x = np.array([getattr(step, of) for step in course.steps])
-                y = np.array([step.loss for step in course.steps])
-                axes.semilogy(*_smoothed(x, y), color=colour, linewidth=1.8, label=course.name)
+            for log, colour in zip(logs, itertools.cycle(_COLOURS), strict=False):
+                x = np.array([getattr(step, of) for step in log.steps])
+                y = np.array([step.loss for step in log.steps])
+                axes.semilogy(*_smoothed(x, y), color=colour, linewidth=1.8, label=log.name)
             _finish(axes, label, "loss of the batches" if place == 0 else "")
             if place == 0:
                 axes.legend(fontsize=9)
 
     return report.drawing(
         "loss",
-        "The loss of the batches while they are learnt, against wall time and against samples; "
-        "means over neighbouring steps.",
+        "The loss of the batches during training, against wall time and against samples: means "
+        "over neighbouring steps.",
         (12.0, 4.4),
         draw,
     )
 
 
-def tests(courses: Sequence[Course], what: str) -> report.Picture:
-    """Held-out samples after each epoch, against wall time and against samples."""
+def draw_tests(logs: Sequence[RunLog], what: str) -> report.Picture:
+    """Draw the results for held-out samples after each epoch, against wall time and samples."""
 
     def draw(figure: Any) -> None:
-        scored = all(epoch.score is not None for course in courses for epoch in course.epochs)
+        scored = all(epoch.score is not None for log in logs for epoch in log.epochs)
         for place, (label, of) in enumerate(
             (("seconds since the first update", "seconds"), ("samples", "samples"))
         ):
             axes = figure.add_subplot(1, 2, place + 1)
-            for course, colour in zip(courses, itertools.cycle(_COLOURS), strict=False):
-                x = [getattr(epoch, of) for epoch in course.epochs]
-                y = [epoch.score if scored else epoch.loss for epoch in course.epochs]
-                axes.plot(x, y, "o-", color=colour, markersize=3.5, label=course.name)
+            for log, colour in zip(logs, itertools.cycle(_COLOURS), strict=False):
+                x = [getattr(epoch, of) for epoch in log.epochs]
+                y = [epoch.score if scored else epoch.loss for epoch in log.epochs]
+                axes.plot(x, y, "o-", color=colour, markersize=3.5, label=log.name)
             _finish(axes, label, (what if scored else "loss") if place == 0 else "")
             if place == 0:
                 axes.legend(fontsize=9)
@@ -64,42 +64,42 @@ def tests(courses: Sequence[Course], what: str) -> report.Picture:
     return report.drawing("test", "Held-out samples, after each epoch.", (12.0, 4.4), draw)
 
 
-def staleness(courses: Sequence[Course]) -> report.Picture:
-    """How stale the gradients were, and what loss came of it."""
+def draw_staleness(logs: Sequence[RunLog]) -> report.Picture:
+    """Draw the staleness of the gradients and its effect on the loss."""
 
     def draw(figure: Any) -> None:
         bars, effect = figure.subplots(1, 2)
         bounded = [
-            (course, colour)
-            for course, colour in zip(courses, itertools.cycle(_COLOURS), strict=False)
-            if course.bound is not None
+            (log, colour)
+            for log, colour in zip(logs, itertools.cycle(_COLOURS), strict=False)
+            if log.bound is not None
         ]
         width = 0.8 / len(bounded)
-        for place, (course, colour) in enumerate(bounded):
-            counts = Counter(n for step in course.steps for n in step.staleness)
+        for place, (log, colour) in enumerate(bounded):
+            counts = Counter(n for step in log.steps for n in step.staleness)
             total = max(sum(counts.values()), 1)
             at = np.array(sorted(counts))
             share = [counts[n] / total for n in at]
             shift = (place - (len(bounded) - 1) / 2) * width
-            bars.bar(at + shift, share, width, color=colour, label=course.name)
+            bars.bar(at + shift, share, width, color=colour, label=log.name)
         _finish(bars, "staleness (updates)", "fraction of gradients")
         bars.xaxis.get_major_locator().set_params(integer=True)
         bars.legend(fontsize=9)
-        for course, colour in zip(courses, itertools.cycle(_COLOURS), strict=False):
-            stale = [n for step in course.steps for n in step.staleness]
-            last = course.steps[-max(1, len(course.steps) // max(len(course.epochs) - 1, 1)) :]
+        for log, colour in zip(logs, itertools.cycle(_COLOURS), strict=False):
+            stale = [n for step in log.steps for n in step.staleness]
+            last = log.steps[-max(1, len(log.steps) // max(len(log.epochs) - 1, 1)) :]
             if last:
                 loss = float(np.mean([step.loss for step in last]))
                 mean = float(np.mean(stale)) if stale else 0.0
-                effect.plot(mean, loss, "o", color=colour, label=course.name)
+                effect.plot(mean, loss, "o", color=colour, label=log.name)
         effect.set_ylim(bottom=0)
         effect.legend(fontsize=9)
         _finish(effect, "mean staleness (updates)", "loss of the last epoch's batches")
 
     return report.drawing(
         "staleness",
-        "How many updates gradients were behind the parameters that they were applied to, and the "
-        "loss of the last epoch, beside that of trainings without staleness.",
+        "The staleness of the gradients, in updates, and the loss of the last epoch, next to the "
+        "loss of trainings without staleness.",
         (12.0, 4.0),
         draw,
     )
@@ -114,7 +114,7 @@ def _finish(axes: Any, x: str, y: str) -> None:
 def _smoothed(
     x: NDArray[np.float64], y: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Means of neighbours, so many that _SMOOTH points are left."""
+    """Average neighbouring points, so that _SMOOTH points are left."""
     parts = np.array_split(np.arange(len(y)), min(len(y), _SMOOTH))
     return np.array([x[part].mean() for part in parts]), np.array(
         [y[part].mean() for part in parts]

@@ -1,4 +1,4 @@
-"""What a training run is asked for."""
+"""The options of `mpigrad run sgd`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ __all__ = ["Settings"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A convolutional network learns to read handwritten digits, or your own model what you give
-    it, by stochastic gradients on several ranks: synchronous, through a parameter server, local.
+    """Train a network that reads handwritten digits, or your own model, by stochastic gradients.
+
+    The modes are synchronous, asynchronous (through a parameter server) and local.
     """
 
     mode: tuple[Literal["synchronous", "asynchronous", "local"], ...] = (
@@ -22,68 +23,72 @@ class Settings:
         "asynchronous",
         "local",
     )
-    """One or more, which are trained one after the other from the same start."""
+    """One or more modes. The run trains with one after the other from the same start."""
     framework: Literal["jax", "torch"] | None = None
-    """Of the network; without: JAX. A model of your own tells it by itself."""
+    """Framework of the network, by default JAX. It is detected for a model of your own."""
     module: str | None = None
     """Your own model, loss and data: file.py:factory, a function without arguments."""
     epochs: int = 10
-    """How often every sample is met."""
+    """Number of passes over all samples."""
     batch: int = 32
-    """Samples of a batch, all ranks together."""
+    """Number of samples of a batch, over all ranks."""
     optimizer: Literal["sgd", "adam"] = "sgd"
-    """The optimizer, unless your factory gives one."""
+    """The optimizer, unless your factory returns one."""
     learning_rate: float = 0.02
-    """Its learning rate."""
+    """Learning rate of the optimizer."""
     momentum: float = 0.9
-    """Of sgd."""
+    """Momentum of sgd."""
     accumulate: int = 1
-    """Synchronous: parts that a rank computes its batch in, for lack of memory."""
+    """Synchronous: number of parts of a rank's batch, to save memory."""
     compression: Literal["none", "float16", "bfloat16"] = "none"
-    """Synchronous: the type in which gradients travel."""
+    """Synchronous: the type in which gradients are sent."""
     clip: float | None = None
     """Synchronous: largest norm of a gradient."""
     staleness: tuple[int, ...] = (4,)
-    """Asynchronous: updates that a gradient may be behind; a run for each number."""
+    """Asynchronous: largest staleness of a gradient, in updates. One training for each value."""
     scale_by_staleness: bool = False
-    """Asynchronous: divide a gradient by 1 + its staleness."""
+    """Asynchronous: divide each gradient by 1 + its staleness."""
     every: int = 8
     """Local: steps between two averages."""
     seed: int = 0
-    """Of the first parameters and of the order of samples."""
+    """Seed of the first parameters and of the order of samples."""
     resume: bool = False
-    """Go on from the saves of an earlier run with the same --out, where there are any."""
+    """Continue from the saves of an earlier run with the same --out, if there are any."""
     out: pathlib.Path = pathlib.Path("results/sgd")
     """Directory for the report, the pictures, the histories and the parameters."""
 
     def check(self) -> None:
-        """Raise a ValueError or an OSError that names the first setting which makes no sense."""
+        """Check the settings: raise a ValueError or OSError that names the first invalid option."""
         for option in ("mode", "staleness"):
             if len(set(getattr(self, option))) < len(getattr(self, option)):
-                raise ValueError(f"--{option}: the same one twice")
+                raise ValueError(f"--{option}: expected different values, got one of them twice")
         if not self.mode:
-            raise ValueError("--mode: one or more of synchronous, asynchronous, local")
+            raise ValueError("--mode: expected one or more of synchronous, asynchronous, local")
         for option in ("epochs", "batch", "accumulate", "every"):
             number = getattr(self, option)
             if number < 1:
-                raise ValueError(f"--{option}: at least 1, not {number}")
+                raise ValueError(f"--{option}: expected at least 1, got {number}")
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"--seed: in [0, 2**32), not {self.seed}")
+            raise ValueError(f"--seed: expected in [0, 2**32), got {self.seed}")
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
-            raise ValueError(f"--learning-rate: a positive number, not {self.learning_rate}")
+            raise ValueError(
+                f"--learning-rate: expected a positive number, got {self.learning_rate}"
+            )
         if not 0 <= self.momentum < 1:
-            raise ValueError(f"--momentum: in [0, 1), not {self.momentum}")
+            raise ValueError(f"--momentum: expected in [0, 1), got {self.momentum}")
         if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"--clip: a positive norm, not {self.clip}")
+            raise ValueError(f"--clip: expected a positive norm, got {self.clip}")
         if not self.staleness or min(self.staleness) < 0:
-            raise ValueError(f"--staleness: numbers of updates, 0 or more, not {self.staleness}")
+            raise ValueError(
+                f"--staleness: expected numbers of updates, 0 or more, got {self.staleness}"
+            )
         if self.framework == "torch" and importlib.util.find_spec("torch") is None:
             raise ValueError(
-                "--framework torch: torch is not installed: pip install 'mpigrad[torch]'"
+                "--framework torch: torch is not installed. Run pip install 'mpigrad[torch]'"
             )
         if self.module is not None:
             file, colon, name = self.module.rpartition(":")
             if not (colon and name.isidentifier()):
-                raise ValueError(f"--module: file.py:factory, not {self.module}")
+                raise ValueError(f"--module: expected file.py:factory, got {self.module}")
             if not pathlib.Path(file).is_file():
                 raise FileNotFoundError(f"--module: there is no file {file}")

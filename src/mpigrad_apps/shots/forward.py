@@ -17,8 +17,8 @@ from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
 from mpigrad.profiling.progress_bar import Progress
 from mpigrad_apps import report
-from mpigrad_apps.atomic_write import write_whole
-from mpigrad_apps.output_directory import prepare
+from mpigrad_apps.atomic_write import write_atomically
+from mpigrad_apps.output_directory import prepare_output
 from mpigrad_apps.shots.experiment import Experiment, make_experiment
 from mpigrad_apps.shots.options import WaveOptions
 from mpigrad_apps.shots.physics import Physics
@@ -81,7 +81,7 @@ def forward_model(
     comm = resolve(comm)
     with jax.enable_x64(True):
         whole = make_experiment(options, comm, physics_class.complete)
-        prepare(options, out, comm)
+        prepare_output(options, out, comm)
         group = make_shot_group(comm, options.groups, whole, make_physics)
         if comm.rank == 0:
             print(group.summary(options.__module__.split(".")[-2], whole.n_shots), flush=True)
@@ -163,7 +163,7 @@ def _draw_films(
 def _write_gathers(result: ForwardRun) -> None:
     whole, gathers = result.experiment, result.gathers
     assert gathers is not None
-    write_whole(
+    write_atomically(
         result.report.parent / "gathers.npz",
         lambda file: np.savez(
             file,

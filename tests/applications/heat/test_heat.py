@@ -26,7 +26,7 @@ def largest(comm, values):
 
 
 def error(comm, n, duration=0.02):
-    """Of the explicit scheme for u = exp(-t) x (1 - x) y (1 - y), as fast as it is stable."""
+    """Error of the explicit scheme for u = exp(-t) x (1 - x) y (1 - y), at the stable limit."""
     grid = unit_square((n, 3 * n // 2), comm)
     x, y = (jnp.asarray(axis) for axis in grid.centers())
     kappa, shape = quadratic(x, y), manufactured_solution(x, y)
@@ -39,7 +39,12 @@ def error(comm, n, duration=0.02):
     return largest(comm, run(kappa) - np.exp(-duration) * shape)
 
 
-@pytest.mark.full
+INSULATED = pytest.param(
+    "insulated", marks=pytest.mark.full("the other boundary has the same time steps")
+)
+
+
+@pytest.mark.full("the fine grid takes many time steps")
 def test_second_order_in_space(comm):
     coarse, middle, fine = (error(comm, n) for n in (8, 16, 32))
     assert np.log2(coarse / middle) > 1.8
@@ -61,7 +66,7 @@ def problem(comm, **options):
 
 
 @pytest.mark.thin(1)
-@pytest.mark.parametrize("boundary", ["zero", pytest.param("insulated", marks=pytest.mark.full)])
+@pytest.mark.parametrize("boundary", ["zero", INSULATED])
 def test_orders_in_time(comm, alone, boundary):
     """Against the exact solution of the equations that are discrete in space alone."""
     model, (kappa, initial, _) = problem(alone, boundary=boundary)
@@ -153,7 +158,7 @@ def test_heat_stays_in_an_insulated_plate(comm):
 
 
 @pytest.mark.ranks(1, 2, 4)
-def test_bad_input_is_refused_on_every_rank(comm):
+def test_rejects_invalid_input_on_all_ranks(comm):
     model, (kappa, initial, source) = problem(comm)
     last = comm.rank == comm.size - 1  # alone with its mistake
     run = mpigrad.jit(lambda k, u: model.run(k, u)[0])
@@ -174,14 +179,16 @@ def test_bad_input_is_refused_on_every_rank(comm):
     lenient = mpigrad.jit(lambda k, u: model.run(k, u, throw=False)[0])
     assert np.all(np.isnan(lenient(stiff, initial)))
 
-    refused("kappa has shape", kappa[:0], initial[:0], error=ValueError)
+    refused(
+        "kappa must have the shape of this rank's tile", kappa[:0], initial[:0], error=ValueError
+    )
     history = model.history
-    refused("the source has shape", kappa, initial, source[1:], error=ValueError, run=history)
+    refused("the source must have shape", kappa, initial, source[1:], error=ValueError, run=history)
     for wrong, message in (
-        ({"dt": -1.0}, "a time step is positive"),
-        ({"dt": np.nan}, "a time step is positive"),
-        ({"steps": -1}, "not negative"),
-        ({"theta": 1.5}, "not between 0 and 1"),
+        ({"dt": -1.0}, "dt must be positive"),
+        ({"dt": np.nan}, "dt must be positive"),
+        ({"steps": -1}, "steps must be 0 or more"),
+        ({"theta": 1.5}, "theta must be between 0 and 1"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(model, **(wrong if last else {}))

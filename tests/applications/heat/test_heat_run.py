@@ -41,7 +41,9 @@ def test_forward_run_is_written(comm, directory, capfd):
     ("unknown", "part"),
     [
         pytest.param("cells", 0.1, marks=pytest.mark.thin(1)),
-        pytest.param("network", 0.5, marks=pytest.mark.full),
+        pytest.param(
+            "network", 0.5, marks=pytest.mark.full("the case of cells runs the same code")
+        ),
     ],
 )
 def test_diffusivity_is_estimated(comm, directory, unknown, part):
@@ -57,14 +59,14 @@ def test_diffusivity_is_estimated(comm, directory, unknown, part):
     assert len((settings.out / "history.jsonl").read_text().splitlines()) == 6
 
 
-def test_what_makes_no_sense_is_refused(comm, directory):
+def test_rejects_invalid_settings_and_files(comm, directory):
     for changes, message in (
-        ({"cells": (1, 10)}, "--cells: at least 2 cells"),
-        ({"duration": 0.0}, "--duration: a positive time"),
-        ({"theta": 2.0}, "--theta: between 0 and 1"),
-        ({"steps": 0}, "--steps: at least 1"),
-        ({"noise": -1.0}, "--noise: zero or positive"),
-        ({"observed": 0.0}, "--observed: a fraction"),
+        ({"cells": (1, 10)}, "--cells: expected at least 2 cells"),
+        ({"duration": 0.0}, "--duration: expected a positive time"),
+        ({"theta": 2.0}, "--theta: expected between 0 and 1"),
+        ({"steps": 0}, "--steps: expected at least 1"),
+        ({"noise": -1.0}, "--noise: expected zero or positive"),
+        ({"observed": 0.0}, "--observed: expected a fraction"),
     ):
         with pytest.raises(ValueError, match=message):
             run(small(directory, **changes), comm)

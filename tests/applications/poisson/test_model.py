@@ -37,7 +37,7 @@ def test_second_order(comm):
     assert fine < 1e-4
 
 
-def test_second_order_where_spacings_differ(comm):
+def test_second_order_with_different_spacings(comm):
     coarse, fine = error(comm, (12, 18)), error(comm, (24, 36))
     assert np.log2(coarse / fine) > 1.9
 
@@ -124,16 +124,16 @@ def test_roughness_counts_every_face_once(comm):
     assert np.isclose(total, expected / grid.size, rtol=1e-12)
 
 
-def test_wrong_shapes_are_refused(comm):
+def test_rejects_wrong_shapes(comm):
     grid = unit_square((8, 9), comm)
-    with pytest.raises(ValueError, match="the source has shape"):
+    with pytest.raises(ValueError, match="the source must have the shape"):
         poisson(grid, np.ones((3, 3)))
     model = poisson(grid, np.ones(grid.local_shape))
-    with pytest.raises(ValueError, match="kappa has shape"):
+    with pytest.raises(ValueError, match="kappa must have the shape"):
         model.matrix(jnp.ones((3, 3)))
 
 
-def test_more_ranks_than_cells_is_refused(comm):
+def test_rejects_more_ranks_than_cells(comm):
     if comm.size == 1:
         with pytest.raises(ValueError, match="0 x 5"):
             unit_square((0, 5), comm)

@@ -20,7 +20,7 @@ from mpigrad_apps.population import (
     Unknowns,
     decay_rate,
     log_density,
-    read,
+    read_patients,
     run,
     simulate,
     summarize,
@@ -45,7 +45,10 @@ def some(patients):
     return jax.tree.map(lambda leaf, part: leaf + 0.1 * part, start, direction), direction
 
 
-@pytest.mark.parametrize("second", [False, pytest.param(True, marks=pytest.mark.full)])
+SECOND = pytest.param(True, marks=pytest.mark.full("second derivatives take long to compile"))
+
+
+@pytest.mark.parametrize("second", [False, SECOND])
 def test_density_and_derivatives_are_those_of_one_rank(comm, second):
     """The gradient passes the Taylor test, too, by the same program: it takes long to compile."""
     cohort, _ = simulate(9, 0, MODEL.kinetics)
@@ -94,9 +97,9 @@ def test_slow_absorption_is_improbable_unless_it_is_allowed():
         np.testing.assert_allclose(odds(ratio), chance, rtol=1e-9)
 
 
-@pytest.mark.full
+@pytest.mark.full("moments need many draws")
 def test_draws_are_those_of_the_density():
-    """Of a normal density, whose moments are known: no patients, no messages."""
+    """A normal density has known moments. It needs neither patients nor messages."""
     center = Unknowns(
         Shared(jnp.arange(5.0), jnp.full(5, 0.5), jnp.asarray(2.0)), jnp.zeros((2, 5))
     )
@@ -134,7 +137,7 @@ def small(directory, **changes):
     return dataclasses.replace(settings, **changes)
 
 
-@pytest.mark.full
+@pytest.mark.full("a whole run with its sampler takes long to compile")
 def test_a_run_is_written(comm, directory, capfd):
     settings = small(directory)
     result = run(settings, comm)
@@ -143,7 +146,7 @@ def test_a_run_is_written(comm, directory, capfd):
     assert json.loads((out / "settings.json").read_text())["patients"] == 4
     history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
     assert history[-1]["loss"] < history[0]["loss"]
-    assert read(out / "data.csv").names == result.cohort.names
+    assert read_patients(out / "data.csv").names == result.cohort.names
     draws = np.load(out / "posterior.npz")
     assert draws["effects"].shape == (2, 5, 4, 5)
     assert draws["typical"].shape == (2, 5, 5)
@@ -159,11 +162,11 @@ def test_a_run_is_written(comm, directory, capfd):
     assert ("25/25" in capfd.readouterr().out) == (comm.rank == 0)
 
 
-@pytest.mark.full
+@pytest.mark.full("350 iterations of two chains on 12 patients take minutes")
 @pytest.mark.ranks(2)
 @pytest.mark.timeout(900)
 def test_the_truth_is_found(comm, directory):
-    """Of 12 simulated patients, from their table."""
+    """The parameters of 12 simulated patients are found from their table."""
     settings = small(directory, patients=12, iterations=40, warmup=150, draws=200, depth=6)
     first = run(dataclasses.replace(settings, draws=0, out=directory / "first"), comm)
     assert first.posterior is None
@@ -180,16 +183,16 @@ def test_the_truth_is_found(comm, directory):
     assert max(k.rhat for k in result.summary.values()) < 1.2  # one mode: chains of two have 2
 
 
-def test_what_makes_no_sense_is_refused(comm, directory):
+def test_rejects_invalid_settings_and_data(comm, directory):
     for changes, message in (
-        ({"patients": 0}, "--patients: at least 1"),
-        ({"draws": 2}, "--draws: 0, or at least 4"),
-        ({"warmup": 3}, "--warmup: at least 20"),
-        ({"acceptance": 1.0}, "--acceptance: between 0 and 1"),
-        ({"typical": (1.0, 5.0, 0.0, 10.0, 50.0)}, "--typical: five positive numbers"),
-        ({"typical": (0.4, 5.0, 30.0, 10.0, 50.0)}, "--typical: absorption, 0.4 per hour, is not"),
-        ({"rtol": 1.0}, "--rtol: between"),
-        ({"seed": -1}, "--seed: at least 0"),
+        ({"patients": 0}, "--patients: expected at least 1"),
+        ({"draws": 2}, "--draws: expected 0, or at least 4"),
+        ({"warmup": 3}, "--warmup: expected at least 20"),
+        ({"acceptance": 1.0}, "--acceptance: expected between 0 and 1"),
+        ({"typical": (1.0, 5.0, 0.0, 10.0, 50.0)}, "--typical: expected five positive numbers"),
+        ({"typical": (0.4, 5.0, 30.0, 10.0, 50.0)}, "absorption faster .*, got 0.4 per hour"),
+        ({"rtol": 1.0}, "--rtol: expected between"),
+        ({"seed": -1}, "--seed: expected at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
             run(small(directory, **changes), comm)
@@ -202,5 +205,5 @@ def test_what_makes_no_sense_is_refused(comm, directory):
     comm.mpi.Barrier()
     with pytest.raises(ValueError, match="would replace"):
         run(small(directory, data=directory / "out" / "patients.csv"), comm)
-    with pytest.raises(ValueError, match="line 3: dv: a positive concentration"):
+    with pytest.raises(ValueError, match="line 3: dv: expected a positive concentration"):
         run(small(directory, data=directory / "bad.csv"), comm)

@@ -52,25 +52,25 @@ def leaves(models):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(models)]
 
 
-@pytest.mark.full
+@pytest.mark.full("three trainings of three epochs each")
 def test_digits_are_read_after_training_in_every_mode(comm, directory, capfd):
     settings = Settings(epochs=3, learning_rate=0.05, staleness=(2,), out=directory / "out")
     result = run(settings, comm)
     comm.mpi.Barrier()
-    names = [course.name for course in result.courses]
+    names = [log.name for log in result.logs]
     assert names == ["synchronous", "asynchronous-2", "local"]
-    for course in result.courses:
-        first, *_, last = course.epochs
-        if comm.size > 2 and course.name == "asynchronous-2":
+    for log in result.logs:
+        first, *_, last = log.epochs
+        if comm.size > 2 and log.name == "asynchronous-2":
             # Stale gradients of more workers learn more slowly in as many samples.
             assert last.loss < first.loss and last.score > first.score
         else:
-            assert last.score > 0.85, course.name
-        assert course.steps[-1].samples == 3 * 1440
-        lines = (settings.out / course.name / "history.jsonl").read_text().splitlines()
+            assert last.score > 0.85, log.name
+        assert log.steps[-1].samples == 3 * 1440
+        lines = (settings.out / log.name / "history.jsonl").read_text().splitlines()
         assert json.loads(lines[-1])["samples"] == 3 * 1440
-        assert max((n for step in course.steps for n in step.staleness), default=0) <= 2
-        with np.load(settings.out / course.name / "model.npz") as file:
+        assert max((n for step in log.steps for n in step.staleness), default=0) <= 2
+        with np.load(settings.out / log.name / "model.npz") as file:
             assert file[".last.bias"].shape == (10,)
     page = result.report.read_text()
     assert page.count("data:image/png;base64,") == 3
@@ -93,7 +93,7 @@ def test_a_training_goes_on_bit_for_bit(comm, directory):
     after = run(dataclasses.replace(parts, epochs=4, resume=True), comm)
     for a, b in zip(leaves(whole.models), leaves(after.models), strict=True):
         assert np.array_equal(a, b)
-    for a, b in zip(whole.courses, after.courses, strict=True):
+    for a, b in zip(whole.logs, after.logs, strict=True):
         assert [step.loss for step in a.steps] == [step.loss for step in b.steps]
         assert [epoch.score for epoch in a.epochs] == [epoch.score for epoch in b.epochs]
         assert a.epochs[-1].score < a.epochs[0].score
@@ -101,9 +101,9 @@ def test_a_training_goes_on_bit_for_bit(comm, directory):
         run(dataclasses.replace(parts, batch=6, resume=True), comm)
 
 
-def test_what_makes_no_sense_is_refused_on_all_ranks(comm, directory):
+def test_rejects_invalid_settings_on_all_ranks(comm, directory):
     out = directory / "out"
-    with pytest.raises(ValueError, match="--epochs: at least 1"):
+    with pytest.raises(ValueError, match="--epochs: expected at least 1"):
         run(Settings(epochs=0, out=out), comm)
     module = write(directory, comm, LINE + "\n\ndef other():\n    return 3\n")
     with pytest.raises(TypeError, match=r"other\(\) must return"):
@@ -120,10 +120,10 @@ def test_digits_are_read_by_torch(comm, directory):
     result = run(
         Settings(framework="torch", epochs=3, learning_rate=0.05, out=directory / "out"), comm
     )
-    for course in result.courses:
+    for log in result.logs:
         # Stale gradients of more workers learn more slowly in as many samples.
-        slow = comm.size > 2 and course.name == "asynchronous-2"
-        assert course.epochs[-1].score > (0.5 if slow else 0.85), course.name
+        slow = comm.size > 2 and log.name == "asynchronous-2"
+        assert log.epochs[-1].score > (0.5 if slow else 0.85), log.name
     comm.mpi.Barrier()
     assert (result.settings.out / "local" / "model.pt").exists()
 

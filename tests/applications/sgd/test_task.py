@@ -1,4 +1,4 @@
-"""What is trained, and what is refused before anything is."""
+"""Tasks of a training, and the errors of tasks that cannot be trained."""
 
 import dataclasses
 
@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mpigrad_apps.sgd import Settings, Task, load, read_digits
-from mpigrad_apps.sgd.testing import evaluator
+from mpigrad_apps.sgd import Settings, Task, load_task, read_digits
+from mpigrad_apps.sgd.evaluation import make_evaluator
 
 FACTORIES = """
 import jax.numpy as jnp
@@ -86,33 +86,33 @@ def test_digits_are_shuffled_and_scaled():
 
 @pytest.mark.ranks(1)
 def test_a_factory_gives_a_task(file):
-    task = load(Settings(module=f"{file}:line"))
+    task = load_task(Settings(module=f"{file}:line"))
     assert isinstance(task, Task)
     assert (task.framework, task.rows) == ("jax", 30)
     x, y = task.batch(np.array([3, 1]))
     assert np.array_equal(y, 2 * x)
     assert float(task.loss(task.model, x, y)) == pytest.approx(float(jnp.mean(y**2)))
-    assert len(load(Settings(module=f"{file}:task")).held_out) == 2
+    assert len(load_task(Settings(module=f"{file}:task")).held_out) == 2
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("uneven", "same number of samples in each array, not 30, 29"),
+        ("uneven", "same number of samples in each array, got 30, 29"),
         ("words", r"model\['a'\] is str"),
         ("numbers", "arrays whose first axis are the samples"),
         ("nothing", "there are no samples"),
         ("two", r"must return \(model, loss, data\)"),
-        ("failing", r"failing\(\) failed: ZeroDivisionError"),
+        ("failing", r"failing\(\) failed with ZeroDivisionError"),
         ("no_loss", "loss"),
         ("not_a_function", "no function not_a_function in mine.py"),
         ("missing", "no function missing in mine.py"),
     ],
 )
-def test_a_factory_that_gives_something_else_is_refused(file, name, said):
+def test_rejects_factories_with_an_invalid_result(file, name, said):
     with pytest.raises((ValueError, TypeError), match=said):
-        load(Settings(module=f"{file}:{name}"))
+        load_task(Settings(module=f"{file}:{name}"))
 
 
 @pytest.mark.ranks(2)
@@ -123,35 +123,35 @@ def test_a_score_that_fails_on_one_rank_is_raised_by_all(comm):
     one = (np.zeros((1, 1)),)  # the other rank has none
     task = Task({"a": jnp.zeros(())}, failing, one, held_out=one)
     with pytest.raises(ValueError, match="no such score"):
-        evaluator(task, 4, comm)(task.model)
+        make_evaluator(task, 4, comm)(task.model)
 
 
 @pytest.mark.ranks(1)
-def test_a_file_that_cannot_be_imported_is_refused(file):
+def test_rejects_a_file_that_cannot_be_imported(file):
     broken = file.with_name("broken.py")
     with pytest.raises(ValueError, match="cannot be imported: ModuleNotFoundError"):
-        load(Settings(module=f"{broken}:line"))
+        load_task(Settings(module=f"{broken}:line"))
     with pytest.raises(ValueError, match="--framework torch, but"):
-        load(Settings(module=f"{file}:line", framework="torch"))
+        load_task(Settings(module=f"{file}:line", framework="torch"))
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"epochs": 0}, "--epochs: at least 1"),
-        ({"batch": 0}, "--batch: at least 1"),
-        ({"learning_rate": 0.0}, "--learning-rate: a positive number"),
-        ({"momentum": 1.0}, "--momentum: in"),
-        ({"seed": -1}, "--seed: in"),
-        ({"clip": -1.0}, "--clip: a positive norm"),
-        ({"staleness": ()}, "--staleness: numbers of updates"),
-        ({"staleness": (-1,)}, "--staleness: numbers of updates"),
-        ({"mode": ("local", "local")}, "--mode: the same one twice"),
-        ({"module": "mine.py"}, "--module: file.py:factory"),
+        ({"epochs": 0}, "--epochs: expected at least 1"),
+        ({"batch": 0}, "--batch: expected at least 1"),
+        ({"learning_rate": 0.0}, "--learning-rate: expected a positive number"),
+        ({"momentum": 1.0}, "--momentum: expected in"),
+        ({"seed": -1}, "--seed: expected in"),
+        ({"clip": -1.0}, "--clip: expected a positive norm"),
+        ({"staleness": ()}, "--staleness: expected numbers of updates"),
+        ({"staleness": (-1,)}, "--staleness: expected numbers of updates"),
+        ({"mode": ("local", "local")}, "--mode: expected different values"),
+        ({"module": "mine.py"}, "--module: expected file.py:factory"),
         ({"module": "none.py:task"}, "there is no file none.py"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(changes, said):
+def test_rejects_invalid_settings(changes, said):
     with pytest.raises((ValueError, OSError), match=said):
         dataclasses.replace(Settings(), **changes).check()

@@ -1,4 +1,4 @@
-"""What a model makes of samples that it has not been trained on."""
+"""Evaluate a model on held-out samples."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from mpigrad.communicator import Communicator
 from mpigrad.training import mean
 from mpigrad_apps.sgd.task import Task
 
-__all__ = ["evaluator"]
+__all__ = ["make_evaluator"]
 
 
-def evaluator(task: Task, size: int, comm: Communicator) -> Callable[[Any], dict[str, float]]:
-    """A function of the model: means over the held-out samples, each rank taking its part.
+def make_evaluator(task: Task, size: int, comm: Communicator) -> Callable[[Any], dict[str, float]]:
+    """Make a function that evaluates a model on the held-out samples. Each rank takes a part.
 
     Parameters
     ----------
+    task
+        The task with the held-out samples.
     size
-        Samples that are computed at a time.
+        Number of samples that are computed at a time.
+    comm
+        The ranks that share the samples.
 
     Returns
     -------
-    Collective; it gives "loss" and, where the task has one, "score", equal on all ranks; nothing
-    where no sample is held out.
+    A collective function of the model. It returns a dictionary of means, equal on all ranks: "loss"
+    and, if the task has a score, "score". The dictionary is empty without held-out samples.
     """
     count = len(task.held_out[0]) if task.held_out else 0
-    mine = np.arange(count * comm.rank // comm.size, count * (comm.rank + 1) // comm.size)
+    own = np.arange(count * comm.rank // comm.size, count * (comm.rank + 1) // comm.size)
     functions = {"loss": task.loss} | ({"score": task.score} if task.score else {})
     if task.framework == "jax":
         functions = {name: jax.jit(function) for name, function in functions.items()}
@@ -41,21 +45,21 @@ def evaluator(task: Task, size: int, comm: Communicator) -> Callable[[Any], dict
         with (
             raise_on_all_ranks(comm),
             _not_training(task, model),
-        ):  # a rank may have no sample to fail with
-            for start in range(0, len(mine), size):
-                rows = mine[start : start + size]
+        ):  # a rank without samples cannot fail by itself
+            for start in range(0, len(own), size):
+                rows = own[start : start + size]
                 batch = tuple(array[rows] for array in task.held_out)
                 for name, function in functions.items():
                     totals[name] += float(function(model, *batch)) * len(rows)
-        means = {name: total / max(len(mine), 1) for name, total in totals.items()}
-        return mean(means, len(mine), comm)
+        means = {name: total / max(len(own), 1) for name, total in totals.items()}
+        return mean(means, len(own), comm)
 
     return evaluate if count else lambda model: {}
 
 
 @contextlib.contextmanager
 def _not_training(task: Task, model: Any) -> Any:
-    """A module keeps no graph, and its dropout and the like rest."""
+    """Switch a module to evaluation: without a graph, and without dropout."""
     if task.framework != "torch":
         yield
         return
