@@ -62,7 +62,7 @@ def measure(n: int, pairs: int, iterations: int) -> None:
         jax.block_until_ready(f())
         return time.perf_counter() - start
 
-    def shared_evaluation(value_and_grad: Any, x: Any) -> float:
+    def evaluation(value_and_grad: Any, x: Any) -> float:
         value_and_grad(x)
         return statistics.median(seconds(lambda: value_and_grad(x)) for _ in range(15))
 
@@ -144,7 +144,7 @@ def measure(n: int, pairs: int, iterations: int) -> None:
     spent: dict[str, list[float]] = {name: [] for name in NAMES}
     objectives = Objective(share, own, sharded=True), Objective(share_of_all, x0)
     for _ in range(pairs):
-        alone = evaluate(sharded, own), evaluate(replicated, jnp.asarray(x0))
+        alone = evaluation(sharded, own), evaluation(replicated, jnp.asarray(x0))
         runs = (
             lambda: ours(objectives[0], own, alone[0]),  # noqa: B023
             lambda: ours(objectives[1], x0, alone[1]),  # noqa: B023
