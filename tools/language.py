@@ -109,7 +109,7 @@ def _plain(text: str) -> str:
 COUNTED = {
     "where": r"\b[Ww]here\b",
     "if": r"\b[Ii]f\b",
-    "is no": r"\b(is|are|was|were|has|have) (no|none)\b(?! longer\b)",
+    "is no": r"\b(is|are|was|were) (no|none)\b(?! longer\b)",
     ";": r";",
 }
 
