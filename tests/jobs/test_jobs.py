@@ -90,7 +90,7 @@ def test_first_example(comm: Communicator) -> None:
     equal_bits(by_b, np.diag(4.0 * np.arange(comm.size)))
 
 
-@pytest.mark.thin(4)  # rank 3 has no jobs, and is batched as the others are
+@pytest.mark.thin(4)  # rank 3, without jobs, is batched like the other ranks
 def test_chains_and_seeds(comm: Communicator) -> None:
     """Batched chains in a loop, a loss that is seeded on one rank, and the transpose of a map."""
     every, (params, item_params) = items(), arguments()

@@ -1,4 +1,4 @@
-"""Tests of mpigrad.torch: each with a chain of messages of its own."""
+"""Tests of mpigrad.torch, each with a separate chain of messages."""
 
 from __future__ import annotations
 

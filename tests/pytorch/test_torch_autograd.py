@@ -218,7 +218,7 @@ class _Wrong(torch.autograd.Function):
 
 @pytest.mark.ranks(2)
 def test_transformations(comm: Communicator) -> None:
-    """On rank 1 the operand is constant, and not batched: the message is both, all the same."""
+    """The message is active and batched on rank 1, although its operand is neither."""
     func = torch.func
     x, X = leaf(comm).detach(), points(2)
     f = lambda x: x * mt.allreduce(torch.sin(x) if comm.rank == 0 else ONES)
@@ -239,7 +239,7 @@ def test_transformations(comm: Communicator) -> None:
     (y.sum() if comm.rank == 1 else z.sum()).backward()
     slope = jnp.cos(X[0]) + 2 * jnp.cos(2 * X[0]) if comm.rank == 0 else 0
     close(leaf_.grad, slope + 1 + jnp.zeros(3))
-    # Reverse mode, where all ranks are alike.
+    # Reverse mode works if all ranks do the same.
     g = lambda x: _cube(mt.allreduce(x * x, MPI.PROD))
     G = lambda X: 2 * _cube(X[0] ** 2 * X[1] ** 2)
     close(func.grad(g)(x), jax.grad(G)(X)[comm.rank])
@@ -251,7 +251,7 @@ def test_transformations(comm: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 def test_compilation_breaks_the_graph(comm: Communicator) -> None:
-    """Forward, where the compiler differentiates what stands between; and a whole training step."""
+    """The compiler differentiates the code between messages, also in a whole training step."""
     other, X = 1 - comm.rank, points(2)
 
     def f(x: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ def test_tensors_of_all_kinds(comm: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 def test_results_are_new_memory(comm: Communicator) -> None:
-    """PyTorch writes its tensors: neither the operand nor a result may be another's memory."""
+    """Results share no memory with operands or each other, because PyTorch writes tensors."""
     with torch.no_grad():
         x = torch.ones(1000)
         for f in (mt.allreduce, mt.bcast, mt.scan, lambda x: mt.sendrecv(x, comm.rank, comm.rank)):
@@ -346,7 +346,7 @@ def test_communicators(comm: Communicator) -> None:
     with alone:
         y = mt.allreduce(x)
     close(y, x.detach())
-    (2 * y).sum().backward()  # outside of the `with`: adjoints are sent where the message was
+    (2 * y).sum().backward()  # outside of the `with`, adjoints use the communicator of the message
     close(x.grad, [2.0] * 3)
     mt.barrier()
     assert mpigrad.Communicator is mt.Communicator

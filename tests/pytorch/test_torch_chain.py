@@ -1,4 +1,4 @@
-"""The chain of messages: what a backward pass reverses, how often, and what is kept meanwhile."""
+"""The chain of messages: which messages a backward pass reverses, and which memory is kept."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_backward_more_than_once(comm: Communicator) -> None:
 
 @pytest.mark.ranks(1)
 def test_graphs_are_let_go(comm: Communicator) -> None:
-    """With a backward pass, without one, with a graph of its own."""
+    """Graphs are freed with a backward pass, without one, and with create_graph."""
     gone = []
     for i in range(4):
         x = leaf(comm)
@@ -70,7 +70,7 @@ def test_graphs_are_let_go(comm: Communicator) -> None:
 
 @pytest.mark.ranks(1)
 def test_a_kept_loss_keeps_no_operands(comm: Communicator) -> None:
-    """What the derivative of a product needs goes with the graph, as what PyTorch saves."""
+    """The residuals of a product are freed with the graph, like tensors that PyTorch saves."""
     kept = lambda: sum(array.shape == (4321,) for array in jax.live_arrays())
     x = torch.ones(4321, requires_grad=True)
     loss = mt.allreduce(x, MPI.PROD).sum()
@@ -119,7 +119,7 @@ def test_without_recording(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_forward_pass_that_is_thrown_away(comm: Communicator) -> None:
+def test_forget_messages_of_an_unused_forward_pass(comm: Communicator) -> None:
     x = torch.tensor([0.0, 1.0], requires_grad=True)
     thrown = mt.allreduce(torch.sqrt(x)).sum()
     mt.forget_messages()
@@ -152,7 +152,7 @@ def test_a_chain_for_each_thread(comm: Communicator) -> None:
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_messages_in_a_checkpoint_are_refused(reentrant: bool, comm: Communicator) -> None:
+def test_rejects_messages_in_a_checkpoint(reentrant: bool, comm: Communicator) -> None:
     from torch.utils.checkpoint import checkpoint
 
     x = leaf(comm)

@@ -1,4 +1,4 @@
-"""Every operation on tensors, beside the same program on arrays of JAX: values and derivatives."""
+"""Every operation on tensors has the values and derivatives of the same program in JAX."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _ring(m: Any, x: Any, c: Communicator) -> Any:
 
 
 def _chain(m: Any, x: Any, c: Communicator) -> Any:
-    """To the next rank, by a tag; what rank 0 returns is its own."""
+    """Send to the next rank with a tag; rank 0 returns its own operand."""
     if c.rank + 1 < c.size:
         m.send(x, c.rank + 1, tag=5, comm=c)
     return m.recv(x, c.rank - 1, tag=5, comm=c) if c.rank > 0 else 1 * x
@@ -138,7 +138,7 @@ ROWS = 8  # two for each of four ranks
 
 
 def operand(comm: Communicator, dtype: Any = np.float64) -> np.ndarray:
-    """Numbers among which some are equal on all ranks, and some are zero."""
+    """Numbers of which some are equal on all ranks, and some are zero."""
     generator = np.random.default_rng([3, comm.rank])
     x = generator.standard_normal((ROWS, 2))
     x[0], x[1] = 1.5, 0
@@ -148,7 +148,7 @@ def operand(comm: Communicator, dtype: Any = np.float64) -> np.ndarray:
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The results that have a derivative."""
+    """Results with a derivative."""
     kinds = (torch.is_tensor, lambda y: jnp.issubdtype(y.dtype, jnp.inexact))
     found = jax.tree.leaves(tree)
     return [y for y in found if (y.is_floating_point() if kinds[0](y) else kinds[1](y))]
@@ -184,7 +184,7 @@ def test_results_and_adjoints_are_those_of_jax(name: str, comm: Communicator) ->
 def test_requests_of_one_tag_are_waited_for_in_the_order_of_their_posts(
     comm: Communicator,
 ) -> None:
-    """Whatever order `waitall` is given, and whatever order programs were compiled in."""
+    """The order of requests in `waitall` and of compilations does not matter."""
     me = comm.rank
     for turn in (1, -1, 1):
         x = torch.arange(3.0, dtype=torch.float64).requires_grad_()
@@ -196,7 +196,7 @@ def test_requests_of_one_tag_are_waited_for_in_the_order_of_their_posts(
         torch.testing.assert_close(x.grad, expected.detach())
 
 
-def test_irecv_takes_no_wildcards(comm: Communicator) -> None:
+def test_irecv_rejects_wildcards(comm: Communicator) -> None:
     x = torch.ones(3)
     for source, tag in ((MPI.ANY_SOURCE, 0), (comm.rank, MPI.ANY_TAG)):
         with pytest.raises(NotImplementedError, match="wildcards are not supported"):

@@ -1,4 +1,4 @@
-"""What tests of autograd with messages share: each rank's operand, and how results are compared."""
+"""Operands of each rank, and comparisons of results, for tests of autograd with messages."""
 
 from __future__ import annotations
 

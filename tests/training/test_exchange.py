@@ -96,13 +96,13 @@ def test_errors_name_parameters_that_are_not_finite(comm):
     with pytest.raises(FloatingPointError, match=f"step 7 is not finite: .* rank {culprit}") as e:
         exchange.norm(squares, "step 7 is")
     assert f"c (from rank {culprit})" in str(e.value) and f"d (from rank {culprit})" in str(e.value)
-    # Squares that overflow are no fault.
+    # Squares may overflow.
     mine = [np.zeros_like(m) for m in values(0)]
     mine[2][5] = 1e30
     exchanged(exchange, flat, [1.0] * comm.size, mine)
     squares = np.array(comm.mpi.allgather(exchange.square))
     assert abs(exchange.norm(squares, "") / 1e30 - 1) < 1e-6
-    # Of float64 they are: there is no norm to clip by.
+    # But not in float64, in which the norm for clipping is computed.
     mine[6][3] = 1e200
     exchanged(exchange, flat, [1.0] * comm.size, mine)
     squares = np.array(comm.mpi.allgather(exchange.square))

@@ -149,5 +149,5 @@ def test_from_a_save_it_begins_with_a_whole_interval(comm, tmp_path):
     assert [r.loss for r in training.history.records] == [r.loss for r in whole.history.records]
     with pytest.raises(FloatingPointError, match="after step 9"):
         training.run([(X[:3] * np.nan, Y[:3])] * 3)
-    training.replica.load(Linear().state())  # by hand, what was kept: there is no interval to end
+    training.replica.load(Linear().state())  # after a load by hand there are no open steps
     assert np.isfinite(training.run([(X[:3], Y[:3])] * 3).records[-1].loss)

@@ -308,7 +308,7 @@ def test_a_worker_is_dropped(comm: Communicator, capfd: pytest.CaptureFixture[st
         said = capfd.readouterr().err
         assert run.step_number == 22 and np.isfinite(replica.arrays[0]).all()
         if comm.rank == 0:
-            assert said.count("goes on without rank 2: FloatingPointError") == 1
+            assert said.count("continues without rank 2: FloatingPointError") == 1
             assert [len(r.staleness) for r in session.records[:6]] == [2, 2, 2, 2, 1, 1]
 
 

@@ -71,7 +71,7 @@ def test_bound_zero_is_the_synchronous_run(comm: Communicator, dtype: str) -> No
 
 @pytest.mark.ranks(4)
 def test_stale_gradients_reach_the_same_accuracy(comm: Communicator) -> None:
-    # Each worker's gradient is an update of its own: three where a synchronous run has one.
+    # Each worker's gradient makes an update, so there are three for one of a synchronous run.
     strategy, rate = ParameterServer(staleness=3), 0.05 / 3
     served, history, accuracy = train(comm, strategy, 20, torch.float32, rate)
     assert max(history.staleness) <= 3 and accuracy > 0.9
