@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import zarr
 
-from mpigrad.waves import acoustic
 from mpigrad_apps import fwi
 from mpigrad_apps.fwi import Settings
+from mpigrad_apps.shots import acoustic_command
 from mpigrad_apps.shots.acoustic_settings import Settings as Shots
 
 SMALL = Settings(
@@ -93,7 +93,7 @@ def test_an_inversion_reads_recorded_shots(comm, directory):
         if field.name not in ("out", "frames")
     }
     groups = min(comm.size, 2)  # there are two shots
-    shots = acoustic.run(
+    shots = acoustic_command.run(
         Shots(**{**options, "groups": groups}, frames=5, out=directory / "shots"), comm
     )
     comm.mpi.Barrier()
