@@ -65,7 +65,7 @@ def test_derivatives_of_first_and_second_order(comm):
 
 
 def test_batches(comm):
-    """Derivatives of matrices and right-hand sides: boundary conditions, scaled rows and columns, diagonals."""
+    """Derivatives of Dirichlet conditions, scaled rows and columns, and diagonals."""
     system = grid_system(comm)
     fixed, d = FIXED[system.mine], jnp.arange(1.0, len(system.b) + 1)
 

@@ -88,7 +88,7 @@ def test_is_a_pytree_of_its_values(comm):
 
 @pytest.mark.ranks(1, 2, 3)
 def test_derivatives_of_any_order(comm):
-    """Derivatives of products, scalings, the transpose and the diagonal, in everything that enters them."""
+    """Derivatives of products, scalings, the transpose and the diagonal, in all operands."""
     pattern = rectangular_system(comm, 7, 19).pattern
     entries = Entries.of(pattern)
     x, y = columns_of(pattern, 2), rows_of(pattern)

@@ -201,7 +201,7 @@ def test_failures_are_errors_on_all_ranks(comm):
 
 
 def test_short_steps(comm):
-    """Full steps for arctan x = 0 run away from x0 = 5 on one rank, so all ranks take shorter ones."""
+    """Full steps for arctan x = 0 run away from x0 = 5 on one rank: all shorten them."""
     x0 = jnp.full(1, 5.0 if comm.rank == comm.size - 1 else 0.1)
     found = newton(jnp.arctan, x0, rtol=1e-12)
     close(found.value, jnp.zeros(1), 1e-8)

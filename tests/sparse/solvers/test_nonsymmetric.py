@@ -149,7 +149,7 @@ def test_batches(comm):
 
 @pytest.mark.parametrize("kind", [PCG, GMRES, BiCGStab, Multigrid])
 def test_first_guess(comm, kind):
-    """Any guess leads to the solution, a good one sooner, and has no derivative."""
+    """Any guess leads to the solution, a good one sooner, without a derivative."""
     solver, system = kind(rtol=1e-9), grid_system(comm, (20, 20))
     A, b = system.matrix, system.b
 
@@ -180,7 +180,7 @@ def test_first_guess(comm, kind):
 
 
 def scaled(system, amount):
-    """Values of a symmetric system whose links change by up to this fraction, the same on all ranks."""
+    """Values of a symmetric system with links changed by up to this fraction on all ranks."""
     n = system.pattern.n_rows
     change = 1 + amount * np.sin(np.add.outer(np.arange(n), np.arange(n)))
     links = np.where(system.rows != system.columns, system.all_values, 0)
