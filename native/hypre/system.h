@@ -99,7 +99,7 @@ class System {
   virtual void multiply(int slot, Calls& call) = 0;                    // solution <- A rhs
   virtual double residual(int slot, Calls& call) = 0;  // rhs <- +-(b - A x), returns its two-norm
   virtual void correct(Calls& call) = 0;               // x <- x + M r for that residual
-  virtual bool symmetric(Calls& call);  // true if the values are; may overwrite rhs and solution
+  virtual bool symmetric(Calls& call);  // true if the values are, may overwrite rhs and solution
   // Local: reads the caller's values, each time in the same order.
   virtual void examine(const double* values, Digest& digest, bool& bad);
 

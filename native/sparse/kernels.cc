@@ -24,7 +24,7 @@ namespace ffi = xla::ffi;
 
 // Laid out as the ctypes structure in sparse/matrix/multilinear.py, which keeps the arrays alive.
 struct Structure {
-  int64_t kind;             // kMatrix: (values, x, y); kPairs: (values, values, values); kSelection
+  int64_t kind;             // kMatrix: (values, x, y), kPairs: (values, values, values), kSelection
   int64_t first, pool, last;  // lengths (kSelection has no `first`)
   const int32_t* starts;    // kMatrix, kPairs: the start of each row's entries, in row order
   const int32_t* order;     // each entry's position in `first`, null: in row order

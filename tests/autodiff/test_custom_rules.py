@@ -176,7 +176,7 @@ def test_messages_in_rules_of_jax_are_refused(
     total = comm.mpi.allreduce(comm.rank + 1.0)
     close(wrap(f)(jnp.full(2, comm.rank + 1.0)), jnp.full(2, total))  # undifferentiated: all right
     loss = lambda x: jnp.sum(wrap(f)(x))
-    where = r"test_custom_rules.py:\d+: a message in the .* rule of a "
+    where = r"test_custom_rules.py:\d+: expected no message in the .* rule of a "
     for g in (mg.grad(loss), wrap(mg.grad(loss)), jax.grad(loss)):
         with pytest.raises(ValueError, match=f"{where}jax.{name}.*with mpigrad.{name}"):
             g(jnp.ones(2))
@@ -256,9 +256,9 @@ def test_what_custom_rules_do_not_take() -> None:
         mg.custom_vjp(one).defvjp(rule, rule, symbolic_zeros=True)
     with pytest.raises(NotImplementedError, match="plain zeros"):
         mg.custom_jvp(one).defjvp(rule, symbolic_zeros=True)
-    with pytest.raises(ValueError, match="the function has no y"):
+    with pytest.raises(ValueError, match="must be parameters .* got y"):
         mg.custom_jvp(one, nondiff_argnames=("y",))
-    with pytest.raises(ValueError, match="count from the front"):
+    with pytest.raises(ValueError, match="Count arguments from the front"):
         mg.custom_vjp(one, nondiff_argnums=(-1,))
-    with pytest.raises(TypeError, match="all of whose arguments"):
+    with pytest.raises(TypeError, match="all arguments of the function"):
         mg.custom_jvp(lambda x, n: x, nondiff_argnums=(1,)).defjvps(rule)

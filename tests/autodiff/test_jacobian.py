@@ -101,7 +101,9 @@ def test_columns_or_rows_of_a_local_function_are_shared_out(
     batches = re.findall(r"f64\[(\d+),3\] = mul", str(jax.make_jaxpr(table)(p, 2.0)))
     assert batches and {int(n) for n in batches} == {share}
     if comm.size > 1:
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"an argument of jacobian\(local"):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=r"jacobian: an argument, with local=True"
+        ):
             table(p, 2.0 + comm.rank)
 
 
@@ -125,9 +127,7 @@ def test_wrong_jacobians(comm: Communicator) -> None:
     if comm.size > 1:
         longer = jnp.ones(2 if comm.rank == 0 else 3)
         for table in (mg.jacobian(jnp.sum), mg.jit(mg.jacobian(jnp.sum, mode="reverse"))):
-            with pytest.raises(
-                jax.errors.JaxRuntimeError, match=r"shape or dtype.*Pad the shorter"
-            ):
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"shape or dtype.*Pad shorter"):
                 table(longer)
     assert float(mg.allreduce(1.0)) == comm.size
 

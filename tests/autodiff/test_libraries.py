@@ -92,7 +92,7 @@ def test_norms_keep_the_dtype_and_have_a_gradient_at_zero(comm, norm):
 
 def test_examples_of_docstrings(comm):
     failed, tried = doctest.testmod(norms)
-    assert (failed, tried) == (0, 8)
+    assert (failed, tried) == (0, 6)
 
 
 # ---- diffrax ----
@@ -216,7 +216,7 @@ def test_adjoints_with_messages_in_their_rules_are_refused(comm):
         )
 
     for adjoint in (diffrax.BacksolveAdjoint(), diffrax.ImplicitAdjoint()):
-        with pytest.raises(ValueError, match=r"a message in the \w+ rule of a jax.custom_"):
+        with pytest.raises(ValueError, match=r"no message in the \w+ rule of a jax.custom_"):
             mg.jit(mg.grad(functools.partial(solve, adjoint=adjoint), comm=comm))(kappa)
 
 

@@ -121,9 +121,9 @@ def test_messages_are_posted_before_the_interior_is_computed():
 
 def test_a_stencil_that_loses_cells_is_refused():
     grid = Grid((9, 8), (1.0, 1.0))
-    with pytest.raises(ValueError, match="its first axes must be the tile's"):
+    with pytest.raises(ValueError, match="must be those of the tile"):
         apply_stencil(lambda p: p, jnp.zeros(grid.local_shape), grid)
-    with pytest.raises(ValueError, match="apply_stencil: a field has shape"):
+    with pytest.raises(ValueError, match="apply_stencil: the first axes of a field"):
         apply_stencil(
             lambda p, c: p, jnp.zeros(grid.local_shape), grid, coefficients=(jnp.zeros(3),)
         )

@@ -221,7 +221,7 @@ def test_a_batched_choice_of_messages_is_refused(comm: Communicator) -> None:
         once, twice = (lambda x: mg.allreduce(x)), (lambda x: mg.allreduce(2 * x))
         return jax.lax.cond(x + comm.rank > 0.5, once, twice, x)
 
-    with pytest.raises(ValueError, match=r"go through the batch by jax\.lax\.map"):
+    with pytest.raises(ValueError, match=r"loop over the batch by jax\.lax\.map"):
         mg.vmap(f)(jnp.array([0.1, 0.2]))
     close(jax.lax.map(f, jnp.array([0.1, 0.2])), np.array([0.3, 0.6]))
 
@@ -264,7 +264,7 @@ def test_a_choice_that_all_ranks_make_alike_is_no_mark_of_another(comm: Communic
     def outer(x: Any, choice: Any) -> Any:
         return jax.lax.cond(choice, mg.vmap(inner), lambda x: x, x)
 
-    with pytest.raises(ValueError, match=r"a cond .* with messages in its branches"):
+    with pytest.raises(ValueError, match=r"a cond or switch with messages in its branches"):
         mg.vmap(outer)(jnp.stack([x, x]), jnp.array([True, False]))
 
 

@@ -191,7 +191,7 @@ def test_derivatives_of_what_only_moves(name: str, comm: Communicator) -> None:
     W = jnp.asarray(np.random.default_rng(3).integers(-9, 9, shape), "bfloat16")
     loss = lambda x: jnp.vdot(case.run(x, comm), W[comm.rank])
     if name in COPIES:
-        with pytest.raises(TypeError, match=r"the adjoint of tests/.*convert it first"):
+        with pytest.raises(TypeError, match=r"the adjoint of tests/.*Convert it first"):
             mg.jit(mg.grad(loss))(x)
         return
     got = mg.jit(mg.grad(loss))(x)
@@ -237,7 +237,7 @@ def test_dtypes(name: str, dtype: str, comm: Communicator) -> None:
     case = CASES[name]
     x, X = operand(case, comm, np.dtype(dtype))
     if case.takes == "real numbers" and dtype.startswith("complex"):
-        with pytest.raises(TypeError, match="convert it first"):
+        with pytest.raises(TypeError, match="Convert it first"):
             case.run(x, comm)
         return
     y = case.run(x, comm)
@@ -259,7 +259,7 @@ def test_dtypes_that_only_move(name: str, dtype: str, comm: Communicator) -> Non
     if "own" in name:
         pytest.skip("one's own function decides what it takes")
     if case.takes.endswith("numbers"):
-        with pytest.raises(TypeError, match="convert it first"):
+        with pytest.raises(TypeError, match="Convert it first"):
             case.run(x, comm)
         return
     y = case.run(x, comm)
@@ -367,7 +367,7 @@ def test_barrier(comm: Communicator) -> None:
 
 def test_wrong_arguments(comm: Communicator) -> None:
     x = jnp.ones(3)
-    with pytest.raises(ValueError, match=f"root={comm.size} is not a rank"):
+    with pytest.raises(ValueError, match=rf"root must be a rank .* got {comm.size} on"):
         mg.bcast(x, root=comm.size)
     with pytest.raises(TypeError, match="Python integer"):
         mg.reduce(x, root=1.5)  # type: ignore[arg-type]
@@ -379,12 +379,12 @@ def test_wrong_arguments(comm: Communicator) -> None:
         mg.send(x, 0, tag=-5)
     with pytest.raises(ValueError, match="sum\\(sendcounts\\)"):
         mg.neighbor_alltoallv(x, [0], [2], [2])
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="must not repeat a rank"):
         mg.neighbor_alltoallv(x, [0, 0], [2, 1], [2, 1])
 
 
 @pytest.mark.parametrize("operation", [mg.bcast, mg.scan, mg.allgather, lambda x: mg.send(x, 0)])
 def test_more_elements_than_mpi_counts(operation: Callable[..., Any]) -> None:
     huge = jax.ShapeDtypeStruct((2**31,), jnp.float32)
-    with pytest.raises(ValueError, match="send it in parts"):
+    with pytest.raises(ValueError, match="Send it in parts"):
         jax.eval_shape(operation, huge)

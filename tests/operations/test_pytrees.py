@@ -165,10 +165,10 @@ def test_adjoints_are_those_of_the_leaves(name: str, comm: Communicator) -> None
 def test_what_is_no_array_is_refused(comm: Communicator) -> None:
     for wrong in ("abc", "float32", object(), np.array(["a"]), {"a": jnp.ones(2), "b": "abc"}):
         for operation in (mg.allreduce, mg.bcast, mg.allgather, lambda x: mg.send(x, comm.rank)):
-            with pytest.raises(TypeError, match="is no array of numbers, and no pytree of such"):
+            with pytest.raises(TypeError, match="expected an array or a pytree of arrays, got"):
                 operation(wrong)
     for operation in (mg.allreduce, mg.bcast):
-        with pytest.raises(TypeError, match="send the bits of a random key"):
+        with pytest.raises(TypeError, match="Send jax.random.key_data"):
             operation(jax.random.key(0))
 
 

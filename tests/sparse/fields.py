@@ -31,7 +31,7 @@ def flux(k: Any, v: Any, wind: Any) -> Any:
 
 
 class Field:
-    """A field of SHAPE on the grid of all ranks; outside it lies its own edge."""
+    """A field of SHAPE on the grid of all ranks, continued by its own edge."""
 
     def __init__(self, comm: Communicator) -> None:
         self.grid = Grid(SHAPE, (1.0, 1.0), comm)

@@ -70,7 +70,7 @@ def grid_system(
 
 
 def rectangular_system(comm: Communicator, n_rows: int, n_columns: int) -> System:
-    """Random entries; on several ranks the first has no rows, the last no columns."""
+    """Random entries. On several ranks the first has no rows, the last no columns."""
     generator = np.random.default_rng(n_rows)
     cells = generator.permutation(n_rows * n_columns)[: n_rows * n_columns // 3]
     entries = (cells // n_columns, cells % n_columns, generator.standard_normal(len(cells)))

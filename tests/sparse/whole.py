@@ -1,4 +1,4 @@
-"""Programs on striped arrays beside the same programs on whole ones."""
+"""Programs on striped arrays compared with the same programs on whole ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entries from any rank, duplicates added up, beside the dense sum of all contributions."""
+"""Entries from any rank, duplicates added up, compared with the dense sum of all contributions."""
 
 import jax
 import jax.numpy as jnp

@@ -65,7 +65,7 @@ def test_derivatives_of_first_and_second_order(comm):
 
 
 def test_batches(comm):
-    """Of matrices and right-hand sides: boundary conditions, scaled rows and columns, diagonals."""
+    """Derivatives of Dirichlet conditions, scaled rows and columns, and diagonals."""
     system = grid_system(comm)
     fixed, d = FIXED[system.mine], jnp.arange(1.0, len(system.b) + 1)
 
@@ -128,7 +128,7 @@ def test_one_value_for_all_rows(comm):
 
 
 def test_diagonal_must_be_stored_where_rows_are_fixed(comm):
-    """The first row of the last rank has none."""
+    """The first row of the last rank lacks an entry."""
     rows = np.array([0, 1]) + 2 * comm.rank
     columns = rows.copy()
     last = comm.rank == comm.size - 1

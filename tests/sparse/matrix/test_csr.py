@@ -1,4 +1,4 @@
-"""The native sums of products, beside the same in JAX."""
+"""The native sums of products, compared with the same in JAX."""
 
 import gc
 
@@ -109,7 +109,7 @@ def test_native(dtype):
 @pytest.mark.full("it evaluates sixty cases outside jit")
 @pytest.mark.ranks(1)
 def test_reference():
-    """What devices without the native kernels run."""
+    """The JAX version, for devices without the native kernels."""
     for case, given, expected in derivatives("float64"):
         close(_reference(*map(jnp.asarray, given), **case), expected, 1e-13)
 

@@ -1,4 +1,4 @@
-"""Solves where one row and one column are dense, and ranks have one row or none."""
+"""Solves with one dense row and one dense column, and ranks with one row or none."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +48,7 @@ def test_values_and_derivatives(comm, rows, solver):
     pattern = arrow(comm, ROWS[rows](comm.rank))
     entries = Entries.of(pattern)
     n = pattern.n_rows
-    # Not symmetric; the diagonal outweighs its row.
+    # Not symmetric, and the diagonal outweighs its row.
     values = entries.values(1).whole + 3 * n * (entries.rows == entries.columns)
     b = rows_of(pattern)
     prove(

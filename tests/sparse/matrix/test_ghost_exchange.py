@@ -54,7 +54,7 @@ def test_batches(comm):
 
 
 def test_only_neighbours_meet(comm):
-    """On a line where each rank reads the entries beside its own."""
+    """On a line each rank reads the entries next to its own."""
     n = 4
     edge = np.array([comm.rank * n - 1, (comm.rank + 1) * n])
     needed = edge[(edge >= 0) & (edge < n * comm.size)]

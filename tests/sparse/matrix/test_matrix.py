@@ -57,7 +57,7 @@ def test_dot(comm, columns):
 
 
 def test_second_derivative(comm):
-    """Of (Ax).(Ax) in the values, against the dense matrix."""
+    """The gradient of (Ax).(Ax) in the values, against the dense matrix."""
     system = grid_system(comm)
     direction = np.random.default_rng(5).standard_normal(len(system.rows))
     x = np.random.default_rng(6).standard_normal(30)
@@ -88,7 +88,7 @@ def test_is_a_pytree_of_its_values(comm):
 
 @pytest.mark.ranks(1, 2, 3)
 def test_derivatives_of_any_order(comm):
-    """Of products, scalings, the transpose and the diagonal, in everything that enters them."""
+    """Derivatives of products, scalings, the transpose and the diagonal, in all operands."""
     pattern = rectangular_system(comm, 7, 19).pattern
     entries = Entries.of(pattern)
     x, y = columns_of(pattern, 2), rows_of(pattern)
@@ -175,7 +175,7 @@ def test_errors_name_what_is_wrong(comm):
 
 @pytest.mark.full("assembly, transposes and solves are tested one by one, too")
 def test_triangular_by_plain_jax(comm):
-    """A rank whose entries nobody reads, one that gives none: batched and differentiated alike."""
+    """A rank whose entries nobody reads, one that gives none: batched and differentiated."""
     n = 2 * comm.size
     i = np.concatenate([np.arange(n), np.arange(n - 1)])
     j = np.concatenate([np.arange(n), np.arange(1, n)])

@@ -10,7 +10,7 @@ from mpigrad.sparse.matrix.product import product_pattern
 
 
 def random_pattern(comm, n_local, n_local_columns, share=0.4, dense_row=False, seed=0):
-    """Random entries in random order; on request a row and a column without a gap."""
+    """Random entries in random order, and on request a row and a column without a gap."""
     n, wide = (comm.mpi.allreduce(k) for k in (n_local, n_local_columns))
     offset = comm.mpi.scan(n_local) - n_local
     generator = np.random.default_rng(seed)
@@ -25,7 +25,7 @@ def random_pattern(comm, n_local, n_local_columns, share=0.4, dense_row=False, s
 
 
 def sizes(comm):
-    """Rows of A, columns of A (rows of B), columns of B, on this rank; one row, or none."""
+    """Rows of A, columns of A (rows of B), columns of B, on this rank: one row, or none."""
     last = comm.rank == comm.size - 1
     yield 3, 4, 2
     yield 1, (5 if last else 0), 1 + comm.rank

@@ -89,7 +89,7 @@ def test_dot_and_batches(comm):
 
 @pytest.mark.ranks(2, 3)
 def test_only_neighbours_exchange(comm):
-    """On a line: the values of the entries beside the diagonal block, one message each way."""
+    """On a line: the values of the entries next to the diagonal block, one message each way."""
     n = 3
     rows = np.arange(n) + n * comm.rank
     pairs = [(i, j) for i in rows for j in (i - 1, i, i + 1) if 0 <= j < n * comm.size]

@@ -1,4 +1,4 @@
-"""All verbs of matrices in one loop, in other dtypes than float64, beside dense ones."""
+"""All verbs of matrices in one loop, in other dtypes than float64, compared with dense ones."""
 
 import jax
 import jax.numpy as jnp

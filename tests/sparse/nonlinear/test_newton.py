@@ -1,4 +1,4 @@
-"""Nonlinear diffusion on a grid, beside dense Newton steps on the whole of it."""
+"""Nonlinear diffusion on a grid, compared with dense Newton steps on the whole grid."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def residual(u, theta, b, pad):
 
 
 def dense_solution(theta, b):
-    """Newton's method; the last steps are differentiated, which makes derivatives exact."""
+    """Newton's method. The last steps are differentiated, which makes derivatives exact."""
 
     def step(u):
         F = lambda u: residual(u.reshape(SHAPE), theta, b, pad_whole).ravel()
@@ -145,7 +145,7 @@ def test_ranks_that_differ(comm):
 
 @pytest.mark.full("it compiles four programs")
 def test_closures_batches_and_single_precision(comm):
-    """What F closes over is differentiated; vmap goes through; float32 gets as far as it can."""
+    """Derivatives in values that F closes over, vmap, and the accuracy of float32."""
     field = Field(comm)
     b = field.tile(B)
 
@@ -168,7 +168,7 @@ def test_closures_batches_and_single_precision(comm):
 
 
 def test_failures_are_errors_on_all_ranks(comm):
-    """x² + p = 0 on each rank; the last one has something special."""
+    """x² + p = 0 on each rank, with special values on the last one."""
     last = comm.rank == comm.size - 1
 
     @mg.jit
@@ -201,7 +201,7 @@ def test_failures_are_errors_on_all_ranks(comm):
 
 
 def test_short_steps(comm):
-    """Full steps for arctan x = 0 run away from x0 = 5; on one rank alone all take shorter ones."""
+    """Full steps for arctan x = 0 run away from x0 = 5 on one rank: all shorten them."""
     x0 = jnp.full(1, 5.0 if comm.rank == comm.size - 1 else 0.1)
     found = newton(jnp.arctan, x0, rtol=1e-12)
     close(found.value, jnp.zeros(1), 1e-8)

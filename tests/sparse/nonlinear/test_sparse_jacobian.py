@@ -1,4 +1,4 @@
-"""Colourings, and Jacobians compressed by them, beside dense ones of all ranks."""
+"""Colourings, and Jacobians compressed by them, compared with dense ones of all ranks."""
 
 import jax
 import jax.numpy as jnp

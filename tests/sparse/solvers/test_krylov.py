@@ -1,4 +1,4 @@
-"""The own Krylov methods, by themselves: what `solve` makes of them is in test_solve.py."""
+"""mpigrad's Krylov methods. `solve` with them is tested in test_solve.py."""
 
 import functools
 
@@ -116,7 +116,7 @@ def test_a_solution_as_first_guess_takes_no_step(comm):
 
 
 def ring(comm, n=3):
-    """The pattern of a cyclic shift and the diagonal; 3 rows on each rank."""
+    """The pattern of a cyclic shift and the diagonal, 3 rows on each rank."""
     rows = comm.rank * n + np.arange(n)
     columns = np.concatenate([(rows + 1) % (n * comm.size), rows])
     return Pattern.from_coo(np.tile(rows, 2), columns, n, comm)

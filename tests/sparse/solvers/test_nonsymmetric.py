@@ -63,7 +63,7 @@ def residual(matrix, x, b):
 
 
 def derivatives(f, loss, kit):
-    """Value and tangent of f; gradient of the loss, and its derivative along the direction."""
+    """Value and tangent of f, gradient of the loss, and its derivative along the direction."""
 
     def all_of_them(p, t):
         gradient = kit.grad(lambda p: loss(f(*p)))
@@ -149,7 +149,7 @@ def test_batches(comm):
 
 @pytest.mark.parametrize("kind", [PCG, GMRES, BiCGStab, Multigrid])
 def test_first_guess(comm, kind):
-    """Any guess leads to the solution; a good one sooner, zeros as none; no derivative."""
+    """Any guess leads to the solution, a good one sooner, without a derivative."""
     solver, system = kind(rtol=1e-9), grid_system(comm, (20, 20))
     A, b = system.matrix, system.b
 
@@ -180,7 +180,7 @@ def test_first_guess(comm, kind):
 
 
 def scaled(system, amount):
-    """Values of a symmetric system whose links change by up to this part; the same on all ranks."""
+    """Values of a symmetric system with links changed by up to this fraction on all ranks."""
     n = system.pattern.n_rows
     change = 1 + amount * np.sin(np.add.outer(np.arange(n), np.arange(n)))
     links = np.where(system.rows != system.columns, system.all_values, 0)
@@ -193,7 +193,7 @@ def scaled(system, amount):
 
 @pytest.mark.parametrize("kind", ["PCG", "GMRES", "Multigrid"])
 def test_stale_hierarchies(comm, kind):
-    """Kept for values nearby, renewed for values far away; every solution is one."""
+    """A hierarchy is kept for near values and renewed for others. All solutions are right."""
     amg = BoomerAMG(reuse="stale")
     solver = (
         Multigrid(cycle=amg)
@@ -281,7 +281,7 @@ def test_faults_are_errors_on_all_ranks(comm, fault):
 
 
 def test_conjugate_gradients_do_not_promise_what_a_singular_matrix_cannot_keep(comm):
-    """The recurrence of the residual falls below the tolerance; the residual itself does not.
+    """The recurrence of the residual falls below the tolerance, but the residual itself does not.
 
     Nor is the matrix called indefinite where p is almost constant: <p, A p> is rounding there.
     """
@@ -303,7 +303,7 @@ def test_tolerance_below_rounding(comm):
 
 
 def test_an_unsymmetric_matrix_is_for_others_than_pcg(comm):
-    """Also where GMRES has made the hierarchy that both use."""
+    """Also if GMRES has made the hierarchy that both use."""
     system = skewed(comm)
     for solver in (PCG(), GMRES(), PCG()):
         solution = solve(system.matrix, system.b, solver, throw=False)
@@ -397,7 +397,7 @@ def poisson_error(comm, n):
 
 
 def test_second_order_convergence_to_the_exact_solution(comm):
-    """ADCME's case: 50 cells a rank and side, beside coarser ones."""
+    """ADCME's case: 50 cells a rank and side, and coarser ones."""
     coarse, middle, fine = (poisson_error(comm, n) for n in (12, 25, 50))
     assert (np.log(coarse / middle) / np.log(25 / 12) > 1.9).all()
     assert (np.log(middle / fine) / np.log(2) > 1.9).all()

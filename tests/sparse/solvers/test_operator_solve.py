@@ -1,4 +1,4 @@
-"""Matrix-free solves beside dense ones of the whole grid."""
+"""Matrix-free solves compared with dense ones of the whole grid."""
 
 import jax
 import jax.numpy as jnp
@@ -165,7 +165,7 @@ def test_faults_are_errors_on_all_ranks(comm):
         return solve(A, b, solver)
 
     for kind, shift, message in (
-        ("affine", 1.0, r"the operator is not linear.*bring them to the right-hand side"),
+        ("affine", 1.0, r"the operator is not linear.*Bring constant terms to the right-hand side"),
         ("square", 1.0, "the operator is not linear"),
         ("kinked", 1.0, "the operator is not linear"),
         ("skew", 1.0, r"the operator is not symmetric, .*Solve with GMRES"),

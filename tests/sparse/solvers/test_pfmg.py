@@ -1,4 +1,4 @@
-"""PFMG on grid stencils: beside dense solves, BoomerAMG, and its limits."""
+"""PFMG on grid stencils: compared with dense solves and BoomerAMG, and its limits."""
 
 import itertools
 import resource
@@ -249,7 +249,7 @@ def test_set_ups_follow_the_values(comm):
     assert count() == (1, 2)  # the adjoint does none
     close(call(system.values, 2 * system.b)[0], 4 * value)
     assert count() == (0, 2)
-    for factor in (2.0, 3.0, 2.0):  # the matrix is filled anew each time
+    for factor in (2.0, 3.0, 2.0):  # the matrix is filled again each time
         close(call(factor * system.values, system.b)[0], value / factor**2)
     assert count() == (3, 6)
     on_one_rank = system.tile(system.whole).at[0].add(1.0 if comm.rank == 0 else 0.0)
@@ -355,4 +355,4 @@ def test_memory_stays_flat(comm):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     before = many(30)
-    assert many(300) - before < 8_000  # kilobytes; a set-up makes about 700
+    assert many(300) - before < 8_000  # kilobytes: a set-up makes about 700

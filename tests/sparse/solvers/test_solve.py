@@ -101,7 +101,7 @@ def both(system, v, b):
 def test_hessian_times_vector(comm, solver):
     system = grid_system(comm)
     generator = np.random.default_rng(2)
-    # Keep the matrix symmetric along the direction, where the solver's adjoint is defined.
+    # Keep the matrix symmetric along the direction, for which the solver's adjoint is defined.
     half = generator.standard_normal((30, 30))
     dv = (half + half.T)[system.rows, system.columns]
     db = generator.standard_normal(30)
@@ -206,8 +206,12 @@ def test_zero_right_hand_side(comm, solver):
 
 
 FAULTS = {
-    "NaN in the matrix": (lambda v, b: (v.at[0].set(jnp.nan), b), Result.NOT_FINITE, "NaN or inf"),
-    "infinite b": (lambda v, b: (v, b.at[0].set(jnp.inf)), Result.NOT_FINITE, "NaN or infinity"),
+    "NaN in the matrix": (
+        lambda v, b: (v.at[0].set(jnp.nan), b),
+        Result.NOT_FINITE,
+        "holds such a value",
+    ),
+    "infinite b": (lambda v, b: (v, b.at[0].set(jnp.inf)), Result.NOT_FINITE, "holds such a value"),
     "wrong sign": (lambda v, b: (-v, b), Result.NOT_POSITIVE_DEFINITE, "solve with -A and -b"),
     "not symmetric": (
         lambda v, b: (v.at[jnp.argmin(v)].multiply(1.5), b),

@@ -86,7 +86,7 @@ def _with_ones(values: jax.Array, cleared: jax.Array, diagonal: jax.Array) -> ja
 
 
 def _require_diagonal(pattern: Pattern, fixed: jax.Array) -> None:
-    """Raise an error on all ranks if a fixed row has no diagonal entry for the one."""
+    """Raise an error on all ranks if a fixed row lacks the diagonal entry."""
     if pattern.row_without_diagonal < 0:
         return
     bare = allreduce(jnp.sum(fixed & (pattern.diagonal_index < 0)), comm=pattern.comm)

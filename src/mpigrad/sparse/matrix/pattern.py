@@ -61,7 +61,7 @@ class Pattern:
     row_starts
         The start of each row in row order, shape (n_local + 1,).
     diagonal
-        The position of each row's diagonal entry among the stored values, or -1 if it has none.
+        The position of each row's diagonal entry among the stored values, or -1 without one.
     ghosts
         The `GhostExchange` of the columns that other ranks own.
 

@@ -42,7 +42,7 @@ def sparse_jacobian(F: Callable[..., Any], pattern: Pattern) -> Callable[..., Ma
         exchange messages.
     pattern
         The entries of dF/dx that may differ from zero. Other entries would be added to wrong
-        places: `newton` checks that there are none.
+        places: `newton` checks for them.
 
     Returns
     -------

@@ -32,7 +32,7 @@ def implicit_primitive(
         (*operands, **params) -> x, info: the computation.
     differentiate
         (operands, params) -> the results, a pytree of residuals, and the tangent map
-        (residuals, tangents) -> tangents of the results, linear. Info has no tangent.
+        (residuals, tangents) -> tangents of the results, linear. Info is not differentiated.
     """
     primitive = Primitive(f"mpigrad_{name}")
 
