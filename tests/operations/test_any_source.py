@@ -208,10 +208,10 @@ def test_tangents_that_would_be_exchanged_are_refused(later: str, comm: Communic
     close(two(x), 21)
     if later == "posted":  # adjoints go back in order
         close(mg.grad(two)(x), 7 * x)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="tangents would be taken for each other"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="tangents could be exchanged"):
         mg.jvp(two, (x,), (x,))
     for linear in (mg.linearize(two, x)[1], mg.jit(lambda t: mg.linearize(two, x)[1](t))):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="tangents would be taken for"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="tangents could be exchanged"):
             linear(x)
     if later != "posted":
         with pytest.raises(jax.errors.JaxRuntimeError, match="wait in the order of the posts"):
