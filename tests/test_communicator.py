@@ -32,7 +32,7 @@ def test_ranks_left_out_of_a_split(comm: Communicator) -> None:
             lambda: part.rank,
             part.__enter__,
         ):
-            with pytest.raises(ValueError, match=r"rank 0 of .* was left out.*write `if comm"):
+            with pytest.raises(ValueError, match=r"rank 0 of .* was left out.*Write `if comm"):
                 use()
         assert not hasattr(part, "something else")
     none = comm.split(MPI.UNDEFINED)
@@ -108,9 +108,9 @@ def test_grids_of_ranks(periods, comm: Communicator) -> None:
 
 
 def test_wrong_grids_of_ranks(comm: Communicator) -> None:
-    with pytest.raises(ValueError, match=f"need {comm.size + 1} ranks, and there are {comm.size}"):
+    with pytest.raises(ValueError, match=f"need {comm.size + 1} ranks, got {comm.size}"):
         comm.cartesian([comm.size + 1])
-    with pytest.raises(ValueError, match="can't be divided by 7"):
+    with pytest.raises(ValueError, match="divisible by 7"):
         comm.cartesian([7, 0])
     with pytest.raises(ValueError, match="2 periods for 1 axes"):
         comm.cartesian([0], periods=[True, False])
@@ -119,16 +119,16 @@ def test_wrong_grids_of_ranks(comm: Communicator) -> None:
     line = comm.cartesian([max(1, comm.size - 1)])
     assert bool(line) == (comm.rank < max(1, comm.size - 1))
     if isinstance(line, Cartesian):
-        with pytest.raises(ValueError, match="axis=1 of a grid with 1 axes"):
+        with pytest.raises(ValueError, match="one of the 1 axes of the grid, got 1"):
             line.shift(1)
 
 
 def test_wrong_communicators() -> None:
-    with pytest.raises(TypeError, match="wrap it once"):
+    with pytest.raises(TypeError, match="Wrap it once"):
         mg.allreduce(1.0, comm=MPI.COMM_WORLD)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="not str"):
+    with pytest.raises(TypeError, match="got str"):
         mg.allreduce(1.0, comm="world")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="not a member"):
+    with pytest.raises(ValueError, match="a member of"):
         Communicator(MPI.COMM_NULL)
 
 
@@ -136,7 +136,7 @@ def test_copies_and_pickles(comm: Communicator) -> None:
     """What a program copies may hold one; what it writes may not."""
     assert copy.deepcopy({"comm": comm})["comm"] is comm
     assert copy.copy(comm) is comm
-    with pytest.raises(TypeError, match="of this run alone"):
+    with pytest.raises(TypeError, match="only on the ranks of this run"):
         pickle.dumps([comm])
 
 
@@ -144,6 +144,6 @@ def test_compiled_programs_keep_their_communicator(comm: Communicator) -> None:
     given = MPI.COMM_WORLD.Dup()
     own = Communicator(given)
     given.Free()
-    with pytest.raises(RuntimeError, match=rf"rank {comm.rank}: comm\.mpi is mpigrad's own"):
+    with pytest.raises(RuntimeError, match=rf"comm\.mpi\.Free: .* on rank {comm.rank}"):
         own.mpi.Free()
     assert float(mg.allreduce(jnp.ones(()), comm=own)) == comm.size

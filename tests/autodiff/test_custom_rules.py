@@ -67,13 +67,14 @@ SCENARIOS: dict[str, tuple[Any, Any, Callable[[Any, Any], Any]]] = {
     ),
 }
 _KINDS = {"custom_vjp": (by_vjp, ("grad", "hvp", "grad of grad")), "custom_jvp": (by_jvp, None)}
+_OTHER_PAIR = pytest.mark.full("each transformation and each scenario runs in another pair")
 CASES = [
     pytest.param(
         rule,
         transformation,
         scenario,
         id=f"{kind}-{transformation}-{scenario}",
-        marks=pytest.mark.full if (i + j) % 2 else (),  # half of them, all in make test-full
+        marks=_OTHER_PAIR if (i + j) % 2 else (),
     )
     for kind, (rule, derivatives) in _KINDS.items()
     for i, (transformation, (_, derivative, _)) in enumerate(TRANSFORMATIONS.items())
@@ -176,7 +177,7 @@ def test_messages_in_rules_of_jax_are_refused(
     total = comm.mpi.allreduce(comm.rank + 1.0)
     close(wrap(f)(jnp.full(2, comm.rank + 1.0)), jnp.full(2, total))  # undifferentiated: all right
     loss = lambda x: jnp.sum(wrap(f)(x))
-    where = r"test_custom_rules.py:\d+: a message in the .* rule of a "
+    where = r"test_custom_rules.py:\d+: expected no message in the .* rule of a "
     for g in (mg.grad(loss), wrap(mg.grad(loss)), jax.grad(loss)):
         with pytest.raises(ValueError, match=f"{where}jax.{name}.*with mpigrad.{name}"):
             g(jnp.ones(2))
@@ -256,9 +257,9 @@ def test_what_custom_rules_do_not_take() -> None:
         mg.custom_vjp(one).defvjp(rule, rule, symbolic_zeros=True)
     with pytest.raises(NotImplementedError, match="plain zeros"):
         mg.custom_jvp(one).defjvp(rule, symbolic_zeros=True)
-    with pytest.raises(ValueError, match="the function has no y"):
+    with pytest.raises(ValueError, match=r"must be parameters .* got y"):
         mg.custom_jvp(one, nondiff_argnames=("y",))
-    with pytest.raises(ValueError, match="count from the front"):
+    with pytest.raises(ValueError, match="Count arguments from the front"):
         mg.custom_vjp(one, nondiff_argnums=(-1,))
-    with pytest.raises(TypeError, match="all of whose arguments"):
+    with pytest.raises(TypeError, match="all arguments of the function"):
         mg.custom_jvp(lambda x, n: x, nondiff_argnums=(1,)).defjvps(rule)

@@ -46,11 +46,11 @@ def test_taylor_test(comm: Communicator) -> None:
 @pytest.mark.ranks(2, 3, 4)
 def test_wrong_gradients_are_caught_on_every_rank(comm: Communicator) -> None:
     x = jnp.arange(4.0) + comm.rank
-    with pytest.raises(AssertionError, match="Taylor test failed"):
+    with pytest.raises(AssertionError, match="taylor_test: expected the rates"):
         mg.taylor_test(lambda x: jnp.sum(jnp.sin(wrong_adjoint(x))), x)
     # A gradient that only one rank gets wrong.
     stop = jax.lax.stop_gradient if comm.rank == comm.size - 1 else (lambda x: x)
-    with pytest.raises(AssertionError, match="Taylor test failed"):
+    with pytest.raises(AssertionError, match="taylor_test: expected the rates"):
         mg.taylor_test(lambda x: jnp.sum(jnp.sin(x) * stop(x)), x)
 
 
@@ -64,7 +64,7 @@ def test_dot_test_fails_where_jvp_and_vjp_differ() -> None:
     f.defjvp(lambda primals, tangents: (2 * primals[0], 2 * tangents[0] + 0 * primals[0]))
     found = mg.dot_test(f, jnp.ones(3))
     assert isinstance(found.forward, float) and isinstance(found.reverse, float)
-    with pytest.raises(AssertionError, match="dot test failed"):
+    with pytest.raises(AssertionError, match=r"dot_test: .* must be equal"):
         mg.dot_test(f, jnp.ones(3), rtol=-1.0)
 
 

@@ -119,7 +119,7 @@ def test_vmap_axes(comm: Communicator) -> None:
     expected = comm.size * jnp.einsum("is,sk->ski", a["x"], b).transpose(1, 0, 2)
     close(got, expected)
     close(mg.vmap(lambda: mg.allreduce(1.0), in_axes=(), axis_size=3)(), jnp.full(3, comm.size))
-    with pytest.raises(ValueError, match="nothing is mapped"):
+    with pytest.raises(ValueError, match="must have a batch axis"):
         mg.vmap(lambda x: x, in_axes=None)(a)
 
 

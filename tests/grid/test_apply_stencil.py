@@ -82,7 +82,7 @@ def ends(fields, widths):
     return product, first[1] - 2 * last[1], jnp.sin(last[0])
 
 
-@pytest.mark.full
+@pytest.mark.full("the other tests run two axes and one precision of the same code")
 def test_adjoints_of_two_precisions_in_three_dimensions_and_in_one():
     cases, tiles = [], []
     for shape, widths in (((23,), ((2, 1),)), ((5, 4, 14), ((0, 1), (2, 0), (1, 2)))):
@@ -121,9 +121,9 @@ def test_messages_are_posted_before_the_interior_is_computed():
 
 def test_a_stencil_that_loses_cells_is_refused():
     grid = Grid((9, 8), (1.0, 1.0))
-    with pytest.raises(ValueError, match="its first axes must be the tile's"):
+    with pytest.raises(ValueError, match="must be those of the tile"):
         apply_stencil(lambda p: p, jnp.zeros(grid.local_shape), grid)
-    with pytest.raises(ValueError, match="apply_stencil: a field has shape"):
+    with pytest.raises(ValueError, match="apply_stencil: the first axes of a field"):
         apply_stencil(
             lambda p, c: p, jnp.zeros(grid.local_shape), grid, coefficients=(jnp.zeros(3),)
         )

@@ -142,14 +142,14 @@ def test_more_ranks_than_cells():
     ("arguments", "error", "message"),
     [
         (((0, 3), (1.0, 1.0)), ValueError, "0 x 3"),
-        (((3, 3), (1.0, -1.0)), ValueError, "positive lengths"),
-        (((3, 3), (1.0, float("nan"))), ValueError, "positive lengths"),
-        (((3,), (1.0, 1.0)), TypeError, "as many lengths"),
-        (((), ()), TypeError, "one to three whole numbers of cells"),
-        (((3,) * 4, (1.0,) * 4), TypeError, "one to three whole numbers of cells"),
-        (((3.5, 3), (1.0, 1.0)), TypeError, "one to three whole numbers of cells"),
-        (((30, 30), (1.0, 1.0), None, (1,)), TypeError, "dims must be 2 whole numbers"),
-        (((30, 30), (1.0, 1.0), None, (5, 7)), ValueError, "35 tiles for"),
+        (((3, 3), (1.0, -1.0)), ValueError, "positive and finite"),
+        (((3, 3), (1.0, float("nan"))), ValueError, "positive and finite"),
+        (((3,), (1.0, 1.0)), TypeError, "spacing as many"),
+        (((), ()), TypeError, "one to three integers"),
+        (((3,) * 4, (1.0,) * 4), TypeError, "one to three integers"),
+        (((3.5, 3), (1.0, 1.0)), TypeError, "one to three integers"),
+        (((30, 30), (1.0, 1.0), None, (1,)), TypeError, "dims must be 2 integers"),
+        (((30, 30), (1.0, 1.0), None, (5, 7)), ValueError, "35 tiles, for"),
         (((30, 30), (1.0, 1.0), None, (-1, -1)), ValueError, "one tile per rank"),
     ],
 )
@@ -160,14 +160,14 @@ def test_bad_grids_are_refused_on_every_rank(arguments, error, message):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_a_mistake_on_one_rank_is_raised_on_all():
-    with pytest.raises(ValueError, match="disagree about the grid"):
+    with pytest.raises(ValueError, match="must be the same on all ranks"):
         Grid((8, 8 if COMM.rank else 9), (1.0, 1.0))
-    with pytest.raises(ValueError, match=r"0 x 8.*rank 1"):
+    with pytest.raises(ValueError, match="0 x 8"):
         Grid((0 if COMM.rank == 1 else 8, 8), (1.0, 1.0))
     with pytest.raises(ValueError, match="tile of"):
         grid = Grid((8, 8), (1.0, 1.0))
         grid.gather(np.zeros(grid.local_shape if COMM.rank else (1, 2)))
-    with pytest.raises(ValueError, match="the field has shape"):
+    with pytest.raises(ValueError, match="first axes of the field"):
         Grid((8, 8), (1.0, 1.0)).scatter(np.zeros((3, 3)))
 
 

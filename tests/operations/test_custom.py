@@ -83,24 +83,24 @@ def test_errors_have_the_rank_the_line_and_the_text(comm: Communicator) -> None:
         assert f"RuntimeError: rank {comm.rank} has no flour" in text
         assert text.count("test_custom.py:") == 2  # the call, and the line that raised
     short = mg.custom_operation(lambda x, mpi: x[:1], fails)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"returned float64\[1\] where float64\[3"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"expected float64\[3.*got float64\[1\]"):
         short(jnp.ones(3))
     other = mg.custom_operation(lambda x, mpi: {"b": x}, fails, lambda x: {"a": x, "c": [x]})
     for f in (other, mg.jit(other)):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"promised by `shape`") as error:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="type that `shape` returned") as error:
             f(jnp.ones(3))
         assert "{'a': float64[3], 'c': [float64[3]]}" in str(error.value)
-    with pytest.raises(TypeError, match=r"`shape` returned \(3,\) on rank"):
+    with pytest.raises(TypeError, match=r"`shape` must return .* got \(3,\) on rank"):
         mg.custom_operation(fails, fails, lambda x: (3,))(jnp.ones(3))
-    with pytest.raises(TypeError, match="forward and transpose are functions"):
+    with pytest.raises(TypeError, match="forward and transpose must be functions"):
         mg.custom_operation(fails, None)  # type: ignore[arg-type]
     back = mg.custom_operation(lambda x, mpi: x, lambda ct, mpi: ct[:1])
-    with pytest.raises(jax.errors.JaxRuntimeError, match="is due, the type of x"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the type of x, which a cotangent"):
         mg.grad(lambda x: jnp.sum(back(x)))(jnp.ones(3))
     to_integer = mg.custom_operation(
         fails, fails, lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32)
     )
-    with pytest.raises(TypeError, match="one has a derivative"):
+    with pytest.raises(TypeError, match="must both have floating-point arrays"):
         to_integer(jnp.ones(3))
 
 

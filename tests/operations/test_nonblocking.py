@@ -64,7 +64,7 @@ def test_pytrees(comm: Communicator) -> None:
 
 
 def test_vmap_of_an_empty_batch(comm: Communicator) -> None:
-    with pytest.raises(ValueError, match="vmap of an empty batch: there is no request"):
+    with pytest.raises(ValueError, match="got an empty batch, which has no request"):
         mg.vmap(lambda x: mg.wait(mg.isend(x, comm.rank)))(jnp.ones((0, 3)))
 
 
@@ -142,14 +142,14 @@ def test_wrong_use(comm: Communicator) -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="waited for before"):
         mg.wait(request)
     outside = mg.isend(x, MPI.PROC_NULL, comm=comm)
-    with pytest.raises(ValueError, match="post and wait in one function"):
+    with pytest.raises(ValueError, match="Call post and wait in one function"):
         mg.grad(lambda x: (jnp.sum(x), mg.wait(outside))[0])(x)
-    with pytest.raises(ValueError, match="isend: tag: the wildcard"):
+    with pytest.raises(ValueError, match="isend: tag must be one tag, got the wildcard"):
         mg.isend(x, comm.rank, MPI.ANY_TAG)
-    with pytest.raises(ValueError, match="int32; receive them by `recv_with_status`"):
+    with pytest.raises(ValueError, match=r"int32 on .* Receive them by recv"):
         mg.irecv((x, jnp.int32(1)), MPI.ANY_SOURCE)
     request = mg.isend(x, MPI.PROC_NULL, comm=comm)
-    with pytest.raises(TypeError, match="wait for this one of isend"):
+    with pytest.raises(TypeError, match="got a request of isend"):
         mg.wait_with_status(request)
     mg.wait(request)
     with pytest.raises(TypeError, match="request of isend or irecv"):

@@ -151,11 +151,11 @@ def test_sendrecv_of_a_tree_from_anyone(comm: Communicator) -> None:
 
 
 def test_wrong_arguments(comm: Communicator) -> None:
-    with pytest.raises(ValueError, match="irecv: source=99"):
+    with pytest.raises(ValueError, match=r"irecv: source must be .* got 99"):
         mg.irecv(1.0, 99)
-    with pytest.raises(ValueError, match="sendrecv: sendtag: the wildcard"):
+    with pytest.raises(ValueError, match="sendrecv: sendtag must be one tag, got the wildcard"):
         mg.sendrecv(1.0, comm.rank, comm.rank, MPI.ANY_TAG)
-    with pytest.raises(ValueError, match="tag=-5"):
+    with pytest.raises(ValueError, match="got -5"):
         mg.send(1.0, comm.rank, tag=-5)
     with pytest.raises(TypeError, match="Python integer"):
         mg.recv(1.0, np.float64(0))  # type: ignore[arg-type]

@@ -88,7 +88,9 @@ OPERATIONS: dict[str, Callable[[Any, Communicator], Any]] = {
 
 def _half(first: int) -> pytest.MarkDecorator:
     """Every other one in make test, all in make test-full."""
-    marks = lambda i: [pytest.mark.full] * ((i + first) % 2)
+    marks = lambda i: (
+        [pytest.mark.full("the other tests of pytrees run this operation")] * ((i + first) % 2)
+    )
     cases = [pytest.param(n, marks=marks(i)) for i, n in enumerate(OPERATIONS)]
     return pytest.mark.parametrize("name", cases)
 
@@ -165,10 +167,10 @@ def test_adjoints_are_those_of_the_leaves(name: str, comm: Communicator) -> None
 def test_what_is_no_array_is_refused(comm: Communicator) -> None:
     for wrong in ("abc", "float32", object(), np.array(["a"]), {"a": jnp.ones(2), "b": "abc"}):
         for operation in (mg.allreduce, mg.bcast, mg.allgather, lambda x: mg.send(x, comm.rank)):
-            with pytest.raises(TypeError, match="is no array of numbers, and no pytree of such"):
+            with pytest.raises(TypeError, match="expected an array or a pytree of arrays, got"):
                 operation(wrong)
     for operation in (mg.allreduce, mg.bcast):
-        with pytest.raises(TypeError, match="send the bits of a random key"):
+        with pytest.raises(TypeError, match=r"Send jax\.random\.key_data"):
             operation(jax.random.key(0))
 
 

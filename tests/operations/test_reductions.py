@@ -213,17 +213,17 @@ def test_complex_products(comm: Communicator) -> None:
 
 def test_wrong_arguments(comm: Communicator) -> None:
     x = jnp.ones(3)
-    with pytest.raises(ValueError, match=r"MPI\.SUM, .*MPI\.BXOR are, .*mpigrad\.reduction"):
+    with pytest.raises(ValueError, match=r"MPI\.SUM, .*MPI\.BXOR or .*mpigrad\.reduction"):
         mg.scan(x, op=MPI.REPLACE)
-    with pytest.raises(ValueError, match="is not supported"):
+    with pytest.raises(ValueError, match="op must be"):
         mg.allreduce(x, op="sum")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"MPI\.LAND is for bool and integers.*x != 0"):
+    with pytest.raises(TypeError, match=r"MPI\.LAND takes bool and integers.*x != 0"):
         mg.allreduce(x, op=MPI.LAND)
-    with pytest.raises(TypeError, match="allreduce: an array of dtype float0"):
+    with pytest.raises(TypeError, match=r"allreduce: .* dtype float0"):
         mg.allreduce(np.zeros(3, jax.dtypes.float0))
-    with pytest.raises(TypeError, match=r"MPI\.BOR is for integers, not for float64"):
+    with pytest.raises(TypeError, match=r"MPI\.BOR takes integers, got float64"):
         mg.exscan(x, op=MPI.BOR)
-    with pytest.raises(TypeError, match=r"MPI\.MAX is for integers and float32/64"):
+    with pytest.raises(TypeError, match=r"MPI\.MAX takes integers and float32/64"):
         mg.reduce(1j * x, op=MPI.MAX)
     with pytest.raises(ValueError, match="one row for each"):
         mg.reduce_scatter(jnp.ones((comm.size + 1, 2)))

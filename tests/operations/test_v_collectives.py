@@ -120,23 +120,23 @@ def test_what_is_constant_on_a_rank(comm: Communicator) -> None:
 def test_wrong_arguments(comm: Communicator) -> None:
     size, rank = comm.size, comm.rank
     counts = [2] * size
-    with pytest.raises(ValueError, match=f"gatherv: counts has {size + 1} entries on rank {rank}"):
+    with pytest.raises(ValueError, match=f"got {size + 1} entries on rank {rank}"):
         mg.gatherv(jnp.ones(2), [2] * (size + 1))
-    with pytest.raises(ValueError, match="a count must not be negative"):
+    with pytest.raises(ValueError, match="counts must not be negative"):
         mg.scatterv(jnp.ones(2), [-1] * size)
     with pytest.raises(TypeError, match="Python integers"):
         mg.allgatherv(jnp.ones(2), [2.0] * size)  # type: ignore[list-item]
     with pytest.raises(TypeError, match="Python integers"):
         mg.jit(lambda n: mg.allgatherv(jnp.ones(2), [n] * size))(2)
-    with pytest.raises(ValueError, match=rf"its axis 0 must have counts\[{rank}\] = 2 rows"):
+    with pytest.raises(ValueError, match=rf"axis 0 of x must have counts\[{rank}\] = 2 rows"):
         mg.allgatherv({"a": jnp.ones(2), "b": jnp.ones(3)}, counts)
     with pytest.raises(ValueError, match=r"sum\(counts\)"):
         mg.reduce_scatterv(jnp.ones(2 * size + 1), counts)
     with pytest.raises(ValueError, match=r"sum\(sendcounts\)"):
         mg.alltoallv(jnp.ones(()), counts, counts)
-    with pytest.raises(ValueError, match="from itself"):
+    with pytest.raises(ValueError, match="sends to itself"):
         mg.alltoallv(jnp.ones(2 * size), counts, [1] * size)
-    with pytest.raises(ValueError, match=f"root={size} is not a rank"):
+    with pytest.raises(ValueError, match=rf"root must be a rank .* got {size} on"):
         mg.gatherv(jnp.ones(2), counts, root=size)
 
 
@@ -144,18 +144,20 @@ def test_more_words_than_mpi_counts(comm: Communicator) -> None:
     """Displacements are words of eight bytes: two for each complex128."""
     huge = jax.ShapeDtypeStruct((2**16, 2**14), np.complex128)
     rows = [2**16, *[0] * (comm.size - 1)]
-    with pytest.raises(ValueError, match="send it in parts"):
+    with pytest.raises(ValueError, match="Send it in parts"):
         jax.eval_shape(lambda x: mg.scatterv(x, rows), huge)
 
 
+_OTHER_DTYPE = pytest.mark.full("float64 runs the same code")
+
+
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.thin(4)
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=_OTHER_DTYPE)])
 def test_of_any_length_with_a_rank_that_has_none(comm, dtype):
     """MPI takes another algorithm for every length, and no two ranks may take different ones."""
     counts = uneven(comm.size)  # rank 2, of two ranks rank 1, has no row
     counts[min(2, comm.size - 1)] = 0
-    if comm.size == 1:
-        return
     for width in (1, 30, 100, 400, 1500, 6000, 50_000):
         whole = (jnp.arange(sum(counts) * width) % 31).reshape(-1, width).astype(dtype)
         start = sum(counts[: comm.rank])

@@ -103,6 +103,11 @@ def is_differentiable(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def _as_array(x: Any) -> Any:
+    """Convert a Python number, which jax.jvp and jax.linearize pass on as it is."""
+    return x if hasattr(x, "dtype") else jnp.asarray(x)
+
+
 def _message(
     name: str,
     *,
@@ -202,6 +207,7 @@ def _set_derivative(
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         (*xs, a), (*txs, ta) = primals, tangents
+        xs = list(map(_as_array, xs))
         y = primitive.bind(*xs, a, **params)
         if not any(is_differentiable(x.dtype) for x in xs):
             return y, [ad.Zero(compat.tangent_aval(v)) for v in y]
@@ -211,6 +217,7 @@ def _set_derivative(
 
     def linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
         *xs, a = primals
+        xs = list(map(_as_array, xs))
         y = primitive.bind(*xs, a, **params)
         if not any(is_differentiable(x.dtype) for x in xs):
             zeros = [ad.Zero(compat.tangent_aval(v)) for v in y]
