@@ -163,7 +163,7 @@ def test_rejects_invalid_arguments_on_every_rank(comm):
         n = 5 if comm.rank == 1 else 4
         refused(
             jax.errors.JaxRuntimeError,
-            r"number of steps is not the same on all ranks: 1 of .* The first of them is rank 1 \(by 1\)",
+            r"number of steps is not the same .* 1 of .* first of them is rank 1 \(by 1\)",
             n=n,
             comm=comm,
         )

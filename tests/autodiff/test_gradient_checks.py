@@ -64,7 +64,7 @@ def test_dot_test_fails_where_jvp_and_vjp_differ() -> None:
     f.defjvp(lambda primals, tangents: (2 * primals[0], 2 * tangents[0] + 0 * primals[0]))
     found = mg.dot_test(f, jnp.ones(3))
     assert isinstance(found.forward, float) and isinstance(found.reverse, float)
-    with pytest.raises(AssertionError, match="dot_test: .* must be equal"):
+    with pytest.raises(AssertionError, match=r"dot_test: .* must be equal"):
         mg.dot_test(f, jnp.ones(3), rtol=-1.0)
 
 

@@ -129,13 +129,16 @@ def fields():
     return 3 + 0.1 * jnp.cos(x), jnp.sin(0.7 * x) + jnp.exp(-((x - 3) ** 2))
 
 
+_OTHER_STEPS = pytest.mark.full("each adjoint runs with one kind of steps")
+
+
 @pytest.mark.parametrize(
     ("adjoint", "adaptive"),
     [
         pytest.param(diffrax.RecursiveCheckpointAdjoint(), True, marks=pytest.mark.thin(2)),
-        pytest.param(diffrax.RecursiveCheckpointAdjoint(), False, marks=pytest.mark.full),
+        pytest.param(diffrax.RecursiveCheckpointAdjoint(), False, marks=_OTHER_STEPS),
         pytest.param(diffrax.DirectAdjoint(), False, marks=pytest.mark.thin(2)),
-        pytest.param(diffrax.DirectAdjoint(), True, marks=pytest.mark.full),
+        pytest.param(diffrax.DirectAdjoint(), True, marks=_OTHER_STEPS),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, diffrax.AbstractAdjoint) else None,
 )
@@ -178,7 +181,7 @@ def test_forward_mode_of_diffrax(comm):
     same_steps(comm, steps, expected[2], True)
 
 
-@pytest.mark.full
+@pytest.mark.full("it compiles long programs of diffrax")
 def test_losses_of_one_rank(comm):
     """Of RecursiveCheckpointAdjoint each rank's loss depends on the solution; Direct need not."""
     grid = Grid((CELLS,), (1.0,), comm)

@@ -82,7 +82,7 @@ def ends(fields, widths):
     return product, first[1] - 2 * last[1], jnp.sin(last[0])
 
 
-@pytest.mark.full
+@pytest.mark.full("the other tests run two axes and one precision of the same code")
 def test_adjoints_of_two_precisions_in_three_dimensions_and_in_one():
     cases, tiles = [], []
     for shape, widths in (((23,), ((2, 1),)), ((5, 4, 14), ((0, 1), (2, 0), (1, 2)))):

@@ -128,7 +128,7 @@ def test_a_field_of_6_by_6_in_two_layers_of_10():
         assert np.all(padded[:, :2] == 10)
 
 
-@pytest.mark.full
+@pytest.mark.full("it starts six processes; other tests compare more cases with NumPy")
 @pytest.mark.launcher
 def test_a_field_of_6_by_4_on_3_by_2_ranks():
     done = mpigrad_command("launch", "-n", 6, PROGRAMS / "halo_of_six.py")

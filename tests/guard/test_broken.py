@@ -303,7 +303,7 @@ BROKEN = {
         last=" of 2 failed; ending all ranks",
     ),
     "an_operation_after_the_end_of_mpi": Broken(
-        ("RuntimeError: mpigrad: MPI has been finalized", "Leave the call out"), hosts=2
+        ("RuntimeError: mpigrad: expected a running MPI", "Remove the call"), hosts=2
     ),
     "one_rank_is_stopped": Broken(
         (

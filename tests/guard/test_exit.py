@@ -59,10 +59,7 @@ def test_mpi_that_is_not_initialised_is_refused() -> None:
     lines = "import mpi4py", "mpi4py.rc.initialize = False", "import mpigrad"
     done = python("-c", "\n".join(lines))
     assert done.returncode != 0
-    assert (
-        "ImportError: mpigrad: expected an initialised MPI, but MPI is not initialised"
-        in done.stderr
-    )
+    assert "ImportError: mpigrad: expected an initialised MPI" in done.stderr
 
 
 @pytest.mark.skipif(

@@ -213,6 +213,7 @@ def expected(kind: str, scenario: str) -> Any:
     return np.asarray(jax.jit(derivatives[kind])(POINTS))
 
 
+_OTHER_PAIR = pytest.mark.full("each transformation and each scenario runs in another pair")
 RUN = [t for t in TRANSFORMATIONS if t not in TRACED_ONLY]
 
 
@@ -220,7 +221,7 @@ RUN = [t for t in TRANSFORMATIONS if t not in TRACED_ONLY]
 @pytest.mark.parametrize(
     ("transformation", "scenario"),
     [  # each transformation with one scenario, all of them in make test-full
-        pytest.param(t, s, marks=pytest.mark.full if (i + j) % len(SCENARIOS) else ())
+        pytest.param(t, s, marks=_OTHER_PAIR if (i + j) % len(SCENARIOS) else ())
         for i, t in enumerate(RUN)
         for j, s in enumerate(SCENARIOS)
     ],
@@ -272,7 +273,7 @@ def messages(jaxpr: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("transformation", "scenario"),
     [  # each transformation with every other scenario, all of them in make test-full
-        pytest.param(t, s, marks=pytest.mark.full if (i + j) % 2 else ())
+        pytest.param(t, s, marks=_OTHER_PAIR if (i + j) % 2 else ())
         for i, t in enumerate(TRANSFORMATIONS)
         for j, s in enumerate(SCENARIOS)
     ],

@@ -54,9 +54,7 @@ def test_private_names_are_there_in_the_versions_of_the_table(entry: _jax_privat
     if _has(entry.versions):
         assert _jax_private.private(entry.name) is not None
     else:
-        with pytest.raises(
-            _jax_private.UnsupportedJAXError, match=r"expected jax\._src.* JAX .* does not have"
-        ):
+        with pytest.raises(_jax_private.UnsupportedJAXError, match=r"JAX .* does not have"):
             _jax_private.private(entry.name)
 
 

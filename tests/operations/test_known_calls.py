@@ -108,9 +108,12 @@ def _twice_simulated(F: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda X: (F(F(X)), jnp.stack([X, F(X)], axis=1))
 
 
+_OTHER_WAY = pytest.mark.full("the case with jit runs the same rules")
+
+
 @pytest.mark.parametrize(
     "how",
-    ["jit", *(pytest.param(h, marks=pytest.mark.full) for h in ("eager", "checkpoint", "vmap"))],
+    ["jit", *(pytest.param(h, marks=_OTHER_WAY) for h in ("eager", "checkpoint", "vmap"))],
 )
 @pytest.mark.parametrize("name", RULES)
 def test_loops_keep_their_messages(name: str, how: str, comm: Communicator) -> None:
@@ -141,9 +144,12 @@ CALLS: dict[str, Callable[[Callable[[Any], Any]], Callable[[Any], Any]]] = {
 }
 
 
+_OTHER_CALL = pytest.mark.full("the cases in a scan contain each call")
+
+
 @pytest.mark.parametrize("inner", CALLS)
 @pytest.mark.parametrize(
-    "outer", ["scan", *(pytest.param(c, marks=pytest.mark.full) for c in CALLS if c != "scan")]
+    "outer", ["scan", *(pytest.param(c, marks=_OTHER_CALL) for c in CALLS if c != "scan")]
 )
 def test_what_only_sends_is_not_forgotten(outer: str, inner: str, comm: Communicator) -> None:
     """Rank 0 sends in each step of a loop, in calls with no result; rank 1 receives without."""

@@ -64,7 +64,7 @@ def test_pytrees(comm: Communicator) -> None:
 
 
 def test_vmap_of_an_empty_batch(comm: Communicator) -> None:
-    with pytest.raises(ValueError, match="got an empty batch, which has no request"):
+    with pytest.raises(ValueError, match="got an empty batch"):
         mg.vmap(lambda x: mg.wait(mg.isend(x, comm.rank)))(jnp.ones((0, 3)))
 
 
@@ -146,7 +146,7 @@ def test_wrong_use(comm: Communicator) -> None:
         mg.grad(lambda x: (jnp.sum(x), mg.wait(outside))[0])(x)
     with pytest.raises(ValueError, match="isend: tag must be one tag, got the wildcard"):
         mg.isend(x, comm.rank, MPI.ANY_TAG)
-    with pytest.raises(ValueError, match="int32 on rank .*Receive them by recv_with_status"):
+    with pytest.raises(ValueError, match=r"int32 on .* Receive them by recv"):
         mg.irecv((x, jnp.int32(1)), MPI.ANY_SOURCE)
     request = mg.isend(x, MPI.PROC_NULL, comm=comm)
     with pytest.raises(TypeError, match="got a request of isend"):

@@ -61,7 +61,7 @@ def test_values_and_derivatives(name: str, how: str, comm: Communicator) -> None
     prove(lambda x: case.run(x, comm), case.simulate, comm, how, X=operand(case, comm)[1])
 
 
-@pytest.mark.full
+@pytest.mark.full("float64 runs the same rules; test_dtypes runs each dtype once")
 @cases
 @pytest.mark.parametrize("how", ["jit", "scan", "vmap", "checkpoint", "cond"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "complex128"])
@@ -83,7 +83,7 @@ def test_checkpoint_keeps_complex_numbers(operation: str, comm: Communicator) ->
     prove(lambda x: case.run(x, comm), case.simulate, comm, "checkpoint", X=X, rtol=1e-11)
 
 
-@pytest.mark.full
+@pytest.mark.full("test_dtypes runs integers without transformations")
 @cases
 @pytest.mark.parametrize("how", ["jit", "scan", "vmap", "checkpoint", "cond"])
 @pytest.mark.parametrize("dtype", ["int32", "uint8"])
@@ -123,7 +123,7 @@ MOVED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.full("test_dtypes_that_only_move runs these dtypes without transformations")
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.takes == "anything"])
 @pytest.mark.parametrize("how", MOVED)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "bool"])
@@ -140,7 +140,7 @@ def test_what_only_moves_under_transformations(
     )
 
 
-@pytest.mark.full
+@pytest.mark.full("test_reductions runs these operations without transformations")
 @pytest.mark.parametrize("how", ["jit", "scan", "vmap", "checkpoint", "cond"])
 @pytest.mark.parametrize("op", ["LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR"])
 @pytest.mark.parametrize("dtype", ["bool", "int32", "uint8"])
@@ -175,10 +175,13 @@ def test_truths_and_bits_under_transformations(
 COPIES = ("bcast", "allgather", "allgatherv", "one_sided put and get")
 
 
+_SAME_ADJOINT = pytest.mark.full("the other cases have adjoints that move or add in the same way")
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        n if n in COPIES or n == "isend and irecv" else pytest.param(n, marks=pytest.mark.full)
+        n if n in COPIES or n == "isend and irecv" else pytest.param(n, marks=_SAME_ADJOINT)
         for n, case in CASES.items()
         if case.takes == "anything"
     ],

@@ -151,7 +151,7 @@ def test_sendrecv_of_a_tree_from_anyone(comm: Communicator) -> None:
 
 
 def test_wrong_arguments(comm: Communicator) -> None:
-    with pytest.raises(ValueError, match="irecv: source must be a rank .* got 99"):
+    with pytest.raises(ValueError, match=r"irecv: source must be .* got 99"):
         mg.irecv(1.0, 99)
     with pytest.raises(ValueError, match="sendrecv: sendtag must be one tag, got the wildcard"):
         mg.sendrecv(1.0, comm.rank, comm.rank, MPI.ANY_TAG)

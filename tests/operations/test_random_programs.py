@@ -28,7 +28,13 @@ PARTS, EXAMPLES = {2: 10, 3: 1}, {2: 10, 3: 3}
 def parts() -> list[Any]:
     """(number of ranks, seed), each for sessions of this many ranks."""
     pairs = [(size, seed) for size, n in PARTS.items() for seed in range(n)]
-    marks = {2: [pytest.mark.ranks(2)], 3: [pytest.mark.ranks(3), pytest.mark.full]}
+    marks = {
+        2: [pytest.mark.ranks(2)],
+        3: [
+            pytest.mark.ranks(3),
+            pytest.mark.full("it compiles many programs; two ranks run ten parts"),
+        ],
+    }
     return [pytest.param(seed, marks=marks[n], id=f"{n}-{seed}") for n, seed in pairs]
 
 
@@ -50,7 +56,7 @@ def test_random_programs(seed: int, comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.full
+@pytest.mark.full("it tests the generator of programs only")
 def test_long_programs_are_not_rare() -> None:
     """Of those that the tests above run on two ranks."""
     found: list[int] = []
@@ -71,7 +77,7 @@ def test_long_programs_are_not_rare() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.full
+@pytest.mark.full("double precision runs the same rules")
 def test_random_programs_in_single_precision(comm: Communicator) -> None:
     with jax.enable_x64(False):
         failing = search(comm, 5, 20)

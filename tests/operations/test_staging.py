@@ -54,7 +54,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run(tmp_path_factory.mktemp("plain") / "out")
 
 
-@pytest.mark.full
+@pytest.mark.full("test_programs_are_lowered_for_gpus checks that GPUs call the same handlers")
 @pytest.mark.launcher
 @pytest.mark.parametrize("aware", ["0", "1"], ids=["staged", "aware"])
 def test_staged_programs_compute_the_same(

@@ -120,9 +120,7 @@ def test_what_is_constant_on_a_rank(comm: Communicator) -> None:
 def test_wrong_arguments(comm: Communicator) -> None:
     size, rank = comm.size, comm.rank
     counts = [2] * size
-    with pytest.raises(
-        ValueError, match=f"gatherv: counts .* got {size + 1} entries on rank {rank}"
-    ):
+    with pytest.raises(ValueError, match=f"got {size + 1} entries on rank {rank}"):
         mg.gatherv(jnp.ones(2), [2] * (size + 1))
     with pytest.raises(ValueError, match="counts must not be negative"):
         mg.scatterv(jnp.ones(2), [-1] * size)
@@ -150,14 +148,16 @@ def test_more_words_than_mpi_counts(comm: Communicator) -> None:
         jax.eval_shape(lambda x: mg.scatterv(x, rows), huge)
 
 
+_OTHER_DTYPE = pytest.mark.full("float64 runs the same code")
+
+
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.thin(4)
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=_OTHER_DTYPE)])
 def test_of_any_length_with_a_rank_that_has_none(comm, dtype):
     """MPI takes another algorithm for every length, and no two ranks may take different ones."""
     counts = uneven(comm.size)  # rank 2, of two ranks rank 1, has no row
     counts[min(2, comm.size - 1)] = 0
-    if comm.size == 1:
-        return
     for width in (1, 30, 100, 400, 1500, 6000, 50_000):
         whole = (jnp.arange(sum(counts) * width) % 31).reshape(-1, width).astype(dtype)
         start = sum(counts[: comm.rank])

@@ -335,7 +335,7 @@ def test_mistakes_are_one_error_on_all_ranks(comm: Communicator) -> None:
         mt.allreduce(torch.ones(2 + comm.rank))
     with pytest.raises(jax.errors.JaxRuntimeError, match="not the same on all ranks"):
         mt.assert_replicated(torch.tensor(float(comm.rank)))
-    with pytest.raises(ValueError, match="root must be a rank .* got 2"):
+    with pytest.raises(ValueError, match=r"root must be a rank .* got 2"):
         mt.bcast(torch.ones(2), root=2)
 
 

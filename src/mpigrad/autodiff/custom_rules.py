@@ -123,8 +123,8 @@ class custom_vjp(_WithCarrier):
     ) -> None:
         """Define the rules: fwd(*args) -> (out, residuals), bwd(residuals, ct) -> cotangents.
 
-        Arguments that are not differentiated come first in `bwd`, as in JAX. There are no symbolic
-        zeros: an operand that is constant on one rank may be active on another.
+        Arguments that are not differentiated come first in `bwd`, as in JAX. Zeros are never
+        symbolic zeros: an operand that is constant on one rank may be active on another.
         """
         _refuse_symbolic(symbolic_zeros)
 
@@ -188,7 +188,7 @@ class custom_jvp(_WithCarrier):
     ) -> Callable[..., Any]:
         """Define the rule: rule(primals, tangents) -> (out, tangent of out).
 
-        Arguments that are not differentiated come first, as in JAX. There are no symbolic zeros:
+        Arguments that are not differentiated come first, as in JAX. Zeros are never symbolic:
         an operand that is constant on one rank may be active on another.
         """
         _refuse_symbolic(symbolic_zeros)

@@ -51,7 +51,7 @@ def jacobian(
         "forward" computes all columns at once. It is cheaper if the arguments of all ranks have
         fewer entries than the results. "reverse" computes all rows. The result is the same.
     local
-        True if `f` has no messages and its arguments are the same on all ranks (which
+        True if `f` does not send messages and its arguments are the same on all ranks (which
         MPIGRAD_GUARD=1 checks). Then each rank computes a part of the columns or rows, and the
         parts are gathered: the Jacobian of a serial function is computed in parallel.
     comm

@@ -273,7 +273,7 @@ def run() -> bool:
 
 
 def _cache_file() -> pathlib.Path | None:
-    """Return the file for this JAX and this code, or None if there is no cache directory."""
+    """Return the file for this JAX and this code, or None without a cache directory."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(home):  # the specification of XDG_CACHE_HOME ignores relative paths
         if not os.path.isabs(os.environ.get("HOME", "")):

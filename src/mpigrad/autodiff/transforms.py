@@ -40,7 +40,7 @@ def _sum_over_ranks(tree: Any, comm: Communicator) -> Any:
     if comm.size == 1:
         return tree
     leaves, structure = jax.tree.flatten(tree)
-    # Gradients with respect to integers (float0) have no values to send.
+    # Gradients with respect to integers (float0) are empty and are not sent.
     sent = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
     sums = bcast(reduce([leaves[i] for i in sent], root=0, comm=comm), 0, comm)
     for i, total in zip(sent, sums, strict=True):
@@ -357,8 +357,8 @@ def vmap(
 ) -> Callable[..., Any]:
     """Batch a function as `jax.vmap` does, with every message batched on every rank.
 
-    A message whose operand has no batch axis is sent once for each member of the batch, because its
-    receiver may combine it with batched operands.
+    A message whose operand does not have a batch axis is sent once for each member of the batch,
+    because its receiver may combine it with batched operands.
 
     Parameters
     ----------

@@ -80,7 +80,7 @@ def _surround(primitive: Any, contexts: Any, jvp_rule: Any) -> None:
 
 
 def _stage_call(primitive: Any, trace: Any, tracers: Any, params: dict[str, Any]) -> Any:
-    """Stage a call that has no rule of abstract evaluation, as `stage` does."""
+    """Stage a call without a rule of abstract evaluation, as `stage` does."""
     inputs = [trace.instantiate_const(t) for t in tracers]
     jaxpr, unknown = params["call_jaxpr"], partial_eval.PartialVal.unknown
     outputs = [partial_eval.JaxprTracer(trace, unknown(a), None) for a in jaxpr.out_avals]

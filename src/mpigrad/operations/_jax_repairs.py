@@ -170,7 +170,7 @@ def _keep_calls() -> None:
 def _inline_call(primitive: Any) -> None:
     """Split a call with messages into known and unknown equations one by one.
 
-    `checkpoint` turns scans into calls. A call that only sends has no unknown result. Split as a
+    `checkpoint` turns scans into calls. All results of a call that only sends are known. Split as a
     whole, it would be forgotten.
     """
     JaxprTrace = private("interpreters.partial_eval.JaxprTrace")
@@ -192,7 +192,7 @@ def _keep_messages_in_loops() -> None:
 
 
 def _keep_checkpoints_without_results() -> None:
-    """Keep a checkpoint with messages that JAX drops because it has no operands and results."""
+    """Keep a checkpoint with messages that JAX drops because its results are not used."""
     plain = partial_eval.dce_rules[jax_primitives.remat_p]
 
     def rule(used_outputs: list[bool], *rest: Any) -> Any:
@@ -369,8 +369,8 @@ _LEFT_OUT = "MPIGRAD_WITHOUT_JAX_HOOK"
 class Hook:
     """One change of JAX, the feature that needs it, and a test that fails without it.
 
-    If there is no feature, JAX itself raises an error without the hook. From JAX version `until` on
-    the hook is not needed.
+    If the feature is empty, JAX itself raises an error without the hook. From JAX version `until`
+    on the hook is not needed.
     """
 
     name: str

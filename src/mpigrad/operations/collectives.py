@@ -328,7 +328,7 @@ def allreduce(x: T, op: MPI.Op | Reduction = MPI.SUM, comm: Communicator | None 
         has it (int32, the lowest rank of ties). The derivative goes to that rank.
 
         MPI.LAND, LOR and LXOR (bool and integers, whose result is 0 or 1) and BAND, BOR and BXOR
-        (integers) have no derivative.
+        (integers) are not differentiable.
     comm
         The communicator. Default: the communicator of the enclosing `with`, or all ranks.
 

@@ -1,4 +1,4 @@
-"""Array indexing that stays active and batched if a rank has no indices.
+"""Array indexing that stays active and batched on a rank without indices.
 
 JAX turns x[[]], and an empty `at[].add`, into a constant that depends on nothing. A message of this
 constant would neither be batched nor be differentiated with the messages of the other ranks.

@@ -36,7 +36,7 @@ def rms_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
     -------
     jax.Array
         √(Σ |x|² / n), a real scalar, equal on all ranks. Both Σ and the number of entries n are
-        taken over all ranks. It is 0 if there are no entries. Its dtype is that of `x`, or the real
+        taken over all ranks. It is 0 without entries. Its dtype is that of `x`, or the real
         one of a complex `x`. Sums of 16-bit floats are computed in float32.
 
     See Also
@@ -76,7 +76,7 @@ def max_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
     Returns
     -------
     jax.Array
-        max |x|, a real scalar, equal on all ranks. It is 0 if there are no entries, and NaN if an
+        max |x|, a real scalar, equal on all ranks. It is 0 without entries, and NaN if an
         entry is NaN. Its dtype is that of `x`, or the real one of a complex `x`.
 
     Examples

@@ -333,7 +333,7 @@ def map_with_tangent(
         (x, ..., carrier, results, **params) -> the values that the derivative at x needs.
     tangent
         (residuals, tangents of the x, carrier, **params) -> tangents of the first results. The
-        other results have no tangents. It is linear, and its messages have transposes.
+        other results are not differentiated. It is linear, and its messages have transposes.
     options
         As for `linear_map`, and `target`, the name of the native handler.
     """
@@ -355,7 +355,7 @@ def weighted_map(
     ----------
     weight
         (x, carrier, results, **params) -> dy/dx for this rank's x, from differentiable messages.
-        Results after y have no derivative.
+        Results after y are not differentiated.
     total
         (weighted tangent, carrier, **params) -> tangent of y: the linear map that adds the weighted
         tangents of all ranks.

@@ -1,6 +1,6 @@
 """Reductions over the ranks' values: MPI's operations, and the user's own.
 
-SUM is linear, and the logical and bitwise operations have no derivative: MPI computes them. The
+SUM is linear, and the logical and bitwise operations are not differentiable: MPI computes them. The
 other reductions are differentiated here, by the formula in this file. Messages with known adjoints
 move the values to the ranks that need them, and `fold` combines them there.
 """
@@ -191,7 +191,7 @@ def check_op(operation: str, x: Any, op: MPI.Op | Reduction) -> None:
             if dtype == jax.dtypes.float0:
                 raise TypeError(
                     f"{operation}: expected numbers, got an array of dtype float0, which is the "
-                    "derivative with respect to integers and has no values. Leave it out."
+                    "derivative with respect to integers and is empty. Leave it out."
                 )
             if dtype.kind not in kinds or dtype.name not in ARITHMETIC_DTYPES:
                 remedy = "jnp.abs(x)" if dtype.kind == "c" else example

@@ -34,7 +34,7 @@ def _batched_token(params: dict[str, Any], n: int) -> dict[str, Any]:
     if n == 0:
         raise ValueError(
             "isend, irecv: under vmap the batch must have at least one member, got an empty batch, "
-            "which has no request. Send the empty array without vmap, or by sendrecv."
+            "for which nothing is posted. Send the empty array without vmap, or by sendrecv."
         )
     return {**params, "lanes": (n, *params["lanes"])}
 
@@ -84,7 +84,7 @@ def _arrived(*tokens: Any, shape: Any, dtype: Any, **_: Any) -> ShapedArray:
 def _posted_outside(ta: Any, token: Any) -> Any:
     raise ValueError(
         "wait: the request must be posted inside the function that is differentiated, but was "
-        f"posted outside on rank {MPI.COMM_WORLD.rank}, so its message has no derivative. Call "
+        f"posted outside on rank {MPI.COMM_WORLD.rank}, so its message is not differentiated. Call "
         "post and wait in one function."
     )
 

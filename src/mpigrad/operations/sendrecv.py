@@ -146,7 +146,7 @@ def sendrecv(
     outgoing, incoming = sent.pack(x), packing.pack(like)
     received: list[Any] = []
     # The k-th message goes out while the k-th comes in. A message with a derivative cannot share a
-    # sendrecv with one that has none: the former come first. If there are more messages in one
+    # sendrecv with one without: the former come first. If there are more messages in one
     # direction, the partner of the other direction is MPI.PROC_NULL.
     for differentiable in (True, False):
         out, out_trees = _select(differentiable, outgoing, sent)
