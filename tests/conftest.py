@@ -96,7 +96,7 @@ def runs(item: pytest.Item, size: int) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # check_reasons(items)  # to be switched on when every `full` mark has its reason
+    check_reasons(items)
     # The others are deselected and not skipped: ranks meet after each test, which takes as long as
     # a small test.
     size = MPI.COMM_WORLD.size
