@@ -19,7 +19,7 @@ from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid, halo_exchange
 from mpigrad.runtime.native import record
 from mpigrad.sparse import PCG, GhostExchange, Jacobi, Matrix, solve
-from proof import batch, scan
+from product_space import batch, scan
 
 CHECKPOINTS: dict[str, Callable[[Any], Any]] = {
     "not": lambda f: f,

@@ -15,7 +15,7 @@ import mpigrad as mg
 from helpers import close
 from message_cases import turned, under, under_simulated
 from mpigrad.communicator import Communicator
-from proof import operand, prove
+from product_space import operand, prove
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 

@@ -17,7 +17,7 @@ import mpigrad as mg
 from helpers import close
 from mpigrad.communicator import Communicator
 from mpigrad.operations.carrier import mark_common_branch
-from proof import TRANSFORMED, operand, prove
+from product_space import TRANSFORMED, operand, prove
 
 Rule = Callable[[Communicator], Callable[[Any], Any]]
 

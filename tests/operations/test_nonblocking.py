@@ -15,7 +15,7 @@ import mpigrad as mg
 from helpers import close
 from launching import run
 from mpigrad.communicator import Communicator
-from proof import prove, prove_second_order
+from product_space import prove, prove_second_order
 
 
 def pipeline(x: Any, c: Communicator) -> Any:

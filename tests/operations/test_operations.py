@@ -15,7 +15,7 @@ from mpi4py import MPI
 import mpigrad as mg
 from helpers import CASES, REDUCING, Case, close, operand
 from mpigrad.communicator import Communicator
-from proof import TRANSFORMED, prove
+from product_space import TRANSFORMED, prove
 
 
 def marks_of(case: Case) -> list[Any]:

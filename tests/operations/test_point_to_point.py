@@ -14,7 +14,7 @@ import mpigrad as mg
 from helpers import close
 from mpigrad.communicator import Communicator
 from mpigrad.runtime.native import record
-from proof import TRANSFORMED, TRANSFORMS, operand, prove, prove_second_order
+from product_space import TRANSFORMED, TRANSFORMS, operand, prove, prove_second_order
 
 
 def both_ways(x: Any, c: Communicator) -> Any:

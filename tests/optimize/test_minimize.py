@@ -240,7 +240,7 @@ def test_files_survive_failed_runs(comm, directory, capfd, monkeypatch):
     def full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("mpigrad.checkpoint.files.write_manifest", full)
+    monkeypatch.setattr("mpigrad.checkpoint.manifest.write_manifest", full)
     lost = Checkpoint(directory / "full", every=1)
     assert minimize(parabola, x0, max_steps=3, rtol=1e-9, checkpoint=lost).stats["loss"] < 1e-3
     if comm.rank == 0:

@@ -18,9 +18,10 @@ from typing import Any
 
 import jax
 
-from mpigrad.checkpoint import files
-from mpigrad.checkpoint.files import DamagedSaveError, Manifest
+from mpigrad.checkpoint import manifest as manifests
+from mpigrad.checkpoint import rank_files
 from mpigrad.checkpoint.layout import Layout, Leaf, check_replicated, describe
+from mpigrad.checkpoint.manifest import DamagedSaveError, Manifest
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 
@@ -171,8 +172,8 @@ class Store:
         unfinished = self.directory / f"{_UNFINISHED}{identity}"
         try:
             with raise_on_all_ranks(self.comm):
-                file = files.write_leaves(unfinished, identity, self.comm.rank, leaves, tree)
-                files.sync_directory(unfinished)
+                file = rank_files.write_leaves(unfinished, identity, self.comm.rank, leaves, tree)
+                manifests.sync_directory(unfinished)
             written = self.comm.mpi.gather(file)
             with raise_on_all_ranks(self.comm):
                 if written is not None:
@@ -209,10 +210,10 @@ class Store:
         return step, identity
 
     def _finish(self, unfinished: pathlib.Path, manifest: Manifest) -> None:
-        files.write_manifest(unfinished, manifest)
-        files.sync_directory(unfinished)
+        manifests.write_manifest(unfinished, manifest)
+        manifests.sync_directory(unfinished)
         os.rename(unfinished, self._path(self._newest + 1))
-        files.sync_directory(self.directory)
+        manifests.sync_directory(self.directory)
 
     def _prune(self) -> None:
         """Remove the oldest saves, and the saves that cannot be read."""
@@ -293,7 +294,7 @@ class Store:
             templates, structure = jax.tree.flatten(like)
             found: list[Any] = []
             with raise_on_all_ranks(self.comm):
-                found = files.read_leaves(path, manifest, wanted, templates, self.comm.rank)
+                found = rank_files.read_leaves(path, manifest, wanted, templates, self.comm.rank)
             tree = jax.tree.unflatten(structure, found)
             return Snapshot(manifest.step, tree, manifest.extra, tuple(rejections))
         if rejections:
@@ -312,7 +313,7 @@ class Store:
         manifest, problem = None, None
         if self.comm.rank == 0:
             try:
-                manifest = files.read_manifest(path)
+                manifest = manifests.read_manifest(path)
             except DamagedSaveError as error:
                 problem = str(error)
             except (KeyError, TypeError, ValueError) as error:
@@ -323,7 +324,7 @@ class Store:
             try:
                 # Each file is checked by one rank, whichever ranks need its content.
                 for rank in range(self.comm.rank, len(manifest.files), self.comm.size):
-                    files.check_file(path, manifest, rank)
+                    rank_files.check_file(path, manifest, rank)
             except DamagedSaveError as error:
                 problem = str(error)
             problem = next(filter(None, self.comm.mpi.allgather(problem)), None)

@@ -13,7 +13,7 @@ from mpigrad_apps.fwi.settings import Settings
 from mpigrad_apps.shots.acoustic_physics import AcousticPhysics
 from mpigrad_apps.shots.elastic_physics import ElasticPhysics
 from mpigrad_apps.shots.experiment import Experiment, Fields, default_model, experiment_of
-from mpigrad_apps.shots.files import SEGY, read_array, read_model, read_samples
+from mpigrad_apps.shots.model_files import SEGY, read_array, read_model, read_samples
 from mpigrad_apps.shots.physics import Physics
 
 __all__ = ["PHYSICS", "Inputs", "read_inputs"]

@@ -15,7 +15,7 @@ from mpigrad.collective_errors import call_on_root
 from mpigrad.communicator import Communicator
 from mpigrad.waves.stability import limiting_square
 from mpigrad.waves.wavelets import ricker
-from mpigrad_apps.shots.files import Acquisition, ModelFile, read_model, read_wavelets
+from mpigrad_apps.shots.model_files import Acquisition, ModelFile, read_model, read_wavelets
 from mpigrad_apps.shots.options import WaveOptions
 
 __all__ = [

@@ -10,7 +10,7 @@ import pytest
 from mpigrad.waves.wavelets import ricker
 from mpigrad_apps.fwi.misfit import low_pass
 from mpigrad_apps.shots.experiment import make_experiment
-from mpigrad_apps.shots.files import read_wavelets
+from mpigrad_apps.shots.model_files import read_wavelets
 from mpigrad_apps.shots.options import WaveOptions
 from mpigrad_apps.shots.shot_group import make_shot_group
 

@@ -6,7 +6,7 @@ import scipy.io
 import zarr
 
 from mpigrad.collective_errors import call_on_root
-from mpigrad_apps.shots.files import read_array, read_model
+from mpigrad_apps.shots.model_files import read_array, read_model
 
 VP = 1500 + 10.0 * np.arange(35).reshape(7, 5)
 FIELDS = {"vp": VP, "vs": VP / 2, "rho": VP / 1.5}

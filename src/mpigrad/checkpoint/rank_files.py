@@ -1,18 +1,14 @@
-"""The files of one save: one for each rank, and a manifest with the hashes of all files.
+"""The file of each rank in a save.
 
-A rank's file begins with a line of text that identifies save and rank, padded to 128 bytes. Then
-come the arrays of the leaves in C order, each at a multiple of 64 bytes. The manifest is JSON.
+It begins with a line of text that identifies save and rank, padded to 128 bytes. Then come the
+arrays of the leaves in C order, each at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import errno
 import hashlib
-import json
 import os
 import pathlib
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,48 +18,13 @@ from numpy.typing import NDArray
 
 from mpigrad.checkpoint.layout import Leaf
 from mpigrad.checkpoint.leaves import dtype_of, parse, to_host, to_leaf
+from mpigrad.checkpoint.manifest import FORMAT, DamagedSaveError, Manifest, RankFile
 
-__all__ = [
-    "DamagedSaveError",
-    "Manifest",
-    "RankFile",
-    "check_file",
-    "read_leaves",
-    "read_manifest",
-    "sync_directory",
-    "write_leaves",
-    "write_manifest",
-]
+__all__ = ["check_file", "read_leaves", "write_leaves"]
 
-_FORMAT = "mpigrad restart 1"
-_MANIFEST = "manifest.json"
 _HEADER = 128
 _ALIGNMENT = 64
 _BLOCK = 1 << 24  # bytes hashed at a time
-
-
-class DamagedSaveError(Exception):
-    """A save must not be read. The message names the file and the reason."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RankFile:
-    """Name, size in bytes and SHA-256 of a rank's file."""
-
-    name: str
-    size: int
-    sha256: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """The content of one save. `identity` is unique and in the headers of all its files."""
-
-    identity: str
-    step: int
-    leaves: tuple[Leaf, ...]
-    files: tuple[RankFile, ...]
-    extra: Any
 
 
 def _name(rank: int) -> str:
@@ -71,7 +32,7 @@ def _name(rank: int) -> str:
 
 
 def _header(identity: str, rank: int) -> bytes:
-    return f"{_FORMAT} {identity} rank {rank}\n".encode().ljust(_HEADER, b"\0")
+    return f"{FORMAT} {identity} rank {rank}\n".encode().ljust(_HEADER, b"\0")
 
 
 def _offsets(leaves: Iterable[Leaf], rank: int) -> Iterator[int]:
@@ -106,81 +67,6 @@ def write_leaves(
     return RankFile(path.name, size, digest.hexdigest())
 
 
-def write_manifest(directory: pathlib.Path, manifest: Manifest) -> None:
-    """Write the manifest with its own hash, and wait until it is on the disk."""
-    body = {
-        "format": _FORMAT,
-        "byteorder": sys.byteorder,
-        "identity": manifest.identity,
-        "step": manifest.step,
-        "leaves": [
-            dataclasses.asdict(leaf)
-            | {"boxes": None if leaf.boxes is None else leaf.boxes.tolist()}
-            for leaf in manifest.leaves
-        ],
-        "files": [dataclasses.asdict(file) for file in manifest.files],
-        "extra": manifest.extra,
-    }
-    body = json.loads(json.dumps(body))  # as it will be read: keys are strings and tuples are lists
-    with open(directory / _MANIFEST, "x", encoding="utf-8") as file:
-        json.dump({"manifest": body, "sha256": _digest(body)}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def sync_directory(directory: pathlib.Path) -> None:
-    """Wait until the entries of a directory are on the disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported by this file system
-            raise
-    finally:
-        os.close(handle)
-
-
-def read_manifest(directory: pathlib.Path) -> Manifest:
-    """Read the manifest of a save, without checking its files.
-
-    Raises
-    ------
-    DamagedSaveError
-    """
-    path = directory / _MANIFEST
-    try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DamagedSaveError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DamagedSaveError(f"{path} is truncated or damaged: {error}") from error
-    body = whole.get("manifest") if isinstance(whole, dict) else None
-    if not isinstance(body, dict) or not str(body.get("format")).startswith("mpigrad restart"):
-        raise DamagedSaveError(f"{path} is not a manifest of mpigrad")
-    if _digest(body) != whole.get("sha256"):
-        raise DamagedSaveError(f"{path} is damaged: its hash is wrong")
-    for name, here in (("format", _FORMAT), ("byteorder", sys.byteorder)):
-        if body[name] != here:
-            raise DamagedSaveError(f"{path} has {name} {body[name]!r}, expected {here!r}")
-    return Manifest(
-        body["identity"],
-        body["step"],
-        tuple(_leaf(**leaf) for leaf in body["leaves"]),
-        tuple(RankFile(**file) for file in body["files"]),
-        body["extra"],
-    )
-
-
-def _leaf(shape: list[int], boxes: list[Any] | None, **names: Any) -> Leaf:
-    # The last axis is given, because reshape cannot infer it for a scalar.
-    whole = None if boxes is None else np.array(boxes, np.int64).reshape(-1, 2, len(shape))
-    return Leaf(shape=tuple(shape), boxes=whole, **names)
-
-
 def check_file(directory: pathlib.Path, manifest: Manifest, rank: int) -> None:
     """Read a rank's file and compare it with the manifest.
 
@@ -196,7 +82,7 @@ def check_file(directory: pathlib.Path, manifest: Manifest, rank: int) -> None:
             header = file.read(_HEADER)
             line = header.partition(b"\n")[0]
             foreign = line != _header(manifest.identity, rank).partition(b"\n")[0]
-            if foreign and line.startswith(_FORMAT.encode()) and len(line) < len(header):
+            if foreign and line.startswith(FORMAT.encode()) and len(line) < len(header):
                 words = line.decode(errors="replace").split()
                 raise DamagedSaveError(
                     f"{path} belongs to another save: its header has {words[3]}, "

@@ -14,6 +14,8 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import NDArray
 
+from mpigrad_apps.shots.segy import SEGY, read_segy
+
 __all__ = [
     "FORMATS",
     "SEGY",
@@ -258,24 +260,10 @@ def _read_mat(path: pathlib.Path) -> _Contents:
 
 
 def _read_segy(path: pathlib.Path) -> _Contents:
-    try:
-        import segyio
-    except ImportError as error:
-        raise ImportError(
-            "mpigrad: SEG-Y files need segyio. Install it with pip install 'mpigrad[apps]'."
-        ) from error
-    with segyio.open(str(path), strict=False, ignore_geometry=True) as file:
-        traces = np.asarray(file.trace.raw[:])
-        dt = segyio.tools.dt(file, fallback_dt=0.0) / 1e6
-        inlines, crosslines = (
-            len(np.unique(file.attributes(field)[:]))
-            for field in (segyio.TraceField.INLINE_3D, segyio.TraceField.CROSSLINE_3D)
-        )
-    interval = (dt, min(1e-6, 5e-3 * dt)) if dt > 0 else None
-    return _Contents({"vp": traces}, interval, (inlines, crosslines))
+    traces, interval, lines = read_segy(path)
+    return _Contents({"vp": traces}, interval, lines)
 
 
-SEGY = (".sgy", ".segy")
 _READERS: dict[str, Callable[[pathlib.Path], _Contents]] = {
     ".npy": _read_npy,
     ".npz": _read_npz,
