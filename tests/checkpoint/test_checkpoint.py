@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpigrad.checkpoint import Checkpoint, Store, Stripes, files
+from mpigrad.checkpoint import Checkpoint, Store, Stripes, manifest
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
 
@@ -158,7 +158,7 @@ def _other_format(data: bytes) -> bytes:
 def _rehashed(data: bytes) -> bytes:
     """Return a manifest of a later version, with the right hash."""
     body = json.loads(_other_format(data))["manifest"]
-    return json.dumps({"manifest": body, "sha256": files._digest(body)}).encode()
+    return json.dumps({"manifest": body, "sha256": manifest._digest(body)}).encode()
 
 
 def _of_another_save(save: pathlib.Path) -> None:
@@ -258,7 +258,7 @@ def test_a_full_disk_leaves_the_last_save(comm, directory, monkeypatch):
         def full(handle: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(files.os, "fsync", full)
+        monkeypatch.setattr(manifest.os, "fsync", full)
     with pytest.raises(OSError, match="No space left on device"):
         store.save(2, np.full(4, comm.rank + 10), True)
     monkeypatch.undo()
