@@ -102,7 +102,7 @@ def test_a_rank_with_two_devices(where: str, tmp_path: pathlib.Path) -> None:
     )
     done = mpigrad("launch", "-n", 2, "--timeout", 60, program)
     assert done.returncode == 1, done.stderr
-    assert "arrays of this rank are on" in done.stderr
+    assert "all arrays of a rank must be on one device" in done.stderr
     assert "Start a rank for each device" in done.stderr
 
 
@@ -169,4 +169,4 @@ def test_import_after_jax_has_computed() -> None:
     assert alone.stdout == "imported\n", alone.stderr
     done = mpiexec(2, PROGRAMS / "late_import.py")
     assert done.returncode != 0
-    assert "Import mpigrad before the first JAX computation" in done.stderr
+    assert "expected to be imported before the first JAX computation" in done.stderr

@@ -69,7 +69,7 @@ def test_run_help_lists_it_next_to_ours(installed: dict[str, str]) -> None:
         (("--time-steps", 0), "--time-steps: expected at least 1, got 0"),
         (("--cells", "many"), "--cells"),
         (("--n-cells", 5), "--n-cells"),
-        (("-n", 0), "-n 0: at least 1 rank"),
+        (("-n", 0), "-n: expected at least 1 rank, got 0"),
     ],
 )
 def test_rejects_wrong_settings(
