@@ -52,13 +52,15 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 def marks(name: str, text: str) -> list[pytest.MarkDecorator]:
     needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", text, re.M)
-    first = [pytest.mark.thin(*FIRST[name])] if name in FIRST else []
+    later = pytest.mark.full("a page that is read later, with parts that other tests cover")
+    first = [pytest.mark.thin(*FIRST[name]) if name in FIRST else later]
     return [pytest.mark.torch, *first] if needs_torch else first
 
 
 def parametrize(language: str) -> pytest.MarkDecorator:
     cases = [
-        pytest.param(text, id=name, marks=marks(name, text)) for name, text in blocks(language)
+        pytest.param(text, id=name, marks=marks(name, text) if language == "python" else ())
+        for name, text in blocks(language)
     ]
     return pytest.mark.parametrize("text", cases)
 

@@ -22,7 +22,7 @@ from random_operations import OPERATIONS, Operation, Step
 from random_programs import Block, Program, check, count, programs, search, text
 
 # Ten programs a part at 2 ranks, where compiling is cheap; in make test-full a few more at 3.
-PARTS, EXAMPLES = {2: 10, 3: 1}, {2: 10, 3: 3}
+PARTS, EXAMPLES = {2: 5, 3: 1}, {2: 10, 3: 3}
 
 
 def parts() -> list[Any]:
@@ -32,7 +32,7 @@ def parts() -> list[Any]:
         2: [pytest.mark.ranks(2)],
         3: [
             pytest.mark.ranks(3),
-            pytest.mark.full("it compiles many programs; two ranks run ten parts"),
+            pytest.mark.full("it compiles many programs; two ranks run five parts"),
         ],
     }
     return [pytest.param(seed, marks=marks[n], id=f"{n}-{seed}") for n, seed in pairs]
