@@ -97,7 +97,7 @@ def test_a_training_goes_on_bit_for_bit(comm, directory):
         assert [step.loss for step in a.steps] == [step.loss for step in b.steps]
         assert [epoch.score for epoch in a.epochs] == [epoch.score for epoch in b.epochs]
         assert a.epochs[-1].score < a.epochs[0].score
-    with pytest.raises(ValueError, match="of another run: batch is 7 .* 6"):
+    with pytest.raises(ValueError, match=r"of another run: batch is 7 .* 6"):
         run(dataclasses.replace(parts, batch=6, resume=True), comm)
 
 
