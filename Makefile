@@ -44,7 +44,7 @@ TYPES_BESIDE = $(PYRIGHT) > build/pyright.log & types=$$!; \
 	wait $$types || { echo "lint: pyright"; cat build/pyright.log; exit 1; }; \
 	exit $$tests
 
-test: style
+test: style language
 	@$(TYPES_BESIDE)
 
 # Every case of every test at every number of ranks.
@@ -94,7 +94,7 @@ types: setup
 	@echo "lint: pyright"
 	@$(PYRIGHT) > build/pyright.log || { cat build/pyright.log; exit 1; }
 
-# Not a part of `make test`. LANGUAGE_CHECK= prints the figures and never fails.
+# LANGUAGE_CHECK= prints the figures and never fails.
 LANGUAGE_CHECK ?= --check
 language: setup
 	@echo "lint: language"

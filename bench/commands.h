@@ -1,4 +1,4 @@
-/* What a C program of a comparison is told: its side of turns.py. */
+/* What a C program of a comparison is told: its side of interleave.py. */
 #pragma once
 
 #include <stdio.h>

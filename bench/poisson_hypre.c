@@ -4,7 +4,7 @@
  * volumes, face coefficient = mean of the two cells' kappa, 2 kappa at the boundary (half a cell).
  * Each rank owns a stripe of grid lines. The loss is the sum of (u - d)^2.
  *
- * Commands come by a pipe for each rank (turns.py): "value K" or "gradient K" (K varies kappa, so
+ * Commands come by a pipe for each rank (interleave.py): "value K" or "gradient K" (K varies kappa, so
  * that every call has new values), "quit". Rank 0 answers each with one line: seconds, loss, sum of
  * the kappa gradient weighted with x, iterations.
  *

@@ -4,7 +4,7 @@
  * The matrix is that of a five-point stencil on n x lines cells; each rank owns a stripe of grid
  * lines. Its values are those of `entry` below, so that every program has the same.
  *
- * Commands come by a pipe for each rank (turns.py): "transpose K R" or "product K R" (K varies the
+ * Commands come by a pipe for each rank (interleave.py): "transpose K R" or "product K R" (K varies the
  * values, R calls are timed), "quit". Rank 0 answers each with one line: seconds of a call, checksum.
  *
  * Build: mpicc -O3 sparse_hypre.c -I/usr/include/hypre -lHYPRE -lm -o sparse_hypre

@@ -14,7 +14,7 @@ namespace mpigrad::hypre {
 
 MPIGRAD_HYPRE_KERNELS(Par)
 
-// One BoomerAMG configuration, laid out as the ctypes structure in sparse/hypre.py.
+// One BoomerAMG configuration, laid out as the ctypes structure in sparse/solvers/hypre.py.
 struct BoomerAMGOptions {
   int32_t coarsening, interpolation, max_row_elements, relaxation, aggressive_levels, max_levels,
       unknowns_per_cell, keeps_stale;

@@ -44,7 +44,8 @@ def _new_path(name: str) -> str | None:
     if name in MOVED:
         return MOVED[name]
     parent, _, child = name.rpartition(".")
-    return f"{MOVED[parent]}.{child}" if MOVED.get(parent) else None
+    above = _new_path(parent) if parent else None
+    return f"{above}.{child}" if above else None
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

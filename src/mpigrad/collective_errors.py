@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, NoReturn, TypeVar
 
+from mpigrad._renamed import old_names
 from mpigrad.communicator import Communicator
 
 __all__ = [
@@ -110,3 +111,6 @@ def assert_same_on_all_ranks(comm: Communicator, value: object, what: str) -> No
 
 def _listed(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+__getattr__ = old_names(__name__)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self, cast
 
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
+from mpigrad._renamed import old_names
 from mpigrad.guard import board
 from mpigrad.runtime.call_sites import call_site
 from mpigrad.runtime.native import DERIVATIVE_SPACES, library
@@ -565,12 +565,4 @@ def check_rank(value: int, comm: Communicator, what: str, *, null: bool = False)
     return rank
 
 
-def __getattr__(name: str) -> Any:
-    if name == "default":  # the old name, for one release
-        warnings.warn(
-            "mpigrad.communicator.default is now mpigrad.default_communicator",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return default_communicator
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = old_names(__name__)

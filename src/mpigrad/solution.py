@@ -42,6 +42,10 @@ class Result(enum.IntEnum):
         member.message = message
         return member
 
+    def __str__(self) -> str:
+        """Return the name and the sentence."""
+        return f"{self.name} ({self.message})"
+
     SUCCESSFUL = 0, "the solution is as accurate as the tolerance asks"
     MAX_STEPS_REACHED = 1, "max_steps steps were taken before the tolerance was met"
     NOT_FINITE = 2, "NaN or infinity appeared"

@@ -11,11 +11,7 @@ Examples
 2.0
 """
 
-from __future__ import annotations
-
-import warnings
-from typing import Any
-
+from mpigrad._renamed import old_names
 from mpigrad.jobs.failures import Failure, JobError, host_call
 from mpigrad.jobs.items import Data
 from mpigrad.jobs.pool import Pool, pool
@@ -35,14 +31,4 @@ __all__ = [
     "root_pool",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "root_driven":
-        warnings.warn(
-            "mpigrad.jobs.root_driven is now called mpigrad.jobs.root_pool. Use the new name: the "
-            "old one works in this release only.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return root_pool
-    raise AttributeError(f"module {__name__!r} does not have the attribute {name!r}")
+__getattr__ = old_names(__name__)

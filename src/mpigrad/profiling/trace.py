@@ -218,7 +218,7 @@ class _Recorder:
         )
 
     def _communicators(self, slots: np.ndarray) -> dict[int, tuple[tuple[int, ...], int]]:
-        """Return for each slot the ranks of its communicator, and its index among equal groups."""
+        """Return the ranks of each slot's communicator, and its index among equal groups."""
         world = MPI.COMM_WORLD.Get_group()
         groups: dict[int, tuple[tuple[int, ...], int]] = {}
         for slot in range(int(slots.max(initial=-1)) + 1):

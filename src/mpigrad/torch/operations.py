@@ -141,7 +141,7 @@ def _prepare(
 
 
 class _Fixed:
-    """A static argument, for whose value a program is compiled."""
+    """A static argument. A program is compiled for each of its values."""
 
     __slots__ = ("key", "value")
 

@@ -14,11 +14,7 @@ Examples
 80 3.0
 """
 
-from __future__ import annotations
-
-import warnings
-from typing import Any
-
+from mpigrad._renamed import old_names
 from mpigrad.training.batches import Batches
 from mpigrad.training.flat_buffer import FlatBuffer, Parameter
 from mpigrad.training.history import History, Span, StepRecord
@@ -50,17 +46,4 @@ __all__ = [
     "trainer",
 ]
 
-_RENAMED = {"Flat": FlatBuffer, "Record": StepRecord}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        new = _RENAMED[name]
-        warnings.warn(
-            f"mpigrad.training.{name} is now called mpigrad.training.{new.__name__}. Use the new "
-            "name: the old one works in this release only.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return new
-    raise AttributeError(f"module {__name__!r} does not have the attribute {name!r}")
+__getattr__ = old_names(__name__)

@@ -13,7 +13,7 @@ __all__ = ["Batches"]
 
 
 class Batches:
-    """An iterable of batches, shuffled in each epoch, of which each rank takes its part.
+    """An iterable of batches, shuffled in each epoch. Each rank takes its part of them.
 
     A global batch has `size` rows of the data, but the last one of an epoch may have fewer. It
     depends only on the seed, the epoch and its index. The part of a rank is contiguous in the

@@ -47,7 +47,7 @@ class Parameter:
 
     @property
     def real(self) -> np.dtype[Any]:
-        """The dtype of its real numbers, of which a complex number has two."""
+        """The dtype of its real numbers. A complex number has two of them."""
         dtype = jnp.dtype(self.dtype)
         return np.finfo(dtype).dtype if dtype.kind == "c" else dtype
 

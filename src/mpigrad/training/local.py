@@ -105,7 +105,7 @@ class LocalRun(Run):
                 return
 
     def step(self, batch: Batch) -> StepRecord:
-        """Make a local step, after every `every`-th of which all ranks average."""
+        """Make a local step. All ranks average their models after `every` steps."""
         error, loss = None, math.nan
         try:
             loss = self._local_step(batch)

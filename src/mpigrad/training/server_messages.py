@@ -79,7 +79,7 @@ class Arrival:
     message: MPI.Message
 
     def into(self, flat: FlatBuffer) -> None:
-        """Receive the message into a buffer, of which a header alone changes only the header."""
+        """Receive the message into a buffer. If only a header arrives, the rest is not changed."""
         self.message.Recv([flat.message, MPI.DOUBLE])
 
     def content(self) -> Any:

@@ -1,4 +1,4 @@
-"""The iterations of Newton's method, and the errors of those that fail."""
+"""The iterations of Newton's method, and their errors."""
 
 from __future__ import annotations
 

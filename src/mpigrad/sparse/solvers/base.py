@@ -94,7 +94,7 @@ class LinearSolver(abc.ABC):
     preconditioner: Preconditioner | None
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """Do not inherit what holds for the parent's iterations if the subclass has its own."""
+        """Reset the attributes that describe the iterations if a subclass has its own."""
         super().__init_subclass__(**arguments)
         if "iterate" in cls.__dict__:
             cls.hypre_method = cls.__dict__.get("hypre_method")
