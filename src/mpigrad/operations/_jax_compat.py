@@ -342,7 +342,7 @@ def lower_in_token_region(
 
 
 def lower_high_level(primitive: Primitive) -> None:
-    """Lower a primitive of (turn, *operands) whose jaxpr has primitives that JAX lowers in two steps.
+    """Lower a primitive (turn, *operands) with a jaxpr that JAX lowers in two steps.
 
     Since JAX 0.12 some functions of JAX are made of such primitives, special functions for example.
     """
