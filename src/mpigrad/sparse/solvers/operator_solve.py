@@ -264,8 +264,8 @@ def _differentiate(
 ) -> tuple[list[Any], tuple[Any, ...], Callable[..., Any]]:
     """Return the primal results, the residuals of the tangent map, and the tangent map.
 
-    dx = A^-1 (db - dA x). Here dA x is the derivative of A x with respect to all residuals, so every
-    rank sends its messages.
+    dx = A^-1 (db - dA x). Here dA x is the derivative of A x with respect to all residuals, so that
+    every rank sends its messages.
     """
     x, info = operator_solve_p.bind(*operands, **params)
     counts, forward = params["counts"], params["forward"]
