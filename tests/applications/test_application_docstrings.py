@@ -18,7 +18,7 @@ WITHOUT = {
     "predict_patient", "put_patients", "read_patients", "run", "simulate", "summarize",
 }  # fmt: skip
 
-pytestmark = pytest.mark.ranks(1)
+pytestmark = [pytest.mark.ranks(1), pytest.mark.full("continuous integration runs them by itself")]
 
 
 def cases() -> list[Any]:

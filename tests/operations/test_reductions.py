@@ -105,7 +105,7 @@ def test_whole_numbers(dtype: str, comm: Communicator) -> None:
     assert out.dtype == jax.dtypes.float0
 
 
-@pytest.mark.thin(2, 3)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint64"])
 def test_sums_and_products_wrap_around(dtype: str, comm: Communicator) -> None:
     """As JAX's and NumPy's do, in long arrays, too: Open MPI's stop at the largest number there."""
