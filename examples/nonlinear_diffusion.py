@@ -47,9 +47,7 @@ def residual(u, kappa):
 def solve(kappa):
     """Solve for u with a law, a Python function. Its closed-over arrays are differentiated."""
     start = jnp.zeros(grid.local_shape)
-    return mg.sparse.newton(
-        lambda u: residual(u, kappa), start, pattern=pattern, solver=solver
-    ).value
+    return mg.sparse.newton(lambda u: residual(u, kappa), start, solver, pattern=pattern).value
 
 
 def true_kappa(u):

@@ -266,7 +266,7 @@ def test_fixed_points(comm):
 
     def implicit(b, start):
         system = lambda u, b: u - sweep(grid)(u, b)
-        return jnp.sum(sparse.newton(system, start, b, atol=1e-10, comm=comm).value ** 3)
+        return jnp.sum(sparse.newton(system, start, args=(b,), atol=1e-10, comm=comm).value ** 3)
 
     close(mg.jit(mg.grad(implicit, comm=comm))(b, u), of_whole[grid.slices], 1e-8)
 

@@ -220,13 +220,13 @@ def test_few_jobs_and_wrong_sizes(comm: Communicator) -> None:
 
 @pytest.mark.ranks(2)
 def test_booleans_are_counted(comm: Communicator) -> None:
-    pool = jobs.pool(comm)
     more = lambda params, item_params, item: item > params
     for schedule in (jobs.Static(), jobs.Dynamic()):
-        data = pool.put([1.0, 2.0, 3.0, 4.0], block=2, schedule=schedule)
-        assert pool.sum(more, data)(1.5) == 3
-        equal_bits(pool.map(more, data)(1.5), np.array([False, True, True, True]))
-    pool.close()
+        with jobs.pool(comm, schedule) as pool:
+            data = pool.put([1.0, 2.0, 3.0, 4.0], block=2)
+            assert data.dynamic == (schedule == jobs.Dynamic())
+            assert pool.sum(more, data)(1.5) == 3
+            equal_bits(pool.map(more, data)(1.5), np.array([False, True, True, True]))
 
 
 @pytest.mark.thin(3)

@@ -363,8 +363,8 @@ def _check(item_params: Any, jobs: int, fn: Callable[..., Any]) -> None:
 
 def pool(
     comm: Communicator | None = None,
-    *,
     schedule: Schedule = Static(),  # noqa: B008  frozen
+    *,
     throw: bool = True,
     on_error: OnError | None = None,
 ) -> Pool:

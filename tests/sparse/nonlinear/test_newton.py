@@ -60,7 +60,7 @@ def objective(field, F, options):
     weights = field.tile(WEIGHTS)
 
     def f(theta, b):
-        found = newton(F, jnp.zeros_like(b), theta, b, rtol=1e-12, **options)
+        found = newton(F, jnp.zeros_like(b), args=(theta, b), rtol=1e-12, **options)
         return jnp.sum(weights * found.value**3), found
 
     return mg.grad(f, argnums=(0, 1), has_aux=True, replicated=0)
@@ -128,14 +128,14 @@ def test_matrix_free_hessian_vector_product(comm):
 def test_ranks_that_differ(comm):
     """Only the last rank differentiates its source: a Taylor test."""
     field = Field(comm)
-    F, options = ways(field)
+    F, _ = ways(field)
     weights, b = field.tile(WEIGHTS), field.tile(B)
     mine = comm.rank == comm.size - 1
 
     @mg.jit
     def f(source):
         source = source if mine else b
-        found = newton(F, b, jnp.asarray(THETA), source, rtol=1e-13, **options["matrix-free"])
+        found = newton(F, b, FREE, [jnp.asarray(THETA), source], rtol=1e-13)
         return jnp.sum(weights * jnp.sin(found.value))
 
     mg.taylor_test(f, b, step=0.05, halvings=3)
@@ -152,7 +152,7 @@ def test_closures_batches_and_single_precision(comm):
     def root(theta, b, rtol=1e-12):
         F = lambda u: residual(u, theta, b, field.pad)
         solver = GMRES(rtol=rtol, preconditioner=None)
-        return newton(F, jnp.zeros_like(b), rtol=rtol, solver=solver).value
+        return newton(F, jnp.zeros_like(b), solver, rtol=rtol).value
 
     @mg.jit
     def run(b):
@@ -173,7 +173,7 @@ def test_failures_are_errors_on_all_ranks(comm):
 
     @mg.jit
     def call(x0, p):
-        return newton(lambda x, p: x**2 + p, x0, p)
+        return newton(lambda x, p: x**2 + p, x0, args=(p,))
 
     def both(x0, p):
         return call(jnp.full(2, x0 if last else 3.0), jnp.full(2, p if last else -4.0))
@@ -213,7 +213,7 @@ def test_a_wrong_jacobian_is_found(comm):
     own = np.arange(field.grid.n_local) + field.grid.row_offsets[comm.rank]
     bare = Pattern.from_coo(own, own, len(own), comm)
     with pytest.raises(jax.errors.JaxRuntimeError, match="The pattern lacks entries"):
-        newton(F, field.tile(B), pattern=bare, solver=LINEAR)
+        newton(F, field.tile(B), LINEAR, pattern=bare)
 
 
 def test_rejects_wrong_arguments(comm):
@@ -221,6 +221,12 @@ def test_rejects_wrong_arguments(comm):
     pattern = Pattern.from_coo(*[2 * comm.rank + np.arange(2)] * 2, 2, comm)
     with pytest.raises(ValueError, match="a pattern or a jacobian, got both"):
         newton(jnp.sin, x, pattern=pattern, jacobian=lambda x: Matrix(pattern, x))
+    with pytest.raises(TypeError, match=r"solver must be a LinearSolver, got .*as args=\(\.\.\.\)"):
+        newton(lambda x, p: x - p, x, x)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="solver must be a LinearSolver, got the class GMRES"):
+        newton(jnp.sin, x, GMRES)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"args must be a tuple or a list, got .*=\(parameter,\)"):
+        newton(lambda x, p: x - p, x, args=x)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got dtype int"):
         newton(jnp.sin, jnp.arange(2))
     with pytest.raises(ValueError, match=r"like x, float64\[2\], got float64\[1\]"):

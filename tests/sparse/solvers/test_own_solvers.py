@@ -208,7 +208,7 @@ def test_functions_batches_and_newton(comm):
     close(system.matrix @ x, system.b, 1e-10)
     both = jnp.stack([system.b, -2 * system.b], axis=1)
     close(solve(system.matrix, both, Richardson()).value, jnp.stack([x, -2 * x], axis=1), 1e-9)
-    found = newton(lambda u: system.matrix @ u + 0.1 * u**3 - system.b, 0 * x, solver=solver)
+    found = newton(lambda u: system.matrix @ u + 0.1 * u**3 - system.b, 0 * x, solver)
     close(system.matrix @ found.value + 0.1 * found.value**3, system.b, 1e-6)
 
 

@@ -43,10 +43,11 @@ _Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 def newton(
     F: Callable[..., Any],
     x0: Any,
-    *args: Any,
+    solver: LinearSolver | None = None,
+    args: tuple[Any, ...] | list[Any] = (),
+    *,
     pattern: Pattern | None = None,
     jacobian: Callable[..., Matrix] | None = None,
-    solver: LinearSolver | None = None,
     rtol: float = 1e-8,
     atol: float = 0.0,
     max_steps: int = 50,
@@ -67,8 +68,12 @@ def newton(
         dtype of x, and may exchange messages.
     x0
         The first guess: this rank's part, a real array of any shape.
+    solver
+        The `LinearSolver` of the linear systems, as in `solve`. Default: GMRES, with multigrid if
+        hypre is available, else with Jacobi's preconditioner, and without a preconditioner if there
+        is no matrix.
     args
-        Arrays, or pytrees of arrays.
+        The parameters of F, a tuple or a list: arrays, or pytrees of arrays.
     pattern
         The pattern of dF/dx. Its rows and columns are the entries of x in C order on each rank. The
         Jacobian is then computed by `sparse_jacobian`.
@@ -76,10 +81,6 @@ def newton(
         Or the Jacobian itself: jacobian(x, *args) -> Matrix. It must be the exact derivative, which
         is checked along a random vector in each step. Without `pattern` and `jacobian`, the linear
         systems are solved matrix-free, with derivatives of F along vectors.
-    solver
-        The `LinearSolver` of the linear systems, as in `solve`. Default: GMRES, with multigrid if
-        hypre is available, else with Jacobi's preconditioner, and without a preconditioner if there
-        is no matrix.
     rtol, atol
         Stop when |F(x)| <= max(atol, rtol |F(x0)|), in the two-norm over all ranks. Give `atol`
         if x0 may be a solution already.
@@ -101,7 +102,8 @@ def newton(
     Raises
     ------
     TypeError, ValueError
-        If the shapes, dtypes or settings do not fit together.
+        If the shapes, dtypes or settings do not fit together, if `solver` is not a `LinearSolver`,
+        or if `args` is not a tuple or a list.
     jax.errors.JaxRuntimeError
         On all ranks, if no solution is found and `throw` is true.
 
@@ -109,15 +111,18 @@ def newton(
     --------
     >>> import jax.numpy as jnp
     >>> import mpigrad as mg
-    >>> from mpigrad.sparse import newton
+    >>> from mpigrad.sparse import GMRES, newton
+    >>> F = lambda x, p: x**2 - p
+    >>> solver = GMRES(preconditioner=None)
     >>> def root(p):
-    ...     return jnp.sum(newton(lambda x, p: x**2 - p, jnp.ones(2), p, rtol=1e-5).value)
+    ...     return jnp.sum(newton(F, jnp.ones(2), solver, args=(p,), rtol=1e-5).value)
     >>> value, slope = mg.value_and_grad(root)(jnp.array([4.0, 9.0]))
     >>> bool(jnp.allclose(value, 5, rtol=1e-3))
     True
     >>> bool(jnp.allclose(slope, jnp.array([1 / 4, 1 / 6]), rtol=1e-3))
     True
     """
+    _check_solver_and_args(solver, args)
     x0 = jnp.asarray(x0)
     _check(x0, pattern, jacobian, rtol, atol, max_steps)
     flat = x0.reshape(-1)
@@ -181,6 +186,23 @@ def newton(
             "num_linear_steps": info[4].astype("int32"),
         },
     )
+
+
+def _check_solver_and_args(solver: Any, args: Any) -> None:
+    if solver is not None and not isinstance(solver, LinearSolver):
+        raise TypeError(
+            f"newton: solver must be a LinearSolver, got {_kind(solver)}. Pass parameters of F as "
+            "args=(...)."
+        )
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"newton: args must be a tuple or a list, got {_kind(args)}. Pass one parameter of F "
+            "as args=(parameter,)."
+        )
+
+
+def _kind(x: Any) -> str:
+    return f"the class {x.__name__}" if isinstance(x, type) else type(x).__name__
 
 
 def _check(x0: Any, pattern: Any, jacobian: Any, rtol: Any, atol: Any, max_steps: Any) -> None:
