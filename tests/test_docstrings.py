@@ -73,5 +73,9 @@ def test_examples_of_public_names(
 
 @pytest.mark.torch
 def test_examples_of_torch() -> None:
-    for name, thing in public("mpigrad.torch").items():
-        run(name, thing)
+    jax.config.update("jax_enable_x64", False)  # as a user starts
+    try:
+        for name, thing in public("mpigrad.torch").items():
+            run(name, thing)
+    finally:
+        jax.config.update("jax_enable_x64", True)

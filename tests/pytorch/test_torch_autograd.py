@@ -167,7 +167,7 @@ def test_own_reductions(comm: Communicator) -> None:
         rows = mt.reduce_scatter(torch.stack([x, 2 * x]), reduction)
         close(rows, fold((comm.rank + 1) * X))
         close(mt.reduce(x, reduction, root=1), fold(X) * (comm.rank == 1))
-    with pytest.raises(ValueError, match=r"reduce_scatterv: counts has 1 entries"):
+    with pytest.raises(ValueError, match=r"reduce_scatterv: counts .* got 1 entries"):
         mt.reduce_scatterv(torch.ones(1), [1], op)
 
 

@@ -210,7 +210,7 @@ def _posting(native: Callable[P, Request]) -> Callable[P, Request]:
 
     @functools.wraps(native)
     def post(*args: Any, **kwargs: Any) -> Request:
-        return operation(*args, **kwargs).posted_now()
+        return operation(*args, **kwargs).as_last_post()
 
     return post
 
