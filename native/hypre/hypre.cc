@@ -5,14 +5,16 @@
 // the matrix and its multigrid hierarchy between calls while the values are equal to the bit on every
 // rank, so that the adjoint solve of a symmetric system needs no set-up.
 //
-// Unlike the communication library, this one links the MPI that hypre was built with. Python
-// compares the marker below with the MPI that mpi4py runs on before it loads this library.
+// Compiled with hypre's sources, this library runs on every MPI (any_mpi/mpi.h). With a hypre of the
+// system it links the MPI that hypre was built with, and Python compares the marker below with the
+// MPI that mpi4py runs on before it loads this library.
 #include "hypre/assembled.h"
 #include "hypre/structured.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -23,7 +25,10 @@
 
 #define MPIGRAD_TEXT_(x) #x
 #define MPIGRAD_TEXT(x) MPIGRAD_TEXT_(x)
-#if defined(OPEN_MPI)
+#if defined(MPIGRAD_ANY_MPI)
+#include "hypre/any_mpi/any_mpi.h"
+#define MPIGRAD_MPI "any MPI"
+#elif defined(OPEN_MPI)
 #define MPIGRAD_MPI                                                       \
   "Open MPI " MPIGRAD_TEXT(OMPI_MAJOR_VERSION) "." MPIGRAD_TEXT(OMPI_MINOR_VERSION) "." MPIGRAD_TEXT( \
       OMPI_RELEASE_VERSION)
@@ -157,6 +162,14 @@ ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, List values_
   return ffi::Error::Success();
 }
 
+// A communicator from its handle in Python, a pointer or an integer.
+MPI_Comm as_communicator(int64_t handle) {
+  MPI_Comm comm;
+  static_assert(sizeof comm <= sizeof handle);
+  std::memcpy(&comm, &handle, sizeof comm);
+  return comm;
+}
+
 int64_t keep(std::unique_ptr<System> system) {
   std::lock_guard<std::mutex> guard(mutex);
   systems.emplace(next_id, std::move(system));
@@ -187,6 +200,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(mpigrad_hypre_solve, solve,
                                   .Attr<std::string_view>("name")
                                   .Attr<std::string_view>("where"));
 
+#if defined(MPIGRAD_ANY_MPI)
+MPIGRAD_EXPORT const char* mpigrad_hypre_constant_names() { return constant_names(); }
+
+// See find_mpi. `status` has the bytes of an MPI_Status, and the places of source and tag in it.
+MPIGRAD_EXPORT const char* mpigrad_hypre_find_mpi(const char* library, int pointers,
+                                                  const int64_t* status, const int64_t* constants) {
+  const StatusLayout layout{static_cast<size_t>(status[0]), static_cast<size_t>(status[1]),
+                            static_cast<size_t>(status[2])};
+  return find_mpi(library, pointers, layout, constants);
+}
+#endif
+
 MPIGRAD_EXPORT const char* mpigrad_hypre_mpi_library() {
   static char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
   int length = 0;
@@ -200,18 +225,18 @@ MPIGRAD_EXPORT int mpigrad_hypre_bigint_bits() { return 8 * sizeof(HYPRE_BigInt)
 
 // Local: stores the structure. row_starts (n + 1), columns (entries) in row order, and order
 // (entries) or null. The caller keeps the communicator.
-MPIGRAD_EXPORT int64_t mpigrad_hypre_create_assembled(int comm, int64_t first, int64_t n,
+MPIGRAD_EXPORT int64_t mpigrad_hypre_create_assembled(int64_t comm, int64_t first, int64_t n,
                                                       const int64_t* row_starts,
                                                       const int64_t* columns, const int64_t* order,
                                                       const BoomerAMGOptions* options) {
-  const Structure given{MPI_Comm_f2c(comm), first, n, row_starts, columns, order};
+  const Structure given{as_communicator(comm), first, n, row_starts, columns, order};
   return keep(std::make_unique<Assembled>(given, *options));
 }
 
 // Local: stores a stencil on this rank's tile of a grid. shape, lower and upper (3 each, upper not in
 // the tile) and steps (n_given + n_zero, 3) are in hypre's order of the axes. Values of the given
 // offsets come offset after offset. The others are zero.
-MPIGRAD_EXPORT int64_t mpigrad_hypre_create_structured(int comm, int64_t first, int axes,
+MPIGRAD_EXPORT int64_t mpigrad_hypre_create_structured(int64_t comm, int64_t first, int axes,
                                                        const int64_t* shape, const int64_t* lower,
                                                        const int64_t* upper, int64_t n_given,
                                                        int64_t n_zero, const int64_t* steps,
@@ -226,7 +251,7 @@ MPIGRAD_EXPORT int64_t mpigrad_hypre_create_structured(int comm, int64_t first, 
     entries.emplace_back(tile, steps + k * kAxes, k < n_given, size);
     if (k < n_given) size += entries.back().inside.size();
   }
-  return keep(std::make_unique<Structured>(MPI_Comm_f2c(comm), first, tile, std::move(entries),
+  return keep(std::make_unique<Structured>(as_communicator(comm), first, tile, std::move(entries),
                                            size, *options));
 }
 

@@ -24,8 +24,10 @@ __all__ = [
     "Record",
     "communication_seconds",
     "library",
+    "mpi_library_path",
     "native_library",
     "record",
+    "status_layout",
     "words_per_element",
 ]
 
@@ -91,7 +93,7 @@ own_reductions: dict[
 ] = {}  # user-defined reductions, by slot: names from `mpigrad.reduction`
 
 
-def _status_layout() -> tuple[int, int]:
+def status_layout() -> tuple[int, int]:
     """Find the offsets of source and tag in an MPI_Status by writing two unlikely values."""
     status, source, tag = MPI.Status(), 0x5A17_0001, 0x5A17_0002
     status.Set_source(source)
@@ -140,7 +142,7 @@ def library() -> ctypes.CDLL:
     )
     if error is not None:
         raise ImportError(f"mpigrad: cannot use this process's MPI library: {error.decode()}")
-    lib.mpigrad_set_status_layout(*_status_layout())
+    lib.mpigrad_set_status_layout(*status_layout())
     lib.mpigrad_set_derivative_spaces(DERIVATIVE_SPACES)
     for number, datatype in _ARITHMETIC.values():
         lib.mpigrad_set_arithmetic_type(number, datatype.handle)

@@ -142,7 +142,7 @@ def _assembled(pattern: Pattern, amg: BoomerAMG) -> int:
     create = library().mpigrad_hypre_create_assembled
     create.restype = ctypes.c_int64
     return create(
-        ctypes.c_int(pattern.solver_communicator.py2f()),
+        ctypes.c_int64(pattern.solver_communicator.handle),
         ctypes.c_int64(pattern.offset),
         ctypes.c_int64(pattern.n_local),
         starts,

@@ -12,7 +12,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.operations.native_targets import register_target
-from mpigrad.runtime.native import at_exit, native_library, record
+from mpigrad.runtime.native import (
+    at_exit,
+    mpi_library_path,
+    native_library,
+    record,
+    status_layout,
+)
 from mpigrad.runtime.native import library as communication
 from mpigrad.runtime.native_path import native_path
 
@@ -27,6 +33,7 @@ __all__ = [
 
 _LIBRARY = "mpigrad_hypre"
 _MARKER = b"mpigrad-hypre-built-with:"
+_ANY_MPI = "any MPI"
 
 
 def _built_with(path: pathlib.Path) -> str:
@@ -42,12 +49,32 @@ def _mpi_mismatch(built_with: str, vendor: str, version: tuple[int, ...]) -> str
     """
     runs = f"{vendor} {'.'.join(map(str, version))}"
     name, _, number = built_with.rpartition(" ")
+    if built_with == _ANY_MPI:
+        return ""
     if name == vendor and number.split(".")[0] == str(version[0]):
         return ""
     return (
         f"this installation's hypre module was built with {built_with}, but mpi4py runs on {runs}. "
         f"Run under {built_with}, or build mpigrad with a hypre made for {runs}."
     )
+
+
+def _find_mpi(lib: Any) -> str:
+    """Connect a module for any MPI to the MPI of this process. Return what is wrong, or ""."""
+    lib.mpigrad_hypre_constant_names.restype = ctypes.c_char_p
+    lib.mpigrad_hypre_find_mpi.restype = ctypes.c_char_p
+    names = lib.mpigrad_hypre_constant_names().decode().split()
+    pointers = MPI._sizeof(MPI.Comm) == ctypes.sizeof(ctypes.c_void_p)
+    mask = 2**64 - 1 if pointers else 2**32 - 1
+    # Handles are unsigned numbers. Other constants are addresses or C integers.
+    values = [
+        value.handle & mask if hasattr(value, "handle") else int(value)
+        for value in (getattr(MPI, name) for name in names)
+    ]
+    constants = (ctypes.c_int64 * len(values))(*values)
+    status = (ctypes.c_int64 * 3)(MPI._sizeof(MPI.Status), *status_layout())
+    error = lib.mpigrad_hypre_find_mpi(mpi_library_path().encode(), pointers, status, constants)
+    return "" if error is None else f"it cannot use this process's MPI library: {error.decode()}."
 
 
 @functools.cache
@@ -58,12 +85,12 @@ def _load() -> tuple[Any, str]:
     path = native_path(_LIBRARY)
     if path is None:
         return None, (
-            "this installation was built without it. Install hypre and the MPI it was built with "
-            "(Debian, Ubuntu: apt-get install libhypre-dev libopenmpi-dev), then build mpigrad "
-            "again."
+            "this installation was built without it. Install the wheel of mpigrad, which contains "
+            "hypre, or build mpigrad with HYPRE_SOURCE=<folder of hypre's sources>."
         )
     # Loading a module built for another MPI can crash the process, so ask before.
-    mismatch = _mpi_mismatch(_built_with(path), *MPI.get_vendor())
+    built_with = _built_with(path)
+    mismatch = _mpi_mismatch(built_with, *MPI.get_vendor())
     if mismatch:
         return None, mismatch
     try:
@@ -74,6 +101,9 @@ def _load() -> tuple[Any, str]:
             "uninstall the one that hypre was not built with; `mpigrad doctor` names them."
         )
     assert lib is not None
+    wrong = _find_mpi(lib) if built_with == _ANY_MPI else ""
+    if wrong:
+        return None, wrong
     lib.mpigrad_hypre_mpi_library.restype = ctypes.c_char_p
     theirs = lib.mpigrad_hypre_mpi_library().decode().strip("\0 \n")
     ours = MPI.Get_library_version().strip("\0 \n")

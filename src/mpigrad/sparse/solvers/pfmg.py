@@ -91,7 +91,7 @@ def structured(pattern: Pattern, preconditioner: PFMG, symmetric: bool) -> int:
     create = library().mpigrad_hypre_create_structured
     create.restype = ctypes.c_int64
     return create(
-        ctypes.c_int(pattern.solver_communicator.py2f()),
+        ctypes.c_int64(pattern.solver_communicator.handle),
         ctypes.c_int64(pattern.offset),
         ctypes.c_int(axes),
         shape,
