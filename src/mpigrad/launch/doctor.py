@@ -23,7 +23,7 @@ from mpigrad.launch import launcher
 from mpigrad.launch.hostfile import Host, place_ranks
 from mpigrad.launch.mpi_installation import Launcher, Library, find_launcher, mpi_library
 from mpigrad.runtime.jax_versions import NEWEST_TESTED
-from mpigrad.runtime.native_path import native_path
+from mpigrad.runtime.native_path import ANY_MPI, hypre_built_with, native_path
 from mpigrad.runtime.world import MPIError, world_around
 
 __all__ = ["examine"]
@@ -188,6 +188,11 @@ def _native(library: Library | None) -> list[Finding]:
                 note=True,
             ),
         ]
+    if hypre_built_with(module) == ANY_MPI:
+        version = ctypes.CDLL(str(module)).mpigrad_hypre_version
+        version.restype = ctypes.c_char_p
+        _row("hypre", f"{version().decode()}, inside mpigrad, for any MPI (BoomerAMG, PFMG)")
+        return findings
     linked = _linked(module)
     hypre = next((p for name, p in linked.items() if name.startswith("libHYPRE")), "")
     mpi = next((p for name, p in linked.items() if name.startswith(("libmpi.", "libmpich."))), "")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pathlib
 import sys
 
-__all__ = ["native_path"]
+__all__ = ["ANY_MPI", "hypre_built_with", "native_path"]
+
+ANY_MPI = "any MPI"
+_MARKER = b"mpigrad-hypre-built-with:"
 
 
 def native_path(name: str) -> pathlib.Path | None:
@@ -19,3 +22,9 @@ def native_path(name: str) -> pathlib.Path | None:
         if path.exists():
             return path
     return None
+
+
+def hypre_built_with(path: pathlib.Path) -> str:
+    """Return the MPI that a hypre module was built with, without loading it, or `ANY_MPI`."""
+    _, found, rest = path.read_bytes().partition(_MARKER)
+    return rest.split(b"\0", 1)[0].decode(errors="replace") if found else "an unknown MPI"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from mpigrad.runtime.native import (
     status_layout,
 )
 from mpigrad.runtime.native import library as communication
-from mpigrad.runtime.native_path import native_path
+from mpigrad.runtime.native_path import ANY_MPI, hypre_built_with, native_path
 
 __all__ = [
     "check_size",
@@ -32,14 +31,6 @@ __all__ = [
 ]
 
 _LIBRARY = "mpigrad_hypre"
-_MARKER = b"mpigrad-hypre-built-with:"
-_ANY_MPI = "any MPI"
-
-
-def _built_with(path: pathlib.Path) -> str:
-    """Return the MPI that a hypre module was built with, without loading it."""
-    _, found, rest = path.read_bytes().partition(_MARKER)
-    return rest.split(b"\0", 1)[0].decode(errors="replace") if found else "an unknown MPI"
 
 
 def _mpi_mismatch(built_with: str, vendor: str, version: tuple[int, ...]) -> str:
@@ -49,7 +40,7 @@ def _mpi_mismatch(built_with: str, vendor: str, version: tuple[int, ...]) -> str
     """
     runs = f"{vendor} {'.'.join(map(str, version))}"
     name, _, number = built_with.rpartition(" ")
-    if built_with == _ANY_MPI:
+    if built_with == ANY_MPI:
         return ""
     if name == vendor and number.split(".")[0] == str(version[0]):
         return ""
@@ -89,7 +80,7 @@ def _load() -> tuple[Any, str]:
             "hypre, or build mpigrad with HYPRE_SOURCE=<folder of hypre's sources>."
         )
     # Loading a module built for another MPI can crash the process, so ask before.
-    built_with = _built_with(path)
+    built_with = hypre_built_with(path)
     mismatch = _mpi_mismatch(built_with, *MPI.get_vendor())
     if mismatch:
         return None, mismatch
@@ -101,7 +92,7 @@ def _load() -> tuple[Any, str]:
             "uninstall the one that hypre was not built with; `mpigrad doctor` names them."
         )
     assert lib is not None
-    wrong = _find_mpi(lib) if built_with == _ANY_MPI else ""
+    wrong = _find_mpi(lib) if built_with == ANY_MPI else ""
     if wrong:
         return None, wrong
     lib.mpigrad_hypre_mpi_library.restype = ctypes.c_char_p
