@@ -32,7 +32,7 @@ typedef struct {
   X(COMM_WORLD) X(COMM_SELF) X(COMM_NULL) X(REQUEST_NULL) X(INFO_NULL) X(GROUP_NULL)           \
   X(CHAR) X(BYTE) X(INT) X(LONG) X(LONG_LONG) X(FLOAT) X(DOUBLE) X(LONG_DOUBLE)                \
   X(C_FLOAT_COMPLEX) X(C_DOUBLE_COMPLEX) X(C_LONG_DOUBLE_COMPLEX)                              \
-  X(SUM) X(MIN) X(MAX) X(LOR) X(LAND)                                                          \
+  X(SUM) X(PROD) X(MIN) X(MAX) X(LOR) X(LAND) X(BOR) X(BAND)                                   \
   X(IN_PLACE) X(BOTTOM) X(ANY_SOURCE) X(ANY_TAG) X(UNDEFINED) X(COMM_TYPE_SHARED)
 struct mpigrad_mpi_constants {
 #define MPIGRAD_FIELD(name) long long name;
@@ -64,6 +64,9 @@ extern struct mpigrad_mpi_constants mpigrad_mpi;
 #define MPI_MAX mpigrad_mpi.MAX
 #define MPI_LOR mpigrad_mpi.LOR
 #define MPI_LAND mpigrad_mpi.LAND
+#define MPI_BOR mpigrad_mpi.BOR
+#define MPI_BAND mpigrad_mpi.BAND
+#define MPI_PROD mpigrad_mpi.PROD
 #define MPI_IN_PLACE ((void*)(intptr_t)mpigrad_mpi.IN_PLACE)
 #define MPI_BOTTOM ((void*)(intptr_t)mpigrad_mpi.BOTTOM)
 #define MPI_ANY_SOURCE ((int)mpigrad_mpi.ANY_SOURCE)

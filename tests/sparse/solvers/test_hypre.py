@@ -17,9 +17,11 @@ from mpigrad.sparse import (
     BoomerAMG,
     Jacobi,
     Matrix,
+    Pattern,
     Result,
     default_solver,
     hypre_available,
+    local_range,
     solve,
     solver_seconds,
     why_no_hypre,
@@ -313,3 +315,22 @@ def test_without_hypre_the_own_solver_takes_over(comm, monkeypatch):
 def test_settings_are_checked(settings, message):
     with pytest.raises(ValueError, match=message):
         BoomerAMG(**settings)
+
+
+@needs_hypre
+def test_rows_have_numbers_past_32_bits():
+    """The same system, with rows numbered from beyond 2**31."""
+    if hypre_library.library().mpigrad_hypre_bigint_bits() < 64:
+        pytest.skip("this hypre numbers rows with 32 bits")
+    n = 40
+    own = local_range(n)
+    rows = jnp.repeat(jnp.arange(own.start, own.stop), 3)
+    columns = rows + jnp.tile(jnp.array([-1, 0, 1]), len(own))
+    inside = (columns >= 0) & (columns < n)
+    values = jnp.tile(jnp.array([-1.0, 2.5, -1.0]), len(own))[inside]
+    near, far = (Pattern.from_coo(rows[inside], columns[inside], len(own)) for _ in range(2))
+    far.offset += 2**31 + 12345
+    far.columns += 2**31 + 12345
+    solver = PCG(preconditioner=BoomerAMG())
+    x, y = (solve(Matrix(p, values), jnp.ones(len(own)), solver).value for p in (near, far))
+    assert jnp.array_equal(x, y)
