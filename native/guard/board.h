@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "visibility.h"
+
 namespace mpigrad {
 
 constexpr int kText = 160, kName = 32, kDims = 8, kTerms = 4, kCounts = 32;
@@ -132,7 +134,7 @@ struct Board {
   Slot& own() const { return slots[index]; }
 };
 
-extern Board board;  // private to this process until it is shared
+MPIGRAD_SHARED extern Board board;  // private to this process until it is shared
 
 // The entry of another member of a communicator, or nullptr if it is on another host.
 const Entry* member(int64_t slot, int64_t rank, const Slot** owner);

@@ -65,11 +65,11 @@ std::string disagreement(int64_t slot, const int64_t* sequences);
 void move_messages(int64_t slot);
 
 // Note that an operation failed: unreceived messages of this rank are expected from now on.
-void mark_failure();
+MPIGRAD_SHARED void mark_failure();
 
 // The methods return whether the operation may begin. If not, `refusal` has the reason, with the
 // same text on every rank concerned.
-class Post {
+class MPIGRAD_SHARED Post {
  public:
   std::string refusal;
 

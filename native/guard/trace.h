@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "visibility.h"
+
 namespace mpigrad {
 
 // Read from Python as seven 64-bit words.
@@ -13,8 +15,8 @@ struct TraceEvent {
   int64_t slot, site, bytes, peer;
 };
 
-extern bool trace_on;  // set once, before the first message
+MPIGRAD_SHARED extern bool trace_on;  // set once, before the first message
 
-void trace_event(const TraceEvent& event);
+MPIGRAD_SHARED void trace_event(const TraceEvent& event);
 
 }  // namespace mpigrad

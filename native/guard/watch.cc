@@ -4,6 +4,8 @@
 
 namespace mpigrad {
 
+bool timed = false;
+int recording = kRecordAll;
 Record record;
 
 }  // namespace mpigrad

@@ -13,13 +13,13 @@ namespace mpigrad {
 // Reading a clock takes as long as recording all else about a small message. Operations therefore
 // read it only for a trace, or if the program asks for communication times. The watchdog finds how
 // long an operation has waited by looking at it repeatedly.
-inline bool timed = false;
+MPIGRAD_SHARED extern bool timed;
 
 // How much is recorded of an operation: nothing, the state of the rank (its operation and start),
 // or also its contracts and messages. Only bench/guard_overhead.py, which measures the cost,
 // records less than everything.
 enum Recording : int { kRecordNothing, kRecordState, kRecordAll };
-inline int recording = kRecordAll;
+MPIGRAD_SHARED extern int recording;
 
 inline int64_t now_ns() {
   timespec t;
@@ -38,7 +38,7 @@ struct Record {
   std::atomic<bool> unlimited{false};  // the time limit does not apply
 };
 
-extern Record record;
+MPIGRAD_SHARED extern Record record;
 constexpr int64_t kUntimed = 1;
 
 // The relation of a new operation to the one in progress on this rank: none exists, the new one

@@ -19,6 +19,7 @@
 #include "hypre/digest.h"
 #include "hypre/krylov.h"
 #include "hypre/request.h"
+#include "processor.h"
 
 namespace mpigrad::hypre {
 
@@ -27,21 +28,25 @@ constexpr int kLanes = 32;
 
 inline bool all_finite(const double* v, size_t size) {
   double spoilt[kLanes] = {};  // x - x is 0, or NaN for infinities and NaN
-  size_t k = 0;
-  for (; k + kLanes <= size; k += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) spoilt[lane] += v[k + lane] - v[k + lane];
-  }
-  for (; k < size; ++k) spoilt[0] += v[k] - v[k];
+  run_on_this_processor([v, size, &spoilt] {
+    size_t k = 0;
+    for (; k + kLanes <= size; k += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) spoilt[lane] += v[k + lane] - v[k + lane];
+    }
+    for (; k < size; ++k) spoilt[0] += v[k] - v[k];
+  });
   return std::all_of(spoilt, spoilt + kLanes, [](double s) { return s == 0; });
 }
 
 inline double sum_of_squares(const double* v, size_t size) {
   double sums[kLanes] = {};
-  size_t k = 0;
-  for (; k + kLanes <= size; k += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) sums[lane] += v[k + lane] * v[k + lane];
-  }
-  for (; k < size; ++k) sums[0] += v[k] * v[k];
+  run_on_this_processor([v, size, &sums] {
+    size_t k = 0;
+    for (; k + kLanes <= size; k += kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) sums[lane] += v[k + lane] * v[k + lane];
+    }
+    for (; k < size; ++k) sums[0] += v[k] * v[k];
+  });
   return std::accumulate(sums, sums + kLanes, 0.0);
 }
 

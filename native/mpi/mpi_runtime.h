@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <utility>
 
-#define MPIGRAD_EXPORT extern "C" __attribute__((visibility("default")))
+#include "visibility.h"
 
 namespace mpigrad {
 
@@ -52,22 +52,22 @@ struct Runtime {
   int64_t derivative_spaces = 1;          // number of kinds of derivatives with separate tags
 };
 
-extern Runtime runtime;
+MPIGRAD_SHARED extern Runtime runtime;
 
 constexpr int kCommunicators = 1024, kReductions = 64;
 
 // Compiled programs refer to communicators, reductions and call sites by slot numbers, so that a
 // program contains no handle or address of one process.
-const Communicator& communicator(int64_t slot);
-Handle reduction(int64_t slot);
+MPIGRAD_SHARED const Communicator& communicator(int64_t slot);
+MPIGRAD_SHARED Handle reduction(int64_t slot);
 // The MPI type that reductions use for XLA's element type. `known` is false if MPI lacks the type.
-Handle arithmetic_type(int xla_type, bool& known);
+MPIGRAD_SHARED Handle arithmetic_type(int xla_type, bool& known);
 // The unsigned integer type of 1, 2, 4 or 8 bytes that moves data as words.
-Handle word_type(size_t bytes);
+MPIGRAD_SHARED Handle word_type(size_t bytes);
 // "prog.py:12", or "the adjoint of prog.py:12" for a negative number.
-std::string call_site(int64_t site);
+MPIGRAD_SHARED std::string call_site(int64_t site);
 void set_call_site(int64_t site, const char* text);
-std::string error_text(int code);
+MPIGRAD_SHARED std::string error_text(int code);
 
 template <class H, class T>
 auto as_native(T x) {

@@ -9,12 +9,10 @@
 
 #include "guard/guard.h"
 #include "mpi/mpi_runtime.h"
+#include "processor.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define MPIGRAD_WIDE __attribute__((target_clones("avx2", "default")))  // takes a tenth of the time
-#else
-#define MPIGRAD_WIDE
 #endif
 
 namespace mpigrad {
@@ -67,24 +65,25 @@ inline void prefetch_for_writing(const void* p) {
 }
 
 // Another core has read the lines that are written here. Requesting them early saves a third.
-MPIGRAD_WIDE void copy(char* to, const char* from, size_t bytes) {
+void copy(char* to, const char* from, size_t bytes) {
   constexpr size_t line = 64, ahead = 1024;
-  size_t i = 0;
-  for (; i + line <= bytes; i += line) {
-    prefetch_for_writing(to + i + ahead);
-    std::memcpy(to + i, from + i, line);
-  }
-  std::memcpy(to + i, from + i, bytes - i);
+  run_on_this_processor([=] {
+    size_t i = 0;
+    for (; i + line <= bytes; i += line) {
+      prefetch_for_writing(to + i + ahead);
+      std::memcpy(to + i, from + i, line);
+    }
+    std::memcpy(to + i, from + i, bytes - i);
+  });
 }
 
 // The sum may overwrite a summand.
-MPIGRAD_WIDE void add(const double* a, const double* b, double* sum, size_t n) {
+template <class T>
+void add(const T* a, const T* b, T* sum, size_t n) {
+  run_on_this_processor([=] {
 #pragma GCC ivdep
-  for (size_t i = 0; i < n; ++i) sum[i] = a[i] + b[i];
-}
-MPIGRAD_WIDE void add(const float* a, const float* b, float* sum, size_t n) {
-#pragma GCC ivdep
-  for (size_t i = 0; i < n; ++i) sum[i] = a[i] + b[i];
+    for (size_t i = 0; i < n; ++i) sum[i] = a[i] + b[i];
+  });
 }
 
 template <class T>

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "ffi.h"
+#include "visibility.h"
 
 namespace {
 
@@ -368,8 +369,6 @@ ffi::Error contract(ffi::RemainingArgs arguments, ffi::RemainingRets results, in
 }
 
 }  // namespace
-
-#define MPIGRAD_EXPORT extern "C" __attribute__((visibility("default")))
 
 MPIGRAD_EXPORT XLA_FFI_Error* mpigrad_kernels_contract(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(mpigrad_kernels_contract, contract,

@@ -14,7 +14,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
-from mpigrad.runtime.native import library
+from mpigrad.runtime.native import native_library
+from mpigrad.runtime.processor import waves_library
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.interpolation import PointTable
 
@@ -26,6 +27,7 @@ __all__ = [
     "RunSettings",
     "default_memory",
     "has_openmp",
+    "library",
 ]
 
 _DESCRIPTION_VERSION = 1  # native/waves/description.h
@@ -147,7 +149,7 @@ class Run:
         self.shapes = tuple((settings.shots, *shape) for shape in shapes)
         self.gathers = gathers
         self.programs: dict = {}  # eager programs are freed with their run
-        lib = _library()
+        lib = library()
         if settings.threads > 1 and self.comm.rank == 0 and not has_openmp(lib):
             warnings.warn(
                 f"mpigrad.waves: expected {settings.threads} threads on each rank, but the native "
@@ -219,8 +221,10 @@ def has_openmp(lib: ctypes.CDLL) -> bool:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    lib = library()
+def library() -> ctypes.CDLL:
+    """Return the library of waves for this processor."""
+    lib = native_library(waves_library())
+    assert lib is not None
     reals = np.ctypeslib.ndpointer(np.float64, flags="C")
     size, data = ctypes.c_int64, ctypes.c_void_p
     lib.mpigrad_waves_create_run.argtypes = [

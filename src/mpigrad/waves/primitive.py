@@ -24,7 +24,7 @@ from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero
 from mpigrad.operations.native_targets import register_target
 from mpigrad.operations.primitive import run_eagerly
 from mpigrad.runtime.call_sites import call_site
-from mpigrad.waves.native_run import Run
+from mpigrad.waves.native_run import Run, library
 
 __all__ = ["propagate"]
 
@@ -64,7 +64,7 @@ def propagate(
 
 def _primitive(name: str, shapes: Callable[..., list[ShapedArray]]) -> Primitive:
     primitive = Primitive(f"mpigrad_waves_{name}")
-    target = register_target(f"mpigrad_waves_{name}")
+    target = register_target(f"mpigrad_waves_{name}", library())
 
     def attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
         return {
