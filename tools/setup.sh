@@ -35,7 +35,8 @@ if [ "$MPI" = system ]; then
     command -v mpicc > /dev/null || missing="$missing libopenmpi-dev"
     # Debian's hypre is built with Open MPI and does not run on another MPI.
     if ! command -v mpicc > /dev/null || mpicc --showme:version > /dev/null 2>&1; then
-        [ -e /usr/include/hypre/HYPRE.h ] || [ -n "${HYPRE_DIR:-}" ] || missing="$missing libhypre-dev"
+        [ -e /usr/include/hypre/HYPRE.h ] || [ -n "${HYPRE_DIR:-}${HYPRE_SOURCE:-}" ] ||
+            missing="$missing libhypre-dev"
     fi
 fi
 if [ -n "$missing" ]; then

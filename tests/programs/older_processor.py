@@ -1,8 +1,6 @@
 """An allreduce, a shared sum and a wave with its gradient, on all ranks."""
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 import mpigrad as mg
 from mpigrad.runtime.processor import processor_variant, waves_library
