@@ -16,9 +16,9 @@ __all__ = ["start"]
 def start() -> None:
     """Start MPI, the guard and the default communicator (collective, once)."""
     from mpigrad.runtime.mpi_init import limit_mpi_init
-    from mpigrad.runtime.processor import processor_variant
+    from mpigrad.runtime.processor import check_processor
 
-    processor_variant()  # raises an error, on every rank, if MPIGRAD_CPU is wrong
+    check_processor()
     try:
         with limit_mpi_init():
             from mpi4py import MPI  # first: it initialises MPI with MPI_THREAD_MULTIPLE

@@ -9,6 +9,7 @@ import pytest
 from launching import mpigrad
 from mpigrad.launch import doctor, launcher
 from mpigrad.launch.mpi_installation import Library, mpi_library
+from mpigrad.runtime import processor
 
 pytestmark = pytest.mark.launcher
 
@@ -32,6 +33,26 @@ def test_more_ranks_than_cores_is_a_note() -> None:
     (finding,) = doctor._cores(launcher.cores() + 1)
     assert finding.note and "take turns" in finding.text
     assert doctor._cores(launcher.cores()) == []
+
+
+def test_a_wrong_processor_is_a_problem() -> None:
+    done = mpigrad("doctor", MPIGRAD_CPU="avx2")
+    assert done.returncode == 1
+    assert "problem: MPIGRAD_CPU must be one of" in done.stdout
+    assert "self-test" not in done.stdout
+
+
+def test_a_processor_without_avx_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processor, "has_avx", lambda: False)
+    (finding,) = doctor._processor()
+    assert finding.stops_all and "This processor does not have AVX, which" in finding.text
+    assert finding.remedy.startswith("Use a processor of 2011 or later.")
+    assert (
+        f"processor {processor.processor_variant()} (waves, sums, digests)"
+        in capsys.readouterr().out
+    )
 
 
 def test_no_mpi_is_a_problem_with_a_remedy(tmp_path: pathlib.Path) -> None:

@@ -25,6 +25,7 @@ from mpigrad.launch.mpi_installation import Launcher, Library, find_launcher, mp
 from mpigrad.runtime.jax_versions import NEWEST_TESTED
 from mpigrad.runtime.mpi_library import TRIED, was_tried
 from mpigrad.runtime.native_path import ANY_MPI, hypre_built_with, native_path
+from mpigrad.runtime.processor import check_processor, processor_variant, waves_library
 from mpigrad.runtime.world import MPIError, world_around
 
 __all__ = ["examine"]
@@ -38,11 +39,20 @@ _GET_HYPRE = (
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A problem or note, with its remedy. With a note everything still works."""
+    """A problem or note, with its remedy.
+
+    Attributes
+    ----------
+    note
+        Everything still works.
+    stops_all
+        No program can run, and no self-test.
+    """
 
     text: str
     remedy: str
     note: bool = False
+    stops_all: bool = False
 
 
 def examine(ranks: int, timeout: float, hosts: Sequence[Host] = ()) -> int:
@@ -59,8 +69,9 @@ def examine(ranks: int, timeout: float, hosts: Sequence[Host] = ()) -> int:
     print(f"mpigrad {__version__}")
     findings = _python_and_jax()
     library, starter, problems = _mpi()
-    findings += problems + _native(library) + _cores(max(place_ranks(hosts, ranks)))
-    if starter is not None and not any("native communication" in f.text for f in findings):
+    findings += problems + _native(library) + _processor()
+    findings += _cores(max(place_ranks(hosts, ranks)))
+    if starter is not None and not any(f.stops_all for f in findings):
         findings += _self_test(ranks, timeout, hosts)
     for kind, of_kind in (
         ("problem", [f for f in findings if not f.note]),
@@ -205,6 +216,7 @@ def _native(library: Library | None) -> list[Finding]:
             Finding(
                 "The native communication library is not built.",
                 "Install g++ and run `make setup` or `pip install --force-reinstall --no-deps .`",
+                stops_all=True,
             )
         )
     module = native_path("mpigrad_hypre")
@@ -258,6 +270,20 @@ def _linked(module: pathlib.Path) -> dict[str, str]:
     ).stdout.splitlines()
     pairs = (re.match(r"\s*(\S+) => (/\S+)", line) for line in lines)
     return {pair[1]: os.path.realpath(pair[2]) for pair in pairs if pair}
+
+
+def _processor() -> list[Finding]:
+    """Check the processor, and show the variant of the native code for it."""
+    try:
+        variant = processor_variant()
+        waves = waves_library().removeprefix("mpigrad_waves_")
+        own = "waves, sums, digests" if waves == variant else f"sums, digests; waves: {waves}"
+        _row("processor", f"{variant} ({own})")
+        check_processor()
+    except ImportError as error:
+        text, _, remedy = re.sub(r"^mpigrad[.a-z]*: ", "", str(error)).partition(". ")
+        return [Finding(f"{text[0].upper()}{text[1:]}.", remedy, stops_all=True)]
+    return []
 
 
 def _cores(ranks: int) -> list[Finding]:

@@ -9,7 +9,7 @@ import platform
 
 from mpigrad.runtime.native_path import native_path
 
-__all__ = ["VARIANTS", "has_avx", "processor_variant", "waves_library"]
+__all__ = ["VARIANTS", "check_processor", "has_avx", "processor_variant", "waves_library"]
 
 # In the order of native/processor.h. Other processors have one variant.
 VARIANTS = ("x86-64", "x86-64-v3", "x86-64-v4") if platform.machine() == "x86_64" else ("baseline",)
@@ -50,6 +50,16 @@ def processor_variant() -> str:
             f"Set it to {VARIANTS[best]}, or unset it."
         )
     return name
+
+
+def check_processor() -> None:
+    """Raise an ImportError if MPIGRAD_CPU is wrong or jaxlib would not run on this processor."""
+    processor_variant()
+    if not has_avx() and not os.environ.get("MPIGRAD_CPU"):
+        raise ImportError(
+            "mpigrad: this processor does not have AVX, which jaxlib needs. Use a processor of "
+            "2011 or later. If your jaxlib was built without AVX, set MPIGRAD_CPU=x86-64."
+        )
 
 
 def waves_library() -> str:
