@@ -1,6 +1,7 @@
 """An allreduce, and an acoustic wave with its gradient, on an older processor (under QEMU)."""
 
 import jax.numpy as jnp
+import numpy as np
 
 import mpigrad as mg
 from mpigrad.runtime.processor import processor_variant, waves_library
