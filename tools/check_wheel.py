@@ -3,8 +3,8 @@
 python tools/check_wheel.py dist/mpigrad-….whl
 
 It fails if the wheel's tag depends on Python or is not manylinux, or if a library links an MPI, a
-hypre or another library that is neither in the wheel nor allowed by manylinux, or looks for libraries
-in a folder of the builder. It needs pyelftools, which comes with auditwheel.
+hypre or another library that is neither in the wheel nor allowed by manylinux, or looks for
+libraries in a folder of the builder. It needs pyelftools, which comes with auditwheel.
 """
 
 from __future__ import annotations
