@@ -20,6 +20,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from mpi4py import MPI
@@ -108,8 +109,12 @@ class HostQuery:
         """Answer queries about this board until the process ends."""
         secret = self.boards[self.own_index].secret
         while True:
-            connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError):
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # the asker has gone, or this process has no file descriptors now
+                time.sleep(0.1)
+                continue
+            with connection, contextlib.suppress(Exception):  # this thread must go on
                 connection.settimeout(LIMIT / 2)
                 question = connection.recv(_SECRET + 4, socket.MSG_WAITALL)
                 if len(question) == _SECRET + 4 and hmac.compare_digest(question[:-4], secret):

@@ -44,6 +44,8 @@ _STUCK = (
 )
 _GRACE = 2.0  # seconds for other ranks to report their state before the job is ended
 _UNREACHED = 5.0  # seconds in which MPI must end a rank that has called Abort
+# Opened now: a rank that must end may have no file descriptors left.
+_NOWHERE = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
 # Daemons that start ranks on a host and that a rank may end.
 _DAEMONS = ("mpiexec", "mpirun", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy")
 _END_DAEMON = """
@@ -108,9 +110,8 @@ def _abort(code: int) -> None:
             pathlib.Path(name).with_name("aborted").touch()
     if _Process.host_query:
         _end_daemon()
-    nowhere = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
-    with contextlib.suppress(RuntimeError):  # a thread cannot start without memory
-        faulthandler.dump_traceback_later(_UNREACHED, exit=True, file=nowhere)
+    with contextlib.suppress(Exception):  # a thread cannot start without memory
+        faulthandler.dump_traceback_later(_UNREACHED, exit=True, file=_NOWHERE)
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)  # Abort of MPICH 5 returns, and ends the job later
 
