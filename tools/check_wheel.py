@@ -3,8 +3,9 @@
 python tools/check_wheel.py dist/mpigrad-….whl
 
 It fails if the wheel's tag depends on Python or is not manylinux, or if a library links an MPI, a
-hypre or another library that is neither in the wheel nor allowed by manylinux, or looks for
-libraries in a folder of the builder. It needs pyelftools, which comes with auditwheel.
+hypre or another library that is neither in the wheel nor allowed by manylinux, looks for libraries
+in a folder of the builder, or has public names that are not mpigrad's (another hypre in the process
+could meet them). It needs pyelftools, which comes with auditwheel.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ def examine(name: str, content: bytes, inside: set[str]) -> list[str]:
     print(f"{name}: {', '.join(words)}, needs {' '.join(needed)}")
     problems = [f"needs {n}" for n in needed if not SYSTEM.fullmatch(n) and n not in inside]
     problems += [f"looks for libraries in {p}" for p in paths if not p.startswith("$ORIGIN")]
+    if pathlib.PurePath(name).name.startswith("libmpigrad"):
+        symbols = elf.get_section_by_name(".dynsym").iter_symbols()
+        exported = [s.name for s in symbols if s.entry.st_shndx != "SHN_UNDEF" and s.name]
+        others = [s for s in exported if not re.match(r"(_ZNK?7)?mpigrad", s)]
+        problems += [f"exports {', '.join(others[:3])}"] if others else []
     return [f"{name} {problem}" for problem in problems]
 
 
