@@ -48,12 +48,47 @@ _UNREACHED = 5.0  # seconds in which MPI must end a rank that has called Abort
 _NOWHERE = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
 # Daemons that start ranks on a host and that a rank may end.
 _DAEMONS = ("mpiexec", "mpirun", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy")
+# Variables that are the same for all ranks of a job, and differ between jobs.
+_MARKS = ("PMIX_NAMESPACE", "MPIGRAD_JOB", "PMI_JOBID", "SLURM_STEP_ID")
+# Run by a process of its own, whose arguments are the daemon and the job's mark. A daemon that serves
+# another job is left alone.
 _END_DAEMON = """
-for second in 1 2 3 4 5 6 7 8; do
-    sleep 1
-    [ "$(cat /proc/$1/comm 2> /dev/null)" = "$2" ] || exit 0
-done
-kill -KILL "$1"
+import os, pathlib, signal, sys, time
+
+daemon, name, mark = int(sys.argv[1]), sys.argv[2], sys.argv[3].encode()
+
+
+def alive():
+    try:
+        return pathlib.Path(f"/proc/{daemon}/comm").read_text().strip() == name
+    except OSError:
+        return False
+
+
+def serves_others():
+    for entry in pathlib.Path("/proc").iterdir():
+        try:
+            if not entry.name.isdecimal():
+                continue
+            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
+            if int(fields[1]) != daemon:
+                continue
+            if mark not in (entry / "environ").read_bytes().split(b"\\0"):
+                return True
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return True
+    return False
+
+
+others = serves_others()
+for _ in range(8):
+    time.sleep(1)
+    if not alive():
+        sys.exit()
+if not (others or serves_others()):
+    os.kill(daemon, signal.SIGKILL)
 """
 
 
@@ -119,10 +154,14 @@ def _abort(code: int) -> None:
 def _end_daemon() -> None:
     """Start a process that ends the daemon which started this rank, if the daemon does not end."""
     parent = os.getppid()
+    mark = next((f"{k}={os.environ[k]}" for k in _MARKS if os.environ.get(k)), "")
+    # PRRTE calls the jobs of a daemon that outlives them prte-..., and those of mpirun prterun-...
+    if not mark or mark.startswith("PMIX_NAMESPACE=prte-"):
+        return
     with contextlib.suppress(OSError):
         daemon = pathlib.Path(f"/proc/{parent}/comm").read_text().strip()
         if daemon in _DAEMONS:
-            words = ["sh", "-c", _END_DAEMON, "end", str(parent), daemon]
+            words = [sys.executable, "-ISc", _END_DAEMON, str(parent), daemon, mark]
             subprocess.Popen(words, env={}, stdin=subprocess.DEVNULL, start_new_session=True)
 
 

@@ -18,7 +18,7 @@ from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader
 from mpigrad.guard.cross_host import HostQuery
 from mpigrad.guard.thread_stacks import places_of_main
-from mpigrad.guard.wait_graph import Finding, diagnose, grouped
+from mpigrad.guard.wait_graph import Finding, diagnose, grouped, suspicion
 from mpigrad.runtime.call_sites import program_line
 from mpigrad.runtime.native import UNTIMED, Record, record
 
@@ -294,8 +294,15 @@ class Watchdog:
             )
         return (
             f"mpigrad: an operation has waited {waited:.0f} s (MPIGRAD_TIMEOUT={self.seconds:g}); "
-            "ending all ranks:\n" + "\n".join(lines) + f"\n{remedy}"
+            "ending all ranks:\n" + "\n".join([*lines, *self._suspicion(), remedy])
         )
+
+    def _suspicion(self) -> list[str]:
+        slots, own = self.board.slots, self.board.own_index
+        with contextlib.suppress(Exception):  # it must not prevent the report
+            if int(slots[own]["state"]) == b.IN_OPERATION and int(slots[own]["entry"]) >= 0:
+                return suspicion(slots, own)
+        return []
 
 
 def _now() -> int:
