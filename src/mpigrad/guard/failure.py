@@ -50,46 +50,6 @@ _NOWHERE = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
 _DAEMONS = ("mpiexec", "mpirun", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy")
 # Variables that are the same for all ranks of a job, and differ between jobs.
 _MARKS = ("PMIX_NAMESPACE", "MPIGRAD_JOB", "PMI_JOBID", "SLURM_STEP_ID")
-# Run by a process of its own, whose arguments are the daemon and the job's mark. A daemon that serves
-# another job is left alone.
-_END_DAEMON = """
-import os, pathlib, signal, sys, time
-
-daemon, name, mark = int(sys.argv[1]), sys.argv[2], sys.argv[3].encode()
-
-
-def alive():
-    try:
-        return pathlib.Path(f"/proc/{daemon}/comm").read_text().strip() == name
-    except OSError:
-        return False
-
-
-def serves_others():
-    for entry in pathlib.Path("/proc").iterdir():
-        try:
-            if not entry.name.isdecimal():
-                continue
-            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-            if int(fields[1]) != daemon:
-                continue
-            if mark not in (entry / "environ").read_bytes().split(b"\\0"):
-                return True
-        except FileNotFoundError:
-            continue
-        except OSError:
-            return True
-    return False
-
-
-others = serves_others()
-for _ in range(8):
-    time.sleep(1)
-    if not alive():
-        sys.exit()
-if not (others or serves_others()):
-    os.kill(daemon, signal.SIGKILL)
-"""
 
 
 class _Process:
@@ -161,7 +121,8 @@ def _end_daemon() -> None:
     with contextlib.suppress(OSError):
         daemon = pathlib.Path(f"/proc/{parent}/comm").read_text().strip()
         if daemon in _DAEMONS:
-            words = [sys.executable, "-ISc", _END_DAEMON, str(parent), daemon, mark]
+            script = pathlib.Path(__file__).with_name("end_daemon.py")
+            words = [sys.executable, "-IS", str(script), str(parent), daemon, mark, "8"]
             subprocess.Popen(words, env={}, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
