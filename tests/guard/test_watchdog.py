@@ -147,6 +147,18 @@ def test_a_report_that_cannot_be_made_ends_the_job_nevertheless() -> None:
     assert "Too many open files" in report
 
 
+def test_a_report_names_ranks_whose_watchdog_does_not_run() -> None:
+    """Python's lock may be held, or the thread may have died."""
+    slots, now = np.zeros(2, b.SLOT), time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    slots["state"], slots["pid"] = b.IN_PYTHON, os.getpid()
+    slots["namespace"] = os.stat("/proc/self/ns/pid").st_ino
+    slots["watched_ns"] = now - 10**9, now - 60 * 10**9
+    first, second = watchdog.rank_states(b.Board(None, slots, 0, (0, 1)))
+    assert "watchdog" not in first
+    assert "rank 1" in second
+    assert second.endswith("and its watchdog has not run for 60 s")
+
+
 def test_the_lock_excludes_threads(tmp_path: pathlib.Path) -> None:
     """flock belongs to the open file, and so to all threads."""
     lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
