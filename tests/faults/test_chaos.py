@@ -5,6 +5,7 @@ CHAOS_ROUNDS sets the number of jobs, and CHAOS_SEED the first seed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -60,8 +61,8 @@ def take_file_descriptors(job: Job, dice: random.Random) -> None:
     os.kill(other, signal.SIGSTOP)
     time.sleep(9.0)
     os.kill(other, signal.SIGCONT)
-    time.sleep(0.5)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    with contextlib.suppress(ProcessLookupError):  # it has done its work
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
 
 def kill(job: Job, dice: random.Random) -> None:
