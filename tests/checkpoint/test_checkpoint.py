@@ -24,6 +24,11 @@ from mpigrad.grid import Grid
 ROWS = 11
 
 
+def names(directory: pathlib.Path) -> list[str]:
+    """Return what a user sees in a directory of saves."""
+    return sorted(p.name for p in directory.iterdir() if p.name != ".owner")
+
+
 @pytest.fixture
 def directory(tmp_path: pathlib.Path, comm: Communicator) -> pathlib.Path:
     """An empty directory, the same on every rank."""
@@ -97,7 +102,7 @@ def test_everything_comes_back_bit_for_bit_on_any_ranks(comm, directory):
     for step in (3, 5, 8):
         store.save(step, tree, layout, extra={"loss": [0.1, float("inf")], "at": (step, None)})
     comm.mpi.Barrier()  # rank 0 removes the oldest one
-    assert sorted(p.name for p in directory.iterdir()) == ["save-000002", "save-000003"]
+    assert names(directory) == ["save-000002", "save-000003"]
 
     saved = Store(directory, comm).load(*state(comm, fill=0.0))
     assert saved is not None
@@ -225,13 +230,13 @@ def test_damaged_saves_are_rejected_by_name(comm, directory, capfd):
         assert (message in capfd.readouterr().err) == (comm.rank == 0)
         store.save(3, x + 2, True)
         comm.mpi.Barrier()
-        assert sorted(p.name for p in here.iterdir()) == ["save-000001", "save-000003"]
+        assert names(here) == ["rejected-000002", "save-000001", "save-000003"]
         saved = Store(here, comm).load(zero, True)
         assert saved is not None
         assert (saved.step, saved.rejections) == (3, ())
         comm.mpi.Barrier()
     if comm.rank == 0:
-        for save in here.iterdir():
+        for save in here.glob("save-*"):
             (save / "manifest.json").unlink()
     comm.mpi.Barrier()
     with pytest.raises(ValueError, match=r"all saves in .* are damaged:"):
@@ -263,12 +268,82 @@ def test_a_full_disk_leaves_the_last_save(comm, directory, monkeypatch):
         store.save(2, np.full(4, comm.rank + 10), True)
     monkeypatch.undo()
     comm.mpi.Barrier()
-    assert [p.name for p in directory.iterdir()] == ["save-000001"]
+    assert names(directory) == ["save-000001"]
     comm.mpi.Barrier()
     store.save(3, np.full(4, comm.rank + 20), True)
     saved = store.load(np.zeros(4, int), True)
     assert saved is not None
     assert saved.step == 3
+
+
+class Failing:
+    """A function that raises an error the first `times` times that a path matches."""
+
+    def __init__(self, function: Any, matches: Any, number: int, times: int) -> None:
+        self.function, self.matches, self.number, self.times = function, matches, number, times
+
+    def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.times and self.matches(pathlib.Path(str(path))):
+            self.times -= 1
+            raise OSError(self.number, os.strerror(self.number), str(path))
+        return self.function(path, *args, **kwargs)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("name", ["manifest.json", "rank00000.bin"])
+def test_saves_that_cannot_be_read_are_neither_skipped_nor_removed(
+    comm, directory, monkeypatch, number, name
+):
+    """An error of the machine says nothing about the save. One that passes is not even noticed."""
+    monkeypatch.setattr(manifest, "_PAUSES", (0.0, 0.0))
+    store = Store(directory, comm, keep=1)
+    x = np.full(4, comm.rank)
+    store.save(1, x, True)
+    failing = Failing(open, lambda path: path.name == name, number, 2)
+    monkeypatch.setattr("builtins.open", failing)
+    monkeypatch.setattr("io.open", failing)
+    saved = store.load(np.zeros(4, int), True)
+    assert saved is not None
+    assert np.array_equal(saved.tree, x)
+    failing.times = 9
+    with pytest.raises(OSError, match=rf"{name} cannot be read, after 3 attempts: .*was removed"):
+        store.load(np.zeros(4, int), True)
+    failing.times = 0
+    comm.mpi.Barrier()
+    store.save(2, x + 1, True)
+    comm.mpi.Barrier()
+    assert names(directory) == ["save-000002"]
+    saved = store.load(np.zeros(4, int), True)
+    assert saved is not None
+    assert (saved.step, saved.rejections) == (2, ())
+
+
+def test_an_error_behind_the_rename_leaves_a_store_that_works(comm, directory, monkeypatch):
+    store = Store(directory, comm)
+    store.save(1, np.zeros(2))
+    for step, broken in ((2, "sync"), (3, "rename")):
+        if broken == "sync":
+            failing = Failing(manifest.sync_directory, lambda path: path == directory, errno.EIO, 1)
+            monkeypatch.setattr(manifest, "sync_directory", failing)
+            with pytest.raises(OSError, match="save-000002 is complete, but the disk does not"):
+                store.save(step, np.full(2, float(step)))
+        else:
+            # A server that answers the same request twice.
+            def rename(old: Any, new: Any, rename: Any = os.rename) -> None:
+                rename(old, new)
+                if pathlib.Path(new).name == "save-000003":
+                    raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+            monkeypatch.setattr("os.rename", rename)
+            store.save(step, np.full(2, float(step)))
+        monkeypatch.undo()
+        comm.mpi.Barrier()
+        saved = store.load(np.zeros(2))
+        assert saved is not None
+        assert saved.step == step
+    store.save(4, np.full(2, 4.0))
+    comm.mpi.Barrier()
+    assert names(directory) == ["save-000003", "save-000004"]
 
 
 @pytest.mark.ranks(1, 2)

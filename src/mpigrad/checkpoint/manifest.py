@@ -9,7 +9,9 @@ import json
 import os
 import pathlib
 import sys
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,16 +23,18 @@ __all__ = [
     "Manifest",
     "RankFile",
     "read_manifest",
+    "read_patiently",
     "sync_directory",
     "write_manifest",
 ]
 
+T = TypeVar("T")
 FORMAT = "mpigrad restart 1"
 _MANIFEST = "manifest.json"
 
 
 class DamagedSaveError(Exception):
-    """A save must not be read. The message names the file and the reason."""
+    """A file of a save is missing, or was read and is wrong. The message names it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +55,38 @@ class Manifest:
     leaves: tuple[Leaf, ...]
     files: tuple[RankFile, ...]
     extra: Any
+
+
+# Seconds between attempts to read a file.
+_PAUSES = (0.1, 0.4, 1.5)
+
+
+def read_patiently(path: pathlib.Path, read: Callable[[], T]) -> T:
+    """Call a function that reads a file, and call it again after errors that may pass.
+
+    A rank without file descriptors, or a server that fails over, does not make a save wrong.
+
+    Raises
+    ------
+    DamagedSaveError
+        If the file does not exist.
+    OSError
+        If it cannot be read.
+    """
+    for pause in (*_PAUSES, None):
+        try:
+            return read()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise DamagedSaveError(f"{path} cannot be read: {error.strerror}") from error
+        except OSError as error:
+            if pause is None:
+                raise OSError(
+                    error.errno,
+                    f"{path} cannot be read, after {len(_PAUSES) + 1} attempts: {error.strerror}. "
+                    "The save may be whole, and nothing was removed. Mend the cause and try again",
+                ) from error
+        time.sleep(pause)
+    raise AssertionError
 
 
 def write_manifest(directory: pathlib.Path, manifest: Manifest) -> None:
@@ -97,12 +133,13 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
     Raises
     ------
     DamagedSaveError
+        If it is missing, or was read and is wrong.
+    OSError
+        If it cannot be read.
     """
     path = directory / _MANIFEST
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DamagedSaveError(f"{path} cannot be read: {error.strerror}") from error
+        whole = json.loads(read_patiently(path, lambda: path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise DamagedSaveError(f"{path} is truncated or damaged: {error}") from error
     body = whole.get("manifest") if isinstance(whole, dict) else None

@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 
 from mpigrad.checkpoint.layout import Leaf
 from mpigrad.checkpoint.leaves import dtype_of, parse, to_host, to_leaf
-from mpigrad.checkpoint.manifest import FORMAT, DamagedSaveError, Manifest, RankFile
+from mpigrad.checkpoint.manifest import (
+    FORMAT,
+    DamagedSaveError,
+    Manifest,
+    RankFile,
+    read_patiently,
+)
 
 __all__ = ["check_file", "read_leaves", "write_leaves"]
 
@@ -73,10 +79,14 @@ def check_file(directory: pathlib.Path, manifest: Manifest, rank: int) -> None:
     Raises
     ------
     DamagedSaveError
+        If it is missing, or was read and is wrong.
+    OSError
+        If it cannot be read.
     """
     expected = manifest.files[rank]
     path = directory / expected.name
-    try:
+
+    def digest_of_file() -> str:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             header = file.read(_HEADER)
@@ -94,9 +104,9 @@ def check_file(directory: pathlib.Path, manifest: Manifest, rank: int) -> None:
             digest = hashlib.sha256(header)
             while block := file.read(_BLOCK):
                 digest.update(block)
-    except OSError as error:
-        raise DamagedSaveError(f"{path} cannot be read: {error.strerror}") from error
-    if digest.hexdigest() != expected.sha256:
+            return digest.hexdigest()
+
+    if read_patiently(path, digest_of_file) != expected.sha256:
         raise DamagedSaveError(f"{path} is damaged: its SHA-256 differs from the manifest")
 
 
@@ -140,7 +150,7 @@ class _Files:
     def _piece(self, rank: int, number: int) -> NDArray[Any]:
         if rank not in self._open:
             path = self._directory / self._manifest.files[rank].name
-            data = np.memmap(path, np.uint8, "r")
+            data = read_patiently(path, lambda: np.memmap(path, np.uint8, "r"))
             self._open[rank] = data, list(_offsets(self._manifest.leaves, rank))
         data, offsets = self._open[rank]
         leaf, at = self._manifest.leaves[number], offsets[number]

@@ -12,6 +12,7 @@ import pathlib
 import re
 import shutil
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from mpigrad.checkpoint import manifest as manifests
 from mpigrad.checkpoint import rank_files
 from mpigrad.checkpoint.layout import Layout, Leaf, check_replicated, describe
 from mpigrad.checkpoint.manifest import DamagedSaveError, Manifest
+from mpigrad.checkpoint.owner import Owner
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 
@@ -29,6 +31,8 @@ __all__ = ["Snapshot", "Store"]
 
 _SAVE = re.compile(r"save-(\d{6,})")
 _UNFINISHED = ".unfinished-"
+_OWNER = ".owner"  # in a save that is being written, and in the directory: who has written last
+_ABANDONED = 3600.0  # seconds without a write, after which a save of another host is removed
 _SHOWN = 6  # count of leaves that an error names
 
 
@@ -59,7 +63,8 @@ class Store:
 
     A save is a directory `save-000001`, `save-000002`, ... with one file per rank and a manifest.
     It is written under another name, synchronised with the disk and then renamed. So a directory
-    with such a name is complete, whenever the job is killed.
+    with such a name is complete, whenever the job is killed. A save that is rejected is never
+    removed: the next `save` renames it to `rejected-000012`.
 
     Parameters
     ----------
@@ -102,6 +107,8 @@ class Store:
             if self.keep < 1:
                 raise ValueError(f"Store: keep must be at least 1, got {keep}")
         self._check_directory()
+        self._owner = Owner.this_process()  # that of rank 0 counts
+        self._owns = False
         self._newest = call_on_root(self.comm, lambda: max(self._numbers(), default=0))
 
     def _check_directory(self) -> None:
@@ -110,7 +117,7 @@ class Store:
         try:
             with raise_on_all_ranks(self.comm):
                 if self.comm.rank == 0:
-                    self.directory.mkdir(parents=True, exist_ok=True)
+                    _make(self.directory)
                     (self.directory / token).touch()
             with raise_on_all_ranks(self.comm):
                 if not (self.directory / token).exists():
@@ -170,6 +177,7 @@ class Store:
         check_replicated(leaves, tree, self.comm, "Store.save")
         step, identity = call_on_root(self.comm, lambda: self._begin(step, extra))
         unfinished = self.directory / f"{_UNFINISHED}{identity}"
+        problem = ""
         try:
             with raise_on_all_ranks(self.comm):
                 file = rank_files.write_leaves(unfinished, identity, self.comm.rank, leaves, tree)
@@ -178,11 +186,14 @@ class Store:
             with raise_on_all_ranks(self.comm):
                 if written is not None:
                     manifest = Manifest(identity, step, tuple(leaves), tuple(written), extra)
-                    self._finish(unfinished, manifest)
+                    problem = self._finish(unfinished, manifest)
         finally:
             if self.comm.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)  # does not exist if it was renamed
         self._newest += 1
+        with raise_on_all_ranks(self.comm):
+            if problem:
+                raise OSError(problem)
         if self.comm.rank == 0:
             self._prune()
         return self._path(self._newest)
@@ -203,29 +214,67 @@ class Store:
                 f"Store.save: {self._path(newest)} was written by another run or another Store. "
                 "Give each run its own directory."
             )
-        for left in self.directory.glob(f"{_UNFINISHED}*"):  # from a job that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        self._own()
+        for left in self.directory.glob(f"{_UNFINISHED}*"):
+            if _is_abandoned(left):
+                shutil.rmtree(left, ignore_errors=True)
         identity = uuid.uuid4().hex
-        (self.directory / f"{_UNFINISHED}{identity}").mkdir()
+        unfinished = self.directory / f"{_UNFINISHED}{identity}"
+        unfinished.mkdir()
+        (unfinished / _OWNER).write_text(f"{self._owner}\n")
         return step, identity
 
-    def _finish(self, unfinished: pathlib.Path, manifest: Manifest) -> None:
+    def _own(self) -> None:
+        """Take the directory, unless a process that lives has taken it."""
+        path = self.directory / _OWNER
+        owner = _owner_of(self.directory)
+        if owner == self._owner:
+            return
+        lives = False if owner is None else owner.lives()
+        if owner is not None and (lives or (lives is None and self._owns)):
+            raise OSError(
+                f"Store.save: process {owner.pid} on {owner.host} writes its saves into "
+                f"{self.directory}. Give each run its own directory, or end that process."
+            )
+        new = path.with_name(f"{_OWNER}-{uuid.uuid4().hex}")
+        new.write_text(f"{self._owner}\n")
+        os.replace(new, path)
+        self._owns = True
+
+    def _finish(self, unfinished: pathlib.Path, manifest: Manifest) -> str:
+        """Make the save complete. Return what went wrong after that, or an empty string."""
         manifests.write_manifest(unfinished, manifest)
+        (unfinished / _OWNER).unlink()
         manifests.sync_directory(unfinished)
-        os.rename(unfinished, self._path(self._newest + 1))
-        manifests.sync_directory(self.directory)
+        path = self._path(self._newest + 1)
+        try:
+            os.rename(unfinished, path)
+        except OSError:
+            # NFS may report an error for a request that it has answered twice.
+            if not _has_identity(path, manifest.identity):
+                raise
+        try:
+            manifests.sync_directory(self.directory)
+        except OSError as error:
+            return f"{path} is complete, but the disk does not confirm it: {error}"
+        return ""
 
     def _prune(self) -> None:
-        """Remove the oldest saves, and the saves that cannot be read."""
+        """Remove the oldest saves, and rename those that were rejected."""
         good = sorted(set(self._numbers()) - self._damaged)
-        for number in [*self._damaged, *good[: -self.keep]]:
-            # A directory with the name of a save must be complete, even if the job is killed here.
-            aside = self.directory / f"{_UNFINISHED}{number:06d}"
+        for number in (*self._damaged, *good[: -self.keep]):
+            path = self._path(number)
             try:
-                os.rename(self._path(number), aside)
-                shutil.rmtree(aside)
+                if number in self._damaged:
+                    os.rename(path, _free(self.directory / f"rejected-{number:06d}"))
+                else:
+                    # A directory with the name of a save must be complete, even if the job is
+                    # killed here.
+                    aside = _free(self.directory / f"{_UNFINISHED}{number:06d}")
+                    os.rename(path, aside)
+                    shutil.rmtree(aside)
             except OSError as error:  # the run can continue
-                print(f"mpigrad: {self._path(number)} was not removed: {error}", file=sys.stderr)
+                print(f"mpigrad: {path} was not removed: {error}", file=sys.stderr)
         self._damaged.clear()
 
     # --- reading ---
@@ -268,6 +317,9 @@ class Store:
         ValueError
             On every rank, if the save has another structure, other shapes or dtypes than `like`, or
             if there are saves but all of them are damaged.
+        OSError
+            On every rank, if a file cannot be read after several attempts. The save may be whole,
+            and no older one is read in its place.
         """
         wanted: list[Leaf] = []
         if make_like is None:
@@ -309,28 +361,75 @@ class Store:
         return self._numbers() if self.comm.rank == 0 else []
 
     def _checked(self, path: pathlib.Path) -> Manifest:
-        """Return the manifest of a complete save, or raise DamagedSaveError on every rank."""
+        """Return the manifest of a complete save.
+
+        Raises
+        ------
+        DamagedSaveError, OSError
+            On every rank, if a file is wrong, or cannot be read.
+        """
         manifest, problem = None, None
-        if self.comm.rank == 0:
-            try:
-                manifest = manifests.read_manifest(path)
-            except DamagedSaveError as error:
-                problem = str(error)
-            except (KeyError, TypeError, ValueError) as error:
-                problem = f"the manifest of {path} is invalid at {error}"
+        with raise_on_all_ranks(self.comm):
+            if self.comm.rank == 0:
+                try:
+                    manifest = manifests.read_manifest(path)
+                except DamagedSaveError as error:
+                    problem = str(error)
+                except (KeyError, TypeError, ValueError) as error:
+                    problem = f"the manifest of {path} is invalid at {error}"
         manifest, problem = self.comm.mpi.bcast((manifest, problem))
         if problem is None:
             assert manifest is not None
-            try:
-                # Each file is checked by one rank, whichever ranks need its content.
-                for rank in range(self.comm.rank, len(manifest.files), self.comm.size):
-                    rank_files.check_file(path, manifest, rank)
-            except DamagedSaveError as error:
-                problem = str(error)
+            with raise_on_all_ranks(self.comm):
+                try:
+                    # Each file is checked by one rank, whichever ranks need its content.
+                    for rank in range(self.comm.rank, len(manifest.files), self.comm.size):
+                        rank_files.check_file(path, manifest, rank)
+                except DamagedSaveError as error:
+                    problem = str(error)
             problem = next(filter(None, self.comm.mpi.allgather(problem)), None)
         if problem is not None:
             raise DamagedSaveError(problem)
         return manifest
+
+
+def _make(directory: pathlib.Path) -> None:
+    """Make a directory and its parents, and wait until they are on the disk."""
+    missing = [d for d in (directory, *directory.parents) if not d.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        manifests.sync_directory(made.parent)
+
+
+def _free(path: pathlib.Path) -> pathlib.Path:
+    """Return a path like this one that does not exist."""
+    others = (path.with_name(f"{path.name}-{i}") for i in itertools.count(2))
+    return next(p for p in itertools.chain([path], others) if not p.exists())
+
+
+def _owner_of(directory: pathlib.Path) -> Owner | None:
+    try:
+        return Owner.parse((directory / _OWNER).read_text(errors="replace"))
+    except FileNotFoundError:
+        return None
+
+
+def _is_abandoned(unfinished: pathlib.Path) -> bool:
+    """Return True if nobody writes this save: only then it may be removed."""
+    try:
+        owner = _owner_of(unfinished)
+        lives = None if owner is None else owner.lives()
+        latest = max(p.stat().st_mtime for p in (unfinished, *unfinished.iterdir()))
+    except OSError:  # it was renamed or removed meanwhile, or cannot be read now
+        return False
+    return lives is False or (lives is None and time.time() - latest > _ABANDONED)
+
+
+def _has_identity(path: pathlib.Path, identity: str) -> bool:
+    try:
+        return manifests.read_manifest(path).identity == identity
+    except (DamagedSaveError, OSError, KeyError, TypeError, ValueError):
+        return False
 
 
 def _compare(path: pathlib.Path, there: tuple[Leaf, ...], here: list[Leaf]) -> None:

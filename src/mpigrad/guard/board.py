@@ -13,6 +13,7 @@ import itertools
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ SLOT = np.dtype(
         ("line_ns", "i8"),
         ("line", f"S{TEXT}"),
         ("line_waits", "i8"),
+        ("watched_ns", "i8"),
         ("send", PART, PARTS),
         ("receive", PART, PARTS),
         ("entries", ENTRY, ENTRIES),
@@ -88,18 +90,23 @@ class Board:
     own_index: int
     ranks: tuple[int, ...]  # the rank in MPI_COMM_WORLD of each slot
     lock: int | None = None  # descriptor of a file for locking (None: the board is private)
+    threads: threading.RLock = dataclasses.field(default_factory=threading.RLock, repr=False)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold a lock that excludes the other ranks of this host."""
-        if self.lock is None:
-            yield
-            return
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(self.lock, fcntl.LOCK_UN)
+        """Hold a lock that excludes the other threads of this rank and the other ranks of the host.
+
+        The file's lock belongs to the process, so threads need one of their own.
+        """
+        with self.threads:
+            if self.lock is None:
+                yield
+                return
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self.lock, fcntl.LOCK_UN)
 
     def claim(self) -> bool:
         """Return True if this rank is the first of its host to report why the job ends."""

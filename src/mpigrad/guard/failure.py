@@ -44,15 +44,12 @@ _STUCK = (
 )
 _GRACE = 2.0  # seconds for other ranks to report their state before the job is ended
 _UNREACHED = 5.0  # seconds in which MPI must end a rank that has called Abort
+# Opened now: a rank that must end may have no file descriptors left.
+_NOWHERE = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
 # Daemons that start ranks on a host and that a rank may end.
 _DAEMONS = ("mpiexec", "mpirun", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy")
-_END_DAEMON = """
-for second in 1 2 3 4 5 6 7 8; do
-    sleep 1
-    [ "$(cat /proc/$1/comm 2> /dev/null)" = "$2" ] || exit 0
-done
-kill -KILL "$1"
-"""
+# Variables that are the same for all ranks of a job, and differ between jobs.
+_MARKS = ("PMIX_NAMESPACE", "MPIGRAD_JOB", "PMI_JOBID", "SLURM_STEP_ID")
 
 
 class _Process:
@@ -108,9 +105,8 @@ def _abort(code: int) -> None:
             pathlib.Path(name).with_name("aborted").touch()
     if _Process.host_query:
         _end_daemon()
-    nowhere = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
-    with contextlib.suppress(RuntimeError):  # a thread cannot start without memory
-        faulthandler.dump_traceback_later(_UNREACHED, exit=True, file=nowhere)
+    with contextlib.suppress(Exception):  # a thread cannot start without memory
+        faulthandler.dump_traceback_later(_UNREACHED, exit=True, file=_NOWHERE)
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)  # Abort of MPICH 5 returns, and ends the job later
 
@@ -118,10 +114,15 @@ def _abort(code: int) -> None:
 def _end_daemon() -> None:
     """Start a process that ends the daemon which started this rank, if the daemon does not end."""
     parent = os.getppid()
+    mark = next((f"{k}={os.environ[k]}" for k in _MARKS if os.environ.get(k)), "")
+    # PRRTE calls the jobs of a daemon that outlives them prte-..., and those of mpirun prterun-...
+    if not mark or mark.startswith("PMIX_NAMESPACE=prte-"):
+        return
     with contextlib.suppress(OSError):
         daemon = pathlib.Path(f"/proc/{parent}/comm").read_text().strip()
         if daemon in _DAEMONS:
-            words = ["sh", "-c", _END_DAEMON, "end", str(parent), daemon]
+            script = pathlib.Path(__file__).with_name("end_daemon.py")
+            words = [sys.executable, "-IS", str(script), str(parent), daemon, mark, "8"]
             subprocess.Popen(words, env={}, stdin=subprocess.DEVNULL, start_new_session=True)
 
 

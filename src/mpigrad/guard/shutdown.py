@@ -95,11 +95,11 @@ def _seconds(board: b.Board, r: int) -> float:
     try:
         if any((task / "children").read_text().split() for task in (process / "task").iterdir()):
             return math.nan
-        state, *fields = (process / "stat").read_text().rpartition(")")[2].split()
+        state, *fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return math.nan
     # "D": the process waits for a disk or a file server.
-    return math.nan if state == "D" else sum(int(n) for n in fields[10:14]) / _TICKS
+    return math.nan if state == b"D" else sum(int(n) for n in fields[10:14]) / _TICKS
 
 
 def _text(board: b.Board, waited: float, seconds: float, remedy: str) -> str:

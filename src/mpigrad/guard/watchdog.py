@@ -18,7 +18,7 @@ from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader
 from mpigrad.guard.cross_host import HostQuery
 from mpigrad.guard.thread_stacks import places_of_main
-from mpigrad.guard.wait_graph import Finding, diagnose, grouped
+from mpigrad.guard.wait_graph import Finding, diagnose, grouped, suspicion
 from mpigrad.runtime.call_sites import program_line
 from mpigrad.runtime.native import UNTIMED, Record, record
 
@@ -28,6 +28,7 @@ __all__ = ["Watchdog", "end_reason", "rank_states"]
 # is a margin for effects that the proof does not cover.
 _PATIENCE = 5.0
 _PATIENCE_GUARDED = 0.3
+_ASLEEP = 20.0  # seconds without a look, after which a report says so
 _LATE = 1.0  # seconds by which a busy machine may delay a thread
 # The number of Linux's system call by which a thread waits for another thread.
 _FUTEX = {"x86_64": "202", "aarch64": "98", "ppc64le": "221"}.get(platform.machine())
@@ -42,17 +43,23 @@ def end_reason(board: b.Board, r: int) -> str:
 
 
 def _process_state(board: b.Board, r: int) -> str:
-    """Return Linux's letter for the state of the process of slot r ("" if it does not exist)."""
+    """Return Linux's letter for the state of the process of slot r.
+
+    "" only if it certainly does not exist. A process that cannot be looked at, because this one has
+    no file descriptors for example, is assumed to run.
+    """
     slot = board.slots[r]
     if r == board.own_index or int(slot["namespace"]) != int(
         board.slots[board.own_index]["namespace"]
     ):
         return "R"  # unknown: assumed to run
     try:
-        status = pathlib.Path(f"/proc/{int(slot['pid'])}/stat").read_text().rpartition(")")[2]
-    except OSError:
+        status = pathlib.Path(f"/proc/{int(slot['pid'])}/stat").read_bytes().rpartition(b")")[2]
+    except (FileNotFoundError, ProcessLookupError):
         return ""
-    return status.split()[0]
+    except OSError:
+        return "R"
+    return status.split()[0].decode()
 
 
 def _works(thread: threading.Thread) -> bool:
@@ -71,9 +78,17 @@ def _works(thread: threading.Thread) -> bool:
 
 def stop_note(board: b.Board, r: int) -> str:
     """Return a note if the process of the rank of slot r is stopped, or ""."""
-    return (
-        ", and its process is stopped (SIGSTOP)" if _process_state(board, r) in {"T", "t"} else ""
-    )
+    state = _process_state(board, r)
+    return ", and its process is stopped (SIGSTOP)" if state in {"T", "t"} else ""
+
+
+def watchdog_note(board: b.Board, r: int, now_ns: int) -> str:
+    """Return a note if the watchdog of the rank of slot r has not looked for a while, or ""."""
+    slot = board.slots[r]
+    away = (now_ns - int(slot["watched_ns"])) * 1e-9
+    if not int(slot["watched_ns"]) or away < _ASLEEP or int(slot["state"]) == b.ENDED:
+        return ""
+    return f", and its watchdog has not run for {away:.0f} s"
 
 
 _TIME = re.compile(r"^(has waited|has not called an operation for) (\d+) s")
@@ -86,7 +101,11 @@ def rank_states(board: b.Board) -> list[str]:
     """
     reader, now = Reader(board.slots), _now()
     slots = range(len(board.ranks))
-    states = [reader.state(r, now, end_reason(board, r)) + stop_note(board, r) for r in slots]
+    states = []
+    for r in slots:
+        gone = end_reason(board, r)
+        note = "" if gone else stop_note(board, r) or watchdog_note(board, r, now)
+        states.append(reader.state(r, now, gone) + note)
     times: dict[str, list[int]] = {}
     for state in states:
         if found := _TIME.match(state):
@@ -139,6 +158,7 @@ class Watchdog:
         self._refused: dict[int, int] = {}
         self._last = (0, False), 0  # the state at the last look, and since when it holds
         self._lost = 0.0  # seconds of the current operation in which this process was suspended
+        self._errors = 0  # of this thread
 
     def start(self) -> None:
         threading.Thread(target=self._run, daemon=True, name=self.NAME).start()
@@ -150,22 +170,41 @@ class Watchdog:
             # The time for which a job is suspended does not count.
             still, last = (_now() - last) * 1e-9 - self.tick - _LATE, _now()
             self._lost += max(still, 0.0)
-            start = self._start(now)
-            waited = (_now() - start) * 1e-9 - self._lost if start else 0.0
-            self._note_elsewhere(start)
-            # The working directory may not exist, and formatting an exception may raise another.
+            try:
+                self._look(now)
+            except Exception:  # whatever it is: this thread must go on, and the user must know
+                self._say_once(traceback.format_exc())
+
+    def _look(self, now: Record) -> None:
+        """Look at the board once, and end the job if it waits for ever."""
+        self.board.slots[self.board.own_index]["watched_ns"] = _now()
+        start = self._start(now)
+        waited = (_now() - start) * 1e-9 - self._lost if start else 0.0
+        self._note_elsewhere(start)
+        # The working directory may not exist, and formatting an exception may raise another.
+        with contextlib.suppress(Exception):
+            if not start:
+                self._note_line()
+        with contextlib.suppress(Exception):
+            self._note_handling(waited >= self.patience / 2)
+        if waited < self.patience / 2:
+            return
+        if self.seconds and waited >= self.seconds and not now.unlimited:
+            self.end_job(functools.partial(self._report, waited))
+        finding = diagnose(self.board.slots, lambda r: end_reason(self.board, r), _now())
+        if finding is not None and self._certain(finding):
+            self._raise(finding)
+
+    def _say_once(self, error: str) -> None:
+        """Print the first error of this thread."""
+        if self._errors == 0:
+            rank = self.board.ranks[self.board.own_index]
             with contextlib.suppress(Exception):
-                if not start:
-                    self._note_line()
-            with contextlib.suppress(Exception):
-                self._note_handling(waited >= self.patience / 2)
-            if waited < self.patience / 2:
-                continue
-            if self.seconds and waited >= self.seconds and not now.unlimited:
-                self.end_job(functools.partial(self._report, waited))
-            finding = diagnose(self.board.slots, lambda r: end_reason(self.board, r), _now())
-            if finding is not None and self._certain(finding):
-                self._raise(finding)
+                sys.stderr.write(
+                    f"mpigrad: the watchdog of rank {rank} goes on after an error. Report this as "
+                    f"a bug of mpigrad:\n{error}"
+                )
+        self._errors += 1
 
     def _start(self, now: Record) -> int:
         """Return when the current operation began (as recorded, or first seen), or 0."""
@@ -251,7 +290,10 @@ class Watchdog:
         """Return the report with the states of all ranks ("" if another host reports)."""
         own_states = functools.partial(rank_states, self.board)
         query = self.host_query
-        report = query.rank_states(own_states) if query else (own_states(), [])
+        try:
+            report = query.rank_states(own_states) if query else (own_states(), [])
+        except Exception as error:  # no file descriptors, for example: the job ends nevertheless
+            report = [f"(the states of the ranks cannot be read: {error!r})"], []
         if report is None:
             return ""
         lines, missing = report
@@ -266,8 +308,15 @@ class Watchdog:
             )
         return (
             f"mpigrad: an operation has waited {waited:.0f} s (MPIGRAD_TIMEOUT={self.seconds:g}); "
-            "ending all ranks:\n" + "\n".join(lines) + f"\n{remedy}"
+            "ending all ranks:\n" + "\n".join([*lines, *self._suspicion(), remedy])
         )
+
+    def _suspicion(self) -> list[str]:
+        slots, own = self.board.slots, self.board.own_index
+        with contextlib.suppress(Exception):  # it must not prevent the report
+            if int(slots[own]["state"]) == b.IN_OPERATION and int(slots[own]["entry"]) >= 0:
+                return suspicion(slots, own)
+        return []
 
 
 def _now() -> int:
