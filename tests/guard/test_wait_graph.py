@@ -11,7 +11,7 @@ import pytest
 
 from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader, channel_hash
-from mpigrad.guard.wait_graph import Finding, diagnose, disagreement, grouped, suspicion
+from mpigrad.guard.wait_graph import Finding, diagnose, disagreement, grouped, suspect
 from mpigrad.guard.watchdog import rank_states
 
 pytestmark = pytest.mark.ranks(1)
@@ -199,15 +199,18 @@ def test_a_mismatch_that_mpi_forgave_proves_nothing() -> None:
     for r in range(2):
         ranks.shaped(ranks.collective(r, "allreduce"), F32, 10**9)
     assert ranks.stuck() == []
-    lines = "\n".join(suspicion(ranks.slots, 0))
+    found = suspect(ranks.slots, 0)
+    assert found is not None
+    lines = "\n".join(found.lines)
     assert "may be an earlier collective, in which the ranks did not agree" in lines
     assert "float32[4]" in lines
     assert "float32[2,2]" in lines
+    assert found.elements == 10**9  # it gets time for them
     agreeing = Ranks(2)
     for _ in range(2):
         for r in range(2):
             agreeing.shaped(agreeing.collective(r, "allreduce"), F32, 4)
-    assert suspicion(agreeing.slots, 0) == []
+    assert suspect(agreeing.slots, 0) is None
 
 
 def test_different_numbers_of_rows_are_accepted() -> None:

@@ -142,7 +142,7 @@ def test_a_report_that_cannot_be_made_ends_the_job_nevertheless() -> None:
     board = b.Board(np.zeros((), b.HEADER), np.zeros(1, b.SLOT), 0, (0,))
     query: Any = Query()
     dog = watchdog.Watchdog(board, 300.0, False, lambda text: None, query)
-    report = dog._report(301.0)
+    report = dog._report(301.0, 300.0)
     assert "an operation has waited 301 s" in report
     assert "Too many open files" in report
 

@@ -31,7 +31,7 @@ __all__ = ["Snapshot", "Store"]
 
 _SAVE = re.compile(r"save-(\d{6,})")
 _UNFINISHED = ".unfinished-"
-_OWNER = ".owner"  # in a save that is being written, and in the directory: who has written last
+_OWNER = ".owner"  # in each save, and in the directory: who has written it
 _ABANDONED = 3600.0  # seconds without a write, after which a save of another host is removed
 _SHOWN = 6  # count of leaves that an error names
 
@@ -244,7 +244,6 @@ class Store:
     def _finish(self, unfinished: pathlib.Path, manifest: Manifest) -> str:
         """Make the save complete. Return what went wrong after that, or an empty string."""
         manifests.write_manifest(unfinished, manifest)
-        (unfinished / _OWNER).unlink()
         manifests.sync_directory(unfinished)
         path = self._path(self._newest + 1)
         try:

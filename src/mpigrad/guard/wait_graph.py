@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,7 +26,7 @@ from mpigrad.guard.board_reader import (
     same_tree,
 )
 
-__all__ = ["Finding", "diagnose", "disagreement", "grouped", "suspicion"]
+__all__ = ["Finding", "diagnose", "disagreement", "grouped", "suspect"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,16 +352,34 @@ def diagnose(slots: Any, gone: Callable[[int], str], now_ns: int) -> Finding | N
     )
 
 
-def suspicion(slots: Any, r: int) -> list[str]:
-    """Return lines about an earlier mismatch that may be why the collective of slot r waits."""
+@dataclasses.dataclass(frozen=True)
+class Suspicion:
+    """An earlier mismatch that may be why a collective waits: lines of a report, and its size."""
+
+    lines: list[str]
+    elements: int  # of this rank's array in the collective that waits
+    members: frozenset[int]  # slots
+
+
+def suspect(slots: Any, r: int) -> Suspicion | None:
+    """Return the earlier mismatch that may be why the collective of slot r waits, or None."""
+    if int(slots[r]["state"]) != b.IN_OPERATION or int(slots[r]["entry"]) < 0:
+        return None
     try:
-        mismatch = _Wait(Reader(slots), r).earlier_mismatch()
+        wait = _Wait(Reader(slots), r)
+        mismatch = wait.earlier_mismatch()
     except _Unknown:
-        return []
+        return None
     if mismatch is None:
-        return []
+        return None
+    contract = wait.entry["contracts"][int(wait.entry["sequence"]) % b.CONTRACTS]
+    dims = contract["dims"][: min(int(contract["rank"]), b.DIMS)]
     head = "The cause may be an earlier collective, in which the ranks did not agree:"
-    return [head, *grouped(mismatch.lines), mismatch.remedy]
+    return Suspicion(
+        [head, *grouped(mismatch.lines), mismatch.remedy],
+        math.prod(max(int(n), 1) for n in dims),
+        frozenset(m.slot for m in wait.members.values()),
+    )
 
 
 def disagreement(reports: Any, board: b.Board | None = None) -> str:

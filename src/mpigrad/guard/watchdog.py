@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import pathlib
 import platform
@@ -18,7 +19,7 @@ from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader
 from mpigrad.guard.cross_host import HostQuery
 from mpigrad.guard.thread_stacks import places_of_main
-from mpigrad.guard.wait_graph import Finding, diagnose, grouped, suspicion
+from mpigrad.guard.wait_graph import Finding, diagnose, grouped, suspect
 from mpigrad.runtime.call_sites import program_line
 from mpigrad.runtime.native import UNTIMED, Record, record
 
@@ -28,6 +29,8 @@ __all__ = ["Watchdog", "end_reason", "rank_states"]
 # is a margin for effects that the proof does not cover.
 _PATIENCE = 5.0
 _PATIENCE_GUARDED = 0.3
+# After a mismatch that MPI forgave: seconds for a collective, and elements that move in a second.
+_SUSPECT, _SLOWEST = 10.0, 1e6
 _ASLEEP = 20.0  # seconds without a look, after which a report says so
 _LATE = 1.0  # seconds by which a busy machine may delay a thread
 # The number of Linux's system call by which a thread waits for another thread.
@@ -189,11 +192,22 @@ class Watchdog:
             self._note_handling(waited >= self.patience / 2)
         if waited < self.patience / 2:
             return
-        if self.seconds and waited >= self.seconds and not now.unlimited:
-            self.end_job(functools.partial(self._report, waited))
+        limit = min(self.seconds, self._suspect_limit())
+        if self.seconds and waited >= limit and not now.unlimited:
+            self.end_job(functools.partial(self._report, waited, limit))
         finding = diagnose(self.board.slots, lambda r: end_reason(self.board, r), _now())
         if finding is not None and self._certain(finding):
             self._raise(finding)
+
+    def _suspect_limit(self) -> float:
+        """Return the time limit of a collective after a mismatch that MPI forgave (else infinity).
+
+        Such a program is wrong, but the collective may be under way. It has time for its data.
+        """
+        found = suspect(self.board.slots, self.board.own_index)
+        if found is None or any(stop_note(self.board, r) for r in found.members):
+            return math.inf
+        return _SUSPECT + found.elements / _SLOWEST
 
     def _say_once(self, error: str) -> None:
         """Print the first error of this thread."""
@@ -286,7 +300,7 @@ class Watchdog:
             header["faults"] += 1  # from here on other ranks see it
         self._refused = finding.stuck
 
-    def _report(self, waited: float) -> str:
+    def _report(self, waited: float, limit: float) -> str:
         """Return the report with the states of all ranks ("" if another host reports)."""
         own_states = functools.partial(rank_states, self.board)
         query = self.host_query
@@ -297,6 +311,7 @@ class Watchdog:
         if report is None:
             return ""
         lines, missing = report
+        found = suspect(self.board.slots, self.board.own_index)
         remedy = (
             "Find the rank that skips an operation or calls another one. If the ranks only need "
             "more time, set MPIGRAD_TIMEOUT to more seconds."
@@ -306,17 +321,15 @@ class Watchdog:
                 f"Check {', '.join(missing)}: stopped, or cut off from this host. A run with saves "
                 "can be restarted on the other hosts."
             )
+        why = f"MPIGRAD_TIMEOUT={self.seconds:g}"
+        if found is not None:
+            why = why if limit == self.seconds else "after an earlier mismatch"
+            *more, remedy = found.lines
+            lines = [*lines, *more]
         return (
-            f"mpigrad: an operation has waited {waited:.0f} s (MPIGRAD_TIMEOUT={self.seconds:g}); "
-            "ending all ranks:\n" + "\n".join([*lines, *self._suspicion(), remedy])
+            f"mpigrad: an operation has waited {waited:.0f} s ({why}); ending all ranks:\n"
+            + "\n".join([*lines, remedy])
         )
-
-    def _suspicion(self) -> list[str]:
-        slots, own = self.board.slots, self.board.own_index
-        with contextlib.suppress(Exception):  # it must not prevent the report
-            if int(slots[own]["state"]) == b.IN_OPERATION and int(slots[own]["entry"]) >= 0:
-                return suspicion(slots, own)
-        return []
 
 
 def _now() -> int:
