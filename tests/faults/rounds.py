@@ -251,11 +251,13 @@ def play(folder: pathlib.Path, name: str, fault: tuple[int, int, int, int, int])
         newer = sum(other > number for other in after)
         if after.get(number) != what and newer < KEEP:
             raise Violation(f"save {number} was removed: {before} before, {after} after")
-    check_next_run(saves, after)
+    check_next_run(saves, after, unlinking=KINDS[kind] == "unlink")
     return ("raised" if failed else "went on") if hits else "not reached", hits
 
 
-def check_next_run(saves: pathlib.Path, whole: dict[int, tuple[int, str]]) -> None:
+def check_next_run(
+    saves: pathlib.Path, whole: dict[int, tuple[int, str]], *, unlinking: bool
+) -> None:
     """The newest whole save is found without the fault, and saves can follow it."""
     with contextlib.redirect_stderr(io.StringIO()):
         store = Store(saves, comm, KEEP)
@@ -272,8 +274,9 @@ def check_next_run(saves: pathlib.Path, whole: dict[int, tuple[int, str]]) -> No
         names = {p.name for p in saves.iterdir()}
         expected = {p.name for p in saves.glob("save-*")} | {".owner"}
         rejected = {p.name for p in saves.glob("rejected-*")}
-        # A save that could not be removed is tried again after an hour.
+        # A save that could not be removed is tried again after an hour. An empty file stays.
         pruned = {p.name for p in saves.glob(".unfinished-0000*")}
+        pruned |= {p.name for p in saves.glob(".seen-by-all-*")} if unlinking else set()
         if names != expected | rejected | pruned or path.name not in names:
             raise Violation(f"files are left over: {sorted(names - expected)}")
         saved = store.load(state(0), LAYOUT)

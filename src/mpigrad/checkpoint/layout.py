@@ -233,7 +233,7 @@ def cover_once(boxes: Boxes, shape: tuple[int, ...]) -> bool:
     starts, stops = boxes[:, 0], boxes[:, 1]
     if not np.all((whole[0] <= starts) & (starts <= stops) & (stops <= whole[1])):
         return False
-    split = np.nonzero(np.any((starts > 0) | (stops < whole[1]), axis=0))[0]
+    split = np.nonzero(np.any((starts > 0) | (stops < whole[1]) | (whole[1] == 0), axis=0))[0]
     if len(split) > _MOST_SPLIT:
         return False
     # A sum of boxes is determined by its corners, if each counts +1 or -1 in turn.

@@ -192,7 +192,7 @@ class Store:
                     problem = self._finish(unfinished, manifest)
         finally:
             if self.comm.rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)  # does not exist if it was renamed
+                _remove(unfinished)  # does not exist if it was renamed
         self._newest += 1
         with raise_on_all_ranks(self.comm):
             if problem:
@@ -225,14 +225,14 @@ class Store:
         self._own()
         for left in self.directory.glob(f"{_UNFINISHED}*"):
             if self._is_abandoned(left):
-                shutil.rmtree(left, ignore_errors=True)
+                _remove(left)
         identity = self._latest = uuid.uuid4().hex
         unfinished = self.directory / f"{_UNFINISHED}{identity}"
         unfinished.mkdir()
         try:
             _write_text(unfinished / _OWNER, f"{self._owner}\n")
         except OSError:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _remove(unfinished)
             raise
         return step, identity, max(newest, self._newest)
 
@@ -442,6 +442,14 @@ def _owner_of(directory: pathlib.Path) -> Owner | None:
         return Owner.parse((directory / _OWNER).read_text(errors="replace"))
     except FileNotFoundError:
         return None
+
+
+def _remove(directory: pathlib.Path) -> None:
+    """Remove a directory if that is possible."""
+    with contextlib.suppress(OSError):  # rmtree does not ignore the errors of close
+        shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # rmtree cannot list it without file descriptors
+        directory.rmdir()
 
 
 def _write_text(path: pathlib.Path, text: str) -> None:
