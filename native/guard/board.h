@@ -98,6 +98,7 @@ struct Slot {
   Cell line_ns;          // when the watchdog last saw this rank outside operations
   char line[kText];      // the line of the program that it executed then
   Cell line_waits;       // it waited for a thread, a lock or an event of its own
+  Cell watched_ns;       // when the watchdog last looked at the board
   Part send[kParts], receive[kParts];
   Entry entries[kEntries];
   Channel channels[kChannels];

@@ -11,7 +11,7 @@ import pytest
 
 from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader, channel_hash
-from mpigrad.guard.wait_graph import Finding, diagnose, disagreement, grouped
+from mpigrad.guard.wait_graph import Finding, diagnose, disagreement, grouped, suspicion
 from mpigrad.guard.watchdog import rank_states
 
 pytestmark = pytest.mark.ranks(1)
@@ -188,6 +188,26 @@ def test_different_operation_root_dtype_shape_or_count() -> None:
     # Dimensions after the rank mean nothing.
     beyond = np.array([3, *[9] * (b.DIMS - 1)])
     assert difference(dims=beyond) == ""
+
+
+def test_a_mismatch_that_mpi_forgave_proves_nothing() -> None:
+    """All ranks are in the next collective, which is long and will end."""
+    ranks = Ranks(2)
+    for r, dims in enumerate([(4,), (2, 2)]):
+        ranks.shaped(ranks.collective(r, "allreduce"), F32, *dims)
+        ranks.leave(r)
+    for r in range(2):
+        ranks.shaped(ranks.collective(r, "allreduce"), F32, 10**9)
+    assert ranks.stuck() == []
+    lines = "\n".join(suspicion(ranks.slots, 0))
+    assert "may be an earlier collective, in which the ranks did not agree" in lines
+    assert "float32[4]" in lines
+    assert "float32[2,2]" in lines
+    agreeing = Ranks(2)
+    for _ in range(2):
+        for r in range(2):
+            agreeing.shaped(agreeing.collective(r, "allreduce"), F32, 4)
+    assert suspicion(agreeing.slots, 0) == []
 
 
 def test_different_numbers_of_rows_are_accepted() -> None:

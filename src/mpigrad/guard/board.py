@@ -65,6 +65,7 @@ SLOT = np.dtype(
         ("line_ns", "i8"),
         ("line", f"S{TEXT}"),
         ("line_waits", "i8"),
+        ("watched_ns", "i8"),
         ("send", PART, PARTS),
         ("receive", PART, PARTS),
         ("entries", ENTRY, ENTRIES),

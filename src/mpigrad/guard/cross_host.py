@@ -4,7 +4,8 @@ Ranks of one host share a board. For the states of other ranks, the first rank o
 on its own TCP port, independent of MPI and of its program. If a host does not answer, it is stopped
 or its link is cut.
 
-A host answers only if the question contains its secret, which is exchanged by MPI.
+A host answers only who knows its secret, which is exchanged by MPI and never sent over this port.
+The asker shows a digest of the secret and of a number of the host's choice.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mpigrad.guard.wait_graph import grouped
 __all__ = ["LIMIT", "HostQuery", "open_host_query"]
 
 LIMIT = 2.0  # seconds to wait for an answer
-_SECRET = 16  # bytes
+_SECRET, _DIGEST = 16, 32  # bytes
 _SIOCGIFADDR = 0x8915
 
 
@@ -98,29 +99,36 @@ class HostQuery:
         return answers
 
     async def _ask_one(self, i: int, address: str, answers: dict[int, dict]) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, EOFError, ValueError):
             board = self.boards[i]
             reader, writer = await asyncio.open_connection(address, board.port)
-            writer.write(board.secret + struct.pack("!I", self.own_index))
+            number = await reader.readexactly(_SECRET)
+            writer.write(_question(board.secret, number, self.own_index))
             answers[i] = json.loads(await reader.read())
             writer.close()
 
     def answer(self, listener: socket.socket, own_states: Callable[[], list[str]]) -> None:
         """Answer queries about this board until the process ends."""
-        secret = self.boards[self.own_index].secret
         while True:
             try:
                 connection, _ = listener.accept()
-            except OSError:  # the asker has gone, or this process has no file descriptors now
+                # Each has a thread of its own: a client that says nothing holds up nobody.
+                threading.Thread(
+                    target=self._answer_one, args=(connection, own_states), daemon=True
+                ).start()
+            except (OSError, RuntimeError):  # this process has no descriptors or threads now
                 time.sleep(0.1)
-                continue
-            with connection, contextlib.suppress(Exception):  # this thread must go on
-                connection.settimeout(LIMIT / 2)
-                question = connection.recv(_SECRET + 4, socket.MSG_WAITALL)
-                if len(question) == _SECRET + 4 and hmac.compare_digest(question[:-4], secret):
-                    (asker,) = struct.unpack("!I", question[-4:])
-                    answer = {"asks": self._leave_to(asker), "lines": own_states()}
-                    connection.sendall(json.dumps(answer).encode())
+
+    def _answer_one(self, connection: socket.socket, own_states: Callable[[], list[str]]) -> None:
+        secret, number = self.boards[self.own_index].secret, secrets.token_bytes(_SECRET)
+        with connection, contextlib.suppress(Exception):
+            connection.settimeout(LIMIT / 2)
+            connection.sendall(number)
+            question = connection.recv(_DIGEST + 4, socket.MSG_WAITALL)
+            (asker,) = struct.unpack("!I", question[_DIGEST:])
+            if hmac.compare_digest(question, _question(secret, number, asker)):
+                answer = {"asks": self._leave_to(asker), "lines": own_states()}
+                connection.sendall(json.dumps(answer).encode())
 
     def _leave_to(self, asker: int) -> bool:
         """Return True if a rank of this board reports. If not, let the asking board report."""
@@ -129,6 +137,12 @@ class HostQuery:
             if cause == 0:
                 self.board.header["cause"] = -1 - asker
             return cause > 0
+
+
+def _question(secret: bytes, number: bytes, asker: int) -> bytes:
+    """Return the question of board `asker` to the host with this secret."""
+    end = struct.pack("!I", asker)
+    return hmac.digest(secret, number + end, "sha256") + end
 
 
 def open_host_query(board: b.Board, own_states: Callable[[], list[str]]) -> HostQuery | None:

@@ -48,13 +48,8 @@ _UNREACHED = 5.0  # seconds in which MPI must end a rank that has called Abort
 _NOWHERE = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
 # Daemons that start ranks on a host and that a rank may end.
 _DAEMONS = ("mpiexec", "mpirun", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy")
-_END_DAEMON = """
-for second in 1 2 3 4 5 6 7 8; do
-    sleep 1
-    [ "$(cat /proc/$1/comm 2> /dev/null)" = "$2" ] || exit 0
-done
-kill -KILL "$1"
-"""
+# Variables that are the same for all ranks of a job, and differ between jobs.
+_MARKS = ("PMIX_NAMESPACE", "MPIGRAD_JOB", "PMI_JOBID", "SLURM_STEP_ID")
 
 
 class _Process:
@@ -119,10 +114,15 @@ def _abort(code: int) -> None:
 def _end_daemon() -> None:
     """Start a process that ends the daemon which started this rank, if the daemon does not end."""
     parent = os.getppid()
+    mark = next((f"{k}={os.environ[k]}" for k in _MARKS if os.environ.get(k)), "")
+    # PRRTE calls the jobs of a daemon that outlives them prte-..., and those of mpirun prterun-...
+    if not mark or mark.startswith("PMIX_NAMESPACE=prte-"):
+        return
     with contextlib.suppress(OSError):
         daemon = pathlib.Path(f"/proc/{parent}/comm").read_text().strip()
         if daemon in _DAEMONS:
-            words = ["sh", "-c", _END_DAEMON, "end", str(parent), daemon]
+            script = pathlib.Path(__file__).with_name("end_daemon.py")
+            words = [sys.executable, "-IS", str(script), str(parent), daemon, mark, "8"]
             subprocess.Popen(words, env={}, stdin=subprocess.DEVNULL, start_new_session=True)
 
 

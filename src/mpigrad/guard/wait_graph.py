@@ -25,7 +25,7 @@ from mpigrad.guard.board_reader import (
     same_tree,
 )
 
-__all__ = ["Finding", "diagnose", "disagreement", "grouped"]
+__all__ = ["Finding", "diagnose", "disagreement", "grouped", "suspicion"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +88,22 @@ class _Wait:
     def _collective(self) -> None:
         if len(self.members) < int(self.entry["size"]):
             raise _Unknown
+        self._compare(int(self.entry["sequence"]))
+
+    def earlier_mismatch(self) -> _Mismatch | None:
+        """Return a mismatch of an earlier collective, which ended nevertheless.
+
+        MPI may have matched it with a different operation of another rank, so that this one never
+        ends. That is no proof: a long reduction takes its time, too.
+        """
         number = int(self.entry["sequence"])
-        self._compare(number)
-        # All ranks are in it, but it does not end: MPI may have matched an earlier collective with
-        # a different operation of another rank.
+        if int(self.slot["kind"]) != b.COLLECTIVE or self.needs:
+            return None
         for earlier in range(number - 1, max(0, number - b.CONTRACTS), -1):
-            if not self.needs:
-                self._compare(earlier)
+            self._compare(earlier)
+            if self.mismatch:
+                break
+        return self.mismatch
 
     def _compare(self, number: int) -> None:
         mine = self.entry["contracts"][number % b.CONTRACTS]
@@ -340,6 +349,18 @@ def diagnose(slots: Any, gone: Callable[[int], str], now_ns: int) -> Finding | N
         text,
         all(w.polling for w in stuck.values()),
     )
+
+
+def suspicion(slots: Any, r: int) -> list[str]:
+    """Return lines about an earlier mismatch that may be why the collective of slot r waits."""
+    try:
+        mismatch = _Wait(Reader(slots), r).earlier_mismatch()
+    except _Unknown:
+        return []
+    if mismatch is None:
+        return []
+    head = "The cause may be an earlier collective, in which the ranks did not agree:"
+    return [head, *grouped(mismatch.lines), mismatch.remedy]
 
 
 def disagreement(reports: Any, board: b.Board | None = None) -> str:

@@ -18,7 +18,7 @@ from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader
 from mpigrad.guard.cross_host import HostQuery
 from mpigrad.guard.thread_stacks import places_of_main
-from mpigrad.guard.wait_graph import Finding, diagnose, grouped
+from mpigrad.guard.wait_graph import Finding, diagnose, grouped, suspicion
 from mpigrad.runtime.call_sites import program_line
 from mpigrad.runtime.native import UNTIMED, Record, record
 
@@ -28,6 +28,7 @@ __all__ = ["Watchdog", "end_reason", "rank_states"]
 # is a margin for effects that the proof does not cover.
 _PATIENCE = 5.0
 _PATIENCE_GUARDED = 0.3
+_ASLEEP = 20.0  # seconds without a look, after which a report says so
 _LATE = 1.0  # seconds by which a busy machine may delay a thread
 # The number of Linux's system call by which a thread waits for another thread.
 _FUTEX = {"x86_64": "202", "aarch64": "98", "ppc64le": "221"}.get(platform.machine())
@@ -77,9 +78,17 @@ def _works(thread: threading.Thread) -> bool:
 
 def stop_note(board: b.Board, r: int) -> str:
     """Return a note if the process of the rank of slot r is stopped, or ""."""
-    return (
-        ", and its process is stopped (SIGSTOP)" if _process_state(board, r) in {"T", "t"} else ""
-    )
+    state = _process_state(board, r)
+    return ", and its process is stopped (SIGSTOP)" if state in {"T", "t"} else ""
+
+
+def watchdog_note(board: b.Board, r: int, now_ns: int) -> str:
+    """Return a note if the watchdog of the rank of slot r has not looked for a while, or ""."""
+    slot = board.slots[r]
+    away = (now_ns - int(slot["watched_ns"])) * 1e-9
+    if not int(slot["watched_ns"]) or away < _ASLEEP or int(slot["state"]) == b.ENDED:
+        return ""
+    return f", and its watchdog has not run for {away:.0f} s"
 
 
 _TIME = re.compile(r"^(has waited|has not called an operation for) (\d+) s")
@@ -92,7 +101,11 @@ def rank_states(board: b.Board) -> list[str]:
     """
     reader, now = Reader(board.slots), _now()
     slots = range(len(board.ranks))
-    states = [reader.state(r, now, end_reason(board, r)) + stop_note(board, r) for r in slots]
+    states = []
+    for r in slots:
+        gone = end_reason(board, r)
+        note = "" if gone else stop_note(board, r) or watchdog_note(board, r, now)
+        states.append(reader.state(r, now, gone) + note)
     times: dict[str, list[int]] = {}
     for state in states:
         if found := _TIME.match(state):
@@ -164,6 +177,7 @@ class Watchdog:
 
     def _look(self, now: Record) -> None:
         """Look at the board once, and end the job if it waits for ever."""
+        self.board.slots[self.board.own_index]["watched_ns"] = _now()
         start = self._start(now)
         waited = (_now() - start) * 1e-9 - self._lost if start else 0.0
         self._note_elsewhere(start)
@@ -294,8 +308,15 @@ class Watchdog:
             )
         return (
             f"mpigrad: an operation has waited {waited:.0f} s (MPIGRAD_TIMEOUT={self.seconds:g}); "
-            "ending all ranks:\n" + "\n".join(lines) + f"\n{remedy}"
+            "ending all ranks:\n" + "\n".join([*lines, *self._suspicion(), remedy])
         )
+
+    def _suspicion(self) -> list[str]:
+        slots, own = self.board.slots, self.board.own_index
+        with contextlib.suppress(Exception):  # it must not prevent the report
+            if int(slots[own]["state"]) == b.IN_OPERATION and int(slots[own]["entry"]) >= 0:
+                return suspicion(slots, own)
+        return []
 
 
 def _now() -> int:
