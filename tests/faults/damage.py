@@ -60,12 +60,10 @@ _VALUES = st.recursive(
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of all values in a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    inner = [
-        place
-        for key, entry in (items if isinstance(value, dict | list) else ())
-        for place in _places(entry, (*path, key))
-    ]
+    items: Any = ()
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+    inner = [place for key, entry in items for place in _places(entry, (*path, key))]
     return [path, *inner] if path else inner
 
 

@@ -290,7 +290,7 @@ def test_manifests_that_are_not_believed(save: pathlib.Path, comm: Any) -> None:
         (("files", 0, "size"), 10**6, "its size is 1000000, but its arrays need"),
         (("leaves", 0, "kind"), "object", "kind 'object'"),
         (("leaves", 0, "kind"), "Python list", "kind 'Python list'"),
-        (("leaves", 2, "number"), None, "with number None"),
+        (("leaves", 0, "number"), None, "with number None"),
         (("leaves", 2, "boxes"), [[[0, 0], [4, 2]]], r"not \(3, 2\) once"),
         (("leaves", 2, "boxes"), [[[0, 0], [2, 2]]], r"not \(3, 2\) once"),
         (("leaves", 2, "boxes"), [[[0, 0], [3, 2]]] * 2, r"2 pieces that are not \(3, 2\) once"),

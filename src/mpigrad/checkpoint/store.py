@@ -110,6 +110,7 @@ class Store:
         self._check_directory()
         self._owner = Owner.this_process()  # that of rank 0 counts
         self._owns = False
+        self._started: set[str] = set()  # directories of saves that this Store has begun
         self._latest = ""  # identity of the latest save, whether it succeeded or not
         self._newest = call_on_root(self.comm, lambda: max(self._numbers(), default=0))
 
@@ -228,6 +229,7 @@ class Store:
                 _remove(left)
         identity = self._latest = uuid.uuid4().hex
         unfinished = self.directory / f"{_UNFINISHED}{identity}"
+        self._started.add(unfinished.name)
         unfinished.mkdir()
         try:
             _write_text(unfinished / _OWNER, f"{self._owner}\n")
@@ -240,8 +242,8 @@ class Store:
         """Return True if nobody writes this save: only then it may be removed."""
         try:
             owner = _owner_of(unfinished)
-            if owner == self._owner:  # this process could not remove it before
-                return True
+            if owner == self._owner or unfinished.name in self._started:
+                return True  # this process could not remove it before
             lives = None if owner is None else owner.lives()
             latest = max(p.stat().st_mtime for p in (unfinished, *unfinished.iterdir()))
         except OSError:  # it was renamed or removed meanwhile, or cannot be read now
@@ -438,8 +440,10 @@ def _free(path: pathlib.Path) -> pathlib.Path:
 
 
 def _owner_of(directory: pathlib.Path) -> Owner | None:
+    path = directory / _OWNER
     try:
-        return Owner.parse((directory / _OWNER).read_text(errors="replace"))
+        with name_in_errors(path):
+            return Owner.parse(path.read_text(errors="replace"))
     except FileNotFoundError:
         return None
 
