@@ -243,8 +243,8 @@ def load_or_reject(save: pathlib.Path, comm: Any) -> None:
             assert str(save) in str(error)
             return
     assert saved is not None
-    for got, expected in zip(saved.tree.values(), STATE.values(), strict=True):
-        assert np.shape(got) == np.shape(expected)
+    for name, expected in STATE.items():
+        assert np.shape(saved.tree[name]) == np.shape(expected)
 
 
 def write_manifest(save: pathlib.Path, body: Any) -> None:
