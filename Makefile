@@ -13,6 +13,9 @@
 #                 debian-openmpi, debian-mpich, all) [PYTHON="python3.11 python3.13"] [TESTS="-n 2
 #                 tests/operations": these tests with the installed wheel]
 #   make test-hosts  jobs on several hosts, in network namespaces of their own
+#   make test-faults  thousands of faults of input and output, 200 kills, damaged files of all kinds
+#                 (half an hour; SEED=17 repeats a run)
+#   make mutations  30 one-line faults in a copy of src/, each caught by the test that names it
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make bench    the tables of bench/
 #   make docs     these pages and the reference as a site, in build/docs; links inside are checked
@@ -29,7 +32,7 @@ BIN := $(VENV)/bin
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-torch test-hosts test-jax wheel test-wheel fuzz bench docs docs-links lint style types language clean
+.PHONY: setup demo test test-full test-faults mutations test-torch test-hosts test-jax wheel test-wheel fuzz bench docs docs-links lint style types language clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -56,6 +59,14 @@ test: style language
 OPTIMIZE ?= 0
 test-full: lint
 	@MPIGRAD_ALL_TESTS=1 MPIGRAD_OPTIMIZE=$(OPTIMIZE) $(BIN)/python tests/run.py --limit 10000
+
+# Without SEED, another one each time, which is printed.
+test-faults: setup
+	@MPIGRAD_ALL_TESTS=1 $(if $(filter-out 0,$(SEED)),MPIGRAD_SEED=$(SEED)) $(BIN)/python tests/run.py \
+		-n 0,1 --limit 5000 tests/faults -rP
+
+mutations: setup
+	@$(BIN)/python tests/faults/mutations.py
 
 # TORCH="torch==2.6.0 --index-url …": another release, another build.
 TORCH ?= torch==2.13.0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from collections.abc import Callable
 from typing import BinaryIO
+
+from mpigrad.checkpoint.file_errors import name_in_errors
 
 __all__ = ["write_atomically"]
 
@@ -25,10 +28,11 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], o
     path = pathlib.Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
+        with name_in_errors(path), open(temporary, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it does not exist if it was renamed
+            temporary.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -15,9 +16,11 @@ import numpy as np
 
 from mpigrad import optimize
 from mpigrad.checkpoint import Checkpoint
+from mpigrad.checkpoint.file_errors import name_in_errors
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.optimize import LBFGS, MinimizeError, Result, minimize
+from mpigrad_apps.atomic_write import write_atomically
 
 __all__ = ["TrainingRecord", "TrainingResult", "prepare_training", "seconds_per_iteration", "train"]
 
@@ -88,7 +91,7 @@ def prepare_training(out: pathlib.Path, comm: Communicator, resume: bool) -> Non
                 before = out / "restart.before"
                 shutil.rmtree(before, ignore_errors=True)
                 saves.rename(before)
-            history.write_text("", encoding="utf-8")
+            write_atomically(history, lambda file: None)
 
 
 def train(
@@ -150,6 +153,10 @@ def train(
             saved_at = time.monotonic()
         return False
 
+    def save_latest() -> None:
+        if comm.rank == 0 and (begun or not history.of(stage)):
+            save(latest)
+
     checkpoint = Checkpoint(
         out / "restart" / f"stage{stage}",
         minutes=_RESTART_EVERY,
@@ -173,9 +180,12 @@ def train(
             raise RuntimeError(f"{failure} ({advice})") from failure
         solution = failure.solution
         latest = solution.value
-    finally:
-        if comm.rank == 0 and (begun or not history.of(stage)):
-            save(latest)
+    except BaseException:  # perhaps of this rank alone, so no message is sent
+        with contextlib.suppress(OSError):
+            save_latest()
+        raise
+    with raise_on_all_ranks(comm):
+        save_latest()
     iteration = solution.stats["num_steps"]
     ending = {
         Result.MAX_STEPS_REACHED: f"all {iterations} iterations done",
@@ -213,9 +223,15 @@ class _History:
         append = self._whole and len(earlier) == len(self._records)
         self._records, self._whole = [*earlier, record], True
         if self._comm.rank == 0:
-            with open(self._path, "a" if append else "w", encoding="utf-8") as file:
-                for r in [record] if append else self._records:
-                    file.write(json.dumps(dataclasses.asdict(r)) + "\n")
+            text = "".join(
+                json.dumps(dataclasses.asdict(r)) + "\n"
+                for r in ([record] if append else self._records)
+            )
+            if not append:
+                write_atomically(self._path, lambda file: file.write(text.encode()))
+                return
+            with name_in_errors(self._path), open(self._path, "a", encoding="utf-8") as file:
+                file.write(text)
 
     def whole(self, saved: tuple[optimize.Record, ...], stage: int) -> tuple[TrainingRecord, ...]:
         """Return the records of earlier stages, and of this stage with the measured errors."""

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from mpigrad_apps.atomic_write import write_atomically
 from mpigrad_apps.report import Picture, curve
 
 __all__ = ["draw_history"]
@@ -61,7 +62,7 @@ def draw_history(
     lines = {label: (x, place), "gradient norm": (x, [float(r["gradient_norm"]) for r in records])}
     picture = curve("history", "The loss and its gradient.", lines, by)
     if path is not None:
-        pathlib.Path(path).write_bytes(picture.png)
+        write_atomically(path, lambda file: file.write(picture.png))
     return picture
 
 

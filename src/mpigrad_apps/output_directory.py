@@ -10,6 +10,7 @@ from typing import Any
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
+from mpigrad_apps.atomic_write import write_atomically
 
 __all__ = ["prepare_output", "resume_settings"]
 
@@ -29,7 +30,7 @@ def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None
             if not os.access(out, os.W_OK):
                 raise PermissionError(f"--out: {out} is not writable. Choose another directory.")
             text = json.dumps(dataclasses.asdict(settings), indent=2, default=str)
-            (out / "settings.json").write_text(text + "\n", encoding="utf-8")
+            write_atomically(out / "settings.json", lambda file: file.write(f"{text}\n".encode()))
 
 
 def resume_settings(settings: Any) -> dict[str, Any]:

@@ -17,7 +17,10 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from mpigrad.checkpoint.file_errors import name_in_errors
+from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.grid import Grid
+from mpigrad_apps.atomic_write import write_atomically
 
 __all__ = [
     "Panel",
@@ -298,9 +301,8 @@ def write_fields(
     path, comm = pathlib.Path(path), grid.comm
     # Along each axis, chunks of this many cells; there are at most as many as tiles.
     chunks = tuple(-(-n // p) for n, p in zip(grid.shape, grid.dims, strict=True))
-    problem = None
-    if comm.rank == 0:
-        try:
+    with raise_on_all_ranks(comm), name_in_errors(path):
+        if comm.rank == 0:
             group = zarr.create_group(path, overwrite=True, attributes=dict(attributes or {}))
             for name, field in fields.items():
                 group.create_array(
@@ -313,17 +315,14 @@ def write_fields(
             for axis, name in enumerate("xyz"[: grid.ndim]):
                 centers = (np.arange(grid.shape[axis]) + 0.5) * grid.spacing[axis]
                 group.create_array(name, data=centers, dimension_names=(name,))
-        except Exception as error:
-            problem = error
-    problem = comm.mpi.bcast(problem)
-    if problem is not None:
-        raise problem
-    group = zarr.open_group(path, mode="r+")
-    for name, field in fields.items():
-        place, chunk = _chunk_of_this_rank(grid, np.asarray(field), chunks)
-        if chunk.size:
-            group[name][place] = chunk  # type: ignore[index]
-    comm.mpi.Barrier()
+    pieces = {
+        name: _chunk_of_this_rank(grid, np.asarray(field), chunks) for name, field in fields.items()
+    }
+    with raise_on_all_ranks(comm), name_in_errors(path):
+        group = zarr.open_group(path, mode="r+")
+        for name, (place, chunk) in pieces.items():
+            if chunk.size:
+                group[name][place] = chunk  # type: ignore[index]
 
 
 def _chunk_of_this_rank(
@@ -415,7 +414,7 @@ def write_report(
     directory.mkdir(parents=True, exist_ok=True)
     figures, blocks = [], []
     for picture in pictures:
-        (directory / f"{picture.name}.png").write_bytes(picture.png)
+        write_atomically(directory / f"{picture.name}.png", lambda f, p=picture: f.write(p.png))
         data = base64.b64encode(picture.png).decode()
         caption = html.escape(picture.caption)
         figures.append(
@@ -436,5 +435,5 @@ def write_report(
         f'<div class="tables">{"".join(blocks)}</div></body></html>\n'
     )
     path = directory / "report.html"
-    path.write_text(page, encoding="utf-8")
+    write_atomically(path, lambda file: file.write(page.encode()))
     return path

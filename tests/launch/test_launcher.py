@@ -305,3 +305,20 @@ def test_second_interruption_raises_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
         assert stop.requested()
         signal.raise_signal(signal.SIGINT)
+
+
+def test_the_clock_of_another_host_does_not_end_a_job(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seconds after an abort count from when the launcher sees it, not from the file's time."""
+    none: dict[str, str] = {launcher._MARK: "x"}
+    stop = tmp_path / "stop"
+    job = launcher._Job([], none, stop, 1.0, 1.0, False, False, False)
+    assert not job._aborted_long_ago()
+    (tmp_path / "aborted").touch()
+    hour_ago = time.time() - 3600
+    os.utime(tmp_path / "aborted", (hour_ago, hour_ago))
+    assert not job._aborted_long_ago()
+    now = time.monotonic() + launcher._AFTER_ABORT + 1
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: now)
+    assert job._aborted_long_ago()

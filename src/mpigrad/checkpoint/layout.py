@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.grid.grid import Grid
 
-__all__ = ["Layout", "Leaf", "Stripes", "check_replicated", "describe"]
+__all__ = ["Layout", "Leaf", "Stripes", "check_replicated", "cover_once", "describe"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Stripes:
 Layout = Any
 
 Boxes = NDArray[np.int64]
+_MOST_SPLIT = 8  # axes that are split over ranks: a grid has three
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +225,26 @@ def _join(pieces: list[_Piece]) -> Leaf:
             ]
     whole = tuple(int(n) for n in np.max(boxes[:, 1], axis=0))
     return Leaf(first.name, first.kind, whole, boxes)
+
+
+def cover_once(boxes: Boxes, shape: tuple[int, ...]) -> bool:
+    """Return whether boxes of shape (ranks, 2, axes) cover an array, each element once."""
+    whole = np.array([[0] * len(shape), shape], np.int64)
+    starts, stops = boxes[:, 0], boxes[:, 1]
+    if not np.all((whole[0] <= starts) & (starts <= stops) & (stops <= whole[1])):
+        return False
+    split = np.nonzero(np.any((starts > 0) | (stops < whole[1]) | (whole[1] == 0), axis=0))[0]
+    if len(split) > _MOST_SPLIT:
+        return False
+    # A sum of boxes is determined by its corners, if each counts +1 or -1 in turn.
+    every = np.concatenate([boxes, whole[None]])[:, :, split]
+    signs = np.append(np.ones(len(boxes), np.int64), -1)
+    corners, weights = [], []
+    for ends in itertools.product((0, 1), repeat=len(split)):
+        corners.append(every[:, ends, range(len(split))])
+        weights.append(signs * (-1) ** sum(ends))
+    _, place = np.unique(np.concatenate(corners), axis=0, return_inverse=True)
+    return not np.any(np.bincount(place.ravel(), np.concatenate(weights)))
 
 
 def check_replicated(leaves: list[Leaf], tree: Any, comm: Communicator, what: str) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "dtype_of",
+    "is_kind",
     "is_number",
     "kind_of",
     "local_shape",
@@ -49,6 +50,20 @@ def kind_of(leaf: Any) -> str:
     if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
         raise TypeError(f"expected an array of a numeric or boolean dtype, got {dtype}")
     return np.dtype(dtype).name
+
+
+def is_kind(kind: str) -> bool:
+    """Return whether `kind_of` may have returned this text."""
+    if is_number(kind):
+        return kind.removeprefix("Python ") in {number.__name__ for number in _PYTHON}
+    if _is_key(kind):
+        return True
+    try:
+        dtype = np.dtype(kind)
+    except (TypeError, ValueError):
+        return False
+    numeric = jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+    return bool(numeric) and dtype.name == kind
 
 
 def is_number(kind: str) -> bool:

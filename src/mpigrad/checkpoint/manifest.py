@@ -15,13 +15,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpigrad.checkpoint.layout import Leaf
+from mpigrad.checkpoint.file_errors import name_in_errors
+from mpigrad.checkpoint.layout import Leaf, cover_once
+from mpigrad.checkpoint.leaves import is_kind, is_number, parse
 
 __all__ = [
     "FORMAT",
     "DamagedSaveError",
     "Manifest",
     "RankFile",
+    "file_name",
     "read_manifest",
     "read_patiently",
     "sync_directory",
@@ -31,6 +34,7 @@ __all__ = [
 T = TypeVar("T")
 FORMAT = "mpigrad restart 1"
 _MANIFEST = "manifest.json"
+_MOST_AXES = 64  # of NumPy
 
 
 class DamagedSaveError(Exception):
@@ -105,10 +109,16 @@ def write_manifest(directory: pathlib.Path, manifest: Manifest) -> None:
         "extra": manifest.extra,
     }
     body = json.loads(json.dumps(body))  # as it will be read: keys are strings and tuples are lists
-    with open(directory / _MANIFEST, "x", encoding="utf-8") as file:
+    path = directory / _MANIFEST
+    with name_in_errors(path), open(path, "x", encoding="utf-8") as file:
         json.dump({"manifest": body, "sha256": _digest(body)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+
+
+def file_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank{rank:05d}.bin"
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -117,14 +127,15 @@ def _digest(body: dict[str, Any]) -> str:
 
 def sync_directory(directory: pathlib.Path) -> None:
     """Wait until the entries of a directory are on the disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported by this file system
-            raise
-    finally:
-        os.close(handle)
+    with name_in_errors(directory):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot do it
+                raise
+        finally:
+            os.close(handle)
 
 
 def read_manifest(directory: pathlib.Path) -> Manifest:
@@ -140,7 +151,7 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
     path = directory / _MANIFEST
     try:
         whole = json.loads(read_patiently(path, lambda: path.read_text(encoding="utf-8")))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedSaveError(f"{path} is truncated or damaged: {error}") from error
     body = whole.get("manifest") if isinstance(whole, dict) else None
     if not isinstance(body, dict) or not str(body.get("format")).startswith("mpigrad restart"):
@@ -148,18 +159,53 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
     if _digest(body) != whole.get("sha256"):
         raise DamagedSaveError(f"{path} is damaged: its hash is wrong")
     for name, here in (("format", FORMAT), ("byteorder", sys.byteorder)):
-        if body[name] != here:
-            raise DamagedSaveError(f"{path} has {name} {body[name]!r}, expected {here!r}")
-    return Manifest(
-        body["identity"],
-        body["step"],
-        tuple(_leaf(**leaf) for leaf in body["leaves"]),
-        tuple(RankFile(**file) for file in body["files"]),
-        body["extra"],
-    )
+        if body.get(name) != here:
+            raise DamagedSaveError(f"{path} has {name} {body.get(name)!r}, expected {here!r}")
+    try:
+        return _manifest(body)
+    except KeyError as error:
+        raise DamagedSaveError(f"{path} has no {error}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DamagedSaveError(f"{path} is not valid: {error}") from error
 
 
-def _leaf(shape: list[int], boxes: list[Any] | None, **names: Any) -> Leaf:
+def _manifest(body: dict[str, Any]) -> Manifest:
+    """Return a manifest if all that it says is possible. Its hash is not a signature."""
+    identity, step = body["identity"], body["step"]
+    is_text = isinstance(identity, str) and identity.isascii() and identity.isalnum()
+    _require(is_text and len(identity) <= 64, f"identity {identity!r}")
+    _require(_is_count(step, negative=True), f"step {step!r}")
+    files = tuple(RankFile(**file) for file in body["files"])
+    for rank, file in enumerate(files):
+        valid = file.name == file_name(rank) and _is_count(file.size)
+        _require(valid and isinstance(file.sha256, str), f"file {file.name!r} of rank {rank}")
+    leaves = tuple(_leaf(len(files), **leaf) for leaf in body["leaves"])
+    _require(len(files) > 0, "no files")
+    return Manifest(identity, step, leaves, files, body["extra"])
+
+
+def _leaf(ranks: int, name: str, kind: str, number: str | None, shape: Any, boxes: Any) -> Leaf:
+    _require(isinstance(name, str), f"leaf {name!r}")
+    _require(isinstance(kind, str) and is_kind(kind), f"{name}: kind {kind!r}")
+    sizes = isinstance(shape, list) and len(shape) <= _MOST_AXES and all(map(_is_count, shape))
+    _require(sizes, f"{name}: shape {shape!r}")
+    is_text = isinstance(number, str) if is_number(kind) else number is None
+    _require(is_text, f"{name}: {kind} with number {number!r}")
+    if number is not None:
+        parse(kind, number)
+    if boxes is None:
+        return Leaf(name, kind, tuple(shape), None, number)
     # The last axis is given, because reshape cannot infer it for a scalar.
-    whole = None if boxes is None else np.array(boxes, np.int64).reshape(-1, 2, len(shape))
-    return Leaf(shape=tuple(shape), boxes=whole, **names)
+    given = np.array(boxes, np.int64).reshape(-1, 2, len(shape))
+    covers = len(given) == ranks and cover_once(given, tuple(shape))
+    _require(covers, f"{name}: boxes of {len(given)} pieces that are not {tuple(shape)} once")
+    return Leaf(name, kind, tuple(shape), given, number)
+
+
+def _is_count(n: Any, *, negative: bool = False) -> bool:
+    return type(n) is int and (n >= 0 or negative) and abs(n) < 1 << 63
+
+
+def _require(valid: bool, what: str) -> None:
+    if not valid:
+        raise ValueError(f"it has {what}")

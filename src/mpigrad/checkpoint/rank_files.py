@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from mpigrad.checkpoint.file_errors import name_in_errors
 from mpigrad.checkpoint.layout import Leaf
 from mpigrad.checkpoint.leaves import dtype_of, parse, to_host, to_leaf
 from mpigrad.checkpoint.manifest import (
@@ -23,6 +24,7 @@ from mpigrad.checkpoint.manifest import (
     DamagedSaveError,
     Manifest,
     RankFile,
+    file_name,
     read_patiently,
 )
 
@@ -31,10 +33,6 @@ __all__ = ["check_file", "read_leaves", "write_leaves"]
 _HEADER = 128
 _ALIGNMENT = 64
 _BLOCK = 1 << 24  # bytes hashed at a time
-
-
-def _name(rank: int) -> str:
-    return f"rank{rank:05d}.bin"
 
 
 def _header(identity: str, rank: int) -> bytes:
@@ -49,12 +47,23 @@ def _offsets(leaves: Iterable[Leaf], rank: int) -> Iterator[int]:
         at += -(-leaf.bytes_of(rank) // _ALIGNMENT) * _ALIGNMENT
 
 
+def _size(leaves: Iterable[Leaf], rank: int) -> int:
+    """Return the size of a rank's file."""
+    leaves = tuple(leaves)
+    ends = (
+        at + leaf.bytes_of(rank)
+        for leaf, at in zip(leaves, _offsets(leaves, rank), strict=True)
+        if leaf.bytes_of(rank)
+    )
+    return max(ends, default=_HEADER)
+
+
 def write_leaves(
     directory: pathlib.Path, identity: str, rank: int, leaves: list[Leaf], tree: Any
 ) -> RankFile:
     """Write a rank's leaves one after the other, and wait until they are on the disk."""
-    path, digest = directory / _name(rank), hashlib.sha256()
-    with open(path, "xb") as file:
+    path, digest = directory / file_name(rank), hashlib.sha256()
+    with name_in_errors(path), open(path, "xb") as file:
 
         def write(data: Any) -> None:
             digest.update(data)
@@ -85,6 +94,11 @@ def check_file(directory: pathlib.Path, manifest: Manifest, rank: int) -> None:
     """
     expected = manifest.files[rank]
     path = directory / expected.name
+    if expected.size != (needed := _size(manifest.leaves, rank)):
+        raise DamagedSaveError(
+            f"the manifest of {path} is not valid: its size is {expected.size}, but its arrays "
+            f"need {needed} bytes"
+        )
 
     def digest_of_file() -> str:
         with open(path, "rb") as file:
@@ -93,10 +107,10 @@ def check_file(directory: pathlib.Path, manifest: Manifest, rank: int) -> None:
             line = header.partition(b"\n")[0]
             foreign = line != _header(manifest.identity, rank).partition(b"\n")[0]
             if foreign and line.startswith(FORMAT.encode()) and len(line) < len(header):
-                words = line.decode(errors="replace").split()
+                words = line.decode(errors="replace").split()[3:]
                 raise DamagedSaveError(
-                    f"{path} belongs to another save: its header has {words[3]}, "
-                    f"{' '.join(words[4:])}, and the manifest has {manifest.identity}, rank {rank}"
+                    f"{path} belongs to another save: its header has {' '.join(words[:1])}, "
+                    f"{' '.join(words[1:])}, and the manifest has {manifest.identity}, rank {rank}"
                 )
             if size != expected.size:
                 how = "truncated" if size < expected.size else "damaged"

@@ -181,7 +181,9 @@ class CheckpointSession:
 
     def _check(self, extra: Any) -> None:
         """Raise unless this run has the fingerprint of the run that wrote `extra`."""
-        if not (isinstance(extra, dict) and "about" in extra):
+        if not (
+            isinstance(extra, dict) and isinstance(extra.get("about"), dict) and "extra" in extra
+        ):
             raise ValueError(
                 f"Checkpoint: the saves in {self.store.directory} were written by Store.save, not "
                 "by a Checkpoint. Read them with Store.load."

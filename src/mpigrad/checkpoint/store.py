@@ -21,6 +21,7 @@ import jax
 
 from mpigrad.checkpoint import manifest as manifests
 from mpigrad.checkpoint import rank_files
+from mpigrad.checkpoint.file_errors import name_in_errors
 from mpigrad.checkpoint.layout import Layout, Leaf, check_replicated, describe
 from mpigrad.checkpoint.manifest import DamagedSaveError, Manifest
 from mpigrad.checkpoint.owner import Owner
@@ -109,6 +110,8 @@ class Store:
         self._check_directory()
         self._owner = Owner.this_process()  # that of rank 0 counts
         self._owns = False
+        self._started: set[str] = set()  # directories of saves that this Store has begun
+        self._latest = ""  # identity of the latest save, whether it succeeded or not
         self._newest = call_on_root(self.comm, lambda: max(self._numbers(), default=0))
 
     def _check_directory(self) -> None:
@@ -118,7 +121,8 @@ class Store:
             with raise_on_all_ranks(self.comm):
                 if self.comm.rank == 0:
                     _make(self.directory)
-                    (self.directory / token).touch()
+                    with name_in_errors(self.directory / token):
+                        (self.directory / token).touch()
             with raise_on_all_ranks(self.comm):
                 if not (self.directory / token).exists():
                     raise OSError(
@@ -175,7 +179,7 @@ class Store:
         """
         leaves = describe(tree, layout, self.comm, "Store.save")
         check_replicated(leaves, tree, self.comm, "Store.save")
-        step, identity = call_on_root(self.comm, lambda: self._begin(step, extra))
+        step, identity, self._newest = call_on_root(self.comm, lambda: self._begin(step, extra))
         unfinished = self.directory / f"{_UNFINISHED}{identity}"
         problem = ""
         try:
@@ -189,7 +193,7 @@ class Store:
                     problem = self._finish(unfinished, manifest)
         finally:
             if self.comm.rank == 0:
-                shutil.rmtree(unfinished, ignore_errors=True)  # does not exist if it was renamed
+                _remove(unfinished)  # does not exist if it was renamed
         self._newest += 1
         with raise_on_all_ranks(self.comm):
             if problem:
@@ -198,8 +202,13 @@ class Store:
             self._prune()
         return self._path(self._newest)
 
-    def _begin(self, step: int, extra: Any) -> tuple[int, str]:
-        """Make, on rank 0, the directory that is renamed at the end, and return its identity."""
+    def _begin(self, step: int, extra: Any) -> tuple[int, str, int]:
+        """Make, on rank 0, the directory that is renamed at the end.
+
+        Returns
+        -------
+        The step, the identity of the save, and the number of the newest complete save.
+        """
         try:
             step = operator.index(step)
             json.dumps(extra)
@@ -209,20 +218,37 @@ class Store:
                 f"step={step!r}, extra of type {type(extra).__name__}: {error}"
             ) from None
         newest = max(self._numbers(), default=0)
-        if newest > self._newest:
+        if newest > self._newest and not _has_identity(self._path(newest), self._latest):
             raise OSError(
                 f"Store.save: {self._path(newest)} was written by another run or another Store. "
                 "Give each run its own directory."
             )
         self._own()
         for left in self.directory.glob(f"{_UNFINISHED}*"):
-            if _is_abandoned(left):
-                shutil.rmtree(left, ignore_errors=True)
-        identity = uuid.uuid4().hex
+            if self._is_abandoned(left):
+                _remove(left)
+        identity = self._latest = uuid.uuid4().hex
         unfinished = self.directory / f"{_UNFINISHED}{identity}"
+        self._started.add(unfinished.name)
         unfinished.mkdir()
-        (unfinished / _OWNER).write_text(f"{self._owner}\n")
-        return step, identity
+        try:
+            _write_text(unfinished / _OWNER, f"{self._owner}\n")
+        except OSError:
+            _remove(unfinished)
+            raise
+        return step, identity, max(newest, self._newest)
+
+    def _is_abandoned(self, unfinished: pathlib.Path) -> bool:
+        """Return True if nobody writes this save: only then it may be removed."""
+        try:
+            owner = _owner_of(unfinished)
+            if owner == self._owner or unfinished.name in self._started:
+                return True  # this process could not remove it before
+            lives = None if owner is None else owner.lives()
+            latest = max(p.stat().st_mtime for p in (unfinished, *unfinished.iterdir()))
+        except OSError:  # it was renamed or removed meanwhile, or cannot be read now
+            return False
+        return lives is False or (lives is None and time.time() - latest > _ABANDONED)
 
     def _own(self) -> None:
         """Take the directory, unless a process that lives has taken it."""
@@ -237,8 +263,13 @@ class Store:
                 f"{self.directory}. Give each run its own directory, or end that process."
             )
         new = path.with_name(f"{_OWNER}-{uuid.uuid4().hex}")
-        new.write_text(f"{self._owner}\n")
-        os.replace(new, path)
+        try:
+            _write_text(new, f"{self._owner}\n")
+            os.replace(new, path)
+        except OSError:
+            with contextlib.suppress(OSError):  # it may not exist
+                new.unlink()
+            raise
         self._owns = True
 
     def _finish(self, unfinished: pathlib.Path, manifest: Manifest) -> str:
@@ -260,12 +291,19 @@ class Store:
 
     def _prune(self) -> None:
         """Remove the oldest saves, and rename those that were rejected."""
-        good = sorted(set(self._numbers()) - self._damaged)
-        for number in (*self._damaged, *good[: -self.keep]):
+        try:
+            numbers = set(self._numbers())
+        except OSError as error:
+            print(f"mpigrad: no save was removed: {error}", file=sys.stderr)
+            return
+        self._damaged &= numbers
+        good = sorted(numbers - self._damaged)
+        for number in (*sorted(self._damaged), *good[: -self.keep]):
             path = self._path(number)
             try:
                 if number in self._damaged:
                     os.rename(path, _free(self.directory / f"rejected-{number:06d}"))
+                    self._damaged.discard(number)
                 else:
                     # A directory with the name of a save must be complete, even if the job is
                     # killed here.
@@ -274,7 +312,6 @@ class Store:
                     shutil.rmtree(aside)
             except OSError as error:  # the run can continue
                 print(f"mpigrad: {path} was not removed: {error}", file=sys.stderr)
-        self._damaged.clear()
 
     # --- reading ---
 
@@ -324,7 +361,7 @@ class Store:
         if make_like is None:
             wanted = describe(like, layout, self.comm, "Store.load")
         rejections: list[str] = []
-        for number in sorted(self.comm.mpi.bcast(self._listed()), reverse=True):
+        for number in call_on_root(self.comm, lambda: sorted(self._numbers(), reverse=True)):
             path = self._path(number)
             try:
                 manifest = self._checked(path)
@@ -356,9 +393,6 @@ class Store:
             )
         return None
 
-    def _listed(self) -> list[int]:
-        return self._numbers() if self.comm.rank == 0 else []
-
     def _checked(self, path: pathlib.Path) -> Manifest:
         """Return the manifest of a complete save.
 
@@ -374,8 +408,6 @@ class Store:
                     manifest = manifests.read_manifest(path)
                 except DamagedSaveError as error:
                     problem = str(error)
-                except (KeyError, TypeError, ValueError) as error:
-                    problem = f"the manifest of {path} is invalid at {error}"
         manifest, problem = self.comm.mpi.bcast((manifest, problem))
         if problem is None:
             assert manifest is not None
@@ -407,27 +439,31 @@ def _free(path: pathlib.Path) -> pathlib.Path:
 
 
 def _owner_of(directory: pathlib.Path) -> Owner | None:
+    path = directory / _OWNER
     try:
-        return Owner.parse((directory / _OWNER).read_text(errors="replace"))
+        with name_in_errors(path):
+            return Owner.parse(path.read_text(errors="replace"))
     except FileNotFoundError:
         return None
 
 
-def _is_abandoned(unfinished: pathlib.Path) -> bool:
-    """Return True if nobody writes this save: only then it may be removed."""
-    try:
-        owner = _owner_of(unfinished)
-        lives = None if owner is None else owner.lives()
-        latest = max(p.stat().st_mtime for p in (unfinished, *unfinished.iterdir()))
-    except OSError:  # it was renamed or removed meanwhile, or cannot be read now
-        return False
-    return lives is False or (lives is None and time.time() - latest > _ABANDONED)
+def _remove(directory: pathlib.Path) -> None:
+    """Remove a directory if that is possible."""
+    with contextlib.suppress(OSError):  # rmtree does not ignore the errors of close
+        shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # rmtree cannot list it without file descriptors
+        directory.rmdir()
+
+
+def _write_text(path: pathlib.Path, text: str) -> None:
+    with name_in_errors(path):
+        path.write_text(text)
 
 
 def _has_identity(path: pathlib.Path, identity: str) -> bool:
     try:
         return manifests.read_manifest(path).identity == identity
-    except (DamagedSaveError, OSError, KeyError, TypeError, ValueError):
+    except (DamagedSaveError, OSError):
         return False
 
 

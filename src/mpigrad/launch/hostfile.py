@@ -20,7 +20,7 @@ from collections.abc import Sequence
 __all__ = ["Host", "place_ranks", "read_hosts"]
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-_LINE = re.compile(rf"({_NAME})(?:\s+slots\s*=\s*(\d+)|:(\d+))?")
+_LINE = re.compile(rf"({_NAME})(?:\s+slots\s*=\s*([0-9]{1, 9})|:([0-9]{1, 9}))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,11 @@ def read_hosts(file: pathlib.Path) -> tuple[Host, ...]:
         If the file is empty or a line is invalid. The message has the line number.
     """
     slots: dict[str, int] = {}
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not a text in UTF-8: {error}.") from None
+    for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].strip()
         if not words:
             continue

@@ -223,6 +223,7 @@ class _Job:
         self.descending = descending  # ranks are descendants of mpiexec
         self.bare_signals = bare_signals  # mpiexec returns the number of a signal unchanged
         self.requests: list[int] = []
+        self.seen_aborted: float | None = None  # when this process has seen the file first
 
     def run(self) -> int:
         with self._listening():
@@ -325,11 +326,11 @@ class _Job:
 
     def _aborted_long_ago(self) -> bool:
         """Return True if a rank called Abort, but mpiexec has not ended since."""
-        try:
-            aborted = self.stop_file.with_name("aborted").stat().st_mtime
-        except OSError:
-            return False
-        return time.time() - aborted > _AFTER_ABORT
+        with contextlib.suppress(OSError):
+            if self.seen_aborted is None and self.stop_file.with_name("aborted").exists():
+                # Not the time of the file, which may come from the clock of another host.
+                self.seen_aborted = time.monotonic()
+        return self.seen_aborted is not None and time.monotonic() - self.seen_aborted > _AFTER_ABORT
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:

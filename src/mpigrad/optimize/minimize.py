@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from mpigrad.autodiff.transforms import Loss
 from mpigrad.checkpoint import Checkpoint, CheckpointSession, Decision
+from mpigrad.checkpoint.file_errors import name_in_errors
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.optimize.lbfgs import LBFGS
@@ -94,7 +95,8 @@ def minimize(
         A `mpigrad.checkpoint.Checkpoint`. The state is saved at its intervals and at the end. A
         run that finds a saved state continues from it, and x0 gives only the structure.
     history
-        A file to which rank 0 adds a JSON line after each iteration.
+        A file to which rank 0 adds a JSON line after each iteration. If a line cannot be written,
+        rank 0 prints why, and the run continues.
     progress
         Show a live line with the index of the iteration, the loss and the gradient norm.
     comm
@@ -237,6 +239,7 @@ class _Run:
         self.saved_at = -1  # iteration
         self.history: pathlib.Path | None = None
         self.log: TextIO | None = None
+        self.lost_history = False
         self.interrupted = False
         self.progress: Progress | None = None
         self.records: list[Record] = []
@@ -329,21 +332,39 @@ class _Run:
     def add(self, record: Record) -> None:
         self.records.append(record)
         if self.log is not None:
-            self.log.write(_line(record))
-            self.log.flush()
+            try:
+                self.log.write(_line(record))
+                self.log.flush()
+            except OSError as error:  # of rank 0 alone. The next flush writes the line as well
+                self.say_lost_history(error)
 
     def open_log(self) -> None:
         """Replace the history file, in one step, by one with the records so far."""
         with raise_on_all_ranks(self.comm):
             if self.history is not None:
                 begun = self.history.with_name(self.history.name + ".new")
-                begun.write_text("".join(map(_line, self.records)), encoding="utf-8")
+                with name_in_errors(begun):
+                    begun.write_text("".join(map(_line, self.records)), encoding="utf-8")
                 begun.replace(self.history)
                 self.log = self.history.open("a", encoding="utf-8")
 
     def close(self) -> None:
         if self.log is not None:
-            self.log.close()
+            try:
+                self.log.close()
+            except OSError as error:
+                self.say_lost_history(error)
+
+    def say_lost_history(self, error: OSError) -> None:
+        """Print once that records are missing in the history file, which must not end the run."""
+        if not self.lost_history:
+            print(
+                f"mpigrad: minimize: records could not be written into {self.history}, and the run "
+                f"continues: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.lost_history = True
 
     # ---- restart files ----
 
@@ -380,10 +401,11 @@ class _Run:
         directory, name = self.session.store.directory, type(self.method).__name__
 
         def check(extra: Any) -> None:
-            if extra["method"] != name:
+            method = extra.get("method") if isinstance(extra, dict) else None
+            if method != name:
                 raise ValueError(
-                    f"minimize: {directory} has a state of {extra['method']}, but the method is "
-                    f"{name}. Use another directory, or that method."
+                    f"minimize: {directory} has a state of {method or 'another program'}, but the "
+                    f"method is {name}. Use another directory, or that method."
                 )
 
         saved = self.session.load(like, self.layout(), check)

@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 from jaxtyping import Float
 
+from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad_apps import report
 from mpigrad_apps.fitting import seconds_per_iteration
 from mpigrad_apps.fwi.inversion import Inversion
@@ -20,23 +21,28 @@ __all__ = ["write_outputs"]
 def write_outputs(problem: Inversion, result: Result) -> None:
     """Write fields.zarr, the pictures and report.html into the output directory (collective)."""
     group, out = problem.group, result.settings.out
-    if 0 in group.shots:  # one group writes
-        window = group.grid.slices
-        fields = {}
-        for unknown in problem.parametrization.unknowns:
-            fields[unknown.name] = result.fields[unknown.name][window]
-            fields[f"start_{unknown.name}"] = unknown.start[window]
-            if problem.inputs.truth is not None:
-                fields[f"true_{unknown.name}"] = problem.inputs.truth[unknown.name][window]
-        about = {"ending": result.ending, "spacing": list(problem.experiment.spacing)}
-        report.write_fields(out / "fields.zarr", group.grid, fields, about)
-    if group.comm.rank == 0:
-        report.write_report(
-            out, "Full-waveform inversion", _summary(problem, result), _pictures(problem, result),
-            _tables(problem, result),
-        )  # fmt: skip
-        print(f"report: {result.report}", flush=True)
-    group.comm.mpi.Barrier()
+    with raise_on_all_ranks(group.comm):
+        if 0 in group.shots:  # one group writes, and an error is raised on all its ranks
+            _write_fields(problem, result)
+    with raise_on_all_ranks(group.comm):
+        if group.comm.rank == 0:
+            report.write_report(
+                out, "Full-waveform inversion", _summary(problem, result),
+                _pictures(problem, result), _tables(problem, result),
+            )  # fmt: skip
+            print(f"report: {result.report}", flush=True)
+
+
+def _write_fields(problem: Inversion, result: Result) -> None:
+    group, window = problem.group, problem.group.grid.slices
+    fields = {}
+    for unknown in problem.parametrization.unknowns:
+        fields[unknown.name] = result.fields[unknown.name][window]
+        fields[f"start_{unknown.name}"] = unknown.start[window]
+        if problem.inputs.truth is not None:
+            fields[f"true_{unknown.name}"] = problem.inputs.truth[unknown.name][window]
+    about = {"ending": result.ending, "spacing": list(problem.experiment.spacing)}
+    report.write_fields(result.settings.out / "fields.zarr", group.grid, fields, about)
 
 
 def _pictures(problem: Inversion, result: Result) -> list[report.Picture]:

@@ -10,6 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from mpigrad import sparse
+from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad_apps import report
 from mpigrad_apps.fitting import seconds_per_iteration
 from mpigrad_apps.poisson.inverse import InverseProblem
@@ -38,17 +39,17 @@ def write_outputs(problem: InverseProblem, result: PoissonResult) -> None:
     if problem.data is None:
         drawn["observed"] = grid.gather(problem.observations.tile(), stride)
     ends = grid.comm.mpi.allgather((float(result.kappa.min()), float(result.kappa.max())))
-    if grid.comm.rank == 0:
-        span = min(low for low, _ in ends), max(high for _, high in ends)
-        report.write_report(
-            result.settings.out,
-            "Diffusivity from observations of a Poisson equation",
-            _summary(problem, result),
-            _pictures(result, drawn, problem.data),
-            _tables(problem, result, span),
-        )
-        print(f"report: {result.report}", flush=True)
-    grid.comm.mpi.Barrier()
+    with raise_on_all_ranks(grid.comm):
+        if grid.comm.rank == 0:
+            span = min(low for low, _ in ends), max(high for _, high in ends)
+            report.write_report(
+                result.settings.out,
+                "Diffusivity from observations of a Poisson equation",
+                _summary(problem, result),
+                _pictures(result, drawn, problem.data),
+                _tables(problem, result, span),
+            )
+            print(f"report: {result.report}", flush=True)
 
 
 def _pictures(

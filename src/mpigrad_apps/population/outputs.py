@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import pathlib
 from collections.abc import Sequence
 
@@ -161,11 +162,12 @@ def _write_patients(
 ) -> None:
     """Write a row for each patient: median, 5 % and 95 % of each of the patient's parameters."""
     quantiles = np.exp(np.quantile(parameters, [0.5, 0.05, 0.95], axis=0))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(
-            ["id", "wt", *(f"{name}{part}" for name in PARAMETERS for part in ("", "_5", "_95"))]
-        )
-        for i, (name, known) in enumerate(zip(cohort.names, cohort.records, strict=True)):
-            values = quantiles[:, i, :].T.ravel()
-            table.writerow([name, float(known.weight), *(f"{value:.6g}" for value in values)])
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(
+        ["id", "wt", *(f"{name}{part}" for name in PARAMETERS for part in ("", "_5", "_95"))]
+    )
+    for i, (name, known) in enumerate(zip(cohort.names, cohort.records, strict=True)):
+        values = quantiles[:, i, :].T.ravel()
+        table.writerow([name, float(known.weight), *(f"{value:.6g}" for value in values)])
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))

@@ -11,6 +11,7 @@ from typing import Any
 
 from mpigrad import checkpoint
 from mpigrad.checkpoint import Checkpoint
+from mpigrad.checkpoint.file_errors import name_in_errors
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.profiling.progress_bar import duration
@@ -205,7 +206,8 @@ def _record_epoch(
     epoch = dataclasses.replace(epoch, **found)
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
-            with open(settings.out / name / _EPOCHS, "a", encoding="utf-8") as file:
+            path = settings.out / name / _EPOCHS
+            with name_in_errors(path), open(path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(dataclasses.asdict(epoch)) + "\n")
             values = "".join(f"  {what} {value:.4f}" for what, value in found.items())
             place = f"{epoch.epoch}/{settings.epochs}"

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import mpigrad
+from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
 from mpigrad.profiling.progress_bar import Progress
@@ -90,15 +91,16 @@ def forward_model(
         seconds = comm.mpi.allreduce(time.monotonic() - started) / comm.size
         collected = group.gather_shots(gathers)
         drawn = None
-        if frames and 0 in group.shots:  # the group of the first shot draws the films
-            _write_snapshots(out, group, films)
-            drawn = _draw_films(out, group, films)
+        with raise_on_all_ranks(comm):
+            if frames and 0 in group.shots:  # the group of the first shot draws the films
+                _write_snapshots(out, group, films)
+                drawn = _draw_films(out, group, films)
         result = ForwardRun(whole, collected, seconds, out / "report.html")
-        if comm.rank == 0:
-            _write_gathers(result)
-            _write_report(result, group, drawn)
-            print(f"report: {result.report}", flush=True)
-        comm.mpi.Barrier()
+        with raise_on_all_ranks(comm):
+            if comm.rank == 0:
+                _write_gathers(result)
+                _write_report(result, group, drawn)
+                print(f"report: {result.report}", flush=True)
     return result
 
 

@@ -31,6 +31,8 @@ __all__ = [
 FIELDS = ("vp", "vs", "rho", "lambda", "mu")
 _MAY_BE_ZERO = ("vs", "lambda", "mu")  # in water
 _METADATA = ("spacing", "dt")  # not data
+_LARGEST_ZARR = 1 << 26  # bytes of an array that may have no chunks in files
+_SMALLEST_CHUNK = 10_000  # times larger than its file
 FORMATS = ".npy, .npz, .mat, .sgy, .segy, .zarr"
 
 
@@ -158,6 +160,8 @@ def read_samples(path: pathlib.Path, name: str = "") -> Samples:
     values = np.asarray(arrays[name] if name in arrays else next(iter(arrays.values())), float)
     interval, dt = contents.interval, contents.arrays.get("dt")
     if interval is None and dt is not None and dt.size == 1:
+        if dt.dtype.kind not in "iuf":
+            raise ValueError(f"{path}: expected dt as a number, got {dt.dtype}. Check the file.")
         interval = float(dt.item()), 1e-6 * float(dt.item())
     return Samples(values, interval)
 
@@ -248,6 +252,11 @@ def _read_zarr(path: pathlib.Path) -> _Contents:
 
     node = zarr.open(path, mode="r")
     nodes = {"vp": node} if isinstance(node, zarr.Array) else dict(node.arrays())
+    # An array may be larger than its files, because chunks of one value are not written.
+    largest = _LARGEST_ZARR + _SMALLEST_CHUNK * sum(f.stat().st_size for f in path.rglob("*"))
+    for name, array in nodes.items():
+        if array.nbytes > largest:
+            raise ValueError(f"{name} of shape {array.shape} does not fit the size of the files")
     arrays = {name: np.asarray(array[...]) for name, array in nodes.items()}
     attributes = {n: np.asarray(node.attrs[n], float) for n in _METADATA if n in node.attrs}
     return _Contents(arrays | attributes)
@@ -256,7 +265,8 @@ def _read_zarr(path: pathlib.Path) -> _Contents:
 def _read_mat(path: pathlib.Path) -> _Contents:
     from scipy.io import loadmat
 
-    return _Contents({k: v for k, v in loadmat(path).items() if not k.startswith("__")})
+    # Sparse matrices and functions are not arrays.
+    return _Contents({k: v for k, v in loadmat(path).items() if isinstance(v, np.ndarray)})
 
 
 def _read_segy(path: pathlib.Path) -> _Contents:
@@ -280,12 +290,13 @@ def _model(
         raise ValueError(
             f"{path}: expected one of the fields {', '.join(FIELDS)}, got {sorted(arrays)}."
         )
-    spacing = None
-    if "spacing" in arrays:
-        given = np.broadcast_to(np.ravel(arrays["spacing"]), 2)
-        spacing = float(given[0]), float(given[1])
-    elif "dx" in arrays and "dy" in arrays:
-        spacing = float(arrays["dx"].ravel()[0]), float(arrays["dy"].ravel()[0])
+    try:
+        spacing = _spacing(arrays)
+    except (TypeError, ValueError, IndexError) as error:
+        raise ValueError(
+            f"{path}: expected the spacing as one or two numbers, got others: {error}. Check the "
+            "file."
+        ) from error
     acquisition = None
     if {"source", "receiver", "dt", "nt"} <= arrays.keys() and spacing is not None:
         try:
@@ -300,6 +311,15 @@ def _model(
     expected = first.shape if shape is None else shape
     checked = {name: _checked(path, name, field, expected) for name, field in fields.items()}
     return ModelFile(checked, spacing, acquisition)
+
+
+def _spacing(arrays: Mapping[str, NDArray[Any]]) -> tuple[float, float] | None:
+    if "spacing" in arrays:
+        given = np.broadcast_to(np.ravel(arrays["spacing"]), 2)
+        return float(given[0]), float(given[1])
+    if "dx" in arrays and "dy" in arrays:
+        return float(arrays["dx"].ravel()[0]), float(arrays["dy"].ravel()[0])
+    return None
 
 
 def _acquisition(arrays: Mapping[str, NDArray[Any]], spacing: tuple[float, float]) -> Acquisition:
@@ -325,6 +345,11 @@ def _acquisition(arrays: Mapping[str, NDArray[Any]], spacing: tuple[float, float
         )
     if len(receivers) not in (1, len(sources)):
         raise ValueError(f"got {len(receivers)} sets of receivers for {len(sources)} shots.")
+    if not (dt > 0 and np.isfinite(dt) and steps > 0):
+        raise ValueError(f"expected a positive time step and number of steps, got {dt}, {steps}.")
+    for name, values in (("positions", sources), ("positions", receivers), ("vec", wavelets)):
+        if not np.all(np.isfinite(values)):
+            raise ValueError(f"the {name} are not all finite.")
     return Acquisition(sources, receivers, wavelets, dt, steps)
 
 

@@ -1,0 +1,206 @@
+"""One-line faults in a copy of src/, each of which a named test must catch.
+
+    python tests/faults/mutations.py            all of them
+    python tests/faults/mutations.py 3 17       some, by their numbers
+
+A mutation that no test catches shows a gap: write the test, and name it here.
+"""
+
+# ruff: noqa: E501 (lines of the sources)
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "mutations"
+LIMIT = 240.0  # seconds of a test. A mutation that makes it hang is caught
+# The import of an editable package finds ROOT/src before PYTHONPATH.
+CUSTOM = """import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "Redirecting" not in type(f).__name__]
+"""
+
+
+class Mutation(NamedTuple):
+    """A line to change, and the test that fails then, on this many ranks (0: it starts MPI)."""
+
+    file: str
+    old: str
+    new: str
+    ranks: int
+    test: str
+
+
+SAVES, OWNERS = "tests/checkpoint/test_checkpoint.py::", "tests/checkpoint/test_owner.py::"
+PARSERS, FAULTS = "tests/faults/test_parsers.py::", "tests/faults/test_faults.py::"
+KILLS = "tests/faults/test_kills.py::test_a_killed_run_has_the_same_result"
+GRAPH, REDUCTIONS = "tests/guard/test_wait_graph.py::", "tests/operations/test_reductions.py::"
+VALUES = "tests/operations/test_operations.py::test_values_and_derivatives"
+KRYLOV, SOLVE = "tests/sparse/solvers/test_krylov.py::", "tests/sparse/solvers/test_solve.py::"
+OTHERS = "tests/sparse/solvers/test_nonsymmetric.py::"
+OPERATOR = "tests/sparse/solvers/test_operator_solve.py::"
+
+MUTATIONS = [
+    # ---- saves ----
+    Mutation("checkpoint/store.py", "*good[: -self.keep])", "*good[: 1 - self.keep])",
+             2, SAVES + "test_saves_that_cannot_be_read_are_neither_skipped_nor_removed"),
+    Mutation("checkpoint/rank_files.py", "!= expected.sha256:", '== "":',
+             2, SAVES + "test_damaged_saves_are_rejected_by_name"),
+    Mutation("checkpoint/rank_files.py", "foreign = line !=", "foreign = False and line !=",
+             2, SAVES + "test_files_of_ranks_are_not_exchanged"),
+    Mutation("checkpoint/manifest.py", 'if _digest(body) != whole.get("sha256"):',
+             'if not whole.get("sha256"):', 2, SAVES + "test_damaged_saves_are_rejected_by_name"),
+    Mutation("checkpoint/manifest.py",
+             "except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as",
+             "except OSError as",
+             2, SAVES + "test_saves_that_cannot_be_read_are_neither_skipped_nor_removed"),
+    Mutation("checkpoint/manifest.py", "len(given) == ranks and cover_once(given, tuple(shape))",
+             "len(given) == ranks",
+             1, PARSERS + "test_boxes_with_a_gap_and_an_overlap_are_rejected"),
+    Mutation("checkpoint/manifest.py", "valid = file.name == file_name(rank) and",
+             "valid = bool(file.name) and", 1, PARSERS + "test_a_manifest_is_not_believed"),
+    Mutation("checkpoint/store.py", "(lives or (lives is None and self._owns))", "lives is None",
+             2, OWNERS + "test_two_jobs_that_live_do_not_share_a_directory"),
+    Mutation("checkpoint/store.py", "return lives is False or (", "return lives is not None or (",
+             2, OWNERS + "test_only_what_nobody_writes_is_removed"),
+    Mutation("checkpoint/store.py", "for number in call_on_root(self.comm, lambda: sorted("
+             "self._numbers(), reverse=True)):", "for number in sorted(self._numbers())[::-1]:",
+             0, FAULTS + "test_sixty_faults"),
+    Mutation("checkpoint/layout.py", "boxes[1:, 0, first.axis] = ends[:-1]",
+             "boxes[1:, 0, first.axis] = ends[1:]",
+             3, SAVES + "test_everything_comes_back_bit_for_bit_on_any_ranks"),
+    Mutation("checkpoint/store.py", "            os.rename(unfinished, path)",
+             "            shutil.copytree(unfinished, path)", 0, KILLS),
+    # ---- the guard ----
+    Mutation("guard/wait_graph.py", 'if int(entry["sequence"]) < number:',
+             'if int(entry["sequence"]) <= number:',
+             1, GRAPH + "test_different_operation_root_dtype_shape_or_count"),
+    Mutation("guard/wait_graph.py", 'int(channel["sent"]) < int(part["ordinal"])',
+             'int(channel["sent"]) <= int(part["ordinal"])',
+             1, GRAPH + "test_a_message_on_its_way"),
+    Mutation("guard/wait_graph.py", 'if int(x["dtype"]) != int(y["dtype"]):', "if False:",
+             1, GRAPH + "test_different_operation_root_dtype_shape_or_count"),
+    Mutation("guard/wait_graph.py", "if r not in waits and not gone(r)}", "if r not in waits}",
+             1, GRAPH + "test_a_rank_that_has_ended_is_a_deadlock"),
+    Mutation("guard/wait_graph.py", 'channel["posted"]) >= int(part["ordinal"])',
+             'channel["posted"]) > int(part["ordinal"])', 1, GRAPH + "test_a_ring_is_not_a_deadlock"),
+    Mutation("guard/watchdog.py", 'in {"", "Z", "X"}', 'in {"", "X"}',
+             1, "tests/guard/test_watchdog.py::test_a_zombie_has_died"),
+    Mutation("guard/unreceived.py", 'int(channel["sent"]) - received)',
+             'int(channel["sent"]) - received - 1)',
+             0, "tests/guard/test_guard.py::test_an_unreceived_message_is_reported_without_the_guard"),
+    # ---- operations ----
+    Mutation("operations/collectives.py", "ct, a, backward=1 - backward, **params\n    )[0],\n)\nexscan_p",
+             "ct, a, backward=backward, **params\n    )[0],\n)\nexscan_p", 2, VALUES + "[scan-jit]"),
+    Mutation("operations/reductions.py", "rows[:own], rows[own + 1 :]", "rows[:own], rows[own:]",
+             2, REDUCTIONS + "test_product_with_zeros"),
+    Mutation("operations/collectives.py", "is_extremum.astype(x.dtype) / ties.astype(x.dtype)",
+             "is_extremum.astype(x.dtype)", 2, REDUCTIONS + "test_ties_share_the_derivative"),
+    Mutation("operations/collectives.py", "return fold(op, rows[: comm.rank])",
+             "return fold(op, rows[: comm.rank + 1])", 2, VALUES + "[exscan not of sums-jit]"),
+    Mutation("operations/sendrecv.py", 'sendtag=p["recvtag"], source=p["dest"], recvtag=p["sendtag"]',
+             'sendtag=p["sendtag"], source=p["dest"], recvtag=p["recvtag"]',
+             2, VALUES + "[sendrecv ring with tags-jit]"),
+    Mutation("operations/neighborhood.py", "sendcounts=recvcounts, recvcounts=sendcounts, **params",
+             "sendcounts=sendcounts, recvcounts=recvcounts, **params",
+             2, VALUES + "[neighbor_alltoallv-jit]"),
+    Mutation("operations/one_sided.py", "clear=clear + put,", "clear=clear,",
+             2, VALUES + "[one_sided put and get-jit]"),
+    # ---- solvers ----
+    Mutation("sparse/solvers/krylov/conjugate_gradients.py", "curvature = zaz - beta * rz / i.alpha",
+             "curvature = zaz - rz / i.alpha",
+             2, KRYLOV + "test_all_methods_from_a_first_guess"),
+    Mutation("sparse/solvers/krylov/conjugate_gradients.py",
+             "state = jnp.where(i.check, s.verdict(rr, goal, i.last, i.steps), going)",
+             "state = jnp.where(rr <= goal, Result.SUCCESSFUL, going)",
+             2, KRYLOV + "test_single_precision_ends_where_rounding_does"),
+    Mutation("sparse/solvers/krylov/gmres.py", "w -= again @ i.basis", "w -= 0 * again @ i.basis",
+             2, KRYLOV + "test_shift_needs_a_whole_cycle"),
+    Mutation("sparse/solvers/krylov/bicgstab.py", "broken |= (omega == 0) | (sigma == 0)",
+             "broken |= sigma == 0", 2, KRYLOV + "test_breakdowns_end"),
+    Mutation("sparse/solvers/krylov/system.py", "differs = defect > jnp.finfo(size.dtype).eps * product",
+             "differs = defect < 0", 2, OPERATOR + "test_faults_are_errors_on_all_ranks"),
+    Mutation("sparse/solvers/operator_solve.py", "rhs = rhs - eval_jaxpr(moved",
+             "rhs = rhs + eval_jaxpr(moved",
+             2, OPERATOR + "test_value_gradient_and_hessian_vector_product"),
+    Mutation("sparse/solvers/solve.py", "rhs = -moved if rhs is None else rhs - moved",
+             "rhs = -moved if rhs is None else rhs + moved",
+             2, SOLVE + "test_hessian_times_vector"),
+    Mutation("sparse/solvers/solve.py", "values = transpose_values(pattern, values.T).T",
+             "values = values + 0 * transpose_values(pattern, values.T).T",
+             2, OTHERS + "test_dot_and_transposed_solves"),
+]  # fmt: skip
+
+
+def prepare() -> dict[str, str]:
+    """Copy src/ and return the environment in which Python imports the copy."""
+    shutil.rmtree(BUILD, ignore_errors=True)
+    shutil.copytree(ROOT / "src", BUILD / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    native = pathlib.Path(sysconfig.get_path("platlib")) / "mpigrad" / "_native"
+    if not (BUILD / "src/mpigrad/_native").exists():
+        (BUILD / "src/mpigrad/_native").symlink_to(native)
+    (BUILD / "src/sitecustomize.py").write_text(CUSTOM)
+    return {
+        **os.environ,
+        "PYTHONPATH": str(BUILD / "src"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "MPIGRAD_TEST_BUILD": "build/mutations/tests",
+        "MPIGRAD_TIMEOUT": "20",
+    }
+
+
+def fails(tests: list[str], ranks: int, environment: dict[str, str]) -> str:
+    """Return how the tests fail, or nothing."""
+    words = [sys.executable, "tests/run.py", "-n", str(ranks), "--limit", f"{LIMIT - 10:g}"]
+    try:
+        done = subprocess.run(
+            [*words, *tests, "-x"],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "time limit"
+    if done.returncode == 0 and " 0 passed, 0 failed" in f" {done.stdout}" and ranks:
+        return "no test ran"
+    return "" if done.returncode == 0 else done.stdout[-3000:]
+
+
+def main() -> int:
+    numbers = [int(word) for word in sys.argv[1:]] or range(1, len(MUTATIONS) + 1)
+    chosen = [(n, MUTATIONS[n - 1]) for n in numbers]
+    environment = prepare()
+    for ranks in sorted({m.ranks for _, m in chosen}):
+        tests = sorted({m.test for _, m in chosen if m.ranks == ranks})
+        if problem := fails(tests, ranks, environment):
+            print(f"these tests fail without a mutation:\n{problem}")
+            return 2
+    survived = []
+    for number, mutation in chosen:
+        path = BUILD / "src/mpigrad" / mutation.file
+        before = path.read_text()
+        if before.count(mutation.old) != 1:
+            raise SystemExit(f"{number}: {mutation.file} does not have this once: {mutation.old}")
+        path.write_text(before.replace(mutation.old, mutation.new))
+        start = time.monotonic()
+        how = fails([mutation.test], mutation.ranks, environment)
+        path.write_text(before)
+        if not how:
+            survived.append(number)
+        result = "caught" if how else "SURVIVED"
+        print(
+            f"{number:2} {result:8} {time.monotonic() - start:4.0f} s  {mutation.file}: "
+            f"{mutation.new.strip()[:60]}  [{mutation.test.partition('::')[2]}]",
+            flush=True,
+        )
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} mutations were caught")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

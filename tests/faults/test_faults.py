@@ -1,0 +1,54 @@
+"""Faults of input and output below Python: nothing is lost, and all ranks raise or go on."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import time
+
+import pytest
+
+from launching import command, outside
+
+pytestmark = [pytest.mark.launcher, pytest.mark.waits, pytest.mark.timeout(1500)]
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("faults") / "libfaults.so"
+    words = ["cc", "-O1", "-Wall", "-shared", "-fPIC", "-o", path, HERE / "faults.c", "-ldl"]
+    subprocess.run(words, check=True)
+    return path
+
+
+def play(library: pathlib.Path, folder: pathlib.Path, seed: int, rounds: int, limit: float) -> int:
+    """Play rounds on two ranks and return how many faults have struck."""
+    words = command("launch", "--timeout", limit, "-n", 2, HERE / "rounds.py")
+    done = subprocess.run(
+        [*words, folder, str(seed), "0", str(rounds)],
+        capture_output=True,
+        text=True,
+        timeout=limit + 30,
+        check=False,
+        env=outside() | {"LD_PRELOAD": str(library), "MPIGRAD_TIMEOUT": "30"},
+    )
+    current = folder / "current"
+    last = current.read_text() if current.exists() else "before the first round"
+    print(done.stdout)
+    assert done.returncode == 0, f"last {last}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"seed {seed}: "))
+    return int(line.split()[2])
+
+
+def test_sixty_faults(library: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    assert play(library, tmp_path, seed=1, rounds=70, limit=150.0) >= 60
+
+
+@pytest.mark.full("test_sixty_faults has the same rounds")
+def test_two_thousand_faults(library: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Another seed each time. It is printed, and a round of it can be repeated."""
+    seed = int(os.environ.get("MPIGRAD_SEED", time.time()))
+    assert play(library, tmp_path, seed, rounds=2400, limit=1200.0) >= 2000
