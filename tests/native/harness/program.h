@@ -29,6 +29,13 @@ struct Program {
   int size;
   std::vector<Code> ranks;
   std::vector<std::vector<int>> members;  // of each communicator
+  std::string text() const {
+    std::string all;
+    for (int r = 0; r < size; ++r)
+      for (size_t i = 0; i < ranks[r].size(); ++i)
+        all += "  " + std::to_string(r) + "." + std::to_string(i) + " " + ranks[r][i].text() + "\n";
+    return all;
+  }
 };
 
 // More bytes than this make a sender wait for its receiver (kEager of guard.cc).
