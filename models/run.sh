@@ -39,6 +39,31 @@ case $only in all | shared_sum)
         expect error shared_sum -DRANKS=2 -DSUMS=4 -DMUTANT=$mutant
     done
 esac
+# The same protocol in C, by GenMC if it is installed (its path may be in GENMC).
+GENMC=$(command -v "${GENMC:-genmc}") || GENMC=
+# genmc none|error ARGUMENTS
+genmc() {
+    wanted=$1
+    shift
+    "$GENMC" --disable-estimation "$@" "$models/shared_sum.c" >genmc.log 2>&1
+    said=$(sed -n 's/^Error: \(.*\)!/\1/p; s/^No errors.*/none/p' genmc.log)
+    found=error
+    [ "$said" = none ] && found=none
+    [ "$said" ] || found=unknown
+    printf '%-11s %-36s %9s executions, error: %s\n' genmc "$*" \
+        "$(sed -n 's/^Number of complete executions explored: //p' genmc.log)" "$said"
+    [ "$found" = "$wanted" ] || { echo "models: expected ${wanted}"; failed=1; }
+}
+case $only in all | shared_sum)
+    if [ "$GENMC" ]; then
+        genmc none --rc11 -- -DRANKS=2
+        genmc none --imm -- -DRANKS=2
+        genmc none --rc11 -- -DRANKS=3 -DSUMS=4
+        for mutant in 1 2 3 4 5 6 7 8; do genmc error --rc11 -- -DMUTANT=$mutant; done
+    else
+        echo "models: genmc was not found, so shared_sum.c is skipped (shared_sum.pml is the same protocol)"
+    fi
+esac
 case $only in all | guard)
     for program in 1 2 3 4; do
         expect none guard -DPROTOCOL=3 -DPROGRAM=$program

@@ -140,6 +140,9 @@ class Oracle {
     }
   }
   size_t stop(int r) const { return at_[r]; }
+  // A long message meets a posted receive of another length. Whether its sender goes on depends on what
+  // it sees first: the receive, or the wait for it, which is refused.
+  bool ambiguous() const { return ambiguous_; }
 
  private:
   using Channel = std::array<int, 4>;  // communicator, from, to, tag
@@ -179,6 +182,8 @@ class Oracle {
       if (received_[c] < k) {
         const Op* other = current(op.to, going);
         if (!other || received_[c] + 1 != k || !receives(*other, r, op.tag)) return false;
+      } else if (taken_[c][k] != op.n) {
+        ambiguous_ = true;
       }
     }
     return true;
@@ -204,7 +209,7 @@ class Oracle {
     }
     if (op.from >= 0) {
       const Channel c{op.comm, op.from, r, op.tag};
-      ++received_[c];
+      taken_[c][++received_[c]] = op.n;
       if (op.request >= 0) numbers_[op.request] = received_[c];
     }
   }
@@ -212,6 +217,7 @@ class Oracle {
   const Program& p_;
   std::vector<size_t> at_;
   std::map<Channel, int> sent_, received_;  // announced and posted
-  std::map<Channel, std::map<int, int>> lengths_;
+  std::map<Channel, std::map<int, int>> lengths_, taken_;  // of messages and of receives
   std::map<int, int> numbers_;  // of posted messages
+  bool ambiguous_ = false;
 };
