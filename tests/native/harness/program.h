@@ -182,8 +182,9 @@ class Oracle {
       if (received_[c] < k) {
         const Op* other = current(op.to, going);
         if (!other || received_[c] + 1 != k || !receives(*other, r, op.tag)) return false;
-      } else if (taken_[c][k] != op.n) {
-        ambiguous_ = true;
+        ambiguous_ |= other->n != op.n;
+      } else {
+        ambiguous_ |= taken_[c][k] != op.n;
       }
     }
     return true;
