@@ -130,6 +130,7 @@ void run_rank(const Program& p, int me, Run& run, uint64_t seed, int failing_cal
   fake_mpi::be_rank(me, seed + me, failing_call);
   std::map<std::array<int, 3>, int> sent, received;
   std::map<int, std::pair<int, int>> requests;  // token and number
+  std::map<int, int> sums;                      // of each communicator
   const Library& l = libraries[me];
   for (const Op& op : p.ranks[me]) {
     std::vector<float> x(op.n), y(op.n, -1);
@@ -191,7 +192,7 @@ void run_rank(const Program& p, int me, Run& run, uint64_t seed, int failing_cal
         break;
       case kAllreduce:
         handler = "mpigrad_allreduce";
-        std::fill(x.begin(), x.end(), static_cast<float>(me + 1));
+        std::fill(x.begin(), x.end(), static_cast<float>(me + ++sums[op.comm]));
         in();
         out();
         frame.attribute("op", 0);
@@ -214,7 +215,7 @@ void run_rank(const Program& p, int me, Run& run, uint64_t seed, int failing_cal
     float expected = 0;
     if (op.from >= 0) expected = value(op.from, me, op.tag, number);
     if (op.kind == kAllreduce)
-      for (const int r : p.members[op.comm]) expected += static_cast<float>(r + 1);
+      for (const int r : p.members[op.comm]) expected += static_cast<float>(r + sums[op.comm]);
     if (op.kind == kBcast) expected = static_cast<float>(p.members[op.comm][op.root] + 1);
     const bool message = op.from >= 0;
     if (op.kind != kIrecv && op.kind != kSend && op.kind != kIsend && op.kind != kWaitSend)
@@ -240,9 +241,9 @@ void publish(const std::vector<int>& stuck, const std::vector<std::unique_ptr<Ru
   put(header().faults, n + 1);
 }
 
-enum Mode { kLate, kEarly, kUnguarded, kFailing, kTruncated, kModes };
+enum Mode { kLate, kEarly, kUnguarded, kFailing, kTruncated, kSums, kModes };
 const char* const kModeNames[] = {"late verdict", "early verdict", "unguarded", "failing call",
-                                  "truncated"};
+                                  "truncated", "sums"};
 
 bool polls(int r) { return get(slot(r).state) == kInOperation && get(slot(r).polling); }
 
@@ -254,7 +255,7 @@ struct Totals {
 std::string run_program(unsigned seed) {
   std::mt19937 random(seed);
   const Mode mode = static_cast<Mode>(seed % kModes);
-  Program p = random_program(random, kSize);
+  Program p = mode == kSums ? random_sums(random, kSize) : random_program(random, kSize);
   if (mode == kLate || mode == kEarly)
     for (unsigned i = random() % 3; i; --i) mutate(random, p);
   int shorter = -1;  // the receiver of a message of another length
@@ -269,7 +270,7 @@ std::string run_program(unsigned seed) {
   const Oracle oracle(p);
   if (oracle.ambiguous() && mode != kTruncated) return "";
   const bool guarded = mode == kLate || mode == kEarly || (mode == kFailing && seed % 2);
-  set_up(p, guarded, mode != kFailing && mode != kTruncated && seed % 4);
+  set_up(p, guarded, mode != kFailing && mode != kTruncated && (mode == kSums || seed % 4));
   std::vector<std::unique_ptr<Run>> runs;
   std::vector<std::thread> threads;
   for (int r = 0; r < kSize; ++r) runs.push_back(std::make_unique<Run>());
@@ -349,7 +350,7 @@ std::string run_program(unsigned seed) {
     const std::string who = "rank " + std::to_string(r) + " ";
     const bool ends = oracle.stop(r) == p.ranks[r].size();
     if (!run.wrong.empty() && mode != kTruncated) wrong += who + "received wrong data: " + run.wrong + "\n";
-    if (mode == kUnguarded && !run.error.empty()) wrong += who + "failed: " + run.error + "\n";
+    if ((mode == kUnguarded || mode == kSums) && !run.error.empty()) wrong += who + "failed: " + run.error + "\n";
     if (mode == kLate && (run.at != oracle.stop(r) || run.error.empty() != ends))
       wrong += who + "stopped at operation " + std::to_string(run.at) + ", expected " +
                std::to_string(oracle.stop(r)) + ": " + run.error + "\n";

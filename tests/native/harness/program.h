@@ -91,6 +91,18 @@ inline Program random_program(std::mt19937& random, int size) {
   return p;
 }
 
+// Sums of one or two pieces on two communicators, which use the same shared memory.
+inline Program random_sums(std::mt19937& random, int size) {
+  Program p{size, std::vector<Code>(size), {{}, {0, 1}}};
+  for (int r = 0; r < size; ++r) p.members[0].push_back(r);
+  for (int i = 0; i < 40; ++i) {
+    const int comm = static_cast<int>(random() % 2), lengths[] = {1, 7, 1000, 20000};
+    const int n = lengths[random() % 4];
+    for (const int r : p.members[comm]) p.ranks[r].push_back({kAllreduce, comm, -1, -1, 0, n});
+  }
+  return p;
+}
+
 // A mistake, as users make them: an operation too few, two in another order, another tag, shape or root.
 inline void mutate(std::mt19937& random, Program& p) {
   Code& code = p.ranks[random() % p.size];
