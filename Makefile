@@ -17,6 +17,8 @@
 #                 (half an hour; SEED=17 repeats a run)
 #   make mutations  30 one-line faults in a copy of src/, each caught by the test that names it
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
+#   make test-harness  native/ without Python, with ThreadSanitizer (SEEDS=500 FIRST=0)
+#   make models   the protocols of the native code, explored by Spin (models/README.md)
 #   make bench    the tables of bench/
 #   make docs     these pages and the reference as a site, in build/docs; links inside are checked
 #   make docs-links  links to other sites
@@ -32,7 +34,7 @@ BIN := $(VENV)/bin
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-faults mutations test-torch test-hosts test-jax wheel test-wheel fuzz bench docs docs-links lint style types language clean
+.PHONY: setup demo test test-full test-faults mutations test-torch test-hosts test-jax wheel test-wheel fuzz test-harness models bench docs docs-links lint style types language clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -106,6 +108,14 @@ fuzz: setup
 		PYTHONPATH=tests $(BIN)/mpigrad launch -n $$ranks tests/fuzz.py --examples $(N) \
 			--seed $(SEED) || exit 1; \
 	done
+
+# Ranks are threads, on a fake MPI. Other seeds, other programs. SANITIZE=address,undefined is the other way.
+test-harness: setup
+	@$(MAKE) --no-print-directory -j2 -C tests/native/harness run PYTHON=$(CURDIR)/$(BIN)/python
+
+# No set-up: Spin and a C compiler.
+models:
+	@sh models/run.sh
 
 lint: style types language
 

@@ -4,7 +4,9 @@
 // of fixed length.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -58,6 +60,23 @@ struct Part {
   int64_t peer, tag, ordinal, awaited, counted, dtype, rank, tree;
   int64_t dims[kDims];
 };
+
+// Other ranks read parts while the next operation may write them. Each number is read and written as a
+// whole, so that a reader finds a number of the old part or of the new one.
+inline int64_t relaxed(const int64_t& x) { return __atomic_load_n(&x, __ATOMIC_RELAXED); }
+inline void put_relaxed(int64_t& x, int64_t value) { __atomic_store_n(&x, value, __ATOMIC_RELAXED); }
+inline void copy_part(Part& to, const Part& from) {
+  constexpr int64_t before = offsetof(Part, dims) / sizeof(int64_t);
+  const auto in = reinterpret_cast<const int64_t*>(&from);
+  const auto out = reinterpret_cast<int64_t*>(&to);
+  const int64_t words = before + std::min<int64_t>(relaxed(from.rank), kDims);
+  for (int64_t i = 0; i < words; ++i) put_relaxed(out[i], relaxed(in[i]));
+}
+inline Part read_part(const Part& part) {
+  Part copy{};
+  copy_part(copy, part);
+  return copy;
+}
 
 // Message counts for one peer and tag: sent (handed to MPI), posted (a receive waits), received.
 struct Channel {

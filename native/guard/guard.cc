@@ -273,7 +273,7 @@ bool Post::announce(Mails sends, Mails receives) {
     int64_t n = 0;
     for (const Mail& m : list) {
       if (m.peer == runtime.proc_null) continue;
-      Part& p = parts[n];
+      Part p{};
       p.peer = m.peer;
       p.tag = m.tag;
       copy_layout(m.layout, p.dtype, p.rank, p.dims);
@@ -290,6 +290,7 @@ bool Post::announce(Mails sends, Mails receives) {
         for (int64_t i = 0; i < n; ++i)  // several messages with one partner
           if (channels[i] == c) p.ordinal = parts[i].ordinal + 1;
       }
+      copy_part(parts[n], p);
       ++n;
     }
     put(count, n);
@@ -341,7 +342,7 @@ void Post::count_messages(int64_t n) {
       put(note.id, 0);
       note.site = get(mine.site);
       std::memcpy(note.operation, mine.operation, kName);
-      note.part = mine.send[i];
+      copy_part(note.part, mine.send[i]);
       put(note.id, id);
     }
     add(mine.messages, n);
@@ -356,8 +357,8 @@ void Post::from_anyone(int posts) {
 void Post::matched(size_t i, int64_t source, int64_t tag) {
   Slot& mine = board.own();
   if (!owner_ || i >= kParts || !wild(mine.receive[i])) return;
-  mine.receive[i].peer = source;
-  mine.receive[i].tag = tag;
+  put_relaxed(mine.receive[i].peer, source);
+  put_relaxed(mine.receive[i].tag, tag);
   from_[i] = my_channel(get(mine.entries[slot_].id), source, tag);
   if (from_[i]) add(from_[i]->posted, 1);
 }

@@ -45,15 +45,19 @@ Channel* find_mine(int64_t id, int64_t peer, int64_t tag) {
   return nullptr;
 }
 
+bool is(const Part& p, int64_t peer, int64_t tag, int64_t ordinal) {
+  return relaxed(p.peer) == peer && relaxed(p.tag) == tag && relaxed(p.ordinal) == ordinal;
+}
+
 const Message* find_message(const Slot& s, int64_t id, int64_t peer, int64_t tag,
                             int64_t ordinal) {
   for (const Message& m : s.message)
-    if (get(m.id) == id && m.part.peer == peer && m.part.tag == tag && m.part.ordinal == ordinal)
-      return &m;
+    if (get(m.id) == id && is(m.part, peer, tag, ordinal)) return &m;
   return nullptr;
 }
 
-bool fits(const Part& a, const Part& b) {
+bool fits(const Part& a, const Part& announced) {
+  const Part b = read_part(announced);
   return a.dtype == 0 || b.dtype == 0 ||
          (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) &&
           tree_fits(a.tree, b.tree));
@@ -65,9 +69,10 @@ const Message* next_message(const Slot& sender, int64_t source, const Slot& rece
   const int64_t all = get(sender.messages);
   for (int64_t n = std::max<int64_t>(0, all - kMessages); n < all; ++n) {
     const Message& m = sender.message[n % kMessages];
-    if (get(m.id) != id || m.part.peer != rank || (tag >= 0 && m.part.tag != tag)) continue;
-    const Channel* taken = find_channel(receiver, id, source, m.part.tag);
-    if (m.part.ordinal > (taken ? get(taken->received) : 0)) return &m;
+    const int64_t its_tag = relaxed(m.part.tag);
+    if (get(m.id) != id || relaxed(m.part.peer) != rank || (tag >= 0 && its_tag != tag)) continue;
+    const Channel* taken = find_channel(receiver, id, source, its_tag);
+    if (relaxed(m.part.ordinal) > (taken ? get(taken->received) : 0)) return &m;
   }
   return nullptr;
 }
@@ -113,12 +118,14 @@ bool Exchange::possible(int64_t rank) {
   const Entry* e = member(slot_, rank, &s);
   if (!e) return true;
   const int64_t receives = get(e->open) ? 0 : std::min<int64_t>(get(s->receives), kParts);
-  for (int64_t i = 0; i < receives; ++i)
-    if (!(wild(s->receive[i]) ? any_available(rank, *s, s->receive[i])
-                              : available(rank, s->receive[i])))
-      return false;
-  for (int64_t i = 0; i < std::min<int64_t>(get(s->sends), kParts); ++i)
-    if (s->send[i].awaited && !expected(rank, s->send[i])) return false;
+  for (int64_t i = 0; i < receives; ++i) {
+    const Part p = read_part(s->receive[i]);
+    if (!(wild(p) ? any_available(rank, *s, p) : available(rank, p))) return false;
+  }
+  for (int64_t i = 0; i < std::min<int64_t>(get(s->sends), kParts); ++i) {
+    const Part p = read_part(s->send[i]);
+    if (p.awaited && !expected(rank, p)) return false;
+  }
   return true;
 }
 
@@ -128,7 +135,7 @@ bool Exchange::waits(const Slot& s, const Part* parts, const Cell& count, int64_
       get(s.entries[get(s.entry)].id) != id_)
     return false;
   for (int64_t i = 0; i < std::min<int64_t>(get(count), kParts); ++i)
-    if (parts[i].peer == peer && parts[i].tag == tag && parts[i].ordinal == ordinal) return true;
+    if (is(parts[i], peer, tag, ordinal)) return true;
   return false;
 }
 

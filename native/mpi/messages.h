@@ -9,7 +9,7 @@
 namespace mpigrad {
 
 // Whether this is a wildcard receive: from any source, or of any tag.
-inline bool wild(const Part& p) { return p.peer < 0 || p.tag < 0; }
+inline bool wild(const Part& p) { return relaxed(p.peer) < 0 || relaxed(p.tag) < 0; }
 
 // This rank's counts of messages to and from `peer`, or nullptr if the table is full: then nothing
 // is proved about its messages any more.
