@@ -275,7 +275,6 @@ class Store:
     def _finish(self, unfinished: pathlib.Path, manifest: Manifest) -> str:
         """Make the save complete. Return what went wrong after that, or an empty string."""
         manifests.write_manifest(unfinished, manifest)
-        (unfinished / _OWNER).unlink()
         manifests.sync_directory(unfinished)
         path = self._path(self._newest + 1)
         try:
@@ -284,6 +283,9 @@ class Store:
             # NFS may report an error for a request that it has answered twice.
             if not _has_identity(path, manifest.identity):
                 raise
+        # Only now: what a killed job leaves must have its owner, or it stays for an hour.
+        with contextlib.suppress(OSError):
+            (path / _OWNER).unlink()
         try:
             manifests.sync_directory(self.directory)
         except OSError as error:
