@@ -209,7 +209,8 @@ class _History:
         self._whole = False  # whether the file, which may end in half a line, equals `_records`
 
     def _read(self) -> list[TrainingRecord]:
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        with name_in_errors(self._path):
+            lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         # A job that is killed may leave half a line.
         return [TrainingRecord(**json.loads(line)) for line in lines if line.endswith("\n")]
 

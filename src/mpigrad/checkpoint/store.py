@@ -283,6 +283,9 @@ class Store:
             # NFS may report an error for a request that it has answered twice.
             if not _has_identity(path, manifest.identity):
                 raise
+        # Only now: what a killed job leaves must have its owner, or it stays for an hour.
+        with contextlib.suppress(OSError):
+            (path / _OWNER).unlink()
         try:
             manifests.sync_directory(self.directory)
         except OSError as error:
