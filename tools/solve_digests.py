@@ -3,7 +3,7 @@
     mpiexec -n 2 .venv/bin/python tools/solve_digests.py
 
 Two installations with the same release of hypre print the same lines on the same number of ranks,
-whatever MPI they run on: `make test-wheel` compares the wheel's hypre with the system's.
+whatever MPI they run on. Compare the wheel's hypre with the system's in this way.
 """
 
 from __future__ import annotations

@@ -66,11 +66,9 @@ struct Part {
 inline int64_t relaxed(const int64_t& x) { return __atomic_load_n(&x, __ATOMIC_RELAXED); }
 inline void put_relaxed(int64_t& x, int64_t value) { __atomic_store_n(&x, value, __ATOMIC_RELAXED); }
 inline void copy_part(Part& to, const Part& from) {
-  constexpr int64_t before = offsetof(Part, dims) / sizeof(int64_t);
   const auto in = reinterpret_cast<const int64_t*>(&from);
   const auto out = reinterpret_cast<int64_t*>(&to);
-  const int64_t words = before + std::min<int64_t>(relaxed(from.rank), kDims);
-  for (int64_t i = 0; i < words; ++i) put_relaxed(out[i], relaxed(in[i]));
+  for (size_t i = 0; i < sizeof(Part) / sizeof(int64_t); ++i) put_relaxed(out[i], relaxed(in[i]));
 }
 inline Part read_part(const Part& part) {
   Part copy{};

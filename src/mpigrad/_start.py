@@ -8,8 +8,19 @@ a name, because it starts ranks and is not one of them.
 from __future__ import annotations
 
 import functools
+import sys
+import traceback
 
 __all__ = ["start"]
+
+
+def _end_other_ranks() -> None:
+    """End all ranks if the program has started MPI itself: the others would wait for this one."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
+        traceback.print_exc()
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(1)
 
 
 @functools.cache
@@ -18,7 +29,11 @@ def start() -> None:
     from mpigrad.runtime.mpi_init import limit_mpi_init
     from mpigrad.runtime.processor import check_processor
 
-    check_processor()
+    try:
+        check_processor()
+    except ImportError:
+        _end_other_ranks()
+        raise
     try:
         with limit_mpi_init():
             from mpi4py import MPI  # first: it initialises MPI with MPI_THREAD_MULTIPLE

@@ -180,6 +180,7 @@ def _this_mpi(library: Library) -> list[Finding]:
                 f"mpi4py starts MPI with the thread level {library.thread_level!r}, but mpigrad "
                 "needs 'multiple'.",
                 "Run: unset MPI4PY_RC_THREAD_LEVEL",
+                stops_all=True,
             )
         )
     if library.others:

@@ -36,15 +36,26 @@ def find_mpi_libraries(version: str) -> tuple[str, list[str]]:
     Returns
     -------
     The path of the library that mpi4py uses, or an empty string if it was not found, and the paths
-    of all libraries that return another text.
+    of all others.
     """
     with open("/proc/self/maps") as maps:
         lines = [line.rstrip("\n").split(maxsplit=5) for line in maps]
     paths = dict.fromkeys(words[5] for words in lines if len(words) == 6 and _NAME.search(words[5]))
     versions = {path: _library_version(path) for path in paths} if len(paths) > 1 else {}
-    others = [path for path, text in versions.items() if text != _plain(version)]
-    own = [path for path in paths if path not in others] or list(paths)
-    return (own[0] if own else ""), others
+    own = [path for path in paths if versions.get(path, _plain(version)) == _plain(version)]
+    own = own or list(paths)
+    if len(own) > 1:  # two copies of one release: mpi4py has initialised one of them
+        own = [path for path in own if _is_initialized(path)] or own
+    return (own[0] if own else ""), [path for path in paths if path not in own]
+
+
+def _is_initialized(path: str) -> bool:
+    flag = ctypes.c_int()
+    try:
+        ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).MPI_Initialized(ctypes.byref(flag))
+    except (OSError, AttributeError):
+        return False
+    return bool(flag.value)
 
 
 def _library_version(path: str) -> str:
