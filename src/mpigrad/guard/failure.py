@@ -45,7 +45,7 @@ _STUCK = (
 _GRACE = 2.0  # seconds for other ranks to report their state before the job is ended
 _UNREACHED = 5.0  # seconds in which MPI must end a rank that has called Abort
 # Opened now: a rank that must end may have no file descriptors left.
-_NOWHERE = open(os.devnull, "w")  # noqa: SIM115 (until the end of the process)
+_NOWHERE = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 # Daemons that start ranks on a host and that a rank may end.
 _DAEMONS = ("mpiexec", "mpirun", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy")
 # Variables that are the same for all ranks of a job, and differ between jobs.

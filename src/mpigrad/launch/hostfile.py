@@ -20,7 +20,7 @@ from collections.abc import Sequence
 __all__ = ["Host", "place_ranks", "read_hosts"]
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-_LINE = re.compile(rf"({_NAME})(?:\s+slots\s*=\s*([0-9]{1, 9})|:([0-9]{1, 9}))?")
+_LINE = re.compile(rf"({_NAME})(?:\s+slots\s*=\s*([0-9]{{1,9}})|:([0-9]{{1,9}}))?")
 
 
 @dataclasses.dataclass(frozen=True)
