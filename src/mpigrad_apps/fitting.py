@@ -177,6 +177,8 @@ def train(
         latest = solution.value
     except MinimizeError as failure:
         if failure.solution is None or not failure.solution.stats["num_steps"]:
+            with contextlib.suppress(OSError):
+                save_latest()
             raise RuntimeError(f"{failure} ({advice})") from failure
         solution = failure.solution
         latest = solution.value
