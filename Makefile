@@ -14,8 +14,8 @@
 #                 tests/operations": these tests with the installed wheel]
 #   make test-hosts  jobs on several hosts, in network namespaces of their own
 #   make test-faults  thousands of faults of input and output, 200 kills, damaged files of all kinds
-#                 (half an hour; SEED=17 repeats a run)
-#   make mutations  30 one-line faults in a copy of src/, each caught by the test that names it
+#                 (SEED=17 repeats a run)
+#   make mutations  34 one-line faults in a copy of src/, and the test that has to catch each
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make test-harness  native/ without Python, with ThreadSanitizer (SEEDS=500 FIRST=0)
 #   make models   the protocols of the native code, explored by Spin (models/README.md)

@@ -40,6 +40,30 @@ def test_owner_is_read_as_it_was_written():
     assert Owner.parse("half a li") is None
 
 
+@pytest.mark.ranks(1)
+def test_a_zombie_does_not_live(other):
+    process, owner = other
+    assert owner.lives() is True
+    process.kill()  # nobody waits for it yet
+    end = time.monotonic() + 10
+    while owner.lives() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert pathlib.Path(f"/proc/{process.pid}/stat").exists()
+    assert owner.lives() is False
+
+
+def test_a_rank_that_cannot_name_itself_fails_all_ranks(comm, directory, monkeypatch):
+    """Rank 0 has no file descriptors, for example."""
+    if comm.rank == 0:
+
+        def fail() -> None:
+            raise OSError(24, "Too many open files")
+
+        monkeypatch.setattr(Owner, "this_process", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        Store(directory, comm)
+
+
 def test_two_jobs_that_live_do_not_share_a_directory(comm, directory, other):
     process, owner = other
     if comm.rank == 0:

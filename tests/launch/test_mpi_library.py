@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 import subprocess
 import sys
 
 import pytest
 from mpi4py import MPI
 
-from launching import PROGRAMS, run
+from launching import PROGRAMS, mpiexec, run
 from mpigrad.launch import doctor
 from mpigrad.launch.mpi_installation import Library
 from mpigrad.runtime import native
@@ -44,6 +45,37 @@ def test_of_two_mpis_that_of_mpi4py_is_used(tmp_path: pathlib.Path, before: bool
     assert done.stdout.split("] ") == ["[1. 1.", f"{own}\n"], done.stderr
     assert f"this process has two MPIs: mpi4py and mpigrad use {own}, and" in done.stderr
     assert str(other) in done.stderr
+
+
+def test_of_two_copies_of_one_mpi_the_initialised_one_is_used(tmp_path: pathlib.Path) -> None:
+    """They have the same text, and the linker decides which one mpi4py gets."""
+    own, _ = find_mpi_libraries(MPI.Get_library_version())
+    copy = tmp_path / pathlib.Path(own).name
+    shutil.copy(own, copy)
+    lines = [f"import ctypes; ctypes.CDLL({str(copy)!r})", "from mpi4py import MPI"]
+    lines += [
+        "from mpigrad.runtime.mpi_library import find_mpi_libraries",
+        "used, others = find_mpi_libraries(MPI.Get_library_version())",
+        "flag = ctypes.c_int()",
+        "ctypes.CDLL(used).MPI_Initialized(ctypes.byref(flag))",
+        "print(flag.value, *sorted([used, *others]))",
+    ]
+    done = run([sys.executable, "-c", "\n".join(lines)])
+    assert done.stdout.split() == ["1", *sorted([own, str(copy)])], done.stderr
+    assert "this process has two MPIs" in done.stderr
+
+
+def test_a_wrong_setting_on_one_rank_ends_all_ranks(tmp_path: pathlib.Path) -> None:
+    """MPI was started by the program, so the other ranks would wait for this one."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\nfrom mpi4py import MPI\n"
+        "if MPI.COMM_WORLD.rank == 1: os.environ['MPIGRAD_CPU'] = 'nonsense'\n"
+        "import mpigrad\n"
+    )
+    done = mpiexec(2, program)
+    assert done.returncode != 0
+    assert "MPIGRAD_CPU must be one of" in done.stderr
 
 
 def test_warns_of_an_mpi_that_was_never_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,15 @@ class Owner:
 
 
 def _start_of(pid: int) -> int:
-    """Return the start of a process. Its name, in parentheses, may have spaces."""
+    """Return the start of a process. Its name, in parentheses, may have spaces.
+
+    Raises
+    ------
+    ProcessLookupError
+        If it has ended, also if nobody has asked for its exit code yet.
+    """
     text = pathlib.Path(f"/proc/{pid}/stat").read_bytes()
-    return int(text.rpartition(b")")[2].split()[19])
+    state, *fields = text.rpartition(b")")[2].split()
+    if state in (b"Z", b"X"):
+        raise ProcessLookupError(f"process {pid} has ended")
+    return int(fields[18])

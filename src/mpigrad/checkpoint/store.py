@@ -108,7 +108,7 @@ class Store:
             if self.keep < 1:
                 raise ValueError(f"Store: keep must be at least 1, got {keep}")
         self._check_directory()
-        self._owner = Owner.this_process()  # that of rank 0 counts
+        self._owner = call_on_root(self.comm, Owner.this_process)
         self._owns = False
         self._started: set[str] = set()  # directories of saves that this Store has begun
         self._latest = ""  # identity of the latest save, whether it succeeded or not
