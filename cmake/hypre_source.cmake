@@ -17,6 +17,7 @@ set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 add_subdirectory(${source} ${CMAKE_BINARY_DIR}/hypre EXCLUDE_FROM_ALL)
 target_compile_options(HYPRE PRIVATE -w -ffunction-sections -fdata-sections)
 
-add_library(mpigrad_hypre MODULE native/hypre/hypre.cc native/hypre/any_mpi/any_mpi.cc)
+add_library(mpigrad_hypre MODULE native/hypre/hypre.cc native/hypre/prototypes.cc
+  native/hypre/any_mpi/any_mpi.cc)
 target_link_libraries(mpigrad_hypre PRIVATE HYPRE ${CMAKE_DL_LIBS})
 target_link_options(mpigrad_hypre PRIVATE -Wl,--gc-sections -Wl,--exclude-libs,ALL)

@@ -47,7 +47,8 @@ def idling() -> dict[str, str]:
     subprocess.run(words, check=True)
     atexit.register(shutil.rmtree, library.parent, ignore_errors=True)
     family = find_launcher(mpi_library()).family
-    return {**(family.oversubscribed if family else {}), "LD_PRELOAD": str(library)}
+    before = os.environ.get("LD_PRELOAD", "")  # of sanitizers, which must come first
+    return {**(family.oversubscribed if family else {}), "LD_PRELOAD": f"{before} {library}"}
 
 
 def on_six_ranks(folder: pathlib.Path, beside: str, *lines: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,15 @@ from mpi4py import MPI
 
 import mpigrad as mg
 from helpers import close
-from mpigrad.communicator import Cartesian, Communicator, default_communicator, resolve
+from mpigrad.communicator import (
+    BlockingCall,
+    Cartesian,
+    Communicator,
+    default_communicator,
+    resolve,
+)
+from mpigrad.guard import board as b
+from mpigrad.guard.failure import current_board
 
 
 @pytest.mark.thin(3)
@@ -147,3 +157,25 @@ def test_compiled_programs_keep_their_communicator(comm: Communicator) -> None:
     with pytest.raises(RuntimeError, match=rf"comm\.mpi\.Free: .* on rank {comm.rank}"):
         own.mpi.Free()
     assert float(mg.allreduce(jnp.ones(()), comm=own)) == comm.size
+
+
+def test_ctrl_c_while_a_blocking_call_begins(comm: Communicator) -> None:
+    """It waits for the other rank, and is over when the interrupt is noticed."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    call = BlockingCall("meet", comm.slot)
+    if comm.rank == 0:
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt), call:
+            pass
+        signal.signal(signal.SIGALRM, before)
+    else:
+        time.sleep(1.0)
+        with call:
+            pass
+    board = current_board()
+    assert int(board.slots[board.own_index]["state"]) == b.IN_PYTHON
+    assert float(mg.allreduce(1.0)) == comm.size

@@ -129,6 +129,10 @@ MPIGRAD_EXPORT void mpigrad_set_call_site(int64_t site, const char* text, const 
 
 MPIGRAD_EXPORT void* mpigrad_slots() { return board.slots; }
 
+// Show the next verdict, which Python has written in its place, to the ranks of this host. A rank that
+// sees the new count sees the whole verdict.
+MPIGRAD_EXPORT void mpigrad_publish_verdict(void* count) { add(*static_cast<Cell*>(count), 1); }
+
 // Register the members of the communicator of `slot`: for each its host index (-1: another host)
 // and its slot there.
 MPIGRAD_EXPORT void mpigrad_set_members(int64_t slot, int64_t id, int rank, int size,

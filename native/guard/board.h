@@ -169,10 +169,12 @@ inline bool same_tree(int64_t a, int64_t b) { return a == b || a < 0 || b < 0; }
 // For two ranks, one of which may receive as a pytree what the other sends as one array.
 inline bool tree_fits(int64_t a, int64_t b) { return a == b || a <= 0 || b <= 0; }
 
+// The beginning of a text, without half a character of UTF-8.
 template <size_t N>
 void copy_text(char (&to)[N], const char* from) {
   size_t i = 0;
   for (; i + 1 < N && from[i]; ++i) to[i] = from[i];
+  while (i && (from[i] & 0xC0) == 0x80) --i;  // in the middle of a character
   to[i] = 0;
 }
 

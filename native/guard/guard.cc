@@ -122,12 +122,11 @@ void mark_failure() {
 
 Post::Post(const char* operation, int64_t slot, int64_t site)
     : owner_(recording != kRecordNothing && !forked.load(std::memory_order_relaxed) &&
-             !busy.load(std::memory_order_acquire)),
+             !busy.exchange(true, std::memory_order_acquire)),
       nested_(inside || recording == kRecordNothing),
       slot_(slot) {
   if (!owner_) return;
   inside = true;
-  busy.store(true, std::memory_order_relaxed);  // relaxed: good enough to detect a second thread
   Slot& mine = board.own();
   add(mine.serial, 1);
   put(mine.kind, kUnknown);
@@ -170,8 +169,8 @@ bool Post::allowed() {
   return false;
 }
 
-template <class Ready>
-bool Post::wait(const Ready& ready) {
+template <class Ready, class Withdraw>
+bool Post::wait(const Ready& ready, const Withdraw& withdraw) {
   Slot& mine = board.own();
   const int64_t id = get(mine.entries[slot_].id);
   for (int n = 0;; ++n) {
@@ -190,6 +189,9 @@ bool Post::wait(const Ready& ready) {
       nanosleep(&pause, nullptr);
     }
   }
+  // Before `polling`: a partner that finds this rank not waiting takes what it has announced for
+  // certain.
+  if (!refusal.empty()) withdraw();
   put(mine.polling, 0);
   return refusal.empty();
 }
@@ -210,7 +212,7 @@ bool Post::collective(const Agreement& a) {
   put(mine.kind, kCollective);
   if (!get(mine.polling)) return !guarded || e.size == 1 || agree_by_message(c);
   int64_t next = 0;
-  const bool agreed = wait([&] {
+  const auto ready = [&] {
     for (; next < e.size; ++next) {
       const Slot* owner;
       const Entry* other = next == e.rank ? nullptr : member(slot_, next, &owner);
@@ -221,9 +223,8 @@ bool Post::collective(const Agreement& a) {
       if (d.sequence == sequence && !agree(c, d)) return false;
     }
     return c.counts_kind != kPairCounts || pairs_agree(slot_, sequence);
-  });
-  if (!agreed) put(e.sequence, sequence - 1);  // it did not take place
-  return agreed;
+  };
+  return wait(ready, [&] { put(e.sequence, sequence - 1); });
 }
 
 // Members on several hosts do not share a board: they exchange contracts by a message on the
@@ -312,9 +313,7 @@ bool Post::messages(Mails sends, Mails receives) {
   if (!announce(sends, receives)) return false;
   if (!guarded) return true;
   const int64_t me = mine.entries[slot_].rank;
-  const bool met = wait([&] { return Exchange(slot_).possible(me); });
-  if (!met) count_messages(-1);  // it did not take place
-  return met;
+  return wait([&] { return Exchange(slot_).possible(me); }, [&] { count_messages(-1); });
 }
 
 bool Post::post(Mails sends, Mails receives) {
@@ -409,17 +408,21 @@ static const char* interned(const char* text) {
 }
 
 // Begin a blocking call that Python makes itself. `slot` is -1 if the communicator is unknown.
-// Returns nullptr, or the reason why the call is refused.
+// Returns nullptr, or the reason why the call is refused. `begun` says whether mpigrad_end must
+// follow: Python may be interrupted before it has read the result.
 MPIGRAD_EXPORT const char* mpigrad_begin(const char* operation, int64_t slot, int64_t site,
-                                         bool unlimited) {
+                                         bool unlimited, bool* begun) {
   thread_local std::string refusal;
   auto call = std::make_unique<PythonCall>(interned(operation), slot, site, unlimited);
   if (slot < 0 ? call->post.allowed() : call->post.collective({})) {
     of_python.push_back(std::move(call));
+    *begun = true;
     return nullptr;
   }
   refusal = call->post.refusal;
   return refusal.c_str();
 }
 
-MPIGRAD_EXPORT void mpigrad_end() { of_python.pop_back(); }
+MPIGRAD_EXPORT void mpigrad_end() {
+  if (!of_python.empty()) of_python.pop_back();
+}

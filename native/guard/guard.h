@@ -94,8 +94,10 @@ class MPIGRAD_SHARED Post {
   }
 
  private:
-  template <class Ready>
-  bool wait(const Ready& ready);
+  // Waits on the board until the operation is ready. If it is refused, `withdraw` takes back what it
+  // has announced.
+  template <class Ready, class Withdraw>
+  bool wait(const Ready& ready, const Withdraw& withdraw);
   void count_messages(int64_t n);
   bool agree_by_message(const Contract& c);
 

@@ -15,8 +15,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -115,7 +117,7 @@ using List = ffi::Buffer<ffi::F64, 1>;
 ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, List values_id, ffi::Result<ffi::Token>,
                  ffi::Result<Numbers> x, ffi::Result<Numbers> info, int64_t system, int64_t method,
                  int64_t restart, double rtol, int64_t max_steps, bool throws, int64_t site,
-                 std::string_view name, std::string_view where) {
+                 std::string_view name, std::string_view where) try {
   std::lock_guard<std::mutex> guard(mutex);
   const auto found = systems.find(system);
   if (found == systems.end()) {
@@ -160,6 +162,14 @@ ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, List values_
     std::copy(numbers, numbers + kInfo, info->typed_data() + k * kInfo);
   }
   return ffi::Error::Success();
+} catch (const std::exception& error) {  // XLA is compiled without exceptions
+  if (failed) failed();
+  std::lock_guard<std::mutex> guard(mutex);
+  const bool memory = dynamic_cast<const std::bad_alloc*>(&error);
+  return ffi::Error::Internal(
+      "solve, " + std::string(where) + ": rank " + std::to_string(systems.at(system)->rank()) + " " +
+      (memory ? "does not have enough memory for the solver. Use more ranks."
+              : std::string("failed: ") + error.what() + ". Report this as a bug of mpigrad."));
 }
 
 // A communicator from its handle in Python, a pointer or an integer.

@@ -74,6 +74,11 @@ class System {
   System(const System&) = delete;
   System& operator=(const System&) = delete;
 
+  int rank() const {
+    int rank = 0;
+    MPI_Comm_rank(comm_, &rank);
+    return rank;
+  }
   int64_t rows() const { return n_; }
   int64_t entries() const { return static_cast<int64_t>(entries_); }
   int64_t setups() const { return setups_; }

@@ -30,7 +30,7 @@ ffi::Error barrier(Token, TokenOut, int64_t comm, int64_t site) {
 }
 
 ffi::Error bcast(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_t root) {
-  const Call c("bcast", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
+  const Call c("bcast", comm, site, members_of(comm).rank == root ? x.size_bytes() : 0, root);
   if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
   const Words out(y);
   if (out.data != x.untyped_data()) {
@@ -89,7 +89,7 @@ ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
 
 ffi::Error scatter(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                    int64_t root) {
-  const Call c("scatter", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
+  const Call c("scatter", comm, site, members_of(comm).rank == root ? x.size_bytes() : 0, root);
   if (ffi::Error e = c.collective(x, {{"root", root}}); e.failure()) return e;
   const Words out(y);
   const int count = static_cast<int>(out.count);
@@ -184,7 +184,7 @@ ffi::Error gatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t
 
 ffi::Error scatterv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                     int64_t root, Integers counts, int64_t row) {
-  const Call c("scatterv", comm, site, communicator(comm).rank == root ? x.size_bytes() : 0, root);
+  const Call c("scatterv", comm, site, members_of(comm).rank == root ? x.size_bytes() : 0, root);
   if (ffi::Error e = c.collective(x, {{"root", root}}, counts); e.failure()) return e;
   const Words in(x), out(y);
   const Parts parts(counts, row);

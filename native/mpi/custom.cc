@@ -10,6 +10,7 @@ Callback callback = nullptr;
 
 ffi::Error custom(Token, ffi::RemainingArgs operands, TokenOut, ffi::RemainingRets results,
                   int64_t comm, int64_t site, int64_t id) {
+  Call c("custom_operation", comm, site, 0);
   std::vector<void*> xs, ys;
   int64_t bytes = 0;
   for (size_t i = 0; i < operands.size(); ++i) {
@@ -19,7 +20,7 @@ ffi::Error custom(Token, ffi::RemainingArgs operands, TokenOut, ffi::RemainingRe
   }
   for (size_t i = 0; i < results.size(); ++i)
     ys.push_back((*results.get<Buffer>(i))->untyped_data());
-  const Call c("custom_operation", comm, site, bytes);
+  c.watch.sent(bytes);
   if (ffi::Error e = c.messages({}, {}); e.failure()) return e;
   std::vector<char> error(8192);
   if (callback(id, xs.data(), ys.data(), error.data(), error.size())) return c.fail(error.data());

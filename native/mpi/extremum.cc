@@ -36,8 +36,9 @@ int reduce_and_compare(const Call& c, const Buffer& x, BufferOut& y, bool* own, 
            static_cast<int>(x.element_count()),
            arithmetic_type(static_cast<int>(x.element_type()), known),
            largest ? operation<T, true>() : operation<T, false>(), c.comm.handle);
+  if (code) return code;
   for (size_t i = 0; i < x.element_count(); ++i) own[i] = sent[i] == result[i];
-  return code;
+  return 0;
 }
 
 ffi::Error extremum(Token, Buffer x, TokenOut, BufferOut y, ffi::Result<ffi::Buffer<ffi::PRED>> own,

@@ -6,8 +6,12 @@
 
 #include <climits>
 #include <cstring>
+#include <exception>
 #include <iterator>
+#include <new>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "ffi.h"
@@ -61,6 +65,22 @@ inline Mail mail(int64_t peer, int64_t tag, const Buffer& x, int64_t rows = -1) 
   return {peer, tag, layout_of(x), rows};
 }
 
+// The rank in MPI_COMM_WORLD, if it differs from the rank in this communicator.
+inline std::string in_the_world(const Slot& it, int64_t rank) {
+  const int64_t world = get(it.world_rank);
+  return world == rank ? "" : " (rank " + std::to_string(world) + " of the job)";
+}
+
+// The error of an operation of this rank.
+inline ffi::Error failure(const char* operation, const Communicator& comm, int64_t site,
+                          const std::string& what) {
+  mark_failure();
+  return ffi::Error(ffi::ErrorCode::kInternal,
+                    "mpigrad: rank " + std::to_string(comm.rank) + " of " +
+                        std::to_string(comm.size) + in_the_world(board.own(), comm.rank) + ": " +
+                        operation + " at " + call_site(site) + ": " + what);
+}
+
 // One operation in progress. The watchdog sees it while this object lives. `peer` is the root, the
 // partner or -1. `bytes` is the amount of data that this rank passes to MPI.
 //
@@ -74,11 +94,10 @@ struct Call {
   mutable Post post;
   mutable Watch watch;
 
-  // `space` holds the slot of a communicator and, in the upper bits, the kind of derivative.
   Call(const char* operation, int64_t space, int64_t site, int64_t bytes, int64_t peer = -1)
       : operation(operation),
-        comm(communicator(space & 0xffff)),
-        slot(space & 0xffff),
+        comm(members_of(space)),
+        slot(slot_of(space)),
         site(site),
         post(operation, slot, site),
         watch(post.standing(), operation, slot, site, bytes, peer),
@@ -130,13 +149,7 @@ struct Call {
         post.post({std::data(sends), sends.size()}, {std::data(receives), receives.size()}));
   }
 
-  ffi::Error fail(const std::string& what) const {
-    mark_failure();
-    return ffi::Error(ffi::ErrorCode::kInternal,
-                      "mpigrad: rank " + std::to_string(comm.rank) + " of " +
-                          std::to_string(comm.size) + in_the_world(board.own(), comm.rank) + ": " +
-                          operation + " at " + call_site(site) + ": " + what);
-  }
+  ffi::Error fail(const std::string& what) const { return failure(operation, comm, site, what); }
   // Success for an empty text, else an error with this text.
   ffi::Error done(const std::string& wrong) const {
     if (wrong.empty()) return ffi::Error::Success();
@@ -144,11 +157,6 @@ struct Call {
     // A verdict is a complete text, the same on every rank.
     mark_failure();
     return ffi::Error(ffi::ErrorCode::kInternal, wrong);
-  }
-  // The rank in MPI_COMM_WORLD, if it differs from the rank in this communicator.
-  std::string in_the_world(const Slot& it, int64_t rank) const {
-    const int64_t world = get(it.world_rank);
-    return world == rank ? "" : " (rank " + std::to_string(world) + " of the job)";
   }
   std::string name_of(int64_t rank) const {
     const Slot* owner;
@@ -213,9 +221,48 @@ inline ffi::Error received(const Call& c, int code, Status& status, const Words&
   return ffi::Error::Success();
 }
 
+// The first two integers of a handler's arguments: the space of its communicator, and its site.
+struct Place {
+  int64_t number[2] = {};
+  int count = 0;
+  void note(int64_t argument) {
+    if (count < 2) number[count++] = argument;
+  }
+  template <class T>
+  void note(const T&) {}
+};
+
+// XLA is compiled without exceptions, so none may leave a handler. `function` takes an array for
+// which there may be no memory, and returns an error instead.
+template <auto function>
+struct Guarded;
+template <class... Arguments, ffi::Error (*function)(Arguments...)>
+struct Guarded<function> {
+  static_assert((std::is_same_v<Arguments, int64_t> + ...) >= 2, "a handler with MPIGRAD_WHERE");
+  static ffi::Error run(Arguments... arguments) {
+    Place at;
+    (at.note(arguments), ...);
+    // The record keeps the last operation of this rank.
+    const auto fail = [&at](const std::string& what) {
+      const char* operation = record.operation.load(std::memory_order_relaxed);
+      return failure(operation ? operation : "an operation", members_of(at.number[0]),
+                     at.number[1], what);
+    };
+    try {
+      return function(std::forward<Arguments>(arguments)...);
+    } catch (const std::bad_alloc&) {
+      return fail("this rank does not have enough memory for the message. Use more ranks, or send "
+                  "smaller arrays.");
+    } catch (const std::exception& error) {
+      return fail(std::string(error.what()) + ". Report this as a bug of mpigrad.");
+    }
+  }
+};
+
 }  // namespace mpigrad
 
-// Export a handler: MPIGRAD_HANDLER(symbol, function, binding).
+// Export a handler: MPIGRAD_HANDLER(symbol, function, binding). MPIGRAD_PLAIN_HANDLER is for functions
+// that throw nothing, and have no communicator.
 #define MPIGRAD_ATTR(name) .Attr<int64_t>(#name)
 #define MPIGRAD_ATTRS(name) .Attr<xla::ffi::Span<const int64_t>>(#name)
 #define MPIGRAD_BIND xla::ffi::Ffi::Bind()
@@ -224,6 +271,8 @@ inline ffi::Error received(const Call& c, int code, Status& status, const Words&
 #define MPIGRAD_X .Arg<xla::ffi::AnyBuffer>()
 #define MPIGRAD_Y .Ret<xla::ffi::AnyBuffer>()
 #define MPIGRAD_WHERE MPIGRAD_ATTR(comm) MPIGRAD_ATTR(site)
-#define MPIGRAD_HANDLER(symbol, function, binding)                                             \
+#define MPIGRAD_HANDLER(symbol, function, binding) \
+  MPIGRAD_PLAIN_HANDLER(symbol, Guarded<&mpigrad::function>::run, binding)
+#define MPIGRAD_PLAIN_HANDLER(symbol, function, binding)                                       \
   extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* symbol(XLA_FFI_CallFrame*); \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, mpigrad::function, binding)

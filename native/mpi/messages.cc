@@ -112,8 +112,17 @@ Exchange::Exchange(int64_t slot)
     : slot_(slot), id_(get(board.own().entries[slot].id)), seen_(board.own().entries[slot].size) {}
 
 bool Exchange::possible(int64_t rank) {
-  if (seen_[rank]) return true;  // in a cycle all take place together
-  seen_[rank] = true;
+  if (seen_[rank]) return seen_[rank] > 0;  // in a cycle all take place together
+  const int64_t look = seen_[rank] = ++looks_;
+  if (partners_possible(rank)) return true;
+  // What was found since then may hold only if this rank's operation is possible.
+  for (int64_t& seen : seen_)
+    if (seen >= look) seen = 0;
+  seen_[rank] = kImpossible;
+  return false;
+}
+
+bool Exchange::partners_possible(int64_t rank) {
   const Slot* s;
   const Entry* e = member(slot_, rank, &s);
   if (!e) return true;
@@ -142,12 +151,13 @@ bool Exchange::waits(const Slot& s, const Part* parts, const Cell& count, int64_
 bool Exchange::available(int64_t rank, const Part& p) {
   const Slot* sender;
   if (!member(slot_, p.peer, &sender) || get(sender->counts_invalid)) return true;
+  // Before the counter: a refused sender lowers it before it stops waiting.
+  const bool waiting = waits(*sender, sender->send, sender->sends, rank, p.tag, p.ordinal);
   const Channel* c = find_channel(*sender, id_, rank, p.tag);
   if (!c || get(c->sent) < p.ordinal) return false;
   const Message* m = find_message(*sender, id_, rank, p.tag, p.ordinal);
   if (m && !fits(p, m->part)) return false;
-  return !waits(*sender, sender->send, sender->sends, rank, p.tag, p.ordinal) ||
-         possible(p.peer);
+  return !waiting || possible(p.peer);
 }
 
 bool Exchange::any_available(int64_t rank, const Slot& receiver, const Part& p) {
@@ -155,11 +165,14 @@ bool Exchange::any_available(int64_t rank, const Slot& receiver, const Part& p) 
     const Slot* sender;
     if (p.peer >= 0 && p.peer != source) continue;
     if (!member(slot_, source, &sender) || get(sender->counts_invalid)) return true;
-    const Message* m = next_message(*sender, source, receiver, rank, id_, p.tag);
-    if (m && fits(p, m->part) &&
-        (!waits(*sender, sender->send, sender->sends, rank, m->part.tag, m->part.ordinal) ||
-         possible(source)))
-      return true;
+    const auto next = [&] { return next_message(*sender, source, receiver, rank, id_, p.tag); };
+    const Message* m = next();
+    if (m && fits(p, m->part)) {
+      const bool waiting =
+          waits(*sender, sender->send, sender->sends, rank, m->part.tag, m->part.ordinal);
+      // A refused sender withdraws its message before it stops waiting.
+      if (waiting ? possible(source) : next() == m) return true;
+    }
     if (uncertain(*sender, source, receiver, rank, id_, p.tag)) return true;
   }
   return false;
@@ -169,10 +182,10 @@ bool Exchange::expected(int64_t rank, const Part& p) {
   const Slot* receiver;
   const Entry* e = member(slot_, p.peer, &receiver);
   if (!e || get(receiver->counts_invalid) || get(e->open)) return true;
+  const bool waiting =
+      waits(*receiver, receiver->receive, receiver->receives, rank, p.tag, p.ordinal);
   const Channel* c = find_channel(*receiver, id_, rank, p.tag);
-  if (c && get(c->posted) >= p.ordinal)
-    return !waits(*receiver, receiver->receive, receiver->receives, rank, p.tag, p.ordinal) ||
-           possible(p.peer);
+  if (c && get(c->posted) >= p.ordinal) return !waiting || possible(p.peer);
   if (get(receiver->kind) != kMessagesOnly || get(receiver->state) != kInOperation) return false;
   for (int64_t i = 0; i < std::min<int64_t>(get(receiver->receives), kParts); ++i)
     if (wild(receiver->receive[i])) return true;

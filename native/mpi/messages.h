@@ -24,6 +24,7 @@ class Exchange {
   bool possible(int64_t rank);
 
  private:
+  bool partners_possible(int64_t rank);
   // Whether the current operation of the rank waits on the board and has this part.
   bool waits(const Slot& s, const Part* parts, const Cell& count, int64_t peer, int64_t tag,
              int64_t ordinal) const;
@@ -36,7 +37,11 @@ class Exchange {
   bool expected(int64_t rank, const Part& p);
 
   int64_t slot_, id_;
-  std::vector<bool> seen_;
+  // For each rank 0 (not looked at), n > 0 (the n-th that was found or is assumed to be possible), or
+  // kImpossible.
+  std::vector<int64_t> seen_;
+  int64_t looks_ = 0;
+  static constexpr int64_t kImpossible = -1;
 };
 
 }  // namespace mpigrad

@@ -26,7 +26,7 @@ struct Status {
 // One pointer for each function MPI_<name>.
 #define MPIGRAD_MPI_FUNCTIONS(X) \
   X(Allgather) X(Allgatherv) X(Allreduce) X(Alltoall) X(Alltoallv) X(Barrier) \
-  X(Bcast) X(Error_string) X(Exscan) X(Gather) X(Gatherv) X(Get_count) \
+  X(Bcast) X(Cancel) X(Error_string) X(Exscan) X(Gather) X(Gatherv) X(Get_count) \
   X(Iprobe) X(Irecv) X(Isend) X(Op_create) X(Recv) X(Reduce) X(Reduce_scatter) \
   X(Reduce_scatter_block) X(Scan) X(Scatter) X(Scatterv) X(Send) X(Sendrecv) \
   X(Test) X(Wait)
@@ -59,6 +59,9 @@ constexpr int kCommunicators = 1024, kReductions = 64;
 // Compiled programs refer to communicators, reductions and call sites by slot numbers, so that a
 // program contains no handle or address of one process.
 MPIGRAD_SHARED const Communicator& communicator(int64_t slot);
+// A space holds the slot of a communicator and, in the upper bits, the kind of derivative.
+inline int64_t slot_of(int64_t space) { return space & 0xffff; }
+inline const Communicator& members_of(int64_t space) { return communicator(slot_of(space)); }
 MPIGRAD_SHARED Handle reduction(int64_t slot);
 // The MPI type that reductions use for XLA's element type. `known` is false if MPI lacks the type.
 MPIGRAD_SHARED Handle arithmetic_type(int xla_type, bool& known);
@@ -95,13 +98,36 @@ int call(void* function, Args... args) {
 inline int status_field(const Status& status, int offset) {
   return *reinterpret_cast<const int*>(status.bytes + offset);
 }
+inline void set_status_field(Status& status, int offset, int64_t value) {
+  *reinterpret_cast<int*>(status.bytes + offset) = static_cast<int>(value);
+}
 inline int status_source(const Status& s) { return status_field(s, runtime.source_offset); }
 inline int status_tag(const Status& s) { return status_field(s, runtime.tag_offset); }
 
 // The request of a pending message, in the layout of the library.
 struct Request {
   int64_t storage = 0;
+  bool under_way = false;  // MPI uses the memory of the message
   void* address() { return &storage; }
 };
+
+// Notes that a message was posted, if `code` is success.
+inline int note_post(Request& request, int code) {
+  request.under_way = !code;
+  return code;
+}
+
+inline int await_request(Request& request, Status& status) {
+  request.under_way = false;
+  return call(runtime.mpi.Wait, request.address(), static_cast<void*>(status.bytes));
+}
+
+// Ends a message whose memory will be freed, after an error of MPI.
+inline void cancel_request(Request& request) {
+  if (!request.under_way) return;
+  Status status;
+  call(runtime.mpi.Cancel, request.address());
+  await_request(request, status);
+}
 
 }  // namespace mpigrad

@@ -108,9 +108,14 @@ ffi::Error open(Token, TokenOut, BufferOut token, int64_t comm, int64_t site) {
   return keep(c, 0, std::move(message), token);
 }
 
-// Remove and return the message of a token. `error` is set if it does not exist.
+// Remove and return the message of a token. `error` is set if it does not exist, or if another thread
+// is in an operation and may be reading the list.
 std::map<int, Pending>::node_type take(const Call& c, const Buffer& token, bool receives,
                                        ffi::Error& error) {
+  if (!c.post.allowed()) {
+    error = c.done(c.post.refusal);
+    return {};
+  }
   auto found = posted.find(read(token));
   if (found == posted.end() || found->second.receives != receives) {
     error = c.fail(
@@ -145,8 +150,7 @@ ffi::Error check_order(const Call& c, const Pending& message) {
 ffi::Error finish(const Call& c, Pending& message, const Mail& mail, BufferOut& y,
                   Status& status) {
   const int64_t source = mail.peer;
-  const int code =
-      call(runtime.mpi.Wait, message.request.address(), static_cast<void*>(status.bytes));
+  const int code = await_request(message.request, status);
   const Words data(y);
   const size_t bytes = data.count * data.width;
   if (message.words.count * message.words.width != label_bytes(c.slot, bytes) + bytes)
@@ -240,8 +244,7 @@ ffi::Error sent(Token, Buffer token, TokenOut, int64_t comm, int64_t site, int64
   if (error.success()) error = check_order(c, message);
   if (error.failure()) return give_back(std::move(node), std::move(error));
   Status status;
-  return c.done(
-      call(runtime.mpi.Wait, node.mapped().request.address(), static_cast<void*>(status.bytes)));
+  return c.done(await_request(node.mapped().request, status));
 }
 
 }  // namespace

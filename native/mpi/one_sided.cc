@@ -12,6 +12,10 @@ namespace {
 
 enum Kind { kGet, kPut, kClear, kAccumulate, kKinds };
 
+// The most words that one rank sends or receives in one epoch: MPI's displacements are C integers.
+// Tests set a smaller limit.
+int64_t word_limit = INT_MAX;
+
 struct Range {  // rows of a window
   int64_t offset, count;
 };
@@ -26,6 +30,7 @@ struct Requests {
     for (const Range& r : ranges[rank][kind]) n += r.count;
     return n;
   }
+  int64_t written_rows(int rank) const { return rows(rank, kPut) + rows(rank, kAccumulate); }
   std::vector<int64_t> encoded(int rank) const {
     std::vector<int64_t> words;
     for (const auto& kind : ranges[rank]) {
@@ -95,6 +100,29 @@ Adder adder(ffi::DataType type) {
   }
 }
 
+std::string place_text(const Call& c, const Range& range) {
+  // Unsigned, because an offset may be the largest integer.
+  const uint64_t last = static_cast<uint64_t>(range.offset) + range.count - 1;
+  return "rows " + std::to_string(range.offset) + " to " + std::to_string(last) +
+         " of the window of rank " + std::to_string(c.comm.rank);
+}
+
+// "", or the error if all ranks together read or write more of this rank's window than MPI can move.
+// What this rank itself requests is less, because Python limits the sizes of x and y.
+std::string size_fault(const Call& c, const Requests& theirs, int64_t row_words, size_t width) {
+  int64_t read = 0, written = 0;
+  for (int r = 0; r < c.comm.size; ++r) {
+    read += theirs.rows(r, kGet) * row_words;
+    written += theirs.written_rows(r) * row_words;
+  }
+  const int64_t most = std::max(read, written);
+  if (most <= word_limit) return "";
+  return "expected at most " + std::to_string(word_limit) + " words of " + std::to_string(width) +
+         " bytes that all ranks together " + (read > written ? "get from" : "put and accumulate into") +
+         " the window of rank " + std::to_string(c.comm.rank) + " in one epoch, got " +
+         std::to_string(most) + ". Split the lists over several calls of one_sided, on all ranks.";
+}
+
 // Share the fault of the lowest rank that has one, so that all ranks fail and none waits.
 int agree(const Call& c, std::string& fault) {
   int64_t first = fault.empty() ? c.comm.size : c.comm.rank;
@@ -105,11 +133,11 @@ int agree(const Call& c, std::string& fault) {
   if (code) return code;
   first = *std::min_element(found.begin(), found.end());
   if (first == c.comm.size) return 0;
-  std::vector<char> text(512);
-  fault.copy(text.data(), text.size() - 1);
-  code = call(runtime.mpi.Bcast, static_cast<void*>(text.data()), static_cast<int>(text.size()),
+  char text[512];
+  copy_text(text, fault.c_str());
+  code = call(runtime.mpi.Bcast, static_cast<void*>(text), static_cast<int>(sizeof text),
               word_type(1), static_cast<int>(first), c.comm.handle);
-  fault = text.data();
+  fault = text;
   return code;
 }
 
@@ -123,7 +151,7 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   if (ffi::Error e = c.collective(x, {{"row", row_bytes}}, Integers()); e.failure()) return e;
   const int ranks = c.comm.size;
   const size_t width = word_bytes;
-  const int row_words = static_cast<int>(row_bytes / word_bytes);
+  const int64_t row_words = row_bytes / word_bytes;
   Requests mine(ranks), theirs(ranks);
   const Integers* lists[kKinds] = {&get, &put, &clear, &accumulate};
   for (int kind = 0; kind < kKinds; ++kind)
@@ -165,27 +193,26 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   for (int r = 0; r < ranks; ++r)
     theirs.decode(r, reinterpret_cast<const int64_t*>(requests.incoming(r)));
 
-  // The requested rows must lie in the window, and no row may be put twice.
+  // The requested rows must lie in the window, no row may be put twice, and MPI must be able to move
+  // all of them. Only the rank with the window knows how much the others request of it together.
   std::vector<char> taken(rows);
   for (int r = 0; r < ranks; ++r)
     for (int kind = 0; kind < kKinds; ++kind)
       for (const Range& range : theirs.ranges[r][kind]) {
-        const std::string where = "rows " + std::to_string(range.offset) + " to " +
-                                  std::to_string(range.offset + range.count - 1) +
-                                  " of the window of rank " + std::to_string(c.comm.rank);
-        if (range.offset < 0 || range.offset + range.count > rows) {
-          fault = c.name_of(r) + " names " + where + ", which has " +
+        if (range.offset < 0 || range.offset > rows - range.count) {
+          fault = c.name_of(r) + " names " + place_text(c, range) + ", which has " +
                   std::to_string(rows) + " rows. Request rows inside the window.";
           continue;
         }
         if (kind != kPut) continue;
         char* first = taken.data() + range.offset;
         if (std::find(first, first + range.count, 1) != first + range.count)
-          fault = c.name_of(r) + " puts into " + where +
+          fault = c.name_of(r) + " puts into " + place_text(c, range) +
                   ", into which another put of this epoch also writes. Put these rows in another "
                   "epoch.";
         std::fill_n(first, range.count, 1);
       }
+  if (fault.empty()) fault = size_fault(c, theirs, row_words, width);
   if ((code = agree(c, fault))) return c.done(code);
   if (!fault.empty()) return c.fail(fault);
 
@@ -195,8 +222,8 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   // Gets read the window as it was before the epoch.
   Exchange reads(ranks, width);
   for (int r = 0; r < ranks; ++r) {
-    reads.to[r] = static_cast<int>(theirs.rows(r, kGet)) * row_words;
-    reads.from[r] = static_cast<int>(mine.rows(r, kGet)) * row_words;
+    reads.to[r] = static_cast<int>(theirs.rows(r, kGet) * row_words);
+    reads.from[r] = static_cast<int>(mine.rows(r, kGet) * row_words);
   }
   reads.prepare();
   for (int r = 0; r < ranks; ++r) {
@@ -211,10 +238,8 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   // Send the values: first those that are put, then those that are accumulated.
   Exchange writes(ranks, width);
   for (int r = 0; r < ranks; ++r) {
-    writes.to[r] =
-        static_cast<int>(mine.rows(r, kPut) + mine.rows(r, kAccumulate)) * row_words;
-    writes.from[r] =
-        static_cast<int>(theirs.rows(r, kPut) + theirs.rows(r, kAccumulate)) * row_words;
+    writes.to[r] = static_cast<int>(mine.written_rows(r) * row_words);
+    writes.from[r] = static_cast<int>(theirs.written_rows(r) * row_words);
   }
   writes.prepare();
   std::vector<char*> next(ranks);
@@ -267,6 +292,9 @@ ffi::Error one_sided(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
 
 }  // namespace
 }  // namespace mpigrad
+
+// For tests: the most words that the ranks may request of one rank in one epoch.
+MPIGRAD_EXPORT void mpigrad_set_one_sided_limit(int64_t words) { mpigrad::word_limit = words; }
 
 MPIGRAD_HANDLER(mpigrad_one_sided, one_sided,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_WHERE

@@ -33,20 +33,27 @@ struct Pending {
         peer(peer),
         memory(new char[like.count * like.width + 1]),
         words(memory.get(), like.count * like.width, like.width) {}
+  Pending(Pending&&) = default;
+  // MPI may still use the memory, after an error or at the end of the process: then it is not freed.
+  ~Pending() {
+    if (request.under_way) static_cast<void>(memory.release());
+  }
 
   int post_send(const Words& x, int64_t tag) {
     advise_huge_pages(words.data, words.count * words.width);
     std::memcpy(words.data, x.data, words.count * words.width);
-    return call(runtime.mpi.Isend, static_cast<const void*>(words.data),
-                static_cast<int>(words.count), words.type, static_cast<int>(peer),
-                static_cast<int>(tag), communicator(slot).handle, request.address());
+    return note_post(
+        request, call(runtime.mpi.Isend, static_cast<const void*>(words.data),
+                      static_cast<int>(words.count), words.type, static_cast<int>(peer),
+                      static_cast<int>(tag), communicator(slot).handle, request.address()));
   }
   int post_receive(int64_t tag) {
     receives = true;
     if (peer == runtime.proc_null) std::memset(words.data, 0, words.count * words.width);
-    return call(runtime.mpi.Irecv, words.data, static_cast<int>(words.count), words.type,
-                static_cast<int>(peer), static_cast<int>(tag), communicator(slot).handle,
-                request.address());
+    return note_post(
+        request, call(runtime.mpi.Irecv, words.data, static_cast<int>(words.count), words.type,
+                      static_cast<int>(peer), static_cast<int>(tag), communicator(slot).handle,
+                      request.address()));
   }
 };
 

@@ -16,6 +16,7 @@ void free_received_from_self() {
     const int code = call(runtime.mpi.Test, message->request.address(), &complete,
                           static_cast<void*>(status.bytes));
     if (code) return;
+    message->request.under_way = !complete;
     message = complete ? to_self.erase(message) : std::next(message);
   }
 }
@@ -46,8 +47,9 @@ ffi::Error receive_mail(const Call& c, const Mail& mail, const Words& y, Status&
   const Parcel parcel(c, y);
   const Words& out = parcel.words;
   advise_huge_pages(out.data, out.count * out.width);
-  // The status of a failed receive need not have a source.
-  *reinterpret_cast<int*>(status.bytes + runtime.source_offset) = static_cast<int>(mail.peer);
+  // The status of a failed receive need not have a source and a tag.
+  set_status_field(status, runtime.source_offset, mail.peer);
+  set_status_field(status, runtime.tag_offset, mail.tag);
   const int code = call(runtime.mpi.Recv, out.data, static_cast<int>(out.count), out.type,
                         static_cast<int>(mail.peer), static_cast<int>(mail.tag), c.comm.handle,
                         static_cast<void*>(status.bytes));
@@ -140,6 +142,14 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   return unpack(c, coming, code, status, static_cast<int>(source), out, result);
 }
 
+// Requests that are ended with this object, because MPI must not use XLA's memory after a handler.
+struct Requests : std::vector<Request> {
+  using std::vector<Request>::vector;
+  ~Requests() {
+    for (Request& request : *this) cancel_request(request);
+  }
+};
+
 // One message to and from each neighbour. x and y are packed by neighbour along axis 0.
 ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                               int64_t tag, Integers neighbors, Integers sendcounts,
@@ -154,30 +164,27 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
   if (ffi::Error e = c.messages(to_neighbors, from_neighbors); e.failure()) return e;
   const Words in(x), out(y);
   const size_t n = neighbors.size();
-  std::vector<Request> receives(n), sends(n);
+  Requests receives(n), sends(n);
   std::vector<Words> parts(n, out);
   char* to = static_cast<char*>(out.data);
   char* from = static_cast<char*>(in.data);
   int code = 0;
-  // After an error in a post the program ends, without waiting for pending messages.
-  size_t posted_receives = 0, posted_sends = 0;
   for (size_t i = 0; i < n && !code; ++i) {
     parts[i].data = to;
     parts[i].count = recvcounts[i] * row_words;
     to += parts[i].count * out.width;
     if (parts[i].count == 0) continue;
-    code = call(runtime.mpi.Irecv, parts[i].data, static_cast<int>(parts[i].count), out.type,
-                static_cast<int>(neighbors[i]), static_cast<int>(tag), c.comm.handle,
-                receives[i].address());
-    if (!code) posted_receives = i + 1;
+    code = note_post(receives[i], call(runtime.mpi.Irecv, parts[i].data,
+                                    static_cast<int>(parts[i].count), out.type,
+                                    static_cast<int>(neighbors[i]), static_cast<int>(tag),
+                                    c.comm.handle, receives[i].address()));
   }
   for (size_t i = 0; i < n && !code; ++i) {
     const int64_t count = sendcounts[i] * row_words;
     if (count)
-      code = call(runtime.mpi.Isend, static_cast<const void*>(from), static_cast<int>(count),
-                  in.type, static_cast<int>(neighbors[i]), static_cast<int>(tag), c.comm.handle,
-                  sends[i].address());
-    if (!code) posted_sends = i + 1;
+      code = note_post(sends[i], call(runtime.mpi.Isend, static_cast<const void*>(from),
+                                   static_cast<int>(count), in.type, static_cast<int>(neighbors[i]),
+                                   static_cast<int>(tag), c.comm.handle, sends[i].address()));
     from += count * in.width;
   }
   if (code) return c.done(code);
@@ -186,17 +193,17 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
     if (recvcounts[i]) has_ended(c.slot, neighbors[i], tag, true);
   }
   ffi::Error first = ffi::Error::Success();
-  for (size_t i = 0; i < posted_receives; ++i) {
-    if (parts[i].count == 0) continue;
+  for (size_t i = 0; i < n; ++i) {
+    if (!receives[i].under_way) continue;
     Status status;
-    const int rc = call(runtime.mpi.Wait, receives[i].address(), static_cast<void*>(status.bytes));
+    const int rc = await_request(receives[i], status);
     ffi::Error e = received(c, rc, status, parts[i], static_cast<int>(neighbors[i]));
     if (first.success() && !e.success()) first = e;
   }
-  for (size_t i = 0; i < posted_sends; ++i) {
-    if (sendcounts[i] == 0) continue;
+  for (size_t i = 0; i < n; ++i) {
+    if (!sends[i].under_way) continue;
     Status status;
-    const int rc = call(runtime.mpi.Wait, sends[i].address(), static_cast<void*>(status.bytes));
+    const int rc = await_request(sends[i], status);
     if (first.success() && rc) first = c.done(rc);
   }
   return first;

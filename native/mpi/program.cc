@@ -37,7 +37,7 @@ ffi::Error leave(Token, ffi::Result<ffi::Buffer<ffi::U8>> ordering_byte) {
 // The identity, ordered between two messages: its operand is computed before, users of its result
 // after.
 ffi::Error in_order(Token, Buffer x, TokenOut, BufferOut y, int64_t) {
-  if (y->untyped_data() != x.untyped_data())
+  if (x.size_bytes() && y->untyped_data() != x.untyped_data())
     std::memcpy(y->untyped_data(), x.untyped_data(), x.size_bytes());
   return ffi::Error::Success();
 }
@@ -49,8 +49,8 @@ MPIGRAD_HANDLER(mpigrad_require, require,
                 MPIGRAD_BIND MPIGRAD_IN.Arg<xla::ffi::Buffer<xla::ffi::PRED>>()
                     .Arg<xla::ffi::Buffer<xla::ffi::F64>>() MPIGRAD_OUT MPIGRAD_WHERE
                     .Attr<std::string_view>("message"));
-MPIGRAD_HANDLER(mpigrad_enter, enter, MPIGRAD_BIND MPIGRAD_X MPIGRAD_OUT);
-MPIGRAD_HANDLER(mpigrad_leave, leave,
+MPIGRAD_PLAIN_HANDLER(mpigrad_enter, enter, MPIGRAD_BIND MPIGRAD_X MPIGRAD_OUT);
+MPIGRAD_PLAIN_HANDLER(mpigrad_leave, leave,
                 MPIGRAD_BIND MPIGRAD_IN.Ret<xla::ffi::Buffer<xla::ffi::U8>>());
-MPIGRAD_HANDLER(mpigrad_in_order, in_order,
+MPIGRAD_PLAIN_HANDLER(mpigrad_in_order, in_order,
                 MPIGRAD_BIND MPIGRAD_IN MPIGRAD_X MPIGRAD_OUT MPIGRAD_Y MPIGRAD_ATTR(site));

@@ -1,7 +1,6 @@
 #include "mpi/shared_sum.h"
 
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -32,11 +31,7 @@ struct Group {
 std::array<Group, kEntries> groups;
 int64_t last = 0;  // the last communicator, whose members may still read this rank's pieces
 
-bool crowded() {
-  static const bool more_ranks_than_cores =
-      get(board.header->ranks) > sysconf(_SC_NPROCESSORS_ONLN);
-  return more_ranks_than_cores;
-}
+bool crowded = false;  // the ranks of this host are more than the processors that they may use
 
 // Waits until all members have reached `n`. MPI makes progress meanwhile, because a member that is
 // late may wait for a message of this rank.
@@ -44,9 +39,9 @@ void await(int64_t slot, Cell Progress::* which, int64_t n) {
   const Group& g = groups[slot];
   for (int i = 0; i < g.size; ++i)
     for (int64_t turn = 1; get(g.progress[i]->*which) < n; ++turn) {
-      if (turn % (crowded() ? 8 : 128) == 0) {
+      if (turn % (crowded ? 8 : 128) == 0) {
         move_messages(slot);
-        if (turn > 20000 || crowded()) sched_yield();
+        if (turn > 20000 || crowded) sched_yield();
       }
 #if defined(__x86_64__)
       _mm_pause();
@@ -141,6 +136,8 @@ std::string shared_sum(int64_t slot, const Summand& x) {
 }  // namespace mpigrad
 
 using namespace mpigrad;
+
+MPIGRAD_EXPORT void mpigrad_set_crowded(bool is_crowded) { crowded = is_crowded; }
 
 // Call after mpigrad_set_members: use shared memory for sums of this communicator, if `wanted` and
 // possible.

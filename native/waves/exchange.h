@@ -21,6 +21,16 @@ class Exchange {
   // Messages use the communicator of derivatives, on which programs never receive from any source.
   Exchange(const Tile& tile, int64_t slot) : tile_(tile), comm_(communicator(slot | 1)) {}
 
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
+  // After an error of MPI, messages of other sides are under way in this object's memory.
+  ~Exchange() {
+    for (int side = 0; side < kSides; ++side) {
+      cancel_request(receives_[side]);
+      cancel_request(sends_[side]);
+    }
+  }
+
   int64_t bytes() const { return bytes_; }
 
   int post(const std::vector<Piece<T>>& pieces) {
@@ -36,18 +46,22 @@ class Exchange {
         incoming_[side].resize(count);
         outgoing_[side].resize(count);
       }
-      if (int code = call(runtime.mpi.Irecv, static_cast<void*>(incoming_[side].data()), words(side),
-                          word_type(sizeof(T)), tile_.neighbor[side], kTag, comm_.handle,
-                          receives_[side].address()))
+      if (int code = note_post(
+              receives_[side],
+              call(runtime.mpi.Irecv, static_cast<void*>(incoming_[side].data()), words(side),
+                   word_type(sizeof(T)), tile_.neighbor[side], kTag, comm_.handle,
+                   receives_[side].address())))
         return code;
     }
     for (int side = 0; side < kSides; ++side) {
       if (tile_.neighbor[side] == kNobody || !counts_[side]) continue;
       copy(side, true);
       bytes_ += counts_[side] * sizeof(T);
-      if (int code = call(runtime.mpi.Isend, static_cast<const void*>(outgoing_[side].data()),
-                          words(side), word_type(sizeof(T)), tile_.neighbor[side], kTag,
-                          comm_.handle, sends_[side].address()))
+      if (int code = note_post(
+              sends_[side],
+              call(runtime.mpi.Isend, static_cast<const void*>(outgoing_[side].data()), words(side),
+                   word_type(sizeof(T)), tile_.neighbor[side], kTag, comm_.handle,
+                   sends_[side].address())))
         return code;
     }
     return 0;
@@ -58,9 +72,7 @@ class Exchange {
     for (int side = 0; side < kSides; ++side) {
       if (tile_.neighbor[side] == kNobody || !counts_[side]) continue;
       for (Request* request : {&receives_[side], &sends_[side]})
-        if (int code =
-                call(runtime.mpi.Wait, request->address(), static_cast<void*>(status.bytes)))
-          return code;
+        if (int code = await_request(*request, status)) return code;
       copy(side, false);
     }
     return 0;

@@ -1,4 +1,5 @@
 // Handlers of waves: whole runs of a time loop, each one operation between two tokens.
+#include <exception>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -42,6 +43,8 @@ ffi::Error handle(Kind kind, Arguments& in, Results& out, int64_t site, int64_t 
   } catch (const std::bad_alloc&) {
     return c.fail("there is not enough memory for the fields of the waves. Use more ranks, or give "
                   "`memory` or `checkpoints`.");
+  } catch (const std::exception& error) {
+    return c.fail(std::string(error.what()) + ". Report this as a bug of mpigrad.");
   }
 }
 
@@ -79,7 +82,6 @@ MPIGRAD_EXPORT const char* mpigrad_waves_create_run(
     return error.c_str();
   }
   auto setup = std::make_shared<Setup>();
-  setup->id = ++last;
   setup->physics = d.physics;
   setup->slot = d.slot;
   Tile& tile = setup->tile;
@@ -105,8 +107,8 @@ MPIGRAD_EXPORT const char* mpigrad_waves_create_run(
   setup->receivers = d.receivers;
   setup->component_kinds.assign(d.component_kinds, d.component_kinds + d.n_components);
   const std::lock_guard<std::mutex> lock(setups_mutex);
+  *id = setup->id = ++last;
   setups.emplace(last, std::move(setup));
-  *id = last;
   return nullptr;
 }
 
@@ -143,6 +145,6 @@ MPIGRAD_EXPORT void mpigrad_waves_free(int64_t id) {
 #define MPIGRAD_WAVES                                                                  \
   MPIGRAD_BIND MPIGRAD_IN.RemainingArgs() MPIGRAD_OUT.RemainingRets() MPIGRAD_ATTR(site) \
       MPIGRAD_ATTR(setup) MPIGRAD_ATTR(rest) MPIGRAD_ATTR(save)
-MPIGRAD_HANDLER(mpigrad_waves_forward, waves::forward, MPIGRAD_WAVES);
-MPIGRAD_HANDLER(mpigrad_waves_tangent, waves::tangent, MPIGRAD_WAVES);
-MPIGRAD_HANDLER(mpigrad_waves_adjoint, waves::adjoint, MPIGRAD_WAVES);
+MPIGRAD_PLAIN_HANDLER(mpigrad_waves_forward, waves::forward, MPIGRAD_WAVES);
+MPIGRAD_PLAIN_HANDLER(mpigrad_waves_tangent, waves::tangent, MPIGRAD_WAVES);
+MPIGRAD_PLAIN_HANDLER(mpigrad_waves_adjoint, waves::adjoint, MPIGRAD_WAVES);

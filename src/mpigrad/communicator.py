@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import math
 import os
@@ -42,8 +43,13 @@ class BlockingCall:
         self.operation, self.slot, self.unlimited = operation.encode(), slot, unlimited
 
     def __enter__(self) -> None:
-        begin = library().mpigrad_begin
-        error = begin(self.operation, self.slot, call_site(), self.unlimited)
+        begin, site, begun = library().mpigrad_begin, call_site(), ctypes.c_bool()
+        try:
+            error = begin(self.operation, self.slot, site, self.unlimited, begun)
+        except BaseException:  # Ctrl-C while it waited for other ranks: __exit__ is not called
+            if begun:
+                library().mpigrad_end()
+            raise
         if error is not None:
             raise RuntimeError(error.decode())
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
+import tempfile
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from mpi4py import MPI
 
 import mpigrad as mg
@@ -84,3 +87,64 @@ def test_mpi4py_messages_between_operations(comm: Communicator) -> None:
         y = f(jnp.float64(comm.rank))
         assert world.sendrecv(comm.rank, right, source=left) == left
         assert float(y) == expected
+
+
+def full(monkeypatch: pytest.MonkeyPatch, *directories: str) -> None:
+    """Let these directories have no space."""
+    reserve = os.posix_fallocate
+
+    def refuse(file: int, begin: int, size: int) -> None:
+        if os.path.dirname(os.readlink(f"/proc/self/fd/{file}")) in directories:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(file, begin, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+
+@pytest.mark.ranks(1)
+def test_the_memory_of_the_board_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page without memory behind it would end a rank when it is touched."""
+    temporary = os.path.realpath(tempfile.gettempdir())
+    size = b.HEADER.itemsize + 2 * b.SLOT.itemsize
+    for others, expected in (((), "/dev/shm"), (("/dev/shm",), temporary)):
+        full(monkeypatch, *others)
+        path = b._create(size, 2)
+        try:
+            assert os.path.dirname(os.path.realpath(path)) == expected
+            status = os.stat(path)
+            entries = 2 * b.ENTRIES * b.ENTRY.itemsize
+            assert status.st_size == size
+            assert size - entries <= 512 * status.st_blocks < size
+        finally:
+            os.unlink(path)
+    full(monkeypatch, "/dev/shm", temporary)
+    left = set(os.listdir("/dev/shm")) | set(os.listdir(temporary))
+    assert b._create(size, 2) == ""
+    assert not {f for f in os.listdir("/dev/shm") if f.startswith("mpigrad-")} - left
+
+
+def test_a_communicator_without_space_on_the_board(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank alone finds no space, and all ranks get the error."""
+    if comm.rank == comm.size - 1:
+        full(monkeypatch, "/dev/shm", os.path.realpath(tempfile.gettempdir()))
+    with pytest.raises(MemoryError, match=f"rank {comm.size - 1}'s host"):
+        comm.dup()
+    monkeypatch.undo()
+    assert float(mg.allreduce(1.0, comm=comm.dup())) == comm.size
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("allowed", "crowded"), [((0, 1), True), ((0, 1, 2), False)])
+def test_processors_that_ranks_may_use(allowed: tuple[int, ...], crowded: bool) -> None:
+    """Each of three ranks may be bound to one processor."""
+
+    class Near:
+        size = 3
+
+        def allgather(self, own: set[int]) -> list[set[int]]:
+            return [{allowed[r % len(allowed)]} for r in range(self.size)]
+
+    near: Any = Near()
+    assert b._is_crowded(near) is crowded

@@ -115,6 +115,7 @@ REFUSED = {
     "neighbors_with_other_counts": Refused(
         ("neighbor_alltoallv of float32[2,3] to rank 1", "float32[3,3] from rank 0")
     ),
+    "from_anyone_whose_partner_waits": Refused(("rank 0: in recv of", "rank 2: in neighbor")),
     "inside_scan": Refused(("ranks 0, 2: barrier" + AT, "rank 1: allreduce(op=SUM)")),
     "inside_cond": Refused(("rank 0: bcast(root=0)", "ranks 1-2: bcast(root=1)", "same root")),
     "after_jit_cache_hits": Refused(("float32[3]" + AT, "rank 1: allreduce(op=SUM) of float32[4]")),
@@ -187,6 +188,9 @@ REFUSED = {
     "from_a_forked_process": Refused(("was forked from a rank", "subprocess")),
     "from_two_threads": Refused(
         ("rank 0 of 3: allreduce" + AT, "another thread", "from one thread"), ranks=(0,)
+    ),
+    "waiting_in_a_second_thread": Refused(
+        ("rank 0 of 3: wait" + AT, "another thread", "from one thread"), ranks=(0,)
     ),
 }
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 
 import mpigrad as mg
 from mpigrad.communicator import Communicator
+from mpigrad.runtime.native import library
 
 
 def test_windows_of_different_lengths_and_data_that_only_moves(comm: Communicator) -> None:
@@ -21,6 +25,27 @@ def test_windows_of_different_lengths_and_data_that_only_moves(comm: Communicato
     np.testing.assert_array_equal(all_last.sum(axis=1), [0] * (comm.size - 1) + [3])
     empty, nothing = mg.one_sided(jnp.zeros((0, 2)))
     assert (empty.shape, nothing) == ((0, 2), [])
+
+
+@pytest.fixture
+def small_limit(comm: Communicator) -> Iterator[int]:
+    """Let MPI move one word less than all ranks together move here."""
+    words, set_limit = 12 * comm.size - 1, library().mpigrad_set_one_sided_limit
+    set_limit(ctypes.c_int64(words))
+    yield words
+    set_limit(ctypes.c_int64(2**31 - 1))
+
+
+def test_more_than_mpi_can_move(comm: Communicator, small_limit: int) -> None:
+    """Only the rank with the window knows the sum of all requests."""
+    x = jnp.ones((4, 3))
+    own, large = x[:3], f"at most {small_limit} words of 8 bytes that all ranks together "
+    for name, entry in (("get", (0, 0, 4)), ("accumulate", (x, 0, 0))):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{large}.*{name}") as error:
+            mg.one_sided(x, **{name: [entry]})
+        assert f"the window of rank 0 in one epoch, got {small_limit + 1}. Split" in str(error)
+    window, _ = mg.one_sided(x, accumulate=[(own, 0, 0)], get=[(0, 0, 3)])
+    np.testing.assert_array_equal(window[:3], 1 + comm.size if comm.rank == 0 else 1)
 
 
 def test_wrong_use(comm: Communicator) -> None:
@@ -49,6 +74,8 @@ def test_wrong_use(comm: Communicator) -> None:
         own(x, get=[(comm.rank, 1, 2)])
     with pytest.raises(jax.errors.JaxRuntimeError, match="Put these rows in another epoch"):
         own(x, put=[(x, comm.rank, 0), (x[:1], comm.rank, 1)])
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"rows 92233720368\d* to .* has 2"):
+        own(x, get=[(comm.rank, 2**63 - 1, 2)])
     # The last rank alone is wrong, about rank 0's window: all ranks say so.
     last = comm.rank == comm.size - 1
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"names rows 1 to 2 of .* of rank 0"):

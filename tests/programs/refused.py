@@ -263,6 +263,17 @@ def from_anyone_another_length(comm):
 
 
 @case
+def from_anyone_whose_partner_waits(comm):
+    rows = jnp.ones((1, 20_000))
+    if rank == 0:
+        mg.recv(rows, comm=comm)
+    if rank == 1:  # waits for rank 0, so that rank 2 waits, too
+        mg.neighbor_alltoallv(jnp.ones((2, 20_000)), [0, 2], [1, 1], [1, 0], comm=comm)
+    if rank == 2:
+        mg.neighbor_alltoallv(rows, [0, 1], [1, 0], [0, 1], comm=comm)
+
+
+@case
 def neighbors_with_other_counts(comm):
     if rank < 2:
         rows = jnp.ones((2, 3))
@@ -489,6 +500,33 @@ def from_two_threads(comm):
         time.sleep(1.0)
         mg.send(x, 0, comm=comm)
     mg.barrier(comm)  # the rank itself goes on
+    if messages:
+        raise RuntimeError(messages[0])
+
+
+@case
+def waiting_in_a_second_thread(comm):
+    messages = []
+    request = mg.isend(x, rank, comm=comm)
+    mg.recv(x, rank, comm=comm)
+    mg.wait(request)
+
+    def second():
+        time.sleep(0.3)
+        try:
+            mg.wait(request)  # the list of requests is not touched
+        except Exception as error:
+            messages.append(str(error))
+
+    if rank == 0:
+        thread = threading.Thread(target=second)
+        thread.start()
+        mg.recv(x, 1, comm=comm)
+        thread.join()
+    if rank == 1:
+        time.sleep(1.0)
+        mg.send(x, 0, comm=comm)
+    mg.barrier(comm)
     if messages:
         raise RuntimeError(messages[0])
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mpigrad.training import exchange as module
 from mpigrad.training.exchange import Exchange
 from mpigrad.training.flat_buffer import HEADER, FlatBuffer, Parameter
 from mpigrad.training.memory import Memory
@@ -169,3 +170,28 @@ def test_factors_of_16_bit_numbers_are_not_rounded_to_them():
     flat.multiply(1e-6)  # 1.3e-2 off as a number of float16
     for array, numbers in zip(flat.arrays, before, strict=True):
         np.testing.assert_array_equal(array, (numbers * np.float32(1e-6)).astype(array.dtype))
+
+
+@pytest.mark.ranks(2)
+def test_the_memory_of_an_interrupted_step_is_kept(comm, monkeypatch):
+    """Rank 0 is interrupted after it has sent a bucket, and drops the exchange."""
+    kept = []
+    monkeypatch.setattr(module, "_abandoned", kept)
+    flat = FlatBuffer(PARAMETERS)
+    exchange = Exchange(flat, comm, 0.03, 0.03)
+    exchange.begin(1.0)
+    if comm.rank == 0:
+        for index in flat.order:
+            exchange.ready(index)
+        exchange.close()
+        assert kept
+    comm.mpi.barrier()
+    if comm.rank == 1:
+        assert not kept
+        for index in flat.order:
+            exchange.ready(index)
+        exchange.close()
+    comm.mpi.barrier()
+    for request in kept:
+        request.Cancel()
+        request.Wait()

@@ -11,7 +11,6 @@ import dataclasses
 import fcntl
 import itertools
 import os
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,8 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+
+from mpigrad.runtime.native import library
 
 __all__ = ["Board", "register", "share"]
 
@@ -108,6 +109,15 @@ class Board:
             finally:
                 fcntl.flock(self.lock, fcntl.LOCK_UN)
 
+    def publish_verdict(self) -> None:
+        """Show the verdict that was written in the next place to all ranks of this host.
+
+        A store of NumPy has no order on processors with weak memory: a rank could see the count
+        before the verdict.
+        """
+        address = self.header.__array_interface__["data"][0] + HEADER.fields["faults"][1]
+        library().mpigrad_publish_verdict(ctypes.c_void_p(address))
+
     def claim(self) -> bool:
         """Return True if this rank is the first of its host to report why the job ends."""
         with self.locked():
@@ -127,6 +137,7 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.mpigrad_header_bytes.restype = lib.mpigrad_slot_bytes.restype = integer
     lib.mpigrad_board_bytes.restype = integer
     lib.mpigrad_share_sums.argtypes = [integer, ctypes.c_int]
+    lib.mpigrad_set_crowded.argtypes = [ctypes.c_bool]
     lib.mpigrad_map_board.restype = pointer
     lib.mpigrad_map_board.argtypes = [ctypes.c_char_p, integer]
     lib.mpigrad_use_board.restype = lib.mpigrad_slots.restype = pointer
@@ -137,6 +148,7 @@ def _declare(lib: ctypes.CDLL) -> None:
 
 
 _host_indices: dict[int, int] = {}  # world rank -> slot, for the ranks of this host
+_board_file: list[int] = []  # the descriptor of the board's file, if it is shared
 _communicator_ids = itertools.count(1)
 
 
@@ -156,9 +168,11 @@ def share(lib: ctypes.CDLL) -> Board:
             if near.size > 1:
                 memory, lock = _map(lib, near)
             if memory is not None:
+                lib.mpigrad_set_crowded(_is_crowded(near))
                 host = near.allgather(world.rank)
         finally:
             near.Free()
+    _board_file.extend([lock] if lock is not None else [])
     _host_indices.update((rank, index) for index, rank in enumerate(host))
     mine = host.index(world.rank)
     namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -181,7 +195,7 @@ def _map(lib: ctypes.CDLL, near: MPI.Comm) -> tuple[int | None, int | None]:
     path = ""
     wanted = os.environ.get("MPIGRAD_BOARD", "1") != "0" and near.size <= RANKS
     if near.rank == 0 and wanted:
-        path = _create(size)
+        path = _create(size, near.size)
     path = near.bcast(path)
     memory, lock = None, None
     if path:
@@ -194,15 +208,60 @@ def _map(lib: ctypes.CDLL, near: MPI.Comm) -> tuple[int | None, int | None]:
     return (memory, lock) if everybody else (None, None)
 
 
-def _create(size: int) -> str:
+_ENTRIES_BEGIN = SLOT.fields["entries"][1]
+_ENTRIES_END = _ENTRIES_BEGIN + ENTRIES * ENTRY.itemsize
+
+
+def _slot_begin(index: int) -> int:
+    return HEADER.itemsize + index * SLOT.itemsize
+
+
+def _create(size: int, ranks: int) -> str:
+    """Create the file of a board and reserve its memory. Returns its path, or "" without space.
+
+    Other programs may fill the file system later. A page that was not reserved would then end the
+    first rank that touches it. The entries of communicators are reserved when they are made.
+    """
     for directory in ("/dev/shm", tempfile.gettempdir()):
         with contextlib.suppress(OSError):
-            if shutil.disk_usage(directory).free > size:
-                file, path = tempfile.mkstemp(prefix="mpigrad-", dir=directory)
-                os.truncate(file, size)  # untouched pages use no memory
+            file, path = tempfile.mkstemp(prefix="mpigrad-", dir=directory)
+            try:
+                os.truncate(file, size)
+                begin = 0
+                for index in range(ranks):
+                    _reserve(file, begin, _slot_begin(index) + _ENTRIES_BEGIN)
+                    begin = _slot_begin(index) + _ENTRIES_END
+                _reserve(file, begin, size)
+            except OSError:  # no space, or a limit of this user
+                os.unlink(path)
+                continue
+            finally:
                 os.close(file)
-                return path
+            return path
     return ""
+
+
+def _reserve(file: int, begin: int, end: int) -> None:
+    os.posix_fallocate(file, begin, end - begin)
+
+
+def _reserve_entry(board_file: int, index: int, slot: int) -> bool:
+    """Reserve the memory of a communicator on the board. Returns False without space."""
+    begin = _slot_begin(index) + _ENTRIES_BEGIN + slot * ENTRY.itemsize
+    try:
+        _reserve(board_file, begin, begin + ENTRY.itemsize)
+    except OSError:
+        return False
+    return True
+
+
+def _is_crowded(near: MPI.Comm) -> bool:
+    """Return True if the ranks of this host share fewer processors than they are.
+
+    A container or a cpuset may allow fewer processors than the host has.
+    """
+    allowed = near.allgather(os.sched_getaffinity(0))
+    return len(set().union(*allowed)) < near.size
 
 
 def register(lib: ctypes.CDLL, slot: int, rank: int, gather: Any) -> None:
@@ -210,8 +269,16 @@ def register(lib: ctypes.CDLL, slot: int, rank: int, gather: Any) -> None:
     # With a CUDA-aware MPI the CPU cannot read the arrays.
     on_gpu = os.environ.get("MPIGRAD_CUDA_AWARE") == "1"
     wanted = os.environ.get("MPIGRAD_SHARED_MEMORY", "1") != "0" and not on_gpu
-    own = (MPI.COMM_WORLD.rank, slot, next(_communicator_ids), wanted)
-    places: Sequence[tuple[int, int, int, bool]] = gather(own)
+    me = MPI.COMM_WORLD.rank
+    reserved = not _board_file or _reserve_entry(_board_file[0], _host_indices[me], slot)
+    own = (me, slot, next(_communicator_ids), wanted, reserved)
+    places: Sequence[tuple[int, int, int, bool, bool]] = gather(own)
+    if full := [p[0] for p in places if not p[4]]:
+        raise MemoryError(
+            "Communicator: there is no space for another communicator in the shared memory of "
+            f"rank {full[0]}'s host (/dev/shm or the temporary directory). Free space there, or "
+            "set MPIGRAD_BOARD=0."
+        )
     first = places[0]
     identity = 1 + (first[0] << 32) + first[2]  # unique in the job: rank 0 and its counter
     size = len(places)

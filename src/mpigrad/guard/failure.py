@@ -32,6 +32,7 @@ from mpigrad.guard.unreceived import unreceived_report
 from mpigrad.guard.wait_graph import disagreement
 from mpigrad.guard.watchdog import Watchdog, rank_states
 from mpigrad.runtime.native import at_exit, library
+from mpigrad.runtime.utf8 import utf8
 
 __all__ = ["call_at_job_end", "current_board", "end_all_on_errors", "end_job", "install"]
 
@@ -202,7 +203,7 @@ def install() -> None:
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 def _explain(reports: int, size: int, text: int, room: int) -> None:
     """Write the error about differing contracts to `text`, for native code."""
-    raw = disagreement(b.view(reports, b.REPORT, size), _Process.board).encode()[: room - 1]
+    raw = utf8(disagreement(b.view(reports, b.REPORT, size), _Process.board), room - 1)
     ctypes.memmove(text, raw + bytes(1), len(raw) + 1)
 
 

@@ -22,6 +22,7 @@ from mpigrad.guard.thread_stacks import places_of_main
 from mpigrad.guard.wait_graph import Finding, diagnose, grouped, suspect
 from mpigrad.runtime.call_sites import program_line
 from mpigrad.runtime.native import UNTIMED, Record, record
+from mpigrad.runtime.utf8 import utf8, utf8_end
 
 __all__ = ["Watchdog", "end_reason", "rank_states"]
 
@@ -248,7 +249,7 @@ class Watchdog:
         """Write the line of the program to the board while this rank is outside operations."""
         mine = self.board.slots[self.board.own_index]
         if stack := places_of_main():
-            mine["line"] = program_line(stack).encode(errors="replace")[: b.TEXT - 1]
+            mine["line"] = utf8(program_line(stack), b.TEXT - 1)
             mine["line_ns"] = _now()
             inside = stack[0][0] == threading.__file__
             mine["line_waits"] = inside and not any(map(_works, threading.enumerate()))
@@ -268,9 +269,9 @@ class Watchdog:
         if isinstance(error, BaseException):
             *_, frame = [None, *traceback.extract_tb(error.__traceback__)]
             place = f" at {os.path.basename(frame.filename)}:{frame.lineno}" if frame else ""
-            text = " ".join(f"{type(error).__name__}: {error}".split()).encode(errors="replace")
-            end = place.encode(errors="replace")[-b.TEXT // 2 :]
-            mine["handling"] = text[: b.TEXT - 1 - len(end)] + end
+            end = utf8_end(place, b.TEXT // 2)
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            mine["handling"] = utf8(text, b.TEXT - 1 - len(end)) + end
 
     def _certain(self, finding: Finding) -> bool:
         """Return True if this rank has to report the finding, and it has held long enough."""
@@ -296,8 +297,8 @@ class Watchdog:
                 fault["serials"][r] = serial
             fault["ids"][:] = 0
             fault["ids"][: len(finding.communicators)] = finding.communicators[: b.FAULT_IDS]
-            fault["text"] = finding.text.encode()[: b.FAULT_TEXT - 1]
-            header["faults"] += 1  # from here on other ranks see it
+            fault["text"] = utf8(finding.text, b.FAULT_TEXT - 1)
+            self.board.publish_verdict()
         self._refused = finding.stuck
 
     def _report(self, waited: float, limit: float) -> str:

@@ -23,6 +23,7 @@ from mpigrad.operations.primitive import is_differentiable, linear_map
 from mpigrad.operations.pytree_packing import arrays
 from mpigrad.runtime.call_sites import call_site
 from mpigrad.runtime.native import ARITHMETIC_DTYPES, library
+from mpigrad.runtime.utf8 import utf8
 
 __all__ = ["custom_operation"]
 
@@ -167,7 +168,7 @@ def _run(number: int, xs: Any, ys: Any, error: Any, length: int) -> int:
                 "first, for example x.astype('float32'), or move its bytes, x.view('uint8'))"
             )
         text = "\n".join([f"{type(exception).__name__}: {exception}", *lines])
-        data = text.encode()[: length - 1] + b"\0"
+        data = utf8(text, length - 1) + b"\0"
         ctypes.memmove(error, data, len(data))
         return 1
     return 0

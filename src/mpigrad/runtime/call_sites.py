@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 
 from mpigrad.runtime.native import library
+from mpigrad.runtime.utf8 import utf8_end
 
 __all__ = ["at_call_site", "call_site", "describe", "pass_over", "program_line"]
 
@@ -76,12 +77,13 @@ def _outside(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-_LONGEST = 100  # characters of a path: the space on the board is limited
+_LONGEST = 100  # bytes of a path: the space on the board is limited
 
 
 def _text(file: str, line: int | None) -> str:
     path = os.path.relpath(file) if file.startswith(os.getcwd()) else file
-    return f"{path if len(path) <= _LONGEST else f'...{path[-_LONGEST:]}'}:{line}"
+    end = utf8_end(path, _LONGEST).decode()
+    return f"{path if len(end) == len(path) else f'...{end}'}:{line}"
 
 
 def _line() -> int:
@@ -108,7 +110,8 @@ def program_line(places: Iterable[tuple[str, int]]) -> str:
 
 def _add(text: str, tree: str) -> int:
     _texts.append(text)
-    library().mpigrad_set_call_site(len(_texts) - 1, text.encode(), tree.encode())
+    text_bytes, tree_bytes = text.encode(errors="replace"), tree.encode(errors="replace")
+    library().mpigrad_set_call_site(len(_texts) - 1, text_bytes, tree_bytes)
     return len(_texts) - 1
 
 

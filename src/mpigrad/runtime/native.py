@@ -161,7 +161,13 @@ def library() -> ctypes.CDLL:
     lib.mpigrad_record.restype = ctypes.c_void_p
     lib.mpigrad_pending_requests.restype = ctypes.c_char_p
     lib.mpigrad_begin.restype = ctypes.c_char_p
-    lib.mpigrad_begin.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_bool]
+    lib.mpigrad_begin.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_bool,
+        ctypes.POINTER(ctypes.c_bool),
+    ]
     error = lib.mpigrad_start(
         mpi_library_path().encode(), MPI._sizeof(MPI.Comm), int(MPI.IN_PLACE), MPI.PROC_NULL
     )

@@ -89,7 +89,8 @@ class Exchange:
                 start = stop
         # MPI does not free persistent requests when their Python objects are deleted.
         requests = [request for b in self._buckets for request in b.all_requests]
-        self._free = weakref.finalize(self, _free, requests)
+        self._gathering: list[MPI.Request] = []
+        self._free = weakref.finalize(self, _free, requests, self._gathering)
         self._free.atexit = False
         # For each parameter the buckets that hold it.
         self._of: list[list[_Bucket]] = []
@@ -160,6 +161,7 @@ class Exchange:
         self._header[:] = weight, ended, mark
         start = time.perf_counter()
         self._request = self.comm.mpi.Iallgather(self._header, self._all)
+        self._gathering[:] = [self._request]
         self.seconds += time.perf_counter() - start
 
     def weights(self) -> NDArray[np.float64]:
@@ -378,6 +380,14 @@ class _Bucket:
             self.numbers[:] = self.sent
 
 
-def _free(requests: Sequence[MPI.Prequest]) -> None:
+# Requests of an interrupted step, by Ctrl-C for example. They hold the memory that MPI uses.
+_abandoned: list[MPI.Request] = []
+
+
+def _free(requests: Sequence[MPI.Prequest], gathering: Sequence[MPI.Request]) -> None:
+    _abandoned.extend(request for request in gathering if not request.Test())
     for request in requests:
-        request.Free()
+        if request.Test():
+            request.Free()
+        else:
+            _abandoned.append(request)
