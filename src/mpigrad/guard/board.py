@@ -82,6 +82,11 @@ FAULT = np.dtype([("serials", "i8", RANKS), ("ids", "i8", FAULT_IDS), ("text", f
 HEADER = np.dtype(_numbers("ranks cause faults", ("fault", FAULT, FAULTS)))
 
 
+def _offset(dtype: np.dtype, name: str) -> int:
+    fields: Any = dtype.fields
+    return fields[name][1]
+
+
 @dataclasses.dataclass(frozen=True)
 class Board:
     """The shared memory of the ranks of this host. `slots[own_index]` belongs to this rank."""
@@ -115,7 +120,7 @@ class Board:
         A store of NumPy has no order on processors with weak memory: a rank could see the count
         before the verdict.
         """
-        address = self.header.__array_interface__["data"][0] + HEADER.fields["faults"][1]
+        address = self.header.__array_interface__["data"][0] + _offset(HEADER, "faults")
         library().mpigrad_publish_verdict(ctypes.c_void_p(address))
 
     def claim(self) -> bool:
@@ -208,7 +213,7 @@ def _map(lib: ctypes.CDLL, near: MPI.Comm) -> tuple[int | None, int | None]:
     return (memory, lock) if everybody else (None, None)
 
 
-_ENTRIES_BEGIN = SLOT.fields["entries"][1]
+_ENTRIES_BEGIN = _offset(SLOT, "entries")
 _ENTRIES_END = _ENTRIES_BEGIN + ENTRIES * ENTRY.itemsize
 
 
