@@ -151,13 +151,14 @@ bool Exchange::waits(const Slot& s, const Part* parts, const Cell& count, int64_
 bool Exchange::available(int64_t rank, const Part& p) {
   const Slot* sender;
   if (!member(slot_, p.peer, &sender) || get(sender->counts_invalid)) return true;
-  // Before the counter: a refused sender lowers it before it stops waiting.
-  const bool waiting = waits(*sender, sender->send, sender->sends, rank, p.tag, p.ordinal);
   const Channel* c = find_channel(*sender, id_, rank, p.tag);
-  if (!c || get(c->sent) < p.ordinal) return false;
+  const auto announced = [&] { return c && get(c->sent) >= p.ordinal; };
+  if (!announced()) return false;
   const Message* m = find_message(*sender, id_, rank, p.tag, p.ordinal);
   if (m && !fits(p, m->part)) return false;
-  return !waiting || possible(p.peer);
+  // A refused sender withdraws its message before it stops waiting, so look again.
+  return waits(*sender, sender->send, sender->sends, rank, p.tag, p.ordinal) ? possible(p.peer)
+                                                                            : announced();
 }
 
 bool Exchange::any_available(int64_t rank, const Slot& receiver, const Part& p) {
@@ -182,10 +183,13 @@ bool Exchange::expected(int64_t rank, const Part& p) {
   const Slot* receiver;
   const Entry* e = member(slot_, p.peer, &receiver);
   if (!e || get(receiver->counts_invalid) || get(e->open)) return true;
-  const bool waiting =
-      waits(*receiver, receiver->receive, receiver->receives, rank, p.tag, p.ordinal);
   const Channel* c = find_channel(*receiver, id_, rank, p.tag);
-  if (c && get(c->posted) >= p.ordinal) return !waiting || possible(p.peer);
+  const auto announced = [&] { return c && get(c->posted) >= p.ordinal; };
+  if (announced() &&
+      (waits(*receiver, receiver->receive, receiver->receives, rank, p.tag, p.ordinal)
+           ? possible(p.peer)
+           : announced()))
+    return true;
   if (get(receiver->kind) != kMessagesOnly || get(receiver->state) != kInOperation) return false;
   for (int64_t i = 0; i < std::min<int64_t>(get(receiver->receives), kParts); ++i)
     if (wild(receiver->receive[i])) return true;
