@@ -68,7 +68,8 @@ inline void put_relaxed(int64_t& x, int64_t value) { __atomic_store_n(&x, value,
 inline void copy_part(Part& to, const Part& from) {
   const auto in = reinterpret_cast<const int64_t*>(&from);
   const auto out = reinterpret_cast<int64_t*>(&to);
-  for (size_t i = 0; i < sizeof(Part) / sizeof(int64_t); ++i) put_relaxed(out[i], relaxed(in[i]));
+  const size_t used = offsetof(Part, dims) / sizeof(int64_t) + std::min<int64_t>(relaxed(from.rank), kDims);
+  for (size_t i = 0; i < used; ++i) put_relaxed(out[i], relaxed(in[i]));
 }
 inline Part read_part(const Part& part) {
   Part copy{};
