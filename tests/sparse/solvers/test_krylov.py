@@ -137,6 +137,17 @@ def test_shift_needs_a_whole_cycle(comm):
         solve(A, b, GMRES(preconditioner=None, restart=2))
 
 
+def test_a_basis_stays_orthogonal(comm):
+    """One Gram-Schmidt step leaves a basis of this matrix dependent, and GMRES then diverges."""
+    n = 20 * comm.size
+    rows = 20 * comm.rank + np.arange(20)
+    pattern = Pattern.from_coo(np.tile(rows, 2), np.concatenate([rows, (rows + 1) % n]), 20, comm)
+    size = 10.0 ** (8 * rows / (n - 1))
+    A = Matrix(pattern, jnp.concatenate([size, 0.5 * size * (rows < n - 1)]))
+    found = solve(A, jnp.ones(20), GMRES(preconditioner=None, restart=n, rtol=1e-7))
+    assert found.stats["num_steps"] <= n + 1
+
+
 def test_breakdowns_end(comm):
     """A singular matrix, an indefinite one, one whose symmetric part is zero."""
     pattern = ring(comm)
