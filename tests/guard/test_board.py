@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import shlex
+import subprocess
 import tempfile
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 from mpi4py import MPI
 
 import mpigrad as mg
+from launching import PROGRAMS, command, run
 from mpigrad.communicator import Communicator
 from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader
@@ -148,3 +151,18 @@ def test_processors_that_ranks_may_use(allowed: tuple[int, ...], crowded: bool) 
 
     near: Any = Near()
     assert b._is_crowded(near) is crowded
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("mebibytes", [1, 24])
+def test_a_full_dev_shm(mebibytes: int) -> None:
+    """From the beginning, and filled by somebody after the start."""
+    mount = f"mount -t tmpfs -o size={mebibytes}m tmpfs /dev/shm"
+    alone = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    if subprocess.run([*alone, mount], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system in a namespace of their own")
+    words = shlex.join(command("launch", "-n", 2, PROGRAMS / "full_shared_memory.py"))
+    done = run([*alone, f"{mount} && exec {words}"])
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"rank {rank}: {600 * (1 - rank) + 59700 + 400:g}" in done.stdout
