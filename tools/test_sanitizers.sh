@@ -41,6 +41,8 @@ export UBSAN_OPTIONS="print_stacktrace=1:${UBSAN_OPTIONS:-}"
 export MPIGRAD_TEST_BUILD="$build/tests"
 
 if [ $# -eq 0 ]; then
-    set -- -n 2,3 tests/operations tests/guard tests/native tests/sparse tests/waves
+    # AddressSanitizer keeps freed memory for a while, so one test of memory is left out.
+    set -- -n 2,3 tests/operations tests/guard tests/native tests/sparse tests/waves \
+        --deselect tests/sparse/solvers/test_pfmg.py::test_memory_stays_flat
 fi
 LD_PRELOAD="$preload" "$build/venv/bin/python" tests/run.py --limit 3000 "$@"

@@ -23,6 +23,8 @@ using Cell = std::atomic<int64_t>;
 
 enum State : int64_t { kAbsent, kInPython, kInOperation, kEnded, kFailed };
 // The kind of an operation decides what the wait graph can prove about it.
+// Where the messages of an operation are while it waits on the board.
+enum Polling : int64_t { kInMpi, kWaits, kHandedOver };
 enum OperationKind : int64_t { kUnknown, kCollective, kMessagesOnly };
 
 // The arguments of one collective operation that must be the same on all members.
@@ -99,7 +101,7 @@ struct Slot {
   Cell since_ns;   // written by the watchdog when it sees a new `serial`
   Cell serial;     // incremented when an operation begins and when it ends
   Cell kind;
-  Cell polling;    // the operation waits on the board, not in MPI, so it can be refused
+  Cell polling;    // unless kInMpi, the operation waits on the board, so it can be refused
   Cell entry;      // index of its communicator's entry, or -1
   Cell site;
   Cell counts_invalid;  // some messages were not counted, so nothing is proved about messages

@@ -152,6 +152,7 @@ Post::~Post() {
   } else if (get(mine.kind) == kUnknown && slot_ >= 0 && refusal.empty()) {
     put(mine.counts_invalid, 1);  // it may have sent messages that were not counted
   }
+  if (needed_) put(mine.polling, kInMpi);  // after an error of MPI
   put(mine.state, kInPython);
   add(mine.serial, 1);
   inside = false;
@@ -192,7 +193,7 @@ bool Post::wait(const Ready& ready, const Withdraw& withdraw) {
   // Before `polling`: a partner that finds this rank not waiting takes what it has announced for
   // certain.
   if (!refusal.empty()) withdraw();
-  put(mine.polling, 0);
+  put(mine.polling, refusal.empty() && needed_ ? kHandedOver : kInMpi);
   return refusal.empty();
 }
 
@@ -299,7 +300,7 @@ bool Post::announce(Mails sends, Mails receives) {
   // Announce the operation first, then its messages: a reader of a message finds its operation.
   enter(receives, mine.receive, mine.receives, from_);
   enter(sends, mine.send, mine.sends, to_);
-  put(mine.polling, guarded && completes_);
+  put(mine.polling, guarded && completes_ ? kWaits : kInMpi);
   put(mine.kind, kMessagesOnly);
   count_messages(1);
   return true;
@@ -313,7 +314,21 @@ bool Post::messages(Mails sends, Mails receives) {
   if (!announce(sends, receives)) return false;
   if (!guarded) return true;
   const int64_t me = mine.entries[slot_].rank;
-  return wait([&] { return Exchange(slot_).possible(me); }, [&] { count_messages(-1); });
+  const auto ready = [&] {
+    return Exchange(slot_).possible(me) || (needed_ = Exchange(slot_).needed(me));
+  };
+  return wait(ready, [&] { count_messages(-1); });
+}
+
+bool Post::handed_over() {
+  if (!needed_) return true;
+  needed_ = false;
+  Slot& mine = board.own();
+  const int64_t me = mine.entries[slot_].rank;
+  return wait([&] { return Exchange(slot_).possible(me); }, [&] {
+    for (int64_t i = 0; i < get(mine.receives); ++i)
+      if (from_[i]) add(from_[i]->posted, -1);
+  });
 }
 
 bool Post::post(Mails sends, Mails receives) {

@@ -85,6 +85,10 @@ class MPIGRAD_SHARED Post {
   int64_t number_sent() const, number_received() const;
   // The actual sender and tag of wildcard receive number `i`.
   void matched(size_t i, int64_t source, int64_t tag);
+  // Whether a partner needs the messages of this operation before the operation itself can end. It then
+  // hands them to MPI without blocking, and waits on the board in handed_over.
+  bool needed() const { return needed_; }
+  bool handed_over();
   // A wildcard receive has been posted (1), or is about to end or has ended (-1).
   void from_anyone(int posts);
   // Whether this process and thread may begin an operation.
@@ -106,6 +110,7 @@ class MPIGRAD_SHARED Post {
   bool owner_;   // false if another operation is in progress
   bool nested_;  // the other operation is in this thread
   bool completes_ = true;
+  bool needed_ = false;
   int64_t slot_;
   Channel *to_[kParts], *from_[kParts];  // of the messages in progress
 };

@@ -143,6 +143,8 @@ struct Call {
     return success_if(post.messages({std::data(sends), std::size(sends)},
                                 {std::data(receives), std::size(receives)}));
   }
+  // Call after messages with several parts were posted and before their end is awaited.
+  ffi::Error handed_over() const { return success_if(post.handed_over()); }
   // Messages that are posted here and that a later operation waits for.
   ffi::Error posts(std::initializer_list<Mail> sends, std::initializer_list<Mail> receives) const {
     return success_if(

@@ -22,10 +22,18 @@ class Exchange {
  public:
   explicit Exchange(int64_t slot);
   bool possible(int64_t rank);
-
+  // Whether the operation of a partner can end as soon as this rank hands its messages to MPI, and this
+  // rank's own operation cannot end before: its partner is in another operation. In MPI, an operation
+  // with several messages, like sendrecv, hands each of them over by itself.
+  bool needed(int64_t rank);
  private:
   bool partners_possible(int64_t rank);
-  // Whether the current operation of the rank waits on the board and has this part.
+  // Whether the operation of `other` waits on the board for a message of `rank` that is in `parts`.
+  bool waits_for(int64_t other, int64_t rank, const Part* parts, const Cell& count, bool receives);
+  // Whether the partner of one of these messages is in another operation, before it comes to this message.
+  bool lacks(const Part* parts, const Cell& count, int64_t rank, bool receives) const;
+  // Whether the current operation of the rank waits on the board (and has this part).
+  bool waits(const Slot& s) const;
   bool waits(const Slot& s, const Part* parts, const Cell& count, int64_t peer, int64_t tag,
              int64_t ordinal) const;
   // Whether the message that `rank` waits for was sent and is what the rank expects.

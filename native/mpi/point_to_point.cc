@@ -104,6 +104,14 @@ ffi::Error send_to(Token, Envelope envelope, Buffer x, TokenOut, int64_t comm, i
   return send_mail(c, mail(partner[0], c.tag(partner[1]), x), Words(x));
 }
 
+// Requests that are ended with this object, because MPI must not use XLA's memory after a handler.
+struct Requests : std::vector<Request> {
+  using std::vector<Request>::vector;
+  ~Requests() {
+    for (Request& request : *this) cancel_request(request);
+  }
+};
+
 ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                     int64_t dest, int64_t sendtag, int64_t source, int64_t recvtag) {
   const Call c("sendrecv", comm, site, x.size_bytes(), source);
@@ -125,9 +133,25 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
     free_received_from_self();
     to_self.emplace_back(c, dest, in);
     code = to_self.back().post_send(in, sendtag);
+    if (ffi::Error e = c.handed_over(); e.failure()) return e;
     if (!code)
       code = call(runtime.mpi.Recv, out.data, count, out.type, from, tag, c.comm.handle,
                   static_cast<void*>(status.bytes));
+  } else if (c.post.needed()) {
+    Requests both(2);
+    code = note_post(both[0], call(runtime.mpi.Irecv, out.data, count, out.type, from, tag,
+                                   c.comm.handle, both[0].address()));
+    if (!code)
+      code = note_post(both[1], call(runtime.mpi.Isend, static_cast<const void*>(in.data),
+                                     static_cast<int>(in.count), in.type, to,
+                                     static_cast<int>(sendtag), c.comm.handle, both[1].address()));
+    if (!code) {
+      if (ffi::Error e = c.handed_over(); e.failure()) return e;
+      Status sent;
+      code = await_request(both[0], status);
+      const int last = await_request(both[1], sent);
+      code = code ? code : last;
+    }
   } else {
     code = call(runtime.mpi.Sendrecv, static_cast<const void*>(in.data),
                 static_cast<int>(in.count), in.type, to, static_cast<int>(sendtag), out.data, count,
@@ -141,14 +165,6 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   }
   return unpack(c, coming, code, status, static_cast<int>(source), out, result);
 }
-
-// Requests that are ended with this object, because MPI must not use XLA's memory after a handler.
-struct Requests : std::vector<Request> {
-  using std::vector<Request>::vector;
-  ~Requests() {
-    for (Request& request : *this) cancel_request(request);
-  }
-};
 
 // One message to and from each neighbour. x and y are packed by neighbour along axis 0.
 ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
@@ -188,6 +204,7 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
     from += count * in.width;
   }
   if (code) return c.done(code);
+  if (ffi::Error e = c.handed_over(); e.failure()) return e;
   for (size_t i = 0; i < n; ++i) {
     if (sendcounts[i]) has_ended(c.slot, neighbors[i], tag, false);
     if (recvcounts[i]) has_ended(c.slot, neighbors[i], tag, true);

@@ -243,6 +243,7 @@ def all_send_long_messages_first(comm):
 @case
 def a_ring_with_a_wrong_source(comm):
     mg.sendrecv(x, right, left if rank else right, comm=comm)
+    mg.barrier(comm)
 
 
 @case

@@ -222,12 +222,11 @@ class _Wait:
     def _together(self, r: int, way: str, me: int, part: Any) -> None:
         """Note the partner if the message belongs to an operation that waits on the board too."""
         other = self.reader.slots[r]
-        if not other["polling"] or int(self.reader.entry(r)["id"]) != self.identity:
+        if int(other["polling"]) != b.WAITS or int(self.reader.entry(r)["id"]) != self.identity:
             return
         key = (me, int(part["tag"]), int(part["ordinal"]))
-        for p in self.reader.messages(r, way):
-            if (int(p["peer"]), int(p["tag"]), int(p["ordinal"])) == key:
-                self.partners.add(r)
+        if key in map(_key, self.reader.messages(r, way)):
+            self.partners.add(r)
 
     def _uncertain(self, source: int, slot: int, tag: int) -> bool:
         """Return True if it is unknown which message of `source` a wildcard receive takes next."""
@@ -275,7 +274,8 @@ class _Wait:
                 self._together(member.slot, "receive", me, part)
                 continue
             receives = self.reader.messages(member.slot, "receive")
-            if any(int(p["peer"]) < 0 or int(p["tag"]) < 0 for p in receives):
+            here = int(self.reader.entry(member.slot)["id"]) == self.identity
+            if here and any(int(p["peer"]) < 0 or int(p["tag"]) < 0 for p in receives):
                 continue
             self.needs.append(frozenset({member.slot}))
 
@@ -449,18 +449,22 @@ def _deadlocked(
     return "\n".join([f"mpigrad: {head}:", *shown, remedy, *_hint(lines)])
 
 
+def _key(part: Any) -> tuple[int, int, int]:
+    return int(part["peer"]), int(part["tag"]), int(part["ordinal"])
+
+
 def _unreceived(reader: Reader, wait: _Wait) -> list[tuple[str, str]]:
     """List messages for a waiting rank that it does not receive."""
     if int(wait.slot["kind"]) != b.MESSAGES_ONLY:
         return []
     me, lines = int(wait.entry["rank"]), []
     for member in wait.members.values():
-        current = reader.messages(member.slot, "send")
+        current = [_key(part) for part in reader.messages(member.slot, "send")]
         for message in reader.slots[member.slot]["message"]:
             part = message["part"]
             if int(message["id"]) != wait.identity or int(part["peer"]) != me:
                 continue
-            if any(p == part for p in current):
+            if _key(part) in current:
                 continue
             taken = reader.channel(wait.r, wait.identity, member.rank, int(part["tag"]))
             if taken is None or int(taken["posted"]) < int(part["ordinal"]):

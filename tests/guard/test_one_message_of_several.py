@@ -1,0 +1,61 @@
+"""With the guard too, an operation with several messages hands over each of them by itself."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mpigrad as mg
+from mpigrad.communicator import Communicator
+
+LONG, SHORT = 100_000, 3
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("n", [SHORT, LONG])
+@pytest.mark.parametrize("tag", [0, None])
+def test_sendrecv_with_a_partner_that_receives_first(comm: Communicator, n: int, tag) -> None:
+    x = jnp.ones(n) * (comm.rank + 1)
+    if comm.rank == 0:
+        y = mg.recv(x, 1, comm=comm) if tag is None else mg.recv(x, 1, tag=tag, comm=comm)
+        mg.send(x, 1, comm=comm)
+    else:
+        y = mg.sendrecv(x, 0, 0, comm=comm)
+    assert float(y[-1]) == 2 - comm.rank
+
+
+@pytest.mark.ranks(2)
+def test_sendrecv_with_a_partner_that_sends_first(comm: Communicator) -> None:
+    x = jnp.ones(LONG) * (comm.rank + 1)
+    if comm.rank == 0:
+        mg.send(x, 1, comm=comm)
+        y = mg.recv(x, 1, comm=comm)
+    else:
+        y = mg.sendrecv(x, 0, 0, comm=comm)
+    assert float(y[-1]) == 2 - comm.rank
+
+
+@pytest.mark.ranks(3)
+def test_two_operations_help_a_third(comm: Communicator) -> None:
+    """Rank 0 needs both neighbours, and neither can end its own operation before."""
+    rows = jnp.ones((2, 4)) * (comm.rank + 1)
+    if comm.rank == 0:
+        got = mg.neighbor_alltoallv(rows[:0], [1, 2], [0, 0], [1, 1], comm=comm)
+        mg.neighbor_alltoallv(rows, [1, 2], [1, 1], [0, 0], comm=comm)
+    else:
+        got = mg.neighbor_alltoallv(rows[:1], [0], [1], [1], comm=comm)
+    assert float(got.sum()) == (20.0 if comm.rank == 0 else 4.0)
+
+
+@pytest.mark.ranks(2)
+def test_another_message_than_expected(comm: Communicator) -> None:
+    """Rank 1 hands its message over, and is refused when it is sent another one than it expects."""
+    x = jnp.ones(SHORT, "float32")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a message does not match its receive"):
+        if comm.rank == 0:
+            mg.recv(x, 1, comm=comm)
+            mg.send(x.astype("int32"), 1, comm=comm)
+            mg.barrier(comm)
+        else:
+            mg.sendrecv(x, 0, 0, comm=comm)
