@@ -131,10 +131,11 @@ inline void mutate(std::mt19937& random, Program& p) {
 
 // For each rank the number of operations that it completes. Messages are counted by channel, and the
 // k-th message meets the k-th receive. Operations take place together: the greatest set of ranks in
-// which each one finds what it needs, either done before or in the current operation of the set.
+// which each one finds what it needs, either done before or in the current operation of the set. If there
+// is none, a sendrecv that waits for a rank in another operation hands its message over.
 class Oracle {
  public:
-  explicit Oracle(const Program& p) : p_(p), at_(p.size, 0) {
+  explicit Oracle(const Program& p) : p_(p), at_(p.size, 0), handed_(p.size) {
     for (;;) {
       std::vector<bool> going(p.size);
       for (int r = 0; r < p.size; ++r) going[r] = at_[r] < p.ranks[r].size();
@@ -146,7 +147,8 @@ class Oracle {
             changed = true;
           }
       }
-      if (std::none_of(going.begin(), going.end(), [](bool g) { return g; })) return;
+      if (std::none_of(going.begin(), going.end(), [](bool g) { return g; }) && !hand_over())
+        return;
       for (int r = 0; r < p.size; ++r)
         if (going[r]) advance(r);
     }
@@ -202,7 +204,39 @@ class Oracle {
     return true;
   }
   const Op* current(int r, const std::vector<bool>& going) const {
-    return going[r] ? &p_.ranks[r][at_[r]] : nullptr;
+    return going[r] || handed_[r] ? &p_.ranks[r][at_[r]] : nullptr;
+  }
+  // One rank hands its message over, if that lets another one go on.
+  bool hand_over() {
+    std::vector<bool> all(p_.size);
+    for (int r = 0; r < p_.size; ++r) all[r] = at_[r] < p_.ranks[r].size();
+    for (int r = 0; r < p_.size; ++r) {
+      if (!all[r] || handed_[r]) continue;
+      const Op& op = p_.ranks[r][at_[r]];
+      if (op.kind != kSendrecv || !needed(r, op, all)) continue;
+      if (lacks(r, op, all)) return handed_[r] = true;
+      // Its partner has ended, or sends another length. It was handed over if that came later.
+      ambiguous_ = true;
+    }
+    return false;
+  }
+  bool needed(int r, const Op& op, const std::vector<bool>& all) {
+    for (int q = 0; q < p_.size; ++q) {
+      if (q == r || !all[q] || handed_[q]) continue;
+      const Op& other = p_.ranks[q][at_[q]];
+      if (other.kind >= kAllreduce || other.comm != op.comm) continue;
+      if (((op.to == q && receives(other, r, op.tag)) || (op.from == q && sends(other, r, op.tag))) &&
+          ready(q, all))
+        return true;
+    }
+    return false;
+  }
+  bool lacks(int r, const Op& op, const std::vector<bool>& all) {
+    const Channel in{op.comm, op.from, r, op.tag}, out{op.comm, r, op.to, op.tag};
+    return (op.from >= 0 && all[op.from] && sent_[in] <= received_[in] &&
+            !sends(p_.ranks[op.from][at_[op.from]], r, op.tag)) ||
+           (op.to >= 0 && all[op.to] && op.n * 4 > kEagerBytes && received_[out] <= sent_[out] &&
+            !receives(p_.ranks[op.to][at_[op.to]], r, op.tag));
   }
   static bool sends(const Op& op, int to, int tag) {
     return (op.kind == kSend || op.kind == kSendrecv || op.kind == kIsend) && op.to == to &&
@@ -214,6 +248,7 @@ class Oracle {
   }
   void advance(int r) {
     const Op& op = p_.ranks[r][at_[r]++];
+    handed_[r] = false;
     if (op.kind >= kAllreduce || op.kind == kWaitSend || op.kind == kWaitRecv) return;
     if (op.to >= 0) {
       const Channel c{op.comm, r, op.to, op.tag};
@@ -229,6 +264,7 @@ class Oracle {
 
   const Program& p_;
   std::vector<size_t> at_;
+  std::vector<bool> handed_;  // the message of the current operation
   std::map<Channel, int> sent_, received_;  // announced and posted
   std::map<Channel, std::map<int, int>> lengths_, taken_;  // of messages and of receives
   std::map<int, int> numbers_;  // of posted messages
