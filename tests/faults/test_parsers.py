@@ -125,7 +125,12 @@ def test_damaged_arrays(name: str, tmp_path: pathlib.Path) -> None:
     """Each reader of the applications, on files of one kind."""
     data = valid_file(name)
 
-    @many
+    # A .mat file is read by a process of its own.
+    fewer = settings(
+        many, max_examples=many.max_examples // 6 if name.endswith(".mat") else many.max_examples
+    )
+
+    @fewer
     @given(damaged(data))
     def test(content: bytes) -> None:
         (tmp_path / name).write_bytes(content)
@@ -157,12 +162,26 @@ def test_arrays_of_all_kinds(tmp_path: pathlib.Path) -> None:
         np.savez(tmp_path / "a.npz", **content)
         for read in (*READERS["m.npz"], *READERS["data.npz"], *READERS["survey.npz"]):
             check(read, tmp_path / "a.npz")
-        with contextlib.suppress(Exception):  # a .mat file does not have all dtypes
+        if len(content) > 1:
+            return
+        try:  # a .mat file is read by a process of its own, so there are few
             scipy.io.savemat(tmp_path / "a.mat", content)
-            for read in READERS["m.mat"]:
-                check(read, tmp_path / "a.mat")
+        except Exception:  # it does not have all dtypes
+            return
+        for read in READERS["m.mat"]:
+            check(read, tmp_path / "a.mat")
 
     test()
+
+
+def test_a_file_that_crashes_its_reader(tmp_path: pathlib.Path) -> None:
+    """An element of a type that does not exist is taken for an index by SciPy's reader."""
+    write_mat(tmp_path / "m.mat")
+    content = bytearray((tmp_path / "m.mat").read_bytes())
+    content[0xB0:0xB2] = b"\x09\x9a"  # the type of the first matrix's numbers
+    (tmp_path / "m.mat").write_bytes(content)
+    with pytest.raises(ValueError, match=r"m\.mat.*damaged"):
+        read_model(tmp_path / "m.mat")
 
 
 def test_damaged_zarr(tmp_path: pathlib.Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import NDArray
 
+from mpigrad_apps.shots.mat_files import read_mat
 from mpigrad_apps.shots.segy import SEGY, read_segy
 
 __all__ = [
@@ -262,13 +263,6 @@ def _read_zarr(path: pathlib.Path) -> _Contents:
     return _Contents(arrays | attributes)
 
 
-def _read_mat(path: pathlib.Path) -> _Contents:
-    from scipy.io import loadmat
-
-    # Sparse matrices and functions are not arrays.
-    return _Contents({k: v for k, v in loadmat(path).items() if isinstance(v, np.ndarray)})
-
-
 def _read_segy(path: pathlib.Path) -> _Contents:
     traces, interval, lines = read_segy(path)
     return _Contents({"vp": traces}, interval, lines)
@@ -277,7 +271,7 @@ def _read_segy(path: pathlib.Path) -> _Contents:
 _READERS: dict[str, Callable[[pathlib.Path], _Contents]] = {
     ".npy": _read_npy,
     ".npz": _read_npz,
-    ".mat": _read_mat,
+    ".mat": lambda path: _Contents(read_mat(path)),
     ".zarr": _read_zarr,
 } | dict.fromkeys(SEGY, _read_segy)
 
