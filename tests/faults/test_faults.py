@@ -11,7 +11,7 @@ import pytest
 
 from launching import command, outside
 
-pytestmark = [pytest.mark.launcher, pytest.mark.waits, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.launcher, pytest.mark.waits, pytest.mark.timeout(2700)]
 
 HERE = pathlib.Path(__file__).parent
 
