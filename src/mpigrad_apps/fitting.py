@@ -167,6 +167,7 @@ def train(
             share,
             parameters,
             LBFGS(memory),
+            replicated=True,
             max_steps=iterations,
             rtol=0.0,
             callback=note,

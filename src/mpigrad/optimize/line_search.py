@@ -48,9 +48,9 @@ class StrongWolfe:
     >>> import jax.numpy as jnp
     >>> from mpigrad.optimize import LBFGS, StrongWolfe, minimize
     >>> method = LBFGS(line_search=StrongWolfe(curvature=0.1, max_evaluations=10))
-    >>> solution = minimize(lambda x: jnp.sum(x**4 - 4 * x), jnp.zeros(1), method)
+    >>> solution = minimize(lambda x: x**4 - 4 * x, 0.0, method)
     >>> print(solution.value.round(3))
-    [1.]
+    1.0
     """
 
     decrease: float = 1e-3

@@ -57,7 +57,7 @@ class Objective(ProgramCache):
 
     Parameters
     ----------
-    f, loss, value_and_grad, sharded, comm
+    f, loss, value_and_grad, sharded, replicated, comm
         As in `minimize`.
     x0
         A tree with the structure, shapes and dtypes of the unknowns.
@@ -82,7 +82,9 @@ class Objective(ProgramCache):
     --------
     >>> import jax.numpy as jnp
     >>> from mpigrad.optimize import LBFGS, NonlinearCG, Objective, minimize
-    >>> objective = Objective(lambda x: jnp.sum((x - 2.0) ** 2), jnp.zeros(3), loss="replicated")
+    >>> def loss(x):
+    ...     return jnp.sum((x - 2.0) ** 2)
+    >>> objective = Objective(loss, jnp.zeros(3), loss="replicated", replicated=True)
     >>> for method in LBFGS(), NonlinearCG():
     ...     print(minimize(objective, jnp.zeros(3), method).value.round(3))
     [2. 2. 2.]
@@ -94,7 +96,8 @@ class Objective(ProgramCache):
         f: Callable[..., Any] | None,
         x0: Any,
         *,
-        sharded: Any = False,
+        sharded: Any = None,
+        replicated: Any = None,
         loss: Loss = "share",
         value_and_grad: Callable[..., Any] | None = None,
         residuals: bool = False,
@@ -113,7 +116,7 @@ class Objective(ProgramCache):
         assert_same_on_all_ranks(
             comm, agreed, "minimize: loss, and whether value_and_grad is given,"
         )
-        unknowns = Unknowns(x0, sharded, comm)
+        unknowns = Unknowns(x0, sharded, comm, replicated=replicated)
         self.unknowns = unknowns
         self.evaluations = self.products = 0
         self.batch: tuple[Any, ...] = ()

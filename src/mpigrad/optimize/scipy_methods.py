@@ -97,7 +97,7 @@ class SciPy(Method):
     >>> def loss(x):
     ...     return jnp.sum((x - 2.0) ** 2)
     >>> method = SciPy("L-BFGS-B", bounds=(0.0, 1.5))
-    >>> print(minimize(loss, jnp.zeros(2), method, loss="replicated").value)
+    >>> print(minimize(loss, jnp.zeros(2), method, loss="replicated", replicated=True).value)
     [1.5 1.5]
     """
 
