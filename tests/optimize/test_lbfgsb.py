@@ -11,7 +11,8 @@ from mpi4py import MPI
 
 import mpigrad as mg
 from mpigrad.communicator import Communicator
-from mpigrad.optimize import LBFGSB, Objective, Result, minimize
+from mpigrad.optimize import LBFGSB, Objective, Result, Unknowns, minimize
+from mpigrad.optimize.lbfgsb import LBFGSBState, _cauchy_point, _curvature
 
 LOWER = np.where(np.arange(N) % 3 == 0, 0.1, -np.inf)
 UPPER = np.where(np.arange(N) % 3 == 1, 0.6, 4.0)
@@ -113,6 +114,36 @@ def test_tiles_of_a_grid(comm):
     assert np.allclose(tiles.value, whole.value.reshape(SIDE, SIDE)[grid.slices], atol=1e-7)
     at_bounds = comm.mpi.allreduce(int(np.sum((tiles.value == low) | (tiles.value == high))))
     assert at_bounds == np.sum((whole.value == lower) | (whole.value == upper)) > 20
+
+
+@pytest.mark.ranks(1, 3)
+def test_the_cauchy_point_is_a_minimum_of_the_path(comm):
+    """With many breakpoints, some of them equal, before and after the minimum."""
+    n, m = 211, 3
+    generator = np.random.default_rng(4)
+    own = rows(n, comm)
+    S = generator.standard_normal((m, n))
+    R = np.concatenate([S, S * (1 + 20 * generator.random(n))])  # y = H s for a diagonal H
+    x, g = generator.random(n), generator.standard_normal(n)
+    g[:20] = 0.0
+    low, high = np.where(np.arange(n) % 5 == 0, -np.inf, 0.0), np.full(n, 1.0)
+    x[40:80], g[40:80] = 0.75, -2.5  # these reach their upper bound at the same step
+    unknowns = Unknowns(jnp.asarray(x[own]), True, comm)
+    vectors = [(jnp.asarray(v[own]),) for v in (x, g, low, high)]
+    for scale in (1e-2, 1.0, 10.0):
+        pairs = R * np.repeat([1.0, scale], m)[:, None]
+        gram = pairs @ pairs.T
+        state = LBFGSBState((), (), 0.0, 0.0, 0.0, (), gram, count=m)
+        theta, K = _curvature(state)
+        local = (jnp.asarray(pairs[:, own]),)
+        t = _cauchy_point(unknowns, local, *vectors[:2], tuple(vectors[2:]), theta, K)
+
+        def model(t, pairs=pairs, theta=theta, K=K):
+            z = np.clip(x - t * g, low, high) - x
+            return g @ z + 0.5 * (theta * z @ z - (pairs @ z) @ K @ (pairs @ z))
+
+        for other in (0.0, t * (1 - 1e-4), t * (1 + 1e-4)):
+            assert model(t) <= model(other), (scale, other)
 
 
 def test_float32_and_fixed_unknowns(comm):

@@ -131,8 +131,9 @@ class LBFGSB(Method):
         while True:
             trial = self._trial(unknowns, state, limits)
             if trial is not None:
+                direction = trial.direction
                 t, point = self.line_search.search(
-                    lambda t: objective.evaluate_along(now.x, trial.direction, t, limits),  # noqa: B023
+                    lambda t: objective.evaluate_along(now.x, direction, t, limits),  # noqa: B023
                     now,
                     trial.slope,
                     1.0,
@@ -228,29 +229,36 @@ def _cauchy_point(
     The derivative of the model along the path is linear between breakpoints. It is negative at the
     lower end of the interval, and not at the upper end.
     """
-    low, high = 0.0, math.inf
-    times = np.zeros(1)
+    high, times = math.inf, np.zeros(1)
     while True:
         path = model_path(unknowns, rows, x, g, limits, times)
-        falls = (theta * times - 1) * path.moving - np.einsum(
-            "ki,ij,kj->k", path.of_d, K, path.of_z
-        )
-        bends = theta * path.moving - np.einsum("ki,ij,kj->k", path.of_d, K, path.of_d)
+        falls = (theta * times - 1) * path.moving - _products(path.of_d, K, path.of_z)
+        bends = theta * path.moving - _products(path.of_d, K, path.of_d)
         rising = np.flatnonzero(falls >= 0)
-        last = rising[0] - 1 if len(rising) else len(times) - 1
         if len(rising):
             high = float(times[rising[0]])
-        if last >= 0:
-            low, after = float(times[last]), float(path.next[last])
-            least = low - falls[last] / bends[last] if bends[last] > 0 else math.inf
-            if least <= after:
-                return float(least)
-        if last < 0 or after >= high:  # the derivative changes its sign at a breakpoint
+            if rising[0] == 0:  # the derivative changes its sign at this breakpoint
+                return high
+        last = rising[0] - 1 if len(rising) else len(times) - 1
+        after = float(path.next[last])
+        least = times[last] - falls[last] / bends[last] if bends[last] > 0 else math.inf
+        if least <= after:
+            return float(least)
+        if after >= high:
             return high
         if math.isinf(high):
             end = last_breakpoint(unknowns, x, g, limits)
-            times = np.unique(np.geomspace(after, max(after, end), _SECTIONS))
-            times[0], times[-1] = after, max(after, end)
+            times = _between(after, max(after, end), _SECTIONS)
         else:
-            times = np.unique(np.geomspace(after, high, _SECTIONS + 1)[:-1])
-            times[0] = after
+            times = _between(after, high, _SECTIONS + 1)[:-1]
+
+
+def _products(a: NDArray[Any], K: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float64]:
+    return np.einsum("ki,ij,kj->k", a, K, b)
+
+
+def _between(low: float, high: float, count: int) -> NDArray[np.float64]:
+    """Return steps from low to high whose ratios are equal, both ends exact."""
+    steps = np.clip(np.geomspace(low, high, count), low, high)
+    steps[0], steps[-1] = low, high
+    return steps
