@@ -142,7 +142,7 @@ def measure(n: int, pairs: int, iterations: int) -> None:
         return (total - each * evaluations) / iterations
 
     spent: dict[str, list[float]] = {name: [] for name in NAMES}
-    objectives = Objective(share, own, sharded=True), Objective(share_of_all, x0)
+    objectives = Objective(share, own, sharded=True), Objective(share_of_all, x0, replicated=True)
     for _ in range(pairs):
         alone = evaluation(sharded, own), evaluation(replicated, jnp.asarray(x0))
         runs = (

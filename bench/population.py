@@ -79,7 +79,11 @@ def measure(
 
         # Far from the mode trajectories run into patients whose kinetics take thousands of steps.
         mode = optimize.minimize(
-            lambda unknowns: -density(unknowns), start, loss="replicated", rtol=1e-4
+            lambda unknowns: -density(unknowns),
+            start,
+            replicated=True,
+            loss="replicated",
+            rtol=1e-4,
         )
         starts = jax.tree.map(around, mode.value)
         drawn = NUTS(options.warmup, options.draws).sample(

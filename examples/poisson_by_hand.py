@@ -80,9 +80,9 @@ def show(record, theta):
         print(f"iteration {record.iteration}: loss {record.loss:.2e}")
 
 
-# The loss is the sum of the shares of all ranks. The parameters are and stay equal on all ranks.
+# The loss is the sum of the shares of all ranks. All ranks have the same parameters (replicated).
 solution = mg.optimize.minimize(
-    share, theta, mg.optimize.LBFGS(memory=50), max_steps=60, callback=show
+    share, theta, mg.optimize.LBFGS(memory=50), replicated=True, max_steps=60, callback=show
 )
 
 difference = float(jnp.max(jnp.abs(network(solution.value) - true_kappa)))

@@ -19,7 +19,7 @@ from mpigrad.checkpoint import Checkpoint
 from mpigrad.checkpoint.file_errors import name_in_errors
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
-from mpigrad.optimize import LBFGS, MinimizeError, Result, minimize
+from mpigrad.optimize import LBFGS, LBFGSB, MinimizeError, Result, minimize
 from mpigrad_apps.atomic_write import write_atomically
 
 __all__ = ["TrainingRecord", "TrainingResult", "prepare_training", "seconds_per_iteration", "train"]
@@ -101,6 +101,7 @@ def train(
     comm: Communicator,
     *,
     memory: int,
+    bounds: tuple[Any, Any] | None = None,
     out: pathlib.Path,
     save: Callable[[Any], None],
     error: Callable[[Any], float] | None = None,
@@ -108,7 +109,7 @@ def train(
     about: Mapping[str, Any] | None = None,
     advice: str = "Start from other parameters",
 ) -> TrainingResult:
-    """Train by L-BFGS, after `prepare_training` (collective).
+    """Train by L-BFGS, or by L-BFGS-B within bounds, after `prepare_training` (collective).
 
     Parameters
     ----------
@@ -118,6 +119,8 @@ def train(
         The parameters to start from, equal on all ranks.
     memory
         Number of past steps that L-BFGS remembers.
+    bounds
+        Lower and upper bounds of the parameters, as in `mpigrad.optimize.LBFGSB`, or None.
     out
         Output directory. It gets history.jsonl, with a line for each completed iteration, and
         restart/, from which the training continues bit for bit from the last save.
@@ -166,7 +169,8 @@ def train(
         solution = minimize(
             share,
             parameters,
-            LBFGS(memory),
+            LBFGS(memory) if bounds is None else LBFGSB(bounds, memory),
+            replicated=True,
             max_steps=iterations,
             rtol=0.0,
             callback=note,

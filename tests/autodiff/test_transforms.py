@@ -82,6 +82,36 @@ def test_replicated_arguments_are_checked_by_the_guard(
             gradient(jnp.ones(2) * comm.rank)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replicated_arguments_are_always_compared(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """Without the guard too. Rounding is allowed, and other arguments may differ."""
+    monkeypatch.setenv("MPIGRAD_GUARD", "0")
+
+    def share(own: Any, theta: Any) -> Any:
+        return jnp.sum(own) * jnp.sum(theta["a"] ** 2) + jnp.sum(jnp.abs(theta["b"]) ** 2)
+
+    both = mg.value_and_grad(share, argnums=(0, 1), replicated=1)
+    if compiled:
+        both = mg.jit(both)
+    own = jnp.full(2, 1.0 + comm.rank)
+    theta = {"a": jnp.linspace(-1, 1, 5), "b": jnp.asarray([1.0j, 2.0])}
+    last = comm.rank == comm.size - 1
+    rounded = theta | {"a": theta["a"] * (1 + 1e-15 * last)}
+    _, (_, gradient) = both(own, rounded)
+    close(gradient["a"], 2 * sum(range(1, comm.size + 1)) * 2 * theta["a"])
+    for other in (
+        {"a": -theta["a"]},  # of the same sum, zero
+        {"a": theta["a"].at[3].add(1e-3)},
+        {"b": theta["b"].at[0].multiply(-1)},
+    ):
+        wrong = theta | other if last else theta
+        with pytest.raises(jax.errors.JaxRuntimeError, match="argument 1, declared replicated"):
+            jax.block_until_ready(both(own, wrong))
+
+
 def test_signatures_are_those_of_jax(comm: Communicator) -> None:
     f = lambda x, y, scale=1.0: (scale * jnp.sum(mg.allreduce(x) * y), {"aux": x})
     x, y = jnp.arange(3.0), jnp.ones(3)

@@ -125,7 +125,7 @@ def make_templates(folder: pathlib.Path) -> None:
 
 Way = Callable[[pathlib.Path], "Store | None"]
 grid = Grid((6, 4), (1.0, 1.0), comm)
-objective = Objective(lambda x: jnp.sum((x - 1.0) ** 4), jnp.zeros(3), comm=comm)
+objective = Objective(lambda x: jnp.sum((x - 1.0) ** 4), jnp.zeros(3), replicated=True, comm=comm)
 picture = report.Picture("dot", "A dot.", b"\x89PNG")
 
 

@@ -55,7 +55,11 @@ def layouts(comm, alone):
     parts = {"head": False, "tail": True}
     return {
         "serial": (Objective(chain, x0, comm=alone), x0, np.asarray),
-        "replicated": (Objective(lambda x: weight * chain(x), x0, comm=comm), x0, np.asarray),
+        "replicated": (
+            Objective(lambda x: weight * chain(x), x0, replicated=True, comm=comm),
+            x0,
+            np.asarray,
+        ),
         "sharded": (
             Objective(lambda x: striped(x, None, comm), own, sharded=True, comm=comm),
             own,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpigrad as mg
-from mpigrad.optimize import LBFGS, Adam, NewtonCG, NonlinearCG, Result, minimize
+from mpigrad.optimize import LBFGS, LBFGSB, Adam, NewtonCG, NonlinearCG, Result, minimize
 from mpigrad.optimize.unknowns import dot
 
 METHODS = {
@@ -15,6 +15,7 @@ METHODS = {
     "PR+": NonlinearCG("PR+"),
     "Adam": Adam(0.1, clip=100.0),
     "Newton": NewtonCG(),
+    "L-BFGS-B": LBFGSB(bounds=(-1.0, 1.05), memory=4),  # the start is moved onto the bounds
 }
 
 

@@ -1,5 +1,6 @@
 """Methods compared with other libraries, and the records and errors of minimize."""
 
+import functools
 import json
 
 import jax
@@ -109,7 +110,12 @@ def test_batches_depend_on_the_iteration(comm):
         return jnp.asarray(10.0 * iteration + comm.rank + 1)
 
     solution = minimize(
-        lambda x, b: jnp.sum(x * b), jnp.zeros(2), Optax(optax.sgd(1e-3)), batch=batch, max_steps=3
+        lambda x, b: jnp.sum(x * b),
+        jnp.zeros(2),
+        Optax(optax.sgd(1e-3)),
+        replicated=True,
+        batch=batch,
+        max_steps=3,
     )
     total = sum(10.0 * i * comm.size + sum(range(comm.size + 1)) for i in range(3))
     assert np.allclose(solution.value, -1e-3 * total)
@@ -159,7 +165,11 @@ def test_squares_of_float32_may_overflow(comm):
         for unit, other in ((1e-25, SciPy("L-BFGS-B")), (1e20, NonlinearCG())):
             x0 = jnp.zeros(3, "float32")
             loss = Objective(
-                lambda x, unit=unit: unit * jnp.sum((x - 1) ** 2), x0, loss="replicated", comm=comm
+                lambda x, unit=unit: unit * jnp.sum((x - 1) ** 2),
+                x0,
+                loss="replicated",
+                replicated=True,
+                comm=comm,
             )
             for method in (LBFGS(), other):
                 solution = minimize(loss, x0, method)
@@ -185,7 +195,7 @@ def test_squares_of_float32_may_overflow(comm):
 def test_history_and_callback(comm, directory):
     path = directory / "history.jsonl"
     solution = minimize(
-        parabola, jnp.arange(3.0), Adam(0.1), max_steps=9, history=path,
+        parabola, jnp.arange(3.0), Adam(0.1), replicated=True, max_steps=9, history=path,
         callback=lambda record, x: record.iteration == 4 and comm.rank == comm.size - 1,
     )  # fmt: skip
     assert solution.result is Result.STOPPED
@@ -200,12 +210,13 @@ def test_history_and_callback(comm, directory):
 @pytest.mark.thin(1)
 def test_results(comm):
     x0 = jnp.ones(2)
-    assert minimize(parabola, 2 * x0).result is Result.SUCCESSFUL
-    assert minimize(parabola, x0, max_steps=0).result is Result.MAX_STEPS_REACHED
-    slow = minimize(parabola, x0, Adam(1e-9), ftol=1e-3)
+    run = functools.partial(minimize, replicated=True)
+    assert run(parabola, 2 * x0).result is Result.SUCCESSFUL
+    assert run(parabola, x0, max_steps=0).result is Result.MAX_STEPS_REACHED
+    slow = run(parabola, x0, Adam(1e-9), ftol=1e-3)
     assert slow.result is Result.SMALL_DECREASE
     # A gradient that points the wrong way: nothing decreases along it.
-    wrong = minimize(None, x0, value_and_grad=lambda x: (parabola(x), 2 * (2 - x)))
+    wrong = run(None, x0, value_and_grad=lambda x: (parabola(x), 2 * (2 - x)))
     assert wrong.result is Result.NO_DECREASE
     assert wrong.value is not x0 and np.allclose(wrong.value, x0)
 
@@ -213,7 +224,7 @@ def test_results(comm):
 def test_files_survive_failed_runs(comm, directory, capfd, monkeypatch):
     path, x0 = directory / "history.jsonl", jnp.zeros(3)
     saved = Checkpoint(directory / "saved", every=2)
-    settings = {"history": path, "checkpoint": saved}
+    settings = {"history": path, "checkpoint": saved, "replicated": True}
     minimize(parabola, x0, Adam(0.1), max_steps=4, **settings)
     comm.mpi.Barrier()
     before = path.read_text()
@@ -242,7 +253,8 @@ def test_files_survive_failed_runs(comm, directory, capfd, monkeypatch):
 
     monkeypatch.setattr("mpigrad.checkpoint.manifest.write_manifest", full)
     lost = Checkpoint(directory / "full", every=1)
-    assert minimize(parabola, x0, max_steps=3, rtol=1e-9, checkpoint=lost).stats["loss"] < 1e-3
+    settings = {"checkpoint": lost, "replicated": True}
+    assert minimize(parabola, x0, max_steps=3, rtol=1e-9, **settings).stats["loss"] < 1e-3
     if comm.rank == 0:
         assert "was not saved in" in capfd.readouterr().err
 
@@ -258,7 +270,7 @@ def test_rejects_invalid_arguments(comm, directory):
 
     def refused(kind, match, *args, f=parabola, **options):
         with pytest.raises(kind, match=match):
-            minimize(f, *args, **options)
+            minimize(f, *args, **{"replicated": "sharded" not in options} | options)
 
     refused(TypeError, "a method such as LBFGS.*in parentheses", x0, LBFGS)
     refused(TypeError, "int(32|64), expected float32 or float64", jnp.arange(3))
@@ -285,7 +297,7 @@ def test_rejects_invalid_arguments(comm, directory):
     with pytest.raises(ValueError, match="StrongWolfe: decrease"):
         StrongWolfe(0.5, 0.1)
     with pytest.raises(ValueError, match="already made"):
-        minimize(Objective(parabola, x0, comm=comm), x0, sharded=True)
+        minimize(Objective(parabola, x0, replicated=True, comm=comm), x0, sharded=True)
 
     refused(TypeError, "needs products with the Hessian", x0, NewtonCG(), f=None,
             value_and_grad=jax.value_and_grad(parabola))  # fmt: skip
@@ -307,6 +319,44 @@ def test_rejects_invalid_arguments(comm, directory):
         refused(ValueError, "2 leaves on rank 0 and 1 on rank", [x0] * (2 - last), sharded=True)
         lars = Optax(optax.lars(0.1))
         refused(ValueError, "not elementwise", x0, lars, sharded=True)
-        assert minimize(parabola, x0, lars, max_steps=1).stats["loss"] < 12 * comm.size
+        fitted = minimize(parabola, x0, lars, max_steps=1, replicated=True)
+        assert fitted.stats["loss"] < 12 * comm.size
         with pytest.raises(ValueError, match="whether batch, callback"):
-            minimize(parabola, x0, callback=interrupted if last else None)
+            minimize(parabola, x0, replicated=True, callback=interrupted if last else None)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_arrays_must_be_declared(comm):
+    """Tiles of equal shape that were taken for copies of one array gave 0.5 for 0.727."""
+    grid = Grid((6, 2 * comm.size), (1.0, 1.0), comm)
+    tile, count = jnp.zeros(grid.local_shape), comm.size
+    mine = jnp.full(grid.local_shape, 1.0 + comm.rank)
+
+    def share(x):
+        return jnp.sum((x["u"] - mine) ** 2) + (x["a"] - 1) ** 2 / count
+
+    x0 = {"u": tile, "a": 0.0}
+    declared = minimize(share, x0, sharded={"u": grid, "a": None}, comm=comm)
+    assert np.allclose(declared.value["u"], mine, atol=1e-4)
+    if count == 1:
+        assert np.allclose(minimize(share, x0, comm=comm).value["u"], mine, atol=1e-4)
+        return
+    start = {"u": mine, "a": 0.0}
+    same = r"x0\['u'\] is float64.* is not declared.*has the same values on all ranks.*Grid"
+    with pytest.raises(ValueError, match=same):
+        minimize(share, x0, comm=comm)
+    differs = r"x0\['u'\] is float64.* is not declared.*differs between ranks 0 and 1.*Grid"
+    for settings in ({}, {"sharded": {"u": None, "a": False}}, {"replicated": False}):
+        with pytest.raises(ValueError, match=differs):
+            minimize(share, start, comm=comm, **settings)
+    # Replicated values are compared at the start, with and without a declaration.
+    with pytest.raises(ValueError, match=r"x0\['u'\] is not declared sharded, but it differs"):
+        minimize(share, start, replicated=True, comm=comm)
+    with pytest.raises(ValueError, match=r"x0\['a'\] is not declared sharded, but it differs"):
+        minimize(
+            share, {"u": tile, "a": 1.0 * comm.rank}, sharded={"u": grid, "a": None}, comm=comm
+        )
+    with pytest.raises(ValueError, match="both sharded and replicated"):
+        minimize(share, x0, sharded=True, replicated={"u": True, "a": None}, comm=comm)
+    with pytest.raises(TypeError, match="replicated has 'yes', expected True or False"):
+        minimize(share, x0, replicated="yes", comm=comm)

@@ -29,13 +29,15 @@ def test_the_best_of_several_starts(comm: Communicator, directory: pathlib.Path)
         return (jnp.sum((x**2 - 1) ** 2) + 0.3 * jnp.sum(x)) / comm.size
 
     starts = [np.array([2.0]), np.array([np.inf]), np.array([-0.5])]
-    found = optimize.multi_start(two_wells, starts, history=directory / "run.jsonl")
+    found = optimize.multi_start(
+        two_wells, starts, replicated=True, history=directory / "run.jsonl"
+    )
     assert found.solutions[1] is None
     assert found.best is found.solutions[2]
     assert found.solutions[0].stats["loss"] > found.best.stats["loss"] + 0.5
     np.testing.assert_allclose(found.best.value, -1.0355, atol=1e-3)
     with pytest.raises(RuntimeError, match="none of 1 starts has a finite loss"):
-        optimize.multi_start(two_wells, starts[1:2])
+        optimize.multi_start(two_wells, starts[1:2], replicated=True)
     if comm.rank == 0:
         assert sorted(p.name for p in directory.glob("*.jsonl")) == [
             "run-0.jsonl", "run-1.jsonl", "run-2.jsonl",
@@ -61,7 +63,7 @@ def test_nan_is_not_the_best_and_a_signal_ends_all_starts(
 
     starts = [np.array([4.9]), np.array([0.0])]
     away = optimize.Optax(optax.sgd(-0.5))
-    found = optimize.multi_start(f, starts, away, max_steps=3)
+    found = optimize.multi_start(f, starts, away, replicated=True, max_steps=3)
     assert found.solutions[0].result is optimize.Result.NOT_FINITE
     assert found.best is found.solutions[1]
 
@@ -70,6 +72,7 @@ def test_nan_is_not_the_best_and_a_signal_ends_all_starts(
             [lambda x: jnp.sum(x**2) / comm.size, f],
             starts[0],
             [optimize.LBFGS(), optimize.Optax(optax.sgd(100.0))],
+            replicated=True,
             max_steps=3,
         )
     assert len(raised.value.earlier) == 1
@@ -79,7 +82,9 @@ def test_nan_is_not_the_best_and_a_signal_ends_all_starts(
         if record.gradient_norm < 1e-6:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    once = optimize.multi_start(f, starts, callback=asks, checkpoint=Checkpoint(directory))
+    once = optimize.multi_start(
+        f, starts, replicated=True, callback=asks, checkpoint=Checkpoint(directory)
+    )
     assert len(once.solutions) == 1 and once.best.stats["interrupted"]
     assert once.best.result is optimize.Result.SUCCESSFUL
 
@@ -105,6 +110,7 @@ def test_continuation_continues_after_a_restart(
         np.full(4, 3.0),
         [optimize.SciPy("L-BFGS-B"), optimize.LBFGS(memory=4)],
         transfer=finer,
+        replicated=True,
         checkpoint=Checkpoint(directory / "saved", every=1),
     )
     # The first run is stopped in each stage; SciPy starts again from its last point.

@@ -106,7 +106,7 @@ def compare(
 @pytest.mark.ranks(2)
 def test_ends_and_errors_reach_all_ranks(comm: Communicator) -> None:
     half = lambda x: rosenbrock(x) / 2
-    objective = optimize.Objective(half, START)
+    objective = optimize.Objective(half, START, replicated=True)
     few = optimize.minimize(objective, START, optimize.SciPy("BFGS"), max_steps=3)
     assert few.result is optimize.Result.MAX_STEPS_REACHED
     assert few.stats["history"][-1].iteration == 3
@@ -115,7 +115,7 @@ def test_ends_and_errors_reach_all_ranks(comm: Communicator) -> None:
     assert stopped.result is optimize.Result.STOPPED
     # A gradient of the wrong sign: no line search succeeds.
     wrong_sign = lambda x: (serial(x)[0], -serial(x)[1])
-    settings = {"value_and_grad": wrong_sign, "rtol": 0.0}
+    settings = {"value_and_grad": wrong_sign, "rtol": 0.0, "replicated": True}
     with pytest.raises(optimize.MinimizeError, match="SciPy's method ended without") as raised:
         optimize.minimize(None, START, optimize.SciPy("BFGS"), **settings)
     assert raised.value.solution.result is optimize.Result.SCIPY_FAILED
@@ -135,7 +135,7 @@ def test_ends_and_errors_reach_all_ranks(comm: Communicator) -> None:
         return serial(x)
 
     with pytest.raises(ArithmeticError, match="rank 1 is empty"):
-        optimize.minimize(None, START, optimize.SciPy(), value_and_grad=fails)
+        optimize.minimize(None, START, optimize.SciPy(), value_and_grad=fails, replicated=True)
 
 
 @pytest.mark.ranks(2)
@@ -149,6 +149,7 @@ def test_rejects_invalid_settings(comm: Communicator) -> None:
     last = np.where(np.arange(5) == 4, 2.0, 0.0)  # on the last rank's part of the unknowns
     for bounds in ((last, 1.0), (np.nan, 1.0)):
         with pytest.raises(ValueError, match="must be at most its upper bound"):
-            optimize.minimize(rosenbrock, START, optimize.SciPy(bounds=bounds))
+            optimize.minimize(rosenbrock, START, optimize.SciPy(bounds=bounds), replicated=True)
     with pytest.raises(ValueError, match="bounds do not fit"):
-        optimize.minimize(rosenbrock, START, optimize.SciPy(bounds=(np.zeros(3), None)))
+        wrong = optimize.SciPy(bounds=(np.zeros(3), None))
+        optimize.minimize(rosenbrock, START, wrong, replicated=True)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from mpigrad.autodiff.replica_check import contribution, require_replicated
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations.carrier import (
@@ -75,8 +76,10 @@ def value_and_grad(
         the same value on every rank (which is checked), and the value counts once.
     replicated
         Numbers of arguments, among `argnums`, that are equal on all ranks and count as one
-        argument. Their gradient is summed over ranks and has the same bits on every rank. With
-        MPIGRAD_GUARD=1 their equality is checked.
+        argument. Their gradient is summed over ranks and has the same bits on every rank. Every
+        other argument is a rank's own, and so is its gradient. The sums of the entries of a
+        replicated argument are compared in each call, in the message of the gradients. With
+        MPIGRAD_GUARD=1 all entries are compared.
     comm
         The communicator over which shares and gradients of replicated arguments are summed.
         Default: the communicator of the enclosing `with`, or all ranks.
@@ -211,10 +214,13 @@ def _value_and_grad(
                 'Return the same value on every rank, or use loss="share".',
             )
         parts = [g for n, g in zip(numbers, gradients, strict=True) if n in equal]
-        if reduce_value:  # all sums of one dtype travel in one message
-            value, *parts = _sum_over_ranks([value, *parts], group)
+        # All sums of one dtype travel in one message.
+        compared = [contribution(args[n], group) for n in equal] if group.size > 1 else []
+        if reduce_value:
+            value, parts, compared = _sum_over_ranks((value, parts, compared), group)
         elif parts:
-            parts = _sum_over_ranks(parts, group)
+            parts, compared = _sum_over_ranks((parts, compared), group)
+        require_replicated(compared, equal[: len(compared)], group)
         summed = iter(parts)
         gradients = [
             next(summed) if n in equal else g for n, g in zip(numbers, gradients, strict=True)

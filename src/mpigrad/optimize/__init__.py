@@ -6,6 +6,7 @@ from mpigrad.optimize.continuation import continuation
 from mpigrad.optimize.gradient_transformation import Optax
 from mpigrad.optimize.inner_product import clip_by_global_norm, global_norm, inner_products
 from mpigrad.optimize.lbfgs import LBFGS
+from mpigrad.optimize.lbfgsb import LBFGSB
 from mpigrad.optimize.line_search import StrongWolfe
 from mpigrad.optimize.method import Method, State
 from mpigrad.optimize.minimize import minimize
@@ -21,6 +22,7 @@ from mpigrad.solution import Result, Solution
 
 __all__ = [
     "LBFGS",
+    "LBFGSB",
     "Adam",
     "GaussNewton",
     "Method",

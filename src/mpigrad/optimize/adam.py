@@ -55,7 +55,9 @@ class Adam(Method):
     >>> from mpigrad.optimize import Adam, minimize
     >>> def loss(x):
     ...     return jnp.sum((x - 2.0) ** 2)
-    >>> solution = minimize(loss, jnp.zeros(2), Adam(0.1), max_steps=500, loss="replicated")
+    >>> method = Adam(0.1)
+    >>> settings = {"max_steps": 500, "loss": "replicated", "replicated": True}
+    >>> solution = minimize(loss, jnp.zeros(2), method, **settings)
     >>> print(solution.value.round(2))
     [2. 2.]
     """

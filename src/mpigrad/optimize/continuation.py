@@ -68,7 +68,8 @@ def continuation(
     >>> from mpigrad.optimize import continuation
     >>> def wavy(height):
     ...     return lambda x: jnp.sum((x - 1) ** 2 + height * (1 - jnp.cos(9 * (x - 1))))
-    >>> smooth, last = continuation([wavy(0.0), wavy(0.3)], jnp.full(2, 3.0), loss="replicated")
+    >>> stages, start = [wavy(0.0), wavy(0.3)], jnp.full(2, 3.0)
+    >>> smooth, last = continuation(stages, start, loss="replicated", replicated=True)
     >>> print(last.value.round(3))
     [1. 1.]
     """

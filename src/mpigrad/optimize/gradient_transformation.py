@@ -67,7 +67,8 @@ class Optax(Method):
     >>> def loss(x):
     ...     return jnp.sum((x - 2.0) ** 2)
     >>> method = Optax(optax.adam(0.1), clip=1.0)
-    >>> solution = minimize(loss, jnp.zeros(2), method, max_steps=500, loss="replicated")
+    >>> settings = {"max_steps": 500, "loss": "replicated", "replicated": True}
+    >>> solution = minimize(loss, jnp.zeros(2), method, **settings)
     >>> print(solution.value.round(2))
     [2. 2.]
     """

@@ -28,8 +28,9 @@ def inner_products(
         (u, v): two trees of real arrays of the same structure and shapes. All pairs have the
         structure of the first.
     sharded
-        A prefix of the trees, as in `minimize`. Replicated leaves (False) count once. Of sharded
-        leaves (True, or a Grid) the part of each rank counts.
+        Without it, of a leaf that is distributed over the ranks only the part of rank 0 counts,
+        and the result is wrong without an error. A prefix of the trees, as in `minimize`. True, or
+        a Grid: the part of each rank counts. False: the leaf is replicated and counts once.
     comm
         The ranks that hold the trees. Default: the default communicator.
 

@@ -74,7 +74,8 @@ class LBFGS(Method):
     >>> from mpigrad.optimize import LBFGS, minimize
     >>> def valley(x):
     ...     return 10 * (x[1] - x[0] ** 2) ** 2 + (1 - x[0]) ** 2
-    >>> solution = minimize(valley, jnp.zeros(2), LBFGS(memory=5), loss="replicated")
+    >>> method = LBFGS(memory=5)
+    >>> solution = minimize(valley, jnp.zeros(2), method, loss="replicated", replicated=True)
     >>> print(solution.value.round(3))
     [1. 1.]
     """

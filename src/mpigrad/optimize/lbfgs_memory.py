@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mpigrad.optimize.unknowns import Unknowns, Vector, product
 
-__all__ = ["combine", "empty", "remember"]
+__all__ = ["combine", "empty", "remember", "remember_pair"]
 
 
 def empty(x: Vector, rows: int) -> Vector:
@@ -44,6 +44,20 @@ def _remember(
         with_both = with_s.at[part.shape[0] // 2 + slot].set(y)
         flat = with_both.reshape(part.shape[0], -1)
         products.append(_products(flat, y.ravel(), g.ravel(), slot))
+        changed.append(with_both)
+    with jax.enable_x64(True):
+        return tuple(changed), unknowns.sum(functools.reduce(jnp.add, products))
+
+
+def _remember_pair(
+    unknowns: Unknowns, rows: Vector, slot: Any, direction: Vector, t: Any, old: Vector, new: Vector
+) -> Any:
+    products, changed = [], []
+    for part, d, g_old, g in zip(rows, direction, old, new, strict=True):
+        s, y = jnp.asarray(t, d.dtype) * d, g - g_old
+        with_both = part.at[slot].set(s).at[part.shape[0] // 2 + slot].set(y)
+        flat = with_both.reshape(part.shape[0], -1)
+        products.append(_products(flat, s.ravel(), y.ravel(), slot))
         changed.append(with_both)
     with jax.enable_x64(True):
         return tuple(changed), unknowns.sum(functools.reduce(jnp.add, products))
@@ -87,5 +101,20 @@ def remember(
     The rows, and their inner products with y and with `new`, of shape (2, count of rows).
     """
     program = unknowns.compiled(_remember, donate_argnums=0)
+    rows, products = program(rows, slot, direction, t, old, new)
+    return rows, np.asarray(products, np.float64)
+
+
+def remember_pair(
+    unknowns: Unknowns,
+    rows: Vector,
+    slot: int,
+    direction: Vector,
+    t: float,
+    old: Vector,
+    new: Vector,
+) -> tuple[Vector, NDArray[np.float64]]:
+    """Store s and y as `remember` does. Return the rows, and their products with s and with y."""
+    program = unknowns.compiled(_remember_pair, donate_argnums=0)
     rows, products = program(rows, slot, direction, t, old, new)
     return rows, np.asarray(products, np.float64)

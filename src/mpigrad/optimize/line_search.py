@@ -48,9 +48,9 @@ class StrongWolfe:
     >>> import jax.numpy as jnp
     >>> from mpigrad.optimize import LBFGS, StrongWolfe, minimize
     >>> method = LBFGS(line_search=StrongWolfe(curvature=0.1, max_evaluations=10))
-    >>> solution = minimize(lambda x: jnp.sum(x**4 - 4 * x), jnp.zeros(1), method)
+    >>> solution = minimize(lambda x: x**4 - 4 * x, 0.0, method)
     >>> print(solution.value.round(3))
-    [1.]
+    1.0
     """
 
     decrease: float = 1e-3
@@ -71,7 +71,12 @@ class StrongWolfe:
             )
 
     def search(
-        self, phi: Callable[[float], Point], start: Point, slope: float, first: float
+        self,
+        phi: Callable[[float], Point],
+        start: Point,
+        slope: float,
+        first: float,
+        limit: float = math.inf,
     ) -> tuple[float, Point]:
         """Search from the trial step `first`. Return the step t and its point.
 
@@ -85,6 +90,9 @@ class StrongWolfe:
             Function of the step that returns its point, with the slope along the direction.
         start, slope
             The point at step 0, and φ'(0) < 0.
+        limit
+            Largest step, for example to a bound. If the loss decreases enough and still falls
+            there, the search ends with it.
         """
         origin = _Trial(0.0, start.loss, slope)
         best, other = (
@@ -95,7 +103,7 @@ class StrongWolfe:
         bracketed, first_stage = False, True
         longest, width, width_before = math.inf, math.inf, math.inf
         tilt = self.decrease * slope
-        t = first
+        t = min(first, limit)
         for evaluation in range(self.max_evaluations):
             point = phi(t)
             if not point.finite:
@@ -107,6 +115,8 @@ class StrongWolfe:
                 lowest, lowest_at = point, t
             enough = here.value <= origin.value + tilt * t
             if enough and abs(here.slope) <= self.curvature * -slope:
+                return t, point
+            if t == limit and enough and here.slope <= tilt:
                 return t, point
             if bracketed and abs(best.t - other.t) <= self.interval * max(best.t, other.t):
                 break
@@ -131,6 +141,7 @@ class StrongWolfe:
                 trial = 0.5 * (best.t + here.t)
             if trial >= longest:
                 trial = 0.5 * (best.t + longest)
+            trial = min(trial, limit)
             if trial in (best.t, other.t, longest):  # rounding leaves no step between them
                 break
             t = trial

@@ -36,7 +36,8 @@ def minimize(
     x0: Any,
     method: Method = LBFGS(),  # noqa: B008 (frozen)
     *,
-    sharded: Any = False,
+    sharded: Any = None,
+    replicated: Any = None,
     loss: Loss = "share",
     value_and_grad: Callable[..., Any] | None = None,
     max_steps: int = 1000,
@@ -57,17 +58,22 @@ def minimize(
     ----------
     f
         f(x) -> real scalar. It may contain messages. For `GaussNewton` it returns residuals. An
-        `Objective` is compiled once for several runs. It already has `sharded`, `loss`,
-        `value_and_grad` and `comm`, so do not give them again.
+        `Objective` is compiled once for several runs. It already has `sharded`, `replicated`,
+        `loss`, `value_and_grad` and `comm`, so do not give them again.
     x0
         The first point: a pytree of floats and arrays of float32 or float64.
     method
         `LBFGS()`, `NonlinearCG()`, `Adam()`, `Optax(...)`, `GaussNewton()`, `NewtonCG()` or
         `SciPy(...)`.
     sharded
-        A pytree prefix of x0. False: the leaf is the same on all ranks, which is checked, and its
-        gradient is the sum over ranks. True: each rank has its own rows, in rank order along
-        axis 0. A `Grid`: each rank has its tile, in the last axes.
+        A wrong declaration gives wrong results without an error: tiles that are declared as copies
+        of one array are averaged over the ranks. So on several ranks every array must be declared,
+        by `sharded` or by `replicated`. `sharded` is a pytree prefix of x0. True: each rank has
+        its own rows, in rank order along axis 0. A `Grid`: each rank has its tile, in the last
+        axes. False: the leaf is replicated.
+    replicated
+        A pytree prefix of x0. True: the leaf is the same on all ranks, which is always checked,
+        and its gradient is the sum over ranks. Scalars are replicated without a declaration.
     loss
         "share": the loss is the sum over ranks of the values that f returns. "replicated": f
         returns the loss on every rank. As in `mpigrad.value_and_grad`.
@@ -141,7 +147,7 @@ def minimize(
     >>> from mpigrad.optimize import LBFGS, minimize
     >>> def loss(x):
     ...     return jnp.sum((x - 2.0) ** 2)
-    >>> solution = minimize(loss, jnp.zeros(3), LBFGS(memory=5), loss="replicated")
+    >>> solution = minimize(loss, jnp.zeros(3), LBFGS(memory=5), loss="replicated", replicated=True)
     >>> print(solution.value, solution.result.name, solution.stats["num_steps"])
     [2. 2. 2.] SUCCESSFUL 2
     """
@@ -160,10 +166,10 @@ def minimize(
                     f"minimize: {type(method).__name__} needs an Objective with "
                     f"residuals={residuals}, got residuals={f.residuals}. Make another Objective."
                 )
-            if (sharded, loss, value_and_grad) != (False, "share", None):
+            if (sharded, replicated, loss, value_and_grad) != (None, None, "share", None):
                 raise ValueError(
-                    "minimize: got sharded, loss or value_and_grad with an Objective, which is "
-                    "already made. Give them to the Objective."
+                    "minimize: got sharded, replicated, loss or value_and_grad with an Objective, "
+                    "which is already made. Give them to the Objective."
                 )
     settings = (settings_fingerprint(method), max_steps, rtol, atol, ftol, bool(throw))
     assert_same_on_all_ranks(
@@ -177,7 +183,7 @@ def minimize(
         f
         if isinstance(f, Objective)
         else Objective(
-            f, x0, sharded=sharded, loss=loss, value_and_grad=value_and_grad,
+            f, x0, sharded=sharded, replicated=replicated, loss=loss, value_and_grad=value_and_grad,
             residuals=residuals, comm=comm,
         )
     )  # fmt: skip

@@ -18,7 +18,7 @@ from mpigrad.solution import Result, Solution
 
 __all__ = ["MultiStart", "multi_start", "numbered_settings"]
 
-_OBJECTIVE = ("sharded", "loss", "value_and_grad")  # settings of an `Objective`
+_OBJECTIVE = ("sharded", "replicated", "loss", "value_and_grad")  # settings of an `Objective`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +36,9 @@ class MultiStart:
     --------
     >>> import jax.numpy as jnp
     >>> from mpigrad.optimize import multi_start
-    >>> runs = multi_start(lambda x: jnp.sum(x**2), [jnp.ones(2), jnp.full(2, jnp.nan)])
+    >>> runs = multi_start(lambda x: jnp.sum(x**2), [1.0, jnp.nan])
     >>> print(runs.best.value, runs.solutions[1])
-    [0. 0.] None
+    0.0 None
     """
 
     best: Solution
@@ -84,8 +84,8 @@ def multi_start(
     >>> import jax.numpy as jnp
     >>> from mpigrad.optimize import multi_start
     >>> def two_wells(x):
-    ...     return jnp.sum((x**2 - 1) ** 2 + 0.3 * x)
-    >>> runs = multi_start(two_wells, [jnp.ones(1), -jnp.ones(1)], loss="replicated")
+    ...     return (x**2 - 1) ** 2 + 0.3 * x
+    >>> runs = multi_start(two_wells, [1.0, -1.0], loss="replicated")
     >>> [round(solution.stats["loss"], 2) for solution in runs.solutions]
     [0.29, -0.31]
     >>> runs.best is runs.solutions[1]

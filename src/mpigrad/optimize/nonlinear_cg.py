@@ -55,7 +55,8 @@ class NonlinearCG(Method):
     >>> from mpigrad.optimize import NonlinearCG, minimize
     >>> def loss(x):
     ...     return jnp.sum(jnp.arange(1.0, 4.0) * (x - 2) ** 2)
-    >>> solution = minimize(loss, jnp.zeros(3), NonlinearCG("PR+"), loss="replicated")
+    >>> method = NonlinearCG("PR+")
+    >>> solution = minimize(loss, jnp.zeros(3), method, loss="replicated", replicated=True)
     >>> print(solution.value.round(3))
     [2. 2. 2.]
     """

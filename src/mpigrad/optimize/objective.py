@@ -14,6 +14,7 @@ import numpy as np
 from mpigrad.autodiff.transforms import Loss, grad, linearize, vjp
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
+from mpigrad.optimize.bounds import clip
 from mpigrad.optimize.root_protocol import shared_evaluation
 from mpigrad.optimize.unknowns import ProgramCache, Unknowns, Vector
 
@@ -57,7 +58,7 @@ class Objective(ProgramCache):
 
     Parameters
     ----------
-    f, loss, value_and_grad, sharded, comm
+    f, loss, value_and_grad, sharded, replicated, comm
         As in `minimize`.
     x0
         A tree with the structure, shapes and dtypes of the unknowns.
@@ -82,7 +83,9 @@ class Objective(ProgramCache):
     --------
     >>> import jax.numpy as jnp
     >>> from mpigrad.optimize import LBFGS, NonlinearCG, Objective, minimize
-    >>> objective = Objective(lambda x: jnp.sum((x - 2.0) ** 2), jnp.zeros(3), loss="replicated")
+    >>> def loss(x):
+    ...     return jnp.sum((x - 2.0) ** 2)
+    >>> objective = Objective(loss, jnp.zeros(3), loss="replicated", replicated=True)
     >>> for method in LBFGS(), NonlinearCG():
     ...     print(minimize(objective, jnp.zeros(3), method).value.round(3))
     [2. 2. 2.]
@@ -94,7 +97,8 @@ class Objective(ProgramCache):
         f: Callable[..., Any] | None,
         x0: Any,
         *,
-        sharded: Any = False,
+        sharded: Any = None,
+        replicated: Any = None,
         loss: Loss = "share",
         value_and_grad: Callable[..., Any] | None = None,
         residuals: bool = False,
@@ -113,7 +117,7 @@ class Objective(ProgramCache):
         assert_same_on_all_ranks(
             comm, agreed, "minimize: loss, and whether value_and_grad is given,"
         )
-        unknowns = Unknowns(x0, sharded, comm)
+        unknowns = Unknowns(x0, sharded, comm, replicated=replicated)
         self.unknowns = unknowns
         self.evaluations = self.products = 0
         self.batch: tuple[Any, ...] = ()
@@ -137,14 +141,16 @@ class Objective(ProgramCache):
         """Evaluate at x: one evaluation."""
         return self.evaluate_along(x, jax.tree.map(jnp.zeros_like, x), 0.0)
 
-    def evaluate_along(self, x: Vector, direction: Vector, step: float) -> Point:
-        """Evaluate at x + step · direction: one evaluation."""
+    def evaluate_along(
+        self, x: Vector, direction: Vector, step: float, limits: tuple[Vector, Vector] | None = None
+    ) -> Point:
+        """Evaluate at x + step · direction, moved into the limits if given: one evaluation."""
         self.evaluations += 1
         if self._given is None:
             program = self.compiled(Objective._program_along)
-            moved, gradient, numbers = program(x, direction, step, self.batch)
+            moved, gradient, numbers = program(x, direction, step, limits, self.batch)
         else:
-            moved = _moved(x, direction, step)
+            moved = _moved(x, direction, step, limits)
             x = self.tree(moved)
             with shared_evaluation(self.unknowns.comm):
                 value, tree = self._given(x, *self.batch)
@@ -197,8 +203,10 @@ class Objective(ProgramCache):
 
         return product
 
-    def _program_along(self, x: Vector, direction: Vector, step: Any, batch: Any) -> Any:
-        x = _moved(x, direction, step)
+    def _program_along(
+        self, x: Vector, direction: Vector, step: Any, limits: Any, batch: Any
+    ) -> Any:
+        x = _moved(x, direction, step, limits)
         gradients, value = self._gradient(*self.unknowns.split(x), batch)
         gradient = self.unknowns.join(*gradients)
         return x, gradient, self._numbers(value, self.loss == "share", gradient, direction)
@@ -215,8 +223,9 @@ class Objective(ProgramCache):
 
 
 @jax.jit
-def _moved(x: Vector, direction: Vector, step: Any) -> Vector:
-    return tuple(a + jnp.asarray(step, a.dtype) * d for a, d in zip(x, direction, strict=True))
+def _moved(x: Vector, direction: Vector, step: Any, limits: Any) -> Vector:
+    moved = tuple(a + jnp.asarray(step, a.dtype) * d for a, d in zip(x, direction, strict=True))
+    return moved if limits is None else clip(moved, limits)
 
 
 def _half_squares(residuals: Any) -> Any:

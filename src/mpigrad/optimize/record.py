@@ -24,10 +24,10 @@ class MinimizeError(RuntimeError):
     >>> import jax.numpy as jnp
     >>> from mpigrad.optimize import LBFGS, MinimizeError, minimize
     >>> try:
-    ...     minimize(lambda x: jnp.sum(jnp.log(x)), jnp.array([-1.0]))
+    ...     minimize(jnp.log, -1.0)
     ... except MinimizeError as error:
     ...     print(error.solution.result.name, error.solution.value)
-    NOT_FINITE [-1.]
+    NOT_FINITE -1.0
     """
 
     def __init__(self, text: str, solution: Solution | None = None) -> None:

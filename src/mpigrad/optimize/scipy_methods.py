@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.collective_errors import raise_on_all_ranks
+from mpigrad.optimize.bounds import check_bounds, clip, projected_norm, vectors_of_bounds
 from mpigrad.optimize.method import Method
 from mpigrad.optimize.objective import Objective
 from mpigrad.optimize.root_protocol import first_error, request, shared_evaluation
@@ -97,7 +97,7 @@ class SciPy(Method):
     >>> def loss(x):
     ...     return jnp.sum((x - 2.0) ** 2)
     >>> method = SciPy("L-BFGS-B", bounds=(0.0, 1.5))
-    >>> print(minimize(loss, jnp.zeros(2), method, loss="replicated").value)
+    >>> print(minimize(loss, jnp.zeros(2), method, loss="replicated", replicated=True).value)
     [1.5 1.5]
     """
 
@@ -126,17 +126,11 @@ class SciPy(Method):
         return self.name in _PRODUCTS
 
     def check(self, unknowns: Unknowns) -> None:
-        with raise_on_all_ranks(unknowns.comm):
-            for lower, upper in zip(*self.limits(unknowns), strict=True):
-                if not np.all(lower <= upper):  # false for NaN, too
-                    raise ValueError(
-                        "SciPy: every lower bound must be at most its upper bound, and neither may "
-                        f"be NaN, got {np.asarray(lower)} and {np.asarray(upper)}"
-                    )
+        check_bounds(unknowns, self.bounds, "SciPy")
 
     def start(self, objective: Objective, x: Vector) -> SciPyState:
         run = objective.method_data = _Run(self, objective)
-        x = tuple(jnp.clip(part, *ends) for part, *ends in zip(x, *run.limits, strict=True))
+        x = clip(x, run.limits)
         found = run.evaluate_first(x)
         return SciPyState(x, found.loss, found.norm, 0.0, 0)
 
@@ -148,25 +142,6 @@ class SciPy(Method):
 
     def layout(self, unknowns: Unknowns) -> Any:
         return SciPyState(unknowns.layout(), False, False, False, False)  # type: ignore[arg-type]
-
-    def limits(self, unknowns: Unknowns) -> tuple[Vector, Vector]:
-        """Return lower and upper bounds of this rank's part of the vector."""
-        example = jax.tree.unflatten(unknowns.structure, unknowns.shapes)
-        found = []
-        for bound, none in zip(self.bounds or (None, None), (-np.inf, np.inf), strict=True):
-            try:
-                spread = jax.tree.broadcast(none if bound is None else bound, example)
-                whole = jax.tree.map(
-                    lambda b, leaf: jnp.broadcast_to(jnp.asarray(b, leaf.dtype), leaf.shape),
-                    spread,
-                    example,
-                )
-            except ValueError as error:
-                raise ValueError(
-                    f"SciPy: bounds do not fit the unknowns ({error}). Give a pytree prefix of x0."
-                ) from error
-            found.append(unknowns.vector(whole))
-        return found[0], found[1]
 
 
 # ---- one run ----
@@ -206,7 +181,7 @@ class _Run:
     def __init__(self, method: SciPy, objective: Objective) -> None:
         self.method, self.objective = method, objective
         self.comm = objective.unknowns.comm
-        self.limits = method.limits(objective.unknowns)
+        self.limits = vectors_of_bounds(objective.unknowns, method.bounds, "SciPy")
         self.shapes = self.comm.mpi.allgather([np.shape(part) for part in self.limits[0]])
         lower, upper = (self.gather(limit) for limit in self.limits)
         self.bounds: RootVector = None
@@ -307,12 +282,8 @@ class _Run:
 
     def evaluate(self, x: Vector) -> _Evaluation:
         point = self.objective.evaluate(x)
-        steps = [
-            np.clip(-np.asarray(g, np.float64), low - np.asarray(a), high - np.asarray(a))
-            for a, g, low, high in zip(x, point.gradient, *self.limits, strict=True)
-        ]
-        squares = self.comm.mpi.allgather(float(sum(np.vdot(s, s) for s in steps)))
-        return _Evaluation(point.loss, math.sqrt(sum(squares)), self.gather(point.gradient))
+        norm = projected_norm(self.objective.unknowns, x, point.gradient, self.limits)
+        return _Evaluation(point.loss, norm, self.gather(point.gradient))
 
     def multiply(self, x: Vector, v: Vector) -> RootVector:
         self.objective.products += 1

@@ -169,7 +169,7 @@ class NewtonCG(_TrustRegion):
     >>> from mpigrad.optimize import NewtonCG, minimize
     >>> def valley(x):
     ...     return 10 * (x[1] - x[0] ** 2) ** 2 + (1 - x[0]) ** 2
-    >>> solution = minimize(valley, jnp.zeros(2), NewtonCG(), loss="replicated")
+    >>> solution = minimize(valley, jnp.zeros(2), NewtonCG(), loss="replicated", replicated=True)
     >>> print(solution.value.round(3))
     [1. 1.]
     """
@@ -200,7 +200,8 @@ class GaussNewton(_TrustRegion):
     >>> data = 3 * jnp.exp(-t)
     >>> def residuals(x):
     ...     return x[0] * jnp.exp(-x[1] * t) - data
-    >>> solution = minimize(residuals, jnp.array([1.0, 0.0]), GaussNewton(), loss="replicated")
+    >>> start, method = jnp.array([1.0, 0.0]), GaussNewton()
+    >>> solution = minimize(residuals, start, method, loss="replicated", replicated=True)
     >>> [round(float(value), 3) for value in solution.value]
     [3.0, 1.0]
     """

@@ -18,6 +18,7 @@ from mpigrad.communicator import Communicator
 from mpigrad.grid.grid import Grid
 from mpigrad.operations import allgatherv, bcast, reduce
 from mpigrad.operations.jit import jit
+from mpigrad.optimize.declaration import NOT_DECLARED, declared_kinds, require_declarations
 
 __all__ = ["ProgramCache", "Unknowns", "Vector", "dot", "product"]
 
@@ -53,11 +54,17 @@ class Unknowns(ProgramCache):
     x0
         The pytree: floats and arrays of float32 or float64.
     sharded
-        A pytree prefix of `x0`. False: the leaf is the same on all ranks. True: each rank has its
-        own rows of axis 0, in the order of the ranks. Their count may differ and may be zero. A
-        `Grid`: each rank has its tile, in the last axes.
+        A wrong declaration gives wrong results without an error, because tiles that are taken for
+        copies of one array are averaged. A pytree prefix of `x0`. True: each rank has its own rows
+        of axis 0, in the order of the ranks. Their count may differ and may be zero. A `Grid`:
+        each rank has its tile, in the last axes. False: the leaf is the same on all ranks. None:
+        not declared. On several ranks an array must be declared, and a scalar is the same on all
+        ranks.
     comm
         The ranks that share the unknowns.
+    replicated
+        A pytree prefix of `x0`. True: the leaf is the same on all ranks, as with sharded=False.
+        False or None: `sharded` declares the leaf.
 
     Attributes
     ----------
@@ -69,7 +76,8 @@ class Unknowns(ProgramCache):
     Raises
     ------
     TypeError, ValueError
-        On every rank, if a leaf is not a real array, its shape does not fit, or the ranks differ.
+        On every rank, if a leaf is not a real array, its shape does not fit, the ranks differ, or
+        an array is not declared on several ranks.
 
     Examples
     --------
@@ -83,17 +91,20 @@ class Unknowns(ProgramCache):
     7 (2, 2)
     """
 
-    def __init__(self, x0: Any, sharded: Any, comm: Communicator) -> None:
+    def __init__(
+        self, x0: Any, sharded: Any, comm: Communicator, *, replicated: Any = None
+    ) -> None:
         self.comm = comm
         common: list[tuple[Any, ...]] = []
         with raise_on_all_ranks(comm):
             x0 = jax.tree.map(_real, x0)
             paths, self.structure = jax.tree_util.tree_flatten_with_path(x0)
-            self.kinds = _kinds(sharded, x0)
             self.names = ["x0" + jax.tree_util.keystr(path) for path, _ in paths]
             leaves = [leaf for _, leaf in paths]
-            for name, leaf, kind in zip(self.names, leaves, self.kinds, strict=True):
+            declared = declared_kinds(x0, self.names, sharded, replicated)
+            for name, leaf, kind in zip(self.names, leaves, declared, strict=True):
                 common.append(_description(name, leaf, kind, comm))
+            self.kinds = [kind or False for kind in declared]
             if not leaves:
                 raise ValueError(
                     "minimize: expected at least one unknown, got x0 without leaves. Add one."
@@ -130,14 +141,14 @@ class Unknowns(ProgramCache):
             self.check_like(x0, "x0")
             leaves = jax.tree.leaves(x0)
             for i in self.replicated:
-                digests.append(hashlib.sha256(np.asarray(leaves[i]).tobytes()).hexdigest())
+                digests.append(_digest(leaves[i]))
         everywhere = self.comm.mpi.allgather(digests)
         for rank, others in enumerate(everywhere):
             for i, ours, theirs in zip(self.replicated, everywhere[0], others, strict=True):
                 if ours != theirs:
                     raise ValueError(
                         f"minimize: {self.names[i]} is not declared sharded, but it differs "
-                        f"between ranks 0 and {rank}. Make it equal, for example with "
+                        f"between ranks 0 and {rank}. Make it the same, for example with "
                         "mpigrad.bcast, or give sharded=True or its Grid."
                     )
         return self.compiled(Unknowns.vector)(x0)  # type: ignore[no-any-return]
@@ -247,10 +258,6 @@ def product(a: Any, b: Any) -> Any:
     )
 
 
-def _is_kind(x: Any) -> bool:
-    return isinstance(x, bool | Grid)
-
-
 def _real(leaf: Any) -> jax.Array:
     array = jnp.asarray(leaf)
     if array.dtype not in _DTYPES:
@@ -261,20 +268,15 @@ def _real(leaf: Any) -> jax.Array:
     return array
 
 
-def _kinds(sharded: Any, x0: Any) -> list[bool | Grid]:
-    try:
-        kinds = jax.tree.leaves(jax.tree.broadcast(sharded, x0, is_leaf=_is_kind), is_leaf=_is_kind)
-    except ValueError as error:
-        raise ValueError(f"minimize: sharded is not a prefix of x0: {error}") from error
-    for kind in kinds:
-        if not _is_kind(kind):
-            raise TypeError(f"minimize: sharded has {kind!r}, expected False, True or a Grid")
-    return kinds
+def _digest(leaf: jax.Array) -> str:
+    return hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()
 
 
-def _description(name: str, leaf: jax.Array, kind: bool | Grid, comm: Communicator) -> Any:
-    """Return the properties that must be the same on all ranks."""
-    if kind is False:
+def _description(name: str, leaf: jax.Array, kind: bool | Grid | None, comm: Communicator) -> Any:
+    """Return the properties that must be the same on all ranks, or those of an undeclared array."""
+    if kind is None and leaf.ndim > 0 and comm.size > 1:
+        return name, NOT_DECLARED, str(leaf.dtype), leaf.shape, _digest(leaf)
+    if not kind:
         return name, "replicated", str(leaf.dtype), leaf.shape
     if kind is True:
         if leaf.ndim == 0:
@@ -292,6 +294,7 @@ def _description(name: str, leaf: jax.Array, kind: bool | Grid, comm: Communicat
 
 def _same(common: list[tuple[Any, ...]], comm: Communicator) -> None:
     everywhere = comm.mpi.allgather(common)
+    require_declarations(everywhere)
     for rank, others in enumerate(everywhere):
         if len(others) != len(everywhere[0]):
             raise ValueError(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mpigrad_apps.fwi.inversion import prepare_inversion as prepare_inversion
     from mpigrad_apps.fwi.misfit import Misfit as Misfit
     from mpigrad_apps.fwi.misfit import make_misfit as make_misfit
+    from mpigrad_apps.fwi.parametrization import BoxValues as BoxValues
     from mpigrad_apps.fwi.parametrization import CellValues as CellValues
     from mpigrad_apps.fwi.parametrization import NetworkValues as NetworkValues
     from mpigrad_apps.fwi.parametrization import Parametrization as Parametrization
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from mpigrad_apps.fwi.settings import Settings as Settings
 
 _NAMES = {
+    "BoxValues": "parametrization",
     "CellValues": "parametrization",
     "Inputs": "inputs",
     "Inversion": "inversion",

@@ -72,6 +72,7 @@ def _stages(problem: Inversion, settings: Settings, comm: Communicator) -> Train
             settings.iterations,
             comm,
             memory=settings.memory,
+            bounds=values.limits(),
             out=settings.out,
             save=functools.partial(_save, problem, settings.out),
             error=None if problem.inputs.truth is None else problem.error,  # type: ignore[arg-type]

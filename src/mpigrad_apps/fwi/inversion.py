@@ -21,7 +21,13 @@ from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
 from mpigrad_apps.fwi.inputs import Inputs, read_inputs
 from mpigrad_apps.fwi.misfit import Misfit, make_misfit
-from mpigrad_apps.fwi.parametrization import CellValues, NetworkValues, Parametrization, Unknown
+from mpigrad_apps.fwi.parametrization import (
+    BoxValues,
+    CellValues,
+    NetworkValues,
+    Parametrization,
+    Unknown,
+)
 from mpigrad_apps.fwi.regularization import tikhonov, total_variation, window_with_neighbors
 from mpigrad_apps.fwi.settings import Settings
 from mpigrad_apps.shots.acoustic_physics import AcousticPhysics
@@ -239,6 +245,8 @@ def _parametrization(
     fixed = {name: field for name, field in start.items() if name not in names}
     if settings.unknown == "network":
         return NetworkValues(unknowns, fixed, inputs.active, fineness=settings.fineness)
+    if settings.box:
+        return BoxValues(unknowns, fixed, inputs.active)
     return CellValues(unknowns, fixed, inputs.active, smoothing=settings.smoothing)
 
 

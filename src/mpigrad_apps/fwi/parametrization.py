@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,14 @@ from jaxtyping import Array, Bool, Float
 
 from mpigrad_apps.fwi.network import Weights, initial_weights, network
 
-__all__ = ["CellValues", "NetworkValues", "Parametrization", "Unknown", "gaussian"]
+__all__ = [
+    "BoxValues",
+    "CellValues",
+    "NetworkValues",
+    "Parametrization",
+    "Unknown",
+    "gaussian",
+]
 
 Window = tuple[slice, slice]
 _EDGE = 1e-3  # smallest distance of a start from a bound, relative to the range
@@ -39,9 +46,10 @@ class Unknown:
 class Parametrization(abc.ABC):
     """Fields as functions of parameters that are equal on all ranks.
 
-    A field is low + (high - low) / (1 + exp(-(c + c0))). The correction c is a function of the
-    parameters and zero at first, and c0 is such that c = 0 gives the start. No step of a line
-    search can leave the bounds. Cells that are not active keep the start's values.
+    A field is low + (high - low) / (1 + exp(-(c + c0))), if the class does not say otherwise. The
+    correction c is a function of the parameters and zero at first, and c0 is such that c = 0 gives
+    the start. No step of a line search can leave the bounds. Cells that are not active keep the
+    start's values.
 
     Attributes
     ----------
@@ -77,10 +85,20 @@ class Parametrization(abc.ABC):
         corrections = self.corrections(parameters, window)
         active = self.active[window]
         for unknown, correction in zip(self.unknowns, corrections, strict=True):
-            free = jax.nn.sigmoid(correction + unknown.logit()[window])
-            value = unknown.low + (unknown.high - unknown.low) * free
+            value = self.value(unknown, correction, window)
             fields[unknown.name] = jnp.where(active, value, unknown.start[window])
         return fields
+
+    def value(
+        self, unknown: Unknown, correction: Float[Array, "wx wy"], window: Window
+    ) -> Float[Array, "wx wy"]:
+        """Return a field of a correction. Differentiable."""
+        free = jax.nn.sigmoid(correction + unknown.logit()[window])
+        return unknown.low + (unknown.high - unknown.low) * free
+
+    def limits(self) -> tuple[Any, Any] | None:
+        """Return the bounds of the parameters for the optimizer, or None."""
+        return None
 
     def start(self, window: Window) -> dict[str, Float[np.ndarray, "wx wy"]]:
         """Return the start's fields in a window of the grid."""
@@ -114,6 +132,35 @@ class CellValues(Parametrization):
             return parameters[:, *window]
         along_x, along_y = (jnp.asarray(gaussian(n, self.smoothing)) for n in self.shape)
         return along_x[window[0]] @ parameters @ along_y[window[1]].T
+
+
+@dataclasses.dataclass(frozen=True)
+class BoxValues(CellValues):
+    """One correction for each cell: a field is start + (high - low) c / 4, without smoothing.
+
+    The optimizer keeps the bounds, so a cell can be exactly at a bound. Cells that are not active
+    have equal bounds.
+    """
+
+    def initial(self, seed: int) -> Float[Array, "unknowns nx ny"]:
+        lower, upper = self.limits()
+        return jnp.clip(super().initial(seed), lower, upper)
+
+    def value(
+        self, unknown: Unknown, correction: Float[Array, "wx wy"], window: Window
+    ) -> Float[Array, "wx wy"]:
+        value = unknown.start[window] + (unknown.high - unknown.low) / 4 * correction
+        return jnp.clip(value, unknown.low, unknown.high)  # rounding
+
+    def limits(self) -> tuple[Array, Array]:
+        def corrections(end: Literal["low", "high"]) -> Array:
+            fields = [
+                4 * (getattr(field, end) - field.start) / (field.high - field.low)
+                for field in self.unknowns
+            ]
+            return jnp.where(jnp.asarray(self.active), jnp.stack(fields), 0.0)
+
+        return corrections("low"), corrections("high")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,6 +55,8 @@ class Settings(WaveOptions):
     """File of an array (nx, ny): cells with 0 keep the start's values."""
     bounds: tuple[str, ...] = ()
     """Bounds as vp=1400:5000. Default: half the start's smallest, 1.5 times its largest value."""
+    box: bool = False
+    """Keep the bounds of cells by L-BFGS-B, without smoothing. Default: by a sigmoid function."""
     order: Literal[2, 4] = 4
     """Order of accuracy in space of acoustic waves."""
     source: Literal["explosive", "force_x", "force_y"] = "explosive"
@@ -97,6 +99,11 @@ class Settings(WaveOptions):
                 f"{' '.join(map(str, self.frequencies))}."
             )
         self.bounds_by_field()
+        if self.box and (self.unknown != "cells" or self.smoothing):
+            raise ValueError(
+                f"--box: expected --unknown cells and --smoothing 0, got {self.unknown} and "
+                f"{self.smoothing}. Bounds of other parameters are not bounds of the field."
+            )
         for option in ("initial", "data", "mask"):
             exists(f"--{option}", getattr(self, option))
 

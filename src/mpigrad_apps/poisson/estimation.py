@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,8 @@ def run(settings: Settings, comm: Communicator | None = None) -> PoissonResult:
             settings.iterations,
             comm,
             memory=settings.memory,
+            # The parameters of cells are the logarithms of kappa.
+            bounds=settings.bounds and tuple(map(math.log, settings.bounds)),
             out=settings.out,
             save=lambda best: values.save(settings.out / values.file_name, best),
             error=_error_of(problem),

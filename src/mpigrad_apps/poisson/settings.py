@@ -28,6 +28,8 @@ class Settings:
     """Fraction of the cells where u is observed, drawn at random."""
     noise: float = 0.0
     """Standard deviation of the observations' relative error."""
+    bounds: tuple[float, float] | None = None
+    """Lower and upper bound of kappa, kept by L-BFGS-B. For --kappa cells."""
     misfit: Literal["relative", "absolute"] = "relative"
     """The loss squares differences divided by the observed values, or plain differences."""
     data: pathlib.Path | None = None
@@ -56,6 +58,12 @@ class Settings:
             raise ValueError(f"--iterations: expected at least 1, got {self.iterations}")
         if self.memory < 1:
             raise ValueError(f"--memory: expected at least 1, got {self.memory}")
+        if self.bounds is not None:
+            low, high = self.bounds
+            if self.kappa != "cells":
+                raise ValueError(f"--bounds: expected --kappa cells, got --kappa {self.kappa}")
+            if not 0 < low < high < math.inf:
+                raise ValueError(f"--bounds: expected 0 < low < high, got {low} and {high}")
         if not 0 < self.observed <= 1:
             raise ValueError(f"--observed: expected a fraction in (0, 1], got {self.observed}")
         if not (self.noise >= 0 and math.isfinite(self.noise)):

@@ -136,6 +136,7 @@ def _estimate(
                 lambda unknowns: -density(unknowns),
                 start,
                 optimize.LBFGS(memory=20),
+                replicated=True,
                 loss="replicated",
                 max_steps=settings.iterations,
                 rtol=1e-4,

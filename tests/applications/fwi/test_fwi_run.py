@@ -44,6 +44,22 @@ def check_files(out, whole):
     assert np.array_equal(group["vp"][:], whole.fields["vp"])
 
 
+def test_cells_stay_within_a_box(comm, directory):
+    """Some cells end exactly at a bound, which the sigmoid function never reaches."""
+    settings = dataclasses.replace(
+        SMALL, box=True, bounds=("vp=1800:2600",), iterations=6, out=directory / "box"
+    )
+    result = fwi.run(settings, comm)
+    assert result.misfits[1] < 0.5 * result.misfits[0]
+    problem = fwi.prepare_inversion(settings, comm).parametrization
+    vp = result.fields["vp"][problem.active]
+    low, high = problem.unknowns[0].low, problem.unknowns[0].high
+    assert vp.min() >= low and vp.max() <= high
+    assert np.any((vp - low < 1e-9) | (high - vp < 1e-9)) and np.any((vp > low) & (vp < high))
+    with pytest.raises(ValueError, match="--box: expected --unknown cells and --smoothing 0"):
+        dataclasses.replace(settings, smoothing=1.0).check()
+
+
 @pytest.mark.full("whole runs take long; restarts of fitting are tested in test_fitting.py")
 def test_a_restarted_run_equals_an_uninterrupted_run(comm, directory, monkeypatch):
     """A stopped run ends after an iteration, and continues from its file bit for bit.

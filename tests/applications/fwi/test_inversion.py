@@ -27,6 +27,7 @@ ROUGH = dataclasses.replace(SMALL, tikhonov=3.0, total_variation=0.5)
 full = pytest.mark.full("the cases cells and elastic cover most of the code")
 CASES = {
     "cells": dataclasses.replace(ROUGH, smoothing=1.5, normalize="trace"),
+    "box": dataclasses.replace(SMALL, box=True),
     "network": dataclasses.replace(SMALL, unknown="network", normalize="shot"),
     "filtered": dataclasses.replace(SMALL, frequencies=(15.0,)),
     "elastic": dataclasses.replace(SMALL, physics="elastic", invert=("lambda", "mu", "rho")),

@@ -37,7 +37,7 @@ def test_the_optimum_does_not_depend_on_ranks_or_method(comm):
     assert expected.stats["loss"] < 0.5 * expected.stats["history"][0].loss
 
     share, start = objective(comm)
-    replicated = search(share, start, comm=comm)
+    replicated = search(share, start, replicated=True, comm=comm)
     counts = [len(part) for part in np.array_split(start, comm.size)]
     mine = np.array_split(start, comm.size)[comm.rank]
     whole = lambda x: mpigrad.allgatherv(x, counts, comm=comm)

@@ -71,6 +71,21 @@ def test_cells_are_estimated(comm, directory):
     assert np.allclose(saved[result.grid.slices], result.kappa, rtol=1e-12)
 
 
+def test_cells_stay_within_bounds(comm, directory):
+    """The true kappa is between 1 and 3, and the bounds are narrower."""
+    settings = small(directory, kappa="cells", bounds=(1.3, 2.0), iterations=8, observed=1.0)
+    result = run(settings, comm)
+    assert result.history[-1].loss < 0.5 * result.history[0].loss
+    kappa = np.concatenate([tile.ravel() for tile in comm.mpi.allgather(result.kappa)])
+    for bound in settings.bounds:
+        assert np.any(np.abs(kappa - bound) < 1e-12)
+    assert kappa.min() >= 1.3 - 1e-12 and kappa.max() <= 2.0 + 1e-12
+    with pytest.raises(ValueError, match="--bounds: expected --kappa cells"):
+        small(directory, bounds=(1.0, 2.0)).check()
+    with pytest.raises(ValueError, match="--bounds: expected 0 < low < high"):
+        small(directory, kappa="cells", bounds=(2.0, 1.0)).check()
+
+
 @pytest.mark.thin(1)
 def test_stop_request_ends_the_run_cleanly(comm, directory, monkeypatch):
     stop = directory / "stop"
