@@ -64,7 +64,8 @@ def test_steps_of_one_rank_are_refused(comm, dtype):
     with warns(comm, True):
         text = refused(lambda: mg.jit(march(grid, jnp.max, dtype))(u))
     assert "mpigrad: the ranks do not agree:" in text
-    lines = re.findall(rf"rank \d.*neighbor_alltoallv.* {LINE} (\S+)$", text, re.MULTILINE)
+    pattern = rf"rank \d.*(?:neighbor_alltoallv|halo_exchange).* {LINE} (\S+)$"
+    lines = re.findall(pattern, text, re.MULTILINE)
     assert len(lines) == 2 and len(set(lines)) == 2
     assert "norm=mpigrad.rms_norm" in text
     # The session goes on.
@@ -72,6 +73,20 @@ def test_steps_of_one_rank_are_refused(comm, dtype):
     with warns(comm, False):
         t, _ = mg.jit(march(grid, over_all, dtype))(u)
     mg.assert_replicated(t, comm)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transformed", ["vmap", "jvp", "jit"])
+def test_transformed_loops_are_compared(comm, transformed):
+    grid, u = field(comm)
+    loop = march(grid, jnp.max)
+    run = {
+        "vmap": lambda: mg.jit(mg.vmap(loop))(jnp.stack([u, 2 * u])),
+        "jvp": lambda: mg.jit(lambda u: mg.jvp(loop, (u,), (u,)))(u),
+        "jit": lambda: jax.jit(loop)(u),
+    }
+    text = refused(run[transformed])
+    assert len(re.findall(LINE, text)) == 2
 
 
 @pytest.mark.ranks(2, 3)

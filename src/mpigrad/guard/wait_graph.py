@@ -245,7 +245,7 @@ class _Wait:
             return
         key = (me, int(part["tag"]), int(part["ordinal"]))
         for p in self.reader.messages(r, way):
-            if (int(p["peer"]), int(p["tag"]), int(p["ordinal"])) == key:
+            if _key(p) == key:
                 self.partners.add(r)
 
     def _uncertain(self, source: int, slot: int, tag: int) -> bool:
@@ -297,6 +297,11 @@ class _Wait:
             if any(int(p["peer"]) < 0 or int(p["tag"]) < 0 for p in receives):
                 continue
             self.needs.append(frozenset({member.slot}))
+
+
+def _key(part: Any) -> tuple[int, int, int]:
+    """Return what identifies a message of a rank. Dimensions beyond its rank are old numbers."""
+    return int(part["peer"]), int(part["tag"]), int(part["ordinal"])
 
 
 def _fits(sent: Any, expected: Any) -> bool:
@@ -483,7 +488,7 @@ def _unreceived(reader: Reader, wait: _Wait) -> list[tuple[str, str]]:
             part = message["part"]
             if int(message["id"]) != wait.identity or int(part["peer"]) != me:
                 continue
-            if any(p == part for p in current):
+            if any(_key(p) == _key(part) for p in current):
                 continue
             taken = reader.channel(wait.r, wait.identity, member.rank, int(part["tag"]))
             if taken is None or int(taken["posted"]) < int(part["ordinal"]):
