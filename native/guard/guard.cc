@@ -118,7 +118,7 @@ void move_messages(int64_t slot) {
 }
 
 void mark_failure() {
-  forget_loops();
+  if (inside) forget_loops();  // not those of another thread, which is in an operation
   if (!forked.load(std::memory_order_relaxed)) put(board.own().failure_seen, 1);
 }
 

@@ -87,6 +87,9 @@ def test_transformed_loops_are_compared(comm, transformed):
     }
     text = refused(run[transformed])
     assert len(re.findall(LINE, text)) == 2
+    # Outside of the loop, nothing is compared with it.
+    total = jax.jit(lambda x: mg.allreduce(x, comm=comm))
+    assert total(1.0) == comm.size
 
 
 @pytest.mark.ranks(2, 3)
