@@ -16,7 +16,7 @@ namespace mpigrad {
 
 constexpr int kText = 160, kName = 32, kDims = 8, kTerms = 4, kCounts = 32;
 constexpr int kParts = 32, kSites = 4096, kEntries = 1024, kChannels = 1024, kMessages = 128;
-constexpr int kTrees = 1 << 18;
+constexpr int kTrees = 1 << 18, kLoopNumbers = 4;
 constexpr int kContracts = 8, kRanks = 512, kFaults = 4, kFaultIds = 8, kFaultText = 16384;
 
 using Cell = std::atomic<int64_t>;
@@ -27,9 +27,21 @@ enum State : int64_t { kAbsent, kInPython, kInOperation, kEnded, kFailed };
 enum Polling : int64_t { kInMpi, kWaits, kHandedOver };
 enum OperationKind : int64_t { kUnknown, kCollective, kMessagesOnly };
 
+// The while loops that an operation is in, if their conditions read numbers (loops.h). `where` says
+// which loops they are (0: none), and `numbers` what their conditions read in this step.
+struct LoopState {
+  int64_t where = 0, numbers = 0;
+};
+
+// Whether two ranks are in the same loops, and in steps with different numbers.
+inline bool steps_differ(const LoopState& a, const LoopState& b) {
+  return a.where && a.where == b.where && a.numbers != b.numbers;
+}
+
 // The arguments of one collective operation that must be the same on all members.
 struct Contract {
   int64_t sequence, site, dtype, rank, free_dims, terms, counts_kind, counts, tree;
+  LoopState loop;
   int64_t dims[kDims];
   int64_t values[kTerms];
   int64_t sends[kCounts], receives[kCounts];
@@ -60,6 +72,7 @@ struct Entry {
 // unless this operation completes a message that an earlier operation posted.
 struct Part {
   int64_t peer, tag, ordinal, awaited, counted, dtype, rank, tree;
+  LoopState loop;  // of exchanges that both ranks make at the same step
   int64_t dims[kDims];
 };
 
@@ -119,6 +132,8 @@ struct Slot {
   char line[kText];      // the line of the program that it executed then
   Cell line_waits;       // it waited for a thread, a lock or an event of its own
   Cell watched_ns;       // when the watchdog last looked at the board
+  Cell loop_site, loop_reads;  // the innermost of the while loops, and how many numbers are below
+  int64_t loop_numbers[kLoopNumbers];  // the bits of float64 numbers
   Part send[kParts], receive[kParts];
   Entry entries[kEntries];
   Channel channels[kChannels];

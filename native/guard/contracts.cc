@@ -56,7 +56,7 @@ bool agree(const Contract& a, const Contract& b) {
   if (std::strncmp(a.operation, b.operation, kName) || a.terms != b.terms ||
       a.counts_kind != b.counts_kind || a.counts != b.counts || a.free_dims != b.free_dims ||
       !same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims, a.free_dims) ||
-      !same_tree(a.tree, b.tree))
+      !same_tree(a.tree, b.tree) || steps_differ(a.loop, b.loop))
     return false;
   for (int64_t i = 0; i < a.terms; ++i)
     if (a.values[i] != b.values[i]) return false;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "guard/contracts.h"
+#include "guard/loops.h"
 #include "mpi/messages.h"
 #include "mpi/mpi_runtime.h"
 
@@ -117,6 +118,7 @@ void move_messages(int64_t slot) {
 }
 
 void mark_failure() {
+  if (inside) forget_loops();  // not those of another thread, which is in an operation
   if (!forked.load(std::memory_order_relaxed)) put(board.own().failure_seen, 1);
 }
 
@@ -132,6 +134,7 @@ Post::Post(const char* operation, int64_t slot, int64_t site)
   put(mine.kind, kUnknown);
   put(mine.entry, slot);
   put(mine.site, site);
+  if (guarded) show_loop(mine);
   if (operation != last_operation) copy_text(mine.operation, last_operation = operation);
   put(mine.state, kInOperation);
 }
@@ -209,6 +212,7 @@ bool Post::collective(const Agreement& a) {
   c.sequence = sequence;
   const int64_t site = mine.site.load(std::memory_order_relaxed);
   if (!repeats(c, site, last_operation, a)) write(c, site, last_operation, mine.operation, a);
+  c.loop = loop_state();
   put(e.sequence, sequence);
   put(mine.kind, kCollective);
   if (!get(mine.polling)) return !guarded || e.size == 1 || agree_by_message(c);
@@ -280,6 +284,7 @@ bool Post::announce(Mails sends, Mails receives) {
       p.tag = m.tag;
       copy_layout(m.layout, p.dtype, p.rank, p.dims);
       p.tree = tree;
+      if (m.same_step) p.loop = loop_state();
       if (m.rows >= 0) p.dims[0] = m.rows;
       const bool out = parts == mine.send;
       // A send to the rank itself does not wait.

@@ -40,11 +40,13 @@ struct Agreement {
 };
 
 // A message to or from `peer`: the whole array, or some of its rows. If this operation completes a
-// message that an earlier one posted, `number` is the number that Post returned then.
+// message that an earlier one posted, `number` is the number that Post returned then. With
+// `same_step` both ranks make the exchange at the same step of their loops.
 struct Mail {
   int64_t peer, tag;
   Layout layout;
   int64_t rows = -1, number = 0;
+  bool same_step = false;
 };
 
 struct Mails {

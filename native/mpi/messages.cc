@@ -66,7 +66,7 @@ bool fits(const Part& a, const Part& announced) {
   const Part b = read_part(announced);
   return a.dtype == 0 || b.dtype == 0 ||
          (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) &&
-          tree_fits(a.tree, b.tree));
+          tree_fits(a.tree, b.tree) && !steps_differ(a.loop, b.loop));
 }
 
 // The oldest announced message from `source` to `rank` that was not received yet, or nullptr.

@@ -177,6 +177,8 @@ ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t co
     if (sendcounts[i]) to_neighbors.push_back(mail(neighbors[i], tag, x, sendcounts[i]));
     if (recvcounts[i]) from_neighbors.push_back(mail(neighbors[i], tag, *y, recvcounts[i]));
   }
+  for (Mail& m : to_neighbors) m.same_step = true;
+  for (Mail& m : from_neighbors) m.same_step = true;
   if (ffi::Error e = c.messages(to_neighbors, from_neighbors); e.failure()) return e;
   const Words in(x), out(y);
   const size_t n = neighbors.size();

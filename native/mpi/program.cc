@@ -1,4 +1,5 @@
 // Checks inside compiled programs, and the order between programs.
+#include "guard/loops.h"
 #include "mpi/handler.h"
 
 namespace mpigrad {
@@ -28,7 +29,10 @@ ffi::Error require(Token, ffi::Buffer<ffi::PRED> ok, ffi::Buffer<ffi::F64> value
 
 // Tokens order the messages inside a program. A one-byte array orders programs: `enter` takes it
 // and `leave` returns it.
-ffi::Error enter(Buffer, TokenOut) { return ffi::Error::Success(); }
+ffi::Error enter(Buffer, TokenOut) {
+  forget_loops();
+  return ffi::Error::Success();
+}
 ffi::Error leave(Token, ffi::Result<ffi::Buffer<ffi::U8>> ordering_byte) {
   ordering_byte->typed_data()[0] = 0;
   return ffi::Error::Success();

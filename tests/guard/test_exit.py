@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from launching import PROGRAMS, no_orphans, outside
+from launching import PROGRAMS, no_orphans, outside, run
 from mpigrad.launch.launcher import rank_environment
 from mpigrad.launch.mpi_installation import find_launcher, mpi_library
 
@@ -45,6 +45,42 @@ def test_messages_end_before_mpi_does(order: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("at exit 1.0") == 2  # lines of two ranks may meet in the pipe
     assert done.stderr == ""
+
+
+# Threads that call and return all the time: reading their frames without Python's lock crashes.
+UNREACHED = """
+import collections, os, threading, time, mpigrad
+from mpi4py import MPI
+from mpigrad.guard import failure
+
+class Deaf(MPI.Intracomm):  # a launcher that is too busy to end this rank
+    def Abort(self, code=1):
+        time.sleep(60)
+
+def deep(n):
+    return n and deep(n - 1)
+
+def call():
+    while True:
+        for n in range(200, 400, 20):
+            deep(n)
+
+failure._UNREACHED = 0.05
+codes = collections.Counter()
+for _ in range(80):
+    child = os.fork()
+    if child == 0:
+        threading.Thread(target=call, daemon=True).start()
+        MPI.COMM_WORLD = Deaf(MPI.COMM_WORLD)
+        failure._abort(3)
+    codes[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])] += 1
+print(dict(codes), flush=True)
+"""
+
+
+def test_a_rank_that_mpi_does_not_end_ends_itself_without_a_crash() -> None:
+    done = run([sys.executable, "-W", "ignore", "-c", UNREACHED])
+    assert done.stdout == "{1: 80}\n", done.stdout + done.stderr
 
 
 def test_mpi_without_threads_is_refused() -> None:

@@ -25,6 +25,7 @@ __all__ = ["Board", "register", "share"]
 
 TEXT, NAME, DIMS, TERMS, COUNTS, PARTS = 160, 32, 8, 4, 32, 32
 SITES, ENTRIES, CHANNELS, MESSAGES, CONTRACTS, TREES = 4096, 1024, 1024, 128, 8, 1 << 18
+LOOP_NUMBERS = 4
 RANKS, FAULTS, FAULT_IDS, FAULT_TEXT = 512, 4, 8, 16384
 
 # States of a rank, and kinds of operation.
@@ -38,10 +39,14 @@ def _numbers(names: str, *arrays: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     return [*((name, "i8") for name in names.split()), *arrays]
 
 
-PART = np.dtype(_numbers("peer tag ordinal awaited counted dtype rank tree", ("dims", "i8", DIMS)))
+PART = np.dtype(
+    _numbers(
+        "peer tag ordinal awaited counted dtype rank tree loop loop_numbers", ("dims", "i8", DIMS)
+    )
+)
 CONTRACT = np.dtype(
     _numbers(
-        "sequence site dtype rank free_dims terms counts_kind counts tree",
+        "sequence site dtype rank free_dims terms counts_kind counts tree loop loop_numbers",
         ("dims", "i8", DIMS),
         ("values", "i8", TERMS),
         ("sends", "i8", COUNTS),
@@ -68,6 +73,9 @@ SLOT = np.dtype(
         ("line", f"S{TEXT}"),
         ("line_waits", "i8"),
         ("watched_ns", "i8"),
+        ("loop_site", "i8"),
+        ("loop_reads", "i8"),
+        ("loop_numbers", "f8", LOOP_NUMBERS),
         ("send", PART, PARTS),
         ("receive", PART, PARTS),
         ("entries", ENTRY, ENTRIES),

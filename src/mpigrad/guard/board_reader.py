@@ -7,6 +7,7 @@ import functools
 import re
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mpigrad.guard import board as b
@@ -71,6 +72,12 @@ def same_tree(x: Any, y: Any, one_array: bool = False) -> bool:
     """
     a, b = int(x["tree"]), int(y["tree"])
     return a == b or min(a, b) < one_array
+
+
+def steps_differ(x: Any, y: Any) -> bool:
+    """Return True if two ranks are in the same while loops, whose conditions read other numbers."""
+    loop, numbers = int(x["loop"]), int(x["loop_numbers"])
+    return loop != 0 and loop == int(y["loop"]) and numbers != int(y["loop_numbers"])
 
 
 def contract_text(contract: Any, site: str) -> str:
@@ -251,6 +258,19 @@ class Reader:
                 return f"{name} of {', '.join(parts[:_SHOWN])}{more} at {line}"
         return f"{name} at {line}"
 
+    def loop_note(self, r: int) -> str:
+        """Return a text for the while loop that rank r is in, with what its condition reads, or "".
+
+        Only loops whose conditions read floating-point numbers are known, and only with the guard.
+        """
+        slot = self.slots[r]
+        count = int(slot["loop_reads"])
+        if not count or int(slot["state"]) != b.IN_OPERATION:
+            return ""
+        numbers = [_number(x) for x in slot["loop_numbers"][:count]]
+        line = self.site(r, int(slot["loop_site"]))
+        return f", in the while_loop at {line}, whose condition reads {', '.join(numbers)}"
+
     def exception_note(self, r: int) -> str:
         """Return a text for the exception that rank r handles while it waits, or ""."""
         text = decode(self.slots[r]["handling"])
@@ -283,6 +303,12 @@ class Reader:
             return ""
         fresh = now_ns - int(slot["line_ns"]) < _FRESH
         return f" ({'now' if fresh else 'last seen'} at {decode(slot['line'])})"
+
+
+def _number(x: np.float64) -> str:
+    """Return the shortest text of a number that may have been a float32."""
+    single = np.float32(x)
+    return str(single if single == x else x)
 
 
 def _tuple(values: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
-import faulthandler
 import functools
 import os
 import pathlib
@@ -45,8 +44,6 @@ _STUCK = (
 )
 _GRACE = 2.0  # seconds for other ranks to report their state before the job is ended
 _UNREACHED = 5.0  # seconds in which MPI must end a rank that has called Abort
-# Opened now: a rank that must end may have no file descriptors left.
-_NOWHERE = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 # Daemons that start ranks on a host and that a rank may end.
 _DAEMONS = ("mpiexec", "mpirun", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy")
 # Variables that are the same for all ranks of a job, and differ between jobs.
@@ -106,8 +103,9 @@ def _abort(code: int) -> None:
             pathlib.Path(name).with_name("aborted").touch()
     if _Process.host_query:
         _end_daemon()
-    with contextlib.suppress(Exception):  # a thread cannot start without memory
-        faulthandler.dump_traceback_later(_UNREACHED, exit=True, file=_NOWHERE)
+    # Not by faulthandler.dump_traceback_later: it first reads the frames of threads that run, such
+    # as the watchdog, without Python's lock. On a busy machine that sometimes crashes by SIGSEGV.
+    library().mpigrad_start_time_limit(ctypes.c_double(_UNREACHED), b"")
     MPI.COMM_WORLD.Abort(code)
     os._exit(code)  # Abort of MPICH 5 returns, and ends the job later
 

@@ -24,6 +24,7 @@ from mpigrad.guard.board_reader import (
     layout,
     same_layout,
     same_tree,
+    steps_differ,
 )
 
 __all__ = ["Finding", "diagnose", "disagreement", "grouped", "suspect"]
@@ -56,6 +57,15 @@ class _Unknown(Exception):
 _DISAGREE = "the ranks do not agree"
 _PAIRS = "Let recvcounts[i] on rank j be sendcounts[j] on rank i, for every pair of ranks."
 _ORDER = "Call the same operations in the same order on every rank of the communicator."
+_OVER_ALL = (
+    "over all ranks: with norm=mpigrad.rms_norm in an adaptive integrator or a solver, or with "
+    "mpigrad.allreduce."
+)
+_LOOP = (
+    "The condition of this loop reads numbers that differ between the ranks, so each rank takes "
+    f"steps of its own. Compute them {_OVER_ALL}"
+)
+_LEFT_LOOP = f"If ranks leave the while_loop at different steps, compute its condition {_OVER_ALL}"
 _ADJOINTS = (
     "With jax.grad or jax.vjp, a rank whose operand is constant sends no adjoint message. If you "
     "use them, replace them by mpigrad.grad or mpigrad.vjp."
@@ -151,7 +161,9 @@ class _Wait:
                 lines.append((f"rank {self.reader.world(member.slot)}", "has not called it yet"))
         trees = [self.reader.leaves(slot, int(contract["site"])) for slot, contract in there]
         for (slot, contract), leaf in zip(there, differing_leaves(trees), strict=True):
-            what = self.reader.contract(slot, contract) + leaf + self.reader.exception_note(slot)
+            loop = self.reader.loop_note(slot) if remedy == _LOOP else ""
+            note = loop + self.reader.exception_note(slot)
+            what = self.reader.contract(slot, contract) + leaf + note
             lines.append((f"rank {self.reader.world(slot)}", what))
         return _Mismatch(tuple(sorted(lines, key=_rank_of)), _DISAGREE, remedy)
 
@@ -185,7 +197,7 @@ class _Wait:
                 first = next((s for s, m in nexts.items() if m is not None), None)
                 if first is not None:  # it is received before any later message
                     self.needs.append(frozenset())
-                    self._does_not_fit(self.members[first].slot, nexts[first])
+                    self._does_not_fit(self.members[first].slot, nexts[first], part)
                 continue
             channel = self.reader.channel(slots[0], self.identity, me, tag)
             if channel is None or int(channel["sent"]) < int(part["ordinal"]):
@@ -196,9 +208,9 @@ class _Wait:
                 self._together(slots[0], "send", me, part)
                 continue
             self.needs.append(frozenset())
-            self._does_not_fit(slots[0], message)
+            self._does_not_fit(slots[0], message, part)
 
-    def _does_not_fit(self, sender: int, message: Any) -> None:
+    def _does_not_fit(self, sender: int, message: Any, expected: Any) -> None:
         part = message["part"]
         site = self.reader.site(sender, int(message["site"]))
         me = int(self.entry["rank"])
@@ -206,6 +218,13 @@ class _Wait:
         tag = self.reader.tag(self.members[me].entry, int(part["tag"]))
         places = (sender, int(message["site"])), (self.r, int(self.slot["site"]))
         sent, taken = differing_leaves([self.reader.leaves(*place) for place in places])
+        if steps_differ(part, expected):
+            ranks = sorted((sender, self.r))
+            lines = [self.reader.operation(r) + self.reader.loop_note(r) for r in ranks]
+            names = [f"rank {self.reader.world(r)}" for r in ranks]
+            step = _Mismatch(tuple(zip(names, lines, strict=True)), _DISAGREE, _LOOP)
+            self.mismatch = self.mismatch or step
+            return
         self.mismatch = self.mismatch or _Mismatch(
             (
                 (
@@ -280,10 +299,17 @@ class _Wait:
             self.needs.append(frozenset({member.slot}))
 
 
+def _key(part: Any) -> tuple[int, int, int]:
+    """Return what identifies a message of a rank. Dimensions beyond its rank are old numbers."""
+    return int(part["peer"]), int(part["tag"]), int(part["ordinal"])
+
+
 def _fits(sent: Any, expected: Any) -> bool:
     comparable = int(sent["dtype"]) and int(expected["dtype"])
     return not comparable or (
-        same_layout(sent, expected) and same_tree(sent, expected, one_array=True)
+        same_layout(sent, expected)
+        and same_tree(sent, expected, one_array=True)
+        and not steps_differ(sent, expected)
     )
 
 
@@ -305,7 +331,7 @@ def _difference(x: Any, y: Any) -> str:
         return "Pass the same counts on every rank."
     if kind == b.SAME_COUNTS and list(x["sends"][:n]) != list(y["sends"][:n]):
         return "Pass the same counts on every rank."
-    return ""
+    return _LOOP if steps_differ(x, y) else ""
 
 
 def diagnose(slots: Any, gone: Callable[[int], str], now_ns: int) -> Finding | None:
@@ -422,11 +448,12 @@ def _deadlocked(
     needed = {r for w in stuck.values() for need in w.needs for r in need}
     ended = sorted(r for r in needed - stuck.keys() if gone(r))
     identities = sorted({w.identity for w in stuck.values()})
-    lines = []
+    lines, loops = [], {""} if ended else set()
     for r, wait in stuck.items():
         which = f"on communicator {identities.index(wait.identity) + 1}, "
         prefix = which if len(identities) > 1 else ""
-        text = f"{prefix}in {reader.operation(r)}{reader.exception_note(r)}"
+        loops.add(loop := reader.loop_note(r))
+        text = f"{prefix}in {reader.operation(r)}{loop}{reader.exception_note(r)}"
         lines.append((f"rank {reader.world(r)}", text))
     lines += [(f"rank {reader.world(r)}", reader.state(r, now_ns, gone(r))) for r in ended]
     sent = list(itertools.chain.from_iterable(_unreceived(reader, w) for w in stuck.values()))
@@ -446,11 +473,8 @@ def _deadlocked(
                 "first and the other receive first, or use sendrecv."
             )
     shown = grouped(sorted(lines, key=_rank_of))
-    return "\n".join([f"mpigrad: {head}:", *shown, remedy, *_hint(lines)])
-
-
-def _key(part: Any) -> tuple[int, int, int]:
-    return int(part["peer"]), int(part["tag"]), int(part["ordinal"])
+    left = [_LEFT_LOOP] * (len(loops) > 1)
+    return "\n".join([f"mpigrad: {head}:", *shown, remedy, *left, *_hint(lines)])
 
 
 def _unreceived(reader: Reader, wait: _Wait) -> list[tuple[str, str]]:

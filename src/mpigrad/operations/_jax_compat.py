@@ -42,6 +42,7 @@ __all__ = [
     "hold_weakly",
     "in_custom_function",
     "in_custom_gradient",
+    "in_lineax_operator",
     "is_batched",
     "is_top_level",
     "lower_high_level",
@@ -228,6 +229,11 @@ def _on_the_stack(is_it: Callable[[Any], bool]) -> bool:
 def in_custom_gradient() -> bool:
     """Return True while the rule of a jax.custom_gradient is evaluated."""
     return _on_the_stack(lambda code: code.co_qualname == _GRADIENT_RULE)
+
+
+def in_lineax_operator() -> bool:
+    """Return True while an operator of lineax is evaluated, or its matrix is built."""
+    return _on_the_stack(lambda code: code.co_filename.endswith("/lineax/_operator.py"))
 
 
 def in_custom_function() -> bool:

@@ -178,6 +178,11 @@ PRIVATE = (
         "an import after the first computation is refused",
         "tests/guard/test_startup_barrier.py",
     ),
+    Private(
+        "lax.control_flow.loops._while_lowering",
+        "while loops in which ranks take steps of their own are found",
+        "tests/operations/test_while_loops.py",
+    ),
     # Functions that mpigrad replaces (_jax_repairs.py).
     Private(
         "lax.control_flow.loops._scan_known_hoisting",

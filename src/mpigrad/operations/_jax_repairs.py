@@ -49,6 +49,7 @@ from mpigrad.operations._jax_staging import (
     stage,
     wrap_call,
 )
+from mpigrad.operations._jax_while_loops import check_while_loops
 
 __all__ = [
     "HOOKS",
@@ -435,6 +436,12 @@ HOOKS = (
         "jax.lax.while_loop",
         _refuse_reverse_while_loops,
         "tests/autodiff/test_jacobian.py",
+    ),
+    Hook(
+        "while_loop conditions",
+        "",
+        check_while_loops,
+        "tests/operations/test_while_loops.py",
     ),
     Hook(
         "ahead of time",

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.communicator import Communicator, check_rank, derivative_slot, resolve
+from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.carrier import carrier
 from mpigrad.operations.primitive import linear_map
 from mpigrad.operations.pytree_packing import apply_packed, arrays, describe_leaves
-from mpigrad.runtime.call_sites import call_site
+from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.runtime.native import TAG_LIMIT, words_per_element
 
 __all__ = ["neighbor_alltoallv"]
@@ -37,11 +38,24 @@ def _attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
     return {**params, "row_words": math.prod(x.shape[1:]) * words_per_element(x.dtype)}
 
 
+def _batched(params: dict[str, Any], n: int) -> dict[str, Any]:
+    """Refuse a batch by which lineax builds the matrix of a function."""
+    if params["neighbors"] and compat.in_lineax_operator():
+        raise ValueError(
+            f"halo exchange at {describe(abs(params['site']))}: expected none in a function whose "
+            "matrix lineax builds, for a direct linear solver or for Newton steps of optimistix or "
+            "diffrax. Each column would be a sum over the ranks, and the solution or its gradient "
+            "would be wrong. Use mpigrad.sparse.newton or mpigrad.sparse.solve."
+        )
+    return params
+
+
 neighbor_alltoallv_p: Primitive = linear_map(
     "neighbor_alltoallv",
     result=_result,
     attributes=_attributes,
     batch_axes=(1, 1),
+    batch_params=_batched,
     transpose=_transpose,
 )
 

@@ -12,7 +12,14 @@ from types import FrameType
 from mpigrad.runtime.native import library
 from mpigrad.runtime.utf8 import utf8_end
 
-__all__ = ["at_call_site", "call_site", "describe", "pass_over", "program_line"]
+__all__ = [
+    "at_call_site",
+    "call_site",
+    "call_site_of",
+    "describe",
+    "pass_over",
+    "program_line",
+]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX = os.path.join("site-packages", "jax") + os.sep
@@ -106,6 +113,29 @@ def program_line(places: Iterable[tuple[str, int]]) -> str:
     own = [place for place in outside if not place[0].startswith(_INSTALLED)]
     candidates = own or outside
     return _text(*candidates[0]) if candidates else ""
+
+
+_loop_ids: dict[str, int] = {}
+
+
+def call_site_of(places: Iterable[tuple[str, int]]) -> int:
+    """Return the id of the program's line in a stack (innermost first).
+
+    JAX keeps only the innermost part of a stack. If it has no line of the program's own files, this
+    is the line that is executed now: the call that compiles the function.
+    """
+    own = [place for place in places if not place[0].startswith(_INSTALLED)]
+    text = program_line(own) or program_line(_stack())
+    if text and text not in _loop_ids:
+        _loop_ids[text] = _add(text, "")
+    return _loop_ids.get(text, 0)
+
+
+def _stack() -> Iterator[tuple[str, int]]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
 
 
 def _add(text: str, tree: str) -> int:
