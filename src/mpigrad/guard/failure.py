@@ -25,7 +25,7 @@ from mpi4py import MPI
 from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader
 from mpigrad.guard.cross_host import LIMIT, HostQuery, open_host_query
-from mpigrad.guard.settings import guard_enabled, timeout_seconds
+from mpigrad.guard.settings import guard_enabled, timeout_seconds, unreceived_is_error
 from mpigrad.guard.shutdown import await_all_ends
 from mpigrad.guard.startup_barrier import await_all_ranks
 from mpigrad.guard.unreceived import unreceived_report
@@ -61,7 +61,7 @@ class _Process:
     world: MPI.Intracomm | None = None  # for the end of the job, if there are other ranks
     hook: Callable[..., object] | None = None  # for uncaught errors
     forked = False
-    guard = False
+    unreceived_fails = True
     seconds = 0.0
     at_end: ClassVar[list[Callable[[], object]]] = []
     finished = False
@@ -185,7 +185,9 @@ def install() -> None:
     await_all_ranks(seconds, end_job)
     board = _Process.board = b.share(lib)
     board.slots[board.own_index]["since_ns"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    compare = _Process.guard = MPI.COMM_WORLD.bcast(guard_enabled())  # the same on all ranks
+    # The same on all ranks.
+    compare, fails = MPI.COMM_WORLD.bcast((guard_enabled(), unreceived_is_error()))
+    _Process.unreceived_fails = fails
     lib.mpigrad_set_guard(int(compare), _explain)
     at_exit(_finish)
     MPI.Finalize = functools.partial(_finalize, MPI.Finalize)
@@ -268,10 +270,7 @@ def _finish() -> None:
     with board.locked():  # so that exactly one rank is the last
         mine["state"] = b.ENDED
         last = bool((board.slots["state"] == b.ENDED).all())
-    if last and (text := unreceived_report(board.slots)):
-        if _Process.guard:
-            end_job(text)
-        sys.stderr.write(text + "\n")
+    unreceived = unreceived_report(board.slots) if last else ""
     if _Process.world is not None and not _Process.fails:  # otherwise MPI ends the job
         await_all_ends(board, _Process.world, _Process.seconds, end_job)
         if _Process.seconds:  # Python soon ends, and with it the watchdog
@@ -282,6 +281,10 @@ def _finish() -> None:
             )
     for end in _Process.at_end:
         end()
+    if unreceived and _Process.unreceived_fails and not _Process.fails:
+        end_job(unreceived)
+    elif unreceived:
+        print(unreceived, file=sys.stderr, flush=True)
 
 
 def _finalize(plain: Callable[[], None]) -> None:

@@ -45,5 +45,6 @@ def unreceived_report(slots: Any) -> str:
         "mpigrad: messages were sent but never received:",
         *lines,
         "Receive each of these messages on its destination rank, with the tag of its send. If "
-        "jax.grad, jvp, vjp or vmap sent it, use mpigrad's version of that function.",
+        "jax.grad, jvp, vjp or vmap sent it, use mpigrad's version of that function. If the "
+        "program means to leave it, set MPIGRAD_UNRECEIVED=warn.",
     ])  # fmt: skip
