@@ -25,6 +25,7 @@ from mpigrad_apps.shots.options import WaveOptions
 from mpigrad_apps.shots.physics import Physics
 from mpigrad_apps.shots.pictures import animate, gather_panel, section
 from mpigrad_apps.shots.shot_group import ShotGroup, make_shot_group
+from mpigrad_apps.shots.units import warn_of_units
 
 __all__ = ["ForwardRun", "forward_model"]
 
@@ -82,6 +83,8 @@ def forward_model(
     comm = resolve(comm)
     with jax.enable_x64(True):
         whole = make_experiment(options, comm, physics_class.complete)
+        if comm.rank == 0:
+            warn_of_units(whole)
         prepare_output(options, out, comm)
         group = make_shot_group(comm, options.groups, whole, make_physics)
         if comm.rank == 0:
@@ -110,27 +113,24 @@ Films = list[tuple[float, dict[str, Float[Array, "lx ly"]]]]
 def _propagate(
     group: ShotGroup, frames: int
 ) -> tuple[Float[np.ndarray, "shots components receivers steps"], Films]:
-    """Propagate segment after segment. The last one is padded with steps without a source."""
+    """Propagate segment after segment. Their numbers of steps differ by at most one."""
     some, grid, physics = group.experiment, group.grid, group.physics
-    segments = max(1, min(frames, some.steps))
-    length = -(-some.steps // segments)
-    segments = -(-some.steps // length)
-    wavelets = np.pad(some.wavelets, [(0, 0), (0, 0), (0, segments * length - some.steps)])
+    segments = np.array_split(np.arange(some.steps), max(1, min(frames, some.steps)))
     fields = {name: jnp.asarray(field[grid.slices]) for name, field in some.fields.items()}
     segment = mpigrad.jit(
         lambda fields, wavelets, state: physics.propagate(fields, wavelets, group.survey, state)
     )
-    progress = Progress(segments, group.comm.rank)
+    progress = Progress(len(segments), group.comm.rank)
     state, pieces, films = None, [], []
-    for k in range(segments):
-        part = jnp.asarray(wavelets[..., k * length : (k + 1) * length])
+    for k, steps in enumerate(segments):
+        part = jnp.asarray(some.wavelets[..., steps[0] : steps[-1] + 1])
         gathers, state = segment(fields, part, state)
         pieces.append(np.asarray(gathers))
         if frames:
-            films.append((((k + 1) * length - 1) * some.dt, physics.wavefields(state)))
+            films.append((float(steps[-1] * some.dt), physics.wavefields(state)))
         progress.update(k + 1)
     progress.close()
-    return np.concatenate(pieces, axis=-1)[..., : some.steps], films
+    return np.concatenate(pieces, axis=-1), films
 
 
 def _write_snapshots(out: pathlib.Path, group: ShotGroup, films: Films) -> None:
