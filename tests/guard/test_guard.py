@@ -106,6 +106,26 @@ def test_a_rank_with_two_devices(where: str, tmp_path: pathlib.Path) -> None:
     assert "Start a rank for each device" in done.stderr
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_halo_exchange_has_its_name_in_reports(ranks: int) -> None:
+    done = mpigrad("launch", "-n", ranks, PROGRAMS / "halos.py", "leave", MPIGRAD_TIMEOUT="60")
+    assert done.returncode == 1, done.stderr
+    waits = f"rank {ranks - 2}: in halo_exchange(width=1) of float32["
+    assert done.stderr.count(waits) == 1, done.stderr
+    assert f" from rank {ranks - 1} at " in done.stderr  # without a tag
+    assert "neighbor_alltoallv" not in done.stderr
+
+
+def test_a_rank_that_only_imports_mpigrad(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "leaves.py"
+    program.write_text(
+        "import mpigrad as mg\nif mg.default_communicator().rank == 0: mg.barrier()\n"
+    )
+    done = mpigrad("launch", "-n", 2, program)
+    assert done.returncode == 1
+    assert "rank 1: has ended, after importing mpigrad\n" in done.stderr
+
+
 def test_suspended_time_does_not_count(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "waits.py"
     program.write_text(

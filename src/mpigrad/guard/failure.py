@@ -34,7 +34,15 @@ from mpigrad.guard.watchdog import Watchdog, rank_states
 from mpigrad.runtime.native import at_exit, library
 from mpigrad.runtime.utf8 import utf8
 
-__all__ = ["call_at_job_end", "current_board", "end_all_on_errors", "end_job", "install"]
+__all__ = [
+    "call_at_job_end",
+    "current_board",
+    "end_all_on_errors",
+    "end_job",
+    "end_with_error",
+    "forget_import",
+    "install",
+]
 
 _LAST = 30.0  # minimum time limit of MPI_Finalize, in seconds
 _STAGGER = 1.0  # seconds between the limits of two ranks, so that one rank reports
@@ -90,6 +98,38 @@ def end_job(text: str | Callable[[], str], code: int = 1, grace: float = 0.0) ->
         time.sleep(_GRACE + (LIMIT if _Process.host_query else 0.0))
     _flush(sys.stderr)
     _abort(code)
+
+
+def end_with_error(text: str) -> bool:
+    """Give `mpigrad launch` the error of all ranks, so that the job may end without MPI_Abort.
+
+    MPI_Abort prints lines of its own. The launcher prints the text and exits with code 1, after all
+    ranks have ended as usual.
+
+    Returns
+    -------
+    bool
+        False if another rank has no error, or if there is no launcher to tell: call `end_job`.
+    """
+    world = MPI.COMM_WORLD
+    everybody, start = world.Ibarrier(), time.monotonic()
+    # Other ranks wait longer than rank 0, which decides.
+    while not everybody.Test():
+        if time.monotonic() - start > (_GRACE if world.rank == 0 else 3 * _GRACE):
+            return False
+        time.sleep(0.01)
+    return bool(world.bcast(world.rank == 0 and _tell_launcher(text)))
+
+
+def _tell_launcher(text: str) -> bool:
+    """Write the text that the launcher prints at the end. Fails if another rank has written one."""
+    name = os.environ.get("MPIGRAD_STOP_FILE")
+    if name:
+        # Fails, too, if the launcher is on another host.
+        with contextlib.suppress(OSError), pathlib.Path(name).with_name("cause").open("xb") as file:
+            file.write(text.encode(errors="backslashreplace") + b"\n")
+            return True
+    return False
 
 
 def _flush(stream: Any) -> None:
@@ -156,12 +196,8 @@ def _note_exits() -> None:
 
 def _say(text: str) -> None:
     """Pass a text to `mpigrad launch`, which prints it at the end, or print it here."""
-    name = os.environ.get("MPIGRAD_STOP_FILE")
-    if name:
-        # Fails if another rank has reported, or if the launcher is on another host.
-        with contextlib.suppress(OSError), pathlib.Path(name).with_name("cause").open("xb") as file:
-            file.write(text.encode(errors="backslashreplace") + b"\n")
-            return
+    if _tell_launcher(text):
+        return
     try:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
@@ -200,6 +236,12 @@ def install() -> None:
     query = _Process.host_query = open_host_query(board, own_states)
     end = functools.partial(end_job, grace=_GRACE)
     Watchdog(board, seconds, compare, end, query).start()
+
+
+def forget_import() -> None:
+    """Forget the operations of the import, which are not the program's last ones."""
+    board = current_board()
+    board.slots[board.own_index]["operation"] = b""
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)

@@ -32,7 +32,7 @@ def unreceived_report(slots: Any) -> str:
             received = 0 if taken is None else int(taken["posted"])
             if left := max(0, int(channel["sent"]) - received):
                 message = reader.message(r, identity, receiver.rank, tag, received + 1)
-                to = f"to rank {reader.world(receiver.slot)} ({reader.tag(receiver.entry, tag)})"
+                to = f"to rank {reader.world(receiver.slot)}{reader.tag(receiver.entry, tag)}"
                 text = f"{left} message{'s' * (left > 1)} {to}"
                 if message is not None:
                     site = reader.site(r, int(message["site"]))

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from mpigrad.grid.grid import Grid
 from mpigrad.waves.absorbing import WaveTile
@@ -72,7 +73,7 @@ def warn_of_units(model: Any, limit: Any, fastest: Any) -> None:
 
     Values that are traced (inside jit) are not compared.
     """
-    if model.grid.comm.rank > 0 or isinstance(limit, jax.core.Tracer):
+    if model.grid.comm.rank > 0 or isinstance(limit, Tracer):
         return
     if _SMALL * model.dt < float(limit) < math.inf:
         warnings.warn(
