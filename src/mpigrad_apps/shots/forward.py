@@ -108,6 +108,7 @@ def forward_model(
 
 
 Films = list[tuple[float, dict[str, Float[Array, "lx ly"]]]]
+Drawn = tuple[str, list[float], list[np.ndarray]]  # quantity, times and frames
 
 
 def _propagate(
@@ -147,9 +148,7 @@ def _write_snapshots(out: pathlib.Path, group: ShotGroup, films: Films) -> None:
     )
 
 
-def _draw_films(
-    out: pathlib.Path, group: ShotGroup, films: Films
-) -> tuple[list[float], list[np.ndarray]] | None:
+def _draw_films(out: pathlib.Path, group: ShotGroup, films: Films) -> Drawn | None:
     """Write the animation of the first wavefield and return the frames on the group's rank 0."""
     name = next(iter(films[0][1]))
     frames = [group.grid.gather(shot[name]) for _, shot in films]
@@ -158,8 +157,10 @@ def _draw_films(
         return None
     times = [time for time, _ in films]
     background = next(iter(group.experiment.fields.values()))
-    animate(out / "animation.gif", np.asarray(background), whole, times, group.experiment.size)
-    return times, whole
+    quantity = f"{name} ({group.physics.unit})"
+    size = group.experiment.size
+    animate(out / "animation.gif", np.asarray(background), whole, times, size, quantity)
+    return quantity, times, whole
 
 
 def _write_gathers(result: ForwardRun) -> None:
@@ -178,9 +179,7 @@ def _write_gathers(result: ForwardRun) -> None:
     )
 
 
-def _write_report(
-    result: ForwardRun, group: ShotGroup, drawn: tuple[list[float], list[np.ndarray]] | None
-) -> None:
+def _write_report(result: ForwardRun, group: ShotGroup, drawn: Drawn | None) -> None:
     whole, gathers, physics = result.experiment, result.gathers, group.physics
     assert gathers is not None
     out = result.report.parent
@@ -195,7 +194,13 @@ def _write_report(
             "gathers",
             "Recordings of the first shot and of a shot in the middle.",
             [
-                gather_panel(f"{component}, shot {shot + 1}", gathers[shot, c], whole.dt)
+                gather_panel(
+                    f"{component}, shot {shot + 1}",
+                    gathers[shot, c],
+                    whole.dt,
+                    whole.receivers[shot % len(whole.receivers)],
+                    f"{component} ({physics.unit})",
+                )
                 for shot in shown
                 for c, component in enumerate(physics.components)
             ],
@@ -203,15 +208,22 @@ def _write_report(
         ),
     ]
     if drawn is not None:
-        times, frames = drawn
+        quantity, times, frames = drawn
         chosen = np.unique(np.linspace(0, len(frames) - 1, 5).astype(int)[1:])
         pictures.insert(
             1,
             report.maps(
                 "snapshots",
-                "The wavefield of the first shot. animation.gif shows all snapshots.",
+                "The wavefield of the first shot, for a wavelet in SI units. animation.gif shows "
+                "all snapshots.",
                 [
-                    section(f"{times[k]:.3f} s", frames[k], whole.size, diverging=True)
+                    section(
+                        f"{times[k]:.3f} s",
+                        frames[k],
+                        whole.size,
+                        diverging=True,
+                        quantity=quantity,
+                    )
                     for k in chosen
                 ],
                 columns=2,
