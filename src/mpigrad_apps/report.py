@@ -223,6 +223,8 @@ def curve(
     for label, (x, values) in lines.items():
         axes.plot(x, values, label=label, linewidth=1.5)
     axes.set(xlabel=x_label, ylabel=y_label, yscale="linear" if linear else "log")
+    if all(isinstance(value, int) for x, _ in lines.values() for value in x):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(True, which="major", alpha=0.3)
     if len(lines) > 1 or not y_label:
         axes.legend()

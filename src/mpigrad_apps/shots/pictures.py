@@ -32,7 +32,8 @@ def section(
     thin = math.ceil(max(values.shape) / _MAX_PIXELS)
     name = title.rsplit(maxsplit=1)[-1]
     if quantity is None:
-        quantity = f"{name} ({_UNITS[name]})" if name in _UNITS else name
+        quantity = f"{'error of ' * diverging}{name}"
+        quantity += f" ({_UNITS[name]})" if name in _UNITS else ""
     return Panel(
         title,
         values[::thin, ::thin],
