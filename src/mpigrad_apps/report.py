@@ -29,6 +29,7 @@ __all__ = [
     "curve",
     "drawing",
     "maps",
+    "plain_numbers",
     "points",
     "versions",
     "write_fields",
@@ -223,12 +224,38 @@ def curve(
     for label, (x, values) in lines.items():
         axes.plot(x, values, label=label, linewidth=1.5)
     axes.set(xlabel=x_label, ylabel=y_label, yscale="linear" if linear else "log")
+    plain_numbers(axes)
     if all(isinstance(value, int) for x, _ in lines.values() for value in x):
         axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(True, which="major", alpha=0.3)
     if len(lines) > 1 or not y_label:
         axes.legend()
     return Picture(name, caption, _png(figure))
+
+
+def plain_numbers(axes: Any) -> None:
+    """Label logarithmic axes that span less than a decade by plain numbers, such as 0.5 and 0.6.
+
+    Call it after everything is drawn.
+
+    Examples
+    --------
+    >>> from matplotlib.figure import Figure
+    >>> from mpigrad_apps import report
+    >>> axes = Figure().add_subplot()
+    >>> _ = axes.semilogy([0, 1], [0.5, 0.8])
+    >>> report.plain_numbers(axes)
+    >>> axes.yaxis.get_major_formatter()(0.6)
+    '0.6'
+    """
+    from matplotlib.ticker import FormatStrFormatter, MaxNLocator, NullLocator
+
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        if axis.get_scale() == "log" and high < 10 * low:
+            axis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+            axis.set_minor_locator(NullLocator())
+            axis.set_major_formatter(FormatStrFormatter("%.4g"))
 
 
 def drawing(

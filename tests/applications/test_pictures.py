@@ -55,6 +55,21 @@ def test_a_curve_may_be_linear(figures):
     assert figures[0].axes[0].get_ylabel() == "heat"
 
 
+@pytest.mark.parametrize(
+    ("values", "labels"), [([0.3, 0.8], ["0.4", "0.6", "0.8"]), ([0.001, 10.0], None)]
+)
+def test_axes_of_less_than_a_decade_have_plain_numbers(figures, values, labels):
+    curve("c", "", {"loss": ([0, 1], values)})
+    (axes,) = figures[0].axes
+    low, high = axes.get_ylim()
+    shown = [label.get_text() for label in axes.get_yticklabels(which="both")]
+    if labels:
+        assert [text for text in shown if low <= float(text) <= high] == labels
+    else:
+        assert any("10^{-1}" in text for text in shown)
+    assert all(float(tick) == int(tick) for tick in axes.get_xticks())
+
+
 def test_gathers_are_drawn_over_metres():
     gather = np.arange(8.0).reshape(4, 2)
     x = np.array([10.0, 20.0, 40.0, 30.0])

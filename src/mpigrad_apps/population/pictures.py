@@ -41,6 +41,7 @@ def draw_fits(cohort: Cohort, found: Sequence[Prediction]) -> report.Picture:
             axes.set_title(f"patient {cohort.names[place]}", fontsize=10, parse_math=False)
             axes.tick_params(labelsize=9)
             axes.tick_params(which="minor", labelleft=False)
+            report.plain_numbers(axes)
             if place >= count - columns:
                 axes.set_xlabel("time (h)")
             if place % columns == 0:
@@ -134,13 +135,16 @@ def draw_individuals(
                 x, middle[order, k], errors, fmt="o", color=_BLUE, markersize=2.5, linewidth=0.6
             )
             axes.set_yscale("log")
-            if truth is not None:
+            if truth is None:
+                axes.xaxis.get_major_locator().set_params(integer=True)
+            else:
                 axes.set_xscale("log")
                 axes.plot(x, x, color=_RED, linewidth=1.0)
             axes.set_title(f"{name} ({unit})", fontsize=10)
             axes.set_xlabel("patients in order" if truth is None else "truth")
             axes.tick_params(labelsize=9, which="both")
             axes.tick_params(which="minor", labelleft=False, labelbottom=False)
+            report.plain_numbers(axes)
 
     return report.drawing(
         "individuals",
@@ -165,6 +169,7 @@ def draw_agreement(cohort: Cohort, found: Sequence[Prediction]) -> report.Pictur
         axes.plot(ends, ends, color=_RED, linewidth=1.0)
         axes.set_xlabel("explained (mg/L), median")
         axes.set_ylabel("measured (mg/L)")
+        report.plain_numbers(axes)
         axes.grid(True, which="major", alpha=0.3)
 
     return report.drawing(

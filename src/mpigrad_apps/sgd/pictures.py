@@ -112,12 +112,7 @@ def _finish(axes: Any, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(True, which="major", alpha=0.3)
-    low, high = axes.get_ylim()
-    if axes.get_yscale() == "log" and high < 10 * low:  # 2.3 instead of 2.3 x 10^0
-        from matplotlib.ticker import ScalarFormatter
-
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(ScalarFormatter())
+    report.plain_numbers(axes)
 
 
 def _smoothed(
