@@ -1,4 +1,10 @@
 // Messages between two ranks, and packed exchanges with neighbours.
+#include <functional>
+#include <mutex>
+#include <set>
+#include <string>
+#include <string_view>
+
 #include "mpi/handler.h"
 #include "mpi/pending.h"
 
@@ -166,11 +172,23 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   return unpack(c, coming, code, status, static_cast<int>(source), out, result);
 }
 
-// One message to and from each neighbour. x and y are packed by neighbour along axis 0.
+// The name of an operation at an address that stays valid: traces keep only the address.
+const char* interned(std::string_view name) {
+  static std::mutex lock;
+  static std::set<std::string, std::less<>> names;
+  const std::lock_guard<std::mutex> guard(lock);
+  auto found = names.find(name);
+  if (found == names.end()) found = names.emplace(name).first;
+  return found->c_str();
+}
+
+// One message to and from each neighbour. x and y are packed by neighbour along axis 0. Reports and
+// traces show it as `operation`, for example as a halo exchange.
 ffi::Error neighbor_alltoallv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t site,
                               int64_t tag, Integers neighbors, Integers sendcounts,
-                              Integers recvcounts, int64_t row_words) {
-  const Call c("neighbor_alltoallv", comm, site, x.size_bytes());
+                              Integers recvcounts, int64_t row_words,
+                              std::string_view operation) {
+  const Call c(interned(operation), comm, site, x.size_bytes());
   tag = c.tag(tag);
   std::vector<Mail> to_neighbors, from_neighbors;
   for (size_t i = 0; i < neighbors.size(); ++i) {
@@ -256,4 +274,4 @@ MPIGRAD_HANDLER(mpigrad_neighbor_alltoallv, neighbor_alltoallv,
                         .Attr<xla::ffi::Span<const int64_t>>("neighbors")
                         .Attr<xla::ffi::Span<const int64_t>>("sendcounts")
                         .Attr<xla::ffi::Span<const int64_t>>("recvcounts")
-                            MPIGRAD_ATTR(row_words));
+                            MPIGRAD_ATTR(row_words).Attr<std::string_view>("operation"));

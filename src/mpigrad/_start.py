@@ -68,3 +68,4 @@ def start() -> None:
     guard.install()
     default_communicator()
     trace.start()
+    guard.forget_import()

@@ -17,7 +17,7 @@ def animate(
     titles: Sequence[str],
     limits: tuple[float, float],
     extent: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0),
-    colours: str = "viridis",
+    quantity: str = "",
 ) -> None:
     """Write an animated GIF with x to the right and y upwards. Call it on one rank.
 
@@ -33,8 +33,8 @@ def animate(
         Values at the two ends of the colour bar.
     extent
         The rectangle (x0, x1, y0, y1) that the cells fill.
-    colours
-        Name of a matplotlib colour map.
+    quantity
+        The quantity and its unit, next to the colour bar.
     """
     from matplotlib.animation import PillowWriter
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -49,13 +49,13 @@ def animate(
         extent=extent,
         vmin=limits[0],
         vmax=limits[1],
-        cmap=colours,
+        cmap="viridis",
         interpolation="nearest",
     )
     axes.set(xlabel="x", ylabel="y")
-    figure.colorbar(image, ax=axes, shrink=0.9)
+    figure.colorbar(image, ax=axes, shrink=0.9, label=quantity)
     writer = PillowWriter(fps=10)
-    with writer.saving(figure, str(path), dpi=80):
+    with writer.saving(figure, str(path), dpi=100):
         for frame, title in zip(frames, titles, strict=True):
             image.set_data(frame.T)
             axes.set_title(title)

@@ -29,6 +29,7 @@ __all__ = [
     "curve",
     "drawing",
     "maps",
+    "plain_numbers",
     "points",
     "versions",
     "write_fields",
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 _PIXELS = 150  # per inch
+_SHOWN = 100  # pixels of the page for an inch, so that 10 points are 14 pixels
+_WIDTH = 10.8  # inches of the page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,10 @@ class Panel:
         Let the second axis point downwards, as in a section of the ground.
     stretched
         Scale the axes independently, for axes with different units.
+    quantity
+        The quantity and its unit, next to the colour bar. Default: the title.
+    mask
+        The values are 0 and 1: draw the cells with 1 black, without a colour bar.
     """
 
     title: str
@@ -87,6 +94,8 @@ class Panel:
     labels: tuple[str, str] = ("x", "y")
     downwards: bool = False
     stretched: bool = False
+    quantity: str | None = None
+    mask: bool = False
 
 
 def _figure(width: float, height: float) -> Any:
@@ -110,7 +119,9 @@ def _png(figure: Any) -> bytes:
 
 
 def maps(name: str, caption: str, panels: Sequence[Panel], columns: int | None = None) -> Picture:
-    """Draw maps with their colour bars and x to the right, in one row or in `columns` columns.
+    """Draw maps with their colour bars and x to the right, in `columns` columns.
+
+    Default: one row of up to three maps, and two columns of more.
 
     Examples
     --------
@@ -120,9 +131,9 @@ def maps(name: str, caption: str, panels: Sequence[Panel], columns: int | None =
     >>> picture.name, picture.png[1:4]
     ('u', b'PNG')
     """
-    columns = columns or len(panels)
-    rows = -(-len(panels) // columns)
-    figure = _figure(5.2 * columns, rows * max(map(_height, panels)))
+    columns = columns or (len(panels) if len(panels) <= 3 else 2)
+    rows, width = -(-len(panels) // columns), min(5.2, _WIDTH / columns)
+    figure = _figure(width * columns, rows * max(_height(panel, width) for panel in panels))
     for place, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, place + 1)
         low, high = panel.limits or (
@@ -139,21 +150,26 @@ def maps(name: str, caption: str, panels: Sequence[Panel], columns: int | None =
             extent=(x0, x1, y1, y0) if panel.downwards else panel.extent,
             vmin=low,
             vmax=high,
-            cmap="RdBu_r" if panel.diverging else "viridis",
+            cmap="Greys" if panel.mask else "RdBu_r" if panel.diverging else "viridis",
             aspect="auto" if panel.stretched else "equal",
             interpolation="nearest",
         )
         axes.set_title(panel.title)
         axes.set_xlabel(panel.labels[0])
         axes.set_ylabel(panel.labels[1])
-        figure.colorbar(image, ax=axes, shrink=0.9)
+        if not panel.mask:
+            label = panel.title if panel.quantity is None else panel.quantity
+            tall = _height(panel, width)
+            shrink = 0.9 if panel.stretched else min(0.9, (tall - 0.9) / tall)
+            figure.colorbar(image, ax=axes, shrink=shrink, label=label)
     return Picture(name, caption, _png(figure))
 
 
-def _height(panel: Panel) -> float:
-    """Return the height in inches of a panel that is 5.2 inches wide."""
+def _height(panel: Panel, width: float) -> float:
+    """Return the height in inches of a panel with this width in inches."""
     x0, x1, y0, y1 = panel.extent
-    return 4.4 if panel.stretched else min(4.4, 4.0 * (y1 - y0) / (x1 - x0) + 1.0)
+    most = 0.85 * width if width > 4 else 1.05 * width
+    return most if panel.stretched else min(most, (width - 1.4) * (y1 - y0) / (x1 - x0) + 1.0)
 
 
 def points(
@@ -181,7 +197,7 @@ def points(
     axes.set(title=title, xlabel="x", ylabel="y", aspect="equal")
     axes.set_xlim(extent[0], extent[1])
     axes.set_ylim(extent[2], extent[3])
-    figure.colorbar(dots, ax=axes, shrink=0.9)
+    figure.colorbar(dots, ax=axes, shrink=0.9, label=title)
     return Picture(name, caption, _png(figure))
 
 
@@ -190,8 +206,12 @@ def curve(
     caption: str,
     lines: Mapping[str, tuple[Sequence[float | int], Sequence[float | int]]],
     x_label: str = "iteration",
+    y_label: str = "",
+    linear: bool = False,
 ) -> Picture:
-    """Draw positive values on a logarithmic axis. `lines` maps each label to its (x, values).
+    """Draw positive values on a logarithmic axis, or any values on a `linear` one.
+
+    `lines` maps each label to its (x, values).
 
     Examples
     --------
@@ -202,11 +222,40 @@ def curve(
     figure = _figure(6.4, 4.2)
     axes = figure.add_subplot()
     for label, (x, values) in lines.items():
-        axes.semilogy(x, values, label=label, linewidth=1.5)
-    axes.set_xlabel(x_label)
+        axes.plot(x, values, label=label, linewidth=1.5)
+    axes.set(xlabel=x_label, ylabel=y_label, yscale="linear" if linear else "log")
+    plain_numbers(axes)
+    if all(isinstance(value, int) for x, _ in lines.values() for value in x):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(True, which="major", alpha=0.3)
-    axes.legend()
+    if len(lines) > 1 or not y_label:
+        axes.legend()
     return Picture(name, caption, _png(figure))
+
+
+def plain_numbers(axes: Any) -> None:
+    """Label logarithmic axes that span less than a decade by plain numbers, such as 0.5 and 0.6.
+
+    Call it after everything is drawn.
+
+    Examples
+    --------
+    >>> from matplotlib.figure import Figure
+    >>> from mpigrad_apps import report
+    >>> axes = Figure().add_subplot()
+    >>> _ = axes.semilogy([0, 1], [0.5, 0.8])
+    >>> report.plain_numbers(axes)
+    >>> axes.yaxis.get_major_formatter()(0.6)
+    '0.6'
+    """
+    from matplotlib.ticker import FormatStrFormatter, MaxNLocator, NullLocator
+
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        if axis.get_scale() == "log" and high < 10 * low:
+            axis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+            axis.set_minor_locator(NullLocator())
+            axis.set_major_formatter(FormatStrFormatter("%.4g"))
 
 
 def drawing(
@@ -219,9 +268,14 @@ def drawing(
     name, caption
         File name (without extension) and caption of the picture.
     size
-        Width and height in inches.
+        Width and height in inches. The page is 10.8 inches wide.
     draw
         Function of the Figure.
+
+    Raises
+    ------
+    ValueError
+        If the picture is wider than the page.
 
     Examples
     --------
@@ -231,6 +285,11 @@ def drawing(
     >>> report.drawing("line", "A line.", (3.0, 2.0), draw).name
     'line'
     """
+    if size[0] > _WIDTH:
+        raise ValueError(
+            f"drawing: expected a width of at most {_WIDTH} inches, got {size[0]:g}. The page "
+            "would shrink the texts of a wider picture. Use fewer columns."
+        )
     figure = _figure(*size)
     draw(figure)
     return Picture(name, caption, _png(figure))
@@ -378,6 +437,11 @@ td:first-child { color: #57606a } .tables { display: flex; flex-wrap: wrap; gap:
 """
 
 
+def _shown_width(png: bytes) -> int:
+    """Return the width at which a picture is shown, so that all texts have one size."""
+    return round(int.from_bytes(png[16:20], "big") * _SHOWN / _PIXELS)
+
+
 def write_report(
     directory: str | os.PathLike[str],
     title: str,
@@ -418,7 +482,8 @@ def write_report(
         data = base64.b64encode(picture.png).decode()
         caption = html.escape(picture.caption)
         figures.append(
-            f'<figure><img src="data:image/png;base64,{data}" alt="{caption}">'
+            f'<figure><img src="data:image/png;base64,{data}" alt="{caption}" '
+            f'width="{_shown_width(picture.png)}">'
             f"<figcaption>{caption}</figcaption></figure>"
         )
     for table in tables:

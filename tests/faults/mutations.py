@@ -95,7 +95,7 @@ MUTATIONS = [
              1, "tests/guard/test_watchdog.py::test_a_zombie_has_died"),
     Mutation("guard/unreceived.py", 'int(channel["sent"]) - received)',
              'int(channel["sent"]) - received - 1)',
-             0, "tests/guard/test_guard.py::test_an_unreceived_message_is_reported_without_the_guard"),
+             0, "tests/guard/test_unreceived.py::test_a_message_that_nobody_receives_is_an_error"),
     # ---- operations ----
     Mutation("operations/collectives.py", "ct, a, backward=1 - backward, **params\n    )[0],\n)\nexscan_p",
              "ct, a, backward=backward, **params\n    )[0],\n)\nexscan_p", 2, VALUES + "[scan-jit]"),

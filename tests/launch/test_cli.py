@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import time
 
 import pytest
@@ -28,6 +29,17 @@ def test_help_of_an_application_lists_its_settings() -> None:
     assert done.returncode == 0
     for option in ("--cells INT INT", "--iterations INT", "-n RANKS", "--timeout SECONDS"):
         assert option in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_error_of_the_input_is_all_that_is_printed(ranks: int, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "model.txt"
+    file.write_text("no model")
+    done = mpigrad("run", "acoustic", "-n", ranks, "--model", file, "--out", tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"mpigrad: {file}: the file has an unknown format. Known formats: ")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from launching import PROGRAMS, mpigrad
 from mpigrad.profiling.table import RankRecord, Total, rows, table, waiting_ns
 
-TRACED = PROGRAMS / "traced.py"
+TRACED, HALOS = PROGRAMS / "traced.py", PROGRAMS / "halos.py"
 
 
 def spans(text: str) -> dict[int, list[dict[str, Any]]]:
@@ -76,6 +76,25 @@ def test_trace_and_profile(tmp_path: pathlib.Path) -> None:
     assert (first[0], first[2]) == ("allreduce", "4")  # the longest: two calls on each rank
     assert first[3:5] == ["1.56", "KiB"]
     assert any(line.startswith("recv (adjoint)") for line in printed)
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_halo_exchanges_have_their_name_and_waiting_times(
+    ranks: int, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "trace.json"
+    done = mpigrad("launch", "-n", ranks, "--profile", HALOS, MPIGRAD_TRACE=str(path))
+    assert done.returncode == 0, done.stderr
+    assert "neighbor_alltoallv" not in done.stderr
+    printed = [line.split() for line in done.stderr.splitlines() if line.startswith("halo")]
+    assert {line[0] for line in printed} == {"halo_exchange(width=1)"}
+    assert ["(adjoint)" in line for line in printed].count(True) == 1
+    assert len(printed) == 2
+    assert all(line[-1].endswith("s") for line in printed)  # a time, and not "-"
+    names = [event["name"] for event in spans(path.read_text())[0]]
+    once = ["halo_exchange(width=1)", "halo_exchange(width=1) (adjoint)"]
+    assert [name for name in names if "halo" in name] == 2 * once
 
 
 @pytest.mark.launcher
@@ -150,6 +169,26 @@ def test_waiting() -> None:
     assert "allreduce p.py:1 2 16 B 6.00 s 4.00 s 4.00 s 2.00 s" in " ".join(
         table([early, late]).split()
     )
+
+
+@pytest.mark.ranks(1)
+def test_waiting_for_neighbours() -> None:
+    """Ranks 0, 1, 2 in a row. Rank 1 is late in the first exchange, rank 2 in its adjoint."""
+    group, name = (0, 1, 2), "halo_exchange(width=1)"
+    starts = [(0, 10), (5, 10), (1, 18)]
+    rows_of = []
+    for rank, (first, second) in enumerate(starts):
+        record = made_up([(name, first, 8, -1), (name, second, 20, -1)], group)
+        record.site[1] = -1
+        peers = [r for r in (rank - 1, rank + 1) if r in group]
+        # From rank 2 a message comes in the adjoint only.
+        record.neighbors[name, 0, 1] = tuple((r, r != 2, True) for r in peers)
+        rows_of.append(record)
+    waits = [w / 1e9 for w in waiting_ns(rows_of)]
+    np.testing.assert_array_equal(waits, [[5, 0], [0, 8], [4, 0]])
+    rows_of[2].neighbors.clear()  # its calls are unknown, and rank 1 waits for one
+    waits = [w / 1e9 for w in waiting_ns(rows_of)]
+    np.testing.assert_array_equal(waits, [[5, 0], [0, np.nan], [np.nan] * 2])
 
 
 @pytest.mark.ranks(1)

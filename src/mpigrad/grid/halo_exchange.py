@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from mpigrad.grid.grid import Grid
 from mpigrad.grid.halo_layout import Boundary, HaloLayout, Width
-from mpigrad.operations import neighbor_alltoallv
+from mpigrad.operations.neighborhood import exchange_with_neighbors
 
 __all__ = ["halo_exchange"]
 
@@ -72,7 +73,8 @@ def halo_exchange(u: Any, grid: Grid, width: Width = 1, boundary: Boundary = "ed
         outgoing = [layout.outgoing(rank, some) for rank in layout.neighbors]
         incoming = [layout.incoming(rank, some) for rank in layout.neighbors]
         flat = [x.reshape(-1) for x in itertools.chain(*outgoing)]
-        received = neighbor_alltoallv(
+        received = exchange_with_neighbors(
+            _shown(layout.widths),
             # A rank that only receives sends an empty part of its field, which is differentiable.
             jnp.concatenate(flat or [some[0].reshape(-1)[:0]]),
             neighbors=layout.neighbors,
@@ -86,3 +88,9 @@ def halo_exchange(u: Any, grid: Grid, width: Width = 1, boundary: Boundary = "ed
             pieces[members[i]][step] = received[start:end].reshape(shape)
             start = end
     return jax.tree.unflatten(structure, [layout.padded(p) for p in pieces])
+
+
+def _shown(widths: Sequence[tuple[int, int]]) -> str:
+    """Return the text of the operation in reports, whose length is limited."""
+    numbers = {n for pair in widths for n in pair}
+    return f"halo_exchange(width={numbers.pop()})" if len(numbers) == 1 else "halo_exchange"

@@ -17,6 +17,7 @@ from mpigrad.runtime.native import (
     NO_REDUCTION,
     NO_ROOT,
     REDUCTIONS,
+    TAG_LIMIT,
     own_reductions,
 )
 
@@ -212,10 +213,14 @@ class Reader:
     # ---- texts ----
 
     def tag(self, entry: int, tag: int) -> str:
-        """Return the text of the tag that the program gave to a message of this communicator."""
+        """Return " (tag 3)", the tag that the program gave to a message of this communicator.
+
+        It is "" if the tag is one of mpigrad's own.
+        """
         if tag < 0:
-            return "any tag"
-        return f"tag {tag // DERIVATIVE_SPACES if entry % 2 else tag}"
+            return " (any tag)"
+        given = tag // DERIVATIVE_SPACES if entry % 2 else tag
+        return f" (tag {given})" if given <= TAG_LIMIT else ""
 
     def partner(self, identity: int, rank: int) -> str:
         """Return the text of a partner: its rank in MPI_COMM_WORLD, if known."""
@@ -246,8 +251,8 @@ class Reader:
                 *(("from", p) for p in slot["receive"][: int(slot["receives"])]),
             ]
             parts = [
-                f"{layout(p) or 'a message'} {way} {self.partner(identity, int(p['peer']))} "
-                f"({self.tag(entry, int(p['tag']))})"
+                f"{layout(p) or 'a message'} {way} {self.partner(identity, int(p['peer']))}"
+                + self.tag(entry, int(p["tag"]))
                 for way, p in messages
             ]
             derivatives = [int(p["tag"]) % DERIVATIVE_SPACES for _, p in messages]
@@ -285,7 +290,7 @@ class Reader:
         seconds = max(0.0, (now_ns - int(slot["since_ns"])) * 1e-9)
         last = f"; last operation: {self.operation(r)}" if decode(slot["operation"]) else ""
         if gone:
-            return gone + last
+            return gone + (last or ", after importing mpigrad")
         if int(slot["state"]) == b.IN_OPERATION:
             return f"has waited {seconds:.0f} s in {self.operation(r)}{self.exception_note(r)}"
         if int(slot["elsewhere_since_ns"]):

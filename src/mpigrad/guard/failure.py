@@ -24,7 +24,7 @@ from mpi4py import MPI
 from mpigrad.guard import board as b
 from mpigrad.guard.board_reader import Reader
 from mpigrad.guard.cross_host import LIMIT, HostQuery, open_host_query
-from mpigrad.guard.settings import guard_enabled, timeout_seconds
+from mpigrad.guard.settings import guard_enabled, timeout_seconds, unreceived_is_error
 from mpigrad.guard.shutdown import await_all_ends
 from mpigrad.guard.startup_barrier import await_all_ranks
 from mpigrad.guard.unreceived import unreceived_report
@@ -33,7 +33,15 @@ from mpigrad.guard.watchdog import Watchdog, rank_states
 from mpigrad.runtime.native import at_exit, library
 from mpigrad.runtime.utf8 import utf8
 
-__all__ = ["call_at_job_end", "current_board", "end_all_on_errors", "end_job", "install"]
+__all__ = [
+    "call_at_job_end",
+    "current_board",
+    "end_all_on_errors",
+    "end_job",
+    "end_with_error",
+    "forget_import",
+    "install",
+]
 
 _LAST = 30.0  # minimum time limit of MPI_Finalize, in seconds
 _STAGGER = 1.0  # seconds between the limits of two ranks, so that one rank reports
@@ -58,7 +66,7 @@ class _Process:
     world: MPI.Intracomm | None = None  # for the end of the job, if there are other ranks
     hook: Callable[..., object] | None = None  # for uncaught errors
     forked = False
-    guard = False
+    unreceived_fails = True
     seconds = 0.0
     at_end: ClassVar[list[Callable[[], object]]] = []
     finished = False
@@ -87,6 +95,38 @@ def end_job(text: str | Callable[[], str], code: int = 1, grace: float = 0.0) ->
         time.sleep(_GRACE + (LIMIT if _Process.host_query else 0.0))
     _flush(sys.stderr)
     _abort(code)
+
+
+def end_with_error(text: str) -> bool:
+    """Give `mpigrad launch` the error of all ranks, so that the job may end without MPI_Abort.
+
+    MPI_Abort prints lines of its own. The launcher prints the text and exits with code 1, after all
+    ranks have ended as usual.
+
+    Returns
+    -------
+    bool
+        False if another rank has no error, or if there is no launcher to tell: call `end_job`.
+    """
+    world = MPI.COMM_WORLD
+    everybody, start = world.Ibarrier(), time.monotonic()
+    # Other ranks wait longer than rank 0, which decides.
+    while not everybody.Test():
+        if time.monotonic() - start > (_GRACE if world.rank == 0 else 3 * _GRACE):
+            return False
+        time.sleep(0.01)
+    return bool(world.bcast(world.rank == 0 and _tell_launcher(text)))
+
+
+def _tell_launcher(text: str) -> bool:
+    """Write the text that the launcher prints at the end. Fails if another rank has written one."""
+    name = os.environ.get("MPIGRAD_STOP_FILE")
+    if name:
+        # Fails, too, if the launcher is on another host.
+        with contextlib.suppress(OSError), pathlib.Path(name).with_name("cause").open("xb") as file:
+            file.write(text.encode(errors="backslashreplace") + b"\n")
+            return True
+    return False
 
 
 def _flush(stream: Any) -> None:
@@ -154,12 +194,8 @@ def _note_exits() -> None:
 
 def _say(text: str) -> None:
     """Pass a text to `mpigrad launch`, which prints it at the end, or print it here."""
-    name = os.environ.get("MPIGRAD_STOP_FILE")
-    if name:
-        # Fails if another rank has reported, or if the launcher is on another host.
-        with contextlib.suppress(OSError), pathlib.Path(name).with_name("cause").open("xb") as file:
-            file.write(text.encode(errors="backslashreplace") + b"\n")
-            return
+    if _tell_launcher(text):
+        return
     try:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
@@ -183,7 +219,9 @@ def install() -> None:
     await_all_ranks(seconds, end_job)
     board = _Process.board = b.share(lib)
     board.slots[board.own_index]["since_ns"] = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
-    compare = _Process.guard = MPI.COMM_WORLD.bcast(guard_enabled())  # the same on all ranks
+    # The same on all ranks.
+    compare, fails = MPI.COMM_WORLD.bcast((guard_enabled(), unreceived_is_error()))
+    _Process.unreceived_fails = fails
     lib.mpigrad_set_guard(int(compare), _explain)
     at_exit(_finish)
     MPI.Finalize = functools.partial(_finalize, MPI.Finalize)
@@ -196,6 +234,12 @@ def install() -> None:
     query = _Process.host_query = open_host_query(board, own_states)
     end = functools.partial(end_job, grace=_GRACE)
     Watchdog(board, seconds, compare, end, query).start()
+
+
+def forget_import() -> None:
+    """Forget the operations of the import, which are not the program's last ones."""
+    board = current_board()
+    board.slots[board.own_index]["operation"] = b""
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
@@ -266,10 +310,7 @@ def _finish() -> None:
     with board.locked():  # so that exactly one rank is the last
         mine["state"] = b.ENDED
         last = bool((board.slots["state"] == b.ENDED).all())
-    if last and (text := unreceived_report(board.slots)):
-        if _Process.guard:
-            end_job(text)
-        sys.stderr.write(text + "\n")
+    unreceived = unreceived_report(board.slots) if last else ""
     if _Process.world is not None and not _Process.fails:  # otherwise MPI ends the job
         await_all_ends(board, _Process.world, _Process.seconds, end_job)
         if _Process.seconds:  # Python soon ends, and with it the watchdog
@@ -280,6 +321,10 @@ def _finish() -> None:
             )
     for end in _Process.at_end:
         end()
+    if unreceived and _Process.unreceived_fails and not _Process.fails:
+        end_job(unreceived)
+    elif unreceived:
+        print(unreceived, file=sys.stderr, flush=True)
 
 
 def _finalize(plain: Callable[[], None]) -> None:

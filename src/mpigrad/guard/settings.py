@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["guard_enabled", "timeout_seconds"]
+__all__ = ["guard_enabled", "timeout_seconds", "unreceived_is_error"]
 
 
 def timeout_seconds() -> float:
@@ -30,3 +30,14 @@ def guard_enabled() -> bool:
             f"mpigrad: MPIGRAD_GUARD must be 1 (on) or 0 (off), got {text!r}. Set it to 1 or 0."
         )
     return text == "1"
+
+
+def unreceived_is_error() -> bool:
+    """Return False if MPIGRAD_UNRECEIVED=warn: messages that nobody received only warn."""
+    text = os.environ.get("MPIGRAD_UNRECEIVED", "error")
+    if text not in ("", "error", "warn"):
+        raise ImportError(
+            f"mpigrad: MPIGRAD_UNRECEIVED must be error or warn, got {text!r}. Set it to warn if "
+            "your program means to leave messages unreceived."
+        )
+    return text != "warn"

@@ -32,7 +32,7 @@ def unreceived_report(slots: Any) -> str:
             received = 0 if taken is None else int(taken["posted"])
             if left := max(0, int(channel["sent"]) - received):
                 message = reader.message(r, identity, receiver.rank, tag, received + 1)
-                to = f"to rank {reader.world(receiver.slot)} ({reader.tag(receiver.entry, tag)})"
+                to = f"to rank {reader.world(receiver.slot)}{reader.tag(receiver.entry, tag)}"
                 text = f"{left} message{'s' * (left > 1)} {to}"
                 if message is not None:
                     site = reader.site(r, int(message["site"]))
@@ -45,5 +45,6 @@ def unreceived_report(slots: Any) -> str:
         "mpigrad: messages were sent but never received:",
         *lines,
         "Receive each of these messages on its destination rank, with the tag of its send. If "
-        "jax.grad, jvp, vjp or vmap sent it, use mpigrad's version of that function.",
+        "jax.grad, jvp, vjp or vmap sent it, use mpigrad's version of that function. If the "
+        "program means to leave it, set MPIGRAD_UNRECEIVED=warn.",
     ])  # fmt: skip

@@ -229,7 +229,7 @@ class _Wait:
             (
                 (
                     f"rank {self.reader.world(sender)}",
-                    f"{decode(message['operation'])} of {layout(part)} to {to} ({tag}) at {site}"
+                    f"{decode(message['operation'])} of {layout(part)} to {to}{tag} at {site}"
                     + sent,
                 ),
                 (f"rank {self.reader.world(self.r)}", self.reader.operation(self.r) + taken),
@@ -495,8 +495,8 @@ def _unreceived(reader: Reader, wait: _Wait) -> list[tuple[str, str]]:
                 lines.append(
                     (
                         f"rank {reader.world(member.slot)}",
-                        f"sent {layout(part)} to rank {reader.world(wait.r)} "
-                        f"({reader.tag(member.entry, int(part['tag']))}) by "
+                        f"sent {layout(part)} to rank {reader.world(wait.r)}"
+                        f"{reader.tag(member.entry, int(part['tag']))} by "
                         f"{decode(message['operation'])} at "
                         f"{reader.site(member.slot, int(message['site']))}, not received",
                     )

@@ -245,14 +245,17 @@ class _Job:
                 code = self._wait(process)
             finally:
                 self._end(process)
-            self._say_cause()
-            return code
+            failed = self._say_cause()
+            # Ranks that all have the same error end without MPI_Abort, and with code 0.
+            return code or int(failed)
 
-    def _say_cause(self) -> None:
-        """Print, as the last text, why a rank ended the job (see guard/failure.py)."""
+    def _say_cause(self) -> bool:
+        """Print, as the last text, why a rank ended the job, if one did (see guard/failure.py)."""
         with contextlib.suppress(OSError):
             text = self.stop_file.with_name("cause").read_text(errors="replace")
             print(text.rstrip(), file=sys.stderr, flush=True)
+            return True
+        return False
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
         """Wait until the job ends, or end it, and return its exit code."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpigrad.guard import end_job
+from mpigrad.guard import end_job, end_with_error
 from mpigrad.launch.applications import application
 
 _DELAY = 1.0  # seconds that the other ranks wait, so that rank 0 reports a common error
@@ -32,12 +32,13 @@ def main() -> int:
     except Exception as error:
         # Most errors are raised on all ranks. Rank 0 prints its error and ends the job. Other ranks
         # print theirs only if rank 0 succeeds.
-        if world.rank > 0:
-            time.sleep(_DELAY)
         if isinstance(error, ValueError | OSError) or str(error).startswith("mpigrad"):
+            if end_with_error(_with_name(error)):
+                return 0
             prefix = "" if world.rank == 0 else f"rank {world.rank}: "
             text = f"{prefix}{_with_name(error)}"
         else:
+            time.sleep(_DELAY * (world.rank > 0))
             failed = f"mpigrad: rank {world.rank} of {world.size} failed"
             text = f"{traceback.format_exc()}{failed}"
         end_job(text)

@@ -15,10 +15,10 @@ from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.carrier import carrier
 from mpigrad.operations.primitive import linear_map
 from mpigrad.operations.pytree_packing import apply_packed, arrays, describe_leaves
-from mpigrad.runtime.call_sites import call_site, describe
+from mpigrad.runtime.call_sites import call_site, describe, note_neighbors
 from mpigrad.runtime.native import TAG_LIMIT, words_per_element
 
-__all__ = ["neighbor_alltoallv"]
+__all__ = ["exchange_with_neighbors", "neighbor_alltoallv"]
 
 NEIGHBOR_TAG = TAG_LIMIT + 1  # neither a program nor one of its derivatives uses this tag
 
@@ -35,6 +35,7 @@ def _transpose(ct: Any, x: Any, a: Any, *, sendcounts: Any, recvcounts: Any, **p
 
 def _attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
     x = avals[0]
+    params = {"operation": "neighbor_alltoallv", **params}
     return {**params, "row_words": math.prod(x.shape[1:]) * words_per_element(x.dtype)}
 
 
@@ -96,7 +97,20 @@ def neighbor_alltoallv(
     >>> mg.neighbor_alltoallv(jnp.arange(3.0), neighbors=[0], sendcounts=[3], recvcounts=[3])
     Array([0., 1., 2.], dtype=float32)
     """
-    comm = resolve(comm)
+    return exchange_with_neighbors(
+        "neighbor_alltoallv", x, neighbors, sendcounts, recvcounts, resolve(comm)
+    )
+
+
+def exchange_with_neighbors(
+    operation: str,
+    x: Any,
+    neighbors: Sequence[int],
+    sendcounts: Sequence[int],
+    recvcounts: Sequence[int],
+    comm: Communicator,
+) -> Any:
+    """Apply `neighbor_alltoallv`. Reports, profiles and traces show it as `operation`."""
     ranks = tuple(check_rank(r, comm, "neighbor_alltoallv: neighbors") for r in neighbors)
     send, receive = tuple(int(n) for n in sendcounts), tuple(int(n) for n in recvcounts)
     if not len(ranks) == len(send) == len(receive):
@@ -123,18 +137,21 @@ def neighbor_alltoallv(
                 f"got shape {shape} on rank {comm.rank}. Change x or sendcounts."
             )
     site, a = call_site(describe_leaves(x, 1)), carrier()
+    # On another communicator than the wildcard receives of the program.
+    slot = derivative_slot(comm.slot)
+    note_neighbors(operation, slot, site, zip(ranks, receive, send, strict=True))
 
     def exchange(leaf: Any) -> Any:
         (y,) = neighbor_alltoallv_p.bind(
             leaf,
             a,
-            # On another communicator than the wildcard receives of the program.
-            comm=derivative_slot(comm.slot),
+            comm=slot,
             site=site,
             tag=NEIGHBOR_TAG,
             neighbors=ranks,
             sendcounts=send,
             recvcounts=receive,
+            operation=operation,
         )
         return y
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from mpigrad.runtime.call_sites import Neighbors
 
 __all__ = ["RankRecord", "Row", "Total", "rows", "table", "waiting_ns"]
 
@@ -36,6 +38,7 @@ class RankRecord:
 
     `peer` is a root or a partner, as a rank of its communicator. `communicators` gives for each
     slot the world ranks of its members, and its index among the communicators of these ranks.
+    `neighbors` has the neighbours of exchanges, by operation, slot and site.
     """
 
     names: np.ndarray
@@ -46,6 +49,7 @@ class RankRecord:
     peer: np.ndarray
     communicators: dict[int, tuple[tuple[int, ...], int]]
     totals: list[Total]
+    neighbors: dict[tuple[str, int, int], Neighbors] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,34 @@ def waiting_ns(records: Sequence[RankRecord]) -> list[np.ndarray]:
         for r, mine, source, theirs in _received(records, members, where):
             n = min(len(mine), len(theirs))
             late(r, mine[:n], records[source].start[theirs[:n]])
+        exchanges = {r: _exchanges(records[r], p) for r, p in where.items()}
+        for r, calls_with in exchanges.items():
+            last = records[r].start.astype(float)
+            for peer, (mine, receives) in calls_with.items():
+                source = members[peer]
+                theirs, _ = exchanges.get(source, {}).get(members.index(r), _NO_CALLS)
+                begun = records[source].start[theirs] if len(theirs) == len(mine) else np.nan
+                last[mine] = np.maximum(last[mine], np.where(receives, begun, -np.inf))
+            for mine, _ in calls_with.values():
+                late(r, mine, last[mine])
     return found
+
+
+_NO_CALLS = np.zeros(0, int), np.zeros(0, bool)
+
+
+def _exchanges(record: RankRecord, places: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Return for each neighbour the exchanges with it, and whether a message comes from it."""
+    found: dict[int, list[tuple[int, bool]]] = defaultdict(list)
+    names = {name for name, _, _ in record.neighbors}
+    for i in places[np.isin(record.names[places], [*names])]:
+        key = str(record.names[i]), int(record.slot[i]), abs(int(record.site[i]))
+        for peer, forward, adjoint in record.neighbors.get(key, ()):
+            found[peer].append((int(i), adjoint if record.site[i] < 0 else forward))
+    return {
+        peer: (np.array([i for i, _ in calls]), np.array([receives for _, receives in calls]))
+        for peer, calls in found.items()
+    }
 
 
 def _received(

@@ -26,7 +26,7 @@ from mpi4py import MPI
 from mpigrad.communicator import Communicator
 from mpigrad.guard import call_at_job_end
 from mpigrad.profiling.table import RankRecord, Total, table
-from mpigrad.runtime.call_sites import describe
+from mpigrad.runtime.call_sites import describe, neighbors_by_call
 from mpigrad.runtime.native import library
 
 __all__ = ["start"]
@@ -215,6 +215,7 @@ class _Recorder:
                 )
                 for t in totals
             ],
+            neighbors=neighbors_by_call,
         )
 
     def _communicators(self, slots: np.ndarray) -> dict[int, tuple[tuple[int, ...], int]]:

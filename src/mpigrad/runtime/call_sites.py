@@ -13,10 +13,13 @@ from mpigrad.runtime.native import library
 from mpigrad.runtime.utf8 import utf8_end
 
 __all__ = [
+    "Neighbors",
     "at_call_site",
     "call_site",
     "call_site_of",
     "describe",
+    "neighbors_by_call",
+    "note_neighbors",
     "pass_over",
     "program_line",
 ]
@@ -69,6 +72,24 @@ def call_site(tree: str = "") -> int:
     if key not in _with_trees:
         _with_trees[key] = _add(_texts[site], tree)
     return _with_trees[key]
+
+
+# The neighbours of an exchange: their ranks, and whether a message comes from them in a forward and
+# in an adjoint call. Empty if they differ between the calls of one line.
+Neighbors = tuple[tuple[int, bool, bool], ...]
+neighbors_by_call: dict[tuple[str, int, int], Neighbors] = {}  # by operation, slot and site
+
+
+def note_neighbors(
+    operation: str, slot: int, site: int, counts: Iterable[tuple[int, int, int]]
+) -> None:
+    """Record for profiles whose messages an exchange waits for.
+
+    `counts` has for each neighbour its rank and the lengths of the messages from and to it.
+    """
+    new = tuple((rank, received > 0, sent > 0) for rank, received, sent in counts)
+    if neighbors_by_call.setdefault((operation, slot, site), new) != new:
+        neighbors_by_call[operation, slot, site] = ()
 
 
 def _is_outside(name: str) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from mpigrad.grid.grid import Grid
 from mpigrad.waves.absorbing import WaveTile
@@ -21,6 +23,7 @@ __all__ = [
     "check_tiles",
     "check_wavelets",
     "is_native",
+    "warn_of_units",
 ]
 
 
@@ -60,6 +63,26 @@ def check_settings(model: Any, positive: Iterable[str], reach: int) -> None:
     native = model.checkpoints != "boundary" or is_native(model.method)
     check_checkpoints(model.checkpoints, name, native=native)
     model.tile.check(reach)
+
+
+_SMALL = 100  # times smaller than the largest stable step
+
+
+def warn_of_units(model: Any, limit: Any, fastest: Any) -> None:
+    """Warn, on rank 0, if `dt` is so much smaller than `limit` that a unit may be wrong.
+
+    Values that are traced (inside jit) are not compared.
+    """
+    if model.grid.comm.rank > 0 or isinstance(limit, Tracer):
+        return
+    if _SMALL * model.dt < float(limit) < math.inf:
+        warnings.warn(
+            f"{type(model).__name__}: dt = {model.dt:.4g} is {float(limit) / model.dt:.0f} times "
+            f"smaller than the largest stable step, for velocities up to {float(fastest):.4g} and "
+            f"cells of {min(model.grid.spacing):.4g}. Give all of them in the same units (s, m/s "
+            "and m).",
+            stacklevel=3,
+        )
 
 
 def check_gathers(name: str, gathers: object) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from mpigrad.operations import neighbor_alltoallv
+from mpigrad.operations.neighborhood import exchange_with_neighbors
 from mpigrad.waves.absorbing import WaveTile
 
 __all__ = ["exchange_faces"]
@@ -55,7 +55,8 @@ def exchange_faces(
             for face in tile.faces
         ]
         counts = [sum(layer.size for layer in group) for group in layers]
-        received = neighbor_alltoallv(
+        received = exchange_with_neighbors(
+            f"halo_exchange(width={width})",
             jnp.concatenate([layer.ravel() for group in layers for layer in group]),
             neighbors=[face.rank for face in tile.faces],
             sendcounts=counts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 
@@ -35,6 +36,11 @@ def ricker(
     ValueError
         If `frequency` or `dt` is not positive.
 
+    Warns
+    -----
+    UserWarning
+        If `frequency` is above the Nyquist frequency 1 / (2 dt). One of their units may be wrong.
+
     Examples
     --------
     >>> from mpigrad.waves import ricker
@@ -46,6 +52,12 @@ def ricker(
         raise ValueError(
             f"ricker: frequency and dt must be positive, got {frequency} Hz and {dt} s. Give a "
             "positive peak frequency and time step."
+        )
+    if 2 * dt * frequency > 1:
+        warnings.warn(
+            f"ricker: a frequency of {frequency:.4g} Hz cannot be sampled every {dt:.4g} s, which "
+            f"allows at most {0.5 / dt:.4g} Hz. Give the frequency in Hz and dt in s.",
+            stacklevel=2,
         )
     t = np.arange(steps) * dt - (1.5 / frequency if peak_time is None else peak_time)
     a = (math.pi * frequency * t) ** 2

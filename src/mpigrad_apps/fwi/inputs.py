@@ -15,6 +15,7 @@ from mpigrad_apps.shots.elastic_physics import ElasticPhysics
 from mpigrad_apps.shots.experiment import Experiment, Fields, default_model, experiment_of
 from mpigrad_apps.shots.model_files import SEGY, read_array, read_model, read_samples
 from mpigrad_apps.shots.physics import Physics
+from mpigrad_apps.shots.units import warn_of_units
 
 __all__ = ["PHYSICS", "Inputs", "read_inputs"]
 
@@ -68,6 +69,7 @@ def read_inputs(settings: Settings) -> Inputs:
     options = settings if has_truth else dataclasses.replace(settings, model=initial)
     model = default_model(options.cells) if options.model is None else read_model(options.model)
     experiment = experiment_of(options, model, physics.complete(model.fields, names))
+    warn_of_units(experiment)
     active = _active_cells(experiment, settings.water, settings.mask)
     if not has_truth:
         start = experiment.fields
@@ -75,6 +77,7 @@ def read_inputs(settings: Settings) -> Inputs:
         start = _blurred(experiment, settings.water)
     else:
         start = physics.complete(_read_start(initial, experiment), names)
+        warn_of_units(dataclasses.replace(experiment, fields=start))
     data = None
     if settings.data is not None:
         data = _read_data(settings.data, len(physics.components), experiment)

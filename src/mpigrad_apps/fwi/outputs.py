@@ -50,16 +50,19 @@ def _pictures(problem: Inversion, result: Result) -> list[report.Picture]:
     # Rank 0 has the gathers of its group. The shot in the middle is shown.
     shot = len(problem.group.shots) // 2
     recorded, start, end = (gathers[shot, 0] for gathers in (problem.recorded, *result.gathers))
-    dt, scale = problem.experiment.dt, clip_of(recorded)
+    experiment, physics = problem.group.experiment, problem.group.physics
+    receivers = experiment.receivers[shot % len(experiment.receivers)]
+    quantity = f"{physics.components[0]} ({physics.unit})"
+    how = experiment.dt, receivers, quantity, clip_of(recorded)
     pictures.append(
         report.maps(
             "gathers",
-            f"Shot {problem.group.shots[shot] + 1}, {problem.group.physics.components[0]}: the "
+            f"Shot {problem.group.shots[shot] + 1}, {physics.components[0]}: the "
             "recording, and the residuals of the start and of the result, in the same colours.",
             [
-                gather_panel("recorded", recorded, dt, scale),
-                gather_panel("start − recorded", start - recorded, dt, scale),
-                gather_panel("result − recorded", end - recorded, dt, scale),
+                gather_panel("recorded", recorded, *how),
+                gather_panel("start − recorded", start - recorded, *how),
+                gather_panel("result − recorded", end - recorded, *how),
             ],
         )
     )

@@ -47,24 +47,30 @@ def _write_film_report(settings: Settings, plan: Experiment, film: Film, kappa: 
     hottest = float(np.max(film.pictures)) or 1.0
     shown = np.unique(np.linspace(0, len(film.times) - 1, 5).astype(int)[1:])
     pictures = [
-        report.maps("kappa", "The diffusivity.", [report.Panel("κ", kappa)]),
+        report.maps(
+            "kappa", "The diffusivity.", [report.Panel("diffusivity", kappa, quantity="κ")]
+        ),
         report.maps(
             "snapshots",
             "u in the plate, in the same colours. heat.gif shows all frames.",
             [
-                report.Panel(f"t = {film.times[k]:.3g}", film.pictures[k], (0.0, hottest))
+                report.Panel(
+                    f"t = {film.times[k]:.3g}", film.pictures[k], (0.0, hottest), quantity="u"
+                )
                 for k in shown
             ],
         ),
         report.curve(
             "heat",
             "The heat in the plate: the integral of u.",
-            {"heat": (film.times[1:].tolist(), film.heat[1:].tolist())},
+            {"heat": (film.times.tolist(), film.heat.tolist())},
             x_label="time",
+            y_label="heat",
+            linear=True,
         ),
     ]
     titles = [f"t = {t:.4f}" for t in film.times]
-    animate(settings.out / "heat.gif", film.pictures, titles, (0.0, hottest))
+    animate(settings.out / "heat.gif", film.pictures, titles, (0.0, hottest), quantity="u")
     steps = film.seconds / max(len(film.times) - 2, 1) / (model.steps / settings.frames)
     outcome = {
         "ended": film.ending,
@@ -133,12 +139,18 @@ def _write_estimation_report(
             "kappa",
             "True and estimated κ, in the same colours, and their difference.",
             [
-                report.Panel("true κ", truth, limits),
-                report.Panel("estimated κ", estimated, limits),
-                report.Panel("estimated − true κ", estimated - truth, diverging=True),
+                report.Panel("true κ", truth, limits, quantity="κ"),
+                report.Panel("estimated κ", estimated, limits, quantity="κ"),
+                report.Panel(
+                    "estimated − true κ", estimated - truth, diverging=True, quantity="error of κ"
+                ),
             ],
         ),
-        report.maps("observed", "The thermometers.", [report.Panel("observed", places)]),
+        report.maps(
+            "observed",
+            "The thermometers: one in each black cell.",
+            [report.Panel("thermometers", places, mask=True)],
+        ),
         report.curve("loss", "The training, iteration by iteration.", lines),
     ]
     best = min(history, key=lambda record: record.loss)  # the result has its parameters

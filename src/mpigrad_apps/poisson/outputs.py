@@ -64,21 +64,25 @@ def _pictures(
             "kappa",
             "True and estimated κ, in the same colours, and their difference.",
             [
-                report.Panel("true κ", true, limits),
-                report.Panel("estimated κ", kappa, limits),
-                report.Panel("estimated − true κ", kappa - true, diverging=True),
+                report.Panel("true κ", true, limits, quantity="κ"),
+                report.Panel("estimated κ", kappa, limits, quantity="κ"),
+                report.Panel(
+                    "estimated − true κ", kappa - true, diverging=True, quantity="error of κ"
+                ),
             ],
         )
     else:
-        first = report.maps("kappa", "The estimated κ.", [report.Panel("estimated κ", kappa)])
+        first = report.maps(
+            "kappa", "The estimated κ.", [report.Panel("estimated κ", kappa, quantity="κ")]
+        )
     pictures = [first]
-    solution = report.Panel("u for the estimated κ", u)
+    solution = report.Panel("u for the estimated κ", u, quantity="u")
     if data is None:
         pictures.append(
             report.maps(
                 "u",
                 "The solution u for the estimated κ, and the observations. Other cells are white.",
-                [solution, report.Panel("observed u", whole["observed"])],
+                [solution, report.Panel("observed u", whole["observed"], quantity="u")],
             )
         )
     else:

@@ -38,19 +38,20 @@ def draw_fits(cohort: Cohort, found: Sequence[Prediction]) -> report.Picture:
                 axes.axvline(time, color=_GREY, linewidth=0.6, alpha=0.5)
             top = 2 * max(float(np.nanmax(known.concentrations)), float(np.max(fit.middle)))
             axes.set_ylim(max(float(np.nanmin(known.concentrations)) / 4, top / 1e4), top)
-            axes.set_title(f"patient {cohort.names[place]}", fontsize=9, parse_math=False)
-            axes.tick_params(labelsize=8)
+            axes.set_title(f"patient {cohort.names[place]}", fontsize=10, parse_math=False)
+            axes.tick_params(labelsize=9)
             axes.tick_params(which="minor", labelleft=False)
+            report.plain_numbers(axes)
             if place >= count - columns:
-                axes.set_xlabel("time (h)", fontsize=9)
+                axes.set_xlabel("time (h)")
             if place % columns == 0:
-                axes.set_ylabel("mg/L", fontsize=9)
+                axes.set_ylabel("mg/L")
 
     return report.drawing(
         "fits",
         f"Measured concentrations (dots) of {count} of {len(found)} patients, the curves that "
         "explain them (median and 90 % of the posterior), and the doses (grey lines).",
-        (3.1 * columns, 2.3 * rows + 0.4),
+        (2.7 * columns, 2.1 * rows + 0.4),
         draw,
     )
 
@@ -90,7 +91,7 @@ def draw_marginals(
     def draw(figure: Any) -> None:
         axes: Any = None
         for place, (title, values, density, at_mode, true) in enumerate(panels):
-            axes = figure.add_subplot(3, 5, place + 1)
+            axes = figure.add_subplot(3, 4, place + 1)
             axes.hist(values, bins=30, density=True, color=_BLUE, alpha=0.6)
             if true is not None:
                 axes.axvline(true, color=_RED, linewidth=1.4, label="truth")
@@ -101,7 +102,7 @@ def draw_marginals(
             axes.set_xlim(left, right)
             axes.set_title(title, fontsize=10)
             axes.set_yticks([])
-            axes.tick_params(labelsize=8)
+            axes.tick_params(labelsize=9)
         figure.legend(*axes.get_legend_handles_labels(), loc="lower right")
 
     ending = ", the mode and the truth." if truth is not None else ", and the mode."
@@ -112,7 +113,7 @@ def draw_marginals(
         "The posterior of the values that all patients share: the typical patient of 70 kg, the "
         "standard deviations of the patients' log parameters, and the standard deviation of the "
         f"errors, with the prior{ending}",
-        (13.0, 7.2),
+        (10.8, 7.2),
         draw,
     )
 
@@ -126,7 +127,7 @@ def draw_individuals(
 
     def draw(figure: Any) -> None:
         for k, (name, unit) in enumerate(zip(PARAMETERS, UNITS, strict=True)):
-            axes = figure.add_subplot(1, 5, k + 1)
+            axes = figure.add_subplot(2, 3, k + 1)
             order = np.argsort(middle[:, k] if truth is None else truth[:, k])
             x = np.arange(len(order)) if truth is None else np.exp(truth[order, k])
             errors = np.stack([middle - low, high - middle])[:, order, k]
@@ -134,19 +135,22 @@ def draw_individuals(
                 x, middle[order, k], errors, fmt="o", color=_BLUE, markersize=2.5, linewidth=0.6
             )
             axes.set_yscale("log")
-            if truth is not None:
+            if truth is None:
+                axes.xaxis.get_major_locator().set_params(integer=True)
+            else:
                 axes.set_xscale("log")
                 axes.plot(x, x, color=_RED, linewidth=1.0)
             axes.set_title(f"{name} ({unit})", fontsize=10)
-            axes.set_xlabel("patients in order" if truth is None else "truth", fontsize=9)
-            axes.tick_params(labelsize=7, which="both")
+            axes.set_xlabel("patients in order" if truth is None else "truth")
+            axes.tick_params(labelsize=9, which="both")
             axes.tick_params(which="minor", labelleft=False, labelbottom=False)
+            report.plain_numbers(axes)
 
     return report.drawing(
         "individuals",
         "The parameters of each patient: median and 90 % of the posterior"
         + ("." if truth is None else ", against the truth."),
-        (15.0, 3.2),
+        (10.8, 6.4),
         draw,
     )
 
@@ -165,6 +169,7 @@ def draw_agreement(cohort: Cohort, found: Sequence[Prediction]) -> report.Pictur
         axes.plot(ends, ends, color=_RED, linewidth=1.0)
         axes.set_xlabel("explained (mg/L), median")
         axes.set_ylabel("measured (mg/L)")
+        report.plain_numbers(axes)
         axes.grid(True, which="major", alpha=0.3)
 
     return report.drawing(

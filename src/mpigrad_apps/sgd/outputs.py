@@ -82,7 +82,10 @@ def _summary(settings: Settings, task: Task, logs: Sequence[RunLog], ranks: int)
     )
     best = [c.epochs[-1].score for c in logs if c.epochs and c.epochs[-1].score is not None]
     if best and settings.module is None:
-        text += f" The networks read {min(best):.1%} to {max(best):.1%} of the held-out digits."
+        low, high = f"{min(best):.1%}", f"{max(best):.1%}"
+        read = low if low == high else f"{low} to {high}"
+        networks = "network reads" if len(best) == 1 else "networks read"
+        text += f" The {networks} {read} of the held-out digits."
     return text
 
 

@@ -39,7 +39,7 @@ def draw_losses(logs: Sequence[RunLog]) -> report.Picture:
         "loss",
         "The loss of the batches during training, against wall time and against samples: means "
         "over neighbouring steps.",
-        (12.0, 4.4),
+        (10.8, 4.4),
         draw,
     )
 
@@ -61,7 +61,7 @@ def draw_tests(logs: Sequence[RunLog], what: str) -> report.Picture:
             if place == 0:
                 axes.legend(fontsize=9)
 
-    return report.drawing("test", "Held-out samples, after each epoch.", (12.0, 4.4), draw)
+    return report.drawing("test", "Held-out samples, after each epoch.", (10.8, 4.4), draw)
 
 
 def draw_staleness(logs: Sequence[RunLog]) -> report.Picture:
@@ -74,7 +74,7 @@ def draw_staleness(logs: Sequence[RunLog]) -> report.Picture:
             for log, colour in zip(logs, itertools.cycle(_COLOURS), strict=False)
             if log.bound is not None
         ]
-        width = 0.8 / len(bounded)
+        width, most = 0.8 / len(bounded), 0
         for place, (log, colour) in enumerate(bounded):
             counts = Counter(n for step in log.steps for n in step.staleness)
             total = max(sum(counts.values()), 1)
@@ -82,8 +82,10 @@ def draw_staleness(logs: Sequence[RunLog]) -> report.Picture:
             share = [counts[n] / total for n in at]
             shift = (place - (len(bounded) - 1) / 2) * width
             bars.bar(at + shift, share, width, color=colour, label=log.name)
+            most = max(most, *at, 0)
         _finish(bars, "staleness (updates)", "fraction of gradients")
-        bars.xaxis.get_major_locator().set_params(integer=True)
+        bars.set_xticks(np.unique(np.linspace(0, most, min(most, 10) + 1).astype(int)))
+        bars.set_xlim(-0.9, most + 0.9)
         bars.legend(fontsize=9)
         for log, colour in zip(logs, itertools.cycle(_COLOURS), strict=False):
             stale = [n for step in log.steps for n in step.staleness]
@@ -92,6 +94,7 @@ def draw_staleness(logs: Sequence[RunLog]) -> report.Picture:
                 loss = float(np.mean([step.loss for step in last]))
                 mean = float(np.mean(stale)) if stale else 0.0
                 effect.plot(mean, loss, "o", color=colour, label=log.name)
+        effect.margins(y=0.2)
         effect.set_ylim(bottom=0)
         effect.legend(fontsize=9)
         _finish(effect, "mean staleness (updates)", "loss of the last epoch's batches")
@@ -100,7 +103,7 @@ def draw_staleness(logs: Sequence[RunLog]) -> report.Picture:
         "staleness",
         "The staleness of the gradients, in updates, and the loss of the last epoch, next to the "
         "loss of trainings without staleness.",
-        (12.0, 4.0),
+        (10.8, 4.2),
         draw,
     )
 
@@ -109,6 +112,7 @@ def _finish(axes: Any, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(True, which="major", alpha=0.3)
+    report.plain_numbers(axes)
 
 
 def _smoothed(

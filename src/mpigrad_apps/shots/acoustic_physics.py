@@ -23,6 +23,7 @@ class AcousticPhysics(Physics):
     """Pressure in a model of vp."""
 
     components: ClassVar[tuple[str, ...]] = ("pressure",)
+    unit: ClassVar[str] = "Pa"
 
     order: Literal[2, 4] = 4
 

@@ -30,6 +30,7 @@ class ElasticPhysics(Physics):
     """Velocities in a model of lambda, mu and rho, or of vp, vs and rho."""
 
     components: ClassVar[tuple[str, ...]] = ("vx", "vy")
+    unit: ClassVar[str] = "m/s"
 
     frequency: float
     source: Literal["explosive", "force_x", "force_y"] = "explosive"

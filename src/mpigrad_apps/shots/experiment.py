@@ -26,6 +26,8 @@ __all__ = [
     "limiting_velocity",
     "make_experiment",
     "p_velocity",
+    "slowest_velocity",
+    "stable_step",
 ]
 
 Fields = Mapping[str, Float[np.ndarray, "nx ny"]]
@@ -146,7 +148,7 @@ def experiment_of(options: WaveOptions, model: ModelFile, fields: Fields) -> Exp
     own = model.acquisition
     size = model.shape[0] * spacing[0], model.shape[1] * spacing[1]
     fast, slow = float(np.max(p_velocity(fields))), slowest_velocity(fields)
-    stable = _STABLE / (limiting_velocity(fields) * math.hypot(*(1 / h for h in spacing)))
+    stable = stable_step(limiting_velocity(fields), spacing)
     dt = options.dt or (own.dt if own else stable)
     peak = options.frequency or slow / (_CELLS * max(spacing))
     steps = options.steps
@@ -273,6 +275,11 @@ def limiting_velocity(fields: Fields) -> float:
         stiffest = np.max(density * square)
         return float(np.sqrt(limiting_square(np.max(square), np.min(density), stiffest)))
     return float(np.max(p_velocity(fields)))
+
+
+def stable_step(velocity: float, spacing: tuple[float, float]) -> float:
+    """Return the default time step in s, 0.7 of the largest stable one at order 4."""
+    return _STABLE / (velocity * math.hypot(*(1 / h for h in spacing)))
 
 
 def slowest_velocity(fields: Fields) -> float:

@@ -25,6 +25,7 @@ from mpigrad_apps.shots.options import WaveOptions
 from mpigrad_apps.shots.physics import Physics
 from mpigrad_apps.shots.pictures import animate, gather_panel, section
 from mpigrad_apps.shots.shot_group import ShotGroup, make_shot_group
+from mpigrad_apps.shots.units import warn_of_units
 
 __all__ = ["ForwardRun", "forward_model"]
 
@@ -82,6 +83,8 @@ def forward_model(
     comm = resolve(comm)
     with jax.enable_x64(True):
         whole = make_experiment(options, comm, physics_class.complete)
+        if comm.rank == 0:
+            warn_of_units(whole)
         prepare_output(options, out, comm)
         group = make_shot_group(comm, options.groups, whole, make_physics)
         if comm.rank == 0:
@@ -105,32 +108,30 @@ def forward_model(
 
 
 Films = list[tuple[float, dict[str, Float[Array, "lx ly"]]]]
+Drawn = tuple[str, list[float], list[np.ndarray]]  # quantity, times and frames
 
 
 def _propagate(
     group: ShotGroup, frames: int
 ) -> tuple[Float[np.ndarray, "shots components receivers steps"], Films]:
-    """Propagate segment after segment. The last one is padded with steps without a source."""
+    """Propagate segment after segment. Their numbers of steps differ by at most one."""
     some, grid, physics = group.experiment, group.grid, group.physics
-    segments = max(1, min(frames, some.steps))
-    length = -(-some.steps // segments)
-    segments = -(-some.steps // length)
-    wavelets = np.pad(some.wavelets, [(0, 0), (0, 0), (0, segments * length - some.steps)])
+    segments = np.array_split(np.arange(some.steps), max(1, min(frames, some.steps)))
     fields = {name: jnp.asarray(field[grid.slices]) for name, field in some.fields.items()}
     segment = mpigrad.jit(
         lambda fields, wavelets, state: physics.propagate(fields, wavelets, group.survey, state)
     )
-    progress = Progress(segments, group.comm.rank)
+    progress = Progress(len(segments), group.comm.rank)
     state, pieces, films = None, [], []
-    for k in range(segments):
-        part = jnp.asarray(wavelets[..., k * length : (k + 1) * length])
+    for k, steps in enumerate(segments):
+        part = jnp.asarray(some.wavelets[..., steps[0] : steps[-1] + 1])
         gathers, state = segment(fields, part, state)
         pieces.append(np.asarray(gathers))
         if frames:
-            films.append((((k + 1) * length - 1) * some.dt, physics.wavefields(state)))
+            films.append((float(steps[-1] * some.dt), physics.wavefields(state)))
         progress.update(k + 1)
     progress.close()
-    return np.concatenate(pieces, axis=-1)[..., : some.steps], films
+    return np.concatenate(pieces, axis=-1), films
 
 
 def _write_snapshots(out: pathlib.Path, group: ShotGroup, films: Films) -> None:
@@ -147,9 +148,7 @@ def _write_snapshots(out: pathlib.Path, group: ShotGroup, films: Films) -> None:
     )
 
 
-def _draw_films(
-    out: pathlib.Path, group: ShotGroup, films: Films
-) -> tuple[list[float], list[np.ndarray]] | None:
+def _draw_films(out: pathlib.Path, group: ShotGroup, films: Films) -> Drawn | None:
     """Write the animation of the first wavefield and return the frames on the group's rank 0."""
     name = next(iter(films[0][1]))
     frames = [group.grid.gather(shot[name]) for _, shot in films]
@@ -158,8 +157,10 @@ def _draw_films(
         return None
     times = [time for time, _ in films]
     background = next(iter(group.experiment.fields.values()))
-    animate(out / "animation.gif", np.asarray(background), whole, times, group.experiment.size)
-    return times, whole
+    quantity = f"{name} ({group.physics.unit})"
+    size = group.experiment.size
+    animate(out / "animation.gif", np.asarray(background), whole, times, size, quantity)
+    return quantity, times, whole
 
 
 def _write_gathers(result: ForwardRun) -> None:
@@ -178,9 +179,7 @@ def _write_gathers(result: ForwardRun) -> None:
     )
 
 
-def _write_report(
-    result: ForwardRun, group: ShotGroup, drawn: tuple[list[float], list[np.ndarray]] | None
-) -> None:
+def _write_report(result: ForwardRun, group: ShotGroup, drawn: Drawn | None) -> None:
     whole, gathers, physics = result.experiment, result.gathers, group.physics
     assert gathers is not None
     out = result.report.parent
@@ -195,7 +194,13 @@ def _write_report(
             "gathers",
             "Recordings of the first shot and of a shot in the middle.",
             [
-                gather_panel(f"{component}, shot {shot + 1}", gathers[shot, c], whole.dt)
+                gather_panel(
+                    f"{component}, shot {shot + 1}",
+                    gathers[shot, c],
+                    whole.dt,
+                    whole.receivers[shot % len(whole.receivers)],
+                    f"{component} ({physics.unit})",
+                )
                 for shot in shown
                 for c, component in enumerate(physics.components)
             ],
@@ -203,15 +208,22 @@ def _write_report(
         ),
     ]
     if drawn is not None:
-        times, frames = drawn
+        quantity, times, frames = drawn
         chosen = np.unique(np.linspace(0, len(frames) - 1, 5).astype(int)[1:])
         pictures.insert(
             1,
             report.maps(
                 "snapshots",
-                "The wavefield of the first shot. animation.gif shows all snapshots.",
+                "The wavefield of the first shot, for a wavelet in SI units. animation.gif shows "
+                "all snapshots.",
                 [
-                    section(f"{times[k]:.3f} s", frames[k], whole.size, diverging=True)
+                    section(
+                        f"{times[k]:.3f} s",
+                        frames[k],
+                        whole.size,
+                        diverging=True,
+                        quantity=quantity,
+                    )
                     for k in chosen
                 ],
                 columns=2,

@@ -33,6 +33,8 @@ class Physics(abc.ABC):
 
     components: ClassVar[tuple[str, ...]]
     """Names of the components that a receiver records."""
+    unit: ClassVar[str]
+    """Unit of the components, for wavelets in SI units."""
 
     grid: Grid
     dt: float

@@ -23,11 +23,17 @@ def section(
     size: tuple[float, float],
     limits: tuple[float, float] | None = None,
     diverging: bool = False,
+    quantity: str | None = None,
 ) -> Panel:
-    """Return a panel of a section of the ground, depth downwards. `size` is in m."""
+    """Return a panel of a section of the ground, depth downwards. `size` is in m.
+
+    `quantity` is the label of the colour bar. Default: the field that the title ends with.
+    """
     thin = math.ceil(max(values.shape) / _MAX_PIXELS)
     name = title.rsplit(maxsplit=1)[-1]
-    title = f"{title} ({_UNITS[name]})" if name in _UNITS else title
+    if quantity is None:
+        quantity = f"{'error of ' * diverging}{name}"
+        quantity += f" ({_UNITS[name]})" if name in _UNITS else ""
     return Panel(
         title,
         values[::thin, ::thin],
@@ -36,6 +42,7 @@ def section(
         diverging,
         ("x (km)", "depth (km)"),
         downwards=True,
+        quantity=quantity,
     )
 
 
@@ -43,21 +50,33 @@ def gather_panel(
     title: str,
     gather: Float[np.ndarray, "receivers steps"],
     dt: float,
+    receivers: Float[np.ndarray, "receivers 2"],
+    quantity: str,
     scale: float | None = None,
 ) -> Panel:
-    """Return a panel of a shot gather, time downwards, clipped at the amplitude `scale`."""
+    """Return a panel of a shot gather over x (or depth) in m, clipped at the amplitude `scale`.
+
+    Time points downwards. `quantity` is the label of the colour bar.
+    """
     if scale is None:
         scale = clip_of(gather)
     thin = math.ceil(gather.shape[1] / _MAX_PIXELS)
+    axis = int(np.argmax(np.ptp(receivers, axis=0)))
+    place = receivers[:, axis]
+    # Pixels of equal width, each with the nearest receiver.
+    pixels = np.linspace(place.min(), place.max(), len(place))
+    nearest = np.argmin(np.abs(place - pixels[:, None]), axis=1)
+    half = 0.5 * (pixels[1] - pixels[0] if pixels[-1] > pixels[0] else 1.0)
     return Panel(
         title,
-        np.clip(gather[:, ::thin], -scale, scale),
+        np.clip(gather[nearest, ::thin], -scale, scale),
         (-scale, scale),
-        (0.0, float(len(gather)), 0.0, gather.shape[1] * dt),
+        (pixels[0] - half, pixels[-1] + half, 0.0, gather.shape[1] * dt),
         True,
-        ("receiver", "time (s)"),
+        (f"{('x', 'depth')[axis]} of the receiver (m)", "time (s)"),
         downwards=True,
         stretched=True,
+        quantity=quantity,
     )
 
 
@@ -72,6 +91,7 @@ def animate(
     frames: Sequence[Float[np.ndarray, "nx ny"]],
     times: Sequence[float],
     size: tuple[float, float],
+    quantity: str,
 ) -> None:
     """Write a GIF of a wavefield over its model with one frame for each time (on one rank)."""
     from matplotlib.animation import PillowWriter
@@ -79,7 +99,8 @@ def animate(
     from matplotlib.figure import Figure
 
     thin = math.ceil(max(background.shape) / _MAX_PIXELS)
-    figure = Figure(figsize=(6.4, max(2.4, min(6.4, 5.6 * size[1] / size[0] + 0.8))))
+    height = max(2.4, min(6.4, 5.0 * size[1] / size[0] + 0.8))
+    figure = Figure(figsize=(6.4, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     extent = (0.0, size[0] / 1e3, size[1] / 1e3, 0.0)
@@ -90,8 +111,9 @@ def animate(
         extent=extent, cmap="RdBu_r", vmin=-scale, vmax=scale, alpha=0.7,
     )  # fmt: skip
     axes.set(xlabel="x (km)", ylabel="depth (km)")
+    figure.colorbar(image, ax=axes, shrink=0.9, label=quantity)
     writer = PillowWriter(fps=10)
-    with writer.saving(figure, str(path), dpi=80):
+    with writer.saving(figure, str(path), dpi=100):
         for frame, time in zip(frames, times, strict=True):
             image.set_data(frame[::thin, ::thin].T)
             axes.set_title(f"{time:.3f} s")

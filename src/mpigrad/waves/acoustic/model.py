@@ -212,6 +212,8 @@ class Acoustic:
             if state is not None:
                 rest = jax.eval_shape(lambda: at_rest(scheme.tile, survey.n_shots, velocity.dtype))
                 arguments.check_state(name, scheme.tile, state, rest)
+        fastest = jnp.max(jax.lax.stop_gradient(velocity))
+        arguments.warn_of_units(self, scheme.limit / fastest, fastest)
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(velocity.dtype), shape)
         if arguments.is_native(self.method):

@@ -251,7 +251,8 @@ class Elastic:
                 rest = jax.eval_shape(lambda: _at_rest(scheme, lam.dtype))
                 arguments.check_state(name, scheme.tile, state, rest)
         require_same_run(scheme.fingerprint, lam.dtype, self.grid.comm)
-        self._require_stable(lam, mu, rho)
+        limit, fastest = self._require_stable(lam, mu, rho)
+        arguments.warn_of_units(self, limit, fastest)
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(lam.dtype), shape)
         media = effective_media(lam, mu, rho, scheme.tile)
@@ -267,7 +268,10 @@ class Elastic:
             share = allreduce(share, comm=self.grid.comm)
         return Recording(share, last)
 
-    def _require_stable(self, lam: jax.Array, mu: jax.Array, rho: jax.Array) -> None:
+    def _require_stable(
+        self, lam: jax.Array, mu: jax.Array, rho: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Check the model, and return the largest stable step and the largest P velocity."""
         comm = self.grid.comm
         model = (jax.lax.stop_gradient(x) for x in (lam, mu, rho))
         extremes = allreduce(_extremes(*model), op=MPI.MAX, comm=comm)
@@ -276,6 +280,7 @@ class Elastic:
         vp, light, stiff = jnp.sqrt(extremes[3]), -extremes[2], extremes[4]
         stable = self.dt <= limit * (1 + 1e-6)
         require(stable, UNSTABLE, self.dt, limit, vp, light, stiff, comm=comm)
+        return limit, vp
 
 
 INVALID = (
