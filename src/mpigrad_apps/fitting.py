@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.optimize import LBFGS, MinimizeError, Result, minimize
 from mpigrad_apps.atomic_write import write_atomically
+from mpigrad_apps.output_directory import remove_saves
 
 __all__ = ["TrainingRecord", "TrainingResult", "prepare_training", "seconds_per_iteration", "train"]
 
@@ -76,10 +76,9 @@ class TrainingResult:
 
 
 def prepare_training(out: pathlib.Path, comm: Communicator, resume: bool) -> None:
-    """Prepare the output directory for the saves and the history of a new run (collective).
+    """Prepare the output directory for the saves and the history of a run (collective).
 
-    The saves of an earlier run in `out` are renamed to `restart.before`, so that the earlier run
-    can still be resumed. Its other files are replaced.
+    Unless the run resumes an earlier one, the saves and the history of the earlier run are removed.
     """
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
@@ -87,10 +86,7 @@ def prepare_training(out: pathlib.Path, comm: Communicator, resume: bool) -> Non
             if resume:
                 history.touch()
                 return
-            if saves.exists():
-                before = out / "restart.before"
-                shutil.rmtree(before, ignore_errors=True)
-                saves.rename(before)
+            remove_saves(saves)
             write_atomically(history, lambda file: None)
 
 
@@ -161,6 +157,7 @@ def train(
         out / "restart" / f"stage{stage}",
         minutes=_RESTART_EVERY,
         fingerprint={"memory": memory, **(about or {})},
+        resume=True,
     )
     try:
         solution = minimize(

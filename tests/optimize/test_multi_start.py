@@ -105,7 +105,7 @@ def test_continuation_continues_after_a_restart(
         np.full(4, 3.0),
         [optimize.SciPy("L-BFGS-B"), optimize.LBFGS(memory=4)],
         transfer=finer,
-        checkpoint=Checkpoint(directory / "saved", every=1),
+        checkpoint=Checkpoint(directory / "saved", every=1, resume=True),
     )
     # The first run is stopped in each stage; SciPy starts again from its last point.
     (stopped,) = run(callback=lambda record, x: record.iteration == 1)

@@ -7,6 +7,7 @@ import math
 import pathlib
 from typing import Literal
 
+from mpigrad_apps.earlier_run import OutputCheck
 from mpigrad_apps.shots.options import WaveOptions, exists
 
 __all__ = ["Settings"]
@@ -18,7 +19,7 @@ _SETS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(WaveOptions):
+class Settings(OutputCheck, WaveOptions):
     """Find the model of the ground that explains recorded waves."""
 
     physics: Literal["acoustic", "elastic"] = "acoustic"
@@ -63,6 +64,8 @@ class Settings(WaveOptions):
     """Seed of the network's initial weights and of the noise."""
     resume: bool = False
     """Continue from the saves of an earlier run with the same --out, if there are any."""
+    overwrite: bool = False
+    """Replace an earlier run with the same --out."""
     out: pathlib.Path = pathlib.Path("results/fwi")
     """Directory for the report, the pictures, the model and the saves."""
 

@@ -7,11 +7,13 @@ import math
 import pathlib
 from typing import Literal
 
+from mpigrad_apps.earlier_run import OutputCheck
+
 __all__ = ["Settings"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(OutputCheck):
     """Heat in a plate: simulate it, or recover the diffusivity kappa from thermometers."""
 
     cells: tuple[int, int] = (64, 64)
@@ -48,6 +50,8 @@ class Settings:
     """Parameters to start from: the network.eqx or cells.npy of an earlier run."""
     resume: bool = False
     """Continue from the saves of an earlier run with the same --out, if there are any."""
+    overwrite: bool = False
+    """Replace an earlier run with the same --out."""
     frames: int = 40
     """Number of pictures in the animation."""
     out: pathlib.Path = pathlib.Path("results/heat")

@@ -6,11 +6,13 @@ import dataclasses
 import math
 import pathlib
 
+from mpigrad_apps.earlier_run import OutputCheck
+
 __all__ = ["Settings"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(OutputCheck):
     """Estimate how patients absorb and eliminate a drug, from a few blood samples of each."""
 
     data: pathlib.Path | None = None
@@ -39,6 +41,10 @@ class Settings:
     """A trajectory has at most 2^depth steps."""
     seed: int = 0
     """Seed of the simulated patients and of the chains."""
+    resume: bool = False
+    """Continue from the saves of an earlier run with the same --out, if there are any."""
+    overwrite: bool = False
+    """Replace an earlier run with the same --out."""
     out: pathlib.Path = pathlib.Path("results/population")
     """Directory for the report, the pictures, the draws and the patients' table."""
 

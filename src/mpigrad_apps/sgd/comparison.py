@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import shutil
 from typing import Any
 
 from mpigrad import checkpoint
@@ -24,7 +23,7 @@ from mpigrad.training import (
     Synchronous,
     trainer,
 )
-from mpigrad_apps.output_directory import prepare_output
+from mpigrad_apps.output_directory import prepare_output, remove_saves
 from mpigrad_apps.sgd.evaluation import make_evaluator
 from mpigrad_apps.sgd.outputs import write_history, write_parameters, write_report
 from mpigrad_apps.sgd.run_log import EpochRecord, RunLog, StepRecord
@@ -136,7 +135,10 @@ def _train(
     batches = Batches(task.rows, settings.batch, seed=settings.seed, take=task.batch)
     about = {name: str(getattr(settings, name)) for name in _IN_COMMON}
     checkpoint = Checkpoint(
-        out / "restart", minutes=_SAVE_EVERY, fingerprint={"strategy": str(strategy), **about}
+        out / "restart",
+        minutes=_SAVE_EVERY,
+        fingerprint={"strategy": str(strategy), **about},
+        resume=True,
     )
     epochs = call_on_root(comm, lambda: _read_epochs(out))
     if not epochs:
@@ -181,13 +183,11 @@ def optimizer(settings: Settings, task: Task) -> Any:
 
 
 def _prepare_directory(out: pathlib.Path, resume: bool) -> None:
-    """Make the directory of a new run. Saves of an earlier run are renamed to restart.before."""
+    """Make the directory of a run. Saves of an earlier run are removed unless it is resumed."""
     out.mkdir(exist_ok=True)
     if resume:
         return
-    if (out / "restart").exists():
-        shutil.rmtree(out / "restart.before", ignore_errors=True)
-        (out / "restart").rename(out / "restart.before")
+    remove_saves(out / "restart")
     (out / _EPOCHS).unlink(missing_ok=True)
 
 
