@@ -20,6 +20,7 @@ from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.optimize import LBFGS, MinimizeError, Result, minimize
 from mpigrad_apps.atomic_write import write_atomically
+from mpigrad_apps.grace import hold_grace_time
 from mpigrad_apps.output_directory import remove_saves
 
 __all__ = ["TrainingRecord", "TrainingResult", "prepare_training", "seconds_per_iteration", "train"]
@@ -137,9 +138,11 @@ def train(
     """
     history = _History(out / "history.jsonl", comm)
     latest, saved_at, begun = parameters, time.monotonic(), False
+    compiling = contextlib.ExitStack()  # until the first iteration
 
     def note(now: optimize.Record, x: Any) -> bool:
         nonlocal latest, saved_at, begun
+        compiling.close()
         latest, begun = x, True
         measured = now.iteration % _MEASURE_EVERY == 0 or now.iteration == iterations
         distance = error(x) if error is not None and measured else None
@@ -160,17 +163,19 @@ def train(
         resume=True,
     )
     try:
-        solution = minimize(
-            share,
-            parameters,
-            LBFGS(memory),
-            max_steps=iterations,
-            rtol=0.0,
-            callback=note,
-            checkpoint=checkpoint,
-            progress=True,
-            comm=comm,
-        )
+        with compiling:
+            compiling.enter_context(hold_grace_time(comm))
+            solution = minimize(
+                share,
+                parameters,
+                LBFGS(memory),
+                max_steps=iterations,
+                rtol=0.0,
+                callback=note,
+                checkpoint=checkpoint,
+                progress=True,
+                comm=comm,
+            )
         latest = solution.value
     except MinimizeError as failure:
         if failure.solution is None or not failure.solution.stats["num_steps"]:

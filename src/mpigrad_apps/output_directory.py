@@ -18,7 +18,7 @@ from mpigrad_apps.atomic_write import write_atomically
 __all__ = ["prepare_output", "remove_saves", "resume_settings"]
 
 # A resumed run may change these settings.
-_FREE = ("iterations", "frames", "restart", "resume", "overwrite", "out")
+_FREE = ("iterations", "frames", "restart", "resume", "overwrite", "draws", "out")
 
 
 def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None:

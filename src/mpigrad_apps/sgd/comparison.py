@@ -23,6 +23,7 @@ from mpigrad.training import (
     Synchronous,
     trainer,
 )
+from mpigrad_apps.grace import hold_grace_time
 from mpigrad_apps.output_directory import prepare_output, remove_saves
 from mpigrad_apps.sgd.evaluation import make_evaluator
 from mpigrad_apps.sgd.outputs import write_history, write_parameters, write_report
@@ -89,11 +90,11 @@ def run(settings: Settings, comm: Communicator | None = None) -> SGDResult:
             logs.append(log)
             if log.stopped:
                 break
-    path = settings.out / "report.html"
-    with raise_on_all_ranks(comm):
-        if comm.rank == 0:
-            path = write_report(settings, task, logs, comm.size)
-            print(f"report: {path}", flush=True)
+        path = settings.out / "report.html"
+        with raise_on_all_ranks(comm), hold_grace_time(comm):
+            if comm.rank == 0:
+                path = write_report(settings, task, logs, comm.size)
+                print(f"report: {path}", flush=True)
     return SGDResult(settings, tuple(models), tuple(logs), path)
 
 
