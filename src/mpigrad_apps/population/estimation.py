@@ -139,6 +139,8 @@ def _estimate(
         density = log_density(model, pool.sum(model.log_likelihood, data))
         start = model.prior.start(len(cohort.records))
         posterior = None
+        if comm.rank == 0:
+            print("population: the mode of the posterior", flush=True)
         with contextlib.ExitStack() as compiling:
             compiling.enter_context(hold_grace_time(comm))
             mode = optimize.minimize(
@@ -225,6 +227,12 @@ def _sample(
     starts = jax.tree.map(
         lambda leaf: leaf + _JITTER * generator.normal(size=(settings.chains, *leaf.shape)), mode
     )
+    if comm.rank == 0:
+        print(
+            f"population: {settings.warmup} iterations of warm-up and {settings.draws} draws of "
+            f"{settings.chains} chains",
+            flush=True,
+        )
     progress = Progress(settings.warmup + settings.draws, comm.rank)
     compiling = contextlib.ExitStack()
 

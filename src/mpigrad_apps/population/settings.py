@@ -17,7 +17,7 @@ class Settings(OutputCheck):
 
     data: pathlib.Path | None = None
     """Your own patients: a CSV file with columns id, time, amt, dv, wt. By default simulated."""
-    patients: int = 16
+    patients: int = 12
     """Number of simulated patients."""
     typical: tuple[float, float, float, float, float] = (1.0, 5.0, 30.0, 10.0, 50.0)
     """Medians of the prior, each with a factor e: ka (1/h), CL (L/h), V1 (L), Q (L/h), V2 (L)."""
@@ -31,9 +31,9 @@ class Settings(OutputCheck):
     """Largest number of iterations of L-BFGS in the search for the mode."""
     chains: int = 2
     """Number of Markov chains, which advance at the same time."""
-    warmup: int = 200
+    warmup: int = 150
     """Iterations of each chain that tune step sizes and metrics."""
-    draws: int = 200
+    draws: int = 150
     """Draws from the posterior by each chain. 0 stops at the mode."""
     acceptance: float = 0.8
     """Mean acceptance that the step sizes are tuned for."""

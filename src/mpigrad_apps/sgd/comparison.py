@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import time
 from typing import Any
 
 from mpigrad import checkpoint
@@ -83,9 +84,10 @@ def run(settings: Settings, comm: Communicator | None = None) -> SGDResult:
             flush=True,
         )
     models, logs = [], []
+    progress = _Epochs(settings.epochs * len(strategies(settings)))
     with checkpoint.listen() as stop:
         for name, strategy in strategies(settings).items():
-            model, log = _train(settings, name, strategy, stop, comm)
+            model, log = _train(settings, name, strategy, stop, progress, comm)
             models.append(model)
             logs.append(log)
             if log.stopped:
@@ -96,6 +98,19 @@ def run(settings: Settings, comm: Communicator | None = None) -> SGDResult:
                 path = write_report(settings, task, logs, comm.size)
                 print(f"report: {path}", flush=True)
     return SGDResult(settings, tuple(models), tuple(logs), path)
+
+
+class _Epochs:
+    """The epochs of all trainings, and the time that those of this run take."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self._done, self._begun = total, 0, time.monotonic()
+
+    def advance(self) -> str:
+        """Count an epoch, and return a text with the time left of the whole run."""
+        self._done += 1
+        each = (time.monotonic() - self._begun) / self._done
+        return f"  {duration(each * (self.total - self._done))} left"
 
 
 def strategies(settings: Settings) -> dict[str, Strategy]:
@@ -123,6 +138,7 @@ def _train(
     name: str,
     strategy: Strategy,
     stop: checkpoint.Interruption,
+    progress: _Epochs,
     comm: Communicator,
 ) -> tuple[Any, RunLog]:
     """One training: its model, and its log."""
@@ -142,9 +158,10 @@ def _train(
         resume=True,
     )
     epochs = call_on_root(comm, lambda: _read_epochs(out))
+    progress.total -= min(max(len(epochs) - 1, 0), settings.epochs)  # of an earlier run
     if not epochs:
         epochs.append(
-            _record_epoch(EpochRecord(0, 0.0, 0.0), test(training.model), settings, name, comm)
+            _record_epoch(EpochRecord(0, 0.0, 0.0), test(training.model), settings, name, "", comm)
         )
     ending, stopped = f"all {settings.epochs} epochs done", False
     for epoch in range(min(len(epochs), settings.epochs), settings.epochs + 1):
@@ -153,7 +170,9 @@ def _train(
         steps = _steps(history)
         if not history.interrupted and epoch == len(epochs):
             now = EpochRecord(epoch, steps[-1].samples, steps[-1].seconds)
-            epochs.append(_record_epoch(now, test(training.model), settings, name, comm))
+            found = test(training.model)
+            left = progress.advance()
+            epochs.append(_record_epoch(now, found, settings, name, left, comm))
         stopped = history.interrupted or any(comm.mpi.allgather(stop.requested()))
         if stopped:
             ending = f"stopped in epoch {epoch}"
@@ -201,7 +220,12 @@ def _read_epochs(out: pathlib.Path) -> list[EpochRecord]:
 
 
 def _record_epoch(
-    epoch: EpochRecord, found: dict[str, float], settings: Settings, name: str, comm: Communicator
+    epoch: EpochRecord,
+    found: dict[str, float],
+    settings: Settings,
+    name: str,
+    left: str,
+    comm: Communicator,
 ) -> EpochRecord:
     """Return the epoch with its test results. Rank 0 writes and prints them."""
     epoch = dataclasses.replace(epoch, **found)
@@ -212,7 +236,7 @@ def _record_epoch(
                 file.write(json.dumps(dataclasses.asdict(epoch)) + "\n")
             values = "".join(f"  {what} {value:.4f}" for what, value in found.items())
             place = f"{epoch.epoch}/{settings.epochs}"
-            print(f"{name}: epoch {place}{values}  {duration(epoch.seconds)}", flush=True)
+            print(f"{name}: epoch {place}{values}  {duration(epoch.seconds)}{left}", flush=True)
     return epoch
 
 
