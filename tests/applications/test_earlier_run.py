@@ -80,3 +80,13 @@ def test_the_command_refuses_before_it_launches(tmp_path, monkeypatch, capfd):
             cli.main()
         assert raised.value.code == 2
         assert capfd.readouterr().err.startswith(expected)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", application_names())
+def test_the_help_says_how_long_the_default_size_takes(name, monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", ["mpigrad", "run", name, "--help"])
+    with pytest.raises(SystemExit) as raised:
+        importlib.import_module("mpigrad.launch.cli").main()
+    assert raised.value.code == 0
+    assert "on two cores" in " ".join(capfd.readouterr().out.replace("│", " ").split())

@@ -20,7 +20,11 @@ _SETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings(OutputCheck, WaveOptions):
-    """Find the model of the ground that explains recorded waves."""
+    """Find the model of the ground that explains recorded waves.
+
+    The default size takes less than a minute on two cores. The Marmousi2 model with 8 shots and 200
+    iterations takes about two minutes.
+    """
 
     physics: Literal["acoustic", "elastic"] = "acoustic"
     """Kind of the waves."""

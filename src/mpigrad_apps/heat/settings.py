@@ -14,7 +14,11 @@ __all__ = ["Settings"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings(OutputCheck):
-    """Heat in a plate: simulate it, or recover the diffusivity kappa from thermometers."""
+    """Heat in a plate: simulate it, or recover the diffusivity kappa from thermometers.
+
+    The default size takes less than half a minute on two cores, and --unknown cells or network one
+    to two minutes.
+    """
 
     cells: tuple[int, int] = (64, 64)
     """Number of cells along x and y, on the unit square."""

@@ -13,7 +13,11 @@ __all__ = ["Settings"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings(OutputCheck):
-    """Estimate how patients absorb and eliminate a drug, from a few blood samples of each."""
+    """Estimate how patients absorb and eliminate a drug, from a few blood samples of each.
+
+    The default size takes less than three minutes on two cores, of which one compiles. 100 patients
+    (--patients 100 --chains 4 --warmup 200 --draws 200) take a few minutes more.
+    """
 
     data: pathlib.Path | None = None
     """Your own patients: a CSV file with columns id, time, amt, dv, wt. By default simulated."""
