@@ -16,7 +16,7 @@ __all__ = ["Settings"]
 class Settings(OutputCheck):
     """Recover the diffusivity kappa in div(kappa grad u) = f from observations of u.
 
-    The default size takes about a minute on two cores. The size of the paper of Xu, Zhu and Darve,
+    The default size takes less than a minute on two cores. The size of Xu, Zhu and Darve (2020),
     -n 4 --cells 600 600, takes about half an hour.
     """
 

@@ -18,7 +18,7 @@ class Settings(OutputCheck):
     """Train a network that reads handwritten digits, or your own model, by stochastic gradients.
 
     The modes are synchronous, asynchronous (through a parameter server) and local.
-    The default size takes one to two minutes on two cores.
+    The default size takes less than half a minute on two cores.
     """
 
     mode: tuple[Literal["synchronous", "asynchronous", "local"], ...] = (
