@@ -47,7 +47,7 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard native/* native/*/*) tools/se
 	@touch $@
 
 demo: setup
-	@$(BIN)/mpigrad run poisson -n 2 --cells 240 240 --iterations 250 --out results/demo
+	@$(BIN)/mpigrad run poisson -n 2 --cells 240 240 --iterations 250 --overwrite --out results/demo
 
 RANKS :=
 # Types are checked beside the tests.

@@ -18,7 +18,7 @@ SOURCES = pathlib.Path(mpigrad.__file__).parent.parent
 # From the ground floor up. A room may import from lower floors only; rooms of one floor do not
 # know each other.
 FLOORS = (
-    ("_moved", "_renamed", "_shapes", "_version", "solution"),
+    ("_moved", "_renamed", "_shapes", "_version", "earlier_run", "solution"),
     ("_lazy",),
     ("runtime",),
     ("guard",),

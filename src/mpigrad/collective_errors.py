@@ -24,7 +24,7 @@ __all__ = [
 
 T = TypeVar("T")
 # Types that every rank can construct from a text. A type of the user may not exist on other ranks.
-_PLAIN = (ValueError, TypeError, FileNotFoundError, PermissionError, OSError)
+_PLAIN = (ValueError, TypeError, FileExistsError, FileNotFoundError, PermissionError, OSError)
 
 
 class FoundError(NamedTuple):

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +20,8 @@ from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.optimize import LBFGS, LBFGSB, MinimizeError, Result, minimize
 from mpigrad_apps.atomic_write import write_atomically
+from mpigrad_apps.grace import hold_grace_time
+from mpigrad_apps.output_directory import remove_saves
 
 __all__ = ["TrainingRecord", "TrainingResult", "prepare_training", "seconds_per_iteration", "train"]
 
@@ -76,10 +77,9 @@ class TrainingResult:
 
 
 def prepare_training(out: pathlib.Path, comm: Communicator, resume: bool) -> None:
-    """Prepare the output directory for the saves and the history of a new run (collective).
+    """Prepare the output directory for the saves and the history of a run (collective).
 
-    The saves of an earlier run in `out` are renamed to `restart.before`, so that the earlier run
-    can still be resumed. Its other files are replaced.
+    Unless the run resumes an earlier one, the saves and the history of the earlier run are removed.
     """
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
@@ -87,10 +87,7 @@ def prepare_training(out: pathlib.Path, comm: Communicator, resume: bool) -> Non
             if resume:
                 history.touch()
                 return
-            if saves.exists():
-                before = out / "restart.before"
-                shutil.rmtree(before, ignore_errors=True)
-                saves.rename(before)
+            remove_saves(saves)
             write_atomically(history, lambda file: None)
 
 
@@ -144,9 +141,11 @@ def train(
     """
     history = _History(out / "history.jsonl", comm)
     latest, saved_at, begun = parameters, time.monotonic(), False
+    compiling = contextlib.ExitStack()  # until the first iteration
 
     def note(now: optimize.Record, x: Any) -> bool:
         nonlocal latest, saved_at, begun
+        compiling.close()
         latest, begun = x, True
         measured = now.iteration % _MEASURE_EVERY == 0 or now.iteration == iterations
         distance = error(x) if error is not None and measured else None
@@ -164,20 +163,23 @@ def train(
         out / "restart" / f"stage{stage}",
         minutes=_RESTART_EVERY,
         fingerprint={"memory": memory, **(about or {})},
+        resume=True,
     )
     try:
-        solution = minimize(
-            share,
-            parameters,
-            LBFGS(memory) if bounds is None else LBFGSB(bounds, memory),
-            replicated=True,
-            max_steps=iterations,
-            rtol=0.0,
-            callback=note,
-            checkpoint=checkpoint,
-            progress=True,
-            comm=comm,
-        )
+        with compiling:
+            compiling.enter_context(hold_grace_time(comm))
+            solution = minimize(
+                share,
+                parameters,
+                LBFGS(memory) if bounds is None else LBFGSB(bounds, memory),
+                replicated=True,
+                max_steps=iterations,
+                rtol=0.0,
+                callback=note,
+                checkpoint=checkpoint,
+                progress=True,
+                comm=comm,
+            )
         latest = solution.value
     except MinimizeError as failure:
         if failure.solution is None or not failure.solution.stats["num_steps"]:

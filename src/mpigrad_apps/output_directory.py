@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import shutil
+import uuid
 from typing import Any
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad_apps.atomic_write import write_atomically
 
-__all__ = ["prepare_output", "resume_settings"]
+__all__ = ["prepare_output", "remove_saves", "resume_settings"]
 
 # A resumed run may change these settings.
-_FREE = ("iterations", "frames", "restart", "resume", "out")
+_FREE = ("iterations", "frames", "restart", "resume", "overwrite", "draws", "out")
 
 
 def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None:
     """Make the output directory and write settings.json into it (collective).
 
     Call it before the computation, so that a directory that is not writable is found early. Rank 0
-    writes, and its error is raised on all ranks.
+    writes, and its error is raised on all ranks. An earlier run in the directory is an error,
+    unless the settings say that it is continued or replaced.
     """
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
+            if hasattr(settings, "check_output"):
+                settings.check_output()
             out.mkdir(parents=True, exist_ok=True)
             if not os.access(out, os.W_OK):
                 raise PermissionError(f"--out: {out} is not writable. Choose another directory.")
             text = json.dumps(dataclasses.asdict(settings), indent=2, default=str)
             write_atomically(out / "settings.json", lambda file: file.write(f"{text}\n".encode()))
+
+
+def remove_saves(saves: pathlib.Path) -> None:
+    """Remove the directory of an earlier run's saves, if there is one. Call it on one rank."""
+    with contextlib.suppress(FileNotFoundError):
+        # A run that is killed here must not find half of the saves.
+        removed = saves.with_name(f".{saves.name}-{uuid.uuid4().hex}")
+        saves.rename(removed)
+        shutil.rmtree(removed)
 
 
 def resume_settings(settings: Any) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
 import pathlib
 import shutil
 import signal
+import time
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from mpi4py import MPI
 from mpigrad.checkpoint import Checkpoint, Store, Stripes, manifest
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid
+from mpigrad.optimize import minimize
 
 ROWS = 11
 
@@ -387,7 +390,7 @@ def test_rejects_invalid_arguments_on_every_rank(comm, directory):
         raised.value
     )
     assert "['b'] Python int in the file, ['c'] Python float in this run" in str(raised.value)
-    other = Store(directory / "run", comm)
+    other = Store(directory / "run", comm, resume=True)
     other.save(2, tree, {"a": True, "b": False})
     with pytest.raises(OSError, match="save-000002 was written by another run"):
         store.save(3, tree, {"a": True, "b": False})
@@ -432,7 +435,7 @@ def test_rank_0_decides_and_a_signal_to_any_rank_stops(comm, directory, monkeypa
         assert found.step == 9
         said = f"mpigrad: continuing from {directory}, step 9\n"
         assert capfd.readouterr().err == said * (comm.rank == 0)
-    with Checkpoint(directory, every=4, minutes=None).start(comm, 1) as saving:
+    with Checkpoint(directory, every=4, resume=True).start(comm, 1) as saving:
         saved = [i for i in range(3, 30, 3) if saving.decide(i).save]
         assert saved == [6, 9, 12, 18, 21, 24]  # the first at or after each multiple
         assert saving.load({"x": np.ones(2)}) is not None
@@ -440,14 +443,15 @@ def test_rank_0_decides_and_a_signal_to_any_rank_stops(comm, directory, monkeypa
     now = [1000.0]
     monkeypatch.setattr("mpigrad.checkpoint.schedule.time.monotonic", lambda: now[0])
     with contextlib.ExitStack() as stack:
-        saving = stack.enter_context(Checkpoint(directory, minutes=2.0).start(comm))
+        saving = stack.enter_context(Checkpoint(directory, minutes=2.0, resume=True).start(comm))
         assert not saving.decide(1).save
         now[0] += 121.0 * (comm.rank == 0)  # the clocks of other ranks do not count
         assert saving.decide(2) == type(decision)(save=True, stop=False)
         saving.save(2, {"x": np.zeros(2)})
         assert not saving.decide(3).save
     fingerprint = {"data": (1, 2)}
-    with Checkpoint(directory, signals=False, fingerprint=fingerprint).start(comm) as saving:
+    again = Checkpoint(directory, signals=False, fingerprint=fingerprint, resume=True)
+    with again.start(comm) as saving:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         assert not saving.decide(1).stop
         with pytest.raises(ValueError, match=r"data is None in its fingerprint and \[1, 2\] in"):
@@ -456,3 +460,55 @@ def test_rank_0_decides_and_a_signal_to_any_rank_stops(comm, directory, monkeypa
         found = saving.load({"x": np.ones(2)})
         assert found is not None
         assert found.extra == "mine"
+
+
+# ---- a run that is started again ----
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_an_earlier_run_is_neither_continued_nor_replaced_unasked(comm, directory):
+    """A store, a loop and `minimize` refuse it in the same words, which name step and date."""
+
+    def written() -> list[str]:
+        comm.mpi.Barrier()
+        return names(directory)
+
+    tree = {"x": np.zeros(2)}
+    first = Store(directory, comm)
+    for step in (10, 20, 30):
+        first.save(step, tree)
+    before = written()
+    comm.mpi.Barrier()
+    date = time.strftime("%Y-%m-%d %H:")
+    remedies = "Use resume=True to continue it, overwrite=True to replace it, or another directory."
+    loop = Checkpoint(directory, every=1)
+    attempts = {
+        "Store.save": lambda: Store(directory, comm).save(0, tree),
+        "Checkpoint": lambda: loop.start(comm).__enter__(),
+    }
+    for name, attempt in attempts.items():
+        with pytest.raises(FileExistsError) as raised:
+            attempt()
+        begin = f"{name}: {directory} has an earlier run with the last step 30 of {date}"
+        assert str(raised.value).startswith(begin)
+        assert str(raised.value).removesuffix(" (found on rank 0)").endswith(remedies)
+    with pytest.raises(FileExistsError, match=r"^Checkpoint: .* last step 30 of .*resume=True"):
+        minimize(lambda x: jnp.sum(x**2), np.ones(2), checkpoint=loop, comm=comm)
+    assert written() == before
+
+    Store(directory, comm, resume=True).save(31, tree)
+    loaded = Store(directory, comm)
+    assert loaded.load(tree) is not None
+    loaded.save(32, tree)
+    assert written() == ["save-000004", "save-000005"]
+    with dataclasses.replace(loop, overwrite=True).start(comm) as session:
+        assert session.load(tree) is None
+        assert written() == ["save-000004", "save-000005"]  # until the first save is complete
+        session.save(1, tree)
+        assert written() == ["save-000006"]
+        session.save(2, tree)
+        assert written() == ["save-000006", "save-000007"]
+    with pytest.raises(ValueError, match="expected resume or overwrite, got both"):
+        Store(directory, comm, resume=True, overwrite=True)
+    with pytest.raises(ValueError, match="expected resume or overwrite, got both"):
+        Checkpoint(directory, resume=True, overwrite=True)

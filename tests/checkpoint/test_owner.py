@@ -81,7 +81,7 @@ def test_two_jobs_that_live_do_not_share_a_directory(comm, directory, other):
     comm.mpi.Barrier()
     with pytest.raises(OSError, match="on node7 writes its saves into"):
         store.save(2, np.zeros(2))
-    store = Store(directory, comm)  # a job that is started after that
+    store = Store(directory, comm, resume=True)  # a job that is started after that
     store.save(2, np.zeros(2))
 
 

@@ -130,14 +130,14 @@ picture = report.Picture("dot", "A dot.", b"\x89PNG")
 
 
 def save(directory: pathlib.Path) -> Store:
-    store = Store(directory / "saves", comm, KEEP)
+    store = Store(directory / "saves", comm, KEEP, resume=True)
     STORES.append(store)
     store.save(5, state(5), LAYOUT, {"about": {}, "extra": None})
     return store
 
 
 def load(directory: pathlib.Path) -> Store:
-    store = Store(directory / "saves", comm, KEEP)
+    store = Store(directory / "saves", comm, KEEP, resume=True)
     STORES.append(store)
     saved = store.load(state(0), LAYOUT)
     assert saved is not None and equal(saved.tree, state(saved.step)), saved
@@ -145,7 +145,7 @@ def load(directory: pathlib.Path) -> Store:
 
 
 def resume(directory: pathlib.Path) -> Store:
-    with Checkpoint(directory / "saves", every=1, keep=KEEP).start(comm) as session:
+    with Checkpoint(directory / "saves", every=1, keep=KEEP, resume=True).start(comm) as session:
         STORES.append(session.store)
         saved = session.load(state(0), LAYOUT)
         assert saved is not None and equal(saved.tree, state(saved.step)), saved

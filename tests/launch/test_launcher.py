@@ -153,6 +153,16 @@ def test_a_job_has_its_grace_and_no_more() -> None:
     assert "did not end within 1 s" in errors
 
 
+def test_the_grace_time_waits_for_a_report() -> None:
+    """The report takes longer than the grace time, which begins after it."""
+    arguments = ("--grace", 1, "-n", 2, PROGRAMS / "interruptible.py", "report")
+    with started(*arguments, until="working") as job:
+        job.send_signal(signal.SIGTERM)
+        output, errors = job.communicate(timeout=LIMIT)
+    assert job.returncode == 5, errors
+    assert "saved" in output
+
+
 def test_a_job_that_does_not_listen_ends_at_once() -> None:
     with started("-n", 2, PROGRAMS / "fail.py", "hang", until="hanging") as job:
         job.send_signal(signal.SIGINT)
@@ -298,6 +308,17 @@ def test_interruption_is_a_signal_or_a_file(
         signal.raise_signal(signal.SIGTERM)
         assert stop.requested()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_request_ends_the_whole_program_and_not_only_its_present_part() -> None:
+    with checkpoint.listen() as outer:
+        with checkpoint.listen() as inner:
+            signal.raise_signal(signal.SIGTERM)
+            assert inner.requested()
+        with checkpoint.listen() as inner:
+            assert outer.requested() and inner.requested()
+    with checkpoint.listen() as later:
+        assert not later.requested()
 
 
 def test_second_interruption_raises_at_once() -> None:

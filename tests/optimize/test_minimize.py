@@ -223,7 +223,7 @@ def test_results(comm):
 
 def test_files_survive_failed_runs(comm, directory, capfd, monkeypatch):
     path, x0 = directory / "history.jsonl", jnp.zeros(3)
-    saved = Checkpoint(directory / "saved", every=2)
+    saved = Checkpoint(directory / "saved", every=2, resume=True)
     settings = {"history": path, "checkpoint": saved, "replicated": True}
     minimize(parabola, x0, Adam(0.1), max_steps=4, **settings)
     comm.mpi.Barrier()

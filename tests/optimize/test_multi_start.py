@@ -111,7 +111,7 @@ def test_continuation_continues_after_a_restart(
         [optimize.SciPy("L-BFGS-B"), optimize.LBFGS(memory=4)],
         transfer=finer,
         replicated=True,
-        checkpoint=Checkpoint(directory / "saved", every=1),
+        checkpoint=Checkpoint(directory / "saved", every=1, resume=True),
     )
     # The first run is stopped in each stage; SciPy starts again from its last point.
     (stopped,) = run(callback=lambda record, x: record.iteration == 1)

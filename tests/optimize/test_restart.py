@@ -24,7 +24,7 @@ def test_an_interrupted_run_has_the_same_result(chains, comm, tmp_path):
     directory = comm.mpi.bcast(tmp_path)
     objective, x0, _ = chains["mixed"]
     for name, method in {**METHODS, "optax": Optax(optax.adam(0.1), clip=100.0)}.items():
-        checkpoint = Checkpoint(directory / name, minutes=None)
+        checkpoint = Checkpoint(directory / name, minutes=None, resume=True)
         whole = minimize(objective, x0, method, max_steps=14)
         first = minimize(objective, x0, method, max_steps=13, checkpoint=checkpoint)
         assert first.result is Result.MAX_STEPS_REACHED
@@ -45,7 +45,7 @@ def test_continuing_on_fewer_ranks(chains, comm, tmp_path):
     directory = comm.mpi.bcast(tmp_path)
     objective, x0, _ = chains["sharded"]
     method = METHODS["L-BFGS"]
-    checkpoint = Checkpoint(directory, minutes=None)
+    checkpoint = Checkpoint(directory, minutes=None, resume=True)
     minimize(objective, x0, method, max_steps=8, checkpoint=checkpoint)
     comm.mpi.Barrier()
     if comm.rank == 0:

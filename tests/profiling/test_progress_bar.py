@@ -52,6 +52,26 @@ def test_time_left_is_shown_from_the_second_iteration_on():
     assert fourth.endswith("0 s left")
 
 
+def test_the_time_left_is_right_within_a_factor_of_two_after_a_tenth(monkeypatch):
+    """Also if the first iterations cost forty times as much, as those of a sampler."""
+    total, now = 400, [0.0]
+    monkeypatch.setattr("mpigrad.profiling.progress_bar.time.monotonic", lambda: now[0])
+    for costly in (1, 8, 15):
+        stream, now[0] = io.StringIO(), 0.0
+        seconds = [40.0] * costly + [1.0] * (total - costly)
+        progress = Progress(total, stream=stream, interval=0)
+        for i, cost in enumerate(seconds):
+            now[0] += cost
+            progress.update(i + 1)
+        for line in stream.getvalue().splitlines()[total // 10 :]:
+            done = int(line.split()[1].partition("/")[0])
+            text = line.rpartition("  ")[2].removesuffix(" left")
+            minutes, _, rest = text.rpartition(" min ")
+            found = 60 * int(minutes or 0) + int(rest.removesuffix(" s"))
+            true = sum(seconds[done:])
+            assert true / 2 <= found <= 2 * true, (costly, line, true)
+
+
 def test_other_ranks_are_silent():
     stream = io.StringIO()
     progress = Progress(3, rank=1, stream=stream)

@@ -1,4 +1,7 @@
-"""Work until asked to end, then print a text and end. With "stubborn", continue anyway."""
+"""Work until asked to end, then print a text and end.
+
+With "stubborn", continue anyway. With "report", write a report of three seconds first.
+"""
 
 import sys
 import time
@@ -13,6 +16,9 @@ with checkpoint.listen() as stop:
         print("working", flush=True)
     while not world.bcast(stop.requested()) or sys.argv[1:] == ["stubborn"]:
         time.sleep(0.05)
+    if sys.argv[1:] == ["report"]:
+        with stop.hold_grace_time():
+            time.sleep(3.0)
 if world.rank == 0:
     print("saved", flush=True)
 sys.exit(5)

@@ -69,7 +69,7 @@ def by_a_loop():
         velocity = 0.9 * state["velocity"] - 0.1 * slope / (1 + mean**2)
         return {"x": state["x"] + velocity, "velocity": velocity, "key": key, "mean": mean}
 
-    with Checkpoint(directory, every=1).start(comm) as saving:
+    with Checkpoint(directory, every=1, resume=True).start(comm) as saving:
         saved = saving.load(state, layout)
         first, state = (0, state) if saved is None else (saved.step, saved.tree)
         advance(state)  # compiled before anything is said
@@ -110,7 +110,7 @@ def by_minimize():
 
     solution = minimize(
         f, x0, LBFGS(5), sharded={"x": True, "scale": False}, rtol=0.0, max_steps=steps,
-        callback=note, checkpoint=Checkpoint(directory, every=1), comm=comm,
+        callback=note, checkpoint=Checkpoint(directory, every=1, resume=True), comm=comm,
     )  # fmt: skip
     return solution.value["x"], solution.result is Result.INTERRUPTED
 

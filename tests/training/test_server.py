@@ -92,7 +92,7 @@ def test_bound_zero_is_the_synchronous_run(comm: Communicator, tmp_path: pathlib
             history = coach.run(
                 Batches(len(A), 10, epochs=5, take=lambda i: (A[i], B[i])),
                 steps=steps,
-                checkpoint=Checkpoint(directory, every=7) if ends else None,
+                checkpoint=Checkpoint(directory, every=7, resume=True) if ends else None,
             )
             assert [r.step for r in history.records] == list(range(1, min(steps, 55) + 1))
         return [x.tobytes() for x in coach.model], [r.loss for r in history.records]
@@ -223,7 +223,7 @@ def test_a_worker_alone_is_interrupted(comm: Communicator, tmp_path: pathlib.Pat
             return A[rows], B[rows]
 
         given = Batches(len(A), 10, epochs=3, take=take)
-        history = coach.run(given, checkpoint=Checkpoint(directory, minutes=None))
+        history = coach.run(given, checkpoint=Checkpoint(directory, minutes=None, resume=True))
         assert history.interrupted == asked
         samples = sum(record.samples for record in history.records)
         assert samples < 3 * len(A) if asked else samples == 3 * len(A)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def test_a_resumed_training_is_the_same(comm, directory, strategy):
     assert again.run(batches(), steps=12).records[-1].step == 12
     assert same(again, whole)
     # A run with a checkpoint saves at its end, and goes on from there.
-    checkpoint = Checkpoint(directory / "own", every=3, minutes=None, signals=False)
+    checkpoint = Checkpoint(directory / "own", every=3, minutes=None, signals=False, resume=True)
     for steps in (3, 9, 12):
         part = trainer(Linear(), strategy=strategy)
         part.run(batches(), steps=steps, checkpoint=checkpoint)
@@ -78,8 +79,22 @@ def test_a_trainer_keeps_its_own_newer_state(comm, directory, monkeypatch):
     two = Checkpoint(directory / "two", signals=False)
     assert len(training.run([], checkpoint=two).records) == 8
     other = trainer(Linear(seed=1))
+    named = r"one has an earlier run with the last step 7 of 20\d\d-.*\. Use resume=True to"
+    with pytest.raises(FileExistsError, match=named):
+        other.run([], checkpoint=checkpoint)
+    with pytest.raises(FileExistsError, match=r"step 8 .* Use trainer.resume\(directory\) to"):
+        other.save(directory / "two")
+    checkpoint, two = (dataclasses.replace(c, resume=True) for c in (checkpoint, two))
     assert len(other.run([], checkpoint=checkpoint).records) == 7
     assert len(other.run([], checkpoint=two).records) == 8
+    new = trainer(Linear(seed=2))
+    replacing = dataclasses.replace(two, resume=False, overwrite=True)
+    for _ in range(2):  # the second time, its own save is kept
+        assert new.run([], checkpoint=replacing).records == ()
+    new.save(directory / "one", overwrite=True)
+    assert trainer(Linear()).resume(directory / "one")
+    comm.mpi.Barrier()
+    assert len(list((directory / "one").glob("save-*"))) == 1
 
     def state(self):
         raise PermissionError("state")

@@ -43,11 +43,17 @@ class Checkpoint:
     fingerprint
         Properties of the run that must be the same when it continues, for example a digest of its
         data: a mapping from names to JSON values. It is saved, and compared when a save is read.
+    resume
+        True: a run whose directory has saves of an earlier run continues from them. A run whose
+        directory has none begins. So the same program can be started again and again.
+    overwrite
+        True: a run whose directory has saves begins, and its first save replaces them. Without
+        `resume` and `overwrite`, such a run is an error that names the last step and its date.
 
     Raises
     ------
     ValueError
-        If `every` or `minutes` is not positive.
+        If `every` or `minutes` is not positive, or if both `resume` and `overwrite` are given.
 
     Examples
     --------
@@ -68,11 +74,17 @@ class Checkpoint:
     keep: int = 2
     signals: bool = True
     fingerprint: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    resume: bool = False
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         for name, value in (("every", self.every), ("minutes", self.minutes)):
             if value is not None and not value > 0:
                 raise ValueError(f"Checkpoint: {name} must be positive or None, got {value}")
+        if self.resume and self.overwrite:
+            raise ValueError(
+                "Checkpoint: expected resume or overwrite, got both. Give one of them."
+            )
 
     @contextlib.contextmanager
     def start(
@@ -81,11 +93,19 @@ class Checkpoint:
         """Begin a run after an iteration: open its store, start the clock, listen for signals.
 
         Collective. Use it in a `with` statement.
+
+        Raises
+        ------
+        FileExistsError
+            On every rank, if the directory has an earlier run, and neither `resume` nor `overwrite`
+            is given. It names the last step and its date.
         """
         comm = resolve(comm)
+        store = Store(self.directory, comm, self.keep, resume=self.resume, overwrite=self.overwrite)
+        store.forbid_earlier_run("Checkpoint")
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(listen()) if self.signals else None
-            yield CheckpointSession(self, Store(self.directory, comm, self.keep), stop, iteration)
+            yield CheckpointSession(self, store, stop, iteration)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +138,7 @@ class CheckpointSession:
     >>> from mpigrad.checkpoint import Checkpoint
     >>> def run(last):
     ...     state = {"x": np.zeros(2)}
-    ...     with Checkpoint("run", every=1).start() as session:
+    ...     with Checkpoint("run", every=1, resume=True).start() as session:
     ...         snapshot = session.load(state)
     ...         first = 0
     ...         if snapshot is not None:
@@ -156,7 +176,8 @@ class CheckpointSession:
     ) -> Snapshot | None:
         """Read the newest save (collective). Rank 0 prints on stderr which one.
 
-        Parameters and results are those of `Store.load`.
+        Parameters and results are those of `Store.load`. It reads the saves of an earlier run only
+        with `resume`.
 
         Raises
         ------

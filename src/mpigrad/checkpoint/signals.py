@@ -17,6 +17,7 @@ from types import FrameType
 __all__ = ["Interruption", "listen"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_outermost: Interruption | None = None
 
 
 class Interruption:
@@ -45,6 +46,33 @@ class Interruption:
             self._signalled = self._stop_file.exists()
         return self._signalled
 
+    @contextlib.contextmanager
+    def hold_grace_time(self) -> Iterator[None]:
+        """Let the launcher wait while the block runs. Its grace time begins after that.
+
+        Use it on rank 0, in a `with` statement, for work that cannot hear a request and must not be
+        lost: the report of a run, or the compilation of its first iteration. A second Ctrl-C and
+        the time limit still end the job.
+
+        Examples
+        --------
+        >>> from mpigrad.checkpoint import listen
+        >>> with listen() as interruption:
+        ...     with interruption.hold_grace_time():
+        ...         report = "what there is"
+        """
+        if self._stop_file is None:
+            yield
+            return
+        held = self._stop_file.with_name("held")
+        with contextlib.suppress(OSError):
+            held.touch()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                held.unlink()
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._signalled and number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C ends the program now
@@ -55,9 +83,11 @@ class Interruption:
 def listen() -> Iterator[Interruption]:
     """Record SIGTERM, SIGINT, SIGUSR1 and the launcher's request instead of ending at once.
 
-    Use it in a `with` statement. The former signal handlers return at its end. In a thread other
-    than the main thread only the launcher's file is read, because Python allows signal handlers
-    only in the main thread.
+    Use it in a `with` statement. The former signal handlers return at its end. Inside of another
+    `listen`, for example in `minimize` with a checkpoint, both give the same object. So a request
+    ends the whole program and not only the part that was running. In a thread other than the main
+    thread only the launcher's file is read, because Python allows signal handlers only in the main
+    thread.
 
     Examples
     --------
@@ -71,6 +101,10 @@ def listen() -> Iterator[Interruption]:
     >>> i
     2
     """
+    global _outermost
+    if _outermost is not None:
+        yield _outermost
+        return
     name = os.environ.get("MPIGRAD_STOP_FILE")
     stop_file = pathlib.Path(name) if name else None
     stop = Interruption(stop_file)
@@ -81,8 +115,10 @@ def listen() -> Iterator[Interruption]:
             stop_file.with_name("listening").touch()
     signals = _SIGNALS if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, stop._note) for number in signals}
+    _outermost = stop
     try:
         yield stop
     finally:
+        _outermost = None
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -27,6 +27,7 @@ from mpigrad.checkpoint.manifest import DamagedSaveError, Manifest
 from mpigrad.checkpoint.owner import Owner
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
+from mpigrad.earlier_run import earlier_run_error, last_save
 
 __all__ = ["Snapshot", "Store"]
 
@@ -76,12 +77,18 @@ class Store:
         The ranks that share the state. Default: the default communicator.
     keep
         Count of saves that are kept. With 2, there is an older save if the newest is damaged.
+    resume
+        True: this run continues an earlier run with saves in the directory. Otherwise `save` raises
+        an error there, unless `load` has read one of them.
+    overwrite
+        True: this run replaces an earlier run. `load` does not read its saves, and the first `save`
+        removes them when it is complete.
 
     Raises
     ------
     ValueError, OSError
-        On every rank, if `keep` is not positive, or the directory cannot be made, is not writable
-        or is not the same for all ranks.
+        On every rank, if `keep` is not positive, if both `resume` and `overwrite` are given, or if
+        the directory cannot be made, is not writable or is not the same for all ranks.
 
     Examples
     --------
@@ -99,6 +106,9 @@ class Store:
         directory: str | os.PathLike[str],
         comm: Communicator | None = None,
         keep: int = 2,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
     ) -> None:
         self.comm = resolve(comm)
         self.directory = pathlib.Path(directory)
@@ -107,12 +117,32 @@ class Store:
             self.keep = operator.index(keep)
             if self.keep < 1:
                 raise ValueError(f"Store: keep must be at least 1, got {keep}")
+            if resume and overwrite:
+                raise ValueError("Store: expected resume or overwrite, got both. Give one of them.")
         self._check_directory()
         self._owner = call_on_root(self.comm, Owner.this_process)
         self._owns = False
         self._started: set[str] = set()  # directories of saves that this Store has begun
         self._latest = ""  # identity of the latest save, whether it succeeded or not
         self._newest = call_on_root(self.comm, lambda: max(self._numbers(), default=0))
+        resume, overwrite = self.comm.mpi.bcast((resume, overwrite))
+        self._replaced = self._newest if overwrite else 0  # the last save that is replaced
+        # The last save of an earlier run that is neither continued nor replaced.
+        self._forbidden = 0 if resume or overwrite else self._newest
+
+    def forbid_earlier_run(self, name: str, **remedies: str) -> None:
+        """Raise an error if there are saves that this run neither continues nor replaces.
+
+        Collective. `name` and `remedies` are those of `earlier_run_error`.
+        """
+        if self._forbidden == 0:
+            return
+
+        def refuse() -> None:
+            saves = [self._path(number) for number in self._numbers()]
+            raise earlier_run_error(name, self.directory, last_save(saves), **remedies)
+
+        call_on_root(self.comm, refuse)
 
     def _check_directory(self) -> None:
         """Raise an error unless every rank sees the files that rank 0 writes."""
@@ -138,6 +168,9 @@ class Store:
     def _numbers(self) -> list[int]:
         names = (_SAVE.fullmatch(entry.name) for entry in self.directory.iterdir())
         return [int(name[1]) for name in names if name]
+
+    def _newest_first(self) -> list[int]:
+        return sorted((n for n in self._numbers() if n > self._replaced), reverse=True)
 
     def _path(self, number: int) -> pathlib.Path:
         return self.directory / f"save-{number:06d}"
@@ -174,9 +207,11 @@ class Store:
         ValueError, TypeError
             On every rank, if the layout does not fit, or the states differ between ranks.
         OSError
-            On every rank, if a rank cannot write, or another run writes into the directory.
-            Earlier saves stay as they are.
+            On every rank, if a rank cannot write, if another run writes into the directory, or if
+            it has an earlier run that was neither loaded nor is to be replaced. Earlier saves stay
+            as they are.
         """
+        self.forbid_earlier_run("Store.save")
         leaves = describe(tree, layout, self.comm, "Store.save")
         check_replicated(leaves, tree, self.comm, "Store.save")
         step, identity, self._newest = call_on_root(self.comm, lambda: self._begin(step, extra))
@@ -301,7 +336,8 @@ class Store:
             return
         self._damaged &= numbers
         good = sorted(numbers - self._damaged)
-        for number in (*sorted(self._damaged), *good[: -self.keep]):
+        kept = [number for number in good if number > self._replaced][-self.keep :]
+        for number in (*sorted(self._damaged), *sorted({*good} - {*kept})):
             path = self._path(number)
             try:
                 if number in self._damaged:
@@ -364,7 +400,7 @@ class Store:
         if make_like is None:
             wanted = describe(like, layout, self.comm, "Store.load")
         rejections: list[str] = []
-        for number in call_on_root(self.comm, lambda: sorted(self._numbers(), reverse=True)):
+        for number in call_on_root(self.comm, self._newest_first):
             path = self._path(number)
             try:
                 manifest = self._checked(path)
@@ -387,6 +423,7 @@ class Store:
             with raise_on_all_ranks(self.comm):
                 found = rank_files.read_leaves(path, manifest, wanted, templates, self.comm.rank)
             tree = jax.tree.unflatten(structure, found)
+            self._forbidden = 0
             return Snapshot(manifest.step, tree, manifest.extra, tuple(rejections))
         if rejections:
             raise ValueError(

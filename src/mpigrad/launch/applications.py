@@ -22,8 +22,9 @@ class Application:
         A one-line description.
     settings
         `module:Class` of a dataclass. Its fields become the options, their docstrings the help. If
-        the class has a method `check`, it is called before anything is launched. Its ValueErrors
-        and OSErrors are printed without a traceback. The module must import neither JAX nor MPI.
+        the class has a method `check` or `check_output`, it is called before anything is launched.
+        Its ValueErrors and OSErrors are printed without a traceback. `check_output` is for the
+        files of an earlier run. The module must import neither JAX nor MPI.
         The class must be defined at the top level of the module, because ranks get a pickle.
     run
         `module:function`, which is called on every rank with the settings.

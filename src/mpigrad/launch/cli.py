@@ -98,8 +98,9 @@ def _run(arguments: list[str]) -> int:
     options = LaunchOptions.of(parsed)
     ranks, hosts = _check_options(options)
     try:
-        if hasattr(settings, "check"):
-            settings.check()
+        for check in ("check", "check_output"):
+            if hasattr(settings, check):
+                getattr(settings, check)()
     except (ValueError, OSError) as error:
         _refuse(str(error))
     missing = [package for package in app.packages if not _has(package)]
@@ -110,6 +111,11 @@ def _run(arguments: list[str]) -> int:
         )
     if options.print_script:
         resumes = hasattr(settings, "resume")
+        if resumes and getattr(settings, "overwrite", False):
+            _refuse(
+                f"run {name} --overwrite: a job that is started again would overwrite its own "
+                "saves. Give another --out with --print-script."
+            )
         again = ["--resume"] if resumes and "--resume" not in own else []
         return _print_script(["run", name, *own, *again], name, ranks, options, requeue=resumes)
     packed = base64.urlsafe_b64encode(pickle.dumps(settings)).decode()

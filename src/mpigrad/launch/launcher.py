@@ -120,7 +120,8 @@ def launch(
     timeout
         Seconds after which the job is ended.
     grace
-        Seconds for the job to save and end after the first Ctrl-C or SIGTERM.
+        Seconds for the job to save and end after the first Ctrl-C or SIGTERM. They begin after a
+        report that is under way (see `checkpoint.Interruption.hold_grace_time`).
     environment
         Additional variables for the ranks.
     hosts
@@ -298,6 +299,8 @@ class _Job:
             elif len(self.requests) > 1:
                 _say(f"{signal.Signals(self.requests[-1]).name} again: ending all ranks")
                 return 128 + self.requests[-1]
+            elif self.stop_file.with_name("held").exists():
+                asked = now  # a report is under way
             elif now > asked + self.grace:
                 _say(f"the job did not end within {self.grace:g} s; ending all ranks")
                 return 128 + self.requests[0]

@@ -99,7 +99,8 @@ def minimize(
         stop if it returns True on any of them.
     checkpoint
         A `mpigrad.checkpoint.Checkpoint`. The state is saved at its intervals and at the end. A
-        run that finds a saved state continues from it, and x0 gives only the structure.
+        run that finds a saved state continues from it with `Checkpoint(..., resume=True)`, and x0
+        gives only the structure. With `overwrite=True` it replaces that state.
     history
         A file to which rank 0 adds a JSON line after each iteration. If a line cannot be written,
         rank 0 prints why, and the run continues.
@@ -129,6 +130,9 @@ def minimize(
     ------
     TypeError, ValueError
         On every rank, if arguments do not fit or differ between ranks.
+    FileExistsError
+        On every rank, if the checkpoint's directory has an earlier run, and neither `resume` nor
+        `overwrite` is given. It names the last step and its date.
     MinimizeError
         On every rank, with `throw=True`, if the run fails. Its `solution` attribute has the
         solution.

@@ -58,7 +58,8 @@ class Progress:
         self._live = _is_terminal(self._stream)
         self._interval = 0.1 if self._live else interval
         self._start = time.monotonic()
-        self._begun: tuple[int, float] | None = None  # start of the measured time per iteration
+        self._done: list[tuple[int, float]] = []  # iterations and times, from the first one on
+        self._half = 0  # place in it, after which the time per iteration is measured
         self._written = -float("inf")
         self._width = 0
 
@@ -67,18 +68,32 @@ class Progress:
         if not self._shown:
             return
         now = time.monotonic()
-        left = ""
-        if self._begun is None:
-            if iteration > 0:  # the first iteration compiles and takes longer
-                self._begun = (iteration, now)
-        elif iteration > self._begun[0]:
-            each = (now - self._begun[1]) / (iteration - self._begun[0])
-            left = f"  {duration(each * (self._total - iteration))} left"
+        seconds = self._seconds_left(iteration, now)
+        left = "" if seconds is None else f"  {duration(seconds)} left"
         if now - self._written < self._interval and iteration < self._total:
             return
         self._written = now
         values = "".join(f"  {name} {value:.3e}" for name, value in numbers.items())
         self._write(f"iteration {iteration}/{self._total}{values}{left}")
+
+    def _seconds_left(self, iteration: int, now: float) -> float | None:
+        """Return the time left, by the time per iteration in the last half of the iterations.
+
+        The first iteration compiles, and the first ones of a sampler or a line search may cost many
+        times as much as the others.
+        """
+        if iteration <= 0 or (self._done and iteration <= self._done[-1][0]):
+            return None
+        self._done.append((iteration, now))
+        first = self._done[0][0]
+        while self._half + 1 < len(self._done) and (
+            self._done[self._half + 1][0] - first <= (iteration - first) / 2
+        ):
+            self._half += 1
+        since, then = self._done[self._half]
+        if iteration == since:
+            return None
+        return (now - then) / (iteration - since) * (self._total - iteration)
 
     def close(self, message: str = "") -> None:
         """End the live line, if there is one, and write a final line."""

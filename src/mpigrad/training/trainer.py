@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
 import os
@@ -197,7 +198,9 @@ class Trainer:
         checkpoint
             A `mpigrad.checkpoint.Checkpoint`, which determines when the state is saved. It is also
             saved at the end. If the directory has a save that this trainer neither wrote nor
-            loaded, such as a save of an earlier job, the run resumes from it.
+            loaded, such as a save of an earlier job, the run resumes from it with
+            `Checkpoint(..., resume=True)` and replaces it with `overwrite=True`. Otherwise it is an
+            error.
         progress
             True to show a progress line.
 
@@ -209,6 +212,9 @@ class Trainer:
         ------
         StepError
             If another rank has failed, which raises its own error.
+        FileExistsError
+            On every rank, if the directory of the checkpoint has an earlier run. It names the last
+            step and its date.
         FloatingPointError
             On every rank, if the gradient (with `LocalSGD`: a parameter) has a non-finite number.
             The error names the parameter and the ranks. The parameters are those before the step.
@@ -255,9 +261,12 @@ class Trainer:
         session = _Session(self, steps, callback)
         with contextlib.ExitStack() as stack:
             if checkpoint is not None:
+                own = os.path.abspath(checkpoint.directory) in self._saved_in
+                if own:
+                    checkpoint = dataclasses.replace(checkpoint, resume=True, overwrite=False)
                 begun = checkpoint.start(self.comm, self._run.step_number)
                 session.saving = stack.enter_context(begun)
-                if os.path.abspath(checkpoint.directory) not in self._saved_in:
+                if not own:
                     self._restored(session.saving)
             with raise_on_all_ranks(self.comm):
                 if self._batches is not None and self._position is not None:
@@ -285,18 +294,34 @@ class Trainer:
             self._note(record)
         return record
 
-    def save(self, directory: str | os.PathLike[str]) -> pathlib.Path:
+    def save(self, directory: str | os.PathLike[str], *, overwrite: bool = False) -> pathlib.Path:
         """Save the state from which `resume` continues with the same bits (collective).
 
         The state is the model, the optimizer, the position in `Batches` and each rank's random
         generator of PyTorch. See `mpigrad.checkpoint.Store` for the files.
+
+        Parameters
+        ----------
+        directory
+            The directory of the saves.
+        overwrite
+            True to replace the saves of an earlier run in this directory.
+
+        Raises
+        ------
+        FileExistsError
+            On every rank, if the directory has saves that this trainer neither wrote nor loaded. It
+            names the last step and its date.
         """
         if self._running and not self.shard[1]:
             raise RuntimeError(
                 "Trainer.save: cannot be called in the callback of a parameter server, because the "
                 "other ranks do not call it. Pass checkpoint= to run."
             )
-        return self._saved(Store(directory, self.comm))
+        own = os.path.abspath(directory) in self._saved_in
+        store = Store(directory, self.comm, resume=own, overwrite=overwrite and not own)
+        store.forbid_earlier_run("Trainer.save", resume="trainer.resume(directory)")
+        return self._saved(store)
 
     def resume(self, directory: str | os.PathLike[str]) -> bool:
         """Resume from the newest save in a directory (collective), or return False.

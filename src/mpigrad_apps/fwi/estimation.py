@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpigrad
+from mpigrad import checkpoint
 from mpigrad.communicator import Communicator, resolve
 from mpigrad_apps.atomic_write import write_atomically
 from mpigrad_apps.fitting import TrainingResult, prepare_training, train
@@ -21,6 +22,7 @@ from mpigrad_apps.fwi.outputs import write_outputs
 from mpigrad_apps.fwi.parametrization import Parametrization
 from mpigrad_apps.fwi.result import Result
 from mpigrad_apps.fwi.settings import Settings
+from mpigrad_apps.grace import hold_grace_time
 from mpigrad_apps.output_directory import prepare_output
 
 __all__ = ["run"]
@@ -49,10 +51,12 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
             unknown = sum(leaf.size for leaf in jax.tree.leaves(problem.parametrization.initial(0)))
             print(f"{summary}, {unknown} unknowns", flush=True)
         started = time.monotonic()
-        trained = _stages(problem, settings, comm)
-        seconds = time.monotonic() - started
-        result = _result(problem, settings, trained, seconds)
-        write_outputs(problem, result)
+        with checkpoint.listen():
+            trained = _stages(problem, settings, comm)
+            seconds = time.monotonic() - started
+            with hold_grace_time(comm):
+                result = _result(problem, settings, trained, seconds)
+                write_outputs(problem, result)
     return result
 
 

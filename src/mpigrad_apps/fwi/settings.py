@@ -7,6 +7,7 @@ import math
 import pathlib
 from typing import Literal
 
+from mpigrad_apps.earlier_run import OutputCheck
 from mpigrad_apps.shots.options import WaveOptions, exists
 
 __all__ = ["Settings"]
@@ -18,8 +19,12 @@ _SETS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(WaveOptions):
-    """Find the model of the ground that explains recorded waves."""
+class Settings(OutputCheck, WaveOptions):
+    """Find the model of the ground that explains recorded waves.
+
+    The default size takes less than a minute on two cores. The Marmousi2 model with 8 shots and 200
+    iterations takes about two minutes.
+    """
 
     physics: Literal["acoustic", "elastic"] = "acoustic"
     """Kind of the waves."""
@@ -65,6 +70,8 @@ class Settings(WaveOptions):
     """Seed of the network's initial weights and of the noise."""
     resume: bool = False
     """Continue from the saves of an earlier run with the same --out, if there are any."""
+    overwrite: bool = False
+    """Replace an earlier run with the same --out."""
     out: pathlib.Path = pathlib.Path("results/fwi")
     """Directory for the report, the pictures, the model and the saves."""
 

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mpigrad
+from mpigrad import checkpoint
 from mpigrad.collective_errors import call_on_root
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
 from mpigrad_apps.fitting import TrainingRecord, prepare_training, train
+from mpigrad_apps.grace import hold_grace_time
 from mpigrad_apps.heat.experiment import Experiment, make_experiment
 from mpigrad_apps.heat.inverse import inverse_problem
 from mpigrad_apps.heat.outputs import write_estimation, write_film
@@ -88,8 +90,10 @@ def _follow(settings: Settings, comm: Communicator) -> HeatResult:
     plan = make_experiment(settings, comm)
     prepare_output(settings, settings.out, comm)
     _announce(plan, "")
-    film = simulate(plan, settings.frames)
-    write_film(settings, plan, film)
+    with checkpoint.listen():
+        film = simulate(plan, settings.frames)
+        with hold_grace_time(comm):
+            write_film(settings, plan, film)
     kappa = np.asarray(plan.kappa)
     path = settings.out / "report.html"
     return HeatResult(settings, plan.grid, kappa, kappa, (), film.ending, path)
@@ -109,25 +113,33 @@ def _estimate(settings: Settings, comm: Communicator) -> HeatResult:
     def error(parameters: Any) -> float:
         return max(comm.mpi.allgather(float(largest_error(parameters))))
 
-    prepare_training(settings.out, comm, settings.resume)
-    trained = train(
-        problem.loss_share,
-        parameters,
-        settings.iterations,
-        comm,
-        memory=settings.memory,
-        out=settings.out,
-        save=lambda best: values.save(settings.out / values.file_name, best),
-        error=error,
-        about=resume_settings(settings),
-        advice="The time step is not stable with them. Increase --steps, or use --theta 0.5",
-    )
-    kappa = np.asarray(mpigrad.jit(values.kappa)(trained.parameters))
-    path = settings.out / "report.html"
-    result = HeatResult(
-        settings, plan.grid, kappa, np.asarray(plan.kappa), trained.history, trained.ending, path
-    )
-    write_estimation(settings, problem, kappa, trained.history, trained.ending)
+    with checkpoint.listen():
+        prepare_training(settings.out, comm, settings.resume)
+        trained = train(
+            problem.loss_share,
+            parameters,
+            settings.iterations,
+            comm,
+            memory=settings.memory,
+            out=settings.out,
+            save=lambda best: values.save(settings.out / values.file_name, best),
+            error=error,
+            about=resume_settings(settings),
+            advice="The time step is not stable with them. Increase --steps, or use --theta 0.5",
+        )
+        with hold_grace_time(comm):
+            kappa = np.asarray(mpigrad.jit(values.kappa)(trained.parameters))
+            path = settings.out / "report.html"
+            result = HeatResult(
+                settings,
+                plan.grid,
+                kappa,
+                np.asarray(plan.kappa),
+                trained.history,
+                trained.ending,
+                path,
+            )
+            write_estimation(settings, problem, kappa, trained.history, trained.ending)
     return result
 
 

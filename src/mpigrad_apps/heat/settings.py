@@ -7,12 +7,18 @@ import math
 import pathlib
 from typing import Literal
 
+from mpigrad_apps.earlier_run import OutputCheck
+
 __all__ = ["Settings"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """Heat in a plate: simulate it, or recover the diffusivity kappa from thermometers."""
+class Settings(OutputCheck):
+    """Heat in a plate: simulate it, or recover the diffusivity kappa from thermometers.
+
+    The default size takes less than half a minute on two cores, and --unknown cells or network one
+    to two minutes.
+    """
 
     cells: tuple[int, int] = (64, 64)
     """Number of cells along x and y, on the unit square."""
@@ -48,6 +54,8 @@ class Settings:
     """Parameters to start from: the network.eqx or cells.npy of an earlier run."""
     resume: bool = False
     """Continue from the saves of an earlier run with the same --out, if there are any."""
+    overwrite: bool = False
+    """Replace an earlier run with the same --out."""
     frames: int = 40
     """Number of pictures in the animation."""
     out: pathlib.Path = pathlib.Path("results/heat")

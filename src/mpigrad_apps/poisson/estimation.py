@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpigrad
-from mpigrad import sparse
+from mpigrad import checkpoint, sparse
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.runtime.native import communication_seconds
 from mpigrad_apps.fitting import prepare_training, train
+from mpigrad_apps.grace import hold_grace_time
 from mpigrad_apps.output_directory import prepare_output, resume_settings
 from mpigrad_apps.poisson.inverse import InverseProblem, best_constant, inverse_problem
 from mpigrad_apps.poisson.outputs import write_outputs
@@ -63,40 +64,42 @@ def run(settings: Settings, comm: Communicator | None = None) -> PoissonResult:
             parameters = values.first(constant, settings.seed)
         if comm.rank == 0:
             _announce(problem)
-        before = _clocks()
-        prepare_training(settings.out, comm, settings.resume)
-        trained = train(
-            problem.loss_share,
-            parameters,
-            settings.iterations,
-            comm,
-            memory=settings.memory,
-            # The parameters of cells are the logarithms of kappa.
-            bounds=settings.bounds and tuple(map(math.log, settings.bounds)),
-            out=settings.out,
-            save=lambda best: values.save(settings.out / values.file_name, best),
-            error=_error_of(problem),
-            about=resume_settings(settings),
-            advice="the linear solve failed. Start from other parameters (--seed, --restart)",
-        )
-        seconds = _mean_seconds(comm, before)
-        kappa = mpigrad.jit(values.kappa)(trained.parameters)
-        u = mpigrad.jit(lambda k: problem.model.solution(k, problem.solver))(kappa)
-        error = _error_of(problem)
-        result = PoissonResult(
-            settings,
-            problem.model.grid,
-            trained.parameters,
-            np.asarray(kappa),
-            np.asarray(u),
-            problem.true_kappa,
-            trained.history,
-            trained.ending,
-            None if error is None else error(trained.parameters),
-            seconds,
-            settings.out / "report.html",
-        )
-        write_outputs(problem, result)
+        with checkpoint.listen():
+            before = _clocks()
+            prepare_training(settings.out, comm, settings.resume)
+            trained = train(
+                problem.loss_share,
+                parameters,
+                settings.iterations,
+                comm,
+                memory=settings.memory,
+                # The parameters of cells are the logarithms of kappa.
+                bounds=settings.bounds and tuple(map(math.log, settings.bounds)),
+                out=settings.out,
+                save=lambda best: values.save(settings.out / values.file_name, best),
+                error=_error_of(problem),
+                about=resume_settings(settings),
+                advice="the linear solve failed. Start from other parameters (--seed, --restart)",
+            )
+            with hold_grace_time(comm):
+                seconds = _mean_seconds(comm, before)
+                kappa = mpigrad.jit(values.kappa)(trained.parameters)
+                u = mpigrad.jit(lambda k: problem.model.solution(k, problem.solver))(kappa)
+                error = _error_of(problem)
+                result = PoissonResult(
+                    settings,
+                    problem.model.grid,
+                    trained.parameters,
+                    np.asarray(kappa),
+                    np.asarray(u),
+                    problem.true_kappa,
+                    trained.history,
+                    trained.ending,
+                    None if error is None else error(trained.parameters),
+                    seconds,
+                    settings.out / "report.html",
+                )
+                write_outputs(problem, result)
     return result
 
 

@@ -7,12 +7,18 @@ import math
 import pathlib
 from typing import Literal
 
+from mpigrad_apps.earlier_run import OutputCheck
+
 __all__ = ["Settings"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """Recover the diffusivity kappa in div(kappa grad u) = f from observations of u."""
+class Settings(OutputCheck):
+    """Recover the diffusivity kappa in div(kappa grad u) = f from observations of u.
+
+    The default size takes less than a minute on two cores. The size of Xu, Zhu and Darve (2020),
+    -n 4 --cells 600 600, takes about half an hour.
+    """
 
     cells: tuple[int, int] = (100, 100)
     """Number of cells along x and y."""
@@ -46,6 +52,8 @@ class Settings:
     """Parameters to start from: the network.eqx or cells.npy of an earlier run."""
     resume: bool = False
     """Continue from the saves of an earlier run with the same --out, if there are any."""
+    overwrite: bool = False
+    """Replace an earlier run with the same --out."""
     out: pathlib.Path = pathlib.Path("results/poisson")
     """Directory for the report, the pictures, the fields and the parameters."""
 

@@ -16,7 +16,10 @@ from jaxtyping import Float
 from mpigrad_apps.population.kinetics import PARAMETERS
 from mpigrad_apps.population.model import Shared
 
-__all__ = ["Summary", "shared_names", "shared_values", "summarize"]
+__all__ = ["FEWEST_DRAWS", "Summary", "shared_names", "shared_values", "summarize"]
+
+
+FEWEST_DRAWS = 4  # of each chain, for effective sample sizes and R-hat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +45,15 @@ def shared_values(shared: Shared) -> Float[np.ndarray, "*batch 11"]:
 
 
 def summarize(shared: Shared) -> dict[str, Summary]:
-    """Summarize draws of shape (chains, draws, ...) for each shared value."""
+    """Summarize draws of shape (chains, draws, ...) for each shared value.
+
+    Effective sample sizes and R-hat need four draws. They are NaN for fewer, as in a stopped run.
+    """
     draws = shared_values(shared)
     low, median, high = np.quantile(draws, [0.05, 0.5, 0.95], axis=(0, 1))
-    sizes, agreement = np.asarray(ess_bulk(draws)), np.asarray(rhat(draws))
+    sizes = agreement = np.full(draws.shape[-1], np.nan)
+    if draws.shape[1] >= FEWEST_DRAWS:
+        sizes, agreement = np.asarray(ess_bulk(draws)), np.asarray(rhat(draws))
     return {
         name: Summary(*(float(values[k]) for values in (median, low, high, sizes, agreement)))
         for k, name in enumerate(shared_names())

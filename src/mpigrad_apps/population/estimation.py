@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
 import pathlib
 from collections.abc import Callable
 
@@ -16,12 +18,13 @@ from mpigrad import checkpoint, jobs, optimize
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.profiling.progress_bar import Progress
-from mpigrad_apps.output_directory import prepare_output
+from mpigrad_apps.grace import hold_grace_time
+from mpigrad_apps.output_directory import prepare_output, remove_saves, resume_settings
 from mpigrad_apps.population import records
 from mpigrad_apps.population.diagnostics import Summary, summarize
 from mpigrad_apps.population.kinetics import Kinetics, decay_rate
 from mpigrad_apps.population.model import Model, Prior, Unknowns, log_density
-from mpigrad_apps.population.outputs import Estimates, write_outputs
+from mpigrad_apps.population.outputs import Estimates, write_draws, write_outputs
 from mpigrad_apps.population.prediction import Prediction, predict_patient
 from mpigrad_apps.population.records import Cohort
 from mpigrad_apps.population.sampling import NUTS, Posterior
@@ -32,6 +35,7 @@ __all__ = ["PopulationResult", "put_patients", "run"]
 
 Density = Callable[[Unknowns], Array]
 
+_SAVE_EVERY = 0.1  # minutes between saves
 _DRAWN = 200  # number of draws for fits and individual parameters
 _BLOCKS, _LARGEST_BLOCK = 8, 64
 _JITTER = 0.1  # spread of the chains' starts around the mode, in logarithms and random effects
@@ -68,9 +72,10 @@ def run(settings: Settings, comm: Communicator | None = None) -> PopulationResul
     """Find the mode, sample the posterior, write the report (collective).
 
     The run writes into `settings.out`: report.html and its pictures, posterior.npz, patients.csv,
-    settings.json, history.jsonl of the search for the mode, and data.csv if patients are simulated.
-    When asked to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it finishes its
-    iteration or draw and writes everything.
+    settings.json, history.jsonl of the search for the mode, restart/, and data.csv if patients are
+    simulated. The draws and the sampler's state are saved in restart/ every few seconds. When asked
+    to stop (SIGTERM, SIGINT, SIGUSR1, or the launcher's Ctrl-C), it finishes its iteration or draw
+    and writes everything. With `settings.resume` it continues bit for bit.
 
     Parameters
     ----------
@@ -95,6 +100,8 @@ def run(settings: Settings, comm: Communicator | None = None) -> PopulationResul
         prepare_output(settings, settings.out, comm)
         with raise_on_all_ranks(comm):
             if comm.rank == 0:
+                if not settings.resume:
+                    remove_saves(settings.out / "restart")
                 print(
                     f"population: {len(cohort.names)} patients, {cohort.measurements} "
                     f"concentrations, on {comm.size} rank{'s' * (comm.size > 1)}",
@@ -102,7 +109,8 @@ def run(settings: Settings, comm: Communicator | None = None) -> PopulationResul
                 )
                 if truth is not None:
                     records.write_patients(settings.out / "data.csv", cohort)
-        return _estimate(settings, model, cohort, truth, comm)
+        with checkpoint.listen():
+            return _estimate(settings, model, cohort, truth, comm)
 
 
 def _prior(settings: Settings) -> Prior:
@@ -130,8 +138,11 @@ def _estimate(
         data = put_patients(pool, cohort)
         density = log_density(model, pool.sum(model.log_likelihood, data))
         start = model.prior.start(len(cohort.records))
-        posterior, summary = None, {}
-        with checkpoint.listen() as stop:
+        posterior = None
+        if comm.rank == 0:
+            print("population: the mode of the posterior", flush=True)
+        with contextlib.ExitStack() as compiling:
+            compiling.enter_context(hold_grace_time(comm))
             mode = optimize.minimize(
                 lambda unknowns: -density(unknowns),
                 start,
@@ -140,20 +151,40 @@ def _estimate(
                 loss="replicated",
                 max_steps=settings.iterations,
                 rtol=1e-4,
-                callback=lambda record, unknowns: stop.requested(),
+                callback=lambda record, unknowns: compiling.close(),
+                checkpoint=_checkpoint(settings, cohort, "mode"),
                 history=settings.out / "history.jsonl",
                 progress=True,
                 comm=comm,
             )
-            if settings.draws and mode.result is not optimize.Result.STOPPED:
-                posterior = _sample(settings, model, density, mode.value, stop, comm)
-        if posterior is None:
-            draws = jax.tree.map(lambda leaf: np.asarray(leaf)[None], mode.value)
-        else:
-            summary = summarize(posterior.unknowns.shared)
-            draws = _some(posterior.unknowns)
-        curves = pool.map(functools.partial(predict_patient, model), data)
-        fits = _each(curves(draws.shared, jnp.swapaxes(draws.effects, 0, 1)), cohort)
+        if settings.draws and not mode.stats["interrupted"]:
+            posterior = _sample(settings, model, density, mode.value, cohort, comm)
+        with hold_grace_time(comm):
+            return _report(settings, model, cohort, truth, mode, posterior, pool, data)
+
+
+def _report(
+    settings: Settings,
+    model: Model,
+    cohort: Cohort,
+    truth: Truth | None,
+    mode: optimize.Solution,
+    posterior: Posterior | None,
+    pool: jobs.Pool,
+    data: jobs.Data,
+) -> PopulationResult:
+    """Write what there is: the draws first, because the predictions take a while."""
+    comm, summary = pool.comm, {}
+    if posterior is None:
+        draws = jax.tree.map(lambda leaf: np.asarray(leaf)[None], mode.value)
+    else:
+        with raise_on_all_ranks(comm):
+            if comm.rank == 0:
+                write_draws(settings.out, posterior)
+        summary = summarize(posterior.unknowns.shared)
+        draws = _some(posterior.unknowns)
+    curves = pool.map(functools.partial(predict_patient, model), data)
+    fits = _each(curves(draws.shared, jnp.swapaxes(draws.effects, 0, 1)), cohort)
     found = Estimates(cohort, truth, mode, draws, posterior, summary, fits)
     path = settings.out / "report.html"
     with raise_on_all_ranks(comm):
@@ -161,6 +192,20 @@ def _estimate(
             path = write_outputs(settings, model, found, comm.size)
             print(f"report: {path}", flush=True)
     return PopulationResult(settings, cohort, truth, mode.value, posterior, summary, path)
+
+
+def _checkpoint(settings: Settings, cohort: Cohort, name: str) -> checkpoint.Checkpoint:
+    """Return the checkpoint of a phase: every few seconds, because the saves are small."""
+    digest = hashlib.sha256(repr(cohort.names).encode())
+    for leaf in jax.tree.leaves(cohort.records):
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    fingerprint = {**resume_settings(settings), "patients' table": digest.hexdigest()[:16]}
+    return checkpoint.Checkpoint(
+        settings.out / "restart" / name,
+        minutes=_SAVE_EVERY,
+        fingerprint=fingerprint,
+        resume=True,
+    )
 
 
 def put_patients(pool: jobs.Pool, cohort: Cohort) -> jobs.Data:
@@ -175,7 +220,7 @@ def _sample(
     model: Model,
     density: Density,
     mode: Unknowns,
-    stop: checkpoint.Interruption,
+    cohort: Cohort,
     comm: Communicator,
 ) -> Posterior | None:
     sampler = NUTS(settings.warmup, settings.draws, settings.acceptance, settings.depth)
@@ -183,15 +228,24 @@ def _sample(
     starts = jax.tree.map(
         lambda leaf: leaf + _JITTER * generator.normal(size=(settings.chains, *leaf.shape)), mode
     )
+    if comm.rank == 0:
+        print(
+            f"population: {settings.warmup} iterations of warm-up and {settings.draws} draws of "
+            f"{settings.chains} chains",
+            flush=True,
+        )
     progress = Progress(settings.warmup + settings.draws, comm.rank)
+    compiling = contextlib.ExitStack()
 
     def note(iteration: int, figures: dict[str, float]) -> bool:
+        compiling.close()
         progress.update(iteration, **figures)
-        # Any rank may have received the signal. All ranks end at the same iteration.
-        return any(comm.mpi.allgather(stop.requested()))
+        return False
 
     scales = model.prior.scales(len(mode.effects))
-    posterior = sampler.sample(density, starts, settings.seed, note, comm, scales)
+    with _checkpoint(settings, cohort, "draws").start(comm) as session, compiling:
+        compiling.enter_context(hold_grace_time(comm))
+        posterior = sampler.sample(density, starts, settings.seed, note, comm, scales, session)
     progress.close()
     return posterior
 

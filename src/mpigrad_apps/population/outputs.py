@@ -16,7 +16,7 @@ from mpigrad.optimize import Solution
 from mpigrad_apps import report
 from mpigrad_apps.atomic_write import write_atomically
 from mpigrad_apps.population import pictures
-from mpigrad_apps.population.diagnostics import Summary, shared_names, shared_values
+from mpigrad_apps.population.diagnostics import FEWEST_DRAWS, Summary, shared_names, shared_values
 from mpigrad_apps.population.kinetics import PARAMETERS, UNITS
 from mpigrad_apps.population.model import Model, Unknowns
 from mpigrad_apps.population.prediction import Prediction
@@ -25,7 +25,7 @@ from mpigrad_apps.population.sampling import Posterior
 from mpigrad_apps.population.settings import Settings
 from mpigrad_apps.population.simulation import Truth
 
-__all__ = ["Estimates", "individual_parameters", "write_outputs"]
+__all__ = ["Estimates", "individual_parameters", "write_draws", "write_outputs"]
 
 _AGREED = 1.05  # R-hat
 
@@ -52,13 +52,16 @@ def individual_parameters(
     return np.asarray(jax.vmap(each, in_axes=(0, 0, None))(*unknowns, weights))
 
 
+def write_draws(out: pathlib.Path, posterior: Posterior) -> None:
+    """Write posterior.npz. Call it on one rank."""
+    unknowns = posterior.unknowns
+    arrays = {**unknowns.shared._asdict(), "effects": unknowns.effects}
+    write_atomically(out / "posterior.npz", lambda file: np.savez(file, **arrays))
+
+
 def write_outputs(settings: Settings, model: Model, found: Estimates, ranks: int) -> pathlib.Path:
-    """Write posterior.npz, patients.csv, the pictures and report.html. Call it on one rank."""
+    """Write patients.csv, the pictures and report.html. Call it on one rank."""
     parameters = individual_parameters(model, found.draws, found.cohort)
-    if found.posterior is not None:
-        unknowns = found.posterior.unknowns
-        arrays = {**unknowns.shared._asdict(), "effects": unknowns.effects}
-        write_atomically(settings.out / "posterior.npz", lambda file: np.savez(file, **arrays))
     _write_patients(settings.out / "patients.csv", found.cohort, parameters)
     truth = found.truth
     drawn = [
@@ -117,14 +120,19 @@ def _sampling(posterior: Posterior, summary: dict[str, Summary]) -> report.Table
     sizes = [known.ess for known in summary.values()]
     chains, draws = posterior.steps.shape
     evaluations = int(np.sum(np.max(posterior.steps, axis=0)))  # chains go in step
-    return report.Table(
-        "Sampling",
-        {
-            "draws": f"{chains} chains of {draws}",
+    quality: dict[str, object] = {"effective sample size": "too few draws"}
+    if draws >= FEWEST_DRAWS:
+        quality = {
             "effective sample size": f"{min(sizes):.0f} at least, {np.median(sizes):.0f} in median",
             "effective draws per second": f"{min(sizes) / posterior.seconds:.3g} at least, "
             f"{np.median(sizes) / posterior.seconds:.3g} in median",
             "largest R-hat": f"{max(known.rhat for known in summary.values()):.4f}",
+        }
+    return report.Table(
+        "Sampling",
+        {
+            "draws": f"{chains} chains of {draws}",
+            **quality,
             "divergent trajectories": int(np.sum(posterior.divergent)),
             "mean acceptance": f"{np.mean(posterior.acceptance):.3f}",
             "step sizes": ", ".join(f"{size:.3g}" for size in posterior.step_size),
@@ -147,9 +155,10 @@ def _mode(found: Estimates) -> dict[str, object]:
 def _ending(settings: Settings, found: Estimates) -> str:
     posterior = found.posterior
     if posterior is None:
-        return "The mode of the posterior, without draws."
+        stopped = " The run was stopped before the first draw." if settings.draws else ""
+        return f"The mode of the posterior, without draws.{stopped}"
     chains, draws = posterior.steps.shape
-    stopped = "" if draws == settings.draws else f", stopped at draw {draws} of {settings.draws}"
+    stopped = "" if draws >= settings.draws else f", stopped at draw {draws} of {settings.draws}"
     text = f"{chains} chains of {draws} draws by NUTS{stopped}."
     worst = max(known.rhat for known in found.summary.values())
     if worst > _AGREED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from blackjax.adaptation.window_adaptation import build_schedule
 from jaxtyping import Array, Bool, Float, Int
 
 import mpigrad
+from mpigrad.checkpoint import CheckpointSession
 from mpigrad.communicator import Communicator
 from mpigrad_apps.population.model import Unknowns
 
@@ -59,6 +61,7 @@ class _Tuning(NamedTuple):
     metric: Any
 
 
+_KINDS = (np.int32, np.float64, np.bool_, np.float64)  # of the figures of an iteration
 _FAST, _SLOW, _WINDOW_ENDS, _DRAW = range(4)  # the change of the tuning in an iteration
 
 
@@ -92,6 +95,7 @@ class NUTS:
         note: Callable[[int, dict[str, float]], bool] = lambda iteration, figures: False,
         comm: Communicator | None = None,
         scales: Unknowns | None = None,
+        session: CheckpointSession | None = None,
     ) -> Posterior | None:
         """Sample from `density`, a log density that JAX can differentiate (collective).
 
@@ -117,6 +121,9 @@ class NUTS:
         scales
             Rough standard deviations of one chain's unknowns, the metric at the start of the
             warm-up. By default ones.
+        session
+            The session of a checkpoint. The state and the draws are saved when it decides so and at
+            the end, and the sampling continues from its save. A signal ends the sampling.
 
         Returns
         -------
@@ -139,40 +146,92 @@ class NUTS:
             figures = info.num_integration_steps, info.acceptance_rate, info.is_divergent, size
             return state, tuning, figures
 
-        begun = time.monotonic()
         step = mpigrad.jit(mpigrad.vmap(advance, in_axes=(None, None, 0, 0, 0)))
-        first = mpigrad.jit(mpigrad.vmap(lambda start: blackjax.nuts.init(start, density)))
-        state = first(_settled(starts))
         if scales is None:
             scales = jax.tree.map(lambda leaf: np.ones(np.shape(leaf)[1:]), starts)
         tuning = jax.vmap(lambda _: start_tuning(scales))(chains)
-        kept: list[Any] = []
-        warmed = begun
-        for iteration, stage in enumerate(_stages(self.warmup, self.draws)):
-            if stage == _DRAW and not kept:
-                warmed = time.monotonic()
-            number = np.int32(iteration)
-            state, tuning, figures = step(number, stage, chains, state, tuning)
-            steps, acceptance, *_ = figures = jax.device_get(figures)
+        first = mpigrad.jit(mpigrad.vmap(lambda start: blackjax.nuts.init(start, density)))
+        starts = _settled(starts)
+        now = None if session is None else _load(session, first, starts, tuning)
+        if now is None:
+            now = _Sampling(0, first(starts), tuning)
+        stages = _stages(self.warmup, self.draws)
+        for iteration in range(now.iteration, len(stages)):
+            stage, begun = stages[iteration], time.monotonic()
+            now.state, now.tuning, figures = step(
+                np.int32(iteration), stage, chains, now.state, now.tuning
+            )
+            figures = tuple(map(np.asarray, jax.device_get(figures), _KINDS))
+            now.iteration += 1
             if stage == _DRAW:
-                kept.append((jax.device_get(state.position), figures))
-            told = {"steps": float(np.mean(steps)), "acceptance": float(np.mean(acceptance))}
-            if note(iteration + 1, told):
+                now.draws.append((jax.device_get(now.state.position), figures))
+                now.seconds += time.monotonic() - begun
+            else:
+                now.warmup_seconds += time.monotonic() - begun
+            means = {"steps": float(np.mean(figures[0])), "acceptance": float(np.mean(figures[1]))}
+            ends = note(now.iteration, means)
+            if session is not None:
+                decision = session.decide(now.iteration)
+                ends = ends or decision.stop
+                if decision.save or ends or now.iteration == len(stages):
+                    _save(session, now)
+            if ends:
                 break
-        if not kept:
+        if not now.draws:
             return None
-        unknowns, (steps, acceptance, divergent, sizes) = jax.tree.map(
-            lambda *draws: np.stack(draws, axis=1), *kept
-        )
-        return Posterior(
-            unknowns,
-            sizes[:, 0],
-            steps,
-            acceptance,
-            divergent,
-            warmed - begun,
-            time.monotonic() - warmed,
-        )
+        unknowns, (steps, acceptance, divergent, sizes) = _stacked(now.draws)
+        times = now.warmup_seconds, now.seconds
+        return Posterior(unknowns, sizes[:, 0], steps, acceptance, divergent, *times)
+
+
+@dataclasses.dataclass
+class _Sampling:
+    """The state of a sampling after an iteration. A draw is a position with its figures."""
+
+    iteration: int
+    state: Any
+    tuning: Any
+    draws: list[Any] = dataclasses.field(default_factory=list)
+    warmup_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+def _stacked(draws: list[Any]) -> Any:
+    """Return the draws as arrays of shape (chains, draws, ...)."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *draws)
+
+
+def _save(session: CheckpointSession, now: _Sampling) -> None:
+    """Save the state of rank 0, from which the next iteration starts on all ranks (collective)."""
+    tree = now.state, now.tuning, _stacked(now.draws) if now.draws else None
+    tree = session.store.comm.mpi.bcast(jax.device_get(tree))
+    extra = {"draws": len(now.draws), "seconds": (now.warmup_seconds, now.seconds)}
+    try:
+        session.save(now.iteration, tree, extra=extra)
+    except OSError as error:  # on all ranks, but a failed save must not end the run
+        if session.store.comm.rank == 0:
+            print(f"mpigrad: population: {error}, and the run continues", file=sys.stderr)
+
+
+def _load(
+    session: CheckpointSession, first: Callable[..., Any], starts: Unknowns, tuning: _Tuning
+) -> _Sampling | None:
+    """Return the sampling that was saved last, or None (collective)."""
+    state = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), jax.eval_shape(first, starts))
+
+    def like(extra: Any) -> Any:
+        """Return a tree with the shapes of a save."""
+        if not extra["draws"]:
+            return state, tuning, None
+        figures = tuple(np.empty(len(starts.effects), kind) for kind in _KINDS)
+        return state, tuning, _stacked([(state.position, figures)] * extra["draws"])
+
+    saved = session.load(None, make_like=like)
+    if saved is None:
+        return None
+    state, tuning, draws = saved.tree
+    each = [jax.tree.map(lambda x, i=i: x[:, i], draws) for i in range(saved.extra["draws"])]
+    return _Sampling(saved.step, state, tuning, each, *saved.extra["seconds"])
 
 
 def _stages(warmup: int, draws: int) -> list[np.int32]:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import shutil
+import time
 from typing import Any
 
 from mpigrad import checkpoint
@@ -24,7 +24,8 @@ from mpigrad.training import (
     Synchronous,
     trainer,
 )
-from mpigrad_apps.output_directory import prepare_output
+from mpigrad_apps.grace import hold_grace_time
+from mpigrad_apps.output_directory import prepare_output, remove_saves
 from mpigrad_apps.sgd.evaluation import make_evaluator
 from mpigrad_apps.sgd.outputs import write_history, write_parameters, write_report
 from mpigrad_apps.sgd.run_log import EpochRecord, RunLog, StepRecord
@@ -83,19 +84,33 @@ def run(settings: Settings, comm: Communicator | None = None) -> SGDResult:
             flush=True,
         )
     models, logs = [], []
+    progress = _Epochs(settings.epochs * len(strategies(settings)))
     with checkpoint.listen() as stop:
         for name, strategy in strategies(settings).items():
-            model, log = _train(settings, name, strategy, stop, comm)
+            model, log = _train(settings, name, strategy, stop, progress, comm)
             models.append(model)
             logs.append(log)
             if log.stopped:
                 break
-    path = settings.out / "report.html"
-    with raise_on_all_ranks(comm):
-        if comm.rank == 0:
-            path = write_report(settings, task, logs, comm.size)
-            print(f"report: {path}", flush=True)
+        path = settings.out / "report.html"
+        with raise_on_all_ranks(comm), hold_grace_time(comm):
+            if comm.rank == 0:
+                path = write_report(settings, task, logs, comm.size)
+                print(f"report: {path}", flush=True)
     return SGDResult(settings, tuple(models), tuple(logs), path)
+
+
+class _Epochs:
+    """The epochs of all trainings, and the time that those of this run take."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self._done, self._begun = total, 0, time.monotonic()
+
+    def advance(self) -> str:
+        """Count an epoch, and return a text with the time left of the whole run."""
+        self._done += 1
+        each = (time.monotonic() - self._begun) / self._done
+        return f"  {duration(each * (self.total - self._done))} left"
 
 
 def strategies(settings: Settings) -> dict[str, Strategy]:
@@ -123,6 +138,7 @@ def _train(
     name: str,
     strategy: Strategy,
     stop: checkpoint.Interruption,
+    progress: _Epochs,
     comm: Communicator,
 ) -> tuple[Any, RunLog]:
     """One training: its model, and its log."""
@@ -136,12 +152,16 @@ def _train(
     batches = Batches(task.rows, settings.batch, seed=settings.seed, take=task.batch)
     about = {name: str(getattr(settings, name)) for name in _IN_COMMON}
     checkpoint = Checkpoint(
-        out / "restart", minutes=_SAVE_EVERY, fingerprint={"strategy": str(strategy), **about}
+        out / "restart",
+        minutes=_SAVE_EVERY,
+        fingerprint={"strategy": str(strategy), **about},
+        resume=True,
     )
     epochs = call_on_root(comm, lambda: _read_epochs(out))
+    progress.total -= min(max(len(epochs) - 1, 0), settings.epochs)  # of an earlier run
     if not epochs:
         epochs.append(
-            _record_epoch(EpochRecord(0, 0.0, 0.0), test(training.model), settings, name, comm)
+            _record_epoch(EpochRecord(0, 0.0, 0.0), test(training.model), settings, name, "", comm)
         )
     ending, stopped = f"all {settings.epochs} epochs done", False
     for epoch in range(min(len(epochs), settings.epochs), settings.epochs + 1):
@@ -150,7 +170,9 @@ def _train(
         steps = _steps(history)
         if not history.interrupted and epoch == len(epochs):
             now = EpochRecord(epoch, steps[-1].samples, steps[-1].seconds)
-            epochs.append(_record_epoch(now, test(training.model), settings, name, comm))
+            found = test(training.model)
+            left = progress.advance()
+            epochs.append(_record_epoch(now, found, settings, name, left, comm))
         stopped = history.interrupted or any(comm.mpi.allgather(stop.requested()))
         if stopped:
             ending = f"stopped in epoch {epoch}"
@@ -181,13 +203,11 @@ def optimizer(settings: Settings, task: Task) -> Any:
 
 
 def _prepare_directory(out: pathlib.Path, resume: bool) -> None:
-    """Make the directory of a new run. Saves of an earlier run are renamed to restart.before."""
+    """Make the directory of a run. Saves of an earlier run are removed unless it is resumed."""
     out.mkdir(exist_ok=True)
     if resume:
         return
-    if (out / "restart").exists():
-        shutil.rmtree(out / "restart.before", ignore_errors=True)
-        (out / "restart").rename(out / "restart.before")
+    remove_saves(out / "restart")
     (out / _EPOCHS).unlink(missing_ok=True)
 
 
@@ -200,7 +220,12 @@ def _read_epochs(out: pathlib.Path) -> list[EpochRecord]:
 
 
 def _record_epoch(
-    epoch: EpochRecord, found: dict[str, float], settings: Settings, name: str, comm: Communicator
+    epoch: EpochRecord,
+    found: dict[str, float],
+    settings: Settings,
+    name: str,
+    left: str,
+    comm: Communicator,
 ) -> EpochRecord:
     """Return the epoch with its test results. Rank 0 writes and prints them."""
     epoch = dataclasses.replace(epoch, **found)
@@ -211,7 +236,7 @@ def _record_epoch(
                 file.write(json.dumps(dataclasses.asdict(epoch)) + "\n")
             values = "".join(f"  {what} {value:.4f}" for what, value in found.items())
             place = f"{epoch.epoch}/{settings.epochs}"
-            print(f"{name}: epoch {place}{values}  {duration(epoch.seconds)}", flush=True)
+            print(f"{name}: epoch {place}{values}  {duration(epoch.seconds)}{left}", flush=True)
     return epoch
 
 

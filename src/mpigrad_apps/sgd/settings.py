@@ -8,14 +8,17 @@ import math
 import pathlib
 from typing import Literal
 
+from mpigrad_apps.earlier_run import OutputCheck
+
 __all__ = ["Settings"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(OutputCheck):
     """Train a network that reads handwritten digits, or your own model, by stochastic gradients.
 
     The modes are synchronous, asynchronous (through a parameter server) and local.
+    The default size takes less than half a minute on two cores.
     """
 
     mode: tuple[Literal["synchronous", "asynchronous", "local"], ...] = (
@@ -54,6 +57,8 @@ class Settings:
     """Seed of the first parameters and of the order of samples."""
     resume: bool = False
     """Continue from the saves of an earlier run with the same --out, if there are any."""
+    overwrite: bool = False
+    """Replace an earlier run with the same --out."""
     out: pathlib.Path = pathlib.Path("results/sgd")
     """Directory for the report, the pictures, the histories and the parameters."""
 

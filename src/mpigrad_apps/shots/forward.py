@@ -13,12 +13,14 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import mpigrad
+from mpigrad import checkpoint
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
 from mpigrad.profiling.progress_bar import Progress
 from mpigrad_apps import report
 from mpigrad_apps.atomic_write import write_atomically
+from mpigrad_apps.grace import hold_grace_time
 from mpigrad_apps.output_directory import prepare_output
 from mpigrad_apps.shots.experiment import Experiment, make_experiment
 from mpigrad_apps.shots.options import WaveOptions
@@ -28,6 +30,8 @@ from mpigrad_apps.shots.shot_group import ShotGroup, make_shot_group
 from mpigrad_apps.shots.units import warn_of_units
 
 __all__ = ["ForwardRun", "forward_model"]
+
+_SEGMENTS = 20  # of a run without frames, after each of which it can stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +44,7 @@ class ForwardRun:
         The model and all shots.
     gathers
         Gathers of all shots on rank 0, shape (n_shots, n_components, n_receivers, steps). None on
-        other ranks.
+        other ranks. They have fewer steps if the run was stopped.
     seconds
         Wall-clock time of the time stepping, including compilation.
     report
@@ -90,20 +94,11 @@ def forward_model(
         if comm.rank == 0:
             print(group.summary(options.__module__.split(".")[-2], whole.n_shots), flush=True)
         started = time.monotonic()
-        gathers, films = _propagate(group, frames)
-        seconds = comm.mpi.allreduce(time.monotonic() - started) / comm.size
-        collected = group.gather_shots(gathers)
-        drawn = None
-        with raise_on_all_ranks(comm):
-            if frames and 0 in group.shots:  # the group of the first shot draws the films
-                _write_snapshots(out, group, films)
-                drawn = _draw_films(out, group, films)
-        result = ForwardRun(whole, collected, seconds, out / "report.html")
-        with raise_on_all_ranks(comm):
-            if comm.rank == 0:
-                _write_gathers(result)
-                _write_report(result, group, drawn)
-                print(f"report: {result.report}", flush=True)
+        with checkpoint.listen() as stop:
+            gathers, films = _propagate(group, frames, stop, comm)
+            seconds = comm.mpi.allreduce(time.monotonic() - started) / comm.size
+            with hold_grace_time(comm):
+                result = _write_results(out, group, whole, gathers, films, seconds, comm)
     return result
 
 
@@ -111,12 +106,39 @@ Films = list[tuple[float, dict[str, Float[Array, "lx ly"]]]]
 Drawn = tuple[str, list[float], list[np.ndarray]]  # quantity, times and frames
 
 
+def _write_results(
+    out: pathlib.Path,
+    group: ShotGroup,
+    whole: Experiment,
+    gathers: Float[np.ndarray, "shots components receivers steps"],
+    films: Films,
+    seconds: float,
+    comm: Communicator,
+) -> ForwardRun:
+    collected = group.gather_shots(gathers)
+    drawn = None
+    with raise_on_all_ranks(comm):
+        if films and 0 in group.shots:  # the group of the first shot draws the films
+            _write_snapshots(out, group, films)
+            drawn = _draw_films(out, group, films)
+    result = ForwardRun(whole, collected, seconds, out / "report.html")
+    with raise_on_all_ranks(comm):
+        if comm.rank == 0:
+            _write_gathers(result)
+            _write_report(result, group, drawn)
+            print(f"report: {result.report}", flush=True)
+    return result
+
+
 def _propagate(
-    group: ShotGroup, frames: int
+    group: ShotGroup, frames: int, stop: checkpoint.Interruption, comm: Communicator
 ) -> tuple[Float[np.ndarray, "shots components receivers steps"], Films]:
-    """Propagate segment after segment. Their numbers of steps differ by at most one."""
+    """Propagate segment after segment. Their numbers of steps differ by at most one.
+
+    When asked to stop, it returns the gathers so far.
+    """
     some, grid, physics = group.experiment, group.grid, group.physics
-    segments = np.array_split(np.arange(some.steps), max(1, min(frames, some.steps)))
+    segments = np.array_split(np.arange(some.steps), max(1, min(frames or _SEGMENTS, some.steps)))
     fields = {name: jnp.asarray(field[grid.slices]) for name, field in some.fields.items()}
     segment = mpigrad.jit(
         lambda fields, wavelets, state: physics.propagate(fields, wavelets, group.survey, state)
@@ -130,6 +152,8 @@ def _propagate(
         if frames:
             films.append((float(steps[-1] * some.dt), physics.wavefields(state)))
         progress.update(k + 1)
+        if any(comm.mpi.allgather(stop.requested())):
+            break
     progress.close()
     return np.concatenate(pieces, axis=-1), films
 
@@ -182,6 +206,8 @@ def _write_gathers(result: ForwardRun) -> None:
 def _write_report(result: ForwardRun, group: ShotGroup, drawn: Drawn | None) -> None:
     whole, gathers, physics = result.experiment, result.gathers, group.physics
     assert gathers is not None
+    done = gathers.shape[-1]
+    stopped = "" if done == whole.steps else f", stopped after step {done}"
     out = result.report.parent
     shown = list(dict.fromkeys([0, whole.n_shots // 2]))
     pictures = [
@@ -232,7 +258,7 @@ def _write_report(result: ForwardRun, group: ShotGroup, drawn: Drawn | None) -> 
     numbers = {
         "cells": f"{whole.shape[0]} x {whole.shape[1]}",
         "size of a cell": f"{whole.spacing[0]:.5g} m x {whole.spacing[1]:.5g} m",
-        "steps": f"{whole.steps} of {whole.dt:.6g} s",
+        "steps": f"{whole.steps} of {whole.dt:.6g} s{stopped}",
         "largest stable velocity": f"{group.physics.max_stable_velocity:.1f} m/s",
         "shots, receivers of a shot": f"{whole.n_shots}, {whole.receivers.shape[1]}",
         "wavelet": whole.wavelet,
@@ -248,7 +274,7 @@ def _write_report(result: ForwardRun, group: ShotGroup, drawn: Drawn | None) -> 
         out,
         f"{type(physics).__name__.removesuffix('Physics')} waves",
         f"{whole.n_shots} shots at a model of {whole.size[0] / 1e3:.4g} km x "
-        f"{whole.size[1] / 1e3:.4g} km, {whole.steps * whole.dt:.4g} s each.",
+        f"{whole.size[1] / 1e3:.4g} km, {done * whole.dt:.4g} s each{stopped}.",
         pictures,
         [
             report.Table("Experiment", numbers),

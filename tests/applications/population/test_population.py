@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 
 import mpigrad
 from mpigrad import jobs
+from mpigrad.checkpoint import Checkpoint
 from mpigrad_apps.population import (
     NUTS,
     Kinetics,
@@ -127,6 +130,44 @@ def test_draws_are_those_of_the_density():
     assert len(summary) == 11
     assert all(known.rhat < 1.05 and known.ess > 100 for known in summary.values())
     assert summary["ka"].low < 1 < summary["ka"].high
+
+
+def test_stopped_samplings_go_on_bit_for_bit(comm, directory):
+    """A signal to any rank stops it, in the warm-up and in the draws, and nothing is lost."""
+
+    def density(unknowns):
+        whole = jnp.asarray(sum(jnp.sum(jnp.cosh(leaf)) for leaf in jax.tree.leaves(unknowns)))
+        return -mpigrad.allreduce(whole / comm.size, comm=comm)
+
+    first = MODEL.prior.start(2)
+    starts = jax.tree.map(lambda leaf: jnp.stack([0 * leaf, 0 * leaf + 0.1]), first)
+    sampler = NUTS(warmup=20, draws=12, depth=4)
+    whole = sampler.sample(density, starts, 1, lambda iteration, figures: False, comm)
+    posterior, seen = None, []
+    for stop in (7, 20, 21, 22, 29, 99):
+
+        def note(iteration, figures, stop=stop):
+            seen.append(iteration)
+            if iteration == stop and comm.rank == stop % comm.size:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return False
+
+        checkpoint = Checkpoint(directory, minutes=None, resume=True)
+        with checkpoint.start(comm) as session:
+            posterior = sampler.sample(density, starts, 1, note, comm, session=session)
+        drawn = 0 if posterior is None else posterior.steps.shape[1]
+        assert drawn == max(min(stop, 32) - 20, 0)
+        if posterior is not None:  # also of one draw
+            assert np.isfinite(summarize(posterior.unknowns.shared)["ka"].median)
+    assert seen == list(range(1, 33))
+    times = {"warmup_seconds": 0.0, "seconds": 0.0}
+    for a, b in zip(
+        jax.tree.leaves(dataclasses.asdict(dataclasses.replace(posterior, **times))),
+        jax.tree.leaves(dataclasses.asdict(dataclasses.replace(whole, **times))),
+        strict=True,
+    ):
+        assert np.array_equal(a, b)
+    assert 0 < posterior.seconds < 60
 
 
 def small(directory, **changes):
