@@ -51,6 +51,8 @@ struct PythonCall {
 };
 thread_local std::vector<std::unique_ptr<PythonCall>> of_python;
 
+constexpr int64_t kLate = 500'000'000;  // ns
+
 // The text of a verdict, or "". A verdict about this rank's current operation applies at once
 // (`now`). A verdict about its next operation applies when an operation begins (`begin`), or to one
 // that is waiting for ranks of the same communicator (`waiting`).
@@ -313,14 +315,18 @@ bool Post::announce(Mails sends, Mails receives) {
 
 bool Post::messages(Mails sends, Mails receives) {
   Slot& mine = board.own();
-  if (!owner_ || recording < kRecordAll || sends.count > kParts || receives.count > kParts ||
-      !get(mine.entries[slot_].id))
-    return allowed();  // they are not counted
+  if (!owner_ || recording < kRecordAll || !get(mine.entries[slot_].id)) return allowed();
+  if (sends.count > kParts || receives.count > kParts) {
+    put(mine.counts_invalid, 1);  // before MPI: partners must not wait for an announcement
+    return true;
+  }
   if (!announce(sends, receives)) return false;
   if (!guarded) return true;
   const int64_t me = mine.entries[slot_].rank;
+  const int64_t start = now_ns();
   const auto ready = [&] {
-    return Exchange(slot_).possible(me) || (needed_ = Exchange(slot_).needed(me));
+    if (Exchange(slot_).possible(me)) return true;
+    return needed_ = Exchange(slot_).needed(me, now_ns() - start > kLate);
   };
   return wait(ready, [&] { count_messages(-1); });
 }

@@ -144,27 +144,29 @@ bool Exchange::partners_possible(int64_t rank) {
   return true;
 }
 
-bool Exchange::needed(int64_t rank) {
+bool Exchange::needed(int64_t rank, bool late) {
   const Slot& mine = board.own();
   std::fill(seen_.begin(), seen_.end(), 1);  // the others hand over all that they have announced
   bool found = false;
   for (int64_t other = 0; other < static_cast<int64_t>(seen_.size()) && !found; ++other)
     found = other != rank && (waits_for(other, rank, mine.send, mine.sends, false) ||
                               waits_for(other, rank, mine.receive, mine.receives, true));
-  const bool lacking = lacks(mine.receive, mine.receives, rank, true) ||
-                       lacks(mine.send, mine.sends, rank, false);
+  const bool lacking = lacks(mine.receive, mine.receives, rank, true, late) ||
+                       lacks(mine.send, mine.sends, rank, false, late);
   return found && lacking;
 }
 
-bool Exchange::lacks(const Part* parts, const Cell& count, int64_t rank, bool receives) const {
+bool Exchange::lacks(const Part* parts, const Cell& count, int64_t rank, bool receives,
+                     bool late) const {
   for (int64_t i = 0; i < std::min<int64_t>(get(count), kParts); ++i) {
     const Part p = read_part(parts[i]);
     const Slot* s;
     if (wild(p) || !p.awaited || !member(slot_, p.peer, &s)) continue;
-    if (get(s->state) != kInOperation || get(s->kind) == kUnknown) continue;
+    if (!late && (get(s->state) != kInOperation || get(s->kind) == kUnknown)) continue;
     const Part* theirs = receives ? s->send : s->receive;
+    const bool here = in_messages(*s);
     bool found = false;
-    for (int64_t k = 0; k < std::min<int64_t>(get(receives ? s->sends : s->receives), kParts); ++k)
+    for (int64_t k = 0; here && k < std::min<int64_t>(get(receives ? s->sends : s->receives), kParts); ++k)
       found |= is(theirs[k], rank, p.tag, p.ordinal) || takes(theirs[k], rank, p.tag);
     const Channel* c = find_channel(*s, id_, rank, p.tag);
     if (!found && (!c || get(receives ? c->sent : c->posted) < p.ordinal)) return true;
@@ -175,7 +177,7 @@ bool Exchange::lacks(const Part* parts, const Cell& count, int64_t rank, bool re
 bool Exchange::waits_for(int64_t other, int64_t rank, const Part* parts, const Cell& count,
                          bool receives) {
   const Slot* s;
-  if (!member(slot_, other, &s) || !waits(*s)) return false;
+  if (!member(slot_, other, &s) || get(s->polling) == kInMpi || !in_messages(*s)) return false;
   const Part* theirs = receives ? s->send : s->receive;
   const int64_t n = std::min<int64_t>(get(receives ? s->sends : s->receives), kParts);
   for (int64_t i = 0; i < std::min<int64_t>(get(count), kParts); ++i) {
@@ -188,14 +190,14 @@ bool Exchange::waits_for(int64_t other, int64_t rank, const Part* parts, const C
   return false;
 }
 
-bool Exchange::waits(const Slot& s) const {
-  return get(s.state) == kInOperation && get(s.kind) == kMessagesOnly && get(s.polling) == kWaits &&
+bool Exchange::in_messages(const Slot& s) const {
+  return get(s.state) == kInOperation && get(s.kind) == kMessagesOnly &&
          get(s.entries[get(s.entry)].id) == id_;
 }
 
 bool Exchange::waits(const Slot& s, const Part* parts, const Cell& count, int64_t peer,
                      int64_t tag, int64_t ordinal) const {
-  if (!waits(s)) return false;
+  if (!in_messages(s) || get(s.polling) != kWaits) return false;
   for (int64_t i = 0; i < std::min<int64_t>(get(count), kParts); ++i)
     if (is(parts[i], peer, tag, ordinal)) return true;
   return false;
@@ -243,9 +245,7 @@ bool Exchange::expected(int64_t rank, const Part& p) {
            ? possible(p.peer)
            : announced()))
     return true;
-  if (get(receiver->kind) != kMessagesOnly || get(receiver->state) != kInOperation ||
-      get(receiver->entries[get(receiver->entry)].id) != id_)
-    return false;
+  if (!in_messages(*receiver)) return false;
   for (int64_t i = 0; i < std::min<int64_t>(get(receiver->receives), kParts); ++i)
     if (wild(receiver->receive[i])) return true;
   return false;

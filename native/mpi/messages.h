@@ -23,17 +23,20 @@ class Exchange {
   explicit Exchange(int64_t slot);
   bool possible(int64_t rank);
   // Whether the operation of a partner can end as soon as this rank hands its messages to MPI, and this
-  // rank's own operation cannot end before: its partner is in another operation. In MPI, an operation
-  // with several messages, like sendrecv, hands each of them over by itself.
-  bool needed(int64_t rank);
+  // rank's own operation cannot end before: its partner is in another operation, or has not come to
+  // this one although it is `late`. In MPI, an operation with several messages, like sendrecv, hands each
+  // of them over by itself.
+  bool needed(int64_t rank, bool late);
  private:
   bool partners_possible(int64_t rank);
   // Whether the operation of `other` waits on the board for a message of `rank` that is in `parts`.
   bool waits_for(int64_t other, int64_t rank, const Part* parts, const Cell& count, bool receives);
-  // Whether the partner of one of these messages is in another operation, before it comes to this message.
-  bool lacks(const Part* parts, const Cell& count, int64_t rank, bool receives) const;
-  // Whether the current operation of the rank waits on the board (and has this part).
-  bool waits(const Slot& s) const;
+  // Whether one of these messages has no partner yet. If it is not `late`, the partner must be in another
+  // operation.
+  bool lacks(const Part* parts, const Cell& count, int64_t rank, bool receives, bool late) const;
+  // Whether the rank is in an operation with messages on this communicator.
+  bool in_messages(const Slot& s) const;
+  // Whether the current operation of the rank waits on the board, with all its messages, and has this part.
   bool waits(const Slot& s, const Part* parts, const Cell& count, int64_t peer, int64_t tag,
              int64_t ordinal) const;
   // Whether the message that `rank` waits for was sent and is what the rank expects.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -46,6 +48,65 @@ def test_two_operations_help_a_third(comm: Communicator) -> None:
     else:
         got = mg.neighbor_alltoallv(rows[:1], [0], [1], [1], comm=comm)
     assert float(got.sum()) == (20.0 if comm.rank == 0 else 4.0)
+
+
+@pytest.mark.ranks(2)
+def test_two_operations_help_each_other(comm: Communicator) -> None:
+    x = jnp.ones(SHORT) * (comm.rank + 1)
+    if comm.rank == 0:
+        y = mg.sendrecv(x, 1, 1, comm=comm)
+        mg.send(x, 1, comm=comm)
+    else:
+        mg.recv(x, 0, comm=comm)
+        y = mg.sendrecv(x, 0, 0, comm=comm)
+    assert float(y[0]) == 2 - comm.rank
+
+
+@pytest.mark.ranks(3)
+def test_a_third_rank_is_late(comm: Communicator) -> None:
+    """Rank 2 needs both, and rank 0 needs a later message of rank 2."""
+    x = jnp.ones((1, 4)) * (comm.rank + 1)
+    if comm.rank == 0:
+        y = mg.neighbor_alltoallv(x, [2], [1], [1], comm=comm)
+        mg.neighbor_alltoallv(x, [2], [1], [0], comm=comm)
+    elif comm.rank == 1:
+        time.sleep(1.5)
+        y = mg.neighbor_alltoallv(x, [2], [1], [0], comm=comm)
+    else:
+        mg.neighbor_alltoallv(x[:0], [0, 1], [0, 0], [1, 1], comm=comm)
+        y = mg.neighbor_alltoallv(x, [0], [1], [1], comm=comm)
+    assert float(y.sum()) == (12.0, 0.0, 4.0)[comm.rank]
+
+
+@pytest.mark.ranks(3)
+def test_messages_of_equal_tags_on_two_communicators(comm: Communicator) -> None:
+    a, b = comm.dup(), comm.dup()
+    x = jnp.ones(2) * (comm.rank + 1)
+    if comm.rank == 0:
+        y = mg.recv(x, 1, comm=a)
+        mg.send(x, 2, comm=b)
+    elif comm.rank == 1:
+        request = mg.irecv(x, 2, tag=0, comm=b)
+        y = mg.sendrecv(x, 0, 2, comm=a)
+        mg.wait(request)
+    else:
+        y = mg.sendrecv(x, 1, 0, comm=b)
+        mg.send(x, 1, comm=a)
+    assert float(y[0]) == (2.0, 3.0, 1.0)[comm.rank]
+
+
+@pytest.mark.ranks(3)
+def test_a_partner_that_waits_outside(comm: Communicator) -> None:
+    """The guard does not see that rank 2 waits for rank 0."""
+    x = jnp.ones(2) * (comm.rank + 1)
+    if comm.rank == 0:
+        mg.recv(x, 1, comm=comm)
+        comm.mpi.send("go", 2)
+    elif comm.rank == 1:
+        assert float(mg.sendrecv(x, 0, 2, comm=comm)[0]) == 3.0
+    else:
+        comm.mpi.recv(source=0)
+        mg.send(x, 1, comm=comm)
 
 
 @pytest.mark.ranks(2)

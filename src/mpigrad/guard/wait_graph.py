@@ -356,9 +356,11 @@ def diagnose(slots: Any, gone: Callable[[int], str], now_ns: int) -> Finding | N
         except _Unknown:
             continue
     going = {r for r in range(len(slots)) if r not in waits and not gone(r)}
+    # They lack a message, and hand over their own ones when a partner needs no others.
+    helpers = {r for r, w in waits.items() if w.needs and all(w.needs)}
     while True:
         more = {r for r in waits.keys() - going if all(n & going for n in waits[r].needs)}
-        while alone := {r for r in more if not waits[r].partners <= going | more}:
+        while alone := {r for r in more if not waits[r].partners <= going | more | helpers}:
             more -= alone
         if not more:
             break

@@ -41,7 +41,7 @@ struct Program {
 // More bytes than this make a sender wait for its receiver (kEager of guard.cc).
 constexpr int kEagerBytes = 1 << 16;
 
-// A program without deadlocks: its events happen in one order on all ranks.
+// A program without deadlocks in MPI: its events happen in one order on all ranks.
 inline Program random_program(std::mt19937& random, int size) {
   const auto below = [&](int n) { return static_cast<int>(random() % n); };
   Program p{size, std::vector<Code>(size), {{}, {0, 1}}};
@@ -53,32 +53,42 @@ inline Program random_program(std::mt19937& random, int size) {
     const int a = below(size), b = (a + 1 + below(size - 1)) % size, tag = below(2);
     const int lengths[] = {1, 7, 1000, kEagerBytes / 4 + 1, kEagerBytes};
     const int n = lengths[below(5)];
-    switch (below(7)) {
+    const int comm = a < 2 && b < 2 ? below(2) : 0;
+    switch (below(8)) {
       case 0:
       case 1:
-        p.ranks[a].push_back({kSend, 0, b, -1, tag, n});
-        p.ranks[b].push_back({kRecv, 0, -1, a, tag, n});
+        p.ranks[a].push_back({kSend, comm, b, -1, tag, n});
+        p.ranks[b].push_back({kRecv, comm, -1, a, tag, n});
         break;
       case 2:
         for (int r = 0; r < size; ++r)
           p.ranks[r].push_back({kSendrecv, 0, (r + 1) % size, (r + size - 1) % size, tag, n});
         break;
-      case 3:
-        p.ranks[b].push_back({kIrecv, 0, -1, a, tag, n, 0, requests});
-        p.ranks[a].push_back({kSend, 0, b, -1, tag, n});
-        waits.push_back({b, {kWaitRecv, 0, -1, a, tag, n, 0, requests++}});
+      case 3:  // two ranks, in one operation each or in two
+        p.ranks[a].push_back({kSendrecv, comm, b, b, tag, n});
+        if (below(2)) {
+          p.ranks[b].push_back({kSendrecv, comm, a, a, tag, n});
+        } else {
+          p.ranks[b].push_back({kRecv, comm, -1, a, tag, n});
+          p.ranks[b].push_back({kSend, comm, a, -1, tag, n});
+        }
         break;
       case 4:
-        p.ranks[a].push_back({kIsend, 0, b, -1, tag, n, 0, requests});
-        p.ranks[b].push_back({kRecv, 0, -1, a, tag, n});
-        waits.push_back({a, {kWaitSend, 0, b, -1, tag, n, 0, requests++}});
+        p.ranks[b].push_back({kIrecv, comm, -1, a, tag, n, 0, requests});
+        p.ranks[a].push_back({kSend, comm, b, -1, tag, n});
+        waits.push_back({b, {kWaitRecv, comm, -1, a, tag, n, 0, requests++}});
+        break;
+      case 5:
+        p.ranks[a].push_back({kIsend, comm, b, -1, tag, n, 0, requests});
+        p.ranks[b].push_back({kRecv, comm, -1, a, tag, n});
+        waits.push_back({a, {kWaitSend, comm, b, -1, tag, n, 0, requests++}});
         break;
       default: {
-        const int comm = below(2), root = below(2);
+        const int group = below(2), root = below(2);
         const Kind kinds[] = {kAllreduce, kAllreduce, kBcast, kBarrier};
         const Kind kind = kinds[below(4)];
-        for (const int r : p.members[comm])
-          p.ranks[r].push_back({kind, comm, -1, -1, 0, kind == kBarrier ? 0 : n,
+        for (const int r : p.members[group])
+          p.ranks[r].push_back({kind, group, -1, -1, 0, kind == kBarrier ? 0 : n,
                                 kind == kBcast ? root : 0});
       }
     }
@@ -184,7 +194,7 @@ class Oracle {
       const int k = number(received_, c, op);
       if (sent_[c] < k) {
         const Op* other = current(op.from, going);
-        if (!other || sent_[c] + 1 != k || !sends(*other, r, op.tag) || other->n != op.n)
+        if (!other || sent_[c] + 1 != k || !sends(*other, op.comm, r, op.tag) || other->n != op.n)
           return false;
       } else if (lengths_[c][k] != op.n) {
         return false;
@@ -195,7 +205,7 @@ class Oracle {
       const int k = number(sent_, c, op);
       if (received_[c] < k) {
         const Op* other = current(op.to, going);
-        if (!other || received_[c] + 1 != k || !receives(*other, r, op.tag)) return false;
+        if (!other || received_[c] + 1 != k || !receives(*other, op.comm, r, op.tag)) return false;
         ambiguous_ |= other->n != op.n;
       } else {
         ambiguous_ |= taken_[c][k] != op.n;
@@ -222,10 +232,10 @@ class Oracle {
   }
   bool needed(int r, const Op& op, const std::vector<bool>& all) {
     for (int q = 0; q < p_.size; ++q) {
-      if (q == r || !all[q] || handed_[q]) continue;
+      if (q == r || !all[q]) continue;
       const Op& other = p_.ranks[q][at_[q]];
       if (other.kind >= kAllreduce || other.comm != op.comm) continue;
-      if (((op.to == q && receives(other, r, op.tag)) || (op.from == q && sends(other, r, op.tag))) &&
+      if (((op.to == q && receives(other, op.comm, r, op.tag)) || (op.from == q && sends(other, op.comm, r, op.tag))) &&
           ready(q, all))
         return true;
     }
@@ -234,16 +244,16 @@ class Oracle {
   bool lacks(int r, const Op& op, const std::vector<bool>& all) {
     const Channel in{op.comm, op.from, r, op.tag}, out{op.comm, r, op.to, op.tag};
     return (op.from >= 0 && all[op.from] && sent_[in] <= received_[in] &&
-            !sends(p_.ranks[op.from][at_[op.from]], r, op.tag)) ||
+            !sends(p_.ranks[op.from][at_[op.from]], op.comm, r, op.tag)) ||
            (op.to >= 0 && all[op.to] && op.n * 4 > kEagerBytes && received_[out] <= sent_[out] &&
-            !receives(p_.ranks[op.to][at_[op.to]], r, op.tag));
+            !receives(p_.ranks[op.to][at_[op.to]], op.comm, r, op.tag));
   }
-  static bool sends(const Op& op, int to, int tag) {
-    return (op.kind == kSend || op.kind == kSendrecv || op.kind == kIsend) && op.to == to &&
+  static bool sends(const Op& op, int comm, int to, int tag) {
+    return op.comm == comm && (op.kind == kSend || op.kind == kSendrecv || op.kind == kIsend) && op.to == to &&
            op.tag == tag;
   }
-  static bool receives(const Op& op, int from, int tag) {
-    return (op.kind == kRecv || op.kind == kSendrecv || op.kind == kIrecv) && op.from == from &&
+  static bool receives(const Op& op, int comm, int from, int tag) {
+    return op.comm == comm && (op.kind == kRecv || op.kind == kSendrecv || op.kind == kIrecv) && op.from == from &&
            op.tag == tag;
   }
   void advance(int r) {
