@@ -177,7 +177,7 @@ bool Exchange::lacks(const Part* parts, const Cell& count, int64_t rank, bool re
 bool Exchange::waits_for(int64_t other, int64_t rank, const Part* parts, const Cell& count,
                          bool receives) {
   const Slot* s;
-  if (!member(slot_, other, &s) || get(s->polling) == kInMpi || !in_messages(*s)) return false;
+  if (!member(slot_, other, &s) || !in_messages(*s)) return false;
   const Part* theirs = receives ? s->send : s->receive;
   const int64_t n = std::min<int64_t>(get(receives ? s->sends : s->receives), kParts);
   for (int64_t i = 0; i < std::min<int64_t>(get(count), kParts); ++i) {
@@ -185,7 +185,7 @@ bool Exchange::waits_for(int64_t other, int64_t rank, const Part* parts, const C
     if (p.peer != other || p.tag < 0) continue;
     for (int64_t k = 0; k < n; ++k)
       if (is(theirs[k], rank, p.tag, p.ordinal) || takes(theirs[k], rank, p.tag))
-        return partners_possible(other);
+        return get(s->polling) == kInMpi || partners_possible(other);
   }
   return false;
 }

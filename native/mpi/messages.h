@@ -29,7 +29,7 @@ class Exchange {
   bool needed(int64_t rank, bool late);
  private:
   bool partners_possible(int64_t rank);
-  // Whether the operation of `other` waits on the board for a message of `rank` that is in `parts`.
+  // Whether the operation of `other` needs a message of `rank` that is in `parts`, and no other one.
   bool waits_for(int64_t other, int64_t rank, const Part* parts, const Cell& count, bool receives);
   // Whether one of these messages has no partner yet. If it is not `late`, the partner must be in another
   // operation.

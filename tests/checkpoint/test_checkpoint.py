@@ -493,7 +493,7 @@ def test_an_earlier_run_is_neither_continued_nor_replaced_unasked(comm, director
         assert str(raised.value).startswith(begin)
         assert str(raised.value).removesuffix(" (found on rank 0)").endswith(remedies)
     with pytest.raises(FileExistsError, match=r"^Checkpoint: .* last step 30 of .*resume=True"):
-        minimize(lambda x: jnp.sum(x**2), np.ones(2), checkpoint=loop, comm=comm)
+        minimize(lambda x: jnp.sum(x**2), np.ones(2), replicated=True, checkpoint=loop, comm=comm)
     assert written() == before
 
     Store(directory, comm, resume=True).save(31, tree)

@@ -10,6 +10,7 @@ import pytest
 
 import mpigrad as mg
 from mpigrad.communicator import Communicator
+from mpigrad.guard.failure import current_board
 
 LONG, SHORT = 100_000, 3
 
@@ -93,6 +94,24 @@ def test_messages_of_equal_tags_on_two_communicators(comm: Communicator) -> None
         y = mg.sendrecv(x, 1, 0, comm=b)
         mg.send(x, 1, comm=a)
     assert float(y[0]) == (2.0, 3.0, 1.0)[comm.rank]
+
+
+@pytest.mark.ranks(2)
+def test_a_partner_that_is_already_in_mpi(comm: Communicator) -> None:
+    """The messages of rank 1 are not counted, so its partner does not wait on the board."""
+    board = current_board()
+    assert board is not None
+    mine = board.slots[board.own_index]
+    before, mine["counts_invalid"] = int(mine["counts_invalid"]), comm.rank == 1
+    x = jnp.ones(2) * (comm.rank + 1)
+    comm.mpi.barrier()
+    if comm.rank == 0:
+        y = mg.recv(x, 1, comm=comm)
+        mg.send(x, 1, comm=comm)
+    else:
+        y = mg.sendrecv(x, 0, 0, comm=comm)
+    assert float(y[0]) == 2 - comm.rank
+    mine["counts_invalid"] = before
 
 
 @pytest.mark.ranks(3)
