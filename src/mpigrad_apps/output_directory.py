@@ -26,7 +26,8 @@ def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None
 
     Call it before the computation, so that a directory that is not writable is found early. Rank 0
     writes, and its error is raised on all ranks. An earlier run in the directory is an error,
-    unless the settings say that it is continued or replaced.
+    unless the settings say that it is continued or replaced. A continued run keeps the file of its
+    first start.
     """
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
@@ -35,8 +36,11 @@ def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None
             out.mkdir(parents=True, exist_ok=True)
             if not os.access(out, os.W_OK):
                 raise PermissionError(f"--out: {out} is not writable. Choose another directory.")
+            path = out / "settings.json"
+            if getattr(settings, "resume", False) and path.exists():
+                return  # the saves may be of another run, which is then found
             text = json.dumps(dataclasses.asdict(settings), indent=2, default=str)
-            write_atomically(out / "settings.json", lambda file: file.write(f"{text}\n".encode()))
+            write_atomically(path, lambda file: file.write(f"{text}\n".encode()))
 
 
 def remove_saves(saves: pathlib.Path) -> None:

@@ -215,7 +215,7 @@ class CheckpointSession:
                 raise ValueError(
                     f"Checkpoint: {self.store.directory} is of another run: {name} is "
                     f"{there.get(name)} in its fingerprint and {here.get(name)} in this run. Use "
-                    "another directory."
+                    "overwrite=True to replace it, or another directory."
                 )
 
     def save(self, step: int, tree: Any, layout: Layout = False, extra: Any = None) -> pathlib.Path:
