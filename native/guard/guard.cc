@@ -449,6 +449,12 @@ MPIGRAD_EXPORT const char* mpigrad_begin(const char* operation, int64_t slot, in
   return refusal.c_str();
 }
 
+// The last operation was not one of the program.
+MPIGRAD_EXPORT void mpigrad_forget_operation() {
+  last_operation = nullptr;
+  copy_text(board.own().operation, "");
+}
+
 MPIGRAD_EXPORT void mpigrad_end() {
   if (!of_python.empty()) of_python.pop_back();
 }

@@ -119,10 +119,11 @@ def test_a_halo_exchange_has_its_name_in_reports(ranks: int) -> None:
 def test_a_rank_that_only_imports_mpigrad(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "leaves.py"
     program.write_text(
-        "import mpigrad as mg\nif mg.default_communicator().rank == 0: mg.barrier()\n"
+        "import mpigrad as mg\nif mg.default_communicator().rank == 0: mg.Grid((8,), (1.0,))\n"
     )
     done = mpigrad("launch", "-n", 2, program)
     assert done.returncode == 1
+    assert "rank 0: in allgather at " in done.stderr  # the import's last operation, too
     assert "rank 1: has ended, after importing mpigrad\n" in done.stderr
 
 

@@ -238,8 +238,7 @@ def install() -> None:
 
 def forget_import() -> None:
     """Forget the operations of the import, which are not the program's last ones."""
-    board = current_board()
-    board.slots[board.own_index]["operation"] = b""
+    library().mpigrad_forget_operation()
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
