@@ -130,7 +130,7 @@ def test_a_hundred_kills(tmp_path: pathlib.Path, way: str, ranks: int) -> None:
     seed = int(os.environ.get("MPIGRAD_SEED", time.time()))
     print(f"seed {seed}")
     dice, kills, within = random.Random(seed), 100, 0
-    steps = 4 * kills
+    steps = 4 * kills + 100  # enough after the last kill for a run that is asked to stop
     whole = Run(way, tmp_path / "whole", steps, ranks).finished()
     run = Run(way, tmp_path / "killed", steps, ranks)
     for kill in range(kills):
