@@ -95,6 +95,7 @@ def test_only_what_nobody_writes_is_removed(comm, directory, other):
             save.mkdir()
             (save / ".owner").write_text(f"{text}\n")
             (save / "rank00000.bin").write_bytes(b"half")
+        (directory / ".removed-000001").mkdir()  # a job was killed while it removed an old save
         hours_ago = time.time() - 7200
         for path in (save / ".owner", save / "rank00000.bin", save):
             os.utime(path, (hours_ago, hours_ago))
@@ -103,3 +104,4 @@ def test_only_what_nobody_writes_is_removed(comm, directory, other):
     comm.mpi.Barrier()
     left = sorted(p.name for p in directory.glob(".unfinished-*"))
     assert left == [".unfinished-live", ".unfinished-new"]
+    assert not list(directory.glob(".removed-*"))

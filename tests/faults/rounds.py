@@ -274,10 +274,9 @@ def check_next_run(
         names = {p.name for p in saves.iterdir()}
         expected = {p.name for p in saves.glob("save-*")} | {".owner"}
         rejected = {p.name for p in saves.glob("rejected-*")}
-        # A save that could not be removed is tried again after an hour. An empty file stays.
-        pruned = {p.name for p in saves.glob(".unfinished-0000*")}
-        pruned |= {p.name for p in saves.glob(".seen-by-all-*")} if unlinking else set()
-        if names != expected | rejected | pruned or path.name not in names:
+        # An empty file stays.
+        seen = {p.name for p in saves.glob(".seen-by-all-*")} if unlinking else set()
+        if names != expected | rejected | seen or path.name not in names:
             raise Violation(f"files are left over: {sorted(names - expected)}")
         saved = store.load(state(0), LAYOUT)
         if saved is None or saved.step != 9 or not equal(saved.tree, state(9)):

@@ -33,6 +33,7 @@ __all__ = ["Snapshot", "Store"]
 
 _SAVE = re.compile(r"save-(\d{6,})")
 _UNFINISHED = ".unfinished-"
+_REMOVED = ".removed-"  # an old save, which may have been removed in part
 _OWNER = ".owner"  # in each save, and in the directory: who has written it
 _ABANDONED = 3600.0  # seconds without a write, after which a save of another host is removed
 _SHOWN = 6  # count of leaves that an error names
@@ -262,6 +263,8 @@ class Store:
         for left in self.directory.glob(f"{_UNFINISHED}*"):
             if self._is_abandoned(left):
                 _remove(left)
+        for left in self.directory.glob(f"{_REMOVED}*"):
+            _remove(left)
         identity = self._latest = uuid.uuid4().hex
         unfinished = self.directory / f"{_UNFINISHED}{identity}"
         self._started.add(unfinished.name)
@@ -346,7 +349,7 @@ class Store:
                 else:
                     # A directory with the name of a save must be complete, even if the job is
                     # killed here.
-                    aside = _free(self.directory / f"{_UNFINISHED}{number:06d}")
+                    aside = _free(self.directory / f"{_REMOVED}{number:06d}")
                     os.rename(path, aside)
                     shutil.rmtree(aside)
             except OSError as error:  # the run can continue
