@@ -1,4 +1,4 @@
-"""The error for a directory that has an earlier run. It imports neither JAX nor MPI."""
+"""The error for a directory or history of an earlier run. It imports neither JAX nor MPI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["EarlierRun", "earlier_run_error", "last_save"]
+__all__ = ["EarlierRun", "earlier_run_error", "last_record", "last_save"]
 
 
 class EarlierRun(NamedTuple):
@@ -33,6 +33,19 @@ def last_save(saves: Sequence[pathlib.Path]) -> EarlierRun:
     return EarlierRun(step, seconds)
 
 
+def last_record(history: pathlib.Path) -> EarlierRun | None:
+    """Return the last whole record of a history (a file of JSON lines), or None."""
+    lines = history.read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+            step = record.get("iteration", record.get("step"))
+        except (ValueError, AttributeError):  # a job that is killed may leave half a line
+            continue
+        return EarlierRun(step, history.stat().st_mtime)
+    return None
+
+
 def earlier_run_error(
     name: str,
     directory: pathlib.Path,
@@ -49,7 +62,7 @@ def earlier_run_error(
     name
         The option or function that the user typed.
     directory
-        The directory of the earlier run.
+        The directory or the history of the earlier run.
     run
         Its last step.
     resume, overwrite, other

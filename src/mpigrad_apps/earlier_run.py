@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from typing import Any
 
-from mpigrad.earlier_run import EarlierRun, earlier_run_error, last_save
+from mpigrad.earlier_run import EarlierRun, earlier_run_error, last_record, last_save
 
 __all__ = ["OutputCheck"]
 
@@ -45,13 +44,7 @@ class OutputCheck:
 def _results(out: pathlib.Path) -> EarlierRun | None:
     """Return the last step in a history, or else the date of the report, or else None."""
     for history in (path for pattern in _HISTORIES for path in out.glob(pattern)):
-        lines = history.read_text(encoding="utf-8", errors="replace").splitlines()
-        for line in reversed(lines):
-            try:
-                record = json.loads(line)
-                step = record.get("iteration", record.get("step"))
-            except (ValueError, AttributeError):  # a job that is killed may leave half a line
-                continue
-            return EarlierRun(step, history.stat().st_mtime)
+        if (run := last_record(history)) is not None:
+            return run
     report = out / "report.html"
     return EarlierRun(None, report.stat().st_mtime) if report.exists() else None

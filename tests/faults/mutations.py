@@ -49,7 +49,7 @@ OPERATOR = "tests/sparse/solvers/test_operator_solve.py::"
 
 MUTATIONS = [
     # ---- saves ----
-    Mutation("checkpoint/store.py", "*good[: -self.keep])", "*good[: 1 - self.keep])",
+    Mutation("checkpoint/store.py", "[-self.keep :]", "[1 - self.keep :]",
              2, SAVES + "test_saves_that_cannot_be_read_are_neither_skipped_nor_removed"),
     Mutation("checkpoint/rank_files.py", "!= expected.sha256:", '== "":',
              2, SAVES + "test_damaged_saves_are_rejected_by_name"),
@@ -70,8 +70,8 @@ MUTATIONS = [
              2, OWNERS + "test_two_jobs_that_live_do_not_share_a_directory"),
     Mutation("checkpoint/store.py", "return lives is False or (", "return lives is not None or (",
              2, OWNERS + "test_only_what_nobody_writes_is_removed"),
-    Mutation("checkpoint/store.py", "for number in call_on_root(self.comm, lambda: sorted("
-             "self._numbers(), reverse=True)):", "for number in sorted(self._numbers())[::-1]:",
+    Mutation("checkpoint/store.py", "for number in call_on_root(self.comm, self._newest_first):",
+             "for number in self._newest_first():",
              0, FAULTS + "test_sixty_faults"),
     Mutation("checkpoint/layout.py", "boxes[1:, 0, first.axis] = ends[:-1]",
              "boxes[1:, 0, first.axis] = ends[1:]",

@@ -169,7 +169,8 @@ def test_rejects_invalid_bounds(comm):
     refused("LBFGSB: every lower bound must be at most", (1.0, np.array([2.0, 0.0, 2.0])))
     refused("LBFGSB: every lower bound must be at most", (np.nan, None))
     refused("LBFGSB: bounds do not fit the unknowns", (np.zeros(2), None))
-    refused("pair", (1.0, 2.0, 3.0))
+    refused("tuple .*, got tuple of 3 elements", (1.0, 2.0, 3.0))
+    refused("got list of 3 elements. Give two arrays", [(0.0, 1.0)] * 3)
     refused(
         "bounds of replicated unknowns .* must be the same on all ranks",
         (np.full(3, -comm.rank), 1.0),

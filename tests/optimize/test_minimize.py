@@ -205,6 +205,15 @@ def test_history_and_callback(comm, directory):
     if comm.rank == 0:
         assert lines[-1]["loss"] == solution.stats["loss"] == solution.stats["history"][-1].loss
     assert lines[0]["gradient_norm"] == pytest.approx(comm.size * np.sqrt(4 * (4 + 1 + 0)))
+    again = functools.partial(
+        minimize, parabola, jnp.arange(3.0), Adam(0.1), replicated=True, max_steps=2, history=path
+    )
+    with pytest.raises(FileExistsError, match=r"last step 4 of .* delete it to replace it"):
+        again()
+    assert len(path.read_text().splitlines()) == 5
+    again(checkpoint=Checkpoint(directory / "run", overwrite=True))
+    comm.mpi.Barrier()
+    assert len(path.read_text().splitlines()) == 3
 
 
 @pytest.mark.thin(1)

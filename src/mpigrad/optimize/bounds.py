@@ -13,7 +13,7 @@ import numpy as np
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.optimize.unknowns import Unknowns, Vector, dot
 
-__all__ = ["Limits", "check_bounds", "clip", "projected_norm", "vectors_of_bounds"]
+__all__ = ["Limits", "check_bounds", "check_pair", "clip", "projected_norm", "vectors_of_bounds"]
 
 Limits = tuple[Vector, Vector]  # this rank's parts of the lower and upper bounds
 
@@ -40,11 +40,23 @@ def _trees(unknowns: Unknowns, bounds: Any, method: str) -> list[Any]:
                 example,
             )
         except ValueError as error:
+            first = str(error).partition("\n")[0]
             raise ValueError(
-                f"{method}: bounds do not fit the unknowns ({error}). Give a pytree prefix of x0."
+                f"{method}: bounds do not fit the unknowns ({first}). Give (lower, upper), each a "
+                "float, an array or a pytree prefix of x0."
             ) from error
         found.append(whole)
     return found
+
+
+def check_pair(bounds: Any, method: str) -> None:
+    """Raise an error unless the bounds are None or a tuple of two elements."""
+    if bounds is not None and not (isinstance(bounds, tuple) and len(bounds) == 2):
+        size = f" of {len(bounds)} elements" if hasattr(bounds, "__len__") else ""
+        raise ValueError(
+            f"{method}: bounds must be a tuple (lower, upper), got {type(bounds).__name__}{size}. "
+            "Give two arrays, not a pair for each unknown."
+        )
 
 
 def check_bounds(unknowns: Unknowns, bounds: Any, method: str) -> None:

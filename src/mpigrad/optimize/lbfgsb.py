@@ -17,7 +17,14 @@ from mpigrad.optimize.bounded_model import (
     model_restriction,
     trial_direction,
 )
-from mpigrad.optimize.bounds import Limits, check_bounds, clip, projected_norm, vectors_of_bounds
+from mpigrad.optimize.bounds import (
+    Limits,
+    check_bounds,
+    check_pair,
+    clip,
+    projected_norm,
+    vectors_of_bounds,
+)
 from mpigrad.optimize.lbfgs_memory import empty, remember_pair
 from mpigrad.optimize.line_search import StrongWolfe
 from mpigrad.optimize.method import Method
@@ -106,10 +113,7 @@ class LBFGSB(Method):
             raise ValueError(f"LBFGSB: memory must be positive, got {self.memory}")
         if not self.first_step > 0:
             raise ValueError(f"LBFGSB: first_step must be positive, got {self.first_step}")
-        if self.bounds is not None and len(self.bounds) != 2:
-            raise ValueError(
-                f"LBFGSB: bounds must be a pair (lower, upper), got {len(self.bounds)} elements"
-            )
+        check_pair(self.bounds, "LBFGSB")
 
     def check(self, unknowns: Unknowns) -> None:
         check_bounds(unknowns, self.bounds, "LBFGSB")

@@ -20,6 +20,7 @@ from mpigrad.checkpoint import Checkpoint, CheckpointSession, Decision
 from mpigrad.checkpoint.file_errors import name_in_errors
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
+from mpigrad.earlier_run import earlier_run_error, last_record
 from mpigrad.optimize.lbfgs import LBFGS
 from mpigrad.optimize.method import Method, State, settings_fingerprint
 from mpigrad.optimize.objective import Objective, Point
@@ -103,7 +104,9 @@ def minimize(
         gives only the structure. With `overwrite=True` it replaces that state.
     history
         A file to which rank 0 adds a JSON line after each iteration. If a line cannot be written,
-        rank 0 prints why, and the run continues.
+        rank 0 prints why, and the run continues. A file with records of an earlier run is replaced
+        only if the checkpoint has `resume=True` (the records up to its state stay) or
+        `overwrite=True`.
     progress
         Show a live line with the index of the iteration, the loss and the gradient norm.
     comm
@@ -131,8 +134,8 @@ def minimize(
     TypeError, ValueError
         On every rank, if arguments do not fit or differ between ranks.
     FileExistsError
-        On every rank, if the checkpoint's directory has an earlier run, and neither `resume` nor
-        `overwrite` is given. It names the last step and its date.
+        On every rank, if the checkpoint's directory or the history has an earlier run, and neither
+        `resume` nor `overwrite` is given. It names the last step and its date.
     MinimizeError
         On every rank, with `throw=True`, if the run fails. Its `solution` attribute has the
         solution.
@@ -204,6 +207,8 @@ def minimize(
         with raise_on_all_ranks(comm):
             if history is not None and comm.rank == 0:
                 run.history = pathlib.Path(history)
+                if checkpoint is None or not (checkpoint.resume or checkpoint.overwrite):
+                    _forbid_earlier_history(run.history)
                 run.history.open("a").close()  # an earlier content stays for now
         stack.callback(run.close)
         result, state = run.run(x0, max_steps, (rtol, atol, ftol))
@@ -230,6 +235,14 @@ class _Unevaluated:
 
     def evaluate(self, x: Vector) -> Point:
         return Point(x, x, 0.0, 0.0, 0.0)
+
+
+def _forbid_earlier_history(history: pathlib.Path) -> None:
+    if history.is_file() and (run := last_record(history)) is not None:
+        raise earlier_run_error(
+            "minimize(history=...)", history, run, resume="", other="another file",
+            overwrite="checkpoint=Checkpoint(..., overwrite=True) or delete it",
+        )  # fmt: skip
 
 
 class _Run:

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.optimize.bounds import check_bounds, clip, projected_norm, vectors_of_bounds
+from mpigrad.optimize.bounds import (
+    check_bounds,
+    check_pair,
+    clip,
+    projected_norm,
+    vectors_of_bounds,
+)
 from mpigrad.optimize.method import Method
 from mpigrad.optimize.objective import Objective
 from mpigrad.optimize.root_protocol import first_error, request, shared_evaluation
@@ -116,10 +122,7 @@ class SciPy(Method):
                 f"SciPy: the method {self.name} does not support bounds. Use one of "
                 f"{', '.join(_BOUNDED)}."
             )
-        if self.bounds is not None and len(self.bounds) != 2:
-            raise ValueError(
-                f"SciPy: bounds must be a pair (lower, upper), got {len(self.bounds)} elements"
-            )
+        check_pair(self.bounds, "SciPy")
 
     @property
     def needs_f(self) -> bool:
