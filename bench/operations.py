@@ -1,11 +1,13 @@
-"""Operations beside mpi4py, mpi4jax, torch (gloo) and JAX's shard_map (gloo): one table, one run.
+"""Operations beside mpi4py, mpi4jax, torch (gloo) and shard_map (gloo, MPI): one table, one run.
 
     mpigrad launch -n 2 bench/operations.py [--json FILE] [--torch-python PYTHON]
 
 Forward, and forward with backward. Loops of each library take turns within one job, so that a drift
 of the machine meets all of them alike; figures are medians over rounds, with the smallest and the
 largest ratio of the pairs. A library that is not there, or has no gradient, is left out and named.
-mpi4jax has to be in this environment; torch may be in one of its own.
+mpi4jax has to be in this environment; torch may be in one of its own. JAX's own collectives on MPI
+need MPIwrapper (https://github.com/eschnett/MPIwrapper), built for this Open MPI: set
+MPITRAMPOLINE_LIB to its libmpiwrapper.so.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import json
 import os
 import pathlib
+import shutil
 import socket
 import statistics
 import subprocess
@@ -56,28 +59,52 @@ class Peer:
         own = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "JAX_")
         environment = {k: v for k, v in os.environ.items() if not k.startswith(own)}
         program = str(pathlib.Path(__file__).with_name("worker.py"))
-        words = [python, program, library, str(world.rank), str(world.size), str(port)]
-        self._process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        answers = world.allgather(self._answer())
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(60)
+            ports = world.allgather(server.getsockname()[1])
+            words = [python, program, library, str(world.rank), str(port), *map(str, ports)]
+            self._process = None
+            if library == "shard_map_mpi":  # a job of its own
+                words[3] = "-1"
+                words = [
+                    shutil.which("mpiexec") or "mpiexec",
+                    "--quiet",
+                    "-n",
+                    str(world.size),
+                    *words,
+                ]
+                environment |= {
+                    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+                    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+                    "OMPI_MCA_orte_abort_on_non_zero_status": "1",
+                }
+            if library != "shard_map_mpi" or world.rank == 0:
+                self._process = subprocess.Popen(words, env=environment)
+            try:
+                self._stream = server.accept()[0].makefile("rw")
+                answer = self._answer()
+            except TimeoutError:
+                answer = {"missing": "it did not start within 60 s"}
+        answers = world.allgather(answer)
         self.missing = next((a["missing"] for a in answers if "missing" in a), "")
 
     def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._stream.readline()
         return json.loads(line) if line else {"missing": "it ended"}
 
     def ask(self, **task: Any) -> float | None:
         """Return the seconds of its loop on this rank, or None if it lacks the operation."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
+        self._stream.write(json.dumps(task) + "\n")
+        self._stream.flush()
         return self._answer().get("seconds")
 
     def end(self) -> None:
         """Let it end."""
-        self._process.communicate()
+        if not self.missing:
+            self._stream.close()
+        if self._process is not None:
+            self._process.wait(60)
 
 
 def seconds(f: Callable[[], Any]) -> float:
@@ -252,11 +279,15 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--shorter", type=int, default=1, help="divide the loops' lengths by this")
-    parser.add_argument("--peers", nargs="*", default=["torch", "shard_map"], help="or none")
+    parser.add_argument(
+        "--peers", nargs="*", default=["torch", "shard_map", "shard_map_mpi"], help="or none"
+    )
     parser.add_argument("--torch-python", default=sys.executable, help="a Python that has torch")
     arguments = parser.parse_args()
-    pythons = {"torch": arguments.torch_python, "shard_map": sys.executable}
-    started = {name: Peer(name, pythons[name]) for name in arguments.peers}
+    pythons = {"torch": arguments.torch_python}
+    if without_wrapper := "MPITRAMPOLINE_LIB" not in os.environ:
+        arguments.peers = [name for name in arguments.peers if name != "shard_map_mpi"]
+    started = {name: Peer(name, pythons.get(name, sys.executable)) for name in arguments.peers}
     peers = {name: peer for name, peer in started.items() if not peer.missing}
     if world.rank == 0:
         print(
@@ -266,6 +297,8 @@ def main() -> None:
             "microseconds per operation, medians; in brackets mpigrad's time over the other's",
             flush=True,
         )
+        if without_wrapper:
+            print("shard_map_mpi: left out (MPITRAMPOLINE_LIB is not set)", flush=True)
         for name, peer in started.items():
             if peer.missing:
                 print(f"{name}: left out ({peer.missing})", flush=True)

@@ -1,7 +1,7 @@
-"""One rank of a library that does not stand on MPI: torch (gloo) or JAX's shard_map (gloo).
+"""One process of another library: torch (gloo) or JAX's shard_map (gloo, or JAX's own MPI).
 
-Started by bench/operations.py beside each of its ranks, in a Python of its own, so that loops of
-all libraries take turns in one job. It reads one task a line from its standard input,
+`bench/operations.py` starts it beside each of its ranks, in a Python of its own, so that the loops
+of all libraries take turns in one job. It connects to the port of its rank, reads one task a line,
 {"operation", "mode", "n", "count"}, and answers with the seconds that the loop has taken.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 import warnings
@@ -59,13 +60,15 @@ def torch_loops(rank: int, size: int, port: int) -> Callable[[str, str, int, int
     return loop
 
 
-def shard_map_loops(rank: int, size: int, port: int) -> Callable[[str, str, int, int], Loop]:
+def shard_map_loops(
+    rank: int, size: int, port: int, collectives: str = "gloo"
+) -> Callable[[str, str, int, int], Loop]:
     """Loops inside one compiled program over all processes."""
     import jax
 
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", size, rank)
+    jax.config.update("jax_cpu_collectives_implementation", collectives)
+    jax.distributed.initialize(f"127.0.0.1:{port}", size, rank, local_device_ids=[0])
     import numpy as np
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -109,19 +112,28 @@ def repeated(f: Loop, count: int) -> Loop:
     return run
 
 
+MAKERS = {
+    "torch": torch_loops,
+    "shard_map": shard_map_loops,
+    "shard_map_mpi": lambda *args: shard_map_loops(*args, collectives="mpi"),
+}
+
+
 def main() -> None:
     """Answer until the input ends."""
-    library, rank, size, port = sys.argv[1], *map(int, sys.argv[2:])
-    answers = os.fdopen(os.dup(1), "w")
+    library, rank, port, *ports = sys.argv[1], *map(int, sys.argv[2:])
+    if rank < 0:  # started by mpiexec
+        rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    stream = socket.create_connection(("127.0.0.1", ports[rank])).makefile("rw")
     os.dup2(2, 1)  # gloo has things to say on the standard output
     kept: dict[str, Loop] = {}
     try:
-        make = {"torch": torch_loops, "shard_map": shard_map_loops}[library](rank, size, port)
+        make = MAKERS[library](rank, len(ports), port)
     except ImportError as error:
-        print(json.dumps({"missing": str(error)}), file=answers, flush=True)
+        print(json.dumps({"missing": str(error)}), file=stream, flush=True)
         return
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
+    print(json.dumps({"ready": True}), file=stream, flush=True)
+    for line in stream:
         task = json.loads(line)
         try:
             if line not in kept:
@@ -131,7 +143,10 @@ def main() -> None:
             answer = {"seconds": time.perf_counter() - start}
         except NotImplementedError as error:
             answer = {"missing": str(error)}
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(answer), file=stream, flush=True)
+    os._exit(
+        0
+    )  # JAX frees communicators behind MPI_Finalize, and Open MPI ends the job with an error
 
 
 if __name__ == "__main__":
