@@ -126,7 +126,7 @@ def _sampling(posterior: Posterior, summary: dict[str, Summary]) -> report.Table
             "effective sample size": f"{min(sizes):.0f} at least, {np.median(sizes):.0f} in median",
             "effective draws per second": f"{min(sizes) / posterior.seconds:.3g} at least, "
             f"{np.median(sizes) / posterior.seconds:.3g} in median",
-            "largest R-hat": f"{max(known.rhat for known in summary.values()):.4f}",
+            "largest R-hat": f"{max(known.rhat for known in summary.values()):.5g}",
         }
     return report.Table(
         "Sampling",
@@ -162,7 +162,7 @@ def _ending(settings: Settings, found: Estimates) -> str:
     text = f"{chains} chains of {draws} draws by NUTS{stopped}."
     worst = max(known.rhat for known in found.summary.values())
     if worst > _AGREED:
-        text += f" The chains do not agree yet (R-hat {worst:.2f}). Increase --warmup and --draws."
+        text += f" The chains do not agree yet (R-hat {worst:.3g}). Increase --warmup and --draws."
     return text
 
 
