@@ -19,6 +19,8 @@ class OutputCheck:
     def check_output(self) -> None:
         """Raise an error if `out` has an earlier run that is not to be continued or replaced.
 
+        A run with a report and without saves, such as a simulation, cannot be continued.
+
         Raises
         ------
         FileExistsError
@@ -30,9 +32,16 @@ class OutputCheck:
         out, resumes = settings.out, getattr(settings, "resume", False)
         if resumes and settings.overwrite:
             raise ValueError("--overwrite: got --resume, too. Give one of them.")
-        if resumes or settings.overwrite:
+        if settings.overwrite:
             return
         saves = [save for pattern in _SAVES for save in out.glob(pattern)]
+        if resumes and not saves and (out / "report.html").exists():
+            raise FileExistsError(
+                f"--resume: {out} has the report of an earlier run, but no saves to continue from. "
+                "Use --overwrite to replace it, or another --out."
+            )
+        if resumes:
+            return
         run = last_save(saves) if saves else _results(out)
         if run is not None:
             resume = "--resume" if saves else ""

@@ -33,12 +33,16 @@ def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None
         if comm.rank == 0:
             if hasattr(settings, "check_output"):
                 settings.check_output()
+            if any(path.is_file() for path in (out, *out.parents)):
+                raise FileExistsError(f"--out: {out} is, or is in, a file. Choose a directory.")
             out.mkdir(parents=True, exist_ok=True)
             if not os.access(out, os.W_OK):
                 raise PermissionError(f"--out: {out} is not writable. Choose another directory.")
             path = out / "settings.json"
             if getattr(settings, "resume", False) and path.exists():
                 return  # the saves may be of another run, which is then found
+            if getattr(settings, "overwrite", False):
+                (out / "report.html").unlink(missing_ok=True)  # it would describe the earlier run
             text = json.dumps(dataclasses.asdict(settings), indent=2, default=str)
             write_atomically(path, lambda file: file.write(f"{text}\n".encode()))
 

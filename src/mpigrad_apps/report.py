@@ -234,7 +234,7 @@ def curve(
 
 
 def plain_numbers(axes: Any) -> None:
-    """Label logarithmic axes that span less than a decade by plain numbers, such as 0.5 and 0.6.
+    """Label logarithmic axes that span less than two decades by plain numbers, such as 0.5 and 0.6.
 
     Call it after everything is drawn.
 
@@ -248,12 +248,13 @@ def plain_numbers(axes: Any) -> None:
     >>> axes.yaxis.get_major_formatter()(0.6)
     '0.6'
     """
-    from matplotlib.ticker import FormatStrFormatter, MaxNLocator, NullLocator
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, MaxNLocator, NullLocator
 
     for axis in (axes.xaxis, axes.yaxis):
         low, high = sorted(axis.get_view_interval())
-        if axis.get_scale() == "log" and high < 10 * low:
-            axis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
+        if axis.get_scale() == "log" and high < 100 * low:
+            few = MaxNLocator(4, steps=[1, 2, 5, 10])
+            axis.set_major_locator(few if high < 10 * low else LogLocator(subs=(1, 2, 5)))
             axis.set_minor_locator(NullLocator())
             axis.set_major_formatter(FormatStrFormatter("%.4g"))
 

@@ -65,6 +65,33 @@ def test_a_history_without_saves_names_its_last_whole_line(tmp_path):
     assert str(raised.value).endswith(f". Use {REMEDIES}")
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_report_without_saves_is_not_continued(comm, directory):
+    """`--resume` must not replace the results of a simulation. `--overwrite` does."""
+    resumed = settings_of("heat", directory, resume=True)
+    prepare_output(resumed, directory, comm)
+    if comm.rank == 0:
+        (directory / "report.html").touch()
+    comm.mpi.Barrier()
+    with pytest.raises(FileExistsError, match=r"--resume: .* no saves to continue from") as raised:
+        prepare_output(resumed, directory, comm)
+    assert REMEDIES in str(raised.value)
+    prepare_output(settings_of("heat", directory, overwrite=True), directory, comm)
+    comm.mpi.Barrier()
+    assert not (directory / "report.html").exists()
+    prepare_output(resumed, directory, comm)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_file_is_no_output_directory(comm, directory):
+    if comm.rank == 0:
+        (directory / "notes.txt").touch()
+    comm.mpi.Barrier()
+    for out in (directory / "notes.txt", directory / "notes.txt" / "run"):
+        with pytest.raises(FileExistsError, match=r"--out: .*notes\.txt.* Choose a directory\."):
+            prepare_output(settings_of("heat", out), out, comm)
+
+
 @pytest.mark.ranks(1)
 def test_the_command_refuses_before_it_launches(tmp_path, monkeypatch, capfd):
     cli = importlib.import_module("mpigrad.launch.cli")

@@ -7,7 +7,8 @@ from matplotlib.text import Text
 from mpigrad_apps import report
 from mpigrad_apps.report import Panel, curve, drawing, maps
 from mpigrad_apps.sgd.outputs import _summary
-from mpigrad_apps.sgd.run_log import EpochRecord, RunLog
+from mpigrad_apps.sgd.pictures import draw_staleness
+from mpigrad_apps.sgd.run_log import EpochRecord, RunLog, StepRecord
 from mpigrad_apps.sgd.settings import Settings
 from mpigrad_apps.sgd.task import Task
 from mpigrad_apps.shots import acoustic_command
@@ -55,10 +56,31 @@ def test_a_curve_may_be_linear(figures):
     assert figures[0].axes[0].get_ylabel() == "heat"
 
 
+def test_the_losses_of_all_trainings_are_within_the_axes(figures):
+    logs = [
+        RunLog(
+            str(loss),
+            (StepRecord(1, loss, 8.0, 0.1, staleness=(0,)),),
+            (EpochRecord(0, 0.0, 0.0),),
+            "",
+            bound=4,
+        )
+        for loss in (0.5, 0.53)
+    ]
+    draw_staleness(logs)
+    effect = figures[0].axes[1]
+    assert effect.get_ylim() == pytest.approx((0, 1.2 * 0.53))
+
+
 @pytest.mark.parametrize(
-    ("values", "labels"), [([0.3, 0.8], ["0.4", "0.6", "0.8"]), ([0.001, 10.0], None)]
+    ("values", "labels"),
+    [
+        ([0.3, 0.8], ["0.4", "0.6", "0.8"]),
+        ([0.19, 2.1], ["0.2", "0.5", "1", "2"]),
+        ([0.001, 10.0], None),
+    ],
 )
-def test_axes_of_less_than_a_decade_have_plain_numbers(figures, values, labels):
+def test_axes_of_less_than_two_decades_have_plain_numbers(figures, values, labels):
     curve("c", "", {"loss": ([0, 1], values)})
     (axes,) = figures[0].axes
     low, high = axes.get_ylim()

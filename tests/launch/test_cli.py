@@ -42,6 +42,15 @@ def test_an_error_of_the_input_is_all_that_is_printed(ranks: int, tmp_path: path
     assert line.startswith(f"mpigrad: {file}: the file has an unknown format. Known formats: ")
 
 
+def test_an_error_of_a_save_names_the_option(tmp_path: pathlib.Path) -> None:
+    """The library says overwrite=True, which nobody can type on the command line."""
+    words = ("run", "heat", "--cells", 8, 8, "--unknown", "cells", "--iterations", 2)
+    assert mpigrad(*words, "--out", tmp_path / "out").returncode == 0
+    done = mpigrad(*words, "--out", tmp_path / "out", "--resume", "--seed", 1)
+    assert done.returncode == 1
+    assert "seed is 0 in its fingerprint and 1 in this run. Use --overwrite to" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+import re
 import sys
 import time
 import traceback
@@ -20,6 +21,7 @@ from mpigrad.guard import end_job, end_with_error
 from mpigrad.launch.applications import application
 
 _DELAY = 1.0  # seconds that the other ranks wait, so that rank 0 reports a common error
+_PARAMETER = re.compile(r"\b(resume|overwrite)=True\b")  # an option on the command line
 
 
 def main() -> int:
@@ -46,7 +48,7 @@ def main() -> int:
 
 
 def _with_name(error: BaseException) -> str:
-    text = str(error)
+    text = _PARAMETER.sub(r"--\1", str(error))
     return text if text.startswith("mpigrad") else f"mpigrad: {text}"
 
 

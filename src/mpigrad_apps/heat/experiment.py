@@ -60,7 +60,7 @@ def make_experiment(settings: Settings, comm: Communicator) -> Experiment:
     Raises
     ------
     ValueError
-        On all ranks, if the model file is not valid.
+        On all ranks, if the model file is not valid, or if the time steps are unstable.
     """
     grid = unit_square(settings.cells, comm)
     x, y = (jnp.asarray(axis) for axis in grid.centers())
@@ -82,5 +82,13 @@ def make_experiment(settings: Settings, comm: Communicator) -> Experiment:
         steps = math.ceil(settings.duration / (margin * largest))
     if settings.unknown == "nothing":  # the same number of steps between all pictures
         steps = settings.frames * math.ceil(steps / settings.frames)
+    if settings.steps is not None and settings.theta < 0.5:
+        largest = float(mpigrad.jit(model.largest_time_step)(kappa))
+        needed = math.ceil(settings.duration / largest * (1 - 1e-9))
+        if steps < needed:
+            raise ValueError(
+                f"--steps: {steps} time steps of {settings.duration / steps:.3g} are unstable for "
+                f"this diffusivity. Use --steps {needed} or more, or --theta 0.5 or more."
+            )
     model = dataclasses.replace(model, dt=settings.duration / steps, steps=steps)
     return Experiment(model, kappa, jnp.zeros_like(x), heater(grid, settings.duration))

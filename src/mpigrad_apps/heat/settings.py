@@ -25,7 +25,8 @@ class Settings(OutputCheck):
     duration: float = 0.1
     """The simulated time. Heat crosses the plate in about 0.1 / kappa."""
     steps: int | None = None
-    """Number of time steps. By default as many as stability needs, or 100 for theta >= 0.5."""
+    """Number of time steps. A simulation rounds it up to a multiple of --frames. By default as many
+    as stability needs, or 100 for theta >= 0.5."""
     theta: float = 0.0
     """The scheme: 0 explicit, 0.5 Crank-Nicolson, 1 implicit."""
     boundary: Literal["zero", "insulated"] = "zero"

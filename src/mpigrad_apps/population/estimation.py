@@ -24,7 +24,7 @@ from mpigrad_apps.population import records
 from mpigrad_apps.population.diagnostics import Summary, summarize
 from mpigrad_apps.population.kinetics import Kinetics, decay_rate
 from mpigrad_apps.population.model import Model, Prior, Unknowns, log_density
-from mpigrad_apps.population.outputs import Estimates, write_draws, write_outputs
+from mpigrad_apps.population.outputs import Estimates, disagreement, write_draws, write_outputs
 from mpigrad_apps.population.prediction import Prediction, predict_patient
 from mpigrad_apps.population.records import Cohort
 from mpigrad_apps.population.sampling import NUTS, Posterior
@@ -190,6 +190,8 @@ def _report(
     with raise_on_all_ranks(comm):
         if comm.rank == 0:
             path = write_outputs(settings, model, found, comm.size)
+            if warning := disagreement(summary):
+                print(f"population: {warning}", flush=True)
             print(f"report: {path}", flush=True)
     return PopulationResult(settings, cohort, truth, mode.value, posterior, summary, path)
 

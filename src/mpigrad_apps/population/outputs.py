@@ -25,7 +25,7 @@ from mpigrad_apps.population.sampling import Posterior
 from mpigrad_apps.population.settings import Settings
 from mpigrad_apps.population.simulation import Truth
 
-__all__ = ["Estimates", "individual_parameters", "write_draws", "write_outputs"]
+__all__ = ["Estimates", "disagreement", "individual_parameters", "write_draws", "write_outputs"]
 
 _AGREED = 1.05  # R-hat
 
@@ -126,7 +126,7 @@ def _sampling(posterior: Posterior, summary: dict[str, Summary]) -> report.Table
             "effective sample size": f"{min(sizes):.0f} at least, {np.median(sizes):.0f} in median",
             "effective draws per second": f"{min(sizes) / posterior.seconds:.3g} at least, "
             f"{np.median(sizes) / posterior.seconds:.3g} in median",
-            "largest R-hat": f"{max(known.rhat for known in summary.values()):.4f}",
+            "largest R-hat": f"{max(known.rhat for known in summary.values()):.5g}",
         }
     return report.Table(
         "Sampling",
@@ -160,10 +160,15 @@ def _ending(settings: Settings, found: Estimates) -> str:
     chains, draws = posterior.steps.shape
     stopped = "" if draws >= settings.draws else f", stopped at draw {draws} of {settings.draws}"
     text = f"{chains} chains of {draws} draws by NUTS{stopped}."
-    worst = max(known.rhat for known in found.summary.values())
+    return f"{text} {disagreement(found.summary)}".rstrip()
+
+
+def disagreement(summary: dict[str, Summary]) -> str:
+    """Return a warning if the chains do not agree yet, else an empty text."""
+    worst = max((known.rhat for known in summary.values()), default=0.0)
     if worst > _AGREED:
-        text += f" The chains do not agree yet (R-hat {worst:.2f}). Increase --warmup and --draws."
-    return text
+        return f"The chains do not agree yet (R-hat {worst:.3g}). Increase --warmup and --draws."
+    return ""
 
 
 def _write_patients(

@@ -94,8 +94,7 @@ def draw_staleness(logs: Sequence[RunLog]) -> report.Picture:
                 loss = float(np.mean([step.loss for step in last]))
                 mean = float(np.mean(stale)) if stale else 0.0
                 effect.plot(mean, loss, "o", color=colour, label=log.name)
-        effect.margins(y=0.2)
-        effect.set_ylim(bottom=0)
+        effect.set_ylim(0, 1.2 * max(line.get_ydata()[0] for line in effect.lines))
         effect.legend(fontsize=9)
         _finish(effect, "mean staleness (updates)", "loss of the last epoch's batches")
 

@@ -175,8 +175,10 @@ def experiment_of(options: WaveOptions, model: ModelFile, fields: Fields) -> Exp
         outside = ~np.all((points >= 0) & (points <= size), axis=-1)
         if outside.any():
             shot, k = np.argwhere(outside)[0]
+            origin = options.model if options.depth is None else "--depth"
+            origin = origin if options.survey is None else "--survey"
             raise ValueError(
-                f"--survey: {name} {k} of shot {shot} at {tuple(points[shot, k].tolist())} m lies "
+                f"{origin}: {name} {k} of shot {shot} at {tuple(points[shot, k].tolist())} m lies "
                 f"outside the model of {size[0]:g} m x {size[1]:g} m. Move it into the model."
             )
     if file is not None:

@@ -28,6 +28,8 @@ from mpigrad_apps.population import (
     simulate,
     summarize,
 )
+from mpigrad_apps.population.diagnostics import Summary
+from mpigrad_apps.population.outputs import disagreement
 
 MODEL = Model(Kinetics(rtol=1e-5))
 HEADER = "id,time,amt,dv\n"
@@ -222,6 +224,18 @@ def test_the_truth_is_found(comm, directory):
     assert np.all(np.abs(np.array([k.median for k in known]) - true) < 1.2 * width)
     assert abs(result.summary["noise"].median - 0.15) < 0.05
     assert max(k.rhat for k in result.summary.values()) < 1.2  # one mode: chains of two have 2
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("rhat", "text"), [(1.01, ""), (1.23456, "(R-hat 1.23)"), (9.3e15, "(R-hat 9.3e+15)")]
+)
+def test_chains_that_do_not_agree_are_named(rhat, text):
+    warning = disagreement(
+        {"ka": Summary(1.0, 1.0, 1.0, 9.0, 1.0), "CL": Summary(2.0, 2.0, 2.0, 9.0, rhat)}
+    )
+    assert text in warning
+    assert bool(text) == bool(warning)
 
 
 def test_rejects_invalid_settings_and_data(comm, directory):

@@ -52,9 +52,11 @@ def test_own_positions_and_wavelets(comm, directory):
     assert whole.wavelets[1, 0].tolist() == [3, 4, 5, 0, 0]
     assert not whole.ricker
     with pytest.raises(
-        ValueError, match=r"receiver 0 of shot 0 at \(210.0, 197.0\) m lies outside"
+        ValueError, match=r"--survey: receiver 0 of shot 0 at \(210.0, 197.0\) m lies outside"
     ):
         made(comm, survey=directory / "far.npz")
+    with pytest.raises(ValueError, match=r"--depth: source 0 of shot 0 at \(20.0, 61.0\) m lies"):
+        made(comm, depth=61.0)
     with pytest.raises(ValueError, match="samples that are not finite"):
         made(comm, wavelet=directory / "bad.npy")
     with pytest.raises(ValueError, match="got wavelets of 2 shots"):
