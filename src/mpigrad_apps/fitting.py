@@ -19,6 +19,7 @@ from mpigrad.checkpoint.file_errors import name_in_errors
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.optimize import LBFGS, LBFGSB, MinimizeError, Result, minimize
+from mpigrad.profiling.progress_bar import Progress
 from mpigrad_apps.atomic_write import write_atomically
 from mpigrad_apps.grace import hold_grace_time
 from mpigrad_apps.output_directory import remove_saves
@@ -103,6 +104,7 @@ def train(
     save: Callable[[Any], None],
     error: Callable[[Any], float] | None = None,
     stage: int = 0,
+    progress: Progress | None = None,
     about: Mapping[str, Any] | None = None,
     advice: str = "Start from other parameters",
 ) -> TrainingResult:
@@ -129,6 +131,8 @@ def train(
         (collective).
     stage
         Index of this objective, if several are trained one after the other.
+    progress
+        The progress of all stages, if there are several.
     about
         See `Checkpoint`.
     advice
@@ -140,6 +144,7 @@ def train(
         On every rank, if the loss of the first parameters is not finite.
     """
     history = _History(out / "history.jsonl", comm)
+    progress = progress or Progress(iterations, comm.rank)
     latest, saved_at, begun = parameters, time.monotonic(), False
     compiling = contextlib.ExitStack()  # until the first iteration
 
@@ -147,6 +152,7 @@ def train(
         nonlocal latest, saved_at, begun
         compiling.close()
         latest, begun = x, True
+        progress.update(now.iteration, loss=now.loss, gradient=now.gradient_norm)
         measured = now.iteration % _MEASURE_EVERY == 0 or now.iteration == iterations
         distance = error(x) if error is not None and measured else None
         history.add(TrainingRecord(**dataclasses.asdict(now), error=distance, stage=stage))
@@ -166,7 +172,7 @@ def train(
         resume=True,
     )
     try:
-        with compiling:
+        with contextlib.closing(progress), compiling:
             compiling.enter_context(hold_grace_time(comm))
             solution = minimize(
                 share,
@@ -177,7 +183,6 @@ def train(
                 rtol=0.0,
                 callback=note,
                 checkpoint=checkpoint,
-                progress=True,
                 comm=comm,
             )
         latest = solution.value

@@ -36,3 +36,22 @@ def test_a_run_that_was_asked_to_stop_reports_what_there_is(comm, directory, nam
         assert gathers.shape[-1] > 0 and gathers.shape[:1] == (2,)
     if name == "poisson":
         assert any((directory / "restart" / "stage0").glob("save-*"))
+
+
+@pytest.mark.parametrize("name", ["acoustic", "heat", "sgd"])
+def test_the_launcher_waits_while_nothing_is_saved(comm, directory, monkeypatch, name):
+    """Rank 0 holds the grace time in the first segment, frame or epoch, which compile."""
+    held, requested = [], checkpoint.Interruption.requested
+
+    def look(self):
+        held.append((directory / "held").exists())
+        return requested(self)
+
+    monkeypatch.setenv("MPIGRAD_STOP_FILE", str(directory / "stop"))
+    monkeypatch.setattr(checkpoint.Interruption, "requested", look)
+    app = application(name)
+    values = CASES[name][0] if name in CASES else {"epochs": 1, "mode": ("synchronous",)}
+    app.run_function()(app.settings_class()(out=directory, **values), comm)
+    assert comm.rank > 0 or (held[0] and held[-1] == (name != "sgd"))
+    comm.mpi.Barrier()
+    assert not (directory / "held").exists()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import signal
 import time
 
 import pytest
 
 from launching import PROGRAMS, command, mpigrad, run
+from mpigrad.launch import cli
 
 pytestmark = pytest.mark.launcher
 
@@ -29,6 +32,15 @@ def test_help_of_an_application_lists_its_settings() -> None:
     assert done.returncode == 0
     for option in ("--cells INT INT", "--iterations INT", "-n RANKS", "--timeout SECONDS"):
         assert option in done.stdout
+
+
+def test_ctrl_c_before_the_ranks_start_prints_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "application_names", lambda: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("sys.argv", ["mpigrad", "run", "heat"])
+    assert cli.main() == 130
+    assert capsys.readouterr() == ("", "mpigrad: SIGINT: no rank was started\n")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

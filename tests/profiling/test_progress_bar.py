@@ -72,6 +72,31 @@ def test_the_time_left_is_right_within_a_factor_of_two_after_a_tenth(monkeypatch
             assert true / 2 <= found <= 2 * true, (costly, line, true)
 
 
+def test_the_time_left_is_that_of_all_stages(monkeypatch):
+    """Each stage compiles, and the second one ends early."""
+    now = [0.0]
+    monkeypatch.setattr("mpigrad.profiling.progress_bar.time.monotonic", lambda: now[0])
+    stream = io.StringIO()
+    progress = Progress(40, stream=stream, interval=0, stages=3)
+    ends = []
+    for stage, iterations in enumerate((40, 25, 40)):
+        if stage > 0:
+            progress.next_stage()
+        now[0] += 5.0
+        for i in range(iterations + 1):
+            progress.update(i, loss=0.5)
+            ends.append(now[0])
+            now[0] += 1.0
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == len(ends)
+    for line, end in list(zip(lines, ends, strict=True))[12:-1]:
+        text = line.rpartition("  ")[2].removesuffix(" left")
+        minutes, _, rest = text.rpartition(" min ")
+        left = 60 * int(minutes or 0) + int(rest.removesuffix(" s"))
+        assert (ends[-1] - end) / 2 <= left <= 2 * (ends[-1] - end), line
+    assert lines[-1].endswith("iteration 40/40  loss 5.000e-01  0 s left")
+
+
 def test_other_ranks_are_silent():
     stream = io.StringIO()
     progress = Progress(3, rank=1, stream=stream)

@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -72,6 +73,9 @@ def main() -> int:
     except MPIError as error:
         print(error, file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("mpigrad: SIGINT: no rank was started", file=sys.stderr)
+        return 128 + signal.SIGINT
     raise AssertionError
 
 

@@ -288,7 +288,7 @@ class _Job:
             name = signal.Signals(self.requests[0]).name
             if asked is None:
                 if not (self.spread or self._has_listener()):
-                    _say(f"{name}: ending all ranks")
+                    _say(f"{name}: ending all ranks, none of which was ready to save")
                     return 128 + self.requests[0]
                 asked = now
                 self.stop_file.touch()

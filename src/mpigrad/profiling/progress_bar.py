@@ -40,19 +40,28 @@ class Progress:
     Parameters
     ----------
     total
-        Number of iterations.
+        Number of iterations, of each stage if there are several.
     rank
         This rank.
     stream
         Output stream (default: standard output).
     interval
         Seconds between plain lines. A live line is updated at most ten times a second.
+    stages
+        Number of stages. The time left is that of all of them.
     """
 
     def __init__(
-        self, total: int, rank: int = 0, stream: TextIO | None = None, interval: float = 5.0
+        self,
+        total: int,
+        rank: int = 0,
+        stream: TextIO | None = None,
+        interval: float = 5.0,
+        stages: int = 1,
     ) -> None:
         self._total = total
+        self._before = 0  # iterations of the earlier stages
+        self._later = (stages - 1) * total  # iterations of the later stages
         self._stream = sys.stdout if stream is None else stream
         self._shown = rank == 0
         self._live = _is_terminal(self._stream)
@@ -76,24 +85,30 @@ class Progress:
         values = "".join(f"  {name} {value:.3e}" for name, value in numbers.items())
         self._write(f"iteration {iteration}/{self._total}{values}{left}")
 
+    def next_stage(self) -> None:
+        """Begin the next stage, whose iterations are counted from 0 again."""
+        self.close()
+        self._before = self._done[-1][0] if self._done else 0
+        self._later -= self._total
+
     def _seconds_left(self, iteration: int, now: float) -> float | None:
         """Return the time left, by the time per iteration in the last half of the iterations.
 
         The first iteration compiles, and the first ones of a sampler or a line search may cost many
         times as much as the others.
         """
-        if iteration <= 0 or (self._done and iteration <= self._done[-1][0]):
+        count = self._before + iteration
+        if count > (self._done[-1][0] if self._done else 0):
+            self._done.append((count, now))
+            first = self._done[0][0]
+            while self._half + 1 < len(self._done) and (
+                self._done[self._half + 1][0] - first <= (count - first) / 2
+            ):
+                self._half += 1
+        if len(self._done) < 2:
             return None
-        self._done.append((iteration, now))
-        first = self._done[0][0]
-        while self._half + 1 < len(self._done) and (
-            self._done[self._half + 1][0] - first <= (iteration - first) / 2
-        ):
-            self._half += 1
-        since, then = self._done[self._half]
-        if iteration == since:
-            return None
-        return (now - then) / (iteration - since) * (self._total - iteration)
+        (since, then), (last, latest) = self._done[self._half], self._done[-1]
+        return (latest - then) / (last - since) * (self._total - iteration + self._later)
 
     def close(self, message: str = "") -> None:
         """End the live line, if there is one, and write a final line."""

@@ -15,6 +15,7 @@ import numpy as np
 import mpigrad
 from mpigrad import checkpoint
 from mpigrad.communicator import Communicator, resolve
+from mpigrad.profiling.progress_bar import Progress
 from mpigrad_apps.atomic_write import write_atomically
 from mpigrad_apps.fitting import TrainingResult, prepare_training, train
 from mpigrad_apps.fwi.inversion import Inversion, prepare_inversion
@@ -66,7 +67,10 @@ def _stages(problem: Inversion, settings: Settings, comm: Communicator) -> Train
     corners = (*settings.frequencies, None)
     parameters, trained = values.initial(settings.seed), None
     prepare_training(settings.out, comm, settings.resume)
+    progress = Progress(settings.iterations, comm.rank, stages=len(corners))
     for stage, corner in enumerate(corners):
+        if stage > 0:
+            progress.next_stage()
         if comm.rank == 0 and len(corners) > 1:
             band = "all frequencies" if corner is None else f"below {corner:g} Hz"
             print(f"fwi: stage {stage + 1} of {len(corners)}: {band}", flush=True)
@@ -81,6 +85,7 @@ def _stages(problem: Inversion, settings: Settings, comm: Communicator) -> Train
             save=functools.partial(_save, problem, settings.out),
             error=None if problem.inputs.truth is None else problem.error,  # type: ignore[arg-type]
             stage=stage,
+            progress=progress,
             about=_run_identity(values, problem.digest) | {"low pass": corner},
             advice="Check that the time step is stable for the start (--dt, --initial).",
         )

@@ -90,10 +90,10 @@ def _follow(settings: Settings, comm: Communicator) -> HeatResult:
     plan = make_experiment(settings, comm)
     prepare_output(settings, settings.out, comm)
     _announce(plan, "")
-    with checkpoint.listen():
+    # Nothing is saved before the report, so the launcher waits for a frame, too.
+    with checkpoint.listen(), hold_grace_time(comm):
         film = simulate(plan, settings.frames)
-        with hold_grace_time(comm):
-            write_film(settings, plan, film)
+        write_film(settings, plan, film)
     kappa = np.asarray(plan.kappa)
     path = settings.out / "report.html"
     return HeatResult(settings, plan.grid, kappa, kappa, (), film.ending, path)

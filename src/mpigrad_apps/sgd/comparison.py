@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -159,24 +160,30 @@ def _train(
     )
     epochs = call_on_root(comm, lambda: _read_epochs(out))
     progress.total -= min(max(len(epochs) - 1, 0), settings.epochs)  # of an earlier run
-    if not epochs:
-        epochs.append(
-            _record_epoch(EpochRecord(0, 0.0, 0.0), test(training.model), settings, name, "", comm)
-        )
     ending, stopped = f"all {settings.epochs} epochs done", False
-    for epoch in range(min(len(epochs), settings.epochs), settings.epochs + 1):
-        batches.epochs = epoch
-        history = training.run(batches, checkpoint=checkpoint)
-        steps = _steps(history)
-        if not history.interrupted and epoch == len(epochs):
-            now = EpochRecord(epoch, steps[-1].samples, steps[-1].seconds)
-            found = test(training.model)
-            left = progress.advance()
-            epochs.append(_record_epoch(now, found, settings, name, left, comm))
-        stopped = history.interrupted or any(comm.mpi.allgather(stop.requested()))
-        if stopped:
-            ending = f"stopped in epoch {epoch}"
-            break
+    compiling = contextlib.ExitStack()  # until the first epoch has ended
+    with compiling:
+        compiling.enter_context(hold_grace_time(comm))
+        if not epochs:
+            epochs.append(
+                _record_epoch(
+                    EpochRecord(0, 0.0, 0.0), test(training.model), settings, name, "", comm
+                )
+            )
+        for epoch in range(min(len(epochs), settings.epochs), settings.epochs + 1):
+            batches.epochs = epoch
+            history = training.run(batches, checkpoint=checkpoint)
+            compiling.close()
+            steps = _steps(history)
+            if not history.interrupted and epoch == len(epochs):
+                now = EpochRecord(epoch, steps[-1].samples, steps[-1].seconds)
+                found = test(training.model)
+                left = progress.advance()
+                epochs.append(_record_epoch(now, found, settings, name, left, comm))
+            stopped = history.interrupted or any(comm.mpi.allgather(stop.requested()))
+            if stopped:
+                ending = f"stopped in epoch {epoch}"
+                break
     bound = strategy.staleness if isinstance(strategy, ParameterServer) else None
     log = RunLog(name, _steps(training.history), tuple(epochs), ending, stopped, bound)
     with raise_on_all_ranks(comm):

@@ -94,11 +94,11 @@ def forward_model(
         if comm.rank == 0:
             print(group.summary(options.__module__.split(".")[-2], whole.n_shots), flush=True)
         started = time.monotonic()
-        with checkpoint.listen() as stop:
+        # Nothing is saved before the report, so the launcher waits for a segment, too.
+        with checkpoint.listen() as stop, hold_grace_time(comm):
             gathers, films = _propagate(group, frames, stop, comm)
             seconds = comm.mpi.allreduce(time.monotonic() - started) / comm.size
-            with hold_grace_time(comm):
-                result = _write_results(out, group, whole, gathers, films, seconds, comm)
+            result = _write_results(out, group, whole, gathers, films, seconds, comm)
     return result
 
 

@@ -20,13 +20,18 @@ SMALL = Settings(
 
 
 @pytest.mark.full("whole runs take long; the loss and its gradient are tested in test_inversion.py")
-def test_misfit_falls_from_stage_to_stage(comm, directory):
+def test_misfit_falls_from_stage_to_stage(comm, directory, capsys, monkeypatch):
+    monkeypatch.setattr("mpigrad.profiling.progress_bar.duration", lambda seconds: f"{seconds}")
     settings = dataclasses.replace(SMALL, frequencies=(12.0,), out=directory / "whole")
     whole = fwi.run(settings, comm)
     assert whole.misfits[1] < 0.3 * whole.misfits[0]
     assert whole.errors is not None
     assert whole.errors[1] < whole.errors[0]
     assert [record.stage for record in whole.history] == [0] * 5 + [1] * 5
+    ends = [line.split() for line in capsys.readouterr().out.splitlines() if "tion 4/4" in line]
+    left = [float(words[-2]) for words in ends if words[-1] == "left"]
+    assert len(left) == 2 * (comm.rank == 0)
+    assert comm.rank > 0 or left[0] > left[1] == 0.0  # of the whole run, and not of one stage
     comm.mpi.Barrier()
     check_files(settings.out, whole)
 
