@@ -13,12 +13,12 @@ from typing import Any
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
-from mpigrad_apps.atomic_write import write_atomically
+from mpigrad.io.atomic_write import write_atomically
 
 __all__ = ["prepare_output", "remove_saves", "resume_settings"]
 
 # A resumed run may change these settings.
-_FREE = ("iterations", "frames", "restart", "resume", "overwrite", "draws", "out")
+_FREE = ("iterations", "frames", "restart", "resume", "overwrite", "draws", "vtk", "out")
 
 
 def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None:
