@@ -103,7 +103,7 @@ def test_rejects_invalid_input_before_anything_is_written(comm, directory):
         rejects(ValueError, "is not a valid name", {name: u})
     rejects(ValueError, "ends with .pvti", {"u": u}, path="u.vti")
     rejects(ValueError, "printable", {"u": u}, path="a\nb.pvti")
-    rejects(FileNotFoundError, "there is no directory", {"u": u}, path="none/u.pvti")
+    rejects(FileNotFoundError, "none of .* does not exist", {"u": u}, path="none/u.pvti")
     rejects(ValueError, "at='points'", {"u": u}, at="faces")
     rejects(ValueError, "2 finite coordinates", {"u": u}, origin=(0.0, np.inf))
     if comm.size > 1:
@@ -128,7 +128,7 @@ def test_index_of_times(comm, directory):
         '<DataSet timestep="0.0" file="parts/u_0.pvti"/>',
         '<DataSet timestep="0.1" file="parts/u_1.pvti"/>',
     ]
-    with pytest.raises(FileNotFoundError, match=r"there is no file .*none"):
+    with pytest.raises(FileNotFoundError, match=r"none does not exist"):
         mg.io.write_pvd(directory / "v.pvd", {0.0: directory / "none"}, comm)
     with pytest.raises(ValueError, match="finite times"):
         mg.io.write_pvd(directory / "v.pvd", {np.nan: files[0.0]}, comm)

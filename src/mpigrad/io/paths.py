@@ -36,8 +36,7 @@ def check_path(
     with raise_on_all_ranks(comm):
         if comm.rank == 0 and not path.parent.is_dir():
             raise FileNotFoundError(
-                f"{function}: there is no directory {path.parent} for {path}. Make it first, on "
-                "rank 0."
+                f"{function}: the directory {path.parent} of {path} does not exist. Make it first."
             )
     return path
 

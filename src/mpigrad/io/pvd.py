@@ -69,7 +69,7 @@ def _index(path: pathlib.Path, files: Mapping[float, str | os.PathLike[str]]) ->
         if not math.isfinite(time):
             raise ValueError(f"write_pvd: expected finite times, got {time} for {file}.")
         if not pathlib.Path(file).is_file():
-            raise FileNotFoundError(f"write_pvd: there is no file {file}. Write it first.")
+            raise FileNotFoundError(f"write_pvd: {file} does not exist. Write it first.")
         source = quoteattr(os.path.relpath(file, path.parent))
         lines.append(f'<DataSet timestep="{float(time)!r}" file={source}/>')
     return "\n".join(

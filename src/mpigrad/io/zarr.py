@@ -179,8 +179,8 @@ def _check_names(names: Sequence[str], units: Mapping[str, str]) -> None:
     for name in units:
         if name not in names:
             raise ValueError(
-                f"write_zarr: there is no array {name!r} for the unit {units[name]!r}. The arrays "
-                f"are {', '.join(names)}."
+                f"write_zarr: expected units of {', '.join(names)}, got {units[name]!r} for "
+                f"{name!r}. Correct the name."
             )
 
 
