@@ -5,6 +5,8 @@
 #   make test-full  every case of every test on 1, 2, 3 and 4 ranks (two hours on two cores;
 #                 OPTIMIZE=1 compiles all programs as users do, which takes several times as long)
 #   make test-torch   the tests that need PyTorch, which it installs into .venv
+#   make test-files  the tests in which VTK, PyVista, xarray and NetCDF read our files, which it installs
+#                 into build/readers (1 GB)
 #   make test-jax  all of `make test` with another JAX in an environment of its own: JAX=0.11.2 (or
 #                 0.11, oldest, newest) [PYTHON=python3.13] [TESTS="-n 2 tests/grid/test_halo_exchange.py"]
 #   make wheel    a wheel that may be given away, and the sdist, into dist/ (HYPRE_SOURCE=folder: with
@@ -36,7 +38,7 @@ BIN := $(VENV)/bin
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-faults mutations test-torch test-sanitizers test-hosts test-jax wheel test-wheel fuzz test-harness models bench docs docs-links lint style types language clean
+.PHONY: setup demo test test-full test-faults mutations test-torch test-files test-sanitizers test-hosts test-jax wheel test-wheel fuzz test-harness models bench docs docs-links lint style types language clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -83,6 +85,20 @@ $(VENV)/torch: $(READY)
 	@echo "test-torch: PyTorch into $(VENV)"
 	@$(BIN)/python -m pip install --quiet $(TORCH)
 	@touch $@
+
+# The readers have a folder of their own, and leave .venv as it is.
+READERS := build/readers
+
+$(READERS): pyproject.toml | setup
+	@echo "test-files: VTK and xarray into $(READERS)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"  # knows groups
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade \
+		--target $(READERS) --group readers
+	@touch $@
+
+test-files: setup $(READERS)
+	@PYTHONPATH=$(CURDIR)/$(READERS) MPIGRAD_ALL_TESTS=1 $(BIN)/python tests/run.py -n 1,2,3,4 \
+		tests/io 'tests/test_docs.py::test_python[files.md-2]'
 
 # Root, or user namespaces: nothing of this machine's network is touched.
 test-hosts: setup

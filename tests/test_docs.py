@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -29,6 +30,8 @@ TUTORIAL = ROOT / "docs" / "tutorial.md"
 FIRST = {
     "README.md-0": (4,),
     "README.md-1": (2,),
+    "files.md-0": (2,),
+    "files.md-1": (2,),
     "gradients.md-1": (4,),
     "gradients.md-2": (3,),
     "libraries.md-0": (1,),  # test_libraries has the case of several ranks
@@ -54,6 +57,9 @@ def marks(name: str, text: str) -> list[pytest.MarkDecorator]:
     needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", text, re.M)
     later = pytest.mark.full("a page that is read later, with parts that other tests cover")
     first = [pytest.mark.thin(*FIRST[name]) if name in FIRST else later]
+    if re.search(r"^import xarray\b", text, re.M):
+        missing = importlib.util.find_spec("xarray") is None
+        first.append(pytest.mark.skipif(missing, reason="make test-files installs xarray"))
     return [pytest.mark.torch, *first] if needs_torch else first
 
 

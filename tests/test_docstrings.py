@@ -11,7 +11,17 @@ from typing import Any
 import jax
 import pytest
 
-PACKAGES = ("", ".checkpoint", ".grid", ".jobs", ".loops", ".optimize", ".sparse", ".training")
+PACKAGES = (
+    "",
+    ".checkpoint",
+    ".grid",
+    ".io",
+    ".jobs",
+    ".loops",
+    ".optimize",
+    ".sparse",
+    ".training",
+)
 PACKAGES = tuple(f"mpigrad{name}" for name in (*PACKAGES, ".waves", ".torch"))
 # Public names whose docstrings need no example: they are results, states and records that other
 # functions make, or their example is that of the class they belong to.

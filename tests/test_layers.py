@@ -26,7 +26,7 @@ FLOORS = (
     ("collective_errors", "operations", "profiling"),
     ("autodiff", "grid", "loops"),
     ("checkpoint", "jobs", "sparse", "torch", "waves"),
-    ("optimize", "training"),
+    ("io", "optimize", "training"),
     ("_start",),
     ("__init__",),
     ("launch",),

@@ -29,6 +29,7 @@ ROOMS = {
     "sparse": "matrices, solvers",
     "torch": "PyTorch",
     "waves": "acoustic, elastic",
+    "io": "VTK, zarr",
     "optimize": "minimize",
     "training": "SGD, parameter server",
     "__init__": "import mpigrad as mg",

@@ -14,6 +14,7 @@ from mpigrad.runtime.world import is_command as _is_command
 if TYPE_CHECKING:
     from mpigrad import checkpoint as checkpoint
     from mpigrad import grid as grid
+    from mpigrad import io as io
     from mpigrad import jobs as jobs
     from mpigrad import loops as loops
     from mpigrad import optimize as optimize
@@ -102,6 +103,7 @@ _NAMES = {
     "grad": "autodiff.transforms",
     "grid": "",
     "halo_exchange": "grid.halo_exchange",
+    "io": "",
     "irecv": "operations.nonblocking",
     "isend": "operations.nonblocking",
     "jacobian": "autodiff.jacobian",

@@ -41,6 +41,7 @@ RENAMED: dict[str, dict[str, str]] = {
         "record": "make_patient_record",
         "write": "write_patients",
     },
+    "mpigrad_apps.report": {"write_fields": "mpigrad.io:write_zarr"},
     "mpigrad_apps.sgd": {
         "Course": "RunLog",
         "Epoch": "EpochRecord",

@@ -18,9 +18,9 @@ from mpigrad.checkpoint import Checkpoint
 from mpigrad.checkpoint.file_errors import name_in_errors
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
+from mpigrad.io.atomic_write import write_atomically
 from mpigrad.optimize import LBFGS, LBFGSB, MinimizeError, Result, minimize
 from mpigrad.profiling.progress_bar import Progress
-from mpigrad_apps.atomic_write import write_atomically
 from mpigrad_apps.grace import hold_grace_time
 from mpigrad_apps.output_directory import remove_saves
 

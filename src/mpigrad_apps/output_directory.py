@@ -13,12 +13,12 @@ from typing import Any
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
-from mpigrad_apps.atomic_write import write_atomically
+from mpigrad.io.atomic_write import write_atomically
 
 __all__ = ["prepare_output", "remove_saves", "resume_settings"]
 
 # A resumed run may change these settings.
-_FREE = ("iterations", "frames", "restart", "resume", "overwrite", "draws", "out")
+_FREE = ("iterations", "frames", "restart", "resume", "overwrite", "draws", "vtk", "out")
 
 
 def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None:
@@ -42,9 +42,16 @@ def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None
             if getattr(settings, "resume", False) and path.exists():
                 return  # the saves may be of another run, which is then found
             if getattr(settings, "overwrite", False):
-                (out / "report.html").unlink(missing_ok=True)  # it would describe the earlier run
+                _remove_results(out)
             text = json.dumps(dataclasses.asdict(settings), indent=2, default=str)
             write_atomically(path, lambda file: file.write(f"{text}\n".encode()))
+
+
+def _remove_results(out: pathlib.Path) -> None:
+    """Remove what would describe the earlier run, and that this one may not write."""
+    for pattern in ("report.html", "snapshots.*", "animation.gif", "*.pvd", "*.pvti"):
+        for path in out.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def remove_saves(saves: pathlib.Path) -> None:

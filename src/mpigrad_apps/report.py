@@ -17,10 +17,8 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpigrad.checkpoint.file_errors import name_in_errors
-from mpigrad.collective_errors import raise_on_all_ranks
-from mpigrad.grid import Grid
-from mpigrad_apps.atomic_write import write_atomically
+from mpigrad._renamed import old_names
+from mpigrad.io.atomic_write import write_atomically
 
 __all__ = [
     "Panel",
@@ -32,7 +30,6 @@ __all__ = [
     "plain_numbers",
     "points",
     "versions",
-    "write_fields",
     "write_report",
 ]
 
@@ -322,109 +319,6 @@ def versions() -> dict[str, object]:
     }
 
 
-def write_fields(
-    path: str | os.PathLike[str],
-    grid: Grid,
-    fields: Mapping[str, Any],
-    attributes: Mapping[str, Any] | None = None,
-) -> None:
-    """Write fields to a zarr group. Each rank writes one chunk (collective).
-
-    No rank holds a whole field. A chunk is as large as the largest tile. If the tiles are uneven,
-    ranks first send each other the cells that lie in another rank's chunk. So every chunk is
-    written by one rank, and readers see one plain array of shape (nx, ny) per field.
-
-    Parameters
-    ----------
-    path
-        Directory of the group. An existing group is replaced.
-    grid
-        The grid of the fields. Its cell centres are written as `x`, `y` and `z`.
-    fields
-        This rank's tile of each field, shape (lx, ly). The names are the same on every rank.
-    attributes
-        Attributes of the group, in types that JSON can represent.
-
-    Examples
-    --------
-    >>> import jax.numpy as jnp
-    >>> import zarr
-    >>> import mpigrad as mg
-    >>> from mpigrad_apps import report
-    >>> grid = mg.Grid((4, 2), (0.25, 0.5))
-    >>> report.write_fields("fields.zarr", grid, {"u": jnp.ones(grid.local_shape)})
-    >>> zarr.open_group("fields.zarr", mode="r")["u"].shape
-    (4, 2)
-    """
-    import zarr
-
-    path, comm = pathlib.Path(path), grid.comm
-    # Along each axis, chunks of this many cells; there are at most as many as tiles.
-    chunks = tuple(-(-n // p) for n, p in zip(grid.shape, grid.dims, strict=True))
-    with raise_on_all_ranks(comm), name_in_errors(path):
-        if comm.rank == 0:
-            group = zarr.create_group(path, overwrite=True, attributes=dict(attributes or {}))
-            for name, field in fields.items():
-                group.create_array(
-                    name,
-                    shape=grid.shape,
-                    chunks=chunks,
-                    dtype=np.asarray(field).dtype,
-                    dimension_names=tuple("xyz"[: grid.ndim]),
-                )
-            for axis, name in enumerate("xyz"[: grid.ndim]):
-                centers = (np.arange(grid.shape[axis]) + 0.5) * grid.spacing[axis]
-                group.create_array(name, data=centers, dimension_names=(name,))
-    pieces = {
-        name: _chunk_of_this_rank(grid, np.asarray(field), chunks) for name, field in fields.items()
-    }
-    with raise_on_all_ranks(comm), name_in_errors(path):
-        group = zarr.open_group(path, mode="r+")
-        for name, (place, chunk) in pieces.items():
-            if chunk.size:
-                group[name][place] = chunk  # type: ignore[index]
-
-
-def _chunk_of_this_rank(
-    grid: Grid, tile: NDArray[Any], chunks: tuple[int, ...]
-) -> tuple[tuple[slice, ...], NDArray[Any]]:
-    """Return the slices of this rank's chunk in the grid and its values, from all ranks."""
-    comm = grid.comm
-
-    def chunk_slices(rank: int) -> tuple[slice, ...]:
-        return tuple(
-            slice(min(place * c, n), min((place + 1) * c, n))
-            for place, c, n in zip(grid.coords_of(rank), chunks, grid.shape, strict=True)
-        )
-
-    outgoing = []
-    for rank in range(comm.size):
-        common = [_overlap(a, b) for a, b in zip(grid.slices, chunk_slices(rank), strict=True)]
-        local = tuple(
-            slice(part.start - mine.start, part.stop - mine.start)
-            for part, mine in zip(common, grid.slices, strict=True)
-        )
-        piece = np.ascontiguousarray(tile[local])
-        outgoing.append((common, piece) if piece.size else None)
-    mine = chunk_slices(comm.rank)
-    chunk = np.empty([part.stop - part.start for part in mine], tile.dtype)
-    for arrived in comm.mpi.alltoall(outgoing):
-        if arrived is not None:
-            common, piece = arrived
-            chunk[
-                tuple(
-                    slice(part.start - start.start, part.stop - start.start)
-                    for part, start in zip(common, mine, strict=True)
-                )
-            ] = piece
-    return mine, chunk
-
-
-def _overlap(a: slice, b: slice) -> slice:
-    start = max(a.start, b.start)
-    return slice(start, max(start, min(a.stop, b.stop)))
-
-
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
        color: #1b1f24; background: #fff }
@@ -503,3 +397,6 @@ def write_report(
     path = directory / "report.html"
     write_atomically(path, lambda file: file.write(page.encode()))
     return path
+
+
+__getattr__ = old_names(__name__)

@@ -1,10 +1,7 @@
-"""Reports, pictures, and fields written by all ranks."""
+"""Reports and pictures."""
 
 import numpy as np
-import pytest
-import zarr
 
-from mpigrad.grid import Grid
 from mpigrad_apps.report import (
     Panel,
     Table,
@@ -12,41 +9,8 @@ from mpigrad_apps.report import (
     maps,
     points,
     versions,
-    write_fields,
     write_report,
 )
-
-
-@pytest.fixture
-def directory(tmp_path, comm):
-    return comm.mpi.bcast(tmp_path)
-
-
-@pytest.mark.parametrize("shape", [(12, 12), (13, 7), (5, 11)], ids=str)
-def test_fields_are_written_without_being_gathered(comm, directory, shape):
-    grid = Grid(shape, (0.5, 0.25), comm)
-    whole = np.random.default_rng(0).normal(size=shape)
-    fields = {"a": whole[grid.slices], "b": grid.natural_ids()}
-    for _ in range(2):  # the second time, it replaces the first
-        write_fields(directory / "fields.zarr", grid, fields, {"unit": "m"})
-    group = zarr.open_group(directory / "fields.zarr", mode="r")
-    assert group.attrs["unit"] == "m"
-    assert group.metadata.zarr_format == 3
-    assert np.array_equal(group["a"][:], whole)
-    assert np.array_equal(group["b"][:], np.arange(grid.size).reshape(shape))
-    assert np.array_equal(group["y"][:], (np.arange(shape[1]) + 0.5) * 0.25)
-    # a chunk is a tile if the tiles are even, and there is at most one chunk for each rank
-    assert group["a"].chunks == tuple(-(-n // p) for n, p in zip(shape, grid.dims, strict=True))
-    assert group["a"].nchunks <= comm.size
-
-
-def test_a_place_that_cannot_be_written_is_an_error_on_every_rank(comm, directory):
-    grid = Grid((4, 4), (1.0, 1.0), comm)
-    if comm.rank == 0:
-        (directory / "file").touch()
-    comm.mpi.Barrier()
-    with pytest.raises(OSError):
-        write_fields(directory / "file" / "fields.zarr", grid, {"a": np.zeros(grid.local_shape)})
 
 
 def test_report_holds_its_pictures_and_escapes_text(tmp_path):

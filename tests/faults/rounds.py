@@ -6,6 +6,7 @@ fault is gone, and the invariants are checked:
 
 - all ranks have gone on, or all have raised an error that names a file of the folder;
 - no whole save was removed, except older than `keep` others that are whole;
+- an index of pieces finds all of them;
 - the newest whole save is found, with every value as it was written;
 - the same Store can save again, and leaves no other files.
 
@@ -38,6 +39,7 @@ import numpy as np
 from mpigrad.checkpoint import Checkpoint, Store, manifest
 from mpigrad.communicator import default_communicator
 from mpigrad.grid import Grid
+from mpigrad.io import write_vtk, write_zarr
 from mpigrad.optimize import LBFGS, Objective, minimize
 from mpigrad_apps import fitting, report
 from mpigrad_apps.output_directory import prepare_output
@@ -157,7 +159,9 @@ def resume(directory: pathlib.Path) -> Store:
 
 def write_report(directory: pathlib.Path) -> None:
     prepare_output(report.Table("a", {}), directory / "out", comm)
-    report.write_fields(directory / "out/fields.zarr", grid, {"u": np.ones(grid.local_shape)})
+    fields = {"u": np.ones(grid.local_shape)}
+    write_zarr(directory / "out/fields.zarr", grid, fields)
+    write_vtk(directory / "out/fields.pvti", grid, fields)
     with fitting.raise_on_all_ranks(comm):
         if comm.rank == 0:
             report.write_report(directory / "out", "T", "S", [picture], [report.Table("a", {})])
@@ -246,6 +250,10 @@ def play(folder: pathlib.Path, name: str, fault: tuple[int, int, int, int, int])
         raise Violation(f"some ranks raise and others go on: {failures}")
     if any(str(directory) not in text for text in failures if text):
         raise Violation(f"the error names no file: {failures}")
+    for index in directory.glob("out/*.pvti"):
+        pieces = re.findall(r'Source="(.*)"', index.read_text())
+        if len(pieces) != comm.size or not all((index.parent / piece).exists() for piece in pieces):
+            raise Violation(f"{index} has not all of {pieces}")
     after = whole_saves(saves)
     for number, what in before.items():
         newer = sum(other > number for other in after)

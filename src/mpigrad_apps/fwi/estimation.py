@@ -15,8 +15,8 @@ import numpy as np
 import mpigrad
 from mpigrad import checkpoint
 from mpigrad.communicator import Communicator, resolve
+from mpigrad.io.atomic_write import write_atomically
 from mpigrad.profiling.progress_bar import Progress
-from mpigrad_apps.atomic_write import write_atomically
 from mpigrad_apps.fitting import TrainingResult, prepare_training, train
 from mpigrad_apps.fwi.inversion import Inversion, prepare_inversion
 from mpigrad_apps.fwi.outputs import write_outputs

@@ -10,12 +10,15 @@ from jaxtyping import Float
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad_apps import report
+from mpigrad_apps.field_files import write_field_files
 from mpigrad_apps.fitting import seconds_per_iteration
 from mpigrad_apps.fwi.inversion import Inversion
 from mpigrad_apps.fwi.result import Result
 from mpigrad_apps.shots.pictures import clip_of, gather_panel, section
 
 __all__ = ["write_outputs"]
+
+_UNITS = {"vp": "m/s", "vs": "m/s", "rho": "kg/m3", "lambda": "Pa", "mu": "Pa"}
 
 
 def write_outputs(problem: Inversion, result: Result) -> None:
@@ -42,7 +45,11 @@ def _write_fields(problem: Inversion, result: Result) -> None:
         if problem.inputs.truth is not None:
             fields[f"true_{unknown.name}"] = problem.inputs.truth[unknown.name][window]
     about = {"ending": result.ending, "spacing": list(problem.experiment.spacing)}
-    report.write_fields(result.settings.out / "fields.zarr", group.grid, fields, about)
+    units = {"x": "m", "y": "m"} | {name: _UNITS[name.split("_")[-1]] for name in fields}
+    settings = result.settings
+    write_field_files(
+        settings.out / "fields", group.grid, fields, about, vtk=settings.vtk, units=units
+    )
 
 
 def _pictures(problem: Inversion, result: Result) -> list[report.Picture]:

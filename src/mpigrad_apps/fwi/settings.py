@@ -72,6 +72,8 @@ class Settings(OutputCheck, WaveOptions):
     """Continue from the saves of an earlier run with the same --out, if there are any."""
     overwrite: bool = False
     """Replace an earlier run with the same --out."""
+    vtk: bool = False
+    """Write the fields for ParaView, too: fields.pvti."""
     out: pathlib.Path = pathlib.Path("results/fwi")
     """Directory for the report, the pictures, the model and the saves."""
 

@@ -14,6 +14,7 @@ from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.grid import Grid
 from mpigrad_apps import report
 from mpigrad_apps.animation import animate
+from mpigrad_apps.field_files import write_field_files
 from mpigrad_apps.fitting import TrainingRecord, seconds_per_iteration
 from mpigrad_apps.heat.experiment import Experiment
 from mpigrad_apps.heat.inverse import InverseProblem
@@ -29,11 +30,13 @@ _MOST_PIXELS = 600  # along an axis of a map; larger fields are thinned out
 def write_film(settings: Settings, plan: Experiment, film: Film) -> None:
     """Write fields.zarr, the pictures, heat.gif and report.html (collective)."""
     grid = plan.grid
-    report.write_fields(
-        settings.out / "fields.zarr",
+    write_field_files(
+        settings.out / "fields",
         grid,
-        {"kappa": np.asarray(plan.kappa), **film.snapshots},
-        {"equation": _EQUATION, "ending": film.ending, "end": float(film.times[-1])},
+        {"kappa": np.asarray(plan.kappa)},
+        {"equation": _EQUATION, "ending": film.ending},
+        vtk=settings.vtk,
+        snapshots={time: {"u": tile} for time, tile in film.snapshots.items()},
     )
     kappa = _drawn(grid, np.asarray(plan.kappa))
     with raise_on_all_ranks(grid.comm):
@@ -103,11 +106,12 @@ def write_estimation(
     seen = np.zeros(grid.n_local)
     seen[problem.thermometers] = 1
     seen = seen.reshape(grid.local_shape)
-    report.write_fields(
-        settings.out / "fields.zarr",
+    write_field_files(
+        settings.out / "fields",
         grid,
         {"kappa": kappa, "true_kappa": true, "observed": seen},
         {"equation": _EQUATION, "ending": ending},
+        vtk=settings.vtk,
     )
     count = sum(grid.comm.mpi.allgather(len(problem.thermometers)))
     drawn = [_drawn(grid, field) for field in (kappa, true, seen)]

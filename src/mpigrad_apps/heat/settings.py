@@ -59,6 +59,8 @@ class Settings(OutputCheck):
     """Replace an earlier run with the same --out."""
     frames: int = 40
     """Number of pictures in the animation."""
+    vtk: bool = False
+    """Write the fields for ParaView, too: fields.pvti or fields.pvd."""
     out: pathlib.Path = pathlib.Path("results/heat")
     """Directory for the report, the pictures, the fields and the parameters."""
 

@@ -32,7 +32,7 @@ class Film:
     pictures
         Shape (frames + 1, px, py) on rank 0: u, thinned out. None on the other ranks.
     snapshots
-        This rank's tiles (lx, ly) of some frames, by name.
+        This rank's tiles (lx, ly) of u at some of these times, by time.
     ending
         The reason why the run ended.
     seconds
@@ -42,7 +42,7 @@ class Film:
     times: NDArray[np.float64]
     heat: NDArray[np.float64]
     pictures: NDArray[np.float64] | None
-    snapshots: dict[str, NDArray[np.float64]]
+    snapshots: dict[float, NDArray[np.float64]]
     ending: str
     seconds: float
 
@@ -58,7 +58,7 @@ def simulate(plan: Experiment, frames: int) -> Film:
     model = dataclasses.replace(plan.model, steps=each)
     advance = mpigrad.jit(lambda u, t: model.run(plan.kappa, u, plan.source, start=t)[0])
     stride = -(-max(grid.shape) // _MOST_PIXELS)
-    kept = {round(frames * part / 4): f"u_{part}" for part in range(5)}
+    kept = {round(frames * part / 4) for part in range(5)}
     u, pictures, totals, snapshots = plan.initial, [], [], {}
     progress = Progress(frames, comm.rank)
     ending, begun = f"all {plan.model.steps} steps done", time.monotonic()
@@ -71,7 +71,7 @@ def simulate(plan: Experiment, frames: int) -> Film:
                 begun = time.monotonic()
             pictures.append(grid.gather(u, stride))
             if frame in kept:
-                snapshots[kept[frame]] = np.asarray(u)
+                snapshots[frame * each * model.dt] = np.asarray(u)
             here = float(jnp.sum(u)) * grid.spacing[0] * grid.spacing[1], stop.requested()
             shares = comm.mpi.allgather(here)
             totals.append(sum(share for share, _ in shares))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from mpigrad_apps.atomic_write import write_atomically
+from mpigrad.io.atomic_write import write_atomically
 
 __all__ = ["Network", "load_network", "save_network"]
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mpigrad import sparse
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad_apps import report
+from mpigrad_apps.field_files import write_field_files
 from mpigrad_apps.fitting import seconds_per_iteration
 from mpigrad_apps.poisson.inverse import InverseProblem
 from mpigrad_apps.poisson.observations import Data
@@ -28,11 +29,12 @@ def write_outputs(problem: InverseProblem, result: PoissonResult) -> None:
     fields = {"kappa": result.kappa, "u": result.u}
     if result.true_kappa is not None:
         fields["true_kappa"] = result.true_kappa
-    report.write_fields(
-        result.settings.out / "fields.zarr",
+    write_field_files(
+        result.settings.out / "fields",
         grid,
         fields,
         {"equation": "div(kappa grad u) = f, u = 0 on the boundary", "ending": result.ending},
+        vtk=result.settings.vtk,
     )
     stride = math.ceil(max(grid.shape) / _MOST_PIXELS)
     drawn = {name: grid.gather(field, stride) for name, field in fields.items()}

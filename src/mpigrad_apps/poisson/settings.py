@@ -54,6 +54,8 @@ class Settings(OutputCheck):
     """Continue from the saves of an earlier run with the same --out, if there are any."""
     overwrite: bool = False
     """Replace an earlier run with the same --out."""
+    vtk: bool = False
+    """Write the fields for ParaView, too: fields.pvti."""
     out: pathlib.Path = pathlib.Path("results/poisson")
     """Directory for the report, the pictures, the fields and the parameters."""
 

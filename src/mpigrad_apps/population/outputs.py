@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from mpigrad.io.atomic_write import write_atomically
 from mpigrad.optimize import Solution
 from mpigrad_apps import report
-from mpigrad_apps.atomic_write import write_atomically
 from mpigrad_apps.population import pictures
 from mpigrad_apps.population.diagnostics import FEWEST_DRAWS, Summary, shared_names, shared_values
 from mpigrad_apps.population.kinetics import PARAMETERS, UNITS

@@ -19,5 +19,5 @@ def run(settings: Settings, comm: Communicator | None = None) -> ForwardRun:
         return AcousticPhysics(grid, experiment.dt, settings.kernels, settings.order)
 
     return forward_model(
-        settings, settings.frames, settings.out, AcousticPhysics, make_physics, comm
+        settings, settings.frames, settings.out, AcousticPhysics, make_physics, comm, settings.vtk
     )

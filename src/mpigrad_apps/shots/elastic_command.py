@@ -21,5 +21,5 @@ def run(settings: Settings, comm: Communicator | None = None) -> ForwardRun:
         )
 
     return forward_model(
-        settings, settings.frames, settings.out, ElasticPhysics, make_physics, comm
+        settings, settings.frames, settings.out, ElasticPhysics, make_physics, comm, settings.vtk
     )

@@ -26,6 +26,8 @@ class Settings(OutputCheck, WaveOptions):
     """Number of snapshots of the first shot's wavefield, 0 for none."""
     overwrite: bool = False
     """Replace an earlier run with the same --out."""
+    vtk: bool = False
+    """Write the fields for ParaView, too: snapshots.pvd."""
     out: pathlib.Path = pathlib.Path("results/elastic")
     """Directory for the report, the pictures, the gathers and the snapshots."""
 

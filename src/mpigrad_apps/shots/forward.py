@@ -17,9 +17,10 @@ from mpigrad import checkpoint
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
+from mpigrad.io.atomic_write import write_atomically
 from mpigrad.profiling.progress_bar import Progress
 from mpigrad_apps import report
-from mpigrad_apps.atomic_write import write_atomically
+from mpigrad_apps.field_files import write_field_files
 from mpigrad_apps.grace import hold_grace_time
 from mpigrad_apps.output_directory import prepare_output
 from mpigrad_apps.shots.experiment import Experiment, make_experiment
@@ -64,6 +65,7 @@ def forward_model(
     physics_class: type[Physics],
     make_physics: Callable[[Grid, Experiment], Physics],
     comm: Communicator | None = None,
+    vtk: bool = False,
 ) -> ForwardRun:
     """Propagate all shots and write the results into `out` (collective).
 
@@ -77,6 +79,8 @@ def forward_model(
     ----------
     make_physics
         Makes the physics of an experiment on a grid.
+    vtk
+        Write the snapshots for ParaView, too: snapshots.pvd and the directory snapshots-vtk.
 
     Raises
     ------
@@ -98,7 +102,7 @@ def forward_model(
         with checkpoint.listen() as stop, hold_grace_time(comm):
             gathers, films = _propagate(group, frames, stop, comm)
             seconds = comm.mpi.allreduce(time.monotonic() - started) / comm.size
-            result = _write_results(out, group, whole, gathers, films, seconds, comm)
+            result = _write_results(out, group, whole, gathers, films, seconds, comm, vtk)
     return result
 
 
@@ -114,12 +118,13 @@ def _write_results(
     films: Films,
     seconds: float,
     comm: Communicator,
+    vtk: bool,
 ) -> ForwardRun:
     collected = group.gather_shots(gathers)
     drawn = None
     with raise_on_all_ranks(comm):
         if films and 0 in group.shots:  # the group of the first shot draws the films
-            _write_snapshots(out, group, films)
+            _write_snapshots(out, group, films, vtk)
             drawn = _draw_films(out, group, films)
     result = ForwardRun(whole, collected, seconds, out / "report.html")
     with raise_on_all_ranks(comm):
@@ -158,17 +163,16 @@ def _propagate(
     return np.concatenate(pieces, axis=-1), films
 
 
-def _write_snapshots(out: pathlib.Path, group: ShotGroup, films: Films) -> None:
-    fields = {
-        f"{name}_{k:04d}": field
-        for k, (_, shot) in enumerate(films)
-        for name, field in shot.items()
-    }
-    report.write_fields(
-        out / "snapshots.zarr",
+def _write_snapshots(out: pathlib.Path, group: ShotGroup, films: Films, vtk: bool) -> None:
+    units = dict.fromkeys(films[0][1], group.physics.unit) | {"x": "m", "y": "m", "time": "s"}
+    write_field_files(
+        out / "snapshots",
         group.grid,
-        fields,
-        {"times": [time for time, _ in films], "spacing": list(group.experiment.spacing)},
+        {},
+        {"spacing": list(group.experiment.spacing)},
+        vtk=vtk,
+        snapshots=dict(films),
+        units=units,
     )
 
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import zarr
+from image_files import read_image
 
 from mpigrad_apps import fwi
 from mpigrad_apps.fwi import Settings
@@ -22,7 +23,7 @@ SMALL = Settings(
 @pytest.mark.full("whole runs take long; the loss and its gradient are tested in test_inversion.py")
 def test_misfit_falls_from_stage_to_stage(comm, directory, capsys, monkeypatch):
     monkeypatch.setattr("mpigrad.profiling.progress_bar.duration", lambda seconds: f"{seconds}")
-    settings = dataclasses.replace(SMALL, frequencies=(12.0,), out=directory / "whole")
+    settings = dataclasses.replace(SMALL, frequencies=(12.0,), vtk=True, out=directory / "whole")
     whole = fwi.run(settings, comm)
     assert whole.misfits[1] < 0.3 * whole.misfits[0]
     assert whole.errors is not None
@@ -47,6 +48,8 @@ def check_files(out, whole):
         assert np.allclose(found["vp"], whole.fields["vp"], rtol=1e-12)
     group = zarr.open_group(out / "fields.zarr", mode="r")
     assert np.array_equal(group["vp"][:], whole.fields["vp"])
+    assert group["start_vp"].attrs["units"] == "m/s"
+    assert np.array_equal(read_image(out / "fields.pvti", 2)["vp"], whole.fields["vp"])
 
 
 def test_cells_stay_within_a_box(comm, directory):
@@ -111,18 +114,23 @@ def test_an_inversion_reads_recorded_shots(comm, directory):
     options = {
         field.name: getattr(SMALL, field.name)
         for field in dataclasses.fields(Shots)
-        if field.name not in ("out", "frames")
+        if field.name not in ("out", "frames", "vtk")
     }
     groups = min(comm.size, 2)  # there are two shots
     shots = acoustic_command.run(
-        Shots(**{**options, "groups": groups}, frames=5, out=directory / "shots"), comm
+        Shots(**{**options, "groups": groups}, frames=5, vtk=True, out=directory / "shots"), comm
     )
     comm.mpi.Barrier()
     out = directory / "shots"
     for name in ("report.html", "animation.gif", "gathers.png", "model.png", "snapshots.png"):
         assert (out / name).stat().st_size > 1000
     group = zarr.open_group(out / "snapshots.zarr", mode="r")
-    assert len([name for name in group.array_keys() if name.startswith("pressure")]) == 5
+    assert group["pressure"].shape == (5, *shots.experiment.shape)
+    assert group["pressure"].attrs["units"] == "Pa"
+    assert group["x"].attrs["units"] == "m"
+    last = read_image(out / "snapshots-vtk" / "0004.pvti", 2)
+    assert np.array_equal(last["pressure"], group["pressure"][4])
+    assert (out / "snapshots.pvd").read_text().count("<DataSet ") == 5
     with np.load(out / "gathers.npz") as file:
         gathers = file["gathers"]
     if comm.rank == 0:

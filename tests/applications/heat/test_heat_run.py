@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import zarr
+from image_files import read_image
 
 from mpigrad_apps.heat import Settings, run
 
@@ -19,7 +20,7 @@ def small(directory, **changes):
 
 @pytest.mark.thin(1)
 def test_forward_run_is_written(comm, directory, capfd):
-    settings = small(directory)
+    settings = small(directory, vtk=True)
     result = run(settings, comm)
     comm.mpi.Barrier()
     assert result.ending.startswith("all ")
@@ -27,7 +28,16 @@ def test_forward_run_is_written(comm, directory, capfd):
     assert json.loads((out / "settings.json").read_text())["cells"] == [11, 10]
     group = zarr.open_group(out / "fields.zarr", mode="r")
     assert np.array_equal(group["kappa"][result.grid.slices], result.kappa)
-    warm = [float(np.sum(group[f"u_{k}"][:])) for k in range(5)]
+    assert group["u"].metadata.dimension_names == ("time", "x", "y")
+    warm = [float(np.sum(u)) for u in group["u"][:]]
+    assert len(warm) == 5
+    for k, text in enumerate((out / "fields.pvd").read_text().splitlines()[3:-2]):
+        time = float(group["time"][k])
+        assert text == f'<DataSet timestep="{time!r}" file="fields-vtk/000{k}.pvti"/>'
+        found = read_image(out / "fields-vtk" / f"000{k}.pvti", 2)
+        assert np.array_equal(found["u"], group["u"][k])
+        assert np.array_equal(found["kappa"], group["kappa"][:])
+    assert k == 4
     assert warm[0] == 0
     assert warm[1] > 0
     page = result.report.read_text()

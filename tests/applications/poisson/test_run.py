@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import zarr
+from image_files import read_image
 
 from mpigrad_apps import poisson
 from mpigrad_apps.poisson import Settings, load_network, read_data, run
@@ -21,7 +22,7 @@ def small(directory, **changes):
 
 @pytest.mark.thin(1)
 def test_network_is_trained_and_everything_is_written(comm, directory, capfd):
-    settings = small(directory)
+    settings = small(directory, vtk=True)
     result = run(settings, comm)
     comm.mpi.Barrier()
     out = settings.out
@@ -38,6 +39,9 @@ def test_network_is_trained_and_everything_is_written(comm, directory, capfd):
     group = zarr.open_group(out / "fields.zarr", mode="r")
     for name in ("kappa", "u", "true_kappa"):
         assert np.array_equal(group[name][result.grid.slices], getattr(result, name))
+    images = read_image(out / "fields.pvti", 2)
+    assert list(images) == ["kappa", "u", "true_kappa"]
+    assert all(np.array_equal(image, group[name][:]) for name, image in images.items())
     assert np.allclose(group["x"][:], (np.arange(11) + 0.5) / 11)
     page = (out / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 3

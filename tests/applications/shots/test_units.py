@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import zarr
+from image_files import read_image
 
 from mpigrad_apps.shots import acoustic_command, elastic_command
 from mpigrad_apps.shots.acoustic_settings import Settings as Acoustic
@@ -60,7 +61,7 @@ def test_runs_warn_once_and_snapshots_end_in_time(comm, directory, capfd, kind):
     if comm.rank == 0:
         np.savez(directory / "km.npz", vp=1e-3 * MODEL.fields["vp"])
     comm.mpi.Barrier()
-    options = {"steps": 30, "frames": 8, "shots": 1, "pml": 4, "out": directory / kind}
+    options = {"steps": 30, "frames": 8, "shots": 1, "pml": 4, "vtk": True, "out": directory / kind}
     done = run(settings(model=directory / "km.npz", **options), comm)
     warned = capfd.readouterr().err
     assert ("the P velocities go up to 3.393 m/s" in warned) == (comm.rank == 0)
@@ -69,7 +70,12 @@ def test_runs_warn_once_and_snapshots_end_in_time(comm, directory, capfd, kind):
         assert done.gathers is not None
         assert done.gathers.shape[-1] == 30
         group = zarr.open_group(directory / kind / "snapshots.zarr", mode="r")
-        times = np.asarray(group.attrs["times"])
+        times = np.asarray(group["time"][:])
         assert len(times) == 8
         assert times[-1] == 29 * whole.dt
         assert np.all(np.diff(times) > 2.9 * whole.dt)
+        name = next(name for name in group.array_keys() if name not in ("x", "y", "time"))
+        assert group[name].metadata.dimension_names == ("time", "x", "y")
+        last = read_image(directory / kind / "snapshots-vtk" / "0007.pvti", 2)
+        assert np.array_equal(last[name], group[name][7])
+        assert np.any(last[name])

@@ -1,0 +1,250 @@
+"""Write fields as VTK image data, which ParaView opens: one piece for each rank, and an index.
+
+The format is described in "VTK XML Formats" of the VTK documentation. The values are appended to
+the XML as raw little-endian bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, BinaryIO, Literal
+from xml.sax.saxutils import quoteattr
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpigrad.collective_errors import (
+    assert_same_on_all_ranks,
+    call_on_root,
+    raise_on_all_ranks,
+)
+from mpigrad.grid import Grid
+from mpigrad.io.atomic_write import write_atomically
+from mpigrad.io.paths import check_path, try_to_remove
+from mpigrad.io.tiles import Slices, cells_from_all_ranks, check_fields, check_origin
+
+__all__ = ["write_vtk"]
+
+_ROOT = 'type="{}" version="1.0" byte_order="LittleEndian" header_type="UInt64"'
+
+
+def write_vtk(
+    path: str | os.PathLike[str],
+    grid: Grid,
+    fields: Mapping[str, Any],
+    *,
+    origin: Sequence[float] | None = None,
+    at: Literal["cells", "points"] = "cells",
+) -> None:
+    """Write fields as VTK image data. Each rank writes its tile (collective).
+
+    ParaView, VisIt and PyVista open the index file `path`. The pieces are in the directory
+    `u.pieces-0` next to `u.pvti`. They are written first, and the index is then replaced in one
+    step. So a reader finds the complete old or the complete new fields at any time. The pieces of
+    the old fields are removed.
+
+    Parameters
+    ----------
+    path
+        The index file, with the suffix `.pvti`. Its directory must exist.
+    grid
+        The grid of the fields, with one to three axes.
+    fields
+        This rank's tile of each field, shape (lx, ly), or (lx, ly, components) for vectors. Vectors
+        with two components get a third one, which is zero. dtype: float32, float64, integers or
+        bool. The names are the same on every rank.
+    origin
+        Coordinates of the grid's first corner. Default: zeros.
+    at
+        "cells" writes one value for each cell. "points" writes the same values at the centres of
+        the cells, between which VTK interpolates. Then each rank receives a layer of its
+        neighbours' cells.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, before anything is written: if an argument is not valid.
+    OSError
+        On all ranks: if the directory does not exist, or a file cannot be written. It names the
+        file. The old fields stay.
+
+    Examples
+    --------
+    >>> import mpigrad as mg
+    >>> grid = mg.Grid((4, 2), spacing=(0.25, 0.5))
+    >>> x, y = grid.centers()
+    >>> mg.io.write_vtk("u.pvti", grid, {"u": x * y})
+    """
+    comm, path = grid.comm, check_path("write_vtk", path, grid.comm, ".pvti")
+    assert_same_on_all_ranks(comm, at, "write_vtk: at")
+    if at not in ("cells", "points"):
+        raise ValueError(f"write_vtk: expected at='cells' or at='points', got {at!r}.")
+    image = _Image(grid, check_origin("write_vtk", grid, origin), at)
+    arrays = check_fields("write_vtk", grid, fields)
+    if at == "points":
+        arrays = {
+            name: cells_from_all_ranks(grid, tile, image.slices) for name, tile in arrays.items()
+        }
+    written = [_Array.of(name, values, grid.ndim) for name, values in arrays.items()]
+    pieces = call_on_root(comm, lambda: _make_directory(path))
+    try:
+        with raise_on_all_ranks(comm):
+            write_atomically(
+                pieces / f"{comm.rank}.vti", lambda file: _write_piece(file, image, written)
+            )
+        with raise_on_all_ranks(comm):
+            if comm.rank == 0:
+                index = _index(image, written, pieces.name).encode()
+                write_atomically(path, lambda file: file.write(index))
+                for old in set(_directories(path)) - {pieces}:
+                    try_to_remove(old)
+    except BaseException:
+        if comm.rank == 0 and not _is_index_of(path, pieces):
+            try_to_remove(pieces)
+        raise
+
+
+@dataclasses.dataclass(frozen=True)
+class _Image:
+    """The image of a grid: VTK counts points, and cells lie between two points."""
+
+    grid: Grid
+    origin: tuple[float, ...]
+    at: Literal["cells", "points"]
+
+    def slices(self, rank: int) -> Slices:
+        """Return the values that the piece of a rank has, as slices of the whole grid."""
+        tile = self.grid.slices_of(rank)
+        if self.at == "cells":
+            return tile
+        return tuple(
+            slice(part.start, min(part.stop + 1, n))
+            for part, n in zip(tile, self.grid.shape, strict=True)
+        )
+
+    def extent(self, slices: Slices) -> str:
+        """Return the first and the last point along x, y and z."""
+        last = 0 if self.at == "cells" else 1
+        ends = [(part.start, part.stop - last) for part in slices]
+        ends += [(0, 0)] * (3 - len(ends))
+        return " ".join(f"{first} {stop}" for first, stop in ends)
+
+    def attributes(self, slices: Slices) -> str:
+        """Return the attributes of an image that has these cells."""
+        shift = 0.0 if self.at == "cells" else 0.5
+        spacing = (*self.grid.spacing, 1.0, 1.0)[:3]
+        corner = (x + shift * h for x, h in zip(self.origin, self.grid.spacing, strict=True))
+        origin = (*corner, 0.0, 0.0)[:3]
+        return (
+            f'WholeExtent="{self.extent(slices)}" Origin="{" ".join(map(repr, origin))}" '
+            f'Spacing="{" ".join(map(repr, spacing))}"'
+        )
+
+    @property
+    def data(self) -> str:
+        """The element of the values."""
+        return "CellData" if self.at == "cells" else "PointData"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    """A field of this rank, with its last axis for components."""
+
+    name: str
+    values: NDArray[Any]
+
+    @classmethod
+    def of(cls, name: str, values: NDArray[Any], ndim: int) -> _Array:
+        """Return the array of a tile of shape (lx, ly) or (lx, ly, components)."""
+        if values.ndim == ndim:
+            values = values[..., None]
+        elif values.shape[-1] == 2:
+            values = np.concatenate([values, np.zeros_like(values[..., :1])], axis=-1)
+        return cls(name, values.view(np.uint8) if values.dtype == bool else values)
+
+    @property
+    def attributes(self) -> str:
+        """The attributes of the element of the array."""
+        kind = self.values.dtype.name.capitalize().replace("Uint", "UInt")
+        return (
+            f'type="{kind}" Name={quoteattr(self.name)} '
+            f'NumberOfComponents="{self.values.shape[-1]}"'
+        )
+
+    def bytes(self) -> memoryview:
+        """Return the values in VTK's order, in which x varies fastest."""
+        cells = range(self.values.ndim - 1)
+        ordered = self.values.transpose(*reversed(cells), self.values.ndim - 1)
+        kind = ordered.dtype.newbyteorder("<")
+        return np.ascontiguousarray(ordered, kind).reshape(-1).view(np.uint8).data
+
+
+def _write_piece(file: BinaryIO, image: _Image, arrays: Sequence[_Array]) -> None:
+    """Write this rank's .vti file. Each array follows its size in bytes."""
+    slices = image.slices(image.grid.comm.rank)
+    sizes = [array.values.nbytes for array in arrays]
+    offsets = itertools.accumulate((8 + size for size in sizes), initial=0)
+    elements = "\n".join(
+        f'<DataArray {array.attributes} format="appended" offset="{offset}"/>'
+        for array, offset in zip(arrays, offsets, strict=False)
+    )
+    header = (
+        f'<?xml version="1.0"?>\n<VTKFile {_ROOT.format("ImageData")}>\n'
+        f'<ImageData {image.attributes(slices)}>\n<Piece Extent="{image.extent(slices)}">\n'
+        f"<{image.data}>\n{elements}\n</{image.data}>\n</Piece>\n</ImageData>\n"
+        '<AppendedData encoding="raw">\n_'
+    )
+    file.write(header.encode())
+    for array, size in zip(arrays, sizes, strict=True):
+        file.write(size.to_bytes(8, "little"))
+        file.write(array.bytes())
+    file.write(b"\n</AppendedData>\n</VTKFile>\n")
+
+
+def _index(image: _Image, arrays: Sequence[_Array], directory: str) -> str:
+    """Return the text of the .pvti file."""
+    whole = tuple(slice(0, n) for n in image.grid.shape)
+    elements = "\n".join(f"<PDataArray {array.attributes}/>" for array in arrays)
+    pieces = "\n".join(
+        f'<Piece Extent="{image.extent(image.slices(rank))}" '
+        f"Source={quoteattr(f'{directory}/{rank}.vti')}/>"
+        for rank in range(image.grid.comm.size)
+    )
+    return (
+        f'<?xml version="1.0"?>\n<VTKFile {_ROOT.format("PImageData")}>\n'
+        f'<PImageData {image.attributes(whole)} GhostLevel="0">\n'
+        f"<P{image.data}>\n{elements}\n</P{image.data}>\n{pieces}\n</PImageData>\n</VTKFile>\n"
+    )
+
+
+def _is_index_of(path: pathlib.Path, pieces: pathlib.Path) -> bool:
+    """Return True if the file has the pieces, as after a rename that was done but has failed."""
+    try:
+        return f"{pieces.name}/" in path.read_text()
+    except OSError:
+        return path.is_file()
+
+
+def _make_directory(path: pathlib.Path) -> pathlib.Path:
+    """Make a directory for the pieces of a new index file."""
+    for number in itertools.count():
+        directory = path.with_name(f"{path.stem}.pieces-{number}")
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+            return directory
+    raise AssertionError
+
+
+def _directories(path: pathlib.Path) -> list[pathlib.Path]:
+    """Return the directories of pieces of an index file."""
+    start = f"{path.stem}.pieces-"
+    return [
+        entry
+        for entry in path.parent.iterdir()
+        if entry.name.startswith(start) and entry.name.removeprefix(start).isdigit()
+    ]
