@@ -49,7 +49,7 @@ def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None
 
 def _remove_results(out: pathlib.Path) -> None:
     """Remove what would describe the earlier run, and that this one may not write."""
-    for pattern in ("report.html", "snapshots.*", "animation.gif", "*.pvd", "*.pvti"):
+    for pattern in ("report.html", "snapshots.*", "*-vtk", "*.gif", "*.pvd", "*.pvti"):
         for path in out.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
