@@ -155,7 +155,7 @@ def test_a_job_has_its_grace_and_no_more() -> None:
 
 def test_the_grace_time_waits_for_a_report() -> None:
     """The report takes longer than the grace time, which begins after it."""
-    arguments = ("--grace", 1, "-n", 2, PROGRAMS / "interruptible.py", "report")
+    arguments = ("--grace", 4, "-n", 2, PROGRAMS / "interruptible.py", "report")
     with started(*arguments, until="working") as job:
         job.send_signal(signal.SIGTERM)
         output, errors = job.communicate(timeout=LIMIT)
