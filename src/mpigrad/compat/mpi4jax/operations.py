@@ -18,7 +18,7 @@ from mpigrad.compat.mpi4jax.adjoints import sum_over_ranks
 from mpigrad.compat.mpi4jax.communicators import communicator
 from mpigrad.compat.mpi4jax.status import set_status
 from mpigrad.compat.mpi4jax.tokens import NO_TOKEN, with_token
-from mpigrad.operations.carrier import tie_in
+from mpigrad.operations.carrier import allow_messages_in_rules, tie_in
 from mpigrad.operations.pytree_packing import arrays
 
 __all__ = [
@@ -70,7 +70,8 @@ def _checked(function: F) -> F:
                     f"mpi4jax.{function.__name__}: {name} must be {expected}, got "
                     f"{type(value).__name__} on rank {MPI.COMM_WORLD.rank}. {remedy}"
                 )
-        return function(*args, **kwargs)
+        with allow_messages_in_rules():  # as mpi4jax does
+            return function(*args, **kwargs)
 
     return cast(F, call)
 
@@ -82,8 +83,8 @@ def _array(function: str, x: Any, argument: str = "x") -> Any:
 def _check_rows(function: str, x: Any, size: int) -> None:
     if x.ndim == 0 or x.shape[0] != size:
         raise ValueError(
-            f"mpi4jax.{function}: x must have shape ({size}, ...), one row for each rank of the "
-            f"communicator, got {x.shape} on rank {MPI.COMM_WORLD.rank}. Reshape it."
+            f"mpi4jax.{function}: {function.capitalize()} input must have shape (nproc, ...), with "
+            f"nproc = {size} ranks, got {x.shape} on rank {MPI.COMM_WORLD.rank}. Reshape it."
         )
 
 
@@ -212,7 +213,7 @@ def sendrecv(
     x = _array("sendrecv", sendbuf, "sendbuf")
     # As in mpi4jax, the result is differentiated if sendbuf is.
     like = tie_in(jax.lax.stop_gradient(_array("sendrecv", recvbuf, "recvbuf")), x)
-    if status is None and MPI.ANY_SOURCE != source and MPI.ANY_TAG != recvtag:
+    if status is None and source != MPI.ANY_SOURCE and recvtag != MPI.ANY_TAG:
         received = mpigrad.sendrecv(x, dest, source, sendtag, recvtag, like, group)
         return with_token(token, received)
     request = mpigrad.isend(x, dest, sendtag, group)
