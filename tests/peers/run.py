@@ -100,7 +100,8 @@ def outcomes(folder: pathlib.Path, ranks: int) -> dict[str, tuple[str, str]]:
             row = json.loads(line)
             before = own.get(row["test"], ("", ""))[0]
             if row["test"] and before != "failed":  # a failed teardown comes after the call
-                own[row["test"]] = row["outcome"], f"rank {rank}: {row['text']}"
+                last = row["text"].strip().rpartition("\n")[2]  # all of it is in the log
+                own[row["test"]] = row["outcome"], f"rank {rank}: {last}"
         for test, outcome in own.items():
             kept = worst.setdefault(test, outcome)
             if order.index(outcome[0]) > order.index(kept[0]):
@@ -181,6 +182,8 @@ def main() -> int:
         )
     for text in wrong:
         print(f"test-peers: {text}")
+    if wrong:
+        print(f"test-peers: all output is in {BUILD}{os.sep}log-*.txt")
     return 1 if wrong else 0
 
 
