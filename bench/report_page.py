@@ -94,8 +94,14 @@ def population(results: Any) -> Iterator[Ratio]:
             yield Ratio(f"gradient, {name.partition(', ')[2]}", "blackjax", ratio, ratio, ratio)
 
 
+def shallow_water(results: Any) -> Iterator[Ratio]:
+    for row in results:
+        yield Ratio(f"{row['ranks']} ranks", "mpi4jax", row["ratio"], *row["quartiles"])
+
+
 READERS: dict[str, Callable[[Any], Iterator[Ratio]]] = {
     "operations": operations,
+    "shallow-water": shallow_water,
     "poisson": poisson,
     "poisson-boomeramg": poisson,
     "sparse": sparse,

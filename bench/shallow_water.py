@@ -27,23 +27,19 @@ FIELDS = ("h", "u", "v")
 
 def solve(source: str, days: float, out: str) -> None:
     """Run the program on this rank, and write its last fields and the seconds of its loop."""
-    sys.path.insert(0, str(pathlib.Path(source) / "examples"))
-    import time
+    import importlib
 
     import numpy as np
-    import shallow_water as program
 
+    sys.path.insert(0, str(pathlib.Path(source) / "examples"))
+    program: Any = importlib.import_module("shallow_water")
     program.HAS_TQDM = False
     clock, times = time.perf_counter, []
     program.time.perf_counter = lambda: times.append(clock()) or times[-1]
     state = program.solve_shallow_water(days * program.DAY_IN_SECONDS, program.PLOT_EVERY)[-1]
-    fields = {name: np.asarray(getattr(state, name)) for name in FIELDS}
-    np.savez(
-        pathlib.Path(out) / f"{program.mpi_rank}.npz",
-        seconds=times[-1] - times[0],
-        module=program.mpi4jax.__name__,
-        **fields,
-    )
+    found: dict[str, Any] = {name: np.asarray(getattr(state, name)) for name in FIELDS}
+    found |= {"seconds": times[-1] - times[0], "module": program.mpi4jax.__name__}
+    np.savez(pathlib.Path(out) / f"{program.mpi_rank}.npz", **found)
 
 
 def job(words: list[str], source: pathlib.Path, days: float, ranks: int) -> dict[str, Any]:
@@ -79,6 +75,7 @@ def compare(source: pathlib.Path, days: float, ranks: int, pairs: int) -> dict[s
         for name in sorted(ways, reverse=k % 2 == 1):
             last[name] = job(ways[name], source, days, ranks)
             seconds[name].append(last[name]["seconds"])
+            print(f"{ranks} ranks, {name}: {seconds[name][-1]:.2f} s", file=sys.stderr, flush=True)
     modules = {name: one["module"] for name, one in last.items()}
     assert modules == {"mpi4jax": "mpi4jax", "mpigrad": "mpigrad.compat.mpi4jax"}, modules
     difference = max(

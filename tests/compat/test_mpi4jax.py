@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], Callable[[Any], An
 @pytest.fixture
 def part() -> Iterator[MPI.Intracomm]:
     """The even ranks, or the odd ranks."""
-    made = WORLD.Split(RANK % 2)
+    made = cast(MPI.Intracomm, WORLD.Split(RANK % 2))
     yield made
     made.Free()
 
@@ -226,7 +226,7 @@ def test_communicators_of_mpi4py(part: MPI.Intracomm) -> None:
     clone = WORLD.Clone()
     first = mpi4jax.communicator(clone)
     clone.Free()
-    clone = WORLD.Split(0, -RANK)
+    clone = cast(MPI.Intracomm, WORLD.Split(0, -RANK))
     assert mpi4jax.communicator(clone) is not first
     assert mpi4jax.communicator(clone).rank == LAST - RANK
     clone.Free()

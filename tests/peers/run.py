@@ -113,7 +113,8 @@ def compare(
     found: dict[str, tuple[str, str]], expected: list[Difference], ranks: int
 ) -> tuple[list[str], dict[str, int]]:
     """Return the unexpected outcomes, one text each, and the number of tests by outcome."""
-    wrong, counts = [], dict.fromkeys(("passed", "skipped", "differ"), 0)
+    wrong: list[str] = []
+    counts: dict[str, int] = dict.fromkeys(("passed", "skipped", "differ"), 0)
     for test, (outcome, text) in found.items():
         listed = any(d.covers(test, ranks) for d in expected)
         if outcome in ("failed", "not run"):
