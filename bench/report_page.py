@@ -101,13 +101,13 @@ def shallow_water(results: Any) -> Iterator[Ratio]:
 
 READERS: dict[str, Callable[[Any], Iterator[Ratio]]] = {
     "operations": operations,
-    "shallow-water": shallow_water,
     "poisson": poisson,
     "poisson-boomeramg": poisson,
     "sparse": sparse,
     "waves": waves,
     "optimize": optimize,
     "population": population,
+    "shallow-water": shallow_water,
 }
 
 

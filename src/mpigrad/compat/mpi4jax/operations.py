@@ -316,9 +316,10 @@ def recv(
     >>> mpi4jax.recv(jnp.zeros(2), source=MPI.COMM_WORLD.rank)
     Array([1., 1.], dtype=float32)
     """
-    value, sender, sent_tag = mpigrad.recv_with_status(
-        _array("recv", x), source, tag, communicator(comm)
-    )
+    x, group = _array("recv", x), communicator(comm)
+    if status is None:
+        return with_token(token, mpigrad.recv(x, source, tag, group))
+    value, sender, sent_tag = mpigrad.recv_with_status(x, source, tag, group)
     return with_token(token, set_status(status, value, sender, sent_tag))
 
 
