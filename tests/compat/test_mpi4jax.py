@@ -236,7 +236,7 @@ def test_communicators_of_mpi4py(part: MPI.Intracomm) -> None:
     ("call", "error", "text"),
     [
         (
-            lambda x: mpi4jax.allreduce(x, "sum"),
+            lambda x: mpi4jax.allreduce(x, cast(Any, "sum")),
             TypeError,
             r"mpi4jax\.allreduce: op must be mpi4py\.MPI\.Op, got str on rank \d\. Convert it",
         ),
@@ -245,7 +245,11 @@ def test_communicators_of_mpi4py(part: MPI.Intracomm) -> None:
             TypeError,
             r"mpi4jax\.bcast: root must be a Python integer, got \w*Tracer .* make it static",
         ),
-        (lambda x: mpi4jax.bcast(x, 0, comm=3), TypeError, r"comm must be mpi4py\.MPI\.Intracomm"),
+        (
+            lambda x: mpi4jax.bcast(x, 0, comm=cast(Any, 3)),
+            TypeError,
+            r"comm must be mpi4py\.MPI\.Intracomm",
+        ),
         (lambda x: mpi4jax.bcast(x, SIZE), ValueError, f"got {SIZE} on rank {RANK}"),
         (
             lambda x: mpi4jax.alltoall(jnp.zeros((SIZE + 1, 2))),

@@ -15,6 +15,7 @@ FOLDER = "MPIGRAD_PEER_OUTCOMES"
 
 class _Outcomes:
     def __init__(self) -> None:
+        self.meeting = MPI.COMM_WORLD.Dup()
         folder = pathlib.Path(os.environ[FOLDER])
         self.file = (folder / f"rank{MPI.COMM_WORLD.rank}.jsonl").open("w", buffering=1)
 
@@ -22,6 +23,11 @@ class _Outcomes:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:  # a test that never ends has this line alone
             self._write(item.nodeid, "not run", "")
+
+    @pytest.hookimpl
+    def pytest_runtest_logstart(self) -> None:
+        # mpi4jax's test of barrier loses a line if rank 0 begins late and empties the file.
+        self.meeting.Barrier()
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
