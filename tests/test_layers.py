@@ -29,6 +29,7 @@ FLOORS = (
     ("optimize", "training"),
     ("_start",),
     ("__init__",),
+    ("compat",),
     ("launch",),
     ("__main__", "mpigrad_apps"),
 )
