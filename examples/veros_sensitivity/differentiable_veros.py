@@ -18,9 +18,9 @@ import veros
 from mpi4py import MPI
 
 import mpigrad as mg
-from mpigrad import loops, sparse
+from mpigrad import sparse
 
-__all__ = ["State", "configure", "initial_state", "install_solver", "time_step"]
+__all__ = ["Model", "State", "configure", "time_step", "with_temperature"]
 
 State = dict[str, Any]
 Setup = Any  # a veros.VerosSetup
@@ -203,20 +203,83 @@ def with_temperature(setup: Setup, arrays: State, temperature: jax.Array) -> Sta
     return _call(setup, arrays, replace)
 
 
-def run(setup: Setup, arrays: State, n: int, checkpoints: loops.Checkpoints = None) -> State:
-    """Return the state after n steps. `checkpoints` as in `mpigrad.loops.scan`."""
-    changed: list[str] = []
+class Model:
+    """The time steps of a set-up of veros, and their adjoints, each compiled once.
 
-    def find_changes(arrays: State) -> State:
-        after = time_step(setup, arrays)
-        changed.extend(name for name in arrays if after[name] is not arrays[name])
-        return after
+    The state before each step is kept for the adjoint. `parameters` are arrays that veros's steps
+    read and do not change, such as the wind stress.
+    """
 
-    jax.eval_shape(find_changes, arrays)
+    def __init__(self, setup: Setup, parameters: tuple[str, ...] = ("surface_taux",)) -> None:
+        self.setup = setup
+        arrays = state_of(setup)
+        changed: list[str] = []
 
-    def step(state: State, _: None) -> tuple[State, None]:
-        after = time_step(setup, arrays | state)
-        return {name: after[name] for name in state}, None
+        def find_changes(arrays: State) -> State:
+            after = time_step(setup, arrays)
+            changed.extend(name for name in arrays if after[name] is not arrays[name])
+            return after
 
-    state = {name: arrays[name] for name in changed}
-    return arrays | loops.scan(step, state, n, checkpoints=checkpoints)[0]
+        jax.eval_shape(find_changes, arrays)
+        self.initial = {name: arrays[name] for name in changed}
+        self.parameters = {name: arrays[name] for name in parameters}
+        self.constants = {k: v for k, v in arrays.items() if k not in self.initial}
+        self.step = mg.jit(self._step)
+        self.step_adjoint = mg.jit(self._step_adjoint)
+        self.start = mg.jit(self._start)
+        self.start_adjoint = mg.jit(
+            lambda state, temperature, cotangent: mg.vjp(
+                lambda temperature: _real(self._start(state, temperature)), temperature
+            )[1](cotangent)[0]
+        )
+
+    def _step(self, state: State, parameters: State) -> State:
+        after = time_step(self.setup, self.constants | parameters | state)
+        return {name: after[name] for name in state}
+
+    def _step_adjoint(
+        self, state: State, parameters: State, cotangent: State
+    ) -> tuple[State, State]:
+        def step(real: State, parameters: State) -> State:
+            return _real(self._step(state | real, parameters))
+
+        return mg.vjp(step, _real(state), parameters)[1](cotangent)
+
+    def _start(self, state: State, temperature: jax.Array) -> State:
+        after = with_temperature(self.setup, self.constants | state, temperature)
+        return {name: after[name] for name in state}
+
+    def run(self, state: State, parameters: State, n: int) -> State:
+        """Return the state after n steps."""
+        for _ in range(n):
+            state = self.step(state, parameters)
+        return state
+
+    def value_and_gradient(
+        self,
+        objective: Callable[[State], jax.Array],
+        state: State,
+        temperature: jax.Array,
+        parameters: State,
+        n: int,
+    ) -> tuple[jax.Array, tuple[jax.Array, State]]:
+        """Return an objective of the state after n steps, and its gradient.
+
+        `objective` returns this rank's share of a sum over all ranks. The gradient is with respect
+        to the initial temperature and to the parameters.
+        """
+        states = [self.start(state, temperature)]
+        for _ in range(n):
+            states.append(self.step(states[-1], parameters))
+        last = states.pop()
+        share = mg.jit(mg.value_and_grad(lambda real: objective(self.constants | last | real)))
+        value, cotangent = share(_real(last))
+        total = jax.tree.map(jnp.zeros_like, parameters)
+        while states:
+            cotangent, by_parameters = self.step_adjoint(states.pop(), parameters, cotangent)
+            total = jax.tree.map(jnp.add, total, by_parameters)
+        return value, (self.start_adjoint(state, temperature, cotangent), total)
+
+
+def _real(state: State) -> State:
+    return {k: v for k, v in state.items() if jnp.issubdtype(v.dtype, jnp.floating)}
