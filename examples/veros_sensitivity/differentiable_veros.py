@@ -1,7 +1,7 @@
 """The ocean model veros as a differentiable function of its state, on many ranks.
 
-veros is installed from the package index and is not changed. These functions replace, while they are
-used, its linear solver, its square root and the parts of a time step that read and write files.
+veros is installed from the package index and is not changed. While these functions are used, they
+replace its linear solver, its square root and the parts of a time step that write files.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def install_solver() -> None:
 def root(x: Any) -> jax.Array:
     """Return the square root, with the derivative 0 at 0.
 
-    veros takes roots of zero on land. Their derivative is infinite, and a zero times it is not a number.
+    veros takes roots of zero on land. Their derivative is infinite, and zero times it is NaN.
     """
     zero = x == 0
     return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, x)))
@@ -137,7 +137,7 @@ class _Numpy:
 
 @contextlib.contextmanager
 def _pure() -> Iterator[None]:
-    """Take out of veros what a compiled step cannot do: files, checks of values, infinite slopes."""
+    """Remove from veros what a compiled step cannot do: files, checks, infinite slopes."""
     from veros import diagnostics, restart
     from veros.core import eke, friction, idemix, numerics, tke
 

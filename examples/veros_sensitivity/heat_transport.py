@@ -9,6 +9,7 @@ backwards through its time steps, on any number of ranks (docs/veros.md):
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from typing import Any
@@ -75,7 +76,8 @@ def smooth_direction(state: ocean.State) -> tuple[jax.Array, jax.Array]:
 def main() -> None:
     options = parse()
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    setup = SETUPS[options.setup](override=dict(pair.split("=") for pair in options.override))
+    pairs = (pair.split("=") for pair in options.override)
+    setup = SETUPS[options.setup](override={name: json.loads(value) for name, value in pairs})
     setup.setup()
     model = ocean.Model(setup)
     wind = model.parameters
