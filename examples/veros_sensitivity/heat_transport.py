@@ -152,8 +152,11 @@ def draw(temperature: np.ndarray, wind: np.ndarray, options: argparse.Namespace)
         )  # fmt: skip
         ax.axhline(options.latitude, color="black", linestyle="--", linewidth=1)
         ax.set(title=title, xlabel="longitude")
-        figure.colorbar(image, ax=ax, label="change of the heat transport (TW)")
+        figure.colorbar(image, ax=ax, label="TW")
     axes[0].set_ylabel("latitude")
+    figure.suptitle(
+        f"change of the heat transport across the line, {options.steps / 2:g} days later"
+    )
     figure.savefig(options.picture, dpi=90)
 
 
