@@ -19,6 +19,7 @@
 #   make test-faults  thousands of faults of input and output, 200 kills, damaged files of all kinds
 #                 (SEED=17 repeats a run)
 #   make mutations  34 one-line faults in a copy of src/, and the test that has to catch each
+#   make test-peers  the tests of mpi4jax, from its sdist, on mpigrad's module of its names
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make test-harness  native/ without Python, with ThreadSanitizer (SEEDS=500 FIRST=0)
 #   make models   the protocols of the native code, explored by Spin (models/README.md)
@@ -37,7 +38,7 @@ BIN := $(VENV)/bin
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-faults mutations test-torch test-sanitizers test-hosts test-jax test-veros wheel test-wheel fuzz test-harness models bench docs docs-links lint style types language clean
+.PHONY: setup demo test test-full test-faults mutations test-peers test-torch test-sanitizers test-hosts test-jax test-veros wheel test-wheel fuzz test-harness models bench docs docs-links lint style types language clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -72,6 +73,10 @@ test-faults: setup
 
 mutations: setup
 	@$(BIN)/python tests/faults/mutations.py
+
+# The package index has the sdist. tests/peers/differences.toml has the expected failures.
+test-peers: setup
+	@$(BIN)/python tests/peers/run.py
 
 # TORCH="torch==2.6.0 --index-url …": another release, another build.
 TORCH ?= torch==2.13.0

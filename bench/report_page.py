@@ -94,6 +94,11 @@ def population(results: Any) -> Iterator[Ratio]:
             yield Ratio(f"gradient, {name.partition(', ')[2]}", "blackjax", ratio, ratio, ratio)
 
 
+def shallow_water(results: Any) -> Iterator[Ratio]:
+    for row in results:
+        yield Ratio(f"{row['ranks']} ranks", "mpi4jax", row["ratio"], *row["quartiles"])
+
+
 READERS: dict[str, Callable[[Any], Iterator[Ratio]]] = {
     "operations": operations,
     "poisson": poisson,
@@ -102,6 +107,7 @@ READERS: dict[str, Callable[[Any], Iterator[Ratio]]] = {
     "waves": waves,
     "optimize": optimize,
     "population": population,
+    "shallow-water": shallow_water,
 }
 
 

@@ -88,16 +88,27 @@ class Peers:
             if not mark.exists():
                 print(f"bench: installing {requirements} into {self.directory}", flush=True)
                 command = [str(self.python), "-m", "pip", "install", *requirements.split()]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                done = subprocess.run(
+                    command, capture_output=True, text=True, check=False, env=self._without_cuda()
+                )
                 with self.log.open("a") as log:
                     log.write(f"{' '.join(command)}\n{done.stdout}{done.stderr}\n")
                 if done.returncode:
-                    last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-                    self._tried[requirements] = f"{' '.join(last)} (all output: {self.log})"
+                    self._tried[requirements] = f"{_cause(done.stderr)} (all output: {self.log})"
                     return self._tried[requirements]
                 mark.touch()
             self._tried[requirements] = ""
         return self._tried[requirements]
+
+    def _without_cuda(self) -> dict[str, str]:
+        """The environment of a build for CPUs.
+
+        mpi4jax builds its part for GPUs if nvcc is on the path, also if CUDA's headers are missing.
+        An existing CUDA_PATH without headers turns this off.
+        """
+        empty = self.directory / "no-cuda"
+        empty.mkdir(exist_ok=True)
+        return os.environ | {"CUDA_PATH": str(empty)}
 
     def _make(self) -> None:
         if self.python.exists():
@@ -109,6 +120,16 @@ class Peers:
         # What is installed here is there, too, editable installs included.
         line = f"import site; site.addsitedir({str(host)!r})\n"
         (self.directory / "lib" / version / "site-packages" / "host.pth").write_text(line)
+
+
+def _cause(output: str) -> str:
+    """Return the line of pip's output that says why an installation failed.
+
+    The first error is the cause, for example of a compiler. Later lines say only that it failed.
+    """
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if "error: " in line.lower()]
+    return (errors or lines[-1:] or ["pip failed without a message"])[0]
 
 
 def run(names: Sequence[str], out: pathlib.Path, *, quick: bool = False, peers: bool = True) -> int:

@@ -37,6 +37,7 @@ REFERENCE = {
     "mpigrad.waves": "Waves",
     "mpigrad.waves.acoustic": "Acoustic waves",
     "mpigrad.waves.elastic": "Elastic waves",
+    "mpigrad.compat.mpi4jax": "The names of mpi4jax",
     "mpigrad_apps.report": "Reports",
     "mpigrad_apps.poisson": "Poisson",
     "mpigrad_apps.heat": "Heat",

@@ -33,6 +33,7 @@ FIRST = {
     "gradients.md-2": (3,),
     "libraries.md-0": (1,),  # test_libraries has the case of several ranks
     "libraries.md-1": (3,),
+    "mpi4jax.md-0": (2,),
     "own_matrix.md-0": (1,),
     "own_operator.md-1": (3,),
     "own_stencil.md-0": (2,),

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 PACKAGES = ("", ".checkpoint", ".grid", ".jobs", ".loops", ".optimize", ".sparse", ".training")
-PACKAGES = tuple(f"mpigrad{name}" for name in (*PACKAGES, ".waves", ".torch"))
+PACKAGES = tuple(f"mpigrad{name}" for name in (*PACKAGES, ".waves", ".torch", ".compat.mpi4jax"))
 # Public names whose docstrings need no example: they are results, states and records that other
 # functions make, or their example is that of the class they belong to.
 WITHOUT = {

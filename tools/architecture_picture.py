@@ -32,6 +32,7 @@ ROOMS = {
     "optimize": "minimize",
     "training": "SGD, parameter server",
     "__init__": "import mpigrad as mg",
+    "compat": "mpi4jax",
     "launch": "the mpigrad command",
     "mpigrad_apps": "applications",
 }

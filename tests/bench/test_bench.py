@@ -78,3 +78,22 @@ def test_page_of_results(tmp_path: pathlib.Path) -> None:
     assert page.count("<img") == 3
     assert "no compiler" in page
     assert (tmp_path / "operations.png").stat().st_size > 5000
+
+
+def test_cause_of_a_failed_installation() -> None:
+    output = """
+      warning: a warning of the compiler
+      bridge.cpp:7:10: fatal error: cuda_runtime.h: No such file or directory
+      error: command 'mpicc' failed with exit code 1
+      [end of output]
+    hint: See above for details.
+    """
+    assert suite._cause(output).startswith("bridge.cpp:7:10: fatal error: cuda_runtime.h")
+    assert suite._cause("only this line\n\n") == "only this line"
+
+
+def test_other_libraries_are_built_without_cuda(tmp_path: pathlib.Path) -> None:
+    """mpi4jax takes an existing CUDA_PATH before nvcc's, and builds for CPUs without headers."""
+    cuda = pathlib.Path(suite.Peers(tmp_path)._without_cuda()["CUDA_PATH"])
+    assert cuda.is_dir()
+    assert not any(cuda.iterdir())

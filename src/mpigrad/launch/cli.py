@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import pickle
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,9 @@ at Ctrl-C. The program is a file or `-m MODULE`. Arguments after it are passed t
 _DOCTOR = """Show and test MPI, hypre, JAX and cores, and report problems.
 
 Every problem is printed with its solution. The exit code is 1 if there is a problem."""
+
+# Libraries whose names --as takes, and the modules that run a program with ours.
+_STAND_INS = {"mpi4jax": "mpigrad.compat.mpi4jax"}
 
 
 def main() -> int:
@@ -152,6 +156,18 @@ def _launch(arguments: list[str]) -> int:
         action="store_true",
         help="at the end, print calls, bytes and time of each operation on each line",
     )
+    parser.add_argument(
+        "--as",
+        dest="stand_in",
+        metavar="LIBRARY",
+        help="let `import LIBRARY` give mpigrad's module of the same functions: mpi4jax, or "
+        "mpi4jax==VERSION for a program written for an older one",
+    )
+    parser.add_argument(
+        "--exact-adjoints",
+        action="store_true",
+        help="with --as mpi4jax: the adjoint of allreduce is allreduce, not the identity",
+    )
     own, program = _split(arguments, parser)
     _print_help(parser, own)
     parsed, unknown = parser.parse_known_args(own)
@@ -170,12 +186,32 @@ def _launch(arguments: list[str]) -> int:
                 _refuse(f"launch -m: there is no module {module}. Check its name and PYTHONPATH.")
         case [file, *_] if not pathlib.Path(file).exists():
             _refuse(f"launch: there is no file {file}. Check its path.")
+    first, environment = _stand_in(parsed.stand_in, parsed.exact_adjoints)
     if options.print_script:
-        words = ["launch", *(["--profile"] if parsed.profile else []), *program]
+        flags = ["--profile"] if parsed.profile else []
+        flags += ["--as", parsed.stand_in] if parsed.stand_in else []
+        flags += ["--exact-adjoints"] if parsed.exact_adjoints else []
         name = pathlib.Path(program[1] if program[0] == "-m" else program[0]).stem
-        return _print_script(words, name, ranks, options, requeue=True)
-    profile = {"MPIGRAD_PROFILE": "1"} if parsed.profile else {}
-    return _start(program, options, ranks, hosts, profile)
+        return _print_script(["launch", *flags, *program], name, ranks, options, requeue=True)
+    if parsed.profile:
+        environment["MPIGRAD_PROFILE"] = "1"
+    return _start([*first, *program], options, ranks, hosts, environment)
+
+
+def _stand_in(requirement: str | None, exact: bool) -> tuple[list[str], dict[str, str]]:
+    """Return the words before the program, and the variables, of --as and --exact-adjoints."""
+    if requirement is None:
+        if exact:
+            _refuse("launch --exact-adjoints: this option needs --as mpi4jax. Add it.")
+        return [], {}
+    library, equals, version = requirement.partition("==")
+    if library not in _STAND_INS or bool(equals) != bool(re.fullmatch(r"\d+\.\d+.*", version)):
+        names = " or ".join(f"{name} or {name}==VERSION" for name in _STAND_INS)
+        _refuse(f"launch --as: expected {names}, got {requirement}. Correct it, or leave --as out.")
+    environment = {"MPIGRAD_MPI4JAX_VERSION": version} if version else {}
+    if exact:
+        environment["MPIGRAD_MPI4JAX_ADJOINTS"] = "exact"
+    return ["-m", _STAND_INS[library]], environment
 
 
 def _doctor(arguments: list[str]) -> int:

@@ -48,12 +48,26 @@ __all__ = [
 
 
 def has_cuda_support() -> bool:
-    """Return True if arrays of this program are on NVIDIA GPUs, which mpigrad then sends."""
+    """Return True if arrays of this program are on NVIDIA GPUs, which mpigrad then sends.
+
+    Examples
+    --------
+    >>> from mpigrad.compat import mpi4jax
+    >>> isinstance(mpi4jax.has_cuda_support(), bool)
+    True
+    """
     return jax.default_backend() == "gpu"
 
 
 def has_sycl_support() -> bool:
-    """Return False: mpigrad does not send arrays on Intel GPUs."""
+    """Return False: mpigrad does not send arrays on Intel GPUs.
+
+    Examples
+    --------
+    >>> from mpigrad.compat import mpi4jax
+    >>> mpi4jax.has_sycl_support()
+    False
+    """
     return False
 
 

@@ -45,8 +45,9 @@ def communicator(comm: MPI.Intracomm | None = None) -> Communicator:
         return world()
     if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
         return Communicator(comm)  # raises the error
-    made = comm.Get_attr(_keyval())
-    if made is None:
-        made = Communicator(comm)
-        comm.Set_attr(_keyval(), made)
+    kept = comm.Get_attr(_keyval())
+    if isinstance(kept, Communicator):
+        return kept
+    made = Communicator(comm)
+    comm.Set_attr(_keyval(), made)
     return made

@@ -1,4 +1,4 @@
-"""What mpi4jax has and this module lacks: errors that say so."""
+"""Errors for names that mpi4jax has and this module lacks."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def with_token(token: Any, *results: Any) -> Any:
 
     Returns
     -------
-    With tokens (value, token), or the token alone if there is no value; otherwise the value or
-    None. The token has no meaning, because mpigrad keeps messages in the order of the program.
+    With tokens (value, token), or the token alone for a call without a value. Without tokens the
+    value or None. Tokens have no effect, because mpigrad keeps messages in program order.
     """
     if not returns_token(token):
         return results[0] if results else None
