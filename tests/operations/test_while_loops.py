@@ -74,6 +74,23 @@ def march(grid, largest, dtype="float64"):
     return lambda u: jax.lax.while_loop(lambda state: state[0] < 0.5, step, (start, u))
 
 
+@pytest.mark.parametrize("local", [False, True])
+def test_conditions_are_followed_through_scans(comm, local):
+    grid, u = field(comm)
+    size = jnp.max if local else lambda u: mg.max_norm(u, comm=comm)
+
+    def smooth(u, _):
+        p = halo_exchange(u, grid, 1, "edge")
+        return (p[2:] + p[:-2]) / 4, None
+
+    def loop(u):
+        step = lambda u: jax.lax.scan(smooth, u, length=2)[0]
+        return jax.lax.while_loop(lambda u: size(u) > 1e6, step, u)
+
+    with warns(comm, local):
+        assert jnp.array_equal(mg.jit(loop)(u), u)
+
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_steps_of_one_rank_are_refused(comm, dtype):

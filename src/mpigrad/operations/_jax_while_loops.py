@@ -144,8 +144,8 @@ def _results(eqn: Any, inputs: list[bool]) -> list[bool]:
         return [decides or is_local for is_local in carry]
     if name == "scan":
         body = params["jaxpr"].jaxpr
-        first = params["num_consts"]
-        end = first + params["num_carry"]
+        first, carried = _scan_sizes(params)
+        end = first + carried
         carry = _repeated(body, inputs[:first], end - first, inputs[first:end], inputs[end:])
         return [*carry, *_local(body, [*inputs[:first], *carry, *inputs[end:]])[end - first :]]
     if name == "cond":
@@ -156,6 +156,14 @@ def _results(eqn: Any, inputs: list[bool]) -> list[bool]:
         if isinstance(jaxpr, Jaxpr) and len(jaxpr.invars) == len(inputs):
             return _local(jaxpr, inputs)
     return [any(inputs)] * n
+
+
+def _scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """Return the numbers of constants and of carried values of a scan."""
+    if "num_consts" in params:  # before JAX 0.11
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(list(constants)), len(list(carry))
 
 
 # ---- with the guard: compare the numbers that the condition reads ----
