@@ -56,6 +56,7 @@ HEADINGS = {
     "operations.checks": "Checks",
     "communicator": "Communicators",
     "grid": "Grids",
+    "sharding": "Sharded arrays",
     "sparse": "Grids",
 }
 

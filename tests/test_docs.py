@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import pytest
 
+from launching import mpigrad
 from mpigrad.communicator import Communicator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -50,6 +51,11 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return found
 
 
+def is_job(text: str) -> bool:
+    """Return True if a block starts `jax.distributed`, which needs processes of its own."""
+    return "jax.distributed.initialize" in text
+
+
 def marks(name: str, text: str) -> list[pytest.MarkDecorator]:
     needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", text, re.M)
     later = pytest.mark.full("a page that is read later, with parts that other tests cover")
@@ -61,6 +67,7 @@ def parametrize(language: str) -> pytest.MarkDecorator:
     cases = [
         pytest.param(text, id=name, marks=marks(name, text) if language == "python" else ())
         for name, text in blocks(language)
+        if not is_job(text)
     ]
     return pytest.mark.parametrize("text", cases)
 
@@ -81,6 +88,17 @@ def elsewhere(tmp_path: pathlib.Path, comm: Communicator, monkeypatch: pytest.Mo
 @parametrize("python")
 def test_python(text: str, elsewhere: None) -> None:
     run(text)
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, id=name) for name, text in blocks("python") if is_job(text)]
+)
+def test_jobs(text: str, tmp_path: pathlib.Path) -> None:
+    """Blocks that start `jax.distributed` run on two ranks."""
+    (tmp_path / "program.py").write_text(text)
+    done = mpigrad("launch", "-n", 2, tmp_path / "program.py", MPIGRAD_TIMEOUT="60")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def steps() -> list[Any]:
