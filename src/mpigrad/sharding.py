@@ -346,7 +346,7 @@ def _refuse(name: str, by: str) -> Any:
     def rule(*args: Any, **params: Any) -> Any:
         raise ValueError(
             f"{name}: it cannot be {by}. A compiled program is either of one rank or of "
-            f"all devices. Call {name} outside, and compile the parts before and after it by themselves."
+            f"all devices. Call {name} outside, and compile the parts before and after it."
         )
 
     return rule
