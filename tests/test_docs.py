@@ -34,6 +34,9 @@ FIRST = {
     "gradients.md-2": (3,),
     "libraries.md-0": (1,),  # test_libraries has the case of several ranks
     "libraries.md-1": (3,),
+    "samplers.md-0": (2,),  # NumPyro
+    "samplers.md-1": (2,),  # blackjax
+    "samplers.md-2": (2,),  # PyMC, where it is installed
     "own_matrix.md-0": (1,),
     "own_operator.md-1": (3,),
     "own_stencil.md-0": (2,),
@@ -85,8 +88,15 @@ def elsewhere(tmp_path: pathlib.Path, comm: Communicator, monkeypatch: pytest.Mo
     monkeypatch.chdir(comm.mpi.bcast(tmp_path))  # for the files that a page writes
 
 
+# The dev extra installs NumPyro, which the oldest JAX does not have, and not PyMC, which is large.
+OPTIONAL = ("numpyro", "pymc")
+
+
 @parametrize("python")
 def test_python(text: str, elsewhere: None) -> None:
+    for package in OPTIONAL:
+        if re.search(rf"^(import|from) {package}\b", text, re.M):
+            pytest.importorskip(package)
     run(text)
 
 
