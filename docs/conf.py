@@ -58,6 +58,7 @@ HEADINGS = {
     "operations.checks": "Checks",
     "communicator": "Communicators",
     "grid": "Grids",
+    "sharding": "Sharded arrays",
     "sparse": "Grids",
 }
 

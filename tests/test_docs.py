@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import pytest
 
+from launching import mpigrad
 from mpigrad.communicator import Communicator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -37,6 +38,9 @@ FIRST = {
     "libraries.md-0": (1,),  # test_libraries has the case of several ranks
     "libraries.md-1": (3,),
     "mpi4jax.md-0": (2,),
+    "samplers.md-0": (2,),  # NumPyro
+    "samplers.md-1": (2,),  # blackjax
+    "samplers.md-2": (2,),  # PyMC, where it is installed
     "own_matrix.md-0": (1,),
     "own_operator.md-1": (3,),
     "own_stencil.md-0": (2,),
@@ -54,6 +58,11 @@ def blocks(language: str) -> list[tuple[str, str]]:
     return found
 
 
+def is_job(text: str) -> bool:
+    """Return True if a block starts `jax.distributed`, which needs processes of its own."""
+    return "jax.distributed.initialize" in text
+
+
 def marks(name: str, text: str) -> list[pytest.MarkDecorator]:
     needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", text, re.M)
     later = pytest.mark.full("a page that is read later, with parts that other tests cover")
@@ -68,6 +77,7 @@ def parametrize(language: str) -> pytest.MarkDecorator:
     cases = [
         pytest.param(text, id=name, marks=marks(name, text) if language == "python" else ())
         for name, text in blocks(language)
+        if not is_job(text)
     ]
     return pytest.mark.parametrize("text", cases)
 
@@ -85,9 +95,27 @@ def elsewhere(tmp_path: pathlib.Path, comm: Communicator, monkeypatch: pytest.Mo
     monkeypatch.chdir(comm.mpi.bcast(tmp_path))  # for the files that a page writes
 
 
+# The dev extra installs NumPyro, which the oldest JAX does not have, and not PyMC, which is large.
+OPTIONAL = ("numpyro", "pymc")
+
+
 @parametrize("python")
 def test_python(text: str, elsewhere: None) -> None:
+    for package in OPTIONAL:
+        if re.search(rf"^(import|from) {package}\b", text, re.M):
+            pytest.importorskip(package)
     run(text)
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, id=name) for name, text in blocks("python") if is_job(text)]
+)
+def test_jobs(text: str, tmp_path: pathlib.Path) -> None:
+    """Blocks that start `jax.distributed` run on two ranks."""
+    (tmp_path / "program.py").write_text(text)
+    done = mpigrad("launch", "-n", 2, tmp_path / "program.py", MPIGRAD_TIMEOUT="60")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def steps() -> list[Any]:

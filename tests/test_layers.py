@@ -24,7 +24,7 @@ FLOORS = (
     ("guard",),
     ("communicator",),
     ("collective_errors", "operations", "profiling"),
-    ("autodiff", "grid", "loops"),
+    ("autodiff", "grid", "loops", "sharding"),
     ("checkpoint", "jobs", "sparse", "torch", "waves"),
     ("io", "optimize", "training"),
     ("_start",),

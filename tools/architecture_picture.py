@@ -24,6 +24,7 @@ ROOMS = {
     "autodiff": "grad, jvp, vjp, vmap",
     "grid": "tiles, halos, stencils",
     "loops": "time loops",
+    "sharding": "arrays of shard_map",
     "checkpoint": "restart files",
     "jobs": "parallel map",
     "sparse": "matrices, solvers",

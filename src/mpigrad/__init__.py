@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from mpigrad.operations.v_collectives import gatherv as gatherv
     from mpigrad.operations.v_collectives import reduce_scatterv as reduce_scatterv
     from mpigrad.operations.v_collectives import scatterv as scatterv
+    from mpigrad.sharding import from_sharded as from_sharded
+    from mpigrad.sharding import to_sharded as to_sharded
     from mpigrad.sparse.matrix.ghost_exchange import GhostExchange as GhostExchange
 
 _NAMES = {
@@ -98,6 +100,7 @@ _NAMES = {
     "default_communicator": "communicator",
     "dot_test": "autodiff.gradient_checks",
     "exscan": "operations.collectives",
+    "from_sharded": "sharding",
     "gather": "operations.collectives",
     "gatherv": "operations.v_collectives",
     "grad": "autodiff.transforms",
@@ -131,6 +134,7 @@ _NAMES = {
     "sendrecv": "operations.sendrecv",
     "sparse": "",
     "taylor_test": "autodiff.gradient_checks",
+    "to_sharded": "sharding",
     "torch": "",
     "training": "",
     "value_and_grad": "autodiff.transforms",

@@ -35,6 +35,7 @@ __all__ = [
     "ad",
     "allow_in_custom_rules",
     "batching",
+    "concrete_value",
     "configure_backend",
     "constants_as_operands",
     "effect",
@@ -57,6 +58,7 @@ __all__ = [
     "register_target",
     "run_directly",
     "set_linearization",
+    "sharded_aval",
     "tangent_aval",
     "visible",
 ]
@@ -153,6 +155,25 @@ def set_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None:
 def tangent_aval(x: Any) -> Any:
     """Return the aval of the tangent of `x` (float0 for integers)."""
     return jax.typeof(x).to_tangent_aval()
+
+
+def sharded_aval(shape: tuple[int, ...], dtype: Any, sharding: Any) -> ShapedArray:
+    """Return the aval of a global array, with its sharding along the explicit axes of its mesh."""
+    mesh = sharding.mesh.abstract_mesh
+    explicit = [
+        tuple(name for name in names if name in mesh.explicit_axes) or None
+        for names in (
+            () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+            for entry in (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+        )
+    ]
+    spec = jax.sharding.PartitionSpec(*explicit)
+    return ShapedArray(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+
+def concrete_value(x: Any) -> Any:
+    """Return the value of a tracer of a derivative, None if it has no value, or `x` itself."""
+    return x.to_concrete_value() if isinstance(x, jax.core.Tracer) else x
 
 
 def is_top_level() -> bool:
