@@ -95,7 +95,7 @@ def elsewhere(tmp_path: pathlib.Path, comm: Communicator, monkeypatch: pytest.Mo
     monkeypatch.chdir(comm.mpi.bcast(tmp_path))  # for the files that a page writes
 
 
-# The dev extra installs NumPyro, which the oldest JAX does not have, and not PyMC, which is large.
+# Skipped where they are absent. The dev extra has NumPyro, and not PyMC, which is large.
 OPTIONAL = ("numpyro", "pymc")
 
 
