@@ -81,8 +81,9 @@ class MPIEffect(_Effect):
     def __repr__(self) -> str:  # the key of a KeyError if a function hides its messages from JAX
         return (
             "mpigrad: expected no messages in an operator of lineax.linear_solve or a function of "
-            "jax.custom_batching.custom_vmap, which JAX compiles as a function without effects, "
-            "got one. Use mpigrad.sparse.solve or jax.lax.custom_linear_solve, and mpigrad.vmap."
+            "jax.custom_batching.custom_vmap or jax.shard_map, which JAX compiles as functions "
+            "without effects, got one. Use mpigrad.sparse.solve or jax.lax.custom_linear_solve, "
+            "mpigrad.vmap, and messages outside of shard_map."
         )
 
     def __hash__(self) -> int:
