@@ -138,7 +138,7 @@ def set_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None:
     It maps (is_vjp, nonzeros, *primals) to (results, nonzeros, known, linear).
 
     JAX 0.8 does not tell if the derivative will be transposed: the rule then assumes it. Since JAX
-    0.11 a rule also returns structured residuals, which `linear` takes.
+    0.11.1 a rule also returns structured residuals, which `linear` takes.
     """
 
     def without_purpose(*args: Any, **params: Any) -> Any:
@@ -150,7 +150,7 @@ def set_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None:
 
     adapted = without_purpose if VERSION < (0, 9) else rule
     linearizations = private("interpreters.ad.primitive_linearizations")
-    linearizations[primitive] = adapted if VERSION < (0, 11) else with_structured_residuals
+    linearizations[primitive] = adapted if VERSION < (0, 11, 1) else with_structured_residuals
 
 
 def tangent_aval(x: Any) -> Any:
