@@ -46,6 +46,7 @@ def test_one_rank_needs_no_distributed_processes(alone: Communicator) -> None:
         return jnp.sum(mg.from_sharded(double(whole), alone) * x)
 
     close(mg.grad(f, comm=alone)(x), 6 * x**2)
+    close(mg.grad(f, comm=alone)(np.arange(3, dtype=np.float32)), 6 * x**2)
 
 
 @pytest.mark.ranks(2)

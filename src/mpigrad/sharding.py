@@ -123,14 +123,17 @@ def to_sharded(x: Any, mesh: Mesh, spec: PartitionSpec, comm: Communicator | Non
                 "to_sharded: spec must be a jax.sharding.PartitionSpec, got "
                 f"{type(spec).__name__}. Write PartitionSpec('x'), for example."
             )
+        own = mesh.devices.flat[comm.rank]
         x = x if isinstance(x, jax.Array) else jnp.asarray(x)
         value = _concrete(x, "to_sharded")
+        if not isinstance(value, jax.Array):  # an array of NumPy that is differentiated
+            x = jax.device_put(x, own)
+            value = _concrete(x, "to_sharded")
         if not value.is_fully_addressable:
             raise ValueError(
                 f"to_sharded: x must be this rank's array, got a sharded global array of shape "
                 f"{x.shape}. Use it as it is, or change its sharding by jax.device_put."
             )
-        own = mesh.devices.flat[comm.rank]
         if value.devices() != {own}:
             raise ValueError(
                 f"to_sharded: x is on {', '.join(map(str, value.devices()))}, but the device of "

@@ -19,6 +19,19 @@ __all__ = ["prepare_output", "remove_saves", "resume_settings"]
 
 # A resumed run may change these settings.
 _FREE = ("iterations", "frames", "restart", "resume", "overwrite", "draws", "vtk", "out")
+# Results that describe an earlier run, and that its replacement may not write.
+_RESULTS = (
+    "report.html",
+    "animation.gif",
+    "heat.gif",
+    *(
+        f"{name}{ending}"
+        for name in ("fields", "snapshots")
+        for ending in (".pieces-[0-9]*", ".pvd", ".pvti", "-vtk")
+    ),
+    "snapshots.zarr",
+    "snapshots.png",
+)
 
 
 def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None:
@@ -48,8 +61,8 @@ def prepare_output(settings: Any, out: pathlib.Path, comm: Communicator) -> None
 
 
 def _remove_results(out: pathlib.Path) -> None:
-    """Remove what would describe the earlier run, and that this one may not write."""
-    for pattern in ("report.html", "snapshots.*", "*-vtk", "*.gif", "*.pvd", "*.pvti"):
+    """Remove the results of an earlier run, and no other files: `out` may have the user's."""
+    for pattern in _RESULTS:
         for path in out.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -82,6 +82,21 @@ def test_a_report_without_saves_is_not_continued(comm, directory):
     prepare_output(resumed, directory, comm)
 
 
+@pytest.mark.ranks(1)
+def test_overwrite_removes_results_and_no_other_files(tmp_path, comm):
+    results = ("fields.pvd", "fields.pvti", "snapshots.pvd", "heat.gif", "animation.gif")
+    folders = ("fields.pieces-1", "fields-vtk", "snapshots-vtk", "snapshots.zarr")
+    others = ("holiday.gif", "own.pvd", "own.pvti", "snapshots.txt")
+    for name in (*results, *others):
+        (tmp_path / name).touch()
+    for name in (*folders, "own-vtk"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.vti").touch()
+    prepare_output(settings_of("heat", tmp_path, overwrite=True), tmp_path, comm)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*others, "own-vtk", "settings.json"}
+
+
 @pytest.mark.ranks(1, 2)
 def test_a_file_is_no_output_directory(comm, directory):
     if comm.rank == 0:

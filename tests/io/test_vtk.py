@@ -1,5 +1,7 @@
 """VTK image data: what is written, replaced and refused."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from image_files import read_image
@@ -106,6 +108,7 @@ def test_rejects_invalid_input_before_anything_is_written(comm, directory):
     rejects(FileNotFoundError, "none of .* does not exist", {"u": u}, path="none/u.pvti")
     rejects(ValueError, "at='points'", {"u": u}, at="faces")
     rejects(ValueError, "2 finite coordinates", {"u": u}, origin=(0.0, np.inf))
+    rejects(ValueError, "2 finite coordinates", {"u": u}, origin=("a", "b"))
     if comm.size > 1:
         rejects(ValueError, "names, dtypes .* same on all ranks", {"v" if last else "u": u})
         rejects(ValueError, "path must be the same", {"u": u}, path=f"{comm.rank}.pvti")
@@ -130,7 +133,12 @@ def test_index_of_times(comm, directory):
     ]
     with pytest.raises(FileNotFoundError, match=r"none does not exist"):
         mg.io.write_pvd(directory / "v.pvd", {0.0: directory / "none"}, comm)
-    with pytest.raises(ValueError, match="finite times"):
+    with pytest.raises(ValueError, match="finite numbers as times, got nan"):
         mg.io.write_pvd(directory / "v.pvd", {np.nan: files[0.0]}, comm)
+    wrong: list[Any] = [{"0": files[0.0]}, [files[0.0]]]
+    with pytest.raises(ValueError, match="finite numbers as times, got '0'"):
+        mg.io.write_pvd(directory / "v.pvd", wrong[0], comm)
+    with pytest.raises(TypeError, match="dict of files by time, got list"):
+        mg.io.write_pvd(directory / "v.pvd", wrong[1], comm)
     comm.mpi.Barrier()
     assert not (directory / "v.pvd").exists()

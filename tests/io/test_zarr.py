@@ -65,9 +65,16 @@ def test_rejects_invalid_input_before_anything_is_written(comm, directory):
 
     rejects(ValueError, f"'u' on rank {comm.size - 1}", {"u": u[1:] if last else u})
     rejects(TypeError, "complex64", {"u": u.astype(np.complex64)})
-    rejects(ValueError, "two arrays 'x'", {"x": u})
-    rejects(ValueError, "two arrays 'u'", {"u": u}, snapshots={0.0: {"u": u}})
-    rejects(ValueError, "two arrays 'time'", {"time": u}, snapshots={0.0: {"u": u}})
+    vector = np.stack([u, u], -1)
+    rejects(ValueError, "two arrays or axes 'x'", {"x": u})
+    rejects(ValueError, "two arrays or axes 'u'", {"u": u}, snapshots={0.0: {"u": u}})
+    rejects(ValueError, "two arrays or axes 'time'", {"time": u}, snapshots={0.0: {"u": u}})
+    rejects(ValueError, "two arrays or axes 'v_component'", {"v": vector, "v_component": u})
+    rejects(ValueError, "name of a file of the group", {"zarr.json": u})
+    rejects(TypeError, "dict of snapshots by time, got list", {}, snapshots=[{"u": u}])
+    if comm.size > 1:
+        some = {0.0: {"u": u}} if last else None
+        rejects(ValueError, "number of snapshots must be the same on all", {}, snapshots=some)
     rejects(ValueError, "units of x, y, u, got 'm' for 'v'", {"u": u}, units={"v": "m"})
     rejects(ValueError, "finite times", {}, snapshots={np.nan: {"u": u}})
     rejects(ValueError, "same fields.* at time 1", {}, snapshots={0.0: {"u": u}, 1.0: {"v": u}})

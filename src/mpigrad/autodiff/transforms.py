@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from mpigrad.autodiff.global_arrays import reject_global_gradients, reject_global_loss
 from mpigrad.autodiff.replica_check import contribution, require_replicated
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations import _jax_compat as compat
@@ -176,6 +177,7 @@ def _value_and_grad(
 
     def share(*args: Any, **kwargs: Any) -> Any:
         out = f(*args, **kwargs)
+        reject_global_loss(out[0] if has_aux else out)
         if loss == "share":
             return out
         # Counted on rank 0 only. A product with 0 or 1 would turn an infinite loss into NaN. The
@@ -204,6 +206,8 @@ def _value_and_grad(
                     args[n], group, f"grad, value_and_grad: argument {n}, declared replicated,"
                 )
         out, (_, *gradients) = differentiate(zero, *args, **kwargs)
+        for n, g in zip(numbers, gradients, strict=True):
+            reject_global_gradients(n, args[n], g)
         value, aux = out if has_aux or loss == "replicated" else (out, None)
         if loss == "replicated":
             whole, aux = cast(Any, aux) if has_aux else (aux, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import pathlib
 from collections.abc import Mapping
@@ -38,8 +39,8 @@ def write_pvd(
 
     Raises
     ------
-    ValueError
-        On all ranks: if a time is not finite, or `path` is not valid.
+    TypeError, ValueError
+        On all ranks: if `files` is not a dict, a time is not finite, or `path` is not valid.
     OSError
         On all ranks: if a file does not exist, or the index cannot be written.
 
@@ -65,9 +66,16 @@ def write_pvd(
 
 def _index(path: pathlib.Path, files: Mapping[float, str | os.PathLike[str]]) -> str:
     lines = []
+    if not isinstance(files, Mapping):
+        raise TypeError(
+            f"write_pvd: expected a dict of files by time, got {type(files).__name__}. Write "
+            "{0.0: 'u_0000.pvti'}."
+        )
     for time, file in files.items():
-        if not math.isfinite(time):
-            raise ValueError(f"write_pvd: expected finite times, got {time} for {file}.")
+        if not isinstance(time, numbers.Real) or not math.isfinite(time):
+            raise ValueError(
+                f"write_pvd: expected finite numbers as times, got {time!r} for {file}."
+            )
         if not pathlib.Path(file).is_file():
             raise FileNotFoundError(f"write_pvd: {file} does not exist. Write it first.")
         source = quoteattr(os.path.relpath(file, path.parent))

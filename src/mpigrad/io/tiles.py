@@ -97,7 +97,10 @@ def check_origin(function: str, grid: Grid, origin: Sequence[float] | None) -> t
     corner = (0.0,) * grid.ndim
     with raise_on_all_ranks(grid.comm):
         if origin is not None:
-            given = np.asarray(origin, float)
+            try:
+                given = np.asarray(origin, float)
+            except (TypeError, ValueError):
+                given = np.array(np.nan)
             if given.shape != (grid.ndim,) or not np.all(np.isfinite(given)):
                 raise ValueError(
                     f"{function}: expected {grid.ndim} finite coordinates as the origin, got "

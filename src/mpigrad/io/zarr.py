@@ -90,13 +90,21 @@ def write_zarr(
         _Variable(name, (tile,), tuple(axes), grid.ndim)
         for name, tile in check_fields("write_zarr", grid, fields).items()
     ]
+    with raise_on_all_ranks(comm):
+        if not isinstance(snapshots, Mapping | None):
+            raise TypeError(
+                f"write_zarr: expected a dict of snapshots by time, got {type(snapshots).__name__}."
+                " Write {0.0: {'u': u}}."
+            )
+    assert_same_on_all_ranks(comm, len(snapshots or {}), "write_zarr: the number of snapshots")
     if snapshots:
         times, series = _check_snapshots(grid, snapshots)
         dimensions = ("time", *axes)
         axes["time"] = times
         arrays += [_Variable(name, tiles, dimensions, grid.ndim) for name, tiles in series.items()]
     with raise_on_all_ranks(comm):
-        _check_names([*axes, *(array.name for array in arrays)], units or {})
+        components = [array.component for array in arrays if array.components]
+        _check_names([*axes, *components, *(array.name for array in arrays)], units or {})
         if comm.rank == 0 and path.exists() and not (path / "zarr.json").is_file():
             raise FileExistsError(
                 f"write_zarr: {path} exists and is not a zarr group. Choose another path."
@@ -136,6 +144,11 @@ class _Variable:
         return self.tiles[0].shape[self.ndim :]
 
     @property
+    def component(self) -> str:
+        """The name of the axis of components."""
+        return f"{self.name}_component"
+
+    @property
     def times(self) -> tuple[int, ...]:
         """The length of the axis of times, if the array has one."""
         return (len(self.tiles),) * (len(self.axes) > self.ndim)
@@ -173,8 +186,12 @@ def _check_names(names: Sequence[str], units: Mapping[str, str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"write_zarr: the group would have two arrays {name!r}. x, y, z and time are "
-                "coordinates. Rename the field."
+                f"write_zarr: the group would have two arrays or axes {name!r}. x, y, z and time "
+                "are coordinates, and u_component is the axis of a vector u. Rename the field."
+            )
+        if name == "zarr.json":
+            raise ValueError(
+                "write_zarr: 'zarr.json' is the name of a file of the group. Rename the field."
             )
     for name in units:
         if name not in names:
@@ -221,7 +238,7 @@ def _create_group(
             shape=(*array.times, *grid.shape, *components),
             chunks=((1,) * len(array.times) + _chunk_shape(grid) + components),
             dtype=array.tiles[0].dtype,
-            dimension_names=array.axes + (f"{array.name}_component",) * len(components),
+            dimension_names=array.axes + (array.component,) * len(components),
             attributes=unit(array.name),
         )
     with warnings.catch_warnings():  # it is an extension of the format, which others ignore
