@@ -241,6 +241,11 @@ def test_communicators_of_mpi4py(part: MPI.Intracomm) -> None:
             r"mpi4jax\.allreduce: op must be mpi4py\.MPI\.Op, got str on rank \d\. Convert it",
         ),
         (
+            lambda x: jax.jit(lambda x: mpi4jax.allreduce(x, MPI.SUM))(x > 0),
+            TypeError,
+            r"mpi4jax\.allreduce: MPI\.SUM takes integers, .* got bool",
+        ),
+        (
             lambda x: jax.jit(mpi4jax.bcast)(x, 0),
             TypeError,
             r"mpi4jax\.bcast: root must be a Python integer, got \w*Tracer .* make it static",

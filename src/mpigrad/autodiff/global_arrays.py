@@ -27,7 +27,7 @@ def reject_global_loss(value: Any) -> None:
         )
 
 
-def reject_global_gradients(n: int, argument: Any, gradient: Any) -> None:
+def reject_global_gradients(function: str, n: int, argument: Any, gradient: Any) -> None:
     """Raise an error if argument n is of this rank and its gradient is a global array.
 
     JAX takes an array of a rank that meets a sharded array for one that is the same on all ranks,
@@ -38,7 +38,7 @@ def reject_global_gradients(n: int, argument: Any, gradient: Any) -> None:
     pairs = zip(jax.tree.leaves(argument), jax.tree.leaves(gradient), strict=True)
     if any(_is_global(g) and not _is_global(x) for x, g in pairs):
         raise ValueError(
-            f"grad, value_and_grad: argument {n} is this rank's array, but it was used with a "
+            f"{function}: argument {n} is this rank's array, but it was used with a "
             "sharded array without a conversion, and JAX took it for one that all ranks have. Use "
             "mpigrad.to_sharded(x, mesh, PartitionSpec()) there."
         )

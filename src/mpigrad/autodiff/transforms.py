@@ -207,7 +207,7 @@ def _value_and_grad(
                 )
         out, (_, *gradients) = differentiate(zero, *args, **kwargs)
         for n, g in zip(numbers, gradients, strict=True):
-            reject_global_gradients(n, args[n], g)
+            reject_global_gradients("grad, value_and_grad", n, args[n], g)
         value, aux = out if has_aux or loss == "replicated" else (out, None)
         if loss == "replicated":
             whole, aux = cast(Any, aux) if has_aux else (aux, None)
@@ -301,6 +301,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """
     outer = outer_carrier()
     out, back, *aux = jax.vjp(with_carrier(f), _ZERO, *primals, has_aux=has_aux)
+    own = primals if jax.distributed.is_initialized() else ()  # else they are not kept
 
     def pull_back(ct: Any) -> Any:
         if compat.is_batched(outer_carrier()) and outer_carrier() is not outer:
@@ -310,7 +311,10 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
                 "messages would differ. Put vjp inside vmap: "
                 "mpigrad.vmap(lambda ct: mpigrad.vjp(f, x)[1](ct))(cts)."
             )
-        return back(jax.tree.map(_active, ct))[1:]
+        gradients = back(jax.tree.map(_active, ct))[1:]
+        for n, (x, g) in enumerate(zip(own, gradients, strict=False)):
+            reject_global_gradients("vjp", n, x, g)
+        return gradients
 
     return out, pull_back, *aux
 

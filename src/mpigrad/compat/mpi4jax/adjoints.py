@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
@@ -13,6 +14,7 @@ from mpigrad.operations.carrier import opaque_zero
 from mpigrad.operations.collectives import allreduce
 from mpigrad.operations.primitive import linear_map
 from mpigrad.operations.pytree_packing import bind_packed
+from mpigrad.operations.reductions import check_op
 from mpigrad.runtime.native import NO_ROOT, SUM
 
 __all__ = ["ADJOINTS", "sum_over_ranks"]
@@ -45,9 +47,15 @@ def sum_over_ranks(x: Any, comm: Communicator) -> Any:
     -------
     The sum. Its adjoint is the identity, or with MPIGRAD_MPI4JAX_ADJOINTS=exact the sum again.
     The adjoint of the identity is the sum.
+
+    Raises
+    ------
+    TypeError
+        If MPI has no sum for the dtype of `x`.
     """
     if _are_exact():
         return allreduce(x, comm=comm)
+    check_op("mpi4jax.allreduce", x, MPI.SUM)
     return bind_packed(_sum_p, x, comm, op=SUM)
 
 
