@@ -17,6 +17,7 @@ import mpigrad as mg
 from mpigrad.compat import mpi4jax
 from mpigrad.compat.mpi4jax import stand_in
 from mpigrad.compat.mpi4jax.adjoints import ADJOINTS
+from mpigrad.compat.mpi4jax.experimental import auto_tokenize, notoken
 from mpigrad.compat.mpi4jax.tokens import VERSION
 
 WORLD = MPI.COMM_WORLD
@@ -277,11 +278,6 @@ def test_communicators_of_mpi4py(part: MPI.Intracomm) -> None:
             r"mpi4jax\.allgather: x must be an array, got dict",
         ),
         (lambda x: mpi4jax._src, NotImplementedError, r"mpi4jax\._src: the internals of mpi4jax"),
-        (
-            lambda x: mpi4jax.experimental,
-            NotImplementedError,
-            r"mpi4jax\.experimental: .* without token=",
-        ),
         (lambda x: mpi4jax.nothing, AttributeError, "module 'mpi4jax' has no attribute 'nothing'"),
     ],
 )
@@ -293,13 +289,28 @@ def test_errors(call: Callable[[Any], Any], error: type[Exception], text: str) -
 @pytest.mark.ranks(1)
 def test_import_gives_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    monkeypatch.setitem(sys.modules, "mpi4jax", None)  # its value returns after the test
+    for name in ("", ".experimental", ".experimental.notoken"):
+        monkeypatch.setitem(sys.modules, f"mpi4jax{name}", None)  # its value returns after the test
     stand_in.install()
     assert importlib.import_module("mpi4jax") is mpi4jax
     for module, reason in (
         ("mpi4jax._src.utils", "the internals of mpi4jax do not exist"),
-        ("mpi4jax.experimental.notoken", "without token="),
         ("mpi4jax.other", "there is no module mpi4jax.other"),
     ):
         with pytest.raises(ModuleNotFoundError, match=reason):
             importlib.import_module(module)
+
+
+@pytest.mark.parametrize("version", ["0.7.2", "0.9.1"])
+def test_experimental_functions_have_no_tokens(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VERSION, version)
+    x = jnp.arange(2.0) + RANK
+    total = notoken.allreduce(x, op=MPI.SUM)
+    assert np.array_equal(total, SIZE * np.arange(2.0) + SIZE * (SIZE - 1) / 2)
+    assert notoken.barrier() is None
+    y = notoken.sendrecv(x, x, LEFT, RIGHT)
+    assert np.array_equal(y, np.arange(2.0) + LEFT)
+    f = auto_tokenize(lambda x: mpi4jax.bcast(x, 0, token=jax.lax.create_token())[0])
+    assert np.array_equal(mg.jit(f)(x), np.arange(2.0))

@@ -10,10 +10,6 @@ _LACKING = {
     ),
     "_version": "it has one attribute only. Use mpi4jax.__version__.",
     "get_versions": "it has one result only. Use mpi4jax.__version__.",
-    "experimental": (
-        "notoken and auto_tokenize of mpi4jax before version 0.8 are not needed, because mpigrad "
-        "orders messages without tokens. Call the functions of mpi4jax without token=."
-    ),
 }
 
 

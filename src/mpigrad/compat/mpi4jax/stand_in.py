@@ -18,7 +18,7 @@ _USAGE = "python -m mpigrad.compat.mpi4jax PROGRAM.py [ARGUMENT ...], or -m MODU
 
 
 class _Submodules:
-    """A finder for modules of mpi4jax, none of which exist in mpigrad."""
+    """A finder for the other modules of mpi4jax, none of which exist in mpigrad."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
@@ -39,7 +39,8 @@ def install() -> None:
     >>> mpi4jax.__name__
     'mpigrad.compat.mpi4jax'
     """
-    sys.modules["mpi4jax"] = importlib.import_module("mpigrad.compat.mpi4jax")
+    for name in ("", ".experimental", ".experimental.notoken"):
+        sys.modules[f"mpi4jax{name}"] = importlib.import_module(f"mpigrad.compat.mpi4jax{name}")
     if _Submodules not in sys.meta_path:
         sys.meta_path.insert(0, _Submodules)
 
