@@ -85,6 +85,23 @@ def test_two_jobs_that_live_do_not_share_a_directory(comm, directory, other):
     store.save(2, np.zeros(2))
 
 
+@pytest.mark.parametrize("last", ["gone", "elsewhere", ""])
+def test_a_save_without_an_owner_goes_if_the_last_owner_has_died(comm, directory, other, last):
+    _, owner = other
+    owners = {
+        "gone": dataclasses.replace(owner, start=owner.start + 1),
+        "elsewhere": dataclasses.replace(owner, kernel="another"),
+    }
+    if comm.rank == 0:
+        (directory / ".unfinished-without-owner").mkdir()
+        if last:
+            (directory / ".owner").write_text(f"{owners[last]}\n")
+    comm.mpi.Barrier()
+    Store(directory, comm).save(1, np.zeros(2))
+    comm.mpi.Barrier()
+    assert bool(list(directory.glob(".unfinished-*"))) == (last != "gone")
+
+
 def test_only_what_nobody_writes_is_removed(comm, directory, other):
     _, owner = other
     gone = dataclasses.replace(owner, start=owner.start + 1)

@@ -123,6 +123,7 @@ class Store:
         self._check_directory()
         self._owner = call_on_root(self.comm, Owner.this_process)
         self._owns = False
+        self._follows_a_dead_owner = False
         self._started: set[str] = set()  # directories of saves that this Store has begun
         self._latest = ""  # identity of the latest save, whether it succeeded or not
         self._newest = call_on_root(self.comm, lambda: max(self._numbers(), default=0))
@@ -282,7 +283,9 @@ class Store:
             owner = _owner_of(unfinished)
             if owner == self._owner or unfinished.name in self._started:
                 return True  # this process could not remove it before
-            lives = None if owner is None else owner.lives()
+            # A job that is killed between its directory and the name of its owner leaves no name.
+            nobody = False if self._follows_a_dead_owner else None
+            lives = nobody if owner is None else owner.lives()
             latest = max(p.stat().st_mtime for p in (unfinished, *unfinished.iterdir()))
         except OSError:  # it was renamed or removed meanwhile, or cannot be read now
             return False
@@ -309,6 +312,7 @@ class Store:
                 new.unlink()
             raise
         self._owns = True
+        self._follows_a_dead_owner = owner is not None and lives is False
 
     def _finish(self, unfinished: pathlib.Path, manifest: Manifest) -> str:
         """Make the save complete. Return what went wrong after that, or an empty string."""
