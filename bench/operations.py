@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,8 @@ class Peer:
             server.settimeout(60)
             ports = world.allgather(server.getsockname()[1])
             words = [python, program, library, str(world.rank), str(port), *map(str, ports)]
-            self._process = None
+            self._process: subprocess.Popen[bytes] | None = None
+            self._stream: IO[str] | None = None
             if library == "shard_map_mpi":  # a job of its own
                 words[3] = "-1"
                 words = [
@@ -90,21 +91,26 @@ class Peer:
         self.missing = next((a["missing"] for a in answers if "missing" in a), "")
 
     def _answer(self) -> dict[str, Any]:
+        assert self._stream is not None
         line = self._stream.readline()
         return json.loads(line) if line else {"missing": "it ended"}
 
     def ask(self, **task: Any) -> float | None:
         """Return the seconds of its loop on this rank, or None if it lacks the operation."""
+        assert self._stream is not None
         self._stream.write(json.dumps(task) + "\n")
         self._stream.flush()
         return self._answer().get("seconds")
 
     def end(self) -> None:
         """Let it end."""
-        if not self.missing:
+        if self._stream is not None:
             self._stream.close()
         if self._process is not None:
-            self._process.wait(60)
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:  # mpiexec, whose ranks did not start
+                self._process.kill()
 
 
 def seconds(f: Callable[[], Any]) -> float:

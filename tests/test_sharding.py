@@ -22,12 +22,16 @@ def one_device() -> Mesh:
 
 
 @pytest.mark.launcher
-def test_messages_and_sharded_arrays_in_one_program() -> None:
+@pytest.mark.parametrize(
+    "ranks",
+    [2, *(pytest.param(n, marks=pytest.mark.full("2 ranks have all cases")) for n in (3, 4))],
+)
+def test_messages_and_sharded_arrays_in_one_program(ranks: int) -> None:
     """The program says what it checks: derivatives, no copy, activity, and errors on all ranks."""
     settings = {"XLA_FLAGS": os.environ["XLA_FLAGS"], "MPIGRAD_GUARD": "1", "MPIGRAD_TIMEOUT": "60"}
-    done = mpigrad("launch", "-n", 2, PROGRAMS / "sharded.py", **settings)
+    done = mpigrad("launch", "-n", ranks, PROGRAMS / "sharded.py", **settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    for rank in (0, 1):
+    for rank in range(ranks):
         assert f"rank {rank}: right" in done.stdout
 
 

@@ -1,4 +1,4 @@
-"""Sharded arrays of JAX and messages in one program, on two ranks with two devices each."""
+"""Sharded arrays of JAX and messages in one program, on ranks with two devices each."""
 
 import jax
 import jax.numpy as jnp
