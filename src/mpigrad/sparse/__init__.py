@@ -9,6 +9,7 @@ from mpigrad.sparse.matrix.stencil import Stencil
 from mpigrad.sparse.nonlinear.newton import newton
 from mpigrad.sparse.nonlinear.sparse_jacobian import sparse_jacobian
 from mpigrad.sparse.solvers.base import LinearSolver
+from mpigrad.sparse.solvers.guesses import Guesses, pass_guesses
 from mpigrad.sparse.solvers.hypre_library import (
     hypre_available,
     hypre_version,
@@ -28,6 +29,7 @@ __all__ = [
     "BiCGStab",
     "BoomerAMG",
     "GhostExchange",
+    "Guesses",
     "Jacobi",
     "LinearSolver",
     "LinearSystem",
@@ -44,6 +46,7 @@ __all__ = [
     "hypre_version",
     "local_range",
     "newton",
+    "pass_guesses",
     "solve",
     "solver_seconds",
     "sparse_jacobian",

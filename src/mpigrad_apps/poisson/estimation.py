@@ -67,14 +67,16 @@ def run(settings: Settings, comm: Communicator | None = None) -> PoissonResult:
         with checkpoint.listen():
             before = _clocks()
             prepare_training(settings.out, comm, settings.resume)
+            keep = settings.guesses
             trained = train(
-                problem.loss_share,
+                problem.guessed_loss_share if keep else problem.loss_share,
                 parameters,
                 settings.iterations,
                 comm,
                 memory=settings.memory,
                 # The parameters of cells are the logarithms of kappa.
                 bounds=settings.bounds and tuple(map(math.log, settings.bounds)),
+                guesses=sparse.Guesses.empty(problem.model.rhs, keep) if keep else None,
                 out=settings.out,
                 save=lambda best: values.save(settings.out / values.file_name, best),
                 error=_error_of(problem),

@@ -62,19 +62,26 @@ class InverseProblem:
     data: Data | None = None
 
     def loss_share(self, parameters: Any) -> Float[Array, ""]:
-        """Compute this rank's share of the loss, the sum over ranks. It is differentiable.
+        """Compute this rank's share of the loss, the sum over ranks. It is differentiable."""
+        return self.guessed_loss_share(parameters, None)[0]
+
+    def guessed_loss_share(
+        self, parameters: Any, guesses: sparse.Guesses | None
+    ) -> tuple[Float[Array, ""], sparse.Guesses | None]:
+        """Compute this rank's share of the loss, and the guesses for the next solve.
 
         The loss is `Observations.loss` plus `smoothing` times the mean over cells of the squared
         differences of log kappa. If the linear solve fails, the share is NaN, so that a line search
         takes a shorter step.
         """
         kappa = self.parametrization.kappa(parameters)
-        solution = self.model.solve(kappa, self.solver, throw=False)
+        solution = self.model.solve(kappa, self.solver, guesses, throw=False)
         u = solution.value.reshape(self.model.grid.local_shape)
         share = self.observations.loss(u)
         if self.smoothing:
             share = share + self.smoothing * self.model.roughness(jnp.log(kappa))
-        return jnp.where(solution.result == sparse.Result.SUCCESSFUL, share, jnp.nan)
+        share = jnp.where(solution.result == sparse.Result.SUCCESSFUL, share, jnp.nan)
+        return share, solution.state
 
     def value_and_grad(self, parameters: Any) -> tuple[Float[Array, ""], Any]:
         """Compute the loss and its gradient, both equal on all ranks."""

@@ -68,10 +68,15 @@ class Model:
         return sparse.Matrix.assemble(self.pattern, [sum(flows), *(-flow for flow in flows)])
 
     def solve(
-        self, kappa: Float[Array, "lx ly"], solver: sparse.LinearSolver, *, throw: bool = True
+        self,
+        kappa: Float[Array, "lx ly"],
+        solver: sparse.LinearSolver,
+        guesses: sparse.Guesses | None = None,
+        *,
+        throw: bool = True,
     ) -> sparse.Solution:
         """Solve for this rank's tile of kappa (lx, ly). The value has shape (n_local,)."""
-        return sparse.solve(self.matrix(kappa), self.rhs, solver, throw=throw)
+        return sparse.solve(self.matrix(kappa), self.rhs, solver, guesses, throw=throw)
 
     def solution(
         self, kappa: Float[Array, "lx ly"], solver: sparse.LinearSolver

@@ -1,0 +1,210 @@
+"""First guesses of a solve from the solutions of earlier solves."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mpigrad.operations.carrier import mark_common_branch
+from mpigrad.solution import Result
+
+__all__ = ["Guesses", "first_guess", "next_vectors", "pass_guesses"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Guesses:
+    """The solutions of the last solves, from which the next solve takes its first guess.
+
+    Give them to `solve` as `x0`, and take `solution.state` for the next solve. The first guess is
+    the vector in the span of the earlier solutions with the smallest residual |b - A x| (Fischer
+    1998, for a matrix that may change from solve to solve). It costs one product with A for each
+    vector, all of them in one message, and two sums over ranks. The number of iterations changes,
+    and the solution does not, within the tolerance of the solver.
+
+    In reverse mode the adjoint solves do the same among themselves: the cotangent of the guesses
+    holds the last adjoint solutions, and goes from solve to solve backwards. So it is not a
+    derivative. Do not compute a loss from guesses.
+
+    Attributes
+    ----------
+    vectors
+        The solutions, the last one first: an array of shape (keep, *shape of b), or a pytree of
+        such arrays if b is a pytree. Vectors of zeros are places that are still free.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.sparse import GMRES, Guesses, solve
+    >>> A = lambda v: jnp.array([2 * v[0] + v[1], 2 * v[1]])
+    >>> b, solver = jnp.array([3.0, 2.0]), GMRES(rtol=1e-4, preconditioner=None)
+    >>> first = solve(A, b, solver, x0=Guesses.empty(b, keep=2))
+    >>> second = solve(A, 2 * b, solver, x0=first.state)
+    >>> int(first.stats["num_steps"]), int(second.stats["num_steps"])
+    (2, 0)
+    """
+
+    vectors: Any
+
+    @classmethod
+    def empty(cls, b: Any, keep: int = 5) -> Guesses:
+        """Make guesses without solutions.
+
+        Parameters
+        ----------
+        b
+            A right-hand side, or an array or pytree of its shapes and dtype.
+        keep
+            The number of solutions that are kept, at least 1.
+
+        Raises
+        ------
+        ValueError
+            If `keep` is below 1.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from mpigrad.sparse import Guesses
+        >>> Guesses.empty(jnp.ones(4), keep=3).vectors.shape
+        (3, 4)
+        """
+        if operator.index(keep) < 1:
+            raise ValueError(
+                f"Guesses: keep must be at least 1, got {keep}. Leave out x0 to keep no solutions."
+            )
+        return cls(jax.tree.map(lambda leaf: _zeros(keep, leaf), b))
+
+    def check(self, b: Any, dtype: Any) -> None:
+        """Raise an error unless these are guesses for the right-hand side b and this dtype."""
+
+        def expected(leaf: Any) -> str:
+            return f"{jnp.dtype(dtype).name}[keep, {', '.join(map(str, jnp.shape(leaf)))}]"
+
+        def fits(vectors: Any, leaf: Any) -> bool:
+            shape = jnp.shape(vectors)
+            right = len(shape) == jnp.ndim(leaf) + 1 and shape[1:] == jnp.shape(leaf)
+            return right and shape[0] > 0 and jnp.result_type(vectors) == dtype
+
+        same = jax.tree.structure(self.vectors) == jax.tree.structure(b)
+        if not (same and all(jax.tree.leaves(jax.tree.map(fits, self.vectors, b)))):
+            found = jax.tree.map(lambda v: f"{jnp.result_type(v)}{list(jnp.shape(v))}", self.vectors)
+            raise ValueError(
+                f"solve: the guesses in x0 must have vectors {jax.tree.map(expected, b)}, got "
+                f"{found}. Make them with Guesses.empty(b)."
+            )
+
+
+def _zeros(keep: int, leaf: Any) -> jax.Array:
+    return jnp.zeros((keep, *jnp.shape(leaf)), jnp.result_type(leaf))
+
+
+# ---- in the primitives ----
+
+
+def first_guess(
+    product: Callable[[jax.Array], jax.Array],
+    sums: Callable[[jax.Array], jax.Array],
+    vectors: jax.Array,
+    b: jax.Array,
+) -> jax.Array:
+    """Return the combination of vectors (k, n) with the smallest |b - A x| (collective).
+
+    Parameters
+    ----------
+    product
+        The function X -> A X for rows of vectors, shape (k, n).
+    sums
+        The function that adds arrays up over ranks.
+    """
+    k = len(vectors)
+
+    def combine() -> jax.Array:
+        # Successive solutions are almost parallel. Their differences are far less so.
+        span = jnp.concatenate([vectors[:1], vectors[1:] - vectors[:-1]])
+        images = product(span)
+        rows = jnp.concatenate([images, b[None]])
+        gram = sums(jnp.stack([jnp.stack([jnp.vdot(u, v) for v in rows]) for u in images]))
+        gram, target = gram[:, :k], gram[:, k]
+        sizes = jnp.sqrt(jnp.diagonal(gram).real)
+        scale = jnp.where(sizes > 0, 1 / jnp.where(sizes > 0, sizes, 1), 0)
+        squares, directions = jnp.linalg.eigh(scale[:, None] * gram * scale)
+        # Directions that are lost in rounding errors are left out.
+        least = 100 * k * jnp.finfo(b.dtype).eps
+        inverse = jnp.where(squares > least, 1 / jnp.where(squares > least, squares, 1), 0)
+        weights = directions @ (inverse * (directions.conj().T @ (scale * target)))
+        return jnp.tensordot(scale * weights, span, 1).astype(b.dtype)
+
+    # NaN is not equal to zero, and reaches the checks of the solver.
+    some = sums(jnp.any(vectors != 0).astype(jnp.finfo(b.dtype).dtype))
+    return jax.lax.cond(some > 0, mark_common_branch(combine), lambda: jnp.zeros_like(b))
+
+
+def next_vectors(vectors: jax.Array, x: jax.Array, result: jax.Array) -> jax.Array:
+    """Return the vectors (k, n) with the solution x in front, if the solve was successful."""
+    after = jnp.concatenate([x[None], vectors[:-1]])
+    return jnp.where(result == Result.SUCCESSFUL, after, vectors)
+
+
+# ---- from one gradient to the next ----
+
+
+def pass_guesses(loss: Any, after: Any, adjoint: Any) -> Any:
+    """Return the loss, and give the adjoint solves of its gradient guesses of an earlier gradient.
+
+    The adjoint solves start from `adjoint`, and the gradient with respect to the guesses that the
+    function was called with are the guesses for the next gradient. `minimize(..., guesses=...)`
+    does this for its optimizers, so only a loop of your own calls it.
+
+    Parameters
+    ----------
+    loss
+        The loss, a scalar.
+    after
+        The guesses after the last solve: `solution.state`, or a pytree of them.
+    adjoint
+        Guesses for the adjoint solves, like `after`. `Guesses.empty` for the first gradient, then
+        the gradient with respect to the first guesses.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> import mpigrad as mg
+    >>> from mpigrad.sparse import GMRES, Guesses, pass_guesses, solve
+    >>> solver = GMRES(rtol=1e-4, preconditioner=None)
+    >>> def loss(k, guesses, adjoint):
+    ...     solution = solve(lambda v: k * v, jnp.ones(2), solver, x0=guesses)
+    ...     value = jnp.sum(solution.value**2)
+    ...     return pass_guesses(value, solution.state, adjoint), solution.state
+    >>> gradient = mg.jit(mg.value_and_grad(loss, (0, 1), has_aux=True))
+    >>> guesses = adjoint = Guesses.empty(jnp.ones(2))
+    >>> for k in (2.0, 2.1):
+    ...     (value, guesses), (slope, adjoint) = gradient(k, guesses, adjoint)
+    """
+    if jax.tree.structure(after) != jax.tree.structure(adjoint):
+        raise TypeError(
+            f"pass_guesses: adjoint must have the structure of after, {jax.tree.structure(after)}, "
+            f"got {jax.tree.structure(adjoint)}. Begin with Guesses.empty."
+        )
+    return _pass(loss, after, adjoint)
+
+
+@jax.custom_vjp
+def _pass(loss: Any, after: Any, adjoint: Any) -> Any:
+    return loss
+
+
+def _forward(loss: Any, after: Any, adjoint: Any) -> tuple[Any, Any]:
+    return loss, adjoint
+
+
+def _backward(adjoint: Any, ct: Any) -> tuple[Any, Any, Any]:
+    return ct, adjoint, jax.tree.map(jnp.zeros_like, adjoint)
+
+
+_pass.defvjp(_forward, _backward)
