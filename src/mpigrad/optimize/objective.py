@@ -164,7 +164,7 @@ class Objective(ProgramCache):
                 "Return solution.state of its last solve as the second value."
             )
         before, after = (jax.tree.map(jax.typeof, tree) for tree in (guesses, out[1]))
-        if before != after:
+        if jax.tree.flatten(before) != jax.tree.flatten(after):
             raise TypeError(
                 f"minimize: f must return guesses like its argument, {before}, got {after}. Return "
                 "solution.state of its last solve."
@@ -256,9 +256,7 @@ class Objective(ProgramCache):
     ) -> Any:
         x = _moved(x, direction, step, limits)
         first, adjoint = (None, None) if guesses is None else guesses
-        gradients, (value, after) = self._gradient(
-            *self.unknowns.split(x), first, batch, adjoint
-        )
+        gradients, (value, after) = self._gradient(*self.unknowns.split(x), first, batch, adjoint)
         gradient = self.unknowns.join(*gradients[:2])
         numbers = self._numbers(value, self.loss == "share", gradient, direction)
         return x, gradient, numbers, None if guesses is None else (after, gradients[2])

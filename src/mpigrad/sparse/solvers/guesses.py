@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -16,26 +15,31 @@ from mpigrad.solution import Result
 __all__ = ["Guesses", "first_guess", "next_vectors", "pass_guesses"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@jax.tree_util.register_pytree_with_keys_class
 class Guesses:
     """The solutions of the last solves, from which the next solve takes its first guess.
 
-    Give them to `solve` as `x0`, and take `solution.state` for the next solve. The first guess is
-    the vector in the span of the earlier solutions with the smallest residual |b - A x| (Fischer
-    1998, for a matrix that may change from solve to solve). It costs one product with A for each
-    vector, all of them in one message, and two sums over ranks. The number of iterations changes,
-    and the solution does not, within the tolerance of the solver.
+    Give them to `solve` as `x0`, and take `solution.state` for the next solve. With `keep=1` the
+    first guess is the last solution. With more it is the vector in the span of the earlier
+    solutions with the smallest residual |b - A x| (Fischer 1998, for a matrix that may change from
+    solve to solve). This costs one product with A for each vector, and two sums over ranks. The
+    number of iterations changes, and the solution does not, within the tolerance of the solver.
 
     In reverse mode the adjoint solves do the same among themselves: the cotangent of the guesses
-    holds the last adjoint solutions, and goes from solve to solve backwards. So it is not a
-    derivative. Do not compute a loss from guesses.
+    holds the last adjoint solutions, and goes from solve to solve backwards. So a gradient with
+    respect to guesses is not a derivative. No derivative is taken through `vectors`, neither of the
+    arrays from which guesses are made, nor of what is computed from them.
 
-    Attributes
+    Parameters
     ----------
     vectors
         The solutions, the last one first: an array of shape (keep, *shape of b), or a pytree of
         such arrays if b is a pytree. Vectors of zeros are places that are still free.
+
+    Attributes
+    ----------
+    vectors
+        The same.
 
     Examples
     --------
@@ -49,7 +53,30 @@ class Guesses:
     (2, 0)
     """
 
-    vectors: Any
+    # Its leaves have cotangents that are guesses, so they are hidden from the user's arithmetic.
+    _vectors: Any
+
+    def __init__(self, vectors: Any) -> None:
+        self._vectors = jax.tree.map(lambda v: jax.lax.stop_gradient(jnp.asarray(v)), vectors)
+
+    def __repr__(self) -> str:
+        """Return the type with the vectors."""
+        return f"Guesses(vectors={self._vectors!r})"
+
+    @property
+    def vectors(self) -> Any:
+        return jax.tree.map(jax.lax.stop_gradient, self._vectors)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:
+        """Return the vectors and their name, for JAX."""
+        return ((jax.tree_util.GetAttrKey("vectors"), self._vectors),), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> Guesses:
+        """Make guesses whose vectors stay active, for JAX and for `solve`."""
+        guesses = object.__new__(cls)
+        (guesses._vectors,) = children
+        return guesses
 
     @classmethod
     def empty(cls, b: Any, keep: int = 5) -> Guesses:
@@ -91,9 +118,11 @@ class Guesses:
             right = len(shape) == jnp.ndim(leaf) + 1 and shape[1:] == jnp.shape(leaf)
             return right and shape[0] > 0 and jnp.result_type(vectors) == dtype
 
-        same = jax.tree.structure(self.vectors) == jax.tree.structure(b)
-        if not (same and all(jax.tree.leaves(jax.tree.map(fits, self.vectors, b)))):
-            found = jax.tree.map(lambda v: f"{jnp.result_type(v)}{list(jnp.shape(v))}", self.vectors)
+        same = jax.tree.structure(self._vectors) == jax.tree.structure(b)
+        if not (same and all(jax.tree.leaves(jax.tree.map(fits, self._vectors, b)))):
+            found = jax.tree.map(
+                lambda v: f"{jnp.result_type(v)}{list(jnp.shape(v))}", self._vectors
+            )
             raise ValueError(
                 f"solve: the guesses in x0 must have vectors {jax.tree.map(expected, b)}, got "
                 f"{found}. Make them with Guesses.empty(b)."
@@ -115,6 +144,8 @@ def first_guess(
 ) -> jax.Array:
     """Return the combination of vectors (k, n) with the smallest |b - A x| (collective).
 
+    A single vector is returned as it is, without messages.
+
     Parameters
     ----------
     product
@@ -123,13 +154,15 @@ def first_guess(
         The function that adds arrays up over ranks.
     """
     k = len(vectors)
+    if k == 1:
+        return vectors[0]
 
     def combine() -> jax.Array:
         # Successive solutions are almost parallel. Their differences are far less so.
         span = jnp.concatenate([vectors[:1], vectors[1:] - vectors[:-1]])
         images = product(span)
         rows = jnp.concatenate([images, b[None]])
-        gram = sums(jnp.stack([jnp.stack([jnp.vdot(u, v) for v in rows]) for u in images]))
+        gram = sums(images.conj() @ rows.T)
         gram, target = gram[:, :k], gram[:, k]
         sizes = jnp.sqrt(jnp.diagonal(gram).real)
         scale = jnp.where(sizes > 0, 1 / jnp.where(sizes > 0, sizes, 1), 0)

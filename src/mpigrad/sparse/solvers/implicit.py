@@ -22,7 +22,7 @@ def implicit_primitive(
     run: Callable[..., Any],
     differentiate: Callable[..., tuple[list[Any], Any, Callable[..., list[Any]]]],
 ) -> Primitive:
-    """Make a primitive (..., carrier) -> x, info, ... with messages inside and jaxprs as parameters.
+    """Make a primitive (..., carrier) -> x, info, ... with messages, and jaxprs as parameters.
 
     Parameters
     ----------

@@ -20,8 +20,8 @@ from jax.flatten_util import ravel_pytree
 
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations import _jax_compat as compat
-from mpigrad.operations._jax_compat import ShapedArray, ad
 from mpigrad.operations import allreduce
+from mpigrad.operations._jax_compat import ShapedArray, ad
 from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
 from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.sparse.solvers.base import INFO, LinearSolver, check_hashable
@@ -89,7 +89,7 @@ def solve_operator(
     flat, unravel = _ravel(b, "b")
     if isinstance(x0, Guesses):
         x0.check(b, flat.dtype)
-        rows = [jnp.reshape(v, (len(v), -1)) for v in jax.tree.leaves(x0.vectors)]
+        rows = [jnp.reshape(v, (len(v), -1)) for v in jax.tree.leaves(x0)]
         first = jnp.concatenate(rows, axis=1)
     else:
         flat_x0 = jnp.zeros_like(flat) if x0 is None else _like(x0, b, "x0")
@@ -128,7 +128,9 @@ def solve_operator(
         site=call_site(),
         comm=comm,
     )
-    state = Guesses(jax.vmap(unravel)(vectors)) if isinstance(x0, Guesses) else None
+    state = None
+    if isinstance(x0, Guesses):
+        state = Guesses.tree_unflatten(None, (jax.vmap(unravel)(vectors),))
     return unravel(x), info, state
 
 
@@ -221,8 +223,8 @@ def linearized(
     return _Map(jaxpr), residuals, value
 
 
-# ---- the primitive: (residuals..., defect, b, x0, carrier) -> x, info, vectors. x0 may also be the
-# vectors of guesses, shape (k, n). Then `vectors` are those for the next solve. Otherwise k = 0 ----
+# ---- the primitive: (residuals..., defect, b, x0, carrier) -> x, info, vectors. x0 may also be
+# the vectors of guesses, shape (k, n). Then `vectors` are those for the next solve, else k = 0 ----
 
 _Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 

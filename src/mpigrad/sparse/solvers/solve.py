@@ -149,7 +149,7 @@ def solve(
     first = columns(x0)
     if guesses is not None:
         guesses.check(b, dtype)
-        vectors = jnp.asarray(guesses.vectors)
+        (vectors,) = jax.tree.leaves(guesses)
         first = jnp.moveaxis(vectors, 2, 0) if b.ndim == 2 else vectors[None]
     x, info, after = solve_p.bind(
         A.values[None].astype(dtype),
@@ -164,7 +164,8 @@ def solve(
     )
     state = None
     if guesses is not None:
-        state = Guesses(jnp.moveaxis(after, 0, 2) if b.ndim == 2 else after[0])
+        after = jnp.moveaxis(after, 0, 2) if b.ndim == 2 else after[0]
+        state = Guesses.tree_unflatten(None, (after,))
     if b.ndim == 2:
         return _solution(x.T, info, state)
     return _solution(x[0], info[0], state)
@@ -237,9 +238,9 @@ def _check_solver(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
     solver.check(pattern, dtype)
 
 
-# ---- the primitive: (values (1 or B, nnz), b, x0, values_id, carrier) -> x, info, vectors, with the
-# shapes of krylov.matrices.run. x0 may also be the vectors of guesses, shape (B, k, n_local). Then
-# `vectors` are those for the next solve. Otherwise k = 0 ----
+# ---- the primitive: (values (1 or B, nnz), b, x0, values_id, carrier) -> x, info, vectors, with
+# the shapes of krylov.matrices.run. x0 may also be the vectors of guesses, shape (B, k, n_local).
+# Then `vectors` are those for the next solve. Otherwise k = 0 ----
 
 solve_p = Primitive("mpigrad_solve")
 _Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
@@ -327,7 +328,7 @@ def _differentiate(
         if type(tb) is not _Zero:
             rhs = tb
         elif type(tv) is _Zero:  # inactive here, perhaps active elsewhere: solve all the same
-            rhs = opaque_zero(ta, jax.typeof(x))
+            rhs = opaque_zero(ad.instantiate_zeros(ta), jax.typeof(x))
         else:
             rhs = None
         if type(tv) is not _Zero:

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mpigrad.operations import allreduce
 from mpigrad.runtime.call_sites import describe
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern
-from mpigrad.operations import allreduce
 from mpigrad.sparse.solvers.base import LinearSolver
 from mpigrad.sparse.solvers.guesses import first_guess
 from mpigrad.sparse.solvers.krylov.errors import require_success
