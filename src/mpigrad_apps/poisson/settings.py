@@ -46,7 +46,7 @@ class Settings(OutputCheck):
     """Number of past steps that L-BFGS remembers."""
     tolerance: float = 1e-8
     """Relative residual at which a linear solve has converged."""
-    guesses: int = 5
+    guesses: int = 1
     """Number of earlier solutions from which a linear solve takes its first guess, or 0."""
     seed: int = 0
     """Seed of the network's first weights, the observed cells and the noise."""
