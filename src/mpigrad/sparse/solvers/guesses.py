@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpigrad.operations.carrier import mark_common_branch
 from mpigrad.solution import Result
 
 __all__ = ["Guesses", "first_guess", "next_vectors", "pass_guesses"]
@@ -19,10 +18,11 @@ __all__ = ["Guesses", "first_guess", "next_vectors", "pass_guesses"]
 class Guesses:
     """The solutions of the last solves, from which the next solve takes its first guess.
 
-    Give them to `solve` as `x0`, and take `solution.state` for the next solve. With `keep=1` the
-    first guess is the last solution. With more it is the vector in the span of the earlier
-    solutions with the smallest residual |b - A x| (Fischer 1998, for a matrix that may change from
-    solve to solve). This costs one product with A for each vector, and two sums over ranks. The
+    Give them to `solve` as `x0`, and take `solution.state` for the next solve. The right-hand side
+    is approximated by those of the earlier solves, by least squares, and the first guess is the
+    same combination of their solutions. For a matrix that stays the same, this guess has the
+    smallest residual in the span of the earlier solutions (Fischer 1998). If only the matrix
+    changes, it is the last solution. It costs one small sum over ranks, and no product with A. The
     number of iterations changes, and the solution does not, within the tolerance of the solver.
 
     In reverse mode the adjoint solves do the same among themselves: the cotangent of the guesses
@@ -33,8 +33,9 @@ class Guesses:
     Parameters
     ----------
     vectors
-        The solutions, the last one first: an array of shape (keep, *shape of b), or a pytree of
-        such arrays if b is a pytree. Vectors of zeros are places that are still free.
+        The solutions, the last one first, and then their right-hand sides: an array of shape
+        (2 keep, *shape of b), or a pytree of such arrays if b is a pytree. Zeros are places that
+        are still free.
 
     Attributes
     ----------
@@ -99,7 +100,7 @@ class Guesses:
         >>> import jax.numpy as jnp
         >>> from mpigrad.sparse import Guesses
         >>> Guesses.empty(jnp.ones(4), keep=3).vectors.shape
-        (3, 4)
+        (6, 4)
         """
         if operator.index(keep) < 1:
             raise ValueError(
@@ -111,12 +112,14 @@ class Guesses:
         """Raise an error unless these are guesses for the right-hand side b and this dtype."""
 
         def expected(leaf: Any) -> str:
-            return f"{jnp.dtype(dtype).name}[keep, {', '.join(map(str, jnp.shape(leaf)))}]"
+            return f"{jnp.dtype(dtype).name}[2 keep, {', '.join(map(str, jnp.shape(leaf)))}]"
 
         def fits(vectors: Any, leaf: Any) -> bool:
             shape = jnp.shape(vectors)
             right = len(shape) == jnp.ndim(leaf) + 1 and shape[1:] == jnp.shape(leaf)
-            return right and shape[0] > 0 and jnp.result_type(vectors) == dtype
+            return (
+                right and shape[0] > 0 and shape[0] % 2 == 0 and jnp.result_type(vectors) == dtype
+            )
 
         same = jax.tree.structure(self._vectors) == jax.tree.structure(b)
         if not (same and all(jax.tree.leaves(jax.tree.map(fits, self._vectors, b)))):
@@ -130,58 +133,48 @@ class Guesses:
 
 
 def _zeros(keep: int, leaf: Any) -> jax.Array:
-    return jnp.zeros((keep, *jnp.shape(leaf)), jnp.result_type(leaf))
+    return jnp.zeros((2 * keep, *jnp.shape(leaf)), jnp.result_type(leaf))
 
 
 # ---- in the primitives ----
 
 
 def first_guess(
-    product: Callable[[jax.Array], jax.Array],
-    sums: Callable[[jax.Array], jax.Array],
-    vectors: jax.Array,
-    b: jax.Array,
+    sums: Callable[[jax.Array], jax.Array], vectors: jax.Array, b: jax.Array
 ) -> jax.Array:
-    """Return the combination of vectors (k, n) with the smallest |b - A x| (collective).
-
-    A single vector is returned as it is, without messages.
+    """Return the combination of earlier solutions that solves for the nearest b (collective).
 
     Parameters
     ----------
-    product
-        The function X -> A X for rows of vectors, shape (k, n).
     sums
         The function that adds arrays up over ranks.
+    vectors
+        The solutions and then their right-hand sides, the last ones first, shape (2 k, n).
     """
-    k = len(vectors)
-    if k == 1:
-        return vectors[0]
-
-    def combine() -> jax.Array:
-        # Successive solutions are almost parallel. Their differences are far less so.
-        span = jnp.concatenate([vectors[:1], vectors[1:] - vectors[:-1]])
-        images = product(span)
-        rows = jnp.concatenate([images, b[None]])
-        gram = sums(images.conj() @ rows.T)
-        gram, target = gram[:, :k], gram[:, k]
-        sizes = jnp.sqrt(jnp.diagonal(gram).real)
-        scale = jnp.where(sizes > 0, 1 / jnp.where(sizes > 0, sizes, 1), 0)
-        squares, directions = jnp.linalg.eigh(scale[:, None] * gram * scale)
-        # Directions that are lost in rounding errors are left out.
-        least = 100 * k * jnp.finfo(b.dtype).eps
-        inverse = jnp.where(squares > least, 1 / jnp.where(squares > least, squares, 1), 0)
-        weights = directions @ (inverse * (directions.conj().T @ (scale * target)))
-        return jnp.tensordot(scale * weights, span, 1).astype(b.dtype)
-
-    # NaN is not equal to zero, and reaches the checks of the solver.
-    some = sums(jnp.any(vectors != 0).astype(jnp.finfo(b.dtype).dtype))
-    return jax.lax.cond(some > 0, mark_common_branch(combine), lambda: jnp.zeros_like(b))
+    # Successive right-hand sides are almost parallel. Their differences are far less so.
+    pairs = vectors.reshape(2, -1, len(b))
+    solutions, sides = jnp.concatenate([pairs[:, :1], pairs[:, 1:] - pairs[:, :-1]], axis=1)
+    gram = sums(sides.conj() @ jnp.concatenate([sides, b[None]]).T)
+    gram, target = gram[:, :-1], gram[:, -1]
+    # Differences and directions that are lost in rounding errors are left out.
+    least = 100 * len(sides) * jnp.finfo(b.dtype).eps
+    sizes = jnp.sqrt(jnp.diagonal(gram).real)
+    scale = _inverse(sizes, least * jnp.max(sizes))
+    squares, directions = jnp.linalg.eigh(scale[:, None] * gram * scale)
+    weights = directions @ (_inverse(squares, least) * (directions.conj().T @ (scale * target)))
+    return jnp.tensordot(scale * weights, solutions, 1).astype(b.dtype)
 
 
-def next_vectors(vectors: jax.Array, x: jax.Array, result: jax.Array) -> jax.Array:
-    """Return the vectors (k, n) with the solution x in front, if the solve was successful."""
-    after = jnp.concatenate([x[None], vectors[:-1]])
-    return jnp.where(result == Result.SUCCESSFUL, after, vectors)
+def _inverse(numbers: jax.Array, least: Any) -> jax.Array:
+    """Return 1 / numbers, or zero for numbers that are not above `least`."""
+    return jnp.where(numbers > least, 1 / jnp.where(numbers > least, numbers, 1), 0)
+
+
+def next_vectors(vectors: jax.Array, x: jax.Array, b: jax.Array, result: jax.Array) -> jax.Array:
+    """Return vectors with the solution x of b in front, if the solve was successful."""
+    solutions, sides = vectors.reshape(2, -1, len(b))
+    parts = [x[None], solutions[:-1], b[None], sides[:-1]]
+    return jnp.where(result == Result.SUCCESSFUL, jnp.concatenate(parts), vectors)
 
 
 # ---- from one gradient to the next ----

@@ -224,7 +224,8 @@ def linearized(
 
 
 # ---- the primitive: (residuals..., defect, b, x0, carrier) -> x, info, vectors. x0 may also be
-# the vectors of guesses, shape (k, n). Then `vectors` are those for the next solve, else k = 0 ----
+# the vectors of guesses, shape (2 k, n). Then `vectors` are those for the next solve. Otherwise
+# k = 0 ----
 
 _Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 
@@ -261,12 +262,7 @@ def _run(
     vectors = x0 if x0.ndim == 2 else jnp.zeros((0, *b.shape), b.dtype)
     with without_carriers():  # differentiation has happened: these messages carry values only
         if x0.ndim == 2:
-            x0 = first_guess(
-                lambda rows: jax.lax.map(lambda v: forward(residuals, v), rows),
-                lambda terms: allreduce(terms, comm=comm),
-                vectors,
-                b,
-            )
+            x0 = first_guess(lambda terms: allreduce(terms, comm=comm), vectors, b)
         system = LinearSystem(
             product=lambda v: forward(residuals, v),
             precondition=lambda v: v if inverse is None else inverse(inverse_residuals, v),
@@ -281,7 +277,7 @@ def _run(
         x, info = solve_system(solver, system)
         if throw:
             require_success(solver, info, comm, f"solve, {describe(site)}: ", operator=True)
-    return x, info, next_vectors(vectors, x, info[0]) if len(vectors) else vectors
+    return x, info, next_vectors(vectors, x, b, info[0]) if len(vectors) else vectors
 
 
 def _differentiate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from mpigrad.communicator import derivative_slot
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations import _jax_repairs as repairs
+from mpigrad.operations import allreduce
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
 from mpigrad.operations.indexing import take
@@ -24,7 +26,7 @@ from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.matrix.transpose import transpose_values, transposed
 from mpigrad.sparse.solvers import hypre, pfmg
 from mpigrad.sparse.solvers.base import INFO, LinearSolver, check_diagonal, check_hashable
-from mpigrad.sparse.solvers.guesses import Guesses, next_vectors
+from mpigrad.sparse.solvers.guesses import Guesses, first_guess, next_vectors
 from mpigrad.sparse.solvers.hypre_library import hypre_available
 from mpigrad.sparse.solvers.krylov import matrices
 from mpigrad.sparse.solvers.methods import PCG
@@ -239,7 +241,7 @@ def _check_solver(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
 
 
 # ---- the primitive: (values (1 or B, nnz), b, x0, values_id, carrier) -> x, info, vectors, with
-# the shapes of krylov.matrices.run. x0 may also be the vectors of guesses, shape (B, k, n_local).
+# the shapes of krylov.matrices.run. x0 may also be the vectors of guesses, shape (B, 2 k, n_local).
 # Then `vectors` are those for the next solve. Otherwise k = 0 ----
 
 solve_p = Primitive("mpigrad_solve")
@@ -270,13 +272,14 @@ def _run(
     vectors = x0 if x0.ndim == 3 else jnp.zeros((b.shape[0], 0, b.shape[1]), b.dtype)
     with without_carriers():  # differentiation has happened: these messages carry values only
         if x0.ndim == 3:
-            x0 = matrices.first_guesses(pattern, values, vectors, b)
+            sums = functools.partial(allreduce, comm=pattern.comm)
+            x0 = jnp.stack([first_guess(sums, *each) for each in zip(vectors, b, strict=True)])
         if solver.by_hypre:
             x, info = hypre.run(solver, pattern, values, b, x0, values_id, **how)
         else:
             x, info = matrices.run(solver, pattern, values, b, x0, **how)
     if vectors.shape[1] > 0:
-        vectors = jax.vmap(next_vectors)(vectors, x, info[:, 0])
+        vectors = jax.vmap(next_vectors)(vectors, x, b, info[:, 0])
     return x, info, vectors
 
 

@@ -8,17 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpigrad.operations import allreduce
 from mpigrad.runtime.call_sites import describe
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers.base import LinearSolver
-from mpigrad.sparse.solvers.guesses import first_guess
 from mpigrad.sparse.solvers.krylov.errors import require_success
 from mpigrad.sparse.solvers.krylov.iteration import solve_system
 from mpigrad.sparse.solvers.krylov.system import LinearSystem
 
-__all__ = ["first_guesses", "run"]
+__all__ = ["run"]
 
 
 def run(
@@ -61,31 +59,6 @@ def run(
         x, info = one(0)
         return x[None], info[None]
     return jax.lax.map(one, jnp.arange(n))
-
-
-def first_guesses(
-    pattern: Pattern, values: jax.Array, vectors: jax.Array, b: jax.Array
-) -> jax.Array:
-    """Return the first guess (B, n_local) for each right-hand side.
-
-    Parameters
-    ----------
-    values, b
-        As in `run`.
-    vectors
-        The solutions of earlier solves, shape (B, k, n_local).
-    """
-
-    def one(i: Any) -> jax.Array:
-        matrix = Matrix(pattern, values[i if values.shape[0] > 1 else 0])
-        return first_guess(
-            lambda rows: (matrix @ rows.T).T,
-            lambda terms: allreduce(terms, comm=pattern.comm),
-            vectors[i],
-            b[i],
-        )
-
-    return one(0)[None] if len(b) == 1 else jax.lax.map(one, jnp.arange(len(b)))
 
 
 def _system(solver: LinearSolver, matrix: Matrix, b: jax.Array, x0: jax.Array) -> LinearSystem:
