@@ -127,7 +127,7 @@ def test_activity_may_differ_between_ranks(comm):
         return total + (0 * jnp.sum(guesses.vectors) if keep else 0)
 
     gradients = [mg.jit(mg.grad(lambda b, k=keep: f(b, k)))(system.b) for keep in (True, False)]
-    close(*gradients, 1e-9)
+    close(gradients[0], gradients[1], 1e-9)
 
 
 @pytest.mark.ranks(2)
