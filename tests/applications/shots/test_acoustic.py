@@ -139,9 +139,10 @@ def test_two_steps_in_a_pass_give_the_bits_of_single_steps(comm, shape, axis):
 
     (_, found), gradients = results("all")
     (_, expected), expected_gradients = results(1)
-    assert all(np.any(x != 0) for x in gradients)
     for x, y in zip((*found, *gradients), (*expected, *expected_gradients), strict=True):
         np.testing.assert_array_equal(x, y)
+    for x in gradients:  # a rank may be far from all sources
+        assert comm.mpi.allreduce(float(np.max(np.abs(x)))) > 0
 
 
 @pytest.mark.parametrize("pml", [LAYERS, ((0, 0), (0, 0)), ((12, 0), (9, 9))])
