@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -125,5 +126,6 @@ def poisson(grid: Grid, source: Float[Array, "lx ly"] | Float[np.ndarray, "lx ly
         )
     sides = diffusion.sides(grid)
     pattern = sparse.Pattern.from_stencil(grid, [(0, 0), *(side.offset for side in sides)])
-    rhs = -jnp.asarray(source, jnp.float64).ravel() * (grid.spacing[0] * grid.spacing[1])
+    area = grid.spacing[0] * grid.spacing[1]
+    rhs = jax.jit(lambda f: -f.astype(jnp.float64).ravel() * area)(source)
     return Model(grid, pattern, rhs, sides)
