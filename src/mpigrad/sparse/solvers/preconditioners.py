@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mpigrad.sparse.matrix.matrix import Matrix
 
-__all__ = ["PFMG", "BoomerAMG", "Jacobi", "Preconditioner", "sealed"]
+__all__ = ["PFMG", "BoomerAMG", "BoxMG", "Jacobi", "Preconditioner", "sealed"]
 
 COARSENINGS = {"HMIS": 10, "PMIS": 8, "Falgout": 6, "CLJP": 0}
 INTERPOLATIONS = {"ext+i": 6, "standard": 8, "classical": 0, "multipass": 4}
@@ -296,6 +296,23 @@ class PFMG(_HyprePreconditioner):
             _check_choice("PFMG", field, getattr(self, field), choices)
         _check_least("PFMG", "sweeps", self.sweeps, 1)
         _check_least("PFMG", "max_levels", self.max_levels, 0)
+
+
+@final
+@sealed
+@dataclasses.dataclass(frozen=True)
+class BoxMG(Preconditioner):
+    """One V-cycle of mpigrad's multigrid for grid stencils (Dendy 1982)."""
+
+    on_grid: ClassVar[bool] = True
+    needs_diagonal: ClassVar[bool] = True
+    reuse: Literal["equal", "stale"] = "equal"
+
+    def __post_init__(self) -> None:
+        _check_choice("BoxMG", "reuse", self.reuse, ("equal", "stale"))
+
+    def inverse(self, A: Matrix) -> Callable[[jax.Array], jax.Array]:
+        raise TypeError("BoxMG: it works in PCG only. Choose PFMG() or Jacobi().")
 
 
 def _check_choice(name: str, field: str, value: Any, choices: Any) -> None:

@@ -22,13 +22,13 @@ from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.matrix.transpose import transpose_values, transposed
-from mpigrad.sparse.solvers import hypre, pfmg
+from mpigrad.sparse.solvers import boxmg, hypre, pfmg
 from mpigrad.sparse.solvers.base import INFO, LinearSolver, check_diagonal, check_hashable
 from mpigrad.sparse.solvers.hypre_library import hypre_available
 from mpigrad.sparse.solvers.krylov import matrices
 from mpigrad.sparse.solvers.methods import PCG
 from mpigrad.sparse.solvers.operator_solve import solve_operator
-from mpigrad.sparse.solvers.preconditioners import PFMG, Jacobi, Preconditioner
+from mpigrad.sparse.solvers.preconditioners import PFMG, BoxMG, Jacobi, Preconditioner
 
 __all__ = ["default_solver", "solve"]
 
@@ -213,6 +213,8 @@ def _check_solver(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
         check_diagonal(pattern, type(preconditioner).__name__)
     if solver.by_hypre:
         hypre.check(solver, pattern, dtype)
+    elif isinstance(preconditioner, BoxMG):
+        boxmg.check(solver, pattern, dtype)
     elif solver.needs_positive_definite and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"{type(solver).__name__}: it solves real systems, got {np.dtype(dtype).name}. Take "
@@ -245,6 +247,8 @@ def _run(
     **how: Any,
 ) -> Any:
     with without_carriers():  # differentiation has happened: these messages carry values only
+        if isinstance(solver.preconditioner, BoxMG):
+            return boxmg.run(solver, pattern, values, b, x0, values_id, **how)
         if solver.by_hypre:
             return hypre.run(solver, pattern, values, b, x0, values_id, **how)
         return matrices.run(solver, pattern, values, b, x0, **how)

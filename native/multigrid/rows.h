@@ -1,0 +1,78 @@
+// Loops over the cells of a half row: the arithmetic of the multigrid cycle.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace mpigrad::multigrid {
+
+constexpr int kMaxTerms = 27;
+
+// A sum of products of neighbouring numbers: the places of both factors, relative to a cell.
+struct Terms {
+  int size = 0;
+  int64_t factor[kMaxTerms], number[kMaxTerms];
+  void add(int64_t f, int64_t n) {
+    factor[size] = f;
+    number[size++] = n;
+  }
+};
+
+template <int S>
+inline float sum(const float* a, const float* x, const int64_t* f, const int64_t* n, int64_t k) {
+  float total = a[k + f[0]] * x[k + n[0]];
+  for (int s = 1; s < S; ++s) total += a[k + f[s]] * x[k + n[s]];
+  return total;
+}
+
+enum RowTask { kRelax, kResidual, kAdd };
+
+// y may be the same array as x: the cells that are written are not read.
+template <RowTask task, int S>
+void run_row(const Terms& terms, const float* a, const float* x, const float* b, float* y,
+             int64_t begin, int64_t end) {
+  int64_t f[S], n[S];
+  for (int s = 0; s < S; ++s) {
+    f[s] = terms.factor[s];
+    n[s] = terms.number[s];
+  }
+#pragma GCC ivdep
+  for (int64_t k = begin; k < end; ++k) {
+    const float total = sum<S>(a, x, f, n, k);
+    if constexpr (task == kRelax) y[k] = (b[k] - total) * a[k];
+    if constexpr (task == kResidual) y[k] = -total;
+    if constexpr (task == kAdd) y[k] = b[k] + total;
+  }
+}
+
+template <RowTask task>
+void run_row(const Terms& terms, const float* a, const float* x, const float* b, float* y,
+             int64_t begin, int64_t end) {
+  switch (terms.size) {
+#define MPIGRAD_TERMS(S) \
+  case S:                \
+    return run_row<task, S>(terms, a, x, b, y, begin, end);
+    MPIGRAD_TERMS(1) MPIGRAD_TERMS(2) MPIGRAD_TERMS(3) MPIGRAD_TERMS(4) MPIGRAD_TERMS(5)
+    MPIGRAD_TERMS(6) MPIGRAD_TERMS(7) MPIGRAD_TERMS(8) MPIGRAD_TERMS(9) MPIGRAD_TERMS(17)
+    MPIGRAD_TERMS(18) MPIGRAD_TERMS(20) MPIGRAD_TERMS(24) MPIGRAD_TERMS(26)
+#undef MPIGRAD_TERMS
+    case 0:
+#pragma GCC ivdep
+      for (int64_t k = begin; k < end; ++k) {
+        if constexpr (task == kRelax) y[k] = b[k] * a[k];
+        if constexpr (task == kResidual) y[k] = 0;
+        if constexpr (task == kAdd) y[k] = b[k];
+      }
+      return;
+  }
+  // Other sizes: term by term.
+  for (int64_t k = begin; k < end; ++k) {
+    float total = 0;
+    for (int s = 0; s < terms.size; ++s) total += a[k + terms.factor[s]] * x[k + terms.number[s]];
+    if constexpr (task == kRelax) y[k] = (b[k] - total) * a[k];
+    if constexpr (task == kResidual) y[k] = -total;
+    if constexpr (task == kAdd) y[k] = b[k] + total;
+  }
+}
+
+}  // namespace mpigrad::multigrid
