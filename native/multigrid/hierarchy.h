@@ -5,6 +5,7 @@
 // factorization.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -97,44 +98,51 @@ class Hierarchy {
     for (int a = 0; a < kAxes; ++a) tiles_[a] = tiles[a];
   }
 
-  // Collective. `first` has its layout and the values of its stencil on this rank's tile.
-  void set_up(Level first) {
-    levels_.clear();
+  // The first level, whose stencil `set_up` reads: the same one as before, if there was one.
+  Level& start(const Layout& layout, bool box) {
+    if (levels_.empty()) {
+      levels_.push_back(std::make_unique<Level>());
+      Level& first = *levels_.front();
+      first.layout = layout;
+      first.stencil.set_shape(box, layout.shape);
+      first.distributed = ranks_.size() > 1;
+      first.reserve_stencil();
+    }
+    return *levels_.front();
+  }
+
+  // Collective: makes the levels below the first.
+  void set_up() {
     smoothers_.clear();
     transfers_.clear();
     last_.reset();
-    levels_.push_back(std::make_unique<Level>(std::move(first)));
     auto tiles = tiles_;
-    while (true) {
-      Level& level = *levels_.back();
+    for (size_t l = 0;; ++l) {
+      Level& level = *levels_[l];
       prepare(level);
-      const int64_t cells = Cells{{0, 0, 0}, {level.layout.shape[0], level.layout.shape[1],
-                                              level.layout.shape[2]}}.size();
+      const int64_t cells = whole(level.layout).size();
       if (!level.distributed && cells <= kLastCells) break;
-      auto next = std::make_unique<Level>();
-      if (level.distributed && (cells <= kGatheredCells || smallest(tiles) < 2 * kHalo)) {
-        level.gathers = true;
-        gather_stencil(level, *next, tiles);
-        gathered_tiles_ = tiles;
-      } else {
-        choose_axes(level);
-        next->distributed = level.distributed;
-        int64_t shape[kAxes];
-        Cells own;
-        for (int a = 0; a < kAxes; ++a) {
-          const auto half = [&](int64_t n) { return level.coarsens[a] ? floor_half(n + 1) : n; };
-          shape[a] = half(level.layout.shape[a]);
-          own.lower[a] = half(level.layout.own.lower[a]);
-          own.upper[a] = half(level.layout.own.upper[a]);
-          for (int64_t& start : tiles[a]) start = half(start);
-        }
-        next->layout = Layout(shape, own);
-        next->stencil.set_shape(true, shape);
-        Weights(level).compute(ranks_);
-        Galerkin(level, *next).compute();
-        level.coarse = Array<float>(Transfer::coarse_size(level, next->layout));
+      const bool gathers =
+          level.distributed && (cells <= kGatheredCells || smallest(tiles) < 2 * kHalo);
+      bool coarsens[kAxes] = {};
+      if (!gathers) choose_axes(level, coarsens);
+      if (!std::equal(coarsens, coarsens + kAxes, level.coarsens)) levels_.resize(l + 1);
+      if (levels_.size() == l + 1) {
+        std::copy_n(coarsens, kAxes, level.coarsens);
+        level.gathers = gathers;
+        levels_.push_back(below(level));
       }
-      levels_.push_back(std::move(next));
+      Level& next = *levels_[l + 1];
+      if (gathers) {
+        gathered_tiles_ = tiles;
+        gather(level, level.stencil.values, next, next.stencil.values, next.stencil.slots());
+        continue;
+      }
+      for (int a = 0; a < kAxes; ++a)
+        if (coarsens[a])
+          for (int64_t& start : tiles[a]) start = floor_half(start + 1);
+      Weights(level).compute(ranks_);
+      Galerkin(level, next).compute();
     }
     last_.emplace(*levels_.back());
     for (size_t l = 0; l < levels_.size(); ++l) {
@@ -169,18 +177,50 @@ class Hierarchy {
     return least;
   }
 
+  static Cells whole(const Layout& layout) {
+    Cells all;
+    for (int a = 0; a < kAxes; ++a) {
+      all.lower[a] = 0;
+      all.upper[a] = layout.shape[a];
+    }
+    return all;
+  }
+
+  // The level after `level`, without values.
+  static std::unique_ptr<Level> below(Level& level) {
+    auto next = std::make_unique<Level>();
+    const Layout& layout = level.layout;
+    if (level.gathers) {
+      next->layout = Layout(layout.shape, whole(layout));
+      next->stencil.set_shape(level.stencil.box, layout.shape);
+    } else {
+      int64_t shape[kAxes];
+      Cells own;
+      for (int a = 0; a < kAxes; ++a) {
+        const auto half = [&](int64_t n) { return level.coarsens[a] ? floor_half(n + 1) : n; };
+        shape[a] = half(layout.shape[a]);
+        own.lower[a] = half(layout.own.lower[a]);
+        own.upper[a] = half(layout.own.upper[a]);
+      }
+      next->layout = Layout(shape, own);
+      next->stencil.set_shape(true, shape);
+      next->distributed = level.distributed;
+      Level::reserve(level.coarse, Transfer::coarse_size(level, next->layout));
+    }
+    next->reserve_stencil();
+    return next;
+  }
+
   // Memory, and the halos of the stencil.
   void prepare(Level& level) {
     const int64_t size = level.layout.all_rows() * 2 * level.layout.width;
-    level.x = Array<float>(size);
-    level.b = Array<float>(size);
-    level.r = Array<float>(size);
+    for (Array<float>* array : {&level.x, &level.b, &level.r}) Level::reserve(*array, size);
     if (level.distributed)
       exchange(ranks_, level.layout, level.stencil.values, level.stencil.slots());
   }
 
   // Coarsens the axes with strong links: point relaxation leaves errors that are rough along the others.
-  void choose_axes(Level& level) const {
+  void choose_axes(const Level& level, bool* coarsens) const {
     const Layout& layout = level.layout;
     double strength[kAxes] = {0, 0, 0};
     const int slots = level.stencil.slots();
@@ -203,7 +243,7 @@ class Hierarchy {
       largest = std::max(largest, strength[a]);
     }
     for (int a = 0; a < kAxes; ++a)
-      level.coarsens[a] = layout.shape[a] > 1 && !(strength[a] < 0.2 * largest);
+      coarsens[a] = layout.shape[a] > 1 && !(strength[a] < 0.2 * largest);
   }
 
   static void invert_diagonal(Level& level) {
@@ -265,21 +305,6 @@ class Hierarchy {
         for (int slot = 0; slot < slots; ++slot, place += n)
           std::copy_n(place, n, to.data() + next.layout.at(y, z, half, slots, slot) + begin);
       });
-  }
-
-  void gather_stencil(Level& level, Level& next,
-                      const std::array<std::vector<int64_t>, kAxes>& tiles) {
-    gathered_tiles_ = tiles;
-    Cells all;
-    for (int a = 0; a < kAxes; ++a) {
-      all.lower[a] = 0;
-      all.upper[a] = level.layout.shape[a];
-    }
-    next.layout = Layout(level.layout.shape, all);
-    next.stencil.set_shape(level.stencil.box, next.layout.shape);
-    next.stencil.values =
-        Array<float>(next.layout.all_rows() * next.stencil.slots() * 2 * next.layout.width);
-    gather(level, level.stencil.values, next, next.stencil.values, next.stencil.slots());
   }
 
   // Copies x of the gathered level to this rank's tile and the cells around it.

@@ -89,6 +89,12 @@ struct Layout {
     return (s[2] * rows[0] + s[1]) * slots * 2 * width + (to - half) * width +
            floor_half(half + s[0]);
   }
+  // Loops over a half row that ends at the end of the grid go on to a whole vector register: the numbers
+  // there are zero, and stay zero.
+  int64_t padded(int64_t start, int64_t stop) const {
+    if (own.upper[0] < shape[0]) return stop;
+    return std::min(start + (stop - start + kMargin - 1) / kMargin * kMargin, first + width);
+  }
   int64_t begin(int half) const { return floor_half(own.lower[0] + 1 - half); }
   int64_t end(int half) const { return floor_half(own.upper[0] + 1 - half); }
 };
@@ -156,6 +162,15 @@ struct Level {
   Array<float> weights;  // of the interpolation: a slot for each corner around a cell
   Array<float> coarse;   // rows of the next level in the numbering of this one (transfer.h)
 
+  // Zeros at first. Later set-ups write the same cells of the same arrays: first touches of memory cost
+  // more than the set-up itself.
+  static void reserve(Array<float>& array, int64_t size) {
+    size += 64;  // for padded loops
+    if (array.size() != size) array = Array<float>(size);
+  }
+  void reserve_stencil() {
+    reserve(stencil.values, layout.all_rows() * stencil.slots() * 2 * layout.width);
+  }
   bool coarsens_any() const { return coarsens[0] || coarsens[1] || coarsens[2]; }
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "multigrid/level.h"
@@ -187,6 +188,12 @@ class Product {
     return total;
   }
 
+  template <size_t... s>
+  __attribute__((always_inline)) static double links_of(const double* const* a, const int64_t* away, const double* p, int64_t k,
+                         std::index_sequence<s...>) {
+    return ((a[s][k] * p[k + away[s]]) + ...);
+  }
+
   template <bool residual, int S>
   static double inner(const double* const* links, const int64_t* distances, const double* d,
                       const double* p, const double* b, double* to, int64_t begin, int64_t end,
@@ -203,7 +210,11 @@ class Product {
 #pragma omp simd reduction(+ : total)
     for (int64_t k = begin; k < end; ++k) {
       double sum = d[k] * p[k];
-      for (int s = 0; s < n; ++s) sum += a[s][k] * p[k + away[s]];
+      if constexpr (S) {
+        sum += links_of(a, away, p, k, std::make_index_sequence<S>());
+      } else {
+        for (int s = 0; s < n; ++s) sum += a[s][k] * p[k + away[s]];
+      }
       if constexpr (residual) {
         const double r = b[k] - sum;
         to[k] = r;

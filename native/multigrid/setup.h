@@ -26,7 +26,8 @@ class Weights {
       passes += c;
       if (c) level_.weight_slots *= 2;
     }
-    level_.weights = Array<float>(layout_.all_rows() * level_.weight_slots * 2 * layout_.width);
+    Level::reserve(level_.weights,
+                   layout_.all_rows() * level_.weight_slots * 2 * layout_.width);
     for (int pass = 1; pass <= passes; ++pass) {
       for (int64_t z = layout_.own.lower[2]; z < layout_.own.upper[2]; ++z)
         for (int64_t y = layout_.own.lower[1]; y < layout_.own.upper[1]; ++y)
@@ -120,7 +121,7 @@ class Galerkin {
   void compute() {
     const Layout &fine = level_.layout, &coarse = next_.layout;
     const int slots = next_.stencil.slots();
-    next_.stencil.values = Array<float>(coarse.all_rows() * slots * 2 * coarse.width);
+    next_.reserve_stencil();
     std::vector<float> line(2 * fine.width);
     for (int64_t z = coarse.own.lower[2]; z < coarse.own.upper[2]; ++z)
       for (int64_t y = coarse.own.lower[1]; y < coarse.own.upper[1]; ++y)

@@ -146,13 +146,10 @@ class System {
   // Collective: makes the hierarchy of the present values.
   void renew() {
     has_hierarchy_ = false;
-    Level first;
-    first.layout = Layout(tile_.shape, tile_.cells);
     bool box = false;
     for (const Entry& e : entries_)
       box |= std::abs(e.step[0]) + std::abs(e.step[1]) + std::abs(e.step[2]) > 1;
-    first.stencil.set_shape(box, tile_.shape);
-    first.distributed = ranks_.size() > 1;
+    Level& first = hierarchy_.start(Layout(tile_.shape, tile_.cells), box);
     // The largest diagonal entry becomes about 1: single precision has few exponents.
     double largest = 0;
     for (int64_t i = 0; i < n_; ++i) largest = std::max(largest, values_[diagonal_->start + i]);
@@ -160,7 +157,6 @@ class System {
     const double scale = std::ldexp(1.0, -std::ilogb(largest));
     const Layout& layout = first.layout;
     const int slots = first.stencil.slots();
-    first.stencil.values = Array<float>(layout.all_rows() * slots * 2 * layout.width);
     for (const Entry& e : entries_) {
       const int slot = first.stencil.slot(e.step);
       if (e.direction() < 0 || slot < 0) continue;
@@ -174,7 +170,7 @@ class System {
                 box.lower[0], box.upper[0], scale);
         }
     }
-    hierarchy_.set_up(std::move(first));
+    hierarchy_.set_up();
     has_hierarchy_ = fresh_ = true;
     ++setups_;
     ++totals.setups;

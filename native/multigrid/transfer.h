@@ -75,12 +75,17 @@ class Transfer {
       : level_(level), next_(next), fine_(level.layout), coarse_(next.layout) {
     halves_ = level.coarsens[0] ? 1 : 2;
     line_.resize(static_cast<size_t>(2 * fine_.width));
+    bool two_colors = !level.stencil.box && !level.distributed;
+    for (int a = 0; a < kAxes; ++a) two_colors &= level.coarsens[a] || fine_.shape[a] == 1;
     for (int half = 0; half < halves_; ++half) {
       for (int d = 0; d < 27; ++d) {
         const Steps s{{d % 3 - 1, d / 3 % 3 - 1, d / 9 - 1}};
         bool fits = d != 13;
         for (int a = 0; a < kAxes; ++a) fits &= !s.at[a] || level.coarsens[a];
-        if (!fits) continue;
+        // After a sweep of two colours the cells of the last one have no residual, but for what other
+        // ranks contribute.
+        const bool zero = two_colors && parity(s.at[0] + s.at[1] + s.at[2]);
+        if (!fits || zero) continue;
         const Corners corners = corners_at(s.at, half);
         const Steps back{{-s.at[0], -s.at[1], -s.at[2]}};
         restricts_[half].add(weight(s.at, half, corners.slot(back.at)), fine_.away(s.at, half));
@@ -111,7 +116,7 @@ class Transfer {
                                      : next_.b.data() + coarse_.at(y, z, half);
       run_row<kAdd>(restricts_[half],
                     level_.weights.data() + fine_.at(fy, fz, half, level_.weight_slots), r, r, to,
-                    begin, end);
+                    begin, fine_.padded(begin, end));
     }
     if (level_.coarsens[0])
       split(line_.data() - fine_.first, next_.b.data() + coarse_.at(y, z, 0),
@@ -149,7 +154,7 @@ class Transfer {
       const Terms& terms = interpolates_[parity(z)][parity(y)][half];
       const float* t = coarse_row(cy, cz, level_.coarsens[0] ? 0 : half);
       float* x = level_.x.data() + fine_.at(y, z, half);
-      const int64_t begin = floor_half(lower + 1 - half), end = floor_half(upper + 1 - half);
+      const int64_t begin = floor_half(lower + 1 - half), end = fine_.padded(begin, floor_half(upper + 1 - half));
       if (!terms.size) {
 #pragma GCC ivdep
         for (int64_t k = begin; k < end; ++k) x[k] += t[k];
