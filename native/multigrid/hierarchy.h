@@ -111,13 +111,15 @@ class Hierarchy {
     return *levels_.front();
   }
 
-  // Collective: makes the levels below the first.
-  void set_up() {
+  // Collective: makes the levels below the first, and calls `progress` at each.
+  template <class Progress>
+  void set_up(Progress&& progress) {
     smoothers_.clear();
     transfers_.clear();
     last_.reset();
     auto tiles = tiles_;
     for (size_t l = 0;; ++l) {
+      progress();
       Level& level = *levels_[l];
       prepare(level);
       const int64_t cells = whole(level.layout).size();

@@ -26,10 +26,6 @@ std::shared_ptr<System> find(int64_t id) {
   return found == systems.end() ? nullptr : found->second;
 }
 
-std::string describe(const Answer& a, const Request&, std::string_view name) {
-  return std::string(name) + " outcome " + std::to_string(a.outcome);
-}
-
 using Numbers = ffi::Buffer<ffi::F64, 2>;
 using List = ffi::Buffer<ffi::F64, 1>;
 
@@ -53,7 +49,7 @@ ffi::Error solve(Token, Numbers values, Numbers b, Numbers x0, List values_id, T
                 static_cast<long long>(max_steps), static_cast<long long>(bs[0]));
   const int identity = static_cast<int>(std::hash<std::string_view>{}(asked) & 0x7fffffff);
   if (ffi::Error e = c.collective_with({}); e.failure()) return e;
-  const Request request{rtol, max_steps, identity};
+  const Request request{rtol, max_steps, identity, [&c] { c.watch.moves(); }};
   const bool own_values = vs[0] > 1;
   const bool same = !own_values && s.ready() && values_id.element_count() == 1 &&
                     values_id.typed_data()[0] == static_cast<double>(s.number());
@@ -70,7 +66,7 @@ ffi::Error solve(Token, Numbers values, Numbers b, Numbers x0, List values_id, T
       if (!error.empty()) return c.done(head + error);
       if (throws && answer.outcome != kConverged) {
         mark_failure();
-        return ffi::Error(ffi::ErrorCode::kFailedPrecondition, head + describe(answer, request, name));
+        return ffi::Error(ffi::ErrorCode::kFailedPrecondition, head + describe(answer, name, true, rtol, max_steps));
       }
       const double numbers[kInfo] = {
           static_cast<double>(answer.outcome), static_cast<double>(answer.iterations),
@@ -102,11 +98,13 @@ MPIGRAD_PLAIN_HANDLER(mpigrad_multigrid_solve, multigrid::solve,
 
 // Local: stores a stencil on this rank's tile of a grid. All arrays have three axes, the fastest first:
 // shape, lower and upper (not in the tile), tiles (the number along each axis), starts (for each axis the
-// first cell of each tile and the number of cells) and steps (n, 3). Values come offset after offset.
+// first cell of each tile and the number of cells) and steps (n_given + n_zero, 3). Values of the given
+// offsets come offset after offset. The others are zero.
 MPIGRAD_EXPORT int64_t mpigrad_multigrid_create(int64_t slot, int axes, const int64_t* shape,
                                                 const int64_t* lower, const int64_t* upper,
                                                 const int64_t* tiles, const int64_t* starts,
-                                                int64_t n, const int64_t* steps, int keeps_stale) {
+                                                int64_t n_given, int64_t n_zero,
+                                                const int64_t* steps, int keeps_stale) {
   using namespace mpigrad::multigrid;
   Tile tile{axes, {}, {}};
   std::copy_n(shape, kAxes, tile.shape);
@@ -114,9 +112,9 @@ MPIGRAD_EXPORT int64_t mpigrad_multigrid_create(int64_t slot, int axes, const in
   std::copy_n(upper, kAxes, tile.cells.upper);
   std::vector<Entry> entries;
   int64_t size = 0;
-  for (int64_t k = 0; k < n; ++k) {
-    entries.emplace_back(tile, steps + k * kAxes, true, size);
-    size += entries.back().inside.size();
+  for (int64_t k = 0; k < n_given + n_zero; ++k) {
+    entries.emplace_back(tile, steps + k * kAxes, k < n_given, size);
+    if (k < n_given) size += entries.back().inside.size();
   }
   std::vector<int64_t> along[kAxes];
   for (int a = 0; a < kAxes; ++a) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
@@ -24,6 +25,7 @@ struct Request {
   double tolerance;
   int64_t max_steps;
   int identity;  // hash of the settings that must be the same on all ranks, positive
+  std::function<void()> progress;  // tells the watchdog that this rank goes on
 };
 
 struct Totals {
@@ -45,8 +47,10 @@ class System {
         hierarchy_(ranks_, starts),
         product_(tile_, entries_),
         keeps_stale_(keeps_stale) {
-    for (const Entry& e : entries_)
+    for (const Entry& e : entries_) {
       if (e.direction() == 0) diagonal_ = &e;
+      box_ |= std::abs(e.step[0]) + std::abs(e.step[1]) + std::abs(e.step[2]) > 1;
+    }
     n_ = tile_.cells.size();
   }
   System(const System&) = delete;
@@ -113,7 +117,7 @@ class System {
     }
     ready_ = true;
     if (!symmetric_) return spoil(kNotSymmetric);
-    if (!has_hierarchy_ || (!fresh_ && !keeps_stale_)) renew();
+    if (!has_hierarchy_ || (!fresh_ && !keeps_stale_)) renew(request.progress);
     product_.set_values(values);
     totals.setup_seconds += now() - start;
     iterate_all(b, flags[kNonzeroRhs] != 0, flags[kNonzeroGuess] ? guess : nullptr, squares,
@@ -144,12 +148,9 @@ class System {
   }
 
   // Collective: makes the hierarchy of the present values.
-  void renew() {
+  void renew(const std::function<void()>& progress) {
     has_hierarchy_ = false;
-    bool box = false;
-    for (const Entry& e : entries_)
-      box |= std::abs(e.step[0]) + std::abs(e.step[1]) + std::abs(e.step[2]) > 1;
-    Level& first = hierarchy_.start(Layout(tile_.shape, tile_.cells), box);
+    Level& first = hierarchy_.start(Layout(tile_.shape, tile_.cells), box_);
     // The largest diagonal entry becomes about 1: single precision has few exponents.
     double largest = 0;
     for (int64_t i = 0; i < n_; ++i) largest = std::max(largest, values_[diagonal_->start + i]);
@@ -159,7 +160,7 @@ class System {
     const int slots = first.stencil.slots();
     for (const Entry& e : entries_) {
       const int slot = first.stencil.slot(e.step);
-      if (e.direction() < 0 || slot < 0) continue;
+      if (!e.given || e.direction() < 0 || slot < 0) continue;
       const Box& box = e.inside;
       if (!box.line()) continue;
       for (int64_t z = box.lower[2]; z < box.upper[2]; ++z)
@@ -170,7 +171,7 @@ class System {
                 box.lower[0], box.upper[0], scale);
         }
     }
-    hierarchy_.set_up();
+    hierarchy_.set_up(progress);
     has_hierarchy_ = fresh_ = true;
     ++setups_;
     ++totals.setups;
@@ -214,7 +215,8 @@ class System {
       int64_t steps = 0;
       do {
         last = answer.residual;
-        steps += conjugate_gradients(b, begun, target * target, max_steps - steps, x, answer, size);
+        steps += conjugate_gradients(b, begun, target * target, max_steps - steps, x, answer, size,
+                                     request.progress);
         begun = true;
       } while (answer.residual > request.tolerance && answer.residual < last / 2 &&
                steps < max_steps);
@@ -231,7 +233,7 @@ class System {
         answer.iterations = wasted;
         return;
       }
-      renew();
+      renew(request.progress);
     }
     const int64_t steps = run(request.max_steps);
     answer.iterations = wasted + steps;
@@ -265,7 +267,8 @@ class System {
   // Collective: iterates from x, and ends when <r, r> <= small, or when the matrix or the cycle is found
   // not to be positive definite. Returns the number of steps.
   int64_t conjugate_gradients(const double* b, bool guessed, double small, int64_t max_steps,
-                              double* x, Answer& answer, double size) {
+                              double* x, Answer& answer, double size,
+                              const std::function<void()>& progress) {
     Level& first = hierarchy_.first();
     const Layout& layout = first.layout;
     curvature_ = 0;
@@ -294,6 +297,7 @@ class System {
     int64_t step = 0;
     while (step < max_steps) {
       ++step;
+      progress();
       double curvature = product_.advance(1 / scale, beta, s_.data());
       ranks_.reduce(&curvature, 1, kSum);
       const double alpha = gamma / curvature;
@@ -353,7 +357,7 @@ class System {
   Ranks ranks_;
   Hierarchy hierarchy_;
   Product product_;
-  bool keeps_stale_;
+  bool keeps_stale_, box_ = false;
   const Entry* diagonal_ = nullptr;
   const double* values_ = nullptr;  // during a solve
   Digest digest_;

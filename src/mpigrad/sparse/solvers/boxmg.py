@@ -13,15 +13,14 @@ import numpy as np
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray
 from mpigrad.operations.native_targets import register_target
-from mpigrad.runtime.native import native_library
-from mpigrad.runtime.processor import variant_library
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.solvers import pfmg
 from mpigrad.sparse.solvers.base import INFO, LinearSolver
 from mpigrad.sparse.solvers.methods import PCG
+from mpigrad.sparse.solvers.multigrid_library import library
 from mpigrad.sparse.solvers.preconditioners import BoxMG
 
-__all__ = ["check", "run", "seconds", "why_not"]
+__all__ = ["check", "run", "why_not"]
 
 
 def why_not(pattern: Pattern) -> str:
@@ -35,7 +34,7 @@ def check(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
     if type(solver).iterate is not PCG.iterate:
         raise TypeError(
             f"{name}: BoxMG works in PCG only, for symmetric positive definite matrices. Solve "
-            f"with PCG(preconditioner=BoxMG()), or choose {name}(preconditioner=PFMG())."
+            f"with PCG(preconditioner=BoxMG()), or with {name}(preconditioner=PFMG())."
         )
     if dtype != np.float64:
         raise TypeError(
@@ -80,30 +79,14 @@ def run(
     return x, info
 
 
-@functools.cache
-def library() -> Any:
-    """Return the library of multigrid for this processor."""
-    lib = native_library(variant_library("multigrid"))
-    assert lib is not None
-    lib.mpigrad_multigrid_create.restype = ctypes.c_int64
-    lib.mpigrad_multigrid_totals.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    return lib
-
-
-def seconds() -> tuple[np.ndarray, np.ndarray]:
-    """Return seconds of set-up and solving, and the counts of set-ups, solves and systems."""
-    spent, counts = np.zeros(2), np.zeros(3, np.int64)
-    if library.cache_info().currsize:
-        library().mpigrad_multigrid_totals(spent.ctypes.data, counts.ctypes.data)
-    return spent, counts
-
-
 class _System:
     """A handle of a system in the native library, which is freed with this object."""
 
     def __init__(self, pattern: Pattern, preconditioner: BoxMG) -> None:
         assert pattern.stencil is not None
         grid, offsets = pattern.stencil.grid, pattern.stencil.offsets
+        # A link without an opposite one is not symmetric: the opposite one is zero.
+        zero = [o for o in (tuple(-s for s in offset) for offset in offsets) if o not in offsets]
         dims = _fastest_first(grid.dims, 1)
         starts = [grid.starts(axis) for axis in reversed(range(grid.ndim))]
         starts += [np.array([0, 1], np.int64)] * (3 - grid.ndim)
@@ -113,7 +96,7 @@ class _System:
             _fastest_first([part.stop for part in grid.slices], 1),
             dims,
             np.concatenate(starts).astype(np.int64),
-            np.concatenate([_fastest_first(offset, 0) for offset in offsets]),
+            np.concatenate([_fastest_first(offset, 0) for offset in (*offsets, *zero)]),
         ]
         shape, lower, upper, tiles, begins, steps = (ctypes.c_void_p(a.ctypes.data) for a in arrays)
         self.id = library().mpigrad_multigrid_create(
@@ -125,6 +108,7 @@ class _System:
             tiles,
             begins,
             ctypes.c_int64(len(offsets)),
+            ctypes.c_int64(len(zero)),
             steps,
             ctypes.c_int(preconditioner.reuse == "stale"),
         )

@@ -302,9 +302,36 @@ class PFMG(_HyprePreconditioner):
 @sealed
 @dataclasses.dataclass(frozen=True)
 class BoxMG(Preconditioner):
-    """One V-cycle of mpigrad's multigrid for grid stencils (Dendy 1982)."""
+    """One V-cycle of mpigrad's black-box multigrid for grid stencils (Dendy 1982).
 
-    on_grid: ClassVar[bool] = True
+    It takes the patterns that `PFMG` takes, in `PCG` only, and needs no hypre. A cell between coarse
+    cells interpolates from them by its own row of the matrix, so that the interpolation follows
+    coefficients that jump, and coarse matrices are Pᵀ A P with this interpolation P. It coarsens all
+    axes at once, but not those whose links are weak. The smoother is Gauss-Seidel by colours.
+
+    The cycle runs in single precision inside the double precision of `PCG`, which computes its residual
+    in double precision. Levels are distributed while they are large. Smaller ones are gathered, and
+    all ranks do the same work on them. This class is final: it cannot be subclassed.
+
+    Attributes
+    ----------
+    reuse
+        When the hierarchy is kept, see `BoomerAMG`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.grid import Grid
+    >>> from mpigrad.sparse import PCG, BoxMG, Matrix, Pattern, solve
+    >>> pattern = Pattern.from_stencil(Grid((50,), (1.0,)), [(0,), (-1,), (1,)])
+    >>> with jax.enable_x64(True):
+    ...     A = Matrix.assemble(pattern, [jnp.full(50, 2.1), jnp.full(50, -1.0), jnp.full(50, -1.0)])
+    ...     u = solve(A, A @ jnp.ones(50), PCG(preconditioner=BoxMG())).value
+    >>> bool(abs(u - 1).max() < 1e-6)
+    True
+    """
+
     needs_diagonal: ClassVar[bool] = True
     reuse: Literal["equal", "stale"] = "equal"
 
@@ -312,7 +339,10 @@ class BoxMG(Preconditioner):
         _check_choice("BoxMG", "reuse", self.reuse, ("equal", "stale"))
 
     def inverse(self, A: Matrix) -> Callable[[jax.Array], jax.Array]:
-        raise TypeError("BoxMG: it works in PCG only. Choose PFMG() or Jacobi().")
+        raise TypeError(
+            "BoxMG: it works in PCG(preconditioner=BoxMG()) only. Choose Jacobi() or a Preconditioner "
+            "of your own."
+        )
 
 
 def _check_choice(name: str, field: str, value: Any, choices: Any) -> None:

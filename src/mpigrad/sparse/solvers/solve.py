@@ -22,21 +22,21 @@ from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.matrix.transpose import transpose_values, transposed
-from mpigrad.sparse.solvers import boxmg, hypre, pfmg
+from mpigrad.sparse.solvers import boxmg, hypre
 from mpigrad.sparse.solvers.base import INFO, LinearSolver, check_diagonal, check_hashable
 from mpigrad.sparse.solvers.hypre_library import hypre_available
 from mpigrad.sparse.solvers.krylov import matrices
 from mpigrad.sparse.solvers.methods import PCG
 from mpigrad.sparse.solvers.operator_solve import solve_operator
-from mpigrad.sparse.solvers.preconditioners import PFMG, BoxMG, Jacobi, Preconditioner
+from mpigrad.sparse.solvers.preconditioners import BoxMG, Jacobi, Preconditioner
 
 __all__ = ["default_solver", "solve"]
 
 
 def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> LinearSolver:
-    """Return `PCG` with multigrid if hypre is available, else with Jacobi's preconditioner.
+    """Return `PCG` with multigrid: `BoxMG` for patterns of grid stencils, else `BoomerAMG`.
 
-    The multigrid is `PFMG` for patterns of grid stencils that it takes, else `BoomerAMG`.
+    Without hypre, patterns that are not grid stencils get Jacobi's preconditioner.
 
     Parameters
     ----------
@@ -51,9 +51,9 @@ def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> Linear
     >>> default_solver(rtol=1e-6).rtol
     1e-06
     """
+    if pattern is not None and not boxmg.why_not(pattern):
+        return PCG(rtol=rtol, preconditioner=BoxMG())
     if hypre_available():
-        if pattern is not None and not pfmg.why_not(pattern):
-            return PCG(rtol=rtol, preconditioner=PFMG())
         return PCG(rtol=rtol)
     return PCG(rtol=rtol, max_steps=10_000, preconditioner=Jacobi())
 
