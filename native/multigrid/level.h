@@ -95,6 +95,7 @@ struct Layout {
     if (own.upper[0] < shape[0]) return stop;
     return std::min(start + (stop - start + kMargin - 1) / kMargin * kMargin, first + width);
   }
+  int64_t stop(int half) const { return padded(begin(half), end(half)); }
   int64_t begin(int half) const { return floor_half(own.lower[0] + 1 - half); }
   int64_t end(int half) const { return floor_half(own.upper[0] + 1 - half); }
 };

@@ -17,6 +17,7 @@ class Weights {
  public:
   explicit Weights(Level& level) : level_(level), layout_(level.layout) {
     sum_.resize(layout_.width);
+    moved_.resize(layout_.width);
   }
 
   void compute(Ranks& ranks) {
@@ -40,6 +41,8 @@ class Weights {
   }
 
  private:
+  static constexpr float kRounding = 2e-5f;
+
   float* weights(int64_t y, int64_t z, int half) const {
     return level_.weights.data() + layout_.at(y, z, half, level_.weight_slots);
   }
@@ -49,8 +52,11 @@ class Weights {
     const float* a = stencil.values.data() + layout_.at(y, z, half, stencil.slots());
     float* w = weights(y, z, half);
     const int64_t begin = layout_.begin(half), end = layout_.end(half), slot = 2 * layout_.width;
-    float* sum = sum_.data() - layout_.first;
-    for (int64_t k = begin; k < end; ++k) sum[k] = a[k];
+    float *sum = sum_.data() - layout_.first, *moved_sum = moved_.data() - layout_.first;
+    for (int64_t k = begin; k < end; ++k) {
+      sum[k] = a[k];
+      moved_sum[k] = 0;
+    }
     for (int c = 0; c < corners.size(); ++c)
       for (int64_t k = begin; k < end; ++k) w[c * slot + k] = 0;
     for (const Steps& s : stencil.neighbors()) {
@@ -61,11 +67,11 @@ class Weights {
         along.at[corners.axes[i]] = s.at[corners.axes[i]];
         moved += s.at[corners.axes[i]] != 0;
       }
-      if (!moved) {
 #pragma GCC ivdep
-        for (int64_t k = begin; k < end; ++k) sum[k] += link[k];
-        continue;
-      }
+      for (int64_t k = begin; k < end; ++k) sum[k] += link[k];
+      if (!moved) continue;
+#pragma GCC ivdep
+      for (int64_t k = begin; k < end; ++k) moved_sum[k] -= link[k];
       const Corners there(level_, half + along.at[0], static_cast<int>(parity(y + along.at[1])),
                           static_cast<int>(parity(z + along.at[2])));
       for (int c = 0; c < corners.size(); ++c) {
@@ -88,8 +94,13 @@ class Weights {
         }
       }
     }
-    // A sum that is not positive has no meaning as a divisor.
-    for (int64_t k = begin; k < end; ++k) sum[k] = sum[k] > 1e-4f * a[k] ? 1 / sum[k] : 0;
+    // The divisor is the diagonal and the links across: the sum of the whole row, less the links that are
+    // interpolated. A sum of the row that is only rounding is left out, for the divisor may be smaller
+    // still if the links across are strong. A divisor that is not positive has no meaning.
+    for (int64_t k = begin; k < end; ++k) {
+      const float divisor = (sum[k] > kRounding * a[k] ? sum[k] : 0) + moved_sum[k];
+      sum[k] = divisor > 0 ? 1 / divisor : 0;
+    }
     for (int c = 0; c < corners.size(); ++c) {
 #pragma GCC ivdep
       for (int64_t k = begin; k < end; ++k) w[c * slot + k] *= sum[k];
@@ -98,7 +109,7 @@ class Weights {
 
   Level& level_;
   const Layout& layout_;
-  std::vector<float> sum_;
+  std::vector<float> sum_, moved_;
 };
 
 // The next level's stencil.

@@ -75,7 +75,7 @@ class Smoother {
         const Terms& terms = kind(y, z, half).later;
         if (!terms.size) continue;  // zero, and the restriction knows (transfer.h)
         run_row<kResidual>(terms, values(y, z, half), cells(level_.x, y, z, half), nullptr,
-                           cells(level_.r, y, z, half), layout_.begin(half), layout_.padded(layout_.begin(half), layout_.end(half)));
+                           cells(level_.r, y, z, half), layout_.begin(half), layout_.stop(half));
       }
     });
   }
@@ -126,7 +126,7 @@ class Smoother {
     const Kind& k = kind(y, z, half);
     float* x = cells(level_.x, y, z, half);
     run_row<kRelax>(whole ? k.all : k.earlier, values(y, z, half), x, cells(level_.b, y, z, half),
-                    x, layout_.begin(half), layout_.padded(layout_.begin(half), layout_.end(half)));
+                    x, layout_.begin(half), layout_.stop(half));
   }
   template <bool whole>
   void relax_color(int64_t g, int color) const {

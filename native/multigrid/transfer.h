@@ -154,7 +154,8 @@ class Transfer {
       const Terms& terms = interpolates_[parity(z)][parity(y)][half];
       const float* t = coarse_row(cy, cz, level_.coarsens[0] ? 0 : half);
       float* x = level_.x.data() + fine_.at(y, z, half);
-      const int64_t begin = floor_half(lower + 1 - half), end = fine_.padded(begin, floor_half(upper + 1 - half));
+      const int64_t begin = floor_half(lower + 1 - half),
+                    end = fine_.padded(begin, floor_half(upper + 1 - half));
       if (!terms.size) {
 #pragma GCC ivdep
         for (int64_t k = begin; k < end; ++k) x[k] += t[k];
