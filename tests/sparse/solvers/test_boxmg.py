@@ -265,8 +265,13 @@ def test_rejects_what_it_cannot_take(comm):
         BoxMG(reuse="never")  # type: ignore[arg-type]
 
 
-def test_it_is_the_default_of_grid_problems(comm):
+def test_defaults_of_grid_problems(comm):
     system = System(comm, (12, 13), faces(2))
     assert default_solver(1e-6, system.pattern) == PCG(rtol=1e-6, preconditioner=BoxMG())
     solve(system.matrix, system.b)
     assert list(system.pattern.solver_systems) == [BoxMG()]
+    far = Pattern.from_stencil(system.grid, [(0, 0), (0, 2)])
+    assert default_solver(pattern=far) == default_solver()
+    box = Pattern.from_stencil(Grid((4, 4, 4), (1.0,) * 3, comm), faces(3))
+    expected = PFMG() if hypre_available() else BoxMG()
+    assert default_solver(pattern=box).preconditioner == expected

@@ -28,15 +28,17 @@ from mpigrad.sparse.solvers.hypre_library import hypre_available
 from mpigrad.sparse.solvers.krylov import matrices
 from mpigrad.sparse.solvers.methods import PCG
 from mpigrad.sparse.solvers.operator_solve import solve_operator
-from mpigrad.sparse.solvers.preconditioners import BoxMG, Jacobi, Preconditioner
+from mpigrad.sparse.solvers.preconditioners import PFMG, BoxMG, Jacobi, Preconditioner
 
 __all__ = ["default_solver", "solve"]
 
 
 def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> LinearSolver:
-    """Return `PCG` with multigrid: `BoxMG` for patterns of grid stencils, else `BoomerAMG`.
+    """Return `PCG` with multigrid, or with Jacobi's preconditioner if none can be used.
 
-    Without hypre, patterns that are not grid stencils get Jacobi's preconditioner.
+    For patterns of grid stencils it is `BoxMG` on one or two axes, and `PFMG` on three. Other patterns
+    get `BoomerAMG`. Without hypre, grid stencils on three axes get `BoxMG`, and other patterns get
+    Jacobi's preconditioner.
 
     Parameters
     ----------
@@ -51,8 +53,11 @@ def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> Linear
     >>> default_solver(rtol=1e-6).rtol
     1e-06
     """
-    if pattern is not None and not boxmg.why_not(pattern):
-        return PCG(rtol=rtol, preconditioner=BoxMG())
+    if pattern is not None and pattern.stencil is not None and not boxmg.why_not(pattern):
+        # PFMG is the default on grids with three axes (docs/decisions/0078).
+        if pattern.stencil.grid.ndim < 3 or not hypre_available():
+            return PCG(rtol=rtol, preconditioner=BoxMG())
+        return PCG(rtol=rtol, preconditioner=PFMG())
     if hypre_available():
         return PCG(rtol=rtol)
     return PCG(rtol=rtol, max_steps=10_000, preconditioner=Jacobi())
