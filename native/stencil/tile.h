@@ -1,5 +1,5 @@
-// A rank's tile of a grid and the entries of a stencil on it. Axes are numbered from the fastest, as hypre
-// numbers them. Grids with fewer than three axes have one cell along the others.
+// A rank's tile of a grid and the entries of a stencil on it. Axes are numbered from the fastest, as
+// hypre numbers them. Grids with fewer than three axes have one cell along the others.
 #pragma once
 
 #include <algorithm>

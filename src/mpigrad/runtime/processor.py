@@ -9,7 +9,14 @@ import platform
 
 from mpigrad.runtime.native_path import native_path
 
-__all__ = ["VARIANTS", "check_processor", "has_avx", "processor_variant", "variant_library", "waves_library"]
+__all__ = [
+    "VARIANTS",
+    "check_processor",
+    "has_avx",
+    "processor_variant",
+    "variant_library",
+    "waves_library",
+]
 
 # In the order of native/processor.h. Other processors have one variant.
 VARIANTS = ("x86-64", "x86-64-v3", "x86-64-v4") if platform.machine() == "x86_64" else ("baseline",)

@@ -24,10 +24,10 @@ from mpigrad.sparse.solvers.solve import default_solver, solve
 __all__ = [
     "GMRES",
     "PCG",
-    "BoxMG",
     "PFMG",
     "BiCGStab",
     "BoomerAMG",
+    "BoxMG",
     "GhostExchange",
     "Jacobi",
     "LinearSolver",

@@ -1,4 +1,4 @@
-"""Preconditioners: frozen settings, and for all but hypre's the function that applies them."""
+"""Preconditioners: frozen settings, and for all but multigrid the function that applies them."""
 
 from __future__ import annotations
 
@@ -304,14 +304,14 @@ class PFMG(_HyprePreconditioner):
 class BoxMG(Preconditioner):
     """One V-cycle of mpigrad's black-box multigrid for grid stencils (Dendy 1982).
 
-    It takes the patterns that `PFMG` takes, in `PCG` only, and needs no hypre. A cell between coarse
-    cells interpolates from them by its own row of the matrix, so that the interpolation follows
-    coefficients that jump, and coarse matrices are Pᵀ A P with this interpolation P. It coarsens all
-    axes at once, but not those whose links are weak. The smoother is Gauss-Seidel by colours.
+    It takes the patterns that `PFMG` takes, in `PCG` only, and needs no hypre. A cell between
+    coarse cells interpolates from them by its own row of the matrix, so that the interpolation
+    follows coefficients that jump. Coarse matrices are Pᵀ A P with this interpolation P. All axes
+    with strong links are coarsened at once. The smoother is Gauss-Seidel by colours.
 
-    The cycle runs in single precision inside the double precision of `PCG`, which computes its residual
-    in double precision. Levels are distributed while they are large. Smaller ones are gathered, and
-    all ranks do the same work on them. This class is final: it cannot be subclassed.
+    The cycle runs in single precision. `PCG` iterates, and computes its residual, in double
+    precision. Levels are distributed while they are large. Smaller ones are gathered, and all ranks
+    do the same work on them. This class is final: it cannot be subclassed.
 
     Attributes
     ----------
@@ -326,9 +326,9 @@ class BoxMG(Preconditioner):
     >>> from mpigrad.sparse import PCG, BoxMG, Matrix, Pattern, solve
     >>> pattern = Pattern.from_stencil(Grid((50,), (1.0,)), [(0,), (-1,), (1,)])
     >>> with jax.enable_x64(True):
-    ...     A = Matrix.assemble(pattern, [jnp.full(50, 2.1), jnp.full(50, -1.0), jnp.full(50, -1.0)])
+    ...     A = Matrix.assemble(pattern, [jnp.full(50, v) for v in (2.1, -1.0, -1.0)])
     ...     u = solve(A, A @ jnp.ones(50), PCG(preconditioner=BoxMG())).value
-    >>> bool(abs(u - 1).max() < 1e-6)
+    ...     print(bool(abs(u - 1).max() < 1e-6))
     True
     """
 
@@ -340,8 +340,8 @@ class BoxMG(Preconditioner):
 
     def inverse(self, A: Matrix) -> Callable[[jax.Array], jax.Array]:
         raise TypeError(
-            "BoxMG: it works in PCG(preconditioner=BoxMG()) only. Choose Jacobi() or a Preconditioner "
-            "of your own."
+            "BoxMG: it works in PCG(preconditioner=BoxMG()) only. Choose Jacobi() or a "
+            "Preconditioner of your own."
         )
 
 

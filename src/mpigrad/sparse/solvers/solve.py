@@ -36,9 +36,9 @@ __all__ = ["default_solver", "solve"]
 def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> LinearSolver:
     """Return `PCG` with multigrid, or with Jacobi's preconditioner if none can be used.
 
-    For patterns of grid stencils it is `BoxMG` on one or two axes, and `PFMG` on three. Other patterns
-    get `BoomerAMG`. Without hypre, grid stencils on three axes get `BoxMG`, and other patterns get
-    Jacobi's preconditioner.
+    For patterns of grid stencils it is `BoxMG` on one or two axes, and `PFMG` on three. Other
+    patterns get `BoomerAMG`. Without hypre, grid stencils on three axes get `BoxMG`, and other
+    patterns get Jacobi's preconditioner.
 
     Parameters
     ----------
