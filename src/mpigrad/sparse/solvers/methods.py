@@ -46,8 +46,8 @@ class Krylov(LinearSolver):
         if not isinstance(preconditioner, Preconditioner | None):
             raise TypeError(
                 f"{name}: the preconditioner must be BoomerAMG(...), PFMG(...), BoxMG(...), "
-                f"Jacobi(), a Preconditioner of your own or None, got {preconditioner!r}. Choose one "
-                "of them."
+                "Jacobi(), a Preconditioner of your own or None, got "
+                f"{preconditioner!r}. Choose one of them."
             )
         if self.symmetric and preconditioner is not None and not preconditioner.symmetric:
             raise ValueError(
