@@ -19,7 +19,7 @@ from mpigrad.sparse.solvers.hypre_library import (
 from mpigrad.sparse.solvers.krylov.system import LinearSystem
 from mpigrad.sparse.solvers.methods import GMRES, PCG, BiCGStab, Multigrid
 from mpigrad.sparse.solvers.operator_solve import Operator
-from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, Jacobi, Preconditioner
+from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, BoxMG, Jacobi, Preconditioner
 from mpigrad.sparse.solvers.solve import default_solver, solve
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "PFMG",
     "BiCGStab",
     "BoomerAMG",
+    "BoxMG",
     "GhostExchange",
     "Guesses",
     "Jacobi",

@@ -114,8 +114,6 @@ def _announce(problem: InverseProblem) -> None:
         f"solver {type(problem.solver).__name__}",
         flush=True,
     )
-    if not sparse.hypre_available():
-        print(f"poisson: conjugate gradients without hypre. {sparse.why_no_hypre()}", flush=True)
 
 
 def _error_of(problem: InverseProblem) -> Callable[[Any], float] | None:
@@ -135,10 +133,10 @@ def _clocks() -> tuple[float, float, float]:
 
 def _mean_seconds(comm: Communicator, before: tuple[float, float, float]) -> dict[str, float]:
     spent = np.subtract(_clocks(), before)
-    total, communication, hypre = np.mean(comm.mpi.allgather(spent), axis=0)
+    total, communication, multigrid = np.mean(comm.mpi.allgather(spent), axis=0)
     return {
         "total": float(total),
-        "hypre": float(hypre),
+        "multigrid": float(multigrid),
         "communication": float(communication),
-        "rest": float(total - hypre - communication),
+        "rest": float(total - multigrid - communication),
     }

@@ -24,22 +24,24 @@ from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.matrix.transpose import transpose_values, transposed
-from mpigrad.sparse.solvers import hypre, pfmg
+from mpigrad.sparse.solvers import boxmg, hypre
 from mpigrad.sparse.solvers.base import INFO, LinearSolver, check_diagonal, check_hashable
 from mpigrad.sparse.solvers.guesses import Guesses, first_guess, next_vectors
 from mpigrad.sparse.solvers.hypre_library import hypre_available
 from mpigrad.sparse.solvers.krylov import matrices
 from mpigrad.sparse.solvers.methods import PCG
 from mpigrad.sparse.solvers.operator_solve import solve_operator
-from mpigrad.sparse.solvers.preconditioners import PFMG, Jacobi, Preconditioner
+from mpigrad.sparse.solvers.preconditioners import PFMG, BoxMG, Jacobi, Preconditioner
 
 __all__ = ["default_solver", "solve"]
 
 
 def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> LinearSolver:
-    """Return `PCG` with multigrid if hypre is available, else with Jacobi's preconditioner.
+    """Return `PCG` with multigrid, or with Jacobi's preconditioner if none can be used.
 
-    The multigrid is `PFMG` for patterns of grid stencils that it takes, else `BoomerAMG`.
+    For patterns of grid stencils it is `BoxMG` on one or two axes, and `PFMG` on three. Other
+    patterns get `BoomerAMG`. Without hypre, grid stencils on three axes get `BoxMG`, and other
+    patterns get Jacobi's preconditioner.
 
     Parameters
     ----------
@@ -54,9 +56,12 @@ def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> Linear
     >>> default_solver(rtol=1e-6).rtol
     1e-06
     """
+    if pattern is not None and pattern.stencil is not None and not boxmg.why_not(pattern):
+        # PFMG is the default on grids with three axes (docs/decisions/0078).
+        if pattern.stencil.grid.ndim < 3 or not hypre_available():
+            return PCG(rtol=rtol, preconditioner=BoxMG())
+        return PCG(rtol=rtol, preconditioner=PFMG())
     if hypre_available():
-        if pattern is not None and not pfmg.why_not(pattern):
-            return PCG(rtol=rtol, preconditioner=PFMG())
         return PCG(rtol=rtol)
     return PCG(rtol=rtol, max_steps=10_000, preconditioner=Jacobi())
 
@@ -232,6 +237,8 @@ def _check_solver(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
         check_diagonal(pattern, type(preconditioner).__name__)
     if solver.by_hypre:
         hypre.check(solver, pattern, dtype)
+    elif isinstance(preconditioner, BoxMG):
+        boxmg.check(solver, pattern, dtype)
     elif solver.needs_positive_definite and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"{type(solver).__name__}: it solves real systems, got {np.dtype(dtype).name}. Take "
@@ -274,7 +281,9 @@ def _run(
         if x0.ndim == 3:
             sums = functools.partial(allreduce, comm=pattern.comm)
             x0 = jnp.stack([first_guess(sums, *each) for each in zip(vectors, b, strict=True)])
-        if solver.by_hypre:
+        if isinstance(solver.preconditioner, BoxMG):
+            x, info = boxmg.run(solver, pattern, values, b, x0, values_id, **how)
+        elif solver.by_hypre:
             x, info = hypre.run(solver, pattern, values, b, x0, values_id, **how)
         else:
             x, info = matrices.run(solver, pattern, values, b, x0, **how)
