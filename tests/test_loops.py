@@ -210,6 +210,8 @@ def test_blocks_do_not_change_values_and_gradients(n):
 def test_blocks_refuse_messages_and_uneven_arrays(comm):
     with pytest.raises(ValueError, match=r"map_blocks: the function sends messages"):
         map_blocks(lambda x: mpigrad.allreduce(x, comm=comm), jnp.ones(4), size=2)
+    with pytest.raises(ValueError, match=r"map_blocks: the function sends messages"):
+        map_blocks(lambda x: mpigrad.allreduce(x, comm=comm), jnp.ones(4), size=9)  # one block
     for points, size in (((jnp.ones(4), jnp.ones(3)), 2), ((jnp.ones(4),), 0), ((), 2)):
         with pytest.raises(ValueError, match=r"map_blocks: expected arrays"):
             map_blocks(lambda *x: x, *points, size=size)

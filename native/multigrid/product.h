@@ -2,6 +2,7 @@
 // the matrix. Each pass goes through the rows once: memory decides about its time.
 #pragma once
 
+#include <cstdlib>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -26,7 +27,10 @@ class Product {
     if (width_ % 64 == 0) width_ += 8;  // rows must not share cache sets
     for (int a = 1; a < kAxes; ++a) rows_[a - 1] = own.upper[a] - own.lower[a] + 2 * halo_[a];
     for (const Entry& e : entries) {
-      if (!e.given) continue;
+      // Along an axis with few cells a link may lead past all of them, and there is no halo there.
+      bool past = false;
+      for (int a = 0; a < kAxes; ++a) past |= std::abs(e.step[a]) >= tile.shape[a];
+      if (!e.given || past) continue;
       if (e.direction() == 0) {
         diagonal_ = &e;
         continue;

@@ -207,11 +207,10 @@ class System {
                Answer& answer) {
     // A hierarchy of earlier values gets twice the iterations of one of the present values. Beyond that,
     // a new one is cheaper.
-    const auto run = [&](int64_t max_steps) {
+    const auto run = [&](int64_t max_steps, bool begun) {
       double last;
       answer.residual = std::numeric_limits<double>::infinity();
       const double target = request.tolerance * size;
-      bool begun = guessed;
       int64_t steps = 0;
       do {
         last = answer.residual;
@@ -228,14 +227,16 @@ class System {
     };
     int64_t wasted = 0;
     if (!fresh_) {
-      wasted = run(usual_ ? std::min(request.max_steps, 2 * usual_ + 5) : request.max_steps);
+      wasted = run(usual_ ? std::min(request.max_steps, 2 * usual_ + 5) : request.max_steps, guessed);
       if (answer.outcome == kConverged) {
         answer.iterations = wasted;
         return;
       }
       renew(request.progress);
+      guessed = answer.residual < 1;  // x is nearer to the solution than zero
+      if (!guessed) std::fill_n(x, n_, 0.0);
     }
-    const int64_t steps = run(request.max_steps);
+    const int64_t steps = run(request.max_steps, guessed);
     answer.iterations = wasted + steps;
     if (answer.outcome == kConverged) usual_ = std::max(usual_, steps);
     if (answer.outcome != kConverged && indefinite()) {

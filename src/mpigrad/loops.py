@@ -227,6 +227,15 @@ def map_blocks(f: Callable[..., Any], *points: Any, size: int) -> Any:
             "map_blocks: expected arrays of shapes (n, ...) and size of at least 1, got the shapes "
             f"{', '.join(map(str, shapes)) or 'of no array'} and size={size}."
         )
+
+    def block(*row: Any) -> Any:  # f may be a method of unhashable arrays
+        return f(*row)
+
+    if compat.has_messages(jax.make_jaxpr(block)(*points).effects):
+        raise ValueError(
+            "map_blocks: the function sends messages. Ranks may have different numbers of blocks, "
+            "so send the messages before or after map_blocks."
+        )
     blocks = -(-n // size)
     if blocks < 2:
         return f(*points)
@@ -239,14 +248,6 @@ def map_blocks(f: Callable[..., Any], *points: Any, size: int) -> Any:
 
     rows = [split(jnp.asarray(p)) for p in points]
 
-    def block(*row: Any) -> Any:  # f may be a method of unhashable arrays
-        return f(*row)
-
-    if compat.has_messages(jax.make_jaxpr(block)(*(row[0] for row in rows)).effects):
-        raise ValueError(
-            "map_blocks: the function sends messages. Ranks may have different numbers of blocks, "
-            "so send the messages before or after map_blocks."
-        )
     # In a loop XLA cannot merge the repeated computation with the first one.
     results = jax.lax.map(lambda row: jax.checkpoint(block, prevent_cse=False)(*row), rows)
     return jax.tree.map(lambda a: a.reshape(blocks * length, *a.shape[2:])[:n], results)

@@ -43,7 +43,7 @@ if comm.rank == 0:
 
 
 @pytest.mark.ranks(1)
-def test_stored_programs_are_read_whole_or_not_at_all(tmp_path):
+def test_stored_programs_are_read_whole_or_not_at_all(tmp_path, monkeypatch):
     cache = ProgramCache(tmp_path / "kind")
     assert cache.get("a") is None
     cache.put("a", b"program" * 100)
@@ -57,6 +57,14 @@ def test_stored_programs_are_read_whole_or_not_at_all(tmp_path):
         assert not file.exists()
         cache.put("a", b"new")  # it heals
         assert cache.get("a") == b"new"
+    file.write_bytes(whole[:-1])
+    with (
+        monkeypatch.context() as patch
+    ):  # another rank has removed it, or the directory is read-only
+        patch.setattr(
+            pathlib.Path, "unlink", lambda self: (_ for _ in ()).throw(OSError(2, "gone"))
+        )
+        assert cache.get("a") is None
 
 
 @pytest.mark.ranks(1)
@@ -80,13 +88,19 @@ def test_a_full_or_unwritable_disk_is_no_error(tmp_path, monkeypatch):
 
 @pytest.mark.ranks(1)
 def test_programs_that_are_not_used_are_removed(tmp_path, monkeypatch):
-    cache = ProgramCache(tmp_path / "kind")
+    others = tmp_path / "results" / "run1.h5", tmp_path / ("0" * 16) / "main.py"
+    for file in others:  # of the user, and old
+        file.parent.mkdir()
+        file.write_bytes(bytes(3000))
+        os.utime(file, (1e9, 1e9))
+    cache = ProgramCache(tmp_path / ("0" * 16))
     for place, key in enumerate("abc"):
         cache.put(key, bytes(1000))
         os.utime(cache._file(key), (1e9 + place, 1e9 + place))
     assert cache.get("a") is not None  # used just now
     monkeypatch.setattr(program_cache, "_MOST_BYTES", 2500)
-    ProgramCache(tmp_path / "other").put("d", bytes(1000))
+    ProgramCache(tmp_path / ("1" * 16)).put("d", bytes(1000))
+    assert all(file.exists() for file in others)
     assert [cache.get(key) is not None for key in "abc"] == [True, False, True]
 
 

@@ -108,6 +108,5 @@ def test_programs_are_lowered_for_gpus(comm: Communicator) -> None:
     for name in ("neighbor_alltoallv", "extremum"):
         assert f"@mpigrad_{name}(" in program
     assert ("@mpigrad_send_to(" if comm.rank else "@mpigrad_recv(") in program
-    if sparse.hypre_available():
-        assert "@mpigrad_hypre_solve(" in program
+    assert "@mpigrad_multigrid_solve(" in program
     assert "@mpigrad_kernels_contract(" not in program  # products are computed on the device

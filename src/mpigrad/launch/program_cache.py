@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import os
 import pathlib
+import re
 import stat
 import time
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = ["ProgramCache", "store_programs"]
 _MOST_RANKS = 64  # with more, reading many small files takes longer than compiling
 _MOST_BYTES = 256 * 1024**2
 _LEFT_OVER = 3600.0  # seconds after which an unfinished file is nobody's
+_OURS = re.compile(r"[0-9a-f]{16}/[0-9a-f]{64}(\..*)?")  # a directory and a file of this module
 _PROCESSOR = {
     *("vendor_id", "cpu family", "model", "model name", "stepping", "flags"),  # x86-64
     *("CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features"),  # ARM
@@ -54,10 +56,11 @@ class ProgramCache:
         except OSError:
             return None
         digest, program = content[:32], content[32:]
-        with contextlib.suppress(OSError):
-            if hashlib.sha256(program).digest() != digest:
+        if hashlib.sha256(program).digest() != digest:
+            with contextlib.suppress(OSError):  # another rank may remove it, too
                 file.unlink()
-                return None
+            return None
+        with contextlib.suppress(OSError):
             os.utime(file)
         return program
 
@@ -89,7 +92,9 @@ class ProgramCache:
             return
         self._pruned = True
         found = []
-        for file in self._path.parent.glob("*/*"):
+        # The directory may be one that holds other files of the user.
+        files = self._path.parent.glob("*/*")
+        for file in (f for f in files if _OURS.fullmatch(f"{f.parent.name}/{f.name}")):
             with contextlib.suppress(OSError):  # another rank may remove it, too
                 status = file.stat()
                 if file.suffix and time.time() - status.st_mtime > _LEFT_OVER:
@@ -132,25 +137,32 @@ def store_programs(ranks: int) -> pathlib.Path | None:
     settings: Any = jax.config
     if choice == "off" or settings.jax_compilation_cache_dir or ranks > _MOST_RANKS:
         return None
-    if optional("compilation_cache.get_file_cache") is None or jax.default_backend() != "cpu":
+    if optional("compilation_cache.get_file_cache") is None:
         return None
     processor = _processor()
     if processor is None:
         return None
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    base = pathlib.Path(choice or pathlib.Path(home) / "mpigrad" / "programs").expanduser()
     try:
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = base.stat()
+        base = pathlib.Path(choice or pathlib.Path(home) / "mpigrad" / "programs").expanduser()
+        for folder in [base] if choice else [base.parent, base]:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return None
     except (OSError, RuntimeError):  # the user has no home
         return None
-    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return None
     directory = base.absolute() / processor
-    module_of("compilation_cache.get_file_cache").get_file_cache = lambda path: (
-        ProgramCache(directory),
-        path,
-    )
+    module = module_of("compilation_cache.get_file_cache")
+    by_jax = module.get_file_cache
+
+    def get_file_cache(path: str) -> tuple[Any, str] | None:
+        """Return the cache, when the first program is compiled."""
+        if path != str(directory):  # the application chose a cache of its own
+            return by_jax(path)
+        return (ProgramCache(directory), path) if jax.default_backend() == "cpu" else None
+
+    module.get_file_cache = get_file_cache
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return directory

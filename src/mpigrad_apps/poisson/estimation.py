@@ -68,6 +68,9 @@ def run(settings: Settings, comm: Communicator | None = None) -> PoissonResult:
             before = _clocks()
             prepare_training(settings.out, comm, settings.resume)
             keep = settings.guesses
+            about = resume_settings(settings)
+            if not keep:
+                del about["guesses"]  # as in runs of versions without guesses
             trained = train(
                 problem.guessed_loss_share if keep else problem.loss_share,
                 parameters,
@@ -80,7 +83,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> PoissonResult:
                 out=settings.out,
                 save=lambda best: values.save(settings.out / values.file_name, best),
                 error=_error_of(problem),
-                about=resume_settings(settings),
+                about=about,
                 advice="the linear solve failed. Start from other parameters (--seed, --restart)",
             )
             with hold_grace_time(comm):

@@ -98,6 +98,18 @@ def test_iterations_on_tiles_of_several_levels(comm):
 
 
 @pytest.mark.ranks(1, 2)
+@pytest.mark.thin(1, 2)
+@pytest.mark.parametrize("shape", [(1, 4000), (4000, 1), (1, 30, 30), (30, 1, 30)])
+def test_axes_with_one_cell(comm, shape):
+    """Links along an axis with one cell lead past all cells, whose memory is not read."""
+    problem = Diffusion(comm, shape, boundary=False)
+    A = problem.matrix(jnp.full(shape, 1.0))
+    b = A @ problem.b
+    found = mg.jit(lambda A, b: solve(A, b, SOLVER))(A, b)
+    assert found.result == Result.SUCCESSFUL
+    close(A @ found.value, b, 1e-6)
+
+
 def test_anisotropy_along_the_axes(comm):
     """Axes with weak links are not coarsened."""
     for anisotropy in (1e-3, 1e3):
@@ -190,6 +202,17 @@ def test_a_stale_hierarchy_is_kept_for_nearby_values(comm):
     for factor in (1.0, 1.1, 0.9):
         close(call(factor * system.values), expected / factor, 1e-9)
     assert count() == (1, 3)
+
+
+def test_a_refused_stale_hierarchy_costs_no_second_solve(comm):
+    shape = (48, 40)
+    problem = Diffusion(comm, shape)
+    smooth, jumping = problem.matrix(jnp.ones(shape)), problem.matrix(jumps(shape))
+    fresh = int(solve(jumping, problem.b, SOLVER).stats["num_steps"])
+    stale = PCG(preconditioner=BoxMG(reuse="stale"))
+    call = mg.jit(lambda v: solve(Matrix(problem.pattern, v), problem.b, stale).stats["num_steps"])
+    limit = 2 * int(call(smooth.values)) + 5
+    assert limit < int(call(jumping.values)) <= limit + fresh + 2
 
 
 @pytest.mark.ranks(1, 2)

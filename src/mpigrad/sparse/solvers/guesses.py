@@ -128,7 +128,7 @@ class Guesses:
             )
             raise ValueError(
                 f"solve: the guesses in x0 must have vectors {jax.tree.map(expected, b)}, got "
-                f"{found}. Make them with Guesses.empty(b)."
+                f"{found}. Make them with Guesses.empty(b), of a b with the dtype of A x."
             )
 
 
