@@ -100,6 +100,7 @@ _NAMES = {
     "default_communicator": "communicator",
     "dot_test": "autodiff.gradient_checks",
     "exscan": "operations.collectives",
+    "fft": "",
     "from_sharded": "sharding",
     "gather": "operations.collectives",
     "gatherv": "operations.v_collectives",
