@@ -101,6 +101,7 @@ def shallow_water(results: Any) -> Iterator[Ratio]:
 
 READERS: dict[str, Callable[[Any], Iterator[Ratio]]] = {
     "operations": operations,
+    "sizes": operations,
     "poisson": poisson,
     "poisson-boomeramg": poisson,
     "sparse": sparse,

@@ -1,7 +1,7 @@
 """Acoustic and elastic waves beside deepwave and devito, on one and two cores: one run, one table.
 
     python bench/waves.py [--peer-python PYTHON] [--parts acoustic elastic ...] [--rounds 9]
-        [--cells 1000] [--elastic-cells 500] [--steps 100] [--output FILE]
+        [--cells 1000] [--elastic-cells 500] [--steps 100] [--before SRC] [--output FILE]
 
 deepwave and devito are measured where PYTHON has them: a virtual environment with
 `pip install torch deepwave devito scipy matplotlib pytest` (devito's examples import the last
@@ -80,6 +80,7 @@ class Entrant:
     library: str
     ranks: int = 1
     threads: int = 1
+    path: str = ""  # where mpigrad is imported from, if not from here
 
 
 class Program:
@@ -90,9 +91,9 @@ class Program:
         words += ["--threads", str(entrant.threads)]
         is_ours = entrant.library == "mpigrad"
         environment = {"OMP_NUM_THREADS": str(entrant.threads)}
-        if not is_ours:
-            environment["PYTHONPATH"] = ""
-        elif entrant.threads > 1:
+        if not is_ours or entrant.path:
+            environment["PYTHONPATH"] = entrant.path
+        if is_ours and entrant.threads > 1:
             environment["OMPI_MCA_hwloc_base_binding_policy"] = "none"  # more than a core
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  as long as the process
         self.program = interleave.Program(
@@ -225,6 +226,10 @@ def physics_part(bench: Bench, physics: str, n: int, triad: dict[int, float]) ->
     peers = ["deepwave", "devito"] if physics == "acoustic" else ["deepwave"]
     for library in peers:
         entrants += [Entrant(library, library), Entrant(f"{library} 2 threads", library, 1, 2)]
+    if bench.options.before:
+        before = {"library": "mpigrad", "path": bench.options.before}
+        entrants += [Entrant("mpigrad 1 rank before", **before)]
+        entrants += [Entrant("mpigrad 2 ranks before", ranks=2, **before)]
     steps = bench.options.steps
     print(f"{physics}, {n}², {steps} steps")
     programs = bench.start(entrants, physics, (n, n), "--steps", str(steps))
@@ -254,6 +259,9 @@ def physics_part(bench: Bench, physics: str, n: int, triad: dict[int, float]) ->
         for name in ("mpigrad 2 ranks", "mpigrad 1 rank x 2 threads"):
             pairs += [(name, f"{peer} 2 threads") for peer in peers]
         pairs.append(("mpigrad 1 rank x 2 threads", "mpigrad 2 ranks"))
+        pairs += [
+            (f"mpigrad {ranks}", f"mpigrad {ranks} before") for ranks in ("1 rank", "2 ranks")
+        ]
         for ours, theirs in pairs:
             both = taken.get(ours, []), taken.get(theirs, [])
             bench.compare(f"{physics} {command} {ours} / {theirs}", *both)
@@ -396,6 +404,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--stream", type=float, default=768, help="10^6 bytes of STREAM's arrays")
     parser.add_argument("--method", choices=["native", "xla"], help="of mpigrad's waves")
+    parser.add_argument("--before", help="src of another checkout, whose mpigrad is measured too")
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "results" / "waves.json")
     options = parser.parse_args()
     bench = Bench(options)

@@ -80,10 +80,10 @@ def run(words: list[str], **environment: str) -> subprocess.CompletedProcess[str
 
 
 def outside() -> dict[str, str]:
-    """Return a user's environment: no guard, and a fixed width for help texts."""
+    """Return a user's environment without guard and stored programs, with a fixed text width."""
     names = {*os.environ} - {"MPIGRAD_GUARD", "PYTEST_CURRENT_TEST"}  # this changes meanwhile
     unguarded = {name: os.environ[name] for name in names}
-    return unguarded | {"COLUMNS": "100"}
+    return {"MPIGRAD_PROGRAMS": "off"} | unguarded | {"COLUMNS": "100"}
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from mpi4py import MPI
 import mpigrad
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid, halo_exchange
-from mpigrad.loops import Budget, history, scan
+from mpigrad.loops import Budget, history, map_blocks, scan
 
 N = 11
 BUDGET = Budget(8)  # two chunks of five steps, and one before them
@@ -170,3 +170,46 @@ def test_rejects_invalid_arguments_on_every_rank(comm):
     after, seen = scan(step, state, 0, checkpoints=3, comm=comm)
     assert np.array_equal(after["u"], state["u"])
     assert seen is None
+
+
+# ---- blocks of points ----
+
+
+def layers(w, x, y):
+    return {"sum": jnp.sin(w @ jnp.stack([x, y[:, 0]])).sum(0), "y": y * w[0, 0] + x[:, None]}
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 23])
+def test_blocks_do_not_change_values_and_gradients(n):
+    generator = np.random.default_rng(n)
+    w, x, y = (jnp.asarray(generator.normal(size=s)) for s in ((5, 2), (n,), (n, 3)))
+
+    def blocked(w, x, y):
+        return map_blocks(functools.partial(layers, w), x, y, size=4)
+
+    def loss(f):
+        return lambda *args: sum(jnp.sum(v**3) for v in jax.tree.leaves(f(*args)))
+
+    for found, expected in zip(
+        jax.tree.leaves(jax.jit(blocked)(w, x, y)), jax.tree.leaves(layers(w, x, y)), strict=True
+    ):
+        assert np.allclose(found, expected, rtol=1e-14, atol=1e-14)
+    found = jax.jit(jax.grad(loss(blocked), argnums=(0, 1, 2)))(w, x, y)
+    for a, b in zip(found, jax.grad(loss(layers), argnums=(0, 1, 2))(w, x, y), strict=True):
+        assert np.allclose(a, b, rtol=1e-12, atol=1e-13)
+    tangents = (w, x + 1, y)
+    assert np.allclose(
+        jax.jvp(loss(blocked), (w, x, y), tangents)[1],
+        jax.jvp(loss(layers), (w, x, y), tangents)[1],
+        rtol=1e-12,
+    )
+
+
+@pytest.mark.ranks(2)
+def test_blocks_refuse_messages_and_uneven_arrays(comm):
+    with pytest.raises(ValueError, match=r"map_blocks: the function sends messages"):
+        map_blocks(lambda x: mpigrad.allreduce(x, comm=comm), jnp.ones(4), size=2)
+    for points, size in (((jnp.ones(4), jnp.ones(3)), 2), ((jnp.ones(4),), 0), ((), 2)):
+        with pytest.raises(ValueError, match=r"map_blocks: expected arrays"):
+            map_blocks(lambda *x: x, *points, size=size)

@@ -57,58 +57,6 @@ std::mutex mutex;  // hypre keeps global state
 std::unordered_map<int64_t, std::unique_ptr<System>> systems;
 int64_t next_id = 1;
 
-// The texts begin with the sentences of mpigrad.solution.Result.
-std::string describe(const Answer& a, const Request& q, std::string_view solver) {
-  const std::string rank = std::to_string(a.rank), name(solver);
-  std::string check = q.method == kPCG ? "check that the matrix is positive definite"
-                                       : "check the matrix, or try another relaxation or method";
-  if (name.find("PFMG") != std::string::npos) {
-    check += ", or take BoomerAMG(), which suits coefficients that jump";
-  }
-  char residual[80] = "", tolerance[80] = "";
-  std::snprintf(residual, sizeof residual, "the relative residual is %.3g after %d steps",
-                a.residual, static_cast<int>(a.iterations));
-  std::snprintf(tolerance, sizeof tolerance, "above the tolerance %.3g", q.tolerance);
-  switch (a.outcome) {
-    case kConverged:
-      return "";
-    case kMaxSteps:
-      return name + " did not converge: max_steps steps were taken before the tolerance was met, "
-             "and " + residual + ", " + tolerance + ". Raise max_steps=" +
-             std::to_string(q.max_steps) + ", loosen rtol, or " + check +
-             ". solve(..., throw=False) returns the last iterate.";
-    case kNotFinite:
-      return "NaN or infinity appeared: the matrix, the right-hand side or x0 holds such a value on "
-             "rank " + rank + ". Look for a division by zero or an overflow in the code that "
-             "computes them.";
-    case kNotPositive:
-      if (a.rank < 0) {
-        return "the matrix is not positive definite: PCG has found a direction p with <p, A p> < 0 "
-               "after " + std::to_string(a.iterations) + " steps. If -A is positive definite, "
-               "solve with -A and -b. Otherwise solve with GMRES() or BiCGStab().";
-      }
-      return "the matrix is not positive definite: a diagonal entry on rank " + rank +
-             " is zero or negative, but PCG needs a positive definite matrix. If all are negative, "
-             "solve with -A and -b. Otherwise solve with GMRES().";
-    case kNotSymmetric:
-      return "the matrix is not symmetric, but this solver needs a symmetric one. Give entries "
-             "(i, j) and (j, i) the same value, also if i and j belong to different ranks, or solve "
-             "with GMRES() or BiCGStab().";
-    case kZeroDiagonal:
-      return "the preconditioner divides by a zero on the diagonal: " + name + " found it on rank " +
-             rank + ". Check that the matrix is not singular, reorder its rows, or solve with "
-             "GMRES(preconditioner=None).";
-    case kStagnated:
-      return name + " did not converge: rounding errors allow no smaller residual, and " +
-             residual + ", " + tolerance + ". Check that the matrix is not singular, or loosen "
-             "rtol. solve(..., throw=False) returns the last iterate.";
-    case kBreakdown:
-      return name + " did not converge: the method broke down: it divided by zero, or its numbers "
-             "overflowed, and " + residual + ". The matrix may be singular: " + check + ".";
-  }
-  return "";
-}
-
 using Numbers = ffi::Buffer<ffi::F64, 2>;
 using List = ffi::Buffer<ffi::F64, 1>;
 
@@ -154,7 +102,7 @@ ffi::Error solve(ffi::Token, Numbers values, Numbers b, Numbers x0, List values_
     if (!error.empty()) return ffi::Error::Internal(head + error);
     if (fails) {
       return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                        head + describe(answer, request, name));
+                        head + describe(answer, name, request.method == kPCG, rtol, max_steps));
     }
     const double numbers[kInfo] = {static_cast<double>(answer.outcome),
                                    static_cast<double>(answer.iterations), answer.residual,

@@ -8,12 +8,13 @@
 #include <vector>
 
 #include "hypre/system.h"
-#include "hypre/tile.h"
+#include "stencil/tile.h"
 
 // hypre exports it, but declares it in private headers only.
 extern "C" HYPRE_Real hypre_StructInnerProd(HYPRE_StructVector x, HYPRE_StructVector y);
 
 namespace mpigrad::hypre {
+
 
 MPIGRAD_HYPRE_KERNELS(Struct)
 
@@ -209,27 +210,18 @@ class Structured final : public System {
     });
   }
 
-  // One pass for all checks of the values, line by line, while they are in the cache.
   void examine(const double* values, Digest& digest, bool& bad) override {
-    asymmetry_.begin(values);
-    const Box& cells = tile_.cells;
-    for (int64_t k = cells.lower[2]; k < cells.upper[2]; ++k) {
-      for (int64_t j = cells.lower[1]; j < cells.upper[1]; ++j) {
-        for (const Entry& e : entries_) {
-          const Box& box = e.inside;
-          if (!e.given || !box.has_line(j, k) || !box.line()) continue;
-          const double* line = values + e.start + box.position(box.lower[0], j, k);
-          digest.add(line, box.line());
-          bad |= !all_finite(line, box.line());
-        }
-        if (options_.symmetric) asymmetry_.compare(j, k);
-      }
-    }
+    stencil::examine(tile_, entries_, values, digest, bad,
+                     options_.symmetric ? &asymmetry_ : nullptr);
   }
 
   // Collective. Entries within a tile are compared one by one: cheaper than products, and needed
   // before half of the entries are dropped.
-  bool symmetric(Calls&) override { return asymmetry_.none(comm_); }
+  bool symmetric(Calls&) override {
+    double all[Asymmetry::kSums];
+    MPI_Allreduce(asymmetry_.sums(), all, Asymmetry::kSums, MPI_DOUBLE, MPI_SUM, comm_);
+    return Asymmetry::none(all);
+  }
 
   void set(HYPRE_StructVector to, const double* from, Calls& call) {
     call("HYPRE_StructVectorSetBoxValues", [&] {

@@ -16,39 +16,13 @@
 
 #include "hypre/calls.h"
 #include "hypre/conjugate.h"
-#include "hypre/digest.h"
 #include "hypre/krylov.h"
 #include "hypre/request.h"
-#include "processor.h"
+#include "stencil/digest.h"
+#include "stencil/values.h"
 
 namespace mpigrad::hypre {
 
-// Sums over arrays have several lanes: a single sum would wait for the result of each addition.
-constexpr int kLanes = 32;
-
-inline bool all_finite(const double* v, size_t size) {
-  double spoilt[kLanes] = {};  // x - x is 0, or NaN for infinities and NaN
-  run_on_this_processor([v, size, &spoilt] {
-    size_t k = 0;
-    for (; k + kLanes <= size; k += kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) spoilt[lane] += v[k + lane] - v[k + lane];
-    }
-    for (; k < size; ++k) spoilt[0] += v[k] - v[k];
-  });
-  return std::all_of(spoilt, spoilt + kLanes, [](double s) { return s == 0; });
-}
-
-inline double sum_of_squares(const double* v, size_t size) {
-  double sums[kLanes] = {};
-  run_on_this_processor([v, size, &sums] {
-    size_t k = 0;
-    for (; k + kLanes <= size; k += kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) sums[lane] += v[k + lane] * v[k + lane];
-    }
-    for (; k < size; ++k) sums[0] += v[k] * v[k];
-  });
-  return std::accumulate(sums, sums + kLanes, 0.0);
-}
 
 class System {
  public:
@@ -464,7 +438,7 @@ inline std::string System::solve(const double* values, bool compare, const doubl
         stale && usual ? std::min(request.max_steps, 2 * usual + 5) : request.max_steps;
     iterate(request, b, size, guessed, patience, answer, call);
     if (stale && answer.outcome != kConverged && !call.failed()) {
-      const HYPRE_Int wasted = answer.iterations;
+      const int64_t wasted = answer.iterations;
       renew(call);
       set_solution(guessed ? guess : nullptr, call);
       if (!call.agree()) return call.message();

@@ -1,4 +1,6 @@
 // Collectives.
+#include <optional>
+
 #include "mpi/handler.h"
 #include "mpi/reductions.h"
 #include "mpi/shared_sum.h"
@@ -51,10 +53,17 @@ ffi::Error allreduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64
   void* out = place(y);
   const bool wide = in.element == ffi::F64 || in.element == ffi::C128;
   const bool real = wide || in.element == ffi::F32 || in.element == ffi::C64;
-  if (op == kSum && real && shares_sums(c.slot, x.size_bytes()))
-    return c.done(shared_sum(c.slot, {in.data, out, x.size_bytes(), wide}));
-  const void* data = in.data == out ? runtime.in_place : in.data;
+  const Summand summand{in.data, out, x.size_bytes(), wide};
+  Way way = op == kSum && real ? way_of_sum(c.slot, summand.bytes) : Way::kMPI;
+  std::optional<SumTrial> trial;
+  if (way == Way::kTrial) {
+    trial.emplace(c.slot, summand);
+    if (!trial->error.empty()) return c.done(trial->error);
+    way = trial->way;
+  }
   advise_huge_pages(out, y->size_bytes());
+  if (way == Way::kShared) return c.done(shared_sum(c.slot, summand));
+  const void* data = in.data == out ? runtime.in_place : in.data;
   return c.done(call(runtime.mpi.Allreduce, data, out, in.count, in.type, in.reduction(op),
                      c.comm.handle));
 }

@@ -22,6 +22,7 @@ struct Progress {
   alignas(64) Cell written;
   Cell arrays[2];  // Summand::kind of the last two pieces, for the others to compare
   Cell sequences[2];  // the sequence number of the collective of each
+  Cell took[2];  // nanoseconds of this rank's last trial, at the beginning of the next
   alignas(64) Cell read;
 };
 
@@ -41,8 +42,30 @@ struct Summand {
   int64_t kind() const { return static_cast<int64_t>(bytes) * 2 + wide; }
 };
 
-// Whether sums of this length on this communicator use shared memory. The same on all members.
-bool shares_sums(int64_t slot, size_t bytes);
+// The way of the next sum of this length on a communicator. It is the same on all members.
+enum class Way {  // the numbers of mpigrad_way_of_sum
+  kMPI,
+  kShared,
+  kTrial,  // SumTrial decides
+};
+Way way_of_sum(int64_t slot, size_t bytes);
+
+// A sum whose time is measured, to choose between MPI and shared memory. Two members get the same
+// bits both ways, because a + b = b + a.
+//
+// The members meet first. So they find a mismatch before they enter MPI, begin at the same time,
+// and all know how long the slowest member's last trial took.
+class SumTrial {
+ public:
+  SumTrial(int64_t slot, const Summand& x);
+  ~SumTrial();
+  std::string error;
+  Way way = Way::kMPI;
+
+ private:
+  int64_t slot_, begin_ns_ = 0;
+  size_t bytes_;
+};
 
 // Sum with the same bits on every member: ranks are added in order. Returns "", or an error text.
 std::string shared_sum(int64_t slot, const Summand& x);

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
-#include <random>
 #include <type_traits>
 #include <unordered_map>
 #include <utility>
@@ -52,9 +51,9 @@ enum Role : int64_t { kFirst = 0, kPool = 1, kLast = 2 };
 
 std::mutex mutex;
 std::unordered_map<int64_t, Kept> structures;
-// Programs name structures by id. A program from JAX's compilation cache on disk must not find another
-// process's structure, so ids start at a random number.
-int64_t next_number = static_cast<int64_t>(std::random_device{}()) << 24;
+// Programs name structures by id, counted in each process. A program from a cache on disk was stored
+// under its whole text with these ids, so it means the structures of the process that looks it up.
+int64_t next_number = 1;
 
 template <class T>
 inline T times(T a, T b) {

@@ -17,6 +17,7 @@ class Acoustic {
  public:
   using Value = T;
   static constexpr int kModels = 1, kFields = 3, kPhases = 1;
+  static constexpr int64_t kDepth = 2;
   static constexpr bool kHistoryIsState = false;
 
   struct Wave {
@@ -242,25 +243,18 @@ class Acoustic {
     swap(wave.psi, wave.next_psi);
   }
 
-  void inject(int, Mode mode, const std::vector<PointTable::Entry>& entries, Wave& wave,
-              const T* values, int64_t step, T* history) const {
-    for (const auto& e : entries) {
-      if (mode == Mode::kReverse && !rim_.has(e.i, e.j)) continue;  // the rim has it
-      const T value = static_cast<T>(e.weight) * values[e.point * step];
-      const T source = mode == Mode::kAdjoint ? value : area_ * value;
-      wave.u[e.cell] += k_[e.cell] / later(e.i, e.j) * source;
-      if (mode == Mode::kSave || mode == Mode::kReverse ||
-          (mode == Mode::kRim && !rim_.has(e.i, e.j)))
-        history[e.cell] += source;
-    }
+  void inject(int, Mode mode, const PointTable::Entry& e, Wave& wave, T value, T* history) const {
+    if (mode == Mode::kReverse && !rim_.has(e.i, e.j)) return;  // the rim has it
+    const T source = mode == Mode::kAdjoint ? value : area_ * value;
+    wave.u[e.cell] += k_[e.cell] / later(e.i, e.j) * source;
+    if (mode == Mode::kSave || mode == Mode::kReverse ||
+        (mode == Mode::kRim && !rim_.has(e.i, e.j)))
+      history[e.cell] += source;
   }
 
-  void sample(Mode mode, const PointTable::Shot& shot, const Wave& wave, T* values,
-              int64_t step) const {
+  T sample(Mode mode, const PointTable::Entry& e, const Wave& wave) const {
     const T factor = mode == Mode::kAdjoint ? area_ : T(1);
-    for (const auto* entries : {&shot.edges, &shot.middle})
-      for (const auto& e : *entries)
-        values[e.point * step] += factor * static_cast<T>(e.weight) * wave.w[e.cell];
+    return factor * static_cast<T>(e.weight) * wave.w[e.cell];
   }
 
  private:

@@ -15,6 +15,7 @@ class Elastic {
  public:
   using Value = T;
   static constexpr int kModels = 5, kFields = 7, kPhases = 2;
+  static constexpr int64_t kDepth = 1;
   static constexpr bool kHistoryIsState = true;
   enum Kind : int64_t { kPressure, kVx, kVy };  // field that a source drives or a receiver records
 
@@ -33,6 +34,7 @@ class Elastic {
   explicit Elastic(const Setup& setup)
       : setup_(setup),
         tile_(setup.tile),
+        middle_(tile_.core(1)),
         weights_(setup.dt, setup.hx, setup.hy),
         back_(-setup.dt, setup.hx, setup.hy),
         area_(1 / (setup.hx * setup.hy)),
@@ -169,7 +171,7 @@ class Elastic {
   void update(int phase, Mode mode, const Box& b, Wave& w, T*) const {
     if (mode == Mode::kReverse) return undo(phase, rim_.part(b), w);
     if (!fused(mode)) return rows(phase, mode, b, b.i0, b.i1, w);
-    const bool middle = b == tile_.middle;
+    const bool middle = b == middle_;
     if (phase == 0)
       middle ? both_phases(mode, b, w) : rows(0, mode, b, b.i0, b.i1, w);
     else
@@ -213,49 +215,40 @@ class Elastic {
   // The phase of the adjoint before which the sources' cotangents are read.
   int source_phase() const { return source() == kPressure ? 0 : 1; }
 
-  void inject(int phase, Mode mode, const std::vector<PointTable::Entry>& entries, Wave& w,
-              const T* values, int64_t step, T*) const {
+  void inject(int phase, Mode mode, const PointTable::Entry& e, Wave& w, T value, T*) const {
     const bool adjoint = mode == Mode::kAdjoint, undone = mode == Mode::kReverse;
     if (phase != ((adjoint || source() == kPressure) != undone ? 1 : 0)) return;
-    for (const auto& e : entries) {
-      if (undone && !rim_.has(e.i, e.j)) continue;  // the rim has it
-      const T value = static_cast<T>(e.weight) * values[e.point * step];
-      const int64_t c = e.i * tile_.ny + e.j;
-      if (adjoint) {
-        switch (receiver(e.point)) {
-          case kPressure: w.stress.p[e.cell] -= adjoint_.bulk[c] * value; break;
-          case kVx: w.late.emplace_back(w.v.vx + e.cell, adjoint_.bx[c] * value); break;
-          case kVy: w.late.emplace_back(w.v.vy + e.cell, adjoint_.by[c] * value); break;
-        }
-      } else {
-        const T drive = (undone ? -1 : 1) * weights_.dt * area_ * value;
-        switch (source()) {
-          case kPressure: w.stress.p[e.cell] += drive; break;
-          case kVx: w.next.vx[e.cell] += forward_.bx[c] * drive; break;
-          case kVy: w.next.vy[e.cell] += forward_.by[c] * drive; break;
-        }
+    if (undone && !rim_.has(e.i, e.j)) return;  // the rim has it
+    const int64_t c = e.i * tile_.ny + e.j;
+    if (adjoint) {
+      switch (receiver(e.point)) {
+        case kPressure: w.stress.p[e.cell] -= adjoint_.bulk[c] * value; break;
+        case kVx: w.late.emplace_back(w.v.vx + e.cell, adjoint_.bx[c] * value); break;
+        case kVy: w.late.emplace_back(w.v.vy + e.cell, adjoint_.by[c] * value); break;
+      }
+    } else {
+      const T drive = (undone ? -1 : 1) * weights_.dt * area_ * value;
+      switch (source()) {
+        case kPressure: w.stress.p[e.cell] += drive; break;
+        case kVx: w.next.vx[e.cell] += forward_.bx[c] * drive; break;
+        case kVy: w.next.vy[e.cell] += forward_.by[c] * drive; break;
       }
     }
   }
 
-  void sample(Mode mode, const PointTable::Shot& shot, const Wave& w, T* values,
-              int64_t step) const {
+  T sample(Mode mode, const PointTable::Entry& e, const Wave& w) const {
     const bool adjoint = mode == Mode::kAdjoint;
-    for (const auto* entries : {&shot.edges, &shot.middle})
-      for (const auto& e : *entries) {
-        T value = 0;
-        switch (adjoint ? source() : receiver(e.point)) {
-          case kPressure: {
-            const T p = w.stress.p[e.cell];
-            value = adjoint ? p / adjoint_.bulk[e.i * tile_.ny + e.j] : -p;
-            break;
-          }
-          case kVx: value = w.v.vx[e.cell]; break;
-          case kVy: value = w.v.vy[e.cell]; break;
-        }
-        values[e.point * step] +=
-            static_cast<T>(e.weight) * value * (adjoint ? weights_.dt * area_ : T(1));
+    T value = 0;
+    switch (adjoint ? source() : receiver(e.point)) {
+      case kPressure: {
+        const T p = w.stress.p[e.cell];
+        value = adjoint ? p / adjoint_.bulk[e.i * tile_.ny + e.j] : -p;
+        break;
       }
+      case kVx: value = w.v.vx[e.cell]; break;
+      case kVy: value = w.v.vy[e.cell]; break;
+    }
+    return static_cast<T>(e.weight) * value * (adjoint ? weights_.dt * area_ : T(1));
   }
 
  private:
@@ -360,8 +353,8 @@ class Elastic {
   }
   // The last rows' stresses are left for the second phase, to be computed while its messages travel.
   int64_t fused_end() const {
-    const Box& b = tile_.middle;
-    return tile_.edges.empty() ? b.i1 : b.i1 - (b.i1 - b.i0) / 8;
+    const Box& b = middle_;
+    return b == Box{0, tile_.nx, 0, tile_.ny} ? b.i1 : b.i1 - (b.i1 - b.i0) / 8;
   }
   void both_phases(Mode mode, const Box& b, Wave& w) const {
     constexpr int64_t r = elastic::kReach;
@@ -440,6 +433,7 @@ class Elastic {
 
   const Setup& setup_;
   const Tile& tile_;
+  const Box middle_;
   const elastic::Weights<T> weights_, back_;
   const T area_;
   const Rim rim_;

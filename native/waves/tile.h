@@ -33,34 +33,37 @@ struct Tile {
 
   int64_t nx, ny;  // cells with the layers
   int64_t stride;
-  std::vector<Box> edges;  // cells that neighbours need, computed first
-  Box middle;              // the rest
 
   void complete() {
     nx = lx + layers[0] + layers[1];
     ny = ly + layers[2] + layers[3];
     stride = (ny + kMargin + reach + 15) / 16 * 16;
     if (stride % 512 == 0) stride += 16;  // rows must not share cache sets
-    // Along y a whole vector register, which costs no more than `reach` cells.
-    const int64_t along_y = std::max<int64_t>(reach, 16);
-    const int64_t i0 = neighbor[0] == kNobody ? 0 : std::min(reach, nx);
-    const int64_t i1 = std::max(i0, neighbor[1] == kNobody ? nx : nx - reach);
-    const int64_t j0 = neighbor[2] == kNobody ? 0 : std::min(along_y, ny);
-    const int64_t j1 = std::max(j0, neighbor[3] == kNobody ? ny : ny - along_y);
-    middle = {i0, i1, j0, j1};
-    for (const Box& box : {Box{0, i0, 0, ny}, Box{i1, nx, 0, ny}, Box{i0, i1, 0, j0},
-                           Box{i0, i1, j1, ny}})
-      if (!box.empty()) edges.push_back(box);
   }
-  bool in_middle(int64_t i, int64_t j) const {
-    return i >= middle.i0 && i < middle.i1 && j >= middle.j0 && j < middle.j1;
+  // The cells that are `steps` steps of the stencil or more from the faces shared with neighbours.
+  Box core(int64_t steps) const {
+    // Along y a whole vector register more, which costs no more than `reach` cells.
+    const int64_t x = steps * reach, y = std::max<int64_t>(reach, 16) + (steps - 1) * reach;
+    const int64_t i0 = neighbor[0] == kNobody ? 0 : std::min(x, nx);
+    const int64_t i1 = std::max(i0, neighbor[1] == kNobody ? nx : nx - x);
+    const int64_t j0 = neighbor[2] == kNobody ? 0 : std::min(y, ny);
+    const int64_t j1 = std::max(j0, neighbor[3] == kNobody ? ny : ny - y);
+    return {i0, i1, j0, j1};
+  }
+  // The other cells.
+  std::vector<Box> frame(const Box& c) const {
+    std::vector<Box> boxes;
+    for (const Box& box : {Box{0, c.i0, 0, ny}, Box{c.i1, nx, 0, ny}, Box{c.i0, c.i1, 0, c.j0},
+                           Box{c.i0, c.i1, c.j1, ny}})
+      if (!box.empty()) boxes.push_back(box);
+    return boxes;
   }
   int64_t origin() const { return reach * stride + kMargin; }
   int64_t padded() const { return (nx + 2 * reach) * stride + kMargin; }
   int64_t at(int64_t i, int64_t j) const { return i * stride + j; }
 };
 
-// The cells around sources or receivers, for each shot in the edges and in the middle.
+// The cells around sources or receivers of each shot.
 struct PointTable {
   struct Entry {
     int64_t cell;  // offset from cell (0, 0)
@@ -68,8 +71,24 @@ struct PointTable {
     int64_t point;  // of the shot
     double weight;
   };
+  // Entries by rows: those of row i begin at starts[i].
   struct Shot {
-    std::vector<Entry> edges, middle;
+    std::vector<Entry> entries;
+    std::vector<int64_t> starts;
+
+    void sort(int64_t rows) {
+      std::stable_sort(entries.begin(), entries.end(),
+                       [](const Entry& a, const Entry& b) { return a.i < b.i; });
+      starts.assign(rows + 1, 0);
+      for (const Entry& e : entries) ++starts[e.i + 1];
+      for (int64_t i = 0; i < rows; ++i) starts[i + 1] += starts[i];
+    }
+    // f(entry, its index) for the entries in a box.
+    template <class F>
+    void each(const Box& b, const F& f) const {
+      for (int64_t k = starts[b.i0]; k < starts[b.i1]; ++k)
+        if (entries[k].j >= b.j0 && entries[k].j < b.j1) f(entries[k], k);
+    }
   };
   int64_t points = 0;  // of each shot
   std::vector<Shot> shots;

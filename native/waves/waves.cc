@@ -126,13 +126,15 @@ MPIGRAD_EXPORT void mpigrad_waves_points(int64_t id, int64_t shots, int64_t poin
   PointTable table;
   table.points = points;
   table.shots.resize(shots);
-  for (int64_t row = 0; row < shots * points; ++row)
-    for (int64_t k = starts[row]; k < starts[row + 1]; ++k) {
-      const int64_t i = cells[k] / tile.ny, j = cells[k] % tile.ny;
-      PointTable::Shot& shot = table.shots[row / points];
-      (tile.in_middle(i, j) ? shot.middle : shot.edges)
-          .push_back({tile.at(i, j), i, j, row % points, weights[k]});
-    }
+  for (int64_t n = 0; n < shots; ++n) {
+    PointTable::Shot& shot = table.shots[n];
+    for (int64_t point = 0; point < points; ++point)
+      for (int64_t k = starts[n * points + point]; k < starts[n * points + point + 1]; ++k) {
+        const int64_t i = cells[k] / tile.ny, j = cells[k] % tile.ny;
+        shot.entries.push_back({tile.at(i, j), i, j, point, weights[k]});
+      }
+    shot.sort(tile.nx);
+  }
   setup.tables.push_back(std::move(table));
 }
 

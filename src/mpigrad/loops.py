@@ -1,9 +1,9 @@
-"""Time loops whose gradients fit into memory.
+"""Loops whose gradients fit into memory: time loops, and loops over blocks of points.
 
-The gradient of a loop of n steps goes through the steps backwards and needs the state before each
-step. Either all states are stored, or only some of them, the *checkpoints*, from which the other
-states are computed again. Checkpoints change the memory and the time of a gradient, but not its
-value, because the same states are computed again.
+The gradient of a time loop of n steps goes through the steps backwards and needs the state before
+each step. Either all states are stored, or only some of them, the *checkpoints*, from which the
+other states are computed again. Checkpoints change the memory and the time of a gradient, but not
+its value, because the same states are computed again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.communicator import Communicator
+from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations.checks import assert_replicated
 
-__all__ = ["Budget", "Checkpoints", "history", "scan"]
+__all__ = ["Budget", "Checkpoints", "history", "map_blocks", "scan"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +177,79 @@ def history(
     state = jax.tree.map(jnp.asarray, state)
     _, states = scan(recording, state, n, xs, checkpoints=checkpoints, comm=comm)
     return jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest]), state, states)
+
+
+def map_blocks(f: Callable[..., Any], *points: Any, size: int) -> Any:
+    """Apply a function of points to many points, in blocks that fit into the processor's cache.
+
+    Use it for a neural network inside a PDE. Its hidden layers have many values at each point. For
+    all points at once they are written to the main memory and read again, and the gradient stores
+    all of them. In blocks they stay in the cache. The gradient stores the points only, and computes
+    f of each block again. Value and gradient are those of f of all points, up to rounding.
+
+    Parameters
+    ----------
+    f
+        Function of arrays of shapes (m, ...) that returns an array or a pytree of arrays of shapes
+        (m, ...) for any m. Row i of the results must depend on row i of the arguments only. f may
+        close over arrays that are differentiated. It must not send messages, because ranks may have
+        different numbers of blocks.
+    points
+        One or more arrays of shapes (n, ...).
+    size
+        The largest count of points in a block. The values that f computes for a block should take
+        about half of the second-level cache of a core: 256 KiB fit into all usual processors. If n
+        is not a multiple of the number of blocks, the last point is repeated, and the results of
+        the copies are dropped.
+
+    Returns
+    -------
+    The results of f, with shapes (n, ...).
+
+    Raises
+    ------
+    ValueError
+        If size is less than 1, the arrays do not have the same n, or f sends messages.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import loops
+    >>> x, w = jnp.linspace(0.0, 1.0, 5), jnp.ones((8, 1))
+    >>> y = loops.map_blocks(lambda x: jnp.tanh(w * x).sum(0), x, size=2)
+    >>> y.shape
+    (5,)
+    """
+    shapes = [jnp.shape(p) for p in points]
+    n = shapes[0][0] if shapes and shapes[0] else 0
+    if size < 1 or not shapes or any(shape[:1] != (n,) for shape in shapes):
+        raise ValueError(
+            "map_blocks: expected arrays of shapes (n, ...) and size of at least 1, got the shapes "
+            f"{', '.join(map(str, shapes)) or 'of no array'} and size={size}."
+        )
+    blocks = -(-n // size)
+    if blocks < 2:
+        return f(*points)
+    length = -(-n // blocks)
+    padding = blocks * length - n
+
+    def split(p: Any) -> Any:
+        p = jnp.concatenate([p, jnp.repeat(p[-1:], padding, axis=0)]) if padding else p
+        return jnp.reshape(p, (blocks, length, *p.shape[1:]))
+
+    rows = [split(jnp.asarray(p)) for p in points]
+
+    def block(*row: Any) -> Any:  # f may be a method of unhashable arrays
+        return f(*row)
+
+    if compat.has_messages(jax.make_jaxpr(block)(*(row[0] for row in rows)).effects):
+        raise ValueError(
+            "map_blocks: the function sends messages. Ranks may have different numbers of blocks, "
+            "so send the messages before or after map_blocks."
+        )
+    # In a loop XLA cannot merge the repeated computation with the first one.
+    results = jax.lax.map(lambda row: jax.checkpoint(block, prevent_cse=False)(*row), rows)
+    return jax.tree.map(lambda a: a.reshape(blocks * length, *a.shape[2:])[:n], results)
 
 
 def _run(step: Step, state: Any, xs: Any, n: int, lengths: tuple[int, ...]) -> tuple[Any, Any]:

@@ -93,13 +93,14 @@ def prepare_training(out: pathlib.Path, comm: Communicator, resume: bool) -> Non
 
 
 def train(
-    share: Callable[[Any], Any],
+    share: Callable[..., Any],
     parameters: Any,
     iterations: int,
     comm: Communicator,
     *,
     memory: int,
     bounds: tuple[Any, Any] | None = None,
+    guesses: Any = None,
     out: pathlib.Path,
     save: Callable[[Any], None],
     error: Callable[[Any], float] | None = None,
@@ -120,6 +121,8 @@ def train(
         Number of past steps that L-BFGS remembers.
     bounds
         Lower and upper bounds of the parameters, as in `mpigrad.optimize.LBFGSB`, or None.
+    guesses
+        As in `mpigrad.optimize.minimize`. Then `share` has them as its second argument.
     out
         Output directory. It gets history.jsonl, with a line for each completed iteration, and
         restart/, from which the training continues bit for bit from the last save.
@@ -181,6 +184,7 @@ def train(
                 replicated=True,
                 max_steps=iterations,
                 rtol=0.0,
+                guesses=guesses,
                 callback=note,
                 checkpoint=checkpoint,
                 comm=comm,

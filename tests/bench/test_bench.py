@@ -42,7 +42,7 @@ def test_rejects_unknown_tables() -> None:
     command = [sys.executable, str(BENCH), "operations", "wavs"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=outside())
     assert done.returncode == 2
-    assert "no table wavs; it has operations, poisson" in done.stderr
+    assert "no table wavs; it has operations, sizes, poisson" in done.stderr
 
 
 def test_other_tables_are_made_after_a_failure(

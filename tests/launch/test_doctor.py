@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 import pytest
 
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.launcher
 def test_this_installation_works(ranks: int) -> None:
     done = mpigrad("doctor", "-n", ranks)
     assert f"self-test on {ranks} ranks" in done.stdout, done.stderr
-    assert done.stdout.count(" ok") == 5, done.stdout + done.stderr
+    assert done.stdout.count(" ok") == 6, done.stdout + done.stderr
+    assert re.search(r"32 KiB to 4 MiB +ok \(through (MPI|shared memory: )", done.stdout)
     assert "(nothing is refused)" in done.stdout
     assert mpi_library().version in done.stdout
     # If hypre was built for another MPI, this is the one problem to be found.

@@ -66,10 +66,9 @@ def needed(library: pathlib.Path) -> dict[str, tuple[int, str]]:
 
 def allowed(library: pathlib.Path, function: str) -> int:
     """Return the level for which a function may be compiled."""
-    chosen = re.search(r"waves_x86-64-v([34])", library.name) or re.search(
-        r"run_x86_64_v([34])", function
-    )
-    return int(chosen[1]) if chosen else 1
+    library_level = re.search(r"(?:waves|multigrid)_x86-64-v([34])", library.name)
+    function_level = re.search(r"run_x86_64_v([34])", function)
+    return max(int(found[1]) if found else 1 for found in (library_level, function_level))
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda file: file.name)

@@ -160,7 +160,7 @@ class Grid:
         """The cells of this rank's tile, as slices of the whole grid."""
         return self.slices_of(self.comm.rank)
 
-    @property
+    @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The number of cells of this rank's tile along each axis."""
         return tuple(part.stop - part.start for part in self.slices)

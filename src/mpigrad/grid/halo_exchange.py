@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from mpigrad.grid.grid import Grid
 from mpigrad.grid.halo_layout import Boundary, HaloLayout, Width
+from mpigrad.operations.carrier import without_carriers
 from mpigrad.operations.neighborhood import exchange_with_neighbors
 
 __all__ = ["halo_exchange"]
@@ -66,28 +68,65 @@ def halo_exchange(u: Any, grid: Grid, width: Width = 1, boundary: Boundary = "ed
     """
     layout = HaloLayout.of(grid, width, boundary, "halo_exchange")
     fields, structure = layout.fields(u, "halo_exchange")
-    pieces = [layout.own_pieces(field) for field in fields]
-    for dtype in dict.fromkeys(field.dtype for field in fields) if layout.neighbors else ():
-        members = [i for i, field in enumerate(fields) if field.dtype == dtype]
-        some = [fields[i] for i in members]
-        outgoing = [layout.outgoing(rank, some) for rank in layout.neighbors]
-        incoming = [layout.incoming(rank, some) for rank in layout.neighbors]
-        flat = [x.reshape(-1) for x in itertools.chain(*outgoing)]
-        received = exchange_with_neighbors(
+    groups = [[fields[i] for i in members] for members in _by_dtype(fields)]
+    groups = groups if layout.neighbors else []
+    # Functions without messages are traced once, not again in each transformation.
+    with without_carriers():
+        outgoing = _outgoing(layout, groups) if groups else []
+    received = [
+        exchange_with_neighbors(
             _shown(layout.widths),
-            # A rank that only receives sends an empty part of its field, which is differentiable.
-            jnp.concatenate(flat or [some[0].reshape(-1)[:0]]),
+            message,
             neighbors=layout.neighbors,
-            sendcounts=[sum(x.size for x in message) for message in outgoing],
-            recvcounts=[sum(math.prod(shape) for *_, shape in message) for message in incoming],
+            sendcounts=[layout.outgoing_size(rank, some) for rank in layout.neighbors],
+            recvcounts=[
+                sum(math.prod(shape) for *_, shape in layout.incoming(rank, some))
+                for rank in layout.neighbors
+            ],
             comm=grid.comm,
         )
+        for message, some in zip(outgoing, groups, strict=True)
+    ]
+    with without_carriers():
+        return jax.tree.unflatten(structure, _padded(layout, fields, received))
+
+
+# These two functions are compiled as a whole: JAX differentiates a compiled function once, but
+# single operations again in each exchange.
+@functools.partial(jax.jit, static_argnums=0)
+def _outgoing(layout: HaloLayout, groups: list[list[jax.Array]]) -> list[jax.Array]:
+    """Return the message of each dtype, the parts for all neighbours in one array."""
+    messages = []
+    for some in groups:
+        parts = itertools.chain(*(layout.outgoing(rank, some) for rank in layout.neighbors))
+        flat = [x.reshape(-1) for x in parts]
+        # A rank that only receives sends an empty part of its field, which is differentiable.
+        messages.append(jnp.concatenate(flat or [some[0].reshape(-1)[:0]]))
+    return messages
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _padded(
+    layout: HaloLayout, fields: list[jax.Array], received: list[jax.Array]
+) -> list[jax.Array]:
+    """Return the fields with their layers, some of which were received."""
+    pieces = [layout.own_pieces(field) for field in fields]
+    for message, members in zip(received, _by_dtype(fields) if received else [], strict=True):
+        some = [fields[i] for i in members]
         start = 0
-        for i, step, shape in itertools.chain(*incoming):
+        for i, step, shape in itertools.chain(
+            *(layout.incoming(r, some) for r in layout.neighbors)
+        ):
             end = start + math.prod(shape)
-            pieces[members[i]][step] = received[start:end].reshape(shape)
+            pieces[members[i]][step] = message[start:end].reshape(shape)
             start = end
-    return jax.tree.unflatten(structure, [layout.padded(p) for p in pieces])
+    return [layout.padded(p) for p in pieces]
+
+
+def _by_dtype(fields: list[jax.Array]) -> list[list[int]]:
+    """Return the indices of the fields of each dtype."""
+    dtypes = dict.fromkeys(field.dtype for field in fields)
+    return [[i for i, field in enumerate(fields) if field.dtype == dtype] for dtype in dtypes]
 
 
 def _shown(widths: Sequence[tuple[int, int]]) -> str:

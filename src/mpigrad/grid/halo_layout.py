@@ -8,7 +8,7 @@ import math
 import numbers
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -56,7 +56,7 @@ class HaloLayout:
     grid: Grid
     widths: tuple[tuple[int, int], ...]
     sides: tuple[tuple[Side, Side], ...]
-    tile_ranks: Mapping[Step, int]
+    tile_ranks: Mapping[Step, int] = field(hash=False)
 
     @staticmethod
     def of(grid: Grid, width: Width, boundary: Boundary, operation: str) -> HaloLayout:
@@ -71,16 +71,7 @@ class HaloLayout:
         ]
         for axis in range(grid.ndim):
             _check_reach(grid, axis, widths[axis], sides[axis], rings[axis], operation)
-        tile_ranks = {}
-        for step in itertools.product((-1, 0, 1), repeat=grid.ndim):
-            place = (
-                (at + s) % tiles if ring else at + s
-                for at, s, tiles, ring in zip(grid.coords, step, grid.dims, rings, strict=True)
-            )
-            rank = grid.rank_at(tuple(place))
-            if rank is not None:
-                tile_ranks[step] = rank
-        return HaloLayout(grid, widths, sides, tile_ranks)
+        return _layout(grid, widths, sides, tuple(rings))
 
     def fields(self, u: Any, operation: str) -> tuple[list[jax.Array], Any]:
         """Return the arrays of a pytree and its structure, if they have the shape of the tile."""
@@ -114,6 +105,11 @@ class HaloLayout:
     def outgoing(self, rank: int, fields: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the pieces of fields to send to a rank, in the order of the message."""
         return [u[self.cells(step)] for step in self._steps_to(rank) for u in fields]
+
+    def outgoing_size(self, rank: int, fields: Sequence[jax.Array]) -> int:
+        """Return the number of elements in the pieces of fields to send to a rank."""
+        cells = sum(math.prod(self.shape(_opposite(step))) for step in self._steps_to(rank))
+        return sum(cells * math.prod(u.shape[self.grid.ndim :]) for u in fields)
 
     def incoming(
         self, rank: int, fields: Sequence[jax.Array]
@@ -190,6 +186,25 @@ class HaloLayout:
         """Return True if there are layers on a side, and a tile that they come from."""
         step = tuple(s if other == axis else 0 for other in range(self.grid.ndim))
         return step in self.tile_ranks and self.widths[axis][(s + 1) // 2] > 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(
+    grid: Grid,
+    widths: tuple[tuple[int, int], ...],
+    sides: tuple[tuple[Side, Side], ...],
+    rings: tuple[bool, ...],
+) -> HaloLayout:
+    tile_ranks = {}
+    for step in itertools.product((-1, 0, 1), repeat=grid.ndim):
+        place = (
+            (at + s) % tiles if ring else at + s
+            for at, s, tiles, ring in zip(grid.coords, step, grid.dims, rings, strict=True)
+        )
+        rank = grid.rank_at(tuple(place))
+        if rank is not None:
+            tile_ranks[step] = rank
+    return HaloLayout(grid, widths, sides, tile_ranks)
 
 
 def _opposite(step: Step) -> Step:

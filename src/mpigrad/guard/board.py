@@ -152,6 +152,7 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.mpigrad_board_bytes.restype = integer
     lib.mpigrad_share_sums.argtypes = [integer, ctypes.c_int]
     lib.mpigrad_set_crowded.argtypes = [ctypes.c_bool]
+    lib.mpigrad_way_of_sum.argtypes = [integer, integer]
     lib.mpigrad_map_board.restype = pointer
     lib.mpigrad_map_board.argtypes = [ctypes.c_char_p, integer]
     lib.mpigrad_use_board.restype = lib.mpigrad_slots.restype = pointer

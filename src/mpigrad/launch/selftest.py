@@ -17,7 +17,11 @@ from mpi4py import MPI
 import mpigrad
 from mpigrad import sparse
 from mpigrad.autodiff import self_check
+from mpigrad.communicator import default_communicator
 from mpigrad.operations import _jax_private
+from mpigrad.runtime.native import library
+
+SHARED, TRIED = 1, 2  # results of mpigrad_way_of_sum
 
 
 def _world() -> str:
@@ -30,6 +34,22 @@ def _allreduce() -> str:
     got = np.asarray(mpigrad.allreduce(jnp.arange(3.0) + rank))
     _same(got, size * np.arange(3.0) + size * (size - 1) / 2)
     return ""
+
+
+def _long_sums() -> str:
+    """Return which long sums go through shared memory. Two ranks first try both ways."""
+    slot, way = default_communicator().slot, library().mpigrad_way_of_sum
+    shared = []
+    for kib in (32, 64, 128, 256, 512, 1024, 2048, 4096):
+        bytes_ = kib << 10
+        x = jnp.ones(bytes_ // 8)
+        while True:
+            _same(np.asarray(mpigrad.allreduce(x)), np.full(x.shape, MPI.COMM_WORLD.size))
+            if way(slot, bytes_) != TRIED:
+                break
+        if way(slot, bytes_) == SHARED:
+            shared.append(f"{kib} KiB" if kib < 1024 else f"{kib >> 10} MiB")
+    return f"through shared memory: {', '.join(shared)}" if shared else "through MPI"
 
 
 def _ring() -> str:
@@ -92,6 +112,7 @@ def _same(got: np.ndarray, expected: np.typing.ArrayLike) -> None:
 CHECKS: dict[str, Callable[[], str]] = {
     "MPI": _world,
     "allreduce": _allreduce,
+    "allreduce of 32 KiB to 4 MiB": _long_sums,
     "sendrecv ring, and its gradient": _ring,
     "linear solve, and its gradient": _solve,
     "derivatives inside JAX's constructs": _transformations,

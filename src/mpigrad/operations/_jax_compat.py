@@ -294,6 +294,9 @@ def _attribute(value: Any) -> Any:
     return value
 
 
+_SMALL = 512  # elements that are copied in a time that does not matter
+
+
 def lowering(
     target: str,
     operands: int,
@@ -310,11 +313,13 @@ def lowering(
         The number of operands that are passed to the handler. The others (the carrier is the last
         one) exist only for differentiation.
     aliases
-        Operands whose memory a result may take. The token is operand and result 0.
+        Operands whose memory a result may take, if they are not small. The token is operand and
+        result 0.
     attributes
         (avals of the operands, params) -> attributes of the handler. Default: the parameters.
     """
-    call = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
+    call = jax.ffi.ffi_lowering(target, has_side_effect=True)
+    in_place = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
 
     def rule(ctx: Any, *values: Any, **params: Any) -> Any:
         token = private("core.abstract_token")
@@ -322,7 +327,9 @@ def lowering(
             avals_in=(token, *ctx.avals_in[:operands]), avals_out=(token, *ctx.avals_out)
         )
         named = params if attributes is None else attributes(ctx.avals_in, params)
-        token_out, *results = call(
+        # XLA compiles a kernel of its own for the copy that an alias may need.
+        is_large = bool(aliases) and ctx.avals_in[0].size > _SMALL
+        token_out, *results = (in_place if is_large else call)(
             inner,
             ctx.tokens_in.get(effect),
             *values[:operands],

@@ -183,6 +183,11 @@ PRIVATE = (
         "while loops in which ranks take steps of their own are found",
         "tests/operations/test_while_loops.py",
     ),
+    Private(
+        "compilation_cache.get_file_cache",
+        "compiled programs are stored for the next `mpigrad run`",
+        "tests/launch/test_program_cache.py",
+    ),
     # Functions that mpigrad replaces (_jax_repairs.py).
     Private(
         "lax.control_flow.loops._scan_known_hoisting",

@@ -42,6 +42,7 @@ __all__ = [
     "outer_carrier",
     "pending_checks",
     "set_carrier",
+    "tie",
     "tie_in",
     "with_carrier",
     "without_carriers",
@@ -195,7 +196,7 @@ def tie_in(y: Any, x: Any) -> Any:
     if not isinstance(x.dtype, np.dtype):
         x = jax.random.key_data(x)
     if jnp.issubdtype(y.dtype, jnp.inexact):
-        return y + opaque_zero(x, y)
+        return tie(y, x)
     zero = opaque_zero(jax.lax.stop_gradient(x), jax.ShapeDtypeStruct(y.shape, np.float32))
     return y | (zero != 0) if y.dtype == bool else y + zero.astype(y.dtype)
 
@@ -219,6 +220,37 @@ opaque_zero_p.def_abstract_eval(lambda x, *, shape, dtype: ShapedArray(shape, dt
 mlir.register_lowering(opaque_zero_p, mlir.lower_fun(_zeros, multiple_results=False))
 ad.deflinear2(opaque_zero_p, _transpose)
 batching.primitive_batchers[opaque_zero_p] = _batch
+
+
+# ---- y + opaque_zero(x, y), in one equation ----
+
+tie_p = Primitive("mpigrad_tie")
+
+
+def tie(y: Any, x: Any) -> Any:
+    """Return `y`, and add a zero to its derivative that depends linearly on `x`."""
+    return tie_p.bind(y, x)
+
+
+def _tie_transpose(ct: Any, y: Any, x: Any) -> list[Any]:
+    return [
+        ct if ad.is_undefined_primal(y) else None,
+        opaque_zero(ct, x.aval) if ad.is_undefined_primal(x) else None,
+    ]
+
+
+def _tie_batch(args: Any, dims: Any) -> Any:
+    (y, x), (dy, dx) = args, dims
+    if dy is None:  # the result is batched if one of the two is
+        y, dy = jnp.broadcast_to(y, (x.shape[dx], *y.shape)), 0
+    return tie_p.bind(y, x), dy
+
+
+tie_p.def_impl(lambda y, x: y)
+tie_p.def_abstract_eval(lambda y, x: ShapedArray(y.shape, y.dtype))
+mlir.register_lowering(tie_p, lambda ctx, y, x: [y])
+ad.deflinear2(tie_p, _tie_transpose)
+batching.primitive_batchers[tie_p] = _tie_batch
 
 
 # ---- no message, but reverse mode visits it even if nothing else is used ----

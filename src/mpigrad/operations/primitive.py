@@ -20,7 +20,7 @@ from mpigrad.communicator import adjoint_space, tangent_space
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations import _jax_staging as staging
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching
-from mpigrad.operations.carrier import CARRIER, check_allowed, opaque_zero
+from mpigrad.operations.carrier import check_allowed, opaque_zero, tie
 from mpigrad.operations.jit import jit
 from mpigrad.operations.native_targets import register_target
 from mpigrad.runtime.call_sites import describe
@@ -90,7 +90,7 @@ def check_count(name: str, shape: Sequence[int], dtype: Any) -> None:
 
 def check_arithmetic(name: str, x: Any, site: int) -> None:
     """Raise an error if MPI cannot add this dtype, in the adjoint of a copy for example."""
-    if x.dtype.name not in ARITHMETIC_DTYPES:
+    if not is_arithmetic(x.dtype):
         raise TypeError(
             f"{name} at {describe(site)}: a sum takes integers, float32/64 and complex64/128, got "
             f"{x.dtype.name}, which MPI cannot add. Convert it first, for example "
@@ -98,6 +98,13 @@ def check_arithmetic(name: str, x: Any, site: int) -> None:
         )
 
 
+@functools.cache
+def is_arithmetic(dtype: Any) -> bool:
+    """Return True if MPI can add this dtype."""
+    return dtype.name in ARITHMETIC_DTYPES
+
+
+@functools.cache
 def is_differentiable(dtype: Any) -> bool:
     """Return True for floating-point and complex dtypes."""
     return jnp.issubdtype(dtype, jnp.inexact)
@@ -146,7 +153,7 @@ def _message(
 
         def batched(x: Any, d: int | None) -> Any:
             if d is not None:
-                return jnp.moveaxis(x, d, before)
+                return x if d == before else jnp.moveaxis(x, d, before)
             # The operand of another rank may be batched: send the batch.
             shape = (*x.shape[:before], n, *x.shape[before:])
             return jnp.broadcast_to(jnp.expand_dims(x, before), shape)
@@ -155,7 +162,7 @@ def _message(
             return x if d is None else jnp.moveaxis(x, d, 0)[0]
 
         if da is not None:
-            a = jnp.sum(a)
+            a = jax.lax.reduce_sum(a, (0,))
         if batch_params is not None:
             params = batch_params(params, n)
         xs = [
@@ -186,7 +193,7 @@ def _set_derivative(
         if type(tx) is ad.Zero:  # inactive here, perhaps active elsewhere: send a zero
             return inactive(ta, aval)
         if type(ta) is not ad.Zero:  # loops may give it a tangent that is constantly zero
-            return tx + opaque_zero(ta, aval)
+            return tie(tx, ta)
         return tx
 
     def apply(
@@ -203,7 +210,9 @@ def _set_derivative(
 
     # The carrier of the tangent depends on x, so that it is active if x is.
     def link_carrier(xs: Any, a: Any) -> Any:
-        return sum((opaque_zero(x, CARRIER) for x in xs if is_differentiable(x.dtype)), a)
+        for x in xs:
+            a = tie(a, x) if is_differentiable(x.dtype) else a
+        return a
 
     def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         (*xs, a), (*txs, ta) = primals, tangents

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
 from mpigrad.operations._jax_compat import Primitive
-from mpigrad.operations.carrier import carrier
+from mpigrad.operations.carrier import carrier, without_carriers
 from mpigrad.runtime.call_sites import call_site
 
 __all__ = [
@@ -142,16 +142,43 @@ def apply_packed(
         if len(members) == 1:
             results[members[0]] = message(leaves[members[0]])
             continue
-        widths = [math.prod(leaves[i].shape[before:]) for i in members]
-        flat = [leaves[i].reshape(*lead, n) for i, n in zip(members, widths, strict=True)]
-        packed = message(jnp.concatenate(flat, axis=before))
+        packed = message(_concatenated([leaves[i] for i in members], before))
         if packed is None:
             continue
-        ends = np.cumsum([0, *widths])
-        for i, start, end in zip(members, ends[:-1], ends[1:], strict=True):
-            part = jax.lax.slice_in_dim(packed, int(start), int(end), axis=after)
-            results[i] = part.reshape(*packed.shape[:after], *leaves[i].shape[before:])
+        parts = _parts(packed, [leaves[i].shape[before:] for i in members], after)
+        for i, part in zip(members, parts, strict=True):
+            results[i] = part
     return jax.tree.unflatten(structure, results)
+
+
+def _concatenated(leaves: list[Any], leading: int = 0) -> Any:
+    """Return arrays with their axes after the leading ones flattened and concatenated."""
+    with without_carriers():  # traced once, not again in each transformation
+        return _concatenate(leaves, leading)
+
+
+def _parts(packed: Any, shapes: Sequence[tuple[int, ...]], leading: int = 0) -> list[Any]:
+    """Return the parts of an array with these shapes after the leading axes."""
+    with without_carriers():
+        return _split(packed, tuple(shapes), leading)
+
+
+# Compiled as a whole: JAX differentiates a compiled function once, but single operations again in
+# each message.
+@functools.partial(jax.jit, static_argnums=1)
+def _concatenate(leaves: list[Any], leading: int) -> Any:
+    flat = [x.reshape(*x.shape[:leading], math.prod(x.shape[leading:])) for x in leaves]
+    return jnp.concatenate(flat, axis=leading)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _split(packed: Any, shapes: tuple[tuple[int, ...], ...], leading: int) -> list[Any]:
+    ends = np.cumsum([0, *map(math.prod, shapes)]).tolist()
+    lead = packed.shape[:leading]
+    return [
+        jax.lax.slice_in_dim(packed, start, end, axis=leading).reshape(*lead, *shape)
+        for start, end, shape in zip(ends[:-1], ends[1:], shapes, strict=True)
+    ]
 
 
 def bind_packed(
@@ -205,8 +232,10 @@ class Packing:
             for members in self._groups
         ]
 
-    @property
+    @functools.cached_property
     def _groups(self) -> list[list[int]]:
+        if len(self.leaves) == 1:
+            return [[0]]
         dtypes = dict.fromkeys(dtype for _, dtype in self.leaves)
         ordered = sorted(dtypes, key=lambda dtype: not jnp.issubdtype(dtype, jnp.inexact))
         return [[i for i, (_, d) in enumerate(self.leaves) if d == dtype] for dtype in ordered]
@@ -228,9 +257,7 @@ class Packing:
         """Return the messages that hold `tree`."""
         leaves = [array(leaf) for leaf in jax.tree.leaves(tree)]
         return [
-            leaves[members[0]]
-            if len(members) == 1
-            else jnp.concatenate([leaves[i].ravel() for i in members])
+            leaves[members[0]] if len(members) == 1 else _concatenated([leaves[i] for i in members])
             for members in self._groups
         ]
 
@@ -241,10 +268,7 @@ class Packing:
             if len(members) == 1:
                 leaves[members[0]] = message
                 continue
-            start = 0
-            for i in members:
-                shape = self.leaves[i][0]
-                stop = start + math.prod(shape)
-                leaves[i] = message[start:stop].reshape(shape)
-                start = stop
+            parts = _parts(message, [self.leaves[i][0] for i in members])
+            for i, part in zip(members, parts, strict=True):
+                leaves[i] = part
         return jax.tree.unflatten(self.structure, leaves)

@@ -21,7 +21,7 @@ from mpi4py import MPI
 from mpigrad.communicator import Communicator
 from mpigrad.operations._jax_compat import Primitive
 from mpigrad.operations.carrier import carrier
-from mpigrad.operations.primitive import is_differentiable
+from mpigrad.operations.primitive import is_arithmetic, is_differentiable
 from mpigrad.operations.pytree_packing import (
     LeafError,
     apply_packed,
@@ -30,7 +30,7 @@ from mpigrad.operations.pytree_packing import (
     dtype_of,
 )
 from mpigrad.runtime.call_sites import call_site
-from mpigrad.runtime.native import ARITHMETIC_DTYPES, MOVED_FOR, REDUCTIONS, own_reductions
+from mpigrad.runtime.native import MOVED_FOR, REDUCTIONS, own_reductions
 
 __all__ = [
     "OPS",
@@ -193,7 +193,7 @@ def check_op(operation: str, x: Any, op: MPI.Op | Reduction) -> None:
                     f"{operation}: expected numbers, got an array of dtype float0, which is the "
                     "derivative with respect to integers and is empty. Leave it out."
                 )
-            if dtype.kind not in kinds or dtype.name not in ARITHMETIC_DTYPES:
+            if dtype.kind not in kinds or not is_arithmetic(dtype):
                 remedy = "jnp.abs(x)" if dtype.kind == "c" else example
                 raise TypeError(
                     f"{operation}: MPI.{name} takes {text}, got {dtype.name}. Convert it first, "

@@ -59,6 +59,10 @@ def _select(
     return [m for m, _ in chosen], [w for _, w in chosen]
 
 
+def _nothing(differentiable: bool) -> jax.Array:
+    return jnp.zeros(0, "float32" if differentiable else "int32")
+
+
 @overload
 def sendrecv(
     x: T,
@@ -141,9 +145,11 @@ def sendrecv(
         return received
     source = check_rank(source, comm, "sendrecv: source", null=True)
     recvtag = check_tag(recvtag, "sendrecv: recvtag")
-    packing, sent = Packing.of(like, "sendrecv", "like"), Packing.of(x, "sendrecv")
+    sent = Packing.of(x, "sendrecv")
+    packing = sent if like is x else Packing.of(like, "sendrecv", "like")
     a = carrier()
-    outgoing, incoming = sent.pack(x), packing.pack(like)
+    outgoing = sent.pack(x)
+    incoming = outgoing if like is x else packing.pack(like)
     received: list[Any] = []
     # The k-th message goes out while the k-th comes in. A message with a derivative cannot share a
     # sendrecv with one without: the former come first. If there are more messages in one
@@ -151,24 +157,24 @@ def sendrecv(
     for differentiable in (True, False):
         out, out_trees = _select(differentiable, outgoing, sent)
         into, into_trees = _select(differentiable, incoming, packing)
-        nothing = jnp.zeros(0, "float32" if differentiable else "int32")
         for k in range(max(len(out), len(into))):
-            template = into[k] if k < len(into) else nothing
+            sends, receives = k < len(out), k < len(into)
+            template = into[k] if receives else _nothing(differentiable)
             trees = {*out_trees[k : k + 1], *into_trees[k : k + 1]}
             # A call site has one tree: if the two differ, the guard compares neither.
             site = call_site(trees.pop() if len(trees) == 1 else "? both ways")
             (y,) = sendrecv_p.bind(
-                out[k] if k < len(out) else nothing,
+                out[k] if sends else _nothing(differentiable),
                 a,
                 comm=comm.slot,
                 site=site,
-                dest=dest if k < len(out) else MPI.PROC_NULL,
+                dest=dest if sends else MPI.PROC_NULL,
                 sendtag=sendtag,
-                source=source if k < len(into) else MPI.PROC_NULL,
+                source=source if receives else MPI.PROC_NULL,
                 recvtag=recvtag,
                 shape=tuple(template.shape),
                 dtype=np.dtype(template.dtype),
             )
-            if k < len(into):
+            if receives:
                 received.append(y)
     return packing.unpack(received)

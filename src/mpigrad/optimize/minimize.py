@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+import jax
+import jax.numpy as jnp
 from mpi4py import MPI
 
 from mpigrad.autodiff.transforms import Loss
-from mpigrad.checkpoint import Checkpoint, CheckpointSession, Decision
+from mpigrad.checkpoint import Checkpoint, CheckpointSession, Decision, Stripes
 from mpigrad.checkpoint.file_errors import name_in_errors
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
@@ -46,6 +48,7 @@ def minimize(
     atol: float = 0.0,
     ftol: float = 0.0,
     throw: bool = True,
+    guesses: Any = None,
     batch: Callable[[int], Any] | None = None,
     callback: Callable[[Record, Any], Any] | None = None,
     checkpoint: Checkpoint | None = None,
@@ -91,6 +94,10 @@ def minimize(
         Raise an error if the run fails: `Result.NOT_FINITE` or `Result.SCIPY_FAILED`. All other
         results are ends that the caller asked for or must expect, and never raise. With False the
         caller reads `Solution.result`.
+    guesses
+        `sparse.Guesses` for the solves in f, or a pytree of them. Then f(x, guesses) returns (loss,
+        guesses after its solves). Each evaluation starts its solves, and their adjoint solves, from
+        those of the evaluations before. They are saved with the state.
     batch
         iteration -> second argument of f in this iteration, for `Adam` and `Optax`, whose steps
         may each use another batch. Each rank returns its own. It must depend on the index of the
@@ -173,10 +180,11 @@ def minimize(
                     f"minimize: {type(method).__name__} needs an Objective with "
                     f"residuals={residuals}, got residuals={f.residuals}. Make another Objective."
                 )
-            if (sharded, replicated, loss, value_and_grad) != (None, None, "share", None):
+            absent = guesses is None and value_and_grad is None
+            if not absent or (sharded, replicated, loss) != (None, None, "share"):
                 raise ValueError(
-                    "minimize: got sharded, replicated, loss or value_and_grad with an Objective, "
-                    "which is already made. Give them to the Objective."
+                    "minimize: got sharded, replicated, loss, value_and_grad or guesses with an "
+                    "Objective, which is already made. Give them to the Objective."
                 )
     settings = (settings_fingerprint(method), max_steps, rtol, atol, ftol, bool(throw))
     assert_same_on_all_ranks(
@@ -191,10 +199,11 @@ def minimize(
         if isinstance(f, Objective)
         else Objective(
             f, x0, sharded=sharded, replicated=replicated, loss=loss, value_and_grad=value_and_grad,
-            residuals=residuals, comm=comm,
+            residuals=residuals, guesses=guesses, comm=comm,
         )
     )  # fmt: skip
     objective.evaluations = objective.products = 0
+    objective.restart_guesses()
     objective.method_data = None
     method.check(objective.unknowns)
     run = _Run(method, objective, callback, batch)
@@ -392,7 +401,16 @@ class _Run:
     # ---- restart files ----
 
     def layout(self) -> Any:
-        return self.method.layout(self.objective.unknowns)
+        layout = self.method.layout(self.objective.unknowns)
+        # Guesses for one number of ranks are of little use for another, but they do no harm.
+        return layout if self.objective.guesses is None else (layout, Stripes(axis=1))
+
+    def saved(self, state: State) -> Any:
+        """Return all that is saved. The layout is that of `layout`."""
+        guesses = self.objective.guesses
+        if guesses is None:
+            return state
+        return state, jax.tree.map(lambda vectors: vectors.reshape(len(vectors), -1), guesses)
 
     def save(self, state: State) -> None:
         iteration = self.records[-1].iteration
@@ -404,7 +422,7 @@ class _Run:
             "products": self.objective.products,
         }
         try:
-            self.session.save(iteration, state, self.layout(), extra)
+            self.session.save(iteration, self.saved(state), self.layout(), extra)
         except OSError as error:  # on all ranks, but a failed save must not end the run
             if self.comm.rank == 0:
                 print(
@@ -431,7 +449,7 @@ class _Run:
                     f"method is {name}. Use another directory, or that method."
                 )
 
-        saved = self.session.load(like, self.layout(), check)
+        saved = self.session.load(self.saved(like), self.layout(), check)
         if saved is None:
             return None
         for numbers in saved.extra["records"]:
@@ -440,7 +458,15 @@ class _Run:
         self.objective.evaluations = self.records[-1].evaluations
         self.objective.products = saved.extra["products"]
         self.begun -= self.records[-1].seconds
-        return saved.tree  # type: ignore[no-any-return]
+        if self.objective.guesses is None:
+            return saved.tree  # type: ignore[no-any-return]
+        state, guesses = saved.tree
+        self.objective.guesses = jax.tree.map(
+            lambda vectors, like: jnp.asarray(vectors).reshape(like.shape),
+            guesses,
+            self.objective.guesses,
+        )
+        return state  # type: ignore[no-any-return]
 
 
 def _line(record: Record) -> str:

@@ -18,7 +18,8 @@ from mpigrad.solution import Result, Solution
 
 __all__ = ["MultiStart", "multi_start", "numbered_settings"]
 
-_OBJECTIVE = ("sharded", "replicated", "loss", "value_and_grad")  # settings of an `Objective`
+# Settings of an `Objective`.
+_OBJECTIVE = ("sharded", "replicated", "loss", "value_and_grad", "guesses")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from mpigrad.communicator import Communicator, resolve
 from mpigrad.optimize.bounds import clip
 from mpigrad.optimize.root_protocol import shared_evaluation
 from mpigrad.optimize.unknowns import ProgramCache, Unknowns, Vector
+from mpigrad.sparse.solvers.guesses import pass_guesses
 
 __all__ = ["Objective", "Point"]
 
@@ -65,6 +66,8 @@ class Objective(ProgramCache):
     residuals
         True if f returns residuals. The loss is half the sum of their squares. `GaussNewton`
         needs it.
+    guesses
+        As in `minimize`.
 
     Attributes
     ----------
@@ -76,6 +79,9 @@ class Objective(ProgramCache):
         Counts of values with gradients, and of Hessian-vector (or Gauss-Newton) products.
     batch
         Further arguments of the function: (), or a tuple of one batch.
+    guesses
+        The guesses for the next evaluation: those for the solves of f and those for their adjoint
+        solves. None without guesses.
     method_data
         Data that a method keeps during a run and that is not in its states.
 
@@ -102,6 +108,7 @@ class Objective(ProgramCache):
         loss: Loss = "share",
         value_and_grad: Callable[..., Any] | None = None,
         residuals: bool = False,
+        guesses: Any = None,
         comm: Communicator | None = None,
     ) -> None:
         comm = resolve(comm)
@@ -113,9 +120,14 @@ class Objective(ProgramCache):
                     "minimize: got value_and_grad with GaussNewton, which differentiates the "
                     "residuals that f returns. Give f only."
                 )
-        agreed = loss, residuals, value_and_grad is None
+            if value_and_grad is not None and guesses is not None:
+                raise ValueError(
+                    "minimize: got guesses with value_and_grad, which calls f itself. Give f only, "
+                    "or keep the guesses in value_and_grad."
+                )
+        agreed = loss, residuals, value_and_grad is None, guesses is None
         assert_same_on_all_ranks(
-            comm, agreed, "minimize: loss, and whether value_and_grad is given,"
+            comm, agreed, "minimize: loss, and whether value_and_grad and guesses are given,"
         )
         unknowns = Unknowns(x0, sharded, comm, replicated=replicated)
         self.unknowns = unknowns
@@ -126,16 +138,48 @@ class Objective(ProgramCache):
         self.residuals = residuals
         self.f: Any = f
         self._given = value_and_grad
+        self._first_guesses = guesses if guesses is None else jax.tree.map(jnp.asarray, guesses)
+        self.restart_guesses()
 
-        def share(replicated: Any, own: Any, batch: Any) -> Any:
-            out = self.f(unknowns.unite(replicated, own), *batch)
+        def share(replicated: Any, own: Any, guesses: Any, batch: Any, adjoint: Any) -> Any:
+            out, after = self._call(unknowns.unite(replicated, own), batch, guesses)
             value = _half_squares(out) if residuals else out
-            return value, value
+            if guesses is None:
+                return value, (value, None)
+            return pass_guesses(value, after, adjoint), (value, after)
 
-        # The value is summed over ranks together with the inner products, in one message.
-        self._gradient = grad(share, (0, 1), has_aux=True, loss=loss, replicated=0, comm=comm)
+        # The value is summed over ranks together with the inner products, in one message. The
+        # gradient with respect to the guesses has those for the next adjoint solves.
+        numbers = (0, 1) if guesses is None else (0, 1, 2)
+        self._gradient = grad(share, numbers, has_aux=True, loss=loss, replicated=0, comm=comm)
+
+    def _call(self, x: Any, batch: tuple[Any, ...], guesses: Any) -> tuple[Any, Any]:
+        """Return what f returns at x, and its guesses for the next evaluation."""
+        if guesses is None:
+            return self.f(x, *batch), None
+        out = self.f(x, *batch, guesses)
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise TypeError(
+                f"minimize: with guesses, f must return (loss, guesses), got {type(out).__name__}. "
+                "Return solution.state of its last solve as the second value."
+            )
+        before, after = (jax.tree.map(jax.typeof, tree) for tree in (guesses, out[1]))
+        if jax.tree.flatten(before) != jax.tree.flatten(after):
+            raise TypeError(
+                f"minimize: f must return guesses like its argument, {before}, got {after}. Return "
+                "solution.state of its last solve."
+            )
+        return out
 
     # ---- on the host ----
+
+    def restart_guesses(self) -> None:
+        """Forget the solutions of earlier evaluations."""
+        first = self._first_guesses
+        self.guesses = None if first is None else (first, self._no_guesses())
+
+    def _no_guesses(self) -> Any:
+        return jax.tree.map(jnp.zeros_like, self._first_guesses)
 
     def evaluate(self, x: Vector) -> Point:
         """Evaluate at x: one evaluation."""
@@ -148,7 +192,9 @@ class Objective(ProgramCache):
         self.evaluations += 1
         if self._given is None:
             program = self.compiled(Objective._program_along)
-            moved, gradient, numbers = program(x, direction, step, limits, self.batch)
+            moved, gradient, numbers, self.guesses = program(
+                x, direction, step, limits, self.batch, self.guesses
+            )
         else:
             moved = _moved(x, direction, step, limits)
             x = self.tree(moved)
@@ -174,8 +220,10 @@ class Objective(ProgramCache):
         """Return v → H v at x, by forward over reverse differentiation, to be traced."""
         unknowns = self.unknowns
 
+        none = self._no_guesses()
+
         def gradient(replicated: Any, own: Any) -> Any:
-            return self._gradient(replicated, own, batch)[0]
+            return self._gradient(replicated, own, none, batch, none)[0][:2]
 
         _, derivative = linearize(gradient, *unknowns.split(x))
         return lambda v: unknowns.join(*derivative(*unknowns.split(v)))
@@ -188,7 +236,7 @@ class Objective(ProgramCache):
         once = self.loss == "share" or unknowns.comm.rank == 0
 
         def residual(replicated: Any, own: Any) -> Any:
-            return self.f(unknowns.unite(replicated, own), *batch)
+            return self._call(unknowns.unite(replicated, own), batch, self._no_guesses())[0]
 
         at = unknowns.split(x)
         _, forward = linearize(residual, *at)
@@ -204,12 +252,14 @@ class Objective(ProgramCache):
         return product
 
     def _program_along(
-        self, x: Vector, direction: Vector, step: Any, limits: Any, batch: Any
+        self, x: Vector, direction: Vector, step: Any, limits: Any, batch: Any, guesses: Any
     ) -> Any:
         x = _moved(x, direction, step, limits)
-        gradients, value = self._gradient(*self.unknowns.split(x), batch)
-        gradient = self.unknowns.join(*gradients)
-        return x, gradient, self._numbers(value, self.loss == "share", gradient, direction)
+        first, adjoint = (None, None) if guesses is None else guesses
+        gradients, (value, after) = self._gradient(*self.unknowns.split(x), first, batch, adjoint)
+        gradient = self.unknowns.join(*gradients[:2])
+        numbers = self._numbers(value, self.loss == "share", gradient, direction)
+        return x, gradient, numbers, None if guesses is None else (after, gradients[2])
 
     def _measured(self, value: Any, tree: Any, direction: Vector) -> Any:
         gradient = self.unknowns.vector(tree)

@@ -9,7 +9,14 @@ import platform
 
 from mpigrad.runtime.native_path import native_path
 
-__all__ = ["VARIANTS", "check_processor", "has_avx", "processor_variant", "waves_library"]
+__all__ = [
+    "VARIANTS",
+    "check_processor",
+    "has_avx",
+    "processor_variant",
+    "variant_library",
+    "waves_library",
+]
 
 # In the order of native/processor.h. Other processors have one variant.
 VARIANTS = ("x86-64", "x86-64-v3", "x86-64-v4") if platform.machine() == "x86_64" else ("baseline",)
@@ -62,19 +69,30 @@ def check_processor() -> None:
         )
 
 
-def waves_library() -> str:
-    """Return the name of the library of waves: the best that was built, up to this variant.
+def variant_library(part: str) -> str:
+    """Return the name of a library of array loops: the best that was built, up to this variant.
+
+    Parameters
+    ----------
+    part
+        "waves" or "multigrid".
 
     Raises
     ------
     ImportError
-        If this installation has no library of waves for this processor.
+        If this installation has no such library for this processor.
     """
     variant = processor_variant()
     for name in reversed(VARIANTS[: VARIANTS.index(variant) + 1]):
-        if native_path(f"mpigrad_waves_{name}") is not None:
-            return f"mpigrad_waves_{name}"
+        if native_path(f"mpigrad_{part}_{name}") is not None:
+            return f"mpigrad_{part}_{name}"
     raise ImportError(
-        f"mpigrad.waves: this installation has no native library for {variant}. Build it with "
-        "`make setup` or `pip install .`, and leave MPIGRAD_VARIANTS as it is."
+        f"mpigrad.{'waves' if part == 'waves' else 'sparse'}: this installation has no native "
+        f"library of {part} for {variant}. Build it with `make setup` or `pip install .`, and "
+        "leave MPIGRAD_VARIANTS as it is."
     )
+
+
+def waves_library() -> str:
+    """Return the name of the library of waves for this processor, see `variant_library`."""
+    return variant_library("waves")

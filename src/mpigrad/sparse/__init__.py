@@ -9,6 +9,7 @@ from mpigrad.sparse.matrix.stencil import Stencil
 from mpigrad.sparse.nonlinear.newton import newton
 from mpigrad.sparse.nonlinear.sparse_jacobian import sparse_jacobian
 from mpigrad.sparse.solvers.base import LinearSolver
+from mpigrad.sparse.solvers.guesses import Guesses, pass_guesses
 from mpigrad.sparse.solvers.hypre_library import (
     hypre_available,
     hypre_version,
@@ -18,7 +19,7 @@ from mpigrad.sparse.solvers.hypre_library import (
 from mpigrad.sparse.solvers.krylov.system import LinearSystem
 from mpigrad.sparse.solvers.methods import GMRES, PCG, BiCGStab, Multigrid
 from mpigrad.sparse.solvers.operator_solve import Operator
-from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, Jacobi, Preconditioner
+from mpigrad.sparse.solvers.preconditioners import PFMG, BoomerAMG, BoxMG, Jacobi, Preconditioner
 from mpigrad.sparse.solvers.solve import default_solver, solve
 
 __all__ = [
@@ -27,7 +28,9 @@ __all__ = [
     "PFMG",
     "BiCGStab",
     "BoomerAMG",
+    "BoxMG",
     "GhostExchange",
+    "Guesses",
     "Jacobi",
     "LinearSolver",
     "LinearSystem",
@@ -44,6 +47,7 @@ __all__ = [
     "hypre_version",
     "local_range",
     "newton",
+    "pass_guesses",
     "solve",
     "solver_seconds",
     "sparse_jacobian",

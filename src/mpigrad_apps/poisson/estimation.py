@@ -67,14 +67,16 @@ def run(settings: Settings, comm: Communicator | None = None) -> PoissonResult:
         with checkpoint.listen():
             before = _clocks()
             prepare_training(settings.out, comm, settings.resume)
+            keep = settings.guesses
             trained = train(
-                problem.loss_share,
+                problem.guessed_loss_share if keep else problem.loss_share,
                 parameters,
                 settings.iterations,
                 comm,
                 memory=settings.memory,
                 # The parameters of cells are the logarithms of kappa.
                 bounds=settings.bounds and tuple(map(math.log, settings.bounds)),
+                guesses=sparse.Guesses.empty(problem.model.rhs, keep) if keep else None,
                 out=settings.out,
                 save=lambda best: values.save(settings.out / values.file_name, best),
                 error=_error_of(problem),
@@ -112,8 +114,6 @@ def _announce(problem: InverseProblem) -> None:
         f"solver {type(problem.solver).__name__}",
         flush=True,
     )
-    if not sparse.hypre_available():
-        print(f"poisson: conjugate gradients without hypre. {sparse.why_no_hypre()}", flush=True)
 
 
 def _error_of(problem: InverseProblem) -> Callable[[Any], float] | None:
@@ -133,10 +133,10 @@ def _clocks() -> tuple[float, float, float]:
 
 def _mean_seconds(comm: Communicator, before: tuple[float, float, float]) -> dict[str, float]:
     spent = np.subtract(_clocks(), before)
-    total, communication, hypre = np.mean(comm.mpi.allgather(spent), axis=0)
+    total, communication, multigrid = np.mean(comm.mpi.allgather(spent), axis=0)
     return {
         "total": float(total),
-        "hypre": float(hypre),
+        "multigrid": float(multigrid),
         "communication": float(communication),
-        "rest": float(total - hypre - communication),
+        "rest": float(total - multigrid - communication),
     }

@@ -62,19 +62,26 @@ class InverseProblem:
     data: Data | None = None
 
     def loss_share(self, parameters: Any) -> Float[Array, ""]:
-        """Compute this rank's share of the loss, the sum over ranks. It is differentiable.
+        """Compute this rank's share of the loss, the sum over ranks. It is differentiable."""
+        return self.guessed_loss_share(parameters, None)[0]
+
+    def guessed_loss_share(
+        self, parameters: Any, guesses: sparse.Guesses | None
+    ) -> tuple[Float[Array, ""], sparse.Guesses | None]:
+        """Compute this rank's share of the loss, and the guesses for the next solve.
 
         The loss is `Observations.loss` plus `smoothing` times the mean over cells of the squared
         differences of log kappa. If the linear solve fails, the share is NaN, so that a line search
         takes a shorter step.
         """
         kappa = self.parametrization.kappa(parameters)
-        solution = self.model.solve(kappa, self.solver, throw=False)
+        solution = self.model.solve(kappa, self.solver, guesses, throw=False)
         u = solution.value.reshape(self.model.grid.local_shape)
         share = self.observations.loss(u)
         if self.smoothing:
             share = share + self.smoothing * self.model.roughness(jnp.log(kappa))
-        return jnp.where(solution.result == sparse.Result.SUCCESSFUL, share, jnp.nan)
+        share = jnp.where(solution.result == sparse.Result.SUCCESSFUL, share, jnp.nan)
+        return share, solution.state
 
     def value_and_grad(self, parameters: Any) -> tuple[Float[Array, ""], Any]:
         """Compute the loss and its gradient, both equal on all ranks."""
@@ -120,10 +127,10 @@ def inverse_problem(settings: Settings, comm: Communicator | None = None) -> Inv
             solver = sparse.default_solver(settings.tolerance, model.pattern)
             observed = observe_points(grid, data.coordinates, data.values, settings.misfit)
             return InverseProblem(model, observed, values, solver, settings.smoothing, data=data)
-        x, y = (jnp.asarray(axis) for axis in grid.centers())
         truth = fields.TRUTHS[settings.truth]
-        kappa = truth(x, y)
-        model = poisson(grid, fields.SOURCES[settings.source](truth)(x, y))
+        source = fields.SOURCES[settings.source](truth)
+        kappa, f = jax.jit(lambda x, y: (truth(x, y), source(x, y)))(*grid.centers())
+        model = poisson(grid, f)
         solver = sparse.default_solver(settings.tolerance, model.pattern)
         u = np.asarray(mpigrad.jit(lambda k: model.solution(k, solver))(kappa))
         mask = draw_mask(grid, settings.observed, settings.seed)

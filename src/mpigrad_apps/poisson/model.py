@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -68,10 +69,15 @@ class Model:
         return sparse.Matrix.assemble(self.pattern, [sum(flows), *(-flow for flow in flows)])
 
     def solve(
-        self, kappa: Float[Array, "lx ly"], solver: sparse.LinearSolver, *, throw: bool = True
+        self,
+        kappa: Float[Array, "lx ly"],
+        solver: sparse.LinearSolver,
+        guesses: sparse.Guesses | None = None,
+        *,
+        throw: bool = True,
     ) -> sparse.Solution:
         """Solve for this rank's tile of kappa (lx, ly). The value has shape (n_local,)."""
-        return sparse.solve(self.matrix(kappa), self.rhs, solver, throw=throw)
+        return sparse.solve(self.matrix(kappa), self.rhs, solver, guesses, throw=throw)
 
     def solution(
         self, kappa: Float[Array, "lx ly"], solver: sparse.LinearSolver
@@ -120,5 +126,6 @@ def poisson(grid: Grid, source: Float[Array, "lx ly"] | Float[np.ndarray, "lx ly
         )
     sides = diffusion.sides(grid)
     pattern = sparse.Pattern.from_stencil(grid, [(0, 0), *(side.offset for side in sides)])
-    rhs = -jnp.asarray(source, jnp.float64).ravel() * (grid.spacing[0] * grid.spacing[1])
+    area = grid.spacing[0] * grid.spacing[1]
+    rhs = jax.jit(lambda f: -f.astype(jnp.float64).ravel() * area)(source)
     return Model(grid, pattern, rhs, sides)

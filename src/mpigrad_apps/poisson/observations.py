@@ -259,12 +259,15 @@ def _some(grid: Grid, here: int, otherwise: str) -> int:
 
 
 def _draw(grid: Grid, seed: int, stream: int, distribution) -> NDArray:  # type: ignore[no-untyped-def]
-    key = jax.random.fold_in(jax.random.key(seed), stream)
-    # One random stream for each cell, keyed by its index in the grid.
-    draw = jax.vmap(lambda cell: distribution(jax.random.fold_in(key, cell), dtype=jnp.float64))
-    return np.asarray(jax.jit(draw)(jnp.asarray(grid.natural_ids().ravel()))).reshape(
-        grid.local_shape
-    )
+    @jax.jit
+    def draw(seed: Array, cells: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(seed), stream)
+        # One random stream for each cell, keyed by its index in the grid.
+        return jax.vmap(lambda c: distribution(jax.random.fold_in(key, c), dtype=jnp.float64))(
+            cells
+        )
+
+    return np.asarray(draw(seed, grid.natural_ids().ravel())).reshape(grid.local_shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -140,7 +140,6 @@ def _tables(
         if (value := getattr(settings, field.name)) is not None
     }
     choices["cells"] = f"{grid.shape[0]} x {grid.shape[1]}"
-    own = seconds["hypre"] == 0
     best = min(result.history, key=lambda record: record.loss)  # the result has its parameters
     outcome = {
         "ended": result.ending,
@@ -155,13 +154,12 @@ def _tables(
         "training": f"{seconds['total']:.1f} s",
         "the first evaluation (compiles)": f"{result.history[0].seconds:.1f} s",
         "one iteration (median)": f"{seconds_per_iteration(result.history):.3f} s",
-        "in hypre": "hypre is not used" if own else f"{seconds['hypre']:.1f} s",
+        "in multigrid": f"{seconds['multigrid']:.1f} s",
         "in communication": f"{seconds['communication']:.1f} s",
         "the rest": f"{seconds['rest']:.1f} s",
     }
-    if not own:
-        solves = sparse.solver_seconds()
-        timing["hypre's set-ups / solves"] = f"{solves['setups']} / {solves['solves']}"
+    solves = sparse.solver_seconds()
+    timing["set-ups / solves of multigrid"] = f"{solves['setups']} / {solves['solves']}"
     parallel = {
         "ranks": grid.comm.size,
         "tiles": f"{grid.dims[0]} x {grid.dims[1]}",

@@ -46,6 +46,8 @@ class Settings(OutputCheck):
     """Number of past steps that L-BFGS remembers."""
     tolerance: float = 1e-8
     """Relative residual at which a linear solve has converged."""
+    guesses: int = 1
+    """Number of earlier solutions from which a linear solve takes its first guess, or 0."""
     seed: int = 0
     """Seed of the network's first weights, the observed cells and the noise."""
     restart: pathlib.Path | None = None
@@ -86,6 +88,8 @@ class Settings(OutputCheck):
             )
         if not 0 < self.tolerance < 1:
             raise ValueError(f"--tolerance: expected between 0 and 1, got {self.tolerance}")
+        if self.guesses < 0:
+            raise ValueError(f"--guesses: expected at least 0, got {self.guesses}")
         for option, file in (("--data", self.data), ("--restart", self.restart)):
             if file is not None and not file.is_file():
                 raise FileNotFoundError(f"{option}: there is no file {file}")

@@ -106,6 +106,20 @@ def test_best_constant_is_found(comm):
     assert abs(float(jnp.sum(gradient))) < 1e-8 * float(value)
 
 
+def test_network_in_blocks_is_the_network_at_all_points():
+    network = Network(jax.random.key(2))
+    x, y = jnp.asarray(np.random.default_rng(0).random((2, 1201)))  # three uneven blocks
+
+    def loss(f):
+        return lambda network: jnp.sum(f(network) * x)
+
+    found, gradient = jax.value_and_grad(loss(lambda n: n(x, y)))(network)
+    value, expected = jax.value_and_grad(loss(lambda n: n._at_points(x, y)))(network)
+    assert float(found) == pytest.approx(float(value), rel=1e-14)
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        assert np.allclose(a, b, rtol=1e-11, atol=1e-11 * np.abs(b).max())
+
+
 def test_network_is_the_papers():
     network = Network(jax.random.key(0))
     assert network.sizes == (2, 20, 20, 20, 1)

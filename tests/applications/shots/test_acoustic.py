@@ -113,6 +113,38 @@ def test_native_agrees_with_one_rank(comm, alone, order):
         compare(native, mine, everything(dataclasses.replace(native, checkpoints="boundary")))
 
 
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize(("shape", "axis"), [((40, 3000), 0), ((24, 90), 1)])
+def test_two_steps_in_a_pass_give_the_bits_of_single_steps(comm, shape, axis):
+    """Wide rows, of which few fit into a cache at a time; and faces across the rows."""
+    dims = (comm.size, 1) if axis == 0 else (1, comm.size)
+    draw = np.random.default_rng(5)
+    velocity, wavelets = draw.uniform(1500, 2500, shape), draw.standard_normal((2, 2, 9))
+    points = draw.uniform(0, 1, (2, 8, 2)) * np.multiply(shape, SPACING)
+    points[:, :, 1 - axis] %= 200.0
+
+    def results(checkpoints):
+        grid = Grid(shape, SPACING, comm, dims)
+        acoustic = Acoustic(grid, DT, 9, pml=5, max_velocity=2500.0, checkpoints=checkpoints)
+
+        def loss(velocity, wavelets):
+            gathers, state = acoustic.propagate(
+                velocity, wavelets, Survey(points[:, :2], points[:, 2:])
+            )
+            share = jnp.sum(gathers**2) * (comm.rank == 0) + jnp.sum(state.field**2)
+            return share, (gathers, *state)
+
+        run = mpigrad.jit(mpigrad.value_and_grad(loss, (0, 1), has_aux=True, comm=comm))
+        return run(jnp.asarray(velocity[grid.slices]), jnp.asarray(wavelets))
+
+    (_, found), gradients = results("all")
+    (_, expected), expected_gradients = results(1)
+    for x, y in zip((*found, *gradients), (*expected, *expected_gradients), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for x in gradients:  # a rank may be far from all sources
+        assert comm.mpi.allreduce(float(np.max(np.abs(x)))) > 0
+
+
 @pytest.mark.parametrize("pml", [LAYERS, ((0, 0), (0, 0)), ((12, 0), (9, 9))])
 def test_waves_run_backwards_from_their_boundary(comm, pml):
     """A part of the tile, all of it, and hardly any; sources inside and among what is kept."""

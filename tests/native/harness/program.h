@@ -101,12 +101,15 @@ inline Program random_program(std::mt19937& random, int size) {
   return p;
 }
 
-// Sums of one or two pieces on two communicators, which use the same shared memory.
+// Sums of one or two pieces on two communicators, which use the same shared memory. Some programs have
+// many longer ones, so that the two members of the second communicator try MPI and shared memory.
 inline Program random_sums(std::mt19937& random, int size) {
   Program p{size, std::vector<Code>(size), {{}, {0, 1}}};
   for (int r = 0; r < size; ++r) p.members[0].push_back(r);
-  for (int i = 0; i < 40; ++i) {
-    const int comm = static_cast<int>(random() % 2), lengths[] = {1, 7, 1000, 20000};
+  const bool trials = random() % 4 == 0;
+  for (int i = 0; i < (trials ? 80 : 40); ++i) {
+    const int longest = trials ? 40000 : 20000;
+    const int comm = static_cast<int>(random() % 2), lengths[] = {1, trials ? longest : 7, 1000, longest};
     const int n = lengths[random() % 4];
     for (const int r : p.members[comm]) p.ranks[r].push_back({kAllreduce, comm, -1, -1, 0, n});
   }

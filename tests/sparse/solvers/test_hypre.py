@@ -295,9 +295,10 @@ def test_without_hypre_the_own_solver_takes_over(comm, monkeypatch):
     system = grid_system(comm)
     assert default_solver() == PCG(max_steps=10_000, preconditioner=Jacobi())
     close(system.matrix @ solve(system.matrix, system.b).value, system.b, 1e-6)
+    by_boxmg = solver_seconds()
     with pytest.raises(RuntimeError, match=r"needs hypre: it is not there\. .*PCG\(precond"):
         solve(system.matrix, system.b, PCG())
-    assert solver_seconds() == dict.fromkeys(("setup", "solve", "setups", "solves", "systems"), 0)
+    assert solver_seconds() == by_boxmg
     assert hypre_library.hypre_version() == ""
 
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from stencils import CASES, Counter, System, every, faces
 from systems import grid_system
 
 import mpigrad as mg
 from helpers import close
-from mpigrad.grid import Grid
 from mpigrad.sparse import (
     GMRES,
     PCG,
@@ -26,7 +26,6 @@ from mpigrad.sparse import (
     default_solver,
     hypre_available,
     solve,
-    solver_seconds,
 )
 from mpigrad.sparse.matrix.transpose import transpose_values, transposed
 from mpigrad.sparse.solvers import hypre_library
@@ -39,64 +38,6 @@ ANY_MATRIX = (
     BiCGStab(rtol=1e-12, preconditioner=PFMG()),
     Multigrid(PFMG(), rtol=1e-12),
 )
-
-
-def faces(axes):
-    return [o for o in itertools.product((0, -1, 1), repeat=axes) if sum(map(abs, o)) <= 1]
-
-
-def every(axes):
-    return list(itertools.product((0, -1, 1), repeat=axes))
-
-
-class System:
-    """Random links between the cells of a grid: dominated by the diagonal, symmetric or not."""
-
-    def __init__(self, comm, shape, offsets, skew=0.0, dims=None):
-        self.grid = Grid(shape, (1.0,) * len(shape), comm, dims)
-        self.pattern = Pattern.from_stencil(self.grid, offsets)
-        generator = np.random.default_rng(7)
-        self.whole = np.zeros((len(offsets), *shape))
-        links = {}
-        for cell in np.ndindex(shape):
-            for k, offset in enumerate(offsets):
-                other = tuple(c + s for c, s in zip(cell, offset, strict=True))
-                if not any(offset) or not all(
-                    0 <= c < n for c, n in zip(other, shape, strict=True)
-                ):
-                    continue
-                pair = tuple(sorted((cell, other)))
-                links.setdefault(pair, generator.uniform(0.5, 2))
-                self.whole[k][cell] = -links[pair] * (1 + skew * generator.uniform())
-        self.whole[offsets.index((0,) * len(shape))] = 0.1 - self.whole.sum(0)
-        self.values = self.pattern.assemble(self.tile(self.whole))
-        self.all_b = generator.standard_normal(self.grid.size)
-        rows = slice(self.grid.row_offset, self.grid.row_offset + self.grid.n_local)
-        self.mine, self.b = rows, jnp.asarray(self.all_b[rows])
-
-    def tile(self, whole):
-        return jnp.asarray(whole[(slice(None), *self.grid.slices)])
-
-    @property
-    def matrix(self):
-        return Matrix(self.pattern, self.values)
-
-    def dense(self):
-        whole = self.matrix.to_scipy()
-        return self.grid.comm.mpi.bcast(None if whole is None else whole.toarray())
-
-    def solution(self):
-        return np.linalg.solve(self.dense(), self.all_b)[self.mine]
-
-
-CASES = {
-    "line": ((23,), faces(1)),
-    "plane": ((11, 8), faces(2)),
-    "box": ((5, 6, 7), faces(3)),
-    "one axis": ((9, 7), [(0, 0), (0, -1), (0, 1)]),
-    "nine points": ((9, 8), every(2)),
-    "twenty-seven points": ((5, 4, 6), every(3)),
-}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -225,18 +166,6 @@ def test_derivatives(comm, shape):
     mg.taylor_test(mg.jit(lambda kappa: jnp.sum(jnp.sin(solution(kappa)))), links)
 
 
-class Counter:
-    """Set-ups and solves since it was made or asked."""
-
-    def __init__(self):
-        self.before = solver_seconds()
-
-    def __call__(self):
-        now, before = solver_seconds(), self.before
-        self.before = now
-        return now["setups"] - before["setups"], now["solves"] - before["solves"]
-
-
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_set_ups_follow_the_values(comm):
     system = System(comm, (9, 10), faces(2))
@@ -291,15 +220,6 @@ def test_a_stencil_without_opposite_offsets_is_not_symmetric(comm):
     close(solve(system.matrix, system.b, ANY_MATRIX[0]).value, system.solution(), 1e-9)
 
 
-def test_it_is_the_default_of_grid_problems(comm):
-    system = System(comm, (12, 13), faces(2))
-    assert default_solver(1e-6, system.pattern) == PCG(rtol=1e-6, preconditioner=PFMG())
-    far = Pattern.from_stencil(system.grid, [(0, 0), (0, 2)])
-    assert default_solver(pattern=far) == default_solver() == PCG()
-    solve(system.matrix, system.b)
-    assert [type(key[0]) for key in system.pattern.solver_systems] == [PFMG]
-
-
 def test_rejects_other_patterns(comm, monkeypatch):
     system = grid_system(comm)
     with pytest.raises(
@@ -322,7 +242,7 @@ def test_rejects_other_patterns(comm, monkeypatch):
     monkeypatch.setattr(hypre_library, "_load", missing)
     with pytest.raises(RuntimeError, match=r"PFMG needs hypre: it is not there\."):
         solve(wide.matrix, wide.b, TIGHT)
-    assert default_solver(pattern=wide.pattern).preconditioner == Jacobi()
+    assert default_solver().preconditioner == Jacobi()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.sparse
 
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.sparse.matrix.csr import pool_positions, stored_order
@@ -147,6 +146,8 @@ def _by_column(pattern: Pattern) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return column starts, local rows and positions of the entries, own columns first."""
     shape = (pattern.n_local, pattern.n_local_columns + len(pattern.ghosts.ghosts))
     entries = (pattern.order, pool_positions(pattern), pattern.row_starts)
+    import scipy.sparse  # 0.1 s, which a matrix with a stencil does not need
+
     by_row = scipy.sparse.csr_array(entries, shape=shape)
     by_column = by_row.tocsc()  # a counting sort
     return by_column.indptr.astype(np.int64), by_column.indices, by_column.data

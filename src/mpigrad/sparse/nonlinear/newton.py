@@ -324,7 +324,7 @@ def _differentiate(
                 dx = solve(Matrix(problem.pattern, at_x[0]), rhs, problem.solver).value
         else:
             nothing = jnp.zeros(2, rhs.dtype), rhs, jnp.zeros_like(rhs), link
-            dx, _ = operator_solve_p.bind(
+            dx, *_ = operator_solve_p.bind(
                 *at_x, *nothing, forward=forward, inverse=None, counts=(len(at_x), 0),
                 solver=problem.solver, throw=True, site=params["site"], comm=problem.comm,
             )  # fmt: skip

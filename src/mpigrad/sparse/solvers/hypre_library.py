@@ -20,6 +20,7 @@ from mpigrad.runtime.native import (
 )
 from mpigrad.runtime.native import library as communication
 from mpigrad.runtime.native_path import ANY_MPI, hypre_built_with, native_path
+from mpigrad.sparse.solvers.multigrid_library import totals
 
 __all__ = [
     "check_size",
@@ -156,12 +157,12 @@ def hypre_version() -> str:
 
 
 def solver_seconds() -> dict[str, float]:
-    """Return the time that this rank has spent in hypre so far.
+    """Return the time that this rank has spent in multigrid so far, in hypre and in BoxMG.
 
     Returns
     -------
     The seconds `setup` and `solve`, the counts `setups` and `solves`, and `systems`, the number of
-    matrices (pairs of pattern and preconditioner) that hypre keeps now.
+    matrices (pairs of pattern and preconditioner) that are kept now.
 
     Examples
     --------
@@ -172,6 +173,8 @@ def solver_seconds() -> dict[str, float]:
     seconds, counts = np.zeros(2), np.zeros(3, np.int64)
     if hypre_available():
         library().mpigrad_hypre_totals(seconds.ctypes.data, counts.ctypes.data)
+    own_seconds, own_counts = totals()
+    seconds, counts = seconds + own_seconds, counts + own_counts
     return {
         "setup": float(seconds[0]),
         "solve": float(seconds[1]),

@@ -22,14 +22,14 @@ def implicit_primitive(
     run: Callable[..., Any],
     differentiate: Callable[..., tuple[list[Any], Any, Callable[..., list[Any]]]],
 ) -> Primitive:
-    """Make a primitive (..., carrier) -> x, info with messages inside, with jaxprs as parameters.
+    """Make a primitive (..., carrier) -> x, info, ... with messages, and jaxprs as parameters.
 
     Parameters
     ----------
     shapes
-        (avals, **params) -> avals of x and info.
+        (avals, **params) -> avals of the results.
     run
-        (*operands, **params) -> x, info: the computation.
+        (*operands, **params) -> the results: the computation.
     differentiate
         (operands, params) -> the results, a pytree of residuals, and the tangent map
         (residuals, tangents) -> tangents of the results, linear. Info is not differentiated.
@@ -47,7 +47,7 @@ def implicit_primitive(
         def linear(leaves: Any, *tangents: Any) -> Any:
             return tangent(jax.tree.unflatten(structure, leaves), tangents)
 
-        return results, [True, False], leaves, linear
+        return results, [i != 1 for i in range(len(results))], leaves, linear
 
     def batch(args: Any, dims: Any, **params: Any) -> Any:
         # One after the other, for the whole batch: another rank's operands may be batched.
@@ -62,7 +62,8 @@ def implicit_primitive(
             return primitive.bind(*operands, **params)
 
         front = [jnp.moveaxis(args[i], dims[i], 0) for i in mapped]
-        return jax.lax.map(one, (jnp.arange(n), front)), [0, 0]
+        results = jax.lax.map(one, (jnp.arange(n), front))
+        return results, [0] * len(results)
 
     def eagerly(*operands: Any, **params: Any) -> Any:
         # Compiled again by each call outside jit: the functions may close over anything.

@@ -30,10 +30,10 @@ class Krylov(LinearSolver):
     preconditioner
         `BoomerAMG(...)`, by hypre and in double precision: the hierarchy is kept for each pattern
         and preconditioner while the matrix's values stay the same to the bit, on every rank.
-        `PFMG(...)`, the same for grid stencils, and faster. `Jacobi()`, by mpigrad itself: it
-        takes any floating-point type and needs no library, but the number of iterations grows with
-        the number of rows along a side of the grid. A `Preconditioner` of your own. None: no
-        preconditioner.
+        `PFMG(...)`, the same for grid stencils, and faster. `BoxMG(...)`, for grid stencils in PCG,
+        by mpigrad itself, and faster than PFMG. `Jacobi()`, by mpigrad itself: it takes any
+        floating-point type and needs no library, but the number of iterations grows with the number
+        of rows along a side of the grid. A `Preconditioner` of your own. None: no preconditioner.
     """
 
     rtol: float = 1e-8
@@ -45,8 +45,9 @@ class Krylov(LinearSolver):
         check_steps(name, self.rtol, self.max_steps)
         if not isinstance(preconditioner, Preconditioner | None):
             raise TypeError(
-                f"{name}: the preconditioner must be BoomerAMG(...), PFMG(...), Jacobi(), a "
-                f"Preconditioner of your own or None, got {preconditioner!r}. Choose one of them."
+                f"{name}: the preconditioner must be BoomerAMG(...), PFMG(...), BoxMG(...), "
+                "Jacobi(), a Preconditioner of your own or None, got "
+                f"{preconditioner!r}. Choose one of them."
             )
         if self.symmetric and preconditioner is not None and not preconditioner.symmetric:
             raise ValueError(

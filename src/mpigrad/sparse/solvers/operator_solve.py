@@ -20,10 +20,12 @@ from jax.flatten_util import ravel_pytree
 
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations import allreduce
 from mpigrad.operations._jax_compat import ShapedArray, ad
 from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
 from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.sparse.solvers.base import INFO, LinearSolver, check_hashable
+from mpigrad.sparse.solvers.guesses import Guesses, first_guess, next_vectors
 from mpigrad.sparse.solvers.implicit import implicit_primitive
 from mpigrad.sparse.solvers.krylov.errors import require_success
 from mpigrad.sparse.solvers.krylov.iteration import solve_system
@@ -78,14 +80,20 @@ def solve_operator(
     *,
     x0: Any = None,
     throw: bool = True,
-) -> tuple[Any, jax.Array]:
-    """Solve A x = b for a function A: return x like b, and the info of shape (INFO,)."""
+) -> tuple[Any, jax.Array, Guesses | None]:
+    """Solve A x = b for a function A: x like b, the info of shape (INFO,), and the next guesses."""
     operator = A if isinstance(A, Operator) else Operator(A)
     comm = resolve(operator.comm)
     solver = GMRES(preconditioner=None) if solver is None else solver
     _check(solver)
     flat, unravel = _ravel(b, "b")
-    flat_x0 = jnp.zeros_like(flat) if x0 is None else _like(x0, b, "x0")
+    if isinstance(x0, Guesses):
+        x0.check(b, flat.dtype)
+        rows = [jnp.reshape(v, (len(v), -1)) for v in jax.tree.leaves(x0)]
+        first = jnp.concatenate(rows, axis=1)
+    else:
+        flat_x0 = jnp.zeros_like(flat) if x0 is None else _like(x0, b, "x0")
+        first = jax.lax.stop_gradient(flat_x0)
 
     def flattened(function: Callable[[Any], Any], what: str) -> Callable[[Any], Any]:
         return lambda v: _like(function(unravel(v)), b, f"the result of {what}")
@@ -105,12 +113,12 @@ def solve_operator(
     if operator.inverse is not None:
         function = flattened(operator.inverse, "inverse")
         inverse, inverse_residuals, _ = linearized(function, probe, a)
-    x, info = operator_solve_p.bind(
+    x, info, vectors = operator_solve_p.bind(
         *residuals,
         *inverse_residuals,
         defect,
         flat,
-        jax.lax.stop_gradient(flat_x0),
+        first,
         a,
         forward=forward,
         inverse=inverse,
@@ -120,7 +128,10 @@ def solve_operator(
         site=call_site(),
         comm=comm,
     )
-    return unravel(x), info
+    state = None
+    if isinstance(x0, Guesses):
+        state = Guesses.tree_unflatten(None, (jax.vmap(unravel)(vectors),))
+    return unravel(x), info, state
 
 
 def _check(solver: Any) -> None:
@@ -212,7 +223,9 @@ def linearized(
     return _Map(jaxpr), residuals, value
 
 
-# ---- the primitive: (residuals..., defect, b, x0, carrier) -> x, info ----
+# ---- the primitive: (residuals..., defect, b, x0, carrier) -> x, info, vectors. x0 may also be
+# the vectors of guesses, shape (2 k, n). Then `vectors` are those for the next solve. Otherwise
+# k = 0 ----
 
 _Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 
@@ -225,9 +238,14 @@ def _parts(operands: Sequence[Any], counts: tuple[int, int]) -> tuple[list[Any],
 
 
 def _shapes(*operands: Any, **_: Any) -> list[ShapedArray]:
-    b = operands[-3]
+    b, x0 = operands[-3:-1]
     real = jnp.finfo(b.dtype).dtype
-    return [ShapedArray(b.shape, b.dtype), ShapedArray((INFO,), real)]
+    k = x0.shape[0] if x0.ndim == 2 else 0
+    return [
+        ShapedArray(b.shape, b.dtype),
+        ShapedArray((INFO,), real),
+        ShapedArray((k, *b.shape), b.dtype),
+    ]
 
 
 def _run(
@@ -241,7 +259,10 @@ def _run(
     comm: Communicator,
 ) -> Any:
     residuals, inverse_residuals, (defect, b, x0, _) = _parts(operands, counts)
+    vectors = x0 if x0.ndim == 2 else jnp.zeros((0, *b.shape), b.dtype)
     with without_carriers():  # differentiation has happened: these messages carry values only
+        if x0.ndim == 2:
+            x0 = first_guess(lambda terms: allreduce(terms, comm=comm), vectors, b)
         system = LinearSystem(
             product=lambda v: forward(residuals, v),
             precondition=lambda v: v if inverse is None else inverse(inverse_residuals, v),
@@ -256,7 +277,7 @@ def _run(
         x, info = solve_system(solver, system)
         if throw:
             require_success(solver, info, comm, f"solve, {describe(site)}: ", operator=True)
-    return x, info
+    return x, info, next_vectors(vectors, x, b, info[0]) if len(vectors) else vectors
 
 
 def _differentiate(
@@ -267,7 +288,8 @@ def _differentiate(
     dx = A^-1 (db - dA x). Here dA x is the derivative of A x with respect to all residuals, so that
     every rank sends its messages.
     """
-    x, info = operator_solve_p.bind(*operands, **params)
+    x, info, vectors = operator_solve_p.bind(*operands, **params)
+    guessed = operands[-2].ndim == 2
     counts, forward = params["counts"], params["forward"]
     residuals, inverse_residuals, (defect, b, _, a) = _parts(operands, counts)
     varying = [i for i, r in enumerate(residuals) if jnp.issubdtype(jnp.result_type(r), np.inexact)]
@@ -288,7 +310,7 @@ def _differentiate(
 
     def tangent(saved: Any, tangents: Sequence[Any]) -> list[Any]:
         consts, residuals, inverse_residuals, nothing, start, link = saved
-        changes, _, (_, tb, _, ta) = _parts(tangents, counts)
+        changes, _, (_, tb, tx0, ta) = _parts(tangents, counts)
         rhs = start if type(ta) is _Zero else opaque_zero(ta, jax.typeof(start))
         if type(tb) is not _Zero:
             rhs = rhs + tb
@@ -296,25 +318,33 @@ def _differentiate(
         if moved is not None and (moved.effects or any(type(t) is not _Zero for t in changes)):
             changes = [ad.instantiate_zeros(t) for t in changes]
             rhs = rhs - eval_jaxpr(moved, (), *consts, *changes)[0]
-        dx, _ = operator_solve_p.bind(
-            *residuals, *inverse_residuals, nothing, rhs, start, link, **params
+        # Tangents have guesses of their own, as have cotangents.
+        first = ad.instantiate_zeros(tx0) if guessed else start
+        dx, _, after = operator_solve_p.bind(
+            *residuals, *inverse_residuals, nothing, rhs, first, link, **params
         )
-        return [dx, _Zero(compat.tangent_aval(info))]
+        return [dx, _Zero(compat.tangent_aval(info)), after]
 
     saved = (consts, residuals, inverse_residuals, nothing, start, link)
-    return [x, info], saved, tangent
+    return [x, info, vectors], saved, tangent
 
 
 def _transpose(cotangents: Any, *operands: Any, **params: Any) -> list[Any]:
-    residuals, inverse_residuals, (defect, _, x0, a) = _parts(operands, params["counts"])
+    residuals, inverse_residuals, (defect, b, x0, a) = _parts(operands, params["counts"])
     params = {**params, "site": -abs(params["site"])}
     if not params["solver"].symmetric:
         inverse = params["inverse"]
         params["forward"] = params["forward"].transposed()
         params["inverse"] = None if inverse is None else inverse.transposed()
-    ct = ad.instantiate_zeros(cotangents[0])
-    back, _ = operator_solve_p.bind(*residuals, *inverse_residuals, defect, ct, x0, a, **params)
-    return [None] * (len(operands) - 3) + [back, None, None]
+    # The cotangents of guesses hold guesses for adjoint solves.
+    ct, vectors = ad.instantiate_zeros(cotangents[0]), ad.instantiate_zeros(cotangents[2])
+    first = vectors if len(vectors) else jnp.zeros_like(ct)
+    back, _, before = operator_solve_p.bind(
+        *residuals, *inverse_residuals, defect, ct, first, a, **params
+    )
+    linear = ad.is_undefined_primal
+    ends = [back if linear(b) else None, before if linear(x0) else None, None]
+    return [None] * (len(operands) - 3) + ends
 
 
 operator_solve_p = implicit_primitive(

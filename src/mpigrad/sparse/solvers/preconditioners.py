@@ -1,4 +1,4 @@
-"""Preconditioners: frozen settings, and for all but hypre's the function that applies them."""
+"""Preconditioners: frozen settings, and for all but multigrid the function that applies them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from mpigrad.sparse.matrix.matrix import Matrix
 
-__all__ = ["PFMG", "BoomerAMG", "Jacobi", "Preconditioner", "sealed"]
+__all__ = ["PFMG", "BoomerAMG", "BoxMG", "Jacobi", "Preconditioner", "sealed"]
 
 COARSENINGS = {"HMIS": 10, "PMIS": 8, "Falgout": 6, "CLJP": 0}
 INTERPOLATIONS = {"ext+i": 6, "standard": 8, "classical": 0, "multipass": 4}
@@ -296,6 +296,53 @@ class PFMG(_HyprePreconditioner):
             _check_choice("PFMG", field, getattr(self, field), choices)
         _check_least("PFMG", "sweeps", self.sweeps, 1)
         _check_least("PFMG", "max_levels", self.max_levels, 0)
+
+
+@final
+@sealed
+@dataclasses.dataclass(frozen=True)
+class BoxMG(Preconditioner):
+    """One V-cycle of mpigrad's black-box multigrid for grid stencils (Dendy 1982).
+
+    It takes the patterns that `PFMG` takes, in `PCG` only, and needs no hypre. A cell between
+    coarse cells interpolates from them by its own row of the matrix, so that the interpolation
+    follows coefficients that jump. Coarse matrices are Pᵀ A P with this interpolation P. All axes
+    with strong links are coarsened at once. The smoother is Gauss-Seidel by colours.
+
+    The cycle runs in single precision. `PCG` iterates, and computes its residual, in double
+    precision. Levels are distributed while they are large. Smaller ones are gathered, and all ranks
+    do the same work on them. This class is final: it cannot be subclassed.
+
+    Attributes
+    ----------
+    reuse
+        When the hierarchy is kept, see `BoomerAMG`.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.grid import Grid
+    >>> from mpigrad.sparse import PCG, BoxMG, Matrix, Pattern, solve
+    >>> pattern = Pattern.from_stencil(Grid((50,), (1.0,)), [(0,), (-1,), (1,)])
+    >>> with jax.enable_x64(True):
+    ...     A = Matrix.assemble(pattern, [jnp.full(50, v) for v in (2.1, -1.0, -1.0)])
+    ...     u = solve(A, A @ jnp.ones(50), PCG(preconditioner=BoxMG())).value
+    ...     print(bool(abs(u - 1).max() < 1e-6))
+    True
+    """
+
+    needs_diagonal: ClassVar[bool] = True
+    reuse: Literal["equal", "stale"] = "equal"
+
+    def __post_init__(self) -> None:
+        _check_choice("BoxMG", "reuse", self.reuse, ("equal", "stale"))
+
+    def inverse(self, A: Matrix) -> Callable[[jax.Array], jax.Array]:
+        raise TypeError(
+            "BoxMG: it works in PCG(preconditioner=BoxMG()) only. Choose Jacobi() or a "
+            "Preconditioner of your own."
+        )
 
 
 def _check_choice(name: str, field: str, value: Any, choices: Any) -> None:

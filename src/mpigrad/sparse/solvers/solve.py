@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from mpigrad.communicator import derivative_slot
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations import _jax_repairs as repairs
+from mpigrad.operations import allreduce
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
 from mpigrad.operations.indexing import take
@@ -22,21 +24,24 @@ from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern
 from mpigrad.sparse.matrix.transpose import transpose_values, transposed
-from mpigrad.sparse.solvers import hypre, pfmg
+from mpigrad.sparse.solvers import boxmg, hypre
 from mpigrad.sparse.solvers.base import INFO, LinearSolver, check_diagonal, check_hashable
+from mpigrad.sparse.solvers.guesses import Guesses, first_guess, next_vectors
 from mpigrad.sparse.solvers.hypre_library import hypre_available
 from mpigrad.sparse.solvers.krylov import matrices
 from mpigrad.sparse.solvers.methods import PCG
 from mpigrad.sparse.solvers.operator_solve import solve_operator
-from mpigrad.sparse.solvers.preconditioners import PFMG, Jacobi, Preconditioner
+from mpigrad.sparse.solvers.preconditioners import PFMG, BoxMG, Jacobi, Preconditioner
 
 __all__ = ["default_solver", "solve"]
 
 
 def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> LinearSolver:
-    """Return `PCG` with multigrid if hypre is available, else with Jacobi's preconditioner.
+    """Return `PCG` with multigrid, or with Jacobi's preconditioner if none can be used.
 
-    The multigrid is `PFMG` for patterns of grid stencils that it takes, else `BoomerAMG`.
+    For patterns of grid stencils it is `BoxMG` on one or two axes, and `PFMG` on three. Other
+    patterns get `BoomerAMG`. Without hypre, grid stencils on three axes get `BoxMG`, and other
+    patterns get Jacobi's preconditioner.
 
     Parameters
     ----------
@@ -51,9 +56,12 @@ def default_solver(rtol: float = 1e-8, pattern: Pattern | None = None) -> Linear
     >>> default_solver(rtol=1e-6).rtol
     1e-06
     """
+    if pattern is not None and pattern.stencil is not None and not boxmg.why_not(pattern):
+        # PFMG is the default on grids with three axes (docs/decisions/0078).
+        if pattern.stencil.grid.ndim < 3 or not hypre_available():
+            return PCG(rtol=rtol, preconditioner=BoxMG())
+        return PCG(rtol=rtol, preconditioner=PFMG())
     if hypre_available():
-        if pattern is not None and not pfmg.why_not(pattern):
-            return PCG(rtol=rtol, preconditioner=PFMG())
         return PCG(rtol=rtol)
     return PCG(rtol=rtol, max_steps=10_000, preconditioner=Jacobi())
 
@@ -86,7 +94,8 @@ def solve(
         have `preconditioner=None`, and the default is GMRES.
     x0
         The first guess, in the shape of b. Default: zeros. No derivative is taken with respect to
-        it: the solution does not depend on it.
+        it: the solution does not depend on it. Or `Guesses`: the solutions of earlier solves, from
+        which the first guess is taken, and those of adjoint solves from earlier adjoint solves.
     throw
         Raise an error on every rank if the solve fails: no convergence, a breakdown, NaN, for
         `PCG` a matrix that is not symmetric positive definite. With `throw=False`, look at
@@ -96,7 +105,8 @@ def solve(
     -------
     A `Solution`: `value` in the shape of b, `result` as an integer array (0 is success), and in
     `stats`, the same on all ranks, `num_steps`, `relative_residual` |b - A x| / |b|, and `setups`,
-    the number of set-ups of the preconditioner so far for this pattern and solver.
+    the number of set-ups of the preconditioner so far for this pattern and solver. `state` has the
+    `Guesses` for the next solve if x0 is of this type, else None.
 
     Raises
     ------
@@ -128,11 +138,13 @@ def solve(
     if callable(A):
         return _solution(*solve_operator(A, b, solver, x0=x0, throw=throw))
     b = jnp.asarray(b)
+    guesses = x0 if isinstance(x0, Guesses) else None
     none = jnp.zeros((0, *b.shape[1:]), b.dtype)
-    x0 = none if x0 is None else jax.lax.stop_gradient(jnp.asarray(x0))
+    plain = x0 is not None and guesses is None
+    x0 = jax.lax.stop_gradient(jnp.asarray(x0)) if plain else none
     if solver is None and isinstance(A, Matrix):
         solver = default_solver(pattern=A.pattern)
-    _check(A, b, b if x0 is none else x0, solver)
+    _check(A, b, x0 if plain else b, solver)
     assert solver is not None
     pattern = A.pattern
     dtype = jnp.promote_types(A.values.dtype, b.dtype)
@@ -141,10 +153,15 @@ def solve(
     def columns(v: jax.Array) -> jax.Array:
         return (v.T if v.ndim == 2 else v[None]).astype(dtype)
 
-    x, info = solve_p.bind(
+    first = columns(x0)
+    if guesses is not None:
+        guesses.check(b, dtype)
+        (vectors,) = jax.tree.leaves(guesses)
+        first = jnp.moveaxis(vectors, 2, 0) if b.ndim == 2 else vectors[None]
+    x, info, after = solve_p.bind(
         A.values[None].astype(dtype),
         columns(b),
-        columns(x0),
+        first,
         jnp.zeros(0, np.finfo(dtype).dtype),
         carrier(),
         pattern=pattern,
@@ -152,10 +169,16 @@ def solve(
         throw=bool(throw),
         site=call_site(),
     )
-    return _solution(x.T, info) if b.ndim == 2 else _solution(x[0], info[0])
+    state = None
+    if guesses is not None:
+        after = jnp.moveaxis(after, 0, 2) if b.ndim == 2 else after[0]
+        state = Guesses.tree_unflatten(None, (after,))
+    if b.ndim == 2:
+        return _solution(x.T, info, state)
+    return _solution(x[0], info[0], state)
 
 
-def _solution(value: Any, info: jax.Array) -> Solution:
+def _solution(value: Any, info: jax.Array, state: Guesses | None) -> Solution:
     return Solution(
         value=value,
         result=info[..., 0].astype("int32"),
@@ -164,6 +187,7 @@ def _solution(value: Any, info: jax.Array) -> Solution:
             "relative_residual": info[..., 2],
             "setups": info[..., 3].astype("int32"),
         },
+        state=state,
     )
 
 
@@ -213,6 +237,8 @@ def _check_solver(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
         check_diagonal(pattern, type(preconditioner).__name__)
     if solver.by_hypre:
         hypre.check(solver, pattern, dtype)
+    elif isinstance(preconditioner, BoxMG):
+        boxmg.check(solver, pattern, dtype)
     elif solver.needs_positive_definite and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"{type(solver).__name__}: it solves real systems, got {np.dtype(dtype).name}. Take "
@@ -221,8 +247,9 @@ def _check_solver(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
     solver.check(pattern, dtype)
 
 
-# ---- the primitive: (values (1 or B, nnz), b, x0, values_id, carrier) -> x, info, with the shapes
-# of krylov.matrices.run ----
+# ---- the primitive: (values (1 or B, nnz), b, x0, values_id, carrier) -> x, info, vectors, with
+# the shapes of krylov.matrices.run. x0 may also be the vectors of guesses, shape (B, 2 k, n_local).
+# Then `vectors` are those for the next solve. Otherwise k = 0 ----
 
 solve_p = Primitive("mpigrad_solve")
 _Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
@@ -230,7 +257,12 @@ _Zero: Any = ad.Zero  # pyright: ignore[reportPrivateImportUsage]
 
 def _shapes(values: Any, b: Any, x0: Any, values_id: Any, a: Any, **_: Any) -> list[ShapedArray]:
     real = np.finfo(b.dtype).dtype
-    return [ShapedArray(b.shape, b.dtype), ShapedArray((b.shape[0], INFO), real)]
+    k = x0.shape[1] if x0.ndim == 3 else 0
+    return [
+        ShapedArray(b.shape, b.dtype),
+        ShapedArray((b.shape[0], INFO), real),
+        ShapedArray((b.shape[0], k, b.shape[1]), b.dtype),
+    ]
 
 
 def _run(
@@ -244,10 +276,20 @@ def _run(
     pattern: Pattern,
     **how: Any,
 ) -> Any:
+    vectors = x0 if x0.ndim == 3 else jnp.zeros((b.shape[0], 0, b.shape[1]), b.dtype)
     with without_carriers():  # differentiation has happened: these messages carry values only
-        if solver.by_hypre:
-            return hypre.run(solver, pattern, values, b, x0, values_id, **how)
-        return matrices.run(solver, pattern, values, b, x0, **how)
+        if x0.ndim == 3:
+            sums = functools.partial(allreduce, comm=pattern.comm)
+            x0 = jnp.stack([first_guess(sums, *each) for each in zip(vectors, b, strict=True)])
+        if isinstance(solver.preconditioner, BoxMG):
+            x, info = boxmg.run(solver, pattern, values, b, x0, values_id, **how)
+        elif solver.by_hypre:
+            x, info = hypre.run(solver, pattern, values, b, x0, values_id, **how)
+        else:
+            x, info = matrices.run(solver, pattern, values, b, x0, **how)
+    if vectors.shape[1] > 0:
+        vectors = jax.vmap(next_vectors)(vectors, x, b, info[:, 0])
+    return x, info, vectors
 
 
 def _local_and_ghost(pattern: Pattern, x: jax.Array, link: Any, site: int) -> jax.Array:
@@ -286,27 +328,30 @@ def _differentiate(
 ) -> tuple[list[Any], tuple[Any, ...], Callable[..., Any]]:
     """Return the primal results, the residuals of the tangent map, and the tangent map."""
     values, b, x0, values_id, a = primals
-    x, info = solve_p.bind(values, b, x0, values_id, a, **params)
+    guessed = x0.ndim == 3
+    x, info, vectors = solve_p.bind(values, b, x0, values_id, a, **params)
     pattern = params["pattern"]
     # The tangent's carrier depends on x, so that it is active on every rank on which x is.
     link = a + opaque_zero(x, CARRIER)
     all_x = _local_and_ghost(pattern, x, link, params["site"])
 
     def tangent(residuals: Any, tangents: Any) -> list[Any]:
-        (values, link, all_x, values_id), (tv, tb, _, _, ta) = residuals, tangents
+        (values, link, all_x, values_id), (tv, tb, tx0, _, ta) = residuals, tangents
         if type(tb) is not _Zero:
             rhs = tb
         elif type(tv) is _Zero:  # inactive here, perhaps active elsewhere: solve all the same
-            rhs = opaque_zero(ta, jax.typeof(x))
+            rhs = opaque_zero(ad.instantiate_zeros(ta), jax.typeof(x))
         else:
             rhs = None
         if type(tv) is not _Zero:
             moved = _product(pattern, tv, all_x)
             rhs = -moved if rhs is None else rhs - moved
-        dx, _ = solve_p.bind(values, rhs, np.zeros((len(x), 0), x.dtype), values_id, link, **params)
-        return [dx, _Zero(compat.tangent_aval(info))]
+        # Tangents have guesses of their own, as have cotangents.
+        first = ad.instantiate_zeros(tx0) if guessed else np.zeros((len(x), 0), x.dtype)
+        dx, _, after = solve_p.bind(values, rhs, first, values_id, link, **params)
+        return [dx, _Zero(compat.tangent_aval(info)), after]
 
-    return [x, info], (values, link, all_x, info[0, -1:]), tangent
+    return [x, info, vectors], (values, link, all_x, info[0, -1:]), tangent
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
@@ -316,14 +361,16 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 def _linearize(is_vjp: Any, nonzeros: Any, *primals: Any, **params: Any) -> Any:
     results, residuals, tangent = _differentiate(primals, params)
-    return results, [True, False], list(residuals), lambda saved, *ts: tangent(saved, ts)
+    return results, [True, False, True], list(residuals), lambda saved, *ts: tangent(saved, ts)
 
 
 def _transpose(
     cotangents: Any, values: Any, b: Any, x0: Any, values_id: Any, a: Any, **params: Any
 ) -> list[Any]:
-    # Linear in b: the adjoint is a solve with the transposed matrix.
-    ct = ad.instantiate_zeros(cotangents[0])
+    # Linear in b: the adjoint is a solve with the transposed matrix. The cotangents of guesses hold
+    # guesses for adjoint solves. They are used on all ranks or on none, as their shapes say.
+    ct, vectors = ad.instantiate_zeros(cotangents[0]), ad.instantiate_zeros(cotangents[2])
+    guessed = vectors.shape[1] > 0
     params = {**params, "site": -abs(params["site"])}
     pattern, solver = params["pattern"], params["solver"]
     if not solver.symmetric:
@@ -331,8 +378,10 @@ def _transpose(
         with set_carrier(a):
             values = transpose_values(pattern, values.T).T
         values_id = values_id[:0]  # the transpose is another matrix
-    back, _ = solve_p.bind(values, ct, x0, values_id, a, **params)
-    return [None, back, None, None, None]
+    first = vectors if guessed else np.zeros((len(ct), 0), ct.dtype)
+    back, _, before = solve_p.bind(values, ct, first, values_id, a, **params)
+    linear = ad.is_undefined_primal
+    return [None, back if linear(b) else None, before if linear(x0) else None, None, None]
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:
@@ -353,9 +402,9 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
         values_id = jnp.moveaxis(values_id, dk, 0)[0]  # one solve for the batch has one
     if da is not None:
         a = jnp.sum(a)
-    b, x0 = (v.reshape(n * inner, -1) for v in (b, x0))
-    x, info = solve_p.bind(values, b, x0, values_id, a, **params)
-    return [x.reshape(n, inner, -1), info.reshape(n, inner, INFO)], [0, 0]
+    b, x0 = (v.reshape(n * inner, *v.shape[2:]) for v in (b, x0))
+    results = solve_p.bind(values, b, x0, values_id, a, **params)
+    return [v.reshape(n, inner, *v.shape[1:]) for v in results], [0, 0, 0]
 
 
 compat.make_effectful(solve_p, _shapes)

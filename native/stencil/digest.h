@@ -9,7 +9,7 @@
 
 #include "processor.h"
 
-namespace mpigrad::hypre {
+namespace mpigrad::stencil {
 
 class Digest {
  public:
@@ -44,4 +44,4 @@ class Digest {
   Lanes lanes_{};
 };
 
-}  // namespace mpigrad::hypre
+}  // namespace mpigrad::stencil

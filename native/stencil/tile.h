@@ -1,9 +1,6 @@
-// A rank's tile of a grid and the entries of a stencil on it. Axes are in hypre's order, the fastest
-// first. Grids with fewer than three axes have one cell along the others.
+// A rank's tile of a grid and the entries of a stencil on it. Axes are numbered from the fastest, as
+// hypre numbers them. Grids with fewer than three axes have one cell along the others.
 #pragma once
-
-#include <HYPRE.h>
-#include <mpi.h>
 
 #include <algorithm>
 #include <cmath>
@@ -11,9 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include "hypre/system.h"
+#include "stencil/digest.h"
+#include "stencil/values.h"
 
-namespace mpigrad::hypre {
+namespace mpigrad::stencil {
 
 constexpr int kAxes = 3;
 
@@ -36,14 +34,14 @@ struct Box {
 };
 
 struct Tile {
-  HYPRE_Int axes;
+  int axes;
   int64_t shape[kAxes];  // of the whole grid
   Box cells;
 };
 
 // All entries of one offset. They link the cells `inside` to the cells that are `step` away.
 struct Entry {
-  HYPRE_Int step[kAxes];
+  int step[kAxes];
   bool given;     // true: the pattern's values from `start` on, false: zeros
   Box inside;     // the tile's cells whose neighbour at this step is in the grid
   int64_t start;
@@ -51,7 +49,7 @@ struct Entry {
   Entry(const Tile& tile, const int64_t* along, bool is_given, int64_t from)
       : given(is_given), start(from) {
     for (int a = 0; a < kAxes; ++a) {
-      step[a] = static_cast<HYPRE_Int>(along[a]);
+      step[a] = static_cast<int>(along[a]);
       inside.lower[a] = std::max(tile.cells.lower[a], -along[a]);
       inside.upper[a] = std::min(tile.cells.upper[a], tile.shape[a] - along[a]);
     }
@@ -86,7 +84,7 @@ class Asymmetry {
   void begin(const double* values) {
     values_ = values;
     diagonal_ = values + diagonal_start_;
-    std::fill_n(sums_, 3, 0.0);
+    std::fill_n(sums_, kSums, 0.0);
   }
   // The entries of one line of cells, and their opposites in lines before it.
   void compare(int64_t j, int64_t k) {
@@ -98,10 +96,10 @@ class Asymmetry {
     }
   }
 
-  // Collective.
-  bool none(MPI_Comm comm) const {
-    double all[3] = {0, 0, 0};
-    MPI_Allreduce(sums_, all, 3, MPI_DOUBLE, MPI_SUM, comm);
+  // Three numbers, and whether there is no asymmetry if they are the sums of those of all ranks.
+  static constexpr int kSums = 3;
+  const double* sums() const { return sums_; }
+  static bool none(const double* all) {
     return all[0] == 0 && std::abs(all[1]) <= kTolerance * all[2];
   }
 
@@ -162,7 +160,26 @@ class Asymmetry {
   int64_t diagonal_start_ = 0;
   const double *values_ = nullptr, *diagonal_ = nullptr;
   int pair_ = 0;
-  double sums_[3] = {0, 0, 0};  // pairs that differ, the weighted sum, the sum of absolute values
+  double sums_[kSums] = {0, 0, 0};  // pairs that differ, the weighted sum, the sum of absolute values
 };
 
-}  // namespace mpigrad::hypre
+// One pass for all checks of the values, line by line, while they are in the cache.
+inline void examine(const Tile& tile, const std::vector<Entry>& entries, const double* values,
+                    Digest& digest, bool& bad, Asymmetry* asymmetry) {
+  if (asymmetry) asymmetry->begin(values);
+  const Box& cells = tile.cells;
+  for (int64_t k = cells.lower[2]; k < cells.upper[2]; ++k) {
+    for (int64_t j = cells.lower[1]; j < cells.upper[1]; ++j) {
+      for (const Entry& e : entries) {
+        const Box& box = e.inside;
+        if (!e.given || !box.has_line(j, k) || !box.line()) continue;
+        const double* line = values + e.start + box.position(box.lower[0], j, k);
+        digest.add(line, box.line());
+        bad |= !all_finite(line, box.line());
+      }
+      if (asymmetry) asymmetry->compare(j, k);
+    }
+  }
+}
+
+}  // namespace mpigrad::stencil

@@ -1,0 +1,151 @@
+"""Solves on grids by mpigrad's own multigrid, and the data that it keeps for one pattern."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+
+from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations._jax_compat import Primitive, ShapedArray
+from mpigrad.operations.native_targets import register_target
+from mpigrad.sparse.matrix.pattern import Pattern
+from mpigrad.sparse.solvers import pfmg
+from mpigrad.sparse.solvers.base import INFO, LinearSolver
+from mpigrad.sparse.solvers.methods import PCG
+from mpigrad.sparse.solvers.multigrid_library import library
+from mpigrad.sparse.solvers.preconditioners import BoxMG
+
+__all__ = ["check", "run", "why_not"]
+
+
+def why_not(pattern: Pattern) -> str:
+    """Return why BoxMG cannot take a pattern, or an empty string if it can."""
+    return pfmg.why_not(pattern).replace("PFMG", "BoxMG")
+
+
+def check(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
+    """Raise an error, the same on every rank, if BoxMG cannot solve such a system."""
+    name = type(solver).__name__
+    if type(solver).iterate is not PCG.iterate:
+        raise TypeError(
+            f"{name}: BoxMG works in PCG only, for symmetric positive definite matrices. Solve "
+            f"with PCG(preconditioner=BoxMG()), or with {name}(preconditioner=PFMG())."
+        )
+    if dtype != np.float64:
+        raise TypeError(
+            f"{name}: BoxMG solves in float64, got {np.dtype(dtype).name}. Set "
+            'jax.config.update("jax_enable_x64", True) before making arrays, '
+            "or solve with preconditioner=Jacobi()."
+        )
+    problem = why_not(pattern)
+    if problem:
+        raise ValueError(
+            f"{name}: BoxMG cannot take this pattern: {problem}, or solve with "
+            "preconditioner=BoomerAMG()."
+        )
+
+
+def run(
+    solver: LinearSolver,
+    pattern: Pattern,
+    values: jax.Array,
+    b: jax.Array,
+    x0: jax.Array,
+    values_id: jax.Array,
+    *,
+    throw: bool,
+    site: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Solve for each right-hand side in turn, with the arguments of `hypre.run`."""
+    preconditioner = solver.preconditioner
+    assert isinstance(preconditioner, BoxMG)
+    x, info = _solve_primitive().bind(
+        values,
+        b,
+        x0,
+        values_id,
+        system=_system(pattern, preconditioner),
+        site=site,
+        rtol=float(solver.rtol),
+        max_steps=int(solver.max_steps),
+        throws=bool(throw),
+        name=f"{type(solver).__name__} with BoxMG",
+    )
+    return x, info
+
+
+class _System:
+    """A handle of a system in the native library, which is freed with this object."""
+
+    def __init__(self, pattern: Pattern, preconditioner: BoxMG) -> None:
+        assert pattern.stencil is not None
+        grid, offsets = pattern.stencil.grid, pattern.stencil.offsets
+        # A link without an opposite one is not symmetric: the opposite one is zero.
+        zero = [o for o in (tuple(-s for s in offset) for offset in offsets) if o not in offsets]
+        dims = _fastest_first(grid.dims, 1)
+        starts = [grid.starts(axis) for axis in reversed(range(grid.ndim))]
+        starts += [np.array([0, 1], np.int64)] * (3 - grid.ndim)
+        arrays = [
+            _fastest_first(grid.shape, 1),
+            _fastest_first([part.start for part in grid.slices], 0),
+            _fastest_first([part.stop for part in grid.slices], 1),
+            dims,
+            np.concatenate(starts).astype(np.int64),
+            np.concatenate([_fastest_first(offset, 0) for offset in (*offsets, *zero)]),
+        ]
+        shape, lower, upper, tiles, begins, steps = (ctypes.c_void_p(a.ctypes.data) for a in arrays)
+        self.id = library().mpigrad_multigrid_create(
+            ctypes.c_int64(pattern.comm.slot),
+            ctypes.c_int(grid.ndim),
+            shape,
+            lower,
+            upper,
+            tiles,
+            begins,
+            ctypes.c_int64(len(offsets)),
+            ctypes.c_int64(len(zero)),
+            steps,
+            ctypes.c_int(preconditioner.reuse == "stale"),
+        )
+        destroy = library().mpigrad_multigrid_destroy
+        weakref.finalize(self, destroy, ctypes.c_int64(self.id)).atexit = False
+
+
+def _fastest_first(numbers: Any, fill: int) -> np.ndarray:
+    """Return one entry for each of three axes, the last axis first, with `fill` for absent axes."""
+    return np.array([*reversed(numbers), *[fill] * (3 - len(numbers))], np.int64)
+
+
+def _system(pattern: Pattern, preconditioner: BoxMG) -> _System:
+    systems = pattern.solver_systems
+    if preconditioner not in systems:
+        systems[preconditioner] = _System(pattern, preconditioner)
+    return systems[preconditioner]
+
+
+@functools.cache
+def _solve_primitive() -> Primitive:
+    """Make the primitive (values, b, x0, values_id) -> (x, info). `solve` has the derivatives."""
+    primitive = Primitive("mpigrad_multigrid_solve")
+    target = register_target("mpigrad_multigrid_solve", library())
+
+    def shapes(values: Any, b: Any, x0: Any, values_id: Any, **_: Any) -> list[ShapedArray]:
+        return [b, ShapedArray((b.shape[0], INFO), b.dtype)]
+
+    def attributes(avals: Any, params: dict[str, Any]) -> dict[str, Any]:
+        return {**params, "system": params["system"].id}
+
+    call = compat.lowering(target, 4, attributes=attributes)
+
+    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+        ctx.module_context.add_keepalive(params["system"])  # the program may outlive the pattern
+        return call(ctx, *operands, **params)
+
+    compat.make_effectful(primitive, shapes)
+    compat.register_lowering(primitive, lower)
+    return primitive

@@ -1,0 +1,128 @@
+"""Stored programs: any rank and job may read and write them, and a wrong one is never used."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import pytest
+
+from launching import mpigrad
+from mpigrad.launch import program_cache
+from mpigrad.launch.program_cache import ProgramCache, store_programs
+
+PROGRAM = """
+import sys
+import jax, jax.numpy as jnp
+jax.config.update("jax_enable_x64", True)
+import mpigrad as mg
+from mpigrad import sparse
+from mpigrad.launch.program_cache import store_programs
+
+found = []
+jax.monitoring.register_event_listener(lambda name, **_: found.append(name))
+directory = store_programs(2)
+comm = mg.default_communicator()
+grid = mg.Grid((6, 6), (1.0, 1.0))
+pattern = sparse.Pattern.from_stencil(grid, [(0, 0), (1, 0), (-1, 0)])
+
+def share(x):
+    padded = mg.halo_exchange(x, grid, width=1, boundary="edge")[1:-1, 1:-1]
+    a = sparse.Matrix.assemble(pattern, [padded + float(sys.argv[1]), x, x])
+    return jnp.sum(jnp.tanh(a @ x.ravel()) ** 2)
+
+x = jnp.full(grid.local_shape, 0.3 + comm.rank)
+value, gradient = mg.jit(mg.value_and_grad(share, loss="share"))(x)
+text = comm.mpi.gather((value.item().hex(), [g.hex() for g in gradient.ravel().tolist()]))
+hits = comm.mpi.gather(sum(name.endswith("/cache_hits") for name in found))
+misses = comm.mpi.gather(sum(name.endswith("/cache_misses") for name in found))
+if comm.rank == 0:
+    print(text)
+    print(hits, misses, directory is not None)
+"""
+
+
+@pytest.mark.ranks(1)
+def test_stored_programs_are_read_whole_or_not_at_all(tmp_path):
+    cache = ProgramCache(tmp_path / "kind")
+    assert cache.get("a") is None
+    cache.put("a", b"program" * 100)
+    assert cache.get("a") == b"program" * 100
+    assert cache.get("b") is None
+    (file,) = (tmp_path / "kind").iterdir()
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], b"", whole[:40], whole[:50] + b"?" + whole[51:]):
+        file.write_bytes(damaged)
+        assert cache.get("a") is None
+        assert not file.exists()
+        cache.put("a", b"new")  # it heals
+        assert cache.get("a") == b"new"
+
+
+@pytest.mark.ranks(1)
+def test_a_full_or_unwritable_disk_is_no_error(tmp_path, monkeypatch):
+    cache = ProgramCache(tmp_path / "kind")
+
+    def full(self, content):
+        with open(self, "wb") as file:
+            file.write(content[:10])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "write_bytes", full)
+        cache.put("a", b"program")
+    assert list((tmp_path / "kind").iterdir()) == []
+    cache.put("a", b"program")  # nothing more is written
+    assert cache.get("a") is None
+    (tmp_path / "file").write_text("")
+    ProgramCache(tmp_path / "file" / "kind").put("a", b"program")
+
+
+@pytest.mark.ranks(1)
+def test_programs_that_are_not_used_are_removed(tmp_path, monkeypatch):
+    cache = ProgramCache(tmp_path / "kind")
+    for place, key in enumerate("abc"):
+        cache.put(key, bytes(1000))
+        os.utime(cache._file(key), (1e9 + place, 1e9 + place))
+    assert cache.get("a") is not None  # used just now
+    monkeypatch.setattr(program_cache, "_MOST_BYTES", 2500)
+    ProgramCache(tmp_path / "other").put("d", bytes(1000))
+    assert [cache.get(key) is not None for key in "abc"] == [True, False, True]
+
+
+@pytest.mark.ranks(1)
+def test_a_directory_that_others_may_write_to_is_not_used(tmp_path, monkeypatch):
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    for choice in (str(open_to_all), "off", str(tmp_path / "file" / "x")):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("MPIGRAD_PROGRAMS", choice)
+        assert store_programs(2) is None
+    monkeypatch.setenv("MPIGRAD_PROGRAMS", str(tmp_path / "own"))
+    assert store_programs(1000) is None
+
+
+@pytest.mark.launcher
+def test_stored_programs_give_the_same_bits(tmp_path):
+    program, store = tmp_path / "program.py", tmp_path / "store"
+    program.write_text(PROGRAM)
+
+    def run(shift: str) -> tuple[str, str]:
+        done = mpigrad("launch", "-n", 2, program, shift, MPIGRAD_PROGRAMS=str(store))
+        assert done.returncode == 0 and "rror" not in done.stderr, done.stderr
+        values, counts = done.stdout.splitlines()
+        return values, counts
+
+    first, counts = run("1.0")  # a rank may already find small programs of the other one
+    assert counts.endswith("True") and not counts.endswith("[0, 0] True"), counts
+    again, counts = run("1.0")
+    assert again == first
+    assert counts.endswith("[0, 0] True") and not counts.startswith("[0, 0]"), counts
+    for file in store.glob("*/*"):
+        file.write_bytes(file.read_bytes()[:-3])
+    damaged, counts = run("1.0")
+    assert damaged == first
+    assert not counts.endswith("[0, 0] True"), counts
+    other, _ = run("1.5")  # a changed program is another one
+    assert other != first
