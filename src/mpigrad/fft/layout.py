@@ -140,7 +140,7 @@ class Layout:
         lengths = (self.grid.shape[a] * self.grid.spacing[a] for a in self.axes)
         period = {"complex": 2 * math.pi, "real": 2 * math.pi, "cosine": math.pi, "sine": math.pi}
         return tuple(
-            modes * (period[kind] / length)
+            np.asarray(modes * (period[kind] / length), np.float64)
             for modes, kind, length in zip(self.modes(), self.kinds, lengths, strict=True)
         )
 
@@ -184,7 +184,7 @@ def _checked_kinds(
         raise ValueError(
             f'fft: kinds must be "fft", "dct" or "dst" for each of {len(axes)} axes, got {kinds!r}.'
         )
-    found = [KINDS[name] for name in names]
+    found: list[Kind] = [KINDS[name] for name in names]
     if real:
         if "complex" not in found:
             raise ValueError(

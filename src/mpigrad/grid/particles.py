@@ -7,12 +7,53 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, check_rank, resolve
+from mpigrad.grid.grid import Grid
 from mpigrad.operations.checks import require
+from mpigrad.operations.collectives import allreduce
 from mpigrad.operations.neighborhood import exchange_with_neighbors
 
-__all__ = ["exchange_particles"]
+__all__ = ["exchange_particles", "rank_at_position"]
+
+
+def rank_at_position(x: Any, grid: Grid) -> jax.Array:
+    """Return the rank whose tile contains each position.
+
+    Parameters
+    ----------
+    x
+        Positions of shape (..., axes), in the unit of length of `grid.spacing`. Outside the grid
+        periodic axes go on, and along other axes the nearest tile has them.
+    grid
+        The grid.
+
+    Returns
+    -------
+    jax.Array
+        Integers of shape (...).
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad.grid import Grid, rank_at_position
+    >>> rank_at_position(jnp.array([[0.1, 0.2], [0.9, 0.4]]), Grid((4, 4), (0.25, 0.25)))
+    Array([0, 0], dtype=int32)
+    """
+    x = jax.lax.stop_gradient(jnp.asarray(x))
+    if x.shape[-1:] != (grid.ndim,):
+        raise ValueError(
+            f"rank_at_position: x must have the shape (..., {grid.ndim}), the grid's axes last, "
+            f"got {x.shape} on rank {grid.comm.rank}. Give the coordinates of each position."
+        )
+    rank = jnp.zeros(x.shape[:-1], int)
+    for axis, (n, h) in enumerate(zip(grid.shape, grid.spacing, strict=True)):
+        cell = jnp.floor(x[..., axis] / h)
+        cell = cell % n if grid.periodic[axis] else cell
+        tile = sum((cell >= start for start in grid.starts(axis)[1:-1]), jnp.zeros_like(rank))
+        rank = rank * grid.dims[axis] + tile
+    return rank
 
 
 def exchange_particles(
@@ -75,7 +116,8 @@ def exchange_particles(
     stays = alive & (owner == comm.rank)
     goes = alive & ~stays
     # Where each particle lies in the messages: partner after partner, `most` places each.
-    place = jnp.full(n, len(ranks) * most)
+    places = max(len(ranks), 1) * most
+    place = jnp.full(n, places)
     largest = jnp.zeros((), int)
     known = stays
     for i, rank in enumerate(ranks):
@@ -84,23 +126,11 @@ def exchange_particles(
         place = jnp.where(these & (number < most), i * most + number, place)
         largest = jnp.maximum(largest, jnp.sum(these))
         known = known | these
-    require(
-        ~jnp.any(alive & ~known),
-        "exchange_particles: every particle must stay or go to a partner, got one that goes to "
-        "another rank. Name all partners, or take a smaller time step.",
-        comm=comm,
-    )
-    require(
-        largest <= most,
-        f"exchange_particles: at most {most} particles may go to one rank, got {{}}. Raise most.",
-        largest,
-        comm=comm,
-    )
     outgoing = [
-        jnp.zeros((len(ranks) * most, *x.shape[1:]), x.dtype).at[place].set(x, mode="drop")
-        for x in leaves
+        jnp.zeros((places, *x.shape[1:]), x.dtype).at[place].set(x, mode="drop") for x in leaves
     ]
-    full = jnp.zeros(len(ranks) * most, bool).at[place].set(goes, mode="drop")
+    full = jnp.zeros(places, bool).at[place].set(goes, mode="drop")
+    incoming, arrives = outgoing, full  # both empty, if there are no partners
     if ranks:
         *incoming, arrives = exchange_with_neighbors(
             "exchange_particles",
@@ -110,15 +140,36 @@ def exchange_particles(
             [most] * len(ranks),
             comm,
         )
-    else:
-        incoming, arrives = outgoing, full
-    room, needed = n - jnp.sum(stays), jnp.sum(arrives)
+    # One small sum, so that all ranks end together.
+    lost, largest, lacking = allreduce(
+        jnp.stack(
+            [
+                jnp.sum(alive & ~known),
+                largest,
+                jnp.sum(arrives) - (n - jnp.sum(stays)),
+            ]
+        ),
+        MPI.MAX,
+        comm,
+    )
     require(
-        needed <= room,
-        f"exchange_particles: a rank has room for {n} particles, got {{}} that arrive and {{}} free "
-        "places. Make the arrays longer.",
-        needed,
-        room,
+        lost == 0,
+        "exchange_particles: every particle must stay or go to a partner, got {} on one rank that "
+        "go to others. Name all partners, or take a smaller time step.",
+        lost,
+        comm=comm,
+    )
+    require(
+        largest <= most,
+        f"exchange_particles: at most {most} particles may go to one rank, got {{}}. Raise most.",
+        largest,
+        comm=comm,
+    )
+    require(
+        lacking <= 0,
+        f"exchange_particles: a rank has room for {n} particles, got {{}} more. Make the arrays "
+        "longer.",
+        lacking,
         comm=comm,
     )
     free = jnp.argsort(stays)  # stable: the free places come first
