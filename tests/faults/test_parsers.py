@@ -180,7 +180,7 @@ def test_a_file_that_crashes_its_reader(tmp_path: pathlib.Path) -> None:
     content = bytearray((tmp_path / "m.mat").read_bytes())
     content[0xB0:0xB2] = b"\x09\x9a"  # the type of the first matrix's numbers
     (tmp_path / "m.mat").write_bytes(content)
-    with pytest.raises(ValueError, match=r"m\.mat.*damaged"):
+    with pytest.raises(ValueError, match=r"m\.mat.*(damaged|cannot be read)"):
         read_model(tmp_path / "m.mat")
 
 

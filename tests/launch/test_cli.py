@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import signal
 import time
@@ -37,7 +36,7 @@ def test_help_of_an_application_lists_its_settings() -> None:
 def test_ctrl_c_before_the_ranks_start_prints_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "application_names", lambda: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(cli, "application_names", lambda: signal.raise_signal(signal.SIGINT))
     monkeypatch.setattr("sys.argv", ["mpigrad", "run", "heat"])
     assert cli.main() == 130
     assert capsys.readouterr() == ("", "mpigrad: SIGINT: no rank was started\n")
