@@ -27,6 +27,7 @@ PROGRAMS = sorted((HERE.parent / "examples").glob("*.py"))
 REFERENCE = {
     "mpigrad": "Operations, transformations and grids",
     "mpigrad.grid": "Grids",
+    "mpigrad.fft": "Fourier transforms",
     "mpigrad.io": "Files of fields",
     "mpigrad.loops": "Time loops",
     "mpigrad.sparse": "Sparse matrices and solvers",

@@ -25,7 +25,7 @@ FLOORS = (
     ("communicator",),
     ("collective_errors", "operations", "profiling"),
     ("autodiff", "grid", "loops", "sharding"),
-    ("checkpoint", "jobs", "sparse", "torch", "waves"),
+    ("checkpoint", "fft", "jobs", "sparse", "torch", "waves"),
     ("io", "optimize", "training"),
     ("_start",),
     ("__init__",),

@@ -92,3 +92,15 @@ def test_values_of_other_shapes_are_not_replicated() -> None:
     assert [float(x) for x in _verdict(flags)] == [0, 2, 2, jnp.inf]
     assert [float(x) for x in _verdict(flags[jnp.array([0, 1, 3])])] == [0, 1, 2, 0.5]
     assert bool(_verdict(flags[:2])[0])
+
+
+def test_dot_test_of_maps_between_real_and_complex_arrays():
+    mg.dot_test(lambda x: mg.allreduce(x * (1 + 2j)), jnp.arange(3.0))
+    mg.dot_test(lambda z: mg.allreduce(z.imag) + jnp.conj(z), jnp.arange(3.0) + 1j)
+    with pytest.raises(AssertionError, match="must be equal"):
+        mg.dot_test(wrongly_transposed, jnp.arange(3.0) + 1j)
+
+
+def wrongly_transposed(z: Any) -> Any:
+    times, divide = (lambda _, v: 1j * v), (lambda _, v: -1j * v)
+    return jax.custom_derivatives.linear_call(times, divide, (), z)

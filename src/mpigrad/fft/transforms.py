@@ -1,0 +1,353 @@
+"""Fourier transforms of a grid's fields, with the names and norms of `jax.numpy.fft`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from mpigrad.fft import local
+from mpigrad.fft.layout import Layout
+from mpigrad.fft.plan import Exchange, Reorder, Transform
+from mpigrad.fft.redistribution import redistribute
+from mpigrad.grid.grid import Grid
+
+__all__ = [
+    "Norm", "dctn", "dstn", "fft", "fftn", "forward", "idctn", "idstn", "ifft", "ifftn", "inverse",
+    "irfft", "irfftn", "rfft", "rfftn",
+]  # fmt: skip
+
+Norm = Literal["backward", "ortho", "forward"]
+
+
+def forward(u: Any, layout: Layout, norm: Norm | None = None) -> Any:
+    """Transform fields to the spectrum of `layout`.
+
+    Parameters
+    ----------
+    u
+        This rank's tile of a field, of shape (lx, ly, *rest) on a grid with two axes, or a pytree
+        of fields. They travel together: the number of messages does not depend on their number.
+    layout
+        The layout of the spectrum.
+    norm
+        As in `jax.numpy.fft`: "backward" (default), "ortho" or "forward". Between walls there is
+        only the first.
+
+    Returns
+    -------
+    Any
+        This rank's part of the spectra, each of shape (*layout.local_shape, *rest).
+
+    Raises
+    ------
+    TypeError, ValueError
+        On its own rank: if the shape is not that of the tile, the dtype has no transform, or
+        `norm` is unknown.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import fft
+    >>> from mpigrad.grid import Grid
+    >>> layout = fft.Layout.of(Grid((4, 4), (1.0, 1.0)), kinds=("fft", "dct"), real=True)
+    >>> fft.forward(jnp.ones((4, 4)), layout).shape
+    (3, 4)
+    """
+    factor = _factor(layout, norm, {"backward": 0.0, "ortho": -0.5, "forward": -1.0})
+
+    def run(x: Any) -> Any:
+        for step in layout.plan.steps:
+            x = _forward_step(x, step, layout)
+        return x if factor is None else x * factor
+
+    shape = layout.grid.local_shape
+    return _on_fields(u, layout, shape, "forward", not layout.real, run)
+
+
+def inverse(spectrum: Any, layout: Layout, norm: Norm | None = None) -> Any:
+    """Transform spectra back to fields: the inverse of `forward`.
+
+    Parameters
+    ----------
+    spectrum
+        This rank's part of a spectrum, of shape (*layout.local_shape, *rest), or a pytree of
+        spectra.
+    layout, norm
+        As for `forward`.
+
+    Returns
+    -------
+    Any
+        This rank's tile of the fields, each of shape (lx, ly, *rest).
+
+    Raises
+    ------
+    TypeError, ValueError
+        On its own rank: if the shape is not that of the part, the dtype has no transform, or `norm`
+        is unknown.
+    """
+    factor = _factor(layout, norm, {"backward": 0.0, "ortho": 0.5, "forward": 1.0})
+
+    def run(x: Any) -> Any:
+        for step in reversed(layout.plan.steps):
+            x = _inverse_step(x, step, layout)
+        return x if factor is None else x * factor
+
+    return _on_fields(spectrum, layout, layout.local_shape, "inverse", True, run)
+
+
+# ---- the steps, on arrays whose first axis is a batch ----
+
+
+def _forward_step(x: Any, step: Any, layout: Layout) -> Any:
+    match step:
+        case Transform("complex", axes):
+            return local.fft(jnp.asarray(x, _complex(x)), len(axes))
+        case Transform("real", axes):
+            return local.rfft(x, len(axes))
+        case Transform("cosine"):
+            return local.dct(x)
+        case Transform("sine"):
+            return local.dst(x)
+    return _move(x, step, layout, back=False)
+
+
+def _inverse_step(x: Any, step: Any, layout: Layout) -> Any:
+    match step:
+        case Transform("complex", axes):
+            return local.ifft(jnp.asarray(x, _complex(x)), len(axes))
+        case Transform("real", axes, n):
+            return local.irfft(jnp.asarray(x, _complex(x)), len(axes), n)
+        case Transform("cosine"):
+            return local.idct(x)
+        case Transform("sine"):
+            return local.idst(x)
+    return _move(x, step, layout, back=True)
+
+
+def _move(x: Any, step: Exchange | Reorder, layout: Layout, *, back: bool) -> Any:
+    before, after = step.order[::-1] if back else step.order
+    order = tuple(before.index(a) for a in after)
+    if isinstance(step, Reorder):
+        return jnp.transpose(x, (0, *(i + 1 for i in order)))
+    comm, rank = layout.grid.comm, layout.grid.comm.rank
+    old, new = step.division, step.division.moved(step.gather, step.split)
+    ranks = old.group(rank, step.gather)
+    gathered = tuple(old.local_shape(r)[step.gather] for r in ranks)
+    divided = tuple(new.local_shape(r)[step.split] for r in ranks)
+    whole, parts, sizes = step.gather, divided, gathered
+    split = step.split
+    if back:
+        whole, split, sizes, parts = split, whole, divided, gathered
+    return redistribute(
+        x,
+        old.communicator(comm, step.gather),
+        gather=before.index(whole),
+        sizes=sizes,
+        split=before.index(split),
+        parts=parts,
+        order=order,
+    )
+
+
+# ---- arguments ----
+
+
+def _complex(x: Any) -> Any:
+    return jnp.result_type(x, jnp.complex64)
+
+
+def _factor(layout: Layout, norm: Norm | None, powers: dict[str, float]) -> float | None:
+    name = norm or "backward"
+    if name not in powers:
+        raise ValueError(f'fft: norm must be "backward", "ortho" or "forward", got {norm!r}.')
+    if name != "backward" and {"cosine", "sine"} & set(layout.kinds):
+        raise ValueError(
+            f'fft: transforms between walls have the norm "backward" only, got {norm!r}. Leave '
+            "norm out and scale the result."
+        )
+    return None if powers[name] == 0 else layout.scale ** powers[name]
+
+
+def _on_fields(
+    tree: Any,
+    layout: Layout,
+    shape: tuple[int, ...],
+    name: str,
+    takes_complex: bool,
+    run: Callable[[Any], Any],
+) -> Any:
+    """Apply `run` to the fields of each dtype together, with all of them as a batch."""
+    leaves, structure = jax.tree.flatten(tree)
+    fields = [_checked(x, layout, shape, name, takes_complex) for x in leaves]
+    results: list[Any] = [None] * len(fields)
+    axes = len(shape)
+    for dtype in dict.fromkeys(x.dtype for x in fields):
+        members = [i for i, x in enumerate(fields) if x.dtype == dtype]
+        batches = [_as_batch(fields[i], axes) for i in members]
+        y = run(batches[0] if len(batches) == 1 else jnp.concatenate(batches))
+        start = 0
+        for i, batch in zip(members, batches, strict=True):
+            part = y[start : start + batch.shape[0]]
+            start += batch.shape[0]
+            rest = fields[i].shape[axes:]
+            lead = tuple(range(len(rest)))
+            results[i] = jnp.moveaxis(
+                part.reshape(*rest, *part.shape[1:]), lead, tuple(axes + k for k in lead)
+            )
+    return jax.tree.unflatten(structure, results)
+
+
+def _as_batch(x: Any, axes: int) -> Any:
+    rest = tuple(range(axes, x.ndim))
+    moved = jnp.moveaxis(x, rest, tuple(range(len(rest))))
+    return moved.reshape(math.prod(x.shape[axes:]), *x.shape[:axes])
+
+
+def _checked(x: Any, layout: Layout, shape: tuple[int, ...], name: str, takes_complex: bool) -> Any:
+    x = jnp.asarray(x)
+    rank = layout.grid.comm.rank
+    if x.shape[: len(shape)] != shape:
+        of = "the tile" if name == "forward" else "this rank's part of the spectrum"
+        raise ValueError(
+            f"fft.{name}: the first axes of a field must be those of {of}, {shape}, got shape "
+            f"{x.shape} on rank {rank}. Give this rank's part in the layout {layout!r}."
+        )
+    if x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer):
+        x = x.astype(jnp.result_type(float))
+    if x.dtype.name not in ("float32", "float64", "complex64", "complex128"):
+        raise TypeError(
+            f"fft.{name}: transforms are for float32, float64, complex64 and complex128, got "
+            f"{x.dtype} on rank {rank}. Convert the field first, for example "
+            'x.astype("float32").'
+        )
+    if jnp.iscomplexobj(x) and not takes_complex:
+        raise TypeError(
+            f"fft.{name}: a real transform takes real fields, got {x.dtype} on rank {rank}. Use "
+            "the complex transform, or take the real part."
+        )
+    return x
+
+
+# ---- the names of jax.numpy.fft ----
+
+
+def fftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | None = None) -> Any:
+    """Transform fields on a grid, as `jax.numpy.fft.fftn` transforms whole arrays.
+
+    Parameters
+    ----------
+    a
+        This rank's tile of a field, of shape (lx, ly, *rest) on a grid with two axes, real or
+        complex, or a pytree of fields. They travel together.
+    grid
+        The grid.
+    axes
+        The axes of the grid that are transformed. Default: all.
+    norm
+        "backward" (default), "ortho" or "forward".
+
+    Returns
+    -------
+    Any
+        This rank's part of the spectra in the layout `Layout(grid, axes=axes)`, with its trailing
+        axes.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `forward`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import fft
+    >>> from mpigrad.grid import Grid
+    >>> grid = Grid((4, 4), spacing=(1.0, 1.0), periodic=True)
+    >>> fft.fftn(jnp.ones(grid.local_shape), grid)[0, 0]
+    Array(16.+0.j, dtype=complex64)
+    """
+    return forward(a, Layout.of(grid, axes=axes), norm)
+
+
+def ifftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | None = None) -> Any:
+    """Return the inverse of `fftn`: complex fields on the tiles of `grid`."""
+    return inverse(a, Layout.of(grid, axes=axes), norm)
+
+
+def rfftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | None = None) -> Any:
+    """Transform real fields on a grid, as `jax.numpy.fft.rfftn`: half the spectrum.
+
+    The parameters are those of `fftn`. The layout is `Layout(grid, real=True, axes=axes)`, which
+    has n // 2 + 1 entries along the last of `axes`.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import fft
+    >>> from mpigrad.grid import Grid
+    >>> grid = Grid((4, 6), spacing=(1.0, 1.0), periodic=True)
+    >>> fft.rfftn(jnp.ones(grid.local_shape), grid).shape
+    (4, 4)
+    """
+    return forward(a, Layout.of(grid, real=True, axes=axes), norm)
+
+
+def irfftn(a: Any, grid: Grid, axes: Sequence[int] | None = None, norm: Norm | None = None) -> Any:
+    """Return the inverse of `rfftn`: real fields on the tiles of `grid`."""
+    return inverse(a, Layout.of(grid, real=True, axes=axes), norm)
+
+
+def fft(a: Any, grid: Grid, axis: int = -1, norm: Norm | None = None) -> Any:
+    """Transform fields along one axis of a grid: `fftn` with axes=(axis,)."""
+    return fftn(a, grid, (axis,), norm)
+
+
+def ifft(a: Any, grid: Grid, axis: int = -1, norm: Norm | None = None) -> Any:
+    """Return the inverse of `fft`."""
+    return ifftn(a, grid, (axis,), norm)
+
+
+def rfft(a: Any, grid: Grid, axis: int = -1, norm: Norm | None = None) -> Any:
+    """Transform real fields along one axis of a grid: `rfftn` with axes=(axis,)."""
+    return rfftn(a, grid, (axis,), norm)
+
+
+def irfft(a: Any, grid: Grid, axis: int = -1, norm: Norm | None = None) -> Any:
+    """Return the inverse of `rfft`."""
+    return irfftn(a, grid, (axis,), norm)
+
+
+# ---- between walls ----
+
+
+def dctn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
+    """Return the cosine transform of type II: fields with no flux through the walls.
+
+    The parameters are those of `fftn`, the convention is that of `scipy.fft.dctn`, and the layout
+    is `Layout(grid, axes=axes, kinds="dct")`.
+    """
+    return forward(a, Layout.of(grid, axes=axes, kinds="dct"))
+
+
+def idctn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
+    """Return the inverse of `dctn`."""
+    return inverse(a, Layout.of(grid, axes=axes, kinds="dct"))
+
+
+def dstn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
+    """Return the sine transform of type II: fields that are zero at the walls.
+
+    The parameters are those of `fftn`, the convention is that of `scipy.fft.dstn`, and the layout
+    is `Layout(grid, axes=axes, kinds="dst")`.
+    """
+    return forward(a, Layout.of(grid, axes=axes, kinds="dst"))
+
+
+def idstn(a: Any, grid: Grid, axes: Sequence[int] | None = None) -> Any:
+    """Return the inverse of `dstn`."""
+    return inverse(a, Layout.of(grid, axes=axes, kinds="dst"))
