@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def real(self) -> bool:
-        """Whether the fields are real and their spectrum is complex."""
+        """True if the fields are real and their spectrum is complex."""
         return "real" in self.kinds
 
     @property

@@ -144,7 +144,7 @@ def dealias(spectrum: Any, layout: Layout) -> Any:
 
 
 def _is_highest(layout: Layout, i: int, modes: NDArray[Any]) -> NDArray[Any]:
-    """Whether a mode is the highest of an even number of cells, which has no sign."""
+    """Return True for the highest mode of an even number of cells, which has no sign."""
     return 2 * np.abs(modes) == layout.grid.shape[layout.axes[i]]
 
 
