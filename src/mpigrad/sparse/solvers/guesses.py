@@ -152,7 +152,7 @@ def first_guess(
         The solutions and then their right-hand sides, the last ones first, shape (2 k, n).
     """
     # Successive right-hand sides are almost parallel. Their differences are far less so.
-    pairs = vectors.reshape(2, -1, len(b))
+    pairs = vectors.reshape(2, len(vectors) // 2, len(b))
     solutions, sides = jnp.concatenate([pairs[:, :1], pairs[:, 1:] - pairs[:, :-1]], axis=1)
     gram = sums(sides.conj() @ jnp.concatenate([sides, b[None]]).T)
     gram, target = gram[:, :-1], gram[:, -1]
@@ -172,7 +172,7 @@ def _inverse(numbers: jax.Array, least: Any) -> jax.Array:
 
 def next_vectors(vectors: jax.Array, x: jax.Array, b: jax.Array, result: jax.Array) -> jax.Array:
     """Return vectors with the solution x of b in front, if the solve was successful."""
-    solutions, sides = vectors.reshape(2, -1, len(b))
+    solutions, sides = vectors.reshape(2, len(vectors) // 2, len(b))
     parts = [x[None], solutions[:-1], b[None], sides[:-1]]
     return jnp.where(result == Result.SUCCESSFUL, jnp.concatenate(parts), vectors)
 
