@@ -111,7 +111,7 @@ def test_single_precision_stays_single(dtype):
         assert (there.dtype, fft.irfftn(there, grid).dtype) == (jnp.complex64, jnp.float32)
 
 
-@pytest.mark.thin(1, 2, 3)
+@pytest.mark.thin(1, 2, 3, 4)
 @pytest.mark.parametrize("real", [True, False])
 @pytest.mark.parametrize("shape", [(7, 6), (5, 4, 6)])
 def test_transforms_are_transposed_exactly(shape, real):

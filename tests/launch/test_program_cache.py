@@ -140,3 +140,21 @@ def test_stored_programs_give_the_same_bits(tmp_path):
     assert not counts.endswith("[0, 0] True"), counts
     other, _ = run("1.5")  # a changed program is another one
     assert other != first
+
+
+@pytest.mark.launcher
+def test_an_application_may_still_choose_devices_and_a_cache_of_its_own(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, jax\n"
+        "from mpigrad.launch.program_cache import store_programs\n"
+        "assert store_programs(1) is not None\n"
+        'jax.config.update("jax_num_cpu_devices", 2)  # an error once the backend has started\n'
+        'jax.config.update("jax_compilation_cache_dir", sys.argv[1])\n'
+        "print(len(jax.devices()), jax.jit(lambda x: x + 1)(1.0))\n"
+    )
+    store, own = tmp_path / "store", tmp_path / "own"
+    done = mpigrad("launch", "-n", 1, program, own, MPIGRAD_PROGRAMS=str(store))
+    assert done.stdout.split() == ["2", "2.0"], done.stderr
+    assert list(own.iterdir())
+    assert not [file for file in store.rglob("*") if file.is_file()]

@@ -15,8 +15,8 @@ __all__ = ["RankRecord", "Row", "Total", "rows", "table", "waiting_ns"]
 # Operations in which every rank of the communicator takes part.
 COLLECTIVES = (
     *("allgather", "allgatherv", "allreduce", "alltoall", "alltoallv", "barrier", "bcast"),
-    *("exscan", "gather", "gatherv", "one_sided", "reduce", "reduce_scatter", "reduce_scatterv"),
-    *("scan", "scatter", "scatterv"),
+    *("exscan", "gather", "gatherv", "one_sided", "redistribute", "reduce", "reduce_scatter"),
+    *("reduce_scatterv", "scan", "scatter", "scatterv"),
 )
 
 
