@@ -164,6 +164,7 @@ class _Recorder:
                     f"the trace could not be written to {self.path} ({error}). Open the files of "
                     f"the ranks instead: {self._part(0).name}, ..."
                 )
+        world.Barrier()  # another rank may end the job next: not before rank 0 has written all
 
     def _all_ranks_end(self) -> bool:
         """Return True if all ranks end normally. A rank that failed does not take part."""
