@@ -36,6 +36,23 @@ def test_a_message_that_nobody_receives_is_an_error(ranks: int, tmp_path: pathli
     assert text.endswith("set MPIGRAD_UNRECEIVED=warn.")
 
 
+def test_the_profile_is_written_before_the_job_ends(tmp_path: pathlib.Path) -> None:
+    program = tmp_path / "slow_table.py"
+    program.write_text(
+        "import time, jax.numpy as jnp, mpigrad as mg\n"
+        "from mpigrad.profiling import trace\n"
+        "comm, table = mg.default_communicator(), trace.table\n"
+        "trace.table = lambda records: time.sleep(2) or table(records)\n"
+        "if comm.rank == 0:\n"
+        "    mg.send(jnp.ones(3), 1)\n"
+        "else:\n"
+        "    time.sleep(0.5)  # rank 1 is the last to end, and reports the message\n"
+    )
+    done = mpigrad("launch", "-n", 2, "--profile", program)
+    assert done.returncode == 1, done.stderr
+    assert "operations of 2 ranks" in done.stderr
+
+
 def test_a_program_may_leave_messages(tmp_path: pathlib.Path) -> None:
     code, text = leave_a_message(tmp_path, 2, MPIGRAD_UNRECEIVED="warn")
     assert code == 0, text
