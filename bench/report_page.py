@@ -12,104 +12,19 @@ import importlib.metadata
 import io
 import json
 import pathlib
-import statistics
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from ratios import Ratio, read
 
 from mpigrad_apps.report import Picture, Table, versions, write_report
 
 HERE = pathlib.Path(__file__).resolve().parent
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """mpigrad's time over another library's, with the ends of its spread."""
-
-    label: str
-    other: str
-    middle: float
-    low: float
-    high: float
-
-
-def of_times(label: str, other: str, ours: list[float], theirs: list[float]) -> Ratio:
-    """The ratio of two programs that took turns."""
-    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
-    return Ratio(label, other, statistics.median(ratios), ratios[0], ratios[-1])
-
-
-def operations(results: Any) -> Iterator[Ratio]:
-    for row in results["rows"]:
-        for other, (low, middle, high) in row["ratio"].items():
-            yield Ratio(row["label"], other, middle, low, high)
-
-
-def poisson(results: Any) -> Iterator[Ratio]:
-    for row in results:
-        label = f"{row['what']} {row['cells'][0]}², {row['ranks']} ranks"
-        yield Ratio(label, "C and hypre", row["ratio"], *row["ratio_quartiles"])
-
-
-def sparse(results: Any) -> Iterator[Ratio]:
-    for row in results:
-        label = f"{row['what']} of {row['rows']:,} rows, {row['ranks']} ranks"
-        for other in ("scipy", "hypre"):
-            if f"ratio_{other}" in row:
-                yield Ratio(label, other, row[f"ratio_{other}"], *row[f"quartiles_{other}"])
-
-
-def waves(results: Any) -> Iterator[Ratio]:
-    for row in results:
-        ours, separator, theirs = row["what"].partition(" / ")
-        if separator and "ratio" in row:
-            other, _, rest = theirs.partition(" ")
-            label = f"{ours} ({rest})" if rest else ours
-            yield Ratio(label.replace("mpigrad ", ""), other, row["ratio"], *row["quartiles"])
-
-
-def optimize(results: Any) -> Iterator[Ratio]:
-    for row in results:
-        for name, times in row["seconds"].items():
-            if name.startswith("mpigrad"):
-                for other in ("SciPy", "optax"):
-                    kind = name.partition(", ")[2]
-                    label = f"{row['unknowns']:,} unknowns, {row['ranks']} ranks, {kind}"
-                    yield of_times(label, other, times, row["seconds"][other])
-
-
-def population(results: Any) -> Iterator[Ratio]:
-    plain = results["plain, 1 process"]["gradient"]
-    for name, row in results.items():
-        if name.startswith("mpigrad"):
-            ratio = row["gradient"] / plain
-            yield Ratio(f"gradient, {name.partition(', ')[2]}", "blackjax", ratio, ratio, ratio)
-
-
-def shallow_water(results: Any) -> Iterator[Ratio]:
-    for row in results:
-        yield Ratio(f"{row['ranks']} ranks", "mpi4jax", row["ratio"], *row["quartiles"])
-
-
-READERS: dict[str, Callable[[Any], Iterator[Ratio]]] = {
-    "operations": operations,
-    "sizes": operations,
-    "poisson": poisson,
-    "poisson-boomeramg": poisson,
-    "sparse": sparse,
-    "waves": waves,
-    "optimize": optimize,
-    "population": population,
-    "shallow-water": shallow_water,
-}
 
 
 def picture(name: str, about: str, ratios: list[Ratio]) -> Picture:
@@ -152,11 +67,9 @@ def main() -> None:
     out = pathlib.Path(sys.argv[1])
     pictures, printed = [], {}
     for name, table in tomllib.loads((HERE / "tables.toml").read_text()).items():
-        drawn, results = out / f"{name}.png", out / f"{name}.json"
-        if name in READERS and results.exists():
-            ratios = list(READERS[name](json.loads(results.read_text())))
-            if ratios:
-                pictures.append(picture(name, table["about"], ratios))
+        drawn, ratios = out / f"{name}.png", read(out, name)
+        if ratios:
+            pictures.append(picture(name, table["about"], ratios))
         elif drawn.exists():  # the program has drawn it itself
             pictures.append(Picture(name, table["about"], drawn.read_bytes()))
         if (out / f"{name}.txt").exists():

@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
+from processor import processor
 
 import mpigrad as mg
 from mpigrad.grid import Grid, halo_exchange
@@ -107,19 +107,6 @@ def shown(size: int) -> str:
         if size >= unit:
             return f"{size // unit} {name}"
     return f"{size} B"
-
-
-def processor() -> str:
-    """Return the model of the processor, as the system names it."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            named = dict(line.split(":", 1) for line in file if ":" in line)
-    except OSError:
-        return platform.processor()
-    found = {key.strip(): value.strip() for key, value in named.items()}
-    keys = ("model name", "cpu family", "model", "stepping")
-    name, *numbers = (found.get(key, "unknown") for key in keys)
-    return f"{name} (family {numbers[0]}, model {numbers[1]}, stepping {numbers[2]})"
 
 
 def main() -> None:

@@ -20,6 +20,8 @@ import tomllib
 import venv
 from collections.abc import Mapping, Sequence
 
+from processor import processor
+
 from mpigrad.launch.launcher import cores
 
 __all__ = ["BenchError", "Peers", "Table", "run", "tables"]
@@ -219,12 +221,8 @@ def _plain() -> dict[str, str]:
 
 def machine() -> Mapping[str, object]:
     """Describe the machine and the time of the measurement."""
-    model = platform.processor()
     memory = 0
     try:
-        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
         for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemTotal"):
                 memory = int(line.split()[1]) // 2**20
@@ -232,7 +230,7 @@ def machine() -> Mapping[str, object]:
         pass  # not Linux
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "processor": model,
+        "processor": processor(),
         "cores": cores(),
         "memory, GiB": memory,
         "load when it began": round(os.getloadavg()[0], 2),

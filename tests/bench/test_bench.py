@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import ratios
 import suite
 
 from launching import outside
@@ -97,3 +98,16 @@ def test_other_libraries_are_built_without_cuda(tmp_path: pathlib.Path) -> None:
     cuda = pathlib.Path(suite.Peers(tmp_path)._without_cuda()["CUDA_PATH"])
     assert cuda.is_dir()
     assert not any(cuda.iterdir())
+
+
+def test_best_and_worst_ratio_to_each_library(tmp_path: pathlib.Path) -> None:
+    rows = [
+        {"label": "bcast 8 B", "ratio": {"mpi4py": [0.4, 0.5, 0.6], "torch": [0.1, 0.2, 0.3]}},
+        {"label": "bcast 8 MiB", "ratio": {"mpi4py": [1.0, 1.1, 1.2]}},
+        {"label": "eager 8 B", "ratio": {"mpi4py": [20, 24, 30]}},
+    ]
+    (tmp_path / "operations.json").write_text(json.dumps({"rows": rows}))
+    found = {other: (best, worst) for _, other, best, worst in ratios.ranges(tmp_path)}
+    assert [r.label for r in found["mpi4py"]] == ["bcast 8 B", "bcast 8 MiB"]
+    assert [r.middle for r in found["torch"]] == [0.2, 0.2]
+    assert [r.middle for r in found["mpi4py, one call at a time"]] == [24, 24]
