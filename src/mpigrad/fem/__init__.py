@@ -1,0 +1,24 @@
+"""Finite elements on unstructured meshes over ranks."""
+
+from typing import TYPE_CHECKING
+
+from mpigrad import _lazy
+
+if TYPE_CHECKING:
+    from mpigrad.fem.boxes import box as box
+    from mpigrad.fem.facets import Facets as Facets
+    from mpigrad.fem.mesh import Mesh as Mesh
+    from mpigrad.fem.numbering import Numbering as Numbering
+    from mpigrad.fem.partition_report import PartitionReport as PartitionReport
+    from mpigrad.fem.space import Space as Space
+
+_NAMES = {
+    "Facets": "facets",
+    "Mesh": "mesh",
+    "Numbering": "numbering",
+    "PartitionReport": "partition_report",
+    "Space": "space",
+    "box": "boxes",
+}
+
+__getattr__, __dir__, __all__ = _lazy.attach(__name__, _NAMES)

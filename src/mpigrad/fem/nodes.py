@@ -1,0 +1,167 @@
+"""Number the nodes of elements of degree 2: vertices, and the middles of edges, faces and cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpigrad.fem.facet_table import group_rows
+from mpigrad.fem.mesh import Mesh
+from mpigrad.fem.numbering import Numbering
+from mpigrad.fem.reference import reference_cell
+from mpigrad.fem.route import Route
+
+__all__ = ["Nodes", "make_nodes"]
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    """The nodes of a space: their numbers, the nodes of each cell, and their coordinates."""
+
+    nodes: Numbering
+    cell_nodes: NDArray[np.int32]
+    points: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Entities:
+    """The different edges, faces or interiors of this rank's cells.
+
+    Attributes
+    ----------
+    keys
+        The vertices with the three lowest local indices, shape (k, 3). For an edge the last one is
+        -1.
+    global_keys
+        The vertices with the three lowest global numbers, in the same form. If this rank owns the
+        first of them, they are the same vertices in the same order: this rank has no vertices of
+        lower ranks there.
+    of_cells
+        The entities of each cell, shape (n_cells, entities of a cell).
+    points
+        Their middles, shape (k, dim).
+    """
+
+    keys: NDArray[np.int64]
+    global_keys: NDArray[np.int64]
+    of_cells: NDArray[np.intp]
+    points: NDArray[np.float64]
+
+
+def make_nodes(mesh: Mesh) -> Nodes:
+    """Number the nodes of degree 2 (collective).
+
+    An entity belongs to the owner of its vertex with the lowest global number. Any rank that has
+    the entity knows this owner, and asks it for the number of the node. A rank numbers its nodes in
+    the order of their first vertices, so neighbours in the mesh are neighbours in memory. The
+    interior of a cell belongs to the rank of the cell.
+    """
+    comm, vertices = mesh.comm, mesh.vertices
+    n_vertices, n_points = vertices.n_local, len(mesh.points)
+    cell = reference_cell(mesh.cell_type)
+    corners = cell.entities[1:2] if cell.is_simplex else cell.entities[1:]
+    numbers = vertices.numbers
+    groups = [_entities(mesh, numbers, each) for each in corners]
+    keys = np.concatenate([group.keys for group in groups])
+    global_keys = np.concatenate([group.global_keys for group in groups])
+    points = np.concatenate([group.points for group in groups])
+    kinds = np.repeat(np.arange(len(groups)), [len(group.keys) for group in groups])
+    owners = vertices.owners(global_keys[:, 0])
+    if not cell.is_simplex:
+        owners[kinds == len(groups) - 1] = comm.rank
+
+    # Ask the owners of entities on the boundary of this rank's part. An owner may not have the
+    # entity itself: then it adds a node that none of its cells has.
+    own, foreign = np.flatnonzero(owners == comm.rank), np.flatnonzero(owners != comm.rank)
+    route = Route(comm, owners[foreign])
+    asked = route.forward(np.column_stack([kinds, global_keys])[foreign])
+    asked_points = route.forward(points[foreign])
+    place = _find(vertices, kinds[own], keys[own], asked)
+    missing = np.flatnonzero(place < 0)
+    order, starts = group_rows(asked[missing] + 1, vertices.n_global + 1)
+    extra = missing[order[starts[:-1]]]
+    place[missing[order]] = len(own) + np.repeat(np.arange(len(extra)), np.diff(starts))
+
+    # Own nodes are the vertices, the own entities and those of other ranks. They are numbered by
+    # their first vertex, then by their second one.
+    first = [np.arange(n_vertices), keys[own, 0], asked[extra, 1] - vertices.offset]
+    second = [np.full(n_vertices, -1), keys[own, 1], np.full(len(extra), n_points)]
+    by_key = np.argsort(
+        np.concatenate(first) * (n_points + 2) + np.concatenate(second), kind="stable"
+    )
+    number = np.empty(len(by_key), np.int64)
+    number[by_key] = np.arange(len(by_key)) + (int(comm.mpi.scan(len(by_key))) - len(by_key))
+    answers = route.back(number[n_vertices + place])
+
+    vertex_numbers = vertices.append_ghosts(number[:n_vertices])
+    entity_numbers = np.empty(len(keys), np.int64)
+    entity_numbers[own] = number[n_vertices : n_vertices + len(own)]
+    entity_numbers[foreign] = answers
+    ghosts = np.concatenate([vertex_numbers[n_vertices:], answers])
+    nodes = Numbering(len(by_key), ghosts, comm)
+
+    columns = [nodes.local_index(vertex_numbers)[mesh.cells]]
+    index = nodes.local_index(entity_numbers)
+    begin = 0
+    for group in groups:
+        columns.append(index[begin + group.of_cells])
+        begin += len(group.keys)
+    own_points = np.concatenate([mesh.points[:n_vertices], points[own], asked_points[extra]])
+    return Nodes(nodes, np.concatenate(columns, axis=1), nodes.append_ghosts(own_points[by_key]))
+
+
+def _entities(mesh: Mesh, numbers: NDArray[np.int64], corners: NDArray[np.intp]) -> _Entities:
+    """Return the different entities of a kind, which have these corners in a cell."""
+    rows = mesh.cells[:, corners].reshape(-1, corners.shape[1])
+    rows = np.sort(rows, axis=1)
+    # Three vertices of a quadrilateral or a hexahedron say which one it is.
+    order, starts = group_rows(rows[:, :3], max(len(mesh.points), 1))
+    first = order[starts[:-1]]
+    group_of = np.empty(len(rows), np.intp)
+    group_of[order] = np.repeat(np.arange(len(first)), np.diff(starts))
+    rows = rows[first]
+    width = min(3, rows.shape[1])
+    keys = np.full((2, len(first), 3), -1, np.int64)
+    keys[0, :, :width] = rows[:, :width]
+    keys[1, :, :width] = np.sort(numbers[rows], axis=1)[:, :width]
+    # Halves are added first, so that the middle of equal coordinates is equal to them.
+    points = mesh.points[rows]
+    while points.shape[1] > 1:
+        points = 0.5 * (points[:, ::2] + points[:, 1::2])
+    return _Entities(keys[0], keys[1], group_of.reshape(len(mesh.cells), -1), points[:, 0])
+
+
+def _find(
+    vertices: Numbering,
+    kinds: NDArray[np.intp],
+    keys: NDArray[np.int64],
+    asked: NDArray[np.int64],
+) -> NDArray[np.intp]:
+    """Return the position of each entity that other ranks ask for among own ones, or -1.
+
+    Parameters
+    ----------
+    kinds, keys
+        The own entities, with the local indices of their vertices.
+    asked
+        Rows of a kind and three global numbers. This rank owns the first one.
+    """
+    place = np.full(len(asked), -1, np.intp)
+    index, known = vertices.find(np.maximum(asked[:, 1:], 0))
+    rows = np.flatnonzero(known.all(axis=1))
+    wanted = np.where(asked[rows, 1:] >= 0, index[rows], -1)
+    # Only entities with the same first vertex can be among them.
+    shared = np.zeros(vertices.n_local + vertices.n_ghosts, bool)
+    shared[wanted[:, 0]] = True
+    candidates = np.flatnonzero(shared[keys[:, 0]])
+    table = np.column_stack([kinds[candidates], keys[candidates]])
+    both = np.concatenate([table, np.column_stack([asked[rows, 0], wanted])]) + 1
+    order, starts = group_rows(both, len(shared) + 3)
+    group = np.empty(len(both), np.intp)
+    group[order] = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    candidate_of = np.full(len(starts) - 1, -1, np.intp)
+    candidate_of[group[: len(table)]] = candidates
+    place[rows] = candidate_of[group[len(table) :]]
+    return place
