@@ -8,38 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpigrad.collective_errors import raise_error
+from mpigrad.fem.grouping import group_rows
 from mpigrad.fem.numbering import Numbering
 from mpigrad.fem.reference import reference_cell
 from mpigrad.fem.route import Route
 
-__all__ = ["FacetTable", "group_rows", "make_facet_table", "match_facets"]
-
-
-def group_rows(rows: NDArray[np.integer], n: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Group equal rows of integers from 0 to n - 1.
-
-    Returns
-    -------
-    order, starts
-        The rows `order[starts[i]:starts[i + 1]]` are equal, in the order of the array. `starts`
-        has one entry more than there are groups.
-    """
-    width = rows.shape[1]
-    if n**width < 2**63:  # one key for each row
-        key = np.zeros(len(rows), np.int64)
-        for column in range(width):
-            key *= n
-            key += rows[:, column]
-        order = np.argsort(key, kind="stable")
-        key = key[order]
-        changes = key[1:] != key[:-1]
-    else:
-        order = np.lexsort(rows.T[::-1])
-        ordered = rows[order]
-        changes = np.any(ordered[1:] != ordered[:-1], axis=1)
-    inner = np.flatnonzero(changes) + 1
-    ends = [len(rows)] if len(rows) else []
-    return order, np.concatenate([[0], inner, ends]).astype(np.intp)
+__all__ = ["FacetTable", "make_facet_table", "match_facets"]
 
 
 def match_facets(
@@ -55,7 +29,7 @@ def match_facets(
     Returns
     -------
     first, second, count
-        For each different facet the first row and the last row that have it, and the number of
+        For each different facet two rows that have it, or the same row twice, and the number of
         rows.
     """
     # Three corners of a quadrilateral say which one it is.

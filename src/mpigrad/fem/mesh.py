@@ -303,7 +303,7 @@ class Mesh:
     ) -> None:
         """Write the mesh and fields as `.pvtu`, which ParaView opens (collective).
 
-        Each rank writes its piece, a `.vtu` file in the directory `u.pieces-0` next to `u.pvtu`.
+        Each rank writes its piece, a `.vtu` file in the directory `u.vtu-pieces-0` next to `u.pvtu`.
         `fem.Space.write` writes fields of any space.
 
         Parameters

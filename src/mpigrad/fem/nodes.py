@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.fem.facet_table import group_rows
+from mpigrad.fem.grouping import group_rows, row_groups
 from mpigrad.fem.mesh import Mesh
 from mpigrad.fem.numbering import Numbering
 from mpigrad.fem.reference import reference_cell
@@ -158,10 +158,8 @@ def _find(
     candidates = np.flatnonzero(shared[keys[:, 0]])
     table = np.column_stack([kinds[candidates], keys[candidates]])
     both = np.concatenate([table, np.column_stack([asked[rows, 0], wanted])]) + 1
-    order, starts = group_rows(both, len(shared) + 3)
-    group = np.empty(len(both), np.intp)
-    group[order] = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    candidate_of = np.full(len(starts) - 1, -1, np.intp)
+    group, n_groups = row_groups(both, len(shared) + 3)
+    candidate_of = np.full(n_groups, -1, np.intp)
     candidate_of[group[: len(table)]] = candidates
     place[rows] = candidate_of[group[len(table) :]]
     return place

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -174,6 +175,43 @@ class Space:
                     "each point."
                 )
         return values
+
+    def write(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        cells: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Write fields of this space as `.pvtu`, which ParaView opens (collective).
+
+        Each rank writes its piece. Elements of degree 2 are quadratic cells of VTK.
+
+        Parameters
+        ----------
+        path
+            The index file, with the suffix `.pvtu`. Its directory must exist.
+        cells
+            Fields by name with one value for each cell, shape (n_cells,) or (n_cells, components).
+        fields
+            Fields of this space by name, shape (n_local,) or (n_local, components).
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, before anything is written: if an argument is not valid.
+        OSError
+            On all ranks: if a file cannot be written.
+
+        Examples
+        --------
+        >>> from mpigrad import fem
+        >>> space = fem.Space(fem.box((4, 3), (1.0, 1.0)), degree=2)
+        >>> space.write("u.pvtu", u=space.interpolate(lambda x: x[:, 0] ** 2))
+        """
+        from mpigrad.fem.write import write_space
+
+        write_space(self, path, fields, cells or {})
 
     def __repr__(self) -> str:
         return (
