@@ -7,7 +7,7 @@ from mpigrad import _lazy
 if TYPE_CHECKING:
     from mpigrad.fem.boxes import box as box
     from mpigrad.fem.distribute import distribute_mesh as distribute_mesh
-    from mpigrad.fem.facets import Facets as Facets
+    from mpigrad.fem.mesh import Facets as Facets
     from mpigrad.fem.mesh import Mesh as Mesh
     from mpigrad.fem.mesh_files import read_mesh as read_mesh
     from mpigrad.fem.numbering import Numbering as Numbering
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mpigrad.fem.space import Space as Space
 
 _NAMES = {
-    "Facets": "facets",
+    "Facets": "mesh",
     "Mesh": "mesh",
     "Numbering": "numbering",
     "Observation": "observation",

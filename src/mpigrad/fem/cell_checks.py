@@ -9,32 +9,35 @@ from mpigrad.fem.reference import reference_cell
 
 __all__ = ["check_cells", "corner_jacobians"]
 
-# A cell is degenerate if its Jacobian is smaller than this, relative to its longest edge.
+# A cell is degenerate if its Jacobian is smaller than this, relative to the product of its edges.
 _SMALLEST = 1e-12
 _CHUNK = 1 << 18  # cells whose Jacobians are in memory at one time
 
 
 def corner_jacobians(
     points: NDArray[np.float64], cells: NDArray[np.integer], cell_type: str
-) -> NDArray[np.float64]:
-    """Return the determinants of the Jacobian at the corners of each cell.
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the determinants of the Jacobian at the corners of each cell, and their bounds.
 
-    The Jacobian is that of the map from the reference cell. Of triangles and tetrahedra it is
-    constant.
+    The Jacobian is that of the map from the reference cell. It is constant in triangles and
+    tetrahedra. The bound of a determinant is the product of the lengths of its columns.
 
     Returns
     -------
-    Determinants of shape (n_cells, 1) for triangles and tetrahedra, else (n_cells, n_corners).
+    determinants, bounds
+        Shape (n_cells, 1) for triangles and tetrahedra, else (n_cells, n_corners).
     """
     cell = reference_cell(cell_type)
     places = cell.points[:1] if cell.is_simplex else cell.points
     gradients = cell.shape_gradients(places)
-    parts = []
+    result = np.empty((2, len(cells), len(places)))
     for first in range(0, len(cells), _CHUNK):
-        corners = points[cells[first : first + _CHUNK]]  # (chunk, n_corners, dim)
+        chunk = slice(first, first + _CHUNK)
+        corners = points[cells[chunk]]  # (chunk, n_corners, dim)
         jacobians = np.einsum("qkd,ckx->cqxd", gradients, corners, optimize=True)
-        parts.append(_determinants(jacobians))
-    return np.concatenate([*parts, np.empty((0, len(places)))])
+        result[0, chunk] = _determinants(jacobians)
+        result[1, chunk] = np.sqrt((jacobians**2).sum(axis=-2)).prod(axis=-1)
+    return result[0], result[1]
 
 
 def check_cells(
@@ -52,13 +55,9 @@ def check_cells(
             f"{function}: expected finite coordinates, got {points[wrong].tolist()}. Repair the "
             "mesh."
         )
-    determinants = corner_jacobians(points, cells, cell_type)
+    determinants, bounds = corner_jacobians(points, cells, cell_type)
     smallest, largest = determinants.min(axis=1), determinants.max(axis=1)
-    size = np.zeros(len(cells))
-    for axis in range(points.shape[1]):
-        along = points[:, axis][cells]
-        size = np.maximum(size, along.max(axis=1) - along.min(axis=1))
-    flat = np.abs(determinants).min(axis=1) <= _SMALLEST * size ** points.shape[1]
+    flat = (np.abs(determinants) <= _SMALLEST * bounds).any(axis=1)
     for wrong, what, remedy in (
         (flat, "degenerate", "Remove it, or move its vertices."),
         (

@@ -233,7 +233,7 @@ def _check(
                 "Remove it from the mesh."
             )
     if reorient:
-        inverted = corner_jacobians(points, cells, cell.name).max(axis=1) < 0
+        inverted = corner_jacobians(points, cells, cell.name)[0].max(axis=1) < 0
         cells[inverted] = cells[inverted][:, cell.names.mirror]
     cell_tags = _tags(function, "cell_tags", arrays.cell_tags, len(cells))
     facet_tags = _tags(function, "facet_tags", arrays.facet_tags, len(facets))
@@ -253,7 +253,7 @@ def _check(
 
 
 def _points(function: str, points: Any, dim: int) -> NDArray[np.float64]:
-    array = np.asarray(points, float) if points is not None else np.zeros(0)
+    array: NDArray[Any] = np.asarray([] if points is None else points, float)
     if array.ndim != 2 or array.shape[1] not in (dim, 3):
         raise ValueError(
             f"{function}: points must have the shape (n, {dim}) on rank 0, got {array.shape}. Give "
@@ -271,7 +271,7 @@ def _points(function: str, points: Any, dim: int) -> NDArray[np.float64]:
 
 
 def _rows(function: str, name: str, rows: Any, width: int, n: int) -> NDArray[np.int64]:
-    array = np.asarray(rows) if rows is not None else np.zeros(0)
+    array: NDArray[Any] = np.asarray([] if rows is None else rows)
     if array.ndim != 2 or array.shape[1] != width or array.dtype.kind not in "iu":
         raise ValueError(
             f"{function}: {name} must be integers of shape (k, {width}) on rank 0, got dtype "

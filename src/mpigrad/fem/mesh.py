@@ -15,13 +15,13 @@ from numpy.typing import ArrayLike, NDArray
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.fem.facet_table import FacetTable, make_facet_table
-from mpigrad.fem.facets import Facets
 from mpigrad.fem.file_order import FileOrder
 from mpigrad.fem.numbering import Numbering
 from mpigrad.fem.partition_report import PartitionReport, make_report
 from mpigrad.fem.reference import reference_cell
+from mpigrad.fem.write import Grid, write_grid
 
-__all__ = ["FacetTags", "Mesh"]
+__all__ = ["FacetTags", "Facets", "Mesh"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,58 @@ class FacetTags:
         rows = np.column_stack([self.cells, self.local_facets, self.tags]).astype(np.int32)
         rows = np.unique(rows, axis=0)
         return FacetTags(rows[:, 0].copy(), rows[:, 1].astype(np.int8), rows[:, 2].copy())
+
+
+@dataclass(frozen=True, eq=False)
+class Facets:
+    """The facets of this rank in a set of facets of the whole mesh.
+
+    Each facet of the set is on one rank only: the rank of its cell. A facet between two cells
+    belongs to the cell with the lower number in the file, on any number of ranks.
+
+    Attributes
+    ----------
+    mesh
+        The mesh.
+    cells
+        The cell of each facet, shape (k,), int32.
+    local_facets
+        The number of the facet in the reference cell of basix, shape (k,), int8.
+
+    Examples
+    --------
+    >>> from mpigrad import fem
+    >>> mesh = fem.box((4, 2), (1.0, 1.0))
+    >>> mesh.boundary_facets().n_global, mesh.facets("xmin").n_global
+    (12, 2)
+    """
+
+    mesh: Mesh
+    cells: NDArray[np.int32]
+    local_facets: NDArray[np.int8]
+
+    @property
+    def n_local(self) -> int:
+        """The number of facets of this rank."""
+        return len(self.cells)
+
+    @property
+    def n_global(self) -> int:
+        """The number of facets of all ranks (collective)."""
+        return int(self.mesh.comm.mpi.allreduce(self.n_local))
+
+    @property
+    def corners(self) -> NDArray[np.int32]:
+        """The local indices of the corners of each facet, shape (k, corners of a facet)."""
+        table = reference_cell(self.mesh.cell_type).facets
+        return self.mesh.cells[self.cells[:, None], table[self.local_facets]]
+
+    def centers(self) -> NDArray[np.float64]:
+        """Return the mean of the corners of each facet, shape (k, dim)."""
+        return self.mesh.points[self.corners].mean(axis=1)
+
+    def __repr__(self) -> str:
+        return f"Facets(n_local={self.n_local})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,8 +225,8 @@ class Mesh:
         chosen = self.vertices_where(where, "Mesh.facets: where")
         table = self.facet_table
         corners = reference_cell(self.cell_type).facets[table.local_facets]
-        rows = chosen[self.cells[table.cells[:, None], corners]].all(axis=1)
-        return self._facets(rows if inner else rows & table.is_boundary)
+        rows: NDArray[np.bool_] = np.all(chosen[self.cells[table.cells[:, None], corners]], axis=1)
+        return self._facets(rows if inner else np.logical_and(rows, table.is_boundary))
 
     def vertices_where(
         self, where: ArrayLike | Callable[..., Any], name: str = "Mesh.vertices_where: where"
@@ -303,8 +355,8 @@ class Mesh:
     ) -> None:
         """Write the mesh and fields as `.pvtu`, which ParaView opens (collective).
 
-        Each rank writes its piece, a `.vtu` file in the directory `u.vtu-pieces-0` next to `u.pvtu`.
-        `fem.Space.write` writes fields of any space.
+        Each rank writes its piece, a `.vtu` file in the directory `u.vtu-pieces-0` next to
+        `u.pvtu`. `fem.Space.write` writes fields of any space.
 
         Parameters
         ----------
@@ -332,9 +384,14 @@ class Mesh:
         >>> mesh = fem.box((4, 3), (1.0, 1.0))
         >>> mesh.write("mesh.pvtu", x=mesh.points[:, 0], cells={"tag": mesh.cell_tags})
         """
-        from mpigrad.fem.write import write_mesh
-
-        write_mesh(self, path, points or {}, cells or {}, fields)
+        write_grid(
+            "Mesh.write",
+            path,
+            Grid(self.cell_type, 1, self.vertices, self.points, self.cells),
+            points=points or {},
+            cells=cells or {},
+            either=fields,
+        )
 
     def __repr__(self) -> str:
         return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -133,9 +132,7 @@ class Numbering:
         self._swap(sent, self.exchange.sendcounts, received, self.exchange.recvcounts)
         return np.concatenate([x, received])
 
-    def combine_at_owners(
-        self, x: NDArray[Any], combine: Callable[..., Any] = np.logical_or
-    ) -> NDArray[Any]:
+    def combine_at_owners(self, x: NDArray[Any], combine: np.ufunc = np.logical_or) -> NDArray[Any]:
         """Combine the ghosts' entries of all ranks with those of their owners (collective, NumPy).
 
         Parameters
@@ -153,7 +150,7 @@ class Numbering:
         received = np.empty((len(self._send_index), *x.shape[1:]), x.dtype)
         self._swap(sent, self.exchange.recvcounts, received, self.exchange.sendcounts)
         result = x[: self.n_local].copy()
-        combine.at(result, self._send_index, received)  # type: ignore[attr-defined]
+        combine.at(result, self._send_index, received)
         return result
 
     @property

@@ -67,7 +67,7 @@ class Route:
         result = np.empty((int(received.sum()), *rows.shape[1:]), rows.dtype)
         with BlockingCall(_TASK):
             self.comm.mpi.Alltoallv(
-                (rows.reshape(-1), tuple(int(n) * width for n in sent)),
-                (result.reshape(-1), tuple(int(n) * width for n in received)),
+                [rows.reshape(-1), [int(n) * width for n in sent]],
+                [result.reshape(-1), [int(n) * width for n in received]],
             )
         return result

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mpigrad.collective_errors import raise_on_all_ranks
-from mpigrad.fem.facets import Facets
-from mpigrad.fem.mesh import Mesh
+from mpigrad.fem.mesh import Facets, Mesh
 from mpigrad.fem.nodes import Nodes, make_nodes
 from mpigrad.fem.packages import import_package
 from mpigrad.fem.reference import reference_cell
+from mpigrad.fem.write import Grid, write_grid
 
 __all__ = ["Space"]
 
@@ -209,9 +209,14 @@ class Space:
         >>> space = fem.Space(fem.box((4, 3), (1.0, 1.0)), degree=2)
         >>> space.write("u.pvtu", u=space.interpolate(lambda x: x[:, 0] ** 2))
         """
-        from mpigrad.fem.write import write_space
-
-        write_space(self, path, fields, cells or {})
+        mesh = self.mesh
+        write_grid(
+            "Space.write",
+            path,
+            Grid(mesh.cell_type, self.degree, self.nodes, self.node_points, self.cell_nodes),
+            points=fields,
+            cells=cells or {},
+        )
 
     def __repr__(self) -> str:
         return (

@@ -11,7 +11,7 @@ import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 from xml.sax.saxutils import quoteattr
 
 import numpy as np
@@ -25,11 +25,7 @@ from mpigrad.io.paths import check_path
 from mpigrad.io.pieces import XML_ATTRIBUTES, write_pieces
 from mpigrad.io.tiles import check_name
 
-if TYPE_CHECKING:
-    from mpigrad.fem.mesh import Mesh
-    from mpigrad.fem.space import Space
-
-__all__ = ["vtk_order", "write_mesh", "write_space"]
+__all__ = ["Grid", "vtk_order", "write_grid"]
 
 # The edges of VTK's cells in VTK's order of corners, and the type of the cell of degree 2.
 _EDGES = {
@@ -44,64 +40,19 @@ _EDGES = {
 _QUADRATIC = {"triangle": 22, "quadrilateral": 28, "tetrahedron": 24, "hexahedron": 29}
 
 
-def write_mesh(
-    mesh: Mesh,
-    path: str | os.PathLike[str],
-    points: Mapping[str, Any],
-    cells: Mapping[str, Any],
-    fields: Mapping[str, Any],
-) -> None:
-    """Write a mesh with fields of its vertices and cells (collective): `Mesh.write`."""
-    name = "Mesh.write"
-    points, cells = dict(points), dict(cells)
-    fitting = [_fits(mesh, field) for field in fields.values()]
-    everywhere = mesh.comm.mpi.allgather(fitting)
-    with raise_on_all_ranks(mesh.comm):
-        for i, (key, field) in enumerate(fields.items()):
-            at_points = all(len(rank) > i and rank[i][0] for rank in everywhere)
-            at_cells = all(len(rank) > i and rank[i][1] for rank in everywhere)
-            if at_points == at_cells:
-                found = "both" if at_points else "neither"
-                raise ValueError(
-                    f"{name}: expected {key!r} to have one row for each own vertex or for each "
-                    f"cell on all ranks, got shape {np.shape(field)} on rank {mesh.comm.rank}, "
-                    f"which fits {found}. Name the kind: points={{{key!r}: ...}} or "
-                    f"cells={{{key!r}: ...}}."
-                )
-            (points if at_points else cells)[key] = field
-    _write(
-        name, path, mesh.comm, mesh.vertices, mesh.points, mesh.cells,
-        _CellKind(mesh.cell_type, 1), points, cells,
-    )  # fmt: skip
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Cells of this rank and their nodes, as a mesh or a space has them."""
 
-
-def write_space(
-    space: Space,
-    path: str | os.PathLike[str],
-    fields: Mapping[str, Any],
-    cells: Mapping[str, Any],
-) -> None:
-    """Write fields of a space and of cells (collective): `Space.write`."""
-    mesh = space.mesh
-    _write(
-        "Space.write", path, mesh.comm, space.nodes, space.node_points, space.cell_nodes,
-        _CellKind(mesh.cell_type, space.degree), fields, cells,
-    )  # fmt: skip
-
-
-def _fits(mesh: Mesh, field: Any) -> tuple[bool, bool]:
-    shape = np.shape(field)
-    rows = shape[0] if shape else -1
-    return rows == mesh.vertices.n_local, rows == mesh.n_cells
-
-
-@dataclass(frozen=True)
-class _CellKind:
     cell_type: str
     degree: int
+    nodes: Numbering
+    points: NDArray[np.float64]
+    cells: NDArray[np.int32]
 
     @property
     def vtk_type(self) -> int:
+        """The type of the cells in VTK."""
         names = reference_cell(self.cell_type).names
         return names.vtk if self.degree == 1 else _QUADRATIC[self.cell_type]
 
@@ -147,36 +98,51 @@ class _Array:
         return little.reshape(-1).view(np.uint8).data
 
 
-def _write(
+def write_grid(
     function: str,
     path: str | os.PathLike[str],
-    comm: Communicator,
-    numbering: Numbering,
-    node_points: NDArray[np.float64],
-    cell_nodes: NDArray[np.int32],
-    kind: _CellKind,
+    grid: Grid,
+    *,
     points: Mapping[str, Any],
     cells: Mapping[str, Any],
+    either: Mapping[str, Any] | None = None,
 ) -> None:
+    """Write cells with fields of their nodes and of the cells (collective).
+
+    Parameters
+    ----------
+    function
+        The public function that errors name.
+    path
+        The index file, with the suffix `.pvtu`.
+    grid
+        The cells.
+    points, cells
+        Fields by name of own nodes and of cells.
+    either
+        Fields of nodes or of cells, whose shape says which.
+    """
+    comm = grid.nodes.comm
     path = check_path(function, path, comm, ".pvtu")
-    at_points = _check(function, comm, points, numbering.n_local, "own node")
-    at_cells = _check(function, comm, cells, len(cell_nodes), "cell")
+    by_shape = _sort_by_shape(function, grid, either or {})
+    at_points = _check(function, comm, {**points, **by_shape[0]}, grid.nodes.n_local, "own node")
+    at_cells = _check(function, comm, {**cells, **by_shape[1]}, len(grid.cells), "cell")
     # Only nodes of this rank's cells are in its piece.
-    used, connectivity = np.unique(cell_nodes, return_inverse=True)
-    connectivity = connectivity.reshape(cell_nodes.shape)[:, vtk_order(kind.cell_type, kind.degree)]
-    n_cells, width = cell_nodes.shape
+    used, connectivity = np.unique(grid.cells, return_inverse=True)
+    connectivity = connectivity.reshape(grid.cells.shape)[:, vtk_order(grid.cell_type, grid.degree)]
+    n_cells, width = grid.cells.shape
     coordinates = np.zeros((len(used), 3))
-    coordinates[:, : node_points.shape[1]] = node_points[used]
+    coordinates[:, : grid.points.shape[1]] = grid.points[used]
     sections = {
         "PointData": [
-            _array(name, numbering.append_ghosts(field)[used]) for name, field in at_points.items()
+            _array(name, grid.nodes.append_ghosts(field)[used]) for name, field in at_points.items()
         ],
         "CellData": [_array(name, field) for name, field in at_cells.items()],
         "Points": [_Array("Points", coordinates)],
         "Cells": [
             _Array("connectivity", connectivity.astype(np.int64).reshape(-1)),
             _Array("offsets", width * np.arange(1, n_cells + 1, dtype=np.int64)),
-            _Array("types", np.full(n_cells, kind.vtk_type, np.uint8)),
+            _Array("types", np.full(n_cells, grid.vtk_type, np.uint8)),
         ],
     }
     head = f'NumberOfPoints="{len(used)}" NumberOfCells="{n_cells}"'
@@ -188,6 +154,31 @@ def _write(
         lambda directory: _index(sections, directory, comm.size),
         directory="vtu-pieces",
     )
+
+
+def _sort_by_shape(
+    function: str, grid: Grid, fields: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of nodes and the fields of cells (collective)."""
+    comm = grid.nodes.comm
+    rows = [(np.shape(field) or (-1,))[0] for field in fields.values()]
+    fits = [(n == grid.nodes.n_local, n == len(grid.cells)) for n in rows]
+    ranks = comm.mpi.allgather(fits)
+    points: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
+    with raise_on_all_ranks(comm):
+        for i, (name, field) in enumerate(fields.items()):
+            at_points = all(len(rank) > i and rank[i][0] for rank in ranks)
+            at_cells = all(len(rank) > i and rank[i][1] for rank in ranks)
+            if at_points == at_cells:
+                found = "fits both" if at_points else "does not fit on all ranks"
+                raise ValueError(
+                    f"{function}: expected one row of {name!r} for each own node or for each cell, "
+                    f"got shape {np.shape(field)} on rank {comm.rank}, which {found}. Name the "
+                    f"kind: points={{{name!r}: ...}} or cells={{{name!r}: ...}}."
+                )
+            (points if at_points else cells)[name] = field
+    return points, cells
 
 
 def _array(name: str, values: NDArray[Any]) -> _Array:
