@@ -149,9 +149,10 @@ def _find(
         Rows of a kind and three global numbers. This rank owns the first one.
     """
     place = np.full(len(asked), -1, np.intp)
-    index, known = vertices.find(np.maximum(asked[:, 1:], 0))
-    rows = np.flatnonzero(known.all(axis=1))
-    wanted = np.where(asked[rows, 1:] >= 0, index[rows], -1)
+    absent = asked[:, 1:] < 0  # the third vertex of an edge
+    index, known = vertices.find(asked[:, 1:])
+    rows = np.flatnonzero((known | absent).all(axis=1))
+    wanted = np.where(absent, -1, index)[rows]
     # Only entities with the same first vertex can be among them.
     shared = np.zeros(vertices.n_local + vertices.n_ghosts, bool)
     shared[wanted[:, 0]] = True
