@@ -125,7 +125,7 @@ class Observation:
         """
         everywhere = self.space.nodes.exchange.local_and_ghost(u)
         values = take(everywhere, self._node_index)
-        values = values.reshape(len(self.indices), -1, *everywhere.shape[1:])
+        values = values.reshape(*self._weights.shape, *everywhere.shape[1:])
         weights = jnp.asarray(self._weights, jnp.result_type(everywhere.dtype, "float32"))
         return jnp.einsum("kb,kb...->k...", weights, values)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mpigrad.fem.packages import import_package
 
-__all__ = ["CELL_TYPES", "ReferenceCell", "check_cell_type", "reference_cell"]
+__all__ = ["CELL_TYPES", "ReferenceCell", "check_cell_type", "lagrange_element", "reference_cell"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,6 @@ class ReferenceCell:
         arrays of shape (number of entities, corners of an entity).
     names
         Names in meshio and VTK, and the orders of corners there.
-    basix_type
-        The type as basix has it.
     """
 
     name: str
@@ -63,7 +61,6 @@ class ReferenceCell:
     points: NDArray[np.float64]
     entities: tuple[NDArray[np.intp], ...]
     names: _Names
-    basix_type: Any
 
     @property
     def n_corners(self) -> int:
@@ -89,10 +86,9 @@ class ReferenceCell:
         """Return the values of the linear shape functions: (points, n_corners)."""
         return self._element.tabulate(0, np.ascontiguousarray(points))[0, :, :, 0]
 
-    @functools.cached_property
+    @property
     def _element(self) -> Any:
-        basix = import_package("basix", "fem.Mesh")
-        return basix.create_element(basix.ElementFamily.P, self.basix_type, 1)
+        return lagrange_element(self.name, 1)
 
 
 def check_cell_type(function: str, name: object) -> str:
@@ -117,5 +113,16 @@ def reference_cell(name: str) -> ReferenceCell:
         points=np.asarray(basix.geometry(kind), float),
         entities=tuple(np.asarray(entities, np.intp) for entities in topology),
         names=CELL_TYPES[name],
-        basix_type=kind,
+    )
+
+
+def lagrange_element(name: str, degree: int) -> Any:
+    """Return the Lagrange element of basix with equispaced nodes on a type of cells.
+
+    It is made in each call. Objects of basix that are alive at the end of the program are reported
+    as leaks by nanobind, so nothing here keeps one.
+    """
+    basix = import_package("basix", "fem.Space")
+    return basix.create_element(
+        basix.ElementFamily.P, basix.CellType[name], degree, basix.LagrangeVariant.equispaced
     )

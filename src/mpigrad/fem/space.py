@@ -12,8 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.fem.mesh import Facets, Mesh
 from mpigrad.fem.nodes import Nodes, make_nodes
-from mpigrad.fem.packages import import_package
-from mpigrad.fem.reference import reference_cell
+from mpigrad.fem.reference import lagrange_element, reference_cell
 from mpigrad.fem.write import Grid, write_grid
 
 __all__ = ["Space"]
@@ -40,8 +39,6 @@ class Space:
     ----------
     mesh, degree, components
         The parameters.
-    element
-        The scalar element of basix (Lagrange, equispaced).
     nodes
         The global numbers of the nodes. For degree 1 it is `mesh.vertices`.
     cell_nodes
@@ -66,7 +63,6 @@ class Space:
     """
 
     def __init__(self, mesh: Mesh, degree: int = 1, components: int = 1) -> None:
-        basix = import_package("basix", "fem.Space")
         with raise_on_all_ranks(mesh.comm):
             if degree not in (1, 2) or isinstance(degree, bool):
                 raise ValueError(
@@ -81,16 +77,15 @@ class Space:
         self.mesh = mesh
         self.degree = int(degree)
         self.components = components
-        self.element: Any = basix.create_element(
-            basix.ElementFamily.P,
-            reference_cell(mesh.cell_type).basix_type,
-            self.degree,
-            basix.LagrangeVariant.equispaced,
-        )
         made = _vertex_nodes(mesh) if degree == 1 else make_nodes(mesh)
         self.nodes = made.nodes
         self.cell_nodes: NDArray[np.int32] = made.cell_nodes
         self.node_points: NDArray[np.float64] = made.points
+
+    @property
+    def element(self) -> Any:
+        """The scalar element of basix: Lagrange, equispaced. It is made in each call."""
+        return lagrange_element(self.mesh.cell_type, self.degree)
 
     @property
     def shape(self) -> tuple[int, ...]:
