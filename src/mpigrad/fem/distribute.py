@@ -287,6 +287,8 @@ def _rows(function: str, name: str, rows: Any, width: int, n: int) -> NDArray[np
 
 def _tags(function: str, name: str, tags: Any, n: int) -> NDArray[np.int32]:
     array = np.zeros(n, np.int32) if tags is None else np.asarray(tags)
+    if array.shape == (n, 1):
+        array = array[:, 0]
     whole = array.dtype.kind in "iu" or (array.dtype.kind == "f" and np.all(array % 1 == 0))
     if array.shape != (n,) or not whole:
         raise ValueError(

@@ -72,7 +72,7 @@ def read_mesh(
         cells, curved cells, degenerate or inverted cells, vertices without cells, facets without
         cells, or fewer cells than ranks.
     ImportError
-        On all ranks: if meshio is not installed.
+        On rank 0, and as a RuntimeError on the others: if meshio is not installed.
 
     Examples
     --------
@@ -103,7 +103,9 @@ def _arrays(path: pathlib.Path, tags: str | None) -> MeshArrays:
     cell = _cell_type(path, [kind for kind, data in blocks if len(data)])
     names = CELL_TYPES[cell]
     name = _tag_name(path, content, tags)
-    by_block = content.cell_data[name] if name else [None] * len(blocks)
+    by_block = [None] * len(blocks)
+    if name:
+        by_block = [np.reshape(tags, -1) for tags in content.cell_data[name]]
     dim = _DIMENSION[names.meshio]
     groups = {
         level: {
@@ -117,15 +119,15 @@ def _arrays(path: pathlib.Path, tags: str | None) -> MeshArrays:
     chosen = [i for i, (kind, data) in enumerate(blocks) if kind == names.meshio and len(data)]
     cell_tags = None
     if name:
-        cell_tags = np.concatenate([np.asarray(by_block[i]) for i in chosen])
+        cell_tags = np.concatenate([by_block[i] for i in chosen])
     facets, facet_tags = [], []
     for i, (kind, data) in enumerate(blocks):
         if kind != names.facet or not len(data):
             continue
         if by_block[i] is not None:
-            tagged = np.flatnonzero(np.asarray(by_block[i]))
+            tagged = np.flatnonzero(by_block[i])
             facets.append(data[tagged])
-            facet_tags.append(np.asarray(by_block[i])[tagged])
+            facet_tags.append(by_block[i][tagged])
         # Further physical groups of the same facets.
         for group, tag in groups[dim - 1].items():
             members = content.cell_sets.get(group, [None] * len(blocks))[i]
@@ -153,6 +155,11 @@ def _read(path: pathlib.Path) -> Any:
         # meshio prints errors, and ends the program.
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             return meshio.read(path)
+    except ImportError as error:  # h5py, for XDMF
+        raise ImportError(
+            f"{_NAME}: meshio needs another package for {path} ({error}). Install it with pip "
+            "install mpigrad[fem]."
+        ) from error
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, SystemExit):

@@ -61,9 +61,12 @@ def make_nodes(mesh: Mesh) -> Nodes:
     comm, vertices = mesh.comm, mesh.vertices
     n_vertices, n_points = vertices.n_local, len(mesh.points)
     cell = reference_cell(mesh.cell_type)
-    corners = cell.entities[1:2] if cell.is_simplex else cell.entities[1:]
+    # Simplices have nodes on edges only, other cells on faces too, and one inside.
+    corners = cell.entities[1:2] if cell.is_simplex else cell.entities[1:-1]
     numbers = vertices.numbers
     groups = [_entities(mesh, numbers, each) for each in corners]
+    if not cell.is_simplex:
+        groups.append(_interiors(mesh, numbers))
     keys = np.concatenate([group.keys for group in groups])
     global_keys = np.concatenate([group.global_keys for group in groups])
     points = np.concatenate([group.points for group in groups])
@@ -116,7 +119,7 @@ def _entities(mesh: Mesh, numbers: NDArray[np.int64], corners: NDArray[np.intp])
     """Return the different entities of a kind, which have these corners in a cell."""
     rows = mesh.cells[:, corners].reshape(-1, corners.shape[1])
     rows = np.sort(rows, axis=1)
-    # Three vertices of a quadrilateral or a hexahedron say which one it is.
+    # Three vertices of a quadrilateral say which one it is.
     order, starts = group_rows(rows[:, :3], max(len(mesh.points), 1))
     first = order[starts[:-1]]
     group_of = np.empty(len(rows), np.intp)
@@ -126,11 +129,28 @@ def _entities(mesh: Mesh, numbers: NDArray[np.int64], corners: NDArray[np.intp])
     keys = np.full((2, len(first), 3), -1, np.int64)
     keys[0, :, :width] = rows[:, :width]
     keys[1, :, :width] = np.sort(numbers[rows], axis=1)[:, :width]
-    # Halves are added first, so that the middle of equal coordinates is equal to them.
-    points = mesh.points[rows]
-    while points.shape[1] > 1:
-        points = 0.5 * (points[:, ::2] + points[:, 1::2])
-    return _Entities(keys[0], keys[1], group_of.reshape(len(mesh.cells), -1), points[:, 0])
+    of_cells = group_of.reshape(len(mesh.cells), -1)
+    return _Entities(keys[0], keys[1], of_cells, _middles(mesh.points, rows))
+
+
+def _interiors(mesh: Mesh, numbers: NDArray[np.int64]) -> _Entities:
+    """Return the interiors of the cells, each of one cell only."""
+    keys = np.sort(mesh.cells, axis=1)[:, :3].astype(np.int64)
+    of_cells = np.arange(len(keys))[:, None]
+    return _Entities(
+        keys, np.sort(numbers[keys], axis=1), of_cells, _middles(mesh.points, mesh.cells)
+    )
+
+
+def _middles(points: NDArray[np.float64], rows: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Return the mean of 2, 4 or 8 points in each row.
+
+    Halves are added first, so the mean of equal coordinates is equal to them.
+    """
+    corners = points[rows]
+    while corners.shape[1] > 1:
+        corners = 0.5 * (corners[:, ::2] + corners[:, 1::2])
+    return corners[:, 0]
 
 
 def _find(

@@ -1,11 +1,12 @@
 """Write meshes and fields as VTK unstructured grids: one piece for each rank, and an index.
 
 The format is described in "VTK XML Formats" of the VTK documentation. The values are appended to
-the XML as raw little-endian bytes.
+the XML in base64, because meshio misreads several arrays of raw bytes.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
 import itertools
 import os
@@ -90,12 +91,20 @@ class _Array:
     @property
     def attributes(self) -> str:
         kind = self.values.dtype.name.capitalize().replace("Uint", "UInt")
-        components = self.values.shape[1] if self.values.ndim == 2 else 1
-        return f'type="{kind}" Name={quoteattr(self.name)} NumberOfComponents="{components}"'
+        text = f'type="{kind}" Name={quoteattr(self.name)}'
+        if self.values.ndim == 2:
+            text += f' NumberOfComponents="{self.values.shape[1]}"'
+        return text
 
-    def bytes(self) -> memoryview:
+    @property
+    def length(self) -> int:
+        """The number of characters of `text`."""
+        return 4 * (-(-(8 + self.values.nbytes) // 3))
+
+    def text(self) -> bytes:
+        """Return the size in bytes and the values, in base64."""
         little = np.ascontiguousarray(self.values, self.values.dtype.newbyteorder("<"))
-        return little.reshape(-1).view(np.uint8).data
+        return base64.b64encode(little.nbytes.to_bytes(8, "little") + little.tobytes())
 
 
 def write_grid(
@@ -182,6 +191,8 @@ def _sort_by_shape(
 
 
 def _array(name: str, values: NDArray[Any]) -> _Array:
+    if values.ndim == 2 and values.shape[1] == 1:
+        values = values[:, 0]
     if values.ndim == 2 and values.shape[1] == 2:  # VTK's vectors have three components
         values = np.concatenate([values, np.zeros_like(values[:, :1])], axis=1)
     return _Array(name, values.astype(np.uint8) if values.dtype == bool else values)
@@ -213,9 +224,9 @@ def _check(
 
 
 def _write_piece(file: BinaryIO, head: str, sections: Mapping[str, list[_Array]]) -> None:
-    """Write this rank's .vtu file. Each array follows its size in bytes."""
+    """Write this rank's .vtu file."""
     arrays = list(itertools.chain.from_iterable(sections.values()))
-    offsets = itertools.accumulate((8 + array.values.nbytes for array in arrays), initial=0)
+    offsets = itertools.accumulate((array.length for array in arrays), initial=0)
     text = []
     for section, members in sections.items():
         text.append(f"<{section}>")
@@ -229,12 +240,11 @@ def _write_piece(file: BinaryIO, head: str, sections: Mapping[str, list[_Array]]
         (
             f'<?xml version="1.0"?>\n<VTKFile {XML_ATTRIBUTES.format("UnstructuredGrid")}>\n'
             f"<UnstructuredGrid>\n<Piece {head}>\n{elements}\n</Piece>\n</UnstructuredGrid>\n"
-            '<AppendedData encoding="raw">\n_'
+            '<AppendedData encoding="base64">\n_'
         ).encode()
     )
     for array in arrays:
-        file.write(array.values.nbytes.to_bytes(8, "little"))
-        file.write(array.bytes())
+        file.write(array.text())
     file.write(b"\n</AppendedData>\n</VTKFile>\n")
 
 
