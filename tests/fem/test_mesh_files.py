@@ -89,6 +89,7 @@ XDMF = """<Xdmf Version="3.0"><Domain><Grid Name="Grid"><Geometry GeometryType="
 
 @pytest.mark.ranks(1, 2)
 def test_xdmf(comm, directory):
+    pytest.importorskip("h5py")
     path = directory / "square.xdmf"
     if comm.rank == 0:
         path.write_text(XDMF)

@@ -80,28 +80,26 @@ def make_facet_table(
     row = np.where(swap, second, first)
     cell = row // n_facets
 
-    # A facet of one cell may have another cell on another rank, if all its corners are shared. The
-    # owner of its first vertex hears of it from both.
+    # A facet whose corners are all shared may lie on cells of other ranks. The owner of its first
+    # vertex hears of it from all of them.
     shared = np.zeros(n, bool)
     shared[vertices.n_local :] = True
     shared[np.asarray(vertices.exchange.send_index)] = True
-    open_ = np.flatnonzero(count == 1)
-    open_ = open_[shared[corners[row[open_]]].all(axis=1)]
-    numbers = np.sort(vertices.numbers[corners[row[open_]]], axis=1)[:, :3]
+    near = np.flatnonzero(shared[corners[row]].all(axis=1))
+    numbers = np.sort(vertices.numbers[corners[row[near]]], axis=1)[:, :3]
     route = Route(comm, vertices.owners(numbers[:, 0]))
-    heard = route.forward(np.column_stack([numbers, cell_ids[cell[open_]]]))
-    order, starts = group_rows(heard[:, :-1], max(vertices.n_global, 1))
-    sizes = np.diff(starts)
+    heard = route.forward(np.column_stack([numbers, count[near], cell_ids[cell[near]]]))
+    order, starts = group_rows(heard[:, :-2], max(vertices.n_global, 1))
     answer = np.empty((len(heard), 2), np.int64)
     if len(heard):
-        lowest = np.minimum.reduceat(heard[order, -1], starts[:-1])
-        answer[order, 0] = np.repeat(sizes, sizes)
-        answer[order, 1] = np.repeat(lowest, sizes)
+        sizes = np.diff(starts)
+        answer[order, 0] = np.repeat(np.add.reduceat(heard[order, -2], starts[:-1]), sizes)
+        answer[order, 1] = np.repeat(np.minimum.reduceat(heard[order, -1], starts[:-1]), sizes)
     answer = route.back(answer)
 
     error = None
     total = count.copy()
-    total[open_] = answer[:, 0]
+    total[near] = answer[:, 0]
     if np.any(total > 2):
         wrong = int(np.flatnonzero(total > 2)[0])
         error = ValueError(
@@ -110,11 +108,11 @@ def make_facet_table(
         )
     raise_error(comm, error)
     is_local = np.ones(len(row), bool)
-    is_local[open_] = answer[:, 1] == cell_ids[cell[open_]]
+    is_local[near] = answer[:, 1] == cell_ids[cell[near]]
     return FacetTable(
         cells=cell.astype(np.int32),
         local_facets=(row % n_facets).astype(np.int8),
         is_boundary=total == 1,
         is_local=is_local,
-        n_cut=int(np.count_nonzero(answer[:, 0] == 2)),
+        n_cut=int(np.count_nonzero((total == 2) & (count == 1))),
     )

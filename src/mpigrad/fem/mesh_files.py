@@ -103,7 +103,7 @@ def _arrays(path: pathlib.Path, tags: str | None) -> MeshArrays:
     cell = _cell_type(path, [kind for kind, data in blocks if len(data)])
     names = CELL_TYPES[cell]
     name = _tag_name(path, content, tags)
-    by_block = [None] * len(blocks)
+    by_block: list[Any] = [None] * len(blocks)
     if name:
         by_block = [np.reshape(tags, -1) for tags in content.cell_data[name]]
     dim = _DIMENSION[names.meshio]
