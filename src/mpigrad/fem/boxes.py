@@ -89,6 +89,7 @@ def box(
         method="blocks",
         cell_groups={},
         facet_groups={name: tag + 1 for tag, name in enumerate(_SIDES[: 2 * cell.dim])},
+        check=False,
     )
 
 

@@ -195,7 +195,7 @@ class Mesh:
         where: int | str | ArrayLike | Callable[[NDArray[np.float64]], ArrayLike],
         inner: bool = False,
     ) -> Facets:
-        """Return the facets with a tag, or the facets of which all corners are chosen (collective).
+        """Return the facets that have a tag, or whose corners are all chosen (collective).
 
         Parameters
         ----------

@@ -58,6 +58,7 @@ def build_mesh(
     method: str,
     cell_groups: Mapping[str, int],
     facet_groups: Mapping[str, int],
+    check: bool = True,
 ) -> Mesh:
     """Number the vertices of all pieces, and return the mesh (collective).
 
@@ -69,6 +70,8 @@ def build_mesh(
         The numbers of vertices and cells of the file.
     method
         The name of the method that has divided the cells.
+    check
+        True if cells may be degenerate or inverted.
     """
     owners, hanging = _find_owners(comm, piece.vertex_ids, n_vertices)
     error = None
@@ -118,7 +121,8 @@ def build_mesh(
         n_cells_global=n_cells,
         partition_method=method,
     )
-    raise_error(comm, check_cells(function, mesh.points, mesh.cells, cell_type, mesh.cell_ids))
+    if check:
+        raise_error(comm, check_cells(function, mesh.points, mesh.cells, cell_type, mesh.cell_ids))
     return mesh
 
 
