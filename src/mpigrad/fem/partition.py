@@ -102,7 +102,7 @@ def _check_parts(
 def bisect_coordinates(centers: NDArray[np.float64], n_parts: int) -> NDArray[np.int64]:
     """Return the part of each cell by recursive bisection across the longest axis.
 
-    The parts have equal numbers of cells, up to one.
+    The numbers of cells of two parts differ by at most two.
 
     Parameters
     ----------
