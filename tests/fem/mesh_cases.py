@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from mpigrad import fem
 from mpigrad.fem.reference import reference_cell
 
+pytest.importorskip("basix", reason="of the extra fem")
 SHAPES = {
     "triangle": (5, 4),
     "quadrilateral": (5, 4),

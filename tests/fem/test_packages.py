@@ -9,6 +9,7 @@ from mpigrad import fem
 from mpigrad.fem.partition import bisect_coordinates, partition_cells
 from mpigrad.fem.reference import reference_cell
 
+pytest.importorskip("basix", reason="of the extra fem")
 pytestmark = pytest.mark.ranks(1)
 SQUARE = np.array([[0.0, 0], [1, 0], [0, 1], [1, 1]]), np.array([[0, 1, 2], [1, 3, 2]])
 
