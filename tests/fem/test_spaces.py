@@ -103,6 +103,8 @@ def test_fields_are_interpolated(comm, alone):
         vector.interpolate(lambda x: x[:, 0])
     with pytest.raises(TypeError, match="one bool for each"):
         scalar.nodes_where(lambda x: x[:, 0])
+    with pytest.raises(ValueError, match="expected facets of this space's mesh"):
+        scalar.nodes_on(box_of("triangle", comm).boundary_facets())
     for wrong in ({"degree": 3}, {"degree": True}, {"components": 0}, {"components": 1.5}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             fem.Space(mesh, **wrong)
@@ -118,6 +120,15 @@ def test_numbers_of_neighbours_are_near(comm):
         # A layer of vertices across the longest axis of a block, and a part of the next one.
         layer = {1: 26, 2: 13, 3: 26, 4: 14}[comm.size]
         assert spread.max() <= width * layer
+
+
+@pytest.mark.ranks(1, 2)
+def test_vertices_of_a_file_are_renumbered(comm, alone):
+    """The numbers of the file are at random, and those of a rank are near each other in a cell."""
+    for kind, narrow in (("triangle", 12), ("hexahedron", 45)):
+        mesh = fem.distribute_mesh(**mixed_up(kind, alone), comm=comm, partition="coordinates")
+        own = (mesh.cells < mesh.vertices.n_local).all(axis=1)
+        assert np.ptp(mesh.cells[own], axis=1).max() <= narrow
 
 
 def test_the_order_of_a_file_is_kept(comm, alone):

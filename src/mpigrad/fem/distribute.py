@@ -17,7 +17,7 @@ from mpigrad.fem.mesh import FacetTags, Mesh
 from mpigrad.fem.partition import partition_cells
 from mpigrad.fem.piece import Piece, build_mesh
 from mpigrad.fem.reference import check_cell_type, reference_cell
-from mpigrad.fem.space_filling_curve import morton_keys
+from mpigrad.fem.vertex_order import bandwidth_order
 
 __all__ = ["MeshArrays", "distribute_arrays", "distribute_mesh"]
 
@@ -55,8 +55,8 @@ def distribute_mesh(
     """Distribute a mesh from arrays of rank 0 over all ranks (collective).
 
     Only rank 0 reads the arguments. On other ranks they may be left out, except `comm`. Cells are
-    divided among the ranks, and each rank numbers its vertices along a space-filling curve. The
-    mesh has the numbers of these arrays as `cell_ids` and `vertex_ids`.
+    divided among the ranks, and each rank numbers its vertices so that matrices have a small
+    bandwidth. The mesh has the numbers of these arrays as `cell_ids` and `vertex_ids`.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def distribute_arrays(
         cell_tags=cell_tags,
         vertex_ids=vertex_ids,
         points=points,
-        vertex_keys=morton_keys(points),
+        vertex_keys=bandwidth_order(corners, len(points), cell_type),
         facets=FacetTags(*facets),
     )
     return build_mesh(

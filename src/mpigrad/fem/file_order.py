@@ -20,7 +20,7 @@ __all__ = ["FileOrder"]
 
 @dataclass(frozen=True)
 class _Orders:
-    """On the root: the ids of all ranks after each other, and the position of each id among them."""
+    """On the root: the ids of all ranks in a row, and the position of each id in it."""
 
     counts: tuple[int, ...]
     ids: jax.Array

@@ -102,7 +102,17 @@ class Space:
         ----------
         facets
             Facets of this space's mesh.
+
+        Raises
+        ------
+        ValueError
+            If the facets are those of another mesh.
         """
+        if facets.mesh is not self.mesh:
+            raise ValueError(
+                f"Space.nodes_on: expected facets of this space's mesh, {self.mesh}, got facets of "
+                f"{facets.mesh}. Choose them by space.mesh.facets(...)."
+            )
         closures = _facet_closures(self.element, reference_cell(self.mesh.cell_type).dim)
         chosen = np.zeros(self.nodes.n_local + self.nodes.n_ghosts, bool)
         chosen[self.cell_nodes[facets.cells[:, None], closures[facets.local_facets]]] = True
