@@ -126,3 +126,29 @@ def test_search_in_bent_cells():
     assert (found.distances == 0).all()
     outside = find_points(corners, cells, "quadrilateral", np.arange(2), np.array([[0.0, 0.9]]))
     assert outside.cells[0] == -1 and np.isinf(outside.distances[0])
+
+
+@pytest.mark.ranks(4)
+def test_a_rank_without_own_vertices_takes_part(comm, alone):
+    points = [[0, 0], [1, 0], [1, 1], [0, 1], [0.5, 0.5]]
+    cells = [[0, 1, 4], [1, 2, 4], [2, 3, 4], [3, 0, 4]]
+    mesh = fem.distribute_mesh(points, cells, "triangle", partition=[0, 1, 2, 3])
+    assert mesh.vertices.n_local == [3, 1, 1, 0][comm.rank]
+    assert mesh.boundary_facets().n_local == 1
+    function = lambda x: x[:, 0] - 3 * x[:, 1]
+    places = np.array([[0.5, 0.1], [0.9, 0.5], [0.5, 0.9], [0.1, 0.5]])
+    for degree, n_nodes in ((1, 5), (2, 13)):
+        space = fem.Space(mesh, degree)
+        assert space.nodes.n_global == n_nodes
+        observe = fem.Observation(space, places)
+        assert observe.indices.tolist() == [comm.rank]
+        u = jnp.asarray(space.interpolate(function))
+        np.testing.assert_allclose(jax.jit(observe)(u), function(places), atol=1e-14)
+        mg.dot_test(observe.local, u)
+        mg.dot_test(observe, u)
+        boundary = space.nodes_on(mesh.boundary_facets())
+        assert comm.mpi.allreduce(int(boundary.sum())) == 4 * degree
+    mg.dot_test(mesh.gather_vertices, jnp.ones(mesh.vertices.n_local))
+    mg.dot_test(mesh.scatter_vertices, jnp.ones((5 * (comm.rank == 0), 2)))
+    gathered = mesh.gather_vertices(mesh.vertex_ids)
+    assert np.array_equal(gathered, np.arange(5 * (comm.rank == 0)))
