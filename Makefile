@@ -104,7 +104,7 @@ $(READERS): pyproject.toml | setup
 
 test-files: setup $(READERS)
 	@PYTHONPATH=$(CURDIR)/$(READERS) MPIGRAD_ALL_TESTS=1 $(BIN)/python tests/run.py -n 1,2,3,4 \
-		tests/io 'tests/test_docs.py::test_python[files.md-2]'
+		tests/io tests/fem/test_mesh_readers.py 'tests/test_docs.py::test_python[files.md-2]'
 
 # Root, or user namespaces: nothing of this machine's network is touched.
 test-hosts: setup

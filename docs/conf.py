@@ -28,6 +28,7 @@ REFERENCE = {
     "mpigrad": "Operations, transformations and grids",
     "mpigrad.grid": "Grids",
     "mpigrad.fft": "Fourier transforms",
+    "mpigrad.fem": "Finite elements",
     "mpigrad.io": "Files of fields",
     "mpigrad.loops": "Time loops",
     "mpigrad.sparse": "Sparse matrices and solvers",

@@ -31,6 +31,9 @@ TUTORIAL = ROOT / "docs" / "tutorial.md"
 FIRST = {
     "README.md-0": (4,),
     "README.md-1": (2,),
+    "fem_meshes.md-0": (2,),
+    "fem_meshes.md-1": (2,),
+    "fem_meshes.md-2": (2,),
     "files.md-0": (2,),
     "files.md-1": (2,),
     "gradients.md-1": (4,),

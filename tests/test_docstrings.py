@@ -14,6 +14,7 @@ import pytest
 PACKAGES = (
     "",
     ".checkpoint",
+    ".fem",
     ".grid",
     ".io",
     ".jobs",

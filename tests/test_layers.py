@@ -27,6 +27,7 @@ FLOORS = (
     ("autodiff", "grid", "loops", "sharding"),
     ("checkpoint", "fft", "jobs", "sparse", "torch", "waves"),
     ("io", "optimize", "training"),
+    ("fem",),
     ("_start",),
     ("__init__",),
     ("compat",),

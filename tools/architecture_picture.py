@@ -26,6 +26,7 @@ ROOMS = {
     "loops": "time loops",
     "sharding": "arrays of shard_map",
     "checkpoint": "restart files",
+    "fem": "meshes, finite elements",
     "fft": "Fourier transforms",
     "jobs": "parallel map",
     "sparse": "matrices, solvers",

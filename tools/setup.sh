@@ -74,7 +74,7 @@ project = file["project"]
 extras = project["optional-dependencies"]
 tools = [line for line in extras["dev"] if line.startswith(("cmake", "ninja"))]
 building = file["build-system"]["requires"] + project["dependencies"] + tools
-for name, lines in (("building", building), ("packages", extras["apps"] + extras["dev"])):
+for name, lines in (("building", building), ("packages", extras["apps"] + extras["fem"] + extras["dev"])):
     open(f"build/{name}.txt", "w").write("\n".join(lines) + "\n")
 PYTHON
 quietly "$VENV/bin/python" -m pip install -r build/building.txt

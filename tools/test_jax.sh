@@ -59,7 +59,7 @@ quietly .venv/bin/python -m pip --disable-pip-version-check wheel --no-deps --no
     --config-settings build-dir=build/jax-native --wheel-dir "$wheels" .
 wheel=$(ls "$wheels"/mpigrad-*.whl)
 # shellcheck disable=SC2086
-pip install $wanted "$wheel[apps]" \
+pip install $wanted "$wheel[apps,fem]" \
     "beartype>=0.20" "hypothesis>=6.100" "optimistix>=0.1" "pytest>=8.3" "pytest-timeout>=2.3" ${EXTRA:-}
 pip install --no-deps --force-reinstall "$wheel"
 "$venv/bin/python" -c "import jax; print('test-jax: JAX', jax.__version__)"

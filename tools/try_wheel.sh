@@ -158,7 +158,7 @@ import tomllib
 dev = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"]
 print(*(line for line in dev if line.startswith(("beartype", "hypothesis", "optimistix", "pytest"))), sep="\n")
 PYTHON
-    "$venv/bin/python" -m pip install --disable-pip-version-check "$wheel[apps]" -r "$case/tests.txt" \
+    "$venv/bin/python" -m pip install --disable-pip-version-check "$wheel[apps,fem]" -r "$case/tests.txt" \
         > "$case/tests.log" 2>&1 || show_and_fail "$case/tests.log" "pip install failed"
     "$venv/bin/python" -c "
 import mpigrad, mpigrad_apps, sys

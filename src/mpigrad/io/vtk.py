@@ -6,11 +6,9 @@ the XML as raw little-endian bytes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, Literal
 from xml.sax.saxutils import quoteattr
@@ -18,19 +16,13 @@ from xml.sax.saxutils import quoteattr
 import numpy as np
 from numpy.typing import NDArray
 
-from mpigrad.collective_errors import (
-    assert_same_on_all_ranks,
-    call_on_root,
-    raise_on_all_ranks,
-)
+from mpigrad.collective_errors import assert_same_on_all_ranks
 from mpigrad.grid import Grid
-from mpigrad.io.atomic_write import write_atomically
-from mpigrad.io.paths import check_path, try_to_remove
+from mpigrad.io.paths import check_path
+from mpigrad.io.pieces import XML_ATTRIBUTES, write_pieces
 from mpigrad.io.tiles import Slices, cells_from_all_ranks, check_fields, check_origin
 
 __all__ = ["write_vtk"]
-
-_ROOT = 'type="{}" version="1.0" byte_order="LittleEndian" header_type="UInt64"'
 
 
 def write_vtk(
@@ -91,22 +83,13 @@ def write_vtk(
             name: cells_from_all_ranks(grid, tile, image.slices) for name, tile in arrays.items()
         }
     written = [_Array.of(name, values, grid.ndim) for name, values in arrays.items()]
-    pieces = call_on_root(comm, lambda: _make_directory(path))
-    try:
-        with raise_on_all_ranks(comm):
-            write_atomically(
-                pieces / f"{comm.rank}.vti", lambda file: _write_piece(file, image, written)
-            )
-        with raise_on_all_ranks(comm):
-            if comm.rank == 0:
-                index = _index(image, written, pieces.name).encode()
-                write_atomically(path, lambda file: file.write(index))
-                for old in set(_directories(path)) - {pieces}:
-                    try_to_remove(old)
-    except BaseException:
-        if comm.rank == 0 and not _is_index_of(path, pieces):
-            try_to_remove(pieces)
-        raise
+    write_pieces(
+        comm,
+        path,
+        ".vti",
+        lambda file: _write_piece(file, image, written),
+        lambda directory: _index(image, written, directory),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +177,7 @@ def _write_piece(file: BinaryIO, image: _Image, arrays: Sequence[_Array]) -> Non
         for array, offset in zip(arrays, offsets, strict=False)
     )
     header = (
-        f'<?xml version="1.0"?>\n<VTKFile {_ROOT.format("ImageData")}>\n'
+        f'<?xml version="1.0"?>\n<VTKFile {XML_ATTRIBUTES.format("ImageData")}>\n'
         f'<ImageData {image.attributes(slices)}>\n<Piece Extent="{image.extent(slices)}">\n'
         f"<{image.data}>\n{elements}\n</{image.data}>\n</Piece>\n</ImageData>\n"
         '<AppendedData encoding="raw">\n_'
@@ -216,35 +199,7 @@ def _index(image: _Image, arrays: Sequence[_Array], directory: str) -> str:
         for rank in range(image.grid.comm.size)
     )
     return (
-        f'<?xml version="1.0"?>\n<VTKFile {_ROOT.format("PImageData")}>\n'
+        f'<?xml version="1.0"?>\n<VTKFile {XML_ATTRIBUTES.format("PImageData")}>\n'
         f'<PImageData {image.attributes(whole)} GhostLevel="0">\n'
         f"<P{image.data}>\n{elements}\n</P{image.data}>\n{pieces}\n</PImageData>\n</VTKFile>\n"
     )
-
-
-def _is_index_of(path: pathlib.Path, pieces: pathlib.Path) -> bool:
-    """Return True if the file has the pieces, as after a rename that was done but has failed."""
-    try:
-        return f"{pieces.name}/" in path.read_text()
-    except OSError:
-        return path.is_file()
-
-
-def _make_directory(path: pathlib.Path) -> pathlib.Path:
-    """Make a directory for the pieces of a new index file."""
-    for number in itertools.count():
-        directory = path.with_name(f"{path.stem}.pieces-{number}")
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir()
-            return directory
-    raise AssertionError
-
-
-def _directories(path: pathlib.Path) -> list[pathlib.Path]:
-    """Return the directories of pieces of an index file."""
-    start = f"{path.stem}.pieces-"
-    return [
-        entry
-        for entry in path.parent.iterdir()
-        if entry.name.startswith(start) and entry.name.removeprefix(start).isdigit()
-    ]

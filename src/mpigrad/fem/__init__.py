@@ -1,0 +1,30 @@
+"""Finite elements on unstructured meshes over ranks."""
+
+from typing import TYPE_CHECKING
+
+from mpigrad import _lazy
+
+if TYPE_CHECKING:
+    from mpigrad.fem.boxes import box as box
+    from mpigrad.fem.distribute import distribute_mesh as distribute_mesh
+    from mpigrad.fem.mesh import Facets as Facets
+    from mpigrad.fem.mesh import Mesh as Mesh
+    from mpigrad.fem.mesh_files import read_mesh as read_mesh
+    from mpigrad.fem.numbering import Numbering as Numbering
+    from mpigrad.fem.observation import Observation as Observation
+    from mpigrad.fem.partition_report import PartitionReport as PartitionReport
+    from mpigrad.fem.space import Space as Space
+
+_NAMES = {
+    "Facets": "mesh",
+    "Mesh": "mesh",
+    "Numbering": "numbering",
+    "Observation": "observation",
+    "PartitionReport": "partition_report",
+    "Space": "space",
+    "box": "boxes",
+    "distribute_mesh": "distribute",
+    "read_mesh": "mesh_files",
+}
+
+__getattr__, __dir__, __all__ = _lazy.attach(__name__, _NAMES)

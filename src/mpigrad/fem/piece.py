@@ -1,0 +1,144 @@
+"""The cells of one rank before vertices have owners, and the mesh that is made of all pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpigrad.collective_errors import raise_error
+from mpigrad.communicator import Communicator
+from mpigrad.fem.cell_checks import check_cells
+from mpigrad.fem.mesh import FacetTags, Mesh
+from mpigrad.fem.numbering import Numbering
+from mpigrad.fem.route import Route
+
+__all__ = ["Piece", "build_mesh"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The cells of one rank, with the numbers of the file.
+
+    Attributes
+    ----------
+    corners
+        The corners of each cell in basix' order, shape (n_cells, n_corners): rows of `vertex_ids`.
+    cell_ids, cell_tags
+        The file's number and the tag of each cell, shape (n_cells,).
+    vertex_ids
+        The file's number of each vertex of these cells, without repetition, shape (n,).
+    points
+        The coordinates of these vertices, shape (n, dim).
+    vertex_keys
+        The order in which this rank numbers those of the vertices that it will own, shape (n,).
+    facets
+        Rows of cells, local facets and tags of the facets with tags.
+    """
+
+    corners: NDArray[np.integer]
+    cell_ids: NDArray[np.int64]
+    cell_tags: NDArray[np.int32]
+    vertex_ids: NDArray[np.int64]
+    points: NDArray[np.float64]
+    vertex_keys: NDArray[np.integer]
+    facets: FacetTags
+
+
+def build_mesh(
+    function: str,
+    comm: Communicator,
+    cell_type: str,
+    piece: Piece,
+    *,
+    n_vertices: int,
+    n_cells: int,
+    method: str,
+    cell_groups: Mapping[str, int],
+    facet_groups: Mapping[str, int],
+    check: bool = True,
+) -> Mesh:
+    """Number the vertices of all pieces, and return the mesh (collective).
+
+    Parameters
+    ----------
+    function
+        The public function that errors name.
+    n_vertices, n_cells
+        The numbers of vertices and cells of the file.
+    method
+        The name of the method that has divided the cells.
+    check
+        True if cells may be degenerate or inverted.
+    """
+    owners, hanging = _find_owners(comm, piece.vertex_ids, n_vertices)
+    error = None
+    if hanging.size:
+        error = ValueError(
+            f"{function}: every vertex must belong to a cell, got vertex {hanging[0]} without "
+            "cells. Remove it from the mesh."
+        )
+    raise_error(comm, error)
+
+    own = np.flatnonzero(owners == comm.rank)
+    own = own[np.argsort(piece.vertex_keys[own], kind="stable")]
+    others = np.flatnonzero(owners != comm.rank)
+    # Owners say the numbers of the vertices that other ranks read.
+    offset = int(comm.mpi.scan(len(own))) - len(own)
+    route = Route(comm, owners[others])
+    asked = route.forward(piece.vertex_ids[others])
+    by_id = np.argsort(piece.vertex_ids[own])
+    place = np.searchsorted(piece.vertex_ids[own], asked, sorter=by_id)
+    numbers = route.back((offset + by_id[place]).astype(np.int64))
+
+    vertices = Numbering(len(own), numbers, comm)
+    others = others[np.argsort(numbers)]
+    order = np.concatenate([own, others])
+    position = np.empty(len(order), np.int32)
+    position[order] = np.arange(len(order), dtype=np.int32)
+    corners = position[piece.corners]
+    # Cells follow their vertices, so that neighbours in the mesh are neighbours in memory.
+    by_vertex = np.argsort(corners.min(axis=1), kind="stable")
+    cell_position = np.empty(len(by_vertex), np.int32)
+    cell_position[by_vertex] = np.arange(len(by_vertex), dtype=np.int32)
+    facets = FacetTags(
+        cell_position[piece.facets.cells], piece.facets.local_facets, piece.facets.tags
+    )
+    mesh = Mesh(
+        comm=comm,
+        cell_type=cell_type,
+        points=np.ascontiguousarray(piece.points[order]),
+        cells=np.ascontiguousarray(corners[by_vertex]),
+        vertices=vertices,
+        cell_ids=piece.cell_ids[by_vertex],
+        vertex_ids=piece.vertex_ids[own],
+        cell_tags=piece.cell_tags[by_vertex],
+        facet_tags=facets.sorted(),
+        cell_groups=dict(cell_groups),
+        facet_groups=dict(facet_groups),
+        n_cells_global=n_cells,
+        partition_method=method,
+    )
+    if check:
+        raise_error(comm, check_cells(function, mesh.points, mesh.cells, cell_type, mesh.cell_ids))
+    return mesh
+
+
+def _find_owners(
+    comm: Communicator, vertex_ids: NDArray[np.int64], n_vertices: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the owner of each vertex, and vertices without cells among those of this rank's range.
+
+    The owner is the lowest rank that has a cell of the vertex. No rank knows all vertices: rank r
+    hears of those in the r-th of equal ranges of the file's numbers.
+    """
+    width = max(1, -(-n_vertices // comm.size))
+    route = Route(comm, vertex_ids // width)
+    first = min(comm.rank * width, n_vertices)
+    heard = route.forward(vertex_ids) - first
+    owners = np.full(min(width, n_vertices - first), comm.size, np.int64)
+    np.minimum.at(owners, heard, route.sources)
+    hanging = first + np.flatnonzero(owners == comm.size)
+    return route.back(owners[heard]), hanging

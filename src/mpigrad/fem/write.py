@@ -1,0 +1,263 @@
+"""Write meshes and fields as VTK unstructured grids: one piece for each rank, and an index.
+
+The format is described in "VTK XML Formats" of the VTK documentation. The values are appended to
+the XML in base64, because meshio misreads several arrays of raw bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import itertools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+from xml.sax.saxutils import quoteattr
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
+from mpigrad.communicator import Communicator
+from mpigrad.fem.numbering import Numbering
+from mpigrad.fem.reference import reference_cell
+from mpigrad.io.paths import check_path
+from mpigrad.io.pieces import XML_ATTRIBUTES, write_pieces
+from mpigrad.io.tiles import check_name
+
+__all__ = ["Grid", "vtk_order", "write_grid"]
+
+# The edges of VTK's cells in VTK's order of corners, and the type of the cell of degree 2.
+_EDGES = {
+    "triangle": ((0, 1), (1, 2), (2, 0)),
+    "quadrilateral": ((0, 1), (1, 2), (2, 3), (3, 0)),
+    "tetrahedron": ((0, 1), (1, 2), (2, 0), (0, 3), (1, 3), (2, 3)),
+    "hexahedron": (
+        *((0, 1), (1, 2), (2, 3), (3, 0), (4, 5), (5, 6), (6, 7), (7, 4)),
+        *((0, 4), (1, 5), (2, 6), (3, 7)),
+    ),
+}
+_QUADRATIC = {"triangle": 22, "quadrilateral": 28, "tetrahedron": 24, "hexahedron": 29}
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Cells of this rank and their nodes, as a mesh or a space has them."""
+
+    cell_type: str
+    degree: int
+    nodes: Numbering
+    points: NDArray[np.float64]
+    cells: NDArray[np.int32]
+
+    @property
+    def vtk_type(self) -> int:
+        """The type of the cells in VTK."""
+        names = reference_cell(self.cell_type).names
+        return names.vtk if self.degree == 1 else _QUADRATIC[self.cell_type]
+
+
+@functools.cache
+def vtk_order(cell_type: str, degree: int) -> NDArray[np.intp]:
+    """Return the node of basix at each place of VTK's cell of degree 1 or 2."""
+    cell = reference_cell(cell_type)
+    corners = cell.names.vtk_order
+    order = list(corners)
+    if degree == 1:
+        return np.asarray(order)
+    edges = [frozenset(edge) for edge in cell.entities[1].tolist()]
+    for a, b in _EDGES[cell_type]:
+        order.append(cell.n_corners + edges.index(frozenset((corners[a], corners[b]))))
+    first = cell.n_corners + len(edges)
+    if cell_type == "hexahedron":  # x = 0, x = 1, y = 0, y = 1, z = 0, z = 1
+        centers = cell.points[cell.entities[2]].mean(axis=1)
+        for axis in range(3):
+            for end in (0.0, 1.0):
+                order.append(first + int(np.flatnonzero(centers[:, axis] == end)[0]))
+        first += len(centers)
+    if not cell.is_simplex:
+        order.append(first)
+    return np.asarray(order)
+
+
+@dataclass(frozen=True)
+class _Array:
+    """An array of a piece, shape (n,) or (n, components)."""
+
+    name: str
+    values: NDArray[Any]
+
+    @property
+    def attributes(self) -> str:
+        kind = self.values.dtype.name.capitalize().replace("Uint", "UInt")
+        text = f'type="{kind}" Name={quoteattr(self.name)}'
+        if self.values.ndim == 2:
+            text += f' NumberOfComponents="{self.values.shape[1]}"'
+        return text
+
+    @property
+    def length(self) -> int:
+        """The number of characters of `text`."""
+        return 4 * (-(-(8 + self.values.nbytes) // 3))
+
+    def text(self) -> bytes:
+        """Return the size in bytes and the values, in base64."""
+        little = np.ascontiguousarray(self.values, self.values.dtype.newbyteorder("<"))
+        return base64.b64encode(little.nbytes.to_bytes(8, "little") + little.tobytes())
+
+
+def write_grid(
+    function: str,
+    path: str | os.PathLike[str],
+    grid: Grid,
+    *,
+    points: Mapping[str, Any],
+    cells: Mapping[str, Any],
+    either: Mapping[str, Any] | None = None,
+) -> None:
+    """Write cells with fields of their nodes and of the cells (collective).
+
+    Parameters
+    ----------
+    function
+        The public function that errors name.
+    path
+        The index file, with the suffix `.pvtu`.
+    grid
+        The cells.
+    points, cells
+        Fields by name of own nodes and of cells.
+    either
+        Fields of nodes or of cells, whose shape says which.
+    """
+    comm = grid.nodes.comm
+    path = check_path(function, path, comm, ".pvtu")
+    by_shape = _sort_by_shape(function, grid, either or {})
+    at_points = _check(function, comm, {**points, **by_shape[0]}, grid.nodes.n_local, "own node")
+    at_cells = _check(function, comm, {**cells, **by_shape[1]}, len(grid.cells), "cell")
+    # Only nodes of this rank's cells are in its piece.
+    used, connectivity = np.unique(grid.cells, return_inverse=True)
+    connectivity = connectivity.reshape(grid.cells.shape)[:, vtk_order(grid.cell_type, grid.degree)]
+    n_cells, width = grid.cells.shape
+    coordinates = np.zeros((len(used), 3))
+    coordinates[:, : grid.points.shape[1]] = grid.points[used]
+    sections = {
+        "PointData": [
+            _array(name, grid.nodes.append_ghosts(field)[used]) for name, field in at_points.items()
+        ],
+        "CellData": [_array(name, field) for name, field in at_cells.items()],
+        "Points": [_Array("Points", coordinates)],
+        "Cells": [
+            _Array("connectivity", connectivity.astype(np.int64).reshape(-1)),
+            _Array("offsets", width * np.arange(1, n_cells + 1, dtype=np.int64)),
+            _Array("types", np.full(n_cells, grid.vtk_type, np.uint8)),
+        ],
+    }
+    head = f'NumberOfPoints="{len(used)}" NumberOfCells="{n_cells}"'
+    write_pieces(
+        comm,
+        path,
+        ".vtu",
+        lambda file: _write_piece(file, head, sections),
+        lambda directory: _index(sections, directory, comm.size),
+        directory="vtu-pieces",
+    )
+
+
+def _sort_by_shape(
+    function: str, grid: Grid, fields: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of nodes and the fields of cells (collective)."""
+    comm = grid.nodes.comm
+    rows = [(np.shape(field) or (-1,))[0] for field in fields.values()]
+    fits = [(n == grid.nodes.n_local, n == len(grid.cells)) for n in rows]
+    ranks = comm.mpi.allgather(fits)
+    points: dict[str, Any] = {}
+    cells: dict[str, Any] = {}
+    with raise_on_all_ranks(comm):
+        for i, (name, field) in enumerate(fields.items()):
+            at_points = all(len(rank) > i and rank[i][0] for rank in ranks)
+            at_cells = all(len(rank) > i and rank[i][1] for rank in ranks)
+            if at_points == at_cells:
+                found = "fits both" if at_points else "does not fit on all ranks"
+                raise ValueError(
+                    f"{function}: expected one row of {name!r} for each own node or for each cell, "
+                    f"got shape {np.shape(field)} on rank {comm.rank}, which {found}. Name the "
+                    f"kind: points={{{name!r}: ...}} or cells={{{name!r}: ...}}."
+                )
+            (points if at_points else cells)[name] = field
+    return points, cells
+
+
+def _array(name: str, values: NDArray[Any]) -> _Array:
+    if values.ndim == 2 and values.shape[1] == 1:
+        values = values[:, 0]
+    if values.ndim == 2 and values.shape[1] == 2:  # VTK's vectors have three components
+        values = np.concatenate([values, np.zeros_like(values[:, :1])], axis=1)
+    return _Array(name, values.astype(np.uint8) if values.dtype == bool else values)
+
+
+def _check(
+    function: str, comm: Communicator, fields: Mapping[str, Any], rows: int, what: str
+) -> dict[str, NDArray[Any]]:
+    """Return fields as arrays, or raise an error on all ranks (collective)."""
+    arrays: dict[str, NDArray[Any]] = {}
+    with raise_on_all_ranks(comm):
+        for name, field in fields.items():
+            array = np.asarray(field)
+            if array.dtype.kind not in "biuf" or array.dtype.itemsize not in (1, 4, 8):
+                raise TypeError(
+                    f"{function}: expected real numbers of 32 or 64 bits or bools, got dtype "
+                    f"{array.dtype} for {name!r} on rank {comm.rank}. Convert the field."
+                )
+            if array.ndim not in (1, 2) or array.shape[0] != rows or 0 in array.shape[1:]:
+                raise ValueError(
+                    f"{function}: expected one row for each {what} of rank {comm.rank}, {rows} in "
+                    f"all, got shape {array.shape} for {name!r}. Give this rank's part of the "
+                    "field, of shape (n,) or (n, components)."
+                )
+            arrays[check_name(function, name)] = array
+    kinds = [(name, str(a.dtype), a.shape[1:]) for name, a in arrays.items()]
+    assert_same_on_all_ranks(comm, kinds, f"{function}: names, dtypes and components of fields")
+    return arrays
+
+
+def _write_piece(file: BinaryIO, head: str, sections: Mapping[str, list[_Array]]) -> None:
+    """Write this rank's .vtu file."""
+    arrays = list(itertools.chain.from_iterable(sections.values()))
+    offsets = itertools.accumulate((array.length for array in arrays), initial=0)
+    text = []
+    for section, members in sections.items():
+        text.append(f"<{section}>")
+        text += [
+            f'<DataArray {array.attributes} format="appended" offset="{next(offsets)}"/>'
+            for array in members
+        ]
+        text.append(f"</{section}>")
+    elements = "\n".join(text)
+    file.write(
+        (
+            f'<?xml version="1.0"?>\n<VTKFile {XML_ATTRIBUTES.format("UnstructuredGrid")}>\n'
+            f"<UnstructuredGrid>\n<Piece {head}>\n{elements}\n</Piece>\n</UnstructuredGrid>\n"
+            '<AppendedData encoding="base64">\n_'
+        ).encode()
+    )
+    for array in arrays:
+        file.write(array.text())
+    file.write(b"\n</AppendedData>\n</VTKFile>\n")
+
+
+def _index(sections: Mapping[str, list[_Array]], directory: str, size: int) -> str:
+    """Return the text of the .pvtu file."""
+    text = []
+    for section in ("PointData", "CellData", "Points"):
+        text.append(f"<P{section}>")
+        text += [f"<PDataArray {array.attributes}/>" for array in sections[section]]
+        text.append(f"</P{section}>")
+    text += [f"<Piece Source={quoteattr(f'{directory}/{rank}.vtu')}/>" for rank in range(size)]
+    elements = "\n".join(text)
+    return (
+        f'<?xml version="1.0"?>\n<VTKFile {XML_ATTRIBUTES.format("PUnstructuredGrid")}>\n'
+        f'<PUnstructuredGrid GhostLevel="0">\n{elements}\n</PUnstructuredGrid>\n</VTKFile>\n'
+    )
