@@ -23,6 +23,7 @@ from mpigrad_apps.fwi.outputs import write_outputs
 from mpigrad_apps.fwi.parametrization import Parametrization
 from mpigrad_apps.fwi.result import Result
 from mpigrad_apps.fwi.settings import Settings
+from mpigrad_apps.fwi.shot_sampling import check_shot_sampling, sample_shots
 from mpigrad_apps.grace import hold_grace_time
 from mpigrad_apps.output_directory import prepare_output
 
@@ -46,6 +47,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
     comm = resolve(comm)
     with jax.enable_x64(True):
         problem = prepare_inversion(settings, comm)
+        check_shot_sampling(problem, settings.subset, settings.encode)
         prepare_output(settings, settings.out, comm)
         if comm.rank == 0:
             summary = problem.group.summary("fwi", problem.experiment.n_shots)
@@ -62,20 +64,22 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
 
 
 def _stages(problem: Inversion, settings: Settings, comm: Communicator) -> TrainingResult:
-    """Train from low to all frequencies. Each stage starts at the result of the stage before."""
-    values = problem.parametrization
+    """Train from low to all frequencies, round by round, each from the result of the one before."""
+    values, rounds = problem.parametrization, settings.rounds
     corners = (*settings.frequencies, None)
     parameters, trained = values.initial(settings.seed), None
     prepare_training(settings.out, comm, settings.resume)
-    progress = Progress(settings.iterations, comm.rank, stages=len(corners))
-    for stage, corner in enumerate(corners):
+    stages = [(corner, turn) for corner in corners for turn in range(rounds)]
+    progress = Progress(settings.iterations, comm.rank, stages=len(stages))
+    for stage, (corner, turn) in enumerate(stages):
         if stage > 0:
             progress.next_stage()
-        if comm.rank == 0 and len(corners) > 1:
+        if comm.rank == 0 and turn == 0 and len(corners) > 1:
             band = "all frequencies" if corner is None else f"below {corner:g} Hz"
-            print(f"fwi: stage {stage + 1} of {len(corners)}: {band}", flush=True)
+            print(f"fwi: stage {stage // rounds + 1} of {len(corners)}: {band}", flush=True)
+        part = _with_shots(problem, settings, stage)
         trained = train(
-            functools.partial(problem.loss_share, problem.misfit(corner)),
+            functools.partial(part.loss_share, part.misfit(corner)),
             parameters,
             settings.iterations,
             comm,
@@ -86,7 +90,9 @@ def _stages(problem: Inversion, settings: Settings, comm: Communicator) -> Train
             error=None if problem.inputs.truth is None else problem.error,  # type: ignore[arg-type]
             stage=stage,
             progress=progress,
-            about=_run_identity(values, problem.digest) | {"low pass": corner},
+            about=_run_identity(values, problem.digest)
+            | {"low pass": corner}
+            | _sampling_identity(settings),
             advice="Check that the time step is stable for the start (--dt, --initial).",
         )
         parameters = trained.parameters
@@ -94,6 +100,21 @@ def _stages(problem: Inversion, settings: Settings, comm: Communicator) -> Train
             break
     assert trained is not None
     return trained
+
+
+def _with_shots(problem: Inversion, settings: Settings, stage: int) -> Inversion:
+    """Return the inversion with the shots of a stage's round."""
+    if settings.subset is None and not settings.encode:
+        return problem
+    return sample_shots(problem, settings.subset, settings.encode, (settings.seed, stage))
+
+
+def _sampling_identity(settings: Settings) -> dict[str, Any]:
+    """Return what a run with sampled shots and its saves must have in common as well."""
+    if settings.subset is None and not settings.encode:
+        return {}
+    names = ("rounds", "subset", "encode", "seed", "groups")
+    return {name: getattr(settings, name) for name in names}
 
 
 def _run_identity(values: Parametrization, objective: str) -> dict[str, Any]:

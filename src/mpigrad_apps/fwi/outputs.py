@@ -110,15 +110,17 @@ def _span(*fields: Float[np.ndarray, "nx ny"]) -> tuple[float, float]:
 
 
 def _curves(result: Result) -> report.Picture:
-    """Return the curves of loss and error. Each stage has its own loss."""
+    """Return the curves of loss and error. Each stage has its own loss, which rounds continue."""
     lines: dict[str, tuple[list[int], list[float]]] = {}
     number, errors = 0, []
     corners = (*result.settings.frequencies, None)
     for stage, records in itertools.groupby(result.history, key=lambda r: r.stage):
-        corner = corners[stage]
+        corner = corners[stage // result.settings.rounds]
         label = "loss" if corner is None else f"loss below {corner:g} Hz"
         points = [(number + r.iteration, r) for r in records]
-        lines[label] = [n for n, _ in points], [r.loss for _, r in points]
+        numbers, losses = lines.setdefault(label, ([], []))
+        numbers += [n for n, _ in points]
+        losses += [r.loss for _, r in points]
         errors += [(n, r.error) for n, r in points if r.error is not None]
         number = points[-1][0]
     if errors:

@@ -41,7 +41,13 @@ class Settings(OutputCheck, WaveOptions):
     fineness: float = 3.0
     """Standard deviation of the network's initial numbers of half waves across the model."""
     iterations: int = 50
-    """Number of iterations of L-BFGS in each stage."""
+    """Number of iterations of L-BFGS in each stage, or in each round of a stage."""
+    rounds: int = 1
+    """Number of rounds in each stage. Each one draws its shots and begins L-BFGS again."""
+    subset: int | None = None
+    """Number of random shots in each round. Default: all shots."""
+    encode: bool = False
+    """In each round, each group adds up its shots with random signs in one simulation."""
     memory: int = 20
     """Number of past steps that L-BFGS remembers."""
     frequencies: tuple[float, ...] = ()
@@ -67,7 +73,7 @@ class Settings(OutputCheck, WaveOptions):
     source: Literal["explosive", "force_x", "force_y"] = "explosive"
     """Kind of the sources of elastic waves: pressure on all sides, or a force along x or y."""
     seed: int = 0
-    """Seed of the network's initial weights and of the noise."""
+    """Seed of the network's initial weights, the noise, and the draws of shots."""
     resume: bool = False
     """Continue from the saves of an earlier run with the same --out, if there are any."""
     overwrite: bool = False
@@ -94,6 +100,15 @@ class Settings(OutputCheck, WaveOptions):
             raise ValueError(f"--fineness: expected a positive number, got {self.fineness}.")
         if self.iterations < 1:
             raise ValueError(f"--iterations: expected at least 1, got {self.iterations}.")
+        if self.rounds < 1:
+            raise ValueError(f"--rounds: expected at least 1, got {self.rounds}.")
+        if self.subset is not None and self.subset < 1:
+            raise ValueError(f"--subset: expected at least 1, got {self.subset}.")
+        if self.rounds > 1 and self.subset is None and not self.encode:
+            raise ValueError(
+                f"--rounds: expected --subset or --encode with it, got {self.rounds} rounds of all "
+                "shots. Use --iterations."
+            )
         if self.memory < 1:
             raise ValueError(f"--memory: expected at least 1, got {self.memory}.")
         for option in ("noise", "smoothing", "tikhonov", "total_variation", "water"):
