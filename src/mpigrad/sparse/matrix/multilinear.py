@@ -28,6 +28,7 @@ from mpigrad.runtime.native import native_library
 
 __all__ = [
     "TrilinearContraction",
+    "add_up",
     "contract",
     "count_contractions",
     "multiply_patterns",
@@ -236,6 +237,16 @@ class TrilinearContraction:
 def select(structure: TrilinearContraction, own: Any, rest: Any = None) -> jax.Array:
     """Return the selected entries of the pool: (n, ...) -> (len(position), ...)."""
     return contract(structure, None, own, rest)
+
+
+def add_up(structure: TrilinearContraction, values: Any) -> jax.Array:
+    """Return the adjoint of a selection: the sum of values (len(position),) at each pool entry."""
+    values = jnp.asarray(values)
+    n_pool = structure.sizes[POOL]
+    sums, _ = contract_p.bind(
+        values.reshape(1, -1, 1), structure=structure.handle, out=POOL, split=n_pool
+    )
+    return sums.reshape(n_pool)
 
 
 def contract(structure: TrilinearContraction, first: Any, own: Any, rest: Any = None) -> jax.Array:
