@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -11,8 +10,8 @@ import numpy as np
 
 from mpigrad.communicator import BlockingCall, Communicator
 from mpigrad.operations import neighbor_alltoallv
-from mpigrad.operations.indexing import put, take
-from mpigrad.sparse.matrix.ghost_exchange import _tell_owners, index_array
+from mpigrad.sparse.matrix.ghost_exchange import _tell_owners
+from mpigrad.sparse.matrix.multilinear import TrilinearContraction, add_up, select
 
 __all__ = ["Assembly", "repeated", "row_order"]
 
@@ -37,9 +36,9 @@ class Assembly:
 
     A linear map from this rank's contributions (n_given,) to its stored entries (nnz,). It sends
     one message to each rank that owns rows of this rank's contributions, and adds in a fixed order
-    (the rank's own contributions as given, then those of the other ranks by rank), so that sums
-    are the same to the bit in every run. Its adjoint sends each contribution the cotangent
-    of its entry. Making it is collective.
+    (the rank's own contributions as given, those of the other ranks by rank, and these two sums),
+    so that sums are the same to the bit in every run. Its adjoint sends each contribution the
+    cotangent of its entry. Making it is collective.
 
     Parameters
     ----------
@@ -80,21 +79,23 @@ class Assembly:
         self.neighbors = tuple(sorted({*to, *come}))
         self.sendcounts = tuple(len(to.get(rank, ())) for rank in self.neighbors)
         self.recvcounts = tuple(len(come.get(rank, ())) // 2 for rank in self.neighbors)
-        self._leaving = leaving
-        self._staying = np.flatnonzero(owners == comm.rank)
+        staying = np.flatnonzero(owners == comm.rank)
 
         received = [come[rank].reshape(2, -1) for rank in self.neighbors if rank in come]
-        own = np.stack([rows[self._staying], columns[self._staying]])
+        own = np.stack([rows[staying], columns[staying]])
         i, j = np.concatenate([own, *received], axis=1)
         order, _ = row_order(i - starts[comm.rank], j, n_columns)
         first = np.concatenate([[True], ~repeated(i[order], j[order])])[: len(i)]
         self.rows, self.columns = i[order][first], j[order][first]
-        self._target = np.empty(len(i), np.int64)
-        self._target[order] = np.cumsum(first) - 1
-
-    @functools.cached_property
-    def _indices(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return index_array(self._leaving), index_array(self._staying), index_array(self._target)
+        target = np.empty(len(i), np.int64)
+        target[order] = np.cumsum(first) - 1
+        kept = np.full(self.n_given, -1, np.int64)
+        kept[staying] = target[: len(staying)]
+        n_entries = len(self.rows)
+        # In the native library, because they would be constants of each compiled program.
+        self._leaving = TrilinearContraction.selection(leaving, self.n_given)
+        self._own = TrilinearContraction.selection(kept, n_entries)
+        self._received = TrilinearContraction.selection(target[len(staying) :], n_entries)
 
     def __call__(self, values: Any) -> jax.Array:
         values = jnp.asarray(values)
@@ -103,14 +104,14 @@ class Assembly:
                 f"pattern.assemble: values have shape {values.shape} on rank {self.comm.rank}, "
                 f"which gave the pattern {self.n_given} entries. Give shape ({self.n_given},)."
             )
-        leaving, staying, target = self._indices
-        if self.neighbors:
-            received = neighbor_alltoallv(
-                take(values, leaving, unique=True),
-                self.neighbors,
-                self.sendcounts,
-                self.recvcounts,
-                self.comm,
-            )
-            values = jnp.concatenate([take(values, staying, unique=True), received])
-        return put(len(self.rows), target, values)
+        sums = add_up(self._own, values)
+        if not self.neighbors:
+            return sums
+        received = neighbor_alltoallv(
+            select(self._leaving, values),
+            self.neighbors,
+            self.sendcounts,
+            self.recvcounts,
+            self.comm,
+        )
+        return sums + add_up(self._received, received)

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.operations import allreduce, require
-from mpigrad.operations.indexing import take
-from mpigrad.sparse.matrix.csr import apply
+from mpigrad.sparse.matrix.csr import apply, gather_by_row, select_columns
 from mpigrad.sparse.matrix.pattern import Pattern
 
 __all__ = ["eliminate_rows", "fix_rows"]
@@ -18,7 +17,7 @@ __all__ = ["eliminate_rows", "fix_rows"]
 def fix_rows(pattern: Pattern, values: jax.Array, fixed: Any) -> jax.Array:
     """Return the values with fixed rows of the identity (`Matrix.at_boundary`)."""
     fixed = _check_fixed(pattern, fixed)
-    in_row = take(fixed, pattern.row_index)
+    in_row = _in_fixed_rows(pattern, fixed)
     return _with_ones(values, in_row, _diagonal(pattern, fixed))
 
 
@@ -28,7 +27,7 @@ def eliminate_rows(
     """Return values and right-hand side without fixed rows and columns (`Matrix.at_boundary`)."""
     fixed = _check_fixed(pattern, fixed)
     n, rank = pattern.n_local, pattern.comm.rank
-    in_row = take(fixed, pattern.row_index)
+    in_row = _in_fixed_rows(pattern, fixed)
     diagonal = _diagonal(pattern, fixed)
     b = jnp.asarray(b)
     if b.ndim not in (1, 2) or b.shape[0] != n:
@@ -53,9 +52,17 @@ def eliminate_rows(
         )
     )
     eliminated = apply(pattern, values.astype(dtype), all_columns[:, 1:]).reshape(b.shape)
-    in_column = take(all_columns[:, 0] != 0, pattern.ghosts.position)
+    in_column = select_columns(pattern, all_columns[:, 0]) != 0
     entries = _with_ones(values, in_row | in_column, diagonal)
     return entries, jnp.where(rows, prescribed, b - eliminated)
+
+
+def _in_fixed_rows(pattern: Pattern, fixed: jax.Array) -> jax.Array:
+    """Return True for each stored entry of a fixed row.
+
+    XLA would compute a gather of a mask that is a constant when it compiles, for seconds.
+    """
+    return gather_by_row(pattern, fixed.astype(jnp.float32)) != 0
 
 
 def _check_fixed(pattern: Pattern, fixed: Any) -> jax.Array:

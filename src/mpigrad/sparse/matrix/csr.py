@@ -22,6 +22,7 @@ __all__ = [
     "gather_by_row",
     "multiply",
     "pool_positions",
+    "select_columns",
     "stored_order",
 ]
 
@@ -88,12 +89,20 @@ def gather_by_row(pattern: Pattern, d: jax.Array) -> jax.Array:
 
 def gather_by_column(pattern: Pattern, d: jax.Array) -> jax.Array:
     """Return for each stored entry its column's value: (n_columns,) -> (nnz,) (collective)."""
+    return select(_columns(pattern), d, _received(pattern.ghosts, d))
 
+
+def select_columns(pattern: Pattern, d: jax.Array) -> jax.Array:
+    """Return for each stored entry its column's value: (n_own + n_ghosts,) -> (nnz,)."""
+    return select(_columns(pattern), d)
+
+
+def _columns(pattern: Pattern) -> TrilinearContraction:
     def make() -> TrilinearContraction:
         positions = stored_order(pattern, pool_positions(pattern))
         return TrilinearContraction.selection(positions, _n_local_and_ghost(pattern))
 
-    return select(_cached(pattern, "gather by column", make), d, _received(pattern.ghosts, d))
+    return _cached(pattern, "gather by column", make)
 
 
 def diagonal(pattern: Pattern, values: jax.Array) -> jax.Array:

@@ -154,7 +154,6 @@ class Pattern:
         bare = np.flatnonzero(self.diagonal < 0)
         first = self.comm.mpi.allgather(int(bare[0]) + offset if bare.size else -1)
         self.row_without_diagonal = min((row for row in first if row >= 0), default=-1)
-        self._stored_rows = local
         # Solvers have a communicator of their own. Making it here is collective.
         self.solver_communicator = _solver_communicator(self.comm)
         self.solver_systems: dict[Any, Any] = {}  # data of solvers
@@ -387,11 +386,6 @@ class Pattern:
                 "Make it with that."
             )
         return self.stencil.positions
-
-    @functools.cached_property
-    def row_index(self) -> jax.Array:
-        """Local row of each stored value, shape (nnz,)."""
-        return index_array(self._stored_rows)
 
     @functools.cached_property
     def diagonal_index(self) -> jax.Array:
