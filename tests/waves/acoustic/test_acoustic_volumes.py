@@ -90,14 +90,13 @@ def test_ranks_agree_with_one_rank(comm, alone, order, axis):
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(1, 3)
 def test_the_adjoint_is_the_transpose(comm):
     acoustic = model(comm)
     run = lambda v, w, s: acoustic.propagate(v, w, SURVEY, s)
     mpigrad.dot_test(run, *point(acoustic), comm=comm, rtol=1e-12)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("operand", ["velocity", "wavelets"])
 def test_taylor_expansion(comm, operand):
     acoustic = model(comm)
