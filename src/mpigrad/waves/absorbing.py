@@ -15,12 +15,12 @@ from mpigrad.grid.grid import Grid
 
 __all__ = ["Face", "WaveTile", "Widths", "damping", "widths_of"]
 
-# Number of cells of the layers before and behind the model along x, then along y.
-Widths = tuple[tuple[int, int], tuple[int, int]]
+# Number of cells of the layers before and behind the model along each axis.
+Widths = tuple[tuple[int, int], ...]
 
 
-def widths_of(pml: Any) -> Widths:
-    """Return the four widths that an int, or ((x0, x1), (y0, y1)), stands for.
+def widths_of(pml: Any, axes: int = 2) -> Widths:
+    """Return the widths that an int, or ((x0, x1), (y0, y1)) with a pair per axis, stands for.
 
     Raises
     ------
@@ -28,17 +28,18 @@ def widths_of(pml: Any) -> Widths:
         If `pml` has another form, or a width is negative.
     """
     if isinstance(pml, int | np.integer):
-        pml = ((pml, pml), (pml, pml))
+        pml = ((pml, pml),) * axes
     try:
-        (x0, x1), (y0, y1) = pml
-        x0, x1, y0, y1 = map(operator.index, (x0, x1, y0, y1))
-        widths = ((x0, x1), (y0, y1))
+        widths = tuple((operator.index(before), operator.index(behind)) for before, behind in pml)
+        if len(widths) != axes:
+            raise ValueError
     except (TypeError, ValueError):
+        pairs = ", ".join(f"({axis}0, {axis}1)" for axis in "xyzuvw"[:axes])
         raise ValueError(
-            f"pml: expected a number of cells or ((x0, x1), (y0, y1)), got {pml!r}. Give one width "
+            f"pml: expected a number of cells or ({pairs}), got {pml!r}. Give one width "
             "for all sides, or a pair for each axis."
         ) from None
-    if min(*widths[0], *widths[1]) < 0:
+    if min(min(pair) for pair in widths) < 0:
         raise ValueError(f"pml: widths must not be negative, got {pml!r}. Use 0 for no layer.")
     return widths
 
@@ -61,9 +62,10 @@ class WaveTile:
     Parameters
     ----------
     grid
-        A grid with two axes that is not periodic.
+        A grid with two or three axes that is not periodic.
     pml
-        Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)).
+        Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)), with
+        one more pair (z0, z1) on three axes.
 
     Raises
     ------
@@ -85,7 +87,7 @@ class WaveTile:
     pml: Any
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pml", widths_of(self.pml))
+        object.__setattr__(self, "pml", widths_of(self.pml, self.grid.ndim))
         if any(self.grid.periodic):
             raise ValueError(
                 f"mpigrad.waves: the grid has periodic={self.grid.periodic}, but absorbing layers "
@@ -94,8 +96,8 @@ class WaveTile:
 
     @functools.cached_property
     def extension(self) -> Widths:
-        """Widths of the layers on this rank's tile, in the form ((x0, x1), (y0, y1))."""
-        return tuple(  # type: ignore[return-value]
+        """Widths of the layers on this rank's tile: a pair for each axis."""
+        return tuple(
             (before if place == 0 else 0, behind if place == tiles - 1 else 0)
             for (before, behind), place, tiles in zip(
                 self.pml, self.grid.coords, self.grid.dims, strict=True
@@ -103,22 +105,22 @@ class WaveTile:
         )
 
     @functools.cached_property
-    def origin(self) -> tuple[int, int]:
+    def origin(self) -> tuple[int, ...]:
         """Index of the first cell along each axis."""
         parts = zip(self.grid.slices, self.extension, strict=True)
-        return tuple(part.start - before for part, (before, _) in parts)  # type: ignore[return-value]
+        return tuple(part.start - before for part, (before, _) in parts)
 
     @functools.cached_property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Number of cells along each axis."""
-        return tuple(  # type: ignore[return-value]
+        return tuple(
             before + n + behind
             for n, (before, behind) in zip(self.grid.local_shape, self.extension, strict=True)
         )
 
     @functools.cached_property
     def faces(self) -> tuple[Face, ...]:
-        """Neighbouring tiles across faces: x before and behind, then y."""
+        """Neighbouring tiles across faces: x before and behind, then y, then z."""
         faces = []
         for neighbor in self.grid.neighbors:
             axes = [axis for axis, step in enumerate(neighbor.step) if step]
@@ -127,26 +129,34 @@ class WaveTile:
         return tuple(sorted(faces))
 
     @property
-    def interior(self) -> tuple[slice, slice]:
+    def interior(self) -> tuple[slice, ...]:
         """Slices of the model's own tile in this tile."""
-        return tuple(  # type: ignore[return-value]
+        return tuple(
             slice(before, before + n)
             for n, (before, _) in zip(self.grid.local_shape, self.extension, strict=True)
         )
 
-    def check(self, reach: int) -> None:
+    def check(self, reach: int, axes: tuple[int, ...] = (2,)) -> None:
         """Raise an error unless the stencil reaches no further than the neighbouring tiles.
+
+        Parameters
+        ----------
+        reach
+            Number of cells that the stencil reaches.
+        axes
+            The numbers of axes that the waves can have.
 
         Raises
         ------
         ValueError
-            On all ranks: if the grid does not have two axes, or a tile has fewer than `reach` cells
-            along a divided axis.
+            On all ranks: if the grid has another number of axes, or a tile has fewer than `reach`
+            cells along a divided axis.
         """
-        if self.grid.ndim != 2:
+        if self.grid.ndim not in axes:
+            counts = " or ".join(map(str, axes))
             raise ValueError(
-                f"mpigrad.waves: expected a grid with 2 axes, got {self.grid.ndim}. Waves are "
-                "two-dimensional here."
+                f"mpigrad.waves: expected a grid with {counts} axes, got {self.grid.ndim}. Make a "
+                f"grid with {counts} axes."
             )
         for axis, (tiles, cells) in enumerate(
             zip(self.grid.dims, self.grid.smallest_tile, strict=True)

@@ -27,12 +27,18 @@ __all__ = [
 ]
 
 
-def is_native(method: str | None) -> bool:
-    """Return whether a method, None for the default, stands for the native kernels."""
-    return (method or ("native" if jax.default_backend() == "cpu" else "xla")) == "native"
+def is_native(method: str | None, axes: int = 2) -> bool:
+    """Return whether a method, None for the default, stands for the native kernels.
+
+    They compute two axes on CPUs.
+    """
+    default = "native" if jax.default_backend() == "cpu" and axes == 2 else "xla"
+    return (method or default) == "native"
 
 
-def check_settings(model: Any, positive: Iterable[str], reach: int) -> None:
+def check_settings(
+    model: Any, positive: Iterable[str], reach: int, axes: tuple[int, ...] = (2,)
+) -> None:
     """Raise a ValueError if a setting of a model is not valid.
 
     Parameters
@@ -43,6 +49,8 @@ def check_settings(model: Any, positive: Iterable[str], reach: int) -> None:
         Names of the settings that must be positive and finite.
     reach
         Number of cells that the stencil reaches into the next tile.
+    axes
+        The numbers of axes that the waves can have.
     """
     name = type(model).__name__
     for setting in positive:
@@ -60,9 +68,14 @@ def check_settings(model: Any, positive: Iterable[str], reach: int) -> None:
         raise ValueError(f"{name}: threads must be at least 1, got {model.threads}.")
     if model.method not in (None, "native", "xla"):
         raise ValueError(f'{name}: method must be "native", "xla" or None, got {model.method!r}.')
-    native = model.checkpoints != "boundary" or is_native(model.method)
+    model.tile.check(reach, axes)
+    if model.method == "native" and model.grid.ndim != 2:
+        raise ValueError(
+            f'{name}: method="native" needs a grid with 2 axes, got {model.grid.ndim}. Use '
+            'method="xla", or leave it out.'
+        )
+    native = model.checkpoints != "boundary" or is_native(model.method, model.grid.ndim)
     check_checkpoints(model.checkpoints, name, native=native)
-    model.tile.check(reach)
 
 
 _SMALL = 100  # times smaller than the largest stable step

@@ -3,8 +3,8 @@
 `grid.halo_exchange` cannot do this at the same cost. It pads all axes of every field and sends the
 corners to diagonal neighbours, while a star stencil needs each field padded along one axis only.
 Two calls of it, one for each axis, would make two rounds of messages instead of one. It also needs
-fields of the grid's tile with the tile's axes first, while waves have fields of (shots, x, y) on
-tiles that are extended by absorbing layers: moving the axes would copy all fields in each step.
+fields of the grid's tile with the tile's axes first, while waves have fields with the shots first,
+on tiles that are extended by absorbing layers: moving the axes would copy all fields in each step.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["exchange_faces"]
 
 
 def exchange_faces(
-    tile: WaveTile, width: int, along_x: Sequence[jax.Array], along_y: Sequence[jax.Array]
-) -> tuple[list[jax.Array], list[jax.Array]]:
+    tile: WaveTile, width: int, *along: Sequence[jax.Array]
+) -> tuple[list[jax.Array], ...]:
     """Pad fields along one axis with `width` layers of cells from the neighbouring tiles.
 
     One packed message goes to each neighbour across a face. Cells beyond the absorbing layers are
@@ -30,25 +30,26 @@ def exchange_faces(
 
     Parameters
     ----------
-    along_x, along_y
-        Fields of shape (..., nx, ny) and of the same dtype, to be padded along x or along y.
+    along
+        For each axis, the fields to be padded along it. They have the shape (..., nx, ny) or
+        (..., nx, ny, nz), and the same dtype.
 
     Returns
     -------
     tuple
-        The fields padded along x, of shape (..., nx + 2 width, ny), and the fields padded along y,
-        of shape (..., nx, ny + 2 width).
+        For each axis its fields, longer by 2 width cells along this axis.
     """
-    fields = [list(along_x), list(along_y)]
+    axes = tile.grid.ndim
+    fields = [list(group) for group in along]
     halos: dict[tuple[int, int], list[jax.Array]] = {}
     if tile.faces:
         layers = [
             [
                 jax.lax.slice_in_dim(
                     f,
-                    0 if face.step < 0 else f.shape[face.axis - 2] - width,
+                    0 if face.step < 0 else f.shape[face.axis - axes] - width,
                     width if face.step < 0 else None,
-                    axis=face.axis - 2 + f.ndim,
+                    axis=face.axis - axes + f.ndim,
                 )
                 for f in fields[face.axis]
             ]
@@ -75,12 +76,12 @@ def exchange_faces(
         results = []
         for i, f in enumerate(fields[axis]):
             shape = list(f.shape)
-            shape[axis - 2] = width
+            shape[axis - axes] = width
             before, behind = (
                 halos[axis, step][i] if (axis, step) in halos else jnp.zeros(shape, f.dtype)
                 for step in (-1, 1)
             )
-            results.append(jnp.concatenate([before, f, behind], axis=axis - 2))
+            results.append(jnp.concatenate([before, f, behind], axis=axis - axes))
         return results
 
-    return pad(0), pad(1)
+    return tuple(pad(axis) for axis in range(axes))

@@ -7,6 +7,7 @@ sinc functions", Geophysics 67 (2002).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,10 +40,10 @@ class PointTable:
 
 
 def point_table(
-    points: Float[np.ndarray, "n 2"],
+    points: Float[np.ndarray, "n axes"],
     tile: WaveTile,
     what: str = "points",
-    offset: tuple[float, float] = (0.0, 0.0),
+    offset: Sequence[float] | None = None,
 ) -> PointTable:
     """Return the cells and weights of points anywhere in the model.
 
@@ -57,14 +58,19 @@ def point_table(
     what
         Name of the points in errors.
     offset
-        Place of the interpolated values, in cells from the cell centres.
+        Place of the interpolated values, in cells from the cell centres. Default: there.
 
     Raises
     ------
     ValueError
-        On all ranks, if a point lies outside the model.
+        On all ranks, if a point lies outside the model, or has not one coordinate for each axis.
     """
     grid = tile.grid
+    if points.shape[1] != grid.ndim:
+        raise ValueError(
+            f"mpigrad.waves: the {what} have {points.shape[1]} coordinates, but the grid has "
+            f"{grid.ndim} axes. Give {grid.ndim} coordinates for each of the {what}."
+        )
     size = np.array([n * h for n, h in zip(grid.shape, grid.spacing, strict=True)])
     outside = ((points < 0) | (points > size)).any(axis=1)
     if outside.any():
@@ -72,14 +78,16 @@ def point_table(
         raise ValueError(
             f"mpigrad.waves: {int(outside.sum())} of {len(points)} {what} lie outside the model, "
             f"the first has index {first} and is at {tuple(float(x) for x in points[first])}. The "
-            f"model reaches from (0, 0) to {tuple(float(x) for x in size)}. Move them into it."
+            f"model reaches from {(0,) * grid.ndim} to {tuple(float(x) for x in size)}. Move them "
+            "into it."
         )
-    axes = [_along(points[:, axis], tile, axis, offset[axis]) for axis in range(2)]
-    (i, wi), (j, wj) = axes
-    weights = wi[:, :, None] * wj[:, None, :]
-    cells = i[:, :, None] * tile.shape[1] + j[:, None, :]
+    weights, cells = np.ones((len(points), 1)), np.zeros((len(points), 1), int)
+    for axis, shift in enumerate(offset or (0.0,) * grid.ndim):
+        index, weight = _along(points[:, axis], tile, axis, shift)
+        weights = (weights[:, :, None] * weight[:, None, :]).reshape(len(points), -1)
+        cells = (cells[:, :, None] * tile.shape[axis] + index[:, None, :]).reshape(len(points), -1)
     used = weights != 0
-    counts = used.reshape(len(points), -1).sum(axis=1)
+    counts = used.sum(axis=1)
     return PointTable(np.concatenate([[0], np.cumsum(counts)]), cells[used], weights[used])
 
 

@@ -23,9 +23,10 @@ class Survey:
     Parameters
     ----------
     sources
-        Shape (n_shots, n_sources, 2).
+        Shape (n_shots, n_sources, axes), with 2 or 3 axes as the grid has.
     receivers
-        Shape (n_shots, n_receivers, 2), or (1, n_receivers, 2) if all shots have the same ones.
+        Shape (n_shots, n_receivers, axes), or (1, n_receivers, axes) if all shots have the same
+        ones.
 
     Raises
     ------
@@ -46,17 +47,18 @@ class Survey:
     (2, 1, 3)
     """
 
-    sources: Float[np.ndarray, "shots sources 2"]
-    receivers: Float[np.ndarray, "_ receivers 2"]
+    sources: Float[np.ndarray, "shots sources axes"]
+    receivers: Float[np.ndarray, "_ receivers _"]
 
     def __post_init__(self) -> None:
         for name in ("sources", "receivers"):
             # Copied, because programs are compiled for these coordinates.
             points = np.array(getattr(self, name), np.float64)
-            if points.ndim != 3 or points.shape[2] != 2:
+            if points.ndim != 3 or points.shape[2] not in (2, 3):
                 raise ValueError(
-                    f"Survey: expected {name} of shape (shots, {name}, 2), got shape "
-                    f"{points.shape}. Give one point (x, y) for each of the {name} of each shot."
+                    f"Survey: expected {name} of shape (shots, {name}, 2 or 3), got shape "
+                    f"{points.shape}. Give one point, (x, y) or (x, y, z), for each of the "
+                    f"{name} of each shot."
                 )
             if not np.isfinite(points).all():
                 raise ValueError(
@@ -64,6 +66,11 @@ class Survey:
                 )
             points.flags.writeable = False
             object.__setattr__(self, name, points)
+        if self.sources.shape[2] != self.receivers.shape[2]:
+            raise ValueError(
+                f"Survey: got sources with {self.sources.shape[2]} coordinates and receivers with "
+                f"{self.receivers.shape[2]}. Give both as many as the grid has axes."
+            )
         if self.n_shots == 0:
             raise ValueError("Survey: expected at least one shot, got 0. Give at least one source.")
         if self.receivers.shape[0] not in (1, self.n_shots):

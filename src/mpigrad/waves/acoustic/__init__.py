@@ -1,4 +1,4 @@
-"""Acoustic waves in two dimensions, differentiable in velocity, source and initial state."""
+"""Acoustic waves in two or three dimensions, with their gradients."""
 
 from mpigrad.waves.acoustic.model import Acoustic, Recording
 from mpigrad.waves.acoustic.state import State

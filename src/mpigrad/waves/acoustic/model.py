@@ -48,7 +48,7 @@ class Recording(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Acoustic:
-    """The acoustic wave equation (1/c^2) p_tt - (p_xx + p_yy) = s on a grid with two axes.
+    """The acoustic wave equation (1/c^2) p_tt - Laplacian(p) = s on a grid with two or three axes.
 
     Central differences in space, leapfrog in time, and absorbing layers around the grid (the PML of
     Grote and Sim). docs/acoustic.md describes the scheme. The fields lie at the cell centres.
@@ -64,8 +64,9 @@ class Acoustic:
     order
         Order of accuracy of the differences in space, 2 or 4.
     pml
-        Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)). If it
-        is 0, the pressure is zero beyond the side (a free surface).
+        Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)), with
+        one more pair (z0, z1) on three axes. If it is 0, the pressure is zero beyond the side (a
+        free surface).
     reflection
         Fraction of the amplitude of a wave of `max_velocity` that the layers reflect at normal
         incidence, without the error of the differences. The damping is chosen for it.
@@ -77,12 +78,12 @@ class Acoustic:
         The part of the forward run that is stored for a gradient. "all": all fields. k: one state
         every k steps. None: as much as fits into `memory`. "boundary": the layers, and the cells
         next to them, of every step. The waves inside are then run backwards, which gives the same
-        values up to rounding.
+        values up to rounding. With `method="xla"` all fields are stored in any case.
     threads
         Number of threads on each rank. Default: 1.
     method
-        "native" for the C++ kernels, "xla" for a JAX program of the same scheme. Default: "native"
-        if JAX computes on CPUs.
+        "native" for the C++ kernels, which have two axes, or "xla" for a JAX program of the same
+        scheme. Default: "native" if JAX computes on CPUs and the grid has two axes.
     memory
         Largest number of bytes that each rank stores of forward runs for their gradients. Default:
         half of the free memory of its host, divided by the number of ranks there.
@@ -126,17 +127,17 @@ class Acoustic:
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pml", widths_of(self.pml))
+        object.__setattr__(self, "pml", widths_of(self.pml, self.grid.ndim))
         if self.order not in SECOND_DERIVATIVES:
             raise ValueError(f"Acoustic: order must be 2 or 4, got {self.order!r}.")
-        arguments.check_settings(self, ("dt", "steps"), self.order // 2)
+        arguments.check_settings(self, ("dt", "steps"), self.order // 2, axes=(2, 3))
 
     @property
     def tile(self) -> WaveTile:
         """This rank's tile with its absorbing layers."""
         return WaveTile(self.grid, self.pml)
 
-    def largest_time_step(self, velocity: Float[Array | np.ndarray, "lx ly"]) -> float:
+    def largest_time_step(self, velocity: Float[Array | np.ndarray, "*tile"]) -> float:
         """Return the largest stable time step for a model, in s (collective).
 
         It does not depend on the absorbing layers.
@@ -158,7 +159,7 @@ class Acoustic:
 
     def propagate(
         self,
-        velocity: Float[Array | np.ndarray, "lx ly"],
+        velocity: Float[Array | np.ndarray, "*tile"],
         wavelets: Float[Array | np.ndarray, "_ sources steps"],
         survey: Survey,
         state: State | None = None,
@@ -173,12 +174,14 @@ class Acoustic:
         Parameters
         ----------
         velocity
-            This rank's tile of the model in m/s, shape (lx, ly), float32 or float64. The fields
-            have the same dtype. Cells of the layers have the velocity of the nearest cell.
+            This rank's tile of the model in m/s, shape (lx, ly) or (lx, ly, lz), float32 or
+            float64. The fields have the same dtype. Cells of the layers have the velocity of the
+            nearest cell.
         wavelets
             Time functions of the sources, shape (n_shots, n_sources, steps), or (1, n_sources,
             steps) if all shots have the same ones. The same on all ranks. Sample n acts at n dt as
-            s = wavelet(t) delta(x - x_s), so in two dimensions wavelets have the unit of pressure.
+            s = wavelet(t) delta(x - x_s), so in two dimensions wavelets have the unit of pressure,
+            and in three that of pressure times length.
         survey
             The shots.
         state
@@ -195,8 +198,8 @@ class Acoustic:
         Raises
         ------
         ValueError
-            On all ranks, before the first step: if a shape or dtype is wrong, or a source or
-            receiver lies outside the model.
+            On all ranks, before the first step: if a shape or dtype is wrong, a source or receiver
+            lies outside the model, or the survey has another number of axes than the grid.
         RuntimeError
             On all ranks, before the first step: if a velocity is not positive and finite, if `dt`
             is not stable (the text gives the largest stable one), or if the run is not the same on
@@ -216,7 +219,7 @@ class Acoustic:
         arguments.warn_of_units(self, scheme.limit / fastest, fastest)
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(velocity.dtype), shape)
-        if arguments.is_native(self.method):
+        if arguments.is_native(self.method, self.grid.ndim):
             share, last = propagate(scheme.native, [velocity], amplitudes, state)
             last = State(*last)
         else:
@@ -275,7 +278,7 @@ def _scheme(model: Acoustic, survey: Survey) -> Scheme:
     tile = model.tile
     velocity = model.max_velocity or wave_equation_limit(model.grid, model.order) / model.dt
     sources, receivers = (
-        point_table(points.reshape(-1, 2), tile, what)
+        point_table(points.reshape(-1, points.shape[2]), tile, what)
         for points, what in ((survey.sources, "sources"), (survey.receivers, "receivers"))
     )
     return Scheme(
@@ -284,10 +287,7 @@ def _scheme(model: Acoustic, survey: Survey) -> Scheme:
         model.steps,
         model.order,
         (velocity, model.reflection),
-        (
-            damping(tile, 0, velocity, model.reflection),
-            damping(tile, 1, velocity, model.reflection),
-        ),
+        tuple(damping(tile, axis, velocity, model.reflection) for axis in range(model.grid.ndim)),
         survey,
         sources,
         receivers,

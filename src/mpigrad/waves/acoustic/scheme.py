@@ -9,7 +9,7 @@ import numpy as np
 
 from mpigrad._shapes import Float
 from mpigrad.waves.absorbing import WaveTile
-from mpigrad.waves.acoustic.state import in_layers
+from mpigrad.waves.acoustic.state import memory_size
 from mpigrad.waves.interpolation import PointTable
 from mpigrad.waves.native_run import AcousticSettings, Run, RunSettings
 from mpigrad.waves.run_agreement import fingerprint
@@ -28,7 +28,7 @@ class Scheme:
     absorbs
         The velocity and the reflection that the layers are made for.
     sigma
-        Damping along x (nx,) and along y (ny,), in 1/s.
+        Damping of this rank's cells along each axis, in 1/s.
     sources
         Cells of the sources, shot after shot.
     receivers
@@ -42,7 +42,7 @@ class Scheme:
     steps: int
     order: int
     absorbs: tuple[float, float]
-    sigma: tuple[Float[np.ndarray, " nx"], Float[np.ndarray, " ny"]]
+    sigma: tuple[Float[np.ndarray, " _"], ...]
     survey: Survey
     sources: PointTable
     receivers: PointTable
@@ -96,6 +96,6 @@ class Scheme:
                 (self.shots, survey.n_sources, self.sources),
                 (receiver_shots, survey.n_receivers, self.receivers),
             ),
-            shapes=(self.tile.shape, self.tile.shape, (2 * int(in_layers(self.tile).sum()),)),
+            shapes=(self.tile.shape, self.tile.shape, (memory_size(self.tile),)),
             gathers=(self.shots, survey.n_receivers, self.steps),
         )

@@ -146,7 +146,7 @@ class Elastic:
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pml", widths_of(self.pml))
+        object.__setattr__(self, "pml", widths_of(self.pml, self.grid.ndim))
         object.__setattr__(self, "components", tuple(self.components))
         if self.source not in SOURCES:
             raise ValueError(f"Elastic: source must be one of {(*SOURCES,)}, got {self.source!r}.")

@@ -142,7 +142,7 @@ def _absorbed(
     return jnp.concatenate([before + first, middle, after + last], axis), psi
 
 
-def _injected(points: Points, values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def _injected(points: Points, values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return a field (shots, x, y) that sums values (shots, points)."""
     parts = take(values.ravel(), points.points) * jnp.asarray(points.weights, values.dtype)
     size = points.count[0] * shape[0] * shape[1]

@@ -149,13 +149,13 @@ def tables(
     tile: WaveTile, survey: Survey, source: Source, components: tuple[Component, ...]
 ) -> tuple[PointTable, tuple[PointTable, ...]]:
     """Return the cells of the sources, and of the receivers for each component."""
-    sources, receivers = (p.reshape(-1, 2) for p in (survey.sources, survey.receivers))
+    sources, receivers = (p.reshape(-1, p.shape[2]) for p in (survey.sources, survey.receivers))
     return point_table(sources, tile, "sources", OFFSETS[SOURCES[source]]), tuple(
         point_table(receivers, tile, "receivers", OFFSETS[component]) for component in components
     )
 
 
-def points_of(table: PointTable, shots: int, count: int, shape: tuple[int, int]) -> Points:
+def points_of(table: PointTable, shots: int, count: int, shape: tuple[int, ...]) -> Points:
     """Expand a table to the cells of the fields of all shots, with `shape` cells each."""
     size, points, cells = shape[0] * shape[1], table.points, table.cells
     if len(table.starts) - 1 == shots * count:

@@ -33,7 +33,7 @@ class State(NamedTuple):
     memory_y: Float[Array, "shots 4 x py"]
 
 
-def at_rest(shots: int, shape: tuple[int, int], layers: tuple[int, int], dtype: np.dtype) -> State:
+def at_rest(shots: int, shape: tuple[int, ...], layers: tuple[int, int], dtype: np.dtype) -> State:
     """Return zero fields on a wave tile of `shape` cells, with `layers` of them in the C-PML."""
     field = jnp.zeros((shots, *shape), dtype)
     return State(

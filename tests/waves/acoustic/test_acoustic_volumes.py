@@ -1,0 +1,221 @@
+"""Acoustic waves on three axes: ranks, derivatives, the exact solution, layers, bad input."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpigrad
+from mpigrad.grid import Grid
+from mpigrad.waves import Elastic
+from mpigrad.waves.acoustic import Acoustic, State, Survey
+from mpigrad.waves.acoustic.state import pack, unpack
+
+SHAPE, SPACING, LAYERS, STEPS = (9, 8, 10), (10.0, 12.0, 9.0), ((2, 1), (3, 0), (1, 2)), 10
+SURVEY = Survey(
+    np.array([[[31.0, 47.0, 40.5]], [[12.3, 89.0, 80.0]]]),
+    np.array([[[15.0, 18.0, 11.0], [74.2, 61.5, 70.0]]]),
+)
+SPEED = 2000.0
+
+
+def model(comm, dims=None, **settings):
+    return Acoustic(Grid(SHAPE, SPACING, comm, dims), 1.2e-3, STEPS, pml=LAYERS, **settings)
+
+
+def whole():
+    """Velocity, wavelets and first fields of the whole domain, and a cotangent for each result."""
+    draw = np.random.default_rng(3)
+    padded = [n + sum(pair) for n, pair in zip(SHAPE, LAYERS, strict=True)]
+    return (
+        draw.uniform(1500, 2500, SHAPE),
+        draw.standard_normal((2, 1, STEPS)),
+        draw.standard_normal((6, 2, *padded)),
+        draw.standard_normal((2, 2, STEPS)),
+        draw.standard_normal((6, 2, *padded)),
+    )
+
+
+def cut(tile, field):
+    """Return this rank's part of a field with layers."""
+    begins = [o + before for o, (before, _) in zip(tile.origin, LAYERS, strict=True)]
+    return field[..., *(slice(b, b + n) for b, n in zip(begins, tile.shape, strict=True))]
+
+
+def state_of(tile, fields):
+    w, u, *memories = (jnp.asarray(cut(tile, f)) for f in fields)
+    return State(w, u, pack(tile, *memories))
+
+
+def point(acoustic):
+    """Return this rank's operands."""
+    velocity, wavelets, fields, *_ = whole()
+    tile = jnp.asarray(velocity[acoustic.grid.slices])
+    return tile, jnp.asarray(wavelets), state_of(acoustic.tile, fields)
+
+
+def everything(acoustic):
+    """Return results and gradients of this rank."""
+    *_, gather_weights, field_weights = whole()
+    tile, comm = acoustic.tile, acoustic.grid.comm
+    weights = state_of(tile, field_weights)
+
+    def loss(velocity, wavelets, state):
+        recording = acoustic.propagate(velocity, wavelets, SURVEY, state)
+        share = sum(jnp.sum(w * s) for w, s in zip(weights, recording.state, strict=True))
+        if comm.rank == 0:
+            share += jnp.sum(gather_weights * recording.gathers)
+        return share, recording
+
+    run = mpigrad.jit(mpigrad.value_and_grad(loss, (0, 1, 2), has_aux=True, comm=comm))
+    (_, recording), (dv, dw, ds) = run(*point(acoustic))
+    fields = lambda s: jnp.stack([s.field, s.previous, *unpack(tile, s.memory)])
+    wavelets = comm.mpi.allreduce(np.asarray(dw))
+    return recording.gathers, wavelets, dv, fields(recording.state), fields(ds)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(("order", "axis"), [(4, None), (4, 0), (2, 1), (4, 2)])
+def test_ranks_agree_with_one_rank(comm, alone, order, axis):
+    """Tiles cut along each axis, and as `Grid` chooses. Layers can be thicker than tiles."""
+    dims = None if axis is None else tuple(comm.size if a == axis else 1 for a in range(3))
+    if comm.size == 1 and axis != 1 and axis is not None:
+        pytest.skip("one rank has one choice of dims")
+    mine, other = model(comm, dims, order=order), model(alone, order=order)
+    tile, slices = mine.tile, mine.grid.slices
+    gathers, wavelets, dv, last, first = everything(other)
+    expected = gathers, wavelets, dv[slices], cut(tile, last), cut(tile, first)
+    scales = [np.max(np.abs(x)) for x in (gathers, wavelets, dv, last, first)]
+    for value, other, scale in zip(everything(mine), expected, scales, strict=True):
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
+
+
+@pytest.mark.thin(1, 3)
+def test_the_adjoint_is_the_transpose(comm):
+    acoustic = model(comm)
+    run = lambda v, w, s: acoustic.propagate(v, w, SURVEY, s)
+    mpigrad.dot_test(run, *point(acoustic), comm=comm, rtol=1e-12)
+
+
+@pytest.mark.parametrize("operand", ["velocity", "wavelets"])
+def test_taylor_expansion(comm, operand):
+    acoustic = model(comm)
+    velocity, wavelets, state = point(acoustic)
+    weights = whole()[3]
+
+    def misfit(x):
+        c, w = (x * 100, wavelets) if operand == "velocity" else (velocity, x)
+        gathers = acoustic.propagate(c, w, SURVEY, state).gathers
+        return jnp.sum((gathers - weights) ** 2) / comm.size
+
+    x = velocity / 100 if operand == "velocity" else wavelets
+    mpigrad.taylor_test(misfit, x, comm=comm, step=1e-2, halvings=3)
+
+
+def ricker(t, frequency=15.0):
+    a = (np.pi * frequency * (t - 1.2 / frequency)) ** 2
+    return (1 - 2 * a) * np.exp(-a)
+
+
+def gathers(comm, shape, dt, steps, source, receivers, velocity=None, **settings):
+    grid = Grid(shape, (10.0,) * 3, comm)
+    c = np.full(shape, SPEED) if velocity is None else velocity
+    survey = Survey(np.array([[source]], float), np.array([receivers], float))
+    wavelet = jnp.asarray(ricker(np.arange(steps) * dt))[None, None]
+    acoustic = Acoustic(grid, dt, steps, **settings)
+    return np.asarray(acoustic.propagate(jnp.asarray(c[grid.slices]), wavelet, survey).gathers)[0]
+
+
+@pytest.mark.ranks(2)
+def test_the_solution_in_a_homogeneous_medium(comm):
+    """It is s(t - r/c) / (4 pi r)."""
+    source, receivers = (75.0, 85.0, 95.0), np.array([(175.0, 165, 155), (145, 85, 95)])
+    t = np.arange(160) * 1e-3
+    u = gathers(comm, (24, 24, 24), 1e-3, 160, source, receivers, pml=10)
+    for trace, r in zip(u, np.linalg.norm(receivers - source, axis=1), strict=True):
+        expected = ricker(t - r / SPEED) / (4 * np.pi * r)
+        assert np.max(np.abs(trace - expected)) < 1e-2 * np.max(np.abs(expected))
+
+
+@pytest.mark.ranks(3)
+def test_reciprocity(comm):
+    velocity = np.random.default_rng(1).uniform(1500, 2500, (10, 9, 8))
+    a, b = (31.0, 47.5, 22.0), (83.3, 60.0, 71.0)
+    run = lambda s, r: gathers(comm, (10, 9, 8), 1.5e-3, 80, s, [r], velocity, pml=3)[0]
+    there, back = run(a, b), run(b, a)
+    assert np.max(np.abs(there)) > 0
+    np.testing.assert_allclose(there, back, rtol=0, atol=1e-12 * np.max(np.abs(there)))
+
+
+@pytest.mark.ranks(2)
+def test_layers_absorb(comm):
+    """At normal incidence, and beside an edge and a corner."""
+    n, wide = 16, 20
+    source = np.array((85.0, 85.0, 25.0))
+    receivers = np.array([(25.0, 85.0, 85.0), (145.0, 145.0, 85.0), (145.0, 145.0, 145.0)])
+    near = gathers(comm, (n,) * 3, 2e-3, 120, source, receivers, pml=12)
+    shift = 10.0 * wide
+    far = gathers(
+        comm, (n + 2 * wide,) * 3, 2e-3, 120, source + shift, receivers + shift, pml=10
+    )  # fmt: skip
+    decibel = 20 * np.log10(np.max(np.abs(near - far), axis=1) / np.max(np.abs(far), axis=1))
+    assert decibel[0] < -48 and np.all(decibel < -38), decibel
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("order", "width"), [(2, 2), (4, 1), (4, 3), (4, 8)])
+def test_the_largest_step_is_stable_for_long(comm, order, width):
+    shape = (10, 9, 8)
+    velocity = np.random.default_rng(2).uniform(1500, 3000, shape)
+    grid = Grid(shape, (10.0,) * 3, comm)
+    dt = Acoustic(grid, 1e-4, 1, order=order).largest_time_step(velocity)
+    pml = ((width, 0), (width, width), (width, width))
+    u = gathers(
+        comm, shape, dt, 2500, (50, 40, 36), [(30, 25, 20)], velocity, pml=pml, order=order
+    )  # fmt: skip
+    assert np.max(np.abs(u[:, -500:])) < 1e-2 * np.max(np.abs(u))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_bad_models_are_refused_before_the_first_step(comm):
+    acoustic, wavelets = model(comm), np.ones((1, 1, STEPS))
+    tile = np.full(acoustic.grid.local_shape, SPEED)
+    bad = tile.copy()
+    if comm.rank == comm.size - 1:
+        bad[0, 0, 0] = np.nan
+    with pytest.raises(RuntimeError, match="NaN or infinite"):
+        jax.block_until_ready(acoustic.propagate(bad, wavelets, SURVEY).gathers)
+    with pytest.raises(RuntimeError, match="the largest stable one is"):
+        jax.block_until_ready(acoustic.propagate(3 * tile, wavelets, SURVEY).gathers)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_bad_input_is_refused(comm):
+    acoustic, wavelets = model(comm), np.ones((1, 1, STEPS))
+    tile = np.full(acoustic.grid.local_shape, SPEED)
+    inside = np.full((1, 1, 3), 40.0)
+    with pytest.raises(ValueError, match=r"1 of 1 receivers lie outside .* \(0, 0, 0\) to"):
+        acoustic.propagate(tile, wavelets, Survey(inside, inside + 60.0))
+    plane = Survey(inside[..., :2], inside[..., :2])
+    with pytest.raises(ValueError, match="sources have 2 coordinates, but the grid has 3 axes"):
+        acoustic.propagate(tile, wavelets, plane)
+    with pytest.raises(ValueError, match="sources with 3 coordinates and receivers with 2"):
+        Survey(inside, inside[..., :2])
+    with pytest.raises(ValueError, match='method="native" needs a grid with 2 axes, got 3'):
+        model(comm, method="native")
+    with pytest.raises(ValueError, match='checkpoints="boundary" needs the native kernels'):
+        model(comm, checkpoints="boundary")
+    grid = acoustic.grid
+    with pytest.raises(ValueError, match=r"\(\(x0, x1\), \(y0, y1\), \(z0, z1\)\), got"):
+        Acoustic(grid, 1e-3, 2, pml=((1, 1), (1, 1)))
+    with pytest.raises(ValueError, match="expected a grid with 2 axes, got 3"):
+        Elastic(grid, dt=1e-3, steps=2, frequency=15.0)
+    with pytest.raises(ValueError, match="expected a grid with 2 or 3 axes, got 1"):
+        Acoustic(Grid((9,), (10.0,), comm), 1e-3, 2)
+    flat = Grid((9, 8), (10.0, 12.0), comm)
+    with pytest.raises(ValueError, match="sources have 3 coordinates, but the grid has 2 axes"):
+        Acoustic(flat, 1e-3, STEPS).propagate(np.full(flat.local_shape, SPEED), wavelets, SURVEY)
+    if comm.size > 1:
+        thin = Grid((comm.size, 8, 8), (10.0,) * 3, comm, (comm.size, 1, 1))
+        with pytest.raises(ValueError, match="the smallest tile has 1, but the stencil reaches 2"):
+            Acoustic(thin, 1e-3, 2)
