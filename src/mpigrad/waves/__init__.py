@@ -3,7 +3,17 @@
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.acoustic import Acoustic
 from mpigrad.waves.elastic import Elastic, lame
+from mpigrad.waves.relaxation import Relaxation, fit_relaxation
 from mpigrad.waves.survey import Survey
 from mpigrad.waves.wavelets import ricker
 
-__all__ = ["Acoustic", "Elastic", "Survey", "WaveTile", "lame", "ricker"]
+__all__ = [
+    "Acoustic",
+    "Elastic",
+    "Relaxation",
+    "Survey",
+    "WaveTile",
+    "fit_relaxation",
+    "lame",
+    "ricker",
+]
