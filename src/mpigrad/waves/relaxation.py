@@ -40,6 +40,15 @@ class Relaxation:
         Relaxation times in s, one for each mechanism.
     weights
         Their weights. For large Q the strength is 1/Q.
+
+    Examples
+    --------
+    >>> from mpigrad.waves import fit_relaxation
+    >>> relaxation = fit_relaxation(50.0, (5.0, 50.0), mechanisms=3)
+    >>> len(relaxation.times), relaxation.error(50.0) < 0.01
+    (3, True)
+    >>> bool(relaxation.strength(20.0) > relaxation.strength(100.0))
+    True
     """
 
     band: tuple[float, float]

@@ -296,10 +296,8 @@ class Pattern:
         >>> pattern = Pattern.from_elements([[0, 1], [1, 2]], n_local=3)
         >>> stiffness = np.array([[1.0, -1.0], [-1.0, 1.0]])
         >>> A = Matrix.assemble(pattern, np.stack([stiffness, 2 * stiffness]))
-        >>> A.to_scipy().toarray()
-        array([[ 1., -1.,  0.],
-               [-1.,  3., -2.],
-               [ 0., -2.,  2.]])
+        >>> A.to_scipy().toarray().tolist()
+        [[1.0, -1.0, 0.0], [-1.0, 3.0, -2.0], [0.0, -2.0, 2.0]]
         """
         comm = resolve(comm)
         error, nothing = None, np.zeros(0, np.int64)
