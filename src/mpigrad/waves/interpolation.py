@@ -63,7 +63,7 @@ def point_table(
     Raises
     ------
     ValueError
-        On all ranks, if a point lies outside the model, or has not one coordinate for each axis.
+        On all ranks, if a point lies outside the model, or lacks a coordinate for an axis.
     """
     grid = tile.grid
     if points.shape[1] != grid.ndim:

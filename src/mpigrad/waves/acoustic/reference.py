@@ -25,8 +25,8 @@ steps, as on two axes. The sum in phi includes w: without it, waves would grow i
 
 The phi are integrated exactly for constant derivatives. This is the layer of Grote and Sim
 ("Efficient PML for the wave equation", 2010) for u_tt = c^2 Laplacian(u): with c^2 outside, the
-memories do not depend on the model, and the adjoint of a step is the same step with the factors of
-phi on the other side of the derivative.
+memories do not depend on the model. On two axes the adjoint of a step is the same step with the
+factors of phi on the other side of the derivative.
 """
 
 from __future__ import annotations
