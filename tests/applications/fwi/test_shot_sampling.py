@@ -9,7 +9,7 @@ from test_inversion import SMALL, moved
 
 import mpigrad
 from mpigrad_apps import fwi
-from mpigrad_apps.fwi import prepare_inversion
+from mpigrad_apps.fwi import estimation, prepare_inversion
 from mpigrad_apps.fwi.shot_sampling import check_shot_sampling, sample_shots
 
 SHOTS = dataclasses.replace(SMALL, shots=4)
@@ -67,14 +67,26 @@ def test_the_gradient_of_encoded_shots(comm):
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("sampling", [{"subset": 2}, {"encode": True}])
-def test_rounds_lower_the_misfit_of_all_shots(comm, directory, sampling):
+def test_rounds_lower_the_misfit_of_all_shots(comm, directory, sampling, monkeypatch):
+    seeds = []
+
+    def sample(problem, subset, encode, seed):
+        seeds.append(seed)
+        return sample_shots(problem, subset, encode, seed)
+
+    monkeypatch.setattr(estimation, "sample_shots", sample)
     settings = dataclasses.replace(
         SHOTS, precision="float32", frequencies=(15.0,), rounds=2, iterations=2, **sampling
     )
-    result = fwi.run(dataclasses.replace(settings, out=directory / "run"), comm)
+    settings = dataclasses.replace(settings, out=directory / "run")
+    result = fwi.run(settings, comm)
     assert result.misfits[1] < 0.6 * result.misfits[0]
     assert [record.stage for record in result.history] == [k for k in range(4) for _ in range(3)]
     assert (directory / "run" / "report.html").exists()
+    assert len(set(seeds)) == 4  # each round of each stage draws its own shots
+    other = {"subset": 4} if "subset" in sampling else {"encode": True, "subset": 2}
+    with pytest.raises(ValueError, match="is of another run: subset is"):
+        fwi.run(dataclasses.replace(settings, resume=True, **other), comm)
 
 
 @pytest.mark.ranks(2)

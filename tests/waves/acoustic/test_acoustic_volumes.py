@@ -8,6 +8,7 @@ import pytest
 import mpigrad
 from mpigrad.grid import Grid
 from mpigrad.waves import Elastic
+from mpigrad.waves.absorbing import damping
 from mpigrad.waves.acoustic import Acoustic, State, Survey
 from mpigrad.waves.acoustic.state import pack, unpack
 
@@ -219,3 +220,42 @@ def test_bad_input_is_refused(comm):
         thin = Grid((comm.size, 8, 8), (10.0,) * 3, comm, (comm.size, 1, 1))
         with pytest.raises(ValueError, match="the smallest tile has 1, but the stencil reaches 2"):
             Acoustic(thin, 1e-3, 2)
+
+
+@pytest.mark.ranks(1)
+def test_a_step_in_a_corner_is_that_of_grote_and_sim(comm):
+    """Where three layers overlap, for fields whose derivatives are known."""
+    speed, dt = 1500.0, 1e-3
+    acoustic = Acoustic(
+        Grid((4, 4, 4), (10.0, 12.0, 9.0), comm), dt, 1, order=2, pml=5, max_velocity=4000.0
+    )
+    tile, cell, wavelets = acoustic.tile, (2, 2, 2), jnp.zeros((1, 1, 1))
+    survey = Survey(np.full((1, 1, 3), 20.0), np.full((1, 1, 3), 20.0))
+    s = np.array([damping(tile, axis, 4000.0, acoustic.reflection)[2] for axis in range(3)])
+    assert s.min() > 100
+    places = np.meshgrid(*(np.arange(n) - 2.0 for n in tile.shape), indexing="ij")
+
+    def step(w, u, psi):
+        zero = np.zeros((1, *tile.shape))
+        w, u, psi = (jnp.asarray(zero + f) for f in (w, u, psi))
+        state = State(w, u, pack(tile, *[jnp.asarray(zero)] * 3, psi))
+        velocity = jnp.full((4, 4, 4), speed)
+        state = acoustic.propagate(velocity, wavelets, survey, state).state
+        memories = [f[0, *cell] for f in unpack(tile, state.memory)]
+        return state.field[0, *cell], np.array(memories)
+
+    # A constant field decays as by one damping alone, p_t = -s p, also where there are three.
+    for rate in s:
+        r = (1 - rate * dt / 2) / (1 + rate * dt / 2)
+        following, memories = step(r, 1.0, r / (r - 1))  # psi_next = psi + w for all powers of r
+        np.testing.assert_allclose(following, r**2, rtol=1e-12)
+        np.testing.assert_allclose(memories[3], r**2 / (r - 1), rtol=1e-12)
+    # phi_t = -s_i phi + (s_j + s_k - s_i) w_i + s_j s_k psi_i with psi_t = w, from phi = 0.
+    slope, earlier = np.array([0.7, -1.1, 1.9]), np.array([-2.0, 0.4, 1.3])
+    spacing = np.array(acoustic.grid.spacing)
+    linear = lambda g: sum(a * h * x for a, h, x in zip(g, spacing, places, strict=True))
+    _, memories = step(linear(slope), 0.0, linear(earlier))
+    gain = -np.expm1(-s * dt) / s
+    others = np.array([s[1] * s[2], s[2] * s[0], s[0] * s[1]])
+    expected = gain * ((s.sum() - 2 * s) * slope + others * dt * (earlier + slope))
+    np.testing.assert_allclose(memories[:3], expected, rtol=1e-11)
