@@ -16,7 +16,6 @@ import math
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from mpigrad._shapes import Complex, Float
 
@@ -203,6 +202,8 @@ def fit_relaxation(q: float, band: tuple[float, float], mechanisms: int = 3) -> 
             f"fit_relaxation: mechanisms must be 1, 2 or 3, got {mechanisms!r}. Use more of them "
             "for a wider band."
         )
+    from scipy.optimize import least_squares  # here, because it takes long to import
+
     frequencies = _samples((low, high))
 
     def unpacked(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
