@@ -326,6 +326,16 @@ class Mesh:
         return self._vertex_order.gather(x, root, "Mesh.gather_vertices")
 
     @functools.cached_property
+    def _cache(self) -> dict[Any, Any]:
+        return {}
+
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` has returned for this key at its first use."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+    @functools.cached_property
     def _cell_order(self) -> FileOrder:
         return FileOrder(self.comm, self.cell_ids)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from mpigrad.fem.mesh import Facets, Mesh
 from mpigrad.fem.nodes import Nodes, make_nodes
 from mpigrad.fem.reference import lagrange_element, reference_cell
 from mpigrad.fem.write import Grid, write_grid
+from mpigrad.sparse import Pattern
 
 __all__ = ["Space"]
 
@@ -81,6 +83,83 @@ class Space:
         self.nodes = made.nodes
         self.cell_nodes: NDArray[np.int32] = made.cell_nodes
         self.node_points: NDArray[np.float64] = made.points
+        self._cache: dict[Any, Any] = {}
+
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` has returned for this key at its first use."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """The entries of matrices on this space (collective at its first use).
+
+        The unknown of component c at node n is n * components + c.
+        """
+        numbers = self.nodes.numbers[self.cell_nodes][:, :, None] * self.components
+        unknowns = numbers + np.arange(self.components)
+        return Pattern.from_elements(
+            unknowns.reshape(len(unknowns), -1),
+            self.nodes.n_local * self.components,
+            self.mesh.comm,
+        )
+
+    def fixed(
+        self,
+        where: Facets | int | str | ArrayLike | Callable[[NDArray[np.float64]], ArrayLike],
+        component: int | None = None,
+    ) -> NDArray[np.bool_]:
+        """Return True for each own unknown at chosen nodes, for Dirichlet conditions (collective).
+
+        Masks are combined by `|`.
+
+        Parameters
+        ----------
+        where
+            Facets, or a tag of facets. A function of the coordinates, or a mask of this rank's own
+            nodes of shape (n_local,).
+        component
+            The component that is chosen. Default: all.
+
+        Returns
+        -------
+        A mask in the shape of a field.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks: if an argument is not valid.
+
+        Examples
+        --------
+        >>> from mpigrad import fem
+        >>> space = fem.Space(fem.box((2, 2), (1.0, 1.0)), components=2)
+        >>> fixed = space.fixed("xmin") | space.fixed("ymin", component=1)
+        >>> int(fixed.sum())
+        8
+        """
+        with raise_on_all_ranks(self.mesh.comm):
+            whole = isinstance(component, int) and not isinstance(component, bool)
+            if component is not None and not (whole and 0 <= component < self.components):
+                raise ValueError(
+                    f"Space.fixed: component must be an integer from 0 to {self.components - 1}, "
+                    f"got {component!r} on rank {self.mesh.comm.rank}. Leave it out for all."
+                )
+        if isinstance(where, str | int | np.integer) and not isinstance(where, bool):
+            where = self.mesh.facets(where)
+        if isinstance(where, Facets):
+            nodes = self.nodes_on(where)
+        elif callable(where):
+            nodes = self.nodes_where(where)
+        else:
+            nodes = self.nodes_where(lambda _: where)
+        if self.components == 1:
+            return nodes
+        columns = np.full(self.components, component is None)
+        if component is not None:
+            columns[component] = True
+        return nodes[:, None] & columns
 
     @property
     def element(self) -> Any:

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from mpigrad.collective_errors import raise_error
 from mpigrad.communicator import HANDSHAKE_TAG, BlockingCall, Communicator, resolve
 from mpigrad.operations import neighbor_alltoallv
+from mpigrad.operations.carrier import tie_in
 from mpigrad.operations.indexing import take
 
 __all__ = ["GhostExchange", "index_array"]
@@ -154,6 +155,44 @@ class GhostExchange:
             take(x, self.send_index), self.neighbors, self.sendcounts, self.recvcounts, self.comm
         )
         return jnp.concatenate([x, received])
+
+    def accumulate(self, x: Any) -> jax.Array:
+        """Add the ghosts' entries of all ranks to those of their owners (collective).
+
+        It is the adjoint of `local_and_ghost`, and differentiable.
+
+        Parameters
+        ----------
+        x
+            Own entries followed by ghosts, shape (n_local + n_ghosts, ...).
+
+        Returns
+        -------
+        The sums of this rank's own entries, shape (n_local, ...).
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> from mpigrad.sparse import GhostExchange
+        >>> GhostExchange(2, [0, 1]).accumulate(jnp.array([1.0, 2.0]))
+        Array([1., 2.], dtype=float32)
+        """
+        x = jnp.asarray(x)
+        n = self.n_local
+        if x.ndim == 0 or x.shape[0] != n + len(self.ghosts):
+            raise ValueError(
+                f"GhostExchange.accumulate: rank {self.comm.rank} has {n} entries and "
+                f"{len(self.ghosts)} ghosts, but x has shape {x.shape}. Give the entries of both "
+                "along the leading axis."
+            )
+        if not self.neighbors:
+            return x
+        received = neighbor_alltoallv(
+            x[n:], self.neighbors, self.recvcounts, self.sendcounts, self.comm
+        )
+        if not len(self.send_index):
+            return tie_in(x[:n], received)
+        return x[:n].at[self.send_index].add(received, mode="promise_in_bounds")
 
     def exchange(self, x: Any) -> jax.Array:
         """Return the needed entries (collective).

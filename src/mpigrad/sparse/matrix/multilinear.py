@@ -240,13 +240,16 @@ def select(structure: TrilinearContraction, own: Any, rest: Any = None) -> jax.A
 
 
 def add_up(structure: TrilinearContraction, values: Any) -> jax.Array:
-    """Return the adjoint of a selection: the sum of values (len(position),) at each pool entry."""
+    """Return the adjoint of a selection: the sum of values (len(position), ...) at each entry."""
     values = jnp.asarray(values)
-    n_pool = structure.sizes[POOL]
+    n_pool, tail = structure.sizes[POOL], values.shape[1:]
     sums, _ = contract_p.bind(
-        values.reshape(1, -1, 1), structure=structure.handle, out=POOL, split=n_pool
+        values.reshape(1, len(values), math.prod(tail)),
+        structure=structure.handle,
+        out=POOL,
+        split=n_pool,
     )
-    return sums.reshape(n_pool)
+    return sums.reshape(n_pool, *tail)
 
 
 def contract(structure: TrilinearContraction, first: Any, own: Any, rest: Any = None) -> jax.Array:

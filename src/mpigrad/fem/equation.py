@@ -1,0 +1,199 @@
+"""Sums of forms with their parameters: residuals, Jacobians and integrals."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.fem.cell_values import cell_values, sum_over_cells
+from mpigrad.fem.space import Space
+from mpigrad.operations.carrier import tie_in
+from mpigrad.sparse import Matrix
+
+if TYPE_CHECKING:
+    from mpigrad.fem.forms import Form
+
+__all__ = ["Equation", "Term"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A form with its parameters, times a factor."""
+
+    form: Form
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    factor: Any
+
+
+class Equation:
+    """A sum of forms with their parameters. `Energy` and `WeakForm` make it, and `+` adds them.
+
+    Attributes
+    ----------
+    space
+        The space of the field.
+    terms
+        The forms with their parameters.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import fem
+    >>> mesh = fem.box((4, 4), (1.0, 1.0))
+    >>> space = fem.Space(mesh)
+    >>> stiffness = fem.Energy(space, lambda p, k: 0.5 * k * p.grad @ p.grad)
+    >>> flux = fem.Energy(space, lambda p, q: -q * p.u, on=mesh.facets("xmax"))
+    >>> equation = stiffness(2.0) + flux(1.0)
+    >>> u = jnp.asarray(space.interpolate(lambda x: x[:, 0]))
+    >>> float(equation.integral(u)), equation.residual(u).shape, equation.is_linear
+    (0.0, (25,), True)
+    """
+
+    def __init__(self, space: Space, terms: tuple[Term, ...]) -> None:
+        self.space, self.terms = space, terms
+
+    def __add__(self, other: Any) -> Equation:
+        if not isinstance(other, Equation):
+            return NotImplemented
+        if other.space is not self.space:
+            raise ValueError(
+                f"Equation: expected forms of the same space, got {self.space} and {other.space}. "
+                "Make both forms with one Space object."
+            )
+        return Equation(self.space, self.terms + other.terms)
+
+    def __mul__(self, factor: Any) -> Equation:
+        return Equation(
+            self.space, tuple(replace(t, factor=t.factor * factor) for t in self.terms)
+        )
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Equation:
+        return self * -1.0
+
+    def __sub__(self, other: Any) -> Equation:
+        return self + (-other) if isinstance(other, Equation) else NotImplemented
+
+    @property
+    def symmetric(self) -> bool:
+        """True if all forms are energies, whose Jacobians are symmetric."""
+        return all(term.form.symmetric for term in self.terms)
+
+    @functools.cached_property
+    def is_linear(self) -> bool:
+        """True if the Jacobian does not depend on the field."""
+        shape = (*self.space.cell_nodes.shape, self.space.components)
+
+        def ask(u: jax.Array) -> jax.Array:
+            answers.extend(t.form.is_linear(u, t.args, t.kwargs) for t in self.terms)
+            return u
+
+        answers: list[bool] = []
+        dtype = jnp.result_type(float)
+        jax.eval_shape(ask, jax.ShapeDtypeStruct(shape, dtype))
+        return all(answers)
+
+    def integral(self, u: Any = None) -> jax.Array:
+        """Return this rank's share of the sum of the energies (collective).
+
+        The sum over ranks is the integral. It is a loss that `mg.grad` differentiates.
+
+        Parameters
+        ----------
+        u
+            The field, shape (n_local,) or (n_local, components). Default: zero.
+
+        Raises
+        ------
+        TypeError
+            If a form is not an `Energy`.
+        """
+        for term in self.terms:
+            if not hasattr(term.form, "total"):
+                raise TypeError(
+                    "Equation.integral: expected energies, got a WeakForm. Write the integrand as "
+                    "an Energy."
+                )
+        here = cell_values(self.space, self._field(u))
+        parts = [
+            self._kept(t, jnp.zeros((), here.dtype), lambda t=t: t.form.total(here, t.args, t.kwargs))
+            for t in self.terms
+        ]
+        return functools.reduce(jnp.add, parts)
+
+    def residual(self, u: Any) -> jax.Array:
+        """Return the residual: the derivative of the integral in u for energies (collective).
+
+        Parameters
+        ----------
+        u
+            The field, shape (n_local,) or (n_local, components).
+
+        Returns
+        -------
+        One value for each own unknown, in the shape of u.
+        """
+        here = cell_values(self.space, self._field(u))
+        total = jnp.zeros_like(here)
+        for term in self.terms:
+            total = self._add(term, total, lambda t=term: t.form.residual(here, t.args, t.kwargs))
+        return sum_over_cells(self.space, total)
+
+    def jacobian(self, u: Any = None) -> Matrix:
+        """Return the derivative of the residual in the field (collective).
+
+        Parameters
+        ----------
+        u
+            The field at which it is taken. Default: zero. Linear equations do not depend on it.
+
+        Returns
+        -------
+        A matrix on `space.pattern`, whose rows are the unknowns node * components + component.
+        """
+        here = cell_values(self.space, self._field(u))
+        k = here.shape[1] * here.shape[2]
+        total = jnp.zeros((len(here), k, k), here.dtype)
+        for term in self.terms:
+            total = self._add(term, total, lambda t=term: t.form.matrix(here, t.args, t.kwargs))
+        return Matrix.assemble(self.space.pattern, total)
+
+    def _field(self, u: Any) -> jax.Array:
+        if u is None:
+            return jnp.zeros(self.space.shape)
+        u = jnp.asarray(u)
+        if not jnp.issubdtype(u.dtype, jnp.floating):
+            raise TypeError(
+                f"Equation: the field must be real and floating-point, got dtype {u.dtype}. "
+                "Convert it, as in u.astype(float)."
+            )
+        return u
+
+    def _kept(self, term: Term, zero: jax.Array, compute: Callable[[], Any]) -> jax.Array:
+        """Return what a term adds, zero if this rank has no facets of it."""
+        if term.form.cells is not None and not len(term.form.cells):
+            for leaf in jax.tree.leaves((term.args, term.kwargs, term.factor)):
+                leaf = jnp.asarray(leaf)
+                if jnp.issubdtype(leaf.dtype, jnp.inexact):
+                    zero = tie_in(zero, leaf)  # other ranks may have facets
+            return zero
+        value = compute()
+        return zero if value is None else value * jnp.asarray(term.factor, zero.dtype)
+
+    def _add(self, term: Term, total: jax.Array, compute: Callable[[], Any]) -> jax.Array:
+        cells = term.form.cells
+        if cells is None or not len(cells):
+            value = self._kept(term, jnp.zeros_like(total), compute)
+            return total + value
+        value = compute()
+        if value is None:
+            return total
+        return total.at[cells].add(value * jnp.asarray(term.factor, total.dtype))

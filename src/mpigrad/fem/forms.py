@@ -1,0 +1,312 @@
+"""Integrals over cells and facets as functions of a field: energies and weak forms."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from mpigrad.collective_errors import raise_on_all_ranks
+from mpigrad.fem.cell_values import cell_values
+from mpigrad.fem.equation import Equation, Term
+from mpigrad.fem.integrals import Blocks, CellIntegral, FacetIntegral, Integral
+from mpigrad.fem.mesh import Facets
+from mpigrad.fem.parameters import Nodal, PerCell, PerPoint
+from mpigrad.fem.point import FieldAtPoint, Point
+from mpigrad.fem.pointwise import AtPoints, dependence, evaluate
+from mpigrad.fem.space import Space
+
+__all__ = ["Energy", "Form", "WeakForm"]
+
+_GIVEN = (PerCell, PerPoint, Nodal)
+
+
+class Form(abc.ABC):
+    """An integral of a function of the field at each point. `Energy` and `WeakForm` are forms."""
+
+    def __init__(
+        self,
+        space: Space,
+        integrand: Callable[..., Any],
+        on: Facets | ArrayLike | None = None,
+        degree: int | None = None,
+    ) -> None:
+        name, comm = f"fem.{type(self).__name__}", space.mesh.comm
+        degree = 2 * space.degree if degree is None else degree
+        mask: NDArray[np.bool_] | None = None
+        with raise_on_all_ranks(comm):
+            if not callable(integrand):
+                raise TypeError(
+                    f"{name}: integrand must be a function of a point, got "
+                    f"{type(integrand).__name__} on rank {comm.rank}. Write lambda p: ..."
+                )
+            if isinstance(degree, bool) or not isinstance(degree, int) or not 0 <= degree <= 30:
+                raise ValueError(
+                    f"{name}: degree must be an integer from 0 to 30, got {degree!r} on rank "
+                    f"{comm.rank}. Leave it out for twice the degree of the space."
+                )
+            if isinstance(on, Facets):
+                if on.mesh is not space.mesh:
+                    raise ValueError(
+                        f"{name}: on must be facets of this space's mesh, got facets of another "
+                        f"one on rank {comm.rank}. Choose them by space.mesh.facets(...)."
+                    )
+            elif on is not None:
+                mask = np.asarray(on)
+                if mask.dtype != bool or mask.shape != (space.mesh.n_cells,):
+                    raise TypeError(
+                        f"{name}: on must be facets, or one bool for each of the "
+                        f"{space.mesh.n_cells} cells of rank {comm.rank}, got dtype {mask.dtype} "
+                        f"and shape {mask.shape}. Take mesh.facets(...) or mesh.cells_with(...)."
+                    )
+        self.space, self.integrand = space, integrand
+        self._integral: Integral = (
+            FacetIntegral(space, degree, on)
+            if isinstance(on, Facets)
+            else CellIntegral(space, degree, mask)
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Equation:
+        """Return the equation with these parameters of the integrand.
+
+        Parameters
+        ----------
+        args, kwargs
+            What the integrand takes after the point: arrays and pytrees of arrays, the same at all
+            points. `PerCell`, `PerPoint` and `Nodal` inside of them differ from cell to cell or
+            from point to point.
+        """
+        return Equation(self.space, (Term(self, args, kwargs, 1.0),))
+
+    @property
+    def points(self) -> NDArray[np.float64]:
+        """The coordinates of the quadrature points, shape (n_cells, n_points, dim)."""
+        with jax.ensure_compile_time_eval(), jax.enable_x64(True):
+            return np.asarray(self._integral.coordinates(np.float64).array)
+
+    @property
+    @abc.abstractmethod
+    def symmetric(self) -> bool:
+        """True if the Jacobian is symmetric whatever the integrand is."""
+
+    @abc.abstractmethod
+    def _flux(self, law: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+        """Return the function (u, grad, ...) -> (f0, f1) of a point."""
+
+    # --- evaluation ---
+
+    def residual(self, u: jax.Array, args: Any, kwargs: Any) -> jax.Array | None:
+        """Return the contributions of this rank's cells or facets, shape (n, n_basis, c)."""
+        law, points = self._at_points(u, args, kwargs)
+        return self._integral.residual(*evaluate(self._flux(law), points))
+
+    def matrix(self, u: jax.Array, args: Any, kwargs: Any) -> jax.Array | None:
+        """Return the element matrices of the Jacobian, shape (n, k, k)."""
+        law, points = self._at_points(u, args, kwargs)
+        (vv, vg), (gv, gg) = evaluate(jax.jacfwd(self._flux(law), argnums=(0, 1)), points)
+        matrices = self._integral.matrix(Blocks(vv, vg, gv, gg))
+        if matrices is None:
+            return None
+        k = matrices.shape[1] * matrices.shape[2]
+        matrices = matrices.reshape(-1, k, k)
+        return 0.5 * (matrices + matrices.swapaxes(1, 2)) if self.symmetric else matrices
+
+    def is_linear(self, u: jax.Array, args: Any, kwargs: Any) -> bool:
+        """Return True if the Jacobian does not depend on the field."""
+        law, points = self._at_points(u, args, kwargs)
+        needed = dependence(jax.jacfwd(self._flux(law), argnums=(0, 1)), points)
+        return not any({0, 1} & each for each in needed)
+
+    @property
+    def cells(self) -> jax.Array | None:
+        """The cell of each facet, or None for an integral over cells."""
+        return self._integral.cells if isinstance(self._integral, FacetIntegral) else None
+
+    def _at_points(
+        self, u: jax.Array, args: Any, kwargs: Any
+    ) -> tuple[Callable[..., Any], list[AtPoints]]:
+        """Return the integrand as a function of arrays, and the arrays: u, gradient, x, ..."""
+        dtype, integral = u.dtype, self._integral
+        leaves, structure = jax.tree.flatten(
+            (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, _GIVEN)
+        )
+        arrays, builders = [], []
+        for leaf in leaves:
+            given, build = self._parameter(leaf, dtype)
+            builders.append((len(arrays), len(given), build))
+            arrays += given
+        normals = integral.normals(dtype)
+        fixed = [*integral.field(self.space, u), integral.coordinates(dtype)]
+        fixed += [] if normals is None else [normals]
+        scalar = self.space.components == 1
+
+        def law(value: Any, gradient: Any, x: Any, *rest: Any) -> Any:
+            normal, given = (None, rest) if normals is None else (rest[0], rest[1:])
+            if scalar:
+                value, gradient = value[0], gradient[0]
+            built = [build(*given[first : first + count]) for first, count, build in builders]
+            args, kwargs = jax.tree.unflatten(structure, built)
+            return self.integrand(Point(value, gradient, x, normal), *args, **kwargs)
+
+        return law, fixed + arrays
+
+    def _parameter(self, leaf: Any, dtype: Any) -> tuple[list[AtPoints], Callable[..., Any]]:
+        same = lambda array: array
+        n = self._integral.n
+        if isinstance(leaf, Nodal):
+            values = self._field_in_cells(leaf, dtype)
+            scalar = leaf.space.components == 1
+            build = lambda u, g: FieldAtPoint(u[0], g[0]) if scalar else FieldAtPoint(u, g)
+            return list(self._integral.field(leaf.space, values)), build
+        if isinstance(leaf, PerCell | PerPoint):
+            array = jnp.asarray(leaf.values)
+            array = array[:, None] if isinstance(leaf, PerCell) and array.ndim else array
+            q = 1 if isinstance(leaf, PerCell) else len(self._integral.weights)
+            if array.ndim < 2 or array.shape[:2] != (n, q):
+                first = f"({n}, ...)" if isinstance(leaf, PerCell) else f"({n}, {q}, ...)"
+                raise ValueError(
+                    f"fem.{type(self).__name__}: a {type(leaf).__name__} must have the shape "
+                    f"{first} on rank {self.space.mesh.comm.rank}, got "
+                    f"{jnp.shape(leaf.values)}. Give one value for each of this rank's cells or "
+                    "facets."
+                )
+            return [AtPoints(array)], same
+        array = jnp.asarray(leaf)
+        return [AtPoints(array[None, None])], same
+
+    def _field_in_cells(self, leaf: Nodal, dtype: Any) -> jax.Array:
+        if leaf.space.mesh is not self.space.mesh:
+            raise ValueError(
+                f"fem.{type(self).__name__}: a Nodal must be a field on this space's mesh, got one "
+                f"on {leaf.space.mesh}. Make its space on the same mesh."
+            )
+        return cell_values(leaf.space, jnp.asarray(leaf.values, dtype))
+
+
+class Energy(Form):
+    """An integral ∫ W over the domain or a part of its boundary, for example a stored energy.
+
+    Its derivative in the field is the residual of an equation, whose Jacobian is symmetric. JAX
+    differentiates W at each point.
+
+    Parameters
+    ----------
+    space
+        The space of the field.
+    integrand
+        W: a function integrand(p, ...) of a `Point` and of parameters. It returns a scalar. It must
+        have no messages.
+    on
+        Facets, for an integral over them. A mask of this rank's cells, shape (n_cells,), for a part
+        of the domain. Default: all cells.
+    degree
+        The rule is exact for polynomials of this degree on the reference cell. Default: twice the
+        degree of the space.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks: if an argument is not valid.
+
+    Examples
+    --------
+    -Δu = 1 in a square, and u = 0 at x = 0:
+
+    >>> from mpigrad import fem
+    >>> mesh = fem.box((8, 8), (1.0, 1.0))
+    >>> space = fem.Space(mesh)
+    >>> energy = fem.Energy(space, lambda p, k: 0.5 * k * p.grad @ p.grad - p.u)
+    >>> u = fem.solve(energy(1.0), space.fixed("xmin")).value  # doctest: +SKIP
+    """
+
+    @property
+    def symmetric(self) -> bool:
+        return True
+
+    def _flux(self, law: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+        return jax.grad(self._scalar(law), argnums=(0, 1))
+
+    def _scalar(self, law: Callable[..., Any]) -> Callable[..., Any]:
+        def scalar(*given: Any) -> Any:
+            value = jnp.asarray(law(*given), given[0].dtype)
+            if value.shape != ():
+                raise TypeError(
+                    f"fem.Energy: the integrand must return a scalar, got shape {value.shape}. "
+                    "Add up its entries, as in p.grad @ p.grad or jnp.sum(p.grad**2)."
+                )
+            return value
+
+        return scalar
+
+    def total(self, u: jax.Array, args: Any, kwargs: Any) -> jax.Array:
+        """Return this rank's share of the integral."""
+        law, points = self._at_points(u, args, kwargs)
+        density = evaluate(self._scalar(law), points)
+        return jnp.zeros((), u.dtype) if density is None else self._integral.total(density)
+
+
+class WeakForm(Form):
+    """A weak form: find u with ∫ f0 v + f1 · ∇v = 0 for all test functions v.
+
+    Parameters
+    ----------
+    space
+        The space of the field and of the test functions.
+    integrand
+        A function integrand(p, ...) of a `Point` and of parameters. It returns the pair (f0, f1) in
+        the shapes of p.u and p.grad. One of them may be None.
+    on, degree
+        As in `Energy`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks: if an argument is not valid.
+
+    Examples
+    --------
+    -Δu + w · ∇u = 1:
+
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import fem
+    >>> space = fem.Space(fem.box((8, 8), (1.0, 1.0)))
+    >>> w = jnp.array([1.0, 0.0])
+    >>> form = fem.WeakForm(space, lambda p: (w @ p.grad - 1.0, p.grad))
+    >>> form().is_linear
+    True
+    """
+
+    @property
+    def symmetric(self) -> bool:
+        return False
+
+    def _flux(self, law: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+        def flux(value: Any, gradient: Any, *rest: Any) -> tuple[Any, Any]:
+            result = law(value, gradient, *rest)
+            if not isinstance(result, Sequence) or len(result) != 2:
+                raise TypeError(
+                    "fem.WeakForm: the integrand must return the pair (f0, f1), got "
+                    f"{type(result).__name__}. Return (f0, None) if there is no f1."
+                )
+            return _shaped(result[0], value, "f0", "p.u"), _shaped(
+                result[1], gradient, "f1", "p.grad"
+            )
+
+        def _shaped(given: Any, like: Any, name: str, other: str) -> Any:
+            expected = like.shape[1:] if self.space.components == 1 else like.shape
+            if given is None:
+                return jnp.zeros(like.shape, like.dtype)
+            given = jnp.asarray(given, like.dtype)
+            if given.shape != expected:
+                raise TypeError(
+                    f"fem.WeakForm: {name} must have the shape of {other}, {expected}, got "
+                    f"{given.shape}. Return one value for each entry."
+                )
+            return given.reshape(like.shape)
+
+        return flux

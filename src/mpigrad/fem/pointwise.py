@@ -1,0 +1,124 @@
+"""Functions of one point, evaluated at all points of cells or facets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["AtPoints", "dependence", "evaluate"]
+
+
+@dataclass(frozen=True)
+class AtPoints:
+    """Values that may differ between cells and between the points of a cell.
+
+    Attributes
+    ----------
+    array
+        Shape (n, q, ...): n is 1 if all cells have the same values, q is 1 if all points have.
+    """
+
+    array: jax.Array
+
+
+def evaluate(function: Callable[..., Any], arguments: Sequence[AtPoints]) -> Any:
+    """Apply a function of one point at all points.
+
+    Each result is computed for different cells and points only where it depends on an argument that
+    differs between them.
+
+    Parameters
+    ----------
+    function
+        Takes arrays without the axes of cells and points. It returns a pytree of arrays.
+    arguments
+        Its arguments.
+
+    Returns
+    -------
+    The pytree with an `AtPoints` for each array, or None for an array that is zero whatever the
+    arguments are.
+    """
+    shapes = [jax.ShapeDtypeStruct(a.array.shape[2:], a.array.dtype) for a in arguments]
+    closed, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    leaves, structure = jax.tree.flatten(result)
+    flat = lambda *given: jax.tree.leaves(function(*given))
+    values = []
+    for k, (leaf, needed) in enumerate(zip(leaves, _dependence(closed), strict=True)):
+        if not needed and _is_zero(closed, k):
+            values.append(None)
+            continue
+        values.append(_at_points(lambda *given, k=k: flat(*given)[k], arguments, needed, leaf))
+    return jax.tree.unflatten(structure, values)
+
+
+def dependence(function: Callable[..., Any], arguments: Sequence[AtPoints]) -> list[set[int]]:
+    """Return for each array of the result the arguments on which it may depend."""
+    shapes = [jax.ShapeDtypeStruct(a.array.shape[2:], a.array.dtype) for a in arguments]
+    return _dependence(jax.make_jaxpr(function)(*shapes))
+
+
+def _at_points(
+    function: Callable[..., Any], arguments: Sequence[AtPoints], needed: set[int], leaf: Any
+) -> AtPoints:
+    arrays = [a.array for a in arguments]
+    cells, points = (
+        [k in needed and arrays[k].shape[axis] != 1 for k in range(len(arrays))] for axis in (0, 1)
+    )
+    given = [a if points[k] else a[:, 0] for k, a in enumerate(arrays)]
+    given = [a if cells[k] else a[0] for k, a in enumerate(given)]
+    mapped = function
+    if any(points):
+        mapped = jax.vmap(mapped, in_axes=[0 if p else None for p in points])
+    if any(cells):
+        mapped = jax.vmap(mapped, in_axes=[0 if c else None for c in cells])
+    result = jnp.asarray(mapped(*given))
+    lengths = (result.shape[: any(cells)], result.shape[any(cells) :][: any(points)])
+    n, q = ((*length, 1)[0] for length in lengths)
+    return AtPoints(result.reshape(n, q, *leaf.shape))
+
+
+def _is_zero(closed: Any, k: int) -> bool:
+    """Return True if result k of a traced function, which depends on no argument, is zero."""
+    with jax.ensure_compile_time_eval():
+        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
+        try:
+            value = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *zeros)[k]
+            return not bool(jnp.any(value != 0))
+        except jax.errors.ConcretizationTypeError:  # it closes over a traced value
+            return False
+
+
+def _dependence(closed: Any) -> list[set[int]]:
+    """Return for each result of a traced function the arguments on which it may depend."""
+    jaxpr = closed.jaxpr
+    return _propagate(jaxpr, [{k} for k in range(len(jaxpr.invars))])
+
+
+def _propagate(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
+    known: dict[Any, set[int]] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(variable: Any) -> set[int]:
+        return set() if hasattr(variable, "val") else known.get(variable, set())
+
+    for equation in jaxpr.eqns:
+        given = [of(v) for v in equation.invars]
+        inner = _inner(equation)
+        if inner is not None and len(inner.invars) == len(given):
+            results = _propagate(inner, given)
+        else:
+            results = [set().union(*given)] * len(equation.outvars)
+        known.update(zip(equation.outvars, results, strict=True))
+    return [of(v) for v in jaxpr.outvars]
+
+
+def _inner(equation: Any) -> Any:
+    """Return the program that an equation calls once, or None."""
+    if equation.primitive.name not in ("pjit", "jit", "closed_call", "custom_jvp_call"):
+        return None
+    program = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return getattr(program, "jaxpr", program)

@@ -1,0 +1,173 @@
+"""Solve equations of finite elements: one linear solve, or Newton's method."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.collective_errors import raise_on_all_ranks
+from mpigrad.fem.equation import Equation
+from mpigrad.fem.space import Space
+from mpigrad.operations import allreduce, require
+from mpigrad.solution import Solution
+from mpigrad.sparse import GMRES, PCG, BoomerAMG, Jacobi, Matrix, newton
+from mpigrad.sparse import solve as solve_linear
+from mpigrad.sparse.solvers.base import LinearSolver
+from mpigrad.sparse.solvers.hypre_library import hypre_available
+
+__all__ = ["solve"]
+
+
+def solve(
+    equation: Equation,
+    fixed: Any = None,
+    values: Any = 0.0,
+    u0: Any = None,
+    *,
+    solver: LinearSolver | None = None,
+    rtol: float = 1e-8,
+    atol: float = 0.0,
+    max_steps: int = 50,
+    throw: bool = True,
+) -> Solution:
+    """Find the field whose residual is zero at all unknowns that are not fixed (collective).
+
+    A linear equation is one linear solve, any other one Newton's method (`sparse.newton`). The
+    derivatives are those of the implicit function theorem, in both modes and to any order: in
+    `values`, and in all that the parameters of the equation depend on.
+
+    Parameters
+    ----------
+    equation
+        The forms with their parameters.
+    fixed
+        True for each own unknown with a Dirichlet condition, a mask of NumPy in the shape of a
+        field: `space.fixed(...)`. Default: none.
+    values
+        The values there: a scalar, or a field (read at fixed unknowns only).
+    u0
+        The first guess, a field. No derivative is taken with respect to it. Default: zero.
+    solver
+        The `LinearSolver` of the linear systems. Default: for energies `PCG`, else `GMRES`, with
+        BoomerAMG, or with Jacobi's preconditioner if hypre is missing or the field is in float32.
+    rtol, atol, max_steps
+        Of Newton's method. The default solver takes `rtol`, too.
+    throw
+        Raise an error on every rank if no solution is found.
+
+    Returns
+    -------
+    A `Solution` whose `value` is the field, as `sparse.solve` or `sparse.newton` returns it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks: if `fixed` is not such a mask.
+    jax.errors.JaxRuntimeError
+        On all ranks: if no solution is found and `throw` is true, or if the fixed unknowns leave a
+        constant field free.
+
+    Examples
+    --------
+    -u'' = 1, and u = 0 at both ends, has u = x (1 - x) / 2:
+
+    >>> import jax.numpy as jnp
+    >>> from mpigrad import fem
+    >>> mesh = fem.box((8, 1), (1.0, 0.1))
+    >>> space = fem.Space(mesh)
+    >>> energy = fem.Energy(space, lambda p, k: 0.5 * k * p.grad @ p.grad - p.u)
+    >>> ends = space.fixed("xmin") | space.fixed("xmax")
+    >>> u = fem.solve(energy(1.0), ends, rtol=1e-5).value
+    >>> x = space.node_points[:, 0]
+    >>> bool(jnp.allclose(u, x * (1 - x) / 2, atol=1e-4))
+    True
+    """
+    space = equation.space
+    mask = _mask(space, fixed)
+    dtype = jnp.result_type(float if u0 is None else u0, values, *_dtypes(equation))
+    given = jnp.broadcast_to(jnp.asarray(values, dtype), space.shape)
+    start = jnp.zeros(space.shape, dtype) if u0 is None else jnp.asarray(u0, dtype)
+    start = jnp.where(mask, given, jax.lax.stop_gradient(start))
+    if solver is None:
+        solver = _default_solver(equation, dtype, rtol)
+
+    if equation.is_linear:
+        A = equation.jacobian(start)
+        _require_regular(space, A, mask)
+        b = jnp.where(mask, 0, -equation.residual(start)).reshape(-1)
+        A, b = A.at_boundary(mask.reshape(-1), b, 0.0)
+        found = solve_linear(A, b, solver, throw=throw)
+        return dataclasses.replace(found, value=start + found.value.reshape(space.shape))
+
+    def insert(v: jax.Array) -> jax.Array:
+        return jnp.where(mask, given, v)
+
+    def residual(v: jax.Array) -> jax.Array:
+        return jnp.where(mask, v - given, equation.residual(insert(v)))
+
+    def jacobian(v: jax.Array) -> Matrix:
+        A = equation.jacobian(insert(v))
+        zeros = jnp.zeros(A.pattern.n_local, A.dtype)
+        return A.at_boundary(mask.reshape(-1), zeros, 0.0)[0]
+
+    return newton(
+        residual, jax.lax.stop_gradient(start), solver, jacobian=jacobian, rtol=rtol, atol=atol,
+        max_steps=max_steps, throw=throw, comm=space.mesh.comm,
+    )  # fmt: skip
+
+
+def _mask(space: Space, fixed: Any) -> np.ndarray:
+    mask = np.zeros(space.shape, bool)
+    with raise_on_all_ranks(space.mesh.comm):
+        if fixed is not None:
+            if isinstance(fixed, jax.core.Tracer):
+                raise TypeError(
+                    "fem.solve: fixed must be known before tracing, got a traced array. Make it "
+                    "by space.fixed(...) outside of the function."
+                )
+            mask = np.asarray(fixed)
+        if mask.dtype != bool or mask.shape != space.shape:
+            raise TypeError(
+                f"fem.solve: fixed must be bools of shape {space.shape} on rank "
+                f"{space.mesh.comm.rank}, got dtype {mask.dtype} and shape {mask.shape}. Make it by "
+                "space.fixed(...)."
+            )
+    return mask
+
+
+def _dtypes(equation: Equation) -> list[Any]:
+    leaves = jax.tree.leaves([(t.args, t.kwargs) for t in equation.terms])
+    dtypes = [jnp.result_type(leaf) for leaf in leaves]
+    return [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+
+
+def _default_solver(equation: Equation, dtype: Any, rtol: float) -> LinearSolver:
+    method = PCG if equation.symmetric else GMRES
+    if hypre_available() and dtype == np.float64:
+        amg = BoomerAMG(unknowns_per_cell=equation.space.components)
+        return method(rtol=rtol, preconditioner=amg)
+    return method(rtol=rtol, preconditioner=Jacobi(), max_steps=10_000)
+
+
+def _require_regular(space: Space, A: Matrix, mask: np.ndarray) -> None:
+    """Raise an error on all ranks if a constant component is free and changes no residual."""
+    comm = space.mesh.comm
+    columns = mask.reshape(-1, space.components)
+    fixed = np.zeros(space.components, np.int64)
+    comm.mpi.Allreduce(columns.sum(axis=0).astype(np.int64), fixed)
+    for c in np.flatnonzero(fixed == 0):
+        constant = np.zeros((space.nodes.n_local, space.components))
+        constant[:, c] = 1
+        moved = A @ jnp.asarray(constant.reshape(-1), A.dtype)
+        sizes = jnp.stack([jnp.sum(moved**2), jnp.sum(A.diagonal() ** 2)])
+        change, diagonal = allreduce(jax.lax.stop_gradient(sizes), comm=comm)
+        require(
+            change > (100 * jnp.finfo(A.dtype).eps) ** 2 * diagonal,
+            f"fem.solve: the equation has no unique solution: a constant can be added to component "
+            f"{c}, of which no unknown is fixed. Fix the unknowns of a part of the boundary.",
+            comm=comm,
+        )
