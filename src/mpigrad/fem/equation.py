@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Equation", "Term"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Term:
     """A form with its parameters, times a factor."""
 
@@ -30,7 +30,6 @@ class Term:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     factor: Any
-
 
 class Equation:
     """A sum of forms with their parameters. `Energy` and `WeakForm` make it, and `+` adds them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,12 @@ from mpigrad.fem.pointwise import AtPoints, dependence, evaluate
 from mpigrad.fem.space import Space
 
 __all__ = ["Energy", "Form", "WeakForm"]
+
+
+@jax.tree_util.register_pytree_node_class
+class _InCells(Nodal):
+    """A field with its values in cells, shape (n_cells, n_basis, components)."""
+
 
 _GIVEN = (PerCell, PerPoint, Nodal)
 
@@ -72,7 +79,7 @@ class Form(abc.ABC):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Equation:
-        """Return the equation with these parameters of the integrand.
+        """Return the equation with these parameters of the integrand (collective).
 
         Parameters
         ----------
@@ -81,7 +88,7 @@ class Form(abc.ABC):
             points. `PerCell`, `PerPoint` and `Nodal` inside of them differ from cell to cell or
             from point to point.
         """
-        return Equation(self.space, (Term(self, args, kwargs, 1.0),))
+        return Equation(self.space, (Term(self, *self._prepare(args, kwargs), 1.0),))
 
     @property
     def points(self) -> NDArray[np.float64]:
@@ -98,28 +105,67 @@ class Form(abc.ABC):
     def _flux(self, law: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
         """Return the function (u, grad, ...) -> (f0, f1) of a point."""
 
-    # --- evaluation ---
+    def _derivatives(self, law: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        """Return the function of the derivatives of f0 and f1 in u and grad (`Blocks`)."""
+        flux = self._flux(law)
+        # One by one, so that derivatives that are zero are seen to be zero.
+        in_value, in_gradient = jax.jacfwd(flux, argnums=0), jax.jacfwd(flux, argnums=1)
 
-    def residual(self, u: jax.Array, args: Any, kwargs: Any) -> jax.Array | None:
-        """Return the contributions of this rank's cells or facets, shape (n, n_basis, c)."""
-        law, points = self._at_points(u, args, kwargs)
-        return self._integral.residual(*evaluate(self._flux(law), points))
+        def derivatives(*given: Any) -> tuple[Any, ...]:
+            (vv, gv), (vg, gg) = in_value(*given), in_gradient(*given)
+            return vv, vg, gv, gg
 
-    def matrix(self, u: jax.Array, args: Any, kwargs: Any) -> jax.Array | None:
-        """Return the element matrices of the Jacobian, shape (n, k, k)."""
-        law, points = self._at_points(u, args, kwargs)
-        (vv, vg), (gv, gg) = evaluate(jax.jacfwd(self._flux(law), argnums=(0, 1)), points)
-        matrices = self._integral.matrix(Blocks(vv, vg, gv, gg))
-        if matrices is None:
-            return None
-        k = matrices.shape[1] * matrices.shape[2]
-        matrices = matrices.reshape(-1, k, k)
-        return 0.5 * (matrices + matrices.swapaxes(1, 2)) if self.symmetric else matrices
+        return derivatives
+
+    # --- evaluation, with the values of fields in cells. It has no messages ---
+
+    def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the parameters with fields as values in cells (collective)."""
+
+        def values(leaf: Any) -> Any:
+            if not isinstance(leaf, Nodal):
+                return leaf
+            if leaf.space.mesh is not self.space.mesh:
+                raise ValueError(
+                    f"fem.{type(self).__name__}: a Nodal must be a field on this space's mesh, got "
+                    f"one on {leaf.space.mesh}. Make its space on the same mesh."
+                )
+            return _InCells(leaf.space, cell_values(leaf.space, leaf.values))
+
+        is_given = lambda leaf: isinstance(leaf, _GIVEN)
+        return jax.tree.map(values, (args, kwargs), is_leaf=is_given)
+
+    @functools.cached_property
+    def residual(self) -> Callable[..., jax.Array | None]:
+        """The contributions of this rank's cells or facets: (u, args, kwargs) -> (n, n_basis, c).
+
+        It is one program, so that a call outside of jit does not compile each step.
+        """
+
+        def residual(u: jax.Array, args: Any, kwargs: Any) -> jax.Array | None:
+            law, points = self._at_points(u, args, kwargs)
+            return self._integral.residual(*evaluate(self._flux(law), points))
+
+        return jax.jit(residual)
+
+    @functools.cached_property
+    def matrix(self) -> Callable[..., jax.Array | None]:
+        """The element matrices of the Jacobian: (u, args, kwargs) -> (n, k, k)."""
+
+        def matrix(u: jax.Array, args: Any, kwargs: Any) -> jax.Array | None:
+            law, points = self._at_points(u, args, kwargs)
+            matrices = self._integral.matrix(Blocks(*evaluate(self._derivatives(law), points)))
+            if matrices is None:
+                return None
+            k = matrices.shape[1] * matrices.shape[2]
+            return matrices.reshape(-1, k, k)
+
+        return jax.jit(matrix)
 
     def is_linear(self, u: jax.Array, args: Any, kwargs: Any) -> bool:
         """Return True if the Jacobian does not depend on the field."""
         law, points = self._at_points(u, args, kwargs)
-        needed = dependence(jax.jacfwd(self._flux(law), argnums=(0, 1)), points)
+        needed = dependence(self._derivatives(law), points)
         return not any({0, 1} & each for each in needed)
 
     @property
@@ -158,8 +204,8 @@ class Form(abc.ABC):
     def _parameter(self, leaf: Any, dtype: Any) -> tuple[list[AtPoints], Callable[..., Any]]:
         same = lambda array: array
         n = self._integral.n
-        if isinstance(leaf, Nodal):
-            values = self._field_in_cells(leaf, dtype)
+        if isinstance(leaf, _InCells):
+            values = leaf.values.astype(dtype)
             scalar = leaf.space.components == 1
             build = lambda u, g: FieldAtPoint(u[0], g[0]) if scalar else FieldAtPoint(u, g)
             return list(self._integral.field(leaf.space, values)), build
@@ -178,14 +224,6 @@ class Form(abc.ABC):
             return [AtPoints(array)], same
         array = jnp.asarray(leaf)
         return [AtPoints(array[None, None])], same
-
-    def _field_in_cells(self, leaf: Nodal, dtype: Any) -> jax.Array:
-        if leaf.space.mesh is not self.space.mesh:
-            raise ValueError(
-                f"fem.{type(self).__name__}: a Nodal must be a field on this space's mesh, got one "
-                f"on {leaf.space.mesh}. Make its space on the same mesh."
-            )
-        return cell_values(leaf.space, jnp.asarray(leaf.values, dtype))
 
 
 class Energy(Form):
@@ -243,11 +281,16 @@ class Energy(Form):
 
         return scalar
 
-    def total(self, u: jax.Array, args: Any, kwargs: Any) -> jax.Array:
-        """Return this rank's share of the integral."""
-        law, points = self._at_points(u, args, kwargs)
-        density = evaluate(self._scalar(law), points)
-        return jnp.zeros((), u.dtype) if density is None else self._integral.total(density)
+    @functools.cached_property
+    def total(self) -> Callable[..., jax.Array]:
+        """This rank's share of the integral: (u, args, kwargs) -> scalar."""
+
+        def total(u: jax.Array, args: Any, kwargs: Any) -> jax.Array:
+            law, points = self._at_points(u, args, kwargs)
+            density = evaluate(self._scalar(law), points)
+            return jnp.zeros((), u.dtype) if density is None else self._integral.total(density)
+
+        return jax.jit(total)
 
 
 class WeakForm(Form):

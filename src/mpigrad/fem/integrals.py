@@ -138,26 +138,35 @@ class CellIntegral(Integral):
         table, along = self.tables(self.space)
         b, parts = blocks, []
         if b.value_value is not None:
-            h = self._weighted(b.value_value).array
+            h = self._weighted(b.value_value).array  # (e, q, c, C)
             both = table[:, :, None] * table[:, None, :]
-            parts.append(jnp.einsum("eqcC,qab->eacbC", h, self._table(both, h)))
+            parts.append(self._products(h, both))
         if b.value_gradient is not None:
             h = self._weighted(b.value_gradient).array
-            h = _to_reference(h, self.geometry.inverses(h.dtype), 4)
-            both = table[:, :, None, None] * along[:, None]
-            parts.append(jnp.einsum("eqcCl,qabl->eacbC", h, self._table(both, h)))
+            h = _to_reference(h, self.geometry.inverses(h.dtype), 4)  # (e, q, c, C, l)
+            both = table[:, None, :, None] * along.swapaxes(1, 2)[:, :, None]
+            parts.append(self._products(h, both))
         if b.gradient_value is not None:
             h = self._weighted(b.gradient_value).array
-            h = _to_reference(h, self.geometry.inverses(h.dtype), 3)
-            both = along[:, :, :, None] * table[:, None, None, :]
-            parts.append(jnp.einsum("eqcjC,qajb->eacbC", h, self._table(both, h)))
+            h = _to_reference(h, self.geometry.inverses(h.dtype), 3)  # (e, q, c, j, C)
+            both = along.swapaxes(1, 2)[:, :, :, None] * table[:, None, None]
+            parts.append(self._products(h.swapaxes(3, 4), both))
         if b.gradient_gradient is not None:
             h = self._weighted(b.gradient_gradient).array
             inverses = self.geometry.inverses(h.dtype)
-            h = _to_reference(_to_reference(h, inverses, 3), inverses, 5)
-            both = along[:, :, :, None, None] * along[:, None, None, :, :]
-            parts.append(jnp.einsum("eqcjCl,qajbl->eacbC", h, self._table(both, h)))
+            h = _to_reference(_to_reference(h, inverses, 3), inverses, 5)  # (e, q, c, j, C, l)
+            by_axis = along.swapaxes(1, 2)
+            both = by_axis[:, :, None, :, None] * by_axis[:, None, :, None, :]
+            parts.append(self._products(h.swapaxes(3, 4), both))
         return self._for_all_cells(parts)
+
+    def _products(self, h: jax.Array, both: np.ndarray) -> jax.Array:
+        """Return Σ h (e, q, c, C, ...) both (q, ..., a, b): (e, a, c, b, C)."""
+        e, c, n = h.shape[0], h.shape[2], both.shape[-1]
+        table = self._table(both, h).reshape(-1, n * n)
+        h = jnp.moveaxis(h, 1, 3).reshape(e * c * c, -1)
+        sums = (h @ table).reshape(e, c, c, n, n)
+        return sums.transpose(0, 3, 1, 4, 2)
 
     def _weighted(self, f: AtPoints) -> AtPoints:
         """Multiply with the determinants, and with zero outside of the mask."""
