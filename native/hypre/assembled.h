@@ -17,14 +17,16 @@ MPIGRAD_HYPRE_KERNELS(Par)
 // One BoomerAMG configuration, laid out as the ctypes structure in sparse/solvers/hypre.py.
 struct BoomerAMGOptions {
   int32_t coarsening, interpolation, max_row_elements, relaxation, aggressive_levels, max_levels,
-      unknowns_per_cell, keeps_stale;
+      unknowns_per_cell, keeps_stale, near_null;  // the number of near-null vectors
   double strong_threshold;
 };
 
 class Assembled final : public System {
  public:
-  Assembled(const Structure& given, const BoomerAMGOptions& options)
+  // near_null: one vector after the other, shape (options.near_null, n)
+  Assembled(const Structure& given, const BoomerAMGOptions& options, const double* near_null)
       : System(given, options.keeps_stale), options_(options) {
+    near_null_values_.assign(near_null, near_null + options.near_null * n_);
     columns_.assign(given.columns, given.columns + given.entries());
     // hypre refuses null pointers, also on ranks without rows.
     for (auto* v : {&row_sizes_, &diagonal_sizes_, &ghost_sizes_}) v->reserve(n_ + 1);
@@ -46,6 +48,9 @@ class Assembled final : public System {
     for (HYPRE_IJVector v : {rhs_, solution_, correction_}) {
       if (v) HYPRE_IJVectorDestroy(v);
     }
+    for (HYPRE_IJVector v : near_null_) {
+      if (v) HYPRE_IJVectorDestroy(v);
+    }
     for (HYPRE_IJMatrix m : matrices_) {
       if (m) HYPRE_IJMatrixDestroy(m);
     }
@@ -55,11 +60,7 @@ class Assembled final : public System {
  private:
   void create(Calls& call) override {
     for (HYPRE_IJVector* v : {&rhs_, &solution_, &correction_}) {
-      call("HYPRE_IJVectorCreate",
-           [&] { return HYPRE_IJVectorCreate(comm_, first(), last(), v); });
-      call("HYPRE_IJVectorSetObjectType",
-           [&] { return HYPRE_IJVectorSetObjectType(*v, HYPRE_PARCSR); });
-      call("HYPRE_IJVectorInitialize", [&] { return HYPRE_IJVectorInitialize(*v); });
+      create_vector(v, call);
       call("HYPRE_IJVectorAssemble", [&] { return HYPRE_IJVectorAssemble(*v); });
     }
     const BoomerAMGOptions& o = options_;
@@ -76,9 +77,41 @@ class Assembled final : public System {
     set(HYPRE_BoomerAMGSetMaxLevels, o.max_levels);
     set(HYPRE_BoomerAMGSetNumFunctions, o.unknowns_per_cell);
     set(HYPRE_BoomerAMGSetMaxIter, 1);  // exactly one V-cycle
+    if (o.near_null > 0) interpolate_near_null(call);
     call("HYPRE_BoomerAMGSetTol", [&] { return HYPRE_BoomerAMGSetTol(amg_, 0); });
     call("HYPRE_BoomerAMGSetStrongThreshold",
          [&] { return HYPRE_BoomerAMGSetStrongThreshold(amg_, o.strong_threshold); });
+  }
+
+  void create_vector(HYPRE_IJVector* v, Calls& call) {
+    call("HYPRE_IJVectorCreate", [&] { return HYPRE_IJVectorCreate(comm_, first(), last(), v); });
+    call("HYPRE_IJVectorSetObjectType",
+         [&] { return HYPRE_IJVectorSetObjectType(*v, HYPRE_PARCSR); });
+    call("HYPRE_IJVectorInitialize", [&] { return HYPRE_IJVectorInitialize(*v); });
+  }
+
+  // Interpolates the near-null vectors exactly, on coarse grids of whole cells (Baker, Kolev & Yang,
+  // Numer. Linear Algebra Appl. 17, 2010: GM-2).
+  void interpolate_near_null(Calls& call) {
+    near_null_.resize(options_.near_null, nullptr);
+    for (size_t k = 0; k < near_null_.size(); ++k) {
+      HYPRE_IJVector& v = near_null_[k];
+      create_vector(&v, call);
+      set(v, near_null_values_.data() + k * n_, call);
+      call("HYPRE_IJVectorAssemble", [&] { return HYPRE_IJVectorAssemble(v); });
+      near_null_objects_.push_back(object(v));
+    }
+    const auto set_option = [&](HYPRE_Int (*function)(HYPRE_Solver, HYPRE_Int), HYPRE_Int value) {
+      call("setting BoomerAMG's near-null vectors", [&] { return function(amg_, value); });
+    };
+    set_option(HYPRE_BoomerAMGSetNodal, 4);
+    set_option(HYPRE_BoomerAMGSetNodalDiag, 1);
+    set_option(HYPRE_BoomerAMGSetInterpVecVariant, 2);
+    set_option(HYPRE_BoomerAMGSetInterpVecQMax, 4);
+    call("HYPRE_BoomerAMGSetInterpVectors", [&] {
+      return HYPRE_BoomerAMGSetInterpVectors(
+          amg_, static_cast<HYPRE_Int>(near_null_objects_.size()), near_null_objects_.data());
+    });
   }
 
   void fill(int slot, Calls& call) override {
@@ -216,7 +249,9 @@ class Assembled final : public System {
   HYPRE_IJMatrix matrices_[2] = {nullptr, nullptr};
   HYPRE_IJVector rhs_ = nullptr, solution_ = nullptr, correction_ = nullptr;
   HYPRE_Solver amg_ = nullptr;
-  std::vector<double> values_;
+  std::vector<double> values_, near_null_values_;
+  std::vector<HYPRE_IJVector> near_null_;
+  std::vector<HYPRE_ParVector> near_null_objects_;  // hypre keeps the address of this array
 };
 
 }  // namespace mpigrad::hypre

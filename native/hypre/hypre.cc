@@ -182,13 +182,14 @@ MPIGRAD_EXPORT const char* mpigrad_hypre_version() { return "hypre " HYPRE_RELEA
 MPIGRAD_EXPORT int mpigrad_hypre_bigint_bits() { return 8 * sizeof(HYPRE_BigInt); }
 
 // Local: stores the structure. row_starts (n + 1), columns (entries) in row order, and order
-// (entries) or null. The caller keeps the communicator.
+// (entries) or null. near_null (options->near_null, n). The caller keeps the communicator.
 MPIGRAD_EXPORT int64_t mpigrad_hypre_create_assembled(int64_t comm, int64_t first, int64_t n,
                                                       const int64_t* row_starts,
                                                       const int64_t* columns, const int64_t* order,
-                                                      const BoomerAMGOptions* options) {
+                                                      const BoomerAMGOptions* options,
+                                                      const double* near_null) {
   const Structure given{as_communicator(comm), first, n, row_starts, columns, order};
-  return keep(std::make_unique<Assembled>(given, *options));
+  return keep(std::make_unique<Assembled>(given, *options, near_null));
 }
 
 // Local: stores a stencil on this rank's tile of a grid. shape, lower and upper (3 each, upper not in

@@ -148,7 +148,9 @@ def _dtypes(equation: Equation) -> list[Any]:
 def _default_solver(equation: Equation, dtype: Any, rtol: float) -> LinearSolver:
     method = PCG if equation.symmetric else GMRES
     if hypre_available() and dtype == np.float64:
-        amg = BoomerAMG(unknowns_per_cell=equation.space.components)
+        space = equation.space
+        elastic = space.components == space.mesh.dim
+        amg = BoomerAMG(unknowns_per_cell=space.components, near_null=elastic)
         return method(rtol=rtol, preconditioner=amg)
     return method(rtol=rtol, preconditioner=Jacobi(), max_steps=10_000)
 

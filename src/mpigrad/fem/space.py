@@ -95,15 +95,28 @@ class Space:
     def pattern(self) -> Pattern:
         """The entries of matrices on this space (collective at its first use).
 
-        The unknown of component c at node n is n * components + c.
+        The unknown of component c at node n is n * components + c. If there is a component for
+        each axis, the pattern has the rotations as `near_null`.
         """
         numbers = self.nodes.numbers[self.cell_nodes][:, :, None] * self.components
         unknowns = numbers + np.arange(self.components)
-        return Pattern.from_elements(
+        pattern = Pattern.from_elements(
             unknowns.reshape(len(unknowns), -1),
             self.nodes.n_local * self.components,
             self.mesh.comm,
         )
+        if self.components == self.mesh.dim:
+            pattern.near_null = self._rotations()
+        return pattern
+
+    def _rotations(self) -> NDArray[np.float64]:
+        """Return rotations about the origin, shape (unknowns, 1 or 3)."""
+        x, dim = self.node_points[: self.nodes.n_local], self.mesh.dim
+        planes = [(0, 1)] if dim == 2 else [(0, 1), (1, 2), (2, 0)]
+        rotations = np.zeros((len(x), dim, len(planes)))
+        for k, (i, j) in enumerate(planes):
+            rotations[:, i, k], rotations[:, j, k] = -x[:, j], x[:, i]
+        return rotations.reshape(-1, len(planes))
 
     def fixed(
         self,

@@ -156,6 +156,9 @@ class Pattern:
         self.row_without_diagonal = min((row for row in first if row >= 0), default=-1)
         # Solvers have a communicator of their own. Making it here is collective.
         self.solver_communicator = _solver_communicator(self.comm)
+        # For BoomerAMG(near_null=True): vectors that the matrix nearly maps to zero, other than
+        # constants of each kind of unknown, shape (n_local, k).
+        self.near_null: np.ndarray | None = None
         self.solver_systems: dict[Any, Any] = {}  # data of solvers
         self.derived: dict[Any, Any] = {}  # data of other modules, such as the transpose
 

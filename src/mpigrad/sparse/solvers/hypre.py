@@ -60,6 +60,11 @@ def check(solver: LinearSolver, pattern: Pattern, dtype: Any) -> None:
                 f"{name}: {pattern.n_rows} rows are not a multiple of "
                 f"unknowns_per_cell={unknowns}. Number the unknowns of a cell one after the other."
             )
+        if preconditioner.near_null and pattern.near_null is None:
+            raise ValueError(
+                f"{name}: near_null=True needs a pattern with near-null vectors, got one without. "
+                "Set pattern.near_null, or take the pattern of a fem.Space."
+            )
 
 
 def run(
@@ -117,12 +122,16 @@ class _BoomerAMGOptions(ctypes.Structure):
         ("max_levels", ctypes.c_int32),
         ("unknowns_per_cell", ctypes.c_int32),
         ("keeps_stale", ctypes.c_int32),
+        ("near_null", ctypes.c_int32),
         ("strong_threshold", ctypes.c_double),
     )
 
 
 def _assembled(pattern: Pattern, amg: BoomerAMG) -> int:
     """Make a system of an assembled matrix, preconditioned by BoomerAMG, and return its id."""
+    vectors = np.zeros((0, pattern.n_local))
+    if amg.near_null and pattern.near_null is not None:
+        vectors = np.ascontiguousarray(pattern.near_null.T, float)
     options = _BoomerAMGOptions(
         COARSENINGS[amg.coarsening],
         INTERPOLATIONS[amg.interpolation],
@@ -132,6 +141,7 @@ def _assembled(pattern: Pattern, amg: BoomerAMG) -> int:
         amg.max_levels,
         amg.unknowns_per_cell,
         amg.reuse == "stale",
+        len(vectors),
         amg.strong_threshold,
     )
     arrays = [
@@ -149,6 +159,7 @@ def _assembled(pattern: Pattern, amg: BoomerAMG) -> int:
         columns,
         None if pattern.is_ordered else order,
         ctypes.byref(options),
+        ctypes.c_void_p(vectors.ctypes.data),
     )
 
 

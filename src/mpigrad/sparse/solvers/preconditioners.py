@@ -177,6 +177,10 @@ class BoomerAMG(_HyprePreconditioner):
     unknowns_per_cell
         The number of equations of a system such as elasticity. Row i is unknown
         i % unknowns_per_cell of its cell, and unknowns of different kinds are coarsened separately.
+    near_null
+        True if the near-null vectors of the pattern (`Pattern.near_null`) are interpolated exactly
+        on all levels, with coarse grids of whole cells: for an elastic body the rotations. It needs
+        `unknowns_per_cell` above 1.
     reuse
         When the hierarchy is kept. "equal": while the matrix's values are the same to the bit, on
         every rank. "stale": also for new values, until a solve takes more than 2 n + 5 iterations,
@@ -208,6 +212,7 @@ class BoomerAMG(_HyprePreconditioner):
     aggressive_levels: int = 0
     max_levels: int = 25
     unknowns_per_cell: int = 1
+    near_null: bool = False
     reuse: Literal["equal", "stale"] = "equal"
 
     def __post_init__(self) -> None:
@@ -231,6 +236,12 @@ class BoomerAMG(_HyprePreconditioner):
             ("unknowns_per_cell", 1),
         ):
             _check_least("BoomerAMG", field, getattr(self, field), least)
+        if self.near_null and self.unknowns_per_cell < 2:
+            raise ValueError(
+                "BoomerAMG: near_null=True needs unknowns_per_cell above 1, got "
+                f"unknowns_per_cell={self.unknowns_per_cell}. Give the number of components of the "
+                "displacement."
+            )
 
     @property
     def symmetric(self) -> bool:
