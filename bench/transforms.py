@@ -177,7 +177,7 @@ def main() -> None:
             rows += [row(ranks, given.cells, dtype, times) for dtype, times in found.items()]
     for one in rows:
         number = f"{one['ranks']} rank{'s' * (one['ranks'] > 1)}, {one['dtype']}"
-        print(f"{number}: " + ", ".join(f"{n} {t:.0f}" for n, t in one["milliseconds"].items()))
+        print(f"{number}: " + ", ".join(f"{n} {t:.3g}" for n, t in one["milliseconds"].items()))
         for name, (low, middle, high) in one["ratios"].items():
             print(f"  {name}: {middle:.2f} ({low:.2f} to {high:.2f})")
     if not any("mpi4py-fft" in one["milliseconds"] for one in rows):
