@@ -92,6 +92,14 @@ def shallow_water(results: Any) -> Iterator[Ratio]:
         yield Ratio(_ranks(row), "mpi4jax", row["ratio"], *row["quartiles"])
 
 
+def transforms(results: Any) -> Iterator[Ratio]:
+    for row in results:
+        for name, (low, middle, high) in row["ratios"].items():
+            ours, _, other = name.partition(" / ")
+            if ours == "mpigrad":
+                yield Ratio(f"{row['dtype']}, {_ranks(row)}", other, middle, low, high)
+
+
 READERS: dict[str, Callable[[Any], Iterator[Ratio]]] = {
     "operations": operations,
     "sizes": operations,
@@ -102,6 +110,7 @@ READERS: dict[str, Callable[[Any], Iterator[Ratio]]] = {
     "optimize": optimize,
     "population": population,
     "shallow-water": shallow_water,
+    "fft": transforms,
 }
 
 

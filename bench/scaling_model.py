@@ -13,20 +13,32 @@ which travel twice (reduce-scatter, allgather). Two bounds stand around it:
     slow   every message waits by itself, and all ranks of a node share its network card
 
 What is sent follows from the programs (`sent`); bench/scaling.py compares it with what MPI counts.
+
+    python bench/scaling_model.py bench/record/fft-amd-epyc.json [--cells 1024] [--dims 64 64]
+
+prints the times of a Fourier transform in pencils, forward and back, by the formula. W is the time
+of 256³ cells on one rank in this record of bench/transforms.py, in proportion to n log n.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
+import json
 import math
+import pathlib
 from collections.abc import Mapping
+
+from mpigrad.fft.division import Division
+from mpigrad.fft.plan import Exchange, Transform, make_plan
 
 __all__ = [
     "INTERCONNECTS",
     "LAYERS",
     "PROBLEMS",
     "busiest",
+    "pencils",
     "sent",
     "tiles",
     "time_of",
@@ -262,6 +274,29 @@ def busiest(
     return Sent(*map(max, zip(*found, strict=True)))
 
 
+def pencils(cells: int, dims: tuple[int, int], gradient: bool, word: int = 8) -> Sent:
+    """The most that any rank sends in `rfftn` and `irfftn` of cells³ real values in pencils.
+
+    An exchange is one round: all of its messages are under way together. A spectrum has two words.
+    """
+    shape, mesh = (cells,) * 3, (*dims, 1)
+    by = tuple((axis,) if n > 1 else () for axis, n in enumerate(mesh))
+    plan = make_plan(Division(shape, mesh, by), (0, 1, 2), ("complex", "complex", "real"))
+    places = [sorted({0, min(1, n - 1), n - 1}) for n in dims]
+    most = Sent()
+    for i, j in itertools.product(*places):
+        rank, total, size = i * dims[1] + j, Sent(), word
+        for step in plan.steps:
+            if isinstance(step, Transform):
+                size = 2 * word
+            if isinstance(step, Exchange):
+                messages, values = step.sent(rank)
+                total += Sent(messages, size * values, rounds=1)
+        pairs = zip(dataclasses.astuple(most), dataclasses.astuple(total), strict=True)
+        most = Sent(*(max(a, b) for a, b in pairs))
+    return most * (4 if gradient else 2)
+
+
 # ---- what it takes ----
 
 
@@ -366,3 +401,43 @@ def work_of(rows: list[Mapping[str, object]], problem: str, what: str, steps: in
     if not measured:
         raise ValueError(f"scaling_model: {problem} was not measured with {steps} steps.")
     return Work(tuple(measured), tuple(iterations))
+
+
+def print_pencils(record: pathlib.Path, cells: int, dims: tuple[int, int]) -> None:
+    """Print the times of forward and inverse transform, and of their gradient, on each network."""
+    (row,) = (
+        row
+        for row in json.loads(record.read_text())
+        if row["ranks"] == 1 and row["dtype"] == "float64"
+    )
+    ranks = math.prod(dims)
+    share = (cells / row["cells"]) ** 3 / ranks * math.log(cells) / math.log(row["cells"])
+    for what, name in (("forward and inverse", "mpigrad"), ("gradient", "value and gradient")):
+        gradient = what == "gradient"
+        most = pencils(cells, dims, gradient)
+        work = row["milliseconds"][name] / 1e3 * share
+        print(
+            f"{what} of {cells}³ on {dims[0]} x {dims[1]} ranks: {most.messages} messages, "
+            f"{most.bytes / 1e6:.1f} MB, {most.rounds} rounds; computing {work * 1e3:.1f} ms"
+        )
+        for net in INTERCONNECTS:
+            times = time_of("fft", ranks, most, (work,) * 3, net)
+            middle = times["model"]
+            print(
+                f"  {net.name}: {middle.total * 1e3:.1f} ms, at the slow bound "
+                f"{times['slow'].total * 1e3:.0f} ms, bytes {middle.bandwidth * 1e3:.1f} ms, "
+                f"latency {middle.latency * 1e3:.2f} ms"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="times of transforms in pencils")
+    parser.add_argument("record", type=pathlib.Path, help="results of bench/transforms.py")
+    parser.add_argument("--cells", type=int, default=1024)
+    parser.add_argument("--dims", type=int, nargs=2, default=(64, 64))
+    given = parser.parse_args()
+    print_pencils(given.record, given.cells, tuple(given.dims))
+
+
+if __name__ == "__main__":
+    main()

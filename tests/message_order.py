@@ -19,7 +19,7 @@ _COLLECTIVES = (
     *("allgather", "allreduce", "alltoall", "barrier", "bcast", "exscan", "gather", "reduce"),
     *("reduce_scatter", "scan", "scatter"),
 )
-_BETWEEN_TWO = ("send", "recv", "sendrecv", "neighbor_alltoallv")
+_BETWEEN_TWO = ("send", "recv", "sendrecv", "neighbor_alltoallv", "redistribute")
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,17 @@ def mismatch(lists: Sequence[list[Message]]) -> str:
                 (n, -1, (c, *rest)) for n, c in zip(p["neighbors"], counts, strict=True) if c
             ]
             sends, receives = parts(p["sendcounts"]), parts(p["recvcounts"])
+        elif m.name == "redistribute":
+            # Its block is cut along one axis. The blocks that it gets are joined along another one.
+            assert m.result is not None
+            after = len(m.result) - len(p["order"]) + list(p["order"]).index(p["gather"])
+            part = lambda shape, whole, counts: [
+                (n, -2, (int(np.prod(shape)) // whole * c,))
+                for n, c in enumerate(counts)
+                if n != me
+            ]
+            sends = part(m.shape, sum(p["to"]), p["to"])
+            receives = part(m.result, m.result[after], p["from"])
         else:  # a collective
             key = lambda m: (m.name, m.shape, {k: v for k, v in m.params.items() if k != "site"})
             here = lambda m: (m.params["comm"], m.group) == slot and m.name not in _BETWEEN_TWO

@@ -18,6 +18,7 @@ from mpi4py import MPI
 import mpigrad as mg
 from helpers import CASES
 from mpigrad.communicator import Communicator
+from mpigrad.fft.redistribution import redistribute
 
 LENGTH = 3  # of every operand
 
@@ -330,6 +331,36 @@ def _alltoallv(x: Any, step: Step, c: Communicator) -> Any:
     return folded(mg.alltoallv(unfolded(x, sum(mine)), mine, theirs, comm=c))
 
 
+def _blocks(step: Step, size: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int]]:
+    """The rows of each rank before, its columns afterwards, and the order of axes, for a step."""
+    rows = tuple((r + step.tag) % LENGTH + (r == 0) for r in range(size))
+    columns = tuple((2 * r + step.tag) % LENGTH + (r == size - 1) for r in range(size))
+    return rows, columns, (0, 1) if step.other % 2 else (1, 0)
+
+
+def _redistribute(x: Any, step: Step, c: Communicator) -> Any:
+    """From blocks of whole rows to blocks of whole columns, with the axes in one of two orders."""
+    rows, columns, order = _blocks(step, c.size)
+    block = unfolded(x, rows[c.rank] * sum(columns)).reshape(rows[c.rank], sum(columns))
+    if step.rank % 2:  # the same with the axes exchanged
+        moved = redistribute(block.T, c, 1, rows, 0, columns, order)
+        return folded((moved.T if order == (0, 1) else moved).ravel())
+    moved = redistribute(block, c, 0, rows, 1, columns, order)
+    return folded((moved if order == (0, 1) else moved.T).ravel())
+
+
+def _redistributed(X: Any, step: Step) -> Any:
+    rows, columns, _ = _blocks(step, len(X))
+    whole = jnp.concatenate(
+        [
+            unfolded(x, n * sum(columns)).reshape(n, sum(columns))
+            for x, n in zip(X, rows, strict=True)
+        ]
+    )
+    ends = np.cumsum((0, *columns))
+    return jnp.stack([folded(whole[:, a:b].ravel()) for a, b in itertools.pairwise(ends)])
+
+
 OPERATIONS["allgatherv"] = Operation(
     lambda x, old, s, c: folded(
         mg.allgatherv(x[: _counts(s, c.size)[c.rank]], _counts(s, c.size), comm=c)
@@ -358,6 +389,9 @@ OPERATIONS["reduce_scatterv"] = Operation(
 )
 OPERATIONS["alltoallv"] = Operation(
     lambda x, old, s, c: _alltoallv(x, s, c), lambda X, old, s: _exchanged(X, s)
+)
+OPERATIONS["redistribute"] = Operation(
+    lambda x, old, s, c: _redistribute(x, s, c), lambda X, old, s: _redistributed(X, s)
 )
 
 

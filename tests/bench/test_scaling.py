@@ -8,7 +8,7 @@ import pathlib
 
 import mpi_monitor
 import pytest
-from scaling_model import INTERCONNECTS, PROBLEMS, Work, busiest, tiles, time_of
+from scaling_model import INTERCONNECTS, PROBLEMS, Work, busiest, pencils, tiles, time_of
 
 from launching import mpigrad
 
@@ -82,3 +82,15 @@ def test_work_between_sizes() -> None:
     assert work.at(10_000, iterations=20)[1] == pytest.approx(15)  # twice the iterations
     assert tiles(12) == (4, 3)
     assert tiles(7) == (7, 1)
+
+
+@pytest.mark.ranks(1)
+def test_transforms_in_pencils() -> None:
+    """tests/fft/test_messages.py compares `Exchange.sent` with what MPI counts."""
+    assert pencils(64, (1, 1), True).messages == 0
+    once = pencils(1024, (64, 64), False)
+    assert (once.messages, once.rounds) == (2 * 2 * 63, 2 * 2)
+    # Of a spectrum of 16 bytes a rank sends almost all of its part, in each of two exchanges.
+    assert once.bytes == pytest.approx(2 * 2 * 16 * 1024**2 * 513 / 4096 * 63 / 64, rel=0.15)
+    both = pencils(1024, (64, 64), True)
+    assert (both.messages, both.bytes) == (2 * once.messages, 2 * once.bytes)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import scipy.fft
 
+import launching
 import mpigrad as mg
 from mpigrad import fft
 from mpigrad.grid import Grid
@@ -17,10 +18,10 @@ COMM = mg.default_communicator()
 SHAPES = [(7, 9), (8, 6), (5, 6, 7), (4, 6, 8)]
 
 
-def decompositions(axes):
-    """All arrangements of the ranks in tiles."""
-    numbers = range(1, COMM.size + 1)
-    return [d for d in itertools.product(numbers, repeat=axes) if math.prod(d) == COMM.size]
+def decompositions(shape):
+    """All arrangements of the ranks in tiles that have cells."""
+    numbers = (range(1, min(n, COMM.size) + 1) for n in shape)
+    return [d for d in itertools.product(*numbers) if math.prod(d) == COMM.size]
 
 
 def whole_field(shape, real, seed=3):
@@ -42,12 +43,34 @@ def test_all_layouts_give_the_transform_of_numpy(shape, real):
     whole = whole_field(shape, real)
     forward, back = (fft.rfftn, fft.irfftn) if real else (fft.fftn, fft.ifftn)
     expected = (np.fft.rfftn if real else np.fft.fftn)(whole)
-    for dims in decompositions(len(shape)):
+    for dims in decompositions(shape):
         grid = Grid(shape, (1.0,) * len(shape), dims=dims, periodic=True)
         u = jnp.asarray(whole[grid.slices])
         there, again = jax.jit(lambda u, g=grid: (s := forward(u, g), back(s, g)))(u)
         assert_spectrum(there, expected, fft.Layout.of(grid, real=real))
         np.testing.assert_allclose(again, u, rtol=0, atol=1e-13)
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    ("shape", "real"),
+    [
+        ((7, 9), True),
+        *(
+            pytest.param(shape, real, marks=pytest.mark.full("one shape shows that six ranks work"))
+            for shape, real in itertools.product(SHAPES, (True, False))
+            if (shape, real) != ((7, 9), True)
+        ),
+    ],
+)
+def test_six_ranks_give_the_transform_of_numpy(shape, real, tmp_path):
+    launching.on_six_ranks(
+        tmp_path,
+        __file__,
+        "import test_fourier as t",
+        f"t.test_all_layouts_give_the_transform_of_numpy({shape}, {real})",
+        f"t.test_transforms_are_transposed_exactly({shape}, {real})",
+    )
 
 
 @pytest.mark.parametrize("norm", ["backward", "ortho", "forward"])

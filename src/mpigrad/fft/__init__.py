@@ -1,5 +1,6 @@
 """Fourier transforms of fields on grids over ranks, with exact derivatives."""
 
+from mpigrad.fft.helmholtz import Direct, Helmholtz
 from mpigrad.fft.layout import Layout
 from mpigrad.fft.spectral import dealias, gradient, laplacian, solve_helmholtz
 from mpigrad.fft.transforms import (
@@ -20,6 +21,8 @@ from mpigrad.fft.transforms import (
 )
 
 __all__ = [
+    "Direct",
+    "Helmholtz",
     "Layout",
     "dctn",
     "dealias",

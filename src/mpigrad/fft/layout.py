@@ -148,6 +148,16 @@ class Layout:
         shape = [-1 if a == axis else 1 for a in range(self.grid.ndim)]
         return values[self.slices[axis]].reshape(shape)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self._arguments == other._arguments
+
+    def __hash__(self) -> int:
+        return hash(self._arguments)
+
+    @property
+    def _arguments(self) -> tuple[Any, ...]:
+        return self.grid, self.axes, self.kinds
+
     def __repr__(self) -> str:
         return f"Layout(shape={self.shape}, axes={self.axes}, kinds={self.kinds})"
 

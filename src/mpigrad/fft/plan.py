@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Literal
 
 from mpigrad.fft.division import Division
@@ -33,6 +34,15 @@ class Exchange:
     split: int
     division: Division  # before
     order: tuple[tuple[int, ...], tuple[int, ...]]
+
+    def sent(self, rank: int) -> tuple[int, int]:
+        """Return how many messages a rank sends, and how many values they have together."""
+        after = self.division.moved(self.gather, self.split)
+        block = self.division.local_shape(rank)
+        row = math.prod(n for axis, n in enumerate(block) if axis != self.split)
+        others = (r for r in self.division.group(rank, self.gather) if r != rank)
+        values = [row * after.local_shape(r)[self.split] for r in others]
+        return sum(n > 0 for n in values), sum(values)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from mpigrad.fft.layout import Layout
 from mpigrad.fft.transforms import forward, inverse
 
-__all__ = ["dealias", "gradient", "laplacian", "solve_helmholtz"]
+__all__ = [
+    "as_factor",
+    "dealias",
+    "eigenvalues",
+    "gradient",
+    "laplacian",
+    "solve_helmholtz",
+]
 
 
 def gradient(u: Any, layout: Layout) -> tuple[Any, ...]:
@@ -76,14 +83,14 @@ def laplacian(u: Any, layout: Layout) -> Any:
     An array like `u`, in units of `u` per unit of length squared.
     """
     spectrum = forward(u, layout)
-    return inverse(spectrum * _as(-_symbol(layout, stencil=False), spectrum), layout)
+    return inverse(spectrum * as_factor(-eigenvalues(layout, stencil=False), spectrum), layout)
 
 
 def solve_helmholtz(f: Any, layout: Layout, shift: Any = 0.0, *, stencil: bool = False) -> Any:
     """Solve shift u - laplacian(u) = f, by one transform forward and one back.
 
-    Use it for problems with constant coefficients, or as the `inverse` of a
-    `mpigrad.sparse.Operator` whose coefficients vary.
+    Use it for problems with constant coefficients. `Helmholtz` is the same solve as a strategy of
+    `mpigrad.sparse.solve`, for example as the preconditioner of problems whose coefficients vary.
 
     Parameters
     ----------
@@ -115,7 +122,7 @@ def solve_helmholtz(f: Any, layout: Layout, shift: Any = 0.0, *, stencil: bool =
     True
     """
     spectrum = forward(f, layout)
-    symbol = _as(_symbol(layout, stencil=stencil), spectrum) + shift
+    symbol = as_factor(eigenvalues(layout, stencil=stencil), spectrum) + shift
     singular = symbol == 0
     safe = jnp.where(singular, 1, symbol)
     return inverse(jnp.where(singular, 0, spectrum / safe), layout)
@@ -148,7 +155,7 @@ def _is_highest(layout: Layout, i: int, modes: NDArray[Any]) -> NDArray[Any]:
     return 2 * np.abs(modes) == layout.grid.shape[layout.axes[i]]
 
 
-def _symbol(layout: Layout, *, stencil: bool) -> NDArray[Any]:
+def eigenvalues(layout: Layout, *, stencil: bool) -> NDArray[Any]:
     """Return the eigenvalues of minus the Laplacian of this rank's modes."""
     total: Any = np.zeros((1,) * layout.grid.ndim)
     for axis, k in zip(layout.axes, layout.wavenumbers(), strict=True):
@@ -157,7 +164,8 @@ def _symbol(layout: Layout, *, stencil: bool) -> NDArray[Any]:
     return total
 
 
-def _as(values: NDArray[Any], spectrum: Any) -> Any:
+def as_factor(values: NDArray[Any], spectrum: Any) -> Any:
+    """Return values of this rank's modes in the shape and precision of a spectrum's factor."""
     return jnp.asarray(values, spectrum.real.dtype).reshape(
         values.shape + (1,) * (spectrum.ndim - values.ndim)
     )
