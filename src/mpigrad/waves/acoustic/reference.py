@@ -1,7 +1,7 @@
 """The acoustic wave equation as a JAX program over mpigrad's messages.
 
-The native kernels are compared with this program, and it is the form for other devices than
-CPUs. One step on two axes, with the pressure w at step n and u at step n - 1, the dampings sigma and
+The native kernels are compared with this program, and it is the form for other devices than CPUs.
+One step on two axes, with the pressure w at step n and u at step n - 1, the dampings sigma and
 tau along x and y, and the source s:
 
     (1 + (sigma + tau) dt/2) w_next = (2 - sigma tau dt^2) w - (1 - (sigma + tau) dt/2) u
