@@ -29,7 +29,8 @@ class Acoustic3d {
 
   struct Wave {
     // Present and earlier pressure, or the next one, and the memories with their next values.
-    Field<T> w, u, phi[kAxes], psi, next_phi[kAxes], next_psi;
+    Field<T> w, u;
+    LayerField<T> phi[kAxes], psi, next_phi[kAxes], next_psi;
   };
 
   explicit Acoustic3d(const Setup& setup)
@@ -51,6 +52,12 @@ class Acoustic3d {
       margin_[side] = tile_.layers[side] ? tile_.layers[side] + R : 0;
     // Whole registers of 256 bits: the remainder of such a short row would cost as much.
     for (int side : {2, 3}) margin_[side] = (margin_[side] + 7) / 8 * 8;
+    const std::array<int64_t, kSides> margin = margin_;
+    layer_rows_ = LayerRows(tile_, margin[2], margin[3], [&](int64_t i, int64_t m) {
+      std::array<int64_t, kSides> reach;  // rows that a row in the margin reads
+      for (int side = 0; side < kSides; ++side) reach[side] = margin[side] ? margin[side] + R : 0;
+      return is_near_layers(i, m, reach);
+    });
     layer_cells_ = tile_.nx * tile_.nm * tile_.ny - tile_.lx * tile_.lm * tile_.ly;
     history_stride_ = (tile_.ny + 15) / 16 * 16;
   }
@@ -90,8 +97,8 @@ class Acoustic3d {
   }
 
   Wave wave() const {
-    const auto field = [this] { return Field<T>(tile_); };
-    return {field(), field(), {field(), field(), field()}, field(),
+    const auto field = [this] { return LayerField<T>(layer_rows_); };
+    return {Field<T>(tile_), Field<T>(tile_), {field(), field(), field()}, field(),
             {field(), field(), field()}, field()};
   }
 
@@ -205,6 +212,8 @@ class Acoustic3d {
  private:
   // Axes in the order of the grid: x, y, z.
   static constexpr int kOrder[kAxes] = {kRows, kMiddle, kColumns};
+  static constexpr int64_t kRowsAtOnce = 16;
+  enum Layers { kAcross, kAlong, kSeveral };  // the row, the axis of the row, several axes
 
   // The factors of an axis, with R cells more on each side. Across a face that is shared with a neighbour
   // the damping is zero.
@@ -260,16 +269,16 @@ class Acoustic3d {
   bool is_near_layers(int64_t i, int64_t m, const std::array<int64_t, kSides>& width) const {
     return i < width[0] || i >= tile_.nx - width[1] || m < width[4] || m >= tile_.nm - width[5];
   }
-  // Each cell of the layers, with its index.
+  // Each cell of the layers: its place in a LayerField, and its index.
   template <class F>
   void each_layer_cell(const F& f) const {
     int64_t k = 0;
     each_row([&](int64_t i, int64_t m, int64_t) {
       const bool whole = is_near_layers(i, m, tile_.layers);
       const int64_t j0 = whole ? tile_.ny : tile_.layers[2];
-      for (int64_t j = 0; j < j0; ++j) f(tile_.at(i, m, j), k++);
+      for (int64_t j = 0; j < j0; ++j) f(layer_rows_.at(i, m, j), k++);
       for (int64_t j = whole ? tile_.ny : tile_.ny - tile_.layers[3]; j < tile_.ny; ++j)
-        f(tile_.at(i, m, j), k++);
+        f(layer_rows_.at(i, m, j), k++);
     });
   }
   void negate_phi(Wave& wave) const {
@@ -281,30 +290,15 @@ class Acoustic3d {
   void clear(Wave& wave) const {
     wave.w.clear();
     wave.u.clear();
-    // These are read only in the layers and a few cells beyond.
-    std::array<int64_t, kSides> reach;
-    for (int side = 0; side < kSides; ++side) reach[side] = margin_[side] ? margin_[side] + R : 0;
-    const auto clear = [&](T* f) {
-      for (int64_t i = -R; i < tile_.nx + R; ++i)
-        for (int64_t m = -R; m < tile_.nm + R; ++m) {
-          T* row = f + tile_.at(i, m, 0);
-          if (is_near_layers(i, m, reach)) {
-            std::fill(row - R, row + tile_.ny + R, T(0));
-          } else {
-            std::fill(row - R, row + std::min(reach[2], tile_.ny), T(0));
-            std::fill(row + std::max<int64_t>(0, tile_.ny - reach[3]), row + tile_.ny + R, T(0));
-          }
-        }
-    };
     for (int axis = 0; axis < kAxes; ++axis) {
-      clear(wave.phi[axis]);
-      clear(wave.next_phi[axis]);
+      wave.phi[axis].clear();
+      wave.next_phi[axis].clear();
     }
-    clear(wave.psi);
-    clear(wave.next_psi);
+    wave.psi.clear();
+    wave.next_psi.clear();
   }
 
-  void add_pieces(T* w, const Field<T>* phi, T* psi, std::vector<Piece<T>>& list) const {
+  void add_pieces(T* w, const LayerField<T>* phi, T* psi, std::vector<Piece<T>>& list) const {
     const std::array<int64_t, kAxes> cells{tile_.nx, tile_.ny, tile_.nm};
     for (int axis = 0; axis < kAxes; ++axis) {
       // As in Piece: first the columns (across columns the rows), then the third axis.
@@ -314,15 +308,18 @@ class Acoustic3d {
       const int64_t a1 = std::max(a0, na - tile_.layers[2 * a + 1]);
       const int64_t b1 = std::max(b0, nb - tile_.layers[2 * b + 1]);
       list.push_back({w, axis, 0, na, 0, nb});
-      list.push_back({phi[axis], axis, 0, na, 0, b0});
-      list.push_back({phi[axis], axis, 0, na, b1, nb});
-      list.push_back({phi[axis], axis, 0, a0, b0, b1});
-      list.push_back({phi[axis], axis, a1, na, b0, b1});
+      const auto add = [&](T* field, int64_t begin, int64_t end, int64_t low, int64_t high) {
+        list.push_back({field, axis, begin, end, low, high, &layer_rows_});
+      };
+      add(phi[axis], 0, na, 0, b0);
+      add(phi[axis], 0, na, b1, nb);
+      add(phi[axis], 0, a0, b0, b1);
+      add(phi[axis], a1, na, b0, b1);
       if (!psi) continue;
-      list.push_back({psi, axis, 0, a0, 0, b0});
-      list.push_back({psi, axis, a1, na, 0, b0});
-      list.push_back({psi, axis, 0, a0, b1, nb});
-      list.push_back({psi, axis, a1, na, b1, nb});
+      for (const auto& [low, high] : {std::pair{int64_t{0}, b0}, std::pair{b1, nb}}) {
+        add(psi, 0, a0, low, high);
+        add(psi, a1, na, low, high);
+      }
     }
   }
 
@@ -332,21 +329,40 @@ class Acoustic3d {
     const int64_t right = std::clamp(tile_.ny - margin_[3], left, box.j1);
     const int64_t block = middle_block();
     for (int64_t begin = box.m0; begin < box.m1; begin += block)
-      for (int64_t i = box.i0; i < box.i1; ++i)
-        for (int64_t m = begin; m < std::min(begin + block, box.m1); ++m) {
-          const int near = (i < margin_[0] || i >= tile_.nx - margin_[1]) +
-                           (m < margin_[4] || m >= tile_.nm - margin_[5]);
+      for (int64_t i = box.i0; i < box.i1; ++i) {
+        const int64_t end = std::min(begin + block, box.m1);
+        const bool beside = i < margin_[0] || i >= tile_.nx - margin_[1];
+        for (int64_t m = begin, next; m < end; m = next) {
+          next = std::min({end, m + kRowsAtOnce, run_end(m)});
+          const int near = beside + (m < margin_[4] || m >= tile_.nm - margin_[5]);
           const auto in_layers = [&](int count, int64_t j0, int64_t j1) {
             if (j0 >= j1) return;
-            if (count == 0) inside<M>(i, m, j0, j1, wave, history);
-            else if (count == 1) in_layer<M, false>(i, m, j0, j1, wave, history);
-            else in_layer<M, true>(i, m, j0, j1, wave, history);
+            if (count == 0) for (int64_t k = m; k < next; ++k) inside<M>(i, k, j0, j1, wave, history);
+            else if (count == 1 && near) in_layer<M, kAcross>(i, m, next, j0, j1, wave, history);
+            else if (count == 1) in_layer<M, kAlong>(i, m, next, j0, j1, wave, history);
+            else in_layer<M, kSeveral>(i, m, next, j0, j1, wave, history);
           };
-          in_layers(near + 1, box.j0, left);
           in_layers(near, left, right);
+          in_layers(near + 1, box.j0, left);
           in_layers(near + 1, right, box.j1);
         }
+      }
     if (M == Mode::kSave) end_streams();
+  }
+
+  // The end of rows from m on, in one x, for which in_layer finds the rows before and behind at the same
+  // distances, and whose layers along the middle axis are the same.
+  int64_t run_end(int64_t m) const {
+    const int64_t first = margin_[4] ? margin_[4] + R : -R;
+    const int64_t last = tile_.nm - (margin_[5] ? margin_[5] + R : -R);
+    int64_t end = tile_.nm;
+    for (const auto& [edge, reach] :
+         {std::pair{margin_[4], int64_t{0}}, std::pair{first, int64_t{R}}, std::pair{last, int64_t{R}},
+          std::pair{tile_.nm - margin_[5], int64_t{0}}}) {
+      if (m < edge - reach) end = std::min(end, edge - reach);
+      else if (m < edge + reach) return m + 1;
+    }
+    return end;
   }
 
   // Cells of the middle axis in a block, for which the 2 R + 1 planes that the stencil reads stay in half
@@ -390,112 +406,135 @@ class Acoustic3d {
     }
   }
 
-  // With the damping of one axis, or (kOverlap) of several.
-  template <Mode M, bool kOverlap>
-  void in_layer(int64_t i, int64_t m, int64_t j0, int64_t j1, Wave& wave, T* history) const {
-    constexpr bool kBack = M == Mode::kAdjoint;
-    const int64_t o = tile_.at(i, m, 0), stride = tile_.stride, plane = tile_.plane;
-    const T* __restrict__ w = wave.w + o;
-    T* __restrict__ u = wave.u + o;
-    const T* __restrict__ fx = wave.phi[kRows] + o;
-    const T* __restrict__ fy = wave.phi[kMiddle] + o;
-    const T* __restrict__ fz = wave.phi[kColumns] + o;
-    const T* __restrict__ psi = wave.psi + o;
-    T* __restrict__ next_fx = wave.next_phi[kRows] + o;
-    T* __restrict__ next_fy = wave.next_phi[kMiddle] + o;
-    T* __restrict__ next_fz = wave.next_phi[kColumns] + o;
-    T* __restrict__ next_psi = wave.next_psi + o;
-    const T* __restrict__ kk = k_ + o;
-    T* __restrict__ h = history + (M == Mode::kPlain ? 0 : history_row(i, m));
-    T* __restrict__ sum = sum_ + o;
+  // With the damping of an axis across the row, along it, or of several axes. The rows m0 to m1 are in one
+  // run (run_end).
+  template <Mode M, Layers kLayers>
+  void in_layer(int64_t i, int64_t m0, int64_t m1, int64_t j0, int64_t j1, Wave& wave,
+                T* history) const {
+    constexpr bool kBack = M == Mode::kAdjoint, kOverlap = kLayers == kSeveral;
+    constexpr bool kDamped = kLayers != kAcross;  // along the columns
+    const int64_t o = tile_.at(i, m0, 0), stride = tile_.stride, plane = tile_.plane;
+    const auto place = [&](int64_t x, int64_t y) {
+      return j0 < margin_[2] ? layer_rows_.left(i + x, m0 + y) : layer_rows_.right(i + x, m0 + y);
+    };
+    const int64_t here = place(0, 0);
+    // Distances to the rows before and behind.
+    int64_t xp[R + 1], xm[R + 1], yp[R + 1], ym[R + 1];
+    for (int n = 1; n <= R; ++n) {
+      xp[n] = place(n, 0) - here, xm[n] = place(-n, 0) - here;
+      yp[n] = place(0, n) - here, ym[n] = place(0, -n) - here;
+    }
+    const int64_t pitch = place(0, 1) - here;
     const T* __restrict__ sz = damp_[kColumns].data() + R;
     const T* __restrict__ pz = half_[kColumns].data() + R;
     const T* __restrict__ gz = gain_[kColumns].data() + R;
     const T* __restrict__ bz = keep_[kColumns].data() + R;
     const T* __restrict__ az = inverse_[kColumns].data() + R;
     const T* __restrict__ lz = layer_[kColumns].data() + R;
-    const T *gx = gain_[kRows].data() + R + i, *gy = gain_[kMiddle].data() + R + m;
-    const T *sx = damp_[kRows].data() + R + i, *sy = damp_[kMiddle].data() + R + m;
-    const T bx = keep_[kRows][R + i], by = keep_[kMiddle][R + m];
-    const T px = half_[kRows][R + i], py = half_[kMiddle][R + m];
-    const T axy = inverse_[kRows][R + i] * inverse_[kMiddle][R + m];
-    const T x = sx[0], y = sy[0], g0x = gx[0], g0y = gy[0], dt = dt_;
-    const T layers = layer_[kRows][R + i] + layer_[kMiddle][R + m];
-    const T always = layers > 1, beside = layers > 0 && layers < 2;  // psi: in all cells, in those of z
+    const T *gx = gain_[kRows].data() + R + i, *sx = damp_[kRows].data() + R + i;
+    const T bx = keep_[kRows][R + i], px = half_[kRows][R + i];
+    const T x = sx[0], g0x = gx[0], dt = dt_;
     T cx[R + 1], cy[R + 1], cz[R + 1], dx[R + 1], dy[R + 1], dz[R + 1];
     // The gains and the dampings of the adjoint's phi, which its derivative includes.
-    T gxp[R + 1], gxm[R + 1], sxp[R + 1], sxm[R + 1], gyp[R + 1], gym[R + 1], syp[R + 1], sym[R + 1];
+    T gxp[R + 1], gxm[R + 1], sxp[R + 1], sxm[R + 1];
     for (int n = 0; n <= R; ++n) {
       cx[n] = second_[kRows][n], cy[n] = second_[kMiddle][n], cz[n] = second_[kColumns][n];
       dx[n] = first_[kRows][n], dy[n] = first_[kMiddle][n], dz[n] = first_[kColumns][n];
       gxp[n] = dx[n] * gx[n], gxm[n] = dx[n] * gx[-n], sxp[n] = sx[n], sxm[n] = sx[-n];
-      gyp[n] = dy[n] * gy[n], gym[n] = dy[n] * gy[-n], syp[n] = sy[n], sym[n] = sy[-n];
     }
     const T c0 = cx[0] + cy[0] + cz[0];
+    for (int64_t m = m0; m < m1; ++m) {
+      const int64_t field = o + (m - m0) * stride, layer = here + (m - m0) * pitch;
+      const T* __restrict__ w = wave.w + field;
+      T* __restrict__ u = wave.u + field;
+      const T* __restrict__ kk = k_ + field;
+      T* __restrict__ sum = sum_ + field;
+      T* __restrict__ h = history + (M == Mode::kPlain ? 0 : history_row(i, m));
+      const T* __restrict__ fx = wave.phi[kRows] + layer;
+      const T* __restrict__ fy = wave.phi[kMiddle] + layer;
+      const T* __restrict__ fz = wave.phi[kColumns] + layer;
+      const T* __restrict__ psi = wave.psi + layer;
+      T* __restrict__ next_fx = wave.next_phi[kRows] + layer;
+      T* __restrict__ next_fy = wave.next_phi[kMiddle] + layer;
+      T* __restrict__ next_fz = wave.next_phi[kColumns] + layer;
+      T* __restrict__ next_psi = wave.next_psi + layer;
+      const T *gy = gain_[kMiddle].data() + R + m, *sy = damp_[kMiddle].data() + R + m;
+      const T by = keep_[kMiddle][R + m], py = half_[kMiddle][R + m];
+      const T axy = inverse_[kRows][R + i] * inverse_[kMiddle][R + m];
+      const T y = sy[0], g0y = gy[0];
+      const T layers = layer_[kRows][R + i] + layer_[kMiddle][R + m];
+      const T always = layers > 1, beside = layers > 0 && layers < 2;  // psi: in all cells, in those of z
+      T gyp[R + 1], gym[R + 1], syp[R + 1], sym[R + 1];
+      for (int n = 1; n <= R; ++n)
+        gyp[n] = dy[n] * gy[n], gym[n] = dy[n] * gy[-n], syp[n] = sy[n], sym[n] = sy[-n];
 #pragma omp simd
-    for (int64_t j = j0; j < j1; ++j) {
-      const T z = sz[j];
-      T drive = c0 * w[j], wx = 0, wy = 0, wz = 0;
-      T vx = 0, vy = 0, vz = 0;  // derivatives of psi, of the adjoint's phi with their gains
-      for (int n = 1; n <= R; ++n) {
-        const int64_t far = n * plane, row = n * stride;
-        drive += cx[n] * (w[j + far] + w[j - far]) + cy[n] * (w[j + row] + w[j - row]) +
-                 cz[n] * (w[j + n] + w[j - n]);
-        wx += dx[n] * (w[j + far] - w[j - far]);
-        wy += dy[n] * (w[j + row] - w[j - row]);
-        wz += dz[n] * (w[j + n] - w[j - n]);
-        if (kBack) {
-          const T xp = gxp[n] * fx[j + far], xm = gxm[n] * fx[j - far];
-          const T yp = gyp[n] * fy[j + row], ym = gym[n] * fy[j - row];
-          const T zp = dz[n] * gz[j + n] * fz[j + n], zm = dz[n] * gz[j - n] * fz[j - n];
-          drive += (y + z - sxp[n]) * xp - (y + z - sxm[n]) * xm + (z + x - syp[n]) * yp -
-                   (z + x - sym[n]) * ym + (x + y - sz[j + n]) * zp - (x + y - sz[j - n]) * zm;
-          if (kOverlap) vx += xp - xm, vy += yp - ym, vz += zp - zm;
-        } else {
-          drive += dx[n] * (fx[j + far] - fx[j - far]) + dy[n] * (fy[j + row] - fy[j - row]) +
-                   dz[n] * (fz[j + n] - fz[j - n]);
-          if (kOverlap) {
-            vx += dx[n] * (psi[j + far] - psi[j - far]);
-            vy += dy[n] * (psi[j + row] - psi[j - row]);
-            vz += dz[n] * (psi[j + n] - psi[j - n]);
+      for (int64_t j = j0; j < j1; ++j) {
+        const T z = kDamped ? sz[j] : T(0), qz = kDamped ? pz[j] : T(0), ez = kDamped ? bz[j] : T(1);
+        const T iz = kDamped ? az[j] : T(1), hz = kDamped ? gz[j] : dt;
+        T drive = c0 * w[j], wx = 0, wy = 0, wz = 0;
+        T vx = 0, vy = 0, vz = 0;  // derivatives of psi, of the adjoint's phi with their gains
+        for (int n = 1; n <= R; ++n) {
+          const int64_t far = n * plane, row = n * stride;
+          drive += cx[n] * (w[j + far] + w[j - far]) + cy[n] * (w[j + row] + w[j - row]) +
+                   cz[n] * (w[j + n] + w[j - n]);
+          wx += dx[n] * (w[j + far] - w[j - far]);
+          wy += dy[n] * (w[j + row] - w[j - row]);
+          wz += dz[n] * (w[j + n] - w[j - n]);
+          if (kBack) {
+            const T fxp = gxp[n] * fx[j + xp[n]], fxm = gxm[n] * fx[j + xm[n]];
+            const T fyp = gyp[n] * fy[j + yp[n]], fym = gym[n] * fy[j + ym[n]];
+            const T fzp = dz[n] * (kDamped ? gz[j + n] : dt) * fz[j + n];
+            const T fzm = dz[n] * (kDamped ? gz[j - n] : dt) * fz[j - n];
+            const T szp = kDamped ? sz[j + n] : T(0), szm = kDamped ? sz[j - n] : T(0);
+            drive += (y + z - sxp[n]) * fxp - (y + z - sxm[n]) * fxm + (z + x - syp[n]) * fyp -
+                     (z + x - sym[n]) * fym + (x + y - szp) * fzp - (x + y - szm) * fzm;
+            if (kOverlap) vx += fxp - fxm, vy += fyp - fym, vz += fzp - fzm;
+          } else {
+            drive += dx[n] * (fx[j + xp[n]] - fx[j + xm[n]]) + dy[n] * (fy[j + yp[n]] - fy[j + ym[n]]) +
+                     dz[n] * (fz[j + n] - fz[j - n]);
+            if (kOverlap) {
+              vx += dx[n] * (psi[j + xp[n]] - psi[j + xm[n]]);
+              vy += dy[n] * (psi[j + yp[n]] - psi[j + ym[n]]);
+              vz += dz[n] * (psi[j + n] - psi[j - n]);
+            }
           }
         }
-      }
-      if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
-      T next;
-      if (kOverlap) {
-        const T e2 = px * py + (px + py) * pz[j], e3 = px * py * pz[j];
-        const T overlaps = always + beside * lz[j];
-        if (kBack) {
-          const T q = psi[j] + dt * (y * z * vx + z * x * vy + x * y * vz);
-          drive += overlaps * q;
-          next_psi[j] = q - 8 * e3 * w[j] / kk[j];
-        }
-        next = (2 - 2 * e2 - 4 * e3) * w[j] - (1 - px) * (1 - py) * (1 - pz[j]) * u[j] + kk[j] * drive;
-        if (!kBack) {
-          next -= 8 * e3 * psi[j];
-          next_psi[j] = psi[j] + overlaps * w[j];
-        }
-      } else {
-        next = 2 * w[j] - (1 - px) * (1 - py) * (1 - pz[j]) * u[j] + kk[j] * drive;
-      }
-      if (M == Mode::kBorn) next += sum[j] * h[j];
-      if (M == Mode::kSave) h[j] = drive;
-      u[j] = next * (axy * az[j]);
-      if (kBack) {
-        next_fx[j] = bx * fx[j] + wx;
-        next_fy[j] = by * fy[j] + wy;
-        next_fz[j] = bz[j] * fz[j] + wz;
-      } else {
-        T rx = (y + z - x) * wx, ry = (z + x - y) * wy, rz = (x + y - z) * wz;
+        if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
+        T next;
         if (kOverlap) {
-          rx += dt * y * z * (wx + vx);
-          ry += dt * z * x * (wy + vy);
-          rz += dt * x * y * (wz + vz);
+          const T e2 = px * py + (px + py) * qz, e3 = px * py * qz;
+          const T overlaps = always + beside * lz[j];
+          if (kBack) {
+            const T q = psi[j] + dt * (y * z * vx + z * x * vy + x * y * vz);
+            drive += overlaps * q;
+            next_psi[j] = q - 8 * e3 * w[j] / kk[j];
+          }
+          next = (2 - 2 * e2 - 4 * e3) * w[j] - (1 - px) * (1 - py) * (1 - qz) * u[j] + kk[j] * drive;
+          if (!kBack) {
+            next -= 8 * e3 * psi[j];
+            next_psi[j] = psi[j] + overlaps * w[j];
+          }
+        } else {
+          next = 2 * w[j] - (1 - px) * (1 - py) * (1 - qz) * u[j] + kk[j] * drive;
         }
-        next_fx[j] = bx * fx[j] + g0x * rx;
-        next_fy[j] = by * fy[j] + g0y * ry;
-        next_fz[j] = bz[j] * fz[j] + gz[j] * rz;
+        if (M == Mode::kBorn) next += sum[j] * h[j];
+        if (M == Mode::kSave) h[j] = drive;
+        u[j] = next * (axy * iz);
+        if (kBack) {
+          next_fx[j] = bx * fx[j] + wx;
+          next_fy[j] = by * fy[j] + wy;
+          next_fz[j] = ez * fz[j] + wz;
+        } else {
+          T rx = (y + z - x) * wx, ry = (z + x - y) * wy, rz = (x + y - z) * wz;
+          if (kOverlap) {
+            rx += dt * y * z * (wx + vx);
+            ry += dt * z * x * (wy + vy);
+            rz += dt * x * y * (wz + vz);
+          }
+          next_fx[j] = bx * fx[j] + g0x * rx;
+          next_fy[j] = by * fy[j] + g0y * ry;
+          next_fz[j] = ez * fz[j] + hz * rz;
+        }
       }
     }
   }
@@ -510,6 +549,7 @@ class Acoustic3d {
   // the layers, with a margin of R.
   std::vector<T> damp_[kAxes], half_[kAxes], keep_[kAxes], gain_[kAxes], inverse_[kAxes], layer_[kAxes];
   std::array<int64_t, kSides> margin_;  // cells in which the layers act on the pressure
+  LayerRows layer_rows_;
   int64_t layer_cells_ = 0, history_stride_ = 0;
   const T* velocity_ = nullptr;
   Field<T> k_;    // (dt c)^2

@@ -85,25 +85,27 @@ struct PointTable {
     int64_t point;  // of the shot
     double weight;
   };
-  // Entries by rows: those of row i begin at starts[i].
+  // Entries by rows: those of row i and cell m of the middle axis begin at starts[i * middle + m].
   struct Shot {
     std::vector<Entry> entries;
     std::vector<int64_t> starts;
+    int64_t middle = 1;
 
-    void sort(int64_t rows) {
+    void sort(const Tile& t) {
+      middle = t.nm;
+      const auto row = [this](const Entry& e) { return e.i * middle + e.m; };
       std::stable_sort(entries.begin(), entries.end(),
-                       [](const Entry& a, const Entry& b) { return a.i < b.i; });
-      starts.assign(rows + 1, 0);
-      for (const Entry& e : entries) ++starts[e.i + 1];
-      for (int64_t i = 0; i < rows; ++i) starts[i + 1] += starts[i];
+                       [&](const Entry& a, const Entry& b) { return row(a) < row(b); });
+      starts.assign(t.nx * middle + 1, 0);
+      for (const Entry& e : entries) ++starts[row(e) + 1];
+      for (int64_t i = 0; i < t.nx * middle; ++i) starts[i + 1] += starts[i];
     }
     // f(entry, its index) for the entries in a box.
     template <class F>
     void each(const Box& b, const F& f) const {
-      for (int64_t k = starts[b.i0]; k < starts[b.i1]; ++k)
-        if (entries[k].j >= b.j0 && entries[k].j < b.j1 && entries[k].m >= b.m0 &&
-            entries[k].m < b.m1)
-          f(entries[k], k);
+      for (int64_t i = b.i0; i < b.i1; ++i)
+        for (int64_t k = starts[i * middle + b.m0]; k < starts[i * middle + b.m1]; ++k)
+          if (entries[k].j >= b.j0 && entries[k].j < b.j1) f(entries[k], k);
     }
   };
   int64_t points = 0;  // of each shot

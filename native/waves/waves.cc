@@ -135,7 +135,7 @@ MPIGRAD_EXPORT void mpigrad_waves_points(int64_t id, int64_t shots, int64_t poin
         const int64_t i = row / tile.nm, m = row % tile.nm;
         shot.entries.push_back({tile.at(i, m, j), i, j, m, point, weights[k]});
       }
-    shot.sort(tile.nx);
+    shot.sort(tile);
   }
   setup.tables.push_back(std::move(table));
 }
