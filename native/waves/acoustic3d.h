@@ -52,11 +52,10 @@ class Acoustic3d {
       margin_[side] = tile_.layers[side] ? tile_.layers[side] + R : 0;
     // Whole registers of 256 bits: the remainder of such a short row would cost as much.
     for (int side : {2, 3}) margin_[side] = (margin_[side] + 7) / 8 * 8;
-    const std::array<int64_t, kSides> margin = margin_;
-    layer_rows_ = LayerRows(tile_, margin[2], margin[3], [&](int64_t i, int64_t m) {
-      std::array<int64_t, kSides> reach;  // rows that a row in the margin reads
-      for (int side = 0; side < kSides; ++side) reach[side] = margin[side] ? margin[side] + R : 0;
-      return is_near_layers(i, m, reach);
+    std::array<int64_t, kSides> wide;  // rows that a row in the margin reads
+    for (int side = 0; side < kSides; ++side) wide[side] = whole(side);
+    layer_rows_ = LayerRows(tile_, margin_[2], margin_[3], [&](int64_t i, int64_t m) {
+      return is_near_layers(i, m, wide);
     });
     layer_cells_ = tile_.nx * tile_.nm * tile_.ny - tile_.lx * tile_.lm * tile_.ly;
     history_stride_ = (tile_.ny + 15) / 16 * 16;
@@ -332,8 +331,9 @@ class Acoustic3d {
       for (int64_t i = box.i0; i < box.i1; ++i) {
         const int64_t end = std::min(begin + block, box.m1);
         const bool beside = i < margin_[0] || i >= tile_.nx - margin_[1];
+        const bool mixed = reads_mixed_rows(i);
         for (int64_t m = begin, next; m < end; m = next) {
-          next = std::min({end, m + kRowsAtOnce, run_end(m)});
+          next = mixed ? m + 1 : std::min({end, m + kRowsAtOnce, run_end(m)});
           const int near = beside + (m < margin_[4] || m >= tile_.nm - margin_[5]);
           const auto in_layers = [&](int count, int64_t j0, int64_t j1) {
             if (j0 >= j1) return;
@@ -350,11 +350,18 @@ class Acoustic3d {
     if (M == Mode::kSave) end_streams();
   }
 
+  // Cells of a side in which rows are stored as a whole, as those beyond the tile are.
+  int64_t whole(int side) const { return margin_[side] ? margin_[side] + R : 0; }
+  // Whether the stencil at x = i reads rows that are stored as a whole and others: then their distances
+  // change from row to row.
+  bool reads_mixed_rows(int64_t i) const {
+    const int64_t first = whole(0), last = tile_.nx - whole(1);
+    return (i >= first - R && i < first + R) || (i >= last - R && i < last + R);
+  }
   // The end of rows from m on, in one x, for which in_layer finds the rows before and behind at the same
   // distances, and whose layers along the middle axis are the same.
   int64_t run_end(int64_t m) const {
-    const int64_t first = margin_[4] ? margin_[4] + R : -R;
-    const int64_t last = tile_.nm - (margin_[5] ? margin_[5] + R : -R);
+    const int64_t first = whole(4), last = tile_.nm - whole(5);
     int64_t end = tile_.nm;
     for (const auto& [edge, reach] :
          {std::pair{margin_[4], int64_t{0}}, std::pair{first, int64_t{R}}, std::pair{last, int64_t{R}},

@@ -108,6 +108,31 @@ def test_kernels_agree_with_the_jax_program(comm, order, axis, settings):
 
 
 @pytest.mark.ranks(1, 2)
+def test_kernels_agree_on_tiles_larger_than_their_layers(comm):
+    """There, the memories of the layers are stored for the ends of rows only."""
+    shape, pml = (24, 26, 40), ((3, 2), (0, 4), (5, 3))
+    velocity = np.random.default_rng(4).uniform(1500, 2500, shape)
+    wavelets = jnp.asarray(np.random.default_rng(5).standard_normal((1, 1, 40)))
+    survey = Survey(np.array([[[101.0, 147.0, 140.5]]]), np.array([[[15.0, 18.0, 11.0]]]))
+    grid = Grid(shape, SPACING, comm)
+    tile = jnp.asarray(velocity[grid.slices])
+    found = []
+    for method in ("native", "xla"):
+        acoustic = Acoustic(grid, 1.2e-3, 40, pml=pml, method=method)
+
+        def loss(velocity, acoustic=acoustic):
+            gathers, state = acoustic.propagate(velocity, wavelets, survey)
+            share = sum(jnp.sum(x**2) for x in state)
+            return share + jnp.sum(gathers**2) / comm.size, (gathers, state)
+
+        (_, aux), slope = mpigrad.value_and_grad(loss, has_aux=True, comm=comm)(tile)
+        found.append((aux, slope))
+    for value, other in zip(*map(jax.tree.leaves, found), strict=True):
+        scale = comm.mpi.allreduce(np.max(np.abs(other)), op=MPI.MAX)
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
+
+
+@pytest.mark.ranks(1, 2)
 def test_tangents_agree_with_the_jax_program(comm):
     tangents = []
     for method in ("native", "xla"):
