@@ -2,7 +2,8 @@
 
 Every library has the same case: a random model between 2000 and 2500 m/s, cells of 10 m, steps of
 1 ms, one 10 Hz Ricker source in the middle, a line of receivers in cell 3, float32, layers of 20
-cells that absorb, fourth order in space. It is given one command a line (interleave.py):
+cells that absorb (10 on three axes), fourth order in space. It is given one command a line
+(interleave.py):
 
     forward       the shot gather
     gradient      the gather, the sum of its squares, and the gradient in every cell of the model
@@ -24,7 +25,8 @@ from typing import Any
 import numpy as np
 from interleave import commands
 
-SPACING, DT, FREQUENCY, PML = 10.0, 1e-3, 10.0, 20
+SPACING, DT, FREQUENCY = 10.0, 1e-3, 10.0
+PML = {2: 20, 3: 10}  # by the number of axes
 FASTEST = 2500.0
 ANOMALY = 200.0  # m/s
 FORCE = 1e9  # for velocities of about 1, far from what underflows
@@ -38,7 +40,7 @@ def ricker(steps: int, delay: float = 0.1) -> np.ndarray:
     return ((1 - 2 * a) * np.exp(-a)).astype(np.float32)
 
 
-def random_model(shape: tuple[int, int]) -> np.ndarray:
+def random_model(shape: tuple[int, ...]) -> np.ndarray:
     """P velocities, m/s."""
     return (2000 + 500 * np.random.default_rng(0).random(shape)).astype(np.float32)
 
@@ -59,9 +61,14 @@ def density(vp: Any) -> Any:
     return 2000 + 0 * vp
 
 
-def source_cell(shape: tuple[int, int]) -> tuple[int, int]:
+def source_cell(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The cell of the source when times are taken."""
-    return shape[0] // 2, shape[1] // 2
+    return tuple(n // 2 for n in shape)
+
+
+def receiver_cells(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The cells of the receivers when times are taken."""
+    return [(i, *(n // 2 for n in shape[1:-1]), 3) for i in range(1, shape[0] - 1)]
 
 
 def similarity_cells(shape: tuple[int, int]) -> tuple[tuple[int, int], list[tuple[int, int]]]:
@@ -84,10 +91,11 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
     from mpigrad.waves.acoustic import Acoustic
 
     world = mpigrad.default_communicator()
+    shape, axes = tuple(o.cells), len(o.cells)
 
-    def setting(comm: Any, shape: tuple[int, int], pml: Any, steps: int) -> Any:
+    def setting(comm: Any, shape: tuple[int, ...], pml: Any, steps: int) -> Any:
         """(model parameters of a P velocity, misfit of them and data) on a grid of `comm`."""
-        grid = Grid(shape, (SPACING, SPACING), comm, dims=(comm.size, 1))
+        grid = Grid(shape, (SPACING,) * axes, comm, dims=(comm.size, *(1,) * (axes - 1)))
         common: dict[str, Any] = {"dt": DT, "steps": steps, "pml": pml, "threads": o.threads}
         if o.method:
             common["method"] = o.method
@@ -109,18 +117,16 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
 
         return grid, parameters, gathers
 
-    def points(cells: list[tuple[int, int]]) -> np.ndarray:
+    def points(cells: list[tuple[int, ...]]) -> np.ndarray:
         """Centres of cells; of velocities along x the places behind them, half a cell further."""
-        shift = (0.5, 0.5) if o.physics == "acoustic" else (1.0, 0.5)
+        shift = (0.5,) * axes if o.physics == "acoustic" else (1.0, 0.5)
         return (np.asarray(cells, float) + shift)[None] * SPACING
 
-    shape = (o.cells[0], o.cells[1])
     calls: Calls = {}
 
-    def add(name: str, comm: Any, shape: tuple[int, int], pml: Any) -> None:
+    def add(name: str, comm: Any, shape: tuple[int, ...], pml: Any) -> None:
         grid, parameters, gathers = setting(comm, shape, pml, o.steps)
-        receivers = [(i, 3) for i in range(1, shape[0] - 1)]
-        survey = Survey(points([source_cell(shape)]), points(receivers))
+        survey = Survey(points([source_cell(shape)]), points(receiver_cells(shape)))
         values = tuple(map(jnp.asarray, parameters(random_model(shape)[grid.slices])))
         loss = lambda p: jnp.sum(gathers(p, survey) ** 2)
         forward = mpigrad.jit(loss)
@@ -129,15 +135,16 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
         calls[f"forward{name}"] = lambda: float(forward(values))
         calls[f"gradient{name}"] = lambda: float(jax.block_until_ready(gradient(values))[0])
 
-    add("", world, shape, PML)
+    add("", world, shape, PML[axes])
     if o.apart:
         part = world.split(world.rank)
         first, last = world.rank == 0, world.rank == world.size - 1
-        sides = ((PML * first, PML * last), (PML, PML))
-        add("-apart", part, (shape[0] // world.size, shape[1]), sides)
+        width = PML[axes]
+        sides = ((width * first, width * last), *((width, width),) * (axes - 1))
+        add("-apart", part, (shape[0] // world.size, *shape[1:]), sides)
 
     def similarity(path: str) -> None:
-        grid, parameters, gathers = setting(world, shape, PML, o.steps)
+        grid, parameters, gathers = setting(world, shape, PML[axes], o.steps)
         source, receivers = similarity_cells(shape)
         survey = Survey(points([source]), points(receivers))
         tile = lambda height: tuple(
@@ -176,7 +183,7 @@ def deepwave_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]
         wavelet = torch.tensor(ricker(o.steps))[None, None]
         places = torch.tensor([[source]]), torch.tensor([receivers])
         common = {
-            "grid_spacing": SPACING, "dt": DT, "accuracy": 4, "pml_width": PML,
+            "grid_spacing": SPACING, "dt": DT, "accuracy": 4, "pml_width": PML[2],
             "pml_freq": FREQUENCY, "max_vel": FASTEST,
         }  # fmt: skip
         if o.physics == "acoustic":
@@ -239,15 +246,14 @@ def devito_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
 
     if o.physics != "acoustic":
         raise ImportError("only the acoustic solver of devito's examples is measured")
-    shape = (o.cells[0], o.cells[1])
+    shape, axes = tuple(o.cells), len(o.cells)
     model = Model(
-        vp=random_model(shape) / 1000, origin=(0.0, 0.0), shape=shape, spacing=(SPACING, SPACING),
-        space_order=4, nbl=PML, bcs="damp", dtype=np.float32,
+        vp=random_model(shape) / 1000, origin=(0.0,) * axes, shape=shape,
+        spacing=(SPACING,) * axes, space_order=4, nbl=PML[axes], bcs="damp", dtype=np.float32,
     )  # fmt: skip
-    receivers = [(i * SPACING, 3 * SPACING) for i in range(1, shape[0] - 1)]
     dt = 1000 * DT  # ms
     geometry = AcquisitionGeometry(
-        model, np.array(receivers), np.array([source_cell(shape)]) * SPACING,
+        model, np.array(receiver_cells(shape)) * SPACING, np.array([source_cell(shape)]) * SPACING,
         0.0, dt * (o.steps - 1), f0=FREQUENCY / 1000, src_type="Ricker",
     )  # fmt: skip
     geometry.resample(dt)
@@ -323,7 +329,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("library", choices=["mpigrad", "deepwave", "devito"])
     parser.add_argument("--physics", choices=["acoustic", "elastic"], default="acoustic")
-    parser.add_argument("--cells", type=int, nargs=2, required=True)
+    parser.add_argument("--cells", type=int, nargs="+", required=True)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--method", choices=["native", "xla"])

@@ -15,6 +15,7 @@ Parts:
     stream      the bandwidth of memory (bench/stream.c), and what bounds the kernels by it
     acoustic    forward, and forward with gradient: 1 rank, 2 ranks, 1 rank x 2 threads; peers with
                 1 and 2 threads
+    acoustic3d  the same on three axes beside devito
     elastic     the same beside deepwave, gradient in lambda, mu and rho
     scaling     acoustic, 1 and 2 ranks by themselves: the same cells, and twice as many; the median
                 of three calls in each turn
@@ -44,8 +45,8 @@ import interleave
 
 HERE = pathlib.Path(__file__).resolve().parent
 CALLS = 3  # of a program in its turn, where one number of ranks is compared with another
-PARTS = ("stream", "acoustic", "elastic", "scaling", "halo", "similarity")
-PML = 20
+PARTS = ("stream", "acoustic", "acoustic3d", "elastic", "scaling", "halo", "similarity")
+PML = {2: 20, 3: 10}  # by the number of axes
 # Bytes that a step moves for each point at least, in float32. Acoustic: both fields, one of which
 # is replaced, and the velocity; for a gradient also one value written to the history and read
 # again, the same three in the adjoint and the gradient itself, twice. Elastic: five fields that are
@@ -62,6 +63,10 @@ AIMS = {
     "acoustic forward mpigrad 1 rank / devito": 1.1,
     "acoustic gradient mpigrad 1 rank / deepwave": 0.27,
     "acoustic gradient mpigrad 1 rank / devito": 1.0,
+    "acoustic3d forward mpigrad 1 rank / devito": 0.75,
+    "acoustic3d gradient mpigrad 1 rank / devito": 0.75,
+    "acoustic3d forward mpigrad 2 ranks / devito 2 threads": 0.75,
+    "acoustic3d gradient mpigrad 2 ranks / devito 2 threads": 0.75,
     "acoustic gradient mpigrad 2 ranks / deepwave 2 threads": 0.25,
     "acoustic gradient mpigrad 2 ranks / devito 2 threads": 0.8,
     "elastic gradient mpigrad 1 rank / deepwave": 0.35,
@@ -133,7 +138,7 @@ class Bench:
         self.results: list[dict[str, Any]] = []
 
     def start(
-        self, entrants: list[Entrant], physics: str, cells: tuple[int, int], *more: str
+        self, entrants: list[Entrant], physics: str, cells: tuple[int, ...], *more: str
     ) -> dict[str, Program]:
         """The programs that can be started."""
         o = self.options
@@ -216,14 +221,19 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 # --- the parts ---
 
 
-def physics_part(bench: Bench, physics: str, n: int, triad: dict[int, float]) -> None:
+def physics_part(
+    bench: Bench, physics: str, n: int, triad: dict[int, float], axes: int = 2
+) -> None:
     """Forward and gradient of all programs."""
+    title = physics if axes == 2 else f"{physics}{axes}d"
     entrants = [
         Entrant("mpigrad 1 rank", "mpigrad"),
         Entrant("mpigrad 2 ranks", "mpigrad", ranks=2),
         Entrant("mpigrad 1 rank x 2 threads", "mpigrad", threads=2),
     ]
-    peers = ["deepwave", "devito"] if physics == "acoustic" else ["deepwave"]
+    peers = ["deepwave", "devito"] if title == "acoustic" else ["deepwave"]
+    if axes == 3:
+        peers = ["devito"]
     for library in peers:
         entrants += [Entrant(library, library), Entrant(f"{library} 2 threads", library, 1, 2)]
     if bench.options.before:
@@ -231,14 +241,14 @@ def physics_part(bench: Bench, physics: str, n: int, triad: dict[int, float]) ->
         entrants += [Entrant("mpigrad 1 rank before", **before)]
         entrants += [Entrant("mpigrad 2 ranks before", ranks=2, **before)]
     steps = bench.options.steps
-    print(f"{physics}, {n}², {steps} steps")
-    programs = bench.start(entrants, physics, (n, n), "--steps", str(steps))
+    print(f"{physics}, {n}{'²' if axes == 2 else '³'}, {steps} steps")
+    programs = bench.start(entrants, physics, (n,) * axes, "--steps", str(steps))
     try:
         seconds = bench.measure(programs, ["forward", "gradient"])
     finally:
         for program in programs.values():
             program.end()
-    points = (n + 2 * PML) ** 2 * steps
+    points = (n + 2 * PML[axes]) ** axes * steps
     for command, taken in seconds.items():
         for name, times in taken.items():
             median = statistics.median(times)
@@ -251,7 +261,7 @@ def physics_part(bench: Bench, physics: str, n: int, triad: dict[int, float]) ->
                 flush=True,
             )
             bench.note(
-                f"{physics} {command} {name}", seconds=times, nanoseconds=median / points * 1e9,
+                f"{title} {command} {name}", seconds=times, nanoseconds=median / points * 1e9,
                 stream_share=share,
             )  # fmt: skip
     for command, taken in seconds.items():
@@ -264,9 +274,9 @@ def physics_part(bench: Bench, physics: str, n: int, triad: dict[int, float]) ->
         ]
         for ours, theirs in pairs:
             both = taken.get(ours, []), taken.get(theirs, [])
-            bench.compare(f"{physics} {command} {ours} / {theirs}", *both)
+            bench.compare(f"{title} {command} {ours} / {theirs}", *both)
         bench.compare(
-            f"{physics} {command} speed-up on 2 ranks",
+            f"{title} {command} speed-up on 2 ranks",
             taken.get("mpigrad 2 ranks", []), taken.get("mpigrad 1 rank", []), inverse=True,
         )  # fmt: skip
 
@@ -294,7 +304,7 @@ def scaling_part(bench: Bench, n: int) -> None:
                 f"acoustic {command} speed-up from 1 to 2 ranks", together, alone, inverse=True
             )
             # Tiles at the end of a row have layers on one side less.
-            per_rank = (n + 2 * PML) * (n + PML) / (n + 2 * PML) ** 2
+            per_rank = (n + PML[2]) / (n + 2 * PML[2])
             bench.compare(
                 f"weak efficiency {command}, per point with layers",
                 larger, [t * per_rank for t in alone], inverse=True,
@@ -397,6 +407,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--peer-python", help="the Python that has deepwave and devito")
     parser.add_argument("--cells", type=int, default=1000, help="acoustic, per side")
+    parser.add_argument("--volume-cells", type=int, default=160, help="acoustic3d, per side")
     parser.add_argument("--elastic-cells", type=int, default=500, help="per side")
     parser.add_argument("--rank-cells", type=int, default=500, help="per side and rank, for halo")
     parser.add_argument("--similarity-cells", type=int, default=120, help="per side")
@@ -412,6 +423,7 @@ def main() -> None:
     triad = stream_part(bench) if "stream" in options.parts else {}
     parts = {
         "acoustic": lambda: physics_part(bench, "acoustic", options.cells, triad),
+        "acoustic3d": lambda: physics_part(bench, "acoustic", options.volume_cells, triad, 3),
         "elastic": lambda: physics_part(bench, "elastic", options.elastic_cells, triad),
         "scaling": lambda: scaling_part(bench, options.cells),
         "halo": lambda: halo_part(bench, options.rank_cells),

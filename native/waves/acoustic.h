@@ -7,6 +7,7 @@
 
 #include <limits>
 
+#include "waves/acoustic_model.h"
 #include "waves/propagate.h"
 #include "waves/rim.h"
 
@@ -29,14 +30,14 @@ class Acoustic {
       : setup_(setup),
         tile_(setup.tile),
         dt_(static_cast<T>(setup.dt)),
-        area_(static_cast<T>(1 / (setup.hx * setup.hy))) {
+        area_(static_cast<T>(1 / (setup.spacing[0] * setup.spacing[1]))) {
     static constexpr double kSecond[2][3] = {{-2, 1, 0}, {-5. / 2, 4. / 3, -1. / 12}};
     static constexpr double kFirst[2][3] = {{0, 1. / 2, 0}, {0, 2. / 3, -1. / 12}};
     for (int k = 0; k <= R; ++k) {
-      xx_[k] = static_cast<T>(kSecond[R - 1][k] / (setup.hx * setup.hx));
-      yy_[k] = static_cast<T>(kSecond[R - 1][k] / (setup.hy * setup.hy));
-      x_[k] = static_cast<T>(kFirst[R - 1][k] / setup.hx);
-      y_[k] = static_cast<T>(kFirst[R - 1][k] / setup.hy);
+      xx_[k] = static_cast<T>(kSecond[R - 1][k] / (setup.spacing[0] * setup.spacing[0]));
+      yy_[k] = static_cast<T>(kSecond[R - 1][k] / (setup.spacing[1] * setup.spacing[1]));
+      x_[k] = static_cast<T>(kFirst[R - 1][k] / setup.spacing[0]);
+      y_[k] = static_cast<T>(kFirst[R - 1][k] / setup.spacing[1]);
     }
     for (int axis = 0; axis < 2; ++axis) {
       const std::vector<double>& sigma = setup.profiles[axis];
@@ -67,38 +68,9 @@ class Acoustic {
   // ---- the model ----
 
   std::vector<double> extremes(const Arrays<const T>& models) const {
-    T least = std::numeric_limits<T>::infinity(), most = -least;
-    int bad = 0;
-    const T* velocity = models[0];
-#pragma omp simd reduction(min : least) reduction(max : most) reduction(| : bad)
-    for (int64_t i = 0; i < tile_.lx * tile_.ly; ++i) {
-      const T v = velocity[i];
-      bad |= !(v - v == 0);
-      least = v < least ? v : least;
-      most = v > most ? v : most;
-    }
-    return {-static_cast<double>(least), static_cast<double>(most), bad ? 1.0 : 0.0};
+    return velocity_extremes(models[0], tile_.lx * tile_.ly);
   }
-
-  std::string fault(const double* most) const {
-    const auto text = [](double x) {
-      char number[40];
-      std::snprintf(number, sizeof number, "%.6g", x);
-      return std::string(number);
-    };
-    if (most[2] > 0)
-      return "the velocity is NaN or infinite in some cells. Look for a division by zero or an "
-             "overflow in the code that computes it.";
-    if (-most[0] <= 0)
-      return "the velocity must be positive, and its smallest value is " + text(-most[0]) +
-             ". Check the model.";
-    const double limit = setup_.stable_length / most[1];
-    if (setup_.dt > limit * (1 + 1e-6))
-      return "the time step " + text(setup_.dt) + " is not stable: the largest stable one is " +
-             text(limit) + " for velocities up to " + text(most[1]) +
-             ". Use that time step and more steps, or a coarser grid.";
-    return "";
-  }
+  std::string fault(const double* most) const { return velocity_fault(most, setup_); }
 
   void load(const Arrays<const T>& models) {
     velocity_ = models[0];

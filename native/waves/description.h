@@ -1,26 +1,27 @@
 // The description of a run, as mpigrad/waves/native_run.py lays it out. Change both together, and the
-// version with them: Python and C++ compare it, and the size, before anything else is read.
+// version with them: Python and C++ compare it, and the size, before anything else is read. Axes are in
+// the order of tile.h: rows (x), columns (the last axis), the middle axis (y on three axes).
 #pragma once
 
 #include <cstdint>
 
 namespace mpigrad::waves {
 
-constexpr int64_t kDescriptionVersion = 1;
+constexpr int64_t kDescriptionVersion = 2;
 
 struct RunDescription {
   int64_t version, size;     // kDescriptionVersion, sizeof(RunDescription)
-  int64_t physics;           // 0: acoustic, 1: elastic
+  int64_t physics;           // 0: acoustic, 1: elastic, 2: acoustic on three axes
   int64_t slot;              // of the communicator
-  int64_t cells[2];          // of this rank's tile of the model, along x and y
-  int64_t layers[4];         // cells of the absorbing layers: x before, x behind, y before, y behind
-  int64_t neighbors[4];      // ranks across these sides, -1 at the boundary of the grid
+  int64_t cells[3];          // of this rank's tile of the model along each axis
+  int64_t layers[6];         // cells of the absorbing layers before and behind each axis
+  int64_t neighbors[6];      // ranks across these sides, -1 at the boundary of the grid
   int64_t reach;             // of the stencil, in cells
   int64_t steps, shots, threads;
   int64_t checkpoints;       // 0: as memory allows, -1: all, -2: boundary, else a state every k steps
   int64_t memory;            // bytes
   int64_t fingerprint;       // 48 bits, equal on all ranks
-  double dt, hx, hy;
+  double dt, spacing[3];
 
   // Acoustic waves.
   double stable_length;      // the largest stable time step times the largest velocity

@@ -35,9 +35,9 @@ class Elastic {
       : setup_(setup),
         tile_(setup.tile),
         middle_(tile_.core(1)),
-        weights_(setup.dt, setup.hx, setup.hy),
-        back_(-setup.dt, setup.hx, setup.hy),
-        area_(1 / (setup.hx * setup.hy)),
+        weights_(setup.dt, setup.spacing[0], setup.spacing[1]),
+        back_(-setup.dt, setup.spacing[0], setup.spacing[1]),
+        area_(1 / (setup.spacing[0] * setup.spacing[1])),
         rim_(tile_, tile_.layers, elastic::kReach) {
     for (size_t k = 0; k < 8; ++k)
       profiles_[k].assign(setup.profiles[k].begin(), setup.profiles[k].end());

@@ -2,17 +2,22 @@
 // tile is computed and awaited after.
 #pragma once
 
-#include "waves/memory.h"
+#include "waves/layer_field.h"
 
 namespace mpigrad::waves {
 
-// The layers of a field that neighbours along `axis` (0: x) need, from `begin` to `end` along the
-// other axis.
+// The layers of a field that neighbours along `axis` need, from `begin` to `end` along the columns (for
+// neighbours along the columns: along the rows), and from `low` to `high` along the third axis.
 template <class T>
 struct Piece {
   T* field;
   int axis;
-  int64_t begin, end;
+  int64_t begin, end, low = 0, high = 1;
+  const LayerRows* rows = nullptr;  // where the rows of a LayerField lie
+
+  int64_t cells() const {
+    return std::max<int64_t>(0, end - begin) * std::max<int64_t>(0, high - low);
+  }
 };
 
 template <class T>
@@ -39,7 +44,7 @@ class Exchange {
       if (tile_.neighbor[side] == kNobody) continue;
       int64_t count = 0;
       for (const auto& p : pieces_)
-        if (p.axis == side / 2) count += tile_.reach * (p.end - p.begin);
+        if (p.axis == side / 2) count += tile_.reach * p.cells();
       counts_[side] = count;
       if (!count) continue;
       if (static_cast<int64_t>(incoming_[side].size()) < count) {
@@ -85,23 +90,29 @@ class Exchange {
 
   // Packs the layers inside a side, or unpacks those beyond it.
   void copy(int side, bool packs) {
-    const int64_t cells = side / 2 ? tile_.ny : tile_.nx;
+    const int64_t cells = std::array{tile_.nx, tile_.ny, tile_.nm}[side / 2];
     const int64_t first = side % 2 ? (packs ? cells - tile_.reach : cells)
                                    : (packs ? 0 : -tile_.reach);
     T* buffer = packs ? outgoing_[side].data() : incoming_[side].data();
     for (const auto& p : pieces_) {
-      if (p.axis != side / 2) continue;
+      if (p.axis != side / 2 || !p.cells()) continue;
       const int64_t n = p.end - p.begin;
-      if (p.axis == 0) {
-        for (int64_t k = 0; k < tile_.reach; ++k, buffer += n) {
-          T* row = p.field + tile_.at(first + k, p.begin);
-          std::memcpy(packs ? buffer : row, packs ? row : buffer, n * sizeof(T));
-        }
+      const auto at = [&](int64_t i, int64_t m, int64_t j) {
+        return p.field + (p.rows ? p.rows->at(i, m, j) : tile_.at(i, m, j));
+      };
+      if (p.axis == kColumns) {
+        for (int64_t i = p.begin; i < p.end; ++i)
+          for (int64_t m = p.low; m < p.high; ++m, buffer += tile_.reach) {
+            T* cell = at(i, m, first);
+            for (int64_t k = 0; k < tile_.reach; ++k) (packs ? buffer : cell)[k] = (packs ? cell : buffer)[k];
+          }
       } else {
-        for (int64_t i = p.begin; i < p.end; ++i, buffer += tile_.reach) {
-          T* cell = p.field + tile_.at(i, first);
-          std::memcpy(packs ? buffer : cell, packs ? cell : buffer, tile_.reach * sizeof(T));
-        }
+        for (int64_t k = first; k < first + tile_.reach; ++k)
+          for (int64_t l = p.low; l < p.high; ++l, buffer += n) {
+            const int64_t i = p.axis == kRows ? k : l, m = p.axis == kRows ? l : k;
+            T* row = at(i, m, p.begin);
+            std::memcpy(packs ? buffer : row, packs ? row : buffer, n * sizeof(T));
+          }
       }
     }
   }

@@ -13,7 +13,7 @@ namespace mpigrad::waves {
 namespace {
 
 // Indexed by RunDescription::physics, and by Kind.
-constexpr Run* kRuns[] = {run_acoustic, run_elastic};
+constexpr Run* kRuns[] = {run_acoustic, run_elastic, run_acoustic3d};
 constexpr const char* kNames[] = {"propagate", "propagate (tangent)", "propagate (adjoint)"};
 
 // A run is freed with its Python object, perhaps while another thread is in a run.
@@ -87,11 +87,13 @@ MPIGRAD_EXPORT const char* mpigrad_waves_create_run(
   Tile& tile = setup->tile;
   tile.lx = d.cells[0];
   tile.ly = d.cells[1];
+  tile.lm = d.cells[2];
   for (int side = 0; side < kSides; ++side) {
     tile.layers[side] = d.layers[side];
     tile.neighbor[side] = static_cast<int>(d.neighbors[side]);
   }
   tile.reach = d.reach;
+  tile.volume = kRuns[d.physics] == run_acoustic3d;
   tile.complete();
   setup->steps = d.steps;
   setup->shots = d.shots;
@@ -100,8 +102,7 @@ MPIGRAD_EXPORT const char* mpigrad_waves_create_run(
   setup->memory = d.memory;
   setup->fingerprint = d.fingerprint;
   setup->dt = d.dt;
-  setup->hx = d.hx;
-  setup->hy = d.hy;
+  std::copy(d.spacing, d.spacing + 3, setup->spacing.begin());
   setup->stable_length = d.stable_length;
   setup->source_kind = d.source_kind;
   setup->receivers = d.receivers;
@@ -130,10 +131,11 @@ MPIGRAD_EXPORT void mpigrad_waves_points(int64_t id, int64_t shots, int64_t poin
     PointTable::Shot& shot = table.shots[n];
     for (int64_t point = 0; point < points; ++point)
       for (int64_t k = starts[n * points + point]; k < starts[n * points + point + 1]; ++k) {
-        const int64_t i = cells[k] / tile.ny, j = cells[k] % tile.ny;
-        shot.entries.push_back({tile.at(i, j), i, j, point, weights[k]});
+        const int64_t row = cells[k] / tile.ny, j = cells[k] % tile.ny;
+        const int64_t i = row / tile.nm, m = row % tile.nm;
+        shot.entries.push_back({tile.at(i, m, j), i, j, m, point, weights[k]});
       }
-    shot.sort(tile.nx);
+    shot.sort(tile);
   }
   setup.tables.push_back(std::move(table));
 }

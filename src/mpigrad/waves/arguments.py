@@ -27,12 +27,12 @@ __all__ = [
 ]
 
 
-def is_native(method: str | None, axes: int = 2) -> bool:
+def is_native(method: str | None) -> bool:
     """Return whether a method, None for the default, stands for the native kernels.
 
-    They compute two axes on CPUs.
+    They compute on CPUs.
     """
-    default = "native" if jax.default_backend() == "cpu" and axes == 2 else "xla"
+    default = "native" if jax.default_backend() == "cpu" else "xla"
     return (method or default) == "native"
 
 
@@ -69,12 +69,7 @@ def check_settings(
     if model.method not in (None, "native", "xla"):
         raise ValueError(f'{name}: method must be "native", "xla" or None, got {model.method!r}.')
     model.tile.check(reach, axes)
-    if model.method == "native" and model.grid.ndim != 2:
-        raise ValueError(
-            f'{name}: method="native" needs a grid with 2 axes, got {model.grid.ndim}. Use '
-            'method="xla", or leave it out.'
-        )
-    native = model.checkpoints != "boundary" or is_native(model.method, model.grid.ndim)
+    native = is_native(model.method) and model.grid.ndim == 2
     check_checkpoints(model.checkpoints, name, native=native)
 
 

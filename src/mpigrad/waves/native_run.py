@@ -28,9 +28,10 @@ __all__ = [
     "default_memory",
     "has_openmp",
     "library",
+    "native_axes",
 ]
 
-_DESCRIPTION_VERSION = 1  # native/waves/description.h
+_DESCRIPTION_VERSION = 2  # native/waves/description.h
 
 
 class RunDescription(ctypes.Structure):
@@ -41,9 +42,9 @@ class RunDescription(ctypes.Structure):
         ("size", ctypes.c_int64),
         ("physics", ctypes.c_int64),
         ("slot", ctypes.c_int64),
-        ("cells", ctypes.c_int64 * 2),
-        ("layers", ctypes.c_int64 * 4),
-        ("neighbors", ctypes.c_int64 * 4),
+        ("cells", ctypes.c_int64 * 3),
+        ("layers", ctypes.c_int64 * 6),
+        ("neighbors", ctypes.c_int64 * 6),
         ("reach", ctypes.c_int64),
         ("steps", ctypes.c_int64),
         ("shots", ctypes.c_int64),
@@ -52,8 +53,7 @@ class RunDescription(ctypes.Structure):
         ("memory", ctypes.c_int64),
         ("fingerprint", ctypes.c_int64),
         ("dt", ctypes.c_double),
-        ("hx", ctypes.c_double),
-        ("hy", ctypes.c_double),
+        ("spacing", ctypes.c_double * 3),
         ("stable_length", ctypes.c_double),
         ("source_kind", ctypes.c_int64),
         ("receivers", ctypes.c_int64),
@@ -120,7 +120,7 @@ class Run:
     Parameters
     ----------
     profiles
-        Profiles of the absorbing layers along x or y, as the physics needs them.
+        Profiles of the absorbing layers along one axis each, as the physics needs them.
     tables
         Tables of the sources and of the receivers: (shots, points of a shot, table).
     shapes
@@ -173,15 +173,18 @@ def _describe(
     tile: WaveTile, settings: RunSettings, physics: AcousticSettings | ElasticSettings
 ) -> RunDescription:
     ranks = {(face.axis, face.step): face.rank for face in tile.faces}
-    sides = [(axis, step) for axis in range(2) for step in (-1, 1)]
+    axes = native_axes(tile.grid.ndim)
+    missing = 3 - len(axes)  # on two axes the third one has one cell
+    sides = [(axis, step) for axis in axes for step in (-1, 1)]
+    layers = [width for axis in axes for width in tile.extension[axis]]
     d = RunDescription(
         version=_DESCRIPTION_VERSION,
         size=ctypes.sizeof(RunDescription),
-        physics=int(isinstance(physics, ElasticSettings)),
+        physics=_physics(physics, tile.grid.ndim),
         slot=tile.grid.comm.slot,
-        cells=tile.grid.local_shape,
-        layers=(*tile.extension[0], *tile.extension[1]),
-        neighbors=tuple(ranks.get(side, -1) for side in sides),
+        cells=(*(tile.grid.local_shape[axis] for axis in axes), *(1,) * missing),
+        layers=(*layers, *(0, 0) * missing),
+        neighbors=(*(ranks.get(side, -1) for side in sides), *(-1, -1) * missing),
         reach=settings.reach,
         steps=settings.steps,
         shots=settings.shots,
@@ -190,8 +193,7 @@ def _describe(
         memory=default_memory() if settings.memory is None else settings.memory,
         fingerprint=settings.fingerprint,
         dt=settings.dt,
-        hx=tile.grid.spacing[0],
-        hy=tile.grid.spacing[1],
+        spacing=(*(tile.grid.spacing[axis] for axis in axes), *(1.0,) * missing),
     )
     if isinstance(physics, AcousticSettings):
         d.stable_length = physics.stable_length
@@ -201,6 +203,17 @@ def _describe(
         d.n_components = len(physics.component_kinds)
         d.component_kinds = (ctypes.c_int64 * d.n_components)(*physics.component_kinds)
     return d
+
+
+def native_axes(ndim: int) -> tuple[int, ...]:
+    """Return the axes of a grid in the order of native/waves/tile.h: x, last, middle."""
+    return (0, 1) if ndim == 2 else (0, 2, 1)
+
+
+def _physics(physics: AcousticSettings | ElasticSettings, ndim: int) -> int:
+    if isinstance(physics, ElasticSettings):
+        return 1
+    return 0 if ndim == 2 else 2
 
 
 def _create(lib: ctypes.CDLL, description: RunDescription) -> int:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpigrad
 from mpigrad.grid import Grid
@@ -91,9 +92,64 @@ def test_ranks_agree_with_one_rank(comm, alone, order, axis):
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
 
 
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(("order", "axis", "settings"), [
+    (4, None, {}), (4, 0, {"checkpoints": 3}), (2, 1, {"checkpoints": "all"}),
+    (4, 2, {"checkpoints": 4, "memory": 1}), (4, None, {"threads": 2}),
+])  # fmt: skip
+def test_kernels_agree_with_the_jax_program(comm, order, axis, settings):
+    """Results and gradients, for tiles cut along each axis."""
+    dims = None if axis is None else tuple(comm.size if a == axis else 1 for a in range(3))
+    expected = everything(model(comm, dims, order=order, method="xla"))
+    values = everything(model(comm, dims, order=order, method="native", **settings))
+    for value, other in zip(values, expected, strict=True):
+        scale = comm.mpi.allreduce(np.max(np.abs(other)), op=MPI.MAX)
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
+
+
+@pytest.mark.ranks(1, 2)
+def test_kernels_agree_on_tiles_larger_than_their_layers(comm):
+    """There, the memories of the layers are stored for the ends of rows only."""
+    shape, pml = (24, 26, 40), ((3, 2), (0, 4), (5, 3))
+    velocity = np.random.default_rng(4).uniform(1500, 2500, shape)
+    wavelets = jnp.asarray(np.random.default_rng(5).standard_normal((1, 1, 40)))
+    survey = Survey(np.array([[[101.0, 147.0, 140.5]]]), np.array([[[15.0, 18.0, 11.0]]]))
+    grid = Grid(shape, SPACING, comm)
+    tile = jnp.asarray(velocity[grid.slices])
+    found = []
+    for method in ("native", "xla"):
+        acoustic = Acoustic(grid, 1.2e-3, 40, pml=pml, method=method)
+
+        def loss(velocity, acoustic=acoustic):
+            gathers, state = acoustic.propagate(velocity, wavelets, survey)
+            share = sum(jnp.sum(x**2) for x in state)
+            return share + jnp.sum(gathers**2) / comm.size, (gathers, state)
+
+        (_, aux), slope = mpigrad.value_and_grad(loss, has_aux=True, comm=comm)(tile)
+        found.append((aux, slope))
+    for value, other in zip(*map(jax.tree.leaves, found), strict=True):
+        scale = comm.mpi.allreduce(np.max(np.abs(other)), op=MPI.MAX)
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
+
+
+@pytest.mark.ranks(1, 2)
+def test_tangents_agree_with_the_jax_program(comm):
+    tangents = []
+    for method in ("native", "xla"):
+        acoustic = model(comm, method=method)
+        at = point(acoustic)
+        directions = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), at)
+        run = lambda *x, a=acoustic: a.propagate(*x[:2], SURVEY, x[2])
+        tangents.append(mpigrad.jvp(run, at, directions)[1])
+    for value, other in zip(*map(jax.tree.leaves, tangents), strict=True):
+        scale = comm.mpi.allreduce(np.max(np.abs(other)), op=MPI.MAX)
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
+
+
 @pytest.mark.thin(1, 3)
-def test_the_adjoint_is_the_transpose(comm):
-    acoustic = model(comm)
+@pytest.mark.parametrize("method", ["native", "xla"])
+def test_the_adjoint_is_the_transpose(comm, method):
+    acoustic = model(comm, method=method)
     run = lambda v, w, s: acoustic.propagate(v, w, SURVEY, s)
     mpigrad.dot_test(run, *point(acoustic), comm=comm, rtol=1e-12)
 
@@ -202,8 +258,6 @@ def test_bad_input_is_refused(comm):
         acoustic.propagate(tile, wavelets, plane)
     with pytest.raises(ValueError, match="sources with 3 coordinates and receivers with 2"):
         Survey(inside, inside[..., :2])
-    with pytest.raises(ValueError, match='method="native" needs a grid with 2 axes, got 3'):
-        model(comm, method="native")
     with pytest.raises(ValueError, match='checkpoints="boundary" needs the native kernels'):
         model(comm, checkpoints="boundary")
     grid = acoustic.grid

@@ -76,14 +76,15 @@ class Acoustic:
         respect to the model is that of one fixed scheme.
     checkpoints
         The part of the forward run that is stored for a gradient. "all": all fields. k: one state
-        every k steps. None: as much as fits into `memory`. "boundary": the layers, and the cells
-        next to them, of every step. The waves inside are then run backwards, which gives the same
-        values up to rounding. With `method="xla"` all fields are stored in any case.
+        every k steps. None: as much as fits into `memory`. "boundary", on two axes only: the
+        layers, and the cells next to them, of every step. The waves inside are then run backwards,
+        which gives the same values up to rounding. With `method="xla"` all fields are stored in any
+        case.
     threads
         Number of threads on each rank. Default: 1.
     method
-        "native" for the C++ kernels, which have two axes, or "xla" for a JAX program of the same
-        scheme. Default: "native" if JAX computes on CPUs and the grid has two axes.
+        "native" for the C++ kernels, or "xla" for a JAX program of the same scheme. Default:
+        "native" if JAX computes on CPUs.
     memory
         Largest number of bytes that each rank stores of forward runs for their gradients. Default:
         half of the free memory of its host, divided by the number of ranks there.
@@ -219,7 +220,7 @@ class Acoustic:
         arguments.warn_of_units(self, scheme.limit / fastest, fastest)
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(velocity.dtype), shape)
-        if arguments.is_native(self.method, self.grid.ndim):
+        if arguments.is_native(self.method):
             share, last = propagate(scheme.native, [velocity], amplitudes, state)
             last = State(*last)
         else:

@@ -1,8 +1,8 @@
 """The acoustic wave equation as a JAX program over mpigrad's messages.
 
-The native kernels are compared with this program, and it is the form for three axes and for other
-devices than CPUs. One step on two axes, with the pressure w at step n and u at step n - 1, the
-dampings sigma and tau along x and y, and the source s:
+The native kernels are compared with this program, and it is the form for other devices than CPUs.
+One step on two axes, with the pressure w at step n and u at step n - 1, the dampings sigma and
+tau along x and y, and the source s:
 
     (1 + (sigma + tau) dt/2) w_next = (2 - sigma tau dt^2) w - (1 - (sigma + tau) dt/2) u
                                       + dt^2 c^2 (w_xx + w_yy + phi_x + psi_y + s)
@@ -14,14 +14,14 @@ e_3 = p_x p_y p_z:
 
     (1 + p_x)(1 + p_y)(1 + p_z) w_next = (2 - 2 e_2 - 4 e_3) w - (1 - p_x)(1 - p_y)(1 - p_z) u
         - 8 e_3 psi + dt^2 c^2 (sum of w_ii and of the derivative of phi_i along i + s)
-    psi_next = psi + w
+    psi_next = psi + w          (in cells of two or three layers)
     phi_i_next = exp(-s_i dt) phi_i + g(s_i) times the derivative along i of
         (s_j + s_k - s_i) w + s_j s_k dt psi_next
 
-psi, the sum of the earlier pressures, acts only where two or three layers overlap, and is kept in
-the layers only. With the shift Z of one step, the terms without derivatives are the product of the
-three factors (Z - 1) + p_i (Z + 1), divided by Z (Z - 1): all dampings are averaged over the same
-steps, as on two axes. The sum in phi includes w: without it, waves would grow in thin layers.
+psi, the sum of the earlier pressures, acts only where two or three layers overlap, and only there
+a step changes it. With the shift Z of one step, the terms without derivatives are the product of
+the three factors (Z - 1) + p_i (Z + 1), divided by Z (Z - 1): all dampings are averaged over the
+same steps, as on two axes. The sum in phi includes w: without it, waves would grow in thin layers.
 
 The phi are integrated exactly for constant derivatives. This is the layer of Grote and Sim
 ("Efficient PML for the wave equation", 2010) for u_tt = c^2 Laplacian(u): with c^2 outside, the
@@ -43,7 +43,7 @@ import numpy as np
 from mpigrad._shapes import Array, Float
 from mpigrad.operations.indexing import put, take
 from mpigrad.waves.acoustic.scheme import Scheme
-from mpigrad.waves.acoustic.state import State, in_layers, pack, unpack
+from mpigrad.waves.acoustic.state import State, overlaps, pack, unpack
 from mpigrad.waves.face_exchange import exchange_faces
 from mpigrad.waves.interpolation import PointTable
 from mpigrad.waves.stability import SECOND_DERIVATIVES
@@ -81,7 +81,7 @@ def propagate(
     pairs = _total([p[i] * p[j] for i in axes for j in axes if i < j])
     before, after = (math.prod([1 + sign * x for x in p]) for sign in (-1, 1))
     triple = 4 * math.prod(p)
-    layers = jnp.asarray(in_layers(tile), dtype)
+    shared = jnp.asarray(overlaps(tile), dtype)
     spacing, order, three = tile.grid.spacing, scheme.order, tile.grid.ndim == 3
     volume = math.prod(spacing)
     inject, _ = _transfers(scheme, scheme.sources, scheme.survey.n_sources)
@@ -106,7 +106,7 @@ def propagate(
         ]
         if three:
             phis = [phis[i] + edges[i] * _first(padded[i][2], i, spacing[i], order) for i in axes]
-        psis = [psi + layers * w for psi in psis]
+        psis = [psi + shared * w for psi in psis]
         return (following, w, *phis, *psis), record(w)
 
     first = (state.field, state.previous, *unpack(tile, state.memory))

@@ -11,7 +11,7 @@ from mpigrad._shapes import Float
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.acoustic.state import memory_size
 from mpigrad.waves.interpolation import PointTable
-from mpigrad.waves.native_run import AcousticSettings, Run, RunSettings
+from mpigrad.waves.native_run import AcousticSettings, Run, RunSettings, native_axes
 from mpigrad.waves.run_agreement import fingerprint
 from mpigrad.waves.stability import wave_equation_limit
 from mpigrad.waves.survey import Survey
@@ -91,7 +91,7 @@ class Scheme:
                 dt=self.dt,
             ),
             AcousticSettings(stable_length=self.limit),
-            profiles=self.sigma,
+            profiles=tuple(self.sigma[a] for a in native_axes(self.tile.grid.ndim)),
             tables=(
                 (self.shots, survey.n_sources, self.sources),
                 (receiver_shots, survey.n_receivers, self.receivers),

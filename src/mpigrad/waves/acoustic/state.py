@@ -12,7 +12,7 @@ import numpy as np
 from mpigrad._shapes import Array, Bool, Float
 from mpigrad.waves.absorbing import WaveTile
 
-__all__ = ["State", "at_rest", "in_layers", "memory_size", "pack", "unpack"]
+__all__ = ["State", "at_rest", "in_layers", "memory_size", "overlaps", "pack", "unpack"]
 
 
 class State(NamedTuple):
@@ -29,6 +29,7 @@ class State(NamedTuple):
         The memories of the absorbing layers one after the other, in this rank's cells of the
         layers in C order: phi and psi on two axes, phi of each axis and psi on three. Shape
         (n_shots, 2 n_cells) or (n_shots, 4 n_cells), with n_cells = 0 on a tile without layers.
+        On three axes a step changes psi only in cells of two or three layers.
     """
 
     field: Float[Array, "shots ..."]
@@ -41,6 +42,16 @@ def in_layers(tile: WaveTile) -> Bool[np.ndarray, "*cells"]:
     inside = np.ones(tile.shape, bool)
     inside[tile.interior] = False
     return inside
+
+
+def overlaps(tile: WaveTile) -> Bool[np.ndarray, "*cells"]:
+    """Return a mask of this rank's cells that lie in layers of two or more axes."""
+    count = np.zeros(tile.shape, int)
+    for axis, part in enumerate(tile.interior):
+        layers = np.moveaxis(count, axis, 0)
+        layers[: part.start] += 1
+        layers[part.stop :] += 1
+    return count > 1
 
 
 def at_rest(tile: WaveTile, n_shots: int, dtype: np.dtype) -> State:

@@ -1,0 +1,17 @@
+// Acoustic waves on three axes, of each type and order.
+#include "waves/acoustic3d.h"
+
+#include "waves/run_as.h"
+
+namespace mpigrad::waves {
+
+ffi::Error run_acoustic3d(Kind kind, Call& c, const Setup& setup, Arguments& in, Results& out,
+                          bool rest, bool save) {
+  const bool doubles = in.get<Buffer>(0)->element_type() == ffi::F64;
+  const auto run = setup.tile.reach == 1
+                       ? (doubles ? run_as<Acoustic3d<double, 1>> : run_as<Acoustic3d<float, 1>>)
+                       : (doubles ? run_as<Acoustic3d<double, 2>> : run_as<Acoustic3d<float, 2>>);
+  return run(kind, c, setup, in, out, rest, save);
+}
+
+}  // namespace mpigrad::waves
