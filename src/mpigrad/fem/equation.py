@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mpigrad.fem.cell_values import cell_values, sum_over_cells
 from mpigrad.fem.space import Space
@@ -30,6 +29,7 @@ class Term:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     factor: Any
+
 
 class Equation:
     """A sum of forms with their parameters. `Energy` and `WeakForm` make it, and `+` adds them.
@@ -69,9 +69,7 @@ class Equation:
         return Equation(self.space, self.terms + other.terms)
 
     def __mul__(self, factor: Any) -> Equation:
-        return Equation(
-            self.space, tuple(replace(t, factor=t.factor * factor) for t in self.terms)
-        )
+        return Equation(self.space, tuple(replace(t, factor=t.factor * factor) for t in self.terms))
 
     __rmul__ = __mul__
 
@@ -115,15 +113,11 @@ class Equation:
         TypeError
             If a form is not an `Energy`.
         """
-        for term in self.terms:
-            if not hasattr(term.form, "total"):
-                raise TypeError(
-                    "Equation.integral: expected energies, got a WeakForm. Write the integrand as "
-                    "an Energy."
-                )
         here = cell_values(self.space, self._field(u))
         parts = [
-            self._kept(t, jnp.zeros((), here.dtype), lambda t=t: t.form.total(here, t.args, t.kwargs))
+            self._kept(
+                t, jnp.zeros((), here.dtype), lambda t=t: t.form.total(here, t.args, t.kwargs)
+            )
             for t in self.terms
         ]
         return functools.reduce(jnp.add, parts)
@@ -141,7 +135,7 @@ class Equation:
         One value for each own unknown, in the shape of u.
         """
         here = cell_values(self.space, self._field(u))
-        total = jnp.zeros_like(here)
+        total = tie_in(jnp.zeros_like(here), here)  # active even if this rank has no facets
         for term in self.terms:
             total = self._add(term, total, lambda t=term: t.form.residual(here, t.args, t.kwargs))
         return sum_over_cells(self.space, total)
@@ -160,7 +154,7 @@ class Equation:
         """
         here = cell_values(self.space, self._field(u))
         k = here.shape[1] * here.shape[2]
-        total = jnp.zeros((len(here), k, k), here.dtype)
+        total = tie_in(jnp.zeros((len(here), k, k), here.dtype), here)
         for term in self.terms:
             total = self._add(term, total, lambda t=term: t.form.matrix(here, t.args, t.kwargs))
         return Matrix.assemble(self.space.pattern, total)
@@ -180,9 +174,8 @@ class Equation:
         """Return what a term adds, zero if this rank has no facets of it."""
         if term.form.cells is not None and not len(term.form.cells):
             for leaf in jax.tree.leaves((term.args, term.kwargs, term.factor)):
-                leaf = jnp.asarray(leaf)
-                if jnp.issubdtype(leaf.dtype, jnp.inexact):
-                    zero = tie_in(zero, leaf)  # other ranks may have facets
+                if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+                    zero = tie_in(zero, jnp.asarray(leaf))  # other ranks may have facets
             return zero
         value = compute()
         return zero if value is None else value * jnp.asarray(term.factor, zero.dtype)

@@ -104,9 +104,10 @@ def _affine_error(
     corners: NDArray[np.float64], reference: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Return how far each corner is from the affine map of the first corner and its edges."""
-    axes = [int(np.flatnonzero((reference == unit).all(axis=1))[0]) for unit in np.eye(3)[
-        : reference.shape[1], : reference.shape[1]
-    ]]
+    axes = [
+        int(np.flatnonzero((reference == unit).all(axis=1))[0])
+        for unit in np.eye(3)[: reference.shape[1], : reference.shape[1]]
+    ]
     edges = corners[:, axes] - corners[:, :1]
     mapped = corners[:, :1] + np.einsum("kd,edi->eki", reference, edges)
     return np.abs(corners - mapped)

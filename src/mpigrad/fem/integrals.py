@@ -79,12 +79,8 @@ class CellIntegral(Integral):
     def __init__(self, space: Space, degree: int, mask: np.ndarray | None) -> None:
         self.space, self.mask, self.n = space, mask, space.mesh.n_cells
         mesh = space.mesh
-        self.rule: Rule = space.cached(
-            ("rule", degree), lambda: cell_rule(mesh.cell_type, degree)
-        )
-        self.geometry = mesh.cached(
-            ("geometry", degree), lambda: cell_geometry(mesh, self.rule)
-        )
+        self.rule: Rule = space.cached(("rule", degree), lambda: cell_rule(mesh.cell_type, degree))
+        self.geometry = mesh.cached(("geometry", degree), lambda: cell_geometry(mesh, self.rule))
         self.weights = self.rule.weights
 
     def coordinates(self, dtype: Any) -> AtPoints:
@@ -268,5 +264,3 @@ def _to_reference(f: jax.Array, inverses: jax.Array, axis: int) -> jax.Array:
     shape = (*inverses.shape[:2], *[1] * (f.ndim - 3), *inverses.shape[2:])
     moved = (f[..., None, :] * inverses.reshape(shape)).sum(-1)
     return jnp.moveaxis(moved, -1, axis)
-
-

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 
 __all__ = ["AtPoints", "dependence", "evaluate"]
 
@@ -46,14 +47,18 @@ def evaluate(function: Callable[..., Any], arguments: Sequence[AtPoints]) -> Any
     shapes = [jax.ShapeDtypeStruct(a.array.shape[2:], a.array.dtype) for a in arguments]
     closed, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
     leaves, structure = jax.tree.flatten(result)
-    flat = lambda *given: jax.tree.leaves(function(*given))
     values = []
     for k, (leaf, needed) in enumerate(zip(leaves, _dependence(closed), strict=True)):
         if not needed and _is_zero(closed, k):
             values.append(None)
-            continue
-        values.append(_at_points(lambda *given, k=k: flat(*given)[k], arguments, needed, leaf))
+        else:
+            values.append(_at_points(_entry(function, k), arguments, needed, leaf))
     return jax.tree.unflatten(structure, values)
+
+
+def _entry(function: Callable[..., Any], k: int) -> Callable[..., Any]:
+    """Return the function of array k of the result."""
+    return lambda *given: jax.tree.leaves(function(*given))[k]
 
 
 def dependence(function: Callable[..., Any], arguments: Sequence[AtPoints]) -> list[set[int]]:
@@ -87,7 +92,7 @@ def _is_zero(closed: Any, k: int) -> bool:
     with jax.ensure_compile_time_eval():
         zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
         try:
-            value = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *zeros)[k]
+            value = eval_jaxpr(closed.jaxpr, closed.consts, *zeros)[k]
             return not bool(jnp.any(value != 0))
         except jax.errors.ConcretizationTypeError:  # it closes over a traced value
             return False

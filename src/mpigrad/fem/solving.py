@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.fem.equation import Equation
@@ -124,7 +125,7 @@ def _mask(space: Space, fixed: Any) -> np.ndarray:
     mask = np.zeros(space.shape, bool)
     with raise_on_all_ranks(space.mesh.comm):
         if fixed is not None:
-            if isinstance(fixed, jax.core.Tracer):
+            if isinstance(fixed, Tracer):
                 raise TypeError(
                     "fem.solve: fixed must be known before tracing, got a traced array. Make it "
                     "by space.fixed(...) outside of the function."
@@ -133,8 +134,8 @@ def _mask(space: Space, fixed: Any) -> np.ndarray:
         if mask.dtype != bool or mask.shape != space.shape:
             raise TypeError(
                 f"fem.solve: fixed must be bools of shape {space.shape} on rank "
-                f"{space.mesh.comm.rank}, got dtype {mask.dtype} and shape {mask.shape}. Make it by "
-                "space.fixed(...)."
+                f"{space.mesh.comm.rank}, got dtype {mask.dtype} and shape {mask.shape}. Make it "
+                "by space.fixed(...)."
             )
     return mask
 
