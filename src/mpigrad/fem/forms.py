@@ -299,10 +299,12 @@ class Energy(Form):
 
         return scalar
 
-    @functools.cached_property
+    @property
     def total(self) -> Callable[..., jax.Array]:
-        """This rank's share of the integral: (u, args, kwargs) -> scalar."""
+        return self._total
 
+    @functools.cached_property
+    def _total(self) -> Callable[..., jax.Array]:
         def total(u: jax.Array, args: Any, kwargs: Any) -> jax.Array:
             law, points = self._at_points(u, args, kwargs)
             density = evaluate(self._scalar(law), points)

@@ -1,0 +1,220 @@
+"""Solves of finite elements: Mosaic's reference values, elasticity, messages, and misuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mesh_cases import mixed_up
+
+import mpigrad as mg
+from mpigrad import fem, sparse
+from mpigrad.sparse.matrix.kept_array import KeptArray
+
+# Compliances of the benchmark Mosaic (arXiv:2606.27895, Apache-2.0), means over its solvers in
+# float32: `thermal-mesh`, noise, and `structural-mesh`, density 1/2.
+HEAT = {6: 85.65074920654297, 12: 85.61940002441406, 16: 122.75733947753906}
+ELASTIC = {4: 0.0036651825066655874, 8: 0.003975324798375368}
+
+
+def noise(mesh):
+    generator = np.random.default_rng(0)
+    values = generator.standard_normal(mesh.n_cells_global).astype("f4")
+    return np.clip(0.5 + 0.3 * values, 0.05, 0.95).astype(float)[mesh.cell_ids]
+
+
+def total(comm, x):
+    return float(comm.mpi.allreduce(float(x)))
+
+
+def shuffled_box(shape, lengths, alone, comm):
+    """A box in the order of rank 0's file, divided across its axes."""
+    box = fem.box(shape, lengths, cell_type="hexahedron", comm=alone)
+    points, cells = np.empty_like(box.points), np.empty_like(box.cells)
+    points[box.vertex_ids], cells[box.cell_ids] = box.points, box.vertex_ids[box.cells]
+    return fem.distribute_mesh(
+        points, cells, "hexahedron", corner_order="basix", partition="coordinates", comm=comm
+    )
+
+
+@pytest.mark.thin(1, 3)
+@pytest.mark.parametrize("nx", HEAT)
+def test_heat_of_mosaic(nx, comm, alone):
+    mesh = shuffled_box((nx, nx // 2, 1), (2.0, 1.0, 2.0 / nx), alone, comm)
+    space = fem.Space(mesh)
+    heat = fem.Energy(space, lambda p, k: 0.5 * k * p.grad @ p.grad)
+    inflow = fem.Energy(space, lambda p, q: q * p.u, on=mesh.facets(lambda x: x[:, 0] == 2.0))
+    fixed = space.fixed(lambda x: x[:, 0] == 0.0)
+
+    def compliance(density):
+        k = 1e-3 + (1 - 1e-3) * density**3
+        T = fem.solve(heat(fem.PerCell(k)) - inflow(nx / 2), fixed, rtol=1e-10).value
+        return inflow(nx / 2).integral(T)
+
+    density = jnp.asarray(noise(mesh))
+    value, gradient = mg.jit(mg.value_and_grad(compliance, comm=comm))(density)
+    assert abs(float(value) / HEAT[nx] - 1) < 1e-6
+    direction = jnp.cos(jnp.asarray(mesh.cell_ids, float))
+    ends = [total(comm, mg.jit(compliance)(density + h * direction)) for h in (1e-5, -1e-5)]
+    slope = total(comm, jnp.vdot(gradient, direction))
+    assert abs((ends[0] - ends[1]) / 2e-5 / slope - 1) < 1e-6
+
+
+def elastic(p, E):
+    nu, strain = 0.3, 0.5 * (p.grad + p.grad.T)
+    lame, shear = E * nu / ((1 + nu) * (1 - 2 * nu)), E / (2 * (1 + nu))
+    return 0.5 * lame * jnp.trace(strain) ** 2 + shear * jnp.sum(strain**2)
+
+
+@pytest.mark.parametrize("nx", ELASTIC)
+def test_elasticity_of_mosaic(nx, comm, alone):
+    mesh = shuffled_box((nx, 2, 4), (2.0, 1.0, 1.0), alone, comm)
+    space = fem.Space(mesh, components=3)
+    body = fem.Energy(space, elastic)
+    load = fem.Energy(space, lambda p: -p.u[2], on=mesh.facets(lambda x: x[:, 0] == 2.0))
+    E = 70_000 * (1e-3 + (1 - 1e-3) * 0.5**3)
+    fixed = space.fixed(lambda x: x[:, 0] == 0.0)
+    u = fem.solve(body(E) - load(), fixed, rtol=1e-10).value
+    assert abs(total(comm, load().integral(u)) / ELASTIC[nx] - 1) < 1e-6
+
+
+@pytest.mark.ranks(1, 2)
+def test_rotations_make_elastic_solves_shorter(comm):
+    if not sparse.hypre_available():
+        pytest.skip("hypre is not installed")
+    mesh = fem.box((32, 2, 16), (2.0, 1.0, 1.0), cell_type="hexahedron", comm=comm)
+    space = fem.Space(mesh, components=3)
+    rotations = np.asarray(space.pattern.near_null)
+    A = fem.Energy(space, elastic)(1.0).jacobian()
+    for k in range(3):  # a rigid body is not strained
+        moved = A @ jnp.asarray(rotations[:, k])
+        assert float(jnp.abs(moved).max()) < 1e-12 * float(A.values.max()) * 10
+    fixed = space.fixed("xmin").reshape(-1)
+    b = jnp.asarray(np.cos(np.arange(space.pattern.n_local) + space.pattern.offset))
+    steps = []
+    for near_null in (False, True):
+        amg = sparse.BoomerAMG(unknowns_per_cell=3, near_null=near_null)
+        system = A.at_boundary(fixed, b, 0.0)
+        found = sparse.solve(*system, sparse.PCG(rtol=1e-8, preconditioner=amg))
+        again = sparse.solve(system[0] * 1.01, b, sparse.PCG(preconditioner=amg))
+        assert int(again.result) == 0
+        steps.append(int(found.stats["num_steps"]))
+    assert steps[1] < steps[0]
+
+
+def test_near_null_is_refused_where_it_has_no_vectors(comm):
+    if not sparse.hypre_available():
+        pytest.skip("hypre is not installed")
+    own = 2 * comm.rank + np.arange(2)
+    pattern = sparse.Pattern.from_coo(own, own, 2, comm)
+    amg = sparse.BoomerAMG(unknowns_per_cell=2, near_null=True)
+    with pytest.raises(ValueError, match=r"near_null=True needs a pattern with near-null vectors"):
+        sparse.solve(
+            sparse.Matrix(pattern, jnp.ones(2)), jnp.ones(2), sparse.PCG(preconditioner=amg)
+        )
+    with pytest.raises(ValueError, match="needs unknowns_per_cell above 1"):
+        sparse.BoomerAMG(near_null=True)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_residual_and_jacobian_over_all_ranks(comm, alone):
+    """The Jacobian is the derivative of the residual, which is that of the integral."""
+    mesh = fem.distribute_mesh(**mixed_up("triangle", alone), partition="coordinates", comm=comm)
+    space = fem.Space(mesh, 2, components=2)
+    w = jnp.array([0.3, 0.7])
+    form = fem.WeakForm(space, lambda p: (p.u**2 + p.grad @ w, jnp.outer(jnp.sin(p.u), w) + p.grad))
+    energy = fem.Energy(
+        space, lambda p: jnp.sum(p.u**4) + p.u @ p.grad @ w, on=mesh.facets("inlet")
+    )
+    equation = form() + 2 * energy()
+    u = jnp.asarray(space.interpolate(lambda x: np.sin(x[:, :2] * 3)))
+    v = jnp.asarray(space.interpolate(lambda x: np.cos(x[:, :2] * 2 + 1)))
+    A = equation.jacobian(u)
+    residual, moved = jax.jvp(equation.residual, (u,), (v,))
+    np.testing.assert_allclose(A @ v.reshape(-1), moved.reshape(-1), atol=1e-12)
+    back = mg.vjp(equation.residual, u)[1](v)[0]
+    np.testing.assert_allclose(A.T @ v.reshape(-1), back.reshape(-1), atol=1e-12)
+    slope = mg.grad(energy().integral)(u)
+    np.testing.assert_allclose(slope, energy().residual(u), atol=1e-12)
+    assert not equation.is_linear
+    with pytest.raises(TypeError, match="expected energies, got a WeakForm"):
+        equation.integral(u)
+    assert residual.shape == space.shape
+
+
+@pytest.mark.ranks(2, 3)
+def test_forms_on_some_cells_add_up(comm, alone):
+    mesh = fem.distribute_mesh(**mixed_up("hexahedron", alone), partition="coordinates", comm=comm)
+    space = fem.Space(mesh)
+    volume = lambda on: total(comm, fem.Energy(space, lambda p: 1.0, on=on)().integral())
+    parts = volume(mesh.cells_with("left")), volume(~mesh.cells_with("left"))
+    assert parts[0] > 0 and parts[1] > 0
+    np.testing.assert_allclose(sum(parts), 3.0, rtol=1e-12)
+    area = fem.Energy(space, lambda p: p.normal @ p.x, on=mesh.boundary_facets())
+    np.testing.assert_allclose(total(comm, area().integral()), 3 * 3.0, rtol=1e-12)  # Gauss
+
+
+@pytest.mark.ranks(1)
+def test_programs_hold_no_large_constants(comm):
+    mesh = fem.box((24, 24), (1.0, 1.0), cell_type="triangle", comm=comm)
+    space = fem.Space(mesh, 2)
+    form = fem.Energy(space, lambda p, k: 0.5 * k * p.grad @ p.grad - p.x[0] * p.u)
+    fixed = space.fixed("xmin")
+    run = jax.jit(lambda k: fem.solve(form(fem.PerCell(k)), fixed).value)
+    text = run.lower(jnp.ones(mesh.n_cells)).as_text()
+    longest = max(len(line) for line in text.splitlines())
+    assert longest < 20_000, longest
+
+
+def test_kept_arrays_are_read_by_programs():
+    array = np.arange(20_000.0).reshape(100, 200)
+    kept = KeptArray(array)
+    f = lambda x: jnp.sum(kept(x.dtype) * x)
+    expected = array.sum()
+    assert float(jax.jit(f)(2.0)) == 2 * expected
+    assert float(jax.jit(jax.grad(f))(2.0)) == expected
+    np.testing.assert_array_equal(jax.vmap(f)(jnp.arange(3.0)), expected * np.arange(3))
+    assert kept(np.float32).dtype == np.float32
+
+    def program_of(kept):
+        return jax.jit(lambda x: kept(x.dtype)[3] * x)
+
+    for _ in range(3):  # programs keep the array alive
+        assert float(program_of(KeptArray(array + 1))(1.0)[4]) == array[3, 4] + 1
+
+
+def test_misuse_is_one_error(comm):
+    mesh = fem.box((6, 4), (1.0, 1.0), comm=comm)
+    space = fem.Space(mesh)
+    energy = fem.Energy(space, lambda p, k: 0.5 * k * p.grad @ p.grad - p.u)
+    with pytest.raises(TypeError, match="integrand must be a function of a point"):
+        fem.Energy(space, 3 if comm.rank == comm.size - 1 else (lambda p: p.u))
+    with pytest.raises(ValueError, match="degree must be an integer from 0 to 30"):
+        fem.Energy(space, lambda p: p.u, degree=-1)
+    with pytest.raises(TypeError, match="on must be facets"):
+        fem.Energy(space, lambda p: p.u, on=np.ones(3))
+    other = fem.box((6, 4), (1.0, 1.0), comm=comm)
+    with pytest.raises(ValueError, match="on must be facets of this space's mesh"):
+        fem.Energy(space, lambda p: p.u, on=other.facets("xmin"))
+    with pytest.raises(ValueError, match="Nodal must be a field on this space's mesh"):
+        energy(fem.Nodal(fem.Space(other), jnp.zeros(space.shape)))
+    with pytest.raises(ValueError, match=r"PerCell must have the shape \(\d+, \.\.\.\)"):
+        energy(fem.PerCell(jnp.ones(3))).jacobian()
+    with pytest.raises(TypeError, match="the integrand must return a scalar"):
+        fem.Energy(space, lambda p: p.grad)().integral()
+    with pytest.raises(TypeError, match="must return the pair"):
+        fem.WeakForm(space, lambda p: p.u)().residual(jnp.zeros(space.shape))
+    with pytest.raises(TypeError, match=r"f1 must have the shape of p\.grad"):
+        fem.WeakForm(space, lambda p: (None, p.u))().residual(jnp.zeros(space.shape))
+    with pytest.raises(ValueError, match="expected a field of shape"):
+        energy(1.0).residual(jnp.zeros(3))
+    with pytest.raises(TypeError, match=r"fixed must be bools of shape"):
+        fem.solve(energy(1.0), np.zeros(3, bool))
+    with pytest.raises(ValueError, match="component must be an integer from 0 to 0"):
+        space.fixed("xmin", component=1)
+    with pytest.raises(ValueError, match="expected forms of the same space"):
+        energy(1.0) + fem.Energy(fem.Space(mesh), lambda p: p.u)()
+    for run in (lambda f: f, mg.jit):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="a constant can be added to comp"):
+            jax.block_until_ready(run(lambda k: fem.solve(energy(k)).value)(1.0))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"NaN|not finite"):
+        jax.block_until_ready(fem.solve(energy(jnp.nan), space.fixed("xmin")).value)
