@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,6 @@ from mpigrad.fem.space import Space
 from mpigrad.operations.carrier import tie_in
 from mpigrad.sparse import Matrix
 
-if TYPE_CHECKING:
-    from mpigrad.fem.forms import Form
-
 __all__ = ["Equation", "Term"]
 
 
@@ -25,7 +22,7 @@ __all__ = ["Equation", "Term"]
 class Term:
     """A form with its parameters, times a factor."""
 
-    form: Form
+    form: Any  # a Form
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     factor: Any

@@ -1,4 +1,4 @@
-"""What an integrand sees at one point of a cell or a facet."""
+"""Points of cells and facets, as integrands see them."""
 
 from __future__ import annotations
 
