@@ -82,11 +82,11 @@ np.testing.assert_array_equal(total, 2 * np.arange(1000) + 1)
 waves = native_library(waves_library())
 steps, nx, ny = 40, 12, 20
 integer, data = ctypes.c_int64, ctypes.c_void_p
-sides = [-1, 1, -1, -1] if rank == 0 else [0, -1, -1, -1]
+sides = [-1, 1, -1, -1, -1, -1] if rank == 0 else [0, -1, -1, -1, -1, -1]
 description = struct.pack(
-    "21q4d3qq",
-    *(1, 232, 0, 0, nx, ny, 0, 0, 0, 0, *sides, 2, steps, 1, 1, -1, 1 << 28, 7),
-    *(1e-3, 10.0, 10.0, 6.0, 0, 1, 0, 0),
+    "26q5d3qq",
+    *(2, 280, 0, 0, nx, ny, 1, *[0] * 6, *sides, 2, steps, 1, 1, -1, 1 << 28, 7),
+    *(1e-3, 10.0, 10.0, 1.0, 6.0, 0, 1, 0, 0),
 )
 run = integer()
 waves.mpigrad_waves_create_run.restype = ctypes.c_char_p
