@@ -60,6 +60,7 @@ def step(state, _, grid):
     force = -jnp.stack(fft.gradient(potential, layout), axis=-1)
     v = v + dt * interpolate(force, x, grid)
     x = (x + dt * v) % np.array(grid.shape)
+    x = jnp.where(x < np.array(grid.shape), x, 0.0)  # -1e-17 % 8 is 8.0
     owner = rank_at_position(x, grid)
     leaving = jnp.sum(alive & (owner != grid.comm.rank))
     (x, v, mass), alive = exchange_particles((x, v, mass), owner, alive, room, comm=grid.comm)

@@ -24,6 +24,23 @@ def test_derivatives_of_waves():
     np.testing.assert_allclose(du[0], 2 * np.cos(2 * x) * np.cos(1.5 * y), atol=1e-12)
     np.testing.assert_allclose(du[1], -1.5 * np.sin(2 * x) * np.sin(1.5 * y), atol=1e-12)
     np.testing.assert_allclose(fft.laplacian(u, layout), -(4 + 1.5**2) * u, atol=1e-11)
+    # As many fields behind as cells along an axis, which must not be taken for the axis.
+    several = u[..., None] * jnp.arange(1.0, 1 + len(y[0]))
+    for one, many in zip(du, fft.gradient(several, layout), strict=True):
+        np.testing.assert_allclose(many[..., 2], 3 * one, atol=1e-12)
+
+
+def test_misuse_is_an_error(comm):
+    grid = periodic_grid()
+    layout, f = fft.Layout.of(grid, real=True), jnp.ones(grid.local_shape)
+    for shift in (-1.0, np.nan):
+        with pytest.raises(ValueError, match="shift must be finite and not negative"):
+            fft.solve_helmholtz(f, layout, shift)
+    with pytest.raises(ValueError, match="shift must be a number, got shape"):
+        fft.solve_helmholtz(f, layout, f)
+    if comm.size > 1:
+        with pytest.raises(ValueError, match="real, axes and kinds must be the same on all ranks"):
+            fft.Layout(grid, axes=(0, 1) if comm.rank == 0 else (1, 0))
 
 
 def test_the_highest_mode_has_no_derivative():

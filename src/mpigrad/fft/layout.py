@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpigrad.collective_errors import assert_same_on_all_ranks
 from mpigrad.fft.division import Division
 from mpigrad.fft.plan import Kind, make_plan
 from mpigrad.grid.grid import Grid
@@ -55,7 +56,7 @@ class Layout:
     ------
     ValueError
         If an axis is not one of the grid or is named twice, a kind is unknown, or a divided axis is
-        the only axis of the grid.
+        the only axis of the grid. On all ranks: if the arguments differ between ranks.
 
     Examples
     --------
@@ -80,6 +81,8 @@ class Layout:
         self.grid = grid
         self.axes = _checked_axes(grid, axes)
         self.kinds = _checked_kinds(self.axes, kinds, real)
+        settings = bool(real), self.axes, self.kinds
+        assert_same_on_all_ranks(grid.comm, settings, "fft.Layout: real, axes and kinds")
         self.plan = make_plan(Division.of_tiles(grid), self.axes, self.kinds)
         for step in self.plan.exchanges:
             step.division.communicator(grid.comm, step.gather)

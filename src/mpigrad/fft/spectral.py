@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from numpy.typing import NDArray
 
 from mpigrad.fft.layout import Layout
@@ -29,7 +30,7 @@ def gradient(u: Any, layout: Layout) -> tuple[Any, ...]:
     Parameters
     ----------
     u
-        This rank's tile of a field, of shape (lx, ly) on a grid with two axes.
+        This rank's tile of a field, of shape (lx, ly, *rest) on a grid with two axes.
     layout
         The layout of the spectrum, of periodic axes.
 
@@ -62,7 +63,7 @@ def gradient(u: Any, layout: Layout) -> tuple[Any, ...]:
         )
     spectrum = forward(u, layout)
     parts = [
-        spectrum * jnp.asarray(1j * np.where(_is_highest(layout, i, m), 0, k), spectrum.dtype)
+        spectrum * (1j * as_factor(np.where(_is_highest(layout, i, m), 0, k), spectrum))
         for i, (m, k) in enumerate(zip(layout.modes(), layout.wavenumbers(), strict=True))
     ]
     return tuple(inverse(parts, layout))
@@ -100,7 +101,7 @@ def solve_helmholtz(f: Any, layout: Layout, shift: Any = 0.0, *, stencil: bool =
         The layout of the spectrum. Axes of kind "fft" are periodic, "dct" has no flux through the
         walls, and "dst" is zero there.
     shift
-        A number, not negative. Derivatives with respect to it are exact.
+        A number, not negative, the same on all ranks. Derivatives with respect to it are exact.
     stencil
         True to invert the second-order stencil of 3, 5 or 7 points on the cells instead of the
         exact Laplacian.
@@ -109,6 +110,11 @@ def solve_helmholtz(f: Any, layout: Layout, shift: Any = 0.0, *, stencil: bool =
     -------
     An array like `f`. Without shift and without a "dst" axis the solution is unique up to a
     constant: its mean is zero, and the mean of `f` is ignored.
+
+    Raises
+    ------
+    ValueError
+        If `shift` is an array with axes, or is known and is negative or not finite.
 
     Examples
     --------
@@ -121,8 +127,11 @@ def solve_helmholtz(f: Any, layout: Layout, shift: Any = 0.0, *, stencil: bool =
     >>> bool(jnp.allclose(u, jnp.sin(2 * x), atol=1e-5))
     True
     """
+    _check_shift(shift)
     spectrum = forward(f, layout)
-    symbol = as_factor(eigenvalues(layout, stencil=stencil), spectrum) + shift
+    symbol = as_factor(eigenvalues(layout, stencil=stencil), spectrum) + jnp.asarray(
+        shift, spectrum.real.dtype
+    )
     singular = symbol == 0
     safe = jnp.where(singular, 1, symbol)
     return inverse(jnp.where(singular, 0, spectrum / safe), layout)
@@ -148,6 +157,19 @@ def dealias(spectrum: Any, layout: Layout) -> Any:
         keep = keep & (np.abs(modes) < limit)
     keep = keep.reshape(keep.shape + (1,) * (jnp.ndim(spectrum) - keep.ndim))
     return jnp.where(keep, spectrum, 0)
+
+
+def _check_shift(shift: Any) -> None:
+    if jnp.ndim(shift) != 0:
+        raise ValueError(
+            f"fft.solve_helmholtz: shift must be a number, got shape {jnp.shape(shift)}. For a "
+            "coefficient that varies, solve with PCG and the preconditioner fft.Helmholtz."
+        )
+    if not isinstance(shift, Tracer) and not 0 <= float(shift) < np.inf:
+        raise ValueError(
+            f"fft.solve_helmholtz: shift must be finite and not negative, got {shift}. Choose one "
+            "such as 1.0."
+        )
 
 
 def _is_highest(layout: Layout, i: int, modes: NDArray[Any]) -> NDArray[Any]:
