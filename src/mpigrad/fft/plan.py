@@ -148,8 +148,8 @@ def _new_axis(division: Division, axis: int, todo: list[int]) -> int:
     others = [a for a in range(len(division.shape)) if a != axis]
     if not others:
         raise ValueError(
-            "a transform along the only axis of a grid needs this axis whole on each rank, got "
-            f"{division.mesh[division.by[axis][0]]} tiles. Gather the field, or use a grid with "
-            "two or three axes."
+            "fft: a transform along the only axis of a grid needs this axis whole on each rank, "
+            f"got {division.mesh[division.by[axis][0]]} tiles. Use 1 rank, gather the field, or "
+            "use a grid with two or three axes."
         )
     return max(others, key=lambda a: (a not in todo, not division.by[a], division.shape[a]))

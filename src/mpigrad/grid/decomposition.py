@@ -24,10 +24,11 @@ def choose_dims(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     """
     fitting = list(_factorizations(ranks, shape))
     if not fitting:
+        most = next(n for n in range(ranks - 1, 0, -1) if any(_factorizations(n, shape)))
         raise ValueError(
             f"Grid: every tile must have a cell, but {ranks} ranks cannot share {_product(shape)} "
             f"cells: every division of {ranks} ranks into tiles has more tiles than cells along an "
-            "axis. Use fewer ranks (-n) or more cells."
+            f"axis. Use at most {most} ranks (-n {most}), or more cells."
         )
 
     def cost(dims: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
