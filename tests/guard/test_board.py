@@ -121,9 +121,15 @@ def test_the_memory_of_the_board_is_reserved(monkeypatch: pytest.MonkeyPatch) ->
         finally:
             os.unlink(path)
     full(monkeypatch, "/dev/shm", temporary)
-    left = set(os.listdir("/dev/shm")) | set(os.listdir(temporary))
+    made, make = [], tempfile.mkstemp  # other jobs make files there at the same time
+
+    def record(**where: Any) -> tuple[int, str]:
+        made.append(make(**where))
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkstemp", record)
     assert b._create(size, 2) == ""
-    assert not {f for f in os.listdir("/dev/shm") if f.startswith("mpigrad-")} - left
+    assert len(made) == 2 and not any(os.path.exists(path) for _, path in made)
 
 
 def test_a_communicator_without_space_on_the_board(
