@@ -36,7 +36,7 @@ def shuffled_box(shape, lengths, alone, comm):
     )
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("nx", HEAT)
 def test_heat_of_mosaic(nx, comm, alone):
     mesh = shuffled_box((nx, nx // 2, 1), (2.0, 1.0, 2.0 / nx), alone, comm)
@@ -77,7 +77,7 @@ def test_elasticity_of_mosaic(nx, comm, alone):
     assert abs(total(comm, load().integral(u)) / ELASTIC[nx] - 1) < 1e-6
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.thin(2)
 def test_rotations_make_elastic_solves_shorter(comm):
     if not sparse.hypre_available():
         pytest.skip("hypre is not installed")
@@ -115,7 +115,7 @@ def test_near_null_is_refused_where_it_has_no_vectors(comm):
         sparse.BoomerAMG(near_null=True)
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.thin(3)
 def test_residual_and_jacobian_over_all_ranks(comm, alone):
     """The Jacobian is the derivative of the residual, which is that of the integral."""
     mesh = fem.distribute_mesh(**mixed_up("triangle", alone), partition="coordinates", comm=comm)

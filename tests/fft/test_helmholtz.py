@@ -51,7 +51,7 @@ def variable(grid, amplitude):
     return 1 + amplitude * jnp.sin(x) * jnp.cos(y / 2)
 
 
-@pytest.mark.thin(1, 2, 3, 4)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("method", KRYLOV)
 def test_it_preconditions_a_matrix(method):
     grid = periodic_grid()
@@ -70,7 +70,7 @@ def test_it_preconditions_a_matrix(method):
     np.testing.assert_allclose(A @ found.value, f.ravel(), atol=1e-8)
 
 
-@pytest.mark.thin(1, 2, 3, 4)
+@pytest.mark.thin(2)
 def test_the_gradient_of_a_preconditioned_solve_is_that_of_one_rank(alone):
     def gradient(grid):
         layout = fft.Layout.of(grid, real=True)
