@@ -153,6 +153,35 @@ def test_forms_on_some_cells_add_up(comm, alone):
     np.testing.assert_allclose(total(comm, area().integral()), 3 * 3.0, rtol=1e-12)  # Gauss
 
 
+@pytest.mark.parametrize("kind", ["triangle", "tetrahedron", "hexahedron"])
+def test_rules_of_a_space_do_not_share_tables(kind, comm):
+    """Rules of different degrees may have the same number of points."""
+    dim = 2 if kind == "triangle" else 3
+    mesh = fem.box((2,) * dim, (1.0,) * dim, cell_type=kind, comm=comm)
+    space = fem.Space(mesh, 2)
+    u = jnp.asarray(space.interpolate(lambda x: x[:, 0]))
+    for degree in range(1, 9):
+        power = fem.Energy(space, lambda p, k=degree: p.u**k, degree=degree)
+        np.testing.assert_allclose(total(comm, power().integral(u)), 1 / (degree + 1), rtol=1e-12)
+
+
+def test_a_form_may_close_over_traced_values(comm):
+    """Also a vector equation without an energy, whose matrix is not symmetric."""
+    mesh = fem.box((4, 3), (1.0, 1.0), cell_type="triangle", comm=comm)
+    space = fem.Space(mesh, components=2)
+    fixed = space.fixed("xmin")
+    w = jnp.array([0.5, 1.0])
+
+    def loss(k):
+        form = fem.WeakForm(space, lambda p: (p.grad @ w + k * p.u**3 - 1, p.grad))
+        return jnp.sum(fem.solve(form(), fixed, rtol=1e-12).value ** 2)
+
+    value, slope = mg.jit(mg.value_and_grad(loss, replicated=0, comm=comm))(0.7)
+    ends = [total(comm, mg.jit(loss)(0.7 + h)) for h in (1e-4, -1e-4)]
+    assert abs((ends[0] - ends[1]) / 2e-4 / float(slope) - 1) < 1e-6
+    assert float(value) > 0
+
+
 @pytest.mark.ranks(1)
 def test_programs_hold_no_large_constants(comm):
     mesh = fem.box((24, 24), (1.0, 1.0), cell_type="triangle", comm=comm)

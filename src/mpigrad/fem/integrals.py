@@ -78,6 +78,7 @@ class CellIntegral(Integral):
 
     def __init__(self, space: Space, degree: int, mask: np.ndarray | None) -> None:
         self.space, self.mask, self.n = space, mask, space.mesh.n_cells
+        self.degree = degree
         mesh = space.mesh
         self.rule: Rule = space.cached(("rule", degree), lambda: cell_rule(mesh.cell_type, degree))
         self.geometry = mesh.cached(("geometry", degree), lambda: cell_geometry(mesh, self.rule))
@@ -99,7 +100,7 @@ class CellIntegral(Integral):
                 gradients = gradients[:1]
             return values, gradients
 
-        return space.cached(("tables", len(self.rule.weights)), make)
+        return space.cached(("tables", self.degree), make)
 
     def field(self, space: Space, values: jax.Array) -> tuple[AtPoints, AtPoints]:
         dtype = values.dtype

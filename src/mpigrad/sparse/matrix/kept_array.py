@@ -14,7 +14,7 @@ import numpy as np
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, batching, mlir
 from mpigrad.operations.native_targets import register_target
-from mpigrad.runtime.native import native_library
+from mpigrad.sparse.matrix.multilinear import kernels_library
 
 __all__ = ["KeptArray"]
 
@@ -23,12 +23,7 @@ _TARGET = "mpigrad_kernels_kept_array"
 
 @functools.cache
 def _library() -> Any:
-    lib = native_library("mpigrad_kernels")
-    if lib is None:
-        raise ImportError(
-            "mpigrad.sparse: the native library of sparse products is missing from this "
-            "installation. Build it with `make setup`, or `pip install .`."
-        )
+    lib = kernels_library()
     lib.mpigrad_kernels_keep.restype = ctypes.c_int64
     lib.mpigrad_kernels_keep.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     lib.mpigrad_kernels_forget.argtypes = [ctypes.c_int64]

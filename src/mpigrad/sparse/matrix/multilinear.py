@@ -31,6 +31,7 @@ __all__ = [
     "add_up",
     "contract",
     "count_contractions",
+    "kernels_library",
     "multiply_patterns",
     "positions",
     "select",
@@ -44,7 +45,8 @@ _TOO_MANY = "Pattern: {} on one rank are more than 32 bits can count (2**31 - 1)
 
 
 @functools.cache
-def _library() -> Any:
+def kernels_library() -> Any:
+    """Return the native library of sparse products, or raise an error."""
     lib = native_library("mpigrad_kernels")
     if lib is None:
         raise ImportError(
@@ -85,7 +87,7 @@ def multiply_patterns(
     product_starts, columns = np.empty(len(starts), np.int64), np.empty(meetings, np.int64)
     target = np.empty(meetings, np.int32)
     arrays = (*given, product_starts, columns, target)
-    entries = _library().mpigrad_kernels_multiply_patterns(
+    entries = kernels_library().mpigrad_kernels_multiply_patterns(
         len(starts) - 1, *(a.ctypes.data for a in arrays)
     )
     if entries < 0:
@@ -95,7 +97,7 @@ def multiply_patterns(
 
 def count_contractions() -> int:
     """Return the number of contractions that the native library keeps now."""
-    return _library().mpigrad_kernels_count()
+    return kernels_library().mpigrad_kernels_count()
 
 
 class _Native(ctypes.Structure):
@@ -118,7 +120,7 @@ class _Handle:
     def __init__(
         self, owner: TrilinearContraction, kind: int, arrays: Mapping[str, np.ndarray | None]
     ):
-        lib = _library()
+        lib = kernels_library()
         self.owner, self.kind, self.arrays = weakref.ref(owner), kind, arrays
         self.sizes = owner.sizes
         addresses = {k: None if a is None else a.ctypes.data for k, a in arrays.items()}
