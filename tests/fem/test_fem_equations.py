@@ -236,6 +236,8 @@ def test_misuse_is_one_error(comm):
         fem.WeakForm(space, lambda p: (None, p.u))().residual(jnp.zeros(space.shape))
     with pytest.raises(ValueError, match="expected a field of shape"):
         energy(1.0).residual(jnp.zeros(3))
+    with pytest.raises(TypeError, match="expected an Equation, got Energy"):
+        fem.solve(energy, space.fixed("xmin"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"fixed must be bools of shape"):
         fem.solve(energy(1.0), np.zeros(3, bool))
     with pytest.raises(ValueError, match="component must be an integer from 0 to 0"):

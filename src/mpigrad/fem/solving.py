@@ -67,7 +67,7 @@ def solve(
     Raises
     ------
     TypeError, ValueError
-        On all ranks: if `fixed` is not such a mask.
+        On all ranks: if `fixed` is not such a mask, or `equation` is not an `Equation`.
     jax.errors.JaxRuntimeError
         On all ranks: if no solution is found and `throw` is true, or if the fixed unknowns leave a
         constant field free.
@@ -87,6 +87,11 @@ def solve(
     >>> bool(jnp.allclose(u, x * (1 - x) / 2, atol=1e-4))
     True
     """
+    if not isinstance(equation, Equation):
+        raise TypeError(
+            f"fem.solve: expected an Equation, got {type(equation).__name__}. Call a form with its "
+            "parameters, as in fem.solve(energy(k), fixed)."
+        )
     space = equation.space
     mask = _mask(space, fixed)
     dtype = jnp.result_type(float if u0 is None else u0, values, *_dtypes(equation))
