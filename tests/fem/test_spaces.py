@@ -137,3 +137,11 @@ def test_the_order_of_a_file_is_kept(comm, alone):
     u = fem.Space(mesh).interpolate(lambda x: x[:, 0] + 2 * x[:, 2])
     expected = arrays["points"][:, 0] + 2 * arrays["points"][:, 2]
     assert np.array_equal(in_file_order(mesh, mesh.vertex_ids, u), expected)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_values_at_vertices(degree, comm, alone):
+    mesh = fem.distribute_mesh(**mixed_up("triangle", alone), partition="coordinates", comm=comm)
+    space = fem.Space(mesh, degree)
+    at_vertices = space.node_points[space.vertex_nodes]
+    np.testing.assert_array_equal(at_vertices, mesh.points[: mesh.vertices.n_local])

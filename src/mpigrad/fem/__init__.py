@@ -22,12 +22,17 @@ if TYPE_CHECKING:
     from mpigrad.fem.point import Point as Point
     from mpigrad.fem.solving import solve as solve
     from mpigrad.fem.space import Space as Space
+    from mpigrad.fem.stepping import Motion as Motion
+    from mpigrad.fem.stepping import newmark_step as newmark_step
+    from mpigrad.fem.stepping import start_motion as start_motion
+    from mpigrad.fem.stepping import theta_step as theta_step
 
 _NAMES = {
     "Energy": "forms",
     "Equation": "equation",
     "Facets": "mesh",
     "Mesh": "mesh",
+    "Motion": "stepping",
     "Nodal": "parameters",
     "Numbering": "numbering",
     "Observation": "observation",
@@ -39,8 +44,11 @@ _NAMES = {
     "WeakForm": "forms",
     "box": "boxes",
     "distribute_mesh": "distribute",
+    "newmark_step": "stepping",
     "read_mesh": "mesh_files",
     "solve": "solving",
+    "start_motion": "stepping",
+    "theta_step": "stepping",
 }
 
 __getattr__, __dir__, __all__ = _lazy.attach(__name__, _NAMES)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mpigrad.fem.cell_values import cell_values, sum_over_cells
 from mpigrad.fem.space import Space
@@ -31,12 +32,16 @@ class Term:
 class Equation:
     """A sum of forms with their parameters. `Energy` and `WeakForm` make it, and `+` adds them.
 
+    `+` and `-` with a field add forces at nodes to the residual, or subtract them.
+
     Attributes
     ----------
     space
         The space of the field.
     terms
         The forms with their parameters.
+    load
+        What fields have added to the residual, in the shape of a field, or None.
 
     Examples
     --------
@@ -52,10 +57,14 @@ class Equation:
     (0.0, (25,), True)
     """
 
-    def __init__(self, space: Space, terms: tuple[Term, ...]) -> None:
-        self.space, self.terms = space, terms
+    __array_ufunc__ = None  # NumPy leaves array + equation to __radd__
+
+    def __init__(self, space: Space, terms: tuple[Term, ...], load: Any = None) -> None:
+        self.space, self.terms, self.load = space, terms, load
 
     def __add__(self, other: Any) -> Equation:
+        if isinstance(other, np.ndarray | jax.Array):
+            other = Equation(self.space, (), self._load(other))
         if not isinstance(other, Equation):
             return NotImplemented
         if other.space is not self.space:
@@ -63,10 +72,15 @@ class Equation:
                 f"Equation: expected forms of the same space, got {self.space} and {other.space}. "
                 "Make both forms with one Space object."
             )
-        return Equation(self.space, self.terms + other.terms)
+        loads = [each for each in (self.load, other.load) if each is not None]
+        load = functools.reduce(jnp.add, loads) if loads else None
+        return Equation(self.space, self.terms + other.terms, load)
+
+    __radd__ = __add__
 
     def __mul__(self, factor: Any) -> Equation:
-        return Equation(self.space, tuple(replace(t, factor=t.factor * factor) for t in self.terms))
+        terms = tuple(replace(t, factor=t.factor * factor) for t in self.terms)
+        return Equation(self.space, terms, None if self.load is None else self.load * factor)
 
     __rmul__ = __mul__
 
@@ -74,7 +88,11 @@ class Equation:
         return self * -1.0
 
     def __sub__(self, other: Any) -> Equation:
-        return self + (-other) if isinstance(other, Equation) else NotImplemented
+        known = isinstance(other, Equation | np.ndarray | jax.Array)
+        return self + (-other) if known else NotImplemented
+
+    def __rsub__(self, other: Any) -> Equation:
+        return -self + other
 
     @property
     def symmetric(self) -> bool:
@@ -110,13 +128,16 @@ class Equation:
         TypeError
             If a form is not an `Energy`.
         """
-        here = cell_values(self.space, self._field(u))
+        u = self._field(u)
+        here = cell_values(self.space, u)
         parts = [
             self._kept(
                 t, jnp.zeros((), here.dtype), lambda t=t: t.form.total(here, t.args, t.kwargs)
             )
             for t in self.terms
         ]
+        if self.load is not None:
+            parts.append(jnp.vdot(self.load, u).astype(u.dtype))
         return functools.reduce(jnp.add, parts)
 
     def residual(self, u: Any) -> jax.Array:
@@ -135,7 +156,8 @@ class Equation:
         total = tie_in(jnp.zeros_like(here), here)  # active even if this rank has no facets
         for term in self.terms:
             total = self._add(term, total, lambda t=term: t.form.residual(here, t.args, t.kwargs))
-        return sum_over_cells(self.space, total)
+        sums = sum_over_cells(self.space, total)
+        return sums if self.load is None else sums + self.load.astype(sums.dtype)
 
     def jacobian(self, u: Any = None) -> Matrix:
         """Return the derivative of the residual in the field (collective).
@@ -155,6 +177,47 @@ class Equation:
         for term in self.terms:
             total = self._add(term, total, lambda t=term: t.form.matrix(here, t.args, t.kwargs))
         return Matrix.assemble(self.space.pattern, total)
+
+    def lumped(self, u: Any = None) -> jax.Array:
+        """Return a diagonal in place of the Jacobian, for masses (collective).
+
+        The diagonal of each element matrix is scaled so that its sum over a component's nodes is
+        that of all entries of this component. So it is positive in elements of degree 2, too
+        (Hinton, Rock and Zienkiewicz, "A note on mass lumping and related processes in the finite
+        element method", Earthquake Engineering & Structural Dynamics 4, 1976).
+
+        Parameters
+        ----------
+        u
+            The field at which it is taken. Default: zero.
+
+        Returns
+        -------
+        One value for each own unknown, in the shape of a field.
+
+        Examples
+        --------
+        >>> from mpigrad import fem
+        >>> space = fem.Space(fem.box((2, 1), (2.0, 1.0)))
+        >>> mass = fem.Energy(space, lambda p: 0.5 * 3.0 * p.u**2)
+        >>> float(mass().lumped().sum())
+        6.0
+        """
+        here = cell_values(self.space, self._field(u))
+        total = tie_in(jnp.zeros_like(here), here)
+        for term in self.terms:
+            total = self._add(term, total, lambda t=term: _lumped(t, here))
+        return sum_over_cells(self.space, total)
+
+    def _load(self, load: Any) -> jax.Array:
+        load = jnp.asarray(load)
+        if load.shape != self.space.shape or not jnp.issubdtype(load.dtype, jnp.floating):
+            raise TypeError(
+                f"Equation: an array that is added must be a field of shape {self.space.shape} on "
+                f"rank {self.space.mesh.comm.rank}, got dtype {load.dtype} and shape {load.shape}. "
+                "Give one force for each own unknown."
+            )
+        return load
 
     def _field(self, u: Any) -> jax.Array:
         if u is None:
@@ -186,3 +249,17 @@ class Equation:
         if value is None:
             return total
         return total.at[cells].add(value * jnp.asarray(term.factor, total.dtype))
+
+
+def _lumped(term: Term, here: jax.Array) -> jax.Array | None:
+    """Return the scaled diagonals of the element matrices of a form, (n, n_basis, components)."""
+    matrices = term.form.matrix(here, term.args, term.kwargs)
+    if matrices is None:
+        return None
+    nodes, components = here.shape[1:]
+    blocks = matrices.reshape(-1, nodes, components, nodes, components)
+    own = jnp.einsum("eicjc->eicj", blocks)  # between nodes, for each component
+    diagonal = jnp.einsum("eici->eic", own)
+    traces = jnp.sum(diagonal, axis=1, keepdims=True)
+    scale = jnp.sum(own, axis=(1, 3))[:, None] / jnp.where(traces == 0, 1, traces)
+    return diagonal * scale

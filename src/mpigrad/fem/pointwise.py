@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
+
+from mpigrad.fem.zeros import are_zero, called_program
 
 __all__ = ["AtPoints", "dependence", "evaluate"]
 
@@ -41,18 +42,17 @@ def evaluate(function: Callable[..., Any], arguments: Sequence[AtPoints]) -> Any
 
     Returns
     -------
-    The pytree with an `AtPoints` for each array, or None for an array that is zero whatever the
-    arguments are.
+    The pytree with an `AtPoints` for each array, or None for an array that is seen to be zero
+    whatever the arguments are (`are_zero`).
     """
     shapes = [jax.ShapeDtypeStruct(a.array.shape[2:], a.array.dtype) for a in arguments]
     closed, result = jax.make_jaxpr(function, return_shape=True)(*shapes)
     leaves, structure = jax.tree.flatten(result)
-    values = []
-    for k, (leaf, needed) in enumerate(zip(leaves, _dependence(closed), strict=True)):
-        if not needed and _is_zero(closed, k):
-            values.append(None)
-        else:
-            values.append(_at_points(_entry(function, k), arguments, needed, leaf))
+    zero = are_zero(closed)
+    values = [
+        None if zero[k] else _at_points(_entry(function, k), arguments, needed, leaf)
+        for k, (leaf, needed) in enumerate(zip(leaves, _dependence(closed), strict=True))
+    ]
     return jax.tree.unflatten(structure, values)
 
 
@@ -87,17 +87,6 @@ def _at_points(
     return AtPoints(result.reshape(n, q, *leaf.shape))
 
 
-def _is_zero(closed: Any, k: int) -> bool:
-    """Return True if result k of a traced function, which depends on no argument, is zero."""
-    with jax.ensure_compile_time_eval():
-        zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
-        try:
-            value = eval_jaxpr(closed.jaxpr, closed.consts, *zeros)[k]
-            return not bool(jnp.any(value != 0))
-        except jax.errors.ConcretizationTypeError:  # it closes over a traced value
-            return False
-
-
 def _dependence(closed: Any) -> list[set[int]]:
     """Return for each result of a traced function the arguments on which it may depend."""
     jaxpr = closed.jaxpr
@@ -112,18 +101,10 @@ def _propagate(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
 
     for equation in jaxpr.eqns:
         given = [of(v) for v in equation.invars]
-        inner = _inner(equation)
+        inner = called_program(equation)
         if inner is not None and len(inner.invars) == len(given):
             results = _propagate(inner, given)
         else:
             results = [set().union(*given)] * len(equation.outvars)
         known.update(zip(equation.outvars, results, strict=True))
     return [of(v) for v in jaxpr.outvars]
-
-
-def _inner(equation: Any) -> Any:
-    """Return the program that an equation calls once, or None."""
-    if equation.primitive.name not in ("pjit", "jit", "closed_call", "custom_jvp_call"):
-        return None
-    program = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    return getattr(program, "jaxpr", program)

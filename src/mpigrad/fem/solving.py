@@ -146,7 +146,7 @@ def _mask(space: Space, fixed: Any) -> np.ndarray:
 
 
 def _dtypes(equation: Equation) -> list[Any]:
-    leaves = jax.tree.leaves([(t.args, t.kwargs) for t in equation.terms])
+    leaves = jax.tree.leaves(([(t.args, t.kwargs) for t in equation.terms], equation.load))
     dtypes = [jnp.result_type(leaf) for leaf in leaves]
     return [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
 

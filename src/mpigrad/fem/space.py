@@ -174,6 +174,16 @@ class Space:
             columns[component] = True
         return nodes[:, None] & columns
 
+    @functools.cached_property
+    def vertex_nodes(self) -> NDArray[np.int32]:
+        """The node at each of this rank's own vertices, shape (mesh.vertices.n_local,).
+
+        `u[space.vertex_nodes]` has the values of a field at the vertices, for degree 2, too.
+        """
+        nodes = np.empty(len(self.mesh.points), np.int32)
+        nodes[self.mesh.cells] = self.cell_nodes[:, : self.mesh.cells.shape[1]]
+        return nodes[: self.mesh.vertices.n_local]
+
     @property
     def element(self) -> Any:
         """The scalar element of basix: Lagrange, equispaced. It is made in each call."""

@@ -1,0 +1,208 @@
+"""Time steps of finite elements: the theta scheme and Newmark's method."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpigrad._shapes import Array, Float
+from mpigrad.fem.equation import Equation
+from mpigrad.fem.solving import solve
+from mpigrad.solution import Solution
+
+__all__ = ["Motion", "newmark_step", "start_motion", "theta_step"]
+
+
+class Motion(NamedTuple):
+    """The state of `newmark_step`: fields at one time.
+
+    Attributes
+    ----------
+    displacement, velocity, acceleration
+        Fields of one space.
+    """
+
+    displacement: Float[Array, ...]
+    velocity: Float[Array, ...]
+    acceleration: Float[Array, ...]
+
+
+def theta_step(
+    mass: Equation,
+    equation: Equation,
+    u: Any,
+    dt: Any,
+    fixed: Any = None,
+    values: Any = 0.0,
+    *,
+    theta: float = 0.5,
+    before: Equation | None = None,
+    **options: Any,
+) -> Solution:
+    """Do one step of M du/dt + r(u, t) = 0 by the theta scheme (collective).
+
+    M (u' - u) / dt + θ r(u', t') + (1 - θ) r(u, t) = 0. For θ = 1/2 (Crank–Nicolson) it has order
+    two, for θ = 1 (backward Euler) order one. Both are stable for any step. Differentiable as
+    `fem.solve`, and in u.
+
+    Parameters
+    ----------
+    mass
+        An equation whose residual is M u, for example the energy c u²/2.
+    equation
+        The equation whose residual is r, at the end of the step.
+    u
+        The field at the start of the step.
+    dt
+        The length of the step.
+    fixed, values
+        As in `fem.solve`, at the end of the step.
+    theta
+        From 0 to 1. For θ = 0 use `mass.lumped()` and no solve.
+    before
+        The equation at the start of the step, if it depends on the time. Default: `equation`.
+    options
+        More arguments of `fem.solve`, such as `rtol` and `solver`.
+
+    Returns
+    -------
+    A `Solution` whose `value` is the field at the end of the step.
+
+    Raises
+    ------
+    ValueError
+        If theta is not between 0 and 1.
+    jax.errors.JaxRuntimeError
+        On all ranks: as `fem.solve`.
+
+    Examples
+    --------
+    >>> from mpigrad import fem, loops
+    >>> space = fem.Space(fem.box((8, 8), (1.0, 1.0)))
+    >>> mass = fem.Energy(space, lambda p: 0.5 * p.u**2)()
+    >>> heat = fem.Energy(space, lambda p, k: 0.5 * k * p.grad @ p.grad - p.u)
+    >>> cold = space.fixed("xmin")
+    >>> u = jnp.zeros(space.shape)
+    >>> for _ in range(3):
+    ...     u = fem.theta_step(mass, heat(1.0), u, 0.1, cold, rtol=1e-5).value
+    """
+    if not 0 <= theta <= 1:
+        raise ValueError(
+            f"fem.theta_step: theta must be from 0 to 1, got {theta}. Give 0.5 for Crank–Nicolson, "
+            "or 1 for backward Euler."
+        )
+    u = jnp.asarray(u)
+    rate = 1.0 / dt
+    load = -rate * mass.residual(u)
+    if theta < 1:
+        load = load + (1 - theta) * (before or equation).residual(u)
+    return solve(rate * mass + theta * equation + load, fixed, values, u, **options)
+
+
+def start_motion(
+    mass: Equation,
+    equation: Equation,
+    displacement: Any,
+    velocity: Any = 0.0,
+    fixed: Any = None,
+    **options: Any,
+) -> Motion:
+    """Return the state with the acceleration that M a + r(u) = 0 asks for (collective).
+
+    Parameters
+    ----------
+    mass, equation
+        As in `newmark_step`.
+    displacement, velocity
+        Fields, or a number for all unknowns.
+    fixed
+        True where the acceleration is zero, as in `fem.solve`.
+    options
+        More arguments of `fem.solve`.
+    """
+    shape = mass.space.shape
+    u = jnp.broadcast_to(jnp.asarray(displacement, float), shape)
+    v = jnp.broadcast_to(jnp.asarray(velocity, float), shape)
+    a = solve(mass + equation.residual(u), fixed, 0.0, **options).value
+    return Motion(u, v, a)
+
+
+def newmark_step(
+    mass: Equation,
+    equation: Equation,
+    state: Motion,
+    dt: Any,
+    fixed: Any = None,
+    values: Any = 0.0,
+    *,
+    beta: float = 0.25,
+    gamma: float = 0.5,
+    damping: Equation | None = None,
+    **options: Any,
+) -> Motion:
+    """Do one step of M d²u/dt² + C du/dt + r(u, t) = 0 by Newmark's method (collective).
+
+    With β = 1/4 and γ = 1/2 the acceleration is constant in a step. Then it has order two, is
+    stable for any step and, without C, conserves the energy of a linear equation (Newmark, "A
+    method of computation for structural dynamics", 1959). Differentiable as `fem.solve`, and in the
+    state.
+
+    Parameters
+    ----------
+    mass
+        An equation whose residual is M u, for example the energy ρ |u|²/2.
+    equation
+        The equation whose residual is r, at the end of the step.
+    state
+        The state at the start of the step. `start_motion` makes the first one.
+    dt
+        The length of the step.
+    fixed, values
+        As in `fem.solve`: displacements at the end of the step.
+    beta, gamma
+        Newmark's β > 0 and γ. For β = 0 use `mass.lumped()` and no solve.
+    damping
+        An equation whose residual is C u. Default: none.
+    options
+        More arguments of `fem.solve`, such as `rtol` and `solver`.
+
+    Returns
+    -------
+    The state at the end of the step.
+
+    Raises
+    ------
+    ValueError
+        If beta is not positive.
+    jax.errors.JaxRuntimeError
+        On all ranks: as `fem.solve`.
+
+    Examples
+    --------
+    >>> from mpigrad import fem
+    >>> space = fem.Space(fem.box((8, 2), (1.0, 0.1)))
+    >>> mass = fem.Energy(space, lambda p: 0.5 * p.u**2)()
+    >>> string = fem.Energy(space, lambda p: 0.5 * p.grad @ p.grad)()
+    >>> ends = space.fixed("xmin") | space.fixed("xmax")
+    >>> u = space.interpolate(lambda x: x[:, 0] * (1 - x[:, 0]))
+    >>> state = fem.start_motion(mass, string, u, fixed=ends, rtol=1e-5)
+    >>> state = fem.newmark_step(mass, string, state, 0.05, ends, rtol=1e-5)
+    """
+    if beta <= 0:
+        raise ValueError(
+            f"fem.newmark_step: beta must be positive, got {beta}. For explicit steps divide "
+            "-equation.residual(u) by mass.lumped()."
+        )
+    u, v, a = state
+    guess = u + dt * v + dt**2 * (0.5 - beta) * a  # the part that is known at the start
+    speed = v + dt * (1 - gamma) * a
+    rate = 1.0 / (beta * dt**2)
+    step = rate * mass + equation - rate * mass.residual(guess)
+    if damping is not None:
+        change = gamma / (beta * dt)
+        step = step + change * damping + damping.residual(speed - change * guess)
+    found: jax.Array = solve(step, fixed, values, guess, **options).value
+    a = rate * (found - guess)
+    return Motion(found, speed + gamma * dt * a, a)

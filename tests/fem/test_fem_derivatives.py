@@ -1,0 +1,128 @@
+"""Taylor tests, dot tests and second derivatives of objectives of finite elements."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mesh_cases import mixed_up
+
+import mpigrad as mg
+from mpigrad import fem
+
+ALL = os.environ.get("MPIGRAD_ALL_TESTS") == "1"
+
+
+def total(comm, x):
+    return float(comm.mpi.allreduce(float(x)))
+
+
+def problem(comm, alone):
+    """A nonlinear equation with parameters of all kinds, observed at points.
+
+    Returns (parameters of this rank, parameters of all ranks, this rank's share of the loss).
+    """
+    mesh = fem.distribute_mesh(**mixed_up("triangle", alone), partition="coordinates", comm=comm)
+    space, other = fem.Space(mesh), fem.Space(mesh, 2)
+
+    def law(p, k, bias, network, source):
+        hidden = jnp.tanh(network["w"] * p.u + network["b"])
+        return k * (1 + bias) * (0.5 * p.grad @ p.grad) + hidden @ hidden - source.u * p.u
+
+    body = fem.Energy(space, law)
+    robin = fem.Energy(space, lambda p, h, q: h * p.u**2 + q * p.u, on=mesh.facets("inlet"))
+    fixed = space.fixed(lambda x: x[:, 0] == 2.0)
+    observe = fem.Observation(space, [[0.31, 0.42], [1.1, 0.7], [1.6, 0.2]])
+    n_facets = mesh.facets("inlet").n_local
+    mine = {
+        "k": 1 + 0.3 * jnp.cos(jnp.asarray(mesh.cell_ids, float)),
+        "bias": 0.2 * jnp.sin(jnp.asarray(body.points.sum(axis=2))),
+        "source": jnp.asarray(other.interpolate(lambda x: np.sin(x[:, 0] + x[:, 1]))),
+        "values": jnp.asarray(space.interpolate(lambda x: 0.3 * x[:, 1])),
+        "q": jnp.full(n_facets, 0.4),
+    }
+    network = {"w": jnp.array([0.5, -1.0]), "b": jnp.array([0.2, 0.1])}
+
+    def loss(mine, shared):
+        equation = body(
+            fem.PerCell(mine["k"]),
+            fem.PerPoint(mine["bias"]),
+            shared["network"],
+            source=fem.Nodal(other, mine["source"]),
+        )
+        equation = equation + robin(shared["h"], fem.PerCell(mine["q"]))
+        assert not equation.is_linear
+        u = fem.solve(equation, fixed, mine["values"], rtol=1e-12).value
+        return jnp.sum((observe.local(u) - 0.1) ** 2)
+
+    return mine, {"network": network, "h": jnp.asarray(0.7)}, loss
+
+
+@pytest.mark.ranks(2)
+def test_taylor_tests_in_all_parameters(comm, alone):
+    mine, shared, loss = problem(comm, alone)
+    both = mg.jit(loss)
+    mg.taylor_test(lambda x: both(x, shared), mine, comm=comm)
+    mg.taylor_test(lambda x: both(mine, x), shared, replicated=True, comm=comm)
+
+
+@pytest.mark.ranks(*(3, 4, 6) if ALL else (4,))
+def test_gradients_are_those_of_one_rank(comm, alone):
+    """Whatever the division of the mesh, through Newton's method and values at points."""
+    mine, shared, loss = problem(comm, alone)
+    gradient = mg.jit(mg.value_and_grad(loss, argnums=(0, 1), replicated=1, comm=comm))
+    value, (by_mine, by_shared) = gradient(mine, shared)
+    _, shared, loss = problem(alone, alone)
+    whole = problem(alone, alone)[0]
+    with alone:
+        one = mg.jit(mg.value_and_grad(loss, argnums=(0, 1), replicated=1, comm=alone))
+        expected, (whole_mine, whole_shared) = one(whole, shared)
+    np.testing.assert_allclose(value, expected, rtol=1e-9)
+    for name in ("k", "values", "source", "bias", "q"):
+        squares = total(comm, jnp.sum(by_mine[name] ** 2)), float(jnp.sum(whole_mine[name] ** 2))
+        np.testing.assert_allclose(*squares, rtol=1e-8)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-12),
+        by_shared,
+        whole_shared,
+    )
+
+
+@pytest.mark.full("takes long to compile")
+@pytest.mark.ranks(2)
+def test_forward_mode_and_second_derivatives(comm, alone):
+    """⟨w, H v⟩ = ⟨v, H w⟩, by forward over reverse, and against differences of gradients."""
+    _, shared, loss = problem(comm, alone)
+    mine, _, _ = problem(comm, alone)
+    x = {"h": shared["h"], "w": shared["network"]["w"]}
+
+    def objective(x):
+        both = {"h": x["h"], "network": {"w": x["w"], "b": shared["network"]["b"]}}
+        return loss(mine, both)
+
+    gradient = mg.grad(objective, replicated=0, comm=comm)
+    v = {"h": jnp.asarray(0.3), "w": jnp.array([1.0, -0.5])}
+    w = {"h": jnp.asarray(-0.2), "w": jnp.array([0.4, 0.9])}
+    dot = lambda a, b: sum(jnp.vdot(a[k], b[k]) for k in a)
+    product = mg.jit(lambda v: jax.jvp(gradient, (x,), (v,))[1])
+    left, right = float(dot(w, product(v))), float(dot(v, product(w)))
+    np.testing.assert_allclose(left, right, rtol=1e-8)
+    h = 1e-4
+    ends = [mg.jit(gradient)(jax.tree.map(lambda a, d, s=s: a + s * d, x, v)) for s in (h, -h)]
+    np.testing.assert_allclose(left, float(dot(w, ends[0]) - dot(w, ends[1])) / (2 * h), rtol=1e-5)
+    slope = total(comm, mg.jit(lambda v: jax.jvp(objective, (x,), (v,))[1])(v))
+    np.testing.assert_allclose(slope, float(dot(mg.jit(gradient)(x), v)), rtol=1e-8)
+
+
+@pytest.mark.thin(3)
+def test_dot_tests_of_assembly(comm, alone):
+    """Residuals and element matrices in parameters and fields, over the product of ranks."""
+    mesh = fem.distribute_mesh(**mixed_up("hexahedron", alone), partition="coordinates", comm=comm)
+    space = fem.Space(mesh)
+    form = fem.Energy(space, lambda p, k: k * (p.grad @ p.grad + 1) ** 1.5 - p.u**3)
+    k = 1 + 0.2 * jnp.cos(jnp.asarray(mesh.cell_ids, float))
+    u = jnp.asarray(space.interpolate(lambda x: np.sin(x.sum(axis=1))))
+    mg.dot_test(lambda k, u: form(fem.PerCell(k)).residual(u), k, u, comm=comm)
+    mg.dot_test(lambda k, u: form(fem.PerCell(k)).jacobian(u) @ jnp.cos(u), k, u, comm=comm)
+    mg.dot_test(lambda k, u: form(fem.PerCell(k)).lumped(u), k, u, comm=comm)

@@ -1,0 +1,198 @@
+"""Time steps of finite elements: orders, conserved energy, lumped masses, derivatives, misuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mesh_cases import SHAPES, mixed_up
+
+import mpigrad as mg
+from mpigrad import fem, loops
+
+
+def total(comm, x):
+    return float(comm.mpi.allreduce(float(x)))
+
+
+def rod(comm, n=8):
+    """A rod with quadrilaterals of degree 2, mass 2 and stiffness 3, fixed at x = 0."""
+    space = fem.Space(fem.box((n, 2), (1.0, 0.25), comm=comm), 2)
+    mass = fem.Energy(space, lambda p: 0.5 * 2.0 * p.u**2)()
+    stiffness = fem.Energy(space, lambda p, k: 0.5 * k * p.grad @ p.grad)
+    return space, mass, stiffness, space.fixed("xmin")
+
+
+def lowest_mode(space):
+    """Its eigenvalue is 3/2 (π/2)²."""
+    return jnp.asarray(space.interpolate(lambda x: np.sin(np.pi / 2 * x[:, 0])))
+
+
+@pytest.mark.parametrize(("theta", "order"), [(0.5, 2), (1.0, 1)])
+def test_order_of_the_theta_scheme(theta, order, comm):
+    """A decaying mode, with a source that depends on the time: u = (e^-λt + sin t) mode."""
+    space, mass, stiffness, fixed = rod(comm)
+    mode, rate = lowest_mode(space), 1.5 * (np.pi / 2) ** 2
+    source = fem.Energy(space, lambda p, mode, f: -f * mode.u * p.u)
+
+    def equation(t):
+        f = 2 * (jnp.cos(t) + rate * jnp.sin(t))
+        return stiffness(3.0) + source(fem.Nodal(space, mode), f)
+
+    def error(steps):
+        dt = 0.5 / steps
+
+        def step(u, t):
+            found = fem.theta_step(
+                mass, equation(t + dt), u, dt, fixed, theta=theta, before=equation(t), rtol=1e-12
+            )
+            return found.value, None
+
+        run = mg.jit(lambda u: loops.scan(step, u, steps, dt * jnp.arange(steps))[0])
+        exact = (np.exp(-0.5 * rate) + np.sin(0.5)) * mode
+        return np.sqrt(total(comm, jnp.sum((run(mode) - exact) ** 2)))
+
+    coarse, fine = error(4), error(8)
+    assert abs(np.log2(coarse / fine) - order) < 0.25
+
+
+def test_newmark_has_order_two_and_conserves_energy(comm):
+    space, mass, stiffness, fixed = rod(comm)
+    mode, speed = lowest_mode(space), np.sqrt(1.5) * np.pi / 2
+    string = stiffness(3.0)
+
+    def energy(state):
+        share = mass.integral(state.velocity) + string.integral(state.displacement)
+        return total(comm, share)
+
+    def run(steps):
+        dt = 1.0 / steps
+        state = fem.start_motion(mass, string, mode, fixed=fixed, rtol=1e-12)
+        step = mg.jit(lambda s: fem.newmark_step(mass, string, s, dt, fixed, rtol=1e-13))
+        start = energy(state)
+        for _ in range(steps):
+            state = step(state)
+        assert abs(energy(state) / start - 1) < 1e-9
+        return np.sqrt(total(comm, jnp.sum((state.displacement - np.cos(speed) * mode) ** 2)))
+
+    assert abs(np.log2(run(8) / run(16)) - 2) < 0.2
+
+
+@pytest.mark.full("the same steps with one more equation")
+def test_damping_of_newmark(comm):
+    """M u'' + c M u' + K u = 0 for one mode, with the exact solution at rest at first."""
+    space, mass, stiffness, fixed = rod(comm)
+    mode, c, square = lowest_mode(space), 0.8, 1.5 * (np.pi / 2) ** 2
+
+    def error(steps):
+        dt = 1.0 / steps
+        state = fem.start_motion(mass, stiffness(3.0), mode, fixed=fixed, rtol=1e-12)
+        step = mg.jit(
+            lambda s: fem.newmark_step(
+                mass, stiffness(3.0), s, dt, fixed, damping=c * mass, rtol=1e-12
+            )
+        )
+        for _ in range(steps):
+            state = step(state)
+        w = np.sqrt(square - c**2 / 4)
+        exact = np.exp(-c / 2) * (np.cos(w) + c / (2 * w) * np.sin(w))
+        return np.sqrt(total(comm, jnp.sum((state.displacement - exact * mode) ** 2)))
+
+    assert abs(np.log2(error(8) / error(16)) - 2) < 0.2
+
+
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("kind", ["triangle", "hexahedron"])
+@pytest.mark.parametrize("degree", [1, 2])
+def test_lumped_masses(kind, degree, comm, alone):
+    """They are positive, have the mass of the body, and equal row sums for degree 1."""
+    assert kind in SHAPES
+    mesh = fem.distribute_mesh(**mixed_up(kind, alone), partition="coordinates", comm=comm)
+    space = fem.Space(mesh, degree, components=2)
+    mass = fem.Energy(space, lambda p: 0.5 * (1 + p.x[0]) * jnp.sum(p.u**2))()
+    diagonal = mass.lumped()
+    assert float(jnp.min(diagonal)) > 0
+    weight = fem.Energy(space, lambda p: 1 + p.x[0])()
+    expected = total(comm, weight.integral())
+    for c in range(2):
+        np.testing.assert_allclose(total(comm, jnp.sum(diagonal[:, c])), expected, rtol=1e-12)
+    if degree == 1 and kind == "triangle":
+        constant = fem.Energy(space, lambda p: 0.5 * jnp.sum(p.u**2))()
+        rows = constant.residual(jnp.ones(space.shape))
+        np.testing.assert_allclose(constant.lumped(), rows, rtol=1e-12)
+
+
+def test_explicit_steps_with_lumped_masses(comm):
+    space, mass, stiffness, fixed = rod(comm)
+    mode, speed = lowest_mode(space), np.sqrt(1.5) * np.pi / 2
+    dt, steps = 0.01, 50
+    lumped = mass.lumped()
+
+    def step(state, _):
+        u, v = state
+        v = jnp.where(fixed, 0, v - dt * stiffness(3.0).residual(u) / lumped)
+        return (u + dt * v, v), None
+
+    half = mode, 0.5 * dt * speed**2 * mode  # the velocity half a step before
+    u = mg.jit(lambda s: loops.scan(step, s, steps)[0][0])(half)
+    error = np.sqrt(total(comm, jnp.mean((u - np.cos(speed * dt * steps) * mode) ** 2)) / comm.size)
+    assert error < 2e-3
+
+
+def test_fields_add_to_the_residual(comm):
+    """Forces at nodes: the sum of a load of one is the sum over the whole body."""
+    space, mass, stiffness, _ = rod(comm)
+    force = jnp.asarray(space.interpolate(lambda x: x[:, 0] + 1))
+    u = lowest_mode(space)
+    equation = 2 * (mass + force) - np.asarray(force) + stiffness(3.0)
+    expected = 2 * mass.residual(u) + force + stiffness(3.0).residual(u)
+    np.testing.assert_allclose(equation.residual(u), expected, rtol=1e-12)
+    np.testing.assert_allclose((force + mass).residual(u), mass.residual(u) + force)
+    np.testing.assert_allclose((np.asarray(force) - mass).residual(u), force - mass.residual(u))
+    np.testing.assert_allclose(mg.grad(equation.integral)(u), expected, rtol=1e-9, atol=1e-12)
+    with pytest.raises(TypeError, match="must be a field of shape"):
+        _ = mass + jnp.ones(3)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        _ = mass + "load"
+
+
+@pytest.mark.ranks(2)
+def test_derivatives_through_steps(comm):
+    """A Taylor test in conductivities and the first field, and the same on motions."""
+    space, mass, stiffness, fixed = rod(comm, 4)
+    u = lowest_mode(space)
+    k = 1 + 0.5 * jnp.cos(jnp.asarray(space.mesh.cell_ids, float))
+    observe = fem.Observation(space, [[0.55, 0.1], [0.9, 0.2]])
+
+    @mg.jit
+    def heat(x):
+        def step(u, _):
+            equation = stiffness(fem.PerCell(x["k"]))
+            return fem.theta_step(mass, equation, u, 0.1, fixed, rtol=1e-11).value, None
+
+        end = loops.scan(step, x["u"], 3)[0]
+        return jnp.sum(observe.local(end) ** 2)
+
+    @mg.jit
+    def motion(x):
+        equation = stiffness(fem.PerCell(x["k"]))
+        state = fem.start_motion(mass, equation, x["u"], fixed=fixed, rtol=1e-11)
+
+        def step(state, _):
+            state = fem.newmark_step(mass, equation, state, 0.1, fixed, rtol=1e-11)
+            return state, None
+
+        return jnp.sum(observe.local(loops.scan(step, state, 3)[0].displacement) ** 2)
+
+    for loss in (heat, motion):
+        mg.taylor_test(loss, {"k": k, "u": u}, comm=comm)
+
+
+def test_misuse_of_steps(comm):
+    space, mass, stiffness, fixed = rod(comm, 2)
+    u = jnp.zeros(space.shape)
+    with pytest.raises(ValueError, match="theta must be from 0 to 1, got 2"):
+        fem.theta_step(mass, stiffness(1.0), u, 0.1, fixed, theta=2)
+    with pytest.raises(ValueError, match="beta must be positive, got 0"):
+        fem.newmark_step(mass, stiffness(1.0), fem.Motion(u, u, u), 0.1, fixed, beta=0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"NaN|not finite"):
+        jax.block_until_ready(fem.theta_step(mass, stiffness(1.0), u + jnp.nan, 0.1, fixed).value)
