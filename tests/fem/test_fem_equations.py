@@ -228,6 +228,44 @@ def test_kept_arrays_are_read_by_programs():
         assert float(program_of(KeptArray(array + 1))(1.0)[4]) == array[3, 4] + 1
 
 
+@pytest.mark.thin(3)
+def test_free_motions_are_errors(comm):
+    """Of elastic bodies in the plane and in space, and of a mesh of two pieces."""
+    plane = fem.Space(fem.box((6, 4), (1.0, 1.0), comm=comm), components=2)
+    solid = fem.Space(fem.box((4, 3, 3), (1.0, 1.0, 1.0), comm=comm), 2, components=3)
+    at = lambda *corner: lambda x: np.all(np.abs(x - np.array(corner)) < 1e-9, axis=1)
+
+    def fails(space, fixed, match, law=lambda p: jnp.sum((p.grad + p.grad.T) ** 2)):
+        body = fem.Energy(space, law)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=match):
+            jax.block_until_ready(fem.solve(body(), fixed).value)
+
+    corner = plane.fixed(at(0, 0))
+    fails(plane, corner, "a rotation can be added|a rigid motion can be added")
+    fails(plane, plane.fixed("xmin", component=0), "a constant in component 1")
+    edge = solid.fixed(lambda x: (np.abs(x[:, 0]) < 1e-9) & (np.abs(x[:, 1]) < 1e-9))
+    fails(solid, edge, "a rotation can be added|a rigid motion can be added")
+    for enough in (corner | plane.fixed(at(1, 0), component=1), plane.fixed("ymax")):
+        fem.solve(fem.Energy(plane, lambda p: jnp.sum((p.grad + p.grad.T) ** 2))(), enough)
+    # No rotation solves this equation.
+    fem.solve(fem.Energy(plane, lambda p: jnp.sum(p.grad**2))(), corner)
+
+    box = fem.box((3, 2), (1.0, 1.0), comm=comm.split(comm.rank))
+    points, cells = np.zeros((0, 2)), np.zeros((0, 4), int)
+    if comm.rank == 0:
+        points = np.concatenate([box.points, box.points + np.array([2.0, 0.0])])
+        cells = np.concatenate([box.cells, box.cells + len(box.points)])
+    mesh = fem.distribute_mesh(
+        points, cells, "quadrilateral", corner_order="basix", partition="coordinates", comm=comm
+    )
+    scalar = fem.Space(mesh, 2)
+    left = scalar.fixed(lambda x: x[:, 0] == 0)
+    laplace = lambda p: p.grad @ p.grad
+    fails(scalar, left, r"in the piece of the mesh around \(2\.5, 0\.5\)", laplace)
+    both = left | scalar.fixed(lambda x: x[:, 0] == 2)
+    fem.solve(fem.Energy(scalar, laplace)(), both)
+
+
 def test_misuse_is_one_error(comm):
     mesh = fem.box((6, 4), (1.0, 1.0), comm=comm)
     space = fem.Space(mesh)
@@ -262,7 +300,9 @@ def test_misuse_is_one_error(comm):
     with pytest.raises(ValueError, match="expected forms of the same space"):
         energy(1.0) + fem.Energy(fem.Space(mesh), lambda p: p.u)()
     for run in (lambda f: f, mg.jit):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="a constant can be added to comp"):
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match="a constant in component 0 can be added"
+        ):
             jax.block_until_ready(run(lambda k: fem.solve(energy(k)).value)(1.0))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"NaN|not finite"):
         jax.block_until_ready(fem.solve(energy(jnp.nan), space.fixed("xmin")).value)

@@ -12,6 +12,7 @@ from jax.core import Tracer
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.fem.equation import Equation
+from mpigrad.fem.free_modes import free_modes
 from mpigrad.fem.space import Space
 from mpigrad.operations import allreduce, require
 from mpigrad.solution import Solution
@@ -69,8 +70,9 @@ def solve(
     TypeError, ValueError
         On all ranks: if `fixed` is not such a mask, or `equation` is not an `Equation`.
     jax.errors.JaxRuntimeError
-        On all ranks: if no solution is found and `throw` is true, or if the fixed unknowns leave a
-        constant field free.
+        On all ranks: if no solution is found and `throw` is true. Also if the equation is linear
+        and the fixed unknowns leave a constant, or a rigid motion of a displacement, free in a
+        piece of the mesh.
 
     Examples
     --------
@@ -162,20 +164,19 @@ def _default_solver(equation: Equation, dtype: Any, rtol: float) -> LinearSolver
 
 
 def _require_regular(space: Space, A: Matrix, mask: np.ndarray) -> None:
-    """Raise an error on all ranks if a constant component is free and changes no residual."""
+    """Raise an error on all ranks if a constant or a rigid motion is free and changes no residual.
+
+    The conditions are known while the program is traced, so it costs nothing if they leave no such
+    field free.
+    """
     comm = space.mesh.comm
-    columns = mask.reshape(-1, space.components)
-    fixed = np.zeros(space.components, np.int64)
-    comm.mpi.Allreduce(columns.sum(axis=0).astype(np.int64), fixed)
-    for c in np.flatnonzero(fixed == 0):
-        constant = np.zeros((space.nodes.n_local, space.components))
-        constant[:, c] = 1
-        moved = A @ jnp.asarray(constant.reshape(-1), A.dtype)
+    for mode in free_modes(space, mask):
+        moved = A @ jnp.asarray(mode.values.reshape(-1), A.dtype)
         sizes = jnp.stack([jnp.sum(moved**2), jnp.sum(A.diagonal() ** 2)])
         change, diagonal = allreduce(jax.lax.stop_gradient(sizes), comm=comm)
         require(
             change > (100 * jnp.finfo(A.dtype).eps) ** 2 * diagonal,
-            f"fem.solve: the equation has no unique solution: a constant can be added to component "
-            f"{c}, of which no unknown is fixed. Fix the unknowns of a part of the boundary.",
+            f"fem.solve: the equation has no unique solution: {mode.name} can be added, which the "
+            "fixed unknowns leave free. Fix more unknowns.",
             comm=comm,
         )
