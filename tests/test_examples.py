@@ -11,7 +11,14 @@ import jax
 import pytest
 
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
-LONG = ("drum", "learned_law", "lynx_hare", "nonlinear_diffusion")
+LONG = (
+    "drum",
+    "hyperelastic_block",
+    "learned_law",
+    "lynx_hare",
+    "moving_source",
+    "nonlinear_diffusion",
+)
 
 
 def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
