@@ -1,4 +1,4 @@
-"""Elastic waves (P-SV) on the tiles of a grid."""
+"""Elastic waves on the tiles of a grid."""
 
 from __future__ import annotations
 
@@ -23,18 +23,26 @@ from mpigrad.waves.elastic import reference
 from mpigrad.waves.elastic.absorbing import layer
 from mpigrad.waves.elastic.media import effective_media
 from mpigrad.waves.elastic.scheme import (
-    COMPONENTS,
     REACH,
     SOURCES,
     Component,
     Scheme,
     Source,
+    components_of,
     tables,
 )
-from mpigrad.waves.elastic.state import State, at_rest, from_native, to_native
+from mpigrad.waves.elastic.state import State, VolumeState, at_rest, from_native, to_native
+from mpigrad.waves.elastic.validity import (
+    UNSTABLE,
+    extremes_of,
+    invalid_text,
+    is_valid,
+    square_of,
+    values_of,
+)
 from mpigrad.waves.primitive import propagate
 from mpigrad.waves.run_agreement import require_same_run
-from mpigrad.waves.stability import limiting_square, staggered_limit
+from mpigrad.waves.stability import staggered_limit
 from mpigrad.waves.survey import Survey
 
 __all__ = ["Elastic", "Recording", "make_scheme"]
@@ -50,16 +58,16 @@ class Recording(NamedTuple):
         Complete and equal on every rank of the grid, unless shares were requested. Sample n is
         taken before step n: velocities (m/s) at (n - 1/2) dt, the pressure (Pa) at n dt.
     state
-        This rank's fields after the last step.
+        This rank's fields after the last step, a `VolumeState` on three axes.
     """
 
     gathers: Float[Array, "shots components receivers steps"]
-    state: State
+    state: State | VolumeState
 
 
 @dataclasses.dataclass(frozen=True)
 class Elastic:
-    """Elastic waves in the plane, P and SV: velocities and stresses on a grid with two axes.
+    """Elastic waves on a grid with two axes (P and SV) or three: velocities and stresses.
 
     A staggered grid, fourth order in space and second order in time, with convolutional perfectly
     matched layers (C-PML) around the model. docs/elastic.md describes the scheme. Cells with mu = 0
@@ -76,13 +84,16 @@ class Elastic:
     frequency
         Dominant frequency of the sources in Hz. The layers are made for it.
     pml
-        Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)). If it
-        is 0, the fields are zero beyond the side, which reflects all waves (not a free surface).
+        Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)), with
+        one more pair (z0, z1) on three axes. If it is 0, the fields are zero beyond the side, which
+        reflects all waves (not a free surface).
     source
-        "explosive": the wavelet is the rate at which sxx and syy are driven, a moment rate per
-        length in N/s. "force_x" or "force_y": the wavelet is a force per length in N/m.
+        "explosive": the wavelet is the rate at which the normal stresses are driven, a moment rate
+        in N m/s, or per length in N/s on two axes. "force_x", "force_y" or "force_z": the wavelet
+        is a force in N, or per length in N/m.
     components
-        Components that the receivers record: "vx", "vy", "pressure" (-(sxx + syy) / 2).
+        Components that the receivers record: "vx", "vy", "vz" (on three axes) and "pressure", the
+        negative mean of the normal stresses.
     reflection
         Fraction of the amplitude of a wave of `max_velocity` that the layers reflect at normal
         incidence, without the error of the differences. The damping is chosen for it.
@@ -94,12 +105,13 @@ class Elastic:
         The part of the forward run that is stored for a gradient. "all": all fields. k: one state
         every k steps. None: as much as fits into `memory`. "boundary": the layers, and the cells
         next to them, of every step. The waves inside are then run backwards, which gives the same
-        values up to rounding.
+        values up to rounding. With `method="xla"`, None stores all fields on two axes, and one
+        state every sqrt(steps) steps on three, for any `memory`.
     threads
         Number of threads on each rank. Default: 1.
     method
-        "native" for the C++ kernels, "xla" for a JAX program of the same scheme. Default: "native"
-        if JAX computes on CPUs.
+        "native" for the C++ kernels, which have two axes, or "xla" for a JAX program of the same
+        scheme. Default: "native" if JAX computes on CPUs and the kernels have the case.
     memory
         Largest number of bytes that each rank stores of forward runs for their gradients. Default:
         half of the free memory of its host, divided by the number of ranks there.
@@ -107,8 +119,8 @@ class Elastic:
     Raises
     ------
     ValueError
-        If a parameter is not valid, or a tile has fewer cells than the stencil reaches. On all
-        ranks, if all ranks give the same parameters.
+        If a parameter is not valid, a tile has fewer cells than the stencil reaches, or the native
+        kernels lack the case. On all ranks, if all ranks give the same parameters.
 
     Examples
     --------
@@ -148,13 +160,28 @@ class Elastic:
     def __post_init__(self) -> None:
         object.__setattr__(self, "pml", widths_of(self.pml, self.grid.ndim))
         object.__setattr__(self, "components", tuple(self.components))
-        if self.source not in SOURCES:
-            raise ValueError(f"Elastic: source must be one of {(*SOURCES,)}, got {self.source!r}.")
-        if not self.components or not set(self.components) <= set(COMPONENTS):
+        arguments.check_settings(self, ("dt", "steps", "frequency"), REACH, axes=(2, 3))
+        components = components_of(self.grid.ndim)
+        sources = tuple(name for name, field in SOURCES.items() if field in components)
+        if self.source not in sources:
             raise ValueError(
-                f"Elastic: components must be some of {COMPONENTS}, got {self.components!r}."
+                f"Elastic: source must be one of {sources} on {self.grid.ndim} axes, got "
+                f"{self.source!r}."
             )
-        arguments.check_settings(self, ("dt", "steps", "frequency"), REACH)
+        if not self.components or not set(self.components) <= set(components):
+            raise ValueError(
+                f"Elastic: components must be some of {components} on {self.grid.ndim} axes, got "
+                f"{self.components!r}."
+            )
+        if self.method == "native" and not self._has_kernels:
+            raise ValueError(
+                'Elastic: the native kernels have two axes, but method="native" was given with a '
+                f"grid of {self.grid.ndim}. Leave `method` out."
+            )
+
+    @property
+    def _has_kernels(self) -> bool:
+        return self.grid.ndim == 2
 
     @property
     def tile(self) -> WaveTile:
@@ -163,15 +190,15 @@ class Elastic:
 
     def largest_time_step(
         self,
-        lam: Float[Array, "lx ly"],
-        mu: Float[Array, "lx ly"],
-        rho: Float[Array, "lx ly"],
+        lam: Float[Array, "*tile"],
+        mu: Float[Array, "*tile"],
+        rho: Float[Array, "*tile"],
     ) -> float:
         """Return the largest stable time step for a model, in s (collective).
 
-        It is (6/7) / (v sqrt(1/hx^2 + 1/hy^2)). The velocity v is little more than the largest P
-        velocity, but much more if some cells are as light as air
-        (`waves.stability.limiting_square`).
+        It is (6/7) / (v sqrt(1/hx^2 + 1/hy^2)), with 1/hz^2 in the sum on three axes. The velocity
+        v is little more than the largest P velocity, but much more if some cells are as light as
+        air (`waves.stability.limiting_square`).
 
         Parameters
         ----------
@@ -181,23 +208,24 @@ class Elastic:
         Raises
         ------
         ValueError
-            On all ranks: if a density or lambda + mu is not positive, mu is negative, or a value is
-            not finite.
+            On all ranks: if a density or lambda + mu (lambda + 2/3 mu on three axes) is not
+            positive, mu is negative, or a value is not finite.
         """
-        local = np.asarray(_extremes(lam, mu, rho))
+        local = np.asarray(extremes_of(lam, mu, rho))
         extremes = np.max(self.grid.comm.mpi.allgather(local), axis=0)
-        if not _is_valid(extremes):
-            raise ValueError("Elastic.largest_time_step: " + INVALID.format(*_shown(extremes)))
-        return staggered_limit(self.grid) / math.sqrt(_square(extremes))
+        if not is_valid(extremes):
+            text = invalid_text(self.grid.ndim).format(*values_of(extremes))
+            raise ValueError(f"Elastic.largest_time_step: {text}")
+        return staggered_limit(self.grid) / math.sqrt(square_of(extremes))
 
     def propagate(
         self,
-        lam: Float[Array, "lx ly"],
-        mu: Float[Array, "lx ly"],
-        rho: Float[Array, "lx ly"],
+        lam: Float[Array, "*tile"],
+        mu: Float[Array, "*tile"],
+        rho: Float[Array, "*tile"],
         wavelets: Float[Array, "_ sources steps"],
         survey: Survey,
-        state: State | None = None,
+        state: State | VolumeState | None = None,
         gathers: Literal["complete", "share"] = "complete",
     ) -> Recording:
         """Propagate the waves of all shots of a survey (collective).
@@ -209,9 +237,10 @@ class Elastic:
         Parameters
         ----------
         lam, mu, rho
-            This rank's tiles of the model, shape (lx, ly), float32 or float64: the Lame parameters
-            in Pa and the density in kg/m3 (`lame` computes the former from velocities). The fields
-            have the same dtype. Cells of the layers have the values of the nearest cell.
+            This rank's tiles of the model, shape (lx, ly) or (lx, ly, lz), float32 or float64: the
+            Lame parameters in Pa and the density in kg/m3 (`lame` computes the former from
+            velocities). The fields have the same dtype. Cells of the layers have the values of the
+            nearest cell.
         wavelets
             Time functions of the sources, shape (n_shots, n_sources, steps), or (1, n_sources,
             steps) if all shots have the same ones. The same on all ranks. Sample n acts in step n:
@@ -236,9 +265,10 @@ class Elastic:
             On all ranks, before the first step: if a shape or dtype is wrong, or a source or
             receiver lies outside the model.
         RuntimeError
-            On all ranks, before the first step: if a density or lambda + mu is not positive, mu is
-            negative or a value is not finite, if `dt` is not stable (the text gives the largest
-            stable one), or if the run is not the same on all ranks.
+            On all ranks, before the first step: if a density or lambda + mu (lambda + 2/3 mu on
+            three axes) is not positive, mu is negative or a value is not finite, if `dt` is not
+            stable (the text gives the largest stable one), or if the run is not the same on all
+            ranks.
         """
         lam, mu, rho, wavelets = (jnp.asarray(x) for x in (lam, mu, rho, wavelets))
         with raise_on_all_ranks(self.grid.comm):
@@ -256,9 +286,10 @@ class Elastic:
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(lam.dtype), shape)
         media = effective_media(lam, mu, rho, scheme.tile)
-        if arguments.is_native(self.method):
-            fields = None if state is None else to_native(state)
-            share, arrays = propagate(scheme.native, media, amplitudes, fields)
+        if self._has_kernels and arguments.is_native(self.method):
+            fields = to_native(state) if isinstance(state, State) else None
+            models = jax.tree.leaves(media)
+            share, arrays = propagate(scheme.native, models, amplitudes, fields)
             last = from_native(arrays)
             share = share.reshape(shape[0], len(self.components), -1, self.steps)
         else:
@@ -274,51 +305,19 @@ class Elastic:
         """Check the model, and return the largest stable step and the largest P velocity."""
         comm = self.grid.comm
         model = (jax.lax.stop_gradient(x) for x in (lam, mu, rho))
-        extremes = allreduce(_extremes(*model), op=MPI.MAX, comm=comm)
-        require(_is_valid(extremes), INVALID, *_shown(extremes), comm=comm)
-        limit = staggered_limit(self.grid) / jnp.sqrt(_square(extremes))
+        extremes = allreduce(extremes_of(*model), op=MPI.MAX, comm=comm)
+        text = invalid_text(self.grid.ndim)
+        require(is_valid(extremes), text, *values_of(extremes), comm=comm)
+        limit = staggered_limit(self.grid) / jnp.sqrt(square_of(extremes))
         vp, light, stiff = jnp.sqrt(extremes[3]), -extremes[2], extremes[4]
         stable = self.dt <= limit * (1 + 1e-6)
         require(stable, UNSTABLE, self.dt, limit, vp, light, stiff, comm=comm)
         return limit, vp
 
 
-INVALID = (
-    "lambda + mu and the density must be positive, mu must not be negative, and all must be "
-    "finite. In this model the smallest lambda + mu is {}, the smallest mu {}, the smallest "
-    "density {}, and the largest vp squared {}. Check the model."
-)
-UNSTABLE = (
-    "the time step {} is not stable: the largest stable one is {} for P velocities up to {}, "
-    "densities down to {} and lambda + 2 mu up to {}. Use that time step and more steps, a coarser "
-    "grid, or a larger density in the lightest cells."
-)
-
-
-def _extremes(lam: Any, mu: Any, rho: Any) -> jax.Array:
-    """Return the largest -(lambda + mu), -mu, -rho, vp^2 and lambda + 2 mu of a tile."""
-    stiffness = lam + 2 * mu
-    values = (-(lam + mu), -mu, -rho, stiffness / rho, stiffness)
-    # MPI's maximum may lose a NaN, and the maximum of -rho would lose an infinite density.
-    return jnp.stack([jnp.max(jnp.where(jnp.isfinite(v), v, jnp.inf)) for v in values])
-
-
-def _square(extremes: Any) -> Any:
-    return limiting_square(extremes[3], -extremes[2], extremes[4])
-
-
-def _is_valid(extremes: Any) -> Any:
-    bulk, shear, density, square, _ = extremes
-    return (bulk < 0) & (shear <= 0) & (density < 0) & (square < np.inf)
-
-
-def _shown(extremes: Any) -> tuple[Any, ...]:
-    return -extremes[0], -extremes[1], -extremes[2], extremes[3]
-
-
-def _at_rest(scheme: Scheme, dtype: Any) -> State:
-    px, py = (layer.before + layer.after for layer in scheme.layers)
-    return at_rest(scheme.survey.n_shots, scheme.tile.shape, (px, py), dtype)
+def _at_rest(scheme: Scheme, dtype: Any) -> State | VolumeState:
+    layers = tuple(layer.before + layer.after for layer in scheme.layers)
+    return at_rest(scheme.survey.n_shots, scheme.tile.shape, layers, dtype)
 
 
 @functools.lru_cache(maxsize=128)
@@ -330,7 +329,7 @@ def make_scheme(model: Elastic, survey: Survey) -> Scheme:
         model.frequency,
         model.reflection,
     )
-    x, y = (
+    layers = tuple(
         layer(*cells, spacing, model.dt, *absorbs)
         for cells, spacing in zip(tile.extension, grid.spacing, strict=True)
     )
@@ -339,7 +338,7 @@ def make_scheme(model: Elastic, survey: Survey) -> Scheme:
         tile,
         model.dt,
         model.steps,
-        (x, y),
+        layers,
         absorbs,
         survey,
         model.source,
