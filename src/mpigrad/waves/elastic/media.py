@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from mpigrad._shapes import Array, Float
 from mpigrad.grid.halo_exchange import halo_exchange
 from mpigrad.waves.absorbing import WaveTile
+from mpigrad.waves.elastic.free_surface import Surface, stagger_of, without_traction
 from mpigrad.waves.elastic.state import axis_pairs
 
 __all__ = ["Media", "effective_media", "lame"]
@@ -20,6 +21,8 @@ Tile = Float[Array, "*cells"]
 
 class Media(NamedTuple):
     """Parameters on a rank's wave tile. The centre of cell (i, j) is at (i, j).
+
+    Half points lie before the cell centres along an axis whose first side is a free surface.
 
     Attributes
     ----------
@@ -71,6 +74,7 @@ def effective_media(
     mu: Float[Array, "*tile"],
     rho: Float[Array, "*tile"],
     tile: WaveTile,
+    surface: Surface | None = None,
 ) -> Media:
     """Compute staggered parameters on the wave tile from this rank's tile (collective).
 
@@ -85,23 +89,20 @@ def effective_media(
     lam, mu, rho = (padded[..., k] for k in range(3))
 
     def shifted(field: Array, shifts: Mapping[int, int]) -> Array:
-        """Return the values `shifts[axis]` cells further along some axes."""
-        return field[
-            tuple(
-                slice(1 + shifts.get(axis, 0), 1 + shifts.get(axis, 0) + cells)
-                for axis, cells in enumerate(tile.shape)
-            )
-        ]
+        """Return the values `shifts[axis]` cells towards the half points along some axes."""
+        starts = [1 + stagger_of(surface, a) * shifts.get(a, 0) for a in range(tile.grid.ndim)]
+        return field[tuple(slice(k, k + n) for k, n in zip(starts, tile.shape, strict=True))]
 
     def corner(a: int, b: int) -> Array:
         along = [_in_series(shifted(mu, {b: k}), shifted(mu, {a: 1, b: k})) for k in (0, 1)]
         return 4 * _in_series(*along)
 
     n = tile.grid.ndim
+    shears = tuple(corner(a, b) for a, b in axis_pairs(n))
     return Media(
         bulk=shifted(lam + mu, {}),
         shear=shifted(mu, {}),
-        shears=tuple(corner(a, b) for a, b in axis_pairs(n)),
+        shears=shears if surface is None else without_traction(shears, surface, tile),
         buoyancies=tuple(2 / (shifted(rho, {}) + shifted(rho, {a: 1})) for a in range(n)),
     )
 

@@ -10,7 +10,7 @@ step. With the differences D+ (half a cell further) and D- (half a cell back), s
 
 with the velocities v, the buoyancies b and the stresses s (Virieux 1986, fourth order: Levander
 1988, three axes: Graves 1996). In the layers every difference g is replaced by g + psi, with
-psi = b psi + a g.
+psi = b psi + a g. At a free surface they are those of `free_surface`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ from jax import lax
 from mpigrad._shapes import Array, Float
 from mpigrad.operations.indexing import put, take
 from mpigrad.waves.elastic.absorbing import Layer
+from mpigrad.waves.elastic.free_surface import (
+    is_at,
+    near_differences,
+    source_factors,
+    stagger_of,
+)
 from mpigrad.waves.elastic.media import Media
 from mpigrad.waves.elastic.scheme import (
     REACH,
@@ -62,7 +68,10 @@ def propagate(
         points_of(table, survey.n_shots, survey.n_receivers, shape)
         for table in scheme.receiver_tables
     ]
-    volume = math.prod(scheme.tile.grid.spacing)
+    driven = axis_of(SOURCES[scheme.source])
+    on_half = scheme.surface is not None and driven == scheme.surface.axis
+    factors = source_factors(scheme.surface, scheme.tile, on_half)
+    factors = jnp.asarray(factors / math.prod(scheme.tile.grid.spacing), amplitudes.dtype)
 
     def recorded(state: State | VolumeState, component: str) -> jax.Array:
         fields = split(state)
@@ -76,7 +85,7 @@ def propagate(
             _recorded(points, recorded(state, component))
             for points, component in zip(receivers, scheme.components, strict=True)
         ]
-        state = step(scheme, media, state, _injected(sources, amplitude, shape) / volume)
+        state = step(scheme, media, state, factors * _injected(sources, amplitude, shape))
         return state, jnp.stack(samples, axis=1)
 
     inputs = jnp.moveaxis(amplitudes, 2, 0)
@@ -114,27 +123,30 @@ def step(
     def stress(a: int, b: int) -> jax.Array:
         return fields.normals[a] if a == b else fields.shears[pairs.index((min(a, b), max(a, b)))]
 
-    def slope(group: tuple[list[jax.Array], ...], axis: int, b: int, *, further: bool) -> jax.Array:
+    def slope(group: tuple[list[jax.Array], ...], axis: int, b: int, *, half: bool) -> jax.Array:
+        """Return a derivative along an axis, at half points or at cell centres."""
         k = orders[axis].index(b)
-        g = _difference(group[axis][k], axis, further, tile.grid.spacing[axis])
+        field, h = group[axis][k], tile.grid.spacing[axis]
+        g = _difference(field, axis, half == (stagger_of(scheme.surface, axis) > 0), h)
+        if scheme.surface and scheme.surface.axis == axis and is_at(scheme.surface, tile):
+            inside = lax.slice_in_dim(field, REACH, field.shape[1 + axis] - REACH, axis=1 + axis)
+            g = near_differences(inside, g, scheme.surface, h, half)
         memory = memories[axis]
         k = k if group is stresses else n + k
-        g, memory[k] = _absorbed(g, memory[k], scheme.layers[axis], axis, half=int(further))
+        g, memory[k] = _absorbed(g, memory[k], scheme.layers[axis], axis, half=int(half))
         return g
 
     stresses = padded(stress)
     velocities = []
     for a, v in enumerate(fields.velocities):
-        force = _total([slope(stresses, b, a, further=a == b) for b in axes])
+        force = _total([slope(stresses, b, a, half=a == b) for b in axes])
         if driven == a:
             force = force + drive
         velocities.append(v + dt * media.buoyancies[a] * force)
 
     motion = padded(lambda _, b: velocities[b])
-    stretch = [slope(motion, a, a, further=False) for a in axes]
-    slide = [
-        slope(motion, b, a, further=True) + slope(motion, a, b, further=True) for a, b in pairs
-    ]
+    stretch = [slope(motion, a, a, half=False) for a in axes]
+    slide = [slope(motion, b, a, half=True) + slope(motion, a, b, half=True) for a, b in pairs]
     trace = _total(stretch)
     mean = media.bulk * trace
     if driven is None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.elastic.absorbing import Layer
+from mpigrad.waves.elastic.free_surface import Surface, stagger_of
 from mpigrad.waves.interpolation import PointTable, point_table
 from mpigrad.waves.native_run import ElasticSettings, Run, RunSettings
 from mpigrad.waves.run_agreement import fingerprint
@@ -48,9 +49,12 @@ def axis_of(component: str) -> int | None:
     return None if component == "pressure" else "xyz".index(component[1])
 
 
-def offset_of(component: str, axes: int) -> tuple[float, ...]:
+def offset_of(component: str, axes: int, surface: Surface | None) -> tuple[float, ...]:
     """Return the place of a field, in cells from the cell centres."""
-    return tuple(0.5 if axis == axis_of(component) else 0.0 for axis in range(axes))
+    return tuple(
+        0.5 * stagger_of(surface, axis) if axis == axis_of(component) else 0.0
+        for axis in range(axes)
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,6 +101,7 @@ class Scheme:
     checkpoints: int
     threads: int
     memory: int | None
+    surface: Surface | None
 
     @functools.cached_property
     def fingerprint(self) -> int:
@@ -104,6 +109,7 @@ class Scheme:
         grid = self.tile.grid
         common = (grid.shape, grid.spacing, grid.dims, self.tile.pml, self.dt, self.steps)
         own = (self.absorbs, self.source, self.components, self.checkpoints, self.survey.digest())
+        own = (*own, self.surface)
         return fingerprint((common, own))
 
     @functools.cached_property
@@ -160,14 +166,21 @@ def _joined(tables: tuple[PointTable, ...], count: int) -> PointTable:
 
 
 def tables(
-    tile: WaveTile, survey: Survey, source: Source, components: tuple[Component, ...]
+    tile: WaveTile,
+    survey: Survey,
+    source: Source,
+    components: tuple[Component, ...],
+    surface: Surface | None,
 ) -> tuple[PointTable, tuple[PointTable, ...]]:
     """Return the cells of the sources, and of the receivers for each component."""
     sources, receivers = (p.reshape(-1, p.shape[2]) for p in (survey.sources, survey.receivers))
-    n = tile.grid.ndim
-    return point_table(sources, tile, "sources", offset_of(SOURCES[source], n)), tuple(
-        point_table(receivers, tile, "receivers", offset_of(component, n))
-        for component in components
+
+    def table(points: np.ndarray, what: str, component: str) -> PointTable:
+        offset = offset_of(component, tile.grid.ndim, surface)
+        return point_table(points, tile, what, offset, surface)
+
+    return table(sources, "sources", SOURCES[source]), tuple(
+        table(receivers, "receivers", component) for component in components
     )
 
 
