@@ -2,7 +2,7 @@
 
 from mpigrad.waves.elastic.media import lame
 from mpigrad.waves.elastic.model import Elastic, Recording
-from mpigrad.waves.elastic.state import State, VolumeState
+from mpigrad.waves.elastic.state import AnelasticState, State, VolumeState
 from mpigrad.waves.survey import Survey
 
-__all__ = ["Elastic", "Recording", "State", "Survey", "VolumeState", "lame"]
+__all__ = ["AnelasticState", "Elastic", "Recording", "State", "Survey", "VolumeState", "lame"]

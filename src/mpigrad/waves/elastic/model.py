@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from mpi4py import MPI
 
 from mpigrad._shapes import Array, Float
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.grid.grid import Grid
-from mpigrad.operations import allreduce, require
+from mpigrad.operations import allreduce
 from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import WaveTile
-from mpigrad.waves.checkpoints import Checkpoints, check_checkpoints, checkpoint_code
+from mpigrad.waves.checkpoints import Checkpoints, checkpoint_code
 from mpigrad.waves.elastic import reference
 from mpigrad.waves.elastic.absorbing import layer
+from mpigrad.waves.elastic.attenuation import Lame, loss_of, low_q_text, moduli, smallest
 from mpigrad.waves.elastic.free_surface import (
-    CELLS,
     Side,
     Surface,
     stagger_of,
@@ -30,25 +28,20 @@ from mpigrad.waves.elastic.free_surface import (
     without_layer,
 )
 from mpigrad.waves.elastic.media import effective_media
-from mpigrad.waves.elastic.scheme import (
-    REACH,
-    SOURCES,
-    Component,
-    Scheme,
-    Source,
-    components_of,
-    tables,
+from mpigrad.waves.elastic.scheme import Component, Scheme, Source, tables
+from mpigrad.waves.elastic.settings import check_settings, has_kernels
+from mpigrad.waves.elastic.state import (
+    AnelasticState,
+    State,
+    VolumeState,
+    at_rest,
+    axis_pairs,
+    from_native,
+    to_native,
 )
-from mpigrad.waves.elastic.state import State, VolumeState, at_rest, from_native, to_native
-from mpigrad.waves.elastic.validity import (
-    UNSTABLE,
-    extremes_of,
-    invalid_text,
-    is_valid,
-    square_of,
-    values_of,
-)
+from mpigrad.waves.elastic.validity import largest_step, require_factors, require_stable
 from mpigrad.waves.primitive import propagate
+from mpigrad.waves.relaxation import Relaxation
 from mpigrad.waves.run_agreement import require_same_run
 from mpigrad.waves.stability import staggered_limit
 from mpigrad.waves.survey import Survey
@@ -66,11 +59,12 @@ class Recording(NamedTuple):
         Complete and equal on every rank of the grid, unless shares were requested. Sample n is
         taken before step n: velocities (m/s) at (n - 1/2) dt, the pressure (Pa) at n dt.
     state
-        This rank's fields after the last step, a `VolumeState` on three axes.
+        This rank's fields after the last step: a `State`, a `VolumeState` on three axes, or an
+        `AnelasticState` of a run with attenuation.
     """
 
     gathers: Float[Array, "shots components receivers steps"]
-    state: State | VolumeState
+    state: State | VolumeState | AnelasticState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +121,12 @@ class Elastic:
         A side without traction: "x0" and "x1" are the sides before the first and behind the last
         cell along x, and so on. The surface is the side of the grid, and has no layer. Default: no
         free surface.
+    relaxation
+        Attenuation by standard linear solids, from `fit_relaxation`. Their quality factors are
+        arguments of `propagate`. Default: no loss.
+    reference
+        The frequency at which lam, mu and rho give the phase velocities, in Hz. Default:
+        `relaxation.reference`, the geometric mean of its band.
 
     Raises
     ------
@@ -169,46 +169,25 @@ class Elastic:
     method: Literal["native", "xla"] | None = None
     memory: int | None = None
     free_surface: Side | None = None
+    relaxation: Relaxation | None = None
+    reference: float | None = None
 
     def __post_init__(self) -> None:
         pml = without_layer(self.pml, self._surface, self.grid.ndim)
         object.__setattr__(self, "pml", pml)
         object.__setattr__(self, "components", tuple(self.components))
-        arguments.check_settings(self, ("dt", "steps", "frequency"), REACH, axes=(2, 3))
-        components = components_of(self.grid.ndim)
-        sources = tuple(name for name, field in SOURCES.items() if field in components)
-        if self.source not in sources:
-            raise ValueError(
-                f"Elastic: source must be one of {sources} on {self.grid.ndim} axes, got "
-                f"{self.source!r}."
-            )
-        if not self.components or not set(self.components) <= set(components):
-            raise ValueError(
-                f"Elastic: components must be some of {components} on {self.grid.ndim} axes, got "
-                f"{self.components!r}."
-            )
-        if not self._has_kernels:
-            if self.method == "native":
-                raise ValueError(
-                    "Elastic: the native kernels have two axes and no free surface, but "
-                    f'method="native" was given with {self.grid.ndim} axes and '
-                    f"free_surface={self.free_surface!r}. Leave `method` out."
-                )
-            check_checkpoints(self.checkpoints, "Elastic", native=False)
-        if self._surface and self.grid.smallest_tile[self._surface.axis] < CELLS:
-            raise ValueError(
-                f"Elastic: the smallest tile has {self.grid.smallest_tile[self._surface.axis]} "
-                f"cells along the axis of the free surface, {self._surface.axis}, and needs "
-                f"{CELLS}. Use other dims or more cells."
-            )
-
-    @property
-    def _has_kernels(self) -> bool:
-        return self.grid.ndim == 2 and self.free_surface is None
+        check_settings(self)
 
     @property
     def _surface(self) -> Surface | None:
         return surface_of(self.free_surface, self.grid.ndim)
+
+    @property
+    def _reference(self) -> float:
+        """The frequency of the given velocities in Hz, 0 without a relaxation."""
+        if self.relaxation is None:
+            return 0.0
+        return self.relaxation.reference if self.reference is None else self.reference
 
     @property
     def stable_length(self) -> float:
@@ -226,30 +205,39 @@ class Elastic:
         lam: Float[Array, "*tile"],
         mu: Float[Array, "*tile"],
         rho: Float[Array, "*tile"],
+        qp: Float[Array, "*tile"] | None = None,
+        qs: Float[Array, "*tile"] | None = None,
     ) -> float:
         """Return the largest stable time step for a model, in s (collective).
 
         It is (6/7) / (v sqrt(1/hx^2 + 1/hy^2)), with 1/hz^2 in the sum on three axes. The velocity
         v is little more than the largest P velocity, but much more if some cells are as light as
         air (`waves.stability.limiting_square`). A free surface makes the step up to 0.4 % smaller.
+        With attenuation it is that of the unrelaxed moduli.
 
         Parameters
         ----------
         lam, mu, rho
             This rank's tiles of the model.
+        qp, qs
+            This rank's tiles of the quality factors, if the model has a relaxation.
 
         Raises
         ------
         ValueError
             On all ranks: if a density or lambda + mu (lambda + 2/3 mu on three axes) is not
-            positive, mu is negative, or a value is not finite.
+            positive, mu is negative, a value is not finite, or a quality factor is too small.
         """
-        local = np.asarray(extremes_of(lam, mu, rho))
-        extremes = np.max(self.grid.comm.mpi.allgather(local), axis=0)
-        if not is_valid(extremes):
-            text = invalid_text(self.grid.ndim).format(*values_of(extremes))
-            raise ValueError(f"Elastic.largest_time_step: {text}")
-        return self.stable_length / math.sqrt(square_of(extremes))
+        name = "Elastic.largest_time_step"
+        with raise_on_all_ranks(self.grid.comm):
+            self._check_factors(name, lam, qp, qs)
+        if self.relaxation is not None:
+            factors = np.array([smallest(qp), smallest(qs)])
+            factors = np.min(self.grid.comm.mpi.allgather(factors), axis=0)
+            if not np.all(factors > self.relaxation.smallest_q):
+                raise ValueError(f"{name}: {low_q_text(self.relaxation).format(*factors)}")
+        parameters = moduli(self.relaxation, self._reference, Lame(lam, mu), qp, qs)
+        return largest_step(name, parameters, rho, self.stable_length, self.grid.comm)
 
     def propagate(
         self,
@@ -258,14 +246,16 @@ class Elastic:
         rho: Float[Array, "*tile"],
         wavelets: Float[Array, "_ sources steps"],
         survey: Survey,
-        state: State | VolumeState | None = None,
+        state: State | VolumeState | AnelasticState | None = None,
         gathers: Literal["complete", "share"] = "complete",
+        qp: Float[Array, "*tile"] | None = None,
+        qs: Float[Array, "*tile"] | None = None,
     ) -> Recording:
         """Propagate the waves of all shots of a survey (collective).
 
-        Differentiable with respect to lam, mu, rho, wavelets and state, in forward and reverse
-        mode. Each rank has a copy of the wavelets, so their gradient is the sum over ranks: declare
-        them `replicated=`, or `bcast` them.
+        Differentiable with respect to lam, mu, rho, wavelets, state, qp and qs, in forward and
+        reverse mode. Each rank has a copy of the wavelets, so their gradient is the sum over ranks:
+        declare them `replicated=`, or `bcast` them.
 
         Parameters
         ----------
@@ -286,6 +276,10 @@ class Elastic:
             "complete", or "share" for this rank's share without the message that adds the shares.
             A receiver at a point of its component's grid is complete on the rank of that cell, and
             0 on other ranks.
+        qp, qs
+            This rank's tiles of the quality factors of P and S waves, for a model with a
+            `relaxation`: each larger than `relaxation.smallest_q`, or infinite in cells without
+            loss. Default: no loss of these waves.
 
         Returns
         -------
@@ -300,26 +294,30 @@ class Elastic:
         RuntimeError
             On all ranks, before the first step: if a density or lambda + mu (lambda + 2/3 mu on
             three axes) is not positive, mu is negative or a value is not finite, if `dt` is not
-            stable (the text gives the largest stable one), or if the run is not the same on all
-            ranks.
+            stable (the text gives the largest stable one), if a quality factor is NaN or too small,
+            or if the run is not the same on all ranks.
         """
         lam, mu, rho, wavelets = (jnp.asarray(x) for x in (lam, mu, rho, wavelets))
+        qp, qs = (None if q is None else jnp.asarray(q) for q in (qp, qs))
         with raise_on_all_ranks(self.grid.comm):
             name = "Elastic.propagate"
             arguments.check_gathers(name, gathers)
             arguments.check_tiles(name, self.grid, {"lam": lam, "mu": mu, "rho": rho})
+            self._check_factors(name, lam, qp, qs)
             arguments.check_wavelets(name, wavelets, survey, self.steps)
             scheme = make_scheme(self, survey)
             if state is not None:
-                rest = jax.eval_shape(lambda: _at_rest(scheme, lam.dtype))
-                arguments.check_state(name, scheme.tile, state, rest)
+                _check_state(name, scheme, state, lam.dtype)
         require_same_run(scheme.fingerprint, lam.dtype, self.grid.comm)
-        limit, fastest = self._require_stable(lam, mu, rho)
+        if self.relaxation is not None:
+            require_factors(self.relaxation, qp, qs, self.grid.comm)
+        both = moduli(self.relaxation, self._reference, Lame(lam, mu), qp, qs)
+        limit, fastest = require_stable(both, rho, self.dt, self.stable_length, self.grid.comm)
         arguments.warn_of_units(self, limit, fastest)
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(lam.dtype), shape)
-        media = effective_media(lam, mu, rho, scheme.tile, scheme.surface)
-        if self._has_kernels and arguments.is_native(self.method):
+        media = effective_media(*both[0], rho, scheme.tile, scheme.surface)
+        if has_kernels(self) and arguments.is_native(self.method):
             fields = to_native(state) if isinstance(state, State) else None
             models = jax.tree.leaves(media)
             share, arrays = propagate(scheme.native, models, amplitudes, fields)
@@ -327,30 +325,56 @@ class Elastic:
             share = share.reshape(shape[0], len(self.components), -1, self.steps)
         else:
             state = _at_rest(scheme, lam.dtype) if state is None else state
-            share, last = reference.propagate(scheme, media, amplitudes, state)
+            loss = None
+            if self.relaxation is not None:
+                slow = effective_media(*both[1], rho, scheme.tile, scheme.surface)
+                loss = loss_of(self.relaxation, media, slow)
+            share, last = reference.propagate(scheme, media, amplitudes, state, loss)
         if gathers == "complete":
             share = allreduce(share, comm=self.grid.comm)
         return Recording(share, last)
 
-    def _require_stable(
-        self, lam: jax.Array, mu: jax.Array, rho: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Check the model, and return the largest stable step and the largest P velocity."""
-        comm = self.grid.comm
-        model = (jax.lax.stop_gradient(x) for x in (lam, mu, rho))
-        extremes = allreduce(extremes_of(*model), op=MPI.MAX, comm=comm)
-        text = invalid_text(self.grid.ndim)
-        require(is_valid(extremes), text, *values_of(extremes), comm=comm)
-        limit = self.stable_length / jnp.sqrt(square_of(extremes))
-        vp, light, stiff = jnp.sqrt(extremes[3]), -extremes[2], extremes[4]
-        stable = self.dt <= limit * (1 + 1e-6)
-        require(stable, UNSTABLE, self.dt, limit, vp, light, stiff, comm=comm)
-        return limit, vp
+    def _check_factors(
+        self, name: str, lam: jax.Array, qp: jax.Array | None, qs: jax.Array | None
+    ) -> None:
+        """Raise a ValueError of `name` if the quality factors do not fit the model."""
+        given = {k: q for k, q in (("qp", qp), ("qs", qs)) if q is not None}
+        if given and self.relaxation is None:
+            raise ValueError(
+                f"{name}: {' and '.join(given)} need a relaxation. Make the model with "
+                "relaxation=fit_relaxation(q, band)."
+            )
+        arguments.check_tiles(name, self.grid, {"lam": lam, **given})
 
 
-def _at_rest(scheme: Scheme, dtype: Any) -> State | VolumeState:
+def _at_rest(scheme: Scheme, dtype: Any) -> State | VolumeState | AnelasticState:
     layers = tuple(layer.before + layer.after for layer in scheme.layers)
-    return at_rest(scheme.survey.n_shots, scheme.tile.shape, layers, dtype)
+    shots, shape = scheme.survey.n_shots, scheme.tile.shape
+    state = at_rest(shots, shape, layers, dtype)
+    if scheme.relaxation is None:
+        return state
+    rates = len(shape) + len(axis_pairs(len(shape)))
+    return AnelasticState(
+        state, jnp.zeros((shots, len(scheme.relaxation.times), rates, *shape), dtype)
+    )
+
+
+class _Strain(NamedTuple):
+    strain: Any
+
+
+def _check_state(name: str, scheme: Scheme, state: Any, dtype: Any) -> None:
+    """Raise a ValueError of `name` if a state does not fit a run."""
+    rest = jax.eval_shape(lambda: _at_rest(scheme, dtype))
+    if isinstance(state, AnelasticState) and isinstance(rest, AnelasticState):
+        arguments.check_state(name, scheme.tile, _Strain(state.strain), _Strain(rest.strain))
+        state, rest = state.elastic, rest.elastic
+    if type(state) is not type(rest):
+        raise ValueError(
+            f"{name}: the state is of type {type(state).__name__}, expected {type(rest).__name__}. "
+            "Give the state of a recording of the same model."
+        )
+    arguments.check_state(name, scheme.tile, state, rest)
 
 
 @functools.lru_cache(maxsize=128)
@@ -382,4 +406,6 @@ def make_scheme(model: Elastic, survey: Survey) -> Scheme:
         model.threads or 1,
         model.memory,
         surface,
+        model.relaxation,
+        model._reference,
     )

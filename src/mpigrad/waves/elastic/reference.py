@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jax import lax
 from mpigrad._shapes import Array, Float
 from mpigrad.operations.indexing import put, take
 from mpigrad.waves.elastic.absorbing import Layer
+from mpigrad.waves.elastic.attenuation import Loss, relax
 from mpigrad.waves.elastic.free_surface import (
     is_at,
     near_differences,
@@ -42,20 +43,31 @@ from mpigrad.waves.elastic.scheme import (
     axis_of,
     points_of,
 )
-from mpigrad.waves.elastic.state import Fields, State, VolumeState, axis_pairs, join, split
+from mpigrad.waves.elastic.state import (
+    AnelasticState,
+    Fields,
+    State,
+    VolumeState,
+    axis_pairs,
+    join,
+    split,
+)
 from mpigrad.waves.face_exchange import exchange_faces
 
 __all__ = ["propagate", "step"]
 
 NEAR, FAR = 27 / 24, 1 / 24
 
+AnyState = State | VolumeState | AnelasticState
+
 
 def propagate(
     scheme: Scheme,
     media: Media,
     amplitudes: Float[Array, "shots sources steps"],
-    state: State | VolumeState,
-) -> tuple[Float[Array, "shots components receivers steps"], State | VolumeState]:
+    state: AnyState,
+    loss: Loss | None = None,
+) -> tuple[Float[Array, "shots components receivers steps"], AnyState]:
     """Return this rank's share of the gathers (their sum over ranks), and the last state.
 
     If `scheme.checkpoints` is a number of steps, a gradient stores one state every so many steps
@@ -73,19 +85,18 @@ def propagate(
     factors = source_factors(scheme.surface, scheme.tile, on_half)
     factors = jnp.asarray(factors / math.prod(scheme.tile.grid.spacing), amplitudes.dtype)
 
-    def recorded(state: State | VolumeState, component: str) -> jax.Array:
-        fields = split(state)
+    def recorded(state: AnyState, component: str) -> jax.Array:
+        fields = split(state.elastic if isinstance(state, AnelasticState) else state)
         axis = axis_of(component)
         return -_total(fields.normals) / n if axis is None else fields.velocities[axis]
 
-    def advance(
-        state: State | VolumeState, amplitude: jax.Array
-    ) -> tuple[State | VolumeState, jax.Array]:
+    def advance(state: AnyState, amplitude: jax.Array) -> tuple[AnyState, jax.Array]:
         samples = [
             _recorded(points, recorded(state, component))
             for points, component in zip(receivers, scheme.components, strict=True)
         ]
-        state = step(scheme, media, state, factors * _injected(sources, amplitude, shape))
+        drive = factors * _injected(sources, amplitude, shape)
+        state = step(scheme, media, state, drive, loss)
         return state, jnp.stack(samples, axis=1)
 
     inputs = jnp.moveaxis(amplitudes, 2, 0)
@@ -107,14 +118,17 @@ def propagate(
 
 
 def step(
-    scheme: Scheme, media: Media, state: State | VolumeState, drive: jax.Array
-) -> State | VolumeState:
-    """Do one time step. `drive` (shots, *cells) is the force or rate of stress of the sources."""
+    scheme: Scheme, media: Media, state: AnyState, drive: jax.Array, loss: Loss | None = None
+) -> AnyState:
+    """Do one time step. `drive` (shots, *cells) is the force or rate of stress of the sources.
+
+    A run with attenuation has the unrelaxed moduli in `media`, and a loss.
+    """
     tile, dt, n = scheme.tile, scheme.dt, scheme.tile.grid.ndim
     axes, pairs, driven = range(n), axis_pairs(n), axis_of(SOURCES[scheme.source])
     # The fields with a derivative along an axis: that of the axis itself first.
     orders = [(a, *(b for b in axes if b != a)) for a in axes]
-    fields = split(state)
+    fields = split(state.elastic if isinstance(state, AnelasticState) else state)
     memories = [[m[:, k] for k in range(2 * n)] for m in fields.memories]
 
     def padded(field: Callable[[int, int], jax.Array]) -> tuple[list[jax.Array], ...]:
@@ -147,20 +161,32 @@ def step(
     motion = padded(lambda _, b: velocities[b])
     stretch = [slope(motion, a, a, half=False) for a in axes]
     slide = [slope(motion, b, a, half=True) + slope(motion, a, b, half=True) for a, b in pairs]
-    trace = _total(stretch)
-    mean = media.bulk * trace
+    rates, strain = _stress_rates(media, stretch, slide), None
+    if loss is not None and isinstance(state, AnelasticState) and scheme.relaxation is not None:
+        means, strain = relax(scheme.relaxation, dt, state.strain, [*stretch, *slide])
+        lost = _stress_rates(loss, means[:n], means[n:])
+        rates = [rate - other for rate, other in zip(rates, lost, strict=True)]
     if driven is None:
-        mean = mean + drive
-    normals = [mean + media.shear * (2 * e - trace) for e in stretch]
-    shears = [mu * e for mu, e in zip(media.shears, slide, strict=True)]
-    return join(
+        rates = [*(rate + drive for rate in rates[:n]), *rates[n:]]
+    following = join(
         Fields(
             tuple(velocities),
-            tuple(s + dt * rate for s, rate in zip(fields.normals, normals, strict=True)),
-            tuple(s + dt * rate for s, rate in zip(fields.shears, shears, strict=True)),
+            tuple(s + dt * rate for s, rate in zip(fields.normals, rates[:n], strict=True)),
+            tuple(s + dt * rate for s, rate in zip(fields.shears, rates[n:], strict=True)),
             tuple(jnp.stack(memory, axis=1) for memory in memories),
         )
     )
+    return following if strain is None else AnelasticState(following, strain)
+
+
+def _stress_rates(
+    moduli: Media | Loss, stretch: Sequence[jax.Array], slide: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Return the rates of the normal and the shear stresses (Hooke's law)."""
+    trace = _total(stretch)
+    mean = moduli.bulk * trace
+    normals = [mean + moduli.shear * (2 * e - trace) for e in stretch]
+    return [*normals, *(mu * e for mu, e in zip(moduli.shears, slide, strict=True))]
 
 
 def _total(terms: Iterable[jax.Array]) -> jax.Array:

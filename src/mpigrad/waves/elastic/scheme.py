@@ -14,6 +14,7 @@ from mpigrad.waves.elastic.absorbing import Layer
 from mpigrad.waves.elastic.free_surface import Surface, stagger_of
 from mpigrad.waves.interpolation import PointTable, point_table
 from mpigrad.waves.native_run import ElasticSettings, Run, RunSettings
+from mpigrad.waves.relaxation import Relaxation
 from mpigrad.waves.run_agreement import fingerprint
 from mpigrad.waves.survey import Survey
 
@@ -86,6 +87,8 @@ class Scheme:
         have the same ones.
     checkpoints
         As `checkpoint_code` encodes them.
+    reference
+        Frequency of the given velocities in Hz, if there is a relaxation.
     """
 
     tile: WaveTile
@@ -102,6 +105,8 @@ class Scheme:
     threads: int
     memory: int | None
     surface: Surface | None
+    relaxation: Relaxation | None
+    reference: float
 
     @functools.cached_property
     def fingerprint(self) -> int:
@@ -109,7 +114,7 @@ class Scheme:
         grid = self.tile.grid
         common = (grid.shape, grid.spacing, grid.dims, self.tile.pml, self.dt, self.steps)
         own = (self.absorbs, self.source, self.components, self.checkpoints, self.survey.digest())
-        own = (*own, self.surface)
+        own = (*own, self.surface, self.relaxation, self.reference)
         return fingerprint((common, own))
 
     @functools.cached_property

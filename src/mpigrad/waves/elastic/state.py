@@ -13,6 +13,7 @@ import numpy as np
 from mpigrad._shapes import Array, Float
 
 __all__ = [
+    "AnelasticState",
     "Fields",
     "State",
     "VolumeState",
@@ -65,6 +66,21 @@ class VolumeState(NamedTuple):
     memory_x: Float[Array, "shots 6 px y z"]
     memory_y: Float[Array, "shots 6 x py z"]
     memory_z: Float[Array, "shots 6 x y pz"]
+
+
+class AnelasticState(NamedTuple):
+    """This rank's fields of a run with attenuation.
+
+    Attributes
+    ----------
+    elastic
+        Velocities, stresses and the memories of the layers.
+    strain
+        Memories of the strain rates of xx, yy (zz), 2 xy (2 xz, 2 yz), for each mechanism.
+    """
+
+    elastic: State | VolumeState
+    strain: Float[Array, "shots mechanisms components ..."]
 
 
 class Fields(NamedTuple):
