@@ -11,7 +11,7 @@ import jax
 import pytest
 
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
-LONG = ("drum", "lynx_hare", "nonlinear_diffusion")
+LONG = ("born", "drum", "lynx_hare", "nonlinear_diffusion")
 
 
 def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
