@@ -12,6 +12,7 @@ import pytest
 
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 LONG = (
+    "born",
     "drum",
     "hyperelastic_block",
     "learned_law",

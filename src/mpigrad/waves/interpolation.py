@@ -17,6 +17,7 @@ from mpigrad.waves.absorbing import WaveTile
 __all__ = ["PointTable", "point_table"]
 
 _HALF_WIDTH = 4
+_NODES = 6  # of the polynomial next to a surface
 _SHAPE = 6.31  # of the Kaiser window, for at least four cells per wavelength (Hicks, table 1)
 
 
@@ -44,6 +45,7 @@ def point_table(
     tile: WaveTile,
     what: str = "points",
     offset: Sequence[float] | None = None,
+    surface: tuple[int, int] | None = None,
 ) -> PointTable:
     """Return the cells and weights of points anywhere in the model.
 
@@ -59,6 +61,9 @@ def point_table(
         Name of the points in errors.
     offset
         Place of the interpolated values, in cells from the cell centres. Default: there.
+    surface
+        Axis and end (0 or 1) of a side that interpolation does not cross. Next to it, along this
+        axis, it uses the polynomial through the six nearest values.
 
     Raises
     ------
@@ -83,7 +88,8 @@ def point_table(
         )
     weights, cells = np.ones((len(points), 1)), np.zeros((len(points), 1), int)
     for axis, shift in enumerate(offset or (0.0,) * grid.ndim):
-        index, weight = _along(points[:, axis], tile, axis, shift)
+        end = surface[1] if surface and surface[0] == axis else None
+        index, weight = _along(points[:, axis], tile, axis, shift, end)
         weights = (weights[:, :, None] * weight[:, None, :]).reshape(len(points), -1)
         cells = (cells[:, :, None] * tile.shape[axis] + index[:, None, :]).reshape(len(points), -1)
     used = weights != 0
@@ -92,7 +98,7 @@ def point_table(
 
 
 def _along(
-    coordinates: np.ndarray, tile: WaveTile, axis: int, offset: float
+    coordinates: np.ndarray, tile: WaveTile, axis: int, offset: float, end: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return cells (n, 8) and their weights along an axis, 0 for cells outside this rank's tile."""
     place = coordinates / tile.grid.spacing[axis] - 0.5 - offset
@@ -103,6 +109,27 @@ def _along(
     window = np.i0(_SHAPE * np.sqrt(np.maximum(1 - (x / _HALF_WIDTH) ** 2, 0))) / np.i0(_SHAPE)
     # np.sinc of a whole number is not exactly zero
     weights = np.where(x == np.rint(x), x == 0, np.sinc(x)) * window
+    if end is not None:
+        edge = (0, tile.grid.shape[axis] - 1)[end]
+        crosses = (cells[:, :1] < edge) if end == 0 else (cells[:, -1:] > edge)
+        near = np.arange(2 * _HALF_WIDTH) + (edge if end == 0 else edge - 2 * _HALF_WIDTH + 1)
+        cells = np.where(crosses, near, cells)
+        exact = (place == np.rint(place))[:, None]
+        polynomial = np.where(exact, cells == place[:, None], _polynomial(cells, place, edge, end))
+        weights = np.where(crosses, polynomial, weights)
     local = cells - tile.origin[axis]
     inside = (local >= 0) & (local < tile.shape[axis])
     return np.where(inside, local, 0), np.where(inside, weights, 0)
+
+
+def _polynomial(cells: np.ndarray, place: np.ndarray, edge: int, end: int) -> np.ndarray:
+    """Return the weights of `cells` (n, 8) in the polynomial through the six nearest inside."""
+    middle = np.floor(place).astype(int) - 2
+    first = np.maximum(middle, edge) if end == 0 else np.minimum(middle, edge - _NODES + 1)
+    weights = np.zeros(cells.shape)
+    for k in range(_NODES):
+        node = first + k
+        others = [first + j for j in range(_NODES) if j != k]
+        value = np.prod([(place - x) / (node - x) for x in others], axis=0)
+        weights += np.where(cells == node[:, None], value[:, None], 0)
+    return weights

@@ -8,7 +8,6 @@ from mpi4py import MPI
 
 import mpigrad
 from mpigrad.grid import Grid
-from mpigrad.waves import Elastic
 from mpigrad.waves.absorbing import damping
 from mpigrad.waves.acoustic import Acoustic, State, Survey
 from mpigrad.waves.acoustic.state import pack, unpack
@@ -263,8 +262,6 @@ def test_bad_input_is_refused(comm):
     grid = acoustic.grid
     with pytest.raises(ValueError, match=r"\(\(x0, x1\), \(y0, y1\), \(z0, z1\)\), got"):
         Acoustic(grid, 1e-3, 2, pml=((1, 1), (1, 1)))
-    with pytest.raises(ValueError, match="expected a grid with 2 axes, got 3"):
-        Elastic(grid, dt=1e-3, steps=2, frequency=15.0)
     with pytest.raises(ValueError, match="expected a grid with 2 or 3 axes, got 1"):
         Acoustic(Grid((9,), (10.0,), comm), 1e-3, 2)
     flat = Grid((9, 8), (10.0, 12.0), comm)

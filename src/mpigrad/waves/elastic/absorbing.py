@@ -20,7 +20,7 @@ class Layer:
 
     A derivative g is replaced by g + psi in the first `before` and the last `after` cells along the
     axis. The memory psi is updated in each step: psi <- b psi + a g. The rows of `a` and `b` hold
-    the values at the cell centres and half a cell further. Their columns are these cells, first
+    the values at the cell centres and at the half points. Their columns are these cells, first
     those of the first side.
     """
 
@@ -38,6 +38,7 @@ def layer(
     velocity: float,
     frequency: float,
     reflection: float,
+    stagger: int = 1,
 ) -> Layer:
     """Return the layers of `before` and `after` cells on the two sides of a wave tile.
 
@@ -57,12 +58,14 @@ def layer(
         Frequency of the source, in Hz.
     reflection
         Theoretical reflection of a wave that enters at a right angle.
+    stagger
+        1 if the half points lie further than the cell centres, -1 if they lie before them.
     """
 
     def side(cells: int, outwards: int) -> tuple[np.ndarray, np.ndarray]:
-        # Depth of the cell centres and of the points half a cell further, over the thickness.
+        # Depth of the cell centres and of the half points, over the thickness.
         centers = np.arange(cells) + 0.5
-        halves = centers + 0.5 * outwards
+        halves = centers + 0.5 * outwards * stagger
         depth = np.maximum(np.stack([centers, halves])[:, ::outwards], 0) / max(cells, 1)
         strongest = -(POWER + 1) * velocity * math.log(reflection) / (2 * max(cells, 1) * spacing)
         d, alpha = strongest * depth**POWER, math.pi * frequency * (1 - depth)

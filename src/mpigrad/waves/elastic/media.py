@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -10,30 +11,33 @@ from jax.typing import ArrayLike
 from mpigrad._shapes import Array, Float
 from mpigrad.grid.halo_exchange import halo_exchange
 from mpigrad.waves.absorbing import WaveTile
+from mpigrad.waves.elastic.free_surface import Surface, stagger_of, without_traction
+from mpigrad.waves.elastic.state import axis_pairs
 
 __all__ = ["Media", "effective_media", "lame"]
 
-Tile = Float[Array, "x y"]
+Tile = Float[Array, "*cells"]
 
 
 class Media(NamedTuple):
     """Parameters on a rank's wave tile. The centre of cell (i, j) is at (i, j).
 
+    Half points lie before the cell centres along an axis whose first side is a free surface.
+
     Attributes
     ----------
     bulk, shear
         lambda + mu and mu at the cell centres.
-    corner_shear
-        mu at (i + 1/2, j + 1/2), the points of sigma_xy.
-    buoyancy_x, buoyancy_y
-        1/rho at (i + 1/2, j) and (i, j + 1/2), the points of v_x and v_y.
+    shears
+        mu at the points of sigma_xy, sigma_xz and sigma_yz, such as (i + 1/2, j + 1/2).
+    buoyancies
+        1/rho at the points of v_x, v_y and v_z, such as (i + 1/2, j).
     """
 
     bulk: Tile
     shear: Tile
-    corner_shear: Tile
-    buoyancy_x: Tile
-    buoyancy_y: Tile
+    shears: tuple[Tile, ...]
+    buoyancies: tuple[Tile, ...]
 
 
 def lame(
@@ -66,10 +70,11 @@ def lame(
 
 
 def effective_media(
-    lam: Float[Array, "lx ly"],
-    mu: Float[Array, "lx ly"],
-    rho: Float[Array, "lx ly"],
+    lam: Float[Array, "*tile"],
+    mu: Float[Array, "*tile"],
+    rho: Float[Array, "*tile"],
     tile: WaveTile,
+    surface: Surface | None = None,
 ) -> Media:
     """Compute staggered parameters on the wave tile from this rank's tile (collective).
 
@@ -81,14 +86,24 @@ def effective_media(
     """
     padded = halo_exchange(jnp.stack([lam, mu, rho], axis=-1), tile.grid, width=1, boundary="edge")
     padded = jnp.pad(padded, (*tile.extension, (0, 0)), mode="edge")
-    lam, mu, rho = (padded[1:, 1:, k] for k in range(3))  # one more cell on the far sides
-    along_x = _in_series(mu[:-1], mu[1:])
+    lam, mu, rho = (padded[..., k] for k in range(3))
+
+    def shifted(field: Array, shifts: Mapping[int, int]) -> Array:
+        """Return the values `shifts[axis]` cells towards the half points along some axes."""
+        starts = [1 + stagger_of(surface, a) * shifts.get(a, 0) for a in range(tile.grid.ndim)]
+        return field[tuple(slice(k, k + n) for k, n in zip(starts, tile.shape, strict=True))]
+
+    def corner(a: int, b: int) -> Array:
+        along = [_in_series(shifted(mu, {b: k}), shifted(mu, {a: 1, b: k})) for k in (0, 1)]
+        return 4 * _in_series(*along)
+
+    n = tile.grid.ndim
+    shears = tuple(corner(a, b) for a, b in axis_pairs(n))
     return Media(
-        bulk=(lam + mu)[:-1, :-1],
-        shear=mu[:-1, :-1],
-        corner_shear=4 * _in_series(along_x[:, :-1], along_x[:, 1:]),
-        buoyancy_x=2 / (rho[:-1, :-1] + rho[1:, :-1]),
-        buoyancy_y=2 / (rho[:-1, :-1] + rho[:-1, 1:]),
+        bulk=shifted(lam + mu, {}),
+        shear=shifted(mu, {}),
+        shears=shears if surface is None else without_traction(shears, surface, tile),
+        buoyancies=tuple(2 / (shifted(rho, {}) + shifted(rho, {a: 1})) for a in range(n)),
     )
 
 

@@ -1,40 +1,49 @@
-"""Elastic waves (P-SV) on the tiles of a grid."""
+"""Elastic waves on the tiles of a grid."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from mpi4py import MPI
 
 from mpigrad._shapes import Array, Float
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.grid.grid import Grid
-from mpigrad.operations import allreduce, require
+from mpigrad.operations import allreduce
 from mpigrad.waves import arguments
-from mpigrad.waves.absorbing import WaveTile, widths_of
+from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.checkpoints import Checkpoints, checkpoint_code
 from mpigrad.waves.elastic import reference
 from mpigrad.waves.elastic.absorbing import layer
-from mpigrad.waves.elastic.media import effective_media
-from mpigrad.waves.elastic.scheme import (
-    COMPONENTS,
-    REACH,
-    SOURCES,
-    Component,
-    Scheme,
-    Source,
-    tables,
+from mpigrad.waves.elastic.attenuation import Lame, loss_of, low_q_text, moduli, smallest
+from mpigrad.waves.elastic.free_surface import (
+    Side,
+    Surface,
+    stagger_of,
+    surface_of,
+    without_layer,
 )
-from mpigrad.waves.elastic.state import State, at_rest, from_native, to_native
+from mpigrad.waves.elastic.media import effective_media
+from mpigrad.waves.elastic.scheme import Component, Scheme, Source, tables
+from mpigrad.waves.elastic.settings import check_settings, has_kernels
+from mpigrad.waves.elastic.state import (
+    AnelasticState,
+    State,
+    VolumeState,
+    at_rest,
+    axis_pairs,
+    from_native,
+    to_native,
+)
+from mpigrad.waves.elastic.validity import largest_step, require_factors, require_stable
 from mpigrad.waves.primitive import propagate
+from mpigrad.waves.relaxation import Relaxation
 from mpigrad.waves.run_agreement import require_same_run
-from mpigrad.waves.stability import limiting_square, staggered_limit
+from mpigrad.waves.stability import staggered_limit
 from mpigrad.waves.survey import Survey
 
 __all__ = ["Elastic", "Recording", "make_scheme"]
@@ -50,16 +59,17 @@ class Recording(NamedTuple):
         Complete and equal on every rank of the grid, unless shares were requested. Sample n is
         taken before step n: velocities (m/s) at (n - 1/2) dt, the pressure (Pa) at n dt.
     state
-        This rank's fields after the last step.
+        This rank's fields after the last step: a `State`, a `VolumeState` on three axes, or an
+        `AnelasticState` of a run with attenuation.
     """
 
     gathers: Float[Array, "shots components receivers steps"]
-    state: State
+    state: State | VolumeState | AnelasticState
 
 
 @dataclasses.dataclass(frozen=True)
 class Elastic:
-    """Elastic waves in the plane, P and SV: velocities and stresses on a grid with two axes.
+    """Elastic waves on a grid with two axes (P and SV) or three: velocities and stresses.
 
     A staggered grid, fourth order in space and second order in time, with convolutional perfectly
     matched layers (C-PML) around the model. docs/elastic.md describes the scheme. Cells with mu = 0
@@ -76,13 +86,16 @@ class Elastic:
     frequency
         Dominant frequency of the sources in Hz. The layers are made for it.
     pml
-        Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)). If it
-        is 0, the fields are zero beyond the side, which reflects all waves (not a free surface).
+        Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)), with
+        one more pair (z0, z1) on three axes. If it is 0, the fields are zero beyond the side, which
+        reflects all waves (not a free surface). A single number leaves out the free surface.
     source
-        "explosive": the wavelet is the rate at which sxx and syy are driven, a moment rate per
-        length in N/s. "force_x" or "force_y": the wavelet is a force per length in N/m.
+        "explosive": the wavelet is the rate at which the normal stresses are driven, a moment rate
+        in N m/s, or per length in N/s on two axes. "force_x", "force_y" or "force_z": the wavelet
+        is a force in N, or per length in N/m.
     components
-        Components that the receivers record: "vx", "vy", "pressure" (-(sxx + syy) / 2).
+        Components that the receivers record: "vx", "vy", "vz" (on three axes) and "pressure", the
+        negative mean of the normal stresses.
     reflection
         Fraction of the amplitude of a wave of `max_velocity` that the layers reflect at normal
         incidence, without the error of the differences. The damping is chosen for it.
@@ -94,21 +107,32 @@ class Elastic:
         The part of the forward run that is stored for a gradient. "all": all fields. k: one state
         every k steps. None: as much as fits into `memory`. "boundary": the layers, and the cells
         next to them, of every step. The waves inside are then run backwards, which gives the same
-        values up to rounding.
+        values up to rounding. With `method="xla"`, None stores all fields on two axes, and one
+        state every sqrt(steps) steps on three, for any `memory`.
     threads
         Number of threads on each rank. Default: 1.
     method
-        "native" for the C++ kernels, "xla" for a JAX program of the same scheme. Default: "native"
-        if JAX computes on CPUs.
+        "native" for the C++ kernels, which have two axes, or "xla" for a JAX program of the same
+        scheme. Default: "native" if JAX computes on CPUs and the kernels have the case.
     memory
         Largest number of bytes that each rank stores of forward runs for their gradients. Default:
         half of the free memory of its host, divided by the number of ranks there.
+    free_surface
+        A side without traction: "x0" and "x1" are the sides before the first and behind the last
+        cell along x, and so on. The surface is the side of the grid, and has no layer. Default: no
+        free surface.
+    relaxation
+        Attenuation by standard linear solids, from `fit_relaxation`. Their quality factors are
+        arguments of `propagate`. Default: no loss.
+    reference
+        The frequency at which lam, mu and rho give the phase velocities, in Hz. Default:
+        `relaxation.reference`, the geometric mean of its band.
 
     Raises
     ------
     ValueError
-        If a parameter is not valid, or a tile has fewer cells than the stencil reaches. On all
-        ranks, if all ranks give the same parameters.
+        If a parameter is not valid, a tile has fewer cells than the stencil reaches, or the native
+        kernels lack the case. On all ranks, if all ranks give the same parameters.
 
     Examples
     --------
@@ -144,17 +168,32 @@ class Elastic:
     threads: int | None = None
     method: Literal["native", "xla"] | None = None
     memory: int | None = None
+    free_surface: Side | None = None
+    relaxation: Relaxation | None = None
+    reference: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pml", widths_of(self.pml, self.grid.ndim))
+        pml = without_layer(self.pml, self._surface, self.grid.ndim)
+        object.__setattr__(self, "pml", pml)
         object.__setattr__(self, "components", tuple(self.components))
-        if self.source not in SOURCES:
-            raise ValueError(f"Elastic: source must be one of {(*SOURCES,)}, got {self.source!r}.")
-        if not self.components or not set(self.components) <= set(COMPONENTS):
-            raise ValueError(
-                f"Elastic: components must be some of {COMPONENTS}, got {self.components!r}."
-            )
-        arguments.check_settings(self, ("dt", "steps", "frequency"), REACH)
+        check_settings(self)
+
+    @property
+    def _surface(self) -> Surface | None:
+        return surface_of(self.free_surface, self.grid.ndim)
+
+    @property
+    def _reference(self) -> float:
+        """The frequency of the given velocities in Hz, 0 without a relaxation."""
+        if self.relaxation is None:
+            return 0.0
+        return self.relaxation.reference if self.reference is None else self.reference
+
+    @property
+    def stable_length(self) -> float:
+        """The largest stable time step, times the velocity that limits it, in m."""
+        surface = self._surface
+        return staggered_limit(self.grid, surface.axis if surface else None)
 
     @property
     def tile(self) -> WaveTile:
@@ -163,55 +202,68 @@ class Elastic:
 
     def largest_time_step(
         self,
-        lam: Float[Array, "lx ly"],
-        mu: Float[Array, "lx ly"],
-        rho: Float[Array, "lx ly"],
+        lam: Float[Array, "*tile"],
+        mu: Float[Array, "*tile"],
+        rho: Float[Array, "*tile"],
+        qp: Float[Array, "*tile"] | None = None,
+        qs: Float[Array, "*tile"] | None = None,
     ) -> float:
         """Return the largest stable time step for a model, in s (collective).
 
-        It is (6/7) / (v sqrt(1/hx^2 + 1/hy^2)). The velocity v is little more than the largest P
-        velocity, but much more if some cells are as light as air
-        (`waves.stability.limiting_square`).
+        It is (6/7) / (v sqrt(1/hx^2 + 1/hy^2)), with 1/hz^2 in the sum on three axes. The velocity
+        v is little more than the largest P velocity, but much more if some cells are as light as
+        air (`waves.stability.limiting_square`). A free surface makes the step up to 0.4 % smaller.
+        With attenuation it is that of the unrelaxed moduli.
 
         Parameters
         ----------
         lam, mu, rho
             This rank's tiles of the model.
+        qp, qs
+            This rank's tiles of the quality factors, if the model has a relaxation.
 
         Raises
         ------
         ValueError
-            On all ranks: if a density or lambda + mu is not positive, mu is negative, or a value is
-            not finite.
+            On all ranks: if a density or lambda + mu (lambda + 2/3 mu on three axes) is not
+            positive, mu is negative, a value is not finite, or a quality factor is too small.
         """
-        local = np.asarray(_extremes(lam, mu, rho))
-        extremes = np.max(self.grid.comm.mpi.allgather(local), axis=0)
-        if not _is_valid(extremes):
-            raise ValueError("Elastic.largest_time_step: " + INVALID.format(*_shown(extremes)))
-        return staggered_limit(self.grid) / math.sqrt(_square(extremes))
+        name = "Elastic.largest_time_step"
+        with raise_on_all_ranks(self.grid.comm):
+            self._check_factors(name, lam, qp, qs)
+        if self.relaxation is not None:
+            factors = np.array([smallest(qp), smallest(qs)])
+            factors = np.min(self.grid.comm.mpi.allgather(factors), axis=0)
+            if not np.all(factors > self.relaxation.smallest_q):
+                raise ValueError(f"{name}: {low_q_text(self.relaxation).format(*factors)}")
+        parameters = moduli(self.relaxation, self._reference, Lame(lam, mu), qp, qs)
+        return largest_step(name, parameters, rho, self.stable_length, self.grid.comm)
 
     def propagate(
         self,
-        lam: Float[Array, "lx ly"],
-        mu: Float[Array, "lx ly"],
-        rho: Float[Array, "lx ly"],
+        lam: Float[Array, "*tile"],
+        mu: Float[Array, "*tile"],
+        rho: Float[Array, "*tile"],
         wavelets: Float[Array, "_ sources steps"],
         survey: Survey,
-        state: State | None = None,
+        state: State | VolumeState | AnelasticState | None = None,
         gathers: Literal["complete", "share"] = "complete",
+        qp: Float[Array, "*tile"] | None = None,
+        qs: Float[Array, "*tile"] | None = None,
     ) -> Recording:
         """Propagate the waves of all shots of a survey (collective).
 
-        Differentiable with respect to lam, mu, rho, wavelets and state, in forward and reverse
-        mode. Each rank has a copy of the wavelets, so their gradient is the sum over ranks: declare
-        them `replicated=`, or `bcast` them.
+        Differentiable with respect to lam, mu, rho, wavelets, state, qp and qs, in forward and
+        reverse mode. Each rank has a copy of the wavelets, so their gradient is the sum over ranks:
+        declare them `replicated=`, or `bcast` them.
 
         Parameters
         ----------
         lam, mu, rho
-            This rank's tiles of the model, shape (lx, ly), float32 or float64: the Lame parameters
-            in Pa and the density in kg/m3 (`lame` computes the former from velocities). The fields
-            have the same dtype. Cells of the layers have the values of the nearest cell.
+            This rank's tiles of the model, shape (lx, ly) or (lx, ly, lz), float32 or float64: the
+            Lame parameters in Pa and the density in kg/m3 (`lame` computes the former from
+            velocities). The fields have the same dtype. Cells of the layers have the values of the
+            nearest cell.
         wavelets
             Time functions of the sources, shape (n_shots, n_sources, steps), or (1, n_sources,
             steps) if all shots have the same ones. The same on all ranks. Sample n acts in step n:
@@ -224,6 +276,10 @@ class Elastic:
             "complete", or "share" for this rank's share without the message that adds the shares.
             A receiver at a point of its component's grid is complete on the rank of that cell, and
             0 on other ranks.
+        qp, qs
+            This rank's tiles of the quality factors of P and S waves, for a model with a
+            `relaxation`: each larger than `relaxation.smallest_q`, or infinite in cells without
+            loss. Default: no loss of these waves.
 
         Returns
         -------
@@ -236,110 +292,110 @@ class Elastic:
             On all ranks, before the first step: if a shape or dtype is wrong, or a source or
             receiver lies outside the model.
         RuntimeError
-            On all ranks, before the first step: if a density or lambda + mu is not positive, mu is
-            negative or a value is not finite, if `dt` is not stable (the text gives the largest
-            stable one), or if the run is not the same on all ranks.
+            On all ranks, before the first step: if a density or lambda + mu (lambda + 2/3 mu on
+            three axes) is not positive, mu is negative or a value is not finite, if `dt` is not
+            stable (the text gives the largest stable one), if a quality factor is NaN or too small,
+            or if the run is not the same on all ranks.
         """
         lam, mu, rho, wavelets = (jnp.asarray(x) for x in (lam, mu, rho, wavelets))
+        qp, qs = (None if q is None else jnp.asarray(q) for q in (qp, qs))
         with raise_on_all_ranks(self.grid.comm):
             name = "Elastic.propagate"
             arguments.check_gathers(name, gathers)
             arguments.check_tiles(name, self.grid, {"lam": lam, "mu": mu, "rho": rho})
+            self._check_factors(name, lam, qp, qs)
             arguments.check_wavelets(name, wavelets, survey, self.steps)
             scheme = make_scheme(self, survey)
             if state is not None:
-                rest = jax.eval_shape(lambda: _at_rest(scheme, lam.dtype))
-                arguments.check_state(name, scheme.tile, state, rest)
+                _check_state(name, scheme, state, lam.dtype)
         require_same_run(scheme.fingerprint, lam.dtype, self.grid.comm)
-        limit, fastest = self._require_stable(lam, mu, rho)
+        if self.relaxation is not None:
+            require_factors(self.relaxation, qp, qs, self.grid.comm)
+        both = moduli(self.relaxation, self._reference, Lame(lam, mu), qp, qs)
+        limit, fastest = require_stable(both, rho, self.dt, self.stable_length, self.grid.comm)
         arguments.warn_of_units(self, limit, fastest)
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(lam.dtype), shape)
-        media = effective_media(lam, mu, rho, scheme.tile)
-        if arguments.is_native(self.method):
-            fields = None if state is None else to_native(state)
-            share, arrays = propagate(scheme.native, media, amplitudes, fields)
+        media = effective_media(*both[0], rho, scheme.tile, scheme.surface)
+        if has_kernels(self) and arguments.is_native(self.method):
+            fields = to_native(state) if isinstance(state, State) else None
+            models = jax.tree.leaves(media)
+            share, arrays = propagate(scheme.native, models, amplitudes, fields)
             last = from_native(arrays)
             share = share.reshape(shape[0], len(self.components), -1, self.steps)
         else:
             state = _at_rest(scheme, lam.dtype) if state is None else state
-            share, last = reference.propagate(scheme, media, amplitudes, state)
+            loss = None
+            if self.relaxation is not None:
+                slow = effective_media(*both[1], rho, scheme.tile, scheme.surface)
+                loss = loss_of(self.relaxation, media, slow)
+            share, last = reference.propagate(scheme, media, amplitudes, state, loss)
         if gathers == "complete":
             share = allreduce(share, comm=self.grid.comm)
         return Recording(share, last)
 
-    def _require_stable(
-        self, lam: jax.Array, mu: jax.Array, rho: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Check the model, and return the largest stable step and the largest P velocity."""
-        comm = self.grid.comm
-        model = (jax.lax.stop_gradient(x) for x in (lam, mu, rho))
-        extremes = allreduce(_extremes(*model), op=MPI.MAX, comm=comm)
-        require(_is_valid(extremes), INVALID, *_shown(extremes), comm=comm)
-        limit = staggered_limit(self.grid) / jnp.sqrt(_square(extremes))
-        vp, light, stiff = jnp.sqrt(extremes[3]), -extremes[2], extremes[4]
-        stable = self.dt <= limit * (1 + 1e-6)
-        require(stable, UNSTABLE, self.dt, limit, vp, light, stiff, comm=comm)
-        return limit, vp
+    def _check_factors(
+        self, name: str, lam: jax.Array, qp: jax.Array | None, qs: jax.Array | None
+    ) -> None:
+        """Raise a ValueError of `name` if the quality factors do not fit the model."""
+        given = {k: q for k, q in (("qp", qp), ("qs", qs)) if q is not None}
+        if given and self.relaxation is None:
+            raise ValueError(
+                f"{name}: {' and '.join(given)} need a relaxation. Make the model with "
+                "relaxation=fit_relaxation(q, band)."
+            )
+        arguments.check_tiles(name, self.grid, {"lam": lam, **given})
 
 
-INVALID = (
-    "lambda + mu and the density must be positive, mu must not be negative, and all must be "
-    "finite. In this model the smallest lambda + mu is {}, the smallest mu {}, the smallest "
-    "density {}, and the largest vp squared {}. Check the model."
-)
-UNSTABLE = (
-    "the time step {} is not stable: the largest stable one is {} for P velocities up to {}, "
-    "densities down to {} and lambda + 2 mu up to {}. Use that time step and more steps, a coarser "
-    "grid, or a larger density in the lightest cells."
-)
+def _at_rest(scheme: Scheme, dtype: Any) -> State | VolumeState | AnelasticState:
+    layers = tuple(layer.before + layer.after for layer in scheme.layers)
+    shots, shape = scheme.survey.n_shots, scheme.tile.shape
+    state = at_rest(shots, shape, layers, dtype)
+    if scheme.relaxation is None:
+        return state
+    rates = len(shape) + len(axis_pairs(len(shape)))
+    return AnelasticState(
+        state, jnp.zeros((shots, len(scheme.relaxation.times), rates, *shape), dtype)
+    )
 
 
-def _extremes(lam: Any, mu: Any, rho: Any) -> jax.Array:
-    """Return the largest -(lambda + mu), -mu, -rho, vp^2 and lambda + 2 mu of a tile."""
-    stiffness = lam + 2 * mu
-    values = (-(lam + mu), -mu, -rho, stiffness / rho, stiffness)
-    # MPI's maximum may lose a NaN, and the maximum of -rho would lose an infinite density.
-    return jnp.stack([jnp.max(jnp.where(jnp.isfinite(v), v, jnp.inf)) for v in values])
+class _Strain(NamedTuple):
+    strain: Any
 
 
-def _square(extremes: Any) -> Any:
-    return limiting_square(extremes[3], -extremes[2], extremes[4])
-
-
-def _is_valid(extremes: Any) -> Any:
-    bulk, shear, density, square, _ = extremes
-    return (bulk < 0) & (shear <= 0) & (density < 0) & (square < np.inf)
-
-
-def _shown(extremes: Any) -> tuple[Any, ...]:
-    return -extremes[0], -extremes[1], -extremes[2], extremes[3]
-
-
-def _at_rest(scheme: Scheme, dtype: Any) -> State:
-    px, py = (layer.before + layer.after for layer in scheme.layers)
-    return at_rest(scheme.survey.n_shots, scheme.tile.shape, (px, py), dtype)
+def _check_state(name: str, scheme: Scheme, state: Any, dtype: Any) -> None:
+    """Raise a ValueError of `name` if a state does not fit a run."""
+    rest = jax.eval_shape(lambda: _at_rest(scheme, dtype))
+    if isinstance(state, AnelasticState) and isinstance(rest, AnelasticState):
+        arguments.check_state(name, scheme.tile, _Strain(state.strain), _Strain(rest.strain))
+        state, rest = state.elastic, rest.elastic
+    if type(state) is not type(rest):
+        raise ValueError(
+            f"{name}: the state is of type {type(state).__name__}, expected {type(rest).__name__}. "
+            "Give the state of a recording of the same model."
+        )
+    arguments.check_state(name, scheme.tile, state, rest)
 
 
 @functools.lru_cache(maxsize=128)
 def make_scheme(model: Elastic, survey: Survey) -> Scheme:
     """Return the discretisation of a survey on this rank."""
-    tile, grid = model.tile, model.grid
+    tile, grid, surface = model.tile, model.grid, model._surface
     absorbs = (
-        model.max_velocity or staggered_limit(grid) / model.dt,
+        model.max_velocity or model.stable_length / model.dt,
         model.frequency,
         model.reflection,
     )
-    x, y = (
-        layer(*cells, spacing, model.dt, *absorbs)
-        for cells, spacing in zip(tile.extension, grid.spacing, strict=True)
+    layers = tuple(
+        layer(*cells, spacing, model.dt, *absorbs, stagger=stagger_of(surface, axis))
+        for axis, (cells, spacing) in enumerate(zip(tile.extension, grid.spacing, strict=True))
     )
-    sources, receivers = tables(tile, survey, model.source, model.components)
+    sources, receivers = tables(tile, survey, model.source, model.components, surface)
     return Scheme(
         tile,
         model.dt,
         model.steps,
-        (x, y),
+        layers,
         absorbs,
         survey,
         model.source,
@@ -349,4 +405,7 @@ def make_scheme(model: Elastic, survey: Survey) -> Scheme:
         checkpoint_code(model.checkpoints),
         model.threads or 1,
         model.memory,
+        surface,
+        model.relaxation,
+        model._reference,
     )

@@ -1,20 +1,24 @@
 """Elastic waves as a JAX program over mpigrad's messages.
 
-The native kernels are compared with this program, and it is the form for other devices than CPUs.
-JAX differentiates it. Each rank sends two messages to every neighbour in each step. With the
-differences D+ (half a cell further) and D- (half a cell back), step n is:
+The native kernels are compared with this program. It is the form for three axes, and for other
+devices than CPUs. JAX differentiates it. Each rank sends two messages to every neighbour in each
+step. With the differences D+ (half a cell further) and D- (half a cell back), step n is:
 
-    vx += dt bx (D+x sxx + D-y sxy),    vy += dt by (D-x sxy + D+y syy)
-    sxx, syy += dt (lambda + mu) (D-x vx + D-y vy) +- dt mu (D-x vx - D-y vy)
-    sxy += dt mu (D+y vx + D+x vy)
+    v_i += dt b_i (D+i s_ii + sum of D-j s_ij)
+    s_ii += dt ((lambda + mu) e + mu (2 D-i v_i - e)),    e = sum of D-j v_j
+    s_ij += dt mu (D+j v_i + D+i v_j)
 
-(Virieux 1986, fourth order: Levander 1988). In the layers every difference g is replaced by
-g + psi, with psi = b psi + a g.
+with the velocities v, the buoyancies b and the stresses s (Virieux 1986, fourth order: Levander
+1988, three axes: Graves 1996). In the layers every difference g is replaced by g + psi, with
+psi = b psi + a g. At a free surface they are those of `free_surface`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,48 +27,82 @@ from jax import lax
 from mpigrad._shapes import Array, Float
 from mpigrad.operations.indexing import put, take
 from mpigrad.waves.elastic.absorbing import Layer
+from mpigrad.waves.elastic.attenuation import Loss, relax
+from mpigrad.waves.elastic.free_surface import (
+    is_at,
+    near_differences,
+    source_factors,
+    stagger_of,
+)
 from mpigrad.waves.elastic.media import Media
-from mpigrad.waves.elastic.scheme import REACH, Points, Scheme, points_of
-from mpigrad.waves.elastic.state import State
+from mpigrad.waves.elastic.scheme import (
+    REACH,
+    SOURCES,
+    Points,
+    Scheme,
+    axis_of,
+    points_of,
+)
+from mpigrad.waves.elastic.state import (
+    AnelasticState,
+    Fields,
+    State,
+    VolumeState,
+    axis_pairs,
+    join,
+    split,
+)
 from mpigrad.waves.face_exchange import exchange_faces
 
-__all__ = ["propagate"]
+__all__ = ["propagate", "step"]
 
 NEAR, FAR = 27 / 24, 1 / 24
 
-Inject = Callable[[jax.Array], jax.Array]
+AnyState = State | VolumeState | AnelasticState
 
 
 def propagate(
     scheme: Scheme,
     media: Media,
     amplitudes: Float[Array, "shots sources steps"],
-    state: State,
-) -> tuple[Float[Array, "shots components receivers steps"], State]:
+    state: AnyState,
+    loss: Loss | None = None,
+) -> tuple[Float[Array, "shots components receivers steps"], AnyState]:
     """Return this rank's share of the gathers (their sum over ranks), and the last state.
 
     If `scheme.checkpoints` is a number of steps, a gradient stores one state every so many steps
-    and computes the steps between them again.
+    and computes the steps between them again. On three axes it is the square root of the number of
+    steps by default.
     """
-    survey, shape = scheme.survey, scheme.tile.shape
+    survey, shape, n = scheme.survey, scheme.tile.shape, scheme.tile.grid.ndim
     sources = points_of(scheme.source_table, survey.n_shots, survey.n_sources, shape)
     receivers = [
         points_of(table, survey.n_shots, survey.n_receivers, shape)
         for table in scheme.receiver_tables
     ]
-    area = scheme.tile.grid.spacing[0] * scheme.tile.grid.spacing[1]
+    driven = axis_of(SOURCES[scheme.source])
+    on_half = scheme.surface is not None and driven == scheme.surface.axis
+    factors = source_factors(scheme.surface, scheme.tile, on_half)
+    factors = jnp.asarray(factors / math.prod(scheme.tile.grid.spacing), amplitudes.dtype)
 
-    def advance(state: State, amplitude: jax.Array) -> tuple[State, jax.Array]:
-        fields = {"vx": state.vx, "vy": state.vy, "pressure": -(state.sxx + state.syy) / 2}
+    def recorded(state: AnyState, component: str) -> jax.Array:
+        fields = split(state.elastic if isinstance(state, AnelasticState) else state)
+        axis = axis_of(component)
+        return -_total(fields.normals) / n if axis is None else fields.velocities[axis]
+
+    def advance(state: AnyState, amplitude: jax.Array) -> tuple[AnyState, jax.Array]:
         samples = [
-            _recorded(points, fields[component])
+            _recorded(points, recorded(state, component))
             for points, component in zip(receivers, scheme.components, strict=True)
         ]
-        state = step(scheme, media, state, _injected(sources, amplitude, shape) / area)
+        drive = factors * _injected(sources, amplitude, shape)
+        state = step(scheme, media, state, drive, loss)
         return state, jnp.stack(samples, axis=1)
 
     inputs = jnp.moveaxis(amplitudes, 2, 0)
     every = scheme.checkpoints
+    if every == 0 and n == 3:
+        every = round(math.sqrt(scheme.steps))
     if not 0 < every < scheme.steps:
         state, samples = lax.scan(advance, state, inputs)
     else:
@@ -73,49 +111,89 @@ def propagate(
         parts = inputs[:whole].reshape(-1, every, *inputs.shape[1:])
         state, samples = lax.scan(chunk, state, parts)
         samples = samples.reshape(whole, *samples.shape[2:])
-        state, last = lax.scan(advance, state, inputs[whole:])
-        samples = jnp.concatenate([samples, last])
+        if whole < scheme.steps:
+            state, last = lax.scan(advance, state, inputs[whole:])
+            samples = jnp.concatenate([samples, last])
     return jnp.moveaxis(samples, 0, 3), state
 
 
-def step(scheme: Scheme, media: Media, state: State, drive: jax.Array) -> State:
-    """Do one time step. `drive` (shots, x, y) is the force or rate of stress of the sources."""
-    tile, dt, layers = scheme.tile, scheme.dt, scheme.layers
-    memory_x, memory_y = ([m[:, k] for k in range(4)] for m in (state.memory_x, state.memory_y))
+def step(
+    scheme: Scheme, media: Media, state: AnyState, drive: jax.Array, loss: Loss | None = None
+) -> AnyState:
+    """Do one time step. `drive` (shots, *cells) is the force or rate of stress of the sources.
 
-    def along(axis: int, k: int, field: jax.Array, *, further: bool) -> jax.Array:
-        g = _difference(field, axis, further, tile.grid.spacing[axis])
-        memory = (memory_x, memory_y)[axis]
-        g, memory[k] = _absorbed(g, memory[k], layers[axis], axis, half=int(further))
+    A run with attenuation has the unrelaxed moduli in `media`, and a loss.
+    """
+    tile, dt, n = scheme.tile, scheme.dt, scheme.tile.grid.ndim
+    axes, pairs, driven = range(n), axis_pairs(n), axis_of(SOURCES[scheme.source])
+    # The fields with a derivative along an axis: that of the axis itself first.
+    orders = [(a, *(b for b in axes if b != a)) for a in axes]
+    fields = split(state.elastic if isinstance(state, AnelasticState) else state)
+    memories = [[m[:, k] for k in range(2 * n)] for m in fields.memories]
+
+    def padded(field: Callable[[int, int], jax.Array]) -> tuple[list[jax.Array], ...]:
+        return exchange_faces(tile, REACH, *[[field(a, b) for b in orders[a]] for a in axes])
+
+    def stress(a: int, b: int) -> jax.Array:
+        return fields.normals[a] if a == b else fields.shears[pairs.index((min(a, b), max(a, b)))]
+
+    def slope(group: tuple[list[jax.Array], ...], axis: int, b: int, *, half: bool) -> jax.Array:
+        """Return a derivative along an axis, at half points or at cell centres."""
+        k = orders[axis].index(b)
+        field, h = group[axis][k], tile.grid.spacing[axis]
+        g = _difference(field, axis, half == (stagger_of(scheme.surface, axis) > 0), h)
+        if scheme.surface and scheme.surface.axis == axis and is_at(scheme.surface, tile):
+            inside = lax.slice_in_dim(field, REACH, field.shape[1 + axis] - REACH, axis=1 + axis)
+            g = near_differences(inside, g, scheme.surface, h, half)
+        memory = memories[axis]
+        k = k if group is stresses else n + k
+        g, memory[k] = _absorbed(g, memory[k], scheme.layers[axis], axis, half=int(half))
         return g
 
-    (sxx, sxy_x), (syy, sxy_y) = exchange_faces(
-        tile, REACH, (state.sxx, state.sxy), (state.syy, state.sxy)
-    )
-    ax = along(0, 0, sxx, further=True) + along(1, 1, sxy_y, further=False)
-    ay = along(0, 1, sxy_x, further=False) + along(1, 0, syy, further=True)
-    if scheme.source == "force_x":
-        ax = ax + drive
-    if scheme.source == "force_y":
-        ay = ay + drive
-    vx = state.vx + dt * media.buoyancy_x * ax
-    vy = state.vy + dt * media.buoyancy_y * ay
+    stresses = padded(stress)
+    velocities = []
+    for a, v in enumerate(fields.velocities):
+        force = _total([slope(stresses, b, a, half=a == b) for b in axes])
+        if driven == a:
+            force = force + drive
+        velocities.append(v + dt * media.buoyancies[a] * force)
 
-    (vx_x, vy_x), (vy_y, vx_y) = exchange_faces(tile, REACH, (vx, vy), (vy, vx))
-    exx, eyy = along(0, 2, vx_x, further=False), along(1, 2, vy_y, further=False)
-    exy = along(1, 3, vx_y, further=True) + along(0, 3, vy_x, further=True)
-    mean, deviation = media.bulk * (exx + eyy), media.shear * (exx - eyy)
-    if scheme.source == "explosive":
-        mean = mean + drive
-    return State(
-        vx=vx,
-        vy=vy,
-        sxx=state.sxx + dt * (mean + deviation),
-        syy=state.syy + dt * (mean - deviation),
-        sxy=state.sxy + dt * media.corner_shear * exy,
-        memory_x=jnp.stack(memory_x, axis=1),
-        memory_y=jnp.stack(memory_y, axis=1),
+    motion = padded(lambda _, b: velocities[b])
+    stretch = [slope(motion, a, a, half=False) for a in axes]
+    slide = [slope(motion, b, a, half=True) + slope(motion, a, b, half=True) for a, b in pairs]
+    if n == 3 or loss is not None:
+        # Else XLA computes the differences again for each stress that reads them.
+        stretch, slide = lax.optimization_barrier((stretch, slide))
+    rates, strain = _stress_rates(media, stretch, slide), None
+    if loss is not None and isinstance(state, AnelasticState) and scheme.relaxation is not None:
+        means, strain = relax(scheme.relaxation, dt, state.strain, [*stretch, *slide])
+        lost = _stress_rates(loss, means[:n], means[n:])
+        rates = [rate - other for rate, other in zip(rates, lost, strict=True)]
+    if driven is None:
+        rates = [*(rate + drive for rate in rates[:n]), *rates[n:]]
+    following = join(
+        Fields(
+            tuple(velocities),
+            tuple(s + dt * rate for s, rate in zip(fields.normals, rates[:n], strict=True)),
+            tuple(s + dt * rate for s, rate in zip(fields.shears, rates[n:], strict=True)),
+            tuple(jnp.stack(memory, axis=1) for memory in memories),
+        )
     )
+    return following if strain is None else AnelasticState(following, strain)
+
+
+def _stress_rates(
+    moduli: Media | Loss, stretch: Sequence[jax.Array], slide: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Return the rates of the normal and the shear stresses (Hooke's law)."""
+    trace = _total(stretch)
+    mean = moduli.bulk * trace
+    normals = [mean + moduli.shear * (2 * e - trace) for e in stretch]
+    return [*normals, *(mu * e for mu, e in zip(moduli.shears, slide, strict=True))]
+
+
+def _total(terms: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.add, terms)
 
 
 def _difference(field: jax.Array, axis: int, further: bool, spacing: float) -> jax.Array:
@@ -133,8 +211,11 @@ def _absorbed(
     g: jax.Array, psi: jax.Array, layer: Layer, axis: int, half: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return a difference with its part in the layers, and the updated memory."""
-    cells, across = g.shape[1 + axis], (-1, 1) if axis == 0 else (1, -1)
+    if psi.size == 0:
+        return g, psi
     axis = 1 + axis
+    cells = g.shape[axis]
+    across = [-1 if i == axis else 1 for i in range(1, g.ndim)]
     a, b = (jnp.asarray(c[half].reshape(across), g.dtype) for c in (layer.a, layer.b))
     before, middle, after = jnp.split(g, [layer.before, cells - layer.after], axis)
     psi = b * psi + a * jnp.concatenate([before, after], axis)
@@ -143,13 +224,13 @@ def _absorbed(
 
 
 def _injected(points: Points, values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return a field (shots, x, y) that sums values (shots, points)."""
+    """Return a field (shots, *cells) that sums values (shots, points)."""
     parts = take(values.ravel(), points.points) * jnp.asarray(points.weights, values.dtype)
-    size = points.count[0] * shape[0] * shape[1]
+    size = points.count[0] * math.prod(shape)
     return put(size, points.cells, parts).reshape(points.count[0], *shape)
 
 
 def _recorded(points: Points, field: jax.Array) -> jax.Array:
-    """Return the values (shots, points) of a field (shots, x, y)."""
+    """Return the values (shots, points) of a field (shots, *cells)."""
     parts = take(field.ravel(), points.cells) * jnp.asarray(points.weights, field.dtype)
     return put(points.count[0] * points.count[1], points.points, parts).reshape(points.count)

@@ -4,39 +4,58 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Literal
 
 import numpy as np
 
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.elastic.absorbing import Layer
+from mpigrad.waves.elastic.free_surface import Surface, stagger_of
 from mpigrad.waves.interpolation import PointTable, point_table
 from mpigrad.waves.native_run import ElasticSettings, Run, RunSettings
+from mpigrad.waves.relaxation import Relaxation
 from mpigrad.waves.run_agreement import fingerprint
 from mpigrad.waves.survey import Survey
 
 __all__ = [
-    "COMPONENTS",
     "REACH",
     "SOURCES",
     "Component",
     "Points",
     "Scheme",
     "Source",
+    "axis_of",
+    "components_of",
     "points_of",
     "tables",
 ]
 
-Source = Literal["explosive", "force_x", "force_y"]
-Component = Literal["vx", "vy", "pressure"]
+Source = Literal["explosive", "force_x", "force_y", "force_z"]
+Component = Literal["vx", "vy", "vz", "pressure"]
 
 REACH = 2  # cells that a difference reaches beyond a tile
-# Places of the fields, in cells from the cell centres.
-OFFSETS = {"vx": (0.5, 0.0), "vy": (0.0, 0.5), "pressure": (0.0, 0.0)}
-COMPONENTS = tuple(OFFSETS)
 _KINDS = {"pressure": 0, "vx": 1, "vy": 2}  # Kind in native/waves/elastic.h
 # The field that each kind of source drives.
-SOURCES = {"explosive": "pressure", "force_x": "vx", "force_y": "vy"}
+SOURCES = {"explosive": "pressure", "force_x": "vx", "force_y": "vy", "force_z": "vz"}
+
+
+def components_of(axes: int) -> tuple[str, ...]:
+    """Return the components that receivers can record on a grid with 2 or 3 axes."""
+    return (*("vx", "vy", "vz")[:axes], "pressure")
+
+
+def axis_of(component: str) -> int | None:
+    """Return the axis of a velocity, and None for the pressure."""
+    return None if component == "pressure" else "xyz".index(component[1])
+
+
+def offset_of(component: str, axes: int, surface: Surface | None) -> tuple[float, ...]:
+    """Return the place of a field, in cells from the cell centres."""
+    return tuple(
+        0.5 * stagger_of(surface, axis) if axis == axis_of(component) else 0.0
+        for axis in range(axes)
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,12 +87,14 @@ class Scheme:
         have the same ones.
     checkpoints
         As `checkpoint_code` encodes them.
+    reference
+        Frequency of the given velocities in Hz, if there is a relaxation.
     """
 
     tile: WaveTile
     dt: float
     steps: int
-    layers: tuple[Layer, Layer]
+    layers: tuple[Layer, ...]
     absorbs: tuple[float, float, float]
     survey: Survey
     source: Source
@@ -83,6 +104,9 @@ class Scheme:
     checkpoints: int
     threads: int
     memory: int | None
+    surface: Surface | None
+    relaxation: Relaxation | None
+    reference: float
 
     @functools.cached_property
     def fingerprint(self) -> int:
@@ -90,6 +114,7 @@ class Scheme:
         grid = self.tile.grid
         common = (grid.shape, grid.spacing, grid.dims, self.tile.pml, self.dt, self.steps)
         own = (self.absorbs, self.source, self.components, self.checkpoints, self.survey.digest())
+        own = (*own, self.surface, self.relaxation, self.reference)
         return fingerprint((common, own))
 
     @functools.cached_property
@@ -146,18 +171,27 @@ def _joined(tables: tuple[PointTable, ...], count: int) -> PointTable:
 
 
 def tables(
-    tile: WaveTile, survey: Survey, source: Source, components: tuple[Component, ...]
+    tile: WaveTile,
+    survey: Survey,
+    source: Source,
+    components: tuple[Component, ...],
+    surface: Surface | None,
 ) -> tuple[PointTable, tuple[PointTable, ...]]:
     """Return the cells of the sources, and of the receivers for each component."""
     sources, receivers = (p.reshape(-1, p.shape[2]) for p in (survey.sources, survey.receivers))
-    return point_table(sources, tile, "sources", OFFSETS[SOURCES[source]]), tuple(
-        point_table(receivers, tile, "receivers", OFFSETS[component]) for component in components
+
+    def table(points: np.ndarray, what: str, component: str) -> PointTable:
+        offset = offset_of(component, tile.grid.ndim, surface)
+        return point_table(points, tile, what, offset, surface)
+
+    return table(sources, "sources", SOURCES[source]), tuple(
+        table(receivers, "receivers", component) for component in components
     )
 
 
 def points_of(table: PointTable, shots: int, count: int, shape: tuple[int, ...]) -> Points:
     """Expand a table to the cells of the fields of all shots, with `shape` cells each."""
-    size, points, cells = shape[0] * shape[1], table.points, table.cells
+    size, points, cells = math.prod(shape), table.points, table.cells
     if len(table.starts) - 1 == shots * count:
         cells = cells + points // max(count, 1) * size
         return Points((shots, count), points, cells, table.weights)

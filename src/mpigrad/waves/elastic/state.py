@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,9 +12,21 @@ import numpy as np
 
 from mpigrad._shapes import Array, Float
 
-__all__ = ["State", "at_rest", "from_native", "to_native"]
+__all__ = [
+    "AnelasticState",
+    "Fields",
+    "State",
+    "VolumeState",
+    "at_rest",
+    "axis_pairs",
+    "from_native",
+    "join",
+    "split",
+    "to_native",
+]
 
 Field = Float[Array, "shots x y"]
+VolumeField = Float[Array, "shots x y z"]
 
 
 class State(NamedTuple):
@@ -33,18 +46,81 @@ class State(NamedTuple):
     memory_y: Float[Array, "shots 4 x py"]
 
 
-def at_rest(shots: int, shape: tuple[int, ...], layers: tuple[int, int], dtype: np.dtype) -> State:
+class VolumeState(NamedTuple):
+    """This rank's fields of a run on three axes, as `State` has those of two.
+
+    `memory_x` holds the memory of the x-derivatives of (sigma_xx, sigma_xy, sigma_xz, v_x, v_y,
+    v_z). In `memory_y` and `memory_z` the fields of the axis come first too: (sigma_yy, sigma_xy,
+    sigma_yz, v_y, v_x, v_z) and (sigma_zz, sigma_xz, sigma_yz, v_z, v_x, v_y).
+    """
+
+    vx: VolumeField
+    vy: VolumeField
+    vz: VolumeField
+    sxx: VolumeField
+    syy: VolumeField
+    szz: VolumeField
+    sxy: VolumeField
+    sxz: VolumeField
+    syz: VolumeField
+    memory_x: Float[Array, "shots 6 px y z"]
+    memory_y: Float[Array, "shots 6 x py z"]
+    memory_z: Float[Array, "shots 6 x y pz"]
+
+
+class AnelasticState(NamedTuple):
+    """This rank's fields of a run with attenuation.
+
+    Attributes
+    ----------
+    elastic
+        Velocities, stresses and the memories of the layers.
+    strain
+        Memories of the strain rates of xx, yy (zz), 2 xy (2 xz, 2 yz), for each mechanism.
+    """
+
+    elastic: State | VolumeState
+    strain: Float[Array, "shots mechanisms components ..."]
+
+
+class Fields(NamedTuple):
+    """The arrays of a state, in groups of one array for each axis or pair of axes."""
+
+    velocities: tuple[jax.Array, ...]
+    normals: tuple[jax.Array, ...]
+    shears: tuple[jax.Array, ...]
+    memories: tuple[jax.Array, ...]
+
+
+def axis_pairs(axes: int) -> list[tuple[int, int]]:
+    """Return the pairs of axes in the order of the shear stresses: xy, xz, yz."""
+    return list(itertools.combinations(range(axes), 2))
+
+
+def split(state: State | VolumeState) -> Fields:
+    """Return the arrays of a state in groups."""
+    n = 2 if isinstance(state, State) else 3
+    ends = list(itertools.accumulate([0, n, n, len(axis_pairs(n)), n]))
+    return Fields(*(tuple(state[a:b]) for a, b in itertools.pairwise(ends)))
+
+
+def join(fields: Fields) -> State | VolumeState:
+    """Return the state of arrays in groups."""
+    kind = State if len(fields.velocities) == 2 else VolumeState
+    return kind(*itertools.chain(*fields))
+
+
+def at_rest(
+    shots: int, shape: tuple[int, ...], layers: tuple[int, ...], dtype: np.dtype
+) -> State | VolumeState:
     """Return zero fields on a wave tile of `shape` cells, with `layers` of them in the C-PML."""
+    n = len(shape)
     field = jnp.zeros((shots, *shape), dtype)
-    return State(
-        field,
-        field,
-        field,
-        field,
-        field,
-        jnp.zeros((shots, 4, layers[0], shape[1]), dtype),
-        jnp.zeros((shots, 4, shape[0], layers[1]), dtype),
-    )
+    memories = [
+        jnp.zeros((shots, 2 * n, *shape[:axis], width, *shape[axis + 1 :]), dtype)
+        for axis, width in enumerate(layers)
+    ]
+    return join(Fields((field,) * n, (field,) * n, (field,) * len(axis_pairs(n)), tuple(memories)))
 
 
 def to_native(state: State) -> list[jax.Array]:

@@ -1,0 +1,222 @@
+"""Elastic waves on three axes: ranks, derivatives, exact solutions, bad input."""
+
+import elastic_volume_case as case
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from elastic_case import compare
+
+import mpigrad
+from mpigrad.grid import Grid
+from mpigrad.waves.elastic import Elastic, State, Survey, lame, reference
+from mpigrad.waves.elastic.media import effective_media
+from mpigrad.waves.elastic.model import make_scheme
+from mpigrad.waves.elastic.state import at_rest
+
+VP, VS, RHO = 2500.0, 1400.0, 2100.0
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize(
+    "axis", [None, *(pytest.param(k, marks=pytest.mark.full("all dims")) for k in range(3))]
+)
+def test_ranks_agree_with_one_rank(comm, alone, axis):
+    """Tiles cut along each axis, and as `Grid` chooses. Layers can be thicker than tiles."""
+    dims = None if axis is None else tuple(comm.size if a == axis else 1 for a in range(3))
+    elastic, other = case.model(comm, dims), case.model(alone, dims and (1, 1, 1))
+    gathers, state, slope = case.value_and_gradient(elastic)
+    gathers_alone, state_alone, slope_alone = case.value_and_gradient(other)
+    compare(gathers, gathers_alone)
+    compare(state, case.cut(elastic, state_alone))
+    for name in ("lam", "mu", "rho"):
+        compare(slope[name], slope_alone[name][elastic.grid.slices])
+    compare(slope["state"], case.cut(elastic, slope_alone["state"]))
+    if comm.rank == 0:
+        compare(slope["wavelets"], slope_alone["wavelets"])
+
+
+@pytest.mark.thin(3)
+def test_dot_test(comm):
+    run, zeros = case.relative(case.model(comm))
+    assert mpigrad.dot_test(run, zeros, comm=comm, rtol=1e-12).error < 1e-12
+
+
+@pytest.mark.full("the dot test tests the same derivatives")
+def test_taylor_test(comm):
+    run, zeros = case.relative(case.model(comm, source="explosive"))
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(case.SHOTS, 4, 2, case.STEPS)))
+
+    def objective(x):
+        gathers, fields = run(x)
+        return jnp.sum((gathers - weights) ** 2) / comm.size + jnp.sum(fields[4] ** 2)
+
+    mpigrad.taylor_test(objective, zeros, comm=comm, step=1e-3)
+
+
+@pytest.mark.full("other runs keep a state every two steps, the root of their number")
+def test_gradients_do_not_depend_on_checkpoints(comm):
+    got, *others = (case.value_and_gradient(case.model(comm, checkpoints=k)) for k in (4, 2, "all"))
+    for other in others:
+        compare(got, other, 1e-13)
+
+
+@pytest.mark.ranks(2)
+def test_fields_that_do_not_vary_along_an_axis_are_those_of_two_axes(comm, alone):
+    """In the middle of that axis, to which nothing comes from the sides within the steps."""
+    steps, cells, (hx, hy, hz) = 5, (9, 41, 8), (10.0, 11.0, 12.0)
+    draw = np.random.default_rng(6)
+    plane = [cells[0] + 5, cells[2] + 3]
+    flat = [size * draw.normal(size=(1, *plane)) for size in (1, 1, 5e6, 5e6, 5e6)]
+    model = [draw.uniform(*b, (cells[0], cells[2])) for b in ((6e9, 9e9), (3e9, 4e9), (2e3, 2e3))]
+    wavelets = jnp.zeros((1, 1, steps))
+    points = np.array([[[35.0, 40.0], [72.0, 81.3]]])
+    common = {"dt": 1e-3, "steps": steps, "frequency": 15.0, "max_velocity": VP}
+    elastic = Elastic(
+        Grid((cells[0], cells[2]), (hx, hz), alone), pml=((2, 3), (0, 3)), components=("vx", "vy"),
+        method="native", **common,
+    )  # fmt: skip
+    layers = [jnp.zeros((1, 4, 5, plane[1])), jnp.zeros((1, 4, plane[0], 3))]
+    state = State(*(jnp.asarray(x) for x in flat), *layers)
+    expected = elastic.propagate(
+        *(jnp.asarray(x) for x in model), wavelets, Survey(points[:, :1], points), state
+    ).gathers
+
+    grid = Grid(cells, (hx, hy, hz), comm, (1, comm.size, 1))
+    pml = ((2, 3), (0, 0), (0, 3))
+    volume = Elastic(grid, pml=pml, components=("vx", "vz"), **common)
+    shape = volume.tile.shape
+    wide = lambda f: jnp.broadcast_to(jnp.asarray(f)[:, :, None], (1, *shape))
+    start = at_rest(1, shape, (5, 0, 3), np.dtype("float64"))
+    vx, vz, sxx, szz, sxz = map(wide, flat)
+    start = start._replace(vx=vx, vz=vz, sxx=sxx, szz=szz, sxz=sxz)
+    points = np.insert(points, 1, 20.5 * hy, axis=2)
+    got = volume.propagate(
+        *(jnp.broadcast_to(jnp.asarray(x)[:, None], grid.local_shape) for x in model),
+        wavelets, Survey(points[:, :1], points), start,
+    )  # fmt: skip
+    compare(got.gathers, expected)
+
+
+def green(direction, offset, times, slope):
+    """The velocity from a point force along an axis (Aki and Richards 2002, equation 4.23).
+
+    `slope` is the derivative of the force, a function of time.
+    """
+    r = np.linalg.norm(offset)
+    cosines, unit = offset / r, np.eye(3)[direction]
+    outward = cosines * cosines[direction]
+    lags, weights = np.polynomial.legendre.leggauss(60)
+    width = r / VS - r / VP
+    lags = r / VP + width * (lags + 1) / 2
+    near = sum(
+        width / 2 * w * lag * slope(times - lag) for w, lag in zip(weights, lags, strict=True)
+    )
+    return (
+        np.outer(3 * outward - unit, near) / r**3
+        + np.outer(outward, slope(times - r / VP)) / (VP**2 * r)
+        - np.outer(outward - unit, slope(times - r / VS)) / (VS**2 * r)
+    ) / (4 * np.pi * RHO)
+
+
+@pytest.mark.ranks(2)
+def test_a_point_force_in_a_homogeneous_medium(comm):
+    """Near and far field, within 2 % of the largest velocity."""
+    f, h, dt, steps = 10.0, 10.0, 1.9e-3, 140
+    force = lambda t: 1e9 * np.exp(-((np.pi * f * (t - 0.1)) ** 2))
+    slope = lambda t: -2 * (np.pi * f) ** 2 * (t - 0.1) * force(t)
+    # On the grids of vx, vy and vz in turn, so that nothing is interpolated.
+    source = np.array([105.0, 105.0, 110.0])
+    points = np.array([[170.0, 145.0, 135.0], [165.0, 150.0, 135.0], [165.0, 145.0, 140.0]])
+    grid = Grid((24, 24, 24), (h,) * 3, comm)
+    elastic = Elastic(
+        grid, dt, steps, f, pml=8, source="force_z", components=("vx", "vy", "vz"), max_velocity=VP
+    )
+    media = (jnp.full(grid.local_shape, x) for x in (*lame(VP, VS, RHO), RHO))
+    wavelet = jnp.asarray(force(np.arange(steps) * dt))[None, None]
+    survey = Survey(source[None, None], points[None])
+    got = np.asarray(elastic.propagate(*media, wavelet, survey).gathers)[0]
+    times = (np.arange(steps) - 0.5) * dt
+    expected = np.stack([green(2, x - source, times, slope)[k] for k, x in enumerate(points)])
+    error = np.abs(np.stack([got[k, k] for k in range(3)]) - expected)
+    assert np.max(np.abs(expected[:, -1])) < 0.05 * np.max(np.abs(expected))
+    assert np.max(error) < 0.02 * np.max(np.abs(expected))
+
+
+@pytest.mark.ranks(1, 3)
+def test_reciprocity(comm):
+    """The positions of a force and of a recorded velocity component can be exchanged."""
+    a, b = [43.0, 37.0, 51.0], [61.0, 58.5, 22.2]
+    arrays, traces = case.arrays(), []
+    wavelet = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1, 40)))
+    for source, component, s, r in (("force_x", "vz", a, b), ("force_z", "vx", b, a)):
+        elastic = case.model(comm, pml=0, steps=40, source=source, components=(component,))
+        part = [jnp.asarray(arrays[k][elastic.grid.slices]) for k in ("lam", "mu", "rho")]
+        survey = Survey(np.array([[s]]), np.array([[r]]))
+        traces.append(np.asarray(elastic.propagate(*part, wavelet, survey).gathers))
+    assert np.max(np.abs(traces[0])) > 0
+    compare(traces[0], traces[1])
+
+
+@pytest.mark.full("the same bound is tested on two axes")
+@pytest.mark.ranks(1)
+def test_the_largest_time_step_is_stable_next_to_air(comm):
+    """Against the largest eigenvalue of the discrete equations on a small grid."""
+    cells = (6, 5, 7)
+    elastic = Elastic(Grid(cells, (10.0, 12.0, 9.0), comm), 1.0, 2, 15.0, pml=0, max_velocity=3e3)
+    survey = Survey(np.full((1, 1, 3), 50.0), np.full((1, 1, 3), 50.0))
+    scheme = make_scheme(elastic, survey)
+    basis = np.eye(3 * np.prod(cells)).reshape(-1, 3, *cells)
+
+    @jax.jit
+    def twice(lam, mu, rho):
+        """The change of velocities in a second step of length 1, after which stress is theirs."""
+        state = at_rest(len(basis), cells, (0, 0, 0), np.dtype("float64"))
+        vx, vy, vz = (jnp.asarray(basis[:, k]) for k in range(3))
+        state = state._replace(vx=vx, vy=vy, vz=vz)
+        media = effective_media(lam, mu, rho, scheme.tile)
+        for _ in range(2):
+            state = reference.step(scheme, media, state, jnp.zeros(()))
+        return jnp.stack(state[:3], axis=1) - basis
+
+    for light, velocity, low in ((2500.0, 4000.0, 0.85), (1000.0, 1500.0, 0.85), (1.2, 340.0, 0.3)):
+        rho, vp, vs = (np.full(cells, x) for x in (2500.0, 4000.0, 2300.0))
+        rho[..., :3], vp[..., :3] = light, velocity
+        vs[..., :3] = 0.0 if velocity < 2000 else 2300.0
+        model = [jnp.asarray(x) for x in (*lame(vp, vs, rho), rho)]
+        matrix = -np.asarray(twice(*model)).reshape(len(basis), -1)
+        largest = 2 / np.sqrt(np.linalg.eigvals(matrix).real.max())
+        assert low < elastic.largest_time_step(*model) / largest < 1
+
+
+@pytest.mark.thin(3)
+def test_bad_input_is_refused(comm):
+    elastic = case.model(comm)
+    at, last = case.part(elastic), comm.rank == comm.size - 1
+
+    def run(**changed):
+        x = {**at, **changed}
+        return elastic.propagate(x["lam"], x["mu"], x["rho"], x["wavelets"], case.SURVEY).gathers
+
+    for name, value in (("rho", np.nan), ("mu", -1.0), ("lam", -2e9)):
+        bad = at[name].at[0, 0, 0].set(value) if last else at[name]
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"lambda \+ 2/3 mu and the density"):
+            jax.block_until_ready(run(**{name: bad}))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"largest stable one is \d"):
+        jax.block_until_ready(run(rho=at["rho"] / 100))
+    with pytest.raises(ValueError, match="memory_z of the state is"):
+        elastic.propagate(
+            at["lam"], at["mu"], at["rho"], at["wavelets"], case.SURVEY,
+            at["state"]._replace(memory_z=at["state"].memory_z[:, :4]),
+        )  # fmt: skip
+    for settings, message in (
+        ({"method": "native"}, "native kernels have two axes"),
+        ({"checkpoints": "boundary"}, 'checkpoints="boundary" needs the native kernels'),
+        ({"pml": ((1, 1), (1, 1))}, "z0, z1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            case.model(comm, **settings)
+    with pytest.raises(ValueError, match=r"components must be some of .* on 2 axes, got \('vz',\)"):
+        Elastic(Grid((9, 8), (1.0, 1.0), comm), 1e-3, 2, 15.0, components=("vz",))
+    with pytest.raises(ValueError, match=r"source must be one of .* on 2 axes, got 'force_z'"):
+        Elastic(Grid((9, 8), (1.0, 1.0), comm), 1e-3, 2, 15.0, source="force_z")
