@@ -17,7 +17,8 @@ from mpigrad.grid.grid import Grid
 from mpigrad.operations import allreduce, require
 from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import WaveTile, damping, widths_of
-from mpigrad.waves.acoustic import reference
+from mpigrad.waves.acoustic import reference, reference3d
+from mpigrad.waves.acoustic.layer_filter import layer_filter
 from mpigrad.waves.acoustic.scheme import Scheme
 from mpigrad.waves.acoustic.state import State, at_rest
 from mpigrad.waves.checkpoints import Checkpoints, checkpoint_code
@@ -50,8 +51,9 @@ class Recording(NamedTuple):
 class Acoustic:
     """The acoustic wave equation (1/c^2) p_tt - Laplacian(p) = s on a grid with two or three axes.
 
-    Central differences in space, leapfrog in time, and absorbing layers around the grid (the PML of
-    Grote and Sim). docs/acoustic.md describes the scheme. The fields lie at the cell centres.
+    Central differences in space, leapfrog in time, and absorbing layers around the grid: the PML of
+    Grote and Sim on two axes, a convolutional PML on three. docs/acoustic.md describes the scheme.
+    The fields lie at the cell centres.
 
     Parameters
     ----------
@@ -228,7 +230,8 @@ class Acoustic:
             _require_stable(scheme, velocity)
             if state is None:
                 state = at_rest(scheme.tile, survey.n_shots, velocity.dtype)
-            share, last = reference.propagate(scheme, velocity, amplitudes, state)
+            program = reference if self.grid.ndim == 2 else reference3d
+            share, last = program.propagate(scheme, velocity, amplitudes, state)
         if gathers == "complete":
             share = allreduce(share, comm=self.grid.comm)
         return Recording(share, last)
@@ -282,13 +285,20 @@ def _scheme(model: Acoustic, survey: Survey) -> Scheme:
         point_table(points.reshape(-1, points.shape[2]), tile, what)
         for points, what in ((survey.sources, "sources"), (survey.receivers, "receivers"))
     )
+    layers: tuple[Any, ...]
+    if tile.grid.ndim == 2:
+        layers = tuple(damping(tile, axis, velocity, model.reflection) for axis in range(2))
+    else:
+        layers = tuple(
+            layer_filter(tile, axis, model.dt, velocity, model.reflection) for axis in range(3)
+        )
     return Scheme(
         tile,
         model.dt,
         model.steps,
         model.order,
         (velocity, model.reflection),
-        tuple(damping(tile, axis, velocity, model.reflection) for axis in range(model.grid.ndim)),
+        layers,
         survey,
         sources,
         receivers,
