@@ -8,8 +8,8 @@ from mpigrad.waves.stability import SECOND_DERIVATIVES
 
 __all__ = ["BETWEEN_DERIVATIVES", "first_difference", "second_difference", "shifted"]
 
-# Coefficients of the first derivative, for the differences one and more cells away.
-FIRST_DERIVATIVES = {2: (1 / 2,), 4: (2 / 3, -1 / 12), 8: (4 / 5, -1 / 5, 4 / 105, -1 / 280)}
+# Coefficients of the first derivative, for the differences one and two cells away.
+FIRST_DERIVATIVES = {2: (1 / 2,), 4: (2 / 3, -1 / 12)}
 
 # The same between the cells, for the differences 1/2, 3/2 and more cells away.
 BETWEEN_DERIVATIVES = {

@@ -64,11 +64,11 @@ class Acoustic:
     steps
         Number of time steps.
     order
-        Order of accuracy of the differences in space, 2 or 4.
+        Order of accuracy of the differences in space: 2, 4, or on three axes 8.
     pml
         Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)), with
         one more pair (z0, z1) on three axes. If it is 0, the pressure is zero beyond the side (a
-        free surface).
+        free surface). At order 8 it is 0 or at least 4.
     reflection
         Fraction of the amplitude of a wave of `max_velocity` that the layers reflect at normal
         incidence, without the error of the differences. The damping is chosen for it.
@@ -131,8 +131,17 @@ class Acoustic:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pml", widths_of(self.pml, self.grid.ndim))
-        if self.order not in SECOND_DERIVATIVES:
-            raise ValueError(f"Acoustic: order must be 2 or 4, got {self.order!r}.")
+        orders = (2, 4) if self.grid.ndim == 2 else tuple(SECOND_DERIVATIVES)
+        if self.order not in orders:
+            raise ValueError(
+                f"Acoustic: on a grid with {self.grid.ndim} axes order must be one of {orders}, "
+                f"got {self.order!r}."
+            )
+        if self.order == 8 and any(0 < width < 4 for pair in self.pml for width in pair):
+            raise ValueError(
+                f"Acoustic: pml must be 0 or at least 4 cells at order 8, got {self.pml!r}. "
+                "Use wider layers, or order 4."
+            )
         arguments.check_settings(self, ("dt", "steps"), self.order // 2, axes=(2, 3))
 
     @property
