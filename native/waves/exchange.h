@@ -2,7 +2,7 @@
 // tile is computed and awaited after.
 #pragma once
 
-#include "waves/layer_field.h"
+#include "waves/memory.h"
 
 namespace mpigrad::waves {
 
@@ -13,7 +13,6 @@ struct Piece {
   T* field;
   int axis;
   int64_t begin, end, low = 0, high = 1;
-  const LayerRows* rows = nullptr;  // where the rows of a LayerField lie
 
   int64_t cells() const {
     return std::max<int64_t>(0, end - begin) * std::max<int64_t>(0, high - low);
@@ -97,9 +96,7 @@ class Exchange {
     for (const auto& p : pieces_) {
       if (p.axis != side / 2 || !p.cells()) continue;
       const int64_t n = p.end - p.begin;
-      const auto at = [&](int64_t i, int64_t m, int64_t j) {
-        return p.field + (p.rows ? p.rows->at(i, m, j) : tile_.at(i, m, j));
-      };
+      const auto at = [&](int64_t i, int64_t m, int64_t j) { return p.field + tile_.at(i, m, j); };
       if (p.axis == kColumns) {
         for (int64_t i = p.begin; i < p.end; ++i)
           for (int64_t m = p.low; m < p.high; ++m, buffer += tile_.reach) {

@@ -1,58 +1,95 @@
-// Fields on three axes that are zero outside the absorbing layers: only rows near layers along x and y
-// are stored as a whole. Of other rows the two ends are stored, next to each other, so that they are read
-// in the order of memory.
+// Memories of the absorbing layers of one axis on a tile with three axes. They exist in these layers
+// only, and are zero elsewhere.
 #pragma once
 
 #include "waves/memory.h"
+#include "waves/registers.h"
 
 namespace mpigrad::waves {
 
-// The places of rows, with a margin of `reach` around the tile.
-class LayerRows {
+// The places of an axis' cells in memory. Layers along x and y consist of whole rows. Of layers along the
+// columns, the two ends of each row are stored next to each other, so that they are read in the order of
+// memory.
+class AxisLayers {
  public:
-  LayerRows() = default;
-  // `ends`: cells at the two ends of each row, of which the `reach` inner ones stay zero, or none.
-  // `is_whole(i, m)`: whether the whole row is stored.
-  template <class F>
-  LayerRows(const Tile& t, int64_t left, int64_t right, const F& is_whole)
-      : reach_(t.reach), middle_(t.nm + 2 * t.reach), split_(std::min(left, t.ny)) {
-    constexpr int64_t line = 16;
-    const auto rounded = [](int64_t n) { return (n + line - 1) / line * line; };
-    const int64_t whole = rounded(t.ny + t.reach) + line, ends = rounded(left + right) + line;
-    starts_.reserve(2 * (t.nx + 2 * reach_) * middle_);
-    for (int64_t i = -reach_; i < t.nx + reach_; ++i)
-      for (int64_t m = -reach_; m < t.nm + reach_; ++m) {
-        const bool all = left + right >= t.ny || is_whole(i, m);
-        cells_ += line;
-        starts_.push_back(cells_);
-        starts_.push_back(all ? cells_ : cells_ + left + right - t.ny);
-        cells_ += (all ? whole : ends) - line;
-      }
-    cells_ += line;
+  AxisLayers() = default;
+  // `reach`: of the stencil, which reads the memories so many cells beyond the layers.
+  AxisLayers(const Tile& t, Axis axis, int64_t reach)
+      : axis_(axis),
+        n_(std::array{t.nx, t.ny, t.nm}[axis]),
+        before_(t.layers[2 * axis]),
+        behind_(t.layers[2 * axis + 1]),
+        middle_(t.nm) {
+    if (axis == kColumns) {
+      const auto end = [&](int64_t width) { return width ? whole_registers(width + reach) : 0; };
+      left_ = end(before_), right_ = end(behind_);
+      if (left_ + right_ >= n_) left_ = n_, right_ = 0;
+      pitch_ = before_ + behind_ ? whole_registers(kRegister + left_ + right_) : 0;
+      cells_ = t.nx * t.nm * pitch_ + kRegister;
+    } else {
+      pitch_ = (t.ny + 15) / 16 * 16;
+      const int64_t across = axis == kRows ? t.nm : t.nx;
+      cells_ = (1 + across * (before_ + behind_)) * pitch_;
+    }
   }
 
-  // Where the row's cell 0 lies, or would lie: for cells of the left end, or of the right one.
-  int64_t left(int64_t i, int64_t m) const { return starts_[2 * index(i, m)]; }
-  int64_t right(int64_t i, int64_t m) const { return starts_[2 * index(i, m) + 1]; }
-  int64_t at(int64_t i, int64_t m, int64_t j) const {
-    return (j < split_ ? left(i, m) : right(i, m)) + j;
-  }
   int64_t cells() const { return cells_; }
+  bool has(int64_t a) const { return (a >= 0 && a < before_) || (a >= n_ - behind_ && a < n_); }
+  // Whether the stencil at `a` reads a cell of the layers.
+  bool is_near(int64_t a, int64_t reach) const {
+    return (before_ && a < before_ + reach) || (behind_ && a >= n_ - behind_ - reach);
+  }
+
+  // Of x or y: the first cell of the row at `a` and at `b` of the other of them is first + b pitch. A row
+  // outside of the layers has a row of zeros.
+  struct Rows {
+    int64_t first = 0, pitch = 0;
+  };
+  Rows rows(int64_t a) const {
+    if (axis_ == kColumns || !has(a)) return {};
+    const int64_t k = a < before_ ? a : a - n_ + behind_ + before_;
+    if (axis_ == kRows) return {(1 + k * middle_) * pitch_, pitch_};
+    return {(1 + k) * pitch_, (before_ + behind_) * pitch_};
+  }
+
+  int64_t next_row() const { return pitch_; }
+
+  // Of the columns: the number of cells stored at the two ends of a row, and the place where cell 0 of the
+  // row would be, for cells of the left end and of the right one.
+  int64_t left_end() const { return left_; }
+  int64_t right_end() const { return right_; }
+  int64_t left(int64_t i, int64_t m) const { return kRegister + (i * middle_ + m) * pitch_; }
+  int64_t right(int64_t i, int64_t m) const { return left(i, m) + left_ + right_ - n_; }
+
+  // f(its place) for each cell of the layers, in C order.
+  template <class F>
+  void each_cell(const Tile& t, const F& f) const {
+    for (int64_t i = 0; i < t.nx; ++i)
+      for (int64_t m = 0; m < t.nm; ++m)
+        if (axis_ == kColumns) {
+          for (int64_t j = 0; j < before_; ++j) f(left(i, m) + j);
+          const int64_t last = right_ ? right(i, m) : left(i, m);
+          for (int64_t j = n_ - behind_; j < n_; ++j) f(last + j);
+        } else if (const int64_t a = axis_ == kRows ? i : m; has(a)) {
+          const int64_t place = rows(a).first + rows(a).pitch * (axis_ == kRows ? m : i);
+          for (int64_t j = 0; j < t.ny; ++j) f(place + j);
+        }
+  }
+  int64_t size(const Tile& t) const { return t.nx * t.ny * t.nm / n_ * (before_ + behind_); }
 
  private:
-  int64_t index(int64_t i, int64_t m) const { return (i + reach_) * middle_ + m + reach_; }
-
-  int64_t reach_ = 0, middle_ = 0, split_ = 0, cells_ = 0;
-  std::vector<int64_t> starts_;
+  Axis axis_ = kRows;
+  int64_t n_ = 0, before_ = 0, behind_ = 0, middle_ = 0;
+  int64_t left_ = 0, right_ = 0, pitch_ = 0, cells_ = 0;
 };
 
-// Converts to the pointer to which LayerRows' places are added.
+// Converts to the pointer to which the places of AxisLayers are added.
 template <class T>
 class LayerField {
  public:
   LayerField() = default;
-  explicit LayerField(const LayerRows& rows)
-      : memory_(rows.cells() * sizeof(T) + kColors * kShift), cells_(rows.cells()) {
+  explicit LayerField(const AxisLayers& layers)
+      : memory_(layers.cells() * sizeof(T) + kColors * kShift), cells_(layers.cells()) {
     data_ = reinterpret_cast<T*>(static_cast<char*>(memory_.data()) + next_color++ % kColors * kShift);
   }
   void clear() { std::fill_n(data_, cells_, T(0)); }

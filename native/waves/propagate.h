@@ -375,20 +375,16 @@ class Propagation {
         });
       };
       const Box first = tile_.core(depth), last = tile_.core(1);
-      const int64_t lag = (depth - 1) * tile_.reach;
-      const int64_t begin = first.i0, end = std::max(first.i1, last.i1 + lag);
-      const int64_t rows = depth > 1 ? rows_at_once() : std::max<int64_t>(1, end - begin);
+      const Blocks blocks(*this, first, last, depth);
       for (int64_t step = 0; step < depth; ++step) {
         for (const Box& box : tile_.frame(step + 1 < depth ? first : last)) compute(step, box);
         turn_to(step);
         pieces_.clear();
         physics_.pieces(phase, mode, wave, pieces_);
         if (int code = exchange_.post(pieces_)) return code;
-        const int64_t to = begin + (end - begin) * (step + 1) / depth;
-        for (int64_t i = begin + (end - begin) * step / depth; i < to; i += rows) {
-          const int64_t k = std::min(i + rows, to);
-          if (depth > 1) compute(0, part(first, i, k));
-          compute(depth - 1, part(last, i - lag, k - lag));
+        for (int64_t k = blocks.count() * step / depth; k < blocks.count() * (step + 1) / depth; ++k) {
+          if (depth > 1) compute(0, blocks.at(k, first, 0));
+          compute(depth - 1, blocks.at(k, last, depth - 1));
         }
         if (int code = exchange_.wait()) return code;
         c_.watch.moves();
@@ -404,18 +400,48 @@ class Propagation {
     return 0;
   }
 
+  // The order in which two steps are computed in one pass: columns of blocks along the middle axis, and in
+  // each of them a few rows at a time. The second step lags behind by the stencil's reach along both.
+  class Blocks {
+   public:
+    Blocks(const Propagation& p, const Box& first, const Box& last, int64_t depth)
+        : reach_(p.tile_.reach), margin_(p.tile_.margin()), i0_(first.i0), m0_(first.m0) {
+      const int64_t lag = (depth - 1) * reach_, lag_m = (depth - 1) * margin_;
+      const int64_t n = std::max(first.i1, last.i1 + lag) - i0_;
+      const int64_t nm = std::max(first.m1, last.m1 + lag_m) - m0_;
+      const int64_t most = p.middle_at_once();
+      columns_ = depth > 1 ? std::max<int64_t>(1, (nm + most / 2) / most) : 1;
+      middle_ = std::max<int64_t>(1, (nm + columns_ - 1) / columns_);
+      rows_ = depth > 1 ? p.rows_at_once(middle_) : std::max<int64_t>(1, n);
+      steps_ = std::max<int64_t>(0, (n + rows_ - 1) / rows_);
+    }
+    int64_t count() const { return columns_ * steps_; }
+    // The part of a box that is computed in block k, in this step of the pass.
+    Box at(int64_t k, Box b, int64_t step) const {
+      const int64_t i = i0_ + k % steps_ * rows_ - step * reach_;
+      const int64_t m = m0_ + k / steps_ * middle_ - step * margin_;
+      b.i0 = std::max(b.i0, i), b.i1 = std::min(b.i1, i + rows_);
+      b.m0 = std::max(b.m0, m), b.m1 = std::min(b.m1, m + middle_);
+      return b;
+    }
+
+   private:
+    int64_t reach_, margin_, i0_, m0_, columns_, middle_, rows_, steps_;
+  };
+
+  // Cells of the middle axis in a block of two steps: what both read around their rows fills a third of
+  // the core's cache.
+  int64_t middle_at_once() const {
+    const int64_t planes = 10 * tile_.reach;
+    const int64_t row = planes * tile_.stride * static_cast<int64_t>(sizeof(T));
+    return std::max<int64_t>(16, core_cache() / 3 / row);
+  }
   // Rows of two steps use a quarter of the core's cache: the rest is for what the stencil reads
   // around them, and the history passes through. On 1040 columns 4 rows took 3 % more time than 16.
-  int64_t rows_at_once() const {
+  int64_t rows_at_once(int64_t middle) const {
     constexpr int64_t kFieldsOfAGradient = 5;
-    const int64_t row = kFieldsOfAGradient * tile_.plane * static_cast<int64_t>(sizeof(T));
+    const int64_t row = kFieldsOfAGradient * middle * tile_.stride * static_cast<int64_t>(sizeof(T));
     return std::max(tile_.reach, core_cache() / 4 / row);
-  }
-
-  // The rows i0 to i1 of a box.
-  static Box part(Box b, int64_t i0, int64_t i1) {
-    b.i0 = std::max(b.i0, i0), b.i1 = std::min(b.i1, i1);
-    return b;
   }
 
   // The halos of an initial wave.

@@ -13,7 +13,7 @@ import numpy as np
 from mpigrad._shapes import Float
 from mpigrad.grid.grid import Grid
 
-__all__ = ["Face", "WaveTile", "Widths", "damping", "widths_of"]
+__all__ = ["Face", "WaveTile", "Widths", "damping", "largest_damping", "widths_of"]
 
 # Number of cells of the layers before and behind the model along each axis.
 Widths = tuple[tuple[int, int], ...]
@@ -189,6 +189,11 @@ def damping(
     sigma = np.zeros(tile.shape[axis])
     for width, depth in ((before, -place), (behind, place - tile.grid.shape[axis])):
         if width:
-            top = 3 * velocity * math.log(1 / reflection) / (2 * width * h)
+            top = largest_damping(width * h, velocity, reflection)
             sigma += top * (np.maximum(depth, 0) / width) ** 2
     return sigma
+
+
+def largest_damping(thickness: float, velocity: float, reflection: float) -> float:
+    """Return the damping at the outer side of a layer, in 1/s, see `damping`."""
+    return 3 * velocity * math.log(1 / reflection) / (2 * thickness)

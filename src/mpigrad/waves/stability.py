@@ -9,15 +9,20 @@ from mpigrad.grid.grid import Grid
 
 __all__ = ["SECOND_DERIVATIVES", "limiting_square", "staggered_limit", "wave_equation_limit"]
 
-# Coefficients of the second derivative by order: for the cell itself, one and two cells away.
-SECOND_DERIVATIVES = {2: (-2.0, 1.0), 4: (-5 / 2, 4 / 3, -1 / 12)}
+# Coefficients of the second derivative by order: for the cell itself, one and more cells away.
+SECOND_DERIVATIVES = {
+    2: (-2.0, 1.0),
+    4: (-5 / 2, 4 / 3, -1 / 12),
+    8: (-205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560),
+}
 
 
 def wave_equation_limit(grid: Grid, order: int) -> float:
     """Return the largest stable leapfrog step of u_tt = v^2 (u_xx + u_yy), times v (a length).
 
     It is 2 / sqrt(sum of k / h^2 over the axes). The lowest eigenvalue of the second derivative is
-    -k / h^2 with k = 4 at order 2 and k = 16/3 at order 4.
+    -k / h^2 with k = 4 at order 2, 16/3 at order 4 and 2048/315 at
+    order 8.
     """
     center, *others = SECOND_DERIVATIVES[order]
     k = -center - 2 * sum(c * (-1) ** (i + 1) for i, c in enumerate(others))

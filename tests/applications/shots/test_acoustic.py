@@ -312,8 +312,10 @@ def test_rejects_bad_arguments(comm):
         Survey(SOURCES * np.nan, RECEIVERS)
     with pytest.raises(ValueError, match="velocities must be positive"):
         acoustic.largest_time_step(mine * (-1 if comm.rank == 0 else 1))
-    with pytest.raises(ValueError, match="order must be 2 or 4"):
+    with pytest.raises(ValueError, match=r"order must be one of \(2, 4\), got 3"):
         model(comm, order=3)
+    with pytest.raises(ValueError, match=r"with 2 axes order must be one of \(2, 4\), got 8"):
+        model(comm, order=8)
     with pytest.raises(
         ValueError, match='checkpoints must be a positive number of steps, "all", "bound'
     ):

@@ -8,9 +8,10 @@ from mpi4py import MPI
 
 import mpigrad
 from mpigrad.grid import Grid
-from mpigrad.waves.absorbing import damping
+from mpigrad.waves.absorbing import damping, largest_damping
 from mpigrad.waves.acoustic import Acoustic, State, Survey
-from mpigrad.waves.acoustic.state import pack, unpack
+from mpigrad.waves.acoustic.layer_filter import SHIFT, layer_filter
+from mpigrad.waves.acoustic.state import memory_size, pack, unpack
 
 SHAPE, SPACING, LAYERS, STEPS = (9, 8, 10), (10.0, 12.0, 9.0), ((2, 1), (3, 0), (1, 2)), 10
 SURVEY = Survey(
@@ -31,9 +32,9 @@ def whole():
     return (
         draw.uniform(1500, 2500, SHAPE),
         draw.standard_normal((2, 1, STEPS)),
-        draw.standard_normal((6, 2, *padded)),
+        draw.standard_normal((8, 2, *padded)),
         draw.standard_normal((2, 2, STEPS)),
-        draw.standard_normal((6, 2, *padded)),
+        draw.standard_normal((8, 2, *padded)),
     )
 
 
@@ -107,28 +108,42 @@ def test_kernels_agree_with_the_jax_program(comm, order, axis, settings):
 
 
 @pytest.mark.ranks(1, 2)
-def test_kernels_agree_on_tiles_larger_than_their_layers(comm):
-    """There, the memories of the layers are stored for the ends of rows only."""
-    shape, pml = (24, 26, 40), ((3, 2), (0, 4), (5, 3))
+@pytest.mark.parametrize(("shape", "pml", "steps", "order"), [
+    # The ends of rows are stored apart from each other only in such tiles.
+    ((24, 26, 40), ((3, 2), (0, 4), (5, 3)), 40, 4),
+    ((20, 18, 40), ((4, 5), (0, 4), (6, 4)), 20, 8),
+    # Rows are longer than what is computed at once, and the middle axis has several blocks.
+    ((6, 50, 530), ((2, 1), (3, 0), (1, 2)), 4, 4),
+])  # fmt: skip
+def test_kernels_agree_on_tiles_larger_than_their_layers(comm, shape, pml, steps, order):
     velocity = np.random.default_rng(4).uniform(1500, 2500, shape)
-    wavelets = jnp.asarray(np.random.default_rng(5).standard_normal((1, 1, 40)))
-    survey = Survey(np.array([[[101.0, 147.0, 140.5]]]), np.array([[[15.0, 18.0, 11.0]]]))
+    wavelets = jnp.asarray(np.random.default_rng(5).standard_normal((1, 1, steps)))
+    places = np.array([(0.42, 0.47, 0.39), (0.62, 0.58, 0.51)]) * shape * SPACING
+    survey = Survey(places[None, :1], places[None, 1:])
     grid = Grid(shape, SPACING, comm)
     tile = jnp.asarray(velocity[grid.slices])
     found = []
     for method in ("native", "xla"):
-        acoustic = Acoustic(grid, 1.2e-3, 40, pml=pml, method=method)
+        acoustic = Acoustic(grid, 1.2e-3, steps, order=order, pml=pml, method=method)
 
-        def loss(velocity, acoustic=acoustic):
-            gathers, state = acoustic.propagate(velocity, wavelets, survey)
+        def loss(velocity, start, acoustic=acoustic):
+            gathers, state = acoustic.propagate(velocity, wavelets, survey, start)
             share = sum(jnp.sum(x**2) for x in state)
             return share + jnp.sum(gathers**2) / comm.size, (gathers, state)
 
-        (_, aux), slope = mpigrad.value_and_grad(loss, has_aux=True, comm=comm)(tile)
+        (_, aux), slope = mpigrad.value_and_grad(loss, (0, 1), has_aux=True, comm=comm)(
+            tile, state_with_noise(acoustic.tile)
+        )
         found.append((aux, slope))
     for value, other in zip(*map(jax.tree.leaves, found), strict=True):
         scale = comm.mpi.allreduce(np.max(np.abs(other)), op=MPI.MAX)
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
+
+
+def state_with_noise(tile):
+    draw = np.random.default_rng(6)
+    field = jnp.asarray(draw.standard_normal((2, 1, *tile.shape)))
+    return State(field[0], field[1], jnp.asarray(draw.standard_normal((1, memory_size(tile)))))
 
 
 @pytest.mark.ranks(1, 2)
@@ -153,6 +168,21 @@ def test_the_adjoint_is_the_transpose(comm, method):
     mpigrad.dot_test(run, *point(acoustic), comm=comm, rtol=1e-12)
 
 
+@pytest.mark.ranks(1)
+def test_order_8_has_a_smaller_error(comm):
+    """Of coarse cells, with time steps so small that their error does not matter."""
+    source, receivers, dt = (75.0, 85.0, 95.0), np.array([(135.0, 85, 95)]), 2.5e-4
+    t = np.arange(640) * dt
+    expected = ricker(t - 60 / SPEED, 30.0) / (4 * np.pi * 60)
+    errors = []
+    for order in (4, 8):
+        u = gathers(
+            comm, (18, 18, 18), dt, 640, source, receivers, pml=8, order=order, frequency=30.0
+        )  # fmt: skip
+        errors.append(np.max(np.abs(u[0] - expected)) / np.max(np.abs(expected)))
+    assert errors[1] < errors[0] / 3, errors
+
+
 @pytest.mark.parametrize("operand", ["velocity", "wavelets"])
 def test_taylor_expansion(comm, operand):
     acoustic = model(comm)
@@ -173,11 +203,11 @@ def ricker(t, frequency=15.0):
     return (1 - 2 * a) * np.exp(-a)
 
 
-def gathers(comm, shape, dt, steps, source, receivers, velocity=None, **settings):
+def gathers(comm, shape, dt, steps, source, receivers, velocity=None, frequency=15.0, **settings):
     grid = Grid(shape, (10.0,) * 3, comm)
     c = np.full(shape, SPEED) if velocity is None else velocity
     survey = Survey(np.array([[source]], float), np.array([receivers], float))
-    wavelet = jnp.asarray(ricker(np.arange(steps) * dt))[None, None]
+    wavelet = jnp.asarray(ricker(np.arange(steps) * dt, frequency))[None, None]
     acoustic = Acoustic(grid, dt, steps, **settings)
     return np.asarray(acoustic.propagate(jnp.asarray(c[grid.slices]), wavelet, survey).gathers)[0]
 
@@ -195,9 +225,11 @@ def test_the_solution_in_a_homogeneous_medium(comm):
 
 @pytest.mark.ranks(3)
 def test_reciprocity(comm):
-    velocity = np.random.default_rng(1).uniform(1500, 2500, (10, 9, 8))
-    a, b = (31.0, 47.5, 22.0), (83.3, 60.0, 71.0)
-    run = lambda s, r: gathers(comm, (10, 9, 8), 1.5e-3, 80, s, [r], velocity, pml=3)[0]
+    """Of points whose interpolation uses no cells of layers."""
+    shape = (11, 10, 12)
+    velocity = np.random.default_rng(1).uniform(1500, 2500, shape)
+    a, b = (35.0, 51.3, 55.0), (75.0, 45.0, 61.7)
+    run = lambda s, r: gathers(comm, shape, 1.5e-3, 80, s, [r], velocity, pml=3)[0]
     there, back = run(a, b), run(b, a)
     assert np.max(np.abs(there)) > 0
     np.testing.assert_allclose(there, back, rtol=0, atol=1e-12 * np.max(np.abs(there)))
@@ -209,17 +241,17 @@ def test_layers_absorb(comm):
     n, wide = 16, 20
     source = np.array((85.0, 85.0, 25.0))
     receivers = np.array([(25.0, 85.0, 85.0), (145.0, 145.0, 85.0), (145.0, 145.0, 145.0)])
-    near = gathers(comm, (n,) * 3, 2e-3, 120, source, receivers, pml=12)
+    near = gathers(comm, (n,) * 3, 2e-3, 120, source, receivers, pml=10)
     shift = 10.0 * wide
     far = gathers(
         comm, (n + 2 * wide,) * 3, 2e-3, 120, source + shift, receivers + shift, pml=10
     )  # fmt: skip
     decibel = 20 * np.log10(np.max(np.abs(near - far), axis=1) / np.max(np.abs(far), axis=1))
-    assert decibel[0] < -48 and np.all(decibel < -38), decibel
+    assert np.all(decibel < -65), decibel
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize(("order", "width"), [(2, 2), (4, 1), (4, 3), (4, 8)])
+@pytest.mark.parametrize(("order", "width"), [(2, 2), (4, 1), (4, 3), (4, 8), (8, 4)])
 def test_the_largest_step_is_stable_for_long(comm, order, width):
     shape = (10, 9, 8)
     velocity = np.random.default_rng(2).uniform(1500, 3000, shape)
@@ -227,7 +259,7 @@ def test_the_largest_step_is_stable_for_long(comm, order, width):
     dt = Acoustic(grid, 1e-4, 1, order=order).largest_time_step(velocity)
     pml = ((width, 0), (width, width), (width, width))
     u = gathers(
-        comm, shape, dt, 2500, (50, 40, 36), [(30, 25, 20)], velocity, pml=pml, order=order
+        comm, shape, dt, 5000, (50, 40, 36), [(30, 25, 20)], velocity, pml=pml, order=order
     )  # fmt: skip
     assert np.max(np.abs(u[:, -500:])) < 1e-2 * np.max(np.abs(u))
 
@@ -267,6 +299,8 @@ def test_bad_input_is_refused(comm):
     flat = Grid((9, 8), (10.0, 12.0), comm)
     with pytest.raises(ValueError, match="sources have 3 coordinates, but the grid has 2 axes"):
         Acoustic(flat, 1e-3, STEPS).propagate(np.full(flat.local_shape, SPEED), wavelets, SURVEY)
+    with pytest.raises(ValueError, match="pml must be 0 or at least 4 cells at order 8"):
+        model(comm, order=8)
     if comm.size > 1:
         thin = Grid((comm.size, 8, 8), (10.0,) * 3, comm, (comm.size, 1, 1))
         with pytest.raises(ValueError, match="the smallest tile has 1, but the stencil reaches 2"):
@@ -274,39 +308,18 @@ def test_bad_input_is_refused(comm):
 
 
 @pytest.mark.ranks(1)
-def test_a_step_in_a_corner_is_that_of_grote_and_sim(comm):
-    """Where three layers overlap, for fields whose derivatives are known."""
-    speed, dt = 1500.0, 1e-3
-    acoustic = Acoustic(
-        Grid((4, 4, 4), (10.0, 12.0, 9.0), comm), dt, 1, order=2, pml=5, max_velocity=4000.0
-    )
-    tile, cell, wavelets = acoustic.tile, (2, 2, 2), jnp.zeros((1, 1, 1))
-    survey = Survey(np.full((1, 1, 3), 20.0), np.full((1, 1, 3), 20.0))
-    s = np.array([damping(tile, axis, 4000.0, acoustic.reflection)[2] for axis in range(3)])
-    assert s.min() > 100
-    places = np.meshgrid(*(np.arange(n) - 2.0 for n in tile.shape), indexing="ij")
-
-    def step(w, u, psi):
-        zero = np.zeros((1, *tile.shape))
-        w, u, psi = (jnp.asarray(zero + f) for f in (w, u, psi))
-        state = State(w, u, pack(tile, *[jnp.asarray(zero)] * 3, psi))
-        velocity = jnp.full((4, 4, 4), speed)
-        state = acoustic.propagate(velocity, wavelets, survey, state).state
-        memories = [f[0, *cell] for f in unpack(tile, state.memory)]
-        return state.field[0, *cell], np.array(memories)
-
-    # A constant field decays as by one damping alone, p_t = -s p, also where there are three.
-    for rate in s:
-        r = (1 - rate * dt / 2) / (1 + rate * dt / 2)
-        following, memories = step(r, 1.0, r / (r - 1))  # psi_next = psi + w for all powers of r
-        np.testing.assert_allclose(following, r**2, rtol=1e-12)
-        np.testing.assert_allclose(memories[3], r**2 / (r - 1), rtol=1e-12)
-    # phi_t = -s_i phi + (s_j + s_k - s_i) w_i + s_j s_k psi_i with psi_t = w, from phi = 0.
-    slope, earlier = np.array([0.7, -1.1, 1.9]), np.array([-2.0, 0.4, 1.3])
-    spacing = np.array(acoustic.grid.spacing)
-    linear = lambda g: sum(a * h * x for a, h, x in zip(g, spacing, places, strict=True))
-    _, memories = step(linear(slope), 0.0, linear(earlier))
-    gain = -np.expm1(-s * dt) / s
-    others = np.array([s[1] * s[2], s[2] * s[0], s[0] * s[1]])
-    expected = gain * ((s.sum() - 2 * s) * slope + others * dt * (earlier + slope))
-    np.testing.assert_allclose(memories[:3], expected, rtol=1e-11)
+def test_layers_filter_as_their_transfer_function(comm):
+    """k + e / (Z - b) is 1/s at the frequency that the steps have, and 1 outside of the layers."""
+    tile, dt, velocity = model(comm).tile, 1.2e-3, 4000.0
+    iw = 2 / dt * 1j * np.tan(np.pi * 12.0 * dt)  # of the differences in time
+    z = np.exp(2j * np.pi * 12.0 * dt)
+    for axis, (before, behind) in enumerate(LAYERS):
+        f = layer_filter(tile, axis, dt, velocity, 1e-4)
+        alpha = SHIFT * largest_damping(
+            min(w for w in (before, behind) if w) * SPACING[axis], velocity, 1e-4
+        )
+        for offset, (k, b, e) in ((0.0, f[:3]), (0.5, f[3:])):
+            sigma = damping(tile, axis, velocity, 1e-4, offset)
+            assert np.all(sigma[: before - 1] > 0) and sigma[before + 1] == 0
+            expected = np.where(sigma > 0, (iw + alpha) / (iw + alpha + sigma), 1)
+            np.testing.assert_allclose(k + e / (z - b), expected, rtol=1e-12)

@@ -17,7 +17,8 @@ from mpigrad.grid.grid import Grid
 from mpigrad.operations import allreduce, require
 from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import WaveTile, damping, widths_of
-from mpigrad.waves.acoustic import reference
+from mpigrad.waves.acoustic import reference, reference3d
+from mpigrad.waves.acoustic.layer_filter import layer_filter
 from mpigrad.waves.acoustic.scheme import Scheme
 from mpigrad.waves.acoustic.state import State, at_rest
 from mpigrad.waves.checkpoints import Checkpoints, checkpoint_code
@@ -50,8 +51,9 @@ class Recording(NamedTuple):
 class Acoustic:
     """The acoustic wave equation (1/c^2) p_tt - Laplacian(p) = s on a grid with two or three axes.
 
-    Central differences in space, leapfrog in time, and absorbing layers around the grid (the PML of
-    Grote and Sim). docs/acoustic.md describes the scheme. The fields lie at the cell centres.
+    Central differences in space, leapfrog in time, and absorbing layers around the grid: the PML of
+    Grote and Sim on two axes, a convolutional PML on three. docs/acoustic.md describes the scheme.
+    The fields lie at the cell centres.
 
     Parameters
     ----------
@@ -62,11 +64,11 @@ class Acoustic:
     steps
         Number of time steps.
     order
-        Order of accuracy of the differences in space, 2 or 4.
+        Order of accuracy of the differences in space: 2, 4, or on three axes 8.
     pml
         Number of cells of the absorbing layers: one for all sides, or ((x0, x1), (y0, y1)), with
         one more pair (z0, z1) on three axes. If it is 0, the pressure is zero beyond the side (a
-        free surface).
+        free surface). At order 8 it is 0 or at least 4.
     reflection
         Fraction of the amplitude of a wave of `max_velocity` that the layers reflect at normal
         incidence, without the error of the differences. The damping is chosen for it.
@@ -129,8 +131,17 @@ class Acoustic:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pml", widths_of(self.pml, self.grid.ndim))
-        if self.order not in SECOND_DERIVATIVES:
-            raise ValueError(f"Acoustic: order must be 2 or 4, got {self.order!r}.")
+        orders = (2, 4) if self.grid.ndim == 2 else tuple(SECOND_DERIVATIVES)
+        if self.order not in orders:
+            raise ValueError(
+                f"Acoustic: on a grid with {self.grid.ndim} axes order must be one of {orders}, "
+                f"got {self.order!r}."
+            )
+        if self.order == 8 and any(0 < width < 4 for pair in self.pml for width in pair):
+            raise ValueError(
+                f"Acoustic: pml must be 0 or at least 4 cells at order 8, got {self.pml!r}. "
+                "Use wider layers, or order 4."
+            )
         arguments.check_settings(self, ("dt", "steps"), self.order // 2, axes=(2, 3))
 
     @property
@@ -228,7 +239,8 @@ class Acoustic:
             _require_stable(scheme, velocity)
             if state is None:
                 state = at_rest(scheme.tile, survey.n_shots, velocity.dtype)
-            share, last = reference.propagate(scheme, velocity, amplitudes, state)
+            program = reference if self.grid.ndim == 2 else reference3d
+            share, last = program.propagate(scheme, velocity, amplitudes, state)
         if gathers == "complete":
             share = allreduce(share, comm=self.grid.comm)
         return Recording(share, last)
@@ -282,13 +294,20 @@ def _scheme(model: Acoustic, survey: Survey) -> Scheme:
         point_table(points.reshape(-1, points.shape[2]), tile, what)
         for points, what in ((survey.sources, "sources"), (survey.receivers, "receivers"))
     )
+    layers: tuple[Any, ...]
+    if tile.grid.ndim == 2:
+        layers = tuple(damping(tile, axis, velocity, model.reflection) for axis in range(2))
+    else:
+        layers = tuple(
+            layer_filter(tile, axis, model.dt, velocity, model.reflection) for axis in range(3)
+        )
     return Scheme(
         tile,
         model.dt,
         model.steps,
         model.order,
         (velocity, model.reflection),
-        tuple(damping(tile, axis, velocity, model.reflection) for axis in range(model.grid.ndim)),
+        layers,
         survey,
         sources,
         receivers,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
-from mpigrad._shapes import Float
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.acoustic.state import memory_size
 from mpigrad.waves.interpolation import PointTable
@@ -27,8 +27,8 @@ class Scheme:
     ----------
     absorbs
         The velocity and the reflection that the layers are made for.
-    sigma
-        Damping of this rank's cells along each axis, in 1/s.
+    layers
+        For each axis the damping of this rank's cells along it, in 1/s. On three axes the filter.
     sources
         Cells of the sources, shot after shot.
     receivers
@@ -42,7 +42,7 @@ class Scheme:
     steps: int
     order: int
     absorbs: tuple[float, float]
-    sigma: tuple[Float[np.ndarray, " _"], ...]
+    layers: tuple[Any, ...]
     survey: Survey
     sources: PointTable
     receivers: PointTable
@@ -91,7 +91,7 @@ class Scheme:
                 dt=self.dt,
             ),
             AcousticSettings(stable_length=self.limit),
-            profiles=tuple(self.sigma[a] for a in native_axes(self.tile.grid.ndim)),
+            profiles=tuple(np.asarray(self.layers[a]) for a in native_axes(self.tile.grid.ndim)),
             tables=(
                 (self.shots, survey.n_sources, self.sources),
                 (receiver_shots, survey.n_receivers, self.receivers),

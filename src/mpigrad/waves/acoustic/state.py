@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mpigrad._shapes import Array, Bool, Float
+from mpigrad._shapes import Array, Float, Int
 from mpigrad.waves.absorbing import WaveTile
 
-__all__ = ["State", "at_rest", "in_layers", "memory_size", "overlaps", "pack", "unpack"]
+__all__ = ["State", "at_rest", "memory_cells", "memory_size", "pack", "unpack"]
 
 
 class State(NamedTuple):
@@ -26,10 +26,10 @@ class State(NamedTuple):
     previous
         The pressure one step earlier, with the same shape.
     memory
-        The memories of the absorbing layers one after the other, in this rank's cells of the
-        layers in C order: phi and psi on two axes, phi of each axis and psi on three. Shape
-        (n_shots, 2 n_cells) or (n_shots, 4 n_cells), with n_cells = 0 on a tile without layers.
-        On three axes a step changes psi only in cells of two or three layers.
+        The memories of the absorbing layers one after the other, each in C order, shape (n_shots,
+        n). On two axes they are phi and psi in this rank's cells of all layers. On three axes they
+        are p and z along x, then along y, then along z, in the cells of the layers of this axis.
+        Without layers n = 0.
     """
 
     field: Float[Array, "shots ..."]
@@ -37,21 +37,17 @@ class State(NamedTuple):
     memory: Float[Array, "shots m"]
 
 
-def in_layers(tile: WaveTile) -> Bool[np.ndarray, "*cells"]:
-    """Return a mask of this rank's cells that lie in absorbing layers."""
-    inside = np.ones(tile.shape, bool)
-    inside[tile.interior] = False
-    return inside
-
-
-def overlaps(tile: WaveTile) -> Bool[np.ndarray, "*cells"]:
-    """Return a mask of this rank's cells that lie in layers of two or more axes."""
-    count = np.zeros(tile.shape, int)
+def memory_cells(tile: WaveTile) -> list[Int[np.ndarray, " _"]]:
+    """Return for each memory the cells in which it exists, as indices of this rank's tile."""
+    along = []  # in the layers of each axis
     for axis, part in enumerate(tile.interior):
-        layers = np.moveaxis(count, axis, 0)
-        layers[: part.start] += 1
-        layers[part.stop :] += 1
-    return count > 1
+        layers = np.zeros(tile.shape, bool)
+        view = np.moveaxis(layers, axis, 0)
+        view[: part.start] = view[part.stop :] = True
+        along.append(layers)
+    if tile.grid.ndim == 2:
+        return [np.flatnonzero(along[0] | along[1])] * 2
+    return [np.flatnonzero(layers) for layers in along for _ in range(2)]
 
 
 def at_rest(tile: WaveTile, n_shots: int, dtype: np.dtype) -> State:
@@ -62,24 +58,23 @@ def at_rest(tile: WaveTile, n_shots: int, dtype: np.dtype) -> State:
 
 def memory_size(tile: WaveTile) -> int:
     """Return the number of values that the layers of this rank keep for each shot."""
-    return _memories(tile) * int(in_layers(tile).sum())
-
-
-def _memories(tile: WaveTile) -> int:
-    return 2 if tile.grid.ndim == 2 else tile.grid.ndim + 1
+    return sum(cells.size for cells in memory_cells(tile))
 
 
 def unpack(tile: WaveTile, memory: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the memories as fields that are zero outside the layers."""
-    cells = np.flatnonzero(in_layers(tile))
+    """Return the memories as fields that are zero where they do not exist."""
+    cells = memory_cells(tile)
+    ends = np.cumsum([c.size for c in cells])
     shape = (memory.shape[0], math.prod(tile.shape))
     return tuple(
-        jnp.zeros(shape, memory.dtype).at[:, cells].set(part).reshape(-1, *tile.shape)
-        for part in jnp.split(memory, _memories(tile), axis=1)
+        jnp.zeros(shape, memory.dtype).at[:, c].set(part).reshape(-1, *tile.shape)
+        for c, part in zip(cells, jnp.split(memory, ends[:-1], axis=1), strict=True)
     )
 
 
 def pack(tile: WaveTile, *memories: jax.Array) -> jax.Array:
-    """Return the values of the memories in the layers."""
-    cells = np.flatnonzero(in_layers(tile))
-    return jnp.concatenate([f.reshape(f.shape[0], -1)[:, cells] for f in memories], axis=1)
+    """Return the values of the memories where they exist."""
+    cells = memory_cells(tile)
+    return jnp.concatenate(
+        [f.reshape(f.shape[0], -1)[:, c] for c, f in zip(cells, memories, strict=True)], axis=1
+    )
