@@ -161,9 +161,6 @@ def step(
     motion = padded(lambda _, b: velocities[b])
     stretch = [slope(motion, a, a, half=False) for a in axes]
     slide = [slope(motion, b, a, half=True) + slope(motion, a, b, half=True) for a, b in pairs]
-    if n == 3 or loss is not None:
-        # Else XLA computes the differences again for each stress that reads them.
-        stretch, slide = lax.optimization_barrier((stretch, slide))
     rates, strain = _stress_rates(media, stretch, slide), None
     if loss is not None and isinstance(state, AnelasticState) and scheme.relaxation is not None:
         means, strain = relax(scheme.relaxation, dt, state.strain, [*stretch, *slide])
