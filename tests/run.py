@@ -182,7 +182,7 @@ def main() -> int:
     """Run the sessions and print the summary; 0 when every test passed."""
     parser = argparse.ArgumentParser(description="Run all tests, on 1, 2, 3 and 4 ranks.")
     parser.add_argument("-n", default="0,1,2,3,4", metavar="RANKS", help="0: tests that start MPI")
-    parser.add_argument("--limit", type=float, default=1200.0, help="seconds for each session")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each session")
     options, arguments = parser.parse_known_args()
     numbers = [int(n) for n in options.n.split(",")]
     sessions = [Session(n, arguments, options.limit) for n in numbers]

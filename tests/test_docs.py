@@ -219,6 +219,15 @@ def test_commands(text: str) -> None:
         elif words[:2] == ["python", "bench"]:
             tables = tomllib.loads((ROOT / "bench" / "tables.toml").read_text())
             assert {word for word in words[2:] if not word.startswith("-")} <= tables.keys()
+        elif words[0] in ("python", "mpiexec"):  # a program, whose options are checked
+            (path,) = (word for word in words if word.endswith(".py"))
+            usage = subprocess.run(
+                [sys.executable, path, "--help"],
+                cwd=ROOT, capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+            assert usage.returncode == 0, usage.stderr
+            options = [word for word in words[words.index(path) :] if word.startswith("--")]
+            assert all(option in usage.stdout for option in options), usage.stdout
         elif words[0] == "mpigrad":  # long runs: their options are checked, as before a start
             checks = ["--print-script", "slurm"] if words[1] == "run" else ["--help"]
             parsed = subprocess.run(

@@ -19,6 +19,7 @@ LONG = (
     "lynx_hare",
     "moving_source",
     "nonlinear_diffusion",
+    "perforated_plate",
 )
 
 

@@ -91,6 +91,7 @@ def test_a_periodic_solve_has_mean_zero_and_a_gradient():
     mg.taylor_test(loss, jnp.asarray(0.5), replicated=True)
 
 
+@pytest.mark.full("it compiles many solves")
 def test_it_preconditions_an_operator_with_variable_coefficients():
     grid = periodic_grid(15, 17)  # no highest mode, which has no gradient
     layout = fft.Layout.of(grid, real=True)

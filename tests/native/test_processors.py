@@ -96,7 +96,7 @@ def test_an_unknown_variant() -> None:
     done = mpigrad("launch", "-n", 2, TWO_RANKS["older_processor.py"], MPIGRAD_CPU="avx2")
     assert done.returncode == 1
     error = f"MPIGRAD_CPU must be one of {', '.join(VARIANTS)}, got 'avx2'. Set it to one of them"
-    assert done.stderr.count(error) == 2, done.stderr
+    assert error in done.stderr, done.stderr  # one rank may be ended before it prints
 
 
 @pytest.mark.parametrize("variant", VARIANTS[: 1 + VARIANTS.index(processor_variant())])

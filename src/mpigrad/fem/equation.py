@@ -63,6 +63,8 @@ class Equation:
         self.space, self.terms, self.load = space, terms, load
 
     def __add__(self, other: Any) -> Equation:
+        if isinstance(other, int) and other == 0:  # the start of sum([...])
+            return self
         if isinstance(other, np.ndarray | jax.Array):
             other = Equation(self.space, (), self._load(other))
         if not isinstance(other, Equation):
@@ -79,10 +81,18 @@ class Equation:
     __radd__ = __add__
 
     def __mul__(self, factor: Any) -> Equation:
+        if jnp.ndim(factor) != 0:
+            raise TypeError(
+                f"Equation: the factor must be a number, got shape {jnp.shape(factor)}. Give a "
+                "coefficient that varies as a parameter of the form."
+            )
         terms = tuple(replace(t, factor=t.factor * factor) for t in self.terms)
         return Equation(self.space, terms, None if self.load is None else self.load * factor)
 
     __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> Equation:
+        return self * (1 / divisor)
 
     def __neg__(self) -> Equation:
         return self * -1.0
@@ -101,7 +111,7 @@ class Equation:
 
     @functools.cached_property
     def is_linear(self) -> bool:
-        """True if the Jacobian does not depend on the field."""
+        """True if the residual is affine in the field, as far as this can be seen."""
         shape = (*self.space.cell_nodes.shape, self.space.components)
 
         def ask(u: jax.Array) -> jax.Array:
@@ -231,18 +241,18 @@ class Equation:
         return u
 
     def _kept(self, term: Term, zero: jax.Array, compute: Callable[[], Any]) -> jax.Array:
-        """Return what a term adds, zero if this rank has no facets of it."""
-        if term.form.cells is not None and not len(term.form.cells):
+        """Return what a term adds, zero if this rank has no cells or facets of it."""
+        if term.form.is_empty:
             for leaf in jax.tree.leaves((term.args, term.kwargs, term.factor)):
                 if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-                    zero = tie_in(zero, jnp.asarray(leaf))  # other ranks may have facets
+                    zero = tie_in(zero, jnp.asarray(leaf))  # other ranks may have some
             return zero
         value = compute()
         return zero if value is None else value * jnp.asarray(term.factor, zero.dtype)
 
     def _add(self, term: Term, total: jax.Array, compute: Callable[[], Any]) -> jax.Array:
         cells = term.form.cells
-        if cells is None or not len(cells):
+        if cells is None or term.form.is_empty:
             value = self._kept(term, jnp.zeros_like(total), compute)
             return total + value
         value = compute()

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from numpy.typing import ArrayLike, NDArray
 
 from mpigrad.collective_errors import raise_on_all_ranks
+from mpigrad.fem.affine import is_affine
+from mpigrad.fem.captured import are_same, captured_values
 from mpigrad.fem.cell_values import cell_values
 from mpigrad.fem.equation import Equation, Term
 from mpigrad.fem.integrals import Blocks, CellIntegral, FacetIntegral, Integral
 from mpigrad.fem.mesh import Facets
 from mpigrad.fem.parameters import Nodal, PerCell, PerPoint
 from mpigrad.fem.point import FieldAtPoint, Point
-from mpigrad.fem.pointwise import AtPoints, dependence, evaluate
+from mpigrad.fem.pointwise import AtPoints, evaluate
 from mpigrad.fem.space import Space
 
 __all__ = ["Energy", "Form", "WeakForm"]
@@ -44,6 +46,18 @@ def _at_point(u: Any, gradient: Any) -> FieldAtPoint:
 
 def _scalar_at_point(u: Any, gradient: Any) -> FieldAtPoint:
     return FieldAtPoint(u[0], gradient[0])
+
+
+def _inside(given: AtPoints, mask: NDArray[np.bool_]) -> AtPoints:
+    """Return values in which cells outside of a mask have those of a cell in it.
+
+    There an integrand may not be defined.
+    """
+    array = given.array
+    if len(array) == 1 or mask.all():
+        return given
+    chosen = jnp.asarray(mask).reshape(-1, *[1] * (array.ndim - 1))
+    return AtPoints(jnp.where(chosen, array, array[int(np.argmax(mask))]))
 
 
 class Form(abc.ABC):
@@ -85,6 +99,7 @@ class Form(abc.ABC):
                         f"and shape {mask.shape}. Take mesh.facets(...) or mesh.cells_with(...)."
                     )
         self.space, self.integrand = space, integrand
+        self._programs: dict[str, tuple[list[Any], Callable[..., Any]]] = {}
         self._integral: Integral = (
             FacetIntegral(space, degree, on)
             if isinstance(on, Facets)
@@ -155,20 +170,30 @@ class Form(abc.ABC):
 
         return jax.tree.map(values, (args, kwargs), is_leaf=_is_given)
 
-    @functools.cached_property
-    def residual(self) -> Callable[..., jax.Array | None]:
-        """The contributions of this rank's cells or facets: (u, args, kwargs) -> (n, n_basis, c).
+    def _program(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function as one program, so that a call outside of jit compiles once.
 
-        It is one program, so that a call outside of jit does not compile each step.
+        It is compiled again if a variable that the integrand uses has another value.
         """
+        captured = captured_values(self.integrand)
+        kept = self._programs.get(name)
+        if kept is None or not are_same(kept[0], captured):
+            kept = captured, jax.jit(function)
+            if not any(isinstance(value, Tracer) for value in captured):
+                self._programs[name] = kept
+        return kept[1]
+
+    @property
+    def residual(self) -> Callable[..., jax.Array | None]:
+        """The contributions of cells or facets: (u, args, kwargs) -> (n, n_basis, c)."""
 
         def residual(u: jax.Array, args: Any, kwargs: Any) -> jax.Array | None:
             law, points = self._at_points(u, args, kwargs)
             return self._integral.residual(*evaluate(self._flux(law), points))
 
-        return jax.jit(residual)
+        return self._program("residual", residual)
 
-    @functools.cached_property
+    @property
     def matrix(self) -> Callable[..., jax.Array | None]:
         """The element matrices of the Jacobian: (u, args, kwargs) -> (n, k, k)."""
 
@@ -180,18 +205,30 @@ class Form(abc.ABC):
             k = matrices.shape[1] * matrices.shape[2]
             return matrices.reshape(-1, k, k)
 
-        return jax.jit(matrix)
+        return self._program("matrix", matrix)
 
     def is_linear(self, u: jax.Array, args: Any, kwargs: Any) -> bool:
-        """Return True if the Jacobian does not depend on the field."""
+        """Return True if the residual is seen to be affine in the field."""
         law, points = self._at_points(u, args, kwargs)
-        needed = dependence(self._derivatives(law), points)
-        return not any({0, 1} & each for each in needed)
+        shapes = [jax.ShapeDtypeStruct(a.array.shape[2:], a.array.dtype) for a in points]
+        return is_affine(jax.make_jaxpr(self._flux(law))(*shapes), {0, 1})
 
     @property
     def cells(self) -> jax.Array | None:
         """The cell of each facet, or None for an integral over cells."""
         return self._integral.cells if isinstance(self._integral, FacetIntegral) else None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if this rank has no cells or facets of it."""
+        mask = self._mask
+        return (
+            not mask.any() if mask is not None else self.cells is not None and not len(self.cells)
+        )
+
+    @property
+    def _mask(self) -> NDArray[np.bool_] | None:
+        return self._integral.mask if isinstance(self._integral, CellIntegral) else None
 
     def _at_points(
         self, u: jax.Array, args: Any, kwargs: Any
@@ -217,7 +254,10 @@ class Form(abc.ABC):
             args, kwargs = jax.tree.unflatten(structure, built)
             return self.integrand(Point(value, gradient, x, normal), *args, **kwargs)
 
-        return law, fixed + arrays
+        given = fixed + arrays
+        if self._mask is not None and self._mask.any():
+            given = [_inside(each, self._mask) for each in given]
+        return law, given
 
     def _parameter(self, leaf: Any, dtype: Any) -> tuple[list[AtPoints], Callable[..., Any]]:
         n = self._integral.n
@@ -301,16 +341,12 @@ class Energy(Form):
 
     @property
     def total(self) -> Callable[..., jax.Array]:
-        return self._total
-
-    @functools.cached_property
-    def _total(self) -> Callable[..., jax.Array]:
         def total(u: jax.Array, args: Any, kwargs: Any) -> jax.Array:
             law, points = self._at_points(u, args, kwargs)
             density = evaluate(self._scalar(law), points)
             return jnp.zeros((), u.dtype) if density is None else self._integral.total(density)
 
-        return jax.jit(total)
+        return self._program("total", total)
 
 
 class WeakForm(Form):

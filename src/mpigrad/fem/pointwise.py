@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from mpigrad.fem.zeros import are_zero, called_program
 
-__all__ = ["AtPoints", "dependence", "evaluate"]
+__all__ = ["AtPoints", "evaluate"]
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,6 @@ def evaluate(function: Callable[..., Any], arguments: Sequence[AtPoints]) -> Any
 def _entry(function: Callable[..., Any], k: int) -> Callable[..., Any]:
     """Return the function of array k of the result."""
     return lambda *given: jax.tree.leaves(function(*given))[k]
-
-
-def dependence(function: Callable[..., Any], arguments: Sequence[AtPoints]) -> list[set[int]]:
-    """Return for each array of the result the arguments on which it may depend."""
-    shapes = [jax.ShapeDtypeStruct(a.array.shape[2:], a.array.dtype) for a in arguments]
-    return _dependence(jax.make_jaxpr(function)(*shapes))
 
 
 def _at_points(

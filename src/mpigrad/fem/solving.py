@@ -31,7 +31,7 @@ def solve(
     u0: Any = None,
     *,
     solver: LinearSolver | None = None,
-    rtol: float = 1e-8,
+    rtol: float | None = None,
     atol: float = 0.0,
     max_steps: int = 50,
     throw: bool = True,
@@ -57,7 +57,8 @@ def solve(
         The `LinearSolver` of the linear systems. Default: for energies `PCG`, else `GMRES`, with
         BoomerAMG, or with Jacobi's preconditioner if hypre is missing or the field is in float32.
     rtol, atol, max_steps
-        Of Newton's method. The default solver takes `rtol`, too.
+        Of Newton's method. The default solver takes `rtol`, too. Default of `rtol`: 1e-8, or 1e-5
+        for fields in float32.
     throw
         Raise an error on every rank if no solution is found.
 
@@ -96,7 +97,11 @@ def solve(
         )
     space = equation.space
     mask = _mask(space, fixed)
+    _check_field(space, "values", values)
+    _check_field(space, "u0", u0)
     dtype = jnp.result_type(float if u0 is None else u0, values, *_dtypes(equation))
+    if rtol is None:
+        rtol = 1e-5 if dtype == np.float32 else 1e-8
     given = jnp.broadcast_to(jnp.asarray(values, dtype), space.shape)
     start = jnp.zeros(space.shape, dtype) if u0 is None else jnp.asarray(u0, dtype)
     start = jnp.where(mask, given, jax.lax.stop_gradient(start))
@@ -145,6 +150,18 @@ def _mask(space: Space, fixed: Any) -> np.ndarray:
                 "by space.fixed(...)."
             )
     return mask
+
+
+def _check_field(space: Space, name: str, field: Any) -> None:
+    with raise_on_all_ranks(space.mesh.comm):
+        if field is None or (name == "values" and np.ndim(field) == 0 and not callable(field)):
+            return
+        if callable(field) or np.shape(field) != space.shape:
+            given = "a function" if callable(field) else f"shape {np.shape(field)}"
+            raise ValueError(
+                f"fem.solve: {name} must be a field of shape {space.shape} on rank "
+                f"{space.mesh.comm.rank}, got {given}. Make it by space.interpolate(...)."
+            )
 
 
 def _dtypes(equation: Equation) -> list[Any]:

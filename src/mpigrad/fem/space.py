@@ -65,6 +65,8 @@ class Space:
     """
 
     def __init__(self, mesh: Mesh, degree: int = 1, components: int = 1) -> None:
+        if isinstance(components, np.integer):
+            components = int(components)
         with raise_on_all_ranks(mesh.comm):
             if degree not in (1, 2) or isinstance(degree, bool):
                 raise ValueError(

@@ -134,6 +134,7 @@ def test_draws_are_those_of_the_density():
     assert summary["ka"].low < 1 < summary["ka"].high
 
 
+@pytest.mark.full("it samples three times")
 def test_stopped_samplings_go_on_bit_for_bit(comm, directory):
     """A signal to any rank stops it, in the warm-up and in the draws, and nothing is lost."""
 

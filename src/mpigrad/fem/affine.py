@@ -1,0 +1,59 @@
+"""Find out whether a traced function is affine in some of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpigrad.fem.zeros import called_program
+
+__all__ = ["is_affine"]
+
+_FIXED, _AFFINE, _OTHER = 0, 1, 2  # does not depend on the arguments, is affine, is anything else
+_LINEAR = {
+    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "cumsum",
+    "neg", "pad", "reduce_sum", "reshape", "rev", "slice", "split", "squeeze", "sub", "transpose",
+}  # fmt: skip
+_BILINEAR = {"conv_general_dilated", "dot_general", "mul"}
+# Linear in the arguments at these places, if all others are fixed.
+_PLACES = {"div": (0,), "dynamic_slice": (0,), "dynamic_update_slice": (0, 1), "gather": (0,)}
+_PLACES["scatter-add"] = _PLACES["scatter_add"] = _PLACES["scatter"] = (0, 2)
+
+
+def is_affine(closed: Any, arguments: set[int]) -> bool:
+    """Return True if all results of a traced function are seen to be affine in these arguments.
+
+    A function for which False is returned may still be affine.
+    """
+    jaxpr = closed.jaxpr
+    kinds = [_AFFINE if k in arguments else _FIXED for k in range(len(jaxpr.invars))]
+    return max(_propagate(jaxpr, kinds), default=_FIXED) <= _AFFINE
+
+
+def _propagate(jaxpr: Any, inputs: Sequence[int]) -> list[int]:
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(variable: Any) -> int:
+        return _FIXED if hasattr(variable, "val") else known.get(variable, _FIXED)
+
+    for equation in jaxpr.eqns:
+        kinds, name = [of(v) for v in equation.invars], equation.primitive.name
+        inner = called_program(equation)
+        if inner is not None and len(inner.invars) == len(kinds):
+            results = _propagate(inner, kinds)
+        else:
+            results = [_kind(name, kinds)] * len(equation.outvars)
+        known.update(zip(equation.outvars, results, strict=True))
+    return [of(v) for v in jaxpr.outvars]
+
+
+def _kind(name: str, kinds: list[int]) -> int:
+    worst = max(kinds, default=_FIXED)
+    if worst != _AFFINE or name in _LINEAR:
+        return worst
+    if name in _BILINEAR:
+        return _AFFINE if sum(k == _AFFINE for k in kinds) == 1 else _OTHER
+    if name == "select_n":
+        return _AFFINE if kinds[0] == _FIXED else _OTHER
+    places = _PLACES.get(name, ())
+    return _AFFINE if all(k in places for k, kind in enumerate(kinds) if kind) else _OTHER
