@@ -21,7 +21,7 @@ def total(comm, x):
 def problem(comm, alone):
     """A nonlinear equation with parameters of all kinds, observed at points.
 
-    Returns (parameters of this rank, parameters of all ranks, this rank's share of the loss).
+    Returns (parameters of this rank, parameters of all ranks, this rank's share of the loss, mesh).
     """
     mesh = fem.distribute_mesh(**mixed_up("triangle", alone), partition="coordinates", comm=comm)
     space, other = fem.Space(mesh), fem.Space(mesh, 2)
@@ -56,12 +56,12 @@ def problem(comm, alone):
         u = fem.solve(equation, fixed, mine["values"], rtol=1e-12).value
         return jnp.sum((observe.local(u) - 0.1) ** 2)
 
-    return mine, {"network": network, "h": jnp.asarray(0.7)}, loss
+    return mine, {"network": network, "h": jnp.asarray(0.7)}, loss, mesh
 
 
 @pytest.mark.ranks(2)
 def test_taylor_tests_in_all_parameters(comm, alone):
-    mine, shared, loss = problem(comm, alone)
+    mine, shared, loss, _ = problem(comm, alone)
     both = mg.jit(loss)
     mg.taylor_test(lambda x: both(x, shared), mine, comm=comm)
     mg.taylor_test(lambda x: both(mine, x), shared, replicated=True, comm=comm)
@@ -70,16 +70,24 @@ def test_taylor_tests_in_all_parameters(comm, alone):
 @pytest.mark.ranks(*(3, 4, 6) if ALL else (4,))
 def test_gradients_are_those_of_one_rank(comm, alone):
     """Whatever the division of the mesh, through Newton's method and values at points."""
-    mine, shared, loss = problem(comm, alone)
+    mine, shared, loss, mesh = problem(comm, alone)
     gradient = mg.jit(mg.value_and_grad(loss, argnums=(0, 1), replicated=1, comm=comm))
     value, (by_mine, by_shared) = gradient(mine, shared)
-    _, shared, loss = problem(alone, alone)
-    whole = problem(alone, alone)[0]
+    whole, shared, loss, whole_mesh = problem(alone, alone)
     with alone:
         one = mg.jit(mg.value_and_grad(loss, argnums=(0, 1), replicated=1, comm=alone))
         expected, (whole_mine, whole_shared) = one(whole, shared)
     np.testing.assert_allclose(value, expected, rtol=1e-9)
-    for name in ("k", "values", "source", "bias", "q"):
+    order = np.argsort(whole_mesh.cell_ids)  # that of the file
+    for name in ("k", "bias"):
+        np.testing.assert_allclose(
+            by_mine[name], whole_mine[name][order][mesh.cell_ids], rtol=1e-7, atol=1e-13
+        )
+    order = np.argsort(whole_mesh.vertex_ids)
+    np.testing.assert_allclose(
+        by_mine["values"], whole_mine["values"][order][mesh.vertex_ids], rtol=1e-7, atol=1e-13
+    )
+    for name in ("source", "q"):
         squares = total(comm, jnp.sum(by_mine[name] ** 2)), float(jnp.sum(whole_mine[name] ** 2))
         np.testing.assert_allclose(*squares, rtol=1e-8)
     jax.tree.map(
@@ -93,8 +101,7 @@ def test_gradients_are_those_of_one_rank(comm, alone):
 @pytest.mark.ranks(2)
 def test_forward_mode_and_second_derivatives(comm, alone):
     """⟨w, H v⟩ = ⟨v, H w⟩, by forward over reverse, and against differences of gradients."""
-    _, shared, loss = problem(comm, alone)
-    mine, _, _ = problem(comm, alone)
+    mine, shared, loss, _ = problem(comm, alone)
     x = {"h": shared["h"], "w": shared["network"]["w"]}
 
     def objective(x):

@@ -81,7 +81,10 @@ def test_integrands_are_not_evaluated_outside_of_a_mask(space, comm):
     u = jnp.ones(space.shape)
     slope = mg.grad(lambda k: law(fem.PerCell(k)).integral(u))(k)
     np.testing.assert_allclose(slope, np.where(right, 0.25 / 24, 0), rtol=1e-12)
-    assert bool(jnp.all(jnp.isfinite(law(fem.PerCell(k)).residual(u))))
+    residual = law(fem.PerCell(k)).residual(u)
+    assert bool(jnp.all(jnp.isfinite(residual)))
+    np.testing.assert_allclose(mg.grad(law(fem.PerCell(k)).integral)(u), residual, atol=1e-14)
+    mg.dot_test(lambda k, u: law(fem.PerCell(k)).residual(u), k, u, comm=comm)
     with pytest.raises(TypeError, match="the factor must be a number"):
         law(fem.PerCell(k)) * u
     parts = sum([law(fem.PerCell(k)), law(fem.PerCell(k)) / 2])

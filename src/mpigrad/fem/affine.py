@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from mpigrad.fem.zeros import called_program
+from mpigrad.fem.propagation import propagate
 
 __all__ = ["is_affine"]
 
@@ -26,25 +25,10 @@ def is_affine(closed: Any, arguments: set[int]) -> bool:
     A function for which False is returned may still be affine.
     """
     jaxpr = closed.jaxpr
+    consts = [_FIXED] * len(jaxpr.constvars)
     kinds = [_AFFINE if k in arguments else _FIXED for k in range(len(jaxpr.invars))]
-    return max(_propagate(jaxpr, kinds), default=_FIXED) <= _AFFINE
-
-
-def _propagate(jaxpr: Any, inputs: Sequence[int]) -> list[int]:
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def of(variable: Any) -> int:
-        return _FIXED if hasattr(variable, "val") else known.get(variable, _FIXED)
-
-    for equation in jaxpr.eqns:
-        kinds, name = [of(v) for v in equation.invars], equation.primitive.name
-        inner = called_program(equation)
-        if inner is not None and len(inner.invars) == len(kinds):
-            results = _propagate(inner, kinds)
-        else:
-            results = [_kind(name, kinds)] * len(equation.outvars)
-        known.update(zip(equation.outvars, results, strict=True))
-    return [of(v) for v in jaxpr.outvars]
+    results = propagate(jaxpr, consts, kinds, lambda _: _FIXED, _kind)
+    return max(results, default=_FIXED) <= _AFFINE
 
 
 def _kind(name: str, kinds: list[int]) -> int:

@@ -12,7 +12,8 @@ __all__ = ["are_same", "captured_values"]
 def captured_values(function: Callable[..., Any]) -> list[Any]:
     """Return the present values of the variables of enclosing functions and of its module.
 
-    Variables that are used only by functions which it calls are not among them.
+    Variables that are used only by functions which it calls are not among them, nor are attributes
+    of objects.
     """
     code = getattr(function, "__code__", None)
     if code is None:

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mpigrad.fem.zeros import are_zero, called_program
+from mpigrad.fem.propagation import propagate
+from mpigrad.fem.zeros import are_zero
 
 __all__ = ["AtPoints", "evaluate"]
 
@@ -84,21 +85,6 @@ def _at_points(
 def _dependence(closed: Any) -> list[set[int]]:
     """Return for each result of a traced function the arguments on which it may depend."""
     jaxpr = closed.jaxpr
-    return _propagate(jaxpr, [{k} for k in range(len(jaxpr.invars))])
-
-
-def _propagate(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
-    known: dict[Any, set[int]] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def of(variable: Any) -> set[int]:
-        return set() if hasattr(variable, "val") else known.get(variable, set())
-
-    for equation in jaxpr.eqns:
-        given = [of(v) for v in equation.invars]
-        inner = called_program(equation)
-        if inner is not None and len(inner.invars) == len(given):
-            results = _propagate(inner, given)
-        else:
-            results = [set().union(*given)] * len(equation.outvars)
-        known.update(zip(equation.outvars, results, strict=True))
-    return [of(v) for v in jaxpr.outvars]
+    consts: list[set[int]] = [set() for _ in jaxpr.constvars]
+    inputs = [{k} for k in range(len(jaxpr.invars))]
+    return propagate(jaxpr, consts, inputs, lambda _: set(), lambda _, given: set().union(*given))

@@ -145,8 +145,7 @@ def start_motion(
     -9.81
     """
     shape = mass.space.shape
-    u = jnp.broadcast_to(jnp.asarray(displacement, float), shape)
-    v = jnp.broadcast_to(jnp.asarray(velocity, float), shape)
+    u, v = (jnp.broadcast_to(jnp.asarray(x) * 1.0, shape) for x in (displacement, velocity))
     forces = equation.residual(u)
     if damping is not None:
         forces = forces + damping.residual(v)
