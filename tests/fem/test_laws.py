@@ -45,6 +45,7 @@ def test_affine_functions_are_seen():
         lambda x, k: jax.grad(lambda y: 0.5 * y @ k @ y + jnp.sum(y**2))(x),
         lambda x, k: jax.jit(lambda y: y[1] * jnp.exp(k))(x),
         lambda x, k: jnp.trace(jnp.outer(x, k[0])) - x[0],
+        lambda x, k: x.astype(jnp.float32) + k[0],
     ]
     others = [
         lambda x, k: x * x,
@@ -54,6 +55,8 @@ def test_affine_functions_are_seen():
         lambda x, k: jnp.maximum(x, 0),
         lambda x, k: jax.lax.stop_gradient(x**2),
         lambda x, k: k[jnp.int32(x[0])],
+        lambda x, k: x.astype(int) * 1.0,
+        lambda x, k: jnp.where(x.astype(bool), k[0], 0.0),
     ]
     for expected, functions in ((True, affine), (False, others)):
         for f in functions:
@@ -70,11 +73,13 @@ def test_variables_of_an_integrand_may_change(space, comm):
     np.testing.assert_allclose(second, first / 2, atol=1e-8)
 
 
-def test_integrands_are_not_evaluated_outside_of_a_mask(space, comm):
+@pytest.mark.parametrize("axis", [0, 1])
+def test_integrands_are_not_evaluated_outside_of_a_mask(axis, space, comm):
+    """On 2 ranks one rank has the half along x, and each rank a part of the half along y."""
     mesh = space.mesh
     middle = mesh.points[mesh.cells].mean(axis=1)
-    right = middle[:, 0] > 0.5
-    root = fem.Energy(space, lambda p: jnp.sqrt(p.x[0] - 0.5), on=right, degree=8)
+    right = middle[:, axis] > 0.5
+    root = fem.Energy(space, lambda p: jnp.sqrt(p.x[axis] - 0.5), on=right, degree=8)
     np.testing.assert_allclose(total(comm, root().integral()), 2 / 3 * 0.5**1.5, rtol=1e-2)
     law = fem.Energy(space, lambda p, k: 0.5 * jnp.log(k) * p.u**2, on=right)
     k = jnp.where(right, 2.0, 0.0)

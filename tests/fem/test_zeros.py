@@ -26,6 +26,8 @@ def test_zeros_in_derivatives_are_found():
         (lambda u, g, k: 0.0 * g + jnp.zeros(2), True),
         (lambda u, g, k: jax.jit(lambda x, y: (x - x * 0.0) * y)(0.0, g), True),
         (lambda u, g, k: jnp.where(u > 0, 0.0, g), False),
+        (lambda u, g, k: jnp.where(u > 0, g, 0.0), False),
+        (lambda u, g, k: jnp.where(u > 0, 0.0, 0.0 * g), True),
         (lambda u, g, k: jnp.exp(0.0 * g), False),
         (lambda u, g, k: jnp.array([0.0, 1.0]), False),
     ]

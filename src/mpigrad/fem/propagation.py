@@ -13,7 +13,7 @@ def propagate(
     consts: Sequence[Any],
     inputs: Sequence[Any],
     of_value: Callable[[Any], Any],
-    rule: Callable[[str, list[Any]], Any],
+    rule: Callable[[Any, list[Any]], Any],
 ) -> list[Any]:
     """Return the facts about the results of a traced function, without computing anything.
 
@@ -26,7 +26,7 @@ def propagate(
     of_value
         Value of a literal -> fact.
     rule
-        (name of a primitive, facts about its arguments) -> the fact about its results.
+        (equation of the program, facts about its arguments) -> the fact about its results.
     """
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
@@ -39,7 +39,7 @@ def propagate(
         if inner is not None and len(inner.invars) == len(given) and not inner.constvars:
             results = propagate(inner, [], given, of_value, rule)
         else:
-            results = [rule(equation.primitive.name, given)] * len(equation.outvars)
+            results = [rule(equation, given)] * len(equation.outvars)
         known.update(zip(equation.outvars, results, strict=True))
     return [of(v) for v in jaxpr.outvars]
 

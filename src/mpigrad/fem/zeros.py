@@ -31,7 +31,8 @@ def are_zero(closed: Any) -> list[bool]:
     return propagate(jaxpr, consts, [False] * len(jaxpr.invars), _is_zero, _rule)
 
 
-def _rule(name: str, zero: list[bool]) -> bool:
+def _rule(equation: Any, zero: list[bool]) -> bool:
+    name = equation.primitive.name
     return (
         (name in _ALL and all(zero))
         or (name in _ANY and any(zero))
