@@ -1,5 +1,7 @@
 """Elastic waves on three axes: ranks, derivatives, exact solutions, bad input."""
 
+import re
+
 import elastic_volume_case as case
 import jax
 import jax.numpy as jnp
@@ -59,6 +61,24 @@ def test_gradients_do_not_depend_on_checkpoints(comm):
     got, *others = (case.value_and_gradient(case.model(comm, checkpoints=k)) for k in (4, 2, "all"))
     for other in others:
         compare(got, other, 1e-13)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("checkpoints", "stored"), [(None, 3), ("all", 9)])
+def test_states_that_a_gradient_stores(checkpoints, stored, comm):
+    """By default those of √9 steps, and then of the steps between two of them."""
+    elastic = case.model(comm, steps=9, checkpoints=checkpoints)
+    arrays = case.part(elastic) | {"wavelets": jnp.ones((case.SHOTS, 1, 9))}
+
+    def energy(x):
+        model = (x[name] for name in ("lam", "mu", "rho"))
+        gathers = elastic.propagate(*model, x["wavelets"], case.SURVEY, x["state"]).gathers
+        return jnp.sum(gathers**2)
+
+    program = str(jax.make_jaxpr(jax.grad(energy))(arrays))
+    shape = ",".join(map(str, (case.SHOTS, *elastic.tile.shape)))
+    counts = {int(n) for n in re.findall(rf"f64\[(\d+),{shape}\]", program)}
+    assert max(counts) == stored, counts
 
 
 @pytest.mark.ranks(2)
