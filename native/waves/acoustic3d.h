@@ -189,6 +189,7 @@ class Acoustic3d {
     }
   }
 
+  bool injects_first(int, Mode) const { return false; }
   void inject(int, Mode mode, const PointTable::Entry& e, Wave& wave, T value, T* history) const {
     const T source = mode == Mode::kAdjoint ? value : share_ * value;
     wave.u[e.cell] += k_[e.cell] * source;
