@@ -17,8 +17,8 @@ Parts:
                 1 and 2 threads
     acoustic3d  the same on three axes beside devito
     elastic     the same beside deepwave, gradient in lambda, mu and rho
-    elastic3d   the same on three axes beside deepwave and devito (devito: forward only), and the JAX
-                program of mpigrad
+    elastic3d   the same on three axes beside deepwave, devito (forward only) and the JAX program of
+                mpigrad
     scaling     acoustic, 1 and 2 ranks by themselves: the same cells, and twice as many; the median
                 of three calls in each turn
     halo        2 ranks with and without their neighbour: the same tiles, kernels and cores, on one

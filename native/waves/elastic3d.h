@@ -422,7 +422,23 @@ class Elastic3d {
       }
     }
   }
-  int64_t middle_block(Mode) const { return tile_.nm + kReach; }
+  // Cells of the middle axis in a block, for which the planes that both phases read around a plane fill
+  // most of the core's cache.
+  int64_t middle_block(Mode mode) const {
+    constexpr int64_t kPlanes = 5;
+    const int64_t fields = kPlanes * (kAxes + kStresses) + kModels;
+    const int64_t more = mode == Mode::kAdjoint ? kPlanes * kAxes + kAxes + kModels : 0;
+    const int64_t row = (fields + more) * tile_.stride * static_cast<int64_t>(sizeof(T));
+    const double f = f_;
+    return std::max<int64_t>(8, static_cast<int64_t>(f * core_cache() / row));
+  }
+
+  // Lines of rows that the next row will read, while this one is computed.
+  MPIGRAD_INLINE void prefetch(const Row& r, std::initializer_list<const T*> rows) const {
+    if (!on_) return;
+    for (const T* row : rows)
+      for (int64_t j = r.j0; j < r.j1; j += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + j);
+  }
 
   // One phase of rows of a box.
   void rows(int phase, Mode mode, const Box& b, int64_t first, int64_t last, Wave& w) const {
@@ -468,6 +484,11 @@ class Elastic3d {
     T* next = w.next.v[B] + r.o;
     const Weights& k = kBack ? back_ : weights_;
     const Stress s = at(w.stress, r.o);
+    const int64_t plane = tile_.plane, stride = tile_.stride;
+    prefetch(r, {s[elastic3d::stress_of(0, B)] + (B == 0 ? 2 : 1) * plane + stride, v + stride,
+                 buoyancy + tile_.ny});
+    if (B == 1) prefetch(r, {s[1] + 3 * stride});
+    if (B == 2) prefetch(r, {s[2] + stride, s[5] + 2 * stride});
     const auto x = elastic3d::stress_at<0, B, kBack>(s);
     const auto y = elastic3d::stress_at<1, B, kBack>(s);
     const auto z = elastic3d::stress_at<2, B, kBack>(s);
@@ -475,7 +496,6 @@ class Elastic3d {
       constexpr Layers kX = decltype(of_x)::value, kY = decltype(of_y)::value;
       const auto rx = row_layers<kX>(0, B, !kBack, r, from, to);
       const auto ry = row_layers<kY>(1, B, !kBack, r, from, to);
-      const int64_t plane = tile_.plane, stride = tile_.stride;
       const T dt = k.dt, nx = k.near[0], fx = k.far[0], ny = k.near[1], fy = k.far[1], nz = k.near[2],
               fz = k.far[2];
 #pragma omp simd
@@ -498,6 +518,8 @@ class Elastic3d {
               const Parameters& c, const Stress& stress) const {
     const T *bulk = c.bulk + r.c, *shear = c.shear + r.c;
     T *n0 = stress[0] + r.o, *n1 = stress[1] + r.o, *n2 = stress[2] + r.o;
+    const int64_t ny = tile_.ny;
+    prefetch(r, {bulk + ny, shear + ny});
     stretch<L>(r, k, v, from, to, [=](int64_t j, T x, T y, T z) __attribute__((always_inline)) {
       const T trace = x + y + z, mu = 2 * shear[j], third = trace * T(1. / 3);
       if constexpr (L == Layers::kBack) {
@@ -511,6 +533,7 @@ class Elastic3d {
         n2[j] += mean + mu * (z - third);
       }
     });
+    prefetch(r, {c.shears[0] + r.c + ny, c.shears[1] + r.c + ny, c.shears[2] + r.c + ny});
     slide<0, 1, L>(r, k, v, from, to, multiply(c.shears[0] + r.c, stress[3] + r.o));
     slide<0, 2, L>(r, k, v, from, to, multiply(c.shears[1] + r.c, stress[4] + r.o));
     slide<1, 2, L>(r, k, v, from, to, multiply(c.shears[2] + r.c, stress[5] + r.o));
@@ -524,6 +547,10 @@ class Elastic3d {
     const Memories& m = after_.memory;
     const T *p = stress[0] + r.o, *dx = stress[1] + r.o, *dz = stress[2] + r.o;
     T *bulk = gradient_.bulk + r.c, *shear = gradient_.shear + r.c;
+    const int64_t ahead = 2 * tile_.plane + tile_.stride, n = tile_.ny;
+    prefetch(r, {after_.v[0] + r.o + ahead, after_.v[1] + r.o + ahead, after_.v[2] + r.o + ahead, bulk + n,
+                 shear + n, gradient_.shears[0] + r.c + n, gradient_.shears[1] + r.c + n,
+                 gradient_.shears[2] + r.c + n});
     stretch<Layers::kRead>(
         r, weights_, after_, m, m, [=](int64_t j, T x, T y, T z) __attribute__((always_inline)) {
           bulk[j] += p[j] * (x + y + z);
@@ -588,6 +615,7 @@ class Elastic3d {
     for (int b = 0; b < kAxes; ++b) {
       const T *a = adjoint.v[b] + r.o, *before = before_.v[b] + r.o, *after = after_.v[b] + r.o;
       T* sum = gradient_.buoyancy[b] + r.c;
+      prefetch(r, {sum + tile_.ny, before + tile_.stride});
 #pragma omp simd
       for (int64_t j = r.j0; j < r.j1; ++j) sum[j] += a[j] * (after[j] - before[j]);
     }
@@ -683,6 +711,8 @@ class Elastic3d {
   elastic3d::Gradient<T> gradient_{};
   Motion before_, after_;  // of the step that the adjoint or the tangent is at
   Memory positive_, sums_;
+  double f_ = getenv("EL3_F") ? atof(getenv("EL3_F")) : 0.75;
+  bool on_ = !getenv("EL3_NP");
 };
 
 }  // namespace mpigrad::waves

@@ -1,4 +1,4 @@
-"""Elastic waves on three axes: kernels, reference, ranks, derivatives, exact solutions, bad input."""
+"""Elastic waves on three axes: kernels, reference, ranks, derivatives, exact solutions."""
 
 import functools
 import re
