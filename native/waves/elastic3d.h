@@ -193,7 +193,7 @@ class Elastic3d {
   }
 
   void update(int phase, Mode mode, const Box& box, Wave& w, T*) const {
-    if (!fused(mode) || !(box == middle_)) return rows(phase, mode, box, box.i0, box.i1, w);
+    if (!fused() || !(box == middle_)) return rows(phase, mode, box, box.i0, box.i1, w);
     phase == 0 ? both_phases(mode, w) : rows(1, mode, box, fused_end(), box.i1, w);
   }
 
@@ -396,46 +396,29 @@ class Elastic3d {
 
   // ---- rows ----
 
-  // The stresses of a row of the middle are computed as soon as the velocities around it are there,
+  // The stresses of a plane of the middle are computed as soon as the velocities around it are there,
   // while they are in the cache.
-  bool fused(Mode) const { return setup_.threads == 1; }
+  bool fused() const { return setup_.threads == 1; }
   // The last rows' stresses are left for the second phase, to be computed while its messages travel.
   int64_t fused_end() const {
     const Box& b = middle_;
     const bool alone = b == Box{0, tile_.nx, 0, tile_.ny, 0, tile_.nm};
     return alone ? b.i1 : b.i1 - (b.i1 - b.i0) / 8;
   }
-  // In blocks along the middle axis, whose stresses lag behind by the stencil's reach along x and y.
   void both_phases(Mode mode, Wave& w) const {
     const Box& b = middle_;
-    const int64_t end = fused_end(), block = middle_block(mode);
-    for (int64_t begin = b.m0; begin < b.m1 + kReach; begin += block) {
-      const int64_t m0 = std::max(b.m0, begin - kReach), m1 = std::min(b.m1, begin + block - kReach);
-      for (int64_t i = b.i0; i < std::max(b.i1, end + kReach); ++i) {
-        if (i < b.i1)
-          for (int64_t m = begin; m < std::min(b.m1, begin + block); ++m)
-            accelerate({i, m, b.j0, b.j1, tile_.at(i, m, 0), model_row(i, m)}, mode, w);
-        const int64_t k = i - kReach;
-        if (k < b.i0 || k >= end) continue;
-        for (int64_t m = m0; m < m1; ++m)
-          deform({k, m, b.j0, b.j1, tile_.at(k, m, 0), model_row(k, m)}, mode, w, w.v, w.next);
-      }
+    const int64_t end = fused_end();
+    for (int64_t i = b.i0; i < std::max(b.i1, end + kReach); ++i) {
+      if (i < b.i1) rows(0, mode, b, i, i + 1, w);
+      const int64_t k = i - kReach;
+      if (k < b.i0 || k >= end) continue;
+      for (int64_t m = b.m0; m < b.m1; ++m)
+        deform({k, m, b.j0, b.j1, tile_.at(k, m, 0), model_row(k, m)}, mode, w, w.v, w.next);
     }
   }
-  // Cells of the middle axis in a block, for which the planes that both phases read around a plane fill
-  // most of the core's cache.
-  int64_t middle_block(Mode mode) const {
-    constexpr int64_t kPlanes = 5;
-    const int64_t fields = kPlanes * (kAxes + kStresses) + kModels;
-    const int64_t more = mode == Mode::kAdjoint ? kPlanes * kAxes + kAxes + kModels : 0;
-    const int64_t row = (fields + more) * tile_.stride * static_cast<int64_t>(sizeof(T));
-    const double f = f_;
-    return std::max<int64_t>(8, static_cast<int64_t>(f * core_cache() / row));
-  }
 
-  // Lines of rows that the next row will read, while this one is computed.
-  MPIGRAD_INLINE void prefetch(const Row& r, std::initializer_list<const T*> rows) const {
-    if (!on_) return;
+  // Fetches lines that the next row will read, while this one is computed.
+  MPIGRAD_INLINE static void prefetch(const Row& r, std::initializer_list<const T*> rows) {
     for (const T* row : rows)
       for (int64_t j = r.j0; j < r.j1; j += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + j);
   }
@@ -711,8 +694,6 @@ class Elastic3d {
   elastic3d::Gradient<T> gradient_{};
   Motion before_, after_;  // of the step that the adjoint or the tangent is at
   Memory positive_, sums_;
-  double f_ = getenv("EL3_F") ? atof(getenv("EL3_F")) : 0.75;
-  bool on_ = !getenv("EL3_NP");
 };
 
 }  // namespace mpigrad::waves

@@ -86,7 +86,7 @@ def test_kernels_do_not_depend_on_checkpoints_or_threads(comm, settings):
 @pytest.mark.parametrize("dims", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1), (1, 2, 2)])
 @pytest.mark.parametrize("source", ["explosive", "force_y"])
 def test_tiles_with_a_middle_are_one_rank(comm, alone, dims, source):
-    """The middle takes both phases at once, in blocks, beside edges that wait for neighbours."""
+    """The middle takes both phases at once, beside edges that wait for neighbours."""
     if np.prod(dims) != comm.size:
         pytest.skip(f"a grid of {dims} tiles needs {np.prod(dims)} ranks")
     cells, steps = (12, 40, 72), 5
