@@ -173,13 +173,9 @@ def check_slope(loss, parameters, gradient, directions, name, comm):
     assert abs(measured - slope) < 1e-6 * max(abs(slope), 1e-2), name
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize(
-    "linear", [pytest.param(False, id="newton"), pytest.param(True, id="one", marks=_LATER)]
-)
-@pytest.mark.parametrize(
-    ("kind", "degree"), [("triangle", 2), pytest.param("hexahedron", 1, marks=_LATER)]
-)
+@pytest.mark.full("test_fem_derivatives.py has these gradients by Taylor tests and one rank's")
+@pytest.mark.parametrize("linear", [pytest.param(False, id="newton"), pytest.param(True, id="one")])
+@pytest.mark.parametrize(("kind", "degree"), [("triangle", 2), ("hexahedron", 1)])
 def test_gradients_in_all_parameters(kind, degree, linear, comm, alone):
     """A Taylor test in each kind of parameter, and the gradient of one rank."""
     results = {}
