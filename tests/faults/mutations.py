@@ -76,7 +76,7 @@ MUTATIONS = [
              "boxes[1:, 0, first.axis] = ends[1:]",
              3, SAVES + "test_everything_comes_back_bit_for_bit_on_any_ranks"),
     Mutation("checkpoint/store.py", "nobody = False if self._follows_a_dead_owner else None",
-             "nobody = None", 1, OWNERS + "test_a_save_without_an_owner_goes_if_the_last_owner_has_died"),
+             "nobody = None", 2, OWNERS + "test_a_save_without_an_owner_goes_if_the_last_owner_has_died"),
     # ---- the guard ----
     Mutation("guard/wait_graph.py", 'if int(entry["sequence"]) < number:',
              'if int(entry["sequence"]) <= number:',
