@@ -31,8 +31,8 @@ class Archive {
     ahead_ = used;
     for (Slot& slot : slots_) {
       slot.memory = Memory(packing.size() * sizeof(T));
-      // Cells that no step writes would decide about the scale of a block.
-      if (!packing.is_full()) std::memset(slot.memory.data(), 0, slot.memory.bytes());
+      // Steps leave out some cells, which would decide about the scale of a block, and go to files.
+      std::memset(slot.memory.data(), 0, slot.memory.bytes());
     }
     if (!file_) return;
     if (!packing.is_full()) packed_ = Memory(packing.bytes());

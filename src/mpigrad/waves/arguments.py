@@ -70,7 +70,7 @@ def check_settings(
     if model.method not in (None, "native", "xla"):
         raise ValueError(f'{name}: method must be "native", "xla" or None, got {model.method!r}.')
     model.tile.check(reach, axes)
-    native = is_native(model.method) and model.grid.ndim == 2
+    native = is_native(model.method) and (model.grid.ndim == 2 or name == "Acoustic")
     check_checkpoints(model.checkpoints, name, native=native)
     check_history(model.memory, model.checkpoints, name, native=is_native(model.method))
 

@@ -79,9 +79,9 @@ class Acoustic:
         respect to the model is that of one fixed scheme.
     checkpoints
         The part of the forward run that is stored for a gradient. "all": all fields. k: one state
-        every k steps. None: as much as fits into `memory`. "boundary", on two axes only: the
-        layers, and the cells next to them, of every step. The waves inside are then run backwards,
-        which gives the same values up to rounding. With `method="xla"` all fields are stored in any
+        every k steps. None: as much as fits into `memory`. "boundary": the layers, and the
+        cells next to them, of every step. The waves inside are then run backwards, which gives the
+        same values up to rounding. With `method="xla"` all fields are stored in any
         case.
     threads
         Number of threads on each rank. Default: 1.
