@@ -1,8 +1,8 @@
 """Time against memory of the gradient of waves, for each thing that it can keep of the forward run.
 
-    python bench/wave_memory.py [--physics acoustic elastic] [--axes 2] [--cells 1000] [--steps 2000]
-        [--keep all memory boundary 60 bfloat16 float16 file file-float16] [--budget 3e9] [--ranks 1]
-        [--repeats 2] [--directory DIR]
+    python bench/wave_memory.py [--physics acoustic elastic] [--axes 2] [--cells 1000]
+        [--steps 2000] [--keep all memory boundary 60 bfloat16 float16 file file-float16]
+        [--budget 3e9] [--ranks 1] [--repeats 2] [--directory DIR]
 
 Each choice is a process of its own (`mpigrad launch`): "all" keeps the history of every step,
 "memory" what fits into BUDGET bytes of each rank, a number k one state every k steps, "boundary"
@@ -128,7 +128,9 @@ def compare(o: argparse.Namespace) -> None:
         for keep in o.keep:
             whole = FIELDS[physics] * o.steps * (o.cells + 2 * case.PML[o.axes]) ** o.axes * 4 / 1e9
             if keep == "all" and whole > available() / 2:
-                print(f"| {physics} | {keep} | {whole:.0f}: more than there is | | | | |", flush=True)
+                print(
+                    f"| {physics} | {keep} | {whole:.0f}: more than there is | | | | |", flush=True
+                )
                 continue
             with tempfile.NamedTemporaryFile(suffix=".npz") as file:
                 words = [sys.executable, "-m", "mpigrad", "launch", "-n", str(o.ranks)]

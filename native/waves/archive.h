@@ -8,6 +8,7 @@
 #include <deque>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -41,9 +42,8 @@ class Archive {
     pthread_sigmask(SIG_SETMASK, &all, &old);
     try {
       mover_ = std::thread([this] { move_items(); });
-    } catch (...) {
-      pthread_sigmask(SIG_SETMASK, &old, nullptr);
-      throw;
+    } catch (const std::system_error&) {
+      // Other ranks would wait for an error of one rank here: without a thread, the run moves items itself.
     }
     pthread_sigmask(SIG_SETMASK, &old, nullptr);
   }
@@ -151,6 +151,11 @@ class Archive {
   // ---- the jobs of the thread ----
 
   void post(const Job& job) {
+    if (!mover_.joinable()) {
+      const std::string error = move(job);
+      if (error_.empty()) error_ = error;
+      return;
+    }
     job.slot->settled = false;
     {
       const std::lock_guard<std::mutex> lock(mutex_);

