@@ -108,6 +108,38 @@ def test_kernels_agree_with_the_jax_program(comm, order, axis, settings):
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
 
 
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize(("shape", "pml", "order", "axis", "settings"), [
+    ((17, 15, 30), ((2, 1), (3, 0), (1, 2)), 4, 0, {}),
+    ((17, 19, 26), ((2, 3), (0, 1), (0, 0)), 2, 1, {"threads": 2}),
+    ((19, 18, 40), ((4, 5), (0, 4), (6, 4)), 8, 2, {"memory": 1}),
+    ((12, 14, 16), 0, 4, None, {}),  # everything is inside
+    ((9, 8, 10), 3, 4, None, {}),  # nothing is
+])  # fmt: skip
+def test_boundary_saving(comm, shape, pml, order, axis, settings):
+    """The gradient is that of the whole history up to rounding, for tiles cut along each axis."""
+    draw = np.random.default_rng(6)
+    dims = None if axis is None else tuple(comm.size if a == axis else 1 for a in range(3))
+    grid = Grid(shape, SPACING, comm, dims)
+    tile = jnp.asarray(draw.uniform(1500, 2500, shape)[grid.slices])
+    wavelets = jnp.asarray(draw.standard_normal((2, 2, 25)))
+    places = draw.uniform(0.1, 0.9, (2, 4, 3)) * shape * SPACING  # inside, and outside of it
+    survey = Survey(places[:, :2], places[:, 2:])
+    found = []
+    for more in ({"checkpoints": "all"}, {"checkpoints": "boundary", **settings}):
+        acoustic = Acoustic(grid, 1.2e-3, 25, order=order, pml=pml, **more)
+
+        def loss(velocity, wavelets, acoustic=acoustic):
+            share, state = acoustic.propagate(velocity, wavelets, survey, gathers="share")
+            return jnp.sum(share**2) + jnp.sum(state.field**2)
+
+        found.append(mpigrad.jit(mpigrad.grad(loss, (0, 1), comm=comm))(tile, wavelets))
+    for value, other in zip(*found, strict=True):
+        scale = comm.mpi.allreduce(np.max(np.abs(other)), op=MPI.MAX)
+        assert scale > 0
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-11 * scale)
+
+
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(("shape", "pml", "steps", "order"), [
     # The ends of rows are stored apart from each other only in such tiles.
@@ -293,7 +325,7 @@ def test_bad_input_is_refused(comm):
     with pytest.raises(ValueError, match="sources with 3 coordinates and receivers with 2"):
         Survey(inside, inside[..., :2])
     with pytest.raises(ValueError, match='checkpoints="boundary" needs the native kernels'):
-        model(comm, checkpoints="boundary")
+        model(comm, checkpoints="boundary", method="xla")
     grid = acoustic.grid
     with pytest.raises(ValueError, match=r"\(\(x0, x1\), \(y0, y1\), \(z0, z1\)\), got"):
         Acoustic(grid, 1e-3, 2, pml=((1, 1), (1, 1)))
