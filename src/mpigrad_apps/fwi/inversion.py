@@ -101,7 +101,7 @@ class Inversion:
         values = self.parametrization
         if values.sharded is not None:
             return len(values.unknowns) * values.sharded.size
-        return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(values.initial, 0)))
+        return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: values.initial(0))))
 
     @functools.cached_property
     def digest(self) -> str:

@@ -61,7 +61,7 @@ class Layout(abc.ABC):
         """Return the parameters of `read_cells`. Differentiable (collective)."""
 
     @abc.abstractmethod
-    def collect(self, values: Float[Array, "k ..."]) -> Float[Array, "k ..."]:
+    def collect(self, values: Float[Array | np.ndarray, "k ..."]) -> Float[Array, "k ..."]:
         """Return values of held cells in the cells whose parameters this rank has (collective)."""
 
     @abc.abstractmethod
@@ -88,7 +88,7 @@ class WholeLayout(Layout):
     def read(self, parameters: Float[Array, "k ..."]) -> Float[Array, "k ..."]:
         return parameters
 
-    def collect(self, values: Float[Array, "k ..."]) -> Float[Array, "k ..."]:
+    def collect(self, values: Float[Array | np.ndarray, "k ..."]) -> Float[Array, "k ..."]:
         return values
 
     def add_to(self, digest: Any, field: Shaped[np.ndarray, "*held"]) -> None:
@@ -152,7 +152,7 @@ class TileLayout(Layout):
         shape = tuple(part.stop - part.start for part in self.read_cells)
         return found.T.reshape(len(parameters), *shape)
 
-    def collect(self, values: Float[Array, "k ..."]) -> Float[Array, "k ..."]:
+    def collect(self, values: Float[Array | np.ndarray, "k ..."]) -> Float[Array, "k ..."]:
         exchange = self._tile_exchange
         tile = self.part(values, self._grid.slices).reshape(len(values), -1).T
         tile = tile if self._first else jnp.zeros_like(tile)

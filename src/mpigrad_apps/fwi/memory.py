@@ -87,7 +87,7 @@ def check_memory(
         On every rank: if a rank needs more than its part of the free memory of its host.
     """
     needs = memory_needs(settings, layout, grid, experiment)
-    total, free = sum(needs.values()), 2 * default_memory()
+    total, free = sum(needs.values()), 2.0 * default_memory()
     with raise_on_all_ranks(comm):
         if total > free:
             parts = ", ".join(f"{name} {_text(size)}" for name, size in needs.items())

@@ -44,9 +44,9 @@ class Sections:
     places: Sequence[str]
     labels: Sequence[tuple[str, str]]
     sizes: Sequence[tuple[float, ...]]
-    start: Sequence[Float[np.ndarray, "nu nv"]]
-    result: Sequence[Float[np.ndarray, "nu nv"]]
-    true: Sequence[Float[np.ndarray, "nu nv"]] | None
+    start: Sequence[Float[np.ndarray, "_ _"]]
+    result: Sequence[Float[np.ndarray, "_ _"]]
+    true: Sequence[Float[np.ndarray, "_ _"]] | None
 
 
 def result_tile(problem: Inversion, result: Result, name: str) -> Float[np.ndarray, "*tile"]:
@@ -68,7 +68,8 @@ def gather_sections(problem: Inversion, result: Result) -> list[Sections]:
             )
             for unknown in unknowns
         ]  # fmt: skip
-    planes = [(axis, grid.shape[axis] // 2) for axis in (1, 0, 2)]
+    # Through the middle, and at a quarter of the depth, which waves from above see well.
+    planes = [(1, grid.shape[1] // 2), (0, grid.shape[0] // 2), (2, grid.shape[2] // 4)]
     sides = [tuple(k for k in range(3) if k != axis) for axis, _ in planes]
     centers = [(index + 0.5) * grid.spacing[axis] for axis, index in planes]
     found = []
@@ -95,7 +96,7 @@ def gather_sections(problem: Inversion, result: Result) -> list[Sections]:
 
 def gather_plane(
     grid: Grid, tile: Float[np.ndarray, "lx ly lz"], axis: int, index: int
-) -> Float[np.ndarray, "nu nv"]:
+) -> Float[np.ndarray, "_ _"]:
     """Gather a plane of a volume on rank 0, thinned for a picture (collective).
 
     Parameters
@@ -128,32 +129,28 @@ def model_picture(found: Sections) -> report.Picture:
     name, volume = found.name, len(found.places) > 1
     shown = found.true or [*found.start, *found.result]
     limits = min(float(f.min()) for f in shown), max(float(f.max()) for f in shown)
-    rows = [("start: ", found.start), ("result: ", found.result)]
+    rows = [("start", found.start), ("result", found.result)]
     caption = f"{name} of the start and of the result."
     if found.true is not None:
-        rows.insert(0, ("true ", found.true))
+        rows.insert(0, ("true", found.true))
         caption = f"True {name}, the start and the result in the same colours, and the difference."
-    panels = [
-        section(
-            f"{words}{name}{', ' * volume}{place}", values, size, limits,
-            quantity=_UNITS.get(name, name) if volume else None, labels=labels,
-        )
-        for words, sections in rows
-        for place, labels, size, values in zip(
-            found.places, found.labels, found.sizes, sections, strict=True
-        )
-    ]  # fmt: skip
+    limited = [(words, sections, limits) for words, sections in rows]
     if found.true is not None:
         differences = [end - true for end, true in zip(found.result, found.true, strict=True)]
         largest = max(float(np.abs(values).max()) for values in differences)
+        limited.append(("result − true", differences, (-largest, largest)))
+    panels = []
+    for words, sections, ends in limited:
+        diverging = words == "result − true"
+        quantity = f"{'error of ' * diverging}{_UNITS.get(name, name)}" if volume else None
+        title = words if volume else f"{words}{':' * (words in ('start', 'result'))} {name}"
         panels += [
             section(
-                f"result − true {name}{', ' * volume}{place}", values, size,
-                (-largest, largest) if volume else None, diverging=True,
-                quantity=f"error of {_UNITS.get(name, name)}" if volume else None, labels=labels,
+                f"{title}, {place}" if volume else title, values, size, ends, diverging,
+                quantity=quantity, labels=labels,
             )
             for place, labels, size, values in zip(
-                found.places, found.labels, found.sizes, differences, strict=True
+                found.places, found.labels, found.sizes, sections, strict=True
             )
         ]  # fmt: skip
     columns = 3 if volume else 2 if found.true is not None else None

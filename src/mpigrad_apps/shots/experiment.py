@@ -34,7 +34,7 @@ __all__ = [
     "stable_step",
 ]
 
-Fields = Mapping[str, Float[np.ndarray, "*cells"]]
+Fields = Mapping[str, Float[np.ndarray, "..."]]
 _STABLE = 0.6  # default time step over h / v in one dimension: 0.7 of the largest stable one
 _CELLS = 10  # in the shortest wave at the peak frequency of the default wavelet
 

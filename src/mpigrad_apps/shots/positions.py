@@ -15,7 +15,7 @@ __all__ = ["select_evenly", "survey_positions"]
 
 _LINE = 32  # receivers along an axis of a volume, at most
 
-Points = Float[np.ndarray, "some points axes"]
+Points = Float[np.ndarray, "_ _ axes"]
 
 
 def survey_positions(
@@ -28,7 +28,7 @@ def survey_positions(
 
     Evenly spaced ones are two cells deep. Sources lie between a tenth and nine tenths of each
     horizontal axis, on a grid as square as their count allows, 4 by default. There is a receiver
-    over each cell, but in volumes at most 32 along an axis.
+    over each cell, but in volumes over at most 32 cells along an axis.
 
     Returns
     -------
@@ -61,6 +61,8 @@ def survey_positions(
             (np.arange(count) + 0.5) * width / count
             for width, count in zip(widths, counts, strict=True)
         ]
+        if axes == 3:  # at cell centres, where they cost no interpolation
+            along = [(np.floor(x / h) + 0.5) * h for x, h in zip(along, spacing, strict=False)]
         receivers = _plane(along, depth)[None]
     shots = select_evenly(options.shots, len(sources), "--shots")
     receivers = receivers if len(receivers) == 1 else receivers[shots]
