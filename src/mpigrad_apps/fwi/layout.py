@@ -89,7 +89,7 @@ class WholeLayout(Layout):
         return parameters
 
     def collect(self, values: Float[Array | np.ndarray, "k ..."]) -> Float[Array, "k ..."]:
-        return values
+        return jnp.asarray(values)
 
     def add_to(self, digest: Any, field: Shaped[np.ndarray, "*held"]) -> None:
         digest.update(np.ascontiguousarray(field).tobytes())

@@ -78,8 +78,8 @@ def check_memory(
     grid: Grid,
     comm: Communicator,
     experiment: Experiment | None = None,
-) -> float:
-    """Return the bytes that the rank with the largest need needs (collective).
+) -> None:
+    """Raise a ValueError if the volume does not fit into the memory (collective).
 
     Raises
     ------
@@ -98,7 +98,6 @@ def check_memory(
                 f"rank, but {cells} cells need {least}{_text(total)} ({parts}). Use more ranks on "
                 "more hosts, fewer --groups, a smaller --memory, --encode, or larger cells."
             )
-    return max(comm.mpi.allgather(total))
 
 
 def _text(size: float) -> str:

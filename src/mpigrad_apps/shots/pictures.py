@@ -20,7 +20,7 @@ _MAX_PIXELS = 600  # along an axis
 def section(
     title: str,
     values: Float[np.ndarray, "nx ny"],
-    size: tuple[float, float],
+    size: tuple[float, ...],
     limits: tuple[float, float] | None = None,
     diverging: bool = False,
     quantity: str | None = None,
@@ -106,7 +106,7 @@ def animate(
     background: Float[np.ndarray, "nx ny"],
     frames: Sequence[Float[np.ndarray, "nx ny"]],
     times: Sequence[float],
-    size: tuple[float, float],
+    size: tuple[float, ...],
     quantity: str,
 ) -> None:
     """Write a GIF of a wavefield over its model with one frame for each time (on one rank)."""

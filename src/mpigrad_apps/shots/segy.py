@@ -49,7 +49,7 @@ class SegyLines(NamedTuple):
         Their numbers in the trace headers, sorted.
     traces
         Index of the trace of each inline and crossline, -1 if there is none.
-    count
+    n_traces
         Number of traces.
     samples
         Number of samples of a trace.
@@ -58,7 +58,7 @@ class SegyLines(NamedTuple):
     inlines: NDArray[Any]
     crosslines: NDArray[Any]
     traces: NDArray[Any]
-    count: int
+    n_traces: int
     samples: int
 
 

@@ -240,7 +240,7 @@ def _describe_segy(path: pathlib.Path, name: str) -> Volume | None:
                 f"{numbers[0]}, {numbers[1]}, ..., {numbers[k]}, {numbers[k + 1]}. Interpolate "
                 "the model onto a regular grid."
             )
-    if lines.count != shape[0] * shape[1] or np.any(lines.traces < 0):
+    if lines.n_traces != shape[0] * shape[1] or np.any(lines.traces < 0):
         missing = np.argwhere(lines.traces < 0)
         what = "some pairs have several traces"
         if len(missing):
@@ -248,7 +248,7 @@ def _describe_segy(path: pathlib.Path, name: str) -> Volume | None:
             what = f"inline {lines.inlines[i]}, crossline {lines.crosslines[k]} has none"
         raise ValueError(
             f"{path}: expected one trace for each pair of {shape[0]} inlines and {shape[1]} "
-            f"crosslines, got {lines.count} traces: {what}. Check the trace headers (bytes 189 and "
+            f"crosslines, got {lines.n_traces} traces: {what}. Check the trace headers (bytes 189 and "
             "193), or interpolate the model onto a regular grid."
         )
     return SegyVolume(path, shape, None, lines)
