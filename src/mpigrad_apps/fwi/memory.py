@@ -21,8 +21,8 @@ from mpigrad_apps.shots.experiment import Experiment
 __all__ = ["check_memory", "memory_needs"]
 
 _DOUBLE = 8  # bytes
-# Arrays of a rank's cells, measured as the peak of a run minus the other parts.
-_FIELDS = 14  # start, truth, mask, logit, the fields of an evaluation and their cotangents
+# Numbers of arrays of a rank's cells. That of fields is measured: the peak minus the other parts.
+_FIELDS = 80  # fields and their cotangents, constants of programs, indices of messages
 _VECTORS = 10  # of the parameters, besides the steps that L-BFGS remembers
 _WAVES = 8  # pressures, velocities, their gradient and layers of one shot, and copies of them
 _STATES = 6  # last and first fields of all shots, and their cotangents

@@ -234,6 +234,6 @@ def test_a_volume_that_does_not_fit_is_refused_before_it_is_read(comm, monkeypat
     huge = dataclasses.replace(SMALL, cells=(4000, 4000, 4000))
     with pytest.raises(ValueError, match=r"4000 x 4000 x 4000 cells need at least .* TB \(fields"):
         prepare_inversion(huge, comm)
-    monkeypatch.setattr(memory, "default_memory", lambda: 300_000 if comm.rank else 1 << 40)
-    with pytest.raises(ValueError, match=r"600 kB .* cells need .* history .*Use more ranks"):
+    monkeypatch.setattr(memory, "default_memory", lambda: 1_000_000 if comm.rank else 1 << 40)
+    with pytest.raises(ValueError, match=r"2 MB .* cells need .* history .*Use more ranks"):
         prepare_inversion(SMALL, comm)
