@@ -19,6 +19,7 @@ SURVEY = Survey(
     np.array([[[15.0, 18.0, 11.0], [74.2, 61.5, 70.0]]]),
 )
 SPEED = 2000.0
+_OTHER_LAYERS = pytest.mark.full("thousands of steps with another order or other layers")
 
 
 def model(comm, dims=None, **settings):
@@ -76,7 +77,7 @@ def everything(acoustic):
     return recording.gathers, wavelets, dv, fields(recording.state), fields(ds)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(2, 4)
 @pytest.mark.parametrize(("order", "axis"), [(4, None), (4, 0), (2, 1), (4, 2)])
 def test_ranks_agree_with_one_rank(comm, alone, order, axis):
     """Tiles cut along each axis, and as `Grid` chooses. Layers can be thicker than tiles."""
@@ -92,7 +93,7 @@ def test_ranks_agree_with_one_rank(comm, alone, order, axis):
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(1, 3)
 @pytest.mark.parametrize(("order", "axis", "settings"), [
     (4, None, {}), (4, 0, {"checkpoints": 3}), (2, 1, {"checkpoints": "all"}),
     (4, 2, {"checkpoints": 4, "memory": 1}), (4, None, {"threads": 2}),
@@ -251,7 +252,9 @@ def test_layers_absorb(comm):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize(("order", "width"), [(2, 2), (4, 1), (4, 3), (4, 8), (8, 4)])
+@pytest.mark.parametrize(("order", "width"), [
+    (4, 3), *(pytest.param(*case, marks=_OTHER_LAYERS) for case in [(2, 2), (4, 1), (4, 8), (8, 4)])
+])  # fmt: skip
 def test_the_largest_step_is_stable_for_long(comm, order, width):
     shape = (10, 9, 8)
     velocity = np.random.default_rng(2).uniform(1500, 3000, shape)
@@ -264,7 +267,7 @@ def test_the_largest_step_is_stable_for_long(comm, order, width):
     assert np.max(np.abs(u[:, -500:])) < 1e-2 * np.max(np.abs(u))
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(1, 3)
 def test_bad_models_are_refused_before_the_first_step(comm):
     acoustic, wavelets = model(comm), np.ones((1, 1, STEPS))
     tile = np.full(acoustic.grid.local_shape, SPEED)
@@ -277,7 +280,7 @@ def test_bad_models_are_refused_before_the_first_step(comm):
         jax.block_until_ready(acoustic.propagate(3 * tile, wavelets, SURVEY).gathers)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(1, 3)
 def test_bad_input_is_refused(comm):
     acoustic, wavelets = model(comm), np.ones((1, 1, STEPS))
     tile = np.full(acoustic.grid.local_shape, SPEED)
