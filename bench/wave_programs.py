@@ -99,7 +99,7 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
         common: dict[str, Any] = {"dt": DT, "steps": steps, "pml": pml, "threads": o.threads}
         if o.method:
             common["method"] = o.method
-        height = 1.0 if o.physics == "acoustic" else FORCE * SPACING**2
+        height = 1.0 if o.physics == "acoustic" else FORCE * SPACING**axes
         wavelets = height * jnp.asarray(ricker(steps))[None, None]
         if o.physics == "acoustic":
             model: Any = Acoustic(grid, order=4, max_velocity=FASTEST, **common)
@@ -119,7 +119,7 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
 
     def points(cells: list[tuple[int, ...]]) -> np.ndarray:
         """Centres of cells; of velocities along x the places behind them, half a cell further."""
-        shift = (0.5,) * axes if o.physics == "acoustic" else (1.0, 0.5)
+        shift = (0.5,) * axes if o.physics == "acoustic" else (1.0, *(0.5,) * (axes - 1))
         return (np.asarray(cells, float) + shift)[None] * SPACING
 
     calls: Calls = {}
@@ -164,12 +164,13 @@ def mpigrad_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
 
 
 def deepwave_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
-    """The calls of deepwave; its first axis, which it calls y, is our first, x."""
+    """The calls of deepwave; its first axis, which it calls y or z, is our first, x."""
     import deepwave
     import torch
 
     torch.set_num_threads(o.threads)
-    shape = (o.cells[0], o.cells[1])
+    shape, axes = tuple(o.cells), len(o.cells)
+    first = "y" if axes == 2 else "z"
 
     def parameters(vp: np.ndarray) -> list[Any]:
         v = torch.tensor(vp)
@@ -183,7 +184,7 @@ def deepwave_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]
         wavelet = torch.tensor(ricker(o.steps))[None, None]
         places = torch.tensor([[source]]), torch.tensor([receivers])
         common = {
-            "grid_spacing": SPACING, "dt": DT, "accuracy": 4, "pml_width": PML[2],
+            "grid_spacing": SPACING, "dt": DT, "accuracy": 4, "pml_width": PML[axes],
             "pml_freq": FREQUENCY, "max_vel": FASTEST,
         }  # fmt: skip
         if o.physics == "acoustic":
@@ -195,12 +196,16 @@ def deepwave_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]
             return out[-1]
         lam, mu, rho = parameters
         out = deepwave.elastic(
-            lam, mu, 1 / rho, source_amplitudes_y=FORCE * wavelet,
-            source_locations_y=places[0], receiver_locations_y=places[1], **common,
+            lam, mu, 1 / rho, **common,
+            **{
+                f"source_amplitudes_{first}": FORCE * wavelet,
+                f"source_locations_{first}": places[0],
+                f"receiver_locations_{first}": places[1],
+            },
         )  # fmt: skip
-        return out[-2]
+        return out[-axes]
 
-    case = (source_cell(shape), [(i, 3) for i in range(1, shape[0] - 1)])
+    case = (source_cell(shape), receiver_cells(shape))
     values = parameters(random_model(shape))
 
     def forward() -> float:
@@ -229,10 +234,11 @@ def deepwave_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]
 
 
 def devito_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
-    """The calls of devito's acoustic example solver: damping layers in the place of a PML.
+    """The calls of devito's example solvers: damping layers in the place of a PML.
 
     The gradient is its operator for one, after a forward run that saves the field. A forward run
-    goes on from the last one's field, so that emptying it takes no time.
+    goes on from the last one's field, so that emptying it takes no time. The elastic solver has no
+    gradient, an explosive source, and records a stress and the divergence of the velocity.
     """
     os.environ |= {
         "DEVITO_LOGGING": "ERROR",
@@ -240,16 +246,17 @@ def devito_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
         "DEVITO_LANGUAGE": "openmp" if o.threads > 1 else "C",
         "OMP_NUM_THREADS": str(o.threads),
     }
-    from devito import Function, TimeFunction
+    from devito import Function, TensorTimeFunction, TimeFunction, VectorTimeFunction
     from examples.seismic import AcquisitionGeometry, Model
     from examples.seismic.acoustic import AcousticWaveSolver
+    from examples.seismic.elastic import ElasticWaveSolver
 
-    if o.physics != "acoustic":
-        raise ImportError("only the acoustic solver of devito's examples is measured")
     shape, axes = tuple(o.cells), len(o.cells)
+    vp, elastic = random_model(shape) / 1000, o.physics == "elastic"
+    more = {"vs": shear(vp), "b": 1 / (density(vp) / 1000)} if elastic else {}
     model = Model(
-        vp=random_model(shape) / 1000, origin=(0.0,) * axes, shape=shape,
-        spacing=(SPACING,) * axes, space_order=4, nbl=PML[axes], bcs="damp", dtype=np.float32,
+        vp=vp, origin=(0.0,) * axes, shape=shape, spacing=(SPACING,) * axes, space_order=4,
+        nbl=PML[axes], bcs="mask" if elastic else "damp", dtype=np.float32, **more,
     )  # fmt: skip
     dt = 1000 * DT  # ms
     geometry = AcquisitionGeometry(
@@ -257,6 +264,24 @@ def devito_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
         0.0, dt * (o.steps - 1), f0=FREQUENCY / 1000, src_type="Ricker",
     )  # fmt: skip
     geometry.resample(dt)
+
+    def similarity(path: str) -> None:
+        raise NotImplementedError(path)
+
+    if elastic:
+        solver = ElasticWaveSolver(model, geometry, space_order=4)
+        places: dict[str, Any] = {"grid": model.grid, "space_order": 4, "time_order": 1}
+        fields = {
+            "v": VectorTimeFunction(name="v", **places),
+            "tau": TensorTimeFunction(name="tau", **places),
+        }
+
+        def elastic_forward() -> float:
+            gather = solver.forward(dt=dt, **fields)[0]
+            return float((np.asarray(gather.data, np.float64) ** 2).sum())
+
+        return {"forward": elastic_forward}, similarity
+
     solver = AcousticWaveSolver(model, geometry, space_order=4)
     field = {"grid": model.grid, "time_order": 2, "space_order": 4}
     rolling = TimeFunction(name="u", **field)
@@ -281,9 +306,6 @@ def devito_calls(o: argparse.Namespace) -> tuple[Calls, Callable[[str], None]]:
         slope.data.fill(0)
         solver.jacobian_adjoint(gather, saved, v=adjoint, grad=slope, dt=dt)
         return float((np.asarray(gather.data, np.float64) ** 2).sum())
-
-    def similarity(path: str) -> None:
-        raise NotImplementedError(path)
 
     return {"forward": forward, "gradient": gradient}, similarity
 
@@ -318,6 +340,9 @@ def serve(o: argparse.Namespace) -> None:
         if world is not None:
             world.Barrier()
         start = time.perf_counter()
+        if command != "similarity" and command not in calls:
+            say({"missing": f"{o.library} has no {command} of {o.physics} waves"})
+            continue
         value = similarity(words[0]) if command == "similarity" else calls[command]()
         if world is not None:
             world.Barrier()

@@ -17,6 +17,8 @@ Parts:
                 1 and 2 threads
     acoustic3d  the same on three axes beside devito
     elastic     the same beside deepwave, gradient in lambda, mu and rho
+    elastic3d   the same on three axes beside deepwave, devito (forward only) and the JAX program of
+                mpigrad
     scaling     acoustic, 1 and 2 ranks by themselves: the same cells, and twice as many; the median
                 of three calls in each turn
     halo        2 ranks with and without their neighbour: the same tiles, kernels and cores, on one
@@ -45,18 +47,27 @@ import interleave
 
 HERE = pathlib.Path(__file__).resolve().parent
 CALLS = 3  # of a program in its turn, where one number of ranks is compared with another
-PARTS = ("stream", "acoustic", "acoustic3d", "elastic", "scaling", "halo", "similarity")
+PARTS = (
+    "stream", "acoustic", "acoustic3d", "elastic", "elastic3d", "scaling", "halo", "similarity",
+)  # fmt: skip
 PML = {2: 20, 3: 10}  # by the number of axes
 # Bytes that a step moves for each point at least, in float32. Acoustic: both fields, one of which
 # is replaced, and the velocity; for a gradient also one value written to the history and read
 # again, the same three in the adjoint and the gradient itself, twice. Elastic: five fields that are
 # replaced and read again by the other half of the step, three parameters; the velocities that a
-# gradient's run writes are its history, which is read again, and there are three gradients.
+# gradient's run writes are its history, which is read again, and there are three gradients. Elastic
+# on three axes: nine fields that are replaced, and eight parameters. The adjoint adds three
+# velocities of the history and eight gradients, which are replaced.
 BYTES = {
     ("acoustic", "forward"): 16,
     ("acoustic", "gradient"): 16 + 4 + 16 + 4 + 8,
     ("elastic", "forward"): 72,
     ("elastic", "gradient"): 72 + 72 + 8 + 24,
+    ("elastic3d", "forward"): 104,
+    ("elastic3d", "gradient"): 104 + 104 + 12 + 64,
+}
+BYTES |= {
+    ("acoustic3d", command): BYTES["acoustic", command] for command in ("forward", "gradient")
 }
 AIMS = {
     "acoustic forward mpigrad 1 rank / deepwave": 0.6,
@@ -70,6 +81,7 @@ AIMS = {
     "acoustic gradient mpigrad 2 ranks / deepwave 2 threads": 0.25,
     "acoustic gradient mpigrad 2 ranks / devito 2 threads": 0.8,
     "elastic gradient mpigrad 1 rank / deepwave": 0.35,
+    "elastic3d forward mpigrad 1 rank / devito": 0.8,
 }
 
 
@@ -86,6 +98,7 @@ class Entrant:
     ranks: int = 1
     threads: int = 1
     path: str = ""  # where mpigrad is imported from, if not from here
+    method: str = ""  # of mpigrad's waves, if not the default
 
 
 class Program:
@@ -149,7 +162,8 @@ class Bench:
                 print(f"  without {entrant.name}: no --peer-python", flush=True)
                 continue
             words = ["--physics", physics, "--cells", *map(str, cells), *more]
-            words += ["--method", o.method] if o.method and entrant.library == "mpigrad" else []
+            method = entrant.method or o.method
+            words += ["--method", method] if method and entrant.library == "mpigrad" else []
             try:
                 found[entrant.name] = Program(entrant, python, words)
             except Missing as why:
@@ -231,11 +245,11 @@ def physics_part(
         Entrant("mpigrad 2 ranks", "mpigrad", ranks=2),
         Entrant("mpigrad 1 rank x 2 threads", "mpigrad", threads=2),
     ]
-    peers = ["deepwave", "devito"] if title == "acoustic" else ["deepwave"]
-    if axes == 3:
-        peers = ["devito"]
+    peers = {"acoustic3d": ["devito"], "elastic": ["deepwave"]}.get(title, ["deepwave", "devito"])
     for library in peers:
         entrants += [Entrant(library, library), Entrant(f"{library} 2 threads", library, 1, 2)]
+    if title == "elastic3d":
+        entrants.append(Entrant("mpigrad 1 rank xla", "mpigrad", method="xla"))
     if bench.options.before:
         before = {"library": "mpigrad", "path": bench.options.before}
         entrants += [Entrant("mpigrad 1 rank before", **before)]
@@ -253,7 +267,7 @@ def physics_part(
         for name, times in taken.items():
             median = statistics.median(times)
             bound = triad.get(2 if "2" in name else 1)
-            share = BYTES[physics, command] * points / (bound * 1e9) / median if bound else None
+            share = BYTES[title, command] * points / (bound * 1e9) / median if bound else None
             ours = f"   {share:.2f} of the STREAM bound" if share and "mpigrad" in name else ""
             print(
                 f"  {command:8s} {name:28s} {median:8.3f} s {median / points * 1e9:7.3f} ns per "
@@ -269,6 +283,7 @@ def physics_part(
         for name in ("mpigrad 2 ranks", "mpigrad 1 rank x 2 threads"):
             pairs += [(name, f"{peer} 2 threads") for peer in peers]
         pairs.append(("mpigrad 1 rank x 2 threads", "mpigrad 2 ranks"))
+        pairs.append(("mpigrad 1 rank", "mpigrad 1 rank xla"))
         pairs += [
             (f"mpigrad {ranks}", f"mpigrad {ranks} before") for ranks in ("1 rank", "2 ranks")
         ]
@@ -409,6 +424,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=1000, help="acoustic, per side")
     parser.add_argument("--volume-cells", type=int, default=160, help="acoustic3d, per side")
     parser.add_argument("--elastic-cells", type=int, default=500, help="per side")
+    parser.add_argument("--elastic-volume-cells", type=int, default=120, help="per side")
     parser.add_argument("--rank-cells", type=int, default=500, help="per side and rank, for halo")
     parser.add_argument("--similarity-cells", type=int, default=120, help="per side")
     parser.add_argument("--steps", type=int, default=100)
@@ -425,6 +441,7 @@ def main() -> None:
         "acoustic": lambda: physics_part(bench, "acoustic", options.cells, triad),
         "acoustic3d": lambda: physics_part(bench, "acoustic", options.volume_cells, triad, 3),
         "elastic": lambda: physics_part(bench, "elastic", options.elastic_cells, triad),
+        "elastic3d": lambda: physics_part(bench, "elastic", options.elastic_volume_cells, triad, 3),
         "scaling": lambda: scaling_part(bench, options.cells),
         "halo": lambda: halo_part(bench, options.rank_cells),
         "similarity": lambda: similarity_part(bench, options.similarity_cells),

@@ -215,6 +215,7 @@ class Acoustic {
     swap(wave.psi, wave.next_psi);
   }
 
+  bool injects_first(int, Mode) const { return false; }
   void inject(int, Mode mode, const PointTable::Entry& e, Wave& wave, T value, T* history) const {
     if (mode == Mode::kReverse && !rim_.has(e.i, e.j)) return;  // the rim has it
     const T source = mode == Mode::kAdjoint ? value : area_ * value;

@@ -206,6 +206,7 @@ class Acoustic3d {
     }
   }
 
+  bool injects_first(int, Mode) const { return false; }
   void inject(int, Mode mode, const PointTable::Entry& e, Wave& wave, T value, T* history) const {
     if (mode == Mode::kReverse && !rim_.has(e.i, e.j, e.m)) return;  // the rim has it
     const T source = mode == Mode::kAdjoint ? value : share_ * value;

@@ -11,7 +11,7 @@ constexpr int64_t kDescriptionVersion = 3;
 
 struct RunDescription {
   int64_t version, size;     // kDescriptionVersion, sizeof(RunDescription)
-  int64_t physics;           // 0: acoustic, 1: elastic, 2: acoustic on three axes
+  int64_t physics;           // 0: acoustic, 1: elastic, 2, 3: the same on three axes
   int64_t slot;              // of the communicator
   int64_t cells[3];          // of this rank's tile of the model along each axis
   int64_t layers[6];         // cells of the absorbing layers before and behind each axis
@@ -28,7 +28,7 @@ struct RunDescription {
   // Acoustic waves.
   double stable_length;      // the largest stable time step times the largest velocity
 
-  // Elastic waves: elastic.h's Kind of the sources and of each component of the receivers.
+  // Elastic waves: Kind (elastic.h, elastic3d.h) of the sources and of each component of the receivers.
   int64_t source_kind;
   int64_t receivers;         // of each component
   int64_t n_components;

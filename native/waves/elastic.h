@@ -215,6 +215,7 @@ class Elastic {
   // The phase of the adjoint before which the sources' cotangents are read.
   int source_phase() const { return source() == kPressure ? 0 : 1; }
 
+  bool injects_first(int, Mode) const { return false; }
   void inject(int phase, Mode mode, const PointTable::Entry& e, Wave& w, T value, T*) const {
     const bool adjoint = mode == Mode::kAdjoint, undone = mode == Mode::kReverse;
     if (phase != ((adjoint || source() == kPressure) != undone ? 1 : 0)) return;

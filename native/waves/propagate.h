@@ -24,7 +24,9 @@
 //   inject, sample                    one cell of a source or of a receiver, which the adjoint
 //                                     exchanges. It reads the cotangents of the sources before its
 //                                     source_phase
-// A step is for each phase: prepare, then for each box sample, update and inject, and the exchange.
+//   injects_first(phase, mode)        whether the cells of a box are injected before its update
+// A step is for each phase: prepare, then for each box sample, update and inject (or inject and update),
+// and the exchange.
 #pragma once
 
 #include <cmath>
@@ -384,12 +386,17 @@ class Propagation {
           read->each(box, [&](const PointTable::Entry& e, int64_t k) {
             samples_[step * n_read + k] = physics_.sample(mode, e, wave);
           });
+        const auto inject = [&] {
+          points.each(box, [&](const PointTable::Entry& e, int64_t) {
+            const T value = static_cast<T>(e.weight) * amounts[e.point * values.steps];
+            physics_.inject(phase, mode, e, wave, value, here);
+          });
+        };
+        const bool first = physics_.injects_first(phase, mode);
+        if (first) inject();
         in_parallel(setup_.threads, box,
                     [&](const Box& part) { physics_.update(phase, mode, part, wave, here); });
-        points.each(box, [&](const PointTable::Entry& e, int64_t) {
-          const T value = static_cast<T>(e.weight) * amounts[e.point * values.steps];
-          physics_.inject(phase, mode, e, wave, value, here);
-        });
+        if (!first) inject();
       };
       const Box first = tile_.core(depth), last = tile_.core(1);
       const Blocks blocks(*this, first, last, depth);

@@ -13,7 +13,7 @@ namespace mpigrad::waves {
 namespace {
 
 // Indexed by RunDescription::physics, and by Kind.
-constexpr Run* kRuns[] = {run_acoustic, run_elastic, run_acoustic3d};
+constexpr Run* kRuns[] = {run_acoustic, run_elastic, run_acoustic3d, run_elastic3d};
 constexpr const char* kNames[] = {"propagate", "propagate (tangent)", "propagate (adjoint)"};
 
 // A run is freed with its Python object, perhaps while another thread is in a run.
@@ -93,7 +93,7 @@ MPIGRAD_EXPORT const char* mpigrad_waves_create_run(
     tile.neighbor[side] = static_cast<int>(d.neighbors[side]);
   }
   tile.reach = d.reach;
-  tile.volume = kRuns[d.physics] == run_acoustic3d;
+  tile.volume = kRuns[d.physics] == run_acoustic3d || kRuns[d.physics] == run_elastic3d;
   tile.complete();
   setup->steps = d.steps;
   setup->shots = d.shots;

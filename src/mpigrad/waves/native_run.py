@@ -107,7 +107,7 @@ class ElasticSettings:
     Attributes
     ----------
     source_kind, component_kinds
-        Kinds of the driven field and of the recorded ones (native/waves/elastic.h).
+        Kinds of the driven field and of the recorded ones (native/waves/elastic3d.h).
     receivers
         Number of receivers of each component.
     """
@@ -217,9 +217,7 @@ def native_axes(ndim: int) -> tuple[int, ...]:
 
 
 def _physics(physics: AcousticSettings | ElasticSettings, ndim: int) -> int:
-    if isinstance(physics, ElasticSettings):
-        return 1
-    return 0 if ndim == 2 else 2
+    return isinstance(physics, ElasticSettings) + (0 if ndim == 2 else 2)
 
 
 def _create(lib: ctypes.CDLL, description: RunDescription) -> int:

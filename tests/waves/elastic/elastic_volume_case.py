@@ -20,6 +20,12 @@ SURVEY = Survey(
     np.array([[[15.0, 18.0, 11.0], [64.2, 61.5, 60.0]]]),
 )
 SHOTS = 2
+# Other problems by name: layers of one side, thick, or none.
+PMLS = {
+    "one side": ((0, 0), (0, 4), (0, 0)),
+    "none": ((0, 0),) * 3,
+    "thick": ((9, 8), (6, 7), (5, 9)),
+}
 
 
 def model(comm: Communicator, dims: Any = None, **settings: Any) -> Elastic:
@@ -29,16 +35,16 @@ def model(comm: Communicator, dims: Any = None, **settings: Any) -> Elastic:
     return Elastic(Grid(SHAPE, SPACING, comm, dims), **{**defaults, **settings})
 
 
-def arrays() -> dict[str, Any]:
+def arrays(pml: Any = LAYERS) -> dict[str, Any]:
     """lam, mu, rho, wavelets and a state of random fields, whole; a part of the model is water."""
     draw = np.random.default_rng(7)
     lam, mu = draw.uniform(6e9, 9e9, SHAPE), draw.uniform(3e9, 4e9, SHAPE)
     mu[:4, :3] = 0
     rho = draw.uniform(1900, 2200, SHAPE)
-    whole = [n + sum(p) for n, p in zip(SHAPE, LAYERS, strict=True)]
+    whole = [n + sum(p) for n, p in zip(SHAPE, pml, strict=True)]
     fields = [size * draw.normal(size=(SHOTS, *whole)) for size in [1.0] * 3 + [5e6] * 6]
     memories = []
-    for axis, pair in enumerate(LAYERS):
+    for axis, pair in enumerate(pml):
         shape = [sum(pair) if a == axis else n for a, n in enumerate(whole)]
         size = np.array([5e5] * 3 + [0.1] * 3)[:, None, None, None]
         memories.append(size * draw.normal(size=(SHOTS, 6, *shape)))
@@ -50,7 +56,7 @@ def arrays() -> dict[str, Any]:
 def cut(elastic: Elastic, state: Any) -> VolumeState:
     """This rank's part of a state."""
     tile, cells, layers = elastic.tile, [], []
-    for axis, (before, after) in enumerate(LAYERS):
+    for axis, (before, after) in enumerate(elastic.pml):
         start = tile.origin[axis] + before
         cells.append(slice(start, start + tile.shape[axis]))
         layers.append(np.repeat([bool(width) for width in tile.extension[axis]], [before, after]))
@@ -67,7 +73,7 @@ def cut(elastic: Elastic, state: Any) -> VolumeState:
 
 def part(elastic: Elastic) -> dict[str, Any]:
     """This rank's part of the arrays."""
-    whole = arrays()
+    whole = arrays(elastic.pml)
     tiles = {k: jnp.asarray(whole[k][elastic.grid.slices]) for k in ("lam", "mu", "rho")}
     return {
         **tiles,

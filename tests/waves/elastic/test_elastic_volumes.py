@@ -1,5 +1,6 @@
-"""Elastic waves on three axes: ranks, derivatives, exact solutions, bad input."""
+"""Elastic waves on three axes: kernels, reference, ranks, derivatives, exact solutions."""
 
+import functools
 import re
 
 import elastic_volume_case as case
@@ -19,16 +20,18 @@ from mpigrad.waves.elastic.state import at_rest
 VP, VS, RHO = 2500.0, 1400.0, 2100.0
 
 
-@pytest.mark.thin(4)
-@pytest.mark.parametrize(
-    "axis", [None, *(pytest.param(k, marks=pytest.mark.full("all dims")) for k in range(3))]
-)
-def test_ranks_agree_with_one_rank(comm, alone, axis):
-    """Tiles cut along each axis, and as `Grid` chooses. Layers can be thicker than tiles."""
+@functools.cache
+def reference_alone(alone, **settings):
+    """The JAX program's gathers, last state and gradient on one rank."""
+    return case.value_and_gradient(case.model(alone, method="xla", **settings))
+
+
+def agrees_with_the_reference(comm, alone, axis, method="native", settings=None, common=None):
+    """Compare with the JAX program on one rank. `common` are settings of both."""
     dims = None if axis is None else tuple(comm.size if a == axis else 1 for a in range(3))
-    elastic, other = case.model(comm, dims), case.model(alone, dims and (1, 1, 1))
+    elastic = case.model(comm, dims, method=method, **(settings or {}), **(common or {}))
     gathers, state, slope = case.value_and_gradient(elastic)
-    gathers_alone, state_alone, slope_alone = case.value_and_gradient(other)
+    gathers_alone, state_alone, slope_alone = reference_alone(alone, **(common or {}))
     compare(gathers, gathers_alone)
     compare(state, case.cut(elastic, state_alone))
     for name in ("lam", "mu", "rho"):
@@ -38,15 +41,119 @@ def test_ranks_agree_with_one_rank(comm, alone, axis):
         compare(slope["wavelets"], slope_alone["wavelets"])
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(1, 2, 4)
+@pytest.mark.parametrize("axis", [None, 0, pytest.param(1, marks=pytest.mark.full("all dims")), 2])
+def test_kernels_agree_with_the_reference(comm, alone, axis):
+    """Tiles cut along each axis, and as `Grid` chooses. Layers can be thicker than tiles."""
+    agrees_with_the_reference(comm, alone, axis)
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize(
+    "axis", [None, *(pytest.param(k, marks=pytest.mark.full("all dims")) for k in range(3))]
+)
+def test_the_reference_agrees_with_one_rank(comm, alone, axis):
+    agrees_with_the_reference(comm, alone, axis, "xla")
+
+
+@pytest.mark.full("each case compiles the reference")
+@pytest.mark.parametrize(
+    "common",
+    [{"source": "explosive"}, {"source": "force_x"}, *({"pml": pml} for pml in case.PMLS.values())],
+    ids=["explosive", "force_x", *case.PMLS],
+)
+def test_kernels_agree_with_the_reference_in_other_problems(comm, alone, common):
+    agrees_with_the_reference(comm, alone, None, common=common)
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"checkpoints": 4},
+        {"memory": 500_000},
+        {"memory": 1, "threads": 2},
+        {"checkpoints": "all", "source": "explosive", "threads": 2, "pml": case.PMLS["thick"]},
+    ],
+)
+def test_kernels_do_not_depend_on_checkpoints_or_threads(comm, settings):
+    common = {k: v for k, v in settings.items() if k in ("source", "pml")}
+    got = case.value_and_gradient(case.model(comm, method="native", **settings))
+    compare(got, case.value_and_gradient(case.model(comm, method="native", **common)), 1e-13)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("dims", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize("source", ["explosive", "force_y"])
+def test_tiles_with_a_middle_are_one_rank(comm, alone, dims, source):
+    """The middle takes both phases at once, in blocks, beside edges that wait for neighbours."""
+    if np.prod(dims) != comm.size:
+        pytest.skip(f"a grid of {dims} tiles needs {np.prod(dims)} ranks")
+    cells, steps = (12, 40, 72), 5
+    draw = np.random.default_rng(5)
+    whole = [draw.uniform(*bounds, cells) for bounds in ((6e9, 9e9), (3e9, 4e9), (1900, 2200))]
+    # Waves everywhere within a few steps, in the layers too.
+    places = np.meshgrid(*(np.linspace(5, 10 * n - 5, 1 + n // 6) for n in cells))
+    sources = np.stack([x.ravel() for x in places], -1)[None]
+    survey = Survey(sources, np.array([[[45.0, 30.0, 60.5], [67.0, 361.2, 600.0]]]))
+    wavelets = jnp.asarray(1e10 * draw.normal(size=(1, sources.shape[1], steps)))
+
+    def gradient(on, dims):
+        grid = Grid(cells, (10.0, 10.0, 10.0), on, dims)
+        elastic = Elastic(
+            grid, 1e-3, steps, 15.0, pml=((2, 3), (4, 1), (3, 4)), source=source,
+            components=case.COMPONENTS, method="native",
+        )  # fmt: skip
+
+        def misfit(media):
+            gathers, state = elastic.propagate(*media, wavelets, survey, gathers="share")
+            seen = jnp.sum(gathers * np.array([1, 1, 1, 1e-7])[:, None, None])
+            return seen + jnp.sum(state.vx**2) + 1e-14 * jnp.sum(state.syz**2)
+
+        media = [jnp.asarray(x[grid.slices]) for x in whole]
+        return grid, mpigrad.jit(mpigrad.value_and_grad(misfit, comm=on))(media)
+
+    grid, (value, found) = gradient(comm, dims)
+    _, (value_alone, expected) = gradient(alone, (1, 1, 1))
+    compare(value, value_alone)
+    compare(found, [x[grid.slices] for x in expected])
+
+
+@pytest.mark.ranks(1)
+def test_kernels_in_single_precision(comm):
+    """Within a few digits of double precision, in a fluid too."""
+    elastic = case.model(comm, method="native", source="explosive")
+    single = jax.tree.map(lambda x: x.astype("float32"), case.part(elastic))
+
+    def energy(x):
+        model = (x[name] for name in ("lam", "mu", "rho"))
+        gathers = elastic.propagate(*model, x["wavelets"], case.SURVEY, x["state"]).gathers
+        return jnp.sum((gathers * np.array([1, 1, 1, 1e-7])[:, None, None]) ** 2)
+
+    expected = jax.grad(energy)(jax.tree.map(lambda x: x.astype("float64"), single))
+    compare(jax.grad(energy)(single), expected, 1e-5)
+
+
+@pytest.mark.thin(1, 3)
 def test_dot_test(comm):
-    run, zeros = case.relative(case.model(comm))
+    run, zeros = case.relative(case.model(comm, method="native"))
     assert mpigrad.dot_test(run, zeros, comm=comm, rtol=1e-12).error < 1e-12
+
+
+@pytest.mark.ranks(1)
+def test_tangents_agree_with_the_reference(comm):
+    def tangent(method):
+        run, zeros = case.relative(case.model(comm, method=method, source="explosive"))
+        draw = np.random.default_rng(4)
+        direction = jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape)), zeros)
+        return jax.jvp(run, (zeros,), (direction,))
+
+    compare(tangent("native"), jax.jit(lambda: tangent("xla"))())
 
 
 @pytest.mark.full("the dot test tests the same derivatives")
 def test_taylor_test(comm):
-    run, zeros = case.relative(case.model(comm, source="explosive"))
+    run, zeros = case.relative(case.model(comm, method="native", source="explosive"))
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(case.SHOTS, 4, 2, case.STEPS)))
 
     def objective(x):
@@ -57,17 +164,20 @@ def test_taylor_test(comm):
 
 
 @pytest.mark.full("other runs keep a state every two steps, the root of their number")
-def test_gradients_do_not_depend_on_checkpoints(comm):
-    got, *others = (case.value_and_gradient(case.model(comm, checkpoints=k)) for k in (4, 2, "all"))
+def test_gradients_of_the_reference_do_not_depend_on_checkpoints(comm):
+    got, *others = (
+        case.value_and_gradient(case.model(comm, method="xla", checkpoints=k))
+        for k in (4, 2, "all")
+    )
     for other in others:
         compare(got, other, 1e-13)
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(("checkpoints", "stored"), [(None, 3), ("all", 9)])
-def test_states_that_a_gradient_stores(checkpoints, stored, comm):
+def test_states_that_a_gradient_of_the_reference_stores(checkpoints, stored, comm):
     """By default those of √9 steps, and then of the steps between two of them."""
-    elastic = case.model(comm, steps=9, checkpoints=checkpoints)
+    elastic = case.model(comm, method="xla", steps=9, checkpoints=checkpoints)
     arrays = case.part(elastic) | {"wavelets": jnp.ones((case.SHOTS, 1, 9))}
 
     def energy(x):
@@ -230,7 +340,7 @@ def test_bad_input_is_refused(comm):
             at["state"]._replace(memory_z=at["state"].memory_z[:, :4]),
         )  # fmt: skip
     for settings, message in (
-        ({"method": "native"}, "native kernels have two axes"),
+        ({"method": "native", "free_surface": "z0"}, "native kernels have no free surface"),
         ({"checkpoints": "boundary"}, 'checkpoints="boundary" needs the native kernels'),
         ({"pml": ((1, 1), (1, 1))}, "z0, z1"),
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
@@ -14,7 +15,7 @@ from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.elastic.free_surface import Surface, stagger_of, without_traction
 from mpigrad.waves.elastic.state import axis_pairs
 
-__all__ = ["Media", "effective_media", "lame"]
+__all__ = ["Media", "effective_media", "lame", "native_models"]
 
 Tile = Float[Array, "*cells"]
 
@@ -38,6 +39,13 @@ class Media(NamedTuple):
     shear: Tile
     shears: tuple[Tile, ...]
     buoyancies: tuple[Tile, ...]
+
+
+def native_models(media: Media) -> list[jax.Array]:
+    """Return the arrays of the native kernels: on three axes lambda + 2/3 mu is the first one."""
+    if media.bulk.ndim == 3:
+        media = media._replace(bulk=media.bulk - media.shear / 3)
+    return jax.tree.leaves(media)
 
 
 def lame(

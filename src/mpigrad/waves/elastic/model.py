@@ -27,7 +27,7 @@ from mpigrad.waves.elastic.free_surface import (
     surface_of,
     without_layer,
 )
-from mpigrad.waves.elastic.media import effective_media
+from mpigrad.waves.elastic.media import effective_media, native_models
 from mpigrad.waves.elastic.scheme import Component, Scheme, Source, tables
 from mpigrad.waves.elastic.settings import check_settings, has_kernels
 from mpigrad.waves.elastic.state import (
@@ -108,13 +108,14 @@ class Elastic:
         The part of the forward run that is stored for a gradient. "all": all fields. k: one state
         every k steps. None: as much as fits into `memory`. "boundary": the layers, and the cells
         next to them, of every step. The waves inside are then run backwards, which gives the same
-        values up to rounding. With `method="xla"`, None stores all fields on two axes, and one
-        state every sqrt(steps) steps on three, for any `memory`.
+        values up to rounding. It needs two axes. With `method="xla"`, None stores all fields on
+        two axes, and one state every sqrt(steps) steps on three, for any `memory`.
     threads
         Number of threads on each rank. Default: 1.
     method
-        "native" for the C++ kernels, which have two axes, or "xla" for a JAX program of the same
-        scheme. Default: "native" if JAX computes on CPUs and the kernels have the case.
+        "native" for the C++ kernels, or "xla" for a JAX program of the same scheme. The kernels
+        have no free surface and no attenuation. Default: "native" if JAX computes on CPUs and the
+        kernels have the case.
     memory
         Largest number of bytes that each rank stores of forward runs for their gradients. Default:
         half of the free memory of its host, divided by the number of ranks there. Or a `History`,
@@ -320,9 +321,8 @@ class Elastic:
         amplitudes = jnp.broadcast_to(wavelets.astype(lam.dtype), shape)
         media = effective_media(*both[0], rho, scheme.tile, scheme.surface)
         if has_kernels(self) and arguments.is_native(self.method):
-            fields = to_native(state) if isinstance(state, State) else None
-            models = jax.tree.leaves(media)
-            share, arrays = propagate(scheme.native, models, amplitudes, fields)
+            fields = to_native(state) if isinstance(state, State | VolumeState) else None
+            share, arrays = propagate(scheme.native, native_models(media), amplitudes, fields)
             last = from_native(arrays)
             share = share.reshape(shape[0], len(self.components), -1, self.steps)
         else:

@@ -12,6 +12,7 @@ import numpy as np
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.elastic.absorbing import Layer
 from mpigrad.waves.elastic.free_surface import Surface, stagger_of
+from mpigrad.waves.elastic.state import state_shapes
 from mpigrad.waves.history import History
 from mpigrad.waves.interpolation import PointTable, point_table
 from mpigrad.waves.native_run import ElasticSettings, Run, RunSettings
@@ -36,7 +37,7 @@ Source = Literal["explosive", "force_x", "force_y", "force_z"]
 Component = Literal["vx", "vy", "vz", "pressure"]
 
 REACH = 2  # cells that a difference reaches beyond a tile
-_KINDS = {"pressure": 0, "vx": 1, "vy": 2}  # Kind in native/waves/elastic.h
+_KINDS = {"pressure": 0, "vx": 1, "vy": 2, "vz": 3}  # Kind in native/waves/elastic3d.h
 # The field that each kind of source drives.
 SOURCES = {"explosive": "pressure", "force_x": "vx", "force_y": "vy", "force_z": "vz"}
 
@@ -121,8 +122,8 @@ class Scheme:
     @functools.cached_property
     def native(self) -> Run:
         """This scheme for the native library."""
-        survey, (nx, ny) = self.survey, self.tile.shape
-        px, py = (layer.before + layer.after for layer in self.layers)
+        survey = self.survey
+        widths = tuple(layer.before + layer.after for layer in self.layers)
         return Run(
             self.tile,
             RunSettings(
@@ -151,7 +152,7 @@ class Scheme:
                     _joined(self.receiver_tables, survey.n_receivers),
                 ),
             ),
-            shapes=((nx, ny),) * 5 + ((4, px, ny), (4, nx, py)),
+            shapes=state_shapes(self.tile.shape, widths),
             gathers=(survey.n_shots, len(self.components) * survey.n_receivers, self.steps),
         )
 

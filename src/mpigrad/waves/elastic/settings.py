@@ -15,8 +15,8 @@ __all__ = ["check_settings", "has_kernels"]
 
 
 def has_kernels(model: Any) -> bool:
-    """Return whether the native kernels can run an `Elastic` on this grid."""
-    return model.grid.ndim == 2 and model.free_surface is None and model.relaxation is None
+    """Return whether the native kernels can run an `Elastic`."""
+    return model.free_surface is None and model.relaxation is None
 
 
 def check_settings(model: Any) -> None:
@@ -37,9 +37,9 @@ def check_settings(model: Any) -> None:
     if not has_kernels(model):
         if model.method == "native":
             raise ValueError(
-                "Elastic: the native kernels have two axes, no free surface and no relaxation, "
-                f'but method="native" was given with {axes} axes, free_surface='
-                f"{model.free_surface!r} and relaxation={model.relaxation}. Leave `method` out."
+                "Elastic: the native kernels have no free surface and no relaxation, but "
+                f'method="native" was given with free_surface={model.free_surface!r} and '
+                f"relaxation={model.relaxation}. Leave `method` out."
             )
         check_checkpoints(model.checkpoints, "Elastic", native=False)
         check_history(model.memory, model.checkpoints, "Elastic", native=False)

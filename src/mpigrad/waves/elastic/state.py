@@ -22,6 +22,7 @@ __all__ = [
     "from_native",
     "join",
     "split",
+    "state_shapes",
     "to_native",
 ]
 
@@ -114,23 +115,34 @@ def at_rest(
     shots: int, shape: tuple[int, ...], layers: tuple[int, ...], dtype: np.dtype
 ) -> State | VolumeState:
     """Return zero fields on a wave tile of `shape` cells, with `layers` of them in the C-PML."""
+    kind = State if len(shape) == 2 else VolumeState
+    return kind(*(jnp.zeros((shots, *array), dtype) for array in state_shapes(shape, layers)))
+
+
+def state_shapes(shape: tuple[int, ...], layers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a state's arrays without their axis of shots, as for `at_rest`."""
     n = len(shape)
-    field = jnp.zeros((shots, *shape), dtype)
     memories = [
-        jnp.zeros((shots, 2 * n, *shape[:axis], width, *shape[axis + 1 :]), dtype)
-        for axis, width in enumerate(layers)
+        (2 * n, *shape[:axis], width, *shape[axis + 1 :]) for axis, width in enumerate(layers)
     ]
-    return join(Fields((field,) * n, (field,) * n, (field,) * len(axis_pairs(n)), tuple(memories)))
+    return (*(shape,) * (2 * n + len(axis_pairs(n))), *memories)
 
 
-def to_native(state: State) -> list[jax.Array]:
-    """Return the arrays of the native kernels, with (sxx + syy) / 2 and (sxx - syy) / 2."""
+def to_native(state: State | VolumeState) -> list[jax.Array]:
+    """Return the arrays of the native kernels.
+
+    On two axes they have (sxx + syy) / 2 and (sxx - syy) / 2 instead of sxx and syy.
+    """
+    if isinstance(state, VolumeState):
+        return list(state)
     mean, deviation = (state.sxx + state.syy) / 2, (state.sxx - state.syy) / 2
     memories = state.memory_x, state.memory_y
     return [state.vx, state.vy, mean, deviation, state.sxy, *memories]
 
 
-def from_native(arrays: Sequence[jax.Array]) -> State:
+def from_native(arrays: Sequence[jax.Array]) -> State | VolumeState:
     """Return the state of the arrays of the native kernels."""
+    if len(arrays) == len(VolumeState._fields):
+        return VolumeState(*arrays)
     vx, vy, mean, deviation, sxy, *memories = arrays
     return State(vx, vy, mean + deviation, mean - deviation, sxy, *memories)

@@ -1,0 +1,718 @@
+// Elastic waves on three axes for the time loop of propagate.h. As on two axes (elastic.h), a step has two
+// phases, the velocities and then the stresses, and a run that is saved writes the velocities of each step,
+// with the memories of their derivatives, directly into the history.
+//
+// Layers along an axis lie in the tiles at the boundary, further from the faces across this axis than the
+// stencil reaches. So neighbours need no memories, and the adjoint's filter (elastic3d_rows.h) reads them
+// on this tile only. Its memories are replaced by new ones in each step, because rows around read them.
+#pragma once
+
+#include "waves/elastic3d_rows.h"
+#include "waves/propagate.h"
+
+namespace mpigrad::waves {
+
+template <class T>
+class Elastic3d {
+  using Layers = elastic3d::Layers;
+  using Memories = elastic3d::Memories<T>;
+  using Motion = elastic3d::Motion<T>;
+  using Stress = elastic3d::Stress<T>;
+  using Parameters = elastic3d::Parameters<T>;
+  using Weights = elastic3d::Weights<T>;
+  static constexpr int kAxes = elastic3d::kAxes, kStresses = elastic3d::kStresses;
+  static constexpr int64_t kReach = elastic3d::kReach;
+
+ public:
+  using Value = T;
+  static constexpr int kModels = 8, kFields = 12, kPhases = 2;
+  static constexpr int64_t kDepth = 1;
+  static constexpr bool kHistoryIsState = true;
+  enum Kind : int64_t { kPressure, kVx, kVy, kVz };  // field that a source drives or a receiver records
+
+  struct Wave {
+    Memory first;  // the initial velocities, if steps in place have changed them
+    Motion v, next, previous;
+    std::array<Field<T>, kStresses> fields;
+    Stress stress;
+    Memory memories, others;
+    Memories memory;
+    // Of the adjoint: the next memories of the stresses' derivatives, and of the velocities'.
+    Memories next_memory, next_motion;
+    // Velocities that the force of a step has changed in a history, and their values before.
+    std::vector<std::pair<T*, T>> driven;
+    // The adjoint's receivers add these when the stresses have been computed from the velocities.
+    std::vector<std::pair<T*, T>> late;
+  };
+
+  // profiles: a and b at the centres, a and b half a cell further, along x, y and z.
+  explicit Elastic3d(const Setup& setup)
+      : setup_(setup),
+        tile_(setup.tile),
+        middle_(tile_.core(1)),
+        weights_(setup.dt, setup.spacing),
+        back_(-setup.dt, setup.spacing),
+        share_(static_cast<T>(1 / (setup.spacing[0] * setup.spacing[1] * setup.spacing[2]))) {
+    const std::array<int64_t, 3> cells{tile_.nx, tile_.ny, tile_.nm};
+    for (int axis = 0; axis < kAxes; ++axis) {
+      const Axis of = elastic3d::kAxisOf[axis];
+      layers_[axis] = AxisLayers(tile_, of, kReach);
+      for (int half = 0; half < 2; ++half)
+        profiles_[axis][half] = elastic3d::Profile<T>(
+            setup.profiles[4 * axis + 2 * half], setup.profiles[4 * axis + 2 * half + 1], setup.dt,
+            cells[of], tile_.layers[2 * of], tile_.layers[2 * of + 1]);
+      memory_size_ += kAxes * padded_memory(axis);
+    }
+  }
+
+  // ---- the model: lambda + 2 mu / 3 and mu at the cells, mu at the edges, 1/rho at the faces ----
+
+  std::vector<double> extremes(const Arrays<const T>&) const { return {}; }
+  std::string fault(const double*) const { return ""; }  // Python checks the model
+
+  void load(const Arrays<const T>& models) {
+    forward_ = parameters(models.data());
+    // The adjoint divides by mu. In a fluid it uses a tiny mu, which does not affect other cells.
+    const T little = sizeof(T) == 8 ? T(1e-24) : T(1e-12);
+    positive_ = Memory(4 * cells() * sizeof(T));
+    Arrays<const T> adjoint = models;
+    for (int k = 0; k < 4; ++k) {
+      T* positive = static_cast<T*>(positive_.data()) + k * cells();
+      for (int64_t c = 0; c < cells(); ++c)
+        positive[c] = std::max(models[1 + k][c], little * models[0][c]);
+      adjoint[1 + k] = positive;
+    }
+    adjoint_ = parameters(adjoint.data());
+    sums_ = Memory(kModels * cells() * sizeof(T));
+    T* sum = static_cast<T*>(sums_.data());
+    std::fill_n(sum, kModels * cells(), T(0));
+    const auto next = [&] { return std::exchange(sum, sum + cells()); };
+    gradient_.bulk = next(), gradient_.shear = next();
+    for (T*& shear : gradient_.shears) shear = next();
+    for (T*& buoyancy : gradient_.buoyancy) buoyancy = next();
+  }
+
+  void load_tangents(const Arrays<const T>& t) { tangents_ = parameters(t.data()); }
+
+  void gradient(const Arrays<T>& models) const {
+    const auto& [bulk, shear, shears, buoyancy] = adjoint_;
+    for (int64_t c = 0; c < cells(); ++c) {
+      models[0][c] = gradient_.bulk[c] / bulk[c];
+      models[1][c] = gradient_.shear[c] / shear[c];
+      for (int k = 0; k < 3; ++k) {
+        models[2 + k][c] = gradient_.shears[k][c] / shears[k][c];
+        models[5 + k][c] = gradient_.buoyancy[k][c] / buoyancy[k][c] / buoyancy[k][c];
+      }
+    }
+  }
+
+  // ---- the state: velocities, stresses, and the memories along x, y and z ----
+
+  std::vector<int64_t> state_sizes() const {
+    std::vector<int64_t> sizes(kAxes + kStresses, cells());
+    for (const AxisLayers& layers : layers_) sizes.push_back(2 * kAxes * layers.size(tile_));
+    return sizes;
+  }
+
+  Wave wave() const {
+    Wave w;
+    w.first = Memory(history_size() * sizeof(T));
+    for (int k = 0; k < kStresses; ++k) w.stress[k] = w.fields[k] = Field<T>(tile_);
+    w.memories = Memory(memory_size_ * sizeof(T));
+    w.memory = memories(static_cast<T*>(w.memories.data()));
+    return w;
+  }
+
+  void begin(Wave& w, const Arrays<const T>& state, int64_t shot) const {
+    std::memset(w.first.data(), 0, w.first.bytes());
+    std::memset(w.memories.data(), 0, w.memories.bytes());
+    for (Field<T>& field : w.fields) field.clear();
+    w.memory = memories(static_cast<T*>(w.memories.data()));
+    w.v = w.next = slot(static_cast<T*>(w.first.data()));
+    if (!state.empty()) transfer<true>(w, state, shot);
+  }
+
+  void end(const Wave& w, const Arrays<T>& state, int64_t shot) const {
+    transfer<false>(w, state, shot);
+  }
+
+  void begin_adjoint(Wave& w, const Arrays<const T>& cotangents, int64_t shot) const {
+    begin(w, cotangents, shot);
+    w.others = Memory(2 * memory_size_ * sizeof(T));
+    std::memset(w.others.data(), 0, w.others.bytes());
+    w.next_memory = memories(static_cast<T*>(w.others.data()));
+    w.next_motion = memories(static_cast<T*>(w.others.data()) + memory_size_);
+    const Parameters& k = adjoint_;
+    each_cell([&](int64_t o, int64_t c) {
+      for (int b = 0; b < kAxes; ++b) {
+        w.v.v[b][o] *= k.buoyancy[b][c];
+        w.stress[3 + b][o] *= k.shears[b][c];
+      }
+      const T x = w.stress[0][o], y = w.stress[1][o], z = w.stress[2][o];
+      w.stress[0][o] = k.bulk[c] * (x + y + z);
+      w.stress[1][o] = 2 * k.shear[c] * (x - (x + y + z) / 3);
+      w.stress[2][o] = 2 * k.shear[c] * (z - (x + y + z) / 3);
+    });
+    each_memory(w, [&](T& value) { value /= weights_.dt; });
+  }
+
+  void end_adjoint(Wave& w, const Arrays<T>& cotangents, int64_t shot) const {
+    if (cotangents.empty()) return;
+    const Parameters& k = adjoint_;
+    each_cell([&](int64_t o, int64_t c) {
+      for (int b = 0; b < kAxes; ++b) {
+        w.v.v[b][o] /= k.buoyancy[b][c];
+        w.stress[3 + b][o] /= k.shears[b][c];
+      }
+      const T mean = w.stress[0][o] / k.bulk[c] / 3, shear = 2 * k.shear[c];
+      const T x = w.stress[1][o] / shear, z = w.stress[2][o] / shear;
+      w.stress[0][o] = mean + x, w.stress[1][o] = mean - (x + z), w.stress[2][o] = mean + z;
+    });
+    each_memory(w, [&](T& value) { value *= weights_.dt; });
+    end(w, cotangents, shot);
+  }
+
+  // ---- a step ----
+
+  int64_t history_size() const { return (kAxes * motion_pitch() + memory_size_ + 15) / 16 * 16; }
+
+  // The history of a step that would have ended with the initial wave.
+  T* first(Wave& w) const { return static_cast<T*>(w.first.data()); }
+
+  // Before a phase: `history` is that of the step, `before` that of the step before it.
+  void prepare(int phase, Mode mode, Wave& w, T* history, T* before) {
+    if (phase == 0) w.next = w.v;
+    if (phase == 0 && mode == Mode::kSave) {
+      w.next = slot(history);
+      for (T* field : w.next.v) clear_margin(field);
+    }
+    if (mode == Mode::kAdjoint || mode == Mode::kBorn) {
+      after_ = slot(history);
+      before_ = slot(before);
+    }
+  }
+
+  void update(int phase, Mode mode, const Box& box, Wave& w, T*) const {
+    if (!fused(mode) || !(box == middle_)) return rows(phase, mode, box, box.i0, box.i1, w);
+    phase == 0 ? both_phases(mode, w) : rows(1, mode, box, fused_end(), box.i1, w);
+  }
+
+  void finish(int phase, Mode mode, Wave& w) const {
+    if (phase == 0) {
+      for (; !w.driven.empty(); w.driven.pop_back()) *w.driven.back().first = w.driven.back().second;
+      w.previous = w.v;
+      w.v = w.next;
+      if (mode == Mode::kAdjoint) std::swap(w.v.memory, w.next_motion);
+    } else {
+      for (const auto& [velocity, value] : w.late) *velocity += value;
+      w.late.clear();
+      if (mode == Mode::kAdjoint) std::swap(w.memory, w.next_memory);
+    }
+  }
+
+  void pieces(int phase, Mode mode, const Wave& w, std::vector<Piece<T>>& list) const {
+    if (phase == 0)
+      for (int axis = 0; axis < kAxes; ++axis)
+        for (T* field : w.next.v) add_piece(field, axis, list);
+    else
+      add_stresses(mode == Mode::kAdjoint, w, list);
+  }
+  void all_pieces(const Wave& w, std::vector<Piece<T>>& list) const {
+    for (int axis = 0; axis < kAxes; ++axis) {
+      for (T* field : w.v.v) add_piece(field, axis, list);
+      for (T* field : w.stress) add_piece(field, axis, list);
+    }
+  }
+
+  int64_t rim_size() const { return 0; }  // Python refuses boundary saving on three axes
+  void keep_before(const Wave&, T*) const {}
+  void keep_after(T*, T*) const {}
+  void turn(Wave&) const {}
+
+  // ---- points ----
+
+  // The phase of the adjoint before which the sources' cotangents are read.
+  int source_phase() const { return source() == kPressure ? 0 : 1; }
+
+  // Forces change the old velocities, which a step adds to the new ones: so the stresses of a row can be
+  // computed before all velocities are there.
+  bool injects_first(int phase, Mode mode) const {
+    return phase == 0 && mode != Mode::kAdjoint && source() != kPressure;
+  }
+
+  void inject(int phase, Mode mode, const PointTable::Entry& e, Wave& w, T value, T*) const {
+    const int64_t c = model_row(e.i, e.m) + e.j;
+    if (mode == Mode::kAdjoint) {
+      if (phase == 0) return;
+      const Kind kind = receiver(e.point);
+      if (kind == kPressure)
+        w.stress[0][e.cell] -= adjoint_.bulk[c] * value;
+      else
+        w.late.emplace_back(w.v.v[kind - 1] + e.cell, adjoint_.buoyancy[kind - 1][c] * value);
+      return;
+    }
+    const T drive = weights_.dt * share_ * value;
+    if (phase == 0 && source() != kPressure) {
+      const int b = static_cast<int>(source()) - 1;
+      T* velocity = w.v.v[b] + e.cell;
+      if (mode == Mode::kSave) w.driven.emplace_back(velocity, *velocity);
+      *velocity += forward_.buoyancy[b][c] * drive;
+    } else if (phase == 1 && source() == kPressure) {
+      for (int k = 0; k < kAxes; ++k) w.stress[k][e.cell] += drive;
+    }
+  }
+
+  T sample(Mode mode, const PointTable::Entry& e, const Wave& w) const {
+    const bool adjoint = mode == Mode::kAdjoint;
+    const Kind kind = adjoint ? source() : receiver(e.point);
+    const auto of = [&](int k) { return w.stress[k][e.cell]; };
+    T value;
+    if (kind != kPressure)
+      value = w.v.v[kind - 1][e.cell];
+    else if (adjoint)
+      value = of(0) / adjoint_.bulk[model_row(e.i, e.m) + e.j];
+    else
+      value = -(of(0) + of(1) + of(2)) / 3;
+    return static_cast<T>(e.weight) * value * (adjoint ? weights_.dt * share_ : T(1));
+  }
+
+ private:
+  // Cells j0 to j1 of a row: where it begins in fields, and in arrays without margins.
+  struct Row {
+    int64_t i, m, j0, j1, o, c;
+  };
+
+  int64_t cells() const { return tile_.nx * tile_.nm * tile_.ny; }
+  int64_t model_row(int64_t i, int64_t m) const { return (i * tile_.nm + m) * tile_.ny; }
+
+  Kind source() const { return static_cast<Kind>(setup_.source_kind); }
+  Kind receiver(int64_t point) const {
+    return static_cast<Kind>(setup_.component_kinds[point / setup_.receivers]);
+  }
+
+  static Parameters parameters(const T* const* models) {
+    return {models[0], models[1], {models[2], models[3], models[4]}, {models[5], models[6], models[7]}};
+  }
+
+  // f(offset in a field, index in an array without margins) for each cell
+  template <class F>
+  void each_cell(const F& f) const {
+    for (int64_t i = 0; i < tile_.nx; ++i)
+      for (int64_t m = 0; m < tile_.nm; ++m)
+        for (int64_t j = 0; j < tile_.ny; ++j) f(tile_.at(i, m, j), model_row(i, m) + j);
+  }
+  // f(memory) for each cell of each layer, in the order of the state's array of an axis.
+  template <class F>
+  void each_memory(const Wave& w, int axis, const F& f) const {
+    for (const Memories* of : {&w.memory, &w.v.memory})
+      for (T* memory : (*of)[axis])
+        layers_[axis].each_cell(tile_, [&](int64_t place) { f(memory[place]); });
+  }
+  template <class F>
+  void each_memory(const Wave& w, const F& f) const {
+    for (int axis = 0; axis < kAxes; ++axis) each_memory(w, axis, f);
+  }
+
+  // Fields and memories of a history begin some cache lines apart, as Field does.
+  static constexpr int64_t kShift = 1088 / sizeof(T);
+  int64_t motion_pitch() const { return (tile_.padded() + 15) / 16 * 16 + kShift; }
+  int64_t padded_memory(int axis) const { return (layers_[axis].cells() + 15) / 16 * 16 + kShift; }
+
+  Memories memories(T* data) const {
+    Memories m{};
+    for (int axis = 0; axis < kAxes; ++axis)
+      for (T*& memory : m[axis]) memory = std::exchange(data, data + padded_memory(axis));
+    return m;
+  }
+  // Velocities and their memories in a piece of a history.
+  Motion slot(T* data) const {
+    Motion motion;
+    if (!data) return motion;
+    for (T*& v : motion.v) v = std::exchange(data, data + motion_pitch()) + tile_.origin();
+    motion.memory = memories(data);
+    return motion;
+  }
+
+  // Rows beyond the ends of x and y. update clears the cells beyond the ends of each row.
+  void clear_margin(T* field) const {
+    const auto clear = [&](int64_t i, int64_t m) { std::fill_n(field + tile_.at(i, m, 0), tile_.ny, T(0)); };
+    for (int64_t k = 0; k < kReach; ++k) {
+      for (int64_t m = 0; m < tile_.nm; ++m) clear(-1 - k, m), clear(tile_.nx + k, m);
+      for (int64_t i = 0; i < tile_.nx; ++i) clear(i, -1 - k), clear(i, tile_.nm + k);
+    }
+  }
+  void clear_ends(const Row& r, const Motion& v) const {
+    for (T* field : v.v) {
+      if (r.j0 == 0) std::fill_n(field + r.o - kReach, kReach, T(0));
+      if (r.j1 == tile_.ny) std::fill_n(field + r.o + tile_.ny, kReach, T(0));
+    }
+  }
+
+  // Between a wave and a state's arrays.
+  template <bool kIn, class Array>
+  void transfer(const Wave& w, const Array& state, int64_t shot) const {
+    const std::vector<int64_t> sizes = state_sizes();
+    const auto copy = [](T* here, auto* there, int64_t n) {
+      if constexpr (kIn)
+        std::memcpy(here, there, n * sizeof(T));
+      else
+        std::memcpy(there, here, n * sizeof(T));
+    };
+    for (int k = 0; k < kAxes + kStresses; ++k) {
+      T* field = k < kAxes ? w.v.v[k] : w.stress[k - kAxes];
+      auto* array = state[k] + shot * sizes[k];
+      for (int64_t i = 0; i < tile_.nx; ++i)
+        for (int64_t m = 0; m < tile_.nm; ++m)
+          copy(field + tile_.at(i, m, 0), array + model_row(i, m), tile_.ny);
+    }
+    for (int axis = 0; axis < kAxes; ++axis) {
+      const int k = kAxes + kStresses + axis;
+      auto* value = state[k] + shot * sizes[k];
+      each_memory(w, axis, [&](T& memory) { copy(&memory, value++, 1); });
+    }
+  }
+
+  void add_piece(T* field, int axis, std::vector<Piece<T>>& list) const {
+    const std::array<int64_t, 3> n{tile_.nx, tile_.ny, tile_.nm};
+    // As in Piece: first the columns (across columns the rows), then the third axis.
+    const Axis of = elastic3d::kAxisOf[axis];
+    const int a = of == kColumns ? kRows : kColumns, b = kAxes - of - a;
+    list.push_back({field, of, 0, n[a], 0, n[b]});
+  }
+  // Across an axis, the stresses that are differentiated along it.
+  void add_stresses(bool adjoint, const Wave& w, std::vector<Piece<T>>& list) const {
+    for (int axis = 0; axis < kAxes; ++axis) {
+      for (int b = 0; b < kAxes; ++b)
+        if (b != axis) add_piece(w.stress[elastic3d::stress_of(axis, b)], axis, list);
+      if (!adjoint) {
+        add_piece(w.stress[axis], axis, list);
+      } else {
+        add_piece(w.stress[0], axis, list);
+        if (axis != 2) add_piece(w.stress[1], axis, list);
+        if (axis != 0) add_piece(w.stress[2], axis, list);
+      }
+    }
+  }
+
+  // ---- rows ----
+
+  // The stresses of a row of the middle are computed as soon as the velocities around it are there,
+  // while they are in the cache.
+  bool fused(Mode) const { return setup_.threads == 1; }
+  // The last rows' stresses are left for the second phase, to be computed while its messages travel.
+  int64_t fused_end() const {
+    const Box& b = middle_;
+    const bool alone = b == Box{0, tile_.nx, 0, tile_.ny, 0, tile_.nm};
+    return alone ? b.i1 : b.i1 - (b.i1 - b.i0) / 8;
+  }
+  // In blocks along the middle axis, whose stresses lag behind by the stencil's reach along x and y.
+  void both_phases(Mode mode, Wave& w) const {
+    const Box& b = middle_;
+    const int64_t end = fused_end(), block = middle_block(mode);
+    for (int64_t begin = b.m0; begin < b.m1 + kReach; begin += block) {
+      const int64_t m0 = std::max(b.m0, begin - kReach), m1 = std::min(b.m1, begin + block - kReach);
+      for (int64_t i = b.i0; i < std::max(b.i1, end + kReach); ++i) {
+        if (i < b.i1)
+          for (int64_t m = begin; m < std::min(b.m1, begin + block); ++m)
+            accelerate({i, m, b.j0, b.j1, tile_.at(i, m, 0), model_row(i, m)}, mode, w);
+        const int64_t k = i - kReach;
+        if (k < b.i0 || k >= end) continue;
+        for (int64_t m = m0; m < m1; ++m)
+          deform({k, m, b.j0, b.j1, tile_.at(k, m, 0), model_row(k, m)}, mode, w, w.v, w.next);
+      }
+    }
+  }
+  // Cells of the middle axis in a block, for which the planes that both phases read around a plane fill
+  // most of the core's cache.
+  int64_t middle_block(Mode mode) const {
+    constexpr int64_t kPlanes = 5;
+    const int64_t fields = kPlanes * (kAxes + kStresses) + kModels;
+    const int64_t more = mode == Mode::kAdjoint ? kPlanes * kAxes + kAxes + kModels : 0;
+    const int64_t row = (fields + more) * tile_.stride * static_cast<int64_t>(sizeof(T));
+    const double f = f_;
+    return std::max<int64_t>(8, static_cast<int64_t>(f * core_cache() / row));
+  }
+
+  // Lines of rows that the next row will read, while this one is computed.
+  MPIGRAD_INLINE void prefetch(const Row& r, std::initializer_list<const T*> rows) const {
+    if (!on_) return;
+    for (const T* row : rows)
+      for (int64_t j = r.j0; j < r.j1; j += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(row + j);
+  }
+
+  // One phase of rows of a box.
+  void rows(int phase, Mode mode, const Box& b, int64_t first, int64_t last, Wave& w) const {
+    for (int64_t i = first; i < last; ++i)
+      for (int64_t m = b.m0; m < b.m1; ++m) {
+        const Row row{i, m, b.j0, b.j1, tile_.at(i, m, 0), model_row(i, m)};
+        phase == 0 ? accelerate(row, mode, w) : deform(row, mode, w, w.previous, w.v);
+      }
+  }
+
+  // The velocities of a row.
+  void accelerate(const Row& r, Mode mode, Wave& w) const {
+    if (mode == Mode::kAdjoint) {
+      correlate_deformation(r, w.stress);
+      force<0, Layers::kBack>(r, w), force<1, Layers::kBack>(r, w), force<2, Layers::kBack>(r, w);
+      correlate_acceleration(r, w.next);
+    } else {
+      force<0, Layers::kStep>(r, w), force<1, Layers::kStep>(r, w), force<2, Layers::kStep>(r, w);
+      if (mode == Mode::kBorn) change_buoyancies(r, w.next);
+      if (mode == Mode::kSave) clear_ends(r, w.next);
+    }
+  }
+
+  // The stresses of a row. `previous` has the velocities' memories before the step.
+  void deform(const Row& r, Mode mode, Wave& w, const Motion& previous, const Motion& v) const {
+    if (mode == Mode::kAdjoint) {
+      deform<Layers::kBack>(r, back_, v, w.memory, w.next_memory, adjoint_, w.stress);
+      return;
+    }
+    deform<Layers::kStep>(r, weights_, v, previous.memory, v.memory, forward_, w.stress);
+    if (mode == Mode::kBorn)
+      deform<Layers::kRead>(r, weights_, after_, after_.memory, after_.memory, tangents_, w.stress);
+  }
+
+  // v_B += b (sum of the derivatives of its stresses). The adjoint's memories are the velocities'.
+  template <int B, Layers L>
+  void force(const Row& r, Wave& w) const {
+    constexpr bool kBack = L == Layers::kBack;
+    const Memories& from = kBack ? w.v.memory : w.memory;
+    const Memories& to = kBack ? w.next_motion : w.memory;
+    const T* buoyancy = (kBack ? adjoint_ : forward_).buoyancy[B] + r.c;
+    const T* v = w.v.v[B] + r.o;
+    T* next = w.next.v[B] + r.o;
+    const Weights& k = kBack ? back_ : weights_;
+    const Stress s = at(w.stress, r.o);
+    const int64_t plane = tile_.plane, stride = tile_.stride;
+    prefetch(r, {s[elastic3d::stress_of(0, B)] + (B == 0 ? 2 : 1) * plane + stride, v + stride,
+                 buoyancy + tile_.ny});
+    if (B == 1) prefetch(r, {s[1] + 3 * stride});
+    if (B == 2) prefetch(r, {s[2] + stride, s[5] + 2 * stride});
+    const auto x = elastic3d::stress_at<0, B, kBack>(s);
+    const auto y = elastic3d::stress_at<1, B, kBack>(s);
+    const auto z = elastic3d::stress_at<2, B, kBack>(s);
+    with_layers<L>(r, [&](auto of_x, auto of_y) {
+      constexpr Layers kX = decltype(of_x)::value, kY = decltype(of_y)::value;
+      const auto rx = row_layers<kX>(0, B, !kBack, r, from, to);
+      const auto ry = row_layers<kY>(1, B, !kBack, r, from, to);
+      const T dt = k.dt, nx = k.near[0], fx = k.far[0], ny = k.near[1], fy = k.far[1], nz = k.near[2],
+              fz = k.far[2];
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j) {
+        const T gx = elastic3d::slope<kX, B == 0>(x, j, plane, nx, fx, dt, rx);
+        const T gy = elastic3d::slope<kY, B == 1>(y, j, stride, ny, fy, dt, ry);
+        const T gz = elastic3d::difference<B == 2>(
+            nz, fz, [&](int n) __attribute__((always_inline)) { return z(j + n); });
+        next[j] = v[j] + buoyancy[j] * (gx + gy + gz);
+      }
+    });
+    at_ends<L, B == 2>(r, B, !kBack, from, to, k, z, [=](int64_t j, T g) __attribute__((always_inline)) {
+      next[j] += buoyancy[j] * g;
+    });
+  }
+
+  // The stresses from velocities, by Hooke's law with `c`.
+  template <Layers L>
+  void deform(const Row& r, const Weights& k, const Motion& v, const Memories& from, const Memories& to,
+              const Parameters& c, const Stress& stress) const {
+    const T *bulk = c.bulk + r.c, *shear = c.shear + r.c;
+    T *n0 = stress[0] + r.o, *n1 = stress[1] + r.o, *n2 = stress[2] + r.o;
+    const int64_t ny = tile_.ny;
+    prefetch(r, {bulk + ny, shear + ny});
+    stretch<L>(r, k, v, from, to, [=](int64_t j, T x, T y, T z) __attribute__((always_inline)) {
+      const T trace = x + y + z, mu = 2 * shear[j], third = trace * T(1. / 3);
+      if constexpr (L == Layers::kBack) {
+        n0[j] += bulk[j] * trace;
+        n1[j] += mu * (x - third);
+        n2[j] += mu * (z - third);
+      } else {
+        const T mean = bulk[j] * trace;
+        n0[j] += mean + mu * (x - third);
+        n1[j] += mean + mu * (y - third);
+        n2[j] += mean + mu * (z - third);
+      }
+    });
+    prefetch(r, {c.shears[0] + r.c + ny, c.shears[1] + r.c + ny, c.shears[2] + r.c + ny});
+    slide<0, 1, L>(r, k, v, from, to, multiply(c.shears[0] + r.c, stress[3] + r.o));
+    slide<0, 2, L>(r, k, v, from, to, multiply(c.shears[1] + r.c, stress[4] + r.o));
+    slide<1, 2, L>(r, k, v, from, to, multiply(c.shears[2] + r.c, stress[5] + r.o));
+  }
+  static auto multiply(const T* factor, T* sum) {
+    return [=](int64_t j, T g) __attribute__((always_inline)) { sum[j] += factor[j] * g; };
+  }
+
+  // The moduli's part of the gradient: cotangents after the step, velocities of the step.
+  void correlate_deformation(const Row& r, const Stress& stress) const {
+    const Memories& m = after_.memory;
+    const T *p = stress[0] + r.o, *dx = stress[1] + r.o, *dz = stress[2] + r.o;
+    T *bulk = gradient_.bulk + r.c, *shear = gradient_.shear + r.c;
+    const int64_t ahead = 2 * tile_.plane + tile_.stride, n = tile_.ny;
+    prefetch(r, {after_.v[0] + r.o + ahead, after_.v[1] + r.o + ahead, after_.v[2] + r.o + ahead, bulk + n,
+                 shear + n, gradient_.shears[0] + r.c + n, gradient_.shears[1] + r.c + n,
+                 gradient_.shears[2] + r.c + n});
+    stretch<Layers::kRead>(
+        r, weights_, after_, m, m, [=](int64_t j, T x, T y, T z) __attribute__((always_inline)) {
+          bulk[j] += p[j] * (x + y + z);
+          shear[j] += dx[j] * (x - y) + dz[j] * (z - y);
+        });
+    slide<0, 1, Layers::kRead>(r, weights_, after_, m, m, multiply(stress[3] + r.o, gradient_.shears[0] + r.c));
+    slide<0, 2, Layers::kRead>(r, weights_, after_, m, m, multiply(stress[4] + r.o, gradient_.shears[1] + r.c));
+    slide<1, 2, Layers::kRead>(r, weights_, after_, m, m, multiply(stress[5] + r.o, gradient_.shears[2] + r.c));
+  }
+
+  // use(j, D v_x, D v_y, D v_z) along their own axes, for each cell, and again for what z's layers add.
+  template <Layers L, class Use>
+  void stretch(const Row& r, const Weights& k, const Motion& motion, const Memories& from,
+               const Memories& to, const Use& use) const {
+    constexpr bool kBack = L == Layers::kBack;
+    const auto x = velocity(motion.v[0] + r.o), y = velocity(motion.v[1] + r.o);
+    const auto z = velocity(motion.v[2] + r.o);
+    with_layers<L>(r, [&](auto of_x, auto of_y) {
+      constexpr Layers kX = decltype(of_x)::value, kY = decltype(of_y)::value;
+      const auto rx = row_layers<kX>(0, 0, kBack, r, from, to);
+      const auto ry = row_layers<kY>(1, 1, kBack, r, from, to);
+      const int64_t plane = tile_.plane, stride = tile_.stride;
+      const T dt = k.dt, nx = k.near[0], fx = k.far[0], ny = k.near[1], fy = k.far[1], nz = k.near[2],
+              fz = k.far[2];
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j) {
+        const T gx = elastic3d::slope<kX, false>(x, j, plane, nx, fx, dt, rx);
+        const T gy = elastic3d::slope<kY, false>(y, j, stride, ny, fy, dt, ry);
+        const T gz = elastic3d::difference<false>(
+            nz, fz, [&](int n) __attribute__((always_inline)) { return z(j + n); });
+        use(j, gx, gy, gz);
+      }
+    });
+    at_ends<L, false>(r, 2, kBack, from, to, k, z, [=](int64_t j, T g) __attribute__((always_inline)) {
+      use(j, T(0), T(0), g);
+    });
+  }
+
+  // use(j, D_A v_B + D_B v_A) for each cell, and again for what z's layers add.
+  template <int A, int B, Layers L, class Use>
+  void slide(const Row& r, const Weights& k, const Motion& motion, const Memories& from,
+             const Memories& to, const Use& use) const {
+    constexpr bool kBack = L == Layers::kBack;
+    const auto va = velocity(motion.v[A] + r.o), vb = velocity(motion.v[B] + r.o);
+    with_layers<L, A == 0, B == 1 || A == 1>(r, [&](auto of_x, auto of_y) {
+      constexpr Layers kX = decltype(of_x)::value, kY = decltype(of_y)::value;
+      constexpr Layers kA = A == 0 ? kX : kY, kB = B == 1 ? kY : Layers::kNone;
+      const auto ra = row_layers<kA>(A, B, kBack, r, from, to);
+      const auto rb = row_layers<kB>(B, A, kBack, r, from, to);
+      const int64_t step_a = A == 0 ? tile_.plane : tile_.stride, step_b = B == 1 ? tile_.stride : 1;
+      const T dt = k.dt, na = k.near[A], fa = k.far[A], nb = k.near[B], fb = k.far[B];
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j)
+        use(j, elastic3d::slope<kA, true>(vb, j, step_a, na, fa, dt, ra) +
+                   elastic3d::slope<kB, true>(va, j, step_b, nb, fb, dt, rb));
+    });
+    if constexpr (B == 2) at_ends<L, true>(r, A, kBack, from, to, k, va, use);
+  }
+
+  // The buoyancies' part: cotangents after this step's adjoint acceleration.
+  void correlate_acceleration(const Row& r, const Motion& adjoint) const {
+    for (int b = 0; b < kAxes; ++b) {
+      const T *a = adjoint.v[b] + r.o, *before = before_.v[b] + r.o, *after = after_.v[b] + r.o;
+      T* sum = gradient_.buoyancy[b] + r.c;
+      prefetch(r, {sum + tile_.ny, before + tile_.stride});
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j) sum[j] += a[j] * (after[j] - before[j]);
+    }
+  }
+  // A tangent's velocities, from the buoyancies' tangents.
+  void change_buoyancies(const Row& r, const Motion& v) const {
+    for (int b = 0; b < kAxes; ++b) {
+      const T *k = forward_.buoyancy[b] + r.c, *change = tangents_.buoyancy[b] + r.c;
+      const T *before = before_.v[b] + r.o, *after = after_.v[b] + r.o;
+      T* next = v.v[b] + r.o;
+#pragma omp simd
+      for (int64_t j = r.j0; j < r.j1; ++j) next[j] += change[j] / k[j] * (after[j] - before[j]);
+    }
+  }
+
+  static Stress at(Stress fields, int64_t offset) {
+    for (T*& field : fields) field += offset;
+    return fields;
+  }
+  static auto velocity(const T* v) {
+    return [v](int64_t j) __attribute__((always_inline)) { return v[j]; };
+  }
+
+  // f(kind of the layers of x, kind of y) as constants: L in their rows, or near them for the adjoint.
+  template <Layers L, bool kHasX = true, bool kHasY = true, class F>
+  void with_layers(const Row& r, const F& f) const {
+    using On = std::integral_constant<Layers, L>;
+    using Off = std::integral_constant<Layers, Layers::kNone>;
+    const auto acts = [](const AxisLayers& layers, int64_t a) {
+      return L == Layers::kBack ? layers.is_near(a, kReach) : layers.has(a);
+    };
+    const bool x = kHasX && acts(layers_[0], r.i), y = kHasY && acts(layers_[1], r.m);
+    if constexpr (kHasX && kHasY)
+      if (x && y) return f(On(), On());
+    if constexpr (kHasX)
+      if (x) return f(On(), Off());
+    if constexpr (kHasY)
+      if (y) return f(Off(), On());
+    f(Off(), Off());
+  }
+
+  // Of the derivative along x or y of the stress or the velocity of component b. The memories of
+  // stresses lie where they are differentiated.
+  template <Layers L>
+  MPIGRAD_INLINE elastic3d::RowLayers<T> row_layers(int axis, int b, bool of_stress, const Row& r,
+                                                    const Memories& from, const Memories& to) const {
+    elastic3d::RowLayers<T> f{};
+    if (L == Layers::kNone) return f;
+    const int64_t a = axis == 0 ? r.i : r.m, other = axis == 0 ? r.m : r.i;
+    const elastic3d::Profile<T>& profile = profiles_[axis][(axis == b) == of_stress];
+    const int k = elastic3d::memory_of(axis, b);
+    const auto place = [&](int64_t n) {
+      const AxisLayers::Rows rows = layers_[axis].rows(a + n);
+      return rows.first + other * rows.pitch;
+    };
+    for (int n = L == Layers::kBack ? -2 : 0; n <= (L == Layers::kBack ? 2 : 0); ++n) {
+      f.memory[2 + n] = from[axis][k] + place(n);
+      f.a[2 + n] = profile.a(L)[a + n];
+    }
+    // Outside of the layers b is zero, and so is what is written to the row of zeros.
+    f.next = to[axis][k] + place(0);
+    f.b = profile.b()[a];
+    return f;
+  }
+
+  // The same along z, at both ends of a row.
+  template <Layers L, bool kAhead, class F, class Add>
+  MPIGRAD_INLINE void at_ends(const Row& r, int b, bool of_stress, const Memories& from,
+                              const Memories& to, const Weights& w, const F& field, const Add& add) const {
+    const AxisLayers& columns = layers_[2];
+    const elastic3d::Profile<T>& profile = profiles_[2][(b == 2) == of_stress];
+    const int k = elastic3d::memory_of(2, b);
+    const T near = w.near[2], far = w.far[2], dt = w.dt;
+    const int64_t left = std::clamp(columns.left_end(), r.j0, r.j1);
+    const int64_t right = std::clamp(tile_.ny - columns.right_end(), left, r.j1);
+    const auto end = [&](int64_t j0, int64_t j1, int64_t place) {
+      const elastic3d::EndLayers<T> layers{from[2][k] + place, profile.a(L), profile.b(), to[2][k] + place};
+      elastic3d::slope_at_end<L, kAhead>(field, j0, j1, near, far, dt, layers, add);
+    };
+    if (r.j0 < left) end(r.j0, left, columns.left(r.i, r.m));
+    if (right < r.j1) end(right, r.j1, columns.right(r.i, r.m));
+  }
+
+  const Setup& setup_;
+  const Tile& tile_;
+  const Box middle_;
+  const Weights weights_, back_;
+  const T share_;  // of a source in its cell
+  AxisLayers layers_[kAxes];
+  elastic3d::Profile<T> profiles_[kAxes][2];  // at the centres, and half a cell further
+  int64_t memory_size_ = 0;
+  Parameters forward_{}, adjoint_{}, tangents_{};
+  elastic3d::Gradient<T> gradient_{};
+  Motion before_, after_;  // of the step that the adjoint or the tangent is at
+  Memory positive_, sums_;
+  double f_ = getenv("EL3_F") ? atof(getenv("EL3_F")) : 0.75;
+  bool on_ = !getenv("EL3_NP");
+};
+
+}  // namespace mpigrad::waves

@@ -1,0 +1,180 @@
+// Elastic waves on three axes on a staggered grid, fourth order, with C-PML: rows of cells (reference.py
+// has the equations). Axes and components are x, y, z in the order of the grid, the columns are z.
+//
+// A forward wave has the normal stresses s_xx, s_yy, s_zz. The adjoint has the scaled cotangents of their
+// mean p and of the deviators d_x = s_xx - p and d_z = s_zz - p, for which Hooke's law is diagonal:
+//     p += dt (lambda + 2 mu / 3) e,   d_i += dt 2 mu (D v_i - e / 3),   e = sum of D v_i,
+//     s_ij += dt m_ij (D v_i + D v_j),  v~ += dt b (sum of D s_ij),
+// with -dt. The cotangents of the strain rates are p + d_x, p - d_x - d_z and p + d_z. (In a fluid, mu is
+// tiny: deviators that were differences of normal stresses would be lost to rounding.)
+#pragma once
+
+#include "waves/layer_field.h"
+
+namespace mpigrad::waves::elastic3d {
+
+constexpr int64_t kReach = 2;
+constexpr int kAxes = 3, kStresses = 6;
+constexpr Axis kAxisOf[kAxes] = {kRows, kMiddle, kColumns};
+
+// The stress between two axes: xx, yy, zz, xy, xz, yz.
+constexpr int stress_of(int a, int b) { return a == b ? a : 2 + a + b; }
+// Of the memories of an axis, that of the velocity or stress with component b: the axis itself first.
+constexpr int memory_of(int axis, int b) { return b == axis ? 0 : b < axis ? b + 1 : b; }
+
+template <class T>
+using Stress = std::array<T*, kStresses>;
+template <class T>
+using Memories = std::array<std::array<T*, kAxes>, kAxes>;  // by axis, and as memory_of
+
+// Velocities and the memories of their derivatives: what a history keeps of each step.
+template <class T>
+struct Motion {
+  std::array<T*, kAxes> v{};
+  Memories<T> memory{};
+};
+
+// Without margins. bulk: lambda + 2 mu / 3, shears: of the pairs xy, xz, yz.
+template <class T>
+struct Parameters {
+  const T *bulk, *shear, *shears[3], *buoyancy[kAxes];
+};
+
+// Sums over steps that lack a division by the parameter, for buoyancies by its square.
+template <class T>
+struct Gradient {
+  T *bulk, *shear, *shears[3], *buoyancy[kAxes];
+};
+
+// dt times the weights of the near and of the far difference, negated in the adjoint.
+template <class T>
+struct Weights {
+  T dt, near[kAxes], far[kAxes];
+
+  Weights(double dt, const std::array<double, 3>& spacing) : dt(static_cast<T>(dt)) {
+    const double h[kAxes] = {spacing[kRows], spacing[kMiddle], spacing[kColumns]};
+    for (int axis = 0; axis < kAxes; ++axis) {
+      near[axis] = static_cast<T>(dt * 27 / (24 * h[axis]));
+      far[axis] = static_cast<T>(dt / (24 * h[axis]));
+    }
+  }
+};
+
+// What the layers do to a derivative g: nothing, g + psi with psi <- b psi + a g, g + psi with the psi of
+// a history, or the transpose, the derivative of u + a (phi + u) with phi <- b (phi + u).
+enum class Layers { kNone, kStep, kRead, kBack };
+
+// The coefficients along an axis, zero outside of its layers, with a margin.
+template <class T>
+class Profile {
+ public:
+  Profile() = default;
+  // a and b: in the layers before, then behind.
+  Profile(const std::vector<double>& a, const std::vector<double>& b, double dt, int64_t cells,
+          int64_t before, int64_t behind)
+      : a_(cells + 2 * kMargin), rate_(a_), b_(a_) {
+    for (int64_t k = 0; k < before + behind; ++k) {
+      const int64_t place = kMargin + (k < before ? k : k + cells - before - behind);
+      a_[place] = static_cast<T>(a[k]), b_[place] = static_cast<T>(b[k]);
+      rate_[place] = static_cast<T>(a[k] / dt);
+    }
+  }
+  // a, over dt in steps whose differences are times dt.
+  const T* a(Layers kind) const { return (kind == Layers::kStep ? rate_ : a_).data() + kMargin; }
+  const T* b() const { return b_.data() + kMargin; }
+
+ private:
+  static constexpr int64_t kMargin = 2 * kRegister;
+  std::vector<T> a_, rate_, b_;
+};
+
+// The layers of x or y at a row, for one derivative.
+template <class T>
+struct RowLayers {
+  const T* memory[5];  // of the rows from two before to two behind. Only kBack has more than the own one.
+  T* next;
+  T a[5], b;
+};
+// The layers at an end of a row.
+template <class T>
+struct EndLayers {
+  const T *memory, *a, *b;
+  T* next;
+};
+
+// The difference of value(n), n steps further, half a step further (kAhead) or half a step back.
+template <bool kAhead, class T, class F>
+MPIGRAD_INLINE T difference(T near, T far, const F& value) {
+  constexpr int o = kAhead ? 0 : -1;
+  return near * (value(o + 1) - value(o)) - far * (value(o + 2) - value(o - 1));
+}
+
+// The derivative of field(j) at j along x or y, whose memory it steps.
+template <Layers L, bool kAhead, class T, class F>
+MPIGRAD_INLINE T slope(const F& field, int64_t j, int64_t step, T near, T far, T dt,
+                       const RowLayers<T>& r) {
+  if constexpr (L == Layers::kBack) {
+    r.next[j] = r.b * (r.memory[2][j] + field(j));
+    return difference<kAhead>(near, far, [&](int n) __attribute__((always_inline)) {
+      const T u = field(j + n * step);
+      return u + r.a[2 + n] * (r.memory[2 + n][j] + u);
+    });
+  } else {
+    const T g = difference<kAhead>(
+        near, far, [&](int n) __attribute__((always_inline)) { return field(j + n * step); });
+    if constexpr (L == Layers::kNone) return g;
+    if constexpr (L == Layers::kRead) return g + dt * r.memory[2][j];
+    const T m = r.b * r.memory[2][j] + r.a[2] * g;
+    r.next[j] = m;
+    return g + dt * m;
+  }
+}
+
+// What the layers at an end of a row add to the derivative of field(j) along it: add(j, value).
+template <Layers L, bool kAhead, class T, class F, class Add>
+MPIGRAD_INLINE void slope_at_end(const F& field, int64_t j0, int64_t j1, T near, T far, T dt,
+                                 const EndLayers<T>& r, const Add& add) {
+  const T *memory = r.memory, *a = r.a, *b = r.b;
+  T* next = r.next;
+  in_registers(j0, j1, [&](int64_t begin, auto count) __attribute__((always_inline)) {
+#pragma omp simd
+    for (int64_t j = begin; j < begin + count; ++j) {
+      if constexpr (L == Layers::kRead) {
+        add(j, dt * memory[j]);
+      } else if constexpr (L == Layers::kBack) {
+        next[j] = b[j] * (memory[j] + field(j));
+        add(j, difference<kAhead>(near, far, [&](int n) __attribute__((always_inline)) {
+              return a[j + n] * (memory[j + n] + field(j + n));
+            }));
+      } else {
+        const T g = difference<kAhead>(
+            near, far, [&](int n) __attribute__((always_inline)) { return field(j + n); });
+        const T m = b[j] * memory[j] + a[j] * g;
+        next[j] = m;
+        add(j, dt * m);
+      }
+    }
+  });
+}
+
+// The field of a row that is differentiated along axis A for the velocity B: the stress of both, or in
+// the adjoint the cotangent of a strain rate.
+template <int A, int B, bool kBack, class T>
+MPIGRAD_INLINE auto stress_at(const Stress<T>& s) {
+  const T *p = s[0], *dx = s[1], *dz = s[2], *f = s[stress_of(A, B)];
+  if constexpr (A != B || !kBack) {
+    (void)p, (void)dx, (void)dz;
+    return [f](int64_t j) __attribute__((always_inline)) { return f[j]; };
+  } else if constexpr (A == 0) {
+    (void)f, (void)dz;
+    return [p, dx](int64_t j) __attribute__((always_inline)) { return p[j] + dx[j]; };
+  } else if constexpr (A == 1) {
+    (void)f;
+    return [p, dx, dz](int64_t j) __attribute__((always_inline)) { return p[j] - (dx[j] + dz[j]); };
+  } else {
+    (void)f, (void)dx;
+    return [p, dz](int64_t j) __attribute__((always_inline)) { return p[j] + dz[j]; };
+  }
+}
+
+}  // namespace mpigrad::waves::elastic3d
