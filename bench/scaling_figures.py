@@ -22,6 +22,7 @@ from scaling_model import (
     LAYERS,
     Interconnect,
     Parts,
+    axes_of,
     busiest,
     time_of,
     work_of,
@@ -46,7 +47,7 @@ class Figure:
     efficiency: bool = False
 
     def side_of(self, ranks: int) -> int:
-        return self.side if self.weak else round(self.side / ranks**0.5)
+        return self.side if self.weak else round(self.side / ranks ** (1 / axes_of(self.problem)))
 
 
 def throughput(rate: float) -> tuple[tuple[int, float], ...]:
@@ -76,6 +77,11 @@ FIGURES = (
     ),
     Figure("elastic, 1000² cells, 100 steps", "elastic", False, 1000, 100, {}),
 )  # fmt: skip
+# In the tables, not in the pictures: ADCME published no volumes.
+VOLUMES = (
+    Figure("acoustic, 100³ cells a rank, 100 steps", "acoustic3d", True, 100, 100, {}),
+    Figure("acoustic, 400³ cells, 100 steps", "acoustic3d", False, 400, 100, {}),
+)
 RANKS = (1, 4, 16, 64, 256, 1024, 4096)
 
 
@@ -107,9 +113,11 @@ class Model:
             steps=figure.steps, iterations=iterations,
         )  # fmt: skip
         # The largest tile, in a corner, has layers on two sides.
-        layers = 0 if not figure.steps else LAYERS * (2 if ranks == 1 else 1)
+        axes = axes_of(figure.problem)
+        layers = 0 if not figure.steps else LAYERS[axes] * (2 if ranks == 1 else 1)
         work = work_of(self.times, figure.problem, what, figure.steps)
-        return time_of(figure.problem, ranks, sent, work.at((side + layers) ** 2, iterations), net)
+        points = (side + layers) ** axes
+        return time_of(figure.problem, ranks, sent, work.at(points, iterations), net)
 
 
 def draw(kept: dict[str, Any], path: pathlib.Path) -> None:
@@ -167,7 +175,7 @@ def _table(model: Model, net: Interconnect) -> None:
         f"### {net.name}\n\n| gradient | ranks | s (fast to slow) | computing | messages: latency "
         "| bandwidth | collectives: latency | operands |\n|---|---|---|---|---|---|---|---|"
     )
-    for figure in FIGURES:
+    for figure in FIGURES + VOLUMES:
         for ranks in (64, 4096):
             found = model.at(figure, "gradient", ranks, net)
             parts = found["model"]

@@ -37,6 +37,7 @@ __all__ = [
     "INTERCONNECTS",
     "LAYERS",
     "PROBLEMS",
+    "axes_of",
     "busiest",
     "pencils",
     "sent",
@@ -44,8 +45,8 @@ __all__ = [
     "time_of",
 ]
 
-PROBLEMS = ("transposition", "poisson", "acoustic", "elastic")
-LAYERS = 20  # absorbing cells around a wave's model
+PROBLEMS = ("transposition", "poisson", "acoustic", "elastic", "acoustic3d")
+LAYERS = {2: 20, 3: 10}  # absorbing cells around a wave's model, by the number of axes
 REACH = 2  # cells that the stencils of waves reach
 WEIGHTS = 921  # of the network (2, 20, 20, 20, 1)
 
@@ -104,10 +105,18 @@ class Sent:
         return Sent(*(times * a for a in dataclasses.astuple(self)))
 
 
-def tiles(ranks: int) -> tuple[int, int]:
-    """How many tiles along each axis: as near to a square as `ranks` allows."""
-    short = next(n for n in range(math.isqrt(ranks), 0, -1) if ranks % n == 0)
-    return ranks // short, short
+def axes_of(problem: str) -> int:
+    """How many axes the grid of a problem has."""
+    return 3 if problem == "acoustic3d" else 2
+
+
+def tiles(ranks: int, axes: int = 2) -> tuple[int, ...]:
+    """How many tiles along each axis: as near to a square or a cube as `ranks` allows."""
+    if axes == 1:
+        return (ranks,)
+    largest = int(ranks ** (1 / axes) + 1e-9)
+    short = next(n for n in range(largest, 0, -1) if ranks % n == 0)
+    return (*tiles(ranks // short, axes - 1), short)
 
 
 # ---- what is sent ----
@@ -115,32 +124,38 @@ def tiles(ranks: int) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A rank's place among the tiles, each of side x side cells."""
+    """A rank's place among the tiles, each of `side` cells along each axis."""
 
     side: int
-    dims: tuple[int, int]
-    place: tuple[int, int]
+    dims: tuple[int, ...]
+    place: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        """The number of all tiles."""
+        return math.prod(self.dims)
 
     def ends(self, axis: int) -> int:
         """On how many of the two sides along an axis no neighbour is."""
         return (self.place[axis] == 0) + (self.place[axis] == self.dims[axis] - 1)
 
     @property
-    def faces(self) -> tuple[int, int]:
+    def faces(self) -> tuple[int, ...]:
         """Neighbours along each axis."""
-        return 2 - self.ends(0), 2 - self.ends(1)
+        return tuple(2 - self.ends(axis) for axis in range(len(self.dims)))
 
     def across(self, per_cell: float, layers: int = 0, per_layer_cell: float = 0) -> Sent:
         """One exchange across faces: words for each cell of a face, and of its layers."""
         words = 0.0
-        for axis in (0, 1):
-            beside = layers * self.ends(1 - axis)
-            length = self.side + beside
-            words += self.faces[axis] * (per_cell * length + per_layer_cell * beside)
+        for axis, neighbours in enumerate(self.faces):
+            others = [a for a in range(len(self.dims)) if a != axis]
+            cells = math.prod(self.side + layers * self.ends(a) for a in others)
+            beside = cells - self.side ** len(others)
+            words += neighbours * (per_cell * cells + per_layer_cell * beside)
         return Sent(sum(self.faces), round(words), rounds=int(sum(self.faces) > 0))
 
     def halo(self, words: int) -> Sent:
-        """`halo_exchange` of width 1: faces and corners, `words` for each cell."""
+        """`halo_exchange` of width 1 on two axes: faces and corners, `words` for each cell."""
         corners = self.faces[0] * self.faces[1]
         size = sum(self.faces) * self.side + corners
         return Sent(sum(self.faces) + corners, words * size, rounds=int(sum(self.faces) > 0))
@@ -162,17 +177,19 @@ def _transposition(tile: Tile, gradient: bool) -> Sent:
 
 
 def _acoustic(tile: Tile, gradient: bool, steps: int) -> Sent:
-    # The pressure; in the layers that run across a face also phi or psi. First state and steps.
-    ranks = tile.dims[0] * tile.dims[1]
-    run = sized(tile.across(REACH, LAYERS, REACH), 4) * (steps + 1) + collective(ranks, 9 * 8)
+    # The pressure; on two axes, in the layers that run across a face, also phi or psi. First state
+    # and steps.
+    ranks, axes = tile.ranks, len(tile.dims)
+    step = tile.across(REACH, LAYERS[axes], REACH if axes == 2 else 0)
+    run = sized(step, 4) * (steps + 1) + collective(ranks, 9 * 8)
     return run * 2 + collective(ranks, 4, 4) if gradient else run + collective(ranks, 4)
 
 
 def _elastic(tile: Tile, gradient: bool, steps: int) -> Sent:
     # Velocities, then stresses: two and three fields; the media once; five extremes of the model.
-    ranks = tile.dims[0] * tile.dims[1]
+    ranks = tile.ranks
     velocities, stresses, state = (
-        sized(tile.across(fields * REACH, LAYERS), 4) for fields in (2, 3, 5)
+        sized(tile.across(fields * REACH, LAYERS[2]), 4) for fields in (2, 3, 5)
     )
     media = sized(tile.halo(3), 4)
     run = (velocities + stresses) * steps + state + media + collective(ranks, 6 * 8)
@@ -210,7 +227,7 @@ def _set_up(tile: Tile) -> Sent:
 
     Up to 4 ranks hypre knows all boxes; with more, each level asks for its neighbours.
     """
-    ranks, faces = tile.dims[0] * tile.dims[1], sum(tile.faces)
+    ranks, faces = tile.ranks, sum(tile.faces)
     halvings = math.ceil(math.log2(tile.side * max(tile.dims)))
     known = max(0, faces * (6 * halvings - 8))
     messages, asked = known, 0
@@ -227,14 +244,14 @@ def _solve(tile: Tile, iterations: int) -> Sent:
     After it: the residual, and six collectives with those before (the ranks agree about what is
     given and what hypre has said; norms).
     """
-    ranks = tile.dims[0] * tile.dims[1]
+    ranks = tile.ranks
     product = sized(tile.across(1), 8)
     dots = collective(ranks, *[8] * (3 * iterations + 6))
     return _cycle(tile) * iterations + product * (iterations + 1) + dots
 
 
 def _poisson(tile: Tile, gradient: bool, iterations: int) -> Sent:
-    ranks = tile.dims[0] * tile.dims[1]
+    ranks = tile.ranks
     kappa = sized(tile.halo(1), 8)
     # Nine more agreements make sure of new values and of the hierarchy.
     new = _set_up(tile) + collective(ranks, *[8] * 9)
@@ -253,14 +270,14 @@ def sent(problem: str, tile: Tile, gradient: bool, *, steps: int = 0, iterations
         return _transposition(tile, gradient)
     if problem == "poisson":
         return _poisson(tile, gradient, iterations)
-    return {"acoustic": _acoustic, "elastic": _elastic}[problem](tile, gradient, steps)
+    return (_elastic if problem == "elastic" else _acoustic)(tile, gradient, steps)
 
 
-def some_tiles(ranks: int, side: int) -> list[Tile]:
+def some_tiles(ranks: int, side: int, axes: int) -> list[Tile]:
     """One tile of each kind: those in corners, along sides and in the middle."""
-    dims = tiles(ranks)
-    i, j = ({0, min(1, n - 1), n - 1} for n in dims)
-    return [Tile(side, dims, place) for place in itertools.product(sorted(i), sorted(j))]
+    dims = tiles(ranks, axes)
+    places = [sorted({0, min(1, n - 1), n - 1}) for n in dims]
+    return [Tile(side, dims, place) for place in itertools.product(*places)]
 
 
 def busiest(
@@ -269,7 +286,7 @@ def busiest(
     """The most that any rank sends, of each kind."""
     found = [
         dataclasses.astuple(sent(problem, tile, gradient, steps=steps, iterations=iterations))
-        for tile in some_tiles(ranks, side)
+        for tile in some_tiles(ranks, side, axes_of(problem))
     ]
     return Sent(*map(max, zip(*found, strict=True)))
 
@@ -357,7 +374,7 @@ def time_of(
     shared = net.bandwidth / RANKS_PER_NODE
     deep = math.ceil(math.log2(ranks)) if ranks > 1 else 0
     trees = what.collectives * deep * net.latency
-    hidden = problem in ("acoustic", "elastic")
+    hidden = problem in ("acoustic", "elastic", "acoustic3d")
     return {
         "fast": Parts(
             work[0],
@@ -392,8 +409,9 @@ def work_of(rows: list[Mapping[str, object]], problem: str, what: str, steps: in
         found = row[what]
         assert isinstance(found, Mapping)
         taken = sorted(found["seconds"])
-        layers = 2 * LAYERS if steps else 0
-        points = float((int(str(row["side"])) + layers) ** 2)
+        axes = axes_of(problem)
+        layers = 2 * LAYERS[axes] if steps else 0
+        points = float((int(str(row["side"])) + layers) ** axes)
         measured.append(
             (points, taken[0], taken[len(taken) // 2], taken[-1], max(found["solving"], 1e-12))
         )

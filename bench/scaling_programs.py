@@ -11,6 +11,7 @@ bench/scaling.py reads.
                    multigrid method, a solve, the misfit; with gradient also the adjoint solve
     acoustic       a Ricker wavelet in the middle, a line of receivers, order 4, layers of 20 cells
     elastic        the same with a force, gradient in lambda, mu and rho
+    acoustic3d     the same on three axes, layers of 10 cells
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 from mpi_monitor import counted
-from scaling_model import LAYERS, PROBLEMS, tiles
+from scaling_model import LAYERS, PROBLEMS, axes_of, tiles
 
 import mpigrad
 from mpigrad import sparse
@@ -38,10 +39,10 @@ from mpigrad.grid import Grid
 Evaluate = Callable[[int], int]
 
 
-def tiled(side: int, spacing: float) -> Grid:
-    """A grid with side x side cells on each rank."""
-    dims = tiles(default_communicator().size)
-    return Grid((side * dims[0], side * dims[1]), (spacing, spacing), dims=dims)
+def tiled(side: int, spacing: float, axes: int = 2) -> Grid:
+    """A grid with `side` cells along each axis on each rank."""
+    dims = tiles(default_communicator().size, axes)
+    return Grid(tuple(side * n for n in dims), (spacing,) * axes, dims=dims)
 
 
 def transposition(side: int, steps: int) -> dict[str, Evaluate]:
@@ -103,16 +104,17 @@ def poisson(side: int, steps: int) -> dict[str, Evaluate]:
     }
 
 
-def waves(side: int, steps: int, elastic: bool) -> dict[str, Evaluate]:
+def waves(side: int, steps: int, problem: str) -> dict[str, Evaluate]:
     """One shot; the loss is the sum of squares of what the receivers record."""
     from mpigrad.waves import Survey
     from mpigrad.waves.acoustic import Acoustic
     from mpigrad.waves.elastic import Elastic, lame
 
+    elastic, axes = problem == "elastic", axes_of(problem)
     h, dt, frequency = 10.0, 1e-3, 10.0
-    grid = tiled(side, h)
+    grid = tiled(side, h, axes)
     speed = np.full(grid.local_shape, 2000.0) + 500 * np.random.default_rng(0).random()
-    common: dict[str, Any] = {"dt": dt, "steps": steps, "pml": LAYERS}
+    common: dict[str, Any] = {"dt": dt, "steps": steps, "pml": LAYERS[axes]}
     if elastic:
         model: Any = Elastic(
             grid, frequency=frequency, source="force_x", components=("vx",), **common
@@ -125,7 +127,8 @@ def waves(side: int, steps: int, elastic: bool) -> dict[str, Evaluate]:
     arrays = tuple(jnp.asarray(a, jnp.float32) for a in arrays)
     centre = (np.array(grid.shape) // 2 + 0.5) * h
     # Each receiver lies at the position of one value, so that it reads a single cell.
-    line = [((i + (1 if elastic else 0.5)) * h, 3.5 * h) for i in range(grid.shape[0] - 1)]
+    beside = (3.5 * h,) * (axes - 1)
+    line = [((i + (1 if elastic else 0.5)) * h, *beside) for i in range(grid.shape[0] - 1)]
     survey = Survey(centre[None, None], np.array(line)[None])
     squared = (np.pi * frequency * (np.arange(steps) * dt - 0.1)) ** 2
     height = 1e9 * h**2 if elastic else 1.0
@@ -150,8 +153,9 @@ def waves(side: int, steps: int, elastic: bool) -> dict[str, Evaluate]:
 MAKE: dict[str, Callable[[int, int], dict[str, Evaluate]]] = {
     "transposition": transposition,
     "poisson": poisson,
-    "acoustic": lambda side, steps: waves(side, steps, elastic=False),
-    "elastic": lambda side, steps: waves(side, steps, elastic=True),
+    "acoustic": lambda side, steps: waves(side, steps, "acoustic"),
+    "elastic": lambda side, steps: waves(side, steps, "elastic"),
+    "acoustic3d": lambda side, steps: waves(side, steps, "acoustic3d"),
 }
 
 

@@ -1,14 +1,18 @@
 """Time against memory of the gradient of waves, for each thing that it can keep of the forward run.
 
-    python bench/wave_memory.py [--physics acoustic elastic] [--cells 1000] [--steps 2000]
-        [--keep all memory boundary 60] [--budget 3e9] [--ranks 1] [--repeats 2]
+    python bench/wave_memory.py [--physics acoustic elastic] [--axes 2] [--cells 1000]
+        [--steps 2000] [--keep all memory boundary 60 bfloat16 float16 file file-float16]
+        [--budget 3e9] [--ranks 1] [--repeats 2] [--directory DIR]
 
 Each choice is a process of its own (`mpigrad launch`): "all" keeps the history of every step,
 "memory" what fits into BUDGET bytes of each rank, a number k one state every k steps, "boundary"
-the layers and the cells beside them. Printed are the memory that a gradient has taken at its peak,
-beside what the forward run takes (the largest of all ranks, by the kernel's count), and the
-shortest of some runs. The case is that of bench/wave_programs.py, float32; the last column is the
-largest difference of the gradients from the first choice's, by the gradient's largest value.
+the layers and the cells beside them. "bfloat16" and "float16" keep what fits into BUDGET bytes in
+this precision, "file" keeps the history of every step in files of DIR (default: the directory for
+temporary files). Printed are the memory that a gradient has taken at its peak, beside what the
+forward run takes (the largest of all ranks, by the kernel's count), and the shortest of some runs.
+The case is that of bench/wave_programs.py, float32. The last columns compare the gradients with
+the first choice's: the norm of the difference by its norm, and 1 minus the cosine, each the
+largest of all parameters.
 """
 
 from __future__ import annotations
@@ -37,28 +41,37 @@ def measure(o: argparse.Namespace) -> None:
 
     import mpigrad
     from mpigrad.grid import Grid
-    from mpigrad.waves import Survey
+    from mpigrad.waves import History, Survey
     from mpigrad.waves.acoustic import Acoustic
     from mpigrad.waves.elastic import Elastic, lame
 
     (physics,), (keep,) = o.physics, o.keep
-    grid = Grid((o.cells, o.cells), (case.SPACING, case.SPACING), dims=(o.ranks, 1))
+    shape, spacing = (o.cells,) * o.axes, (case.SPACING,) * o.axes
+    grid = Grid(shape, spacing, dims=(o.ranks, *(1,) * (o.axes - 1)))
     comm = grid.comm
-    common: dict[str, Any] = {"dt": case.DT, "steps": o.steps, "pml": case.PML}
-    if keep != "memory":
+    common: dict[str, Any] = {"dt": case.DT, "steps": o.steps, "pml": case.PML[o.axes]}
+    if keep in ("all", "boundary") or keep.isdigit():
         common["checkpoints"] = int(keep) if keep.isdigit() else keep
     if keep == "memory" or keep.isdigit():
         common["memory"] = int(o.budget)
+    place, _, precision = keep.rpartition("-")
+    if keep == "file" or place:
+        common["memory"] = History(
+            precision=precision if place else None,  # type: ignore[arg-type]
+            directory=o.directory,
+        )
+    elif keep in ("bfloat16", "float16"):
+        common["memory"] = History(int(o.budget), keep)  # type: ignore[arg-type]
     vp = case.random_model(grid.shape)[grid.slices]
-    source, height = case.source_cell((o.cells, o.cells)), 1.0
-    receivers = [(i, source[1] - o.cells // 5) for i in range(1, o.cells - 1)]
-    shift = (0.5, 0.5) if physics == "acoustic" else (1.0, 0.5)
+    source, height = case.source_cell(shape), 1.0
+    receivers = [(i, *source[1:-1], source[-1] - o.cells // 5) for i in range(1, o.cells - 1)]
+    shift = (0.5 if physics == "acoustic" else 1.0, *(0.5,) * (o.axes - 1))
     survey = Survey(*((np.array([p]) + shift) * case.SPACING for p in ([source], receivers)))
     if physics == "acoustic":
         model: Any = Acoustic(grid, max_velocity=case.FASTEST, **common)
         values: Any = (jnp.asarray(vp),)
     else:
-        height = case.FORCE * case.SPACING**2
+        height = case.FORCE * case.SPACING**o.axes
         model = Elastic(
             grid, frequency=case.FREQUENCY, source="force_x", components=("vx",), **common
         )
@@ -106,16 +119,18 @@ def available() -> float:
 def compare(o: argparse.Namespace) -> None:
     """All choices in turn, as a table."""
     print(
-        f"{o.cells}² cells, {o.steps} steps, float32, {o.ranks} ranks\n\n"
-        "| | kept | memory, GB a rank | gradient, s | by forward | difference |\n"
-        "|---|---|---|---|---|---|"
+        f"{o.cells}{'²³'[o.axes - 2]} cells, {o.steps} steps, float32, {o.ranks} ranks\n\n"
+        "| | kept | memory, GB a rank | gradient, s | by forward | relative error | 1 - cosine |\n"
+        "|---|---|---|---|---|---|---|"
     )
     for physics in o.physics:
         first: list[np.ndarray] = []
         for keep in o.keep:
-            whole = FIELDS[physics] * o.steps * (o.cells + 2 * case.PML) ** 2 * 4 / 1e9
+            whole = FIELDS[physics] * o.steps * (o.cells + 2 * case.PML[o.axes]) ** o.axes * 4 / 1e9
             if keep == "all" and whole > available() / 2:
-                print(f"| {physics} | {keep} | {whole:.0f}: more than there is | | | |", flush=True)
+                print(
+                    f"| {physics} | {keep} | {whole:.0f}: more than there is | | | | |", flush=True
+                )
                 continue
             with tempfile.NamedTemporaryFile(suffix=".npz") as file:
                 words = [sys.executable, "-m", "mpigrad", "launch", "-n", str(o.ranks)]
@@ -123,19 +138,22 @@ def compare(o: argparse.Namespace) -> None:
                 words += ["--physics", physics, "--keep", keep, "--cells", str(o.cells)]
                 words += ["--steps", str(o.steps), "--budget", str(o.budget)]
                 words += ["--ranks", str(o.ranks), "--repeats", str(o.repeats)]
+                words += ["--axes", str(o.axes), "--directory", o.directory]
                 done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
                 if done.returncode:
-                    print(f"| {physics} | {keep} | ended with code {done.returncode} | | | |")
+                    print(f"| {physics} | {keep} | ended with code {done.returncode} | | | | |")
                     continue
                 found = json.loads(done.stdout.splitlines()[-1])
                 slopes = list(np.load(file.name).values())
             first = first or slopes
-            pairs = zip(slopes, first, strict=True)
-            off = max(np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in pairs)
+            pairs = [(a.astype(float), b.astype(float)) for a, b in zip(slopes, first, strict=True)]
+            norm = np.linalg.norm
+            apart = max(norm(a - b) / norm(b) for a, b in pairs)
+            turned = max(1 - np.vdot(a, b) / norm(a) / norm(b) for a, b in pairs)
             ratio = found["gradient"] / found["forward"]
             print(
                 f"| {physics} | {keep} | {found['memory']:.2f} | {found['gradient']:.1f} "
-                f"| {ratio:.1f} | {off:.0e} |",
+                f"| {ratio:.1f} | {apart:.0e} | {turned:.0e} |",
                 flush=True,
             )
 
@@ -146,7 +164,10 @@ def main() -> None:
     parser.add_argument("--physics", nargs="+", default=["acoustic", "elastic"])
     parser.add_argument("--cells", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--keep", nargs="+", default=["all", "memory", "boundary", "60"])
+    choices = ["all", "memory", "boundary", "60", "bfloat16", "float16", "file", "file-float16"]
+    parser.add_argument("--keep", nargs="+", default=choices)
+    parser.add_argument("--axes", type=int, choices=(2, 3), default=2)
+    parser.add_argument("--directory", default=tempfile.gettempdir())
     parser.add_argument("--budget", type=float, default=3e9)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=2)

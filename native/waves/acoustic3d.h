@@ -15,6 +15,7 @@
 #include "waves/layer_field.h"
 #include "waves/propagate.h"
 #include "waves/registers.h"
+#include "waves/rim.h"
 
 namespace mpigrad::waves {
 
@@ -52,6 +53,10 @@ class Acoustic3d {
       layers_[axis] = AxisLayers(tile_, static_cast<Axis>(axis), R);
       filter_[axis] = Filter(setup.profiles[axis], second_[axis], layers_[axis]);
     }
+    std::array<int64_t, kSides> margin;
+    for (int side = 0; side < kSides; ++side) margin[side] = tile_.layers[side] ? tile_.layers[side] + R : 0;
+    margin[2] = layers_[kColumns].left_end(), margin[3] = layers_[kColumns].right_end();
+    rim_ = Rim(tile_, margin, R);
     share_ = static_cast<T>(1 / volume);
     history_stride_ = (tile_.ny + 15) / 16 * 16;
   }
@@ -156,7 +161,11 @@ class Acoustic3d {
 
   T* first(Wave&) const { return nullptr; }
   int source_phase() const { return 0; }
-  void prepare(int, Mode, Wave&, T*, T*) const {}
+  void prepare(int, Mode mode, Wave& wave, T* history, T* rim) const {
+    if (mode != Mode::kReverse) return;
+    T* rest = transfer_boxes<true>(tile_, rim_.ring, static_cast<T*>(wave.u), rim);
+    transfer_rows<true>(rim_.outside, rest, rows_of(history));
+  }
 
   void update(int, Mode mode, const Box& box, Wave& wave, T* history) const {
     switch (mode) {
@@ -164,15 +173,23 @@ class Acoustic3d {
       case Mode::kSave: return rows<Mode::kSave>(box, wave, history);
       case Mode::kAdjoint: return rows<Mode::kAdjoint>(box, wave, history);
       case Mode::kBorn: return rows<Mode::kBorn>(box, wave, history);
-      case Mode::kRim:
-      case Mode::kReverse: return;  // Python refuses boundary saving on three axes
+      case Mode::kRim: return rows<Mode::kRim>(box, wave, history);
+      case Mode::kReverse:
+        if (const Box part = rim_.part(box); !part.empty()) rows<Mode::kReverse>(part, wave, history);
     }
   }
 
-  int64_t rim_size() const { return 0; }
-  void keep_before(const Wave&, T*) const {}
-  void keep_after(T*, T*) const {}
-  void turn(Wave&) const {}
+  // ---- boundary saving: the pressure before, around the inside, and the history outside ----
+
+  int64_t rim_size() const { return rim_.ring_cells + rim_.outside_cells; }
+  void keep_before(const Wave& wave, T* rim) const {
+    transfer_boxes<false>(tile_, rim_.ring, static_cast<T*>(wave.u), rim);
+  }
+  void keep_after(T* history, T* rim) const {
+    transfer_rows<false>(rim_.outside, rim + rim_.ring_cells, rows_of(history));
+  }
+  // Backwards the pressure before is the next one.
+  void turn(Wave& wave) const { swap(wave.w, wave.u); }
 
   // Neighbours need the pressure only: an axis' layers lie in the tiles at the boundary, further from
   // the faces across this axis than the stencil reaches, and nothing moves their memories along others.
@@ -191,9 +208,12 @@ class Acoustic3d {
 
   bool injects_first(int, Mode) const { return false; }
   void inject(int, Mode mode, const PointTable::Entry& e, Wave& wave, T value, T* history) const {
+    if (mode == Mode::kReverse && !rim_.has(e.i, e.j, e.m)) return;  // the rim has it
     const T source = mode == Mode::kAdjoint ? value : share_ * value;
     wave.u[e.cell] += k_[e.cell] * source;
-    if (mode == Mode::kSave) history[history_row(e.i, e.m) + e.j] += source;
+    if (mode == Mode::kSave || mode == Mode::kReverse ||
+        (mode == Mode::kRim && !rim_.has(e.i, e.j, e.m)))
+      history[history_row(e.i, e.m) + e.j] += source;
   }
 
   T sample(Mode mode, const PointTable::Entry& e, const Wave& wave) const {
@@ -256,6 +276,9 @@ class Acoustic3d {
 
   int64_t model_cells() const { return tile_.lx * tile_.lm * tile_.ly; }
   int64_t history_row(int64_t i, int64_t m) const { return (i * tile_.nm + m) * history_stride_; }
+  auto rows_of(T* history) const {
+    return [this, history](int64_t i, int64_t m) { return history + history_row(i, m); };
+  }
 
   // f(i, m, index of the row's first cell in an array without margins)
   template <class F>
@@ -318,7 +341,7 @@ class Acoustic3d {
           for (int64_t m = begin; m < std::min(begin + block, box.m1); ++m)
             row<M>(i, m, j, std::min(j + kLine, j1), wave, history, lines);
     }
-    if (M == Mode::kSave) end_streams();
+    if (M == Mode::kSave || M == Mode::kRim) end_streams();
   }
 
   // Cells of the middle axis in a block, for which the 2 R + 1 planes that the stencil reads stay in half
@@ -350,7 +373,14 @@ class Acoustic3d {
     else cells<M, false, false>(i, m, j0, j1, wave, lines, history);
     // Only the adjoint reads the history of a step, so it is written past the caches, in whole lines.
     const int64_t stop = j1 < tile_.ny ? j1 : history_stride_;
-    if (M == Mode::kSave) stream(history + history_row(i, m) + j0, lines.drive, stop - j0);
+    const auto save = [&](int64_t begin, int64_t end) {
+      stream(history + history_row(i, m) + begin, lines.drive + begin - j0, end - begin);
+    };
+    if (M == Mode::kReverse) std::memcpy(history + history_row(i, m) + j0, lines.drive, (stop - j0) * sizeof(T));
+    if (M == Mode::kSave || (M == Mode::kRim && (x || y)))
+      save(j0, stop);
+    else if (M == Mode::kRim)
+      save(j0, left), save(right, std::max(right, end));
   }
 
   // What a row reads and writes of the layers of x or y.
@@ -451,7 +481,7 @@ class Acoustic3d {
         if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
         T next = 2 * w[j] - u[j] + k[j] * drive;
         if (M == Mode::kBorn) next += sum[j] * h[j];
-        if (M == Mode::kSave) drives[j] = drive;
+        if (M == Mode::kSave || M == Mode::kRim || M == Mode::kReverse) drives[j] = drive;
         u[j] = next;
       }
     });
@@ -521,6 +551,7 @@ class Acoustic3d {
   T second_[kAxes][R + 1], first_[kAxes][R];
   AxisLayers layers_[kAxes];
   Filter filter_[kAxes];
+  Rim rim_{tile_, {}, R};
   int64_t history_stride_ = 0;
   const T* velocity_ = nullptr;
   Field<T> k_;    // (dt c)^2

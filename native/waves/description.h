@@ -7,7 +7,7 @@
 
 namespace mpigrad::waves {
 
-constexpr int64_t kDescriptionVersion = 2;
+constexpr int64_t kDescriptionVersion = 3;
 
 struct RunDescription {
   int64_t version, size;     // kDescriptionVersion, sizeof(RunDescription)
@@ -20,6 +20,8 @@ struct RunDescription {
   int64_t steps, shots, threads;
   int64_t checkpoints;       // 0: as memory allows, -1: all, -2: boundary, else a state every k steps
   int64_t memory;            // bytes
+  int64_t precision;         // of stored histories: 0: that of the run, 1: bfloat16, 2: float16
+  const char* directory;     // of the files of histories, empty without files
   int64_t fingerprint;       // 48 bits, equal on all ranks
   double dt, spacing[3];
 

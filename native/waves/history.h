@@ -1,10 +1,14 @@
-// Histories of forward runs for their gradients, by ticket, within a budget of bytes. If a history
-// was dropped, the run is computed again.
+// Histories of forward runs for their gradients, by ticket, within a budget of bytes or in files. If a
+// history was dropped, the run is computed again.
 #pragma once
 
+#include <algorithm>
 #include <list>
+#include <memory>
+#include <string>
 
 #include "waves/memory.h"
+#include "waves/scratch_file.h"
 
 namespace mpigrad::waves {
 
@@ -24,6 +28,7 @@ struct Kept {
   int64_t setup = 0;
   bool used = false;  // by a gradient
   Memory memory;
+  std::unique_ptr<ScratchFile> file;  // in place of memory
 };
 
 class Store {
@@ -42,13 +47,35 @@ class Store {
         }
     // Reuse the memory of a used run of the same size, whose pages are touched already.
     for (auto k = kept_.begin(); k != kept_.end(); ++k)
-      if (k->used && k->memory.bytes() == Pool::rounded(bytes)) {
+      if (k->used && !k->file && k->memory.bytes() == Pool::rounded(bytes)) {
         kept_.erase(k);
         break;
       }
-    last_ = last_ % 0x7ffffff0 + 1;
-    kept_.push_back({last_, setup, false, Memory(bytes)});
-    return kept_.back();
+    return add({0, setup, false, Memory(bytes), nullptr});
+  }
+  Kept& keep(int64_t setup, std::unique_ptr<ScratchFile> file) {
+    return add({0, setup, false, Memory(), std::move(file)});
+  }
+  // A file for a run, or one with an error. Gives back the files of used runs first, and of others if there
+  // is not enough space.
+  std::unique_ptr<ScratchFile> make_file(const std::string& directory, int64_t item_bytes, int64_t items) {
+    std::unique_ptr<ScratchFile> file;
+    for (auto k = kept_.begin(); k != kept_.end();) {
+      if (!k->used || !k->file) {
+        ++k;
+        continue;
+      }
+      if (k->file->fits(directory, item_bytes, items)) file = std::move(k->file);
+      k = kept_.erase(k);
+    }
+    while (!file) {
+      file = std::make_unique<ScratchFile>(directory, item_bytes, items);
+      const auto oldest = std::find_if(kept_.begin(), kept_.end(), [](const Kept& k) { return !!k.file; });
+      if (!file->is_full() || oldest == kept_.end()) break;
+      kept_.erase(oldest);
+      file = nullptr;
+    }
+    return file;
   }
   Kept* find(int32_t ticket, int64_t setup) {
     for (Kept& k : kept_)
@@ -57,6 +84,13 @@ class Store {
   }
 
  private:
+  Kept& add(Kept kept) {
+    last_ = last_ % 0x7ffffff0 + 1;
+    kept.ticket = last_;
+    kept_.push_back(std::move(kept));
+    return kept_.back();
+  }
+
   std::list<Kept> kept_;
   int32_t last_ = 0;
 };

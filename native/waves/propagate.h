@@ -33,10 +33,7 @@
 #include <vector>
 #include <string>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
+#include "waves/archive.h"
 #include "waves/exchange.h"
 #include "waves/history.h"
 
@@ -57,31 +54,6 @@ struct Values {
 template <class T>
 using Arrays = std::vector<T*>;
 
-// Splits rows among threads, or cells of the middle axis if there are few rows. One thread runs without
-// overhead.
-template <class F>
-void in_parallel(int64_t threads, const Box& box, const F& work) {
-#ifdef _OPENMP
-  const int64_t rows = box.i1 - box.i0, middle = box.m1 - box.m0;
-  if (threads > 1 && (rows >= threads || middle >= threads)) {
-#pragma omp parallel num_threads(static_cast<int>(threads))
-    {
-      const int64_t n = omp_get_num_threads(), k = omp_get_thread_num();
-      Box part = box;
-      if (rows >= threads) {
-        part.i0 = box.i0 + rows * k / n, part.i1 = box.i0 + rows * (k + 1) / n;
-      } else {
-        part.m0 = box.m0 + middle * k / n, part.m1 = box.m0 + middle * (k + 1) / n;
-      }
-      work(part);
-    }
-    return;
-  }
-#endif
-  (void)threads;
-  work(box);
-}
-
 template <class P>
 class Propagation {
  public:
@@ -89,20 +61,29 @@ class Propagation {
   using Wave = typename P::Wave;
 
   Propagation(const Call& c, const Setup& setup)
-      : c_(c), setup_(setup), tile_(setup.tile), physics_(setup), exchange_(tile_, setup.slot) {}
+      : c_(c),
+        setup_(setup),
+        tile_(setup.tile),
+        physics_(setup),
+        exchange_(tile_, setup.slot),
+        packing_(static_cast<Precision>(setup.precision), physics_.history_size()) {}
 
   int64_t bytes() const { return exchange_.bytes(); }
+  // The error of a file on some rank, the same on all ranks, or an empty text.
+  const std::string& file_error() const { return file_error_; }
 
-  // Starts on all ranks or on none. `available`: whether this rank has the history of the run.
-  ffi::Error start(const Arrays<const T>& models, bool& available) {
+  // Starts on all ranks or on none. `available`: whether this rank has the history of the run. `shots`:
+  // those whose histories the run stores, at least one if `available` is false on some rank.
+  ffi::Error start(const Arrays<const T>& models, bool& available, int64_t shots) {
     std::vector<double> numbers = physics_.extremes(models);
     const size_t n = numbers.size();
-    const int64_t fit = setup_.memory / static_cast<int64_t>(history_bytes());
+    const int64_t slots = packing_.is_full() ? 0 : 2 * static_cast<int64_t>(history_bytes());
+    const int64_t fit = std::max<int64_t>(0, setup_.memory - slots) / packing_.bytes();
     const double print = 2.0 * static_cast<double>(setup_.fingerprint) + (sizeof(T) == 8);
     numbers.insert(numbers.end(),
                    {print, -print, -static_cast<double>(fit), available ? 0.0 : 1.0,
-                    static_cast<double>(checkpoint_size()) / physics_.history_size(),
-                    rims() && all_kept_bytes() > setup_.memory ? 1.0 : 0.0});
+                    static_cast<double>(checkpoint_bytes()) / packing_.bytes(),
+                    rims() && setup_.shots * kept_bytes() > setup_.memory ? 1.0 : 0.0});
     std::vector<double> most(numbers.size());
     bool known;
     if (int code = call(runtime.mpi.Allreduce, static_cast<const void*>(numbers.data()),
@@ -118,6 +99,12 @@ class Propagation {
     choose_chunks(-most[n + 2], most[n + 4]);
     if (rims()) chunks_.keeps = most[n + 5] == 0;  // else one shot at a time, computed again
     available = most[n + 3] == 0;
+    if (on_disk() && shots > 0 && !available) {
+      const bool whole = chunks_.whole();
+      file_ = store.make_file(setup_.directory, whole ? packing_.bytes() : checkpoint_bytes(),
+                              shots * items());
+      if (int code = agree(file_->error())) return code < 0 ? c_.fail(file_error_) : c_.done(code);
+    }
     physics_.load(models);
     return ffi::Error::Success();
   }
@@ -125,36 +112,43 @@ class Propagation {
   // `state` is empty for waves at rest. `ticket`: that of the history with `save`, else 0.
   int forward(const Arrays<const T>& state, const Values<T>& sources, const Values<T>& receivers,
               const Arrays<T>& last, bool save, int32_t& ticket) {
-    const bool keeps = save && chunks_.keeps;
-    T* kept = nullptr;
+    const bool keeps = save && chunks_.keeps, whole = chunks_.whole();
+    char* data = nullptr;
+    ScratchFile* file = nullptr;
     ticket = 0;
     if (keeps) {
-      Kept& k = store.keep(setup_.id, all_kept_bytes(), setup_.memory);
+      Kept& k = on_disk() ? store.keep(setup_.id, std::move(file_))
+                          : store.keep(setup_.id, setup_.shots * kept_bytes(), setup_.memory);
       ticket = k.ticket;
-      kept = static_cast<T*>(k.memory.data());
+      data = static_cast<char*>(k.memory.data());
+      file = k.file.get();
     }
+    Archive<T> steps(packing_, setup_.threads, data, whole ? file : nullptr, 2);
+    Archive<T> states(whole_states(), setup_.threads, data, whole ? nullptr : file, 1);
     Wave wave = physics_.wave();
     for (int64_t shot = 0; shot < setup_.shots; ++shot) {
       physics_.begin(wave, state, shot);
       if (int code = exchange_all(wave)) return code;
-      T* mine = kept ? kept + shot * kept_size() : nullptr;
-      if (mine && rims()) {
+      if (keeps && rims()) {
+        T* mine = reinterpret_cast<T*>(data + shot * kept_bytes());
         if (int code = forward_with_rims(wave, shot, sources, mine, &receivers)) return code;
         physics_.end(wave, last, shot);
         continue;
       }
-      const bool saves = mine && chunks_.whole();
-      const int64_t length = mine ? chunks_.length : setup_.steps;
+      const int64_t length = keeps ? chunks_.length : setup_.steps;
       for (int64_t n = 0; n < setup_.steps; n += length) {
-        if (n > 0) physics_.end(wave, checkpoint(mine, n / length), 0);
+        if (n > 0) put_state(wave, states, shot * items() + n / length - 1);
+        const bool saves = keeps && whole;
         if (int code = advance(wave, saves ? Mode::kSave : Mode::kPlain,
-                               history(saves ? mine : nullptr, n), shot, n,
+                               saves ? history(steps, 0, shot * setup_.steps) : History{}, shot, n,
                                std::min(length, setup_.steps - n), sources, &receivers))
           return code;
+        if (int code = agree_about(states)) return code;
       }
       physics_.end(wave, last, shot);
     }
-    return 0;
+    if (int code = finish(steps)) return code;
+    return finish(states);
   }
 
   // The tangent of a run, computed together with the run.
@@ -196,51 +190,57 @@ class Propagation {
       return adjoint_with_rims(state, sources, kept, receiver_cotangents, last_cotangents, models,
                                source_cotangents, first_cotangents);
     const int64_t length = std::min(chunks_.length, setup_.steps);
-    const bool ready = kept && chunks_.whole();
-    Memory states, memory;
-    if (!kept && !chunks_.whole())
-      states = Memory((chunks_.count() - 1) * checkpoint_size() * sizeof(T));
-    if (!ready) memory = Memory(length * physics_.history_size() * sizeof(T));
+    const bool whole = chunks_.whole(), ready = kept && whole;
+    Memory again, memory;
+    ScratchFile* const file = kept ? kept->file.get() : file_.get();
+    if (!kept && !whole && !file) again = Memory(kept_bytes());
+    if (!ready && !(whole && file)) memory = Memory(length * packing_.bytes());
+    void* const stored = kept ? kept->memory.data() : again.data();
+    Archive<T> steps(packing_, setup_.threads, ready ? stored : memory.data(), whole ? file : nullptr, 2);
+    Archive<T> states(whole_states(), setup_.threads, stored, whole ? nullptr : file, 1);
     Wave wave = physics_.wave();
     Wave back = physics_.wave();
     for (int64_t shot = 0; shot < setup_.shots; ++shot) {
-      T* histories = static_cast<T*>(memory.data());
-      T* checkpoints = static_cast<T*>(states.data());
-      if (kept) {
-        T* mine = static_cast<T*>(kept->memory.data()) + shot * kept_size();
-        (ready ? histories : checkpoints) = mine;
-      }
-      if (!kept && !chunks_.whole()) {
+      const int64_t first_item = kept ? shot * items() : 0;
+      if (!kept && !whole) {
         physics_.begin(wave, state, shot);
         if (int code = exchange_all(wave)) return code;
+        states.begin_writing();
         for (int64_t chunk = 1; chunk < chunks_.count(); ++chunk) {
           if (int code = advance(wave, Mode::kPlain, {}, shot, (chunk - 1) * length, length, sources))
             return code;
-          physics_.end(wave, checkpoint(checkpoints, chunk), 0);
+          put_state(wave, states, chunk - 1);
         }
       }
+      states.begin_reading(first_item);
       physics_.begin_adjoint(back, last_cotangents, shot);
       if (int code = exchange_all(back)) return code;
       for (int64_t chunk = chunks_.count() - 1; chunk >= 0; --chunk) {
         const int64_t first = chunk * length, end = std::min(first + length, setup_.steps);
+        const int64_t item = ready ? first_item : 0;  // of step `first`
         if (chunk == 0) {
           physics_.begin(wave, state, shot);
         } else {
-          const Arrays<T> fields = checkpoint(checkpoints, chunk);
+          const Arrays<T> fields = state_arrays(states.at(first_item + chunk - 1));
           physics_.begin(wave, {fields.begin(), fields.end()}, 0);
         }
         if (!ready) {
           if (int code = exchange_all(wave)) return code;
-          if (int code = advance(wave, Mode::kSave, history(histories, first), shot, first,
+          steps.begin_writing();
+          if (int code = advance(wave, Mode::kSave, history(steps, first, item), shot, first,
                                  end - first, sources))
             return code;
         }
-        if (int code = advance(back, Mode::kAdjoint, history(histories, first, physics_.first(wave)),
+        steps.begin_reading(item);
+        if (int code = advance(back, Mode::kAdjoint, history(steps, first, item, physics_.first(wave)),
                                shot, end - 1, end - first, receiver_cotangents, &source_cotangents))
           return code;
+        if (int code = agree_about(states)) return code;
       }
       physics_.end_adjoint(back, first_cotangents, shot);
     }
+    if (int code = finish(steps)) return code;
+    if (int code = finish(states)) return code;
     physics_.gradient(models);
     return 0;
   }
@@ -266,7 +266,7 @@ class Propagation {
         return code;
       physics_.keep_after(here, rim);
     }
-    physics_.end(wave, checkpoint(mine + setup_.steps * physics_.rim_size(), 1), 0);
+    physics_.end(wave, state_arrays(mine + setup_.steps * physics_.rim_size()), 0);
     return 0;
   }
 
@@ -275,18 +275,18 @@ class Propagation {
                         const Arrays<const T>& last_cotangents, const Arrays<T>& models,
                         const Values<T>& source_cotangents, const Arrays<T>& first_cotangents) {
     Memory again, memory(2 * history_bytes());
-    if (!kept) again = Memory(kept_size() * sizeof(T));
+    if (!kept) again = Memory(kept_bytes());
     Wave wave = physics_.wave(), back = physics_.wave();
     for (int64_t shot = 0; shot < setup_.shots; ++shot) {
       T* mine = static_cast<T*>(again.data());
       if (kept) {
-        mine = static_cast<T*>(kept->memory.data()) + shot * kept_size();
+        mine = reinterpret_cast<T*>(static_cast<char*>(kept->memory.data()) + shot * kept_bytes());
       } else {
         physics_.begin(wave, state, shot);
         if (int code = exchange_all(wave)) return code;
         if (int code = forward_with_rims(wave, shot, sources, mine, nullptr)) return code;
       }
-      const Arrays<T> last = checkpoint(mine + setup_.steps * physics_.rim_size(), 1);
+      const Arrays<T> last = state_arrays(mine + setup_.steps * physics_.rim_size());
       physics_.begin(wave, {last.begin(), last.end()}, 0);
       physics_.turn(wave);
       if (int code = exchange_all(wave)) return code;
@@ -312,31 +312,48 @@ class Propagation {
 
   // ---- steps ----
 
-  // The histories of steps from `first` on, and what `prepare` gets as that of the step before them.
+  // The histories of steps from `first` on, the first one as `item` of an archive or at `data`, and what
+  // `prepare` gets as that of the step before them.
   struct History {
     T* data = nullptr;
+    Archive<T>* archive = nullptr;
     int64_t first = 0, size = 0;
+    int64_t item = 0;
     T* earlier = nullptr;
 
-    T* at(int64_t n) const { return data ? data + (n - first) * size : nullptr; }
+    T* at(int64_t n) const {
+      if (archive) return archive->at(item + n - first);
+      return data ? data + (n - first) * size : nullptr;
+    }
     T* before(int64_t n) const { return n > first ? at(n - 1) : earlier; }
+    void put(int64_t n) const {
+      if (archive) archive->put(item + n - first);
+    }
   };
   History history(T* data, int64_t first, T* earlier = nullptr) const {
-    return {data, first, physics_.history_size(), earlier};
+    return {data, nullptr, first, physics_.history_size(), 0, earlier};
+  }
+  History history(Archive<T>& archive, int64_t first, int64_t item, T* earlier = nullptr) const {
+    return {nullptr, &archive, first, physics_.history_size(), item, earlier};
   }
 
   // Runs `count` steps from step n on, the adjoint backwards. The adjoint injects `values` at the
   // receivers, and reads at the sources.
   int advance(Wave& wave, Mode mode, const History& history, int64_t shot, int64_t n, int64_t count,
               const Values<T>& values, const Values<T>* reads = nullptr) {
-    while (count > 0) {
+    for (int64_t done = 0; count > 0;) {
       // Threads wait for each other after each box. A pass of two steps has many boxes, and each wait
       // is long if other work uses one of the cores.
       const int64_t depth = setup_.threads > 1 ? 1 : std::min(P::kDepth, count);
       if (int code = advance_together(wave, mode, history, shot, n, depth, values, reads))
         return code;
+      for (int64_t step = 0; step < depth && mode == Mode::kSave; ++step) history.put(n + step);
       n += mode == Mode::kAdjoint ? -depth : depth;
       count -= depth;
+      const int64_t before = done;
+      done += depth;
+      if (history.archive && before / kStepsBetweenChecks != done / kStepsBetweenChecks)
+        if (int code = agree_about(*history.archive)) return code;
     }
     return 0;
   }
@@ -461,14 +478,15 @@ class Propagation {
 
   size_t history_bytes() const { return physics_.history_size() * sizeof(T); }
 
-  // Of one shot, in values.
-  int64_t kept_size() const {
-    if (rims()) return setup_.steps * physics_.rim_size() + checkpoint_size();
-    return chunks_.whole() ? setup_.steps * physics_.history_size()
-                           : (chunks_.count() - 1) * checkpoint_size();
-  }
-  int64_t all_kept_bytes() const {
-    return setup_.shots * kept_size() * static_cast<int64_t>(sizeof(T));
+  // Steps or states that are kept of a shot.
+  int64_t items() const { return chunks_.whole() ? setup_.steps : chunks_.count() - 1; }
+  Packing<T> whole_states() const { return {Precision::kFull, checkpoint_size()}; }
+  int64_t checkpoint_bytes() const { return checkpoint_size() * static_cast<int64_t>(sizeof(T)); }
+  // Of one shot.
+  int64_t kept_bytes() const {
+    if (rims())
+      return setup_.steps * physics_.rim_size() * static_cast<int64_t>(sizeof(T)) + checkpoint_bytes();
+    return items() * (chunks_.whole() ? packing_.bytes() : checkpoint_bytes());
   }
   int64_t checkpoint_size() const {
     int64_t total = 0;
@@ -476,14 +494,52 @@ class Propagation {
     return total;
   }
   // The arrays of the state at the beginning of a chunk.
-  Arrays<T> checkpoint(T* first, int64_t chunk) const {
+  Arrays<T> state_arrays(T* data) const {
     Arrays<T> fields;
-    T* data = first + (chunk - 1) * checkpoint_size();
     for (int64_t size : physics_.state_sizes()) {
       fields.push_back(data);
       data += size;
     }
     return fields;
+  }
+  void put_state(Wave& wave, Archive<T>& states, int64_t item) const {
+    physics_.end(wave, state_arrays(states.at(item)), 0);
+    states.put(item);
+  }
+
+  // ---- files ----
+
+  static constexpr int64_t kStepsBetweenChecks = 64;
+  static constexpr int kFileError = -1;  // file_error_ has the text
+
+  bool on_disk() const { return !setup_.directory.empty(); }
+
+  // Returns kFileError on all ranks if one of them has an error.
+  int agree(const std::string& error) {
+    const double own = error.empty() ? 0 : c_.comm.rank + 1;
+    double most = 0;
+    bool known;
+    if (int code = call(runtime.mpi.Allreduce, static_cast<const void*>(&own),
+                        static_cast<void*>(&most), 1, arithmetic_type(kDouble, known),
+                        reduction(kMax), c_.comm.handle))
+      return code;
+    if (most == 0) return 0;
+    const int rank = static_cast<int>(most) - 1;
+    std::vector<char> text(2000);
+    if (rank == c_.comm.rank)
+      std::snprintf(text.data(), text.size(), "rank %d %s", rank, error.c_str());
+    if (int code = call(runtime.mpi.Bcast, static_cast<void*>(text.data()),
+                        static_cast<int>(text.size()), word_type(1), rank, c_.comm.handle))
+      return code;
+    text.back() = 0;
+    file_error_ = text.data();
+    return kFileError;
+  }
+  int agree_about(Archive<T>& archive) { return archive.in_file() ? agree(archive.error()) : 0; }
+  int finish(Archive<T>& archive) {
+    if (!archive.in_file()) return 0;
+    archive.finish();
+    return agree_about(archive);
   }
 
   // `fit`: number of steps whose histories fit into every rank's memory. `fields`: size of a state,
@@ -491,7 +547,7 @@ class Propagation {
   void choose_chunks(double fit, double fields) {
     const double steps = static_cast<double>(setup_.steps), shots = static_cast<double>(setup_.shots);
     chunks_ = {setup_.steps, setup_.steps, true};
-    if (setup_.checkpoints < 0) return;
+    if (setup_.checkpoints < 0 || (on_disk() && !setup_.checkpoints)) return;
     if (setup_.checkpoints > 0) {
       chunks_.length = std::min(setup_.checkpoints, setup_.steps);
       return;
@@ -512,7 +568,10 @@ class Propagation {
   const Tile& tile_;
   P physics_;
   Exchange<T> exchange_;
+  Packing<T> packing_;
   Chunks chunks_;
+  std::unique_ptr<ScratchFile> file_;  // of this run
+  std::string file_error_;
   std::vector<Piece<T>> pieces_;
   std::vector<T> samples_;  // of the points that a group of steps reads
 };

@@ -61,7 +61,8 @@ ffi::Error run_as(Kind kind, Call& c, const Setup& setup, Arguments& in, Results
     kept = store.find(ticket, setup.id);
     available = kept != nullptr;
   }
-  if (ffi::Error e = propagation.start(models, available); e.failure()) return e;
+  const int64_t shots = kind == kAdjoint ? 1 : kind == kForward && save ? setup.shots : 0;
+  if (ffi::Error e = propagation.start(models, available, shots); e.failure()) return e;
   int code = 0;
   if (kind == kForward) {
     const Values<T> gathers = values(receivers, reader.give(1, true)[0]);
@@ -85,6 +86,7 @@ ffi::Error run_as(Kind kind, Call& c, const Setup& setup, Arguments& in, Results
   }
   c.watch.sent(propagation.bytes());
   pool.trim(static_cast<size_t>(setup.memory / 4));
+  if (!propagation.file_error().empty()) return c.fail(propagation.file_error());
   return c.done(code);
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace mpigrad::waves {
@@ -125,6 +126,8 @@ struct Setup {
   int64_t steps, shots, threads;
   int64_t checkpoints;  // 0: as memory allows, kAll, kRims, else one state every so many steps
   int64_t memory;       // bytes
+  int64_t precision;      // of packing.h
+  std::string directory;  // of the files of histories, empty without files
   int64_t fingerprint;  // equal on all ranks
   double dt;
   std::array<double, 3> spacing;

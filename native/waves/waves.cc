@@ -100,6 +100,8 @@ MPIGRAD_EXPORT const char* mpigrad_waves_create_run(
   setup->threads = d.threads;
   setup->checkpoints = d.checkpoints;
   setup->memory = d.memory;
+  setup->precision = d.precision;
+  setup->directory = d.directory;
   setup->fingerprint = d.fingerprint;
   setup->dt = d.dt;
   std::copy(d.spacing, d.spacing + 3, setup->spacing.begin());

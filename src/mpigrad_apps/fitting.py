@@ -18,6 +18,7 @@ from mpigrad.checkpoint import Checkpoint
 from mpigrad.checkpoint.file_errors import name_in_errors
 from mpigrad.collective_errors import call_on_root, raise_on_all_ranks
 from mpigrad.communicator import Communicator
+from mpigrad.grid import Grid
 from mpigrad.io.atomic_write import write_atomically
 from mpigrad.optimize import LBFGS, LBFGSB, MinimizeError, Result, minimize
 from mpigrad.profiling.progress_bar import Progress
@@ -99,10 +100,12 @@ def train(
     comm: Communicator,
     *,
     memory: int,
+    sharded: Grid | None = None,
     bounds: tuple[Any, Any] | None = None,
     guesses: Any = None,
     out: pathlib.Path,
     save: Callable[[Any], None],
+    all_ranks_save: bool = False,
     error: Callable[[Any], float] | None = None,
     stage: int = 0,
     progress: Progress | None = None,
@@ -116,9 +119,11 @@ def train(
     share
         Function of the parameters that returns this rank's share of the loss. It may send messages.
     parameters
-        The parameters to start from, equal on all ranks.
+        The parameters to start from, equal on all ranks, or this rank's tile of them.
     memory
         Number of past steps that L-BFGS remembers.
+    sharded
+        The grid of the parameters, if each rank has its tile. None: they are equal on all ranks.
     bounds
         Lower and upper bounds of the parameters, as in `mpigrad.optimize.LBFGSB`, or None.
     guesses
@@ -129,6 +134,8 @@ def train(
     save
         Function that writes parameters to a file. Rank 0 calls it every few seconds with the
         parameters of the smallest loss, and once more when the training ends, also with an error.
+    all_ranks_save
+        All ranks call `save`, which is collective, but not after an error of one rank.
     error
         Function that returns the distance of the model from the true model, if that is known
         (collective).
@@ -159,13 +166,14 @@ def train(
         measured = now.iteration % _MEASURE_EVERY == 0 or now.iteration == iterations
         distance = error(x) if error is not None and measured else None
         history.add(TrainingRecord(**dataclasses.asdict(now), error=distance, stage=stage))
-        if comm.rank == 0 and time.monotonic() - saved_at > _SAVE_EVERY:
+        due = comm.rank == 0 and time.monotonic() - saved_at > _SAVE_EVERY
+        if comm.mpi.bcast(due) if all_ranks_save else due:
             save(x)
             saved_at = time.monotonic()
         return False
 
     def save_latest() -> None:
-        if comm.rank == 0 and (begun or not history.of(stage)):
+        if (comm.rank == 0 or all_ranks_save) and (begun or not history.of(stage)):
             save(latest)
 
     checkpoint = Checkpoint(
@@ -181,7 +189,8 @@ def train(
                 share,
                 parameters,
                 LBFGS(memory) if bounds is None else LBFGSB(bounds, memory),
-                replicated=True,
+                replicated=True if sharded is None else None,
+                sharded=sharded,
                 max_steps=iterations,
                 rtol=0.0,
                 guesses=guesses,
@@ -198,11 +207,15 @@ def train(
         solution = failure.solution
         latest = solution.value
     except BaseException:  # perhaps of this rank alone, so no message is sent
-        with contextlib.suppress(OSError):
-            save_latest()
+        if not all_ranks_save:
+            with contextlib.suppress(OSError):
+                save_latest()
         raise
-    with raise_on_all_ranks(comm):
+    if all_ranks_save:
         save_latest()
+    else:
+        with raise_on_all_ranks(comm):
+            save_latest()
     iteration = solution.stats["num_steps"]
     ending = {
         Result.MAX_STEPS_REACHED: f"all {iterations} iterations done",

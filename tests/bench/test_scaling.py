@@ -13,7 +13,7 @@ from scaling_model import INTERCONNECTS, PROBLEMS, Work, busiest, pencils, tiles
 from launching import mpigrad
 
 BENCH = pathlib.Path(__file__).resolve().parents[2] / "bench"
-SIDES = {"transposition": 20, "acoustic": 24, "elastic": 24, "poisson": 24}
+SIDES = {"transposition": 20, "acoustic": 24, "elastic": 24, "poisson": 24, "acoustic3d": 12}
 FEW, ALL = ("transposition", "acoustic", "poisson"), tuple(SIDES)
 
 
@@ -67,8 +67,8 @@ def test_model_lies_between_its_bounds(problem: str) -> None:
         for net in INTERCONNECTS:
             found = time_of(problem, ranks, sent, (0.9, 1.0, 1.1), net)
             assert found["fast"].total < found["model"].total < found["slow"].total
-    # A rank in the middle has four neighbours, however many ranks there are.
-    weak = [busiest(problem, ranks, 100, True, steps=10, iterations=9) for ranks in (9, 4096)]
+    # A rank in the middle has a neighbour across each face, however many ranks there are.
+    weak = [busiest(problem, ranks, 100, True, steps=10, iterations=9) for ranks in (27, 4096)]
     if problem != "poisson":
         assert weak[0].messages == weak[1].messages
 
@@ -82,6 +82,8 @@ def test_work_between_sizes() -> None:
     assert work.at(10_000, iterations=20)[1] == pytest.approx(15)  # twice the iterations
     assert tiles(12) == (4, 3)
     assert tiles(7) == (7, 1)
+    assert tiles(64, 3) == (4, 4, 4)
+    assert tiles(12, 3) == (3, 2, 2)
 
 
 @pytest.mark.ranks(1)

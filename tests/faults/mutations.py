@@ -40,7 +40,6 @@ class Mutation(NamedTuple):
 
 SAVES, OWNERS = "tests/checkpoint/test_checkpoint.py::", "tests/checkpoint/test_owner.py::"
 PARSERS, FAULTS = "tests/faults/test_parsers.py::", "tests/faults/test_faults.py::"
-KILLS = "tests/faults/test_kills.py::test_a_killed_run_has_the_same_result"
 GRAPH, REDUCTIONS = "tests/guard/test_wait_graph.py::", "tests/operations/test_reductions.py::"
 VALUES = "tests/operations/test_operations.py::test_values_and_derivatives"
 KRYLOV, SOLVE = "tests/sparse/solvers/test_krylov.py::", "tests/sparse/solvers/test_solve.py::"
@@ -76,8 +75,8 @@ MUTATIONS = [
     Mutation("checkpoint/layout.py", "boxes[1:, 0, first.axis] = ends[:-1]",
              "boxes[1:, 0, first.axis] = ends[1:]",
              3, SAVES + "test_everything_comes_back_bit_for_bit_on_any_ranks"),
-    Mutation("checkpoint/store.py", "            os.rename(unfinished, path)",
-             "            (unfinished / _OWNER).unlink(); os.rename(unfinished, path)", 0, KILLS),
+    Mutation("checkpoint/store.py", "nobody = False if self._follows_a_dead_owner else None",
+             "nobody = None", 2, OWNERS + "test_a_save_without_an_owner_goes_if_the_last_owner_has_died"),
     # ---- the guard ----
     Mutation("guard/wait_graph.py", 'if int(entry["sequence"]) < number:',
              'if int(entry["sequence"]) <= number:',

@@ -5,15 +5,20 @@ CHAOS_ROUNDS sets the number of jobs, and CHAOS_SEED the first seed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import random
 import re
 import resource
+import shutil
 import signal
+import struct
 import subprocess
+import tempfile
 import time
 
 import pytest
@@ -34,6 +39,7 @@ class Job:
 
     process: subprocess.Popen[str]
     pids: list[int]
+    clock: pathlib.Path  # seconds that are added to the time of day on all ranks, an int64
 
 
 def stop_for_a_while(job: Job, dice: random.Random) -> None:
@@ -83,16 +89,50 @@ def kill_without_file_descriptors(job: Job, dice: random.Random) -> None:
     os.kill(other, signal.SIGKILL)
 
 
-HARMLESS = (stop_for_a_while, stop_all_for_a_while, take_file_descriptors)
+def set_the_clock(job: Job, dice: random.Random) -> None:
+    """Set the time of day forward by an hour, then back by a day."""
+    for seconds in (3600, -86400):
+        with job.clock.open("r+b") as file:
+            file.write(struct.pack("q", seconds))
+        time.sleep(dice.uniform(0.1, 1.0))
+
+
+def take_memory(job: Job, dice: random.Random) -> None:
+    """Leave one rank with the addresses that it has, and a few MiB more."""
+    pid = dice.choice(job.pids)
+    pages = int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + dice.randrange(1 << 22)
+    resource.prlimit(pid, resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+HARMLESS = (stop_for_a_while, stop_all_for_a_while, take_file_descriptors, set_the_clock)
+# The job goes on, or it ends in time with an error.
+EITHER = (take_memory,)
 FATAL = (kill, stop, kill_without_file_descriptors)
+
+
+@functools.cache
+def clock_library() -> pathlib.Path:
+    """Compile the clock that can be set."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="mpigrad-clock-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    library = folder / "libclock.so"
+    source = pathlib.Path(__file__).with_name("clock.c")
+    words = ["cc", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-o", library, source, "-ldl"]
+    subprocess.run(words, check=True)
+    return library
 
 
 def run(seed: int, fault, tmp_path: pathlib.Path) -> tuple[int, float, str]:
     """Run one job with one fault. Return its exit code, its seconds after the fault and output."""
     dice = random.Random(seed)
+    clock = tmp_path / f"{seed}.clock"
+    clock.write_bytes(bytes(8))
     ranks = dice.choice([2, 3])
     words = ["launch", "-n", ranks, PROGRAMS / "random_messages.py", seed, SECONDS]
     guard = {"MPIGRAD_GUARD": str(dice.randrange(2)), "MPIGRAD_TIMEOUT": str(LIMIT)}
+    if fault is set_the_clock:
+        guard |= {"LD_PRELOAD": str(clock_library()), "CLOCK_OFFSET": str(clock)}
     output = tmp_path / f"{seed}.txt"
     with (
         no_orphans() as mark,
@@ -108,7 +148,7 @@ def run(seed: int, fault, tmp_path: pathlib.Path) -> tuple[int, float, str]:
             pids = [int(n) for n in re.findall(r"has pid (\d+)", output.read_text())]
         assert len(pids) == ranks, output.read_text()
         time.sleep(dice.uniform(0.0, 1.0))
-        fault(Job(process, pids), dice)
+        fault(Job(process, pids, clock), dice)
         start = time.monotonic()
         try:
             code = process.wait(timeout=4 * LIMIT + 20)
@@ -120,7 +160,7 @@ def run(seed: int, fault, tmp_path: pathlib.Path) -> tuple[int, float, str]:
 def check(seed: int, fault, tmp_path: pathlib.Path) -> None:
     code, seconds, output = run(seed, fault, tmp_path)
     what = f"seed {seed}, {fault.__name__}: exit code {code} after {seconds:.1f} s\n{output}"
-    if fault in HARMLESS:
+    if fault in HARMLESS or (fault in EITHER and code == 0):
         assert code == 0, what
         assert "done " in output, what
         assert "mpigrad:" not in output, what  # nothing is wrong, so nothing is said
@@ -130,17 +170,21 @@ def check(seed: int, fault, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("fault", [take_file_descriptors, kill], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [take_file_descriptors, set_the_clock, take_memory, kill],
+    ids=lambda f: f.__name__,
+)
 def test_one_fault(tmp_path: pathlib.Path, fault) -> None:
     check(SEED, fault, tmp_path)
 
 
-@pytest.mark.full("test_one_fault runs two of these jobs")
+@pytest.mark.full("test_one_fault runs four of these jobs")
 @pytest.mark.timeout(7200)
 def test_many_faults(tmp_path: pathlib.Path) -> None:
     counts: dict[str, int] = {}
     for seed in range(SEED, SEED + ROUNDS):
-        fault = random.Random(-seed).choice(HARMLESS + FATAL)
+        fault = random.Random(-seed).choice(HARMLESS + EITHER + FATAL)
         check(seed, fault, tmp_path)
         counts[fault.__name__] = counts.get(fault.__name__, 0) + 1
     print(f"seeds {SEED} to {SEED + ROUNDS - 1}: {counts}")

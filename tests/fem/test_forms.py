@@ -173,13 +173,9 @@ def check_slope(loss, parameters, gradient, directions, name, comm):
     assert abs(measured - slope) < 1e-6 * max(abs(slope), 1e-2), name
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize(
-    "linear", [pytest.param(False, id="newton"), pytest.param(True, id="one", marks=_LATER)]
-)
-@pytest.mark.parametrize(
-    ("kind", "degree"), [("triangle", 2), pytest.param("hexahedron", 1, marks=_LATER)]
-)
+@pytest.mark.full("test_fem_derivatives.py has these gradients by Taylor tests and one rank's")
+@pytest.mark.parametrize("linear", [pytest.param(False, id="newton"), pytest.param(True, id="one")])
+@pytest.mark.parametrize(("kind", "degree"), [("triangle", 2), ("hexahedron", 1)])
 def test_gradients_in_all_parameters(kind, degree, linear, comm, alone):
     """A Taylor test in each kind of parameter, and the gradient of one rank."""
     results = {}
@@ -201,9 +197,10 @@ def test_gradients_in_all_parameters(kind, degree, linear, comm, alone):
             directions = jax.tree.map(lambda p: jnp.cos(1 + jnp.abs(p) * 7), parameters)
             directions["theta"] = {"w": jnp.ones(mesh.dim), "b": jnp.asarray(0.7)}
             directions["s"] = jnp.asarray(0.4)
+            compiled = mg.jit(loss)
             for name in directions:
                 if not (linear and name in ("s", "points")):
-                    check_slope(mg.jit(loss), parameters, gradient, directions, name, comm)
+                    check_slope(compiled, parameters, gradient, directions, name, comm)
     for ours, serial in zip(results[comm], results[alone], strict=True):
         if comm.rank == 0:
             np.testing.assert_allclose(ours, serial, rtol=1e-8, atol=1e-10)

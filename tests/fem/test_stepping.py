@@ -38,18 +38,18 @@ def test_order_of_the_theta_scheme(theta, order, comm):
         f = 2 * (jnp.cos(t) + rate * jnp.sin(t))
         return stiffness(3.0) + source(fem.Nodal(space, mode), f)
 
+    @mg.jit
+    def step(u, t, dt):
+        return fem.theta_step(
+            mass, equation(t + dt), u, dt, fixed, theta=theta, before=equation(t), rtol=1e-12
+        ).value
+
     def error(steps):
-        dt = 0.5 / steps
-
-        def step(u, t):
-            found = fem.theta_step(
-                mass, equation(t + dt), u, dt, fixed, theta=theta, before=equation(t), rtol=1e-12
-            )
-            return found.value, None
-
-        run = mg.jit(lambda u: loops.scan(step, u, steps, dt * jnp.arange(steps))[0])
+        u, dt = mode, 0.5 / steps
+        for i in range(steps):
+            u = step(u, i * dt, dt)
         exact = (np.exp(-0.5 * rate) + np.sin(0.5)) * mode
-        return np.sqrt(total(comm, jnp.sum((run(mode) - exact) ** 2)))
+        return np.sqrt(total(comm, jnp.sum((u - exact) ** 2)))
 
     coarse, fine = error(4), error(8)
     assert abs(np.log2(coarse / fine) - order) < 0.25
@@ -64,13 +64,13 @@ def test_newmark_has_order_two_and_conserves_energy(comm):
         share = mass.integral(state.velocity) + string.integral(state.displacement)
         return total(comm, share)
 
+    at_rest = fem.start_motion(mass, string, mode, fixed=fixed, rtol=1e-12)
+    step = mg.jit(lambda s, dt: fem.newmark_step(mass, string, s, dt, fixed, rtol=1e-13))
+
     def run(steps):
-        dt = 1.0 / steps
-        state = fem.start_motion(mass, string, mode, fixed=fixed, rtol=1e-12)
-        step = mg.jit(lambda s: fem.newmark_step(mass, string, s, dt, fixed, rtol=1e-13))
-        start = energy(state)
+        state, start = at_rest, energy(at_rest)
         for _ in range(steps):
-            state = step(state)
+            state = step(state, 1.0 / steps)
         assert abs(energy(state) / start - 1) < 1e-9
         return np.sqrt(total(comm, jnp.sum((state.displacement - np.cos(speed) * mode) ** 2)))
 
@@ -81,17 +81,16 @@ def test_damping_of_newmark(comm):
     """M u'' + c M u' + K u = 0 for one mode. A load of the damping moves the field at rest."""
     space, mass, stiffness, fixed = rod(comm, 4)
     mode, c, square, load = lowest_mode(space), 0.8, 1.5 * (np.pi / 2) ** 2, 0.3
-    damping = c * mass - load * mass.residual(mode)
+    damping, string = c * mass - load * mass.residual(mode), stiffness(3.0)
+    start = fem.start_motion(mass, string, 0.0, 0.7 * mode, fixed, damping=damping, rtol=1e-12)
+    step = mg.jit(
+        lambda s, dt: fem.newmark_step(mass, string, s, dt, fixed, damping=damping, rtol=1e-12)
+    )
 
     def error(steps):
-        dt = 1.0 / steps
-        string = stiffness(3.0)
-        state = fem.start_motion(mass, string, 0.0, 0.7 * mode, fixed, damping=damping, rtol=1e-12)
-        step = mg.jit(
-            lambda s: fem.newmark_step(mass, string, s, dt, fixed, damping=damping, rtol=1e-12)
-        )
+        state = start
         for _ in range(steps):
-            state = step(state)
+            state = step(state, 1.0 / steps)
         w, rest = np.sqrt(square - c**2 / 4), load / square
         waves = -rest * np.cos(w) + (0.7 - rest * c / 2) / w * np.sin(w)
         exact = rest + np.exp(-c / 2) * waves

@@ -99,6 +99,11 @@ def test_an_error_of_a_save_names_the_option(tmp_path: pathlib.Path) -> None:
         (("run", "fwi", "--invert", "rho"), "--invert: for acoustic waves expected some of vp"),
         (("run", "fwi", "--initial", "missing.mat"), "there is no file missing.mat"),
         (("run", "acoustic", "--cells", 4, 30), "--cells: expected at least 8 along each axis"),
+        (
+            ("run", "acoustic", "--cells", 9, 9, 9),
+            "--cells: expected two numbers, one for each axis",
+        ),
+        (("run", "fwi", "--cells", 9, 9, 9, 9), "--cells: expected two or three numbers, one for"),
         (("run", "population", "--data", "missing.csv"), "there is no file missing.csv"),
         (("run", "sgd", "--module", "missing.py:task"), "there is no file missing.py"),
         (("run", "sgd", "--mode", "hogwild"), "--mode"),
@@ -125,6 +130,7 @@ def test_version() -> None:
 
 SAME_COMMAND = pytest.mark.full("poisson runs the same code of the command line")
 WAVES = ("--cells", 24, 16, "--pml", 4, "--steps", 30, "--shots", 2)
+VOLUME = ("--cells", 20, 20, 14, "--pml", 5, "--steps", 120, "--shots", 4)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +144,7 @@ WAVES = ("--cells", 24, 16, "--pml", 4, "--steps", 30, "--shots", 2)
             ("fwi", *WAVES, "--iterations", 2, "--unknown", "network", "--water", 20),
             marks=SAME_COMMAND,
         ),
+        ("fwi", *VOLUME, "--iterations", 2, "--groups", 2, "--vtk"),
     ],
     ids=lambda arguments: arguments[0],
 )

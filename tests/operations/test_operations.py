@@ -35,7 +35,8 @@ def programs(case: Case, comm: Communicator) -> tuple[Callable[..., Any], Callab
     )
 
 
-# Transformations of transformations: in make test with every twelfth operation.
+# Transformations of transformations: in make test with every twelfth operation. The others are
+# there with every third one, but for "jit", which is there with all.
 NESTED = ("jax.jit", "vmap over the last axis", "checkpoint(scan)", "scan(checkpoint)", "jit(vmap)")
 
 
@@ -51,6 +52,8 @@ def pairs() -> list[Any]:
                 marks.append(pytest.mark.full("each is made of transformations that are tested"))
             elif how == "jit":  # the dot test of each operation; on 3 ranks, neighbours differ
                 marks.append(pytest.mark.thin(3) if case.heavy else pytest.mark.thin(2, 3))
+            elif how not in NESTED and (i + j) % 3:
+                marks.append(pytest.mark.full("other operations are transformed in this way"))
             found.append(pytest.param(name, how, marks=marks))
     return found
 
@@ -214,7 +217,16 @@ def test_gradient(name: str, comm: Communicator) -> None:
     mg.dot_test(f, x)
 
 
-@cases
+def every_third() -> list[Any]:
+    """The operations, of which make test takes every third one."""
+    later = pytest.mark.full("second derivatives are made of rules that are tested")
+    return [
+        pytest.param(name, marks=[*marks_of(case), *[later] * (i % 3 > 0)])
+        for i, (name, case) in enumerate(CASES.items())
+    ]
+
+
+@pytest.mark.parametrize("name", every_third())
 def test_second_order(name: str, comm: Communicator) -> None:
     case = CASES[name]
     x, X = operand(case, comm)
@@ -266,8 +278,17 @@ def test_dtypes(name: str, dtype: str, comm: Communicator) -> None:
         assert out.dtype == jax.dtypes.float0
 
 
-@cases
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "bool"])
+def moved_dtypes() -> list[Any]:
+    """Each operation in each dtype. Make test takes one dtype of an operation, in turn."""
+    later = pytest.mark.full("other operations run in this dtype, and this one in another")
+    return [
+        pytest.param(name, dtype, marks=[*marks_of(case), *[later] * ((i + j) % 3 > 0)])
+        for i, (name, case) in enumerate(CASES.items())
+        for j, dtype in enumerate(("bfloat16", "float16", "bool"))
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), moved_dtypes())
 def test_dtypes_that_only_move(name: str, dtype: str, comm: Communicator) -> None:
     case = CASES[name]
     x, X = operand(case, comm, jnp.dtype(dtype))

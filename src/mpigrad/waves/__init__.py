@@ -3,6 +3,7 @@
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.acoustic import Acoustic
 from mpigrad.waves.elastic import Elastic, lame
+from mpigrad.waves.history import History
 from mpigrad.waves.relaxation import Relaxation, fit_relaxation
 from mpigrad.waves.survey import Survey
 from mpigrad.waves.wavelets import ricker
@@ -10,6 +11,7 @@ from mpigrad.waves.wavelets import ricker
 __all__ = [
     "Acoustic",
     "Elastic",
+    "History",
     "Relaxation",
     "Survey",
     "WaveTile",

@@ -14,6 +14,7 @@ from jax.core import Tracer
 from mpigrad.grid.grid import Grid
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.checkpoints import check_checkpoints
+from mpigrad.waves.history import check_history
 from mpigrad.waves.survey import Survey
 
 __all__ = [
@@ -69,8 +70,9 @@ def check_settings(
     if model.method not in (None, "native", "xla"):
         raise ValueError(f'{name}: method must be "native", "xla" or None, got {model.method!r}.')
     model.tile.check(reach, axes)
-    native = is_native(model.method) and model.grid.ndim == 2
+    native = is_native(model.method) and (model.grid.ndim == 2 or name == "Acoustic")
     check_checkpoints(model.checkpoints, name, native=native)
+    check_history(model.memory, model.checkpoints, name, native=is_native(model.method))
 
 
 _SMALL = 100  # times smaller than the largest stable step

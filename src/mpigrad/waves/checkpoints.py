@@ -21,8 +21,8 @@ def check_checkpoints(checkpoints: object, name: str, *, native: bool) -> None:
         )
     if checkpoints == "boundary" and not native:
         raise ValueError(
-            f'{name}: checkpoints="boundary" needs the native kernels for two axes, which run on '
-            'CPUs. Give a number of steps on three axes, on other devices and with method="xla".'
+            f'{name}: checkpoints="boundary" needs the native kernels, which run on CPUs: for '
+            "acoustic waves, or for elastic waves on two axes. Otherwise give a number of steps."
         )
 
 

@@ -17,6 +17,7 @@ from mpigrad.communicator import Communicator
 from mpigrad.runtime.native import native_library
 from mpigrad.runtime.processor import waves_library
 from mpigrad.waves.absorbing import WaveTile
+from mpigrad.waves.history import History
 from mpigrad.waves.interpolation import PointTable
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
     "native_axes",
 ]
 
-_DESCRIPTION_VERSION = 2  # native/waves/description.h
+_DESCRIPTION_VERSION = 3  # native/waves/description.h
 
 
 class RunDescription(ctypes.Structure):
@@ -51,6 +52,8 @@ class RunDescription(ctypes.Structure):
         ("threads", ctypes.c_int64),
         ("checkpoints", ctypes.c_int64),
         ("memory", ctypes.c_int64),
+        ("precision", ctypes.c_int64),
+        ("directory", ctypes.c_char_p),
         ("fingerprint", ctypes.c_int64),
         ("dt", ctypes.c_double),
         ("spacing", ctypes.c_double * 3),
@@ -72,8 +75,8 @@ class RunSettings:
         Number of cells that the stencil reaches into a neighbouring tile.
     checkpoints
         As `checkpoints.checkpoint_code` encodes them.
-    memory
-        In bytes. None stands for `default_memory()`.
+    history
+        How the run stores its history.
     fingerprint
         A hash of at most 48 bits, the same on all ranks that do the same run.
     dt
@@ -85,7 +88,7 @@ class RunSettings:
     shots: int
     threads: int
     checkpoints: int
-    memory: int | None
+    history: History
     fingerprint: int
     dt: float
 
@@ -175,6 +178,7 @@ def _describe(
     ranks = {(face.axis, face.step): face.rank for face in tile.faces}
     axes = native_axes(tile.grid.ndim)
     missing = 3 - len(axes)  # on two axes the third one has one cell
+    history = settings.history
     sides = [(axis, step) for axis in axes for step in (-1, 1)]
     layers = [width for axis in axes for width in tile.extension[axis]]
     d = RunDescription(
@@ -190,7 +194,9 @@ def _describe(
         shots=settings.shots,
         threads=settings.threads,
         checkpoints=settings.checkpoints,
-        memory=default_memory() if settings.memory is None else settings.memory,
+        memory=default_memory() if history.memory is None else history.memory,
+        precision=history.code,
+        directory=os.fsencode(history.directory or ""),
         fingerprint=settings.fingerprint,
         dt=settings.dt,
         spacing=(*(tile.grid.spacing[axis] for axis in axes), *(1.0,) * missing),

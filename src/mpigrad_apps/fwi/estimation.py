@@ -11,15 +11,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from mpi4py import MPI
 
 import mpigrad
 from mpigrad import checkpoint
+from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
+from mpigrad.io import write_zarr
 from mpigrad.io.atomic_write import write_atomically
 from mpigrad.profiling.progress_bar import Progress
 from mpigrad_apps.fitting import TrainingResult, prepare_training, train
 from mpigrad_apps.fwi.inversion import Inversion, prepare_inversion
-from mpigrad_apps.fwi.outputs import write_outputs
+from mpigrad_apps.fwi.outputs import UNITS, write_outputs
 from mpigrad_apps.fwi.parametrization import Parametrization
 from mpigrad_apps.fwi.result import Result
 from mpigrad_apps.fwi.settings import Settings
@@ -51,8 +54,7 @@ def run(settings: Settings, comm: Communicator | None = None) -> Result:
         prepare_output(settings, settings.out, comm)
         if comm.rank == 0:
             summary = problem.group.summary("fwi", problem.experiment.n_shots)
-            unknown = sum(leaf.size for leaf in jax.tree.leaves(problem.parametrization.initial(0)))
-            print(f"{summary}, {unknown} unknowns", flush=True)
+            print(f"{summary}, {problem.n_unknowns} unknowns", flush=True)
         started = time.monotonic()
         with checkpoint.listen():
             trained = _stages(problem, settings, comm)
@@ -84,9 +86,11 @@ def _stages(problem: Inversion, settings: Settings, comm: Communicator) -> Train
             settings.iterations,
             comm,
             memory=settings.memory,
+            sharded=values.sharded,
             bounds=values.limits(),
             out=settings.out,
             save=functools.partial(_save, problem, settings.out),
+            all_ranks_save=problem.layout.divided,
             error=None if problem.inputs.truth is None else problem.error,  # type: ignore[arg-type]
             stage=stage,
             progress=progress,
@@ -118,10 +122,11 @@ def _sampling_identity(settings: Settings) -> dict[str, Any]:
 
 
 def _run_identity(values: Parametrization, objective: str) -> dict[str, Any]:
-    """Return the values that a run and the saves that it resumes from must have in common."""
-    digest = hashlib.sha256(values.active.tobytes())
+    """Return the values that a run and its saves must have in common (collective)."""
+    digest = hashlib.sha256()
+    values.layout.add_to(digest, values.active)
     for unknown in values.unknowns:
-        digest.update(unknown.start.tobytes())
+        values.layout.add_to(digest, unknown.start)
         digest.update(repr((unknown.low, unknown.high)).encode())
     return {
         "unknown": type(values).__name__,
@@ -133,9 +138,19 @@ def _run_identity(values: Parametrization, objective: str) -> dict[str, Any]:
 
 
 def _save(problem: Inversion, out: pathlib.Path, parameters: Any) -> None:
-    everywhere = slice(None), slice(None)
-    fields = problem.parametrization.fields(parameters, everywhere)
-    arrays: dict[str, Any] = {"spacing": np.asarray(problem.experiment.spacing), **fields}
+    """Write the model: model.npz on this rank, or of a volume model.zarr (collective)."""
+    fields = problem.parametrization.fields
+    spacing = problem.experiment.spacing
+    if problem.layout.divided:
+        tiles = jax.tree.map(np.asarray, problem.compiled_tiles(parameters))
+        with raise_on_all_ranks(problem.group.comm):
+            if problem.group.is_first:
+                units = dict.fromkeys("xyz", "m") | {name: UNITS[name] for name in tiles}
+                about = {"spacing": list(spacing)}
+                write_zarr(out / "model.zarr", problem.grid, tiles, about, units=units)
+        return
+    everywhere = problem.layout.held
+    arrays: dict[str, Any] = {"spacing": np.asarray(spacing), **fields(parameters, everywhere)}
     write_atomically(out / "model.npz", lambda file: np.savez(file, **arrays))
 
 
@@ -152,12 +167,23 @@ def _result(
         for d in (start, end)
     ]
     errors = [problem.error(p) for p in (first, trained.parameters)]
-    everywhere = slice(None), slice(None)
-    fields = jax.tree.map(np.asarray, values.fields(trained.parameters, everywhere))
+    if problem.layout.divided:
+        fields = problem.compiled_tiles(trained.parameters)
+    else:
+        fields = values.fields(trained.parameters, problem.layout.held)
+    fields = jax.tree.map(np.asarray, fields)
+    extremes = {
+        name: (
+            comm.mpi.allreduce(float(field.min()), MPI.MIN),
+            comm.mpi.allreduce(float(field.max()), MPI.MAX),
+        )
+        for name, field in fields.items()
+    }
     return Result(
         settings,
         trained.parameters,
         fields,
+        extremes,
         trained.history,
         trained.ending,
         (misfits[0], misfits[1]),

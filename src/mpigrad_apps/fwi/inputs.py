@@ -8,45 +8,67 @@ import pathlib
 import numpy as np
 from jaxtyping import Bool, Float
 
-from mpigrad_apps.fwi.parametrization import gaussian
+from mpigrad_apps.fwi.layout import Layout, WholeLayout, Window, relative
+from mpigrad_apps.fwi.parametrization import apply_along_axes, cut_off, gaussian
 from mpigrad_apps.fwi.settings import Settings
 from mpigrad_apps.shots.acoustic_physics import AcousticPhysics
 from mpigrad_apps.shots.elastic_physics import ElasticPhysics
-from mpigrad_apps.shots.experiment import Experiment, Fields, default_model, experiment_of
+from mpigrad_apps.shots.experiment import (
+    Experiment,
+    Fields,
+    default_model,
+    experiment_of,
+    speeds_of,
+)
 from mpigrad_apps.shots.model_files import SEGY, read_array, read_model, read_samples
 from mpigrad_apps.shots.physics import Physics
 from mpigrad_apps.shots.units import warn_of_units
 
-__all__ = ["PHYSICS", "Inputs", "read_inputs"]
+__all__ = [
+    "BLUR",
+    "PHYSICS",
+    "Inputs",
+    "blurred",
+    "depth",
+    "read_data",
+    "read_inputs",
+    "require_active",
+    "require_spacing",
+]
 
 PHYSICS: dict[str, type[Physics]] = {"acoustic": AcousticPhysics, "elastic": ElasticPhysics}
 # Standard deviation in cells of the Gaussian that makes a start of the true model.
-_DEFAULT_BLUR = 6.0
+BLUR = 6.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arrays of an inversion, whole and the same on every rank.
+    """The arrays of an inversion, in the cells that this rank holds.
+
+    In two dimensions they are whole and the same on every rank.
 
     Attributes
     ----------
     experiment
         All shots. Its fields are those of the true model if it is known, else those of the start.
     start
-        The fields (nx, ny) to start from.
+        The fields to start from.
     active
-        Mask (nx, ny) of the cells that may change.
+        Mask of the cells that may change.
     truth
-        The true fields (nx, ny), None if they are not known.
+        The true fields, None if they are not known.
     data
         Recorded gathers (shots, components, receivers, steps). None: computed for the true model.
+    layout
+        The held cells.
     """
 
     experiment: Experiment
     start: Fields
-    active: Bool[np.ndarray, "nx ny"]
+    active: Bool[np.ndarray, "*held"]
     truth: Fields | None
     data: Float[np.ndarray, "shots components receivers steps"] | None
+    layout: Layout
 
 
 def read_inputs(settings: Settings) -> Inputs:
@@ -74,21 +96,23 @@ def read_inputs(settings: Settings) -> Inputs:
     if not has_truth:
         start = experiment.fields
     elif initial is None:
-        start = _blurred(experiment, settings.water)
+        held = tuple(slice(0, n) for n in experiment.shape)
+        start = blurred(experiment.fields, held, held, experiment, settings.water)
     else:
         start = physics.complete(_read_start(initial, experiment), names)
-        warn_of_units(dataclasses.replace(experiment, fields=start))
+        warn_of_units(dataclasses.replace(experiment, fields=start, speeds=speeds_of(start)))
     data = None
     if settings.data is not None:
-        data = _read_data(settings.data, len(physics.components), experiment)
-    return Inputs(experiment, start, active, experiment.fields if has_truth else None, data)
+        data = read_data(settings.data, len(physics.components), experiment)
+    truth = experiment.fields if has_truth else None
+    return Inputs(experiment, start, active, truth, data, WholeLayout(experiment.shape))
 
 
 def _active_cells(
     experiment: Experiment, water: float, mask_file: pathlib.Path | None
-) -> Bool[np.ndarray, "nx ny"]:
+) -> Bool[np.ndarray, "*cells"]:
     """Return the mask of the cells below the water for which the mask in the file is not 0."""
-    active = np.array(np.broadcast_to(_depth(experiment) > water, experiment.shape))
+    active = np.array(np.broadcast_to(depth(experiment) > water, experiment.shape))
     if mask_file is not None:
         mask = read_array(mask_file, "mask")
         if mask.shape != experiment.shape:
@@ -97,43 +121,68 @@ def _active_cells(
                 "one value for each cell."
             )
         active &= mask != 0
-    if not active.any():
+    require_active(bool(active.any()))
+    return active
+
+
+def require_active(some: bool) -> None:
+    """Raise a ValueError unless some cells may change."""
+    if not some:
         raise ValueError(
             "--water, --mask: no cell is left that may change. Give a smaller depth, or a mask "
             "with nonzero cells."
         )
-    return active
 
 
-def _depth(experiment: Experiment) -> Float[np.ndarray, " ny"]:
-    """Return the depth of the cell centres in m."""
-    return (np.arange(experiment.shape[1]) + 0.5) * experiment.spacing[1]
+def depth(experiment: Experiment) -> Float[np.ndarray, " cells"]:
+    """Return the depth of the cell centres along the last axis, in m."""
+    return (np.arange(experiment.shape[-1]) + 0.5) * experiment.spacing[-1]
 
 
 def _read_start(path: pathlib.Path, experiment: Experiment) -> Fields:
     file = read_model(path, experiment.shape)
-    if file.spacing is not None and not np.allclose(file.spacing, experiment.spacing):
-        raise ValueError(
-            f"--initial: {path} has cells of {file.spacing} m, the model of {experiment.spacing} "
-            "m. Interpolate one of them."
-        )
+    require_spacing(path, file.spacing, experiment.spacing)
     return file.fields
 
 
-def _blurred(experiment: Experiment, water: float) -> Fields:
-    """Return the fields of an experiment, smoothed below the water."""
-    blur_x, blur_y = (gaussian(n, _DEFAULT_BLUR) for n in experiment.shape)
-    below = _depth(experiment) > water
+def require_spacing(
+    path: pathlib.Path, found: tuple[float, ...] | None, expected: tuple[float, ...]
+) -> None:
+    """Raise a ValueError if the start has cells of another size than the model."""
+    if found is not None and not np.allclose(found, expected):
+        raise ValueError(
+            f"--initial: {path} has cells of {found} m, the model of {expected} m. Interpolate one "
+            "of them."
+        )
+
+
+def blurred(
+    fields: Fields, given: Window, held: Window, experiment: Experiment, water: float
+) -> Fields:
+    """Return the fields, smoothed below the water by a Gaussian of `BLUR` cells.
+
+    Parameters
+    ----------
+    given
+        The cells of `fields`, as slices of the whole model.
+    held
+        The cells to return. In volumes the Gaussian ends at `cut_off` cells.
+    """
+    end = cut_off(BLUR) if len(held) == 3 else None
+    matrices = [gaussian(n, BLUR, end) for n in experiment.shape]
+    below = depth(experiment) > water
     # The water does not contribute to the cells below it.
-    blur_y = blur_y * below[None, :]
-    blur_y = blur_y / np.maximum(blur_y.sum(axis=1, keepdims=True), 1e-300)
+    matrices[-1] = matrices[-1] * below[None, :]
+    matrices[-1] = matrices[-1] / np.maximum(matrices[-1].sum(axis=1, keepdims=True), 1e-300)
+    parts = [m[to][:, of] for m, to, of in zip(matrices, held, given, strict=True)]
+    inner = relative(held, given, experiment.shape)
     return {
-        name: np.where(below[None, :], blur_x @ field @ blur_y.T, field)
-        for name, field in experiment.fields.items()
+        name: np.where(below[held[-1]], apply_along_axes(parts, field, np), field[inner])
+        for name, field in fields.items()
     }
 
 
-def _read_data(
+def read_data(
     path: pathlib.Path, components: int, experiment: Experiment
 ) -> Float[np.ndarray, "shots components receivers steps"]:
     samples = read_samples(path, "gathers")

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 from mpi4py import MPI
 
 import mpigrad
@@ -20,6 +20,8 @@ from mpigrad.collective_errors import call_on_root
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid import Grid
 from mpigrad_apps.fwi.inputs import Inputs, read_inputs
+from mpigrad_apps.fwi.layout import Layout, TileLayout
+from mpigrad_apps.fwi.memory import check_memory
 from mpigrad_apps.fwi.misfit import Misfit, make_misfit
 from mpigrad_apps.fwi.parametrization import (
     BoxValues,
@@ -30,6 +32,7 @@ from mpigrad_apps.fwi.parametrization import (
 )
 from mpigrad_apps.fwi.regularization import tikhonov, total_variation, window_with_neighbors
 from mpigrad_apps.fwi.settings import Settings
+from mpigrad_apps.fwi.volume_inputs import find_volumes, read_volume_inputs
 from mpigrad_apps.shots.acoustic_physics import AcousticPhysics
 from mpigrad_apps.shots.elastic_physics import ElasticPhysics
 from mpigrad_apps.shots.experiment import Experiment
@@ -87,14 +90,29 @@ class Inversion:
         """The grid of this rank's group."""
         return self.group.grid
 
+    @property
+    def layout(self) -> Layout:
+        """The cells that this rank holds."""
+        return self.inputs.layout
+
+    @property
+    def n_unknowns(self) -> int:
+        """Number of parameters of all ranks."""
+        values = self.parametrization
+        if values.sharded is not None:
+            return len(values.unknowns) * values.sharded.size
+        return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: values.initial(0))))
+
     @functools.cached_property
     def digest(self) -> str:
-        """Hash of the loss, apart from the low pass. The same on all ranks."""
+        """Hash of the loss, apart from the low pass. The same on all ranks (collective)."""
         whole = self.experiment
         words = type(self.group.physics).__name__, self.data_source, self.weights
         digest = hashlib.sha256(repr((*words, whole.dt, whole.spacing)).encode())
-        for array in (whole.sources, whole.receivers, whole.wavelets, *whole.fields.values()):
+        for array in (whole.sources, whole.receivers, whole.wavelets):
             digest.update(np.ascontiguousarray(array).tobytes())
+        for field in whole.fields.values():
+            self.layout.add_to(digest, field)
         return digest.hexdigest()[:16]
 
     def misfit(self, corner: float | None) -> Misfit:
@@ -108,12 +126,16 @@ class Inversion:
             self.grid.comm,
         )
 
-    def tiles(self, parameters: Any) -> dict[str, Float[Array, "lx ly"]]:
+    def tile(self, field: Shaped[np.ndarray, "*held"]) -> Shaped[np.ndarray, "*tile"]:
+        """Return this rank's tile of a field in the held cells."""
+        return self.layout.part(field, self.grid.slices)
+
+    def tiles(self, parameters: Any) -> dict[str, Float[Array, "*tile"]]:
         """Return this rank's tiles of all fields. Differentiable."""
-        return self.parametrization.fields(parameters, _window(self.grid))
+        return self.parametrization.fields(parameters, self.grid.slices)
 
     def predict(
-        self, fields: dict[str, Float[Array, "lx ly"]]
+        self, fields: dict[str, Float[Array, "*tile"]]
     ) -> Float[Array, "shots components receivers steps"]:
         """Return the gathers of this group's shots. Differentiable."""
         wavelets = jnp.asarray(self.group.experiment.wavelets)
@@ -133,7 +155,7 @@ class Inversion:
         valid = physics.is_valid(fixed) & (limit < _STABLE * physics.max_stable_velocity)
         invalid = (~valid).astype(jnp.float64)
         usable = mpigrad.allreduce(invalid, op=MPI.MAX, comm=self.group.comm) == 0
-        start = self.parametrization.start(_window(self.grid))
+        start = self.parametrization.start(self.grid.slices)
         tiles = {name: jnp.where(usable, tiles[name], start[name]) for name in tiles}
         share = misfit.group_share(self.predict(tiles)) / self.grid.comm.size
         weights = self.weights
@@ -150,16 +172,17 @@ class Inversion:
         return jnp.where(usable, share, jnp.nan)
 
     def value_and_grad(self, misfit: Misfit, parameters: Any) -> tuple[Float[Array, ""], Any]:
-        """Return the loss and its gradient, equal on all ranks."""
+        """Return the loss, and its gradient as the parameters: equal on all ranks, or divided."""
         share = functools.partial(self.loss_share, misfit)
-        return mpigrad.value_and_grad(share, loss="share", replicated=0, comm=self.group.comm)(
-            parameters
-        )
+        replicated = 0 if self.parametrization.sharded is None else ()
+        return mpigrad.value_and_grad(
+            share, loss="share", replicated=replicated, comm=self.group.comm
+        )(parameters)
 
-    @functools.cached_property
+    @property
     def _scales(self) -> dict[str, float]:
         """Means of the start's fields, to which differences are relative."""
-        return {u.name: float(np.mean(u.start)) for u in self.parametrization.unknowns}
+        return {unknown.name: unknown.mean for unknown in self.parametrization.unknowns}
 
     def error(self, parameters: Any) -> float | None:
         """Return the model's error, None if the truth is not known (collective).
@@ -170,12 +193,11 @@ class Inversion:
         truth = self.inputs.truth
         if truth is None:
             return None
-        window = _window(self.grid)
-        active = self.parametrization.active[window]
-        tiles = jax.tree.map(np.asarray, self._compiled_tiles(parameters))
+        active = self.tile(self.parametrization.active)
+        tiles = jax.tree.map(np.asarray, self.compiled_tiles(parameters))
         sums = []
         for unknown in self.parametrization.unknowns:
-            true = truth[unknown.name][window]
+            true = self.tile(truth[unknown.name])
             sums.append(
                 [np.sum(active * (tiles[unknown.name] - true) ** 2), np.sum(active * true**2)]
             )
@@ -183,13 +205,9 @@ class Inversion:
         return math.sqrt(float(np.mean(off / size)))
 
     @functools.cached_property
-    def _compiled_tiles(self) -> Any:
+    def compiled_tiles(self) -> Any:
+        """`tiles` as a compiled program."""
         return mpigrad.jit(self.tiles)
-
-
-def _window(grid: Grid) -> tuple[slice, slice]:
-    x, y = grid.slices
-    return x, y
 
 
 def prepare_inversion(settings: Settings, comm: Communicator | None = None) -> Inversion:
@@ -202,13 +220,20 @@ def prepare_inversion(settings: Settings, comm: Communicator | None = None) -> I
     """
     comm = resolve(comm)
     with jax.enable_x64(True):
-        inputs = call_on_root(comm, lambda: read_inputs(settings))
+        volumes, split = call_on_root(comm, lambda: find_volumes(settings)), None
+        if volumes is None:
+            inputs = call_on_root(comm, lambda: read_inputs(settings))
+        else:
+            inputs, split = read_volume_inputs(settings, volumes, comm)
         experiment = inputs.experiment
         _check_frequencies(settings.frequencies, experiment.dt)
-        group = make_shot_group(comm, settings.groups, experiment, _physics_factory(settings))
+        physics = _physics_factory(settings)
+        group = make_shot_group(comm, settings.groups, experiment, physics, split)
+        if isinstance(inputs.layout, TileLayout):
+            check_memory(settings, inputs.layout, group.grid, comm, group.experiment)
         values = _parametrization(settings, inputs, group.physics.max_stable_velocity)
         if inputs.data is None:
-            recorded = _simulate(experiment, group, settings.noise, settings.seed)
+            recorded = _simulate(inputs, group, settings.noise, settings.seed)
             source = f"computed with noise {settings.noise}, seed {settings.seed}"
         else:
             recorded = inputs.data[group.shots]
@@ -221,8 +246,8 @@ def _physics_factory(settings: Settings) -> Callable[[Grid, Experiment], Physics
     """Return the function that makes the physics of an experiment on a grid."""
     kernels, source, order = settings.kernels, settings.source, settings.order
     if settings.physics == "elastic":
-        return lambda grid, whole: ElasticPhysics(grid, whole.dt, kernels, whole.peak, source)
-    return lambda grid, whole: AcousticPhysics(grid, whole.dt, kernels, order)
+        return lambda grid, whole: ElasticPhysics(grid, whole.dt, kernels(2), whole.peak, source)
+    return lambda grid, whole: AcousticPhysics(grid, whole.dt, kernels(grid.ndim), order)
 
 
 def _check_frequencies(corners: tuple[float, ...], dt: float) -> None:
@@ -239,24 +264,29 @@ def _parametrization(
     start, names = inputs.start, settings.invert
     bounds = settings.bounds_by_field()
     unknowns = tuple(
-        _unknown(name, np.asarray(start[name]), bounds.get(name), max_stable_velocity)
+        _unknown(name, np.asarray(start[name]), bounds.get(name), max_stable_velocity, inputs)
         for name in names
     )
     fixed = {name: field for name, field in start.items() if name not in names}
+    arguments = unknowns, fixed, inputs.active, inputs.layout
     if settings.unknown == "network":
-        return NetworkValues(unknowns, fixed, inputs.active, fineness=settings.fineness)
+        return NetworkValues(*arguments, fineness=settings.fineness)
     if settings.box:
-        return BoxValues(unknowns, fixed, inputs.active)
-    return CellValues(unknowns, fixed, inputs.active, smoothing=settings.smoothing)
+        return BoxValues(*arguments)
+    return CellValues(*arguments, smoothing=settings.smoothing)
 
 
 def _unknown(
     name: str,
-    start: Float[np.ndarray, "nx ny"],
+    start: Float[np.ndarray, "*held"],
     bounds: tuple[float, float] | None,
     max_stable_velocity: float,
+    inputs: Inputs,
 ) -> Unknown:
-    low, high = bounds or (0.5 * float(start.min()), 1.5 * float(start.max()))
+    """Return an unknown field with its bounds (collective)."""
+    reduce = inputs.layout.reduce
+    smallest, mean, largest = (reduce(start, how) for how in ("min", "mean", "max"))
+    low, high = bounds or (0.5 * smallest, 1.5 * largest)
     if name == "vp":
         if bounds and high > max_stable_velocity:
             raise ValueError(
@@ -264,20 +294,23 @@ def _unknown(
                 f"{max_stable_velocity:g} m/s. Use a smaller --dt or a lower bound."
             )
         high = min(high, _STABLE * max_stable_velocity)
-    if bounds and not np.any((start > low) & (start < high)):
+    inside = ((start > low) & (start < high)).astype(float)
+    if bounds and not reduce(inside, "max"):
         raise ValueError(
             f"--bounds: no cell of the start has {name} between {low:g} and {high:g}. Use wider "
             "bounds."
         )
-    return Unknown(name, start, low, high)
+    return Unknown(name, start, mean, low, high)
 
 
 def _simulate(
-    experiment: Experiment, group: ShotGroup, noise: float, seed: int
+    inputs: Inputs, group: ShotGroup, noise: float, seed: int
 ) -> Float[np.ndarray, "shots components receivers steps"]:
     """Compute the data of this group's shots for the true model and add noise."""
-    window = _window(group.grid)
-    fields = {name: jnp.asarray(field[window]) for name, field in experiment.fields.items()}
+    fields = {
+        name: jnp.asarray(inputs.layout.part(field, group.grid.slices))
+        for name, field in inputs.experiment.fields.items()
+    }
     wavelets = jnp.asarray(group.experiment.wavelets)
     compute = mpigrad.jit(lambda f, w: group.physics.propagate(f, w, group.survey)[0])
     gathers = np.array(compute(fields, wavelets), np.float64)

@@ -5,108 +5,79 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import numpy as np
-from jaxtyping import Float
-
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad_apps import report
 from mpigrad_apps.field_files import write_field_files
 from mpigrad_apps.fitting import seconds_per_iteration
 from mpigrad_apps.fwi.inversion import Inversion
+from mpigrad_apps.fwi.model_pictures import gather_sections, model_picture, result_tile
 from mpigrad_apps.fwi.result import Result
-from mpigrad_apps.shots.pictures import clip_of, gather_panel, section
+from mpigrad_apps.shots.pictures import clip_of, gather_panel, receiver_line
 
-__all__ = ["write_outputs"]
+__all__ = ["UNITS", "write_outputs"]
 
-_UNITS = {"vp": "m/s", "vs": "m/s", "rho": "kg/m3", "lambda": "Pa", "mu": "Pa"}
+UNITS = {"vp": "m/s", "vs": "m/s", "rho": "kg/m3", "lambda": "Pa", "mu": "Pa"}
 
 
 def write_outputs(problem: Inversion, result: Result) -> None:
     """Write fields.zarr, the pictures and report.html into the output directory (collective)."""
     group, out = problem.group, result.settings.out
     with raise_on_all_ranks(group.comm):
-        if 0 in group.shots:  # one group writes, and an error is raised on all its ranks
+        sections = None
+        if group.is_first:  # one group writes, and an error is raised on all its ranks
             _write_fields(problem, result)
+            sections = gather_sections(problem, result)
     with raise_on_all_ranks(group.comm):
         if group.comm.rank == 0:
+            assert sections is not None
+            pictures = [*map(model_picture, sections), _gathers(problem, result), _curves(result)]
             report.write_report(
-                out, "Full-waveform inversion", _summary(problem, result),
-                _pictures(problem, result), _tables(problem, result),
+                out, "Full-waveform inversion", _summary(problem, result), pictures,
+                _tables(problem, result),
             )  # fmt: skip
             print(f"report: {result.report}", flush=True)
 
 
 def _write_fields(problem: Inversion, result: Result) -> None:
-    group, window = problem.group, problem.group.grid.slices
-    fields = {}
+    group, fields = problem.group, {}
     for unknown in problem.parametrization.unknowns:
-        fields[unknown.name] = result.fields[unknown.name][window]
-        fields[f"start_{unknown.name}"] = unknown.start[window]
+        fields[unknown.name] = result_tile(problem, result, unknown.name)
+        fields[f"start_{unknown.name}"] = problem.tile(unknown.start)
         if problem.inputs.truth is not None:
-            fields[f"true_{unknown.name}"] = problem.inputs.truth[unknown.name][window]
+            fields[f"true_{unknown.name}"] = problem.tile(problem.inputs.truth[unknown.name])
     about = {"ending": result.ending, "spacing": list(problem.experiment.spacing)}
-    units = {"x": "m", "y": "m"} | {name: _UNITS[name.split("_")[-1]] for name in fields}
+    axes = dict.fromkeys("xyz"[: group.grid.ndim], "m")
+    units = axes | {name: UNITS[name.split("_")[-1]] for name in fields}
     settings = result.settings
     write_field_files(
         settings.out / "fields", group.grid, fields, about, vtk=settings.vtk, units=units
     )
 
 
-def _pictures(problem: Inversion, result: Result) -> list[report.Picture]:
-    pictures = [_model(problem, result, k) for k in range(len(problem.parametrization.unknowns))]
-    # Rank 0 has the gathers of its group. The shot in the middle is shown.
+def _gathers(problem: Inversion, result: Result) -> report.Picture:
+    """Return the picture of the middle shot of rank 0's group, in volumes along one line."""
     shot = len(problem.group.shots) // 2
-    recorded, start, end = (gathers[shot, 0] for gathers in (problem.recorded, *result.gathers))
     experiment, physics = problem.group.experiment, problem.group.physics
     receivers = experiment.receivers[shot % len(experiment.receivers)]
+    line = receiver_line(receivers, experiment.sources[shot, 0])
+    recorded, start, end = (
+        gathers[shot, 0][line] for gathers in (problem.recorded, *result.gathers)
+    )
+    where = ""
+    if receivers.shape[1] == 3:
+        where = f", receivers at y = {receivers[line][0, 1]:.4g} m"
     quantity = f"{physics.components[0]} ({physics.unit})"
-    how = experiment.dt, receivers, quantity, clip_of(recorded)
-    pictures.append(
-        report.maps(
-            "gathers",
-            f"Shot {problem.group.shots[shot] + 1}, {physics.components[0]}: the "
-            "recording, and the residuals of the start and of the result, in the same colours.",
-            [
-                gather_panel("recorded", recorded, *how),
-                gather_panel("start − recorded", start - recorded, *how),
-                gather_panel("result − recorded", end - recorded, *how),
-            ],
-        )
-    )
-    return [*pictures, _curves(result)]
-
-
-def _model(problem: Inversion, result: Result, index: int) -> report.Picture:
-    unknown = problem.parametrization.unknowns[index]
-    name, size = unknown.name, problem.experiment.size
-    start, end = np.asarray(unknown.start), result.fields[unknown.name]
-    if problem.inputs.truth is None:
-        limits = _span(start, end)
-        return report.maps(
-            name,
-            f"{name} of the start and of the result.",
-            [
-                section(f"start: {name}", start, size, limits),
-                section(f"result: {name}", end, size, limits),
-            ],
-        )
-    true = np.asarray(problem.inputs.truth[name])
-    limits = _span(true, true)
+    how = experiment.dt, receivers[line], quantity, clip_of(recorded)
     return report.maps(
-        name,
-        f"True {name}, the start and the result in the same colours, and the difference.",
+        "gathers",
+        f"Shot {problem.group.shots[shot] + 1}, {physics.components[0]}{where}: the "
+        "recording, and the residuals of the start and of the result, in the same colours.",
         [
-            section(f"true {name}", true, size, limits),
-            section(f"start: {name}", start, size, limits),
-            section(f"result: {name}", end, size, limits),
-            section(f"result − true {name}", end - true, size, diverging=True),
+            gather_panel("recorded", recorded, *how),
+            gather_panel("start − recorded", start - recorded, *how),
+            gather_panel("result − recorded", end - recorded, *how),
         ],
-        columns=2,
     )
-
-
-def _span(*fields: Float[np.ndarray, "nx ny"]) -> tuple[float, float]:
-    return float(min(f.min() for f in fields)), float(max(f.max() for f in fields))
 
 
 def _curves(result: Result) -> report.Picture:
@@ -154,14 +125,14 @@ def _tables(problem: Inversion, result: Result) -> list[report.Table]:
         outcome["error of the start"] = f"{result.errors[0]:.5f}"
         outcome["error of the result"] = f"{result.errors[1]:.5f}"
     for unknown in problem.parametrization.unknowns:
-        field = result.fields[unknown.name]
-        outcome[f"smallest, largest {unknown.name}"] = f"{field.min():.5g}, {field.max():.5g}"
+        low, high = result.extremes[unknown.name]
+        outcome[f"smallest, largest {unknown.name}"] = f"{low:.5g}, {high:.5g}"
         outcome[f"bounds of {unknown.name}"] = f"{unknown.low:.5g}, {unknown.high:.5g}"
     evaluations = {record.stage: record.evaluations for record in result.history}
     outcome["evaluations of loss and gradient"] = sum(evaluations.values())
     experiment = {
-        "cells": f"{whole.shape[0]} x {whole.shape[1]}",
-        "size of a cell": f"{whole.spacing[0]:.5g} m x {whole.spacing[1]:.5g} m",
+        "cells": " x ".join(map(str, whole.shape)),
+        "size of a cell": " x ".join(f"{h:.5g} m" for h in whole.spacing),
         "steps": f"{whole.steps} of {whole.dt:.6g} s",
         "shots, receivers of a shot": f"{whole.n_shots}, {whole.receivers.shape[1]}",
         "wavelet": whole.wavelet,
@@ -169,7 +140,7 @@ def _tables(problem: Inversion, result: Result) -> list[report.Table]:
     timing = {
         "ranks": group.comm.size,
         "groups": group.n_groups,
-        "tiles of a group": f"{group.grid.dims[0]} x {group.grid.dims[1]}",
+        "tiles of a group": " x ".join(map(str, group.grid.dims)),
         "training": f"{result.seconds:.1f} s",
         "one iteration (median)": f"{seconds_per_iteration(result.history):.3f} s",
     }

@@ -14,27 +14,32 @@ __all__ = ["tikhonov", "total_variation", "window_with_neighbors"]
 _ROUNDING = 1e-3  # difference below which the absolute value is rounded off
 
 
-def window_with_neighbors(grid: Grid) -> tuple[slice, slice]:
+def window_with_neighbors(grid: Grid) -> tuple[slice, ...]:
     """Return this rank's tile, extended by the next cell along each axis if there is one."""
-    x, y = (
+    return tuple(
         slice(p.start, min(p.stop + 1, n)) for p, n in zip(grid.slices, grid.shape, strict=True)
     )
-    return x, y
 
 
-def _differences(
-    field: Float[Array, "wx wy"], grid: Grid, scale: float
-) -> tuple[Float[Array, "lx ly"], Float[Array, "lx ly"]]:
-    """Return differences to the next cell along x and y, over `scale`, zero at the last cell."""
-    lx, ly = grid.local_shape
-    edge = [(0, lx + 1 - field.shape[0]), (0, ly + 1 - field.shape[1])]
+def _squared_differences(
+    field: Float[Array, "*window"], grid: Grid, scale: float
+) -> Float[Array, "*tile"]:
+    """Return the sum of squares of the differences to the next cells, over `scale`.
+
+    The difference of the last cell along an axis is zero.
+    """
+    edge = [(0, n + 1 - m) for n, m in zip(grid.local_shape, field.shape, strict=True)]
     padded = jnp.pad(field / scale, edge, mode="edge")
-    here = padded[:-1, :-1]
-    return padded[1:, :-1] - here, padded[:-1, 1:] - here
+    here = padded[(slice(-1),) * grid.ndim]
+    total = jnp.zeros_like(here)
+    for axis in range(grid.ndim):
+        behind = tuple(slice(1, None) if k == axis else slice(-1) for k in range(grid.ndim))
+        total = total + (padded[behind] - here) ** 2
+    return total
 
 
 def tikhonov(
-    fields: Mapping[str, Float[Array, "wx wy"]], grid: Grid, scales: Mapping[str, float]
+    fields: Mapping[str, Float[Array, "*window"]], grid: Grid, scales: Mapping[str, float]
 ) -> Float[Array, ""]:
     """Return this rank's share of the mean squared difference between neighbouring cells.
 
@@ -47,21 +52,21 @@ def tikhonov(
     """
     total = jnp.zeros(())
     for name, scale in scales.items():
-        dx, dy = _differences(fields[name], grid, scale)
-        total = total + jnp.sum(dx**2 + dy**2)
+        total = total + jnp.sum(_squared_differences(fields[name], grid, scale))
     return total / grid.size
 
 
 def total_variation(
-    fields: Mapping[str, Float[Array, "wx wy"]], grid: Grid, scales: Mapping[str, float]
+    fields: Mapping[str, Float[Array, "*window"]], grid: Grid, scales: Mapping[str, float]
 ) -> Float[Array, ""]:
-    """Return this rank's share of the mean over cells of sqrt(dx^2 + dy^2 + e^2) - e, e = 0.001.
+    """Return this rank's share of the mean over cells of sqrt(d^2 + e^2) - e, e = 0.001.
 
-    dx and dy are the differences to the next cells. The parameters are those of `tikhonov`. Jumps
-    cost no more than slopes of the same height (Rudin, Osher and Fatemi 1992).
+    d^2 is the sum of the squared differences to the next cells along all axes. The parameters are
+    those of `tikhonov`. Jumps cost no more than slopes of the same height (Rudin, Osher and Fatemi
+    1992).
     """
     total = jnp.zeros(())
     for name, scale in scales.items():
-        dx, dy = _differences(fields[name], grid, scale)
-        total = total + jnp.sum(jnp.sqrt(dx**2 + dy**2 + _ROUNDING**2) - _ROUNDING)
+        squares = _squared_differences(fields[name], grid, scale)
+        total = total + jnp.sum(jnp.sqrt(squares + _ROUNDING**2) - _ROUNDING)
     return total / grid.size

@@ -17,14 +17,16 @@ __all__ = ["Result"]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of an inversion, the same on every rank apart from the gathers.
+    """The result of an inversion, the same on every rank apart from gathers and volumes.
 
     Attributes
     ----------
     parameters
         Parameters of the smallest loss of the last stage.
     fields
-        The whole fields (nx, ny) of these parameters.
+        The whole fields (nx, ny) of these parameters. Of a volume, this rank's tile.
+    extremes
+        The smallest and the largest value of each whole field.
     misfits
         Misfits of the start and of the result, without filter and regularization.
     errors
@@ -37,7 +39,8 @@ class Result:
 
     settings: Settings
     parameters: Any
-    fields: dict[str, Float[np.ndarray, "nx ny"]]
+    fields: dict[str, Float[np.ndarray, "*cells"]]
+    extremes: dict[str, tuple[float, float]]
     history: tuple[TrainingRecord, ...]
     ending: str
     misfits: tuple[float, float]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from typing import Literal
+from typing import ClassVar, Literal
 
 from mpigrad_apps.earlier_run import OutputCheck
 from mpigrad_apps.shots.options import WaveOptions, exists
@@ -22,9 +22,12 @@ _SETS = {
 class Settings(OutputCheck, WaveOptions):
     """Find the model of the ground that explains recorded waves.
 
-    The default size takes less than a minute on two cores. The Marmousi2 model with 8 shots and 200
-    iterations takes about two minutes.
+    A model with two axes, or a volume with three: --cells 32 32 24, or the file of one. The default
+    size takes less than a minute on two cores. The Marmousi2 model with 8 shots and 200 iterations
+    takes about two minutes.
     """
+
+    volumes: ClassVar[bool] = True
 
     physics: Literal["acoustic", "elastic"] = "acoustic"
     """Kind of the waves."""
@@ -37,7 +40,7 @@ class Settings(OutputCheck, WaveOptions):
     invert: tuple[str, ...] = ("vp",)
     """The unknown fields: vp. Elastic: some of lambda mu rho, or of vp vs rho."""
     unknown: Literal["cells", "network"] = "cells"
-    """Parametrization of a field: one value per cell, or a neural network of (x, y)."""
+    """Parametrization of a field: one value per cell, or a neural network of the position."""
     fineness: float = 3.0
     """Standard deviation of the network's initial numbers of half waves across the model."""
     iterations: int = 50
@@ -63,13 +66,13 @@ class Settings(OutputCheck, WaveOptions):
     water: float = 0.0
     """Depth in m above which cells keep the start's values."""
     mask: pathlib.Path | None = None
-    """File of an array (nx, ny): cells with 0 keep the start's values."""
+    """File of an array with a value for each cell: cells with 0 keep the start's values."""
     bounds: tuple[str, ...] = ()
     """Bounds as vp=1400:5000. Default: half the start's smallest, 1.5 times its largest value."""
     box: bool = False
     """Keep the bounds of cells by L-BFGS-B, without smoothing. Default: by a sigmoid function."""
-    order: Literal[2, 4] = 4
-    """Order of accuracy in space of acoustic waves."""
+    order: Literal[2, 4, 8] = 4
+    """Order of accuracy in space of acoustic waves. 8 is for volumes."""
     source: Literal["explosive", "force_x", "force_y"] = "explosive"
     """Kind of the sources of elastic waves: pressure on all sides, or a force along x or y."""
     seed: int = 0

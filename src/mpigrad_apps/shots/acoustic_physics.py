@@ -25,7 +25,7 @@ class AcousticPhysics(Physics):
     components: ClassVar[tuple[str, ...]] = ("pressure",)
     unit: ClassVar[str] = "Pa"
 
-    order: Literal[2, 4] = 4
+    order: Literal[2, 4, 8] = 4
 
     @property
     def reach(self) -> int:
@@ -41,7 +41,7 @@ class AcousticPhysics(Physics):
 
     def propagate(
         self,
-        fields: Mapping[str, Float[Array, "lx ly"]],
+        fields: Mapping[str, Float[Array, "*tile"]],
         wavelets: Float[Array, "some sources steps"],
         survey: Survey,
         state: Any = None,
@@ -59,11 +59,11 @@ class AcousticPhysics(Physics):
         recording = model.propagate(velocity, wavelets, survey, state)
         return recording.gathers[:, None], recording.state
 
-    def wavefields(self, state: State) -> dict[str, Float[Array, "lx ly"]]:
+    def wavefields(self, state: State) -> dict[str, Float[Array, "*tile"]]:
         return {"pressure": state.field[0][self.tile.interior]}
 
-    def limiting_velocity(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Float[Array, ""]:
+    def limiting_velocity(self, fields: Mapping[str, Float[Array, "*tile"]]) -> Float[Array, ""]:
         return jnp.max(fields["vp"])
 
-    def is_valid(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
+    def is_valid(self, fields: Mapping[str, Float[Array, "*tile"]]) -> Bool[Array, ""]:
         return jnp.all(fields["vp"].astype(self.kernels.precision) > 0)

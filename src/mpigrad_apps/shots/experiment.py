@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -17,56 +16,86 @@ from mpigrad.waves.stability import limiting_square
 from mpigrad.waves.wavelets import ricker
 from mpigrad_apps.shots.model_files import Acquisition, ModelFile, read_model, read_wavelets
 from mpigrad_apps.shots.options import WaveOptions
+from mpigrad_apps.shots.positions import select_evenly, survey_positions
+from mpigrad_apps.shots.volumes import Volume
 
 __all__ = [
     "Experiment",
     "Fields",
+    "Speeds",
     "default_model",
     "experiment_of",
     "limiting_velocity",
     "make_experiment",
     "p_velocity",
     "slowest_velocity",
+    "spacing_of",
+    "speeds_of",
     "stable_step",
 ]
 
-Fields = Mapping[str, Float[np.ndarray, "nx ny"]]
+Fields = Mapping[str, Float[np.ndarray, "..."]]
 _STABLE = 0.6  # default time step over h / v in one dimension: 0.7 of the largest stable one
 _CELLS = 10  # in the shortest wave at the peak frequency of the default wavelet
 
 
+class Speeds(NamedTuple):
+    """Velocities of a model in m/s.
+
+    Attributes
+    ----------
+    fastest
+        The largest velocity of P waves.
+    slowest
+        The smallest velocity of any wave. The S velocity of water is not counted.
+    limiting
+        The velocity that limits the time step.
+    """
+
+    fastest: float
+    slowest: float
+    limiting: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A numerical experiment with waves, the same on every rank.
+    """A numerical experiment with waves, the same on every rank, apart from the fields of a volume.
 
     Attributes
     ----------
     fields
         Whole fields (nx, ny) by name: vp, vs in m/s and rho in kg/m^3, or lambda, mu in Pa and rho.
+        Of a volume, the cells that this rank holds, with `shape` and `speeds` of the whole.
     spacing
         Size of a cell in m.
     dt
         Time step in s.
     sources
-        Shape (n_shots, n_sources, 2), in m.
+        Shape (n_shots, n_sources, axes), in m.
     receivers
-        Shape (n_shots | 1, n_receivers, 2), in m.
+        Shape (n_shots | 1, n_receivers, axes), in m.
     wavelets
         Shape (n_shots | 1, n_sources, steps).
     peak
         Frequency of the peak of the wavelets' spectrum, in Hz.
     ricker
         True for a Ricker wavelet, false for the user's own.
+    shape
+        Number of cells along each axis.
+    speeds
+        Velocities of the whole model.
     """
 
     fields: Fields
-    spacing: tuple[float, float]
+    spacing: tuple[float, ...]
     dt: float
-    sources: Float[np.ndarray, "shots sources 2"]
-    receivers: Float[np.ndarray, "some receivers 2"]
+    sources: Float[np.ndarray, "shots sources axes"]
+    receivers: Float[np.ndarray, "some receivers axes"]
     wavelets: Float[np.ndarray, "others sources steps"]
     peak: float
     ricker: bool
+    shape: tuple[int, ...]
+    speeds: Speeds
 
     @property
     def wavelet(self) -> str:
@@ -74,15 +103,9 @@ class Experiment:
         return f"{'Ricker' if self.ricker else 'own'}, {self.peak:.4g} Hz"
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Number of cells along x and y."""
-        nx, ny = next(iter(self.fields.values())).shape
-        return nx, ny
-
-    @property
-    def size(self) -> tuple[float, float]:
+    def size(self) -> tuple[float, ...]:
         """Extent of the model in m."""
-        return self.shape[0] * self.spacing[0], self.shape[1] * self.spacing[1]
+        return tuple(n * h for n, h in zip(self.shape, self.spacing, strict=True))
 
     @property
     def n_shots(self) -> int:
@@ -124,13 +147,38 @@ def make_experiment(
     return call_on_root(comm, make)
 
 
-def experiment_of(options: WaveOptions, model: ModelFile, fields: Fields) -> Experiment:
+def spacing_of(options: WaveOptions, model: ModelFile | Volume) -> tuple[float, ...]:
+    """Return the size of the cells of a model in m: the option's, the file's, or 10 m.
+
+    Raises
+    ------
+    ValueError
+        If the option has another number of axes than the model, or other lengths than the file.
+    """
+    axes = len(model.shape)
+    spacing = options.spacing or model.spacing or (10.0,) * axes
+    if len(spacing) != axes:
+        raise ValueError(
+            f"--spacing: expected {axes} numbers, one for each axis of the model, got "
+            f"{len(spacing)}."
+        )
+    if options.spacing and model.spacing and not np.allclose(options.spacing, model.spacing):
+        raise ValueError(
+            f"--spacing: got {options.spacing}, but {options.model} has the spacing "
+            f"{model.spacing}. Leave the option out."
+        )
+    return spacing
+
+
+def experiment_of(
+    options: WaveOptions, model: ModelFile | Volume, fields: Fields, speeds: Speeds | None = None
+) -> Experiment:
     """Return the experiment of a model (on one rank).
 
-    Defaults, if neither a file nor an option gives a value: 4 shots between a tenth and nine tenths
-    of x, and a receiver over each cell, all two cells deep. A Ricker wavelet with 10 cells in the
-    shortest wave at its peak frequency. A time step of 0.6 h / v in one dimension (0.7 of the
-    largest stable one at order 4), and enough steps for waves to cross the model's diagonal twice.
+    Defaults, if neither a file nor an option gives a value: the positions of `survey_positions`. A
+    Ricker wavelet with 10 cells in the shortest wave at its peak frequency. A time step of 0.6 h /
+    v in one dimension (0.7 of the largest stable one at order 4), and enough steps for waves to
+    cross the model's diagonal twice.
 
     Parameters
     ----------
@@ -138,17 +186,15 @@ def experiment_of(options: WaveOptions, model: ModelFile, fields: Fields) -> Exp
         The contents of the model file, or the default model.
     fields
         The fields that the physics needs (`Physics.complete`).
+    speeds
+        Velocities of the whole model. Default: those of `fields`.
     """
-    spacing = options.spacing or model.spacing or (10.0, 10.0)
-    if options.spacing and model.spacing and not np.allclose(options.spacing, model.spacing):
-        raise ValueError(
-            f"--spacing: got {options.spacing}, but {options.model} has the spacing "
-            f"{model.spacing}. Leave the option out."
-        )
+    spacing = spacing_of(options, model)
     own = model.acquisition
-    size = model.shape[0] * spacing[0], model.shape[1] * spacing[1]
-    fast, slow = float(np.max(p_velocity(fields))), slowest_velocity(fields)
-    stable = stable_step(limiting_velocity(fields), spacing)
+    size = tuple(n * h for n, h in zip(model.shape, spacing, strict=True))
+    speeds = speeds_of(fields) if speeds is None else speeds
+    fast, slow, limiting = speeds
+    stable = stable_step(limiting, spacing)
     dt = options.dt or (own.dt if own else stable)
     peak = options.frequency or slow / (_CELLS * max(spacing))
     steps = options.steps
@@ -157,13 +203,13 @@ def experiment_of(options: WaveOptions, model: ModelFile, fields: Fields) -> Exp
         if own:
             steps = math.ceil(own.steps * own.dt / dt - 1e-9)
     has_file_sources = options.survey is None and options.depth is None
-    sources, receivers = _positions(options, own, spacing, model.shape)
+    sources, receivers = survey_positions(options, own, spacing, model.shape)
     wavelets, file = ricker(peak, steps, dt)[None, None, :], None
     if options.wavelet is not None:
         wavelets, file = read_wavelets(options.wavelet, steps), options.wavelet
     elif own and own.wavelets is not None and has_file_sources and options.frequency is None:
         wavelets, file = _resample(own, steps, dt), options.model
-        wavelets = wavelets[_select(options.shots, len(wavelets), "--shots")]
+        wavelets = wavelets[select_evenly(options.shots, len(wavelets), "--shots")]
     if len(wavelets) not in (1, len(sources)) or wavelets.shape[1] not in (1, sources.shape[1]):
         raise ValueError(
             f"{file}: got wavelets of {wavelets.shape[0]} shots and {wavelets.shape[1]} sources, "
@@ -179,77 +225,17 @@ def experiment_of(options: WaveOptions, model: ModelFile, fields: Fields) -> Exp
             origin = origin if options.survey is None else "--survey"
             raise ValueError(
                 f"{origin}: {name} {k} of shot {shot} at {tuple(points[shot, k].tolist())} m lies "
-                f"outside the model of {size[0]:g} m x {size[1]:g} m. Move it into the model."
+                f"outside the model of {' x '.join(f'{length:g} m' for length in size)}. Move it "
+                "into the model."
             )
     if file is not None:
         if not np.any(wavelets):
             raise ValueError(f"{file}: the wavelets are all zero. Check the file.")
         spectrum = np.abs(np.fft.rfft(wavelets, 8 * steps)).sum(axis=(0, 1))
         peak = max(1, int(np.argmax(spectrum))) / (8 * steps * dt)
-    return Experiment(fields, spacing, dt, sources, receivers, wavelets, peak, file is None)
-
-
-def _positions(
-    options: WaveOptions,
-    own: Acquisition | None,
-    spacing: tuple[float, float],
-    shape: tuple[int, int],
-) -> tuple[Float[np.ndarray, "shots sources 2"], Float[np.ndarray, "some receivers 2"]]:
-    """Return sources and receivers: those of --survey, else the file's, else evenly spaced ones."""
-    if options.survey is not None:
-        sources, receivers = _read_survey(options.survey)
-    elif own is not None and options.depth is None:
-        sources, receivers = own.sources, own.receivers
-    else:
-        width, depth = shape[0] * spacing[0], options.depth or 2.5 * spacing[1]
-        count = options.shots or 4
-        x = width * (np.linspace(0.1, 0.9, count) if count > 1 else np.array([0.5]))
-        sources = np.stack([x, np.full(count, depth)], axis=1)[:, None, :]
-        count = options.receivers or shape[0]
-        x = (np.arange(count) + 0.5) * width / count
-        receivers = np.stack([x, np.full(count, depth)], axis=1)[None]
-    shots = _select(options.shots, len(sources), "--shots")
-    receivers = receivers if len(receivers) == 1 else receivers[shots]
-    return sources[shots], receivers[
-        :, _select(options.receivers, receivers.shape[1], "--receivers")
-    ]
-
-
-def _select(count: int | None, available: int, option: str) -> np.ndarray:
-    """Return the indices of `count` evenly spaced elements (None: all) of those available."""
-    if count is None or count >= available:
-        if count is not None and count > available:
-            raise ValueError(f"{option}: expected at most {available} of the file, got {count}.")
-        return np.arange(available)
-    if count == 1:
-        return np.array([available // 2])
-    return np.rint(np.linspace(0, available - 1, count)).astype(int)
-
-
-def _read_survey(
-    path: pathlib.Path,
-) -> tuple[Float[np.ndarray, "shots sources 2"], Float[np.ndarray, "some receivers 2"]]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            sources, receivers = (np.asarray(file[n], float) for n in ("sources", "receivers"))
-    except Exception as error:
-        raise ValueError(
-            f"--survey: {path} cannot be read as .npz with sources and receivers: {error}"
-        ) from error
-    sources = sources[:, None, :] if sources.ndim == 2 else sources
-    receivers = receivers[None] if receivers.ndim == 2 else receivers
-    for name, points in (("sources", sources), ("receivers", receivers)):
-        if points.ndim != 3 or points.shape[-1] != 2 or not np.all(np.isfinite(points)):
-            raise ValueError(
-                f"--survey: {path}: expected finite coordinates, sources (shots, 2) and receivers "
-                f"(k, 2) or (shots, k, 2), got {name} of shape {points.shape}."
-            )
-    if len(receivers) not in (1, len(sources)):
-        raise ValueError(
-            f"--survey: {path}: expected receivers of 1 shot or of all {len(sources)}, got those "
-            f"of {len(receivers)}."
-        )
-    return sources, receivers
+    return Experiment(
+        fields, spacing, dt, sources, receivers, wavelets, peak, file is None, model.shape, speeds
+    )
 
 
 def _resample(own: Acquisition, steps: int, dt: float) -> Float[np.ndarray, "shots sources steps"]:
@@ -279,7 +265,13 @@ def limiting_velocity(fields: Fields) -> float:
     return float(np.max(p_velocity(fields)))
 
 
-def stable_step(velocity: float, spacing: tuple[float, float]) -> float:
+def speeds_of(fields: Fields) -> Speeds:
+    """Return the velocities of a model, or of the cells of a volume that a rank holds."""
+    fastest = float(np.max(p_velocity(fields)))
+    return Speeds(fastest, slowest_velocity(fields), limiting_velocity(fields))
+
+
+def stable_step(velocity: float, spacing: tuple[float, ...]) -> float:
     """Return the default time step in s, 0.7 of the largest stable one at order 4."""
     return _STABLE / (velocity * math.hypot(*(1 / h for h in spacing)))
 
@@ -294,7 +286,7 @@ def slowest_velocity(fields: Fields) -> float:
     return float(min(np.min(v[v > 0]) for v in velocities if np.any(v > 0)))
 
 
-def default_model(cells: tuple[int, int]) -> ModelFile:
+def default_model(cells: tuple[int, ...]) -> ModelFile:
     """Return water over four slightly dipping layers of growing velocity with a slow lens."""
     x, y = np.meshgrid(*((np.arange(n) + 0.5) / n for n in cells), indexing="ij")
     depth = y + 0.05 * np.sin(2 * np.pi * x)

@@ -23,6 +23,8 @@ __all__ = [
     "Acquisition",
     "ModelFile",
     "Samples",
+    "check_zarr_size",
+    "checked_field",
     "read_array",
     "read_model",
     "read_samples",
@@ -77,14 +79,13 @@ class ModelFile:
     """
 
     fields: Mapping[str, Float[np.ndarray, "nx ny"]]
-    spacing: tuple[float, float] | None = None
+    spacing: tuple[float, ...] | None = None
     acquisition: Acquisition | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Number of cells along x and y."""
-        nx, ny = next(iter(self.fields.values())).shape
-        return nx, ny
+        return next(iter(self.fields.values())).shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Samples:
     interval: tuple[float, float] | None
 
 
-def read_model(path: pathlib.Path, shape: tuple[int, int] | None = None) -> ModelFile:
+def read_model(path: pathlib.Path, shape: tuple[int, ...] | None = None) -> ModelFile:
     """Read a model and check it (on one rank).
 
     The formats, by the ending of the file's name:
@@ -130,7 +131,8 @@ def read_model(path: pathlib.Path, shape: tuple[int, int] | None = None) -> Mode
     if contents.lines is not None and min(contents.lines) > 1:
         raise ValueError(
             f"{path}: expected a section with one trace for each x, got a volume with "
-            f"{contents.lines[0]} inlines and {contents.lines[1]} crosslines. Extract a section."
+            f"{contents.lines[0]} inlines and {contents.lines[1]} crosslines. Extract a section. "
+            "Volumes: mpigrad run fwi."
         )
     return _model(path, contents.arrays, shape)
 
@@ -253,14 +255,21 @@ def _read_zarr(path: pathlib.Path) -> _Contents:
 
     node = zarr.open(path, mode="r")
     nodes = {"vp": node} if isinstance(node, zarr.Array) else dict(node.arrays())
-    # An array may be larger than its files, because chunks of one value are not written.
+    check_zarr_size(path, nodes)
+    arrays = {name: np.asarray(array[...]) for name, array in nodes.items()}
+    attributes = {n: np.asarray(node.attrs[n], float) for n in _METADATA if n in node.attrs}
+    return _Contents(arrays | attributes)
+
+
+def check_zarr_size(path: pathlib.Path, nodes: Mapping[str, Any]) -> None:
+    """Raise a ValueError if arrays are much larger than their files, as damaged sizes are.
+
+    An array may be larger than its files, because chunks of one value are not written.
+    """
     largest = _LARGEST_ZARR + _SMALLEST_CHUNK * sum(f.stat().st_size for f in path.rglob("*"))
     for name, array in nodes.items():
         if array.nbytes > largest:
             raise ValueError(f"{name} of shape {array.shape} does not fit the size of the files")
-    arrays = {name: np.asarray(array[...]) for name, array in nodes.items()}
-    attributes = {n: np.asarray(node.attrs[n], float) for n in _METADATA if n in node.attrs}
-    return _Contents(arrays | attributes)
 
 
 def _read_segy(path: pathlib.Path) -> _Contents:
@@ -351,26 +360,48 @@ def _checked(
     path: pathlib.Path, name: str, given: NDArray[Any], expected: tuple[int, ...]
 ) -> Float[np.ndarray, "nx ny"]:
     """Return a field in float64, or raise an error if it is not valid."""
-    if given.dtype.kind not in "iuf":
-        raise ValueError(
-            f"{path}: expected real numbers in {name}, got {given.dtype}. Check the file."
-        )
-    field = np.asarray(given, float)
+    field = checked_field(path, name, given)
     if field.ndim != 2 or field.size == 0:
-        raise ValueError(f"{path}: expected {name} of shape (nx, ny), got shape {field.shape}.")
+        hint = "" if field.ndim != 3 else " Save a volume for mpigrad run fwi as .npy or .zarr."
+        raise ValueError(
+            f"{path}: expected {name} of shape (nx, ny), got shape {field.shape}.{hint}"
+        )
     if field.shape != expected:
         raise ValueError(
             f"{path}: expected {' x '.join(map(str, expected))} cells, got {name} of "
             f"{field.shape[0]} x {field.shape[1]} cells."
         )
+    return field
+
+
+def checked_field(
+    path: pathlib.Path, name: str, given: NDArray[Any], corner: tuple[int, ...] | None = None
+) -> Float[np.ndarray, "*cells"]:
+    """Return a field in float64, or raise an error if it has a value that is not valid.
+
+    Parameters
+    ----------
+    corner
+        Index of the first cell, if the field is a part of a larger one.
+    """
+    if given.dtype.kind not in "iuf":
+        raise ValueError(
+            f"{path}: expected real numbers in {name}, got {given.dtype}. Check the file."
+        )
+    field = np.asarray(given, float)
+
+    def cell(place: Any) -> str:
+        first = corner or (0,) * field.ndim
+        return str(tuple(int(i + k) for i, k in zip(place, first, strict=True)))
+
     if not np.all(np.isfinite(field)):
-        i, j = np.argwhere(~np.isfinite(field))[0]
-        raise ValueError(f"{path}: {name} is {field[i, j]} in cell ({i}, {j}). Check the file.")
+        place = tuple(np.argwhere(~np.isfinite(field))[0])
+        raise ValueError(f"{path}: {name} is {field[place]} in cell {cell(place)}. Check the file.")
     may_be_zero = name in _MAY_BE_ZERO
     if np.any(field < 0 if may_be_zero else field <= 0):
-        i, j = np.unravel_index(np.argmin(field), field.shape)
+        place = np.unravel_index(np.argmin(field), field.shape)
         raise ValueError(
-            f"{path}: {name} is {field[i, j]:g} in cell ({i}, {j}), but it must "
+            f"{path}: {name} is {field[place]:g} in cell {cell(place)}, but it must "
             f"{'not be negative' if may_be_zero else 'be positive'}. Check the file."
         )
     return field

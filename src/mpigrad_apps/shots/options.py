@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from typing import Literal
+from typing import ClassVar, Literal
 
 __all__ = ["KernelOptions", "WaveOptions"]
 
@@ -24,12 +24,14 @@ class KernelOptions:
 class WaveOptions:
     """A model of the ground and the shots at it."""
 
+    volumes: ClassVar[bool] = False  # whether the command takes models with three axes
+
     model: pathlib.Path | None = None
     """Model file: .npy, .npz, .mat, SEG-Y or .zarr. Default: layers with a slow lens."""
-    cells: tuple[int, int] = (120, 60)
-    """Number of cells along x and y (downwards), if there is no model file."""
-    spacing: tuple[float, float] | None = None
-    """Size of a cell along x and y in m. Default: the model file's, or 10 10."""
+    cells: tuple[int, ...] = (120, 60)
+    """Number of cells along each axis, the last one downwards, if there is no model file."""
+    spacing: tuple[float, ...] | None = None
+    """Size of a cell along each axis in m. Default: the model file's, or 10."""
     dt: float | None = None
     """Time step in s. Default: the file's, or 0.7 of the largest stable one."""
     steps: int | None = None
@@ -46,8 +48,8 @@ class WaveOptions:
     """Depth of sources and receivers in m. Default: the file's, or two cells."""
     survey: pathlib.Path | None = None
     """An .npz file of positions in m: sources (shots, 2) and receivers (k, 2)."""
-    pml: int = 20
-    """Number of cells of the absorbing layer on each side, outside of the model."""
+    pml: int | None = None
+    """Cells of the absorbing layer on each side, outside of the model. Default: 20, volumes 10."""
     precision: Literal["float32", "float64"] = "float32"
     """Precision of the waves. Parameters and misfits are float64."""
     method: Literal["native", "xla"] | None = None
@@ -57,17 +59,18 @@ class WaveOptions:
     groups: int = 1
     """Number of groups of ranks that share the shots. The ranks of a group divide the model."""
 
-    @property
-    def kernels(self) -> KernelOptions:
-        """The options of the kernels."""
-        return KernelOptions(self.pml, self.precision, self.method, self.threads)
+    def kernels(self, axes: int) -> KernelOptions:
+        """Return the options of the kernels for a model with this number of axes."""
+        pml = (20 if axes == 2 else 10) if self.pml is None else self.pml
+        return KernelOptions(pml, self.precision, self.method, self.threads)
 
     def check(self) -> None:
         """Raise a ValueError for the first option that is not valid."""
+        self._check_axes()
         if min(self.cells) < 8:
             raise ValueError(
                 "--cells: expected at least 8 along each axis, got "
-                f"{self.cells[0]} x {self.cells[1]}."
+                f"{' x '.join(map(str, self.cells))}."
             )
         if self.spacing is not None:
             for length in self.spacing:
@@ -79,10 +82,21 @@ class WaveOptions:
             count = getattr(self, option)
             if count is not None and count < 1:
                 raise ValueError(f"--{option}: expected at least 1, got {count}.")
-        if self.pml < 0:
+        if self.pml is not None and self.pml < 0:
             raise ValueError(f"--pml: expected 0 or more cells, got {self.pml}.")
         for option in ("model", "wavelet", "survey"):
             exists(f"--{option}", getattr(self, option))
+
+    def _check_axes(self) -> None:
+        """Raise a ValueError if the number of cells or lengths is not that of possible axes."""
+        expected = "two or three" if self.volumes else "two"
+        for option, given in (("--cells", self.cells), ("--spacing", self.spacing)):
+            if given is None or len(given) == 2 or (len(given) == 3 and self.volumes):
+                continue
+            hint = "" if self.volumes or len(given) != 3 else " Volumes: mpigrad run fwi."
+            raise ValueError(
+                f"{option}: expected {expected} numbers, one for each axis, got {len(given)}.{hint}"
+            )
 
 
 def _positive(option: str, value: float) -> None:

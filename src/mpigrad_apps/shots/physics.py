@@ -63,7 +63,7 @@ class Physics(abc.ABC):
     @abc.abstractmethod
     def propagate(
         self,
-        fields: Mapping[str, Float[Array, "lx ly"]],
+        fields: Mapping[str, Float[Array, "*tile"]],
         wavelets: Float[Array, "some sources steps"],
         survey: Survey,
         state: Any = None,
@@ -75,13 +75,13 @@ class Physics(abc.ABC):
         """
 
     @abc.abstractmethod
-    def wavefields(self, state: Any) -> dict[str, Float[Array, "lx ly"]]:
+    def wavefields(self, state: Any) -> dict[str, Float[Array, "*tile"]]:
         """Return this rank's tiles of the first shot's fields that snapshots show."""
 
     @abc.abstractmethod
-    def limiting_velocity(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Float[Array, ""]:
+    def limiting_velocity(self, fields: Mapping[str, Float[Array, "*tile"]]) -> Float[Array, ""]:
         """Return the velocity of this rank's tiles that limits the time step, m/s (collective)."""
 
     @abc.abstractmethod
-    def is_valid(self, fields: Mapping[str, Float[Array, "lx ly"]]) -> Bool[Array, ""]:
+    def is_valid(self, fields: Mapping[str, Float[Array, "*tile"]]) -> Bool[Array, ""]:
         """Return whether this rank's tiles are a valid material in the precision of the waves."""

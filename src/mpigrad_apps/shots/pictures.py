@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from mpigrad_apps.report import Panel
 
-__all__ = ["animate", "gather_panel", "section"]
+__all__ = ["animate", "clip_of", "gather_panel", "receiver_line", "section"]
 
 _UNITS = {"vp": "m/s", "vs": "m/s", "rho": "kg/m³", "lambda": "Pa", "mu": "Pa"}
 _MAX_PIXELS = 600  # along an axis
@@ -20,14 +20,16 @@ _MAX_PIXELS = 600  # along an axis
 def section(
     title: str,
     values: Float[np.ndarray, "nx ny"],
-    size: tuple[float, float],
+    size: tuple[float, ...],
     limits: tuple[float, float] | None = None,
     diverging: bool = False,
     quantity: str | None = None,
+    labels: tuple[str, str] = ("x (km)", "depth (km)"),
 ) -> Panel:
     """Return a panel of a section of the ground, depth downwards. `size` is in m.
 
-    `quantity` is the label of the colour bar. Default: the field that the title ends with.
+    `quantity` is the label of the colour bar. Default: the field that the title ends with. A
+    section whose second axis is not the depth is drawn as a map.
     """
     thin = math.ceil(max(values.shape) / _MAX_PIXELS)
     name = title.rsplit(maxsplit=1)[-1]
@@ -40,17 +42,30 @@ def section(
         limits,
         (0.0, size[0] / 1e3, 0.0, size[1] / 1e3),
         diverging,
-        ("x (km)", "depth (km)"),
-        downwards=True,
+        labels,
+        downwards=labels[1].startswith("depth"),
         quantity=quantity,
     )
+
+
+def receiver_line(
+    receivers: Float[np.ndarray, "receivers axes"], source: Float[np.ndarray, " axes"]
+) -> np.ndarray:
+    """Return the indices of the receivers to draw: in volumes those on the line next to a source.
+
+    The line runs along x.
+    """
+    if receivers.shape[1] == 2:
+        return np.arange(len(receivers))
+    away = np.abs(receivers[:, 1] - source[1])
+    return np.flatnonzero(away <= away.min() * (1 + 1e-9))
 
 
 def gather_panel(
     title: str,
     gather: Float[np.ndarray, "receivers steps"],
     dt: float,
-    receivers: Float[np.ndarray, "receivers 2"],
+    receivers: Float[np.ndarray, "receivers axes"],
     quantity: str,
     scale: float | None = None,
 ) -> Panel:
@@ -62,6 +77,7 @@ def gather_panel(
         scale = clip_of(gather)
     thin = math.ceil(gather.shape[1] / _MAX_PIXELS)
     axis = int(np.argmax(np.ptp(receivers, axis=0)))
+    names = ("x", "depth") if receivers.shape[1] == 2 else ("x", "y", "depth")
     place = receivers[:, axis]
     # Pixels of equal width, each with the nearest receiver.
     pixels = np.linspace(place.min(), place.max(), len(place))
@@ -73,7 +89,7 @@ def gather_panel(
         (-scale, scale),
         (pixels[0] - half, pixels[-1] + half, 0.0, gather.shape[1] * dt),
         True,
-        (f"{('x', 'depth')[axis]} of the receiver (m)", "time (s)"),
+        (f"{names[axis]} of the receiver (m)", "time (s)"),
         downwards=True,
         stretched=True,
         quantity=quantity,
@@ -90,7 +106,7 @@ def animate(
     background: Float[np.ndarray, "nx ny"],
     frames: Sequence[Float[np.ndarray, "nx ny"]],
     times: Sequence[float],
-    size: tuple[float, float],
+    size: tuple[float, ...],
     quantity: str,
 ) -> None:
     """Write a GIF of a wavefield over its model with one frame for each time (on one rank)."""

@@ -8,13 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mpigrad_apps.shots.experiment import (
-    Experiment,
-    limiting_velocity,
-    p_velocity,
-    slowest_velocity,
-    stable_step,
-)
+from mpigrad_apps.shots.experiment import Experiment, stable_step
 
 __all__ = ["warn_of_units"]
 
@@ -32,7 +26,7 @@ def warn_of_units(experiment: Experiment) -> None:
 
 
 def _doubts(whole: Experiment) -> Iterator[str]:
-    fastest = float(np.max(p_velocity(whole.fields)))
+    fastest = whole.speeds.fastest
     low, high = _VELOCITIES
     if fastest < low:
         yield (
@@ -55,21 +49,21 @@ def _doubts(whole: Experiment) -> Iterator[str]:
             f"a cell is {cells[0]:.4g} m long, and the model {whole.size[0]:.4g} m. Give the "
             "spacing in m."
         )
-    stable = stable_step(limiting_velocity(whole.fields), whole.spacing)
+    stable = stable_step(whole.speeds.limiting, whole.spacing)
     if whole.dt * _SMALL_STEP < stable:
         yield (
             f"the time step of {whole.dt:.4g} s is {stable / whole.dt:.0f} times smaller than the "
             f"default. Give dt in s, velocities in m/s (here up to {fastest:.4g} m/s) and the "
             f"spacing in m (here {whole.spacing[0]:.4g} m)."
         )
-    wave, cell = slowest_velocity(whole.fields) / whole.peak, max(whole.spacing)
+    wave, cell = whole.speeds.slowest / whole.peak, max(whole.spacing)
     if wave < _WAVELENGTH[0] * cell or wave > _WAVELENGTH[1] * math.hypot(*whole.size):
         yield (
             f"at the peak frequency of {whole.peak:.4g} Hz the shortest wave is {wave:.4g} m long, "
             f"a cell {cell:.4g} m, and the model {whole.size[0]:.4g} m. Give the frequency in Hz, "
             "and the times of a wavelet in s."
         )
-    points = np.concatenate([whole.sources.reshape(-1, 2), whole.receivers.reshape(-1, 2)])
+    points = np.concatenate([p.reshape(-1, p.shape[-1]) for p in (whole.sources, whole.receivers)])
     extent = float(np.max(np.ptp(points, axis=0)))
     if len(np.unique(points, axis=0)) > 2 and extent < min(whole.spacing):
         yield (

@@ -19,6 +19,7 @@ SURVEY = Survey(
     np.array([[[15.0, 18.0, 11.0], [74.2, 61.5, 70.0]]]),
 )
 SPEED = 2000.0
+_OTHER_LAYERS = pytest.mark.full("thousands of steps with another order or other layers")
 
 
 def model(comm, dims=None, **settings):
@@ -76,7 +77,7 @@ def everything(acoustic):
     return recording.gathers, wavelets, dv, fields(recording.state), fields(ds)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(2, 4)
 @pytest.mark.parametrize(("order", "axis"), [(4, None), (4, 0), (2, 1), (4, 2)])
 def test_ranks_agree_with_one_rank(comm, alone, order, axis):
     """Tiles cut along each axis, and as `Grid` chooses. Layers can be thicker than tiles."""
@@ -92,7 +93,7 @@ def test_ranks_agree_with_one_rank(comm, alone, order, axis):
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(1, 3)
 @pytest.mark.parametrize(("order", "axis", "settings"), [
     (4, None, {}), (4, 0, {"checkpoints": 3}), (2, 1, {"checkpoints": "all"}),
     (4, 2, {"checkpoints": 4, "memory": 1}), (4, None, {"threads": 2}),
@@ -105,6 +106,38 @@ def test_kernels_agree_with_the_jax_program(comm, order, axis, settings):
     for value, other in zip(values, expected, strict=True):
         scale = comm.mpi.allreduce(np.max(np.abs(other)), op=MPI.MAX)
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize(("shape", "pml", "order", "axis", "settings"), [
+    ((17, 15, 30), ((2, 1), (3, 0), (1, 2)), 4, 0, {}),
+    ((17, 19, 26), ((2, 3), (0, 1), (0, 0)), 2, 1, {"threads": 2}),
+    ((19, 18, 40), ((4, 5), (0, 4), (6, 4)), 8, 2, {"memory": 1}),
+    ((12, 14, 16), 0, 4, None, {}),  # everything is inside
+    ((9, 8, 10), 3, 4, None, {}),  # nothing is
+])  # fmt: skip
+def test_boundary_saving(comm, shape, pml, order, axis, settings):
+    """The gradient is that of the whole history up to rounding, for tiles cut along each axis."""
+    draw = np.random.default_rng(6)
+    dims = None if axis is None else tuple(comm.size if a == axis else 1 for a in range(3))
+    grid = Grid(shape, SPACING, comm, dims)
+    tile = jnp.asarray(draw.uniform(1500, 2500, shape)[grid.slices])
+    wavelets = jnp.asarray(draw.standard_normal((2, 2, 25)))
+    places = draw.uniform(0.1, 0.9, (2, 4, 3)) * shape * SPACING  # inside, and outside of it
+    survey = Survey(places[:, :2], places[:, 2:])
+    found = []
+    for more in ({"checkpoints": "all"}, {"checkpoints": "boundary", **settings}):
+        acoustic = Acoustic(grid, 1.2e-3, 25, order=order, pml=pml, **more)
+
+        def loss(velocity, wavelets, acoustic=acoustic):
+            share, state = acoustic.propagate(velocity, wavelets, survey, gathers="share")
+            return jnp.sum(share**2) + jnp.sum(state.field**2)
+
+        found.append(mpigrad.jit(mpigrad.grad(loss, (0, 1), comm=comm))(tile, wavelets))
+    for value, other in zip(*found, strict=True):
+        scale = comm.mpi.allreduce(np.max(np.abs(other)), op=MPI.MAX)
+        assert scale > 0
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-11 * scale)
 
 
 @pytest.mark.ranks(1, 2)
@@ -251,7 +284,9 @@ def test_layers_absorb(comm):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize(("order", "width"), [(2, 2), (4, 1), (4, 3), (4, 8), (8, 4)])
+@pytest.mark.parametrize(("order", "width"), [
+    (4, 3), *(pytest.param(*case, marks=_OTHER_LAYERS) for case in [(2, 2), (4, 1), (4, 8), (8, 4)])
+])  # fmt: skip
 def test_the_largest_step_is_stable_for_long(comm, order, width):
     shape = (10, 9, 8)
     velocity = np.random.default_rng(2).uniform(1500, 3000, shape)
@@ -264,7 +299,7 @@ def test_the_largest_step_is_stable_for_long(comm, order, width):
     assert np.max(np.abs(u[:, -500:])) < 1e-2 * np.max(np.abs(u))
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(1, 3)
 def test_bad_models_are_refused_before_the_first_step(comm):
     acoustic, wavelets = model(comm), np.ones((1, 1, STEPS))
     tile = np.full(acoustic.grid.local_shape, SPEED)
@@ -277,7 +312,7 @@ def test_bad_models_are_refused_before_the_first_step(comm):
         jax.block_until_ready(acoustic.propagate(3 * tile, wavelets, SURVEY).gathers)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(1, 3)
 def test_bad_input_is_refused(comm):
     acoustic, wavelets = model(comm), np.ones((1, 1, STEPS))
     tile = np.full(acoustic.grid.local_shape, SPEED)
@@ -290,7 +325,7 @@ def test_bad_input_is_refused(comm):
     with pytest.raises(ValueError, match="sources with 3 coordinates and receivers with 2"):
         Survey(inside, inside[..., :2])
     with pytest.raises(ValueError, match='checkpoints="boundary" needs the native kernels'):
-        model(comm, checkpoints="boundary")
+        model(comm, checkpoints="boundary", method="xla")
     grid = acoustic.grid
     with pytest.raises(ValueError, match=r"\(\(x0, x1\), \(y0, y1\), \(z0, z1\)\), got"):
         Acoustic(grid, 1e-3, 2, pml=((1, 1), (1, 1)))

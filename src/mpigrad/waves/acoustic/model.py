@@ -22,6 +22,7 @@ from mpigrad.waves.acoustic.layer_filter import layer_filter
 from mpigrad.waves.acoustic.scheme import Scheme
 from mpigrad.waves.acoustic.state import State, at_rest
 from mpigrad.waves.checkpoints import Checkpoints, checkpoint_code
+from mpigrad.waves.history import Memory, history_of
 from mpigrad.waves.interpolation import point_table
 from mpigrad.waves.primitive import propagate
 from mpigrad.waves.run_agreement import require_same_run
@@ -78,9 +79,9 @@ class Acoustic:
         respect to the model is that of one fixed scheme.
     checkpoints
         The part of the forward run that is stored for a gradient. "all": all fields. k: one state
-        every k steps. None: as much as fits into `memory`. "boundary", on two axes only: the
-        layers, and the cells next to them, of every step. The waves inside are then run backwards,
-        which gives the same values up to rounding. With `method="xla"` all fields are stored in any
+        every k steps. None: as much as fits into `memory`. "boundary": the layers, and the
+        cells next to them, of every step. The waves inside are then run backwards, which gives the
+        same values up to rounding. With `method="xla"` all fields are stored in any
         case.
     threads
         Number of threads on each rank. Default: 1.
@@ -89,7 +90,8 @@ class Acoustic:
         "native" if JAX computes on CPUs.
     memory
         Largest number of bytes that each rank stores of forward runs for their gradients. Default:
-        half of the free memory of its host, divided by the number of ranks there.
+        half of the free memory of its host, divided by the number of ranks there. Or a `History`,
+        which can store it in 16 bits or in files.
 
     Raises
     ------
@@ -127,7 +129,7 @@ class Acoustic:
     checkpoints: Checkpoints = None
     threads: int | None = None
     method: Literal["native", "xla"] | None = None
-    memory: int | None = None
+    memory: Memory = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pml", widths_of(self.pml, self.grid.ndim))
@@ -313,5 +315,5 @@ def _scheme(model: Acoustic, survey: Survey) -> Scheme:
         receivers,
         checkpoint_code(model.checkpoints),
         model.threads or 1,
-        model.memory,
+        history_of(model.memory),
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.acoustic.state import memory_size
+from mpigrad.waves.history import History
 from mpigrad.waves.interpolation import PointTable
 from mpigrad.waves.native_run import AcousticSettings, Run, RunSettings, native_axes
 from mpigrad.waves.run_agreement import fingerprint
@@ -48,7 +49,7 @@ class Scheme:
     receivers: PointTable
     checkpoints: int
     threads: int
-    memory: int | None
+    history: History
 
     @property
     def reach(self) -> int:
@@ -71,6 +72,7 @@ class Scheme:
         grid = self.tile.grid
         common = (grid.shape, grid.spacing, grid.dims, self.tile.pml, self.dt, self.steps)
         own = (self.order, self.absorbs, self.checkpoints, self.survey.digest())
+        own = (*own, self.history.form)
         return fingerprint((common, own))
 
     @functools.cached_property
@@ -86,7 +88,7 @@ class Scheme:
                 shots=self.shots,
                 threads=self.threads,
                 checkpoints=self.checkpoints,
-                memory=self.memory,
+                history=self.history,
                 fingerprint=self.fingerprint,
                 dt=self.dt,
             ),

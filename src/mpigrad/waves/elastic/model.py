@@ -40,6 +40,7 @@ from mpigrad.waves.elastic.state import (
     to_native,
 )
 from mpigrad.waves.elastic.validity import largest_step, require_factors, require_stable
+from mpigrad.waves.history import Memory, history_of
 from mpigrad.waves.primitive import propagate
 from mpigrad.waves.relaxation import Relaxation
 from mpigrad.waves.run_agreement import require_same_run
@@ -117,7 +118,8 @@ class Elastic:
         kernels have the case.
     memory
         Largest number of bytes that each rank stores of forward runs for their gradients. Default:
-        half of the free memory of its host, divided by the number of ranks there.
+        half of the free memory of its host, divided by the number of ranks there. Or a `History`,
+        which can store it in 16 bits or in files.
     free_surface
         A side without traction: "x0" and "x1" are the sides before the first and behind the last
         cell along x, and so on. The surface is the side of the grid, and has no layer. Default: no
@@ -168,7 +170,7 @@ class Elastic:
     checkpoints: Checkpoints = None
     threads: int | None = None
     method: Literal["native", "xla"] | None = None
-    memory: int | None = None
+    memory: Memory = None
     free_surface: Side | None = None
     relaxation: Relaxation | None = None
     reference: float | None = None
@@ -404,7 +406,7 @@ def make_scheme(model: Elastic, survey: Survey) -> Scheme:
         receivers,
         checkpoint_code(model.checkpoints),
         model.threads or 1,
-        model.memory,
+        history_of(model.memory),
         surface,
         model.relaxation,
         model._reference,

@@ -13,6 +13,7 @@ from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.elastic.absorbing import Layer
 from mpigrad.waves.elastic.free_surface import Surface, stagger_of
 from mpigrad.waves.elastic.state import state_shapes
+from mpigrad.waves.history import History
 from mpigrad.waves.interpolation import PointTable, point_table
 from mpigrad.waves.native_run import ElasticSettings, Run, RunSettings
 from mpigrad.waves.relaxation import Relaxation
@@ -104,7 +105,7 @@ class Scheme:
     receiver_tables: tuple[PointTable, ...]
     checkpoints: int
     threads: int
-    memory: int | None
+    history: History
     surface: Surface | None
     relaxation: Relaxation | None
     reference: float
@@ -115,7 +116,7 @@ class Scheme:
         grid = self.tile.grid
         common = (grid.shape, grid.spacing, grid.dims, self.tile.pml, self.dt, self.steps)
         own = (self.absorbs, self.source, self.components, self.checkpoints, self.survey.digest())
-        own = (*own, self.surface, self.relaxation, self.reference)
+        own = (*own, self.surface, self.relaxation, self.reference, self.history.form)
         return fingerprint((common, own))
 
     @functools.cached_property
@@ -131,7 +132,7 @@ class Scheme:
                 shots=survey.n_shots,
                 threads=self.threads,
                 checkpoints=self.checkpoints,
-                memory=self.memory,
+                history=self.history,
                 fingerprint=self.fingerprint,
                 dt=self.dt,
             ),

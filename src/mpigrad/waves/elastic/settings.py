@@ -9,6 +9,7 @@ from mpigrad.waves import arguments
 from mpigrad.waves.checkpoints import check_checkpoints
 from mpigrad.waves.elastic.free_surface import CELLS, surface_of
 from mpigrad.waves.elastic.scheme import REACH, SOURCES, components_of
+from mpigrad.waves.history import check_history
 
 __all__ = ["check_settings", "has_kernels"]
 
@@ -41,6 +42,7 @@ def check_settings(model: Any) -> None:
                 f"relaxation={model.relaxation}. Leave `method` out."
             )
         check_checkpoints(model.checkpoints, "Elastic", native=False)
+        check_history(model.memory, model.checkpoints, "Elastic", native=False)
     _check_reference(model)
     surface = surface_of(model.free_surface, axes)
     if surface and model.grid.smallest_tile[surface.axis] < CELLS:

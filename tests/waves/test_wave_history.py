@@ -1,0 +1,306 @@
+"""Histories of waves in 16 bits, and in files."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import shlex
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpigrad
+from launching import PROGRAMS, command, run
+from mpigrad.communicator import Communicator
+from mpigrad.grid import Grid
+from mpigrad.waves import Acoustic, Elastic, History, Survey, ricker
+from mpigrad.waves.elastic.model import make_scheme
+from mpigrad.waves.primitive import propagate
+
+KINDS = ("acoustic", "volume", "elastic")
+STEPS = 70  # more than between two checks of files
+SHOTS = 2
+# Bounds of the gradients' relative error (docs/acoustic.md). Buoyancies are correlated with
+# differences of the velocities of two steps, which makes their error larger.
+BOUNDS = {"bfloat16": 2e-3, "float16": 3e-4}
+ELASTIC = 5
+
+
+def case(comm: Communicator, kind: str, dtype: Any = np.float32, **settings: Any) -> Any:
+    """Return a loss of a model, and this rank's arrays of the model."""
+    shape = (20, 18, 16) if kind == "volume" else (36, 30)
+    grid = Grid(shape, (10.0,) * len(shape), comm)
+    extent = 10.0 * np.array(shape)
+    survey = Survey(
+        np.array([0.3, 0.55])[:, None, None] * extent,
+        np.array([[[0.65], [0.8]]]) * extent * np.ones(2)[:, None, None],
+    )
+    common = {"dt": 1.5e-3, "steps": STEPS, "pml": 6, **settings}
+    wavelet = np.array(ricker(15.0, STEPS, 1.5e-3), dtype)[None, None]
+    random = np.random.default_rng(comm.rank)
+    if kind != "elastic":
+        acoustic = Acoustic(grid, **common)
+        velocity = (2000 + 100 * random.standard_normal(grid.local_shape)).astype(dtype)
+        return lambda v: _sum(acoustic.propagate(v, wavelet, survey, gathers="share").gathers), (
+            velocity,
+        )
+    # The native run by itself: programs that average the model take long to compile.
+    elastic = Elastic(grid, frequency=15.0, source="force_x", **common)
+    scheme = make_scheme(elastic, survey)
+    amplitudes = 1e6 * np.broadcast_to(wavelet, (SHOTS, 1, STEPS)).astype(dtype)
+    media = tuple(
+        (value * random.uniform(0.9, 1.1, scheme.tile.shape)).astype(dtype)
+        for value in (5.6e9, 2.4e9, 2.4e9, 5e-4, 5e-4)  # K, mu, mu at corners, 1/rho between cells
+    )
+    return lambda *m: _sum(1e9 * propagate(scheme.native, m, amplitudes, None)[0]), media
+
+
+def _sum(gathers: Any) -> Any:
+    return jnp.sum(gathers**2)
+
+
+def gradient(comm: Communicator, kind: str, **settings: Any) -> list[np.ndarray]:
+    loss, models = case(comm, kind, **settings)
+    slopes = mpigrad.jit(mpigrad.grad(loss, argnums=tuple(range(len(models)))))(*models)
+    return [np.asarray(slope) for slope in slopes]
+
+
+@functools.cache
+def exact(comm: Communicator, kind: str) -> list[np.ndarray]:
+    """Return the gradient with the whole history in memory."""
+    return gradient(comm, kind, checkpoints="all")
+
+
+def equal(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def errors(comm: Communicator, got: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    """Return the relative error of a gradient, and 1 minus the cosine of both."""
+    a, b = got.astype(float), expected.astype(float)
+    products = np.array([np.sum((a - b) ** 2), np.sum(a * a), np.sum(b * b), np.sum(a * b)])
+    apart, aa, bb, ab = comm.mpi.allreduce(products)
+    return float(np.sqrt(apart / bb)), float(1 - ab / np.sqrt(aa * bb))
+
+
+def files(directory: str) -> list[str]:
+    """Return paths through /proc to the open files of histories that were made in a directory."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{number}"
+        name = os.readlink(path) if os.path.islink(path) else ""
+        if name.startswith(f"{directory}/mpigrad-history"):
+            assert name.endswith("(deleted)")
+            found.append(path)
+    return found
+
+
+@pytest.fixture
+def scratch(comm: Communicator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = comm.mpi.bcast(str(tmp_path_factory.mktemp("scratch")))
+    yield directory
+    comm.mpi.Barrier()
+    assert os.listdir(directory) == []  # nothing is left
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_the_error_of_gradients_from_16_bits(comm: Communicator, kind: str, precision: Any) -> None:
+    got = gradient(comm, kind, memory=History(precision=precision))
+    for slope, expected in zip(got, exact(comm, kind), strict=True):
+        apart, turned = errors(comm, slope, expected)
+        bound = BOUNDS[precision] * (ELASTIC if kind == "elastic" else 1)
+        assert 1e-5 < apart < bound
+        assert turned < bound**2
+
+
+@pytest.mark.parametrize("settings", [{"checkpoints": 9}, {"memory": 1}, {"threads": 2}])
+def test_16_bits_of_steps_that_are_computed_again(comm: Communicator, settings: Any) -> None:
+    """They are converted in any case, so the gradient has the same bits."""
+    expected = gradient(comm, "acoustic", memory=History(precision="float16"))
+    memory = History(settings.pop("memory", None), "float16")
+    assert equal(gradient(comm, "acoustic", memory=memory, **settings), expected)
+
+
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("acoustic", {}), ("acoustic", {"checkpoints": 9}), ("acoustic", {"threads": 2}),
+    ("volume", {}), ("elastic", {}), ("elastic", {"checkpoints": 9}),
+])  # fmt: skip
+def test_files_give_the_same_bits_as_memory(
+    comm: Communicator, kind: str, settings: Any, scratch: str
+) -> None:
+    got = gradient(comm, kind, memory=History(directory=scratch), **settings)
+    assert equal(got, exact(comm, kind))
+
+
+@pytest.mark.parametrize("kind", ["volume", "elastic"])
+def test_16_bits_in_files(comm: Communicator, kind: str, scratch: str) -> None:
+    got = gradient(comm, kind, memory=History(precision="float16", directory=scratch))
+    assert equal(got, gradient(comm, kind, memory=History(precision="float16")))
+
+
+@pytest.mark.parametrize("checkpoints", [None, 9])
+def test_gradients_after_the_file_was_given_away(
+    comm: Communicator, checkpoints: int | None, scratch: str
+) -> None:
+    """A pull-back that is called twice, and after another run has taken its file."""
+    loss, models = case(
+        comm, "acoustic", memory=History(directory=scratch), checkpoints=checkpoints
+    )
+    _, first = mpigrad.vjp(loss, *models)
+    _, second = mpigrad.vjp(loss, *models)
+    assert len(files(scratch)) == 2
+    one = jnp.float32(1)
+    assert equal(first(one), exact(comm, "acoustic"))
+    assert equal(first(one), exact(comm, "acoustic"))
+    mpigrad.vjp(loss, *models)
+    assert equal(first(one), exact(comm, "acoustic"))
+    assert equal(second(one), exact(comm, "acoustic"))
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_stored_bytes(comm: Communicator, dtype: Any, scratch: str) -> None:
+    """They are the values of a run in full precision, rounded to the nearest, to even in ties."""
+    stored: dict[str | None, np.ndarray] = {}
+    for precision in (None, "bfloat16", "float16"):
+        memory: Any = History(precision=precision, directory=scratch)
+        gradient(comm, "acoustic", dtype=dtype, memory=memory)  # the file before it is given back
+        (path,) = files(scratch)
+        stored[precision] = np.fromfile(path, np.uint8).reshape(SHOTS * STEPS, -1)
+    rows, columns, page = 48, 64, 4096  # with layers and margins. Items are whole pages
+    size = rows * columns
+    pages = [items.shape[1] // page for items in stored.values()]
+    assert pages == [size * np.dtype(dtype).itemsize // page, 2, 2]
+    values = stored[None].view(dtype)
+    assert np.count_nonzero(values) > 0.5 * SHOTS * STEPS * size
+    rounded = values.astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
+    narrow = stored["bfloat16"][:, : 2 * size].copy().view(np.uint16)
+    normal = np.abs(values) >= 2.0**-126  # XLA's threads flush others to zero
+    assert np.count_nonzero(normal) > 0.5 * np.count_nonzero(values)
+    np.testing.assert_array_equal(narrow[normal], rounded[normal])
+
+    items, blocks = stored["float16"], size // 256
+    scales = items[:, : 2 * blocks].copy().view(np.int16)
+    scaled = np.ldexp(values.reshape(len(values), blocks, 256), scales[:, :, None])
+    largest = np.max(np.abs(scaled), axis=2)
+    # In float32 the largest scale is 2^126.
+    assert np.all((largest == 0) | (largest < 2**15) & ((largest >= 2**14) | (scales == 126)))
+    halves = items[:, 64 : 64 + 2 * size].copy().view(np.uint16)
+    rounded = scaled.astype(np.float32).astype(np.float16).view(np.uint16)
+    np.testing.assert_array_equal(halves, rounded.reshape(len(values), size))
+
+
+def flip(path: str) -> None:
+    """Change one bit in the middle of a file."""
+    with open(path, "r+b") as file:
+        file.seek(os.path.getsize(path) // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+
+
+def cut(path: str) -> None:
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+@pytest.mark.parametrize(("damage", "checkpoints", "text"), [
+    (flip, None, "was damaged: the checksum of an item differs"),
+    (cut, 9, "the file is too short"),
+])  # fmt: skip
+def test_a_damaged_file(
+    comm: Communicator, scratch: str, damage: Any, checkpoints: int | None, text: str
+) -> None:
+    """The file of one rank, and all ranks get the error."""
+    memory = History(directory=scratch)
+    gradient(comm, "volume", memory=memory)  # one file is open then
+    loss, models = case(comm, "volume", memory=memory, checkpoints=checkpoints)
+    _, pull_back = mpigrad.vjp(loss, *models)
+    if comm.rank == comm.size - 1:
+        for path in files(scratch):
+            damage(path)
+    with pytest.raises(Exception, match=f"rank {comm.size - 1} .*{text}") as raised:
+        pull_back(jnp.float32(1))
+    assert f"'{scratch}'" in str(raised.value)
+    assert equal(gradient(comm, "volume", memory=memory), exact(comm, "volume"))
+
+
+def test_a_write_that_fails(comm: Communicator, scratch: str) -> None:
+    memory = History(directory=scratch)
+    expected = gradient(comm, "acoustic", memory=memory)  # its file is used again, as it is
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if comm.rank == comm.size - 1:
+        size = os.path.getsize(*files(scratch)) // 2
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        with pytest.raises(Exception, match="cannot write a history to a file in") as raised:
+            gradient(comm, "acoustic", memory=memory)
+        assert f"rank {comm.size - 1} " in str(raised.value)
+        # Now a new file is needed, whose space is not there.
+        with pytest.raises(
+            Exception, match=f"rank {comm.size - 1} needs .* bytes.* in '{scratch}'"
+        ):
+            gradient(comm, "volume", memory=memory)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert equal(gradient(comm, "acoustic", memory=memory), expected)
+
+
+def test_directories_that_cannot_be_used(comm: Communicator, scratch: str) -> None:
+    """On one rank only, and all ranks get the error before the first step."""
+    missing = f"{scratch}/none" if comm.rank == comm.size - 1 else scratch
+    with pytest.raises(Exception, match=f"rank {comm.size - 1} cannot create a file in") as raised:
+        gradient(comm, "elastic", memory=History(directory=missing))
+    assert f"'{scratch}/none': No such file or directory" in str(raised.value)
+    with pytest.raises(Exception, match="'/proc': "):
+        gradient(comm, "elastic", memory=History(directory="/proc"))
+
+
+@pytest.mark.launcher
+def test_a_full_disk() -> None:
+    """All ranks refuse a run before its first step, and a smaller one succeeds."""
+    program = PROGRAMS / "wave_history.py"
+    mount = "mount -t tmpfs -o size=6m tmpfs /mnt"
+    alone = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    if subprocess.run([*alone, mount], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system in a namespace of their own")
+    words = shlex.join(command("launch", "-n", 2, program, "/mnt"))
+    done = run([*alone, f"{mount} && exec {words}"])
+    assert done.returncode == 0, done.stderr + done.stdout
+    for rank in range(2):
+        assert f"rank {rank}: refused, then equal, nothing left" in done.stdout
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_histories(comm: Communicator) -> None:
+    memory = History(precision="float16" if comm.rank else None)
+    with pytest.raises(Exception, match="not the same on all ranks"):
+        gradient(comm, "acoustic", memory=memory)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("make", "text"), [
+    (lambda _: History(precision="float8"), "precision"),  # type: ignore[arg-type]
+    (lambda _: History(memory=-1), "at least 0 bytes"),
+    (lambda _: History(memory=1, directory="/tmp"), "Give one of both"),
+    (lambda c: case(c, "acoustic", memory=History(directory="."), method="xla"), "native kernels"),
+    (lambda c: case(c, "elastic", memory=History(precision="float16"), free_surface="y0"),
+     "native kernels"),
+    (lambda c: case(c, "acoustic", memory=History(precision="float16"), checkpoints="boundary"),
+     "does not go with"),
+])  # fmt: skip
+def test_rejects_invalid_histories(comm: Communicator, make: Any, text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=text):  # types are checked in tests
+        make(comm)
+
+
+@pytest.mark.ranks(1)
+def test_a_number_is_a_history(comm: Communicator) -> None:
+    for memory in (10_000, History(10_000)):
+        assert equal(gradient(comm, "acoustic", memory=memory), exact(comm, "acoustic"))
