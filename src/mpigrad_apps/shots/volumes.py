@@ -248,8 +248,8 @@ def _describe_segy(path: pathlib.Path, name: str) -> Volume | None:
             what = f"inline {lines.inlines[i]}, crossline {lines.crosslines[k]} has none"
         raise ValueError(
             f"{path}: expected one trace for each pair of {shape[0]} inlines and {shape[1]} "
-            f"crosslines, got {lines.n_traces} traces: {what}. Check the trace headers (bytes 189 and "
-            "193), or interpolate the model onto a regular grid."
+            f"crosslines, got {lines.n_traces} traces: {what}. Check the trace headers "
+            "(bytes 189 and 193), or interpolate the model onto a regular grid."
         )
     return SegyVolume(path, shape, None, lines)
 
