@@ -44,7 +44,7 @@ class Layout(abc.ABC):
 
     @property
     def divided(self) -> bool:
-        """Whether no rank holds the whole model."""
+        """True if no rank holds the whole model."""
         return self.sharded is not None
 
     def part(self, field: Any, window: Window) -> Any:

@@ -49,7 +49,7 @@ class ShotGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this group has the first shot. It writes the files of the model."""
+        """True if this group has the first shot. It writes the files of the model."""
         return 0 in self.shots
 
     def summary(self, command: str, n_shots: int) -> str:
