@@ -83,9 +83,10 @@ waves = native_library(waves_library())
 steps, nx, ny = 40, 12, 20
 integer, data = ctypes.c_int64, ctypes.c_void_p
 sides = [-1, 1, -1, -1, -1, -1] if rank == 0 else [0, -1, -1, -1, -1, -1]
+directory = address([0], np.uint8)  # an empty text: no files
 description = struct.pack(
-    "26q5d3qq",
-    *(2, 280, 0, 0, nx, ny, 1, *[0] * 6, *sides, 2, steps, 1, 1, -1, 1 << 28, 7),
+    "28q5d3qq",
+    *(3, 296, 0, 0, nx, ny, 1, *[0] * 6, *sides, 2, steps, 1, 1, -1, 1 << 28, 0, directory, 7),
     *(1e-3, 10.0, 10.0, 1.0, 6.0, 0, 1, 0, 0),
 )
 run = integer()

@@ -340,7 +340,7 @@ def test_bad_input_is_refused(comm):
             at["state"]._replace(memory_z=at["state"].memory_z[:, :4]),
         )  # fmt: skip
     for settings, message in (
-        ({"method": "native", "free_surface": "z0"}, "native kernels have no free surface"),
+        ({"method": "native", "free_surface": "z0", "pml": 1}, "have no free surface"),
         ({"checkpoints": "boundary"}, 'checkpoints="boundary" needs the native kernels'),
         ({"pml": ((1, 1), (1, 1))}, "z0, z1"),
     ):
