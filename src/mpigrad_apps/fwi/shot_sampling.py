@@ -74,7 +74,7 @@ def _encoded(part: Experiment, signs: np.ndarray) -> Experiment:
     wavelets = np.broadcast_to(part.wavelets, (shots, sources, part.steps))
     return dataclasses.replace(
         part,
-        sources=part.sources.reshape(1, shots * sources, 2),
+        sources=part.sources.reshape(1, shots * sources, -1),
         receivers=part.receivers[:1],
         wavelets=(signs[:, None, None] * wavelets).reshape(1, shots * sources, part.steps),
     )
