@@ -16,6 +16,7 @@ from mpigrad.waves.elastic import Elastic, State, Survey, lame, reference
 from mpigrad.waves.elastic.media import effective_media
 from mpigrad.waves.elastic.model import make_scheme
 from mpigrad.waves.elastic.state import at_rest
+from mpigrad.waves.history import History
 
 VP, VS, RHO = 2500.0, 1400.0, 2100.0
 
@@ -319,6 +320,24 @@ def test_the_largest_time_step_is_stable_next_to_air(comm):
         assert low < elastic.largest_time_step(*model) / largest < 1
 
 
+@pytest.mark.ranks(2)
+def test_a_history_of_16_bits_has_nearly_the_gradient(comm):
+    """With a force, which changes the history of the step before for a moment."""
+    slopes = []
+    for memory in (None, History(precision="float16")):
+        elastic = case.model(comm, source="force_z", checkpoints="all", memory=memory)
+        at = case.part(elastic)
+
+        def energy(mu, elastic=elastic, at=at):
+            run = elastic.propagate(at["lam"], mu, at["rho"], at["wavelets"], case.SURVEY)
+            return jnp.sum(run.gathers**2)
+
+        slopes.append(mpigrad.jit(mpigrad.grad(energy, loss="replicated"))(at["mu"]))
+    exact, near = slopes
+    error = jnp.linalg.norm((near - exact).ravel()) / jnp.linalg.norm(exact.ravel())
+    assert 0 < error < 5e-3
+
+
 @pytest.mark.thin(3)
 def test_bad_input_is_refused(comm):
     elastic = case.model(comm)
@@ -343,6 +362,7 @@ def test_bad_input_is_refused(comm):
         ({"method": "native", "free_surface": "z0", "pml": 1}, "have no free surface"),
         ({"checkpoints": "boundary"}, 'checkpoints="boundary" needs the native kernels'),
         ({"pml": ((1, 1), (1, 1))}, "z0, z1"),
+        ({"memory": History(directory=".")}, "elastic waves on three axes cannot do"),
     ):
         with pytest.raises(ValueError, match=message):
             case.model(comm, **settings)

@@ -119,7 +119,7 @@ class Elastic:
     memory
         Largest number of bytes that each rank stores of forward runs for their gradients. Default:
         half of the free memory of its host, divided by the number of ranks there. Or a `History`,
-        which can store it in 16 bits or in files.
+        which can store it in 16 bits, or on two axes in files.
     free_surface
         A side without traction: "x0" and "x1" are the sides before the first and behind the last
         cell along x, and so on. The surface is the side of the grid, and has no layer. Default: no
