@@ -175,7 +175,8 @@ def _table(model: Model, net: Interconnect) -> None:
         f"### {net.name}\n\n| gradient | ranks | s (fast to slow) | computing | messages: latency "
         "| bandwidth | collectives: latency | operands |\n|---|---|---|---|---|---|---|---|"
     )
-    for figure in FIGURES + VOLUMES:
+    measured = {row["problem"] for row in model.times}
+    for figure in (f for f in FIGURES + VOLUMES if f.problem in measured):
         for ranks in (64, 4096):
             found = model.at(figure, "gradient", ranks, net)
             parts = found["model"]
