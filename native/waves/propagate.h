@@ -341,15 +341,17 @@ class Propagation {
   // receivers, and reads at the sources.
   int advance(Wave& wave, Mode mode, const History& history, int64_t shot, int64_t n, int64_t count,
               const Values<T>& values, const Values<T>* reads = nullptr) {
-    for (int64_t done = 0; count > 0;) {
+    for (int64_t done = 0, stored = n; count > 0;) {
       // Threads wait for each other after each box. A pass of two steps has many boxes, and each wait
       // is long if other work uses one of the cores.
       const int64_t depth = setup_.threads > 1 ? 1 : std::min(P::kDepth, count);
       if (int code = advance_together(wave, mode, history, shot, n, depth, values, reads))
         return code;
-      for (int64_t step = 0; step < depth && mode == Mode::kSave; ++step) history.put(n + step);
       n += mode == Mode::kAdjoint ? -depth : depth;
       count -= depth;
+      // If it is the present state, the next step may change it for a moment (forces on velocities).
+      const int64_t end = P::kHistoryIsState && count > 0 ? n - 1 : n;
+      for (; mode == Mode::kSave && stored < end; ++stored) history.put(stored);
       const int64_t before = done;
       done += depth;
       if (history.archive && before / kStepsBetweenChecks != done / kStepsBetweenChecks)

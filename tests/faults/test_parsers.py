@@ -24,8 +24,8 @@ from mpigrad.checkpoint import Store, manifest
 from mpigrad.launch.hostfile import read_hosts
 from mpigrad_apps.poisson.observations import _read_and_check
 from mpigrad_apps.population import read_patients
-from mpigrad_apps.shots.experiment import _read_survey
 from mpigrad_apps.shots.model_files import read_model, read_samples, read_wavelets
+from mpigrad_apps.shots.positions import _read_survey
 
 ALL = os.environ.get("MPIGRAD_ALL_TESTS") == "1"
 pytestmark = [pytest.mark.ranks(1), pytest.mark.timeout(600)]
@@ -102,7 +102,7 @@ READERS: dict[str, list[Callable[[pathlib.Path], Any]]] = {
     "m.mat": MODELS,
     "m.sgy": MODELS,
     "data.npz": [lambda path: _read_and_check(path, (4, 4))],
-    "survey.npz": [_read_survey],
+    "survey.npz": [lambda path: _read_survey(path, 2)],
 }
 
 

@@ -31,7 +31,6 @@ class History:
         rank's host. A rank's file exists without a name, so nothing is left in the directory
         however the run ends. The space of a run is reserved before its first step, and each item
         has a checksum. The file stays open until another run is stored, or the process ends.
-        Elastic waves on three axes have no files.
 
     Raises
     ------

@@ -362,7 +362,6 @@ def test_bad_input_is_refused(comm):
         ({"method": "native", "free_surface": "z0", "pml": 1}, "have no free surface"),
         ({"checkpoints": "boundary"}, 'checkpoints="boundary" needs the native kernels'),
         ({"pml": ((1, 1), (1, 1))}, "z0, z1"),
-        ({"memory": History(directory=".")}, "elastic waves on three axes cannot do"),
     ):
         with pytest.raises(ValueError, match=message):
             case.model(comm, **settings)

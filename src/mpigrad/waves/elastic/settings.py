@@ -9,7 +9,7 @@ from mpigrad.waves import arguments
 from mpigrad.waves.checkpoints import check_checkpoints
 from mpigrad.waves.elastic.free_surface import CELLS, surface_of
 from mpigrad.waves.elastic.scheme import REACH, SOURCES, components_of
-from mpigrad.waves.history import check_history, history_of
+from mpigrad.waves.history import check_history
 
 __all__ = ["check_settings", "has_kernels"]
 
@@ -43,13 +43,6 @@ def check_settings(model: Any) -> None:
             )
         check_checkpoints(model.checkpoints, "Elastic", native=False)
         check_history(model.memory, model.checkpoints, "Elastic", native=False)
-    if axes == 3 and history_of(model.memory).directory is not None:
-        # A force changes the stored velocities of the step before for a moment, while they are
-        # written.
-        raise ValueError(
-            f"Elastic: memory={model.memory} stores histories in files, which elastic waves on "
-            "three axes cannot do. Leave the directory out, and give precision or checkpoints."
-        )
     _check_reference(model)
     surface = surface_of(model.free_surface, axes)
     if surface and model.grid.smallest_tile[surface.axis] < CELLS:
