@@ -12,6 +12,7 @@
 #pragma once
 
 #include "waves/acoustic_model.h"
+#include "waves/caches.h"
 #include "waves/layer_field.h"
 #include "waves/propagate.h"
 #include "waves/registers.h"

@@ -661,6 +661,9 @@ class Elastic3d {
     // Outside of the layers b is zero, and so is what is written to the row of zeros.
     f.next = to[axis][k] + place(0);
     f.b = profile.b()[a];
+    const int64_t next_row = layers_[axis].next_row();
+    prefetch(r, {f.memory[2] + next_row});
+    if (L != Layers::kRead && f.next != f.memory[2]) prefetch(r, {f.next + next_row});
     return f;
   }
 
@@ -675,7 +678,8 @@ class Elastic3d {
     const int64_t left = std::clamp(columns.left_end(), r.j0, r.j1);
     const int64_t right = std::clamp(tile_.ny - columns.right_end(), left, r.j1);
     const auto end = [&](int64_t j0, int64_t j1, int64_t place) {
-      const elastic3d::EndLayers<T> layers{from[2][k] + place, profile.a(L), profile.b(), to[2][k] + place};
+      const elastic3d::EndLayers<T> layers{from[2][k] + place, profile.a(L), profile.b(), to[2][k] + place,
+                                           columns.next_row()};
       elastic3d::slope_at_end<L, kAhead>(field, j0, j1, near, far, dt, layers, add);
     };
     if (r.j0 < left) end(r.j0, left, columns.left(r.i, r.m));

@@ -100,6 +100,7 @@ template <class T>
 struct EndLayers {
   const T *memory, *a, *b;
   T* next;
+  int64_t next_row;  // cells between the memories of two rows
 };
 
 // The difference of value(n), n steps further, half a step further (kAhead) or half a step back.
@@ -137,6 +138,9 @@ MPIGRAD_INLINE void slope_at_end(const F& field, int64_t j0, int64_t j1, T near,
   const T *memory = r.memory, *a = r.a, *b = r.b;
   T* next = r.next;
   in_registers(j0, j1, [&](int64_t begin, auto count) __attribute__((always_inline)) {
+    // Loads of memories are most of the time at ends that were not fetched before.
+    __builtin_prefetch(memory + begin + r.next_row);
+    if (L != Layers::kRead && next != memory) __builtin_prefetch(next + begin + r.next_row, 1);
 #pragma omp simd
     for (int64_t j = begin; j < begin + count; ++j) {
       if constexpr (L == Layers::kRead) {

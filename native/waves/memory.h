@@ -7,8 +7,6 @@
 #include <new>
 #include <utility>
 
-#include <unistd.h>
-
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif
@@ -110,18 +108,6 @@ inline void end_streams() {
 #ifdef __SSE2__
   _mm_sfence();
 #endif
-}
-
-// Bytes of the cache of one core: the second level as the system says it, or 1 MiB if it does not.
-inline int64_t core_cache() {
-  static const int64_t bytes = [] {
-    long found = 0;
-#ifdef _SC_LEVEL2_CACHE_SIZE
-    found = sysconf(_SC_LEVEL2_CACHE_SIZE);
-#endif
-    return found > 0 ? int64_t{found} : int64_t{1} << 20;
-  }();
-  return bytes;
 }
 
 // A field on a tile with its margin. Converts to the pointer to cell (0, 0).

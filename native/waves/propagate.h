@@ -34,6 +34,7 @@
 #include <string>
 
 #include "waves/archive.h"
+#include "waves/caches.h"
 #include "waves/exchange.h"
 #include "waves/history.h"
 
@@ -456,11 +457,11 @@ class Propagation {
   };
 
   // Cells of the middle axis in a block of two steps: what both read around their rows fills a third of
-  // the core's cache.
+  // the cache. On 180^3 cells, blocks for the third level took 15 % less time than those for the second.
   int64_t middle_at_once() const {
     const int64_t planes = 10 * tile_.reach;
     const int64_t row = planes * tile_.stride * static_cast<int64_t>(sizeof(T));
-    return std::max<int64_t>(16, core_cache() / 3 / row);
+    return std::max<int64_t>(16, std::max(core_cache(), cache_share()) / 3 / row);
   }
   // Rows of two steps use a quarter of the core's cache: the rest is for what the stencil reads
   // around them, and the history passes through. On 1040 columns 4 rows took 3 % more time than 16.
