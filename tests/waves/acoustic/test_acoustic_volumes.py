@@ -146,7 +146,7 @@ def test_boundary_saving(comm, shape, pml, order, axis, settings):
     ((24, 26, 40), ((3, 2), (0, 4), (5, 3)), 40, 4),
     ((20, 18, 40), ((4, 5), (0, 4), (6, 4)), 20, 8),
     # Rows are longer than what is computed at once, and the middle axis has several blocks.
-    ((6, 50, 530), ((2, 1), (3, 0), (1, 2)), 4, 4),
+    ((6, 200, 530), ((2, 1), (3, 0), (1, 2)), 4, 4),
 ])  # fmt: skip
 def test_kernels_agree_on_tiles_larger_than_their_layers(comm, shape, pml, steps, order):
     velocity = np.random.default_rng(4).uniform(1500, 2500, shape)
