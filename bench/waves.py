@@ -21,8 +21,10 @@ Parts:
                 mpigrad
     scaling     acoustic, 1 and 2 ranks by themselves: the same cells, and twice as many; the median
                 of three calls in each turn
+    scaling3d   the same on three axes
     halo        2 ranks with and without their neighbour: the same tiles, kernels and cores, on one
                 grid or on a grid each
+    halo3d      the same on three axes
     similarity  cosine of the gradients of mpigrad and deepwave, on a homogeneous model with an
                 anomaly
 """
@@ -48,9 +50,11 @@ import interleave
 HERE = pathlib.Path(__file__).resolve().parent
 CALLS = 3  # of a program in its turn, where one number of ranks is compared with another
 PARTS = (
-    "stream", "acoustic", "acoustic3d", "elastic", "elastic3d", "scaling", "halo", "similarity",
+    "stream", "acoustic", "acoustic3d", "elastic", "elastic3d", "scaling", "scaling3d", "halo",
+    "halo3d", "similarity",
 )  # fmt: skip
-PML = {2: 20, 3: 10}  # by the number of axes
+PML = {2: 20, 3: 10}  # by the number of axes, as the next one
+POWERS = {2: "²", 3: "³"}
 # Bytes that a step moves for each point at least, in float32. Acoustic: both fields, one of which
 # is replaced, and the velocity; for a gradient also one value written to the history and read
 # again, the same three in the adjoint and the gradient itself, twice. Elastic: five fields that are
@@ -255,7 +259,7 @@ def physics_part(
         entrants += [Entrant("mpigrad 1 rank before", **before)]
         entrants += [Entrant("mpigrad 2 ranks before", ranks=2, **before)]
     steps = bench.options.steps
-    print(f"{physics}, {n}{'²' if axes == 2 else '³'}, {steps} steps")
+    print(f"{physics}, {n}{POWERS[axes]}, {steps} steps")
     programs = bench.start(entrants, physics, (n,) * axes, "--steps", str(steps))
     try:
         seconds = bench.measure(programs, ["forward", "gradient"])
@@ -296,15 +300,16 @@ def physics_part(
         )  # fmt: skip
 
 
-def scaling_part(bench: Bench, n: int) -> None:
+def scaling_part(bench: Bench, n: int, axes: int = 2) -> None:
     """The same cells, and twice as many, on twice the ranks."""
     steps = ["--steps", str(bench.options.steps)]
-    print(f"from 1 to 2 ranks, {n}², and {n}² a rank")
+    cells, other = f"{n}{POWERS[axes]}", (n,) * (axes - 1)
+    print(f"from 1 to 2 ranks, {cells}, and {cells} a rank")
     one = Entrant("mpigrad 1 rank", "mpigrad")
     two = Entrant("mpigrad 2 ranks", "mpigrad", ranks=2)
     twice = Entrant("mpigrad 2 ranks, twice the cells", "mpigrad", ranks=2)
-    programs = bench.start([one, two], "acoustic", (n, n), *steps)
-    programs |= bench.start([twice], "acoustic", (2 * n, n), *steps)
+    programs = bench.start([one, two], "acoustic", (n, *other), *steps)
+    programs |= bench.start([twice], "acoustic", (2 * n, *other), *steps)
     try:
         for command in ("forward", "gradient"):
             seconds = {name: [] for name in programs}
@@ -316,12 +321,15 @@ def scaling_part(bench: Bench, n: int) -> None:
                         seconds[name].append(statistics.median(calls))
             alone, together, larger = seconds.values()
             bench.compare(
-                f"acoustic {command} speed-up from 1 to 2 ranks", together, alone, inverse=True
+                f"acoustic {cells} {command} speed-up from 1 to 2 ranks",
+                together,
+                alone,
+                inverse=True,
             )
             # Tiles at the end of a row have layers on one side less.
-            per_rank = (n + PML[2]) / (n + 2 * PML[2])
+            per_rank = (n + PML[axes]) / (n + 2 * PML[axes])
             bench.compare(
-                f"weak efficiency {command}, per point with layers",
+                f"weak efficiency {cells} {command}, per point with layers",
                 larger, [t * per_rank for t in alone], inverse=True,
             )  # fmt: skip
     finally:
@@ -329,13 +337,14 @@ def scaling_part(bench: Bench, n: int) -> None:
             program.end()
 
 
-def halo_part(bench: Bench, n: int) -> None:
+def halo_part(bench: Bench, n: int, axes: int = 2) -> None:
     """The same tiles with and without a neighbour."""
-    print(f"halo exchange, {n}² cells a rank")
+    cells, aim = f"{n}{POWERS[axes]}", {2: "5 %", 3: "6 %"}[axes]
+    print(f"halo exchange, {cells} cells a rank")
     words = ["--steps", str(bench.options.steps), "--apart"]
     for physics in ("acoustic", "elastic"):
         entrant = [Entrant("mpigrad 2 ranks", "mpigrad", ranks=2)]
-        programs = bench.start(entrant, physics, (2 * n, n), *words)
+        programs = bench.start(entrant, physics, (2 * n, *(n,) * (axes - 1)), *words)
         try:
             for program in programs.values():
                 for command in ("forward", "gradient"):
@@ -348,8 +357,8 @@ def halo_part(bench: Bench, n: int) -> None:
                     together, apart = times.values()
                     shares = [1 - b / a for a, b in zip(together, apart, strict=True)]
                     low, middle, high = quartiles(shares)
-                    title = f"{physics} {command}: share of the halo exchange"
-                    print(f"  {title:56s} {middle:6.1%}  ({low:.1%} to {high:.1%})   aim 5 %")
+                    title = f"{physics} {cells} {command}: share of the halo exchange"
+                    print(f"  {title:56s} {middle:6.1%}  ({low:.1%} to {high:.1%})   aim {aim}")
                     bench.note(title, share=middle, quartiles=[low, high], seconds=times)
         finally:
             for program in programs.values():
@@ -426,6 +435,7 @@ def main() -> None:
     parser.add_argument("--elastic-cells", type=int, default=500, help="per side")
     parser.add_argument("--elastic-volume-cells", type=int, default=120, help="per side")
     parser.add_argument("--rank-cells", type=int, default=500, help="per side and rank, for halo")
+    parser.add_argument("--rank-volume-cells", type=int, default=100, help="the same for halo3d")
     parser.add_argument("--similarity-cells", type=int, default=120, help="per side")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=9)
@@ -443,7 +453,9 @@ def main() -> None:
         "elastic": lambda: physics_part(bench, "elastic", options.elastic_cells, triad),
         "elastic3d": lambda: physics_part(bench, "elastic", options.elastic_volume_cells, triad, 3),
         "scaling": lambda: scaling_part(bench, options.cells),
+        "scaling3d": lambda: scaling_part(bench, options.volume_cells, 3),
         "halo": lambda: halo_part(bench, options.rank_cells),
+        "halo3d": lambda: halo_part(bench, options.rank_volume_cells, 3),
         "similarity": lambda: similarity_part(bench, options.similarity_cells),
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
