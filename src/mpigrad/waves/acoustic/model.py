@@ -159,7 +159,7 @@ class Acoustic:
     def largest_time_step(
         self,
         velocity: Float[Array | np.ndarray, "*tile"],
-        density: Float[Array | np.ndarray, ...] | None = None,
+        density: Float[Array | np.ndarray, "*density"] | None = None,
     ) -> float:
         """Return the largest stable time step for a model, in s (collective).
 
@@ -204,7 +204,7 @@ class Acoustic:
         survey: Survey,
         state: State | None = None,
         gathers: Literal["complete", "share"] = "complete",
-        density: Float[Array | np.ndarray, ...] | None = None,
+        density: Float[Array | np.ndarray, "*density"] | None = None,
     ) -> Recording:
         """Propagate the waves of all shots of a survey (collective).
 

@@ -16,7 +16,8 @@ and psi on the other side of the derivative.
 
 With a density rho, w_xx + phi_x becomes rho times the derivative of (1/rho) w_x + (1/rho) phi.
 1/rho is constant in time, so it commutes with the filter of the layers. They are exact for any
-density before discretisation, and phi and psi do not depend on it.
+density before discretisation, and phi and psi do not depend on it. `buoyancy.py` says how 1/rho is
+discretised.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def propagate(
 
     def step(carry: tuple[jax.Array, ...], s: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         w, u, *phis = carry
-        fluxes = phis if buoyancy is None else [buoyancy.cells * phi for phi in phis]
+        fluxes = phis
+        if buoyancy is not None:
+            fluxes = [b * phi for b, phi in zip(buoyancy.wide, phis, strict=True)]
         padded = exchange_faces(tile, scheme.reach, *((w, flux) for flux in fluxes))
         first = [first_difference(padded[i][1], i, spacing[i], order) for i in range(2)]
         if buoyancy is None:
