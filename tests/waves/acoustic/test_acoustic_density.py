@@ -263,7 +263,7 @@ def test_the_largest_step_is_safe_for_any_contrast(comm, axes, order):
         root = c.ravel() * np.sqrt(rho.ravel())
         values = np.linalg.eigvalsh(-root[:, None] * matrix * root)
         ratio = acoustic.largest_time_step(c, rho) / (2 / np.sqrt(values[-1]))
-            assert values[0] > 0
+        assert values[0] > 0
         assert 0.6 < ratio < 1
     plain = acoustic.largest_time_step(c)
     assert acoustic.largest_time_step(c, np.full(cells, 7.0)) == pytest.approx(plain, rel=1e-12)
@@ -289,7 +289,8 @@ def test_no_wave_grows_in_layers_on_two_axes(comm, order, width):
         cells, memories = np.prod(tile.shape), memory_size(tile)
         n = 2 * cells + memories
         w, u, memory = np.split(np.eye(n), [cells, 2 * cells], axis=1)
-        state = State(*(jnp.asarray(f.reshape(n, *tile.shape)) for f in (w, u)), jnp.asarray(memory))
+        fields = (jnp.asarray(f.reshape(n, *tile.shape)) for f in (w, u))
+        state = State(*fields, jnp.asarray(memory))
         places = np.full((n, 1, 2), 41.0)  # a shot for each value of the state
         last = acoustic.propagate(
             c, np.zeros((1, 1, 1)), Survey(places, places[:1]), state, density=rho
