@@ -89,6 +89,7 @@ def everything(acoustic):
     return recording.gathers, wavelets, dc, drho, fields(recording.state), fields(ds)
 
 
+@pytest.mark.thin(1)
 @BOTH
 def test_a_constant_density_changes_nothing(comm, axes):
     acoustic, survey = model(comm, axes), survey_of(axes)
@@ -131,7 +132,9 @@ def test_the_adjoint_is_the_transpose(comm, axes):
     mpigrad.dot_test(run_of(acoustic), *point(acoustic), comm=comm, rtol=1e-12)
 
 
-@BOTH
+@pytest.mark.parametrize("axes", [
+    2, pytest.param(3, marks=pytest.mark.full("a dot test has three axes, and takes less time"))
+])  # fmt: skip
 def test_taylor_expansion(comm, axes):
     """Of a misfit, in velocity and density at once."""
     acoustic = model(comm, axes)
@@ -320,7 +323,7 @@ def test_the_largest_step_is_stable_for_long_on_three_axes(comm, order, width):
 @pytest.mark.ranks(1)
 def test_layers_absorb_at_a_step_of_density(comm):
     """Waves at all angles, in a model with an interface that goes into the layers."""
-    n, wide, h, steps = 40, 90, 10.0, 180
+    n, wide, h, steps = 40, 50, 10.0, 180
     found = []
     for more in (0, wide):
         cells = n + 2 * more
