@@ -22,7 +22,8 @@ def check_checkpoints(checkpoints: object, name: str, *, native: bool) -> None:
     if checkpoints == "boundary" and not native:
         raise ValueError(
             f'{name}: checkpoints="boundary" needs the native kernels, which run on CPUs: for '
-            "acoustic waves, or for elastic waves on two axes. Otherwise give a number of steps."
+            "acoustic waves of constant density, or for elastic waves on two axes. Otherwise give "
+            "a number of steps."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,17 +13,19 @@ import numpy as np
 from mpi4py import MPI
 
 from mpigrad._shapes import Array, Float
-from mpigrad.collective_errors import raise_on_all_ranks
+from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
+from mpigrad.communicator import Communicator
 from mpigrad.grid.grid import Grid
 from mpigrad.operations import allreduce, require
 from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import WaveTile, damping, widths_of
 from mpigrad.waves.acoustic import reference, reference3d
+from mpigrad.waves.acoustic.buoyancy import Buoyancy, buoyancy_of, limiting_square
 from mpigrad.waves.acoustic.layer_filter import layer_filter
 from mpigrad.waves.acoustic.scheme import Scheme
 from mpigrad.waves.acoustic.state import State, at_rest
-from mpigrad.waves.checkpoints import Checkpoints, checkpoint_code
-from mpigrad.waves.history import Memory, history_of
+from mpigrad.waves.checkpoints import Checkpoints, check_checkpoints, checkpoint_code
+from mpigrad.waves.history import Memory, check_history, history_of
 from mpigrad.waves.interpolation import point_table
 from mpigrad.waves.primitive import propagate
 from mpigrad.waves.run_agreement import require_same_run
@@ -51,6 +54,8 @@ class Recording(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Acoustic:
     """The acoustic wave equation (1/c^2) p_tt - Laplacian(p) = s on a grid with two or three axes.
+
+    With a density rho it is (1/c^2) p_tt - rho div((1/rho) grad p) = s.
 
     Central differences in space, leapfrog in time, and absorbing layers around the grid: the PML of
     Grote and Sim on two axes, a convolutional PML on three. docs/acoustic.md describes the scheme.
@@ -81,13 +86,13 @@ class Acoustic:
         The part of the forward run that is stored for a gradient. "all": all fields. k: one state
         every k steps. None: as much as fits into `memory`. "boundary": the layers, and the
         cells next to them, of every step. The waves inside are then run backwards, which gives the
-        same values up to rounding. With `method="xla"` all fields are stored in any
-        case.
+        same values up to rounding. With `method="xla"`, and with a density, all fields are stored
+        in any case.
     threads
         Number of threads on each rank. Default: 1.
     method
         "native" for the C++ kernels, or "xla" for a JAX program of the same scheme. Default:
-        "native" if JAX computes on CPUs.
+        "native" if JAX computes on CPUs. Runs with a density are JAX programs.
     memory
         Largest number of bytes that each rank stores of forward runs for their gradients. Default:
         half of the free memory of its host, divided by the number of ranks there. Or a `History`,
@@ -151,24 +156,45 @@ class Acoustic:
         """This rank's tile with its absorbing layers."""
         return WaveTile(self.grid, self.pml)
 
-    def largest_time_step(self, velocity: Float[Array | np.ndarray, "*tile"]) -> float:
+    def largest_time_step(
+        self,
+        velocity: Float[Array | np.ndarray, "*tile"],
+        density: Float[Array | np.ndarray, "*density"] | None = None,
+    ) -> float:
         """Return the largest stable time step for a model, in s (collective).
 
-        It does not depend on the absorbing layers.
+        It does not depend on the absorbing layers. With a density it is a safe bound: up to
+        sqrt(2) times smaller if cells are much heavier than their neighbours.
 
         Parameters
         ----------
         velocity
             This rank's tile of the model, in m/s.
+        density
+            This rank's tile of the density, in kg/m3. Default: constant.
 
         Raises
         ------
         ValueError
-            On all ranks: if a velocity is not positive and finite.
+            On all ranks: if a velocity or density is not positive and finite, the shape or dtype
+            of a density is not that of the velocity, or only some ranks give a density.
         """
-        with raise_on_all_ranks(self.grid.comm):
-            _check_values(np.asarray(velocity))
-        fastest = self.grid.comm.mpi.allreduce(float(np.max(velocity)), op=MPI.MAX)
+        comm = self.grid.comm
+        with raise_on_all_ranks(comm):
+            _check_values("velocities", np.asarray(velocity))
+        _check_presence("Acoustic.largest_time_step", density, comm)
+        if density is None:
+            fastest = comm.mpi.allreduce(float(np.max(velocity)), op=MPI.MAX)
+            return wave_equation_limit(self.grid, self.order) / fastest
+        c, rho = jnp.asarray(velocity), jnp.asarray(density)
+        with raise_on_all_ranks(comm):
+            tiles = {"velocity": c, "density": rho}
+            arguments.check_tiles("Acoustic.largest_time_step", self.grid, tiles)
+            _check_values("densities", np.asarray(density))
+        c = jnp.pad(c, self.tile.extension, mode="edge")
+        buoyancy = buoyancy_of(self.tile, self.order, rho)
+        square = float(limiting_square(self.grid, self.order, c, buoyancy))
+        fastest = math.sqrt(comm.mpi.allreduce(square, op=MPI.MAX))
         return wave_equation_limit(self.grid, self.order) / fastest
 
     def propagate(
@@ -178,10 +204,12 @@ class Acoustic:
         survey: Survey,
         state: State | None = None,
         gathers: Literal["complete", "share"] = "complete",
+        density: Float[Array | np.ndarray, "*density"] | None = None,
     ) -> Recording:
         """Propagate the waves of all shots of a survey (collective).
 
-        Differentiable with respect to velocity, wavelets and state, in forward and reverse mode.
+        Differentiable with respect to velocity, density, wavelets and state, in forward and reverse
+        mode.
         Each rank has a copy of the wavelets, so their gradient is the sum over ranks: declare them
         `replicated=`, or `bcast` them.
 
@@ -203,6 +231,10 @@ class Acoustic:
         gathers
             "complete", or "share" for this rank's share without the message that adds the shares.
             A receiver at a cell centre is complete on the rank of the cell, and 0 on other ranks.
+        density
+            This rank's tile of the density in kg/m3, with the shape and dtype of the velocity.
+            Only its ratios matter. Cells of the layers have the density of the nearest cell.
+            Default: constant. With a density the run is a JAX program, as with `method="xla"`.
 
         Returns
         -------
@@ -213,17 +245,45 @@ class Acoustic:
         ------
         ValueError
             On all ranks, before the first step: if a shape or dtype is wrong, a source or receiver
-            lies outside the model, or the survey has another number of axes than the grid.
+            lies outside the model, the survey has another number of axes than the grid, only some
+            ranks give a density, or a setting of the model needs the native kernels and a density
+            is given.
         RuntimeError
-            On all ranks, before the first step: if a velocity is not positive and finite, if `dt`
-            is not stable (the text gives the largest stable one), or if the run is not the same on
-            all ranks.
+            On all ranks, before the first step: if a velocity or density is not positive and
+            finite, if `dt` is not stable (the text gives the largest stable one), or if the run is
+            not the same on all ranks.
+
+        Examples
+        --------
+        >>> import jax.numpy as jnp
+        >>> import numpy as np
+        >>> import mpigrad
+        >>> from mpigrad.grid import Grid
+        >>> from mpigrad.waves import Acoustic, Survey, ricker
+        >>> grid = Grid((40, 30), (10.0, 10.0))
+        >>> model = Acoustic(grid, dt=2e-3, steps=80)
+        >>> survey = Survey(np.array([[[55.0, 55.0]]]), np.array([[[205.0, 55.0]]]))
+        >>> wavelet = jnp.asarray(ricker(15.0, 80, 2e-3), jnp.float32)[None, None]
+        >>> velocity = jnp.full(grid.local_shape, 2000.0, jnp.float32)
+        >>> density = jnp.asarray(1000.0 + 800.0 * (grid.centers()[1] > 150), jnp.float32)
+        >>> def energy(velocity, density):
+        ...     recording = model.propagate(velocity, wavelet, survey, density=density)
+        ...     return jnp.sum(recording.gathers**2)
+        >>> slopes = mpigrad.grad(energy, (0, 1), loss="replicated")(velocity, density)
+        >>> [slope.shape for slope in slopes]
+        [(40, 30), (40, 30)]
         """
         velocity, wavelets = jnp.asarray(velocity), jnp.asarray(wavelets)
+        _check_presence("Acoustic.propagate", density, self.grid.comm)
+        rho = None if density is None else jnp.asarray(density)
         with raise_on_all_ranks(self.grid.comm):
             name = "Acoustic.propagate"
             arguments.check_gathers(name, gathers)
-            arguments.check_tiles(name, self.grid, {"velocity": velocity})
+            tiles = {"velocity": velocity}
+            if rho is not None:
+                _check_settings(name, self)
+                tiles["density"] = rho
+            arguments.check_tiles(name, self.grid, tiles)
             arguments.check_wavelets(name, wavelets, survey, self.steps)
             scheme = _scheme(self, survey)
             if state is not None:
@@ -233,58 +293,85 @@ class Acoustic:
         arguments.warn_of_units(self, scheme.limit / fastest, fastest)
         shape = (survey.n_shots, survey.n_sources, self.steps)
         amplitudes = jnp.broadcast_to(wavelets.astype(velocity.dtype), shape)
-        if arguments.is_native(self.method):
+        if rho is None and arguments.is_native(self.method):
             share, last = propagate(scheme.native, [velocity], amplitudes, state)
             last = State(*last)
         else:
             require_same_run(scheme.fingerprint, velocity.dtype, self.grid.comm)
-            _require_stable(scheme, velocity)
+            buoyancy = None if rho is None else buoyancy_of(scheme.tile, self.order, rho)
+            _require_stable(scheme, velocity, buoyancy)
             if state is None:
                 state = at_rest(scheme.tile, survey.n_shots, velocity.dtype)
             program = reference if self.grid.ndim == 2 else reference3d
-            share, last = program.propagate(scheme, velocity, amplitudes, state)
+            share, last = program.propagate(scheme, velocity, amplitudes, state, buoyancy)
         if gathers == "complete":
             share = allreduce(share, comm=self.grid.comm)
         return Recording(share, last)
 
 
-def _require_stable(scheme: Scheme, velocity: jax.Array) -> None:
+def _require_stable(scheme: Scheme, velocity: jax.Array, buoyancy: Buoyancy | None) -> None:
     """Check the model as native runs do at their start, with the same texts (acoustic.h)."""
     comm = scheme.tile.grid.comm
-    v = jax.lax.stop_gradient(velocity)
-    finite = jnp.isfinite(v)
-    most = allreduce(
-        jnp.stack([jnp.max(-v), jnp.max(v), jnp.any(~finite).astype(v.dtype)]), MPI.MAX, comm
-    )
-    require(
-        most[2] == 0,
-        "the velocity is NaN or infinite in some cells. Look for a division by zero or an overflow "
-        "in the code that computes it.",
-        comm=comm,
-    )
-    require(
-        most[0] < 0,
-        "the velocity must be positive, and its smallest value is {}. Check the model.",
-        -most[0],
-        comm=comm,
-    )
-    limit = scheme.limit / most[1]
+    v, buoyancy = jax.lax.stop_gradient((velocity, buoyancy))
+    fields = {"velocity": v}
+    if buoyancy is not None:
+        fields["density"] = buoyancy.density
+    parts = [jnp.max(v)]
+    for field in fields.values():
+        parts += [jnp.max(-field), jnp.any(~jnp.isfinite(field)).astype(v.dtype)]
+    if buoyancy is not None:
+        extended = jnp.pad(v, scheme.tile.extension, mode="edge")
+        parts.append(limiting_square(scheme.tile.grid, scheme.order, extended, buoyancy))
+    most = allreduce(jnp.stack(parts), MPI.MAX, comm)
+    for i, name in enumerate(fields):
+        require(
+            most[2 + 2 * i] == 0,
+            f"the {name} is NaN or infinite in some cells. Look for a division by zero or an "
+            "overflow in the code that computes it.",
+            comm=comm,
+        )
+        require(
+            most[1 + 2 * i] < 0,
+            f"the {name} must be positive, and its smallest value is {{}}. Check the model.",
+            -most[1 + 2 * i],
+            comm=comm,
+        )
+    fastest = most[0] if buoyancy is None else jnp.sqrt(most[5])
+    limit = scheme.limit / fastest
+    with_density = "" if buoyancy is None else ", with this density"
     require(
         scheme.dt <= limit * (1 + 1e-6),
-        "the time step {} is not stable: the largest stable one is {} for velocities up to {}. Use "
-        "that time step and more steps, or a coarser grid.",
+        "the time step {} is not stable: the largest stable one is {} for velocities up to {}"
+        f"{with_density}. Use that time step and more steps, or a coarser grid.",
         scheme.dt,
         limit,
-        most[1],
+        most[0],
         comm=comm,
     )
 
 
-def _check_values(velocity: np.ndarray) -> None:
-    if not (np.min(velocity) > 0 and np.isfinite(np.max(velocity))):
+def _check_presence(name: str, density: Any, comm: Communicator) -> None:
+    """Raise a ValueError of `name` on all ranks if only some of them have a density."""
+    given = "None" if density is None else "an array"
+    assert_same_on_all_ranks(comm, given, f"{name}: density (an array or None)")
+
+
+def _check_settings(name: str, model: Acoustic) -> None:
+    """Raise a ValueError of `name` if a setting needs the native kernels."""
+    if model.method == "native":
         raise ValueError(
-            "Acoustic.largest_time_step: velocities must be positive and finite, got values from "
-            f"{np.min(velocity)} to {np.max(velocity)}. Check the model."
+            f'{name}: the native kernels have a constant density, but method="native" was given '
+            "with a density. Leave method out."
+        )
+    check_checkpoints(model.checkpoints, name, native=False)
+    check_history(model.memory, model.checkpoints, name, native=False)
+
+
+def _check_values(name: str, values: np.ndarray) -> None:
+    if not (np.min(values) > 0 and np.isfinite(np.max(values))):
+        raise ValueError(
+            f"Acoustic.largest_time_step: {name} must be positive and finite, got values from "
+            f"{np.min(values)} to {np.max(values)}. Check the model."
         )
 
 

@@ -13,6 +13,11 @@ phi and psi are integrated exactly for constant derivatives. This is the layer o
 ("Efficient PML for the wave equation", 2010) for u_tt = c^2 Laplacian(u): with c^2 outside, the
 memories do not depend on the model. The adjoint of a step is the same step with the factors of phi
 and psi on the other side of the derivative.
+
+With a density rho, w_xx + phi_x becomes rho times the derivative of (1/rho) w_x + (1/rho) phi.
+1/rho is constant in time, so it commutes with the filter of the layers. They are exact for any
+density before discretisation, and phi and psi do not depend on it. `buoyancy.py` says how 1/rho is
+discretised.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad._shapes import Array, Float
+from mpigrad.waves.acoustic.buoyancy import Buoyancy, divergence
 from mpigrad.waves.acoustic.differences import first_difference, second_difference
 from mpigrad.waves.acoustic.scheme import Scheme
 from mpigrad.waves.acoustic.state import State, pack, unpack
@@ -37,8 +43,12 @@ def propagate(
     velocity: Float[Array, "*tile"],
     amplitudes: Float[Array, "shots sources steps"],
     state: State,
+    buoyancy: Buoyancy | None = None,
 ) -> tuple[Float[Array, "shots receivers steps"], State]:
-    """Return this rank's share of the gathers (their sum over ranks), and the last state."""
+    """Return this rank's share of the gathers (their sum over ranks), and the last state.
+
+    Without a buoyancy the density is constant.
+    """
     tile, dt, dtype = scheme.tile, scheme.dt, velocity.dtype
     c2 = jnp.pad(velocity, tile.extension, mode="edge") ** 2
     dampings = [
@@ -55,12 +65,23 @@ def propagate(
     inject, _ = point_transfers(scheme, scheme.sources, scheme.survey.n_sources)
     _, record = point_transfers(scheme, scheme.receivers, scheme.survey.n_receivers)
 
+    # Only w is stored for the adjoint run, not its differences.
+    of_fluxes = jax.checkpoint(divergence, static_argnums=(2, 3, 4), prevent_cse=False)
+
     def step(carry: tuple[jax.Array, ...], s: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
         w, u, *phis = carry
-        padded = exchange_faces(tile, scheme.reach, *((w, phi) for phi in phis))
-        second = [second_difference(padded[i][0], i, spacing[i], order) for i in range(2)]
+        fluxes = phis
+        if buoyancy is not None:
+            fluxes = [b * phi for b, phi in zip(buoyancy.wide, phis, strict=True)]
+        padded = exchange_faces(tile, scheme.reach, *((w, flux) for flux in fluxes))
         first = [first_difference(padded[i][1], i, spacing[i], order) for i in range(2)]
-        drive = second[0] + second[1] + first[0] + first[1] + inject(s) / volume
+        if buoyancy is None:
+            second = [second_difference(padded[i][0], i, spacing[i], order) for i in range(2)]
+            drive = second[0] + second[1] + first[0] + first[1]
+        else:
+            second = [of_fluxes(padded[i][0], buoyancy, i, spacing[i], order) for i in range(2)]
+            drive = buoyancy.density * (second[0] + second[1] + first[0] + first[1])
+        drive = drive + inject(s) / volume
         following = ((2 - 2 * (p * q)) * w - before * u + dt**2 * c2 * drive) / after
         phis = [
             keeps[i] * phis[i] + slopes[i] * first_difference(padded[i][0], i, spacing[i], order)

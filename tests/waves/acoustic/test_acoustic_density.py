@@ -1,0 +1,397 @@
+"""Acoustic waves with a variable density, on two and three axes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpigrad
+from mpigrad.grid import Grid
+from mpigrad.waves import Acoustic, History, Survey
+from mpigrad.waves.absorbing import WaveTile
+from mpigrad.waves.acoustic.buoyancy import buoyancy_of, divergence
+from mpigrad.waves.acoustic.state import State, memory_size, pack, unpack
+
+SHAPE, SPACING, LAYERS, STEPS = (9, 8, 10), (10.0, 12.0, 9.0), ((2, 1), (3, 0), (1, 2)), 12
+PLACES = np.array([(31.0, 47.0, 40.5), (12.3, 89.0, 80.0), (15.0, 18.0, 11.0), (74.2, 61.5, 70.0)])
+SPEED = 2000.0
+LIGHT, HEAVY = 1000.0, 2200.0
+_OTHER_LAYERS = pytest.mark.full("another order or other layers, by the same program")
+_OTHER_AXES = pytest.mark.full("tiles cut along the other axes, by the same program")
+BOTH = pytest.mark.parametrize("axes", [2, 3])
+
+
+def survey_of(axes):
+    return Survey(PLACES[:2, None, :axes], PLACES[None, 2:, :axes])
+
+
+def model(comm, axes, dims=None, **settings):
+    grid = Grid(SHAPE[:axes], SPACING[:axes], comm, dims)
+    return Acoustic(grid, 1e-3, STEPS, **{"pml": LAYERS[:axes]} | settings)
+
+
+def whole(axes):
+    """Return arrays of the whole domain: velocity, density, wavelets, fields and cotangents."""
+    draw = np.random.default_rng(3)
+    padded = [n + sum(pair) for n, pair in zip(SHAPE[:axes], LAYERS[:axes], strict=True)]
+    fields = 2 + 2 * (1 if axes == 2 else axes)
+    return (
+        draw.uniform(1500, 2500, SHAPE[:axes]),
+        draw.uniform(800, 2600, SHAPE[:axes]),
+        draw.standard_normal((2, 1, STEPS)),
+        draw.standard_normal((fields, 2, *padded)),
+        draw.standard_normal((2, 2, STEPS)),
+        draw.standard_normal((fields, 2, *padded)),
+    )
+
+
+def cut(tile, field):
+    """Return this rank's part of a field with layers."""
+    begins = [o + before for o, (before, _) in zip(tile.origin, tile.pml, strict=True)]
+    return field[..., *(slice(b, b + n) for b, n in zip(begins, tile.shape, strict=True))]
+
+
+def state_of(tile, fields):
+    w, u, *memories = (jnp.asarray(cut(tile, f)) for f in fields)
+    return State(w, u, pack(tile, *memories))
+
+
+def point(acoustic):
+    """Return this rank's operands: velocity, density, wavelets and state."""
+    velocity, density, wavelets, fields, *_ = whole(acoustic.grid.ndim)
+    c, rho = (jnp.asarray(x[acoustic.grid.slices]) for x in (velocity, density))
+    return c, rho, jnp.asarray(wavelets), state_of(acoustic.tile, fields)
+
+
+def run_of(acoustic):
+    survey = survey_of(acoustic.grid.ndim)
+    return lambda c, rho, w, s: acoustic.propagate(c, w, survey, s, density=rho)
+
+
+def everything(acoustic):
+    """Return results and gradients of this rank."""
+    *_, gather_weights, field_weights = whole(acoustic.grid.ndim)
+    tile, comm, run = acoustic.tile, acoustic.grid.comm, run_of(acoustic)
+    weights = state_of(tile, field_weights)
+
+    def loss(*operands):
+        recording = run(*operands)
+        share = sum(jnp.sum(w * s) for w, s in zip(weights, recording.state, strict=True))
+        if comm.rank == 0:
+            share += jnp.sum(gather_weights * recording.gathers)
+        return share, recording
+
+    program = mpigrad.jit(mpigrad.value_and_grad(loss, (0, 1, 2, 3), has_aux=True, comm=comm))
+    (_, recording), (dc, drho, dw, ds) = program(*point(acoustic))
+    fields = lambda s: jnp.stack([s.field, s.previous, *unpack(tile, s.memory)])
+    wavelets = comm.mpi.allreduce(np.asarray(dw))
+    return recording.gathers, wavelets, dc, drho, fields(recording.state), fields(ds)
+
+
+@pytest.mark.thin(1)
+@BOTH
+def test_a_constant_density_changes_nothing(comm, axes):
+    acoustic, survey = model(comm, axes), survey_of(axes)
+    c, rho, wavelets, state = point(acoustic)
+    constant = jnp.full_like(rho, 1234.5)
+
+    def loss(velocity, density):
+        recording = acoustic.propagate(velocity, wavelets, survey, state, density=density)
+        gathers, last = recording
+        share = sum(jnp.sum(x**2) for x in last) + jnp.sum(gathers**2) / comm.size
+        return share, recording
+
+    run = mpigrad.value_and_grad(loss, has_aux=True, comm=comm)
+    expected, values = run(c, None), run(c, constant)
+    for value, other in zip(*map(jax.tree.leaves, (values, expected)), strict=True):
+        scale = comm.mpi.allreduce(np.max(np.abs(other), initial=0), op=MPI.MAX)
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
+
+
+@pytest.mark.thin(2, 3, 4)
+@pytest.mark.parametrize(("axes", "axis"), [
+    (2, 0), (2, 1), (3, 1), *(pytest.param(3, a, marks=_OTHER_AXES) for a in (0, 2))
+])  # fmt: skip
+def test_ranks_agree_with_one_rank(comm, alone, axes, axis):
+    """Tiles cut along each axis. Layers can be thicker than tiles."""
+    dims = tuple(comm.size if a == axis else 1 for a in range(axes))
+    own, one = model(comm, axes, dims), model(alone, axes)
+    tile, slices = own.tile, own.grid.slices
+    gathers, wavelets, dc, drho, last, first = everything(one)
+    expected = gathers, wavelets, dc[slices], drho[slices], cut(tile, last), cut(tile, first)
+    scales = [np.max(np.abs(x)) for x in (gathers, wavelets, dc, drho, last, first)]
+    for value, other, scale in zip(everything(own), expected, scales, strict=True):
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
+
+
+@pytest.mark.thin(3)
+@BOTH
+def test_the_adjoint_is_the_transpose(comm, axes):
+    acoustic = model(comm, axes)
+    mpigrad.dot_test(run_of(acoustic), *point(acoustic), comm=comm, rtol=1e-12)
+
+
+@pytest.mark.parametrize("axes", [
+    2, pytest.param(3, marks=pytest.mark.full("a dot test has three axes, and takes less time"))
+])  # fmt: skip
+def test_taylor_expansion(comm, axes):
+    """Of a misfit, in velocity and density at once."""
+    acoustic = model(comm, axes)
+    c, rho, wavelets, state = point(acoustic)
+    run, weights = run_of(acoustic), whole(axes)[4]
+
+    def misfit(x):
+        gathers = run(c * x[0], rho * x[1], wavelets, state).gathers
+        return jnp.sum((gathers - weights) ** 2) / comm.size
+
+    x = jnp.ones((2, *c.shape))
+    mpigrad.taylor_test(misfit, x, comm=comm, step=1e-2, halvings=3)
+
+
+@pytest.mark.ranks(1)
+def test_single_precision(comm):
+    acoustic = model(comm, 3)
+    operands = point(acoustic)
+    single = jax.tree.map(lambda x: x.astype(jnp.float32), operands)
+    gathers, expected = (run_of(acoustic)(*x).gathers for x in (single, operands))
+    assert gathers.dtype == jnp.float32
+    np.testing.assert_allclose(gathers, expected, rtol=0, atol=1e-5 * np.max(np.abs(expected)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_reflection_at_a_step_of_density(comm, axis):
+    """The coefficients of a plane wave, with the same velocity on both sides.
+
+    The free sides along the other axis are too far away to be felt at the receivers.
+    """
+    h, cells, wide, steps = 10.0, 160, 160, 120
+    shape = (cells, wide) if axis == 0 else (wide, cells)
+    grid = Grid(shape, (h, h), comm)
+    acoustic = Acoustic(grid, 0.9 * 0.433 * h / SPEED * 1.4, steps, pml=0)
+    tile = acoustic.tile
+    place = np.array(grid.centers()[axis]) * np.ones(tile.shape)
+    face = 100 * h
+    density = jnp.asarray(np.where(place < face, LIGHT, HEAVY))
+    pulse = lambda x: np.exp(-(((x - 60 * h) / (8 * h)) ** 2))  # travels to larger x
+    field, before = (jnp.asarray(pulse(place - SPEED * t))[None] for t in (0, -acoustic.dt))
+    state = State(field, before, jnp.zeros((1, memory_size(tile))))
+    points = np.full((1, 2, 2), wide / 2 * h + h / 2)
+    points[0, :, axis] = 80.5 * h, 120.5 * h
+    survey = Survey(np.full((1, 1, 2), 500.0), points)
+    velocity = jnp.full(tile.shape, SPEED)
+    run = lambda rho: acoustic.propagate(
+        velocity, np.zeros((1, 1, steps)), survey, state, density=rho
+    )
+    (there, beyond), (incident, through) = (
+        np.asarray(run(rho).gathers[0]) for rho in (density, None)
+    )
+    expected = (HEAVY - LIGHT) / (HEAVY + LIGHT)
+    reflected = (there - incident)[np.argmax(np.abs(there - incident))] / incident.max()
+    transmitted = beyond.max() / through.max()
+    assert abs(reflected / expected - 1) < 1e-2
+    assert abs(transmitted / (1 + expected) - 1) < 1e-2
+
+
+@pytest.mark.ranks(3)
+@BOTH
+def test_reciprocity(comm, axes):
+    """p / rho(source) is reciprocal between cell centres: the source is (1/rho) w delta."""
+    shape = (13, 11, 12)[:axes]
+    draw = np.random.default_rng(1)
+    velocity, density = (draw.uniform(a, b, shape) for a, b in ((1500, 2500), (500, 3000)))
+    grid = Grid(shape, (10.0,) * axes, comm)
+    acoustic = Acoustic(grid, 1.2e-3, 90, pml=3)
+    ends = [(5, 5, 6)[:axes], (8, 4, 5)[:axes]]
+    wavelet = jnp.asarray(ricker(np.arange(90) * 1.2e-3, 20.0))[None, None]
+    c, rho = (jnp.asarray(x[grid.slices]) for x in (velocity, density))
+    found = []
+    for source, receiver in (ends, ends[::-1]):
+        places = (np.array([[end]]) * 10.0 + 5.0 for end in (source, receiver))
+        gathers = acoustic.propagate(c, wavelet, Survey(*places), density=rho).gathers
+        found.append(np.asarray(gathers) * density[source])
+    assert np.max(np.abs(found[0])) > 0
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-12 * np.max(np.abs(found[0])))
+
+
+def ricker(t, frequency):
+    a = (np.pi * frequency * (t - 1.2 / frequency)) ** 2
+    return (1 - 2 * a) * np.exp(-a)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("order", [2, 4, 8])
+def test_the_order_for_smooth_densities(comm, order):
+    """Of rho times the derivative of (1/rho) w_x, with half as large cells."""
+    errors = []
+    for cells in (60, 120):
+        h = 1 / cells
+        tile = WaveTile(Grid((cells, 8), (h, h), comm), 0)
+        x = (np.arange(cells) + 0.5)[:, None] * h * np.ones((1, 8))
+        w, slope, bend = np.sin(9 * x), 9 * np.cos(9 * x), -81 * np.sin(9 * x)
+        rho, change = np.exp(np.sin(7 * x)), 7 * np.cos(7 * x)  # log(rho)' of rho
+        buoyancy = buoyancy_of(tile, order, jnp.asarray(rho))
+        padded = jnp.pad(jnp.asarray(w)[None], ((0, 0), (order // 2,) * 2, (0, 0)))
+        value = (buoyancy.density * divergence(padded, buoyancy, 0, h, order))[0]
+        error = np.asarray(value) - (bend - change * slope)
+        errors.append(np.max(np.abs(error[cells // 4 : -cells // 4])))
+    rate = np.log2(errors[0] / errors[1])
+    assert abs(rate - order) < 0.3
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("axes", "order"), [(2, 2), (2, 4), (3, 4), (3, 8)])
+def test_the_largest_step_is_safe_for_any_contrast(comm, axes, order):
+    """Against the eigenvalues of the operator, which must all be positive."""
+    cells = (12, 10) if axes == 2 else (6, 6, 5)
+    acoustic = Acoustic(Grid(cells, SPACING[:axes], comm), 1e-3, 1, order=order, pml=0)
+    tile, draw = acoustic.tile, np.random.default_rng(4)
+    n = tile.grid.n_local
+    basis = jnp.eye(n).reshape(n, *cells)
+    alternating = np.indices(cells).sum(0) % 2
+    step = np.indices(cells)[0] >= 5
+    for rho in (
+        np.ones(cells), np.exp(draw.uniform(0, np.log(1e4), cells)), 1 + 999.0 * alternating,
+        1 + 829.0 * step, 1 + 99.0 * (draw.uniform(size=cells) < 0.1),
+    ):  # fmt: skip
+        c = draw.uniform(1500, 2500, cells) if rho.min() < rho.max() else np.full(cells, SPEED)
+        buoyancy = buoyancy_of(tile, order, jnp.asarray(rho))
+        total = 0.0
+        for axis, h in enumerate(SPACING[:axes]):
+            widths = [(order // 2,) * 2 if i == axis + 1 else (0, 0) for i in range(axes + 1)]
+            total += divergence(jnp.pad(basis, widths), buoyancy, axis, h, order)
+        matrix = np.asarray(total).reshape(n, n)
+        np.testing.assert_allclose(matrix, matrix.T, rtol=0, atol=1e-12 * np.max(np.abs(matrix)))
+        root = c.ravel() * np.sqrt(rho.ravel())
+        values = np.linalg.eigvalsh(-root[:, None] * matrix * root)
+        ratio = acoustic.largest_time_step(c, rho) / (2 / np.sqrt(values[-1]))
+        assert values[0] > 0
+        assert 0.6 < ratio < 1
+    plain = acoustic.largest_time_step(c)
+    assert acoustic.largest_time_step(c, np.full(cells, 7.0)) == pytest.approx(plain, rel=1e-12)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("order", "width"), [
+    (4, 3), *(pytest.param(*case, marks=_OTHER_LAYERS) for case in [(2, 3), (2, 1), (4, 1), (4, 6)])
+])  # fmt: skip
+def test_no_wave_grows_in_layers_on_two_axes(comm, order, width):
+    """The eigenvalues of a step, the largest stable one, for random densities and a step."""
+    shape, draw = (9, 8), np.random.default_rng(5)
+    grid = Grid(shape, SPACING[:2], comm)
+    step = np.where(np.arange(8) < 4, 1.0, 1000.0) * np.ones((9, 1))
+    for rho, c in (
+        (np.exp(draw.uniform(0, np.log(30), shape)), draw.uniform(1500, 3000, shape)),
+        (np.exp(draw.uniform(0, np.log(1.3), shape)), draw.uniform(1500, 3000, shape)),
+        (step, np.full(shape, SPEED)),
+    ):
+        dt = Acoustic(grid, 1e-4, 1, order=order).largest_time_step(c, rho)
+        acoustic = Acoustic(grid, dt, 1, order=order, pml=width)
+        tile = acoustic.tile
+        cells, memories = np.prod(tile.shape), memory_size(tile)
+        n = 2 * cells + memories
+        w, u, memory = np.split(np.eye(n), [cells, 2 * cells], axis=1)
+        fields = (jnp.asarray(f.reshape(n, *tile.shape)) for f in (w, u))
+        state = State(*fields, jnp.asarray(memory))
+        places = np.full((n, 1, 2), 41.0)  # a shot for each value of the state
+        last = acoustic.propagate(
+            c, np.zeros((1, 1, 1)), Survey(places, places[:1]), state, density=rho
+        ).state
+        matrix = np.concatenate([np.asarray(f).reshape(n, -1) for f in last], axis=1)
+        assert np.max(np.abs(np.linalg.eigvals(matrix))) < 1
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("order", "width"), [
+    (4, 3), pytest.param(4, 1, marks=_OTHER_LAYERS), pytest.param(8, 4, marks=_OTHER_LAYERS)
+])  # fmt: skip
+def test_the_largest_step_is_stable_for_long_on_three_axes(comm, order, width):
+    shape, steps, draw = (8, 9, 8), 3000, np.random.default_rng(2)
+    velocity = draw.uniform(1500, 3000, shape)
+    density = np.exp(draw.uniform(0, np.log(1000), shape))
+    grid = Grid(shape, (10.0,) * 3, comm)
+    dt = Acoustic(grid, 1e-4, 1, order=order).largest_time_step(velocity, density)
+    pml = ((width, 0), (width, width), (width, width))
+    acoustic = Acoustic(grid, dt, steps, order=order, pml=pml)
+    survey = Survey(np.full((1, 1, 3), 41.0), np.full((1, 1, 3), 33.0))
+    wavelet = ricker(np.arange(steps) * dt, 25.0)[None, None]
+    u = np.abs(acoustic.propagate(velocity, wavelet, survey, density=density).gathers[0, 0])
+    assert np.max(u[-500:]) < 3e-2 * np.max(u)
+
+
+@pytest.mark.ranks(1)
+def test_layers_absorb_at_a_step_of_density(comm):
+    """Waves at all angles, in a model with an interface that goes into the layers."""
+    n, wide, h, steps = 40, 50, 10.0, 180
+    found = []
+    for more in (0, wide):
+        cells = n + 2 * more
+        grid = Grid((cells, cells), (h, h), comm)
+        acoustic = Acoustic(grid, 2.5e-3, steps)
+        place = np.array([[(10.5, 10.5)]]) + more
+        receivers = np.array([[(10.5, 5.5), (30.5, 10.5), (10.5, 34.5), (34.5, 34.5)]]) + more
+        density = np.where(np.arange(cells) < 22 + more, LIGHT, HEAVY) * np.ones((cells, 1))
+        velocity = np.full((cells, cells), SPEED)
+        survey = Survey(place * h, receivers * h)
+        wavelet = ricker(np.arange(steps) * 2.5e-3, 12.0)[None, None]
+        gathers = acoustic.propagate(velocity, wavelet, survey, density=density).gathers
+        found.append(np.asarray(gathers)[0])
+    near, far = found
+    decibel = 20 * np.log10(np.max(np.abs(near - far), axis=1) / np.max(np.abs(far), axis=1))
+    assert np.all(decibel < -38), decibel
+
+
+@pytest.mark.thin(1, 3)
+@BOTH
+def test_bad_densities_are_refused_before_the_first_step(comm, axes):
+    acoustic = model(comm, axes)
+    c, rho, wavelets, state = point(acoustic)
+    run, last = run_of(acoustic), comm.rank == comm.size - 1
+    corner = (0,) * axes
+    for value, text in (
+        (np.nan, "the density is NaN or infinite in some cells"),
+        (np.inf, "the density is NaN or infinite in some cells"),
+        (0.0, "the density must be positive, and its smallest value is 0"),
+        (-3.0, "the density must be positive, and its smallest value is -3"),
+    ):
+        bad = rho.at[corner].set(value) if last else rho
+        with pytest.raises(RuntimeError, match=text):
+            jax.block_until_ready(run(c, bad, wavelets, state).gathers)
+        with pytest.raises(ValueError, match="densities must be positive and finite"):
+            acoustic.largest_time_step(c, bad)
+    heavy = rho.at[corner].set(1e6) if last else rho
+    limit = acoustic.largest_time_step(c, heavy)
+    assert limit < acoustic.largest_time_step(c)
+    fast = 1.05 * limit / acoustic.dt * c
+    with pytest.raises(RuntimeError, match=r"stable one is .* for velocities up to .* density"):
+        jax.block_until_ready(run(fast, heavy, wavelets, state).gathers)
+
+
+@pytest.mark.thin(1, 3)
+def test_bad_input_is_refused(comm):
+    acoustic = model(comm, 2)
+    operands = c, rho, wavelets, state = point(acoustic)
+    last = comm.rank == comm.size - 1
+    run = run_of(acoustic)
+    with pytest.raises(ValueError, match=r"density has shape \(.*, but that rank's tile has"):
+        run(c, rho[1:] if last else rho, wavelets, state)
+    with pytest.raises(ValueError, match="velocity, density must be float32 or float64, the same"):
+        run(c, rho.astype("float32") if last else rho, wavelets, state)
+    with pytest.raises(ValueError, match="density has shape"):
+        acoustic.largest_time_step(c, rho[:, 1:] if last else rho)
+    if comm.size > 1:
+        for function in (
+            lambda d: run(c, d, wavelets, state), lambda d: acoustic.largest_time_step(c, d)
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=r"density .* must be the same on all ranks, got"):
+                function(None if last else rho)
+    for settings, text in (
+        ({"method": "native"}, 'method="native" was given with a density. Leave method out'),
+        ({"checkpoints": "boundary"}, 'propagate: checkpoints="boundary" needs the native kernels'),
+        ({"memory": History(precision="float16")}, r"propagate: memory=History.* needs the native"),
+    ):
+        other = model(comm, 2, **settings)
+        with pytest.raises(ValueError, match=text):
+            run_of(other)(*operands)
+        run_of(other)(c, None, wavelets, state)
