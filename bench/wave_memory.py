@@ -8,7 +8,7 @@ Each choice is a process of its own (`mpigrad launch`): "all" keeps the history 
 "memory" what fits into BUDGET bytes of each rank, a number k one state every k steps, "boundary"
 the layers and the cells beside them. "bfloat16" and "float16" keep what fits into BUDGET bytes in
 this precision, "file" keeps the history of every step in files of DIR (default: the directory for
-temporary files). Printed are the memory that a gradient has taken at its peak, beside what the
+temporary files), "file-k" one state every k steps. Printed are the memory that a gradient has taken at its peak, beside what the
 forward run takes (the largest of all ranks, by the kernel's count), and the shortest of some runs.
 The case is that of bench/wave_programs.py, float32. The last columns compare the gradients with
 the first choice's: the norm of the difference by its norm, and 1 minus the cosine, each the
@@ -55,7 +55,9 @@ def measure(o: argparse.Namespace) -> None:
     if keep == "memory" or keep.isdigit():
         common["memory"] = int(o.budget)
     place, _, precision = keep.rpartition("-")
-    if keep == "file" or place:
+    if precision.isdigit() and place:  # states in files
+        common |= {"checkpoints": int(precision), "memory": History(directory=o.directory)}
+    elif keep == "file" or place:
         common["memory"] = History(
             precision=precision if place else None,  # type: ignore[arg-type]
             directory=o.directory,
