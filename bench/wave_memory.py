@@ -8,11 +8,11 @@ Each choice is a process of its own (`mpigrad launch`): "all" keeps the history 
 "memory" what fits into BUDGET bytes of each rank, a number k one state every k steps, "boundary"
 the layers and the cells beside them. "bfloat16" and "float16" keep what fits into BUDGET bytes in
 this precision, "file" keeps the history of every step in files of DIR (default: the directory for
-temporary files), "file-k" one state every k steps. Printed are the memory that a gradient has taken at its peak, beside what the
-forward run takes (the largest of all ranks, by the kernel's count), and the shortest of some runs.
-The case is that of bench/wave_programs.py, float32. The last columns compare the gradients with
-the first choice's: the norm of the difference by its norm, and 1 minus the cosine, each the
-largest of all parameters.
+temporary files), "file-k" one state every k steps. Printed are the memory that a gradient has
+taken at its peak, beside what the forward run takes (the largest of all ranks, by the kernel's
+count), and the shortest of some runs. The case is that of bench/wave_programs.py, float32. The last
+columns compare the gradients with the first choice's: the norm of the difference by its norm, and 1
+minus the cosine, each the largest of all parameters.
 """
 
 from __future__ import annotations
