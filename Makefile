@@ -1,9 +1,12 @@
 # Each target does its own set-up, which is quick the second time.
 #   make demo     recover a diffusivity field on 2 ranks and write a report (a minute, after the set-up)
-#   make test     lint, types, and the tests by the rule of tests/conftest.py (a quarter of an hour
-#                 on two cores)
-#   make test-full  every case of every test on 1, 2, 3 and 4 ranks (two hours on two cores;
-#                 OPTIMIZE=1 compiles all programs as users do, which takes several times as long)
+#   make quick    lint, and the tests of what the working tree has changed (a minute and a half;
+#                 BASE=HEAD~1 compares with another commit)
+#   make test     lint, types, and the tests by the rule of tests/tiers.py (a quarter of an hour on
+#                 two cores, with the set-up)
+#   make test-full  every case of every test on 1, 2, 3 and 4 ranks (OPTIMIZE=1 compiles all programs
+#                 as users do, which takes several times as long)
+#   make nightly  all of that, and all that follows: hours (.ci/nightly has the list)
 #   make test-torch   the tests that need PyTorch, which it installs into .venv
 #   make test-files  the tests in which VTK, PyVista, xarray and NetCDF read our files, which it installs
 #                 into build/readers (1 GB)
@@ -40,7 +43,7 @@ BIN := $(VENV)/bin
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 READY := $(VENV)/ready
 
-.PHONY: setup demo test test-full test-faults mutations test-peers test-torch test-files test-sanitizers test-hosts test-jax test-veros wheel test-wheel fuzz test-harness models bench docs docs-links lint style types language clean
+.PHONY: setup demo quick test test-full nightly collect test-faults mutations test-peers test-torch test-files test-sanitizers test-hosts test-jax test-veros wheel test-wheel fuzz test-harness models bench docs docs-links lint style types language clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -53,24 +56,39 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard native/* native/*/*) tools/se
 demo: setup
 	@$(BIN)/mpigrad run poisson -n 2 --cells 240 240 --iterations 250 --overwrite --out results/demo
 
-RANKS :=
+# The processor seconds that `make test` may take (tests/run.py).
+BUDGET := 4000
 # Types are checked beside the tests.
 TYPES_BESIDE = $(PYRIGHT) > build/pyright.log & types=$$!; \
-	$(BIN)/python tests/run.py $(RANKS); tests=$$?; \
+	$(BIN)/python tests/run.py $(RUN); tests=$$?; \
 	wait $$types || { echo "lint: pyright"; cat build/pyright.log; exit 1; }; \
 	exit $$tests
 
+# All files of tests are imported, so that a function that has moved is found at once.
+collect: setup
+	@echo "tests: collection"
+	@$(BIN)/python -m pytest --collect-only -q -p no:cacheprovider > build/collect.log 2>&1 || \
+		{ tail -n 40 build/collect.log; exit 1; }
+
+BASE ?= HEAD
+quick: style language collect
+	@$(BIN)/python tests/quick.py --base $(BASE)
+
+test: RUN := --budget $(BUDGET)
 test: style language
 	@$(TYPES_BESIDE)
 
 # Every case of every test at every number of ranks.
 OPTIMIZE ?= 0
 test-full: lint
-	@MPIGRAD_ALL_TESTS=1 MPIGRAD_OPTIMIZE=$(OPTIMIZE) $(BIN)/python tests/run.py --limit 10000
+	@MPIGRAD_OPTIMIZE=$(OPTIMIZE) $(BIN)/python tests/run.py --all --limit 10000
+
+nightly:
+	@bash .ci/nightly
 
 # Without SEED, another one each time, which is printed.
 test-faults: setup
-	@MPIGRAD_ALL_TESTS=1 $(if $(filter-out 0,$(SEED)),MPIGRAD_SEED=$(SEED)) $(BIN)/python tests/run.py \
+	@$(if $(filter-out 0,$(SEED)),MPIGRAD_SEED=$(SEED)) $(BIN)/python tests/run.py --all \
 		-n 0,1 --limit 5000 tests/faults -rP
 
 mutations: setup
@@ -82,8 +100,9 @@ test-peers: setup
 
 # TORCH="torch==2.6.0 --index-url …": another release, another build.
 TORCH ?= torch==2.13.0
-# No test of PyTorch starts MPI itself.
-test-torch: RANKS := -n 1,2,3,4
+# No test of PyTorch starts MPI itself. TORCH_TESTS: some of them (for tests/run.py).
+TORCH_TESTS := -n 1,2,3,4
+test-torch: RUN := $(TORCH_TESTS)
 test-torch: style $(VENV)/torch
 	@export MPIGRAD_TORCH=1; $(TYPES_BESIDE)
 
@@ -103,7 +122,7 @@ $(READERS): pyproject.toml | setup
 	@touch $@
 
 test-files: setup $(READERS)
-	@PYTHONPATH=$(CURDIR)/$(READERS) MPIGRAD_ALL_TESTS=1 $(BIN)/python tests/run.py -n 1,2,3,4 \
+	@PYTHONPATH=$(CURDIR)/$(READERS) $(BIN)/python tests/run.py --all -n 1,2,3,4 \
 		tests/io tests/fem/test_mesh_readers.py 'tests/test_docs.py::test_python[files.md-2]'
 
 # Root, or user namespaces: nothing of this machine's network is touched.

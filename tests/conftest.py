@@ -26,6 +26,7 @@ from jaxtyping import install_import_hook
 from mpi4py import MPI
 
 import mpigrad
+import tiers
 from mpigrad.communicator import Communicator, default_communicator
 
 # The shapes and dtypes in the annotations of waves and applications are checked in every call.
@@ -34,74 +35,26 @@ install_import_hook(["mpigrad.waves", "mpigrad_apps"], "beartype.beartype")
 jax.config.update("jax_enable_x64", True)
 assert mpigrad.__version__
 
-ALL = os.environ.get("MPIGRAD_ALL_TESTS") == "1"
-
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ranks(*counts): runs at these numbers of ranks, everywhere")
-    config.addinivalue_line(
-        "markers", "thin(*counts): make test runs it at these numbers, make test-full at 1, 2, 3, 4"
-    )
-    config.addinivalue_line(
-        "markers", "full(reason): make test leaves it out for this reason, make test-full runs it"
-    )
-    config.addinivalue_line("markers", "torch: needs PyTorch; runs in make test-torch only")
-    config.addinivalue_line("markers", "launcher: starts MPI itself; runs in a serial session")
-    config.addinivalue_line("markers", "waits: for time limits mostly; in a serial session beside")
+    for line in tiers.MARKERS:
+        config.addinivalue_line("markers", line)
 
 
-# The rule. A test runs on 2 ranks, because a collective test proves nothing on one. A mark names
-# other numbers if these are the point: 1 for what one rank does by itself, 3 if sizes can be uneven
-# or a rank has two neighbours, 4 if ranks form a plane. `make test-full` runs every test without a
-# `ranks` mark on 1, 2, 3 and 4 ranks. CONTRIBUTING.md has a table of the marks.
-DEFAULT = (2,)
-EVERY = (1, 2, 3, 4)
-
-
-def counts_of(item: pytest.Item) -> tuple[int, ...]:
-    """Return the numbers of ranks that a test runs on: none if only make test-full has it."""
-    if item.get_closest_marker("full") and not ALL:
-        return ()
-    if marker := item.get_closest_marker("ranks"):
-        return marker.args
-    if ALL:
-        return EVERY
-    marker = item.get_closest_marker("thin")
-    return marker.args if marker else DEFAULT
-
-
-def check_reasons(items: list[pytest.Item]) -> None:
-    """Raise an error that names the tests with a `full` mark but without a reason."""
-    missing = {
-        item.nodeid.partition("[")[0]
-        for item in items
-        for mark in item.iter_markers("full")
-        if not (mark.args and isinstance(mark.args[0], str) and mark.args[0].strip())
-    }
-    if missing:
-        listed = "\n  ".join(sorted(missing))
-        raise pytest.UsageError(
-            "a test that only make test-full runs needs a reason: "
-            f'pytest.mark.full("why"). Add it to\n  {listed}'
-        )
-
-
-def runs(item: pytest.Item, size: int) -> bool:
-    """Return True if a test runs in a session of this size."""
-    if item.get_closest_marker("torch") and os.environ.get("MPIGRAD_TORCH") != "1":
-        return False
-    if item.get_closest_marker("launcher"):
-        return not item.get_closest_marker("full") or ALL
-    return size in counts_of(item)
+def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
+    ranks = os.environ.get("MPIGRAD_TEST_RANKS")  # tests/run.py sets it
+    if ranks is None or not collection_path.name.startswith("test_"):
+        return None
+    return None if tiers.may_run(collection_path, int(ranks)) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    check_reasons(items)
+    tiers.check_marks(items)
     # The others are deselected and not skipped: ranks meet after each test, which takes as long as
     # a small test.
     size = MPI.COMM_WORLD.size
-    others = [item for item in items if not runs(item, size)]
-    items[:] = [item for item in items if runs(item, size)]
+    others = [item for item in items if not tiers.runs(item, size)]
+    items[:] = [item for item in items if tiers.runs(item, size)]
     config.hook.pytest_deselected(items=others)
     # Modules stay, so the collector need not visit them again and again, and it need not run often:
     # that was a twentieth of the time.
@@ -114,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def compiled_programs() -> Iterator[None]:
     """Drop compiled programs after each module, as those of all cases fill gigabytes per rank."""
     yield
-    if ALL:
+    if tiers.ALL:
         jax.clear_caches()
 
 

@@ -1,11 +1,12 @@
 """Run all tests: those that start MPI themselves in plain sessions, the rest on 1, 2, 3, 4 ranks.
 
-    python tests/run.py                          everything
-    python tests/run.py -n 2,3 tests/grid/test_halo_exchange.py -k periodic
+    python tests/run.py                          what `make test` runs (tests/tiers.py has the rule)
+    python tests/run.py --all                    every case on every number of ranks
+    python tests/run.py --all -n 2,3 tests/grid/test_halo_exchange.py -k periodic
 
 `-n 0` are the plain sessions. What follows goes to pytest. A session has a hard time limit; when a
 rank fails while others wait for it, or nobody gets any further, the session ends and the summary
-names each rank's test.
+names each rank's test. The summary ends with the tests that took the most processor time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,24 @@ CACHE = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
+# Other sessions use the core on which a rank waits for another.
+YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 PATIENCE = 20.0  # seconds that others may wait in a test which one rank has failed
+LONG = 5.0  # processor seconds of a test without the mark `long`
+# Processor seconds of `spin` on the processor on which the budget in the Makefile was measured.
+REFERENCE = 0.1
+
+
+def spin() -> float:
+    """Return the processor seconds of a loop in Python: the shortest of five."""
+    times = []
+    for _ in range(5):
+        start = time.process_time()
+        total = 0
+        for i in range(1_500_000):
+            total += i & 7
+        times.append(time.process_time() - start)
+    return min(times)
 
 
 class Session:
@@ -62,6 +80,9 @@ class Session:
             [*launch, "--timeout", f"{limit:g}", *program] if ranks else [sys.executable, *program]
         )
         self.seconds = 0.0
+        self.processor = 0.0  # seconds of all ranks and of the jobs that the tests started
+        self.costs: dict[str, float] = collections.defaultdict(float)
+        self.long: set[str] = set()
         self.trouble = ""
         self.collected = 0
         self.outcomes: dict[str, dict[int, str]] = collections.defaultdict(dict)
@@ -83,7 +104,9 @@ class Session:
         process = subprocess.Popen(
             self.command,
             cwd=TESTS.parent,
-            env=around | (CACHE if self.ranks else {}),
+            env=around
+            | (CACHE | YIELD if self.ranks else {})
+            | {"MPIGRAD_TEST_RANKS": str(self.ranks)},
             stdout=output,
             stderr=subprocess.STDOUT if beside else None,
         )
@@ -143,6 +166,10 @@ class Session:
                         self.outcomes[entry["test"]][rank] = entry["outcome"]
                     if entry["text"]:
                         self.texts[entry["test"], rank] = entry["text"]
+                if "end" in entry:
+                    self.costs[entry["end"]] += entry["cpu"]
+                    self.long |= {entry["end"]} if entry["long"] else set()
+            self.processor += next((e["cpu"] for e in reversed(diary) if "cpu" in e), 0.0)
             if not diary or "finished" not in diary[-1]:
                 starts = [entry["start"] for entry in diary if "start" in entry]
                 where.append(f"  rank {rank}: {starts[-1] if starts else 'before the first test'}")
@@ -178,12 +205,61 @@ class Session:
             print(f"-- {self.title()}: {self.trouble}\n  output of the ranks: {logs}")
 
 
+def costliest(sessions: list[Session], limit: int = 10) -> list[str]:
+    """Describe the test functions that took the most processor time, and long cases without mark."""
+    functions: dict[str, float] = collections.defaultdict(float)
+    cases: dict[str, int] = collections.Counter()
+    unmarked = {}
+    for session in sessions:
+        for test, cost in session.costs.items():
+            function = test.partition("[")[0]
+            functions[function] += cost
+            cases[function] += 1
+            if cost > LONG and test not in session.long:
+                unmarked[f"{test} ({session.title()})"] = cost
+    top = sorted(functions.items(), key=lambda pair: -pair[1])[:limit]
+    lines = ["the costliest tests, in processor seconds:"]
+    lines += [
+        f"{cost:7.1f}  {test}" + (f" ({cases[test]} cases)" if cases[test] > 1 else "")
+        for test, cost in top
+    ]
+    if unmarked:
+        lines.append(f"more than {LONG:g} processor seconds without the mark `long`:")
+        ordered = sorted(unmarked.items(), key=lambda pair: -pair[1])
+        lines += [f"{cost:7.1f}  {test}" for test, cost in ordered]
+    return lines
+
+
+def within_budget(sessions: list[Session], budget: float, speed: float) -> bool:
+    """Print the processor time of all sessions; False if it is over the budget.
+
+    `speed` is that of this processor, and the budget is for a processor of speed 1.
+    """
+    used = sum(session.processor for session in sessions)
+    line = f"processor time: {used:.0f} s"
+    if budget:
+        line += f", {used * speed:.0f} s on the processor of the budget of {budget:.0f} s"
+    print(line)
+    if not budget or used * speed <= budget:
+        return True
+    print(
+        f"the tests are over their budget of {budget:.0f} processor seconds. Shorten the costliest "
+        "ones, or leave cases to make test-full (tests/tiers.py). The budget is in the Makefile."
+    )
+    return False
+
+
 def main() -> int:
     """Run the sessions and print the summary; 0 when every test passed."""
     parser = argparse.ArgumentParser(description="Run all tests, on 1, 2, 3 and 4 ranks.")
     parser.add_argument("-n", default="0,1,2,3,4", metavar="RANKS", help="0: tests that start MPI")
+    parser.add_argument("--all", action="store_true", help="every case, as in make test-full")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each session")
+    parser.add_argument("--budget", type=float, default=0.0, help="processor seconds of all tests")
     options, arguments = parser.parse_known_args()
+    if options.all:
+        os.environ["MPIGRAD_ALL_TESTS"] = "1"
+    speed = REFERENCE / spin()
     numbers = [int(n) for n in options.n.split(",")]
     sessions = [Session(n, arguments, options.limit) for n in numbers]
     if 0 in numbers:
@@ -204,13 +280,16 @@ def main() -> int:
     for session in sessions:
         counts = ", ".join(f"{session.count(o)} {o}" for o in ("passed", "failed", "skipped"))
         left = session.collected - len(session.outcomes)
-        early = f" (ended early: {left} not run)" if session.trouble else ""
+        early = f" (ended early: {left} not run)" if session.trouble or left > 0 else ""
         print(f"{session.title():>9}: {counts} in {session.seconds:.0f} s{early}")
     passed = sum(session.count("passed") for session in sessions)
     failed = sum(session.count("failed") for session in sessions)
     trouble = any(session.trouble for session in sessions)
+    within = within_budget(sessions, options.budget, speed)
+    if passed > 50:
+        print("\n".join(costliest(sessions)))
     print(f"{passed} passed, {failed} failed")
-    return 1 if failed or trouble or not passed else 0
+    return 1 if failed or trouble or not passed or not within else 0
 
 
 if __name__ == "__main__":
