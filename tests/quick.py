@@ -40,7 +40,9 @@ def changed(base: str) -> list[pathlib.Path]:
 
 def module_of(file: pathlib.Path) -> str:
     """Return the name of the module in a file of src/, or of a helper in tests/."""
-    parts = file.relative_to(SOURCES if file.is_relative_to(SOURCES) else TESTS).with_suffix("").parts
+    parts = (
+        file.relative_to(SOURCES if file.is_relative_to(SOURCES) else TESTS).with_suffix("").parts
+    )
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -111,7 +113,7 @@ def importers() -> dict[str, set[str]]:
 
 
 def distances(wanted: set[str]) -> dict[str, int]:
-    """Return the modules of the rooms of the given ones that need them, and over how many imports."""
+    """Return the modules that need the given ones, in the same rooms, and over how many imports."""
     rooms = {name.split(".")[:2][-1] for name in wanted}
     found = dict.fromkeys(wanted, 0)
     queue = list(wanted)

@@ -206,7 +206,7 @@ class Session:
 
 
 def costliest(sessions: list[Session], limit: int = 10) -> list[str]:
-    """Describe the test functions that took the most processor time, and long cases without mark."""
+    """Describe the tests that took the most processor time, and the long cases without mark."""
     functions: dict[str, float] = collections.defaultdict(float)
     cases: dict[str, int] = collections.Counter()
     unmarked = {}

@@ -5,7 +5,8 @@
 - `ranks(1, 3)`: the test has a meaning on 1 and 3 ranks only. `make test` takes 2 of them, or else
   the smallest above 1.
 - `thin(3, reason=...)`: `make test` takes these numbers. Several numbers need the reason: 1 if one
-  rank takes another path, 3 if sizes are uneven or a rank has two neighbours, 4 if ranks form a plane.
+  rank takes another path, 3 if sizes are uneven or a rank has two neighbours, 4 if ranks form a
+  plane.
 - `cases("scan-jit", "*-grad", reason=...)`: `make test` runs these cases of a parametrized test.
 - `full("reason")`: `make test` leaves the test out.
 - `long("reason")`: the test takes more than 5 processor seconds, and has a short twin.
@@ -80,7 +81,7 @@ def has_reason(mark: pytest.Mark) -> bool:
 
 
 def check_marks(items: list[pytest.Item]) -> None:
-    """Raise an error that names the marks without a reason, and those of cases that do not exist."""
+    """Raise an error that names marks without a reason, and cases that do not exist."""
     wrong = set()
     cases: dict[str, set[str]] = {}
     patterns: dict[str, set[str]] = {}
