@@ -32,10 +32,18 @@ class Counted:
         return float(value), np.asarray(gradient)
 
 
+# Those of 2 and of 4 unknowns: the programs of the method are compiled for two sizes.
+FEW = ("rosenbrock", "freudenstein_roth", "beale", "powell_singular", "wood", "kowalik_osborne")
+
+
 @pytest.mark.ranks(1)
-def test_lbfgs_needs_as_few_evaluations_as_scipy():
+@pytest.mark.cases("some", reason="test-full has the statistics of all functions")
+@pytest.mark.parametrize("names", [FEW, None], ids=["some", "all"])
+def test_lbfgs_needs_as_few_evaluations_as_scipy(names):
     ratios, objectives = {}, {}
     for residuals, (start, least) in FUNCTIONS.items():
+        if names and residuals.__name__ not in names:
+            continue
         x0 = np.array(start, float)
         ours, theirs = Counted(residuals), Counted(residuals)
         theirs.compiled = ours.compiled

@@ -78,7 +78,6 @@ def test_gauss_newton_fits_a_sharded_amplitude_and_common_rates(comm):
     assert solution.stats["evaluations"] < 15
 
 
-@pytest.mark.thin(3)
 def test_adam_is_optax_on_each_part(comm):
     """Ours, optax through `Optax`, and optax on the whole; the gradient is clipped by all ranks."""
     n = 7
@@ -122,7 +121,6 @@ def test_batches_depend_on_the_iteration(comm):
     assert seen == [0, 1, 2, 3]
 
 
-@pytest.mark.thin(3)
 def test_steps_to_nan_are_shortened(comm):
     """Minimise x - log x, which is NaN for negative x; the first full steps lead there."""
 
@@ -134,7 +132,6 @@ def test_steps_to_nan_are_shortened(comm):
         assert float(solution.value) == pytest.approx(1, abs=1e-7)
 
 
-@pytest.mark.thin(3)
 def test_inner_products_count_each_element_once(comm):
     generator = np.random.default_rng(5)
     common, whole = generator.standard_normal((2, 2, 3)), generator.standard_normal((2, 12, 2))
@@ -191,7 +188,6 @@ def test_squares_of_float32_may_overflow(comm):
 # ---- records and files ----
 
 
-@pytest.mark.thin(1)
 def test_history_and_callback(comm, directory):
     path = directory / "history.jsonl"
     solution = minimize(
@@ -271,7 +267,6 @@ def test_files_survive_failed_runs(comm, directory, capfd, monkeypatch):
 # ---- errors on every rank ----
 
 
-@pytest.mark.thin(3)
 def test_rejects_invalid_arguments(comm, directory):
     x0 = jnp.zeros(3)
     last = comm.rank == comm.size - 1

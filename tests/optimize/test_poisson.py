@@ -65,6 +65,7 @@ def test_poisson_iterates_do_not_depend_on_the_layout(comm):
         assert np.max(np.abs(iterates(comm, whole) - expected)) < 1e-8 * scale, whole
 
 
+@pytest.mark.full("test_root_worker.py compares steps of SciPy on a smaller objective")
 def test_poisson_iterates_of_an_optimizer_on_the_root(comm):
     expected = driven(Communicator(MPI.COMM_SELF))
     assert len(expected) == 11

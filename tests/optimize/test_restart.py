@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import numpy as np
 import optax
-import pytest
 from layouts import X0, N, striped
 from mpi4py import MPI
 from test_iterates import METHODS
@@ -19,7 +18,6 @@ def without_seconds(solution):
     return [dataclasses.replace(record, seconds=0) for record in solution.stats["history"]]
 
 
-@pytest.mark.thin(3)
 def test_an_interrupted_run_has_the_same_result(chains, comm, tmp_path):
     directory = comm.mpi.bcast(tmp_path)
     objective, x0, _ = chains["mixed"]

@@ -53,7 +53,6 @@ def iterates(value_and_gradient: Any, hessp: Any, x0: Any, method: str) -> Any:
     return np.array(found)
 
 
-@pytest.mark.full("test_poisson.py compares the iterates of SciPy on the root, too")
 def test_scipy_takes_the_serial_steps(comm: Communicator) -> None:
     """Compare ten iterations to 1e-8, with the last rank as the root."""
     root = comm.size - 1
@@ -142,7 +141,7 @@ class Broken(Exception):
     """An error of the user's own."""
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(1, 2, 3)
 def test_errors_reach_all_ranks_with_their_cause(comm: Communicator) -> None:
     last = comm.size - 1
 

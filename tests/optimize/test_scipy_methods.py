@@ -55,7 +55,7 @@ def reference(name: str, start: np.ndarray, **settings: Any) -> tuple[Any, list[
 @pytest.mark.parametrize(
     "sharded",
     [
-        pytest.param(False, id="replicated", marks=pytest.mark.thin(2)),
+        pytest.param(False, id="replicated"),
         pytest.param(
             True,
             id="sharded",

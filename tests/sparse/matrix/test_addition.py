@@ -11,7 +11,6 @@ from mpigrad.sparse import Matrix, Pattern
 from mpigrad.sparse.matrix.addition import union
 
 
-@pytest.mark.thin(3)
 def test_sums_and_differences(comm):
     """Values and derivatives, of both matrices, on the union of the patterns."""
     m, n = (0 if comm.rank == 1 else 4), 1 + comm.rank

@@ -45,6 +45,10 @@ KINDS = (
 )
 
 
+@pytest.mark.cases(
+    "any rank", "empty stripe", "rectangular", "local duplicates",
+    reason="entries of other ranks, ranks without rows, and sums without messages",
+)  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
 def test_is_the_sum_of_all_contributions(comm, kind):
     sizes, columns, i, j, values, giver = contributions(kind, comm.size)
@@ -88,6 +92,7 @@ def test_batches_and_second_order(comm):
     close(product, expected[mine])
 
 
+@pytest.mark.thin(3)
 def test_only_neighbours_meet(comm):
     """Elements of a bar: each rank's last one touches the first node of the next rank."""
     n = 3

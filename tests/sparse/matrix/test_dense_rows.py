@@ -31,18 +31,13 @@ def arrow(comm, n_local):
     return Pattern.from_coo(rows, columns, n_local, comm)
 
 
-FULL = pytest.mark.full("each solver and each division of rows is in one of the other cases")
-
-
-@pytest.mark.thin(3)
-@pytest.mark.parametrize(
-    ("solver", "rows"),
-    [
-        pytest.param(solver, rows, marks=FULL if (i + j) % 2 else ())
-        for i, solver in enumerate(SOLVERS)
-        for j, rows in enumerate(ROWS)
-    ],
+@pytest.mark.cases(
+    "own-some",
+    f"{list(SOLVERS)[-1]}-none on one",
+    reason="both kinds of solvers, and a rank without rows",
 )
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_values_and_derivatives(comm, rows, solver):
     """Forward, reverse and second order, in the entries and in the right-hand side."""
     pattern = arrow(comm, ROWS[rows](comm.rank))

@@ -30,6 +30,7 @@ def elements(kind, size):
 KINDS = ("any rank", "empty stripe", "one has all", "twice", "own")
 
 
+@pytest.mark.cases("any rank", "twice", "own", reason="with and without messages and duplicates")
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_a_pattern_from_pairs(comm, kind):
     sizes, unknowns, owner = elements(kind, comm.size)
@@ -48,6 +49,7 @@ def test_equals_a_pattern_from_pairs(comm, kind):
     assert pattern.n_given == values.size
 
 
+@pytest.mark.cases("any rank", reason="a rank without elements differs in sizes only")
 @pytest.mark.parametrize("kind", ("any rank", "one has all"))
 def test_assembly_is_differentiable(comm, kind):
     sizes, unknowns, owner = elements(kind, comm.size)

@@ -16,6 +16,7 @@ def _exchange(comm, n=23, empty=None, wanted=17):
     return exchange, needed, slice(exchange.offset, exchange.offset + exchange.n_local)
 
 
+@pytest.mark.cases("rest0-1", "rest2-None", reason="a vector and several axes, with an empty rank")
 @pytest.mark.parametrize("empty", [None, 1])
 @pytest.mark.parametrize("rest", [(), (2,), (2, 3)])
 def test_reads_any_entry_of_any_rank(comm, rest, empty):
@@ -39,6 +40,7 @@ def test_adjoint_accumulates(comm):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.cases("rest1", reason="the adjoint of vectors is tested above")
 @pytest.mark.parametrize("rest", [(), (3,)])
 def test_dot(comm, rest):
     exchange, _, _ = _exchange(comm, empty=0 if comm.size > 1 else None)
@@ -53,6 +55,7 @@ def test_batches(comm):
     np.testing.assert_array_equal(got, everything[:, needed])
 
 
+@pytest.mark.thin(3)
 def test_only_neighbours_meet(comm):
     """On a line each rank reads the entries next to its own."""
     n = 4

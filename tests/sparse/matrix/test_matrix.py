@@ -11,6 +11,7 @@ from mpigrad import sparse
 from mpigrad.sparse import Matrix, Pattern
 
 
+@pytest.mark.cases("0", reason="most other tests have rows on all ranks")
 @pytest.mark.parametrize("empty", [None, 0])
 def test_product_is_scipys(comm, empty):
     import scipy.sparse
@@ -26,6 +27,7 @@ def test_product_is_scipys(comm, empty):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.cases("shape0", reason="a tall matrix runs the same code")
 @pytest.mark.parametrize("shape", [(7, 19), (23, 5)])
 def test_rectangular_product(comm, shape):
     """Rows and columns in stripes of different sizes, some of them empty."""
@@ -44,6 +46,7 @@ def test_rectangular_product(comm, shape):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.cases("columns1", reason="test_rectangular_product has a dot test of vectors")
 @pytest.mark.parametrize("columns", [(), (2,)])
 def test_dot(comm, columns):
     system = grid_system(comm)
@@ -56,6 +59,7 @@ def test_dot(comm, columns):
     assert mg.dot_test(product, system.values, x).error < 1e-13
 
 
+@pytest.mark.full("test_derivatives_of_any_order has the second one of products, too")
 def test_second_derivative(comm):
     """The gradient of (Ax).(Ax) in the values, against the dense matrix."""
     system = grid_system(comm)

@@ -72,6 +72,7 @@ def test_derivatives(comm):
     )
 
 
+@pytest.mark.full("products and transposes have derivatives and dot tests of their own")
 def test_normal_equations(comm):
     """A loss through A.T, A.T @ A and products with vectors: Taylor and dot tests."""
     a = random_pattern(comm, 4, 2 + comm.rank % 2, dense_row=True)

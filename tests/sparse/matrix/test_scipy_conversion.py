@@ -21,6 +21,7 @@ def random(shape, dtype=np.float64, seed=0):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.cases("*-float64", "shape1-*", reason="all shapes, and all dtypes of one shape")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
 @pytest.mark.parametrize("shape", [(13, 13), (4, 23), (17, 3), (1, 1)])
 def test_round_trip(comm, shape, dtype):

@@ -13,6 +13,7 @@ SHAPE = (7, 5)
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("offsets", [FIVE_POINTS, FAR], ids=["five points", "far"])
 def test_couples_cells_at_the_offsets(comm, offsets):
     grid = Grid(SHAPE, (1.0, 1.0), comm)

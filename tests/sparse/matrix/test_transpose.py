@@ -88,6 +88,7 @@ def test_dot_and_batches(comm):
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.thin(3)
 def test_only_neighbours_exchange(comm):
     """On a line: the values of the entries next to the diagonal block, one message each way."""
     n = 3

@@ -16,7 +16,6 @@ from mpigrad.sparse import Pattern, sparse_jacobian
 from mpigrad.sparse.nonlinear.sparse_jacobian import colouring
 
 
-@pytest.mark.thin(4)
 def test_jacobian_of_a_field(comm):
     field = Field(comm)
     pattern = field.pattern()
@@ -60,6 +59,7 @@ def test_a_rank_without_rows_is_batched_and_differentiated(comm):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("columns", [40, 23])
 def test_colours_are_those_of_one_rank(comm, columns):
     """A random pattern, with a dense row and with ranks without rows, or without columns."""

@@ -30,6 +30,10 @@ SOLVER = PCG(preconditioner=BoxMG())
 TIGHT = PCG(rtol=1e-12, preconditioner=BoxMG())
 
 
+@pytest.mark.cases(
+    "line", "one axis", "nine points", "twenty-seven points",
+    reason="1 to 3 axes, with and without corners; the tests below solve on planes and boxes",
+)  # fmt: skip
 @pytest.mark.parametrize("case", CASES)
 def test_solution_is_that_of_the_dense_matrix(comm, case):
     system = System(comm, *CASES[case])
@@ -83,6 +87,7 @@ TILES = {
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(4)
 def test_iterations_on_tiles_of_several_levels(comm):
     """Few iterations, on distributed levels of odd sizes and of tiles that are not equal."""
     for dims in TILES[comm.size]["planes"]:
@@ -98,7 +103,7 @@ def test_iterations_on_tiles_of_several_levels(comm):
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.thin(1, 2)
+@pytest.mark.cases("shape0", "shape3", reason="the first and the middle axis, of two and of three")
 @pytest.mark.parametrize("shape", [(1, 4000), (4000, 1), (1, 30, 30), (30, 1, 30)])
 def test_axes_with_one_cell(comm, shape):
     """Links along an axis with one cell lead past all cells, whose memory is not read."""
@@ -118,7 +123,7 @@ def test_anisotropy_along_the_axes(comm):
         assert found.stats["num_steps"] <= 14
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(1, 2, 3)
 def test_a_singular_matrix_with_a_right_hand_side_in_its_range(comm):
     system = Diffusion(comm, (40, 31), boundary=False)
     b = system.b - mg.allreduce(jnp.sum(system.b)) / system.grid.size
@@ -148,6 +153,7 @@ def test_derivatives(comm):
     assert mg.dot_test(f, zero).error < 1e-8
 
 
+@pytest.mark.full("test_derivatives has the gradient of PFMG, which has a Taylor test")
 @pytest.mark.ranks(1, 2)
 def test_taylor(comm):
     system = System(comm, (24, 20), faces(2))

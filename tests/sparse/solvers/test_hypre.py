@@ -48,6 +48,7 @@ class Counter:
 
 
 @needs_hypre
+@pytest.mark.cases("jit", reason="outside jit the same primitives run")
 @pytest.mark.parametrize("jit", [lambda f: f, mg.jit], ids=["eager", "jit"])
 def test_the_adjoint_does_no_set_up(comm, jit):
     system = grid_system(comm)
@@ -136,6 +137,9 @@ def test_settings_have_hierarchies_of_their_own(comm):
 
 
 @needs_hypre
+@pytest.mark.cases(
+    "PMIS *", "* multipass *", "* chebyshev *", "* 3", reason="one of each kind of setting"
+)
 @pytest.mark.parametrize(
     "amg",
     [
@@ -167,7 +171,7 @@ def test_multigrid_needs_few_iterations(comm):
 
 @needs_hypre
 def test_patterns_come_and_go(comm):
-    for k in range(5):
+    for k in range(3):
         system = grid_system(comm, (4 + k, 3))
         x = mg.jit(lambda A, b: solve(A, b, PCG(rtol=1e-12)).value)(system.matrix, system.b)
         close(system.matrix @ x, system.b, 1e-9)

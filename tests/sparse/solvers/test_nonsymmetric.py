@@ -72,7 +72,9 @@ def derivatives(f, loss, kit):
     return all_of_them
 
 
-@pytest.mark.thin(3)
+@pytest.mark.cases(
+    "GMRES", "Multigrid", reason="test_taylor has BiCGStab, and all are hypre's with one adjoint"
+)
 @methods
 def test_all_derivatives_are_those_of_the_dense_solve(comm, solver):
     """To second order, along changes of the matrix that are not symmetric."""
@@ -147,6 +149,7 @@ def test_batches(comm):
     close(got, one / factors[:, None] ** 2, 1e-6)
 
 
+@pytest.mark.cases("PCG", "GMRES", "Multigrid", reason="BiCGStab and GMRES run the same code")
 @pytest.mark.parametrize("kind", [PCG, GMRES, BiCGStab, Multigrid])
 def test_first_guess(comm, kind):
     """Any guess leads to the solution, a good one sooner, without a derivative."""
@@ -191,6 +194,7 @@ def scaled(system, amount):
     )
 
 
+@pytest.mark.cases("PCG", reason="all methods share the code that keeps hierarchies")
 @pytest.mark.parametrize("kind", ["PCG", "GMRES", "Multigrid"])
 def test_stale_hierarchies(comm, kind):
     """A hierarchy is kept for near values and renewed for others. All solutions are right."""
@@ -276,23 +280,22 @@ def test_faults_are_errors_on_all_ranks(comm, fault):
             assert solution.result == Result.MAX_STEPS_REACHED
             assert solution.stats["num_steps"] == steps
             close(solution.stats["relative_residual"], residual(A, solution.value, b), 1e-6)
-        # All ranks have left the failed solve together, and go on together.
-        assert solve(system.matrix, system.b, kind()).result == Result.SUCCESSFUL
+    # All ranks have left the failed solves together, and go on together.
+    assert solve(system.matrix, system.b, GMRES()).result == Result.SUCCESSFUL
 
 
-def test_conjugate_gradients_do_not_promise_what_a_singular_matrix_cannot_keep(comm):
+@pytest.mark.cases("(12, 11)", "(9, 9)", reason="the other sizes have other rounding errors only")
+@pytest.mark.parametrize("shape", [(12, 11), (9, 9), (10, 10), (16, 5), (20, 20), (7, 13)], ids=str)
+def test_conjugate_gradients_do_not_promise_what_a_singular_matrix_cannot_keep(comm, shape):
     """The recurrence of the residual falls below the tolerance, but the residual itself does not.
 
     Nor is the matrix called indefinite where p is almost constant: <p, A p> is rounding there.
     """
-    for shape in ((12, 11), (9, 9), (10, 10), (16, 5), (20, 20), (7, 13)):
-        system = grid_system(comm, shape)
-        A = Matrix(system.pattern, singular(system))
-        for size in (1, 1e-3, 1e3):
-            with pytest.raises(
-                jax.errors.JaxRuntimeError, match=r"may be singular|did not converge"
-            ):
-                solve(A, size * system.b + 1, PCG())
+    system = grid_system(comm, shape)
+    A = Matrix(system.pattern, singular(system))
+    for size in (1, 1e-3, 1e3):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"may be singular|did not converge"):
+            solve(A, size * system.b + 1, PCG())
 
 
 def test_tolerance_below_rounding(comm):
@@ -348,6 +351,7 @@ def test_a_system_of_two_equations(comm):
         assert residual(A, solution.value, b) <= 1.1e-8
 
 
+@pytest.mark.full("products, transposes and solves have such tests one by one")
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_adcme_five_by_five(comm):
     """x = (A Aᵀ)⁻¹ b by GMRES, with first and second derivatives in the entries of A and in b."""
@@ -396,6 +400,7 @@ def poisson_error(comm, n):
     return comm.mpi.allreduce(np.array(errors))
 
 
+@pytest.mark.full("it measures the accuracy of a discretization, on up to 200 x 200 cells")
 def test_second_order_convergence_to_the_exact_solution(comm):
     """ADCME's case: 50 cells a rank and side, and coarser ones."""
     coarse, middle, fine = (poisson_error(comm, n) for n in (12, 25, 50))

@@ -1,5 +1,7 @@
 """Matrix-free solves compared with dense ones of the whole grid."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,21 +26,32 @@ def operator(field, kappa, wind):
     return lambda v: flux(field.pad(kappa), field.pad(v), wind)
 
 
-def expected(kappa, b, wind):
-    matrix = dense(lambda v: flux(pad_whole(kappa), pad_whole(v), wind))
-    return jnp.linalg.solve(matrix, b.ravel()).reshape(SHAPE)
+@functools.cache
+def inverse_matrix(wind, varied=True):
+    """Return the inverse of the operator on the whole grid, for KAPPA or for 1 in all cells."""
+    kappa = KAPPA if varied else np.ones(SHAPE)
+    matrix = jax.jit(lambda: dense(lambda v: flux(pad_whole(kappa), pad_whole(v), wind)))
+    return np.linalg.inv(matrix())
 
 
+@pytest.mark.long("loops in the derivative of a gradient; the gradients below are shorter")
 def test_value_gradient_and_hessian_vector_product(comm):
     compare(comm, *SOLVERS["GMRES"])
 
 
+@pytest.mark.cases("PCG", reason="BiCGStab has a dot test below, and the adjoint of GMRES")
 @pytest.mark.parametrize("name", ["PCG", "BiCGStab"])
-def test_other_methods(comm, name):
+def test_gradient_of_other_methods(comm, name):
+    compare(comm, *SOLVERS[name], second=False)
+
+
+@pytest.mark.full("second derivatives do not depend on the method, and GMRES has them above")
+@pytest.mark.parametrize("name", ["PCG", "BiCGStab"])
+def test_hessian_vector_product_of_other_methods(comm, name):
     compare(comm, *SOLVERS[name])
 
 
-def compare(comm, solver, wind):
+def compare(comm, solver, wind, second=True):
     field = Field(comm)
     weights = field.tile(WEIGHTS)
 
@@ -46,22 +59,37 @@ def compare(comm, solver, wind):
         x = solve(operator(field, kappa, wind), b, solver).value
         return jnp.sum(weights * x**3), x
 
+    gradient = mg.grad(f, argnums=(0, 1), has_aux=True)
+
     @mg.jit
     def run(primals, tangents):
-        gradient = mg.grad(f, argnums=(0, 1), has_aux=True)
+        if not second:
+            return *gradient(*primals), None
         (g, x), (product, _) = mg.jvp(gradient, primals, tangents)
-        return x, g, product
+        return g, x, product
+
+    # Two steps with the inverse matrix have the first and second derivatives of a solve.
+    inverse = inverse_matrix(wind)
+    solution = (inverse @ B.ravel()).reshape(SHAPE)
 
     def F(kappa, b):
-        return jnp.sum(WEIGHTS * expected(kappa, b, wind) ** 3)
+        x = solution
+        for _ in range(2):
+            defect = flux(pad_whole(kappa), pad_whole(x), wind) - b
+            x = x - (inverse @ defect.ravel()).reshape(SHAPE)
+        return jnp.sum(WEIGHTS * x**3)
 
     primals, tangents = (KAPPA, B), (WEIGHTS, KAPPA)
-    wanted = jax.jit(lambda p, t: jax.jvp(jax.grad(F, (0, 1)), p, t))(primals, tangents)
+    first = jax.grad(F, (0, 1))
+    wanted = jax.jit(lambda p, t: jax.jvp(first, p, t) if second else (first(*p),))(
+        primals, tangents
+    )
     tiles = [tuple(field.tile(whole) for whole in pair) for pair in (primals, tangents)]
-    x, g, product = run(*tiles)
-    close(x, expected(KAPPA, B, wind)[field.mine], 1e-9)
+    g, x, product = run(*tiles)
+    close(x, solution[field.mine], 1e-9)
     close(g, tuple(whole[field.mine] for whole in wanted[0]), 1e-8)
-    close(product, tuple(whole[field.mine] for whole in wanted[1]), 1e-7)
+    if second:
+        close(product, tuple(whole[field.mine] for whole in wanted[1]), 1e-7)
 
 
 def chain(comm, theta):
@@ -101,20 +129,33 @@ def test_ranks_that_differ(comm):
     close(gradient, expected[1] if mine else 0.0, 1e-10)
 
 
+def coupled(field, kappa, x):
+    """Solve for two coupled fields as a pytree."""
+
+    def A(v):
+        coupling = 0.3 * field.pad(v["b"])[1:-1, 1:-1]
+        return {"a": flux(field.pad(kappa), field.pad(v["a"]), 0.5) + coupling,
+                "b": 2 * v["b"] - 0.2 * v["a"]}  # fmt: skip
+
+    return solve(A, x, BiCGStab(rtol=1e-13, preconditioner=None)).value
+
+
+@pytest.mark.long("the dot test compiles two solves; test_ranks_that_differ compiles one")
+def test_dot_of_pytrees(comm):
+    field = Field(comm)
+    tiles = [field.tile(whole) for whole in (KAPPA, B, WEIGHTS)]
+    f = lambda kappa, a, b: coupled(field, kappa, {"a": a, "b": b})
+    assert mg.dot_test(f, *tiles).error < 1e-10
+
+
+@pytest.mark.full("test_guesses.py has gradients of functions' solves in a loop")
 def test_dot_of_pytrees_in_a_loop(comm):
-    """Two coupled fields as a pytree, two steps in a scan, batched: one dot test."""
+    """Two steps in a scan, batched: one dot test."""
     field = Field(comm)
 
-    def step(kappa, x):
-        def A(v):
-            coupling = 0.3 * field.pad(v["b"])[1:-1, 1:-1]
-            return {"a": flux(field.pad(kappa), field.pad(v["a"]), 0.5) + coupling,
-                    "b": 2 * v["b"] - 0.2 * v["a"]}  # fmt: skip
-
-        return solve(A, x, BiCGStab(rtol=1e-13, preconditioner=None)).value
-
     def run(kappa, x):
-        x, _ = jax.lax.scan(lambda x, s: (step(s * kappa, x), None), x, jnp.array([1.0, 2.0]))
+        factors = jnp.array([1.0, 2.0])
+        x, _ = jax.lax.scan(lambda x, s: (coupled(field, s * kappa, x), None), x, factors)
         return x
 
     def batched(kappa, a, b):
@@ -139,46 +180,53 @@ def test_a_given_inverse(comm):
         adjoint, helped = mg.grad(lambda b: run(b, lambda r: r / scale), has_aux=True)(b)
         return adjoint, helped, run(b, None)[1]
 
-    def whole(b):  # b / scale is what the unscaled system has on its right
-        return jnp.sum(expected(jnp.ones(SHAPE), b / 10.0 ** (3 * KAPPA), 0.5))
-
-    b = B * 10.0 ** (3 * KAPPA)
-    adjoint, helped, plain = both(field.tile(b))
-    # Relative to each entry: they differ by many orders of magnitude.
-    wanted = (jax.grad(whole)(b) * 10.0 ** (3 * KAPPA))[field.mine]
-    close(adjoint * scale, wanted, 1e-6)
+    adjoint, helped, plain = both(field.tile(B * 10.0 ** (3 * KAPPA)))
+    # b / scale is what the unscaled system has on its right. Compare relative to each entry: they
+    # differ by many orders of magnitude.
+    wanted = inverse_matrix(0.5, varied=False).sum(0).reshape(SHAPE)
+    close(adjoint * scale, wanted[field.mine], 1e-6)
     assert helped < plain
 
 
 def test_faults_are_errors_on_all_ranks(comm):
     last = comm.rank == comm.size - 1
-    b = jnp.ones(3)
-    solver = PCG(preconditioner=None)
 
-    def call(kind, solver, scale, shift):
-        A = {
-            "affine": lambda v: scale * v + shift,
-            "square": lambda v: scale * v + shift * v**2,
-            "kinked": lambda v: scale * v + shift * jnp.abs(v),
-            "skew": lambda v: scale * v + shift * jnp.array([v[1], -v[0], 0]),
-        }[kind]
-        return solve(A, b, solver)
+    def call(solver):
+        def run(scale, affine, square, kinked, skew):
+            turned = lambda v: jnp.array([v[1], -v[0], 0])
+            A = lambda v: (
+                scale * v + affine + square * v**2 + kinked * jnp.abs(v) + skew * turned(v)
+            )
+            return solve(A, jnp.ones(3), solver)
 
-    for kind, shift, message in (
-        ("affine", 1.0, r"the operator is not linear.*Bring constant terms to the right-hand side"),
-        ("square", 1.0, "the operator is not linear"),
-        ("kinked", 1.0, "the operator is not linear"),
-        ("skew", 1.0, r"the operator is not symmetric, .*Solve with GMRES"),
-        ("affine", jnp.nan, "the operator's result for a finite vector holds such"),
+        program = mg.jit(run)
+        return lambda scale, **parts: program(
+            scale if last else 2.0,
+            *(
+                jnp.asarray(parts.get(part, 0.0) if last else 0.0)
+                for part in ("affine", "square", "kinked", "skew")
+            ),
+        )
+
+    pcg, gmres = call(PCG(preconditioner=None)), call(GMRES(preconditioner=None))
+    for parts, message in (
+        (
+            {"affine": 1.0},
+            r"the operator is not linear.*Bring constant terms to the right-hand side",
+        ),
+        ({"square": 1.0}, "the operator is not linear"),
+        ({"kinked": 1.0}, "the operator is not linear"),
+        ({"skew": 1.0}, r"the operator is not symmetric, .*Solve with GMRES"),
+        ({"affine": jnp.nan}, "the operator's result for a finite vector holds such"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-            call(kind, solver, 2.0, shift if last else 0.0)
+            pcg(2.0, **parts)
     with pytest.raises(jax.errors.JaxRuntimeError, match="is not positive definite"):
-        call("affine", solver, -2.0 if last else 2.0, 0.0)
+        pcg(-2.0)
     with pytest.raises(
         jax.errors.JaxRuntimeError, match=r"test_operator_solve.py:\d+.*GMRES did not converge"
     ):
-        call("affine", GMRES(preconditioner=None), 0.0 if last else 2.0, 0.0)
+        gmres(0.0)
 
 
 def test_rejects_wrong_arguments(comm):
@@ -207,6 +255,7 @@ def test_single_precision_and_complex(comm):
 
     single, turned = run(kappa, b)
     assert single.dtype == np.float32
-    close(single, expected(KAPPA, B, 0.5)[field.mine], 1e-4)
+    exact = (inverse_matrix(0.5) @ B.ravel()).reshape(SHAPE)
+    close(single, exact[field.mine], 1e-4)
     residual = mg.jit(operator(field, kappa * (1 + 1j), 0.5))(turned) - b * (1 - 1j)
     assert np.abs(residual).max() < 1e-10

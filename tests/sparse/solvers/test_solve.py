@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ all_solvers = pytest.mark.parametrize(
     [*SOLVERS.values(), *([GMRES(rtol=1e-13)] if hypre_available() else [])],
     ids=[*SOLVERS, *(["GMRES"] if hypre_available() else [])],
 )
+LAST = "GMRES" if hypre_available() else "own"
 impatient = pytest.mark.parametrize(
     "solver",
     [PCG(max_steps=2, preconditioner=p) for p in (Jacobi(), BoomerAMG())],
@@ -56,6 +58,7 @@ def whole(system):
 
 
 @pytest.mark.thin(3)
+@pytest.mark.cases("1-*", reason="a rank has no rows, and other tests have rows on all ranks")
 @solvers
 @pytest.mark.parametrize("empty", [None, 1])
 def test_solution_is_scipys(comm, solver, empty):
@@ -83,6 +86,7 @@ def test_derivatives_are_those_of_the_dense_solve(comm, solver):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.cases("own", reason="test_nonsymmetric.py and test_pfmg.py have dot tests with hypre")
 @solvers
 def test_dot(comm, solver):
     system = grid_system(comm, empty=0 if comm.size > 1 else None)
@@ -97,6 +101,9 @@ def both(system, v, b):
     return (v[system.entries], b[system.mine])
 
 
+@pytest.mark.cases(
+    list(SOLVERS)[-1], reason="test_dense_rows.py has second derivatives of an own method"
+)
 @solvers
 def test_hessian_times_vector(comm, solver):
     system = grid_system(comm)
@@ -114,6 +121,7 @@ def test_hessian_times_vector(comm, solver):
     close(got, both(system, *expected), 1e-8)
 
 
+@pytest.mark.cases(f"values-{LAST}", "b-own", reason="only the adjoint of GMRES sends the values")
 @all_solvers
 @pytest.mark.parametrize("active", ["values", "b"])
 def test_activity_may_differ_between_ranks(comm, solver, active):
@@ -136,6 +144,7 @@ def test_activity_may_differ_between_ranks(comm, solver, active):
     close(got, part if mine else 0 * part, 1e-9)
 
 
+@pytest.mark.cases("own", LAST, reason="PCG by hypre runs the same primitive as GMRES")
 @all_solvers
 def test_in_loops_and_checkpoints(comm, solver):
     """Two implicit steps x <- (A + s)^-1 x inside a scan, rematerialised."""
@@ -166,6 +175,7 @@ def test_in_loops_and_checkpoints(comm, solver):
     close(got, both(system, *expected), 1e-9)
 
 
+@pytest.mark.cases("own", reason="first guesses of hypre's solves have columns, too")
 @solvers
 def test_several_right_hand_sides(comm, solver):
     system = grid_system(comm)
@@ -179,6 +189,7 @@ def test_several_right_hand_sides(comm, solver):
     close(mg.jit(batched)(mine), expected, 1e-10)
 
 
+@pytest.mark.cases("own", reason="test_nonsymmetric.py has batches by hypre")
 @solvers
 def test_batches_of_matrices_and_of_derivatives(comm, solver):
     system = grid_system(comm)
@@ -221,29 +232,33 @@ FAULTS = {
 }
 
 
+@functools.cache
+def programs(comm, solver):
+    """A system, and its solve with and without errors. They are compiled once for all faults."""
+    system = grid_system(comm)
+    run = lambda values, b, throw: solve(Matrix(system.pattern, values), b, solver, throw=throw)
+    loud, quiet = (mg.jit(functools.partial(run, throw=throw)) for throw in (True, False))
+    return system, loud, quiet
+
+
 @solvers
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_one_rank_is_an_error_on_all(comm, solver, fault):
-    system = grid_system(comm)
+    system, call, look = programs(comm, solver)
     spoil, result, message = FAULTS[fault]
     values, b = system.values, system.b
     if comm.rank == comm.size - 1:
         values, b = spoil(values, b)
 
-    def call(values, b):
-        return solve(Matrix(system.pattern, values), b, solver)
-
-    call = mg.jit(call) if fault == "not symmetric" else call
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"{result.message}.*{message}"):
         call(values, b)
-    quiet = solve(Matrix(system.pattern, values), b, solver, throw=False)
+    quiet = look(values, b)
     assert quiet.result == result
     assert np.isnan(quiet.value).all()
     # All ranks have left the failed solve together, and go on together.
     assert call(system.values, system.b).result == Result.SUCCESSFUL
     # What was found good once is looked at again when its values are new.
-    again = solve(Matrix(system.pattern, values), b, solver, throw=False)
-    assert again.result == result
+    assert look(values, b).result == result
 
 
 @impatient
