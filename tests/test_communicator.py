@@ -94,6 +94,7 @@ def test_default_inside_with(comm: Communicator) -> None:
 
 
 @pytest.mark.thin(4)
+@pytest.mark.cases("periods2", reason="it has an open and a periodic axis")
 @pytest.mark.parametrize("periods", [False, True, (False, True)])
 def test_grids_of_ranks(periods, comm: Communicator) -> None:
     """As MPI's own: places, shifts, and a message along each axis with its derivative."""

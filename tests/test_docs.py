@@ -29,21 +29,15 @@ PLAIN_PAGES = [
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 # These pages are read first: make test runs their blocks, each on the given numbers of ranks.
 FIRST = {
-    "README.md-0": (4,),
+    "README.md-0": (2,),
     "README.md-1": (2,),
-    "fem_meshes.md-0": (2,),
     "fem_meshes.md-1": (2,),
-    "fem_meshes.md-2": (2,),
     "files.md-0": (2,),
-    "files.md-1": (2,),
-    "gradients.md-1": (4,),
+    "gradients.md-1": (2,),
     "gradients.md-2": (3,),
-    "libraries.md-0": (1,),  # test_libraries has the case of several ranks
-    "libraries.md-1": (3,),
+    "libraries.md-1": (2,),
     "mpi4jax.md-0": (2,),
-    "samplers.md-0": (2,),  # NumPyro
     "samplers.md-1": (2,),  # blackjax
-    "samplers.md-2": (2,),  # PyMC, where it is installed
     "own_matrix.md-0": (1,),
     "own_operator.md-1": (3,),
     "own_stencil.md-0": (2,),
@@ -76,9 +70,18 @@ def marks(name: str, text: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.torch, *first] if needs_torch else first
 
 
+# Blocks of commands that take seconds.
+SLOW = {
+    "installing.md-0": "test_doctor runs `mpigrad doctor`",
+    "mosaic.md-0": "it imports the program four times; tests/fem/test_mosaic.py runs it",
+    "seeing.md-0": "tests/profiling profiles programs",
+}
+
+
 def parametrize(language: str) -> pytest.MarkDecorator:
+    slow = lambda name: [pytest.mark.full(SLOW[name])] if name in SLOW else []
     cases = [
-        pytest.param(text, id=name, marks=marks(name, text) if language == "python" else ())
+        pytest.param(text, id=name, marks=marks(name, text) if language == "python" else slow(name))
         for name, text in blocks(language)
         if not is_job(text)
     ]
@@ -110,6 +113,7 @@ def test_python(text: str, elsewhere: None) -> None:
     run(text)
 
 
+@pytest.mark.full("test_sharding has more of it in one program")
 @pytest.mark.launcher
 @pytest.mark.parametrize(
     "text", [pytest.param(text, id=name) for name, text in blocks("python") if is_job(text)]
@@ -126,9 +130,10 @@ def steps() -> list[Any]:
     found = re.findall(
         r"^```python\n(.*?)^```.*?^```text\n(.*?)^```", TUTORIAL.read_text(), re.S | re.M
     )
-    ranks = [(1,), (1, 3), (4,), (1,), (2,)]
+    ranks = [1, 3, 2, 1, 2]
+    later = [pytest.mark.full("an optimizer takes 100 steps; tests/optimize has shorter runs")]
     return [
-        pytest.param(program, said, id=str(i), marks=pytest.mark.thin(*n))
+        pytest.param(program, said, id=str(i), marks=[pytest.mark.thin(*[n]), *later * (i == 5)])
         for i, ((program, said), n) in enumerate(zip(found, ranks, strict=True), 1)
     ]
 

@@ -1,4 +1,4 @@
-"""Every program in examples/ runs on two ranks, and in make test-full on one rank, too."""
+"""Programs in examples/ run on two ranks; make test-full runs all of them, on one rank, too."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ import jax
 import pytest
 
 EXAMPLES = sorted((pathlib.Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
-LONG = (
-    "born",
-    "drum",
-    "hyperelastic_block",
-    "learned_law",
-    "lynx_hare",
-    "moving_source",
-    "nonlinear_diffusion",
-    "perforated_plate",
-)
+# What make test leaves out because it takes long, and where the same parts are tested.
+LONG = {
+    "born": "tests/grid/test_apply_stencil.py and test_loops.py",
+    "drum": "tests/sparse/matrix/test_ghost_exchange.py",
+    "echoes": "tests/waves/acoustic",
+    "hyperelastic_block": "tests/fem/test_laws.py and test_fem_derivatives.py",
+    "learned_law": "tests/fem/test_laws.py and test_fem_derivatives.py",
+    "lynx_hare": "tests/jobs and tests/applications/population",
+    "moving_source": "tests/fem/test_stepping.py and test_observation.py",
+    "nonlinear_diffusion": "tests/sparse/nonlinear/test_newton.py",
+    "particle_mesh": "tests/fft/test_particle_mesh.py, which runs its functions",
+    "perforated_plate": "tests/fem/test_mesh_files.py",
+    "reaction_diffusion": "test_loops.py and tests/grid/test_halo_exchange.py",
+    "taylor_green": "tests/fft/test_taylor_green.py, which runs its functions",
+    "topology_optimization": "tests/fem/test_fem_derivatives.py",
+}
 
 
 def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
@@ -28,7 +34,7 @@ def marks(path: pathlib.Path) -> list[pytest.MarkDecorator]:
     needs_torch = re.search(r"^(import|from) (mpigrad\.)?torch\b", path.read_text(), re.M)
     return [
         pytest.mark.ranks(*counts),
-        *[pytest.mark.full("takes long to compile")] * (path.stem in LONG),
+        *[pytest.mark.full(f"takes long; see {LONG.get(path.stem)}")] * (path.stem in LONG),
         *[pytest.mark.torch] * bool(needs_torch),
     ]
 

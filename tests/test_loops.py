@@ -69,7 +69,6 @@ def test_gradients_do_not_depend_on_checkpoints(comm):
         np.testing.assert_allclose(found[1][2], xs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.thin(3)
 def test_forward_and_reverse_mode(comm):
     grid = Grid((13,), (1.0,), comm)
     mpigrad.dot_test(loop(grid, BUDGET), *operands(grid))
@@ -93,7 +92,6 @@ def test_second_derivatives_and_batches(comm):
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.thin(1, 2)
 def test_history_has_all_states(comm):
     grid = Grid((13,), (1.0,), comm)
     _, state, _ = operands(grid)
@@ -180,6 +178,7 @@ def layers(w, x, y):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.cases("1", "8", "9", reason="less than a block, whole blocks, and a rest")
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 23])
 def test_blocks_do_not_change_values_and_gradients(n):
     generator = np.random.default_rng(n)

@@ -22,6 +22,7 @@ def one_device() -> Mesh:
 
 
 @pytest.mark.launcher
+@pytest.mark.long("jax.distributed starts; test_one_rank_needs_no_distributed_processes is short")
 @pytest.mark.parametrize(
     "ranks",
     [2, *(pytest.param(n, marks=pytest.mark.full("2 ranks have all cases")) for n in (3, 4))],

@@ -129,16 +129,17 @@ def fields():
     return 3 + 0.1 * jnp.cos(x), jnp.sin(0.7 * x) + jnp.exp(-((x - 3) ** 2))
 
 
-_OTHER_STEPS = pytest.mark.full("each adjoint runs with one kind of steps")
-
-
+@pytest.mark.long("it compiles adaptive steps; libraries.md of test_docs is short")
+@pytest.mark.cases(
+    "RecursiveCheckpointAdjoint-True", reason="the default, with steps that the norm decides"
+)
 @pytest.mark.parametrize(
     ("adjoint", "adaptive"),
     [
-        pytest.param(diffrax.RecursiveCheckpointAdjoint(), True, marks=pytest.mark.thin(2)),
-        pytest.param(diffrax.RecursiveCheckpointAdjoint(), False, marks=_OTHER_STEPS),
-        pytest.param(diffrax.DirectAdjoint(), False, marks=pytest.mark.thin(2)),
-        pytest.param(diffrax.DirectAdjoint(), True, marks=_OTHER_STEPS),
+        (diffrax.RecursiveCheckpointAdjoint(), True),
+        (diffrax.RecursiveCheckpointAdjoint(), False),
+        (diffrax.DirectAdjoint(), False),
+        (diffrax.DirectAdjoint(), True),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, diffrax.AbstractAdjoint) else None,
 )
@@ -166,7 +167,7 @@ def same_steps(comm, steps, of_serial, adaptive):
     assert all(other == bits for other in comm.mpi.allgather(bits))
 
 
-@pytest.mark.thin(3)
+@pytest.mark.full("test_divergent has the forward mode of while_loop, on which it is built")
 def test_forward_mode_of_diffrax(comm):
     grid = Grid((CELLS,), (1.0,), comm)
     adjoint = diffrax.ForwardMode()
@@ -198,6 +199,7 @@ def test_losses_of_one_rank(comm):
     assert np.any(first) or comm.rank > 1  # five steps reach five cells
 
 
+@pytest.mark.full("test_reverse_mode_of_diffrax compares the gradient with that of one rank")
 def test_taylor_of_diffrax(comm):
     grid = Grid((CELLS,), (1.0,), comm)
     kappa, u = (x[grid.slices] for x in fields())
@@ -226,51 +228,57 @@ def test_adjoints_with_messages_in_their_rules_are_refused(comm):
 # ---- optimistix ----
 
 
-def test_fixed_points(comm):
-    """Through the iterations, and by the implicit function theorem of sparse.newton."""
+def sweep(grid):
+    """Return a sweep of Jacobi's method, whose fixed point is looked for."""
+    around = neighbours(grid, 0.0)
+    return lambda u, b: (around(u) + b - 0.1 * u**3) / 3
+
+
+def fixed_point(grid, b, norm, adjoint):
+    """Return the sum of cubes of the fixed point, the fixed point and the number of steps."""
+    solver = optimistix.FixedPointIteration(1e-12, 1e-12, norm)
+    solution = optimistix.fixed_point(sweep(grid), solver, jnp.zeros_like(b), b, adjoint=adjoint)
+    return jnp.sum(solution.value**3), (solution.value, solution.stats["num_steps"])
+
+
+def fixed_point_of_one_rank(comm):
+    """Return the right-hand side, and ((value, (u, steps)), gradient) without messages."""
     x = jnp.arange(CELLS) + 0.5
     whole = jnp.cos(x) + 0.1 * x
+    serial = lambda b: fixed_point(None, b, optimistix.rms_norm, optimistix.ImplicitAdjoint())
+    return whole, on_root(comm, jax.value_and_grad(serial, has_aux=True), whole)
 
-    def sweep(grid):
-        around = neighbours(grid, 0.0)
-        return lambda u, b: (around(u) + b - 0.1 * u**3) / 3
 
-    def found(grid, b, norm, adjoint):
-        solver = optimistix.FixedPointIteration(1e-12, 1e-12, norm)
-        solution = optimistix.fixed_point(
-            sweep(grid), solver, jnp.zeros_like(b), b, adjoint=adjoint
-        )
-        return solution.value, solution.stats["num_steps"]
-
-    def of_iterations(grid, norm):
-        def share(b):
-            u, steps = found(grid, b, norm, optimistix.RecursiveCheckpointAdjoint())
-            return jnp.sum(u**3), (u, steps)
-
-        return share
-
-    def serial(b):
-        u, steps = found(None, b, optimistix.rms_norm, optimistix.ImplicitAdjoint())
-        return jnp.sum(u**3), (u, steps)
-
+def test_fixed_points(comm):
+    """Through the iterations."""
     grid = Grid((CELLS,), (1.0,), comm)
     norm = functools.partial(mg.rms_norm, comm=comm)
-    b = whole[grid.slices]
-    both = mg.jit(mg.value_and_grad(of_iterations(grid, norm), has_aux=True, comm=comm))
-    (value, (u, steps)), gradient = both(b)
-    expected, of_whole = on_root(comm, jax.value_and_grad(serial, has_aux=True), whole)
+    adjoint = optimistix.RecursiveCheckpointAdjoint()
+    share = lambda b: fixed_point(grid, b, norm, adjoint)
+    whole, (expected, of_whole) = fixed_point_of_one_rank(comm)
+    both = mg.jit(mg.value_and_grad(share, has_aux=True, comm=comm))
+    (value, (u, steps)), gradient = both(whole[grid.slices])
     close(value, expected[0])
     close(u, expected[1][0][grid.slices])
     assert steps == expected[1][1]
     close(gradient, of_whole[grid.slices])
 
+
+@pytest.mark.full("test_newton has gradients by the implicit function theorem")
+def test_fixed_points_by_the_implicit_function_theorem(comm):
+    grid = Grid((CELLS,), (1.0,), comm)
+    whole, (expected, of_whole) = fixed_point_of_one_rank(comm)
+    start = jnp.asarray(expected[1][0][grid.slices])
+
     def implicit(b, start):
         system = lambda u, b: u - sweep(grid)(u, b)
         return jnp.sum(sparse.newton(system, start, args=(b,), atol=1e-10, comm=comm).value ** 3)
 
-    close(mg.jit(mg.grad(implicit, comm=comm))(b, u), of_whole[grid.slices], 1e-8)
+    gradient = mg.jit(mg.grad(implicit, comm=comm))(whole[grid.slices], start)
+    close(gradient, of_whole[grid.slices], 1e-8)
 
 
+@pytest.mark.cases("OptaxMinimiser", reason="it goes the way of GradientDescent, with optax")
 @pytest.mark.parametrize("method", ["GradientDescent", "OptaxMinimiser"])
 def test_descent_on_sharded_unknowns(comm, method):
     """The function returns a rank's share: its gradient by plain JAX is that of the sum."""
@@ -309,7 +317,9 @@ def network(comm):
     return model, inputs, mine, lambda model, x: jnp.sum((jax.vmap(model)(x) - x[:, 0]) ** 2)
 
 
-def test_modules_and_updates(comm):
+@pytest.mark.cases("filter_jit", reason="test_operations has programs that mpigrad.jit compiles")
+@pytest.mark.parametrize("jit", [mg.jit, eqx.filter_jit], ids=["mg.jit", "filter_jit"])
+def test_modules_and_updates(comm, jit):
     model, inputs, mine, share = network(comm)
     params, static = eqx.partition(model, eqx.is_inexact_array)
     method = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
@@ -325,16 +335,16 @@ def test_modules_and_updates(comm):
 
     parallel = training(functools.partial(mg.value_and_grad, replicated=0, comm=comm))
     serial = eqx.filter_jit(training(jax.value_and_grad))
-    for compiled in (mg.jit(parallel), eqx.filter_jit(parallel)):
-        now, state = params, method.init(params)
-        then, state_then = params, method.init(params)
-        for _ in range(3):
-            now, state, value = compiled(now, state, mine)
-            then, state_then, expected = serial(then, state_then, inputs)
-            close(value, expected)
-        jax.tree.map(close, now, then)
-        bits = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(now)]
-        assert all(other == bits for other in comm.mpi.allgather(bits))
+    compiled = jit(parallel)
+    now, state = params, method.init(params)
+    then, state_then = params, method.init(params)
+    for _ in range(3):
+        now, state, value = compiled(now, state, mine)
+        then, state_then, expected = serial(then, state_then, inputs)
+        close(value, expected)
+    jax.tree.map(close, now, then)
+    bits = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(now)]
+    assert all(other == bits for other in comm.mpi.allgather(bits))
 
 
 def test_filter_grad_is_of_this_copy(comm):

@@ -83,6 +83,7 @@ def test_replicated_arguments_are_checked_by_the_guard(
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.cases("True", reason="compiled, an error takes a longer way")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_replicated_arguments_are_always_compared(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch, compiled: bool
@@ -252,7 +253,6 @@ def test_vmap_of_a_bare_pull_back_is_refused(comm: Communicator) -> None:
     close(got, comm.size * cts[:, None] * jnp.ones(3))
 
 
-@pytest.mark.thin(2, 3)
 def test_a_pull_back_is_differentiated_where_its_cotangent_is_constant(comm: Communicator) -> None:
     x, rank = jnp.array([0.3, -0.5, 0.7]) * (1 + comm.rank), comm.rank
     f = lambda x: jnp.sin(mg.allreduce(x))

@@ -24,9 +24,10 @@ def flows(fields, kappa):
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_the_same_as_on_exchanged_tiles():
-    # On 4 ranks in tiles that are too small for an interior.
-    shape, dims = ((3 * COMM.size, 4), (COMM.size, 1)) if COMM.size == 4 else ((13, 9), None)
+@pytest.mark.parametrize("interior", [True, False], ids=["an interior", "no interior"])
+def test_the_same_as_on_exchanged_tiles(interior):
+    # Tiles of three cells are too small for an interior.
+    shape, dims = ((13, 9), None) if interior else ((3 * COMM.size, 4), (COMM.size, 1))
     grid = Grid(shape, (1.0, 1.0), dims=dims, periodic=(False, COMM.size % 2 == 1))
     boundary = (("reflect", 2.0), "symmetric")
     generator = np.random.default_rng(COMM.rank)
@@ -52,7 +53,7 @@ def test_the_same_as_on_exchanged_tiles():
     mpigrad.dot_test(overlapped, u, v, kappa)
 
 
-@pytest.mark.thin(1, 4)
+@pytest.mark.thin(4)
 def test_float32_in_three_dimensions_and_in_one():
     for shape in ((6, 5, 7), (23,)):
         grid = Grid(shape, (1.0,) * len(shape))

@@ -64,6 +64,7 @@ def test_neighbors_are_all_tiles_that_touch(grid):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(4)
 def test_periodic_axes_wrap_around():
     grid = Grid((7, 5), (1.0, 1.0), periodic=(True, False))
     along, across = grid.dims

@@ -62,17 +62,20 @@ def random_exchange(generator, axes):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(4)
+@pytest.mark.cases("2-4", reason="other tests exchange along one axis and three")
 @pytest.mark.parametrize(("axes", "cases"), [(1, 3), (2, 4), (3, 2)])
 def test_random_exchanges_and_their_adjoints(axes, cases):
     generator = np.random.default_rng([COMM.size, axes])  # others on another number of ranks
     drawn = [random_exchange(generator, axes) for _ in range(cases)]
     wholes = [whole_field(grid, fields) for grid, _, _, fields in drawn]
 
+    @mpigrad.jit
     def exchange(tiles):
         return [halo_exchange(u, *case[:3]) for u, case in zip(tiles, drawn, strict=True)]
 
     tiles = [jnp.asarray(whole[case[0].slices]) for whole, case in zip(wholes, drawn, strict=True)]
-    for padded, whole, case in zip(mpigrad.jit(exchange)(tiles), wholes, drawn, strict=True):
+    for padded, whole, case in zip(exchange(tiles), wholes, drawn, strict=True):
         assert np.array_equal(padded, expected(whole, *case[:3])), case
     mpigrad.dot_test(exchange, tiles)
 
@@ -102,7 +105,7 @@ def test_layers_are_those_of_the_whole_field(shape, width, boundary, fields):
     assert np.array_equal(padded, expected(whole, grid, width, boundary))
 
 
-@pytest.mark.thin(1, 2, 3)
+@pytest.mark.thin(1, 2, 3, reason="on 1 a tile is its own neighbour, on 2 both sides are one")
 @pytest.mark.parametrize("own", [False, True], ids=["of the grid", "of the exchange"])
 def test_periodic_axes_with_any_number_of_tiles(own):
     """One tile along an axis is its own neighbour on both sides; of two each is the other's."""
@@ -136,7 +139,7 @@ def test_a_field_of_6_by_4_on_3_by_2_ranks():
     assert "[[1, 1, 1, 1], [1, 1, 2, 3], [1, 5, 6, 7], [1, 9, 10, 11]]" in done.stdout
 
 
-@pytest.mark.thin(1, 4)
+@pytest.mark.thin(4)
 def test_fields_of_several_dtypes_travel_in_one_message_each():
     grid = Grid((9, 8), (1.0, 1.0), periodic=(False, True))
     shapes = {
@@ -156,7 +159,6 @@ def test_fields_of_several_dtypes_travel_in_one_message_each():
     assert messages == (3 if COMM.size > 1 else 0)
 
 
-@pytest.mark.thin(3)
 def test_adjoints_of_packed_fields_of_two_precisions():
     """Of all fields to the rounding of the coarsest; of one in their company to its own."""
     cases = [
@@ -202,6 +204,7 @@ def test_gradient_equals_that_of_the_one_rank_program(boundary):
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(4)
 def test_corners_in_three_dimensions_come_from_the_tile_that_owns_them():
     dims = {1: (1, 1, 1), 2: (1, 2, 1), 3: (1, 1, 3), 4: (2, 1, 2)}[COMM.size]
     grid = Grid((5, 4, 6), (1.0, 1.0, 1.0), dims=dims)

@@ -37,6 +37,7 @@ CHECKPOINTS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.ranks(3)
+@pytest.mark.cases("not", "scan(checkpoint)", reason="the others nest the same rules")
 @pytest.mark.parametrize("how", CHECKPOINTS)
 def test_the_order_of_arrival_is_recorded(how: str, comm: Communicator) -> None:
     """Who comes first counts double, a matter of luck; derivatives follow what has happened.
@@ -182,6 +183,9 @@ def test_messages_of_inner_gradients_are_no_tangents(posted: bool, comm: Communi
 
 
 @pytest.mark.thin(1)
+@pytest.mark.cases(
+    *("posted", "inside a linear map"), reason="the others receive as `inside a linear map` does"
+)
 @pytest.mark.parametrize("later", ["received", "posted", "from anyone", "inside a linear map"])
 def test_tangents_that_would_be_exchanged_are_refused(later: str, comm: Communicator) -> None:
     """The message after it from the same rank with the same tag is received before the wait."""

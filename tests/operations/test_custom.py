@@ -44,6 +44,7 @@ def test_a_constant_leaf_under_transformations_of_jax(comm: Communicator) -> Non
     close(jax.linearize(lambda a: f(a)["a"], jnp.ones(2))[1](jnp.ones(2)), 3 * jnp.ones(2))
 
 
+@pytest.mark.cases("scan", reason="test_operations has the other transformations")
 @pytest.mark.parametrize("how", ["eager", "vmap", "scan"])
 def test_leaves_that_are_constant_on_some_ranks(how: str, comm: Communicator) -> None:
     """Leaf b is active on odd ranks, a on even ones; their results are on their neighbours."""
@@ -116,5 +117,6 @@ def test_buffers_of_dtypes_without_an_mpi_datatype(dtype: str, comm: Communicato
     assert "in forward: mpi.Bcast(x)" in str(error.value)
 
 
+@pytest.mark.full("test_examples runs it on 2 ranks")
 def test_halo_by_hand() -> None:
     runpy.run_path(str(EXAMPLES / "halo_by_hand.py"))

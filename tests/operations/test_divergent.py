@@ -215,14 +215,26 @@ def expected(kind: str, scenario: str) -> Any:
 
 _OTHER_PAIR = pytest.mark.full("each transformation and each scenario runs in another pair")
 RUN = [t for t in TRANSFORMATIONS if t not in TRACED_ONLY]
+# What make test runs: the other transformations are parts of these.
+RUN_FIRST = (
+    *("grad(mpigrad.jit)", "checkpoint(jit)", "checkpoint(scan(checkpoint))", "cond(checkpoint)"),
+    *("hvp(scan(checkpoint))", "grad of grad(scan)", "vmap(grad)", "grad(vmap)"),
+    *("linearize(grad)", "jvp(while)", "a batch of cotangents", "jacobian, reverse"),
+)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("transformation", "scenario"),
-    [  # each transformation with one scenario, all of them in make test-full
-        pytest.param(t, s, marks=_OTHER_PAIR if (i + j) % len(SCENARIOS) else ())
-        for i, t in enumerate(RUN)
+    [  # each of RUN_FIRST with one scenario, all of them in make test-full
+        pytest.param(
+            t,
+            s,
+            marks=()
+            if t in RUN_FIRST and (RUN_FIRST.index(t) + j) % len(SCENARIOS) == 0
+            else _OTHER_PAIR,
+        )
+        for t in RUN
         for j, s in enumerate(SCENARIOS)
     ],
 )
@@ -272,8 +284,8 @@ def messages(jaxpr: Any) -> list[Any]:
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("transformation", "scenario"),
-    [  # each transformation with every other scenario, all of them in make test-full
-        pytest.param(t, s, marks=_OTHER_PAIR if (i + j) % 2 else ())
+    [  # each transformation with two or three scenarios, all of them in make test-full
+        pytest.param(t, s, marks=_OTHER_PAIR if (i + j) % 3 else ())
         for i, t in enumerate(TRANSFORMATIONS)
         for j, s in enumerate(SCENARIOS)
     ],
@@ -300,7 +312,7 @@ def test_plain_jax_is_not_enough() -> None:
     assert orders[0] != orders[1]
 
 
-@pytest.mark.thin(2, 4)
+@pytest.mark.cases("jax.jit", "eager", reason="mpigrad.jit is jax.jit around the same program")
 @pytest.mark.parametrize("jit", [jax.jit, mg.jit, same], ids=["jax.jit", "jit", "eager"])
 def test_a_checkpoint_of_which_nothing_is_used(jit: Callable[..., Any], comm: Communicator) -> None:
     """On one rank it depends on nothing, and its result is left: its messages are sent."""
@@ -316,6 +328,7 @@ def test_a_checkpoint_of_which_nothing_is_used(jit: Callable[..., Any], comm: Co
 
 
 @pytest.mark.ranks(3)
+@pytest.mark.cases("jit", "checkpoint", reason="test_derivatives runs the others on 2 ranks")
 @pytest.mark.parametrize(
     "wrap", [same, mg.jit, ck, scan], ids=["eager", "jit", "checkpoint", "scan"]
 )

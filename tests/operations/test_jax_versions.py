@@ -25,10 +25,10 @@ from mpigrad.operations import _jax_private, _jax_repairs
 SOURCES = pathlib.Path(mg.__file__).parent
 
 
-def python(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(program: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A process of its own, on one rank."""
     return subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *words],
         env={**launcher.os.environ, **environment},
         capture_output=True,
         text=True,
@@ -155,14 +155,18 @@ print("made", len(made))
         assert done.stdout.split() == ["made", str(times)], done.stderr
     (kept,) = (tmp_path / "mpigrad").iterdir()
     assert kept.name.startswith(f"jax-{jax.__version__}-mpigrad-")
+    # What cannot be read or written is no error.
+    assert self_check._read(kept) == {}
     kept.write_text("not JSON")
-    assert python(program, XDG_CACHE_HOME=str(tmp_path)).stdout.split() == ["made", "1"]
-    nowhere = tmp_path / "file"
-    nowhere.write_text("")
-    assert python(program, XDG_CACHE_HOME=str(nowhere)).stdout.split() == ["made", "1"]
+    assert self_check._read(kept) is None
+    self_check._write(kept / "below a file", {})
 
 
 @pytest.mark.launcher
+@pytest.mark.cases(
+    *("deep", "at compile time"),
+    reason="an error in the check, and no check; the others have a check without errors",
+)
 @pytest.mark.parametrize("around", ["leaks", "deep", "at compile time", "no home"])
 def test_a_first_message_in_an_odd_place(around: str, tmp_path: pathlib.Path) -> None:
     """What is odd is neither kept for other processes, nor are messages of the check sent."""
@@ -173,19 +177,27 @@ def gradient():
 around = {"leaks": jax.checking_leaks, "at compile time": jax.ensure_compile_time_eval}
 def deep(n):
     return deep(n - 1) if n else gradient()
-with around.get(sys.argv[1], contextlib.nullcontext)():
+case = sys.argv[-1]
+with around.get(case, contextlib.nullcontext)():
     try:
-        deep(600 if sys.argv[1] == "deep" else 0)
+        deep(600 if case == "deep" else 0)
     except RecursionError:
         pass
 os.write(1, f"{float(gradient())} ".encode())
 """
-    file = tmp_path / "program.py"
-    file.write_text(program)
-    home = {"HOME": "", "XDG_CACHE_HOME": ""} if around == "no home" else {}
-    for case in (around, "nothing"):
-        done = mpigrad("launch", "-n", 2, file, case, **{"XDG_CACHE_HOME": str(tmp_path), **home})
+    home = {"XDG_CACHE_HOME": str(tmp_path)}
+    if around == "no home":
+        home = {"HOME": "", "XDG_CACHE_HOME": ""}
+    if around == "at compile time":  # programs with messages would run, not be traced
+        file = tmp_path / "program.py"
+        file.write_text(program)
+        done = mpigrad("launch", "-n", 2, file, around, **home)
         assert done.stdout.split() == ["2.0", "2.0"], done.stderr
+    else:
+        done = python(program, around, **home)
+        assert done.stdout.split() == ["1.0"], done.stderr
+    done = python(program, "nothing", **home)
+    assert done.stdout.split() == ["1.0"], done.stderr
     kept = tmp_path / "mpigrad"
     assert around == "no home" or [f.read_text() for f in kept.iterdir()] == ["{}"]
 
@@ -214,6 +226,7 @@ def test_the_warning_comes_from_rank_0_alone(tmp_path: pathlib.Path) -> None:
 # ---- messages in more of JAX ----
 
 
+@pytest.mark.cases("jit", "scan", reason="jit traces what eager runs")
 @pytest.mark.parametrize("where", ["eager", "jit", "scan"])
 def test_debug_prints_beside_messages_in_a_checkpoint(where: str, comm: Communicator) -> None:
     """JAX lost the value that is printed: KeyError: Var(id=...)."""
@@ -309,10 +322,11 @@ def test_programs_that_jax_lowers_in_two_steps(comm: Communicator) -> None:
 
 
 @pytest.mark.launcher
-def test_the_users_xla_flags_are_kept(tmp_path: pathlib.Path) -> None:
+def test_the_users_xla_flags_are_kept_and_have_an_effect(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "flags.py"
     program.write_text(
-        "import os, mpigrad; os.write(1, (os.environ['XLA_FLAGS'] + chr(10)).encode())"
+        "import os, jax, mpigrad; os.write(1, (os.environ['XLA_FLAGS'] + chr(10)).encode())\n"
+        "jax.jit(lambda x: x + 1)(1.0)\n"
     )
     own = "--xla_dump_to=" + str(tmp_path / "dump")
     done = mpigrad("launch", "-n", 2, program, XLA_FLAGS=own)
@@ -325,12 +339,4 @@ def test_the_users_xla_flags_are_kept(tmp_path: pathlib.Path) -> None:
         # XLA stops reading at the first word without dashes.
         dashed = [word.startswith("--") for word in words]
         assert dashed == sorted(dashed, reverse=True), line
-
-
-@pytest.mark.launcher
-def test_the_users_xla_flags_have_an_effect(tmp_path: pathlib.Path) -> None:
-    program = tmp_path / "dumps.py"
-    program.write_text("import jax, mpigrad; jax.jit(lambda x: x + 1)(1.0)\n")
-    done = mpigrad("launch", "-n", 2, program, XLA_FLAGS=f"--xla_dump_to={tmp_path / 'dump'}")
-    assert done.returncode == 0, done.stderr
     assert list((tmp_path / "dump").iterdir())

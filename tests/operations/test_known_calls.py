@@ -111,6 +111,11 @@ def _twice_simulated(F: Callable[[Any], Any]) -> Callable[[Any], Any]:
 _OTHER_WAY = pytest.mark.full("the case with jit runs the same rules")
 
 
+@pytest.mark.cases(
+    *("custom_jvp, the value by calls-jit", "custom_vjp, the value anew-jit"),
+    "custom_linear_solve-jit",
+    reason="the other rules are parts of these",
+)
 @pytest.mark.parametrize(
     "how",
     ["jit", *(pytest.param(h, marks=_OTHER_WAY) for h in ("eager", "checkpoint", "vmap"))],
@@ -285,6 +290,10 @@ def _in_a_call(kind: str, f: Callable[[], Any]) -> Callable[[], Any]:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.cases(
+    *("grad0-jit of scan", "grad0-checkpoint", "grad1-jit of checkpoint", "<lambda>-scan"),
+    reason="each kind of call, a plain jit inside two of them",
+)
 @pytest.mark.parametrize("kind", ["jit", "checkpoint", "jit of checkpoint", "scan", "jit of scan"])
 @pytest.mark.parametrize("grad", [mg.grad, jax.grad, lambda f: jax.grad(jax.checkpoint(f))])
 def test_a_call_without_operands_stays_in_its_loop(

@@ -39,11 +39,13 @@ def pipeline_simulated(X: Any) -> Any:
     return total + jnp.roll(X, 1, axis=0)
 
 
+@pytest.mark.cases("vmap", "checkpoint(scan)", reason="both are compiled as jit is")
 @pytest.mark.parametrize("how", ["jit", "vmap", "checkpoint(scan)"])
 def test_value_gradient_and_dot_product(how: str, comm: Communicator) -> None:
     prove(lambda x: pipeline(x, comm), pipeline_simulated, comm, how)
 
 
+@pytest.mark.full("test_peer_faults has second derivatives of requests")
 def test_second_order(comm: Communicator) -> None:
     prove_second_order(lambda x: pipeline(x, comm), pipeline_simulated, comm)
 

@@ -35,29 +35,37 @@ def programs(case: Case, comm: Communicator) -> tuple[Callable[..., Any], Callab
     )
 
 
-# Transformations of transformations: in make test with every twelfth operation. The others are
-# there with every third one, but for "jit", which is there with all.
-NESTED = ("jax.jit", "vmap over the last axis", "checkpoint(scan)", "scan(checkpoint)", "jit(vmap)")
+# These run on 3 ranks, too: a rank has two neighbours, and there is a rank in the middle.
+UNEVEN = (
+    *("sendrecv ring with tags", "neighbor_alltoallv", "alltoallv", "exscan"),
+    *("isend and irecv", "one_sided accumulate"),
+)
 
 
 def pairs() -> list[Any]:
     """Each operation under each transformation."""
     found = []
-    for i, (name, case) in enumerate(CASES.items()):
-        for j, how in enumerate(TRANSFORMED):
+    for name, case in CASES.items():
+        for how in TRANSFORMED:
             marks = marks_of(case)
-            if case.heavy and how != "jit":
-                marks.append(pytest.mark.full("it takes seconds to compile"))
-            elif how in NESTED and (i + j) % 12:
-                marks.append(pytest.mark.full("each is made of transformations that are tested"))
-            elif how == "jit":  # the dot test of each operation; on 3 ranks, neighbours differ
-                marks.append(pytest.mark.thin(3) if case.heavy else pytest.mark.thin(2, 3))
-            elif how not in NESTED and (i + j) % 3:
-                marks.append(pytest.mark.full("other operations are transformed in this way"))
+            if name in UNEVEN and how == "jit":
+                marks.append(pytest.mark.thin(2, 3, reason="on 3 ranks, the neighbours differ"))
             found.append(pytest.param(name, how, marks=marks))
     return found
 
 
+@pytest.mark.cases(
+    "*-jit",
+    *("send and recv-eager", "one_sided accumulate-eager"),
+    *("allreduce-scan", "isend and irecv-scan", "custom_operation-scan"),
+    *("neighbor_alltoallv-vmap", "recv of any tag-vmap"),
+    *("sendrecv ring with tags-checkpoint", "recv from anyone-checkpoint"),
+    *("allgather-cond", "irecv from anyone-cond"),
+    *("reduce-jax.jit", "scatterv-vmap over the last axis", "gather-jit(vmap)"),
+    *("sendrecv of any tag-checkpoint(scan)", "one_sided put and get-scan(checkpoint)"),
+    reason="all operations compiled; one of each family under each transformation, whose rules "
+    "are the same for all operations; test_eager_calls_and_batches has the batch axes of all",
+)
 @pytest.mark.parametrize(("name", "how"), pairs())
 def test_values_and_derivatives(name: str, how: str, comm: Communicator) -> None:
     case = CASES[name]
@@ -206,6 +214,26 @@ def test_derivatives_of_what_only_moves(name: str, comm: Communicator) -> None:
 
 
 @cases
+def test_eager_calls_and_batches(name: str, comm: Communicator) -> None:
+    """Not compiled: values, the dot test, and a batch, which gives what calls one by one give."""
+    case = CASES[name]
+    if case.heavy:
+        pytest.skip("test_reductions calls these")
+    x, X = operand(case, comm)
+    run = lambda x: case.run(x, comm)
+    batch = jnp.stack([k * x for k in range(1, 5)])
+    calls = np.stack([run(x) for x in batch])
+    expected = jax.device_get(jax.jit(case.simulate)(X)) if comm.rank == 0 else None
+    close(calls[0], comm.mpi.bcast(expected)[comm.rank])
+    close(mg.vmap(run)(batch), calls)
+    mg.dot_test(run, x)
+
+
+@pytest.mark.cases(
+    *("sendrecv ring with tags", "scatterv", "custom_operation"),
+    reason="test_values_and_derivatives has the vjp of all operations",
+)
+@cases
 def test_gradient(name: str, comm: Communicator) -> None:
     """mg.grad of a loss, and the public dot test."""
     case = CASES[name]
@@ -217,16 +245,11 @@ def test_gradient(name: str, comm: Communicator) -> None:
     mg.dot_test(f, x)
 
 
-def every_third() -> list[Any]:
-    """The operations, of which make test takes every third one."""
-    later = pytest.mark.full("second derivatives are made of rules that are tested")
-    return [
-        pytest.param(name, marks=[*marks_of(case), *[later] * (i % 3 > 0)])
-        for i, (name, case) in enumerate(CASES.items())
-    ]
-
-
-@pytest.mark.parametrize("name", every_third())
+@pytest.mark.cases(
+    *("allreduce", "one_sided accumulate"),
+    reason="second derivatives are made of rules that are tested; test_reductions has products",
+)
+@cases
 def test_second_order(name: str, comm: Communicator) -> None:
     case = CASES[name]
     x, X = operand(case, comm)
@@ -246,20 +269,15 @@ def test_second_order(name: str, comm: Communicator) -> None:
     mg.dot_test(mg.grad(loss), x)
 
 
-DTYPES = ("float32", "complex64", "complex128", "int32", "uint8")
-
-
-def dtypes() -> list[Any]:
-    """Each operation in each dtype. Make test takes two dtypes of an operation, in turn."""
-    later = pytest.mark.full("other operations run in this dtype, and this one in two others")
-    return [
-        pytest.param(name, dtype, marks=[*marks_of(case), *[later] * ((i + j) % 5 > 1)])
-        for i, (name, case) in enumerate(CASES.items())
-        for j, dtype in enumerate(DTYPES)
-    ]
-
-
-@pytest.mark.parametrize(("name", "dtype"), dtypes())
+@pytest.mark.cases(
+    *("allreduce-*", "reduce-int32", "exscan-uint8", "reduce_scatterv-complex64"),
+    *("one_sided accumulate-int32", "one_sided put and get-complex128", "isend and irecv-uint8"),
+    *("sendrecv ring with tags-float32", "gatherv-complex64", "custom_operation-complex64"),
+    "scan not of sums-complex128",
+    reason="all dtypes of one sum, and one dtype of other families: to the rest they are bytes",
+)
+@pytest.mark.parametrize("dtype", ["float32", "complex64", "complex128", "int32", "uint8"])
+@cases
 def test_dtypes(name: str, dtype: str, comm: Communicator) -> None:
     case = CASES[name]
     x, X = operand(case, comm, np.dtype(dtype))
@@ -278,17 +296,13 @@ def test_dtypes(name: str, dtype: str, comm: Communicator) -> None:
         assert out.dtype == jax.dtypes.float0
 
 
-def moved_dtypes() -> list[Any]:
-    """Each operation in each dtype. Make test takes one dtype of an operation, in turn."""
-    later = pytest.mark.full("other operations run in this dtype, and this one in another")
-    return [
-        pytest.param(name, dtype, marks=[*marks_of(case), *[later] * ((i + j) % 3 > 0)])
-        for i, (name, case) in enumerate(CASES.items())
-        for j, dtype in enumerate(("bfloat16", "float16", "bool"))
-    ]
-
-
-@pytest.mark.parametrize(("name", "dtype"), moved_dtypes())
+@pytest.mark.cases(
+    *("bcast-bfloat16", "alltoallv-float16", "sendrecv ring with tags-bool", "allreduce-bool"),
+    *("isend and irecv-bfloat16", "one_sided put and get-bool", "custom_operation-float16"),
+    reason="each dtype in a few operations: they move bytes",
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "bool"])
+@cases
 def test_dtypes_that_only_move(name: str, dtype: str, comm: Communicator) -> None:
     case = CASES[name]
     x, X = operand(case, comm, jnp.dtype(dtype))

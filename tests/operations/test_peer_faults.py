@@ -27,6 +27,7 @@ def points(size: int) -> Any:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.cases("A", "C", reason="test_transforms has nested sums and replicated arguments")
 @pytest.mark.parametrize("case", ["A", "B", "C", "D"])
 def test_the_adjoint_of_allreduce(case: str, comm: Communicator) -> None:
     """Four losses on 2 ranks, x = (1, 2): summed over ranks, and counted once where that is one."""
@@ -48,6 +49,7 @@ def test_the_adjoint_of_allreduce(case: str, comm: Communicator) -> None:
             mg.grad(loss, loss="replicated")(x)
 
 
+@pytest.mark.full("test_operations has the derivatives of each operation")
 def test_every_operation_has_a_gradient(comm: Communicator) -> None:
     """mpi4jax 0.9.1: not differentiable but allreduce(SUM) and, in part, sendrecv."""
     last, rank = comm.size - 1, comm.rank
@@ -81,6 +83,10 @@ def test_every_operation_has_a_gradient(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.cases(
+    *("constant buffer", "unused on one rank", "checkpoint"),
+    reason="test_operations has the jvp",
+)
 @pytest.mark.parametrize("how", ["jvp", "constant buffer", "unused on one rank", "checkpoint"])
 def test_sendrecv(how: str, comm: Communicator) -> None:
     """mpi4jax: no jvp, a TypeError, a TypeError, an error."""

@@ -78,6 +78,10 @@ PROGRAMS = {
 HOW = {"both ways": ("jit", "vmap", "checkpoint(scan)"), "to self": TRANSFORMS}
 
 
+@pytest.mark.cases(
+    *("both ways-vmap", "both ways-checkpoint(scan)", "to self-eager", "to self-scan(checkpoint)"),
+    reason="one message of several dtypes, and two messages that overtake each other, in each way",
+)
 @pytest.mark.parametrize(("name", "how"), [(name, how) for name in HOW for how in HOW[name]])
 def test_value_gradient_and_dot_product(name: str, how: str, comm: Communicator) -> None:
     f, F = PROGRAMS[name]
@@ -105,6 +109,7 @@ def test_each_side_its_own_structure(comm: Communicator) -> None:
     mg.dot_test(f, x, rtol=1e-5)
 
 
+@pytest.mark.full("test_divergent has second derivatives of send and recv")
 def test_second_order(comm: Communicator) -> None:
     f, F = PROGRAMS["to self"]
     prove_second_order(lambda x: f(x, comm), F, comm)

@@ -135,7 +135,10 @@ def _like(tree: Any) -> Callable[[Any], bool]:
     return lambda t: jax.tree.structure(t) == jax.tree.structure(tree)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.cases(
+    *("scatterv", "neighbor_alltoallv", "isend and irecv"),
+    reason="one code packs the leaves of all operations; one_sided has its own tests",
+)
 @others
 def test_adjoints_are_those_of_the_leaves(name: str, comm: Communicator) -> None:
     operation, tree = OPERATIONS[name], _tree(comm)

@@ -21,20 +21,14 @@ from mpigrad.communicator import Communicator
 from random_operations import OPERATIONS, Operation, Step
 from random_programs import Block, Program, check, count, programs, search, text
 
-# Ten programs a part at 2 ranks, where compiling is cheap; in make test-full a few more at 3.
+# Ten programs a part at 2 ranks, where compiling is cheap, and a few more at 3.
 PARTS, EXAMPLES = {2: 5, 3: 1}, {2: 10, 3: 3}
 
 
 def parts() -> list[Any]:
     """(number of ranks, seed), each for sessions of this many ranks."""
     pairs = [(size, seed) for size, n in PARTS.items() for seed in range(n)]
-    marks = {
-        2: [pytest.mark.ranks(2)],
-        3: [
-            pytest.mark.ranks(3),
-            pytest.mark.full("it compiles many programs; two ranks run five parts"),
-        ],
-    }
+    marks = {2: pytest.mark.ranks(2), 3: pytest.mark.ranks(3)}
     return [pytest.param(seed, marks=marks[n], id=f"{n}-{seed}") for n, seed in pairs]
 
 
@@ -53,9 +47,17 @@ FOUND = {
 }
 
 
+@pytest.mark.full("it compiles many programs; test_a_few_random_programs compiles two")
 @pytest.mark.parametrize("seed", parts())
 def test_random_programs(seed: int, comm: Communicator) -> None:
     failing = search(comm, EXAMPLES[comm.size], seed)
+    assert not failing, failing
+
+
+@pytest.mark.ranks(2)
+def test_a_few_random_programs(comm: Communicator) -> None:
+    """Two programs whose messages stand in several blocks."""
+    failing = search(comm, 2, 13)
     assert not failing, failing
 
 
@@ -103,6 +105,7 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.cases("derivative", "root", reason="values are compared as derivatives are")
 @pytest.mark.parametrize("what", FAULTS)
 def test_faults_are_found(what: str, comm: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     right = OPERATIONS["reduce"]

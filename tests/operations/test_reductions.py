@@ -78,19 +78,10 @@ def reduced(f: np.ufunc, rows: Any, dtype: str) -> np.ndarray:
 WHOLE = {"PROD": np.multiply, "MAX": np.maximum, "MIN": np.minimum}
 
 
-_OTHER_WIDTH = pytest.mark.full("the other widths with this sign run the same code")
-
-
-@pytest.mark.thin(3)
+@pytest.mark.cases("bool", "uint64", reason="test_sums_and_products_wrap_around has other widths")
 @pytest.mark.parametrize(
     "dtype",
-    [
-        *("bool", "uint8", "int32", "uint64"),
-        *[
-            pytest.param(name, marks=_OTHER_WIDTH)
-            for name in ("int8", "int16", "uint16", "uint32", "int64")
-        ],
-    ],
+    ["bool", "uint8", "int32", "uint64", "int8", "int16", "uint16", "uint32", "int64"],
 )
 def test_whole_numbers(dtype: str, comm: Communicator) -> None:
     """MPI's own reductions of them, by every operation: the values, and zero tangents."""
@@ -115,7 +106,7 @@ def test_whole_numbers(dtype: str, comm: Communicator) -> None:
     assert out.dtype == jax.dtypes.float0
 
 
-@pytest.mark.thin(3)
+@pytest.mark.cases("int8", "uint16", reason="Open MPI stops at the largest number of short ones")
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint64"])
 def test_sums_and_products_wrap_around(dtype: str, comm: Communicator) -> None:
     """As JAX's and NumPy's do, in long arrays, too: Open MPI's stop at the largest number there."""
@@ -140,6 +131,7 @@ def test_decisions_inside_a_derivative(comm: Communicator) -> None:
     close(gradient, np.where(everywhere, 2 * x, 1))
 
 
+@pytest.mark.thin(3)
 def test_own_reductions_keep_the_order_of_ranks(comm: Communicator) -> None:
     """Products of matrices, of which no two commute."""
     X = jnp.asarray(np.random.default_rng(2).standard_normal((comm.size, 3, 3)))
@@ -164,23 +156,24 @@ def test_own_derivatives_are_used(comm: Communicator) -> None:
     close(gradient, comm.size * 5 * x / total)
 
 
-def test_what_is_constant_on_a_rank(comm: Communicator) -> None:
+@pytest.mark.cases("reduce", "exscan", reason="the others have results on more ranks")
+@pytest.mark.parametrize("operation", REDUCING)
+def test_what_is_constant_on_a_rank(operation: str, comm: Communicator) -> None:
     """The others' derivatives are those of the joint function, in every reduction."""
     X = jnp.asarray(np.random.default_rng(4).standard_normal((comm.size, comm.size, 2)))
-    for operation in REDUCING:
-        S = X if operation == "reduce_scatter" else X[:, 0]
-        cases = [reducing(operation, op) for op in ("PROD", "MAX", "MINLOC", "own derivative")]
+    S = X if operation == "reduce_scatter" else X[:, 0]
+    cases = [reducing(operation, op) for op in ("PROD", "MAX", "MINLOC", "own derivative")]
 
-        def loss(x: Any, S: Any = S, cases: Any = cases) -> Any:
-            x = x if comm.rank == comm.size - 1 else S[comm.rank]
-            return sum(jnp.sum(case.run(x, comm) ** 3) for case in cases)
+    def loss(x: Any) -> Any:
+        x = x if comm.rank == comm.size - 1 else S[comm.rank]
+        return sum(jnp.sum(case.run(x, comm) ** 3) for case in cases)
 
-        def joint(x: Any, S: Any = S, cases: Any = cases) -> Any:
-            return sum(jnp.sum(case.simulate(S.at[-1].set(x)) ** 3) for case in cases)
+    def joint(x: Any) -> Any:
+        return sum(jnp.sum(case.simulate(S.at[-1].set(x)) ** 3) for case in cases)
 
-        gradient = mg.jit(mg.grad(loss))(S[comm.rank])
-        here = comm.rank == comm.size - 1
-        close(gradient, jax.grad(joint)(S[-1]) * here, rtol=1e-10)
+    gradient = mg.jit(mg.grad(loss))(S[comm.rank])
+    here = comm.rank == comm.size - 1
+    close(gradient, jax.jit(jax.grad(joint))(S[-1]) * here, rtol=1e-10)
 
 
 def test_a_result_of_one_kind_for_each_dtype(comm: Communicator) -> None:
@@ -198,7 +191,6 @@ def test_a_result_of_one_kind_for_each_dtype(comm: Communicator) -> None:
         assert got["c"].dtype == np.float32
 
 
-@pytest.mark.thin(3)
 def test_complex_products(comm: Communicator) -> None:
     """Of complex numbers a factor in jvp and vjp alike passes every dot test: beside one rank."""
     r = np.arange(comm.size)
@@ -282,6 +274,7 @@ def test_extremum_of_what_was_sent(comm: Communicator) -> None:
 
 
 @pytest.mark.thin(3)
+@pytest.mark.cases("MAX-float32", "MIN-float64", reason="each operation and each dtype")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("op", [MPI.MAX, MPI.MIN], ids=["MAX", "MIN"])
 def test_a_nan_on_any_rank_is_in_the_extremum(comm: Communicator, op: MPI.Op, dtype: str) -> None:

@@ -15,8 +15,6 @@ from mpigrad.communicator import Communicator
 from mpigrad.guard.board import _is_crowded
 from mpigrad.runtime.native import library
 
-pytestmark = pytest.mark.thin(2, 4)
-
 PIECE = 1 << 16  # bytes
 CERTAIN = 1 << 17  # bytes, times the other ranks: up to here all sums go through shared memory
 LENGTHS = (1, 7, PIECE // 8 - 1, PIECE // 8, PIECE // 8 + 1, CERTAIN // 8, CERTAIN // 8 + 1)
@@ -32,6 +30,8 @@ def in_order(X: np.ndarray) -> np.ndarray:
     return total
 
 
+@pytest.mark.thin(2, 3, reason="three ranks take turns, and go on to MPI for long arrays")
+@pytest.mark.cases("float32", "complex128", reason="complex numbers are pairs of these")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
 def test_every_length(dtype: str, comm: Communicator) -> None:
     """At the ends of pieces, and of what always goes through shared memory; in place, too."""
@@ -111,7 +111,7 @@ def test_ranks_that_share_a_processor_try_nothing(comm: Communicator) -> None:
     library().mpigrad_set_crowded(crowded)
 
 
-@pytest.mark.thin(3, 4)
+@pytest.mark.thin(3)
 def test_communicators_in_turn(comm: Communicator) -> None:
     """A rank that goes on to another communicator leaves what others still read."""
     rank, size = comm.rank, comm.size

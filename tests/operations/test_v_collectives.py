@@ -15,6 +15,9 @@ from helpers import close, uneven
 from mpigrad.communicator import Communicator
 
 
+@pytest.mark.cases(
+    *("uneven-(2,)", "none-()", "uneven-(0,)"), reason="rows, no rows, and rows without elements"
+)
 @pytest.mark.parametrize("width", [(), (2,), (0,)], ids=str)
 @pytest.mark.parametrize("rows", [uneven, lambda size: [0] * size], ids=["uneven", "none"])
 @pytest.mark.thin(3)
@@ -44,7 +47,6 @@ def test_values(
         mg.dot_test(lambda x: mg.reduce_scatterv(x, counts), x)
 
 
-@pytest.mark.thin(2, 3)
 def test_compiled_parts_of_which_all_but_one_are_empty(comm: Communicator) -> None:
     """XLA may give an empty result the address of its operand, which MPICH does not accept."""
     rank, size = comm.rank, comm.size
@@ -152,7 +154,7 @@ _OTHER_DTYPE = pytest.mark.full("float64 runs the same code")
 
 
 @pytest.mark.ranks(2, 3, 4)
-@pytest.mark.thin(4)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=_OTHER_DTYPE)])
 def test_of_any_length_with_a_rank_that_has_none(comm, dtype):
     """MPI takes another algorithm for every length, and no two ranks may take different ones."""
