@@ -64,6 +64,7 @@ def test_other_tables_are_made_after_a_failure(
     assert json.loads((out / "machine.json").read_text())["cores"] >= 1
 
 
+@pytest.mark.full("it is about bench/ and not the library")
 def test_page_of_results(tmp_path: pathlib.Path) -> None:
     (tmp_path / "machine.json").write_text(json.dumps({"cores": 2}))
     (tmp_path / "missing.json").write_text(json.dumps({"devito": "no compiler"}))

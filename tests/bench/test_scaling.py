@@ -21,8 +21,7 @@ FEW, ALL = ("transposition", "acoustic", "poisson"), tuple(SIDES)
 @pytest.mark.parametrize(
     ("ranks", "problems"),
     [
-        (2, FEW[:1]),
-        pytest.param(2, FEW, marks=pytest.mark.full("counting one problem runs the same code")),
+        pytest.param(2, FEW, marks=pytest.mark.full("it is about bench/ and not the library")),
         pytest.param(4, ALL, marks=pytest.mark.full("four ranks on two cores take long")),
     ],
 )

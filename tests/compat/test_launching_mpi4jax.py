@@ -13,22 +13,22 @@ PROGRAM = PROGRAMS / "for_mpi4jax.py"
 MODULE = ("-m", "mpigrad.compat.mpi4jax")
 
 
+@pytest.mark.full(
+    "the next test has --as, and test_internals_are_an_error_with_the_line the defaults"
+)
 def test_launch_as_mpi4jax() -> None:
     done = mpigrad("launch", "-n", 2, "--as", "mpi4jax", PROGRAM)
     assert done.stdout == "gradient 1.0\nmpigrad.compat.mpi4jax 0.9.1.post2: 1.0\n", done.stderr
     assert done.returncode == 0
 
 
-def test_launch_with_exact_adjoints() -> None:
-    done = mpigrad("launch", "-n", 2, "--as", "mpi4jax", "--exact-adjoints", PROGRAM)
-    assert done.stdout.startswith("gradient 2.0\n"), done.stderr
+def test_launch_as_an_older_version_with_exact_adjoints() -> None:
+    words = ("--as", "mpi4jax==0.7.2", "--exact-adjoints", PROGRAM, "tokens")
+    done = mpigrad("launch", "-n", 2, *words)
+    assert done.stdout == "gradient 2.0\nmpigrad.compat.mpi4jax 0.7.2: 1.0\n", done.stderr
 
 
-def test_launch_as_an_older_version() -> None:
-    done = mpigrad("launch", "-n", 3, "--as", "mpi4jax==0.7.2", PROGRAM, "tokens")
-    assert done.stdout == "mpigrad.compat.mpi4jax 0.7.2: 3.0\n", done.stderr
-
-
+@pytest.mark.full("test_internals_are_an_error_with_the_line runs the module")
 def test_module_under_the_launcher_of_mpi() -> None:
     done = mpiexec(2, *MODULE, PROGRAM)
     assert "mpigrad.compat.mpi4jax 0.9.1.post2: 1.0\n" in done.stdout, done.stderr
@@ -37,6 +37,7 @@ def test_module_under_the_launcher_of_mpi() -> None:
 def test_internals_are_an_error_with_the_line() -> None:
     done = run([sys.executable, *MODULE, str(PROGRAM), "internals"])
     assert done.returncode == 1
+    assert done.stdout == "gradient 1.0\nmpigrad.compat.mpi4jax 0.9.1.post2: 0.0\n"
     assert "mpi4jax._src: the internals of mpi4jax do not exist in mpigrad" in done.stderr
     assert f'{PROGRAM}", line ' in done.stderr
 
@@ -62,7 +63,8 @@ def test_launch_refuses(words: tuple[str, ...], text: str) -> None:
     assert text in done.stderr
 
 
-@pytest.mark.parametrize("words", [(), ("-m",), ("--help",)])
+@pytest.mark.cases("-m", reason="without a program there is the same error")
+@pytest.mark.parametrize("words", [(), ("-m",), ("--help",)], ids=["", "-m", "--help"])
 def test_module_needs_a_program(words: tuple[str, ...]) -> None:
     done = run([sys.executable, *MODULE, *words])
     assert done.returncode == 1

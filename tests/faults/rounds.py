@@ -1,4 +1,4 @@
-"""Rounds with one fault of input or output each: `rounds.py FOLDER SEED FIRST COUNT`.
+"""Rounds with one fault of input or output each: `rounds.py FOLDER SEED FIRST COUNT [saves]`.
 
 Run it on ranks, with the library of faults.c in LD_PRELOAD. Each round starts from whole saves,
 arms one fault on one rank, and saves, loads, resumes, or writes a report or a history. Then the
@@ -11,6 +11,7 @@ fault is gone, and the invariants are checked:
 - the same Store can save again, and leaves no other files.
 
 A round depends on SEED and on its number alone, so `rounds.py FOLDER SEED NUMBER 1` repeats it.
+With `saves` there are no reports and histories, and nothing is compiled for them.
 """
 
 from __future__ import annotations
@@ -39,10 +40,16 @@ import numpy as np
 from mpigrad.checkpoint import Checkpoint, Store, manifest
 from mpigrad.communicator import default_communicator
 from mpigrad.grid import Grid
-from mpigrad.io import write_vtk, write_zarr
-from mpigrad.optimize import LBFGS, Objective, minimize
-from mpigrad_apps import fitting, report
-from mpigrad_apps.output_directory import prepare_output
+
+SAVES = sys.argv[5:] == ["saves"]
+if not SAVES:
+    from mpigrad.io import write_vtk, write_zarr
+    from mpigrad.optimize import LBFGS, Objective, minimize
+    from mpigrad_apps import fitting, report
+    from mpigrad_apps.output_directory import prepare_output
+
+    objective = Objective(lambda x: jnp.sum((x - 1.0) ** 4), jnp.zeros(3), replicated=True)
+    picture = report.Picture("dot", "A dot.", b"\x89PNG")
 
 KINDS = ("open", "read", "write", "fsync", "rename", "close", "unlink", "mkdir")
 DONE_BUT = -1000  # the call is done, and reports an error
@@ -127,8 +134,6 @@ def make_templates(folder: pathlib.Path) -> None:
 
 Way = Callable[[pathlib.Path], "Store | None"]
 grid = Grid((6, 4), (1.0, 1.0), comm)
-objective = Objective(lambda x: jnp.sum((x - 1.0) ** 4), jnp.zeros(3), replicated=True, comm=comm)
-picture = report.Picture("dot", "A dot.", b"\x89PNG")
 
 
 def save(directory: pathlib.Path) -> Store:
@@ -188,6 +193,9 @@ WAYS: dict[str, tuple[str, Callable[[pathlib.Path], Any]]] = {
     "report": ("plain", write_report),
     "history": ("plain", write_history),
 }
+WEIGHTS = [5, 3, 5, 4, 2, 1]  # reports and histories take longer
+if SAVES:
+    WAYS, WEIGHTS = dict(list(WAYS.items())[:4]), WEIGHTS[:4]
 STORES: list[Store] = []  # those of this round
 
 
@@ -301,8 +309,7 @@ def main() -> int:
     struck, bad = 0, 0
     for number in numbers:
         dice = random.Random(f"{seed} {number}")
-        # Reports and histories take longer.
-        name = dice.choices(list(WAYS), (5, 3, 5, 4, 2, 1))[0]
+        name = dice.choices(list(WAYS), WEIGHTS)[0]
         rank = dice.randrange(comm.size)
         kinds = [i for i in range(len(KINDS)) if calls[name][rank][i]]
         if not kinds:

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from launching import PROGRAMS, command, run
+from launching import PROGRAMS, command, idling, run
 
 pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
@@ -18,7 +18,7 @@ def test_saves_on_a_full_disk(tmp_path: pathlib.Path) -> None:
         pytest.skip("this user may not mount a file system in a namespace of their own")
     ballast = f"head -c 4194304 /dev/zero > {shlex.quote(str(tmp_path / 'ballast'))}"
     words = shlex.join(command("launch", "-n", 2, PROGRAMS / "full_disk.py", tmp_path))
-    done = run([*alone, f"{mount} && {ballast} && exec {words}"])
+    done = run([*alone, f"{mount} && {ballast} && exec {words}"], **idling())
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     (failed,) = {line.partition("step ")[2] for line in lines if "names the directory" in line}

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.ranks(1), pytest.mark.timeout(600)]
 
 # Always the same examples in `make test`, others each time in `make test-faults`.
 many = settings(
-    max_examples=1500 if ALL else 60,
+    max_examples=1500 if ALL else 30,
     deadline=30_000,  # ms: no file takes longer
     derandomize=not ALL,
     database=None,

@@ -26,10 +26,12 @@ class Broken:
     last: str = ""  # in the last line
     bare: bool = False  # under mpiexec, without `mpigrad launch`
     hosts: int = 1  # each of which says it
-    full: bool = False  # in make test-full only
+    full: str = ""  # the reason why make test leaves it out
 
 
-VARIANT = pytest.mark.full("a job of several seconds that is a variant of another case")
+VARIANT = "a job of several seconds that is a variant of another case"
+REFUSED = "test_refused.py has it with the guard, which reads the same board"
+ON_RANKS = "a test on two ranks has the same error without a job of its own: "
 GUARD = {"MPIGRAD_GUARD": "1"}
 SHORT = {"MPIGRAD_TIMEOUT": "3"}
 FAILED = "rank 1 of 2 failed; ending all ranks"
@@ -40,20 +42,24 @@ BROKEN = {
         ("ArithmeticError: the mesh of rank 1 is empty",), code=1, last=FAILED
     ),
     "one_rank_raises under mpiexec": Broken(
-        ("ArithmeticError: the mesh of rank 1 is empty", FAILED), bare=True
+        ("ArithmeticError: the mesh of rank 1 is empty", FAILED), bare=True, full=VARIANT
     ),
     "one_rank_raises with the guard": Broken(
-        ("ArithmeticError: the mesh of rank 1 is empty",), GUARD, code=1, last=FAILED, full=True
+        ("ArithmeticError: the mesh of rank 1 is empty",), GUARD, code=1, last=FAILED, full=VARIANT
     ),
     "one_rank_raises_inside_jit": Broken(
-        ("check at ", "broken.py:", "x is 2, not negative"), last=FAILED
+        ("check at ", "broken.py:", "x is 2, not negative"),
+        last=FAILED,
+        full=ON_RANKS + "autodiff/test_transforms.py",
     ),
-    "one_rank_runs_out_of_memory": Broken(("MemoryError",), last=FAILED),
+    "one_rank_runs_out_of_memory": Broken(
+        ("MemoryError",), last=FAILED, full=ON_RANKS + "operations/test_exceptions.py"
+    ),
     "one_rank_has_no_memory_for_threads": Broken(
-        ("MemoryError: Unable to",), code=1, last=FAILED, full=True
+        ("MemoryError: Unable to",), code=1, last=FAILED, full=VARIANT
     ),
     "an_error_in_words_of_no_encoding": Broken(
-        ("ValueError: no mesh ",), code=1, last=FAILED, full=True
+        ("ValueError: no mesh ",), code=1, last=FAILED, full=VARIANT
     ),
     "sums_of_other_lengths without the guard": Broken(
         (
@@ -64,25 +70,31 @@ BROKEN = {
         {"MPIGRAD_GUARD": "0"},
     ),
     "longer_message_on_a_communicator_in_another_order": Broken(
-        ("rank 1 of 2 (rank 0 of the job): recv at ", "but rank 0 (rank 1 of the job) sent more."),
+        (
+            "rank 1 of 2 (rank 0 of the job): recv at ",
+            "but rank 0 (rank 1 of the job) sent more. Make the receive expect the shape",
+        ),
         last="rank 0 of 2 failed; ending all ranks",
     ),
     "one_rank_raises_under_another_hook": Broken(
-        ("ArithmeticError: the mesh of rank 1 is empty",), code=1, last=FAILED
+        ("ArithmeticError: the mesh of rank 1 is empty",), code=1, last=FAILED, full=VARIANT
     ),
     "one_rank_raises_under_another_hook under mpiexec": Broken(
         ("ArithmeticError: the mesh of rank 1 is empty", FAILED), bare=True
     ),
     "longer_message_than_expected": Broken(
-        ("rank 1 of 2: recv at ", "Make the receive expect the shape"), last=FAILED
+        ("rank 1 of 2: recv at ", "Make the receive expect the shape"), last=FAILED, full=VARIANT
     ),
     "shorter_message_than_expected": Broken(
         ("rank 1 of 2: recv at ", "expected 12 bytes from rank 0, got 8 bytes", "Make the receive"),
         last=FAILED,
+        full=VARIANT,
     ),
     # Without the guard: proved deadlocks.
     "one_rank_leaves_out_an_allreduce": Broken(
-        ("rank 0: in allreduce(op=SUM) of float32[3] at ", "rank 1: in sendrecv of "), last=ORDER
+        ("rank 0: in allreduce(op=SUM) of float32[3] at ", "rank 1: in sendrecv of "),
+        last=ORDER,
+        full=REFUSED,
     ),
     "another_operation_that_mpi_takes_for_this": Broken(
         ("rank 0: allreduce(op=SUM) of float32[3] at ", "rank 1: bcast(root=1) of float32[3] at "),
@@ -91,10 +103,12 @@ BROKEN = {
     "both_receive_first": Broken(
         ("rank 0: in recv of float32[3] from rank 1 (any tag) at ", "rank 1: in recv of "),
         last="send first and the other receive first, or use sendrecv",
+        full=REFUSED,
     ),
     "wrong_tag": Broken(
         ("rank 0: in barrier at", "rank 0: sent float32[3] to rank 1 (tag 1) by send at"),
         last="Pass each receive the source rank and the tag of the send",
+        full=REFUSED,
     ),
     "plain_jax_grad_with_a_constant_on_one_rank": Broken(
         (
@@ -105,7 +119,7 @@ BROKEN = {
         last="replace them by mpigrad.grad or mpigrad.vjp.",
     ),
     "one_rank_makes_no_communicator": Broken(
-        ("rank 0: Split at ", "rank 1: barrier at "), last=ORDER, full=True
+        ("rank 0: Split at ", "rank 1: barrier at "), last=ORDER, full=VARIANT
     ),
     "pull_back_on_one_rank_only": Broken(
         (
@@ -114,6 +128,7 @@ BROKEN = {
             ORDER,
         ),
         last="replace them by mpigrad.grad or mpigrad.vjp.",
+        full=REFUSED,
     ),
     "one_rank_fails_and_meets_the_others_in_finally": Broken(
         (
@@ -136,6 +151,7 @@ BROKEN = {
         SHORT,
         code=1,
         last="set MPIGRAD_TIMEOUT",
+        full=REFUSED,
     ),
     "windows_with_rows_of_other_lengths": Broken(
         (" of 2: one_sided at ", "expected window rows of one length and dtype"),
@@ -144,6 +160,7 @@ BROKEN = {
     "a_request_that_nobody_posts": Broken(
         ("rank 0: in wait of float32[3] from rank 1 (tag 0) at ", "rank 1: in barrier at "),
         last=ORDER,
+        full=REFUSED,
     ),
     "a_send_request_that_nobody_receives": Broken(
         (
@@ -151,12 +168,12 @@ BROKEN = {
             "rank 1: in barrier at ",
         ),
         last=ORDER,
-        full=True,
+        full=VARIANT,
     ),
     "a_wildcard_request_that_nobody_posts": Broken(
         ("rank 0: in wait of float32[3] from any rank (any tag) at ", "rank 1: in barrier at "),
         last=ORDER,
-        full=True,
+        full=VARIANT,
     ),
     "tangents_of_opposite_long_sends": Broken(
         (
@@ -171,9 +188,10 @@ BROKEN = {
             "or wait in the order of the posts (as waitall does)",
         ),
         last="rank 0 of 2 failed; ending all ranks",
+        full=ON_RANKS + "operations/test_nonblocking.py",
     ),
     "requests_of_other_shapes": Broken(
-        ("rank 1 of 2: wait at ", "Make the receive expect the shape"), last=FAILED, full=True
+        ("rank 1 of 2: wait at ", "Make the receive expect the shape"), last=FAILED, full=VARIANT
     ),
     "requests_of_other_shapes with the guard": Broken(
         (
@@ -182,12 +200,12 @@ BROKEN = {
         ),
         GUARD,
         last="of 2 failed; ending all ranks",
-        full=True,
+        full=VARIANT,
     ),
     "requests_waited_for_before_what_they_wait_for": Broken(
         ("rank 0: in wait of float32[3] from rank 1 (tag 0) at ", "rank 1: in wait of float32[3] "),
         last="send first and the other receive first, or use sendrecv",
-        full=True,
+        full=VARIANT,
     ),
     "requests_and_blocking_messages_in_another_order": Broken(
         (
@@ -195,15 +213,15 @@ BROKEN = {
             "rank 1: in wait of float32[3] from rank 0 (tag 3) at ",
         ),
         last="each receive a send with the same tag on its source rank",
-        full=True,
+        full=VARIANT,
     ),
     "more_rows_than_the_root_counts": Broken(
         ("rank 0 of 2: gatherv at ",),
         last="rank 0 of 2 failed",
-        full=True,
+        full=VARIANT,
     ),
     "alltoallv_with_other_counts": Broken(
-        ("rank 0 of 2: alltoallv at ",), last="rank 0 of 2 failed", full=True
+        ("rank 0 of 2: alltoallv at ",), last="rank 0 of 2 failed", full=VARIANT
     ),
     "custom_that_raises_on_one_rank": Broken(
         (
@@ -212,18 +230,20 @@ BROKEN = {
             "in forward: raise ValueError(",
         ),
         last=FAILED,
+        full=ON_RANKS + "operations/test_custom.py",
     ),
     "messages_of_two_kinds_in_a_loop": Broken(
-        ("rank 0: in barrier at ", "rank 1: in sendrecv of "), last=ORDER, full=True
+        ("rank 0: in barrier at ", "rank 1: in sendrecv of "), last=ORDER, full=VARIANT
     ),
     "one_rank_ends": Broken(
         ("rank 0: in allreduce", "rank 1: has ended; last operation: barrier at "),
         last="before it ends",
+        full=VARIANT,
     ),
     "one_rank_ends under mpiexec": Broken(
         ("rank 0: in allreduce", "rank 1: has ended; last operation: barrier at "),
         bare=True,
-        full=True,
+        full=VARIANT,
     ),
     "one_rank_exits": Broken(
         (), code=3, last="failed with exit code 3: rank 1 was the first to exit with it"
@@ -231,41 +251,47 @@ BROKEN = {
     "one_rank_exits under mpiexec": Broken(
         ("rank 0: in barrier at ", "rank 1: has ended; last operation: barrier at "),
         bare=True,
-        full=True,
+        full=VARIANT,
     ),
-    "killed": Broken((), last="was ended by signal SIGKILL"),
-    "killed under mpiexec": Broken(("signal 9",), bare=True, full=True),
-    "terminated": Broken((), last="mpigrad: the job was ended by signal SIGTERM"),
-    "terminated under mpiexec": Broken(("signal 15",), bare=True, full=True),
+    "killed": Broken(
+        (),
+        last="was ended by signal SIGKILL",
+        full="test_launcher.py, test_kills.py and test_chaos.py kill ranks",
+    ),
+    "killed under mpiexec": Broken(("signal 9",), bare=True, full=VARIANT),
+    "terminated": Broken((), last="mpigrad: the job was ended by signal SIGTERM", full=VARIANT),
+    "terminated under mpiexec": Broken(("signal 15",), bare=True, full=VARIANT),
     # With the guard, but not caught: said once.
     "another_root with the guard": Broken(
         ("rank 0: bcast(root=0)", "rank 1: bcast(root=1)", "Pass the same root on every rank."),
         GUARD,
         code=1,
         last="of 2 failed; ending all ranks",
+        full=VARIANT,
     ),
     "another_root with the guard under mpiexec": Broken(
         ("rank 0: bcast(root=0)", "rank 1: bcast(root=1)", "Pass the same root on every rank."),
         GUARD,
         bare=True,
-        full=True,
+        full=VARIANT,
     ),
     "both_receive_first with the guard": Broken(
         ("rank 0: in recv of float32[3] from rank 1 (any tag) at ", "rank 1: in recv of "),
         GUARD,
-        full=True,
+        full=VARIANT,
     ),
     "a_message_that_nobody_receives with the guard": Broken(
         ("rank 0: 1 message to rank 1 (tag 0), float32[3] by send at ", "broken.py:"),
         GUARD,
         code=1,
         last="Receive each of these messages",
+        full="test_unreceived.py leaves a message without the guard",
     ),
     "output_that_nobody_takes": Broken(
-        ("rank 0: in recv of ", "rank 1: in recv of "), GUARD, code=1
+        ("rank 0: in recv of ", "rank 1: in recv of "), GUARD, code=1, full=VARIANT
     ),
     "one_rank_exits_with_256": Broken(
-        (), code=1, last="exit code 1: rank 1 was the first to exit with it", full=True
+        (), code=1, last="exit code 1: rank 1 was the first to exit with it", full=VARIANT
     ),
     # What nobody can prove: the time limit.
     "one_rank_computes_for_ever": Broken(
@@ -297,10 +323,12 @@ BROKEN = {
         ),
         code=1,
         last=" of 2 failed; ending all ranks",
+        full=ON_RANKS + "test_wrong_on_all_ranks.py",
     ),
     "an_operation_in_a_custom_operation": Broken(
         ("custom_operation: expected forward and transpose to send by mpi4py",),
         last=" of 2 failed; ending all ranks",
+        full=ON_RANKS + "test_wrong_on_all_ranks.py",
     ),
     "an_operation_after_the_end_of_mpi": Broken(
         ("RuntimeError: mpigrad: expected a running MPI", "Remove the call"), hosts=2
@@ -312,12 +340,15 @@ BROKEN = {
             ", and its process is stopped (SIGSTOP)",
         ),
         SHORT,
+        full="test_watchdog.py has the state of a stopped process",
     ),
     "in_a_solver_written_with_mpi4py": Broken(
-        ("rank 0: has waited 3 s in recv at ", "rank 1: has waited 3 s in barrier at "), SHORT
+        ("rank 0: has waited 3 s in recv at ", "rank 1: has waited 3 s in barrier at "),
+        SHORT,
+        full=VARIANT,
     ),
     "custom_that_receives_what_nobody_sends": Broken(
-        (" has waited 3 s in custom_operation at tests/programs/broken.py:",), SHORT
+        (" has waited 3 s in custom_operation at tests/programs/broken.py:",), SHORT, full=VARIANT
     ),
     "custom_on_one_rank_only with the guard": Broken(
         (
@@ -325,7 +356,7 @@ BROKEN = {
             "rank 1: has waited 3 s in barrier at tests/programs/broken.py:",
         ),
         GUARD | SHORT,
-        full=True,
+        full=VARIANT,
     ),
     "in_a_reduction_of_objects": Broken(
         (
@@ -333,6 +364,7 @@ BROKEN = {
             "rank 1: has not called an operation for ",
         ),
         SHORT,
+        full=VARIANT,
     ),
     # As on two hosts, of which each sees its own ranks only.
     "another_root with the guard and without a board": Broken(
@@ -357,13 +389,13 @@ BROKEN = {
         ),
         {**GUARD, "MPIGRAD_BOARD": "0"},
         last="rank 1 of 2 on ",
-        full=True,
+        full=VARIANT,
     ),
     "requests_of_other_shapes with the guard and without a board": Broken(
         ("rank 1 of 2: wait at ", "rank 0 sends float32[5] by isend at tests/programs/broken.py:"),
         {**GUARD, "MPIGRAD_BOARD": "0"},
         last="rank 1 of 2 on ",
-        full=True,
+        full=VARIANT,
     ),
     "both_receive_first without a board": Broken(
         ("rank 0: has waited 3 s in recv of float32[3]", "rank 1: has waited 3 s in recv of float"),
@@ -400,7 +432,8 @@ def ended(
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=VARIANT) if c.full else n for n, c in BROKEN.items()]
+    "name",
+    [pytest.param(n, marks=pytest.mark.full(c.full)) if c.full else n for n, c in BROKEN.items()],
 )
 def test_broken_programs_end(
     name: str, ended: dict[str, Future[tuple[subprocess.CompletedProcess[str], float]]]

@@ -12,6 +12,7 @@ import pytest
 from launching import PROGRAMS, no_orphans, outside, run
 from mpigrad.launch.launcher import rank_environment
 from mpigrad.launch.mpi_installation import find_launcher, mpi_library
+from tiers import ALL
 
 pytestmark = [pytest.mark.launcher, pytest.mark.waits]
 
@@ -34,8 +35,8 @@ def python(*words: str, typed: str = "", **environment: str) -> subprocess.Compl
 @pytest.mark.parametrize(
     "order",
     [
-        "jax mpi4py.MPI mpigrad",
-        "mpi4py.MPI mpigrad",
+        "jax mpi4py.MPI mpigrad",  # at exit JAX's queue ends after MPI
+        pytest.param("mpi4py.MPI mpigrad", marks=pytest.mark.full("another order of imports")),
         pytest.param("mpigrad jax", marks=pytest.mark.full("another order of imports")),
         pytest.param("jax.numpy mpigrad", marks=pytest.mark.full("another order of imports")),
     ],
@@ -67,7 +68,7 @@ def call():
 
 failure._UNREACHED = 0.05
 codes = collections.Counter()
-for _ in range(80):
+for _ in range(FORKS):
     child = os.fork()
     if child == 0:
         threading.Thread(target=call, daemon=True).start()
@@ -79,13 +80,14 @@ print(dict(codes), flush=True)
 
 
 def test_a_rank_that_mpi_does_not_end_ends_itself_without_a_crash() -> None:
-    done = run([sys.executable, "-W", "ignore", "-c", UNREACHED])
-    assert done.stdout == "{1: 80}\n", done.stdout + done.stderr
+    forks = "80" if ALL else "16"
+    done = run([sys.executable, "-W", "ignore", "-c", UNREACHED.replace("FORKS", forks)])
+    assert done.stdout == f"{{1: {forks}}}\n", done.stdout + done.stderr
 
 
 def test_mpi_without_threads_is_refused() -> None:
     lines = "import mpi4py", "mpi4py.rc.thread_level = 'serialized'", "import mpigrad"
-    done = python("-c", "\n".join(lines))
+    done = run([sys.executable, "-c", "\n".join(lines)])
     assert done.returncode != 0
     assert "ImportError: mpigrad: MPI was initialised without MPI_THREAD_MULTIPLE" in done.stderr
     assert "Leave mpi4py.rc.thread_level at 'multiple', or call MPI.Init_thread(" in done.stderr
@@ -112,9 +114,10 @@ def test_children_of_ranks_end_without_mpi(traced: bool, tmp_path: pathlib.Path)
     done = python(str(PROGRAMS / "forked.py"), **trace)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
-        assert f"rank {rank}: [1, 3, 1, 4, 5, 0, 6], still 2" in done.stdout
-        assert done.stdout.count(f"child of {rank} at its end") == 1
-        assert done.stderr.count(f"ArithmeticError: in a child of {rank}") == 1
+        codes = "[1, 1, 5, 6]" if rank == 0 else "[3, 4, 0]"
+        assert f"rank {rank}: {codes}, still 2" in done.stdout
+    assert done.stdout.count("child of 1 at its end") == 1
+    assert done.stderr.count("ArithmeticError: in a child of 0") == 1
     assert "signal" not in done.stderr.lower()
 
 

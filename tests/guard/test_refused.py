@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -47,6 +48,7 @@ REFUSED = {
     ),
     "another_order": Refused(("ranks 0-1: allreduce", "rank 2: barrier" + AT, ORDER)),
     "left_out_by_one_rank": Refused(("ranks 0, 2: allreduce", "rank 1: barrier" + AT)),
+    "while_a_rank_is_elsewhere": Refused(("rank 2: has not called it yet", "rank 0: allreduce")),
     "mixed_with_messages": Refused(("rank 0: in recv of", "ranks 1-2: in barrier" + AT)),
     "of_mpi4py": Refused(("rank 0: allreduce" + AT, "ranks 1-2: barrier" + AT)),
     "making_a_communicator_on_some_ranks_only": Refused(
@@ -198,15 +200,46 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def refusals() -> dict[str, list[tuple[str, float]]]:
-    """Return for each program the error text and the seconds of each rank."""
+def refusals(request: pytest.FixtureRequest) -> dict[str, list[tuple[str, float]]]:
+    """Run the selected programs. Return for each the error text and the seconds of each rank."""
+    items = [item for item in request.session.items if "refusals" in item.fixturenames]  # type: ignore[attr-defined]
+    names = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
     program = PROGRAMS.relative_to(pathlib.Path.cwd()) / "refused.py"
     settings = {**idling(), "MPIGRAD_GUARD": "1", "MPIGRAD_TIMEOUT": "60"}
-    done = mpigrad("launch", "-n", 3, program, **settings)
+    done = mpigrad("launch", "-n", 3, program, *names, **settings)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
+@pytest.mark.long("one job of three ranks runs all programs, in the first case")
+@pytest.mark.cases(
+    "another_operation",
+    "another_root",
+    "another_dtype",
+    "another_shape",
+    "another_reduction",
+    "another_function",
+    "left_out_by_one_rank",
+    "of_mpi4py",
+    "while_a_rank_is_elsewhere",
+    "other_leaves_of_the_same_length",
+    "other_names_of_leaves",
+    "message_of_other_leaves",
+    "message_of_another_shape",
+    "message_with_another_tag",
+    "all_receive_first",
+    "from_anyone_another_length",
+    "neighbors_with_other_counts",
+    "on_a_part_of_the_ranks",
+    "two_communicators_in_another_order",
+    "adjoint_message_left_out",
+    "gatherv_with_other_counts",
+    "alltoallv_with_other_counts",
+    "request_whose_partner_posts_none",
+    "from_a_forked_process",
+    "from_two_threads",
+    reason="each thing that the guard compares once, in an adjoint, and processes and threads",
+)
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_guard_refuses(name: str, refusals: dict[str, list[tuple[str, float]]]) -> None:
     case, told = REFUSED[name], refusals[name]
@@ -219,10 +252,14 @@ def test_the_guard_refuses(name: str, refusals: dict[str, list[tuple[str, float]
     assert max(seconds for _, seconds in told) < 20
 
 
-def test_all_refused_programs_are_checked(refusals: dict[str, list[tuple[str, float]]]) -> None:
-    assert set(refusals) == set(REFUSED)
+def test_all_refused_programs_are_checked() -> None:
+    program = (PROGRAMS / "refused.py").read_text()
+    assert set(re.findall(r"^@case\ndef (\w+)", program, re.MULTILINE)) == set(REFUSED)
 
 
+@pytest.mark.full(
+    "a job of its own for a long path: while_a_rank_is_elsewhere, native/test_utf8.py"
+)
 def test_a_rank_that_was_elsewhere_gets_the_error_once(tmp_path: pathlib.Path) -> None:
     """The others get three errors meanwhile, in a file whose path is too long for the board."""
     directory = tmp_path / ("long" * 50) / ("longer" * 30)

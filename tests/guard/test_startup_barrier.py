@@ -71,6 +71,7 @@ def test_a_rank_that_ends_before_mpi_has_started(bare: bool, tmp_path: pathlib.P
     assert done.stderr.count("rank 0 has waited 5 s in MPI_Init, in `import mpigrad`: anoth") == 1
 
 
+@pytest.mark.full("test_timeout_setting has the values of the setting")
 def test_an_infinite_time_limit(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import mpigrad as mg\nmg.barrier()\n")

@@ -29,6 +29,7 @@ def leave_a_message(folder: pathlib.Path, ranks: int, **environment: str) -> tup
     return done.returncode, done.stderr.rstrip()
 
 
+@pytest.mark.cases("2", reason="the messages of each pair of ranks are counted in the same way")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_message_that_nobody_receives_is_an_error(ranks: int, tmp_path: pathlib.Path) -> None:
     code, text = leave_a_message(tmp_path, ranks)
@@ -36,6 +37,7 @@ def test_a_message_that_nobody_receives_is_an_error(ranks: int, tmp_path: pathli
     assert text.endswith("set MPIGRAD_UNRECEIVED=warn.")
 
 
+@pytest.mark.full("a table that takes seconds; leave_a_message looks for the profile, too")
 def test_the_profile_is_written_before_the_job_ends(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "slow_table.py"
     program.write_text(

@@ -65,6 +65,7 @@ def test_a_zombie_has_died() -> None:
         process.send_signal(signal.SIGSTOP)
         _wait_for(lambda: "SIGSTOP" in stop_note(board, 1))
         assert end_reason(board, 1) == ""
+        assert "and its process is stopped (SIGSTOP)" in watchdog.rank_states(board)[1]
         process.kill()  # a zombie, while nobody waits for it
         _wait_for(lambda: end_reason(board, 1) == "has died")
         assert pathlib.Path(f"/proc/{process.pid}").exists()

@@ -16,6 +16,7 @@ from mpigrad.runtime.native_path import ANY_MPI, hypre_built_with, native_path
 pytestmark = pytest.mark.launcher
 
 
+@pytest.mark.long("it starts the self-test, and loads each library in a process of its own")
 @pytest.mark.parametrize(
     "ranks", [2, pytest.param(5, marks=pytest.mark.full("2 ranks run the same checks"))]
 )

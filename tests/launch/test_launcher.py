@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launching import LIMIT, PROGRAMS, command, mpigrad, no_orphans, outside, run
+from launching import LIMIT, PROGRAMS, _environment, command, mpigrad, no_orphans, outside, run
 from mpigrad import checkpoint
 from mpigrad.launch import launcher, mpi_installation
 from mpigrad.launch.mpi_installation import Library
@@ -93,7 +93,7 @@ def test_a_child_that_holds_the_output_is_named(tmp_path: pathlib.Path) -> None:
         "import subprocess\n"
         "from mpi4py import MPI\n"
         "if MPI.COMM_WORLD.rank == 1:\n"
-        "    subprocess.Popen(['sleep', '12'])\n"
+        "    subprocess.Popen(['sleep', '8'])\n"
     )
     done = mpigrad("launch", "-n", 2, "--timeout", 60, program)
     assert done.returncode == 0, done.stderr
@@ -116,9 +116,9 @@ def test_memory_of_large_arrays_is_kept() -> None:
 def test_the_time_limit_ends_every_rank() -> None:
     with no_orphans() as mark:
         start = time.monotonic()
-        done = mpigrad("launch", "-n", 3, "--timeout", 5, PROGRAMS / "fail.py", "hang", **mark)
+        done = mpigrad("launch", "-n", 3, "--timeout", 3, PROGRAMS / "fail.py", "hang", **mark)
     assert done.returncode == 124
-    assert "the time limit of 5 s is over" in done.stderr
+    assert "the time limit of 3 s is over" in done.stderr
     assert time.monotonic() - start < 30
 
 
@@ -155,7 +155,7 @@ def test_a_job_has_its_grace_and_no_more() -> None:
 
 def test_the_grace_time_waits_for_a_report() -> None:
     """The report takes longer than the grace time, which begins after it."""
-    arguments = ("--grace", 4, "-n", 2, PROGRAMS / "interruptible.py", "report")
+    arguments = ("--grace", 2, "-n", 2, PROGRAMS / "interruptible.py", "report")
     with started(*arguments, until="working") as job:
         job.send_signal(signal.SIGTERM)
         output, errors = job.communicate(timeout=LIMIT)
@@ -173,9 +173,15 @@ def test_a_job_that_does_not_listen_ends_at_once() -> None:
 
 def test_the_ranks_end_with_a_launcher_that_is_killed() -> None:
     with started("-n", 2, PROGRAMS / "fail.py", "hang", until="hanging") as job:
+        environment = _environment(pathlib.Path(f"/proc/{job.pid}"))
+        (mark,) = (word for word in environment if word.startswith(b"MPIGRAD_TEST_MARK="))
         job.kill()
         job.communicate(timeout=LIMIT)
-        time.sleep(6.0)  # mpiexec ends its ranks, the hard way after some seconds
+        limit = time.monotonic() + 6  # mpiexec ends its ranks, the hard way after some seconds
+        while time.monotonic() < limit and any(
+            mark in _environment(p) for p in pathlib.Path("/proc").glob("[0-9]*")
+        ):
+            time.sleep(0.1)
 
 
 # ---- which launcher, which world ----

@@ -13,6 +13,7 @@ from launching import mpigrad
 
 pytestmark = pytest.mark.launcher
 
+SMALL = ("--cells", 31, "--time-steps", 3, "--descent-steps", 20)
 PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "own_application"
 
 
@@ -38,7 +39,7 @@ def installed(tmp_path: pathlib.Path) -> dict[str, str]:
 
 def test_it_runs_on_two_ranks(installed: dict[str, str], tmp_path: pathlib.Path) -> None:
     out = tmp_path / "start.npy"
-    done = mpigrad("run", "mine", "-n", 2, "--cells", 31, "--out", out, **installed)
+    done = mpigrad("run", "mine", "-n", 2, *SMALL, "--out", out, **installed)
     assert done.returncode == 0, done.stderr
     first, last, error = map(float, re.findall(r"\d\S*\d", done.stdout))
     assert last < 1e-3 * first
@@ -81,6 +82,7 @@ def test_rejects_wrong_settings(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full("four ranks; test_cli.py has an error of a run")
 def test_an_error_of_the_run_is_printed_without_a_traceback(installed: dict[str, str]) -> None:
     done = mpigrad("run", "mine", "-n", 4, "--cells", 3, **installed)
     assert done.returncode != 0

@@ -27,14 +27,19 @@ def spans(text: str) -> dict[int, list[dict[str, Any]]]:
 
 @pytest.mark.launcher
 def test_a_trace_that_cannot_be_written_at_the_end_is_a_warning(tmp_path: pathlib.Path) -> None:
+    """It has no more operations than the limit, but the profile has all."""
     path = tmp_path / "trace.json"
     path.symlink_to("/dev/full")
-    done = mpigrad("launch", "-n", 2, TRACED, MPIGRAD_TRACE=str(path))
+    settings = {"MPIGRAD_TRACE": str(path), "MPIGRAD_TRACE_EVENTS": "5"}
+    done = mpigrad("launch", "-n", 2, "--profile", TRACED, **settings)
     assert done.returncode == 0, done.stderr
     assert f"the trace could not be written to {path}" in done.stderr
+    assert "the first 5 operations of each rank" in done.stderr
     for rank in (0, 1):
         part = (tmp_path / f"trace.rank{rank}.json").read_text().rstrip()
-        assert len(spans(part.removesuffix(",") + "]")[rank]) > 10
+        assert len(spans(part.removesuffix(",") + "]")[rank]) == 5
+    barriers = next(line for line in done.stderr.splitlines() if line.startswith("barrier"))
+    assert barriers.split()[2] == "2"  # on each of two lines, one call on each rank
 
 
 @pytest.mark.launcher
@@ -79,6 +84,7 @@ def test_trace_and_profile(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.launcher
+@pytest.mark.cases("2", reason="test_waiting_for_neighbours has three ranks")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_halo_exchanges_have_their_name_and_waiting_times(
     ranks: int, tmp_path: pathlib.Path
@@ -127,6 +133,7 @@ def test_rejects_invalid_settings(variables: dict[str, str], said: str) -> None:
 
 
 @pytest.mark.launcher
+@pytest.mark.full("test_a_trace_that_cannot_be_written_at_the_end_is_a_warning has the limit, too")
 def test_more_operations_than_the_limit(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "trace.json"
     done = mpigrad(

@@ -1,6 +1,6 @@
 """Work until asked to end, then print a text and end.
 
-With "stubborn", continue anyway. With "report", write a report of six seconds first.
+With "stubborn", continue anyway. With "report", write a report of 3.5 seconds first.
 """
 
 import sys
@@ -18,7 +18,7 @@ with checkpoint.listen() as stop:
         time.sleep(0.05)
     if sys.argv[1:] == ["report"]:
         with stop.hold_grace_time():
-            time.sleep(6.0)
+            time.sleep(3.5)
 if world.rank == 0:
     print("saved", flush=True)
 sys.exit(5)
