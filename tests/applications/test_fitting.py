@@ -90,6 +90,7 @@ def test_stages_go_on_where_they_were_with_their_errors(comm, directory):
     assert not (directory / "part" / "restart").exists()
 
 
+@pytest.mark.thin(1)
 def test_failing_solves_leave_what_was_reached(comm, directory):
     """One iteration of conjugate gradients is not enough: no parameters have a loss."""
     problem = inverse_problem(Settings(cells=(8, 9)), comm)

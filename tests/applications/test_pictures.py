@@ -37,6 +37,7 @@ def check(figure) -> None:
             assert axes.get_ylabel()
 
 
+@pytest.mark.cases("1", "4", reason="the least and the most panels of a picture")
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_colour_bars_are_titled_and_masks_have_none(figures, count):
     values = np.arange(12.0).reshape(4, 3)

@@ -1,6 +1,7 @@
 """Reports and pictures."""
 
 import numpy as np
+import pytest
 
 from mpigrad_apps.report import (
     Panel,
@@ -11,6 +12,8 @@ from mpigrad_apps.report import (
     versions,
     write_report,
 )
+
+pytestmark = pytest.mark.ranks(1)
 
 
 def test_report_holds_its_pictures_and_escapes_text(tmp_path):

@@ -19,6 +19,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases("acoustic", "heat", reason="test_run.py of poisson stops iterations")
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_that_was_asked_to_stop_reports_what_there_is(comm, directory, name):
     """The signal of one rank arrives before the loop, and the run ends after its first turn."""
@@ -38,6 +39,7 @@ def test_a_run_that_was_asked_to_stop_reports_what_there_is(comm, directory, nam
         assert any((directory / "restart" / "stage0").glob("save-*"))
 
 
+@pytest.mark.cases("heat", reason="the shortest run")
 @pytest.mark.parametrize("name", ["acoustic", "heat", "sgd"])
 def test_the_launcher_waits_while_nothing_is_saved(comm, directory, monkeypatch, name):
     """Rank 0 holds the grace time in the first segment, frame or epoch, which compile."""

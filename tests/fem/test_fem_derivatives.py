@@ -1,6 +1,6 @@
 """Taylor tests, dot tests and second derivatives of objectives of finite elements."""
 
-import os
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,6 @@ from mesh_cases import mixed_up
 
 import mpigrad as mg
 from mpigrad import fem
-
-ALL = os.environ.get("MPIGRAD_ALL_TESTS") == "1"
 
 
 def total(comm, x):
@@ -59,23 +57,43 @@ def problem(comm, alone):
     return mine, {"network": network, "h": jnp.asarray(0.7)}, loss, mesh
 
 
+@functools.cache
+def compiled(comm, alone):
+    """The parameters, the program of the loss and its gradient in all of them, and the mesh."""
+    mine, shared, loss, mesh = problem(comm, alone)
+    return mine, shared, mg.jit(mg.value_and_grad(loss, (0, 1), replicated=1, comm=comm)), mesh
+
+
+def inner(a, b):
+    return sum(float(jnp.vdot(x, y)) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+@pytest.mark.long("Newton's method with all kinds of parameters; others have dot tests")
 @pytest.mark.ranks(2)
 def test_taylor_tests_in_all_parameters(comm, alone):
-    mine, shared, loss, _ = problem(comm, alone)
-    both = mg.jit(loss)
-    mg.taylor_test(lambda x: both(x, shared), mine, comm=comm)
-    mg.taylor_test(lambda x: both(mine, x), shared, replicated=True, comm=comm)
+    """By the program of the gradient alone, which takes long to compile."""
+    *x, program, _ = compiled(comm, alone)
+    value, gradients = program(*x)
+    for k in (0, 1):  # parameters of each rank, and of all ranks
+        generator = np.random.default_rng([k, comm.rank * (k == 0)])
+        v = jax.tree.map(lambda a, g=generator: g.normal(size=jnp.shape(a)), x[k])
+        slope = inner(gradients[k], v)
+        slope = total(comm, slope) if k == 0 else slope
+        steps = 1e-3 * 0.5 ** np.arange(2)
+        moved = [jax.tree.map(lambda a, d, h=h: a + h * d, x[k], v) for h in steps]
+        values = [float(program(*[y if i == k else x[i] for i in (0, 1)])[0]) for y in moved]
+        changes = np.array(values) - float(value)
+        for remainders, order in ((changes, 1), (changes - steps * slope, 2)):
+            assert abs(np.log2(abs(remainders[0] / remainders[1])) - order) < 0.2, remainders
 
 
-@pytest.mark.ranks(*(3, 4, 6) if ALL else (4,))
+@pytest.mark.ranks(2, 3, 4, 6)
 def test_gradients_are_those_of_one_rank(comm, alone):
     """Whatever the division of the mesh, through Newton's method and values at points."""
-    mine, shared, loss, mesh = problem(comm, alone)
-    gradient = mg.jit(mg.value_and_grad(loss, argnums=(0, 1), replicated=1, comm=comm))
+    mine, shared, gradient, mesh = compiled(comm, alone)
     value, (by_mine, by_shared) = gradient(mine, shared)
-    whole, shared, loss, whole_mesh = problem(alone, alone)
     with alone:
-        one = mg.jit(mg.value_and_grad(loss, argnums=(0, 1), replicated=1, comm=alone))
+        whole, shared, one, whole_mesh = compiled(alone, alone)
         expected, (whole_mine, whole_shared) = one(whole, shared)
     np.testing.assert_allclose(value, expected, rtol=1e-9)
     order = np.argsort(whole_mesh.cell_ids)  # that of the file
@@ -122,7 +140,7 @@ def test_forward_mode_and_second_derivatives(comm, alone):
     np.testing.assert_allclose(slope, float(dot(mg.jit(gradient)(x), v)), rtol=1e-8)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(2)
 def test_dot_tests_of_assembly(comm, alone):
     """Residuals and element matrices in parameters and fields, over the product of ranks."""
     mesh = fem.distribute_mesh(**mixed_up("hexahedron", alone), partition="coordinates", comm=comm)

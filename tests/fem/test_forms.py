@@ -10,14 +10,7 @@ import mpigrad as mg
 from mpigrad import fem
 
 KINDS = list(SHAPES)
-FIRST = [("triangle", 2), ("hexahedron", 1)]
-_LATER = pytest.mark.full("the same code as for the other elements")
-# make test has one element of each kind of code: affine or not, of degree 1 and 2.
-ELEMENTS = [
-    pytest.param(kind, degree, marks=[] if (kind, degree) in FIRST else _LATER)
-    for kind in KINDS
-    for degree in (1, 2)
-]
+ELEMENTS = [(kind, degree) for kind in KINDS for degree in (1, 2)]
 
 
 def distributed(kind, alone, comm):
@@ -50,6 +43,7 @@ def l2_error(kind, degree, n, comm):
     return np.sqrt(total(comm, error().integral(u)))
 
 
+@pytest.mark.full("the matrices are those of scikit-fem, and solutions pass the patch test")
 @pytest.mark.parametrize(("kind", "degree"), ELEMENTS)
 def test_errors_fall_with_the_order_of_the_element(kind, degree, comm):
     coarse, fine = (l2_error(kind, degree, n, comm) for n in (4, 8))
@@ -57,6 +51,7 @@ def test_errors_fall_with_the_order_of_the_element(kind, degree, comm):
     assert fine < (0.03 if degree == 1 else 0.001)
 
 
+@pytest.mark.cases("hexahedron-1", reason="cells that are not affine take the longest path")
 @pytest.mark.parametrize(("kind", "degree"), ELEMENTS)
 def test_linear_fields_pass_the_patch_test(kind, degree, comm, alone):
     """Elasticity on bent cells, with a linear displacement on the boundary."""
@@ -87,7 +82,9 @@ SKFEM = {
 CORNERS = {"quadrilateral": [0, 1, 3, 2], "hexahedron": [0, 4, 2, 1, 6, 5, 3, 7]}
 
 
-@pytest.mark.thin(3)
+@pytest.mark.cases(
+    "triangle-2", "tetrahedron-1", "hexahedron-1", reason="affine or not, and both degrees"
+)
 @pytest.mark.parametrize(("kind", "degree"), SKFEM)
 def test_matrices_are_those_of_scikit_fem(kind, degree, comm, alone):
     skfem = pytest.importorskip("skfem")

@@ -11,7 +11,6 @@ from mpigrad import fem
 from mpigrad.fem.cell_checks import corner_jacobians
 from mpigrad.fem.reference import reference_cell
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 COMM = mg.default_communicator()
 KINDS = list(SHAPES)
 
@@ -68,6 +67,7 @@ def test_volume_sides_and_euler_characteristic_of_a_box(kind, comm):
         assert np.array_equal(facets_in_file(mesh, side), facets_in_file(mesh, mesh.facets(where)))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mesh_is_the_same_whatever_the_partition(kind, comm, alone):
     arrays = mixed_up(kind, alone)
@@ -156,6 +156,7 @@ def test_values_travel_between_the_file_and_the_ranks(comm, alone):
     np.testing.assert_allclose(gradient, 3 * mine**2, rtol=1e-12)
 
 
+@pytest.mark.thin(3)
 def test_ghosts_are_read_and_added(comm, alone):
     arrays = mixed_up("hexahedron", alone)
     mesh = distributed(arrays, comm)
@@ -206,6 +207,7 @@ def test_wrong_arrays_are_one_error_on_all_ranks(case, comm):
     assert fem.distribute_mesh(**SQUARE).n_cells_global == 2  # the ranks go on together
 
 
+@pytest.mark.thin(3)
 def test_more_ranks_than_cells(comm):
     if comm.size < 3:
         assert fem.distribute_mesh(**SQUARE).n_cells_global == 2

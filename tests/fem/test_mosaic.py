@@ -41,6 +41,7 @@ def padded(request):
     return request | longer | {"hex_mesh": mesh}
 
 
+@pytest.mark.thin(1)
 def test_compliance_of_a_uniform_slab():
     """C = Q² nx / k. Padding changes nothing, and no source may be given."""
     entry, k = HeatEntry(), 1e-3 + (1 - 1e-3) * 0.5**3
@@ -54,7 +55,7 @@ def test_compliance_of_a_uniform_slab():
     )
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.thin(1)
 def test_derivatives_of_an_entry():
     """Reverse mode, forward mode and differences agree, in all inputs and outputs."""
     entry = HeatEntry()
@@ -98,11 +99,13 @@ def test_beams_with_voids():
         assert abs(values[0] / values[1] - 1) < 1e-6
 
 
+@pytest.mark.full("the slab of another test is the same problem on a mesh of a file")
 def test_large_boxes_have_the_same_values():
     assert large(8, lambda _: None) < 1e-6
 
 
 @needs_data
+@pytest.mark.full("many solves; test_fem_equations.py has values of both benchmarks")
 def test_values_of_mosaic():
     """All references on small meshes, within rounding of float32."""
     entries = {"heat": HeatEntry(), "elastic": ElasticEntry()}

@@ -27,7 +27,9 @@ def places_in(dim, n=40):
     return np.concatenate([random, special])
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.cases(
+    "triangle-2", "hexahedron-1", reason="cells that are affine or not, and both degrees"
+)
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_polynomials_are_exact(kind, degree, comm, alone):
@@ -49,6 +51,7 @@ def test_polynomials_are_exact(kind, degree, comm, alone):
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.thin(3)
 def test_cells_and_values_are_those_of_one_rank(comm, alone):
     """Also between cells, whose points may be found on several ranks."""
     arrays = mixed_up("triangle", alone)
@@ -67,6 +70,7 @@ def test_cells_and_values_are_those_of_one_rank(comm, alone):
 
 
 @pytest.mark.ranks(1, 2, 3)
+@pytest.mark.cases("triangle", reason="other cells have other tables only")
 @pytest.mark.parametrize("kind", ["triangle", "hexahedron"])
 def test_derivatives(kind, comm, alone):
     space = made(kind, alone, comm, 2, 2)

@@ -8,7 +8,6 @@ import mpigrad as mg
 from mpigrad import fem
 from mpigrad.fem.reference import reference_cell
 
-pytestmark = pytest.mark.ranks(1, 2, 3, 4)
 COMM = mg.default_communicator()
 KINDS = list(SHAPES)
 
@@ -22,6 +21,7 @@ def spaces(kind, alone, degree):
         yield fem.Space(mesh, degree)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nodes_are_where_the_element_has_them(kind, degree, alone):

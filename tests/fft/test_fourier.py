@@ -36,7 +36,10 @@ def assert_spectrum(found, whole, layout):
     np.testing.assert_allclose(found, whole[layout.slices], rtol=0, atol=1e-10)
 
 
-@pytest.mark.thin(1, 2, 3, 4)
+@pytest.mark.thin(1, 4, reason="one rank sends nothing, and four form slabs and pencils")
+@pytest.mark.cases(
+    "shape0-False", "shape2-True", reason="two and three axes, real and complex, of odd sizes"
+)
 @pytest.mark.parametrize("real", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_all_layouts_give_the_transform_of_numpy(shape, real):
@@ -52,17 +55,8 @@ def test_all_layouts_give_the_transform_of_numpy(shape, real):
 
 
 @pytest.mark.launcher
-@pytest.mark.parametrize(
-    ("shape", "real"),
-    [
-        ((7, 9), True),
-        *(
-            pytest.param(shape, real, marks=pytest.mark.full("one shape shows that six ranks work"))
-            for shape, real in itertools.product(SHAPES, (True, False))
-            if (shape, real) != ((7, 9), True)
-        ),
-    ],
-)
+@pytest.mark.full("four ranks form slabs and pencils, too")
+@pytest.mark.parametrize(("shape", "real"), list(itertools.product(SHAPES, (True, False))))
 def test_six_ranks_give_the_transform_of_numpy(shape, real, tmp_path):
     launching.on_six_ranks(
         tmp_path,
@@ -134,7 +128,7 @@ def test_single_precision_stays_single(dtype):
         assert (there.dtype, fft.irfftn(there, grid).dtype) == (jnp.complex64, jnp.float32)
 
 
-@pytest.mark.thin(1, 2, 3, 4)
+@pytest.mark.cases("shape0-False", "shape1-True", reason="real and complex, even and odd")
 @pytest.mark.parametrize("real", [True, False])
 @pytest.mark.parametrize("shape", [(7, 6), (5, 4, 6)])
 def test_transforms_are_transposed_exactly(shape, real):
@@ -174,8 +168,8 @@ def test_derivatives_under_vmap_scan_and_checkpoint():
     def loss(u):
         return jnp.sum(jax.lax.scan(jax.checkpoint(step), u, None, length=3)[0] ** 2)
 
-    mg.taylor_test(loss, u)
-    mg.taylor_test(lambda u: jnp.sum(mg.grad(loss)(u) ** 3), u)  # second order
+    mg.taylor_test(mg.jit(loss), u)
+    mg.taylor_test(mg.jit(lambda u: jnp.sum(mg.grad(loss)(u) ** 3)), u)  # second order
     batch = jnp.stack([u, 2 * u])
     together = mg.vmap(lambda u: fft.rfftn(u, grid))(batch)
     np.testing.assert_allclose(together[1], fft.rfftn(2 * u, grid), atol=1e-12)

@@ -51,7 +51,6 @@ def variable(grid, amplitude):
     return 1 + amplitude * jnp.sin(x) * jnp.cos(y / 2)
 
 
-@pytest.mark.thin(3)
 @pytest.mark.parametrize("method", KRYLOV)
 def test_it_preconditions_a_matrix(method):
     grid = periodic_grid()
@@ -70,7 +69,7 @@ def test_it_preconditions_a_matrix(method):
     np.testing.assert_allclose(A @ found.value, f.ravel(), atol=1e-8)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.long("two programs with adjoint solves; another test has those of direct solves")
 def test_the_gradient_of_a_preconditioned_solve_is_that_of_one_rank(alone):
     def gradient(grid):
         layout = fft.Layout.of(grid, real=True)
@@ -81,13 +80,21 @@ def test_the_gradient_of_a_preconditioned_solve_is_that_of_one_rank(alone):
             A = stencil_matrix(grid, kappa, 0.5)
             return jnp.sum(sparse.solve(A, f.ravel(), solver).value ** 3)
 
-        return grid, mg.jit(mg.grad(loss, (0, 1)))(variable(grid, 0.4), f), loss, f
+        program = mg.jit(mg.value_and_grad(loss, (0, 1), comm=grid.comm))
+        return grid, program, variable(grid, 0.4), f
 
-    grid, found, loss, f = gradient(periodic_grid())
-    _, whole, *_ = gradient(periodic_grid(comm=alone))
-    for mine, every in zip(found, whole, strict=True):
+    grid, program, kappa, f = gradient(periodic_grid())
+    value, found = program(kappa, f)
+    _, alone_program, *whole = gradient(periodic_grid(comm=alone))
+    for mine, every in zip(found, alone_program(*whole)[1], strict=True):
         np.testing.assert_allclose(mine, every[grid.slices], rtol=1e-8, atol=1e-9)
-    mg.taylor_test(lambda kappa: loss(kappa, f), variable(grid, 0.4))
+    # Taylor's remainders, by the same program.
+    direction = jnp.asarray(np.random.default_rng(COMM.rank).normal(size=grid.local_shape))
+    slope = COMM.mpi.allreduce(float(jnp.vdot(found[0], direction)))
+    steps = np.array([2e-3, 1e-3])
+    changes = np.array([float(program(kappa + h * direction, f)[0] - value) for h in steps])
+    for remainders, order in ((changes, 1), (changes - steps * slope, 2)):
+        assert abs(np.log2(abs(remainders[0] / remainders[1])) - order) < 0.2, remainders
 
 
 def test_a_direct_solve_is_exact_with_exact_derivatives():

@@ -78,13 +78,8 @@ def plain(contrast, steps, dt):
     return jnp.sum(spread(x, mass, cells) ** 2), positions
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [
-        pytest.param(CELLS[0], marks=pytest.mark.thin(1, 3)),
-        pytest.param(CELLS[1], marks=pytest.mark.thin(2)),
-    ],
-)
+@pytest.mark.cases("cells0", reason="three axes run the same code")
+@pytest.mark.parametrize("cells", CELLS)
 def test_the_gradient_is_that_of_plain_jax(cells):
     program = example()
     grid = mg.Grid(cells, (1.0,) * len(cells), periodic=True)
@@ -105,11 +100,8 @@ def test_the_gradient_is_that_of_plain_jax(cells):
     np.testing.assert_allclose(mine, gradient[grid.slices], rtol=0, atol=1e-10 * scale)
 
 
-@pytest.mark.thin(2)
-@pytest.mark.parametrize(
-    "cells",
-    [pytest.param(CELLS[0], marks=pytest.mark.full("three axes run the same code")), CELLS[1]],
-)
+@pytest.mark.full("the gradient is compared with that of plain JAX")
+@pytest.mark.parametrize("cells", CELLS)
 def test_taylor(cells):
     program = example()
     grid = mg.Grid(cells, (1.0,) * len(cells), periodic=True)

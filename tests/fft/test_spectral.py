@@ -52,6 +52,7 @@ def test_the_highest_mode_has_no_derivative():
     np.testing.assert_allclose(du, 0, atol=1e-14)
 
 
+@pytest.mark.cases("dct", "kinds2", reason="both kinds are in them")
 @pytest.mark.parametrize("kinds", ["dct", "dst", ("dst", "dct")])
 def test_solves_between_walls(kinds):
     grid = Grid((12, 10), (1 / 12, 1 / 10))

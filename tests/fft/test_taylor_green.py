@@ -45,7 +45,6 @@ def dissipated(enstrophy, reynolds, dt):
     return dt * (np.sum(rate) - (rate[0] + rate[-1]) / 2)
 
 
-@pytest.mark.thin(3)
 def test_energy_is_lost_to_viscosity_alone():
     reynolds, dt, steps = 100.0, 0.05, 20
     energy, enstrophy = history(16, reynolds, dt, steps)
@@ -69,7 +68,6 @@ def test_the_largest_dissipation_at_reynolds_100():
     np.testing.assert_allclose(lost, dissipated(enstrophy, reynolds, dt), rtol=2e-3)
 
 
-@pytest.mark.thin(2)
 def test_the_gradient_of_the_final_enstrophy_is_that_of_one_rank(alone):
     def gradient(comm):
         flow = example().Flow(8, 100.0, 0.1, comm)

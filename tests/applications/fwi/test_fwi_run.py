@@ -55,7 +55,7 @@ def check_files(out, whole):
 def test_cells_stay_within_a_box(comm, directory):
     """Some cells end exactly at a bound, which the sigmoid function never reaches."""
     settings = dataclasses.replace(
-        SMALL, box=True, bounds=("vp=1800:2600",), iterations=6, out=directory / "box"
+        SMALL, box=True, bounds=("vp=1800:2600",), iterations=4, out=directory / "box"
     )
     result = fwi.run(settings, comm)
     assert result.misfits[1] < 0.5 * result.misfits[0]

@@ -24,7 +24,7 @@ SMALL = Settings(
     precision="float64",
 )
 ROUGH = dataclasses.replace(SMALL, tikhonov=3.0, total_variation=0.5)
-full = pytest.mark.full("the cases cells and elastic cover most of the code")
+full = pytest.mark.full("the other cases cover most of the code")
 CASES = {
     "cells": dataclasses.replace(ROUGH, smoothing=1.5, normalize="trace"),
     "box": dataclasses.replace(SMALL, box=True),
@@ -51,24 +51,31 @@ def evaluated(case, comm, groups):
     return problem, measure, parameters, float(value), gradient
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("groups", [1, 2, 3])
-def test_the_loss_does_not_depend_on_groups_and_tiles(comm, alone, groups):
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize(
+    ("case", "groups"),
+    [
+        pytest.param("network", 1, marks=pytest.mark.full("on one rank it passes the Taylor test")),
+        pytest.param("cells", 1, marks=pytest.mark.full("two groups have tiles, too")),
+        pytest.param("cells", 2, marks=pytest.mark.thin(3)),  # one rank, and two tiles
+        pytest.param("cells", 3, marks=pytest.mark.full("two groups take the same path")),
+    ],
+)
+def test_the_loss_does_not_depend_on_groups_and_tiles(comm, alone, case, groups):
     if groups > comm.size:
         pytest.skip("more groups than ranks")
-    for case in ("cells", "network") if groups == 1 else ("cells",):
-        *_, expected, expected_gradient = evaluated(case, alone, 1)
-        *_, value, gradient = evaluated(case, comm, groups)
-        assert value == pytest.approx(expected, rel=1e-12)
-        scale = max(float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(expected_gradient))
-        for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12 * scale)
+    *_, expected, expected_gradient = evaluated(case, alone, 1)
+    *_, value, gradient = evaluated(case, comm, groups)
+    assert value == pytest.approx(expected, rel=1e-12)
+    scale = max(float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(expected_gradient))
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12 * scale)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.thin(1) if case in ("cells", "elastic") else full)
+        pytest.param(case, marks=full if case in ("box", "filtered") else pytest.mark.thin(1))
         for case in CASES
     ],
 )
@@ -98,25 +105,27 @@ def test_bounds_masks_and_smoothing(comm):
     assert np.allclose(values.corrections(values.initial(0) + 1.0, everywhere), 1.0)
 
 
+INVALID = {
+    "acoustic": (("vp",), ("vp=0:4500",), (-400.0,)),
+    "elastic": (("vp", "vs"), ("vp=1200:4000", "vs=100:1200"), (-30.0, 30.0)),
+    "light": (("vp", "vs", "rho"), ("rho=0:5000",), (0.0, 0.0, -14.0)),
+}
+
+
 @pytest.mark.ranks(1, 2)
-def test_the_loss_of_invalid_materials_is_nan(comm):
+@pytest.mark.cases("acoustic", "light", reason="a check of each kind of waves")
+@pytest.mark.parametrize("case", INVALID)
+def test_the_loss_of_invalid_materials_is_nan(comm, case):
     """Also if one cell is invalid only in the precision of the waves."""
+    names, bounds, change = INVALID[case]
     few = dataclasses.replace(SMALL, steps=4, water=0.0, precision="float32")
-    acoustic = dataclasses.replace(few, groups=comm.size)
-    elastic = dataclasses.replace(few, physics="elastic")
-    cases = (
-        (acoustic, ("vp",), ("vp=0:4500",), (-400.0,)),
-        (elastic, ("vp", "vs"), ("vp=1200:4000", "vs=100:1200"), (-30.0, 30.0)),
-        (elastic, ("vp", "vs", "rho"), ("rho=0:5000",), (0.0, 0.0, -14.0)),  # too light
-    )
-    for settings, names, bounds, change in cases:
-        problem = prepare_inversion(
-            dataclasses.replace(settings, invert=names, bounds=bounds), comm
-        )
-        start = problem.parametrization.initial(0)
-        evaluate = mpigrad.jit(functools.partial(problem.value_and_grad, problem.misfit(None)))
-        assert np.isnan(evaluate(start.at[:, 20, 15].set(jnp.asarray(change)))[0])
-        assert np.isfinite(evaluate(start)[0])
+    waves = {"groups": comm.size} if case == "acoustic" else {"physics": "elastic"}
+    settings = dataclasses.replace(few, invert=names, bounds=bounds, **waves)
+    problem = prepare_inversion(settings, comm)
+    start = problem.parametrization.initial(0)
+    evaluate = mpigrad.jit(functools.partial(problem.value_and_grad, problem.misfit(None)))
+    assert np.isnan(evaluate(start.at[:, 20, 15].set(jnp.asarray(change)))[0])
+    assert np.isfinite(evaluate(start)[0])
 
 
 @pytest.mark.ranks(2)

@@ -66,6 +66,8 @@ def test_the_gradient_of_encoded_shots(comm):
 
 
 @pytest.mark.ranks(1, 2)
+@pytest.mark.thin(1)
+@pytest.mark.cases("sampling0", reason="rounds are the same; encoding has tests of its own")
 @pytest.mark.parametrize("sampling", [{"subset": 2}, {"encode": True}])
 def test_rounds_lower_the_misfit_of_all_shots(comm, directory, sampling, monkeypatch):
     seeds = []

@@ -62,7 +62,6 @@ def layouts(comm):
     return {1: (1,), 2: (1, 2), 3: (2,), 4: (2,)}[comm.size]
 
 
-@pytest.mark.thin(2, 4)
 @pytest.mark.parametrize(
     "case", [case if case == "cells" else pytest.param(case, marks=full) for case in CASES]
 )
@@ -76,7 +75,6 @@ def test_loss_and_gradient_do_not_depend_on_groups_and_tiles(comm, alone, case):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11 * np.abs(b).max())
 
 
-@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "case", [case if case == "cells" else pytest.param(case, marks=full) for case in CASES]
 )
@@ -88,6 +86,7 @@ def test_gradients_pass_the_taylor_test(comm, case):
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.thin(4)  # the tiles of waves and of parameters differ
 def test_no_rank_holds_the_volume(comm, directory, monkeypatch):
     """Each rank reads the cells of its tile and the next ones, and its parameters are on it only.
 
@@ -124,6 +123,30 @@ def test_no_rank_holds_the_volume(comm, directory, monkeypatch):
 
 
 @pytest.mark.ranks(2)
+def test_a_run_is_written_and_read_again(comm, directory):
+    settings = dataclasses.replace(SMALL, steps=40, iterations=1, groups=2, vtk=True)
+    result = fwi.run(dataclasses.replace(settings, out=directory / "two"), comm)
+    assert result.misfits[1] < result.misfits[0]
+    comm.mpi.Barrier()
+    check_files(directory / "two", comm)
+
+
+def check_files(out, comm):
+    """Return the fields of a run, whose model is a start of another one."""
+    fields = zarr.open_group(out / "fields.zarr", mode="r")
+    vp = np.asarray(fields["vp"][:])
+    assert vp.shape == SMALL.cells and fields["z"].attrs["units"] == "m"
+    model = zarr.open_group(out / "model.zarr", mode="r")
+    assert np.array_equal(model["vp"][:], vp) and model.attrs["spacing"] == [10.0, 10.0, 10.0]
+    assert (out / "fields.pvti").exists()
+    assert (out / "report.html").read_text().count("data:image/png;base64,") == 3
+    again = prepare_inversion(dataclasses.replace(SMALL, initial=out / "model.zarr"), comm)
+    np.testing.assert_array_equal(again.tile(again.inputs.start["vp"]), vp[again.grid.slices])
+    return fields
+
+
+@pytest.mark.full("a shorter run is written; loss and gradient do not depend on the groups")
+@pytest.mark.ranks(2)
 def test_a_run_on_two_ranks_equals_one_on_one_rank(comm, alone, directory):
     """The files of both runs: the shots over two groups, a mask, and two stages."""
     free = np.ones(SMALL.cells)
@@ -142,22 +165,14 @@ def test_a_run_on_two_ranks_equals_one_on_one_rank(comm, alone, directory):
     assert two.errors == pytest.approx(one.errors, rel=1e-8)
     comm.mpi.Barrier()
     fields = [
-        zarr.open_group(out / "fields.zarr", mode="r") for out in (own.out, two.report.parent)
+        zarr.open_group(own.out / "fields.zarr", mode="r"),
+        check_files(two.report.parent, comm),
     ]
     a, b = (np.asarray(group["vp"][:]) for group in fields)
-    assert a.shape == SMALL.cells and fields[1]["z"].attrs["units"] == "m"
     np.testing.assert_allclose(b, a, rtol=1e-8)
     changed = a != np.asarray(fields[0]["start_vp"][:])
     free[..., :2] = 0  # water
     np.testing.assert_array_equal(changed, free != 0)
-    model = zarr.open_group(directory / "two" / "model.zarr", mode="r")
-    assert np.array_equal(model["vp"][:], b) and model.attrs["spacing"] == [10.0, 10.0, 10.0]
-    assert (directory / "two" / "fields.pvti").exists()
-    assert (directory / "two" / "report.html").read_text().count("data:image/png;base64,") == 3
-    again = prepare_inversion(
-        dataclasses.replace(SMALL, initial=directory / "two" / "model.zarr"), comm
-    )
-    np.testing.assert_array_equal(again.tile(again.inputs.start["vp"]), b[again.grid.slices])
 
 
 @pytest.mark.full("whole runs take long; sampling and saves are tested with two axes")

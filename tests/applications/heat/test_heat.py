@@ -90,7 +90,6 @@ def test_orders_in_time(comm, alone, boundary):
 def test_derivatives_of_the_explicit_scheme(comm, alone):
     """In kappa, the first u and the source; with checkpoints, as without."""
     model, operands = problem(comm, checkpoints=Budget(7))
-    mpigrad.dot_test(model.history, *operands)
 
     def gradients(model, operands):
         def share(kappa, initial, source):
@@ -110,11 +109,18 @@ def test_derivatives_of_the_explicit_scheme(comm, alone):
         np.testing.assert_allclose(a, mine, rtol=1e-12, atol=1e-12 * np.max(np.abs(b)))
 
 
+@pytest.mark.full("the gradient of this scheme passes the Taylor test and is that of one rank")
+def test_dot_of_the_explicit_scheme(comm):
+    model, operands = problem(comm, checkpoints=Budget(7))
+    mpigrad.dot_test(model.history, *operands)
+
+
 def test_derivatives_of_the_implicit_scheme(comm):
     model, operands = problem(comm, theta=0.5, boundary="insulated", checkpoints=3)
     mpigrad.dot_test(model.history, *operands, rtol=1e-8)
 
 
+@pytest.mark.thin(1)
 def test_sources_of_all_kinds(comm):
     model, (kappa, initial, _) = problem(comm)
     last = dataclasses.replace(model, theta=0.25)
@@ -149,7 +155,6 @@ def test_a_rank_without_thermometers_is_batched_and_differentiated(comm):
     np.testing.assert_allclose(slope, (batch[1] - batch[2]) / (2 * step), rtol=1e-5)
 
 
-@pytest.mark.thin(3)
 def test_heat_stays_in_an_insulated_plate(comm):
     model, (kappa, initial, _) = problem(comm, boundary="insulated")
     history = np.asarray(mpigrad.jit(model.history)(kappa, initial))
@@ -199,5 +204,5 @@ def test_rejects_invalid_input_on_all_ranks(comm):
 
 def test_largest_time_step_is_that_of_the_textbook(comm):
     grid = unit_square((8, 16), comm)
-    step = Heat(grid, 1.0, 1).largest_time_step(jnp.full(grid.local_shape, 3.0))
+    step = mpigrad.jit(Heat(grid, 1.0, 1).largest_time_step)(jnp.full(grid.local_shape, 3.0))
     np.testing.assert_allclose(step, 1 / (2 * 3 * (8**2 + 16**2)), rtol=1e-12)

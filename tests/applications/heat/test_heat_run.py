@@ -46,15 +46,9 @@ def test_forward_run_is_written(comm, directory, capfd):
     assert ("4/4" in capfd.readouterr().out) == (comm.rank == 0)
 
 
-@pytest.mark.parametrize(
-    ("unknown", "part"),
-    [
-        pytest.param("cells", 0.1, marks=pytest.mark.thin(1)),
-        pytest.param(
-            "network", 0.5, marks=pytest.mark.full("the case of cells runs the same code")
-        ),
-    ],
-)
+@pytest.mark.thin(1)
+@pytest.mark.cases("cells-*", reason="a network as the unknown runs in the tests of poisson")
+@pytest.mark.parametrize(("unknown", "part"), [("cells", 0.1), ("network", 0.5)])
 def test_diffusivity_is_estimated(comm, directory, unknown, part):
     settings = small(
         directory, unknown=unknown, observed=0.5, noise=1e-3, memory=5, budget=30, smoothing=1e-6

@@ -25,13 +25,8 @@ def settings(**changes):
     return Settings(cells=CELLS, tolerance=1e-12, **changes)
 
 
-@pytest.mark.parametrize(
-    "kappa",
-    [
-        pytest.param("network", marks=pytest.mark.thin(3)),
-        pytest.param("cells", marks=pytest.mark.thin(2)),
-    ],
-)
+@pytest.mark.cases("cells", reason="the gradient of a network is compared with that of one rank")
+@pytest.mark.parametrize("kappa", ["network", "cells"])
 def test_gradient_passes_the_taylor_test(comm, kappa):
     problem = inverse_problem(settings(kappa=kappa, smoothing=0.01), comm)
     parameters = first_parameters(problem)
@@ -53,14 +48,17 @@ def test_gradient_passes_the_taylor_test(comm, kappa):
     assert np.log2(without[-2] / without[-1]) == pytest.approx(1, abs=0.15)
 
 
+@pytest.mark.cases("absolute", reason="a network and most of the options")
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kappa": "network"},
-        {"kappa": "network", "misfit": "absolute", "source": "one", "noise": 0.01},
-        {"kappa": "cells", "smoothing": 0.1},
+        pytest.param({"kappa": "network"}, id="network"),
+        pytest.param(
+            {"kappa": "network", "misfit": "absolute", "source": "one", "noise": 0.01},
+            id="absolute",
+        ),
+        pytest.param({"kappa": "cells", "smoothing": 0.1}, id="cells"),
     ],
-    ids=str,
 )
 def test_loss_and_gradient_do_not_depend_on_the_number_of_ranks(comm, alone, changes):
     results = []
@@ -68,11 +66,13 @@ def test_loss_and_gradient_do_not_depend_on_the_number_of_ranks(comm, alone, cha
         problem = inverse_problem(settings(**changes), ranks)
         results.append(mpigrad.jit(problem.value_and_grad)(first_parameters(problem)))
     (value, gradient), (reference, expected) = results
+    mpigrad.assert_replicated(gradient, comm)
     assert float(value) == pytest.approx(float(reference), rel=1e-9)
     for g, e in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
         assert np.max(np.abs(g - e)) <= 1e-9 * np.max(np.abs(e))
 
 
+@pytest.mark.full("another test compares the gradients of all ranks, too")
 def test_gradient_is_the_same_bit_for_bit_on_all_ranks(comm):
     problem = inverse_problem(settings(), comm)
     _, gradient = mpigrad.jit(problem.value_and_grad)(first_parameters(problem))
@@ -81,6 +81,7 @@ def test_gradient_is_the_same_bit_for_bit_on_all_ranks(comm):
         assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.thin(1)
 def test_loss_of_the_truth_is_zero_and_of_no_solution_one(comm):
     problem = inverse_problem(settings(), comm)
     grid = problem.model.grid
@@ -97,6 +98,7 @@ def test_failed_solve_gives_a_loss_of_nan_on_all_ranks(comm):
     assert np.isnan(float(value))
 
 
+@pytest.mark.thin(1)
 def test_best_constant_is_found(comm):
     problem = inverse_problem(settings(kappa="cells"), comm)
     constant = best_constant(problem)
@@ -106,6 +108,7 @@ def test_best_constant_is_found(comm):
     assert abs(float(jnp.sum(gradient))) < 1e-8 * float(value)
 
 
+@pytest.mark.ranks(1)
 def test_network_in_blocks_is_the_network_at_all_points():
     network = Network(jax.random.key(2))
     x, y = jnp.asarray(np.random.default_rng(0).random((2, 1201)))  # three uneven blocks
@@ -120,6 +123,7 @@ def test_network_in_blocks_is_the_network_at_all_points():
         assert np.allclose(a, b, rtol=1e-11, atol=1e-11 * np.abs(b).max())
 
 
+@pytest.mark.ranks(1)
 def test_network_is_the_papers():
     network = Network(jax.random.key(0))
     assert network.sizes == (2, 20, 20, 20, 1)

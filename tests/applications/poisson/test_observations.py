@@ -20,6 +20,7 @@ def test_mask_and_noise_are_the_same_at_any_number_of_ranks(comm, alone):
     assert not np.array_equal(draw_mask(whole, 0.8, 4), draw_mask(whole, 0.8, 5))
 
 
+@pytest.mark.ranks(1)
 def test_fraction_and_noise_have_their_distributions(alone):
     grid = unit_square((100, 100), alone)
     assert abs(np.mean(draw_mask(grid, 0.8, 0)) - 0.8) < 0.02

@@ -25,11 +25,11 @@ from mpigrad_apps.population import (
     log_density,
     read_patients,
     run,
-    simulate,
     summarize,
 )
 from mpigrad_apps.population.diagnostics import Summary
 from mpigrad_apps.population.outputs import disagreement
+from mpigrad_apps.population.records import make_patient_record
 
 MODEL = Model(Kinetics(rtol=1e-5))
 HEADER = "id,time,amt,dv\n"
@@ -50,14 +50,22 @@ def some(patients):
     return jax.tree.map(lambda leaf, part: leaf + 0.1 * part, start, direction), direction
 
 
-SECOND = pytest.param(True, marks=pytest.mark.full("second derivatives take long to compile"))
+def five_records():
+    """One dose each, one shape."""
+    times = np.array([0.5, 2.0, 6.0, 12.0, 24.0, 36.0])
+    measured = [2 * np.exp(-times / (15 + i)) for i in range(5)]
+    return [
+        make_patient_record(60.0 + 5 * i, [(0.0, 100.0)], zip(times, values, strict=True))
+        for i, values in enumerate(measured)
+    ]
 
 
-@pytest.mark.parametrize("second", [False, SECOND])
-def test_density_and_derivatives_are_those_of_one_rank(comm, second):
+@pytest.mark.long("derivatives of the kinetics; test_kinetics.py has them on one rank")
+@pytest.mark.cases("value", reason="other derivatives of one rank take long to compile")
+@pytest.mark.parametrize("order", ["value", "gradient", "second"])
+def test_density_and_derivatives_are_those_of_one_rank(comm, order):
     """The gradient passes the Taylor test, too, by the same program: it takes long to compile."""
-    cohort, _ = simulate(9, 0, MODEL.kinetics)
-    records = cohort.records[::2]  # one dose each, one shape: five jobs
+    second, records = order == "second", five_records()
     point, direction = some(len(records))
 
     def derivatives(likelihood):
@@ -67,14 +75,17 @@ def test_density_and_derivatives_are_those_of_one_rank(comm, second):
         return lambda x: mpigrad.jvp(jax.grad(density), (x,), (direction,))
 
     with jobs.pool(comm) as pool:
-        data = pool.put(list(records))
+        data = pool.put(records)
         program = mpigrad.jit(derivatives(pool.sum(MODEL.log_likelihood, data)))
         found = program(point)
         steps = 1e-2 * 0.5 ** np.arange(0 if second else 5)
         along = [jax.tree.map(lambda x, v, h=h: x + h * v, point, direction) for h in steps]
         moved = np.array([float(program(x)[0]) for x in along])
-    expected = jax.jit(derivatives(serial(records)))(point)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    if order == "value":
+        expected, compared = jax.jit(log_density(MODEL, serial(records)))(point), found[0]
+    else:
+        expected, compared = jax.jit(derivatives(serial(records)))(point), found
+    for a, b in zip(jax.tree.leaves(compared), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12 * float(np.max(np.abs(b))))
     if not second:
         value, gradient = found

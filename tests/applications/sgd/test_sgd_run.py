@@ -77,6 +77,7 @@ def test_digits_are_read_after_training_in_every_mode(comm, directory, capfd):
     assert ("local: epoch 3/3" in capfd.readouterr().out) == (comm.rank == 0)
 
 
+@pytest.mark.long("two modes, each whole and in two parts; tests/training has single ones")
 def test_a_training_goes_on_bit_for_bit(comm, directory):
     settings = Settings(
         mode=("synchronous", "local"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -82,6 +83,23 @@ def test_digits_are_shuffled_and_scaled():
     counts = np.bincount(labels)
     assert len(counts) == 10
     assert counts.min() > 120
+
+
+@pytest.mark.ranks(1)
+def test_the_network_of_the_digits_learns():
+    """A step along the gradient lowers the loss of a guess among ten digits."""
+    task = load_task(Settings())
+    pictures, digits = map(jnp.asarray, task.batch(np.arange(8)))
+
+    @jax.jit
+    def learn(network):
+        value, slope = jax.value_and_grad(task.loss)(network, pictures, digits)
+        moved = jax.tree.map(lambda a, g: a - 0.05 * g, network, slope)
+        return value, task.loss(moved, pictures, digits), task.score(moved, pictures, digits)
+
+    before, after, score = map(float, learn(task.model))
+    assert after < before == pytest.approx(np.log(10), rel=0.1)
+    assert 0 <= score <= 1
 
 
 @pytest.mark.ranks(1)

@@ -100,8 +100,8 @@ def compare(acoustic, mine, other, tile=None):
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12 * scale, err_msg=name)
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("order", [4, 2])
+# Four tiles form a plane.
+@pytest.mark.parametrize("order", [4, pytest.param(2, marks=pytest.mark.thin(4))])
 def test_native_agrees_with_one_rank(comm, alone, order):
     native = model(comm, order=order)
     mine = everything(native)
@@ -170,7 +170,6 @@ def test_waves_run_backwards_from_their_boundary(comm, pml):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.max(np.abs(b)))
 
 
-@pytest.mark.thin(3)
 def test_shares_of_the_gathers(comm):
     acoustic = model(comm)
     velocity, wavelets, *_ = whole()
@@ -200,7 +199,7 @@ def test_the_reference_is_batched_on_a_rank_without_points(comm):
     np.testing.assert_allclose(tangent, one, rtol=1e-12)
 
 
-@pytest.mark.thin(3)
+@pytest.mark.cases("4", reason="order 2 differs in the stencil, and is skipped on several ranks")
 @pytest.mark.parametrize("order", [4, 2])
 def test_native_agrees_with_the_reference(comm, order):
     if order == 2 and comm.size != 1:
@@ -209,7 +208,6 @@ def test_native_agrees_with_the_reference(comm, order):
     compare(native, everything(native), everything(dataclasses.replace(native, method="xla")))
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
 def test_linearised_operator_and_its_adjoint(comm):
     acoustic = model(comm)
     velocity, wavelets, fields, *_ = whole()
