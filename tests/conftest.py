@@ -7,7 +7,7 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from xla_flags import QUICK_TO_COMPILE
+from xla_flags import QUICK_TO_COMPILE, keep_mlir_contexts
 
 # Several ranks share two cores here, so each has one compute thread, also in a serial session. XLA
 # stops reading at the last flag, because it does not begin with dashes.
@@ -33,6 +33,8 @@ from mpigrad.communicator import Communicator, default_communicator
 install_import_hook(["mpigrad.waves", "mpigrad_apps"], "beartype.beartype")
 
 jax.config.update("jax_enable_x64", True)
+if os.environ.get("MPIGRAD_OPTIMIZE") != "1":
+    keep_mlir_contexts()
 assert mpigrad.__version__
 
 
