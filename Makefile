@@ -178,14 +178,7 @@ language: setup
 	@$(BIN)/python tools/language.py $(LANGUAGE_CHECK) > build/language.log || \
 		{ cat build/language.log; echo "lint: $(BIN)/python tools/language.py --list"; exit 1; }
 
-# As in the wheel. Later builds of this checkout keep link-time optimisation.
-$(VENV)/lto: $(READY)
-	@echo "bench: link-time optimisation of messages"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
-		--config-settings=cmake.define.MPIGRAD_LTO=ON --editable .
-	@touch $@
-
-bench: $(VENV)/lto
+bench: setup
 	@$(BIN)/python bench
 
 # Sphinx has a folder of its own, and leaves .venv alone; it imports mpigrad from there.

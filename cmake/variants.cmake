@@ -27,7 +27,8 @@ elseif(VARIANTS MATCHES "^(native|all)$")
 endif()
 foreach(variant IN LISTS VARIANTS)
   if(NOT variant IN_LIST ALL_VARIANTS)
-    message(FATAL_ERROR "MPIGRAD_VARIANTS: expected native, all, or a list of ${ALL_VARIANTS}, got "
+    list(JOIN ALL_VARIANTS ", " names)
+    message(FATAL_ERROR "MPIGRAD_VARIANTS: expected native, all, or a list of ${names}, got "
       "${variant}. Leave it out to compile for this processor.")
   endif()
 endforeach()

