@@ -16,6 +16,7 @@ from mpi4py import MPI
 from mpigrad.communicator import Communicator
 from mpigrad.operations._jax_compat import Primitive
 from mpigrad.operations.carrier import carrier
+from mpigrad.operations.local_programs import as_array
 from mpigrad.operations.packed_arrays import pack, unpack
 from mpigrad.runtime.call_sites import call_site
 
@@ -49,9 +50,9 @@ class LeafError(TypeError):
 
 
 def array(leaf: Any) -> Any:
-    """Return `leaf` as an array; a JAX array is returned unchanged, as `jnp.asarray` is slow."""
+    """Return `leaf` as a JAX array, or raise an error if MPI cannot move it."""
     try:
-        x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+        x = leaf if isinstance(leaf, jax.Array) else as_array(leaf)
     except (TypeError, ValueError):
         raise LeafError(
             leaf,
