@@ -247,20 +247,19 @@ def select(
     return contract(structure, None, own, rest, lead)
 
 
-def add_up(
-    structure: TrilinearContraction, values: Any, tail: tuple[int, ...] | None = None
-) -> jax.Array:
+def add_up(structure: TrilinearContraction, values: Any, tail: Any = None) -> jax.Array:
     """Return the adjoint of a selection: the sum of values (len(position), *tail) at each entry.
 
     Values of another shape are read in the order of their memory.
     """
     values = as_array(values)
     tail = values.shape[1:] if tail is None else tail
+    key = ("add_up", tail)
     if compat.is_top_level() and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        if tail not in structure.programs:
+        if key not in structure.programs:
             run = functools.partial(_add_up, structure.handle, tail)
-            structure.programs[tail] = jax.jit(run)
-        return structure.programs[tail](values)
+            structure.programs[key] = jax.jit(run)
+        return structure.programs[key](values)
     return _add_up(structure.handle, tail, values)
 
 

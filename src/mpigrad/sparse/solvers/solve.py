@@ -172,7 +172,8 @@ def solve(
     if guesses is not None:
         after = jnp.moveaxis(after, 0, 2) if b.ndim == 2 else after[0]
         state = Guesses.tree_unflatten(None, (after,))
-    return _solution(*_results(x, info, axes=b.ndim), state)
+    value, info = _results(x, info, axes=b.ndim)
+    return _solution(value, info, state)
 
 
 @jit_local(static_argnames=("dtype",))
