@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from compilations import CASES, count
+from compilation_cases import CASES, count
 from mpigrad.communicator import Communicator
 
 # The most programs of a first call, and of a call with another size, on each of two ranks.
