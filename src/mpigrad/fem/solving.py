@@ -103,7 +103,8 @@ def solve(
     dtype = jnp.result_type(float if u0 is None else u0, values, *_dtypes(equation))
     if rtol is None:
         rtol = 1e-5 if dtype == np.float32 else 1e-8
-    given, start = _start(mask, values, u0, shape=space.shape, dtype=dtype)
+    given = _given(values, shape=space.shape, dtype=dtype)
+    start = _start(mask, given, u0)
     if solver is None:
         solver = _default_solver(equation, dtype, rtol)
 
@@ -133,11 +134,15 @@ def solve(
 
 
 @jit_local(static_argnames=("shape", "dtype"))
-def _start(mask: Any, values: Any, u0: Any, shape: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the given values, and the first guess with these values where they are fixed."""
-    given = jnp.broadcast_to(jnp.asarray(values, dtype), shape)
-    start = jnp.zeros(shape, dtype) if u0 is None else jnp.asarray(u0, dtype)
-    return given, jnp.where(mask, given, jax.lax.stop_gradient(start))
+def _given(values: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.broadcast_to(jnp.asarray(values, dtype), shape)
+
+
+@jit_local
+def _start(mask: Any, given: jax.Array, u0: Any) -> jax.Array:
+    """Return the first guess with the given values where they are fixed."""
+    start = jnp.zeros_like(given) if u0 is None else jnp.asarray(u0, given.dtype)
+    return jnp.where(mask, given, jax.lax.stop_gradient(start))
 
 
 @jit_local

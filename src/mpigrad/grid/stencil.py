@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -83,15 +85,23 @@ def apply_stencil(
         return _on_cells(result, around[0].shape[: grid.ndim], layout.widths)
 
     def results(which: Which) -> list[Any]:
-        regions = _operands(layout, which, pieces, coefficients)
-        return [on(*operands) for operands in regions]
+        around = [_around(layout, which, p) for p in pieces]
+        parts, tree = jax.tree.flatten(coefficients)
+        selected = [_selected(layout, which, x) for x in parts]
+        return [
+            on([a[k] for a in around], jax.tree.unflatten(tree, [x[k] for x in selected]))
+            for k in range(len(around[0]))
+        ]
 
     split = all(k > sum(pair) for k, pair in zip(grid.local_shape, layout.widths, strict=True))
     try:
         interior = keep_in_order(results("interior")[0]) if split else None
     finally:  # after an error, too: each request must be waited for
         _end(requests, layout, fields, pieces)
-    return _joined(layout, interior, results("bands")) if split else results("tile")[0]
+    if not split:
+        return results("tile")[0]
+    join = functools.partial(_joined, layout)
+    return jax.tree.map(lambda *parts: join(list(parts)), interior, *results("bands"))
 
 
 Which = Literal["tile", "interior", "bands"]
@@ -143,35 +153,30 @@ def _band(layout: HaloLayout, inner: tuple[slice, ...], axis: int, side: int) ->
 
 # Local parts are single programs: outside of jit JAX compiles each operation by itself.
 @jit_local(static_argnames=("layout", "which"))
-def _operands(
-    layout: HaloLayout,
-    which: Which,
-    pieces: list[dict[Step, jax.Array]],
-    coefficients: tuple[Any, ...],
-) -> list[tuple[list[jax.Array], tuple[Any, ...]]]:
-    """Return what the stencil reads in each region: fields with layers, and coefficients."""
-    return [
-        (
-            [layout.padded(p, region.part) for p in pieces],
-            jax.tree.map(lambda x, cells=region.cells: x[cells], coefficients),
-        )
-        for region in _regions(layout, which)
-    ]
+def _around(layout: HaloLayout, which: Which, pieces: dict[Step, jax.Array]) -> list[jax.Array]:
+    """Return a field in each region, with layers."""
+    return [layout.padded(pieces, region.part) for region in _regions(layout, which)]
+
+
+@jit_local(static_argnames=("layout", "which"))
+def _selected(layout: HaloLayout, which: Which, coefficient: jax.Array) -> list[jax.Array]:
+    return [coefficient[region.cells] for region in _regions(layout, which)]
 
 
 @jit_local(static_argnames=("layout",))
-def _joined(layout: HaloLayout, interior: Any, bands: list[Any]) -> Any:
-    """Return the results on the whole tile."""
-    whole, rest = interior, iter(bands)
+def _joined(layout: HaloLayout, results: list[jax.Array]) -> jax.Array:
+    """Return the result on the whole tile from those in the interior and in the bands."""
+    whole, *bands = results
+    rest = iter(bands)
     for axis in reversed(range(layout.grid.ndim)):
         before, after = layout.widths[axis]
         parts = [whole]
         for side, cells in ((-1, slice(before)), (1, slice(1, after + 1))):
             if (axis, side) in _faces(layout):
                 place = (slice(None),) * axis + (cells,)
-                band = jax.tree.map(lambda x, place=place: x[place], next(rest))
+                band = next(rest)[place]
                 parts = [band, *parts] if side < 0 else [*parts, band]
-        whole = jax.tree.map(lambda *p, axis=axis: jnp.concatenate(p, axis), *parts)
+        whole = jnp.concatenate(parts, axis)
     return whole
 
 
@@ -180,30 +185,26 @@ def _begin(layout: HaloLayout, fields: list[jax.Array]) -> list[Request]:
     # On another communicator than the wildcard receives of the program.
     slot = derivative_slot(layout.grid.comm.slot)
     requests = []
-    templates, outgoing = _messages(layout, fields)
-    for rank, like in zip(layout.neighbors, templates, strict=True):
-        if like:
-            requests.append(post("irecv", like, rank, _TAG, slot))
-    for rank, pieces in zip(layout.neighbors, outgoing, strict=True):
-        if pieces:
-            requests.append(post("isend", pieces, rank, _TAG, slot))
+    messages = [_messages(layout, u) for u in fields]
+    for kind, parts in zip(("irecv", "isend"), zip(*messages, strict=True), strict=True):
+        for rank, *of_fields in zip(layout.neighbors, *parts, strict=True):
+            # The order of a message: by step, then by field.
+            if pieces := list(itertools.chain(*zip(*of_fields, strict=True))):
+                requests.append(post(kind, pieces, rank, _TAG, slot))
     return requests
 
 
 @jit_local(static_argnames=("layout",))
 def _messages(
-    layout: HaloLayout, fields: list[jax.Array]
+    layout: HaloLayout, u: jax.Array
 ) -> tuple[list[list[jax.Array]], list[list[jax.Array]]]:
-    """Return templates of the pieces from each neighbour, and the pieces for each."""
-    # Made from a field, so the received values are active, too. Its values are not used.
+    """Return templates of the pieces of a field from each neighbour, and the pieces for each."""
+    # Made from the field, so the received values are active, too. Its values are not used.
     templates = [
-        [
-            jnp.broadcast_to(fields[i].reshape(-1)[0], shape)
-            for i, _, shape in layout.incoming(rank, fields)
-        ]
+        [jnp.broadcast_to(u.reshape(-1)[0], shape) for *_, shape in layout.incoming(rank, [u])]
         for rank in layout.neighbors
     ]
-    return templates, [layout.outgoing(rank, fields) for rank in layout.neighbors]
+    return templates, [layout.outgoing(rank, [u]) for rank in layout.neighbors]
 
 
 def _end(

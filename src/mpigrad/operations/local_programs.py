@@ -36,6 +36,9 @@ def jit_local(
 ) -> Callable[..., Any]:
     """Compile a function without messages as one program, traced once for all transformations.
 
+    If it has several results, they must depend on the same operands: where JAX transposes a linear
+    function, it takes all results of a program as linear if one operand is.
+
     Parameters
     ----------
     f

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.carrier import without_carriers
 from mpigrad.runtime.native import library
@@ -28,11 +29,15 @@ def pack(leaves: Sequence[Any], leading: int = 0) -> Any:
     leading
         The number of leading axes.
     """
+    if compat.is_top_level():  # without JAX's slow path for primitives
+        return _compiled(_pack_program, list(leaves), leading=leading)[0]
     return pack_p.bind(*leaves, leading=leading)[0]
 
 
 def unpack(packed: Any, shapes: Sequence[tuple[int, ...]], leading: int = 0) -> list[Any]:
     """Return the arrays that `pack` has packed, with these shapes after the leading axes."""
+    if compat.is_top_level():
+        return _compiled(_unpack_program, packed, shapes=tuple(shapes), leading=leading)
     return unpack_p.bind(packed, shapes=tuple(shapes), leading=leading)
 
 
@@ -75,7 +80,7 @@ def _compiled(program: Callable[..., Any], *args: Any, **params: Any) -> Any:
         return program(*args, **params)
 
 
-pack_p.def_impl(lambda *leaves, leading: _compiled(_pack_program, leaves, leading=leading))
+pack_p.def_impl(lambda *leaves, leading: _compiled(_pack_program, list(leaves), leading=leading))
 unpack_p.def_impl(lambda packed, **params: _compiled(_unpack_program, packed, **params))
 
 

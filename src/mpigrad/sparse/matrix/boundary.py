@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ def eliminate_rows(
             f"{b.shape}. Give a scalar or one value for each entry of b (read in fixed rows only)."
         )
     # One message has the fixed columns and their values.
-    own = _fixed_and_prescribed(fixed, prescribed, b)
+    own = _fixed_and_prescribed(fixed, prescribed, shape=b.shape)
     fixed_columns, known = _divided(pattern.ghosts.local_and_ghost(own))
     eliminated = apply(pattern, values.astype(dtype), known)
     in_row, in_column = _in_fixed_rows(pattern, fixed), select_columns(pattern, fixed_columns)
@@ -49,11 +50,14 @@ def eliminate_rows(
     return entries, _without_fixed(fixed, own, b, eliminated)
 
 
-@jit_local
-def _fixed_and_prescribed(fixed: jax.Array, prescribed: jax.Array, b: jax.Array) -> jax.Array:
+@jit_local(static_argnames=("shape",))
+def _fixed_and_prescribed(
+    fixed: jax.Array, prescribed: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
     """Return 1 in fixed rows, and the prescribed values, as columns that are 0 in other rows."""
-    rows = fixed.reshape(len(b), *[1] * (b.ndim - 1))
-    known = jnp.where(rows, prescribed, jnp.zeros(b.shape, prescribed.dtype)).reshape(len(b), -1)
+    rows = fixed.reshape(shape[0], *[1] * (len(shape) - 1))
+    known = jnp.where(rows, prescribed, jnp.zeros(shape, prescribed.dtype))
+    known = known.reshape(shape[0], math.prod(shape[1:]))
     return jnp.concatenate([fixed[:, None].astype(prescribed.dtype), known], axis=1)
 
 

@@ -152,16 +152,18 @@ def solve(
     dtype = jnp.promote_types(A.values.dtype, b.dtype)
     _check_solver(solver, pattern, dtype)
 
-    values, columns, first, real = _operands(A.values, b, x0, dtype=dtype)
+    columns = _rows(b, dtype=dtype)
+    empty = np.zeros((len(columns), 0), dtype)
+    first = empty if x0 is None else _rows(x0, dtype=dtype)
     if guesses is not None:
         guesses.check(b, dtype)
         (vectors,) = jax.tree.leaves(guesses)
         first = jnp.moveaxis(vectors, 2, 0) if b.ndim == 2 else vectors[None]
     x, info, after = solve_p.bind(
-        values,
+        _row(A.values, dtype=dtype),
         columns,
         first,
-        real,
+        np.zeros(0, np.finfo(dtype).dtype),
         carrier(),
         pattern=pattern,
         solver=solver,
@@ -177,16 +179,14 @@ def solve(
 
 
 @jit_local(static_argnames=("dtype",))
-def _operands(
-    values: jax.Array, b: jax.Array, x0: jax.Array | None, dtype: Any
-) -> tuple[jax.Array, ...]:
-    """Return the operands of the primitive, with the columns of b and x0 as rows."""
+def _row(values: jax.Array, dtype: Any) -> jax.Array:
+    return values[None].astype(dtype)
 
-    def columns(v: jax.Array) -> jax.Array:
-        return (v.T if v.ndim == 2 else v[None]).astype(dtype)
 
-    first = columns(jnp.zeros((0, *b.shape[1:])) if x0 is None else x0)
-    return values[None].astype(dtype), columns(b), first, jnp.zeros(0, np.finfo(dtype).dtype)
+@jit_local(static_argnames=("dtype",))
+def _rows(v: jax.Array, dtype: Any) -> jax.Array:
+    """Return the columns of a vector or of several ones as rows."""
+    return (v.T if v.ndim == 2 else v[None]).astype(dtype)
 
 
 @jit_local(static_argnames=("axes",))
