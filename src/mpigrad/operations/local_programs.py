@@ -26,7 +26,7 @@ def as_array(x: Any, dtype: Any = None) -> jax.Array:
         return x
     if type(x) is np.ndarray and x.dtype.kind in "fiubc" and compat.is_top_level():
         to = jax.dtypes.canonicalize_dtype(x.dtype if dtype is None else dtype)
-        if x.dtype == to or x.dtype.kind == to.kind == "f":
+        if x.dtype == to or (x.dtype.kind == to.kind and to.kind in "fc"):
             return jax.device_put(np.array(x, to))  # a copy: JAX would share memory with `x`
     return jnp.asarray(x, dtype)
 
