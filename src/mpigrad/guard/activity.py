@@ -1,0 +1,46 @@
+"""What a rank does outside of operations, for the reports of the guard."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+__all__ = ["activity", "current_activity"]
+
+
+class _Main:
+    """The activity of the main thread."""
+
+    text: str | Callable[[], str] = ""
+
+
+def current_activity() -> str:
+    """Return the text of the main thread's activity, or ""."""
+    text = _Main.text
+    return text() if callable(text) else text
+
+
+@contextlib.contextmanager
+def activity(text: str | Callable[[], str]) -> Iterator[None]:
+    """Show a text in reports while this block runs in the main thread.
+
+    `text` may be a function that returns the text. The watchdog calls it in a thread of its own.
+
+    Examples
+    --------
+    >>> from mpigrad.guard.activity import activity, current_activity
+    >>> with activity("compiling jit_step"):
+    ...     current_activity()
+    'compiling jit_step'
+    >>> current_activity()
+    ''
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, _Main.text = _Main.text, text
+    try:
+        yield
+    finally:
+        _Main.text = before
