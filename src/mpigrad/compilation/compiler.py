@@ -4,7 +4,8 @@ JAX gives each program a key: the hash of its text with its constants, its optio
 JAX and XLA, and XLA's flags. The first rank that asks for a key locks the key and compiles. Ranks
 that ask for the same key meanwhile wait for the lock, and then read the program. Ranks with other
 programs have other keys and do not wait. Nobody waits for a rank that has died (the kernel releases
-its lock), has not asked for the program (it has no lock), or is stopped (it uses no processor time).
+its lock), that has not asked for the program (it has no lock), or that is stopped (it uses no
+processor time).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _LOW_EFFORT = 1  # of zlib: 1 % of the time that XLA takes, a quarter of the siz
 _FIRST_PAUSE, _LAST_PAUSE, _LOOK = 5e-4, 0.02, 0.25
 _STALLED, _BLIND = 3.0, 30.0
 _LONGEST = 150.0
-_OFF = "off"
+_OFF, _JOB = "off", "job"
 
 
 class _Programs:
@@ -103,8 +104,8 @@ def _processor_time(process: int) -> int | None:
 def install() -> None:
     """Let the ranks of this host share compiled programs from now on.
 
-    MPIGRAD_PROGRAMS=off: they do not. If MPIGRAD_PROGRAMS names a directory, the programs are
-    stored there for later jobs, too.
+    MPIGRAD_PROGRAMS=off: they do not. If it names a directory, programs are also stored there for
+    later jobs.
     """
     choice = os.environ.get("MPIGRAD_PROGRAMS", "")
     if choice == _OFF:
@@ -115,19 +116,19 @@ def install() -> None:
         with contextlib.suppress(OSError):
             _Programs.shared = SharedPrograms(board.lock, -(-size // _PAGE) * _PAGE)
             _Programs.board = board
-    if choice:
+    if choice not in ("", _JOB):
         store_programs()
-    elif _Programs.shared is not None:
+    if _Programs.shared is not None:
         _replace()
 
 
 def store_programs() -> pathlib.Path | None:
     """Store the compiled programs of this process for later jobs, and use the stored programs.
 
-    MPIGRAD_PROGRAMS names the directory, or is `off`. Default: mpigrad/programs in the user's
-    directory of caches. Nothing is stored if there are more than 64 ranks, or if others may write
-    to the directory. Programs for GPUs are not stored, and no program is if the user has chosen a
-    cache of JAX.
+    MPIGRAD_PROGRAMS names the directory, or is `off` or `job`: nothing is stored. Default:
+    mpigrad/programs in the user's directory of caches. Nothing is stored if there are more than 64
+    ranks, or if others may write to the directory. Programs for GPUs are not stored. If the user
+    has chosen a cache of JAX, no programs are stored.
 
     Returns
     -------
@@ -144,7 +145,7 @@ def store_programs() -> pathlib.Path | None:
     from mpi4py import MPI
 
     choice = os.environ.get("MPIGRAD_PROGRAMS", "")
-    if choice == _OFF or MPI.COMM_WORLD.size > _MOST_RANKS:
+    if choice in (_OFF, _JOB) or MPI.COMM_WORLD.size > _MOST_RANKS:
         return None
     directory = directory_of_programs(choice)
     if directory is None or not _replace():
@@ -334,10 +335,14 @@ class _Request:
 
 def _waiting_for(process: int, name: str) -> str:
     board = _Programs.board
-    found = [] if board is None else [
-        rank
-        for rank, slot in zip(board.ranks, board.slots, strict=True)
-        if int(slot["pid"]) == process
-    ]
+    found = (
+        []
+        if board is None
+        else [
+            rank
+            for rank, slot in zip(board.ranks, board.slots, strict=True)
+            if int(slot["pid"]) == process
+        ]
+    )
     who = f"rank {found[0]}" if found else "another rank"
     return f"waiting for {who} to compile {name}"

@@ -29,8 +29,8 @@ _PROCESSOR = {
 class ProgramStore:
     """A directory of compiled programs.
 
-    Each file begins with the SHA-256 of the rest, and gets its name when it is complete, so that any
-    number of ranks and jobs may read and write. A damaged file is removed, and its program is
+    Each file begins with the SHA-256 of the rest, and gets its name when it is complete, so that
+    any number of ranks and jobs may read and write. A damaged file is removed, and its program is
     compiled again. If a file cannot be written, because the disk is full for example, nothing more
     is written.
     """
