@@ -54,6 +54,7 @@ class _Programs:
     shared: SharedPrograms | None = None
     store: ProgramStore | None = None
     process = 0
+    jax_has_cache = False
 
 
 class Patience:
@@ -199,11 +200,13 @@ def _request(
         or getattr(settings, "jax_dump_ir_to", "")
     ):
         return None
-    shared = _Programs.shared
+    # XLA loses the code of a program that it has loaded and writes again, and JAX's cache loads
+    # programs. JAX keeps its first cache after the setting has changed.
+    _Programs.jax_has_cache |= bool(settings.jax_compilation_cache_dir)
+    shared, store = _Programs.shared, _Programs.store
     if shared is not None and shared.closed:
         shared = None
-    store = None if settings.jax_compilation_cache_dir else _Programs.store
-    if shared is None and store is None:
+    if _Programs.jax_has_cache or (shared is None and store is None):
         return None
     key = get_key(computation, devices, compile_options, backend)
     # XLA divides loops by the number of threads, which is that of the processors of this process.
@@ -239,7 +242,7 @@ class _Request:
     name
         For reports, such as jit_step.
     shared, store
-        The programs of this job and of earlier jobs (None: there are none).
+        The programs of this job and of earlier jobs, or None.
     load, save
         Functions between a program and its bytes. None or b"": impossible.
     """

@@ -4,7 +4,7 @@ The programs lie behind the board, in the board's file. The file has no name any
 left behind, also if all ranks are killed. Records are only appended:
 
     header    end of the records, closed (1: nothing more is written)
-    record    _MAGIC, length of the content, key, SHA-256 of length, key and content; content
+    record    _MAGIC, length of the content, key, SHA-256 of these two and the content, content
     ...
 
 A reader takes no lock: a record is complete before the end of the records moves. A writer locks the

@@ -1,10 +1,11 @@
-"""What a rank does outside of operations, for the reports of the guard."""
+"""The activity of a rank outside of operations, for the reports of the guard."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 __all__ = ["activity", "current_activity"]
 
@@ -12,7 +13,7 @@ __all__ = ["activity", "current_activity"]
 class _Main:
     """The activity of the main thread."""
 
-    text: str | Callable[[], str] = ""
+    text: ClassVar[str | Callable[[], str]] = ""
 
 
 def current_activity() -> str:
