@@ -2,11 +2,12 @@
 
     python bench/first_call.py [--ranks 1 2 4] [--rounds 3] [--output FILE]
 
-Each program is called once by each rank of a new job. In the first column of a program each rank
-compiles it (MPIGRAD_PROGRAMS=off), in the second one the ranks share compiled programs. The figures
-are the processor seconds of all threads of all ranks, from the first line of tracing to the result,
-and medians of the rounds. An earlier small program of the same kind has imported all parts of JAX.
-The ratios are to one rank. The last column has how many of the ranks have compiled the program.
+Each program is called once by each rank of a new job. In one job each rank compiles it
+(MPIGRAD_PROGRAMS=off), and in another job the ranks share compiled programs. The figures are
+processor seconds of all threads of all ranks, and medians of the rounds: of the call, from the
+first line of tracing to the result, and of the job from its start to the result. An earlier small
+program of the same kind has imported all parts of JAX. The last column has how many of the ranks
+have compiled the program.
 
 training    a loss of a network on replicated weights, with its gradient
 shot        one source of a wave on each rank, with the gradient for the replicated model
@@ -101,7 +102,7 @@ def program_of(name: str, cells: int) -> tuple[Callable[..., Any], Any]:
 
 
 def measure(name: str) -> None:
-    """Print the processor seconds of all ranks, and the number of ranks that compiled."""
+    """Print sums over ranks: seconds of the call, of the job until then, and who compiled."""
     import jax
 
     import mpigrad
@@ -118,14 +119,14 @@ def measure(name: str) -> None:
         jax.block_until_ready(run(x))
         seconds = time.process_time() - start
     comm = mpigrad.default_communicator()
-    own = "from_other_rank" not in compiled
-    found = comm.mpi.gather((seconds, own))
+    own = "compiled" in compiled
+    found = comm.mpi.gather((seconds, time.process_time(), own))
     if found is not None:
-        print(json.dumps([sum(s for s, _ in found), sum(own for _, own in found)]))
+        print(json.dumps([sum(column) for column in zip(*found, strict=True)]))
 
 
 def job(name: str, ranks: int, choice: str) -> list[float]:
-    """Run one job, and return its processor seconds and how many ranks compiled."""
+    """Run one job, and return the seconds of the call and of the job, and who compiled."""
     words = [sys.executable, "-m", "mpigrad", "launch", "-n", str(ranks), __file__, "--job", name]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}
     environment["MPIGRAD_PROGRAMS"] = choice
@@ -157,20 +158,17 @@ def main() -> None:
             times[case].append(job(*case))
     if options.output:
         options.output.write_text(json.dumps([[*case, rows] for case, rows in times.items()]))
-    print("| program | ranks | each compiles, s | ratio | shared, s | ratio | ranks that compile |")
+    print("| program | ranks | call, s | shared, s | job, s | shared, s | ranks that compile |")
     print("|---" * 7 + "|")
-    first = options.ranks[0]
     for name in options.programs:
         for ranks in options.ranks:
-            row = [name, str(ranks)]
-            for choice in ("off", "job"):
-                median, one = (
-                    statistics.median(seconds for seconds, _ in times[name, n, choice])
-                    for n in (ranks, first)
-                )
-                row += [f"{median:.2f}", f"{median / one:.2f}"]
-            row.append(f"{statistics.median(n for _, n in times[name, ranks, 'job']):.0f}")
-            print(f"| {' | '.join(row)} |")
+            alone, shared = (
+                [statistics.median(column) for column in zip(*times[name, ranks, c], strict=True)]
+                for c in ("off", "job")
+            )
+            pairs = zip(alone[:2], shared[:2], strict=True)
+            cells = [f"{seconds:.2f}" for pair in pairs for seconds in pair]
+            print(f"| {name} | {ranks} | {' | '.join(cells)} | {shared[2]:.0f} |")
 
 
 if __name__ == "__main__":

@@ -5,21 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import ClassVar
 
 __all__ = ["activity", "current_activity"]
 
 
-class _Main:
-    """The activity of the main thread."""
-
-    text: ClassVar[str | Callable[[], str]] = ""
+# The activities of the main thread, the outer ones first: functions that return a text.
+_activities: list[Callable[[], str]] = []
 
 
 def current_activity() -> str:
     """Return the text of the main thread's activity, or ""."""
-    text = _Main.text
-    return text() if callable(text) else text
+    activities = _activities[-1:]
+    return activities[0]() if activities else ""
 
 
 @contextlib.contextmanager
@@ -40,8 +37,8 @@ def activity(text: str | Callable[[], str]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, _Main.text = _Main.text, text
+    _activities.append(text if callable(text) else lambda: text)
     try:
         yield
     finally:
-        _Main.text = before
+        _activities.pop()
