@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from mpigrad.communicator import Communicator
 from mpigrad.operations.checks import require
+from mpigrad.operations.kept_array import rank_value
 from mpigrad.operations.local_programs import as_array
 
 __all__ = ["contribution", "require_replicated"]
@@ -26,12 +27,12 @@ def contribution(argument: Any, comm: Communicator) -> jax.Array:
     coefficients[0] = -sum(coefficients[1:])
     leaves = [jax.lax.stop_gradient(as_array(leaf)) for leaf in jax.tree.leaves(argument)]
     inexact = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return _sums(inexact, coefficients[comm.rank])
+    return _sums(inexact, rank_value(coefficients, comm))
 
 
 # Eager operators would be compiled one by one.
 @jax.jit
-def _sums(leaves: list[jax.Array], coefficient: float) -> jax.Array:
+def _sums(leaves: list[jax.Array], coefficient: jax.Array) -> jax.Array:
     parts = [p for x in leaves for p in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
     dtype = jnp.result_type("float32", *(part.dtype for part in parts))
     sums = jnp.zeros(2, dtype)
