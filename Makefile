@@ -23,7 +23,7 @@
 #   make test-hosts  jobs on several hosts, in network namespaces of their own
 #   make test-faults  thousands of faults of input and output, 200 kills, damaged files of all kinds
 #                 (SEED=17 repeats a run)
-#   make mutations  34 one-line faults in a copy of src/, and the test that has to catch each
+#   make mutations  one-line faults in a copy of src/, and the test that has to catch each
 #   make test-peers  the tests of mpi4jax, from its sdist, on mpigrad's module of its names
 #   make fuzz     thousands of random programs, differentiated on 2, 3 and 4 ranks (N=1000 SEED=0)
 #   make test-harness  native/ without Python, with ThreadSanitizer (SEEDS=500 FIRST=0)
