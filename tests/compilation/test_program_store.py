@@ -8,27 +8,17 @@ import pathlib
 import pytest
 
 from launching import mpigrad
-<<<<<<< HEAD:tests/launch/test_program_cache.py
-from mpigrad.launch import program_cache
-from mpigrad.launch.program_cache import ProgramCache, store_programs
-from tiers import ALL
-=======
 from mpigrad.compilation import compiler, program_store, store_programs
 from mpigrad.compilation.program_store import ProgramStore
->>>>>>> 8310991d00e7fe03c937c2ffc22a636ea2343d07:tests/compilation/test_program_store.py
+from tiers import ALL
 
 PROGRAM = """
 import sys
 import jax, jax.numpy as jnp
 jax.config.update("jax_enable_x64", True)
 import mpigrad as mg
-<<<<<<< HEAD:tests/launch/test_program_cache.py
-from mpigrad.launch.program_cache import store_programs
-=======
-from mpigrad import sparse
 from mpigrad.compilation import store_programs
 from mpigrad.compilation.compiler import EVENT
->>>>>>> 8310991d00e7fe03c937c2ffc22a636ea2343d07:tests/compilation/test_program_store.py
 
 found = []
 jax.monitoring.register_event_listener(lambda name, **_: found.append(name))
