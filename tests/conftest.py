@@ -49,7 +49,7 @@ def pytest_ignore_collect(collection_path: pathlib.Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    tiers.check_marks(items)
+    tiers.check_marks(config, items)
     # The others are deselected and not skipped: ranks meet after each test, which takes as long as
     # a small test.
     size = MPI.COMM_WORLD.size

@@ -33,7 +33,7 @@ def nan(params: Any, item_params: Any, item: Any) -> Any:
 @pytest.mark.parametrize(
     "fn",
     [
-        pytest.param(failing, marks=pytest.mark.thin(2)),
+        failing,
         pytest.param(nan, marks=pytest.mark.full("exceptions reach the ranks as NaN, too")),
     ],
 )
@@ -71,7 +71,6 @@ def test_failures_reach_every_rank(fn: Any, comm: Communicator) -> None:
     np.testing.assert_allclose(f(2.0, good)[1], np.sqrt(2.0))
 
 
-@pytest.mark.thin(1)
 def test_nan_on_request(comm: Communicator) -> None:
     pool = jobs.pool(comm, throw=False)
     data = pool.put([float(i) for i in range(5)])

@@ -42,18 +42,16 @@ def derivatives(f: Any) -> Any:
     return lambda *x: (f(*x), jax.grad(f, both)(*x), hessian(*x))
 
 
+@pytest.mark.long("it compiles two Hessians; test_first_example is short")
 def test_sum_of_numbers(comm: Communicator, alone: Communicator) -> None:
     every, x = items(ragged=True), arguments()
-    found = []
-    for group in (comm, alone):
-        pool = jobs.pool(group)
-        f = pool.sum(misfit, pool.put(every, block=2))
-        found.append(jax.jit(derivatives(f))(*x))
-    equal_bits(*(both[:2] for both in found))  # second derivatives differ in the last bit at most
-    close(found[0], jax.jit(derivatives(serial_sum(misfit, every)))(*x), TOLERANCE)
+    f, g = (pool.sum(misfit, pool.put(every, block=2)) for pool in map(jobs.pool, (comm, alone)))
+    found = jax.jit(derivatives(f))(*x)
+    # Second derivatives differ in the last bit at most.
+    equal_bits(found[:2], jax.jit(lambda *x: (g(*x), jax.grad(g, (0, 1))(*x)))(*x))
+    close(found, jax.jit(derivatives(serial_sum(misfit, every)))(*x), TOLERANCE)
 
 
-@pytest.mark.thin(3)
 def test_map_of_curves(comm: Communicator, alone: Communicator) -> None:
     every, x = items(ragged=True), arguments()
     w = [jnp.cos(jnp.arange(len(r["t"])) + i) for i, r in enumerate(every)]
@@ -90,9 +88,12 @@ def test_first_example(comm: Communicator) -> None:
     equal_bits(by_b, np.diag(4.0 * np.arange(comm.size)))
 
 
-@pytest.mark.thin(4)  # rank 3, without jobs, is batched like the other ranks
+@pytest.mark.long("it compiles a batch in a loop; test_the_gradient_of_a_batch is short")
 def test_chains_and_seeds(comm: Communicator) -> None:
-    """Batched chains in a loop, a loss that is seeded on one rank, and the transpose of a map."""
+    """Batched chains in a loop, a loss that is seeded on one rank, and the transpose of a map.
+
+    Ranks without jobs are batched like rank 0.
+    """
     every, (params, item_params) = items(), arguments()
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
     pool = jobs.pool(comm)
@@ -112,7 +113,8 @@ def test_chains_and_seeds(comm: Communicator) -> None:
         return jax.jit(lambda x: jax.lax.scan(step, x, None, 3))
 
     chains = jnp.stack([item_params, item_params + 0.1, item_params * 2])
-    close(descent(pool.sum(misfit, data))(chains), descent(serial(misfit))(chains), 1e-12)
+    few = pool.put(every, block=N)
+    close(descent(pool.sum(misfit, few))(chains), descent(serial(misfit))(chains), 1e-12)
 
     g = pool.sum(moments, data)
     loss = lambda g: lambda x: jnp.sum(jnp.sin(g(x, item_params)["m"]))
@@ -196,7 +198,6 @@ def test_owners() -> None:
         jobs.Weighted([1, -1])
 
 
-@pytest.mark.thin(3)
 def test_few_jobs_and_wrong_sizes(comm: Communicator) -> None:
     pool = jobs.pool(comm)
     fn = lambda params, item_params, item: (
@@ -229,7 +230,6 @@ def test_booleans_are_counted(comm: Communicator) -> None:
             equal_bits(pool.map(more, data)(1.5), np.array([False, True, True, True]))
 
 
-@pytest.mark.thin(3)
 def test_put_sends_what_is_missing(comm: Communicator) -> None:
     every = [np.full(5, float(i)) for i in range(8)]
     given = None if comm.rank else every

@@ -8,8 +8,6 @@ from job_cases import arguments, items, misfit, moments
 import mpigrad as mg
 from mpigrad import jobs
 
-pytestmark = pytest.mark.thin(2)
-
 
 def everywhere(tree, comm):
     """Broadcast arguments and their tangents, because arguments of jobs are replicated."""
@@ -32,10 +30,16 @@ def test_taylor(comm):
         lambda xs: total(*xs), (params, item_params), loss="replicated", replicated=True, comm=comm
     )
     assert np.allclose(test.rates_with[-1], 2, atol=0.2)
-    # The value of one function with the gradient of another: the test must see it.
+
+
+@pytest.mark.full("autodiff/test_gradient_checks has wrong gradients without a pool")
+def test_taylor_of_a_wrong_gradient(comm):
+    """The value of one function with the gradient of another."""
+    pool = jobs.pool(comm)
+    total = pool.sum(misfit, pool.put(items(ragged=True), block=2))
     doubled = lambda x: 2 * x - jax.lax.stop_gradient(x)
     with pytest.raises(AssertionError):
         mg.taylor_test(
-            lambda xs: total(jax.tree.map(doubled, xs[0]), xs[1]), (params, item_params),
+            lambda xs: total(jax.tree.map(doubled, xs[0]), xs[1]), arguments(),
             loss="replicated", replicated=True, comm=comm,
         )  # fmt: skip

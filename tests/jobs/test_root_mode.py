@@ -42,7 +42,7 @@ def test_root_alone(comm: Communicator) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_adjoint_and_second_derivatives(comm: Communicator) -> None:
+def test_adjoint(comm: Communicator) -> None:
     every, (params, item_params) = items(ragged=True), arguments()
     with jobs.root_pool(comm=comm) as pool:
         if pool is not None:
@@ -51,6 +51,15 @@ def test_adjoint_and_second_derivatives(comm: Communicator) -> None:
             loss = lambda f: lambda s, p: sum(jnp.sum(jnp.sin(y)) for y in f(s, p))
             both = lambda f: jax.jit(jax.grad(loss(f), (0, 1)))(params, item_params)
             close(both(f), both(serial_map(curve, every)), 1e-12)
+
+
+@pytest.mark.full("test_jobs has second derivatives, and test_adjoint the protocol of the root")
+@pytest.mark.ranks(2)
+def test_second_derivatives(comm: Communicator) -> None:
+    every, (params, item_params) = items(ragged=True), arguments()
+    with jobs.root_pool(comm=comm) as pool:
+        if pool is not None:
+            data = pool.put(every, block=2, schedule=jobs.Dynamic())
             g = pool.sum(misfit, data)
             hessian = lambda g: jax.jit(jax.hessian(g))(params, item_params)
             close(hessian(g), hessian(serial_sum(misfit, every)), 1e-12)

@@ -47,6 +47,7 @@ def exchanged(exchange: Exchange, flat: FlatBuffer, weights: list[float], mine: 
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.thin(3)  # two numbers have the same sum in both orders
 @pytest.mark.parametrize("by", ["memory", "messages", "both"])
 def test_sums_are_those_in_the_order_of_ranks_bit_for_bit(comm, monkeypatch, by):
     plain = Memory.map_all

@@ -57,6 +57,7 @@ def serial(epochs: int, **options: float) -> NumpyReplica:
 
 
 @pytest.mark.ranks(2, 3, 4)
+@pytest.mark.thin(3)  # a server and two workers
 def test_bound_zero_is_the_serial_run(comm: Communicator) -> None:
     """With uneven parts of batches, also empty ones (3 rows, at the end of an epoch)."""
     replica, session = least_squares(momentum=0.9), Session()
@@ -82,6 +83,7 @@ def beside(comm: Communicator, train: Callable[[Communicator, Strategy], Any]) -
 
 
 @pytest.mark.ranks(2, 3, 4)
+@pytest.mark.thin(3)
 def test_bound_zero_is_the_synchronous_run(comm: Communicator, tmp_path: pathlib.Path) -> None:
     """Bit for bit, also if another trainer resumes from a save."""
     directory = pathlib.Path(comm.mpi.bcast(str(tmp_path)))
@@ -133,7 +135,8 @@ def test_parameters_that_no_loss_depends_on(comm: Communicator) -> None:
     assert replica.skipped == (skipped if comm.rank == 0 else [])
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("scale", [False, True])
 def test_stale_gradients_find_the_minimum(comm: Communicator, scale: bool) -> None:
     replica, session = least_squares(rate=0.05), Session()
@@ -154,6 +157,7 @@ def delayed(delays: np.random.Generator, steps: int) -> Iterator[Any]:
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.cases("[03]-1000", reason="test_server_versions has all bounds, without messages")
 @pytest.mark.parametrize(
     ("bound", "updates"),
     [
@@ -177,7 +181,7 @@ def test_every_staleness_is_within_the_bound(comm: Communicator, bound: int, upd
         assert max(found) == bound
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(3, 4)
 @pytest.mark.parametrize("wish", [SAVE, STOP, END, 0])
 def test_no_gradient_is_lost(comm: Communicator, wish: int) -> None:
     """A save, an end and `steps` use all computed gradients."""
@@ -210,6 +214,7 @@ def test_no_gradient_is_lost(comm: Communicator, wish: int) -> None:
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.thin(3)
 def test_a_worker_alone_is_interrupted(comm: Communicator, tmp_path: pathlib.Path) -> None:
     """The resumed run neither loses nor repeats a batch after a signal to one worker."""
     directory = pathlib.Path(comm.mpi.bcast(str(tmp_path)))
@@ -229,7 +234,8 @@ def test_a_worker_alone_is_interrupted(comm: Communicator, tmp_path: pathlib.Pat
         assert samples < 3 * len(A) if asked else samples == 3 * len(A)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.thin(3)
 def test_a_failing_worker_ends_all(comm: Communicator) -> None:
     def failing(run: Any) -> Iterator[Any]:
         for n, batch in enumerate(batches(run, epochs=3)):

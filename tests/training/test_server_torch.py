@@ -58,6 +58,8 @@ def train(
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.thin(3)  # a server and two workers
+@pytest.mark.cases("float32", reason="the dtype of nearly all models")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_bound_zero_is_the_synchronous_run(comm: Communicator, dtype: str) -> None:
     """Bit for bit: parameters, running means, and what weight decay does to unused layers."""
@@ -69,6 +71,7 @@ def test_bound_zero_is_the_synchronous_run(comm: Communicator, dtype: str) -> No
         assert all(torch.equal(served[name], expected[name]) for name in expected)
 
 
+@pytest.mark.full("test_server has stale gradients of NumPy, and the module is trained above")
 @pytest.mark.ranks(4)
 def test_stale_gradients_reach_the_same_accuracy(comm: Communicator) -> None:
     # Each worker's gradient makes an update, so there are three for one of a synchronous run.

@@ -43,6 +43,7 @@ def test_it_is_the_training_of_one_rank(comm, capsys, settings):
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.thin(3)  # of two ranks, one would have all samples
 def test_ranks_may_have_no_samples_or_fewer_batches(comm):
     # Rank 0 has batches of different sizes, the last rank none at all, the others one of 4 rows.
     sizes = {0: [5, 0, 3], comm.size - 1: []}.get(comm.rank, [4])
@@ -155,6 +156,7 @@ def loss(parameters: Any, x: Any, y: Any) -> Any:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.cases("float64-adam", reason="other tests of this file have momentum and float32")
 @pytest.mark.parametrize(
     ("dtype", "optimizer"),
     [("float64", optax.adam(1e-2)), ("float32", optax.sgd(0.05, momentum=0.9))],

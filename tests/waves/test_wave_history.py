@@ -111,6 +111,7 @@ def scratch(comm: Communicator, tmp_path_factory: pytest.TempPathFactory) -> Ite
     assert os.listdir(directory) == []  # nothing is left
 
 
+@pytest.mark.cases("float16-*", "bfloat16-acoustic", reason="kernels differ, and both conversions")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_the_error_of_gradients_from_16_bits(comm: Communicator, kind: str, precision: Any) -> None:
@@ -130,6 +131,10 @@ def test_16_bits_of_steps_that_are_computed_again(comm: Communicator, settings: 
     assert equal(gradient(comm, "acoustic", memory=memory, **settings), expected)
 
 
+@pytest.mark.cases(
+    "acoustic-settings[012]", "elastic-settings5", "*volume-settings[36]",
+    reason="each kind, and files of steps, of states and of two threads",
+)  # fmt: skip
 @pytest.mark.parametrize(("kind", "settings"), [
     ("acoustic", {}), ("acoustic", {"checkpoints": 9}), ("acoustic", {"threads": 2}),
     ("volume", {}), ("elastic", {}), ("elastic", {"checkpoints": 9}), ("elastic volume", {}),
@@ -143,6 +148,7 @@ def test_files_give_the_same_bits_as_memory(
     assert equal(got, exact(comm, kind))
 
 
+@pytest.mark.cases("elastic", reason="the files of both are the same")
 @pytest.mark.parametrize("kind", ["volume", "elastic"])
 def test_16_bits_in_files(comm: Communicator, kind: str, scratch: str) -> None:
     got = gradient(comm, kind, memory=History(precision="float16", directory=scratch))
@@ -266,6 +272,7 @@ def test_directories_that_cannot_be_used(comm: Communicator, scratch: str) -> No
         gradient(comm, "elastic", memory=History(directory="/proc"))
 
 
+@pytest.mark.long("two ranks start and compile; test_a_write_that_fails is short")
 @pytest.mark.launcher
 def test_a_full_disk() -> None:
     """All ranks refuse a run before its first step, and a smaller one succeeds."""

@@ -10,8 +10,9 @@ import mpigrad
 from mpigrad.grid import Grid
 from mpigrad.waves import Acoustic, History, Survey
 from mpigrad.waves.absorbing import WaveTile
-from mpigrad.waves.acoustic.buoyancy import buoyancy_of, divergence
+from mpigrad.waves.acoustic.buoyancy import PATH, buoyancy_of, divergence
 from mpigrad.waves.acoustic.state import State, memory_size, pack, unpack
+from mpigrad.waves.stability import SECOND_DERIVATIVES
 
 SHAPE, SPACING, LAYERS, STEPS = (9, 8, 10), (10.0, 12.0, 9.0), ((2, 1), (3, 0), (1, 2)), 12
 PLACES = np.array([(31.0, 47.0, 40.5), (12.3, 89.0, 80.0), (15.0, 18.0, 11.0), (74.2, 61.5, 70.0)])
@@ -20,6 +21,8 @@ LIGHT, HEAVY = 1000.0, 2200.0
 _OTHER_LAYERS = pytest.mark.full("another order or other layers, by the same program")
 _OTHER_AXES = pytest.mark.full("tiles cut along the other axes, by the same program")
 BOTH = pytest.mark.parametrize("axes", [2, 3])
+# Short: a constant density on one rank, and a wave at a step of density on two.
+LONG = pytest.mark.long("it compiles the JAX program on each rank")
 
 
 def survey_of(axes):
@@ -69,6 +72,12 @@ def run_of(acoustic):
     return lambda c, rho, w, s: acoustic.propagate(c, w, survey, s, density=rho)
 
 
+def values(acoustic):
+    """Return gathers and last fields of this rank."""
+    gathers, state = mpigrad.jit(run_of(acoustic))(*point(acoustic))
+    return gathers, jnp.stack([state.field, state.previous, *unpack(acoustic.tile, state.memory)])
+
+
 def everything(acoustic):
     """Return results and gradients of this rank."""
     *_, gather_weights, field_weights = whole(acoustic.grid.ndim)
@@ -92,6 +101,7 @@ def everything(acoustic):
 @pytest.mark.thin(1)
 @BOTH
 def test_a_constant_density_changes_nothing(comm, axes):
+    """Layers included: without a density, the program is that of the native kernels."""
     acoustic, survey = model(comm, axes), survey_of(axes)
     c, rho, wavelets, state = point(acoustic)
     constant = jnp.full_like(rho, 1234.5)
@@ -102,19 +112,35 @@ def test_a_constant_density_changes_nothing(comm, axes):
         share = sum(jnp.sum(x**2) for x in last) + jnp.sum(gathers**2) / comm.size
         return share, recording
 
-    run = mpigrad.value_and_grad(loss, has_aux=True, comm=comm)
+    run = mpigrad.jit(mpigrad.value_and_grad(loss, has_aux=True, comm=comm))
     expected, values = run(c, None), run(c, constant)
     for value, other in zip(*map(jax.tree.leaves, (values, expected)), strict=True):
         scale = comm.mpi.allreduce(np.max(np.abs(other), initial=0), op=MPI.MAX)
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
 
 
-@pytest.mark.thin(2, 3, 4)
-@pytest.mark.parametrize(("axes", "axis"), [
+CUTS = pytest.mark.parametrize(("axes", "axis"), [
     (2, 0), (2, 1), (3, 1), *(pytest.param(3, a, marks=_OTHER_AXES) for a in (0, 2))
 ])  # fmt: skip
-def test_ranks_agree_with_one_rank(comm, alone, axes, axis):
+
+
+@LONG
+@pytest.mark.cases("2-0", "3-1", reason="both numbers of axes, cut across rows and along them")
+@CUTS
+def test_values_agree_with_one_rank(comm, alone, axes, axis):
     """Tiles cut along each axis. Layers can be thicker than tiles."""
+    own = model(comm, axes, tuple(comm.size if a == axis else 1 for a in range(axes)))
+    gathers, last = values(model(alone, axes))
+    for value, other, whole in zip(
+        values(own), (gathers, cut(own.tile, last)), (gathers, last), strict=True
+    ):
+        np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * np.max(np.abs(whole)))
+
+
+@pytest.mark.full("the dot test and the Taylor expansion test gradients on 2 ranks")
+@CUTS
+def test_ranks_agree_with_one_rank(comm, alone, axes, axis):
+    """Results and gradients."""
     dims = tuple(comm.size if a == axis else 1 for a in range(axes))
     own, one = model(comm, axes, dims), model(alone, axes)
     tile, slices = own.tile, own.grid.slices
@@ -125,13 +151,15 @@ def test_ranks_agree_with_one_rank(comm, alone, axes, axis):
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
 
 
-@pytest.mark.thin(3)
+@LONG
+@pytest.mark.cases("3", reason="two axes have the Taylor expansion")
 @BOTH
 def test_the_adjoint_is_the_transpose(comm, axes):
     acoustic = model(comm, axes)
-    mpigrad.dot_test(run_of(acoustic), *point(acoustic), comm=comm, rtol=1e-12)
+    mpigrad.dot_test(mpigrad.jit(run_of(acoustic)), *point(acoustic), comm=comm, rtol=1e-12)
 
 
+@LONG
 @pytest.mark.parametrize("axes", [
     2, pytest.param(3, marks=pytest.mark.full("a dot test has three axes, and takes less time"))
 ])  # fmt: skip
@@ -146,20 +174,22 @@ def test_taylor_expansion(comm, axes):
         return jnp.sum((gathers - weights) ** 2) / comm.size
 
     x = jnp.ones((2, *c.shape))
-    mpigrad.taylor_test(misfit, x, comm=comm, step=1e-2, halvings=3)
+    mpigrad.taylor_test(mpigrad.jit(misfit), x, comm=comm, step=1e-2, halvings=3)
 
 
 @pytest.mark.ranks(1)
 def test_single_precision(comm):
-    acoustic = model(comm, 3)
+    acoustic = model(comm, 2)
     operands = point(acoustic)
     single = jax.tree.map(lambda x: x.astype(jnp.float32), operands)
-    gathers, expected = (run_of(acoustic)(*x).gathers for x in (single, operands))
+    run = mpigrad.jit(run_of(acoustic))
+    gathers, expected = (run(*x).gathers for x in (single, operands))
     assert gathers.dtype == jnp.float32
     np.testing.assert_allclose(gathers, expected, rtol=0, atol=1e-5 * np.max(np.abs(expected)))
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.cases("0", reason="the same differences along the other axis")
 @pytest.mark.parametrize("axis", [0, 1])
 def test_reflection_at_a_step_of_density(comm, axis):
     """The coefficients of a plane wave, with the same velocity on both sides.
@@ -181,8 +211,10 @@ def test_reflection_at_a_step_of_density(comm, axis):
     points[0, :, axis] = 80.5 * h, 120.5 * h
     survey = Survey(np.full((1, 1, 2), 500.0), points)
     velocity = jnp.full(tile.shape, SPEED)
-    run = lambda rho: acoustic.propagate(
-        velocity, np.zeros((1, 1, steps)), survey, state, density=rho
+    run = mpigrad.jit(
+        lambda rho: acoustic.propagate(
+            velocity, np.zeros((1, 1, steps)), survey, state, density=rho
+        )
     )
     (there, beyond), (incident, through) = (
         np.asarray(run(rho).gathers[0]) for rho in (density, None)
@@ -194,7 +226,8 @@ def test_reflection_at_a_step_of_density(comm, axis):
     assert abs(transmitted / (1 + expected) - 1) < 1e-2
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2, 3)
+@pytest.mark.cases("2", reason="three axes have the dot test")
 @BOTH
 def test_reciprocity(comm, axes):
     """p / rho(source) is reciprocal between cell centres: the source is (1/rho) w delta."""
@@ -206,11 +239,10 @@ def test_reciprocity(comm, axes):
     ends = [(5, 5, 6)[:axes], (8, 4, 5)[:axes]]
     wavelet = jnp.asarray(ricker(np.arange(90) * 1.2e-3, 20.0))[None, None]
     c, rho = (jnp.asarray(x[grid.slices]) for x in (velocity, density))
-    found = []
-    for source, receiver in (ends, ends[::-1]):
-        places = (np.array([[end]]) * 10.0 + 5.0 for end in (source, receiver))
-        gathers = acoustic.propagate(c, wavelet, Survey(*places), density=rho).gathers
-        found.append(np.asarray(gathers) * density[source])
+    places = np.array(ends)[:, None] * 10.0 + 5.0
+    survey = Survey(places, places[::-1])  # a shot at each end
+    run = mpigrad.jit(lambda *x: acoustic.propagate(x[0], wavelet, survey, density=x[1]).gathers)
+    found = [p * density[end] for p, end in zip(np.asarray(run(c, rho)), ends, strict=True)]
     assert np.max(np.abs(found[0])) > 0
     np.testing.assert_allclose(*found, rtol=0, atol=1e-12 * np.max(np.abs(found[0])))
 
@@ -231,16 +263,32 @@ def test_the_order_for_smooth_densities(comm, order):
         x = (np.arange(cells) + 0.5)[:, None] * h * np.ones((1, 8))
         w, slope, bend = np.sin(9 * x), 9 * np.cos(9 * x), -81 * np.sin(9 * x)
         rho, change = np.exp(np.sin(7 * x)), 7 * np.cos(7 * x)  # log(rho)' of rho
-        buoyancy = buoyancy_of(tile, order, jnp.asarray(rho))
-        padded = jnp.pad(jnp.asarray(w)[None], ((0, 0), (order // 2,) * 2, (0, 0)))
-        value = (buoyancy.density * divergence(padded, buoyancy, 0, h, order))[0]
-        error = np.asarray(value) - (bend - change * slope)
+
+        @mpigrad.jit
+        def derivative(rho, w, tile=tile, h=h):
+            buoyancy = buoyancy_of(tile, order, rho)
+            padded = jnp.pad(w[None], ((0, 0), (order // 2,) * 2, (0, 0)))
+            return (buoyancy.density * divergence(padded, buoyancy, 0, h, order))[0]
+
+        error = np.asarray(derivative(rho, w)) - (bend - change * slope)
         errors.append(np.max(np.abs(error[cells // 4 : -cells // 4])))
     rate = np.log2(errors[0] / errors[1])
     assert abs(rate - order) < 0.3
 
 
+def assert_longest_coefficients(matrix, rho, order):
+    """Compare the coefficients of the cells furthest apart, along each axis, with their formula."""
+    n, indices = order // 2, np.arange(rho.size).reshape(rho.shape)
+    for axis in range(rho.ndim):
+        cells, index = (np.moveaxis(x, axis, 0) for x in (rho, indices))
+        path = np.stack([cells[m : len(cells) - n + m] for m in range(n + 1)])
+        mean = np.maximum((path[0] + path[n]) / 2, np.trapezoid(path, axis=0) / (n * PATH))
+        expected = SECOND_DERIVATIVES[order][n] / SPACING[axis] ** 2 / mean
+        np.testing.assert_allclose(matrix[index[:-n], index[n:]], expected, rtol=1e-9)
+
+
 @pytest.mark.ranks(1)
+@pytest.mark.cases("2-4", "3-8", reason="the largest order of each number of axes")
 @pytest.mark.parametrize(("axes", "order"), [(2, 2), (2, 4), (3, 4), (3, 8)])
 def test_the_largest_step_is_safe_for_any_contrast(comm, axes, order):
     """Against the eigenvalues of the operator, which must all be positive."""
@@ -251,18 +299,24 @@ def test_the_largest_step_is_safe_for_any_contrast(comm, axes, order):
     basis = jnp.eye(n).reshape(n, *cells)
     alternating = np.indices(cells).sum(0) % 2
     step = np.indices(cells)[0] >= 5
+
+    @mpigrad.jit
+    def operator(rho):
+        buoyancy = buoyancy_of(tile, order, rho)
+        total = 0.0
+        for axis, h in enumerate(SPACING[:axes]):
+            widths = [(order // 2,) * 2 if i == axis + 1 else (0, 0) for i in range(axes + 1)]
+            total += divergence(jnp.pad(basis, widths), buoyancy, axis, h, order)
+        return total.reshape(n, n)
+
     for rho in (
         np.ones(cells), np.exp(draw.uniform(0, np.log(1e4), cells)), 1 + 999.0 * alternating,
         1 + 829.0 * step, 1 + 99.0 * (draw.uniform(size=cells) < 0.1),
     ):  # fmt: skip
         c = draw.uniform(1500, 2500, cells) if rho.min() < rho.max() else np.full(cells, SPEED)
-        buoyancy = buoyancy_of(tile, order, jnp.asarray(rho))
-        total = 0.0
-        for axis, h in enumerate(SPACING[:axes]):
-            widths = [(order // 2,) * 2 if i == axis + 1 else (0, 0) for i in range(axes + 1)]
-            total += divergence(jnp.pad(basis, widths), buoyancy, axis, h, order)
-        matrix = np.asarray(total).reshape(n, n)
+        matrix = np.asarray(operator(rho))
         np.testing.assert_allclose(matrix, matrix.T, rtol=0, atol=1e-12 * np.max(np.abs(matrix)))
+        assert_longest_coefficients(matrix, rho, order)
         root = c.ravel() * np.sqrt(rho.ravel())
         values = np.linalg.eigvalsh(-root[:, None] * matrix * root)
         ratio = acoustic.largest_time_step(c, rho) / (2 / np.sqrt(values[-1]))
@@ -273,35 +327,37 @@ def test_the_largest_step_is_safe_for_any_contrast(comm, axes, order):
 
 
 @pytest.mark.ranks(1)
+@pytest.mark.cases("random-4-3", reason="it has the steps of the others in every cell")
 @pytest.mark.parametrize(("order", "width"), [
     (4, 3), *(pytest.param(*case, marks=_OTHER_LAYERS) for case in [(2, 3), (2, 1), (4, 1), (4, 6)])
 ])  # fmt: skip
-def test_no_wave_grows_in_layers_on_two_axes(comm, order, width):
+@pytest.mark.parametrize("contrast", ["random", "smooth", "step"])
+def test_no_wave_grows_in_layers_on_two_axes(comm, contrast, order, width):
     """The eigenvalues of a step, the largest stable one, for random densities and a step."""
     shape, draw = (9, 8), np.random.default_rng(5)
     grid = Grid(shape, SPACING[:2], comm)
-    step = np.where(np.arange(8) < 4, 1.0, 1000.0) * np.ones((9, 1))
-    for rho, c in (
-        (np.exp(draw.uniform(0, np.log(30), shape)), draw.uniform(1500, 3000, shape)),
-        (np.exp(draw.uniform(0, np.log(1.3), shape)), draw.uniform(1500, 3000, shape)),
-        (step, np.full(shape, SPEED)),
-    ):
-        dt = Acoustic(grid, 1e-4, 1, order=order).largest_time_step(c, rho)
-        acoustic = Acoustic(grid, dt, 1, order=order, pml=width)
-        tile = acoustic.tile
-        cells, memories = np.prod(tile.shape), memory_size(tile)
-        n = 2 * cells + memories
-        w, u, memory = np.split(np.eye(n), [cells, 2 * cells], axis=1)
-        fields = (jnp.asarray(f.reshape(n, *tile.shape)) for f in (w, u))
-        state = State(*fields, jnp.asarray(memory))
-        places = np.full((n, 1, 2), 41.0)  # a shot for each value of the state
-        last = acoustic.propagate(
-            c, np.zeros((1, 1, 1)), Survey(places, places[:1]), state, density=rho
-        ).state
-        matrix = np.concatenate([np.asarray(f).reshape(n, -1) for f in last], axis=1)
-        assert np.max(np.abs(np.linalg.eigvals(matrix))) < 1
+    if contrast == "step":
+        rho, c = np.where(np.arange(8) < 4, 1.0, 1000.0) * np.ones((9, 1)), np.full(shape, SPEED)
+    else:
+        largest = 30 if contrast == "random" else 1.3
+        rho, c = np.exp(draw.uniform(0, np.log(largest), shape)), draw.uniform(1500, 3000, shape)
+    dt = Acoustic(grid, 1e-4, 1, order=order).largest_time_step(c, rho)
+    acoustic = Acoustic(grid, dt, 1, order=order, pml=width)
+    tile = acoustic.tile
+    cells, memories = np.prod(tile.shape), memory_size(tile)
+    n = 2 * cells + memories
+    w, u, memory = np.split(np.eye(n), [cells, 2 * cells], axis=1)
+    fields = (jnp.asarray(f.reshape(n, *tile.shape)) for f in (w, u))
+    state = State(*fields, jnp.asarray(memory))
+    survey = Survey(np.full((n, 1, 2), 41.0), np.full((1, 1, 2), 41.0))  # a shot for each value
+    run = mpigrad.jit(
+        lambda *x: acoustic.propagate(x[0], np.zeros((1, 1, 1)), survey, x[2], density=x[1]).state
+    )
+    matrix = np.concatenate([np.asarray(f).reshape(n, -1) for f in run(c, rho, state)], axis=1)
+    assert np.max(np.abs(np.linalg.eigvals(matrix))) < 1
 
 
+@pytest.mark.full("test_no_wave_grows_in_layers has the eigenvalues of a step")
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(("order", "width"), [
     (4, 3), pytest.param(4, 1, marks=_OTHER_LAYERS), pytest.param(8, 4, marks=_OTHER_LAYERS)
@@ -320,6 +376,9 @@ def test_the_largest_step_is_stable_for_long_on_three_axes(comm, order, width):
     assert np.max(u[-500:]) < 3e-2 * np.max(u)
 
 
+@pytest.mark.full(
+    "test_a_constant_density has these layers, and test_acoustic_waves their strength"
+)
 @pytest.mark.ranks(1)
 def test_layers_absorb_at_a_step_of_density(comm):
     """Waves at all angles, in a model with an interface that goes into the layers."""
@@ -342,7 +401,7 @@ def test_layers_absorb_at_a_step_of_density(comm):
     assert np.all(decibel < -38), decibel
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.cases("2", reason="the same checks")
 @BOTH
 def test_bad_densities_are_refused_before_the_first_step(comm, axes):
     acoustic = model(comm, axes)
@@ -368,7 +427,6 @@ def test_bad_densities_are_refused_before_the_first_step(comm, axes):
         jax.block_until_ready(run(fast, heavy, wavelets, state).gathers)
 
 
-@pytest.mark.thin(1, 3)
 def test_bad_input_is_refused(comm):
     acoustic = model(comm, 2)
     operands = c, rho, wavelets, state = point(acoustic)

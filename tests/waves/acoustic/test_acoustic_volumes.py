@@ -1,5 +1,7 @@
 """Acoustic waves on three axes: ranks, derivatives, the exact solution, layers, bad input."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,8 +79,19 @@ def everything(acoustic):
     return recording.gathers, wavelets, dv, fields(recording.state), fields(ds)
 
 
-@pytest.mark.thin(2, 4)
-@pytest.mark.parametrize(("order", "axis"), [(4, None), (4, 0), (2, 1), (4, 2)])
+@functools.cache
+def reference(comm, dims, order):
+    """Return `everything` of the JAX program."""
+    return everything(model(comm, dims, order=order, method="xla"))
+
+
+PLANE = pytest.mark.thin(4)  # tiles that are cut along two axes
+
+
+@pytest.mark.long("four ranks compile two gradients each; two ranks are short")
+@pytest.mark.parametrize(("order", "axis"), [
+    pytest.param(4, None, marks=PLANE), (4, 0), (2, 1), (4, 2)
+])  # fmt: skip
 def test_ranks_agree_with_one_rank(comm, alone, order, axis):
     """Tiles cut along each axis, and as `Grid` chooses. Layers can be thicker than tiles."""
     dims = None if axis is None else tuple(comm.size if a == axis else 1 for a in range(3))
@@ -93,15 +106,19 @@ def test_ranks_agree_with_one_rank(comm, alone, order, axis):
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
 
 
-@pytest.mark.thin(1, 3)
+ALONE = pytest.mark.thin(1)  # the settings do not depend on ranks, and the JAX program takes long
+
+
 @pytest.mark.parametrize(("order", "axis", "settings"), [
-    (4, None, {}), (4, 0, {"checkpoints": 3}), (2, 1, {"checkpoints": "all"}),
-    (4, 2, {"checkpoints": 4, "memory": 1}), (4, None, {"threads": 2}),
+    pytest.param(4, None, {}, marks=ALONE), (4, 0, {"checkpoints": 3}),
+    pytest.param(2, 1, {"checkpoints": "all"}, marks=ALONE),
+    pytest.param(4, 2, {"checkpoints": 4, "memory": 1}, marks=ALONE),
+    pytest.param(4, None, {"threads": 2}, marks=ALONE),
 ])  # fmt: skip
 def test_kernels_agree_with_the_jax_program(comm, order, axis, settings):
     """Results and gradients, for tiles cut along each axis."""
     dims = None if axis is None else tuple(comm.size if a == axis else 1 for a in range(3))
-    expected = everything(model(comm, dims, order=order, method="xla"))
+    expected = reference(comm, dims if comm.size > 1 else None, order)
     values = everything(model(comm, dims, order=order, method="native", **settings))
     for value, other in zip(values, expected, strict=True):
         scale = comm.mpi.allreduce(np.max(np.abs(other)), op=MPI.MAX)
@@ -144,9 +161,9 @@ def test_boundary_saving(comm, shape, pml, order, axis, settings):
 @pytest.mark.parametrize(("shape", "pml", "steps", "order"), [
     # The ends of rows are stored apart from each other only in such tiles.
     ((24, 26, 40), ((3, 2), (0, 4), (5, 3)), 40, 4),
-    ((20, 18, 40), ((4, 5), (0, 4), (6, 4)), 20, 8),
+    pytest.param((20, 18, 40), ((4, 5), (0, 4), (6, 4)), 20, 8, marks=ALONE),
     # Rows are longer than what is computed at once, and the middle axis has several blocks.
-    ((6, 200, 530), ((2, 1), (3, 0), (1, 2)), 4, 4),
+    pytest.param((6, 200, 530), ((2, 1), (3, 0), (1, 2)), 4, 4, marks=ALONE),
 ])  # fmt: skip
 def test_kernels_agree_on_tiles_larger_than_their_layers(comm, shape, pml, steps, order):
     velocity = np.random.default_rng(4).uniform(1500, 2500, shape)
@@ -164,9 +181,8 @@ def test_kernels_agree_on_tiles_larger_than_their_layers(comm, shape, pml, steps
             share = sum(jnp.sum(x**2) for x in state)
             return share + jnp.sum(gathers**2) / comm.size, (gathers, state)
 
-        (_, aux), slope = mpigrad.value_and_grad(loss, (0, 1), has_aux=True, comm=comm)(
-            tile, state_with_noise(acoustic.tile)
-        )
+        run = mpigrad.jit(mpigrad.value_and_grad(loss, (0, 1), has_aux=True, comm=comm))
+        (_, aux), slope = run(tile, state_with_noise(acoustic.tile))
         found.append((aux, slope))
     for value, other in zip(*map(jax.tree.leaves, found), strict=True):
         scale = comm.mpi.allreduce(np.max(np.abs(other)), op=MPI.MAX)
@@ -180,6 +196,7 @@ def state_with_noise(tile):
 
 
 @pytest.mark.ranks(1, 2)
+@pytest.mark.thin(1)
 def test_tangents_agree_with_the_jax_program(comm):
     tangents = []
     for method in ("native", "xla"):
@@ -187,13 +204,13 @@ def test_tangents_agree_with_the_jax_program(comm):
         at = point(acoustic)
         directions = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), at)
         run = lambda *x, a=acoustic: a.propagate(*x[:2], SURVEY, x[2])
-        tangents.append(mpigrad.jvp(run, at, directions)[1])
+        tangents.append(mpigrad.jit(lambda x, dx, f=run: mpigrad.jvp(f, x, dx)[1])(at, directions))
     for value, other in zip(*map(jax.tree.leaves, tangents), strict=True):
         scale = comm.mpi.allreduce(np.max(np.abs(other)), op=MPI.MAX)
         np.testing.assert_allclose(value, other, rtol=0, atol=1e-12 * scale)
 
 
-@pytest.mark.thin(1, 3)
+@pytest.mark.cases("native", reason="its gradient and its tangent are compared with those of xla")
 @pytest.mark.parametrize("method", ["native", "xla"])
 def test_the_adjoint_is_the_transpose(comm, method):
     acoustic = model(comm, method=method)
@@ -256,7 +273,7 @@ def test_the_solution_in_a_homogeneous_medium(comm):
         assert np.max(np.abs(trace - expected)) < 1e-2 * np.max(np.abs(expected))
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2, 3)
 def test_reciprocity(comm):
     """Of points whose interpolation uses no cells of layers."""
     shape = (11, 10, 12)
@@ -299,7 +316,6 @@ def test_the_largest_step_is_stable_for_long(comm, order, width):
     assert np.max(np.abs(u[:, -500:])) < 1e-2 * np.max(np.abs(u))
 
 
-@pytest.mark.thin(1, 3)
 def test_bad_models_are_refused_before_the_first_step(comm):
     acoustic, wavelets = model(comm), np.ones((1, 1, STEPS))
     tile = np.full(acoustic.grid.local_shape, SPEED)
@@ -312,7 +328,6 @@ def test_bad_models_are_refused_before_the_first_step(comm):
         jax.block_until_ready(acoustic.propagate(3 * tile, wavelets, SURVEY).gathers)
 
 
-@pytest.mark.thin(1, 3)
 def test_bad_input_is_refused(comm):
     acoustic, wavelets = model(comm), np.ones((1, 1, STEPS))
     tile = np.full(acoustic.grid.local_shape, SPEED)

@@ -52,7 +52,7 @@ def test_convergence_to_the_analytic_solution(comm, order, power):
     assert errors[1] < (2e-2 if order == 2 else 2e-3), errors
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(2, 3)
 def test_reciprocity(comm):
     velocity = np.random.default_rng(1).uniform(1500, 2500, (30, 26))
     a, b = (61.0, 47.5), (233.3, 190.0)

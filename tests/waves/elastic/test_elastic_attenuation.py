@@ -69,11 +69,23 @@ def agree(comm, elastic, other, survey=SURVEY):
         compare(slope["wavelets"], slope_alone["wavelets"])
 
 
-@pytest.mark.thin(4)
+SETTINGS = {"free_surface": "y0", "checkpoints": 4}
+
+
+# Short: infinite quality, and the decay of plane waves.
+LONG = pytest.mark.long("it compiles the JAX program on each rank")
+
+
+@LONG
+def test_gathers_agree_with_one_rank(comm, alone):
+    run = lambda elastic: mpigrad.jit(lambda x: propagate(elastic, x).gathers)(arrays(elastic))
+    own, one = model(comm, (comm.size, 1), **SETTINGS), model(alone, **SETTINGS)
+    compare(run(own), run(one))
+
+
+@pytest.mark.full("the dot test has gradients on 2 ranks")
 def test_ranks_agree_with_one_rank(comm, alone):
-    settings = {"free_surface": "y0", "checkpoints": 4}
-    dims = (comm.size, 1)
-    agree(comm, model(comm, dims, **settings), model(alone, **settings))
+    agree(comm, model(comm, (comm.size, 1), **SETTINGS), model(alone, **SETTINGS))
 
 
 @pytest.mark.full("the two-dimensional test has the same code")
@@ -82,7 +94,7 @@ def test_ranks_agree_with_one_rank_in_three_dimensions(comm, alone):
     agree(comm, volume.model(comm, **settings), volume.model(alone, **settings), volume.SURVEY)
 
 
-@pytest.mark.thin(3)
+@LONG
 def test_dot_test(comm):
     elastic = model(comm)
     at = arrays(elastic)
@@ -97,7 +109,8 @@ def test_dot_test(comm):
     shape = (1, 2, 3, *elastic.tile.shape)
     strain = jnp.asarray(np.random.default_rng(comm.rank).normal(size=shape))
     zeros = jax.tree.map(jnp.zeros_like, at)
-    assert mpigrad.dot_test(run, zeros, strain, comm=comm, rtol=1e-12).error < 1e-12
+    test = mpigrad.dot_test(mpigrad.jit(run), zeros, strain, comm=comm, rtol=1e-12)
+    assert test.error < 1e-12
 
 
 @pytest.mark.full("the dot test tests the same derivatives")
@@ -113,6 +126,7 @@ def test_taylor_test(comm, name):
     mpigrad.taylor_test(objective, jnp.ones_like(at[name]), comm=comm, step=1e-2)
 
 
+@pytest.mark.thin(1)
 def test_infinite_quality_is_the_elastic_run(comm):
     lossy, elastic = model(comm), model(comm, relaxation=None, method="native")
     at = arrays(lossy)
@@ -120,12 +134,16 @@ def test_infinite_quality_is_the_elastic_run(comm):
     at = {**at, "qp": infinite, "qs": infinite}
     names = ("lam", "mu", "rho", "wavelets")
     expected = elastic.propagate(*(at[k] for k in names), SURVEY)
-    got = propagate(lossy, at)
+
+    def energy(x):
+        recording = propagate(lossy, x)
+        return jnp.sum(recording.gathers**2), recording
+
+    (_, got), slope = mpigrad.jit(mpigrad.value_and_grad(energy, has_aux=True, comm=comm))(at)
     compare((got.gathers, got.state.elastic), tuple(expected))
-    plain = lossy.propagate(*(at[k] for k in names), SURVEY)  # without quality factors
-    compare(plain.gathers, expected.gathers)
-    slope = mpigrad.grad(lambda x: jnp.sum(propagate(lossy, x).gathers ** 2), comm=comm)(at)
     assert all(jnp.all(jnp.isfinite(s)) for s in slope.values())
+    without = mpigrad.jit(lambda *x: lossy.propagate(*x, SURVEY).gathers)  # quality factors
+    compare(without(*(at[k] for k in names)), expected.gathers)
 
 
 def spectra(comm, wave, q):
@@ -167,6 +185,7 @@ def spectra(comm, wave, q):
     return traces @ kernel.T, frequencies, places[1, 0] - places[0, 0], c
 
 
+@pytest.mark.thin(1)
 @pytest.mark.parametrize(
     "wave", ["P", "S", pytest.param("fluid", marks=pytest.mark.full("P waves with mu = 0"))]
 )
@@ -186,7 +205,6 @@ def test_plane_waves_decay_and_disperse_as_the_relaxation_says(comm, wave):
     np.testing.assert_allclose(velocity, exact, rtol=0.002)
 
 
-@pytest.mark.thin(3)
 def test_bad_input_is_refused(comm):
     elastic = model(comm)
     at, last = arrays(elastic), comm.rank == comm.size - 1

@@ -15,6 +15,8 @@ from mpigrad.waves.elastic.model import make_scheme
 from mpigrad.waves.elastic.state import at_rest
 
 VP, VS, RHO = 2500.0, 1400.0, 2100.0
+# Short: the exact solution, reciprocity, and the eigenvalues of a step.
+LONG = pytest.mark.long("it compiles the JAX program on each rank")
 
 
 def homogeneous(grid, vp=VP, vs=VS, rho=RHO):
@@ -63,6 +65,7 @@ def garvin_error(comm, refinement):
     return np.max(np.max(np.abs(got - expected), 2) / np.max(np.abs(expected), 2))
 
 
+@pytest.mark.thin(1)
 def test_the_surface_above_a_line_of_explosions(comm):
     """Garvin's problem with P, S and Rayleigh waves, within 1 %."""
     assert garvin_error(comm, 1) < 0.01
@@ -130,9 +133,11 @@ def random_model(shape, seed=5):
     return lam, mu, draw.uniform(1900, 2200, shape)
 
 
-@pytest.mark.thin(4)
-def test_opposite_sides_are_mirror_images(comm, alone):
-    """On tiles divided across the surface, with gradients, and as one rank has them."""
+@LONG
+@pytest.mark.cases("gathers", reason="the dot test has gradients on 2 ranks")
+@pytest.mark.parametrize("gradients", [False, True], ids=["gathers", "gradients"])
+def test_opposite_sides_are_mirror_images(comm, alone, gradients):
+    """On tiles divided across the surface, and as one rank has them."""
     cells, h, steps = (9, 28), (10.0, 12.0), 30
     height = cells[1] * h[1]
     source, points = np.array([[51.7, 3.0]]), np.array([[20.0, 0.0], [83.2, 8.0], [44.0, 150.0]])
@@ -155,6 +160,8 @@ def test_opposite_sides_are_mirror_images(comm, alone):
             return 1e18 * jnp.sum(gathers**2) / on.size, gathers
 
         media = [jnp.asarray(x[grid.slices]) for x in whole]
+        if not gradients:
+            return grid, mpigrad.jit(misfit)(media)[1], []
         (_, gathers), slopes = mpigrad.jit(mpigrad.value_and_grad(misfit, has_aux=True, comm=on))(
             media
         )
@@ -184,6 +191,7 @@ def test_ranks_agree_and_the_adjoint_is_the_transpose_in_three_dimensions(comm, 
 
 
 @pytest.mark.ranks(1, 3)
+@pytest.mark.thin(1)
 def test_reciprocity_at_the_surface(comm):
     """A force and a recorded velocity on the surface and next to it can be exchanged."""
     cells, a, b = (16, 11), [43.0, 0.0], [101.0, 17.3]
@@ -203,7 +211,7 @@ def test_reciprocity_at_the_surface(comm):
         compare(traces[0], traces[1])
 
 
-@pytest.mark.thin(3)
+@LONG
 def test_dot_test(comm):
     cells = (12, 8)
     grid = Grid(cells, (10.0, 12.0), comm, (comm.size, 1))
@@ -219,7 +227,7 @@ def test_dot_test(comm):
         return 1e9 * gathers, [1e9 * state.vx, 1e9 * state.vy, 1e2 * state.sxx, 1e2 * state.sxy]
 
     zeros = [jnp.zeros_like(x) for x in (*media, wavelet)]
-    assert mpigrad.dot_test(run, *zeros, comm=comm, rtol=1e-12).error < 1e-12
+    assert mpigrad.dot_test(mpigrad.jit(run), *zeros, comm=comm, rtol=1e-12).error < 1e-12
 
 
 @pytest.mark.ranks(1)
@@ -253,7 +261,6 @@ def test_the_largest_time_step_is_stable(comm, side):
         assert 0.8 < elastic.largest_time_step(*media) / (2 / np.sqrt(top)) < 1
 
 
-@pytest.mark.thin(3)
 def test_bad_settings_are_refused(comm):
     grid = Grid((24, 24), (10.0, 10.0), comm, (1, comm.size))
     for settings, message in (

@@ -12,6 +12,7 @@ from elastic_case import compare
 
 import mpigrad
 from mpigrad.grid import Grid
+from mpigrad.waves import primitive
 from mpigrad.waves.elastic import Elastic, State, Survey, lame, reference
 from mpigrad.waves.elastic.media import effective_media
 from mpigrad.waves.elastic.model import make_scheme
@@ -19,20 +20,22 @@ from mpigrad.waves.elastic.state import at_rest
 from mpigrad.waves.history import History
 
 VP, VS, RHO = 2500.0, 1400.0, 2100.0
+# Short: tangents on one rank, and tiles with a middle on two.
+LONG = pytest.mark.long("it compiles the averages of a model on each rank, or the JAX program")
 
 
 @functools.cache
-def reference_alone(alone, **settings):
-    """The JAX program's gathers, last state and gradient on one rank."""
-    return case.value_and_gradient(case.model(alone, method="xla", **settings))
+def on_one_rank(alone, method="xla", **settings):
+    """Gathers, last state and gradient of one rank."""
+    return case.value_and_gradient(case.model(alone, method=method, **settings))
 
 
-def agrees_with_the_reference(comm, alone, axis, method="native", settings=None, common=None):
-    """Compare with the JAX program on one rank. `common` are settings of both."""
+def agrees_with_one_rank(comm, alone, axis, method="native", other="xla", common=None):
+    """Compare with a program on one rank. `common` are settings of both."""
     dims = None if axis is None else tuple(comm.size if a == axis else 1 for a in range(3))
-    elastic = case.model(comm, dims, method=method, **(settings or {}), **(common or {}))
+    elastic = case.model(comm, dims, method=method, **(common or {}))
     gathers, state, slope = case.value_and_gradient(elastic)
-    gathers_alone, state_alone, slope_alone = reference_alone(alone, **(common or {}))
+    gathers_alone, state_alone, slope_alone = on_one_rank(alone, other, **(common or {}))
     compare(gathers, gathers_alone)
     compare(state, case.cut(elastic, state_alone))
     for name in ("lam", "mu", "rho"):
@@ -42,19 +45,25 @@ def agrees_with_the_reference(comm, alone, axis, method="native", settings=None,
         compare(slope["wavelets"], slope_alone["wavelets"])
 
 
-@pytest.mark.thin(1, 2, 4)
-@pytest.mark.parametrize("axis", [None, 0, pytest.param(1, marks=pytest.mark.full("all dims")), 2])
+@LONG
+@pytest.mark.thin(1)
+@pytest.mark.cases("None", reason="dims have no meaning on one rank")
+@pytest.mark.parametrize("axis", [None, 0, 1, 2])
 def test_kernels_agree_with_the_reference(comm, alone, axis):
     """Tiles cut along each axis, and as `Grid` chooses. Layers can be thicker than tiles."""
-    agrees_with_the_reference(comm, alone, axis)
+    agrees_with_one_rank(comm, alone, axis)
 
 
-@pytest.mark.thin(4)
-@pytest.mark.parametrize(
-    "axis", [None, *(pytest.param(k, marks=pytest.mark.full("all dims")) for k in range(3))]
-)
+@LONG
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_kernels_agree_with_one_rank(comm, alone, axis):
+    agrees_with_one_rank(comm, alone, axis, other="native")
+
+
+@pytest.mark.full("test_fields_that_do_not_vary has the reference on 2 ranks")
+@pytest.mark.parametrize("axis", [None, 0, 1, 2])
 def test_the_reference_agrees_with_one_rank(comm, alone, axis):
-    agrees_with_the_reference(comm, alone, axis, "xla")
+    agrees_with_one_rank(comm, alone, axis, "xla")
 
 
 @pytest.mark.full("each case compiles the reference")
@@ -64,10 +73,12 @@ def test_the_reference_agrees_with_one_rank(comm, alone, axis):
     ids=["explosive", "force_x", *case.PMLS],
 )
 def test_kernels_agree_with_the_reference_in_other_problems(comm, alone, common):
-    agrees_with_the_reference(comm, alone, None, common=common)
+    agrees_with_one_rank(comm, alone, None, common=common)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.cases(
+    "settings[02]", reason="memory=1 sets checkpoints, too, and test_wave_history keeps all steps"
+)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -80,19 +91,27 @@ def test_kernels_agree_with_the_reference_in_other_problems(comm, alone, common)
 def test_kernels_do_not_depend_on_checkpoints_or_threads(comm, settings):
     common = {k: v for k, v in settings.items() if k in ("source", "pml")}
     got = case.value_and_gradient(case.model(comm, method="native", **settings))
-    compare(got, case.value_and_gradient(case.model(comm, method="native", **common)), 1e-13)
+    compare(got, on_one_rank(comm, "native", **common), 1e-13)
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.thin(2, 4, reason="4: tiles have edges along two axes, and wait for two neighbours")
+@pytest.mark.cases(
+    "explosive-dims[0123]", "force_y-dims1", reason="a force differs in the points of its source"
+)
 @pytest.mark.parametrize("dims", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 1), (1, 2, 2)])
 @pytest.mark.parametrize("source", ["explosive", "force_y"])
 def test_tiles_with_a_middle_are_one_rank(comm, alone, dims, source):
     """The middle takes both phases at once, beside edges that wait for neighbours."""
     if np.prod(dims) != comm.size:
         pytest.skip(f"a grid of {dims} tiles needs {np.prod(dims)} ranks")
-    cells, steps = (12, 40, 72), 5
+    cells, pml, steps = (12, 40, 72), ((2, 3), (4, 1), (3, 4)), 5
     draw = np.random.default_rng(5)
-    whole = [draw.uniform(*bounds, cells) for bounds in ((6e9, 9e9), (3e9, 4e9), (1900, 2200))]
+    # K, mu, mu at the points of shear stresses, 1/rho at those of velocities, layers included. The
+    # native run by itself: programs that average the model take long to compile.
+    padded = [n + sum(pair) for n, pair in zip(cells, pml, strict=True)]
+    bounds = [(1e10, 1.5e10), *[(3e9, 4e9)] * 4, *[(4.5e-4, 5.3e-4)] * 3]
+    whole = [draw.uniform(*pair, padded) for pair in bounds]
     # Waves everywhere within a few steps, in the layers too.
     places = np.meshgrid(*(np.linspace(5, 10 * n - 5, 1 + n // 6) for n in cells))
     sources = np.stack([x.ravel() for x in places], -1)[None]
@@ -101,23 +120,26 @@ def test_tiles_with_a_middle_are_one_rank(comm, alone, dims, source):
 
     def gradient(on, dims):
         grid = Grid(cells, (10.0, 10.0, 10.0), on, dims)
-        elastic = Elastic(
-            grid, 1e-3, steps, 15.0, pml=((2, 3), (4, 1), (3, 4)), source=source,
-            components=case.COMPONENTS, method="native",
-        )  # fmt: skip
+        settings = {"pml": pml, "source": source, "components": case.COMPONENTS}
+        scheme = make_scheme(Elastic(grid, 1e-3, steps, 15.0, **settings), survey)
+        tile = scheme.tile
 
         def misfit(media):
-            gathers, state = elastic.propagate(*media, wavelets, survey, gathers="share")
-            seen = jnp.sum(gathers * np.array([1, 1, 1, 1e-7])[:, None, None])
-            return seen + jnp.sum(state.vx**2) + 1e-14 * jnp.sum(state.syz**2)
+            gathers, state = primitive.propagate(scheme.native, media, wavelets, None)
+            sizes = np.array([1, 1, 1, 1e-7])[:, None, None]
+            seen = jnp.sum(gathers.reshape(4, 2, steps) * sizes) + jnp.sum(state[0] ** 2)
+            return seen + 1e-14 * sum(jnp.sum(stress**2) for stress in state[3:9])
 
-        media = [jnp.asarray(x[grid.slices]) for x in whole]
-        return grid, mpigrad.jit(mpigrad.value_and_grad(misfit, comm=on))(media)
+        begins = [o + before for o, (before, _) in zip(tile.origin, pml, strict=True)]
+        part = tuple(slice(b, b + n) for b, n in zip(begins, tile.shape, strict=True))
+        media = [jnp.asarray(x[part]) for x in whole]
+        return part, mpigrad.jit(mpigrad.value_and_grad(misfit, comm=on))(media)
 
-    grid, (value, found) = gradient(comm, dims)
+    part, (value, found) = gradient(comm, dims)
     _, (value_alone, expected) = gradient(alone, (1, 1, 1))
+    assert all(np.all(x[tuple(n // 2 for n in padded)] != 0) for x in expected)
     compare(value, value_alone)
-    compare(found, [x[grid.slices] for x in expected])
+    compare(found, [x[part] for x in expected])
 
 
 @pytest.mark.ranks(1)
@@ -131,11 +153,12 @@ def test_kernels_in_single_precision(comm):
         gathers = elastic.propagate(*model, x["wavelets"], case.SURVEY, x["state"]).gathers
         return jnp.sum((gathers * np.array([1, 1, 1, 1e-7])[:, None, None]) ** 2)
 
-    expected = jax.grad(energy)(jax.tree.map(lambda x: x.astype("float64"), single))
-    compare(jax.grad(energy)(single), expected, 1e-5)
+    run = jax.jit(jax.grad(energy))
+    expected = run(jax.tree.map(lambda x: x.astype("float64"), single))
+    compare(run(single), expected, 1e-5)
 
 
-@pytest.mark.thin(1, 3)
+@LONG
 def test_dot_test(comm):
     run, zeros = case.relative(case.model(comm, method="native"))
     assert mpigrad.dot_test(run, zeros, comm=comm, rtol=1e-12).error < 1e-12
@@ -192,8 +215,11 @@ def test_states_that_a_gradient_of_the_reference_stores(checkpoints, stored, com
     assert max(counts) == stored, counts
 
 
+@LONG
 @pytest.mark.ranks(2)
-def test_fields_that_do_not_vary_along_an_axis_are_those_of_two_axes(comm, alone):
+@pytest.mark.cases("xla", reason="other tests compare native runs on 2 ranks with one rank")
+@pytest.mark.parametrize("method", ["native", "xla"])
+def test_fields_that_do_not_vary_along_an_axis_are_those_of_two_axes(comm, alone, method):
     """In the middle of that axis, to which nothing comes from the sides within the steps."""
     steps, cells, (hx, hy, hz) = 5, (9, 41, 8), (10.0, 11.0, 12.0)
     draw = np.random.default_rng(6)
@@ -213,20 +239,21 @@ def test_fields_that_do_not_vary_along_an_axis_are_those_of_two_axes(comm, alone
         *(jnp.asarray(x) for x in model), wavelets, Survey(points[:, :1], points), state
     ).gathers
 
-    grid = Grid(cells, (hx, hy, hz), comm, (1, comm.size, 1))
+    grid = Grid(cells, (hx, hy, hz), comm, (comm.size, 1, 1))
     pml = ((2, 3), (0, 0), (0, 3))
-    volume = Elastic(grid, pml=pml, components=("vx", "vz"), **common)
-    shape = volume.tile.shape
-    wide = lambda f: jnp.broadcast_to(jnp.asarray(f)[:, :, None], (1, *shape))
-    start = at_rest(1, shape, (5, 0, 3), np.dtype("float64"))
+    volume = Elastic(grid, pml=pml, components=("vx", "vz"), method=method, **common)
+    tile = volume.tile
+    shape, begin = tile.shape, tile.origin[0] + 2
+    own = lambda f: jnp.asarray(f)[:, begin : begin + shape[0], None]
+    wide = lambda f: jnp.broadcast_to(own(f), (1, *shape))
+    start = at_rest(1, shape, (sum(tile.extension[0]), 0, 3), np.dtype("float64"))
     vx, vz, sxx, szz, sxz = map(wide, flat)
     start = start._replace(vx=vx, vz=vz, sxx=sxx, szz=szz, sxz=sxz)
     points = np.insert(points, 1, 20.5 * hy, axis=2)
-    got = volume.propagate(
-        *(jnp.broadcast_to(jnp.asarray(x)[:, None], grid.local_shape) for x in model),
-        wavelets, Survey(points[:, :1], points), start,
-    )  # fmt: skip
-    compare(got.gathers, expected)
+    survey = Survey(points[:, :1], points)
+    run = mpigrad.jit(lambda *media: volume.propagate(*media, wavelets, survey, start).gathers)
+    part = [jnp.asarray(x[grid.slices[0], None]) for x in model]
+    compare(run(*(jnp.broadcast_to(x, grid.local_shape) for x in part)), expected)
 
 
 def green(direction, offset, times, slope):
@@ -275,6 +302,7 @@ def test_a_point_force_in_a_homogeneous_medium(comm):
 
 
 @pytest.mark.ranks(1, 3)
+@pytest.mark.thin(1)
 def test_reciprocity(comm):
     """The positions of a force and of a recorded velocity component can be exchanged."""
     a, b = [43.0, 37.0, 51.0], [61.0, 58.5, 22.2]
@@ -338,7 +366,6 @@ def test_a_history_of_16_bits_has_nearly_the_gradient(comm):
     assert 0 < error < 5e-3
 
 
-@pytest.mark.thin(3)
 def test_bad_input_is_refused(comm):
     elastic = case.model(comm)
     at, last = case.part(elastic), comm.rank == comm.size - 1
