@@ -32,7 +32,8 @@
 #   make docs     these pages and the reference as a site, in build/docs; links inside are checked
 #   make docs-links  links to other sites
 #   make lint     ruff, pyright, and the language of the prose
-#   make setup    what all of them need: Debian packages, .venv, the build
+#   make setup    what all of them need: Debian packages, .venv, the build for this processor
+#                 (MPIGRAD_VARIANTS=all: for all processors). `make demo` builds a part of it, without waves
 #   make clean    removes what was built, .venv included
 
 PYTHON ?= python3
@@ -42,6 +43,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYRIGHT := $(BIN)/pyright --pythonpath $(BIN)/python
 READY := $(VENV)/ready
+# What the demo needs. A checkout that has everything keeps it up to date.
+READY_FOR_DEMO := $(or $(wildcard $(READY)),$(VENV)/ready_for_demo)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/* native/* native/*/*) tools/setup.sh
 
 .PHONY: setup demo quick test test-full nightly collect test-faults mutations test-peers test-torch test-files test-sanitizers test-hosts test-jax test-veros wheel test-wheel fuzz test-harness models bench docs docs-links lint style types language clean
 .NOTPARALLEL:
@@ -49,11 +53,17 @@ READY := $(VENV)/ready
 setup: $(READY)
 	@:
 
-$(READY): pyproject.toml CMakeLists.txt $(wildcard native/* native/*/*) tools/setup.sh
+# A list of processors in the environment is a reason to build.
+.PHONY: always
+$(READY): $(SOURCES) $(if $(MPIGRAD_VARIANTS),always)
 	@PYTHON="$(PYTHON)" MPI="$(MPI)" VENV="$(VENV)" sh tools/setup.sh
 	@touch $@
 
-demo: setup
+$(VENV)/ready_for_demo: $(SOURCES)
+	@PYTHON="$(PYTHON)" MPI="$(MPI)" VENV="$(VENV)" sh tools/setup.sh core
+	@touch $@
+
+demo: $(READY_FOR_DEMO)
 	@$(BIN)/mpigrad run poisson -n 2 --cells 240 240 --iterations 250 --overwrite --out results/demo
 
 # The processor seconds that `make test` may take (tests/run.py).

@@ -286,8 +286,8 @@ def operand(case: Case, comm: Communicator, dtype: Any = np.float64) -> tuple[An
         stack[:, 0] = stack[0, 0]  # equal on all ranks
         stack[:2, -1, 0] = 0  # a product of two zeros, and of one
         stack[-1, -1, 1] = 0
-    stack = jnp.asarray(stack).astype(dtype)
-    return stack[comm.rank], stack
+    stack = stack.astype(dtype)  # in NumPy, which compiles nothing
+    return jax.device_put(np.array(stack[comm.rank])), jax.device_put(stack)
 
 
 def trace_only(rank: int, size: int) -> Communicator:

@@ -83,7 +83,7 @@ def outside() -> dict[str, str]:
     """Return a user's environment without guard and stored programs, with a fixed text width."""
     names = {*os.environ} - {"MPIGRAD_GUARD", "PYTEST_CURRENT_TEST"}  # this changes meanwhile
     unguarded = {name: os.environ[name] for name in names}
-    return {"MPIGRAD_PROGRAMS": "off"} | unguarded | {"COLUMNS": "100"}
+    return {"MPIGRAD_PROGRAMS": "job"} | unguarded | {"COLUMNS": "100"}
 
 
 @contextlib.contextmanager

@@ -75,14 +75,20 @@ TRANSFORMS = (
 
 def operand(comm: Communicator, shape: tuple[int, ...] = (3, 2)) -> tuple[Any, Any]:
     """(this rank's operand, the stack of all ranks' operands)."""
-    stack = jnp.asarray(np.random.default_rng(5).standard_normal((comm.size, *shape)))
-    return stack[comm.rank], stack
+    stack = jax.device_put(np.random.default_rng(5).standard_normal((comm.size, *shape)))
+    return _row(comm, stack), stack
+
+
+def _row(comm: Communicator, tree: Any) -> Any:
+    """This rank's rows of stacks. JAX would compile a slice for each shape."""
+    return jax.tree.map(lambda leaf: jax.device_put(np.array(np.asarray(leaf)[comm.rank])), tree)
 
 
 def _directions(like: Any, seed: int) -> Any:
     """Standard normal numbers in the shapes of a stack: row r is rank r's."""
     generator = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(generator.standard_normal(x.shape), x.dtype), like)
+    numbers = lambda x: np.asarray(generator.standard_normal(x.shape), x.dtype)
+    return jax.tree.map(lambda x: jax.device_put(numbers(x)), like)
 
 
 def _derivatives(f: Map, kit: Any) -> Callable[..., Any]:
@@ -150,7 +156,7 @@ def prove(
     transform, reference = TRANSFORMED[how]
     # One rank compiles the simulation while the others compile the program.
     direction, weights, expected = _expected(F, Stack(stack), reference, comm.rank == 0)
-    mine = lambda tree: jax.tree.map(lambda leaf: leaf[comm.rank], tree)
+    mine = functools.partial(_row, comm)
     g = _derivatives(transform(lambda x: jax.tree.map(jnp.cos, f(jnp.sin(x)))), mg)
     if how != "eager":
         g = mg.jit(g)

@@ -27,13 +27,9 @@ TESTS = pathlib.Path(__file__).resolve().parent
 # Another folder, for two runs at once.
 BUILD = TESTS.parent / os.environ.get("MPIGRAD_TEST_BUILD", "build")
 LOGS = BUILD / "test-logs"
-# What one session on ranks has compiled, the others need not compile again.
+# What one rank has compiled, the others and the later sessions need not compile again.
 COMPILED = BUILD / "test-compiled"
-CACHE = {
-    "JAX_COMPILATION_CACHE_DIR": str(COMPILED),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}
+CACHE = {"MPIGRAD_PROGRAMS": str(COMPILED)}
 # Other sessions use the core on which a rank waits for another.
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 PATIENCE = 20.0  # seconds that others may wait in a test which one rank has failed
@@ -265,6 +261,7 @@ def main() -> int:
     if 0 in numbers:
         sessions.insert(0, Session(0, arguments, options.limit, waits=True))
     shutil.rmtree(COMPILED, ignore_errors=True)  # every run compiles all of it once
+    COMPILED.mkdir(mode=0o700, parents=True)
     # One rank leaves a core idle: the tests that start MPI run beside the others.
     beside = [s for s in sessions if s.ranks == 0 and len(sessions) > 1]
     threads = [threading.Thread(target=s.run, kwargs={"beside": True}) for s in beside]

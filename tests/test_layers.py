@@ -24,7 +24,7 @@ FLOORS = (
     ("guard",),
     ("communicator",),
     ("collective_errors", "operations", "profiling"),
-    ("autodiff", "grid", "loops", "sharding"),
+    ("autodiff", "compilation", "grid", "loops", "sharding"),
     ("checkpoint", "jobs", "sparse", "torch", "waves"),
     ("fft", "io", "optimize", "training"),
     ("fem",),

@@ -2,10 +2,11 @@
 
 python tools/check_wheel.py dist/mpigrad-….whl
 
-It fails if the wheel's tag depends on Python or is not manylinux, or if a library links an MPI, a
-hypre or another library that is neither in the wheel nor allowed by manylinux, looks for libraries
-in a folder of the builder, or has public names that are not mpigrad's (another hypre in the process
-could meet them). It needs pyelftools, which comes with auditwheel.
+It fails if the wheel's tag depends on Python or is not manylinux, or if waves or multigrid are
+missing for a kind of processor. It also fails if a library links an MPI, a hypre or another library
+that is neither in the wheel nor allowed by manylinux, looks for libraries in a folder of the
+builder, or has public names that are not mpigrad's (another hypre in the process could meet them).
+It needs pyelftools, which comes with auditwheel.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from elftools.elf.elffile import ELFFile
 
 # Libraries that every Linux has. auditwheel copies all others into the wheel.
 SYSTEM = re.compile(r"(libc|libm|libdl|libpthread|librt|libgcc_s|libstdc\+\+|ld-linux.*)\.so\.\d+")
+
+VARIANTS = ("x86-64", "x86-64-v3", "x86-64-v4")  # of mpigrad/runtime/processor.py
 
 
 def newest(versions: set[str], name: str) -> str:
@@ -62,6 +65,9 @@ def main() -> int:
     with zipfile.ZipFile(path) as wheel:
         libraries = [n for n in wheel.namelist() if re.search(r"\.so(\.|$)", n)]
         inside = {pathlib.PurePath(n).name for n in libraries}
+        kinds = VARIANTS if "x86_64" in path.name else ("baseline",)
+        expected = {f"libmpigrad_{part}_{v}.so" for part in ("waves", "multigrid") for v in kinds}
+        problems += [f"{path.name} has no {name}" for name in sorted(expected - inside)]
         for name in libraries:
             problems += examine(name, wheel.read(name), inside)
     for problem in problems:

@@ -1,7 +1,15 @@
 #!/bin/sh
 # The work of `make setup`: missing Debian packages, the virtual environment, the build.
-# PYTHON, VENV and MPI (system or wheel) come from the Makefile.
+#
+#   tools/setup.sh [core]
+#
+#   core      what `make demo` needs: neither waves nor the packages of tests and finite elements
+#
+# PYTHON, VENV and MPI (system or wheel) come from the Makefile. Debian packages and Python packages are
+# installed at the same time, and so are the build and the packages that it does not need.
 set -eu
+
+part=${1:-all}
 
 log=build/setup.log
 export PIP_NO_COMPILE=1  # modules are compiled when a program imports them
@@ -39,12 +47,19 @@ if [ "$MPI" = system ]; then
             missing="$missing libhypre-dev"
     fi
 fi
+installing=""
 if [ -n "$missing" ]; then
     if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
         step "Debian packages:$missing"
-        quietly apt-get update
-        # shellcheck disable=SC2086
-        quietly env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $missing
+        install_debian() {
+            quietly apt-get update
+            # shellcheck disable=SC2086
+            quietly env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $missing
+        }
+        install_debian &
+        installing=$!
+        trap wait EXIT  # dpkg must not be left in the middle of its work
+        case "$missing" in *venv*) wait "$installing" || exit 1 && installing="" ;; esac
     else
         echo "setup: Debian packages are missing. Install them as root:" >&2
         echo "    apt-get install --no-install-recommends$missing" >&2
@@ -60,12 +75,11 @@ if ! "$VENV/bin/python" -m pip --version > /dev/null 2>&1; then
     step "$VENV ($("$PYTHON" --version))"
     quietly "$PYTHON" -m venv --clear "$VENV"
 fi
-if [ "$MPI" = wheel ]; then
-    step "MPICH into $VENV"
-    quietly "$VENV/bin/python" -m pip install mpich
+if [ "$part" = core ]; then
+    step "packages, and the build of native/ without waves (a minute or two the first time)"
+else
+    step "packages, and the build of native/ (minutes the first time)"
 fi
-
-step "packages, and the build of native/ (minutes the first time)"
 "$VENV/bin/python" - <<'PYTHON'
 import tomllib
 
@@ -73,22 +87,35 @@ file = tomllib.load(open("pyproject.toml", "rb"))
 project = file["project"]
 extras = project["optional-dependencies"]
 tools = [line for line in extras["dev"] if line.startswith(("cmake", "ninja"))]
-building = file["build-system"]["requires"] + project["dependencies"] + tools
-for name, lines in (("building", building), ("packages", extras["apps"] + extras["fem"] + extras["dev"])):
+lists = {
+    "building": file["build-system"]["requires"] + project["dependencies"] + tools,
+    "packages-core": extras["apps"],
+    "packages-all": extras["apps"] + extras["fem"] + extras["dev"],
+}
+for name, lines in lists.items():
     open(f"build/{name}.txt", "w").write("\n".join(lines) + "\n")
 PYTHON
-quietly "$VENV/bin/python" -m pip install -r build/building.txt
-# Not isolated, because the editable build goes on using the tools of this environment. The other
-# packages are installed while it compiles.
-quietly "$VENV/bin/python" -m pip install --no-build-isolation --no-deps --editable . &
+mpi=""
+[ "$MPI" = system ] || mpi=mpich
+# shellcheck disable=SC2086
+quietly "$VENV/bin/python" -m pip install -r build/building.txt $mpi
+[ -z "$installing" ] || wait "$installing" || exit 1
+# Not isolated, because the editable build goes on using the tools of this environment.
+set -- --no-build-isolation --no-deps --editable .
+if [ "$part" = core ]; then
+    set -- "$@" --config-settings=build.targets=core --config-settings=install.components=core
+fi
+quietly "$VENV/bin/python" -m pip install "$@" &
 building=$!
 trap 'kill $building 2> /dev/null || true' EXIT
-quietly "$VENV/bin/python" -m pip install -r build/packages.txt
+quietly "$VENV/bin/python" -m pip install -r "build/packages-$part.txt"
 wait "$building" || exit 1
 "$VENV/bin/python" - <<'PYTHON'
 import pathlib, mpigrad
 built = sorted(p.name for d in mpigrad.__path__ for p in pathlib.Path(d).glob("_native/*.so"))
 print("setup: built", ", ".join(built) or "nothing")
+if not any("waves" in name for name in built):
+    print("setup: without waves; `make setup` builds them")
 if "libmpigrad_hypre.so" not in built:
     print("setup: without hypre; `mpigrad doctor` says how to get it")
 PYTHON

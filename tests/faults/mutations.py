@@ -42,6 +42,7 @@ class Mutation(NamedTuple):
 SAVES, OWNERS = "tests/checkpoint/test_checkpoint.py::", "tests/checkpoint/test_owner.py::"
 PARSERS, FAULTS = "tests/faults/test_parsers.py::", "tests/faults/test_faults.py::"
 GRAPH, REDUCTIONS = "tests/guard/test_wait_graph.py::", "tests/operations/test_reductions.py::"
+SHARED = "tests/compilation/test_shared_programs.py::"
 VALUES = "tests/operations/test_operations.py::test_values_and_derivatives"
 KRYLOV, SOLVE = "tests/sparse/solvers/test_krylov.py::", "tests/sparse/solvers/test_solve.py::"
 OTHERS = "tests/sparse/solvers/test_nonsymmetric.py::"
@@ -97,6 +98,13 @@ MUTATIONS = [
     Mutation("guard/unreceived.py", 'int(channel["sent"]) - received)',
              'int(channel["sent"]) - received - 1)',
              0, "tests/guard/test_unreceived.py::test_a_message_that_nobody_receives_is_an_error"),
+    # ---- compiled programs ----
+    Mutation("compilation/shared_programs.py", "digest == _digest(key, content)", "len(digest) > 0",
+             1, SHARED + "test_programs_are_published_and_read"),
+    Mutation("compilation/compiler.py", "<= (_BLIND if used is None else _STALLED)", "< 1e9",
+             1, SHARED + "test_a_rank_that_works_is_awaited_and_one_that_is_stopped_is_not"),
+    Mutation("compilation/compiler.py", "or host_callbacks\n", "or False\n",
+             0, "tests/compilation/test_compiler.py::test_one_rank_compiles_for_all"),
     # ---- operations ----
     Mutation("operations/collectives.py", "ct, a, backward=1 - backward, **params\n    )[0],\n)\nexscan_p",
              "ct, a, backward=backward, **params\n    )[0],\n)\nexscan_p", 2, VALUES + "[scan-jit]"),

@@ -59,6 +59,17 @@ def test_a_processor_without_avx_is_a_problem(
     )
 
 
+def test_missing_waves_are_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processor, "built_variants", lambda part: ())
+    (finding,) = doctor._processor()
+    assert finding.text == "This installation has no native library of waves."
+    assert finding.remedy.startswith("Build it with `make setup`")
+    assert not finding.stops_all
+    assert "waves: none" in capsys.readouterr().out
+
+
 def test_no_mpi_is_a_problem_with_a_remedy(tmp_path: pathlib.Path) -> None:
     done = mpigrad("doctor", MPI4PY_LIBMPI=str(tmp_path / "libmpi.so"))
     assert done.returncode == 1, done.stdout + done.stderr

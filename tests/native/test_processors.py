@@ -14,7 +14,13 @@ import pytest
 from launching import PROGRAMS, mpiexec, mpigrad, outside, run
 from mpigrad.launch.launcher import rank_environment
 from mpigrad.launch.mpi_installation import find_launcher, mpi_library
-from mpigrad.runtime.processor import VARIANTS, processor_variant
+from mpigrad.runtime import processor
+from mpigrad.runtime.processor import (
+    VARIANTS,
+    built_variants,
+    processor_variant,
+    variant_library,
+)
 
 QEMU = shutil.which("qemu-x86_64")
 pytestmark = [
@@ -22,6 +28,18 @@ pytestmark = [
     pytest.mark.skipif(platform.machine() != "x86_64", reason="these are levels of x86-64"),
 ]
 on_qemu = pytest.mark.skipif(QEMU is None, reason="qemu-x86_64 (Debian: qemu-user) is missing")
+BUILT = built_variants("waves")
+
+
+def compiled(variant: str) -> pytest.MarkDecorator:
+    """Skip a test of a variant that this installation does not have. A wheel has all of them."""
+    return pytest.mark.skipif(
+        variant not in BUILT,
+        reason=f"waves were compiled for {' and '.join(BUILT) or 'no processor'} here, not for "
+        f'{variant}: `make test-wheel TESTS="-n 0,1 tests/native"` runs this test',
+    )
+
+
 TWO_RANKS = {name: str(PROGRAMS / name) for name in ("without_jax.py", "older_processor.py")}
 
 
@@ -57,6 +75,7 @@ def numbers(output: str) -> list[float]:
 
 
 @on_qemu
+@compiled("x86-64")
 def test_the_oldest_processor() -> None:
     # jaxlib does not run here, and NumPy's BLAS needs to be told the processor.
     output = emulate("Nehalem", "without_jax.py", OPENBLAS_CORETYPE="Nehalem")
@@ -68,7 +87,11 @@ def test_the_oldest_processor() -> None:
 @pytest.mark.full("JAX takes a minute under QEMU")
 @on_qemu
 @pytest.mark.parametrize(
-    ("processor", "variant"), [("SandyBridge", "x86-64"), ("Haswell", "x86-64-v3")]
+    ("processor", "variant"),
+    [
+        pytest.param("SandyBridge", "x86-64", marks=compiled("x86-64")),
+        pytest.param("Haswell", "x86-64-v3", marks=compiled("x86-64-v3")),
+    ],
 )
 def test_processors_of_jaxlib(processor: str, variant: str) -> None:
     output = emulate(processor, "older_processor.py", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
@@ -99,8 +122,74 @@ def test_an_unknown_variant() -> None:
     assert error in done.stderr, done.stderr  # one rank may be ended before it prints
 
 
-@pytest.mark.parametrize("variant", VARIANTS[: 1 + VARIANTS.index(processor_variant())])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(variant, marks=compiled(variant))
+        for variant in VARIANTS[: 1 + VARIANTS.index(processor_variant())]
+    ],
+)
 def test_every_variant(variant: str) -> None:
     done = mpiexec(2, TWO_RANKS["without_jax.py"], MPIGRAD_CPU=variant)
     assert done.stdout.count(f"{variant}, avx=True, mpigrad_waves_{variant},") == 2, done.stderr
     assert numbers(done.stdout) == pytest.approx(numbers(here()), rel=1e-4)
+
+
+@pytest.mark.skipif("x86-64" in BUILT, reason="this installation has waves for x86-64")
+def test_a_variant_that_was_not_built_is_an_error() -> None:
+    done = mpigrad("launch", "-n", 2, TWO_RANKS["older_processor.py"], MPIGRAD_CPU="x86-64")
+    assert done.returncode == 1
+    error = f"MPIGRAD_CPU is x86-64, but this installation has waves for {' and '.join(BUILT)} only"
+    assert error in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("built", "best", "chosen", "expected"),
+    [
+        # Wheels.
+        (VARIANTS, "x86-64-v4", "", "mpigrad_waves_x86-64-v4"),
+        (VARIANTS, "x86-64-v4", "x86-64-v3", "mpigrad_waves_x86-64-v3"),
+        # Builds from source on this processor, on an older one, and on a newer one.
+        (VARIANTS[2:], "x86-64-v4", "", "mpigrad_waves_x86-64-v4"),
+        (VARIANTS[:1], "x86-64-v4", "", "mpigrad_waves_x86-64"),
+        (VARIANTS[:2], "x86-64-v4", "", "mpigrad_waves_x86-64-v3"),
+        (
+            VARIANTS[2:],
+            "x86-64-v3",
+            "",
+            "mpigrad: this processor runs x86-64-v3 at most, but this installation has waves for "
+            "x86-64-v4 only. Build mpigrad on this processor, or all",
+        ),
+        # MPIGRAD_CPU.
+        (
+            VARIANTS[1:],
+            "x86-64-v4",
+            "x86-64",
+            "mpigrad: MPIGRAD_CPU is x86-64, but this installation has waves for x86-64-v3 and "
+            "x86-64-v4 only. Unset it, or build all variants with `MPIGRAD_VARIANTS=all make setup",
+        ),
+        (VARIANTS[:1], "x86-64-v4", "x86-64-v3", "mpigrad: MPIGRAD_CPU is x86-64-v3, but this"),
+        # After `make demo`.
+        (
+            (),
+            "x86-64-v4",
+            "",
+            "mpigrad: this installation has no native library of waves. Build it with `make setup`",
+        ),
+    ],
+)
+def test_the_variants_of_an_installation(
+    built: tuple[str, ...],
+    best: str,
+    chosen: str,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MPIGRAD_CPU", chosen)
+    monkeypatch.setattr(processor, "processor_variant", lambda: chosen or best)
+    monkeypatch.setattr(processor, "built_variants", lambda part: built)
+    if expected.startswith("mpigrad: "):
+        with pytest.raises(ImportError, match=re.escape(expected)):
+            variant_library("waves")
+    else:
+        assert variant_library("waves") == expected

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 import mpigrad as mg
+from compilations import compilations
 from helpers import close
 from mpigrad.communicator import Communicator
+from mpigrad.operations.packed_arrays import pack, unpack
 from mpigrad.runtime.native import record
 
 
@@ -165,6 +167,53 @@ def test_adjoints_are_those_of_the_leaves(name: str, comm: Communicator) -> None
     got, expected = adjoint(together), adjoint(alone)
     close(got, expected, rtol=1e-6)
     mg.dot_test(together, *xs, rtol=1e-5)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "complex64", "int8", "bool"])
+def test_packed_arrays_are_those_of_a_concatenation(dtype: str) -> None:
+    leaves = [np.arange(6).reshape(2, 3), np.zeros((2, 0)), np.array([1, 7]), np.ones((2, 2, 2))]
+    leaves = [jnp.asarray(leaf, dtype) for leaf in leaves]
+    for leading in (0, 1):
+        packed = pack(leaves, leading)
+        flat = [leaf.reshape(*leaf.shape[:leading], -1) for leaf in leaves if leaf.size]
+        np.testing.assert_array_equal(packed, jnp.concatenate(flat, leading))
+        parts = unpack(packed, [leaf.shape[leading:] for leaf in leaves], leading)
+        for part, leaf in zip(parts, leaves, strict=True):
+            assert part.dtype == leaf.dtype and part.shape == leaf.shape
+            np.testing.assert_array_equal(part, leaf)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_derivatives_of_packed_arrays(how: Callable[..., Any]) -> None:
+    """With leaves that are constant or not batched, and parts that are not used."""
+    a, b, c = jnp.arange(6.0).reshape(2, 3), jnp.float64(0.5), jnp.arange(4.0)
+
+    def native(a: Any, b: Any) -> Any:
+        x, _, z = unpack(jnp.sin(pack([a, b, c])), [(2, 3), (), (4,)])
+        return jnp.sum(x**2) * z[1] + jnp.cos(b)
+
+    def expected(a: Any, b: Any) -> Any:
+        return jnp.sum(jnp.sin(a) ** 2) * jnp.sin(c[1]) + jnp.cos(b)
+
+    batch = jnp.stack([a, 2 * a], axis=1)
+    for by in (0, 1, (0, 1)):
+        close(how(jax.grad(native, by))(a, b), how(jax.grad(expected, by))(a, b))
+        pair = (how(jax.hessian(f, by))(a, b) for f in (native, expected))
+        close(*pair)
+    close(how(jax.jacfwd(native))(a, b), jax.grad(expected)(a, b))
+    mapped = (how(jax.vmap(jax.grad(f), (1, None)))(batch, b) for f in (native, expected))
+    close(*mapped)
+
+
+def test_many_leaves_are_few_programs(comm: Communicator) -> None:
+    tree = [np.full(1 + k % 7, 1.0 + k) for k in range(300)]
+    with compilations() as programs:
+        total = jax.block_until_ready(mg.allreduce(tree, comm=comm))
+    assert len(programs) <= 3, programs
+    for y, x in zip(total, tree, strict=True):
+        np.testing.assert_array_equal(y, comm.size * x)
 
 
 def test_what_is_no_array_is_refused(comm: Communicator) -> None:

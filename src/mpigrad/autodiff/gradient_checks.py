@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from mpigrad.autodiff.transforms import Loss, jvp, value_and_grad, vjp
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations.checks import assert_replicated
 from mpigrad.operations.jit import jit
+from mpigrad.operations.local_programs import as_array, jit_local
 
 __all__ = ["DotTest", "TaylorTest", "assert_replicated", "dot_test", "taylor_test"]
 
@@ -65,9 +67,14 @@ def _random_like(tree: Any, generator: np.random.Generator) -> Any:
         x = generator.standard_normal(shape)
         if jnp.issubdtype(dtype, jnp.complexfloating):
             x = x + 1j * generator.standard_normal(shape)
-        return jnp.asarray(x, dtype)
+        return as_array(x, dtype)
 
     return jax.tree.map(one, tree)
+
+
+@jit_local
+def _moved(h: Any, x: Any, direction: Any) -> Any:
+    return x + jnp.asarray(h, jnp.result_type(x)) * direction
 
 
 def _inner(a: Any, b: Any) -> float:
@@ -235,8 +242,7 @@ def taylor_test(
     )
 
     def global_value(h: float) -> float:
-        moved = jax.tree.map(lambda a, v: a + jnp.asarray(h, jnp.result_type(a)) * v, x, direction)
-        value = f(moved)
+        value = f(jax.tree.map(functools.partial(_moved, h), x, direction))
         return float(value) if loss == "replicated" else comm.mpi.allreduce(float(value))
 
     value, gradient = value_and_gradient(x)

@@ -19,6 +19,7 @@ from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations.carrier import CARRIER, forbid_messages, with_carrier
 from mpigrad.operations.checks import assert_replicated
 from mpigrad.operations.collectives import bcast, gather
+from mpigrad.operations.local_programs import as_array, jit_local
 
 __all__ = ["jacobian"]
 
@@ -105,7 +106,7 @@ def jacobian(
                 "argnums."
             ) from None
         leaves, arguments = jax.tree.flatten(by if is_sequence else by[0])
-        leaves = [_real("argument", jnp.asarray(leaf)) for leaf in leaves]
+        leaves = [_real("argument", as_array(leaf)) for leaf in leaves]
         results: Any = None
 
         def flat(*values: Any) -> list[Any]:
@@ -115,7 +116,7 @@ def jacobian(
             for n, part in zip(numbers, value if is_sequence else (value,), strict=True):
                 every[n] = part
             out, results = jax.tree.flatten(f(*every, **kwargs))
-            return [_real("result", jnp.asarray(y)) for y in out]
+            return [_real("result", as_array(y)) for y in out]
 
         if local and os.environ.get("MPIGRAD_GUARD") == "1":
             assert_replicated((args, kwargs), group, "jacobian: an argument, with local=True,")
@@ -150,19 +151,47 @@ def _count(arrays: Sequence[Any]) -> int:
 
 def _seeds(like: Sequence[Any], first: int, count: int) -> list[Any]:
     """Return rows first, ..., first + count - 1 of the identity, or zeros beyond it, by leaf."""
+    avals = tuple((x.shape, np.dtype(x.dtype)) for x in like)
+    return _identity_rows(first, avals=avals, count=count)
+
+
+@jit_local(static_argnames=("avals", "count"))
+def _identity_rows(first: Any, avals: Any, count: int) -> list[Any]:
     offset, seeds = 0, []
-    chosen = jnp.arange(first, first + count)[:, None]
-    for x in like:
-        columns = jnp.arange(offset, offset + math.prod(x.shape))[None]
-        seeds.append((chosen == columns).astype(x.dtype).reshape(count, *x.shape))
+    chosen = first + jnp.arange(count)[:, None]
+    for shape, dtype in avals:
+        columns = jnp.arange(offset, offset + math.prod(shape))[None]
+        seeds.append((chosen == columns).astype(dtype).reshape(count, *shape))
         offset += columns.size
     return seeds
 
 
-def _cut(rows: Any, like: Sequence[Any], axis: int) -> list[Any]:
-    """Split `rows` along `axis` into parts as long as the arrays of `like`."""
-    ends = np.cumsum([math.prod(x.shape) for x in like])[:-1]
-    return jnp.split(rows, [int(end) for end in ends], axis)
+def _shapes(arrays: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(x.shape) for x in arrays)
+
+
+@jit_local(static_argnames=("xs", "ys", "lead", "forward"))
+def _blocks(parts: list[Any], xs: Any, ys: Any, lead: tuple[int, ...], forward: bool) -> Any:
+    """Return the table of blocks (*lead, *y.shape, *x.shape) from derivatives for all seeds.
+
+    A part has one axis for the seeds after the leading ones. Forward it belongs to a result, and
+    its seeds are those of all arguments. Otherwise it belongs to an argument.
+    """
+    axis, cuts = len(lead), _ends(xs if forward else ys)
+    cut = [jnp.split(part, cuts, axis) for part in parts]
+    if forward:
+        moved = [[jnp.moveaxis(d, axis, -1) for d in row] for row in cut]
+    else:
+        moved = [list(row) for row in zip(*cut, strict=True)]
+    return [
+        [d.reshape(*lead, *y, *x) for d, x in zip(row, xs, strict=True)]
+        for row, y in zip(moved, ys, strict=True)
+    ]
+
+
+def _ends(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """Return the ends of flattened and concatenated arrays, without the last."""
+    return [int(end) for end in np.cumsum(list(map(math.prod, shapes)))[:-1]]
 
 
 def _columns(flat: Callable[..., Any], leaves: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
@@ -172,7 +201,7 @@ def _columns(flat: Callable[..., Any], leaves: Sequence[Any], seeds: Sequence[An
         return jax.jvp(with_carrier(flat), (_ZERO, *leaves), (a_dot, *tangents))[1]
 
     # The tangents are batched on every rank, the carrier's too. The function itself is not.
-    return jax.vmap(push)(jnp.zeros(len(seeds[0]), CARRIER.dtype), *seeds)
+    return jax.vmap(push)(np.zeros(len(seeds[0]), CARRIER.dtype), *seeds)
 
 
 def _rows(flat: Callable[..., Any], leaves: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
@@ -191,23 +220,23 @@ def _over_ranks(
     # Seed number (r, i) is entry i on rank r, and zero on the other ranks.
     seeds = _seeds(seeded, -comm.rank * n, ranks * n)
     if mode == "forward":
-        derivatives = _columns(flat, xs, seeds)
-        parts = [_cut(d.reshape(ranks, n, *d.shape[1:]), xs, 1) for d in derivatives]
-        return [
-            [
-                jnp.moveaxis(d, 1, -1).reshape(ranks, *y.shape, *x.shape)
-                for d, x in zip(row, xs, strict=True)
-            ]
-            for row, y in zip(parts, ys, strict=True)
-        ]
+        derivatives = _by_rank(_columns(flat, xs, seeds), ranks=ranks)
+        return _blocks(derivatives, _shapes(xs), _shapes(ys), (ranks,), forward=True)
     # This rank has columns. The rows of each rank are gathered on that rank.
-    blocks = [d.reshape(ranks, n, *d.shape[1:]) for d in _rows(flat, xs, seeds)]
-    gathered = [gather([b[s] for b in blocks], s, comm) for s in range(ranks)]
-    parts = [_cut(d, ys, 1) for d in gathered[comm.rank]]
-    return [
-        [parts[i][j].reshape(ranks, *y.shape, *x.shape) for i, x in enumerate(xs)]
-        for j, y in enumerate(ys)
-    ]
+    rows = _rows_of_ranks(_rows(flat, xs, seeds), ranks=ranks)
+    gathered = [gather(some, rank, comm) for rank, some in enumerate(rows)]
+    return _blocks(gathered[comm.rank], _shapes(xs), _shapes(ys), (ranks,), forward=False)
+
+
+@jit_local(static_argnames=("ranks",))
+def _by_rank(derivatives: Sequence[Any], ranks: int) -> list[Any]:
+    """Return derivatives with the axis of all seeds divided into ranks and seeds of a rank."""
+    return [d.reshape(ranks, -1, *d.shape[1:]) for d in derivatives]
+
+
+@jit_local(static_argnames=("ranks",))
+def _rows_of_ranks(rows: Sequence[Any], ranks: int) -> list[list[Any]]:
+    return [[d.reshape(ranks, -1, *d.shape[1:])[rank] for d in rows] for rank in range(ranks)]
 
 
 def _divided(
@@ -223,18 +252,11 @@ def _divided(
     with forbid_messages(_LOCAL):
         part = (_columns if mode == "forward" else _rows)(flat, xs, seeds)
     every = bcast(gather(list(part), 0, comm), 0, comm)
-    every = [d.reshape(-1, *d.shape[2:])[:n] for d in every]
-    if mode == "forward":
-        parts = [_cut(d, xs, 0) for d in every]
-        return [
-            [
-                jnp.moveaxis(d, 0, -1).reshape(*y.shape, *x.shape)
-                for d, x in zip(row, xs, strict=True)
-            ]
-            for row, y in zip(parts, ys, strict=True)
-        ]
-    parts = [_cut(d, ys, 0) for d in every]
-    return [
-        [parts[i][j].reshape(*y.shape, *x.shape) for i, x in enumerate(xs)]
-        for j, y in enumerate(ys)
-    ]
+    every = _first(every, n=n)
+    return _blocks(every, _shapes(xs), _shapes(ys), (), forward=mode == "forward")
+
+
+@jit_local(static_argnames=("n",))
+def _first(shares: Sequence[Any], n: int) -> list[Any]:
+    """Return the first n seeds of those of all ranks."""
+    return [d.reshape(-1, *d.shape[2:])[:n] for d in shares]

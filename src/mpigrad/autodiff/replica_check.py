@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 from mpigrad.communicator import Communicator
 from mpigrad.operations.checks import require
+from mpigrad.operations.kept_array import rank_value
+from mpigrad.operations.local_programs import as_array
 
 __all__ = ["contribution", "require_replicated"]
 
@@ -23,14 +25,14 @@ def contribution(argument: Any, comm: Communicator) -> jax.Array:
     """Return this rank's part of the total and of its scale, of shape (2,)."""
     coefficients = [1 + rank / comm.size for rank in range(comm.size)]
     coefficients[0] = -sum(coefficients[1:])
-    leaves = [jax.lax.stop_gradient(jnp.asarray(leaf)) for leaf in jax.tree.leaves(argument)]
+    leaves = [jax.lax.stop_gradient(as_array(leaf)) for leaf in jax.tree.leaves(argument)]
     inexact = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return _sums(inexact, coefficients[comm.rank])
+    return _sums(inexact, rank_value(coefficients, comm))
 
 
 # Eager operators would be compiled one by one.
 @jax.jit
-def _sums(leaves: list[jax.Array], coefficient: float) -> jax.Array:
+def _sums(leaves: list[jax.Array], coefficient: jax.Array) -> jax.Array:
     parts = [p for x in leaves for p in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
     dtype = jnp.result_type("float32", *(part.dtype for part in parts))
     sums = jnp.zeros(2, dtype)

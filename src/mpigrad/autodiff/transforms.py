@@ -30,6 +30,7 @@ from mpigrad.operations.carrier import (
 from mpigrad.operations.checks import assert_replicated
 from mpigrad.operations.collectives import bcast, reduce
 from mpigrad.operations.jit import argument_numbers
+from mpigrad.operations.kept_array import rank_value
 
 __all__ = ["grad", "jvp", "linearize", "value_and_grad", "vjp", "vmap"]
 
@@ -184,7 +185,9 @@ def _value_and_grad(
         # caller checks that the loss is replicated, outside of the derivative: the messages of the
         # check need no adjoints.
         value = out[0] if has_aux else out
-        counted = jnp.where(resolve(comm).rank == 0, value, jnp.zeros_like(value))
+        group = resolve(comm)
+        is_first = rank_value([rank == 0 for rank in range(group.size)], group)
+        counted = jnp.where(is_first, value, jnp.zeros_like(value))
         return counted, out
 
     # Argument 0 is the carrier. Negative numbers still count from the end.

@@ -14,6 +14,7 @@ import numpy as np
 from mpigrad.fem.cell_values import cell_values, sum_over_cells
 from mpigrad.fem.space import Space
 from mpigrad.operations.carrier import tie_in
+from mpigrad.operations.local_programs import as_array, jit_local
 from mpigrad.sparse import Matrix
 
 __all__ = ["Equation", "Term"]
@@ -163,7 +164,7 @@ class Equation:
         One value for each own unknown, in the shape of u.
         """
         here = cell_values(self.space, self._field(u))
-        total = tie_in(jnp.zeros_like(here), here)  # active even if this rank has no facets
+        total = _zeros(here, here.shape)  # active even if this rank has no facets
         for term in self.terms:
             total = self._add(term, total, lambda t=term: t.form.residual(here, t.args, t.kwargs))
         sums = sum_over_cells(self.space, total)
@@ -183,7 +184,7 @@ class Equation:
         """
         here = cell_values(self.space, self._field(u))
         k = here.shape[1] * here.shape[2]
-        total = tie_in(jnp.zeros((len(here), k, k), here.dtype), here)
+        total = _zeros(here, (len(here), k, k))
         for term in self.terms:
             total = self._add(term, total, lambda t=term: t.form.matrix(here, t.args, t.kwargs))
         return Matrix.assemble(self.space.pattern, total)
@@ -214,13 +215,13 @@ class Equation:
         6.0
         """
         here = cell_values(self.space, self._field(u))
-        total = tie_in(jnp.zeros_like(here), here)
+        total = _zeros(here, here.shape)
         for term in self.terms:
             total = self._add(term, total, lambda t=term: _lumped(t, here))
         return sum_over_cells(self.space, total)
 
     def _load(self, load: Any) -> jax.Array:
-        load = jnp.asarray(load)
+        load = as_array(load)
         if load.shape != self.space.shape or not jnp.issubdtype(load.dtype, jnp.floating):
             raise TypeError(
                 f"Equation: an array that is added must be a field of shape {self.space.shape} on "
@@ -232,7 +233,7 @@ class Equation:
     def _field(self, u: Any) -> jax.Array:
         if u is None:
             return jnp.zeros(self.space.shape)
-        u = jnp.asarray(u)
+        u = as_array(u)
         if not jnp.issubdtype(u.dtype, jnp.floating):
             raise TypeError(
                 f"Equation: the field must be real and floating-point, got dtype {u.dtype}. "
@@ -245,20 +246,30 @@ class Equation:
         if term.form.is_empty:
             for leaf in jax.tree.leaves((term.args, term.kwargs, term.factor)):
                 if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-                    zero = tie_in(zero, jnp.asarray(leaf))  # other ranks may have some
+                    zero = tie_in(zero, as_array(leaf))  # other ranks may have some
             return zero
         value = compute()
-        return zero if value is None else value * jnp.asarray(term.factor, zero.dtype)
+        return zero if value is None else value * as_array(term.factor, zero.dtype)
 
     def _add(self, term: Term, total: jax.Array, compute: Callable[[], Any]) -> jax.Array:
         cells = term.form.cells
         if cells is None or term.form.is_empty:
-            value = self._kept(term, jnp.zeros_like(total), compute)
-            return total + value
+            if term.form.is_empty:
+                return total + self._kept(term, jnp.zeros_like(total), compute)
+            cells = None
         value = compute()
-        if value is None:
-            return total
-        return total.at[cells].add(value * jnp.asarray(term.factor, total.dtype))
+        return total if value is None else _sum(total, value, term.factor, cells)
+
+
+@jit_local(static_argnames=("shape",))
+def _zeros(here: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return tie_in(jnp.zeros(shape, here.dtype), here)
+
+
+@jit_local
+def _sum(total: jax.Array, value: jax.Array, factor: Any, cells: Any) -> jax.Array:
+    scaled = value * jnp.asarray(factor, total.dtype)
+    return total + scaled if cells is None else total.at[cells].add(scaled)
 
 
 def _lumped(term: Term, here: jax.Array) -> jax.Array | None:

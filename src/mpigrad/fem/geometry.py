@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from mpigrad.fem.mesh import Facets, Mesh
 from mpigrad.fem.quadrature import FacetRule, Rule, tabulate
 from mpigrad.fem.reference import reference_cell
-from mpigrad.sparse.matrix.kept_array import KeptArray
+from mpigrad.operations.kept_array import KeptArray
 
 __all__ = ["CellGeometry", "FacetGeometry", "cell_geometry", "facet_geometry"]
 

@@ -21,8 +21,8 @@ from mpigrad.fem.pointwise import AtPoints
 from mpigrad.fem.quadrature import Rule, cell_rule, facet_rule, tabulate
 from mpigrad.fem.space import Space
 from mpigrad.operations.indexing import take
+from mpigrad.operations.kept_array import KeptArray
 from mpigrad.sparse.matrix.ghost_exchange import index_array
-from mpigrad.sparse.matrix.kept_array import KeptArray
 
 __all__ = ["Blocks", "CellIntegral", "FacetIntegral", "Integral"]
 

@@ -15,6 +15,7 @@ from mpigrad.fem.equation import Equation
 from mpigrad.fem.free_modes import free_modes
 from mpigrad.fem.space import Space
 from mpigrad.operations import allreduce, require
+from mpigrad.operations.local_programs import as_array, jit_local
 from mpigrad.solution import Solution
 from mpigrad.sparse import GMRES, PCG, BoomerAMG, Jacobi, Matrix, newton
 from mpigrad.sparse import solve as solve_linear
@@ -102,19 +103,18 @@ def solve(
     dtype = jnp.result_type(float if u0 is None else u0, values, *_dtypes(equation))
     if rtol is None:
         rtol = 1e-5 if dtype == np.float32 else 1e-8
-    given = jnp.broadcast_to(jnp.asarray(values, dtype), space.shape)
-    start = jnp.zeros(space.shape, dtype) if u0 is None else jnp.asarray(u0, dtype)
-    start = jnp.where(mask, given, jax.lax.stop_gradient(start))
+    given = _given(values, shape=space.shape, dtype=dtype)
+    start = _start(mask, given, u0)
     if solver is None:
         solver = _default_solver(equation, dtype, rtol)
 
     if equation.is_linear:
         A = equation.jacobian(start)
         _require_regular(space, A, mask)
-        b = jnp.where(mask, 0, -equation.residual(start)).reshape(-1)
+        b = _right_hand_side(mask, equation.residual(start))
         A, b = A.at_boundary(mask.reshape(-1), b, 0.0)
         found = solve_linear(A, b, solver, throw=throw)
-        return dataclasses.replace(found, value=start + found.value.reshape(space.shape))
+        return dataclasses.replace(found, value=_moved(start, found.value))
 
     def insert(v: jax.Array) -> jax.Array:
         return jnp.where(mask, given, v)
@@ -131,6 +131,28 @@ def solve(
         residual, jax.lax.stop_gradient(start), solver, jacobian=jacobian, rtol=rtol, atol=atol,
         max_steps=max_steps, throw=throw, comm=space.mesh.comm,
     )  # fmt: skip
+
+
+@jit_local(static_argnames=("shape", "dtype"))
+def _given(values: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.broadcast_to(jnp.asarray(values, dtype), shape)
+
+
+@jit_local
+def _start(mask: Any, given: jax.Array, u0: Any) -> jax.Array:
+    """Return the first guess with the given values where they are fixed."""
+    start = jnp.zeros_like(given) if u0 is None else jnp.asarray(u0, given.dtype)
+    return jnp.where(mask, given, jax.lax.stop_gradient(start))
+
+
+@jit_local
+def _right_hand_side(mask: Any, residual: jax.Array) -> jax.Array:
+    return jnp.where(mask, 0, -residual).reshape(-1)
+
+
+@jit_local
+def _moved(start: jax.Array, change: jax.Array) -> jax.Array:
+    return start + change.reshape(start.shape)
 
 
 def _mask(space: Space, fixed: Any) -> np.ndarray:
@@ -188,7 +210,7 @@ def _require_regular(space: Space, A: Matrix, mask: np.ndarray) -> None:
     """
     comm = space.mesh.comm
     for mode in free_modes(space, mask):
-        moved = A @ jnp.asarray(mode.values.reshape(-1), A.dtype)
+        moved = A @ as_array(mode.values.reshape(-1), A.dtype)
         sizes = jnp.stack([jnp.sum(moved**2), jnp.sum(A.diagonal() ** 2)])
         change, diagonal = allreduce(jax.lax.stop_gradient(sizes), comm=comm)
         require(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from mpigrad.fft.layout import Layout
 from mpigrad.fft.plan import Exchange, Reorder, Transform
 from mpigrad.fft.redistribution import redistribute
 from mpigrad.grid.grid import Grid
+from mpigrad.operations.local_programs import as_array, jit_local
 
 __all__ = [
     "Norm", "dctn", "dstn", "fft", "fftn", "forward", "idctn", "idstn", "ifft", "ifftn", "inverse",
@@ -60,8 +62,7 @@ def forward(u: Any, layout: Layout, norm: Norm | None = None) -> Any:
     factor = _factor(layout, norm, {"backward": 0.0, "ortho": -0.5, "forward": -1.0})
 
     def run(x: Any) -> Any:
-        for step in layout.plan.steps:
-            x = _forward_step(x, step, layout)
+        x = _steps(x, layout.plan.steps, layout, back=False)
         return x if factor is None else x * factor
 
     shape = layout.grid.local_shape
@@ -93,8 +94,7 @@ def inverse(spectrum: Any, layout: Layout, norm: Norm | None = None) -> Any:
     factor = _factor(layout, norm, {"backward": 0.0, "ortho": 0.5, "forward": 1.0})
 
     def run(x: Any) -> Any:
-        for step in reversed(layout.plan.steps):
-            x = _inverse_step(x, step, layout)
+        x = _steps(x, layout.plan.steps[::-1], layout, back=True)
         return x if factor is None else x * factor
 
     return _on_fields(spectrum, layout, layout.local_shape, "inverse", True, run)
@@ -103,37 +103,61 @@ def inverse(spectrum: Any, layout: Layout, norm: Norm | None = None) -> Any:
 # ---- the steps, on arrays whose first axis is a batch ----
 
 
-def _forward_step(x: Any, step: Any, layout: Layout) -> Any:
+def _steps(x: Any, steps: Sequence[Any], layout: Layout, *, back: bool) -> Any:
+    for moves, some in itertools.groupby(steps, lambda step: isinstance(step, Exchange)):
+        if moves:
+            for step in some:
+                x = _exchange(x, step, layout, back=back)
+        else:
+            x = _local_steps(x, steps=tuple(some), back=back)
+    return x
+
+
+@jit_local(static_argnames=("steps", "back"))
+def _local_steps(x: Any, steps: tuple[Any, ...], back: bool) -> Any:
+    for step in steps:
+        x = (_inverse_step if back else _forward_step)(x, step)
+    return x
+
+
+def _forward_step(x: Any, step: Any) -> Any:
     match step:
         case Transform("complex", axes):
-            return local.fft(jnp.asarray(x, _complex(x)), len(axes))
+            return local.fft(as_array(x, _complex(x)), len(axes))
         case Transform("real", axes):
             return local.rfft(x, len(axes))
         case Transform("cosine"):
             return local.dct(x)
         case Transform("sine"):
             return local.dst(x)
-    return _move(x, step, layout, back=False)
+    return _reorder(x, step, back=False)
 
 
-def _inverse_step(x: Any, step: Any, layout: Layout) -> Any:
+def _inverse_step(x: Any, step: Any) -> Any:
     match step:
         case Transform("complex", axes):
-            return local.ifft(jnp.asarray(x, _complex(x)), len(axes))
+            return local.ifft(as_array(x, _complex(x)), len(axes))
         case Transform("real", axes, n):
-            return local.irfft(jnp.asarray(x, _complex(x)), len(axes), n)
+            return local.irfft(as_array(x, _complex(x)), len(axes), n)
         case Transform("cosine"):
             return local.idct(x)
         case Transform("sine"):
             return local.idst(x)
-    return _move(x, step, layout, back=True)
+    return _reorder(x, step, back=True)
 
 
-def _move(x: Any, step: Exchange | Reorder, layout: Layout, *, back: bool) -> Any:
+def _order(step: Exchange | Reorder, back: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the axes in memory before a step, and the places where the later ones are found."""
     before, after = step.order[::-1] if back else step.order
-    order = tuple(before.index(a) for a in after)
-    if isinstance(step, Reorder):
-        return jnp.transpose(x, (0, *(i + 1 for i in order)))
+    return before, tuple(before.index(a) for a in after)
+
+
+def _reorder(x: Any, step: Reorder, *, back: bool) -> Any:
+    return jnp.transpose(x, (0, *(i + 1 for i in _order(step, back)[1])))
+
+
+def _exchange(x: Any, step: Exchange, layout: Layout, *, back: bool) -> Any:
+    before, order = _order(step, back)
     comm, rank = layout.grid.comm, layout.grid.comm.rank
     old, new = step.division, step.division.moved(step.gather, step.split)
     ranks = old.group(rank, step.gather)
@@ -188,28 +212,41 @@ def _on_fields(
     axes = len(shape)
     for dtype in dict.fromkeys(x.dtype for x in fields):
         members = [i for i, x in enumerate(fields) if x.dtype == dtype]
-        batches = [_as_batch(fields[i], axes) for i in members]
-        y = run(batches[0] if len(batches) == 1 else jnp.concatenate(batches))
-        start = 0
-        for i, batch in zip(members, batches, strict=True):
-            part = y[start : start + batch.shape[0]]
-            start += batch.shape[0]
-            rest = fields[i].shape[axes:]
-            lead = tuple(range(len(rest)))
-            results[i] = jnp.moveaxis(
-                part.reshape(*rest, *part.shape[1:]), lead, tuple(axes + k for k in lead)
-            )
+        y = run(_as_batch([fields[i] for i in members], axes=axes))
+        rests = tuple(fields[i].shape[axes:] for i in members)
+        for i, part in zip(members, _as_fields(y, rests=rests, axes=axes), strict=True):
+            results[i] = part
     return jax.tree.unflatten(structure, results)
 
 
-def _as_batch(x: Any, axes: int) -> Any:
-    rest = tuple(range(axes, x.ndim))
-    moved = jnp.moveaxis(x, rest, tuple(range(len(rest))))
-    return moved.reshape(math.prod(x.shape[axes:]), *x.shape[:axes])
+@jit_local(static_argnames=("axes",))
+def _as_batch(fields: list[Any], axes: int) -> Any:
+    """Return fields with all axes after the first ones in one batch axis in front."""
+
+    def batch(x: Any) -> Any:
+        rest = tuple(range(axes, x.ndim))
+        moved = jnp.moveaxis(x, rest, tuple(range(len(rest))))
+        return moved.reshape(math.prod(x.shape[axes:]), *x.shape[:axes])
+
+    batches = list(map(batch, fields))
+    return batches[0] if len(batches) == 1 else jnp.concatenate(batches)
+
+
+@jit_local(static_argnames=("rests", "axes"))
+def _as_fields(y: Any, rests: tuple[tuple[int, ...], ...], axes: int) -> list[Any]:
+    """Return the fields of a batch, whose axes after the first ones have these lengths."""
+    fields, start = [], 0
+    for rest in rests:
+        part = y[start : start + math.prod(rest)]
+        start += math.prod(rest)
+        lead = tuple(range(len(rest)))
+        part = part.reshape(*rest, *part.shape[1:])
+        fields.append(jnp.moveaxis(part, lead, tuple(axes + k for k in lead)))
+    return fields
 
 
 def _checked(x: Any, layout: Layout, shape: tuple[int, ...], name: str, takes_complex: bool) -> Any:
-    x = jnp.asarray(x)
+    x = as_array(x)
     rank = layout.grid.comm.rank
     if x.shape[: len(shape)] != shape:
         of = "the tile" if name == "forward" else "this rank's part of the spectrum"

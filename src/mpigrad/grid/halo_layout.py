@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.grid.grid import Grid
+from mpigrad.operations.local_programs import as_array
 from mpigrad.operations.pytree_packing import arrays
 
 __all__ = ["Boundary", "HaloLayout", "Part", "Step", "Width"]
@@ -239,7 +240,7 @@ def _extend(
 def _pad(u: jax.Array, widths: Sequence[tuple[int, ...]], side: Side) -> jax.Array:
     if isinstance(side, str):
         return jnp.pad(u, widths, mode=side)
-    return jnp.pad(u, widths, constant_values=jnp.asarray(side, u.dtype))
+    return jnp.pad(u, widths, constant_values=as_array(side, u.dtype))
 
 
 # --- the arguments ---

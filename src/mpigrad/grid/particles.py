@@ -13,6 +13,7 @@ from mpigrad.communicator import Communicator, check_rank, resolve
 from mpigrad.grid.grid import Grid
 from mpigrad.operations.checks import require
 from mpigrad.operations.collectives import allreduce
+from mpigrad.operations.local_programs import as_array
 from mpigrad.operations.neighborhood import exchange_with_neighbors
 
 __all__ = ["exchange_particles", "rank_at_position"]
@@ -41,7 +42,7 @@ def rank_at_position(x: Any, grid: Grid) -> jax.Array:
     >>> rank_at_position(jnp.array([[0.1, 0.2], [0.9, 0.4]]), Grid((4, 4), (0.25, 0.25)))
     Array([0, 0], dtype=int32)
     """
-    x = jax.lax.stop_gradient(jnp.asarray(x))
+    x = jax.lax.stop_gradient(as_array(x))
     if x.shape[-1:] != (grid.ndim,):
         raise ValueError(
             f"rank_at_position: x must have the shape (..., {grid.ndim}), the grid's axes last, "
@@ -110,7 +111,7 @@ def exchange_particles(
     comm = resolve(comm)
     ranks = _partners(partners, comm)
     leaves, structure = jax.tree.flatten(particles)
-    leaves, owner, alive = [jnp.asarray(x) for x in leaves], jnp.asarray(owner), jnp.asarray(alive)
+    leaves, owner, alive = [as_array(x) for x in leaves], as_array(owner), as_array(alive)
     n = _checked(leaves, owner, alive, most, comm)
 
     stays = alive & (owner == comm.rank)

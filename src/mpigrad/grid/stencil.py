@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 from mpigrad.communicator import derivative_slot
 from mpigrad.grid.grid import Grid
 from mpigrad.grid.halo_layout import Boundary, HaloLayout, Part, Step, Width
+from mpigrad.operations.local_programs import jit_local
 from mpigrad.operations.nonblocking import Request, post, wait, waitall
 from mpigrad.operations.optimization_barrier import keep_in_order
 from mpigrad.runtime.native import TAG_LIMIT
@@ -77,42 +80,103 @@ def apply_stencil(
     fields = keep_in_order(fields)
     pieces = [layout.own_pieces(field) for field in fields]
 
-    def on(cells: list[slice], part: list[Part] | None = None) -> Any:
-        around = [layout.padded(p, part) for p in pieces]
-        selected = jax.tree.map(lambda x: x[tuple(cells)], coefficients)
+    def on(around: list[Any], selected: tuple[Any, ...]) -> Any:
         result = stencil(jax.tree.unflatten(structure, around), *selected)
         return _on_cells(result, around[0].shape[: grid.ndim], layout.widths)
 
-    n, widths = grid.local_shape, layout.widths
-    inner = [slice(before, k - after) for k, (before, after) in zip(n, widths, strict=True)]
-    split = all(k > sum(pair) for k, pair in zip(n, widths, strict=True))
+    def results(which: Which) -> list[Any]:
+        around = [_around(layout, which, p) for p in pieces]
+        parts, tree = jax.tree.flatten(coefficients)
+        selected = [_selected(layout, which, x) for x in parts]
+        return [
+            on([a[k] for a in around], jax.tree.unflatten(tree, [x[k] for x in selected]))
+            for k in range(len(around[0]))
+        ]
+
+    split = all(k > sum(pair) for k, pair in zip(grid.local_shape, layout.widths, strict=True))
     try:
-        interior = keep_in_order(on(inner, [Part(())] * grid.ndim)) if split else None
+        interior = keep_in_order(results("interior")[0]) if split else None
     finally:  # after an error, too: each request must be waited for
         _end(requests, layout, fields, pieces)
     if not split:
-        return on([slice(None)] * grid.ndim)
+        return results("tile")[0]
+    join = functools.partial(_joined, layout)
+    return jax.tree.map(lambda *parts: join(list(parts)), interior, *results("bands"))
 
-    def band(axis: int, side: int) -> Any:
-        """Return the cells along a face that need layers; inner cells only along earlier axes."""
-        (before, after), k = widths[axis], n[axis]
-        # One cell more than needed, so that there are enough cells for a mirror.
-        near, computed, result_cells = {
-            -1: (slice(before + after + 1), slice(before + 1), slice(before)),
-            1: (slice(k - before - after - 1, k), slice(k - after - 1, k), slice(1, after + 1)),
-        }[side]
-        later = grid.ndim - axis - 1
-        result = on(
-            [*inner[:axis], computed, *[slice(None)] * later],
-            [*[Part(())] * axis, Part((side,), near), *[Part()] * later],
-        )
-        return jax.tree.map(lambda x: x[(slice(None),) * axis + (result_cells,)], result)
 
-    whole = interior
-    for axis in reversed(range(grid.ndim)):
-        before, after = widths[axis]
-        parts = ([band(axis, -1)] if before else []) + [whole] + ([band(axis, 1)] if after else [])
-        whole = jax.tree.map(lambda *p, axis=axis: jnp.concatenate(p, axis), *parts)
+Which = Literal["tile", "interior", "bands"]
+
+
+class _Region(NamedTuple):
+    """Cells on which the stencil is computed at once, and the part of the tile that it reads."""
+
+    cells: tuple[slice, ...]
+    part: list[Part]
+
+
+def _regions(layout: HaloLayout, which: Which) -> list[_Region]:
+    axes, n = layout.grid.ndim, layout.grid.local_shape
+    if which == "tile":
+        return [_Region((slice(None),) * axes, [Part()] * axes)]
+    inner = tuple(
+        slice(before, k - after) for k, (before, after) in zip(n, layout.widths, strict=True)
+    )
+    if which == "interior":
+        return [_Region(inner, [Part(())] * axes)]
+    return [_band(layout, inner, axis, side) for axis, side in _faces(layout)]
+
+
+def _faces(layout: HaloLayout) -> list[tuple[int, int]]:
+    """Return the axis and the side of each face with layers, in the order in which they join."""
+    return [
+        (axis, side)
+        for axis in reversed(range(layout.grid.ndim))
+        for side, width in zip((-1, 1), layout.widths[axis], strict=True)
+        if width
+    ]
+
+
+def _band(layout: HaloLayout, inner: tuple[slice, ...], axis: int, side: int) -> _Region:
+    """Return the cells along a face that need layers; inner cells only along earlier axes."""
+    (before, after), k = layout.widths[axis], layout.grid.local_shape[axis]
+    # One cell more than needed, so that there are enough cells for a mirror.
+    near, computed = {
+        -1: (slice(before + after + 1), slice(before + 1)),
+        1: (slice(k - before - after - 1, k), slice(k - after - 1, k)),
+    }[side]
+    later = layout.grid.ndim - axis - 1
+    return _Region(
+        (*inner[:axis], computed, *[slice(None)] * later),
+        [*[Part(())] * axis, Part((side,), near), *[Part()] * later],
+    )
+
+
+# Local parts are single programs: outside of jit JAX compiles each operation by itself.
+@jit_local(static_argnames=("layout", "which"))
+def _around(layout: HaloLayout, which: Which, pieces: dict[Step, jax.Array]) -> list[jax.Array]:
+    """Return a field in each region, with layers."""
+    return [layout.padded(pieces, region.part) for region in _regions(layout, which)]
+
+
+@jit_local(static_argnames=("layout", "which"))
+def _selected(layout: HaloLayout, which: Which, coefficient: jax.Array) -> list[jax.Array]:
+    return [coefficient[region.cells] for region in _regions(layout, which)]
+
+
+@jit_local(static_argnames=("layout",))
+def _joined(layout: HaloLayout, results: list[jax.Array]) -> jax.Array:
+    """Return the result on the whole tile from those in the interior and in the bands."""
+    whole, *bands = results
+    rest = iter(bands)
+    for axis in reversed(range(layout.grid.ndim)):
+        before, after = layout.widths[axis]
+        parts = [whole]
+        for side, cells in ((-1, slice(before)), (1, slice(1, after + 1))):
+            if (axis, side) in _faces(layout):
+                place = (slice(None),) * axis + (cells,)
+                band = next(rest)[place]
+                parts = [band, *parts] if side < 0 else [*parts, band]
+        whole = jnp.concatenate(parts, axis)
     return whole
 
 
@@ -121,18 +185,26 @@ def _begin(layout: HaloLayout, fields: list[jax.Array]) -> list[Request]:
     # On another communicator than the wildcard receives of the program.
     slot = derivative_slot(layout.grid.comm.slot)
     requests = []
-    for rank in layout.neighbors:
-        # Made from a field, so the received values are active, too. Its values are not used.
-        like = [
-            jnp.broadcast_to(fields[i].reshape(-1)[0], shape)
-            for i, _, shape in layout.incoming(rank, fields)
-        ]
-        if like:
-            requests.append(post("irecv", like, rank, _TAG, slot))
-    for rank in layout.neighbors:
-        if pieces := layout.outgoing(rank, fields):
-            requests.append(post("isend", pieces, rank, _TAG, slot))
+    messages = [_messages(layout, u) for u in fields]
+    for kind, parts in zip(("irecv", "isend"), zip(*messages, strict=True), strict=True):
+        for rank, *of_fields in zip(layout.neighbors, *parts, strict=True):
+            # The order of a message: by step, then by field.
+            if pieces := list(itertools.chain(*zip(*of_fields, strict=True))):
+                requests.append(post(kind, pieces, rank, _TAG, slot))
     return requests
+
+
+@jit_local(static_argnames=("layout",))
+def _messages(
+    layout: HaloLayout, u: jax.Array
+) -> tuple[list[list[jax.Array]], list[list[jax.Array]]]:
+    """Return templates of the pieces of a field from each neighbour, and the pieces for each."""
+    # Made from the field, so the received values are active, too. Its values are not used.
+    templates = [
+        [jnp.broadcast_to(u.reshape(-1)[0], shape) for *_, shape in layout.incoming(rank, [u])]
+        for rank in layout.neighbors
+    ]
+    return templates, [layout.outgoing(rank, [u]) for rank in layout.neighbors]
 
 
 def _end(

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 
 from mpigrad.guard import board as b
+from mpigrad.guard.activity import current_activity
 from mpigrad.guard.board_reader import Reader
 from mpigrad.guard.cross_host import HostQuery
 from mpigrad.guard.thread_stacks import places_of_main
@@ -249,7 +250,9 @@ class Watchdog:
         """Write the line of the program to the board while this rank is outside operations."""
         mine = self.board.slots[self.board.own_index]
         if stack := places_of_main():
-            mine["line"] = utf8(program_line(stack), b.TEXT - 1)
+            doing = f", {text}" if (text := current_activity()) else ""
+            end = utf8(doing, b.TEXT // 2)
+            mine["line"] = utf8(program_line(stack), b.TEXT - 1 - len(end)) + end
             mine["line_ns"] = _now()
             inside = stack[0][0] == threading.__file__
             mine["line_waits"] = inside and not any(map(_works, threading.enumerate()))

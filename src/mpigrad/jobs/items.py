@@ -11,12 +11,12 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import Communicator
 from mpigrad.jobs.schedules import Dynamic, Schedule
+from mpigrad.operations.local_programs import as_array
 
 __all__ = ["BlockStore", "Bucket", "Data"]
 
@@ -206,7 +206,7 @@ class BlockStore:
             ]
             columns = zip(*(blocks[n].leaves for n in here), strict=True)
             with jax.ensure_compile_time_eval():  # arrays, even while a program is traced
-                leaves = [jnp.asarray(np.stack(parts)) for parts in columns]
+                leaves = [as_array(np.stack(parts)) for parts in columns]
             stacks.append((np.array([kept[n] - bucket.first for n in here], int), leaves))
             views = [np.asarray(leaf) for leaf in leaves]  # on a CPU the same memory
             for place, n in enumerate(here):

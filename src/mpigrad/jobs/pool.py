@@ -29,6 +29,7 @@ from mpigrad.jobs.items import BlockStore, Data
 from mpigrad.jobs.schedules import Schedule, Static
 from mpigrad.operations.checks import assert_replicated
 from mpigrad.operations.jit import jit
+from mpigrad.operations.local_programs import as_array
 
 __all__ = ["OnError", "Pool", "pool", "throws"]
 
@@ -254,7 +255,7 @@ class Pool:
         (2,)
         """
         self._settle()
-        params, item_params = jax.tree.map(jnp.asarray, (params, item_params))
+        params, item_params = jax.tree.map(as_array, (params, item_params))
         _check(item_params, data.jobs, fn)
         compiled = jax.jit(functools.partial(compute_block, UserJob(fn, False)))
         seconds = np.zeros(data.jobs)
@@ -311,7 +312,7 @@ class Pool:
 
         @functools.wraps(spec.fn)
         def function(params: Any, item_params: Any = None) -> Any:
-            params, item_params = jax.tree.map(jnp.asarray, (params, item_params))
+            params, item_params = jax.tree.map(as_array, (params, item_params))
             _check(item_params, data.jobs, spec.fn)
             if data.jobs == 0:
                 return jnp.zeros(()) if spec.total else []

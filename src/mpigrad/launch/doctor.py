@@ -275,16 +275,25 @@ def _linked(module: pathlib.Path) -> dict[str, str]:
 
 def _processor() -> list[Finding]:
     """Check the processor, and show the variant of the native code for it."""
+    findings = []
     try:
-        variant = processor_variant()
-        waves = waves_library().removeprefix("mpigrad_waves_")
+        variant, waves = processor_variant(), "none"
+        try:
+            waves = waves_library().removeprefix("mpigrad_waves_")
+        except ImportError as error:
+            findings.append(_import_finding(error))
         own = "waves, sums, digests" if waves == variant else f"sums, digests; waves: {waves}"
         _row("processor", f"{variant} ({own})")
         check_processor()
     except ImportError as error:
-        text, _, remedy = re.sub(r"^mpigrad[.a-z]*: ", "", str(error)).partition(". ")
-        return [Finding(f"{text[0].upper()}{text[1:]}.", remedy, stops_all=True)]
-    return []
+        findings.append(_import_finding(error, stops_all=True))
+    return findings
+
+
+def _import_finding(error: ImportError, stops_all: bool = False) -> Finding:
+    """Convert an ImportError: its first sentence is the problem, the rest the remedy."""
+    text, _, remedy = str(error).removeprefix("mpigrad: ").partition(". ")
+    return Finding(f"{text[0].upper()}{text[1:]}.", remedy, stops_all=stops_all)
 
 
 def _cores(ranks: int) -> list[Finding]:

@@ -17,9 +17,9 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpigrad.compilation import store_programs
 from mpigrad.guard import end_job, end_with_error
 from mpigrad.launch.applications import application
-from mpigrad.launch.program_cache import store_programs
 
 _DELAY = 1.0  # seconds that the other ranks wait, so that rank 0 reports a common error
 _PARAMETER = re.compile(r"\b(resume|overwrite)=True\b")  # an option on the command line
@@ -30,7 +30,7 @@ def main() -> int:
     name, packed = sys.argv[1:]
     world = MPI.COMM_WORLD
     try:
-        store_programs(world.size)
+        store_programs()
         settings: Any = pickle.loads(base64.urlsafe_b64decode(packed))
         application(name).run_function()(settings)
     except Exception as error:

@@ -184,9 +184,9 @@ PRIVATE = (
         "tests/operations/test_while_loops.py",
     ),
     Private(
-        "compilation_cache.get_file_cache",
-        "compiled programs are stored for the next `mpigrad run`",
-        "tests/launch/test_program_cache.py",
+        "compilation_cache.get_cache_key",
+        "ranks and jobs find programs that are compiled",
+        "tests/compilation/test_compiler.py",
     ),
     # Functions that mpigrad replaces (_jax_repairs.py).
     Private(
@@ -194,6 +194,12 @@ PRIVATE = (
         "messages are not taken out of loops",
         _CALLS,
         upstream="jax#16637",
+    ),
+    Private(
+        "compiler.compile_or_get_cached",
+        "one rank of a host compiles a program for all, and `mpigrad run` stores it",
+        "tests/compilation/test_compiler.py",
+        upstream="jax#25848",
     ),
     Private(
         "ad_checkpoint._insert_reduce_precision",

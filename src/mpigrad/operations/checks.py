@@ -14,6 +14,7 @@ from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations._jax_compat import Primitive
 from mpigrad.operations.carrier import carrier
 from mpigrad.operations.collectives import allgather, bcast
+from mpigrad.operations.local_programs import as_array, jit_local
 from mpigrad.operations.primitive import effect_primitive
 from mpigrad.runtime.call_sites import call_site
 
@@ -65,16 +66,22 @@ def require(ok: Any, message: str, *values: Any, comm: Communicator | None = Non
     >>> mg.require(x > 0, "step: x must be positive, got {}. Choose a smaller step.", x)
     """
     with jax.enable_x64(True):  # the handler's type in any precision of the program
-        numbers = [jax.lax.stop_gradient(jnp.asarray(v)).astype("float64") for v in values]
-        packed = jnp.stack(numbers) if numbers else jnp.zeros(0, "float64")
+        holds, packed = _numbers(ok, values)
         require_p.bind(
-            jnp.asarray(ok, bool).reshape(()),
+            holds,
             packed,
             carrier(),
             comm=resolve(comm).slot,
             site=call_site(),
             message=message,
         )
+
+
+@jit_local
+def _numbers(ok: Any, values: Any) -> tuple[jax.Array, jax.Array]:
+    numbers = [jax.lax.stop_gradient(jnp.asarray(v)).astype("float64") for v in values]
+    packed = jnp.stack(numbers) if numbers else jnp.zeros(0, "float64")
+    return jnp.asarray(ok, bool).reshape(()), packed
 
 
 def assert_replicated(
@@ -111,7 +118,7 @@ def assert_replicated(
     >>> mg.assert_replicated(mg.bcast(jnp.arange(3.0)))
     """
     comm = resolve(comm)
-    leaves = [jax.lax.stop_gradient(jnp.asarray(leaf)) for leaf in jax.tree.leaves(x)]
+    leaves = [jax.lax.stop_gradient(as_array(leaf)) for leaf in jax.tree.leaves(x)]
     if comm.size == 1 or not leaves:
         return
     layout = zlib.crc32(repr([(leaf.shape, leaf.dtype.name) for leaf in leaves]).encode())

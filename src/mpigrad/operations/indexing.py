@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from mpigrad.operations.carrier import tie_in
+from mpigrad.operations.local_programs import jit_local
 
 __all__ = ["put", "take"]
 
 
+@jit_local(static_argnames=("unique",))
 def take(x: jax.Array, index: Any, unique: bool = False) -> jax.Array:
     """Return x[index] along the leading axis. All indices must be in bounds."""
     if not len(index):
@@ -25,6 +27,7 @@ def take(x: jax.Array, index: Any, unique: bool = False) -> jax.Array:
     )
 
 
+@jit_local(static_argnames=("n",))
 def put(n: int, index: Any, values: jax.Array) -> jax.Array:
     """Add `values` at `index` to `n` zeros. All indices must be in bounds."""
     zeros = jnp.zeros(n, values.dtype)

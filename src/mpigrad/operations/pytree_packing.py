@@ -15,7 +15,9 @@ from mpi4py import MPI
 
 from mpigrad.communicator import Communicator
 from mpigrad.operations._jax_compat import Primitive
-from mpigrad.operations.carrier import carrier, without_carriers
+from mpigrad.operations.carrier import carrier
+from mpigrad.operations.local_programs import as_array
+from mpigrad.operations.packed_arrays import pack, unpack
 from mpigrad.runtime.call_sites import call_site
 
 __all__ = [
@@ -48,9 +50,9 @@ class LeafError(TypeError):
 
 
 def array(leaf: Any) -> Any:
-    """Return `leaf` as an array; a JAX array is returned unchanged, as `jnp.asarray` is slow."""
+    """Return `leaf` as a JAX array, or raise an error if MPI cannot move it."""
     try:
-        x = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+        x = leaf if isinstance(leaf, jax.Array) else as_array(leaf)
     except (TypeError, ValueError):
         raise LeafError(
             leaf,
@@ -142,43 +144,13 @@ def apply_packed(
         if len(members) == 1:
             results[members[0]] = message(leaves[members[0]])
             continue
-        packed = message(_concatenated([leaves[i] for i in members], before))
+        packed = message(pack([leaves[i] for i in members], before))
         if packed is None:
             continue
-        parts = _parts(packed, [leaves[i].shape[before:] for i in members], after)
+        parts = unpack(packed, [leaves[i].shape[before:] for i in members], after)
         for i, part in zip(members, parts, strict=True):
             results[i] = part
     return jax.tree.unflatten(structure, results)
-
-
-def _concatenated(leaves: list[Any], leading: int = 0) -> Any:
-    """Return arrays with their axes after the leading ones flattened and concatenated."""
-    with without_carriers():  # traced once, not again in each transformation
-        return _concatenate(leaves, leading)
-
-
-def _parts(packed: Any, shapes: Sequence[tuple[int, ...]], leading: int = 0) -> list[Any]:
-    """Return the parts of an array with these shapes after the leading axes."""
-    with without_carriers():
-        return _split(packed, tuple(shapes), leading)
-
-
-# Compiled as a whole: JAX differentiates a compiled function once, but single operations again in
-# each message.
-@functools.partial(jax.jit, static_argnums=1)
-def _concatenate(leaves: list[Any], leading: int) -> Any:
-    flat = [x.reshape(*x.shape[:leading], math.prod(x.shape[leading:])) for x in leaves]
-    return jnp.concatenate(flat, axis=leading)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _split(packed: Any, shapes: tuple[tuple[int, ...], ...], leading: int) -> list[Any]:
-    ends = np.cumsum([0, *map(math.prod, shapes)]).tolist()
-    lead = packed.shape[:leading]
-    return [
-        jax.lax.slice_in_dim(packed, start, end, axis=leading).reshape(*lead, *shape)
-        for start, end, shape in zip(ends[:-1], ends[1:], shapes, strict=True)
-    ]
 
 
 def bind_packed(
@@ -257,7 +229,7 @@ class Packing:
         """Return the messages that hold `tree`."""
         leaves = [array(leaf) for leaf in jax.tree.leaves(tree)]
         return [
-            leaves[members[0]] if len(members) == 1 else _concatenated([leaves[i] for i in members])
+            leaves[members[0]] if len(members) == 1 else pack([leaves[i] for i in members])
             for members in self._groups
         ]
 
@@ -268,7 +240,7 @@ class Packing:
             if len(members) == 1:
                 leaves[members[0]] = message
                 continue
-            parts = _parts(message, [self.leaves[i][0] for i in members])
+            parts = unpack(message, [self.leaves[i][0] for i in members])
             for i, part in zip(members, parts, strict=True):
                 leaves[i] = part
         return jax.tree.unflatten(self.structure, leaves)

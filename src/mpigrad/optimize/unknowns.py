@@ -18,6 +18,7 @@ from mpigrad.communicator import Communicator
 from mpigrad.grid.grid import Grid
 from mpigrad.operations import allgatherv, bcast, reduce
 from mpigrad.operations.jit import jit
+from mpigrad.operations.local_programs import as_array
 from mpigrad.optimize.declaration import NOT_DECLARED, declared_kinds, require_declarations
 
 __all__ = ["ProgramCache", "Unknowns", "Vector", "dot", "product"]
@@ -259,7 +260,7 @@ def product(a: Any, b: Any) -> Any:
 
 
 def _real(leaf: Any) -> jax.Array:
-    array = jnp.asarray(leaf)
+    array = as_array(leaf)
     if array.dtype not in _DTYPES:
         raise TypeError(
             f"minimize: x0 has a leaf of dtype {array.dtype}, expected float32 or float64. Give a "

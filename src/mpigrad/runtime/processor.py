@@ -11,6 +11,7 @@ from mpigrad.runtime.native_path import native_path
 
 __all__ = [
     "VARIANTS",
+    "built_variants",
     "check_processor",
     "has_avx",
     "processor_variant",
@@ -69,8 +70,25 @@ def check_processor() -> None:
         )
 
 
+def built_variants(part: str) -> tuple[str, ...]:
+    """Return the variants of a library of array loops that this installation has.
+
+    A wheel has all of them. A build from source has the one of the processor that built it, unless
+    MPIGRAD_VARIANTS named others (cmake/variants.cmake).
+
+    Parameters
+    ----------
+    part
+        "waves" or "multigrid".
+    """
+    return tuple(v for v in VARIANTS if native_path(f"mpigrad_{part}_{v}") is not None)
+
+
 def variant_library(part: str) -> str:
-    """Return the name of a library of array loops: the best that was built, up to this variant.
+    """Return the name of a library of array loops for this processor.
+
+    If MPIGRAD_CPU names a variant, it must be in this installation. Otherwise a lower variant than
+    the best one is used if the installation was built on an older processor.
 
     Parameters
     ----------
@@ -80,17 +98,31 @@ def variant_library(part: str) -> str:
     Raises
     ------
     ImportError
-        If this installation has no such library for this processor.
+        If this installation has no such library for this processor, or not the one that
+        MPIGRAD_CPU names.
     """
-    variant = processor_variant()
-    for name in reversed(VARIANTS[: VARIANTS.index(variant) + 1]):
-        if native_path(f"mpigrad_{part}_{name}") is not None:
-            return f"mpigrad_{part}_{name}"
-    raise ImportError(
-        f"mpigrad.{'waves' if part == 'waves' else 'sparse'}: this installation has no native "
-        f"library of {part} for {variant}. Build it with `make setup` or `pip install .`, and "
-        "leave MPIGRAD_VARIANTS as it is."
-    )
+    variant, built = processor_variant(), built_variants(part)
+    if not built:
+        raise ImportError(
+            f"mpigrad: this installation has no native library of {part}. Build it with "
+            "`make setup` or `pip install .`"
+        )
+    if variant in built:
+        return f"mpigrad_{part}_{variant}"
+    only = f"this installation has {part} for {' and '.join(built)} only"
+    if os.environ.get("MPIGRAD_CPU"):
+        raise ImportError(
+            f"mpigrad: MPIGRAD_CPU is {variant}, but {only}. Unset it, or build all variants with "
+            "`MPIGRAD_VARIANTS=all make setup` or `MPIGRAD_VARIANTS=all pip install .`"
+        )
+    lower = [v for v in built if VARIANTS.index(v) < VARIANTS.index(variant)]
+    if not lower:
+        raise ImportError(
+            f"mpigrad: this processor runs {variant} at most, but {only}. Build mpigrad on this "
+            "processor, or all variants with `MPIGRAD_VARIANTS=all make setup` or "
+            "`MPIGRAD_VARIANTS=all pip install .`"
+        )
+    return f"mpigrad_{part}_{lower[-1]}"
 
 
 def waves_library() -> str:

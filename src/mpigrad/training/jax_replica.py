@@ -14,6 +14,7 @@ import numpy as np
 from mpigrad.autodiff.transforms import grad
 from mpigrad.checkpoint.leaves import dtype_of, kind_of, local_shape, to_host, to_leaf
 from mpigrad.operations.jit import jit
+from mpigrad.operations.local_programs import as_array
 from mpigrad.training.flat_buffer import FlatBuffer, Parameter
 from mpigrad.training.replica import Batch, Replica
 
@@ -181,4 +182,7 @@ class JaxReplica(Replica):
 
 def _copied(tree: Any) -> Any:
     """Copy a tree, so that its arrays do not share memory with the original."""
-    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), tree)
+    return jax.tree.map(
+        lambda leaf: as_array(leaf) if isinstance(leaf, np.ndarray) else jnp.array(leaf, copy=True),
+        tree,
+    )

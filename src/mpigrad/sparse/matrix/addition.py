@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from mpigrad.operations.local_programs import as_array
 from mpigrad.sparse.matrix.csr import stored_order
 from mpigrad.sparse.matrix.multilinear import TrilinearContraction, select
 from mpigrad.sparse.matrix.pattern import Pattern
@@ -40,7 +40,7 @@ def add(
 ) -> tuple[Pattern, jax.Array]:
     """Return A + B, or A - B with sign=-1. Messages are sent to make the plan only."""
     if a is b:
-        left, right = jnp.asarray(a_values), jnp.asarray(b_values)
+        left, right = as_array(a_values), as_array(b_values)
         return a, left + right if sign > 0 else left - right
     plan = _plan(a, b)
     left, right = select(plan.left, a_values), select(plan.right, b_values)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.communicator import BlockingCall, Communicator
 from mpigrad.operations import neighbor_alltoallv
+from mpigrad.operations.local_programs import as_array
 from mpigrad.sparse.matrix.ghost_exchange import _tell_owners
 from mpigrad.sparse.matrix.multilinear import TrilinearContraction, add_up, select
 
@@ -98,7 +98,7 @@ class Assembly:
         self._received = TrilinearContraction.selection(target[len(staying) :], n_entries)
 
     def __call__(self, values: Any) -> jax.Array:
-        values = jnp.asarray(values)
+        values = as_array(values)
         if values.shape != (self.n_given,):
             raise ValueError(
                 f"pattern.assemble: values have shape {values.shape} on rank {self.comm.rank}, "

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.operations.indexing import take
+from mpigrad.operations.local_programs import as_array
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange
 from mpigrad.sparse.matrix.multilinear import TrilinearContraction, contract, select
 from mpigrad.sparse.matrix.pattern import Pattern
@@ -20,6 +20,7 @@ __all__ = [
     "diagonal",
     "gather_by_column",
     "gather_by_row",
+    "ghost_values",
     "multiply",
     "pool_positions",
     "select_columns",
@@ -75,7 +76,7 @@ def apply(pattern: Pattern, values: jax.Array, x: jax.Array) -> jax.Array:
 
 def multiply(pattern: Pattern, values: jax.Array, x: jax.Array) -> jax.Array:
     """Multiply with own entries: (nnz,), (n_local_columns, ...) -> (n_local, ...) (collective)."""
-    return contract(_matrix(pattern), values, x, _received(pattern.ghosts, x))
+    return contract(_matrix(pattern), values, x, ghost_values(pattern.ghosts, x))
 
 
 def gather_by_row(pattern: Pattern, d: jax.Array) -> jax.Array:
@@ -89,7 +90,7 @@ def gather_by_row(pattern: Pattern, d: jax.Array) -> jax.Array:
 
 def gather_by_column(pattern: Pattern, d: jax.Array) -> jax.Array:
     """Return for each stored entry its column's value: (n_columns,) -> (nnz,) (collective)."""
-    return select(_columns(pattern), d, _received(pattern.ghosts, d))
+    return select(_columns(pattern), d, ghost_values(pattern.ghosts, d))
 
 
 def select_columns(pattern: Pattern, d: jax.Array) -> jax.Array:
@@ -114,11 +115,11 @@ def diagonal(pattern: Pattern, values: jax.Array) -> jax.Array:
     return select(_cached(pattern, "diagonal", make), values)
 
 
-def _received(ghosts: GhostExchange, x: Any) -> jax.Array | None:
+def ghost_values(ghosts: GhostExchange, x: Any) -> jax.Array | None:
     """Return the ghost entries alone, so that own entries are not copied."""
     if not ghosts.neighbors:
         return None
-    x = jnp.asarray(x)
+    x = as_array(x)
     return neighbor_alltoallv(
         take(x, ghosts.send_index),
         ghosts.neighbors,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from mpigrad.operations.local_programs import as_array
 from mpigrad.sparse.matrix.assembly import Assembly
 from mpigrad.sparse.matrix.multilinear import TrilinearContraction, add_up, multiply_patterns
 
@@ -68,7 +68,7 @@ class ElementAssembly:
         self._selection = TrilinearContraction.selection(place.ravel(), n_entries)
 
     def __call__(self, values: Any) -> jax.Array:
-        values = jnp.asarray(values)
+        values = as_array(values)
         flat = (int(np.prod(self.shape)),)
         if values.shape not in (self.shape, flat):
             raise ValueError(
@@ -76,5 +76,5 @@ class ElementAssembly:
                 f"gave the pattern {self.shape[0]} elements of {self.shape[1]} unknowns. Give "
                 f"shape {self.shape}."
             )
-        sums = add_up(self._selection, values.reshape(flat))
+        sums = add_up(self._selection, values, ())
         return sums if self.assembly is None else self.assembly(sums)

@@ -16,6 +16,7 @@ from mpigrad.communicator import HANDSHAKE_TAG, BlockingCall, Communicator, reso
 from mpigrad.operations import neighbor_alltoallv
 from mpigrad.operations.carrier import tie_in
 from mpigrad.operations.indexing import take
+from mpigrad.operations.local_programs import as_array, jit_local
 
 __all__ = ["GhostExchange", "index_array"]
 
@@ -24,7 +25,7 @@ def index_array(indices: np.ndarray) -> jax.Array:
     """Put indices on the device, in 32 bits if they fit, as a constant even inside a trace."""
     small = indices.size == 0 or int(indices.max()) < 2**31
     with jax.ensure_compile_time_eval(), jax.enable_x64(not small):
-        return jnp.asarray(indices.astype(np.int32 if small else np.int64))
+        return as_array(indices.astype(np.int32 if small else np.int64))
 
 
 def _tell_owners(comm: Communicator, wanted: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -154,7 +155,7 @@ class GhostExchange:
         received = neighbor_alltoallv(
             take(x, self.send_index), self.neighbors, self.sendcounts, self.recvcounts, self.comm
         )
-        return jnp.concatenate([x, received])
+        return _joined(x, received)
 
     def accumulate(self, x: Any) -> jax.Array:
         """Add the ghosts' entries of all ranks to those of their owners (collective).
@@ -177,7 +178,7 @@ class GhostExchange:
         >>> GhostExchange(2, [0, 1]).accumulate(jnp.array([1.0, 2.0]))
         Array([1., 2.], dtype=float32)
         """
-        x = jnp.asarray(x)
+        x = as_array(x)
         n = self.n_local
         if x.ndim == 0 or x.shape[0] != n + len(self.ghosts):
             raise ValueError(
@@ -187,12 +188,11 @@ class GhostExchange:
             )
         if not self.neighbors:
             return x
+        own, ghosts = _divided(x, n)
         received = neighbor_alltoallv(
-            x[n:], self.neighbors, self.recvcounts, self.sendcounts, self.comm
+            ghosts, self.neighbors, self.recvcounts, self.sendcounts, self.comm
         )
-        if not len(self.send_index):
-            return tie_in(x[:n], received)
-        return x[:n].at[self.send_index].add(received, mode="promise_in_bounds")
+        return _added(own, self.send_index, received)
 
     def exchange(self, x: Any) -> jax.Array:
         """Return the needed entries (collective).
@@ -209,7 +209,7 @@ class GhostExchange:
         return take(self.local_and_ghost(x), self.position)
 
     def _check(self, x: Any) -> jax.Array:
-        x = jnp.asarray(x)
+        x = as_array(x)
         if x.ndim == 0 or x.shape[0] != self.n_local:
             raise ValueError(
                 f"GhostExchange: rank {self.comm.rank} owns {self.n_local} entries, but x has "
@@ -222,6 +222,23 @@ class GhostExchange:
             f"GhostExchange(n_local={self.n_local}, n_global={self.n_global}, "
             f"n_ghosts={len(self.ghosts)}, neighbors={self.neighbors})"
         )
+
+
+@jit_local
+def _joined(own: jax.Array, ghosts: jax.Array) -> jax.Array:
+    return jnp.concatenate([own, ghosts])
+
+
+@jit_local(static_argnames=("n",))
+def _divided(x: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    return x[:n], x[n:]
+
+
+@jit_local
+def _added(own: jax.Array, index: jax.Array, received: jax.Array) -> jax.Array:
+    if not len(index):
+        return tie_in(own, received)
+    return own.at[index].add(received, mode="promise_in_bounds")
 
 
 def _count(n_local: Any, name: str, argument: str = "n_local") -> int:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.communicator import Communicator
+from mpigrad.operations.local_programs import as_array
 from mpigrad.sparse.matrix import scipy_conversion as conversion
 from mpigrad.sparse.matrix.addition import add
 from mpigrad.sparse.matrix.boundary import eliminate_rows, fix_rows
@@ -60,7 +61,7 @@ class Matrix:
                 f"Matrix: pattern must be a mpigrad.sparse.Pattern, got {type(pattern).__name__}. "
                 "Make one with Pattern.from_coo(rows, columns, n_local)."
             )
-        values = jnp.asarray(values)
+        values = as_array(values)
         if values.shape != (pattern.nnz,):
             remedy = f"Give shape ({pattern.nnz},)"
             if pattern.assembly is not None:
@@ -213,7 +214,7 @@ class Matrix:
             return Matrix(
                 *multiply_matrices(self.pattern, self.values, other.pattern, other.values)
             )
-        x = jnp.asarray(other)
+        x = as_array(other)
         n = self.pattern.n_local_columns
         if x.ndim not in (1, 2) or x.shape[0] != n:
             raise ValueError(
@@ -268,7 +269,7 @@ class Matrix:
         return Matrix(self.pattern, self.values * gather_by_column(self.pattern, d))
 
     def _vector(self, d: Any, name: str, what: str, n: int) -> jax.Array:
-        d = jnp.asarray(d)
+        d = as_array(d)
         if d.shape != (n,):
             raise ValueError(
                 f"{name}: the factors have shape {d.shape} on rank {self.pattern.comm.rank}, which "

@@ -23,6 +23,7 @@ import numpy as np
 
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
+from mpigrad.operations.local_programs import as_array
 from mpigrad.operations.native_targets import register_target
 from mpigrad.runtime.native import native_library
 
@@ -236,25 +237,46 @@ class TrilinearContraction:
         return f"TrilinearContraction(sizes={self.sizes})"
 
 
-def select(structure: TrilinearContraction, own: Any, rest: Any = None) -> jax.Array:
-    """Return the selected entries of the pool: (n, ...) -> (len(position), ...)."""
-    return contract(structure, None, own, rest)
+def select(
+    structure: TrilinearContraction,
+    own: Any,
+    rest: Any = None,
+    lead: tuple[int, ...] | None = None,
+) -> jax.Array:
+    """Return the selected entries of the pool: (n, ...) -> (len(position), ...) or (*lead, ...)."""
+    return contract(structure, None, own, rest, lead)
 
 
-def add_up(structure: TrilinearContraction, values: Any) -> jax.Array:
-    """Return the adjoint of a selection: the sum of values (len(position), ...) at each entry."""
-    values = jnp.asarray(values)
-    n_pool, tail = structure.sizes[POOL], values.shape[1:]
-    sums, _ = contract_p.bind(
-        values.reshape(1, len(values), math.prod(tail)),
-        structure=structure.handle,
-        out=POOL,
-        split=n_pool,
-    )
+def add_up(structure: TrilinearContraction, values: Any, tail: Any = None) -> jax.Array:
+    """Return the adjoint of a selection: the sum of values (len(position), *tail) at each entry.
+
+    Values of another shape are read in the order of their memory.
+    """
+    values = as_array(values)
+    tail = values.shape[1:] if tail is None else tail
+    key = ("add_up", tail)
+    if compat.is_top_level() and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        if key not in structure.programs:
+            run = functools.partial(_add_up, structure.handle, tail)
+            structure.programs[key] = jax.jit(run)
+        return structure.programs[key](values)
+    return _add_up(structure.handle, tail, values)
+
+
+def _add_up(handle: _Handle, tail: tuple[int, ...], values: jax.Array) -> jax.Array:
+    n_pool = handle.sizes[POOL]
+    flat = values.reshape(1, handle.sizes[LAST], math.prod(tail))
+    sums, _ = contract_p.bind(flat, structure=handle, out=POOL, split=n_pool)
     return sums.reshape(n_pool, *tail)
 
 
-def contract(structure: TrilinearContraction, first: Any, own: Any, rest: Any = None) -> jax.Array:
+def contract(
+    structure: TrilinearContraction,
+    first: Any,
+    own: Any,
+    rest: Any = None,
+    lead: tuple[int, ...] | None = None,
+) -> jax.Array:
     """Return the derivative in `last`: for a matrix, A x.
 
     Parameters
@@ -263,19 +285,23 @@ def contract(structure: TrilinearContraction, first: Any, own: Any, rest: Any = 
         Shape (n,), or None for a selection.
     own, rest
         The parts of the pool, shapes (m, ...) and (m', ...). `rest` may be None.
+    lead
+        The first axes of the result. Default: one axis.
     """
-    own = jnp.asarray(own)
-    given = [own] if first is None else [jnp.asarray(first), own]
-    given += [] if rest is None else [jnp.asarray(rest)]
+    own = as_array(own)
+    given = [own] if first is None else [as_array(first), own]
+    given += [] if rest is None else [as_array(rest)]
     if compat.is_top_level() and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        key = (first is None, rest is None)
+        key = (first is None, rest is None, lead)
         if key not in structure.programs:
             structure.programs[key] = jax.jit(functools.partial(_contract, structure.handle, *key))
         return structure.programs[key](*given)
-    return _contract(structure.handle, first is None, rest is None, *given)
+    return _contract(structure.handle, first is None, rest is None, lead, *given)
 
 
-def _contract(handle: _Handle, no_first: bool, no_rest: bool, *given: Any) -> jax.Array:
+def _contract(
+    handle: _Handle, no_first: bool, no_rest: bool, lead: tuple[int, ...] | None, *given: Any
+) -> jax.Array:
     dtype = functools.reduce(jnp.promote_types, (x.dtype for x in given))
     arrays = [x.astype(dtype) for x in given]
     first = [] if no_first else [arrays.pop(0).reshape(1, -1, 1)]
@@ -289,7 +315,7 @@ def _contract(handle: _Handle, no_first: bool, no_rest: bool, *given: Any) -> ja
         )
     pool = [x.reshape(1, len(x), math.prod(tail)) for x in (own, rest)]
     (y,) = contract_p.bind(*first, *pool, structure=handle, out=LAST, split=len(own))
-    return y.reshape(handle.sizes[LAST], *tail)
+    return y.reshape(*(lead or (handle.sizes[LAST],)), *tail)
 
 
 # ---- the primitive: (batch, length, width) arrays other than `out` -> the parts of `out` ----

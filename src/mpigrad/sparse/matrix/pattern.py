@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
 from mpigrad.collective_errors import raise_error
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid.grid import Grid
+from mpigrad.operations.local_programs import as_array
 from mpigrad.sparse.matrix.assembly import Assembly, repeated, row_order
 from mpigrad.sparse.matrix.element_assembly import ElementAssembly, element_entries
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange, _count, _indices, index_array
@@ -370,7 +370,7 @@ class Pattern:
         """
         if self.assembly is not None:
             return self.assembly(values)
-        values = jnp.asarray(values)
+        values = as_array(values)
         if values.shape != (self.nnz,):
             raise ValueError(
                 f"pattern.assemble: values have shape {values.shape} on rank {self.comm.rank}, "

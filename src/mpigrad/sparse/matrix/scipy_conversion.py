@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.collective_errors import raise_error
 from mpigrad.communicator import Communicator, check_rank, resolve
+from mpigrad.operations.local_programs import as_array
 from mpigrad.sparse.matrix.pattern import Pattern, local_range
 
 __all__ = ["distribute", "gather", "local_block"]
@@ -66,7 +66,7 @@ def distribute(
         )
     raise_error(comm, error)
     pattern = Pattern.from_coo(local_rows + offset, columns, rows, comm, n_local_columns)
-    return pattern, jnp.asarray(block.data)
+    return pattern, as_array(block.data)
 
 
 def local_block(pattern: Pattern, values: Any) -> Any:

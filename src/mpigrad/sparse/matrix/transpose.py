@@ -7,10 +7,10 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mpigrad.operations import neighbor_alltoallv
+from mpigrad.operations.local_programs import as_array
 from mpigrad.sparse.matrix.csr import pool_positions, stored_order
 from mpigrad.sparse.matrix.multilinear import TrilinearContraction, positions, select
 from mpigrad.sparse.matrix.neighbor_exchange import exchange_with_neighbors, split_by_counts
@@ -48,7 +48,7 @@ def transpose_values(pattern: Pattern, values: Any) -> jax.Array:
     An array of shape (nnz of the transposed pattern, ...): a permutation over all ranks. Its
     adjoint is the inverse permutation.
     """
-    plan, values = _plan(pattern), jnp.asarray(values)
+    plan, values = _plan(pattern), as_array(values)
     if not plan.neighbors:
         return select(plan.sources, values)
     received = neighbor_alltoallv(

@@ -19,6 +19,7 @@ from mpigrad.communicator import Communicator, resolve
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import ShapedArray, ad
 from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
+from mpigrad.operations.local_programs import as_array
 from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix
@@ -123,14 +124,14 @@ def newton(
     True
     """
     _check_solver_and_args(solver, args)
-    x0 = jnp.asarray(x0)
+    x0 = as_array(x0)
     _check(x0, pattern, jacobian, rtol, atol, max_steps)
     flat = x0.reshape(-1)
     leaves, structure = jax.tree.flatten(args)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    leaves = [as_array(leaf) for leaf in leaves]
 
     def residual(x: Any, *leaves: Any) -> Any:
-        y = jnp.asarray(F(x.reshape(x0.shape), *jax.tree.unflatten(structure, leaves)))
+        y = as_array(F(x.reshape(x0.shape), *jax.tree.unflatten(structure, leaves)))
         if y.shape != x0.shape or y.dtype != x0.dtype:
             raise ValueError(
                 f"newton: F must return an array like x, {x0.dtype}{list(x0.shape)}, got "

@@ -19,6 +19,7 @@ import scipy.sparse
 
 from mpigrad.operations.carrier import CARRIER, with_carrier
 from mpigrad.operations.indexing import take
+from mpigrad.operations.local_programs import as_array
 from mpigrad.sparse.matrix.csr import pool_positions
 from mpigrad.sparse.matrix.ghost_exchange import GhostExchange, index_array
 from mpigrad.sparse.matrix.matrix import Matrix
@@ -61,7 +62,7 @@ def sparse_jacobian(F: Callable[..., Any], pattern: Pattern) -> Callable[..., Ma
     """
 
     def jacobian(x: Any, *args: Any) -> Matrix:
-        x, colours = jnp.asarray(x), colouring(pattern)
+        x, colours = as_array(x), colouring(pattern)
         if x.size != pattern.n_local_columns:
             raise ValueError(
                 f"sparse_jacobian: x has {x.size} entries on rank {pattern.comm.rank}, but the "

@@ -17,6 +17,7 @@ from mpigrad.operations import allreduce
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
 from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
 from mpigrad.operations.indexing import take
+from mpigrad.operations.local_programs import as_array, jit_local
 from mpigrad.operations.neighborhood import NEIGHBOR_TAG, neighbor_alltoallv_p
 from mpigrad.operations.primitive import run_eagerly
 from mpigrad.runtime.call_sites import call_site
@@ -137,11 +138,10 @@ def solve(
         )
     if callable(A):
         return _solution(*solve_operator(A, b, solver, x0=x0, throw=throw))
-    b = jnp.asarray(b)
+    b = as_array(b)
     guesses = x0 if isinstance(x0, Guesses) else None
-    none = jnp.zeros((0, *b.shape[1:]), b.dtype)
     plain = x0 is not None and guesses is None
-    x0 = jax.lax.stop_gradient(jnp.asarray(x0)) if plain else none
+    x0 = jax.lax.stop_gradient(as_array(x0)) if plain else None
     if solver is None and isinstance(A, Matrix):
         solver = default_solver(pattern=A.pattern)
         if not hypre_available() and A.values.dtype != jnp.float64:  # multigrid is for float64
@@ -152,19 +152,18 @@ def solve(
     dtype = jnp.promote_types(A.values.dtype, b.dtype)
     _check_solver(solver, pattern, dtype)
 
-    def columns(v: jax.Array) -> jax.Array:
-        return (v.T if v.ndim == 2 else v[None]).astype(dtype)
-
-    first = columns(x0)
+    columns = _rows(b, dtype=dtype)
+    empty = np.zeros((len(columns), 0), dtype)
+    first = empty if x0 is None else _rows(x0, dtype=dtype)
     if guesses is not None:
         guesses.check(b, dtype)
         (vectors,) = jax.tree.leaves(guesses)
         first = jnp.moveaxis(vectors, 2, 0) if b.ndim == 2 else vectors[None]
     x, info, after = solve_p.bind(
-        A.values[None].astype(dtype),
-        columns(b),
+        _row(A.values, dtype=dtype),
+        columns,
         first,
-        jnp.zeros(0, np.finfo(dtype).dtype),
+        np.zeros(0, np.finfo(dtype).dtype),
         carrier(),
         pattern=pattern,
         solver=solver,
@@ -175,22 +174,40 @@ def solve(
     if guesses is not None:
         after = jnp.moveaxis(after, 0, 2) if b.ndim == 2 else after[0]
         state = Guesses.tree_unflatten(None, (after,))
-    if b.ndim == 2:
-        return _solution(x.T, info, state)
-    return _solution(x[0], info[0], state)
+    value, info = _results(x, info, axes=b.ndim)
+    return _solution(value, info, state)
+
+
+@jit_local(static_argnames=("dtype",))
+def _row(values: jax.Array, dtype: Any) -> jax.Array:
+    return values[None].astype(dtype)
+
+
+@jit_local(static_argnames=("dtype",))
+def _rows(v: jax.Array, dtype: Any) -> jax.Array:
+    """Return the columns of a vector or of several ones as rows."""
+    return (v.T if v.ndim == 2 else v[None]).astype(dtype)
+
+
+@jit_local(static_argnames=("axes",))
+def _results(x: jax.Array, info: jax.Array, axes: int) -> tuple[jax.Array, jax.Array]:
+    return (x.T, info) if axes == 2 else (x[0], info[0])
 
 
 def _solution(value: Any, info: jax.Array, state: Guesses | None) -> Solution:
+    result, steps, residual, setups = _columns_of(info)
     return Solution(
         value=value,
-        result=info[..., 0].astype("int32"),
-        stats={
-            "num_steps": info[..., 1].astype("int32"),
-            "relative_residual": info[..., 2],
-            "setups": info[..., 3].astype("int32"),
-        },
+        result=result,
+        stats={"num_steps": steps, "relative_residual": residual, "setups": setups},
         state=state,
     )
+
+
+@jit_local
+def _columns_of(info: jax.Array) -> tuple[jax.Array, ...]:
+    result, steps, residual, setups = (info[..., i] for i in range(4))
+    return result.astype("int32"), steps.astype("int32"), residual, setups.astype("int32")
 
 
 def _check(A: Any, b: jax.Array, x0: jax.Array, solver: Any) -> None:

@@ -17,6 +17,7 @@ from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ran
 from mpigrad.communicator import Communicator
 from mpigrad.grid.grid import Grid
 from mpigrad.operations import allreduce, require
+from mpigrad.operations.local_programs import as_array
 from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import WaveTile, damping, widths_of
 from mpigrad.waves.acoustic import reference, reference3d
@@ -186,7 +187,7 @@ class Acoustic:
         if density is None:
             fastest = comm.mpi.allreduce(float(np.max(velocity)), op=MPI.MAX)
             return wave_equation_limit(self.grid, self.order) / fastest
-        c, rho = jnp.asarray(velocity), jnp.asarray(density)
+        c, rho = as_array(velocity), as_array(density)
         with raise_on_all_ranks(comm):
             tiles = {"velocity": c, "density": rho}
             arguments.check_tiles("Acoustic.largest_time_step", self.grid, tiles)
@@ -273,9 +274,9 @@ class Acoustic:
         >>> [slope.shape for slope in slopes]
         [(40, 30), (40, 30)]
         """
-        velocity, wavelets = jnp.asarray(velocity), jnp.asarray(wavelets)
+        velocity, wavelets = as_array(velocity), as_array(wavelets)
         _check_presence("Acoustic.propagate", density, self.grid.comm)
-        rho = None if density is None else jnp.asarray(density)
+        rho = None if density is None else as_array(density)
         with raise_on_all_ranks(self.grid.comm):
             name = "Acoustic.propagate"
             arguments.check_gathers(name, gathers)

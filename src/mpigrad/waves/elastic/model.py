@@ -14,6 +14,7 @@ from mpigrad._shapes import Array, Float
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.grid.grid import Grid
 from mpigrad.operations import allreduce
+from mpigrad.operations.local_programs import as_array
 from mpigrad.waves import arguments
 from mpigrad.waves.absorbing import WaveTile
 from mpigrad.waves.checkpoints import Checkpoints, checkpoint_code
@@ -300,8 +301,8 @@ class Elastic:
             stable (the text gives the largest stable one), if a quality factor is NaN or too small,
             or if the run is not the same on all ranks.
         """
-        lam, mu, rho, wavelets = (jnp.asarray(x) for x in (lam, mu, rho, wavelets))
-        qp, qs = (None if q is None else jnp.asarray(q) for q in (qp, qs))
+        lam, mu, rho, wavelets = (as_array(x) for x in (lam, mu, rho, wavelets))
+        qp, qs = (None if q is None else as_array(q) for q in (qp, qs))
         with raise_on_all_ranks(self.grid.comm):
             name = "Elastic.propagate"
             arguments.check_gathers(name, gathers)

@@ -5,25 +5,32 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mpigrad.communicator import Communicator
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, batching, mlir
 from mpigrad.operations.native_targets import register_target
-from mpigrad.sparse.matrix.multilinear import kernels_library
+from mpigrad.runtime.native import native_library
 
-__all__ = ["KeptArray"]
+__all__ = ["KeptArray", "rank_value"]
 
 _TARGET = "mpigrad_kernels_kept_array"
 
 
 @functools.cache
 def _library() -> Any:
-    lib = kernels_library()
+    lib: Any = native_library("mpigrad_kernels")
+    if lib is None:
+        raise ImportError(
+            "mpigrad: the native library mpigrad_kernels is missing from this installation. Build "
+            "it with `make setup`, or `pip install .`."
+        )
     lib.mpigrad_kernels_keep.restype = ctypes.c_int64
     lib.mpigrad_kernels_keep.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     lib.mpigrad_kernels_forget.argtypes = [ctypes.c_int64]
@@ -69,6 +76,32 @@ class KeptArray:
         if dtype not in self._handles:
             self._handles[dtype] = _Handle(np.ascontiguousarray(self.array, dtype))
         return kept_p.bind(handle=self._handles[dtype])
+
+
+_of_ranks: weakref.WeakKeyDictionary[Communicator, dict[tuple[float, ...], _Handle]]
+_of_ranks = weakref.WeakKeyDictionary()
+
+
+def rank_value(values: Sequence[float], comm: Communicator) -> jax.Array:
+    """Return the entry of `values` that belongs to this rank, as a scalar of 64 bits if enabled.
+
+    A program reads it when it runs. So the programs of all ranks have the same text, and one rank
+    can compile them for all ranks of its host. If it were a constant, they would differ.
+
+    Parameters
+    ----------
+    values
+        A number for each rank of `comm`, the same on all ranks.
+    comm
+        The communicator.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(np.asarray(values).dtype)
+    if comm.size == 1:
+        return jnp.asarray(values[0], dtype)
+    handles, key = _of_ranks.setdefault(comm, {}), (dtype.num, *values)
+    if key not in handles:
+        handles[key] = _Handle(np.asarray(values[comm.rank], dtype))
+    return kept_p.bind(handle=handles[key])
 
 
 kept_p = Primitive("mpigrad_kept_array")

@@ -8,8 +8,8 @@ import pathlib
 import pytest
 
 from launching import mpigrad
-from mpigrad.launch import program_cache
-from mpigrad.launch.program_cache import ProgramCache, store_programs
+from mpigrad.compilation import compiler, program_store, store_programs
+from mpigrad.compilation.program_store import ProgramStore
 from tiers import ALL
 
 PROGRAM = """
@@ -17,11 +17,12 @@ import sys
 import jax, jax.numpy as jnp
 jax.config.update("jax_enable_x64", True)
 import mpigrad as mg
-from mpigrad.launch.program_cache import store_programs
+from mpigrad.compilation import store_programs
+from mpigrad.compilation.compiler import EVENT
 
 found = []
 jax.monitoring.register_event_listener(lambda name, **_: found.append(name))
-directory = store_programs(2)
+directory = store_programs()
 comm = mg.default_communicator()
 grid = mg.Grid((6, 6), (1.0, 1.0))
 
@@ -33,8 +34,9 @@ def share(x):
 x = jnp.full(grid.local_shape, 0.3 + comm.rank)
 value, gradient = mg.jit(mg.value_and_grad(share, loss="share"))(x)
 text = comm.mpi.gather((value.item().hex(), [g.hex() for g in gradient.ravel().tolist()]))
-hits = comm.mpi.gather(sum(name.endswith("/cache_hits") for name in found))
-misses = comm.mpi.gather(sum(name.endswith("/cache_misses") for name in found))
+shared = found.count(EVENT + "from_store") + found.count(EVENT + "from_other_rank")
+hits = comm.mpi.gather(shared)
+misses = comm.mpi.gather(found.count(EVENT + "compiled"))
 if comm.rank == 0:
     print(text)
     print(hits, misses, directory is not None)
@@ -43,7 +45,7 @@ if comm.rank == 0:
 
 @pytest.mark.ranks(1)
 def test_stored_programs_are_read_whole_or_not_at_all(tmp_path, monkeypatch):
-    cache = ProgramCache(tmp_path / "kind")
+    cache = ProgramStore(tmp_path / "kind")
     assert cache.get("a") is None
     cache.put("a", b"program" * 100)
     assert cache.get("a") == b"program" * 100
@@ -68,7 +70,7 @@ def test_stored_programs_are_read_whole_or_not_at_all(tmp_path, monkeypatch):
 
 @pytest.mark.ranks(1)
 def test_a_full_or_unwritable_disk_is_no_error(tmp_path, monkeypatch):
-    cache = ProgramCache(tmp_path / "kind")
+    cache = ProgramStore(tmp_path / "kind")
 
     def full(self, content):
         with open(self, "wb") as file:
@@ -82,7 +84,7 @@ def test_a_full_or_unwritable_disk_is_no_error(tmp_path, monkeypatch):
     cache.put("a", b"program")  # nothing more is written
     assert cache.get("a") is None
     (tmp_path / "file").write_text("")
-    ProgramCache(tmp_path / "file" / "kind").put("a", b"program")
+    ProgramStore(tmp_path / "file" / "kind").put("a", b"program")
 
 
 @pytest.mark.ranks(1)
@@ -92,13 +94,13 @@ def test_programs_that_are_not_used_are_removed(tmp_path, monkeypatch):
         file.parent.mkdir()
         file.write_bytes(bytes(3000))
         os.utime(file, (1e9, 1e9))
-    cache = ProgramCache(tmp_path / ("0" * 16))
+    cache = ProgramStore(tmp_path / ("0" * 16))
     for place, key in enumerate("abc"):
         cache.put(key, bytes(1000))
         os.utime(cache._file(key), (1e9 + place, 1e9 + place))
     assert cache.get("a") is not None  # used just now
-    monkeypatch.setattr(program_cache, "_MOST_BYTES", 2500)
-    ProgramCache(tmp_path / ("1" * 16)).put("d", bytes(1000))
+    monkeypatch.setattr(program_store, "_MOST_BYTES", 2500)
+    ProgramStore(tmp_path / ("1" * 16)).put("d", bytes(1000))
     assert all(file.exists() for file in others)
     assert [cache.get(key) is not None for key in "abc"] == [True, False, True]
 
@@ -108,12 +110,13 @@ def test_a_directory_that_others_may_write_to_is_not_used(tmp_path, monkeypatch)
     open_to_all = tmp_path / "open"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
-    for choice in (str(open_to_all), "off", str(tmp_path / "file" / "x")):
+    for choice in (str(open_to_all), "off", "job", str(tmp_path / "file" / "x")):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("MPIGRAD_PROGRAMS", choice)
-        assert store_programs(2) is None
+        assert store_programs() is None
     monkeypatch.setenv("MPIGRAD_PROGRAMS", str(tmp_path / "own"))
-    assert store_programs(1000) is None
+    monkeypatch.setattr(compiler, "_MOST_RANKS", 0)
+    assert store_programs() is None
 
 
 @pytest.mark.launcher
@@ -149,10 +152,11 @@ def test_an_application_may_still_choose_devices_and_a_cache_of_its_own(tmp_path
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, jax\n"
-        "from mpigrad.launch.program_cache import store_programs\n"
-        "assert store_programs(1) is not None\n"
+        "from mpigrad.compilation import store_programs\n"
+        "assert store_programs() is not None\n"
         'jax.config.update("jax_num_cpu_devices", 2)  # an error once the backend has started\n'
         'jax.config.update("jax_compilation_cache_dir", sys.argv[1])\n'
+        'jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)\n'
         "print(len(jax.devices()), jax.jit(lambda x: x + 1)(1.0))\n"
     )
     store, own = tmp_path / "store", tmp_path / "own"

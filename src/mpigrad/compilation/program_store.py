@@ -1,10 +1,8 @@
-"""Compiled programs that `mpigrad run` stores, so that the next run of the case starts sooner.
+"""Compiled programs that a job stores on disk, so that the next job starts sooner.
 
-JAX looks up a program by all that it is compiled from: the program itself with its constants, the
-versions of JAX and XLA, and XLA's flags. So a program that another version of mpigrad or of the
-application makes is another entry, and the program of an entry is never out of date. JAX's own
-files are not safe for several ranks: a reader may see half of a file, and a file that was cut off
-stays. Therefore JAX gets the cache of this module.
+A program is found by everything that it is compiled from: its text with its constants, the versions
+of JAX and XLA, and XLA's flags. If mpigrad or the application changes a program, the program is
+another entry. So an entry is never out of date.
 """
 
 from __future__ import annotations
@@ -16,15 +14,9 @@ import pathlib
 import re
 import stat
 import time
-from typing import Any
 
-import jax
+__all__ = ["ProgramStore", "directory_of_programs"]
 
-from mpigrad.operations._jax_private import module_of, optional
-
-__all__ = ["ProgramCache", "store_programs"]
-
-_MOST_RANKS = 64  # with more, reading many small files takes longer than compiling
 _MOST_BYTES = 256 * 1024**2
 _LEFT_OVER = 3600.0  # seconds after which an unfinished file is nobody's
 _OURS = re.compile(r"[0-9a-f]{16}/[0-9a-f]{64}(\..*)?")  # a directory and a file of this module
@@ -34,17 +26,17 @@ _PROCESSOR = {
 }
 
 
-class ProgramCache:
-    """A directory of compiled programs, with the two methods that JAX calls.
+class ProgramStore:
+    """A directory of compiled programs.
 
-    Each file begins with the SHA-256 of the rest, and appears whole under its name, so that any
-    number of ranks and jobs may read and write. A damaged file is removed, and its program compiled
-    again. If a file cannot be written, because the disk is full for example, nothing more is
-    written.
+    Each file begins with the SHA-256 of the rest, and gets its name when it is complete, so that
+    any number of ranks and jobs may read and write. A damaged file is removed, and its program is
+    compiled again. If a file cannot be written, because the disk is full for example, nothing more
+    is written.
     """
 
     def __init__(self, directory: pathlib.Path) -> None:
-        self._path = directory  # JAX's name
+        self._path = directory
         self._writes = True
         self._pruned = False
 
@@ -80,9 +72,6 @@ class ProgramCache:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
 
-    def clear(self) -> None:
-        """Do nothing: jax.clear_caches is about the memory of this process."""
-
     def _file(self, key: str) -> pathlib.Path:
         return self._path / hashlib.sha256(key.encode()).hexdigest()
 
@@ -109,36 +98,26 @@ class ProgramCache:
             total -= size
 
 
-def store_programs(ranks: int) -> pathlib.Path | None:
-    """Let JAX store the compiled programs of this process, and use the stored ones.
-
-    MPIGRAD_PROGRAMS names the directory, or is `off`. Default: mpigrad/programs in the user's
-    directory of caches. Nothing is stored if the user has chosen a cache of JAX, if there are more
-    than 64 ranks, on GPUs, or if others may write to the directory: a stored program is executed.
+def directory_of_programs(choice: str) -> pathlib.Path | None:
+    """Return the directory of this processor's programs, which is made if it does not exist.
 
     Parameters
     ----------
-    ranks
-        The number of ranks of the job.
+    choice
+        The directory of all processors. Default (""): mpigrad/programs in the user's directory of
+        caches.
 
     Returns
     -------
     pathlib.Path | None
-        The directory of this processor's programs, or None.
+        None if the directory cannot be used. For example, others may write to it: a stored program
+        is executed.
 
     Examples
     --------
-    >>> import os
-    >>> from mpigrad.launch.program_cache import store_programs
-    >>> os.environ["MPIGRAD_PROGRAMS"] = "off"
-    >>> store_programs(2)
+    >>> from mpigrad.compilation.program_store import directory_of_programs
+    >>> directory_of_programs("/dev/null/programs")
     """
-    choice = os.environ.get("MPIGRAD_PROGRAMS", "")
-    settings: Any = jax.config
-    if choice == "off" or settings.jax_compilation_cache_dir or ranks > _MOST_RANKS:
-        return None
-    if optional("compilation_cache.get_file_cache") is None:
-        return None
     processor = _processor()
     if processor is None:
         return None
@@ -152,20 +131,7 @@ def store_programs(ranks: int) -> pathlib.Path | None:
                 return None
     except (OSError, RuntimeError):  # the user has no home
         return None
-    directory = base.absolute() / processor
-    module = module_of("compilation_cache.get_file_cache")
-    by_jax = module.get_file_cache
-
-    def get_file_cache(path: str) -> tuple[Any, str] | None:
-        """Return the cache, when the first program is compiled."""
-        if path != str(directory):  # the application chose a cache of its own
-            return by_jax(path)
-        return (ProgramCache(directory), path) if jax.default_backend() == "cpu" else None
-
-    module.get_file_cache = get_file_cache
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    return directory
+    return base.absolute() / processor
 
 
 def _processor() -> str | None:

@@ -1,0 +1,58 @@
+"""The local parts of functions as few compiled programs, also outside of `jit`.
+
+Outside of `jit` JAX compiles a program for each operation of `jax.numpy`, and again for each new
+shape, in about 10 ms. `jnp.asarray` of a NumPy array is such an operation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mpigrad.operations import _jax_compat as compat
+from mpigrad.operations.carrier import without_carriers
+
+__all__ = ["as_array", "jit_local"]
+
+
+def as_array(x: Any, dtype: Any = None) -> jax.Array:
+    """Return `jnp.asarray(x, dtype)`, without compiling if `x` is a JAX or a NumPy array."""
+    if isinstance(x, jax.Array) and (dtype is None or x.dtype == dtype):
+        return x
+    if type(x) is np.ndarray and x.dtype.kind in "fiubc" and compat.is_top_level():
+        to = jax.dtypes.canonicalize_dtype(x.dtype if dtype is None else dtype)
+        if x.dtype == to or (x.dtype.kind == to.kind and to.kind in "fc"):
+            return jax.device_put(np.array(x, to))  # a copy: JAX would share memory with `x`
+    return jnp.asarray(x, dtype)
+
+
+def jit_local(
+    f: Callable[..., Any] | None = None, *, static_argnames: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """Compile a function without messages as one program, traced once for all transformations.
+
+    If it has several results, they must depend on the same operands: where JAX transposes a linear
+    function, it takes all results of a program as linear if one operand is.
+
+    Parameters
+    ----------
+    f
+        The function. If it is left out, the result is a decorator.
+    static_argnames
+        As for `jax.jit`.
+    """
+    if f is None:
+        return functools.partial(jit_local, static_argnames=static_argnames)
+    program = jax.jit(f, static_argnames=static_argnames)
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with without_carriers():
+            return program(*args, **kwargs)
+
+    return call
