@@ -50,7 +50,7 @@ LIMITS = {
     "Equation.residual": (10, 8),
     "fem.solve": (35, 29),
     "Acoustic.propagate": (4, 3),
-    "Trainer.step": (8, 4),
+    "Trainer.step": (12, 5),
     "Store.save, load": (2, 2),
 }
 
