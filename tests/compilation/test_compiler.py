@@ -49,7 +49,9 @@ def watch(name, **_):
         comm.mpi.send(None, 1)
         end = time.monotonic() + 20
         while time.monotonic() < end and "report" not in result:
-            lines = [line for line in rank_states(current_board()) if "waiting for" in line]
+            wanted = "rank 1", "waiting for rank 0 to compile jit__lambda"
+            states = rank_states(current_board())
+            lines = [line for line in states if all(words in line for words in wanted)]
             result.update({"report": lines[0]} if lines else {})
             time.sleep(0.05)
 
@@ -83,7 +85,7 @@ def test_one_rank_compiles_for_all(tmp_path):
         assert result["callback"] == [[], float(rank)]
         assert set(result["again"][0]) == {"from_other_rank"}
         assert result["again"][1] == result["training"][1] == [0.0, 6.0, 12.0]
-    report = ranks[0]["report"]
+    report = ranks[0].get("report", "rank 0 has seen nobody wait")
     assert "rank 1" in report and "waiting for rank 0 to compile jit__lambda" in report, report
     assert "program.py:" in report
 
