@@ -18,9 +18,12 @@ QUICK_TO_COMPILE = (
 def keep_mlir_contexts(programs: int = 64) -> None:
     """Let JAX lower this many programs of a thread in one MLIR context.
 
-    Making a context takes 2 to 4 ms, longer than lowering a small program into it.
+    Making a context takes 2 to 4 ms, longer than lowering a small program into it. A program that is
+    lowered while another one is being lowered has a context of its own, because what is made in the
+    context of the other one would become a part of it.
     """
     from jax._src.interpreters import mlir
+    from jax._src.lib.mlir import ir
 
     make = getattr(mlir, "make_ir_context", None)
     if make is None:  # another JAX: each program has its own
@@ -28,6 +31,8 @@ def keep_mlir_contexts(programs: int = 64) -> None:
     kept = threading.local()
 
     def make_ir_context() -> object:
+        if ir.Context.current is not None:
+            return make()
         if getattr(kept, "count", programs) == programs:
             kept.context, kept.count = make(), 0
         kept.count += 1
