@@ -18,9 +18,9 @@ QUICK_TO_COMPILE = (
 def keep_mlir_contexts(programs: int = 64) -> None:
     """Let JAX lower this many programs of a thread in one MLIR context.
 
-    Making a context takes 2 to 4 ms, longer than lowering a small program into it. A program that is
-    lowered while another one is being lowered has a context of its own, because what is made in the
-    context of the other one would become a part of it.
+    Making a context takes 2 to 4 ms, longer than lowering a small program into it. A program that
+    is lowered while another one is being lowered has a context of its own, because what is made in
+    the context of the other one would become a part of it.
     """
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
