@@ -25,7 +25,7 @@ def contribution(argument: Any, comm: Communicator) -> jax.Array:
     """Return this rank's part of the total and of its scale, of shape (2,)."""
     coefficients = [1 + rank / comm.size for rank in range(comm.size)]
     coefficients[0] = -sum(coefficients[1:])
-    leaves = [as_array(jax.lax.stop_gradient(as_array(leaf))) for leaf in jax.tree.leaves(argument)]
+    leaves = [jax.lax.stop_gradient(as_array(leaf)) for leaf in jax.tree.leaves(argument)]
     inexact = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return _sums(inexact, rank_value(coefficients, comm))
 

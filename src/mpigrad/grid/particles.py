@@ -42,7 +42,7 @@ def rank_at_position(x: Any, grid: Grid) -> jax.Array:
     >>> rank_at_position(jnp.array([[0.1, 0.2], [0.9, 0.4]]), Grid((4, 4), (0.25, 0.25)))
     Array([0, 0], dtype=int32)
     """
-    x = as_array(jax.lax.stop_gradient(as_array(x)))
+    x = jax.lax.stop_gradient(as_array(x))
     if x.shape[-1:] != (grid.ndim,):
         raise ValueError(
             f"rank_at_position: x must have the shape (..., {grid.ndim}), the grid's axes last, "

@@ -118,7 +118,7 @@ def assert_replicated(
     >>> mg.assert_replicated(mg.bcast(jnp.arange(3.0)))
     """
     comm = resolve(comm)
-    leaves = [as_array(jax.lax.stop_gradient(as_array(leaf))) for leaf in jax.tree.leaves(x)]
+    leaves = [jax.lax.stop_gradient(as_array(leaf)) for leaf in jax.tree.leaves(x)]
     if comm.size == 1 or not leaves:
         return
     layout = zlib.crc32(repr([(leaf.shape, leaf.dtype.name) for leaf in leaves]).encode())
