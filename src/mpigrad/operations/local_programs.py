@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations.carrier import without_carriers
@@ -22,6 +23,8 @@ __all__ = ["as_array", "jit_local"]
 
 def as_array(x: Any, dtype: Any = None) -> jax.Array:
     """Return `jnp.asarray(x, dtype)`, without compiling if `x` is a JAX or a NumPy array."""
+    if isinstance(x, Tracer):  # its value may be a Python number
+        return jnp.asarray(x, dtype)
     if isinstance(x, jax.Array) and (dtype is None or x.dtype == dtype):
         return x
     if type(x) is np.ndarray and x.dtype.kind in "fiubc" and compat.is_top_level():
