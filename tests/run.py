@@ -35,7 +35,7 @@ YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 PATIENCE = 20.0  # seconds that others may wait in a test which one rank has failed
 LONG = 5.0  # processor seconds of a test without the mark `long`
 # Processor seconds of `spin` on the processor on which the budget in the Makefile was measured.
-REFERENCE = 0.1
+REFERENCE = 0.03
 
 
 def spin() -> float:

@@ -56,6 +56,13 @@ LIMITS = {
 
 
 @pytest.mark.skipif(jax.__version_info__[:2] != (0, 10), reason="the numbers are those of JAX 0.10")
+@pytest.mark.cases(
+    *("allreduce", "allreduce of a pytree", "sendrecv", "value_and_grad", "halo_exchange"),
+    *("apply_stencil", "fft.fftn", "A @ x", "solve, BoomerAMG", "minimize, LBFGS", "fem.solve"),
+    *("Acoustic.propagate", "Trainer.step"),
+    reason="the others use the same packing and local programs",
+)
+@pytest.mark.long("the first case also compiles what a process needs once")
 @pytest.mark.parametrize("name", CASES)
 def test_programs_of_a_call(name: str, comm: Communicator) -> None:
     for programs, limit in zip(count(name, comm), LIMITS[name], strict=True):

@@ -97,6 +97,7 @@ def test_the_gradient_of_a_preconditioned_solve_is_that_of_one_rank(alone):
         assert abs(np.log2(abs(remainders[0] / remainders[1])) - order) < 0.2, remainders
 
 
+@pytest.mark.long("derivatives of two orders; test_fourier has transforms with one")
 def test_a_direct_solve_is_exact_with_exact_derivatives():
     grid = periodic_grid()
     layout = fft.Layout.of(grid, real=True)

@@ -163,6 +163,7 @@ print("made", len(made))
 
 
 @pytest.mark.launcher
+@pytest.mark.long("a whole check of JAX in a process of its own; the stored check is short")
 @pytest.mark.cases(
     *("deep", "at compile time"),
     reason="an error in the check, and no check; the others have a check without errors",
