@@ -94,7 +94,7 @@ MUTATIONS = [
     Mutation("guard/wait_graph.py", 'channel["posted"]) >= int(part["ordinal"])',
              'channel["posted"]) > int(part["ordinal"])', 1, GRAPH + "test_a_ring_is_not_a_deadlock"),
     Mutation("guard/watchdog.py", 'in {"", "Z", "X"}', 'in {"", "X"}',
-             1, "tests/guard/test_watchdog.py::test_a_zombie_has_died"),
+             2, "tests/guard/test_watchdog.py::test_a_zombie_has_died"),
     Mutation("guard/unreceived.py", 'int(channel["sent"]) - received)',
              'int(channel["sent"]) - received - 1)',
              0, "tests/guard/test_unreceived.py::test_a_message_that_nobody_receives_is_an_error"),
