@@ -143,7 +143,7 @@ def test_a_rank_that_works_is_awaited_and_one_that_is_stopped_is_not(shared, hol
     monkeypatch.setattr(shared, "read", lambda _: None)
     start = time.monotonic()
     assert request_of_key.compile(lambda: "own") == "own"
-    assert 0.4 < time.monotonic() - start < 20
+    assert 0.4 < time.monotonic() - start < 8  # and not half of MPIGRAD_TIMEOUT
 
 
 def test_patience_ends(monkeypatch):
