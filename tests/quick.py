@@ -142,14 +142,19 @@ def tests_of(files: list[pathlib.Path]) -> list[str]:
         parts = file.relative_to(ROOT).parts
         if file in every:
             order[str(file.relative_to(ROOT))] = (-1, False)
+        elif parts[:2] == ("tests", "programs"):  # tests name them
+            named = [test for test in every if file.stem in test.read_text()]
+            order |= {str(test.relative_to(ROOT)): (0, False) for test in named}
         elif file.suffix == ".py" and parts[0] in {"src", "tests"}:
             wanted.add(module_of(file) if parts[0] == "src" else file.stem)
             rooms.add(parts[2] if parts[0] == "src" else parts[1])
-        elif parts[0] == "native" and len(parts) > 2:
+        elif parts[0] == "native":
             rooms.add({"waves": "waves", "guard": "guard"}.get(parts[1], "operations"))
             wanted |= {name for name in modules() if "native" in name}
         elif file.suffix == ".md":
             order["tests/test_docs.py"] = (-1, False)
+        if file.name == "conftest.py" or parts[0] in {"cmake", "CMakeLists.txt", "Makefile"}:
+            print(f"quick: {file.relative_to(ROOT)} concerns all tests: run make test")
     far = distances(wanted)
     for test in every:
         if reached := named_modules(test) & far.keys():

@@ -33,6 +33,7 @@ CACHE = {"MPIGRAD_PROGRAMS": str(COMPILED)}
 # Other sessions use the core on which a rank waits for another.
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 PATIENCE = 20.0  # seconds that others may wait in a test which one rank has failed
+ENDED = (0, 1, 5)  # pytest's exit codes: passed, failed, no tests
 LONG = 5.0  # processor seconds of a test without the mark `long`
 # Processor seconds of `spin` on the processor on which the budget in the Makefile was measured.
 REFERENCE = 0.03
@@ -166,6 +167,9 @@ class Session:
                     self.costs[entry["end"]] += entry["cpu"]
                     self.long |= {entry["end"]} if entry["long"] else set()
             self.processor += next((e["cpu"] for e in reversed(diary) if "cpu" in e), 0.0)
+            codes = [entry["finished"] for entry in diary if "finished" in entry]
+            if codes and codes[-1] not in ENDED and not self.trouble:
+                self.trouble = f"rank {rank} ended with pytest's exit code {codes[-1]}"
             if not diary or "finished" not in diary[-1]:
                 starts = [entry["start"] for entry in diary if "start" in entry]
                 where.append(f"  rank {rank}: {starts[-1] if starts else 'before the first test'}")
@@ -282,6 +286,8 @@ def main() -> int:
         left = session.collected - len(session.outcomes)
         early = f" (ended early: {left} not run)" if session.trouble or left > 0 else ""
         print(f"{session.title():>9}: {counts} in {session.seconds:.0f} s{early}")
+        if left > 0 and not session.failed() and deadline == float("inf"):
+            session.trouble = session.trouble or f"{left} tests were not run"
     passed = sum(session.count("passed") for session in sessions)
     failed = sum(session.count("failed") for session in sessions)
     trouble = any(session.trouble for session in sessions)
@@ -289,7 +295,8 @@ def main() -> int:
     if passed > 50:
         print("\n".join(costliest(sessions)))
     print(f"{passed} passed, {failed} failed")
-    return 1 if failed or trouble or not passed or not within else 0
+    nothing = not passed and deadline == float("inf")
+    return 1 if failed or trouble or nothing or not within else 0
 
 
 if __name__ == "__main__":

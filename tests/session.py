@@ -63,7 +63,7 @@ class Diary:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         cpu = processor_seconds() - self._before  # before waiting for the others
-        late = self._world.bcast(time.time() > self._deadline)
+        late = self._world.allreduce(time.time() > self._deadline, MPI.LOR)  # and nobody goes on
         if late and self._session is not None:
             self._session.shouldstop = "out of time"
         self.note(end=nodeid, cpu=cpu, long=nodeid in self._long)

@@ -64,6 +64,15 @@ def test_both_modes_of_trees_and_several_arguments(comm: Communicator) -> None:
     assert mg.jacobian(lambda x: x)(jnp.zeros((0, 2))).shape == (size, 0, 2, 0, 2)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_parts_without_entries(mode: Any, comm: Communicator) -> None:
+    f = lambda x: {"a": mg.allreduce(x["p"]) ** 2, "b": x["p"][:0]}
+    found = mg.jacobian(f, mode=mode)({"p": jnp.arange(3.0), "none": jnp.zeros(0)})
+    assert found["a"]["p"].shape == (comm.size, 3, 3)
+    assert found["a"]["none"].shape == (comm.size, 3, 0)
+    assert found["b"]["p"].shape == (comm.size, 0, 3)
+
+
 def test_gradient_of_a_jacobian(comm: Communicator) -> None:
     x = jnp.arange(1.0, 3.0) + comm.rank
     stack = jnp.stack([jnp.arange(1.0, 3.0) + r for r in range(comm.size)])

@@ -176,11 +176,42 @@ def test_a_program_that_cannot_be_written_or_read_is_compiled_by_each_rank(share
     assert request(shared).compile(lambda: "program") == "program"
 
 
+def test_threads_read_what_another_rank_publishes(shared):
+    other_rank = SharedPrograms(os.dup(shared._file), BEGIN)
+    keys = [number.to_bytes(32, "big") for number in range(1, 301)]
+    missed = []
+
+    def read() -> None:
+        for key in keys:
+            end = time.monotonic() + 10
+            while shared.read(key) != key * 9 and time.monotonic() < end:
+                pass
+            missed.extend([key] * (shared.read(key) != key * 9))
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for key in keys:
+        other_rank.publish(key, key * 9)
+    for thread in threads:
+        thread.join()
+    assert not missed
+
+
+def test_a_program_that_is_too_large_ends_nothing(shared, monkeypatch):
+    monkeypatch.setattr(shared_programs, "_MOST_OF_ONE", 100)
+    shared.publish(OTHER, bytes(101))
+    assert shared.read(OTHER) == b""
+    shared.publish(KEY, bytes(100))
+    assert shared.read(KEY) == bytes(100)
+    assert not shared.closed
+
+
 @pytest.mark.parametrize("cause", ["limit", "disk"])
 def test_without_space_nobody_waits(shared, file, hold, monkeypatch, cause):
     request(shared).compile(lambda: "program")
     if cause == "limit":
-        monkeypatch.setattr(shared_programs, "_MOST_BYTES", 100)
+        monkeypatch.setattr(shared, "_most", 100)
     else:
         write = os.pwrite
 

@@ -231,12 +231,13 @@ def _over_ranks(
 @jit_local(static_argnames=("ranks",))
 def _by_rank(derivatives: Sequence[Any], ranks: int) -> list[Any]:
     """Return derivatives with the axis of all seeds divided into ranks and seeds of a rank."""
-    return [d.reshape(ranks, -1, *d.shape[1:]) for d in derivatives]
+    return [d.reshape(ranks, len(d) // ranks, *d.shape[1:]) for d in derivatives]
 
 
 @jit_local(static_argnames=("ranks",))
 def _rows_of_ranks(rows: Sequence[Any], ranks: int) -> list[list[Any]]:
-    return [[d.reshape(ranks, -1, *d.shape[1:])[rank] for d in rows] for rank in range(ranks)]
+    n = len(rows[0]) // ranks  # by name, because a part may have no entries
+    return [[d.reshape(ranks, n, *d.shape[1:])[rank] for d in rows] for rank in range(ranks)]
 
 
 def _divided(
@@ -259,4 +260,4 @@ def _divided(
 @jit_local(static_argnames=("n",))
 def _first(shares: Sequence[Any], n: int) -> list[Any]:
     """Return the first n seeds of those of all ranks."""
-    return [d.reshape(-1, *d.shape[2:])[:n] for d in shares]
+    return [d.reshape(d.shape[0] * d.shape[1], *d.shape[2:])[:n] for d in shares]

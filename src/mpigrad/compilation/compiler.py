@@ -38,6 +38,7 @@ EVENT = "/mpigrad/programs/"
 
 _PAGE = 4096
 _MOST_RANKS = 64  # with more, reading many small files takes longer than compiling
+_MOST_CONSTANTS = 8 * 1024**2
 _LOW_EFFORT = 1  # of zlib: 1 % of the time that XLA takes, a quarter of the size
 # Seconds of a wait: between two looks (first and last), and without progress of the other rank if
 # its processor time is known or not.
@@ -208,6 +209,8 @@ def _request(
         shared = None
     if _Programs.jax_has_cache or (shared is None and store is None):
         return None
+    if _bytes_of_constants(computation) > _MOST_CONSTANTS:  # hashing and copying take longer
+        return None
     key = get_key(computation, devices, compile_options, backend)
     # XLA divides loops by the number of threads, which is that of the processors of this process.
     processors = ",".join([str(len(os.sched_getaffinity(0))), os.environ.get("NPROC", "")])
@@ -230,6 +233,18 @@ def _request(
     name = str(computation.operation.attributes["sym_name"]).strip('"')
     digest = hashlib.sha256(f"mpigrad 1 {processors} {key}".encode()).digest()
     return _Request(digest, name, shared, store, load, save)
+
+
+def _bytes_of_constants(computation: Any) -> int:
+    """Return about how many bytes the arrays take that a lowered program closes over."""
+    total = 0
+    for function in computation.body.operations:
+        for block in function.regions[0]:
+            for operation in block:
+                if operation.name == "stablehlo.constant":
+                    value = operation.attributes["value"]
+                    total += 0 if value.is_splat else 8 * len(value)
+    return total
 
 
 class _Request:

@@ -29,7 +29,8 @@ _HEADER = struct.Struct("<QQ")
 _RECORD = struct.Struct("<8sQ32s32s")
 _MAGIC = b"mpigrad1"
 _MOST_BYTES = 128 * 1024**2
-_PART = 4  # the programs may take one part in this many of the free space
+_MOST_OF_ONE = 8 * 1024**2  # a larger program is compiled by each rank
+_PART = 4  # the programs may take one part in this many of the space that is free at the start
 _BUSY = 1.0  # seconds for which a writer waits for another writer
 # A lock of fcntl covers bytes of the file, which need not exist. Those of keys begin here.
 _KEYS = 1 << 40
@@ -56,7 +57,9 @@ class SharedPrograms:
         self._identity = status.st_dev, status.st_ino
         self._seen = _HEADER.size  # records before this offset are in `_places`
         self._places: dict[bytes, tuple[int, int]] = {}
-        self._threads = threading.Lock()
+        system = os.fstatvfs(file)
+        self._most = min(_MOST_BYTES, system.f_bavail * system.f_frsize // _PART)
+        self._threads, self._reading = threading.Lock(), threading.RLock()
         self._held: set[bytes] = set()
         self._broken = False
 
@@ -67,7 +70,7 @@ class SharedPrograms:
 
     def read(self, key: bytes) -> bytes | None:
         """Return the program with this key of 32 bytes, or None. b"": it cannot be shared."""
-        with contextlib.suppress(OSError):
+        with self._reading, contextlib.suppress(OSError):
             self._scan()
             place = self._places.get(key)
             if place is None:
@@ -79,7 +82,7 @@ class SharedPrograms:
                 content = record[_RECORD.size :]
                 if magic == _MAGIC and digest == _digest(key, content):
                     return content
-            del self._places[key]  # damaged
+            self._places.pop(key, None)  # damaged
         return None
 
     def publish(self, key: bytes, content: bytes) -> None:
@@ -138,10 +141,12 @@ class SharedPrograms:
 
     def _append(self, key: bytes, content: bytes) -> None:
         end, closed = self._end()
+        if len(content) > _MOST_OF_ONE:
+            content = b""
         size = _RECORD.size + len(content)
         if closed:
             return
-        if end + size > self._room(end):
+        if end + size > self._most:
             self._pwrite(_HEADER.pack(end, 1), 0)
             return
         record = _RECORD.pack(_MAGIC, len(content), key, _digest(key, content)) + content
@@ -152,11 +157,6 @@ class SharedPrograms:
             with contextlib.suppress(OSError):
                 self._pwrite(_HEADER.pack(end, 1), 0)
             raise
-
-    def _room(self, end: int) -> int:
-        """Return the number of bytes that all programs may take."""
-        system = os.fstatvfs(self._file)
-        return min(_MOST_BYTES, end + system.f_bavail * system.f_frsize // _PART)
 
     def _end(self) -> tuple[int, bool]:
         """Return the end of the records, and whether nothing more is written."""

@@ -133,3 +133,11 @@ def test_wrong_lengths_name_the_remedy(comm):
     with pytest.raises(ValueError, match=r"gave the pattern 3 entries. Give shape \(3,\)"):
         pattern.assemble(jnp.zeros(1))
     close(Matrix.assemble(pattern, jnp.ones(3)).values, [3.0])
+
+
+def test_coefficients_of_a_stencil_may_be_lists(comm):
+    grid = mg.Grid((7,), (1.0,), comm)
+    pattern = Pattern.from_stencil(grid, [(-1,), (0,), (1,)])
+    n = grid.local_shape[0]
+    lists = [[-1.0] * n, [2.0] * n, [-1.0] * n]
+    np.testing.assert_array_equal(pattern.assemble(lists), pattern.assemble(jnp.asarray(lists)))

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpigrad.collective_errors import raise_error
 from mpigrad.grid.grid import Grid
-from mpigrad.operations.local_programs import jit_local
+from mpigrad.operations.local_programs import as_array, jit_local
 
 __all__ = ["Stencil", "make_stencil"]
 
@@ -90,7 +90,8 @@ class Stencil:
 
     def __call__(self, coefficients: Any) -> jax.Array:
         """Return the stored entries of coefficients of shape (len(offsets), *grid.local_shape)."""
-        shapes = [jnp.shape(c) for c in coefficients]
+        coefficients = [as_array(c) for c in coefficients]
+        shapes = [c.shape for c in coefficients]
         if shapes != [self.grid.local_shape] * len(self.offsets):
             raise ValueError(
                 f"pattern.assemble: coefficients have shapes {shapes} on rank "
@@ -99,7 +100,7 @@ class Stencil:
             )
         # Slices, whose adjoints pad: several times faster than a gather and its scatter.
         ends = tuple(tuple((s.start, s.stop) for s in part) for part in self.inside)
-        return _entries(list(coefficients), ends=ends)
+        return _entries(coefficients, ends=ends)
 
 
 @jit_local(static_argnames=("ends",))
