@@ -135,6 +135,7 @@ def test_near_null_is_refused_where_it_has_no_vectors(comm):
 
 
 @pytest.mark.thin(3)
+@pytest.mark.long("a form and an energy of degree 2; test_forms_on_some_cells_add_up is short")
 def test_residual_and_jacobian_over_all_ranks(comm, alone):
     """The Jacobian is the derivative of the residual, which is that of the integral."""
     mesh = fem.distribute_mesh(**mixed_up("triangle", alone), partition="coordinates", comm=comm)

@@ -109,6 +109,7 @@ def test_mpi_that_is_not_initialised_is_refused() -> None:
     [False, pytest.param(True, marks=pytest.mark.full("the same program, with a trace"))],
     ids=["", "traced"],
 )
+@pytest.mark.long("many ways to end a forked child; test_guard has the import in one child")
 def test_children_of_ranks_end_without_mpi(traced: bool, tmp_path: pathlib.Path) -> None:
     trace = {"MPIGRAD_TRACE": str(tmp_path / "trace.json")} if traced else {}
     done = python(str(PROGRAMS / "forked.py"), **trace)
