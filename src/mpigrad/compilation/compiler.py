@@ -39,7 +39,7 @@ EVENT = "/mpigrad/programs/"
 _PAGE = 4096
 _MOST_RANKS = 64  # with more, reading many small files takes longer than compiling
 _MOST_CONSTANTS = 8 * 1024**2
-_LOW_EFFORT = 1  # of zlib: 1 % of the time that XLA takes, a quarter of the size
+_LOW_EFFORT = 1  # of zlib: a quarter of the size, in little time for programs without constants
 # Seconds of a wait: between two looks (first and last), and without progress of the other rank if
 # its processor time is known or not.
 _FIRST_PAUSE, _LAST_PAUSE, _LOOK = 5e-4, 0.02, 0.25
