@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from mpigrad.compilation import compiler, shared_programs
@@ -196,6 +199,13 @@ def test_threads_read_what_another_rank_publishes(shared):
     for thread in threads:
         thread.join()
     assert not missed
+
+
+def test_arrays_that_a_program_closes_over_are_counted():
+    values = np.arange(1000.0, dtype=np.float32)
+    program = jax.jit(lambda x: x * values + jnp.ones((500, 500))[0, 0])
+    constants = compiler._bytes_of_constants(program.lower(1.0).compiler_ir())
+    assert 8000 <= constants < 9000  # not those of which all entries are equal
 
 
 def test_a_program_that_is_too_large_ends_nothing(shared, monkeypatch):
