@@ -1,11 +1,10 @@
-// Handlers for arrays on a GPU. Each wraps a handler for CPUs, which gets copies in host memory.
+// Handlers for arrays on a GPU. Each wraps a handler for CPUs, which gets copies of the arrays.
 //
-// XLA calls a handler while it queues work on a stream. The operands are copied to the host after
-// the work that is already queued, the host waits for them, the handler runs, and its results are
-// copied back before the call returns. The build needs no CUDA: the functions are looked up in the
-// driver at the first call.
-#include <dlfcn.h>
-
+// XLA calls a handler while it queues work on a stream. The operands are copied after the work that is
+// already queued, to pinned memory of the host or, for an MPI that takes device addresses, to a block of
+// device memory. XLA's own memory is not given to MPI: since JAX 0.11, UCX cannot share it between
+// processes. The host waits for the copies, the handler runs, and the results are copied back on the
+// stream. Nobody waits for that copy. The next user of the block does, by an event.
 #include <algorithm>
 #include <array>
 #include <cstdlib>
@@ -16,66 +15,48 @@
 #include <vector>
 
 #include "ffi.h"
+#include "gpu/arrays.h"
+#include "gpu/driver.h"
 #include "mpi/mpi_runtime.h"
 
-namespace mpigrad {
+namespace mpigrad::gpu {
+
+thread_local const DeviceBlock* device_block = nullptr;
+
+void DeviceBlock::copy(void* to, const void* from, size_t n) const {
+  const auto address = [](const void* data) { return reinterpret_cast<Address>(data); };
+  if (!n) return;
+  if (has(to) && has(from)) MPIGRAD_GPU(driver, copy_on_device, address(to), address(from), n, stream);
+  else if (has(to)) MPIGRAD_GPU(driver, copy_from_host, address(to), from, n, stream);
+  else if (has(from)) MPIGRAD_GPU(driver, copy_to_host, to, address(from), n, stream);
+  else std::memcpy(to, from, n);
+  if (has(to) || has(from)) MPIGRAD_GPU(driver, synchronize, stream);
+}
+
+void DeviceBlock::clear(void* to, size_t n) const {
+  if (!n) return;
+  if (!has(to)) {
+    std::memset(to, 0, n);
+    return;
+  }
+  MPIGRAD_GPU(driver, fill, reinterpret_cast<Address>(to), 0, n, stream);
+  MPIGRAD_GPU(driver, synchronize, stream);
+}
+
 namespace {
 
 namespace ffi = xla::ffi;
 
-// ---- the driver ----
-
-using Stream = void*;
-using Context = void*;
-using DeviceAddress = unsigned long long;
-
-#define MPIGRAD_DRIVER_FUNCTIONS(X)                                                  \
-  X(cuStreamGetCtx, Stream, Context*)                                                \
-  X(cuCtxPushCurrent_v2, Context)                                                    \
-  X(cuCtxPopCurrent_v2, Context*)                                                    \
-  X(cuStreamSynchronize, Stream)                                                     \
-  X(cuMemcpyDtoHAsync_v2, void*, DeviceAddress, size_t, Stream)                      \
-  X(cuMemcpyHtoDAsync_v2, DeviceAddress, const void*, size_t, Stream)                \
-  X(cuMemHostAlloc, void**, size_t, unsigned)                                        \
-  X(cuMemFreeHost, void*)                                                            \
-  X(cuGetErrorString, int, const char**)
-
-bool is_set(const char* variable) {
+std::string setting(const char* variable) {
   const char* value = std::getenv(variable);
-  return value && std::string_view(value) == "1";
+  return value ? value : "";
 }
 
-struct Driver {
-#define MPIGRAD_DECLARE(name, ...) int (*name)(__VA_ARGS__);
-  MPIGRAD_DRIVER_FUNCTIONS(MPIGRAD_DECLARE)
-#undef MPIGRAD_DECLARE
-
-  Driver() {
-    const char* given = std::getenv("MPIGRAD_CUDA_LIBRARY");
-    const std::string path = given && *given ? given : "libcuda.so.1";
-    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (!library) throw std::runtime_error(std::string("no CUDA driver: ") + dlerror());
-#define MPIGRAD_FIND(name, ...)                                            \
-  name = reinterpret_cast<int (*)(__VA_ARGS__)>(dlsym(library, #name));    \
-  if (!name) throw std::runtime_error(std::string(#name " is not in ") + path);
-    MPIGRAD_DRIVER_FUNCTIONS(MPIGRAD_FIND)
-#undef MPIGRAD_FIND
-  }
-};
-
-const Driver& driver() {
-  static const Driver found;
-  return found;
+// Tests run this code on CPUs. Then XLA has no stream, and does not wait for copies.
+bool on_cpu() {
+  static const bool staged = !setting("MPIGRAD_STAGE").empty();
+  return staged;
 }
-
-void check(int code, const char* function) {
-  if (!code) return;
-  const char* text = nullptr;
-  driver().cuGetErrorString(code, &text);
-  throw std::runtime_error(std::string(function) + ": " +
-                           (text ? text : "error " + std::to_string(code)));
-}
-#define MPIGRAD_CUDA(function, ...) check(driver().function(__VA_ARGS__), #function)
 
 // The stream that XLA queues this program's work on.
 Stream stream_of(const XLA_FFI_CallFrame& frame) {
@@ -84,44 +65,42 @@ Stream stream_of(const XLA_FFI_CallFrame& frame) {
   if (!error) return get.stream;
   XLA_FFI_Error_Destroy_Args destroy{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
   frame.api->XLA_FFI_Error_Destroy(&destroy);
-  // Tests that stage CPU arrays run without a stream.
-  static const bool on_cpu = is_set("MPIGRAD_STAGE");
-  if (!on_cpu) throw std::runtime_error("XLA provides no stream");
+  if (!on_cpu()) throw std::runtime_error("XLA provides no stream");
   return nullptr;
 }
 
-// Makes the context of the stream current: the thread that calls a handler may lack one.
-class Current {
- public:
-  explicit Current(Stream stream) {
-    Context context = nullptr;
-    MPIGRAD_CUDA(cuStreamGetCtx, stream, &context);
-    MPIGRAD_CUDA(cuCtxPushCurrent_v2, context);
-  }
-  ~Current() {
-    Context context = nullptr;
-    driver().cuCtxPopCurrent_v2(&context);
-  }
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
+// ---- blocks of memory for copies ----
+
+enum class Where { kHost, kDevice };
+
+struct Block {
+  char* data = nullptr;
+  size_t bytes = 0;
+  Where where = Where::kHost;
+  bool pinned = false;
+  const void* context = nullptr;
+  Event event = nullptr;  // recorded after the last copy from this block
 };
 
-// ---- memory of the host ----
-
-// Pinned if the driver can, and reused between calls: pinning takes longer than copying.
+// A block that is reused between calls: to pin memory takes longer than to copy it, and MPI keeps what it
+// has found out about a device address.
 class Memory {
  public:
-  explicit Memory(size_t bytes) {
+  Memory(const Driver& driver, const Current& current, Where where, size_t bytes)
+      : driver_(driver) {
     {
       const std::lock_guard<std::mutex> lock(mutex());
-      if (!idle().empty()) {
-        block_ = idle().back();
-        idle().pop_back();
+      for (size_t i = idle().size(); i-- > 0;) {
+        const Block& b = idle()[i];
+        if (b.where != where || b.context != current.identity()) continue;
+        block_ = b;
+        idle().erase(idle().begin() + static_cast<std::ptrdiff_t>(i));
+        break;
       }
     }
-    if (block_.bytes >= bytes) return;
-    block_.release();
-    block_ = Block::of((bytes + kRound - 1) / kRound * kRound);
+    block_.where = where;
+    block_.context = current.identity();
+    if (block_.bytes < bytes) replace((bytes + kRound - 1) / kRound * kRound);
   }
   ~Memory() {
     const std::lock_guard<std::mutex> lock(mutex());
@@ -130,30 +109,47 @@ class Memory {
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
   char* data() const { return block_.data; }
+  size_t bytes() const { return block_.bytes; }
+
+  // Work that is queued from now on begins after the last copy from this block.
+  void await_last_copy(Stream stream) const {
+    if (block_.event) MPIGRAD_GPU(driver_, wait_for, stream, block_.event, 0);
+  }
+  void note_copy(Stream stream) {
+    constexpr unsigned kWithoutTiming = 2;
+    if (!block_.event) MPIGRAD_GPU(driver_, create_event, &block_.event, kWithoutTiming);
+    MPIGRAD_GPU(driver_, record, block_.event, stream);
+  }
 
  private:
   static constexpr size_t kRound = 1 << 20;
-  struct Block {
-    char* data = nullptr;
-    size_t bytes = 0;
-    bool pinned = false;
 
-    static Block of(size_t bytes) {
+  // The driver frees memory of a device after the work that uses it.
+  void replace(size_t bytes) {
+    const auto none = [bytes] {
+      throw std::runtime_error("no memory for copies of " + std::to_string(bytes) + " bytes");
+    };
+    if (block_.where == Where::kDevice) {
+      if (block_.data) driver_.release(reinterpret_cast<Address>(block_.data));
+      block_.data = nullptr;
+      block_.bytes = 0;
+      Address address = 0;
+      MPIGRAD_GPU(driver_, allocate, &address, bytes);
+      block_.data = reinterpret_cast<char*>(address);
+    } else {
       constexpr unsigned kForAllContexts = 1;
       void* data = nullptr;
-      if (!driver().cuMemHostAlloc(&data, bytes, kForAllContexts))
-        return {static_cast<char*>(data), bytes, true};
-      data = std::aligned_alloc(4096, bytes);
-      if (!data)
-        throw std::runtime_error("no memory for copies of " + std::to_string(bytes) + " bytes");
-      return {static_cast<char*>(data), bytes, false};
+      if (block_.data && block_.pinned) driver_.free_host(block_.data);
+      else std::free(block_.data);
+      block_.data = nullptr;
+      block_.bytes = 0;
+      block_.pinned = !driver_.allocate_host(&data, bytes, kForAllContexts);
+      if (!block_.pinned && !(data = std::aligned_alloc(4096, bytes))) none();
+      block_.data = static_cast<char*>(data);
     }
-    void release() {
-      if (pinned) driver().cuMemFreeHost(data);
-      else std::free(data);
-      *this = Block();
-    }
-  };
+    block_.bytes = bytes;
+  }
+
   // Never destroyed: at the end of the process the driver may be unloaded first.
   static std::vector<Block>& idle() {
     static auto& blocks = *new std::vector<Block>;
@@ -163,20 +159,21 @@ class Memory {
     static auto& m = *new std::mutex;
     return m;
   }
+  const Driver& driver_;
   Block block_;
 };
 
-// ---- a call whose arrays are in host memory ----
+// ---- a call whose arrays are in such a block ----
 
 struct Area {
   void* device;
-  size_t bytes, offset;  // offset of the copy in host memory
+  size_t bytes, offset;  // offset of the copy in the block
 };
 
-class HostCall {
+class CopiedCall {
  public:
-  // If an operand and a result are one array on the device, they are one array on the host.
-  explicit HostCall(const XLA_FFI_CallFrame& outer) : frame_(outer) {
+  // If an operand and a result are one array on the device, they have one copy.
+  explicit CopiedCall(const XLA_FFI_CallFrame& outer) : frame_(outer) {
     buffers_.reserve(outer.args.size + outer.rets.size);
     add(outer.args.args, outer.args.size, args_, from_);
     add(outer.rets.rets, outer.rets.size, rets_, to_);
@@ -184,25 +181,40 @@ class HostCall {
     frame_.rets.rets = rets_.data();
   }
 
-  XLA_FFI_Error* run(XLA_FFI_Handler* handler, Stream stream) {
-    const Memory memory(bytes_);
-    for (const auto& [buffer, area] : placed_) buffer->data = memory.data() + areas_[area].offset;
-    for (size_t i : from_)
-      MPIGRAD_CUDA(cuMemcpyDtoHAsync_v2, memory.data() + areas_[i].offset, address(areas_[i]),
-                   areas_[i].bytes, stream);
-    MPIGRAD_CUDA(cuStreamSynchronize, stream);
-    if (XLA_FFI_Error* error = handler(&frame_)) return error;
-    for (size_t i : to_)
-      MPIGRAD_CUDA(cuMemcpyHtoDAsync_v2, address(areas_[i]), memory.data() + areas_[i].offset,
-                   areas_[i].bytes, stream);
-    if (!to_.empty()) MPIGRAD_CUDA(cuStreamSynchronize, stream);  // other calls reuse the memory
+  XLA_FFI_Error* run(XLA_FFI_Handler* handler, const Driver& driver, Stream stream, Where where) {
+    const Current current(driver, stream);
+    Memory memory(driver, current, where, bytes_);
+    const auto copy_of = [&](size_t area) { return memory.data() + areas_[area].offset; };
+    for (const auto& [buffer, area] : placed_) buffer->data = copy_of(area);
+    memory.await_last_copy(stream);
+    for (size_t i : from_) {
+      const Area& a = areas_[i];
+      if (where == Where::kHost)
+        MPIGRAD_GPU(driver, copy_to_host, copy_of(i), address(a.device), a.bytes, stream);
+      else
+        MPIGRAD_GPU(driver, copy_on_device, address(copy_of(i)), address(a.device), a.bytes, stream);
+    }
+    MPIGRAD_GPU(driver, synchronize, stream);
+    const DeviceBlock block{driver, stream, memory.data(), memory.bytes()};
+    if (where == Where::kDevice) device_block = &block;
+    XLA_FFI_Error* error = handler(&frame_);
+    device_block = nullptr;
+    if (error) return error;
+    for (size_t i : to_) {
+      const Area& a = areas_[i];
+      if (where == Where::kHost)
+        MPIGRAD_GPU(driver, copy_from_host, address(a.device), copy_of(i), a.bytes, stream);
+      else
+        MPIGRAD_GPU(driver, copy_on_device, address(a.device), address(copy_of(i)), a.bytes, stream);
+    }
+    if (to_.empty()) return nullptr;
+    memory.note_copy(stream);
+    if (on_cpu()) MPIGRAD_GPU(driver, synchronize, stream);
     return nullptr;
   }
 
  private:
-  static DeviceAddress address(const Area& area) {
-    return reinterpret_cast<DeviceAddress>(area.device);
-  }
+  static Address address(const void* data) { return reinterpret_cast<Address>(data); }
 
   // Copies descriptions of arrays. `used` gets the areas of arrays that have data.
   void add(void* const* outer, int64_t count, std::vector<void*>& inner,
@@ -220,7 +232,7 @@ class HostCall {
   }
 
   size_t area_of(void* device, size_t bytes) {
-    constexpr size_t kAlign = 64;  // XLA's alignment of arrays on CPUs
+    constexpr size_t kAlign = 256;  // at least XLA's alignment of arrays
     for (size_t i = 0; i < areas_.size(); ++i)
       if (areas_[i].device == device && areas_[i].bytes == bytes) return i;
     areas_.push_back({device, bytes, bytes_});
@@ -239,22 +251,54 @@ class HostCall {
 
 // ---- the handlers ----
 
-// How a handler itself uses its arrays, apart from MPI.
-enum class Use { kReads, kNothing, kNothingInPlace };
-
-// In these only MPI reads and writes the arrays, so a CUDA-aware MPI can use device addresses.
-constexpr std::string_view kMPIAlone[] = {
-    "mpigrad_allgather",  "mpigrad_allgatherv",      "mpigrad_allreduce",
-    "mpigrad_alltoall",   "mpigrad_alltoallv",       "mpigrad_neighbor_alltoallv",
-    "mpigrad_scatter",    "mpigrad_scatterv",        "mpigrad_reduce_scatter",
-    "mpigrad_reduce_scatterv",
+// What a handler does with its arrays.
+enum class Use {
+  kReads,      // it reads or writes them by itself, on the CPU
+  kMessages,   // it passes them to sends and receives of MPI
+  kCollective, // it passes them to collectives of MPI, which may compute
+  kOrder,      // nothing, if its result is its operand: it only keeps an order
 };
-// These do nothing if their result is their operand: they only keep an order.
-constexpr std::string_view kOnlyOrder[] = {"mpigrad_enter", "mpigrad_in_order"};
 
-template <size_t n>
-bool among(const std::string_view (&names)[n], std::string_view name) {
-  return std::find(std::begin(names), std::end(names), name) != std::end(names);
+struct Kind {
+  std::string_view name;
+  Use use;
+};
+constexpr Kind kKinds[] = {
+    {"mpigrad_send", Use::kMessages},
+    {"mpigrad_recv", Use::kMessages},
+    {"mpigrad_sendrecv", Use::kMessages},
+    {"mpigrad_neighbor_alltoallv", Use::kMessages},
+    {"mpigrad_allgather", Use::kCollective},
+    {"mpigrad_allgatherv", Use::kCollective},
+    {"mpigrad_allreduce", Use::kCollective},
+    {"mpigrad_alltoall", Use::kCollective},
+    {"mpigrad_alltoallv", Use::kCollective},
+    {"mpigrad_bcast", Use::kCollective},
+    {"mpigrad_exscan", Use::kCollective},
+    {"mpigrad_gather", Use::kCollective},
+    {"mpigrad_gatherv", Use::kCollective},
+    {"mpigrad_reduce", Use::kCollective},
+    {"mpigrad_reduce_scatter", Use::kCollective},
+    {"mpigrad_reduce_scatterv", Use::kCollective},
+    {"mpigrad_scan", Use::kCollective},
+    {"mpigrad_scatter", Use::kCollective},
+    {"mpigrad_scatterv", Use::kCollective},
+    {"mpigrad_enter", Use::kOrder},
+    {"mpigrad_in_order", Use::kOrder},
+};
+
+Use use_of(std::string_view name) {
+  for (const Kind& kind : kKinds)
+    if (kind.name == name) return kind.use;
+  return Use::kReads;
+}
+
+// Whether the arrays of a handler are passed to MPI on the device (MPIGRAD_GPU_AWARE, which Python has
+// checked).
+bool stays_on_device(Use use) {
+  static const std::string aware = setting("MPIGRAD_GPU_AWARE");
+  return (use == Use::kMessages && (aware == "p2p" || aware == "all")) ||
+         (use == Use::kCollective && aware == "all");
 }
 
 struct Target {
@@ -275,21 +319,14 @@ bool results_are_operands(const XLA_FFI_CallFrame& frame) {
   return true;
 }
 
-XLA_FFI_Error* staged(const Target& target, XLA_FFI_CallFrame* frame) {
+XLA_FFI_Error* staged(const Target& target, XLA_FFI_CallFrame* frame, Platform platform) {
   const auto* extension = frame->extension_start;
   const bool asks = extension && extension->type == XLA_FFI_Extension_Metadata;
   if (asks || frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return target.handler(frame);
-  if (target.use == Use::kNothingInPlace && results_are_operands(*frame))
-    return target.handler(frame);
+  if (target.use == Use::kOrder && results_are_operands(*frame)) return target.handler(frame);
   try {
-    const Stream stream = stream_of(*frame);
-    const Current current(stream);
-    static const bool mpi_knows_the_device = is_set("MPIGRAD_CUDA_AWARE");
-    if (target.use == Use::kNothing && mpi_knows_the_device) {
-      MPIGRAD_CUDA(cuStreamSynchronize, stream);
-      return target.handler(frame);
-    }
-    return HostCall(*frame).run(target.handler, stream);
+    const Where where = stays_on_device(target.use) ? Where::kDevice : Where::kHost;
+    return CopiedCall(*frame).run(target.handler, Driver::of(platform), stream_of(*frame), where);
   } catch (const std::exception& fault) {
     const std::string text = "mpigrad: " + target.name + " on a GPU array: " + fault.what();
     XLA_FFI_Error_Create_Args create{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, text.c_str(),
@@ -299,34 +336,34 @@ XLA_FFI_Error* staged(const Target& target, XLA_FFI_CallFrame* frame) {
 }
 
 // XLA calls a handler without data of its own, so there is one function for each place in this
-// table.
+// table, and for each platform.
 constexpr size_t kTargets = 128;
 std::array<Target, kTargets> targets;
 
-template <size_t i>
+template <Platform platform, size_t i>
 XLA_FFI_Error* place(XLA_FFI_CallFrame* frame) {
-  return staged(targets[i], frame);
+  return staged(targets[i], frame, platform);
 }
-template <size_t... i>
+template <Platform platform, size_t... i>
 constexpr std::array<XLA_FFI_Handler*, kTargets> all_places(std::index_sequence<i...>) {
-  return {place<i>...};
+  return {place<platform, i>...};
 }
-constexpr auto places = all_places(std::make_index_sequence<kTargets>());
+constexpr auto kPlaces = std::make_index_sequence<kTargets>();
+constexpr auto cuda_places = all_places<Platform::kCUDA>(kPlaces);
+constexpr auto rocm_places = all_places<Platform::kROCm>(kPlaces);
 
 }  // namespace
-}  // namespace mpigrad
+}  // namespace mpigrad::gpu
 
-// The GPU handler `name`, made from the handler for CPUs. nullptr: there are too many handlers.
-MPIGRAD_EXPORT XLA_FFI_Handler* mpigrad_staged(XLA_FFI_Handler* handler, const char* name) {
-  using namespace mpigrad;
+// The handler `name` for arrays on GPUs of CUDA, or of ROCm, made from the handler for CPUs. nullptr:
+// there are too many handlers.
+MPIGRAD_EXPORT XLA_FFI_Handler* mpigrad_staged(XLA_FFI_Handler* handler, const char* name,
+                                               int is_rocm) {
+  using namespace mpigrad::gpu;
   for (size_t i = 0; i < kTargets; ++i) {
     Target& target = targets[i];
-    if (!target.handler)
-      target = {handler, name,
-                among(kMPIAlone, name)    ? Use::kNothing
-                : among(kOnlyOrder, name) ? Use::kNothingInPlace
-                                          : Use::kReads};
-    if (target.handler == handler) return places[i];
+    if (!target.handler) target = {handler, name, use_of(name)};
+    if (target.handler == handler) return (is_rocm ? rocm_places : cuda_places)[i];
   }
   return nullptr;
 }

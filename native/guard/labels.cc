@@ -55,7 +55,7 @@ Parcel::Parcel(const Call& c, const Mail& mail, const Words& x) : words(x) {
   memory.resize(bytes + data);
   const Label label = describe(c, mail);
   std::memcpy(memory.data(), &label, bytes);
-  std::memcpy(memory.data() + bytes, x.data, data);
+  copy_bytes(memory.data() + bytes, x.data, data);
   words = Words(memory.data(), memory.size(), 1);
 }
 
@@ -83,7 +83,7 @@ ffi::Error unpack(const Call& c, const Mail& mail, int code, Status& status, int
   }
   const ffi::Error error = received(c, code, status, words, source);
   if (error.success() && words.data != y.data)
-    std::memcpy(y.data, static_cast<char*>(words.data) + bytes, y.count * y.width);
+    copy_bytes(y.data, static_cast<char*>(words.data) + bytes, y.count * y.width);
   return error;
 }
 

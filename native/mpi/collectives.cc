@@ -37,7 +37,7 @@ ffi::Error bcast(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t s
   const Words out(y);
   if (out.data != x.untyped_data()) {
     advise_huge_pages(out.data, y->size_bytes());
-    if (c.comm.rank == root) std::memcpy(out.data, x.untyped_data(), x.size_bytes());
+    if (c.comm.rank == root) copy_bytes(out.data, x.untyped_data(), x.size_bytes());
   }
   return c.done(call(runtime.mpi.Bcast, out.data, static_cast<int>(out.count), out.type,
                      static_cast<int>(root), c.comm.handle));
@@ -78,7 +78,7 @@ ffi::Error reduce(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
                         in.reduction(op), static_cast<int>(root), c.comm.handle);
   // Off the root MPI leaves the result undefined. Here it is zero, written while the root still
   // adds.
-  if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
+  if (c.comm.rank != root) clear_bytes(y->untyped_data(), y->size_bytes());
   return c.done(code);
 }
 
@@ -92,7 +92,7 @@ ffi::Error gather(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
   const int count = static_cast<int>(in.count);
   const int code = call(runtime.mpi.Gather, static_cast<const void*>(in.data), count, in.type,
                         place(y), count, in.type, static_cast<int>(root), c.comm.handle);
-  if (c.comm.rank != root) std::memset(y->untyped_data(), 0, y->size_bytes());
+  if (c.comm.rank != root) clear_bytes(y->untyped_data(), y->size_bytes());
   return c.done(code);
 }
 
@@ -159,7 +159,7 @@ ffi::Error exscan(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t 
                         in.reduction(op), backward ? c.comm.reversed : c.comm.handle);
   // On the first rank MPI leaves the result undefined. Here it is zero.
   if (c.comm.rank == (backward ? c.comm.size - 1 : 0))
-    std::memset(y->untyped_data(), 0, y->size_bytes());
+    clear_bytes(y->untyped_data(), y->size_bytes());
   return c.done(code);
 }
 
@@ -185,7 +185,7 @@ ffi::Error gatherv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_t
   if (ffi::Error e = c.collective(x, {{"root", root}}, counts); e.failure()) return e;
   const Words in(x), out(y);
   const Parts parts(counts, row);
-  if (c.comm.rank != root) std::memset(out.data, 0, y->size_bytes());
+  if (c.comm.rank != root) clear_bytes(out.data, y->size_bytes());
   return c.done(call(runtime.mpi.Gatherv, static_cast<const void*>(in.data),
                      static_cast<int>(in.count), in.type, out.data, parts.n(), parts.at(),
                      out.type, static_cast<int>(root), c.comm.handle));

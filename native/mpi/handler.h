@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "ffi.h"
+#include "gpu/arrays.h"
 #include "guard/guard.h"
 #include "guard/watch.h"
 #include "mpi/mpi_runtime.h"

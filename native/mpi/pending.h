@@ -41,7 +41,7 @@ struct Pending {
 
   int post_send(const Words& x, int64_t tag) {
     advise_huge_pages(words.data, words.count * words.width);
-    std::memcpy(words.data, x.data, words.count * words.width);
+    copy_bytes(words.data, x.data, words.count * words.width);
     return note_post(
         request, call(runtime.mpi.Isend, static_cast<const void*>(words.data),
                       static_cast<int>(words.count), words.type, static_cast<int>(peer),

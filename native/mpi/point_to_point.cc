@@ -78,7 +78,7 @@ ffi::Error recv(Token, TokenOut, BufferOut y, int64_t comm, int64_t site, int64_
   const Words out(y);
   if (source == runtime.proc_null) {
     if (ffi::Error e = c.messages({}, {mail(source, c.tag(tag), *y)}); e.failure()) return e;
-    std::memset(out.data, 0, y->size_bytes());
+    clear_bytes(out.data, y->size_bytes());
     return ffi::Error::Success();
   }
   Status status;
@@ -166,7 +166,7 @@ ffi::Error sendrecv(Token, Buffer x, TokenOut, BufferOut y, int64_t comm, int64_
   has_ended(c.slot, dest, sendtag, false);
   has_ended(c.slot, source, recvtag, true);
   if (source == runtime.proc_null && !code) {
-    std::memset(result.data, 0, y->size_bytes());
+    clear_bytes(result.data, y->size_bytes());
     return ffi::Error::Success();
   }
   return unpack(c, coming, code, status, static_cast<int>(source), out, result);

@@ -58,6 +58,10 @@ def start() -> None:
 
     guard.end_all_on_errors()  # before the imports below, whose errors must end all ranks, too
 
+    from mpigrad.runtime.gpu_aware import check_gpu_aware
+
+    check_gpu_aware()
+
     from mpigrad import compilation
     from mpigrad.autodiff import self_check  # noqa: F401  the module registers the check
     from mpigrad.communicator import default_communicator

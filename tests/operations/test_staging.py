@@ -20,9 +20,11 @@ from mpigrad import sparse
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid, halo_exchange
 
-# Bytes that an allreduce of a thousand numbers copies to the host, and back: with one byte by which
-# programs keep their order.
-STAGED, AWARE = [8000, 8001], [0, 1]
+# Bytes that a message of a thousand numbers copies to the host, to the device and on the device. One
+# byte keeps the order of programs.
+HOST, DEVICE = [8000, 8001, 0], [0, 1, 16000]
+
+Driver = dict[str, str]  # the environment in which it is used
 
 
 def run(directory: pathlib.Path, **environment: str) -> list[dict[str, Any]]:
@@ -38,15 +40,17 @@ def run(directory: pathlib.Path, **environment: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(scope="module", params=["cuda", "rocm"])
+def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    """A stand-in for the driver of a platform."""
     compiler = shutil.which("cc")
     assert compiler, "no C compiler, with which native/ is built"
     library = tmp_path_factory.mktemp("driver") / "libdriver.so"
     words = [compiler, "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-o", str(library)]
+    words += ["-DHIP"] * (request.param == "rocm")
     done = subprocess.run([*words, str(PROGRAMS / "driver.c")], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    return str(library)
+    return {"MPIGRAD_GPU_LIBRARY": str(library), "MPIGRAD_STAGE": request.param}
 
 
 @pytest.fixture(scope="module")
@@ -56,27 +60,23 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.full("test_programs_are_lowered_for_gpus checks that GPUs call the same handlers")
 @pytest.mark.launcher
-@pytest.mark.parametrize("aware", ["0", "1"], ids=["staged", "aware"])
+@pytest.mark.parametrize("aware", ["0", "p2p", "all"])
 def test_staged_programs_compute_the_same(
-    aware: str, driver: str, plain: list[dict[str, Any]], tmp_path: pathlib.Path
+    aware: str, driver: Driver, plain: list[dict[str, Any]], tmp_path: pathlib.Path
 ) -> None:
-    staged = run(
-        tmp_path / "out",
-        MPIGRAD_STAGE="1",
-        MPIGRAD_CUDA_LIBRARY=driver,
-        MPIGRAD_CUDA_AWARE=aware,
-    )
+    staged = run(tmp_path / "out", **driver, MPIGRAD_GPU_AWARE=aware)
     for rank, (one, other) in enumerate(zip(plain, staged, strict=True)):
         for name, array in one["arrays"].items():
             np.testing.assert_array_equal(other["arrays"][name], array)
             assert other["arrays"][name].tobytes() == array.tobytes()
-        assert min(other["copies"]) > 20
+        assert min(other["copies"][:2]) > 20
+        assert (other["copies"][2] > 0) == (other["allocated"] > 0) == (aware != "0")
         assert (other["pinned"] > 0) == (rank == 0)
-        assert other["allreduce"] == (AWARE if aware == "1" else STAGED)
-        assert (
-            "mpigrad_bcast of arrays on a GPU: cuMemcpyDtoHAsync_v2: the stand-in fails"
-            in (other["error"])
-        )
+        assert other["allreduce"] == (DEVICE if aware == "all" else HOST)
+        assert other["sendrecv"] == (HOST if aware == "0" else DEVICE)
+        name = "cu" if driver["MPIGRAD_STAGE"] == "cuda" else "hip"
+        assert f"mpigrad_bcast on a GPU array: {name}Memcpy" in other["error"]
+        assert "the stand-in fails" in other["error"]
 
 
 @pytest.mark.launcher
@@ -84,9 +84,28 @@ def test_without_a_driver_there_is_an_error(tmp_path: pathlib.Path) -> None:
     program = tmp_path / "one.py"
     program.write_text("import jax.numpy as jnp, mpigrad as mg\nmg.allreduce(jnp.ones(3))\n")
     nowhere = str(tmp_path / "libcuda.so")
-    done = mpigrad("launch", "-n", 1, program, MPIGRAD_STAGE="1", MPIGRAD_CUDA_LIBRARY=nowhere)
+    done = mpigrad("launch", "-n", 1, program, MPIGRAD_STAGE="cuda", MPIGRAD_GPU_LIBRARY=nowhere)
     assert done.returncode != 0
     assert f"no CUDA driver: {nowhere}" in done.stderr
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("1", "MPIGRAD_GPU_AWARE must be p2p (messages between two ranks), all"),
+        ("all", "would add device addresses up on the CPU. Use a GPU-aware MPI"),
+        ("p2p", "has not loaded UCX's libuct_cuda or libuct_rocm"),
+    ],
+)
+def test_an_mpi_without_gpu_support_is_refused(
+    value: str, text: str, tmp_path: pathlib.Path
+) -> None:
+    program = tmp_path / "one.py"
+    program.write_text("import mpigrad.operations\n")
+    done = mpigrad("launch", "-n", 1, program, MPIGRAD_GPU_AWARE=value)
+    assert done.returncode != 0
+    assert text in done.stderr
 
 
 @pytest.mark.ranks(2)

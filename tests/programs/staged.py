@@ -1,7 +1,7 @@
 """Messages of all kinds, a sparse product and a solve: value and gradient, to be compared.
 
-staged.py DIRECTORY: each rank writes what it got to DIRECTORY, and what the stand-in for the CUDA
-driver (driver.c) has copied, where MPIGRAD_CUDA_LIBRARY names it.
+staged.py DIRECTORY: each rank writes what it got to DIRECTORY, and what the stand-in for the driver
+(driver.c) has copied, if MPIGRAD_GPU_LIBRARY names it.
 """
 
 import ctypes
@@ -66,19 +66,25 @@ moved = [mg.bcast(jnp.arange(3).astype(t) + rank) for t in ("bfloat16", "uint8",
 arrays = [value, gradient, moved[0].astype("float32"), *moved[1:]]
 np.savez(out / f"{rank}.npz", *map(np.asarray, arrays))
 
-if path := os.environ.get("MPIGRAD_CUDA_LIBRARY"):
+if path := os.environ.get("MPIGRAD_GPU_LIBRARY"):
     driver = ctypes.CDLL(path)
     copies, copied = (
-        (ctypes.c_longlong * 2).in_dll(driver, f"stand_in_{x}") for x in ("copies", "bytes")
+        (ctypes.c_longlong * 3).in_dll(driver, f"stand_in_{x}") for x in ("copies", "bytes")
     )
-    found = {
-        "copies": [*copies],
-        "pinned": ctypes.c_longlong.in_dll(driver, "stand_in_pinned").value,
+    blocks = {
+        name: ctypes.c_longlong.in_dll(driver, f"stand_in_{name}").value
+        for name in ("pinned", "allocated")
     }
+    found = {"copies": [*copies], **blocks}
+
+    def copied_by(function):
+        before = [*copied]
+        function()
+        return [new - old for new, old in zip(copied, before, strict=True)]
+
     ones = jnp.ones(1000)
-    at = [*copied]
-    mg.allreduce(ones)
-    found["allreduce"] = [new - old for new, old in zip(copied, at, strict=True)]
+    found["allreduce"] = copied_by(lambda: mg.allreduce(ones))
+    found["sendrecv"] = copied_by(lambda: mg.sendrecv(ones, after, before))
     ctypes.c_int.in_dll(driver, "stand_in_fails").value = 1
     try:
         mg.bcast(ones)

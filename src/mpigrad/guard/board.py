@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpigrad.runtime.gpu_aware import gpu_aware
 from mpigrad.runtime.native import library
 
 __all__ = ["Board", "register", "share"]
@@ -281,9 +282,8 @@ def _is_crowded(near: MPI.Comm) -> bool:
 
 def register(lib: ctypes.CDLL, slot: int, rank: int, gather: Any) -> None:
     """Register a new communicator of this rank. `gather` is an allgather over its members."""
-    # With a CUDA-aware MPI the CPU cannot read the arrays.
-    on_gpu = os.environ.get("MPIGRAD_CUDA_AWARE") == "1"
-    wanted = os.environ.get("MPIGRAD_SHARED_MEMORY", "1") != "0" and not on_gpu
+    on_device = gpu_aware() == "all"  # the CPU cannot read the arrays of sums
+    wanted = os.environ.get("MPIGRAD_SHARED_MEMORY", "1") != "0" and not on_device
     me = MPI.COMM_WORLD.rank
     reserved = not _board_file or _reserve_entry(_board_file[0], _host_indices[me], slot)
     own = (me, slot, next(_communicator_ids), wanted, reserved)

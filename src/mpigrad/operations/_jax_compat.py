@@ -266,15 +266,16 @@ def in_custom_function() -> bool:
 # ---- lowering ----
 
 # The platforms of native handlers: JAX's name -> XLA's name.
-_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
-# For tests: copy arrays on CPUs as arrays on GPUs are copied.
-_STAGES_ON_CPU = os.environ.get("MPIGRAD_STAGE") == "1"
+_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA", "rocm": "ROCM"}
+# For tests: copy arrays on CPUs as arrays on GPUs of this platform are copied.
+_STAGED_AS = _PLATFORMS.get(os.environ.get("MPIGRAD_STAGE", ""), "")
 
 
-def register_target(name: str, handler: Any, staged: Any) -> None:
-    """Register a handler with XLA: `handler` for CPUs, `staged` for GPUs."""
+def register_target(name: str, handler: Any, staged: Callable[[str], Any]) -> None:
+    """Register a handler with XLA: `handler` for CPUs, `staged(platform)` for GPUs."""
     for platform in _PLATFORMS.values():
-        function = handler if platform == "cpu" and not _STAGES_ON_CPU else staged
+        on_gpu = _STAGED_AS if platform == "cpu" else platform
+        function = staged(on_gpu) if on_gpu else handler
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform=platform)
 
 
@@ -403,7 +404,7 @@ def constants_as_operands(closed_jaxpr: Any) -> tuple[Any, list[Any]]:
 @functools.cache
 def queues() -> bool:
     """Return True if a call of a program only queues it, as on GPUs. On CPUs it runs at once."""
-    return jax.default_backend() != "cpu" or _STAGES_ON_CPU
+    return jax.default_backend() != "cpu" or bool(_STAGED_AS)
 
 
 def configure_backend(size: int) -> None:

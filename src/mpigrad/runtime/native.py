@@ -157,7 +157,7 @@ def library() -> ctypes.CDLL:
     lib.mpigrad_set_arithmetic_type.argtypes = [ctypes.c_int, ctypes.c_int64]
     lib.mpigrad_set_word_type.argtypes = [ctypes.c_int, ctypes.c_int64]
     lib.mpigrad_staged.restype = ctypes.c_void_p
-    lib.mpigrad_staged.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    lib.mpigrad_staged.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int]
     lib.mpigrad_record.restype = ctypes.c_void_p
     lib.mpigrad_pending_requests.restype = ctypes.c_char_p
     lib.mpigrad_begin.restype = ctypes.c_char_p
