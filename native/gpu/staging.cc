@@ -17,7 +17,7 @@
 #include "ffi.h"
 #include "gpu/arrays.h"
 #include "gpu/driver.h"
-#include "mpi/mpi_runtime.h"
+#include "mpi/handler.h"
 
 namespace mpigrad::gpu {
 
@@ -122,13 +122,10 @@ class Memory {
   }
 
  private:
-  static constexpr size_t kRound = 1 << 20;
+  static constexpr size_t kRound = 2 << 20;  // the size of a huge page
 
-  // The driver frees memory of a device after the work that uses it.
   void replace(size_t bytes) {
-    const auto none = [bytes] {
-      throw std::runtime_error("no memory for copies of " + std::to_string(bytes) + " bytes");
-    };
+    if (block_.event) MPIGRAD_GPU(driver_, await, block_.event);
     if (block_.where == Where::kDevice) {
       if (block_.data) driver_.release(reinterpret_cast<Address>(block_.data));
       block_.data = nullptr;
@@ -137,15 +134,18 @@ class Memory {
       MPIGRAD_GPU(driver_, allocate, &address, bytes);
       block_.data = reinterpret_cast<char*>(address);
     } else {
+      // Memory that the driver itself allocates cannot be read by another process, and MPI copies it
+      // once more.
       constexpr unsigned kForAllContexts = 1;
-      void* data = nullptr;
-      if (block_.data && block_.pinned) driver_.free_host(block_.data);
-      else std::free(block_.data);
-      block_.data = nullptr;
+      if (block_.pinned) driver_.unpin(block_.data);
+      std::free(block_.data);
+      block_.data = static_cast<char*>(std::aligned_alloc(kRound, bytes));
       block_.bytes = 0;
-      block_.pinned = !driver_.allocate_host(&data, bytes, kForAllContexts);
-      if (!block_.pinned && !(data = std::aligned_alloc(4096, bytes))) none();
-      block_.data = static_cast<char*>(data);
+      block_.pinned = false;
+      if (!block_.data)
+        throw std::runtime_error("no memory for copies of " + std::to_string(bytes) + " bytes");
+      advise_huge_pages(block_.data, bytes);
+      block_.pinned = !driver_.pin(block_.data, bytes, kForAllContexts);
     }
     block_.bytes = bytes;
   }
@@ -285,6 +285,7 @@ constexpr Kind kKinds[] = {
     {"mpigrad_scatterv", Use::kCollective},
     {"mpigrad_enter", Use::kOrder},
     {"mpigrad_in_order", Use::kOrder},
+    {"mpigrad_leave_loop", Use::kOrder},
 };
 
 Use use_of(std::string_view name) {

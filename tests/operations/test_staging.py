@@ -20,8 +20,8 @@ from mpigrad import sparse
 from mpigrad.communicator import Communicator
 from mpigrad.grid import Grid, halo_exchange
 
-# Bytes that a message of a thousand numbers copies to the host, to the device and on the device. One
-# byte keeps the order of programs.
+# Bytes that a message of a thousand numbers copies to the host, to the device and on the device.
+# One byte keeps the order of programs.
 HOST, DEVICE = [8000, 8001, 0], [0, 1, 16000]
 
 Driver = dict[str, str]  # the environment in which it is used
@@ -129,3 +129,25 @@ def test_programs_are_lowered_for_gpus(comm: Communicator) -> None:
     assert ("@mpigrad_send_to(" if comm.rank else "@mpigrad_recv(") in program
     assert "@mpigrad_multigrid_solve(" in program
     assert "@mpigrad_kernels_contract(" not in program  # products are computed on the device
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("platform", ["cuda", "rocm", "cpu"])
+def test_slices_are_not_fused_with_messages_on_gpus(comm: Communicator, platform: str) -> None:
+    """A message's array comes from a barrier, and its result goes into one (record 0102)."""
+    other = 1 - comm.rank
+
+    def f(u: jax.Array) -> jax.Array:
+        return u.at[1].set(mg.sendrecv(u[0], other, other, comm=comm))
+
+    lowered = jax.jit(f).trace(jnp.ones((4, 64))).lower(lowering_platforms=(platform,))
+    lines = [line.split(" : ")[0].strip() for line in lowered.as_text().splitlines()]
+    (call,) = [line for line in lines if "@mpigrad_sendrecv(" in line]
+    barriers = [line for line in lines if "optimization_barrier" in line]
+    operand = call.partition("@mpigrad_sendrecv(")[2].split(")")[0].split(", ")[1]
+    result = call.split(":")[0]
+    if platform == "cpu":
+        assert not barriers
+    else:
+        assert any(line.startswith(f"{operand} = ") for line in barriers)
+        assert any(line.endswith(f"{result}#1") for line in barriers)

@@ -168,10 +168,18 @@ def main() -> int:
     """Run everything, print a line for each number of ranks, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("-n", type=int, nargs="*", default=RANKS, help="numbers of ranks")
-    unpacked = source(BUILD)
+    parser.add_argument("--source", type=pathlib.Path, help="the unpacked sdist, if it is here")
+    parser.add_argument(
+        "--fetch", type=pathlib.Path, help="unpack the sdist in this folder, and run no test"
+    )
+    arguments = parser.parse_args()
+    if arguments.fetch:
+        print(source(arguments.fetch))
+        return 0
+    unpacked = arguments.source or source(BUILD)
     expected = differences(HERE / "differences.toml")
     wrong: list[str] = []
-    for ranks in parser.parse_args().n:
+    for ranks in arguments.n:
         start = time.monotonic()
         unexpected, counts = compare(run(unpacked, ranks), expected, ranks)
         wrong += unexpected

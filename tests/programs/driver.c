@@ -109,19 +109,17 @@ int NAME(cuMemsetD8Async, hipMemsetD8Async)(unsigned long long to, unsigned char
   return value ? kInvalidValue : copy((void *)to, NULL, bytes, 0);
 }
 
-int NAME(cuMemHostAlloc, hipHostMalloc)(void **data, size_t bytes, unsigned flags) {
-  if (!contexts || flags != 1) return kInvalidContext;
+int NAME(cuMemHostRegister_v2, hipHostRegister)(void *data, size_t bytes, unsigned flags) {
+  if (!contexts || flags != 1 || !bytes) return kInvalidContext;
   const char *without = getenv("STAND_IN_WITHOUT_PINNED_MEMORY");
   if (without && *without) return kOutOfMemory;
-  *data = aligned_alloc(4096, bytes);
-  if (!*data) return kOutOfMemory;
-  memset(*data, 0xab, bytes);
+  memset(data, 0xab, bytes);
   __atomic_fetch_add(&stand_in_pinned, 1, __ATOMIC_RELAXED);
   return kSuccess;
 }
 
-int NAME(cuMemFreeHost, hipHostFree)(void *data) {
-  free(data);
+int NAME(cuMemHostUnregister, hipHostUnregister)(void *data) {
+  if (!data) return kInvalidValue;
   __atomic_fetch_sub(&stand_in_pinned, 1, __ATOMIC_RELAXED);
   return kSuccess;
 }
@@ -152,6 +150,10 @@ int NAME(cuEventCreate, hipEventCreateWithFlags)(void **event, unsigned flags) {
 
 int NAME(cuEventRecord, hipEventRecord)(void *event, void *stream) {
   (void)stream;
+  return event == &stand_in_fails && contexts ? kSuccess : kInvalidContext;
+}
+
+int NAME(cuEventSynchronize, hipEventSynchronize)(void *event) {
   return event == &stand_in_fails && contexts ? kSuccess : kInvalidContext;
 }
 

@@ -295,6 +295,24 @@ def _attribute(value: Any) -> Any:
     return value
 
 
+def _on_gpu(ctx: Any) -> bool:
+    platforms = getattr(ctx, "platforms", None) or ctx.module_context.platforms
+    return any(platform != "cpu" for platform in platforms)
+
+
+def _behind_barriers(ctx: Any, avals: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Return the arrays of a call on a GPU, each behind a barrier.
+
+    Without the barriers XLA of JAX 0.11.1 to 0.12 fuses slices with the call, and ends the process
+    because the call has a token.
+    """
+    barrier = mlir.lower_fun(jax.lax.optimization_barrier, multiple_results=False)
+    return [
+        barrier(ctx.replace(avals_in=[aval], avals_out=[aval], tokens_out=None), value)[0]
+        for aval, value in zip(avals, values, strict=True)
+    ]
+
+
 _SMALL = 512  # elements that are copied in a time that does not matter
 
 
@@ -330,12 +348,17 @@ def lowering(
         named = params if attributes is None else attributes(ctx.avals_in, params)
         # XLA compiles a kernel of its own for the copy that an alias may need.
         is_large = bool(aliases) and ctx.avals_in[0].size > _SMALL
+        arrays: Sequence[Any] = values[:operands]
+        if _on_gpu(ctx):
+            arrays = _behind_barriers(ctx, ctx.avals_in[:operands], arrays)
         token_out, *results = (in_place if is_large else call)(
             inner,
             ctx.tokens_in.get(effect),
-            *values[:operands],
+            *arrays,
             **{name: _attribute(value) for name, value in named.items()},
         )
+        if _on_gpu(ctx):
+            results = _behind_barriers(ctx, ctx.avals_out, results)
         ctx.set_tokens_out(mlir.TokenSet({effect: token_out}))
         return results
 

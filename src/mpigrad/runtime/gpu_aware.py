@@ -25,7 +25,7 @@ def gpu_aware() -> str:
 
 
 def check_gpu_aware() -> None:
-    """Raise an ImportError if this MPI would crash with the device addresses that the user wants."""
+    """Raise an ImportError if this MPI would crash with the device addresses that it would get."""
     wanted = gpu_aware()
     if not wanted or os.environ.get("MPIGRAD_STAGE"):  # a test on CPUs
         return
@@ -47,14 +47,14 @@ def check_gpu_aware() -> None:
         loaded = maps.read()
     if not any(transport in loaded for transport in _TRANSPORTS):
         raise ImportError(
-            f"mpigrad: {_VARIABLE}=p2p, but this MPI ({name}) was built without GPU support, and has "
-            "not loaded UCX's libuct_cuda or libuct_rocm either. Use a GPU-aware MPI or a UCX with "
-            f"GPU support, or unset {_VARIABLE}."
+            f"mpigrad: {_VARIABLE}=p2p, but this MPI ({name}) was built without GPU support, and "
+            "has not loaded UCX's libuct_cuda or libuct_rocm either. Use a GPU-aware MPI or a UCX "
+            f"with GPU support, or unset {_VARIABLE}."
         )
 
 
 def _is_gpu_aware(path: str) -> bool | None:
-    """Return whether the MPI library says that it takes device addresses, None if it says nothing."""
+    """Return whether this MPI says that it takes device addresses, or None if it does not say."""
     if not path:
         return None
     library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
