@@ -1,4 +1,4 @@
-"""The measurements of speed.py, as programs that are not yet compiled, and their sizes."""
+"""The measurements of gpu.py, as programs that are not yet compiled, and their sizes."""
 
 from __future__ import annotations
 

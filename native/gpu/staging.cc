@@ -82,6 +82,10 @@ struct Block {
   Event event = nullptr;  // recorded after the last copy from this block
 };
 
+struct NoDeviceMemory : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
 // A block that is reused between calls: to pin memory takes longer than to copy it, and MPI keeps what it
 // has found out about a device address.
 class Memory {
@@ -131,7 +135,10 @@ class Memory {
       block_.data = nullptr;
       block_.bytes = 0;
       Address address = 0;
-      MPIGRAD_GPU(driver_, allocate, &address, bytes);
+      if (driver_.allocate(&address, bytes))
+        throw NoDeviceMemory("no memory of the device for copies of " + std::to_string(bytes) +
+                             " bytes. Leave more to others than JAX's allocator, for example by "
+                             "XLA_PYTHON_CLIENT_MEM_FRACTION=0.6");
       block_.data = reinterpret_cast<char*>(address);
     } else {
       // Memory that the driver itself allocates cannot be read by another process, and MPI copies it
@@ -184,6 +191,18 @@ class CopiedCall {
   XLA_FFI_Error* run(XLA_FFI_Handler* handler, const Driver& driver, Stream stream, Where where) {
     const Current current(driver, stream);
     Memory memory(driver, current, where, bytes_);
+    try {
+      return run_in(memory, handler, driver, stream, where);
+    } catch (...) {  // the block must not be reused while a copy is under way
+      device_block = nullptr;
+      driver.synchronize(stream);
+      throw;
+    }
+  }
+
+ private:
+  XLA_FFI_Error* run_in(Memory& memory, XLA_FFI_Handler* handler, const Driver& driver,
+                        Stream stream, Where where) {
     const auto copy_of = [&](size_t area) { return memory.data() + areas_[area].offset; };
     for (const auto& [buffer, area] : placed_) buffer->data = copy_of(area);
     memory.await_last_copy(stream);
@@ -213,7 +232,6 @@ class CopiedCall {
     return nullptr;
   }
 
- private:
   static Address address(const void* data) { return reinterpret_cast<Address>(data); }
 
   // Copies descriptions of arrays. `used` gets the areas of arrays that have data.
@@ -326,8 +344,16 @@ XLA_FFI_Error* staged(const Target& target, XLA_FFI_CallFrame* frame, Platform p
   if (asks || frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return target.handler(frame);
   if (target.use == Use::kOrder && results_are_operands(*frame)) return target.handler(frame);
   try {
-    const Where where = stays_on_device(target.use) ? Where::kDevice : Where::kHost;
-    return CopiedCall(*frame).run(target.handler, Driver::of(platform), stream_of(*frame), where);
+    const Driver& driver = Driver::of(platform);
+    const Stream stream = stream_of(*frame);
+    if (stays_on_device(target.use)) {
+      try {
+        return CopiedCall(*frame).run(target.handler, driver, stream, Where::kDevice);
+      } catch (const NoDeviceMemory&) {
+        if (target.use == Use::kCollective) throw;  // MPI may need device addresses on all ranks
+      }
+    }
+    return CopiedCall(*frame).run(target.handler, driver, stream, Where::kHost);
   } catch (const std::exception& fault) {
     const std::string text = "mpigrad: " + target.name + " on a GPU array: " + fault.what();
     XLA_FFI_Error_Create_Args create{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, text.c_str(),

@@ -103,8 +103,8 @@ MUTATIONS = [
              1, SHARED + "test_programs_are_published_and_read"),
     Mutation("compilation/compiler.py", "<= (_BLIND if used is None else _STALLED)", "< 1e9",
              1, SHARED + "test_a_rank_that_works_is_awaited_and_one_that_is_stopped_is_not"),
-    Mutation("compilation/compiler.py", "or host_callbacks\n", "or False\n",
-             0, "tests/compilation/test_compiler.py::test_one_rank_compiles_for_all"),
+    Mutation("compilation/compiler.py", "0 if value.is_splat else 8 * len(value)", "0",
+             1, SHARED + "test_arrays_that_a_program_closes_over_are_counted"),
     # ---- operations ----
     Mutation("operations/collectives.py", "ct, a, backward=1 - backward, **params\n    )[0],\n)\nexscan_p",
              "ct, a, backward=backward, **params\n    )[0],\n)\nexscan_p", 2, VALUES + "[scan-jit]"),

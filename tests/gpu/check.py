@@ -13,7 +13,10 @@ of interest.
 from __future__ import annotations
 
 import argparse
+import atexit
 import concurrent.futures
+import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -149,7 +152,7 @@ PARTS: dict[str, tuple[Step, ...]] = {
              {"MPIGRAD_TIMEOUT": "5"}, expected=("rank 0: has waited 5 s in recv", "faults.py:")),
         Step("a rank ends", ("faults.py", "apart"), 2, 40, "faults",
              {"MPIGRAD_TIMEOUT": "5"}, expected=("rank 0: has waited 5 s in recv", "has ended")),
-        Step("mpi4jax's tests", MPI4JAX, 0, 90, "faults", needs=PEERS),
+        Step("mpi4jax's tests", MPI4JAX, 0, 150, "faults", needs=PEERS),
         Step("doctor", (sys.executable, "-m", "mpigrad", "doctor"), 0, 90, "faults"),
         messages("memory of XLA", "xla", 2, 15, **UCX),
         speed("acoustic", 2, 40, **MPS),
@@ -286,15 +289,13 @@ def main() -> int:
     start, results = time.perf_counter(), []
     page = o.output / f"check-{o.part}.txt"
     page.write_text("")
-    for together in groups(steps):
+    for group in groups(steps):
         if time.perf_counter() - start > o.seconds:
             break
-        with concurrent.futures.ThreadPoolExecutor(len(together)) as pool:
-            found = list(pool.map(lambda step: run(step, base, o.cpu), together))
-        results += found
-        (o.output / f"check-{o.part}.json").write_text(json.dumps(results, indent=1))
-        with page.open("a") as out:
-            for result in found:
+        with concurrent.futures.ThreadPoolExecutor(len(group)) as pool, page.open("a") as out:
+            for result in pool.map(lambda step: run(step, base, o.cpu), group):
+                results.append(result)
+                (o.output / f"check-{o.part}.json").write_text(json.dumps(results, indent=1))
                 text = [line(result), *map(figures, result["rows"])]
                 output = result["output"]
                 if not result["passed"]:
@@ -315,7 +316,19 @@ def start_mps() -> None:
         return
     for folder in MPS.values():
         pathlib.Path(folder).mkdir(exist_ok=True)
-    subprocess.run([daemon, "-d"], env=os.environ | MPS, check=False, timeout=20)
+    environment = os.environ | MPS
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run([daemon, "-d"], env=environment, check=False, timeout=20)
+    stop = functools.partial(
+        subprocess.run,
+        [daemon],
+        input="quit\n",
+        text=True,
+        env=environment,
+        check=False,
+        timeout=20,
+    )
+    atexit.register(stop)
 
 
 if __name__ == "__main__":

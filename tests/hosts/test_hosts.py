@@ -206,7 +206,9 @@ class Run:
         program = (PROGRAMS / "resumed.py", "loop", self.directory, 120)
         where = ("--hosts", hosts_file(self.shared, **slots)) if slots else ("-n", 4)
         words = command("launch", *where, *program)
-        return Job(self.network, "node1", words, MPIGRAD_TIMEOUT=f"{TIMEOUT:g}")
+        # Through shared memory, the ranks of one host are added up in another order.
+        settings = {"MPIGRAD_TIMEOUT": f"{TIMEOUT:g}", "MPIGRAD_SHARED_MEMORY": "0"}
+        return Job(self.network, "node1", words, **settings)
 
     def finish(self, **slots: int) -> np.ndarray:
         done = self.start(**slots).end()

@@ -72,11 +72,31 @@ def test_staged_programs_compute_the_same(
         assert min(other["copies"][:2]) > 20
         assert (other["copies"][2] > 0) == (other["allocated"] > 0) == (aware != "0")
         assert (other["pinned"] > 0) == (rank == 0)
+        # A copy back is under way when a message ends, so the next message waits for it.
+        assert min(other["records"], other["waits"]) > 20
         assert other["allreduce"] == (DEVICE if aware == "all" else HOST)
         assert other["sendrecv"] == (HOST if aware == "0" else DEVICE)
         name = "cu" if driver["MPIGRAD_STAGE"] == "cuda" else "hip"
         assert f"mpigrad_bcast on a GPU array: {name}Memcpy" in other["error"]
         assert "the stand-in fails" in other["error"]
+
+
+@pytest.mark.launcher
+def test_messages_without_device_memory_go_through_the_host(
+    driver: Driver, tmp_path: pathlib.Path
+) -> None:
+    program = tmp_path / "large.py"
+    program.write_text(
+        "import jax.numpy as jnp, mpigrad as mg\n"
+        "other = 1 - mg.default_communicator().rank\n"
+        "y = mg.sendrecv(jnp.full(2**20, 3.0), other, other)\n"
+        "assert bool(jnp.all(y == 3))\n"
+        "mg.allreduce(y)\n"
+    )
+    limits = {"STAND_IN_DEVICE_BYTES": str(2**21), "MPIGRAD_GPU_AWARE": "all"}
+    done = mpigrad("launch", "-n", 2, program, **driver, **limits)
+    assert "mpigrad_allreduce on a GPU array: no memory of the device" in done.stderr
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in done.stderr
 
 
 @pytest.mark.launcher
@@ -95,7 +115,7 @@ def test_without_a_driver_there_is_an_error(tmp_path: pathlib.Path) -> None:
     [
         ("1", "MPIGRAD_GPU_AWARE must be p2p (messages between two ranks), all"),
         ("all", "would add device addresses up on the CPU. Use a GPU-aware MPI"),
-        ("p2p", "has not loaded UCX's libuct_cuda or libuct_rocm"),
+        ("p2p", "does not send its messages by a UCX that has loaded libuct_cuda"),
     ],
 )
 def test_an_mpi_without_gpu_support_is_refused(

@@ -22,8 +22,9 @@ static _Thread_local struct copy queue[kMost];
 static _Thread_local int queued, contexts;
 
 /* For the tests: copies and bytes to the host, to the device, and on the device; how many blocks are
- * pinned, and how many are on the device; waits of the host. */
-long long stand_in_copies[3], stand_in_bytes[3], stand_in_pinned, stand_in_allocated, stand_in_waits;
+ * pinned, and how many are on the device. */
+long long stand_in_copies[3], stand_in_bytes[3], stand_in_pinned, stand_in_allocated;
+long long stand_in_records, stand_in_waits; /* of events */
 int stand_in_fails; /* every copy from now on */
 
 #ifdef HIP
@@ -70,7 +71,6 @@ int NAME(cuStreamSynchronize, hipStreamSynchronize)(void *stream) {
     if (queue[i].from) memcpy(queue[i].to, queue[i].from, queue[i].bytes);
     else memset(queue[i].to, 0, queue[i].bytes);
   queued = 0;
-  __atomic_fetch_add(&stand_in_waits, 1, __ATOMIC_RELAXED);
   return kSuccess;
 }
 
@@ -126,6 +126,8 @@ int NAME(cuMemHostUnregister, hipHostUnregister)(void *data) {
 
 int NAME(cuMemAlloc_v2, hipMalloc)(unsigned long long *address, size_t bytes) {
   if (!contexts) return kInvalidContext;
+  const char *most = getenv("STAND_IN_DEVICE_BYTES");
+  if (most && *most && bytes > strtoull(most, NULL, 10)) return kOutOfMemory;
   void *data = aligned_alloc(4096, bytes);
   if (!data) return kOutOfMemory;
   memset(data, 0xcd, bytes);
@@ -150,6 +152,7 @@ int NAME(cuEventCreate, hipEventCreateWithFlags)(void **event, unsigned flags) {
 
 int NAME(cuEventRecord, hipEventRecord)(void *event, void *stream) {
   (void)stream;
+  __atomic_fetch_add(&stand_in_records, 1, __ATOMIC_RELAXED);
   return event == &stand_in_fails && contexts ? kSuccess : kInvalidContext;
 }
 
@@ -159,6 +162,7 @@ int NAME(cuEventSynchronize, hipEventSynchronize)(void *event) {
 
 int NAME(cuStreamWaitEvent, hipStreamWaitEvent)(void *stream, void *event, unsigned flags) {
   (void)stream;
+  __atomic_fetch_add(&stand_in_waits, 1, __ATOMIC_RELAXED);
   return event == &stand_in_fails && contexts && !flags ? kSuccess : kInvalidContext;
 }
 

@@ -73,7 +73,7 @@ if path := os.environ.get("MPIGRAD_GPU_LIBRARY"):
     )
     blocks = {
         name: ctypes.c_longlong.in_dll(driver, f"stand_in_{name}").value
-        for name in ("pinned", "allocated")
+        for name in ("pinned", "allocated", "records", "waits")
     }
     found = {"copies": [*copies], **blocks}
 

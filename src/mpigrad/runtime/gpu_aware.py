@@ -8,8 +8,10 @@ import os
 __all__ = ["check_gpu_aware", "gpu_aware"]
 
 _VARIABLE = "MPIGRAD_GPU_AWARE"
-# UCX's transports between devices, one of which it loads if it finds the driver.
+# UCX's transports between devices, one of which it loads if it finds the driver. A variable of UCX
+# may leave it out.
 _TRANSPORTS = ("/libuct_cuda", "/libuct_rocm")
+_CHOICE = "mca_pml_base_selected_component"  # of Open MPI: the component that sends messages
 _CUDA, _HIP = 0, 2  # MPICH's numbers of kinds of GPUs
 
 
@@ -25,7 +27,10 @@ def gpu_aware() -> str:
 
 
 def check_gpu_aware() -> None:
-    """Raise an ImportError if this MPI would crash with the device addresses that it would get."""
+    """Raise an ImportError if this MPI says that it cannot take the device addresses.
+
+    An MPI that does not answer the question is trusted.
+    """
     wanted = gpu_aware()
     if not wanted or os.environ.get("MPIGRAD_STAGE"):  # a test on CPUs
         return
@@ -34,9 +39,10 @@ def check_gpu_aware() -> None:
     from mpigrad.runtime.mpi_library import find_mpi_libraries
 
     version = MPI.Get_library_version()
-    if _is_gpu_aware(find_mpi_libraries(version)[0]) is not False:
+    path = find_mpi_libraries(version)[0]
+    if _is_gpu_aware(path) is not False:
         return
-    name = version.splitlines()[0]
+    name = version.splitlines()[0].partition(", package")[0]
     if wanted == "all":
         raise ImportError(
             f"mpigrad: {_VARIABLE}=all, but this MPI ({name}) was built without GPU support, and "
@@ -45,11 +51,12 @@ def check_gpu_aware() -> None:
         )
     with open("/proc/self/maps") as maps:
         loaded = maps.read()
-    if not any(transport in loaded for transport in _TRANSPORTS):
+    if not _sends_by_ucx(path) or not any(transport in loaded for transport in _TRANSPORTS):
         raise ImportError(
             f"mpigrad: {_VARIABLE}=p2p, but this MPI ({name}) was built without GPU support, and "
-            "has not loaded UCX's libuct_cuda or libuct_rocm either. Use a GPU-aware MPI or a UCX "
-            f"with GPU support, or unset {_VARIABLE}."
+            "does not send its messages by a UCX that has loaded libuct_cuda or libuct_rocm. Use a "
+            "GPU-aware MPI, or Open MPI with OMPI_MCA_pml=ucx and a UCX with GPU support, or unset "
+            f"{_VARIABLE}."
         )
 
 
@@ -69,3 +76,13 @@ def _is_gpu_aware(path: str) -> bool | None:
             library.MPIX_GPU_query_support(kind, ctypes.byref(answer))
             answers.append(bool(answer.value))
     return any(answers) if answers else None
+
+
+def _sends_by_ucx(path: str) -> bool:
+    """Return True if this is an Open MPI that sends all messages by UCX."""
+    library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    try:  # a struct whose first bytes have names and versions
+        choice = bytes((ctypes.c_char * 256).in_dll(library, _CHOICE))
+    except ValueError:  # no Open MPI
+        return False
+    return b"\0ucx\0" in choice
