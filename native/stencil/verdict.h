@@ -75,7 +75,8 @@ inline std::string describe(const Answer& a, std::string_view solver, bool posit
              "rtol. solve(..., throw=False) returns the last iterate.";
     case kBreakdown:
       return name + " did not converge: the method broke down: it divided by zero, or its numbers "
-             "overflowed, and " + residual + ". The matrix may be singular: " + check + ".";
+             "overflowed, and " + residual + ". The matrix may be singular, or have numbers beyond "
+             "1e150 or 1e-150, whose squares no float64 holds: " + check + ".";
   }
   return "";
 }

@@ -63,6 +63,7 @@ class Result(enum.IntEnum):
     INTERRUPTED = 14, "a signal asked for the end"
     SCIPY_FAILED = 15, "SciPy's method ended without success"
     INACCURATE = 16, "the residual of the vector that the solver returned is above the tolerance"
+    TOO_LARGE = 17, "the solution is too large for its dtype"
 
 
 @jax.tree_util.register_dataclass

@@ -272,6 +272,30 @@ def test_free_motions_are_errors(comm):
     fem.solve(fem.Energy(scalar, laplace)(), both)
 
 
+def test_free_constants_of_nonlinear_equations_are_errors(comm):
+    space = fem.Space(fem.box((4, 4), (1.0, 1.0), comm=comm))
+    free = np.zeros(space.shape, bool)
+    source = lambda p: jnp.cos(2 * jnp.pi * p.x[0])
+    form = fem.WeakForm(space, lambda p: (-source(p), (1 + 0.1 * p.u**2) * p.grad))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"no unique solution: .* Fix more"):
+        fem.solve(form(), free)
+    unique = fem.WeakForm(space, lambda p: (p.u**3 - source(p), p.grad))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="start from another u0"):
+        fem.solve(unique(), free)
+    assert int(fem.solve(unique(), free, u0=jnp.ones(space.shape)).result) == 0
+
+
+def test_forms_use_the_present_values_of_variables(comm):
+    """Without a jit of the user: neither their own variables nor those of a helper are kept."""
+    space, factor = fem.Space(fem.box((3, 3), (1.0, 1.0), comm=comm)), [1.0]
+    law = lambda p: factor[0] * p.u
+    forms = [fem.Energy(space, law), fem.Energy(space, lambda p: law(p))]
+    u = jnp.ones(space.shape)
+    first = [float(form().integral(u)) for form in forms]
+    factor[0] = 2.0
+    np.testing.assert_allclose([float(form().integral(u)) for form in forms], 2 * np.array(first))
+
+
 def test_misuse_is_one_error(comm):
     mesh = fem.box((6, 4), (1.0, 1.0), comm=comm)
     space = fem.Space(mesh)

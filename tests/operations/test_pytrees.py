@@ -221,6 +221,10 @@ def test_what_is_no_array_is_refused(comm: Communicator) -> None:
         for operation in (mg.allreduce, mg.bcast, mg.allgather, lambda x: mg.send(x, comm.rank)):
             with pytest.raises(TypeError, match="expected an array or a pytree of arrays, got"):
                 operation(wrong)
+    with pytest.raises(TypeError, match=r"dtype >f8, which JAX does not .*newbyteorder"):
+        mg.allreduce({"a": np.arange(4, dtype=">f8")})
+    with pytest.raises(TypeError, match=r"dtype <U1, which .* Convert it to a dtype of numbers"):
+        mg.allreduce(np.array(["a"]))
     for operation in (mg.allreduce, mg.bcast):
         with pytest.raises(TypeError, match=r"Send jax\.random\.key_data"):
             operation(jax.random.key(0))

@@ -9,12 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from numpy.typing import ArrayLike, NDArray
 
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.fem.affine import is_affine
-from mpigrad.fem.captured import are_same, captured_values
 from mpigrad.fem.cell_values import cell_values
 from mpigrad.fem.equation import Equation, Term
 from mpigrad.fem.integrals import Blocks, CellIntegral, FacetIntegral, Integral
@@ -99,7 +97,6 @@ class Form(abc.ABC):
                         f"and shape {mask.shape}. Take mesh.facets(...) or mesh.cells_with(...)."
                     )
         self.space, self.integrand = space, integrand
-        self._programs: dict[str, tuple[list[Any], Callable[..., Any]]] = {}
         self._integral: Integral = (
             FacetIntegral(space, degree, on)
             if isinstance(on, Facets)
@@ -153,7 +150,8 @@ class Form(abc.ABC):
 
         return derivatives
 
-    # --- evaluation, with the values of fields in cells. It has no messages ---
+    # --- evaluation, with the values of fields in cells. It has no messages. A call outside of jit
+    # compiles a program and does not keep it: the integrand may use variables that change ---
 
     def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the parameters with fields as values in cells (collective)."""
@@ -170,19 +168,6 @@ class Form(abc.ABC):
 
         return jax.tree.map(values, (args, kwargs), is_leaf=_is_given)
 
-    def _program(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function as one program, so that a call outside of jit compiles once.
-
-        It is compiled again if a variable that the integrand uses has another value.
-        """
-        captured = captured_values(self.integrand)
-        kept = self._programs.get(name)
-        if kept is None or not are_same(kept[0], captured):
-            kept = captured, jax.jit(function)
-            if not any(isinstance(value, Tracer) for value in captured):
-                self._programs[name] = kept
-        return kept[1]
-
     @property
     def residual(self) -> Callable[..., jax.Array | None]:
         """The contributions of cells or facets: (u, args, kwargs) -> (n, n_basis, c)."""
@@ -191,7 +176,7 @@ class Form(abc.ABC):
             law, points = self._at_points(u, args, kwargs)
             return self._integral.residual(*evaluate(self._flux(law), points))
 
-        return self._program("residual", residual)
+        return jax.jit(residual)
 
     @property
     def matrix(self) -> Callable[..., jax.Array | None]:
@@ -205,7 +190,7 @@ class Form(abc.ABC):
             k = matrices.shape[1] * matrices.shape[2]
             return matrices.reshape(-1, k, k)
 
-        return self._program("matrix", matrix)
+        return jax.jit(matrix)
 
     def is_linear(self, u: jax.Array, args: Any, kwargs: Any) -> bool:
         """Return True if the residual is seen to be affine in the field."""
@@ -346,7 +331,7 @@ class Energy(Form):
             density = evaluate(self._scalar(law), points)
             return jnp.zeros((), u.dtype) if density is None else self._integral.total(density)
 
-        return self._program("total", total)
+        return jax.jit(total)
 
 
 class WeakForm(Form):

@@ -14,8 +14,9 @@ from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.fem.equation import Equation
 from mpigrad.fem.free_modes import free_modes
 from mpigrad.fem.space import Space
-from mpigrad.operations import allreduce, require
+from mpigrad.operations import require
 from mpigrad.operations.local_programs import as_array, jit_local
+from mpigrad.operations.norms import two_norms
 from mpigrad.solution import Solution
 from mpigrad.sparse import GMRES, PCG, BoomerAMG, Jacobi, Matrix, newton
 from mpigrad.sparse import solve as solve_linear
@@ -110,11 +111,17 @@ def solve(
 
     if equation.is_linear:
         A = equation.jacobian(start)
-        _require_regular(space, A, mask)
+        _require_regular(space, A, mask, "Fix more unknowns.")
         b = _right_hand_side(mask, equation.residual(start))
         A, b = A.at_boundary(mask.reshape(-1), b, 0.0)
         found = solve_linear(A, b, solver, throw=throw)
         return dataclasses.replace(found, value=_moved(start, found.value))
+
+    if free_modes(space, mask):
+        remedy = (
+            "Fix more unknowns, or start from another u0 if the Jacobian is singular there alone."
+        )
+        _require_regular(space, equation.jacobian(jnp.where(mask, given, start)), mask, remedy)
 
     def insert(v: jax.Array) -> jax.Array:
         return jnp.where(mask, given, v)
@@ -202,7 +209,7 @@ def _default_solver(equation: Equation, dtype: Any, rtol: float) -> LinearSolver
     return method(rtol=rtol, preconditioner=Jacobi(), max_steps=10_000)
 
 
-def _require_regular(space: Space, A: Matrix, mask: np.ndarray) -> None:
+def _require_regular(space: Space, A: Matrix, mask: np.ndarray, remedy: str) -> None:
     """Raise an error on all ranks if a constant or a rigid motion is free and changes no residual.
 
     The conditions are known while the program is traced, so it costs nothing if they leave no such
@@ -211,11 +218,11 @@ def _require_regular(space: Space, A: Matrix, mask: np.ndarray) -> None:
     comm = space.mesh.comm
     for mode in free_modes(space, mask):
         moved = A @ as_array(mode.values.reshape(-1), A.dtype)
-        sizes = jnp.stack([jnp.sum(moved**2), jnp.sum(A.diagonal() ** 2)])
-        change, diagonal = allreduce(jax.lax.stop_gradient(sizes), comm=comm)
+        vectors = jax.lax.stop_gradient((moved, A.diagonal()))
+        change, diagonal = two_norms(*vectors, comm=comm)
         require(
-            change > (100 * jnp.finfo(A.dtype).eps) ** 2 * diagonal,
+            change > 100 * jnp.finfo(A.dtype).eps * diagonal,
             f"fem.solve: the equation has no unique solution: {mode.name} can be added, which the "
-            "fixed unknowns leave free. Fix more unknowns.",
+            f"fixed unknowns leave free. {remedy}",
             comm=comm,
         )

@@ -12,7 +12,7 @@ from mpigrad.communicator import Communicator
 from mpigrad.operations import allreduce
 from mpigrad.operations.pytree_packing import arrays
 
-__all__ = ["max_norm", "rms_norm"]
+__all__ = ["max_norm", "rms_norm", "root_of_sums", "sums_of_squares", "two_norms"]
 
 
 def rms_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
@@ -53,12 +53,19 @@ def rms_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
     As the norm of a solver: `diffrax.PIDController(rtol=1e-4, atol=1e-6, norm=mg.rms_norm)`.
     """
     leaves, dtype, work = _leaves("rms_norm", x)
-    squares = [_square(part.astype(work)) for leaf in leaves for part in _real(leaf)]
-    count = float(sum(leaf.size for leaf in leaves))
-    total, count = allreduce(jnp.stack([sum(squares, jnp.zeros((), work)), count]), comm=comm)
-    zero = total == 0  # the square root is not differentiable at zero
-    mean = jnp.where(zero, 1, total) / jnp.maximum(count, 1)
-    return jnp.where(zero, 0, jnp.sqrt(mean)).astype(dtype)
+    parts = [part.astype(work) for leaf in leaves for part in _real(leaf)]
+    count = jnp.asarray(float(sum(leaf.size for leaf in leaves)), work)
+    sums = sum(map(sums_of_squares, parts), jnp.zeros(3, work))
+    *total, count = allreduce(jnp.append(sums, count), comm=comm)
+    return root_of_sums(*(each / jnp.maximum(count, 1) for each in total)).astype(dtype)
+
+
+def two_norms(*vectors: jax.Array, comm: Communicator) -> list[jax.Array]:
+    """Return the two-norms of vectors of one dtype over all ranks, by one message."""
+    sums = [
+        sum(map(sums_of_squares, _real(v)), jnp.zeros(3, jnp.finfo(v.dtype).dtype)) for v in vectors
+    ]
+    return [root_of_sums(*each) for each in allreduce(jnp.stack(sums), comm=comm)]
 
 
 def max_norm(x: Any, comm: Communicator | None = None) -> jax.Array:
@@ -103,11 +110,48 @@ def _leaves(operation: str, x: Any) -> tuple[list[jax.Array], Any, Any]:
     return leaves, dtype, jnp.promote_types(dtype, jnp.float32)
 
 
-def _square(x: jax.Array) -> jax.Array:
-    """Return the sum of x². Infinite entries have the derivative zero, not NaN."""
-    finite = jnp.isfinite(x)
+# Numbers whose squares would vanish or overflow are added up at another scale, so that one message
+# is enough (Blue, A portable Fortran program to find the Euclidean norm of a vector, 1978).
+
+
+def _factor(dtype: Any) -> tuple[float, float]:
+    """Return the size from which numbers are large, and the factor that makes them small."""
+    exponent = int(jnp.finfo(dtype).maxexp)  # 128 or 1024
+    return 2.0 ** (exponent * 3 // 8), 2.0 ** -(exponent * 5 // 8)
+
+
+def sums_of_squares(x: jax.Array) -> jax.Array:
+    """Return the sums of x² over small, usual and large numbers, shape (3,).
+
+    Small and large ones are scaled. Infinite numbers have the derivative zero, not NaN.
+    """
+    large, factor = _factor(x.dtype)
+    size, finite = jnp.abs(jax.lax.stop_gradient(x)), jnp.isfinite(x)
+    is_small, is_large = size < 1 / large, size > large
+    parts = []
+    for chosen, scale in (
+        (is_small, 1 / factor), (~(is_small | is_large), 1.0), (is_large, factor),
+    ):  # fmt: skip
+        # Without the barrier XLA multiplies the square by the square of the factor.
+        part = jax.lax.optimization_barrier(jnp.where(chosen & finite, x, 0) * scale)
+        parts.append(jnp.sum(jnp.square(part)))
     others = jnp.where(finite, 0, jnp.square(jax.lax.stop_gradient(x)))
-    return jnp.sum(jnp.square(jnp.where(finite, x, 0)) + others)
+    return jnp.stack([*parts[:2], parts[2] + jnp.sum(others)])
+
+
+def root_of_sums(small: jax.Array, usual: jax.Array, large: jax.Array) -> jax.Array:
+    """Return the square root of the sum of squares from their sums of `sums_of_squares`."""
+    _, factor = _factor(usual.dtype)
+
+    def smaller(square: jax.Array) -> jax.Array:
+        return jax.lax.optimization_barrier(square * factor) * factor
+
+    # NaN is among the large ones, and compares false.
+    cases = [~(large == 0), usual > 0, small > 0]
+    values = [large + smaller(usual), usual + smaller(small), small]
+    total = jnp.select(cases, values, 1.0)  # the square root is not differentiable at zero
+    scale = jnp.select(cases, [1 / factor, 1.0, factor], 0.0)
+    return jnp.sqrt(total) * scale.astype(total.dtype)
 
 
 def _real(leaf: jax.Array) -> tuple[jax.Array, ...]:

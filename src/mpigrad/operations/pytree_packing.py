@@ -54,11 +54,14 @@ def array(leaf: Any) -> Any:
     try:
         x = leaf if isinstance(leaf, jax.Array) else as_array(leaf)
     except (TypeError, ValueError):
-        raise LeafError(
-            leaf,
-            f"{type(leaf).__name__} ({str(leaf)[:60]!r})",
-            "To send other Python objects use mpi4py, for example comm.mpi.bcast(...).",
-        ) from None
+        found = f"{type(leaf).__name__} ({str(leaf)[:60]!r})"
+        remedy = "To send other Python objects use mpi4py, for example comm.mpi.bcast(...)."
+        if isinstance(leaf, np.ndarray):
+            found = f"{type(leaf).__name__} of dtype {leaf.dtype.str}, which JAX does not have,"
+            remedy = "Convert it to a dtype of numbers."
+            if not leaf.dtype.isnative:
+                remedy = 'Change its byte order by x.astype(x.dtype.newbyteorder("=")).'
+        raise LeafError(leaf, found, remedy) from None
     if not isinstance(x.dtype, np.dtype):
         raise LeafError(
             leaf,

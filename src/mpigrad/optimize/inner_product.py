@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from mpi4py import MPI
 
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.grid.grid import Grid
 from mpigrad.operations import allreduce
+from mpigrad.operations.norms import root_of_sums, sums_of_squares
 
 __all__ = ["clip_by_global_norm", "global_norm", "inner_products"]
 
@@ -64,8 +64,7 @@ def inner_products(
 def global_norm(tree: Any, *, sharded: Any = False, comm: Communicator | None = None) -> jax.Array:
     """Compute the two-norm of a tree over all ranks (collective).
 
-    In float32 it is scaled, at the cost of one more message, so that it neither overflows nor
-    underflows when its squares do.
+    It neither overflows nor underflows when its squares do.
 
     Parameters
     ----------
@@ -86,16 +85,16 @@ def global_norm(tree: Any, *, sharded: Any = False, comm: Communicator | None = 
     >>> print(global_norm({"a": jnp.full(1, 3.0), "b": jnp.full(1, 4.0)}))
     5.0
     """
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    unit = jnp.ones((), jnp.result_type(*leaves))
-    if unit.dtype != jnp.dtype("float64"):  # squares of float32 may overflow
-        largest = [jnp.max(jnp.abs(leaf), initial=0.0) for leaf in leaves]
-        most = allreduce(jax.lax.stop_gradient(jnp.max(jnp.stack(largest))), MPI.MAX, comm)
-        # A power of two, so that scaling is exact. 1 / unit must be finite, too.
-        exponent = jnp.clip(jnp.frexp(most)[1], -120, 120)
-        unit = jnp.where((most > 0) & jnp.isfinite(most), jnp.ldexp(unit, exponent), 1)
-    scaled = jax.tree.map(lambda leaf: leaf * (1 / unit).astype(jnp.result_type(leaf)), tree)
-    return unit * jnp.sqrt(inner_products((scaled, scaled), sharded=sharded, comm=comm)[0])
+    comm = resolve(comm)
+    dtype = jnp.result_type(*jax.tree.leaves(tree))
+
+    def of_leaf(kind: Any, leaf: Any) -> Any:
+        sums = sums_of_squares(jnp.asarray(leaf, dtype))
+        return sums if kind is not False or comm.rank == 0 else 0 * sums
+
+    kinds = jax.tree.broadcast(sharded, tree, is_leaf=lambda x: isinstance(x, bool | Grid))
+    total = sum(jax.tree.leaves(jax.tree.map(of_leaf, kinds, tree)), jnp.zeros(3, dtype))
+    return root_of_sums(*allreduce(total, comm=comm))
 
 
 def clip_by_global_norm(

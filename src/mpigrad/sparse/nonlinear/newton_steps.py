@@ -12,8 +12,9 @@ import numpy as np
 from jax.core import eval_jaxpr
 
 from mpigrad.communicator import Communicator
-from mpigrad.operations import allreduce, require
+from mpigrad.operations import require
 from mpigrad.operations.carrier import mark_common_branch, outer_carrier
+from mpigrad.operations.norms import two_norms
 from mpigrad.solution import Result
 from mpigrad.sparse.matrix.matrix import Matrix
 from mpigrad.sparse.matrix.pattern import Pattern
@@ -93,9 +94,8 @@ def iterate(
             A = Matrix(problem.pattern, problem.J(_LINK, x, parameters))
             probe = noise(problem.pattern.offset, x.shape[0], dtype, 2654435761)
             product = along(probe)
-            squares = jnp.stack([jnp.vdot(v, v) for v in (A @ probe - product, product)])
-            defect, size = allreduce(squares, comm=comm)
-            wrong = defect > jnp.finfo(dtype).eps * size
+            defect, size = two_norms(A @ probe - product, product, comm=comm)
+            wrong = defect > jnp.finfo(dtype).eps ** 0.5 * size
         found = solve(A, r, problem.solver, throw=False)
         result = jnp.where(wrong, Result.WRONG_JACOBIAN, found.result).astype(dtype)
         linear = jnp.stack([result, found.stats["relative_residual"]])
@@ -104,7 +104,7 @@ def iterate(
     def step(i: _Iterate) -> _Iterate:
         x = i.x - i.t * i.d
         r = problem.F(_LINK, x, parameters)
-        norm = jnp.sqrt(allreduce(jnp.vdot(r, r), comm=comm))
+        (norm,) = two_norms(r, comm=comm)
         first = jnp.isinf(i.norm)
         norm0 = jnp.where(first, norm, i.norm0)
         better = jnp.where(first, jnp.isfinite(norm), norm <= (1 - _DECREASE * i.t) * i.norm)

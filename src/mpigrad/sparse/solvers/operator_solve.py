@@ -9,6 +9,7 @@ transpose has the adjoint of each of them, even if a rank's v is constant.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,6 +32,13 @@ from mpigrad.sparse.solvers.krylov.errors import require_success
 from mpigrad.sparse.solvers.krylov.iteration import solve_system
 from mpigrad.sparse.solvers.krylov.system import LinearSystem, noise
 from mpigrad.sparse.solvers.methods import GMRES
+from mpigrad.sparse.solvers.scaling import (
+    largest,
+    normalizing,
+    refuse_overflow,
+    scaled,
+    scaled_map,
+)
 
 __all__ = ["Operator", "linearized", "operator_solve_p", "solve_operator"]
 
@@ -107,8 +115,11 @@ def solve_operator(
     # Also at -v: |v| equals its derivative times v.
     opposite = flattened(operator.function, "the operator")(-probe)
     difference = jnp.stack([value - product, opposite + product])
-    difference = jax.lax.stop_gradient(difference)
-    defect = jnp.stack([jnp.vdot(v, v).real for v in (difference, product)])
+    size = largest(product)
+    difference, product = (
+        scaled(jax.lax.stop_gradient(v), -jnp.frexp(size)[1]) for v in (difference, product)
+    )
+    defect = jnp.stack([*(jnp.vdot(v, v).real for v in (difference, product)), size])
     inverse, inverse_residuals = None, []
     if operator.inverse is not None:
         function = flattened(operator.inverse, "inverse")
@@ -223,7 +234,8 @@ def linearized(
     return _Map(jaxpr), residuals, value
 
 
-# ---- the primitive: (residuals..., defect, b, x0, carrier) -> x, info, vectors. x0 may also be
+# ---- the primitive: (residuals..., defect, b, x0, carrier) -> x, info, vectors. The defect has
+# |f(v) - A v|^2 and |A v|^2 for A v scaled to about 1, and the size of A v. x0 may also be
 # the vectors of guesses, shape (2 k, n). Then `vectors` are those for the next solve. Otherwise
 # k = 0 ----
 
@@ -260,24 +272,43 @@ def _run(
 ) -> Any:
     residuals, inverse_residuals, (defect, b, x0, _) = _parts(operands, counts)
     vectors = x0 if x0.ndim == 2 else jnp.zeros((0, *b.shape), b.dtype)
+    given, head = b, f"solve, {describe(site)}: "
     with without_carriers():  # differentiation has happened: these messages carry values only
+        size, up = normalizing([defect[2], largest(b)], comm)
+        # A method of the user may have parameters that fit the operator.
+        operator = size if solver.judges_residual else jnp.zeros_like(size)
+        down = operator - up
+        b = scaled(b, up)
         if x0.ndim == 2:
-            x0 = first_guess(lambda terms: allreduce(terms, comm=comm), vectors, b)
+            solutions, sides = jnp.split(vectors, 2)
+            pairs = jnp.concatenate([scaled(solutions, -down), scaled(sides, up)])
+            x0 = first_guess(lambda terms: allreduce(terms, comm=comm), pairs, b)
+        else:
+            x0 = scaled(x0, -down)
+
+        def precondition(v: jax.Array) -> jax.Array:
+            if inverse is None:
+                return v
+            return scaled_map(functools.partial(inverse, inverse_residuals), v, -operator)
+
         system = LinearSystem(
-            product=lambda v: forward(residuals, v),
-            precondition=lambda v: v if inverse is None else inverse(inverse_residuals, v),
+            product=lambda v: scaled_map(functools.partial(forward, residuals), v, operator),
+            precondition=precondition,
             b=b,
             x0=x0,
             rtol=solver.rtol,
             max_steps=solver.max_steps,
             comm=comm,
             first=comm.rank << 20,
-            defect=defect,
+            # This rank has scaled them by itself.
+            defect=scaled(defect[:2], 2 * (size + jnp.frexp(defect[2])[1])),
         )
         x, info = solve_system(solver, system)
         if throw:
-            require_success(solver, info, comm, f"solve, {describe(site)}: ", operator=True)
-    return x, info, next_vectors(vectors, x, b, info[0]) if len(vectors) else vectors
+            require_success(solver, info, comm, head, operator=True)
+        info = refuse_overflow(x, down, info, comm, head, throw)
+        x = scaled(x, down)
+    return x, info, next_vectors(vectors, x, given, info[0]) if len(vectors) else vectors
 
 
 def _differentiate(
@@ -306,7 +337,7 @@ def _differentiate(
     if values:
         _, derivative = jax.linearize(product, *values)
         moved, consts = compat.constants_as_operands(jax.make_jaxpr(derivative)(*values))
-    nothing, start = jnp.zeros_like(defect), jnp.zeros_like(b)
+    nothing, start = defect.at[:2].set(0), jnp.zeros_like(b)
 
     def tangent(saved: Any, tangents: Sequence[Any]) -> list[Any]:
         consts, residuals, inverse_residuals, nothing, start, link = saved

@@ -15,12 +15,19 @@ from mpigrad.operations import _jax_compat as compat
 from mpigrad.operations import _jax_repairs as repairs
 from mpigrad.operations import allreduce
 from mpigrad.operations._jax_compat import Primitive, ShapedArray, ad, batching, mlir
-from mpigrad.operations.carrier import CARRIER, carrier, opaque_zero, set_carrier, without_carriers
+from mpigrad.operations.carrier import (
+    CARRIER,
+    carrier,
+    mark_common_branch,
+    opaque_zero,
+    set_carrier,
+    without_carriers,
+)
 from mpigrad.operations.indexing import take
 from mpigrad.operations.local_programs import as_array, jit_local
 from mpigrad.operations.neighborhood import NEIGHBOR_TAG, neighbor_alltoallv_p
 from mpigrad.operations.primitive import run_eagerly
-from mpigrad.runtime.call_sites import call_site
+from mpigrad.runtime.call_sites import call_site, describe
 from mpigrad.solution import Solution
 from mpigrad.sparse.matrix.matrix import Matrix, apply
 from mpigrad.sparse.matrix.pattern import Pattern
@@ -33,6 +40,13 @@ from mpigrad.sparse.solvers.krylov import matrices
 from mpigrad.sparse.solvers.methods import PCG
 from mpigrad.sparse.solvers.operator_solve import solve_operator
 from mpigrad.sparse.solvers.preconditioners import PFMG, BoxMG, Jacobi, Preconditioner
+from mpigrad.sparse.solvers.scaling import (
+    has_usual_squares,
+    largest,
+    normalizing,
+    refuse_overflow,
+    scaled,
+)
 
 __all__ = ["default_solver", "solve"]
 
@@ -295,17 +309,48 @@ def _run(
     pattern: Pattern,
     **how: Any,
 ) -> Any:
-    vectors = x0 if x0.ndim == 3 else jnp.zeros((b.shape[0], 0, b.shape[1]), b.dtype)
-    with without_carriers():  # differentiation has happened: these messages carry values only
-        if x0.ndim == 3:
-            sums = functools.partial(allreduce, comm=pattern.comm)
-            x0 = jnp.stack([first_guess(sums, *each) for each in zip(vectors, b, strict=True)])
+    guessed = x0.ndim == 3
+    vectors = x0 if guessed else jnp.zeros((b.shape[0], 0, b.shape[1]), b.dtype)
+    comm, head = pattern.comm, f"solve, {describe(how['site'])}: "
+    by_library = solver.by_hypre or isinstance(solver.preconditioner, BoxMG)
+
+    def method(values: Any, b: Any, x0: Any) -> tuple[Any, Any]:
+        if guessed:
+            sums = functools.partial(allreduce, comm=comm)
+            x0 = jnp.stack([first_guess(sums, *each) for each in zip(x0, b, strict=True)])
         if isinstance(solver.preconditioner, BoxMG):
-            x, info = boxmg.run(solver, pattern, values, b, x0, values_id, **how)
-        elif solver.by_hypre:
-            x, info = hypre.run(solver, pattern, values, b, x0, values_id, **how)
+            return boxmg.run(solver, pattern, values, b, x0, values_id, **how)
+        if solver.by_hypre:
+            return hypre.run(solver, pattern, values, b, x0, values_id, **how)
+        return matrices.run(solver, pattern, values, b, x0, **how)
+
+    def scaled_method() -> tuple[Any, Any]:
+        # A method of the user may have parameters that fit the matrix. Libraries have no squares of
+        # the matrix in float64.
+        if by_library or not solver.judges_residual:
+            (up,) = normalizing([largest(b)], comm)
+            of_matrix, down = values, -up
         else:
-            x, info = matrices.run(solver, pattern, values, b, x0, **how)
+            matrix, up = normalizing([largest(values), largest(b)], comm)
+            of_matrix, down = scaled(values, matrix), matrix - up
+        if guessed:
+            solutions, sides = jnp.split(x0, 2, axis=1)
+            first = jnp.concatenate([scaled(solutions, -down), scaled(sides, up)], axis=1)
+        else:
+            first = scaled(x0, -down) if x0.size else x0
+        x, info = method(of_matrix, scaled(b, up), first)
+        info = refuse_overflow(x, down, info, comm, head, how["throw"])
+        return scaled(x, down), info
+
+    with without_carriers():  # differentiation has happened: these messages carry values only
+        if by_library:  # they are so fast that copies of vectors count
+            x, info = jax.lax.cond(
+                has_usual_squares(b, comm),
+                mark_common_branch(lambda: method(values, b, x0)),
+                mark_common_branch(scaled_method),
+            )
+        else:
+            x, info = scaled_method()
     if vectors.shape[1] > 0:
         vectors = jax.vmap(next_vectors)(vectors, x, b, info[:, 0])
     return x, info, vectors
