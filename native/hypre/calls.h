@@ -27,25 +27,33 @@ inline Record* watched = nullptr;
 // Tells the guard that a solve has failed, so that messages may remain unreceived.
 inline void (*failed)() = nullptr;
 
-// Ranks meet at the start of a solve. The watchdog limits the time of waiting there, but not the
-// time of the solve.
-class Meeting {
+// A solve in the record. Ranks meet at its start, where the watchdog limits the time of waiting. From
+// then on a solve may take any time, unless the process of another rank is stopped meanwhile.
+class Shown {
  public:
-  explicit Meeting(int64_t site) {
+  explicit Shown(int64_t site) {
     int64_t none = 0;  // otherwise another thread waits, and is watched
     if (!watched || !watched->start_ns.compare_exchange_strong(none, now_ns())) return;
-    meets_ = true;
+    shown_ = true;
     watched->operation.store("solve", std::memory_order_relaxed);
     watched->site.store(site, std::memory_order_relaxed);
   }
-  ~Meeting() {
-    if (meets_) watched->start_ns.store(0, std::memory_order_release);
+  // All ranks have come.
+  void begins() {
+    if (!shown_) return;
+    watched->unlimited.store(true, std::memory_order_relaxed);
+    watched->start_ns.store(now_ns(), std::memory_order_release);
   }
-  Meeting(const Meeting&) = delete;
-  Meeting& operator=(const Meeting&) = delete;
+  ~Shown() {
+    if (!shown_) return;
+    watched->start_ns.store(0, std::memory_order_release);
+    watched->unlimited.store(false, std::memory_order_release);
+  }
+  Shown(const Shown&) = delete;
+  Shown& operator=(const Shown&) = delete;
 
  private:
-  bool meets_ = false;
+  bool shown_ = false;
 };
 
 // Keeps the first failing call of hypre and skips the calls after it. A rank that fails alone skips

@@ -163,6 +163,7 @@ class Watchdog:
         self._refused: dict[int, int] = {}
         self._last = (0, False), 0  # the state at the last look, and since when it holds
         self._lost = 0.0  # seconds of the current operation in which this process was suspended
+        self._halted = math.inf  # the time at which the process of another rank was seen stopped
         self._errors = 0  # of this thread
 
     def start(self) -> None:
@@ -195,11 +196,21 @@ class Watchdog:
         if waited < self.patience / 2:
             return
         limit = min(self.seconds, self._suspect_limit())
-        if self.seconds and waited >= limit and not now.unlimited:
+        halted = self._halted_seconds() if now.unlimited else waited
+        if self.seconds and min(waited, halted) >= limit:
             self.end_job(functools.partial(self._report, waited, limit))
         finding = diagnose(self.board.slots, lambda r: end_reason(self.board, r), _now())
         if finding is not None and self._certain(finding):
             self._raise(finding)
+
+    def _halted_seconds(self) -> float:
+        """Return for how long the process of another rank of this host has been stopped."""
+        others = set(range(len(self.board.ranks))) - {self.board.own_index}
+        if not any(stop_note(self.board, r) for r in others):
+            self._halted = math.inf
+            return 0.0
+        self._halted = min(self._halted, now := time.monotonic())
+        return now - self._halted
 
     def _suspect_limit(self) -> float:
         """Return the time limit of a collective after a mismatch that MPI forgave (else infinity).
@@ -326,6 +337,8 @@ class Watchdog:
                 "can be restarted on the other hosts."
             )
         why = f"MPIGRAD_TIMEOUT={self.seconds:g}"
+        if any(stop_note(self.board, r) for r in range(len(self.board.ranks))):
+            remedy = "Let the stopped process go on (kill -CONT), or start the job again."
         if found is not None:
             why = why if limit == self.seconds else "after an earlier mismatch"
             *more, remedy = found.lines

@@ -1,0 +1,34 @@
+"""Solves by hypre, whose messages are its own: stopped ranks are found, and long solves go on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from launching import PROGRAMS, mpigrad
+from mpigrad.sparse.solvers.hypre_library import hypre_available
+
+pytestmark = [
+    pytest.mark.launcher,
+    pytest.mark.waits,
+    pytest.mark.skipif(not hypre_available(), reason="no hypre"),
+]
+PROGRAM = PROGRAMS / "stopped_solve.py"
+
+
+def test_a_stopped_rank_in_a_solve_ends_the_job() -> None:
+    start = time.monotonic()
+    done = mpigrad("launch", "-n", 2, PROGRAM, "stop", MPIGRAD_TIMEOUT="4")
+    assert time.monotonic() - start < 60
+    assert done.returncode != 0
+    text = done.stderr
+    assert "rank 1: has waited" in text, text
+    assert "stopped_solve.py:38, and its process is stopped (SIGSTOP)" in text, text
+    assert "Let the stopped process go on (kill -CONT)" in text
+
+
+def test_a_solve_may_take_longer_than_an_operation_may_wait() -> None:
+    done = mpigrad("launch", "-n", 2, PROGRAM, "long", MPIGRAD_TIMEOUT="1")
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[1]) > 1.0
