@@ -79,6 +79,7 @@ myst_heading_anchors = 3  # links to headings, as GitHub names them
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # of shapes such as "*tile", whose star is markup to Sphinx
 default_role = "py:obj"  # `name` in a docstring is a link if the name exists, else code
 autodoc_default_options = {"members": True, "show-inheritance": False}
 autodoc_member_order = "groupwise"

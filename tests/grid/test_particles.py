@@ -88,3 +88,13 @@ def test_positions_belong_to_the_tile_around_them():
     outside = rank_at_position(jnp.array([[0.1, -7.0], [0.1, 99.0]]), grid)
     inside = rank_at_position(jnp.array([[0.1, 0.1], [0.1, 9.9]]), grid)
     np.testing.assert_array_equal(outside, inside)
+
+
+@pytest.mark.ranks(2)
+def test_a_particle_at_nan_belongs_to_nobody() -> None:
+    grid = Grid((8, 8), (1.0, 1.0), COMM, periodic=(True, False))
+    x = jnp.array([[1.0, 2.0], [np.nan, 2.0], [1.0, -np.inf]])
+    owner = rank_at_position(x, grid)
+    np.testing.assert_array_equal(owner[1:], -1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="rank -1 because a position is NaN"):
+        exchange_particles(x, owner, jnp.ones(3, bool), most=3, comm=COMM)

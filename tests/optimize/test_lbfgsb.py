@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpigrad as mg
 from mpigrad.communicator import Communicator
-from mpigrad.optimize import LBFGSB, Objective, Result, Unknowns, minimize
+from mpigrad.optimize import LBFGSB, NotFiniteError, Objective, Result, Unknowns, minimize
 from mpigrad.optimize.lbfgsb import LBFGSBState, _cauchy_point, _curvature
 
 LOWER = np.where(np.arange(N) % 3 == 0, 0.1, -np.inf)
@@ -185,3 +185,10 @@ def test_rejects_invalid_bounds(comm):
     )
     with pytest.raises(ValueError, match="memory must be positive"):
         LBFGSB(memory=0)
+
+
+def test_an_infinite_slope_is_an_error(comm):
+    """As for the methods without bounds, and although the projected gradient is finite."""
+    loss = lambda x: jnp.sum(jnp.sqrt(x)) / comm.size
+    with pytest.raises(NotFiniteError, match="the norm of its gradient is inf"):
+        minimize(loss, jnp.array([0.0, 1.0]), LBFGSB((0.0, 2.0)), replicated=True, comm=comm)

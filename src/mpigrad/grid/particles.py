@@ -33,7 +33,7 @@ def rank_at_position(x: Any, grid: Grid) -> jax.Array:
     Returns
     -------
     jax.Array
-        Integers of shape (...).
+        Integers of shape (...), and -1 for a position that is NaN or infinite.
 
     Examples
     --------
@@ -54,7 +54,7 @@ def rank_at_position(x: Any, grid: Grid) -> jax.Array:
         cell = cell % n if grid.periodic[axis] else cell
         tile = sum((cell >= start for start in grid.starts(axis)[1:-1]), jnp.zeros_like(rank))
         rank = rank * grid.dims[axis] + tile
-    return rank
+    return jnp.where(jnp.isfinite(x).all(axis=-1), rank, -1)
 
 
 def exchange_particles(
@@ -156,7 +156,8 @@ def exchange_particles(
     require(
         lost == 0,
         "exchange_particles: every particle must stay or go to a partner, got {} on one rank that "
-        "go to others. Name all partners, or take a smaller time step.",
+        "go to others, or to rank -1 because a position is NaN or infinite. Check the positions, "
+        "name all partners, or take a smaller time step.",
         lost,
         comm=comm,
     )

@@ -86,14 +86,17 @@ def clip(x: Vector, limits: Limits) -> Vector:
 def projected_norm(unknowns: Unknowns, x: Vector, g: Vector, limits: Limits) -> float:
     """Return the two-norm of the projected gradient (collective).
 
-    It is the step along -g, at most as long as g, that stays within the bounds.
+    It is the step along -g, at most as long as g, that stays within the bounds. It is infinite if
+    an entry of g is.
     """
     return math.sqrt(float(unknowns.compiled(_projected_square)(x, g, limits)))
 
 
 def _projected_square(unknowns: Unknowns, x: Vector, g: Vector, limits: Limits) -> Any:
+    # An infinite slope is no number to compute with, also where the bounds make the step finite.
     step = tuple(
-        jnp.clip(-b, low - a, high - a) for a, b, low, high in zip(x, g, *limits, strict=True)
+        jnp.where(jnp.isinf(b), jnp.inf, jnp.clip(-b, low - a, high - a))
+        for a, b, low, high in zip(x, g, *limits, strict=True)
     )
     with jax.enable_x64(True):
         return unknowns.sum(dot(step, step))

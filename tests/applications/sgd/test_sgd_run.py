@@ -123,7 +123,7 @@ def test_digits_are_read_by_torch(comm, directory):
     )
     for log in result.logs:
         # Stale gradients of more workers learn more slowly in as many samples.
-        slow = comm.size > 2 and log.name == "asynchronous-2"
+        slow = comm.size > 2 and log.name in ("asynchronous-2", "asynchronous-4")
         assert log.epochs[-1].score > (0.5 if slow else 0.85), log.name
     comm.mpi.Barrier()
     assert (result.settings.out / "local" / "model.pt").exists()

@@ -34,8 +34,8 @@ class Guesses:
     ----------
     vectors
         The solutions, the last one first, and then their right-hand sides: an array of shape
-        (2 keep, *shape of b), or a pytree of such arrays if b is a pytree. Zeros are places that
-        are still free.
+        (2 keep, ...) with the shape of b, or a pytree of such arrays if b is a pytree. Zeros are
+        places that are still free.
 
     Attributes
     ----------
