@@ -338,6 +338,17 @@ bool results_are_operands(const XLA_FFI_CallFrame& frame) {
   return true;
 }
 
+// The attribute `site` of a call, 0 if it has none.
+int64_t site_of(const XLA_FFI_CallFrame& frame) {
+  const XLA_FFI_Attrs& attrs = frame.attrs;
+  for (int64_t i = 0; i < attrs.size; ++i) {
+    const std::string_view name(attrs.names[i]->ptr, attrs.names[i]->len);
+    if (name == "site" && attrs.types[i] == XLA_FFI_AttrType_SCALAR)
+      return *static_cast<const int64_t*>(static_cast<XLA_FFI_Scalar*>(attrs.attrs[i])->value);
+  }
+  return 0;
+}
+
 XLA_FFI_Error* staged(const Target& target, XLA_FFI_CallFrame* frame, Platform platform) {
   const auto* extension = frame->extension_start;
   const bool asks = extension && extension->type == XLA_FFI_Extension_Metadata;
@@ -355,7 +366,12 @@ XLA_FFI_Error* staged(const Target& target, XLA_FFI_CallFrame* frame, Platform p
     }
     return CopiedCall(*frame).run(target.handler, driver, stream, Where::kHost);
   } catch (const std::exception& fault) {
-    const std::string text = "mpigrad: " + target.name + " on a GPU array: " + fault.what();
+    mark_failure();
+    const int64_t site = site_of(*frame);
+    const std::string text = "mpigrad: rank " + std::to_string(get(board.own().world_rank)) + ": " +
+                             target.name.substr(std::string_view("mpigrad_").size()) +
+                             (site ? " at " + call_site(site) : "") +
+                             ": an array on the GPU cannot be passed on: " + fault.what();
     XLA_FFI_Error_Create_Args create{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, text.c_str(),
                                      XLA_FFI_Error_Code_INTERNAL};
     return frame->api->XLA_FFI_Error_Create(&create);
