@@ -37,6 +37,20 @@ def python(program: str, *words: str, **environment: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.ranks(1)
+def test_a_repair_without_a_feature_warns(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def install() -> None:
+        raise AttributeError("MeshExecutable has no create_cpp_call")
+
+    hook = _jax_repairs.Hook("ahead of time", "", install, "tests/operations/test_known_calls.py")
+    monkeypatch.setattr(_jax_repairs, "HOOKS", (hook,))
+    monkeypatch.setattr(_jax_repairs, "guard_features", lambda: None)
+    _jax_repairs.install_repairs.__wrapped__()
+    assert "lacks what the repair 'ahead of time' needs (AttributeError" in capfd.readouterr().err
+
+
 # ---- the table ----
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ import jax.core
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
 from jax.extend.core import primitives as jax_primitives
 from jax.interpreters import batching
+from mpi4py import MPI
 
 from mpigrad.operations._jax_compat import ad, has_messages
 from mpigrad.operations._jax_private import (
@@ -370,8 +372,8 @@ _LEFT_OUT = "MPIGRAD_WITHOUT_JAX_HOOK"
 class Hook:
     """One change of JAX, the feature that needs it, and a test that fails without it.
 
-    If the feature is empty, JAX itself raises an error without the hook. From JAX version `until`
-    on the hook is not needed.
+    If the feature is empty, its use cannot be refused, and a warning is written if this JAX lacks
+    what the hook needs. From JAX version `until` on the hook is not needed.
     """
 
     name: str
@@ -466,7 +468,7 @@ _PRIMITIVES = {
 
 @functools.cache
 def install_repairs() -> None:
-    """Install all hooks, and refuse the features of hooks that cannot be installed."""
+    """Install all hooks. Refuse the features of hooks that cannot be installed, or warn."""
     guard_features()
     for hook in HOOKS:
         if os.environ.get(_LEFT_OUT) == hook.name:
@@ -474,8 +476,15 @@ def install_repairs() -> None:
         try:
             hook.install()
         except CHANGES as error:
+            why = f"{type(error).__name__}: {error}"
             if hook.feature:
-                refuse(hook.feature, f"{type(error).__name__}: {error}")
+                refuse(hook.feature, why)
+            elif MPI.COMM_WORLD.rank == 0:
+                sys.stderr.write(
+                    f"mpigrad: JAX {jax.__version__} lacks what the repair {hook.name!r} needs "
+                    f"({why}). Programs that need it may fail, or be wrong. Install a JAX that "
+                    "mpigrad was tested with.\n"
+                )
 
 
 def guard_features() -> None:
