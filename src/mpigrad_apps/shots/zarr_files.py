@@ -1,4 +1,4 @@
-"""What a zarr array says of its values: axes, units, scale, offset and missing values.
+"""Apply the attributes of zarr arrays: axes, units, scale, offset and missing values.
 
 The names of attributes are those of the CF conventions, as xarray writes them.
 """
