@@ -295,6 +295,26 @@ def test_rejects_groups_and_cells_that_are_not_unique(comm, directory):
             fem.read_mesh(directory / name)
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("ending", ["inp", "med"])
+def test_named_sets_of_other_programs(ending, comm, directory):
+    """Abaqus has sets of cells, and MED has families with several names."""
+    pytest.importorskip("h5py")
+    path = directory / f"m.{ending}"
+    if comm.rank == 0:
+        content = meshio.Mesh(np.array(CORNERS, float), [("triangle", [[0, 1, 2], [0, 2, 3]])])
+        if ending == "inp":
+            content.cell_sets = {"lower": [np.array([0])], "all": [np.array([0, 1])]}
+        else:
+            content.cell_data = {"cell_tags": [np.array([-6, -7])]}
+            content.cell_tags = {-6: ["lower", "all"], -7: ["all"]}
+        content.write(path)
+    mesh = fem.read_mesh(path)
+    cells = lambda tag: in_file_order(mesh, mesh.cell_ids, mesh.cells_with(tag)).tolist()
+    assert (cells("lower"), cells("all")) == ([True, False], [True, True])
+    assert {"lower", "all"} <= set(mesh.cell_groups)
+
+
 def test_wrong_files(comm, alone, directory):
     content, _ = contents("triangle", alone)
     cells = content.cells[-1].data

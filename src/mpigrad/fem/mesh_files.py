@@ -49,7 +49,8 @@ def read_mesh(
     facets with tags: gmsh's physical groups of lines in the plane, and of surfaces in space. Names
     of physical groups are names of tags. A cell or a facet in several physical groups has all of
     their tags. A cell that the file has once for each of its tags, as gmsh writes format 2.2, is
-    one cell, and `cell_ids` counts it once.
+    one cell, and `cell_ids` counts it once. Named sets of cells of Abaqus and families of MED are
+    names of tags too, whose integers `fem.read_mesh` chooses.
 
     Parameters
     ----------
@@ -111,7 +112,9 @@ def _arrays(path: pathlib.Path, tags: str | None) -> MeshArrays:
     if gmsh is not None and array not in (None, _PHYSICAL):
         gmsh = GmshGroups((), None)  # the names are names of physical groups
     groups, unused = _group_names(path, content, gmsh, _DIMENSION[names.meshio])
-    rows = _tag_rows(path, content, gmsh, array, groups)
+    rows = _tag_rows(path, content, gmsh, array)
+    if gmsh is None:
+        _add_sets(content, rows, array, groups, unused, (names.facet, names.meshio))
 
     cells, cell_rows = _join(blocks, rows, names.meshio)
     if gmsh is None or gmsh.entities is None:
@@ -172,7 +175,6 @@ def _tag_rows(
     content: Any,
     gmsh: GmshGroups | None,
     array: str | None,
-    groups: tuple[dict[str, int], dict[str, int]],
 ) -> list[NDArray[Any]]:
     """Return for each block of the file rows of a cell of the block and a tag of it."""
     rows = []
@@ -193,13 +195,45 @@ def _tag_rows(
             tags = np.abs(tags) if gmsh is not None else tags
             tagged = np.flatnonzero(tags)
             here.append(np.column_stack([tagged, tags[tagged]]))
-        if gmsh is None:
-            for name, tag in [pair for group in groups for pair in group.items()]:
-                members = content.cell_sets.get(name, [None] * (i + 1))[i]
-                if members is not None and len(members):
-                    here.append(np.column_stack([members, np.full(len(members), tag)]))
         rows.append(np.concatenate(here))
     return rows
+
+
+def _add_sets(
+    content: Any,
+    rows: list[NDArray[Any]],
+    array: str | None,
+    groups: tuple[dict[str, int], dict[str, int]],
+    unused: dict[str, str],
+    kinds: tuple[str, str],
+) -> None:
+    """Give named sets of cells and facets a tag each: those of Abaqus, and families of MED."""
+    sets: dict[str, list[NDArray[Any]]] = {
+        str(name): [np.asarray(() if part is None else part, int) for part in parts]
+        for name, parts in content.cell_sets.items()
+    }
+    if array == "cell_tags":
+        families = getattr(content, "cell_tags", {})
+        for name in {str(name) for names in families.values() for name in names}:
+            numbers = [number for number, names in families.items() if name in names]
+            sets[name] = [
+                np.flatnonzero(np.isin(np.ravel(tags), numbers))
+                for tags in content.cell_data[array]
+            ]
+    used = [0, *groups[0].values(), *groups[1].values()]
+    largest = max([*used, *(int(np.max(np.abs(part[:, 1]))) for part in rows if len(part))])
+    for new, (name, parts) in enumerate(sorted(sets.items()), largest + 1):
+        places = [
+            [i for i, block in enumerate(content.cells) if block.type == kind and len(parts[i])]
+            for kind in kinds
+        ]
+        if not any(places):
+            unused[name] = "a set of the file without cells and facets"
+        for group, chosen in zip(groups, places, strict=True):
+            tag = group.setdefault(name, new) if chosen else new
+            for i in chosen:
+                more = np.column_stack([parts[i], np.full(len(parts[i]), tag)])
+                rows[i] = np.concatenate([rows[i], more])
 
 
 def _join(
