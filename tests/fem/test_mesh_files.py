@@ -1,6 +1,7 @@
 """Meshes read from files, and fields written for ParaView."""
 
 import re
+import struct
 
 import numpy as np
 import pytest
@@ -155,6 +156,165 @@ $EndElements
 """
 
 
+# Two triangles between x = 0 and 1. The lower one is in two groups of surfaces. The right side is a
+# line in the groups 1 and 2, of which 2 has the name of a group of surfaces.
+NAMES = """$PhysicalNames
+6
+0 8 "corner"
+1 1 "right side"
+1 2 "all"
+1 9 "nothing"
+2 3 "lower"
+2 2 "all"
+$EndPhysicalNames
+"""
+ENTITIES = (
+    ((1, (1.0, 0.0, 0.0), [8]),),
+    ((4, (0.0,) * 6, [1, -2]),),  # a tag is negative if the line goes in the other direction
+    ((5, (0.0,) * 6, [3, 2, 7]), (6, (0.0,) * 6, [2])),
+)
+CORNERS = ((0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 0))
+LINE, LOWER, UPPER = (2, 3), (1, 2, 3), (1, 3, 4)
+
+
+def gmsh_22(names=NAMES):
+    """Each cell occurs once for each of its groups, as gmsh writes this format."""
+    rows = [
+        (1, tag, 4, LINE) for tag in (1, 2)
+    ] + [(2, tag, 5, LOWER) for tag in (3, 2, 7)] + [(2, 2, 6, UPPER)]  # fmt: skip
+    lines = ["$MeshFormat", "2.2 0 8", "$EndMeshFormat", names.strip(), "$Nodes", "4"]
+    lines += [f"{i} {x} {y} {z}" for i, (x, y, z) in enumerate(CORNERS, 1)]
+    lines += ["$EndNodes", "$Elements", str(len(rows))]
+    for i, (kind, tag, entity, corners) in enumerate(rows, 1):
+        lines.append(" ".join(map(str, (i, kind, 2, tag, entity, *corners))))
+    return ("\n".join(lines) + "\n$EndElements\n").encode()
+
+
+def gmsh_41(names=NAMES, binary=True):
+    """Entities have several groups."""
+
+    def put(kind, *values):
+        if binary:
+            return struct.pack(f"={len(values)}{kind}", *values)
+        return " ".join(map(str, values)).encode() + b"\n"
+
+    text = b"$MeshFormat\n4.1 %d 8\n" % binary
+    text += (put("i", 1) + b"\n" if binary else b"") + b"$EndMeshFormat\n" + names.encode()
+    text += b"$Entities\n" + put("Q", 1, 1, 2, 0)
+    for dim, entities in enumerate(ENTITIES):
+        for entity, box, tags in entities:
+            text += put("i", entity) + put("d", *box) + put("Q", len(tags)) + put("i", *tags)
+            text += put("Q", 0) if dim else b""
+    text += b"\n$EndEntities\n$Nodes\n" + put("Q", 1, 4, 1, 4)
+    text += put("i", 2, 5, 0) + put("Q", 4) + put("Q", 1, 2, 3, 4)
+    text += put("d", *(x for corner in CORNERS for x in corner))
+    text += b"\n$EndNodes\n$Elements\n" + put("Q", 3, 3, 1, 3)
+    for number, (head, corners) in enumerate(
+        (((1, 4, 1), LINE), ((2, 5, 2), LOWER), ((2, 6, 2), UPPER)), 1
+    ):
+        text += put("i", *head) + put("Q", 1) + put("Q", number, *corners)
+    return text + b"\n$EndElements\n"
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("version", ["2.2", "4.1", "4.1 text", "vtu"])
+def test_cells_have_all_their_groups(version, comm, directory):
+    """Names of two dimensions may be equal, and a cell in three groups is one cell."""
+    path = directory / ("m.vtu" if version == "vtu" else "m.msh")
+    if comm.rank == 0:
+        text = gmsh_41(binary=version == "4.1") if version.startswith("4.1") else gmsh_22()
+        (directory / "m.msh").write_bytes(text)
+        if version == "vtu":  # a converted file, without names
+            meshio.read(directory / "m.msh").write(path)
+    mesh = fem.read_mesh(path)
+    cells = lambda tag: in_file_order(mesh, mesh.cell_ids, mesh.cells_with(tag)).tolist()
+    assert mesh.n_cells_global == 2
+    assert in_file_order(mesh, mesh.cell_ids, mesh.cell_tags).tolist() == [3, 2]
+    assert (cells(3), cells(2), cells(7)) == ([True, False], [True, True], [True, False])
+    assert [mesh.facets(tag).n_global for tag in (1, 2)] == [1, 1]
+    if version == "vtu":
+        assert mesh.unused_groups == {}
+        return
+    assert (mesh.cell_groups, mesh.facet_groups) == (
+        {"lower": 3, "all": 2, "7": 7},
+        {"right side": 1, "all": 2},
+    )
+    assert cells("all") == [True, True]
+    assert mesh.facets("all").n_global == 1
+    one = lambda on: fem.Energy(fem.Space(mesh), lambda p: 1.0 + 0 * p.u, on=on)
+    space = fem.Space(mesh)
+    area = one(mesh.cells_with("all"))().integral(np.zeros(space.shape))
+    assert comm.mpi.allreduce(float(area)) == pytest.approx(1.0)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("version", ["2.2", "4.1"])
+def test_names_without_members_are_errors(version, comm, directory):
+    path = directory / "m.msh"
+    if comm.rank == 0:
+        path.write_bytes(gmsh_22() if version == "2.2" else gmsh_41())
+    mesh = fem.read_mesh(path)
+    for function, name, message in [
+        (mesh.facets, "nothing", "'nothing' is a group of facets without members. Its tags are: "),
+        (mesh.cells_with, "corner", "'corner' is a group of dimension 0 of the file"),
+        (mesh.facets, "lower", r"It is a tag of cells\. .* or use Mesh\.cells_with"),
+        (mesh.cells_with, "right side", r"It is a tag of facets\. .* or use Mesh\.facets"),
+        (mesh.facets, 9, "no facets of this mesh have the tag 9"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            function(name)
+    # Names are those of physical groups, and not of other tags.
+    mesh = fem.read_mesh(path, tags="gmsh:geometrical") if version == "4.1" else mesh
+    if version == "4.1":
+        assert mesh.cell_groups == {"5": 5, "6": 6}
+        assert mesh.facet_groups == {"4": 4}
+
+
+@pytest.mark.ranks(1, 2)
+def test_rejects_groups_and_cells_that_are_not_unique(comm, directory):
+    files = {
+        "names.msh": gmsh_41(NAMES.replace('3 "lower"', '3 "all"')),
+        "number.msh": gmsh_41(NAMES.replace("lower", "7")),
+        "twice.msh": gmsh_22().replace(b"4 2 2 2 5 ", b"4 2 2 3 5 "),
+        "parts.msh": gmsh_41(binary=False).replace(
+            b"1 4 1\n", b"1 13 1\n"
+        ) + b"$PartitionedEntities\n$EndPartitionedEntities\n",
+        "some.msh": gmsh_41(binary=False).replace(b"1\n2\n0\n\n$EndE", b"0\n0\n\n$EndE"),
+    }  # fmt: skip
+    if comm.rank == 0:
+        for name, text in files.items():
+            (directory / name).write_bytes(text)
+    for name, message in {
+        "names.msh": "one group of dimension 2 with the name 'all' in .*, got the tags 3 and 2",
+        "number.msh": "got '7' for the tag 3, and a tag 7 without a name",
+        "twice.msh": r"got the corners \[0, 1, 2\] in the cells 0 and 1 \(3 cells have",
+        "parts.msh": "partitioned by gmsh: save it without partitions",
+        "some.msh": "others do not: give all of them a group, or save without Mesh.SaveAll",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            fem.read_mesh(directory / name)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("ending", ["inp", "med"])
+def test_named_sets_of_other_programs(ending, comm, directory):
+    """Abaqus has sets of cells, and MED has families with several names."""
+    pytest.importorskip("h5py")
+    path = directory / f"m.{ending}"
+    if comm.rank == 0:
+        content = meshio.Mesh(np.array(CORNERS, float), [("triangle", [[0, 1, 2], [0, 2, 3]])])
+        if ending == "inp":
+            content.cell_sets = {"lower": [np.array([0])], "all": [np.array([0, 1])]}
+        else:
+            content.cell_data = {"cell_tags": [np.array([-6, -7])]}
+            content.cell_tags = {-6: ["lower", "all"], -7: ["all"]}
+        content.write(path)
+    mesh = fem.read_mesh(path)
+    cells = lambda tag: in_file_order(mesh, mesh.cell_ids, mesh.cells_with(tag)).tolist()
+    assert (cells("lower"), cells("all")) == ([True, False], [True, True])
+    assert {"lower", "all"} <= set(mesh.cell_groups)
+
+
 def test_wrong_files(comm, alone, directory):
     content, _ = contents("triangle", alone)
     cells = content.cells[-1].data
@@ -174,7 +334,7 @@ def test_wrong_files(comm, alone, directory):
     for name, message in {
         "mixed.vtu": "cells of one type, got quad and triangle",
         "curved.vtu": "straight edges, got triangle6",
-        "lines.vtu": "cells of one type, got line",
+        "lines.vtu": "cells of one type, got line .* give the surfaces one",
         "prisms.vtu": "got wedge",
         "unused.vtu": "without cells",
         "text.msh": "a mesh that meshio can read",

@@ -176,6 +176,10 @@ def test_ghosts_are_read_and_added(comm, alone):
 
 WRONG = {
     "different corners": ({"cells": [[0, 1, 1], [0, 2, 3]]}, "cell 0 must have 3 different"),
+    "repeated": (
+        {"cells": [[0, 1, 2], [0, 2, 3], [2, 0, 1]]},
+        r"got the corners \[0, 1, 2\] in the cells 0 and 2 \(2 cells",
+    ),
     "degenerate": ({"points": [[0, 0], [1, 0], [2, 0], [0, 1]]}, "degenerate cell 0"),
     "outside": ({"cells": [[0, 1, 9], [0, 2, 3]]}, "vertices from 0 to 3, got 0 to 9"),
     "shape": ({"cells": [[0, 1, 2, 3]]}, r"integers of shape \(k, 3\)"),

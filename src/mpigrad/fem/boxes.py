@@ -215,6 +215,7 @@ def _piece(
         corners=corners.reshape(-1, pattern.shape[1]),
         cell_ids=cell_ids.astype(np.int64),
         cell_tags=np.zeros(len(cell_ids), np.int32),
+        further_cell_tags=np.zeros((0, 2), np.int32),
         vertex_ids=vertex_ids.astype(np.int64),
         points=points,
         vertex_keys=keys,

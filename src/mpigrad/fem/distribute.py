@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from mpigrad.collective_errors import raise_on_all_ranks
 from mpigrad.communicator import BlockingCall, Communicator, resolve
 from mpigrad.fem.cell_checks import corner_jacobians
-from mpigrad.fem.grouping import row_groups, unique_numbers
+from mpigrad.fem.grouping import repeated_rows, row_groups, unique_numbers
 from mpigrad.fem.mesh import FacetTags, Mesh
 from mpigrad.fem.partition import partition_cells
 from mpigrad.fem.piece import Piece, build_mesh
@@ -24,7 +24,15 @@ __all__ = ["MeshArrays", "distribute_arrays", "distribute_mesh"]
 
 @dataclass(frozen=True)
 class MeshArrays:
-    """A whole mesh as arrays, as `distribute_mesh` takes it."""
+    """A whole mesh as arrays, as `distribute_mesh` takes it.
+
+    Attributes
+    ----------
+    further_cell_tags
+        Rows of a cell and one more tag of it, shape (k, 2).
+    unused_groups
+        As in `Mesh`.
+    """
 
     points: Any
     cells: Any
@@ -34,6 +42,8 @@ class MeshArrays:
     facet_tags: Any = None
     cell_groups: Mapping[str, int] | None = None
     facet_groups: Mapping[str, int] | None = None
+    further_cell_tags: NDArray[np.integer] | None = None
+    unused_groups: Mapping[str, str] | None = None
 
 
 def distribute_mesh(
@@ -73,7 +83,8 @@ def distribute_mesh(
         The corners of facets with tags, shape (k, corners of a facet), in any order, and their
         tags, shape (k,). A facet with several tags has several rows.
     cell_groups, facet_groups
-        Names of tags. A tag without a name gets its number as a name.
+        Names of tags. A tag without a name gets its number as a name. A name whose tag no cell or
+        facet has is in `Mesh.unused_groups`.
     corner_order
         "vtk": the corners of quadrilaterals and of the bottom and the top of hexahedra go around,
         as in VTK, gmsh and meshio. "basix": x runs fastest.
@@ -94,8 +105,9 @@ def distribute_mesh(
     Raises
     ------
     TypeError, ValueError
-        On all ranks: if arrays do not fit, cells are degenerate or inverted, a vertex has no cell,
-        a facet with a tag is not a facet of a cell, or there are more ranks than cells.
+        On all ranks: if arrays do not fit, cells are degenerate or inverted or occur twice, a
+        vertex has no cell, a facet with a tag is not a facet of a cell, or there are more ranks
+        than cells.
 
     Examples
     --------
@@ -144,14 +156,16 @@ def distribute_arrays(
                 )
                 common = (
                     whole.cell_type, len(whole.points), len(whole.cells), method,
-                    whole.cell_groups, whole.facet_groups,
+                    whole.cell_groups, whole.facet_groups, whole.unused_groups,
                 )  # fmt: skip
                 pieces = _divide(whole, parts, comm.size)
         finally:
             # Rank 0 may take any time to read and divide a large mesh.
             with BlockingCall("rank 0's division of a mesh", unlimited=True):
                 comm.mpi.Ibarrier().Wait()
-    cell_type, n_vertices, n_cells, method, cell_groups, facet_groups = comm.mpi.bcast(common)
+    cell_type, n_vertices, n_cells, method, cell_groups, facet_groups, unused = comm.mpi.bcast(
+        common
+    )
     own: tuple[NDArray[Any], ...]
     if comm.rank == 0:
         own = next(pieces)
@@ -159,12 +173,13 @@ def distribute_arrays(
             for array in arrays:
                 comm.send_object(array, rank)
     else:
-        own = tuple(comm.receive_object(0) for _ in range(8))
-    corners, cell_ids, cell_tags, vertex_ids, points, *facets = own
+        own = tuple(comm.receive_object(0) for _ in range(9))
+    corners, cell_ids, cell_tags, further, vertex_ids, points, *facets = own
     piece = Piece(
         corners=corners,
         cell_ids=cell_ids,
         cell_tags=cell_tags,
+        further_cell_tags=further,
         vertex_ids=vertex_ids,
         points=points,
         vertex_keys=bandwidth_order(corners, len(points), cell_type),
@@ -180,6 +195,7 @@ def distribute_arrays(
         method=method,
         cell_groups=cell_groups,
         facet_groups=facet_groups,
+        unused_groups=unused,
     )
 
 
@@ -191,11 +207,13 @@ class _Whole:
     cells: NDArray[np.int64]
     cell_type: str
     cell_tags: NDArray[np.int32]
+    further_cell_tags: NDArray[np.int32]
     facet_cells: NDArray[np.int64]
     local_facets: NDArray[np.int8]
     facet_tags: NDArray[np.int32]
     cell_groups: dict[str, int]
     facet_groups: dict[str, int]
+    unused_groups: dict[str, str]
 
 
 def _check(
@@ -218,6 +236,15 @@ def _check(
             f"{function}: cell {repeated[0]} must have {cell.n_corners} different corners, got "
             f"{cells[repeated[0]].tolist()}. Remove it from the mesh."
         )
+    same = repeated_rows(cells)
+    if same.size:
+        corners = np.sort(cells[same], axis=1)
+        other = same[1:][np.all(corners[1:] == corners[0], axis=1)][0]
+        raise ValueError(
+            f"{function}: expected cells with different corners, got the corners "
+            f"{cells[same[0]].tolist()} in the cells {same[0]} and {other} ({same.size} cells have "
+            "the corners of another one). Remove one of each."
+        )
     facets = np.zeros((0, cell.facets.shape[1]), np.int64)
     if arrays.facets is not None and len(arrays.facets):
         facets = _rows(function, "facets", arrays.facets, cell.facets.shape[1], len(points))
@@ -238,17 +265,26 @@ def _check(
     cell_tags = _tags(function, "cell_tags", arrays.cell_tags, len(cells))
     facet_tags = _tags(function, "facet_tags", arrays.facet_tags, len(facets))
     facet_cells, local_facets = _find_facets(function, cells, cell.name, facets, len(points))
-    tagged = cell_tags[cell_tags != 0]
+    further = np.zeros((0, 2), np.int32)
+    if arrays.further_cell_tags is not None:
+        further = np.asarray(arrays.further_cell_tags, np.int32)
+    tagged = np.concatenate([cell_tags[cell_tags != 0], further[:, 1]])
+    cell_groups, without_cells = _groups(function, arrays.cell_groups, tagged)
+    facet_groups, without_facets = _groups(function, arrays.facet_groups, facet_tags)
+    unused = dict.fromkeys(without_facets, "a group of facets without members")
+    unused |= dict.fromkeys(without_cells, "a group of cells without members")
     return _Whole(
         points=points,
         cells=cells,
         cell_type=cell.name,
         cell_tags=cell_tags,
+        further_cell_tags=further,
         facet_cells=facet_cells,
         local_facets=local_facets,
         facet_tags=facet_tags,
-        cell_groups=_groups(arrays.cell_groups, tagged),
-        facet_groups=_groups(arrays.facet_groups, facet_tags),
+        cell_groups=cell_groups,
+        facet_groups=facet_groups,
+        unused_groups=dict(arrays.unused_groups or {}) | unused,
     )
 
 
@@ -298,10 +334,23 @@ def _tags(function: str, name: str, tags: Any, n: int) -> NDArray[np.int32]:
     return array.astype(np.int32)
 
 
-def _groups(names: Mapping[str, int] | None, tags: NDArray[np.int32]) -> dict[str, int]:
+def _groups(
+    function: str, names: Mapping[str, int] | None, tags: NDArray[np.int32]
+) -> tuple[dict[str, int], list[str]]:
+    """Return the tags by name, and the names whose tags no cell or facet has."""
     groups = {str(name): int(tag) for name, tag in (names or {}).items()}
-    unnamed = sorted(set(np.unique(tags).tolist()) - set(groups.values()))
-    return groups | {str(tag): tag for tag in unnamed}
+    present = set(np.unique(tags).tolist())
+    unnamed = sorted(present - set(groups.values()))
+    for tag in unnamed:
+        if str(tag) in groups:
+            raise ValueError(
+                f"{function}: expected names of groups that are not the number of another tag, got "
+                f"{str(tag)!r} for the tag {groups[str(tag)]}, and a tag {tag} without a name. "
+                "Rename the group."
+            )
+    empty = [name for name, tag in groups.items() if tag not in present]
+    used = {name: tag for name, tag in groups.items() if tag in present}
+    return used | {str(tag): tag for tag in unnamed}, empty
 
 
 def _find_facets(
@@ -341,14 +390,17 @@ def _divide(whole: _Whole, parts: NDArray[np.int64], size: int) -> Any:
     order = np.argsort(parts, kind="stable")
     ends = np.cumsum(np.bincount(parts, minlength=size))
     facet_parts = parts[whole.facet_cells]
+    further_parts = parts[whole.further_cell_tags[:, 0]]
     for rank, end in enumerate(ends):
         ids = order[(ends[rank - 1] if rank else 0) : end]
         vertex_ids, corners = unique_numbers(whole.cells[ids], len(whole.points))
         facets = np.flatnonzero(facet_parts == rank)
+        further = whole.further_cell_tags[further_parts == rank]
         yield (
             corners.astype(np.int32),
             ids.astype(np.int64),
             whole.cell_tags[ids],
+            np.column_stack([np.searchsorted(ids, further[:, 0]), further[:, 1]]).astype(np.int32),
             vertex_ids.astype(np.int64),
             whole.points[vertex_ids],
             np.searchsorted(ids, whole.facet_cells[facets]).astype(np.int32),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["group_rows", "row_groups", "unique_numbers"]
+__all__ = ["group_rows", "repeated_rows", "row_groups", "unique_numbers"]
 
 _LARGEST = 2**63 - 1
+_SCRAMBLE = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9  # odd factors, as of SplitMix64
 
 
 def group_rows(rows: NDArray[np.integer], n: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -44,6 +45,23 @@ def row_groups(rows: NDArray[np.integer], n: int) -> tuple[NDArray[np.intp], int
     group = np.empty(len(rows), np.intp)
     group[order] = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     return group, len(starts) - 1
+
+
+def repeated_rows(rows: NDArray[np.integer]) -> NDArray[np.intp]:
+    """Return the indices of rows that have the same entries as another row, in any order."""
+    # Rows of different entries rarely have the same sum of scrambled entries.
+    keys = rows.astype(np.uint64)
+    for factor, shift in zip(_SCRAMBLE, (29, 32), strict=True):
+        keys *= np.uint64(factor)
+        keys ^= keys >> np.uint64(shift)
+    sums = keys.sum(axis=1)
+    ordered = np.sort(sums)
+    suspects = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    near = np.flatnonzero(np.isin(sums, suspects)) if len(suspects) else np.zeros(0, np.intp)
+    if not len(near):
+        return near
+    group, n_groups = row_groups(np.sort(rows[near], axis=1), int(rows.max()) + 1)
+    return near[np.bincount(group, minlength=n_groups)[group] > 1]
 
 
 def unique_numbers(

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -119,12 +119,17 @@ class Mesh:
     vertex_ids
         The same for this rank's own vertices, shape (n_local,), int64.
     cell_tags
-        The tag of each cell, shape (n_cells,), int32. It is 0 for cells without a tag.
+        The first tag of each cell, shape (n_cells,), int32. It is 0 for cells without a tag.
+    further_cell_tags
+        The other tags of cells that have several: rows of a cell and a tag, shape (k, 2), int32.
     facet_tags
         The facets with tags.
     cell_groups, facet_groups
         The tags of cells and facets by name, the same on all ranks. A tag without a name in the
         file has its number as a name.
+    unused_groups
+        The other names of the file, and why no cell and no facet has them: groups without members,
+        and groups of points or of edges in space.
     n_cells_global
         The number of cells on all ranks.
     partition_method
@@ -148,9 +153,11 @@ class Mesh:
     cell_ids: NDArray[np.int64]
     vertex_ids: NDArray[np.int64]
     cell_tags: NDArray[np.int32]
+    further_cell_tags: NDArray[np.int32]
     facet_tags: FacetTags
     cell_groups: Mapping[str, int]
     facet_groups: Mapping[str, int]
+    unused_groups: Mapping[str, str]
     n_cells_global: int
     partition_method: str
 
@@ -173,17 +180,22 @@ class Mesh:
     def cells_with(self, tag: int | str) -> NDArray[np.bool_]:
         """Return True for each cell of this rank that has a tag, shape (n_cells,).
 
+        A cell that has several tags is chosen by each of them.
+
         Parameters
         ----------
         tag
-            An integer of `cell_tags`, or a name of `cell_groups`.
+            A value or a name of `cell_groups`.
 
         Raises
         ------
         ValueError
             On all ranks: if no cell of the file has the tag.
         """
-        return self.cell_tags == _tag(tag, self.cell_groups, "Mesh.cells_with", "cells")
+        value = self._tag(tag, "cells")
+        chosen = self.cell_tags == value
+        chosen[self.further_cell_tags[self.further_cell_tags[:, 1] == value, 0]] = True
+        return chosen
 
     def boundary_facets(self) -> Facets:
         """Return the facets that lie on only one cell of all ranks (collective)."""
@@ -219,7 +231,7 @@ class Mesh:
             On all ranks: if no facet of the file has the tag, or the mask does not fit.
         """
         if isinstance(where, str | int | np.integer) and not isinstance(where, bool):
-            tag = _tag(where, self.facet_groups, "Mesh.facets", "facets")
+            tag = self._tag(where, "facets")
             rows = self.facet_tags.tags == tag
             return Facets(self, self.facet_tags.cells[rows], self.facet_tags.local_facets[rows])
         chosen = self.vertices_where(where, "Mesh.facets: where")
@@ -262,6 +274,29 @@ class Mesh:
         rows = rows & table.is_local
         order = np.lexsort([table.local_facets[rows], table.cells[rows]])
         return Facets(self, table.cells[rows][order], table.local_facets[rows][order])
+
+    def _tag(self, tag: int | str | np.integer, kind: Literal["cells", "facets"]) -> int:
+        """Return the integer of a tag, or raise an error if no cell or facet has it."""
+        functions = {"cells": "Mesh.cells_with", "facets": "Mesh.facets"}
+        tags = {"cells": self.cell_groups, "facets": self.facet_groups}
+        groups = tags.pop(kind)
+        if isinstance(tag, str):
+            if tag in groups:
+                return groups[tag]
+        elif int(tag) in groups.values():
+            return int(tag)
+        listed = ", ".join(f"{name!r} ({number})" for name, number in groups.items()) or "none"
+        reason, remedy = "", "Choose one of them."
+        ((other, others),) = tags.items()
+        if tag in self.unused_groups:
+            reason = f" {tag!r} is {self.unused_groups[str(tag)]}."
+        elif tag in others:
+            reason = f" It is a tag of {other}."
+            remedy = f"Choose one of them, or use {functions[other]}."
+        raise ValueError(
+            f"{functions[kind]}: no {kind} of this mesh have the tag {tag!r}.{reason} Its tags "
+            f"are: {listed}. {remedy}"
+        )
 
     # --- fields in the order of the file ---
 
@@ -408,16 +443,3 @@ class Mesh:
             f"Mesh({self.cell_type}, n_cells={self.n_cells} of {self.n_cells_global}, "
             f"n_vertices={self.vertices.n_local} of {self.vertices.n_global})"
         )
-
-
-def _tag(tag: int | str | np.integer, groups: Mapping[str, int], function: str, what: str) -> int:
-    if isinstance(tag, str):
-        if tag in groups:
-            return groups[tag]
-    elif int(tag) in groups.values():
-        return int(tag)
-    listed = ", ".join(f"{name!r} ({number})" for name, number in groups.items()) or "none"
-    raise ValueError(
-        f"{function}: no {what} of this mesh have the tag {tag!r}. Its tags are: {listed}. Choose "
-        "one of them."
-    )

@@ -9,11 +9,13 @@ import pathlib
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from mpigrad.collective_errors import assert_same_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
 from mpigrad.fem.distribute import MeshArrays, distribute_arrays
+from mpigrad.fem.gmsh_groups import GmshGroups, has_partitions, read_gmsh_groups
+from mpigrad.fem.grouping import repeated_rows, row_groups
 from mpigrad.fem.mesh import Mesh
 from mpigrad.fem.packages import import_package
 from mpigrad.fem.reference import CELL_TYPES
@@ -22,7 +24,8 @@ __all__ = ["read_mesh"]
 
 _NAME = "fem.read_mesh"
 # Names of arrays with tags that programs write.
-_TAGS = ("gmsh:physical", "cell_tags", "medit:ref", "tags")
+_PHYSICAL = "gmsh:physical"
+_TAGS = (_PHYSICAL, "cell_tags", "medit:ref", "tags")
 # Cells of two dimensions and of three, as meshio calls them: type and dimension.
 _DIMENSION = {"vertex": 0, "line": 1, "triangle": 2, "quad": 2, "tetra": 3, "hexahedron": 3}
 
@@ -44,8 +47,10 @@ def read_mesh(
 
     The cells of the highest dimension are the cells of the mesh. Cells of one dimension less are
     facets with tags: gmsh's physical groups of lines in the plane, and of surfaces in space. Names
-    of physical groups are names of tags. A cell in several physical groups has the tag of the first
-    one, and a facet has all of its tags.
+    of physical groups are names of tags. A cell or a facet in several physical groups has all of
+    their tags. A cell that the file has once for each of its tags, as gmsh writes format 2.2, is
+    one cell, and `cell_ids` counts it once. Named sets of cells of Abaqus and families of MED are
+    names of tags too, whose integers `fem.read_mesh` chooses.
 
     Parameters
     ----------
@@ -69,8 +74,9 @@ def read_mesh(
         On all ranks: if the file does not exist.
     ValueError
         On all ranks: if the file cannot be read, or its mesh cannot be used: several types of
-        cells, curved cells, degenerate or inverted cells, vertices without cells, facets without
-        cells, or fewer cells than ranks.
+        cells, curved cells, degenerate or inverted cells, cells that occur twice, vertices without
+        cells, facets without cells, two groups with one name and dimension, or fewer cells than
+        ranks.
     ImportError
         On rank 0, and as a RuntimeError on the others: if meshio is not installed.
 
@@ -98,55 +104,174 @@ def read_mesh(
 
 
 def _arrays(path: pathlib.Path, tags: str | None) -> MeshArrays:
-    content = _read(path)
+    content, gmsh = _read(path)
     blocks = [(block.type, np.asarray(block.data)) for block in content.cells]
     cell = _cell_type(path, [kind for kind, data in blocks if len(data)])
     names = CELL_TYPES[cell]
-    name = _tag_name(path, content, tags)
-    by_block: list[Any] = [None] * len(blocks)
-    if name:
-        by_block = [np.reshape(tags, -1) for tags in content.cell_data[name]]
-    dim = _DIMENSION[names.meshio]
-    groups = {
-        level: {
-            str(group): int(value[0])
-            for group, value in content.field_data.items()
-            if np.shape(value) == (2,) and int(value[1]) == level
-        }
-        for level in (dim - 1, dim)
-    }
+    array = _tag_name(path, content, tags)
+    if gmsh is not None and array not in (None, _PHYSICAL):
+        gmsh = GmshGroups((), None)  # the names are names of physical groups
+    groups, unused = _group_names(path, content, gmsh, _DIMENSION[names.meshio])
+    rows = _tag_rows(path, content, gmsh, array)
+    if gmsh is None:
+        _add_sets(content, rows, array, groups, unused, (names.facet, names.meshio))
 
-    chosen = [i for i, (kind, data) in enumerate(blocks) if kind == names.meshio and len(data)]
-    cell_tags = None
-    if name:
-        cell_tags = np.concatenate([by_block[i] for i in chosen])
-    facets, facet_tags = [], []
-    for i, (kind, data) in enumerate(blocks):
-        if kind != names.facet or not len(data):
-            continue
-        if by_block[i] is not None:
-            tagged = np.flatnonzero(by_block[i])
-            facets.append(data[tagged])
-            facet_tags.append(by_block[i][tagged])
-        # Further physical groups of the same facets.
-        for group, tag in groups[dim - 1].items():
-            members = content.cell_sets.get(group, [None] * len(blocks))[i]
-            if members is not None and len(members):
-                facets.append(data[members])
-                facet_tags.append(np.full(len(members), tag))
+    cells, cell_rows = _join(blocks, rows, names.meshio)
+    if gmsh is None or gmsh.entities is None:
+        cells, cell_rows = _merge_repeated(cells, cell_rows)
+    facets, facet_rows = _join(blocks, rows, names.facet)
+    # A cell's first tag is the first of its rows.
+    first, place = np.unique(cell_rows[:, 0], return_index=True)
+    cell_tags = np.zeros(len(cells), cell_rows.dtype)
+    cell_tags[first.astype(np.int64)] = cell_rows[place, 1]
+    further = np.delete(cell_rows, place, axis=0)
+    tagged = facet_rows[:, 0].astype(np.int64)
     return MeshArrays(
         points=content.points,
-        cells=np.concatenate([blocks[i][1] for i in chosen]),
+        cells=cells,
         cell_type=cell,
         cell_tags=cell_tags,
-        facets=np.concatenate(facets) if facets else None,
-        facet_tags=np.concatenate(facet_tags) if facets else None,
-        cell_groups=groups[dim],
-        facet_groups=groups[dim - 1],
+        facets=facets[tagged] if len(tagged) else None,
+        facet_tags=facet_rows[:, 1] if len(tagged) else None,
+        cell_groups=groups[1],
+        facet_groups=groups[0],
+        further_cell_tags=further,
+        unused_groups=unused,
     )
 
 
-def _read(path: pathlib.Path) -> Any:
+def _group_names(
+    path: pathlib.Path, content: Any, gmsh: GmshGroups | None, dim: int
+) -> tuple[tuple[dict[str, int], dict[str, int]], dict[str, str]]:
+    """Return the tags of facets and of cells by name, and why other names have none."""
+    if gmsh is not None:
+        named = gmsh.names
+    else:
+        named = [
+            (int(value[1]), int(value[0]), str(name))
+            for name, value in content.field_data.items()
+            if np.shape(value) == (2,)
+        ]
+    groups: dict[int, dict[str, int]] = {}
+    for level, tag, name in named:
+        group = groups.setdefault(level, {})
+        if group.get(name, tag) != tag:
+            raise ValueError(
+                f"{_NAME}: expected one group of dimension {level} with the name {name!r} in "
+                f"{path}, got the tags {group[name]} and {tag}. Rename one of them."
+            )
+        group[name] = tag
+    unused = {
+        name: f"a group of dimension {level} of the file: {_NAME} reads groups of cells and facets"
+        for level, group in groups.items()
+        if level not in (dim, dim - 1)
+        for name in group
+    }
+    return (groups.get(dim - 1, {}), groups.get(dim, {})), unused
+
+
+def _tag_rows(
+    path: pathlib.Path,
+    content: Any,
+    gmsh: GmshGroups | None,
+    array: str | None,
+) -> list[NDArray[Any]]:
+    """Return for each block of the file rows of a cell of the block and a tag of it."""
+    rows = []
+    for i, block in enumerate(content.cells):
+        n = len(block.data)
+        here = [np.zeros((0, 2), np.int64)]
+        if gmsh is not None and gmsh.entities is not None and n:
+            entity = int(content.cell_data["gmsh:geometrical"][i][0])
+            tags = np.array(gmsh.entities.get((_DIMENSION.get(block.type, -1), entity), ()), int)
+            here.append(np.column_stack([np.repeat(np.arange(n), len(tags)), np.tile(tags, n)]))
+        elif array is not None:
+            tags = np.reshape(content.cell_data[array][i], -1)
+            if len(tags) != n:
+                raise ValueError(
+                    f"{_NAME}: expected one tag for each cell in the array {array!r} of {path}, "
+                    f"got {len(tags)} values for {n} cells. Choose another array by tags=..."
+                )
+            tags = np.abs(tags) if gmsh is not None else tags
+            tagged = np.flatnonzero(tags)
+            here.append(np.column_stack([tagged, tags[tagged]]))
+        rows.append(np.concatenate(here))
+    return rows
+
+
+def _add_sets(
+    content: Any,
+    rows: list[NDArray[Any]],
+    array: str | None,
+    groups: tuple[dict[str, int], dict[str, int]],
+    unused: dict[str, str],
+    kinds: tuple[str, str],
+) -> None:
+    """Give named sets of cells and facets a tag each: those of Abaqus, and families of MED."""
+    sets: dict[str, list[NDArray[Any]]] = {
+        str(name): [np.asarray(() if part is None else part, int) for part in parts]
+        for name, parts in content.cell_sets.items()
+    }
+    if array == "cell_tags":
+        families = getattr(content, "cell_tags", {})
+        for name in {str(name) for names in families.values() for name in names}:
+            numbers = [number for number, names in families.items() if name in names]
+            sets[name] = [
+                np.flatnonzero(np.isin(np.ravel(tags), numbers))
+                for tags in content.cell_data[array]
+            ]
+    used = [0, *groups[0].values(), *groups[1].values()]
+    largest = max([*used, *(int(np.max(np.abs(part[:, 1]))) for part in rows if len(part))])
+    for new, (name, parts) in enumerate(sorted(sets.items()), largest + 1):
+        places = [
+            [i for i, block in enumerate(content.cells) if block.type == kind and len(parts[i])]
+            for kind in kinds
+        ]
+        if not any(places):
+            unused[name] = "a set of the file without cells and facets"
+        for group, chosen in zip(groups, places, strict=True):
+            tag = group.setdefault(name, new) if chosen else new
+            for i in chosen:
+                more = np.column_stack([parts[i], np.full(len(parts[i]), tag)])
+                rows[i] = np.concatenate([rows[i], more])
+
+
+def _join(
+    blocks: list[tuple[str, NDArray[Any]]], rows: list[NDArray[Any]], kind: str
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the cells of all blocks of a type, and rows of one of them and a tag."""
+    chosen = [i for i, (block, data) in enumerate(blocks) if block == kind and len(data)]
+    if not chosen:
+        return np.zeros((0, 1), np.int64), np.zeros((0, 2), np.int64)
+    counts = np.cumsum([0] + [len(blocks[i][1]) for i in chosen])
+    shifted = [rows[i] + [[first, 0]] for i, first in zip(chosen, counts[:-1], strict=True)]
+    return np.concatenate([blocks[i][1] for i in chosen]), np.concatenate(shifted)
+
+
+def _merge_repeated(cells: NDArray[Any], rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Make one cell of those that a file has once for each of their tags, as gmsh 2.2 writes them.
+
+    Cells that occur twice with the same tag, or without a tag, stay: they are a fault of the mesh.
+    """
+    repeated = repeated_rows(cells)
+    if not len(repeated):
+        return cells, rows
+    group, n = row_groups(cells[repeated], int(cells.max()) + 1)
+    first = np.full(n, len(cells))
+    np.minimum.at(first, group, repeated)
+    target = np.arange(len(cells))
+    target[repeated] = first[group]
+    own = rows[:, 0].astype(np.int64)
+    pairs = np.column_stack([target[own], rows[:, 1]])[np.isin(own, repeated)]
+    if len(np.unique(pairs, axis=0)) < len(pairs) or not np.all(np.isin(repeated, own)):
+        return cells, rows
+    stays = target == np.arange(len(cells))
+    merged = rows.copy()
+    merged[:, 0] = (np.cumsum(stays) - 1)[target[own]]
+    return cells[stays], merged
+
+
+def _read(path: pathlib.Path) -> tuple[Any, GmshGroups | None]:
     meshio = import_package("meshio", _NAME)
     if not path.is_file():
         raise FileNotFoundError(f"{_NAME}: the file {path} does not exist. Check the path.")
@@ -154,7 +279,7 @@ def _read(path: pathlib.Path) -> Any:
     try:
         # meshio prints errors, and ends the program.
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            return meshio.read(path)
+            return meshio.read(path), read_gmsh_groups(path)
     except ImportError as error:  # h5py, for XDMF
         raise ImportError(
             f"{_NAME}: meshio needs another package for {path} ({error}). Install it with pip "
@@ -165,9 +290,20 @@ def _read(path: pathlib.Path) -> Any:
         if isinstance(error, SystemExit):
             reason = " ".join(printed.getvalue().split())
         raise ValueError(
-            f"{_NAME}: expected a mesh that meshio can read, got {path} ({reason}). Check the file "
-            "and its suffix."
+            f"{_NAME}: expected a mesh that meshio can read, got {path} ({reason}). "
+            f"{_remedy(path, reason)}"
         ) from error
+
+
+def _remedy(path: pathlib.Path, reason: str) -> str:
+    if has_partitions(path):
+        return "The file is partitioned by gmsh: save it without partitions."
+    if _PHYSICAL in reason:
+        return (
+            "Some cells of the file belong to physical groups and others do not: give all of them "
+            "a group, or save without Mesh.SaveAll."
+        )
+    return "Check the file and its suffix."
 
 
 def _cell_type(path: pathlib.Path, kinds: list[str]) -> str:
@@ -182,9 +318,15 @@ def _cell_type(path: pathlib.Path, kinds: list[str]) -> str:
     highest = max((_DIMENSION[kind] for kind in kinds), default=0)
     cells = sorted({kind for kind in kinds if _DIMENSION[kind] == highest})
     if highest < 2 or len(cells) > 1:
+        remedy = "Make a mesh of triangles, quadrilaterals, tetrahedra or hexahedra."
+        if highest < 2:
+            remedy += (
+                " gmsh saves only cells of physical groups: give the surfaces one, or in space the "
+                "volumes."
+            )
         raise ValueError(
             f"{_NAME}: expected cells of one type, got {' and '.join(cells) or 'none'} in {path}. "
-            "Make a mesh of triangles, quadrilaterals, tetrahedra or hexahedra."
+            f"{remedy}"
         )
     return next(name for name, names in CELL_TYPES.items() if names.meshio == cells[0])
 

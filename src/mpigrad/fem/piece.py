@@ -27,7 +27,9 @@ class Piece:
     corners
         The corners of each cell in basix' order, shape (n_cells, n_corners): rows of `vertex_ids`.
     cell_ids, cell_tags
-        The file's number and the tag of each cell, shape (n_cells,).
+        The file's number and the first tag of each cell, shape (n_cells,).
+    further_cell_tags
+        Rows of a cell and one more tag of it, shape (k, 2).
     vertex_ids
         The file's number of each vertex of these cells, without repetition, shape (n,).
     points
@@ -41,6 +43,7 @@ class Piece:
     corners: NDArray[np.integer]
     cell_ids: NDArray[np.int64]
     cell_tags: NDArray[np.int32]
+    further_cell_tags: NDArray[np.int32]
     vertex_ids: NDArray[np.int64]
     points: NDArray[np.float64]
     vertex_keys: NDArray[np.integer]
@@ -58,6 +61,7 @@ def build_mesh(
     method: str,
     cell_groups: Mapping[str, int],
     facet_groups: Mapping[str, int],
+    unused_groups: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> Mesh:
     """Number the vertices of all pieces, and return the mesh (collective).
@@ -68,6 +72,8 @@ def build_mesh(
         The public function that errors name.
     n_vertices, n_cells
         The numbers of vertices and cells of the file.
+    unused_groups
+        As in `Mesh`.
     method
         The name of the method that has divided the cells.
     check
@@ -106,6 +112,7 @@ def build_mesh(
     facets = FacetTags(
         cell_position[piece.facets.cells], piece.facets.local_facets, piece.facets.tags
     )
+    further = piece.further_cell_tags
     mesh = Mesh(
         comm=comm,
         cell_type=cell_type,
@@ -115,9 +122,11 @@ def build_mesh(
         cell_ids=piece.cell_ids[by_vertex],
         vertex_ids=piece.vertex_ids[own],
         cell_tags=piece.cell_tags[by_vertex],
+        further_cell_tags=np.column_stack([cell_position[further[:, 0]], further[:, 1]]),
         facet_tags=facets.sorted(),
         cell_groups=dict(cell_groups),
         facet_groups=dict(facet_groups),
+        unused_groups=dict(unused_groups or {}),
         n_cells_global=n_cells,
         partition_method=method,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from mpigrad_apps.shots.mat_files import read_mat
 from mpigrad_apps.shots.segy import SEGY, read_segy
+from mpigrad_apps.shots.zarr_files import axis_labels, decoded, even_step, unit_factor
 
 __all__ = [
     "FORMATS",
@@ -34,6 +36,9 @@ __all__ = [
 FIELDS = ("vp", "vs", "rho", "lambda", "mu")
 _MAY_BE_ZERO = ("vs", "lambda", "mu")  # in water
 _METADATA = ("spacing", "dt")  # not data
+_STEPS = ("dx", "dy", "dz")
+_DEPTHS = ("y", "depth", "z")  # y, as in files of two axes that mpigrad writes
+_TIMES = ("t", "time", "twt", "twtt")
 _LARGEST_ZARR = 1 << 26  # bytes of an array that may have no chunks in files
 _SMALLEST_CHUNK = 10_000  # times larger than its file
 FORMATS = ".npy, .npz, .mat, .sgy, .segy, .zarr"
@@ -111,14 +116,18 @@ def read_model(path: pathlib.Path, shape: tuple[int, ...] | None = None) -> Mode
     .npy
         An array (nx, ny): vp.
     .npz, .zarr
-        Arrays (nx, ny): `vp`, optionally `vs` and `rho`, or `lambda`, `mu` and `rho`. The array
-        `spacing` (hx, hy), in zarr also as an attribute. A zarr array is vp.
+        Arrays (nx, ny): `vp`, optionally `vs` and `rho`, or `lambda`, `mu` and `rho`. The spacing
+        is the array `spacing` (hx, hy), in zarr also an attribute, or `dx` and `dy` or `dz`, or
+        follows from arrays `x` and `y`, `z` or `depth` of the cell centres. A zarr array is vp.
+        If the axes of a zarr array have names, the depth may be its first axis. The attributes
+        `units`, `scale_factor`, `add_offset` and `_FillValue` are applied.
     .mat
-        As .npz, with the spacing as `dx` and `dy`. With `source{k}` (`ix`, `iy`, `vec`),
+        As .npz. With `source{k}` (`ix`, `iy`, `vec`),
         `receiver{k}` (`ix`, `iy`), `dt` and `nt` also the acquisition. The first cell has the index
         0, because such files are written by Python. Sources and receivers are at cell centres.
     .sgy, .segy
-        SEG-Y with one trace for each x and samples downwards: vp.
+        SEG-Y with one trace for each x and samples downwards: vp, in ft/s if the binary header
+        says feet.
 
     Raises
     ------
@@ -134,7 +143,7 @@ def read_model(path: pathlib.Path, shape: tuple[int, ...] | None = None) -> Mode
             f"{contents.lines[0]} inlines and {contents.lines[1]} crosslines. Extract a section. "
             "Volumes: mpigrad run fwi."
         )
-    return _model(path, contents.arrays, shape)
+    return _model(path, _with_units_and_axes(path, contents), shape)
 
 
 def read_samples(path: pathlib.Path, name: str = "") -> Samples:
@@ -146,7 +155,8 @@ def read_samples(path: pathlib.Path, name: str = "") -> Samples:
     Raises
     ------
     FileNotFoundError, ValueError, ImportError
-        If the file does not exist, or does not have such an array.
+        If the file does not exist, does not have such an array, or its traces start later than at
+        0 s.
     """
     contents = _read(path)
     arrays = {
@@ -160,7 +170,16 @@ def read_samples(path: pathlib.Path, name: str = "") -> Samples:
             f"{path}: expected one array{called}, got {', '.join(sorted(arrays)) or 'none'}. "
             "Save the array alone."
         )
-    values = np.asarray(arrays[name] if name in arrays else next(iter(arrays.values())), float)
+    if contents.delay:
+        raise ValueError(
+            f"{path}: expected traces that start at 0 s, got {contents.delay:g} s in bytes 109-110 "
+            "of a trace header. Pad the traces with zeros, and set the words to 0."
+        )
+    chosen = name if name in arrays else next(iter(arrays))
+    values = np.asarray(arrays[chosen], float)
+    labels = contents.labels.get(chosen, ())
+    if len(labels) == 2 and _is_turned(path, chosen, labels):
+        values = values.T
     interval, dt = contents.interval, contents.arrays.get("dt")
     if interval is None and dt is not None and dt.size == 1:
         if dt.dtype.kind not in "iuf":
@@ -218,13 +237,23 @@ class _Contents(NamedTuple):
         Arrays by name. An array without a name is vp.
     interval
         As in `Samples`, from the header of a SEG-Y file.
+    delay
+        Time of the first sample of a SEG-Y file in s, as in `SegyFile`.
     lines
-        Numbers of inlines and crosslines of a SEG-Y file.
+        Numbers of inlines and crosslines of a SEG-Y file, (1, traces) for a section.
+    velocity
+        Factor that converts the velocities of a SEG-Y file to m/s.
+    labels, units
+        Names of the axes and units of the arrays of a zarr file that have them.
     """
 
     arrays: dict[str, NDArray[Any]]
     interval: tuple[float, float] | None = None
+    delay: float = 0.0
     lines: tuple[int, int] | None = None
+    velocity: float = 1.0
+    labels: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    units: Mapping[str, str] = MappingProxyType({})
 
 
 def _read(path: pathlib.Path) -> _Contents:
@@ -256,9 +285,12 @@ def _read_zarr(path: pathlib.Path) -> _Contents:
     node = zarr.open(path, mode="r")
     nodes = {"vp": node} if isinstance(node, zarr.Array) else dict(node.arrays())
     check_zarr_size(path, nodes)
-    arrays = {name: np.asarray(array[...]) for name, array in nodes.items()}
+    arrays = {name: decoded(array, np.asarray(array[...])) for name, array in nodes.items()}
+    labels = {name: axis_labels(array) for name, array in nodes.items()}
+    units = {name: str(a.attrs["units"]) for name, a in nodes.items() if "units" in a.attrs}
     attributes = {n: np.asarray(node.attrs[n], float) for n in _METADATA if n in node.attrs}
-    return _Contents(arrays | attributes)
+    named = {name: axes for name, axes in labels.items() if axes is not None}
+    return _Contents(arrays | attributes, labels=named, units=units)
 
 
 def check_zarr_size(path: pathlib.Path, nodes: Mapping[str, Any]) -> None:
@@ -273,8 +305,8 @@ def check_zarr_size(path: pathlib.Path, nodes: Mapping[str, Any]) -> None:
 
 
 def _read_segy(path: pathlib.Path) -> _Contents:
-    traces, interval, lines = read_segy(path)
-    return _Contents({"vp": traces}, interval, lines)
+    file = read_segy(path)
+    return _Contents({"vp": file.traces}, file.interval, file.delay, file.lines, file.velocity)
 
 
 _READERS: dict[str, Callable[[pathlib.Path], _Contents]] = {
@@ -285,6 +317,88 @@ _READERS: dict[str, Callable[[pathlib.Path], _Contents]] = {
 } | dict.fromkeys(SEGY, _read_segy)
 
 
+def _with_units_and_axes(path: pathlib.Path, contents: _Contents) -> dict[str, NDArray[Any]]:
+    """Return the arrays in SI units, with x as the first axis and depth as the second one."""
+    arrays = dict(contents.arrays)
+    if contents.velocity != 1.0:
+        arrays["vp"] = contents.velocity * np.asarray(arrays["vp"], float)
+    order: dict[str, tuple[str, str]] = {}
+    for name in [n for n in FIELDS if n in arrays]:
+        if name in contents.units and arrays[name].dtype.kind in "iuf":
+            arrays[name] = arrays[name] * unit_factor(path, name, contents.units[name])
+        labels = contents.labels.get(name)
+        if labels is not None and len(labels) == 2:
+            turned = _is_turned(path, name, labels)
+            arrays[name] = arrays[name].T if turned else arrays[name]
+            order[name] = (labels[1], labels[0]) if turned else (labels[0], labels[1])
+    if len(set(order.values())) > 1:
+        found = ", ".join(f"{n} ({', '.join(axes)})" for n, axes in order.items())
+        raise ValueError(f"{path}: expected the same axes of all fields, got {found}. Rename them.")
+    axes = {"x", *_DEPTHS, *next(iter(order.values()), ())}
+    for name in [n for n in contents.arrays if n.lower() in axes]:
+        centers, unit = arrays.pop(name), contents.units.get(name)
+        if centers.ndim == 1 and centers.dtype.kind in "iuf" and unit is not None:
+            centers = centers * unit_factor(path, name.lower(), unit)
+        arrays[name.lower()] = centers
+    centers = _spacing_of_centers(path, arrays, next(iter(order.values()), None))
+    if centers is not None:
+        given = _spacing(path, arrays)
+        if given is not None and not np.allclose(given, centers, rtol=1e-3):
+            raise ValueError(
+                f"{path}: expected one spacing, got {given} in the file and {centers} from its "
+                "cell centres. Correct one of them."
+            )
+        if given is None:
+            arrays["spacing"] = np.array(centers)
+    return arrays
+
+
+def _is_turned(path: pathlib.Path, name: str, labels: tuple[str, ...]) -> bool:
+    """Return whether the first axis is depth, or raise an error if the names do not say it."""
+    times = [label for label in labels if label in _TIMES]
+    if times and name in FIELDS:
+        raise ValueError(
+            f"{path}: expected the axes x and depth of {name}, got {', '.join(labels)}. Convert "
+            f"the axis {times[0]} to depth."
+        )
+    first, second = (label in _DEPTHS for label in labels)
+    if (first and second) and "y" in labels:  # y is horizontal if there is z
+        first, second = (label in _DEPTHS and label != "y" for label in labels)
+    if first and second:
+        raise ValueError(
+            f"{path}: expected the axes x and depth of {name}, got {', '.join(labels)}. Rename "
+            "the horizontal axis to x."
+        )
+    return first
+
+
+def _spacing_of_centers(
+    path: pathlib.Path, arrays: Mapping[str, NDArray[Any]], order: tuple[str, str] | None
+) -> tuple[float, ...] | None:
+    """Return the distances between the cell centres in a file, None if it has none."""
+    field = next((arrays[name] for name in FIELDS if name in arrays), None)
+    if field is None or field.ndim != 2:
+        return None
+    if order is None:
+        down = [name for name in _DEPTHS if name in arrays]
+        if "x" not in arrays or not down:
+            return None
+        order = "x", down[-1] if len(down) < 3 else "z"
+    given = {axis: arrays[axis] for axis in order if axis in arrays}
+    if not given:
+        return None
+    for n, axis in zip(field.shape, order, strict=True):
+        if axis not in given and "spacing" in arrays:
+            return None
+        if axis not in given or given[axis].size != n or given[axis].dtype.kind not in "iuf":
+            found = "none" if axis not in given else f"shape {given[axis].shape}"
+            raise ValueError(
+                f"{path}: expected {n} cell centres {axis} for {' x '.join(map(str, field.shape))} "
+                f"cells, got {found}. Save the centres of both axes, or the spacing."
+            )
+    return tuple(even_step(path, a, np.ravel(v).astype(float)) for a, v in given.items())
+
+
 def _model(
     path: pathlib.Path, arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...] | None
 ) -> ModelFile:
@@ -293,13 +407,7 @@ def _model(
         raise ValueError(
             f"{path}: expected one of the fields {', '.join(FIELDS)}, got {sorted(arrays)}."
         )
-    try:
-        spacing = _spacing(arrays)
-    except (TypeError, ValueError, IndexError) as error:
-        raise ValueError(
-            f"{path}: expected the spacing as one or two numbers, got others: {error}. Check the "
-            "file."
-        ) from error
+    spacing = _spacing(path, arrays)
     acquisition = None
     if {"source", "receiver", "dt", "nt"} <= arrays.keys() and spacing is not None:
         try:
@@ -316,13 +424,44 @@ def _model(
     return ModelFile(checked, spacing, acquisition)
 
 
-def _spacing(arrays: Mapping[str, NDArray[Any]]) -> tuple[float, float] | None:
-    if "spacing" in arrays:
-        given = np.broadcast_to(np.ravel(arrays["spacing"]), 2)
-        return float(given[0]), float(given[1])
-    if "dx" in arrays and "dy" in arrays:
-        return float(arrays["dx"].ravel()[0]), float(arrays["dy"].ravel()[0])
-    return None
+def _spacing(path: pathlib.Path, arrays: Mapping[str, NDArray[Any]]) -> tuple[float, float] | None:
+    """Return the spacing of a file, None if it has none."""
+    names = [name for name in _STEPS if name in arrays]
+    steps = None
+    if names:
+        if len(names) != 2 or names[0] != "dx":
+            raise ValueError(
+                f"{path}: expected the spacing as dx and one of dy and dz, got "
+                f"{', '.join(names)}. Save these two."
+            )
+        steps = _number(path, arrays, names[0]), _number(path, arrays, names[1])
+    if "spacing" not in arrays:
+        return steps
+    try:
+        both = np.broadcast_to(np.ravel(arrays["spacing"]), 2)
+        spacing = float(both[0]), float(both[1])
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: expected the spacing as one or two numbers, got others: {error}. Check the "
+            "file."
+        ) from error
+    if steps is not None and not np.allclose(steps, spacing):
+        raise ValueError(
+            f"{path}: expected one spacing, got spacing {spacing} and {' and '.join(names)} "
+            f"{steps}. Correct one of them."
+        )
+    return spacing
+
+
+def _number(path: pathlib.Path, arrays: Mapping[str, NDArray[Any]], name: str) -> float:
+    values = np.unique(arrays[name]) if arrays[name].dtype.kind in "iuf" else np.zeros(0)
+    if len(values) != 1:
+        raise ValueError(
+            f"{path}: expected {name} as one number, got {len(values)} of shape "
+            f"{arrays[name].shape} and dtype {arrays[name].dtype}. Interpolate the model onto a "
+            "regular grid."
+        )
+    return float(values[0])
 
 
 def _acquisition(arrays: Mapping[str, NDArray[Any]], spacing: tuple[float, float]) -> Acquisition:

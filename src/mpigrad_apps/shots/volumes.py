@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from mpigrad_apps.shots.model_files import FIELDS, check_zarr_size, checked_field
 from mpigrad_apps.shots.segy import SEGY, SegyLines, read_segy_lines, read_segy_window
 from mpigrad_apps.shots.thrust import thrust_velocity
+from mpigrad_apps.shots.zarr_files import axis_labels, decoded, even_step, unit_factor
 
 __all__ = ["ThrustVolume", "Volume", "Window", "open_volume"]
 
 Window = tuple[slice, ...]
 Cells = Float[np.ndarray, "lx ly lz"]
-_REGULAR = 1e-3  # largest error of a coordinate, in cells
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,16 +117,21 @@ class ZarrVolume(Volume):
     ----------
     names
         Names of the fields, None for an array without a group.
+    factors
+        Factors that convert fields to SI units.
     """
 
     names: tuple[str, ...] | None
+    factors: Mapping[str, float]
 
     def arrays(self, window: Window) -> Mapping[str, NDArray[Any]]:
         import zarr
 
         node: Any = zarr.open(self.path, mode="r")
         nodes = {"vp": node} if self.names is None else {n: node[n] for n in self.names}
-        return {name: np.asarray(array[window]) for name, array in nodes.items()}
+        parts = {n: decoded(array, np.asarray(array[window])) for n, array in nodes.items()}
+        return {n: part * self.factors[n] if n in self.factors else part
+                for n, part in parts.items()}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +142,17 @@ class SegyVolume(Volume):
     ----------
     traces
         Index of the trace of each inline and crossline.
+    is_mask
+        True if the samples are not velocities.
     """
 
     lines: SegyLines
+    is_mask: bool = False
 
     def arrays(self, window: Window) -> Mapping[str, NDArray[Any]]:
         assert self.path is not None
-        return {"vp": read_segy_window(self.path, self.lines.traces, window)}
+        samples = read_segy_window(self.path, self.lines.traces, window)
+        return {"vp": samples if self.is_mask else self.lines.velocity * samples}
 
 
 def open_volume(path: pathlib.Path, name: str = "vp") -> Volume | None:
@@ -199,7 +208,13 @@ def _describe_zarr(path: pathlib.Path, name: str) -> Volume | None:
         check_zarr_size(path, fields)
         given = node.attrs.get("spacing")
         spacing = None if given is None else np.broadcast_to(np.asarray(given, float).ravel(), 3)
-        centers = {n: np.asarray(arrays[n][:], float) for n in "xyz" if n in arrays}
+        labels = {field: axis_labels(array) for field, array in fields.items()}
+        axes = next((axes for axes in labels.values() if axes), None) or ("x", "y", "z")
+        centers = {
+            n: np.asarray(decoded(arrays[n], np.asarray(arrays[n][:])), float)
+            for n in axes
+            if n in arrays and arrays[n].ndim == 1
+        }
     except Exception as error:
         raise ValueError(f"{path} cannot be read as .zarr: {error}") from error
     shape = next(iter(fields.values())).shape
@@ -210,15 +225,23 @@ def _describe_zarr(path: pathlib.Path, name: str) -> Volume | None:
                 f"shape {array.shape}."
             )
         _require_cells(path, field, array.shape)
-        _require_axes(path, field, getattr(array.metadata, "dimension_names", None))
-    if spacing is None and len(centers) == 3:
-        spacing = [_regular_step(path, axis, values) for axis, values in centers.items()]
+        _require_axes(path, field, labels[field])
+    units = {n: str(a.attrs["units"]) for n, a in arrays.items() if "units" in a.attrs}
+    factors = {n: unit_factor(path, n, units[n]) for n in fields if n in FIELDS and n in units}
+    if centers and (spacing is None or len(centers) == 3):
+        steps = _steps(path, shape, axes, centers, units)
+        if spacing is not None and not np.allclose(spacing, steps, rtol=1e-3):
+            raise ValueError(
+                f"{path}: expected one spacing, got {spacing.tolist()} as an attribute and {steps} "
+                "from the cell centres. Correct one of them."
+            )
+        spacing = steps if spacing is None else spacing
     if spacing is not None and not all(h > 0 and np.isfinite(h) for h in spacing):
         raise ValueError(
             f"{path}: expected a positive spacing of three axes, got {spacing}. Check the file."
         )
     lengths = None if spacing is None else tuple(float(h) for h in spacing)
-    return ZarrVolume(path, shape, lengths, None if single else tuple(fields))
+    return ZarrVolume(path, shape, lengths, None if single else tuple(fields), factors)
 
 
 def _describe_segy(path: pathlib.Path, name: str) -> Volume | None:
@@ -228,7 +251,7 @@ def _describe_segy(path: pathlib.Path, name: str) -> Volume | None:
         raise
     except Exception as error:
         raise ValueError(f"{path} cannot be read as {path.suffix}: {error}") from error
-    if min(len(lines.inlines), len(lines.crosslines)) < 2:
+    if lines.is_section:
         return None
     shape = len(lines.inlines), len(lines.crosslines), lines.samples
     for axis, numbers in (("inline", lines.inlines), ("crossline", lines.crosslines)):
@@ -251,7 +274,7 @@ def _describe_segy(path: pathlib.Path, name: str) -> Volume | None:
             f"crosslines, got {lines.n_traces} traces: {what}. Check the trace headers "
             "(bytes 189 and 193), or interpolate the model onto a regular grid."
         )
-    return SegyVolume(path, shape, None, lines)
+    return SegyVolume(path, shape, None, lines, name != "vp")
 
 
 _DESCRIPTIONS = {
@@ -268,7 +291,7 @@ def _require_cells(path: pathlib.Path, name: str, shape: tuple[int, ...]) -> Non
 def _require_axes(path: pathlib.Path, name: str, labels: Sequence[str | None] | None) -> None:
     """Raise a ValueError if the labels of the axes say that they are not x, y and z."""
     lower = [str(label).lower() for label in labels or ()]
-    place = {"depth": 2, "x": 0, "y": 1, "z": 2}
+    place = {"depth": 2, "x": 0, "y": 1, "z": 2} | dict.fromkeys(("t", "time", "twt"), -1)
     if any(place.get(label, axis) != axis for axis, label in enumerate(lower)):
         raise ValueError(
             f"{path}: expected the axes x, y, z of {name}, got {', '.join(lower)}. Transpose the "
@@ -276,16 +299,25 @@ def _require_axes(path: pathlib.Path, name: str, labels: Sequence[str | None] | 
         )
 
 
-def _regular_step(path: pathlib.Path, axis: str, centers: NDArray[np.float64]) -> float:
-    """Return the distance between cell centres, or raise an error if it varies."""
-    step = float(np.mean(np.diff(centers))) if len(centers) > 1 else 0.0
-    even = centers[0] + step * np.arange(len(centers))
-    if not np.allclose(centers, even, rtol=0, atol=_REGULAR * abs(step)):
-        raise ValueError(
-            f"{path}: expected cell centres {axis} at one distance, got {centers[0]:g}, "
-            f"{centers[1]:g}, ..., {centers[-1]:g}. Interpolate the model onto a regular grid."
-        )
-    return step
+def _steps(
+    path: pathlib.Path,
+    shape: tuple[int, ...],
+    axes: Sequence[str],
+    centers: Mapping[str, NDArray[np.float64]],
+    units: Mapping[str, str],
+) -> list[float]:
+    """Return the distances between cell centres in m, or raise an error if they do not fit."""
+    for n, axis in zip(shape, axes, strict=True):
+        if axis not in centers or centers[axis].shape != (n,):
+            found = f"{len(centers[axis])} of them" if axis in centers else "none"
+            raise ValueError(
+                f"{path}: expected {n} cell centres {axis} for {_times(shape)} cells, got {found}. "
+                "Save the centres of all axes, or the attribute spacing."
+            )
+    return [
+        unit_factor(path, axis, units.get(axis)) * even_step(path, axis, centers[axis])
+        for axis in axes
+    ]
 
 
 def _times(shape: tuple[int, ...]) -> str:
