@@ -17,17 +17,21 @@ pytestmark = [
 PROGRAM = PROGRAMS / "stopped_solve.py"
 
 
+@pytest.mark.long(
+    "the other rank waits in MPI; the messages of all other parts are in test_chaos.py"
+)
 def test_a_stopped_rank_in_a_solve_ends_the_job() -> None:
     start = time.monotonic()
-    done = mpigrad("launch", "-n", 2, PROGRAM, "stop", MPIGRAD_TIMEOUT="4")
+    done = mpigrad("launch", "-n", 2, PROGRAM, "stop", MPIGRAD_TIMEOUT="3")
     assert time.monotonic() - start < 60
     assert done.returncode != 0
     text = done.stderr
     assert "rank 1: has waited" in text, text
-    assert "stopped_solve.py:38, and its process is stopped (SIGSTOP)" in text, text
+    assert "stopped_solve.py:28, and its process is stopped (SIGSTOP)" in text, text
     assert "Let the stopped process go on (kill -CONT)" in text
 
 
+@pytest.mark.full("a solve that takes longer than a second takes processor time")
 def test_a_solve_may_take_longer_than_an_operation_may_wait() -> None:
     done = mpigrad("launch", "-n", 2, PROGRAM, "long", MPIGRAD_TIMEOUT="1")
     assert done.returncode == 0, done.stderr
