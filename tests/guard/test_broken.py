@@ -316,6 +316,15 @@ BROKEN = {
         code=1,
         last="Find the thread that never ends",
     ),
+    "one_rank_is_stopped_at_the_end": Broken(
+        (
+            "The job goes on, because the other ranks may still have work to do",
+            "Ending all ranks: the process of a rank is stopped",
+        ),
+        SHORT,
+        code=1,
+        last="(kill -CONT), or start the job again",
+    ),
     "grids_of_ranks_that_differ": Broken(
         (
             "ValueError: cartesian: dims and periods must be the same on all ranks, got dims=(2,) "

@@ -382,6 +382,12 @@ def one_rank_exits_with_256():
     mg.barrier()
 
 
+def one_rank_is_stopped_at_the_end():
+    mg.allreduce(x)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def one_rank_never_ends():  # a thread waits for an event
     if rank == 1:
         threading.Event().wait()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from mpigrad.guard import board as b
-from mpigrad.guard.watchdog import end_reason, rank_states
+from mpigrad.guard.watchdog import end_reason, rank_states, stop_note
 
 __all__ = ["await_all_ends"]
 
@@ -27,8 +27,9 @@ def await_all_ends(
     """Wait until every rank has ended its program (collective over `world`).
 
     A rank may still compute or write when the others are done. After the time limit, the ranks of
-    this host that have not ended are named. The job is ended only if one of them has died, or if
-    all of them wait for threads of their own and used no processor time since.
+    this host that have not ended are named. The job is ended only if one of them has died, if the
+    process of one is stopped then and one limit later, or if all of them wait for threads of their
+    own and used no processor time since.
 
     Parameters
     ----------
@@ -40,6 +41,7 @@ def await_all_ends(
     everybody, pause = world.Ibarrier(), _PAUSE
     waited, passed, before = 0.0, 0.0, _work(board)
     last, named = time.monotonic(), False
+    halted: set[int] = set()
     while not everybody.Test():
         time.sleep(pause)
         pause = min(1.1 * pause, 0.05)
@@ -58,6 +60,9 @@ def await_all_ends(
         idle = all(missing[r] - earlier.get(r, math.nan) < _IDLE * done for r in missing)
         if dead or (idle and all(board.slots[r]["line_waits"] for r in missing)):
             end_job(_text(board, waited, seconds, _DEAD if dead else _ENDED))
+        before_halted, halted = halted, {r for r in missing if stop_note(board, r)}
+        if halted & before_halted:
+            end_job(_text(board, waited, seconds, _STOPPED))
         if not named:
             print(_text(board, waited, seconds, _GOES_ON), file=sys.stderr, flush=True)
         named = True
@@ -69,6 +74,10 @@ _ENDED = (
 )
 _DEAD = (
     "Ending all ranks: a rank has died. Look for the cause in its output and in the kernel's log."
+)
+_STOPPED = (
+    "Ending all ranks: the process of a rank is stopped. Let it go on earlier (kill -CONT), or "
+    "start the job again."
 )
 _GOES_ON = (
     "The job goes on, because the other ranks may still have work to do. If one of them waits in a "
