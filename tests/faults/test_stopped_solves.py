@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -26,8 +27,9 @@ def test_a_stopped_rank_in_a_solve_ends_the_job() -> None:
     assert time.monotonic() - start < 60
     assert done.returncode != 0
     text = done.stderr
-    assert "rank 1: has waited" in text, text
-    assert "stopped_solve.py:28, and its process is stopped (SIGSTOP)" in text, text
+    # The stop may fall into the message in front of a solve.
+    line = r"rank 1: .* at .*stopped_solve.py:\d+, and its process is stopped \(SIGSTOP\)"
+    assert re.search(line, text), text
     assert "Let the stopped process go on (kill -CONT)" in text
 
 
