@@ -29,31 +29,31 @@ inline void (*failed)() = nullptr;
 
 // A solve in the record. Ranks meet at its start, where the watchdog limits the time of waiting. From
 // then on a solve may take any time, unless the process of another rank is stopped meanwhile.
-class Shown {
+class SolveRecord {
  public:
-  explicit Shown(int64_t site) {
+  explicit SolveRecord(int64_t site) {
     int64_t none = 0;  // otherwise another thread waits, and is watched
     if (!watched || !watched->start_ns.compare_exchange_strong(none, now_ns())) return;
-    shown_ = true;
+    writes_ = true;
     watched->operation.store("solve", std::memory_order_relaxed);
     watched->site.store(site, std::memory_order_relaxed);
   }
   // All ranks have come.
   void begins() {
-    if (!shown_) return;
+    if (!writes_) return;
     watched->unlimited.store(true, std::memory_order_relaxed);
     watched->start_ns.store(now_ns(), std::memory_order_release);
   }
-  ~Shown() {
-    if (!shown_) return;
+  ~SolveRecord() {
+    if (!writes_) return;
     watched->start_ns.store(0, std::memory_order_release);
     watched->unlimited.store(false, std::memory_order_release);
   }
-  Shown(const Shown&) = delete;
-  Shown& operator=(const Shown&) = delete;
+  SolveRecord(const SolveRecord&) = delete;
+  SolveRecord& operator=(const SolveRecord&) = delete;
 
  private:
-  bool shown_ = false;
+  bool writes_ = false;
 };
 
 // Keeps the first failing call of hypre and skips the calls after it. A rank that fails alone skips

@@ -376,9 +376,9 @@ inline std::string System::solve(const double* values, bool compare, const doubl
   const double squares = inspect(values, compare, b, guess, request.method, mine);
   mine[kRequest] = request.identity;
   mine[kMinusRequest] = -request.identity;
-  Shown shown(request.site);
+  SolveRecord record(request.site);
   MPI_Allreduce(mine, all, kFlags, MPI_INT, MPI_MAX, comm_);
-  shown.begins();
+  record.begins();
   if (all[kChanged]) {
     ready_ = false;
     ++number_;

@@ -37,4 +37,4 @@ def test_a_stopped_rank_in_a_solve_ends_the_job() -> None:
 def test_a_solve_may_take_longer_than_an_operation_may_wait() -> None:
     done = mpigrad("launch", "-n", 2, PROGRAM, "long", MPIGRAD_TIMEOUT="1")
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[1]) > 1.0
+    assert float(done.stdout.split()[1]) > 3.0  # of which a part compiles

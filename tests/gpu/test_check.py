@@ -34,7 +34,7 @@ def test_a_step_of_each_kind(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.full("test_a_step_of_each_kind runs three of its steps")
-@pytest.mark.long("this is the whole check, of 34 jobs")
+@pytest.mark.long("this is the whole check, of 33 jobs")
 @pytest.mark.launcher
 def test_the_whole_check(tmp_path: pathlib.Path) -> None:
     results = run(tmp_path / "out")

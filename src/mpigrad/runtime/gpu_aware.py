@@ -17,6 +17,11 @@ _CUDA, _HIP = 0, 2  # MPICH's numbers of kinds of GPUs
 
 def gpu_aware() -> str:
     """Return MPIGRAD_GPU_AWARE: "" (no device addresses), "p2p" or "all"."""
+    if os.environ.get("MPIGRAD_CUDA_AWARE", "0") not in ("", "0"):
+        raise ImportError(
+            f"mpigrad: MPIGRAD_CUDA_AWARE is {_VARIABLE} now. Set {_VARIABLE}=all, or p2p if MPI "
+            "does not compute on devices."
+        )
     text = os.environ.get(_VARIABLE, "")
     if text not in ("", "0", "p2p", "all"):
         raise ImportError(
