@@ -8,6 +8,7 @@
 #include <array>
 #include <vector>
 
+#include "guard/contracts.h"
 #include "mpi/mpi_runtime.h"
 #include "mpi/shared_sum.h"
 
@@ -21,7 +22,10 @@ Slot own_slot;  // pages that are never touched use no memory
 struct Member {
   int host_index, slot;  // -1: on another host
 };
-std::array<std::vector<Member>, kEntries> members;
+struct Members : std::vector<Member> {
+  bool on_board = false;  // all of them
+};
+std::array<Members, kEntries> members;
 std::array<Cell, kSites> trees;
 
 int64_t shared_offset(int ranks) {
@@ -54,11 +58,7 @@ int64_t tree_at(int64_t site) {
   return index < kSites ? get(trees[index]) : kUnknownTree;
 }
 
-bool all_on_board(int64_t slot) {
-  for (const Member& m : members[slot])
-    if (m.host_index < 0) return false;
-  return !members[slot].empty();
-}
+bool all_on_board(int64_t slot) { return members[slot].on_board; }
 
 void place(int64_t slot, int64_t rank, int64_t& host_index, int64_t& its_slot) {
   host_index = members[slot][rank].host_index;
@@ -139,11 +139,17 @@ MPIGRAD_EXPORT void mpigrad_set_members(int64_t slot, int64_t id, int rank, int 
                                         const int* host_indices, const int* slots) {
   auto& list = members[slot];
   list.clear();
-  for (int i = 0; i < size; ++i) list.push_back({host_indices[i], slots[i]});
+  list.on_board = size > 0;
+  for (int i = 0; i < size; ++i) {
+    list.push_back({host_indices[i], slots[i]});
+    list.on_board &= host_indices[i] >= 0;
+  }
+  forget_agreements(slot);
   Entry& e = board.own().entries[slot];
   e.rank = rank;
   e.size = size;
   put(e.sequence, 0);
+  for (Contract& c : e.contracts) c.name = nullptr;  // those of an earlier communicator
   put(e.id, id);
   put(board.own().entries_used, std::max(get(board.own().entries_used), slot + 1));
 }

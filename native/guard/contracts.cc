@@ -1,6 +1,7 @@
 #include "guard/contracts.h"
 
 #include <algorithm>
+#include <array>
 
 namespace mpigrad {
 
@@ -62,6 +63,51 @@ bool agree(const Contract& a, const Contract& b) {
     if (a.values[i] != b.values[i]) return false;
   return a.counts_kind != kSameCounts || std::equal(a.sends, a.sends + a.counts, b.sends);
 }
+
+namespace {
+
+std::array<uint64_t, 1 << 12> keys;  // of operations that were compared. Later ones replace others
+std::array<Ledger, kEntries> ledgers;
+
+}  // namespace
+
+uint64_t digest(const Contract& c) {
+  Mixed mix;
+  for (const int64_t word : {c.dtype, c.rank, c.free_dims, c.terms, c.counts_kind, c.counts, c.tree})
+    mix(word);
+  for (int64_t i = std::min(c.free_dims, c.rank); i < std::min<int64_t>(c.rank, kDims); ++i)
+    mix(c.dims[i]);
+  for (int64_t i = 0; i < c.terms; ++i) mix(c.values[i]);
+  if (c.counts_kind == kSameCounts)
+    for (int64_t i = 0; i < c.counts; ++i) mix(c.sends[i]);
+  int64_t words[kName / 8];
+  std::memcpy(words, c.operation, kName);
+  // copy_text writes nothing behind the end of a text.
+  const size_t used = strnlen(c.operation, kName);
+  std::memset(reinterpret_cast<char*>(words) + used, 0, kName - used);
+  for (const int64_t word : words) mix(word);
+  return mix.sum;
+}
+
+bool is_new(uint64_t key) {
+  uint64_t& known = keys[key >> 52];
+  if (known == key) return false;
+  known = key;
+  return true;
+}
+
+void forget_agreements(int64_t slot) {
+  keys.fill(0);
+  ledgers[slot] = {};
+}
+
+void Ledger::add(const Contract& c) {
+  known &= c.tree >= 0;
+  sum = (sum ^ digest(c)) * factors[0];
+  sum ^= sum >> 32;
+}
+
+Ledger& ledger(int64_t slot) { return ledgers[slot]; }
 
 bool pairs_agree(int64_t slot, int64_t sequence) {
   const int64_t size = std::min<int64_t>(board.own().entries[slot].size, kCounts);

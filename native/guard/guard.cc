@@ -84,16 +84,7 @@ std::string take_fault(When when, int64_t id) {
 
 Report report(const Contract& c, const Slot& owner) {
   Report all{get(owner.world_rank), c, {}};
-  const int64_t index = c.site < 0 ? -c.site : c.site;
-  std::string text = "an unknown line";
-  if (index < kSites) {
-    text = std::string(c.site < 0 ? "the adjoint of " : "") + owner.sites[index];
-    if (const int64_t tree = owner.tree_of[index])
-      text += std::string(" (pytree: ") + (owner.trees + tree - 1) + ")";
-  } else if (&owner == &board.own()) {
-    text = call_site(c.site);
-  }
-  copy_text(all.site, text.c_str());
+  copy_text(all.site, line_of(c.site, owner).c_str());
   return all;
 }
 
@@ -105,6 +96,14 @@ std::string describe(const std::vector<Report>& all) {
 }
 
 }  // namespace
+
+std::string line_of(int64_t site, const Slot& owner) {
+  const int64_t index = site < 0 ? -site : site;
+  if (index >= kSites) return &owner == &board.own() ? call_site(site) : "an unknown line";
+  const int64_t tree = owner.tree_of[index];
+  return std::string(site < 0 ? "the adjoint of " : "") + owner.sites[index] +
+         (tree ? std::string(" (pytree: ") + (owner.trees + tree - 1) + ")" : "");
+}
 
 bool is_guarded_between_hosts(int64_t slot) {
   return guarded && get(board.own().entries[slot].id) && !all_on_board(slot);
@@ -213,11 +212,16 @@ bool Post::collective(const Agreement& a) {
   Contract& c = e.contracts[sequence % kContracts];
   c.sequence = sequence;
   const int64_t site = mine.site.load(std::memory_order_relaxed);
-  if (!repeats(c, site, last_operation, a)) write(c, site, last_operation, mine.operation, a);
+  const bool repeated = repeats(c, site, last_operation, a);
+  if (!repeated) write(c, site, last_operation, mine.operation, a);
   c.loop = loop_state();
   put(e.sequence, sequence);
   put(mine.kind, kCollective);
-  if (!get(mine.polling)) return !guarded || e.size == 1 || agree_by_message(c);
+  if (!get(mine.polling)) {
+    if (e.size == 1) return true;
+    if (guarded) return agree_by_message(c);
+    return agree_between_hosts(c) && (repeated || agree_once(c));
+  }
   int64_t next = 0;
   const auto ready = [&] {
     for (; next < e.size; ++next) {
@@ -252,6 +256,114 @@ bool Post::agree_by_message(const Contract& c) {
         same &= all[a].contract.sends[b] == all[b].contract.receives[a];
   if (same || !explain) return true;
   refusal = describe(all);
+  return false;
+}
+
+// Without the guard, a contract is compared when it is new. The members of this host have written it
+// on the board when they have come, so that no message is needed.
+bool Post::agree_once(const Contract& c) {
+  Mixed key;
+  for (const int64_t word : {c.site, slot_, static_cast<int64_t>(digest(c))}) key(word);
+  if (!is_new(key.sum)) return true;
+  const Entry& e = board.own().entries[slot_];
+  const int64_t sequence = c.sequence;
+  int64_t next = 0;
+  const auto ready = [&] {
+    for (; next < e.size; ++next) {
+      const Slot* owner;
+      const Entry* other = member(slot_, next, &owner);
+      if (!other) continue;
+      if (get(other->sequence) < sequence) return false;
+      // Of different operations the watchdog can say more: which exceptions the ranks handle.
+      const Contract& d = other->contracts[sequence % kContracts];
+      const bool same = !std::strncmp(c.operation, d.operation, kName);
+      if (d.sequence == sequence && !same && all_on_board(slot_)) return false;
+    }
+    return true;
+  };
+  if (!wait(ready, [] {})) return false;
+  bool same = true;
+  std::vector<Report> there;
+  for (int64_t rank = 0; rank < e.size; ++rank) {
+    const Slot* owner;
+    const Entry* other = member(slot_, rank, &owner);
+    if (!other) continue;
+    const Contract& d = other->contracts[sequence % kContracts];
+    if (d.sequence != sequence) continue;  // that rank is far ahead
+    same &= agree(c, d);
+    there.push_back(report(d, *owner));
+  }
+  if (c.counts_kind == kPairCounts && all_on_board(slot_)) same &= pairs_agree(slot_, sequence);
+  if (!same) refusal = describe(there);
+  return same;
+}
+
+// Without the guard, members on several hosts compare all their contracts so far, before the
+// operations 1, 2, 4, 8, ….
+bool Post::agree_between_hosts(const Contract& c) {
+  if (all_on_board(slot_)) return true;
+  Ledger& mine = ledger(slot_);
+  mine.add(c);
+  const int64_t sequence = c.sequence;
+  if (sequence & (sequence - 1)) return true;
+  const Communicator& comm = communicator(slot_);
+  std::vector<Ledger> all(comm.size);
+  const int bytes = static_cast<int>(sizeof mine);
+  if (call(runtime.mpi.Allgather, static_cast<const void*>(&mine), bytes, word_type(1),
+           static_cast<void*>(all.data()), bytes, word_type(1), comm.handle))
+    return true;  // the operation itself will report the error
+  const auto known = std::find_if(all.begin(), all.end(), [](const Ledger& x) { return x.known; });
+  bool same = true, complete = true;
+  for (const Ledger& x : all) {
+    same &= !x.known || x.sum == known->sum;
+    complete &= x.known;
+  }
+  // The counts of pairs are not in the sums.
+  if (same) return !complete || c.counts_kind != kPairCounts || agree_by_message(c);
+  mine = {};
+  const Contract* const contracts = board.own().entries[slot_].contracts;
+  const int64_t kept = std::max<int64_t>(sequence - kContracts, 0);
+  for (int64_t n = kept + 1; n <= sequence; ++n)
+    if (!agree_by_message(contracts[n % kContracts])) return false;
+  refusal = "mpigrad: the ranks do not agree: one of the operations " +
+            std::to_string(sequence / 2 + 1) + " to " + std::to_string(kept) +
+            " on this communicator differed between ranks of different hosts. Run with "
+            "MPIGRAD_GUARD=1 to see which.";
+  return false;
+}
+
+bool Post::sent_to_this(int64_t source, int64_t tag, Part& part, std::string& operation,
+                        std::string& line) {
+  const Slot& mine = board.own();
+  const Entry& e = mine.entries[slot_];
+  if (!owner_ || guarded || recording < kRecordAll || get(mine.kind) != kMessagesOnly ||
+      get(mine.receives) != 1 || get(mine.counts_invalid))
+    return false;
+  const Part& p = mine.receive[0];
+  Mixed key;
+  for (const int64_t word : {get(mine.site), slot_, source, tag, p.dtype, p.rank}) key(word);
+  for (int64_t i = 0; i < std::min<int64_t>(p.rank, kDims); ++i) key(p.dims[i]);
+  if (!is_new(key.sum)) return false;
+  int64_t ordinal = p.ordinal;
+  if (wild(p)) {  // it took the message after those of all receives from this rank that were posted
+    const Channel* c = my_channel(get(e.id), source, tag);
+    if (!c || get(e.open)) return false;
+    ordinal = get(c->posted) + 1;
+  }
+  const Slot* owner;
+  const Entry* sender = member(slot_, source, &owner);
+  if (!sender || ordinal <= 0 || get(owner->counts_invalid)) return false;
+  const int64_t count = get(owner->messages);
+  for (int64_t n = std::max<int64_t>(count - kMessages, 0); n < count; ++n) {
+    const Message& note = owner->message[n % kMessages];
+    const int64_t id = get(note.id);
+    if (id != get(sender->id)) continue;
+    part = read_part(note.part);
+    operation = note.operation;
+    line = line_of(note.site, *owner);
+    const bool it = part.peer == e.rank && part.tag == tag && part.ordinal == ordinal;
+    if (it && get(note.id) == id) return true;
+  }
   return false;
 }
 

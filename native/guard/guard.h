@@ -56,6 +56,9 @@ struct Mails {
   const Mail* end() const { return first + count; }
 };
 
+// A source line of a rank of this host, with the leaves of the pytree that is sent there.
+std::string line_of(int64_t site, const Slot& owner);
+
 // Whether the guard is on and the members of this communicator do not share a board.
 bool is_guarded_between_hosts(int64_t slot);
 
@@ -85,6 +88,11 @@ class MPIGRAD_SHARED Post {
   // Posts messages without waiting. The operation that waits for them needs their numbers.
   bool post(Mails sends, Mails receives);
   int64_t number_sent() const, number_received() const;
+  // Finds on the board what the sender has announced of the message that this operation has received
+  // from `source` with `tag`. Returns false if it is not there, and if such a message was compared
+  // before.
+  bool sent_to_this(int64_t source, int64_t tag, Part& part, std::string& operation,
+                    std::string& line);
   // The actual sender and tag of wildcard receive number `i`.
   void matched(size_t i, int64_t source, int64_t tag);
   // Whether a partner needs the messages of this operation before the operation itself can end. It then
@@ -106,6 +114,8 @@ class MPIGRAD_SHARED Post {
   bool wait(const Ready& ready, const Withdraw& withdraw);
   void count_messages(int64_t n);
   bool agree_by_message(const Contract& c);
+  bool agree_once(const Contract& c);
+  bool agree_between_hosts(const Contract& c);
 
   bool announce(Mails sends, Mails receives);
 

@@ -22,12 +22,18 @@ Label describe(const Call& c, const Mail& mail) {
   if (mail.rows >= 0) p.dims[0] = mail.rows;
   p.tree = tree_at(c.site);
   copy_text(label.operation, c.operation);
-  const int64_t index = c.site < 0 ? -c.site : c.site;
-  const std::string line = c.site < 0 ? "the adjoint of " : "";
-  // As on the board, with the leaves of a pytree.
-  copy_text(label.site, index < kSites ? (line + board.own().sites[index]).c_str()
-                                       : call_site(c.site).c_str());
+  copy_text(label.site, line_of(c.site, board.own()).c_str());
   return label;
+}
+
+// The label of the message that this operation has received, from the sender's words on the board.
+bool read_board(const Call& c, int64_t source, int64_t tag, Label& label) {
+  std::string operation, line;
+  if (!c.post.sent_to_this(source, tag, label.part, operation, line)) return false;
+  label.written = kWritten;
+  copy_text(label.operation, operation.c_str());
+  copy_text(label.site, line.c_str());
+  return true;
 }
 
 // float32[2,3], as guard/board_reader.py writes it.
@@ -69,9 +75,10 @@ Parcel::Parcel(const Call& c, const Words& y) : words(y) {
 ffi::Error unpack(const Call& c, const Mail& mail, int code, Status& status, int source,
                   const Words& words, const Words& y) {
   const size_t bytes = label_bytes(c.slot, y.count * y.width);
-  if (bytes) {
-    Label sent, expected = describe(c, mail);
-    std::memcpy(&sent, words.data, bytes);
+  Label sent;
+  if (bytes) std::memcpy(&sent, words.data, bytes);
+  if (bytes || (!code && read_board(c, source, status_tag(status), sent))) {
+    const Label expected = describe(c, mail);
     const Part &a = sent.part, &b = expected.part;
     const bool same = sent.written != kWritten || !a.dtype || !b.dtype ||
                       (same_layout(a.dtype, a.rank, a.dims, b.dtype, b.rank, b.dims) &&

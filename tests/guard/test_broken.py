@@ -61,14 +61,6 @@ BROKEN = {
     "an_error_in_words_of_no_encoding": Broken(
         ("ValueError: no mesh ",), code=1, last=FAILED, full=VARIANT
     ),
-    "sums_of_other_lengths without the guard": Broken(
-        (
-            "the ranks do not agree",
-            "rank 0: allreduce(op=SUM) of float32[3] at tests/programs/broken.py:",
-            "rank 1: allreduce(op=SUM) of float32[4] at tests/programs/broken.py:",
-        ),
-        {"MPIGRAD_GUARD": "0"},
-    ),
     "longer_message_on_a_communicator_in_another_order": Broken(
         (
             "rank 1 of 2 (rank 0 of the job): recv at ",
@@ -85,10 +77,13 @@ BROKEN = {
     "longer_message_than_expected": Broken(
         ("rank 1 of 2: recv at ", "Make the receive expect the shape"), last=FAILED, full=VARIANT
     ),
-    "shorter_message_than_expected": Broken(
-        ("rank 1 of 2: recv at ", "expected 12 bytes from rank 0, got 8 bytes", "Make the receive"),
+    "message_of_other_leaves": Broken(
+        (
+            "rank 1 of 2: recv at ",
+            "(pytree: float32[2], float32[2]), but rank 0 sends float32[4] by send at ",
+            "(pytree: float32[3], float32[1]). Make the receive",
+        ),
         last=FAILED,
-        full=VARIANT,
     ),
     # Without the guard: proved deadlocks.
     "one_rank_leaves_out_an_allreduce": Broken(
@@ -154,7 +149,7 @@ BROKEN = {
         full=REFUSED,
     ),
     "windows_with_rows_of_other_lengths": Broken(
-        (" of 2: one_sided at ", "expected window rows of one length and dtype"),
+        ("rank 0: one_sided(row=12", "rank 1: one_sided(row=16", "Pass the same row"),
         last="of 2 failed; ending all ranks",  # both ranks find it, and the first one reports
     ),
     "a_request_that_nobody_posts": Broken(

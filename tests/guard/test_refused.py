@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import re
+from collections.abc import Iterable
 
 import pytest
 
@@ -76,6 +77,8 @@ REFUSED = {
     "other_names_of_leaves": Refused(
         ("(pytree: ['a'] float32[3], ['c'] float32[3])", "Pass pytrees with the same structure")
     ),
+    "another_name_of_one_leaf": Refused(("(pytree: ['a'] float32[3])", "the same structure")),
+    "another_dtype_in_the_twentieth_sum": Refused(("ranks 0, 2: allreduce", "the same dtype")),
     "message_of_other_leaves": Refused(
         ("(pytree: float32[3], float32[1])", "(pytree: float32[2], float32[2])", "leaf by leaf")
     ),
@@ -199,16 +202,26 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def refusals(request: pytest.FixtureRequest) -> dict[str, list[tuple[str, float]]]:
-    """Run the selected programs. Return for each the error text and the seconds of each rank."""
-    items = [item for item in request.session.items if "refusals" in item.fixturenames]  # type: ignore[attr-defined]
-    names = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
+Told = dict[str, list[tuple[str, float]]]  # for each program the error and the seconds of each rank
+
+
+def told(names: Iterable[str], **settings: str) -> Told:
     program = PROGRAMS.relative_to(pathlib.Path.cwd()) / "refused.py"
-    settings = {**idling(), "MPIGRAD_GUARD": "1", "MPIGRAD_TIMEOUT": "60"}
     done = mpigrad("launch", "-n", 3, program, *names, **settings)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def texts(errors: list[tuple[str, float]]) -> list[str]:
+    """Return the errors without the type of the exception and a word in front, which are JAX's."""
+    return [text.partition("mpigrad: ")[2] for text, _ in errors]
+
+
+@pytest.fixture(scope="module")
+def refusals(request: pytest.FixtureRequest) -> Told:
+    items = [item for item in request.session.items if "refusals" in item.fixturenames]  # type: ignore[attr-defined]
+    names = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
+    return told(names, **idling(), MPIGRAD_GUARD="1", MPIGRAD_TIMEOUT="60")
 
 
 @pytest.mark.long("one job of three ranks runs all programs, in the first case")
@@ -241,15 +254,41 @@ def refusals(request: pytest.FixtureRequest) -> dict[str, list[tuple[str, float]
     reason="each thing that the guard compares once, in an adjoint, and processes and threads",
 )
 @pytest.mark.parametrize("name", REFUSED)
-def test_the_guard_refuses(name: str, refusals: dict[str, list[tuple[str, float]]]) -> None:
-    case, told = REFUSED[name], refusals[name]
-    # The type of the exception, and a word in front, are JAX's.
-    texts = [text.partition("mpigrad: ")[2] for text, _ in told]
-    assert [r for r in SAME_ON_ALL if texts[r]] == list(case.ranks), told
-    assert len({texts[r] for r in case.ranks}) == 1, told
+def test_the_guard_refuses(name: str, refusals: Told) -> None:
+    case, errors = REFUSED[name], refusals[name]
+    said = texts(errors)
+    assert [r for r in SAME_ON_ALL if said[r]] == list(case.ranks), errors
+    assert len({said[r] for r in case.ranks}) == 1, errors
     for text in case.says:
-        assert text in texts[case.ranks[0]], told
-    assert max(seconds for _, seconds in told) < 20
+        assert text in said[case.ranks[0]], errors
+    assert max(seconds for _, seconds in errors) < 20
+
+
+FIRST = (
+    "another_root",
+    "another_dtype",
+    "another_shape",
+    "other_leaves_of_the_same_length",
+    "other_names_of_leaves",
+    "another_name_of_one_leaf",
+    "window_of_other_leaves",
+    "under_vmap",
+    "alltoallv_with_other_counts",
+)
+TWENTIETH = "another_dtype_in_the_twentieth_sum"  # compared with the next power of two
+
+
+@pytest.mark.long("two jobs of three ranks: one host, and messages as between hosts")
+@pytest.mark.parametrize("board", ["1", "0"])
+def test_new_collectives_are_compared_without_the_guard(board: str) -> None:
+    names = FIRST if board == "1" else (*FIRST, TWENTIETH)
+    errors = told(names, **idling(), MPIGRAD_BOARD=board, MPIGRAD_TIMEOUT="60")
+    for name in names:
+        said = texts(errors[name])
+        assert len(set(said)) == 1, (name, errors[name])
+        range_ = ("one of the operations 17 to 24 ", "MPIGRAD_GUARD=1")
+        for text in range_ if name == TWENTIETH else REFUSED[name].says:
+            assert text in said[0], (name, errors[name])
 
 
 def test_all_refused_programs_are_checked() -> None:

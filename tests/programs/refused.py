@@ -195,6 +195,17 @@ def other_names_of_leaves(comm):
 
 
 @case
+def another_name_of_one_leaf(comm):
+    mg.allreduce({"a" if rank else "b": x}, comm=comm)
+
+
+@case
+def another_dtype_in_the_twentieth_sum(comm):
+    for n in range(40):
+        mg.allreduce(x.astype(int) if n == 19 and rank == 1 else x, comm=comm)
+
+
+@case
 def message_of_other_leaves(comm):
     if rank == 0:
         mg.send([x, x[:1]], 1, comm=comm)

@@ -101,7 +101,7 @@ def dtype_of(leaf: Any) -> np.dtype:
 def describe_leaves(tree: Any, leading: int = 0) -> str:
     """Describe the leaves of a pytree for the guard, without leading axes; "" for one array."""
     leaves, structure = jax.tree.flatten(tree)
-    if len(leaves) < 2:
+    if jax.tree_util.treedef_is_leaf(structure):
         return ""
     dtypes = [dtype_of(x) for x in leaves]
     types = tuple((jnp.shape(x)[leading:], d) for x, d in zip(leaves, dtypes, strict=True))
