@@ -41,6 +41,7 @@ from mpigrad.checkpoint import Checkpoint, Store, manifest
 from mpigrad.communicator import default_communicator
 from mpigrad.grid import Grid
 
+jax.config.update("jax_enable_x64", True)  # before any array
 SAVES = sys.argv[5:] == ["saves"]
 if not SAVES:
     from mpigrad.io import write_vtk, write_zarr
@@ -70,7 +71,6 @@ FOREVER = 1_000_000
 LIMIT = 60.0  # seconds of a round. Ranks that wait for each other do not end by themselves
 KEEP = 2
 
-jax.config.update("jax_enable_x64", True)
 manifest._PAUSES = (0.001, 0.002, 0.003)  # between attempts to read
 comm = default_communicator()
 library = ctypes.CDLL(None)

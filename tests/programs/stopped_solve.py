@@ -19,7 +19,7 @@ from mpigrad.sparse import PCG, Matrix, Pattern, solve
 jax.config.update("jax_enable_x64", True)
 rank = mg.default_communicator().rank
 stops = sys.argv[1] == "stop"
-n = 250 if stops else 800
+n = 250 if stops else 400
 grid = Grid((n, n), (1.0, 1.0))
 pattern = Pattern.from_stencil(grid, [(0, 0), (-1, 0), (1, 0), (0, -1), (0, 1)])
 fields = [jnp.full(grid.local_shape, 4.0 if k == 0 else -1.0) for k in range(5)]
