@@ -86,6 +86,12 @@ class Adam(Method):
 
     def start(self, objective: Objective, x: Vector) -> AdamState:
         point = objective.evaluate(x)
+        limit = math.sqrt(min((float(jnp.finfo(leaf.dtype).max) for leaf in x), default=math.inf))
+        if limit <= point.norm < math.inf:
+            raise ValueError(
+                f"minimize: at x0 the norm of the gradient is {point.norm:.0e}, and Adam's means "
+                f"of squares would overflow. Divide f by a number near {point.norm:.0e}."
+            )
         mean, square = (jax.tree.map(jnp.zeros_like, x) for _ in range(2))
         return AdamState(
             point.x, point.gradient, point.loss, point.norm, 0.0, mean, square, count=0

@@ -66,7 +66,8 @@ class LBFGS(Method):
         `StrongWolfe(...)`.
     first_step
         Two-norm of the first trial step, in the unit of the unknowns, and of the first trial step
-        after a search that found no smaller loss. Other steps are quasi-Newton steps.
+        after a search that found no smaller loss. It is longer where rounding would hide it. Other
+        steps are quasi-Newton steps.
 
     Examples
     --------
@@ -102,12 +103,15 @@ class LBFGS(Method):
             coefficients, slope = _quasi_newton(state)
         while True:
             fresh = state.count == 0
+            first = 1.0
+            if fresh:
+                first = objective.unknowns.visible_step(now.x, self.first_step) / now.norm
             direction = combine(state.pairs, coefficients[:-1], now.gradient, coefficients[-1])
             t, point = self.line_search.search(
                 lambda t: objective.evaluate_along(now.x, direction, t),  # noqa: B023
                 now,
                 slope,
-                self.first_step / now.norm if fresh else 1.0,
+                first,
             )
             if t > 0 or fresh:
                 break

@@ -88,7 +88,8 @@ class LBFGSB(Method):
         `StrongWolfe(...)`.
     first_step
         Two-norm of the first trial step, in the unit of the unknowns, if no bound is in its way,
-        and of the first trial step after a search that found no smaller loss.
+        and of the first trial step after a search that found no smaller loss. It is longer where
+        rounding would hide it.
 
     Examples
     --------
@@ -180,7 +181,7 @@ class LBFGSB(Method):
         if state.count == 0:
             # Without memory the model is a multiple of the identity, and the Cauchy point is its
             # minimiser.
-            theta = state.gradient_norm / self.first_step
+            theta = state.gradient_norm / unknowns.visible_step(state.x, self.first_step)
             trial = trial_direction(*at, 1 / theta, theta, np.zeros(2 * self.memory))
             return trial if trial.slope < 0 else None
         try:

@@ -47,7 +47,8 @@ class NonlinearCG(Method):
     line_search
         `StrongWolfe(...)`. These directions need more exact steps than L-BFGS.
     first_step
-        Two-norm of the first trial step, in the unit of the unknowns.
+        Two-norm of the first trial step, in the unit of the unknowns. It is longer where rounding
+        would hide it.
 
     Examples
     --------
@@ -72,12 +73,13 @@ class NonlinearCG(Method):
             raise ValueError(f"NonlinearCG: first_step must be positive, got {self.first_step}")
 
     def start(self, objective: Objective, x: Vector) -> NonlinearCGState:
-        return self._along_gradient(objective.evaluate(x), 0.0)
+        length = objective.unknowns.visible_step(x, self.first_step)
+        return self._along_gradient(objective.evaluate(x), 0.0, length)
 
     def step(self, objective: Objective, state: NonlinearCGState) -> NonlinearCGState:
         """Do a line search, and a second one along the gradient if the first finds nothing."""
         now = Point(state.x, state.gradient, state.loss, state.gradient_norm, 0.0)
-        for at in (state, self._along_gradient(now, 0.0)):
+        for at in (state, self._along_gradient(now, 0.0, self.first_step)):
             t, point = self.line_search.search(
                 lambda t: objective.evaluate_along(now.x, at.direction, t),  # noqa: B023
                 now,
@@ -102,7 +104,7 @@ class NonlinearCG(Method):
             beta = 0.0
         slope = beta * dg - point.norm**2
         if not slope < -1e-10 * point.norm**2:
-            return self._along_gradient(point, t)
+            return self._along_gradient(point, t, self.first_step)
         return NonlinearCGState(
             point.x,
             point.gradient,
@@ -119,7 +121,7 @@ class NonlinearCG(Method):
         no: Any = False
         return NonlinearCGState(vector, vector, no, no, no, vector, no, no, no)
 
-    def _along_gradient(self, point: Point, step: float) -> NonlinearCGState:
+    def _along_gradient(self, point: Point, step: float, length: float) -> NonlinearCGState:
         return NonlinearCGState(
             point.x,
             point.gradient,
@@ -128,7 +130,7 @@ class NonlinearCG(Method):
             step,
             _conjugate(point.gradient, point.gradient, 0.0),
             -(point.norm**2),
-            self.first_step / max(point.norm, 1e-300),
+            length / max(point.norm, 1e-300),
         )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from mpigrad.autodiff.transforms import Loss, grad, linearize, vjp
 from mpigrad.collective_errors import assert_same_on_all_ranks, raise_on_all_ranks
 from mpigrad.communicator import Communicator, resolve
+from mpigrad.operations.norms import max_norm
 from mpigrad.optimize.bounds import clip
 from mpigrad.optimize.root_protocol import shared_evaluation
 from mpigrad.optimize.unknowns import ProgramCache, Unknowns, Vector
@@ -210,6 +211,20 @@ class Objective(ProgramCache):
         slope, square, loss = np.asarray(numbers).tolist()
         return Point(moved, gradient, loss, math.sqrt(square), slope)
 
+    def check_scale(self, first: Any) -> None:
+        """Raise an error if squares at the first point, of gradient or residuals, are lost."""
+        loss, norm = first.loss, first.gradient_norm
+        if self.residuals and (loss == 0 or not math.isfinite(loss)):
+            largest = float(self.compiled(Objective._largest_residual)(first.x, self.batch))
+            _require_scale(largest, "residual", "their dtype cannot hold half the sum", "them")
+        if not 1e-140 < norm < 1e140:
+            largest = self.unknowns.largest(first.gradient)
+            _require_scale(largest, "entry of the gradient", "float64 cannot hold the sum", "f")
+
+    def _largest_residual(self, x: Vector, batch: tuple[Any, ...]) -> Any:
+        out = self._call(self.unknowns.tree(x), batch, self._no_guesses())[0]
+        return max_norm(out, self.unknowns.comm)
+
     def tree(self, x: Vector) -> Any:
         """Return the unknowns as a tree of the structure of x0."""
         return self.unknowns.compiled(Unknowns.tree)(x)
@@ -276,6 +291,16 @@ class Objective(ProgramCache):
 def _moved(x: Vector, direction: Vector, step: Any, limits: Any) -> Vector:
     moved = tuple(a + jnp.asarray(step, a.dtype) * d for a, d in zip(x, direction, strict=True))
     return moved if limits is None else clip(moved, limits)
+
+
+def _require_scale(largest: float, what: str, cannot: str, factor: str) -> None:
+    """Raise an error if the largest of some numbers is finite and not zero."""
+    if 0 < largest < math.inf:
+        scale = -math.floor(math.log10(largest))
+        raise ValueError(
+            f"minimize: at x0 the largest {what} is {largest:.0e}, and {cannot} of squares. "
+            f"Multiply {factor} by a number near 1e{scale:+d}."
+        )
 
 
 def _half_squares(residuals: Any) -> Any:

@@ -80,7 +80,7 @@ class _TrustRegion(Method):
 
     def start(self, objective: Objective, x: Vector) -> TrustRegionState:
         point = objective.evaluate(x)
-        radius = float(self.radius or objective.unknowns.compiled(_norm)(x)) or 1.0
+        radius = self.radius or objective.unknowns.norm(x) or 1.0
         return TrustRegionState(
             point.x, point.gradient, point.loss, point.norm, 0.0, radius, point.norm, False
         )
@@ -211,10 +211,6 @@ class GaussNewton(_TrustRegion):
     @staticmethod
     def products(objective: Objective, x: Vector, batch: Any) -> Product:
         return objective.gauss_newton_products(x, batch)
-
-
-def _norm(unknowns: Unknowns, x: Vector) -> Any:
-    return jnp.sqrt(unknowns.products((x, x))[0])
 
 
 def _steihaug(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from mpigrad.grid.grid import Grid
 from mpigrad.operations import allgatherv, bcast, reduce
 from mpigrad.operations.jit import jit
 from mpigrad.operations.local_programs import as_array
+from mpigrad.operations.norms import max_norm
 from mpigrad.optimize.declaration import NOT_DECLARED, declared_kinds, require_declarations
 
 __all__ = ["ProgramCache", "Unknowns", "Vector", "dot", "product"]
@@ -214,6 +216,24 @@ class Unknowns(ProgramCache):
         with jax.enable_x64(True):
             numbers = [jnp.asarray(number).astype("float64") for number in also]
             return self.sum(jnp.stack([*(dot(u, v) for u, v in pairs), *numbers]))
+
+    def norm(self, x: Vector) -> float:
+        """Return the two-norm of a vector (collective)."""
+        return math.sqrt(float(self.compiled(Unknowns._square)(x)))
+
+    def _square(self, x: Vector) -> Any:
+        return self.products((x, x))[0]
+
+    def largest(self, x: Vector) -> float:
+        """Return the largest absolute value of a vector (collective)."""
+        return float(self.compiled(Unknowns._largest)(x))
+
+    def _largest(self, x: Vector) -> Any:
+        return max_norm(x, self.comm)
+
+    def visible_step(self, x: Vector, length: float) -> float:
+        """Return the length of a first step from x: `length`, or longer if rounding hides it."""
+        return max(length, 64 * self.epsilon * self.norm(x))
 
     # ---- for restart files ----
 
