@@ -160,6 +160,7 @@ def test_compiled_programs_keep_their_communicator(comm: Communicator) -> None:
     assert float(mg.allreduce(jnp.ones(()), comm=own)) == comm.size
 
 
+@pytest.mark.ranks(2)
 def test_ctrl_c_while_a_blocking_call_begins(comm: Communicator) -> None:
     """It waits for the other rank, and is over when the interrupt is noticed."""
 

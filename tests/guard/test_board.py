@@ -132,6 +132,7 @@ def test_the_memory_of_the_board_is_reserved(monkeypatch: pytest.MonkeyPatch) ->
     assert len(made) == 2 and not any(os.path.exists(path) for _, path in made)
 
 
+@pytest.mark.ranks(2, 3)
 def test_a_communicator_without_space_on_the_board(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

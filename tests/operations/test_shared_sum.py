@@ -66,6 +66,7 @@ def enough_processors() -> Iterator[None]:
     library().mpigrad_set_crowded(crowded)
 
 
+@pytest.mark.ranks(2, 3)
 @pytest.mark.usefixtures("enough_processors")
 @pytest.mark.parametrize("size", [CERTAIN + 8, 1 << 18, (1 << 22) - 8])
 def test_two_ranks_try_both_ways(size: int, comm: Communicator) -> None:

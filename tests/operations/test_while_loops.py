@@ -74,6 +74,7 @@ def march(grid, largest, dtype="float64"):
     return lambda u: jax.lax.while_loop(lambda state: state[0] < 0.5, step, (start, u))
 
 
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("local", [False, True])
 def test_conditions_are_followed_through_scans(comm, local):
     grid, u = field(comm)
@@ -142,6 +143,7 @@ def test_collectives_in_steps_of_one_rank_are_refused(comm):
     assert mg.allreduce(1.0, comm=comm) == comm.size
 
 
+@pytest.mark.ranks(2, 3)
 def test_ranks_that_leave_a_loop_are_reported(comm):
     grid, u = field(comm)
 

@@ -49,11 +49,11 @@ def test_the_optimum_does_not_depend_on_ranks_or_method(comm):
                 options={"ftol": 0, "gtol": 1e-9, "maxiter": 600},
             )  # fmt: skip
     found = {
-        "replicated": (replicated.loss, replicated.value),
-        "sharded": (sharded.loss, mpigrad.jit(whole)(jnp.asarray(sharded.value))),
+        "replicated": (replicated.stats["loss"], replicated.value),
+        "sharded": (sharded.stats["loss"], mpigrad.jit(whole)(jnp.asarray(sharded.value))),
         "root-driven": (served.result.fun, served.result.x),
     }
     for name, (loss, x) in found.items():
-        assert loss == pytest.approx(expected.loss, rel=1e-7), name
+        assert loss == pytest.approx(expected.stats["loss"], rel=1e-7), name
         difference = np.linalg.norm(np.asarray(x) - np.asarray(expected.value))
         assert difference < 1e-3 * np.linalg.norm(np.asarray(expected.value) - start), name
