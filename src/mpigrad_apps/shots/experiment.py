@@ -153,9 +153,15 @@ def spacing_of(options: WaveOptions, model: ModelFile | Volume) -> tuple[float, 
     Raises
     ------
     ValueError
-        If the option has another number of axes than the model, or other lengths than the file.
+        If the option has another number of axes than the model, or other lengths than the file, or
+        if --cells has other numbers than the file.
     """
     axes = len(model.shape)
+    if options.cells not in (WaveOptions.cells, model.shape):
+        raise ValueError(
+            f"--cells: got {options.cells}, but {options.model or 'the model'} has {model.shape} "
+            "cells. Leave the option out."
+        )
     spacing = options.spacing or model.spacing or (10.0,) * axes
     if len(spacing) != axes:
         raise ValueError(

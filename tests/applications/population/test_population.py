@@ -223,7 +223,7 @@ def test_a_run_is_written(comm, directory, capfd):
 def test_the_truth_is_found(comm, directory):
     """The parameters of 12 simulated patients are found from their table."""
     settings = small(directory, patients=12, iterations=40, warmup=150, draws=200, depth=6)
-    first = run(dataclasses.replace(settings, draws=0, out=directory / "first"), comm)
+    first = run(dataclasses.replace(settings, draws=0, depth=8, out=directory / "first"), comm)
     assert first.posterior is None
     assert first.report.read_text().count("data:image/png;base64,") == 2
     result = run(dataclasses.replace(settings, data=directory / "first" / "data.csv"), comm)
