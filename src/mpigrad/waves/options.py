@@ -87,7 +87,7 @@ def check_options(name: str, model: Any, *, density: bool = False) -> None:
             if kind == physics and at
         ]
         raise ValueError(
-            f"{name}: {text} has no effect in {_WORDS[program]} on {axes} axes (chosen by "
+            f"{name}: {text} is not an option of {_WORDS[program]} on {axes} axes (chosen by "
             f"{reason}). Leave {text.partition('=')[0]} out. {physics} has it in "
             f"{' and in '.join(there)}."
         )
@@ -121,10 +121,10 @@ def _given(model: Any, density: bool) -> Iterator[tuple[str, str]]:
         yield "order=8", "order=8"
     if density:
         yield "density", "density"
-    for option in ("free_surface", "relaxation"):
-        value = getattr(model, option, None)
-        if value is not None:
-            yield option, f"{option}={value!r}"
+    if getattr(model, "free_surface", None) is not None:
+        yield "free_surface", f"free_surface={model.free_surface!r}"
+    if getattr(model, "relaxation", None) is not None:
+        yield "relaxation", "relaxation"
     checkpoints, memory = model.checkpoints, model.memory
     if checkpoints is not None:
         option = {"all": _ALL, "boundary": _BOUNDARY}.get(checkpoints, _STEPS)
