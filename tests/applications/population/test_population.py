@@ -185,9 +185,10 @@ def test_stopped_samplings_go_on_bit_for_bit(comm, directory):
 
 
 def small(directory, **changes):
+    simulated = {} if "data" in changes else {"patients": 4}
     settings = Settings(
-        patients=4, rtol=1e-4, iterations=8, chains=2, warmup=20, draws=5, depth=3,
-        out=directory / "out",
+        rtol=1e-4, iterations=8, chains=2, warmup=20, draws=5, depth=3, out=directory / "out",
+        **simulated,
     )  # fmt: skip
     return dataclasses.replace(settings, **changes)
 
